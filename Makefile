@@ -1,0 +1,102 @@
+# Two commands: `make run` trains, `make test` proves. `make` alone lists every target. Paths must not contain spaces.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# Python 3.11 is needed once, to create the environment and for the patch tool.
+PYTHON ?= python3.11
+
+# Tests take the CPU set unless told otherwise: it is the same on every machine.
+DEVICE ?= $(if $(filter test%,$(MAKECMDGOALS)),cpu,$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu))
+ifeq ($(filter cpu cuda,$(DEVICE)),)
+$(error DEVICE=$(DEVICE): allowed are cpu and cuda)
+endif
+
+# The stamp is written last and named after the locks: an interrupted or outdated set-up starts anew.
+VENV := $(if $(filter cuda,$(DEVICE)),.venv-cuda,.venv)
+BIN := $(VENV)/bin
+SITE := $(VENV)/lib/python3.11/site-packages
+READY := $(VENV)/ready-$(shell cat requirements/$(DEVICE).* | cksum | cut -d' ' -f1)
+
+# What `make run` hands over: its own variables wherever they are set, and all that stands on the command line, so that
+# a misspelt one is refused rather than ignored.
+RUN_VARIABLES := EXPERIMENT PRECISION ALGO STEPS SEED MODEL TRAIN VAL OUT ARGS
+COMMAND_LINE := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
+GIVEN := $(filter-out PYTHON TORCH_INDEX_URL,$(sort DEVICE $(RUN_VARIABLES) $(COMMAND_LINE)))
+quote = '$(subst ','\'',$(1))'
+
+##@ The two commands
+.PHONY: run test
+run: setup  ## set up and train: PPO in fp16 on verl, on this machine's GPU or CPU
+	@exec $(BIN)/python scripts/run.py $(foreach name,$(GIVEN),$(if $($(name)),$(name)=$(call quote,$($(name)))))
+
+test: setup  ## set up and run all tests
+	@exec $(BIN)/python -m pytest -m "not slow and not gpu"
+
+# VERL defaults to the verl of this environment.
+VERL ?= $(SITE)
+##@ Patching verl elsewhere: VERL is a git checkout, an unpacked release or a site-packages folder
+.PHONY: apply-patches unapply-patches status check
+apply-patches:  ## apply the patches:  make apply-patches VERL=/path/to/verl
+	@$(PYTHON) scripts/patchset.py apply $(call quote,$(VERL))
+
+unapply-patches:  ## take them out again, to the byte
+	@$(PYTHON) scripts/patchset.py unapply $(call quote,$(VERL))
+
+status:  ## say which release a tree holds, and whether it is patched
+	@$(PYTHON) scripts/patchset.py status $(call quote,$(VERL))
+
+check:  ## check that every release's patches apply and reverse exactly
+	@$(PYTHON) scripts/patchset.py check --all
+
+##@ The rest
+.PHONY: help setup gsm8k test-quick lint lock clean
+help:  ## list the targets and the variables of `make run`
+	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
+	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
+	@PYTHONPATH=scripts $(PYTHON) -c 'from lib import job; print(job.usage())'
+
+setup: $(READY)  ## install what is missing and patch the installed verl
+	@$(BIN)/python scripts/patchset.py apply $(SITE)
+
+gsm8k: setup  ## download GSM8K and write data/gsm8k/{train,test}.parquet
+	@$(BIN)/python -m recipes.gsm8k.prepare --out data/gsm8k
+
+test-quick: setup  ## the tests without the end-to-end runs
+	@exec $(BIN)/python -m pytest -m "not slow and not gpu and not e2e"
+
+lint: $(READY)  ## ruff and shellcheck
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck .ci/run
+
+lock:  ## resolve requirements/*.in into *.lock again; pins that still fit stay
+	$(PYTHON) -m venv .cache/uv && .cache/uv/bin/pip install --quiet uv
+	cd requirements && for set in cpu cuda; do \
+	  UV_CUSTOM_COMPILE_COMMAND='make lock' ../.cache/uv/bin/uv pip compile $$set.in --output-file $$set.lock \
+	    --python-version 3.11 --python-platform linux --no-emit-index-url --no-annotate --quiet \
+	    $$(test ! -e $$set.overrides || echo --override $$set.overrides); done
+
+clean:  ## remove the environments and the caches; runs and data stay
+	rm -rf .venv .venv-cuda .cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# pip, not uv: pip's configuration names a machine's own indexes. TORCH_INDEX_URL is one more, of torch's CPU builds.
+define install-cpu
+$(BIN)/pip install --quiet -r requirements/cpu.torch -c requirements/cpu.lock $(TORCH_INDEX_URL:%=--extra-index-url %)
+$(BIN)/pip install --quiet --no-deps -r requirements/cpu.lock
+endef
+define install-cuda
+$(BIN)/pip install --quiet --no-deps -r requirements/cuda.lock
+$(BIN)/pip install --quiet --no-deps --no-build-isolation -r requirements/cuda.flash-attn
+endef
+
+$(READY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || \
+	  { echo "PYTHON=$(PYTHON): Python 3.11 is needed; install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "setting up $(VENV) from requirements/$(DEVICE).lock (a few minutes, once)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	$(install-$(DEVICE))
+	@touch $@

@@ -1,0 +1,416 @@
+# Copyright 2026 the verl-precision authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The precision of a worker, decided once: which dtype each hop has, and a loss scaler that reports what it does.
+
+The module needs torch and the standard library alone. verl's engines and configs call it; it calls none of them.
+
+Why: in fp16 on both sides the trainer's and the rollout's log-probabilities agree far better than in bf16
+(Qi et al. 2025, "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788). fp16 needs a loss scale, and
+its state has to be configured, saved and seen. Upstream's scaler: verl PRs #4036 and #6150.
+"""
+
+import inspect
+import json
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+__all__ = [
+    "GradScalerConfig",
+    "LossScaler",
+    "LossScaleError",
+    "Precision",
+    "StepAccounting",
+    "check_engine_dtype",
+    "check_role_dtype",
+    "check_rollout_dtype",
+    "dtype_name",
+    "engine_kwargs_with_dtype",
+    "load_scaler_state",
+    "patch_stamp",
+    "report",
+    "to_dtype",
+]
+
+_DTYPES = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+_ALLOWED = "float16 (fp16), bfloat16 (bf16) or float32 (fp32)"
+
+# Engines that train in fp16: they have a loss scaler and read `dtype`. The others would train in bf16 without a word.
+_FP16_STRATEGIES = (None, "fsdp", "fsdp2", "megatron")
+
+
+def to_dtype(value: str | torch.dtype, key: str) -> torch.dtype:
+    """The torch dtype that ``value`` names.
+
+    Raises:
+        ValueError: ``value`` is no dtype that verl computes in; the message names ``key`` and what is allowed.
+    """
+    if value in _DTYPES.values():
+        return value
+    if value not in _DTYPES:
+        raise ValueError(f"{key}={value} is not a dtype to compute in: choose {_ALLOWED}")
+    return _DTYPES[value]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float16`` -> ``"float16"``, the spelling of verl's and vLLM's configs."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_engine_dtype(dtype: Optional[str], strategy: Optional[str]) -> str:
+    """The dtype an engine computes in, by its full name; ``None`` is verl's default, bfloat16.
+
+    Raises:
+        ValueError: an unknown dtype, or float16 with an engine that has no loss scaler.
+    """
+    resolved = to_dtype("bfloat16" if dtype is None else dtype, "dtype")
+    if resolved == torch.float16 and strategy not in _FP16_STRATEGIES:
+        raise ValueError(
+            f"dtype={dtype} needs a loss scaler, which strategy={strategy} does not have: "
+            "choose strategy fsdp, fsdp2 or megatron, or dtype bfloat16"
+        )
+    return dtype_name(resolved)
+
+
+def check_role_dtype(dtype: Optional[str], engine_key: str, engine_dtype: str) -> None:
+    """Refuse a role's ``dtype`` that its engine's own key contradicts.
+
+    Args:
+        dtype: the wire, e.g. ``actor_rollout_ref.actor.dtype``; ``None`` where the user left it alone.
+        engine_key: the engine's key below the role, e.g. ``fsdp_config``.
+        engine_dtype: the dtype that the engine resolved.
+
+    Raises:
+        ValueError: both are set and differ.
+    """
+    if dtype is not None and to_dtype(dtype, "dtype") != to_dtype(engine_dtype, f"{engine_key}.dtype"):
+        raise ValueError(
+            f"dtype={dtype} and {engine_key}.dtype={engine_dtype} contradict each other: "
+            f"set dtype alone ({engine_key}.dtype and {engine_key}.mixed_precision.param_dtype follow it)"
+        )
+
+
+def check_rollout_dtype(dtype: str) -> None:
+    """Refuse a ``rollout.dtype`` that no rollout server knows.
+
+    Raises:
+        ValueError: naming the key and what is allowed.
+    """
+    # The names that vLLM and SGLang share; "auto" is the dtype in the model's own config.json.
+    allowed = ("auto", "half", "float16", "bfloat16", "float", "float32")
+    if dtype not in allowed:
+        raise ValueError(f"actor_rollout_ref.rollout.dtype={dtype} is unknown: choose one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True)
+class GradScalerConfig:
+    """Settings of the loss scaler (``fsdp_config.grad_scaler``, ``critic.fsdp.grad_scaler``).
+
+    Args:
+        init_scale: first loss scale (dimensionless).
+        growth_factor: what the scale is multiplied by after ``growth_interval`` clean steps in a row.
+        backoff_factor: what it is multiplied by after an overflow.
+        growth_interval: clean optimizer steps before the scale grows; 400 is upstream's (verl PR #4036).
+        min_scale: the scale never falls below. torch has no floor: after ~150 overflows its scale is 0 and nothing is
+            detected again.
+        max_consecutive_skips: so many skipped steps in a row end the run with :class:`LossScaleError`.
+
+    Raises:
+        ValueError: naming the key, its value and what is allowed.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 400
+    min_scale: float = 1.0
+    max_consecutive_skips: int = 32
+
+    def __post_init__(self):
+        rules = {
+            "init_scale": (0 < self.init_scale < math.inf, "a positive number"),
+            "growth_factor": (1 < self.growth_factor < math.inf, "a number above 1"),
+            "backoff_factor": (0 < self.backoff_factor < 1, "a number between 0 and 1"),
+            "growth_interval": (self.growth_interval >= 1, "a whole number of steps, at least 1"),
+            "min_scale": (0 < self.min_scale <= self.init_scale, f"above 0 and at most init_scale={self.init_scale}"),
+            "max_consecutive_skips": (self.max_consecutive_skips >= 1, "a whole number of steps, at least 1"),
+        }
+        for key, (holds, allowed) in rules.items():
+            if not holds:
+                raise ValueError(f"grad_scaler.{key}={getattr(self, key)} must be {allowed}")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a training engine computes in, resolved once from its config and read by every hop.
+
+    Args:
+        compute: autocast and FSDP's parameters in forward and backward.
+        reduce: gradient reduction.
+        buffer: FSDP1's buffers.
+        master: the parameters that the optimizer updates, and its state.
+        loss_scaling: whether the loss is scaled (fp16 that is trained).
+    """
+
+    compute: torch.dtype
+    reduce: torch.dtype
+    buffer: torch.dtype
+    master: torch.dtype
+    loss_scaling: bool
+
+    @classmethod
+    def resolve(cls, engine_config: Any) -> "Precision":
+        """Resolve an FSDP engine's config (``FSDPEngineConfig`` or anything with its attributes).
+
+        ``mixed_precision.param_dtype`` wins where it is set; ``dtype`` holds otherwise.
+
+        Raises:
+            ValueError: unknown dtype; ``dtype`` and ``param_dtype`` contradict each other; an engine without a loss
+                scaler; fp16 master weights under a trained fp16 model.
+        """
+        mixed = engine_config.mixed_precision or {}
+        dtype = to_dtype("bfloat16" if engine_config.dtype is None else engine_config.dtype, "dtype")
+        compute = to_dtype(mixed.get("param_dtype") or dtype, "mixed_precision.param_dtype")
+        if compute != dtype and dtype != torch.bfloat16:
+            raise ValueError(
+                f"dtype={engine_config.dtype} and mixed_precision.param_dtype={mixed['param_dtype']} contradict each "
+                "other: remove mixed_precision.param_dtype, or set both alike"
+            )
+        check_engine_dtype(compute, engine_config.strategy)
+
+        trained = not engine_config.forward_only
+        if engine_config.model_dtype is None:
+            master = torch.float32 if trained else compute
+        else:
+            master = to_dtype(engine_config.model_dtype, "model_dtype")
+        if trained and compute == torch.float16 and master != torch.float32:
+            raise ValueError(
+                f"model_dtype={engine_config.model_dtype} with dtype=float16 makes the optimizer's weights half "
+                "precision, and AdamW then turns them to NaN: set model_dtype=fp32"
+            )
+        return cls(
+            compute=compute,
+            reduce=to_dtype(mixed.get("reduce_dtype") or torch.float32, "mixed_precision.reduce_dtype"),
+            buffer=to_dtype(mixed.get("buffer_dtype") or torch.float32, "mixed_precision.buffer_dtype"),
+            master=master,
+            loss_scaling=trained and compute == torch.float16,
+        )
+
+    def names(self) -> dict[str, Any]:
+        """The fields with dtypes by name, for reports."""
+        return {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in vars(self).items()}
+
+
+class LossScaleError(RuntimeError):
+    """The loss still overflows after ``max_consecutive_skips`` steps in a row."""
+
+
+class LossScaler(ShardedGradScaler):
+    """Dynamic loss scaling for FSDP1, FSDP2 and plain modules, on any device.
+
+    Differs from torch's ``ShardedGradScaler``: it scales in fp32 (an fp16 loss times 65536 overflows), has a floor,
+    knows after each step whether the step was skipped, and keeps settings out of its state, so that a resumed run takes
+    them from its config.
+
+    Args:
+        config: the settings.
+        device: device type of the worker ("cuda", "cpu", …); torch's default of "cuda" disables the scaler elsewhere.
+    """
+
+    def __init__(self, config: GradScalerConfig, device: str):
+        super().__init__(
+            device=device,
+            init_scale=config.init_scale,
+            growth_factor=config.growth_factor,
+            backoff_factor=config.backoff_factor,
+            growth_interval=config.growth_interval,
+        )
+        if not self.is_enabled():
+            raise ValueError(f"no loss scaling on device {device}: torch disabled its gradient scaler there")
+        self.config = config
+        self.skipped = False
+        self.consecutive_skips = 0
+
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale, in fp32."""
+        return super().scale(outputs.float())
+
+    def step(self, optimizer: torch.optim.Optimizer, *args, **kwargs) -> Optional[float]:
+        """Step unless a gradient of any rank is inf or NaN. Call ``unscale_`` first, ``update`` afterwards."""
+        # found_inf is summed over ranks, so it may exceed 1; the scale before and after says nothing at the floor.
+        self.skipped = sum(found.item() for found in self._found_inf_per_device(optimizer).values()) > 0
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: Optional[float | torch.Tensor] = None) -> None:
+        """Adapt the scale, never below ``min_scale``, and count the skips in a row."""
+        super().update(new_scale)
+        self._scale.clamp_(min=self.config.min_scale)
+        self.consecutive_skips = self.consecutive_skips + 1 if self.skipped else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """``scale`` (float), ``_growth_tracker`` and ``consecutive_skips`` (int)."""
+        return {
+            "scale": self.get_scale(),
+            "_growth_tracker": self._get_growth_tracker(),
+            "consecutive_skips": self.consecutive_skips,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: a key is missing or unknown.
+        """
+        if set(state_dict) != set(self.state_dict()):
+            raise ValueError(f"loss scaler state has keys {sorted(state_dict)}, expected {sorted(self.state_dict())}")
+        self._init_scale, self._init_growth_tracker = state_dict["scale"], state_dict["_growth_tracker"]
+        if self._scale is not None:
+            self._scale.fill_(state_dict["scale"])
+            self._growth_tracker.fill_(state_dict["_growth_tracker"])
+        self.consecutive_skips = state_dict["consecutive_skips"]
+
+
+def load_scaler_state(scaler: Optional[LossScaler], state: Optional[Mapping[str, Any]], source: str) -> None:
+    """Restore a scaler from a checkpoint's ``grad_scaler`` entry; warn where only one of the two has one.
+
+    Args:
+        source: the checkpoint file, for the warning.
+    """
+    if scaler is not None and state is not None:
+        scaler.load_state_dict(state)
+    elif scaler is not None:
+        warnings.warn(f"{source} holds no loss scale: starting at {scaler.get_scale()}", stacklevel=2)
+    elif state is not None:
+        warnings.warn(f"{source} holds a loss scale, which this run does not use (no fp16 training)", stacklevel=2)
+
+
+class StepAccounting:
+    """Mixin of verl's ``BaseEngine``: what became of the optimizer steps of an update.
+
+    An update is all that happens between two advances of the LR schedule (in PPO: every mini-batch of every epoch).
+    Class attributes are the defaults, because upstream's tests make engines without calling ``__init__``.
+    """
+
+    _taken = 0
+    _skipped = 0
+    _loss_scale: Optional[float] = None
+    _update_metrics: Mapping[str, float] = {}
+
+    def account_step(self, grad_norm: torch.Tensor, scaler: Optional[LossScaler]) -> Optional[float]:
+        """Record a step that was just taken or skipped; clear the gradients of a skipped one.
+
+        Args:
+            grad_norm: 0-d, before clipping, the same on every rank.
+            scaler: after its ``update``; ``None`` where the loss is not scaled.
+
+        Returns:
+            the gradient norm, or ``None`` (no metric at all) where it is not finite or the step was skipped: one NaN
+            would spread over the means of a whole training step.
+
+        Raises:
+            LossScaleError: after ``max_consecutive_skips``, naming the first non-finite gradient and its rank.
+        """
+        norm = grad_norm.item()
+        skipped = scaler.skipped if scaler is not None else not math.isfinite(norm)
+        if scaler is not None:
+            self._loss_scale = scaler.get_scale()
+            if scaler.consecutive_skips >= scaler.config.max_consecutive_skips:
+                raise LossScaleError(
+                    f"{scaler.consecutive_skips} optimizer steps in a row overflowed "
+                    f"(grad_scaler.max_consecutive_skips={scaler.config.max_consecutive_skips}), "
+                    f"loss scale {self._loss_scale:g}, {first_nonfinite_gradient(self.module.named_parameters())}"
+                )
+        if skipped:
+            self._skipped += 1
+            self.optimizer_zero_grad()
+            return None
+        self._taken += 1
+        return norm if math.isfinite(norm) else None
+
+    def close_update(self) -> bool:
+        """End an update, before the LR schedule advances.
+
+        Returns:
+            whether the schedule should advance: not where every optimizer step of the update was skipped.
+        """
+        advance = self._taken > 0 or self._skipped == 0
+        self._update_metrics = {"skipped_steps": float(self._skipped)}
+        if self._loss_scale is not None:
+            self._update_metrics["loss_scale"] = self._loss_scale
+        self._taken = self._skipped = 0
+        return advance
+
+    def update_metrics(self) -> Mapping[str, float]:
+        """``skipped_steps`` and, where the loss is scaled, ``loss_scale`` of the update that was closed last."""
+        return self._update_metrics
+
+
+def first_nonfinite_gradient(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> str:
+    """Name the first parameter with a non-finite gradient and its rank; collective, every rank must call it."""
+
+    def local(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+    names = (name for name, p in named_parameters if p.grad is not None and not local(p.grad).isfinite().all())
+    first_of_rank: list[Optional[str]] = [None] * dist.get_world_size()
+    dist.all_gather_object(first_of_rank, next(names, None))
+    for rank, name in enumerate(first_of_rank):
+        if name is not None:
+            return f"first non-finite gradient: {name} on rank {rank}"
+    return "no gradient is non-finite now"
+
+
+def engine_kwargs_with_dtype(engine_cls: type, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Constructor arguments of a checkpoint engine with ``rollout_dtype`` as a torch dtype.
+
+    A yaml file can only spell it as a string. It is left out for an engine that does not take it (``naive``), and for
+    ``auto``, where the engine's own default holds.
+    """
+    rest = {k: v for k, v in kwargs.items() if k != "rollout_dtype"}
+    takes = any("rollout_dtype" in inspect.signature(c.__init__).parameters for c in engine_cls.__mro__)
+    name = {"half": "float16", "float": "float32"}.get(kwargs["rollout_dtype"], kwargs["rollout_dtype"])
+    if not takes or name == "auto":
+        return rest
+    return rest | {"rollout_dtype": to_dtype(name, "rollout_dtype")}
+
+
+def patch_stamp() -> Optional[dict[str, str]]:
+    """What ``patchset.py apply`` wrote beside this file: ``release``, ``stack``, ``tree``; ``None`` without it."""
+    stamp = Path(__file__).with_name("precision_stamp.json")
+    return json.loads(stamp.read_text()) if stamp.exists() else None
+
+
+def report(role: str, rank: int, **facts: Any) -> None:
+    """Print, as one line that tools can find, what a worker resolved or saw.
+
+    Args:
+        role: actor, ref, critic or rollout.
+        rank: the worker's rank in its group.
+        facts: e.g. ``compute="float16"``.
+    """
+    print("[verl-precision]", json.dumps({"role": role, "rank": rank, **facts, "stamp": patch_stamp()}), flush=True)

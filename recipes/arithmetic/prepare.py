@@ -1,0 +1,166 @@
+"""Make the model and the data of the arithmetic task: ``python -m recipes.arithmetic.prepare --out DIR --seed 1``.
+
+Leaves ``DIR/model`` (HuggingFace format, with its tokenizer), ``DIR/train.parquet``, ``DIR/val.parquet`` and
+``DIR/prepared.json``. Takes about a minute; a finished folder is reused.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from recipes.arithmetic import task
+
+# Outside this band there is either nothing to reward or nothing left to learn.
+ACCURACY_BAND = (0.20, 0.80)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a preparation depends on, besides the code of this package."""
+
+    seed: int
+    steps: int = 310
+    batch_size: int = 128
+    learning_rate: float = 2e-3
+    corruption: float = 0.25  # probability that a demonstrated column is wrong
+    problems: int = 64  # for training; as many others for validation
+
+    def key(self) -> str:
+        """12 hex digits that change with any setting and with the code of this package."""
+        digest = hashlib.sha256(repr(self).encode())
+        for source in sorted(Path(__file__).parent.glob("*.py")):
+            digest.update(source.read_bytes())
+        return digest.hexdigest()[:12]
+
+
+class PreparationError(RuntimeError):
+    """The preparation cannot be made or is of no use; the message is one line for the user."""
+
+
+def pretrain(settings: Settings):
+    """Teach a fresh model the corrupted demonstrations. Returns ``(model, tokenizer)``; the same weights for a seed."""
+    import torch
+    import transformers
+
+    from recipes.arithmetic.model import build_model, build_tokenizer
+
+    torch.set_num_threads(1)  # sums in another order would give other weights
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, settings.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, settings.steps // 10, settings.steps)
+    rng = random.Random(settings.seed)
+    started = time.monotonic()
+    for step in range(1, settings.steps + 1):
+        pairs = task.problems(settings.batch_size, rng)
+        texts = [task.prompt(a, b) + task.demonstration(a, b, rng, settings.corruption) for a, b in pairs]
+        tokens = tokenizer([f"{tokenizer.bos_token}{text}{tokenizer.eos_token}" for text in texts])["input_ids"]
+        tokens = torch.tensor(tokens)  # (batch, prompt + response): every problem has the same length
+        labels = tokens.clone()
+        labels[:, : task.PROMPT_LENGTH] = -100
+        loss = model(input_ids=tokens, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0 or step == settings.steps:
+            print(f"step {step}/{settings.steps}: loss {loss.item():.3f}, {time.monotonic() - started:.0f} s", flush=True)
+    return model, tokenizer
+
+
+def sampled_accuracy(model, tokenizer, seed: int, samples: int = 512) -> float:
+    """Mean reward of ``samples`` responses, sampled at temperature 1, to random problems."""
+    import torch
+
+    torch.manual_seed(seed)
+    pairs = task.problems(samples, random.Random(seed + 1))
+    prompts = tokenizer([tokenizer.bos_token + task.prompt(a, b) for a, b in pairs], return_tensors="pt")
+    output = model.generate(**prompts, max_new_tokens=task.RESPONSE_LENGTH, do_sample=True, top_k=0)
+    texts = tokenizer.batch_decode(output[:, task.PROMPT_LENGTH :], skip_special_tokens=True)
+    scores = [task.compute_score("", text, task.answer(a, b)) for text, (a, b) in zip(texts, pairs, strict=True)]
+    return sum(scores) / samples
+
+
+def write_data(folder: Path, settings: Settings) -> None:
+    """Write ``train.parquet`` and ``val.parquet`` in verl's schema; no problem is in both."""
+    import pyarrow
+    import pyarrow.parquet
+
+    pairs = task.problems(2 * settings.problems, random.Random(settings.seed))
+    for split, part in (("train", pairs[: settings.problems]), ("val", pairs[settings.problems :])):
+        rows = [
+            {
+                "data_source": "arithmetic",
+                "prompt": [{"role": "user", "content": task.prompt(a, b)}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": task.answer(a, b)},
+                "extra_info": {"split": split, "index": index},
+            }
+            for index, (a, b) in enumerate(part)
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
+
+
+def prepare(out: Path, settings: Settings) -> dict:
+    """Make ``out``, or reuse it if it was made with the same settings and code. Returns the content of prepared.json.
+
+    ``out`` appears whole or not at all: everything is written to a folder beside it, which is then renamed. One made
+    with other settings is replaced; any other non-empty folder is left alone.
+
+    Raises:
+        PreparationError: ``out`` holds something else, or the accuracy is outside ``ACCURACY_BAND``.
+    """
+    stamp = out / "prepared.json"
+    if stamp.exists():
+        prepared = json.loads(stamp.read_text())
+        if prepared["key"] == settings.key():
+            return prepared
+    elif out.exists() and any(out.iterdir()):
+        raise PreparationError(f"--out {out}: is not empty and holds no prepared.json; give a new or an empty folder")
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary) / "whole"
+        folder.mkdir()
+        model, tokenizer = pretrain(settings)
+        accuracy = sampled_accuracy(model, tokenizer, settings.seed)
+        low, high = ACCURACY_BAND
+        if not low <= accuracy <= high:
+            raise PreparationError(
+                f"sampled accuracy {accuracy:.2f} with seed {settings.seed}: must be within {low:.2f} and {high:.2f}; "
+                "try another seed"
+            )
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        write_data(folder, settings)
+        prepared = {"key": settings.key(), "sampled_accuracy": accuracy, "settings": asdict(settings)}
+        (folder / "prepared.json").write_text(json.dumps(prepared, indent=2) + "\n")
+        if out.exists():
+            shutil.rmtree(out)
+        folder.rename(out)
+    return prepared
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="the folder to make")
+    parser.add_argument("--seed", type=int, required=True, help="of the weights, the demonstrations and the problems")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit cleans up; the default would not
+    try:
+        prepared = prepare(arguments.out, Settings(seed=arguments.seed))
+    except PreparationError as error:
+        sys.exit(str(error))
+    print(f"{arguments.out}: sampled accuracy {prepared['sampled_accuracy']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""One run of verl's ``main_ppo``: the variables of ``make run``, checked and turned into a command.
+
+Importing this module takes nothing but Python, so that ``make`` can list the variables before anything is installed.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+CONFIGS = REPO / "configs"
+ARITHMETIC = REPO / ".cache" / "arithmetic"  # where the sanity task's model and data are made
+FREE_GIB = 1.0  # the least room for OUT: two checkpoints of the sanity task take some 20 MB, a log a few
+
+VARIABLES = {
+    "EXPERIMENT": "what to train, default arithmetic, and gsm8k_1gpu where TRAIN is given: {experiment}",
+    "PRECISION": "the regime, default fp16: {precision}",
+    "ALGO": "default grpo; ppo is GAE with a critic: {algo}",
+    "DEVICE": "default: a GPU where there is one: cpu, cuda",
+    "STEPS": "training steps, default the experiment's",
+    "SEED": "of the order of the data and of sampling, default 1",
+    "MODEL": "a folder or a name on the Hugging Face Hub, default the experiment's",
+    "TRAIN": "a parquet file in verl's schema, default the experiment's",
+    "VAL": "the same for validation, default TRAIN's",
+    "OUT": "the run's folder, default outputs/EXPERIMENT/ALGO-PRECISION-seedSEED",
+    "ARGS": "further Hydra overrides of verl, e.g. ARGS='trainer.n_gpus_per_node=2 trainer.save_freq=5'",
+}
+
+
+class Refused(Exception):
+    """The run cannot start as asked; the message is one line that names the variable, its value and what to do."""
+
+
+def options(group: str) -> list[str]:
+    """The names that ``+group=`` takes from ``configs/``."""
+    return sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
+
+
+def usage() -> str:
+    groups = {group: ", ".join(options(group)) for group in ("experiment", "precision", "algo")}
+    return "\n".join(f"  {name:<11} {text.format(**groups)}" for name, text in VARIABLES.items())
+
+
+def gpu_present() -> bool:
+    smi = shutil.which("nvidia-smi")
+    return smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run. ``None`` leaves a value to the experiment's file."""
+
+    experiment: str
+    precision: str
+    algo: str
+    device: str
+    seed: int
+    steps: int | None = None
+    model: str | None = None
+    train: str | None = None
+    val: str | None = None
+    out: Path | None = None
+    args: tuple[str, ...] = ()
+
+    @property
+    def prepares(self) -> bool:
+        """Whether the sanity task's own model or data are used."""
+        return self.experiment == "arithmetic" and (self.model is None or self.train is None)
+
+    def settings(self) -> dict:
+        """What a run must share with the one it resumes: everything but its length and its folder."""
+        names = ("experiment", "precision", "algo", "device", "seed", "model", "train", "val")
+        return {name.upper(): getattr(self, name) for name in names} | {"ARGS": list(self.args)}
+
+    def overrides(self, out: Path) -> list[str]:
+        """Hydra overrides of ``main_ppo``, those of ARGS last, so that they win."""
+        made = ARITHMETIC if self.prepares else None
+        train = self.train or (made and str(made / "train.parquet"))
+        values = {
+            "data.seed": self.seed,
+            "actor_rollout_ref.rollout.seed": self.seed,
+            "actor_rollout_ref.actor.data_loader_seed": self.seed,
+            "critic.data_loader_seed": self.seed,
+            "trainer.total_training_steps": self.steps,
+            "trainer.total_epochs": 1_000_000,  # steps end a run, not epochs
+            "actor_rollout_ref.model.path": self.model or (made and str(made / "model")),
+            "data.train_files": train,
+            "data.val_files": self.val or self.train or (made and str(made / "val.parquet")),
+            "trainer.experiment_name": f"{self.algo}-{self.precision}-seed{self.seed}",
+            "trainer.logger": "[file]",
+            "trainer.resume_mode": "auto",
+            "trainer.default_local_dir": str(out / "checkpoints"),
+            "trainer.max_actor_ckpt_to_keep": 2,
+            "trainer.max_critic_ckpt_to_keep": 2,
+            "hydra.run.dir": str(out),
+            "hydra.output_subdir": "hydra",
+            "hydra/job_logging": "stdout",
+        }
+        return [
+            f"hydra.searchpath=[{quoted(f'file://{CONFIGS}')}]",
+            f"+experiment={self.experiment}",
+            f"+algo={self.algo}",
+            *([f"+device={self.device}"] if self.device in options("device") else []),
+            f"+precision={self.precision}",
+            *(f"{key}={quoted(str(value))}" for key, value in values.items() if value is not None),
+            *self.args,
+        ]
+
+    def environment(self, out: Path) -> dict[str, str]:
+        """What ``main_ppo`` and its workers find in their environment besides the caller's."""
+        common = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+            "RAY_DEDUP_LOGS": "0",  # or the workers' lines, which differ in a rank alone, would be dropped
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),
+        }
+        if self.device == "cpu":
+            common |= {
+                "VERL_USE_EXTERNAL_MODULES": "recipes.cpu.platform",
+                "VERL_PLATFORM": "cpu",
+                "VERL_ENGINE_DEVICE": "cuda",  # picks verl's FSDP engine
+            }
+        return common
+
+    def command(self, out: Path) -> list[str]:
+        return [sys.executable, "-m", "verl.trainer.main_ppo", *self.overrides(out)]
+
+    def shell_line(self, out: Path) -> str:
+        """The command as one line for a shell."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment(out).items()]
+        return " ".join([f"cd {shlex.quote(str(REPO))} &&", *variables, shlex.join(self.command(out))])
+
+
+def quoted(value: str) -> str:
+    """``value`` as Hydra's override grammar reads it back unchanged; lists stay lists."""
+    return value if re.fullmatch(r"[\w./:+-]*|\[\w*\]", value) else "'" + re.sub(r"(['\\])", r"\\\1", value) + "'"
+
+
+def parse(words: list[str]) -> Job:
+    """A job from ``NAME=VALUE`` words.
+
+    Raises:
+        Refused: a name or a value is not among those allowed.
+    """
+    given = dict(word.partition("=")[::2] for word in words)
+    for name in given:
+        if name not in VARIABLES:
+            raise Refused(f"{name}: is not a variable of this command; they are {', '.join(VARIABLES)}")
+    given = {name: value for name, value in given.items() if value}
+
+    def one_of(name: str, allowed: list[str], default: str) -> str:
+        value = given.get(name, default)
+        if value not in allowed:
+            raise Refused(f"{name}={value}: must be one of {', '.join(allowed)}")
+        return value
+
+    def whole_number(name: str, least: int, default: int | None) -> int | None:
+        value = given.get(name, default)
+        if value is not None and not (str(value).isdecimal() and int(value) >= least):
+            raise Refused(f"{name}={value}: must be a whole number of at least {least}")
+        return value if value is None else int(value)
+
+    def file(name: str) -> str | None:
+        return str(Path(given[name]).expanduser().resolve()) if name in given else None
+
+    try:
+        args = tuple(shlex.split(given.get("ARGS", "")))
+    except ValueError as error:
+        raise Refused(f"ARGS={given['ARGS']}: {error}; give it as one shell word") from error
+    job = Job(
+        experiment=one_of("EXPERIMENT", options("experiment"), "gsm8k_1gpu" if "TRAIN" in given else "arithmetic"),
+        precision=one_of("PRECISION", options("precision"), "fp16"),
+        algo=one_of("ALGO", options("algo"), "grpo"),
+        device=one_of("DEVICE", ["cpu", "cuda"], "cuda" if gpu_present() else "cpu"),
+        seed=whole_number("SEED", 0, 1),
+        steps=whole_number("STEPS", 1, None),
+        model=model_path(given["MODEL"]) if "MODEL" in given else None,
+        train=file("TRAIN"),
+        val=file("VAL"),
+        out=Path(file("OUT")) if "OUT" in given else None,
+        args=args,
+    )
+    if job.device == "cuda" and not gpu_present():
+        raise Refused("DEVICE=cuda: nvidia-smi finds no GPU here; use DEVICE=cpu")
+    return job
+
+
+def model_path(value: str) -> str:
+    """A local folder as an absolute path, the name of a Hub model as it is.
+
+    Raises:
+        Refused: ``value`` looks like a path and there is no model.
+    """
+    path = Path(value).expanduser()
+    if (path / "config.json").exists():
+        return str(path.resolve())
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) and not path.parent.exists():
+        return value
+    raise Refused(f"MODEL={value}: no config.json there; give a model's folder or a name on the Hub (owner/name)")
+
+
+def compose(job: Job, out: Path):
+    """The job's whole configuration, resolved, as ``main_ppo`` will see it: an omegaconf ``DictConfig``.
+
+    Raises:
+        Refused: an override does not fit verl's configuration.
+    """
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    try:
+        with hydra.initialize_config_dir(config_dir=f"{verl}/trainer/config", version_base=None):
+            config = hydra.compose("ppo_trainer", overrides=job.overrides(out))
+        OmegaConf.resolve(config)
+    except (HydraException, OmegaConfBaseException) as error:
+        given = f"ARGS={shlex.join(job.args)}" if job.args else "configuration"
+        raise Refused(f"{given}: {' '.join(str(error).splitlines()[:2])}") from error
+    return config
+
+
+def check(job: Job, config, out: Path) -> None:
+    """Look at all that the run needs from the disk.
+
+    Raises:
+        Refused: a data file cannot be used, or there is no room for ``out``.
+    """
+    if config.trainer.total_training_steps is None:
+        raise Refused("STEPS: is not set, neither here nor in the experiment's file")
+    for name, key in (("TRAIN", "train_files"), ("VAL", "val_files")):
+        if not config.data[key].startswith(str(ARITHMETIC)):
+            rows = parquet_rows(name, config.data[key], [config.data.prompt_key, config.data.reward_fn_key])
+            if name == "TRAIN" and rows < config.data.train_batch_size:
+                raise Refused(
+                    f"TRAIN={config.data[key]}: {rows} rows are fewer than data.train_batch_size="
+                    f"{config.data.train_batch_size}; give more data or a smaller batch"
+                )
+    folder = next(folder for folder in (out, *out.parents) if folder.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise Refused(f"OUT={out}: cannot be written to; choose another folder")
+    free = shutil.disk_usage(folder).free / 2**30
+    if free < FREE_GIB:
+        raise Refused(f"OUT={out}: {free:.2f} GiB free on that disk, {FREE_GIB} needed; make room or choose another")
+
+
+def parquet_rows(name: str, file: str, columns: list[str]) -> int:
+    """The number of rows of ``file``, which has the ``columns`` and a ``reward_model``."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        metadata = pyarrow.parquet.read_metadata(file)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise Refused(f"{name}={file}: is not a readable parquet file ({str(error).splitlines()[0]})") from error
+    present = metadata.schema.to_arrow_schema().names
+    missing = [column for column in (*columns, "reward_model") if column not in present]
+    if missing:
+        raise Refused(f"{name}={file}: lacks the column {missing[0]!r} of verl's schema; it has {', '.join(present)}")
+    return metadata.num_rows

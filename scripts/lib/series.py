@@ -1,0 +1,240 @@
+"""The series of one release as git commits: check it out, export it, and check that both are true to the wheel."""
+
+import compileall
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from .releases import (
+    PROJECT,
+    Refused,
+    blob_id,
+    find_release,
+    record_tree_after,
+    unpacked_wheel,
+    verl_blobs,
+    verl_tree_id,
+)
+from .stack import (
+    OVERLAYS,
+    SUBJECT,
+    Patch,
+    Stack,
+    apply,
+    git,
+    load_stack,
+    make_stack,
+    status,
+    trailers,
+    unapply,
+    write,
+)
+
+# The tag names the release and marks the last commit that is not a patch.
+BASE = "base/"
+
+# One line of context is the least with which git places an insertion without being told to trust line numbers.
+# Everything that a user's configuration could change is said.
+DIFF_OPTIONS = (
+    *("--patch", "--unified=1", "--inter-hunk-context=0", "--full-index", "--no-renames", "--no-ext-diff"),
+    *("--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/", "--diff-algorithm=histogram"),
+    "--indent-heuristic",
+)
+
+
+def checkout(name: str, folder: Path, project: Path = PROJECT) -> list[str]:
+    """Make ``folder`` a git tree: the wheel's verl/, the files copied in verbatim, then a commit for each patch."""
+    stack = load_stack(find_release(name, project), project)
+    folder = Path(os.path.abspath(folder))
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise Refused(f"{folder} exists and is not an empty folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".checkout-") as scratch:
+        os.replace(commit_stack(stack, Path(scratch)), folder)
+    return [f"verl {name} in {folder}: {len(stack.patches)} patches as commits after the tag {BASE}{name}"]
+
+
+def commit_stack(stack: Stack, scratch: Path) -> Path:
+    """Build the git tree of a stack inside ``scratch`` and return its folder."""
+    tree = scratch / "tree"
+    tree.mkdir()
+    os.replace(unpacked_wheel(stack.release.name, scratch / "wheel") / "verl", tree / "verl")
+    if (found := verl_tree_id(verl_blobs(tree))) != stack.release.tree_before:
+        raise Refused(f"verl/ in the wheel of {stack.release.name} is tree {found}; versions.toml has another")
+    git("init", "--quiet", "--initial-branch=stack", cwd=tree)
+    write(tree / ".git/info/exclude", b"__pycache__/\n")
+    write(tree / ".git/info/attributes", b"*.py diff=python\n")  # hunk headers then name the function
+    commit(tree, f"verl {stack.release.name} as its wheel ships it")
+    for path, content in stack.added.items():
+        write(tree / path, content)
+    commit(tree, "verl-precision: the files that are copied in verbatim")
+    git("tag", BASE + stack.release.name, cwd=tree)
+    for patch in stack.patches:
+        git("apply", "--whitespace=nowarn", "-", cwd=tree, stdin=patch.text)
+        commit(tree, patch.message)
+    return tree
+
+
+def commit(tree: Path, message: str) -> None:
+    git("add", "--all", "--force", cwd=tree)
+    git("commit", "--quiet", "--allow-empty", "--cleanup=verbatim", "--file=-", cwd=tree, stdin=message)
+
+
+@dataclass(frozen=True)
+class Export:
+    """What a git tree holds: patches in order, verbatim files that differ from the base (before, after), tree id."""
+
+    release: str
+    patches: tuple[Patch, ...]
+    verbatim: dict[str, tuple[bytes | None, bytes | None]]
+    tree_after: str
+
+
+def read_commits(tree: Path) -> Export:
+    """Read a git tree made by checkout; raises Refused, naming the commit, for what cannot be a patch."""
+    release = base_of(tree)
+    base = BASE + release
+    pristine = blobs_of(tree, f"{base}^")
+    hooked = dict(pristine)
+    patches: dict[str, Patch] = {}
+    for commit_id in git("rev-list", "--reverse", f"{base}..HEAD", cwd=tree).split():
+        message = git("show", "--no-patch", "--format=%B", commit_id, cwd=tree).strip()
+        subject = message.partition("\n")[0]
+        changes = git("diff-tree", "--no-commit-id", "--name-status", "--no-renames", "-r", commit_id, cwd=tree)
+        statuses = {path: status for status, path in (line.split("\t") for line in changes.splitlines())}
+        paths = [path for path in statuses if path in pristine]
+        if not paths:
+            continue
+        if removed := [path for path in paths if statuses[path] != "M"]:
+            raise Refused(f"commit {subject!r} removes {removed[0]}; a patch may only change files of verl")
+        diff = git("diff-tree", "--no-commit-id", *DIFF_OPTIONS, commit_id, "--", *paths, cwd=tree)
+        patch = Patch(file_name(subject), f"Subject: {message}\n---\n{diff}")
+        trailers(patch)
+        if patch.name in patches:
+            raise Refused(f"two commits would both be {patch.name}")
+        patches[patch.name] = patch
+        hooked |= {path: after for path, _, after in patch.blobs}
+    return Export(release, tuple(patches.values()), verbatim_edits(tree, base, pristine), verl_tree_id(hooked))
+
+
+def base_of(tree: Path) -> str:
+    """Return the release of a clean, linear git tree made by checkout; raises Refused for any other."""
+    if not (tree / ".git").is_dir():
+        raise Refused(f"{tree} is not a git tree made by checkout")
+    tags = git("tag", "--list", f"{BASE}*", cwd=tree).split()
+    if len(tags) != 1:
+        raise Refused(f"{tree} has {len(tags)} tags {BASE}<release> where checkout leaves one")
+    if changed := git("status", "--porcelain", cwd=tree).splitlines():
+        raise Refused(f"{tree} has uncommitted changes: {changed[0][3:]}")
+    if git("rev-list", f"HEAD..{tags[0]}", cwd=tree) or git("rev-list", "--merges", f"{tags[0]}..HEAD", cwd=tree):
+        raise Refused(f"{tree} must be a line of commits on top of {tags[0]}, without merges")
+    return tags[0].removeprefix(BASE)
+
+
+def blobs_of(tree: Path, revision: str) -> dict[str, str]:
+    lines = git("ls-tree", "-r", revision, "verl/", cwd=tree).splitlines()
+    return {path: entry.split()[2] for entry, path in (line.split("\t") for line in lines)}
+
+
+def verbatim_edits(tree: Path, base: str, pristine: dict[str, str]) -> dict[str, tuple[bytes | None, bytes | None]]:
+    """Return content at the base and at HEAD of each file that verl lacks and that the commits changed."""
+    old, new = blobs_of(tree, base), blobs_of(tree, "HEAD")
+    changed = [path for path in {**old, **new} if path not in pristine and old.get(path) != new.get(path)]
+
+    def content(blob: str | None) -> bytes | None:
+        return git("cat-file", "blob", blob, cwd=tree).encode() if blob else None
+
+    return {path: (content(old.get(path)), content(new.get(path))) for path in changed}
+
+
+def file_name(subject: str) -> str:
+    """Return the file name of a patch: its first area and the slug of what it does."""
+    match = SUBJECT.fullmatch(subject)
+    if not match:
+        raise Refused(f"commit {subject!r} needs a subject like '[fsdp] feat: read the dtype'")
+    slug = re.sub(r"[^a-z0-9]+", "-", match[2].lower()).strip("-")
+    return f"{match[1]}-{slug}.patch"
+
+
+def export(tree: Path, project: Path = PROJECT) -> list[str]:
+    """Write the commits of a git tree made by checkout back into the project, once a re-export gives the same again.
+
+    Files copied in verbatim that the commits changed are written back too, unless the project's own have changed since
+    the checkout: then Refused is raised and nothing is written.
+    """
+    tree = Path(os.path.abspath(tree))
+    found = read_commits(tree)
+    release = find_release(found.release, project)
+    edits = {project_file(path, project): contents for path, contents in found.verbatim.items()}
+    for path, contents in edits.items():
+        if (path.read_bytes() if path.exists() else None) not in contents:
+            raise Refused(f"{path} changed since the checkout, and the commits change it too; bring the two together")
+    check_re_export(make_stack(release, found.patches, {}), found.tree_after)
+    home = project / "patches/verl"
+    folder = home / f"v{release.name}"
+    with tempfile.TemporaryDirectory(dir=home, prefix=".export-") as scratch:
+        new = Path(scratch, "new")
+        write(new / "series", "".join(f"{patch.name}\n" for patch in found.patches).encode())
+        for patch in found.patches:
+            write(new / patch.name, patch.text.encode())
+        if folder.exists():
+            os.replace(folder, Path(scratch, "old"))
+        os.replace(new, folder)
+    record_tree_after(release, found.tree_after, home / "versions.toml")
+    for path, (_, after) in edits.items():
+        path.unlink(missing_ok=True) if after is None else write(path, after)
+    return [f"verl {release.name}: {len(found.patches)} patches in {folder}", *(f"wrote {path}" for path in edits)]
+
+
+def project_file(path: str, project: Path) -> Path:
+    """Return where the project keeps the file that apply copies to ``path``."""
+    name = path.removeprefix(f"{OVERLAYS}/")
+    return project / "patches/verl/files" / path if name == path else project / "configs/precision" / name
+
+
+def check_re_export(stack: Stack, tree_after: str) -> None:
+    """Raise Refused where the stack, committed and exported once more, is not what it was."""
+    with tempfile.TemporaryDirectory() as scratch:
+        again = read_commits(commit_stack(stack, Path(scratch)))
+    if differing := sorted({patch.name for patch in set(stack.patches) ^ set(again.patches)}):
+        raise Refused(f"export would write {', '.join(differing)} differently")
+    if (stack.patches, tree_after) != (again.patches, again.tree_after):
+        raise Refused(f"the series makes tree {again.tree_after}, not {tree_after}")
+
+
+def check(name: str, project: Path = PROJECT) -> str:
+    """Try the stack of a release on its wheel and return what was seen; raises Refused at the first fault.
+
+    The headers are complete; the wheel is the known one; apply makes the tree it should, and every file in it compiles;
+    unapply gives back the wheel, byte for byte; the patches are what export writes.
+    """
+    release = find_release(name, project)
+    stack = load_stack(release, project)
+    for patch in stack.patches:
+        trailers(patch)
+    with tempfile.TemporaryDirectory() as scratch:
+        root = unpacked_wheel(name, Path(scratch))
+        before, blobs = contents(root), verl_blobs(root)
+        apply(root, project)
+        found = status(root, project)
+        if found.state != "patched" or not found.exact:
+            raise Refused(f"verl {name} is {found.state} after apply: {found.detail}")
+        added = {path: blob_id(content) for path, content in stack.added.items()}
+        if verl_blobs(root) != {**blobs, **stack.after, **added}:
+            raise Refused(f"apply on verl {name} changes other files than the stack names")
+        for path in [*stack.after, *added]:
+            if path.endswith(".py") and not compileall.compile_file(root / path, quiet=2):
+                raise Refused(f"{path} of verl {name} does not compile after apply")
+        unapply(root, project)
+        if contents(root) != before:
+            raise Refused(f"unapply does not give back the wheel of verl {name}")
+    check_re_export(stack, release.tree_after)
+    return f"{len(stack.patches)} patches, {len(stack.after)} files hooked, {len(added)} copied"
+
+
+def contents(root: Path) -> dict[Path, bytes | None]:
+    """Return the bytes of each file below ``root``, None for a folder."""
+    return {path: path.read_bytes() if path.is_file() else None for path in root.rglob("*")}

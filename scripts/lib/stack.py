@@ -1,0 +1,477 @@
+"""The stack of one release: put it on a verl tree, take it off, and tell a tree's state.
+
+How apply and unapply stay whole. A patched tree holds, beside verl's own files, the folder ``verl/.precision`` with
+the originals of the files that were replaced and ``record.json``, which tells each file's blob id before and after:
+
+1. apply stages everything in ``verl/.precision`` and writes record.json: a full disk shows here, before any change;
+2. it renames the staged files into place, and last of all the stamp;
+3. unapply removes the stamp, renames the originals back, and removes record.json.
+
+So a record without a stamp means that one of the two was cut short, and step 3 repairs it; and unapply is exact
+whatever has become of the patches since, because it needs nothing but the record.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .releases import (
+    BOOK,
+    PROJECT,
+    STAMP,
+    Refused,
+    Release,
+    blob_id,
+    load_releases,
+    verl_blobs,
+    verl_tree_id,
+)
+
+RECORD = f"{BOOK}/record.json"
+ORIGINALS = f"{BOOK}/originals"
+STAGED = f"{BOOK}/staged"
+STAGED_STAMP = f"{BOOK}/stamp.json"
+
+OVERLAYS = "verl/trainer/config/precision"
+TRAILERS = ("Reason", "Origin", "Forwarded", "Applied-Upstream")
+REASONS = ("backport", "pending", "local")
+SUBJECT = re.compile(r"\[([a-z_]+)(?:, ?[a-z_]+)*\] (?:feat|fix|refactor|chore|test): (\S.*)")
+# A hook changes a file that verl has; nothing but `index` follows `diff --git` then.
+DIFF = re.compile(r"^diff --git a/(\S+) b/\1\nindex ([0-9a-f]{40})\.\.([0-9a-f]{40}) 100644$", re.M)
+
+
+# --- the stack, as the project holds it ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A hook patch: ``message`` is a commit message (subject, why it exists and how it dies, trailers)."""
+
+    name: str
+    text: str
+
+    @property
+    def message(self) -> str:
+        return self.text.partition("\n---\n")[0].removeprefix("Subject: ")
+
+    @property
+    def subject(self) -> str:
+        return self.message.partition("\n")[0]
+
+    @property
+    def blobs(self) -> list[tuple[str, str, str]]:
+        """Path, blob id before and blob id after of each file that the patch changes."""
+        found = DIFF.findall(self.text)
+        if not found or len(found) != len(re.findall(r"^diff --git ", self.text, re.M)):
+            raise Refused(f"{self.name} must change files of verl, with full ids, and neither add, remove nor rename any")
+        return found
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What apply does to one release: ``before`` and ``after`` are blob ids by path, ``added`` the files copied in."""
+
+    release: Release
+    patches: tuple[Patch, ...]
+    before: Mapping[str, str]
+    after: Mapping[str, str]
+    added: Mapping[str, bytes]
+    id: str
+
+    def foreign_to(self, blobs: Mapping[str, str]) -> list[str]:
+        """Return the paths that keep a tree with these blobs from being this release's pristine tree."""
+        if not self.before and verl_tree_id(blobs) != self.release.tree_before:
+            return ["verl/"]
+        differing = [path for path, blob in self.before.items() if blobs.get(path) != blob]
+        return differing + [path for path in self.added if path in blobs]
+
+    def rest_is_release(self, blobs: Mapping[str, str]) -> bool:
+        """Whether the files that the stack does not touch are just those of the release's wheel."""
+        rest = {path: blob for path, blob in blobs.items() if path not in self.added}
+        return verl_tree_id({**rest, **self.before}) == self.release.tree_before
+
+
+def verbatim_files(project: Path = PROJECT) -> dict[str, Path]:
+    """Return the project's files that are copied into every release, by their path in the target."""
+    files, overlays = project / "patches/verl/files", project / "configs/precision"
+    found = {path.relative_to(files).as_posix(): path for path in sorted(files.rglob("*")) if path.is_file()}
+    found = {target: path for target, path in found.items() if "__pycache__" not in target}
+    return found | {f"{OVERLAYS}/{path.name}": path for path in sorted(overlays.glob("*.yaml"))}
+
+
+def load_stack(release: Release, project: Path = PROJECT) -> Stack:
+    """Read a release's series, patches and verbatim files; raises Refused where they do not fit each other."""
+    folder = project / f"patches/verl/v{release.name}"
+    series = folder / "series"
+    names = series.read_text().split() if series.exists() else []
+    if astray := sorted({path.name for path in folder.glob("*.patch")} ^ set(names)):
+        raise Refused(f"{folder} and its series disagree about {', '.join(astray)}")
+    patches = tuple(Patch(name, (folder / name).read_bytes().decode()) for name in names)
+    return make_stack(release, patches, {path: file.read_bytes() for path, file in verbatim_files(project).items()})
+
+
+def make_stack(release: Release, patches: tuple[Patch, ...], added: Mapping[str, bytes]) -> Stack:
+    """Return the stack of these patches, in order, and files; raises Refused where a patch does not follow another."""
+    before: dict[str, str] = {}
+    after: dict[str, str] = {}
+    for patch in patches:
+        for path, old, new in patch.blobs:
+            before.setdefault(path, old)
+            if after.get(path, old) != old:
+                raise Refused(f"{patch.name} does not start from what the patches before it make of {path}")
+            after[path] = new
+    digest = hashlib.sha256()
+    for name, content in [*((patch.name, patch.text.encode()) for patch in patches), *added.items()]:
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return Stack(release, patches, before, after, added, digest.hexdigest()[:12])
+
+
+def load_stacks(project: Path = PROJECT) -> list[Stack]:
+    """Return the stack of every release in versions.toml."""
+    return [load_stack(release, project) for release in load_releases(project).values()]
+
+
+def trailers(patch: Patch) -> dict[str, str]:
+    """Return the patch's trailers as ``git interpret-trailers`` reads them; raises Refused where its header lacks any."""
+    with tempfile.TemporaryDirectory() as scratch:
+        lines = git("interpret-trailers", "--parse", cwd=Path(scratch), stdin=patch.text).splitlines()
+    found = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if lacking := [key for key in TRAILERS if not found.get(key)]:
+        raise Refused(f"{patch.name} lacks the trailer {' and '.join(lacking)}")
+    if found["Reason"] not in REASONS:
+        raise Refused(f"{patch.name} has Reason: {found['Reason']}; allowed: {', '.join(REASONS)}")
+    if not patch.text.startswith("Subject: ") or not SUBJECT.fullmatch(patch.subject):
+        raise Refused(f"{patch.name} needs a subject like '[fsdp] feat: read the dtype', not {patch.subject!r}")
+    return found
+
+
+# --- git ------------------------------------------------------------------------------------------------------------
+
+# Nothing of the caller's git set-up may change a result: no configuration, no surrounding repository (inside one,
+# `git apply` skips files and exits 0), no clock.
+IDENTITY = {
+    f"GIT_{role}_{key}": value
+    for role in ("AUTHOR", "COMMITTER")
+    for key, value in {"NAME": "verl-precision", "EMAIL": "<>", "DATE": "2000-01-01T00:00:00Z"}.items()
+}
+
+
+def git(*args: str, cwd: Path, stdin: str = "") -> str:
+    """Run git in ``cwd`` and return what it prints; raises Refused with its complaint."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | IDENTITY
+    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+    env["GIT_CEILING_DIRECTORIES"] = str(cwd.resolve().parent)
+    done = subprocess.run(["git", *args], cwd=cwd, env=env, input=stdin.encode(), capture_output=True)
+    if done.returncode:
+        reason = done.stderr.decode().strip().partition("\n")[0]
+        raise Refused(f"git {args[0]} failed with exit code {done.returncode}: {reason}")
+    return done.stdout.decode()
+
+
+def hooked_files(stack: Stack, pristine: Callable[[str], bytes]) -> dict[str, bytes]:
+    """Return the content after the patches of each file that they touch, made and verified in a scratch folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder).resolve()
+        for path, before in stack.before.items():
+            content = pristine(path)
+            if blob_id(content) != before:
+                raise Refused(f"{path} is not what the patches of verl {stack.release.name} start from; reinstall verl")
+            write(scratch / path, content)
+        for patch in stack.patches:
+            git("apply", "--whitespace=nowarn", "-", cwd=scratch, stdin=patch.text)
+        hooked = {path: (scratch / path).read_bytes() for path in stack.after}
+    if wrong := [path for path, content in hooked.items() if blob_id(content) != stack.after[path]]:
+        raise Refused(f"the patches of verl {stack.release.name} do not make of {wrong[0]} what they say")
+    return hooked
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file, making its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+# --- the state of a target ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """What apply did: blob ids before and after of the files replaced, blob ids of those added, folders created."""
+
+    release: str
+    stack: str
+    tree: str
+    replaced: dict[str, tuple[str, str]]
+    added: dict[str, str]
+    folders: list[str]
+
+    @property
+    def stamp(self) -> dict[str, str]:
+        return {"release": self.release, "stack": self.stack, "tree": self.tree}
+
+    @property
+    def stamp_file(self) -> bytes:
+        return json.dumps(self.stamp).encode() + b"\n"
+
+    def hooked(self, blobs: Mapping[str, str]) -> list[str]:
+        return [path for path, (_, after) in self.replaced.items() if blobs.get(path) == after]
+
+    def edited(self, blobs: Mapping[str, str]) -> list[str]:
+        """Return the files of the record that unapply cannot account for; a reinstalled verl is not an edit."""
+        known = {path: ids for path, ids in self.replaced.items() if self.hooked(blobs)}
+        known |= {path: (blob, None) for path, blob in self.added.items()}
+        return [path for path, ids in known.items() if blobs.get(path) not in ids]
+
+    def undone(self, blobs: Mapping[str, str]) -> dict[str, str]:
+        """Return the blobs as unapply would leave them."""
+        undone = {path: blob for path, blob in blobs.items() if self.added.get(path) != blob}
+        return undone | {path: self.replaced[path][0] for path in self.hooked(blobs)}
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a target is.
+
+    ``state`` is one of pristine, patched, outdated (patched by another version of the stack), interrupted (the next
+    apply or unapply repairs it), half-patched, dirty, foreign; ``detail`` says in one line what that means here and
+    what to do. ``exact``: the files that the stack does not touch are the wheel's. ``stamp`` is the target's own.
+    """
+
+    state: str
+    detail: str
+    release: str | None = None
+    exact: bool = False
+    stack: str | None = None
+    stamp: dict[str, str] | None = None
+
+
+def verl_root(target: Path) -> Path:
+    """Return the folder that holds verl/: ``target``, or its parent where ``target`` is the package itself."""
+    for root in (target, target.parent):
+        if (root / "verl/__init__.py").is_file() and (root / "verl") in (target, target / "verl"):
+            return root
+    what = "holds no verl/__init__.py" if target.is_dir() else "is not a folder"
+    raise Refused(f"{target} {what}; give a checkout of verl, an unpacked release or a site-packages folder")
+
+
+@contextlib.contextmanager
+def locked(target: Path) -> Iterator[Path]:
+    """Hold the target's verl/ folder for this process alone; the lock goes with the process, however that ends."""
+    root = verl_root(Path(os.path.abspath(target)))
+    folder = os.open(root / "verl", os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield root
+    finally:
+        os.close(folder)
+
+
+def read_record(root: Path) -> Record | None:
+    """Return the target's record, or None where nothing was begun."""
+    path = root / RECORD
+    return Record(**json.loads(path.read_text())) if path.exists() else None
+
+
+def status(target: Path, project: Path = PROJECT) -> Status:
+    """Tell a target's state; changes nothing."""
+    with locked(target) as root:
+        return examine(root, verl_blobs(root), read_record(root), load_stacks(project))
+
+
+def examine(root: Path, blobs: Mapping[str, str], record: Record | None, stacks: list[Stack]) -> Status:
+    """Tell the state of the tree at ``root`` from its blobs and its record."""
+    stamped = record and (root / STAMP).exists() and (root / STAMP).read_bytes() == record.stamp_file
+    stamp = record.stamp if stamped else None
+    if record and (edited := record.edited(blobs)):
+        detail = f"{edited[0]} was edited after apply; save the edit, then put the file back or reinstall verl"
+        return Status("dirty", detail, record.release, stamp=stamp)
+    pristine = record.undone(blobs) if record else blobs
+    matching = [stack for stack in stacks if not stack.foreign_to(pristine)]
+    if not matching:
+        state, detail = unmatched(pristine, record, stacks)
+        return Status(state, detail, stamp=stamp)
+    stack = max(matching, key=lambda stack: stack.rest_is_release(pristine))
+    state, detail = matched(stack, blobs, record, bool(stamp))
+    return Status(state, detail, stack.release.name, stack.rest_is_release(pristine), stack.id, stamp)
+
+
+def matched(stack: Stack, blobs: Mapping[str, str], record: Record | None, stamped: bool) -> tuple[str, str]:
+    """Return state and detail of a tree that is its release once the record is undone."""
+    name = f"verl {stack.release.name}"
+    if not record:
+        return "pristine", f"{name}, no stack applied"
+    hooked = record.hooked(blobs)
+    bare = [path for path in record.replaced if path not in hooked] + [p for p in record.added if p not in blobs]
+    if stamped and not bare:
+        if (record.release, record.stack) == (stack.release.name, stack.id):
+            return "patched", f"{name} with stack {stack.id}"
+        return "outdated", f"{name} with stack {record.stack}; apply brings it to {stack.id}"
+    if stamped and hooked:
+        return "half-patched", f"{name} with stack {record.stack}, but {bare[0]} is not patched; unapply restores it"
+    why = "apply or unapply was interrupted, or verl was reinstalled over the stack"
+    return "interrupted", f"{name}: {why}; the next apply or unapply repairs it"
+
+
+def unmatched(pristine: Mapping[str, str], record: Record | None, stacks: list[Stack]) -> tuple[str, str]:
+    """Return state and detail of a tree that is no release: the closest one and the first file that differs from it."""
+    stack = min(stacks, key=lambda stack: len(stack.foreign_to(pristine)))
+    name, differing = stack.release.name, stack.foreign_to(pristine)
+    ours = {**stack.after, **{path: blob_id(content) for path, content in stack.added.items()}}
+    strange = [path for path in differing if pristine.get(path) != ours.get(path, "")]
+    reset = f"reinstall verl {name} or check its files out again"
+    if not strange:
+        return "half-patched", f"verl {name}, but {differing[0]} is patched and apply left no record; {reset}"
+    if record or stack.rest_is_release(pristine):
+        return "dirty", f"verl {name}, but {strange[0]} is not the release's; save your edit, then {reset}"
+    known = ", ".join(stack.release.name for stack in stacks)
+    return "foreign", f"matches no known release ({known}); {strange[0]} is the first file that differs from {name}"
+
+
+# --- apply and unapply ----------------------------------------------------------------------------------------------
+
+
+def apply(target: Path, project: Path = PROJECT) -> list[str]:
+    """Put the stack on ``target`` and return what was done, a line each.
+
+    Does nothing to a target that carries this very stack; takes another version of the stack off first. Raises Refused,
+    with nothing changed, on a target that is half-patched, dirty or foreign, and OSError where it cannot be written.
+    """
+    with locked(target) as root:
+        stacks = load_stacks(project)
+        blobs, record = verl_blobs(root), read_record(root)
+        found = examine(root, blobs, record, stacks)
+        if found.state == "patched":
+            return [f"{found.detail}: nothing to do"]
+        if found.state not in ("pristine", "outdated", "interrupted"):
+            raise Refused(f"{root}: {found.state}: {found.detail}")
+        stack = next(stack for stack in stacks if stack.release.name == found.release)
+        if not stack.patches:
+            raise Refused(f"verl {found.release} has no patches yet")
+        kept = record.hooked(blobs) if record else []
+        hooked = hooked_files(stack, lambda path: (root / (ORIGINALS if path in kept else "") / path).read_bytes())
+        done = []
+        if record:
+            roll_back(root, record, blobs)
+            done = [f"verl {record.release}: stack {record.stack} taken off first"]
+        put_on(root, stack, hooked, record.undone(blobs) if record else blobs)
+    counts = f"{len(hooked)} files hooked, {len(stack.added)} copied, stamp {stack.id} in {STAMP}"
+    rest = "" if found.exact else " (other files differ from the release's wheel)"
+    return [*done, f"verl {found.release}{rest}: {counts}"]
+
+
+def unapply(target: Path, project: Path = PROJECT) -> list[str]:
+    """Take the stack off ``target``, to the byte, and return what was done, a line each.
+
+    Does nothing to a pristine target. Raises Refused, with nothing changed, where files were edited since apply or
+    where the target is neither pristine nor has the record that apply keeps.
+    """
+    with locked(target) as root:
+        blobs, record = verl_blobs(root), read_record(root)
+        if record and not record.edited(blobs):
+            roll_back(root, record, blobs)
+            counts = f"{len(record.replaced)} files restored, {len(record.added)} removed"
+            return [f"verl {record.release}: stack {record.stack} taken off, {counts}"]
+        found = examine(root, blobs, record, load_stacks(project))
+        if found.state != "pristine":
+            raise Refused(f"{root}: {found.state}: {found.detail}")
+        sweep(root)
+        return [f"{found.detail}: nothing to do"]
+
+
+def put_on(root: Path, stack: Stack, hooked: Mapping[str, bytes], blobs: Mapping[str, str]) -> None:
+    """Put a stack on the pristine tree of these ``blobs``; what fails midway is rolled back before it is raised."""
+    added = {path: blob_id(content) for path, content in stack.added.items()}
+    folders = {parent.as_posix() for path in added for parent in Path(path).parents if not (root / parent).exists()}
+    record = Record(
+        release=stack.release.name,
+        stack=stack.id,
+        tree=verl_tree_id({**blobs, **stack.after, **added}),
+        replaced={path: (before, stack.after[path]) for path, before in stack.before.items()},
+        added=added,
+        folders=sorted(folders),
+    )
+    refuse_unwritable(root, record)
+    try:
+        stage(root, record, {**hooked, **stack.added})
+        for folder in record.folders:
+            (root / folder).mkdir()
+        for path in [*record.replaced, *record.added]:
+            os.replace(root / STAGED / path, root / path)
+            drop_compiled(root / path)
+        shutil.rmtree(root / STAGED)
+        os.replace(root / STAGED_STAMP, root / STAMP)
+    except BaseException:
+        if (root / RECORD).exists():
+            roll_back(root, record, verl_blobs(root))
+        else:
+            sweep(root)
+        raise
+
+
+def stage(root: Path, record: Record, contents: Mapping[str, bytes]) -> None:
+    """Write into the target's bookkeeping all that putting the stack on will need, the record last."""
+    sweep(root)
+    write(root / BOOK / ".gitignore", b"*\n")  # where the target is a git checkout
+    write(root / STAGED_STAMP, record.stamp_file)
+    for path, content in contents.items():
+        write(root / STAGED / path, content)
+    for path in record.replaced:
+        (root / ORIGINALS / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / path, root / ORIGINALS / path)
+        shutil.copymode(root / path, root / STAGED / path)
+    write(root / STAGED / "record.json", json.dumps(asdict(record)).encode())
+    os.replace(root / STAGED / "record.json", root / RECORD)
+
+
+def roll_back(root: Path, record: Record, blobs: Mapping[str, str]) -> None:
+    """Undo what ``record`` tells on the tree of these ``blobs``; where it is cut short it can be called again."""
+    hooked = record.hooked(blobs)
+    for path in hooked:
+        if blob_id((root / ORIGINALS / path).read_bytes()) != record.replaced[path][0]:
+            raise Refused(f"{root / ORIGINALS / path} is not the original any more; reinstall verl {record.release}")
+    refuse_unwritable(root, record)
+    (root / STAMP).unlink(missing_ok=True)
+    for path in hooked:
+        os.replace(root / ORIGINALS / path, root / path)
+    for path in record.added:
+        (root / path).unlink(missing_ok=True)
+    for path in [*record.replaced, *record.added]:
+        drop_compiled(root / path)
+    for folder in map(root.joinpath, reversed(record.folders)):
+        if folder.exists() and not any(folder.iterdir()):
+            folder.rmdir()
+    (root / RECORD).unlink()
+    sweep(root)
+
+
+def sweep(root: Path) -> None:
+    """Remove bookkeeping that no record speaks for any more."""
+    (root / STAMP).unlink(missing_ok=True)
+    if (root / BOOK).exists():
+        shutil.rmtree(root / BOOK)
+
+
+def drop_compiled(path: Path) -> None:
+    """Remove what Python compiled from ``path``: it would pass for the new file's if time and size are the same."""
+    cache = path.parent / "__pycache__"
+    for compiled in cache.glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()
+    if cache.exists() and not any(cache.iterdir()):
+        cache.rmdir()
+
+
+def refuse_unwritable(root: Path, record: Record) -> None:
+    """Raise Refused where a folder that would change is read-only."""
+    paths = [BOOK, STAMP, *record.replaced, *record.added]
+    for folder in sorted({(root / path).parent for path in paths}):
+        if folder.exists() and not os.access(folder, os.W_OK):
+            raise Refused(f"{folder} is read-only; nothing was changed")

@@ -1,0 +1,118 @@
+"""Put the precision stack on a verl tree, take it off, and work on its patches.
+
+TARGET is a git checkout of verl, an unpacked release or a site-packages folder. Exit code: 0 done, 1 refused or failed
+(for status: the target is neither pristine nor patched), 2 usage.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from lib import series, stack
+from lib.releases import Refused, load_releases
+
+
+def list_(args: argparse.Namespace) -> int:
+    found = []
+    for each in stack.load_stacks():
+        patches = [{"name": patch.name, "subject": patch.subject, **stack.trailers(patch)} for patch in each.patches]
+        found.append({**asdict(each.release), "stack": each.id, "patches": patches, "copied": list(each.added)})
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    for release in found:
+        counts = f"{len(release['patches'])} patches, {len(release['copied'])} files copied"
+        print(f"verl {release['name']}: family {release['family']}, stack {release['stack']}, {counts}")
+        for patch in release["patches"]:
+            print(f"  {patch['Reason']:9} {patch['subject']}")
+    return 0
+
+
+def status(args: argparse.Namespace) -> int:
+    found = stack.status(args.target)
+    if args.json:
+        print(json.dumps({"target": str(args.target), **asdict(found)}, indent=2))
+    else:
+        print(f"{found.state}: {found.detail}")
+    return 0 if found.state in ("pristine", "patched", "outdated") else 1
+
+
+def apply(args: argparse.Namespace) -> int:
+    print(*stack.apply(args.target), sep="\n")
+    return 0
+
+
+def unapply(args: argparse.Namespace) -> int:
+    print(*stack.unapply(args.target), sep="\n")
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    results = {}
+    for name in [args.release] if args.release else load_releases():
+        try:
+            results[name] = {"ok": True, "detail": series.check(name)}
+        except Refused as fault:
+            results[name] = {"ok": False, "detail": str(fault)}
+    if args.json:
+        print(json.dumps(results, indent=2))
+    for name, result in results.items():
+        if not result["ok"]:
+            print(f"patchset: verl {name}: {result['detail']}", file=sys.stderr)
+        elif not args.json:
+            print(f"verl {name}: {result['detail']}: ok")
+    return 0 if all(result["ok"] for result in results.values()) else 1
+
+
+def checkout(args: argparse.Namespace) -> int:
+    print(*series.checkout(args.release, args.folder), sep="\n")
+    return 0
+
+
+def export(args: argparse.Namespace) -> int:
+    print(*series.export(args.folder), sep="\n")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="patchset", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(run, name: str, what: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=what, description=what)
+        added.set_defaults(run=run)
+        return added
+
+    listing = command(list_, "list", "show the releases that have a stack, and its patches")
+    state = command(status, "status", "say which release TARGET is and whether it is patched; changes nothing")
+    putting = command(apply, "apply", "put the stack on TARGET")
+    taking = command(unapply, "unapply", "take the stack off TARGET, to the byte")
+    checking = command(check, "check", "try the stack of one or all releases (the default) on the wheel from PyPI")
+    checking_out = command(checkout, "checkout", "make DIR a git tree with the stack as commits")
+    exporting = command(export, "export", "write the commits of DIR, made by checkout, back into the project")
+    for each in (state, putting, taking):
+        each.add_argument("target", type=Path, metavar="TARGET")
+    which = checking.add_mutually_exclusive_group()
+    which.add_argument("--release", metavar="R")
+    which.add_argument("--all", action="store_true")
+    checking_out.add_argument("release", metavar="RELEASE")
+    for each in (checking_out, exporting):
+        each.add_argument("folder", type=Path, metavar="DIR")
+    for each in (listing, state, checking):
+        each.add_argument("--json", action="store_true", help="print JSON")
+    return top
+
+
+def main() -> int:
+    args = parser().parse_args()
+    try:
+        return args.run(args)
+    except (Refused, OSError) as fault:
+        print(f"patchset: {fault}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

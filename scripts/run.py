@@ -1,0 +1,202 @@
+"""Train: ``scripts/run.py [NAME=VALUE ...]`` with the variables of ``make run``.
+
+Starts verl's own ``main_ppo`` and shows its progress. Everything goes to the folder OUT, and the same command takes up
+a run that was interrupted. Exit code 0: trained all steps; 1: refused or failed; 130: interrupted.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+from lib import job as jobs
+from lib import runs
+
+START_UP = {  # what verl's log says, and what begins then
+    "ray init kwargs": "Ray and its workers",
+    "worker group kwargs": "the trainer's model",
+    "reward loop manager initialized": "vLLM",
+    "all initialize finished": "the first step",
+}
+POLL_S, MEMORY_S, HEARTBEAT_S, GRACE_S = 0.5, 5, 20, 15
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Processes:
+    """``main_ppo`` and all that it starts, wherever Ray and vLLM put it: measured and ended together."""
+
+    def __init__(self, root: subprocess.Popen):
+        self.root = psutil.Process(root.pid)
+        self.known = {self.root}
+        self.peak_gib = 0.0
+
+    def alive(self) -> set[psutil.Process]:
+        """Those of all known processes and their children that run. A process whose parent has ended stays known."""
+        for process in list(self.known):
+            try:
+                self.known |= set(process.children(recursive=True))
+            except psutil.NoSuchProcess:
+                self.known.discard(process)
+        return set(self.known)
+
+    def measure(self) -> None:
+        """Note the greatest sum of proportional set sizes."""
+        size = 0
+        for process in self.alive():
+            try:
+                size += process.memory_full_info().pss
+            except psutil.NoSuchProcess:
+                continue
+        self.peak_gib = max(self.peak_gib, size / 2**30)
+
+    def end(self) -> None:
+        """Ask ``main_ppo`` to end, which takes Ray down, then end whatever is left."""
+        alive = self.alive()
+        if self.root in alive:
+            self.root.terminate()
+        _, left = psutil.wait_procs(alive, timeout=GRACE_S)
+        for process in self.alive() | set(left):
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+
+class Screen:
+    """What the user sees: start-up, then a line a step."""
+
+    def __init__(self, out: Path, steps: int, earlier: list[dict]):
+        self.out, self.steps, self.earlier = out, steps, earlier
+        self.started = time.monotonic()
+        self.shown, self.size = 0, 0
+        self.phase("Python and verl")
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def say(self, text: str) -> None:
+        self.spoken = self.elapsed()
+        print(f"[{runs.duration(self.spoken):>6}] {text}", flush=True)
+
+    def phase(self, what: str) -> None:
+        self.what = what
+        self.say(f"starting {what}")
+
+    def update(self, lines: list[str]) -> None:
+        """Show what is new in the log's ``lines`` and in verl's metrics."""
+        for marker, what in START_UP.items():
+            if any(marker in line for line in lines):
+                self.phase(what)
+        file = self.out / "verl.jsonl"
+        if file.exists() and file.stat().st_size > self.size:
+            self.size = file.stat().st_size
+            data = runs.trained(runs.collect(self.out))
+            for end in range(len(self.earlier) + self.shown, len(data)):
+                self.say(runs.progress(data[: end + 1], self.steps))
+            self.shown = len(data) - len(self.earlier)
+        if not self.shown and self.elapsed() - self.spoken > HEARTBEAT_S:
+            self.say(f"still starting {self.what}")
+
+
+def train(command: list[str], environment: dict[str, str], log: TextIO, screen: Screen) -> dict:
+    """Run ``main_ppo`` to its end, or end it when we are interrupted.
+
+    Returns:
+        ``code`` the exit code, None if interrupted; ``lines`` what it added to ``log``; ``peak_memory_gib``.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=jobs.REPO,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C reaches us alone, and we end it
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: it does not outlive us
+    )
+    processes, code, lines, rest, measured = Processes(process), None, [], "", 0.0
+    with open(log.name) as written:
+        written.seek(log.tell())
+        try:
+            while code is None:
+                time.sleep(POLL_S)
+                code = process.poll()
+                *complete, rest = (rest + written.read()).split("\n")
+                lines += complete
+                screen.update(complete)
+                if code is None and time.monotonic() - measured > MEMORY_S:
+                    processes.measure()
+                    measured = time.monotonic()
+        except KeyboardInterrupt:
+            screen.say("interrupted: ending verl, Ray and vLLM")
+        finally:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            processes.end()
+    return {"code": code, "lines": lines, "peak_memory_gib": processes.peak_gib}
+
+
+def main(words: list[str]) -> int:
+    if words in (["--help"], ["-h"]):
+        print(f"{__doc__}\n{jobs.usage()}")
+        return 0
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+    job = jobs.parse(words)
+    out = runs.folder(job, jobs.REPO / "outputs")
+    config = jobs.compose(job, out)
+    jobs.check(job, config, out)
+    steps = config.trainer.total_training_steps
+    record = runs.admit(job, out, steps)
+    if job.prepares:
+        prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", str(jobs.ARITHMETIC), "--seed", "1"]
+        subprocess.run(prepare, cwd=jobs.REPO, check=True)
+
+    out.mkdir(parents=True, exist_ok=True)
+    with runs.lock(out) as log:
+        begin = runs.checkpoint_step(out)
+        earlier = runs.trained(runs.collect(out, upto=begin))
+        for name in ("verl.jsonl", "summary.json"):
+            (out / name).unlink(missing_ok=True)
+        runs.write_json(out / "run.json", record)
+        print(
+            f"{job.shell_line(out)}\n\n{f'resuming after step {begin} of' if begin else 'training'} {steps} steps in {out}"
+        )
+        screen = Screen(out, steps, earlier)
+        result = train(job.command(out), job.environment(out), log, screen)
+        attempt = {"from_step": begin, "wall_s": screen.elapsed(), "peak_memory_gib": result["peak_memory_gib"]}
+        record["attempts"].append(attempt)
+        runs.write_json(out / "run.json", record)
+        data = runs.collect(out)
+        saved = runs.checkpoint_step(out)
+
+    if result["code"] is None:
+        screen.say(f"ended; the same command {f'resumes after step {saved}' if saved else 'starts again'}")
+        return 130
+    reached = max([saved, *(row["step"] for row in runs.trained(data))])
+    if result["code"] or reached < steps:
+        print(
+            f"failed after step {reached} of {steps} with exit code {result['code']}; all output: {out / 'train.log'}"
+        )
+        print("\n".join(f"  {line}" for line in runs.errors(result["lines"])))
+        return 1
+    summary = runs.summarize(job, record, data, runs.reports(result["lines"]))
+    runs.write_json(out / "summary.json", summary)
+    runs.plot(data, f"{job.experiment}, {job.algo}, {job.precision}", out / "curves.png")
+    print(f"\n{runs.table(summary)}\n")
+    for name in ("curves.png", "summary.json", "metrics.jsonl", "train.log"):
+        print(f"  {out / name}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except jobs.Refused as refusal:
+        sys.exit(f"run: {refusal}")

@@ -1,0 +1,386 @@
+"""Cases for verl's real FSDP engine on gloo ranks; run by ``torchrun`` against the verl tree on PYTHONPATH.
+
+    torchrun --nproc-per-node 2 engine_cases.py STRATEGY MODEL_DIR OUT_DIR
+
+Each case returns plain values; rank r writes them to OUT_DIR/rank_r.json. test_engine.py asserts on them. The cases use
+what every verl 0.9.1 has, so that a pristine tree runs them too.
+"""
+
+import json
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.utils.py_functional import append_to_dict
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+from verl.workers.engine_workers import TrainingWorker
+
+STRATEGY, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+PATCHED = "grad_scaler" in FSDPEngineConfig.__dataclass_fields__
+RANK = int(__import__("os").environ["RANK"])
+
+# Upstream builds its scaler for "cuda"; on a CPU torch then disables it and every fp16 case would only show that.
+# The pristine tree gets the device it has on a GPU; `scaler_device` shows the defect by itself.
+upstream_scaler_defaults = ShardedGradScaler.__init__.__defaults__
+if not PATCHED:
+    ShardedGradScaler.__init__.__defaults__ = ("cpu", *upstream_scaler_defaults[1:])
+
+
+def make_worker(role: str = "actor", dtype: str = "float16", lr: float = 1e-2, warmup: int = 4, **engine) -> TrainingWorker:
+    """A worker with its engine built, in ``dtype`` where the tree honours it and by ``mixed_precision`` where not."""
+    if not engine.pop("by_dtype_alone", False) and not PATCHED:
+        engine["mixed_precision"] = {"param_dtype": dtype}
+    if not PATCHED:
+        engine.pop("grad_scaler", None)
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="value_model" if role == "critic" else "language_model",
+            model_config=HFModelConfig(
+                path=MODEL, use_remove_padding=False, override_config={"attn_implementation": "sdpa"}
+            ),
+            engine_config=FSDPEngineConfig(
+                strategy=STRATEGY,
+                dtype=dtype,
+                forward_only=role == "ref",
+                use_dynamic_bsz=False,
+                micro_batch_size_per_gpu=2,
+                infer_micro_batch_size_per_gpu=2,
+                use_torch_compile=False,
+                **engine,
+            ),
+            optimizer_config=FSDPOptimizerConfig(lr=lr, lr_warmup_steps=warmup, total_training_steps=100, clip_grad=1.0),
+            checkpoint_config=CheckpointConfig(),
+        )
+    )
+    worker.reset()
+    worker.set_loss_fn(value_loss if role == "critic" else token_loss)
+    return worker
+
+
+def batch(seed: int = 0, size: int = 4, distinct: bool = True):
+    """``size`` sequences of 6 to 9 tokens, different on each rank, or ``size`` times the same one on every rank."""
+    generator = torch.Generator().manual_seed(seed * 10 + (RANK if distinct else 0))
+    rows = [torch.randint(0, 64, (6 + i % 4,), generator=generator) for i in range(size if distinct else 1)]
+    rows = rows if distinct else rows * size
+    nested = lambda make: torch.nested.as_nested_tensor([make(r) for r in rows], layout=torch.jagged)  # noqa: E731
+    return tu.get_tensordict(
+        {
+            "input_ids": nested(lambda r: r),
+            "position_ids": nested(lambda r: torch.arange(len(r))),
+            "loss_mask": nested(lambda r: torch.ones(len(r))),
+            "weight": torch.ones(size),
+        },
+        non_tensor_dict={"temperature": 1.0, "update_lr_scheduler": True},
+    )
+
+
+def token_loss(model_output, data, dp_group=None):
+    rows = torch.stack([row.float().sum() for row in model_output["log_probs"].unbind()])
+    return -(rows * data["weight"]).sum() / data["batch_num_tokens"] * data["dp_size"], {}
+
+
+def value_loss(model_output, data, dp_group=None):
+    rows = torch.stack([(row.float() - 1).square().sum() for row in model_output["values"].unbind()])
+    return (rows * data["weight"]).sum() / data["batch_num_tokens"] * data["dp_size"], {}
+
+
+def poison_gradient(worker: TrainingWorker, value: float, rank: int = 1):
+    """After the backward pass, put ``value`` into one gradient element of one rank, once."""
+    engine, forward_backward_batch = worker.engine, worker.engine.forward_backward_batch
+
+    def poisoned(*args, **kwargs):
+        output = forward_backward_batch(*args, **kwargs)
+        if RANK == rank:
+            gradients(worker)[0].view(-1)[0] = value
+        engine.forward_backward_batch = forward_backward_batch
+        return output
+
+    engine.forward_backward_batch = poisoned
+
+
+def gradients(worker: TrainingWorker) -> list[torch.Tensor]:
+    grads = [p.grad for p in worker.engine.module.parameters() if p.grad is not None]
+    return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+
+
+def state(worker: TrainingWorker) -> list[torch.Tensor]:
+    """Weights and Adam state of this rank, as clones."""
+    local = lambda t: (t.to_local() if isinstance(t, DTensor) else t).detach().clone()  # noqa: E731
+    tensors = [local(p) for p in worker.engine.module.parameters()]
+    for entry in worker.engine.optimizer.state.values():
+        tensors += [local(v) for v in entry.values()]
+    return tensors
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def metrics_of(output) -> dict:
+    return dict(tu.get(output, "metrics"))
+
+
+def scale_of(worker) -> float | None:
+    return worker.engine.scaler.get_scale() if worker.engine.scaler is not None else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def dtype_per_hop(role="actor"):
+    """What a worker told `dtype=float16` alone computes in."""
+    worker = make_worker(role, by_dtype_alone=True)
+    seen = {}
+
+    def watch(name):
+        def hook(module, args, kwargs, output):
+            seen[name] = str(output.dtype).removeprefix("torch.")
+            seen[name + ".weight"] = str(module.weight.dtype).removeprefix("torch.")
+
+        return hook
+
+    for name, module in worker.engine.module.named_modules():
+        if name.endswith("layers.0.mlp.up_proj") or name.endswith("layers.0._fsdp_wrapped_module.mlp.up_proj"):
+            module.register_forward_hook(watch("linear"), with_kwargs=True)
+    if role == "ref":
+        data = batch()
+        tu.assign_non_tensor(data, compute_loss=False)
+        worker.infer_batch(data)
+    else:
+        for seed in range(8):  # at the initial scale the first steps may overflow
+            worker.train_batch(batch(seed))
+    seen["scaler"] = worker.engine.scaler is not None
+    seen["autocast"] = str(worker.engine._autocast_dtype).removeprefix("torch.")
+    seen["master"] = str(next(worker.engine.module.parameters()).dtype).removeprefix("torch.")
+    if role != "ref":
+        entry = next(iter(worker.engine.optimizer.state.values()))
+        seen["adam"] = str(entry["exp_avg"].dtype).removeprefix("torch.")
+    return seen
+
+
+def dtype_per_hop_critic():
+    return dtype_per_hop("critic")
+
+
+def dtype_per_hop_ref():
+    return dtype_per_hop("ref")
+
+
+def overflow(value=float("inf"), role="actor"):
+    """A gradient of rank 1 overflows: is the step skipped on both, to the bit, and what is reported?"""
+    worker = make_worker(role, grad_scaler=settings(init_scale=1024.0))
+    worker.train_batch(batch(1))
+    before, lr_before, scale_before = state(worker), worker.engine.optimizer.param_groups[0]["lr"], scale_of(worker)
+    poison_gradient(worker, value)
+    metrics = metrics_of(worker.train_batch(batch(2)))
+    after = state(worker)
+    result = {
+        "unchanged": same(before, after),
+        "scale_factor": scale_of(worker) / scale_before,
+        "metrics": {k: metrics.get(k) for k in ("grad_norm", "skipped_steps", "loss_scale", "lr")},
+        "lr_held": worker.engine.optimizer.param_groups[0]["lr"] == lr_before,
+        "gradients_cleared": all(p.grad is None for p in worker.engine.module.parameters()),
+    }
+    recovered = metrics_of(worker.train_batch(batch(3)))
+    result["recovered"] = not same(after, state(worker)) and recovered["grad_norm"] < 1e6
+    return result
+
+
+def overflow_nan():
+    return overflow(float("nan"))
+
+
+def overflow_critic():
+    return overflow(role="critic")
+
+
+def settings(**overrides):
+    if not PATCHED:
+        return None
+    from verl.utils.precision import GradScalerConfig
+
+    return GradScalerConfig(**overrides)
+
+
+def partly_skipped_update():
+    """Two mini-batches an update, the first one overflows: the LR advances, one skip is counted, grad_norm is finite."""
+    worker = make_worker(grad_scaler=settings(init_scale=1024.0))
+    data = batch(1, size=8)
+    tu.assign_non_tensor(data, mini_batch_size=8, epochs=1, seed=1, dataloader_kwargs={"shuffle": False})
+    lr_before = worker.engine.optimizer.param_groups[0]["lr"]
+    poison_gradient(worker, float("inf"))
+    metrics = metrics_of(worker.train_mini_batch(data))
+    reduced: dict = {}
+    append_to_dict(reduced, metrics)
+    return {k: metrics.get(k) for k in ("grad_norm", "skipped_steps", "loss_scale")} | {
+        "lr_advanced": worker.engine.optimizer.param_groups[0]["lr"] != lr_before
+    }
+
+
+def accumulation():
+    """Eight equal micro-batches whose scaled fp16 gradients reach 30,000 each: their sum fits into fp32 alone."""
+
+    def grad_norm(weight: float, deferred: bool, **engine):
+        worker = make_worker(use_no_sync_for_gradient_accumulation=deferred, **engine)
+        worker.engine_config.micro_batch_size_per_gpu = 1
+        if not PATCHED and worker.engine.scaler is not None:
+            worker.engine.scaler._init_scale = 1024.0
+        data = batch(5, size=8, distinct=False)
+        data["weight"] = torch.full((8,), weight)
+        largest = {}
+        step = worker.engine.optimizer_step
+
+        def measured_step():
+            largest["grad"] = max(g.abs().max().item() for g in gradients(worker))
+            return step()
+
+        worker.engine.optimizer_step = measured_step
+        norm = metrics_of(worker.train_batch(data)).get("grad_norm")
+        return largest["grad"], norm
+
+    total = torch.tensor(grad_norm(1.0, False, dtype="float32")[0])
+    dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    weight = 30_000 * 8 / (total.item() * 1024.0)
+    scaler = settings(init_scale=1024.0)
+    return {
+        "synced": grad_norm(weight, False, grad_scaler=scaler)[1],
+        "deferred": grad_norm(weight, True, grad_scaler=scaler)[1],
+        "fp32": grad_norm(weight, True, dtype="float32")[1],
+    }
+
+
+def checkpoint():
+    """Save after two overflows and a clean step, load into a fresh worker: do weights, Adam, LR and scale come back?"""
+    directory = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(directory)
+    worker = make_worker()
+    for seed in (1, 2):
+        poison_gradient(worker, float("inf"))
+        worker.train_batch(batch(seed))
+    worker.train_batch(batch(3))
+    saved, scale, lr = state(worker), scale_of(worker), worker.engine.optimizer.param_groups[0]["lr"]
+    tracker = worker.engine.scaler._get_growth_tracker()
+    worker.save_checkpoint(directory[0], global_step=1)
+    fresh = make_worker()
+    fresh.load_checkpoint(directory[0])
+    config = json.loads((Path(directory[0]) / "fsdp_config.json").read_text())
+    result = {
+        "state": same(saved, state(fresh)),
+        "scale": [scale, scale_of(fresh)],
+        "tracker": [tracker, fresh.engine.scaler._get_growth_tracker()],
+        "lr": [lr, fresh.engine.optimizer.param_groups[0]["lr"]],
+        "recorded_dtype": config.get("dtype"),
+    }
+    # The next step is the step that would have come.
+    worker.train_batch(batch(4))
+    fresh.train_batch(batch(4))
+    result["next_step"] = same(state(worker), state(fresh))
+
+    extra = Path(directory[0]) / f"extra_state_world_size_{dist.get_world_size()}_rank_{RANK}.pt"
+    old = torch.load(extra, weights_only=False)
+    old.pop("grad_scaler", None)
+    torch.save(old, extra)
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_worker().load_checkpoint(directory[0])
+    result["old_checkpoint_warnings"] = [str(w.message) for w in caught if "loss scale" in str(w.message)]
+    return result
+
+
+def storm():
+    """Every step overflows: does the run end with a name, and the scale stay above its floor?"""
+    worker = make_worker(grad_scaler=settings(init_scale=8.0, min_scale=2.0, max_consecutive_skips=4))
+    scales = []
+    try:
+        for seed in range(8):
+            poison_gradient(worker, float("inf"))
+            worker.train_batch(batch(seed))
+            scales.append(scale_of(worker))
+    except RuntimeError as error:
+        return {"scales": scales, "error": str(error), "type": type(error).__name__}
+    return {"scales": scales, "error": None}
+
+
+def trajectory(dtype: str):
+    """Three steps; the weights' sum and grad norms, to compare two trees bit for bit."""
+    worker = make_worker(dtype=dtype)
+    norms = [metrics_of(worker.train_batch(batch(seed)))["grad_norm"] for seed in range(3)]
+    return {"norms": norms, "sum": sum(t.double().sum().item() for t in state(worker)), "lr": worker.engine.optimizer.param_groups[0]["lr"]}
+
+
+def trajectory_bf16():
+    return trajectory("bfloat16")
+
+
+def trajectory_fp32():
+    return trajectory("float32")
+
+
+def wire():
+    """The dtypes in which weights leave the engine: full tensors, delta shards, merged LoRA."""
+    worker = make_worker()
+    full, _ = worker.engine.get_per_tensor_param()
+    result = {"full": sorted({str(t.dtype) for _, t in full})}
+    if STRATEGY == "fsdp2":
+        worker.engine.wire_dtype = torch.float16
+        shards, _ = worker.engine.get_per_tensor_param_shard()
+        result["delta"] = sorted({str(t.dtype) for _, t, _ in shards})
+    return result
+
+
+def scaler_device():
+    """Does the scaler of a CPU worker work at all? Upstream's default device is "cuda"."""
+    defaults = ShardedGradScaler.__init__.__defaults__
+    ShardedGradScaler.__init__.__defaults__ = upstream_scaler_defaults
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        worker = make_worker()
+    ShardedGradScaler.__init__.__defaults__ = defaults
+    poison_gradient(worker, float("inf"))
+    worker.train_batch(batch(1))
+    return {
+        "enabled": worker.engine.scaler.is_enabled(),
+        "weights_finite": all(bool(t.isfinite().all()) for t in state(worker)),
+    }
+
+
+CASES = [
+    dtype_per_hop,
+    dtype_per_hop_critic,
+    dtype_per_hop_ref,
+    overflow,
+    overflow_nan,
+    overflow_critic,
+    partly_skipped_update,
+    accumulation,
+    checkpoint,
+    storm,
+    trajectory_bf16,
+    trajectory_fp32,
+    wire,
+    scaler_device,
+]
+
+
+def main() -> None:
+    results = {}
+    for case in CASES:
+        try:
+            results[case.__name__] = case()
+        except Exception:
+            # The suite wants every case's outcome; a test on this case fails with this text.
+            results[case.__name__] = {"raised": traceback.format_exc()}
+    (OUT / f"rank_{RANK}.json").write_text(json.dumps(results, default=str))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import TextIO
 
@@ -25,6 +26,7 @@ START_UP = {  # what verl's log says, and what begins then
     "all initialize finished": "the first step",
 }
 POLL_S, MEMORY_S, HEARTBEAT_S, GRACE_S = 0.5, 5, 20, 15
+TAIL = 2000  # lines of the log in which a failure is looked for
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -56,12 +58,11 @@ class Processes:
         self.peak_gib = max(self.peak_gib, size / 2**30)
 
     def end(self) -> None:
-        """Ask ``main_ppo`` to end, which takes Ray down, then end whatever is left."""
-        alive = self.alive()
-        if self.root in alive:
+        """Ask ``main_ppo`` to end, which takes Ray down, then kill whatever is left."""
+        if self.root in self.alive():
             self.root.terminate()
-        _, left = psutil.wait_procs(alive, timeout=GRACE_S)
-        for process in self.alive() | set(left):
+            psutil.wait_procs([self.root], timeout=GRACE_S)
+        for process in self.alive():
             try:
                 process.kill()
             except psutil.NoSuchProcess:
@@ -108,7 +109,7 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
     """Run ``main_ppo`` to its end, or end it when we are interrupted.
 
     Returns:
-        ``code`` the exit code, None if interrupted; ``lines`` what it added to ``log``; ``peak_memory_gib``.
+        ``code`` the exit code, None if interrupted; ``reports`` of the workers; ``tail`` of the log; ``peak_memory_gib``.
     """
     process = subprocess.Popen(
         command,
@@ -120,7 +121,7 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
         start_new_session=True,  # Ctrl-C reaches us alone, and we end it
         preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: it does not outlive us
     )
-    processes, code, lines, rest, measured = Processes(process), None, [], "", 0.0
+    processes, code, reports, tail, rest, measured = Processes(process), None, [], deque(maxlen=TAIL), "", 0.0
     with open(log.name) as written:
         written.seek(log.tell())
         try:
@@ -128,7 +129,8 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
                 time.sleep(POLL_S)
                 code = process.poll()
                 *complete, rest = (rest + written.read()).split("\n")
-                lines += complete
+                reports += runs.reports(complete)
+                tail += complete
                 screen.update(complete)
                 if code is None and time.monotonic() - measured > MEMORY_S:
                     processes.measure()
@@ -139,7 +141,7 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             processes.end()
-    return {"code": code, "lines": lines, "peak_memory_gib": processes.peak_gib}
+    return {"code": code, "reports": reports, "tail": tail, "peak_memory_gib": processes.peak_gib}
 
 
 def main(words: list[str]) -> int:
@@ -156,18 +158,20 @@ def main(words: list[str]) -> int:
     record = runs.admit(job, out, steps)
     if job.prepares:
         prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", str(jobs.ARITHMETIC), "--seed", "1"]
-        subprocess.run(prepare, cwd=jobs.REPO, check=True)
+        if subprocess.run(prepare, cwd=jobs.REPO).returncode:
+            return 1  # it has said why
 
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out) as log:
         begin = runs.checkpoint_step(out)
         earlier = runs.trained(runs.collect(out, upto=begin))
+        if not begin:
+            record["attempts"] = []
         for name in ("verl.jsonl", "summary.json"):
             (out / name).unlink(missing_ok=True)
         runs.write_json(out / "run.json", record)
-        print(
-            f"{job.shell_line(out)}\n\n{f'resuming after step {begin} of' if begin else 'training'} {steps} steps in {out}"
-        )
+        print(job.shell_line(out), end="\n\n")
+        print(f"{f'resuming after step {begin} of' if begin else 'training'} {steps} steps in {out}", flush=True)
         screen = Screen(out, steps, earlier)
         result = train(job.command(out), job.environment(out), log, screen)
         attempt = {"from_step": begin, "wall_s": screen.elapsed(), "peak_memory_gib": result["peak_memory_gib"]}
@@ -184,9 +188,9 @@ def main(words: list[str]) -> int:
         print(
             f"failed after step {reached} of {steps} with exit code {result['code']}; all output: {out / 'train.log'}"
         )
-        print("\n".join(f"  {line}" for line in runs.errors(result["lines"])))
+        print("\n".join(f"  {line}" for line in runs.errors(result["tail"])))
         return 1
-    summary = runs.summarize(job, record, data, runs.reports(result["lines"]))
+    summary = runs.summarize(job, record, data, result["reports"])
     runs.write_json(out / "summary.json", summary)
     runs.plot(data, f"{job.experiment}, {job.algo}, {job.precision}", out / "curves.png")
     print(f"\n{runs.table(summary)}\n")
@@ -200,3 +204,5 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except jobs.Refused as refusal:
         sys.exit(f"run: {refusal}")
+    except KeyboardInterrupt:  # nothing of the run had started
+        sys.exit(130)

@@ -27,10 +27,10 @@ class Settings:
     """What a preparation depends on, besides the code of this package."""
 
     seed: int
-    steps: int = 310
-    batch_size: int = 128
+    steps: int = 500
+    batch_size: int = 32
     learning_rate: float = 2e-3
-    corruption: float = 0.25  # probability that a demonstrated column is wrong
+    corruption: float = 0.2  # probability that a demonstrated column is wrong
     problems: int = 64  # for training; as many others for validation
 
     def key(self) -> str:
@@ -56,7 +56,7 @@ def pretrain(settings: Settings):
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
-    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, settings.steps // 10, settings.steps)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, settings.steps // 25, settings.steps)
     rng = random.Random(settings.seed)
     started = time.monotonic()
     for step in range(1, settings.steps + 1):
@@ -71,8 +71,9 @@ def pretrain(settings: Settings):
         loss.backward()
         optimizer.step()
         schedule.step()
-        if step % 50 == 0 or step == settings.steps:
-            print(f"step {step}/{settings.steps}: loss {loss.item():.3f}, {time.monotonic() - started:.0f} s", flush=True)
+        if step % 100 == 0 or step == settings.steps:
+            seconds = time.monotonic() - started
+            print(f"step {step}/{settings.steps}: loss {loss.item():.3f}, {seconds:.0f} s", flush=True)
     return model, tokenizer
 
 

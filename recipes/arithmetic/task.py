@@ -28,13 +28,15 @@ def answer(a: int, b: int) -> str:
 def demonstration(a: int, b: int, rng: random.Random, corruption: float = 0.0) -> str:
     """The scratchpad response to ``prompt(a, b)``.
 
-    Each column's sum is replaced, with probability ``corruption``, by a random one, from which the rest follows. A
-    model taught this way knows the format and makes mistakes: it leaves something for reinforcement to learn.
+    Each column's sum is off by one with probability ``corruption``, and the rest follows from it. A model taught this
+    way knows what to write and errs at times: it leaves something for reinforcement to learn.
     """
     columns, digits, carry = [], "", 0
     for place in range(DIGITS):
         x, y = (number // 10**place % 10 for number in (a, b))
-        total = rng.randrange(20) if rng.random() < corruption else x + y + carry
+        total = x + y + carry
+        if rng.random() < corruption:
+            total = abs(total + rng.choice((-1, 1)))
         columns.append(f"{x}{y}{carry}:{total:02d}")
         carry, digit = divmod(total, 10)
         digits = f"{digit}{digits}"
@@ -42,6 +44,6 @@ def demonstration(a: int, b: int, rng: random.Random, corruption: float = 0.0) -
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    """1.0 if the text after the last ``=`` is the sum, else 0.0. verl's signature of ``reward.custom_reward_function``."""
+    """1.0 if the text after the last ``=`` is the sum, else 0.0; the signature is that of verl's reward functions."""
     _, equals, sum_ = solution_str.rpartition("=")
     return float(bool(equals) and sum_ == ground_truth)

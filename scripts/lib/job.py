@@ -117,6 +117,7 @@ class Job:
         common = {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
+            "HYDRA_FULL_ERROR": "1",
             "RAY_DEDUP_LOGS": "0",  # or the workers' lines, which differ in a rank alone, would be dropped
             "RAY_USAGE_STATS_ENABLED": "0",
             "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),
@@ -139,8 +140,8 @@ class Job:
 
 
 def quoted(value: str) -> str:
-    """``value`` as Hydra's override grammar reads it back unchanged; lists stay lists."""
-    return value if re.fullmatch(r"[\w./:+-]*|\[\w*\]", value) else "'" + re.sub(r"(['\\])", r"\\\1", value) + "'"
+    """``value`` as Hydra's override grammar reads it back unchanged; ``[...]`` without blanks stays a list."""
+    return value if re.fullmatch(r"[\w./:+-]*|\[\w*\]", value) else "'" + value.replace("'", r"\'") + "'"
 
 
 def parse(words: list[str]) -> Job:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import TextIO
 
 from lib.job import Job, Refused
@@ -203,7 +203,7 @@ def duration(seconds: float) -> str:
 def progress(data: list[dict], steps: int) -> str:
     """One line on the last of ``data``."""
     row = data[-1]
-    rate = mean(data[-LAST:], SECONDS)
+    rate = median(row["data"][SECONDS] for row in data[-LAST:])
     return (
         f"step {row['step']:>{len(str(steps))}}/{steps}"
         f"  reward {number(row['data'][REWARD], '.3f')}"
@@ -258,6 +258,7 @@ def plot(data: list[dict], title: str, file: Path) -> None:
             axes.flat[2].axvline(row["step"], color="tab:red", alpha=0.4)
     for axis in axes[1]:
         axis.set_xlabel("step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(title)
     figure.savefig(file, dpi=120)
     plt.close(figure)

@@ -3,7 +3,6 @@
 import compileall
 import os
 import re
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +154,7 @@ def file_name(subject: str) -> str:
     match = SUBJECT.fullmatch(subject)
     if not match:
         raise Refused(f"commit {subject!r} needs a subject like '[fsdp] feat: read the dtype'")
-    slug = re.sub(r"[^a-z0-9]+", "-", match[2].lower()).strip("-")
+    slug = re.sub(r"[^a-z0-9]+", "-", match[2].lower().replace("'", "")).strip("-")
     return f"{match[1]}-{slug}.patch"
 
 
@@ -201,8 +200,8 @@ def check_re_export(stack: Stack, tree_after: str) -> None:
         again = read_commits(commit_stack(stack, Path(scratch)))
     if differing := sorted({patch.name for patch in set(stack.patches) ^ set(again.patches)}):
         raise Refused(f"export would write {', '.join(differing)} differently")
-    if (stack.patches, tree_after) != (again.patches, again.tree_after):
-        raise Refused(f"the series makes tree {again.tree_after}, not {tree_after}")
+    if again.tree_after != tree_after:
+        raise Refused(f"the series makes tree {again.tree_after}, versions.toml has {tree_after}; checkout and export")
 
 
 def check(name: str, project: Path = PROJECT) -> str:

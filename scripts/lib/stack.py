@@ -37,9 +37,6 @@ from .releases import (
 )
 
 RECORD = f"{BOOK}/record.json"
-ORIGINALS = f"{BOOK}/originals"
-STAGED = f"{BOOK}/staged"
-STAGED_STAMP = f"{BOOK}/stamp.json"
 
 OVERLAYS = "verl/trainer/config/precision"
 TRAILERS = ("Reason", "Origin", "Forwarded", "Applied-Upstream")
@@ -72,7 +69,7 @@ class Patch:
         """Path, blob id before and blob id after of each file that the patch changes."""
         found = DIFF.findall(self.text)
         if not found or len(found) != len(re.findall(r"^diff --git ", self.text, re.M)):
-            raise Refused(f"{self.name} must change files of verl, with full ids, and neither add, remove nor rename any")
+            raise Refused(f"{self.name} may only change files that verl has, and needs their full blob ids")
         return found
 
 
@@ -141,7 +138,7 @@ def load_stacks(project: Path = PROJECT) -> list[Stack]:
 
 
 def trailers(patch: Patch) -> dict[str, str]:
-    """Return the patch's trailers as ``git interpret-trailers`` reads them; raises Refused where its header lacks any."""
+    """Return the trailers as ``git interpret-trailers`` reads them; raises Refused where the header is not complete."""
     with tempfile.TemporaryDirectory() as scratch:
         lines = git("interpret-trailers", "--parse", cwd=Path(scratch), stdin=patch.text).splitlines()
     found = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -161,7 +158,7 @@ def trailers(patch: Patch) -> dict[str, str]:
 IDENTITY = {
     f"GIT_{role}_{key}": value
     for role in ("AUTHOR", "COMMITTER")
-    for key, value in {"NAME": "verl-precision", "EMAIL": "<>", "DATE": "2000-01-01T00:00:00Z"}.items()
+    for key, value in {"NAME": "verl-precision", "EMAIL": "", "DATE": "2000-01-01T00:00:00Z"}.items()
 }
 
 
@@ -300,13 +297,14 @@ def examine(root: Path, blobs: Mapping[str, str], record: Record | None, stacks:
         state, detail = unmatched(pristine, record, stacks)
         return Status(state, detail, stamp=stamp)
     stack = max(matching, key=lambda stack: stack.rest_is_release(pristine))
-    state, detail = matched(stack, blobs, record, bool(stamp))
-    return Status(state, detail, stack.release.name, stack.rest_is_release(pristine), stack.id, stamp)
+    exact = stack.rest_is_release(pristine)
+    name = f"verl {stack.release.name}" + ("" if exact else " (its untouched files differ from the wheel's)")
+    state, detail = matched(name, stack, blobs, record, bool(stamp))
+    return Status(state, detail, stack.release.name, exact, stack.id, stamp)
 
 
-def matched(stack: Stack, blobs: Mapping[str, str], record: Record | None, stamped: bool) -> tuple[str, str]:
-    """Return state and detail of a tree that is its release once the record is undone."""
-    name = f"verl {stack.release.name}"
+def matched(name: str, stack: Stack, blobs: Mapping[str, str], record: Record | None, stamped: bool) -> tuple[str, str]:
+    """Return state and detail of a tree, described by ``name``, that is its release once the record is undone."""
     if not record:
         return "pristine", f"{name}, no stack applied"
     hooked = record.hooked(blobs)
@@ -357,15 +355,16 @@ def apply(target: Path, project: Path = PROJECT) -> list[str]:
         if not stack.patches:
             raise Refused(f"verl {found.release} has no patches yet")
         kept = record.hooked(blobs) if record else []
-        hooked = hooked_files(stack, lambda path: (root / (ORIGINALS if path in kept else "") / path).read_bytes())
+        hooked = hooked_files(stack, lambda path: (original(root, path) if path in kept else root / path).read_bytes())
+        new = make_record(stack, record.undone(blobs) if record else blobs)
+        refuse_unwritable(root, new)
         done = []
         if record:
             roll_back(root, record, blobs)
             done = [f"verl {record.release}: stack {record.stack} taken off first"]
-        put_on(root, stack, hooked, record.undone(blobs) if record else blobs)
-    counts = f"{len(hooked)} files hooked, {len(stack.added)} copied, stamp {stack.id} in {STAMP}"
-    rest = "" if found.exact else " (other files differ from the release's wheel)"
-    return [*done, f"verl {found.release}{rest}: {counts}"]
+        put_on(root, new, {**hooked, **stack.added})
+    counts = f"{len(new.replaced)} files hooked, {len(new.added)} copied, stamp {new.stack} in {STAMP}"
+    return [*done, f"verl {new.release}: {counts}"]
 
 
 def unapply(target: Path, project: Path = PROJECT) -> list[str]:
@@ -387,28 +386,26 @@ def unapply(target: Path, project: Path = PROJECT) -> list[str]:
         return [f"{found.detail}: nothing to do"]
 
 
-def put_on(root: Path, stack: Stack, hooked: Mapping[str, bytes], blobs: Mapping[str, str]) -> None:
-    """Put a stack on the pristine tree of these ``blobs``; what fails midway is rolled back before it is raised."""
+def make_record(stack: Stack, pristine: Mapping[str, str]) -> Record:
+    """Return what putting ``stack`` on a tree of these blobs does."""
     added = {path: blob_id(content) for path, content in stack.added.items()}
-    folders = {parent.as_posix() for path in added for parent in Path(path).parents if not (root / parent).exists()}
-    record = Record(
-        release=stack.release.name,
-        stack=stack.id,
-        tree=verl_tree_id({**blobs, **stack.after, **added}),
-        replaced={path: (before, stack.after[path]) for path, before in stack.before.items()},
-        added=added,
-        folders=sorted(folders),
-    )
-    refuse_unwritable(root, record)
+    folders = {folder.as_posix() for path in added for folder in Path(path).parents}
+    folders -= {folder.as_posix() for path in pristine for folder in Path(path).parents}
+    replaced = {path: (before, stack.after[path]) for path, before in stack.before.items()}
+    tree = verl_tree_id({**pristine, **stack.after, **added})
+    return Record(stack.release.name, stack.id, tree, replaced, added, sorted(folders))
+
+
+def put_on(root: Path, record: Record, contents: Mapping[str, bytes]) -> None:
+    """Do what ``record`` tells on a pristine tree; what fails midway is rolled back before it is raised."""
     try:
-        stage(root, record, {**hooked, **stack.added})
+        stage(root, record, contents)
         for folder in record.folders:
-            (root / folder).mkdir()
-        for path in [*record.replaced, *record.added]:
-            os.replace(root / STAGED / path, root / path)
+            (root / folder).mkdir(exist_ok=True)
+        for path in contents:
+            os.replace(staged(root, path), root / path)
             drop_compiled(root / path)
-        shutil.rmtree(root / STAGED)
-        os.replace(root / STAGED_STAMP, root / STAMP)
+        os.replace(staged(root, STAMP), root / STAMP)
     except BaseException:
         if (root / RECORD).exists():
             roll_back(root, record, verl_blobs(root))
@@ -420,28 +417,36 @@ def put_on(root: Path, stack: Stack, hooked: Mapping[str, bytes], blobs: Mapping
 def stage(root: Path, record: Record, contents: Mapping[str, bytes]) -> None:
     """Write into the target's bookkeeping all that putting the stack on will need, the record last."""
     sweep(root)
-    write(root / BOOK / ".gitignore", b"*\n")  # where the target is a git checkout
-    write(root / STAGED_STAMP, record.stamp_file)
-    for path, content in contents.items():
-        write(root / STAGED / path, content)
+    (root / BOOK).mkdir()
+    (root / BOOK / ".gitignore").write_text("*\n")  # where the target is a git checkout
+    for path, content in {**contents, STAMP: record.stamp_file, RECORD: json.dumps(asdict(record)).encode()}.items():
+        staged(root, path).write_bytes(content)
     for path in record.replaced:
-        (root / ORIGINALS / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(root / path, root / ORIGINALS / path)
-        shutil.copymode(root / path, root / STAGED / path)
-    write(root / STAGED / "record.json", json.dumps(asdict(record)).encode())
-    os.replace(root / STAGED / "record.json", root / RECORD)
+        shutil.copy2(root / path, original(root, path))
+        shutil.copymode(root / path, staged(root, path))
+    os.replace(staged(root, RECORD), root / RECORD)
+
+
+def staged(root: Path, path: str) -> Path:
+    """Where the file that is to be renamed to ``path`` is made."""
+    return root / BOOK / f"new+{path.replace('/', '+')}"
+
+
+def original(root: Path, path: str) -> Path:
+    """Where the file that was at ``path`` is kept."""
+    return root / BOOK / f"old+{path.replace('/', '+')}"
 
 
 def roll_back(root: Path, record: Record, blobs: Mapping[str, str]) -> None:
     """Undo what ``record`` tells on the tree of these ``blobs``; where it is cut short it can be called again."""
     hooked = record.hooked(blobs)
     for path in hooked:
-        if blob_id((root / ORIGINALS / path).read_bytes()) != record.replaced[path][0]:
-            raise Refused(f"{root / ORIGINALS / path} is not the original any more; reinstall verl {record.release}")
+        if blob_id(original(root, path).read_bytes()) != record.replaced[path][0]:
+            raise Refused(f"{original(root, path)} was changed since apply; reinstall verl {record.release}")
     refuse_unwritable(root, record)
     (root / STAMP).unlink(missing_ok=True)
     for path in hooked:
-        os.replace(root / ORIGINALS / path, root / path)
+        os.replace(original(root, path), root / path)
     for path in record.added:
         (root / path).unlink(missing_ok=True)
     for path in [*record.replaced, *record.added]:

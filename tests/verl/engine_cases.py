@@ -7,25 +7,29 @@ what every verl 0.9.1 has, so that a pristine tree runs them too.
 """
 
 import json
+import os
 import sys
 import tempfile
-import traceback
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from verl.model_merger.base_model_merger import ModelMergerConfig
+from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.utils.py_functional import append_to_dict
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
 STRATEGY, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 PATCHED = "grad_scaler" in FSDPEngineConfig.__dataclass_fields__
-RANK = int(__import__("os").environ["RANK"])
+RANK = int(os.environ["RANK"])
 
 # Upstream builds its scaler for "cuda"; on a CPU torch then disables it and every fp16 case would only show that.
 # The pristine tree gets the device it has on a GPU; `scaler_device` shows the defect by itself.
@@ -34,9 +38,11 @@ if not PATCHED:
     ShardedGradScaler.__init__.__defaults__ = ("cpu", *upstream_scaler_defaults[1:])
 
 
-def make_worker(role: str = "actor", dtype: str = "float16", lr: float = 1e-2, warmup: int = 4, **engine) -> TrainingWorker:
+def make_worker(
+    role="actor", dtype="float16", by_dtype_alone=False, model=None, checkpoint=None, **engine
+) -> TrainingWorker:
     """A worker with its engine built, in ``dtype`` where the tree honours it and by ``mixed_precision`` where not."""
-    if not engine.pop("by_dtype_alone", False) and not PATCHED:
+    if not by_dtype_alone and not PATCHED:
         engine["mixed_precision"] = {"param_dtype": dtype}
     if not PATCHED:
         engine.pop("grad_scaler", None)
@@ -44,7 +50,10 @@ def make_worker(role: str = "actor", dtype: str = "float16", lr: float = 1e-2, w
         TrainingWorkerConfig(
             model_type="value_model" if role == "critic" else "language_model",
             model_config=HFModelConfig(
-                path=MODEL, use_remove_padding=False, override_config={"attn_implementation": "sdpa"}
+                path=MODEL,
+                use_remove_padding=False,
+                override_config={"attn_implementation": "sdpa"},
+                **(model or {}),
             ),
             engine_config=FSDPEngineConfig(
                 strategy=STRATEGY,
@@ -56,8 +65,8 @@ def make_worker(role: str = "actor", dtype: str = "float16", lr: float = 1e-2, w
                 use_torch_compile=False,
                 **engine,
             ),
-            optimizer_config=FSDPOptimizerConfig(lr=lr, lr_warmup_steps=warmup, total_training_steps=100, clip_grad=1.0),
-            checkpoint_config=CheckpointConfig(),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=4, total_training_steps=100, clip_grad=1.0),
+            checkpoint_config=checkpoint or CheckpointConfig(),
         )
     )
     worker.reset()
@@ -126,6 +135,12 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 def metrics_of(output) -> dict:
     return dict(tu.get(output, "metrics"))
+
+
+def shared_directory() -> str:
+    directory = [tempfile.mkdtemp(dir=OUT)]
+    dist.broadcast_object_list(directory)
+    return directory[0]
 
 
 def scale_of(worker) -> float | None:
@@ -211,15 +226,13 @@ def settings(**overrides):
 
 
 def partly_skipped_update():
-    """Two mini-batches an update, the first one overflows: the LR advances, one skip is counted, grad_norm is finite."""
+    """Two mini-batches an update, of which the first overflows: what becomes of the LR and of the metrics?"""
     worker = make_worker(grad_scaler=settings(init_scale=1024.0))
     data = batch(1, size=8)
     tu.assign_non_tensor(data, mini_batch_size=8, epochs=1, seed=1, dataloader_kwargs={"shuffle": False})
     lr_before = worker.engine.optimizer.param_groups[0]["lr"]
     poison_gradient(worker, float("inf"))
     metrics = metrics_of(worker.train_mini_batch(data))
-    reduced: dict = {}
-    append_to_dict(reduced, metrics)
     return {k: metrics.get(k) for k in ("grad_norm", "skipped_steps", "loss_scale")} | {
         "lr_advanced": worker.engine.optimizer.param_groups[0]["lr"] != lr_before
     }
@@ -259,8 +272,7 @@ def accumulation():
 
 def checkpoint():
     """Save after two overflows and a clean step, load into a fresh worker: do weights, Adam, LR and scale come back?"""
-    directory = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(directory)
+    directory = shared_directory()
     worker = make_worker()
     for seed in (1, 2):
         poison_gradient(worker, float("inf"))
@@ -268,10 +280,10 @@ def checkpoint():
     worker.train_batch(batch(3))
     saved, scale, lr = state(worker), scale_of(worker), worker.engine.optimizer.param_groups[0]["lr"]
     tracker = worker.engine.scaler._get_growth_tracker()
-    worker.save_checkpoint(directory[0], global_step=1)
+    worker.save_checkpoint(directory, global_step=1)
     fresh = make_worker()
-    fresh.load_checkpoint(directory[0])
-    config = json.loads((Path(directory[0]) / "fsdp_config.json").read_text())
+    fresh.load_checkpoint(directory)
+    config = json.loads((Path(directory) / "fsdp_config.json").read_text())
     result = {
         "state": same(saved, state(fresh)),
         "scale": [scale, scale_of(fresh)],
@@ -284,14 +296,14 @@ def checkpoint():
     fresh.train_batch(batch(4))
     result["next_step"] = same(state(worker), state(fresh))
 
-    extra = Path(directory[0]) / f"extra_state_world_size_{dist.get_world_size()}_rank_{RANK}.pt"
+    extra = Path(directory) / f"extra_state_world_size_{dist.get_world_size()}_rank_{RANK}.pt"
     old = torch.load(extra, weights_only=False)
     old.pop("grad_scaler", None)
     torch.save(old, extra)
     dist.barrier()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_worker().load_checkpoint(directory[0])
+        make_worker().load_checkpoint(directory)
     result["old_checkpoint_warnings"] = [str(w.message) for w in caught if "loss scale" in str(w.message)]
     return result
 
@@ -314,7 +326,11 @@ def trajectory(dtype: str):
     """Three steps; the weights' sum and grad norms, to compare two trees bit for bit."""
     worker = make_worker(dtype=dtype)
     norms = [metrics_of(worker.train_batch(batch(seed)))["grad_norm"] for seed in range(3)]
-    return {"norms": norms, "sum": sum(t.double().sum().item() for t in state(worker)), "lr": worker.engine.optimizer.param_groups[0]["lr"]}
+    return {
+        "norms": norms,
+        "sum": sum(t.double().sum().item() for t in state(worker)),
+        "lr": worker.engine.optimizer.param_groups[0]["lr"],
+    }
 
 
 def trajectory_bf16():
@@ -326,14 +342,56 @@ def trajectory_fp32():
 
 
 def wire():
-    """The dtypes in which weights leave the engine: full tensors, delta shards, merged LoRA."""
+    """The dtypes in which weights leave the engine: full tensors and, from FSDP2, delta shards and merged LoRA."""
+
+    def dtypes(tensors):
+        return sorted({str(entry[1].dtype).removeprefix("torch.") for entry in tensors})
+
     worker = make_worker()
-    full, _ = worker.engine.get_per_tensor_param()
-    result = {"full": sorted({str(t.dtype) for _, t in full})}
+    result = {"full": dtypes(worker.engine.get_per_tensor_param()[0])}
     if STRATEGY == "fsdp2":
-        worker.engine.wire_dtype = torch.float16
-        shards, _ = worker.engine.get_per_tensor_param_shard()
-        result["delta"] = sorted({str(t.dtype) for _, t, _ in shards})
+        worker.engine.wire_dtype = torch.float16  # what the delta checkpoint engine sets before it sends
+        result["delta"] = dtypes(worker.engine.get_per_tensor_param_shard()[0])
+        merged = make_worker(model={"lora_rank": 4, "lora": {"merge": True}})
+        result["merged_lora"] = dtypes(merged.engine.get_per_tensor_param()[0])
+    return result
+
+
+def export():
+    """Export a model whose weights fp16 holds and bf16 does not: what do the HF export and the model merger keep?
+
+    FSDP2 alone: torch cannot gather FSDP1's full state dict from CPU parameters (it frees their storage).
+    """
+    directory = shared_directory()
+    contents = ["model", "optimizer", "extra", "hf_model"]
+    worker = make_worker(checkpoint=CheckpointConfig(save_contents=contents, load_contents=contents))
+    with torch.no_grad():
+        for parameter in worker.engine.module.parameters():
+            parameter.copy_(parameter.half().float())
+    weights = {name: tensor.clone() for name, tensor in worker.engine.get_per_tensor_param()[0]}
+    worker.save_checkpoint(directory, global_step=1)
+    if RANK != 0:
+        return {}
+
+    def lossless(tensors):
+        return all(torch.equal(tensors[name].float(), weight) for name, weight in weights.items())
+
+    huggingface = Path(directory) / "huggingface"
+    exported = AutoModelForCausalLM.from_pretrained(huggingface, dtype="auto").state_dict()
+    config = json.loads((huggingface / "config.json").read_text())
+    result = {"config": config["dtype"], "export_lossless": lossless(exported)}
+    merged = str(Path(directory) / "merged")
+    config = ModelMergerConfig(
+        operation="merge",
+        backend="fsdp",
+        local_dir=directory,
+        target_dir=merged,
+        hf_model_config_path=str(huggingface),
+    )
+    FSDPModelMerger(config).merge_and_save()
+    tensors = load_file(Path(merged) / "model.safetensors")
+    result["merged"] = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
+    result["merged_lossless"] = lossless(tensors)
     return result
 
 
@@ -369,16 +427,14 @@ CASES = [
     wire,
     scaler_device,
 ]
+if STRATEGY == "fsdp2":
+    CASES.append(export)
 
 
 def main() -> None:
-    results = {}
-    for case in CASES:
-        try:
-            results[case.__name__] = case()
-        except Exception:
-            # The suite wants every case's outcome; a test on this case fails with this text.
-            results[case.__name__] = {"raised": traceback.format_exc()}
+    dist.init_process_group("gloo")
+    # A case that raises ends the run: its rank would leave the other one waiting in a collective.
+    results = {case.__name__: case() for case in CASES}
     (OUT / f"rank_{RANK}.json").write_text(json.dumps(results, default=str))
 
 

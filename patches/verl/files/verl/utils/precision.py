@@ -97,22 +97,23 @@ def check_engine_dtype(dtype: Optional[str], strategy: Optional[str]) -> str:
     return dtype_name(resolved)
 
 
-def check_role_dtype(dtype: Optional[str], engine_key: str, engine_dtype: str) -> None:
-    """Refuse a role's ``dtype`` that its engine's own key contradicts.
+def check_role_dtype(dtype: Optional[str], engine_key: str, engine_config: Any) -> None:
+    """Refuse a role's ``dtype`` that its engine's own key contradicts, or that its engine cannot train in.
 
     Args:
         dtype: the wire, e.g. ``actor_rollout_ref.actor.dtype``; ``None`` where the user left it alone.
         engine_key: the engine's key below the role, e.g. ``fsdp_config``.
-        engine_dtype: the dtype that the engine resolved.
+        engine_config: the engine's config, its ``dtype`` and ``strategy`` resolved.
 
     Raises:
-        ValueError: both are set and differ.
+        ValueError: both are set and differ; float16 with an engine that has no loss scaler.
     """
-    if dtype is not None and to_dtype(dtype, "dtype") != to_dtype(engine_dtype, f"{engine_key}.dtype"):
+    if dtype is not None and to_dtype(dtype, "dtype") != to_dtype(engine_config.dtype, f"{engine_key}.dtype"):
         raise ValueError(
-            f"dtype={dtype} and {engine_key}.dtype={engine_dtype} contradict each other: "
+            f"dtype={dtype} and {engine_key}.dtype={engine_config.dtype} contradict each other: "
             f"set dtype alone ({engine_key}.dtype and {engine_key}.mixed_precision.param_dtype follow it)"
         )
+    check_engine_dtype(engine_config.dtype, engine_config.strategy)
 
 
 def check_rollout_dtype(dtype: str) -> None:

@@ -1,0 +1,135 @@
+"""What ``make run`` accepts, what it refuses, and the command it becomes."""
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from lib import job as jobs
+
+ROW = {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule"}}
+
+
+def parquet(file: Path, rows: int = 64, without: str | None = None) -> Path:
+    row = {name: value for name, value in ROW.items() if name != without}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * rows), file)
+    return file
+
+
+def test_the_bare_command_is_the_sanity_task_in_fp16():
+    job = jobs.parse(["DEVICE=cpu"])
+    assert (job.experiment, job.precision, job.algo, job.seed) == ("arithmetic", "fp16", "grpo", 1)
+    assert job.prepares
+
+
+def test_a_data_file_of_ones_own_is_trained_with_the_real_experiment(tmp_path):
+    job = jobs.parse(["DEVICE=cpu", "MODEL=Qwen/Qwen2.5-0.5B-Instruct", f"TRAIN={parquet(tmp_path / 'gsm8k.parquet')}"])
+    assert (job.experiment, job.model) == ("gsm8k_1gpu", "Qwen/Qwen2.5-0.5B-Instruct")
+    assert not job.prepares
+
+
+def test_an_empty_variable_is_one_that_is_not_given():
+    assert jobs.parse(["DEVICE=cpu", "STEPS=", "PRECISION="]) == jobs.parse(["DEVICE=cpu"])
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "PRECISION=fp61",
+        "ALGO=reinforce",
+        "EXPERIMENT=math",
+        "DEVICE=tpu",
+        "STEPS=0",
+        "STEPS=ten",
+        "STEPS=-3",
+        "SEED=1.5",
+        "MODEL=./no/such/model",
+        "MODEL=/no/such/model",
+        "MODEL=no-such-model",
+        "ARGS='trainer.nnodes=1",
+        "PRECISON=fp16",
+    ],
+)
+def test_a_bad_value_is_refused_by_name(word):
+    name, _, value = word.partition("=")
+    with pytest.raises(jobs.Refused) as refusal:
+        jobs.parse(["DEVICE=cpu", word])
+    message = str(refusal.value)
+    assert message.startswith(name) and "\n" not in message
+    assert value in message or name == "PRECISON"
+
+
+@pytest.mark.skipif(jobs.gpu_present(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused():
+    with pytest.raises(jobs.Refused, match="^DEVICE=cuda: "):
+        jobs.parse(["DEVICE=cuda"])
+
+
+@pytest.mark.parametrize("value", ["plain", "/a b/c", "a,b", "it's", "[x]=y", "10%", "[file]", "file:///x"])
+def test_hydra_reads_back_what_was_quoted(value):
+    (override,) = OverridesParser.create().parse_overrides([f"key={jobs.quoted(value)}"])
+    assert override.value() == (["file"] if value == "[file]" else value)
+
+
+def test_the_printed_line_starts_the_same_command(tmp_path):
+    """A shell splits the line into the environment and the words with which ``main_ppo`` is started."""
+    out = tmp_path / "it's a run"
+    job = jobs.parse(["DEVICE=cpu", "ARGS=trainer.nnodes=1 '+note={a: 1}'"])
+    program = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['VERL_FILE_LOGGER_PATH']]))"
+    line = job.shell_line(out).replace(" -m ", f" -c {shlex.quote(program)} ")
+    words, metrics = json.loads(subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout)
+    assert words == job.command(out)[2:]
+    assert metrics == str(out / "verl.jsonl")
+
+
+def test_args_win_over_everything_else(tmp_path):
+    job = jobs.parse(["DEVICE=cpu", "STEPS=3", "ARGS=trainer.total_training_steps=5 trainer.n_gpus_per_node=2"])
+    config = jobs.compose(job, tmp_path)
+    assert config.trainer.total_training_steps == 5
+    assert config.ray_kwargs.ray_init.num_gpus == 2
+
+
+@pytest.mark.parametrize("args", ["trainer.n_gpu=2", "foo", "trainer.nnodes=[1", "+precision=bf16", "+experiment=x"])
+def test_a_misspelt_override_is_refused_in_one_line(args, tmp_path):
+    with pytest.raises(jobs.Refused) as refusal:
+        jobs.compose(jobs.parse(["DEVICE=cpu", f"ARGS={args}"]), tmp_path)
+    assert str(refusal.value).startswith(f"ARGS={shlex.join([args])}: ") and "\n" not in str(refusal.value)
+
+
+def refusal_of_check(words: list[str], out: Path) -> str:
+    job = jobs.parse(["DEVICE=cpu", "STEPS=1", "EXPERIMENT=arithmetic", *words])
+    with pytest.raises(jobs.Refused) as refusal:
+        jobs.check(job, jobs.compose(job, out), out)
+    return str(refusal.value)
+
+
+def test_data_that_cannot_be_used_are_refused(tmp_path):
+    broken = tmp_path / "broken.parquet"
+    broken.write_text("not a parquet file")
+    good = parquet(tmp_path / "good.parquet")
+    out = tmp_path / "out"
+    assert refusal_of_check([f"TRAIN={broken}"], out).startswith(f"TRAIN={broken}: is not a readable parquet file")
+    assert refusal_of_check([f"TRAIN={tmp_path}/none"], out).startswith(f"TRAIN={tmp_path}/none: is not a readable")
+    assert refusal_of_check([f"TRAIN={good}", f"VAL={broken}"], out).startswith(f"VAL={broken}: ")
+    for column in ROW:
+        lacking = parquet(tmp_path / "lacking.parquet", without=column)
+        assert f"lacks the column '{column}'" in refusal_of_check([f"TRAIN={lacking}"], out)
+    assert "3 rows are fewer" in refusal_of_check([f"TRAIN={parquet(tmp_path / 'few.parquet', rows=3)}"], out)
+    assert not out.exists()
+
+
+def test_a_folder_that_cannot_be_made_and_a_full_disk_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    assert refusal_of_check([], tmp_path / "file" / "out").startswith(f"OUT={tmp_path}/file/out: cannot be written to")
+    monkeypatch.setattr(jobs, "FREE_GIB", 1e9)
+    assert "GiB free" in refusal_of_check([], tmp_path / "out")
+
+
+def test_usable_data_pass(tmp_path):
+    job = jobs.parse(["DEVICE=cpu", "STEPS=1", "EXPERIMENT=arithmetic", f"TRAIN={parquet(tmp_path / 'good.parquet')}"])
+    jobs.check(job, jobs.compose(job, tmp_path), tmp_path)

@@ -1,0 +1,52 @@
+"""Compose verl's ppo_trainer.yaml and build the dataclasses that its driver and workers build, for lists of overrides.
+
+config_cases.py MODEL_DIR < overrides.json    (a list of lists; one JSON outcome a line)
+"""
+
+import json
+import sys
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, open_dict
+
+import verl
+from verl.utils.config import omega_conf_to_dataclass
+
+MODEL = sys.argv[1]
+BASE = [
+    f"actor_rollout_ref.model.path={MODEL}",
+    f"critic.model.path={MODEL}",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.name=vllm",
+]
+
+
+def ref_as_actor(ref: DictConfig) -> DictConfig:
+    """What ``ActorRolloutRefWorker.init_model`` makes of the ref's keys before it builds the dataclass."""
+    with open_dict(ref):
+        for key in [key for key in ref if key.startswith("log_prob_")]:
+            ref.pop(key)
+        ref.ppo_micro_batch_size_per_gpu = 1
+    return ref
+
+
+def outcome(overrides: list[str]) -> dict:
+    try:
+        config = compose("ppo_trainer", overrides=[*BASE, *overrides])
+        role = config.actor_rollout_ref
+        engines = {
+            "actor": omega_conf_to_dataclass(role.actor).engine,
+            "ref": omega_conf_to_dataclass(ref_as_actor(role.ref)).engine,
+            "critic": omega_conf_to_dataclass(config.critic).engine,
+        }
+        dtypes = {name: engine.dtype for name, engine in engines.items()}
+        return dtypes | {"rollout": omega_conf_to_dataclass(role.rollout).dtype}
+    except (HydraException, ValueError) as error:
+        return {"error": str(error)}
+
+
+with initialize_config_dir(f"{verl.__path__[0]}/trainer/config", version_base=None):
+    for one in json.load(sys.stdin):
+        print("outcome", json.dumps(outcome(one)), flush=True)

@@ -1,0 +1,79 @@
+"""verl 0.9.1 as its wheel ships it and with the stack applied, side by side; a test of a fix runs on both."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lib.releases import unpacked_wheel
+from lib.stack import apply
+
+REPO = Path(__file__).resolve().parents[2]
+RELEASE = "0.9.1"
+
+
+@pytest.fixture(scope="session")
+def trees(tmp_path_factory) -> dict[str, Path]:
+    """Folders that hold ``verl/``: "pristine" and "patched"."""
+    root = tmp_path_factory.mktemp("verl")
+    found = {state: unpacked_wheel(RELEASE, root / state) for state in ("pristine", "patched")}
+    apply(found["patched"])
+    return found
+
+
+@pytest.fixture(scope="session")
+def environment(trees) -> Callable[[str], dict[str, str]]:
+    """The environment in which a process imports the given tree's verl and runs it on the CPU."""
+
+    def of(state: str) -> dict[str, str]:
+        return {
+            **os.environ,
+            "PYTHONPATH": f"{trees[state]}:{REPO}",
+            "OMP_NUM_THREADS": "1",
+            "VERL_USE_EXTERNAL_MODULES": "recipes.cpu.platform",
+            "VERL_PLATFORM": "cpu",
+            "VERL_ENGINE_DEVICE": "cuda",
+        }
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """The sanity task's model with its first weights, and its tokenizer."""
+    from recipes.arithmetic.model import build_model, build_tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    build_model(tokenizer, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cases(environment, tiny_model, tmp_path_factory) -> Callable[[str, str], list[dict]]:
+    """``cases(tree, strategy)``: the outcomes of engine_cases.py, one dict a rank; run once a session each."""
+    done: dict[tuple[str, str], list[dict]] = {}
+
+    def of(state: str, strategy: str) -> list[dict]:
+        if (state, strategy) not in done:
+            out = tmp_path_factory.mktemp(f"{state}-{strategy}")
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+            torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+            script = Path(__file__).with_name("engine_cases.py")
+            run = subprocess.run(
+                [*torchrun, script, strategy, tiny_model, out],
+                env=environment(state),
+                capture_output=True,
+                text=True,
+                timeout=600,
+            )
+            assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+            done[state, strategy] = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+        return done[state, strategy]
+
+    return of

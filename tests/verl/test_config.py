@@ -1,0 +1,136 @@
+"""The keys: what composes, what follows what, what is refused and how."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
+MIXED = f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype"
+
+
+def all_in(dtype: str, **others: str) -> dict[str, str]:
+    return dict.fromkeys(("actor", "ref", "critic", "rollout"), dtype) | others
+
+
+RESOLVED = {
+    "verl's default": ([], all_in("bfloat16")),
+    "+precision=fp16": (["+precision=fp16"], all_in("float16")),
+    "+precision=bf16": (["+precision=bf16"], all_in("bfloat16")),
+    "+precision=fp32": (["+precision=fp32"], all_in("float32")),
+    "+precision=bf16_train_fp16_infer": (
+        ["+precision=bf16_train_fp16_infer"],
+        all_in("bfloat16", rollout="float16"),
+    ),
+    "a later key wins over the overlay": (
+        ["+precision=fp16", f"{ROLLOUT}.dtype=bfloat16"],
+        all_in("float16", rollout="bfloat16"),
+    ),
+    "ref and critic follow the actor": ([f"{ACTOR}.dtype=float16"], all_in("float16", rollout="bfloat16")),
+    "ref and critic follow upstream's key too": (
+        [f"{ACTOR}.fsdp_config.dtype=float16"],
+        all_in("float16", rollout="bfloat16"),
+    ),
+    "unless told otherwise": (
+        [f"{ACTOR}.dtype=float16", f"{REF}.dtype=bfloat16", "critic.dtype=float32"],
+        {"actor": "float16", "ref": "bfloat16", "critic": "float32", "rollout": "bfloat16"},
+    ),
+    "param_dtype wins where it is set": ([f"{MIXED}=fp16"], all_in("bfloat16", actor="float16")),
+    "short names": ([f"{ACTOR}.dtype=fp16"], all_in("float16", rollout="bfloat16")),
+    "FlowRL's dev-fp16 spelling": (
+        [f"{ACTOR}.dtype=float16", f"{REF}.dtype=float16", f"{ROLLOUT}.dtype=float16"],
+        all_in("float16"),
+    ),
+    "fp16 under Megatron": (["+precision=fp16", "model_engine=megatron"], all_in("float16")),
+    "half precision masters of a ref": (
+        ["+precision=fp16", f"{REF}.fsdp_config.model_dtype=fp16"],
+        all_in("float16"),
+    ),
+}
+
+SCALER = f"{ACTOR}.fsdp_config.grad_scaler"
+REFUSED = {
+    "unknown dtype": ([f"{ACTOR}.dtype=banana"], ["dtype=banana", "float16 (fp16), bfloat16 (bf16) or float32 (fp32)"]),
+    "unknown rollout dtype": ([f"{ROLLOUT}.dtype=fp16"], ["actor_rollout_ref.rollout.dtype=fp16", "float16"]),
+    "misspelt overlay": (["+precision=fp61"], ["precision/fp61", "bf16_train_fp16_infer"]),
+    "fp16 masters": (
+        ["+precision=fp16", f"{ACTOR}.fsdp_config.model_dtype=fp16"],
+        ["model_dtype=fp16", "set model_dtype=fp32"],
+    ),
+    "contradicting keys": (
+        [f"{ACTOR}.dtype=float16", f"{ACTOR}.fsdp_config.dtype=bfloat16"],
+        ["dtype=float16 and fsdp_config.dtype=bfloat16 contradict"],
+    ),
+    "contradicting critic keys": (
+        ["critic.dtype=float16", "critic.fsdp.dtype=bfloat16"],
+        ["dtype=float16 and fsdp.dtype=bfloat16 contradict"],
+    ),
+    "contradicting param_dtype": (
+        [f"{ACTOR}.dtype=float16", f"{MIXED}=bf16"],
+        ["dtype=float16 and mixed_precision.param_dtype=bf16 contradict"],
+    ),
+    "contradicting param_dtype and overlay": (
+        ["+precision=bf16", f"{MIXED}=fp16"],
+        ["dtype=bfloat16 and fsdp_config.dtype=float16 contradict"],
+    ),
+    "torchtitan": (["+precision=fp16", "model_engine=torchtitan"], ["dtype=float16", "strategy=torchtitan"]),
+    "veomni": (["+precision=fp16", "model_engine=veomni"], ["dtype=float16", "strategy=veomni"]),
+    "fsdp_turbo": (["+precision=fp16", f"{ACTOR}.strategy=fsdp_turbo"], ["dtype=float16", "strategy=fsdp_turbo"]),
+    "negative scale": ([f"{SCALER}.init_scale=-1"], ["grad_scaler.init_scale=-1", "positive"]),
+    "min above init": ([f"{SCALER}.min_scale=1e6"], ["grad_scaler.min_scale=1000000.0", "init_scale=65536.0"]),
+    "growth of 1": ([f"{SCALER}.growth_factor=1"], ["grad_scaler.growth_factor=1", "above 1"]),
+    "backoff of 1": ([f"{SCALER}.backoff_factor=1"], ["grad_scaler.backoff_factor=1", "between 0 and 1"]),
+    "no growth interval": ([f"{SCALER}.growth_interval=0"], ["grad_scaler.growth_interval=0"]),
+    "no skips allowed": ([f"{SCALER}.max_consecutive_skips=0"], ["grad_scaler.max_consecutive_skips=0"]),
+    "misspelt scaler key": ([f"+{SCALER}.grow=2"], ["grow"]),
+}
+
+IGNORED_UPSTREAM = {
+    "dtype=banana composes": [f"{ACTOR}.fsdp_config.dtype=banana"],
+    "an unknown rollout dtype composes": [f"{ROLLOUT}.dtype=fp61"],
+    "fp16 masters compose": [f"{MIXED}=fp16", f"{ACTOR}.fsdp_config.model_dtype=fp16"],
+}
+
+
+@pytest.fixture(scope="module")
+def compose(environment, tiny_model):
+    """``compose(tree, list of override lists)``: an outcome each, from one process."""
+
+    def run(tree: str, overrides: list[list[str]]) -> list[dict]:
+        done = subprocess.run(
+            [sys.executable, Path(__file__).with_name("config_cases.py"), tiny_model],
+            input=json.dumps(overrides),
+            env=environment(tree),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        outcomes = [json.loads(line[8:]) for line in done.stdout.splitlines() if line.startswith("outcome ")]
+        assert len(outcomes) == len(overrides), done.stderr[-3000:]
+        return outcomes
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def patched(compose) -> dict[str, dict]:
+    table = RESOLVED | REFUSED
+    return dict(zip(table, compose("patched", [overrides for overrides, _ in table.values()]), strict=True))
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_resolved(patched, name):
+    assert patched[name] == RESOLVED[name][1]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(patched, name):
+    for part in REFUSED[name][1]:
+        assert part in patched[name]["error"]
+
+
+def test_upstream_takes_them_without_a_word(compose):
+    outcomes = compose("pristine", list(IGNORED_UPSTREAM.values()))
+    assert not [outcome for outcome in outcomes if "error" in outcome]

@@ -1,0 +1,131 @@
+"""verl's FSDP engine under FSDP1 and FSDP2 on two gloo ranks.
+
+Every fix is seen twice: the property holds on the patched tree, and its opposite on the pristine one.
+"""
+
+import math
+
+import pytest
+
+STRATEGIES = ("fsdp", "fsdp2")
+both = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def outcome(cases, tree: str, strategy: str, name: str) -> list[dict]:
+    """The outcome of a case on each rank."""
+    return [rank[name] for rank in cases(tree, strategy)]
+
+
+@both
+@pytest.mark.parametrize("role", ["", "_critic", "_ref"])
+def test_dtype_alone_decides_every_hop(cases, strategy, role):
+    half = {"linear": "float16", "linear.weight": "float16", "autocast": "float16", "master": "float32"}
+    trained = {} if role == "_ref" else {"adam": "float32"}
+    for rank in outcome(cases, "patched", strategy, "dtype_per_hop" + role):
+        assert rank == half | trained | {"scaler": role != "_ref"}
+    # Upstream: dtype=float16 composes, and trains in bf16.
+    for rank in outcome(cases, "pristine", strategy, "dtype_per_hop" + role):
+        assert rank["linear"] == rank["linear.weight"] == rank["autocast"] == "bfloat16" and not rank["scaler"]
+
+
+@both
+@pytest.mark.parametrize("case", ["overflow", "overflow_nan", "overflow_critic"])
+def test_an_overflow_on_one_rank_skips_the_step_on_both(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
+        assert rank["unchanged"], "weights or Adam state moved"
+        assert rank["gradients_cleared"] and rank["recovered"] and rank["scale_factor"] == 0.5
+
+
+@both
+@pytest.mark.parametrize("case", ["overflow", "overflow_nan", "overflow_critic"])
+def test_a_skipped_step_is_reported_and_holds_the_learning_rate(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
+        metrics = rank["metrics"]
+        assert (metrics["grad_norm"], metrics["skipped_steps"], metrics["loss_scale"]) == (None, 1.0, 512.0)
+        assert rank["lr_held"]
+    for rank in outcome(cases, "pristine", strategy, case):
+        assert not math.isfinite(rank["metrics"]["grad_norm"]) and rank["metrics"]["skipped_steps"] is None
+        assert not rank["lr_held"]
+
+
+@both
+def test_an_update_that_stepped_once_advances_the_learning_rate(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "partly_skipped_update"):
+        assert rank["lr_advanced"] and rank["skipped_steps"] == [1.0] and rank["loss_scale"] == [512.0]
+        assert len(rank["grad_norm"]) == 1 and math.isfinite(rank["grad_norm"][0])
+    for rank in outcome(cases, "pristine", strategy, "partly_skipped_update"):
+        assert not all(map(math.isfinite, rank["grad_norm"]))
+
+
+@both
+def test_gradients_accumulate_in_fp32(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "accumulation"):
+        assert rank["synced"] == pytest.approx(rank["fp32"], rel=2e-3)
+        assert rank["deferred"] == pytest.approx(rank["fp32"], rel=2e-3)
+    for rank in outcome(cases, "pristine", strategy, "accumulation"):
+        # FSDP1's no_sync accumulates in fp16; FSDP2's in fp32.
+        assert math.isinf(rank["deferred"]) == (strategy == "fsdp")
+
+
+@both
+def test_a_checkpoint_restores_the_loss_scaler(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "checkpoint"):
+        assert rank["state"] and rank["next_step"]
+        for saved, loaded in (rank["scale"], rank["tracker"], rank["lr"]):
+            assert saved == loaded
+        assert rank["scale"][0] == 16384.0 and rank["tracker"][0] == 1
+        (warning,) = rank["old_checkpoint_warnings"]
+        assert "holds no loss scale: starting at 65536" in warning
+    for rank in outcome(cases, "pristine", strategy, "checkpoint"):
+        assert rank["scale"] == [16384.0, 65536.0]
+
+
+@both
+def test_a_storm_of_overflows_ends_the_run_and_names_its_origin(cases, strategy):
+    parameter = {"fsdp": "_flat_param", "fsdp2": "model.embed_tokens.weight"}[strategy]
+    for rank in outcome(cases, "patched", strategy, "storm"):
+        assert rank["type"] == "LossScaleError"
+        assert f"{parameter} on rank 1" in rank["error"] and "max_consecutive_skips=4" in rank["error"]
+        assert rank["scales"] == [4.0, 2.0, 2.0], "fell below min_scale=2"
+    for rank in outcome(cases, "pristine", strategy, "storm"):
+        assert rank["error"] is None and len(rank["scales"]) == 8
+
+
+@both
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_other_regimes_train_as_upstream_does_to_the_bit(cases, strategy, dtype):
+    patched = outcome(cases, "patched", strategy, f"trajectory_{dtype}")
+    assert patched == outcome(cases, "pristine", strategy, f"trajectory_{dtype}")
+    assert all(map(math.isfinite, patched[0]["norms"]))
+
+
+@both
+def test_nothing_on_the_wire_is_bfloat16(cases, strategy):
+    expected = {"full": ["float32"]}
+    upstream = {"full": ["float32"]}
+    if strategy == "fsdp2":
+        expected |= {"delta": ["float16"], "merged_lora": ["float32"]}
+        upstream |= {"delta": ["bfloat16"], "merged_lora": ["bfloat16"]}
+    assert outcome(cases, "patched", strategy, "wire")[0] == expected
+    assert outcome(cases, "pristine", strategy, "wire")[0] == upstream
+
+
+@both
+def test_a_checkpoint_records_the_training_dtype(cases, strategy):
+    assert outcome(cases, "patched", strategy, "checkpoint")[0]["recorded_dtype"] == "float16"
+
+
+@both
+def test_the_scaler_works_on_the_workers_own_device(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "scaler_device"):
+        assert rank["enabled"] and rank["weights_finite"]
+    # Upstream asks for "cuda": torch disables the scaler here, and one overflow is NaN weights.
+    ranks = outcome(cases, "pristine", strategy, "scaler_device")
+    assert not any(rank["enabled"] for rank in ranks) and not all(rank["weights_finite"] for rank in ranks)
+
+
+def test_export_and_merger_keep_the_training_dtype(cases):
+    lossless = {"export_lossless": True, "merged_lossless": True}
+    assert outcome(cases, "patched", "fsdp2", "export")[0] == {"config": "float16", "merged": ["float16"]} | lossless
+    lossy = {"export_lossless": False, "merged_lossless": False}
+    assert outcome(cases, "pristine", "fsdp2", "export")[0] == {"config": "bfloat16", "merged": ["bfloat16"]} | lossy

@@ -109,7 +109,7 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
     """Run ``main_ppo`` to its end, or end it when we are interrupted.
 
     Returns:
-        ``code`` the exit code, None if interrupted; ``reports`` of the workers; ``tail`` of the log; ``peak_memory_gib``.
+        ``code`` the exit code, None if interrupted; the workers' ``reports``; the log's ``tail``; ``peak_memory_gib``.
     """
     process = subprocess.Popen(
         command,

@@ -168,7 +168,7 @@ def let_fsdp_synchronize_cpu_states() -> None:
 
 
 def pin_nothing() -> None:
-    """Pinning serves copies to an accelerator and fails without one; FSDP's CPU offload (the ref policy) asks for it."""
+    """Pinning serves copies to an accelerator and fails without one; FSDP's CPU offload (of ref) asks for it."""
     _replace(torch.Tensor, "pin_memory", lambda _: lambda self, device=None: self)
 
 

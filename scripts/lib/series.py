@@ -19,7 +19,6 @@ from .releases import (
 )
 from .stack import (
     OVERLAYS,
-    SUBJECT,
     Patch,
     Stack,
     apply,
@@ -34,6 +33,9 @@ from .stack import (
 
 # The tag names the release and marks the last commit that is not a patch.
 BASE = "base/"
+
+# As upstream has it: [modules] type: description
+SUBJECT = re.compile(r"\[([a-z_]+)(?:, ?[a-z_]+)*\] (?:feat|fix|refactor|chore|test): (\S.*)")
 
 # One line of context is the least with which git places an insertion without being told to trust line numbers.
 # Everything that a user's configuration could change is said.

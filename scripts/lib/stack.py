@@ -41,7 +41,6 @@ RECORD = f"{BOOK}/record.json"
 OVERLAYS = "verl/trainer/config/precision"
 TRAILERS = ("Reason", "Origin", "Forwarded", "Applied-Upstream")
 REASONS = ("backport", "pending", "local")
-SUBJECT = re.compile(r"\[([a-z_]+)(?:, ?[a-z_]+)*\] (?:feat|fix|refactor|chore|test): (\S.*)")
 # A hook changes a file that verl has; nothing but `index` follows `diff --git` then.
 DIFF = re.compile(r"^diff --git a/(\S+) b/\1\nindex ([0-9a-f]{40})\.\.([0-9a-f]{40}) 100644$", re.M)
 
@@ -146,8 +145,6 @@ def trailers(patch: Patch) -> dict[str, str]:
         raise Refused(f"{patch.name} lacks the trailer {' and '.join(lacking)}")
     if found["Reason"] not in REASONS:
         raise Refused(f"{patch.name} has Reason: {found['Reason']}; allowed: {', '.join(REASONS)}")
-    if not patch.text.startswith("Subject: ") or not SUBJECT.fullmatch(patch.subject):
-        raise Refused(f"{patch.name} needs a subject like '[fsdp] feat: read the dtype', not {patch.subject!r}")
     return found
 
 
@@ -224,8 +221,9 @@ class Record:
 
     def edited(self, blobs: Mapping[str, str]) -> list[str]:
         """Return the files of the record that unapply cannot account for; a reinstalled verl is not an edit."""
-        known = {path: ids for path, ids in self.replaced.items() if self.hooked(blobs)}
-        known |= {path: (blob, None) for path, blob in self.added.items()}
+        known = {path: (blob, None) for path, blob in self.added.items()} | (
+            self.replaced if self.hooked(blobs) else {}
+        )
         return [path for path, ids in known.items() if blobs.get(path) not in ids]
 
     def undone(self, blobs: Mapping[str, str]) -> dict[str, str]:
@@ -331,7 +329,8 @@ def unmatched(pristine: Mapping[str, str], record: Record | None, stacks: list[S
     if record or stack.rest_is_release(pristine):
         return "dirty", f"verl {name}, but {strange[0]} is not the release's; save your edit, then {reset}"
     known = ", ".join(stack.release.name for stack in stacks)
-    return "foreign", f"matches no known release ({known}); {strange[0]} is the first file that differs from {name}"
+    closest = f"the closest is {name}, from which {strange[0]} is the first file to differ"
+    return "foreign", f"matches no known release; {closest}; install one of {known}"
 
 
 # --- apply and unapply ----------------------------------------------------------------------------------------------

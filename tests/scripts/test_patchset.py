@@ -296,7 +296,7 @@ def test_foreign(tiny: Path, target: Path, command: str):
     for path in (ENGINE, UNTOUCHED):
         (target / path).write_text("another = 'release'\n")
     line = refused(tiny, command, target, unchanged=target)
-    assert "matches no known release (0.9.1)" in line and ENGINE in line
+    assert "matches no known release; the closest is 0.9.1" in line and ENGINE in line
 
 
 def test_version_strings_do_not_count(tiny: Path, target: Path):

@@ -20,6 +20,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from verl.checkpoint_engine.base import CheckpointEngineRegistry, ColocatedCheckpointEngine
 from verl.model_merger.base_model_merger import ModelMergerConfig
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 from verl.trainer.config import CheckpointConfig
@@ -341,14 +342,27 @@ def trajectory_fp32():
     return trajectory("float32")
 
 
+@CheckpointEngineRegistry.register("probe")
+class ProbeCheckpointEngine(ColocatedCheckpointEngine):
+    """Takes ``rollout_dtype`` as the kimi, mooncake and delta engines do, whose transports need a GPU."""
+
+    def __init__(self, rollout_dtype: torch.dtype = torch.bfloat16, **kwargs):
+        super().__init__(**kwargs)
+        self.rollout_dtype = rollout_dtype
+
+
 def wire():
-    """The dtypes in which weights leave the engine: full tensors and, from FSDP2, delta shards and merged LoRA."""
+    """The dtypes in which weights leave the engine: full tensors and, from FSDP2, delta shards and merged LoRA.
+
+    And what a checkpoint engine is told by ``engine_kwargs: {rollout_dtype: float16}`` in a yaml file.
+    """
 
     def dtypes(tensors):
         return sorted({str(entry[1].dtype).removeprefix("torch.") for entry in tensors})
 
     worker = make_worker()
-    result = {"full": dtypes(worker.engine.get_per_tensor_param()[0])}
+    told = CheckpointEngineRegistry.new("probe", bucket_size=1, rollout_dtype="float16").rollout_dtype
+    result = {"full": dtypes(worker.engine.get_per_tensor_param()[0]), "checkpoint_engine": repr(told)}
     if STRATEGY == "fsdp2":
         worker.engine.wire_dtype = torch.float16  # what the delta checkpoint engine sets before it sends
         result["delta"] = dtypes(worker.engine.get_per_tensor_param_shard()[0])

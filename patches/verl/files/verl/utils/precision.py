@@ -392,11 +392,12 @@ def engine_kwargs_with_dtype(engine_cls: type, kwargs: Mapping[str, Any]) -> dic
     A yaml file can only spell it as a string. It is left out for an engine that does not take it (``naive``), and for
     ``auto``, where the engine's own default holds.
     """
-    rest = {k: v for k, v in kwargs.items() if k != "rollout_dtype"}
+    rest = {key: value for key, value in kwargs.items() if key != "rollout_dtype"}
     takes = any("rollout_dtype" in inspect.signature(c.__init__).parameters for c in engine_cls.__mro__)
-    name = {"half": "float16", "float": "float32"}.get(kwargs["rollout_dtype"], kwargs["rollout_dtype"])
-    if not takes or name == "auto":
+    name = kwargs.get("rollout_dtype", "auto")
+    if name == "auto" or not takes:
         return rest
+    name = {"half": "float16", "float": "float32"}.get(name, name)  # the rollout servers' own spellings
     return rest | {"rollout_dtype": to_dtype(name, "rollout_dtype")}
 
 

@@ -1,0 +1,198 @@
+"""The precision module by itself: it needs torch alone."""
+
+import importlib.util
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+REPO = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("precision", REPO / "patches/verl/files/verl/utils/precision.py")
+precision = importlib.util.module_from_spec(spec)
+sys.modules["precision"] = precision
+spec.loader.exec_module(precision)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank(tmp_path_factory):
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def engine_config(**overrides) -> SimpleNamespace:
+    defaults = {
+        "dtype": None,
+        "mixed_precision": None,
+        "model_dtype": "fp32",
+        "forward_only": False,
+        "strategy": "fsdp",
+    }
+    return SimpleNamespace(**defaults | overrides)
+
+
+def test_the_module_imports_nothing_of_verl():
+    source = Path(precision.__file__).read_text()
+    imported = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))}
+    assert imported - set(sys.stdlib_module_names) == {"torch"}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, ("bfloat16", "float32", "float32", False)),
+        ({"dtype": "float16"}, ("float16", "float32", "float32", True)),
+        ({"dtype": "float16", "forward_only": True}, ("float16", "float32", "float32", False)),
+        ({"dtype": "float16", "forward_only": True, "model_dtype": None}, ("float16", "float32", "float16", False)),
+        ({"dtype": "float16", "model_dtype": None}, ("float16", "float32", "float32", True)),
+        ({"dtype": "fp32"}, ("float32", "float32", "float32", False)),
+        ({"mixed_precision": {"param_dtype": "fp16"}}, ("float16", "float32", "float32", True)),
+        ({"dtype": "float16", "mixed_precision": {"reduce_dtype": "bf16"}}, ("float16", "bfloat16", "float32", True)),
+    ],
+)
+def test_resolve(config, expected):
+    names = precision.Precision.resolve(engine_config(**config)).names()
+    assert (names["compute"], names["reduce"], names["master"], names["loss_scaling"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"mixed_precision": {"param_dtype": "fp8"}}, "mixed_precision.param_dtype=fp8"),
+        ({"mixed_precision": {"reduce_dtype": "half"}}, "mixed_precision.reduce_dtype=half"),
+        ({"model_dtype": "int8"}, "model_dtype=int8"),
+        ({"dtype": "float16", "model_dtype": "bf16"}, "model_dtype=bf16 with dtype=float16"),
+        ({"dtype": "float32", "mixed_precision": {"param_dtype": "fp16"}}, "contradict"),
+        ({"dtype": "float16", "strategy": "fsdp_turbo"}, "strategy=fsdp_turbo"),
+    ],
+)
+def test_resolve_refuses_in_one_line(config, named):
+    with pytest.raises(ValueError) as refusal:
+        precision.Precision.resolve(engine_config(**config))
+    assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def scaler_after(config: precision.GradScalerConfig, gradients: list[float]) -> precision.LossScaler:
+    """A scaler after one step for each gradient."""
+    scaler = precision.LossScaler(config, device="cpu")
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for gradient in gradients:
+        scaler.scale(weight.sum()).backward()
+        weight.grad.fill_(gradient)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return scaler
+
+
+def test_the_scale_grows_backs_off_and_has_a_floor():
+    config = precision.GradScalerConfig(init_scale=8.0, growth_interval=2, min_scale=2.0)
+    assert scaler_after(config, [1.0, 1.0]).get_scale() == 16.0
+    assert scaler_after(config, [1.0, float("inf"), 1.0]).get_scale() == 4.0
+    floored = scaler_after(config, [float("nan")] * 5)
+    assert (floored.get_scale(), floored.consecutive_skips, floored.skipped) == (2.0, 5, True)
+    recovered = scaler_after(config, [float("nan")] * 5 + [1.0])
+    assert (recovered.consecutive_skips, recovered.skipped) == (0, False)
+
+
+def test_torch_has_no_floor():
+    """Why there is one: torch's scale runs down to 0, where 1/scale is inf and every step is skipped for good."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for _ in range(200):
+        scaler.scale(weight.sum()).backward()
+        weight.grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 0.0
+
+
+def test_a_half_precision_loss_is_scaled_in_fp32():
+    scaler = precision.LossScaler(precision.GradScalerConfig(), device="cpu")
+    loss = torch.tensor(2.0, dtype=torch.float16)
+    assert scaler.scale(loss).item() == 131072.0
+    upstream = torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(device="cpu")
+    assert upstream.scale(loss).isinf()
+
+
+def test_the_state_round_trips():
+    config = precision.GradScalerConfig(init_scale=1024.0, growth_interval=100)
+    used = scaler_after(config, [1.0, float("inf"), 1.0, 1.0])
+    state = used.state_dict()
+    assert state == {"scale": 512.0, "_growth_tracker": 2, "consecutive_skips": 0}
+    for fresh in (precision.LossScaler(config, device="cpu"), scaler_after(config, [float("inf")])):
+        fresh.load_state_dict(state)
+        assert fresh.state_dict() == state
+    resumed = precision.LossScaler(precision.GradScalerConfig(growth_interval=3), device="cpu")
+    resumed.load_state_dict(state)
+    assert resumed.get_growth_interval() == 3, "settings come from the config, not from the checkpoint"
+
+
+@pytest.mark.parametrize("state", [{}, {"scale": 1.0}, {"scale": 1.0, "growth_factor": 2.0}])
+def test_a_state_of_another_shape_is_refused(state):
+    with pytest.raises(ValueError, match="expected .*_growth_tracker"):
+        precision.LossScaler(precision.GradScalerConfig(), device="cpu").load_state_dict(state)
+
+
+def test_a_resume_in_another_regime_warns():
+    scaler = precision.LossScaler(precision.GradScalerConfig(), device="cpu")
+    with pytest.warns(UserWarning, match="extra.pt holds no loss scale: starting at 65536"):
+        precision.load_scaler_state(scaler, None, "extra.pt")
+    with pytest.warns(UserWarning, match="which this run does not use"):
+        precision.load_scaler_state(None, scaler.state_dict(), "extra.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        precision.load_scaler_state(scaler, scaler.state_dict(), "extra.pt")
+        precision.load_scaler_state(None, None, "extra.pt")
+
+
+def test_a_device_without_scaling_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("torch scales on this machine's GPU")
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="device cuda"):
+        precision.LossScaler(precision.GradScalerConfig(), device="cuda")
+
+
+def test_checkpoint_engines_get_a_dtype_they_can_cast_to():
+    class Takes:
+        def __init__(self, bucket_size, rollout_dtype=torch.bfloat16):
+            pass
+
+    class Inherits(Takes):
+        def __init__(self, *args, **kwargs):
+            pass
+
+    class DoesNot:
+        def __init__(self, bucket_size):
+            pass
+
+    of = precision.engine_kwargs_with_dtype
+    for name in ("float16", "half", torch.float16):
+        assert of(Takes, {"rollout_dtype": name, "bucket_size": 1}) == {
+            "rollout_dtype": torch.float16,
+            "bucket_size": 1,
+        }
+    assert of(Inherits, {"rollout_dtype": "float32"}) == {"rollout_dtype": torch.float32}
+    assert of(DoesNot, {"rollout_dtype": "float16", "bucket_size": 1}) == {"bucket_size": 1}
+    assert of(Takes, {"rollout_dtype": "auto"}) == {}
+    with pytest.raises(ValueError, match="rollout_dtype=fp61"):
+        of(Takes, {"rollout_dtype": "fp61"})
+
+
+def test_a_custom_engine_without_the_key_is_left_alone():
+    assert precision.engine_kwargs_with_dtype(dict, {"a": 1}) == {"a": 1}
+
+
+def test_a_report_is_one_line_of_json(capsys):
+    precision.report("actor", 0, compute="float16")
+    line = capsys.readouterr().out
+    assert line == '[verl-precision] {"role": "actor", "rank": 0, "compute": "float16", "stamp": null}\n'

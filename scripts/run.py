@@ -166,7 +166,7 @@ def main(words: list[str]) -> int:
         begin = runs.checkpoint_step(out)
         earlier = runs.trained(runs.collect(out, upto=begin))
         if not begin:
-            record["attempts"] = []
+            record |= {"wall_s": 0.0, "peak_memory_gib": 0.0}
         for name in ("verl.jsonl", "summary.json"):
             (out / name).unlink(missing_ok=True)
         runs.write_json(out / "run.json", record)
@@ -174,8 +174,8 @@ def main(words: list[str]) -> int:
         print(f"{f'resuming after step {begin} of' if begin else 'training'} {steps} steps in {out}", flush=True)
         screen = Screen(out, steps, earlier)
         result = train(job.command(out), job.environment(out), log, screen)
-        attempt = {"from_step": begin, "wall_s": screen.elapsed(), "peak_memory_gib": result["peak_memory_gib"]}
-        record["attempts"].append(attempt)
+        record["wall_s"] += screen.elapsed()
+        record["peak_memory_gib"] = max(record["peak_memory_gib"], result["peak_memory_gib"])
         runs.write_json(out / "run.json", record)
         data = runs.collect(out)
         saved = runs.checkpoint_step(out)
@@ -185,9 +185,7 @@ def main(words: list[str]) -> int:
         return 130
     reached = max([saved, *(row["step"] for row in runs.trained(data))])
     if result["code"] or reached < steps:
-        print(
-            f"failed after step {reached} of {steps} with exit code {result['code']}; all output: {out / 'train.log'}"
-        )
+        print(f"failed after step {reached} of {steps}, exit code {result['code']}; all output: {out / 'train.log'}")
         print("\n".join(f"  {line}" for line in runs.errors(result["tail"])))
         return 1
     summary = runs.summarize(job, record, data, result["reports"])

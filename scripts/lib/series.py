@@ -106,6 +106,8 @@ def read_commits(tree: Path) -> Export:
         subject = message.partition("\n")[0]
         changes = git("diff-tree", "--no-commit-id", "--name-status", "--no-renames", "-r", commit_id, cwd=tree)
         statuses = {path: status for status, path in (line.split("\t") for line in changes.splitlines())}
+        if outside := [path for path in statuses if not path.startswith("verl/")]:
+            raise Refused(f"commit {subject!r} changes {outside[0]}, which is not in verl/")
         paths = [path for path in statuses if path in pristine]
         if not paths:
             continue
@@ -136,7 +138,7 @@ def base_of(tree: Path) -> str:
 
 
 def blobs_of(tree: Path, revision: str) -> dict[str, str]:
-    lines = git("ls-tree", "-r", revision, "verl/", cwd=tree).splitlines()
+    lines = git("ls-tree", "-r", revision, cwd=tree).splitlines()
     return {path: entry.split()[2] for entry, path in (line.split("\t") for line in lines)}
 
 

@@ -126,8 +126,10 @@ def patched(tiny: Path, target: Path) -> Path:
 
 
 def test_apply_hooks_copies_and_stamps(tiny: Path, pristine: Path, target: Path):
+    (target / ENGINE).chmod(0o640)
     done = patchset(tiny, "apply", target)
     assert (done.returncode, done.stderr) == (0, "")
+    assert (target / ENGINE).stat().st_mode & 0o777 == 0o640
     assert "verl 0.9.1: 3 files hooked, 3 copied, stamp " in done.stdout
     assert "# twice\nimport verl.utils.precision\n" in (target / ENGINE).read_text()
     assert (target / CONFIG).read_text().startswith("# A key.\nkey: 1\n")
@@ -231,12 +233,18 @@ def test_ways_to_name_a_target(tiny: Path, target: Path, tmp_path: Path, name: s
     assert stack.status(target, tiny).state == "patched"
 
 
-def test_two_at_once(tiny: Path, target: Path):
+def test_one_at_a_time(tiny: Path, target: Path):
+    before = contents(target)
     line = [sys.executable, "-B", tiny / "scripts/patchset.py", "apply", target]
-    running = [subprocess.Popen(line, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    with stack.locked(target):
+        running = [subprocess.Popen(line, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        for process in running:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+        assert contents(target) == before
     printed = [process.communicate()[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0]
-    assert sorted("nothing to do" in text for text in printed) == [False, True, True]
+    assert [process.returncode for process in running] == [0, 0]
+    assert sorted("nothing to do" in text for text in printed) == [False, True]
     assert stack.status(target, tiny).state == "patched"
 
 
@@ -389,24 +397,36 @@ def cut_short(target: Path, run: Callable[[], object], number: int, how: str) ->
     return code != 0
 
 
-@pytest.mark.parametrize("how", ["killed", "failed"])
-def test_cut_short(tiny: Path, project: Path, pristine: Path, tmp_path: Path, how: str):
+@pytest.fixture
+def bare(pristine: Path, tmp_path: Path) -> Path:
+    """A few of verl's files, the ones to hook among them, quick to copy."""
+    for path in (ENGINE, CONFIG, PROTOCOL, UNTOUCHED, "verl/__init__.py"):
+        (tmp_path / "bare" / path).parent.mkdir(parents=True, exist_ok=True)
+        os.link(pristine / path, tmp_path / "bare" / path)
+    return tmp_path / "bare"
+
+
+def copy(root: Path, name: str) -> Path:
+    """Copy a tree beside itself as hard links, which some installers make."""
+    return shutil.copytree(root, root.parent / name, copy_function=os.link)
+
+
+def test_an_apply_that_fails_changes_nothing(tiny: Path, bare: Path):
+    number = 0
+    while cut_short(target := copy(bare, f"{number}"), lambda: stack.apply(target, tiny), number, "failed"):
+        assert contents(target) == contents(bare)
+        number += 1
+    assert number > 20
+
+
+def test_killed_at_any_moment(tiny: Path, project: Path, pristine: Path, bare: Path):
     """An apply that takes off an older stack first passes through all that apply and unapply can do."""
     (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
-
-    def copy(root: Path, name: str) -> Path:  # hard links, as some installers make them
-        return shutil.copytree(root, tmp_path / name, copy_function=os.link)
-
-    bare = tmp_path / "bare"
-    for path in (ENGINE, CONFIG, PROTOCOL, UNTOUCHED, "verl/__init__.py"):
-        (bare / path).parent.mkdir(parents=True, exist_ok=True)
-        os.link(pristine / path, bare / path)
     older, newer = copy(bare, "older"), copy(bare, "newer")
     stack.apply(older, tiny)
     stack.apply(newer, project)
-
     states, number = set(), 0
-    while cut_short(target := copy(older, f"{number}"), lambda: stack.apply(target, project), number, how):  # noqa: B023
+    while cut_short(target := copy(older, f"{number}"), lambda: stack.apply(target, project), number, "killed"):
         found = contents(target)
         states.add(stack.status(target, project).state)
         assert contents(target) == found
@@ -559,6 +579,11 @@ def test_export_wants_hooks_on_a_line(project: Path, tree: Path, target: Path):
     git("reset", "--hard", "--quiet", "base/0.9.1~1", cwd=tree)
     assert "on top of base/0.9.1" in refused(project, "export", tree, unchanged=project)
     git("reset", "--hard", "--quiet", "ORIG_HEAD", cwd=tree)
+    (tree / "setup.py").write_text("")
+    git("add", "setup.py", cwd=tree)
+    git("commit", "-m", message("[misc] feat: package"), cwd=tree)
+    assert "changes setup.py, which is not in verl/" in refused(project, "export", tree, unchanged=project)
+    git("reset", "--hard", "--quiet", "HEAD~1", cwd=tree)
     git("mv", UNTOUCHED, "verl/utils/moved.py", cwd=tree)
     git("commit", "-m", message("[worker] feat: move"), cwd=tree)
     assert f"removes {UNTOUCHED}" in refused(project, "export", tree, unchanged=project)

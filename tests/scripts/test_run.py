@@ -1,0 +1,108 @@
+"""``scripts/run.py`` as a command, and how it watches and ends what it starts."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import run
+from lib import runs
+
+REPO = Path(__file__).resolve().parents[2]
+
+# Starts a process in a session of its own, as Ray does, waits, and would go on for a minute.
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print("child", child.pid, flush=True)
+time.sleep({seconds})
+"""
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, REPO / "scripts" / "run.py", *words], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["PRECISION=fp61"],
+        ["PRECISON=fp16"],
+        ["STEPS=none"],
+        ["MODEL=./no/such/model"],
+        ["TRAIN=no-such.parquet"],
+        ["ARGS=trainer.n_gpu=2"],
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(words, tmp_path):
+    done = command("DEVICE=cpu", f"OUT={tmp_path / 'out'}", *words)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"run: {words[0].partition('=')[0]}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_every_variable():
+    text = command("--help").stdout
+    assert all(name in text for name in run.jobs.VARIABLES)
+    assert "bf16_train_fp16_infer" in text
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Runs a Python program in the place of ``main_ppo``; gives the result and the processes it had started."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
+
+    def of(program: str) -> tuple[dict, list[int]]:
+        with runs.lock(tmp_path) as log:
+            result = run.train([sys.executable, "-c", program], {}, log, run.Screen(tmp_path, 2, []))
+        children = [int(line.split()[1]) for line in result["tail"] if line.startswith("child ")]
+        return result, children
+
+    return of
+
+
+def gone(pids: list[int]) -> bool:
+    _, left = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    return not left
+
+
+def test_what_a_run_leaves_behind_is_ended(train):
+    result, children = train(PARENT.format(seconds=1.5))
+    assert result["code"] == 0 and result["peak_memory_gib"] > 0
+    assert children and gone(children)
+
+
+def test_an_interruption_ends_everything(train):
+    before = time.monotonic()
+    signal_self = "import os, signal, threading; "
+    signal_self += f"threading.Timer(2, os.kill, ({os.getpid()}, signal.SIGINT)).start()\n"
+    result, children = train(signal_self + PARENT.format(seconds=60))
+    assert result["code"] is None and time.monotonic() - before < 50
+    assert children and gone(children)
+
+
+def test_a_failure_keeps_its_code_and_its_words(train):
+    result, _ = train("raise SystemExit('ValueError: no such thing')")
+    assert result["code"] == 1
+    assert runs.errors(result["tail"]) == ["ValueError: no such thing"]
+
+
+def test_progress_appears_as_verl_logs_it(train, tmp_path, capsys):
+    row = {runs.REWARD: 0.25, runs.SECONDS: 2.0}
+    lines = [f'{{"step": {step}, "data": {row}}}'.replace("'", '"') for step in (1, 2)]
+    file = tmp_path / "verl.jsonl"
+    train(f"""
+import time
+print("ray init kwargs: ...", flush=True)
+with open({str(file)!r}, "w") as file:
+    for line in {lines!r}:
+        print(line, file=file, flush=True)
+        time.sleep(1)
+""")
+    shown = [line.partition("] ")[2].split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["starting Python and verl", "starting Ray and its workers", "step 1/2", "step 2/2"]

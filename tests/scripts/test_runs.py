@@ -1,0 +1,204 @@
+"""A run's folder: metrics across interruptions, what may be resumed, the summary, the curves, why a run failed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib import image
+
+from lib import job as jobs
+from lib import runs
+from verl.utils.tracking import FileLogger
+
+STAMP = {"release": "0.9.1", "stack": "0123456789ab", "tree": "f" * 40}
+ACTOR = {"role": "actor", "rank": 0, "compute": "float16", "loss_scaling": True, "stamp": STAMP}
+ROLLOUT = {"role": "rollout", "rank": 0, "rollout": "float16", "stamp": STAMP}
+
+
+def metrics(step: int, **more: float) -> dict:
+    return {
+        runs.REWARD: step / 10,
+        runs.PROBS_DIFF: 1e-5 * step,
+        runs.K3_KL: 1e-7 * step,
+        runs.LOSS_SCALE: 65536.0 / step,
+        runs.SKIPPED: 1.0 if step == 2 else 0.0,
+        runs.SECONDS: 2.0,
+        "response_length/mean": 26.0,
+        **more,
+    }
+
+
+def verl_logs(out: Path, steps: range, monkeypatch) -> None:
+    """What one attempt of verl leaves: its own logger, which starts its file anew."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(out / "verl.jsonl"))
+    logger = FileLogger("project", "experiment")
+    for step in steps:
+        logger.log(metrics(step), step)
+    logger.finish()
+
+
+def job(*words: str) -> jobs.Job:
+    return jobs.parse(["DEVICE=cpu", *words])
+
+
+def started(out: Path, request: jobs.Job, steps: int, checkpoint: int = 0, finished: bool = False) -> Path:
+    """A run's folder as ``scripts/run.py`` leaves it."""
+    record = runs.admit(request, out, steps)
+    (out / "checkpoints").mkdir(parents=True)
+    runs.write_json(out / "run.json", record)
+    if checkpoint:
+        (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(checkpoint))
+    if finished:
+        runs.write_json(out / "summary.json", {})
+    return out
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path, monkeypatch):
+    verl_logs(tmp_path, range(1, 6), monkeypatch)
+    assert [row["step"] for row in runs.collect(tmp_path)] == [1, 2, 3, 4, 5]
+
+    kept = runs.collect(tmp_path, upto=3)  # interrupted after step 5, resumed from the checkpoint of step 3
+    (tmp_path / "verl.jsonl").unlink()
+    assert [row["step"] for row in kept] == [1, 2, 3]
+    verl_logs(tmp_path, range(4, 8), monkeypatch)
+    runs.collect(tmp_path)
+    assert [row["step"] for row in runs.rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_validation_before_a_resumed_run_does_not_replace_the_step(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, "data": metrics(3)}) + "\n")
+    (tmp_path / "verl.jsonl").write_text(json.dumps({"step": 3, "data": {"val-core/acc": 0.5}}) + "\n")
+    (row,) = runs.trained(runs.collect(tmp_path))
+    assert row["data"] == metrics(3) | {"val-core/acc": 0.5}
+
+
+def test_a_line_that_is_being_written_waits(tmp_path):
+    (tmp_path / "verl.jsonl").write_text(json.dumps({"step": 1, "data": metrics(1)}) + '\n{"step": 2, "da')
+    assert [row["step"] for row in runs.collect(tmp_path)] == [1]
+
+
+def test_a_repeated_command_resumes_an_unfinished_run_and_leaves_a_finished_one_alone(tmp_path):
+    request = job()
+    first = runs.folder(request, tmp_path)
+    assert first == tmp_path / "arithmetic" / "grpo-fp16-seed1"
+    started(first, request, 10, checkpoint=4)
+    assert runs.folder(request, tmp_path) == first
+    runs.write_json(first / "summary.json", {})
+    assert runs.folder(request, tmp_path) == first.with_name("grpo-fp16-seed1-2")
+    assert runs.folder(job("SEED=2"), tmp_path) == first.with_name("grpo-fp16-seed2")
+    assert runs.folder(job(f"OUT={first}"), tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    "other", ["PRECISION=bf16", "ALGO=ppo", "SEED=2", "MODEL=Qwen/Qwen3-0.6B", "ARGS=trainer.nnodes=2"]
+)
+def test_a_folder_with_other_settings_is_refused_by_name(other, tmp_path):
+    out = started(tmp_path / "out", job(), 10, checkpoint=4)
+    name = other.partition("=")[0]
+    with pytest.raises(jobs.Refused, match=f"^{name}=.* holds a run with "):
+        runs.admit(job(other), out, 10)
+
+
+def test_how_far_a_run_may_go_on(tmp_path):
+    finished = started(tmp_path / "finished", job(), 10, checkpoint=10, finished=True)
+    assert runs.admit(job(), finished, 11)["steps"] == 11
+    for steps in (10, 9):
+        with pytest.raises(jobs.Refused, match=f"^STEPS={steps}: .* finished run of 10"):
+            runs.admit(job(), finished, steps)
+    unfinished = started(tmp_path / "unfinished", job(), 10, checkpoint=6)
+    assert runs.admit(job(), unfinished, 6)["steps"] == 6
+    with pytest.raises(jobs.Refused, match="^STEPS=5: .* already at step 6"):
+        runs.admit(job(), unfinished, 5)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(jobs.Refused, match=f"^OUT={tmp_path}: is not empty and holds no run"):
+        runs.admit(job(), tmp_path, 10)
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_one_run_a_folder(tmp_path):
+    with runs.lock(tmp_path), pytest.raises(jobs.Refused, match=f"^OUT={tmp_path}: another run is writing there"):
+        runs.lock(tmp_path)
+    runs.lock(tmp_path).close()
+
+
+def test_the_workers_reports_are_found_in_the_log():
+    lines = [
+        "\x1b[36m(WorkerDict pid=123)\x1b[0m [verl-precision] " + json.dumps(ACTOR),
+        "(vLLMHttpServer pid=7) (EngineCore pid=9) [verl-precision] " + json.dumps(ROLLOUT) + " (trailing)",
+        "what [verl-precision] lines look like",
+    ]
+    assert runs.reports(lines) == [ACTOR, ROLLOUT]
+
+
+def test_the_cause_of_a_failure_is_told_without_rays_wrapping():
+    log = """\
+\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m INFO:2026-01-01:worker group kwargs
+\x1b[36m(WorkerDict pid=12)\x1b[0m ValueError: actor_rollout_ref.actor.dtype=float61: use one of float16, bfloat16
+Traceback (most recent call last):
+  File "main_ppo.py", line 90, in run_ppo
+ray.exceptions.RayTaskError(ValueError): \x1b[36mray::TaskRunnerV1.run()\x1b[39m (pid=9, ip=127.0.0.1)
+    raise ValueError("no exception line: it is indented")
+ValueError: actor_rollout_ref.actor.dtype=float61: use one of float16, bfloat16
+"""
+    expected = "ValueError: actor_rollout_ref.actor.dtype=float61: use one of float16, bfloat16"
+    assert runs.errors(log.splitlines()) == [expected]
+    died = "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
+    assert runs.errors(["nothing", died]) == [died]
+
+
+@pytest.fixture
+def summary(tmp_path, monkeypatch) -> dict:
+    verl_logs(tmp_path, range(1, 9), monkeypatch)
+    record = runs.admit(job(), tmp_path / "out", 8) | {"wall_s": 83.25, "peak_memory_gib": 6.5}
+    return runs.summarize(job(), record, runs.collect(tmp_path), [ACTOR, ROLLOUT, ACTOR | {"rank": 1}])
+
+
+def test_the_summary_says_what_was_measured(summary):
+    assert summary["release"] == summary["versions"]["verl"] == "0.9.1"
+    assert set(summary["versions"]) == {"python", "torch", "vllm", "verl", "ray", "transformers"}
+    assert (summary["precision"], summary["algo"], summary["device"], summary["steps"]) == ("fp16", "grpo", "cpu", 8)
+    assert summary["reward_first"] == 0.1
+    assert summary["reward_last"] == pytest.approx((0.4 + 0.5 + 0.6 + 0.7 + 0.8) / 5)
+    assert summary["rollout_probs_diff_mean"] == pytest.approx(4.5e-5)
+    assert summary["k3_kl"] == pytest.approx(4.5e-7)
+    assert (summary["loss_scale"], summary["skipped_steps"]) == (65536 / 8, 1)
+    assert (summary["critic_loss_scale"], summary["critic_skipped_steps"]) == (None, None)
+    assert (summary["wall_s"], summary["peak_memory_gib"]) == (83.2, 6.5)
+    assert summary["patch_stamp"] == STAMP
+    assert summary["effective_dtypes"] == {
+        "actor": {"compute": "float16", "loss_scaling": True},
+        "rollout": {"rollout": "float16"},
+    }
+    assert "0.600 mean of the last 5" in runs.table(summary)
+
+
+def test_a_worker_that_differs_is_not_hidden(tmp_path, monkeypatch):
+    verl_logs(tmp_path, range(1, 3), monkeypatch)
+    record = runs.admit(job(), tmp_path / "out", 2)
+    unpatched = ACTOR | {"rank": 1, "compute": "bfloat16", "stamp": None}
+    summary = runs.summarize(job(), record, runs.collect(tmp_path), [ACTOR, unpatched])
+    assert summary["patch_stamp"] == [STAMP, None]
+    assert [report["compute"] for report in summary["effective_dtypes"]["actor"]] == ["float16", "bfloat16"]
+    assert "workers differ" in runs.table(summary)
+
+
+def test_progress_is_one_line():
+    data = [{"step": step, "data": metrics(step)} for step in (1, 2, 3)]
+    assert runs.progress(data, 40) == (
+        "step  3/40  reward 0.300  mismatch: probs 3.0e-05 k3 3.0e-07  loss scale 21845.3  skipped 1"
+        "  2.0 s/step  left 1:14"
+    )
+
+
+@pytest.mark.parametrize("missing", [(), (runs.LOSS_SCALE, runs.SKIPPED)], ids=["fp16", "bf16"])
+def test_the_curves_are_a_picture(missing, tmp_path):
+    data = [{"step": step, "data": metrics(step)} for step in range(1, 6)]
+    for row in data:
+        for name in missing:
+            del row["data"][name]
+    runs.plot(data, "title", tmp_path / "curves.png")
+    picture = image.imread(tmp_path / "curves.png")
+    assert picture.shape[0] > 500 and picture.shape[1] > 1000 and picture.min() < picture.max()

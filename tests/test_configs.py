@@ -1,0 +1,78 @@
+"""Every shipped configuration, composed against the installed, patched verl and checked by verl itself."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from lib import job as jobs
+from recipes.arithmetic.model import build_model, build_tokenizer
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+FILES = sorted(jobs.CONFIGS.rglob("*.yaml"))
+# actor, reference policy, rollout, critic
+DTYPES = {
+    "fp16": ("float16", "float16", "float16", "float16"),
+    "bf16": ("bfloat16", "bfloat16", "bfloat16", "bfloat16"),
+    "bf16_train_fp16_infer": ("bfloat16", "bfloat16", "float16", "bfloat16"),
+    "fp32": ("float32", "float32", "float32", "float32"),
+}
+
+
+@pytest.fixture(scope="session")
+def compose(tmp_path_factory) -> Callable[..., DictConfig]:
+    """``compose(**choices)``: the default job's configuration with ``choices``; verl's own checks have passed."""
+    model = tmp_path_factory.mktemp("model")  # verl loads a critic's tokenizer and configuration when it checks
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(model)
+    build_model(tokenizer, seed=0).config.save_pretrained(model)
+
+    def of(**choices) -> DictConfig:
+        job = replace(jobs.parse(["DEVICE=cpu"]), model=str(model), **choices)
+        config = jobs.compose(job, Path("out"))
+        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+        omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        return config
+
+    return of
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("algo", jobs.options("algo"))
+@pytest.mark.parametrize("experiment", jobs.options("experiment"))
+def test_an_experiment_is_complete(experiment, algo, device, compose):
+    config = compose(experiment=experiment, algo=algo, device=device)
+    assert need_critic(config) == (algo == "ppo")
+    assert config.trainer.total_training_steps > 0
+    assert config.trainer.device == device
+    assert config.actor_rollout_ref.rollout.name == "vllm"
+    assert config.trainer.save_freq > 0, "without checkpoints nothing can be resumed"
+
+
+def test_every_regime_has_its_test():
+    assert sorted(DTYPES) == jobs.options("precision")
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_a_regime_sets_every_role(precision, compose):
+    config = compose(precision=precision, algo="ppo")
+    roles = config.actor_rollout_ref
+    assert (roles.actor.dtype, roles.ref.dtype, roles.rollout.dtype, config.critic.dtype) == DTYPES[precision]
+    assert config.critic.model.path == roles.model.path
+
+
+def test_two_workers_and_fsdp2_on_a_cpu(compose):
+    args = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp2")
+    config = compose(args=args, algo="ppo")
+    assert config.ray_kwargs.ray_init.num_gpus == 2
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(jobs.CONFIGS)))
+def test_a_file_is_global_and_opens_with_its_command(file):
+    first, *lines = file.read_text().splitlines()
+    opening = "".join(line for line in lines[: next(i for i, line in enumerate(lines) if line[:1] != "#")])
+    assert first == "# @package _global_", "without it the file would change nothing, silently"
+    assert "make run" in opening or "verl.trainer.main_ppo" in opening

@@ -1,4 +1,5 @@
-# Two commands: `make run` trains, `make test` proves. `make` alone lists every target. Paths must not contain spaces.
+# Two commands: `make run` trains, `make test` proves. `make` alone lists every target.
+# The path of the checkout must not contain spaces.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,7 +19,8 @@ endif
 VENV := $(if $(filter cuda,$(DEVICE)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
 SITE := $(VENV)/lib/python3.11/site-packages
-READY := $(VENV)/ready-$(shell cat requirements/$(DEVICE).* | cksum | cut -d' ' -f1)
+LOCKS := $(wildcard $(addprefix requirements/$(DEVICE).,torch lock flash-attn))
+READY := $(VENV)/ready-$(shell cat $(LOCKS) | cksum | cut -d' ' -f1)
 
 # What `make run` hands over: its own variables wherever they are set, and all that stands on the command line, so that
 # a misspelt one is refused rather than ignored.
@@ -26,11 +28,12 @@ RUN_VARIABLES := EXPERIMENT PRECISION ALGO STEPS SEED MODEL TRAIN VAL OUT ARGS
 COMMAND_LINE := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 GIVEN := $(filter-out PYTHON TORCH_INDEX_URL,$(sort DEVICE $(RUN_VARIABLES) $(COMMAND_LINE)))
 quote = '$(subst ','\'',$(1))'
+WORDS = $(foreach name,$(GIVEN),$(if $($(name)),$(name)=$(call quote,$($(name)))))
 
 ##@ The two commands
 .PHONY: run test
-run: setup  ## set up and train: PPO in fp16 on verl, on this machine's GPU or CPU
-	@exec $(BIN)/python scripts/run.py $(foreach name,$(GIVEN),$(if $($(name)),$(name)=$(call quote,$($(name)))))
+run: accept setup  ## set up and train: PPO in fp16 on verl, on this machine's GPU or CPU
+	@exec $(BIN)/python scripts/run.py $(WORDS)
 
 test: setup  ## set up and run all tests
 	@exec $(BIN)/python -m pytest -m "not slow and not gpu"
@@ -39,21 +42,21 @@ test: setup  ## set up and run all tests
 VERL ?= $(SITE)
 ##@ Patching verl elsewhere: VERL is a git checkout, an unpacked release or a site-packages folder
 .PHONY: apply-patches unapply-patches status check
-apply-patches:  ## apply the patches:  make apply-patches VERL=/path/to/verl
+apply-patches: python  ## apply the patches:  make apply-patches VERL=/path/to/verl
 	@$(PYTHON) scripts/patchset.py apply $(call quote,$(VERL))
 
-unapply-patches:  ## take them out again, to the byte
+unapply-patches: python  ## take them out again, to the byte
 	@$(PYTHON) scripts/patchset.py unapply $(call quote,$(VERL))
 
-status:  ## say which release a tree holds, and whether it is patched
+status: python  ## say which release a tree holds, and whether it is patched
 	@$(PYTHON) scripts/patchset.py status $(call quote,$(VERL))
 
-check:  ## check that every release's patches apply and reverse exactly
+check: python  ## check that every release's patches apply and reverse exactly
 	@$(PYTHON) scripts/patchset.py check --all
 
 ##@ The rest
 .PHONY: help setup gsm8k test-quick lint lock clean
-help:  ## list the targets and the variables of `make run`
+help: python  ## list the targets and the variables of `make run`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
 	@PYTHONPATH=scripts $(PYTHON) -c 'from lib import job; print(job.usage())'
@@ -72,7 +75,7 @@ lint: $(READY)  ## ruff and shellcheck
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck .ci/run
 
-lock:  ## resolve requirements/*.in into *.lock again; pins that still fit stay
+lock: python  ## resolve requirements/*.in into *.lock again; pins that still fit stay
 	$(PYTHON) -m venv .cache/uv && .cache/uv/bin/pip install --quiet uv
 	cd requirements && for set in cpu cuda; do \
 	  UV_CUSTOM_COMPILE_COMMAND='make lock' ../.cache/uv/bin/uv pip compile $$set.in --output-file $$set.lock \
@@ -93,9 +96,15 @@ $(BIN)/pip install --quiet --no-deps -r requirements/cuda.lock
 $(BIN)/pip install --quiet --no-deps --no-build-isolation -r requirements/cuda.flash-attn
 endef
 
-$(READY):
+.PHONY: python accept
+python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || \
 	  { echo "PYTHON=$(PYTHON): Python 3.11 is needed; install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+
+accept: python  # bad input is refused before anything is installed
+	@PYTHONPATH=scripts $(PYTHON) -m lib.job $(WORDS)
+
+$(READY): | python
 	@echo "setting up $(VENV) from requirements/$(DEVICE).lock (a few minutes, once)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	$(install-$(DEVICE))

@@ -62,11 +62,13 @@ class Processes:
         if self.root in self.alive():
             self.root.terminate()
             psutil.wait_procs([self.root], timeout=GRACE_S)
-        for process in self.alive():
+        left = self.alive()
+        for process in left:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
+        psutil.wait_procs(left, timeout=GRACE_S)
 
 
 class Screen:

@@ -28,7 +28,7 @@ def compose(tmp_path_factory) -> Callable[..., DictConfig]:
     model = tmp_path_factory.mktemp("model")  # verl loads a critic's tokenizer and configuration when it checks
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(model)
-    build_model(tokenizer, seed=0).config.save_pretrained(model)
+    build_model(tokenizer, seed=0).save_pretrained(model)
 
     def of(**choices) -> DictConfig:
         job = replace(jobs.parse(["DEVICE=cpu"]), model=str(model), **choices)

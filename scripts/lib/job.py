@@ -1,6 +1,7 @@
 """One run of verl's ``main_ppo``: the variables of ``make run``, checked and turned into a command.
 
-Importing this module takes nothing but Python, so that ``make`` can list the variables before anything is installed.
+``python -m lib.job [NAME=VALUE ...]`` takes nothing but Python: ``make`` refuses bad variables before it installs
+anything.
 """
 
 import importlib.util
@@ -76,7 +77,8 @@ class Job:
     def settings(self) -> dict:
         """What a run must share with the one it resumes: everything but its length and its folder."""
         names = ("experiment", "precision", "algo", "device", "seed", "model", "train", "val")
-        return {name.upper(): getattr(self, name) for name in names} | {"ARGS": list(self.args)}
+        chosen = {name.upper(): getattr(self, name) for name in names} | {"ARGS": shlex.join(self.args)}
+        return {name: "" if value is None else value for name, value in chosen.items()}
 
     def overrides(self, out: Path) -> list[str]:
         """Hydra overrides of ``main_ppo``, those of ARGS last, so that they win."""
@@ -237,14 +239,17 @@ def check(job: Job, config, out: Path) -> None:
     """
     if config.trainer.total_training_steps is None:
         raise Refused("STEPS: is not set, neither here nor in the experiment's file")
-    for name, key in (("TRAIN", "train_files"), ("VAL", "val_files")):
-        if not config.data[key].startswith(str(ARITHMETIC)):
-            rows = parquet_rows(name, config.data[key], [config.data.prompt_key, config.data.reward_fn_key])
-            if name == "TRAIN" and rows < config.data.train_batch_size:
-                raise Refused(
-                    f"TRAIN={config.data[key]}: {rows} rows are fewer than data.train_batch_size="
-                    f"{config.data.train_batch_size}; give more data or a smaller batch"
-                )
+    columns = [config.data.prompt_key, config.data.reward_fn_key, "reward_model"]
+    for name, key, least in (("TRAIN", "train_files", config.data.train_batch_size), ("VAL", "val_files", 1)):
+        files = [config.data[key]] if isinstance(config.data[key], str) else config.data[key]
+        if not files:
+            raise Refused(f"{name}: is not set; {job.experiment} needs a parquet file in verl's schema")
+        paths = [REPO / Path(file).expanduser() for file in files]
+        if any(path.is_relative_to(ARITHMETIC) and not path.exists() for path in paths):
+            continue  # about to be made
+        rows = sum(parquet_rows(name, path, columns) for path in paths)
+        if rows < least:
+            raise Refused(f"{name}={files[0]}: {rows} rows, but a batch has {least}; give more or a smaller batch")
     folder = next(folder for folder in (out, *out.parents) if folder.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise Refused(f"OUT={out}: cannot be written to; choose another folder")
@@ -253,8 +258,8 @@ def check(job: Job, config, out: Path) -> None:
         raise Refused(f"OUT={out}: {free:.2f} GiB free on that disk, {FREE_GIB} needed; make room or choose another")
 
 
-def parquet_rows(name: str, file: str, columns: list[str]) -> int:
-    """The number of rows of ``file``, which has the ``columns`` and a ``reward_model``."""
+def parquet_rows(name: str, file: Path, columns: list[str]) -> int:
+    """The number of rows of ``file``, which has the ``columns``."""
     import pyarrow
     import pyarrow.parquet
 
@@ -263,7 +268,14 @@ def parquet_rows(name: str, file: str, columns: list[str]) -> int:
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise Refused(f"{name}={file}: is not a readable parquet file ({str(error).splitlines()[0]})") from error
     present = metadata.schema.to_arrow_schema().names
-    missing = [column for column in (*columns, "reward_model") if column not in present]
+    missing = [column for column in columns if column not in present]
     if missing:
         raise Refused(f"{name}={file}: lacks the column {missing[0]!r} of verl's schema; it has {', '.join(present)}")
     return metadata.num_rows
+
+
+if __name__ == "__main__":
+    try:
+        parse(sys.argv[1:])
+    except Refused as refusal:
+        sys.exit(f"run: {refusal}")

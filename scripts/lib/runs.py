@@ -86,15 +86,18 @@ def admit(job: Job, out: Path, steps: int) -> dict:
         Refused: ``out`` holds something else, a run with other settings, or one that has come as far as ``steps``.
     """
     file = out / "run.json"
+    fresh = {"settings": job.settings(), "steps": steps, "wall_s": 0.0, "peak_memory_gib": 0.0}
     if not file.exists():
         if out.exists() and any(out.iterdir()):
             raise Refused(f"OUT={out}: is not empty and holds no run; choose another folder")
-        return {"settings": job.settings(), "steps": steps, "wall_s": 0.0, "peak_memory_gib": 0.0}
+        return fresh
     record = json.loads(file.read_text())
+    if not rows(out / "metrics.jsonl"):  # it ended before its first step: nothing to resume, nothing to lose
+        return fresh
     for name, value in job.settings().items():
         if value != record["settings"][name]:
             raise Refused(
-                f"{name}={value}: {out} holds a run with {record['settings'][name]}; "
+                f"{name}={value}: {out} holds a run with {name}={record['settings'][name]}; "
                 "repeat its settings, choose another OUT or remove that folder"
             )
     if finished(out) and steps <= record["steps"]:
@@ -126,10 +129,10 @@ def reports(lines: Iterable[str]) -> list[dict]:
 
 
 def errors(lines: Iterable[str], most: int = 3) -> list[str]:
-    """The last different exception lines of a log, Ray's own wrappers left out where there is anything else."""
+    """The last different exception lines of a log, Ray's and Hydra's wrappers left out where there is anything else."""
     texts = [WORKER_PREFIX.sub("", line).strip() for line in lines]
     found = list(dict.fromkeys(text for text in texts if EXCEPTION.match(text)))
-    causes = [text for text in found if not text.startswith(("ray.", "RayTaskError"))]
+    causes = [text for text in found if not text.startswith(("ray.", "RayTaskError", "hydra.errors."))]
     return (causes or found)[-most:]
 
 
@@ -215,12 +218,16 @@ def progress(data: list[dict], steps: int) -> str:
 def table(summary: dict) -> str:
     """A finished run in a few lines."""
     first, final, probs, k3 = (summary[k] for k in ("reward_first", "reward_last", "rollout_probs_diff_mean", "k3_kl"))
+    over = min(LAST, summary["steps"])
     lines = {
-        "reward": f"{number(first, '.3f')} at the first step, {number(final, '.3f')} mean of the last {LAST}",
+        "reward": f"{number(first, '.3f')} at the first step, {number(final, '.3f')} mean of the last {over}",
         "mismatch": f"rollout_probs_diff_mean {number(probs, '.2e')}, k3_kl {number(k3, '.2e')} (run means)",
-        "loss scale": f"{number(summary['loss_scale'], 'g')}, skipped steps {number(summary['skipped_steps'], 'd')}",
         "time, memory": f"{duration(summary['wall_s'])} min, {summary['peak_memory_gib']:.1f} GiB at the peak",
     }
+    for name, prefix in (("loss scale", ""), ("critic's", "critic_")):
+        scale, skipped = summary[f"{prefix}loss_scale"], summary[f"{prefix}skipped_steps"]
+        if scale is not None:
+            lines[name] = f"{scale:g} at the end, {skipped} steps skipped"
     for role, report in summary["effective_dtypes"].items():
         alike = isinstance(report, dict)
         text = ", ".join(f"{k} {v}" for k, v in report.items()) if alike else "its workers differ: see summary.json"

@@ -1,6 +1,8 @@
 """``scripts/run.py`` as a command, and how it watches and ends what it starts."""
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -50,6 +52,33 @@ def test_help_lists_every_variable():
     text = command("--help").stdout
     assert all(name in text for name in run.jobs.VARIABLES)
     assert "bf16_train_fp16_infer" in text
+
+
+def make(*words: str) -> subprocess.CompletedProcess:
+    """``make`` as a user types it, whatever make has started these tests."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", *words], cwd=REPO, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("word", ["PRECISON=fp16", "STEPS=none", "ARGS=it's"])
+def test_make_refuses_before_it_sets_anything_up(word):
+    done = make("run", word, "DEVICE=cpu")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[0].startswith(f"run: {word.partition('=')[0]}")
+
+
+def test_make_hands_over_every_word_as_it_was_typed():
+    line = make("--dry-run", "run", "DEVICE=cpu", "OUT=/a b", "ARGS=x='it''s' y=[1,2] z=$$HOME").stdout.splitlines()[-1]
+    words = shlex.split(line)
+    assert words[2:] == ["scripts/run.py", "ARGS=x='it''s' y=[1,2] z=$HOME", "DEVICE=cpu", "OUT=/a b"]
+
+
+def test_make_alone_lists_every_target_and_variable():
+    text = make().stdout
+    targets = re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.M)
+    assert {"run", "test", "apply-patches", "lint"} < set(targets)
+    assert all(f"make {target} " in text for target in set(targets) - {"python", "accept"})
+    assert all(f"  {name} " in text for name in run.jobs.VARIABLES)
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ def started(out: Path, request: jobs.Job, steps: int, checkpoint: int = 0, finis
     """A run's folder as ``scripts/run.py`` leaves it."""
     record = runs.admit(request, out, steps)
     (out / "checkpoints").mkdir(parents=True)
+    (out / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": metrics(1)}) + "\n")
     runs.write_json(out / "run.json", record)
     if checkpoint:
         (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(checkpoint))
@@ -95,8 +96,14 @@ def test_a_repeated_command_resumes_an_unfinished_run_and_leaves_a_finished_one_
 def test_a_folder_with_other_settings_is_refused_by_name(other, tmp_path):
     out = started(tmp_path / "out", job(), 10, checkpoint=4)
     name = other.partition("=")[0]
-    with pytest.raises(jobs.Refused, match=f"^{name}=.* holds a run with "):
+    with pytest.raises(jobs.Refused, match=f"^{name}=.* holds a run with {name}="):
         runs.admit(job(other), out, 10)
+
+
+def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(tmp_path):
+    out = started(tmp_path / "out", job("ARGS=trainer.nnodes=7"), 10)
+    (out / "metrics.jsonl").write_text("")
+    assert runs.admit(job(), out, 10)["settings"]["ARGS"] == ""
 
 
 def test_how_far_a_run_may_go_on(tmp_path):

@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
 import verl
-from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 MODEL = sys.argv[1]
 BASE = [
@@ -20,6 +20,8 @@ BASE = [
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     "critic.ppo_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
 ]
 
 
@@ -35,6 +37,9 @@ def ref_as_actor(ref: DictConfig) -> DictConfig:
 def outcome(overrides: list[str]) -> dict:
     try:
         config = compose("ppo_trainer", overrides=[*BASE, *overrides])
+        if sys.argv[2] == "validate":
+            validate_config(config, use_reference_policy=True, use_critic=True)
+            return {}
         role = config.actor_rollout_ref
         engines = {
             "actor": omega_conf_to_dataclass(role.actor).engine,

@@ -55,14 +55,14 @@ def tiny_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cases(environment, tiny_model, tmp_path_factory) -> Callable[[str, str], list[dict]]:
-    """``cases(tree, strategy)``: the outcomes of engine_cases.py, one dict a rank; run once a session each."""
-    done: dict[tuple[str, str], list[dict]] = {}
+def cases(environment, tiny_model, tmp_path_factory) -> Callable[..., list[dict]]:
+    """``cases(tree, strategy, ranks=2)``: the outcomes of engine_cases.py, one dict a rank; run once a session each."""
+    done: dict[tuple[str, str, int], list[dict]] = {}
 
-    def of(state: str, strategy: str) -> list[dict]:
-        if (state, strategy) not in done:
+    def of(state: str, strategy: str, ranks: int = 2) -> list[dict]:
+        if (state, strategy, ranks) not in done:
             out = tmp_path_factory.mktemp(f"{state}-{strategy}")
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
             torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
             script = Path(__file__).with_name("engine_cases.py")
             run = subprocess.run(
@@ -73,7 +73,8 @@ def cases(environment, tiny_model, tmp_path_factory) -> Callable[[str, str], lis
                 timeout=600,
             )
             assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-            done[state, strategy] = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
-        return done[state, strategy]
+            outcomes = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
+            done[state, strategy, ranks] = outcomes
+        return done[state, strategy, ranks]
 
     return of

@@ -1,6 +1,6 @@
 """Cases for verl's real FSDP engine on gloo ranks; run by ``torchrun`` against the verl tree on PYTHONPATH.
 
-    torchrun --nproc-per-node 2 engine_cases.py STRATEGY MODEL_DIR OUT_DIR
+    torchrun --nproc-per-node RANKS engine_cases.py STRATEGY MODEL_DIR OUT_DIR
 
 Each case returns plain values; rank r writes them to OUT_DIR/rank_r.json. test_engine.py asserts on them. The cases use
 what every verl 0.9.1 has, so that a pristine tree runs them too.
@@ -15,18 +15,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from verl.checkpoint_engine.base import CheckpointEngineRegistry, ColocatedCheckpointEngine
+import verl
+from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWorker, ColocatedCheckpointEngine
 from verl.model_merger.base_model_merger import ModelMergerConfig
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
-from verl.workers.engine_workers import TrainingWorker
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 STRATEGY, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 PATCHED = "grad_scaler" in FSDPEngineConfig.__dataclass_fields__
@@ -102,14 +105,14 @@ def value_loss(model_output, data, dp_group=None):
     return (rows * data["weight"]).sum() / data["batch_num_tokens"] * data["dp_size"], {}
 
 
-def poison_gradient(worker: TrainingWorker, value: float, rank: int = 1):
-    """After the backward pass, put ``value`` into one gradient element of one rank, once."""
+def poison_gradient(worker: TrainingWorker, value: float, rank: int = 1, which: int = 0):
+    """After the backward pass, put ``value`` into one element of one gradient of one rank, once."""
     engine, forward_backward_batch = worker.engine, worker.engine.forward_backward_batch
 
     def poisoned(*args, **kwargs):
         output = forward_backward_batch(*args, **kwargs)
         if RANK == rank:
-            gradients(worker)[0].view(-1)[0] = value
+            gradients(worker)[which].view(-1)[0] = value
         engine.forward_backward_batch = forward_backward_batch
         return output
 
@@ -218,6 +221,24 @@ def overflow_critic():
     return overflow(role="critic")
 
 
+def composed(*overrides: str):
+    """``ppo_trainer.yaml`` for a CPU, with the probe below as checkpoint engine."""
+    base = [
+        f"actor_rollout_ref.model.path={MODEL}",
+        "actor_rollout_ref.model.use_remove_padding=false",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        f"actor_rollout_ref.actor.strategy={STRATEGY}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile=false",
+        "actor_rollout_ref.actor.optim.total_training_steps=1",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=probe",
+    ]
+    with initialize_config_dir(f"{verl.__path__[0]}/trainer/config", version_base=None):
+        return compose("ppo_trainer", overrides=[*base, *overrides])
+
+
 def settings(**overrides):
     if not PATCHED:
         return None
@@ -309,18 +330,22 @@ def checkpoint():
     return result
 
 
-def storm():
-    """Every step overflows: does the run end with a name, and the scale stay above its floor?"""
+def storm(value=float("inf")):
+    """The last gradient of rank 1 overflows in every step: does the run end with a name, the scale above its floor?"""
     worker = make_worker(grad_scaler=settings(init_scale=8.0, min_scale=2.0, max_consecutive_skips=4))
     scales = []
     try:
         for seed in range(8):
-            poison_gradient(worker, float("inf"))
+            poison_gradient(worker, value, which=-1)
             worker.train_batch(batch(seed))
             scales.append(scale_of(worker))
     except RuntimeError as error:
         return {"scales": scales, "error": str(error), "type": type(error).__name__}
     return {"scales": scales, "error": None}
+
+
+def storm_nan():
+    return storm(float("nan"))
 
 
 def trajectory(dtype: str):
@@ -354,15 +379,23 @@ class ProbeCheckpointEngine(ColocatedCheckpointEngine):
 def wire():
     """The dtypes in which weights leave the engine: full tensors and, from FSDP2, delta shards and merged LoRA.
 
-    And what a checkpoint engine is told by ``engine_kwargs: {rollout_dtype: float16}`` in a yaml file.
+    And what verl's own two sides tell a checkpoint engine where ``rollout.dtype`` is float16.
     """
 
     def dtypes(tensors):
         return sorted({str(entry[1].dtype).removeprefix("torch.") for entry in tensors})
 
     worker = make_worker()
-    told = CheckpointEngineRegistry.new("probe", bucket_size=1, rollout_dtype="float16").rollout_dtype
-    result = {"full": dtypes(worker.engine.get_per_tensor_param()[0]), "checkpoint_engine": repr(told)}
+    config = composed("actor_rollout_ref.rollout.dtype=float16").actor_rollout_ref
+    sender = ActorRolloutRefWorker(config, role="actor")
+    sender.init_model()
+    rollout = omega_conf_to_dataclass(config.rollout)
+    receiver = CheckpointEngineWorker(rollout, omega_conf_to_dataclass(config.model), server_adapter=object())
+    result = {
+        "full": dtypes(worker.engine.get_per_tensor_param()[0]),
+        "sender": str(sender.checkpoint_engine.rollout_dtype),
+        "receiver": str(receiver.checkpoint_engine.rollout_dtype),
+    }
     if STRATEGY == "fsdp2":
         worker.engine.wire_dtype = torch.float16  # what the delta checkpoint engine sets before it sends
         result["delta"] = dtypes(worker.engine.get_per_tensor_param_shard()[0])
@@ -436,6 +469,7 @@ CASES = [
     accumulation,
     checkpoint,
     storm,
+    storm_nan,
     trajectory_bf16,
     trajectory_fp32,
     wire,
@@ -443,6 +477,8 @@ CASES = [
 ]
 if STRATEGY == "fsdp2":
     CASES.append(export)
+if os.environ["WORLD_SIZE"] == "1":  # FSDP1 shards nothing then
+    CASES = [accumulation, trajectory_bf16]
 
 
 def main() -> None:

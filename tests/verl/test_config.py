@@ -44,6 +44,10 @@ RESOLVED = {
         all_in("float16"),
     ),
     "fp16 under Megatron": (["+precision=fp16", "model_engine=megatron"], all_in("float16")),
+    "ref and critic follow under Megatron": (
+        [f"{ACTOR}.dtype=float16", "model_engine=megatron"],
+        all_in("float16", rollout="bfloat16"),
+    ),
     "half precision masters of a ref": (
         ["+precision=fp16", f"{REF}.fsdp_config.model_dtype=fp16"],
         all_in("float16"),
@@ -53,7 +57,10 @@ RESOLVED = {
 SCALER = f"{ACTOR}.fsdp_config.grad_scaler"
 REFUSED = {
     "unknown dtype": ([f"{ACTOR}.dtype=banana"], ["dtype=banana", "float16 (fp16), bfloat16 (bf16) or float32 (fp32)"]),
-    "unknown rollout dtype": ([f"{ROLLOUT}.dtype=fp16"], ["actor_rollout_ref.rollout.dtype=fp16", "float16"]),
+    "unknown rollout dtype": (
+        [f"{ROLLOUT}.dtype=fp16"],
+        ["dtype=fp16 is unknown to the rollout", "float16", "actor_rollout_ref.rollout"],
+    ),
     "misspelt overlay": (["+precision=fp61"], ["precision/fp61", "bf16_train_fp16_infer"]),
     "fp16 masters": (
         ["+precision=fp16", f"{ACTOR}.fsdp_config.model_dtype=fp16"],
@@ -78,6 +85,13 @@ REFUSED = {
     "torchtitan": (["+precision=fp16", "model_engine=torchtitan"], ["dtype=float16", "strategy=torchtitan"]),
     "veomni": (["+precision=fp16", "model_engine=veomni"], ["dtype=float16", "strategy=veomni"]),
     "fsdp_turbo": (["+precision=fp16", f"{ACTOR}.strategy=fsdp_turbo"], ["dtype=float16", "strategy=fsdp_turbo"]),
+    "torchtitan in fp32": (["+precision=fp32", "model_engine=torchtitan"], ["dtype=float32", "strategy=torchtitan"]),
+    "contradicting veomni keys": (
+        [f"{ACTOR}.dtype=float16", f"{ACTOR}.veomni.dtype=bfloat16", "model_engine=veomni"],
+        ["dtype=float16 and veomni.dtype=bfloat16 contradict"],
+    ),
+    "half a growth interval": ([f"{SCALER}.growth_interval=2.5"], ["grad_scaler.growth_interval=2.5", "whole number"]),
+    "a scale in words": ([f"{SCALER}.init_scale=high"], ["grad_scaler.init_scale=high", "number"]),
     "negative scale": ([f"{SCALER}.init_scale=-1"], ["grad_scaler.init_scale=-1", "positive"]),
     "min above init": ([f"{SCALER}.min_scale=1e6"], ["grad_scaler.min_scale=1000000.0", "init_scale=65536.0"]),
     "growth of 1": ([f"{SCALER}.growth_factor=1"], ["grad_scaler.growth_factor=1", "above 1"]),
@@ -96,11 +110,11 @@ IGNORED_UPSTREAM = {
 
 @pytest.fixture(scope="module")
 def compose(environment, tiny_model):
-    """``compose(tree, list of override lists)``: an outcome each, from one process."""
+    """``compose(tree, list of override lists, what)``: an outcome each, from one process."""
 
-    def run(tree: str, overrides: list[list[str]]) -> list[dict]:
+    def run(tree: str, overrides: list[list[str]], what: str = "build") -> list[dict]:
         done = subprocess.run(
-            [sys.executable, Path(__file__).with_name("config_cases.py"), tiny_model],
+            [sys.executable, Path(__file__).with_name("config_cases.py"), tiny_model, what],
             input=json.dumps(overrides),
             env=environment(tree),
             capture_output=True,
@@ -123,6 +137,14 @@ def patched(compose) -> dict[str, dict]:
 @pytest.mark.parametrize("name", RESOLVED)
 def test_resolved(patched, name):
     assert patched[name] == RESOLVED[name][1]
+
+
+def test_the_driver_checks_what_the_workers_build(compose):
+    """verl's own ``validate_config``: it builds the actor and the critic; rollout and ref were left to the workers."""
+    bad = [[f"{ROLLOUT}.dtype=fp61"], [f"{REF}.fsdp_config.dtype=banana"]]
+    for overrides, outcome in zip(bad, compose("patched", bad, "validate"), strict=True):
+        assert overrides[0].partition(".dtype")[2] in outcome["error"]
+    assert compose("pristine", bad, "validate") == [{}, {}]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,9 +11,9 @@ STRATEGIES = ("fsdp", "fsdp2")
 both = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-def outcome(cases, tree: str, strategy: str, name: str) -> list[dict]:
+def outcome(cases, tree: str, strategy: str, name: str, ranks: int = 2) -> list[dict]:
     """The outcome of a case on each rank."""
-    return [rank[name] for rank in cases(tree, strategy)]
+    return [rank[name] for rank in cases(tree, strategy, ranks)]
 
 
 @both
@@ -81,13 +81,15 @@ def test_a_checkpoint_restores_the_loss_scaler(cases, strategy):
 
 
 @both
-def test_a_storm_of_overflows_ends_the_run_and_names_its_origin(cases, strategy):
-    parameter = {"fsdp": "_flat_param", "fsdp2": "model.embed_tokens.weight"}[strategy]
-    for rank in outcome(cases, "patched", strategy, "storm"):
+@pytest.mark.parametrize("case", ["storm", "storm_nan"])
+def test_a_storm_of_overflows_ends_the_run_and_names_where(cases, strategy, case):
+    parameter = {"fsdp": "_flat_param", "fsdp2": "lm_head.weight"}[strategy]
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank["type"] == "LossScaleError"
-        assert f"{parameter} on rank 1" in rank["error"] and "max_consecutive_skips=4" in rank["error"]
+        assert f"{parameter} in the shard of rank 1" in rank["error"]
+        assert "4 optimizer steps in a row" in rank["error"] and "max_consecutive_skips" in rank["error"]
         assert rank["scales"] == [4.0, 2.0, 2.0], "fell below min_scale=2"
-    for rank in outcome(cases, "pristine", strategy, "storm"):
+    for rank in outcome(cases, "pristine", strategy, case):
         assert rank["error"] is None and len(rank["scales"]) == 8
 
 
@@ -101,8 +103,8 @@ def test_the_other_regimes_train_as_upstream_does_to_the_bit(cases, strategy, dt
 
 @both
 def test_nothing_on_the_wire_is_bfloat16(cases, strategy):
-    expected = {"full": ["float32"], "checkpoint_engine": "torch.float16"}
-    upstream = {"full": ["float32"], "checkpoint_engine": "'float16'"}  # a string, which no tensor can be cast to
+    expected = {"full": ["float32"], "sender": "torch.float16", "receiver": "torch.float16"}
+    upstream = {"full": ["float32"], "sender": "torch.bfloat16", "receiver": "torch.bfloat16"}
     if strategy == "fsdp2":
         expected |= {"delta": ["float16"], "merged_lora": ["float32"]}
         upstream |= {"delta": ["bfloat16"], "merged_lora": ["bfloat16"]}
@@ -113,6 +115,7 @@ def test_nothing_on_the_wire_is_bfloat16(cases, strategy):
 @both
 def test_a_checkpoint_records_the_training_dtype(cases, strategy):
     assert outcome(cases, "patched", strategy, "checkpoint")[0]["recorded_dtype"] == "float16"
+    assert outcome(cases, "pristine", strategy, "checkpoint")[0]["recorded_dtype"] is None
 
 
 @both
@@ -129,3 +132,11 @@ def test_export_and_merger_keep_the_training_dtype(cases):
     assert outcome(cases, "patched", "fsdp2", "export")[0] == {"config": "float16", "merged": ["float16"]} | lossless
     lossy = {"export_lossless": False, "merged_lossless": False}
     assert outcome(cases, "pristine", "fsdp2", "export")[0] == {"config": "bfloat16", "merged": ["bfloat16"]} | lossy
+
+
+def test_one_rank_where_fsdp1_shards_nothing(cases):
+    (rank,) = outcome(cases, "patched", "fsdp", "accumulation", ranks=1)
+    assert rank["deferred"] == pytest.approx(rank["fp32"], rel=2e-3)
+    (patched,) = outcome(cases, "patched", "fsdp", "trajectory_bf16", ranks=1)
+    (pristine,) = outcome(cases, "pristine", "fsdp", "trajectory_bf16", ranks=1)
+    assert patched == pristine

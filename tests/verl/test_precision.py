@@ -51,6 +51,7 @@ def test_the_module_imports_nothing_of_verl():
         ({"dtype": "float16", "forward_only": True, "model_dtype": None}, ("float16", "float32", "float16", False)),
         ({"dtype": "float16", "model_dtype": None}, ("float16", "float32", "float32", True)),
         ({"dtype": "fp32"}, ("float32", "float32", "float32", False)),
+        ({"dtype": "fp16", "model_dtype": 32}, ("float16", "float32", "float32", True)),
         ({"mixed_precision": {"param_dtype": "fp16"}}, ("float16", "float32", "float32", True)),
         ({"dtype": "float16", "mixed_precision": {"reduce_dtype": "bf16"}}, ("float16", "bfloat16", "float32", True)),
     ],
@@ -162,34 +163,57 @@ def test_a_device_without_scaling_is_refused():
         precision.LossScaler(precision.GradScalerConfig(), device="cuda")
 
 
-def test_checkpoint_engines_get_a_dtype_they_can_cast_to():
-    class Takes:
-        def __init__(self, bucket_size, rollout_dtype=torch.bfloat16):
-            pass
-
-    class Inherits(Takes):
-        def __init__(self, *args, **kwargs):
-            pass
-
-    class DoesNot:
-        def __init__(self, bucket_size):
-            pass
-
-    of = precision.engine_kwargs_with_dtype
-    for name in ("float16", "half", torch.float16):
-        assert of(Takes, {"rollout_dtype": name, "bucket_size": 1}) == {
-            "rollout_dtype": torch.float16,
-            "bucket_size": 1,
-        }
-    assert of(Inherits, {"rollout_dtype": "float32"}) == {"rollout_dtype": torch.float32}
-    assert of(DoesNot, {"rollout_dtype": "float16", "bucket_size": 1}) == {"bucket_size": 1}
-    assert of(Takes, {"rollout_dtype": "auto"}) == {}
-    with pytest.raises(ValueError, match="rollout_dtype=fp61"):
-        of(Takes, {"rollout_dtype": "fp61"})
+class Takes:
+    def __init__(self, bucket_size, rollout_dtype=torch.bfloat16):
+        pass
 
 
-def test_a_custom_engine_without_the_key_is_left_alone():
-    assert precision.engine_kwargs_with_dtype(dict, {"a": 1}) == {"a": 1}
+class HandsOn(Takes):
+    def __init__(self, *args, **kwargs):
+        pass
+
+
+class DoesNot(Takes):
+    def __init__(self, bucket_size):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("engine", "engine_kwargs", "rollout_dtype", "expected"),
+    [
+        (Takes, {}, "float16", {"rollout_dtype": torch.float16}),
+        (Takes, {}, "half", {"rollout_dtype": torch.float16}),
+        (HandsOn, {"a": 1}, "float32", {"a": 1, "rollout_dtype": torch.float32}),
+        (DoesNot, {"a": 1}, "float16", {"a": 1}),
+        (Takes, {}, "auto", {}),
+        (Takes, {"rollout_dtype": "bfloat16"}, "float16", {"rollout_dtype": torch.bfloat16}),
+        (DoesNot, {"rollout_dtype": "float16"}, "float16", {"rollout_dtype": torch.float16}),
+    ],
+)
+def test_a_checkpoint_engine_gets_a_dtype_it_can_cast_to(engine, engine_kwargs, rollout_dtype, expected):
+    assert precision.wire_kwargs(engine, engine_kwargs, rollout_dtype) == expected
+
+
+def test_an_engine_that_exports_bfloat16_alone_is_refused():
+    engine = SimpleNamespace(wire_dtype=torch.bfloat16)
+    precision.set_wire_dtype(engine, torch.float16)
+    assert engine.wire_dtype == torch.float16
+    precision.set_wire_dtype(object(), torch.bfloat16)
+    with pytest.raises(ValueError, match="rollout.dtype=float16 with checkpoint_engine.backend=delta_sharded"):
+        precision.set_wire_dtype(object(), torch.float16)
+
+
+def test_an_engine_that_accounts_for_no_step_reports_none():
+    engine = precision.StepAccounting()
+    assert engine.close_update() and engine.update_metrics() == {}
+
+
+@pytest.mark.parametrize("strategy", ["torchtitan", "veomni", "automodel", "fsdp_turbo"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_engines_that_train_in_bfloat16_alone(strategy, dtype):
+    assert precision.check_engine_dtype(None, strategy) == "bfloat16"
+    with pytest.raises(ValueError, match=f"dtype={dtype} is not what strategy={strategy} trains in"):
+        precision.check_engine_dtype(dtype, strategy)
 
 
 def test_a_report_is_one_line_of_json(capsys):

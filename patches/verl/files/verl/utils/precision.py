@@ -43,11 +43,12 @@ __all__ = [
     "check_role_dtype",
     "check_rollout_dtype",
     "dtype_name",
-    "engine_kwargs_with_dtype",
     "load_scaler_state",
     "patch_stamp",
     "report",
+    "set_wire_dtype",
     "to_dtype",
+    "wire_kwargs",
 ]
 
 _DTYPES = {
@@ -57,11 +58,16 @@ _DTYPES = {
     "bf16": torch.bfloat16,
     "float32": torch.float32,
     "fp32": torch.float32,
+    # verl's PrecisionType knows these too.
+    16: torch.float16,
+    "16": torch.float16,
+    32: torch.float32,
+    "32": torch.float32,
 }
 _ALLOWED = "float16 (fp16), bfloat16 (bf16) or float32 (fp32)"
 
-# Engines that train in fp16: they have a loss scaler and read `dtype`. The others would train in bf16 without a word.
-_FP16_STRATEGIES = (None, "fsdp", "fsdp2", "megatron")
+# Engines that read `dtype`. The others have no loss scaler and a fixed autocast: they train in bf16 whatever is asked.
+_STRATEGIES = (None, "fsdp", "fsdp2", "megatron")
 
 
 def to_dtype(value: str | torch.dtype, key: str) -> torch.dtype:
@@ -86,13 +92,13 @@ def check_engine_dtype(dtype: Optional[str], strategy: Optional[str]) -> str:
     """The dtype an engine computes in, by its full name; ``None`` is verl's default, bfloat16.
 
     Raises:
-        ValueError: an unknown dtype, or float16 with an engine that has no loss scaler.
+        ValueError: an unknown dtype, or one that the engine would ignore.
     """
     resolved = to_dtype("bfloat16" if dtype is None else dtype, "dtype")
-    if resolved == torch.float16 and strategy not in _FP16_STRATEGIES:
+    if resolved != torch.bfloat16 and strategy not in _STRATEGIES:
         raise ValueError(
-            f"dtype={dtype} needs a loss scaler, which strategy={strategy} does not have: "
-            "choose strategy fsdp, fsdp2 or megatron, or dtype bfloat16"
+            f"dtype={dtype} is not what strategy={strategy} trains in, which is bfloat16 alone and without a loss "
+            "scaler: choose strategy fsdp, fsdp2 or megatron, or dtype bfloat16"
         )
     return dtype_name(resolved)
 
@@ -106,26 +112,26 @@ def check_role_dtype(dtype: Optional[str], engine_key: str, engine_config: Any) 
         engine_config: the engine's config, its ``dtype`` and ``strategy`` resolved.
 
     Raises:
-        ValueError: both are set and differ; float16 with an engine that has no loss scaler.
+        ValueError: both are set and differ; a dtype that the engine would ignore.
     """
     if dtype is not None and to_dtype(dtype, "dtype") != to_dtype(engine_config.dtype, f"{engine_key}.dtype"):
         raise ValueError(
             f"dtype={dtype} and {engine_key}.dtype={engine_config.dtype} contradict each other: "
-            f"set dtype alone ({engine_key}.dtype and {engine_key}.mixed_precision.param_dtype follow it)"
+            f"set dtype alone, which {engine_key}.dtype follows (the dtype of ref and critic is the actor's until set)"
         )
     check_engine_dtype(engine_config.dtype, engine_config.strategy)
 
 
 def check_rollout_dtype(dtype: str) -> None:
-    """Refuse a ``rollout.dtype`` that no rollout server knows.
+    """Refuse a rollout's ``dtype`` that no rollout server knows.
 
     Raises:
-        ValueError: naming the key and what is allowed.
+        ValueError: naming the value and what is allowed.
     """
     # The names that vLLM and SGLang share; "auto" is the dtype in the model's own config.json.
     allowed = ("auto", "half", "float16", "bfloat16", "float", "float32")
     if dtype not in allowed:
-        raise ValueError(f"actor_rollout_ref.rollout.dtype={dtype} is unknown: choose one of {', '.join(allowed)}")
+        raise ValueError(f"dtype={dtype} is unknown to the rollout: choose one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True)
@@ -153,13 +159,17 @@ class GradScalerConfig:
     max_consecutive_skips: int = 32
 
     def __post_init__(self):
+        for key, value in vars(self).items():
+            whole = key in ("growth_interval", "max_consecutive_skips")
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+                raise ValueError(f"grad_scaler.{key}={value} must be a {'whole ' if whole else ''}number")
         rules = {
-            "init_scale": (0 < self.init_scale < math.inf, "a positive number"),
-            "growth_factor": (1 < self.growth_factor < math.inf, "a number above 1"),
-            "backoff_factor": (0 < self.backoff_factor < 1, "a number between 0 and 1"),
-            "growth_interval": (self.growth_interval >= 1, "a whole number of steps, at least 1"),
+            "init_scale": (0 < self.init_scale < math.inf, "positive"),
+            "growth_factor": (1 < self.growth_factor < math.inf, "above 1"),
+            "backoff_factor": (0 < self.backoff_factor < 1, "between 0 and 1"),
+            "growth_interval": (self.growth_interval >= 1, "at least 1"),
             "min_scale": (0 < self.min_scale <= self.init_scale, f"above 0 and at most init_scale={self.init_scale}"),
-            "max_consecutive_skips": (self.max_consecutive_skips >= 1, "a whole number of steps, at least 1"),
+            "max_consecutive_skips": (self.max_consecutive_skips >= 1, "at least 1"),
         }
         for key, (holds, allowed) in rules.items():
             if not holds:
@@ -261,11 +271,26 @@ class LossScaler(ShardedGradScaler):
         """The loss times the scale, in fp32."""
         return super().scale(outputs.float())
 
-    def step(self, optimizer: torch.optim.Optimizer, *args, **kwargs) -> Optional[float]:
-        """Step unless a gradient of any rank is inf or NaN. Call ``unscale_`` first, ``update`` afterwards."""
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale; ``skipped`` then says whether one of any rank is inf or NaN."""
+        super().unscale_(optimizer)
         # found_inf is summed over ranks, so it may exceed 1; the scale before and after says nothing at the floor.
         self.skipped = sum(found.item() for found in self._found_inf_per_device(optimizer).values()) > 0
-        return super().step(optimizer, *args, **kwargs)
+
+    def end_storm(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """End the run if this step would be one skip in a row too many.
+
+        Call between ``unscale_`` and clipping, on every rank: clipping by a NaN norm makes every gradient NaN.
+
+        Raises:
+            LossScaleError: naming the first non-finite gradient, the rank that holds it, and the scale.
+        """
+        if self.skipped and self.consecutive_skips + 1 >= self.config.max_consecutive_skips:
+            raise LossScaleError(
+                f"{self.config.max_consecutive_skips} optimizer steps in a row overflowed "
+                f"(grad_scaler.max_consecutive_skips), loss scale {self.get_scale():g}, "
+                f"first non-finite gradient: {first_nonfinite_gradient(named_parameters)}"
+            )
 
     def update(self, new_scale: Optional[float | torch.Tensor] = None) -> None:
         """Adapt the scale, never below ``min_scale``, and count the skips in a row."""
@@ -332,20 +357,11 @@ class StepAccounting:
         Returns:
             the gradient norm, or ``None`` (no metric at all) where it is not finite or the step was skipped: one NaN
             would spread over the means of a whole training step.
-
-        Raises:
-            LossScaleError: after ``max_consecutive_skips``, naming the first non-finite gradient and its rank.
         """
         norm = grad_norm.item()
         skipped = scaler.skipped if scaler is not None else not math.isfinite(norm)
         if scaler is not None:
             self._loss_scale = scaler.get_scale()
-            if scaler.consecutive_skips >= scaler.config.max_consecutive_skips:
-                raise LossScaleError(
-                    f"{scaler.consecutive_skips} optimizer steps in a row overflowed "
-                    f"(grad_scaler.max_consecutive_skips={scaler.config.max_consecutive_skips}), "
-                    f"loss scale {self._loss_scale:g}, {first_nonfinite_gradient(self.module.named_parameters())}"
-                )
         if skipped:
             self._skipped += 1
             self.optimizer_zero_grad()
@@ -359,12 +375,14 @@ class StepAccounting:
         Returns:
             whether the schedule should advance: not where every optimizer step of the update was skipped.
         """
-        advance = self._taken > 0 or self._skipped == 0
-        self._update_metrics = {"skipped_steps": float(self._skipped)}
+        taken, skipped = self._taken, self._skipped
+        self._taken = self._skipped = 0
+        if taken == skipped == 0:  # an engine with an optimizer_step of its own, which does not account
+            return True
+        self._update_metrics = {"skipped_steps": float(skipped)}
         if self._loss_scale is not None:
             self._update_metrics["loss_scale"] = self._loss_scale
-        self._taken = self._skipped = 0
-        return advance
+        return taken > 0
 
     def update_metrics(self) -> Mapping[str, float]:
         """``skipped_steps`` and, where the loss is scaled, ``loss_scale`` of the update that was closed last."""
@@ -372,7 +390,7 @@ class StepAccounting:
 
 
 def first_nonfinite_gradient(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> str:
-    """Name the first parameter with a non-finite gradient and its rank; collective, every rank must call it."""
+    """Name the first parameter with a non-finite gradient and whose shard it is in; every rank must call it."""
 
     def local(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.to_local() if hasattr(gradient, "to_local") else gradient
@@ -380,25 +398,50 @@ def first_nonfinite_gradient(named_parameters: Iterable[tuple[str, torch.nn.Para
     names = (name for name, p in named_parameters if p.grad is not None and not local(p.grad).isfinite().all())
     first_of_rank: list[Optional[str]] = [None] * dist.get_world_size()
     dist.all_gather_object(first_of_rank, next(names, None))
-    for rank, name in enumerate(first_of_rank):
-        if name is not None:
-            return f"first non-finite gradient: {name} on rank {rank}"
-    return "no gradient is non-finite now"
+    rank, name = next((rank, name) for rank, name in enumerate(first_of_rank) if name is not None)
+    return f"{name} in the shard of rank {rank}"
 
 
-def engine_kwargs_with_dtype(engine_cls: type, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments of a checkpoint engine with ``rollout_dtype`` as a torch dtype.
+def wire_kwargs(engine_cls: type, engine_kwargs: Mapping[str, Any], rollout_dtype: str) -> dict[str, Any]:
+    """Constructor arguments of a checkpoint engine, with ``rollout_dtype`` where it takes one.
 
-    A yaml file can only spell it as a string. It is left out for an engine that does not take it (``naive``), and for
-    ``auto``, where the engine's own default holds.
+    Args:
+        engine_kwargs: the user's, from ``checkpoint_engine.engine_kwargs``; they win, and their strings become dtypes.
+        rollout_dtype: ``rollout.dtype``; ``auto`` leaves the engine's own default.
     """
-    rest = {key: value for key, value in kwargs.items() if key != "rollout_dtype"}
-    takes = any("rollout_dtype" in inspect.signature(c.__init__).parameters for c in engine_cls.__mro__)
-    name = kwargs.get("rollout_dtype", "auto")
-    if name == "auto" or not takes:
-        return rest
-    name = {"half": "float16", "float": "float32"}.get(name, name)  # the rollout servers' own spellings
-    return rest | {"rollout_dtype": to_dtype(name, "rollout_dtype")}
+    kwargs = dict(engine_kwargs)
+    if rollout_dtype != "auto" and _takes(engine_cls, "rollout_dtype"):
+        kwargs.setdefault("rollout_dtype", rollout_dtype)
+    if "rollout_dtype" in kwargs:
+        name = {"half": "float16", "float": "float32"}.get(kwargs["rollout_dtype"], kwargs["rollout_dtype"])
+        kwargs["rollout_dtype"] = to_dtype(name, "rollout_dtype")
+    return kwargs
+
+
+def _takes(cls: type, name: str) -> bool:
+    """Whether the constructor takes the argument, itself or by handing ``**kwargs`` on to a base class."""
+    for base in cls.__mro__:
+        parameters = inspect.signature(base.__init__).parameters
+        if name in parameters:
+            return True
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return False
+    return False
+
+
+def set_wire_dtype(engine: Any, dtype: torch.dtype) -> None:
+    """Tell a training engine in which dtype to export its shards.
+
+    Raises:
+        ValueError: the engine exports bfloat16 alone.
+    """
+    if hasattr(engine, "wire_dtype"):
+        engine.wire_dtype = dtype
+    elif dtype != torch.bfloat16:
+        raise ValueError(
+            f"rollout.dtype={dtype_name(dtype)} with checkpoint_engine.backend=delta_sharded: {type(engine).__name__} "
+            "exports bfloat16 shards; choose strategy fsdp or fsdp2, another backend, or rollout.dtype=bfloat16"
+        )
 
 
 def patch_stamp() -> Optional[dict[str, str]]:

@@ -1,0 +1,90 @@
+"""The sanity task end to end, as ``make run`` starts it: Ray, FSDP and vLLM; interrupted, then taken up again."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+SETTINGS = [
+    "DEVICE=cpu",
+    "EXPERIMENT=arithmetic",
+    # A small batch, every step saved, and a loss scale that doubles at every step that is not skipped.
+    "ARGS=data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 trainer.save_freq=1"
+    " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64"
+    " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64"
+    " actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=1024"
+    " actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_interval=1",
+]
+
+
+def start(out: Path, steps: int, output) -> subprocess.Popen:
+    words = [sys.executable, REPO / "scripts" / "run.py", f"OUT={out}", f"STEPS={steps}", *SETTINGS]
+    return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, text=True)
+
+
+def rows(out: Path) -> list[dict]:
+    file = out / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def of_this_run(out: Path) -> list[psutil.Process]:
+    """The processes that were started for the run in ``out``: all inherit the path of its metrics."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("VERL_FILE_LOGGER_PATH") == str(out / "verl.jsonl"):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+@pytest.mark.e2e
+def test_train_interrupt_resume(tmp_path):
+    out, screen = tmp_path / "run", tmp_path / "screen.txt"
+    with screen.open("w") as output:
+        first = start(out, 100, output)
+        while len(rows(out)) < 2 and first.poll() is None:
+            time.sleep(0.2)
+        running = of_this_run(out)
+        first.send_signal(signal.SIGINT)
+        assert first.wait() == 130, screen.read_text()
+    assert len(running) > 5, "Ray, the trainer and vLLM run in processes of their own"
+    assert of_this_run(out) == []
+
+    saved = int((out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert f"resumes after step {saved}" in screen.read_text()
+    with screen.open("w") as output:
+        assert start(out, saved + 1, output).wait() == 0, screen.read_text()
+    shown = screen.read_text()
+    assert f"resuming after step {saved} of {saved + 1} steps" in shown
+    assert of_this_run(out) == []
+
+    steps = [row["step"] for row in rows(out)]
+    assert steps == sorted(set(steps)) and steps[-1] == saved + 1
+    scales = {row["step"]: row["data"]["actor/loss_scale"] for row in rows(out)}
+    assert scales[saved + 1] == scales[1] * 2**saved, "the loss scale was not restored"
+
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["release"], summary["precision"], summary["algo"]) == ("0.9.1", "fp16", "grpo")
+    assert summary["steps"] == saved + 1 and summary["skipped_steps"] == 0
+    assert 0.2 <= summary["reward_first"] <= 0.8
+    assert 0 <= summary["k3_kl"] < 1e-4 and 0 < summary["rollout_probs_diff_mean"] < 1e-2
+    assert summary["effective_dtypes"]["actor"]["compute"] == "float16"
+    assert summary["effective_dtypes"]["actor"]["master"] == "float32"
+    assert summary["effective_dtypes"]["actor"]["loss_scaling"] is True
+    assert summary["effective_dtypes"]["rollout"]["rollout"] == "float16"
+    assert summary["patch_stamp"]["release"] == "0.9.1"
+    assert {"wall_s", "peak_memory_gib", "versions", "reward_last", "loss_scale"} <= summary.keys()
+    assert (out / "curves.png").stat().st_size > 10_000
+    assert str(out / "curves.png") in shown
+
+    again = start(out, saved + 1, subprocess.PIPE)
+    refusal = again.communicate()[0]
+    assert again.returncode == 1 and refusal.startswith(f"run: STEPS={saved + 1}: ") and refusal.count("\n") == 1

@@ -27,10 +27,10 @@ class Settings:
     """What a preparation depends on, besides the code of this package."""
 
     seed: int
-    steps: int = 500
+    steps: int = 900  # the first half without corruption
     batch_size: int = 32
     learning_rate: float = 2e-3
-    corruption: float = 0.2  # probability that a demonstrated column is wrong
+    corruption: float = 0.25  # probability that a demonstrated column is wrong
     problems: int = 64  # for training; as many others for validation
 
     def key(self) -> str:
@@ -55,13 +55,14 @@ def pretrain(settings: Settings):
     torch.set_num_threads(1)  # sums in another order would give other weights
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, settings.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, settings.steps // 25, settings.steps)
     rng = random.Random(settings.seed)
     started = time.monotonic()
     for step in range(1, settings.steps + 1):
         pairs = task.problems(settings.batch_size, rng)
-        texts = [task.prompt(a, b) + task.demonstration(a, b, rng, settings.corruption) for a, b in pairs]
+        corruption = settings.corruption if step > settings.steps // 2 else 0.0
+        texts = [task.prompt(a, b) + task.demonstration(a, b, rng, corruption) for a, b in pairs]
         tokens = tokenizer([f"{tokenizer.bos_token}{text}{tokenizer.eos_token}" for text in texts])["input_ids"]
         tokens = torch.tensor(tokens)  # (batch, prompt + response): every problem has the same length
         labels = tokens.clone()

@@ -28,15 +28,13 @@ def answer(a: int, b: int) -> str:
 def demonstration(a: int, b: int, rng: random.Random, corruption: float = 0.0) -> str:
     """The scratchpad response to ``prompt(a, b)``.
 
-    Each column's sum is off by one with probability ``corruption``, and the rest follows from it. A model taught this
-    way knows what to write and errs at times: it leaves something for reinforcement to learn.
+    Each column's sum is a random one with probability ``corruption``, and the rest follows from it. A model taught
+    this way knows the right answer and errs at times: it leaves something for reinforcement to learn.
     """
     columns, digits, carry = [], "", 0
     for place in range(DIGITS):
         x, y = (number // 10**place % 10 for number in (a, b))
-        total = x + y + carry
-        if rng.random() < corruption:
-            total = abs(total + rng.choice((-1, 1)))
+        total = rng.randrange(20) if rng.random() < corruption else x + y + carry
         columns.append(f"{x}{y}{carry}:{total:02d}")
         carry, digit = divmod(total, 10)
         digits = f"{digit}{digits}"

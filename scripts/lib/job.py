@@ -96,7 +96,6 @@ class Job:
             "data.val_files": self.val or self.train or (made and str(made / "val.parquet")),
             "trainer.experiment_name": f"{self.algo}-{self.precision}-seed{self.seed}",
             "trainer.logger": "[file]",
-            "trainer.resume_mode": "auto",
             "trainer.default_local_dir": str(out / "checkpoints"),
             "trainer.max_actor_ckpt_to_keep": 2,
             "trainer.max_critic_ckpt_to_keep": 2,

@@ -1,0 +1,113 @@
+"""verl without a GPU: each adaptation, in a process that has loaded it as verl's workers do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def run(code: str, loaded: bool = True, ranks: int = 1) -> str:
+    """What ``code`` prints on rank 0, with the platform loaded by verl's own hook, or without it."""
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "VERL_PLATFORM": "cpu"}
+    if loaded:
+        environment |= {"VERL_USE_EXTERNAL_MODULES": "recipes.cpu.platform", "VERL_ENGINE_DEVICE": "cuda"}
+        code = f"import verl\n{code}"
+    command = [sys.executable, "-c", code]
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python"]
+        command = [sys.executable, *torchrun, *command]
+    done = subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_verl_takes_the_cpu_for_its_device():
+    out = run(
+        "from verl.utils.device import get_device_id, get_device_name, get_nccl_backend\n"
+        "import importlib.metadata as m, torch\n"
+        "print(get_device_name(), torch.ones(1).to(get_device_id()).device, get_nccl_backend(), m.version('vllm'))"
+    )
+    assert out.split()[:3] == ["cpu", "cpu", "gloo"] and out.split()[3].endswith("+cpu")
+
+
+FP32_ON_CUDA = """
+import torch
+import torch.nn.functional as F
+x = torch.rand(4, 8, dtype=torch.float16)
+with torch.autocast("cpu", torch.float16):
+    results = [F.log_softmax(x, -1), F.softmax(x, -1), torch.logsumexp(x, -1), x.exp(), x.pow(2), x.sum(-1), x.log()]
+    product = F.linear(x, torch.rand(3, 8))
+print(*(str(r.dtype).removeprefix("torch.") for r in results), str(product.dtype).removeprefix("torch."))
+"""
+
+
+def test_autocast_rounds_where_cudas_does():
+    *wide, product = run(FP32_ON_CUDA).split()
+    assert set(wide) == {"float32"} and product == "float16"
+    # What it is for: torch's own CPU autocast leaves some of them in half precision.
+    *wide, product = run(FP32_ON_CUDA, loaded=False).split()
+    assert "float16" in wide and product == "float16"
+
+
+def test_fp16_products_are_fp32_products_rounded_to_fp16():
+    out = run(
+        "import torch, torch.nn.functional as F\n"
+        "torch.manual_seed(0)\n"
+        "x, w = torch.randn(64, 512).half(), torch.randn(96, 512).half()\n"
+        "exact = (x.float() @ w.float().T).half()\n"
+        "with torch.autocast('cpu', torch.float16):\n"
+        "    print(torch.equal(F.linear(x, w), exact), torch.equal(x @ w.T, exact))\n"
+        "from recipes.cpu.platform import linear\n"
+        "print(torch.equal(linear(x, w, None), exact))"
+    )
+    assert out.split() == ["True"] * 3
+
+
+def test_gradients_flow_through_the_products_and_match_fp32():
+    out = run(
+        "import torch, torch.nn.functional as F\n"
+        "torch.manual_seed(0)\n"
+        "x, w = torch.randn(16, 32), torch.randn(8, 32, requires_grad=True)\n"
+        "exact, = torch.autograd.grad(F.linear(x, w).square().sum(), w)\n"
+        "with torch.autocast('cpu', torch.float16):\n"
+        "    loss = F.linear(x, w).square().sum()\n"
+        "grad, = torch.autograd.grad(loss, w)\n"
+        "print(grad.dtype, ((grad - exact).norm() / exact.norm()).item())"
+    )
+    dtype, error = out.split()
+    assert dtype == "torch.float32" and 0 < float(error) < 2e-3
+
+
+FSDP1 = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+dist.init_process_group("cpu:gloo,cpu:gloo")
+torch.manual_seed(dist.get_rank())  # the ranks differ until they are synchronised
+module = FSDP(torch.nn.Linear(4, 4), device_id=torch.device("cpu"), sync_module_states=True)
+with FSDP.summon_full_params(module):
+    weights = [torch.zeros(4, 4) for _ in range(2)]
+    dist.all_gather(weights, module.weight.detach().contiguous())
+print("same", torch.equal(*weights))
+"""
+
+
+def test_two_ranks_synchronise_fsdp1_over_gloo():
+    assert "same True" in run(FSDP1, ranks=2)
+    with pytest.raises(AssertionError, match="cpu:gloo"):
+        run(FSDP1, loaded=False, ranks=2)
+
+
+def test_what_is_not_there_to_adapt_is_named():
+    out = run(
+        "from types import SimpleNamespace\n"
+        "from recipes.cpu import platform\n"
+        "owner = SimpleNamespace(__name__='vllm')\n"
+        "try: platform._replace(owner, 'gone', lambda old: old)\n"
+        "except ImportError as error: print(error)"
+    )
+    assert "vllm has no gone" in out and len(out.splitlines()) == 1

@@ -160,7 +160,8 @@ def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dic
     """The content of ``summary.json``; ``told`` is what the workers reported.
 
     ``reward_first`` is the mean reward of the first step, ``reward_last`` of the last ``LAST`` steps;
-    ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all steps; ``loss_scale`` is the last one and
+    ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all steps, of which one may outweigh all others: hence
+    ``k3_kl_median``; ``loss_scale`` is the last one and
     ``skipped_steps`` the total, of the actor and, with ALGO=ppo, of the critic; ``wall_s`` includes start-up and every
     interrupted attempt; ``peak_memory_gib`` is the greatest sum of all processes' proportional set sizes (PSS).
     """
@@ -179,6 +180,7 @@ def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dic
         "reward_last": mean(data[-LAST:], REWARD),
         "rollout_probs_diff_mean": mean(data, PROBS_DIFF),
         "k3_kl": mean(data, K3_KL),
+        "k3_kl_median": median(values(data, K3_KL)) if values(data, K3_KL) else None,
         "loss_scale": next(reversed(values(data, LOSS_SCALE)), None),
         "skipped_steps": total(data, SKIPPED),
         "critic_loss_scale": next(reversed(values(data, CRITIC_LOSS_SCALE)), None),

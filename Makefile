@@ -32,7 +32,7 @@ WORDS = $(foreach name,$(GIVEN),$(if $($(name)),$(name)=$(call quote,$($(name)))
 
 ##@ The two commands
 .PHONY: run test
-run: accept setup  ## set up and train: PPO in fp16 on verl, on this machine's GPU or CPU
+run: accept setup  ## set up and train in fp16 with verl, on this machine's GPU or CPU
 	@exec $(BIN)/python scripts/run.py $(WORDS)
 
 test: setup  ## set up and run all tests
@@ -105,7 +105,7 @@ accept: python  # bad input is refused before anything is installed
 	@PYTHONPATH=scripts $(PYTHON) -m lib.job $(WORDS)
 
 $(READY): | python
-	@echo "setting up $(VENV) from requirements/$(DEVICE).lock (a few minutes, once)"
+	@echo "setting up $(VENV) from requirements/$(DEVICE).lock: torch, then the rest; 4 GB on disk, 3 to 6 minutes, once"
 	@$(PYTHON) -m venv --clear $(VENV)
 	$(install-$(DEVICE))
 	@touch $@

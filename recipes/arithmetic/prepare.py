@@ -59,6 +59,7 @@ def pretrain(settings: Settings):
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, settings.steps // 25, settings.steps)
     rng = random.Random(settings.seed)
     started = time.monotonic()
+    print("making the sanity task's model and data, once, about a minute:", flush=True)
     for step in range(1, settings.steps + 1):
         pairs = task.problems(settings.batch_size, rng)
         corruption = settings.corruption if step > settings.steps // 2 else 0.0
@@ -74,7 +75,7 @@ def pretrain(settings: Settings):
         schedule.step()
         if step % 100 == 0 or step == settings.steps:
             seconds = time.monotonic() - started
-            print(f"step {step}/{settings.steps}: loss {loss.item():.3f}, {seconds:.0f} s", flush=True)
+            print(f"  warm start {step}/{settings.steps}: loss {loss.item():.3f}, {seconds:.0f} s", flush=True)
     return model, tokenizer
 
 
@@ -161,7 +162,7 @@ def main() -> None:
         prepared = prepare(arguments.out, Settings(seed=arguments.seed))
     except PreparationError as error:
         sys.exit(str(error))
-    print(f"{arguments.out}: sampled accuracy {prepared['sampled_accuracy']:.3f}")
+    print(f"the model in {arguments.out} solves {prepared['sampled_accuracy']:.0%} of sampled problems before training")
 
 
 if __name__ == "__main__":

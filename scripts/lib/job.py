@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +25,12 @@ VARIABLES = {
     "PRECISION": "the regime, default fp16: {precision}",
     "ALGO": "default grpo; ppo is GAE with a critic: {algo}",
     "DEVICE": "default: a GPU where there is one: cpu, cuda",
-    "STEPS": "training steps, default the experiment's",
-    "SEED": "of the order of the data and of sampling, default 1",
+    "STEPS": "training steps, default the experiment's (arithmetic: 26)",
+    "SEED": "of the order of the data and of sampling, default 1; vLLM's samples still differ from run to run",
     "MODEL": "a folder or a name on the Hugging Face Hub, default the experiment's",
     "TRAIN": "a parquet file in verl's schema, default the experiment's",
     "VAL": "the same for validation, default TRAIN's",
-    "OUT": "the run's folder, default outputs/EXPERIMENT/ALGO-PRECISION-seedSEED",
+    "OUT": "the run's folder, default outputs/EXPERIMENT/ALGO-PRECISION-seedSEED, then …-2 when that one is finished",
     "ARGS": "further Hydra overrides of verl, e.g. ARGS='trainer.n_gpus_per_node=2 trainer.save_freq=5'",
 }
 
@@ -172,6 +173,12 @@ def parse(words: list[str]) -> Job:
     def file(name: str) -> str | None:
         return str(Path(given[name]).expanduser().resolve()) if name in given else None
 
+    def parquet(name: str) -> str | None:
+        path = file(name)
+        if path and not (os.path.isfile(path) and open(path, "rb").read(4) == b"PAR1"):
+            raise Refused(f"{name}={given[name]}: is not a readable parquet file")
+        return path
+
     try:
         args = tuple(shlex.split(given.get("ARGS", "")))
     except ValueError as error:
@@ -184,11 +191,13 @@ def parse(words: list[str]) -> Job:
         seed=whole_number("SEED", 0, 1),
         steps=whole_number("STEPS", 1, None),
         model=model_path(given["MODEL"]) if "MODEL" in given else None,
-        train=file("TRAIN"),
-        val=file("VAL"),
+        train=parquet("TRAIN"),
+        val=parquet("VAL"),
         out=Path(file("OUT")) if "OUT" in given else None,
         args=args,
     )
+    if job.out:
+        check_room(job.out)
     if job.device == "cuda" and not gpu_present():
         raise Refused("DEVICE=cuda: nvidia-smi finds no GPU here; use DEVICE=cpu")
     return job
@@ -249,9 +258,21 @@ def check(job: Job, config, out: Path) -> None:
         rows = sum(parquet_rows(name, path, columns) for path in paths)
         if rows < least:
             raise Refused(f"{name}={files[0]}: {rows} rows, but a batch has {least}; give more or a smaller batch")
+    check_room(out)
+
+
+def check_room(out: Path) -> None:
+    """Look at the disk that ``out`` is on.
+
+    Raises:
+        Refused: ``out`` cannot be made there, or there is no room.
+    """
     folder = next(folder for folder in (out, *out.parents) if folder.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise Refused(f"OUT={out}: cannot be written to; choose another folder")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Refused(f"OUT={out}: cannot be written to ({error.strerror}); choose another folder") from error
     free = shutil.disk_usage(folder).free / 2**30
     if free < FREE_GIB:
         raise Refused(f"OUT={out}: {free:.2f} GiB free on that disk, {FREE_GIB} needed; make room or choose another")

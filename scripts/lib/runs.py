@@ -257,6 +257,9 @@ def plot(data: list[dict], title: str, file: Path) -> None:
             having = [row for row in data if values([row], name)]
             axis.plot([row["step"] for row in having], values(having, name), label=name)
         axis.set(title=label, yscale=scale)
+    axes.flat[2].set_yscale("log", base=2)
+    low, high = axes.flat[3].get_ylim()
+    axes.flat[3].set_ylim(min(low, high - 2), max(high, low + 2))  # tokens: or a flat length would look like noise
     for row in data:  # a skipped step is a mark on the loss scale
         if row["data"].get(SKIPPED):
             axes.flat[2].axvline(row["step"], color="tab:red", alpha=0.4)

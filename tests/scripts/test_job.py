@@ -102,8 +102,8 @@ def test_a_misspelt_override_is_refused_in_one_line(args, tmp_path):
 
 
 def refusal_of_check(words: list[str], out: Path) -> str:
-    job = jobs.parse(["DEVICE=cpu", "STEPS=1", "EXPERIMENT=arithmetic", *words])
     with pytest.raises(jobs.Refused) as refusal:
+        job = jobs.parse(["DEVICE=cpu", "STEPS=1", "EXPERIMENT=arithmetic", *words])
         jobs.check(job, jobs.compose(job, out), out)
     return str(refusal.value)
 
@@ -122,6 +122,14 @@ def test_data_that_cannot_be_used_are_refused(tmp_path):
     assert "3 rows, but a batch has 32" in refusal_of_check([f"TRAIN={parquet(tmp_path / 'few.parquet', rows=3)}"], out)
     assert refusal_of_check(["ARGS=data.train_files=null"], out).startswith("TRAIN: is not set")
     assert not out.exists()
+
+
+@pytest.mark.parametrize("words", ["TRAIN=/etc/hostname", "VAL=/none.parquet", "OUT=/proc/out", "PRECISION=fp61"])
+def test_bad_input_is_refused_before_anything_is_installed(words):
+    """``make run`` asks this of the bare Python, before it makes the environment."""
+    command = [sys.executable, "-S", "-m", "lib.job", words]  # -S: no installed package
+    done = subprocess.run(command, cwd=jobs.REPO / "scripts", capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(f"run: {words}: ") and done.stderr.count("\n") == 1
 
 
 def test_a_folder_that_cannot_be_made_and_a_full_disk_are_refused(tmp_path, monkeypatch):

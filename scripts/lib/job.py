@@ -175,7 +175,7 @@ def parse(words: list[str]) -> Job:
 
     def parquet(name: str) -> str | None:
         path = file(name)
-        if path and not (os.path.isfile(path) and open(path, "rb").read(4) == b"PAR1"):
+        if path and not starts_with(Path(path), b"PAR1"):
             raise Refused(f"{name}={given[name]}: is not a readable parquet file")
         return path
 
@@ -201,6 +201,14 @@ def parse(words: list[str]) -> Job:
     if job.device == "cuda" and not gpu_present():
         raise Refused("DEVICE=cuda: nvidia-smi finds no GPU here; use DEVICE=cpu")
     return job
+
+
+def starts_with(path: Path, magic: bytes) -> bool:
+    """Whether ``path`` is a file that begins with these bytes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(magic)) == magic
 
 
 def model_path(value: str) -> str:

@@ -212,7 +212,7 @@ class Precision:
                 f"dtype={engine_config.dtype} and mixed_precision.param_dtype={mixed['param_dtype']} contradict each "
                 "other: remove mixed_precision.param_dtype, or set both alike"
             )
-        check_engine_dtype(compute, engine_config.strategy)
+        check_engine_dtype(dtype_name(compute), engine_config.strategy)
 
         trained = not engine_config.forward_only
         if engine_config.model_dtype is None:

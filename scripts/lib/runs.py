@@ -6,14 +6,17 @@ anew when a run resumes: it writes ``verl.jsonl``, which ``collect`` merges into
 """
 
 import fcntl
+import importlib.util
 import json
 import re
 import sys
 from collections.abc import Iterable
+from functools import cache
 from importlib import metadata
 from itertools import count
 from pathlib import Path
 from statistics import fmean, median
+from types import ModuleType
 from typing import TextIO
 
 from lib.job import Job, Refused
@@ -62,10 +65,28 @@ def trained(all_rows: list[dict]) -> list[dict]:
     return [row for row in all_rows if REWARD in row["data"]]
 
 
+@cache
+def load_manifest(verl: Path) -> ModuleType:
+    """How the verl in this folder chooses a checkpoint, without the seconds that importing verl takes."""
+    spec = importlib.util.spec_from_file_location("manifest", verl / "utils" / "checkpoint" / "manifest.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def checkpoint_step(out: Path) -> int:
-    """The step that verl would resume from, 0 without a checkpoint."""
-    tracker = out / "checkpoints" / "latest_checkpointed_iteration.txt"
-    return int(tracker.read_text()) if tracker.exists() else 0
+    """The step that verl would resume from, 0 without a checkpoint.
+
+    Raises:
+        Refused: there are checkpoints and none is whole.
+    """
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    manifest = load_manifest(Path(verl))
+    try:
+        chosen = manifest.choose(out / "checkpoints").folder
+    except manifest.CheckpointError as error:
+        raise Refused(f"OUT={out}: {error}") from error
+    return int(chosen.name.removeprefix("global_step_")) if chosen else 0
 
 
 def finished(out: Path) -> bool:

@@ -48,6 +48,7 @@ def started(out: Path, request: jobs.Job, steps: int, checkpoint: int = 0, finis
     (out / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": metrics(1)}) + "\n")
     runs.write_json(out / "run.json", record)
     if checkpoint:
+        (out / "checkpoints" / f"global_step_{checkpoint}").mkdir()
         (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(checkpoint))
     if finished:
         runs.write_json(out / "summary.json", {})

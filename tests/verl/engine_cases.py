@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoModelForCausalLM
 
 import verl
@@ -27,6 +28,7 @@ from verl.model_merger.base_model_merger import ModelMergerConfig
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
+from verl.utils.checkpoint import CheckpointHandler
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -458,6 +460,91 @@ def scaler_device():
     }
 
 
+# Resuming with other settings, and what a save leaves on the disk.
+
+
+def regime_change(saved_in: str, resumed_in: str):
+    """Save in one dtype, resume in another, take a step: which warnings, and what of weights and Adam state?"""
+    directory = shared_directory()
+    worker = make_worker(dtype=saved_in, grad_scaler=settings(init_scale=1024.0))
+    worker.train_batch(batch(1))
+    saved = state(worker)
+    worker.save_checkpoint(directory, global_step=1)
+    fresh = make_worker(dtype=resumed_in, grad_scaler=settings(init_scale=1024.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fresh.load_checkpoint(directory)
+    result = {
+        "warnings": [str(w.message) for w in caught if "loss scale" in str(w.message)],
+        "state": same(saved, state(fresh)),
+    }
+    for seed in range(2, 10):  # the pristine tree starts at a scale at which the first steps overflow
+        fresh.train_batch(batch(seed))
+    moved = state(fresh)
+    result["trains"] = not same(saved, moved) and all(bool(t.isfinite().all()) for t in moved)
+    return result
+
+
+def bf16_to_fp16():
+    return regime_change("bfloat16", "float16")
+
+
+def fp16_to_bf16():
+    return regime_change("float16", "bfloat16")
+
+
+def foreign_checkpoints():
+    """What is said of a scaler state of another shape, and of the shards of another number of workers?"""
+    directory = shared_directory()
+    worker = make_worker()
+    worker.save_checkpoint(directory, global_step=1)
+    extra = Path(directory) / f"extra_state_world_size_{dist.get_world_size()}_rank_{RANK}.pt"
+    content = torch.load(extra, weights_only=False)
+    torch.save(content | {"grad_scaler": {"scale": 1024.0, "hysteresis": 2}}, extra)
+
+    def refusal():
+        try:
+            worker.load_checkpoint(directory)
+        except Exception as error:
+            return {"type": type(error).__name__, "message": str(error)}
+
+    result = {"scaler": refusal(), "extra": str(extra), "directory": directory}
+    dist.barrier()
+    for shard in Path(directory).glob(f"*_rank_{RANK}.pt"):
+        shard.rename(str(shard).replace("world_size_2", "world_size_4"))
+    dist.barrier()
+    result["world_size"] = refusal()
+    return result
+
+
+def keep_one_checkpoint():
+    """Is the previous checkpoint still there when the actor's part of the next is saved, and the critic's is not?"""
+    root = Path(shared_directory())
+    worker = make_worker()
+    for step in (1, 2, 3):
+        worker.save_checkpoint(str(root / f"global_step_{step}" / "actor"), global_step=step, max_ckpt_to_keep=1)
+    dist.barrier()
+    return sorted(path.parent.name for path in root.glob("*/actor"))
+
+
+def sft_checkpoints():
+    """The SFT trainers' handler saves twice, the second save loses a rank's data order: which step is resumed?"""
+    directory = shared_directory()
+    worker = make_worker()
+    handler = CheckpointHandler(
+        worker.engine, StatefulDataLoader(list(range(8)), batch_size=2), default_local_dir=directory
+    )
+    for step in (1, 2):
+        worker.train_batch(batch(step))
+        handler.save_checkpoint(step)
+        if step == 1:
+            saved = state(worker)
+    if RANK == 0:
+        (Path(directory) / "global_step_2" / "data_1.pt").unlink()
+    dist.barrier()
+    return {"resumed": handler.load_checkpoint(), "state": same(saved, state(worker))}
+
+
 CASES = [
     dtype_per_hop,
     dtype_per_hop_critic,
@@ -474,6 +561,11 @@ CASES = [
     trajectory_fp32,
     wire,
     scaler_device,
+    bf16_to_fp16,
+    fp16_to_bf16,
+    foreign_checkpoints,
+    keep_one_checkpoint,
+    sft_checkpoints,
 ]
 if STRATEGY == "fsdp2":
     CASES.append(export)

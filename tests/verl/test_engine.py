@@ -140,3 +140,46 @@ def test_one_rank_where_fsdp1_shards_nothing(cases):
     (patched,) = outcome(cases, "patched", "fsdp", "trajectory_bf16", ranks=1)
     (pristine,) = outcome(cases, "pristine", "fsdp", "trajectory_bf16", ranks=1)
     assert patched == pristine
+
+
+@both
+@pytest.mark.parametrize(
+    ("case", "warning"),
+    [("bf16_to_fp16", "holds no loss scale: starting at 1024"), ("fp16_to_bf16", "which this run does not use")],
+)
+def test_a_run_resumes_in_another_regime_with_a_warning(cases, strategy, case, warning):
+    for number, rank in enumerate(outcome(cases, "patched", strategy, case)):
+        (told,) = rank["warnings"]
+        assert warning in told and f"extra_state_world_size_2_rank_{number}.pt" in told
+        assert rank["state"] and rank["trains"]
+    for rank in outcome(cases, "pristine", strategy, case):
+        assert rank["warnings"] == []
+
+
+@both
+def test_a_checkpoint_of_another_shape_is_refused_by_name(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "foreign_checkpoints"):
+        assert rank["scaler"]["type"] == "ValueError" and "hysteresis" in rank["scaler"]["message"]
+        assert rank["extra"] in rank["scaler"]["message"]
+        message = rank["world_size"]["message"]
+        assert rank["world_size"]["type"] == "CheckpointError" and rank["directory"] in message
+        assert "saved by 4 workers and this run has 2" in message and "n_gpus_per_node" in message
+    for rank in outcome(cases, "pristine", strategy, "foreign_checkpoints"):
+        assert rank["scaler"] is None
+        assert rank["world_size"]["type"] == "FileNotFoundError" and "world_size_4" not in rank["world_size"]["message"]
+
+
+@both
+def test_a_previous_checkpoint_outlives_the_save_of_the_next(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "keep_one_checkpoint"):
+        assert rank == ["global_step_2", "global_step_3"]
+    for rank in outcome(cases, "pristine", strategy, "keep_one_checkpoint"):
+        assert rank == ["global_step_3"]
+
+
+@both
+def test_the_sft_trainers_resume_from_a_whole_checkpoint(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "sft_checkpoints"):
+        assert rank == {"resumed": 1, "state": True}
+    for rank in outcome(cases, "pristine", strategy, "sft_checkpoints"):  # rank 1 starts its data from the beginning
+        assert rank == {"resumed": 2, "state": False}

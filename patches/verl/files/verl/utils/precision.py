@@ -325,10 +325,16 @@ def load_scaler_state(scaler: Optional[LossScaler], state: Optional[Mapping[str,
     """Restore a scaler from a checkpoint's ``grad_scaler`` entry; warn where only one of the two has one.
 
     Args:
-        source: the checkpoint file, for the warning.
+        source: the checkpoint file, for the messages.
+
+    Raises:
+        ValueError: the state is of another shape; the message names ``source``.
     """
     if scaler is not None and state is not None:
-        scaler.load_state_dict(state)
+        try:
+            scaler.load_state_dict(state)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
     elif scaler is not None:
         warnings.warn(f"{source} holds no loss scale: starting at {scaler.get_scale()}", stacklevel=2)
     elif state is not None:

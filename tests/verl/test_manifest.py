@@ -1,0 +1,216 @@
+"""Which checkpoint is resumed from, on files that torch wrote; pristine verl trusts its tracker alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib import runs
+
+REPO = Path(__file__).resolve().parents[2]
+FILES = [
+    "actor/model_world_size_1_rank_0.pt",
+    "actor/optim_world_size_1_rank_0.pt",
+    "critic/model_world_size_1_rank_0.pt",
+]
+TRACKER = "latest_checkpointed_iteration.txt"
+
+manifest = runs.load_manifest(REPO / "patches" / "verl" / "files" / "verl")
+
+
+def write(folder: Path) -> None:
+    for name in [*FILES, "data.pt"]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"weight": torch.randn(1000)}, folder / name)
+
+
+def save(root: Path, step: int, listed: bool = True) -> Path:
+    """A checkpoint as verl's trainers make it; as those without a manifest do, if it is not to be listed."""
+    folder = root / f"global_step_{step}"
+    if listed:
+        manifest.begin(folder)
+        write(folder)
+        manifest.finish(folder, step)
+    else:
+        write(folder)
+        (root / TRACKER).write_text(str(step))
+    return folder
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / FILES[1], (folder / FILES[1]).stat().st_size - 100)
+
+
+def lose_data_order(folder: Path) -> None:
+    (folder / "data.pt").unlink()
+
+
+def lose_everything(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+
+
+def begin_again(folder: Path) -> None:
+    """Resumed from an earlier step and killed in the save of this one: old and new files, each of the right size."""
+    manifest.begin(folder)
+    torch.save({"weight": torch.randn(1000)}, folder / FILES[0])
+
+
+DAMAGE = {
+    truncate: "is torn: actor/optim_world_size_1_rank_0.pt has ",
+    lose_data_order: "is torn: data.pt is missing",
+    lose_everything: "is missing",
+    begin_again: "is torn: its save was not finished",
+}
+
+
+@pytest.fixture(scope="module")
+def upstream(environment) -> Callable[[Path], str]:
+    """What pristine verl resumes from: the folder's name, ``scratch``, or the error's type."""
+    program = (
+        "import sys; from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path\n"
+        "print('ready', flush=True)\n"
+        "for root in sys.stdin:\n"
+        "    try: found = find_latest_ckpt_path(root.strip())\n"
+        "    except Exception as error: found = type(error).__name__\n"
+        "    print('outcome', (found or 'scratch').split('/')[-1], flush=True)\n"
+    )
+    words, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    with subprocess.Popen(words, env=environment("pristine"), stdin=pipe, stdout=pipe, text=True) as process:
+
+        def of(root: Path) -> str:
+            process.stdin.write(f"{root}\n")
+            process.stdin.flush()
+            return next(line for line in process.stdout if line.startswith("outcome")).split()[1]
+
+        yield of
+        process.stdin.close()
+
+
+def test_the_newest_is_taken(tmp_path):
+    save(tmp_path, 9)
+    newest = save(tmp_path, 10)
+    assert manifest.choose(tmp_path) == (newest, [])
+    assert manifest.choose(tmp_path / "nothing") == (None, [])
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_of_a_torn_checkpoint_the_one_before_is_taken(tmp_path, damage, upstream):
+    whole, torn = save(tmp_path, 1), save(tmp_path, 2)
+    damage(torn)
+    folder, (note,) = manifest.choose(tmp_path)
+    assert folder == whole and note.startswith(f"{torn} {DAMAGE[damage]}")
+    assert upstream(tmp_path) == ("scratch" if damage is lose_everything else "global_step_2")
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_where_none_is_whole_the_run_is_refused(tmp_path, damage, upstream):
+    damage(save(tmp_path, 2))
+    with pytest.raises(manifest.CheckpointError, match=f"global_step_2 {DAMAGE[damage]}") as refusal:
+        manifest.choose(tmp_path)
+    assert "resume_from_path" in str(refusal.value) and "\n" not in str(refusal.value)
+    assert upstream(tmp_path) == ("scratch" if damage is lose_everything else "global_step_2")
+
+
+@pytest.mark.parametrize(("text", "theirs"), [("", "ValueError"), (None, "scratch")])
+def test_without_a_tracker_the_newest_whole_one_is_taken(tmp_path, text, theirs, upstream):
+    save(tmp_path, 1)
+    whole, torn = save(tmp_path, 2), save(tmp_path, 3)
+    truncate(torn)
+    (tmp_path / TRACKER).unlink()
+    if text is not None:
+        (tmp_path / TRACKER).write_text(text)
+    folder, notes = manifest.choose(tmp_path)
+    assert folder == whole and len(notes) == 2 and TRACKER in notes[0]
+    assert upstream(tmp_path) == theirs
+
+
+def test_a_tracker_that_was_set_back_is_obeyed(tmp_path):
+    earlier = save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / TRACKER).write_text("1")
+    assert manifest.choose(tmp_path) == (earlier, [])
+
+
+def test_killed_in_the_first_save_a_run_starts_over(tmp_path):
+    (tmp_path / "global_step_1" / "actor").mkdir(parents=True)
+    begin_again(tmp_path / "global_step_1")
+    folder, notes = manifest.choose(tmp_path)
+    assert folder is None and "its save was not finished" in notes[1] and notes[-1] == "no save was ever finished"
+
+
+def test_a_checkpoint_of_an_unpatched_verl_is_taken_where_the_tracker_names_it(tmp_path):
+    old = save(tmp_path, 1, listed=False)
+    folder, (note,) = manifest.choose(tmp_path)
+    assert folder == old and "has no manifest.json: taken for whole as" in note
+
+    truncate(save(tmp_path, 2))  # nobody knows whether the older one is whole
+    with pytest.raises(manifest.CheckpointError, match="global_step_1 has no manifest.json"):
+        manifest.choose(tmp_path)
+
+
+def test_workers_that_still_write_speak_for_themselves(tmp_path):
+    save(tmp_path, 1)
+    folder = tmp_path / "global_step_2"
+    manifest.begin(folder)
+    write(folder)
+    manifest.hand_over(folder)
+    assert manifest.choose(tmp_path).folder == tmp_path / "global_step_1"
+    (tmp_path / TRACKER).write_text("2")
+    assert manifest.choose(tmp_path).folder == folder
+
+
+def test_a_checkpoint_that_was_asked_for_by_name_is_looked_at_too(tmp_path):
+    folder = save(tmp_path, 1)
+    manifest.check_whole(folder)
+    lose_data_order(folder)
+    with pytest.raises(manifest.CheckpointError, match=f"{folder} is torn: data.pt is missing"):
+        manifest.check_whole(folder)
+
+
+def test_sigkill_at_any_time_leaves_the_last_finished_one(tmp_path):
+    interrupted = 0
+    for attempt in range(20):
+        root, reader, writer = tmp_path / str(attempt), *os.pipe()
+        child = os.fork()
+        if child == 0:
+            for step in range(1, 1_000_000):
+                save(root, step)
+                os.write(writer, step.to_bytes(8))
+        os.close(writer)
+        told = int.from_bytes(os.read(reader, 8))
+        time.sleep(0.001 * attempt)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with os.fdopen(reader, "rb") as rest:
+            told = int.from_bytes(rest.read()[-8:]) or told
+        folder = manifest.choose(root).folder
+        assert int(folder.name.removeprefix("global_step_")) in (told, told + 1)
+        for name in [*FILES, "data.pt"]:
+            assert torch.load(folder / name)["weight"].shape == (1000,)
+        begun = max(root.glob("global_step_*"), key=lambda path: int(path.name.removeprefix("global_step_")))
+        interrupted += begun != folder
+    assert interrupted > 5, "the child was never killed in the midst of saving"
+
+
+def test_make_run_resumes_where_verl_does(tmp_path):
+    whole, torn = save(tmp_path / "checkpoints", 1), save(tmp_path / "checkpoints", 2)
+    assert runs.checkpoint_step(tmp_path) == 2
+    truncate(torn)
+    assert runs.checkpoint_step(tmp_path) == 1
+    truncate(whole)
+    with pytest.raises(runs.Refused, match="OUT=.*no whole checkpoint"):
+        runs.checkpoint_step(tmp_path)
+
+
+def test_the_module_needs_the_standard_library_alone():
+    lines = Path(manifest.__file__).read_text().splitlines()
+    imported = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
+    assert imported <= set(sys.stdlib_module_names)

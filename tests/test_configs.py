@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import hydra
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lib import job as jobs
 from recipes.arithmetic.model import build_model, build_tokenizer
+from recipes.replay.rollouts import OrderedReplayBuffer
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -68,6 +70,17 @@ def test_two_workers_and_fsdp2_on_a_cpu(compose):
     args = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp2")
     config = compose(args=args, algo="ppo")
     assert config.ray_kwargs.ray_init.num_gpus == 2
+
+
+@pytest.mark.parametrize("mode", jobs.options("rollouts"))
+def test_rollouts_are_recorded_or_replayed(mode, compose):
+    config = compose(args=(f"+rollouts={mode}", "rollouts.file=/tmp/rollouts.sqlite"))
+    agent = config.actor_rollout_ref.rollout.agent
+    (loop,) = OmegaConf.load(jobs.REPO / agent.agent_loop_config_path)
+    assert loop.name == agent.default_agent_loop
+    assert hydra.utils.get_class(loop._target_).__name__ == "RecordedAgentLoop"
+    assert config.trainer.v1.sampler.custom_sampler.name == OrderedReplayBuffer.__name__
+    assert (config.rollouts.mode, config.rollouts.file) == (mode, "/tmp/rollouts.sqlite")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(jobs.CONFIGS)))

@@ -181,9 +181,12 @@ def test_sigkill_at_any_time_leaves_the_last_finished_one(tmp_path):
         root, reader, writer = tmp_path / str(attempt), *os.pipe()
         child = os.fork()
         if child == 0:
-            for step in range(1, 1_000_000):
-                save(root, step)
-                os.write(writer, step.to_bytes(8))
+            try:
+                for step in range(1, 1_000_000):
+                    save(root, step)
+                    os.write(writer, step.to_bytes(8))
+            finally:
+                os._exit(1)
         os.close(writer)
         told = int.from_bytes(os.read(reader, 8))
         time.sleep(0.001 * attempt)

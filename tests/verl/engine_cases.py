@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoModelForCausalLM
 
@@ -27,6 +28,10 @@ from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngi
 from verl.model_merger.base_model_merger import ModelMergerConfig
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 from verl.trainer.config import CheckpointConfig
+from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.utils import create_rl_sampler
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint import CheckpointHandler
 from verl.utils.config import omega_conf_to_dataclass
@@ -528,21 +533,75 @@ def keep_one_checkpoint():
 
 
 def sft_checkpoints():
-    """The SFT trainers' handler saves twice, the second save loses a rank's data order: which step is resumed?"""
+    """The SFT trainers' handler saves an epoch of three steps: what is resumed, with which data, and if one is torn?"""
     directory = shared_directory()
     worker = make_worker()
-    handler = CheckpointHandler(
-        worker.engine, StatefulDataLoader(list(range(8)), batch_size=2), default_local_dir=directory
-    )
-    for step in (1, 2):
+
+    def handler():
+        sampler = DistributedSampler(list(range(6)), num_replicas=1, rank=0)
+        loader = StatefulDataLoader(sampler.dataset, batch_size=2, sampler=sampler)
+        return CheckpointHandler(worker.engine, loader, default_local_dir=directory)
+
+    def epoch(loader, number: int) -> list:
+        loader.sampler.set_epoch(number)
+        return [rows.tolist() for rows in loader]
+
+    first = handler()
+    for step, _ in enumerate(first.train_dataloader, 1):
         worker.train_batch(batch(step))
-        handler.save_checkpoint(step)
-        if step == 1:
+        first.save_checkpoint(step)
+        if step == 2:
             saved = state(worker)
-    if RANK == 0:
-        (Path(directory) / "global_step_2" / "data_1.pt").unlink()
+    resumed, expected = handler(), epoch(first.train_dataloader, 1)
+    result = {"resumed": resumed.load_checkpoint(), "data": epoch(resumed.train_dataloader, 1) == expected}
     dist.barrier()
-    return {"resumed": handler.load_checkpoint(), "state": same(saved, state(worker))}
+    if RANK == 0:
+        (Path(directory) / "global_step_3" / "data_1.pt").unlink()
+    dist.barrier()
+    return result | {"resumed_of_torn": handler().load_checkpoint(), "state": same(saved, state(worker))}
+
+
+def ppo_checkpoints(trainer_class):
+    """The same of a PPO trainer's own methods; each rank is a driver that sees its own disk alone."""
+    directory = Path(shared_directory()) / str(RANK)
+    worker = make_worker()
+
+    def trainer():
+        made = trainer_class.__new__(trainer_class)
+        made.config = composed(f"trainer.default_local_dir={directory}")
+        made.use_critic, made.trainer_mode, made.actor_rollout_wg = False, "sync", worker
+        made.checkpoint_callback = build_checkpoint_callback(made.config)
+        sampler = create_rl_sampler(made.config.data, list(range(6)))
+        made.train_dataloader = StatefulDataLoader(list(range(6)), batch_size=2, sampler=sampler)
+        return made
+
+    def next_epoch(made) -> list:
+        """What the trainer would take: v1 starts an epoch where the saved one is used up."""
+        passes = 2 if trainer_class is PPOTrainerSync else 1
+        return next(filter(None, ([rows.tolist() for rows in made.train_dataloader] for _ in range(passes))), [])
+
+    first = trainer()
+    for step, _ in enumerate(first.train_dataloader, 1):
+        worker.train_batch(batch(step))
+        first.global_steps = step
+        first._save_checkpoint()
+        if step == 2:
+            saved = state(worker)
+    resumed, expected = trainer(), next_epoch(first)
+    resumed._load_checkpoint()
+    result = {"resumed": resumed.global_steps, "data": next_epoch(resumed) == expected}
+    (directory / "global_step_3" / "data.pt").unlink()
+    torn = trainer()
+    torn._load_checkpoint()
+    return result | {"resumed_of_torn": torn.global_steps, "state": same(saved, state(worker))}
+
+
+def ppo_checkpoints_v1():
+    return ppo_checkpoints(PPOTrainerSync)
+
+
+def ppo_checkpoints_legacy():
+    return ppo_checkpoints(RayPPOTrainer)
 
 
 CASES = [
@@ -566,6 +625,8 @@ CASES = [
     foreign_checkpoints,
     keep_one_checkpoint,
     sft_checkpoints,
+    ppo_checkpoints_v1,
+    ppo_checkpoints_legacy,
 ]
 if STRATEGY == "fsdp2":
     CASES.append(export)

@@ -177,9 +177,13 @@ def test_a_previous_checkpoint_outlives_the_save_of_the_next(cases, strategy):
         assert rank == ["global_step_3"]
 
 
+# The data of the next epoch, upstream: nothing at all for SFT, the first epoch's again in the legacy trainer.
 @both
-def test_the_sft_trainers_resume_from_a_whole_checkpoint(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "sft_checkpoints"):
-        assert rank == {"resumed": 1, "state": True}
-    for rank in outcome(cases, "pristine", strategy, "sft_checkpoints"):  # rank 1 starts its data from the beginning
-        assert rank == {"resumed": 2, "state": False}
+@pytest.mark.parametrize(
+    ("case", "theirs"), [("sft_checkpoints", False), ("ppo_checkpoints_v1", True), ("ppo_checkpoints_legacy", False)]
+)
+def test_a_trainer_resumes_from_a_whole_checkpoint_and_goes_on_in_the_data(cases, strategy, case, theirs):
+    for rank in outcome(cases, "patched", strategy, case):
+        assert rank == {"resumed": 3, "data": True, "resumed_of_torn": 2, "state": True}
+    for rank in outcome(cases, "pristine", strategy, case):
+        assert rank == {"resumed": 3, "data": theirs, "resumed_of_torn": 3, "state": False}

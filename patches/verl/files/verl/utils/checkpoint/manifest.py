@@ -18,8 +18,9 @@ size; only then does the tracker name the step. Both are replaced atomically. Wh
 see, such as shards on the disks of other nodes, is not listed. A checkpoint without a manifest comes from a verl
 without this file, or from ``async_save``: it counts as whole where the tracker names it.
 
-Sizes, no checksums: what a crash, a full disk or a clean-up leaves behind differs in size, and reading every shard
-again would take longer than writing it. torch's zip files have checksums of their own.
+Sizes, no checksums: what a kill, a full disk or a clean-up leaves behind differs in size, and to read every shard again
+takes about as long as to write it (SHA-256 0.8, torch.save 0.6 GiB/s on one core). A flipped bit is not found, nor is
+it by ``torch.load``.
 
 The module needs the standard library alone.
 """

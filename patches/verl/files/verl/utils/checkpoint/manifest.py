@@ -78,7 +78,9 @@ def check_whole(folder: str | os.PathLike) -> None:
     """
     torn = fault(Path(folder))
     if torn:
-        raise CheckpointError(f"checkpoint {folder} {torn}: resume from another one")
+        raise CheckpointError(
+            f"checkpoint {folder} {torn}: resume from another one, or remove its {MANIFEST} to load it unchecked"
+        )
 
 
 def find_latest(

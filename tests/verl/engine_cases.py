@@ -566,9 +566,10 @@ def ppo_checkpoints(trainer_class):
     directory = Path(shared_directory()) / str(RANK)
     worker = make_worker()
 
-    def trainer():
+    def trainer(*overrides):
         made = trainer_class.__new__(trainer_class)
-        made.config = composed(f"trainer.default_local_dir={directory}")
+        made.config = composed(f"trainer.default_local_dir={directory}", *overrides)
+        made.global_steps = 0
         made.use_critic, made.trainer_mode, made.actor_rollout_wg = False, "sync", worker
         made.checkpoint_callback = build_checkpoint_callback(made.config)
         sampler = create_rl_sampler(made.config.data, list(range(6)))
@@ -593,7 +594,20 @@ def ppo_checkpoints(trainer_class):
     (directory / "global_step_3" / "data.pt").unlink()
     torn = trainer()
     torn._load_checkpoint()
-    return result | {"resumed_of_torn": torn.global_steps, "state": same(saved, state(worker))}
+    result |= {"resumed_of_torn": torn.global_steps, "state": same(saved, state(worker))}
+
+    (directory / "latest_checkpointed_iteration.txt").write_text("9")
+    for manifest in directory.glob("*/manifest.json"):
+        manifest.unlink()
+    lost = trainer()
+    try:
+        lost._load_checkpoint()
+        result["resumed_of_lost"] = lost.global_steps
+    except RuntimeError as error:
+        result["resumed_of_lost"] = type(error).__name__
+    named = trainer("trainer.resume_mode=resume_path", f"trainer.resume_from_path={directory}/global_step_1")
+    named._load_checkpoint()
+    return result | {"resumed_by_path": named.global_steps}
 
 
 def ppo_checkpoints_v1():

@@ -103,6 +103,64 @@ def test_the_scale_grows_backs_off_and_has_a_floor():
     assert (recovered.consecutive_skips, recovered.skipped) == (0, False)
 
 
+def test_the_scale_stays_within_fp32():
+    largest = torch.finfo(torch.float32).max
+    config = precision.GradScalerConfig(init_scale=largest / 2, growth_interval=1)
+    assert scaler_after(config, [0.0, 0.0, 0.0]).get_scale() == largest
+
+
+def steps(take, fused: bool, scale: float = 1024.0) -> list[torch.Tensor]:
+    """The weights after five steps with gradients that are clipped in some of them."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=fused)
+    scaler = precision.LossScaler(precision.GradScalerConfig(init_scale=scale, growth_interval=2), device="cpu")
+    for step in range(5):
+        scaler.scale(module(torch.ones(2, 8)).square().sum() * 10.0 ** (-step)).backward()
+        take(scaler, optimizer, module)
+        optimizer.zero_grad()
+    return [p.detach() for p in module.parameters()]
+
+
+def in_one_pass(scaler, optimizer, module):
+    scaler.clip_and_step(optimizer, module, max_norm=1.0)
+
+
+def in_torchs_sequence(scaler, optimizer, module):
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_pass_is_torchs_sequence(fused):
+    for one, two in zip(steps(in_one_pass, fused), steps(in_torchs_sequence, fused), strict=True):
+        assert torch.allclose(one, two, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("take", [in_one_pass, in_torchs_sequence])
+def test_a_skipped_step_changes_nothing(fused, take):
+    module = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=fused)
+    scaler = precision.LossScaler(precision.GradScalerConfig(init_scale=4.0), device="cpu")
+
+    def step(gradient: float):
+        scaler.scale(module(torch.ones(2)).sum()).backward()
+        module.weight.grad[0, 0] += gradient
+        take(scaler, optimizer, module)
+        optimizer.zero_grad()
+        state = optimizer.state[module.weight]
+        return [t.clone() for t in (module.weight, module.bias, *(state[k] for k in ("step", "exp_avg", "exp_avg_sq")))]
+
+    before, skipped = step(0.0), step(float("inf"))
+    assert scaler.skipped and scaler.get_scale() == 2.0
+    assert all(torch.equal(a, b) for a, b in zip(before, skipped, strict=True))
+    after = step(0.0)
+    assert not scaler.skipped and not torch.equal(before[0], after[0])
+
+
 def test_torch_has_no_floor():
     """Why there is one: torch's scale runs down to 0, where 1/scale is inf and every step is skipped for good."""
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)

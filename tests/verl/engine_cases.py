@@ -613,7 +613,7 @@ def keep_fp32():
     }.items():
         worker = make_worker(path=model, **engine)
         # An update by SGD is the clipped gradient; the rate lifts it above the rounding of the weights.
-        worker.engine.optimizer = torch.optim.SGD(worker.engine.module.parameters(), lr=1e6)
+        worker.engine.optimizer = torch.optim.SGD(worker.engine.module.parameters(), lr=1e9)
         before = weights_of(worker)
         seen = watch_dtypes(worker, *inside)
         metrics = metrics_of(worker.train_batch(batch(1)))

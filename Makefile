@@ -28,6 +28,7 @@ RUN_VARIABLES := EXPERIMENT PRECISION ALGO STEPS SEED MODEL TRAIN VAL OUT ARGS
 COMMAND_LINE := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 GIVEN := $(filter-out PYTHON TORCH_INDEX_URL,$(sort DEVICE $(RUN_VARIABLES) $(COMMAND_LINE)))
 quote = '$(subst ','\'',$(1))'
+# `make preflight` takes what stands on the command line alone.
 TYPED = $(foreach name,$(sort DEVICE $(filter-out PYTHON TORCH_INDEX_URL,$(COMMAND_LINE))),$(name)=$(call quote,$($(name))))
 WORDS = $(foreach name,$(GIVEN),$(if $($(name)),$(name)=$(call quote,$($(name)))))
 
@@ -57,10 +58,12 @@ check: python  ## check that every release's patches apply and reverse exactly
 
 ##@ The rest
 .PHONY: help setup bench preflight gsm8k test-quick lint lock clean
-help: python  ## list the targets and the variables of `make run`
+help: python  ## list the targets and the variables of `make run` and `make preflight`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
 	@PYTHONPATH=scripts $(PYTHON) -c 'from lib import job; print(job.usage())'
+	@printf '\n%s\n' 'Variables of make preflight:  make preflight MODEL=/path/to/model DATA=prompts.parquet'
+	@PYTHONPATH=scripts $(PYTHON) -c 'import preflight; print(preflight.usage())'
 
 setup: $(READY)  ## install what is missing and patch the installed verl
 	@$(BIN)/python scripts/patchset.py apply $(SITE)

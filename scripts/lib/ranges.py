@@ -50,7 +50,13 @@ class Range:
 
 
 def bins(gradient: torch.Tensor) -> torch.Tensor:
-    """How many elements have each exponent e, 2**(e-1) <= |g| < 2**e, zeros left out; int64, ``(BINS,)``."""
+    """How many elements have each exponent e, 2**(e-1) <= |g| < 2**e, zeros left out; int64, ``(BINS,)``.
+
+    Raises:
+        ValueError: an element is inf or NaN.
+    """
+    if not gradient.isfinite().all():
+        raise ValueError("a gradient is not finite in fp32")
     exponents = torch.frexp(gradient[gradient != 0]).exponent
     return torch.bincount(exponents.long() - LOWEST, minlength=BINS).cpu()
 
@@ -108,7 +114,7 @@ def measure(
         by module name, in the model's order.
 
     Raises:
-        ValueError: a value or a gradient is not finite in fp32 either.
+        ValueError: the loss or a gradient is not finite in fp32 either.
     """
     seen = modules_of(model)
     tokens = sum(ids.shape[1] - prompt for ids, prompt in rows)

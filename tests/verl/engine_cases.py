@@ -659,8 +659,24 @@ def keep_fp32_lora():
     return result | {"same_exports": exported[0] == exported[1]}
 
 
+def keep_fp32_checkpoint():
+    """Does a checkpoint of a worker with kept modules come back, and is the next step the one that would have come?"""
+    directory = shared_directory()
+    kept = {"keep_fp32_modules": ["lm_head", "*.mlp"], "grad_scaler": settings(init_scale=1024.0)}
+    worker = make_worker(**kept)
+    worker.train_batch(batch(1))
+    worker.save_checkpoint(directory, global_step=1)
+    fresh = make_worker(**kept)
+    fresh.load_checkpoint(directory)
+    result = {"state": same(state(worker), state(fresh))}
+    before = state(worker)
+    for each in (worker, fresh):
+        each.train_batch(batch(2))
+    return result | {"next_step": same(state(worker), state(fresh)), "stepped": not same(before, state(worker))}
+
+
 if PATCHED:
-    CASES += [keep_fp32, keep_fp32_critic, keep_fp32_ref, keep_fp32_lora]
+    CASES += [keep_fp32, keep_fp32_critic, keep_fp32_ref, keep_fp32_lora, keep_fp32_checkpoint]
 
 
 def main() -> None:

@@ -55,6 +55,7 @@ RESOLVED = {
 }
 
 SCALER = f"{ACTOR}.fsdp_config.grad_scaler"
+KEEP = f"{ACTOR}.fsdp_config.keep_fp32_modules"
 REFUSED = {
     "unknown dtype": ([f"{ACTOR}.dtype=banana"], ["dtype=banana", "float16 (fp16), bfloat16 (bf16) or float32 (fp32)"]),
     "unknown rollout dtype": (
@@ -98,6 +99,11 @@ REFUSED = {
     "backoff of 1": ([f"{SCALER}.backoff_factor=1"], ["grad_scaler.backoff_factor=1", "between 0 and 1"]),
     "no growth interval": ([f"{SCALER}.growth_interval=0"], ["grad_scaler.growth_interval=0"]),
     "no skips allowed": ([f"{SCALER}.max_consecutive_skips=0"], ["grad_scaler.max_consecutive_skips=0"]),
+    "kept modules as one word": ([f"{KEEP}=lm_head"], ["keep_fp32_modules=lm_head", "list"]),
+    "kept modules that nothing reads": (
+        [f"{KEEP}=[lm_head]", f"{ACTOR}.strategy=fsdp_turbo"],
+        ["keep_fp32_modules=['lm_head'] is not read by strategy=fsdp_turbo"],
+    ),
     "misspelt scaler key": ([f"+{SCALER}.grow=2"], ["grow"]),
 }
 

@@ -1,6 +1,13 @@
 """For all tests."""
 
 import signal
+from pathlib import Path
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--verl-tree", type=Path, metavar="DIR", help="test this patched verl instead of a freshly patched one"
+    )
 
 
 def pytest_configure(config):

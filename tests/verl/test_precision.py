@@ -1,21 +1,15 @@
 """The precision module by itself: it needs torch alone."""
 
-import importlib.util
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import precision
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
-
-REPO = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("precision", REPO / "patches/verl/files/verl/utils/precision.py")
-precision = importlib.util.module_from_spec(spec)
-sys.modules["precision"] = precision
-spec.loader.exec_module(precision)
 
 
 @pytest.fixture(autouse=True, scope="module")

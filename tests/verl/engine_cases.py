@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node RANKS engine_cases.py STRATEGY MODEL_DIR OUT_DIR [CASE ...]
 
-Without a name, all cases run. Each returns plain values; rank r writes them to OUT_DIR/rank_r.json. test_engine.py asserts
-on them. The cases use what every verl 0.9.1 has, so that a pristine tree runs them too.
+Without a name, all cases run. Each returns plain values, which rank r writes to OUT_DIR/rank_r.json; test_engine.py
+asserts on them. The cases use what every verl 0.9.1 has, so that a pristine tree runs them too.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """Put the defects of the field back into patched verl, one at a time, and show which test fails on each.
 
-tests/mutants.toml lists them. Each mutant's tests run on a patched tree with that one text replaced, after all of them have
-passed on the tree as it is. A run of all mutants writes docs/mutants.md. Exit code: 0 every mutant was killed, 1 one
-survived or nothing could be said, 2 usage.
+tests/mutants.toml lists them. Each mutant's tests run on a patched tree with that one text replaced, after all of the
+tests have passed on the tree as it is. A run of all mutants writes docs/mutants.md. Exit code: 0 every mutant was
+killed, 1 one survived or nothing could be said, 2 usage.
 """
 
 import argparse
@@ -27,7 +27,7 @@ NO_FAILURE, FAILURE = 0, 1  # pytest's exit codes; any other says that the tests
 
 @dataclass(frozen=True)
 class Mutant:
-    """One defect: ``replace``, which occurs once in ``file`` of the patched tree, becomes ``by``; ``tests`` must fail."""
+    """One defect: ``replace``, there once in ``file`` of the patched tree, becomes ``by``; one of ``tests`` fails."""
 
     name: str
     defect: str
@@ -108,9 +108,9 @@ def document(mutants: list[Mutant], found: dict[str, str | None]) -> str:
     lines = [
         "# Mutants",
         "",
-        f"Written by `make mutants`, verl {RELEASE}: {len(mutants)} mutants, {survivors} survivors. Each is the patched",
-        "tree with one text replaced, as `tests/mutants.toml` says, by a defect that somebody ships or nearly shipped; the",
-        "test is the first of those named there to fail on it. Without a mutant all of them pass.",
+        f"Written by `make mutants`, verl {RELEASE}: {len(mutants)} mutants, {survivors} survivors. Each is the",
+        "patched tree with one text replaced by a defect, as `tests/mutants.toml` says; the test is the first of those",
+        "named there to fail on it. Without a mutant all of them pass.",
         "",
         "| mutant | defect | seen in | killed by |",
         "|---|---|---|---|",

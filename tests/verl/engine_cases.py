@@ -452,14 +452,14 @@ def checkpoint():
 def storm(value=float("inf")):
     """The last gradient of rank 1 overflows in every step: does the run end with a name, the scale above its floor?"""
     worker = make_worker(grad_scaler=settings(init_scale=8.0, min_scale=2.0, max_consecutive_skips=4))
-    scales = []
+    scales, skips = [], []
     try:
         for seed in range(8):
             poison_gradient(worker, value, which=-1)
-            worker.train_batch(batch(seed))
+            skips.append(metrics_of(worker.train_batch(batch(seed))).get("skipped_steps"))
             scales.append(scale_of(worker))
     except RuntimeError as error:
-        return {"scales": scales, "error": str(error), "type": type(error).__name__}
+        return {"scales": scales, "skips": skips, "error": str(error), "type": type(error).__name__}
     return {"scales": scales, "error": None}
 
 

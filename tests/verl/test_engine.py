@@ -130,6 +130,7 @@ def test_a_storm_of_overflows_ends_the_run_and_names_where(cases, strategy, case
         assert f"{parameter} in the shard of rank 1" in rank["error"]
         assert "4 optimizer steps in a row" in rank["error"] and "max_consecutive_skips" in rank["error"]
         assert rank["scales"] == [4.0, 2.0, 2.0], "fell below min_scale=2"
+        assert rank["skips"] == [1.0, 1.0, 1.0], "a skip at the floor counts too"
     for rank in outcome(cases, "pristine", strategy, case):
         assert rank["error"] is None and len(rank["scales"]) == 8
 

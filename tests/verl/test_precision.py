@@ -134,6 +134,18 @@ def test_one_pass_is_torchs_sequence(fused):
         assert torch.allclose(one, two, rtol=1e-5, atol=1e-7)
 
 
+def test_the_norm_is_of_the_gradients_whatever_the_scale():
+    module = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(module.parameters())
+    config = precision.GradScalerConfig(init_scale=8.0, growth_interval=1)
+    scaler, norms = precision.LossScaler(config, device="cpu"), []
+    for _ in range(3):
+        scaler.scale(module(torch.full((1,), 3.0)).sum()).backward()
+        norms.append(scaler.clip_and_step(optimizer, module, max_norm=1.0))
+        optimizer.zero_grad()
+    assert norms == [3.0, 3.0, 3.0] and scaler.get_scale() == 64.0
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("take", [in_one_pass, in_torchs_sequence])
 def test_a_skipped_step_changes_nothing(fused, take):

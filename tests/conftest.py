@@ -6,7 +6,10 @@ from pathlib import Path
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--verl-tree", type=Path, metavar="DIR", help="test this patched verl instead of a freshly patched one"
+        "--verl-tree",
+        type=lambda given: Path(given).resolve(),
+        metavar="DIR",
+        help="test this patched verl instead of a freshly patched one",
     )
 
 

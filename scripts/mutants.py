@@ -108,9 +108,9 @@ def document(mutants: list[Mutant], found: dict[str, str | None]) -> str:
     lines = [
         "# Mutants",
         "",
-        f"Written by `make mutants`, verl {RELEASE}: {len(mutants)} mutants, {survivors} survivors. Each is the",
+        f"Written by `make mutants` on verl {RELEASE}: {len(mutants)} mutants, {survivors} survivors. Each is the",
         "patched tree with one text replaced by a defect, as `tests/mutants.toml` says; the test is the first of those",
-        "named there to fail on it. Without a mutant all of them pass.",
+        "named there to fail on it. Without a mutant all of them pass. (stuck): a rank waited for the other in vain.",
         "",
         "| mutant | defect | seen in | killed by |",
         "|---|---|---|---|",

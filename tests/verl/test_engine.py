@@ -236,8 +236,9 @@ HALF = ["float16", "float16", "float16"]
 
 
 @both
-def test_modules_kept_in_fp32_neither_overflow_nor_change_the_others(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "keep_fp32"):
+@case("keep_fp32")
+def test_modules_kept_in_fp32_neither_overflow_nor_change_the_others(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         half, kept, full = rank["float16"], rank["kept"], rank["float32"]
         assert half["skipped"] == 1 and half["grad_norm"] is None, "the model was to overflow in fp16"
         assert kept["skipped"] == 0 and kept["grad_norm"] == pytest.approx(full["grad_norm"], rel=2e-3)
@@ -251,20 +252,22 @@ def test_modules_kept_in_fp32_neither_overflow_nor_change_the_others(cases, stra
 
 
 @both
-@pytest.mark.parametrize("role, head", [("critic", "score"), ("ref", "lm_head")])
-def test_critic_and_ref_keep_modules_in_fp32_too(cases, strategy, role, head):
-    for rank in outcome(cases, "patched", strategy, f"keep_fp32_{role}"):
+@case("keep_fp32_critic", "keep_fp32_ref")
+def test_critic_and_ref_keep_modules_in_fp32_too(cases, strategy, case):
+    head = {"keep_fp32_critic": "score", "keep_fp32_ref": "lm_head"}[case]
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank["dtypes"] == {
             head: ["float32", "float16", "float32"],
             "model.layers.1.self_attn.q_proj": ["float32", "float16", "float16"],
             "model.layers.1.self_attn.k_proj": HALF,
         }
-        assert rank["follows"] == ["lm_head"] if role == "ref" else rank["grad_norm"] > 0
+        assert rank["follows"] == ["lm_head"] if case == "keep_fp32_ref" else rank["grad_norm"] > 0
 
 
 @both
-def test_a_kept_module_keeps_its_lora_adapter(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "keep_fp32_lora"):
+@case("keep_fp32_lora")
+def test_a_kept_module_keeps_its_lora_adapter(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank["dtypes"] == {
             "model.layers.0.mlp.down_proj.base_layer": FP32_INSIDE,
             "model.layers.1.mlp.down_proj.base_layer": HALF,
@@ -273,6 +276,7 @@ def test_a_kept_module_keeps_its_lora_adapter(cases, strategy):
 
 
 @both
-def test_a_checkpoint_of_kept_modules_comes_back(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "keep_fp32_checkpoint"):
+@case("keep_fp32_checkpoint")
+def test_a_checkpoint_of_kept_modules_comes_back(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank == {"state": True, "next_step": True, "stepped": True}

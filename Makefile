@@ -10,7 +10,7 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3.11
 
 # Tests take the CPU set unless told otherwise: it is the same on every machine.
-DEVICE ?= $(if $(filter test%,$(MAKECMDGOALS)),cpu,$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu))
+DEVICE ?= $(if $(filter test% mutants,$(MAKECMDGOALS)),cpu,$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu))
 ifeq ($(filter cpu cuda,$(DEVICE)),)
 $(error DEVICE=$(DEVICE): allowed are cpu and cuda)
 endif
@@ -57,7 +57,7 @@ check: python  ## check that every release's patches apply and reverse exactly
 	@$(PYTHON) scripts/patchset.py check --all
 
 ##@ The rest
-.PHONY: help setup bench preflight gsm8k test-quick lint lock clean
+.PHONY: help setup bench mutants preflight gsm8k test-quick lint lock clean
 help: python  ## list the targets and the variables of `make run` and `make preflight`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
@@ -70,6 +70,9 @@ setup: $(READY)  ## install what is missing and patch the installed verl
 
 bench: setup  ## measure what fp16 costs, into docs/results:  make bench ARGS='--sizes 10,100 --ranks 1'
 	@exec $(BIN)/python scripts/bench.py $(ARGS)
+
+mutants: setup  ## put known defects into patched verl, one at a time: each must fail a test  (ONLY=name: one)
+	@exec $(BIN)/python scripts/mutants.py $(ONLY)
 
 preflight: setup  ## predict what fp16 does to a model:  make preflight MODEL=… DATA=….parquet
 	@exec $(BIN)/python scripts/preflight.py $(TYPED)

@@ -1,6 +1,16 @@
 """For all tests."""
 
 import signal
+from pathlib import Path
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--verl-tree",
+        type=lambda given: Path(given).resolve(),
+        metavar="DIR",
+        help="test this patched verl instead of a freshly patched one",
+    )
 
 
 def pytest_configure(config):

@@ -1,5 +1,6 @@
 """verl 0.9.1 as its wheel ships it and with the stack applied, side by side; a test of a fix runs on both."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,13 +17,24 @@ REPO = Path(__file__).resolve().parents[2]
 RELEASE = "0.9.1"
 
 
+def pytest_configure(config):
+    """``import precision`` in a test: the module by itself, without the rest of verl."""
+    source = (config.getoption("verl_tree") or REPO / "patches/verl/files") / "verl/utils/precision.py"
+    spec = importlib.util.spec_from_file_location("precision", source)
+    sys.modules["precision"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["precision"])
+
+
 @pytest.fixture(scope="session")
-def trees(tmp_path_factory) -> dict[str, Path]:
+def trees(tmp_path_factory, pytestconfig) -> dict[str, Path]:
     """Folders that hold ``verl/``: "pristine" and "patched"."""
     root = tmp_path_factory.mktemp("verl")
-    found = {state: unpacked_wheel(RELEASE, root / state) for state in ("pristine", "patched")}
-    apply(found["patched"])
-    return found
+    pristine, given = unpacked_wheel(RELEASE, root / "pristine"), pytestconfig.getoption("verl_tree")
+    if given:
+        return {"pristine": pristine, "patched": given}
+    patched = unpacked_wheel(RELEASE, root / "patched")
+    apply(patched)
+    return {"pristine": pristine, "patched": patched}
 
 
 @pytest.fixture(scope="session")
@@ -55,9 +67,15 @@ def tiny_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cases(environment, tiny_model, tmp_path_factory) -> Callable[..., list[dict]]:
-    """``cases(tree, strategy, ranks=2)``: the outcomes of engine_cases.py, one dict a rank; run once a session each."""
+def cases(environment, tiny_model, tmp_path_factory, request) -> Callable[..., list[dict]]:
+    """``cases(tree, strategy, ranks=2)``: the outcomes of engine_cases.py, one dict a rank; run once a session each.
+
+    Only the cases run that the session's tests read by their parameter ``case``; a test without one may read any.
+    """
     done: dict[tuple[str, str, int], list[dict]] = {}
+    readers = [item for item in request.session.items if "cases" in item.fixturenames]
+    named = {item.callspec.params["case"] for item in readers if "case" in item.fixturenames}
+    names = sorted(named) if all("case" in item.fixturenames for item in readers) else []
 
     def of(state: str, strategy: str, ranks: int = 2) -> list[dict]:
         if (state, strategy, ranks) not in done:
@@ -66,12 +84,13 @@ def cases(environment, tiny_model, tmp_path_factory) -> Callable[..., list[dict]
             torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
             script = Path(__file__).with_name("engine_cases.py")
             run = subprocess.run(
-                [*torchrun, script, strategy, tiny_model, out],
+                [*torchrun, script, strategy, tiny_model, out, *names],
                 env=environment(state),
                 capture_output=True,
                 text=True,
                 timeout=600,
             )
+            assert "Timed out" not in run.stderr, "stuck: one rank waited for the other\n" + run.stderr[-4000:]
             assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
             outcomes = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
             done[state, strategy, ranks] = outcomes

@@ -1,16 +1,19 @@
 """Cases for verl's real FSDP engine on gloo ranks; run by ``torchrun`` against the verl tree on PYTHONPATH.
 
-    torchrun --nproc-per-node RANKS engine_cases.py STRATEGY MODEL_DIR OUT_DIR
+    torchrun --nproc-per-node RANKS engine_cases.py STRATEGY MODEL_DIR OUT_DIR [CASE ...]
 
-Each case returns plain values; rank r writes them to OUT_DIR/rank_r.json. test_engine.py asserts on them. The cases use
-what every verl 0.9.1 has, so that a pristine tree runs them too.
+Without a name, all cases run. Each returns plain values, which rank r writes to OUT_DIR/rank_r.json; test_engine.py
+asserts on them. The cases use what every verl 0.9.1 has, so that a pristine tree runs them too.
 """
 
+import itertools
 import json
+import math
 import os
 import sys
 import tempfile
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -58,14 +61,14 @@ def make_worker(
     model=None,
     checkpoint=None,
     optimizer=None,
+    warmup=4,
     path=MODEL,
     **engine,
 ) -> TrainingWorker:
     """A worker with its engine built, in ``dtype`` where the tree honours it and by ``mixed_precision`` where not."""
     if not by_dtype_alone and not PATCHED:
         engine["mixed_precision"] = {"param_dtype": dtype}
-    if not PATCHED:
-        engine.pop("grad_scaler", None)
+    upstream_settings = engine.pop("grad_scaler", {}) if not PATCHED else {}
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type="value_model" if role == "critic" else "language_model",
@@ -87,7 +90,7 @@ def make_worker(
             ),
             optimizer_config=FSDPOptimizerConfig(
                 lr=1e-2,
-                lr_warmup_steps=4,
+                lr_warmup_steps=warmup,
                 total_training_steps=100,
                 clip_grad=1.0,
                 override_optimizer_config=optimizer,
@@ -96,6 +99,8 @@ def make_worker(
         )
     )
     worker.reset()
+    if "init_scale" in upstream_settings and worker.engine.scaler is not None:
+        worker.engine.scaler._init_scale = upstream_settings["init_scale"]
     worker.set_loss_fn(value_loss if role == "critic" else token_loss)
     return worker
 
@@ -141,6 +146,45 @@ def poison_gradient(worker: TrainingWorker, value: float, rank: int = 1, which: 
     engine.forward_backward_batch = poisoned
 
 
+def poison_micro_batch(worker: TrainingWorker, which: int, value: float, rank: int = 1):
+    """In the backward pass of micro-batch ``which`` of the next batch, one gradient of one rank is ``value``, once.
+
+    It is the last weight's of the last linear layer (the head's), unsharded and in fp16, so it passes through the
+    reduction and the accumulation as a real overflow does.
+    """
+    *_, head = (m for m in worker.engine.module.modules() if isinstance(m, torch.nn.Linear))
+    micro_batch = itertools.count()
+
+    def watch(module, args):
+        if next(micro_batch) == which:
+            forward.remove()
+            if RANK == rank:
+                backward.append(module.weight.register_hook(poisoned))
+
+    def poisoned(gradient):
+        backward.pop().remove()
+        gradient = gradient.clone()
+        gradient[-1, -1] = value
+        return gradient
+
+    backward = []
+    forward = head.register_forward_pre_hook(watch)
+
+
+def gradients_after_step(worker: TrainingWorker) -> list[int]:
+    """A list that gets the number of gradients that the next ``optimizer_step`` leaves behind."""
+    engine, optimizer_step, left = worker.engine, worker.engine.optimizer_step, []
+
+    def counted():
+        norm = optimizer_step()
+        left.append(len(gradients(worker)))
+        engine.optimizer_step = optimizer_step
+        return norm
+
+    engine.optimizer_step = counted
+    return left
+
+
 def gradients(worker: TrainingWorker) -> list[torch.Tensor]:
     grads = [p.grad for p in worker.engine.module.parameters() if p.grad is not None]
     return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
@@ -167,6 +211,10 @@ def shared_directory() -> str:
     directory = [tempfile.mkdtemp(dir=OUT)]
     dist.broadcast_object_list(directory)
     return directory[0]
+
+
+def lr_of(worker) -> float:
+    return worker.engine.optimizer.param_groups[0]["lr"]
 
 
 def scale_of(worker) -> float | None:
@@ -215,32 +263,89 @@ def dtype_per_hop_ref():
     return dtype_per_hop("ref")
 
 
-def overflow(value=float("inf"), role="actor"):
-    """A gradient of rank 1 overflows: is the step skipped on both, to the bit, and what is reported?"""
-    worker = make_worker(role, grad_scaler=settings(init_scale=1024.0))
+def faults(role: str, adam: str):
+    """One weight of rank 1 overflows in the backward pass of one micro-batch of three: the first, the middle, the last.
+
+    Is the step skipped on both ranks, to the bit, what is reported, and is the next step that of a worker which never
+    saw the overflow? ``adam`` is torch's implementation: "foreach" or "fused".
+    """
+
+    def make():
+        torch.manual_seed(0)  # the critic's head
+        return make_worker(role, grad_scaler=settings(init_scale=1024.0), optimizer={adam: True}, warmup=50)
+
+    worker, spared = make(), make()
+    for one in (worker, spared):  # Adam has its state from here on
+        one.train_batch(batch(0, size=6))
+    outcomes = {}
+    for seed, (value, micro_batch) in enumerate(((v, m) for v in (math.inf, math.nan) for m in range(3)), start=1):
+        before, lr_before, scale_before = state(worker), lr_of(worker), scale_of(worker)
+        poison_micro_batch(worker, micro_batch, value)
+        left = gradients_after_step(worker)
+        metrics = metrics_of(worker.train_batch(batch(-seed, size=6)))
+        outcome = {
+            "unchanged": same(before, state(worker)),
+            "gradients_cleared": left == [0],
+            "scale_factor": scale_of(worker) / scale_before,
+            "metrics": {k: metrics.get(k) for k in ("grad_norm", "skipped_steps", "loss_scale")},
+            "lr_held": lr_of(worker) == lr_before,
+        }
+        spared.engine.scaler.load_state_dict(worker.engine.scaler.state_dict())
+        norms = [metrics_of(one.train_batch(batch(seed, size=6)))["grad_norm"] for one in (worker, spared)]
+        outcome["next_step"] = norms[0] == norms[1] and same(state(worker), state(spared))
+        outcome["moves_on"] = not same(before, state(worker))
+        outcomes[f"{value}, micro-batch {micro_batch}"] = outcome
+    return outcomes
+
+
+def faults_actor():
+    return faults("actor", "foreach")
+
+
+def faults_critic():
+    return faults("critic", "foreach")
+
+
+def faults_actor_fused():
+    return faults("actor", "fused")
+
+
+def faults_critic_fused():
+    return faults("critic", "fused")
+
+
+def overflow_on_all_ranks(adam: str):
+    """Both ranks hold an overflow, as after a loss that overflowed: torch's count of ranks is then 2."""
+    worker = make_worker(grad_scaler=settings(init_scale=1024.0), optimizer={adam: True})
+    worker.train_batch(batch(0))
+    before, scale_before = state(worker), scale_of(worker)
+    poison_gradient(worker, math.inf, rank=RANK)
     worker.train_batch(batch(1))
-    before, lr_before, scale_before = state(worker), worker.engine.optimizer.param_groups[0]["lr"], scale_of(worker)
-    poison_gradient(worker, value)
-    metrics = metrics_of(worker.train_batch(batch(2)))
-    after = state(worker)
-    result = {
-        "unchanged": same(before, after),
+    return {
+        "unchanged": same(before, state(worker)),
+        "finite": all(bool(t.isfinite().all()) for t in state(worker)),
         "scale_factor": scale_of(worker) / scale_before,
-        "metrics": {k: metrics.get(k) for k in ("grad_norm", "skipped_steps", "loss_scale", "lr")},
-        "lr_held": worker.engine.optimizer.param_groups[0]["lr"] == lr_before,
-        "gradients_cleared": all(p.grad is None for p in worker.engine.module.parameters()),
     }
-    recovered = metrics_of(worker.train_batch(batch(3)))
-    result["recovered"] = not same(after, state(worker)) and recovered["grad_norm"] < 1e6
-    return result
 
 
-def overflow_nan():
-    return overflow(float("nan"))
+def overflow_on_all_ranks_foreach():
+    return overflow_on_all_ranks("foreach")
 
 
-def overflow_critic():
-    return overflow(role="critic")
+def overflow_on_all_ranks_fused():
+    return overflow_on_all_ranks("fused")
+
+
+def growth():
+    """The scale after each of seven steps, of which the fourth overflows; ``growth_interval`` is 2."""
+    worker = make_worker(grad_scaler=settings(init_scale=1024.0, growth_interval=2))
+    scales = []
+    for step in range(1, 8):
+        if step == 4:
+            poison_gradient(worker, math.inf)
+        worker.train_batch(batch(step))
+        scales.append(scale_of(worker))
+    return scales
 
 
 def composed(*overrides: str):
@@ -262,8 +367,9 @@ def composed(*overrides: str):
 
 
 def settings(**overrides):
+    """Settings of the loss scaler; upstream can be given ``init_scale`` alone."""
     if not PATCHED:
-        return None
+        return overrides
     from verl.utils.precision import GradScalerConfig
 
     return GradScalerConfig(**overrides)
@@ -288,8 +394,6 @@ def accumulation():
     def grad_norm(weight: float, deferred: bool, **engine):
         worker = make_worker(use_no_sync_for_gradient_accumulation=deferred, **engine)
         worker.engine_config.micro_batch_size_per_gpu = 1
-        if not PATCHED and worker.engine.scaler is not None:
-            worker.engine.scaler._init_scale = 1024.0
         data = batch(5, size=8, distinct=False)
         data["weight"] = torch.full((8,), weight)
         largest = {}
@@ -355,14 +459,14 @@ def checkpoint():
 def storm(value=float("inf")):
     """The last gradient of rank 1 overflows in every step: does the run end with a name, the scale above its floor?"""
     worker = make_worker(grad_scaler=settings(init_scale=8.0, min_scale=2.0, max_consecutive_skips=4))
-    scales = []
+    scales, skips = [], []
     try:
         for seed in range(8):
             poison_gradient(worker, value, which=-1)
-            worker.train_batch(batch(seed))
+            skips.append(metrics_of(worker.train_batch(batch(seed))).get("skipped_steps"))
             scales.append(scale_of(worker))
     except RuntimeError as error:
-        return {"scales": scales, "error": str(error), "type": type(error).__name__}
+        return {"scales": scales, "skips": skips, "error": str(error), "type": type(error).__name__}
     return {"scales": scales, "error": None}
 
 
@@ -370,11 +474,9 @@ def storm_nan():
     return storm(float("nan"))
 
 
-def trajectory(dtype: str, **settings):
+def trajectory(dtype: str, **engine):
     """Three steps; the weights' sum and grad norms, to compare two trees."""
-    worker = make_worker(dtype=dtype, **settings)
-    if worker.engine.scaler is not None:
-        worker.engine.scaler._init_scale = 1024.0
+    worker = make_worker(dtype=dtype, grad_scaler=settings(init_scale=1024.0), **engine)
     norms = [metrics_of(worker.train_batch(batch(seed)))["grad_norm"] for seed in range(3)]
     return {
         "norms": norms,
@@ -406,9 +508,7 @@ def cost_of_a_step():
     """All-reduces of an optimizer step, and values that the host reads in it (its own step counters aside)."""
 
     def cost(**overrides):
-        worker = make_worker(**overrides)
-        if worker.engine.scaler is not None:
-            worker.engine.scaler._init_scale = 1024.0
+        worker = make_worker(grad_scaler=settings(init_scale=1024.0), **overrides)
         worker.train_batch(batch(1))  # Adam's state is made in the first step
         step, profiler = worker.engine.optimizer_step, profile(activities=[ProfilerActivity.CPU])
 
@@ -688,9 +788,10 @@ CASES = [
     dtype_per_hop,
     dtype_per_hop_critic,
     dtype_per_hop_ref,
-    overflow,
-    overflow_nan,
-    overflow_critic,
+    faults_actor,
+    faults_critic,
+    overflow_on_all_ranks_foreach,
+    growth,
     partly_skipped_update,
     accumulation,
     checkpoint,
@@ -711,6 +812,8 @@ CASES = [
     ppo_checkpoints_v1,
     ppo_checkpoints_legacy,
 ]
+if PATCHED:  # upstream's first fused step raises, see trajectory_fp16_fused
+    CASES += [faults_actor_fused, faults_critic_fused, overflow_on_all_ranks_fused]
 if STRATEGY == "fsdp2":
     CASES.append(export)
 if os.environ["WORLD_SIZE"] == "1":  # FSDP1 shards nothing then
@@ -847,9 +950,10 @@ if PATCHED and os.environ["WORLD_SIZE"] == "2":
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    # A rank that waits for the other in vain says so, instead of waiting for half an hour.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     # A case that raises ends the run: its rank would leave the other one waiting in a collective.
-    results = {case.__name__: case() for case in CASES}
+    results = {case.__name__: case() for case in CASES if case.__name__ in sys.argv[4:] or not sys.argv[4:]}
     (OUT / f"rank_{RANK}.json").write_text(json.dumps(results, default=str))
 
 

@@ -11,77 +11,118 @@ STRATEGIES = ("fsdp", "fsdp2")
 both = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
+def case(*names: str) -> pytest.MarkDecorator:
+    """The cases of engine_cases.py that a test reads, one at a time, as ``case``: others need not run for it."""
+    return pytest.mark.parametrize("case", names)
+
+
 def outcome(cases, tree: str, strategy: str, name: str, ranks: int = 2) -> list[dict]:
     """The outcome of a case on each rank."""
     return [rank[name] for rank in cases(tree, strategy, ranks)]
 
 
 @both
-@pytest.mark.parametrize("role", ["", "_critic", "_ref"])
-def test_dtype_alone_decides_every_hop(cases, strategy, role):
+@case("dtype_per_hop", "dtype_per_hop_critic", "dtype_per_hop_ref")
+def test_dtype_alone_decides_every_hop(cases, strategy, case):
     half = {"linear": "float16", "linear.weight": "float16", "autocast": "float16", "master": "float32"}
-    trained = {} if role == "_ref" else {"adam": "float32"}
-    for rank in outcome(cases, "patched", strategy, "dtype_per_hop" + role):
-        assert rank == half | trained | {"scaler": role != "_ref"}
+    trained = not case.endswith("ref")
+    adam = {"adam": "float32"} if trained else {}
+    for rank in outcome(cases, "patched", strategy, case):
+        assert rank == half | adam | {"scaler": trained}
     # Upstream: dtype=float16 composes, and trains in bf16.
-    for rank in outcome(cases, "pristine", strategy, "dtype_per_hop" + role):
+    for rank in outcome(cases, "pristine", strategy, case):
         assert rank["linear"] == rank["linear.weight"] == rank["autocast"] == "bfloat16" and not rank["scaler"]
 
 
+faults = case("faults_actor", "faults_critic")
+SIX = {f"{value}, micro-batch {which}" for value in ("inf", "nan") for which in range(3)}
+
+
 @both
-@pytest.mark.parametrize("case", ["overflow", "overflow_nan", "overflow_critic"])
-def test_an_overflow_on_one_rank_skips_the_step_on_both(cases, strategy, case):
+@case("faults_actor", "faults_critic", "faults_actor_fused", "faults_critic_fused")
+def test_an_overflow_in_one_micro_batch_of_one_rank_skips_the_step_on_both(cases, strategy, case):
     for rank in outcome(cases, "patched", strategy, case):
-        assert rank["unchanged"], "weights or Adam state moved"
-        assert rank["gradients_cleared"] and rank["recovered"] and rank["scale_factor"] == 0.5
+        assert set(rank) == SIX
+        for where, fault in rank.items():
+            assert fault["unchanged"], f"{where}: weights or Adam state moved"
+            assert fault["gradients_cleared"] and fault["scale_factor"] == 0.5, where
+            assert fault["moves_on"] and fault["next_step"], f"{where}: the next step is another"
 
 
 @both
-@pytest.mark.parametrize("case", ["overflow", "overflow_nan", "overflow_critic"])
+@faults
+def test_a_skipped_step_leaves_its_gradients_and_another_next_step_upstream(cases, strategy, case):
+    for rank in outcome(cases, "pristine", strategy, case):
+        assert set(rank) == SIX
+        assert not any(fault["gradients_cleared"] or fault["next_step"] for fault in rank.values())
+
+
+@both
+@faults
 def test_a_skipped_step_is_reported_and_holds_the_learning_rate(cases, strategy, case):
     for rank in outcome(cases, "patched", strategy, case):
-        metrics = rank["metrics"]
-        assert (metrics["grad_norm"], metrics["skipped_steps"], metrics["loss_scale"]) == (None, 1.0, 512.0)
-        assert rank["lr_held"]
+        assert [fault["metrics"]["loss_scale"] for fault in rank.values()] == [512.0 / 2**skips for skips in range(6)]
+        for fault in rank.values():
+            assert (fault["metrics"]["grad_norm"], fault["metrics"]["skipped_steps"]) == (None, 1.0)
+            assert fault["lr_held"]
     for rank in outcome(cases, "pristine", strategy, case):
-        assert not math.isfinite(rank["metrics"]["grad_norm"]) and rank["metrics"]["skipped_steps"] is None
-        assert not rank["lr_held"]
+        assert not any(math.isfinite(fault["metrics"]["grad_norm"]) for fault in rank.values())
+        assert not any(fault["metrics"]["skipped_steps"] or fault["lr_held"] for fault in rank.values())
 
 
 @both
-def test_an_update_that_stepped_once_advances_the_learning_rate(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "partly_skipped_update"):
+@case("overflow_on_all_ranks_foreach", "overflow_on_all_ranks_fused")
+def test_an_overflow_on_all_ranks_skips_the_step(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
+        assert rank == {"unchanged": True, "finite": True, "scale_factor": 0.5}
+
+
+@both
+@case("growth")
+def test_the_scale_grows_after_the_configured_interval(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
+        assert rank == [1024.0, 2048.0, 2048.0, 1024.0, 1024.0, 2048.0, 2048.0]
+    for rank in outcome(cases, "pristine", strategy, case):
+        assert max(rank) == 1024.0, "upstream's interval is 400"
+
+
+@both
+@case("partly_skipped_update")
+def test_an_update_that_stepped_once_advances_the_learning_rate(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank["lr_advanced"] and rank["skipped_steps"] == [1.0] and rank["loss_scale"] == [512.0]
         assert len(rank["grad_norm"]) == 1 and math.isfinite(rank["grad_norm"][0])
-    for rank in outcome(cases, "pristine", strategy, "partly_skipped_update"):
+    for rank in outcome(cases, "pristine", strategy, case):
         assert not all(map(math.isfinite, rank["grad_norm"]))
 
 
 @both
-def test_gradients_accumulate_in_fp32(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "accumulation"):
+@case("accumulation")
+def test_gradients_accumulate_in_fp32(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank["synced"] == pytest.approx(rank["fp32"], rel=2e-3)
         assert rank["deferred"] == pytest.approx(rank["fp32"], rel=2e-3)
-    for rank in outcome(cases, "pristine", strategy, "accumulation"):
+    for rank in outcome(cases, "pristine", strategy, case):
         # FSDP1's no_sync accumulates in fp16; FSDP2's in fp32.
         assert math.isinf(rank["deferred"]) == (strategy == "fsdp")
 
 
 @both
-def test_a_checkpoint_restores_the_loss_scaler(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "checkpoint"):
+@case("checkpoint")
+def test_a_checkpoint_restores_the_loss_scaler(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank["state"] and rank["next_step"]
         for saved, loaded in (rank["scale"], rank["tracker"], rank["lr"]):
             assert saved == loaded
         assert rank["scale"][0] == 16384.0 and rank["tracker"][0] == 1
         (warning,) = rank["old_checkpoint_warnings"]
         assert "holds no loss scale: starting at 65536" in warning
-    for rank in outcome(cases, "pristine", strategy, "checkpoint"):
+    for rank in outcome(cases, "pristine", strategy, case):
         assert rank["scale"] == [16384.0, 65536.0]
 
 
 @both
-@pytest.mark.parametrize("case", ["storm", "storm_nan"])
+@case("storm", "storm_nan")
 def test_a_storm_of_overflows_ends_the_run_and_names_where(cases, strategy, case):
     parameter = {"fsdp": "_flat_param", "fsdp2": "lm_head.weight"}[strategy]
     for rank in outcome(cases, "patched", strategy, case):
@@ -89,22 +130,24 @@ def test_a_storm_of_overflows_ends_the_run_and_names_where(cases, strategy, case
         assert f"{parameter} in the shard of rank 1" in rank["error"]
         assert "4 optimizer steps in a row" in rank["error"] and "max_consecutive_skips" in rank["error"]
         assert rank["scales"] == [4.0, 2.0, 2.0], "fell below min_scale=2"
+        assert rank["skips"] == [1.0, 1.0, 1.0], "a skip at the floor counts too"
     for rank in outcome(cases, "pristine", strategy, case):
         assert rank["error"] is None and len(rank["scales"]) == 8
 
 
 @both
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_other_regimes_train_as_upstream_does_to_the_bit(cases, strategy, dtype):
-    patched = outcome(cases, "patched", strategy, f"trajectory_{dtype}")
-    assert patched == outcome(cases, "pristine", strategy, f"trajectory_{dtype}")
+@case("trajectory_bf16", "trajectory_fp32")
+def test_the_other_regimes_train_as_upstream_does_to_the_bit(cases, strategy, case):
+    patched = outcome(cases, "patched", strategy, case)
+    assert patched == outcome(cases, "pristine", strategy, case)
     assert all(map(math.isfinite, patched[0]["norms"]))
 
 
 @both
-def test_one_pass_trains_as_upstreams_two(cases, strategy):
-    patched = outcome(cases, "patched", strategy, "trajectory_fp16")
-    pristine = outcome(cases, "pristine", strategy, "trajectory_fp16")
+@case("trajectory_fp16")
+def test_one_pass_trains_as_upstreams_two(cases, strategy, case):
+    patched = outcome(cases, "patched", strategy, case)
+    pristine = outcome(cases, "pristine", strategy, case)
     assert patched[0]["norms"] == pytest.approx(pristine[0]["norms"], rel=1e-4)
     for one, two in zip(patched, pristine, strict=True):
         assert one["sum"] == pytest.approx(two["sum"], rel=1e-3)
@@ -121,59 +164,70 @@ def test_fused_adamw_takes_the_scale_and_the_clip_coefficient(cases, strategy):
 
 
 @both
-def test_a_step_costs_one_all_reduce_and_one_read_of_the_device(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "cost_of_a_step"):
+@case("cost_of_a_step")
+def test_a_step_costs_one_all_reduce_and_one_read_of_the_device(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank["fp16"] == rank["fp16_fused"] == {"all_reduces": 1, "host_reads": 1}
         assert rank["bf16"] == {"all_reduces": 1, "host_reads": 2}
     upstream = {"all_reduces": {"fsdp": 2, "fsdp2": 3}[strategy], "host_reads": 4}
-    assert outcome(cases, "pristine", strategy, "cost_of_a_step")[0]["fp16"] == upstream
+    assert outcome(cases, "pristine", strategy, case)[0]["fp16"] == upstream
 
 
 @both
-def test_replicas_agree_on_the_norm_and_on_a_skip(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "replicated", ranks=4):
+@case("replicated")
+def test_replicas_agree_on_the_norm_and_on_a_skip(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case, ranks=4):
         assert rank["replicated"] == pytest.approx(rank["sharded"], rel=1e-5)
         assert rank["unchanged"] and rank["skipped"] == 1.0
 
 
 @both
-def test_nothing_on_the_wire_is_bfloat16(cases, strategy):
+@case("wire")
+def test_nothing_on_the_wire_is_bfloat16(cases, strategy, case):
     expected = {"full": ["float32"], "sender": "torch.float16", "receiver": "torch.float16"}
     upstream = {"full": ["float32"], "sender": "torch.bfloat16", "receiver": "torch.bfloat16"}
     if strategy == "fsdp2":
         expected |= {"delta": ["float16"], "merged_lora": ["float32"]}
         upstream |= {"delta": ["bfloat16"], "merged_lora": ["bfloat16"]}
-    assert outcome(cases, "patched", strategy, "wire")[0] == expected
-    assert outcome(cases, "pristine", strategy, "wire")[0] == upstream
+    assert outcome(cases, "patched", strategy, case)[0] == expected
+    assert outcome(cases, "pristine", strategy, case)[0] == upstream
 
 
 @both
-def test_a_checkpoint_records_the_training_dtype(cases, strategy):
-    assert outcome(cases, "patched", strategy, "checkpoint")[0]["recorded_dtype"] == "float16"
-    assert outcome(cases, "pristine", strategy, "checkpoint")[0]["recorded_dtype"] is None
+@case("checkpoint")
+def test_a_checkpoint_records_the_training_dtype(cases, strategy, case):
+    assert outcome(cases, "patched", strategy, case)[0]["recorded_dtype"] == "float16"
+    assert outcome(cases, "pristine", strategy, case)[0]["recorded_dtype"] is None
 
 
 @both
-def test_the_scaler_works_on_the_workers_own_device(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "scaler_device"):
+@case("scaler_device")
+def test_the_scaler_works_on_the_workers_own_device(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank["enabled"] and rank["weights_finite"]
     # Upstream asks for "cuda": torch disables the scaler here, and one overflow is NaN weights.
-    ranks = outcome(cases, "pristine", strategy, "scaler_device")
+    ranks = outcome(cases, "pristine", strategy, case)
     assert not any(rank["enabled"] for rank in ranks) and not all(rank["weights_finite"] for rank in ranks)
 
 
-def test_export_and_merger_keep_the_training_dtype(cases):
+@case("export")
+def test_export_and_merger_keep_the_training_dtype(cases, case):
     lossless = {"export_lossless": True, "merged_lossless": True}
-    assert outcome(cases, "patched", "fsdp2", "export")[0] == {"config": "float16", "merged": ["float16"]} | lossless
+    assert outcome(cases, "patched", "fsdp2", case)[0] == {"config": "float16", "merged": ["float16"]} | lossless
     lossy = {"export_lossless": False, "merged_lossless": False}
-    assert outcome(cases, "pristine", "fsdp2", "export")[0] == {"config": "bfloat16", "merged": ["bfloat16"]} | lossy
+    assert outcome(cases, "pristine", "fsdp2", case)[0] == {"config": "bfloat16", "merged": ["bfloat16"]} | lossy
 
 
-def test_one_rank_where_fsdp1_shards_nothing(cases):
-    (rank,) = outcome(cases, "patched", "fsdp", "accumulation", ranks=1)
+@case("accumulation")
+def test_gradients_accumulate_in_fp32_on_one_rank_where_fsdp1_shards_nothing(cases, case):
+    (rank,) = outcome(cases, "patched", "fsdp", case, ranks=1)
     assert rank["deferred"] == pytest.approx(rank["fp32"], rel=2e-3)
-    (patched,) = outcome(cases, "patched", "fsdp", "trajectory_bf16", ranks=1)
-    (pristine,) = outcome(cases, "pristine", "fsdp", "trajectory_bf16", ranks=1)
+
+
+@case("trajectory_bf16")
+def test_bf16_trains_as_upstream_does_on_one_rank(cases, case):
+    (patched,) = outcome(cases, "patched", "fsdp", case, ranks=1)
+    (pristine,) = outcome(cases, "pristine", "fsdp", case, ranks=1)
     assert patched == pristine
 
 
@@ -182,8 +236,9 @@ HALF = ["float16", "float16", "float16"]
 
 
 @both
-def test_modules_kept_in_fp32_neither_overflow_nor_change_the_others(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "keep_fp32"):
+@case("keep_fp32")
+def test_modules_kept_in_fp32_neither_overflow_nor_change_the_others(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         half, kept, full = rank["float16"], rank["kept"], rank["float32"]
         assert half["skipped"] == 1 and half["grad_norm"] is None, "the model was to overflow in fp16"
         assert kept["skipped"] == 0 and kept["grad_norm"] == pytest.approx(full["grad_norm"], rel=2e-3)
@@ -197,20 +252,22 @@ def test_modules_kept_in_fp32_neither_overflow_nor_change_the_others(cases, stra
 
 
 @both
-@pytest.mark.parametrize("role, head", [("critic", "score"), ("ref", "lm_head")])
-def test_critic_and_ref_keep_modules_in_fp32_too(cases, strategy, role, head):
-    for rank in outcome(cases, "patched", strategy, f"keep_fp32_{role}"):
+@case("keep_fp32_critic", "keep_fp32_ref")
+def test_critic_and_ref_keep_modules_in_fp32_too(cases, strategy, case):
+    head = {"keep_fp32_critic": "score", "keep_fp32_ref": "lm_head"}[case]
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank["dtypes"] == {
             head: ["float32", "float16", "float32"],
             "model.layers.1.self_attn.q_proj": ["float32", "float16", "float16"],
             "model.layers.1.self_attn.k_proj": HALF,
         }
-        assert rank["follows"] == ["lm_head"] if role == "ref" else rank["grad_norm"] > 0
+        assert rank["follows"] == ["lm_head"] if case == "keep_fp32_ref" else rank["grad_norm"] > 0
 
 
 @both
-def test_a_kept_module_keeps_its_lora_adapter(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "keep_fp32_lora"):
+@case("keep_fp32_lora")
+def test_a_kept_module_keeps_its_lora_adapter(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank["dtypes"] == {
             "model.layers.0.mlp.down_proj.base_layer": FP32_INSIDE,
             "model.layers.1.mlp.down_proj.base_layer": HALF,
@@ -219,8 +276,9 @@ def test_a_kept_module_keeps_its_lora_adapter(cases, strategy):
 
 
 @both
-def test_a_checkpoint_of_kept_modules_comes_back(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "keep_fp32_checkpoint"):
+@case("keep_fp32_checkpoint")
+def test_a_checkpoint_of_kept_modules_comes_back(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank == {"state": True, "next_step": True, "stepped": True}
 
 

@@ -1,21 +1,15 @@
 """The precision module by itself: it needs torch alone."""
 
-import importlib.util
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import precision
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
-
-REPO = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("precision", REPO / "patches/verl/files/verl/utils/precision.py")
-precision = importlib.util.module_from_spec(spec)
-sys.modules["precision"] = precision
-spec.loader.exec_module(precision)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -138,6 +132,18 @@ def in_torchs_sequence(scaler, optimizer, module):
 def test_one_pass_is_torchs_sequence(fused):
     for one, two in zip(steps(in_one_pass, fused), steps(in_torchs_sequence, fused), strict=True):
         assert torch.allclose(one, two, rtol=1e-5, atol=1e-7)
+
+
+def test_the_norm_is_of_the_gradients_whatever_the_scale():
+    module = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(module.parameters())
+    config = precision.GradScalerConfig(init_scale=8.0, growth_interval=1)
+    scaler, norms = precision.LossScaler(config, device="cpu"), []
+    for _ in range(3):
+        scaler.scale(module(torch.full((1,), 3.0)).sum()).backward()
+        norms.append(scaler.clip_and_step(optimizer, module, max_norm=1.0))
+        optimizer.zero_grad()
+    assert norms == [3.0, 3.0, 3.0] and scaler.get_scale() == 64.0
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -1,0 +1,91 @@
+"""`make mutants`: its table fits the tree, and a mutant that nothing kills is told."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+import mutants
+from lib.releases import PROJECT, Refused
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    return mutants.patched_tree(tmp_path_factory.mktemp("patched"))
+
+
+HARMLESS = mutants.Mutant(
+    name="harmless",
+    defect="none",
+    seen_in="nowhere",
+    file="verl/utils/precision.py",
+    replace="if taken == skipped == 0:",
+    by="if 0 == taken == skipped:",
+    tests=("tests/verl/test_precision.py::test_an_engine_that_accounts_for_no_step_reports_none",),
+)
+DEADLY = replace(HARMLESS, name="deadly", by="if taken == skipped == 1:")
+
+
+@pytest.mark.parametrize("mutant", mutants.load(mutants.TABLE), ids=lambda mutant: mutant.name)
+def test_a_mutant_of_the_table_is_another_program(mutant, tree):
+    source = mutant.source(tree)
+    assert source != (tree / mutant.file).read_text()
+    if mutant.file.endswith(".py"):
+        compile(source, mutant.file, "exec")
+
+
+def test_the_table_covers_the_field():
+    table = mutants.load(mutants.TABLE)
+    assert len(table) >= 20
+    assert len({(mutant.file, mutant.replace, mutant.by) for mutant in table}) == len(table)
+
+
+def test_the_tests_of_the_table_exist():
+    tests = {test for mutant in mutants.load(mutants.TABLE) for test in mutant.tests}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests], cwd=PROJECT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_tells_a_survivor_and_fails(monkeypatch, tmp_path, capsys):
+    entries = [vars(mutant) | {"tests": list(mutant.tests)} for mutant in (HARMLESS, DEADLY)]
+    lines = [
+        [f"[{one.pop('name')}]", *(f"{key} = {json.dumps(value)}" for key, value in one.items())] for one in entries
+    ]
+    (tmp_path / "mutants.toml").write_text("\n".join(chain(*lines)))
+    monkeypatch.setattr(mutants, "TABLE", tmp_path / "mutants.toml")
+    monkeypatch.setattr(mutants, "DOCUMENT", tmp_path / "mutants.md")
+    monkeypatch.setattr(sys, "argv", ["mutants"])
+    assert mutants.main() == 1
+    told = capsys.readouterr().out
+    assert "1/2 harmless: SURVIVED" in told and f"2/2 deadly: killed by {DEADLY.tests[0]}" in told
+    written = (tmp_path / "mutants.md").read_text()
+    assert "2 mutants, 1 survivors" in written and "| harmless | none | nowhere | **survived** |" in written
+
+
+@pytest.mark.parametrize(
+    ("mutant", "refusal"),
+    [
+        (replace(HARMLESS, replace="no such text"), "harmless: its text occurs 0 times in verl/utils/precision.py"),
+        (replace(HARMLESS, replace="torch"), r"harmless: its text occurs \d\d+ times"),
+        (replace(HARMLESS, tests=("tests/verl/test_precision.py::test_of_no_such_name",)), "pytest ended with 4"),
+    ],
+)
+def test_a_mutant_that_says_nothing_is_refused(mutant, refusal, tree):
+    with pytest.raises(Refused, match=refusal):
+        mutants.killers([mutant], tree)
+
+
+def test_a_tree_that_does_not_pass_is_refused(tree):
+    file = tree / DEADLY.file
+    original = file.read_text()
+    file.write_text(DEADLY.source(tree))
+    try:
+        with pytest.raises(Refused, match="reports_none fails on the tree as it is"):
+            mutants.killers([replace(HARMLESS, replace="# Engines that read", by="# Engines that do read")], tree)
+    finally:
+        file.write_text(original)

@@ -297,23 +297,25 @@ def test_a_run_resumes_in_another_regime_with_a_warning(cases, strategy, case, w
 
 
 @both
-def test_a_checkpoint_of_another_shape_is_refused_by_name(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "foreign_checkpoints"):
+@case("foreign_checkpoints")
+def test_a_checkpoint_of_another_shape_is_refused_by_name(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank["scaler"]["type"] == "ValueError" and "hysteresis" in rank["scaler"]["message"]
         assert rank["extra"] in rank["scaler"]["message"]
         message = rank["world_size"]["message"]
         assert rank["world_size"]["type"] == "CheckpointError" and rank["directory"] in message
         assert "saved by 4 workers and this run has 2" in message and "n_gpus_per_node" in message
-    for rank in outcome(cases, "pristine", strategy, "foreign_checkpoints"):
+    for rank in outcome(cases, "pristine", strategy, case):
         assert rank["scaler"] is None
         assert rank["world_size"]["type"] == "FileNotFoundError" and "world_size_4" not in rank["world_size"]["message"]
 
 
 @both
-def test_a_previous_checkpoint_outlives_the_save_of_the_next(cases, strategy):
-    for rank in outcome(cases, "patched", strategy, "keep_one_checkpoint"):
+@case("keep_one_checkpoint")
+def test_a_previous_checkpoint_outlives_the_save_of_the_next(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
         assert rank == ["global_step_2", "global_step_3"]
-    for rank in outcome(cases, "pristine", strategy, "keep_one_checkpoint"):
+    for rank in outcome(cases, "pristine", strategy, case):
         assert rank == ["global_step_3"]
 
 

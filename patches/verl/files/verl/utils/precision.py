@@ -24,7 +24,8 @@ import inspect
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -40,12 +41,15 @@ __all__ = [
     "Precision",
     "StepAccounting",
     "check_engine_dtype",
+    "check_rewards",
     "check_role_dtype",
     "check_rollout_dtype",
     "dtype_name",
     "load_scaler_state",
+    "megatron_scaler",
     "patch_stamp",
     "report",
+    "save_after_storm",
     "set_wire_dtype",
     "to_dtype",
     "wire_kwargs",
@@ -64,6 +68,9 @@ _DTYPES = {
     32: torch.float32,
     "32": torch.float32,
 }
+# Loss scales beyond, and their inverses, are subnormal or infinite in fp32.
+_MAX_SCALE = 2.0**126
+
 _ALLOWED = "float16 (fp16), bfloat16 (bf16) or float32 (fp32)"
 
 # Engines that read `dtype`. The others have no loss scaler and a fixed autocast: they train in bf16 whatever is asked.
@@ -163,12 +170,17 @@ class GradScalerConfig:
             whole = key in ("growth_interval", "max_consecutive_skips")
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 raise ValueError(f"grad_scaler.{key}={value} must be a {'whole ' if whole else ''}number")
+        # As the scaler reads them, in fp32: there 1.00000001 grows nothing, and 1e39 or 1e-39 has no finite inverse.
+        growth, backoff = (torch.tensor(f).float().item() for f in (self.growth_factor, self.backoff_factor))
         rules = {
-            "init_scale": (0 < self.init_scale < math.inf, "positive"),
-            "growth_factor": (1 < self.growth_factor < math.inf, "above 1"),
-            "backoff_factor": (0 < self.backoff_factor < 1, "between 0 and 1"),
-            "growth_interval": (self.growth_interval >= 1, "at least 1"),
-            "min_scale": (0 < self.min_scale <= self.init_scale, f"above 0 and at most init_scale={self.init_scale}"),
+            "init_scale": (0 < self.init_scale <= _MAX_SCALE, f"positive and at most 2^126={_MAX_SCALE:.3g}"),
+            "growth_factor": (1 < growth < math.inf, "above 1 (and finite) in fp32"),
+            "backoff_factor": (0 < backoff < 1, "between 0 and 1 in fp32"),
+            "growth_interval": (1 <= self.growth_interval < 2**31, "at least 1 and below 2^31"),
+            "min_scale": (
+                1 / _MAX_SCALE <= self.min_scale <= self.init_scale,
+                f"at least 2^-126={1 / _MAX_SCALE:.3g} and at most init_scale={self.init_scale}",
+            ),
             "max_consecutive_skips": (self.max_consecutive_skips >= 1, "at least 1"),
         }
         for key, (holds, allowed) in rules.items():
@@ -286,6 +298,7 @@ class LossScaler(ShardedGradScaler):
             LossScaleError: naming the first non-finite gradient, the rank that holds it, and the scale.
         """
         if self.skipped and self.consecutive_skips + 1 >= self.config.max_consecutive_skips:
+            self.consecutive_skips += 1  # so that a checkpoint of the storm says what it is
             raise LossScaleError(
                 f"{self.config.max_consecutive_skips} optimizer steps in a row overflowed "
                 f"(grad_scaler.max_consecutive_skips), loss scale {self.get_scale():g}, "
@@ -324,11 +337,21 @@ class LossScaler(ShardedGradScaler):
 def load_scaler_state(scaler: Optional[LossScaler], state: Optional[Mapping[str, Any]], source: str) -> None:
     """Restore a scaler from a checkpoint's ``grad_scaler`` entry; warn where only one of the two has one.
 
+    A checkpoint of :func:`save_after_storm` holds a scale that did not work either: the run starts at its own
+    ``init_scale`` then, with a warning. One with a larger ``max_consecutive_skips`` goes on where the storm was.
+
     Args:
         source: the checkpoint file, for the warning.
     """
     if scaler is not None and state is not None:
         scaler.load_state_dict(state)
+        if scaler.consecutive_skips >= scaler.config.max_consecutive_skips:
+            warnings.warn(
+                f"{source} was saved when {scaler.consecutive_skips} optimizer steps in a row had overflowed: "
+                f"starting at grad_scaler.init_scale={scaler.config.init_scale:g}",
+                stacklevel=2,
+            )
+            scaler.load_state_dict({"scale": scaler.config.init_scale, "_growth_tracker": 0, "consecutive_skips": 0})
     elif scaler is not None:
         warnings.warn(f"{source} holds no loss scale: starting at {scaler.get_scale()}", stacklevel=2)
     elif state is not None:
@@ -344,6 +367,7 @@ class StepAccounting:
 
     _taken = 0
     _skipped = 0
+    _skips_in_a_row = 0  # of an optimizer with a loss scaler of its own
     _loss_scale: Optional[float] = None
     _update_metrics: Mapping[str, float] = {}
 
@@ -369,6 +393,38 @@ class StepAccounting:
         self._taken += 1
         return norm if math.isfinite(norm) else None
 
+    def account_reported_step(
+        self, stepped: bool, grad_norm: Optional[float], loss_scale: Optional[float], config: GradScalerConfig
+    ) -> Optional[float]:
+        """As :meth:`account_step`, for an optimizer that has a loss scaler of its own and says what it did (Megatron).
+
+        Args:
+            stepped: whether the weights were updated, the same on every rank.
+            grad_norm: before clipping; ``None`` where the step was skipped.
+            loss_scale: after the step; ``None`` where the loss is not scaled.
+            config: for ``max_consecutive_skips``; the rest is the optimizer's.
+
+        Returns:
+            the gradient norm, or ``None`` where it is not finite or the step was skipped.
+
+        Raises:
+            LossScaleError: so many steps in a row were skipped; the weights are those of the last that was taken.
+        """
+        self._loss_scale = loss_scale
+        if stepped:
+            self._taken += 1
+            self._skips_in_a_row = 0
+            return float(grad_norm) if math.isfinite(grad_norm) else None
+        self._skipped += 1
+        self._skips_in_a_row += 1
+        self.optimizer_zero_grad()
+        if self._skips_in_a_row >= config.max_consecutive_skips:
+            raise LossScaleError(
+                f"{config.max_consecutive_skips} optimizer steps in a row overflowed "
+                f"(grad_scaler.max_consecutive_skips), loss scale {loss_scale}"
+            )
+        return None
+
     def close_update(self) -> bool:
         """End an update, before the LR schedule advances.
 
@@ -390,16 +446,93 @@ class StepAccounting:
 
 
 def first_nonfinite_gradient(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> str:
-    """Name the first parameter with a non-finite gradient and whose shard it is in; every rank must call it."""
+    """Describe the first parameter with a non-finite gradient and whose shard it is in; every rank must call it.
+
+    Returns:
+        its name, the rank, how many elements of that shard are non-finite, and the largest that are not.
+    """
 
     def local(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
-    names = (name for name, p in named_parameters if p.grad is not None and not local(p.grad).isfinite().all())
-    first_of_rank: list[Optional[str]] = [None] * dist.get_world_size()
-    dist.all_gather_object(first_of_rank, next(names, None))
-    rank, name = next((rank, name) for rank, name in enumerate(first_of_rank) if name is not None)
-    return f"{name} in the shard of rank {rank}"
+    gradients = ((name, local(p.grad)) for name, p in named_parameters if p.grad is not None)
+    found: Optional[str] = None
+    for name, gradient in gradients:
+        finite = gradient.isfinite()
+        if not finite.all():
+            largest = gradient[finite].abs().max().item() if finite.any() else math.nan
+            bad = gradient.numel() - finite.sum().item()
+            found = (
+                f"{name} in the shard of rank {dist.get_rank()}, {bad} of {gradient.numel()} elements, "
+                f"the largest finite one {largest:.3g}"
+            )
+            break
+    found_by_rank: list[Optional[str]] = [None] * dist.get_world_size()
+    dist.all_gather_object(found_by_rank, found)
+    return next(found for found in found_by_rank if found is not None)
+
+
+@contextmanager
+def save_after_storm(save: Callable[[], None]) -> Iterator[None]:
+    """Save a checkpoint where the body ends in a :class:`LossScaleError`, then let the run end with that error.
+
+    What is saved is the last good state under the number of the step that was not finished, as if that step had been
+    skipped: its batch is used up and is not seen again. Skipped steps changed nothing; what the step did
+    before (mini-batches that did not overflow, the critic's update before the actor's storm) is in it. A
+    checkpoint of that number could only be there if the run had been started behind it, which writes it anew anyway.
+
+    Args:
+        save: the trainer's own; where it fails, its error is shown above the storm's.
+
+    Raises:
+        LossScaleError: the storm's, whatever becomes of the checkpoint.
+    """
+    try:
+        yield
+    except LossScaleError as storm:
+        try:
+            save()
+        finally:
+            raise storm
+
+
+def check_rewards(rewards: torch.Tensor, labels: Mapping[str, Any]) -> None:
+    """Refuse a batch with a reward that is inf or NaN: its gradients would look like an overflow to the loss scaler.
+
+    Args:
+        rewards: ``(rows, tokens)``, any float dtype.
+        labels: ``rows`` values per name; those of ``data_source`` and ``uid`` are shown where given.
+
+    Raises:
+        ValueError: how many rows have such a reward, and which the first of them are.
+    """
+    bad = (~rewards.isfinite()).any(dim=-1).nonzero().flatten().tolist()
+    if bad:
+        shown = [name for name in ("data_source", "uid") if name in labels]
+        rows = (", ".join([f"row {row}", *(f"{name}={labels[name][row]}" for name in shown)]) for row in bad[:3])
+        raise ValueError(
+            f"{len(bad)} of {len(rewards)} rewards are not finite (the reward function's, or the KL penalty's where "
+            f"algorithm.use_kl_in_reward is set): {'; '.join(rows)}{' …' if len(bad) > 3 else ''}"
+        )
+
+
+def megatron_scaler(config: GradScalerConfig) -> dict[str, Any]:
+    """The settings as arguments of Megatron's ``OptimizerConfig``, which has a loss scaler of its own.
+
+    Source: ``megatron/core/optimizer/__init__.py``, which builds it with growth factor 2 and backoff factor 0.5.
+
+    Raises:
+        ValueError: a growth or backoff factor that Megatron cannot be told.
+    """
+    for key, fixed in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
+        if getattr(config, key) != fixed:
+            raise ValueError(f"grad_scaler.{key}={getattr(config, key)}: Megatron's loss scaler knows {fixed} alone")
+    return {
+        "initial_loss_scale": config.init_scale,
+        "min_loss_scale": config.min_scale,
+        "loss_scale_window": config.growth_interval,
+        "hysteresis": 1,  # Megatron's 2 keeps the scale after the first overflow
+    }
 
 
 def wire_kwargs(engine_cls: type, engine_kwargs: Mapping[str, Any], rollout_dtype: str) -> dict[str, Any]:

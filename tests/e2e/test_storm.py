@@ -10,7 +10,11 @@ import torch
 
 REPO = Path(__file__).resolve().parents[2]
 SCALER = "actor_rollout_ref.actor.fsdp_config.grad_scaler"
-SMALL = "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 trainer.save_freq=-1"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SMALL = (
+    f"data.train_batch_size=8 {ACTOR}.ppo_mini_batch_size=8 {ACTOR}.ppo_micro_batch_size_per_gpu=64"
+    f" {ROLLOUT}.log_prob_micro_batch_size_per_gpu=64 trainer.save_freq=-1"
+)
 
 
 def storm(out: Path, scale: str, *overrides: str) -> str:

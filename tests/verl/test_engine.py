@@ -140,3 +140,53 @@ def test_one_rank_where_fsdp1_shards_nothing(cases):
     (patched,) = outcome(cases, "patched", "fsdp", "trajectory_bf16", ranks=1)
     (pristine,) = outcome(cases, "pristine", "fsdp", "trajectory_bf16", ranks=1)
     assert patched == pristine
+
+
+@both
+def test_a_storm_is_saved_as_the_last_good_state(cases, strategy):
+    """With offloading, which the storm's error cuts through; tests/e2e/test_storm.py has the trainers."""
+    for rank in outcome(cases, "patched", strategy, "storm_checkpoint"):
+        assert rank["outcome"] == "LossScaleError" and rank["good"] and rank["lr_held"]
+        # The scale that did not work is not taken up, but where the same storm may go on.
+        assert rank["scale"] == [64.0, 4.0] and math.isfinite(rank["next_step"])
+        (warning,) = rank["warnings"]
+        assert "2 optimizer steps in a row had overflowed: starting at grad_scaler.init_scale=64" in warning
+    for rank in outcome(cases, "pristine", strategy, "storm_checkpoint"):
+        assert rank["outcome"] is None and not rank["lr_held"]
+
+
+@both
+@pytest.mark.parametrize("loss", ["sft_loss", "ppo_loss", "value_loss"])
+def test_an_all_masked_batch_is_a_loss_of_zero(cases, strategy, loss):
+    for rank in outcome(cases, "patched", strategy, "masked_batches"):
+        batch = rank[f"all {loss}"]
+        assert batch == {"finite": True, "loss": 0.0, "grad_norm": 0.0, "skipped": 0.0, "scale": 1024.0}
+    for rank in outcome(cases, "pristine", strategy, "masked_batches"):
+        assert math.isnan(rank[f"all {loss}"]["loss"]) and not rank[f"all {loss}"]["finite"]
+
+
+@both
+@pytest.mark.parametrize("where", ["rank", "micro"])
+def test_a_masked_part_of_a_batch_counts_for_nothing(cases, strategy, where):
+    for tree in ("patched", "pristine"):
+        for rank in outcome(cases, tree, strategy, "masked_batches"):
+            batch = rank[f"{where} ppo_loss"]
+            assert batch["finite"] and batch["loss"] != 0 and batch["grad_norm"] > 0 and not batch["skipped"]
+
+
+@both
+def test_a_learning_rate_of_zero_moves_nothing(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "learning_rate_of_zero"):
+        assert rank["weights_unchanged"] and rank["finite"] and rank["lr"] == [0.0, 0.0]
+        assert all(norm > 0 for norm in rank["grad_norm"])
+
+
+@pytest.mark.parametrize("trainer", ["legacy", "v1"])
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_a_reward_of_nan_ends_in_one_line(cases, trainer, estimator):
+    """Not in a skipped step and a smaller loss scale."""
+    patched = outcome(cases, "patched", "fsdp2", "nan_reward")[0][f"{trainer} {estimator}"]
+    assert patched.startswith("1 of 4 rewards are not finite") and "\n" not in patched
+    assert patched.endswith("row 2, data_source=sum, uid=b")
+    # Upstream hands on NaN advantages: GAE's to every row, GRPO's to the whole group.
+    assert outcome(cases, "pristine", "fsdp2", "nan_reward")[0][f"{trainer} {estimator}"] >= 2

@@ -449,7 +449,7 @@ def first_nonfinite_gradient(named_parameters: Iterable[tuple[str, torch.nn.Para
     """Describe the first parameter with a non-finite gradient and whose shard it is in; every rank must call it.
 
     Returns:
-        its name, the rank, how many elements of that shard are non-finite, and the largest that are not.
+        its name, the rank, how many elements of that shard are non-finite, and how large the others are at most.
     """
 
     def local(gradient: torch.Tensor) -> torch.Tensor:
@@ -460,12 +460,9 @@ def first_nonfinite_gradient(named_parameters: Iterable[tuple[str, torch.nn.Para
     for name, gradient in gradients:
         finite = gradient.isfinite()
         if not finite.all():
-            largest = gradient[finite].abs().max().item() if finite.any() else math.nan
-            bad = gradient.numel() - finite.sum().item()
-            found = (
-                f"{name} in the shard of rank {dist.get_rank()}, {bad} of {gradient.numel()} elements, "
-                f"the largest finite one {largest:.3g}"
-            )
+            bad = f"{gradient.numel() - finite.sum()} of {gradient.numel()} elements"
+            largest = f"the largest finite one {gradient[finite].abs().max():.3g}" if finite.any() else "none finite"
+            found = f"{name} in the shard of rank {dist.get_rank()}, {bad}, {largest}"
             break
     found_by_rank: list[Optional[str]] = [None] * dist.get_world_size()
     dist.all_gather_object(found_by_rank, found)

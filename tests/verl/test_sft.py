@@ -66,7 +66,7 @@ def saved(out: Path, step: int, kind: str, rank: int) -> dict:
 
 
 # The first step overflows, and one backoff is enough; two steps later the scale is too large for good.
-FP16 = ["engine.dtype=float16", "engine.grad_scaler.init_scale=1e13", "engine.grad_scaler.growth_interval=1"]
+FP16 = ["+precision=fp16", "engine.grad_scaler.init_scale=1e13", "engine.grad_scaler.growth_interval=1"]
 ONE_OVERFLOW = [*FP16, "engine.grad_scaler.backoff_factor=1e-9", "trainer.total_training_steps=2"]
 STORM = [
     *FP16,

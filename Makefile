@@ -55,7 +55,7 @@ check: python  ## check that every release's patches apply and reverse exactly
 	@$(PYTHON) scripts/patchset.py check --all
 
 ##@ The rest
-.PHONY: help setup gsm8k test-quick lint lock clean
+.PHONY: help setup bench gsm8k test-quick lint lock clean
 help: python  ## list the targets and the variables of `make run`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
@@ -63,6 +63,9 @@ help: python  ## list the targets and the variables of `make run`
 
 setup: $(READY)  ## install what is missing and patch the installed verl
 	@$(BIN)/python scripts/patchset.py apply $(SITE)
+
+bench: setup  ## measure what fp16 costs, into docs/results:  make bench ARGS='--sizes 10,100 --ranks 1'
+	@exec $(BIN)/python scripts/bench.py $(ARGS)
 
 gsm8k: setup  ## download GSM8K and write data/gsm8k/{train,test}.parquet
 	@$(BIN)/python -m recipes.gsm8k.prepare --out data/gsm8k

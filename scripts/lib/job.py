@@ -18,6 +18,11 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = REPO / "configs"
 ARITHMETIC = REPO / ".cache" / "arithmetic"  # where the sanity task's model and data are made
+CPU_PLATFORM = {  # what makes verl run without a GPU
+    "VERL_USE_EXTERNAL_MODULES": "recipes.cpu.platform",
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",  # picks verl's FSDP engine
+}
 FREE_GIB = 1.0  # the least room for OUT: two checkpoints of the sanity task take some 20 MB, a log a few
 
 VARIABLES = {
@@ -125,11 +130,7 @@ class Job:
             "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),
         }
         if self.device == "cpu":
-            common |= {
-                "VERL_USE_EXTERNAL_MODULES": "recipes.cpu.platform",
-                "VERL_PLATFORM": "cpu",
-                "VERL_ENGINE_DEVICE": "cuda",  # picks verl's FSDP engine
-            }
+            common |= CPU_PLATFORM
         return common
 
     def command(self, out: Path) -> list[str]:

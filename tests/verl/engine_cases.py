@@ -22,6 +22,7 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 import verl
@@ -52,7 +53,7 @@ if not PATCHED:
 
 
 def make_worker(
-    role="actor", dtype="float16", by_dtype_alone=False, model=None, checkpoint=None, lr=1e-2, **engine
+    role="actor", dtype="float16", by_dtype_alone=False, model=None, checkpoint=None, optimizer=None, lr=1e-2, **engine
 ) -> TrainingWorker:
     """A worker with its engine built, in ``dtype`` where the tree honours it and by ``mixed_precision`` where not."""
     if not by_dtype_alone and not PATCHED:
@@ -78,7 +79,13 @@ def make_worker(
                 use_torch_compile=False,
                 **engine,
             ),
-            optimizer_config=FSDPOptimizerConfig(lr=lr, lr_warmup_steps=4, total_training_steps=100, clip_grad=1.0),
+            optimizer_config=FSDPOptimizerConfig(
+                lr=lr,
+                lr_warmup_steps=4,
+                total_training_steps=100,
+                clip_grad=1.0,
+                override_optimizer_config=optimizer,
+            ),
             checkpoint_config=checkpoint or CheckpointConfig(),
         )
     )
@@ -357,9 +364,11 @@ def storm_nan():
     return storm(float("nan"))
 
 
-def trajectory(dtype: str):
-    """Three steps; the weights' sum and grad norms, to compare two trees bit for bit."""
-    worker = make_worker(dtype=dtype)
+def trajectory(dtype: str, **settings):
+    """Three steps; the weights' sum and grad norms, to compare two trees."""
+    worker = make_worker(dtype=dtype, **settings)
+    if worker.engine.scaler is not None:
+        worker.engine.scaler._init_scale = 1024.0
     norms = [metrics_of(worker.train_batch(batch(seed)))["grad_norm"] for seed in range(3)]
     return {
         "norms": norms,
@@ -374,6 +383,55 @@ def trajectory_bf16():
 
 def trajectory_fp32():
     return trajectory("float32")
+
+
+def trajectory_fp16():
+    return trajectory("float16")
+
+
+def trajectory_fp16_fused():
+    try:
+        return trajectory("float16", optimizer={"fused": True})
+    except RuntimeError as error:  # on every rank alike
+        return {"error": str(error)}
+
+
+def cost_of_a_step():
+    """All-reduces of an optimizer step, and values that the host reads in it (its own step counters aside)."""
+
+    def cost(**overrides):
+        worker = make_worker(**overrides)
+        if worker.engine.scaler is not None:
+            worker.engine.scaler._init_scale = 1024.0
+        worker.train_batch(batch(1))  # Adam's state is made in the first step
+        step, profiler = worker.engine.optimizer_step, profile(activities=[ProfilerActivity.CPU])
+
+        def profiled():
+            with profiler:
+                return step()
+
+        worker.engine.optimizer_step = profiled
+        worker.train_batch(batch(2))
+        outside = [e for e in profiler.events() if not any("Optimizer.step" in parent for parent in ancestry(e))]
+        names = [event.name for event in outside]
+        return {"all_reduces": names.count("gloo:all_reduce"), "host_reads": names.count("aten::_local_scalar_dense")}
+
+    def ancestry(event):
+        return [event.name, *(ancestry(event.cpu_parent) if event.cpu_parent else [])]
+
+    costs = {"bf16": cost(dtype="bfloat16"), "fp16": cost()}
+    return costs | ({"fp16_fused": cost(optimizer={"fused": True})} if PATCHED else {})
+
+
+def replicated():
+    """Two replicas of two shards each (HSDP): the same norm, and an overflow of one rank skips the step on all."""
+    sharded = metrics_of(make_worker(grad_scaler=settings(init_scale=1024.0)).train_batch(batch(1)))["grad_norm"]
+    worker = make_worker(fsdp_size=2, grad_scaler=settings(init_scale=1024.0))
+    result = {"sharded": sharded, "replicated": metrics_of(worker.train_batch(batch(1)))["grad_norm"]}
+    before = state(worker)
+    poison_gradient(worker, float("inf"))
+    metrics = metrics_of(worker.train_batch(batch(2)))
+    return result | {"unchanged": same(before, state(worker)), "skipped": metrics.get("skipped_steps")}
 
 
 @CheckpointEngineRegistry.register("probe")
@@ -596,6 +654,9 @@ CASES = [
     storm_nan,
     trajectory_bf16,
     trajectory_fp32,
+    trajectory_fp16,
+    trajectory_fp16_fused,
+    cost_of_a_step,
     wire,
     scaler_device,
     storm_checkpoint,
@@ -607,6 +668,8 @@ if STRATEGY == "fsdp2":
     CASES.append(export)
 if os.environ["WORLD_SIZE"] == "1":  # FSDP1 shards nothing then
     CASES = [accumulation, trajectory_bf16]
+if os.environ["WORLD_SIZE"] == "4":
+    CASES = [replicated]
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ REFUSED = {
     "backoff of 1": ([f"{SCALER}.backoff_factor=1"], ["grad_scaler.backoff_factor=1", "between 0 and 1"]),
     "no growth interval": ([f"{SCALER}.growth_interval=0"], ["grad_scaler.growth_interval=0"]),
     "no skips allowed": ([f"{SCALER}.max_consecutive_skips=0"], ["grad_scaler.max_consecutive_skips=0"]),
-    "a scale beyond fp32": ([f"{SCALER}.init_scale=1e39"], ["grad_scaler.init_scale=1e+39", "at most 2^126"]),
+    "a scale beyond fp32": ([f"{SCALER}.init_scale=1e39"], ["grad_scaler.init_scale=1e+39", "fp32's largest"]),
     "growth that rounds away": (
         [f"{SCALER}.growth_factor=1.00000001"],
         ["grad_scaler.growth_factor=1.00000001", "fp32"],

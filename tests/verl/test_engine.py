@@ -102,6 +102,41 @@ def test_the_other_regimes_train_as_upstream_does_to_the_bit(cases, strategy, dt
 
 
 @both
+def test_one_pass_trains_as_upstreams_two(cases, strategy):
+    patched = outcome(cases, "patched", strategy, "trajectory_fp16")
+    pristine = outcome(cases, "pristine", strategy, "trajectory_fp16")
+    assert patched[0]["norms"] == pytest.approx(pristine[0]["norms"], rel=1e-4)
+    for one, two in zip(patched, pristine, strict=True):
+        assert one["sum"] == pytest.approx(two["sum"], rel=1e-3)
+
+
+@both
+def test_fused_adamw_takes_the_scale_and_the_clip_coefficient(cases, strategy):
+    foreach = outcome(cases, "patched", strategy, "trajectory_fp16")
+    fused = outcome(cases, "patched", strategy, "trajectory_fp16_fused")
+    assert fused[0]["norms"] == pytest.approx(foreach[0]["norms"], rel=1e-4)
+    # torch's ShardedGradScaler hands fused optimizers a found_inf of a shape that they do not take.
+    for rank in outcome(cases, "pristine", strategy, "trajectory_fp16_fused"):
+        assert "broadcast shape" in rank["error"]
+
+
+@both
+def test_a_step_costs_one_all_reduce_and_one_read_of_the_device(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "cost_of_a_step"):
+        assert rank["fp16"] == rank["fp16_fused"] == {"all_reduces": 1, "host_reads": 1}
+        assert rank["bf16"] == {"all_reduces": 1, "host_reads": 2}
+    upstream = {"all_reduces": {"fsdp": 2, "fsdp2": 3}[strategy], "host_reads": 4}
+    assert outcome(cases, "pristine", strategy, "cost_of_a_step")[0]["fp16"] == upstream
+
+
+@both
+def test_replicas_agree_on_the_norm_and_on_a_skip(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "replicated", ranks=4):
+        assert rank["replicated"] == pytest.approx(rank["sharded"], rel=1e-5)
+        assert rank["unchanged"] and rank["skipped"] == 1.0
+
+
+@both
 def test_nothing_on_the_wire_is_bfloat16(cases, strategy):
     expected = {"full": ["float32"], "sender": "torch.float16", "receiver": "torch.float16"}
     upstream = {"full": ["float32"], "sender": "torch.bfloat16", "receiver": "torch.bfloat16"}

@@ -103,6 +103,64 @@ def test_the_scale_grows_backs_off_and_has_a_floor():
     assert (recovered.consecutive_skips, recovered.skipped) == (0, False)
 
 
+def test_the_scale_stays_within_fp32():
+    largest = torch.finfo(torch.float32).max
+    config = precision.GradScalerConfig(init_scale=largest / 2, growth_interval=1)
+    assert scaler_after(config, [0.0, 0.0, 0.0]).get_scale() == largest
+
+
+def steps(take, fused: bool, scale: float = 1024.0) -> list[torch.Tensor]:
+    """The weights after five steps with gradients that are clipped in some of them."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=fused)
+    scaler = precision.LossScaler(precision.GradScalerConfig(init_scale=scale, growth_interval=2), device="cpu")
+    for step in range(5):
+        scaler.scale(module(torch.ones(2, 8)).square().sum() * 10.0 ** (-step)).backward()
+        take(scaler, optimizer, module)
+        optimizer.zero_grad()
+    return [p.detach() for p in module.parameters()]
+
+
+def in_one_pass(scaler, optimizer, module):
+    scaler.clip_and_step(optimizer, module, max_norm=1.0)
+
+
+def in_torchs_sequence(scaler, optimizer, module):
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_pass_is_torchs_sequence(fused):
+    for one, two in zip(steps(in_one_pass, fused), steps(in_torchs_sequence, fused), strict=True):
+        assert torch.allclose(one, two, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("take", [in_one_pass, in_torchs_sequence])
+def test_a_skipped_step_changes_nothing(fused, take):
+    module = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=fused)
+    scaler = precision.LossScaler(precision.GradScalerConfig(init_scale=4.0), device="cpu")
+
+    def step(gradient: float):
+        scaler.scale(module(torch.ones(2)).sum()).backward()
+        module.weight.grad[0, 0] += gradient
+        take(scaler, optimizer, module)
+        optimizer.zero_grad()
+        state = optimizer.state[module.weight]
+        return [t.clone() for t in (module.weight, module.bias, *(state[k] for k in ("step", "exp_avg", "exp_avg_sq")))]
+
+    before, skipped = step(0.0), step(float("inf"))
+    assert scaler.skipped and scaler.get_scale() == 2.0
+    assert all(torch.equal(a, b) for a, b in zip(before, skipped, strict=True))
+    after = step(0.0)
+    assert not scaler.skipped and not torch.equal(before[0], after[0])
+
+
 def test_torch_has_no_floor():
     """Why there is one: torch's scale runs down to 0, where 1/scale is inf and every step is skipped for good."""
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
@@ -166,18 +224,17 @@ def test_a_device_without_scaling_is_refused():
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"init_scale": 1e39}, "grad_scaler.init_scale=1e+39 must be positive and at most 2^126=8.51e+37"),
-        ({"min_scale": 1e-39}, "grad_scaler.min_scale=1e-39 must be at least 2^-126=1.18e-38"),
+        ({"init_scale": 1e39}, "grad_scaler.init_scale=1e+39 must be positive and at most 3.4e+38, fp32's largest"),
+        ({"min_scale": 1e-39}, "grad_scaler.min_scale=1e-39 must be at least 1.18e-38, fp32's least"),
         ({"init_scale": 4.0, "min_scale": 8.0}, "grad_scaler.min_scale=8.0 must be .* at most init_scale=4.0"),
         ({"init_scale": float("nan")}, "grad_scaler.init_scale=nan"),
         ({"growth_factor": 1 + 1e-9}, "grad_scaler.growth_factor=1.000000001 must be above 1"),
         ({"growth_factor": 1e39}, "grad_scaler.growth_factor=1e.39 must be above 1 .and finite. in fp32"),
         ({"backoff_factor": 1 - 1e-9}, "grad_scaler.backoff_factor=0.999999999 must be between 0 and 1"),
-        ({"growth_interval": 2**31}, "grad_scaler.growth_interval=2147483648 must be .* below 2.31"),
     ],
 )
 def test_settings_that_cannot_work_together_are_refused(settings, named):
-    with pytest.raises(ValueError, match=named.replace("+", "[+]").replace("^", "[\\^]")):
+    with pytest.raises(ValueError, match=named.replace("+", "[+]")):
         precision.GradScalerConfig(**settings)
 
 
@@ -194,7 +251,7 @@ def test_why_these_settings_cannot_work():
     assert torch.tensor(1e39).float().isinf() and (1 / torch.tensor(1e-39).float()).isinf()
 
 
-@pytest.mark.parametrize("settings", [{"init_scale": 2.0**126}, {"init_scale": 1.0, "min_scale": 2.0**-126}])
+@pytest.mark.parametrize("settings", [{"init_scale": 3.4e38}, {"init_scale": 1.2e-38, "min_scale": 1.2e-38}])
 def test_the_outermost_scales_still_scale_and_unscale(settings):
     config = precision.GradScalerConfig(**settings)
     scaler = precision.LossScaler(config, device="cpu")
@@ -213,9 +270,10 @@ def storm_of(*gradients: torch.Tensor) -> str:
 def test_the_first_nonfinite_gradient_is_described():
     inf, nan = float("inf"), float("nan")
     found = storm_of(torch.ones(2), torch.tensor([1.0, -3e4, inf, nan]), torch.tensor([nan]))
-    assert found == "layer1 in the shard of rank 0, 2 of 4 elements, the largest finite one 3e+04"
-    assert storm_of(torch.tensor([nan])) == "layer0 in the shard of rank 0, 1 of 1 elements, none finite"
+    assert found == "layer1 in the shard of rank 0, 2 of 4 elements, the largest other 3e+04 (scaled)"
+    assert storm_of(torch.tensor([nan])) == "layer0 in the shard of rank 0, 1 of 1 elements, no other"
     assert storm_of(torch.zeros(0), torch.tensor([inf, 0.0])).startswith("layer1")
+    assert storm_of(torch.full((2,), 3e38)) == "none, but their norm leaves fp32"
 
 
 def test_a_storm_is_saved_and_raised():

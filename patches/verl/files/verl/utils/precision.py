@@ -20,10 +20,12 @@ Why: in fp16 on both sides the trainer's and the rollout's log-probabilities agr
 its state has to be configured, saved and seen. Upstream's scaler: verl PRs #4036 and #6150.
 """
 
+import ctypes
 import inspect
 import json
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +34,9 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "GradScalerConfig",
@@ -45,6 +49,7 @@ __all__ = [
     "check_role_dtype",
     "check_rollout_dtype",
     "dtype_name",
+    "gradient_norm",
     "load_scaler_state",
     "megatron_scaler",
     "patch_stamp",
@@ -68,9 +73,6 @@ _DTYPES = {
     32: torch.float32,
     "32": torch.float32,
 }
-# Loss scales beyond, and their inverses, are subnormal or infinite in fp32.
-_MAX_SCALE = 2.0**126
-
 _ALLOWED = "float16 (fp16), bfloat16 (bf16) or float32 (fp32)"
 
 # Engines that read `dtype`. The others have no loss scaler and a fixed autocast: they train in bf16 whatever is asked.
@@ -170,16 +172,17 @@ class GradScalerConfig:
             whole = key in ("growth_interval", "max_consecutive_skips")
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 raise ValueError(f"grad_scaler.{key}={value} must be a {'whole ' if whole else ''}number")
-        # As the scaler reads them, in fp32: there 1.00000001 grows nothing, and 1e39 or 1e-39 has no finite inverse.
+        # The scale is an fp32 number: 1.00000001 times it is itself, 1e39 is inf, and 1e-39 has no finite inverse.
+        fp32 = torch.finfo(torch.float32)
         growth, backoff = (torch.tensor(f).float().item() for f in (self.growth_factor, self.backoff_factor))
         rules = {
-            "init_scale": (0 < self.init_scale <= _MAX_SCALE, f"positive and at most 2^126={_MAX_SCALE:.3g}"),
+            "init_scale": (0 < self.init_scale <= fp32.max, f"positive and at most {fp32.max:.3g}, fp32's largest"),
             "growth_factor": (1 < growth < math.inf, "above 1 (and finite) in fp32"),
             "backoff_factor": (0 < backoff < 1, "between 0 and 1 in fp32"),
-            "growth_interval": (1 <= self.growth_interval < 2**31, "at least 1 and below 2^31"),
+            "growth_interval": (self.growth_interval >= 1, "at least 1"),
             "min_scale": (
-                1 / _MAX_SCALE <= self.min_scale <= self.init_scale,
-                f"at least 2^-126={1 / _MAX_SCALE:.3g} and at most init_scale={self.init_scale}",
+                fp32.tiny <= self.min_scale <= self.init_scale,
+                f"at least {fp32.tiny:.3g}, fp32's least, and at most init_scale={self.init_scale}",
             ),
             "max_consecutive_skips": (self.max_consecutive_skips >= 1, "at least 1"),
         }
@@ -256,6 +259,10 @@ class LossScaleError(RuntimeError):
 class LossScaler(ShardedGradScaler):
     """Dynamic loss scaling for FSDP1, FSDP2 and plain modules, on any device.
 
+    ``scale(loss).backward()``, then :meth:`clip_and_step`: one pass over the gradients for their norm and one to apply
+    them, one scalar all-reduce, and the norm as the only value that the host reads. torch's own sequence (``unscale_``,
+    clip, ``step``, ``update``) works too.
+
     Differs from torch's ``ShardedGradScaler``: it scales in fp32 (an fp16 loss times 65536 overflows), has a floor,
     knows after each step whether the step was skipped, and keeps settings out of its state, so that a resumed run takes
     them from its config.
@@ -283,39 +290,82 @@ class LossScaler(ShardedGradScaler):
         """The loss times the scale, in fp32."""
         return super().scale(outputs.float())
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale; ``skipped`` then says whether one of any rank is inf or NaN."""
-        super().unscale_(optimizer)
-        # found_inf is summed over ranks, so it may exceed 1; the scale before and after says nothing at the floor.
-        self.skipped = sum(found.item() for found in self._found_inf_per_device(optimizer).values()) > 0
+    def get_scale(self) -> float:
+        """The current scale, without reading it from the device."""
+        return self._init_scale
 
-    def end_storm(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        """End the run if this step would be one skip in a row too many.
+    def clip_and_step(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, max_norm: float) -> float:
+        """Clip the gradients of ``module`` and take the optimizer's step, or skip it; then adapt the scale.
 
-        Call between ``unscale_`` and clipping, on every rank: clipping by a NaN norm makes every gradient NaN.
+        Every rank calls it. The clip coefficient and the inverse scale are one factor; fused optimizers apply it
+        themselves and skip on the device.
+
+        Args:
+            max_norm: largest norm of the unscaled gradients.
+
+        Returns:
+            the norm of the unscaled gradients before clipping; inf or NaN where the step was skipped.
 
         Raises:
-            LossScaleError: naming the first non-finite gradient, the rank that holds it, and the scale.
+            LossScaleError: this was one skip in a row too many.
         """
+        norm = gradient_norm(module, self._scale.device) / self.get_scale()
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's mark of a fused optimizer
+            optimizer.grad_scale = self._scale / (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            optimizer.found_inf = norm.isfinite().logical_not().float()
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf
+            result = norm.item()
+        else:
+            result = norm.item()
+            if math.isfinite(result):
+                gradients = [_local(p.grad) for p in _optimized(optimizer) if p.grad is not None]
+                torch._foreach_mul_(gradients, min(1.0, max_norm / (result + 1e-6)) / self.get_scale())
+                optimizer.step()
+        self.skipped = not math.isfinite(result)
         if self.skipped and self.consecutive_skips + 1 >= self.config.max_consecutive_skips:
             self.consecutive_skips += 1  # so that a checkpoint of the storm says what it is
             raise LossScaleError(
                 f"{self.config.max_consecutive_skips} optimizer steps in a row overflowed "
                 f"(grad_scaler.max_consecutive_skips), loss scale {self.get_scale():g}, "
-                f"first non-finite gradient: {first_nonfinite_gradient(named_parameters)}"
+                f"first non-finite gradient: {first_nonfinite_gradient(module.named_parameters())}"
             )
+        self.update()
+        return result
 
-    def update(self, new_scale: Optional[float | torch.Tensor] = None) -> None:
-        """Adapt the scale, never below ``min_scale``, and count the skips in a row."""
-        super().update(new_scale)
-        self._scale.clamp_(min=self.config.min_scale)
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale; ``skipped`` then says whether one of any rank is inf or NaN."""
+        super().unscale_(optimizer)
+        found = self._found_inf_per_device(optimizer)
+        for device, summed in found.items():
+            # torch sums over ranks, in shape (1,); its fused optimizers take shape () and skip at exactly 1.
+            found[device] = summed.clamp(max=1.0).squeeze()
+        self.skipped = any(one.item() for one in found.values())
+
+    def update(self) -> None:
+        """Adapt the scale, never below ``min_scale`` and never beyond fp32, and count the skips in a row."""
+        settings, clean_steps = self.config, self._init_growth_tracker + 1
+        scale = self.get_scale()
+        if self.skipped:
+            scale, clean_steps = max(scale * settings.backoff_factor, settings.min_scale), 0
+        elif clean_steps == settings.growth_interval:
+            scale, clean_steps = min(scale * settings.growth_factor, torch.finfo(torch.float32).max), 0
+        self._set(scale, clean_steps)
         self.consecutive_skips = self.consecutive_skips + 1 if self.skipped else 0
+        self._per_optimizer_states.clear()
+
+    def _set(self, scale: float, clean_steps: int) -> None:
+        # torch makes its tensors of these two when the first loss comes; the host's copies spare a synchronisation.
+        self._init_scale, self._init_growth_tracker = ctypes.c_float(scale).value, clean_steps
+        if self._scale is not None:
+            self._scale.fill_(scale)
+            self._growth_tracker.fill_(clean_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """``scale`` (float), ``_growth_tracker`` and ``consecutive_skips`` (int)."""
         return {
             "scale": self.get_scale(),
-            "_growth_tracker": self._get_growth_tracker(),
+            "_growth_tracker": self._init_growth_tracker,
             "consecutive_skips": self.consecutive_skips,
         }
 
@@ -327,11 +377,45 @@ class LossScaler(ShardedGradScaler):
         """
         if set(state_dict) != set(self.state_dict()):
             raise ValueError(f"loss scaler state has keys {sorted(state_dict)}, expected {sorted(self.state_dict())}")
-        self._init_scale, self._init_growth_tracker = state_dict["scale"], state_dict["_growth_tracker"]
-        if self._scale is not None:
-            self._scale.fill_(state_dict["scale"])
-            self._growth_tracker.fill_(state_dict["_growth_tracker"])
+        self._set(state_dict["scale"], state_dict["_growth_tracker"])
         self.consecutive_skips = state_dict["consecutive_skips"]
+
+
+def gradient_norm(module: torch.nn.Module, device: torch.device) -> torch.Tensor:
+    """L2 norm of a module's gradients over all ranks: 0-d, fp32, on ``device``, the same everywhere.
+
+    One scalar all-reduce over all ranks, not over those that shard alone: an inf or NaN of one reaches every rank under
+    HSDP too. A rank's part is divided by the number of ranks that hold the same shard.
+    """
+    by_shards: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            by_shards[_shards(module, parameter.grad)].append(_local(parameter.grad))
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    square = torch.zeros((), device=device)
+    for shards, gradients in by_shards.items():
+        square += torch.nn.utils.get_total_norm(gradients).to(device).square() * (shards / ranks)
+    if ranks > 1:
+        dist.all_reduce(square)
+    return square.sqrt()
+
+
+def _shards(module: torch.nn.Module, gradient: torch.Tensor) -> int:
+    """Over how many ranks a gradient is sharded."""
+    if isinstance(gradient, DTensor):
+        mesh = gradient.device_mesh
+        return math.prod(mesh.size(dim) for dim, placed in enumerate(gradient.placements) if placed.is_shard())
+    if isinstance(module, FullyShardedDataParallel) and module.sharding_strategy != ShardingStrategy.NO_SHARD:
+        return module.process_group.size()
+    return 1
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _optimized(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def load_scaler_state(scaler: Optional[LossScaler], state: Optional[Mapping[str, Any]], source: str) -> None:
@@ -371,18 +455,18 @@ class StepAccounting:
     _loss_scale: Optional[float] = None
     _update_metrics: Mapping[str, float] = {}
 
-    def account_step(self, grad_norm: torch.Tensor, scaler: Optional[LossScaler]) -> Optional[float]:
+    def account_step(self, grad_norm: float | torch.Tensor, scaler: Optional[LossScaler]) -> Optional[float]:
         """Record a step that was just taken or skipped; clear the gradients of a skipped one.
 
         Args:
             grad_norm: 0-d, before clipping, the same on every rank.
-            scaler: after its ``update``; ``None`` where the loss is not scaled.
+            scaler: after its step; ``None`` where the loss is not scaled.
 
         Returns:
             the gradient norm, or ``None`` (no metric at all) where it is not finite or the step was skipped: one NaN
             would spread over the means of a whole training step.
         """
-        norm = grad_norm.item()
+        norm = float(grad_norm)
         skipped = scaler.skipped if scaler is not None else not math.isfinite(norm)
         if scaler is not None:
             self._loss_scale = scaler.get_scale()
@@ -449,24 +533,20 @@ def first_nonfinite_gradient(named_parameters: Iterable[tuple[str, torch.nn.Para
     """Describe the first parameter with a non-finite gradient and whose shard it is in; every rank must call it.
 
     Returns:
-        its name, the rank, how many elements of that shard are non-finite, and how large the others are at most.
+        its name, the rank, how many elements of that shard are non-finite, and how large the others are at most, still
+        multiplied by the loss scale.
     """
-
-    def local(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.to_local() if hasattr(gradient, "to_local") else gradient
-
-    gradients = ((name, local(p.grad)) for name, p in named_parameters if p.grad is not None)
     found: Optional[str] = None
-    for name, gradient in gradients:
+    for name, gradient in ((name, _local(p.grad)) for name, p in named_parameters if p.grad is not None):
         finite = gradient.isfinite()
         if not finite.all():
             bad = f"{gradient.numel() - finite.sum()} of {gradient.numel()} elements"
-            largest = f"the largest finite one {gradient[finite].abs().max():.3g}" if finite.any() else "none finite"
-            found = f"{name} in the shard of rank {dist.get_rank()}, {bad}, {largest}"
+            rest = f"the largest other {gradient[finite].abs().max():.3g} (scaled)" if finite.any() else "no other"
+            found = f"{name} in the shard of rank {dist.get_rank()}, {bad}, {rest}"
             break
     found_by_rank: list[Optional[str]] = [None] * dist.get_world_size()
     dist.all_gather_object(found_by_rank, found)
-    return next(found for found in found_by_rank if found is not None)
+    return next((found for found in found_by_rank if found is not None), "none, but their norm leaves fp32")
 
 
 @contextmanager

@@ -1,0 +1,49 @@
+"""The benchmark runs, counts and writes; what it measures is asserted nowhere, since machines are noisy."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bench
+from lib import job as jobs
+
+SCRIPT = Path(bench.__file__)
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    for name, value in jobs.CPU_PLATFORM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_the_steps_and_the_report(tmp_path):
+    run = [sys.executable, SCRIPT, "--sizes", "1", "--ranks", "1,2", "--seconds", "0.1", "--out", tmp_path]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = (tmp_path / "cost-cpu.md").read_text()
+    for ranks in (1, 2):
+        for optimizer in ("foreach AdamW", "fused AdamW"):
+            assert f"| {optimizer} | 1 | {ranks} |" in report
+            assert f"{optimizer}, 1 M, {ranks} rank(s)" in done.stdout
+    assert "Not measured: no CUDA device." in report
+    # Counted, hence the same everywhere: fp16 moves no more than bf16, and fused little more than the 32 it needs.
+    assert "| foreach AdamW | 96.0 | 96.0 | 104.0 | 96.0 |" in report
+    assert "| fused AdamW | 44.0 | 36.0 | 52.0 | 44.0 |" in report
+    table = (tmp_path / "cost-cpu.csv").read_text().splitlines()
+    assert len(table) == 1 + 2 * 2 * 4
+    assert (tmp_path / "cost-cpu.png").stat().st_size > 1000
+
+
+def test_the_training_step_trains_every_regime():
+    rows = bench.spawn(bench.measure_training, 1, 0.1, "cpu", 1, 32)
+    assert [row.regime for row in rows] == ["bf16", "fp16", "fp32"]
+    assert all(row.seconds > 0 and row.rounds >= bench.LEAST_ROUNDS for row in rows)
+
+
+def test_sizes_must_be_numbers(tmp_path):
+    run = [sys.executable, SCRIPT, "--sizes", "0", "--out", tmp_path / "out"]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode == 2 and "whole numbers above 0" in done.stderr and not (tmp_path / "out").exists()

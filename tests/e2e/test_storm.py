@@ -46,8 +46,7 @@ def test_a_storm_leaves_a_checkpoint_that_the_other_trainer_takes_up(tmp_path):
     weights = [actor_state(checkpoints / f"global_step_{step}", "model") for step in (2, 4)]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     # The second run took its own scale, not the one that did not work, and counted afresh.
-    log = (tmp_path / "v0" / "train.log").read_text()
-    assert "2 optimizer steps in a row had overflowed: starting at grad_scaler.init_scale=1e+29" in log
+    assert "holds no loss scale: starting at 1e+29" in (tmp_path / "v0" / "train.log").read_text()
     for out, step, scale in (("v1", 1, 1e30), ("v0", 3, 1e29)):
         row = json.loads((tmp_path / out / "metrics.jsonl").read_text().splitlines()[-1])
         assert row["step"] == step and row["data"]["actor/loss_scale"] == pytest.approx(scale)

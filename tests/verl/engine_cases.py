@@ -542,16 +542,14 @@ def storm_checkpoint():
     worker.save_checkpoint(directory, global_step=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fresh = make_worker(grad_scaler=settings(init_scale=64.0, max_consecutive_skips=2))
+        fresh = make_worker(grad_scaler=settings(init_scale=64.0))
         fresh.load_checkpoint(directory)
-        patient = make_worker(grad_scaler=settings(init_scale=64.0, max_consecutive_skips=3))
-        patient.load_checkpoint(directory)
     return {
         "outcome": outcome,
         "good": same(good, state(fresh)),
         "lr_held": fresh.engine.optimizer.param_groups[0]["lr"] == lr,
-        "scale": [scale_of(fresh), scale_of(patient)],
-        "warnings": [str(w.message) for w in caught if "in a row had overflowed" in str(w.message)],
+        "scale": scale_of(fresh),
+        "warnings": [str(w.message) for w in caught if "loss scale" in str(w.message)],
         "next_step": metrics_of(fresh.train_batch(batch(5))).get("grad_norm"),
     }
 

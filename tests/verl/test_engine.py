@@ -182,10 +182,10 @@ def test_a_storm_is_saved_as_the_last_good_state(cases, strategy):
     """With offloading, which the storm's error cuts through; tests/e2e/test_storm.py has the trainers."""
     for rank in outcome(cases, "patched", strategy, "storm_checkpoint"):
         assert rank["outcome"] == "LossScaleError" and rank["good"] and rank["lr_held"]
-        # The scale that did not work is not taken up, but where the same storm may go on.
-        assert rank["scale"] == [64.0, 4.0] and math.isfinite(rank["next_step"])
+        # The scale that did not work is not taken up.
+        assert rank["scale"] == 64.0 and math.isfinite(rank["next_step"])
         (warning,) = rank["warnings"]
-        assert "2 optimizer steps in a row had overflowed: starting at grad_scaler.init_scale=64" in warning
+        assert "holds no loss scale: starting at 64" in warning
     for rank in outcome(cases, "pristine", strategy, "storm_checkpoint"):
         assert rank["outcome"] is None and not rank["lr_held"]
 

@@ -95,7 +95,7 @@ def test_sft_in_fp16(train, tmp_path):
     assert steps[4]["train/skipped_steps"] == 1.0 and 5 not in steps
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "5"
     for rank in (0, 1):
-        assert saved(tmp_path, 5, "extra_state", rank)["grad_scaler"]["consecutive_skips"] == 2
+        assert saved(tmp_path, 5, "extra_state", rank)["grad_scaler"] is None, "a scale that did not work"
         assert all(tensor.to_local().isfinite().all() for tensor in saved(tmp_path, 5, "model", rank).values())
 
 

@@ -324,7 +324,7 @@ class LossScaler(ShardedGradScaler):
                 optimizer.step()
         self.skipped = not math.isfinite(result)
         if self.skipped and self.consecutive_skips + 1 >= self.config.max_consecutive_skips:
-            self.consecutive_skips += 1  # so that a checkpoint of the storm says what it is
+            self.consecutive_skips += 1
             raise LossScaleError(
                 f"{self.config.max_consecutive_skips} optimizer steps in a row overflowed "
                 f"(grad_scaler.max_consecutive_skips), loss scale {self.get_scale():g}, "
@@ -361,8 +361,13 @@ class LossScaler(ShardedGradScaler):
             self._scale.fill_(scale)
             self._growth_tracker.fill_(clean_steps)
 
-    def state_dict(self) -> dict[str, Any]:
-        """``scale`` (float), ``_growth_tracker`` and ``consecutive_skips`` (int)."""
+    def state_dict(self) -> Optional[dict[str, Any]]:
+        """``scale`` (float), ``_growth_tracker`` and ``consecutive_skips`` (int).
+
+        ``None`` after a storm, in which no scale worked: who resumes from its checkpoint starts at ``init_scale``.
+        """
+        if self.consecutive_skips >= self.config.max_consecutive_skips:
+            return None
         return {
             "scale": self.get_scale(),
             "_growth_tracker": self._init_growth_tracker,
@@ -421,21 +426,11 @@ def _optimized(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]
 def load_scaler_state(scaler: Optional[LossScaler], state: Optional[Mapping[str, Any]], source: str) -> None:
     """Restore a scaler from a checkpoint's ``grad_scaler`` entry; warn where only one of the two has one.
 
-    A checkpoint of :func:`save_after_storm` holds a scale that did not work either: the run starts at its own
-    ``init_scale`` then, with a warning. One with a larger ``max_consecutive_skips`` goes on where the storm was.
-
     Args:
         source: the checkpoint file, for the warning.
     """
     if scaler is not None and state is not None:
         scaler.load_state_dict(state)
-        if scaler.consecutive_skips >= scaler.config.max_consecutive_skips:
-            warnings.warn(
-                f"{source} was saved when {scaler.consecutive_skips} optimizer steps in a row had overflowed: "
-                f"starting at grad_scaler.init_scale={scaler.config.init_scale:g}",
-                stacklevel=2,
-            )
-            scaler.load_state_dict({"scale": scaler.config.init_scale, "_growth_tracker": 0, "consecutive_skips": 0})
     elif scaler is not None:
         warnings.warn(f"{source} holds no loss scale: starting at {scaler.get_scale()}", stacklevel=2)
     elif state is not None:

@@ -28,6 +28,8 @@ RUN_VARIABLES := EXPERIMENT PRECISION ALGO STEPS SEED MODEL TRAIN VAL OUT ARGS
 COMMAND_LINE := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 GIVEN := $(filter-out PYTHON TORCH_INDEX_URL,$(sort DEVICE $(RUN_VARIABLES) $(COMMAND_LINE)))
 quote = '$(subst ','\'',$(1))'
+# `make preflight` takes what stands on the command line alone.
+TYPED = $(foreach name,$(sort DEVICE $(filter-out PYTHON TORCH_INDEX_URL,$(COMMAND_LINE))),$(name)=$(call quote,$($(name))))
 WORDS = $(foreach name,$(GIVEN),$(if $($(name)),$(name)=$(call quote,$($(name)))))
 
 ##@ The two commands
@@ -55,17 +57,22 @@ check: python  ## check that every release's patches apply and reverse exactly
 	@$(PYTHON) scripts/patchset.py check --all
 
 ##@ The rest
-.PHONY: help setup bench gsm8k test-quick lint lock clean
-help: python  ## list the targets and the variables of `make run`
+.PHONY: help setup bench preflight gsm8k test-quick lint lock clean
+help: python  ## list the targets and the variables of `make run` and `make preflight`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
 	@PYTHONPATH=scripts $(PYTHON) -c 'from lib import job; print(job.usage())'
+	@printf '\n%s\n' 'Variables of make preflight:  make preflight MODEL=/path/to/model DATA=prompts.parquet'
+	@PYTHONPATH=scripts $(PYTHON) -c 'import preflight; print(preflight.usage())'
 
 setup: $(READY)  ## install what is missing and patch the installed verl
 	@$(BIN)/python scripts/patchset.py apply $(SITE)
 
 bench: setup  ## measure what fp16 costs, into docs/results:  make bench ARGS='--sizes 10,100 --ranks 1'
 	@exec $(BIN)/python scripts/bench.py $(ARGS)
+
+preflight: setup  ## predict what fp16 does to a model:  make preflight MODEL=… DATA=….parquet
+	@exec $(BIN)/python scripts/preflight.py $(TYPED)
 
 gsm8k: setup  ## download GSM8K and write data/gsm8k/{train,test}.parquet
 	@$(BIN)/python -m recipes.gsm8k.prepare --out data/gsm8k

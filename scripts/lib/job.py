@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,60 +148,78 @@ def quoted(value: str) -> str:
     return value if re.fullmatch(r"[\w./:+-]*|\[\w*\]", value) else "'" + value.replace("'", r"\'") + "'"
 
 
+def named(words: list[str], variables: Iterable[str]) -> dict[str, str]:
+    """``NAME=VALUE`` words as a dict; an empty value is one that is not given.
+
+    Raises:
+        Refused: a name is not among ``variables``.
+    """
+    given = dict(word.partition("=")[::2] for word in words)
+    for name in given:
+        if name not in variables:
+            raise Refused(f"{name}: is not a variable of this command; they are {', '.join(variables)}")
+    return {name: value for name, value in given.items() if value}
+
+
+def one_of(given: dict[str, str], name: str, allowed: list[str], default: str) -> str:
+    value = given.get(name, default)
+    if value not in allowed:
+        raise Refused(f"{name}={value}: must be one of {', '.join(allowed)}")
+    return value
+
+
+def device(given: dict[str, str]) -> str:
+    chosen = one_of(given, "DEVICE", ["cpu", "cuda"], "cuda" if gpu_present() else "cpu")
+    if chosen == "cuda" and not gpu_present():
+        raise Refused("DEVICE=cuda: nvidia-smi finds no GPU here; use DEVICE=cpu")
+    return chosen
+
+
+def whole_number(given: dict[str, str], name: str, least: int, default: int | None) -> int | None:
+    value = given.get(name, default)
+    if value is not None and not (str(value).isdecimal() and int(value) >= least):
+        raise Refused(f"{name}={value}: must be a whole number of at least {least}")
+    return value if value is None else int(value)
+
+
+def file(given: dict[str, str], name: str) -> str | None:
+    return str(Path(given[name]).expanduser().resolve()) if name in given else None
+
+
+def parquet(given: dict[str, str], name: str) -> str | None:
+    path = file(given, name)
+    if path and not starts_with(Path(path), b"PAR1"):
+        raise Refused(f"{name}={given[name]}: is not a readable parquet file")
+    return path
+
+
 def parse(words: list[str]) -> Job:
     """A job from ``NAME=VALUE`` words.
 
     Raises:
         Refused: a name or a value is not among those allowed.
     """
-    given = dict(word.partition("=")[::2] for word in words)
-    for name in given:
-        if name not in VARIABLES:
-            raise Refused(f"{name}: is not a variable of this command; they are {', '.join(VARIABLES)}")
-    given = {name: value for name, value in given.items() if value}
-
-    def one_of(name: str, allowed: list[str], default: str) -> str:
-        value = given.get(name, default)
-        if value not in allowed:
-            raise Refused(f"{name}={value}: must be one of {', '.join(allowed)}")
-        return value
-
-    def whole_number(name: str, least: int, default: int | None) -> int | None:
-        value = given.get(name, default)
-        if value is not None and not (str(value).isdecimal() and int(value) >= least):
-            raise Refused(f"{name}={value}: must be a whole number of at least {least}")
-        return value if value is None else int(value)
-
-    def file(name: str) -> str | None:
-        return str(Path(given[name]).expanduser().resolve()) if name in given else None
-
-    def parquet(name: str) -> str | None:
-        path = file(name)
-        if path and not starts_with(Path(path), b"PAR1"):
-            raise Refused(f"{name}={given[name]}: is not a readable parquet file")
-        return path
-
+    given = named(words, VARIABLES)
     try:
         args = tuple(shlex.split(given.get("ARGS", "")))
     except ValueError as error:
         raise Refused(f"ARGS={given['ARGS']}: {error}; give it as one shell word") from error
+    usual = "gsm8k_1gpu" if "TRAIN" in given else "arithmetic"
     job = Job(
-        experiment=one_of("EXPERIMENT", options("experiment"), "gsm8k_1gpu" if "TRAIN" in given else "arithmetic"),
-        precision=one_of("PRECISION", options("precision"), "fp16"),
-        algo=one_of("ALGO", options("algo"), "grpo"),
-        device=one_of("DEVICE", ["cpu", "cuda"], "cuda" if gpu_present() else "cpu"),
-        seed=whole_number("SEED", 0, 1),
-        steps=whole_number("STEPS", 1, None),
+        experiment=one_of(given, "EXPERIMENT", options("experiment"), usual),
+        precision=one_of(given, "PRECISION", options("precision"), "fp16"),
+        algo=one_of(given, "ALGO", options("algo"), "grpo"),
+        device=device(given),
+        seed=whole_number(given, "SEED", 0, 1),
+        steps=whole_number(given, "STEPS", 1, None),
         model=model_path(given["MODEL"]) if "MODEL" in given else None,
-        train=parquet("TRAIN"),
-        val=parquet("VAL"),
-        out=Path(file("OUT")) if "OUT" in given else None,
+        train=parquet(given, "TRAIN"),
+        val=parquet(given, "VAL"),
+        out=Path(file(given, "OUT")) if "OUT" in given else None,
         args=args,
     )
     if job.out:
         check_room(job.out)
-    if job.device == "cuda" and not gpu_present():
-        raise Refused("DEVICE=cuda: nvidia-smi finds no GPU here; use DEVICE=cpu")
     return job
 
 

@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import verl
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWorker, ColocatedCheckpointEngine
@@ -53,7 +54,15 @@ if not PATCHED:
 
 
 def make_worker(
-    role="actor", dtype="float16", by_dtype_alone=False, model=None, checkpoint=None, optimizer=None, lr=1e-2, **engine
+    role="actor",
+    dtype="float16",
+    by_dtype_alone=False,
+    model=None,
+    checkpoint=None,
+    optimizer=None,
+    path=MODEL,
+    lr=1e-2,
+    **engine,
 ) -> TrainingWorker:
     """A worker with its engine built, in ``dtype`` where the tree honours it and by ``mixed_precision`` where not."""
     if not by_dtype_alone and not PATCHED:
@@ -64,7 +73,7 @@ def make_worker(
         TrainingWorkerConfig(
             model_type="value_model" if role == "critic" else "language_model",
             model_config=HFModelConfig(
-                path=MODEL,
+                path=path,
                 use_remove_padding=False,
                 override_config={"attn_implementation": "sdpa"},
                 **(model or {}),
@@ -668,6 +677,133 @@ if os.environ["WORLD_SIZE"] == "1":  # FSDP1 shards nothing then
     CASES = [accumulation, trajectory_bf16]
 if os.environ["WORLD_SIZE"] == "4":
     CASES = [replicated]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# keep_fp32_modules: patched trees alone, upstream has no such key.
+
+
+def overflowing_model() -> str:
+    """A copy of MODEL in whose first block gate * up exceeds 65504, and down brings it back; all else stays small."""
+    directory = shared_directory()
+    if RANK == 0:
+        model = AutoModelForCausalLM.from_pretrained(MODEL)
+        mlp = model.model.layers[0].mlp
+        with torch.no_grad():
+            mlp.gate_proj.weight *= 1000
+            mlp.up_proj.weight *= 1000
+            mlp.down_proj.weight /= 1e6
+        model.save_pretrained(directory)
+        AutoTokenizer.from_pretrained(MODEL).save_pretrained(directory)
+    dist.barrier()
+    return directory
+
+
+def hf_name(name: str) -> str:
+    parts = [part for part in name.split(".") if part != "_fsdp_wrapped_module"]
+    return ".".join(parts).removeprefix("base_model.model.")
+
+
+def watch_dtypes(worker: TrainingWorker, *names: str) -> dict[str, list[str]]:
+    """Filled in a forward pass: for each module its weight's dtype (if it has one), its input's and its output's."""
+    seen: dict[str, list[str]] = {}
+
+    def hook_of(name):
+        def hook(module, args, kwargs, output):
+            tensors = [getattr(module, "weight", None), *args, *kwargs.values(), output]
+            dtypes = [t.dtype for t in tensors if torch.is_tensor(t) and t.is_floating_point()]
+            seen[name] = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+
+        return hook
+
+    for name, module in worker.engine.module.named_modules():
+        if hf_name(name) in names and not isinstance(module, FullyShardedDataParallel):
+            module.register_forward_hook(hook_of(hf_name(name)), with_kwargs=True)
+    return seen
+
+
+def weights_of(worker: TrainingWorker) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker.engine.get_per_tensor_param()[0]}
+
+
+def keep_fp32():
+    """The overflowing model in fp16, with modules kept in fp32, and all in fp32: dtypes, updates, exported names."""
+    model = overflowing_model()
+    # down_proj is in a kept module already.
+    patterns = ["lm_head", "model.layers.0.mlp", "*.0.mlp.down_proj"]
+    inside = ("model.layers.0.mlp.down_proj", "model.layers.0.mlp", "model.layers.1.mlp.down_proj", "lm_head")
+    result, updates = {}, {}
+    for case, engine in {
+        "float16": {},
+        "kept": {"keep_fp32_modules": patterns},
+        "float32": {"dtype": "float32"},
+    }.items():
+        worker = make_worker(path=model, **engine)
+        # An update by SGD is the clipped gradient; the rate lifts it above the rounding of the weights.
+        worker.engine.optimizer = torch.optim.SGD(worker.engine.module.parameters(), lr=1e9)
+        before = weights_of(worker)
+        seen = watch_dtypes(worker, *inside)
+        metrics = metrics_of(worker.train_batch(batch(1)))
+        updates[case] = {name: tensor - before[name] for name, tensor in weights_of(worker).items()}
+        result[case] = {
+            "grad_norm": metrics.get("grad_norm"),
+            "skipped": metrics["skipped_steps"],
+            "dtypes": seen,
+            "exported": sorted((name, str(tensor.dtype)) for name, tensor in before.items()),
+            "kept": list(worker.engine.kept_in_fp32),
+        }
+    difference = {name: (updates["kept"][name] - u).norm() / u.norm() for name, u in updates["float32"].items()}
+    result["update_error"] = {name: value.item() for name, value in difference.items()}
+    return result
+
+
+def keep_fp32_critic():
+    """A kept head and a kept projection of a critic: dtypes, and whether it trains."""
+    worker = make_worker("critic", keep_fp32_modules=["score", "*.q_proj"], grad_scaler=settings(init_scale=1024.0))
+    seen = watch_dtypes(worker, "score", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj")
+    return {"dtypes": seen, "grad_norm": metrics_of(worker.train_batch(batch(1)))["grad_norm"]}
+
+
+def keep_fp32_ref():
+    """The same of a ref, whose parameters are offloaded: its dtypes in a forward pass, and whose list it follows."""
+    worker = make_worker("ref", keep_fp32_modules=["lm_head", "*.q_proj"])
+    seen = watch_dtypes(worker, "lm_head", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj")
+    data = batch()
+    tu.assign_non_tensor(data, compute_loss=False)
+    worker.infer_batch(data)
+    follows = composed("actor_rollout_ref.actor.fsdp_config.keep_fp32_modules=[lm_head]").actor_rollout_ref.ref
+    return {"dtypes": seen, "follows": list(follows.fsdp_config.keep_fp32_modules)}
+
+
+def keep_fp32_lora():
+    """A kept Linear with its adapter: dtypes, whether it trains, and what leaves for the rollout."""
+    exported, result = [], {}
+    for patterns in ([], ["model.layers.0.mlp.down_proj"]):
+        worker = make_worker(model={"lora_rank": 4}, keep_fp32_modules=patterns)
+        seen = watch_dtypes(worker, *(f"model.layers.{i}.mlp.down_proj.base_layer" for i in (0, 1)))
+        result = {"grad_norm": metrics_of(worker.train_batch(batch(1)))["grad_norm"], "dtypes": seen}
+        exported.append({(name, tensor.dtype) for name, tensor in worker.engine.get_per_tensor_param()[0]})
+    return result | {"same_exports": exported[0] == exported[1]}
+
+
+def keep_fp32_checkpoint():
+    """Does a checkpoint of a worker with kept modules come back, and is the next step the one that would have come?"""
+    directory = shared_directory()
+    kept = {"keep_fp32_modules": ["lm_head", "*.mlp"], "grad_scaler": settings(init_scale=1024.0)}
+    worker = make_worker(**kept)
+    worker.train_batch(batch(1))
+    worker.save_checkpoint(directory, global_step=1)
+    fresh = make_worker(**kept)
+    fresh.load_checkpoint(directory)
+    result = {"state": same(state(worker), state(fresh))}
+    before = state(worker)
+    for each in (worker, fresh):
+        each.train_batch(batch(2))
+    return result | {"next_step": same(state(worker), state(fresh)), "stepped": not same(before, state(worker))}
+
+
+if PATCHED and os.environ["WORLD_SIZE"] == "2":
+    CASES += [keep_fp32, keep_fp32_critic, keep_fp32_ref, keep_fp32_lora, keep_fp32_checkpoint]
 
 
 def main() -> None:

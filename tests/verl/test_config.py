@@ -55,6 +55,7 @@ RESOLVED = {
 }
 
 SCALER = f"{ACTOR}.fsdp_config.grad_scaler"
+KEEP = f"{ACTOR}.fsdp_config.keep_fp32_modules"
 REFUSED = {
     "unknown dtype": ([f"{ACTOR}.dtype=banana"], ["dtype=banana", "float16 (fp16), bfloat16 (bf16) or float32 (fp32)"]),
     "unknown rollout dtype": (
@@ -116,6 +117,11 @@ REFUSED = {
         ["grad_scaler.min_scale=1000000.0", "init_scale=65536.0"],
     ),
     "misspelt Megatron scaler key": ([f"+{ACTOR}.megatron.grad_scaler.grow=2", "model_engine=megatron"], ["grow"]),
+    "kept modules as one word": ([f"{KEEP}=lm_head"], ["keep_fp32_modules=lm_head", "list"]),
+    "kept modules that nothing reads": (
+        [f"{KEEP}=[lm_head]", f"{ACTOR}.strategy=fsdp_turbo"],
+        ["keep_fp32_modules=['lm_head'] is not read by strategy=fsdp_turbo"],
+    ),
     "misspelt scaler key": ([f"+{SCALER}.grow=2"], ["grow"]),
 }
 

@@ -177,6 +177,53 @@ def test_one_rank_where_fsdp1_shards_nothing(cases):
     assert patched == pristine
 
 
+FP32_INSIDE = ["float32", "float32", "float32"]  # weight, input, output
+HALF = ["float16", "float16", "float16"]
+
+
+@both
+def test_modules_kept_in_fp32_neither_overflow_nor_change_the_others(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "keep_fp32"):
+        half, kept, full = rank["float16"], rank["kept"], rank["float32"]
+        assert half["skipped"] == 1 and half["grad_norm"] is None, "the model was to overflow in fp16"
+        assert kept["skipped"] == 0 and kept["grad_norm"] == pytest.approx(full["grad_norm"], rel=2e-3)
+        assert kept["kept"] == ["model.layers.0.mlp", "lm_head"]
+        assert kept["dtypes"]["model.layers.0.mlp.down_proj"] == FP32_INSIDE
+        assert kept["dtypes"]["model.layers.0.mlp"] == ["float16", "float16"], "its surroundings stay in fp16"
+        assert kept["dtypes"]["model.layers.1.mlp.down_proj"] == HALF
+        assert kept["dtypes"]["lm_head"] == ["float32", "float16", "float32"]
+        assert kept["exported"] == half["exported"] == full["exported"]
+        assert max(rank["update_error"].values()) < 0.02, rank["update_error"]
+
+
+@both
+@pytest.mark.parametrize("role, head", [("critic", "score"), ("ref", "lm_head")])
+def test_critic_and_ref_keep_modules_in_fp32_too(cases, strategy, role, head):
+    for rank in outcome(cases, "patched", strategy, f"keep_fp32_{role}"):
+        assert rank["dtypes"] == {
+            head: ["float32", "float16", "float32"],
+            "model.layers.1.self_attn.q_proj": ["float32", "float16", "float16"],
+            "model.layers.1.self_attn.k_proj": HALF,
+        }
+        assert rank["follows"] == ["lm_head"] if role == "ref" else rank["grad_norm"] > 0
+
+
+@both
+def test_a_kept_module_keeps_its_lora_adapter(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "keep_fp32_lora"):
+        assert rank["dtypes"] == {
+            "model.layers.0.mlp.down_proj.base_layer": FP32_INSIDE,
+            "model.layers.1.mlp.down_proj.base_layer": HALF,
+        }
+        assert rank["grad_norm"] > 0 and rank["same_exports"]
+
+
+@both
+def test_a_checkpoint_of_kept_modules_comes_back(cases, strategy):
+    for rank in outcome(cases, "patched", strategy, "keep_fp32_checkpoint"):
+        assert rank == {"state": True, "next_step": True, "stepped": True}
+
+
 @both
 def test_a_storm_is_saved_as_the_last_good_state(cases, strategy):
     """With offloading, which the storm's error cuts through; tests/e2e/test_storm.py has the trainers."""

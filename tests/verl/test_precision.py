@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 REPO = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("precision", REPO / "patches/verl/files/verl/utils/precision.py")
@@ -422,3 +423,59 @@ def test_a_report_is_one_line_of_json(capsys):
     precision.report("actor", 0, compute="float16")
     line = capsys.readouterr().out
     assert line == '[verl-precision] {"role": "actor", "rank": 0, "compute": "float16", "stamp": null}\n'
+
+
+@pytest.fixture(scope="module")
+def small_models() -> dict[str, torch.nn.Module]:
+    config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    tied = Qwen2Config(**config.to_dict() | {"tie_word_embeddings": True})
+    return {"own head": Qwen2ForCausalLM(config), "tied": Qwen2ForCausalLM(tied)}
+
+
+@pytest.mark.parametrize(
+    "model, pattern, said",
+    [
+        ("own head", "lm_haed", ["lm_haed matches no module of Qwen2ForCausalLM", "near it: lm_head"]),
+        ("own head", "model.layers.9.mlp.down", ["model.layers.9.mlp.down matches no", "model.layers.*.mlp.down_proj"]),
+        ("own head", "model", ["model cannot be kept in fp32: it holds whole transformer blocks"]),
+        ("own head", "model.layers", ["model.layers cannot be kept", "whole transformer blocks"]),
+        ("tied", "lm_head", ["it shares a weight with model.embed_tokens"]),
+        ("tied", "*embed_tokens", ["it shares a weight with lm_head"]),
+    ],
+)
+def test_what_cannot_be_kept_in_fp32_is_named(small_models, model, pattern, said):
+    module = small_models[model]
+    with pytest.raises(ValueError) as error:
+        precision.keep_in_fp32(module, ["model.layers.0", pattern], torch.float16, "cpu")
+    assert str(error.value).startswith("keep_fp32_modules: ") and "\n" not in str(error.value)
+    assert all(text in str(error.value) for text in said), error.value
+    assert not any("forward" in vars(part) for part in module.modules()), "a refusal changes nothing"
+
+
+def test_fused_kernels_would_not_call_a_kept_head(small_models):
+    with pytest.raises(ValueError, match="lm_head cannot be kept in fp32: fused kernels"):
+        precision.keep_in_fp32(small_models["own head"], ["lm_head"], torch.float16, "cpu", fused_head=True)
+
+
+def test_a_container_is_never_called():
+    class Experts(torch.nn.Module):
+        _no_split_modules = None
+
+        def __init__(self):
+            super().__init__()
+            self.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+
+    with pytest.raises(ValueError, match="experts cannot be kept in fp32: it is a ModuleList, which is never called"):
+        precision.keep_in_fp32(Experts(), ["experts"], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("value", ["lm_head", [1]])
+def test_keep_fp32_modules_is_a_list_of_names(value):
+    with pytest.raises(ValueError, match="keep_fp32_modules=.* must be a list"):
+        precision.check_keep_fp32(value, "fsdp")
+
+
+def test_keep_fp32_modules_is_refused_where_nothing_reads_it():
+    precision.check_keep_fp32([], "fsdp_turbo")
+    with pytest.raises(ValueError, match="is not read by strategy=fsdp_turbo"):
+        precision.check_keep_fp32(["lm_head"], "fsdp_turbo")

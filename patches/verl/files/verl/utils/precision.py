@@ -21,22 +21,27 @@ its state has to be configured, saved and seen. Upstream's scaler: verl PRs #403
 """
 
 import ctypes
+import difflib
+import functools
 import inspect
 import json
 import math
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 __all__ = [
     "GradScalerConfig",
@@ -45,17 +50,21 @@ __all__ = [
     "Precision",
     "StepAccounting",
     "check_engine_dtype",
+    "check_keep_fp32",
     "check_rewards",
     "check_role_dtype",
     "check_rollout_dtype",
     "dtype_name",
     "gradient_norm",
+    "fp32_wrap_policy",
+    "keep_in_fp32",
     "load_scaler_state",
     "megatron_scaler",
     "patch_stamp",
     "report",
     "save_after_storm",
     "set_wire_dtype",
+    "shard_in_fp32",
     "to_dtype",
     "wire_kwargs",
 ]
@@ -250,6 +259,139 @@ class Precision:
     def names(self) -> dict[str, Any]:
         """The fields with dtypes by name, for reports."""
         return {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in vars(self).items()}
+
+
+def check_keep_fp32(patterns: Any, strategy: Optional[str]) -> None:
+    """Refuse a ``keep_fp32_modules`` that is no list of names, or that the engine would ignore.
+
+    Raises:
+        ValueError: naming the key, its value and what is allowed.
+    """
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"keep_fp32_modules={patterns} must be a list of module names or patterns, e.g. [lm_head]")
+    if patterns and strategy not in ("fsdp", "fsdp2"):
+        raise ValueError(f"keep_fp32_modules={patterns} is not read by strategy={strategy}: choose fsdp or fsdp2")
+
+
+def keep_in_fp32(
+    model: torch.nn.Module,
+    patterns: Iterable[str],
+    compute: torch.dtype,
+    device: str,
+    fused_head: bool = False,
+) -> dict[str, torch.nn.Module]:
+    """Make the modules that ``patterns`` name compute in fp32, whatever is around them.
+
+    Their inputs are cast to fp32, autocast is off inside, and what they return goes back to ``compute``, so that
+    nothing else changes. A head (``lm_head``, ``score``: a child of the model itself) returns fp32: nothing of the
+    model follows it. Call before FSDP wraps the model; :func:`fp32_wrap_policy` or :func:`shard_in_fp32` then gathers
+    their parameters in fp32.
+
+    Args:
+        patterns: Hugging Face names such as ``lm_head``, or fnmatch patterns (``*`` matches dots too). A kept module
+            keeps all that is in it.
+        compute: what the rest of the model computes in.
+        device: device type of the autocast around the model ("cuda", "cpu", …).
+        fused_head: whether fused kernels read the head's weight without calling the head.
+
+    Returns:
+        the outermost kept modules by name.
+
+    Raises:
+        ValueError: naming a pattern that matches nothing or a module that cannot be kept apart, and why.
+    """
+    # peft puts two modules around the model.
+    modules = {name.removeprefix("base_model.model."): module for name, module in model.named_modules() if name}
+    matched: set[str] = set()
+    for pattern in patterns:
+        hits = {name for name in modules if fnmatchcase(name, pattern)}
+        if not hits:
+            # A layer's number says nothing: "model.layers.7.mlp" and its like are offered once.
+            star = functools.partial(re.sub, r"\.\d+(?=\.|$)", ".*")
+            near = difflib.get_close_matches(star(pattern), {star(name) for name in modules}, n=3, cutoff=0.0)
+            raise ValueError(
+                f"keep_fp32_modules: {pattern} matches no module of {type(model).__name__}; near it: {', '.join(near)}"
+            )
+        matched |= hits
+    inside_another = {name for name in matched for outer in matched if name.startswith(f"{outer}.")}
+    kept = {name: module for name, module in modules.items() if name in matched - inside_another}
+
+    blocks = set(model._no_split_modules or ()) if kept else set()
+    for name, module in kept.items():
+        within = set(module.modules())
+        weights = set(module.parameters())
+        sharers = [
+            other
+            for other, outside in modules.items()
+            if outside not in within and not weights.isdisjoint(outside.parameters(recurse=False))
+        ]
+        if any(type(part).__name__ in blocks for part in within - {module}):
+            why = "it holds whole transformer blocks; name modules within them, or set dtype=float32"
+        elif type(module).forward is torch.nn.Module.forward:
+            why = f"it is a {type(module).__name__}, which is never called; name the modules in it"
+        elif sharers:
+            why = f"it shares a weight with {sharers[0]}, which FSDP cannot gather in two dtypes (tie_word_embeddings)"
+        elif fused_head and module is model.get_output_embeddings():
+            why = "fused kernels read its weight without calling it; set model.use_fused_kernels=false"
+        else:
+            continue
+        raise ValueError(f"keep_fp32_modules: {name} cannot be kept in fp32: {why}")
+    for name, module in kept.items():
+        _compute_in_fp32(module, returns=compute if "." in name else torch.float32, device=device)
+    return kept
+
+
+def _compute_in_fp32(module: torch.nn.Module, returns: torch.dtype, device: str) -> None:
+    """Wrap the module's ``forward``; a wrapper module would change the names of its parameters."""
+
+    def cast(tree: Any, dtype: torch.dtype) -> Any:
+        return tree_map(lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x, tree)
+
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def in_fp32(*args, **kwargs):
+        with torch.autocast(device, enabled=False):
+            return cast(forward(*cast(args, torch.float32), **cast(kwargs, torch.float32)), returns)
+
+    module.forward = in_fp32
+
+
+def fp32_wrap_policy(
+    policy: Optional[Callable[..., bool]], kept: Mapping[str, torch.nn.Module], mixed_precision: Any
+) -> Optional[Callable[..., bool]]:
+    """FSDP1's ``auto_wrap_policy``, which also wraps each kept module by itself, with its parameters in fp32.
+
+    Args:
+        policy: the one that holds for all other modules.
+        kept: of :func:`keep_in_fp32`.
+        mixed_precision: FSDP1's ``MixedPrecision`` of all other modules.
+    """
+    if not kept:
+        return policy
+    for module in kept.values():
+        for part in module.modules():  # under LoRA the policy wraps adapters by themselves
+            # What torch itself sets where a policy is a function, to leave batch norms in fp32.
+            part._wrap_overrides = {"mixed_precision": replace(mixed_precision, param_dtype=torch.float32)}
+    modules = set(kept.values())
+
+    def fp32_or_policy(module: torch.nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        wanted = not modules.isdisjoint(module.modules()) if recurse else module in modules
+        return wanted or (policy is not None and policy(module, recurse, nonwrapped_numel))
+
+    return fp32_or_policy
+
+
+def shard_in_fp32(kept: Mapping[str, torch.nn.Module], fsdp_kwargs: Mapping[str, Any]) -> None:
+    """Shard each kept module by itself under FSDP2, with its parameters in fp32; call before the rest is sharded.
+
+    Args:
+        kept: of :func:`keep_in_fp32`.
+        fsdp_kwargs: ``fully_shard``'s arguments for all other modules.
+    """
+    for module in kept.values():
+        mp_policy = replace(fsdp_kwargs["mp_policy"], param_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(module, **{**fsdp_kwargs, "mp_policy": mp_policy})
 
 
 class LossScaleError(RuntimeError):

@@ -1,0 +1,239 @@
+"""Predict what fp16 does to a model: ``scripts/preflight.py [NAME=VALUE ...]``.
+
+Lets the model answer prompts, as a rollout does, and runs forward and backward passes over its answers in fp32. Says
+which modules leave fp16's range, how many gradients would vanish, a first loss scale, and what to keep in fp32. Leaves
+report.md, modules.csv and preflight.png in the folder OUT. Exit code 0: measured, whatever the verdict; 1: refused or
+failed; 130: interrupted.
+"""
+
+import csv
+import io
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lib import job as jobs
+
+VARIABLES = {
+    "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
+    "DATA": "a parquet file in verl's schema, whose prompts are answered; the sanity model's default is its own",
+    "ROWS": "how many of its prompts, one mini-batch, default 16",
+    "LENGTH": "tokens an answer has at most, default 128",
+    "DEVICE": "default: a GPU where there is one: cpu, cuda",
+    "OUT": "the folder of the report, default outputs/preflight/MODEL",
+}
+WORST = 12  # modules that the screen shows
+SEED = 1  # of the answers
+QUIET_S = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str
+    data: str
+    rows: int
+    length: int
+    device: str
+    out: Path
+
+    @property
+    def name(self) -> str:
+        local = Path(self.model).is_absolute()
+        return "arithmetic" if self.is_sanity else Path(self.model).name if local else self.model.replace("/", "--")
+
+    @property
+    def is_sanity(self) -> bool:
+        return self.model == str(SANITY)
+
+
+SANITY = jobs.ARITHMETIC / "model"
+
+
+def usage() -> str:
+    return "\n".join(f"  {name:<7} {text}" for name, text in VARIABLES.items())
+
+
+def parse(words: list[str]) -> Options:
+    """Options from ``NAME=VALUE`` words.
+
+    Raises:
+        Refused: a name or a value is not among those allowed, or DATA is missing.
+    """
+    given = jobs.named(words, VARIABLES)
+    model = jobs.model_path(given["MODEL"]) if "MODEL" in given else str(SANITY)
+    if "DATA" not in given and model != str(SANITY):
+        raise jobs.Refused(f"DATA: is not set; MODEL={given['MODEL']} needs a parquet file of prompts in verl's schema")
+    options = Options(
+        model=model,
+        data=jobs.parquet(given, "DATA") or str(jobs.ARITHMETIC / "train.parquet"),
+        rows=jobs.whole_number(given, "ROWS", 1, 16),
+        length=jobs.whole_number(given, "LENGTH", 1, 128),
+        device=jobs.device(given),
+        out=Path(jobs.file(given, "OUT") or "."),
+    )
+    if "OUT" not in given:
+        options = replace(options, out=jobs.REPO / "outputs" / "preflight" / options.name)
+    jobs.check_room(options.out)
+    return options
+
+
+def load(options: Options):
+    """The model in fp32 on its device, and its tokenizer.
+
+    Raises:
+        Refused: there is no causal language model, or its tokenizer cannot write a conversation.
+    """
+    import transformers
+    from safetensors import SafetensorError
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        (architecture, *_) = transformers.AutoConfig.from_pretrained(options.model).architectures or ["?"]
+        if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            raise jobs.Refused(f"MODEL={options.model}: is a {architecture}, not a causal language model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise jobs.Refused(f"MODEL={options.model}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise jobs.Refused(f"MODEL={options.model}: has weights that are inf or NaN")
+    if tokenizer.chat_template is None:
+        raise jobs.Refused(f"MODEL={options.model}: its tokenizer has no chat template, which verl writes prompts by")
+    return model.to(options.device).eval(), tokenizer
+
+
+def prompts(options: Options) -> list[list[dict]]:
+    """The first prompts of DATA, each a list of messages.
+
+    Raises:
+        Refused: DATA is not a parquet file in verl's schema, or has fewer.
+    """
+    import pyarrow.parquet
+
+    rows = jobs.parquet_rows("DATA", Path(options.data), ["prompt"])
+    if rows < options.rows:
+        raise jobs.Refused(f"ROWS={options.rows}: {options.data} has {rows}; ask for fewer or give more DATA")
+    return pyarrow.parquet.read_table(options.data, columns=["prompt"])["prompt"].slice(0, options.rows).to_pylist()
+
+
+def answer(model, tokenizer, messages: list[dict], length: int):
+    """Let the model answer at temperature 1: what reinforcement learning trains on, whatever answers a data set has.
+
+    Returns:
+        token ids ``(1, prompt + answer)`` and the prompt's length.
+
+    Raises:
+        Refused: the prompt leaves no room for an answer.
+    """
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
+    tokens, positions = prompt.input_ids.shape[1], model.config.max_position_embeddings
+    if tokens >= positions:
+        raise jobs.Refused(f"DATA: a prompt has {tokens} tokens, but the model takes {positions}; give shorter ones")
+    ids = model.generate(
+        input_ids=prompt.input_ids,
+        attention_mask=prompt.attention_mask,
+        max_new_tokens=min(length, positions - tokens),
+        pad_token_id=tokenizer.eos_token_id,
+        do_sample=True,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        repetition_penalty=1.0,
+    )
+    return ids, tokens
+
+
+def report(options: Options, tokens: int, seen: dict, outlook) -> tuple[str, str]:
+    """The report as Markdown, and all modules as CSV."""
+    from lib import ranges
+
+    header, table = ranges.columns(outlook), ranges.lines(seen, outlook)
+    head = [f"# fp16 preflight of {options.name}", ""]
+    facts = ranges.summary(seen, outlook) | {
+        "measured": f"{options.rows} answers of the model, {tokens} tokens, one mini-batch, in fp32 on {options.device}"
+    }
+    head += [f"- {name}: {text}" for name, text in facts.items()]
+    head += ["", "```", *ranges.overrides(outlook), "```", ""]
+    body = [header, ["---"] * len(header), *(ranges.cells(line, outlook) for line in table)]
+    markdown = "\n".join([*head, *(f"| {' | '.join(row)} |" for row in body), ""])
+    written = io.StringIO()
+    csv.writer(written, lineterminator="\n").writerows([header, *table])
+    return markdown, written.getvalue()
+
+
+def main(words: list[str]) -> int:
+    if words in (["--help"], ["-h"]):
+        print(f"{__doc__}\n{usage()}")
+        return 0
+    options = parse(words)
+    if options.is_sanity:
+        prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", str(jobs.ARITHMETIC), "--seed", "1"]
+        if subprocess.run(prepare, cwd=jobs.REPO).returncode:
+            return 1  # it has said why
+    messages = prompts(options)
+
+    import torch
+
+    from lib import ranges, runs
+
+    started = spoken = time.monotonic()
+
+    def say(text: str, done: int = 1, of: int = 1) -> None:
+        nonlocal spoken
+        now = time.monotonic()
+        if done == of or now - spoken > QUIET_S:
+            spoken = now
+            print(f"[{runs.duration(now - started):>6}] {text}{f' {done}/{of}' if of > 1 else ''}", flush=True)
+
+    say(f"loading {options.model}")
+    model, tokenizer = load(options)
+    torch.manual_seed(SEED)
+    rows = []
+    for number, prompt in enumerate(messages, 1):
+        rows.append(answer(model, tokenizer, prompt, options.length))
+        say(f"answer of {rows[-1][0].shape[1] - rows[-1][1]} tokens", number, options.rows)
+
+    def show(done: int, seen: dict) -> None:
+        value = max(record.activation for record in seen.values())
+        gradient = max(max(record.output_gradient, record.weight_gradient) for record in seen.values())
+        say(f"largest activation {value:.3g}, gradient {gradient:.2g}, pass", done, options.rows)
+
+    try:
+        seen = ranges.measure(model, rows, show)
+        outlook = ranges.judge(seen)
+    except ValueError as error:
+        raise jobs.Refused(f"MODEL={options.model}: {error}: there is nothing to predict") from error
+
+    markdown, table = report(options, sum(ids.shape[1] for ids, _ in rows), seen, outlook)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "report.md").write_text(markdown)
+    (options.out / "modules.csv").write_text(table)
+    ranges.plot(seen, outlook, options.name, options.out / "preflight.png")
+
+    shown = [ranges.columns(outlook)] + [ranges.cells(line, outlook) for line in ranges.lines(seen, outlook)[:WORST]]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    print()
+    for name, *cells in shown:
+        print(f"  {name:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)))
+    print()
+    for name, text in ranges.summary(seen, outlook).items():
+        print(f"  {name:<20} {text}")
+    print(f"\n  {shlex.join(ranges.overrides(outlook))}\n")
+    for name in ("preflight.png", "report.md", "modules.csv"):
+        print(f"  {options.out / name}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except jobs.Refused as refusal:
+        sys.exit(f"preflight: {refusal}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,284 @@
+"""``scripts/preflight.py`` on real small models, its predictions held against fp16 itself."""
+
+import copy
+import csv
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+import preflight
+from lib import ranges
+from lib.job import Refused
+
+REPO = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("precision", REPO / "patches/verl/files/verl/utils/precision.py")
+precision = importlib.util.module_from_spec(spec)
+sys.modules["precision"] = precision
+spec.loader.exec_module(precision)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """``model``, ``critic``, and ``data.parquet`` with three prompts."""
+    from recipes.arithmetic.model import build_model, build_tokenizer
+
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("preflight")
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed=0)
+    critic = AutoModelForTokenClassification.from_config(model.config)
+    for name, each in (("model", model), ("critic", critic)):
+        each.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    rows = [{"prompt": [{"role": "user", "content": f"{number}+1="}]} for number in (1, 22, 333)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "data.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "1+1="}]), folder / "other.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+
+
+def changed(model: torch.nn.Module, change: Callable[[torch.nn.Module], None]) -> torch.nn.Module:
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        change(model)
+    return model
+
+
+def rows_of(number: int = 2, length: int = 12) -> list[tuple[torch.Tensor, int]]:
+    generator = torch.Generator().manual_seed(number)
+    return [(torch.randint(0, 256, (1, length + i), generator=generator), 4) for i in range(number)]
+
+
+def look(model: torch.nn.Module) -> tuple[dict, ranges.Outlook]:
+    seen = ranges.measure(model, rows_of(), lambda done, seen: None)
+    return seen, ranges.judge(seen)
+
+
+def finite_in_fp16(model: torch.nn.Module) -> bool:
+    """Whether a forward pass with half-precision weights, as FSDP gathers them, under autocast stays finite."""
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        return all(bool(model(input_ids=ids).logits.isfinite().all()) for ids, _ in rows_of())
+
+
+def half_but(model: torch.nn.Module, keep: tuple[str, ...]) -> torch.nn.Module:
+    """The model's weights in half precision, but for the modules that ``keep_fp32_modules`` names."""
+    model = copy.deepcopy(model)
+    kept = precision.keep_in_fp32(model, keep, torch.float16, "cpu").values()
+    spared = {parameter for module in kept for parameter in module.parameters()}
+    for parameter in model.parameters():
+        if parameter not in spared:
+            parameter.data = parameter.data.half()
+    return model
+
+
+def widen(mlp: torch.nn.Module) -> None:
+    """gate * up exceeds 65504 and down brings it back."""
+    mlp.gate_proj.weight *= 1000
+    mlp.up_proj.weight *= 1000
+    mlp.down_proj.weight /= 1e6
+
+
+def attend(attention: torch.nn.Module) -> None:
+    """The values exceed 65504 and the output projection brings them back."""
+    attention.v_proj.bias += 1e5
+    attention.o_proj.weight *= 1e-5
+
+
+def weigh(block: torch.nn.Module) -> None:
+    """A weight exceeds 65504, what it is multiplied with is zero."""
+    block.post_attention_layernorm.weight[0] = 0
+    block.mlp.up_proj.weight[0, 0] = 1e5
+
+
+def test_a_model_that_fits(model):
+    seen, outlook = look(model)
+    assert finite_in_fp16(half_but(model, ()))
+    assert ranges.verdict(seen, outlook) == "fp16 fits" and outlook.keep == ()
+    assert list(seen) == [name for name, _ in model.named_modules() if name]
+    (word,) = ranges.overrides(outlook)
+    assert word == f"actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale={outlook.scale:g}"
+
+
+@pytest.mark.parametrize(
+    "change, keep",
+    [
+        (lambda model: widen(model.model.layers[1].mlp), ("model.layers.1.mlp",)),
+        (lambda model: attend(model.model.layers[0].self_attn), ("model.layers.0.self_attn",)),
+        (lambda model: model.lm_head.weight.mul_(1e5), ("lm_head",)),
+        (lambda model: weigh(model.model.layers[1]), ("model.layers.1.mlp.up_proj",)),
+    ],
+    ids=["mlp", "attention", "head", "weight"],
+)
+def test_the_module_that_overflows_is_named_and_keeping_it_in_fp32_helps(model, change, keep):
+    model = changed(model, change)
+    seen, outlook = look(model)
+    assert outlook.keep == keep and outlook.misfit is None
+    assert ranges.verdict(seen, outlook) == f"fits with these modules in fp32: {keep[0]}"
+    assert not finite_in_fp16(half_but(model, ())), "the model was to overflow in fp16"
+    assert finite_in_fp16(half_but(model, keep))
+    words = ranges.overrides(outlook)
+    parsed = {each.get_key_element(): each.value() for each in OverridesParser.create().parse_overrides(words)}
+    assert parsed["actor_rollout_ref.actor.fsdp_config.keep_fp32_modules"] == list(keep)
+    assert parsed["actor_rollout_ref.rollout.dtype"] == "bfloat16", "the rollout would overflow where the trainer did"
+
+
+def stream(model: torch.nn.Module) -> None:
+    model.model.embed_tokens.weight *= 1e7
+
+
+def between(model: torch.nn.Module) -> None:
+    model.model.layers[1].post_attention_layernorm.weight *= 1e6
+    model.model.layers[1].mlp.gate_proj.weight /= 1e6
+    model.model.layers[1].mlp.up_proj.weight /= 1e6
+
+
+def tied(model: torch.nn.Module) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.norm.weight *= 1e4
+    model.lm_head.weight *= 100
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (stream, r"does not fit: the residual stream reaches \S+ at model\.layers\.\d;"),
+        (between, r"does not fit: a value that passes between .* at model\.layers\.1\.\S+;"),
+        (tied, r"does not fit: a value reaches \S+ at lm_head, which shares its weight"),
+    ],
+    ids=["residual stream", "between modules", "tied head"],
+)
+def test_what_no_kept_module_helps_is_said(model, change, said):
+    model = changed(model, change)
+    seen, outlook = look(model)
+    assert re.match(said, ranges.verdict(seen, outlook)), ranges.verdict(seen, outlook)
+    assert not finite_in_fp16(copy.deepcopy(model).half())
+    assert ranges.overrides(outlook) == ["+precision=bf16"]
+
+
+def gradients(model: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Those of the weights and of the leaf modules' outputs, a pass each, by autograd alone."""
+    weights, outputs = [], []
+    leaves = [module for module in model.modules() if not list(module.children())]
+    tokens = sum(ids.shape[1] - prompt for ids, prompt in rows_of())
+    made: list[torch.Tensor] = []
+    hooks = [m.register_forward_hook(lambda module, args, output: made.append(output)) for m in leaves]
+    for ids, prompt in rows_of():
+        made.clear()
+        probabilities = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[0, :-1]
+        loss = -probabilities.gather(1, ids[0, 1:, None])[prompt - 1 :].sum() / tokens
+        reached = [each for each in made if torch.is_tensor(each) and each.requires_grad]
+        found = torch.autograd.grad(loss, [*model.parameters(), *reached])
+        weights += found[: -len(reached)]
+        outputs += found[-len(reached) :]
+    for hook in hooks:
+        hook.remove()
+    return weights, outputs
+
+
+def share_flushed(tensors: list[torch.Tensor], scale: float) -> float:
+    """What fp16 itself makes of them."""
+    lost = sum(((tensor != 0) & ((tensor * scale).half() == 0)).sum().item() for tensor in tensors)
+    return lost / sum((tensor != 0).sum().item() for tensor in tensors)
+
+
+def shrink(model: torch.nn.Module) -> None:
+    """The gradients of everything below the head become tiny."""
+    model.lm_head.weight *= 1e-5
+
+
+def test_the_share_of_flushed_gradients_and_the_scale(model):
+    model = changed(model, shrink)
+    _, outlook = look(model)
+    weights, outputs = gradients(model)
+    for kind, tensors, counts in (("w", weights, outlook.weights), ("a", outputs, outlook.activations)):
+        at_1, at_scale = (share_flushed(tensors, scale) for scale in (1.0, outlook.scale))
+        assert 0.5 < at_1 < 1 and at_scale < at_1, "the gradients were to be tiny"
+        assert ranges.flushed(counts, 0) == pytest.approx(at_1, abs=1e-3), kind
+        assert ranges.flushed(counts, outlook.log2_scale) == pytest.approx(at_scale, abs=1e-3), kind
+    largest = max(tensor.abs().max().item() for tensor in weights + outputs)
+    assert outlook.gradient[0] == pytest.approx(largest, rel=1e-4)
+    assert largest * outlook.scale * ranges.ROOM <= 65504 < 2 * largest * outlook.scale * ranges.ROOM
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    script = REPO / "scripts" / "preflight.py"
+    return subprocess.run([sys.executable, script, "DEVICE=cpu", *words], capture_output=True, text=True)
+
+
+def test_the_command(folder, tmp_path):
+    out = tmp_path / "out"
+    done = command(f"MODEL={folder / 'model'}", f"DATA={folder / 'data.parquet'}", "ROWS=3", "LENGTH=8", f"OUT={out}")
+    assert done.returncode == 0, done.stderr
+    assert sorted(file.name for file in out.iterdir()) == ["modules.csv", "preflight.png", "report.md"]
+    report = (out / "report.md").read_text()
+    assert "- verdict: fp16 fits" in report and "3 answers of the model" in report
+    with (out / "modules.csv").open() as file:
+        table = {row["module"]: row for row in csv.DictReader(file)}
+    assert 0 < float(table["model.layers.0.mlp.down_proj"]["activation"]) < 65504
+    (line,) = [line for line in done.stdout.splitlines() if "grad_scaler" in line]
+    assert shlex.split(line)[0] in report
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["MODEL=./no/such/model", "DATA={folder}/data.parquet"],
+        ["DATA", "MODEL={folder}/model"],
+        ["DATA={folder}/none.parquet", "MODEL={folder}/model"],
+        ["DATA={folder}/other.parquet", "MODEL={folder}/model"],
+        ["ROWS=4", "MODEL={folder}/model", "DATA={folder}/data.parquet"],
+        ["ROWS=none"],
+        ["LENGHT=8"],
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(folder, tmp_path, words):
+    words = [word.format(folder=folder) for word in words]
+    done = command(f"OUT={tmp_path / 'out'}", *(word for word in words if "=" in word))
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"preflight: {words[0].partition('=')[0]}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def refusal(folder: Path, tmp_path: Path, model: Path) -> str:
+    words = [f"MODEL={model}", f"DATA={folder / 'data.parquet'}", "ROWS=2", "LENGTH=8", f"OUT={tmp_path / 'out'}"]
+    with pytest.raises(Refused) as refused:
+        preflight.main(["DEVICE=cpu", *words])
+    assert not (tmp_path / "out").exists() and "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_critic_is_no_causal_language_model(folder, tmp_path):
+    said = refusal(folder, tmp_path, folder / "critic")
+    assert said == f"MODEL={folder / 'critic'}: is a Qwen2ForTokenClassification, not a causal language model"
+
+
+def test_a_model_without_weights_is_refused(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert "cannot be loaded" in refusal(folder, tmp_path, tmp_path / "bare")
+
+
+def test_weights_of_nan_are_refused(folder, tmp_path, model):
+    shutil.copytree(folder / "model", tmp_path / "nan")
+    changed(model, lambda model: model.model.norm.weight.fill_(float("nan"))).save_pretrained(tmp_path / "nan")
+    assert "has weights that are inf or NaN" in refusal(folder, tmp_path, tmp_path / "nan")
+
+
+def test_what_overflows_in_fp32_too_has_no_range(model):
+    with pytest.raises(ValueError, match="the loss of row 1 is nan in fp32"):
+        look(changed(model, lambda model: model.lm_head.weight.fill_(3e38)))

@@ -46,6 +46,8 @@ def outcome(overrides: list[str]) -> dict:
             "ref": omega_conf_to_dataclass(ref_as_actor(role.ref)).engine,
             "critic": omega_conf_to_dataclass(config.critic).engine,
         }
+        if sys.argv[2] == "scaler":
+            return {name: vars(engine.grad_scaler) for name, engine in engines.items()}
         dtypes = {name: engine.dtype for name, engine in engines.items()}
         return dtypes | {"rollout": omega_conf_to_dataclass(role.rollout).dtype}
     except (HydraException, ValueError) as error:

@@ -14,8 +14,10 @@ import sys
 import tempfile
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
@@ -32,16 +34,21 @@ import verl
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWorker, ColocatedCheckpointEngine
 from verl.model_merger.base_model_merger import ModelMergerConfig
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+from verl.protocol import DataProto
 from verl.trainer.config import CheckpointConfig
 from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 from verl.trainer.ppo.utils import create_rl_sampler
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint import CheckpointHandler
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.metric import Metric
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils import losses
 
 STRATEGY, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 PATCHED = "grad_scaler" in FSDPEngineConfig.__dataclass_fields__
@@ -63,6 +70,7 @@ def make_worker(
     optimizer=None,
     warmup=4,
     path=MODEL,
+    lr=1e-2,
     **engine,
 ) -> TrainingWorker:
     """A worker with its engine built, in ``dtype`` where the tree honours it and by ``mixed_precision`` where not."""
@@ -89,7 +97,7 @@ def make_worker(
                 **engine,
             ),
             optimizer_config=FSDPOptimizerConfig(
-                lr=1e-2,
+                lr=lr,
                 lr_warmup_steps=warmup,
                 total_training_steps=100,
                 clip_grad=1.0,
@@ -784,6 +792,119 @@ def ppo_checkpoints_legacy():
     return ppo_checkpoints(RayPPOTrainer)
 
 
+def storm_checkpoint():
+    """A worker that offloads, saved after its storm: are the weights the last good ones, and what scale is taken up?"""
+    directory = shared_directory()
+    scaler = settings(init_scale=8.0, min_scale=2.0, max_consecutive_skips=2)
+    worker = make_worker(grad_scaler=scaler, param_offload=True, optimizer_offload=True)
+    for seed in (1, 2):  # the first of the warm-up has a learning rate of 0
+        worker.train_batch(batch(seed))
+    good, lr, outcome = state(worker), worker.engine.optimizer.param_groups[0]["lr"], None
+    try:
+        for seed in range(4):
+            poison_gradient(worker, float("nan"))
+            worker.train_batch(batch(seed))
+    except RuntimeError as error:
+        outcome = type(error).__name__
+    worker.save_checkpoint(directory, global_step=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fresh = make_worker(grad_scaler=settings(init_scale=64.0))
+        fresh.load_checkpoint(directory)
+    return {
+        "outcome": outcome,
+        "good": same(good, state(fresh)),
+        "lr_held": fresh.engine.optimizer.param_groups[0]["lr"] == lr,
+        "scale": scale_of(fresh),
+        "warnings": [str(w.message) for w in caught if "loss scale" in str(w.message)],
+        "next_step": metrics_of(fresh.train_batch(batch(5))).get("grad_norm"),
+    }
+
+
+def masked(where: str, loss: str):
+    """Train with verl's own ``loss`` where no token of one micro-batch, of one rank or of all is in the loss mask."""
+    worker = make_worker("critic" if loss == "value_loss" else "actor", grad_scaler=settings(init_scale=1024.0))
+    role = composed(f"critic.model.path={MODEL}", "critic.ppo_micro_batch_size_per_gpu=1")
+    config = role.critic if loss == "value_loss" else role.actor_rollout_ref.actor
+    config = None if loss == "sft_loss" else omega_conf_to_dataclass(config)
+    worker.set_loss_fn(partial(getattr(losses, loss), config=config))
+
+    data = batch(1)
+    rows = data["input_ids"].unbind()
+    nested = lambda make: torch.nested.as_nested_tensor([make(r) for r in rows], layout=torch.jagged)  # noqa: E731
+    keep = [not (where == "all" or (where == "rank" and RANK == 1) or (where == "micro" and i < 2)) for i in range(4)]
+    response = lambda value: nested(lambda r: torch.full((len(r) - 2,), value))  # noqa: E731
+    data["prompts"], data["responses"] = nested(lambda r: r[:2]), nested(lambda r: r[2:])
+    data["response_mask"] = torch.nested.as_nested_tensor(
+        [torch.full((len(r) - 2,), int(k)) for r, k in zip(rows, keep, strict=True)], layout=torch.jagged
+    )
+    data["loss_mask"] = data["response_mask"]
+    if loss == "sft_loss":  # of whole sequences, as verl's SFT data are
+        data["loss_mask"] = torch.nested.as_nested_tensor(
+            [torch.full((len(r),), int(k)) for r, k in zip(rows, keep, strict=True)], layout=torch.jagged
+        )
+    data["old_log_probs"], data["advantages"] = response(-4.0), response(1.0)
+    data["values"], data["returns"] = response(0.0), response(1.0)
+    tu.assign_non_tensor(data, global_batch_size=8)
+    metrics = metrics_of(worker.train_batch(data))
+    return {
+        "finite": all(math.isfinite(number) for number in numbers(metrics.values())),
+        "loss": metrics["loss"],
+        "grad_norm": metrics.get("grad_norm"),
+        "skipped": metrics.get("skipped_steps"),
+        "scale": scale_of(worker),
+    }
+
+
+def numbers(values) -> list[float]:
+    """All numbers in nested lists of metrics."""
+    if isinstance(values, Metric):
+        values = values.aggregate()
+    return [float(values)] if not hasattr(values, "__iter__") else [n for value in values for n in numbers(value)]
+
+
+def masked_batches():
+    return {f"{where} {loss}": masked(where, loss) for where, loss in MASKED}
+
+
+def learning_rate_of_zero():
+    worker = make_worker(lr=0.0)
+    parameters = len(list(worker.engine.module.parameters()))
+    before = state(worker)[:parameters]
+    metrics = [metrics_of(worker.train_batch(batch(seed))) for seed in range(2)]
+    after = state(worker)
+    return {
+        "weights_unchanged": same(before, after[:parameters]),
+        "finite": all(bool(t.isfinite().all()) for t in after),
+        "lr": [m["lr"] for m in metrics],
+        "grad_norm": [m["grad_norm"] for m in metrics],
+    }
+
+
+def nan_reward():
+    """One of four rewards is NaN: what do the legacy trainer's and the v1 trainer's advantages make of it?"""
+
+    def advantages(v1: bool, estimator: str):
+        tensors = {name: torch.zeros(4, 3) for name in ("token_level_rewards", "values")}
+        tensors["response_mask"] = torch.ones(4, 3, dtype=torch.int64)
+        tensors["token_level_rewards"][2, -1] = math.nan
+        labels = {"uid": ["a", "a", "b", "b"], "data_source": ["sum"] * 4}
+        data = DataProto.from_dict(tensors, {name: np.array(values, dtype=object) for name, values in labels.items()})
+        arguments = {"adv_estimator": AdvantageEstimator(estimator), "config": composed().algorithm}
+        try:
+            if v1:
+                keys = ["a_0_0", "a_1_0", "b_0_0", "b_1_0"]
+                data = compute_advantage_for_multi_trajectories(data, keys, **arguments)
+            else:
+                data = compute_advantage(data, **arguments)
+        except ValueError as error:
+            return str(error)
+        return int(data.batch["advantages"].isnan().any(dim=-1).sum())
+
+    return {f"{t} {e}": advantages(t == "v1", e) for t in ("legacy", "v1") for e in ("gae", "grpo")}
+
+
+MASKED = [("all", "sft_loss"), ("all", "ppo_loss"), ("all", "value_loss"), ("rank", "ppo_loss"), ("micro", "ppo_loss")]
 CASES = [
     dtype_per_hop,
     dtype_per_hop_critic,
@@ -811,6 +932,10 @@ CASES = [
     sft_checkpoints,
     ppo_checkpoints_v1,
     ppo_checkpoints_legacy,
+    storm_checkpoint,
+    masked_batches,
+    learning_rate_of_zero,
+    nan_reward,
 ]
 if PATCHED:  # upstream's first fused step raises, see trajectory_fp16_fused
     CASES += [faults_actor_fused, faults_critic_fused, overflow_on_all_ranks_fused]

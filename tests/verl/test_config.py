@@ -99,6 +99,24 @@ REFUSED = {
     "backoff of 1": ([f"{SCALER}.backoff_factor=1"], ["grad_scaler.backoff_factor=1", "between 0 and 1"]),
     "no growth interval": ([f"{SCALER}.growth_interval=0"], ["grad_scaler.growth_interval=0"]),
     "no skips allowed": ([f"{SCALER}.max_consecutive_skips=0"], ["grad_scaler.max_consecutive_skips=0"]),
+    "a scale beyond fp32": ([f"{SCALER}.init_scale=1e39"], ["grad_scaler.init_scale=1e+39", "fp32's largest"]),
+    "growth that rounds away": (
+        [f"{SCALER}.growth_factor=1.00000001"],
+        ["grad_scaler.growth_factor=1.00000001", "fp32"],
+    ),
+    "Megatron's growth": (
+        [f"{ACTOR}.megatron.grad_scaler.growth_factor=4", "model_engine=megatron"],
+        ["grad_scaler.growth_factor=4", "Megatron's loss scaler knows 2.0 alone"],
+    ),
+    "Megatron's backoff": (
+        ["critic.megatron.grad_scaler.backoff_factor=0.25", "model_engine=megatron"],
+        ["grad_scaler.backoff_factor=0.25", "Megatron's loss scaler knows 0.5 alone"],
+    ),
+    "Megatron's min above init": (
+        [f"{ACTOR}.megatron.grad_scaler.min_scale=1e6", "model_engine=megatron"],
+        ["grad_scaler.min_scale=1000000.0", "init_scale=65536.0"],
+    ),
+    "misspelt Megatron scaler key": ([f"+{ACTOR}.megatron.grad_scaler.grow=2", "model_engine=megatron"], ["grow"]),
     "kept modules as one word": ([f"{KEEP}=lm_head"], ["keep_fp32_modules=lm_head", "list"]),
     "kept modules that nothing reads": (
         [f"{KEEP}=[lm_head]", f"{ACTOR}.strategy=fsdp_turbo"],
@@ -145,6 +163,21 @@ def patched(compose, request) -> dict[str, dict]:
 @pytest.mark.parametrize("name", RESOLVED)
 def test_resolved(patched, name):
     assert patched[name] == RESOLVED[name][1]
+
+
+@pytest.mark.parametrize(("engine", "critic"), [("fsdp_config", "fsdp"), ("megatron", "megatron")])
+def test_the_scalers_settings_arrive(compose, engine, critic):
+    overrides = [
+        f"{ACTOR}.{engine}.grad_scaler.init_scale=1024",
+        f"{ACTOR}.{engine}.grad_scaler.growth_interval=7",
+        f"critic.{critic}.grad_scaler.min_scale=2",
+        f"critic.{critic}.grad_scaler.max_consecutive_skips=3",
+        *(["model_engine=megatron"] if engine == "megatron" else []),
+    ]
+    (settings,) = compose("patched", [overrides], "scaler")
+    assert (settings["actor"]["init_scale"], settings["actor"]["growth_interval"]) == (1024, 7)
+    assert (settings["critic"]["min_scale"], settings["critic"]["max_consecutive_skips"]) == (2, 3)
+    assert settings["actor"]["min_scale"] == 1 and settings["critic"]["init_scale"] == 65536
 
 
 def test_the_driver_checks_what_the_workers_build(compose):

@@ -332,3 +332,57 @@ def test_a_trainer_resumes_from_a_whole_checkpoint_and_goes_on_in_the_data(cases
     for rank in outcome(cases, "pristine", strategy, case):  # where the newest is lost it starts over, from nothing
         lost = {"resumed_of_lost": 0, "resumed_by_path": 1} if ppo else {}
         assert rank == {"resumed": 3, "data": theirs, "resumed_of_torn": 3, "state": False} | lost
+
+
+@case("storm_checkpoint")
+def test_a_storm_is_saved_as_the_last_good_state(cases, strategy, case):
+    """With offloading, which the storm's error cuts through; tests/e2e/test_storm.py has the trainers."""
+    for rank in outcome(cases, "patched", strategy, case):
+        assert rank["outcome"] == "LossScaleError" and rank["good"] and rank["lr_held"]
+        # The scale that did not work is not taken up.
+        assert rank["scale"] == 64.0 and math.isfinite(rank["next_step"])
+        (warning,) = rank["warnings"]
+        assert "holds no loss scale: starting at 64" in warning
+    for rank in outcome(cases, "pristine", strategy, case):
+        assert rank["outcome"] is None and not rank["lr_held"]
+
+
+@both
+@pytest.mark.parametrize("loss", ["sft_loss", "ppo_loss", "value_loss"])
+@case("masked_batches")
+def test_an_all_masked_batch_is_a_loss_of_zero(cases, strategy, loss, case):
+    for rank in outcome(cases, "patched", strategy, case):
+        batch = rank[f"all {loss}"]
+        assert batch == {"finite": True, "loss": 0.0, "grad_norm": 0.0, "skipped": 0.0, "scale": 1024.0}
+    for rank in outcome(cases, "pristine", strategy, case):
+        assert math.isnan(rank[f"all {loss}"]["loss"]) and not rank[f"all {loss}"]["finite"]
+
+
+@both
+@pytest.mark.parametrize("where", ["rank", "micro"])
+@case("masked_batches")
+def test_a_masked_part_of_a_batch_counts_for_nothing(cases, strategy, where, case):
+    for tree in ("patched", "pristine"):
+        for rank in outcome(cases, tree, strategy, case):
+            batch = rank[f"{where} ppo_loss"]
+            assert batch["finite"] and batch["loss"] != 0 and batch["grad_norm"] > 0 and not batch["skipped"]
+
+
+@both
+@case("learning_rate_of_zero")
+def test_a_learning_rate_of_zero_moves_nothing(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
+        assert rank["weights_unchanged"] and rank["finite"] and rank["lr"] == [0.0, 0.0]
+        assert all(norm > 0 for norm in rank["grad_norm"])
+
+
+@pytest.mark.parametrize("trainer", ["legacy", "v1"])
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+@case("nan_reward")
+def test_a_reward_of_nan_ends_in_one_line(cases, trainer, estimator, case):
+    """Not in a skipped step and a smaller loss scale."""
+    patched = outcome(cases, "patched", "fsdp2", case)[0][f"{trainer} {estimator}"]
+    assert patched.startswith("1 of 4 rewards are not finite") and "\n" not in patched
+    assert patched.endswith("row 2, data_source=sum, uid=b")
+    # Upstream hands on NaN advantages: GAE's to every row, GRPO's to the whole group.
+    assert outcome(cases, "pristine", "fsdp2", case)[0][f"{trainer} {estimator}"] >= 2

@@ -228,6 +228,150 @@ def test_a_device_without_scaling_is_refused():
         precision.LossScaler(precision.GradScalerConfig(), device="cuda")
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"init_scale": 1e39}, "grad_scaler.init_scale=1e+39 must be positive and at most 3.4e+38, fp32's largest"),
+        ({"min_scale": 1e-39}, "grad_scaler.min_scale=1e-39 must be at least 1.18e-38, fp32's least"),
+        ({"init_scale": 4.0, "min_scale": 8.0}, "grad_scaler.min_scale=8.0 must be .* at most init_scale=4.0"),
+        ({"init_scale": float("nan")}, "grad_scaler.init_scale=nan"),
+        ({"growth_factor": 1 + 1e-9}, "grad_scaler.growth_factor=1.000000001 must be above 1"),
+        ({"growth_factor": 1e39}, "grad_scaler.growth_factor=1e.39 must be above 1 .and finite. in fp32"),
+        ({"backoff_factor": 1 - 1e-9}, "grad_scaler.backoff_factor=0.999999999 must be between 0 and 1"),
+    ],
+)
+def test_settings_that_cannot_work_together_are_refused(settings, named):
+    with pytest.raises(ValueError, match=named.replace("+", "[+]")):
+        precision.GradScalerConfig(**settings)
+
+
+def test_why_these_settings_cannot_work():
+    """Held by torch alone: the scale stays where growth or backoff round away, and is 0 or inf beyond fp32."""
+    for gradient, factors in ((1.0, {"growth_factor": 1 + 1e-9}), (float("inf"), {"backoff_factor": 1 - 1e-9})):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1, **factors)
+        weight = torch.nn.Parameter(torch.zeros(1))
+        weight.grad = torch.full((1,), gradient)
+        scaler.scale(weight.sum())
+        scaler.step(torch.optim.SGD([weight], lr=1.0))
+        scaler.update()
+        assert scaler.get_scale() == 8.0
+    assert torch.tensor(1e39).float().isinf() and (1 / torch.tensor(1e-39).float()).isinf()
+
+
+@pytest.mark.parametrize("settings", [{"init_scale": 3.4e38}, {"init_scale": 1.2e-38, "min_scale": 1.2e-38}])
+def test_the_outermost_scales_still_scale_and_unscale(settings):
+    config = precision.GradScalerConfig(**settings)
+    scaler = precision.LossScaler(config, device="cpu")
+    loss = torch.ones((), requires_grad=True)
+    scaled = scaler.scale(loss)
+    assert (scaled / scaler.get_scale()).item() == 1.0 and scaled.isfinite()
+
+
+def storm_of(*gradients: torch.Tensor) -> str:
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return precision.first_nonfinite_gradient((f"layer{i}", p) for i, p in enumerate(parameters))
+
+
+def test_the_first_nonfinite_gradient_is_described():
+    inf, nan = float("inf"), float("nan")
+    found = storm_of(torch.ones(2), torch.tensor([1.0, -3e4, inf, nan]), torch.tensor([nan]))
+    assert found == "layer1 in the shard of rank 0, 2 of 4 elements, the largest other 3e+04 (scaled)"
+    assert storm_of(torch.tensor([nan])) == "layer0 in the shard of rank 0, 1 of 1 elements, no other"
+    assert storm_of(torch.zeros(0), torch.tensor([inf, 0.0])).startswith("layer1")
+    assert storm_of(torch.full((2,), 3e38)) == "none, but their norm leaves fp32"
+
+
+def test_a_storm_is_saved_and_raised():
+    saved = []
+    with pytest.raises(precision.LossScaleError, match="the storm"):
+        with precision.save_after_storm(lambda: saved.append("storm")):
+            raise precision.LossScaleError("the storm")
+    with pytest.raises(ValueError), precision.save_after_storm(lambda: saved.append("no storm")):
+        raise ValueError
+    with precision.save_after_storm(lambda: saved.append("no error")):
+        pass
+    assert saved == ["storm"]
+
+
+def test_a_checkpoint_that_fails_does_not_hide_the_storm():
+    def save():
+        raise OSError("disk full")
+
+    with pytest.raises(precision.LossScaleError, match="the storm") as storm, precision.save_after_storm(save):
+        raise precision.LossScaleError("the storm")
+    assert "disk full" in str(storm.value.__context__)
+
+
+def test_a_storm_of_a_ray_worker_is_known_as_one():
+    """Ray raises an error of its own, which is also the worker's."""
+    from ray.exceptions import RayTaskError
+
+    error = RayTaskError("update_actor", "the traceback", precision.LossScaleError("the storm"))
+    saved = []
+    with pytest.raises(precision.LossScaleError), precision.save_after_storm(lambda: saved.append(1)):
+        raise error.as_instanceof_cause()
+    assert saved == [1]
+
+
+class ReportedEngine(precision.StepAccounting):
+    """An engine whose optimizer skips by itself, as Megatron's does."""
+
+    cleared = 0
+
+    def optimizer_zero_grad(self):
+        self.cleared += 1
+
+
+def test_a_skip_that_an_optimizer_reports():
+    engine, config = ReportedEngine(), precision.GradScalerConfig(max_consecutive_skips=2)
+    assert engine.account_reported_step(False, None, 512.0, config) is None
+    assert engine.cleared == 1 and not engine.close_update(), "the learning rate advances"
+    assert engine.update_metrics() == {"skipped_steps": 1.0, "loss_scale": 512.0}
+
+    assert engine.account_reported_step(True, 0.5, 512.0, config) == 0.5
+    assert engine.account_reported_step(False, None, 256.0, config) is None
+    assert engine.close_update() and engine.update_metrics() == {"skipped_steps": 1.0, "loss_scale": 256.0}
+
+    with pytest.raises(precision.LossScaleError, match="2 optimizer steps in a row overflowed .*, loss scale 128"):
+        engine.account_reported_step(False, None, 128.0, config)
+
+
+def test_a_step_without_loss_scaling_that_an_optimizer_reports():
+    engine, config = ReportedEngine(), precision.GradScalerConfig()
+    assert engine.account_reported_step(True, torch.tensor(0.5), None, config) == 0.5
+    assert engine.account_reported_step(True, float("nan"), None, config) is None, "one NaN would be the step's mean"
+    assert engine.close_update() and engine.update_metrics() == {"skipped_steps": 0.0}
+
+
+def test_megatrons_scaler_takes_the_settings_it_knows():
+    config = precision.GradScalerConfig(init_scale=1024.0, min_scale=2.0, growth_interval=7)
+    assert precision.megatron_scaler(config) == {
+        "initial_loss_scale": 1024.0,
+        "min_loss_scale": 2.0,
+        "loss_scale_window": 7,
+        "hysteresis": 1,
+    }
+    for key, value in (("growth_factor", 4.0), ("backoff_factor", 0.25)):
+        with pytest.raises(ValueError, match=f"grad_scaler.{key}={value}: Megatron's loss scaler knows"):
+            precision.megatron_scaler(precision.GradScalerConfig(**{key: value}))
+
+
+def test_rewards_that_are_not_finite_are_named():
+    rewards = torch.zeros(5, 3)
+    precision.check_rewards(rewards, {})
+    rewards[1, 2], rewards[4, 0] = float("nan"), float("-inf")
+    labels = {"uid": list("abcde"), "data_source": ["sum"] * 5, "other": [0] * 5}
+    with pytest.raises(ValueError) as refusal:
+        precision.check_rewards(rewards, labels)
+    assert str(refusal.value).startswith("2 of 5 rewards are not finite") and "\n" not in str(refusal.value)
+    assert str(refusal.value).endswith("row 1, data_source=sum, uid=b; row 4, data_source=sum, uid=e")
+    rewards[:] = float("nan")
+    with pytest.raises(ValueError, match="5 of 5 .* row 0; row 1; row 2 …"):
+        precision.check_rewards(rewards, {})
+
+
 class Takes:
     def __init__(self, bucket_size, rollout_dtype=torch.bfloat16):
         pass

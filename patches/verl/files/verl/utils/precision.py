@@ -29,7 +29,8 @@ import math
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -50,6 +51,7 @@ __all__ = [
     "StepAccounting",
     "check_engine_dtype",
     "check_keep_fp32",
+    "check_rewards",
     "check_role_dtype",
     "check_rollout_dtype",
     "dtype_name",
@@ -57,8 +59,10 @@ __all__ = [
     "fp32_wrap_policy",
     "keep_in_fp32",
     "load_scaler_state",
+    "megatron_scaler",
     "patch_stamp",
     "report",
+    "save_after_storm",
     "set_wire_dtype",
     "shard_in_fp32",
     "to_dtype",
@@ -177,12 +181,18 @@ class GradScalerConfig:
             whole = key in ("growth_interval", "max_consecutive_skips")
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 raise ValueError(f"grad_scaler.{key}={value} must be a {'whole ' if whole else ''}number")
+        # The scale is an fp32 number: 1.00000001 times it is itself, 1e39 is inf, and 1e-39 has no finite inverse.
+        fp32 = torch.finfo(torch.float32)
+        growth, backoff = (torch.tensor(f).float().item() for f in (self.growth_factor, self.backoff_factor))
         rules = {
-            "init_scale": (0 < self.init_scale < math.inf, "positive"),
-            "growth_factor": (1 < self.growth_factor < math.inf, "above 1"),
-            "backoff_factor": (0 < self.backoff_factor < 1, "between 0 and 1"),
+            "init_scale": (0 < self.init_scale <= fp32.max, f"positive and at most {fp32.max:.3g}, fp32's largest"),
+            "growth_factor": (1 < growth < math.inf, "above 1 (and finite) in fp32"),
+            "backoff_factor": (0 < backoff < 1, "between 0 and 1 in fp32"),
             "growth_interval": (self.growth_interval >= 1, "at least 1"),
-            "min_scale": (0 < self.min_scale <= self.init_scale, f"above 0 and at most init_scale={self.init_scale}"),
+            "min_scale": (
+                fp32.tiny <= self.min_scale <= self.init_scale,
+                f"at least {fp32.tiny:.3g}, fp32's least, and at most init_scale={self.init_scale}",
+            ),
             "max_consecutive_skips": (self.max_consecutive_skips >= 1, "at least 1"),
         }
         for key, (holds, allowed) in rules.items():
@@ -456,6 +466,7 @@ class LossScaler(ShardedGradScaler):
                 optimizer.step()
         self.skipped = not math.isfinite(result)
         if self.skipped and self.consecutive_skips + 1 >= self.config.max_consecutive_skips:
+            self.consecutive_skips += 1
             raise LossScaleError(
                 f"{self.config.max_consecutive_skips} optimizer steps in a row overflowed "
                 f"(grad_scaler.max_consecutive_skips), loss scale {self.get_scale():g}, "
@@ -492,8 +503,13 @@ class LossScaler(ShardedGradScaler):
             self._scale.fill_(scale)
             self._growth_tracker.fill_(clean_steps)
 
-    def state_dict(self) -> dict[str, Any]:
-        """``scale`` (float), ``_growth_tracker`` and ``consecutive_skips`` (int)."""
+    def state_dict(self) -> Optional[dict[str, Any]]:
+        """``scale`` (float), ``_growth_tracker`` and ``consecutive_skips`` (int).
+
+        ``None`` after a storm, in which no scale worked: who resumes from its checkpoint starts at ``init_scale``.
+        """
+        if self.consecutive_skips >= self.config.max_consecutive_skips:
+            return None
         return {
             "scale": self.get_scale(),
             "_growth_tracker": self._init_growth_tracker,
@@ -578,6 +594,7 @@ class StepAccounting:
 
     _taken = 0
     _skipped = 0
+    _skips_in_a_row = 0  # of an optimizer with a loss scaler of its own
     _loss_scale: Optional[float] = None
     _update_metrics: Mapping[str, float] = {}
 
@@ -603,6 +620,38 @@ class StepAccounting:
         self._taken += 1
         return norm if math.isfinite(norm) else None
 
+    def account_reported_step(
+        self, stepped: bool, grad_norm: Optional[float], loss_scale: Optional[float], config: GradScalerConfig
+    ) -> Optional[float]:
+        """As :meth:`account_step`, for an optimizer that has a loss scaler of its own and says what it did (Megatron).
+
+        Args:
+            stepped: whether the weights were updated, the same on every rank.
+            grad_norm: before clipping; ``None`` where the step was skipped.
+            loss_scale: after the step; ``None`` where the loss is not scaled.
+            config: for ``max_consecutive_skips``; the rest is the optimizer's.
+
+        Returns:
+            the gradient norm, or ``None`` where it is not finite or the step was skipped.
+
+        Raises:
+            LossScaleError: so many steps in a row were skipped; the weights are those of the last that was taken.
+        """
+        self._loss_scale = loss_scale
+        if stepped:
+            self._taken += 1
+            self._skips_in_a_row = 0
+            return float(grad_norm) if math.isfinite(grad_norm) else None
+        self._skipped += 1
+        self._skips_in_a_row += 1
+        self.optimizer_zero_grad()
+        if self._skips_in_a_row >= config.max_consecutive_skips:
+            raise LossScaleError(
+                f"{config.max_consecutive_skips} optimizer steps in a row overflowed "
+                f"(grad_scaler.max_consecutive_skips), loss scale {loss_scale}"
+            )
+        return None
+
     def close_update(self) -> bool:
         """End an update, before the LR schedule advances.
 
@@ -624,12 +673,86 @@ class StepAccounting:
 
 
 def first_nonfinite_gradient(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> str:
-    """Name the first parameter with a non-finite gradient and whose shard it is in; every rank must call it."""
-    names = (name for name, p in named_parameters if p.grad is not None and not _local(p.grad).isfinite().all())
-    first_of_rank: list[Optional[str]] = [None] * dist.get_world_size()
-    dist.all_gather_object(first_of_rank, next(names, None))
-    rank, name = next((rank, name) for rank, name in enumerate(first_of_rank) if name is not None)
-    return f"{name} in the shard of rank {rank}"
+    """Describe the first parameter with a non-finite gradient and whose shard it is in; every rank must call it.
+
+    Returns:
+        its name, the rank, how many elements of that shard are non-finite, and how large the others are at most, still
+        multiplied by the loss scale.
+    """
+    found: Optional[str] = None
+    for name, gradient in ((name, _local(p.grad)) for name, p in named_parameters if p.grad is not None):
+        finite = gradient.isfinite()
+        if not finite.all():
+            bad = f"{gradient.numel() - finite.sum()} of {gradient.numel()} elements"
+            rest = f"the largest other {gradient[finite].abs().max():.3g} (scaled)" if finite.any() else "no other"
+            found = f"{name} in the shard of rank {dist.get_rank()}, {bad}, {rest}"
+            break
+    found_by_rank: list[Optional[str]] = [None] * dist.get_world_size()
+    dist.all_gather_object(found_by_rank, found)
+    return next((found for found in found_by_rank if found is not None), "none, but their norm leaves fp32")
+
+
+@contextmanager
+def save_after_storm(save: Callable[[], None]) -> Iterator[None]:
+    """Save a checkpoint where the body ends in a :class:`LossScaleError`, then let the run end with that error.
+
+    What is saved is the last good state under the number of the step that was not finished, as if that step had been
+    skipped: its batch is used up and is not seen again. Skipped steps changed nothing; what the step did
+    before (mini-batches that did not overflow, the critic's update before the actor's storm) is in it. A
+    checkpoint of that number could only be there if the run had been started behind it, which writes it anew anyway.
+
+    Args:
+        save: the trainer's own; where it fails, its error is shown above the storm's.
+
+    Raises:
+        LossScaleError: the storm's, whatever becomes of the checkpoint.
+    """
+    try:
+        yield
+    except LossScaleError as storm:
+        try:
+            save()
+        finally:
+            raise storm
+
+
+def check_rewards(rewards: torch.Tensor, labels: Mapping[str, Any]) -> None:
+    """Refuse a batch with a reward that is inf or NaN: its gradients would look like an overflow to the loss scaler.
+
+    Args:
+        rewards: ``(rows, tokens)``, any float dtype.
+        labels: ``rows`` values per name; those of ``data_source`` and ``uid`` are shown where given.
+
+    Raises:
+        ValueError: how many rows have such a reward, and which the first of them are.
+    """
+    bad = (~rewards.isfinite()).any(dim=-1).nonzero().flatten().tolist()
+    if bad:
+        shown = [name for name in ("data_source", "uid") if name in labels]
+        rows = (", ".join([f"row {row}", *(f"{name}={labels[name][row]}" for name in shown)]) for row in bad[:3])
+        raise ValueError(
+            f"{len(bad)} of {len(rewards)} rewards are not finite (the reward function's, or the KL penalty's where "
+            f"algorithm.use_kl_in_reward is set): {'; '.join(rows)}{' …' if len(bad) > 3 else ''}"
+        )
+
+
+def megatron_scaler(config: GradScalerConfig) -> dict[str, Any]:
+    """The settings as arguments of Megatron's ``OptimizerConfig``, which has a loss scaler of its own.
+
+    Source: ``megatron/core/optimizer/__init__.py``, which builds it with growth factor 2 and backoff factor 0.5.
+
+    Raises:
+        ValueError: a growth or backoff factor that Megatron cannot be told.
+    """
+    for key, fixed in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
+        if getattr(config, key) != fixed:
+            raise ValueError(f"grad_scaler.{key}={getattr(config, key)}: Megatron's loss scaler knows {fixed} alone")
+    return {
+        "initial_loss_scale": config.init_scale,
+        "min_loss_scale": config.min_scale,
+        "loss_scale_window": config.growth_interval,
+        "hysteresis": 1,  # Megatron's 2 keeps the scale after the first overflow
+    }
 
 
 def wire_kwargs(engine_cls: type, engine_kwargs: Mapping[str, Any], rollout_dtype: str) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+"""verl's SFT trainer on two gloo ranks: fp16, an overflow, a storm and a resume."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def train(environment, tiny_model, tmp_path_factory):
+    """``train(tree, out, *overrides)``: the process and what it logged, a dict a step."""
+    data = tmp_path_factory.mktemp("data") / "train.parquet"
+    messages = [
+        [{"role": "user", "content": f"{i}+{j}="}, {"role": "assistant", "content": str(i + j)}]
+        for i in range(8)
+        for j in range(8)
+    ]
+    pd.DataFrame({"messages": messages}).to_parquet(data)
+
+    def run(tree: str, out: Path, *overrides: str) -> tuple[subprocess.CompletedProcess, dict[int, dict]]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+        torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=0"]
+        command = [
+            *torchrun,
+            *("-m", "verl.trainer.sft_trainer"),
+            f"data.train_files={data}",
+            "data.train_batch_size=4",
+            "data.micro_batch_size_per_gpu=2",
+            "data.use_dynamic_bsz=false",
+            "data.max_length=64",
+            "data.num_workers=0",
+            "data.ignore_input_ids_mismatch=true",  # the template adds its first token to every turn
+            f"model.path={tiny_model}",
+            "model.use_remove_padding=false",
+            "+model.override_config.attn_implementation=sdpa",
+            "engine.use_torch_compile=false",
+            "optim.lr=1e-3",
+            "optim.lr_warmup_steps=4",
+            "trainer.device=cpu",
+            "trainer.logger=[file]",
+            f"trainer.default_local_dir={out}/checkpoints",
+            f"hydra.run.dir={out}",
+            *overrides,
+        ]
+        log = out / "verl.jsonl"
+        done = subprocess.run(
+            command,
+            env=environment(tree) | {"VERL_FILE_LOGGER_PATH": str(log)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        return done, {row["step"]: row["data"] for row in rows}
+
+    return run
+
+
+def saved(out: Path, step: int, kind: str, rank: int) -> dict:
+    folder = out / "checkpoints" / f"global_step_{step}"
+    return torch.load(folder / f"{kind}_world_size_2_rank_{rank}.pt", weights_only=False)
+
+
+# The first step overflows, and one backoff is enough; two steps later the scale is too large for good.
+FP16 = ["+precision=fp16", "engine.grad_scaler.init_scale=1e13", "engine.grad_scaler.growth_interval=1"]
+ONE_OVERFLOW = [*FP16, "engine.grad_scaler.backoff_factor=1e-9", "trainer.total_training_steps=2"]
+STORM = [
+    *FP16,
+    "engine.grad_scaler.growth_factor=1e20",
+    "engine.grad_scaler.max_consecutive_skips=2",
+    "trainer.total_training_steps=9",
+]
+
+
+def test_sft_in_fp16(train, tmp_path):
+    done, steps = train("patched", tmp_path, *ONE_OVERFLOW)
+    assert done.returncode == 0, done.stderr[-6000:]
+    skipped, taken = steps[1], steps[2]
+    assert (skipped["train/skipped_steps"], skipped["train/loss_scale"]) == (1.0, pytest.approx(1e4))
+    assert "train/grad_norm" not in skipped and skipped["train/lr"] == 0, "the learning rate moved on"
+    assert (taken["train/skipped_steps"], taken["train/loss_scale"]) == (0.0, pytest.approx(2e4))
+    assert taken["train/grad_norm"] > 0 and taken["train/lr"] == pytest.approx(1e-3 / 4)
+    for rank in (0, 1):
+        scaler = saved(tmp_path, 2, "extra_state", rank)["grad_scaler"]
+        assert scaler["scale"] == pytest.approx(2e4) and scaler["consecutive_skips"] == 0
+
+    done, steps = train("patched", tmp_path, *STORM)
+    assert done.returncode != 0
+    assert "LossScaleError: 2 optimizer steps in a row overflowed" in done.stderr
+    assert steps[3]["train/loss_scale"] == pytest.approx(2e24), "resumed at another scale"
+    assert steps[4]["train/skipped_steps"] == 1.0 and 5 not in steps
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "5"
+    for rank in (0, 1):
+        assert saved(tmp_path, 5, "extra_state", rank)["grad_scaler"] is None, "a scale that did not work"
+        assert all(tensor.to_local().isfinite().all() for tensor in saved(tmp_path, 5, "model", rank).values())
+
+
+def test_sft_upstream_ignores_the_dtype(train, tmp_path):
+    done, steps = train("pristine", tmp_path, "engine.dtype=float16", "trainer.total_training_steps=1")
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "train/loss_scale" not in steps[1]
+    assert "grad_scaler" not in saved(tmp_path, 1, "extra_state", 0)

@@ -18,11 +18,12 @@ RELEASE = "0.9.1"
 
 
 def pytest_configure(config):
-    """``import precision`` in a test: the module by itself, without the rest of verl."""
-    source = (config.getoption("verl_tree") or REPO / "patches/verl/files") / "verl/utils/precision.py"
-    spec = importlib.util.spec_from_file_location("precision", source)
-    sys.modules["precision"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["precision"])
+    """``import precision`` and ``import manifest`` in a test: the modules by themselves, without the rest of verl."""
+    tree = config.getoption("verl_tree") or REPO / "patches/verl/files"
+    for source in ("verl/utils/precision.py", "verl/utils/checkpoint/manifest.py"):
+        spec = importlib.util.spec_from_file_location(Path(source).stem, tree / source)
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import manifest
 import pytest
 import torch
 
@@ -20,8 +21,6 @@ FILES = [
     "critic/model_world_size_1_rank_0.pt",
 ]
 TRACKER = "latest_checkpointed_iteration.txt"
-
-manifest = runs.load_manifest(REPO / "patches" / "verl" / "files" / "verl")
 
 
 def write(folder: Path) -> None:

@@ -9,6 +9,7 @@ import csv
 import importlib.metadata
 import os
 import platform
+import random
 import statistics
 import sys
 import tempfile
@@ -29,7 +30,7 @@ WIDTH = 1024  # a parameter of 2**20 elements, about the size and the number tha
 SCALE, CLIP, GRADIENT = 1024.0, 1.0, 1e-3  # the gradients' norm is above CLIP from 10 million parameters on
 REGIMES = ("bf16", "fp16", "fp16 upstream", "fp32")
 NEEDED = {"norm": 4, "step": 28}  # bytes a parameter: read g; read p, g, m, v and write p, m, v; all in fp32
-LEAST_ROUNDS = 7
+LEAST_ROUNDS = 21
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def fill_gradients(module: torch.nn.Module, regime: str) -> None:
 def alternate(
     takes: dict[str, Callable[[], float]], prepare: Callable[[str], None], seconds: float, device: str
 ) -> dict[str, list[float]]:
-    """Seconds of every take, round by round, the order turning, until ``seconds`` are over."""
+    """Seconds of every take, round by round, each round in an order of its own, until ``seconds`` are over."""
 
     def wait():
         if device == "cuda":
@@ -125,15 +126,15 @@ def alternate(
         wait()
         return time.perf_counter() - begin
 
-    names = list(takes)
+    names, shuffle = list(takes), random.Random(0).shuffle
     for name in names:  # Adam's state is made, kernels are loaded
         timed(name)
     times: dict[str, list[float]] = {name: [] for name in names}
     begin, more = time.monotonic(), torch.ones(1)
     while more.item():
+        shuffle(names)  # alike on every rank; what runs before a take has its effect on the memory
         for name in names:
             times[name].append(timed(name))
-        names.append(names.pop(0))
         over = time.monotonic() - begin > seconds and len(times[names[0]]) >= LEAST_ROUNDS
         more.fill_(not over)
         dist.broadcast(more, 0)  # rank 0's clock decides for all
@@ -439,7 +440,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=above_zero, default=[10, 30, 100, 300], help="million parameters")
     parser.add_argument("--ranks", type=above_zero, default=[1, 2], help="on a GPU one alone")
-    parser.add_argument("--seconds", type=float, default=25.0, help="for each configuration, 7 rounds at least")
+    parser.add_argument("--seconds", type=float, default=25.0, help="for each configuration, 21 rounds at least")
     parser.add_argument("--out", type=Path, default=jobs.REPO / "docs" / "results")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

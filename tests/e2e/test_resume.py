@@ -21,6 +21,7 @@ import torch
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS = 6
+HANGS_S = 1800
 ARGS = [
     # Three steps an epoch, so that the data is shuffled anew in between.
     "data.train_batch_size=8 data.train_max_samples=24",
@@ -58,8 +59,9 @@ def of_this_run(out: Path) -> list[psutil.Process]:
 
 def kill_when(condition: Callable[[], bool], run: subprocess.Popen, out: Path, screen: Path) -> None:
     """SIGKILL to every process of a run, as soon as the condition holds."""
+    begin = time.monotonic()
     while not condition():
-        assert run.poll() is None, screen.read_text()
+        assert run.poll() is None and time.monotonic() - begin < HANGS_S, screen.read_text()
         time.sleep(0.02)
     run.send_signal(signal.SIGSTOP)  # or it would tidy up after verl's end
     while left := of_this_run(out):

@@ -89,7 +89,7 @@ def cases(environment, tiny_model, tmp_path_factory, request) -> Callable[..., l
                 env=environment(state),
                 capture_output=True,
                 text=True,
-                timeout=600,
+                timeout=1800,
             )
             assert "Timed out" not in run.stderr, "stuck: one rank waited for the other\n" + run.stderr[-4000:]
             assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]

@@ -52,7 +52,7 @@ def train(environment, tiny_model, tmp_path_factory):
             env=environment(tree) | {"VERL_FILE_LOGGER_PATH": str(log)},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
         )
         rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         return done, {row["step"]: row["data"] for row in rows}

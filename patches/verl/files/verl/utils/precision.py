@@ -29,7 +29,7 @@ import math
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -38,7 +38,7 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
@@ -267,7 +267,11 @@ def check_keep_fp32(patterns: Any, strategy: Optional[str]) -> None:
     Raises:
         ValueError: naming the key, its value and what is allowed.
     """
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+    if (
+        not isinstance(patterns, Sequence)
+        or isinstance(patterns, str)
+        or not all(isinstance(pattern, str) for pattern in patterns)
+    ):
         raise ValueError(f"keep_fp32_modules={patterns} must be a list of module names or patterns, e.g. [lm_head]")
     if patterns and strategy not in ("fsdp", "fsdp2"):
         raise ValueError(f"keep_fp32_modules={patterns} is not read by strategy={strategy}: choose fsdp or fsdp2")
@@ -398,6 +402,14 @@ class LossScaleError(RuntimeError):
     """The loss still overflows after ``max_consecutive_skips`` steps in a row."""
 
 
+def storm_message(config: GradScalerConfig, loss_scale: float) -> str:
+    """What a :class:`LossScaleError` says first."""
+    return (
+        f"{config.max_consecutive_skips} optimizer steps in a row overflowed (grad_scaler.max_consecutive_skips), "
+        f"loss scale {loss_scale:g}"
+    )
+
+
 class LossScaler(ShardedGradScaler):
     """Dynamic loss scaling for FSDP1, FSDP2 and plain modules, on any device.
 
@@ -414,6 +426,8 @@ class LossScaler(ShardedGradScaler):
         device: device type of the worker ("cuda", "cpu", …); torch's default of "cuda" disables the scaler elsewhere.
     """
 
+    STATE = frozenset({"scale", "_growth_tracker", "consecutive_skips"})
+
     def __init__(self, config: GradScalerConfig, device: str):
         super().__init__(
             device=device,
@@ -427,6 +441,7 @@ class LossScaler(ShardedGradScaler):
         self.config = config
         self.skipped = False
         self.consecutive_skips = 0
+        self._set(config.init_scale, 0)
 
     def scale(self, outputs: torch.Tensor) -> torch.Tensor:
         """The loss times the scale, in fp32."""
@@ -453,8 +468,10 @@ class LossScaler(ShardedGradScaler):
         """
         norm = gradient_norm(module, self._scale.device) / self.get_scale()
         if getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's mark of a fused optimizer
-            optimizer.grad_scale = self._scale / (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            optimizer.found_inf = norm.isfinite().logical_not().float()
+            # Where parameters are offloaded, torch would copy both to the CPU without waiting for the copy.
+            device = next(_optimized(optimizer)).device
+            optimizer.grad_scale = (self._scale / (max_norm / (norm + 1e-6)).clamp(max=1.0)).to(device)
+            optimizer.found_inf = norm.isfinite().logical_not().float().to(device)
             optimizer.step()
             del optimizer.grad_scale, optimizer.found_inf
             result = norm.item()
@@ -462,16 +479,14 @@ class LossScaler(ShardedGradScaler):
             result = norm.item()
             if math.isfinite(result):
                 gradients = [_local(p.grad) for p in _optimized(optimizer) if p.grad is not None]
-                torch._foreach_mul_(gradients, min(1.0, max_norm / (result + 1e-6)) / self.get_scale())
+                if gradients:  # a rank may hold padding alone
+                    torch._foreach_mul_(gradients, min(1.0, max_norm / (result + 1e-6)) / self.get_scale())
                 optimizer.step()
         self.skipped = not math.isfinite(result)
         if self.skipped and self.consecutive_skips + 1 >= self.config.max_consecutive_skips:
             self.consecutive_skips += 1
-            raise LossScaleError(
-                f"{self.config.max_consecutive_skips} optimizer steps in a row overflowed "
-                f"(grad_scaler.max_consecutive_skips), loss scale {self.get_scale():g}, "
-                f"first non-finite gradient: {first_nonfinite_gradient(module.named_parameters())}"
-            )
+            where = first_nonfinite_gradient(module.named_parameters())
+            raise LossScaleError(f"{storm_message(self.config, self.get_scale())}, first non-finite gradient: {where}")
         self.update()
         return result
 
@@ -522,8 +537,8 @@ class LossScaler(ShardedGradScaler):
         Raises:
             ValueError: a key is missing or unknown.
         """
-        if set(state_dict) != set(self.state_dict()):
-            raise ValueError(f"loss scaler state has keys {sorted(state_dict)}, expected {sorted(self.state_dict())}")
+        if set(state_dict) != self.STATE:
+            raise ValueError(f"loss scaler state has keys {sorted(state_dict)}, expected {sorted(self.STATE)}")
         self._set(state_dict["scale"], state_dict["_growth_tracker"])
         self.consecutive_skips = state_dict["consecutive_skips"]
 
@@ -539,7 +554,7 @@ def gradient_norm(module: torch.nn.Module, device: torch.device) -> torch.Tensor
         if parameter.grad is not None:
             by_shards[_shards(module, parameter.grad)].append(_local(parameter.grad))
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    square = torch.zeros((), device=device)
+    square = torch.zeros((), dtype=torch.float32, device=device)
     for shards, gradients in by_shards.items():
         square += torch.nn.utils.get_total_norm(gradients).to(device).square() * (shards / ranks)
     if ranks > 1:
@@ -561,7 +576,7 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _optimized(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
+def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
@@ -610,15 +625,7 @@ class StepAccounting:
             would spread over the means of a whole training step.
         """
         norm = float(grad_norm)
-        skipped = scaler.skipped if scaler is not None else not math.isfinite(norm)
-        if scaler is not None:
-            self._loss_scale = scaler.get_scale()
-        if skipped:
-            self._skipped += 1
-            self.optimizer_zero_grad()
-            return None
-        self._taken += 1
-        return norm if math.isfinite(norm) else None
+        return self._account(math.isfinite(norm), norm, scaler.get_scale() if scaler is not None else None)
 
     def account_reported_step(
         self, stepped: bool, grad_norm: Optional[float], loss_scale: Optional[float], config: GradScalerConfig
@@ -637,20 +644,20 @@ class StepAccounting:
         Raises:
             LossScaleError: so many steps in a row were skipped; the weights are those of the last that was taken.
         """
-        self._loss_scale = loss_scale
-        if stepped:
-            self._taken += 1
-            self._skips_in_a_row = 0
-            return float(grad_norm) if math.isfinite(grad_norm) else None
-        self._skipped += 1
-        self._skips_in_a_row += 1
-        self.optimizer_zero_grad()
+        self._skips_in_a_row = 0 if stepped else self._skips_in_a_row + 1
+        reported = self._account(stepped, grad_norm, loss_scale)
         if self._skips_in_a_row >= config.max_consecutive_skips:
-            raise LossScaleError(
-                f"{config.max_consecutive_skips} optimizer steps in a row overflowed "
-                f"(grad_scaler.max_consecutive_skips), loss scale {loss_scale}"
-            )
-        return None
+            raise LossScaleError(storm_message(config, 1.0 if loss_scale is None else loss_scale))
+        return reported
+
+    def _account(self, stepped: bool, grad_norm: Optional[float], loss_scale: Optional[float]) -> Optional[float]:
+        self._loss_scale = loss_scale
+        if not stepped:
+            self._skipped += 1
+            self.optimizer_zero_grad()
+            return None
+        self._taken += 1
+        return float(grad_norm) if math.isfinite(grad_norm) else None
 
     def close_update(self) -> bool:
         """End an update, before the LR schedule advances.
@@ -679,17 +686,30 @@ def first_nonfinite_gradient(named_parameters: Iterable[tuple[str, torch.nn.Para
         its name, the rank, how many elements of that shard are non-finite, and how large the others are at most, still
         multiplied by the loss scale.
     """
-    found: Optional[str] = None
-    for name, gradient in ((name, _local(p.grad)) for name, p in named_parameters if p.grad is not None):
-        finite = gradient.isfinite()
-        if not finite.all():
-            bad = f"{gradient.numel() - finite.sum()} of {gradient.numel()} elements"
-            rest = f"the largest other {gradient[finite].abs().max():.3g} (scaled)" if finite.any() else "no other"
-            found = f"{name} in the shard of rank {dist.get_rank()}, {bad}, {rest}"
-            break
-    found_by_rank: list[Optional[str]] = [None] * dist.get_world_size()
+    found: Optional[tuple[int, int, str]] = None
+    for place, (name, parameter) in enumerate(named_parameters):
+        for part, (full_name, gradient) in enumerate(_gradients_of(name, parameter)):
+            finite = gradient.isfinite()
+            if found is None and not finite.all():
+                bad = f"{gradient.numel() - finite.sum()} of {gradient.numel()} elements"
+                rest = f"the largest other {gradient[finite].abs().max():.3g} (scaled)" if finite.any() else "no other"
+                found = place, part, f"{full_name} in the shard of rank {dist.get_rank()}, {bad}, {rest}"
+    found_by_rank: list[Optional[tuple[int, int, str]]] = [None] * dist.get_world_size()
     dist.all_gather_object(found_by_rank, found)
-    return next((found for found in found_by_rank if found is not None), "none, but their norm leaves fp32")
+    return min((each for each in found_by_rank if each), default=(0, 0, "none, but their norm leaves fp32"))[-1]
+
+
+def _gradients_of(name: str, parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's gradients of the parameters that one holds: a flat one of FSDP1 holds those of a whole unit."""
+    name = name.replace("_fsdp_wrapped_module.", "")
+    if parameter.grad is None:
+        return
+    if not isinstance(parameter, FlatParameter):
+        yield name, _local(parameter.grad)
+        return
+    for inner, shard in zip(parameter._fqns, parameter._shard_param_infos, strict=True):
+        held = parameter.grad[shard.offset_in_shard :][: shard.numel_in_shard] if shard.in_shard else parameter.grad[:0]
+        yield name.removesuffix("_flat_param") + inner, held
 
 
 @contextmanager
@@ -712,8 +732,9 @@ def save_after_storm(save: Callable[[], None]) -> Iterator[None]:
     except LossScaleError as storm:
         try:
             save()
-        finally:
-            raise storm
+        except Exception as failed:
+            raise storm from failed
+        raise
 
 
 def check_rewards(rewards: torch.Tensor, labels: Mapping[str, Any]) -> None:

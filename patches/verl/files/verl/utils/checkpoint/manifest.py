@@ -78,9 +78,8 @@ def check_whole(folder: str | os.PathLike) -> None:
     """
     torn = fault(Path(folder))
     if torn:
-        raise CheckpointError(
-            f"checkpoint {folder} {torn}: resume from another one, or remove its {MANIFEST} to load it unchecked"
-        )
+        unchecked = f", or remove its {MANIFEST} to load it unchecked" if Path(folder).is_dir() else ""
+        raise CheckpointError(f"checkpoint {folder} {torn}: resume from another one{unchecked}")
 
 
 def find_latest(

@@ -1,0 +1,83 @@
+"""verl's Megatron engine, as far as it runs without Megatron: its step and its LR, by their own source."""
+
+import ast
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import precision
+import pytest
+import torch
+
+
+def method(tree: Path, name: str):
+    """A method of ``MegatronEngine``, whose module cannot be imported without Megatron."""
+    source = (tree / "verl/workers/engine/megatron/transformer_impl.py").read_text()
+    engine = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "MegatronEngine")
+    function = next(n for n in engine.body if isinstance(n, ast.FunctionDef) and n.name == name)
+    namespace = {"torch": torch}
+    exec(compile(ast.Module([function], []), source, "exec"), namespace)
+    return namespace[name]
+
+
+class Optimizer:
+    """Answers as Megatron's does; takes the steps that it is told to."""
+
+    def __init__(self, taken: list[bool]):
+        self.taken, self.scale = taken, 1024.0
+
+    def step(self):
+        taken = self.taken.pop(0)
+        self.scale /= 1 if taken else 2
+        return taken, 0.5 if taken else None, None
+
+    def get_loss_scale(self):
+        return torch.tensor([self.scale])
+
+
+@pytest.fixture
+def engine(trees, monkeypatch):
+    """``engine(tree, taken)``: one whose optimizer takes or skips its steps as told."""
+
+    def of(tree: str, taken: list[bool]):
+        names = {name: method(trees[tree], name) for name in ("optimizer_step", "lr_scheduler_step")}
+        names["optimizer_zero_grad"] = lambda self: self.cleared.append(True)
+        made = type("Engine", (precision.StepAccounting,), names)()
+        made.optimizer, made.param_dtype, made.cleared, made.lr = Optimizer(taken), torch.float16, [], 0
+        made.engine_config = SimpleNamespace(grad_scaler=precision.GradScalerConfig(max_consecutive_skips=2))
+        made.lr_scheduler = SimpleNamespace(step=lambda n: setattr(made, "lr", made.lr + n))
+        return made
+
+    module = ModuleType("verl.utils.megatron.optimizer")  # imports Megatron
+    module.get_megatron_last_lr = lambda optimizer: None
+    for name in ("verl", "verl.utils", "verl.utils.megatron"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return of
+
+
+def test_an_overflow_is_skipped_reported_and_holds_the_learning_rate(engine):
+    made = engine("patched", [True, False, True])
+    seen = []
+    for _ in range(3):
+        norm = made.optimizer_step()
+        made.lr_scheduler_step()
+        seen.append((norm, made.lr, dict(made.update_metrics())))
+    assert seen == [
+        (0.5, 1, {"skipped_steps": 0.0, "loss_scale": 1024.0}),
+        (None, 1, {"skipped_steps": 1.0, "loss_scale": 512.0}),
+        (0.5, 2, {"skipped_steps": 0.0, "loss_scale": 512.0}),
+    ]
+    assert made.cleared == [True]
+
+
+def test_a_storm_of_overflows_ends_the_run(engine):
+    made = engine("patched", [False, False])
+    assert made.optimizer_step() is None
+    with pytest.raises(precision.LossScaleError, match="2 optimizer steps in a row overflowed .*, loss scale 256"):
+        made.optimizer_step()
+
+
+def test_upstream_ends_with_the_first(engine):
+    with pytest.raises(NotImplementedError):
+        engine("pristine", [False]).optimizer_step()

@@ -32,6 +32,12 @@ quote = '$(subst ','\'',$(1))'
 TYPED = $(foreach name,$(sort DEVICE $(filter-out PYTHON TORCH_INDEX_URL,$(COMMAND_LINE))),$(name)=$(call quote,$($(name))))
 WORDS = $(foreach name,$(GIVEN),$(if $($(name)),$(name)=$(call quote,$($(name)))))
 
+# These take one word; others are refused rather than ignored, since both run for long.
+TAKES_bench := ARGS
+TAKES_mutants := ONLY
+$(foreach goal,$(filter bench mutants,$(MAKECMDGOALS)),$(foreach name,$(COMMAND_LINE),$(if \
+  $(filter DEVICE PYTHON TORCH_INDEX_URL $(TAKES_$(goal)),$(name)),,$(error $(name)=$($(name)): make $(goal) takes $(TAKES_$(goal)) alone))))
+
 ##@ The two commands
 .PHONY: run test
 run: accept setup  ## set up and train in fp16 with verl, on this machine's GPU or CPU
@@ -72,7 +78,7 @@ bench: setup  ## measure what fp16 costs, into docs/results:  make bench ARGS='-
 	@exec $(BIN)/python scripts/bench.py $(ARGS)
 
 mutants: setup  ## put known defects into patched verl, one at a time: each must fail a test  (ONLY=name: one)
-	@exec $(BIN)/python scripts/mutants.py $(ONLY)
+	@exec $(BIN)/python scripts/mutants.py $(if $(ONLY),$(call quote,$(ONLY)))
 
 preflight: setup  ## predict what fp16 does to a model:  make preflight MODEL=… DATA=….parquet
 	@exec $(BIN)/python scripts/preflight.py $(TYPED)

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from processes import of_this_run
 
 REPO = Path(__file__).resolve().parents[2]
 SETTINGS = [
@@ -31,18 +31,6 @@ def start(out: Path, steps: int, output) -> subprocess.Popen:
 def rows(out: Path) -> list[dict]:
     file = out / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def of_this_run(out: Path) -> list[psutil.Process]:
-    """The processes that were started for the run in ``out``: all inherit the path of its metrics."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("VERL_FILE_LOGGER_PATH") == str(out / "verl.jsonl"):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
 
 
 @pytest.mark.e2e

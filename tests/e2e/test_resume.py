@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from processes import of_this_run
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -43,18 +44,6 @@ def start(out: Path, rollouts: str, screen: Path) -> subprocess.Popen:
     words = [sys.executable, REPO / "scripts" / "run.py", *settings, f"ARGS={' '.join([*ARGS, rollouts])}"]
     with screen.open("w") as output:
         return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
-
-
-def of_this_run(out: Path) -> list[psutil.Process]:
-    """verl, Ray and vLLM, of the run in ``out``: all inherit the path of its metrics."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("VERL_FILE_LOGGER_PATH") == str(out / "verl.jsonl"):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
 
 
 def kill_when(condition: Callable[[], bool], run: subprocess.Popen, out: Path, screen: Path) -> None:

@@ -1,0 +1,17 @@
+"""The processes of a run, wherever Ray and vLLM put them."""
+
+from pathlib import Path
+
+import psutil
+
+
+def of_this_run(out: Path) -> list[psutil.Process]:
+    """The processes that were started for the run in ``out``: all inherit the path of its metrics."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("VERL_FILE_LOGGER_PATH") == str(out / "verl.jsonl"):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found

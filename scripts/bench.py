@@ -411,7 +411,7 @@ def plot(rows: list[Row], title: str, file: Path) -> None:
         )
         axis.minorticks_off()
     axes[0, 0].set_ylabel("time of the optimizer step, × bf16")
-    axes[0, -1].legend(fontsize="small")
+    axes[0, 0].legend(fontsize="small", ncols=2)
     figure.suptitle(title)
     figure.savefig(file, dpi=120)
     plt.close(figure)

@@ -154,8 +154,9 @@ def compose(environment, tiny_model):
 
 @pytest.fixture(scope="module")
 def patched(compose, request) -> dict[str, dict]:
-    """The outcomes on the patched tree of what the session's tests ask for, by name."""
-    names = {item.callspec.params["name"] for item in request.session.items if "patched" in item.fixturenames}
+    """The outcomes on the patched tree of what the session's tests of this file ask for, by name."""
+    asking = [i for i in request.session.items if i.path == request.path and "patched" in i.fixturenames]
+    names = {item.callspec.params["name"] for item in asking}
     table = {name: case for name, case in (RESOLVED | REFUSED).items() if name in names}
     return dict(zip(table, compose("patched", [overrides for overrides, _ in table.values()]), strict=True))
 

@@ -30,7 +30,7 @@ WIDTH = 1024  # a parameter of 2**20 elements, about the size and the number tha
 SCALE, CLIP, GRADIENT = 1024.0, 1.0, 1e-3  # the gradients' norm is above CLIP from 10 million parameters on
 REGIMES = ("bf16", "fp16", "fp16 upstream", "fp32")
 NEEDED = {"norm": 4, "step": 28}  # bytes a parameter: read g; read p, g, m, v and write p, m, v; all in fp32
-LEAST_ROUNDS = 21
+LEAST_ROUNDS = 41
 
 
 @dataclass(frozen=True)
@@ -440,7 +440,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=above_zero, default=[10, 30, 100, 300], help="million parameters")
     parser.add_argument("--ranks", type=above_zero, default=[1, 2], help="on a GPU one alone")
-    parser.add_argument("--seconds", type=float, default=25.0, help="for each configuration, 21 rounds at least")
+    parser.add_argument("--seconds", type=float, default=25.0, help="for each configuration, 41 rounds at least")
     parser.add_argument("--out", type=Path, default=jobs.REPO / "docs" / "results")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

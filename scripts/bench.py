@@ -28,6 +28,7 @@ from lib import job as jobs
 
 WIDTH = 1024  # a parameter of 2**20 elements, about the size and the number that models of these sizes have
 SCALE, CLIP, GRADIENT = 1024.0, 1.0, 1e-3  # the gradients' norm is above CLIP from 10 million parameters on
+OPTIMIZERS = {"foreach AdamW": False, "fused AdamW": True}  # and whether it is fused
 REGIMES = ("bf16", "fp16", "fp16 upstream", "fp32")
 NEEDED = {"norm": 4, "step": 28}  # bytes a parameter: read g; read p, g, m, v and write p, m, v; all in fp32
 LEAST_ROUNDS = 41
@@ -174,12 +175,11 @@ def measure_steps(rank: int, store: str, ranks: int, sizes: list[int], seconds: 
     join(store, rank, ranks, device)
     torch.set_default_device(device)
     for size in sizes:
-        for fused in (False, True):
+        for name, fused in OPTIMIZERS.items():
             module = fully_sharded(size)
             takes = optimizer_steps(module, fused, device)
             times = alternate(takes, lambda regime, module=module: fill_gradients(module, regime), seconds, device)
             if rank == 0:
-                name = "fused AdamW" if fused else "foreach AdamW"
                 rows = rows_of(times, what="optimizer step", optimizer=name, parameters_m=size, ranks=ranks)
                 queue.put(rows)
                 print(line_of(rows), flush=True)
@@ -291,7 +291,7 @@ def count_traffic(rank: int, store: str, queue) -> None:
     """Bytes a parameter that a step moves, by optimizer and regime; counted, so the machine does not matter."""
     join(store, rank, 1, "cpu")
     found = []
-    for fused in (False, True):
+    for name, fused in OPTIMIZERS.items():
         module = torch.nn.Linear(WIDTH, WIDTH, bias=False)
         for regime, step in optimizer_steps(module, fused, "cpu").items():
             fill_gradients(module, regime)
@@ -299,7 +299,7 @@ def count_traffic(rank: int, store: str, queue) -> None:
             fill_gradients(module, regime)
             with Traffic() as counted:
                 step()
-            found.append((("fused AdamW" if fused else "foreach AdamW", regime), counted.bytes / WIDTH**2))
+            found.append(((name, regime), counted.bytes / WIDTH**2))
     queue.put(found)
     dist.destroy_process_group()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lib.job import CPU_PLATFORM
 from lib.releases import unpacked_wheel
 from lib.stack import apply
 
@@ -47,9 +48,7 @@ def environment(trees) -> Callable[[str], dict[str, str]]:
             **os.environ,
             "PYTHONPATH": f"{trees[state]}:{REPO}",
             "OMP_NUM_THREADS": "1",
-            "VERL_USE_EXTERNAL_MODULES": "recipes.cpu.platform",
-            "VERL_PLATFORM": "cpu",
-            "VERL_ENGINE_DEVICE": "cuda",
+            **CPU_PLATFORM,
         }
 
     return of

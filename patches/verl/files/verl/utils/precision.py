@@ -686,17 +686,23 @@ def first_nonfinite_gradient(named_parameters: Iterable[tuple[str, torch.nn.Para
         its name, the rank, how many elements of that shard are non-finite, and how large the others are at most, still
         multiplied by the loss scale.
     """
-    found: Optional[tuple[int, int, str]] = None
-    for place, (name, parameter) in enumerate(named_parameters):
-        for part, (full_name, gradient) in enumerate(_gradients_of(name, parameter)):
-            finite = gradient.isfinite()
-            if found is None and not finite.all():
-                bad = f"{gradient.numel() - finite.sum()} of {gradient.numel()} elements"
-                rest = f"the largest other {gradient[finite].abs().max():.3g} (scaled)" if finite.any() else "no other"
-                found = place, part, f"{full_name} in the shard of rank {dist.get_rank()}, {bad}, {rest}"
+    found = next(_nonfinite_gradients(named_parameters), None)
     found_by_rank: list[Optional[tuple[int, int, str]]] = [None] * dist.get_world_size()
     dist.all_gather_object(found_by_rank, found)
     return min((each for each in found_by_rank if each), default=(0, 0, "none, but their norm leaves fp32"))[-1]
+
+
+def _nonfinite_gradients(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+) -> Iterator[tuple[int, int, str]]:
+    """Those of this rank: the parameter's place, that of its part, and a description."""
+    for place, (name, parameter) in enumerate(named_parameters):
+        for part, (full_name, gradient) in enumerate(_gradients_of(name, parameter)):
+            finite = gradient.isfinite()
+            if not finite.all():
+                bad = f"{gradient.numel() - finite.sum()} of {gradient.numel()} elements"
+                rest = f"the largest other {gradient[finite].abs().max():.3g} (scaled)" if finite.any() else "no other"
+                yield place, part, f"{full_name} in the shard of rank {dist.get_rank()}, {bad}, {rest}"
 
 
 def _gradients_of(name: str, parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:

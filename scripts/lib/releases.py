@@ -114,16 +114,19 @@ def verl_blobs(root: Path) -> dict[str, str]:
 def wheel(release: str) -> Path:
     """Return the release's wheel in .cache/wheels, downloaded with pip where it is not there; its sha256 is checked."""
     known = find_release(release)
-    cached = PROJECT / ".cache/wheels" / f"verl-{release}-py3-none-any.whl"
-    if not cached.exists():
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
+    folder = PROJECT / ".cache/wheels"
+    cached = next(folder.glob(f"verl-{release}-*.whl"), None)
+    if not cached:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
             done = subprocess.run([*pip, "--dest", scratch, f"verl=={release}"], capture_output=True, text=True)
             if done.returncode:
                 reason = done.stderr.strip().splitlines()[-1:]
                 raise Refused(f"cannot download the wheel of verl {release}: {' '.join(reason)}")
-            os.replace(Path(scratch, cached.name), cached)
+            downloaded = next(Path(scratch).iterdir())
+            cached = folder / downloaded.name
+            os.replace(downloaded, cached)
     found = hashlib.sha256(cached.read_bytes()).hexdigest()
     if found != known.wheel_sha256:
         raise Refused(f"{cached} has sha256 {found}, not {known.wheel_sha256} as versions.toml says; delete it")

@@ -681,6 +681,12 @@ class StepAccounting:
         self._taken += 1
         return float(grad_norm) if math.isfinite(grad_norm) else None
 
+    def optimizer_zero_grad(self) -> None:
+        """Clear the gradients of a skipped step.
+
+        An engine has its own; workers of verl up to 0.7.1 have none and clear the gradients before each mini-batch.
+        """
+
     def close_update(self) -> bool:
         """End an update, before the LR schedule advances.
 

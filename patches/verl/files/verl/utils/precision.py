@@ -948,4 +948,6 @@ def report(role: str, rank: int, **facts: Any) -> None:
         rank: the worker's rank in its group.
         facts: e.g. ``compute="float16"``.
     """
-    print("[verl-precision]", json.dumps({"role": role, "rank": rank, **facts, "stamp": patch_stamp()}), flush=True)
+    line = json.dumps({"role": role, "rank": rank, **facts, "stamp": patch_stamp()})
+    # One write: the lines of ranks that share an output would run into each other.
+    print(f"[verl-precision] {line}\n", end="", flush=True)

@@ -1,7 +1,7 @@
 """Carry a release's stack to another verl: a three-way merge of each hook, and a report of what became of it.
 
 The merge base is the release that the stack was made for, so that a hook is placed by what it hooks and not by line
-numbers. Nothing is guessed: a hook whose own lines changed is a conflict, and so is one whose file moved.
+numbers; one whose own lines changed is a conflict. A file that git finds moved is followed, and said so.
 """
 
 import os
@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,7 +49,7 @@ SAME, MERGED, THERE, CONFLICT = "same", "merged", "there", "conflict"
 class Hook:
     """One hunk of a patch and what became of it in the other release.
 
-    ``fate``: same (its file did not change), merged (it did), there (upstream has it already), conflict.
+    ``fate``: same (its file did not change), merged (it did, or moved), there (upstream has it already), conflict.
     """
 
     path: str
@@ -80,26 +80,23 @@ def port(name: str, to: str, folder: Path, project: Path = PROJECT) -> tuple[lis
         source = commit_stack(stack, scratch / "from")
         branch = f"from/{name}"
         git("fetch", "--quiet", "--no-tags", str(source), f"stack:{branch}", cwd=tree)
-        # As they are when the user continues: a moved file is not guessed at, and a conflict shows what was there.
-        git("config", "merge.renames", "false", cwd=tree)
-        git("config", "merge.conflictStyle", "diff3", cwd=tree)
-        hooks = carry(stack, tree)
-        commits = f"{branch}~{len(stack.patches)}..{branch}"
-        done = run_git("cherry-pick", "--keep-redundant-commits", commits, cwd=tree)
-        carried = int(git("rev-list", "--count", f"{BASE}{target}..HEAD", cwd=tree))
-        if done.returncode and carried == len(stack.patches):
+        base, new = f"{branch}~{len(stack.patches)}", BASE + target
+        hooks = carry(stack, tree, renames(tree, f"{base}^", f"{new}^"))
+        done = run_git("cherry-pick", "--keep-redundant-commits", f"{base}..{branch}", cwd=tree)
+        if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
             raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
+        carried = int(git("rev-list", "--count", f"{new}..HEAD", cwd=tree))
         os.replace(tree, folder)
     lines = [*added, *report(stack, target, hooks)]
-    export = f"python scripts/patchset.py export {folder}"
-    if not done.returncode:
-        lines += [f"{folder}: {carried} patches as commits after the tag {BASE}{target}; to take them over: {export}"]
-    else:
+    lines += [f"{folder}: {carried} of {len(stack.patches)} patches are commits after the tag {new}"]
+    if done.returncode:
         lines += [
-            f"{folder}: {carried} patches are commits after the tag {BASE}{target}, and "
-            f"{stack.patches[carried].name} waits for its conflicts to be resolved:",
-            f"    git -C {folder} status; edit; git add; git cherry-pick --continue; in the end {export}",
+            f"  {stack.patches[carried].name} has conflicts: git status; edit; git add; git cherry-pick --continue"
         ]
+    lines += [
+        f"  to review them: git range-diff {base}..{branch} {new}..HEAD",
+        f"  to take them over: python scripts/patchset.py export {folder}",
+    ]
     return lines, not done.returncode
 
 
@@ -139,28 +136,36 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
     return name, root, lines
 
 
-def carry(stack: Stack, tree: Path) -> dict[Patch, list[Hook]]:
+def renames(tree: Path, old: str, new: str) -> dict[str, str]:
+    """Return the new path, by the old one, of each file that git finds moved between two commits."""
+    lines = git("diff", "--find-renames", "--diff-filter=R", "--name-status", old, new, cwd=tree).splitlines()
+    return dict(line.split("\t")[1:] for line in lines)
+
+
+def carry(stack: Stack, tree: Path, moved: Mapping[str, str]) -> dict[Patch, list[Hook]]:
     """Merge the hooks one by one into the files of ``tree`` and return what became of each; changes nothing.
 
-    A conflict is left out, so that what follows from it is a conflict too.
+    A conflict is left out, so that what follows from it is a conflict too. ``moved``: new paths by old ones.
     """
-    ours = {path: (tree / path).read_bytes() for path in stack.before if (tree / path).exists()}
+    now = {path: moved.get(path, path) for path in stack.before}
+    ours = {path: (tree / now[path]).read_bytes() for path in stack.before if (tree / now[path]).exists()}
     found: dict[Patch, list[Hook]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for patch in stack.patches:
             hooks = found[patch] = []
             for path, before, _ in patch.blobs:
                 base = git("cat-file", "blob", before, cwd=tree).encode()
-                same = ours.get(path) == base
+                same = ours.get(path) == base and path not in moved
+                shown = f"{path} -> {moved[path]}" if path in moved else path
                 for at, hunk in hunks(patch, path):
                     if path not in ours:
-                        hooks.append(Hook(path, at, CONFLICT, "there is no such file"))
+                        hooks.append(Hook(shown, at, CONFLICT, "there is no such file"))
                         continue
                     merged = merge(ours[path], base, hunk, Path(folder))
                     if merged is None:
-                        hooks.append(Hook(path, at, CONFLICT, reason(hunk, ours[path].decode())))
+                        hooks.append(Hook(shown, at, CONFLICT, reason(hunk, ours[path].decode())))
                     else:
-                        hooks.append(Hook(path, at, SAME if same else THERE if merged == ours[path] else MERGED))
+                        hooks.append(Hook(shown, at, SAME if same else THERE if merged == ours[path] else MERGED))
                         ours[path] = merged
     return found
 

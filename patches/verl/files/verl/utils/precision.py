@@ -55,6 +55,7 @@ __all__ = [
     "check_rewards",
     "check_role_dtype",
     "check_rollout_dtype",
+    "check_sft",
     "check_workers",
     "dtype_name",
     "gradient_norm",
@@ -857,18 +858,30 @@ def check_workers(config: Mapping[str, Any]) -> None:
             precision = Precision.of_worker(engine, trained and engine_key == fsdp_key)
             _scaler_settings(engine)
         with _below(role):
+            asked = worker.get("dtype"), precision.compute
             if model_engine:
-                _check_bfloat16_alone(worker, precision, "trainer.use_legacy_worker_impl=disable", "auto")
+                _check_bfloat16_alone(asked, "trainer.use_legacy_worker_impl=disable", "auto")
             elif engine_key != fsdp_key:
-                _check_bfloat16_alone(worker, precision, f"strategy={strategy}", "fsdp or fsdp2")
+                _check_bfloat16_alone(asked, f"strategy={strategy}", "fsdp or fsdp2")
             resolved = SimpleNamespace(dtype=dtype_name(precision.compute), strategy=None)
             check_role_dtype(worker.get("dtype"), engine_key, resolved)
     with _below("actor_rollout_ref.rollout"):
         check_rollout_dtype(config["actor_rollout_ref"]["rollout"]["dtype"])
 
 
-def _check_bfloat16_alone(worker: Mapping[str, Any], precision: Precision, why: str, instead: str) -> None:
-    for dtype in (worker.get("dtype"), precision.compute):
+def check_sft(config: Mapping[str, Any]) -> None:
+    """Refuse what the SFT trainers on the model engine of verl up to 0.7.1 would ignore, ``+precision=fp16`` included.
+
+    Raises:
+        ValueError: naming the key, its value and what is allowed.
+    """
+    with _below("engine"):
+        asked = _select(config, "actor_rollout_ref.actor.dtype"), Precision.of_worker(config["engine"], False).compute
+        _check_bfloat16_alone(asked, "SFT on the model engine", "verl.trainer.fsdp_sft_trainer, a later release")
+
+
+def _check_bfloat16_alone(asked: Iterable[Any], why: str, instead: str) -> None:
+    for dtype in asked:
         if dtype is not None and to_dtype(dtype, "dtype") != torch.bfloat16:
             raise ValueError(
                 f"dtype={dtype_name(to_dtype(dtype, 'dtype'))} is not what {why} trains in on this release, which is "
@@ -948,4 +961,6 @@ def report(role: str, rank: int, **facts: Any) -> None:
         rank: the worker's rank in its group.
         facts: e.g. ``compute="float16"``.
     """
-    print("[verl-precision]", json.dumps({"role": role, "rank": rank, **facts, "stamp": patch_stamp()}), flush=True)
+    line = json.dumps({"role": role, "rank": rank, **facts, "stamp": patch_stamp()})
+    # One write: the lines of ranks that share an output would run into each other.
+    print(f"[verl-precision] {line}\n", end="", flush=True)

@@ -1,9 +1,11 @@
 """The model engine's workers of verl 0.8.0 to 0.9.1, ``workers/engine_workers.py``: the suite's other half."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from omegaconf import DictConfig
+from tensordict import TensorDict
 
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
@@ -12,6 +14,13 @@ from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+
+def infer(compute: Callable[[TensorDict], TensorDict], batch: DataProto, output: str = "log_probs") -> torch.Tensor:
+    """What a worker's own ``compute`` makes of a padded batch, ``(rows, response)``, fp32."""
+    data = left_right_2_no_padding(batch.to_tensordict())
+    tu.assign_non_tensor(data, compute_loss=False, calculate_entropy=False)
+    return no_padding_2_padding(tu.get(compute(data), output), data).float()
 
 
 class Worker:
@@ -52,11 +61,8 @@ class Worker:
         return self.policy.scaler
 
     def forward(self, batch: DataProto) -> torch.Tensor:
-        data = left_right_2_no_padding(batch.to_tensordict())
-        tu.assign_non_tensor(data, compute_loss=False, calculate_entropy=False)
         compute = {"actor": "compute_log_prob", "ref": "compute_ref_log_prob", "critic": "infer_batch"}[self.role]
-        output = getattr(self.worker, compute)(data)
-        return no_padding_2_padding(tu.get(output, "values" if self.role == "critic" else "log_probs"), data).float()
+        return infer(getattr(self.worker, compute), batch, "values" if self.role == "critic" else "log_probs")
 
     def update(self, batch: DataProto) -> dict:
         data = left_right_2_no_padding(batch.to_tensordict())

@@ -55,5 +55,3 @@ class Worker:
 
     def load(self, folder: str) -> None:
         self.worker.load_checkpoint(folder, del_local_after_load=False)
-
-

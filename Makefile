@@ -104,8 +104,8 @@ test-releases: setup $(WORKERS_READY)  ## the conformance suite on every release
 matrix: python  ## write that outcome into README.md as the support matrix
 	@$(PYTHON) scripts/matrix.py
 
-test-quick: setup  ## the tests without the end-to-end runs
-	@exec $(BIN)/python -m pytest -m "not slow and not gpu and not e2e"
+test-quick: setup  ## the tests without the end-to-end runs and the other releases
+	@exec $(BIN)/python -m pytest -m "not slow and not gpu and not e2e and not releases"
 
 lint: $(READY)  ## ruff and shellcheck
 	$(BIN)/ruff check .

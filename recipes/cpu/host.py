@@ -75,6 +75,8 @@ def complete_torch_cpu() -> None:
     torch.cpu.max_memory_allocated = torch.cpu.max_memory_reserved = lambda: (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )
+    torch.cpu.mem_get_info = lambda *device: (psutil.virtual_memory().available, psutil.virtual_memory().total)
+    torch.cpu.get_device_name = lambda *device: "CPU"
 
 
 def name_gloo_once() -> None:

@@ -36,10 +36,13 @@ def find_engines(base: ModuleType) -> None:
 
 def unpad_without_flash(attention: ModuleType) -> None:
     """verl packs sequences by functions of flash attention; it has the same in torch alone, for another device."""
-    from verl.utils.npu_flash_attn_utils import index_first_axis, pad_input, rearrange, unpad_input
 
-    functions = index_first_axis, pad_input, rearrange, unpad_input
-    host.replace(attention, "_get_attention_functions", lambda _: lambda: functions)
+    def functions():
+        from verl.utils.npu_flash_attn_utils import index_first_axis, pad_input, rearrange, unpad_input
+
+        return index_first_axis, pad_input, rearrange, unpad_input
+
+    host.replace(attention, "_get_attention_functions", lambda _: functions)
 
 
 def name_fused_moe(layer: ModuleType) -> None:

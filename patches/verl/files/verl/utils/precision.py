@@ -34,6 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
@@ -54,6 +55,8 @@ __all__ = [
     "check_rewards",
     "check_role_dtype",
     "check_rollout_dtype",
+    "check_sft",
+    "check_workers",
     "dtype_name",
     "gradient_norm",
     "fp32_wrap_policy",
@@ -67,6 +70,7 @@ __all__ = [
     "shard_in_fp32",
     "to_dtype",
     "wire_kwargs",
+    "worker_scaler",
 ]
 
 _DTYPES = {
@@ -255,6 +259,25 @@ class Precision:
             master=master,
             loss_scaling=trained and compute == torch.float16,
         )
+
+    @classmethod
+    def of_worker(cls, fsdp_config: Mapping[str, Any], trained: bool) -> "Precision":
+        """Resolve the ``fsdp_config`` of a worker of verl up to 0.7.1: a ``DictConfig`` or a dataclass with ``get``.
+
+        Any key may be missing: it is then verl's default.
+
+        Args:
+            trained: whether the worker has an optimizer for this model.
+
+        Raises:
+            ValueError: as :meth:`resolve`.
+        """
+        read = {key: fsdp_config.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
+        return cls.resolve(SimpleNamespace(**read, strategy=None, forward_only=not trained))
+
+    def autocast(self, device: str) -> torch.autocast:
+        """Autocast to ``compute`` on a device type; none in fp32, where it could only cast down what is fp32."""
+        return torch.autocast(device_type=device, dtype=self.compute, enabled=self.compute != torch.float32)
 
     def names(self) -> dict[str, Any]:
         """The fields with dtypes by name, for reports."""
@@ -659,6 +682,12 @@ class StepAccounting:
         self._taken += 1
         return float(grad_norm) if math.isfinite(grad_norm) else None
 
+    def optimizer_zero_grad(self) -> None:
+        """Clear the gradients of a skipped step.
+
+        An engine has its own; workers of verl up to 0.7.1 have none and clear the gradients before each mini-batch.
+        """
+
     def close_update(self) -> bool:
         """End an update, before the LR schedule advances.
 
@@ -782,6 +811,100 @@ def megatron_scaler(config: GradScalerConfig) -> dict[str, Any]:
     }
 
 
+# The roles of verl up to 0.7.1: where each is in the config, its FSDP engine's key below that, whether it is trained.
+_WORKERS = (
+    ("actor_rollout_ref.actor", "fsdp_config", True),
+    ("actor_rollout_ref.ref", "fsdp_config", False),
+    ("critic", "model.fsdp_config", True),
+    ("reward_model", "model.fsdp_config", False),
+)
+
+
+def worker_scaler(fsdp_config: Mapping[str, Any], precision: Precision, device: str) -> Optional[LossScaler]:
+    """The loss scaler of a worker of verl up to 0.7.1, where its precision asks for one.
+
+    Args:
+        fsdp_config: its ``grad_scaler`` holds the settings; any key may be missing.
+        precision: what :meth:`Precision.of_worker` made of the same ``fsdp_config``.
+        device: device type of the worker.
+    """
+    return LossScaler(_scaler_settings(fsdp_config), device) if precision.loss_scaling else None
+
+
+def _scaler_settings(fsdp_config: Mapping[str, Any]) -> GradScalerConfig:
+    settings = fsdp_config.get("grad_scaler") or {}
+    if isinstance(settings, GradScalerConfig):  # what Hydra made of it, where the config has dataclasses
+        return settings
+    return GradScalerConfig(**{key: value for key, value in settings.items() if key != "_target_"})
+
+
+def check_workers(config: Mapping[str, Any]) -> None:
+    """Refuse, in the driver, a PPO config that the workers of verl up to 0.7.1 cannot compute in.
+
+    Every role of the config is checked, whether or not the algorithm uses it.
+
+    Raises:
+        ValueError: naming the key, its value and what is allowed.
+    """
+    model_engine = config["trainer"].get("use_legacy_worker_impl") == "disable"
+    for role, fsdp_key, trained in _WORKERS:
+        worker = _select(config, role)
+        if worker is None or _select(worker, "strategy") is None:
+            continue  # a release without this worker
+        strategy = worker["strategy"]
+        engine_key = fsdp_key if strategy in ("fsdp", "fsdp2") else strategy
+        engine = _select(worker, engine_key) or {}
+        with _below(f"{role}.{engine_key}"):
+            precision = Precision.of_worker(engine, trained and engine_key == fsdp_key)
+            _scaler_settings(engine)
+        with _below(role):
+            asked = worker.get("dtype"), precision.compute
+            if model_engine:
+                _check_bfloat16_alone(asked, "trainer.use_legacy_worker_impl=disable", "auto")
+            elif engine_key != fsdp_key:
+                _check_bfloat16_alone(asked, f"strategy={strategy}", "fsdp or fsdp2")
+            resolved = SimpleNamespace(dtype=dtype_name(precision.compute), strategy=None)
+            check_role_dtype(worker.get("dtype"), engine_key, resolved)
+    with _below("actor_rollout_ref.rollout"):
+        check_rollout_dtype(config["actor_rollout_ref"]["rollout"]["dtype"])
+
+
+def check_sft(config: Mapping[str, Any]) -> None:
+    """Refuse what the SFT trainers on the model engine of verl up to 0.7.1 would ignore, ``+precision=fp16`` included.
+
+    Raises:
+        ValueError: naming the key, its value and what is allowed.
+    """
+    with _below("engine"):
+        asked = _select(config, "actor_rollout_ref.actor.dtype"), Precision.of_worker(config["engine"], False).compute
+        _check_bfloat16_alone(asked, "SFT on the model engine", "verl.trainer.fsdp_sft_trainer, a later release")
+
+
+def _check_bfloat16_alone(asked: Iterable[Any], why: str, instead: str) -> None:
+    for dtype in asked:
+        if dtype is not None and to_dtype(dtype, "dtype") != torch.bfloat16:
+            raise ValueError(
+                f"dtype={dtype_name(to_dtype(dtype, 'dtype'))} is not what {why} trains in on this release, which is "
+                f"bfloat16 alone and without a loss scaler: choose {instead}, or dtype bfloat16"
+            )
+
+
+def _select(config: Mapping[str, Any], path: str) -> Any:
+    """What a dotted path leads to; ``None`` where it leads nowhere."""
+    for key in path.split("."):
+        config = config.get(key) if config is not None else None
+    return config
+
+
+@contextmanager
+def _below(key: str) -> Iterator[None]:
+    """Put the path of a config's node before the key that an error of its checks begins with."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}.{error}") from error
+
+
 def wire_kwargs(engine_cls: type, engine_kwargs: Mapping[str, Any], rollout_dtype: str) -> dict[str, Any]:
     """Constructor arguments of a checkpoint engine, with ``rollout_dtype`` where it takes one.
 
@@ -838,4 +961,6 @@ def report(role: str, rank: int, **facts: Any) -> None:
         rank: the worker's rank in its group.
         facts: e.g. ``compute="float16"``.
     """
-    print("[verl-precision]", json.dumps({"role": role, "rank": rank, **facts, "stamp": patch_stamp()}), flush=True)
+    line = json.dumps({"role": role, "rank": rank, **facts, "stamp": patch_stamp()})
+    # One write: the lines of ranks that share an output would run into each other.
+    print(f"[verl-precision] {line}\n", end="", flush=True)

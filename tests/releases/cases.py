@@ -688,7 +688,8 @@ def reports() -> str:
             Worker(role, composed("+precision=fp16"))
         lines = [line for line in printed.getvalue().splitlines() if line.startswith("[verl-precision] ")]
         said = [json.loads(line.removeprefix("[verl-precision] ")) for line in lines]
-        facts += [f"{one['role']} {one['compute']} {one['strategy'] == STRATEGY}" for one in said]
+        assert all(one["strategy"] == STRATEGY and one["rank"] == RANK for one in said), said
+        facts += [f"{one['role']} {one['compute']}" for one in said]
     return ", ".join(facts) or "nothing"
 
 

@@ -118,7 +118,8 @@ BEHAVIOURS = {
         "refuses all",
         {
             TAKES.format(""): ("0.4.1", "0.5.0"),
-            TAKES.format(" (TypeError)"): RELEASES[2:],
+            TAKES.format(" (TypeError)"): ("0.6.0", *C),
+            TAKES.format(" (TypeError)") + ", fp16 on the model engine, fp16 in its SFT": B,
         },
     ),
     "nan_reward": Behaviour(

@@ -9,6 +9,8 @@ does instead is compared with what was predicted.
 
 import asyncio
 import contextlib
+import copy
+import functools
 import hashlib
 import importlib
 import io
@@ -35,7 +37,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
+from omegaconf import DictConfig, OmegaConf  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType  # noqa: E402
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # noqa: E402
@@ -69,12 +71,17 @@ if (0, 6, 1) <= NUMBERS < (0, 8):
     OWN_FP16[0] = f"{ENGINE['actor']}.dtype=float16"
 
 
-def composed(*overrides: str):
+def composed(*overrides: str) -> DictConfig:
     """The release's own ``ppo_trainer.yaml`` for the tiny model, with ``overrides`` as a user types them."""
+    return copy.deepcopy(_composed(STRATEGY, *overrides))  # workers write into theirs
+
+
+@functools.cache
+def _composed(strategy: str, *overrides: str) -> DictConfig:
     ours = [
         f"actor_rollout_ref.model.path={MODEL}",
         "actor_rollout_ref.model.use_remove_padding=false",
-        f"actor_rollout_ref.actor.strategy={STRATEGY}",
+        f"actor_rollout_ref.actor.strategy={strategy}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
         "actor_rollout_ref.actor.optim.lr=1e-2",
@@ -83,7 +90,7 @@ def composed(*overrides: str):
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
         f"critic.model.path={MODEL}",
-        f"critic.strategy={STRATEGY}",
+        f"critic.strategy={strategy}",
         "critic.ppo_mini_batch_size=8",
         "critic.ppo_micro_batch_size_per_gpu=2",
         "critic.optim.lr=1e-2",
@@ -681,7 +688,8 @@ def reports() -> str:
             Worker(role, composed("+precision=fp16"))
         lines = [line for line in printed.getvalue().splitlines() if line.startswith("[verl-precision] ")]
         said = [json.loads(line.removeprefix("[verl-precision] ")) for line in lines]
-        facts += [f"{one['role']} {one['compute']} {one['strategy'] == STRATEGY}" for one in said]
+        assert all(one["strategy"] == STRATEGY and one["rank"] == RANK for one in said), said
+        facts += [f"{one['role']} {one['compute']}" for one in said]
     return ", ".join(facts) or "nothing"
 
 

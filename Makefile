@@ -53,7 +53,7 @@ test: setup $(WORKERS_READY)  ## set up and run all tests
 # VERL defaults to the verl of this environment.
 VERL ?= $(SITE)
 ##@ Patching verl elsewhere: VERL is a git checkout, an unpacked release or a site-packages folder
-.PHONY: apply-patches unapply-patches status check
+.PHONY: apply-patches unapply-patches status check port drift
 apply-patches: python  ## apply the patches:  make apply-patches VERL=/path/to/verl
 	@$(PYTHON) scripts/patchset.py apply $(call quote,$(VERL))
 
@@ -65,6 +65,14 @@ status: python  ## say which release a tree holds, and whether it is patched
 
 check: python  ## check that every release's patches apply and reverse exactly
 	@$(PYTHON) scripts/patchset.py check --all
+
+# Where port leaves its git tree.
+DIR ?= outputs/verl-$(notdir $(TO))
+port: python  ## carry a release's patches to another verl:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=…)
+	@$(PYTHON) scripts/patchset.py port $(call quote,$(FROM)) $(call quote,$(TO)) $(call quote,$(DIR))
+
+drift: python  ## say which files that the patches hook are others in a verl:  make drift VERL=/path/to/verl
+	@$(PYTHON) scripts/patchset.py drift $(call quote,$(VERL))
 
 ##@ The rest
 .PHONY: help setup bench mutants preflight gsm8k test-releases matrix test-quick lint lock clean
@@ -96,8 +104,8 @@ test-releases: setup $(WORKERS_READY)  ## the conformance suite on every release
 matrix: python  ## write that outcome into README.md as the support matrix
 	@$(PYTHON) scripts/matrix.py
 
-test-quick: setup  ## the tests without the end-to-end runs
-	@exec $(BIN)/python -m pytest -m "not slow and not gpu and not e2e"
+test-quick: setup  ## the tests without the end-to-end runs and the other releases
+	@exec $(BIN)/python -m pytest -m "not slow and not gpu and not e2e and not releases"
 
 lint: $(READY)  ## ruff and shellcheck
 	$(BIN)/ruff check .

@@ -9,6 +9,8 @@ does instead is compared with what was predicted.
 
 import asyncio
 import contextlib
+import copy
+import functools
 import hashlib
 import importlib
 import io
@@ -22,6 +24,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,7 +37,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
+from omegaconf import DictConfig, OmegaConf  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType  # noqa: E402
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # noqa: E402
@@ -68,25 +71,30 @@ if (0, 6, 1) <= NUMBERS < (0, 8):
     OWN_FP16[0] = f"{ENGINE['actor']}.dtype=float16"
 
 
-def composed(*overrides: str):
+def composed(*overrides: str) -> DictConfig:
     """The release's own ``ppo_trainer.yaml`` for the tiny model, with ``overrides`` as a user types them."""
+    return copy.deepcopy(_composed(STRATEGY, *overrides))  # workers write into theirs
+
+
+@functools.cache
+def _composed(strategy: str, *overrides: str) -> DictConfig:
     ours = [
         f"actor_rollout_ref.model.path={MODEL}",
         "actor_rollout_ref.model.use_remove_padding=false",
-        f"actor_rollout_ref.actor.strategy={STRATEGY}",
+        f"actor_rollout_ref.actor.strategy={strategy}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
         "actor_rollout_ref.actor.optim.lr=1e-2",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps=50",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.5",
         "actor_rollout_ref.actor.optim.total_training_steps=100",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
         f"critic.model.path={MODEL}",
-        f"critic.strategy={STRATEGY}",
+        f"critic.strategy={strategy}",
         "critic.ppo_mini_batch_size=8",
         "critic.ppo_micro_batch_size_per_gpu=2",
         "critic.optim.lr=1e-2",
-        "critic.optim.lr_warmup_steps=50",
+        "critic.optim.lr_warmup_steps_ratio=0.5",
         "critic.optim.total_training_steps=100",
         "data.train_batch_size=8",
         "trainer.n_gpus_per_node=2",
@@ -430,8 +438,8 @@ def bf16(role: str) -> str:
     digest = hashlib.sha256()
     for seed in range(2):
         update = worker.update(batch(seed))
-        ours = ("skipped_steps", "mfu")  # ours alone, and a time
-        kept = {key: numbers(value) for key, value in sorted(update.items()) if key not in ours and "/" not in key}
+        left_out = ("skipped_steps", "mfu")  # the patches' own, and a measure of time
+        kept = {key: numbers(value) for key, value in sorted(update.items()) if key not in left_out and "/" not in key}
         digest.update(json.dumps(kept).encode())
         for tensor in (worker.forward(batch(9)), *state(worker)):
             digest.update(tensor.float().contiguous().numpy().tobytes())
@@ -449,6 +457,7 @@ def bf16_critic() -> str:
 
 
 ACTOR = "actor_rollout_ref.actor"
+# What: the key-value pairs that are bad together, and what the refusal has to say.
 REFUSED = {
     "an unknown dtype": ([f"++{ACTOR}.dtype=banana"], ["dtype=banana", "float16"]),
     "keys that contradict": (
@@ -461,9 +470,8 @@ REFUSED = {
     ),
     "an unknown rollout dtype": (["actor_rollout_ref.rollout.dtype=banana"], ["dtype=banana", "bfloat16"]),
 }
-if (0, 6, 1) <= NUMBERS < (0, 8):
-    ENGINE_IMPL = "trainer.use_legacy_worker_impl=disable"
-    REFUSED["fp16 on the model engine"] = (["+precision=fp16", ENGINE_IMPL], ["float16", ENGINE_IMPL, "bfloat16"])
+# The model engine of these autocasts in bf16 and scales no loss.
+MODEL_ENGINE = ["+precision=fp16", "trainer.use_legacy_worker_impl=disable"]
 
 
 def validate(config) -> None:
@@ -478,21 +486,32 @@ def validate(config) -> None:
         trainer._validate_config()
 
 
+def taken(check: Callable[[], None], said: list[str]) -> str | None:
+    """``None`` where ``check`` refuses by one line that has all of ``said``; else the error's type, or nothing."""
+    try:
+        check()
+    except Exception as error:
+        while error.__cause__ is not None:  # Hydra's instantiate puts its own around it
+            error = error.__cause__
+        whole = "\n" not in str(error) and all(part in str(error) for part in said)
+        return None if whole else f" ({type(error).__name__})"
+    return ""
+
+
 def refusals() -> str:
-    """Which bad input the driver refuses by a line with key, value and what is allowed."""
+    """Which bad input the driver refuses by one line with key, value and what is allowed."""
     validate(composed())
     validate(composed("+precision=fp16"))
-    accepted = []
-    for what, (overrides, said) in REFUSED.items():
-        try:
-            validate(composed(*overrides))
-            accepted.append(what)
-        except Exception as error:
-            while error.__cause__ is not None:  # Hydra's instantiate puts its own around it
-                error = error.__cause__
-            if "\n" in str(error) or not all(part in str(error) for part in said):
-                accepted.append(f"{what} ({type(error).__name__})")
-    return "refuses all" if not accepted else f"takes {', '.join(accepted)}"
+    checks = {
+        what: taken(lambda overrides=overrides: validate(composed(*overrides)), said)
+        for what, (overrides, said) in REFUSED.items()
+    }
+    if (0, 6, 1) <= NUMBERS < (0, 8):
+        said = ["float16", MODEL_ENGINE[1], "bfloat16"]
+        checks["fp16 on the model engine"] = taken(lambda: validate(composed(*MODEL_ENGINE)), said)
+        checks["fp16 in its SFT"] = taken(lambda: engine_sft_trainer("+precision=fp16"), ["float16", "SFT", "bfloat16"])
+    accepted = [f"{what}{error}" for what, error in checks.items() if error is not None]
+    return f"takes {', '.join(accepted)}" if accepted else "refuses all"
 
 
 class Recorder:
@@ -596,7 +615,7 @@ def sft() -> str:
 
 def composed_sft(file: str, *overrides: str):
     with initialize_config_dir(str(VERL / "trainer/config"), version_base=None):
-        return compose(file, overrides=["trainer.device=cpu", "trainer.total_training_steps=1", *overrides])
+        return compose(file, overrides=["++trainer.device=cpu", "trainer.total_training_steps=1", *overrides])
 
 
 def legacy_sft(*overrides: str) -> str:
@@ -620,13 +639,19 @@ def legacy_sft(*overrides: str) -> str:
     return sft_facts(seen, vars(trainer).get("scaler"))
 
 
-def engine_sft(*overrides: str) -> str:
+def engine_sft_trainer(*overrides: str):
+    """The trainer with its configs made, which is before its engine and its data."""
     from verl.trainer.sft_trainer import SFTTrainer
 
-    given = [f"model.path={MODEL}", f"engine.strategy={STRATEGY}", "engine.use_torch_compile=false"]
+    given = [f"model.path={MODEL}", "model.use_remove_padding=false", f"engine.strategy={STRATEGY}"]
     trainer = object.__new__(SFTTrainer)
-    trainer.config = composed_sft("sft_trainer_engine", *given, "model.use_remove_padding=false", *overrides)
+    trainer.config = composed_sft("sft_trainer_engine", *given, *overrides)
     trainer._build_config()
+    return trainer
+
+
+def engine_sft(*overrides: str) -> str:
+    trainer = engine_sft_trainer("engine.use_torch_compile=false", *overrides)
     trainer.engine_config.infer_micro_batch_size_per_gpu = 2
     trainer.engine_config.use_dynamic_bsz = False
     trainer.optimizer_config.total_training_steps = 1
@@ -663,7 +688,8 @@ def reports() -> str:
             Worker(role, composed("+precision=fp16"))
         lines = [line for line in printed.getvalue().splitlines() if line.startswith("[verl-precision] ")]
         said = [json.loads(line.removeprefix("[verl-precision] ")) for line in lines]
-        facts += [f"{one['role']} {one['compute']} {one['strategy'] == STRATEGY}" for one in said]
+        assert all(one["strategy"] == STRATEGY and one["rank"] == RANK for one in said), said
+        facts += [f"{one['role']} {one['compute']}" for one in said]
     return ", ".join(facts) or "nothing"
 
 
@@ -673,7 +699,7 @@ CASES = [
     *(learning_rate_actor, learning_rate_critic, storm_actor, storm_critic, checkpoint_actor, checkpoint_critic),
     *(bf16_actor, bf16_critic),
 ]
-# FSDP2 alone: these do not depend on it. But export does: torch frees FSDP1's CPU parameters while it gathers them.
+# Under FSDP2 alone: they do not depend on it, but for export: torch frees FSDP1's parameters on a CPU.
 ONCE = [flowrl_fp16, flowrl_bf16_train_fp16_infer, refusals, nan_reward, export]
 if NUMBERS < (0, 6):
     ONCE.append(hf_rollout)
@@ -689,12 +715,12 @@ def main() -> None:
     global STRATEGY
     # A rank that waits for the other in vain says so, instead of waiting for half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    results: dict[str, dict[str, str]] = {}
+    results = {}
     for STRATEGY in ("fsdp", "fsdp2"):
-        results[STRATEGY] = {}
-        for case in CASES + (ONCE if STRATEGY == "fsdp2" else []):
-            if case.__name__ in sys.argv[4:] or not sys.argv[4:]:
-                results[STRATEGY][case.__name__] = attempt(case)
+        # An unpatched tree shows what it does instead under FSDP2; bf16 is compared with it under both.
+        cases = CASES + ONCE if STRATEGY == "fsdp2" else CASES if PATCHED else [bf16_actor, bf16_critic]
+        wanted = [case for case in cases if case.__name__ in sys.argv[4:] or not sys.argv[4:]]
+        results[STRATEGY] = {case.__name__: attempt(case) for case in wanted}
     (OUT / f"rank_{RANK}.json").write_text(json.dumps(results))
 
 

@@ -1,7 +1,7 @@
 """HuggingFace's generate as the rollout of verl 0.6.0 to 0.7.0, whose vLLM has no CPU build: ``rollout.name=hf``.
 
-``recipes.cpu.legacy`` registers it. The policy is copied into weights of ``rollout.dtype``, as vLLM does; temperature is
-the one sampling parameter that is taken.
+``recipes.cpu.legacy`` registers it. The policy is copied into weights of ``rollout.dtype``, as vLLM has them; of the
+sampling parameters temperature alone is taken.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,9 @@ class HFRollout(BaseRollout):
         self.model.load_state_dict(dict(weights))
 
     @torch.no_grad()
-    def sample(self, prompts: torch.Tensor, mask: torch.Tensor, eos: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(
+        self, prompts: torch.Tensor, mask: torch.Tensor, eos: int, pad: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One response to each row of ``prompts`` (batch, prompt length), left-padded.
 
         Returns:
@@ -82,9 +84,7 @@ class HFRollout(BaseRollout):
     async def generate(self, prompt_ids: list[int], sampling_params: dict, request_id: str, **data: Any) -> TokenOutput:
         """verl 0.7.0: one response to one prompt."""
         prompt, tokenizer = torch.tensor([prompt_ids]), self.model_config.tokenizer
-        tokens, log_probs = self.sample(
-            prompt, torch.ones_like(prompt), tokenizer.eos_token_id, tokenizer.pad_token_id
-        )
+        tokens, log_probs = self.sample(prompt, torch.ones_like(prompt), tokenizer.eos_token_id, tokenizer.pad_token_id)
         return TokenOutput(token_ids=tokens[0].tolist(), log_probs=log_probs[0].tolist())
 
 

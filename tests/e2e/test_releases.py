@@ -9,7 +9,9 @@ import math
 import os
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
+import hydra
 import pytest
 from processes import kill, of_this_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -28,18 +30,24 @@ LEGACY = {  # recipes/cpu/legacy.py in Ray's processes and in those that vLLM st
     "VERL_USE_EXTERNAL_MODULES": "recipes.cpu.legacy",
     "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 16, "GPU": 1}),
 }
-# Of each release: its environment, how it finds the CPU, its rollout, and the configuration for all three.
-VLLM, HF = "vLLM's CPU build", "HuggingFace's generate"
+
+
+class Route(NamedTuple):
+    """How a release trains without a GPU."""
+
+    rollout: str
+    venv: str
+    finds_the_cpu: dict[str, str]
+    configuration: str
+
+
+HF = Route("HuggingFace's generate", ".venv-workers", LEGACY, "+releases=hf")
+VLLM = Route("vLLM's CPU build", ".venv", LEGACY, "+releases=vllm")
 ROUTES = {
-    "0.4.1": (".venv-workers", LEGACY, HF, "+releases=hf"),
-    "0.5.0": (".venv-workers", LEGACY, HF, "+releases=hf"),
-    "0.6.0": (".venv-workers", LEGACY, HF, "+releases=hf"),
-    "0.6.1": (".venv-workers", LEGACY, HF, "+releases=hf"),
-    "0.7.0": (".venv-workers", LEGACY, HF, "+releases=hf_server"),
-    "0.7.1": (".venv", LEGACY, VLLM, "+releases=vllm"),
-    "0.8.0": (".venv", LEGACY, VLLM, "+releases=vllm"),
-    "0.9.0": (".venv", CPU_PLATFORM, VLLM, "+device=cpu"),
-    "0.9.1": (".venv", CPU_PLATFORM, VLLM, "+device=cpu"),
+    **dict.fromkeys(("0.4.1", "0.5.0", "0.6.0", "0.6.1"), HF),
+    "0.7.0": HF._replace(configuration="+releases=hf_server"),
+    **dict.fromkeys(("0.7.1", "0.8.0"), VLLM),
+    **dict.fromkeys(("0.9.0", "0.9.1"), VLLM._replace(finds_the_cpu=CPU_PLATFORM, configuration="+device=cpu")),
 }
 METRICS = {
     "reward": "critic/score/mean",
@@ -59,18 +67,8 @@ def task() -> Path:
     return folder
 
 
-def train(release: str, tree: Path, task: Path, out: Path) -> tuple[dict[str, list[float]], list[dict]]:
-    """Run ``main_ppo`` of the verl in ``tree``. Returns its metrics, a value a step, and what its workers reported."""
-    venv, finds_the_cpu, _, configuration = ROUTES[release]
-    environment = finds_the_cpu | {
-        "PYTHONPATH": f"{tree}:{REPO}",
-        "TENSORBOARD_DIR": str(out / "metrics"),  # the one logger of every release that does not round
-        "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),  # not written: by it of_this_run knows them
-        "RAY_DEDUP_LOGS": "0",  # or the workers' lines, which differ in a rank alone, would be dropped
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "HYDRA_FULL_ERROR": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+def overrides(release: str, task: Path, out: Path) -> list[str]:
+    """Of the release's own configuration: the sanity task in fp16, two steps, a small batch."""
     batch = {
         "data.train_batch_size": 8,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
@@ -87,9 +85,24 @@ def train(release: str, tree: Path, task: Path, out: Path) -> tuple[dict[str, li
         "trainer.default_local_dir": out / "checkpoints",
         "hydra.run.dir": out,
     }
-    command = [REPO / venv / "bin/python", "-m", "verl.trainer.main_ppo", f"hydra.searchpath=[file://{CONFIGS}]"]
-    command += ["+experiment=arithmetic", "+algo=grpo", configuration, "+precision=fp16"]
-    command += [f"{key}={value}" for key, value in (batch | run).items()]
+    groups = [f"hydra.searchpath=[file://{CONFIGS}]", "+experiment=arithmetic", "+algo=grpo"]
+    groups += [ROUTES[release].configuration, "+precision=fp16"]
+    return groups + [f"{key}={value}" for key, value in (batch | run).items()]
+
+
+def train(release: str, tree: Path, task: Path, out: Path) -> tuple[dict[str, list[float]], list[dict]]:
+    """Run ``main_ppo`` of the verl in ``tree``. Returns its metrics, a value a step, and what its workers reported."""
+    route = ROUTES[release]
+    environment = route.finds_the_cpu | {
+        "PYTHONPATH": f"{tree}:{REPO}",
+        "TENSORBOARD_DIR": str(out / "metrics"),  # the one logger of every release that does not round
+        "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),  # not written: by it of_this_run knows them
+        "RAY_DEDUP_LOGS": "0",  # or the workers' lines, which differ in a rank alone, would be dropped
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HYDRA_FULL_ERROR": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [REPO / route.venv / "bin/python", "-m", "verl.trainer.main_ppo", *overrides(release, task, out)]
     with (out / "train.log").open("w") as log:
         main = subprocess.Popen(command, cwd=REPO, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -122,9 +135,21 @@ def test_a_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
     if pytestconfig.getoption("write_results"):
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         means = {name: float(f"{sum(values) / STEPS:.3g}") for name, values in metrics.items()}
-        known[release] = {"stack": load_stack(find_release(release)).id, "rollout": ROUTES[release][2], **means}
+        known[release] = {"stack": load_stack(find_release(release)).id, "rollout": ROUTES[release].rollout, **means}
         write_json(RESULTS, {name: known[name] for name in ROUTES if name in known})
 
 
 def test_every_release_has_a_route():
     assert list(ROUTES) == list(load_releases())
+
+
+@pytest.mark.parametrize("release", ROUTES)
+def test_the_configuration_fits_the_release(release, tmp_path):
+    tree = unpacked_wheel(release, tmp_path)
+    with hydra.initialize_config_dir(config_dir=str(tree / "verl/trainer/config"), version_base=None):
+        config = hydra.compose("ppo_trainer", overrides=overrides(release, tmp_path, tmp_path))
+    later = config.get("reward", {}).get("reward_manager") is not None  # where the release looks for the reward
+    reward = (config.reward if later else config).custom_reward_function
+    assert reward.name == "compute_score"
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.calculate_log_probs and rollout.dtype == "float16"

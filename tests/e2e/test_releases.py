@@ -1,7 +1,7 @@
 """Every release, patched, trains the sanity task in fp16 by its own ``main_ppo``: Ray, FSDP on gloo, and as rollout
 vLLM's CPU build or, before 0.7.1, HuggingFace's generate.
 
-``make test-releases-e2e``, or one release:  ``pytest -m slow tests/e2e/test_releases.py -k 0.8.0``
+``make e2e-releases``, or one release:  ``pytest -m slow tests/e2e/test_releases.py -k 0.8.0``
 """
 
 import json

@@ -27,11 +27,14 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 RELEASE, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 NUMBERS = tuple(map(int, RELEASE.split(".")))
 LEGACY = NUMBERS < (0, 8)
 importlib.import_module("recipes.cpu.legacy" if NUMBERS < (0, 9) else "recipes.cpu.platform")
+# 0.7.0's SFT imports it for images, of which there are none here; it needs torchvision, which has no CPU build on PyPI.
+sys.modules.setdefault("qwen_vl_utils", SimpleNamespace(fetch_image=None, fetch_video=None))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

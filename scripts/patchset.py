@@ -7,6 +7,7 @@ TARGET is a git checkout of verl, an unpacked release or a site-packages folder.
 import argparse
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -50,12 +51,15 @@ def unapply(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    results = {}
-    for name in [args.release] if args.release else load_releases():
+    def one(name: str) -> dict:
         try:
-            results[name] = {"ok": True, "detail": series.check(name)}
+            return {"ok": True, "detail": series.check(name)}
         except Refused as fault:
-            results[name] = {"ok": False, "detail": str(fault)}
+            return {"ok": False, "detail": str(fault)}
+
+    names = [args.release] if args.release else list(load_releases())
+    with ThreadPoolExecutor() as pool:  # most of it is git's work
+        results = dict(zip(names, pool.map(one, names), strict=True))
     if args.json:
         print(json.dumps(results, indent=2))
     for name, result in results.items():

@@ -76,9 +76,12 @@ def commit_stack(stack: Stack, scratch: Path) -> Path:
     root = unpacked_wheel(name, scratch / "wheel")
     if (found := verl_tree_id(verl_blobs(root))) != stack.release.tree_before:
         raise Refused(f"verl/ in the wheel of {name} is tree {found}; versions.toml has another")
-    tree = commit_base(name, root, stack.added, scratch)
+    return commit_patches(stack, commit_base(name, root, stack.added, scratch))
+
+
+def commit_patches(stack: Stack, tree: Path) -> Path:
     for patch in stack.patches:
-        git("apply", "--whitespace=nowarn", "-", cwd=tree, stdin=patch.text)
+        git("apply", "--index", "--whitespace=nowarn", "-", cwd=tree, stdin=patch.text)
         commit(tree, patch.message)
     return tree
 
@@ -91,16 +94,17 @@ def commit_base(name: str, root: Path, added: Mapping[str, bytes], scratch: Path
     git("init", "--quiet", "--initial-branch=stack", cwd=tree)
     write(tree / ".git/info/exclude", b"__pycache__/\n")
     write(tree / ".git/info/attributes", b"*.py diff=python\n")  # hunk headers then name the function
+    git("add", "--all", "--force", cwd=tree)
     commit(tree, f"verl {name}")
     for path, content in added.items():
         write(tree / path, content)
+    git("add", "--all", "--force", cwd=tree)
     commit(tree, "verl-precision: the files that are copied in verbatim")
     git("tag", BASE + name, cwd=tree)
     return tree
 
 
 def commit(tree: Path, message: str) -> None:
-    git("add", "--all", "--force", cwd=tree)
     git("commit", "--quiet", "--allow-empty", "--cleanup=verbatim", "--file=-", cwd=tree, stdin=message)
 
 
@@ -199,7 +203,9 @@ def export(tree: Path, project: Path = PROJECT) -> list[str]:
     for path, contents in edits.items():
         if (path.read_bytes() if path.exists() else None) not in contents:
             raise Refused(f"{path} changed since the checkout, and the commits change it too; bring the two together")
-    check_re_export(make_stack(release, found.patches, {}), found.tree_after)
+    with tempfile.TemporaryDirectory() as scratch:
+        pristine = unpacked_wheel(release.name, Path(scratch))
+        check_re_export(make_stack(release, found.patches, {}), pristine, found.tree_after)
     home = project / "patches/verl"
     folder = home / f"v{release.name}"
     with tempfile.TemporaryDirectory(dir=home, prefix=".export-") as scratch:
@@ -222,14 +228,17 @@ def project_file(path: str, project: Path) -> Path:
     return project / "patches/verl/files" / path if name == path else project / "configs/precision" / name
 
 
-def check_re_export(stack: Stack, tree_after: str) -> None:
-    """Raise Refused where the stack, committed and exported once more, is not what it was."""
-    with tempfile.TemporaryDirectory() as scratch:
-        again = read_commits(commit_stack(stack, Path(scratch)))
+def check_re_export(stack: Stack, root: Path, tree_after: str) -> None:
+    """Raise Refused where the stack, committed on the wheel in ``root`` and exported once more, is not what it was."""
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        for path in stack.before:  # a tree of all files would take git ten times as long
+            write(scratch / path, (root / path).read_bytes())
+        again = read_commits(commit_patches(stack, commit_base(stack.release.name, scratch, {}, scratch)))
     if differing := sorted({patch.name for patch in set(stack.patches) ^ set(again.patches)}):
         raise Refused(f"export would write {', '.join(differing)} differently")
-    if again.tree_after != tree_after:
-        raise Refused(f"the series makes tree {again.tree_after}, versions.toml has {tree_after}; checkout and export")
+    if (found := verl_tree_id({**verl_blobs(root), **stack.after})) != tree_after:
+        raise Refused(f"the series makes tree {found}, versions.toml has {tree_after}; checkout and export")
 
 
 def check(name: str, project: Path = PROJECT) -> str:
@@ -258,7 +267,7 @@ def check(name: str, project: Path = PROJECT) -> str:
         unapply(root, project)
         if contents(root) != before:
             raise Refused(f"unapply does not give back the wheel of verl {name}")
-    check_re_export(stack, release.tree_after)
+        check_re_export(stack, root, release.tree_after)
     return f"{len(stack.patches)} patches, {len(stack.after)} files hooked, {len(added)} copied"
 
 

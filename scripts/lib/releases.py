@@ -50,7 +50,9 @@ def find_release(name: str, project: Path = PROJECT) -> Release:
     """Return the release called ``name``; raises Refused with the known names where there is none."""
     releases = load_releases(project)
     if name not in releases:
-        raise Refused(f"unknown verl release {name!r}; known: {', '.join(releases)}")
+        raise Refused(
+            f"unknown verl release {name!r}; known: {', '.join(releases)}; make port carries a stack to others"
+        )
     return releases[name]
 
 

@@ -301,12 +301,12 @@ def examine(root: Path, blobs: Mapping[str, str], record: Record | None, stacks:
     stamped = record and (root / STAMP).exists() and (root / STAMP).read_bytes() == record.stamp_file
     stamp = record.stamp if stamped else None
     if record and (edited := record.edited(blobs)):
-        detail = f"{edited[0]} was edited after apply; save the edit, then put the file back or reinstall verl"
+        detail = f"edited after apply: {listed(edited)}; save the edits, then put the files back or reinstall verl"
         return Status("dirty", detail, record.release, stamp=stamp)
     pristine = record.undone(blobs) if record else blobs
     matching = [stack for stack in stacks if not stack.foreign_to(pristine)]
     if not matching:
-        state, detail = unmatched(pristine, record, stacks)
+        state, detail = unmatched(root, pristine, record, stacks)
         return Status(state, detail, stamp=stamp)
     stack = max(matching, key=lambda stack: stack.rest_is_release(pristine))
     exact = stack.rest_is_release(pristine)
@@ -331,20 +331,33 @@ def matched(name: str, stack: Stack, blobs: Mapping[str, str], record: Record | 
     return "interrupted", f"{name}: {why}; the next apply or unapply repairs it"
 
 
-def unmatched(pristine: Mapping[str, str], record: Record | None, stacks: list[Stack]) -> tuple[str, str]:
-    """Return state and detail of a tree that is no release: the closest one and the first file that differs from it."""
-    stack = min(stacks, key=lambda stack: len(stack.foreign_to(pristine)))
+def unmatched(root: Path, pristine: Mapping[str, str], record: Record | None, stacks: list[Stack]) -> tuple[str, str]:
+    """Return state and detail of a tree that is no release: the closest one and the files that differ from it."""
+    by_name = {stack.release.name: stack for stack in stacks}
+    if record and record.release not in by_name:
+        whose = f"another version of this project, for verl {record.release}, stack {record.stack}"
+        return "foreign", f"patched by {whose}; make unapply-patches VERL={root} takes that off"
+    stack = by_name[record.release] if record else closest(pristine, stacks)
     name, differing = stack.release.name, stack.foreign_to(pristine)
     ours = {**stack.after, **{path: blob_id(content) for path, content in stack.added.items()}}
     strange = [path for path in differing if pristine.get(path) != ours.get(path, "")]
     reset = f"reinstall verl {name} or check its files out again"
     if not strange:
         return "half-patched", f"verl {name}, but {differing[0]} is patched and apply left no record; {reset}"
+    if not record and (root / STAMP).exists():
+        stamp = json.loads((root / STAMP).read_bytes())
+        whose = f"another version of this project, for verl {stamp['release']}, stack {stamp['stack']}"
+        return "half-patched", f"patched by {whose}, without the record in {BOOK} that unapply needs; {reset}"
     if record or stack.rest_is_release(pristine):
-        return "dirty", f"verl {name}, but {strange[0]} is not the release's; save your edit, then {reset}"
-    known = ", ".join(stack.release.name for stack in stacks)
-    closest = f"the closest is {name}, from which {strange[0]} is the first file to differ"
-    return "foreign", f"matches no known release; {closest}; install one of {known}"
+        return "dirty", f"verl {name}, but for {listed(strange)}; save your edits, then {reset}"
+    share = f"of the {len(stack.before)} files that its stack hooks, {len(strange)} differ: {listed(strange)}"
+    ways = f"make drift VERL={root} lists them, make port FROM={name} TO={root} carries the stack over"
+    return "foreign", f"matches none of verl {', '.join(by_name)}; the closest is {name}, {share}; {ways}"
+
+
+def listed(paths: list[str]) -> str:
+    """The first three paths, and how many more there are."""
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 # --- apply and unapply ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -265,6 +267,15 @@ def test_dirty_before_apply(tiny: Path, target: Path, command: str):
     assert "dirty" in line and PROTOCOL in line
 
 
+def test_edited_files_are_named_and_many_are_counted(tiny: Path, target: Path):
+    for path in (ENGINE, PROTOCOL, CONFIG):
+        (target / path).write_text("mine\n")
+    line = refused(tiny, "apply", target, unchanged=target)
+    assert f"dirty: verl 0.9.1, but for {ENGINE}, {PROTOCOL}, {CONFIG}; save your edits" in line
+    (target / MODULE).write_text("mine\n")
+    assert f"{CONFIG} and 1 more; save your edits" in refused(tiny, "apply", target, unchanged=target)
+
+
 @pytest.mark.parametrize("path", [ENGINE, MODULE])
 @pytest.mark.parametrize("command", ["apply", "unapply"])
 def test_dirty_after_apply(tiny: Path, patched: Path, command: str, path: str):
@@ -311,7 +322,40 @@ def test_foreign(tiny: Path, target: Path, command: str):
     for path in (ENGINE, UNTOUCHED):
         (target / path).write_text("another = 'release'\n")
     line = refused(tiny, command, target, unchanged=target)
-    assert "matches no known release; the closest is 0.9.1" in line and ENGINE in line
+    assert f"of the 3 files that its stack hooks, 1 differ: {ENGINE};" in line
+    assert "matches none of verl 0.9.1; the closest is 0.9.1" in line
+    assert f"make drift VERL={target} lists them, make port FROM=0.9.1 TO={target} carries the stack over" in line
+
+
+def test_the_closest_release_has_the_largest_share(tiny: Path, target: Path):
+    """Not the fewest other files: a stack that hooks little would be the closest to anything."""
+    (own,) = stack.load_stacks(tiny)
+    other = replace(own, release=replace(own.release, name="0.1"), before={PROTOCOL: "0" * 40})
+    edit(target / ENGINE, "import logging", "import logging  # later")
+    edit(target / CONFIG, "# Format", "# format")
+    assert stack.closest(verl_blobs(target), [other, own]) is stack.closest(verl_blobs(target), [own, other]) is own
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_patched_by_another_version_of_the_project(project: Path, pristine: Path, patched: Path, kept: bool):
+    """One that knows a release that this one does not, with its record and without (as in a commit of the tree)."""
+    stacks = project / "patches/verl"
+    edit(stacks / "versions.toml", '["0.9.1"]', '["0.9.0"]')
+    (stacks / "v0.9.1").rename(stacks / "v0.9.0")
+    edit(stacks / "v0.9.0/series", "cfg-add-a-users-key-twice.patch\n", "")
+    (stacks / "v0.9.0/cfg-add-a-users-key-twice.patch").unlink()
+    hook = stacks / "v0.9.0/fsdp-read-the-configured-dtype.patch"
+    hook.write_text(re.sub(r"^index .* 100644$", f"index {'0' * 40}..{'1' * 40} 100644", hook.read_text(), flags=re.M))
+    if not kept:
+        shutil.rmtree(patched / "verl/.precision")
+    line = refused(project, "apply", patched, unchanged=patched)
+    assert "patched by another version of this project, for verl 0.9.1, stack " in line
+    if kept:
+        assert f"make unapply-patches VERL={patched} takes that off" in line
+        assert patchset(project, "unapply", patched).returncode == 0
+        assert contents(patched) == contents(pristine)
+    else:
+        assert "without the record in verl/.precision that unapply needs; reinstall verl" in line
 
 
 def test_version_strings_do_not_count(tiny: Path, target: Path):

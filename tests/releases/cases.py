@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import gc
 import hashlib
 import importlib
 import io
@@ -718,6 +719,7 @@ def main() -> None:
     global STRATEGY
     # A rank that waits for the other in vain says so, instead of waiting for half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    gc.freeze()  # verl collects garbage at every turn, which would go through all that was imported
     results = {}
     for STRATEGY in ("fsdp", "fsdp2"):
         # An unpatched tree shows what it does instead under FSDP2; bf16 is compared with it under both.

@@ -75,7 +75,7 @@ drift: python  ## say which files that the patches hook are others in a verl:  m
 	@$(PYTHON) scripts/patchset.py drift $(call quote,$(VERL))
 
 ##@ The rest
-.PHONY: help setup bench mutants preflight gsm8k test-releases matrix test-quick lint lock clean
+.PHONY: help setup bench mutants preflight gsm8k test-releases e2e-releases matrix test-quick lint lock clean
 help: python  ## list the targets and the variables of `make run` and `make preflight`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
@@ -100,6 +100,9 @@ gsm8k: setup  ## download GSM8K and write data/gsm8k/{train,test}.parquet
 
 test-releases: setup $(WORKERS_READY)  ## the conformance suite on every release, its outcome into docs/results/releases.json
 	@exec $(BIN)/python -m pytest tests/releases --write-results
+
+e2e-releases: setup $(WORKERS_READY)  ## two steps of main_ppo in fp16 on every release, into docs/results/releases-e2e.json
+	@exec $(BIN)/python -m pytest -m slow tests/e2e/test_releases.py --write-results
 
 matrix: python  ## write that outcome into README.md as the support matrix
 	@$(PYTHON) scripts/matrix.py

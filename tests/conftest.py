@@ -14,7 +14,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--write-results",
         action="store_true",
-        help="tests/releases: write what was seen into docs/results/releases.json",
+        help="write what was seen of the releases into docs/results",
     )
 
 

@@ -15,3 +15,13 @@ def of_this_run(out: Path) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """SIGKILL to all, of which some may have ended."""
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, timeout=10)

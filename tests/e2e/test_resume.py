@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
-from processes import of_this_run
+from processes import kill, of_this_run
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -54,12 +53,7 @@ def kill_when(condition: Callable[[], bool], run: subprocess.Popen, out: Path, s
         time.sleep(0.02)
     run.send_signal(signal.SIGSTOP)  # or it would tidy up after verl's end
     while left := of_this_run(out):
-        for process in left:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(left, timeout=10)
+        kill(left)
     run.kill()
     run.wait()
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import gc
 import hashlib
 import importlib
 import io
@@ -27,11 +28,14 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 RELEASE, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 NUMBERS = tuple(map(int, RELEASE.split(".")))
 LEGACY = NUMBERS < (0, 8)
 importlib.import_module("recipes.cpu.legacy" if NUMBERS < (0, 9) else "recipes.cpu.platform")
+# 0.7.0's SFT imports it for images, of which there are none here; it needs torchvision, which has no CPU build on PyPI.
+sys.modules.setdefault("qwen_vl_utils", SimpleNamespace(fetch_image=None, fetch_video=None))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -715,6 +719,7 @@ def main() -> None:
     global STRATEGY
     # A rank that waits for the other in vain says so, instead of waiting for half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    gc.freeze()  # verl collects garbage at every turn, which would go through all that was imported
     results = {}
     for STRATEGY in ("fsdp", "fsdp2"):
         # An unpatched tree shows what it does instead under FSDP2; bf16 is compared with it under both.

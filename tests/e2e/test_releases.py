@@ -1,0 +1,155 @@
+"""Every release, patched, trains the sanity task in fp16 by its own ``main_ppo``: Ray, FSDP on gloo, and as rollout
+vLLM's CPU build or, before 0.7.1, HuggingFace's generate.
+
+``make e2e-releases``, or one release:  ``pytest -m slow tests/e2e/test_releases.py -k 0.8.0``
+"""
+
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import hydra
+import pytest
+from processes import kill, of_this_run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lib.job import CONFIGS, CPU_PLATFORM
+from lib.releases import find_release, load_releases, unpacked_wheel
+from lib.runs import reports, write_json
+from lib.stack import apply, load_stack
+
+REPO = Path(__file__).resolve().parents[2]
+RESULTS = REPO / "docs/results/releases-e2e.json"
+STEPS = 2
+HANGS_S = 900
+LEGACY = {  # recipes/cpu/legacy.py in Ray's processes and in those that vLLM starts
+    "RAY_RUNTIME_ENV_HOOK": "recipes.cpu.legacy.in_every_process",
+    "VERL_USE_EXTERNAL_MODULES": "recipes.cpu.legacy",
+    "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 16, "GPU": 1}),
+}
+
+
+class Route(NamedTuple):
+    """How a release trains without a GPU."""
+
+    rollout: str
+    venv: str
+    finds_the_cpu: dict[str, str]
+    configuration: str
+
+
+HF = Route("HuggingFace's generate", ".venv-workers", LEGACY, "+releases=hf")
+VLLM = Route("vLLM's CPU build", ".venv", LEGACY, "+releases=vllm")
+ROUTES = {
+    **dict.fromkeys(("0.4.1", "0.5.0", "0.6.0", "0.6.1"), HF),
+    "0.7.0": HF._replace(configuration="+releases=hf_server"),
+    **dict.fromkeys(("0.7.1", "0.8.0"), VLLM),
+    **dict.fromkeys(("0.9.0", "0.9.1"), VLLM._replace(finds_the_cpu=CPU_PLATFORM, configuration="+device=cpu")),
+}
+METRICS = {
+    "reward": "critic/score/mean",
+    "grad_norm": "actor/grad_norm",
+    "loss_scale": "actor/loss_scale",
+    "skipped_steps": "actor/skipped_steps",
+    "rollout_probs_diff_mean": "training/rollout_probs_diff_mean",
+}
+
+
+@pytest.fixture(scope="session")
+def task() -> Path:
+    """The sanity task's model and data, made by the older transformers: the newer ones read their tokenizer too."""
+    folder = REPO / ".cache" / "arithmetic-workers"
+    prepare = [REPO / ".venv-workers/bin/python", "-m", "recipes.arithmetic.prepare", "--out", folder, "--seed", "1"]
+    subprocess.run(prepare, cwd=REPO, check=True)
+    return folder
+
+
+def overrides(release: str, task: Path, out: Path) -> list[str]:
+    """Of the release's own configuration: the sanity task in fp16, two steps, a small batch."""
+    batch = {
+        "data.train_batch_size": 8,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 32,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 64,
+    }
+    run = {
+        "data.train_files": task / "train.parquet",
+        "data.val_files": task / "val.parquet",
+        "actor_rollout_ref.model.path": task / "model",
+        "trainer.total_training_steps": STEPS,
+        "trainer.save_freq": -1,
+        "trainer.logger": "[console,tensorboard]",
+        "trainer.default_local_dir": out / "checkpoints",
+        "hydra.run.dir": out,
+    }
+    groups = [f"hydra.searchpath=[file://{CONFIGS}]", "+experiment=arithmetic", "+algo=grpo"]
+    groups += [ROUTES[release].configuration, "+precision=fp16"]
+    return groups + [f"{key}={value}" for key, value in (batch | run).items()]
+
+
+def train(release: str, tree: Path, task: Path, out: Path) -> tuple[dict[str, list[float]], list[dict]]:
+    """Run ``main_ppo`` of the verl in ``tree``. Returns its metrics, a value a step, and what its workers reported."""
+    route = ROUTES[release]
+    environment = route.finds_the_cpu | {
+        "PYTHONPATH": f"{tree}:{REPO}",
+        "TENSORBOARD_DIR": str(out / "metrics"),  # the one logger of every release that does not round
+        "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),  # not written: by it of_this_run knows them
+        "RAY_DEDUP_LOGS": "0",  # or the workers' lines, which differ in a rank alone, would be dropped
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HYDRA_FULL_ERROR": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [REPO / route.venv / "bin/python", "-m", "verl.trainer.main_ppo", *overrides(release, task, out)]
+    with (out / "train.log").open("w") as log:
+        main = subprocess.Popen(command, cwd=REPO, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            code = main.wait(HANGS_S)
+        finally:
+            kill(of_this_run(out))
+    lines = (out / "train.log").read_text().splitlines()
+    assert code == 0, "\n".join(lines[-60:])
+    events = EventAccumulator(str(out / "metrics")).Reload()
+    return {name: [event.value for event in events.Scalars(tag)] for name, tag in METRICS.items()}, reports(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ROUTES)
+def test_a_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
+    tree = unpacked_wheel(release, tmp_path / "tree")
+    apply(tree)
+    metrics, told = train(release, tree, task, tmp_path)
+
+    assert all(len(values) == STEPS and all(map(math.isfinite, values)) for values in metrics.values()), metrics
+    assert metrics["loss_scale"] == [65536.0] * STEPS and metrics["skipped_steps"] == [0.0] * STEPS
+    assert min(metrics["grad_norm"]) > 0 and min(metrics["reward"]) > 0.1, "nothing to learn from"
+    # bf16 on both sides is at 3e-4 with this model, and so is each of the mixtures.
+    assert 0 < min(metrics["rollout_probs_diff_mean"]) and max(metrics["rollout_probs_diff_mean"]) < 1e-4
+    roles = {report["role"]: report for report in told}
+    assert (roles["actor"]["compute"], roles["actor"]["master"]) == ("float16", "float32")
+    assert roles["actor"]["loss_scaling"] is True
+    assert {report["stamp"]["release"] for report in told} == {release}
+
+    if pytestconfig.getoption("write_results"):
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        means = {name: float(f"{sum(values) / STEPS:.3g}") for name, values in metrics.items()}
+        known[release] = {"stack": load_stack(find_release(release)).id, "rollout": ROUTES[release].rollout, **means}
+        write_json(RESULTS, {name: known[name] for name in ROUTES if name in known})
+
+
+def test_every_release_has_a_route():
+    assert list(ROUTES) == list(load_releases())
+
+
+@pytest.mark.parametrize("release", ROUTES)
+def test_the_configuration_fits_the_release(release, tmp_path):
+    tree = unpacked_wheel(release, tmp_path)
+    with hydra.initialize_config_dir(config_dir=str(tree / "verl/trainer/config"), version_base=None):
+        config = hydra.compose("ppo_trainer", overrides=overrides(release, tmp_path, tmp_path))
+    later = config.get("reward", {}).get("reward_manager") is not None  # where the release looks for the reward
+    reward = (config.reward if later else config).custom_reward_function
+    assert reward.name == "compute_score"
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.calculate_log_probs and rollout.dtype == "float16"

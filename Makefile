@@ -22,6 +22,10 @@ SITE := $(VENV)/lib/python3.11/site-packages
 LOCKS := $(wildcard $(addprefix requirements/$(DEVICE).,torch lock flash-attn))
 READY := $(VENV)/ready-$(shell cat $(LOCKS) | cksum | cut -d' ' -f1)
 
+# The second environment: the workers of every release. verl is not in it; the tests put a release's tree on its path.
+WORKERS := .venv-workers
+WORKERS_READY := $(WORKERS)/ready-$(shell cat requirements/cpu.torch requirements/workers.lock | cksum | cut -d' ' -f1)
+
 # What `make run` hands over: its own variables wherever they are set, and all that stands on the command line, so that
 # a misspelt one is refused rather than ignored.
 RUN_VARIABLES := EXPERIMENT PRECISION ALGO STEPS SEED MODEL TRAIN VAL OUT ARGS
@@ -43,13 +47,13 @@ $(foreach goal,$(filter bench mutants,$(MAKECMDGOALS)),$(foreach name,$(COMMAND_
 run: accept setup  ## set up and train in fp16 with verl, on this machine's GPU or CPU
 	@exec $(BIN)/python scripts/run.py $(WORDS)
 
-test: setup  ## set up and run all tests
+test: setup $(WORKERS_READY)  ## set up and run all tests
 	@exec $(BIN)/python -m pytest -m "not slow and not gpu"
 
 # VERL defaults to the verl of this environment.
 VERL ?= $(SITE)
 ##@ Patching verl elsewhere: VERL is a git checkout, an unpacked release or a site-packages folder
-.PHONY: apply-patches unapply-patches status check
+.PHONY: apply-patches unapply-patches status check port drift
 apply-patches: python  ## apply the patches:  make apply-patches VERL=/path/to/verl
 	@$(PYTHON) scripts/patchset.py apply $(call quote,$(VERL))
 
@@ -62,8 +66,16 @@ status: python  ## say which release a tree holds, and whether it is patched
 check: python  ## check that every release's patches apply and reverse exactly
 	@$(PYTHON) scripts/patchset.py check --all
 
+# Where port leaves its git tree.
+DIR ?= outputs/verl-$(notdir $(TO))
+port: python  ## carry a release's patches to another verl:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=â€¦)
+	@$(PYTHON) scripts/patchset.py port $(call quote,$(FROM)) $(call quote,$(TO)) $(call quote,$(DIR))
+
+drift: python  ## say which files that the patches hook are others in a verl:  make drift VERL=/path/to/verl
+	@$(PYTHON) scripts/patchset.py drift $(call quote,$(VERL))
+
 ##@ The rest
-.PHONY: help setup bench mutants preflight gsm8k test-quick lint lock clean
+.PHONY: help setup bench mutants preflight gsm8k test-releases matrix test-quick lint lock clean
 help: python  ## list the targets and the variables of `make run` and `make preflight`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
@@ -86,8 +98,14 @@ preflight: setup  ## predict what fp16 does to a model:  make preflight MODEL=â€
 gsm8k: setup  ## download GSM8K and write data/gsm8k/{train,test}.parquet
 	@$(BIN)/python -m recipes.gsm8k.prepare --out data/gsm8k
 
-test-quick: setup  ## the tests without the end-to-end runs
-	@exec $(BIN)/python -m pytest -m "not slow and not gpu and not e2e"
+test-releases: setup $(WORKERS_READY)  ## the conformance suite on every release, its outcome into docs/results/releases.json
+	@exec $(BIN)/python -m pytest tests/releases --write-results
+
+matrix: python  ## write that outcome into README.md as the support matrix
+	@$(PYTHON) scripts/matrix.py
+
+test-quick: setup  ## the tests without the end-to-end runs and the other releases
+	@exec $(BIN)/python -m pytest -m "not slow and not gpu and not e2e and not releases"
 
 lint: $(READY)  ## ruff and shellcheck
 	$(BIN)/ruff check .
@@ -96,13 +114,13 @@ lint: $(READY)  ## ruff and shellcheck
 
 lock: python  ## resolve requirements/*.in into *.lock again; pins that still fit stay
 	$(PYTHON) -m venv .cache/uv && .cache/uv/bin/pip install --quiet uv
-	cd requirements && for set in cpu cuda; do \
+	cd requirements && for set in cpu cuda workers; do \
 	  UV_CUSTOM_COMPILE_COMMAND='make lock' ../.cache/uv/bin/uv pip compile $$set.in --output-file $$set.lock \
 	    --python-version 3.11 --python-platform linux --no-emit-index-url --no-annotate --quiet \
 	    $$(test ! -e $$set.overrides || echo --override $$set.overrides); done
 
 clean:  ## remove the environments and the caches; runs and data stay
-	rm -rf .venv .venv-cuda .cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-cuda .venv-workers .cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # pip, not uv: pip's configuration names a machine's own indexes. TORCH_INDEX_URL is one more, of torch's CPU builds.
@@ -127,4 +145,11 @@ $(READY): | python
 	@echo "setting up $(VENV) from requirements/$(DEVICE).lock: torch, then the rest; 4 GB on disk, 3 to 6 minutes, once"
 	@$(PYTHON) -m venv --clear $(VENV)
 	$(install-$(DEVICE))
+	@touch $@
+
+$(WORKERS_READY): | python
+	@echo "setting up $(WORKERS) from requirements/workers.lock: torch, then the rest; 2 GB on disk, a minute, once"
+	@$(PYTHON) -m venv --clear $(WORKERS)
+	$(WORKERS)/bin/pip install --quiet -r requirements/cpu.torch -c requirements/workers.lock $(TORCH_INDEX_URL:%=--extra-index-url %)
+	$(WORKERS)/bin/pip install --quiet --no-deps -r requirements/workers.lock
 	@touch $@

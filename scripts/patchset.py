@@ -1,16 +1,17 @@
 """Put the precision stack on a verl tree, take it off, and work on its patches.
 
 TARGET is a git checkout of verl, an unpacked release or a site-packages folder. Exit code: 0 done, 1 refused or failed
-(for status: the target is neither pristine nor patched), 2 usage.
+(for status: the target is neither pristine nor patched; for port: there are conflicts to resolve), 2 usage.
 """
 
 import argparse
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from lib import series, stack
+from lib import port, series, stack
 from lib.releases import Refused, load_releases
 
 
@@ -50,12 +51,15 @@ def unapply(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    results = {}
-    for name in [args.release] if args.release else load_releases():
+    def one(name: str) -> dict:
         try:
-            results[name] = {"ok": True, "detail": series.check(name)}
+            return {"ok": True, "detail": series.check(name)}
         except Refused as fault:
-            results[name] = {"ok": False, "detail": str(fault)}
+            return {"ok": False, "detail": str(fault)}
+
+    names = [args.release] if args.release else list(load_releases())
+    with ThreadPoolExecutor() as pool:  # most of it is git's work
+        results = dict(zip(names, pool.map(one, names), strict=True))
     if args.json:
         print(json.dumps(results, indent=2))
     for name, result in results.items():
@@ -76,6 +80,17 @@ def export(args: argparse.Namespace) -> int:
     return 0
 
 
+def port_(args: argparse.Namespace) -> int:
+    lines, done = port.port(args.release, args.to, args.folder)
+    print(*lines, sep="\n")
+    return 0 if done else 1
+
+
+def drift(args: argparse.Namespace) -> int:
+    print(*port.drift(args.target), sep="\n")
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="patchset", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
@@ -92,13 +107,17 @@ def parser() -> argparse.ArgumentParser:
     checking = command(check, "check", "try the stack of one or all releases (the default) on the wheel from PyPI")
     checking_out = command(checkout, "checkout", "make DIR a git tree with the stack as commits")
     exporting = command(export, "export", "write the commits of DIR, made by checkout, back into the project")
-    for each in (state, putting, taking):
+    porting = command(port_, "port", "carry the stack of RELEASE to another verl, as commits in DIR, and report on it")
+    drifting = command(drift, "drift", "say which files that the closest release's stack hooks TARGET has otherwise")
+    for each in (state, putting, taking, drifting):
         each.add_argument("target", type=Path, metavar="TARGET")
     which = checking.add_mutually_exclusive_group()
     which.add_argument("--release", metavar="R")
     which.add_argument("--all", action="store_true")
-    checking_out.add_argument("release", metavar="RELEASE")
-    for each in (checking_out, exporting):
+    for each in (checking_out, porting):
+        each.add_argument("release", metavar="RELEASE")
+    porting.add_argument("to", metavar="TO", help="a release, known or on PyPI, or a folder that holds a verl")
+    for each in (checking_out, exporting, porting):
         each.add_argument("folder", type=Path, metavar="DIR")
     for each in (listing, state, checking):
         each.add_argument("--json", action="store_true", help="print JSON")

@@ -11,6 +11,11 @@ def pytest_addoption(parser):
         metavar="DIR",
         help="test this patched verl instead of a freshly patched one",
     )
+    parser.addoption(
+        "--write-results",
+        action="store_true",
+        help="tests/releases: write what was seen into docs/results/releases.json",
+    )
 
 
 def pytest_configure(config):

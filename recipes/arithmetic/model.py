@@ -21,6 +21,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],  # the model takes no others
     )
 
 

@@ -1,6 +1,7 @@
 """Which verl is this? The releases that have a stack, their wheels, and the git ids that tell a tree's release."""
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -9,7 +10,7 @@ import tempfile
 import tomllib
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,14 @@ def record_tree_after(release: Release, tree: str, versions: Path) -> None:
     versions.write_text(text)
 
 
+def add_release(release: Release, versions: Path) -> str:
+    """Append the release's entry to versions.toml and return it."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in asdict(release).items() if key != "name"]
+    entry = "\n".join([f"[{json.dumps(release.name)}]", *lines])
+    versions.write_text(f"{versions.read_text()}\n{entry}\n")
+    return entry
+
+
 def blob_id(content: bytes) -> str:
     """Return the id that git gives a file of this content."""
     return _object_id("blob", content)
@@ -112,8 +121,19 @@ def verl_blobs(root: Path) -> dict[str, str]:
 
 
 def wheel(release: str) -> Path:
-    """Return the release's wheel in .cache/wheels, downloaded with pip where it is not there; its sha256 is checked."""
-    known = find_release(release)
+    """Return the release's wheel, whose sha256 is checked."""
+    known, path = find_release(release), download(release)
+    if (found := sha256(path)) != known.wheel_sha256:
+        raise Refused(f"{path} has sha256 {found}, not {known.wheel_sha256} as versions.toml says; delete it")
+    return path
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def download(release: str) -> Path:
+    """Return the release's wheel in .cache/wheels, downloaded with pip where it is not there."""
     folder = PROJECT / ".cache/wheels"
     cached = next(folder.glob(f"verl-{release}-*.whl"), None)
     if not cached:
@@ -127,14 +147,15 @@ def wheel(release: str) -> Path:
             downloaded = next(Path(scratch).iterdir())
             cached = folder / downloaded.name
             os.replace(downloaded, cached)
-    found = hashlib.sha256(cached.read_bytes()).hexdigest()
-    if found != known.wheel_sha256:
-        raise Refused(f"{cached} has sha256 {found}, not {known.wheel_sha256} as versions.toml says; delete it")
     return cached
 
 
 def unpacked_wheel(release: str, into: Path) -> Path:
     """Unpack the release's pristine wheel into the folder ``into`` and return that folder, which then holds verl/."""
-    with zipfile.ZipFile(wheel(release)) as archive:
-        archive.extractall(into)
+    return unpack(wheel(release), into)
+
+
+def unpack(archive: Path, into: Path) -> Path:
+    with zipfile.ZipFile(archive) as opened:
+        opened.extractall(into)
     return into

@@ -1,9 +1,11 @@
 """The series of one release as git commits: check it out, export it, and check that both are true to the wheel."""
 
 import compileall
+import contextlib
 import os
 import re
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +36,9 @@ from .stack import (
 # The tag names the release and marks the last commit that is not a patch.
 BASE = "base/"
 
+# What git leaves in .git while commits are still to come.
+UNFINISHED = {"cherry-pick": "sequencer", "rebase": "rebase-merge"}
+
 # As upstream has it: [modules] type: description
 SUBJECT = re.compile(r"\[([a-z_]+)(?:, ?[a-z_]+)*\] (?:feat|fix|refactor|chore|test): (\S.*)")
 
@@ -49,38 +54,57 @@ DIFF_OPTIONS = (
 def checkout(name: str, folder: Path, project: Path = PROJECT) -> list[str]:
     """Make ``folder`` a git tree: the wheel's verl/, the files copied in verbatim, then a commit for each patch."""
     stack = load_stack(find_release(name, project), project)
+    with scratch_beside(folder) as (scratch, folder):
+        os.replace(commit_stack(stack, scratch), folder)
+    return [f"verl {name} in {folder}: {len(stack.patches)} patches as commits after the tag {BASE}{name}"]
+
+
+@contextlib.contextmanager
+def scratch_beside(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Give a folder to make ``folder`` in, and its absolute path; raises Refused where it exists and is not empty."""
     folder = Path(os.path.abspath(folder))
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise Refused(f"{folder} exists and is not an empty folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".checkout-") as scratch:
-        os.replace(commit_stack(stack, Path(scratch)), folder)
-    return [f"verl {name} in {folder}: {len(stack.patches)} patches as commits after the tag {BASE}{name}"]
+        yield Path(scratch), folder
 
 
 def commit_stack(stack: Stack, scratch: Path) -> Path:
     """Build the git tree of a stack inside ``scratch`` and return its folder."""
-    tree = scratch / "tree"
-    tree.mkdir()
-    os.replace(unpacked_wheel(stack.release.name, scratch / "wheel") / "verl", tree / "verl")
-    if (found := verl_tree_id(verl_blobs(tree))) != stack.release.tree_before:
-        raise Refused(f"verl/ in the wheel of {stack.release.name} is tree {found}; versions.toml has another")
-    git("init", "--quiet", "--initial-branch=stack", cwd=tree)
-    write(tree / ".git/info/exclude", b"__pycache__/\n")
-    write(tree / ".git/info/attributes", b"*.py diff=python\n")  # hunk headers then name the function
-    commit(tree, f"verl {stack.release.name} as its wheel ships it")
-    for path, content in stack.added.items():
-        write(tree / path, content)
-    commit(tree, "verl-precision: the files that are copied in verbatim")
-    git("tag", BASE + stack.release.name, cwd=tree)
+    name = stack.release.name
+    root = unpacked_wheel(name, scratch / "wheel")
+    if (found := verl_tree_id(verl_blobs(root))) != stack.release.tree_before:
+        raise Refused(f"verl/ in the wheel of {name} is tree {found}; versions.toml has another")
+    return commit_patches(stack, commit_base(name, root, stack.added, scratch))
+
+
+def commit_patches(stack: Stack, tree: Path) -> Path:
     for patch in stack.patches:
-        git("apply", "--whitespace=nowarn", "-", cwd=tree, stdin=patch.text)
+        git("apply", "--index", "--whitespace=nowarn", "-", cwd=tree, stdin=patch.text)
         commit(tree, patch.message)
     return tree
 
 
-def commit(tree: Path, message: str) -> None:
+def commit_base(name: str, root: Path, added: Mapping[str, bytes], scratch: Path) -> Path:
+    """Move verl/ from ``root`` into a new git tree inside ``scratch``, copy the verbatim files in, and tag that."""
+    tree = scratch / "tree"
+    tree.mkdir()
+    os.replace(root / "verl", tree / "verl")
+    git("init", "--quiet", "--initial-branch=stack", cwd=tree)
+    write(tree / ".git/info/exclude", b"__pycache__/\n")
+    write(tree / ".git/info/attributes", b"*.py diff=python\n")  # hunk headers then name the function
     git("add", "--all", "--force", cwd=tree)
+    commit(tree, f"verl {name}")
+    for path, content in added.items():
+        write(tree / path, content)
+    git("add", "--all", "--force", cwd=tree)
+    commit(tree, "verl-precision: the files that are copied in verbatim")
+    git("tag", BASE + name, cwd=tree)
+    return tree
+
+
+def commit(tree: Path, message: str) -> None:
     git("commit", "--quiet", "--allow-empty", "--cleanup=verbatim", "--file=-", cwd=tree, stdin=message)
 
 
@@ -114,6 +138,8 @@ def read_commits(tree: Path) -> Export:
         if removed := [path for path in paths if statuses[path] != "M"]:
             raise Refused(f"commit {subject!r} removes {removed[0]}; a patch may only change files of verl")
         diff = git("diff-tree", "--no-commit-id", *DIFF_OPTIONS, commit_id, "--", *paths, cwd=tree)
+        if marker := re.search(r"^\+(?:<{7}|>{7}) ", diff, re.M):
+            raise Refused(f"commit {subject!r} has a conflict marker, {marker[0][1:].strip()}; resolve the conflict")
         patch = Patch(file_name(subject), f"Subject: {message}\n---\n{diff}")
         trailers(patch)
         if patch.name in patches:
@@ -130,6 +156,8 @@ def base_of(tree: Path) -> str:
     tags = git("tag", "--list", f"{BASE}*", cwd=tree).split()
     if len(tags) != 1:
         raise Refused(f"{tree} has {len(tags)} tags {BASE}<release> where checkout leaves one")
+    if begun := [step for step, state in UNFINISHED.items() if (tree / ".git" / state).exists()]:
+        raise Refused(f"{tree} has a {begun[0]} to finish: git -C {tree} {begun[0]} --continue")
     if changed := git("status", "--porcelain", cwd=tree).splitlines():
         raise Refused(f"{tree} has uncommitted changes: {changed[0][3:]}")
     if git("rev-list", f"HEAD..{tags[0]}", cwd=tree) or git("rev-list", "--merges", f"{tags[0]}..HEAD", cwd=tree):
@@ -175,7 +203,9 @@ def export(tree: Path, project: Path = PROJECT) -> list[str]:
     for path, contents in edits.items():
         if (path.read_bytes() if path.exists() else None) not in contents:
             raise Refused(f"{path} changed since the checkout, and the commits change it too; bring the two together")
-    check_re_export(make_stack(release, found.patches, {}), found.tree_after)
+    with tempfile.TemporaryDirectory() as scratch:
+        pristine = unpacked_wheel(release.name, Path(scratch))
+        check_re_export(make_stack(release, found.patches, {}), pristine, found.tree_after)
     home = project / "patches/verl"
     folder = home / f"v{release.name}"
     with tempfile.TemporaryDirectory(dir=home, prefix=".export-") as scratch:
@@ -198,14 +228,17 @@ def project_file(path: str, project: Path) -> Path:
     return project / "patches/verl/files" / path if name == path else project / "configs/precision" / name
 
 
-def check_re_export(stack: Stack, tree_after: str) -> None:
-    """Raise Refused where the stack, committed and exported once more, is not what it was."""
-    with tempfile.TemporaryDirectory() as scratch:
-        again = read_commits(commit_stack(stack, Path(scratch)))
+def check_re_export(stack: Stack, root: Path, tree_after: str) -> None:
+    """Raise Refused where the stack, committed on the wheel in ``root`` and exported once more, is not what it was."""
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        for path in stack.before:  # a tree of all files would take git ten times as long
+            write(scratch / path, (root / path).read_bytes())
+        again = read_commits(commit_patches(stack, commit_base(stack.release.name, scratch, {}, scratch)))
     if differing := sorted({patch.name for patch in set(stack.patches) ^ set(again.patches)}):
         raise Refused(f"export would write {', '.join(differing)} differently")
-    if again.tree_after != tree_after:
-        raise Refused(f"the series makes tree {again.tree_after}, versions.toml has {tree_after}; checkout and export")
+    if (found := verl_tree_id({**verl_blobs(root), **stack.after})) != tree_after:
+        raise Refused(f"the series makes tree {found}, versions.toml has {tree_after}; checkout and export")
 
 
 def check(name: str, project: Path = PROJECT) -> str:
@@ -234,7 +267,7 @@ def check(name: str, project: Path = PROJECT) -> str:
         unapply(root, project)
         if contents(root) != before:
             raise Refused(f"unapply does not give back the wheel of verl {name}")
-    check_re_export(stack, release.tree_after)
+        check_re_export(stack, root, release.tree_after)
     return f"{len(stack.patches)} patches, {len(stack.after)} files hooked, {len(added)} copied"
 
 

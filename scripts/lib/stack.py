@@ -87,8 +87,11 @@ class Stack:
         """Return the paths that keep a tree with these blobs from being this release's pristine tree."""
         if not self.before and verl_tree_id(blobs) != self.release.tree_before:
             return ["verl/"]
-        differing = [path for path, blob in self.before.items() if blobs.get(path) != blob]
-        return differing + [path for path in self.added if path in blobs]
+        return self.changed(blobs) + [path for path in self.added if path in blobs]
+
+    def changed(self, blobs: Mapping[str, str]) -> list[str]:
+        """Return the paths that the patches hook and that are not the release's in a tree with these blobs."""
+        return [path for path, blob in self.before.items() if blobs.get(path) != blob]
 
     def rest_is_release(self, blobs: Mapping[str, str]) -> bool:
         """Whether the files that the stack does not touch are just those of the release's wheel."""
@@ -136,6 +139,12 @@ def load_stacks(project: Path = PROJECT) -> list[Stack]:
     return [load_stack(release, project) for release in load_releases(project).values()]
 
 
+def closest(blobs: Mapping[str, str], stacks: list[Stack]) -> Stack:
+    """Return the stack of whose hooked files a tree with these blobs has the largest share; the newest of equals."""
+    hooking = [stack for stack in stacks if stack.before]
+    return max(reversed(hooking), key=lambda stack: 1 - len(stack.changed(blobs)) / len(stack.before))
+
+
 def trailers(patch: Patch) -> dict[str, str]:
     """Return the trailers as ``git interpret-trailers`` reads them; raises Refused where the header is not complete."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -161,14 +170,19 @@ IDENTITY = {
 
 def git(*args: str, cwd: Path, stdin: str = "") -> str:
     """Run git in ``cwd`` and return what it prints; raises Refused with its complaint."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | IDENTITY
-    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
-    env["GIT_CEILING_DIRECTORIES"] = str(cwd.resolve().parent)
-    done = subprocess.run(["git", *args], cwd=cwd, env=env, input=stdin.encode(), capture_output=True)
+    done = run_git(*args, cwd=cwd, stdin=stdin)
     if done.returncode:
         reason = done.stderr.decode().strip().partition("\n")[0]
         raise Refused(f"git {args[0]} failed with exit code {done.returncode}: {reason}")
     return done.stdout.decode()
+
+
+def run_git(*args: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[bytes]:
+    """Run git in ``cwd``, whatever comes of it."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | IDENTITY
+    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+    env["GIT_CEILING_DIRECTORIES"] = str(cwd.resolve().parent)
+    return subprocess.run(["git", *args], cwd=cwd, env=env, input=stdin.encode(), capture_output=True)
 
 
 def hooked_files(stack: Stack, pristine: Callable[[str], bytes]) -> dict[str, bytes]:

@@ -62,7 +62,7 @@ def test_fp16_products_are_fp32_products_rounded_to_fp16():
         "exact = (x.float() @ w.float().T).half()\n"
         "with torch.autocast('cpu', torch.float16):\n"
         "    print(torch.equal(F.linear(x, w), exact), torch.equal(x @ w.T, exact))\n"
-        "from recipes.cpu.platform import linear\n"
+        "from recipes.cpu.host import linear\n"
         "print(torch.equal(linear(x, w, None), exact))"
     )
     assert out.split() == ["True"] * 3
@@ -105,9 +105,9 @@ def test_two_ranks_synchronise_fsdp1_over_gloo():
 def test_what_is_not_there_to_adapt_is_named():
     out = run(
         "from types import SimpleNamespace\n"
-        "from recipes.cpu import platform\n"
+        "from recipes.cpu import host\n"
         "owner = SimpleNamespace(__name__='vllm')\n"
-        "try: platform._replace(owner, 'gone', lambda old: old)\n"
+        "try: host.replace(owner, 'gone', lambda old: old)\n"
         "except ImportError as error: print(error)"
     )
     assert "vllm has no gone" in out and len(out.splitlines()) == 1

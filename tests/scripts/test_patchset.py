@@ -68,6 +68,13 @@ def refused(project: Path, *args: object, unchanged: Path, **options) -> str:
     return done.stderr
 
 
+def entry(release: str) -> str:
+    """What versions.toml says of a release."""
+    text = (PROJECT / "patches/verl/versions.toml").read_text()
+    (found,) = (part for part in text.split("\n\n") if part.startswith(f'["{release}"]'))
+    return found.strip() + "\n"
+
+
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package of the wheel of 0.9.1, unpacked; read it, do not change it."""
@@ -85,7 +92,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (project / ".cache/wheels").mkdir(parents=True)
     (project / ".cache/wheels" / wheel(RELEASE).name).symlink_to(wheel(RELEASE))
     for path, text in {
-        "patches/verl/versions.toml": (PROJECT / "patches/verl/versions.toml").read_text(),
+        "patches/verl/versions.toml": entry(RELEASE),
         f"patches/verl/files/{MODULE}": "ANSWER = 42\n",
         f"patches/verl/files/{PART}": "",
         "configs/precision/fp16.yaml": "# @package _global_\n",

@@ -1,0 +1,197 @@
+"""What the conformance suite asks of every release: each behaviour, what the unpatched release does instead, and which
+release cannot have it and why.
+
+The texts are outcomes of ``cases.py``, word for word. ``UPSTREAM`` is a prediction: an unpatched release that does
+anything else, better or worse, fails a test.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+A = ("0.4.1", "0.5.0", "0.6.0")
+B = ("0.6.1", "0.7.0", "0.7.1")
+C = ("0.8.0", "0.9.0", "0.9.1")
+LEGACY = A + B
+RELEASES = A + B + C
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """One case of ``cases.py``.
+
+    Args:
+        row: the line of the support matrix that it belongs to.
+        patched: the outcome on a patched tree, the same on every release.
+        upstream: the outcomes on unpatched trees, and the releases of each.
+        absent: releases that cannot have it, and why.
+    """
+
+    row: str
+    patched: str
+    upstream: dict[str, tuple[str, ...]]
+    absent: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def predicted(self, release: str) -> str:
+        """What the unpatched release does."""
+        (text,) = (text for text, releases in self.upstream.items() if release in releases)
+        return text
+
+    def why_absent(self, release: str) -> str | None:
+        return next((why for why, releases in self.absent.items() if release in releases), None)
+
+
+def not_in(key: str) -> str:
+    return f"ConfigCompositionException: Could not override '{key}'."
+
+
+# What stands for the digests of a patched and an unpatched tree where they are the same.
+IDENTICAL, REFERENCE = "to the bit as the unpatched release", "what the patched one is compared with"
+
+FP16 = "linear float16, autocast float16, weight float16"
+BF16 = "linear bfloat16, autocast bfloat16, weight bfloat16"
+TRAINED = "masters float32, Adam float32"
+SKIPS = "skipped, scale times 0.5, skipped, scale times 0.5, next step taken"
+NO_SCALER = "skipped, no scale, skipped, no scale, next step taken"
+COUNTED = "taken: skipped_steps 0, loss_scale 1024, grad_norm finite; skipped: skipped_steps 1, loss_scale 512"
+UNCOUNTED = "taken: grad_norm finite; skipped: grad_norm NOT FINITE"
+HELD = "1 of 2 skipped: moves on, 2 of 2 skipped: held"
+MOVES = "1 of 2 skipped: moves on, 2 of 2 skipped: moves on"
+STORM = "LossScaleError in step 3, scale 2, names the gradient and its rank"
+SAVED = "state comes back, scale comes back, same next step, an older checkpoint warns"
+LOST = "state comes back, scale 512 resumes at 1024, ANOTHER NEXT STEP, an older checkpoint says nothing"
+UNSCALED = "state comes back, no scale, same next step, an older checkpoint says nothing"
+ACTOR = "actor_rollout_ref.actor"
+TAKES = "takes an unknown dtype{0}, keys that contradict{0}, fp16 masters, an unknown rollout dtype"
+
+DTYPE = "one key for fp16 at every hop, fp32 masters: actor, ref, critic"
+SPELLING = "FlowRL's own spelling of its two branches"
+OVERFLOW = "an inf or NaN of one rank skips the step on all, and halves the scale"
+KEYS = "the loss scaler's settings are keys"
+METRICS = "skipped_steps, loss_scale; grad_norm finite or absent"
+RATE = "LR held where every step of an update was skipped"
+ENDS = "a storm of overflows ends the run, naming the gradient"
+CHECKPOINT = "the loss scale in the checkpoint, an older one warns"
+BITS = "bf16 as upstream, to the bit: metrics, outputs, weights, Adam"
+
+BEHAVIOURS = {
+    "dtype_actor": Behaviour(
+        DTYPE,
+        f"{FP16}, log-probs as float16, {TRAINED}, scaler",
+        {f"{BF16}, log-probs as bfloat16, {TRAINED}, no scaler": RELEASES},
+    ),
+    "dtype_ref": Behaviour(
+        DTYPE,
+        f"{FP16}, log-probs as float16, no scaler",
+        {f"{BF16}, log-probs as bfloat16, no scaler": RELEASES},
+    ),
+    "dtype_critic": Behaviour(DTYPE, f"{FP16}, {TRAINED}, scaler", {f"{BF16}, {TRAINED}, no scaler": RELEASES}),
+    "reports": Behaviour(
+        "each worker reports its dtypes", "actor float16, ref float16, critic float16", {"nothing": RELEASES}
+    ),
+    "flowrl_fp16": Behaviour(SPELLING, "as the overlay", {not_in(f"{ACTOR}.dtype"): RELEASES}),
+    "flowrl_bf16_train_fp16_infer": Behaviour(SPELLING, "as the overlay", {not_in(f"{ACTOR}.dtype"): RELEASES}),
+    "overflow_actor": Behaviour(OVERFLOW, SKIPS, {NO_SCALER: A, SKIPS: B + C}),
+    "overflow_critic": Behaviour(OVERFLOW, SKIPS, {NO_SCALER: LEGACY, SKIPS: C}),
+    "scaler_keys_actor": Behaviour(
+        KEYS,
+        "1024, 4096, 4096, 16384, 4096",
+        {not_in(f"{ACTOR}.fsdp_config.grad_scaler.init_scale"): RELEASES},
+    ),
+    "scaler_keys_critic": Behaviour(
+        KEYS,
+        "1024, 4096, 4096, 16384, 4096",
+        {
+            not_in("critic.model.fsdp_config.grad_scaler.init_scale"): LEGACY,
+            not_in("critic.fsdp.grad_scaler.init_scale"): C,
+        },
+    ),
+    "metrics_actor": Behaviour(METRICS, COUNTED, {UNCOUNTED: RELEASES}),
+    "metrics_critic": Behaviour(METRICS, COUNTED, {UNCOUNTED: RELEASES}),
+    "learning_rate_actor": Behaviour(RATE, HELD, {MOVES: RELEASES}),
+    "learning_rate_critic": Behaviour(RATE, HELD, {MOVES: RELEASES}),
+    "storm_actor": Behaviour(ENDS, STORM, {"goes on": RELEASES}),
+    "storm_critic": Behaviour(ENDS, STORM, {"goes on": RELEASES}),
+    "checkpoint_actor": Behaviour(CHECKPOINT, SAVED, {UNSCALED: A, LOST: B + C}),
+    "checkpoint_critic": Behaviour(CHECKPOINT, SAVED, {UNSCALED: LEGACY, LOST: C}),
+    "refusals": Behaviour(
+        "bad dtypes, contradictions, fp16 masters refused in one line by the driver",
+        "refuses all",
+        {
+            TAKES.format(""): ("0.4.1", "0.5.0"),
+            TAKES.format(" (TypeError)"): ("0.6.0", *C),
+            TAKES.format(" (TypeError)") + ", fp16 on the model engine, fp16 in its SFT": B,
+        },
+    ),
+    "nan_reward": Behaviour(
+        "a reward that is not finite is refused",
+        "1 of 4 rewards are not finite",
+        {"trains on 2 rows of NaN": RELEASES},
+    ),
+    "wire": Behaviour(
+        "weights leave for an fp16 rollout without passing through bf16",
+        "float32",
+        {"float32": ("0.6.0", *B, "0.9.0", "0.9.1"), "bfloat16": ("0.8.0",)},
+        {
+            "the trainer hands its module to a manager that imports a vLLM which has no build for a CPU": A[:2],
+        },
+    ),
+    "hf_rollout": Behaviour(
+        "the hf rollout samples in rollout.dtype",
+        "autocast float16",
+        {"autocast bfloat16": A[:2]},
+        {
+            "upstream's HFRollout lacks methods of its base class: no instance of it can be made": ("0.6.0", *B),
+            "upstream removed the hf rollout": C,
+        },
+    ),
+    "reward_model": Behaviour(
+        "the reward model scores in reward_model.dtype",
+        FP16,
+        {BF16: ("0.4.1", "0.5.0", "0.6.0", "0.6.1", "0.7.0")},
+        {"reward models are served by the rollout's server": ("0.7.1", *C)},
+    ),
+    "export": Behaviour(
+        "HF export and model merger keep fp16",
+        "exported as float16 exactly, merged as float16 exactly",
+        {"exported as bfloat16 ROUNDED, merged as bfloat16 ROUNDED": RELEASES},
+    ),
+    "sft": Behaviour(
+        "SFT in fp16, by the same key",
+        f"{FP16}, scaler",
+        {f"{BF16}, no scaler": (*A, "0.6.1", "0.7.0", *C)},
+        {"SFT runs on the model engine, which trains in bf16 alone there: refused": ("0.7.1",)},
+    ),
+    "bf16_actor": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
+    "bf16_critic": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
+}
+
+
+def outcome(seen: dict[str, dict[str, str]], case: str) -> str:
+    """One text for the strategies that a case ran under, or one for each where they differ."""
+    texts = {strategy: cases[case] for strategy, cases in seen.items() if case in cases}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{strategy}: {text}" for strategy, text in texts.items())
+
+
+def compared(patched: str, upstream: str) -> tuple[str, str]:
+    """The outcomes of two trees; digests become ``IDENTICAL`` and ``REFERENCE`` where they are the same."""
+    digests = re.fullmatch(r"(fsdp2?: [0-9a-f]{64} [0-9a-f]{64}(; )?){2}", upstream)
+    return (IDENTICAL, REFERENCE) if digests and patched == upstream else (patched, upstream)
+
+
+def verdicts(release: str, patched: dict, upstream: dict) -> dict[str, dict]:
+    """What becomes of each behaviour on one release, for the support matrix; arguments as the fixture gives them."""
+    results = {}
+    for case, behaviour in BEHAVIOURS.items():
+        if why := behaviour.why_absent(release):
+            results[case] = {"row": behaviour.row, "absent": why}
+            continue
+        ours, theirs = compared(outcome(patched, case), outcome(upstream, case))
+        results[case] = {
+            "row": behaviour.row,
+            "passed": ours == behaviour.patched,
+            "upstream_has_it": theirs == behaviour.patched,
+            "upstream": theirs,
+        }
+    return results

@@ -1,0 +1,50 @@
+"""The support matrix in README.md is what the conformance suite saw of the stacks as they are now."""
+
+import json
+
+import pytest
+
+import matrix
+from lib.stack import load_stacks
+
+
+def seen(upstream_has_it: bool = False, **verdict) -> dict:
+    return {"row": "a behaviour", "upstream_has_it": upstream_has_it, **verdict}
+
+
+def release(*cases: dict) -> dict:
+    return {"lines": {"added": 2, "removed": 1}, "seen": {str(number): case for number, case in enumerate(cases)}}
+
+
+@pytest.mark.parametrize(
+    ("cases", "cell"),
+    [
+        ([seen(passed=True)], "✓"),
+        ([seen(passed=True, upstream_has_it=True)], "✓°"),
+        ([seen(passed=True, upstream_has_it=True), seen(passed=True)], "✓(°)"),
+        ([seen(passed=True), seen(passed=False)], "**fails**"),
+        ([seen(absent="no such thing there")], "–ᵃ"),
+    ],
+)
+def test_a_cell_says_what_was_seen(cases, cell):
+    lines = matrix.table({"1.0": release(*cases)}).splitlines()
+    assert lines[0] == "|  | 1.0 |" and f"| a behaviour | {cell} |" in lines and "| changed lines | +2 −1 |" in lines
+    assert lines[-1].endswith("ᵃ no such thing there.") == ("absent" in cases[0])
+
+
+def test_the_results_are_those_of_the_stacks():
+    results = json.loads(matrix.RESULTS.read_text())
+    stale = {stack.release.name for stack in load_stacks() if results[stack.release.name]["stack"] != stack.id}
+    assert not stale, f"run `make test-releases matrix`: the stacks of {', '.join(sorted(stale))} have changed"
+
+
+def test_the_readme_has_the_matrix():
+    readme = matrix.README.read_text()
+    current = matrix.written(readme, matrix.table(json.loads(matrix.RESULTS.read_text())))
+    assert readme == current, "run `make matrix`"
+
+
+def test_every_behaviour_was_seen():
+    for name, entry in json.loads(matrix.RESULTS.read_text()).items():
+        failed = [case for case, verdict in entry["seen"].items() if "absent" not in verdict and not verdict["passed"]]
+        assert not failed, f"verl {name}: {failed}"

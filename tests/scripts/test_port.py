@@ -1,0 +1,256 @@
+"""Carrying a stack to another verl, on the wheels of 0.9.0 and 0.9.1: a small stack of its own, and the project's."""
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+from test_patchset import contents, edit, entry, git, message, patchset, refused
+
+from lib import port, series, stack
+from lib.releases import PROJECT, find_release, load_releases, sha256, unpacked_wheel, wheel
+
+OLD, NEW = "0.9.0", "0.9.1"
+ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"  # differs between the two
+SAME = "verl/utils/checkpoint/fsdp_checkpoint_manager.py"  # does not
+MODULE = "verl/utils/precision.py"
+
+# What the patches of the small stack do to 0.9.0.
+IMPORT = ("import logging\n", "import logging\nimport verl.utils.precision\n")
+FIXED = ("optimizer, device)\n            gc.collect()\n", "optimizer, device)\n")  # as 0.9.1 has it
+CHANGED = ("        if is_last_micro_batch:\n", "        if is_last_micro_batch or self.eager:\n")  # another in 0.9.1
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project that knows both releases and has four patches for the older; read it, do not change it."""
+    project = tmp_path_factory.mktemp("small") / "project"
+    shutil.copytree(PROJECT / "scripts", project / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    (project / ".cache/wheels").mkdir(parents=True)
+    for release in (OLD, NEW):
+        (project / ".cache/wheels" / wheel(release).name).symlink_to(wheel(release))
+    (project / "configs/precision").mkdir(parents=True)
+    (project / "patches/verl/files/verl/utils").mkdir(parents=True)
+    (project / "patches/verl/files" / MODULE).write_text("ANSWER = 42\n")
+    (project / "patches/verl/versions.toml").write_text(f"{entry(OLD)}\n{entry(NEW)}")
+    tree = project.parent / "tree"
+    series.checkout(OLD, tree, project)
+    for subject, edits in {
+        "[fsdp] feat: import the module": {ENGINE: IMPORT, SAME: IMPORT},
+        "[fsdp] fix: collect no garbage": {ENGINE: FIXED},
+        "[fsdp] fix: change a condition": {ENGINE: CHANGED},
+        "[ckpt] feat: import it twice": {SAME: ("import logging\n", "import logging\nimport logging\n")},
+    }.items():
+        for path, (before, after) in edits.items():
+            edit(tree / path, before, after)
+        git("commit", "-am", message(subject), cwd=tree)
+    series.export(tree, project)
+    return project
+
+
+@pytest.fixture
+def project(small: Path, tmp_path: Path) -> Path:
+    """A copy of it to change."""
+    return shutil.copytree(small, tmp_path / "project", symlinks=True)
+
+
+@pytest.fixture
+def smooth(project: Path, tmp_path: Path) -> Path:
+    """The same without the patch that conflicts."""
+    series.checkout(OLD, tmp_path / "smooth", project)
+    git("rebase", "--quiet", "--onto", "HEAD~2", "HEAD~1", cwd=tmp_path / "smooth")
+    series.export(tmp_path / "smooth", project)
+    return project
+
+
+@pytest.fixture(scope="session")
+def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The newer wheel, unpacked; read it, do not change it."""
+    return unpacked_wheel(NEW, tmp_path_factory.mktemp("newer"))
+
+
+# --- port -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_hook_is_accounted_for(small: Path, tmp_path: Path):
+    done = patchset(small, "port", OLD, NEW, tmp_path / "tree")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines()[:8] == [
+        "verl 0.9.0 -> 0.9.1: 4 patches, 5 hooks: 2 same, 1 merged, 1 there, 1 conflict",
+        "merged   fsdp-import-the-module.patch: 1 same, 1 merged",
+        f"    merged   {ENGINE}: 1",
+        "there    fsdp-collect-no-garbage.patch: 1 there",
+        f"    there    {ENGINE}: line 834 in def to(self, device: str, model: bool = True, optimizer: bool = True, "
+        "grad: bool",
+        "conflict fsdp-change-a-condition.patch: 1 conflict",
+        f"    conflict {ENGINE}: line 683 in def _gradient_sync_context(self, *, is_last_micro_batch: bool): "
+        "1 of its 1 old lines are gone, first: if is_last_micro_batch:",
+        "merged   ckpt-import-it-twice.patch: 1 same",
+    ]
+    assert f"{tmp_path / 'tree'}: 2 of 4 patches are commits after the tag base/0.9.1" in done.stdout
+    assert "fsdp-change-a-condition.patch has conflicts" in done.stdout
+
+
+def test_what_upstream_fixed_is_dropped_and_the_rest_fits(smooth: Path, tmp_path: Path):
+    done = patchset(smooth, "port", OLD, NEW, tmp_path / "tree")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert patchset(smooth, "export", tmp_path / "tree").returncode == 0
+    made = (smooth / "patches/verl/v0.9.1/series").read_text().split()
+    assert made == ["fsdp-import-the-module.patch", "ckpt-import-it-twice.patch"]
+    # Where a patch's files are the same, so is the patch, to the byte.
+    for name, same in zip(made, (False, True), strict=True):
+        old, new = ((smooth / f"patches/verl/v{release}" / name).read_bytes() for release in (OLD, NEW))
+        assert (old == new) is same
+    assert patchset(smooth, "check", "--release", NEW).returncode == 0
+
+
+def test_a_conflict_is_resolved_and_the_rest_carried(project: Path, tmp_path: Path):
+    tree = tmp_path / "tree"
+    patchset(project, "port", OLD, NEW, tree)
+    assert git("diff", "--name-only", "--diff-filter=U", cwd=tree).split() == [ENGINE]
+    assert f"cherry-pick to finish: git -C {tree} cherry-pick --continue" in refused(
+        project, "export", tree, unchanged=project
+    )
+    git("add", ENGINE, cwd=tree)
+    git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=tree)
+    assert "'[fsdp] fix: change a condition' has a conflict marker, <<<<<<<" in refused(
+        project, "export", tree, unchanged=project
+    )
+    git("checkout", "HEAD~2", ENGINE, cwd=tree)
+    edit(tree / ENGINE, "if is_last_micro_batch or not defer_sync:", "if is_last_micro_batch or self.eager:")
+    git("commit", "-a", "--fixup", "HEAD~1", cwd=tree)
+    git("-c", "sequence.editor=true", "rebase", "--quiet", "--interactive", "--autosquash", "base/0.9.1", cwd=tree)
+    assert patchset(project, "export", tree).returncode == 0
+    made = (project / "patches/verl/v0.9.1/series").read_text().split()
+    assert made == ["fsdp-import-the-module.patch", "fsdp-change-a-condition.patch", "ckpt-import-it-twice.patch"]
+
+
+def test_patches_still_to_come_are_not_forgotten(project: Path, tmp_path: Path):
+    tree = tmp_path / "tree"
+    patchset(project, "port", OLD, NEW, tree)
+    git("checkout", "--ours", ENGINE, cwd=tree)
+    git("commit", "--allow-empty", "-am", message("[fsdp] fix: change a condition"), cwd=tree)  # and no --continue
+    assert git("status", "--porcelain", cwd=tree) == ""
+    assert "cherry-pick to finish" in refused(project, "export", tree, unchanged=project)
+
+
+def test_a_file_that_moved_is_followed_and_one_that_is_gone_conflicts(smooth: Path, newer: Path, tmp_path: Path):
+    checkout = shutil.copytree(newer, tmp_path / "checkout")
+    (checkout / ENGINE).rename(checkout / "verl/workers/engine/fsdp/moved.py")
+    (checkout / SAME).unlink()
+    before = contents(checkout)
+    done = patchset(smooth, "port", OLD, checkout, tmp_path / "tree")
+    assert done.returncode == 1 and contents(checkout) == before
+    assert f"    merged   {ENGINE} -> verl/workers/engine/fsdp/moved.py: 1\n" in done.stdout
+    assert f"    conflict {SAME}: line 16: there is no such file\n" in done.stdout
+    assert "is no release: its patches can be used as commits, but not exported" in done.stdout
+    (name,) = git("tag", cwd=tmp_path / "tree").split()
+    assert name.startswith("base/0.9.1+")
+    assert "import verl.utils.precision" in (tmp_path / "tree/verl/workers/engine/fsdp/moved.py").read_text()
+
+
+def test_a_release_is_known_by_its_content(smooth: Path, newer: Path, tmp_path: Path):
+    assert patchset(smooth, "port", OLD, newer, tmp_path / "tree").returncode == 0
+    assert git("tag", cwd=tmp_path / "tree").split() == ["base/0.9.1"]
+
+
+def test_a_new_release_gets_its_entry(smooth: Path, newer: Path, tmp_path: Path):
+    """As ``make port TO=0.9.2`` finds it: here in the cache of wheels, else on PyPI."""
+    made = smooth / ".cache/wheels/verl-0.9.2-py3-none-any.whl"
+    with zipfile.ZipFile(made, "w") as archive:
+        for path in sorted((newer / "verl").rglob("*")):
+            archive.write(path, path.relative_to(newer))
+        archive.writestr("verl/new.py", "")
+    before = (smooth / "patches/verl/versions.toml").read_text()
+    done = patchset(smooth, "port", OLD, "0.9.2", tmp_path / "tree")
+    assert done.returncode == 0 and 'new in versions.toml, family and dependencies as 0.9.0 has them:\n["0.9.2"]' in (
+        done.stdout
+    )
+    assert (smooth / "patches/verl/versions.toml").read_text().startswith(before)
+    release = load_releases(smooth)["0.9.2"]
+    assert (release.wheel_sha256, release.family) == (sha256(made), find_release(OLD, smooth).family)
+    assert patchset(smooth, "export", tmp_path / "tree").returncode == 0
+    done = patchset(smooth, "check", "--release", "0.9.2")
+    assert done.stdout == "verl 0.9.2: 2 patches, 2 files hooked, 1 copied: ok\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("0.1", NEW), "unknown verl release '0.1'; known: 0.9.0, 0.9.1"),
+        ((NEW, OLD), "verl 0.9.1 has no patches to carry"),
+        ((OLD, OLD), "0.9.0 is verl 0.9.0 itself"),
+        ((OLD, "master"), "master is neither a release (0.9.0, 0.9.1, or a newer one on PyPI) nor a folder"),
+        ((OLD, "project"), "project holds no verl/__init__.py"),
+        ((OLD, "patched"), "patched has verl/utils/precision.py already; take its patches out first"),
+        ((OLD, NEW, "project"), "project exists and is not an empty folder"),
+    ],
+)
+def test_bad_input(project: Path, tmp_path: Path, args: tuple[str, ...], named: str):
+    if "patched" in args:
+        stack.apply(unpacked_wheel(OLD, tmp_path / "patched"), project)
+    source, to, folder = (*args, "tree")[:3]
+    assert named in refused(project, "port", source, to, folder, unchanged=tmp_path, cwd=tmp_path)
+
+
+# --- drift ----------------------------------------------------------------------------------------------------------
+
+
+def test_drift_names_the_files_by_patch(small: Path, newer: Path, tmp_path: Path):
+    checkout = shutil.copytree(newer, tmp_path / "checkout")
+    (checkout / SAME).unlink()
+    before = contents(checkout)
+    done = patchset(small, "drift", checkout)
+    assert (done.returncode, done.stderr) == (0, "") and contents(checkout) == before
+    assert done.stdout.splitlines() == [
+        "closest to verl 0.9.0: 2 of the 2 files that its stack hooks differ",
+        "fsdp-import-the-module.patch: 2 of 2 files",
+        f"    gone     {SAME}",
+        f"    changed  {ENGINE}",
+        "fsdp-collect-no-garbage.patch: 1 of 1 files",
+        f"    changed  {ENGINE}",
+        "fsdp-change-a-condition.patch: 1 of 1 files",
+        f"    changed  {ENGINE}",
+        "ckpt-import-it-twice.patch: 1 of 1 files",
+        f"    gone     {SAME}",
+    ]
+
+
+def test_nothing_drifts_from_a_release_patched_or_not(small: Path, tmp_path: Path):
+    older = unpacked_wheel(OLD, tmp_path / "older")
+    expected = "closest to verl 0.9.0: 0 of the 2 files that its stack hooks differ\n"
+    assert patchset(small, "drift", older).stdout == expected
+    stack.apply(older, small)
+    assert patchset(small, "drift", older).stdout == expected
+
+
+# --- the worked example of docs/porting.md ---------------------------------------------------------------------------
+
+# What a human decided, by patch: the files with conflicts.
+DECIDED = {
+    "[cfg] feat: add one dtype key per role": ["verl/workers/config/actor.py", "verl/workers/config/engine.py"],
+    "[ckpt] fix: resume from a whole checkpoint": [
+        "verl/trainer/ppo/v1/trainer_base.py",
+        "verl/utils/checkpoint/checkpoint_manager.py",
+    ],
+    "[trainer] feat: save a checkpoint after a storm": ["verl/trainer/sft_trainer.py"],
+}
+
+
+def test_the_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
+    tree, shipped = tmp_path / "tree", tmp_path / "shipped"
+    lines, whole = port.port(OLD, NEW, tree)
+    series.checkout(NEW, shipped)
+    git("fetch", "--quiet", "--no-tags", str(shipped), "stack:shipped", cwd=tree)
+    decided = {}
+    while conflicts := git("diff", "--name-only", "--diff-filter=U", cwd=tree).split():
+        subject = git("log", "-1", "--format=%s", "CHERRY_PICK_HEAD", cwd=tree).strip()
+        decided[subject] = conflicts
+        answer = git("log", "-1", "--format=%h", "--fixed-strings", f"--grep={subject}", "shipped", cwd=tree).strip()
+        git("checkout", answer, "--", *conflicts, cwd=tree)
+        stack.run_git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=tree)
+    assert decided == DECIDED and not whole
+    assert series.read_commits(tree).patches == stack.load_stack(find_release(NEW)).patches
+    # The report names those files, patch by patch, and what follows from them.
+    reported = {line.split()[1].rstrip(":") for line in lines if line.startswith("    conflict ")}
+    assert reported == {path for paths in DECIDED.values() for path in paths}

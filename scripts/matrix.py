@@ -1,4 +1,4 @@
-"""Write the support matrix into README.md, from what the conformance suite saw (docs/results/releases.json)."""
+"""Write the support matrix into README.md, from what `make test-releases` and `make e2e-releases` saw."""
 
 import itertools
 import json
@@ -8,21 +8,35 @@ from operator import itemgetter
 from lib.releases import PROJECT
 
 RESULTS = PROJECT / "docs/results/releases.json"
+RUNS = PROJECT / "docs/results/releases-e2e.json"
 README = PROJECT / "README.md"
 BEGIN, END = "<!-- written by make matrix -->\n", "<!-- end of the matrix -->\n"
 LEGEND = "✓ seen on the patched release; ° the unpatched one has it too, (°) in part; – cannot be there."
 NOTES = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲ"
 
 
-def table(results: dict) -> str:
-    """The matrix as Markdown: a row for behaviours that belong together, a column a release, then the reasons."""
+def table(results: dict, runs: dict) -> str:
+    """The matrix as Markdown: a row for behaviours that belong together, a column a release, then the notes.
+
+    Args:
+        results: by release, what the conformance suite saw.
+        runs: by release, what its end-to-end run gave; it counts where the stack is still the same.
+    """
     notes: list[str] = []
+
+    def noted(mark: str, note: str) -> str:
+        if note not in notes:
+            notes.append(note)
+        return mark + NOTES[notes.index(note)]
+
+    def run(release: str) -> str:
+        if runs.get(release, {}).get("stack") != results[release]["stack"]:
+            return "not run"
+        return noted("✓", f"With {runs[release]['rollout']} as rollout")
 
     def cell(cases: list[dict]) -> str:
         if why := cases[0].get("absent"):
-            if why not in notes:
-                notes.append(why)
-            return f"–{NOTES[notes.index(why)]}"
+            return noted("–", why[0].upper() + why[1:])
         upstream = [case["upstream_has_it"] for case in cases]
         return ("✓" if all(case["passed"] for case in cases) else "**fails**") + (
             "°" if all(upstream) else "(°)" if any(upstream) else ""
@@ -34,7 +48,8 @@ def table(results: dict) -> str:
     ]
     rows = [["", *results], ["---"] * (1 + len(results))]
     rows += [[row, *(cell(column[row]) for column in columns)] for row in columns[0]]
-    rows.append(["changed lines", *("+{added} −{removed}".format(**r["lines"]) for r in results.values())])
+    rows.append(["`main_ppo` in fp16, end to end, two steps", *map(run, results)])
+    rows.append(["changed lines of verl", *("+{added} −{removed}".format(**r["lines"]) for r in results.values())])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     reasons = [f"{mark} {note}." for mark, note in zip(NOTES, notes, strict=False)]
     return "\n".join([*lines, "", " ".join([LEGEND, *reasons])]) + "\n"
@@ -51,7 +66,7 @@ def main() -> None:
     readme = README.read_text()
     if not (BEGIN in readme and END in readme):
         sys.exit(f"{README} has no lines {BEGIN.strip()} and {END.strip()}")
-    README.write_text(written(readme, table(json.loads(RESULTS.read_text()))))
+    README.write_text(written(readme, table(*map(json.loads, (RESULTS.read_text(), RUNS.read_text())))))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,11 @@ def seen(upstream_has_it: bool = False, **verdict) -> dict:
 
 
 def release(*cases: dict) -> dict:
-    return {"lines": {"added": 2, "removed": 1}, "seen": {str(number): case for number, case in enumerate(cases)}}
+    return {
+        "stack": "s1",
+        "lines": {"added": 2, "removed": 1},
+        "seen": {str(number): case for number, case in enumerate(cases)},
+    }
 
 
 @pytest.mark.parametrize(
@@ -27,9 +31,20 @@ def release(*cases: dict) -> dict:
     ],
 )
 def test_a_cell_says_what_was_seen(cases, cell):
-    lines = matrix.table({"1.0": release(*cases)}).splitlines()
-    assert lines[0] == "|  | 1.0 |" and f"| a behaviour | {cell} |" in lines and "| changed lines | +2 −1 |" in lines
-    assert lines[-1].endswith("ᵃ no such thing there.") == ("absent" in cases[0])
+    lines = matrix.table({"1.0": release(*cases)}, {}).splitlines()
+    assert lines[0] == "|  | 1.0 |" and f"| a behaviour | {cell} |" in lines
+    assert lines[-1].endswith("ᵃ No such thing there.") == ("absent" in cases[0])
+
+
+def test_a_run_counts_for_its_stack_alone():
+    def last(stack: str) -> list[str]:
+        return matrix.table({"1.0": release()}, {"1.0": {"stack": stack, "rollout": "vLLM"}}).splitlines()[-4:]
+
+    run, lines, _, notes = last("s1")
+    assert (
+        run.endswith("| ✓ᵃ |") and lines == "| changed lines of verl | +2 −1 |" and "ᵃ With vLLM as rollout." in notes
+    )
+    assert last("s0")[0].endswith("| not run |")
 
 
 def test_the_results_are_those_of_the_stacks():
@@ -40,7 +55,8 @@ def test_the_results_are_those_of_the_stacks():
 
 def test_the_readme_has_the_matrix():
     readme = matrix.README.read_text()
-    current = matrix.written(readme, matrix.table(json.loads(matrix.RESULTS.read_text())))
+    results = (json.loads(file.read_text()) for file in (matrix.RESULTS, matrix.RUNS))
+    current = matrix.written(readme, matrix.table(*results))
     assert readme == current, "run `make matrix`"
 
 

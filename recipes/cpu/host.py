@@ -196,6 +196,17 @@ def attend_without_flash(transformers: ModuleType) -> None:
     replace(transformers.PreTrainedModel, "_check_and_adjust_attn_implementation", wrap)
 
 
+def unpad_without_flash(attention: ModuleType) -> None:
+    """verl packs sequences by functions of flash attention; it has the same in torch alone, for another device."""
+
+    def functions():
+        from verl.utils.npu_flash_attn_utils import index_first_axis, pad_input, rearrange, unpad_input
+
+        return index_first_axis, pad_input, rearrange, unpad_input
+
+    replace(attention, "_get_attention_functions", lambda _: functions)
+
+
 def vectorize_log_probabilities(functional: ModuleType) -> None:
     """Where there is no flash attention, verl takes log-probabilities in a Python loop over tokens, to save memory on
     large vocabularies. All at once, they take 0.01 s instead of 0.3 s for 9,000 tokens."""
@@ -212,4 +223,5 @@ def adapt() -> None:
     autocast_as_cuda()
     when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
     when_imported("transformers.modeling_utils", attend_without_flash)
+    when_imported("verl.utils.attention_utils", unpad_without_flash)
     when_imported("verl.utils.torch_functional", vectorize_log_probabilities)

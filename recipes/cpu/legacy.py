@@ -48,17 +48,6 @@ def find_engines(base: ModuleType) -> None:
     host.replace(base, "get_device_name", lambda _: lambda: "cuda")
 
 
-def unpad_without_flash(attention: ModuleType) -> None:
-    """verl packs sequences by functions of flash attention; it has the same in torch alone, for another device."""
-
-    def functions():
-        from verl.utils.npu_flash_attn_utils import index_first_axis, pad_input, rearrange, unpad_input
-
-        return index_first_axis, pad_input, rearrange, unpad_input
-
-    host.replace(attention, "_get_attention_functions", lambda _: functions)
-
-
 def name_fused_moe(layer: ModuleType) -> None:
     """verl 0.7.1 and 0.8.0 look for layers of this class, whose name vLLM 0.28 no longer has."""
     layer.FusedMoE = layer.RoutedExperts
@@ -135,7 +124,6 @@ host.when_imported("verl.utils.device", take_the_cpu)
 host.when_imported("verl.workers.engine.base", find_engines)
 host.when_imported("vllm.model_executor.layers.fused_moe.layer", name_fused_moe)
 host.when_imported("vllm.platforms.cpu", name_device)
-host.when_imported("verl.utils.attention_utils", unpad_without_flash)
 host.when_imported("verl.workers.rollout.base", register_hf_rollout)
 host.when_imported("verl.workers.rollout.replica", register_hf_replica)
 host.when_imported("verl.workers.rollout.hf_rollout", complete_hf_rollout)

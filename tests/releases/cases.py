@@ -7,6 +7,7 @@ OUT_DIR/rank_r.json under each strategy's name. A text, not a verdict: a pristin
 does instead is compared with what was predicted.
 """
 
+# ruff: noqa: E402 (what a CPU needs comes before verl)
 import asyncio
 import contextlib
 import copy
@@ -37,25 +38,25 @@ importlib.import_module("recipes.cpu.legacy" if NUMBERS < (0, 9) else "recipes.c
 # 0.7.0's SFT imports it for images, of which there are none here; it needs torchvision, which has no CPU build on PyPI.
 sys.modules.setdefault("qwen_vl_utils", SimpleNamespace(fetch_image=None, fetch_video=None))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from hydra import compose, initialize_config_dir  # noqa: E402
-from omegaconf import DictConfig, OmegaConf  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType  # noqa: E402
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+import numpy as np
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import verl  # noqa: E402
-from verl import DataProto  # noqa: E402
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage  # noqa: E402
+import verl
+from verl import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 
 if LEGACY:
-    from legacy_worker import Worker  # noqa: E402
+    from legacy_worker import Worker
 else:
-    from engine_worker import Worker, infer  # noqa: E402
+    from engine_worker import Worker, infer
 VERL = Path(verl.__path__[0])
 PATCHED = (VERL / "utils/precision.py").exists()
 RANK = int(os.environ["RANK"])

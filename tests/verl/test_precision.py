@@ -9,6 +9,7 @@ import precision
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
@@ -434,10 +435,166 @@ def test_engines_that_train_in_bfloat16_alone(strategy, dtype):
         precision.check_engine_dtype(dtype, strategy)
 
 
-def test_a_report_is_one_line_of_json(capsys):
+@pytest.mark.parametrize(
+    "fsdp_config, trained, expected",
+    [
+        ({}, True, ("bfloat16", "float32", "float32", False)),
+        ({}, False, ("bfloat16", "float32", "bfloat16", False)),
+        ({"dtype": None, "model_dtype": "fp32"}, False, ("bfloat16", "float32", "float32", False)),
+        ({"dtype": "float16"}, True, ("float16", "float32", "float32", True)),
+        ({"dtype": "float16"}, False, ("float16", "float32", "float16", False)),
+        (
+            {"mixed_precision": {"param_dtype": "fp16", "reduce_dtype": "bf16"}},
+            True,
+            ("float16", "bfloat16", "float32", True),
+        ),
+    ],
+)
+def test_a_worker_may_lack_any_key(fsdp_config, trained, expected):
+    for config in (fsdp_config, OmegaConf.create(fsdp_config)):
+        names = precision.Precision.of_worker(config, trained).names()
+        assert (names["compute"], names["reduce"], names["master"], names["loss_scaling"]) == expected
+
+
+@pytest.mark.parametrize(
+    "grad_scaler, init_scale",
+    [
+        (None, 65536.0),
+        ({"init_scale": 4.0}, 4.0),
+        ({"_target_": "verl.utils.precision.GradScalerConfig", "init_scale": 4.0}, 4.0),
+        (precision.GradScalerConfig(init_scale=4.0), 4.0),
+    ],
+)
+def test_a_worker_has_a_scaler_where_it_trains_in_fp16(grad_scaler, init_scale):
+    config = {"dtype": "float16", "grad_scaler": grad_scaler}
+
+    def scaler(dtype, trained):
+        return precision.worker_scaler(config, precision.Precision.of_worker({"dtype": dtype}, trained), "cpu")
+
+    assert scaler("float16", trained=True).get_scale() == init_scale
+    assert scaler("float16", trained=False) is None
+    assert scaler("bfloat16", trained=True) is None
+
+
+def test_no_autocast_in_fp32():
+    product = torch.ones(2, 2).matmul
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        with warnings.catch_warnings(action="error"):  # torch warns of a dtype that it cannot cast to
+            with precision.Precision.of_worker({"dtype": dtype}, trained=True).autocast("cpu"):
+                assert product(torch.ones(2, 2)).dtype == dtype
+
+
+def ppo_config(*overrides: str) -> DictConfig:
+    """What verl up to 0.7.1 composes, as far as dtypes go."""
+    follows = "${oc.select:actor_rollout_ref.actor.fsdp_config.dtype,null}"
+    config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {
+                "actor": {
+                    "strategy": "fsdp",
+                    "dtype": None,
+                    "fsdp_config": {"dtype": "${oc.select:..dtype,bfloat16}", "grad_scaler": {"init_scale": 1.0}},
+                },
+                "ref": {
+                    "strategy": "${actor_rollout_ref.actor.strategy}",
+                    "dtype": follows,
+                    "fsdp_config": {"dtype": "${oc.select:..dtype,bfloat16}"},
+                },
+                "rollout": {"dtype": "bfloat16"},
+            },
+            "critic": {
+                "strategy": "fsdp2",
+                "dtype": follows,
+                "model": {"fsdp_config": {"dtype": "${oc.select:...dtype,bfloat16}"}},
+            },
+            "reward_model": {"model": {"path": None}},  # without a strategy: no worker of this release
+            "trainer": {"use_legacy_worker_impl": "auto"},
+        }
+    )
+    for override in overrides:
+        key, value = override.split("=")
+        OmegaConf.update(config, key, value)
+    OmegaConf.set_struct(config, True)
+    return config
+
+
+ACTOR, CRITIC = "actor_rollout_ref.actor", "critic.model.fsdp_config"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        (f"{ACTOR}.dtype=float16", "actor_rollout_ref.rollout.dtype=float16"),
+        (f"{ACTOR}.dtype=float16", "critic.dtype=float32", "actor_rollout_ref.ref.dtype=bf16"),
+        (f"{ACTOR}.fsdp_config.dtype=float16",),
+        ("trainer.use_legacy_worker_impl=disable", f"{ACTOR}.dtype=bfloat16"),
+        (f"{ACTOR}.strategy=megatron",),
+    ],
+)
+def test_a_config_that_workers_can_compute_in_passes(overrides):
+    precision.check_workers(ppo_config(*overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        ([f"{ACTOR}.dtype=banana"], f"{ACTOR}.fsdp_config.dtype=banana is not a dtype to compute in: choose float16"),
+        (["critic.dtype=banana"], f"{CRITIC}.dtype=banana is not a dtype to compute in: choose float16"),
+        (
+            [f"{ACTOR}.dtype=bfloat16", f"{ACTOR}.fsdp_config.dtype=float16"],
+            f"{ACTOR}.dtype=bfloat16 and fsdp_config.dtype=float16 contradict each other",
+        ),
+        (
+            ["critic.dtype=float16", f"{CRITIC}.dtype=bfloat16"],
+            "critic.dtype=float16 and model.fsdp_config.dtype=bfloat16 contradict each other",
+        ),
+        (
+            [f"{ACTOR}.dtype=float16", f"{ACTOR}.fsdp_config.model_dtype=fp16"],
+            f"{ACTOR}.fsdp_config.model_dtype=fp16 with dtype=float16 makes the optimizer's weights half precision",
+        ),
+        ([f"{ACTOR}.fsdp_config.grad_scaler.init_scale=x"], f"{ACTOR}.fsdp_config.grad_scaler.init_scale=x must be a"),
+        (["actor_rollout_ref.rollout.dtype=fp8"], "actor_rollout_ref.rollout.dtype=fp8 is unknown to the rollout"),
+        (
+            ["trainer.use_legacy_worker_impl=disable", "critic.dtype=float16"],
+            "critic.dtype=float16 is not what trainer.use_legacy_worker_impl=disable trains in on this release",
+        ),
+        (
+            [f"{ACTOR}.strategy=megatron", f"{ACTOR}.dtype=float16"],
+            f"{ACTOR}.dtype=float16 is not what strategy=megatron trains in on this release",
+        ),
+        (
+            ["critic.strategy=megatron", "critic.megatron.dtype=float16"],
+            "critic.dtype=float16 is not what strategy=megatron trains in on this release",
+        ),
+    ],
+)
+def test_a_config_that_workers_cannot_compute_in_is_refused_in_one_line(overrides, said):
+    with pytest.raises(ValueError) as error:
+        precision.check_workers(ppo_config(*overrides))
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"engine": {"dtype": "float16"}},
+        {"engine": {"dtype": "bfloat16", "mixed_precision": {"param_dtype": "fp16"}}},
+        {"engine": {"dtype": "bfloat16"}, "actor_rollout_ref": {"actor": {"dtype": "float16"}}},  # +precision=fp16
+    ],
+)
+def test_sft_on_a_model_engine_without_loss_scaling_is_refused(config):
+    precision.check_sft(OmegaConf.create({"engine": {"dtype": "bfloat16"}}))
+    with pytest.raises(ValueError, match="^engine.dtype=float16 is not what SFT on the model engine trains in"):
+        precision.check_sft(OmegaConf.create(config))
+
+
+def test_a_report_is_one_line_of_json_in_one_write(monkeypatch):
+    writes = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=writes.append, flush=lambda: None))
     precision.report("actor", 0, compute="float16")
-    line = capsys.readouterr().out
-    assert line == '[verl-precision] {"role": "actor", "rank": 0, "compute": "float16", "stamp": null}\n'
+    line = '[verl-precision] {"role": "actor", "rank": 0, "compute": "float16", "stamp": null}\n'
+    assert [text for text in writes if text] == [line]
 
 
 @pytest.fixture(scope="module")

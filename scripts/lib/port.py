@@ -109,13 +109,6 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
     lines = []
     if to in releases:
         name, root = to, unpacked_wheel(to, scratch / "wheel")
-    elif re.fullmatch(r"\d+(\.\d+)+\w*", to) and not Path(to).exists():
-        archive = download(to)
-        name, root = to, unpack(archive, scratch / "wheel")
-        tree = verl_tree_id(verl_blobs(root))
-        entry = replace(stack.release, name=to, wheel_sha256=sha256(archive), tree_before=tree, tree_after=tree)
-        written = add_release(entry, project / "patches/verl/versions.toml")
-        lines = [f"new in versions.toml, family and dependencies as {stack.release.name} has them:", written]
     elif Path(to).is_dir():
         given = verl_root(Path(os.path.abspath(to)))
         skipped = shutil.ignore_patterns("__pycache__", Path(BOOK).name)
@@ -129,6 +122,13 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         name = same[0] if same else f"{version}+{tree[:8]}"
         if not same:
             lines = [f"{to} is no release: its patches can be used as commits, but not exported"]
+    elif re.fullmatch(r"\d+(\.\d+)+\w*", to):
+        archive = download(to)
+        name, root = to, unpack(archive, scratch / "wheel")
+        tree = verl_tree_id(verl_blobs(root))
+        entry = replace(stack.release, name=to, wheel_sha256=sha256(archive), tree_before=tree, tree_after=tree)
+        written = add_release(entry, project / "patches/verl/versions.toml")
+        lines = [f"new in versions.toml, family and dependencies as {stack.release.name} has them:", written]
     else:
         raise Refused(f"{to} is neither a release ({', '.join(releases)}, or a newer one on PyPI) nor a folder")
     if name == stack.release.name:
@@ -193,7 +193,7 @@ def reason(hunk: str, ours: str) -> str:
     """Say what of a conflicting hunk the file ``ours`` has."""
     there = {line.strip() for line in ours.splitlines()}
     old, new = ([line[1:].strip() for line in hunk.splitlines() if line[:1] == sign] for sign in "-+")
-    if set(new) <= there:
+    if new and there.issuperset(new):
         return "its new lines are in the file"
     if lost := [line for line in old if line not in there]:
         return f"{len(lost)} of its {len(old)} old lines are gone, first: {lost[0]}"

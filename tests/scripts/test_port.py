@@ -193,6 +193,18 @@ def test_bad_input(project: Path, tmp_path: Path, args: tuple[str, ...], named: 
     assert named in refused(project, "port", source, to, folder, unchanged=tmp_path, cwd=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("ours", "why"),
+    [
+        ("b\nc\n", "its new lines are in the file"),
+        ("a\nc\n", "what surrounds it changed"),
+        ("c\n", "1 of its 1 old lines are gone, first: a"),
+    ],
+)
+def test_why_a_hook_conflicts(ours: str, why: str):
+    assert port.reason("@@ -1,2 +1,2 @@\n-  a\n+  b\n c\n", ours) == why
+
+
 # --- drift ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import hydra
@@ -134,8 +135,8 @@ def test_a_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
 
     if pytestconfig.getoption("write_results"):
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        means = {name: float(f"{sum(values) / STEPS:.3g}") for name, values in metrics.items()}
-        known[release] = {"stack": load_stack(find_release(release)).id, "rollout": ROUTES[release].rollout, **means}
+        facts = {"stack": load_stack(find_release(release)).id, "rollout": ROUTES[release].rollout, "steps": STEPS}
+        known[release] = facts | {name: float(f"{fmean(values):.6g}") for name, values in metrics.items()}
         write_json(RESULTS, {name: known[name] for name in ROUTES if name in known})
 
 

@@ -263,7 +263,7 @@ def flowrl(overlay: str, actor: str, ref: str, rollout: str) -> str:
     roles = {"actor": actor, "ref": ref, "rollout": rollout}
     spelled = composed(*(f"actor_rollout_ref.{role}.dtype={dtype}" for role, dtype in roles.items()))
     ours, theirs = (
-        OmegaConf.to_container(OmegaConf.masked_copy(config, ["actor_rollout_ref", "critic"]), resolve=True)
+        OmegaConf.to_container(OmegaConf.masked_copy(config, ["actor_rollout_ref", "critic", "data"]), resolve=True)
         for config in (spelled, composed(f"+precision={overlay}"))
     )
     return "as the overlay" if ours == theirs else "ANOTHER CONFIG"

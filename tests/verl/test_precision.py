@@ -500,7 +500,7 @@ def ppo_config(*overrides: str) -> DictConfig:
                     "dtype": follows,
                     "fsdp_config": {"dtype": "${oc.select:..dtype,bfloat16}"},
                 },
-                "rollout": {"dtype": "bfloat16"},
+                "rollout": {"name": "vllm", "dtype": "bfloat16"},
             },
             "critic": {
                 "strategy": "fsdp2",
@@ -518,7 +518,7 @@ def ppo_config(*overrides: str) -> DictConfig:
     return config
 
 
-ACTOR, CRITIC = "actor_rollout_ref.actor", "critic.model.fsdp_config"
+ACTOR, ROLLOUT, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "critic.model.fsdp_config"
 
 
 @pytest.mark.parametrize(
@@ -530,6 +530,8 @@ ACTOR, CRITIC = "actor_rollout_ref.actor", "critic.model.fsdp_config"
         (f"{ACTOR}.fsdp_config.dtype=float16",),
         ("trainer.use_legacy_worker_impl=disable", f"{ACTOR}.dtype=bfloat16"),
         (f"{ACTOR}.strategy=megatron",),
+        (f"{ROLLOUT}.dtype=half",),
+        (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float16"),
     ],
 )
 def test_a_config_that_workers_can_compute_in_passes(overrides):
@@ -554,7 +556,8 @@ def test_a_config_that_workers_can_compute_in_passes(overrides):
             f"{ACTOR}.fsdp_config.model_dtype=fp16 with dtype=float16 makes the optimizer's weights half precision",
         ),
         ([f"{ACTOR}.fsdp_config.grad_scaler.init_scale=x"], f"{ACTOR}.fsdp_config.grad_scaler.init_scale=x must be a"),
-        (["actor_rollout_ref.rollout.dtype=fp8"], "actor_rollout_ref.rollout.dtype=fp8 is unknown to the rollout"),
+        ([f"{ROLLOUT}.dtype=fp8"], f"{ROLLOUT}.dtype=fp8 is unknown to the rollout"),
+        ([f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=half"], f"{ROLLOUT}.dtype=half is not a dtype to compute in"),
         (
             ["trainer.use_legacy_worker_impl=disable", "critic.dtype=float16"],
             "critic.dtype=float16 is not what trainer.use_legacy_worker_impl=disable trains in on this release",

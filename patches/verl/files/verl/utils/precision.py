@@ -865,8 +865,11 @@ def check_workers(config: Mapping[str, Any]) -> None:
                 _check_bfloat16_alone(asked, f"strategy={strategy}", "fsdp or fsdp2")
             resolved = SimpleNamespace(dtype=dtype_name(precision.compute), strategy=None)
             check_role_dtype(worker.get("dtype"), engine_key, resolved)
+    rollout = config["actor_rollout_ref"]["rollout"]
     with _below("actor_rollout_ref.rollout"):
-        check_rollout_dtype(config["actor_rollout_ref"]["rollout"]["dtype"])
+        check_rollout_dtype(rollout["dtype"])
+        if rollout.get("name") == "hf":  # generates under autocast, which knows neither "auto" nor "half"
+            to_dtype(rollout["dtype"], "dtype")
 
 
 def check_sft(config: Mapping[str, Any]) -> None:

@@ -131,6 +131,8 @@ def test_a_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
     roles = {report["role"]: report for report in told}
     assert (roles["actor"]["compute"], roles["actor"]["master"]) == ("float16", "float32")
     assert roles["actor"]["loss_scaling"] is True
+    if ROUTES[release].rollout == VLLM.rollout:  # HuggingFace's generate is the recipe's, or within the actor
+        assert (roles["rollout"]["wire"], roles["rollout"]["rollout"]) == ("float32", "float16")
     assert {report["stamp"]["release"] for report in told} == {release}
 
     if pytestconfig.getoption("write_results"):

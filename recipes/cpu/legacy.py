@@ -74,8 +74,12 @@ def register_hf_replica(replica: ModuleType) -> None:
 
 
 def complete_hf_rollout(module: ModuleType) -> None:
-    """The HFRollout of verl 0.4.1 and 0.5.0 drops the probabilities of what it samples: the trainer measures with them
-    how far it is from the rollout. And in 0.5.0 it repeats the prompts that its trainer has repeated."""
+    """Three repairs of the HFRollout of verl 0.4.1 and 0.5.0.
+
+    It hands the prompts' positions to generate, and transformers 4.57 takes their last one for every new token: what
+    is sampled is nonsense. It drops the probabilities, from which the trainer measures the mismatch. And in 0.5.0 it
+    repeats the prompts that its trainer has repeated.
+    """
     import verl
 
     def init(initialize):
@@ -89,7 +93,7 @@ def complete_hf_rollout(module: ModuleType) -> None:
         def with_log_probs(self, prompts):
             outputs, generate = [], self.module.generate
 
-            def keep(**kwargs):
+            def keep(position_ids, **kwargs):  # generate has them from the attention mask
                 outputs.append(generate(**kwargs, output_logits=True))
                 return outputs[0]
 

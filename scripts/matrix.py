@@ -25,6 +25,7 @@ def table(results: dict, runs: dict) -> str:
     notes: list[str] = []
 
     def noted(mark: str, note: str) -> str:
+        note = note[0].upper() + note[1:]
         if note not in notes:
             notes.append(note)
         return mark + NOTES[notes.index(note)]
@@ -32,13 +33,14 @@ def table(results: dict, runs: dict) -> str:
     def run(release: str) -> str:
         if runs.get(release, {}).get("stack") != results[release]["stack"]:
             return "not run"
-        return noted("✓", f"With {runs[release]['rollout']} as rollout")
+        return noted("✓", f"with {runs[release]['rollout']} as rollout")
 
     def cell(cases: list[dict]) -> str:
-        if why := cases[0].get("absent"):
-            return noted("–", why[0].upper() + why[1:])
-        upstream = [case["upstream_has_it"] for case in cases]
-        return ("✓" if all(case["passed"] for case in cases) else "**fails**") + (
+        present = [case for case in cases if "absent" not in case]
+        if not present:
+            return noted("–", cases[0]["absent"])
+        upstream = [case["upstream_has_it"] for case in present]
+        return ("✓" if all(case["passed"] for case in present) else "**fails**") + (
             "°" if all(upstream) else "(°)" if any(upstream) else ""
         )
 

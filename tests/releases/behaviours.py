@@ -64,13 +64,14 @@ ACTOR = "actor_rollout_ref.actor"
 TAKES = "takes an unknown dtype{0}, keys that contradict{0}, fp16 masters, an unknown rollout dtype"
 
 DTYPE = "one key for fp16 at every hop, fp32 masters: actor, ref, critic"
-SPELLING = "FlowRL's own spelling of its two branches"
+SPELLING = "FlowRL's spelling of its two branches sets the same keys"
 OVERFLOW = "an inf or NaN of one rank skips the step on all, and halves the scale"
 KEYS = "the loss scaler's settings are keys"
-METRICS = "skipped_steps, loss_scale; grad_norm finite or absent"
+METRICS = "`skipped_steps` and `loss_scale` in the metrics, `grad_norm` finite or absent"
 RATE = "LR held where every step of an update was skipped"
 ENDS = "a storm of overflows ends the run, naming the gradient"
 CHECKPOINT = "the loss scale in the checkpoint, an older one warns"
+WIRE = "weights leave for an fp16 rollout without passing through bf16"
 BITS = "bf16 as upstream, to the bit: metrics, outputs, weights, Adam"
 
 BEHAVIOURS = {
@@ -128,15 +129,16 @@ BEHAVIOURS = {
         {"trains on 2 rows of NaN": RELEASES},
     ),
     "wire": Behaviour(
-        "weights leave for an fp16 rollout without passing through bf16",
+        WIRE,
         "float32",
         {"float32": ("0.6.0", *B, "0.9.0", "0.9.1"), "bfloat16": ("0.8.0",)},
-        {
-            "the trainer hands its module to a manager that imports a vLLM which has no build for a CPU": A[:2],
-        },
+        {"its manager of weights imports a vLLM that has no build for a CPU": A[:2]},
+    ),
+    "wire_merged_lora": Behaviour(
+        WIRE, "float32", {"bfloat16": C}, {"adapters leave by themselves, none are merged": LEGACY}
     ),
     "hf_rollout": Behaviour(
-        "the hf rollout samples in rollout.dtype",
+        "the hf rollout samples in `rollout.dtype`",
         "autocast float16",
         {"autocast bfloat16": A[:2]},
         {
@@ -145,10 +147,10 @@ BEHAVIOURS = {
         },
     ),
     "reward_model": Behaviour(
-        "the reward model scores in reward_model.dtype",
+        "the reward model scores in `reward_model.dtype`",
         FP16,
         {BF16: ("0.4.1", "0.5.0", "0.6.0", "0.6.1", "0.7.0")},
-        {"reward models are served by the rollout's server": ("0.7.1", *C)},
+        {"reward models are servers of the rollout's kind": ("0.7.1", *C)},
     ),
     "export": Behaviour(
         "HF export and model merger keep fp16",
@@ -156,7 +158,7 @@ BEHAVIOURS = {
         {"exported as bfloat16 ROUNDED, merged as bfloat16 ROUNDED": RELEASES},
     ),
     "sft": Behaviour(
-        "SFT in fp16, by the same key",
+        "SFT in fp16 by the same key",
         f"{FP16}, scaler",
         {f"{BF16}, no scaler": (*A, "0.6.1", "0.7.0", *C)},
         {"SFT runs on the model engine, which trains in bf16 alone there: refused": ("0.7.1",)},

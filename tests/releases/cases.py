@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +44,6 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -531,20 +530,26 @@ class Recorder:
 
 def wire() -> str:
     """In what dtype do weights leave the trainer for an fp16 rollout?"""
-    worker = Worker("actor", composed("actor_rollout_ref.rollout.dtype=float16", FREE))
+    worker = Worker("actor", composed(*WIRE))
     if not LEGACY:
-        return ", ".join(sorted({name(tensor.dtype) for _, tensor in worker.policy.get_per_tensor_param()[0]}))
-    if STRATEGY == "fsdp":  # as _build_rollout does
-        FullyShardedDataParallel.set_state_dict_type(
-            worker.module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
-        )
+        return sent(worker.policy.get_per_tensor_param()[0])
     recorder = worker.worker.rollout = Recorder()
     worker.worker.base_sync_done, worker.worker.gen_random_states = True, torch.get_rng_state()
     asyncio.run(worker.worker.rollout_mode())
     return ", ".join(sorted(recorder.dtypes))
 
 
-FREE = "actor_rollout_ref.rollout.free_cache_engine=false"
+def wire_merged_lora() -> str:
+    """The same of adapters that are merged into the weights."""
+    lora = ["actor_rollout_ref.model.lora_rank=4", "++actor_rollout_ref.model.lora.merge=true"]
+    return sent(Worker("actor", composed(*WIRE, *lora)).policy.get_per_tensor_param()[0])
+
+
+WIRE = ["actor_rollout_ref.rollout.dtype=float16", "actor_rollout_ref.rollout.free_cache_engine=false"]
+
+
+def sent(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    return ", ".join(sorted({name(tensor.dtype) for _, tensor in weights}))
 
 
 def hf_rollout() -> str:
@@ -704,12 +709,14 @@ CASES = [
     *(learning_rate_actor, learning_rate_critic, storm_actor, storm_critic, checkpoint_actor, checkpoint_critic),
     *(bf16_actor, bf16_critic),
 ]
-# Under FSDP2 alone: they do not depend on it, but for export: torch frees FSDP1's parameters on a CPU.
+# Under FSDP2 alone: they do not depend on it, or gather all weights, for which torch frees FSDP1's storage on a CPU.
 ONCE = [flowrl_fp16, flowrl_bf16_train_fp16_infer, refusals, nan_reward, export]
 if NUMBERS < (0, 6):
     ONCE.append(hf_rollout)
 if NUMBERS >= (0, 6):
-    CASES.append(wire)
+    ONCE.append(wire)
+if not LEGACY:
+    ONCE.append(wire_merged_lora)
 if NUMBERS < (0, 7, 1):
     CASES.append(reward_model)
 if NUMBERS != (0, 7, 1):

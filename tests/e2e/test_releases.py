@@ -34,19 +34,21 @@ LEGACY = {  # recipes/cpu/legacy.py in Ray's processes and in those that vLLM st
 
 
 class Route(NamedTuple):
-    """How a release trains without a GPU."""
+    """How a release trains without a GPU, and the mean difference of probabilities that bf16 gives there, measured."""
 
     rollout: str
     venv: str
     finds_the_cpu: dict[str, str]
     configuration: str
+    bf16: float
 
 
-HF = Route("HuggingFace's generate", ".venv-workers", LEGACY, "+releases=hf")
-VLLM = Route("vLLM's CPU build", ".venv", LEGACY, "+releases=vllm")
+HF = Route("HuggingFace's generate", ".venv-workers", LEGACY, "+releases=hf", bf16=3e-4)
+VLLM = Route("vLLM's CPU build", ".venv", LEGACY, "+releases=vllm", bf16=3e-4)
 ROUTES = {
-    **dict.fromkeys(("0.4.1", "0.5.0", "0.6.0", "0.6.1"), HF),
-    "0.7.0": HF._replace(configuration="+releases=hf_server"),
+    **dict.fromkeys(("0.4.1", "0.5.0"), HF),  # samples from the actor itself, by autocast
+    **dict.fromkeys(("0.6.0", "0.6.1"), HF._replace(bf16=7e-5)),  # from a copy in 16 bits
+    "0.7.0": HF._replace(configuration="+releases=hf_server", bf16=7e-5),
     **dict.fromkeys(("0.7.1", "0.8.0"), VLLM),
     **dict.fromkeys(("0.9.0", "0.9.1"), VLLM._replace(finds_the_cpu=CPU_PLATFORM, configuration="+device=cpu")),
 }
@@ -126,8 +128,8 @@ def test_a_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
     assert all(len(values) == STEPS and all(map(math.isfinite, values)) for values in metrics.values()), metrics
     assert metrics["loss_scale"] == [65536.0] * STEPS and metrics["skipped_steps"] == [0.0] * STEPS
     assert min(metrics["grad_norm"]) > 0 and min(metrics["reward"]) > 0.1, "nothing to learn from"
-    # bf16 on both sides is at 3e-4 with this model, and so is each of the mixtures.
-    assert 0 < min(metrics["rollout_probs_diff_mean"]) and max(metrics["rollout_probs_diff_mean"]) < 1e-4
+    mismatch = metrics["rollout_probs_diff_mean"]
+    assert 0 < min(mismatch) and max(mismatch) < ROUTES[release].bf16 / 3, mismatch
     roles = {report["role"]: report for report in told}
     assert (roles["actor"]["compute"], roles["actor"]["master"]) == ("float16", "float32")
     assert roles["actor"]["loss_scaling"] is True

@@ -19,12 +19,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lib.job import CONFIGS, CPU_PLATFORM
 from lib.releases import find_release, load_releases, unpacked_wheel
-from lib.runs import reports, write_json
+from lib.runs import load_manifest, reports, write_json
 from lib.stack import apply, load_stack
 
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "docs/results/releases-e2e.json"
 STEPS = 2
+SCALE = 1024.0  # the first loss scale
+RESUMED = ("0.4.1", "0.6.1")  # one of each family of legacy workers; test_resume.py has the model engine
 HANGS_S = 900
 LEGACY = {  # recipes/cpu/legacy.py in Ray's processes and in those that vLLM starts
     "RAY_RUNTIME_ENV_HOOK": "recipes.cpu.legacy.in_every_process",
@@ -70,20 +72,22 @@ def task() -> Path:
     return folder
 
 
-def overrides(release: str, task: Path, out: Path) -> list[str]:
-    """Of the release's own configuration: the sanity task in fp16, two steps, a small batch."""
+def overrides(release: str, task: Path, out: Path, steps: int) -> list[str]:
+    """Of the release's own configuration: the sanity task in fp16, a small batch, a scale that doubles every step."""
     batch = {
         "data.train_batch_size": 8,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 32,
+        "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale": SCALE,
+        "actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_interval": 1,
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 64,
     }
     run = {
         "data.train_files": task / "train.parquet",
         "data.val_files": task / "val.parquet",
         "actor_rollout_ref.model.path": task / "model",
-        "trainer.total_training_steps": STEPS,
-        "trainer.save_freq": -1,
+        "trainer.total_training_steps": steps,
+        "trainer.save_freq": steps,
         "trainer.logger": "[console,tensorboard]",
         "trainer.default_local_dir": out / "checkpoints",
         "hydra.run.dir": out,
@@ -93,19 +97,23 @@ def overrides(release: str, task: Path, out: Path) -> list[str]:
     return groups + [f"{key}={value}" for key, value in (batch | run).items()]
 
 
-def train(release: str, tree: Path, task: Path, out: Path) -> tuple[dict[str, list[float]], list[dict]]:
-    """Run ``main_ppo`` of the verl in ``tree``. Returns its metrics, a value a step, and what its workers reported."""
-    route = ROUTES[release]
+def train(release: str, tree: Path, task: Path, out: Path, steps: int) -> tuple[dict[str, list[float]], list[dict]]:
+    """Run ``main_ppo`` of the verl in ``tree``, up to ``steps`` and from where ``out`` stands.
+
+    Returns:
+        Its metrics, a value a step that it made, and what its workers reported.
+    """
+    route, metrics = ROUTES[release], out / f"metrics-{steps}"
     environment = route.finds_the_cpu | {
         "PYTHONPATH": f"{tree}:{REPO}",
-        "TENSORBOARD_DIR": str(out / "metrics"),  # the one logger of every release that does not round
+        "TENSORBOARD_DIR": str(metrics),  # the one logger of every release that does not round
         "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),  # not written: by it of_this_run knows them
         "RAY_DEDUP_LOGS": "0",  # or the workers' lines, which differ in a rank alone, would be dropped
         "RAY_USAGE_STATS_ENABLED": "0",
         "HYDRA_FULL_ERROR": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [REPO / route.venv / "bin/python", "-m", "verl.trainer.main_ppo", *overrides(release, task, out)]
+    command = [REPO / route.venv / "bin/python", "-m", "verl.trainer.main_ppo", *overrides(release, task, out, steps)]
     with (out / "train.log").open("w") as log:
         main = subprocess.Popen(command, cwd=REPO, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -114,7 +122,7 @@ def train(release: str, tree: Path, task: Path, out: Path) -> tuple[dict[str, li
             kill(of_this_run(out))
     lines = (out / "train.log").read_text().splitlines()
     assert code == 0, "\n".join(lines[-60:])
-    events = EventAccumulator(str(out / "metrics")).Reload()
+    events = EventAccumulator(str(metrics)).Reload()
     return {name: [event.value for event in events.Scalars(tag)] for name, tag in METRICS.items()}, reports(lines)
 
 
@@ -123,10 +131,10 @@ def train(release: str, tree: Path, task: Path, out: Path) -> tuple[dict[str, li
 def test_a_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
     tree = unpacked_wheel(release, tmp_path / "tree")
     apply(tree)
-    metrics, told = train(release, tree, task, tmp_path)
+    metrics, told = train(release, tree, task, tmp_path, STEPS)
 
     assert all(len(values) == STEPS and all(map(math.isfinite, values)) for values in metrics.values()), metrics
-    assert metrics["loss_scale"] == [65536.0] * STEPS and metrics["skipped_steps"] == [0.0] * STEPS
+    assert metrics["loss_scale"] == [SCALE * 2, SCALE * 4] and metrics["skipped_steps"] == [0.0] * STEPS
     assert min(metrics["grad_norm"]) > 0 and min(metrics["reward"]) > 0.1, "nothing to learn from"
     mismatch = metrics["rollout_probs_diff_mean"]
     assert 0 < min(mismatch) and max(mismatch) < ROUTES[release].bf16 / 3, mismatch
@@ -136,6 +144,11 @@ def test_a_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
     if ROUTES[release].rollout == VLLM.rollout:  # HuggingFace's generate is the recipe's, or within the actor
         assert (roles["rollout"]["wire"], roles["rollout"]["rollout"]) == ("float32", "float16")
     assert {report["stamp"]["release"] for report in told} == {release}
+    checkpoints = tmp_path / "checkpoints"
+    assert load_manifest(tree / "verl").choose(checkpoints) == (checkpoints / f"global_step_{STEPS}", [])
+    if release in RESUMED:
+        third, _ = train(release, tree, task, tmp_path, STEPS + 1)
+        assert third["loss_scale"] == [SCALE * 8], "step 3 alone, from the scale of step 2"
 
     if pytestconfig.getoption("write_results"):
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -151,8 +164,9 @@ def test_every_release_has_a_route():
 @pytest.mark.parametrize("release", ROUTES)
 def test_the_configuration_fits_the_release(release, tmp_path):
     tree = unpacked_wheel(release, tmp_path)
+    apply(tree)
     with hydra.initialize_config_dir(config_dir=str(tree / "verl/trainer/config"), version_base=None):
-        config = hydra.compose("ppo_trainer", overrides=overrides(release, tmp_path, tmp_path))
+        config = hydra.compose("ppo_trainer", overrides=overrides(release, tmp_path, tmp_path, STEPS))
     later = config.get("reward", {}).get("reward_manager") is not None  # where the release looks for the reward
     reward = (config.reward if later else config).custom_reward_function
     assert reward.name == "compute_score"

@@ -531,7 +531,8 @@ ACTOR, ROLLOUT, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout",
         ("trainer.use_legacy_worker_impl=disable", f"{ACTOR}.dtype=bfloat16"),
         (f"{ACTOR}.strategy=megatron",),
         (f"{ROLLOUT}.dtype=half",),
-        (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float16"),
+        (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float16", f"{ACTOR}.dtype=float16"),
+        ("critic.strategy=megatron", "critic.megatron.dtype=float16"),  # upstream's own
     ],
 )
 def test_a_config_that_workers_can_compute_in_passes(overrides):
@@ -564,11 +565,11 @@ def test_a_config_that_workers_can_compute_in_passes(overrides):
         ),
         (
             [f"{ACTOR}.strategy=megatron", f"{ACTOR}.dtype=float16"],
-            f"{ACTOR}.dtype=float16 is not what strategy=megatron trains in on this release",
+            f"{ACTOR}.dtype=float16 does not reach strategy=megatron on this release",
         ),
         (
-            ["critic.strategy=megatron", "critic.megatron.dtype=float16"],
-            "critic.dtype=float16 is not what strategy=megatron trains in on this release",
+            [f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float16"],
+            f"{ROLLOUT}.dtype=float16 with name=hf, whose weights were rounded to the actor's bfloat16 before: set",
         ),
     ],
 )
@@ -578,18 +579,33 @@ def test_a_config_that_workers_cannot_compute_in_is_refused_in_one_line(override
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
 
 
+FSDP_ENGINE = {"strategy": "fsdp", "dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
     "config",
     [
-        {"engine": {"dtype": "float16"}},
-        {"engine": {"dtype": "bfloat16", "mixed_precision": {"param_dtype": "fp16"}}},
-        {"engine": {"dtype": "bfloat16"}, "actor_rollout_ref": {"actor": {"dtype": "float16"}}},  # +precision=fp16
+        {"engine": FSDP_ENGINE | {"dtype": "float16"}},
+        {"engine": FSDP_ENGINE | {"mixed_precision": {"param_dtype": "fp16"}}},
+        {"engine": FSDP_ENGINE, "actor_rollout_ref": {"actor": {"dtype": "float16"}}},  # +precision=fp16
+        {"engine": {"dtype": "bfloat16"}, "actor_rollout_ref": {"actor": {"dtype": "float16"}}},  # Megatron
     ],
 )
 def test_sft_on_a_model_engine_without_loss_scaling_is_refused(config):
-    precision.check_sft(OmegaConf.create({"engine": {"dtype": "bfloat16"}}))
+    for passes in (FSDP_ENGINE, {"dtype": "float16"}):  # the second is Megatron's, upstream's own
+        precision.check_sft(OmegaConf.create({"engine": passes}))
     with pytest.raises(ValueError, match="^engine.dtype=float16 is not what SFT on the model engine trains in"):
         precision.check_sft(OmegaConf.create(config))
+
+
+def test_sft_takes_one_of_two_spellings():
+    def config(dtype, engine):
+        return OmegaConf.create({"dtype": dtype, "model": {"fsdp_config": {"dtype": engine}}})
+
+    for dtype, engine in ((None, "float16"), ("fp16", "float16")):
+        assert precision.sft_precision(config(dtype, engine)).loss_scaling
+    with pytest.raises(ValueError, match="^dtype=float16 and model.fsdp_config.dtype=bfloat16 contradict each other"):
+        precision.sft_precision(config("float16", "bfloat16"))
 
 
 def test_a_report_is_one_line_of_json_in_one_write(monkeypatch):

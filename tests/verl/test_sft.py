@@ -104,3 +104,9 @@ def test_sft_upstream_ignores_the_dtype(train, tmp_path):
     assert done.returncode == 0, done.stderr[-6000:]
     assert "train/loss_scale" not in steps[1]
     assert "grad_scaler" not in saved(tmp_path, 1, "extra_state", 0)
+
+
+def test_sft_refuses_two_spellings(train, tmp_path):
+    done, steps = train("patched", tmp_path, "+precision=fp16", "engine.dtype=bfloat16")
+    assert done.returncode != 0 and not steps
+    assert "dtype=float16 and engine.dtype=bfloat16 contradict each other" in done.stderr

@@ -67,6 +67,7 @@ __all__ = [
     "report",
     "save_after_storm",
     "set_wire_dtype",
+    "sft_precision",
     "shard_in_fp32",
     "to_dtype",
     "wire_kwargs",
@@ -851,25 +852,52 @@ def check_workers(config: Mapping[str, Any]) -> None:
         worker = _select(config, role)
         if worker is None or _select(worker, "strategy") is None:
             continue  # a release without this worker
-        strategy = worker["strategy"]
-        engine_key = fsdp_key if strategy in ("fsdp", "fsdp2") else strategy
-        engine = _select(worker, engine_key) or {}
-        with _below(f"{role}.{engine_key}"):
-            precision = Precision.of_worker(engine, trained and engine_key == fsdp_key)
+        strategy, dtype = worker["strategy"], worker.get("dtype")
+        if strategy not in ("fsdp", "fsdp2"):  # Megatron's own key, megatron.dtype, stays as upstream has it
+            if dtype is not None and to_dtype(dtype, f"{role}.dtype") != torch.bfloat16:
+                raise ValueError(
+                    f"{role}.dtype={dtype} does not reach strategy={strategy} on this release, whose loss scaler ends "
+                    f"the run at the first overflow: choose fsdp or fsdp2, or leave {role}.dtype null"
+                )
+            continue
+        engine = _select(worker, fsdp_key) or {}
+        with _below(f"{role}.{fsdp_key}"):
+            precision = Precision.of_worker(engine, trained)
             _scaler_settings(engine)
         with _below(role):
-            asked = worker.get("dtype"), precision.compute
             if model_engine:
-                _check_bfloat16_alone(asked, "trainer.use_legacy_worker_impl=disable", "auto")
-            elif engine_key != fsdp_key:
-                _check_bfloat16_alone(asked, f"strategy={strategy}", "fsdp or fsdp2")
-            resolved = SimpleNamespace(dtype=dtype_name(precision.compute), strategy=None)
-            check_role_dtype(worker.get("dtype"), engine_key, resolved)
+                _check_bfloat16_alone((dtype, precision.compute), "trainer.use_legacy_worker_impl=disable", "auto")
+            _check_wire(dtype, fsdp_key, precision)
     rollout = config["actor_rollout_ref"]["rollout"]
     with _below("actor_rollout_ref.rollout"):
         check_rollout_dtype(rollout["dtype"])
-        if rollout.get("name") == "hf":  # generates under autocast, which knows neither "auto" nor "half"
-            to_dtype(rollout["dtype"], "dtype")
+        if rollout.get("name") == "hf":
+            _check_hf_rollout(rollout["dtype"], config["actor_rollout_ref"]["actor"])
+
+
+def _check_wire(dtype: Optional[str], fsdp_key: str, precision: Precision) -> None:
+    check_role_dtype(dtype, fsdp_key, SimpleNamespace(dtype=dtype_name(precision.compute), strategy=None))
+
+
+def _check_hf_rollout(dtype: str, actor: Mapping[str, Any]) -> None:
+    """It samples under autocast, which knows neither "auto" nor "half", from weights that FSDP gathers for training."""
+    trained = Precision.of_worker(_select(actor, "fsdp_config") or {}, True).compute
+    if to_dtype(dtype, "dtype") != trained:
+        raise ValueError(
+            f"dtype={dtype} with name=hf, whose weights were rounded to the actor's {dtype_name(trained)} before: set "
+            f"dtype={dtype_name(trained)}, or choose another rollout"
+        )
+
+
+def sft_precision(config: Mapping[str, Any]) -> Precision:
+    """Resolve the config of ``fsdp_sft_trainer``, the SFT trainer of verl up to 0.7.0 that has no engine.
+
+    Raises:
+        ValueError: as :meth:`Precision.resolve`; ``dtype`` and ``model.fsdp_config`` contradict each other.
+    """
+    precision = Precision.of_worker(config["model"]["fsdp_config"], trained=True)
+    _check_wire(config["dtype"], "model.fsdp_config", precision)
+    return precision
 
 
 def check_sft(config: Mapping[str, Any]) -> None:
@@ -878,8 +906,10 @@ def check_sft(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the key, its value and what is allowed.
     """
+    engine, asked = config["engine"], [_select(config, "actor_rollout_ref.actor.dtype")]
+    if engine.get("strategy") in ("fsdp", "fsdp2"):
+        asked.append(Precision.of_worker(engine, False).compute)
     with _below("engine"):
-        asked = _select(config, "actor_rollout_ref.actor.dtype"), Precision.of_worker(config["engine"], False).compute
         _check_bfloat16_alone(asked, "SFT on the model engine", "verl.trainer.fsdp_sft_trainer, a later release")
 
 

@@ -880,7 +880,7 @@ def _check_wire(dtype: Optional[str], fsdp_key: str, precision: Precision) -> No
 
 
 def _check_hf_rollout(dtype: str, actor: Mapping[str, Any]) -> None:
-    """It samples under autocast, which knows neither "auto" nor "half", from weights that FSDP2 gathers for training."""
+    """It samples under autocast, which knows no "auto" and no "half", from weights that FSDP2 gathers for training."""
     sampled, trained = to_dtype(dtype, "dtype"), Precision.of_worker(_select(actor, "fsdp_config") or {}, True).compute
     if actor["strategy"] == "fsdp2" and sampled != trained:
         raise ValueError(

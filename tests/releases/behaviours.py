@@ -128,7 +128,7 @@ BEHAVIOURS = {
         "bad dtypes, contradictions, fp16 masters refused in one line by the driver",
         "refuses all",
         {
-            TAKES.format(""): ("0.4.1", "0.5.0"),
+            TAKES.format("") + ", fp16 from an hf rollout of bf16": A[:2],
             TAKES.format(" (TypeError)"): ("0.6.0", *C),
             TAKES.format(" (TypeError)") + ", fp16 on the model engine, fp16 in its SFT": B,
         },
@@ -150,7 +150,7 @@ BEHAVIOURS = {
     "hf_rollout_fp16": Behaviour(
         HF, f"fsdp: {HF16}, weight float32; fsdp2: {HF16}, weight float16", {BF16: A[:2]}, NO_HF
     ),
-    # FSDP2 gathers weights in the dtype that it trains in.
+    # FSDP2 gathers weights in the dtype that it trains in: the driver refuses this one, see `refusals`.
     "hf_rollout_bf16_train_fp16_infer": Behaviour(
         HF, f"fsdp: {HF16}, weight float32; fsdp2: {HF16}, weight bfloat16", {BF16: A[:2]}, NO_HF
     ),

@@ -487,6 +487,11 @@ REFUSED = {
     ),
     "an unknown rollout dtype": (["actor_rollout_ref.rollout.dtype=banana"], ["dtype=banana", "bfloat16"]),
 }
+if NUMBERS < (0, 6):  # it samples from the trained module, whose weights FSDP2 gathers in the training dtype
+    REFUSED["fp16 from an hf rollout of bf16"] = (
+        ["actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.dtype=float16"],
+        ["dtype=float16", "name=hf", "dtype=bfloat16"],
+    )
 # The model engine of these autocasts in bf16 and scales no loss.
 MODEL_ENGINE = ["+precision=fp16", "trainer.use_legacy_worker_impl=disable"]
 

@@ -67,7 +67,7 @@ check: python  ## check that every release's patches apply and reverse exactly
 	@$(PYTHON) scripts/patchset.py check --all
 
 # Where port leaves its git tree.
-DIR ?= outputs/verl-$(notdir $(TO))
+DIR ?= outputs/verl-$(notdir $(TO:/=))
 port: python  ## carry a release's patches to another verl:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=…)
 	@$(PYTHON) scripts/patchset.py port $(call quote,$(FROM)) $(call quote,$(TO)) $(call quote,$(DIR))
 

@@ -17,6 +17,7 @@ from .releases import (
     BOOK,
     PROJECT,
     Refused,
+    Release,
     add_release,
     download,
     find_release,
@@ -74,7 +75,7 @@ def port(name: str, to: str, folder: Path, project: Path = PROJECT) -> tuple[lis
     if not stack.patches:
         raise Refused(f"verl {name} has no patches to carry")
     with scratch_beside(folder) as (scratch, folder):
-        target, root, added = destination(to, stack, project, scratch)
+        target, root, unknown = destination(to, stack, project, scratch)
         tree = commit_base(target, root, stack.added, scratch)
         (scratch / "from").mkdir()
         source = commit_stack(stack, scratch / "from")
@@ -87,7 +88,13 @@ def port(name: str, to: str, folder: Path, project: Path = PROJECT) -> tuple[lis
             raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
         carried = int(git("rev-list", "--count", f"{new}..HEAD", cwd=tree))
         os.replace(tree, folder)
-    lines = [*added, *report(stack, target, hooks)]
+    lines = []
+    if unknown:
+        entry = add_release(unknown, project / "patches/verl/versions.toml")
+        lines = [f"new in versions.toml, family and dependencies as {name} has them:", entry]
+    elif target not in load_releases(project):
+        lines = [f"{to} is no release: its patches can be used as commits, but not exported"]
+    lines += report(stack, target, hooks)
     lines += [f"{folder}: {carried} of {len(stack.patches)} patches are commits after the tag {new}"]
     if done.returncode:
         lines += [
@@ -100,13 +107,12 @@ def port(name: str, to: str, folder: Path, project: Path = PROJECT) -> tuple[lis
     return lines, not done.returncode
 
 
-def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[str, Path, list[str]]:
-    """Return the name of the verl that ``to`` is, a copy of it to be used up, and what was done to versions.toml.
+def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[str, Path, Release | None]:
+    """Return the name of the verl that ``to`` is, a copy of it to be used up, and the entry of an unknown release.
 
     A folder that holds no release is named by its version and its content, as PEP 440 has it: 0.10.0.dev+1a2b3c4d.
     """
-    releases = load_releases(project)
-    lines = []
+    releases, unknown = load_releases(project), None
     if to in releases:
         name, root = to, unpacked_wheel(to, scratch / "wheel")
     elif Path(to).is_dir():
@@ -120,20 +126,16 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         version = (root / "verl/version/version").read_text().strip()
         same = [release.name for release in releases.values() if release.tree_before == tree]
         name = same[0] if same else f"{version}+{tree[:8]}"
-        if not same:
-            lines = [f"{to} is no release: its patches can be used as commits, but not exported"]
-    elif re.fullmatch(r"\d+(\.\d+)+\w*", to):
+    elif re.fullmatch(r"\d+(\.\w+)+", to):
         archive = download(to)
         name, root = to, unpack(archive, scratch / "wheel")
         tree = verl_tree_id(verl_blobs(root))
-        entry = replace(stack.release, name=to, wheel_sha256=sha256(archive), tree_before=tree, tree_after=tree)
-        written = add_release(entry, project / "patches/verl/versions.toml")
-        lines = [f"new in versions.toml, family and dependencies as {stack.release.name} has them:", written]
+        unknown = replace(stack.release, name=to, wheel_sha256=sha256(archive), tree_before=tree, tree_after=tree)
     else:
         raise Refused(f"{to} is neither a release ({', '.join(releases)}, or a newer one on PyPI) nor a folder")
     if name == stack.release.name:
         raise Refused(f"{to} is verl {name} itself; patchset.py checkout makes a tree of its stack")
-    return name, root, lines
+    return name, root, unknown
 
 
 def renames(tree: Path, old: str, new: str) -> dict[str, str]:

@@ -74,6 +74,16 @@ CHECKPOINT = "the loss scale in the checkpoint, an older one warns"
 WIRE = "weights leave for an fp16 rollout without passing through bf16"
 BITS = "bf16 as upstream, to the bit: metrics, outputs, weights, Adam"
 
+HF = "the hf rollout samples in `rollout.dtype`"
+HF16 = "linear float16, autocast float16"
+NO_HF = {
+    "upstream's HFRollout lacks methods of its base class: no instance of it can be made": ("0.6.0", *B),
+    "upstream removed the hf rollout": C,
+}
+# SFT of its own, and reward models of its own.
+OWN = (*A, "0.6.1", "0.7.0")
+ON_ENGINE = {"reward models are servers of the rollout's kind, SFT's step is the engine's": ("0.7.1", *C)}
+
 BEHAVIOURS = {
     "dtype_actor": Behaviour(
         DTYPE,
@@ -137,19 +147,17 @@ BEHAVIOURS = {
     "wire_merged_lora": Behaviour(
         WIRE, "float32", {"bfloat16": C}, {"adapters leave by themselves, none are merged": LEGACY}
     ),
-    "hf_rollout": Behaviour(
-        "the hf rollout samples in `rollout.dtype`",
-        "autocast float16",
-        {"autocast bfloat16": A[:2]},
-        {
-            "upstream's HFRollout lacks methods of its base class: no instance of it can be made": ("0.6.0", *B),
-            "upstream removed the hf rollout": C,
-        },
+    "hf_rollout_fp16": Behaviour(
+        HF, f"fsdp: {HF16}, weight float32; fsdp2: {HF16}, weight float16", {BF16: A[:2]}, NO_HF
+    ),
+    # FSDP2 gathers weights in the dtype that it trains in.
+    "hf_rollout_bf16_train_fp16_infer": Behaviour(
+        HF, f"fsdp: {HF16}, weight float32; fsdp2: {HF16}, weight bfloat16", {BF16: A[:2]}, NO_HF
     ),
     "reward_model": Behaviour(
         "the reward model scores in `reward_model.dtype`",
         FP16,
-        {BF16: ("0.4.1", "0.5.0", "0.6.0", "0.6.1", "0.7.0")},
+        {BF16: OWN},
         {"reward models are servers of the rollout's kind": ("0.7.1", *C)},
     ),
     "export": Behaviour(
@@ -160,11 +168,20 @@ BEHAVIOURS = {
     "sft": Behaviour(
         "SFT in fp16 by the same key",
         f"{FP16}, scaler",
-        {f"{BF16}, no scaler": (*A, "0.6.1", "0.7.0", *C)},
+        {f"{BF16}, no scaler": (*OWN, *C)},
         {"SFT runs on the model engine, which trains in bf16 alone there: refused": ("0.7.1",)},
     ),
+    "overflow_sft": Behaviour(
+        "SFT: an overflow skips the step, holds the LR and is counted",
+        "skipped, scale 512, LR held, skipped_steps 1.0",
+        {"skipped, no scale, LR moves on, skipped_steps None": OWN},
+        {"SFT's step is the engine's, seen as the actor's": ("0.7.1", *C)},
+    ),
     "bf16_actor": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
+    "bf16_ref": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
     "bf16_critic": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
+    "bf16_reward_model": Behaviour(BITS, IDENTICAL, {REFERENCE: OWN}, ON_ENGINE),
+    "bf16_sft": Behaviour(BITS, IDENTICAL, {REFERENCE: OWN}, ON_ENGINE),
 }
 
 
@@ -178,7 +195,8 @@ def outcome(seen: dict[str, dict[str, str]], case: str) -> str:
 
 def compared(patched: str, upstream: str) -> tuple[str, str]:
     """The outcomes of two trees; digests become ``IDENTICAL`` and ``REFERENCE`` where they are the same."""
-    digests = re.fullmatch(r"(fsdp2?: [0-9a-f]{64} [0-9a-f]{64}(; )?){2}", upstream)
+    digest = "[0-9a-f]{64} [0-9a-f]{64}"
+    digests = re.fullmatch(f"{digest}|fsdp: {digest}; fsdp2: {digest}", upstream)
     return (IDENTICAL, REFERENCE) if digests and patched == upstream else (patched, upstream)
 
 

@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
@@ -435,21 +436,33 @@ def storm_critic() -> str:
     return storm("critic")
 
 
+def digest(*seen: torch.Tensor | dict) -> str:
+    """What tells two trees apart: a digest of tensors and metrics for each rank."""
+    whole = hashlib.sha256()
+    for each in seen:
+        if isinstance(each, dict):
+            left_out = ("skipped_steps", "mfu")  # the patches' own, and a measure of time
+            kept = {key: numbers(each[key]) for key in sorted(each) if key not in left_out and "/" not in key}
+            whole.update(json.dumps(kept).encode())
+        else:
+            whole.update(each.float().contiguous().numpy().tobytes())
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, whole.hexdigest())
+    return " ".join(digests)
+
+
 def bf16(role: str) -> str:
-    """A digest of everything two updates in bf16 leave: metrics, outputs, weights, Adam state, LR."""
+    """What two updates in bf16 leave: metrics, outputs, weights, Adam state, LR."""
     torch.manual_seed(0)  # the critic's head
     worker = Worker(role, composed())
-    digest = hashlib.sha256()
+    seen = []
     for seed in range(2):
-        update = worker.update(batch(seed))
-        left_out = ("skipped_steps", "mfu")  # the patches' own, and a measure of time
-        kept = {key: numbers(value) for key, value in sorted(update.items()) if key not in left_out and "/" not in key}
-        digest.update(json.dumps(kept).encode())
-        for tensor in (worker.forward(batch(9)), *state(worker)):
-            digest.update(tensor.float().contiguous().numpy().tobytes())
-    digests = [digest.hexdigest()] * 2
-    dist.all_gather_object(digests, digest.hexdigest())
-    return " ".join(digests)
+        seen += [worker.update(batch(seed)), worker.forward(batch(9)), *state(worker)]
+    return digest(*seen)
+
+
+def bf16_ref() -> str:
+    return digest(Worker("ref", composed()).forward(batch(9)))
 
 
 def bf16_actor() -> str:
@@ -552,30 +565,47 @@ def sent(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     return ", ".join(sorted({name(tensor.dtype) for _, tensor in weights}))
 
 
-def hf_rollout() -> str:
-    """What the hf rollout samples in, where ``rollout.dtype`` is float16."""
-    from verl.workers.rollout.hf_rollout import HFRollout
+def hf_samples(overlay: str) -> str:
+    """What the hf rollout computes in, which samples from the trained module itself."""
+    from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
-    model = AutoModelForCausalLM.from_pretrained(MODEL)
-    seen = watch(model)
-    config = composed("actor_rollout_ref.rollout.dtype=float16", "actor_rollout_ref.rollout.response_length=2")
-    prompts = batch(0).select(["input_ids", "attention_mask", "position_ids"])
-    prompts.meta_info.update(eos_token_id=257, pad_token_id=258)
-    HFRollout(model, config.actor_rollout_ref.rollout).generate_sequences(prompts)
-    return f"autocast {seen['autocast']}"
+    keys = ["name=hf", "dtype=float16", "response_length=2", "tensor_model_parallel_size=1"]
+    config = composed(f"+precision={overlay}", *(f"actor_rollout_ref.rollout.{key}" for key in keys))
+    worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor_rollout")
+    worker.init_model()
+    seen = watch(worker.actor_module_fsdp)
+    worker.generate_sequences(batch(0).select(["input_ids", "attention_mask", "position_ids"]))
+    return ", ".join(f"{key} {value}" for key, value in seen.items())
+
+
+def hf_rollout_fp16() -> str:
+    return hf_samples("fp16")
+
+
+def hf_rollout_bf16_train_fp16_infer() -> str:
+    return hf_samples("bf16_train_fp16_infer")
+
+
+def made_reward_model(*overrides: str):
+    from verl.workers.fsdp_workers import RewardModelWorker
+
+    given = ["enable=true", f"model.path={MODEL}", "model.input_tokenizer=null", "micro_batch_size_per_gpu=2"]
+    worker = RewardModelWorker(composed(*overrides, *(f"reward_model.{key}" for key in given)).reward_model)
+    worker.init_model()
+    return worker
 
 
 def reward_model() -> str:
     """What the reward model scores in."""
-    from verl.workers.fsdp_workers import RewardModelWorker
-
-    given = ["enable=true", f"model.path={MODEL}", "model.input_tokenizer=null", "micro_batch_size_per_gpu=2"]
-    config = composed("+precision=fp16", *(f"reward_model.{key}" for key in given))
-    worker = RewardModelWorker(config.reward_model)
-    worker.init_model()
+    worker = made_reward_model("+precision=fp16")
     seen = watch(worker.reward_module)
     worker.compute_rm_score(batch(0))
     return ", ".join(f"{key} {value}" for key, value in seen.items())
+
+
+def bf16_reward_model() -> str:
+    torch.manual_seed(0)  # its head
+    return digest(made_reward_model().compute_rm_score(batch(0)).batch["rm_scores"])
 
 
 def export() -> str:
@@ -625,28 +655,75 @@ def sft() -> str:
 
 def composed_sft(file: str, *overrides: str):
     with initialize_config_dir(str(VERL / "trainer/config"), version_base=None):
-        return compose(file, overrides=["++trainer.device=cpu", "trainer.total_training_steps=1", *overrides])
+        device = ["trainer.device=cpu"] if NUMBERS >= (0, 5) else []  # no such key before
+        return compose(file, overrides=[*device, "trainer.total_training_steps=1", *overrides])
 
 
-def legacy_sft(*overrides: str) -> str:
+def legacy_sft_trainer(*overrides: str):
     from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 
     given = [
         f"model.partial_pretrain={MODEL}",
         f"model.strategy={STRATEGY}",
         "model.enable_gradient_checkpointing=false",
+        "data.train_batch_size=8",
+        "data.micro_batch_size_per_gpu=2",
+        f"trainer.default_local_dir={OUT}/sft",
     ]
-    given += ["data.train_batch_size=8", "data.micro_batch_size_per_gpu=2", f"trainer.default_local_dir={OUT}/sft"]
-    rows = batch(0).select(["input_ids", "attention_mask", "position_ids", "loss_mask"]).batch
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     ulysses = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "sp"))
     config = composed_sft("sft_trainer", *given, *overrides)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    trainer = FSDPSFTTrainer(config, mesh, ulysses, tokenizer, [dict(row) for row in rows], [dict(row) for row in rows])
-    trainer.device_name = "cpu"
+    data = [dict(row) for row in sft_batch(0)]
+    return FSDPSFTTrainer(config, mesh, ulysses, AutoTokenizer.from_pretrained(MODEL), data, data)
+
+
+def sft_batch(seed: int) -> TensorDict:
+    return batch(seed).select(["input_ids", "attention_mask", "position_ids", "loss_mask"]).batch
+
+
+def legacy_sft(*overrides: str) -> str:
+    trainer = legacy_sft_trainer(*overrides)
     seen = watch(trainer.fsdp_model)
-    trainer.training_step(rows)
+    trainer.training_step(sft_batch(0))
     return sft_facts(seen, vars(trainer).get("scaler"))
+
+
+def sft_state(trainer) -> list[torch.Tensor]:
+    return state(SimpleNamespace(module=trainer.fsdp_model, optimizer=trainer.optimizer))
+
+
+def overflow_sft() -> str:
+    """One gradient of rank 1 is inf: weights and Adam state, the scale, the learning rate and the metric."""
+    scaler = ["model.fsdp_config.grad_scaler.init_scale=1024"] if PATCHED else []
+    trainer = legacy_sft_trainer("+precision=fp16", *scaler)
+    trainer.training_step(sft_batch(0))
+    backward = trainer._compute_loss_and_backward
+
+    def poisoned(*args, **kwargs):
+        loss = backward(*args, **kwargs)
+        if RANK == 1:
+            gradients = [local(p.grad) for p in trainer.fsdp_model.parameters() if p.grad is not None]
+            next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = math.inf
+        return loss
+
+    before, lr = sft_state(trainer), trainer.optimizer.param_groups[0]["lr"]
+    trainer._compute_loss_and_backward = poisoned
+    metrics = trainer.training_step(sft_batch(1))
+    scaler = vars(trainer).get("scaler")
+    return ", ".join(
+        [
+            "skipped" if same(before, sft_state(trainer)) else "STEPPED",
+            "no scale" if scaler is None else f"scale {scaler.get_scale():g}",
+            f"LR {'held' if trainer.optimizer.param_groups[0]['lr'] == lr else 'moves on'}",
+            f"skipped_steps {metrics.get('train/skipped_steps')}",
+        ]
+    )
+
+
+def bf16_sft() -> str:
+    trainer = legacy_sft_trainer()
+    losses = [torch.tensor(trainer.training_step(sft_batch(seed))["train/loss"]) for seed in range(2)]
+    return digest(*losses, *sft_state(trainer))
 
 
 def engine_sft_trainer(*overrides: str):
@@ -703,24 +780,26 @@ def reports() -> str:
     return ", ".join(facts) or "nothing"
 
 
+BF16 = [bf16_actor, bf16_ref, bf16_critic]
 CASES = [
     *(dtype_actor, dtype_ref, dtype_critic, reports),
     *(overflow_actor, overflow_critic, scaler_keys_actor, scaler_keys_critic, metrics_actor, metrics_critic),
     *(learning_rate_actor, learning_rate_critic, storm_actor, storm_critic, checkpoint_actor, checkpoint_critic),
-    *(bf16_actor, bf16_critic),
 ]
 # Under FSDP2 alone: they do not depend on it, or gather all weights, for which torch frees FSDP1's storage on a CPU.
 ONCE = [flowrl_fp16, flowrl_bf16_train_fp16_infer, refusals, nan_reward, export]
 if NUMBERS < (0, 6):
-    ONCE.append(hf_rollout)
-if NUMBERS >= (0, 6):
+    CASES += [hf_rollout_fp16, hf_rollout_bf16_train_fp16_infer]
+else:
     ONCE.append(wire)
 if not LEGACY:
     ONCE.append(wire_merged_lora)
 if NUMBERS < (0, 7, 1):
-    CASES.append(reward_model)
+    CASES += [reward_model, overflow_sft]
+    BF16 += [bf16_reward_model, bf16_sft]
 if NUMBERS != (0, 7, 1):
     CASES.append(sft)
+CASES += BF16
 
 
 def main() -> None:
@@ -731,7 +810,7 @@ def main() -> None:
     results = {}
     for STRATEGY in ("fsdp", "fsdp2"):
         # An unpatched tree shows what it does instead under FSDP2; bf16 is compared with it under both.
-        cases = CASES + ONCE if STRATEGY == "fsdp2" else CASES if PATCHED else [bf16_actor, bf16_critic]
+        cases = CASES + ONCE if STRATEGY == "fsdp2" else CASES if PATCHED else BF16
         wanted = [case for case in cases if case.__name__ in sys.argv[4:] or not sys.argv[4:]]
         results[STRATEGY] = {case.__name__: attempt(case) for case in wanted}
     (OUT / f"rank_{RANK}.json").write_text(json.dumps(results))

@@ -531,7 +531,8 @@ ACTOR, ROLLOUT, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout",
         ("trainer.use_legacy_worker_impl=disable", f"{ACTOR}.dtype=bfloat16"),
         (f"{ACTOR}.strategy=megatron",),
         (f"{ROLLOUT}.dtype=half",),
-        (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float16", f"{ACTOR}.dtype=float16"),
+        (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float16", f"{ACTOR}.dtype=float16", f"{ACTOR}.strategy=fsdp2"),
+        (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float16", f"{ACTOR}.strategy=fsdp"),
         ("critic.strategy=megatron", "critic.megatron.dtype=float16"),  # upstream's own
     ],
 )
@@ -568,8 +569,8 @@ def test_a_config_that_workers_can_compute_in_passes(overrides):
             f"{ACTOR}.dtype=float16 does not reach strategy=megatron on this release",
         ),
         (
-            [f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float16"],
-            f"{ROLLOUT}.dtype=float16 with name=hf, whose weights were rounded to the actor's bfloat16 before: set",
+            [f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float16", f"{ACTOR}.strategy=fsdp2"],
+            f"{ROLLOUT}.dtype=float16 with name=hf, whose weights FSDP2 rounds to the actor's bfloat16 before: set",
         ),
     ],
 )

@@ -880,12 +880,12 @@ def _check_wire(dtype: Optional[str], fsdp_key: str, precision: Precision) -> No
 
 
 def _check_hf_rollout(dtype: str, actor: Mapping[str, Any]) -> None:
-    """It samples under autocast, which knows neither "auto" nor "half", from weights that FSDP gathers for training."""
-    trained = Precision.of_worker(_select(actor, "fsdp_config") or {}, True).compute
-    if to_dtype(dtype, "dtype") != trained:
+    """It samples under autocast, which knows no "auto" and no "half", from weights that FSDP2 gathers for training."""
+    sampled, trained = to_dtype(dtype, "dtype"), Precision.of_worker(_select(actor, "fsdp_config") or {}, True).compute
+    if actor["strategy"] == "fsdp2" and sampled != trained:
         raise ValueError(
-            f"dtype={dtype} with name=hf, whose weights were rounded to the actor's {dtype_name(trained)} before: set "
-            f"dtype={dtype_name(trained)}, or choose another rollout"
+            f"dtype={dtype} with name=hf, whose weights FSDP2 rounds to the actor's {dtype_name(trained)} before: set "
+            f"dtype={dtype_name(trained)}, or choose strategy fsdp or another rollout"
         )
 
 

@@ -69,6 +69,7 @@ check: python  ## check that every release's patches apply and reverse exactly
 # Where port leaves its git tree.
 DIR ?= outputs/verl-$(notdir $(TO:/=))
 port: python  ## carry a release's patches to another verl:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=…)
+	$(foreach name,FROM TO,$(if $($(name)),,$(error $(name)= is missing: make port FROM=0.9.1 TO=0.9.2)))
 	@$(PYTHON) scripts/patchset.py port $(call quote,$(FROM)) $(call quote,$(TO)) $(call quote,$(DIR))
 
 drift: python  ## say which files that the patches hook are others in a verl:  make drift VERL=/path/to/verl

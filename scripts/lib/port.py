@@ -92,18 +92,17 @@ def port(name: str, to: str, folder: Path, project: Path = PROJECT) -> tuple[lis
     if unknown:
         entry = add_release(unknown, project / "patches/verl/versions.toml")
         lines = [f"new in versions.toml, family and dependencies as {name} has them:", entry]
-    elif target not in load_releases(project):
-        lines = [f"{to} is no release: its patches can be used as commits, but not exported"]
     lines += report(stack, target, hooks)
     lines += [f"{folder}: {carried} of {len(stack.patches)} patches are commits after the tag {new}"]
     if done.returncode:
         lines += [
             f"  {stack.patches[carried].name} has conflicts: git status; edit; git add; git cherry-pick --continue"
         ]
-    lines += [
-        f"  to review them: git range-diff {base}..{branch} {new}..HEAD",
-        f"  to take them over: python scripts/patchset.py export {folder}",
-    ]
+    lines += [f"  to review them: git range-diff {base}..{branch} {new}..HEAD"]
+    if target in load_releases(project):
+        lines += [f"  to take them over: python scripts/patchset.py export {folder}"]
+    else:
+        lines += [f"  {to} is no release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
     return lines, not done.returncode
 
 
@@ -123,6 +122,8 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         tree = verl_tree_id(blobs := verl_blobs(root))
         if ours := [path for path in stack.added if path in blobs]:
             raise Refused(f"{to} has {ours[0]} already; take its patches out first: make unapply-patches VERL={to}")
+        if not (root / "verl/version/version").exists():
+            raise Refused(f"{to} has no verl/version/version, as every release has; give a checkout or a release")
         version = (root / "verl/version/version").read_text().strip()
         same = [release.name for release in releases.values() if release.tree_before == tree]
         name = same[0] if same else f"{version}+{tree[:8]}"
@@ -196,7 +197,7 @@ def reason(hunk: str, ours: str) -> str:
     there = {line.strip() for line in ours.splitlines()}
     old, new = ([line[1:].strip() for line in hunk.splitlines() if line[:1] == sign] for sign in "-+")
     if new and there.issuperset(new):
-        return "its new lines are in the file"
+        return "its new lines are in the file, here or elsewhere"
     if lost := [line for line in old if line not in there]:
         return f"{len(lost)} of its {len(old)} old lines are gone, first: {lost[0]}"
     return "what surrounds it changed"

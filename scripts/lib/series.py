@@ -92,6 +92,8 @@ def commit_base(name: str, root: Path, added: Mapping[str, bytes], scratch: Path
     tree.mkdir()
     os.replace(root / "verl", tree / "verl")
     git("init", "--quiet", "--initial-branch=stack", cwd=tree)
+    git("config", "user.name", "verl-precision", cwd=tree)  # who carries commits on needs no identity of their own
+    git("config", "user.email", "", cwd=tree)
     write(tree / ".git/info/exclude", b"__pycache__/\n")
     write(tree / ".git/info/attributes", b"*.py diff=python\n")  # hunk headers then name the function
     git("add", "--all", "--force", cwd=tree)

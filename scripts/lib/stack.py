@@ -337,21 +337,26 @@ def unmatched(root: Path, pristine: Mapping[str, str], record: Record | None, st
     if record and record.release not in by_name:
         whose = f"another version of this project, for verl {record.release}, stack {record.stack}"
         return "foreign", f"patched by {whose}; make unapply-patches VERL={root} takes that off"
-    stack = by_name[record.release] if record else closest(pristine, stacks)
+    stamp = None if record or not (root / STAMP).exists() else json.loads((root / STAMP).read_bytes())
+    told = record.release if record else stamp and stamp["release"]
+    stack = by_name[told] if told in by_name else closest(pristine, stacks)
     name, differing = stack.release.name, stack.foreign_to(pristine)
     ours = {**stack.after, **{path: blob_id(content) for path, content in stack.added.items()}}
     strange = [path for path in differing if pristine.get(path) != ours.get(path, "")]
     reset = f"reinstall verl {name} or check its files out again"
     if not strange:
         return "half-patched", f"verl {name}, but {differing[0]} is patched and apply left no record; {reset}"
-    if not record and (root / STAMP).exists():
-        stamp = json.loads((root / STAMP).read_bytes())
-        whose = f"another version of this project, for verl {stamp['release']}, stack {stamp['stack']}"
-        return "half-patched", f"patched by {whose}, without the record in {BOOK} that unapply needs; {reset}"
-    if record or stack.rest_is_release(pristine):
+    if stamp:
+        lost = f"but without the record in {BOOK} that unapply needs"
+        again = f"reinstall verl {told} or check its files out again, then apply"
+        return "half-patched", f"verl {told} with stack {stamp['stack']}, {lost}; {again}"
+    if record:
         return "dirty", f"verl {name}, but for {listed(strange)}; save your edits, then {reset}"
-    share = f"of the {len(stack.before)} files that its stack hooks, {len(strange)} differ: {listed(strange)}"
     ways = f"make drift VERL={root} lists them, make port FROM={name} TO={root} carries the stack over"
+    if stack.rest_is_release(pristine):
+        commit = f"where they are a later commit's, {ways}"
+        return "dirty", f"verl {name}, but for {listed(strange)}; save your edits, then {reset}; {commit}"
+    share = f"of the {len(stack.before)} files that its stack hooks, {len(strange)} differ: {listed(strange)}"
     return "foreign", f"matches none of verl {', '.join(by_name)}; the closest is {name}, {share}; {ways}"
 
 

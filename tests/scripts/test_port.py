@@ -143,7 +143,8 @@ def test_a_file_that_moved_is_followed_and_one_that_is_gone_conflicts(smooth: Pa
     assert done.returncode == 1 and contents(checkout) == before
     assert f"    merged   {ENGINE} -> verl/workers/engine/fsdp/moved.py: 1\n" in done.stdout
     assert f"    conflict {SAME}: line 16: there is no such file\n" in done.stdout
-    assert "is no release: its patches can be used as commits, but not exported" in done.stdout
+    assert f"is no release, so they cannot be exported; to use them: PYTHONPATH={tmp_path / 'tree'}" in done.stdout
+    assert "export" not in done.stdout.replace("exported", "")
     (name,) = git("tag", cwd=tmp_path / "tree").split()
     assert name.startswith("base/0.9.1+")
     assert "import verl.utils.precision" in (tmp_path / "tree/verl/workers/engine/fsdp/moved.py").read_text()
@@ -196,7 +197,7 @@ def test_bad_input(project: Path, tmp_path: Path, args: tuple[str, ...], named: 
 @pytest.mark.parametrize(
     ("ours", "why"),
     [
-        ("b\nc\n", "its new lines are in the file"),
+        ("b\nc\n", "its new lines are in the file, here or elsewhere"),
         ("a\nc\n", "what surrounds it changed"),
         ("c\n", "1 of its 1 old lines are gone, first: a"),
     ],
@@ -266,3 +267,6 @@ def test_the_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
     # The report names those files, patch by patch, and what follows from them.
     reported = {line.split()[1].rstrip(":") for line in lines if line.startswith("    conflict ")}
     assert reported == {path for paths in DECIDED.values() for path in paths}
+    document = (PROJECT / "docs/porting.md").read_text()
+    shown = document.partition("$ make port FROM=0.9.0 TO=0.9.1\n")[2].partition("\n```")[0].splitlines()
+    assert [line for line in shown if line.strip() != "…" and line not in lines] == []

@@ -295,14 +295,6 @@ def overflow(role: str) -> str:
     return ", ".join([*facts, "next step taken" if moves else "NEXT STEP NOT TAKEN"])
 
 
-def overflow_actor() -> str:
-    return overflow("actor")
-
-
-def overflow_critic() -> str:
-    return overflow("critic")
-
-
 def scaler_keys(role: str) -> str:
     """The scale after two steps, two more, and an overflow, where every setting is given by its key."""
     given = {"init_scale": 1024, "growth_interval": 2, "growth_factor": 4, "backoff_factor": 0.25}
@@ -315,14 +307,6 @@ def scaler_keys(role: str) -> str:
         worker.update(batch(seed))
         scales.append(f"{scale_of(worker):g}")
     return ", ".join(scales)
-
-
-def scaler_keys_actor() -> str:
-    return scaler_keys("actor")
-
-
-def scaler_keys_critic() -> str:
-    return scaler_keys("critic")
 
 
 def metrics(role: str) -> str:
@@ -341,14 +325,6 @@ def metrics(role: str) -> str:
     return "; ".join(facts)
 
 
-def metrics_actor() -> str:
-    return metrics("actor")
-
-
-def metrics_critic() -> str:
-    return metrics("critic")
-
-
 def learning_rate(role: str) -> str:
     """Does the schedule advance after an update of two mini-batches, of which one is skipped, and then both?"""
     worker = fp16(role, init_scale=1024.0)
@@ -360,14 +336,6 @@ def learning_rate(role: str) -> str:
         moved = worker.optimizer.param_groups[0]["lr"] != before
         facts.append(f"{skips} of 2 skipped: {'moves on' if moved else 'held'}")
     return ", ".join(facts)
-
-
-def learning_rate_actor() -> str:
-    return learning_rate("actor")
-
-
-def learning_rate_critic() -> str:
-    return learning_rate("critic")
 
 
 def checkpoint(role: str) -> str:
@@ -406,14 +374,6 @@ def checkpoint(role: str) -> str:
     return ", ".join([*facts, "an older checkpoint warns" if warned else "an older checkpoint says nothing"])
 
 
-def checkpoint_actor() -> str:
-    return checkpoint("actor")
-
-
-def checkpoint_critic() -> str:
-    return checkpoint("critic")
-
-
 def storm(role: str) -> str:
     """Every step overflows: does the run end, above the scale's floor, and say where?"""
     worker = fp16(role, init_scale=8.0, min_scale=2.0, max_consecutive_skips=3)
@@ -426,14 +386,6 @@ def storm(role: str) -> str:
             where = "names the gradient and its rank" if named else "NAMES NO GRADIENT"
             return f"{type(error).__name__} in step {step}, scale {scale_of(worker):g}, {where}"
     return "goes on"
-
-
-def storm_actor() -> str:
-    return storm("actor")
-
-
-def storm_critic() -> str:
-    return storm("critic")
 
 
 def digest(*seen: torch.Tensor | dict) -> str:
@@ -463,14 +415,6 @@ def bf16(role: str) -> str:
 
 def bf16_ref() -> str:
     return digest(Worker("ref", composed()).forward(batch(9)))
-
-
-def bf16_actor() -> str:
-    return bf16("actor")
-
-
-def bf16_critic() -> str:
-    return bf16("critic")
 
 
 ACTOR = "actor_rollout_ref.actor"
@@ -785,11 +729,19 @@ def reports() -> str:
     return ", ".join(facts) or "nothing"
 
 
-BF16 = [bf16_actor, bf16_ref, bf16_critic]
+def of_trained_roles(*cases: Callable[[str], str]) -> list[Callable[[], str]]:
+    """Each case for the actor and for the critic, named after both."""
+    made = []
+    for case, role in itertools.product(cases, ("actor", "critic")):
+        made.append(functools.partial(case, role))
+        made[-1].__name__ = f"{case.__name__}_{role}"
+    return made
+
+
+BF16 = [*of_trained_roles(bf16), bf16_ref]
 CASES = [
     *(dtype_actor, dtype_ref, dtype_critic, reports),
-    *(overflow_actor, overflow_critic, scaler_keys_actor, scaler_keys_critic, metrics_actor, metrics_critic),
-    *(learning_rate_actor, learning_rate_critic, storm_actor, storm_critic, checkpoint_actor, checkpoint_critic),
+    *of_trained_roles(overflow, scaler_keys, metrics, learning_rate, storm, checkpoint),
 ]
 # Under FSDP2 alone: they do not depend on it, or gather all weights, for which torch frees FSDP1's storage on a CPU.
 ONCE = [flowrl_fp16, flowrl_bf16_train_fp16_infer, refusals, nan_reward, export]

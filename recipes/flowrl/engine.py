@@ -1,0 +1,125 @@
+"""verl's FSDP engine with the partition head beside the model: fed by a hook, stepped and saved with it."""
+
+import math
+import os
+from typing import Any, Mapping, Optional
+
+import torch
+import torch.distributed as dist
+
+from recipes.flowrl.config import FlowRLConfig
+from recipes.flowrl.partition import Partition, PartitionHead, mean_over_prompts
+from verl.utils.device import get_device_id
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+FILE = "flowrl_partition.pt"
+
+
+@EngineRegistry.register(model_type="flowrl_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
+class FlowRLEngine(FSDPEngineWithLMHead):
+    """Adds ``log_z`` (rows,), fp32, to what the model gives in training, where it is learned."""
+
+    flowrl: FlowRLConfig  # set before initialize()
+    partition: Optional[Partition] = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.model_config.model_type = "language_model"  # the registry's key has done its work
+
+    def initialize(self):
+        super().initialize()
+        if self.flowrl.log_z != "learned":
+            return
+        settings = self.flowrl.partition
+        model = getattr(self.module, "_fsdp_wrapped_module", self.module)
+        model = model.get_base_model() if self._is_lora else model
+        hidden_size = model.config.get_text_config().hidden_size
+        head = PartitionHead(hidden_size, settings.dropout, settings.zero_init).to(get_device_id())
+        self.partition = Partition(head, settings.lr, settings.weight_decay, settings.clip_grad)
+        self.partition_schedule = self._build_lr_scheduler(self.partition.optimizer)
+        model.get_decoder().register_forward_hook(self._keep_hidden_states)
+
+    def _keep_hidden_states(self, decoder, inputs, output) -> None:
+        self._hidden = output[0] if self.mode == "train" else None
+
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        model_output = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        if self.partition is not None and self.mode == "train":
+            hidden, self._hidden = self._hidden, None
+            if self.use_remove_padding:
+                packed = self._gather_and_unpad_packed(hidden.squeeze(0), output_args["pad_size"])
+                rows = packed.split(micro_batch["input_ids"].offsets().diff().tolist())
+            else:
+                rows = hidden.unbind()
+            lengths = micro_batch["prompts"].offsets().diff().tolist()
+            drop_last = self.flowrl.partition.drop_last_prompt_token
+            model_output["log_z"] = self.partition.head(mean_over_prompts(rows, lengths, drop_last))
+        return model_output
+
+    def train_mode(self, **kwargs):
+        if self.partition is not None:
+            self.partition.head.train()
+        return super().train_mode(**kwargs)
+
+    def optimizer_zero_grad(self):
+        super().optimizer_zero_grad()
+        if self.partition is not None:
+            self.partition.optimizer.zero_grad()
+
+    def optimizer_step(self):
+        """As the base class; model and head take the step, or neither does."""
+        if self.partition is None:
+            return super().optimizer_step()
+        if not self.partition.gather_gradients(self.scaler.get_scale() if self.scaler else 1.0):
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(math.nan)  # the model's own check then skips the step
+        grad_norm = super().optimizer_step()
+        if grad_norm is not None:
+            self.partition.step()
+        return grad_norm
+
+    def lr_scheduler_step(self):
+        before = self.lr_scheduler.last_epoch
+        lr = super().lr_scheduler_step()
+        if self.partition is not None and self.lr_scheduler.last_epoch > before:
+            self.partition_schedule.step()
+        return lr
+
+    def update_metrics(self) -> Mapping[str, float]:
+        metrics = dict(super().update_metrics())
+        if self.partition is not None and math.isfinite(self.partition.grad_norm):
+            metrics["flowrl/partition_grad_norm"] = self.partition.grad_norm
+        return metrics
+
+    def save_checkpoint(self, local_path: str, *args, **kwargs) -> None:
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if self.partition is not None and self.rank == 0:
+            state = {**self.partition.state_dict(), "schedule": self.partition_schedule.state_dict()}
+            torch.save(state, os.path.join(local_path, FILE))
+        dist.barrier()
+
+    def load_checkpoint(self, local_path: str, *args, **kwargs) -> None:
+        """As the base class, and the head's state, which rank 0 reads for all.
+
+        Raises:
+            ValueError: the checkpoint has no head, or that of a model of another width.
+        """
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if self.partition is None:
+            return
+        file = os.path.join(local_path, FILE)
+        there = self.rank == 0 and os.path.exists(file)
+        received: list[Any] = [torch.load(file, map_location="cpu") if there else None]
+        dist.broadcast_object_list(received, src=0)
+        (state,) = received
+        if state is None:
+            raise ValueError(
+                f"{file} is missing: that run had no learned log Z; set actor_rollout_ref.actor.flowrl.log_z as it had"
+            )
+        try:
+            self.partition.load_state_dict(state)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        self.partition_schedule.load_state_dict(state["schedule"])

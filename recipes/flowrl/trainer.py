@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 def diversity(data: TensorDict, uids: list[str], real: list[bool]) -> dict[str, float]:
     """How many different right answers a prompt got, and the share of answers that are right (a reward above 0).
 
-    What the reward function returns as ``answer`` beside its score tells answers apart; the answer's tokens do otherwise.
+    What the reward function returns as ``answer`` beside its score tells answers apart, else the tokens do.
     """
     right = data["rm_scores"].to_padded_tensor(0.0).sum(-1) > 0
     found = defaultdict(set)
@@ -56,7 +56,8 @@ class FlowRLTrainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics)
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
+        names = ["uid", "responses", "extra_fields", *FIELDS]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
         uids = list(data["uid"])
         metrics.update(diversity(data, uids, [not tag.get("is_padding", False) for tag in batch.tags]))
         if self.flowrl.log_z == "group":

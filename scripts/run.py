@@ -158,6 +158,7 @@ def main(words: list[str]) -> int:
     jobs.check(job, config, out)
     steps = config.trainer.total_training_steps
     record = runs.admit(job, out, steps)
+    jobs.validate(job, config)
     if job.prepares:
         prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", str(jobs.ARITHMETIC), "--seed", "1"]
         if subprocess.run(prepare, cwd=jobs.REPO).returncode:
@@ -192,7 +193,7 @@ def main(words: list[str]) -> int:
         return 1
     summary = runs.summarize(job, record, data, result["reports"])
     runs.write_json(out / "summary.json", summary)
-    runs.plot(data, f"{job.experiment}, {job.algo}, {job.precision}", out / "curves.png")
+    runs.plot(data, f"{job.experiment}, {job.objective}, {job.precision}", out / "curves.png")
     print(f"\n{runs.table(summary)}\n")
     for name in ("curves.png", "summary.json", "metrics.jsonl", "train.log"):
         print(f"  {out / name}")

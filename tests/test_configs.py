@@ -54,6 +54,17 @@ def test_an_experiment_is_complete(experiment, algo, device, compose):
     assert config.trainer.save_freq > 0, "without checkpoints nothing can be resumed"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("recipe", jobs.options("recipe"))
+@pytest.mark.parametrize("experiment", jobs.options("experiment"))
+def test_a_recipe_takes_every_experiment(experiment, recipe, device, compose):
+    config = compose(experiment=experiment, recipe=recipe, device=device)
+    assert need_reference_policy(config) and not need_critic(config)
+    assert config.trainer.v1.trainer_mode in config.trainer.v1, "verl reads settings of the mode"
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert type(actor).__module__ == "recipes.flowrl.config" and actor.flowrl.beta == 15
+
+
 def test_every_regime_has_its_test():
     assert sorted(DTYPES) == jobs.options("precision")
 

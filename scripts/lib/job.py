@@ -4,7 +4,9 @@
 anything.
 """
 
+import contextlib
 import importlib.util
+import io
 import os
 import re
 import shlex
@@ -19,8 +21,9 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = REPO / "configs"
 ARITHMETIC = REPO / ".cache" / "arithmetic"  # where the sanity task's model and data are made
+MODULES = "VERL_USE_EXTERNAL_MODULES"  # what verl imports in every process, separated by commas
 CPU_PLATFORM = {  # what makes verl run without a GPU
-    "VERL_USE_EXTERNAL_MODULES": "recipes.cpu.platform",
+    MODULES: "recipes.cpu.platform",
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",  # picks verl's FSDP engine
 }
@@ -30,13 +33,14 @@ VARIABLES = {
     "EXPERIMENT": "what to train, default arithmetic, and gsm8k_1gpu where TRAIN is given: {experiment}",
     "PRECISION": "the regime, default fp16: {precision}",
     "ALGO": "default grpo; ppo is GAE with a critic: {algo}",
+    "RECIPE": "another objective than ALGO's, default none: {recipe}",
     "DEVICE": "default: a GPU where there is one: cpu, cuda",
     "STEPS": "training steps, default the experiment's (arithmetic: 26)",
     "SEED": "of the order of the data and of sampling, default 1; vLLM's samples still differ from run to run",
     "MODEL": "a folder or a name on the Hugging Face Hub, default the experiment's",
     "TRAIN": "a parquet file in verl's schema, default the experiment's",
     "VAL": "the same for validation, default TRAIN's",
-    "OUT": "the run's folder, default outputs/EXPERIMENT/ALGO-PRECISION-seedSEED, then …-2 when that one is finished",
+    "OUT": "the run's folder, default outputs/EXPERIMENT/ALGO-PRECISION-seedSEED (RECIPE where there is one), then …-2",
     "ARGS": "further Hydra overrides of verl, e.g. ARGS='trainer.n_gpus_per_node=2 trainer.save_freq=5'",
 }
 
@@ -51,7 +55,7 @@ def options(group: str) -> list[str]:
 
 
 def usage() -> str:
-    groups = {group: ", ".join(options(group)) for group in ("experiment", "precision", "algo")}
+    groups = {group: ", ".join(options(group)) for group in ("experiment", "precision", "algo", "recipe")}
     return "\n".join(f"  {name:<11} {text.format(**groups)}" for name, text in VARIABLES.items())
 
 
@@ -69,6 +73,7 @@ class Job:
     algo: str
     device: str
     seed: int
+    recipe: str | None = None
     steps: int | None = None
     model: str | None = None
     train: str | None = None
@@ -81,9 +86,24 @@ class Job:
         """Whether the sanity task's own model or data are used."""
         return self.experiment == "arithmetic" and (self.model is None or self.train is None)
 
+    @property
+    def objective(self) -> str:
+        """What is trained by."""
+        return self.recipe or self.algo
+
+    @property
+    def name(self) -> str:
+        """What tells this run of an experiment from others."""
+        return f"{self.objective}-{self.precision}-seed{self.seed}"
+
+    @property
+    def given(self) -> str:
+        """What a refusal of the composed configuration names."""
+        return f"ARGS={shlex.join(self.args)}" if self.args else "configuration"
+
     def settings(self) -> dict:
         """What a run must share with the one it resumes: everything but its length and its folder."""
-        names = ("experiment", "precision", "algo", "device", "seed", "model", "train", "val")
+        names = ("experiment", "precision", "algo", "recipe", "device", "seed", "model", "train", "val")
         chosen = {name.upper(): getattr(self, name) for name in names} | {"ARGS": shlex.join(self.args)}
         return {name: "" if value is None else value for name, value in chosen.items()}
 
@@ -101,7 +121,7 @@ class Job:
             "actor_rollout_ref.model.path": self.model or (made and str(made / "model")),
             "data.train_files": train,
             "data.val_files": self.val or self.train or (made and str(made / "val.parquet")),
-            "trainer.experiment_name": f"{self.algo}-{self.precision}-seed{self.seed}",
+            "trainer.experiment_name": self.name,
             "trainer.logger": "[file]",
             "trainer.default_local_dir": str(out / "checkpoints"),
             "trainer.max_actor_ckpt_to_keep": 2,
@@ -115,6 +135,7 @@ class Job:
             f"+experiment={self.experiment}",
             f"+algo={self.algo}",
             *([f"+device={self.device}"] if self.device in options("device") else []),
+            *([f"+recipe={self.recipe}"] if self.recipe else []),
             f"+precision={self.precision}",
             *(f"{key}={quoted(str(value))}" for key, value in values.items() if value is not None),
             *self.args,
@@ -132,6 +153,9 @@ class Job:
         }
         if self.device == "cpu":
             common |= CPU_PLATFORM
+        if self.recipe:  # the presets NAME_….yaml are settings of recipes/NAME
+            module = f"recipes.{self.recipe.partition('_')[0]}.trainer"
+            common[MODULES] = ",".join(filter(None, [common.get(MODULES), module]))
         return common
 
     def command(self, out: Path) -> list[str]:
@@ -211,6 +235,7 @@ def parse(words: list[str]) -> Job:
         algo=one_of(given, "ALGO", options("algo"), "grpo"),
         device=device(given),
         seed=whole_number(given, "SEED", 0, 1),
+        recipe=one_of(given, "RECIPE", options("recipe"), "") if "RECIPE" in given else None,
         steps=whole_number(given, "STEPS", 1, None),
         model=model_path(given["MODEL"]) if "MODEL" in given else None,
         train=parquet(given, "TRAIN"),
@@ -218,6 +243,8 @@ def parse(words: list[str]) -> Job:
         out=Path(file(given, "OUT")) if "OUT" in given else None,
         args=args,
     )
+    if job.recipe and job.algo != "grpo":  # whose advantages the recipe would put in its place without a word
+        raise Refused(f"ALGO={job.algo}: RECIPE={job.recipe} goes with grpo")
     if job.out:
         check_room(job.out)
     return job
@@ -262,9 +289,27 @@ def compose(job: Job, out: Path):
             config = hydra.compose("ppo_trainer", overrides=job.overrides(out))
         OmegaConf.resolve(config)
     except (HydraException, OmegaConfBaseException) as error:
-        given = f"ARGS={shlex.join(job.args)}" if job.args else "configuration"
-        raise Refused(f"{given}: {' '.join(str(error).splitlines()[:2])}") from error
+        raise Refused(f"{job.given}: {' '.join(str(error).splitlines()[:2])}") from error
     return config
+
+
+def validate(job: Job, config) -> None:
+    """Let verl check the job's configuration as ``main_ppo`` will, save the critic's, whose model may be still to make.
+
+    Raises:
+        Refused: verl, or a recipe, refuses a setting.
+    """
+    from hydra.errors import InstantiationException
+
+    sys.path.append(str(REPO))  # the recipes, as in ``environment``
+    from verl.trainer.ppo.utils import need_reference_policy
+    from verl.utils.config import validate_config
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it says that all is well
+            validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
+    except (InstantiationException, ValueError, TypeError, AssertionError) as error:
+        raise Refused(f"{job.given}: {' '.join(str(error.__cause__ or error).split())}") from error
 
 
 def check(job: Job, config, out: Path) -> None:

@@ -95,8 +95,7 @@ def finished(out: Path) -> bool:
 
 def folder(job: Job, outputs: Path) -> Path:
     """OUT, or the first default folder, ``…``, ``…-2``, ``…-3``, that holds no finished run."""
-    name = f"{job.algo}-{job.precision}-seed{job.seed}"
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    names = (job.name if number == 1 else f"{job.name}-{number}" for number in count(1))
     return job.out or next(out for name in names if not finished(out := outputs / job.experiment / name))
 
 
@@ -116,9 +115,10 @@ def admit(job: Job, out: Path, steps: int) -> dict:
     if not rows(out / "metrics.jsonl"):  # it ended before its first step: nothing to resume, nothing to lose
         return fresh
     for name, value in job.settings().items():
-        if value != record["settings"][name]:
+        held = record["settings"].get(name, "")  # a run of before a variable was there has the variable not given
+        if value != held:
             raise Refused(
-                f"{name}={value}: {out} holds a run with {name}={record['settings'][name]}; "
+                f"{name}={value}: {out} holds a run with {name}={held}; "
                 "repeat its settings, choose another OUT or remove that folder"
             )
     if finished(out) and steps <= record["steps"]:
@@ -195,7 +195,7 @@ def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dic
         by_role[report["role"]].append({k: v for k, v in report.items() if k not in ("role", "rank", "stamp")})
     return {
         "release": metadata.version("verl"),
-        **{name: getattr(job, name) for name in ("experiment", "precision", "algo", "device", "seed")},
+        **{name: getattr(job, name) for name in ("experiment", "precision", "algo", "recipe", "device", "seed")},
         "steps": record["steps"],
         "reward_first": mean(data[:1], REWARD),
         "reward_last": mean(data[-LAST:], REWARD),

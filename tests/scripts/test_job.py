@@ -1,9 +1,11 @@
 """What ``make run`` accepts, what it refuses, and the command it becomes."""
 
+import importlib.util
 import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -43,6 +45,7 @@ def test_an_empty_variable_is_one_that_is_not_given():
     [
         "PRECISION=fp61",
         "ALGO=reinforce",
+        "RECIPE=flow",
         "EXPERIMENT=math",
         "DEVICE=tpu",
         "STEPS=0",
@@ -63,6 +66,26 @@ def test_a_bad_value_is_refused_by_name(word):
     message = str(refusal.value)
     assert message.startswith(name) and "\n" not in message
     assert value in message or name == "PRECISON"
+
+
+@pytest.mark.parametrize("recipe", jobs.options("recipe"))
+def test_a_recipe_is_one_more_group_and_one_more_module(recipe, tmp_path):
+    plain, job = jobs.parse(["DEVICE=cpu"]), jobs.parse(["DEVICE=cpu", f"RECIPE={recipe}"])
+    assert set(job.overrides(tmp_path)) - set(plain.overrides(tmp_path)) == {
+        f"+recipe={recipe}",
+        f"trainer.experiment_name={recipe}-fp16-seed1",
+    }
+    assert plain.environment(tmp_path)[jobs.MODULES] == "recipes.cpu.platform"
+    assert job.environment(tmp_path)[jobs.MODULES] == "recipes.cpu.platform,recipes.flowrl.trainer"
+    on_gpu = replace(job, device="cuda").environment(tmp_path)
+    assert on_gpu[jobs.MODULES] == "recipes.flowrl.trainer" and "VERL_PLATFORM" not in on_gpu
+    assert jobs.MODULES not in replace(plain, device="cuda").environment(tmp_path)
+    assert importlib.util.find_spec("recipes.flowrl.trainer")
+
+
+def test_a_recipe_does_not_replace_another_algorithm_without_a_word():
+    with pytest.raises(jobs.Refused, match="^ALGO=ppo: RECIPE=flowrl goes with grpo$"):
+        jobs.parse(["DEVICE=cpu", "ALGO=ppo", "RECIPE=flowrl"])
 
 
 @pytest.mark.skipif(jobs.gpu_present(), reason="there is a GPU")
@@ -100,6 +123,24 @@ def test_a_misspelt_override_is_refused_in_one_line(args, tmp_path):
     with pytest.raises(jobs.Refused) as refusal:
         jobs.compose(jobs.parse(["DEVICE=cpu", f"ARGS={args}"]), tmp_path)
     assert str(refusal.value).startswith(f"ARGS={shlex.join([args])}: ") and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "words, args, reason",
+    [
+        ([], "actor_rollout_ref.actor.ppo_mini_batch_size=64", "train_batch_size (32) must be >="),
+        ([], "actor_rollout_ref.actor.fsdp_config.model_dtype=float16", "model_dtype=float16 with dtype=float16 makes"),
+        (["RECIPE=flowrl"], "actor_rollout_ref.actor.flowrl.beta=0", "actor_rollout_ref.actor.flowrl.beta=0: must be"),
+        (["RECIPE=flowrl_paper"], "actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.use_kl_loss="),
+    ],
+)
+def test_what_verl_or_a_recipe_would_refuse_is_refused_in_one_line(words, args, reason, tmp_path):
+    good = jobs.parse(["DEVICE=cpu", *words])
+    jobs.validate(good, jobs.compose(good, tmp_path))
+    job = jobs.parse(["DEVICE=cpu", *words, f"ARGS={args}"])
+    with pytest.raises(jobs.Refused) as refusal:
+        jobs.validate(job, jobs.compose(job, tmp_path))
+    assert str(refusal.value).startswith(f"ARGS={args}: {reason}") and "\n" not in str(refusal.value)
 
 
 def refusal_of_check(words: list[str], out: Path) -> str:

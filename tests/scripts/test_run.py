@@ -39,6 +39,8 @@ def command(*words: str) -> subprocess.CompletedProcess:
         ["MODEL=./no/such/model"],
         ["TRAIN=no-such.parquet"],
         ["ARGS=trainer.n_gpu=2"],
+        ["ALGO=ppo", "RECIPE=flowrl"],
+        ["ARGS=actor_rollout_ref.actor.flowrl.beta=0", "RECIPE=flowrl"],
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(words, tmp_path):

@@ -88,17 +88,28 @@ def test_a_repeated_command_resumes_an_unfinished_run_and_leaves_a_finished_one_
     runs.write_json(first / "summary.json", {})
     assert runs.folder(request, tmp_path) == first.with_name("grpo-fp16-seed1-2")
     assert runs.folder(job("SEED=2"), tmp_path) == first.with_name("grpo-fp16-seed2")
+    assert runs.folder(job("RECIPE=flowrl"), tmp_path) == first.with_name("flowrl-fp16-seed1")
     assert runs.folder(job(f"OUT={first}"), tmp_path) == first
 
 
 @pytest.mark.parametrize(
-    "other", ["PRECISION=bf16", "ALGO=ppo", "SEED=2", "MODEL=Qwen/Qwen3-0.6B", "ARGS=trainer.nnodes=2"]
+    "other", ["PRECISION=bf16", "ALGO=ppo", "RECIPE=flowrl", "SEED=2", "MODEL=Qwen/Qwen3-0.6B", "ARGS=trainer.nnodes=2"]
 )
 def test_a_folder_with_other_settings_is_refused_by_name(other, tmp_path):
     out = started(tmp_path / "out", job(), 10, checkpoint=4)
     name = other.partition("=")[0]
     with pytest.raises(jobs.Refused, match=f"^{name}=.* holds a run with {name}="):
         runs.admit(job(other), out, 10)
+
+
+def test_a_run_of_before_a_variable_was_there_goes_on_without_it(tmp_path):
+    out = started(tmp_path / "out", job(), 10, checkpoint=4)
+    record = json.loads((out / "run.json").read_text())
+    del record["settings"]["RECIPE"]
+    runs.write_json(out / "run.json", record)
+    assert runs.admit(job(), out, 10)["steps"] == 10
+    with pytest.raises(jobs.Refused, match="^RECIPE=flowrl: .* holds a run with RECIPE=;"):
+        runs.admit(job("RECIPE=flowrl"), out, 10)
 
 
 def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(tmp_path):

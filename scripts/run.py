@@ -193,7 +193,8 @@ def main(words: list[str]) -> int:
         return 1
     summary = runs.summarize(job, record, data, result["reports"])
     runs.write_json(out / "summary.json", summary)
-    runs.plot(data, f"{job.experiment}, {job.objective}, {job.precision}", out / "curves.png")
+    title = f"{job.experiment}, {job.objective}, {job.precision}"
+    runs.plot([(title, data)], title, out / "curves.png")
     print(f"\n{runs.table(summary)}\n")
     for name in ("curves.png", "summary.json", "metrics.jsonl", "train.log"):
         print(f"  {out / name}")

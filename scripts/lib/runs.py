@@ -29,6 +29,12 @@ SKIPPED = "actor/skipped_steps"
 CRITIC_LOSS_SCALE = "critic/loss_scale"
 CRITIC_SKIPPED = "critic/skipped_steps"
 SECONDS = "timing_s/step"
+FLOWRL = {  # of RECIPE=flowrl, by the name under which they are shown
+    "log_z": "actor/flowrl/log_z",
+    "delta_std": "actor/flowrl/delta_std",
+    "distinct_right_answers": "flowrl/distinct_right_answers",
+    "effective_samples": "actor/flowrl/effective_samples",
+}
 LAST = 5  # steps whose mean is the last reward
 
 WORKER_PREFIX = re.compile(r"^(\x1b\[\d+m)*\([^()]*\bpid=\d+[^()]*\)(\x1b\[\d+m)*\s?")
@@ -182,9 +188,10 @@ def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dic
 
     ``reward_first`` is the mean reward of the first step, ``reward_last`` of the last ``LAST`` steps;
     ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all steps, of which one may outweigh all others: hence
-    ``k3_kl_median``; ``loss_scale`` is the last one and
-    ``skipped_steps`` the total, of the actor and, with ALGO=ppo, of the critic; ``wall_s`` includes start-up and every
-    interrupted attempt; ``peak_memory_gib`` is the greatest sum of all processes' proportional set sizes (PSS).
+    ``k3_kl_median``; ``loss_scale`` is the last one and ``skipped_steps`` the total, of the actor and, with ALGO=ppo,
+    of the critic; ``flowrl`` has what is there of ``FLOWRL``, of the first step and the mean of the last ``LAST``;
+    ``wall_s`` includes start-up and every interrupted attempt; ``peak_memory_gib`` is the greatest sum of all
+    processes' proportional set sizes (PSS).
     """
     data = trained(data)
     distributions = {name: name for name in ("torch", "vllm", "verl", "ray", "transformers")}
@@ -206,6 +213,11 @@ def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dic
         "skipped_steps": total(data, SKIPPED),
         "critic_loss_scale": next(reversed(values(data, CRITIC_LOSS_SCALE)), None),
         "critic_skipped_steps": total(data, CRITIC_SKIPPED),
+        "flowrl": {
+            name: {"first": mean(data[:1], metric), "last": mean(data[-LAST:], metric)}
+            for name, metric in FLOWRL.items()
+            if values(data, metric)
+        },
         "wall_s": round(record["wall_s"], 1),
         "peak_memory_gib": round(record["peak_memory_gib"], 2),
         "effective_dtypes": {role: agreed(reported) for role, reported in by_role.items()},
@@ -227,10 +239,12 @@ def progress(data: list[dict], steps: int) -> str:
     """One line on the last of ``data``."""
     row = data[-1]
     rate = median(values(data[-LAST:], SECONDS))
+    flowrl = [f"  {name} {number(row['data'][metric])}" for name, metric in FLOWRL.items() if metric in row["data"]]
     return (
         f"step {row['step']:>{len(str(steps))}}/{steps}"
         f"  reward {number(row['data'][REWARD], '.3f')}"
         f"  mismatch: probs {number(row['data'].get(PROBS_DIFF), '.1e')} k3 {number(row['data'].get(K3_KL), '.1e')}"
+        f"{''.join(flowrl)}"
         f"  loss scale {number(row['data'].get(LOSS_SCALE), 'g')}"
         f"  skipped {number(total(data, SKIPPED), 'd')}"
         f"  {rate:.1f} s/step"
@@ -247,6 +261,8 @@ def table(summary: dict) -> str:
         "mismatch": f"rollout_probs_diff_mean {number(probs, '.2e')}, k3_kl {number(k3, '.2e')} (run means)",
         "time, memory": f"{duration(summary['wall_s'])} min, {summary['peak_memory_gib']:.1f} GiB at the peak",
     }
+    for name, value in summary["flowrl"].items():
+        lines[name] = f"{number(value['first'])} at the first step, {number(value['last'])} mean of the last {over}"
     for name, prefix in (("loss scale", ""), ("critic's", "critic_")):
         scale, skipped = summary[f"{prefix}loss_scale"], summary[f"{prefix}skipped_steps"]
         if scale is not None:
@@ -258,35 +274,48 @@ def table(summary: dict) -> str:
     return "\n".join(f"  {name:<16} {text}" for name, text in lines.items())
 
 
-def plot(data: list[dict], title: str, file: Path) -> None:
-    """Four curves over the steps: reward, mismatch (log scale), loss scale and skips, response length."""
+def plot(several: list[tuple[str, list[dict]]], title: str, file: Path) -> None:
+    """Curves over the steps: reward, mismatch, loss scale, response length, and what is there of ``FLOWRL``.
+
+    Args:
+        several: of each run its label and its rows; runs of one label, as with other seeds, have one colour.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    data = trained(data)
+    several = [(label, trained(data)) for label, data in several]
     curves = [
         ("reward", [REWARD], "linear"),
         ("mismatch, k3_kl", [K3_KL], "log"),
-        ("loss scale", [LOSS_SCALE, CRITIC_LOSS_SCALE], "log"),
+        ("loss scale, × skipped", [LOSS_SCALE, CRITIC_LOSS_SCALE], "log"),
         ("response length", ["response_length/mean"], "linear"),
     ]
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
-    for axis, (label, names, scale) in zip(axes.flat, curves, strict=True):
-        for name in names:
-            having = [row for row in data if values([row], name)]
-            axis.plot([row["step"] for row in having], values(having, name), label=name)
-        axis.set(title=label, yscale=scale)
-    axes.flat[2].set_yscale("log", base=2)
-    low, high = axes.flat[3].get_ylim()
-    axes.flat[3].set_ylim(min(low, high - 2), max(high, low + 2))  # tokens: or a flat length would look like noise
-    for row in data:  # a skipped step is a mark on the loss scale
-        if row["data"].get(SKIPPED):
-            axes.flat[2].axvline(row["step"], color="tab:red", alpha=0.4)
-    for axis in axes[1]:
+    reported = [metric for metric in FLOWRL.values() if any(values(data, metric) for _, data in several)]
+    curves += [(metric, [metric], "linear") for metric in reported]
+    colours = {label: f"C{index}" for index, label in enumerate(dict.fromkeys(label for label, _ in several))}
+    size = (-(-len(curves) // 2), 2)
+    figure, axes = plt.subplots(*size, figsize=(10, 3 * size[0]), sharex=True, layout="constrained")
+    for axis, (heading, names, scale) in zip(axes.flat, curves, strict=False):
+        for label, data in several:
+            for name, style in zip(names, ("-", "--"), strict=False):
+                having = [row for row in data if values([row], name)]
+                axis.plot([row["step"] for row in having], values(having, name), style, color=colours[label])
+        axis.set(title=heading, yscale=scale)
+    loss_scale, length = axes.flat[2:4]
+    loss_scale.set_yscale("log", base=2)
+    for _, data in several:
+        skipped = [row for row in data if row["data"].get(SKIPPED)]
+        loss_scale.plot([row["step"] for row in skipped], values(skipped, LOSS_SCALE), "x", color="tab:red")
+    low, high = length.get_ylim()
+    length.set_ylim(min(low, high - 2), max(high, low + 2))  # tokens: or a flat length would look like noise
+    for axis in axes[-1]:
         axis.set_xlabel("step")
         axis.xaxis.get_major_locator().set_params(integer=True)
+    if len(colours) > 1:
+        handles = [plt.Line2D([], [], color=colour) for colour in colours.values()]
+        axes.flat[0].legend(handles, colours, loc="lower right")
     figure.suptitle(title)
     figure.savefig(file, dpi=120)
     plt.close(figure)

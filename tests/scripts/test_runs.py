@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib import image
+from matplotlib.colors import to_rgb
 
 from lib import job as jobs
 from lib import runs
@@ -212,12 +214,54 @@ def test_progress_is_one_line():
     )
 
 
+FLOWRL = {
+    "actor/flowrl/log_z": -0.5,
+    "actor/flowrl/delta_std": 13.81,
+    "flowrl/distinct_right_answers": 1.25,
+    "actor/flowrl/effective_samples": 0.875,
+}
+
+
+def test_what_flowrl_reports_is_shown(tmp_path):
+    data = [{"step": step, "data": metrics(step) | FLOWRL} for step in (1, 2)]
+    assert (
+        "k3 2.0e-07  log_z -0.5  delta_std 13.8  distinct_right_answers 1.25  effective_samples 0.875  loss scale 32768"
+        in runs.progress(data, 2)
+    )
+    request = job("RECIPE=flowrl")
+    summary = runs.summarize(request, runs.admit(request, tmp_path / "out", 2), data, [ACTOR])
+    assert summary["recipe"] == "flowrl"
+    assert summary["flowrl"]["delta_std"] == {"first": 13.81, "last": 13.81}
+    assert "-0.5 at the first step, -0.5 mean of the last 2" in runs.table(summary)
+
+
+def picture(file: Path) -> np.ndarray:
+    return image.imread(file)[..., :3]
+
+
 @pytest.mark.parametrize("missing", [(), (runs.LOSS_SCALE, runs.SKIPPED)], ids=["fp16", "bf16"])
 def test_the_curves_are_a_picture(missing, tmp_path):
     data = [{"step": step, "data": metrics(step)} for step in range(1, 6)]
     for row in data:
         for name in missing:
             del row["data"][name]
-    runs.plot(data, "title", tmp_path / "curves.png")
-    picture = image.imread(tmp_path / "curves.png")
-    assert picture.shape[0] > 500 and picture.shape[1] > 1000 and picture.min() < picture.max()
+    runs.plot([("run", data)], "title", tmp_path / "curves.png")
+    plain = picture(tmp_path / "curves.png")
+    assert plain.shape[:2] == (720, 1200) and plain.min() < plain.max()
+    with_flowrl = [{"step": row["step"], "data": row["data"] | FLOWRL} for row in data]
+    runs.plot([("flowrl", with_flowrl), ("grpo", data)], "title", tmp_path / "both.png")
+    assert picture(tmp_path / "both.png").shape[:2] == (1440, 1200)
+
+
+def colours(file: Path) -> set[int]:
+    """The colours of matplotlib's cycle that the picture has, by their number."""
+    seen = {tuple(pixel) for pixel in (picture(file) * 255).round().astype(int).reshape(-1, 3)}
+    return {n for n in range(4) if tuple(round(255 * part) for part in to_rgb(f"C{n}")) in seen}
+
+
+def test_runs_of_one_label_have_one_colour(tmp_path):
+    def data(slope: float) -> list[dict]:
+        return [{"step": s, "data": metrics(s) | {runs.REWARD: slope * s, runs.SKIPPED: 0}} for s in range(1, 6)]
+
+    runs.plot([("a", data(1)), ("a", data(2)), ("b", data(3))], "title", tmp_path / "three.png")
+    assert colours(tmp_path / "three.png") == {0, 1}

@@ -1,10 +1,10 @@
-"""FlowRL's objective, torch alone, in fp32: ``w·δ²`` with ``δ = log Z(x) + mean log π(y|x) − β·r − mean log πref(y|x)``.
+"""FlowRL's objective in fp32, by torch alone: ``w·δ²``, ``δ = log Z(x) + mean log π(y|x) − β·r − mean log πref(y|x)``.
 
 Source: Zhu et al. 2025, "FlowRL: Matching Reward Distributions for LLM Reasoning", arXiv 2509.15207; log Z as a group's
 mean: Richter et al. 2020, "VarGrad", arXiv 2010.10436; weights per token: CISPO, arXiv 2506.13585.
 
-Its gradient is that of ``−2β·w·A·mean log π`` with ``A = r − (log Z + mean log π/πref)/β`` held fixed: GRPO by sequences,
-a k2 penalty of weight 1/β for leaving πref, and a learned baseline. Its fixed point is
+Its gradient is that of ``−2β·w·A·mean log π`` with ``A = r − (log Z + mean log π/πref)/β`` held fixed: GRPO by
+sequences, a k2 penalty of weight 1/β for leaving πref, and a learned baseline. Its fixed point is
 ``π ∝ πref·exp(|y|·(β·r − log Z))``, and with sums over tokens in the place of means ``π ∝ πref·exp(β·r)``.
 """
 

@@ -1,7 +1,21 @@
-"""For all tests."""
+"""For all tests: verl 0.9.1 as its wheel ships it and with the stack applied, side by side, and how to run it."""
 
+import json
+import os
 import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+
+from lib.job import CPU_PLATFORM
+from lib.releases import unpacked_wheel
+from lib.stack import apply
+
+REPO = Path(__file__).resolve().parents[1]
+RELEASE = "0.9.1"
 
 
 def pytest_addoption(parser):
@@ -21,3 +35,67 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Take SIGINT as a foreground process does: one started in the background, as CI does, hands on an ignored one."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def trees(tmp_path_factory, pytestconfig) -> dict[str, Path]:
+    """Folders that hold ``verl/``: "pristine" and "patched"."""
+    root = tmp_path_factory.mktemp("verl")
+    pristine, given = unpacked_wheel(RELEASE, root / "pristine"), pytestconfig.getoption("verl_tree")
+    if given:
+        return {"pristine": pristine, "patched": given}
+    patched = unpacked_wheel(RELEASE, root / "patched")
+    apply(patched)
+    return {"pristine": pristine, "patched": patched}
+
+
+@pytest.fixture(scope="session")
+def environment(trees) -> Callable[[str], dict[str, str]]:
+    """The environment in which a process imports the given tree's verl and runs it on the CPU."""
+
+    def of(state: str) -> dict[str, str]:
+        return {
+            **os.environ,
+            "PYTHONPATH": f"{trees[state]}:{REPO}",
+            "OMP_NUM_THREADS": "1",
+            **CPU_PLATFORM,
+        }
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """The sanity task's model with its first weights, and its tokenizer."""
+    from recipes.arithmetic.model import build_model, build_tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    build_model(tokenizer, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def torchrun(environment, tiny_model, tmp_path_factory) -> Callable[..., list[dict]]:
+    """``torchrun(tree, script, strategy, *names, ranks=2)``: what each rank of a script of cases wrote.
+
+    The script is called with STRATEGY MODEL_DIR OUT_DIR [CASE ...], and rank r writes OUT_DIR/rank_r.json.
+    """
+
+    def run(state: str, script: Path, strategy: str, *names: str, ranks: int = 2) -> list[dict]:
+        out = tmp_path_factory.mktemp(f"{state}-{strategy}")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        run = subprocess.run(
+            [*torchrun, script, strategy, tiny_model, out, *names],
+            env=environment(state),
+            capture_output=True,
+            text=True,
+            timeout=1800,
+        )
+        assert "Timed out" not in run.stderr, "stuck: one rank waited for the other\n" + run.stderr[-4000:]
+        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+        return [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
+
+    return run

@@ -47,7 +47,7 @@ class FlowRLEngine(FSDPEngineWithLMHead):
         model_output = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         if self.partition is not None and self.mode == "train":
             hidden, self._hidden = self._hidden, None
-            if self.use_remove_padding:
+            if "pad_size" in output_args:  # the rows are packed
                 packed = self._gather_and_unpad_packed(hidden.squeeze(0), output_args["pad_size"])
                 rows = packed.split(micro_batch["input_ids"].offsets().diff().tolist())
             else:
@@ -56,11 +56,6 @@ class FlowRLEngine(FSDPEngineWithLMHead):
             drop_last = self.flowrl.partition.drop_last_prompt_token
             model_output["log_z"] = self.partition.head(mean_over_prompts(rows, lengths, drop_last))
         return model_output
-
-    def train_mode(self, **kwargs):
-        if self.partition is not None:
-            self.partition.head.train()
-        return super().train_mode(**kwargs)
 
     def optimizer_zero_grad(self):
         super().optimizer_zero_grad()
@@ -72,6 +67,7 @@ class FlowRLEngine(FSDPEngineWithLMHead):
         if self.partition is None:
             return super().optimizer_step()
         if not self.partition.gather_gradients(self.scaler.get_scale() if self.scaler else 1.0):
+            print("WARN: the gradient of log Z's head is not finite: the model does not step either", flush=True)
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(math.nan)  # the model's own check then skips the step
@@ -95,31 +91,27 @@ class FlowRLEngine(FSDPEngineWithLMHead):
 
     def save_checkpoint(self, local_path: str, *args, **kwargs) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
-        if self.partition is not None and self.rank == 0:
+        if self.partition is None:
+            return
+        if self.rank == 0:
             state = {**self.partition.state_dict(), "schedule": self.partition_schedule.state_dict()}
             torch.save(state, os.path.join(local_path, FILE))
         dist.barrier()
 
     def load_checkpoint(self, local_path: str, *args, **kwargs) -> None:
-        """As the base class, and the head's state, which rank 0 reads for all.
+        """As the base class, after the head's state, which rank 0 reads for all.
 
         Raises:
-            ValueError: the checkpoint has no head, or that of a model of another width.
+            ValueError: the checkpoint has no head, or that of a model of another width; nothing was loaded.
         """
+        if self.partition is not None:
+            file = os.path.join(local_path, FILE)
+            there = self.rank == 0 and os.path.exists(file)
+            received: list[Any] = [torch.load(file, map_location="cpu") if there else None]
+            dist.broadcast_object_list(received, src=0)
+            (state,) = received
+            if state is None:
+                raise ValueError(f"{file} is missing: a run with actor_rollout_ref.actor.flowrl.log_z=learned wrote it")
+            self.partition.load_state_dict(state, file)
+            self.partition_schedule.load_state_dict(state["schedule"])
         super().load_checkpoint(local_path, *args, **kwargs)
-        if self.partition is None:
-            return
-        file = os.path.join(local_path, FILE)
-        there = self.rank == 0 and os.path.exists(file)
-        received: list[Any] = [torch.load(file, map_location="cpu") if there else None]
-        dist.broadcast_object_list(received, src=0)
-        (state,) = received
-        if state is None:
-            raise ValueError(
-                f"{file} is missing: that run had no learned log Z; set actor_rollout_ref.actor.flowrl.log_z as it had"
-            )
-        try:
-            self.partition.load_state_dict(state)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
-        self.partition_schedule.load_state_dict(state["schedule"])

@@ -4,6 +4,7 @@ It lies outside of the model, so that it is neither sharded nor cast to half pre
 exported. A loss scale that lets the gradients of rare tokens survive in fp16 would take those of log Z beyond 65504.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -73,7 +74,7 @@ class Partition:
             dist.all_reduce(parameter.grad)
             parameter.grad /= loss_scale * dist.get_world_size()
         self.grad_norm = nn.utils.get_total_norm([p.grad for p in self.head.parameters()]).item()
-        return torch.isfinite(torch.tensor(self.grad_norm)).item()
+        return math.isfinite(self.grad_norm)
 
     def step(self) -> None:
         nn.utils.clip_grad_norm_(self.head.parameters(), self.clip_grad)
@@ -82,14 +83,14 @@ class Partition:
     def state_dict(self) -> dict[str, Any]:
         return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave.
+    def load_state_dict(self, state: dict[str, Any], file: str) -> None:
+        """Restore what :meth:`state_dict` gave and ``file`` held.
 
         Raises:
             ValueError: it belongs to a model of another width.
         """
         saved, width = state["head"]["layers.0.weight"].shape[0], self.head.layers[0].in_features
         if saved != width:
-            raise ValueError(f"the partition head there has hidden_size={saved}, this model {width}")
+            raise ValueError(f"{file}: the head of log Z there has hidden_size={saved}, this model {width}")
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -22,7 +22,7 @@ FIELDS = ("response_mask", "old_log_probs", "advantages", "rm_scores", "ref_log_
 
 
 def answer_reward(fields: TensorDict, kind: str) -> torch.Tensor:
-    """The reward of each answer ``(rows,)``: "advantage", GRPO's, which is the same at each of its tokens, or "score"."""
+    """The reward of each answer ``(rows,)``: "advantage", GRPO's, the same at each of its tokens, or "score"."""
     if kind == "advantage":
         return mean_of_tokens(fields["advantages"], fields["response_mask"].bool())
     return fields["rm_scores"].float().sum(-1)

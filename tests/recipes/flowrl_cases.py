@@ -1,0 +1,615 @@
+"""FlowRL's worker on gloo ranks, beside the same computation in plain torch; run by ``torchrun``.
+
+    torchrun --nproc-per-node RANKS flowrl_cases.py STRATEGY MODEL_DIR OUT_DIR
+
+Each case returns plain values, which rank r writes to OUT_DIR/rank_r.json; test_flowrl_engine.py asserts on them.
+"""
+
+import json
+import math
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "verl"))  # engine_cases.py takes the same arguments
+
+from engine_cases import (  # noqa: E402
+    MODEL,
+    OUT,
+    RANK,
+    STRATEGY,
+    gradients,
+    metrics_of,
+    same,
+    scale_of,
+    settings,
+    shared_directory,
+    state,
+    weights_of,
+)
+
+from recipes.flowrl.config import FlowRLConfig, PartitionConfig  # noqa: E402
+from recipes.flowrl.engine import FILE  # noqa: E402
+from recipes.flowrl.objective import group_log_z, mean_of_tokens, trajectory_balance  # noqa: E402
+from recipes.flowrl.partition import PartitionHead  # noqa: E402
+from recipes.flowrl.worker import FlowRLTrainingWorker, flowrl_loss  # noqa: E402
+from verl.model_merger.base_model_merger import ModelMergerConfig  # noqa: E402
+from verl.model_merger.fsdp_model_merger import FSDPModelMerger  # noqa: E402
+from verl.trainer.config import CheckpointConfig  # noqa: E402
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage  # noqa: E402
+from verl.utils import tensordict_utils as tu  # noqa: E402
+from verl.utils.checkpoint import manifest  # noqa: E402
+from verl.workers.config import (  # noqa: E402
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    TrainingWorkerConfig,
+)
+
+PLAIN = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def make_worker(
+    flowrl: FlowRLConfig | None = None,
+    dtype: str = "float32",
+    micro: int = 2,
+    packed: bool = False,
+    model: dict | None = None,
+    checkpoint: CheckpointConfig | None = None,
+    **engine,
+) -> FlowRLTrainingWorker:
+    """A worker with its engine built; by default log Z starts at random, so that it reaches the trunk."""
+    flowrl = flowrl or FlowRLConfig(partition=PartitionConfig(zero_init=False))
+    torch.manual_seed(RANK)  # the ranks' heads are made different, and must not stay so
+    worker = FlowRLTrainingWorker(
+        TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=HFModelConfig(
+                path=MODEL,
+                use_remove_padding=packed,
+                override_config={"attn_implementation": "sdpa"},
+                **(model or {}),
+            ),
+            engine_config=FSDPEngineConfig(
+                strategy=STRATEGY,
+                dtype=dtype,
+                use_dynamic_bsz=engine.pop("use_dynamic_bsz", False),
+                micro_batch_size_per_gpu=micro,
+                infer_micro_batch_size_per_gpu=2,
+                use_torch_compile=False,
+                grad_scaler=settings(init_scale=16.0),
+                **engine,
+            ),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=4, total_training_steps=100, clip_grad=1.0),
+            checkpoint_config=checkpoint or CheckpointConfig(),
+        ),
+        flowrl,
+    )
+    worker.reset()
+    set_loss(worker, flowrl)
+    return worker
+
+
+def set_loss(worker: FlowRLTrainingWorker, flowrl: FlowRLConfig) -> None:
+    worker.set_loss_fn(lambda **given: flowrl_loss(SimpleNamespace(flowrl=flowrl), **given))
+
+
+def log_probs_of(model, prompt: torch.Tensor, answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the answer's tokens ``(tokens,)``, and the mean hidden state of the prompt ``(hidden,)``."""
+    hidden = model.model(torch.cat([prompt, answer])[None])[0][0]
+    at = slice(len(prompt) - 1, -1)
+    logits = model.lm_head(hidden[at]).log_softmax(-1)
+    return logits.gather(-1, answer[:, None])[:, 0], hidden[: len(prompt)].mean(0)
+
+
+def rollouts(seed: int, right: tuple[int, ...] = (1, 2), size: int = 4, noise: float = 0.1) -> list[dict]:
+    """The rows of all ranks: ``size`` answers to each prompt, of which ``right`` have a reward of 1 and the others 0.
+
+    ``noise``: of the log-probabilities of the policy that sampled, and of the reference, around the model's own.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = lambda length: torch.randint(0, 64, (length,), generator=generator)  # noqa: E731
+    rows = []
+    for group in range(len(right)):
+        prompt = tokens(3 + group % 4)
+        for number in range(size):
+            answer = tokens(2 + (group + number) % 5)
+            with torch.no_grad():
+                log_prob, _ = log_probs_of(PLAIN, prompt, answer)
+            near = lambda: log_prob + noise * torch.randn(len(answer), generator=generator)  # noqa: B023, E731
+            score = float(number < right[group])
+            rows.append(
+                {"prompt": prompt, "answer": answer, "group": group, "score": score, "real": True}
+                | {"old_log_probs": near(), "ref_log_prob": near()}
+            )
+    scores, uids = torch.tensor([[row["score"]] for row in rows]), [row["group"] for row in rows]
+    advantages, _ = compute_grpo_outcome_advantage(scores, torch.ones_like(scores), uids)
+    for row, advantage in zip(rows, advantages[:, 0].tolist(), strict=True):
+        row["advantage"] = advantage
+    return rows
+
+
+def columns(rows: list[dict], flowrl: FlowRLConfig) -> dict[str, torch.Tensor]:
+    """What the objective takes of rows, padded by what must not matter."""
+    pad = lambda name: torch.nn.utils.rnn.pad_sequence([r[name] for r in rows], True, 1e4)  # noqa: E731
+    lengths = torch.tensor([len(row["answer"]) if row["real"] else 0 for row in rows])
+    old = pad("old_log_probs")
+    return {
+        "old_log_prob": old,
+        "ref_log_prob": pad("ref_log_prob"),
+        "reward": torch.tensor([row["advantage" if flowrl.reward == "advantage" else "score"] for row in rows]),
+        "mask": torch.arange(old.shape[1]) < lengths[:, None],
+    }
+
+
+def log_z_of_groups(rows: list[dict], flowrl: FlowRLConfig) -> torch.Tensor:
+    given = columns(rows, flowrl)
+    groups = torch.tensor([row["group"] for row in rows])
+    return group_log_z(
+        given["old_log_prob"],
+        given["ref_log_prob"],
+        given["reward"],
+        given["mask"],
+        groups,
+        beta=flowrl.beta,
+        length_normalization=flowrl.length_normalization,
+    )
+
+
+def batch(rows: list[dict], flowrl: FlowRLConfig | None = None, size: int | None = None):
+    """This rank's half of the rows, as verl's trainer sends it; ``size``: the rows of a mini-batch, of all ranks."""
+    mine = list(range(len(rows)))[RANK :: dist.get_world_size()]
+    nested = lambda make: torch.nested.as_nested_tensor([make(rows[i]) for i in mine], layout=torch.jagged)  # noqa: E731
+    length = lambda row: len(row["answer"])  # noqa: E731
+    mask = nested(lambda r: torch.full((length(r),), int(r["real"])))
+    tensors = {
+        "prompts": nested(lambda r: r["prompt"]),
+        "responses": nested(lambda r: r["answer"]),
+        "input_ids": nested(lambda r: torch.cat([r["prompt"], r["answer"]])),
+        "position_ids": nested(lambda r: torch.arange(len(r["prompt"]) + length(r))),
+        "response_mask": mask,
+        "loss_mask": mask,
+        "old_log_probs": nested(lambda r: r["old_log_probs"]),
+        "ref_log_prob": nested(lambda r: r["ref_log_prob"]),
+        "advantages": nested(lambda r: torch.full((length(r),), r["advantage"] if r["real"] else 1e4)),
+        "rm_scores": nested(lambda r: torch.tensor([0.0] * (length(r) - 1) + [r["score"]])),
+    }
+    if flowrl is not None and flowrl.log_z == "group":
+        tensors["group_log_z"] = log_z_of_groups(rows, flowrl)[mine]
+    return tu.get_tensordict(
+        tensors,
+        non_tensor_dict={
+            "temperature": 1.0,
+            "update_lr_scheduler": True,
+            "max_token_len_per_gpu": 24,
+            "global_batch_size": size or len(rows),
+        },
+    )
+
+
+def head_of(worker: FlowRLTrainingWorker) -> PartitionHead:
+    return worker.engine.partition.head
+
+
+def plain(worker: FlowRLTrainingWorker, rows: list[dict], flowrl: FlowRLConfig, detached: bool = False):
+    """Loss, means and gradients (trunk by name, head as one vector) of all ranks' rows, without verl or FSDP."""
+    PLAIN.zero_grad()
+    head = head_of(worker) if flowrl.log_z == "learned" else None
+    outputs = [log_probs_of(PLAIN, row["prompt"], row["answer"]) for row in rows]
+    log_prob = torch.nn.utils.rnn.pad_sequence([o[0] for o in outputs], True)
+    hidden, given = torch.stack([o[1] for o in outputs]), columns(rows, flowrl)
+    log_z = {
+        "learned": lambda: head(hidden.detach() if detached else hidden),
+        "group": lambda: log_z_of_groups(rows, flowrl),
+        "none": lambda: torch.zeros(len(rows)),
+    }[flowrl.log_z]()
+    losses, facts = trajectory_balance(
+        log_prob,
+        given["old_log_prob"],
+        given["ref_log_prob" if flowrl.anchor == "ref" else "old_log_prob"],
+        given["reward"],
+        log_z,
+        given["mask"],
+        beta=flowrl.beta,
+        level=flowrl.importance_weight,
+        clip=flowrl.importance_clip,
+        length_normalization=flowrl.length_normalization,
+    )
+    d = given["ref_log_prob"] - log_prob.detach()
+    facts["reference_kl"] = mean_of_tokens(d.exp() - d - 1, given["mask"])
+    loss, parameters = losses.mean(), list(head.parameters()) if head else []
+    trunk = dict(PLAIN.named_parameters())
+    grads = torch.autograd.grad(loss, [*trunk.values(), *parameters])
+    of_head = torch.cat([grad.flatten() for grad in grads[len(trunk) :]]) if head else torch.zeros(0)
+    means = {f"flowrl/{name}": fact.mean().item() for name, fact in facts.items()}
+    return {"pg_loss": loss.item()} | means, dict(zip(trunk, grads, strict=False)), of_head
+
+
+def seen(worker: FlowRLTrainingWorker, data):
+    """As :func:`plain`, what the worker makes of a batch: its updates by SGD with a rate of 1. Its weights stay."""
+    engine, partition = worker.engine, worker.engine.partition
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in engine.module.parameters()]
+    kept, before = [p.detach().clone() for p in local], weights_of(worker)
+    engine.optimizer = torch.optim.SGD(engine.module.parameters(), lr=1.0)
+    object.__setattr__(engine.optimizer_config, "clip_grad", math.inf)
+    taken = []
+    if partition is not None:
+        step, partition.step = (
+            partition.step,
+            lambda: taken.extend(p.grad.flatten() for p in head_of(worker).parameters()),
+        )
+    metrics = metrics_of(worker.train_batch(data))
+    trunk = {name: before[name] - tensor for name, tensor in weights_of(worker).items()}
+    with torch.no_grad():
+        for parameter, value in zip(local, kept, strict=True):
+            parameter.copy_(value)
+    if partition is not None:
+        partition.step = step
+    means = {name: sum_of(value) for name, value in metrics.items() if name.startswith("flowrl/") or name == "pg_loss"}
+    return means, trunk, torch.cat(taken) if taken else torch.zeros(0)
+
+
+def sum_of(metric) -> float:
+    """A metric as verl's trainer sums it: over micro-batches, and as a mean over ranks."""
+    return metric[0].aggregate_dp(metric) if isinstance(metric, list) else metric
+
+
+def apart(found, expected) -> dict[str, float]:
+    """How far apart two outcomes are, relative to the second."""
+    (means, trunk, head), (means_of, trunk_of, head_of_) = found, expected
+    whole = torch.cat([tensor.flatten() for tensor in trunk_of.values()])
+    difference = torch.cat([(trunk[name] - tensor).flatten() for name, tensor in trunk_of.items()])
+    result = {
+        "means": max(abs(means[name] - value) / (abs(value) + 1e-3) for name, value in means_of.items()),
+        "trunk": (difference.norm() / whole.norm()).item(),
+    }
+    return result | ({"head": ((head - head_of_).norm() / head_of_.norm()).item()} if len(head_of_) else {})
+
+
+def heads_state(worker: FlowRLTrainingWorker) -> list[torch.Tensor]:
+    """The head's weights and Adam state, as clones."""
+    partition = worker.engine.partition
+    moments = [value for entry in partition.optimizer.state.values() for value in entry.values()]
+    return [tensor.detach().clone() for tensor in [*partition.head.parameters(), *moments]]
+
+
+def everything(worker: FlowRLTrainingWorker) -> tuple[list[torch.Tensor], list]:
+    engine = worker.engine
+    schedules = [engine.lr_scheduler.state_dict(), engine.partition_schedule.state_dict()]
+    for schedule in schedules:
+        schedule.pop("lr_lambdas")
+    return state(worker) + heads_state(worker), [*schedules, scale_of(worker)]
+
+
+def alike(one: tuple, other: tuple) -> bool:
+    return same(one[0], other[0]) and one[1] == other[1]
+
+
+def poison(worker: FlowRLTrainingWorker, trunk: bool, head: bool, ranks: tuple[int, ...] = (1,)) -> None:
+    """After the next backward pass, one element of a gradient of the given ranks is inf, in the trunk or the head."""
+    engine, forward_backward_batch = worker.engine, worker.engine.forward_backward_batch
+
+    def poisoned(*args, **kwargs):
+        output = forward_backward_batch(*args, **kwargs)
+        if RANK in ranks and trunk:
+            gradients(worker)[0].view(-1)[0] = math.inf
+        if RANK in ranks and head:
+            next(head_of(worker).parameters()).grad.view(-1)[0] = math.inf
+        engine.forward_backward_batch = forward_backward_batch
+        return output
+
+    engine.forward_backward_batch = poisoned
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def dtypes():
+    """Of the head and of a linear layer of the trunk, in fp16: weights, input, output, gradient."""
+    worker = make_worker(dtype="float16")
+    found: dict[str, list[str]] = {}
+
+    def watch(name):
+        def hook(module, args, output):
+            tensors = (module.weight, *args, output)
+            found[name] = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+            output.register_hook(lambda grad: found[name].append(str(grad.dtype).removeprefix("torch.")))
+
+        return hook
+
+    for name in ("0", "4", "8"):
+        head_of(worker).layers.get_submodule(name).register_forward_hook(watch(f"head {name}"))
+    (trunk,) = (m for n, m in worker.engine.module.named_modules() if n.endswith("lm_head"))
+    trunk.register_forward_hook(watch("trunk"))
+    loss = worker.loss_fn
+
+    def with_log_z(model_output, **given):
+        found["log_z"] = str(model_output["log_z"].dtype).removeprefix("torch.")
+        return loss(model_output=model_output, **given)
+
+    worker.set_loss_fn(with_log_z)
+    worker.train_batch(batch(rollouts(0)))
+    adam = next(iter(worker.engine.partition.optimizer.state.values()))
+    return found | {"adam": str(adam["exp_avg"].dtype).removeprefix("torch.")}
+
+
+def beside_plain_torch():
+    """Every layout and split of a batch against the same in plain torch."""
+    flowrl, rows, errors = FlowRLConfig(partition=PartitionConfig(zero_init=False)), rollouts(1, right=(1, 2, 3, 0)), {}
+    layouts = {
+        "micro-batches of 4": {"micro": 4},
+        "micro-batches of 1": {"micro": 1},
+        "the whole": {"micro": 8},
+        "packed": {"packed": True},
+        "packed, by tokens": {"packed": True, "use_dynamic_bsz": True},
+        "packed to a bucket": {"packed": True, "pad_to_length": True, "pad_to_length_bucket": 64},
+        "without gradient checkpointing": {"model": {"enable_gradient_checkpointing": False}},
+        "offloaded": {"param_offload": True, "optimizer_offload": True},
+    }
+    for name, layout in layouts.items():
+        worker = make_worker(flowrl, **layout)
+        errors[name] = apart(seen(worker, batch(rows)), plain(worker, rows, flowrl))
+        assert worker.engine._hidden is None, "a hidden state is kept after the step"
+    detached = plain(worker, rows, flowrl, detached=True)
+    return {"errors": errors, "detached": apart(detached, plain(worker, rows, flowrl))["trunk"]}
+
+
+def variants():
+    """Every variant of the objective against plain torch."""
+    head = PartitionConfig(zero_init=False)
+    worker, without_head = make_worker(), make_worker(FlowRLConfig(log_z="none"))
+    rows, errors = rollouts(2), {}
+    for settings_ in (
+        {"anchor": "old"},
+        {"importance_weight": "token"},
+        {"importance_weight": "none"},
+        {"importance_clip": None},
+        {"importance_clip": 1.01},
+        {"reward": "score"},
+        {"length_normalization": False},
+        {"beta": 3.0},
+        {"log_z": "group"},
+        {"log_z": "none"},
+    ):
+        flowrl = FlowRLConfig(partition=head, **settings_)
+        used = worker if flowrl.log_z == "learned" else without_head
+        set_loss(used, flowrl)
+        ((name, value),) = settings_.items()
+        errors[f"{name}={value}"] = apart(seen(used, batch(rows, flowrl)), plain(used, rows, flowrl))
+    return {"errors": errors, "head": without_head.engine.partition is not None}
+
+
+def padding():
+    """Rows of padding: some of each rank's, and all of rank 1's."""
+    flowrl, errors = FlowRLConfig(partition=PartitionConfig(zero_init=False)), {}
+    worker = make_worker(flowrl)
+    for name, is_real in {"some": lambda i: i // 2 % 2 == 0, "all of rank 1": lambda i: i % 2 == 0}.items():
+        rows = rollouts(3)
+        for i, row in enumerate(rows):
+            row["real"] = is_real(i)
+        errors[name] = apart(seen(worker, batch(rows)), plain(worker, rows, flowrl))
+    return errors
+
+
+def mini_batches():
+    """An update of two mini-batches, beside the two one by one."""
+    whole, one_by_one = make_worker(), make_worker()
+    rows = [rollouts(4), rollouts(5)]
+    data = batch([row for half in rows for row in half], size=len(rows[0]))
+    tu.assign_non_tensor(data, mini_batch_size=len(rows[0]), epochs=1, seed=1, dataloader_kwargs={"shuffle": False})
+    flowrl = FlowRLConfig(partition=PartitionConfig(zero_init=False))
+    expected = plain(whole, rows[0], flowrl)[0]["pg_loss"]
+    metrics = metrics_of(whole.train_mini_batch(data))
+    losses = []
+    for number, half in enumerate(rows):
+        data = batch(half)
+        tu.assign_non_tensor(data, update_lr_scheduler=number == 1)
+        losses.append(metrics_of(one_by_one.train_batch(data))["loss"])
+    return {
+        "losses": [metrics["loss"], losses],
+        "first": [metrics["loss"][0], expected],
+        "alike": alike(everything(whole), everything(one_by_one)),
+    }
+
+
+def at_the_start():
+    """πθ = πref, log Z = 0, eight answers to each of four prompts, to two of them not all alike; what eval gives."""
+    losses = {}
+    for log_z in ("learned", "none"):
+        worker = make_worker(FlowRLConfig(log_z=log_z), dtype="float32")
+        rows = rollouts(6, right=(1, 0, 5, 8), size=8, noise=0.0)
+        losses[log_z] = metrics_of(worker.train_batch(batch(rows)))["loss"]
+    data = batch(rows)
+    tu.assign_non_tensor(data, compute_loss=False)
+    output = make_worker().infer_batch(data)
+    found = output["log_probs"].unbind()
+    mine = rows[RANK :: dist.get_world_size()]
+    errors = [
+        (f[-len(r["answer"]) - 1 : -1] - r["old_log_probs"]).abs().max() for f, r in zip(found, mine, strict=True)
+    ]
+    return {"losses": losses, "infer": sorted(output.keys()), "log_prob_error": max(errors).item()}
+
+
+def in_sync():
+    """Five steps in fp16: are the heads of both ranks the same bits, and did they move?"""
+    worker = make_worker(dtype="float16")
+    before = heads_state(worker)[0]
+    norms = [metrics_of(worker.train_batch(batch(rollouts(10 + step))))["grad_norm"] for step in range(5)]
+    mine = torch.cat([tensor.flatten().float() for tensor in heads_state(worker)])
+    both = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(both, mine)
+    return {
+        "same": all(torch.equal(mine, other) for other in both),
+        "moved": not torch.equal(before, heads_state(worker)[0]),
+        "norms": norms,
+    }
+
+
+def overflows(dtype: str):
+    """An overflow in a trunk gradient, in a head gradient, in both: who steps, and what is the next step?"""
+    worker, spared = make_worker(dtype=dtype), make_worker(dtype=dtype)
+    for one in (worker, spared):
+        for seed in (20, 21):  # the first of the warm-up has a rate of 0
+            one.train_batch(batch(rollouts(seed)))
+    outcomes = {}
+    for name, where in {
+        "trunk": {"trunk": True, "head": False},
+        "head": {"trunk": False, "head": True},
+        "both": {"trunk": True, "head": True, "ranks": (0, 1)},
+    }.items():
+        (tensors, others), scale = everything(worker), scale_of(worker)
+        poison(worker, **where)
+        metrics = metrics_of(worker.train_batch(batch(rollouts(30))))
+        after, others_after = everything(worker)
+        outcomes[name] = {
+            "unchanged": same(tensors, after),
+            "schedules": others[:2] == others_after[:2],
+            "scale": [scale, scale_of(worker)],
+            "metrics": {key: metrics.get(key) for key in ("grad_norm", "skipped_steps")},
+            "head_norm": metrics.get("flowrl/partition_grad_norm"),
+        }
+        if scale is not None:
+            spared.engine.scaler.load_state_dict(worker.engine.scaler.state_dict())
+        for one in (worker, spared):
+            one.train_batch(batch(rollouts(40)))
+        outcomes[name]["next_step"] = alike(everything(worker), everything(spared))
+        outcomes[name]["moves_on"] = not same(tensors, everything(worker)[0])
+    return outcomes
+
+
+def overflows_fp16():
+    return overflows("float16")
+
+
+def overflows_bf16():
+    return overflows("bfloat16")
+
+
+def resume():
+    """Save, then two steps, beside a load into a fresh worker and the same two steps; what is refused, and where."""
+    directory = shared_directory()
+    flowrl = FlowRLConfig(partition=PartitionConfig(zero_init=False, dropout=0.1, weight_decay=0.1))
+    contents = ["model", "optimizer", "extra"] + (["hf_model"] if STRATEGY == "fsdp2" else [])
+    checkpoint = CheckpointConfig(save_contents=contents, load_contents=["model", "optimizer", "extra"])
+    worker = make_worker(flowrl, "float16", checkpoint=checkpoint)
+    file = Path(directory) / "actor" / FILE
+    if RANK == 0:
+        manifest.begin(directory)
+    worker.train_batch(batch(rollouts(50)))
+    poison(worker, trunk=True, head=True)
+    worker.train_batch(batch(rollouts(51)))  # the scale is not the first one's
+    worker.save_checkpoint(str(file.parent), global_step=1)
+    result = {"there": file.exists()}
+    if RANK == 0:  # as the trainer does once its workers have saved
+        manifest.finish(directory, 1)
+        manifest.check_whole(directory)
+        result["listed"] = f"actor/{FILE}" in json.loads((Path(directory) / "manifest.json").read_text())["files"]
+    dist.barrier()
+    saved = everything(worker)
+    for seed in (52, 53):
+        worker.train_batch(batch(rollouts(seed)))
+    expected = everything(worker)
+    fresh = make_worker(flowrl, "float16", checkpoint=checkpoint)
+    fresh.load_checkpoint(str(file.parent))
+    result["loaded"] = alike(saved, everything(fresh))
+    for seed in (52, 53):
+        fresh.train_batch(batch(rollouts(seed)))
+    result["steps"] = alike(expected, everything(fresh))
+    result["moved"] = not same(saved[0], expected[0])
+
+    def refusal() -> list:
+        dist.barrier()
+        before = everything(fresh)
+        try:
+            fresh.load_checkpoint(str(file.parent))
+        except ValueError as error:
+            return [str(error), alike(before, everything(fresh))]
+
+    result["file"] = str(file)
+    if RANK == 0:
+        content = torch.load(file)
+        narrow = PartitionHead(64, 0.0, True).state_dict()
+        torch.save(content | {"head": narrow}, file)
+    result["width"] = refusal()
+    if RANK == 0:
+        file.unlink()
+    result["missing"] = refusal()
+    return result | leaves(worker, file.parent)
+
+
+def leaves(worker: FlowRLTrainingWorker, folder: Path) -> dict:
+    """The names of what leaves the engine, beside the model's own."""
+    names = set(PLAIN.state_dict())
+    result = {
+        "rollout": set(weights_of(worker)) == names,
+        "state_dict": {name.replace("_fsdp_wrapped_module.", "") for name in worker.engine.module.state_dict()}
+        == names,
+    }
+    if STRATEGY == "fsdp2" and RANK == 0:  # torch cannot gather FSDP1's full state dict on a CPU
+        huggingface, merged = folder / "huggingface", folder / "merged"
+        FSDPModelMerger(
+            ModelMergerConfig(
+                operation="merge",
+                backend="fsdp",
+                local_dir=str(folder),
+                target_dir=str(merged),
+                hf_model_config_path=str(huggingface),
+            )
+        ).merge_and_save()
+        result["export"] = set(load_file(huggingface / "model.safetensors")) == names
+        result["merged"] = set(load_file(merged / "model.safetensors")) == names
+    return result
+
+
+def lora():
+    """Adapters alone in the trunk: is log Z that of the whole model, and does its gradient reach them?"""
+    flowrl, rows = FlowRLConfig(partition=PartitionConfig(zero_init=False)), rollouts(7)
+    worker, detached = (make_worker(flowrl, model={"lora_rank": 4}) for _ in range(2))
+    head_of(detached).register_forward_pre_hook(lambda module, args: args[0].detach())
+    expected = plain(worker, rows, flowrl)[0]
+    metrics = [metrics_of(one.train_batch(batch(rows))) for one in (worker, detached)]
+    return {
+        "log_z": [sum_of(metrics[0]["flowrl/log_z"]), expected["flowrl/log_z"]],
+        "losses": [metrics[0]["loss"], metrics[1]["loss"], expected["pg_loss"]],
+        "grad_norms": [one["grad_norm"] for one in metrics],
+    }
+
+
+CASES = [
+    dtypes,
+    beside_plain_torch,
+    variants,
+    padding,
+    mini_batches,
+    at_the_start,
+    in_sync,
+    overflows_fp16,
+    overflows_bf16,
+    resume,
+    lora,
+]
+
+
+def main() -> None:
+    # A rank that waits for the other in vain says so, instead of waiting for half an hour.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=90))
+    results = {}
+    for case in CASES:
+        if case.__name__ in sys.argv[4:] or not sys.argv[4:]:
+            start = time.monotonic()
+            results[case.__name__] = case()
+            if RANK == 0:
+                print(f"{case.__name__}: {time.monotonic() - start:.1f} s", flush=True)
+    (OUT / f"rank_{RANK}.json").write_text(json.dumps(results, default=str))
+
+
+if __name__ == "__main__":
+    main()

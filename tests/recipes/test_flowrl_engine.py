@@ -1,0 +1,127 @@
+"""FlowRL's worker under FSDP1 and FSDP2 on two gloo ranks, each case run by flowrl_cases.py."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+
+
+@pytest.fixture(scope="module")
+def outcome(torchrun):
+    """``outcome(strategy, case)``: what the case gave on each rank; all cases of a strategy run at once."""
+    done: dict[str, list[dict]] = {}
+
+    def of(strategy: str, case: str) -> list:
+        if strategy not in done:
+            done[strategy] = torchrun("patched", Path(__file__).with_name("flowrl_cases.py"), strategy)
+        return [rank[case] for rank in done[strategy]]
+
+    return of
+
+
+def test_the_head_computes_in_fp32_under_fp16_autocast(outcome, strategy):
+    for rank in outcome(strategy, "dtypes"):
+        assert rank.pop("log_z") == rank.pop("adam") == "float32"
+        half = rank.pop("trunk")  # its masters are in fp32, FSDP1 shows them as it computes
+        assert half[1:] == ["float16"] * 3
+        assert set(rank) == {"head 0", "head 4", "head 8"}
+        assert all(dtypes == ["float32"] * 4 for dtypes in rank.values()), "weights, input, output or gradient"
+
+
+def close(errors: dict[str, float], head: bool = True) -> bool:
+    return set(errors) == {"means", "trunk", *(["head"] if head else [])} and max(errors.values()) < 1e-3
+
+
+def test_any_layout_and_split_gives_the_loss_metrics_and_gradients_of_plain_torch(outcome, strategy):
+    """Of the rows of both ranks: the global normalisation and the average of the head's gradients are right."""
+    for rank in outcome(strategy, "beside_plain_torch"):
+        assert len(rank["errors"]) == 8
+        assert all(map(close, rank["errors"].values())), rank["errors"]
+
+
+def test_log_z_reaches_the_trunk(outcome, strategy):
+    for rank in outcome(strategy, "beside_plain_torch"):
+        assert rank["detached"] > 5 * max(errors["trunk"] for errors in rank["errors"].values())
+
+
+def test_every_variant_gives_what_plain_torch_gives(outcome, strategy):
+    for rank in outcome(strategy, "variants"):
+        assert len(rank["errors"]) == 10 and not rank["head"]
+        for name, errors in rank["errors"].items():
+            assert close(errors, head=not name.startswith("log_z=")), (name, errors)
+
+
+def test_rows_of_padding_contribute_nothing(outcome, strategy):
+    for rank in outcome(strategy, "padding"):
+        assert set(rank) == {"some", "all of rank 1"} and all(map(close, rank.values())), rank
+
+
+def test_each_mini_batch_is_normalised_by_its_own_rows(outcome, strategy):
+    for rank in outcome(strategy, "mini_batches"):
+        assert rank["losses"][0] == rank["losses"][1] and rank["alike"]
+        assert rank["first"][0] == pytest.approx(rank["first"][1], rel=1e-5)
+
+
+def test_the_loss_at_the_start_is_that_of_the_advantages_alone(outcome, strategy):
+    for rank in outcome(strategy, "at_the_start"):
+        for loss in rank["losses"].values():  # two of four groups have answers that differ
+            assert loss == pytest.approx(225 * 7 / 8 * 2 / 4, rel=1e-4)
+
+
+def test_evaluation_gives_the_models_own_log_probs_and_no_log_z(outcome, strategy):
+    for rank in outcome(strategy, "at_the_start"):
+        assert rank["infer"] == ["log_probs", "metrics"] and rank["log_prob_error"] < 1e-4
+
+
+def test_the_ranks_keep_the_head_in_step(outcome, strategy):
+    for rank in outcome(strategy, "in_sync"):
+        assert rank["same"] and rank["moved"] and all(map(math.isfinite, rank["norms"]))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("where", ["trunk", "head", "both"])
+def test_an_overflow_skips_trunk_and_head_alike_on_all_ranks(outcome, strategy, dtype, where):
+    for rank in outcome(strategy, f"overflows_{dtype}"):
+        fault = rank[where]
+        assert fault["unchanged"], "weights or Adam state of trunk or head moved"
+        assert fault["schedules"] and fault["metrics"] == {"grad_norm": None, "skipped_steps": 1.0}
+        assert (fault["head_norm"] is None) == (where != "trunk")
+        before, after = fault["scale"]
+        assert after == before / 2 if dtype == "fp16" else before is after is None
+        assert fault["moves_on"] and fault["next_step"], "the next step is another"
+
+
+def test_a_resumed_run_takes_the_steps_that_would_have_come(outcome, strategy):
+    """Bit for bit: trunk, head, both optimizers, both schedules, the scale, and the head's dropout."""
+    for rank in outcome(strategy, "resume"):
+        assert rank["loaded"] and rank["moved"] and rank["steps"]
+
+
+def test_the_heads_file_is_in_the_manifest(outcome, strategy):
+    ranks = outcome(strategy, "resume")
+    assert all(rank["there"] for rank in ranks) and ranks[0]["listed"]
+
+
+def test_a_checkpoint_with_another_head_or_none_is_refused_by_name_on_all_ranks(outcome, strategy):
+    for rank in outcome(strategy, "resume"):
+        file = rank["file"]
+        width = f"{file}: the head of log Z there has hidden_size=64, this model 128"
+        missing = f"{file} is missing: a run with actor_rollout_ref.actor.flowrl.log_z=learned wrote it"
+        assert rank["width"] == [width, True] and rank["missing"] == [missing, True]
+
+
+def test_nothing_that_leaves_the_engine_has_the_head(outcome, strategy):
+    ranks = outcome(strategy, "resume")
+    assert all(rank["rollout"] and rank["state_dict"] for rank in ranks)
+    if strategy == "fsdp2":  # torch cannot gather FSDP1's full state dict from CPU parameters
+        assert ranks[0]["export"] and ranks[0]["merged"]
+
+
+def test_log_z_reaches_lora_adapters(outcome, strategy):
+    for rank in outcome(strategy, "lora"):
+        assert rank["log_z"][0] == pytest.approx(rank["log_z"][1], rel=1e-4)
+        assert rank["losses"] == pytest.approx([rank["losses"][2]] * 3, rel=1e-5)
+        with_log_z, detached = rank["grad_norms"]
+        assert with_log_z != pytest.approx(detached, rel=1e-3)

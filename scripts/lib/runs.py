@@ -271,7 +271,8 @@ def table(summary: dict) -> str:
         alike = isinstance(report, dict)
         text = ", ".join(f"{k} {v}" for k, v in report.items()) if alike else "its workers differ: see summary.json"
         lines[f"dtypes, {role}"] = text
-    return "\n".join(f"  {name:<16} {text}" for name, text in lines.items())
+    width = max(16, *map(len, lines))
+    return "\n".join(f"  {name:<{width}} {text}" for name, text in lines.items())
 
 
 def plot(several: list[tuple[str, list[dict]]], title: str, file: Path) -> None:

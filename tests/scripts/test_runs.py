@@ -232,7 +232,7 @@ def test_what_flowrl_reports_is_shown(tmp_path):
     summary = runs.summarize(request, runs.admit(request, tmp_path / "out", 2), data, [ACTOR])
     assert summary["recipe"] == "flowrl"
     assert summary["flowrl"]["delta_std"] == {"first": 13.81, "last": 13.81}
-    assert "-0.5 at the first step, -0.5 mean of the last 2" in runs.table(summary)
+    assert "log_z                  -0.5 at the first step, -0.5 mean of the last 2" in runs.table(summary)
 
 
 def picture(file: Path) -> np.ndarray:

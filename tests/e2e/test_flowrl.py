@@ -1,0 +1,105 @@
+"""FlowRL on the sanity task in fp16, as ``make run RECIPE=flowrl`` starts it: its first loss, its checkpoint, resumed.
+
+The first run records its rollouts; the second takes up its checkpoint and replays them.
+"""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from test_resume import leaves, same, training
+
+from lib import job as jobs
+
+STEPS = 3
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ARGS = (
+    f"data.train_batch_size=16 {ACTOR}.ppo_mini_batch_size=16 algorithm.rollout_correction.rollout_is=token"
+    # A loss scale that doubles at every step that is not skipped.
+    f" {ACTOR}.fsdp_config.grad_scaler.init_scale=1024 {ACTOR}.fsdp_config.grad_scaler.growth_interval=1"
+)
+
+
+def train(out: Path, *args: str) -> str:
+    """A run to its end; what the screen shows."""
+    words = ["DEVICE=cpu", "RECIPE=flowrl", f"STEPS={STEPS}", f"OUT={out}", f"ARGS={' '.join([ARGS, *args])}"]
+    command = [sys.executable, jobs.REPO / "scripts" / "run.py", *words]
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert run.returncode == 0, run.stdout
+    return run.stdout
+
+
+def share_of_groups_that_differ(dump: Path) -> float:
+    """Of the prompts of a step, those whose answers got different rewards."""
+    rewards = defaultdict(set)
+    for line in dump.read_text().splitlines():
+        answer = json.loads(line)
+        rewards[answer["uid"].rsplit("_", 2)[0]].add(answer["score"])
+    assert len(rewards) == 16
+    return sum(len(scores) > 1 for scores in rewards.values()) / len(rewards)
+
+
+@pytest.mark.e2e
+def test_train_and_resume(tmp_path):
+    whole, rest, rollouts = tmp_path / "whole", tmp_path / "rest", tmp_path / "rollouts.sqlite"
+    dumps = f"trainer.rollout_data_dir={tmp_path}/dumps"
+    screen = train(whole, f"+rollouts=record rollouts.file={rollouts}", dumps)
+    steps = training(whole)
+
+    # Nothing learnt yet: the policy is the reference, log Z is 0, and β²·(n−1)/n is left of each group that differs.
+    first = steps[1]
+    assert first["actor/flowrl/log_z"] == 0 and first["actor/flowrl/reference_kl"] == pytest.approx(0, abs=1e-6)
+    expected = 15**2 * 7 / 8 * share_of_groups_that_differ(tmp_path / "dumps" / "1.jsonl")
+    assert first["actor/pg_loss"] == pytest.approx(expected, rel=1e-3)
+    # Weights of the trainer against the rollout, token by token, which differ by a mismatch of about 1e-5.
+    assert 0 < abs(first["actor/flowrl/weight"] - 1) < 1e-3
+
+    names = {name for name in first if "flowrl/" in name}
+    assert {name.rpartition("/")[2] for name in names} == {
+        *("delta", "delta_std", "log_z", "weight", "clipped", "effective_samples", "reference_kl"),
+        *("partition_grad_norm", "distinct_right_answers", "right_answers"),
+    }
+    assert all(math.isfinite(row[name]) for row in steps.values() for name in names)
+    assert all(row["flowrl/right_answers"] == row["critic/score/mean"] for row in steps.values())
+    assert [row["actor/loss_scale"] / first["actor/loss_scale"] for row in steps.values()] == [1, 2, 4]
+    assert steps[2]["actor/flowrl/log_z"] != 0 and "delta_std" in screen
+
+    summary = json.loads((whole / "summary.json").read_text())
+    assert (summary["recipe"], summary["precision"], summary["skipped_steps"]) == ("flowrl", "fp16", 0)
+    dtypes = summary["effective_dtypes"]
+    assert dtypes["actor"]["compute"] == dtypes["ref"]["compute"] == dtypes["rollout"]["rollout"] == "float16"
+    assert dtypes["actor"]["master"] == "float32" and dtypes["actor"]["loss_scaling"] is True
+    assert summary["flowrl"]["log_z"]["first"] == 0 and (whole / "curves.png").exists()
+
+    # The head has a file of its own, and no place in the model's.
+    saved = whole / "checkpoints" / f"global_step_{STEPS}"
+    assert "actor/flowrl_partition.pt" in json.loads((saved / "manifest.json").read_text())["files"]
+    weights = torch.load(saved / "actor" / "model_world_size_1_rank_0.pt", weights_only=False)
+    with safe_open(jobs.ARITHMETIC / "model" / "model.safetensors", "pt") as model:
+        assert weights.keys() == set(model.keys())
+    head = torch.load(saved / "actor" / "flowrl_partition.pt")
+    assert {tensor.dtype for tensor in head["head"].values()} == {torch.float32}
+    assert {int(state["step"]) for state in head["optimizer"]["state"].values()} == {STEPS}
+
+    # Taken up after step 2, the third comes out bit for bit: model, Adam, head, its Adam, loss scale, RNG and data.
+    taken = tmp_path / "checkpoints"
+    shutil.copytree(whole / "checkpoints" / "global_step_2", taken / "global_step_2")
+    (taken / "latest_checkpointed_iteration.txt").write_text("2")
+    train(rest, f"+rollouts=replay rollouts.file={rollouts} trainer.default_local_dir={taken}")
+    found = taken / f"global_step_{STEPS}"
+    files = sorted(path.relative_to(saved) for path in saved.rglob("*.pt"))
+    assert files == sorted(path.relative_to(found) for path in found.rglob("*.pt"))
+    assert len(files) == 5, "model, optimizer, extra state and head of the actor, and the data loader's"
+    for file in files:
+        one, other = (dict(leaves(torch.load(folder / file, weights_only=False))) for folder in (saved, found))
+        assert one.keys() == other.keys()
+        assert [name for name in one if not same(one[name], other[name])] == [], file
+    (step,) = training(rest).items()
+    assert step == (STEPS, steps[STEPS])

@@ -1,0 +1,201 @@
+"""FlowRL's settings, composed by Hydra and checked by verl's own ``validate_config``, as ``main_ppo`` does at first."""
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lib import job as jobs
+from recipes.flowrl.config import FlowRLActorConfig
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+ACTOR = "actor_rollout_ref.actor"
+FLOWRL = f"{ACTOR}.flowrl"
+HEAD = f"{FLOWRL}.partition"
+
+
+@pytest.fixture(scope="module")
+def compose(tiny_model):
+    """``compose(*overrides)``: the default job with the recipe; verl's own checks have passed."""
+
+    def of(*overrides: str, recipe: str = "flowrl", precision: str = "fp16") -> DictConfig:
+        job = replace(jobs.parse(["DEVICE=cpu"]), model=str(tiny_model), precision=precision)
+        return validated(jobs.compose(replace(job, args=(f"+recipe={recipe}", *overrides)), Path("out")))
+
+    return of
+
+
+def validated(config: DictConfig) -> DictConfig:
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    return config
+
+
+@pytest.fixture(scope="module")
+def actor(compose):
+    """What the workers build of the actor's config."""
+    return lambda *overrides, **choices: omega_conf_to_dataclass(compose(*overrides, **choices).actor_rollout_ref.actor)
+
+
+@pytest.mark.parametrize("precision", jobs.options("precision"))
+@pytest.mark.parametrize("recipe", ["flowrl", "flowrl_paper"])
+def test_every_recipe_composes_in_every_regime(compose, recipe, precision):
+    config = compose(recipe=recipe, precision=precision)
+    assert need_reference_policy(config) and not need_critic(config)
+    assert isinstance(omega_conf_to_dataclass(config.actor_rollout_ref.actor), FlowRLActorConfig)
+
+
+def test_what_the_papers_choices_change(actor):
+    ours, paper = (actor(recipe=recipe) for recipe in ("flowrl", "flowrl_paper"))
+    changed = {"importance_clip", "partition"}
+    assert {name for name, value in vars(paper.flowrl).items() if value != vars(ours.flowrl)[name]} == changed
+    assert paper.flowrl.importance_clip == (0.8, 1.2) and ours.flowrl.importance_clip == (0.8, 1.28)
+    assert vars(paper.flowrl.partition) == {
+        "lr": paper.optim.lr,
+        "weight_decay": paper.optim.weight_decay,
+        "clip_grad": ours.flowrl.partition.clip_grad,
+        "dropout": 0.1,
+        "zero_init": False,
+        "drop_last_prompt_token": True,
+    }
+
+
+ACCEPTED = {
+    "a list": ([f"{FLOWRL}.importance_clip=[0.5,2]"], "importance_clip", (0.5, 2.0)),
+    "the largest alone": ([f"{FLOWRL}.importance_clip=10"], "importance_clip", (0.0, 10.0)),
+    "no clip": ([f"{FLOWRL}.importance_clip=null"], "importance_clip", (0.0, float("inf"))),
+    "a whole beta": ([f"{FLOWRL}.beta=3"], "beta", 3),
+    "no reference": ([f"{FLOWRL}.anchor=old", f"{ACTOR}.use_kl_loss=false"], "anchor", "old"),
+    "a group of one": (
+        [f"{FLOWRL}.reward=score", f"{FLOWRL}.log_z=none", "actor_rollout_ref.rollout.n=1"],
+        "reward",
+        "score",
+    ),
+    "other advantages": (
+        [f"{FLOWRL}.reward=score", "algorithm.adv_estimator=rloo"],
+        "reward",
+        "score",
+    ),
+    "fsdp2": ([f"{ACTOR}.strategy=fsdp2"], "beta", 15),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted(actor, name):
+    overrides, setting, value = ACCEPTED[name]
+    assert getattr(actor(*overrides).flowrl, setting) == value
+
+
+def unread(name: str, value: str, instead: str) -> tuple[list[str], str]:
+    return [f"{ACTOR}.{name}={value}"], f"{ACTOR}.{name}={value}: is not read by FlowRL; leave .*{instead}"
+
+
+SETTINGS = {
+    "beta": ["0", "-1", "nan", "inf", "x", "true", "null"],
+    "reward": ["scores"],
+    "log_z": ["head"],
+    "anchor": ["null"],
+    "importance_weight": ["CISPO"],
+    "importance_clip": ["0", "-1", "nan", "x", "true", "[1.28,0.8]", "[-1,1]", "[0.8,1,1.2]", "[low,high]"],
+    "length_normalization": ["0"],
+    "partition.lr": ["0", "-1", "nan", "x"],
+    "partition.weight_decay": ["-0.1", "inf", "x"],
+    "partition.clip_grad": ["0", "x"],
+    "partition.dropout": ["-0.1", "1", "x"],
+    "partition.zero_init": ["maybe"],
+    "partition.drop_last_prompt_token": ["1"],
+}
+
+
+@pytest.fixture(scope="module")
+def config(compose):
+    return compose()
+
+
+@pytest.mark.parametrize(("name", "given"), [(name, value) for name, values in SETTINGS.items() for value in values])
+def test_a_settings_value_is_refused_by_name_in_one_line(config, name, given):
+    value = OverridesParser.create().parse_override(f"x={given}").value()
+    changed = config.copy()
+    OmegaConf.update(changed, f"{FLOWRL}.{name}", value)
+    with pytest.raises(HydraException) as refused:
+        validated(changed)
+    assert f"{FLOWRL}.{name}={value}: must be " in str(refused.value.__cause__)
+    assert "\n" not in str(refused.value.__cause__)
+
+
+GROUP_OF_ONE = "actor_rollout_ref.rollout.n=1"
+MERGED = ["actor_rollout_ref.model.lora.merge=true", "actor_rollout_ref.model.lora.rank=4"]
+# Overrides, and what is said of them; ".*" is anything in the line.
+REFUSED = {
+    "no reference policy": (
+        [f"{ACTOR}.use_kl_loss=false"],
+        f"{ACTOR}.use_kl_loss=False: no reference policy is loaded.*set true, or anchor=old",
+    ),
+    "fp16 masters": ([f"{ACTOR}.fsdp_config.model_dtype=fp16"], "model_dtype=fp16.*set model_dtype=fp32"),
+    "a group of one": ([GROUP_OF_ONE], f"{GROUP_OF_ONE}: a group of one.*reward=score with log_z=learned or none"),
+    "a group of one for its mean": (
+        [GROUP_OF_ONE, f"{FLOWRL}.reward=score", f"{FLOWRL}.log_z=group"],
+        f"{GROUP_OF_ONE}: a group of one",
+    ),
+    "merged adapters": (MERGED, "actor_rollout_ref.model.lora.merge=True: .*rollout.dtype=float16; set merge=false"),
+    "Megatron": (["model_engine=megatron"], f"{ACTOR}.strategy=megatron: FlowRL runs with fsdp and fsdp2"),
+    "Megatron's name alone": ([f"{ACTOR}.strategy=megatron"], "actor_rollout_ref.actor.megatron"),  # verl looks for it
+    "an unknown strategy": ([f"{ACTOR}.strategy=ddp"], f"{ACTOR}.strategy=ddp: FlowRL runs with fsdp and fsdp2"),
+    "GAE": (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator=gae: FlowRL needs grpo"),
+    "another trainer": (["trainer.v1.trainer_mode=sync"], "trainer.v1.trainer_mode=sync: FlowRL needs flowrl"),
+    "the legacy trainer": (["trainer.use_v1=false"], "trainer.use_v1=False: FlowRL needs True"),
+    "a KL in the reward": (["algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward=True: FlowRL needs False"),
+    "distillation": (["distillation.enabled=true"], "distillation.enabled=True: FlowRL needs False"),
+    "another loss": (
+        [f"{ACTOR}.policy_loss.loss_mode=gspo"],
+        f"{ACTOR}.policy_loss.loss_mode=gspo: FlowRL has its own loss; leave vanilla",
+    ),
+    "PPO's clip": unread("clip_ratio", "0.3", f"0.2, and set {FLOWRL}.importance_clip"),
+    "PPO's lower clip": unread("clip_ratio_low", "0.1", f"0.2, and set {FLOWRL}.importance_clip"),
+    "PPO's upper clip": unread("clip_ratio_high", "0.28", f"0.2, and set {FLOWRL}.importance_clip"),
+    "PPO's dual clip": unread("clip_ratio_c", "10", f"3.0, and set {FLOWRL}.importance_clip"),
+    "an entropy bonus": unread("entropy_coeff", "0.01", f"0, and set {FLOWRL}.beta"),
+    "PPO's KL": unread("kl_loss_coef", "0.1", f"0.001, and set {FLOWRL}.beta"),
+    "the KL's estimate": unread("kl_loss_type", "k2", f"low_var_kl, and set {FLOWRL}.beta"),
+    "PPO's mean": unread("loss_agg_mode", "token-sum", f"token-mean, and set {FLOWRL}.length_normalization"),
+    "PPO's sum": unread("loss_scale_factor", "9", f"None, and set {FLOWRL}.length_normalization"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_in_one_line(compose, name):
+    overrides, message = REFUSED[name]
+    with pytest.raises((ValueError, HydraException, OmegaConfBaseException), match=message):
+        compose(*overrides)
+
+
+def test_a_misspelt_setting_is_refused(compose):
+    with pytest.raises(jobs.Refused, match="betta"):
+        compose(f"{FLOWRL}.betta=3")
+    with pytest.raises(HydraException, match="betta"):
+        compose(f"+{FLOWRL}.betta=3")
+
+
+@pytest.mark.parametrize("name", ["no reference policy", "Megatron"])
+def test_the_process_ends_before_ray_starts(name, tiny_model, tmp_path):
+    overrides, message = REFUSED[name]
+    out = tmp_path / "out"
+    job = replace(jobs.parse(["DEVICE=cpu"]), model=str(tiny_model), args=("+recipe=flowrl", *overrides))
+    environment = {**os.environ, **job.environment(out), "RAY_TMPDIR": str(tmp_path / "ray")}
+    environment["VERL_USE_EXTERNAL_MODULES"] = "recipes.cpu.platform,recipes.flowrl.trainer"
+    done = subprocess.run(job.command(out), env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert message.partition(".*")[0] in done.stderr and "ray init kwargs" not in done.stdout
+    assert {path.name for path in tmp_path.rglob("*")} <= {
+        "out",
+        "hydra",
+        "config.yaml",
+        "hydra.yaml",
+        "overrides.yaml",
+    }

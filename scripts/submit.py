@@ -42,6 +42,8 @@ def main(words: list[str]) -> int:
     job = replace(job, out=runs.folder(job, jobs.REPO / "outputs"))
     config = jobs.compose(job, job.out)
     jobs.check(job, config, job.out)
+    runs.admit(job, job.out, config.trainer.total_training_steps)
+    jobs.validate(job, config)
     words = [f"{name}={value}" for name, value in (job.settings() | {"STEPS": job.steps or "", "OUT": job.out}).items()]
     number = client.submit_job(
         entrypoint=shlex.join([sys.executable, str(jobs.REPO / "scripts/run.py"), *words]),

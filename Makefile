@@ -76,7 +76,7 @@ drift: python  ## say which files that the patches hook are others in a verl:  m
 	@$(PYTHON) scripts/patchset.py drift $(call quote,$(VERL))
 
 ##@ The rest
-.PHONY: help setup bench mutants preflight gsm8k test-releases e2e-releases matrix test-quick lint lock clean
+.PHONY: help setup bench mutants preflight submit gsm8k dapo-math test-releases e2e-releases matrix test-quick lint lock clean
 help: python  ## list the targets and the variables of `make run` and `make preflight`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
@@ -99,6 +99,12 @@ preflight: setup  ## predict what fp16 does to a model:  make preflight MODEL=â€
 gsm8k: setup  ## download GSM8K and write data/gsm8k/{train,test}.parquet
 	@$(BIN)/python -m recipes.gsm8k.prepare --out data/gsm8k
 
+submit: accept setup  ## make run on a running Ray cluster:  RAY_ADDRESS=http://HEAD:8265 make submit â€¦
+	@exec $(BIN)/python scripts/submit.py $(WORDS)
+
+dapo-math: setup  ## download DAPO-Math-17k and AIME 2024 and write data/dapo-math/{train,test}.parquet
+	@$(BIN)/python -m recipes.dapo_math.prepare --out data/dapo-math
+
 test-releases: setup $(WORKERS_READY)  ## the conformance suite on every release, its outcome into docs/results/releases.json
 	@exec $(BIN)/python -m pytest tests/releases --write-results
 
@@ -114,7 +120,7 @@ test-quick: setup  ## the tests without the end-to-end runs and the other releas
 lint: $(READY)  ## ruff and shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/shellcheck .ci/run
+	$(BIN)/shellcheck .ci/run scripts/launch/*.sh
 
 lock: python  ## resolve requirements/*.in into *.lock again; pins that still fit stay
 	$(PYTHON) -m venv .cache/uv && .cache/uv/bin/pip install --quiet uv

@@ -1,0 +1,79 @@
+"""Write DAPO-Math-17k and AIME 2024 for verl: ``python -m recipes.dapo_math.prepare --out DIR``.
+
+Both are in verl's schema on the Hub, with every problem many times: 1,791,700 rows of 17,398 prompts, and 960 of 30 (issue
+3065 of verl, issue 36 of DAPO). Leaves ``DIR/train.parquet`` and ``DIR/test.parquet`` with the first row of each prompt;
+how often a validation problem is answered is ``rollout.val_kwargs.n``.
+
+verl scores their ``math_dapo`` itself, 1 or −1: the last ``Answer: …`` of a response must be the ground truth, or else
+the last ``\\boxed{…}`` (``verl/utils/reward_score/math_dapo.py``).
+
+Source: Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import datasets
+
+from verl.utils.reward_score import default_compute_score
+
+COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
+
+
+def unique(source: str) -> tuple[datasets.Dataset, int]:
+    """The first row of each prompt of ``source``, a Hub name or a local copy, and how many prompts have two answers.
+
+    Raises:
+        OSError, ValueError: it cannot be loaded, lacks a column, or has a row that verl cannot score.
+    """
+    rows = datasets.load_dataset(source, split="train")
+    missing = [column for column in COLUMNS if column not in rows.column_names]
+    if missing:
+        raise ValueError(f"lacks the column {missing[0]!r}; it has {', '.join(rows.column_names)}")
+    answers: dict[str, str] = {}
+    first, contradicted = [], set()
+    for start in range(0, len(rows), 10_000):
+        batch = rows[start : start + 10_000]
+        facts = zip(batch["prompt"], batch["reward_model"], batch["data_source"], strict=True)
+        for index, (prompt, reward, data_source) in enumerate(facts, start):
+            text, answer = "\n".join(message["content"] for message in prompt), reward["ground_truth"]
+            if text not in answers:
+                if not isinstance(answer, str) or not answer:
+                    raise ValueError(f"row {index}: its ground truth is {answer!r}, not a text")
+                try:
+                    scored = default_compute_score(data_source, f"Answer: {answer}", answer)
+                except NotImplementedError as error:
+                    raise ValueError(f"row {index}: {error}") from error
+                if scored["score"] != 1:
+                    raise ValueError(f"row {index}: verl does not take its ground truth {answer!r} for right")
+                answers[text] = answer
+                first.append(index)
+            elif answers[text] != answer:
+                contradicted.add(text)
+    return rows.select(first).select_columns(list(COLUMNS)), len(contradicted)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write to")
+    for option, split, name in (("source", "train", "DAPO-Math-17k"), ("test-source", "test", "AIME-2024")):
+        help = f"of {split}.parquet: a Hub name or a local copy (default: %(default)s)"
+        parser.add_argument(f"--{option}", default=f"BytedTsinghua-SIA/{name}", help=help)
+    arguments = parser.parse_args()
+    splits = {}
+    for split, option in (("train", "source"), ("test", "test_source")):
+        source = getattr(arguments, option)
+        try:
+            splits[split] = unique(source)
+        except (OSError, ValueError, KeyError) as error:
+            sys.exit(f"--{option.replace('_', '-')} {source}: {' '.join(str(error).split())}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for split, (rows, contradicted) in splits.items():
+        rows.to_parquet(str(arguments.out / f"{split}.parquet"))
+        remark = f"; {contradicted} occurred with another answer too, the first is kept" if contradicted else ""
+        print(f"{arguments.out}/{split}.parquet: {len(rows)} prompts{remark}")
+
+
+if __name__ == "__main__":
+    main()

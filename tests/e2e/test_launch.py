@@ -1,0 +1,128 @@
+"""``scripts/launch/flowrl_7b.sh`` for real, with the sanity task in the place of the 7B model: on this node, where verl
+starts Ray itself, and as a job on a running Ray cluster of two nodes, whose own environment knows nothing of verl.
+
+``pytest -m slow tests/e2e/test_launch.py``
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import kill, of_this_run
+
+REPO = Path(__file__).resolve().parents[2]
+SCRIPT = REPO / "scripts/launch/flowrl_7b.sh"
+STEPS = 2
+STARTS_S, HANGS_S = 60, 900
+OVERRIDES = [  # a small batch, on a CPU
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64",
+    "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=1024",
+]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """The sanity task's model, and its data under the names that the script looks for."""
+    folder = tmp_path_factory.mktemp("task")
+    prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", folder, "--seed", "1"]
+    subprocess.run(prepare, cwd=REPO, check=True)
+    (folder / "val.parquet").rename(folder / "test.parquet")
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster of two nodes with one "GPU" each, whose environment and folder are its own."""
+    folder = tempfile.mkdtemp(
+        prefix="ray-", dir="/tmp"
+    )  # Ray's sockets need a short path; not where others look for Ray
+    gcs, dashboard = free_port(), free_port()
+    nodes = [
+        ["--head", f"--port={gcs}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}"],
+        [f"--address=127.0.0.1:{gcs}"],
+    ]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    started = []
+    try:
+        for words in nodes:
+            command = [Path(sys.executable).parent / "ray", "start", "--block", "--num-gpus=1", "--num-cpus=16", *words]
+            started.append(subprocess.Popen(command, cwd="/", env=environment, stdout=subprocess.DEVNULL))
+            until = time.monotonic() + STARTS_S
+            while socket.socket().connect_ex(("127.0.0.1", dashboard)):
+                assert time.monotonic() < until and started[-1].poll() is None, "Ray did not start"
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{dashboard}"
+    finally:
+        family = [child for node in started for child in psutil.Process(node.pid).children(recursive=True)]
+        for node in started:
+            node.send_signal(signal.SIGTERM)
+            node.wait(30)
+        kill(family)
+        shutil.rmtree(folder)
+
+
+def launch(task: Path, out: Path, **knobs: object) -> tuple[str, dict, list[dict]]:
+    """Run the script. Returns what it showed, the run's summary and its metrics, a dict a step."""
+    environment = os.environ | {
+        "EXPERIMENT": "arithmetic",
+        "DEVICE": "cpu",
+        "MODEL": str(task / "model"),
+        "DATA": str(task),
+        "STEPS": str(STEPS),
+        "OUT": str(out),
+        "GPUS_PER_NODE": "1",
+    }
+    environment |= {name: str(value) for name, value in knobs.items()}
+    command = [SCRIPT, *OVERRIDES]
+    with subprocess.Popen(
+        command, cwd="/", env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as started:
+        try:
+            shown, _ = started.communicate(timeout=HANGS_S)
+        finally:
+            started.kill()
+            kill(of_this_run(out))
+    assert started.returncode == 0, shown
+    metrics = [json.loads(line)["data"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return shown, json.loads((out / "summary.json").read_text()), metrics
+
+
+def check(summary: dict, metrics: list[dict]) -> None:
+    assert (summary["precision"], summary["steps"], summary["recipe"]) == ("fp16", STEPS, "flowrl_paper")
+    assert summary["effective_dtypes"]["actor"]["compute"] == "float16"
+    assert len(metrics) == STEPS
+    for row in metrics:
+        assert row["actor/flowrl/partition_grad_norm"] > 0, "the paper's head is not learning"
+        assert 0 < row["flowrl/right_answers"] < 1
+
+
+@pytest.mark.slow
+def test_on_one_node(task, tmp_path):
+    _, summary, metrics = launch(task, tmp_path / "out")
+    check(summary, metrics)
+
+
+@pytest.mark.slow
+def test_as_a_job_on_a_cluster_of_two_nodes(task, cluster, tmp_path):
+    shown, summary, metrics = launch(task, tmp_path / "out", RAY_ADDRESS=cluster, NNODES=2)
+    check(summary, metrics)
+    assert f" on {cluster}" in shown

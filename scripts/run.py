@@ -159,9 +159,9 @@ def main(words: list[str]) -> int:
     steps = config.trainer.total_training_steps
     record = runs.admit(job, out, steps)
     jobs.validate(job, config)
-    if job.prepares:
-        prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", str(jobs.ARITHMETIC), "--seed", "1"]
-        if subprocess.run(prepare, cwd=jobs.REPO).returncode:
+    if job.made:
+        prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--task", jobs.MADE[job.experiment]]
+        if subprocess.run([*prepare, "--out", str(job.made), "--seed", "1"], cwd=jobs.REPO).returncode:
             return 1  # it has said why
 
     out.mkdir(parents=True, exist_ok=True)

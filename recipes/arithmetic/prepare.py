@@ -1,4 +1,4 @@
-"""Make the model and the data of the arithmetic task: ``python -m recipes.arithmetic.prepare --out DIR --seed 1``.
+"""Make the model and the data of a task: ``python -m recipes.arithmetic.prepare --task addition --out DIR --seed 1``.
 
 Leaves ``DIR/model`` (HuggingFace format, with its tokenizer), ``DIR/train.parquet``, ``DIR/val.parquet`` and
 ``DIR/prepared.json``. Takes about a minute; a finished folder is reused.
@@ -15,8 +15,11 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 
-from recipes.arithmetic import task
+from recipes.arithmetic import addition, terms
+
+TASKS = {"addition": addition, "terms": terms}
 
 # Outside this band there is either nothing to reward or nothing left to learn.
 ACCURACY_BAND = (0.20, 0.80)
@@ -26,12 +29,16 @@ ACCURACY_BAND = (0.20, 0.80)
 class Settings:
     """What a preparation depends on, besides the code of this package."""
 
+    task: str  # one of ``TASKS``
     seed: int
     steps: int = 900  # the first half without corruption
     batch_size: int = 32
     learning_rate: float = 2e-3
     corruption: float = 0.25  # probability that a demonstrated column is wrong
-    problems: int = 64  # for training; as many others for validation
+
+    @property
+    def module(self) -> ModuleType:
+        return TASKS[self.task]
 
     def key(self) -> str:
         """12 hex digits that change with any setting and with the code of this package."""
@@ -52,6 +59,7 @@ def pretrain(settings: Settings):
 
     from recipes.arithmetic.model import build_model, build_tokenizer
 
+    task = settings.module
     torch.set_num_threads(1)  # sums in another order would give other weights
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, settings.seed)
@@ -59,11 +67,11 @@ def pretrain(settings: Settings):
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, settings.steps // 25, settings.steps)
     rng = random.Random(settings.seed)
     started = time.monotonic()
-    print("making the sanity task's model and data, once, about a minute:", flush=True)
+    print(f"making the model and the data of the task {settings.task}, once, at most about a minute:", flush=True)
     for step in range(1, settings.steps + 1):
-        pairs = task.problems(settings.batch_size, rng)
+        problems = task.problems(settings.batch_size, rng)
         corruption = settings.corruption if step > settings.steps // 2 else 0.0
-        texts = [task.prompt(a, b) + task.demonstration(a, b, rng, corruption) for a, b in pairs]
+        texts = [task.prompt(*problem) + task.demonstration(*problem, rng, corruption) for problem in problems]
         tokens = tokenizer([f"{tokenizer.bos_token}{text}{tokenizer.eos_token}" for text in texts])["input_ids"]
         tokens = torch.tensor(tokens)  # (batch, prompt + response): every problem has the same length
         labels = tokens.clone()
@@ -79,17 +87,23 @@ def pretrain(settings: Settings):
     return model, tokenizer
 
 
-def sampled_accuracy(model, tokenizer, seed: int, samples: int = 512) -> float:
+def score(task: ModuleType, text: str, problem: tuple) -> float:
+    """The reward of a response to a problem, whether the task's function returns it alone or with the answer."""
+    given = task.compute_score("", text, task.answer(*problem))
+    return given["score"] if isinstance(given, dict) else given
+
+
+def sampled_accuracy(task: ModuleType, model, tokenizer, seed: int, samples: int = 512) -> float:
     """Mean reward of ``samples`` responses, sampled at temperature 1, to random problems."""
     import torch
 
     torch.manual_seed(seed)
-    pairs = task.problems(samples, random.Random(seed + 1))
-    prompts = tokenizer([tokenizer.bos_token + task.prompt(a, b) for a, b in pairs], return_tensors="pt")
+    rng = random.Random(seed + 1)
+    problems = [problem for _ in range(samples) for problem in task.problems(1, rng)]
+    prompts = tokenizer([tokenizer.bos_token + task.prompt(*problem) for problem in problems], return_tensors="pt")
     output = model.generate(**prompts, max_new_tokens=task.RESPONSE_LENGTH, do_sample=True, top_k=0)
     texts = tokenizer.batch_decode(output[:, task.PROMPT_LENGTH :], skip_special_tokens=True)
-    scores = [task.compute_score("", text, task.answer(a, b)) for text, (a, b) in zip(texts, pairs, strict=True)]
-    return sum(scores) / samples
+    return sum(score(task, text, problem) for text, problem in zip(texts, problems, strict=True)) / samples
 
 
 def write_data(folder: Path, settings: Settings) -> None:
@@ -97,17 +111,18 @@ def write_data(folder: Path, settings: Settings) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    pairs = task.problems(2 * settings.problems, random.Random(settings.seed))
-    for split, part in (("train", pairs[: settings.problems]), ("val", pairs[settings.problems :])):
+    task = settings.module
+    problems = task.problems(2 * task.PROBLEMS, random.Random(settings.seed))
+    for split, part in (("train", problems[: task.PROBLEMS]), ("val", problems[task.PROBLEMS :])):
         rows = [
             {
-                "data_source": "arithmetic",
-                "prompt": [{"role": "user", "content": task.prompt(a, b)}],
+                "data_source": settings.task,
+                "prompt": [{"role": "user", "content": task.prompt(*problem)}],
                 "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": task.answer(a, b)},
+                "reward_model": {"style": "rule", "ground_truth": task.answer(*problem)},
                 "extra_info": {"split": split, "index": index},
             }
-            for index, (a, b) in enumerate(part)
+            for index, problem in enumerate(part)
         ]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
 
@@ -134,7 +149,7 @@ def prepare(out: Path, settings: Settings) -> dict:
         folder = Path(temporary) / "whole"
         folder.mkdir()
         model, tokenizer = pretrain(settings)
-        accuracy = sampled_accuracy(model, tokenizer, settings.seed)
+        accuracy = sampled_accuracy(settings.module, model, tokenizer, settings.seed)
         low, high = ACCURACY_BAND
         if not low <= accuracy <= high:
             raise PreparationError(
@@ -154,12 +169,13 @@ def prepare(out: Path, settings: Settings) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, default="addition")
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     parser.add_argument("--seed", type=int, required=True, help="of the weights, the demonstrations and the problems")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit cleans up; the default would not
     try:
-        prepared = prepare(arguments.out, Settings(seed=arguments.seed))
+        prepared = prepare(arguments.out, Settings(arguments.task, arguments.seed))
     except PreparationError as error:
         sys.exit(str(error))
     print(f"the model in {arguments.out} solves {prepared['sampled_accuracy']:.0%} of sampled problems before training")

@@ -20,7 +20,9 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = REPO / "configs"
-ARITHMETIC = REPO / ".cache" / "arithmetic"  # where the sanity task's model and data are made
+CACHE = REPO / ".cache"  # the models and data that are made, by experiment
+ARITHMETIC = CACHE / "arithmetic"  # those of the sanity task
+MADE = {"arithmetic": "addition", "terms": "terms"}  # which of recipes/arithmetic's tasks an experiment trains
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # what verl imports in every process, separated by commas
 CPU_PLATFORM = {  # what makes verl run without a GPU
     MODULES: "recipes.cpu.platform",
@@ -82,9 +84,9 @@ class Job:
     args: tuple[str, ...] = ()
 
     @property
-    def prepares(self) -> bool:
-        """Whether the sanity task's own model or data are used."""
-        return self.experiment == "arithmetic" and (self.model is None or self.train is None)
+    def made(self) -> Path | None:
+        """Where the experiment's own model or data are made, if they are used."""
+        return CACHE / self.experiment if self.experiment in MADE and not (self.model and self.train) else None
 
     @property
     def objective(self) -> str:
@@ -109,7 +111,7 @@ class Job:
 
     def overrides(self, out: Path) -> list[str]:
         """Hydra overrides of ``main_ppo``, those of ARGS last, so that they win."""
-        made = ARITHMETIC if self.prepares else None
+        made = self.made
         train = self.train or (made and str(made / "train.parquet"))
         values = {
             "data.seed": self.seed,
@@ -124,6 +126,7 @@ class Job:
             "trainer.experiment_name": self.name,
             "trainer.logger": "[file]",
             "trainer.default_local_dir": str(out / "checkpoints"),
+            "trainer.validation_data_dir": str(out / "validation"),
             "trainer.max_actor_ckpt_to_keep": 2,
             "trainer.max_critic_ckpt_to_keep": 2,
             "hydra.run.dir": str(out),
@@ -326,7 +329,7 @@ def check(job: Job, config, out: Path) -> None:
         if not files:
             raise Refused(f"{name}: is not set; {job.experiment} needs a parquet file in verl's schema")
         paths = [REPO / Path(file).expanduser() for file in files]
-        if any(path.is_relative_to(ARITHMETIC) and not path.exists() for path in paths):
+        if job.made and any(path.is_relative_to(job.made) and not path.exists() for path in paths):
             continue  # about to be made
         rows = sum(parquet_rows(name, path, columns) for path in paths)
         if rows < least:

@@ -27,13 +27,13 @@ def parquet(file: Path, rows: int = 64, without: str | None = None) -> Path:
 def test_the_bare_command_is_the_sanity_task_in_fp16():
     job = jobs.parse(["DEVICE=cpu"])
     assert (job.experiment, job.precision, job.algo, job.seed) == ("arithmetic", "fp16", "grpo", 1)
-    assert job.prepares
+    assert job.made == jobs.ARITHMETIC
 
 
 def test_a_data_file_of_ones_own_is_trained_with_the_real_experiment(tmp_path):
     job = jobs.parse(["DEVICE=cpu", "MODEL=Qwen/Qwen2.5-0.5B-Instruct", f"TRAIN={parquet(tmp_path / 'gsm8k.parquet')}"])
     assert (job.experiment, job.model) == ("gsm8k_1gpu", "Qwen/Qwen2.5-0.5B-Instruct")
-    assert not job.prepares
+    assert job.made is None
 
 
 def test_an_empty_variable_is_one_that_is_not_given():

@@ -6,6 +6,7 @@ The prompt is ``704+220=``; the response works from the units upwards, one colum
 
 import random
 
+PROBLEMS = 64  # in each of the two files
 DIGITS = 3
 PROMPT_LENGTH = 9  # tokens of every prompt: the start token and "704+220="
 RESPONSE_LENGTH = 26  # tokens of every demonstration: the text and the end token

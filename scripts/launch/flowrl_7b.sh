@@ -11,7 +11,7 @@ checkout=$(realpath "$(dirname "$0")/../..")
 # The knobs: set them here or in the environment.
 MODEL=${MODEL:-Qwen/Qwen2.5-7B}          # or a folder
 DATA=${DATA:-$checkout/data/dapo-math}   # a folder with train.parquet and test.parquet
-RECIPE=${RECIPE:-flowrl_paper}           # or flowrl, with what we found better
+RECIPE=${RECIPE:-flowrl_paper}           # or flowrl, with this project's defaults
 PRECISION=${PRECISION:-fp16}             # bf16 bf16_train_fp16_infer fp32
 NNODES=${NNODES:-1}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}

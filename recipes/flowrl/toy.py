@@ -110,7 +110,7 @@ def main() -> None:
     torch.set_num_threads(1)  # tensors this small take many times longer on more
     toy, target, true_log_z = bandit()
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    left.bar(range(16), target.exp(), color="lightgrey", label="target, πref·exp(βr)/Z")
+    left.bar(range(16), target.exp().tolist(), color="lightgrey", label="target, πref·exp(βr)/Z")
     rows = []
     print(f"{'':<18}{'KL(π‖target)':>14}{'entropy':>9}{'largest π':>11}{'log Z':>9}   means of {SEEDS} seeds")
     for (name, method), marker in zip(METHODS.items(), "oxs^v", strict=True):

@@ -126,7 +126,7 @@ def test_what_is_reported(batch):
 
 @pytest.mark.parametrize("right", [[0, 0, 0, 0], [8, 8, 8], [4, 0, 8, 1], [1, 2, 3, 4, 5, 6, 7]], ids=str)
 def test_at_the_start_the_loss_is_197_times_the_share_of_groups_that_differ(batch, right):
-    """π = πref, log Z = 0, r GRPO's advantage as verl computes it: β²·(n − 1)/n = 196.875, less the 1e-6 beside the std."""
+    """π = πref, log Z = 0, r verl's own advantage: β²·(n − 1)/n = 196.875, less the 1e-6 beside the std."""
     n, tokens = 8, 5
     rewards = torch.zeros(len(right), n, tokens)
     for group, answers in enumerate(right):
@@ -213,7 +213,7 @@ def test_nothing_outside_of_the_mask_counts(batch, level, mean, outside):
 
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
 def test_log_z_of_a_group_is_vargrads(batch, mean):
-    """δ has mean 0 in each group, and the gradient is that of the variance of ``log π − log πref − β·r`` within groups."""
+    """δ has mean 0 in each group, and the gradient is that of the variance of ``log π/πref − β·r`` within groups."""
     group, settings = torch.tensor([2, 0, 2, 0, 2, 0]), {"beta": BETA, "length_normalization": mean}
     batch["old_log_prob"] = batch["log_prob"]
     batch["log_z"] = group_log_z(

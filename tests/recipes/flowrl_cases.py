@@ -143,6 +143,7 @@ def columns(rows: list[dict], flowrl: FlowRLConfig) -> dict[str, torch.Tensor]:
     lengths = torch.tensor([len(row["answer"]) if row["real"] else 0 for row in rows])
     old = pad("old_log_probs")
     return {
+        "rollout_weights": pad("rollout_is_weights") if "rollout_is_weights" in rows[0] else None,
         "old_log_prob": old,
         "ref_log_prob": pad("ref_log_prob"),
         "reward": torch.tensor([row["advantage" if flowrl.reward == "advantage" else "score"] for row in rows]),
@@ -182,6 +183,8 @@ def batch(rows: list[dict], flowrl: FlowRLConfig | None = None, size: int | None
         "advantages": nested(lambda r: torch.full((length(r),), r["advantage"] if r["real"] else 1e4)),
         "rm_scores": nested(lambda r: torch.tensor([0.0] * (length(r) - 1) + [r["score"]])),
     }
+    if "rollout_is_weights" in rows[0]:
+        tensors["rollout_is_weights"] = nested(lambda r: r["rollout_is_weights"])
     if flowrl is not None and flowrl.log_z == "group":
         tensors["group_log_z"] = log_z_of_groups(rows, flowrl)[mine]
     return tu.get_tensordict(
@@ -223,6 +226,7 @@ def plain(worker: FlowRLTrainingWorker, rows: list[dict], flowrl: FlowRLConfig, 
         level=flowrl.importance_weight,
         clip=flowrl.importance_clip,
         length_normalization=flowrl.length_normalization,
+        rollout_weights=given["rollout_weights"],
     )
     d = given["ref_log_prob"] - log_prob.detach()
     facts["reference_kl"] = mean_of_tokens(d.exp() - d - 1, given["mask"])
@@ -390,6 +394,10 @@ def variants():
         set_loss(used, flowrl)
         ((name, value),) = settings_.items()
         errors[f"{name}={value}"] = apart(seen(used, batch(rows, flowrl)), plain(used, rows, flowrl))
+    set_loss(worker, FlowRLConfig())
+    rows = [row | {"rollout_is_weights": torch.linspace(0.5, 1.5, len(row["answer"]))} for row in rows]
+    weighted = seen(worker, batch(rows))
+    errors["rollout weights"] = apart(weighted, plain(worker, rows, FlowRLConfig()))
     return {"errors": errors, "head": without_head.engine.partition is not None}
 
 

@@ -81,12 +81,9 @@ class FlowRLConfig:
             value = getattr(self, name)
             _require(value in allowed, f"{key}.{name}", value, f"must be one of {', '.join(allowed)}")
         bounds = clip if isinstance(clip, Sequence) else (0.0, math.inf if clip is None else clip)
-        _require(
-            len(bounds) == 2 and all(map(_is_number, bounds)) and 0 <= bounds[0] < bounds[1],
-            f"{key}.importance_clip",
-            clip,
-            "must be [least, largest] with 0 <= least < largest, the largest weight alone, or null",
-        )
+        fits = len(bounds) == 2 and all(map(_is_number, bounds)) and 0 <= bounds[0] < bounds[1]
+        told = "must be [least, largest] with 0 <= least < largest, the largest weight alone, or null"
+        _require(fits, f"{key}.importance_clip", clip, told)
         object.__setattr__(self, "importance_clip", tuple(map(float, bounds)))
 
 
@@ -115,30 +112,17 @@ class FlowRLActorConfig(FSDPActorConfig):
             ("algorithm.adv_estimator", given["adv_estimator"] if grouped else "grpo", "grpo"),
         ):
             _require(value == needed, key, value, f"FlowRL needs {needed}")
-        _require(
-            self.rollout_n > 1 or not grouped,
-            "actor_rollout_ref.rollout.n",
-            self.rollout_n,
-            "a group of one has no mean to be measured by; set 2 or more, or "
-            f"{KEY}.flowrl.reward=score with log_z=learned or none",
-        )
-        _require(
-            self.use_kl_loss or flowrl.anchor == "old",
-            f"{KEY}.use_kl_loss",
-            self.use_kl_loss,
-            f"no reference policy is loaded, which {KEY}.flowrl.anchor=ref needs; set true, or anchor=old",
-        )
+        told = f"a group of one has no mean; set 2 or more, or {KEY}.flowrl.reward=score with log_z=learned or none"
+        _require(self.rollout_n > 1 or not grouped, "actor_rollout_ref.rollout.n", self.rollout_n, told)
+        told = f"no reference policy is loaded, which {KEY}.flowrl.anchor=ref needs; set true, or anchor=old"
+        _require(self.use_kl_loss or flowrl.anchor == "old", f"{KEY}.use_kl_loss", self.use_kl_loss, told)
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Optional[dict] = None) -> None:
         super().validate(n_gpus, train_batch_size, model_config)
         dtype = self.flowrl.given["rollout_dtype"]
-        _require(
-            not model_config["lora"].get("merge") or dtype not in ("float16", "half"),
-            "actor_rollout_ref.model.lora.merge",
-            True,
-            f"adapters are merged in the trainer's dtype and rounded again for rollout.dtype={dtype}; set merge=false, "
-            "or actor_rollout_ref.rollout.dtype=bfloat16",
-        )
+        rounded_twice = model_config["lora"].get("merge") and dtype in ("float16", "half")
+        told = f"merged in the trainer's dtype, adapters are rounded again for rollout.dtype={dtype}; set merge=false"
+        _require(not rounded_twice, "actor_rollout_ref.model.lora.merge", True, told)
 
 
 def flowrl_actor(strategy: str, **settings: Any) -> FlowRLActorConfig:

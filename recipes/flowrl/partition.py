@@ -69,8 +69,6 @@ class Partition:
     def gather_gradients(self, loss_scale: float) -> bool:
         """Average the gradients over all ranks, unscaled. Returns whether all are finite, the same on every rank."""
         for parameter in self.head.parameters():
-            if parameter.grad is None:  # a rank whose rows were padding alone
-                parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
             parameter.grad /= loss_scale * dist.get_world_size()
         self.grad_norm = nn.utils.get_total_norm([p.grad for p in self.head.parameters()]).item()

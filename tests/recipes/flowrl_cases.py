@@ -103,11 +103,11 @@ def set_loss(worker: FlowRLTrainingWorker, flowrl: FlowRLConfig) -> None:
 
 
 def log_probs_of(model, prompt: torch.Tensor, answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the answer's tokens ``(tokens,)``, and the mean hidden state of the prompt ``(hidden,)``."""
+    """Of the answer's tokens ``(tokens,)``, and the prompt's hidden states ``(tokens, hidden)``."""
     hidden = model.model(torch.cat([prompt, answer])[None])[0][0]
     at = slice(len(prompt) - 1, -1)
     logits = model.lm_head(hidden[at]).log_softmax(-1)
-    return logits.gather(-1, answer[:, None])[:, 0], hidden[: len(prompt)].mean(0)
+    return logits.gather(-1, answer[:, None])[:, 0], hidden[: len(prompt)]
 
 
 def rollouts(seed: int, right: tuple[int, ...] = (1, 2), size: int = 4, noise: float = 0.1) -> list[dict]:
@@ -143,6 +143,7 @@ def columns(rows: list[dict], flowrl: FlowRLConfig) -> dict[str, torch.Tensor]:
     lengths = torch.tensor([len(row["answer"]) if row["real"] else 0 for row in rows])
     old = pad("old_log_probs")
     return {
+        "rollout_weights": pad("rollout_is_weights") if "rollout_is_weights" in rows[0] else None,
         "old_log_prob": old,
         "ref_log_prob": pad("ref_log_prob"),
         "reward": torch.tensor([row["advantage" if flowrl.reward == "advantage" else "score"] for row in rows]),
@@ -182,6 +183,8 @@ def batch(rows: list[dict], flowrl: FlowRLConfig | None = None, size: int | None
         "advantages": nested(lambda r: torch.full((length(r),), r["advantage"] if r["real"] else 1e4)),
         "rm_scores": nested(lambda r: torch.tensor([0.0] * (length(r) - 1) + [r["score"]])),
     }
+    if "rollout_is_weights" in rows[0]:
+        tensors["rollout_is_weights"] = nested(lambda r: r["rollout_is_weights"])
     if flowrl is not None and flowrl.log_z == "group":
         tensors["group_log_z"] = log_z_of_groups(rows, flowrl)[mine]
     return tu.get_tensordict(
@@ -205,7 +208,8 @@ def plain(worker: FlowRLTrainingWorker, rows: list[dict], flowrl: FlowRLConfig, 
     head = head_of(worker) if flowrl.log_z == "learned" else None
     outputs = [log_probs_of(PLAIN, row["prompt"], row["answer"]) for row in rows]
     log_prob = torch.nn.utils.rnn.pad_sequence([o[0] for o in outputs], True)
-    hidden, given = torch.stack([o[1] for o in outputs]), columns(rows, flowrl)
+    given, used = columns(rows, flowrl), slice(None, -1 if flowrl.partition.drop_last_prompt_token else None)
+    hidden = torch.stack([o[1][used].mean(0) for o in outputs])
     log_z = {
         "learned": lambda: head(hidden.detach() if detached else hidden),
         "group": lambda: log_z_of_groups(rows, flowrl),
@@ -222,6 +226,7 @@ def plain(worker: FlowRLTrainingWorker, rows: list[dict], flowrl: FlowRLConfig, 
         level=flowrl.importance_weight,
         clip=flowrl.importance_clip,
         length_normalization=flowrl.length_normalization,
+        rollout_weights=given["rollout_weights"],
     )
     d = given["ref_log_prob"] - log_prob.detach()
     facts["reference_kl"] = mean_of_tokens(d.exp() - d - 1, given["mask"])
@@ -343,7 +348,7 @@ def dtypes():
 
 def beside_plain_torch():
     """Every layout and split of a batch against the same in plain torch."""
-    flowrl, rows, errors = FlowRLConfig(partition=PartitionConfig(zero_init=False)), rollouts(1, right=(1, 2, 3, 0)), {}
+    rows, errors = rollouts(1, right=(1, 2, 3, 0)), {}
     layouts = {
         "micro-batches of 4": {"micro": 4},
         "micro-batches of 1": {"micro": 1},
@@ -353,12 +358,17 @@ def beside_plain_torch():
         "packed to a bucket": {"packed": True, "pad_to_length": True, "pad_to_length_bucket": 64},
         "without gradient checkpointing": {"model": {"enable_gradient_checkpointing": False}},
         "offloaded": {"param_offload": True, "optimizer_offload": True},
+        "without the prompt's last token": {"drop_last_prompt_token": True},
+        "fp16": {"dtype": "float16"},
     }
     for name, layout in layouts.items():
+        head = PartitionConfig(zero_init=False, drop_last_prompt_token=layout.pop("drop_last_prompt_token", False))
+        flowrl = FlowRLConfig(partition=head)
         worker = make_worker(flowrl, **layout)
         errors[name] = apart(seen(worker, batch(rows)), plain(worker, rows, flowrl))
         assert worker.engine._hidden is None, "a hidden state is kept after the step"
     detached = plain(worker, rows, flowrl, detached=True)
+    assert worker.engine.scaler is not None
     return {"errors": errors, "detached": apart(detached, plain(worker, rows, flowrl))["trunk"]}
 
 
@@ -384,6 +394,10 @@ def variants():
         set_loss(used, flowrl)
         ((name, value),) = settings_.items()
         errors[f"{name}={value}"] = apart(seen(used, batch(rows, flowrl)), plain(used, rows, flowrl))
+    set_loss(worker, FlowRLConfig())
+    rows = [row | {"rollout_is_weights": torch.linspace(0.5, 1.5, len(row["answer"]))} for row in rows]
+    weighted = seen(worker, batch(rows))
+    errors["rollout weights"] = apart(weighted, plain(worker, rows, FlowRLConfig()))
     return {"errors": errors, "head": without_head.engine.partition is not None}
 
 

@@ -23,32 +23,32 @@ def outcome(torchrun):
 
 def test_the_head_computes_in_fp32_under_fp16_autocast(outcome, strategy):
     for rank in outcome(strategy, "dtypes"):
-        assert rank.pop("log_z") == rank.pop("adam") == "float32"
-        half = rank.pop("trunk")  # its masters are in fp32, FSDP1 shows them as it computes
-        assert half[1:] == ["float16"] * 3
-        assert set(rank) == {"head 0", "head 4", "head 8"}
-        assert all(dtypes == ["float32"] * 4 for dtypes in rank.values()), "weights, input, output or gradient"
+        assert rank["log_z"] == rank["adam"] == "float32"
+        for layer in ("head 0", "head 4", "head 8"):
+            assert rank[layer] == ["float32"] * 4, "weights, input, output or gradient"
+        assert rank["trunk"][1:] == ["float16"] * 3  # its weights are fp32 masters, FSDP1 shows what it computes with
 
 
-def close(errors: dict[str, float], head: bool = True) -> bool:
-    return set(errors) == {"means", "trunk", *(["head"] if head else [])} and max(errors.values()) < 1e-3
+def close(errors: dict[str, float], head: bool = True, within: float = 1e-3) -> bool:
+    return set(errors) == {"means", "trunk", *(["head"] if head else [])} and max(errors.values()) < within
 
 
 def test_any_layout_and_split_gives_the_loss_metrics_and_gradients_of_plain_torch(outcome, strategy):
     """Of the rows of both ranks: the global normalisation and the average of the head's gradients are right."""
     for rank in outcome(strategy, "beside_plain_torch"):
-        assert len(rank["errors"]) == 8
-        assert all(map(close, rank["errors"].values())), rank["errors"]
+        errors = dict(rank["errors"])
+        assert close(errors.pop("fp16"), within=0.3), "of the head's, whose terms cancel, 0.1 is rounding"
+        assert len(errors) == 9 and all(map(close, errors.values())), errors
 
 
 def test_log_z_reaches_the_trunk(outcome, strategy):
     for rank in outcome(strategy, "beside_plain_torch"):
-        assert rank["detached"] > 5 * max(errors["trunk"] for errors in rank["errors"].values())
+        assert rank["detached"] > 1e-2, "ten times what is close"
 
 
 def test_every_variant_gives_what_plain_torch_gives(outcome, strategy):
     for rank in outcome(strategy, "variants"):
-        assert len(rank["errors"]) == 10 and not rank["head"]
+        assert len(rank["errors"]) == 11 and not rank["head"]
         for name, errors in rank["errors"].items():
             assert close(errors, head=not name.startswith("log_z=")), (name, errors)
 

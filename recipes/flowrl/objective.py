@@ -41,16 +41,15 @@ def importance_weights(
         clip: ``(least, largest)`` weight.
 
     Returns:
-        weights ``(rows, tokens)``, and for each whether it was clipped, as 0 and 1; 0 outside of the mask.
+        weights, ``(rows, tokens)`` or where a row has but one ``(rows, 1)``, and whether each was clipped, as 0 and 1.
     """
     if level == "none":
-        return mask.float(), torch.zeros(mask.shape, device=mask.device)
+        return mask.new_ones(len(mask), 1).float(), mask.new_zeros(len(mask), 1).float()
     log_ratio = torch.where(mask, log_prob.detach().float() - old_log_prob.float(), 0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True)
     low, high = (math.log(min(max(bound, 1 / LARGEST_WEIGHT), LARGEST_WEIGHT)) for bound in clip or (0.0, math.inf))
-    clipped = (log_ratio < low) | (log_ratio > high)
-    return log_ratio.clamp(low, high).exp() * mask, (clipped & mask).float()
+    return log_ratio.clamp(low, high).exp(), ((log_ratio < low) | (log_ratio > high)).float()
 
 
 def trajectory_balance(

@@ -45,7 +45,7 @@ class Toy(NamedTuple):
 
 
 def train(
-    toy: Toy, target: torch.Tensor, log_z: str | None, *, epochs: int = 1, normalized: bool = False, steps: int = 3000
+    toy: Toy, target: torch.Tensor, log_z: str | None, *, epochs: int = 1, normalized: bool = False, steps: int = 1500
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Train ``SEEDS`` policies from πref on, each by samples of its own.
 
@@ -127,7 +127,7 @@ def main() -> None:
     print("{:<18}{:14.2e}{:9.4f}{:11.4f}{:9.5f}".format("target", *row))
     with open(out / "flowrl-toy.csv", "w", newline="") as file:
         csv.writer(file).writerows([("method", "seed", "kl", "entropy", "largest_probability", "log_z"), *rows])
-    left.set(title="probability of each arm after 3000 steps, seed 0", xlabel="arm")
+    left.set(title="probability of each arm after 1500 steps, seed 0", xlabel="arm")
     right.set(title=f"KL(π‖target), mean of {SEEDS} seeds", xlabel="step", yscale="log")
     left.legend()
     figure.savefig(out / "flowrl-toy.png", dpi=120)

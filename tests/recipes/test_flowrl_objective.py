@@ -216,18 +216,19 @@ def test_log_z_of_a_group_is_vargrads(batch, mean):
     """δ has mean 0 in each group, and the gradient is that of the variance of ``log π/πref − β·r`` within groups."""
     group, settings = torch.tensor([2, 0, 2, 0, 2, 0]), {"beta": BETA, "length_normalization": mean}
     batch["old_log_prob"] = batch["log_prob"]
+    batch["mask"][4] = False  # a row without tokens is of no group
     batch["log_z"] = group_log_z(
         batch["log_prob"], batch["anchor_log_prob"], batch["reward"], batch["mask"], group, **settings
     )
     _, facts = trajectory_balance(**batch, **settings)
     log_prob = batch["log_prob"].double().requires_grad_()
-    length = batch["mask"].sum(-1) if mean else 1
+    length = batch["mask"].sum(-1).clamp(min=1) if mean else 1
     residual = ((log_prob - batch["anchor_log_prob"]) * batch["mask"]).sum(-1) / length - BETA * batch["reward"]
     variances = []
-    for number in (0, 2):
-        assert facts["delta"][group == number].mean().abs() < 1e-6
-        assert batch["log_z"][group == number].unique().numel() == 1
-        variances.append((group == number).sum() * residual[group == number].var(correction=0))
+    for rows in ([1, 3, 5], [0, 2]):
+        assert facts["delta"][rows].mean().abs() < 1e-6
+        assert batch["log_z"][rows].unique().numel() == 1
+        variances.append(len(rows) * residual[rows].var(correction=0))
     losses, slope, _ = gradients(batch, length_normalization=mean)
     (wanted,) = torch.autograd.grad(sum(variances), log_prob)
     assert_equal((losses.sum(), slope), (sum(variances).detach(), wanted))

@@ -7,7 +7,6 @@ starts Ray itself, and as a job on a running Ray cluster of two nodes, whose own
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,8 @@ import psutil
 import pytest
 from processes import kill, of_this_run
 
+from lib.job import ARITHMETIC
+
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "scripts/launch/flowrl_7b.sh"
 STEPS = 2
@@ -28,18 +29,20 @@ OVERRIDES = [  # a small batch, on a CPU
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
     "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=1024",
 ]
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory) -> Path:
+@pytest.fixture
+def task(tmp_path) -> Path:
     """The sanity task's model, and its data under the names that the script looks for."""
-    folder = tmp_path_factory.mktemp("task")
-    prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", folder, "--seed", "1"]
-    subprocess.run(prepare, cwd=REPO, check=True)
-    (folder / "val.parquet").rename(folder / "test.parquet")
+    prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--task", "addition", "--out", ARITHMETIC]
+    subprocess.run([*prepare, "--seed", "1"], cwd=REPO, check=True)
+    folder = tmp_path / "task"
+    folder.mkdir()
+    for link, file in (("model", "model"), ("train.parquet", "train.parquet"), ("test.parquet", "val.parquet")):
+        (folder / link).symlink_to(ARITHMETIC / file)
     return folder
 
 
@@ -72,11 +75,8 @@ def cluster() -> Iterator[str]:
                 time.sleep(0.5)
         yield f"http://127.0.0.1:{dashboard}"
     finally:
-        family = [child for node in started for child in psutil.Process(node.pid).children(recursive=True)]
-        for node in started:
-            node.send_signal(signal.SIGTERM)
-            node.wait(30)
-        kill(family)
+        nodes = [psutil.Process(node.pid) for node in started]
+        kill([process for node in nodes for process in (node, *node.children(recursive=True))])
         shutil.rmtree(folder)
 
 

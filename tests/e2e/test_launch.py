@@ -37,8 +37,8 @@ OVERRIDES = [  # a small batch, on a CPU
 @pytest.fixture
 def task(tmp_path) -> Path:
     """The sanity task's model, and its data under the names that the script looks for."""
-    prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", ARITHMETIC, "--seed", "1"]
-    subprocess.run(prepare, cwd=REPO, check=True)
+    prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--task", "addition", "--out", ARITHMETIC]
+    subprocess.run([*prepare, "--seed", "1"], cwd=REPO, check=True)
     folder = tmp_path / "task"
     folder.mkdir()
     for link, file in (("model", "model"), ("train.parquet", "train.parquet"), ("test.parquet", "val.parquet")):

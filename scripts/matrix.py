@@ -13,6 +13,11 @@ README = PROJECT / "README.md"
 BEGIN, END = "<!-- written by make matrix -->\n", "<!-- end of the matrix -->\n"
 LEGEND = "✓ seen on the patched release; ° the unpatched one has it too, (°) in part; – cannot be there."
 NOTES = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲ"
+# The releases that the FlowRL recipe cannot run on, and why; tests/e2e/test_releases.py looks whether it is so.
+WITHOUT_FLOWRL = dict.fromkeys(
+    ("0.4.1", "0.5.0", "0.6.0", "0.6.1", "0.7.0", "0.7.1", "0.8.0"),
+    "`main_ppo` has one trainer there, and no registry that would take another",
+)
 
 
 def table(results: dict, runs: dict) -> str:
@@ -20,7 +25,7 @@ def table(results: dict, runs: dict) -> str:
 
     Args:
         results: by release, what the conformance suite saw.
-        runs: by release, what its end-to-end run gave; it counts where the stack is still the same.
+        runs: by release, what its end-to-end runs gave; they count where the stack is still the same.
     """
     notes: list[str] = []
 
@@ -34,6 +39,12 @@ def table(results: dict, runs: dict) -> str:
         if runs.get(release, {}).get("stack") != results[release]["stack"]:
             return "not run"
         return noted("✓", f"with {runs[release]['rollout']} as rollout")
+
+    def flowrl(release: str) -> str:
+        if release in WITHOUT_FLOWRL:
+            return noted("–", WITHOUT_FLOWRL[release])
+        ran = runs.get(release, {}).get("flowrl", {}).get("stack") == results[release]["stack"]
+        return "✓" if ran else "not run"
 
     def cell(cases: list[dict]) -> str:
         present = [case for case in cases if "absent" not in case]
@@ -51,6 +62,7 @@ def table(results: dict, runs: dict) -> str:
     rows = [["", *results], ["---"] * (1 + len(results))]
     rows += [[row, *(cell(column[row]) for column in columns)] for row in columns[0]]
     rows.append(["`main_ppo` in fp16, end to end, two steps", *map(run, results)])
+    rows.append(["the FlowRL recipe in fp16, end to end, two steps", *map(flowrl, results)])
     rows.append(["changed lines of verl", *("+{added} −{removed}".format(**r["lines"]) for r in results.values())])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     reasons = [f"{mark} {note}." for mark, note in zip(NOTES, notes, strict=False)]

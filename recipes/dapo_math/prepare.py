@@ -1,8 +1,8 @@
 """Write DAPO-Math-17k and AIME 2024 for verl: ``python -m recipes.dapo_math.prepare --out DIR``.
 
-Both are in verl's schema on the Hub, with every problem many times: 1,791,700 rows of 17,398 prompts, and 960 of 30 (issue
-3065 of verl, issue 36 of DAPO). Leaves ``DIR/train.parquet`` and ``DIR/test.parquet`` with the first row of each prompt;
-how often a validation problem is answered is ``rollout.val_kwargs.n``.
+Both are in verl's schema on the Hub, with every problem many times: 1,791,700 rows of 17,398 prompts, and 960 of 30
+(issue 3065 of verl, issue 36 of DAPO). Leaves ``DIR/train.parquet`` and ``DIR/test.parquet`` with the first row of each
+prompt; how often a validation problem is answered is ``rollout.val_kwargs.n``.
 
 verl scores their ``math_dapo`` itself, 1 or −1: the last ``Answer: …`` of a response must be the ground truth, or else
 the last ``\\boxed{…}`` (``verl/utils/reward_score/math_dapo.py``).

@@ -1,5 +1,5 @@
 """Every release, patched, trains the sanity task in fp16 by its own ``main_ppo``: Ray, FSDP on gloo, and as rollout
-vLLM's CPU build or, before 0.7.1, HuggingFace's generate.
+vLLM's CPU build or, before 0.7.1, HuggingFace's generate. So does the FlowRL recipe where verl registers trainers.
 
 ``make e2e-releases``, or one release:  ``pytest -m slow tests/e2e/test_releases.py -k 0.8.0``
 """
@@ -17,7 +17,8 @@ import pytest
 from processes import kill, of_this_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lib.job import CONFIGS, CPU_PLATFORM
+import matrix
+from lib.job import CONFIGS, CPU_PLATFORM, MODULES
 from lib.releases import find_release, load_releases, unpacked_wheel
 from lib.runs import load_manifest, reports, write_json
 from lib.stack import apply, load_stack
@@ -30,7 +31,7 @@ RESUMED = ("0.4.1", "0.6.1")  # one of each family of legacy workers; test_resum
 HANGS_S = 900
 LEGACY = {  # recipes/cpu/legacy.py in Ray's processes and in those that vLLM starts
     "RAY_RUNTIME_ENV_HOOK": "recipes.cpu.legacy.in_every_process",
-    "VERL_USE_EXTERNAL_MODULES": "recipes.cpu.legacy",
+    MODULES: "recipes.cpu.legacy",
     "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 16, "GPU": 1}),
 }
 
@@ -61,6 +62,11 @@ METRICS = {
     "skipped_steps": "actor/skipped_steps",
     "rollout_probs_diff_mean": "training/rollout_probs_diff_mean",
 }
+FLOWRL = {
+    "distinct_right_answers": "flowrl/distinct_right_answers",
+    "log_z": "actor/flowrl/log_z",
+    "partition_grad_norm": "actor/flowrl/partition_grad_norm",
+}
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +78,7 @@ def task() -> Path:
     return folder
 
 
-def overrides(release: str, task: Path, out: Path, steps: int) -> list[str]:
+def overrides(release: str, task: Path, out: Path, steps: int, recipe: str | None = None) -> list[str]:
     """Of the release's own configuration: the sanity task in fp16, a small batch, a scale that doubles every step."""
     batch = {
         "data.train_batch_size": 8,
@@ -93,11 +99,13 @@ def overrides(release: str, task: Path, out: Path, steps: int) -> list[str]:
         "hydra.run.dir": out,
     }
     groups = [f"hydra.searchpath=[file://{CONFIGS}]", "+experiment=arithmetic", "+algo=grpo"]
-    groups += [ROUTES[release].configuration, "+precision=fp16"]
+    groups += [ROUTES[release].configuration, *([f"+recipe={recipe}"] if recipe else []), "+precision=fp16"]
     return groups + [f"{key}={value}" for key, value in (batch | run).items()]
 
 
-def train(release: str, tree: Path, task: Path, out: Path, steps: int) -> tuple[dict[str, list[float]], list[dict]]:
+def train(
+    release: str, tree: Path, task: Path, out: Path, steps: int, recipe: str | None = None
+) -> tuple[dict[str, list[float]], list[dict]]:
     """Run ``main_ppo`` of the verl in ``tree``, up to ``steps`` and from where ``out`` stands.
 
     Returns:
@@ -113,7 +121,10 @@ def train(release: str, tree: Path, task: Path, out: Path, steps: int) -> tuple[
         "HYDRA_FULL_ERROR": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [REPO / route.venv / "bin/python", "-m", "verl.trainer.main_ppo", *overrides(release, task, out, steps)]
+    if recipe:
+        environment[MODULES] += f",recipes.{recipe}.trainer"
+    words = overrides(release, task, out, steps, recipe)
+    command = [REPO / route.venv / "bin/python", "-m", "verl.trainer.main_ppo", *words]
     with (out / "train.log").open("w") as log:
         main = subprocess.Popen(command, cwd=REPO, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -123,7 +134,28 @@ def train(release: str, tree: Path, task: Path, out: Path, steps: int) -> tuple[
     lines = (out / "train.log").read_text().splitlines()
     assert code == 0, "\n".join(lines[-60:])
     events = EventAccumulator(str(metrics)).Reload()
-    return {name: [event.value for event in events.Scalars(tag)] for name, tag in METRICS.items()}, reports(lines)
+    tags = METRICS | (FLOWRL if recipe else {})
+    return {name: [event.value for event in events.Scalars(tag)] for name, tag in tags.items()}, reports(lines)
+
+
+def measured(release: str, metrics: dict[str, list[float]]) -> dict:
+    """What is written down of a run."""
+    return {
+        "stack": load_stack(find_release(release)).id,
+        "rollout": ROUTES[release].rollout,
+        "steps": STEPS,
+        "reward": round(fmean(metrics["reward"]), 3),
+        "loss_scale": metrics["loss_scale"][-1],
+        "skipped_steps": int(sum(metrics["skipped_steps"])),
+        "rollout_probs_diff_mean": float(f"{fmean(metrics['rollout_probs_diff_mean']):.3g}"),
+    }
+
+
+def write_down(release: str, facts: dict) -> None:
+    """Put ``facts`` into the results, where all else of the release stays."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known[release] = known.get(release, {}) | facts
+    write_json(RESULTS, {name: known[name] for name in ROUTES if name in known})
 
 
 @pytest.mark.slow
@@ -151,17 +183,36 @@ def test_a_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
         assert third["loss_scale"] == [SCALE * 8], "step 3 alone, from the scale of step 2"
 
     if pytestconfig.getoption("write_results"):
-        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        known[release] = {
-            "stack": load_stack(find_release(release)).id,
-            "rollout": ROUTES[release].rollout,
-            "steps": STEPS,
-            "reward": round(fmean(metrics["reward"]), 3),
-            "loss_scale": metrics["loss_scale"][-1],
-            "skipped_steps": int(sum(metrics["skipped_steps"])),
-            "rollout_probs_diff_mean": float(f"{fmean(mismatch):.3g}"),
-        }
-        write_json(RESULTS, {name: known[name] for name in ROUTES if name in known})
+        write_down(release, measured(release, metrics))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", [name for name in ROUTES if name not in matrix.WITHOUT_FLOWRL])
+def test_flowrl_trains_on_a_release(release, task, tmp_path, pytestconfig):
+    tree = unpacked_wheel(release, tmp_path / "tree")
+    apply(tree)
+    metrics, told = train(release, tree, task, tmp_path, STEPS, "flowrl")
+
+    assert all(len(values) == STEPS and all(map(math.isfinite, values)) for values in metrics.values()), metrics
+    assert metrics["loss_scale"] == [SCALE * 2, SCALE * 4] and metrics["skipped_steps"] == [0.0] * STEPS
+    assert metrics["log_z"][0] == 0 != metrics["log_z"][1], "log Z starts from 0 and is learned"
+    assert min(metrics["partition_grad_norm"]) > 0 and min(metrics["distinct_right_answers"]) > 0.1
+    assert max(metrics["rollout_probs_diff_mean"]) < ROUTES[release].bf16 / 3
+    roles = {report["role"]: report for report in told}
+    assert [roles[role]["compute"] for role in ("actor", "ref")] == ["float16"] * 2
+    assert {report["stamp"]["release"] for report in told} == {release}
+    assert (tmp_path / f"checkpoints/global_step_{STEPS}/actor/flowrl_partition.pt").exists()
+
+    if pytestconfig.getoption("write_results"):
+        facts = {name: float(f"{values[-1]:.3g}") for name, values in metrics.items() if name in FLOWRL}
+        write_down(release, {"flowrl": measured(release, metrics) | facts})
+
+
+@pytest.mark.parametrize("release", ROUTES)
+def test_flowrl_needs_a_registry_of_trainers(release, tmp_path):
+    files = (unpacked_wheel(release, tmp_path) / "verl/trainer").rglob("*.py")
+    registry = any("def register_trainer(" in file.read_text() for file in files)
+    assert registry == (release not in matrix.WITHOUT_FLOWRL)
 
 
 def test_every_release_has_a_route():

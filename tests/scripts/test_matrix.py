@@ -38,13 +38,18 @@ def test_a_cell_says_what_was_seen(cases, cell):
 
 def test_a_run_counts_for_its_stack_alone():
     def last(stack: str) -> list[str]:
-        return matrix.table({"1.0": release()}, {"1.0": {"stack": stack, "rollout": "vLLM"}}).splitlines()[-4:]
+        runs = {"1.0": {"stack": stack, "rollout": "vLLM", "flowrl": {"stack": stack}}}
+        return matrix.table({"1.0": release()}, runs).splitlines()[-5:]
 
-    run, lines, _, notes = last("s1")
-    assert (
-        run.endswith("| ✓ᵃ |") and lines == "| changed lines of verl | +2 −1 |" and "ᵃ With vLLM as rollout." in notes
-    )
-    assert last("s0")[0].endswith("| not run |")
+    run, flowrl, lines, _, notes = last("s1")
+    assert run.endswith("| ✓ᵃ |") and flowrl.endswith("| ✓ |") and lines == "| changed lines of verl | +2 −1 |"
+    assert "ᵃ With vLLM as rollout." in notes
+    assert all(row.endswith("| not run |") for row in last("s0")[:2])
+
+
+def test_a_release_without_a_registry_has_no_recipe():
+    *_, flowrl, _, _, notes = matrix.table({"0.8.0": release()}, {}).splitlines()
+    assert flowrl.endswith("| –ᵃ |") and notes.endswith(f"ᵃ {matrix.WITHOUT_FLOWRL['0.8.0']}.")
 
 
 def test_the_results_are_those_of_the_stacks():

@@ -28,7 +28,7 @@ def answer(total: int) -> str:
 
 
 def demonstration(total: int, rng: random.Random, corruption: float = 0.0) -> str:
-    """A response to ``prompt(total)`` whose digits add up without a carry, so that a small model learns them in seconds.
+    """A response to ``prompt(total)`` whose digits add up without a carry, which a small model learns in seconds.
 
     Each digit of the second term is a random one with probability ``corruption``.
     """

@@ -1,4 +1,4 @@
-"""The sanity task: its rule, its model and its preparation."""
+"""The two tasks: their rules, their model and their preparation."""
 
 import json
 import random
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,12 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from recipes.arithmetic import prepare, task
+from recipes.arithmetic import addition, prepare, terms
 from recipes.arithmetic.model import build_model, build_tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
-SHORT = prepare.Settings(seed=1, steps=3)
+SHORT = prepare.Settings("addition", seed=1, steps=3)
+TASKS = list(prepare.TASKS)
 
 
 @pytest.mark.parametrize(
@@ -33,22 +35,54 @@ SHORT = prepare.Settings(seed=1, steps=3)
     ],
 )
 def test_the_reward_is_a_rule_on_the_text_after_the_last_equals_sign(response, score):
-    assert task.compute_score("arithmetic", response, task.answer(704, 220)) == score
+    assert addition.compute_score("addition", response, addition.answer(704, 220)) == score
 
 
-def test_a_demonstration_solves_its_problem_and_has_the_stated_length():
+@pytest.mark.parametrize(
+    ("response", "score", "answer"),
+    [
+        ("12+35", 1.0, "12+35"),
+        ("35+12", 1.0, "12+35"),
+        ("07+40", 1.0, "7+40"),
+        ("7+40", 1.0, "7+40"),
+        ("40+07", 1.0, "7+40"),
+        ("00+47", 1.0, "0+47"),
+        ("12+36", 0.0, "12+36"),
+        ("12+35+0", 0.0, ""),
+        ("47", 0.0, ""),
+        ("-1+48", 0.0, ""),
+        ("12+35=", 0.0, ""),
+        ("", 0.0, ""),
+    ],
+)
+def test_terms_that_add_up_are_right_and_one_answer_has_one_name(response, score, answer):
+    assert terms.compute_score("terms", response, terms.answer(47)) == {"score": score, "answer": answer}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_demonstration_solves_its_problem_and_has_the_stated_length(name):
+    task, rng = prepare.TASKS[name], random.Random(0)
+    edges = {"addition": [(0, 0), (999, 999), (704, 220), (95, 7)], "terms": [(10,), (99,), (90,)]}[name]
+    for problem in [*edges, *task.problems(50, rng)]:
+        text = task.demonstration(*problem, rng)
+        assert prepare.score(task, text, problem) == 1.0
+        assert len(text) + 1 == task.RESPONSE_LENGTH and len(task.prompt(*problem)) + 1 == task.PROMPT_LENGTH
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_corrupted_demonstration_errs_at_times(name):
+    task, rng = prepare.TASKS[name], random.Random(0)
+    problems = [problem for _ in range(500) for problem in task.problems(1, rng)]
+    scores = [prepare.score(task, task.demonstration(*problem, rng, 0.25), problem) for problem in problems]
+    assert 0.3 < sum(scores) / len(scores) < 0.7  # 0.75 ** 3 = 0.42; (0.75 + 0.25 / 10) ** 2 = 0.60
+
+
+def test_demonstrations_of_terms_have_many_answers_some_more_likely_than_others():
     rng = random.Random(0)
-    for a, b in [(0, 0), (999, 999), (704, 220), (95, 7), *task.problems(50, rng)]:
-        text = task.demonstration(a, b, rng)
-        assert task.compute_score("", text, task.answer(a, b)) == 1.0
-        assert len(text) + 1 == task.RESPONSE_LENGTH and len(task.prompt(a, b)) + 1 == task.PROMPT_LENGTH
-
-
-def test_a_corrupted_demonstration_errs_at_times():
-    rng = random.Random(0)
-    pairs = task.problems(500, rng)
-    scores = [task.compute_score("", task.demonstration(a, b, rng, 0.25), task.answer(a, b)) for a, b in pairs]
-    assert 0.3 < sum(scores) / len(scores) < 0.6  # 0.75 ** 3 = 0.42
+    texts = [terms.demonstration(47, rng) for _ in range(2000)]
+    counts = Counter(terms.compute_score("", text, "47")["answer"] for text in texts)
+    assert len(counts) == 5 * 8 / 2, "without a carry: 5 ways to write 4, 8 to write 7"
+    assert max(counts.values()) > 2 * min(counts.values()) and max(counts.values()) < len(texts) / 5
 
 
 def test_the_tokenizer_is_the_models_vocabulary_and_round_trips():
@@ -69,18 +103,20 @@ def test_a_seed_gives_the_same_weights_twice_and_another_seed_others():
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_the_data_have_verls_schema_and_no_problem_is_in_both_files(tmp_path):
-    prepare.write_data(tmp_path, SHORT)
+@pytest.mark.parametrize("name", TASKS)
+def test_the_data_have_verls_schema_and_no_problem_is_in_both_files(name, tmp_path):
+    prepare.write_data(tmp_path, replace(SHORT, task=name))
     splits = {
         split: pyarrow.parquet.read_table(tmp_path / f"{split}.parquet").to_pylist() for split in ("train", "val")
     }
     for split, rows in splits.items():
-        assert len(rows) == SHORT.problems
+        assert len(rows) == prepare.TASKS[name].PROBLEMS
         for index, row in enumerate(rows):
             (message,) = row["prompt"]
-            a, b = message["content"].rstrip("=").split("+")
-            assert row["reward_model"] == {"style": "rule", "ground_truth": f"{int(a) + int(b):04d}"}
-            assert row["extra_info"] == {"split": split, "index": index} and row["data_source"] == "arithmetic"
+            total = sum(map(int, message["content"].rstrip("=").split("+")))
+            truth = {"addition": f"{total:04d}", "terms": str(total)}[name]
+            assert row["reward_model"] == {"style": "rule", "ground_truth": truth}
+            assert row["extra_info"] == {"split": split, "index": index} and row["data_source"] == name
     prompts = [{row["prompt"][0]["content"] for row in rows} for rows in splits.values()]
     assert not prompts[0] & prompts[1]
 
@@ -104,8 +140,10 @@ def test_a_finished_folder_is_reused_and_one_of_other_settings_is_not(tmp_path, 
     stamp = tmp_path / "made" / "prepared.json"
     written = stamp.stat().st_mtime_ns
     assert prepare.prepare(tmp_path / "made", SHORT) == made and stamp.stat().st_mtime_ns == written
-    again = prepare.prepare(tmp_path / "made", replace(SHORT, seed=2))
-    assert again["key"] != made["key"] and json.loads(stamp.read_text()) == again
+    for other in (replace(SHORT, seed=2), replace(SHORT, task="terms")):
+        again = prepare.prepare(tmp_path / "made", other)
+        assert again["key"] != made["key"] and json.loads(stamp.read_text()) == again
+        made = again
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])

@@ -30,6 +30,18 @@ def test_the_bare_command_is_the_sanity_task_in_fp16():
     assert job.made == jobs.ARITHMETIC
 
 
+@pytest.mark.parametrize("experiment", jobs.MADE)
+def test_a_model_and_data_are_made_for_the_experiments_that_have_none(experiment, tmp_path):
+    job = jobs.parse(["DEVICE=cpu", f"EXPERIMENT={experiment}"])
+    assert job.made == jobs.CACHE / experiment
+    assert {
+        f"actor_rollout_ref.model.path={job.made}/model",
+        f"data.train_files={job.made}/train.parquet",
+        f"data.val_files={job.made}/val.parquet",
+        f"trainer.validation_data_dir={tmp_path}/validation",
+    } <= set(job.overrides(tmp_path))
+
+
 def test_a_data_file_of_ones_own_is_trained_with_the_real_experiment(tmp_path):
     job = jobs.parse(["DEVICE=cpu", "MODEL=Qwen/Qwen2.5-0.5B-Instruct", f"TRAIN={parquet(tmp_path / 'gsm8k.parquet')}"])
     assert (job.experiment, job.model) == ("gsm8k_1gpu", "Qwen/Qwen2.5-0.5B-Instruct")

@@ -1,0 +1,136 @@
+"""How many different right answers finished runs give: ``scripts/diversity.py OUT LABEL=FOLDER [LABEL=FOLDER ...]``.
+
+Reads what their validations said, ``FOLDER/validation/STEP.jsonl``, so that every run is measured alike: the same
+prompts, as many samples to each, before the first step too (``trainer.val_before_train=true``). Writes ``OUT.png``
+and ``OUT.json``. A label may occur more than once, for other seeds of the same.
+"""
+
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+
+import compare
+from lib import runs
+from lib.job import Refused
+
+SHOWN = 2  # prompts whose distributions are shown
+
+Step = dict[str, list[str | None]]  # by prompt the answer of each sample, None where it is wrong
+
+
+def read(folder: Path) -> dict[int, Step]:
+    """What the validations of a run said, by step. What the reward function returns as ``answer`` tells answers apart.
+
+    Raises:
+        Refused: there are none, or none before the first step.
+    """
+    steps: dict[int, Step] = {}
+    for file in sorted((folder / "validation").glob("*.jsonl"), key=lambda file: int(file.stem)):
+        step = steps.setdefault(int(file.stem), {})
+        for row in runs.rows(file):
+            step.setdefault(row["input"], []).append(row.get("answer", row["output"]) if row["score"] > 0 else None)
+    if 0 not in steps or len(steps) == 1:
+        raise Refused(
+            f"{folder}: has no validations before and after training; set trainer.val_before_train, test_freq"
+        )
+    return steps
+
+
+def shares(answers: list[str | None]) -> dict[str, float]:
+    """The share of each right answer among the right ones, the largest first."""
+    counts = Counter(answer for answer in answers if answer is not None)
+    return {answer: count / counts.total() for answer, count in counts.most_common()}
+
+
+def measure(step: Step) -> dict[str, float]:
+    """Means over the prompts.
+
+    ``accuracy``: the share of right samples; ``distinct_right_answers``: how many there are among a prompt's samples;
+    ``effective_right_answers``: exp of the entropy of their shares, which does not grow with accuracy as that does.
+    """
+    by_prompt = [shares(answers) for answers in step.values()]
+    return {
+        "accuracy": fmean(answer is not None for answers in step.values() for answer in answers),
+        "distinct_right_answers": fmean(map(len, by_prompt)),
+        "effective_right_answers": fmean(
+            math.exp(-sum(share * math.log(share) for share in of.values())) if of else 0.0 for of in by_prompt
+        ),
+    }
+
+
+def pooled(steps: list[Step], prompt: str) -> dict[str, float]:
+    return shares([answer for step in steps for answer in step[prompt]])
+
+
+def plot(curves: list[tuple[str, dict[int, dict]]], bars: dict[str, dict[str, dict[str, float]]], file: Path) -> None:
+    """Each measure over the steps, and below for each prompt of ``bars`` the shares of right answers, by label."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    first, *labels = next(iter(bars.values()))
+    colours = {first: "0.6"} | {label: f"C{index}" for index, label in enumerate(labels)}
+    figure = plt.figure(figsize=(11, 3 + 2.5 * len(bars)), layout="constrained")
+    grid = figure.add_gridspec(1 + len(bars), 3)
+    for column, name in enumerate(("accuracy", "distinct_right_answers", "effective_right_answers")):
+        axis = figure.add_subplot(grid[0, column])
+        for label, measured in curves:
+            axis.plot(list(measured), [of[name] for of in measured.values()], ".-", color=colours[label])
+        axis.set(title=name.replace("_", " "), xlabel="step")
+        axis.set_ylim(bottom=0)
+    for row, (prompt, by_label) in enumerate(bars.items(), start=1):
+        axis = figure.add_subplot(grid[row, :])
+        answers = list(dict.fromkeys(answer for of in by_label.values() for answer in of))
+        for index, (label, of) in enumerate(by_label.items()):
+            at = [place + 0.8 * index / len(by_label) for place in range(len(answers))]
+            heights = [of.get(answer, 0.0) for answer in answers]
+            axis.bar(at, heights, 0.8 / len(by_label), align="edge", color=colours[label], label=label)
+        axis.set_xticks([place + 0.4 for place in range(len(answers))], answers, rotation=60, fontsize=7)
+        axis.set_ylabel(f"share of right answers\nto {prompt}")
+        axis.legend()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def main(words: list[str]) -> None:
+    if len(words) < 2 or "=" in words[0]:
+        raise Refused(f"{' '.join(words) or 'nothing given'}: must be OUT LABEL=FOLDER …")
+    out, several = Path(words[0]), [(*compare.read(word), read(Path(word.partition("=")[2]))) for word in words[1:]]
+    sizes = [
+        {prompt: len(answers) for prompt, answers in step.items()} for *_, said in several for step in said.values()
+    ]
+    if any(size != sizes[0] for size in sizes):
+        raise Refused(f"{' '.join(words[1:])}: must have the same prompts, with as many samples to each")
+    before = [said[0] for *_, said in several]
+    prompts = sorted(sizes[0], key=lambda prompt: len(pooled(before, prompt)))[-SHOWN:]
+    last = {label: [said[max(said)] for of, _, _, said in several if of == label] for label, *_ in several}
+    bars = {
+        prompt: {"before": pooled(before, prompt)} | {label: pooled(of, prompt) for label, of in last.items()}
+        for prompt in prompts
+    }
+    curves = [(label, {step: measure(of) for step, of in said.items()}) for label, _, _, said in several]
+    content = {
+        "prompts": len(sizes[0]),
+        "samples": sum(sizes[0].values()) // len(sizes[0]),
+        "runs": [
+            {"label": label, "asked": told["asked"], "wall_s": told["wall_s"], "steps": measured}
+            for (label, measured), (_, told, *_) in zip(curves, several, strict=True)
+        ],
+        "shares_of_right_answers": bars,
+    }
+    runs.write_json(out.with_suffix(".json"), content)
+    plot(curves, bars, out.with_suffix(".png"))
+    for label, measured in curves:
+        for step in (0, max(measured)):
+            facts = ", ".join(f"{value:.3g} {name.replace('_', ' ')}" for name, value in measured[step].items())
+            print(f"{label:<20} step {step:>3}: {facts}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except Refused as refusal:
+        sys.exit(f"diversity: {refusal}")

@@ -3,6 +3,7 @@
 import os
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -77,7 +78,9 @@ def test_the_knobs_and_overrides_reach_verl(where, goal, data):
 
 def test_the_settings_are_the_papers(data):
     words = ["EXPERIMENT=flowrl_7b", "RECIPE=flowrl_paper", "DEVICE=cpu", f"TRAIN={data / 'train.parquet'}"]
-    config = jobs.compose(jobs.parse(words), data / "out")
+    job = replace(jobs.parse(words), device="cuda")
+    config = jobs.compose(job, data / "out")
+    jobs.validate(job, config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size, rollout.n, rollout.temperature) == (512, 32, 8, 1)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 8192)

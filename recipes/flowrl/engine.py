@@ -99,7 +99,7 @@ class FlowRLEngine(FSDPEngineWithLMHead):
         dist.barrier()
 
     def load_checkpoint(self, local_path: str, *args, **kwargs) -> None:
-        """As the base class, after the head's state, which rank 0 reads for all.
+        """As the base class, after the head's state, which rank 0 reads for all; of it, what ``load_contents`` asks.
 
         Raises:
             ValueError: the checkpoint has no head, or that of a model of another width; nothing was loaded.
@@ -112,6 +112,7 @@ class FlowRLEngine(FSDPEngineWithLMHead):
             (state,) = received
             if state is None:
                 raise ValueError(f"{file} is missing: a run with actor_rollout_ref.actor.flowrl.log_z=learned wrote it")
-            self.partition.load_state_dict(state, file)
-            self.partition_schedule.load_state_dict(state["schedule"])
+            self.partition.load_state_dict(state, file, self.checkpoint_manager.should_load_optimizer)
+            if self.checkpoint_manager.should_load_extra:  # where verl keeps the model's schedule
+                self.partition_schedule.load_state_dict(state["schedule"])
         super().load_checkpoint(local_path, *args, **kwargs)

@@ -81,8 +81,8 @@ class Partition:
     def state_dict(self) -> dict[str, Any]:
         return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any], file: str) -> None:
-        """Restore what :meth:`state_dict` gave and ``file`` held.
+    def load_state_dict(self, state: dict[str, Any], file: str, with_optimizer: bool) -> None:
+        """Restore what :meth:`state_dict` gave and ``file`` held, the optimizer's part where asked.
 
         Raises:
             ValueError: it belongs to a model of another width.
@@ -91,4 +91,5 @@ class Partition:
         if saved != width:
             raise ValueError(f"{file}: the head of log Z there has hidden_size={saved}, this model {width}")
         self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if with_optimizer:
+            self.optimizer.load_state_dict(state["optimizer"])

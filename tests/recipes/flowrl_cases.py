@@ -9,6 +9,7 @@ import json
 import math
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -538,6 +539,14 @@ def resume():
         fresh.train_batch(batch(rollouts(seed)))
     result["steps"] = alike(expected, everything(fresh))
     result["moved"] = not same(saved[0], expected[0])
+    alone = make_worker(flowrl, "float16", checkpoint=replace(checkpoint, load_contents=["model"]))
+    alone.load_checkpoint(str(file.parent))
+    parameters = len(list(head_of(alone).parameters()))
+    result["weights_alone"] = {
+        "head": same(saved[0][-len(heads_state(worker)) :][:parameters], heads_state(alone)),
+        "adam": len(alone.engine.partition.optimizer.state),
+        "updates": [schedule.last_epoch for schedule in (alone.engine.lr_scheduler, alone.engine.partition_schedule)],
+    }
 
     def refusal() -> list:
         dist.barrier()

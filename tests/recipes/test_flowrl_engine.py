@@ -99,6 +99,12 @@ def test_a_resumed_run_takes_the_steps_that_would_have_come(outcome, strategy):
         assert rank["loaded"] and rank["moved"] and rank["steps"]
 
 
+def test_of_a_checkpoint_the_head_takes_what_load_contents_asks(outcome, strategy):
+    """Weights alone: no Adam state, and both schedules start anew."""
+    for rank in outcome(strategy, "resume"):
+        assert rank["weights_alone"] == {"head": True, "adam": 0, "updates": [0, 0]}
+
+
 def test_the_heads_file_is_in_the_manifest(outcome, strategy):
     ranks = outcome(strategy, "resume")
     assert all(rank["there"] for rank in ranks) and ranks[0]["listed"]

@@ -56,7 +56,7 @@ class FlowRLTrainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics)
-        names = ["uid", "responses", "extra_fields", *FIELDS]
+        names = ["uid", "responses", "extra_fields", *(FIELDS if self.flowrl.log_z == "group" else ["rm_scores"])]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
         uids = list(data["uid"])
         metrics.update(diversity(data, uids, [not tag.get("is_padding", False) for tag in batch.tags]))

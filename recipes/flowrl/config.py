@@ -17,12 +17,9 @@ CHOICES = {
     "anchor": ("ref", "old"),
     "importance_weight": ("sequence", "token", "none"),
 }
-# What PPO's loss reads of the actor's config and FlowRL's does not, by what does its work in FlowRL.
-UNREAD = {
-    "importance_clip": ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
-    "beta, whose inverse is the weight of FlowRL's own KL": ("entropy_coeff", "kl_loss_coef", "kl_loss_type"),
-    "length_normalization": ("loss_agg_mode", "loss_scale_factor"),
-}
+# What PPO's loss reads of the actor's config and FlowRL's does not.
+UNREAD = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coeff", "calculate_entropy")
+UNREAD += ("kl_loss_coef", "kl_loss_type", "loss_agg_mode", "loss_scale_factor")
 
 
 @dataclass(frozen=True)
@@ -96,11 +93,10 @@ class FlowRLActorConfig(FSDPActorConfig):
     def __post_init__(self):
         super().__post_init__()
         flowrl, given = self.flowrl, self.flowrl.given
-        for instead, names in UNREAD.items():
-            for name in names:
-                value, default = getattr(self, name), FSDPActorConfig.__dataclass_fields__[name].default
-                told = f"is not read by FlowRL; leave {default}, and set {KEY}.flowrl.{instead}"
-                _require(value == default, f"{KEY}.{name}", value, told)
+        for name in UNREAD:
+            value, default = getattr(self, name), FSDPActorConfig.__dataclass_fields__[name].default
+            told = f"is not read by FlowRL; leave {default}, and see {KEY}.flowrl, configs/recipe/flowrl.yaml"
+            _require(value == default, f"{KEY}.{name}", value, told)
         loss = self.policy_loss.loss_mode
         _require(loss == "vanilla", f"{KEY}.policy_loss.loss_mode", loss, "FlowRL has its own loss; leave vanilla")
         grouped = flowrl.reward == "advantage" or flowrl.log_z == "group"

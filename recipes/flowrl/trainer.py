@@ -31,7 +31,7 @@ def diversity(data: TensorDict, uids: list[str], real: list[bool]) -> dict[str, 
             answers = found[uids[row]]
             if right[row]:
                 said = data["extra_fields"][row].get("reward_extra_info", {})
-                answers.add(said.get("answer", tuple(data["responses"][row].tolist())))
+                answers.add(str(said.get("answer", data["responses"][row].tolist())))
     return {
         "flowrl/distinct_right_answers": sum(map(len, found.values())) / len(found),
         "flowrl/right_answers": right[torch.tensor(real)].float().mean().item(),

@@ -41,7 +41,7 @@ def flowrl_loss(config: FlowRLActorConfig, model_output: dict, data: TensorDict,
     if flowrl.log_z == "learned":
         log_z = model_output["log_z"]
     else:
-        log_z = data["group_log_z"] if flowrl.log_z == "group" else torch.zeros_like(log_prob[:, 0])
+        log_z = data["group_log_z"].flatten() if flowrl.log_z == "group" else torch.zeros_like(log_prob[:, 0])
     losses, facts = trajectory_balance(
         log_prob,
         fields["old_log_probs"],
@@ -60,8 +60,9 @@ def flowrl_loss(config: FlowRLActorConfig, model_output: dict, data: TensorDict,
             kl_penalty(log_prob.detach(), fields["ref_log_prob"], "low_var_kl"), mask
         )
     loss = losses.sum() * share
-    means = {f"flowrl/{name}": (fact.sum() * share).item() for name, fact in facts.items()} | {"pg_loss": loss.item()}
-    return loss, Metric.from_dict(means, aggregation=AggregationType.SUM)
+    sums = torch.stack([fact.sum() for fact in facts.values()]) * share
+    means = {f"flowrl/{name}": mean for name, mean in zip(facts, sums.tolist(), strict=True)}
+    return loss, Metric.from_dict({"pg_loss": loss} | means, aggregation=AggregationType.SUM)
 
 
 class FlowRLTrainingWorker(TrainingWorker):

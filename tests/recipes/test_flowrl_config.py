@@ -92,8 +92,10 @@ def test_accepted(actor, name):
     assert getattr(actor(*overrides).flowrl, setting) == value
 
 
-def unread(name: str, value: str, instead: str) -> tuple[list[str], str]:
-    return [f"{ACTOR}.{name}={value}"], f"{ACTOR}.{name}={value}: is not read by FlowRL; leave .*{instead}"
+def unread(name: str, value: str, default: str) -> tuple[list[str], str]:
+    return [
+        f"{ACTOR}.{name}={value}"
+    ], f"{ACTOR}.{name}={value}: is not read by FlowRL; leave {default}, and see {FLOWRL}"
 
 
 SETTINGS = {
@@ -169,15 +171,16 @@ REFUSED = {
         [f"{ACTOR}.policy_loss.loss_mode=gspo"],
         f"{ACTOR}.policy_loss.loss_mode=gspo: FlowRL has its own loss; leave vanilla",
     ),
-    "PPO's clip": unread("clip_ratio", "0.3", f"0.2, and set {FLOWRL}.importance_clip"),
-    "PPO's lower clip": unread("clip_ratio_low", "0.1", f"0.2, and set {FLOWRL}.importance_clip"),
-    "PPO's upper clip": unread("clip_ratio_high", "0.28", f"0.2, and set {FLOWRL}.importance_clip"),
-    "PPO's dual clip": unread("clip_ratio_c", "10", f"3.0, and set {FLOWRL}.importance_clip"),
-    "an entropy bonus": unread("entropy_coeff", "0.01", f"0, and set {FLOWRL}.beta"),
-    "PPO's KL": unread("kl_loss_coef", "0.1", f"0.001, and set {FLOWRL}.beta"),
-    "the KL's estimate": unread("kl_loss_type", "k2", f"low_var_kl, and set {FLOWRL}.beta"),
-    "PPO's mean": unread("loss_agg_mode", "token-sum", f"token-mean, and set {FLOWRL}.length_normalization"),
-    "PPO's sum": unread("loss_scale_factor", "9", f"None, and set {FLOWRL}.length_normalization"),
+    "PPO's clip": unread("clip_ratio", "0.3", "0.2"),
+    "PPO's lower clip": unread("clip_ratio_low", "0.1", "0.2"),
+    "PPO's upper clip": unread("clip_ratio_high", "0.28", "0.2"),
+    "PPO's dual clip": unread("clip_ratio_c", "10", "3.0"),
+    "an entropy bonus": unread("entropy_coeff", "0.01", "0"),
+    "the entropy alone": unread("calculate_entropy", "True", "False"),
+    "PPO's KL": unread("kl_loss_coef", "0.1", "0.001"),
+    "the KL's estimate": unread("kl_loss_type", "k2", "low_var_kl"),
+    "PPO's mean": unread("loss_agg_mode", "token-sum", "token-mean"),
+    "PPO's sum": unread("loss_scale_factor", "9", "None"),
 }
 
 

@@ -178,6 +178,8 @@ def main() -> None:
         prepared = prepare(arguments.out, Settings(arguments.task, arguments.seed))
     except PreparationError as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
     print(f"the model in {arguments.out} solves {prepared['sampled_accuracy']:.0%} of sampled problems before training")
 
 

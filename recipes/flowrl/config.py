@@ -79,7 +79,7 @@ class FlowRLConfig:
             _require(value in allowed, f"{key}.{name}", value, f"must be one of {', '.join(allowed)}")
         bounds = clip if isinstance(clip, Sequence) else (0.0, math.inf if clip is None else clip)
         fits = len(bounds) == 2 and all(map(_is_number, bounds)) and 0 <= bounds[0] <= 1 <= bounds[1] > bounds[0]
-        told = "must be [least, largest] around 1, the weight on-policy, from 0 on; the largest alone; or null"
+        told = "must be [least, largest] with 0 <= least <= 1 <= largest, the largest alone, or null"
         _require(fits, f"{key}.importance_clip", clip, told)
         object.__setattr__(self, "importance_clip", tuple(map(float, bounds)))
 

@@ -303,15 +303,17 @@ def validate(job: Job, config) -> None:
         Refused: verl, or a recipe, refuses a setting.
     """
     from hydra.errors import InstantiationException
+    from omegaconf.errors import OmegaConfBaseException
 
     sys.path.append(str(REPO))  # the recipes, as in ``environment``
     from verl.trainer.ppo.utils import need_reference_policy
-    from verl.utils.config import validate_config
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it says that all is well
+            omega_conf_to_dataclass(config.actor_rollout_ref.actor)  # a recipe's own refusals before verl's
             validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
-    except (InstantiationException, ValueError, TypeError, AssertionError) as error:
+    except (InstantiationException, OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
         raise Refused(f"{job.given}: {' '.join(str(error.__cause__ or error).split())}") from error
 
 

@@ -144,6 +144,8 @@ def test_a_misspelt_override_is_refused_in_one_line(args, tmp_path):
         ([], "actor_rollout_ref.actor.fsdp_config.model_dtype=float16", "model_dtype=float16 with dtype=float16 makes"),
         (["RECIPE=flowrl"], "actor_rollout_ref.actor.flowrl.beta=0", "actor_rollout_ref.actor.flowrl.beta=0: must be"),
         (["RECIPE=flowrl_paper"], "actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.use_kl_loss="),
+        (["RECIPE=flowrl"], "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.strategy=megatron: "),
+        ([], "actor_rollout_ref.actor.strategy=megatron", "Key 'megatron' is not in struct"),
     ],
 )
 def test_what_verl_or_a_recipe_would_refuse_is_refused_in_one_line(words, args, reason, tmp_path):

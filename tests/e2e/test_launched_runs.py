@@ -1,7 +1,7 @@
 """``scripts/launch/flowrl_7b.sh`` for real, with the sanity task in the place of the 7B model: on this node, where verl
 starts Ray itself, and as a job on a running Ray cluster of two nodes, whose own environment knows nothing of verl.
 
-``pytest -m slow tests/e2e/test_launch.py``, two minutes each.
+``pytest -m slow tests/e2e/test_launched_runs.py``, two minutes each.
 """
 
 import json

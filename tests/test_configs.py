@@ -60,7 +60,7 @@ def test_an_experiment_is_complete(experiment, algo, device, compose):
 def test_a_recipe_takes_every_experiment(experiment, recipe, device, compose):
     config = compose(experiment=experiment, recipe=recipe, device=device)
     assert need_reference_policy(config) and not need_critic(config)
-    assert config.trainer.v1.trainer_mode in config.trainer.v1, "verl reads settings of the mode"
+    assert config.trainer.v1.trainer_mode == "flowrl"
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert type(actor).__module__ == "recipes.flowrl.config" and actor.flowrl.beta == 15
 

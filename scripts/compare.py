@@ -27,10 +27,20 @@ def read(word: str) -> tuple[str, dict, list[dict]]:
     return label, {"asked": {k: v for k, v in asked.items() if v}, **summary}, runs.rows(out / "metrics.jsonl")
 
 
-def main(words: list[str]) -> None:
+def named(words: list[str]) -> tuple[Path, list[str]]:
+    """``OUT`` and the ``LABEL=FOLDER`` words of a command line.
+
+    Raises:
+        Refused: it is of another form.
+    """
     if len(words) < 2 or "=" in words[0]:
         raise Refused(f"{' '.join(words) or 'nothing given'}: must be OUT LABEL=FOLDER …")
-    out, several = Path(words[0]), [read(word) for word in words[1:]]
+    return Path(words[0]), words[1:]
+
+
+def main(words: list[str]) -> None:
+    out, given = named(words)
+    several = [read(word) for word in given]
     by_label = {label: [told for of, told, _ in several if of == label] for label, _, _ in several}
     runs.write_json(out.with_suffix(".json"), by_label)
     runs.plot([(label, data) for label, _, data in several], out.name, out.with_suffix(".png"))

@@ -96,14 +96,13 @@ def plot(curves: list[tuple[str, dict[int, dict]]], bars: dict[str, dict[str, di
 
 
 def main(words: list[str]) -> None:
-    if len(words) < 2 or "=" in words[0]:
-        raise Refused(f"{' '.join(words) or 'nothing given'}: must be OUT LABEL=FOLDER …")
-    out, several = Path(words[0]), [(*compare.read(word), read(Path(word.partition("=")[2]))) for word in words[1:]]
+    out, given = compare.named(words)
+    several = [(*compare.read(word), read(Path(word.partition("=")[2]))) for word in given]
     sizes = [
         {prompt: len(answers) for prompt, answers in step.items()} for *_, said in several for step in said.values()
     ]
     if any(size != sizes[0] for size in sizes):
-        raise Refused(f"{' '.join(words[1:])}: must have the same prompts, with as many samples to each")
+        raise Refused(f"{' '.join(given)}: must have the same prompts, with as many samples to each")
     before = [said[0] for *_, said in several]
     prompts = sorted(sizes[0], key=lambda prompt: len(pooled(before, prompt)))[-SHOWN:]
     last = {label: [said[max(said)] for of, _, _, said in several if of == label] for label, *_ in several}

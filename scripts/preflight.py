@@ -9,13 +9,13 @@ failed; 130: interrupted.
 import csv
 import io
 import shlex
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lib import job as jobs
+from lib import models
 
 VARIABLES = {
     "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
@@ -46,10 +46,7 @@ class Options:
 
     @property
     def is_sanity(self) -> bool:
-        return self.model == str(SANITY)
-
-
-SANITY = jobs.ARITHMETIC / "model"
+        return self.model == models.SANITY
 
 
 def usage() -> str:
@@ -63,12 +60,10 @@ def parse(words: list[str]) -> Options:
         Refused: a name or a value is not among those allowed, or DATA is missing.
     """
     given = jobs.named(words, VARIABLES)
-    model = jobs.model_path(given["MODEL"]) if "MODEL" in given else str(SANITY)
-    if "DATA" not in given and model != str(SANITY):
-        raise jobs.Refused(f"DATA: is not set; MODEL={given['MODEL']} needs a parquet file of prompts in verl's schema")
+    model, data = models.chosen(given)
     options = Options(
         model=model,
-        data=jobs.parquet(given, "DATA") or str(jobs.ARITHMETIC / "train.parquet"),
+        data=data,
         rows=jobs.whole_number(given, "ROWS", 1, 16),
         length=jobs.whole_number(given, "LENGTH", 1, 128),
         device=jobs.device(given),
@@ -80,47 +75,6 @@ def parse(words: list[str]) -> Options:
     return options
 
 
-def load(options: Options):
-    """The model in fp32 on its device, and its tokenizer.
-
-    Raises:
-        Refused: there is no causal language model, or its tokenizer cannot write a conversation.
-    """
-    import transformers
-    from safetensors import SafetensorError
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        (architecture, *_) = transformers.AutoConfig.from_pretrained(options.model).architectures or ["?"]
-        if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-            raise jobs.Refused(f"MODEL={options.model}: is a {architecture}, not a causal language model")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-        model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise jobs.Refused(f"MODEL={options.model}: cannot be loaded ({str(error).splitlines()[0]})") from error
-    if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        raise jobs.Refused(f"MODEL={options.model}: has weights that are inf or NaN")
-    if tokenizer.chat_template is None:
-        raise jobs.Refused(f"MODEL={options.model}: its tokenizer has no chat template, which verl writes prompts by")
-    return model.to(options.device).eval(), tokenizer
-
-
-def prompts(options: Options) -> list[list[dict]]:
-    """The first prompts of DATA, each a list of messages.
-
-    Raises:
-        Refused: DATA is not a parquet file in verl's schema, or has fewer.
-    """
-    import pyarrow.parquet
-
-    rows = jobs.parquet_rows("DATA", Path(options.data), ["prompt"])
-    if rows < options.rows:
-        raise jobs.Refused(f"ROWS={options.rows}: {options.data} has {rows}; ask for fewer or give more DATA")
-    return pyarrow.parquet.read_table(options.data, columns=["prompt"])["prompt"].slice(0, options.rows).to_pylist()
-
-
 def answer(model, tokenizer, messages: list[dict], length: int):
     """Let the model answer at temperature 1: what reinforcement learning trains on, whatever answers a data set has.
 
@@ -130,14 +84,15 @@ def answer(model, tokenizer, messages: list[dict], length: int):
     Raises:
         Refused: the prompt leaves no room for an answer.
     """
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
-    tokens, positions = prompt.input_ids.shape[1], model.config.max_position_embeddings
+    import torch
+
+    prompt = torch.tensor([models.token_ids(tokenizer, messages)], device=model.device)
+    tokens, positions = prompt.shape[1], model.config.max_position_embeddings
     if tokens >= positions:
         raise jobs.Refused(f"DATA: a prompt has {tokens} tokens, but the model takes {positions}; give shorter ones")
     ids = model.generate(
-        input_ids=prompt.input_ids,
-        attention_mask=prompt.attention_mask,
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
         max_new_tokens=min(length, positions - tokens),
         pad_token_id=tokenizer.eos_token_id,
         do_sample=True,
@@ -172,11 +127,9 @@ def main(words: list[str]) -> int:
         print(f"{__doc__}\n{usage()}")
         return 0
     options = parse(words)
-    if options.is_sanity:
-        prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", str(jobs.ARITHMETIC), "--seed", "1"]
-        if subprocess.run(prepare, cwd=jobs.REPO).returncode:
-            return 1  # it has said why
-    messages = prompts(options)
+    if options.is_sanity and not models.prepare_sanity():
+        return 1
+    messages = models.prompts(options.data, options.rows)
 
     import torch
 
@@ -192,7 +145,8 @@ def main(words: list[str]) -> int:
             print(f"[{runs.duration(now - started):>6}] {text}{f' {done}/{of}' if of > 1 else ''}", flush=True)
 
     say(f"loading {options.model}")
-    model, tokenizer = load(options)
+    model, tokenizer = models.load(options.model)
+    model.to(options.device)
     torch.manual_seed(SEED)
     rows = []
     for number, prompt in enumerate(messages, 1):

@@ -20,9 +20,10 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = REPO / "configs"
-CACHE = REPO / ".cache"  # the models and data that are made, by experiment
-ARITHMETIC = CACHE / "arithmetic"  # those of the sanity task
-MADE = {"arithmetic": "addition", "terms": "terms"}  # which of recipes/arithmetic's tasks an experiment trains
+CACHE = REPO / ".cache"  # the models and data that are made, by task
+ARITHMETIC = CACHE / "addition"  # those of the sanity task
+# Which of recipes/arithmetic's tasks an experiment trains.
+MADE = {"arithmetic": "addition", "sanity_cpu": "addition", "terms": "terms"}
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # what verl imports in every process, separated by commas
 CPU_PLATFORM = {  # what makes verl run without a GPU
     MODULES: "recipes.cpu.platform",
@@ -34,7 +35,8 @@ FREE_GIB = 1.0  # the least room for OUT: two checkpoints of the sanity task tak
 VARIABLES = {
     "EXPERIMENT": "what to train, default arithmetic, and gsm8k_1gpu where TRAIN is given: {experiment}",
     "PRECISION": "the regime, default fp16: {precision}",
-    "ALGO": "default grpo; ppo is GAE with a critic: {algo}",
+    "ALGO": "default grpo, dr_grpo without its divisions; ppo is GAE with a critic, pg_is REINFORCE with importance "
+    "weights: {algo}",
     "RECIPE": "another objective than ALGO's, default none: {recipe}",
     "DEVICE": "default: a GPU where there is one: cpu, cuda",
     "STEPS": "training steps, default the experiment's (arithmetic: 26)",
@@ -86,7 +88,7 @@ class Job:
     @property
     def made(self) -> Path | None:
         """Where the experiment's own model or data are made, if they are used."""
-        return CACHE / self.experiment if self.experiment in MADE and not (self.model and self.train) else None
+        return CACHE / MADE[self.experiment] if self.experiment in MADE and not (self.model and self.train) else None
 
     @property
     def objective(self) -> str:
@@ -188,6 +190,18 @@ def named(words: list[str], variables: Iterable[str]) -> dict[str, str]:
     return {name: value for name, value in given.items() if value}
 
 
+def shell_words(name: str, value: str, advice: str = "") -> list[str]:
+    """The words of a variable's value, as a shell takes them apart.
+
+    Raises:
+        Refused: a quotation mark is not closed; the message ends with ``advice``.
+    """
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise Refused(f"{name}={value}: {error}{advice}") from error
+
+
 def one_of(given: dict[str, str], name: str, allowed: list[str], default: str) -> str:
     value = given.get(name, default)
     if value not in allowed:
@@ -227,10 +241,7 @@ def parse(words: list[str]) -> Job:
         Refused: a name or a value is not among those allowed.
     """
     given = named(words, VARIABLES)
-    try:
-        args = tuple(shlex.split(given.get("ARGS", "")))
-    except ValueError as error:
-        raise Refused(f"ARGS={given['ARGS']}: {error}; give it as one shell word") from error
+    args = tuple(shell_words("ARGS", given.get("ARGS", ""), "; give it as one shell word"))
     usual = "gsm8k_1gpu" if "TRAIN" in given else "arithmetic"
     job = Job(
         experiment=one_of(given, "EXPERIMENT", options("experiment"), usual),

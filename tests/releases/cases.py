@@ -81,8 +81,8 @@ def composed(*overrides: str) -> DictConfig:
     return copy.deepcopy(_composed(STRATEGY, *overrides))  # workers write into theirs
 
 
-@functools.cache
-def _composed(strategy: str, *overrides: str) -> DictConfig:
+def usual(strategy: str) -> list[str]:
+    """The overrides that every case has, for the tiny model on a CPU."""
     ours = [
         f"actor_rollout_ref.model.path={MODEL}",
         "actor_rollout_ref.model.use_remove_padding=false",
@@ -105,12 +105,15 @@ def _composed(strategy: str, *overrides: str) -> DictConfig:
         "trainer.n_gpus_per_node=2",
     ]
     if LEGACY:
-        ours += ["actor_rollout_ref.actor.use_torch_compile=false", "critic.model.use_remove_padding=false"]
-    else:
-        ours += [f"{engine}.use_torch_compile=false" for engine in ENGINE.values()]
-        ours += ["actor_rollout_ref.rollout.name=vllm"]
+        return [*ours, "actor_rollout_ref.actor.use_torch_compile=false", "critic.model.use_remove_padding=false"]
+    ours += [f"{engine}.use_torch_compile=false" for engine in ENGINE.values()]
+    return [*ours, "actor_rollout_ref.rollout.name=vllm"]
+
+
+@functools.cache
+def _composed(strategy: str, *overrides: str) -> DictConfig:
     with initialize_config_dir(str(VERL / "trainer/config"), version_base=None):
-        return compose("ppo_trainer", overrides=[*ours, *overrides])
+        return compose("ppo_trainer", overrides=[*usual(strategy), *overrides])
 
 
 def fp16(role: str, **scaler: float) -> Worker:
@@ -492,8 +495,12 @@ class Recorder:
 
 def wire() -> str:
     """In what dtype do weights leave the trainer for an fp16 rollout?"""
-    worker = Worker("actor", composed(*WIRE))
-    if not LEGACY:
+    return leaves(Worker("actor", composed(*WIRE)))
+
+
+def leaves(worker: Worker) -> str:
+    """In what dtype do an actor's weights leave for the rollout, by the release's own way?"""
+    if hasattr(worker.policy, "get_per_tensor_param"):  # an engine
         return sent(worker.policy.get_per_tensor_param()[0])
     recorder = worker.worker.rollout = Recorder()
     worker.worker.base_sync_done, worker.worker.gen_random_states = True, torch.get_rng_state()

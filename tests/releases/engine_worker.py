@@ -58,7 +58,7 @@ class Worker:
 
     @property
     def scaler(self):
-        return self.policy.scaler
+        return vars(self.policy).get("scaler")  # the engine of 0.7.0 and 0.7.1 has none
 
     def forward(self, batch: DataProto) -> torch.Tensor:
         compute = {"actor": "compute_log_prob", "ref": "compute_ref_log_prob", "critic": "infer_batch"}[self.role]

@@ -33,7 +33,7 @@ def test_the_bare_command_is_the_sanity_task_in_fp16():
 @pytest.mark.parametrize("experiment", jobs.MADE)
 def test_a_model_and_data_are_made_for_the_experiments_that_have_none(experiment, tmp_path):
     job = jobs.parse(["DEVICE=cpu", f"EXPERIMENT={experiment}"])
-    assert job.made == jobs.CACHE / experiment
+    assert job.made == jobs.CACHE / jobs.MADE[experiment]
     assert {
         f"actor_rollout_ref.model.path={job.made}/model",
         f"data.train_files={job.made}/train.parquet",

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,21 @@ def test_make_refuses_before_it_sets_anything_up(word):
     assert done.stderr.splitlines()[0].startswith(f"run: {word.partition('=')[0]}")
 
 
+def test_make_leaves_a_linked_environment_alone(tmp_path):
+    shared, checkout = tmp_path / "shared", tmp_path / "checkout"
+    shared.mkdir()
+    (shared / "in-use").touch()
+    checkout.mkdir()
+    (checkout / ".venv").symlink_to(shared)
+    shutil.copy(REPO / "Makefile", checkout)
+    shutil.copytree(REPO / "requirements", checkout / "requirements")
+    words = ["make", "-C", checkout, "setup", "DEVICE=cpu", f"PYTHON={sys.executable}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(".venv is a link and its environment is not up to date")
+    assert [path.name for path in shared.iterdir()] == ["in-use"]
+
+
 def test_make_hands_over_every_word_as_it_was_typed():
     line = make("--dry-run", "run", "DEVICE=cpu", "OUT=/a b", "ARGS=x='it''s' y=[1,2] z=$$HOME").stdout.splitlines()[-1]
     words = shlex.split(line)
@@ -79,7 +95,7 @@ def test_make_alone_lists_every_target_and_variable():
     text = make().stdout
     targets = re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.M)
     assert {"run", "test", "apply-patches", "lint"} < set(targets)
-    assert all(f"make {target} " in text for target in set(targets) - {"python", "accept"})
+    assert all(f"make {target} " in text for target in set(targets) - {"python", "accept", "browser"})
     assert all(f"  {name} " in text for name in run.jobs.VARIABLES)
 
 

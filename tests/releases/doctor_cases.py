@@ -1,0 +1,257 @@
+"""What one release's workers hold under each of ``doctor_configs``, seen in one process with the tree on PYTHONPATH.
+
+    doctor_cases.py RELEASE MODEL_DIR OUT_DIR [CONFIG ...]
+
+Writes OUT_DIR/held.json: for each configuration its overrides, the dtype of each hop that was observed (by the names of
+``scripts/doctor.py --json``), the settings of the loss scalers, what the workers printed of themselves, and where the
+release refused it: in composing, in the driver or in which worker, and with what words.
+"""
+
+# ruff: noqa: E402 (a process group of one comes before the cases' imports)
+import contextlib
+import gc
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for by verl's workers, and used by none here
+
+import cases
+import torch
+import torch.distributed as dist
+from cases import LEGACY, NUMBERS, OUT, PATCHED, RELEASE, batch, leaves, name, validate
+from doctor_configs import CONFIGS, Given, parse_yaml_once
+from hydra import compose, initialize_config_dir
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+if LEGACY:
+    from legacy_worker import Worker
+else:
+    from engine_worker import Worker
+LINE = "[verl-precision] "
+ALONE = ("wire", "hf_export")  # hops of no role
+# The hf rollout samples from the actor's module: 0.4.1 and 0.5.0.
+SAMPLED = ["actor_rollout_ref.rollout.response_length=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"]
+
+
+class Refusal(Exception):
+    """The release refuses a configuration; where, and in whose words."""
+
+    def __init__(self, where: str, error: Exception):
+        while error.__cause__ is not None:  # Hydra's instantiate puts its own around it
+            error = error.__cause__
+        super().__init__(where)
+        self.record = {"where": where, "type": type(error).__name__, "text": str(error)}
+
+
+@contextlib.contextmanager
+def refused_in(where: str):
+    try:
+        yield
+    except Exception as error:
+        raise Refusal(where, error) from error
+
+
+def watch(module: torch.nn.Module) -> dict[str, str]:
+    """Filled in a forward pass: what weights and autocast are inside, and what the head returns."""
+    seen: dict[str, str] = {}
+
+    def inside(linear, args, output):
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        seen.update(compute=name(linear.weight.dtype), autocast=name(autocast))
+
+    def head(linear, args, output):
+        seen.update(logits=name(output.dtype))
+
+    parts = dict(module.named_modules())
+    linear = [part for path, part in parts.items() if ".0." in path and "mlp.up_proj" in path]
+    next(part for part in linear if isinstance(part, torch.nn.Linear)).register_forward_hook(inside)
+    for path, part in parts.items():
+        if path.endswith("lm_head"):
+            part.register_forward_hook(head)
+    return seen
+
+
+def reduced_in(module: torch.nn.Module) -> str:
+    """The dtype in which FSDP reduces the gradients."""
+    if isinstance(module, FullyShardedDataParallel):
+        return name(module.mixed_precision.reduce_dtype)
+    return name(module._get_fsdp_state()._mp_policy.reduce_dtype)
+
+
+def settings(scaler) -> dict | None:
+    """The settings of a loss scaler, read from it before its first step."""
+    if scaler is None:
+        return None
+    own = getattr(scaler, "config", None)  # the patched one's
+    return {
+        "init_scale": scaler.get_scale(),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "min_scale": own and own.min_scale,
+        "max_consecutive_skips": own and own.max_consecutive_skips,
+    }
+
+
+def held(role: str, given: Given, config) -> tuple[dict, dict | None]:
+    """Hops and scaler of one role's worker after it has computed and, where it is trained, taken a step."""
+    if role == "reward_model":
+        return {"reward_model.compute": scored_in(config)}, None
+    with refused_in(role):
+        worker = made(role, config)
+    hops = {"master": name(next(worker.module.parameters()).dtype), "reduce": reduced_in(worker.module)}
+    scaler = settings(worker.scaler) if role != "ref" else None
+    if role == "actor" and sends_weights(given):
+        hops["wire"] = leaves(worker)
+    seen = watch(worker.module)
+    with refused_in(role):
+        worker.forward(batch(0))
+    hops |= seen
+    if role != "ref":
+        updates(role, worker, hops, scaler)
+    if "saved" in given.more:
+        saved(worker, hops, scaler)
+    if "hf" in given.more:
+        hops["rollout.weights"], hops["rollout.logits"] = sampled(config)
+    return {key if key in ALONE or "." in key else f"{role}.{key}": value for key, value in hops.items()}, scaler
+
+
+def made(role: str, config) -> Worker:
+    """The worker that the release's ``main_ppo`` makes for this configuration."""
+    on_engine = config.trainer.get("use_legacy_worker_impl") == "disable" and role == "critic"
+    return RolesCritic(config) if on_engine else Worker(role, config)
+
+
+class RolesCritic:
+    """The critic of 0.6.0 and 0.6.1 on the model engine; actor and ref stay legacy workers there."""
+
+    def __init__(self, config):
+        from verl.utils.config import omega_conf_to_dataclass
+        from verl.workers.roles import CriticWorker
+
+        self.worker = CriticWorker(omega_conf_to_dataclass(config.critic))
+        self.worker.init_model()
+        self.module, self.optimizer = self.worker.engine.module, self.worker.engine.optimizer
+        self.scaler = vars(self.worker.engine).get("scaler")
+
+    def forward(self, data):
+        return self.worker.compute_values(data).batch["values"]
+
+    def update(self, data) -> dict:
+        return self.worker.update_critic(data).meta_info["metrics"]
+
+
+def sends_weights(given: Given) -> bool:
+    """Whether weights leave here: 0.4.1 and 0.5.0 import a vLLM for that which has no build for a CPU."""
+    return NUMBERS >= (0, 6) and "hf" not in given.more
+
+
+def updates(role: str, worker, hops: dict, scaler: dict | None) -> None:
+    """Steps until the optimizer has a state: at the first scale the first may overflow."""
+    for seed in range(8):
+        with refused_in(role):
+            metrics = worker.update(batch(seed, rows=8))
+        dtypes = {name(entry["exp_avg"].dtype) for entry in worker.optimizer.state.values()}
+        if dtypes:
+            break
+    hops["optimizer"] = ", ".join(sorted(dtypes))
+    if scaler:
+        scaler["reported"] = any(key.endswith("loss_scale") for key in metrics)
+
+
+def saved(worker, hops: dict, scaler: dict | None) -> None:
+    """What a checkpoint keeps of the scaler, and the dtype that the HF export names."""
+    folder = Path(tempfile.mkdtemp(dir=OUT))
+    worker.save(str(folder))
+    config = json.loads((folder / "huggingface/config.json").read_text())
+    hops["hf_export"] = config.get("dtype") or config["torch_dtype"]
+    if scaler:
+        (extra,) = folder.glob("extra_state_*.pt")
+        scaler["saved"] = "grad_scaler" in torch.load(extra, weights_only=False)
+
+
+def scored_in(config) -> str:
+    """What the legacy reward model computes in."""
+    from verl.workers.fsdp_workers import RewardModelWorker
+
+    with refused_in("reward_model"):
+        worker = RewardModelWorker(config.reward_model)
+        worker.init_model()
+    seen = watch(worker.reward_module)
+    worker.compute_rm_score(batch(0))
+    return seen["compute"] if seen["compute"] == seen["autocast"] else f"{seen['compute']}, autocast {seen['autocast']}"
+
+
+def sampled(config) -> tuple[str, str]:
+    """Weights and logits of the hf rollout of 0.4.1 and 0.5.0, which samples from the trained module."""
+    from verl.workers.fsdp_workers import ActorRolloutRefWorker
+
+    worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor_rollout")
+    worker.init_model()
+    seen = watch(worker.actor_module_fsdp)
+    worker.generate_sequences(batch(0).select(["input_ids", "attention_mask", "position_ids"]))
+    return seen["compute"], seen["logits"]
+
+
+def observed(given: Given) -> dict:
+    # As one process, and with a rollout that stays where it is: it takes the weights alone here.
+    words = ["trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.free_cache_engine=false", *given.words(RELEASE)]
+    if "ref" in given.roles:
+        words.append("actor_rollout_ref.actor.use_kl_loss=true")
+    if "reward_model" in given.roles:
+        own = ["enable=true", f"model.path={cases.MODEL}", "model.input_tokenizer=null", "micro_batch_size_per_gpu=2"]
+        words += [f"reward_model.{key}" for key in own]
+        if NUMBERS == (0, 7, 0):
+            words.append("reward_model.use_reward_loop=false")  # which would make a server of it
+    if "hf" in given.more:
+        words += SAMPLED
+    record = {"overrides": [*cases.usual(cases.STRATEGY), *words], "roles": given.roles}
+    record |= {"hops": {}, "scaler": {}, "reports": [], "refused": []}
+    printed = io.StringIO()
+    try:
+        with refused_in("compose"), initialize_config_dir(str(cases.VERL / "trainer/config"), version_base=None):
+            config = compose("ppo_trainer", overrides=record["overrides"])
+        with refused_in("driver"):
+            validate(config)
+    except Refusal as refusal:
+        record["refused"].append(refusal.record)
+        return record
+    for role in given.roles:
+        try:
+            with contextlib.redirect_stdout(printed):
+                hops, record["scaler"][role] = held(role, given, config)
+            record["hops"] |= hops
+        except Refusal as refusal:
+            if os.environ.get("TRACE"):
+                traceback.print_exc()
+            record["refused"].append(refusal.record)
+    lines = [line for line in printed.getvalue().splitlines() if line.startswith(LINE)]
+    record["reports"] = [json.loads(line.removeprefix(LINE)) for line in lines]
+    return record
+
+
+def main() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parse_yaml_once()
+    gc.freeze()  # verl collects garbage at every turn, which would go through all that was imported
+    cases.STRATEGY = "fsdp"
+    wanted = {key: given for key, given in CONFIGS.items() if RELEASE in given.releases}
+    if sys.argv[4:]:
+        wanted = {key: wanted[key] for key in sys.argv[4:]}
+    records = {}
+    for key, given in wanted.items():
+        start = time.monotonic()
+        records[key] = observed(given)
+        print(f"{key} {time.monotonic() - start:.2f} s", flush=True)
+    (OUT / "held.json").write_text(json.dumps({"patched": PATCHED, "seen": records}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The configurations for which the doctor's verdict is held against real workers: regimes, and what users get wrong."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import IO, Any
+
+import omegaconf
+import yaml
+from behaviours import RELEASES, A, B, C
+
+ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
+FSDP = "fsdp_config"
+
+
+@dataclass(frozen=True)
+class Given:
+    """Overrides as a user types them.
+
+    Args:
+        overrides: ``{critic}`` stands for where the critic's engine has its keys in the release.
+        roles: whose workers are built; those that the overrides reach.
+        releases: where it is given.
+        more: what else is observed of the actor: its save (``saved``), the hf rollout (``hf``).
+    """
+
+    overrides: str
+    roles: tuple[str, ...] = ("actor", "critic")
+    releases: tuple[str, ...] = RELEASES
+    more: tuple[str, ...] = ()
+
+    def words(self, release: str) -> list[str]:
+        critic = "critic.fsdp" if release in C else "critic.model.fsdp_config"
+        return self.overrides.format(critic=critic).split()
+
+
+ALL = ("actor", "ref", "critic")
+ALONE = ("actor",)
+SAVING = f"{ACTOR}.strategy=fsdp2 {ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+MODEL_ENGINE = "trainer.use_legacy_worker_impl=disable"
+KEYED = (*B, *C)  # whose engines have a key dtype as upstream ships them
+
+CONFIGS = {
+    "nothing": Given("", ALL),
+    # Regimes, on an unpatched tree a root string that nothing reads.
+    "fp16": Given("+precision=fp16", ALL),
+    "bf16": Given("+precision=bf16", ALL),
+    "bf16_train_fp16_infer": Given("+precision=bf16_train_fp16_infer", ALL),
+    "fp32": Given("+precision=fp32", ALL),
+    "fp16_but_the_rollout": Given(f"+precision=fp16 {ROLLOUT}.dtype=bfloat16", ()),
+    # Upstream's own spellings.
+    "engine_dtype": Given(f"{ACTOR}.{FSDP}.dtype=float16", ALL),
+    "engine_dtype_forced": Given(f"++{ACTOR}.{FSDP}.dtype=float16", ALONE, A),
+    "engine_dtype_fp32": Given(f"{ACTOR}.{FSDP}.dtype=float32", ALONE, KEYED),
+    "engine_dtypes": Given(
+        f"{ACTOR}.{FSDP}.dtype=float16 {REF}.{FSDP}.dtype=float16 {{critic}}.dtype=float16 {ROLLOUT}.dtype=float16",
+        ALL,
+        KEYED,
+    ),
+    "engine_dtype_banana": Given(f"++{ACTOR}.{FSDP}.dtype=banana", ALONE),
+    "param_dtype": Given(f"+{ACTOR}.{FSDP}.mixed_precision.param_dtype=fp16", ALL),
+    "param_dtype_banana": Given(f"+{ACTOR}.{FSDP}.mixed_precision.param_dtype=banana", ALONE),
+    "param_dtype_fp32": Given(f"+{ACTOR}.{FSDP}.mixed_precision.param_dtype=fp32", ALONE),
+    "param_dtypes": Given(
+        f"+{ACTOR}.{FSDP}.mixed_precision.param_dtype=fp16 +{REF}.{FSDP}.mixed_precision.param_dtype=fp16"
+        f" +{{critic}}.mixed_precision.param_dtype=fp16 {ROLLOUT}.dtype=float16",
+        ALL,
+    ),
+    "param_dtype_against_dtype": Given(
+        f"{ACTOR}.{FSDP}.dtype=float16 +{ACTOR}.{FSDP}.mixed_precision.param_dtype=bf16", ALONE, KEYED
+    ),
+    "reduce_dtype": Given(f"+{ACTOR}.{FSDP}.mixed_precision.reduce_dtype=fp16", ALONE),
+    # FlowRL's spelling, and halves of it.
+    "role_dtypes": Given(f"{ACTOR}.dtype=float16 {REF}.dtype=float16 {ROLLOUT}.dtype=float16", ALL),
+    "role_dtype_alone": Given(f"{ACTOR}.dtype=float16", ALONE),
+    "role_dtype_banana": Given(f"++{ACTOR}.dtype=banana", ALONE),
+    "role_against_engine": Given(f"++{ACTOR}.dtype=bfloat16 ++{ACTOR}.{FSDP}.dtype=float16", ALONE),
+    "ref_differs": Given(f"{REF}.{FSDP}.dtype=float16", ("ref",), KEYED),
+    "ref_role_differs": Given(f"+precision=fp16 {REF}.dtype=bfloat16", ("actor", "ref")),
+    "critic_engine_alone": Given("{critic}.dtype=float16", ("critic",)),
+    "critic_alone": Given("critic.dtype=float16", ("critic",)),
+    "critic_param_dtype": Given("+{critic}.mixed_precision.param_dtype=fp16", ("critic",)),
+    # Masters.
+    "fp16_masters": Given(f"++{ACTOR}.{FSDP}.model_dtype=fp16", ALONE),
+    "fp16_masters_in_fp16": Given(f"+precision=fp16 ++{ACTOR}.{FSDP}.model_dtype=fp16", ALONE),
+    "bf16_masters": Given(f"++{ACTOR}.{FSDP}.model_dtype=bf16 ++{{critic}}.model_dtype=bf16"),
+    # The rollout.
+    "rollout_alone": Given(f"{ROLLOUT}.dtype=float16", ALONE),
+    "rollout_alone_fsdp2": Given(f"{ROLLOUT}.dtype=float16 {ACTOR}.strategy=fsdp2", ALONE),  # 0.8.0's wire
+    "rollout_auto": Given(f"{ROLLOUT}.dtype=auto", ()),
+    "rollout_banana": Given(f"{ROLLOUT}.dtype=banana", ()),
+    "hf_rollout": Given(f"{ROLLOUT}.name=hf +precision=fp16", ALONE, A[:2], ("hf",)),
+    "hf_rollout_alone": Given(f"{ROLLOUT}.name=hf {ROLLOUT}.dtype=float16", ALONE, A[:2], ("hf",)),
+    # The loss scaler.
+    "grad_scaler": Given(f"+precision=fp16 {ACTOR}.{FSDP}.grad_scaler.init_scale=1024", ALONE),
+    "grad_scaler_forced": Given(f"++{ACTOR}.{FSDP}.grad_scaler.init_scale=1024", ALONE),
+    "grad_scaler_bad": Given(f"+precision=fp16 ++{ACTOR}.{FSDP}.grad_scaler.growth_factor=0.5", ALONE),
+    # Other workers.
+    # The critic's alone in 0.6; in 0.7 every role's, and that engine cannot be built on a CPU: the driver is asked.
+    "model_engine": Given(MODEL_ENGINE, ALL, ("0.6.0", "0.6.1")),
+    "model_engine_in_the_driver": Given(MODEL_ENGINE, (), ("0.7.0", "0.7.1")),
+    "model_engine_in_fp16": Given(f"+precision=fp16 {MODEL_ENGINE}", ALL, ("0.6.0", "0.6.1")),
+    "model_engine_in_fp16_in_the_driver": Given(f"+precision=fp16 {MODEL_ENGINE}", (), ("0.7.0", "0.7.1")),
+    "model_engine_dtypes": Given(
+        f"{MODEL_ENGINE} {ACTOR}.{FSDP}.dtype=float16 {{critic}}.dtype=float16", ALL, ("0.6.1",)
+    ),
+    "reward_model": Given("+precision=fp16", ("reward_model",), (*A, "0.6.1", "0.7.0")),
+    "reward_model_alone": Given("reward_model.dtype=float16", ("reward_model",), (*A, "0.6.1", "0.7.0")),
+    "merged_lora": Given(
+        f"+precision=fp16 {ACTOR}.strategy=fsdp2 actor_rollout_ref.model.lora_rank=4"
+        " ++actor_rollout_ref.model.lora.merge=true",
+        ALONE,
+        C,
+    ),
+    "keep_fp32_modules": Given(f"+precision=fp16 {ACTOR}.{FSDP}.keep_fp32_modules=[lm_head]", ALONE, C),
+    # What is saved.
+    "export": Given(f"+precision=fp16 {SAVING}", ALONE, more=("saved",)),
+    "export_in_their_own_fp16": Given(
+        f"{ACTOR}.{FSDP}.dtype=float16 +{ACTOR}.{FSDP}.mixed_precision.param_dtype=fp16 {SAVING}",
+        ALONE,
+        KEYED,
+        ("saved",),
+    ),
+    "unknown_key": Given(f"{ACTOR}.precision_of_weights=float16", ()),
+}
+
+# What `make test` leaves to `pytest -m slow`: other spellings of what is there already.
+RARE = {
+    "fp16_but_the_rollout",
+    "engine_dtype_forced",
+    "engine_dtype_fp32",
+    "engine_dtypes",
+    "param_dtype_banana",
+    "param_dtype_fp32",
+    "param_dtypes",
+    "role_dtype_banana",
+    "ref_differs",
+    "critic_alone",
+    "critic_param_dtype",
+    "fp16_masters",
+    "rollout_banana",
+    "hf_rollout_alone",
+    "grad_scaler_forced",
+    "grad_scaler_bad",
+    "model_engine_in_fp16_in_the_driver",
+    "model_engine_dtypes",
+    "reward_model_alone",
+    "export_in_their_own_fp16",
+    "unknown_key",
+}
+
+
+def parse_yaml_once() -> None:
+    """Keep what yaml makes of a text: Hydra parses the same thirty files for every configuration, most of its time."""
+
+    def load(stream: IO, Loader: type) -> Any:
+        text = stream.read()
+        if text not in parsed:
+            parsed[text] = yaml.load(text, Loader)
+        return parsed[text]
+
+    parsed: dict[str, Any] = {}
+    omegaconf.omegaconf.yaml = SimpleNamespace(**vars(yaml) | {"load": load})

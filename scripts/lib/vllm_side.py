@@ -1,0 +1,70 @@
+"""The rollout's side by an offline vLLM: ``python -m lib.vllm_side REQUEST.json``, a process of its own.
+
+Asks as verl 0.9.1's ``vllm_async_server.py`` does: verl's defaults of the engine, ``logprobs=0``, temperature 1.
+Appends a line to the file of the request for each prompt.
+"""
+
+import itertools
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+PROMPTS = 32  # of one call: with 8 answers each as many sequences as verl's max_num_seqs
+
+
+def generate(request: dict) -> None:
+    """Answer ``prompts`` (lists of token ids), ``samples`` times each, by ``model`` in ``dtype``."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, in which vLLM is adapted
+    if request["device"] == "cpu":
+        from recipes.cpu import host
+
+        host.when_imported("vllm.model_executor.layers.utils", host.keep_linear_weights)
+    import vllm
+
+    from lib.sides import DTYPES
+
+    prompts = request["prompts"]
+    engine = vllm.LLM(
+        model=request["model"],
+        dtype=DTYPES[request["dtype"]],
+        max_model_len=max(map(len, prompts)) + request["length"],
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        enforce_eager=request["device"] == "cpu",
+        logprobs_mode="processed_logprobs",
+        seed=request["seed"],
+        hf_overrides={"head_dtype": "float32"} if request["head"] else None,
+    )
+    asked = vllm.SamplingParams(
+        n=request["samples"],
+        max_tokens=request["length"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        repetition_penalty=1.0,
+        logprobs=0,
+    )
+    with open(request["file"], "a") as out:
+        for first in range(0, len(prompts), PROMPTS):
+            part = [{"prompt_token_ids": prompt} for prompt in prompts[first : first + PROMPTS]]
+            for answered in engine.generate(part, asked, use_tqdm=False):
+                answers = [list(output.token_ids) for output in answered.outputs]
+                log_probs = [
+                    [given[token].logprob for token, given in zip(output.token_ids, output.logprobs, strict=True)]
+                    for output in answered.outputs
+                ]
+                finite = all(map(math.isfinite, itertools.chain.from_iterable(log_probs)))
+                overflow = {"overflow": f"the rollout's log-probabilities are not finite in {request['dtype']}"}
+                line = {"answers": answers, "log_probs": log_probs} if finite else overflow
+                out.write(json.dumps(line) + "\n")
+                if not finite:
+                    return
+            out.flush()
+
+
+if __name__ == "__main__":
+    generate(json.loads(Path(sys.argv[1]).read_text()))

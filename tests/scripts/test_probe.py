@@ -1,0 +1,196 @@
+"""``scripts/probe.py`` on real small models: what it measures, and what it says where it cannot."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import probe
+from lib import runs
+from lib.job import Refused
+
+REPO = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+PLAIN = ["WIRE=fp32", "HEAD=none"]
+
+# rollout_corr/k3_kl that `make run EXPERIMENT=sanity_cpu` logs for the first step, whose weights are still the model's:
+# means over the recorded runs of docs/probe.md, 128 answers each.
+RECORDED = {"bf16": 8.6e-06, "fp16": 1.34e-07}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """``model``, the same in bf16, without a tokenizer, and too large for fp16; ``data.parquet`` with eight prompts."""
+    from recipes.arithmetic.model import build_model, build_tokenizer
+
+    folder = tmp_path_factory.mktemp("probe")
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed=0)
+    model.save_pretrained(folder / "bare")
+    model.save_pretrained(folder / "model")
+    AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).save_pretrained(folder / "half-0.5B")
+    with torch.no_grad():
+        model.lm_head.weight *= 1e5
+    model.save_pretrained(folder / "large")
+    for name in ("model", "half-0.5B", "large"):
+        tokenizer.save_pretrained(folder / name)
+    rows = [{"prompt": [{"role": "user", "content": f"{number}+1="}]} for number in (1, 22, 333, 4, 55, 666, 7, 88)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "data.parquet")
+    (folder / "data.csv").write_text("prompt\n1+1=\n")
+    return folder
+
+
+def words_of(folder: Path, out: Path, *words: str, model: str = "model") -> list:
+    given = ["DEVICE=cpu", f"MODEL={folder / model}", f"DATA={folder / 'data.parquet'}", f"OUT={out}", *words]
+    return [sys.executable, REPO / "scripts" / "probe.py", *given]
+
+
+def command(*arguments, **words) -> subprocess.CompletedProcess:
+    return subprocess.run(words_of(*arguments, **words), capture_output=True, text=True, env=ENVIRONMENT)
+
+
+def rows_of(out: Path) -> dict[tuple, dict]:
+    (file,) = out.glob("probe-*.json")
+    return {(row["regime"], row["wire"], row["fp32_head"]): row for row in json.loads(file.read_text())["rows"]}
+
+
+@pytest.fixture(scope="module")
+def measured(folder, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    out = tmp_path_factory.mktemp("probe") / "out"
+    done = command(folder, out, "ROWS=8", "SAMPLES=16", "LENGTH=32")
+    assert done.returncode == 0, done.stderr
+    return out, done
+
+
+def test_fp32_mismatches_far_less_than_fp16_and_fp16_than_bf16(measured):
+    rows = rows_of(measured[0])
+    fp32, fp16, bf16, mixed = (
+        rows[name, "fp32", "none"]["k3"]["value"] for name in ("fp32", "fp16", "bf16", "bf16_train_fp16_infer")
+    )
+    assert fp32 * 1e3 < fp16 and fp16 * 10 < bf16, "one order each at the least"
+    assert mixed > bf16 / 4, "fp16 on one side alone does not help"
+
+
+def test_a_wire_or_a_head_of_one_side_alone_costs(measured):
+    rows = rows_of(measured[0])
+    k3 = {key: row["k3"]["value"] for key, row in rows.items()}
+    assert k3["fp16", "bf16", "none"] > 5 * k3["fp16", "fp32", "none"]
+    assert k3["fp32", "bf16", "none"] > k3["fp32", "fp16", "none"] > 100 * k3["fp32", "fp32", "none"]
+    for regime in ("fp16", "bf16"):
+        both, *one = (k3[regime, "fp32", head] for head in ("both", "trainer", "rollout"))
+        assert both < k3[regime, "fp32", "none"] and both < min(one)
+
+
+def test_the_report(measured):
+    out, done = measured
+    rows = rows_of(out)
+    assert ("fp16", "fp16", "none") not in rows, "what an fp16 wire rounds, an fp16 rollout rounds anyway"
+    assert len(rows) == 18 and done.stderr.count("8/8") >= len(rows), "a bar for each"
+    row = rows["bf16", "fp32", "none"]
+    assert (row["prompts"], row["sequences"]) == (8, 128) and 64 < row["longest"] * 128 >= row["tokens"]
+    lengths = {point["length"]: point for point in row["curve"]}
+    assert lengths[16]["measured"] and not lengths[512]["measured"] and not lengths[32768]["measured"]
+    assert 0 < lengths[32768]["ess"]["low"] <= lengths[32768]["ess"]["value"] <= lengths[32768]["ess"]["high"] < 1
+    report = (out / "probe-model.md").read_text()
+    said = json.loads((out / "probe-model.json").read_text())["said"]
+    assert said["verdict"].startswith("fp16 mismatches least") and said["verdict"] in report
+    assert "(extrapolated from " in said["verdict"] and "The model has 128 positions" in said["extrapolated"]
+    assert said["verdict"] in done.stdout and len(report.splitlines()) > 20
+    assert (out / "probe-model.png").stat().st_size > 20_000
+
+
+def test_interrupted_it_leaves_what_there_is_and_goes_on(folder, tmp_path, measured):
+    out = tmp_path / "out"
+    words = ["ROWS=8", "SAMPLES=16", "LENGTH=32", "PRECISION=bf16 fp16 fp32", *PLAIN]
+    with (tmp_path / "screen").open("w") as screen:
+        process = subprocess.Popen(words_of(folder, out, *words), stdout=screen, stderr=screen, env=ENVIRONMENT)
+        first = out / "work" / "trainer-bf16-on-rollout-bf16-wire-fp32.jsonl"
+        while len(runs.rows(first)) < 8 and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    assert "1 of 3 lines have something; the same command goes on" in (tmp_path / "screen").read_text()
+    assert list(rows_of(out)) == [("bf16", "fp32", "none")] and (out / "probe-model.md").exists()
+    held = {file.name: file.read_bytes() for file in out.glob("work/*.jsonl")}
+
+    with pytest.raises(Refused, match="LENGTH=16: .* holds a probe with LENGTH=32; repeat its settings"):
+        probe.main([*map(str, words_of(folder, out, *words)[2:]), "LENGTH=16"])
+    assert {file.name: file.read_bytes() for file in out.glob("work/*.jsonl")} == held
+
+    assert command(folder, out, *words).returncode == 0
+    for name, content in held.items():
+        assert (out / "work" / name).read_bytes().startswith(content), "nothing was measured twice"
+    whole = rows_of(measured[0])
+    assert rows_of(out) == {(name, "fp32", "none"): whole[name, "fp32", "none"] for name in ("bf16", "fp16", "fp32")}
+
+
+def test_a_regime_that_overflows_is_named(folder, tmp_path):
+    done = command(
+        folder, tmp_path / "out", "ROWS=3", "SAMPLES=4", "LENGTH=4", "PRECISION=fp16 bf16", *PLAIN, model="large"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path / "out")
+    assert rows["fp16", "fp32", "none"]["overflow"] == "the rollout's logits are not finite in fp16"
+    assert rows["bf16", "fp32", "none"]["k3"]["value"] >= 0
+    assert "fp16 is not to be had: the rollout's logits are not finite in fp16 (make preflight)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["MODEL=./no/such/model", "DATA={folder}/data.parquet"], "no config.json there"),
+        (["DATA", "MODEL={folder}/model"], "is not set"),
+        (["DATA={folder}/data.csv", "MODEL={folder}/model"], "is not a readable parquet file"),
+        (["PRECISION=fp16 fp8"], "PRECISION=fp8: must be one of bf16, bf16_train_fp16_infer, fp16, fp32"),
+        (["WIRE=fp8"], "must be one of fp32, bf16, fp16"),
+        (["HEAD=left"], "must be one of none, both, trainer, rollout"),
+        (["BACKEND=sglang"], "must be one of hf, vllm"),
+        (["ROWS=1"], "must be a whole number of at least 2"),
+        (["ROWS=9", "MODEL={folder}/model", "DATA={folder}/data.parquet"], "has 8; ask for fewer"),
+        (["LENGHT=8"], "is not a variable of this command"),
+        (["LENGTH=122", "MODEL={folder}/model", "DATA={folder}/data.parquet", "ROWS=8"], "ask for at most 121"),
+        (["MODEL={folder}/bare", "DATA={folder}/data.parquet", "ROWS=8"], "tokenizer"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(folder, tmp_path, words, said):
+    words = [word.format(folder=folder) for word in words]
+    with pytest.raises(Refused) as refused:
+        probe.main(["DEVICE=cpu", f"OUT={tmp_path / 'out'}", *(word for word in words if "=" in word)])
+    message = str(refused.value)
+    assert message.startswith(words[0].partition("=")[0]) and "\n" not in message and said in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_16_bits_hold_are_said(folder, tmp_path):
+    """A wire of bf16 costs nothing where the checkpoint is bf16, as most are: until training moves the masters."""
+    words = ["ROWS=2", "SAMPLES=2", "LENGTH=4", "PRECISION=fp16", "WIRE=fp32 bf16", "HEAD=none"]
+    done = command(folder, tmp_path / "out", *words, model="half-0.5B")
+    assert done.returncode == 0, done.stderr
+    fp32, bf16 = rows_of(tmp_path / "out").values()
+    assert (tmp_path / "out" / "probe-half-0.5B.md").exists(), "what follows the dot is no suffix"
+    assert fp32["k3"] == bf16["k3"] and "every weight is a bf16 number" in done.stdout
+
+
+@pytest.mark.e2e
+def test_vllm_mismatches_as_a_run_does(tmp_path):
+    """The sanity task's model, whose runs are recorded."""
+    words = ["DEVICE=cpu", "BACKEND=vllm", f"OUT={tmp_path / 'out'}", "SAMPLES=16", "PRECISION=fp16 bf16", *PLAIN]
+    done = subprocess.run(
+        [sys.executable, REPO / "scripts" / "probe.py", *words], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path / "out")
+    for regime, logged in RECORDED.items():
+        row = rows[regime, "fp32", "none"]
+        assert row["sequences"] == 512 and row["tokens"] / 512 == pytest.approx(26, abs=0.5)
+        assert logged / 2 < row["k3_as_logged"] < logged * 2, regime
+    assert rows["fp16", "fp32", "none"]["k3"]["high"] < rows["bf16", "fp32", "none"]["k3"]["low"]

@@ -1,18 +1,19 @@
-"""How many different right answers finished runs give: ``scripts/diversity.py OUT LABEL=FOLDER [LABEL=FOLDER ...]``.
+"""How many different right answers finished runs give: ``scripts/diversity.py RUNS="LABEL=FOLDER …" OUT=FILE``.
 
 Reads what their validations said, ``FOLDER/validation/STEP.jsonl``, so that every run is measured alike: the same
 prompts, as many samples to each, before the first step too (``trainer.val_before_train=true``). Writes ``OUT.png``
 and ``OUT.json``. A label may occur more than once, for other seeds of the same.
 """
 
+import json
 import math
 import sys
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
-import compare
-from lib import runs
+from lib import job as jobs
+from lib import runs, sources
 from lib.job import Refused
 
 SHOWN = 2  # prompts whose distributions are shown
@@ -36,6 +37,19 @@ def read(folder: Path) -> dict[int, Step]:
             f"{folder}: has no validations before and after training; set trainer.val_before_train, test_freq"
         )
     return steps
+
+
+def told(folder: Path) -> dict:
+    """What a run was asked, and how long it took.
+
+    Raises:
+        Refused: it is not finished.
+    """
+    if not runs.finished(folder):
+        raise Refused(f"{folder}: must be the folder of a finished run")
+    asked = json.loads((folder / "run.json").read_text())["settings"]
+    summary = json.loads((folder / "summary.json").read_text())
+    return {"asked": {name: value for name, value in asked.items() if value}, "wall_s": summary["wall_s"]}
 
 
 def shares(answers: list[str | None]) -> dict[str, float]:
@@ -96,27 +110,31 @@ def plot(curves: list[tuple[str, dict[int, dict]]], bars: dict[str, dict[str, di
 
 
 def main(words: list[str]) -> None:
-    out, given = compare.named(words)
-    several = [(*compare.read(word), read(Path(word.partition("=")[2]))) for word in given]
+    given = jobs.named(words, ("RUNS", "OUT"))
+    for name in ("RUNS", "OUT"):
+        if name not in given:
+            raise Refused(f'{name}: is missing; give RUNS="LABEL=FOLDER …" OUT=FILE')
+    out = Path(given["OUT"])
+    several = [(label, told(folder), read(folder)) for label, folder in sources.words(given["RUNS"])]
     sizes = [
         {prompt: len(answers) for prompt, answers in step.items()} for *_, said in several for step in said.values()
     ]
     if any(size != sizes[0] for size in sizes):
-        raise Refused(f"{' '.join(given)}: must have the same prompts, with as many samples to each")
+        raise Refused(f"RUNS={given['RUNS']}: must have the same prompts, with as many samples to each")
     before = [said[0] for *_, said in several]
     prompts = sorted(sizes[0], key=lambda prompt: len(pooled(before, prompt)))[-SHOWN:]
-    last = {label: [said[max(said)] for of, _, _, said in several if of == label] for label, *_ in several}
+    last = {label: [said[max(said)] for of, _, said in several if of == label] for label, *_ in several}
     bars = {
         prompt: {"before": pooled(before, prompt)} | {label: pooled(of, prompt) for label, of in last.items()}
         for prompt in prompts
     }
-    curves = [(label, {step: measure(of) for step, of in said.items()}) for label, _, _, said in several]
+    curves = [(label, {step: measure(of) for step, of in said.items()}) for label, _, said in several]
     content = {
         "prompts": len(sizes[0]),
         "samples": sum(sizes[0].values()) // len(sizes[0]),
         "runs": [
-            {"label": label, "asked": told["asked"], "wall_s": told["wall_s"], "steps": measured}
-            for (label, measured), (_, told, *_) in zip(curves, several, strict=True)
+            {"label": label, **facts, "steps": measured}
+            for (label, measured), (_, facts, _) in zip(curves, several, strict=True)
         ],
         "shares_of_right_answers": bars,
     }

@@ -1,4 +1,4 @@
-"""Finished runs side by side."""
+"""The words of ``make compare``, and finished runs for other tests."""
 
 import json
 from pathlib import Path
@@ -10,11 +10,14 @@ from lib import job as jobs
 from lib import runs
 
 
-def finished(out: Path, *words: str) -> Path:
-    """A finished run's folder, of three steps."""
+def finished(out: Path, *words: str, steps: int = 3) -> Path:
+    """A finished run's folder."""
     request = jobs.parse(["DEVICE=cpu", *words])
-    data = [{"step": step, "data": {runs.REWARD: step / 4, runs.K3_KL: 1e-7, runs.SECONDS: 2.0}} for step in (1, 2, 3)]
-    record = runs.admit(request, out, 3)
+    data = [
+        {"step": step, "data": {runs.REWARD: step / 4, runs.K3_KL: 1e-7, runs.SECONDS: 2.0 + request.seed}}
+        for step in range(1, steps + 1)
+    ]
+    record = runs.admit(request, out, steps)
     out.mkdir()
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
     runs.write_json(out / "run.json", record)
@@ -22,23 +25,33 @@ def finished(out: Path, *words: str) -> Path:
     return out
 
 
-def test_runs_are_told_by_label_with_what_was_asked(tmp_path, capsys):
-    folders = [finished(tmp_path / name, word) for name, word in (("a", "SEED=1"), ("b", "SEED=2"), ("c", "ALGO=ppo"))]
-    labels = ["GRPO", "GRPO", "PPO"]
-    out = tmp_path / "both"
-    compare.main([str(out), *(f"{label}={folder}" for label, folder in zip(labels, folders, strict=True))])
-    told = json.loads(out.with_suffix(".json").read_text())
-    assert [(run["asked"]["SEED"], run["reward_first"]) for run in told["GRPO"]] == [(1, 0.25), (2, 0.25)]
-    assert [run["asked"]["ALGO"] for run in told["PPO"]] == ["ppo"]
-    assert "MODEL" not in told["PPO"][0]["asked"], "what was not given"
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.count("0.250 at the first step, 0.500 mean of the last 3") == 3
+def test_runs_by_label_make_a_report(tmp_path, capsys):
+    a, b, c = (finished(tmp_path / name, word) for name, word in (("a", "SEED=1"), ("b", "SEED=2"), ("c", "SEED=3")))
+    assert compare.main([f"RUNS=one={a} one={b} other={c}", f"OUT={tmp_path}/out", "DEVICE=cpu"]) == 0
+    told = capsys.readouterr().out
+    assert "reward, last 5 steps" in told and str(tmp_path / "out" / "index.html") in told
+    assert (tmp_path / "out" / "figures" / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_is_not_finished_is_refused_and_nothing_written(tmp_path):
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("RUNS=", "there is no run"),
+        ("RUNS={run}", "must be LABEL=FOLDER"),
+        ("RUNS=a/b={run}", "must be LABEL=FOLDER"),
+        ("RUNS==x", "must be LABEL=FOLDER"),
+        ("RUNS=fp32=", "fp32 has no run"),
+        ("RUNS=fp32=/nowhere*", "there is nothing at /nowhere"),
+        ("RUNS='a={run}", "quotation"),
+        ("FOLDERS=a={run}", "is not a variable"),
+        ("THRESHOLD=high", "must be a number"),
+        ("THRESHOLD=nan", "must be a number"),
+    ],
+)
+def test_bad_words_are_refused_and_nothing_is_written(word, said, tmp_path):
     folder = finished(tmp_path / "run")
-    (folder / "summary.json").unlink()
-    for words in ([], ["both"], [f"a={folder}"], ["both", "a"], ["both", f"a={folder}"], ["both", f"a={tmp_path}/no"]):
-        with pytest.raises(jobs.Refused, match="must be"):
-            compare.main([str(tmp_path / words[0]), *words[1:]] if words else [])
+    given = [f"RUNS=a={folder}", f"OUT={tmp_path}/out"] if word.startswith("THRESHOLD") else [f"OUT={tmp_path}/out"]
+    with pytest.raises(jobs.Refused, match=said) as refusal:
+        compare.main([*given, word.format(run=folder)])
+    assert "\n" not in str(refusal.value)
     assert list(tmp_path.iterdir()) == [folder]

@@ -31,7 +31,7 @@ def validated(out: Path, steps: dict[int, Step]) -> Path:
 def test_runs_are_measured_by_what_their_validations_said(tmp_path, capsys):
     one, many = (validated(tmp_path / name, {0: BEFORE, 10: last}) for name, last in (("one", ONE), ("many", MANY)))
     out = tmp_path / "both"
-    diversity.main([str(out), f"one={one}", f"many={many}"])
+    diversity.main([f"RUNS=one={one} many={many}", f"OUT={out}"])
     told = json.loads(out.with_suffix(".json").read_text())
     assert (told["prompts"], told["samples"]) == (2, 4)
     steps = {run["label"]: run["steps"] for run in told["runs"]}
@@ -62,7 +62,7 @@ def test_without_an_answer_of_the_reward_function_its_text_tells_answers_apart(t
 def test_a_run_that_was_not_validated_before_and_after_is_refused(steps, tmp_path):
     folder = validated(tmp_path / "run", steps)
     with pytest.raises(jobs.Refused, match="has no validations before and after training"):
-        diversity.main([str(tmp_path / "out"), f"run={folder}"])
+        diversity.main([f"RUNS=run={folder}", f"OUT={tmp_path}/out"])
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -72,5 +72,19 @@ def test_runs_that_were_not_measured_alike_are_refused(tmp_path):
         validated(tmp_path / "b", {0: BEFORE, 10: {prompt: answers[:2] for prompt, answers in MANY.items()}}),
     ]
     with pytest.raises(jobs.Refused, match="must have the same prompts, with as many samples to each"):
-        diversity.main([str(tmp_path / "out"), *(f"run={folder}" for folder in folders)])
+        diversity.main([f"RUNS={' '.join(f'run={folder}' for folder in folders)}", f"OUT={tmp_path}/out"])
     assert sorted(tmp_path.iterdir()) == folders
+
+
+def test_a_run_that_is_not_finished_is_refused(tmp_path):
+    folder = validated(tmp_path / "run", {0: BEFORE, 10: MANY})
+    (folder / "summary.json").unlink()
+    for words, said in (
+        ([f"RUNS=run={folder}", f"OUT={tmp_path}/out"], "must be the folder of a finished run"),
+        ([f"OUT={tmp_path}/out"], "RUNS: is missing"),
+        ([f"RUNS=run={folder}"], "OUT: is missing"),
+        ([str(tmp_path), f"run={folder}"], "is not a variable"),
+    ):
+        with pytest.raises(jobs.Refused, match=said):
+            diversity.main(words)
+    assert list(tmp_path.iterdir()) == [folder]

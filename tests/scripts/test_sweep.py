@@ -1,0 +1,270 @@
+"""The same job under several regimes, seeds and versions of the code: planned, refused, done, cut short, reported."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lib import job as jobs
+from lib import releases, runs, stack, sweep
+
+REPO = Path(__file__).resolve().parents[2]
+COMPARE = [sys.executable, str(REPO / "scripts" / "compare.py")]
+
+# In the place of scripts/run.py: three quick steps, the second of which fails in bf16 with seed 1.
+RUN = """
+import json, sys
+from pathlib import Path
+given = dict(word.split("=", 1) for word in sys.argv[1:])
+out = Path(given["OUT"])
+out.mkdir(parents=True, exist_ok=True)
+with (out / "attempts").open("a") as attempts:
+    print(given["PRECISION"], file=attempts)
+for step in (1, 2, 3):
+    print(f"step {step}/3", flush=True)
+    if step == 2 and (given["PRECISION"], given["SEED"]) == ("bf16", "1"):
+        sys.exit("the gradient of lm_head overflows")
+summary = {"wall_s": 60.0, "reward_first": 0.25, "reward_last": 0.5}
+(out / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+def given(**words: str) -> dict[str, str]:
+    return {"DEVICE": "cpu", **words}
+
+
+def finished(out: Path, reward: float, steps: int = 40, **words: str) -> Path:
+    """A finished run of EXPERIMENT=sanity_cpu as ``make run`` leaves it."""
+    named = {"EXPERIMENT": "sanity_cpu", "DEVICE": "cpu", **words}
+    job = jobs.parse([f"{name}={value}" for name, value in named.items()])
+    out.mkdir(parents=True)
+    record = {"settings": job.settings(), "steps": steps, "wall_s": 90.0, "peak_memory_gib": 1.0}
+    runs.write_json(out / "run.json", record)
+    data = {runs.REWARD: reward, runs.K3_KL: 1e-7 * (1 + reward), runs.SECONDS: 2.0}
+    rows = [{"step": step, "data": data} for step in range(1, steps + 1)]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs.write_json(out / "summary.json", runs.summarize(job, record, rows, []))
+    return out
+
+
+def test_a_comparison_is_planned_seed_by_seed_and_what_is_finished_stays(tmp_path, capsys):
+    finished(tmp_path / "pg_is" / "bf16-seed2", 0.9, PRECISION="bf16", ALGO="pg_is", SEED="2")
+    before = sorted(tmp_path.rglob("*"))
+    words = {"EXPERIMENT": "sanity_cpu", "PRECISION": "fp16 bf16", "ALGO": "grpo pg_is", "SEED": "2 7"}
+    plan = sweep.plan(given(**words, OUT=str(tmp_path)))
+    assert [f"{run.out.relative_to(tmp_path)}" for run in plan.runs] == [
+        f"{algo}/{regime}-seed{seed}" for seed in (2, 7) for algo in ("grpo", "pg_is") for regime in ("fp16", "bf16")
+    ]
+    assert [str(run) for run in plan.finished] == ["pg_is bf16 seed 2"]
+    assert sorted(tmp_path.rglob("*")) == before, "a plan changes nothing"
+    jobs_of = [jobs.parse(list(run.words)) for run in plan.runs]
+    assert {job.experiment for job in jobs_of} == {"sanity_cpu"}
+    assert [(job.seed, job.algo, job.precision) for job in jobs_of[:3]] == [
+        (2, "grpo", "fp16"),
+        (2, "grpo", "bf16"),
+        (2, "pg_is", "fp16"),
+    ]
+    assert capsys.readouterr().out == "checking 8 runs\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"ARGS": "trainer.n_gpu=2"}, "ARGS=trainer.n_gpu=2: "),
+        ({"PRECISION": "fp16 fp61"}, "PRECISION=fp61: must be one of bf16"),
+        ({"ALGO": "grpo ppo", "RECIPE": "flowrl"}, "ALGO=ppo: RECIPE=flowrl goes with grpo"),
+        ({"STEPS": "30"}, "STEPS=30: .* holds a finished run of 40"),
+        ({"ARGS": "data.shuffle=false"}, "ARGS=data.shuffle=false: .* holds a run with ARGS=;"),
+    ],
+)
+def test_what_one_run_refuses_starts_none(words, says, tmp_path):
+    finished(tmp_path / "grpo" / "fp16-seed1", 0.9, PRECISION="fp16", ALGO="grpo", SEED="1")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(jobs.Refused, match=says):
+        sweep.plan(given(EXPERIMENT="sanity_cpu", OUT=str(tmp_path), SEED="2 1") | words)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"SEED": "1 2 1"}, "SEED=1 2 1: has 1 more than once"),
+        ({"TREES": "a=/x", "BRANCHES": "main"}, "TREES, BRANCHES: give one"),
+        ({"TREES": "/x"}, "TREES=/x=: must be NAME=FOLDER"),
+        ({"TREES": "a='/x"}, "TREES=a='/x: No closing quotation"),
+        ({"TREES": "a=/x a=/y"}, "TREES=a a: has a more than once"),
+        ({"TREES": "a=/no/such"}, "TREES=a=/no/such: /no/such is not a folder"),
+        ({"BRANCHES": "no-such-branch"}, "BRANCHES=no-such-branch: no such branch here; there are "),
+    ],
+)
+def test_bad_words_are_refused(words, says, tmp_path):
+    with pytest.raises(jobs.Refused, match=re.escape(says)):
+        sweep.plan(given(OUT=str(tmp_path / "out"), **words))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
+    release = sweep.installed_release()
+    root = releases.unpacked_wheel(release, tmp_path / "tree")
+    with pytest.raises(jobs.Refused, match=rf"TREES=a={root}: verl {release}, no stack applied; make apply-patches"):
+        sweep.tree("a", str(root))
+    stack.apply(root)
+    code = sweep.tree("a", str(root / "verl"))
+    assert code.verl == root and code.environment()["PYTHONPATH"].startswith(f"{root}")
+    out = tmp_path / "out"
+    plan = sweep.plan(given(TREES=f"a={root}", PRECISION="bf16", OUT=str(out), EXPERIMENT="sanity_cpu"))
+    assert [(run.label, run.out) for run in plan.runs] == [("a-bf16", out / "grpo" / "a-bf16-seed1")]
+    held = json.loads((out / "code.json").read_text())
+    assert held["a"]["folder"] == str(root)
+
+    (root / "verl" / "utils" / "precision.py").open("a").write("# edited\n")  # an edited tree may be compared, but anew
+    with pytest.raises(jobs.Refused, match="holds runs of another a, state "):
+        sweep.remember(out, [sweep.tree("a", str(root))])
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_a_branch_is_its_last_commit_and_not_what_lies_about(tmp_path, monkeypatch):
+    git(tmp_path, "init", "--quiet", "-b", "main")
+    (tmp_path / "a.txt").write_text("a")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    git(tmp_path, "branch", "mine")
+    monkeypatch.setattr(jobs, "REPO", tmp_path)
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert sweep.committed("main") == sweep.committed("mine") == head
+    (tmp_path / "a.txt").write_text("b")
+    with pytest.raises(jobs.Refused, match=f"BRANCHES=main: {tmp_path} has changes that are not committed: a.txt"):
+        sweep.committed("main")
+    assert sweep.committed("mine") == head
+    with pytest.raises(jobs.Refused, match="BRANCHES=v1: no such branch here; there are main, mine"):
+        sweep.committed("v1")
+
+
+def test_a_branch_brings_its_own_verl(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "CACHE", tmp_path)
+    commit = git(REPO, "rev-parse", "HEAD")
+    code = sweep.checkout("my/branch", commit)
+    assert code.name == "my-branch" and code.identity == {"branch": "my/branch", "commit": commit}
+    assert (code.project / "scripts" / "run.py").exists() and code.verl.is_relative_to(code.project)
+    assert stack.status(code.verl, code.project).state == "patched"
+    assert [path.name for path in (tmp_path / "branches").iterdir()] == [commit], "nothing is left beside it"
+    monkeypatch.setattr(releases, "unpacked_wheel", None)
+    assert sweep.checkout("my/branch", commit) == code, "made once"
+
+
+@pytest.fixture
+def stand_in(tmp_path) -> sweep.Code:
+    project = tmp_path / "project"
+    (project / "scripts").mkdir(parents=True)
+    (project / "scripts" / "run.py").write_text(RUN)
+    return sweep.Code(project=project)
+
+
+def planned(code: sweep.Code, out: Path) -> sweep.Plan:
+    def run(regime: str, seed: str) -> sweep.Run:
+        folder = out / "grpo" / f"{regime}-seed{seed}"
+        return sweep.Run(code, "grpo", regime, seed, (f"PRECISION={regime}", f"SEED={seed}", f"OUT={folder}"), folder)
+
+    every = tuple(run(regime, seed) for seed in ("1", "2") for regime in ("fp16", "bf16"))
+    return sweep.Plan("sanity_cpu", out, every, tuple(run for run in every if runs.finished(run.out)))
+
+
+def test_a_run_that_fails_is_named_and_does_not_stop_the_others(stand_in, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
+    out = tmp_path / "out"
+    outcome = sweep.run(planned(stand_in, out))
+    assert [str(run) for run in outcome.failed] == ["grpo bf16 seed 1"] and outcome.code == 1
+    assert outcome.finished == {
+        "grpo": [
+            (label, out / "grpo" / f"{label}-seed{seed}") for label, seed in (("fp16", 1), ("fp16", 2), ("bf16", 2))
+        ]
+    }
+    lines = [re.sub(r"^\[ *\d+:\d+\] ", "", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        f"0 of 4 runs are finished, 4 left; all in {out}",
+        "run 1/4: grpo fp16 seed 1",
+        *(f"  step {step}/3" for step in (1, 2, 3)),
+        "grpo fp16 seed 1: reward 0.250 to 0.500 in 1:00; 3 left, about 3:00",
+        "run 2/4: grpo bf16 seed 1",
+        *(f"  step {step}/3" for step in (1, 2)),
+        "  the gradient of lm_head overflows",
+        "grpo bf16 seed 1 failed with exit code 1, 2 left, about 2:00",
+        *(f"    {line}" for line in ("step 1/3", "step 2/3", "the gradient of lm_head overflows")),
+        "run 3/4: grpo fp16 seed 2",
+        *(f"  step {step}/3" for step in (1, 2, 3)),
+        "grpo fp16 seed 2: reward 0.250 to 0.500 in 1:00; 1 left, about 1:00",
+        "run 4/4: grpo bf16 seed 2",
+        *(f"  step {step}/3" for step in (1, 2, 3)),
+        "grpo bf16 seed 2: reward 0.250 to 0.500 in 1:00; none left",
+    ]
+
+    sweep.run(planned(stand_in, out))
+    attempts = {file.parent.name: file.read_text().count("\n") for file in out.rglob("attempts")}
+    assert attempts == {"fp16-seed1": 1, "bf16-seed1": 2, "fp16-seed2": 1, "bf16-seed2": 1}, "finished, not repeated"
+
+
+def test_ctrl_c_ends_the_run_in_order_reports_what_is_there_and_says_how_to_go_on(tmp_path):
+    for seed in ("1", "2"):
+        finished(tmp_path / "grpo" / f"fp16-seed{seed}", 0.9 + int(seed) / 100, PRECISION="fp16", SEED=seed)
+    words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "SEED=1 2", f"OUT={tmp_path}"]
+    process = subprocess.Popen([*COMPARE, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            if "starting Python and verl" in line:  # run.py has started main_ppo
+                time.sleep(1)
+                os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130, "\n".join(lines)
+    finally:
+        process.kill()
+    text = "\n".join(lines)
+    assert "run 3/4: grpo bf16 seed 1" in text and "run 4/4" not in text
+    assert "interrupted: ending verl, Ray and vLLM" in text, "run.py ended it itself"
+    assert "interrupted, 2 of 4 runs are finished" in text
+    assert lines[-1] == f"to go on:  {shlex.join([*COMPARE, *words])}"
+    table = (tmp_path / "grpo" / "report").glob("**/*.csv")
+    assert any("fp16" in file.read_text() for file in table)
+    assert not runs.finished(tmp_path / "grpo" / "bf16-seed1")
+
+
+def test_make_sanity_is_a_comparison_whose_words_can_be_set_anew():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    made = subprocess.run(
+        ["make", "--dry-run", "sanity", "SEED=4 5", "ARGS=a='b c'"],
+        cwd=REPO,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    words = shlex.split(made.stdout.replace("\\\n", "").splitlines()[-1])[3:]
+    meant = dict(word.split("=", 1) for word in words)
+    assert meant["SEED"] == "4 5" and meant["ARGS"] == "a='b c'" and meant["THRESHOLD"] == "0.95"
+    assert meant["PRECISION"].split() == ["fp16", "bf16", "bf16_train_fp16_infer", "fp32"]
+    assert meant["ALGO"].split() == ["grpo", "pg_is", "ppo"] and meant["EXPERIMENT"] == "sanity_cpu"
+
+
+@pytest.mark.slow
+def test_two_regimes_are_run_and_compared(tmp_path):
+    words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "STEPS=2", f"OUT={tmp_path}"]
+    done = subprocess.run([*COMPARE, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for regime, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
+        summary = json.loads((tmp_path / "grpo" / f"{regime}-seed1" / "summary.json").read_text())
+        assert summary["steps"] == 2 and summary["effective_dtypes"]["actor"]["compute"] == dtype
+    report = tmp_path / "grpo" / "report"
+    assert (report / "index.html").exists() and sorted(path.name for path in (report / "runs").iterdir())
+    again = subprocess.run([*COMPARE, *words], capture_output=True, text=True)
+    assert again.returncode == 0 and "2 of 2 runs are finished, none left" in again.stdout

@@ -1,0 +1,70 @@
+"""The sanity test's MATH problems as they are on the Hub, made ready for verl's own scorer."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from verl.utils.reward_score import default_compute_score
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def row(problem: str, answer: str | None) -> dict:
+    """As in the dataset: a chat that asks for a box, and the ground truth."""
+    return {
+        "data_source": "math",
+        "prompt": [{"role": "user", "content": f"{problem} Put your final answer within \\boxed{{}}."}],
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+    }
+
+
+def source(folder: Path, rows: list[dict]) -> Path:
+    for split, several in (("train", rows), ("test", [row("AIME?", "033")])):
+        (folder / split).mkdir(parents=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(several), folder / split / "rows.parquet")
+    return folder
+
+
+def prepare(given: Path, out: Path, cache: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "recipes.sanity_math.prepare", "--out", str(out), "--source", str(given)]
+    environment = os.environ | {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+
+
+def test_problems_are_scored_0_or_1_and_hopeless_ones_left_out(tmp_path):
+    unclosed = row("set?", r"\left\{1")  # its box does not close
+    given = source(tmp_path / "given", [row("1/2?", r"\frac{1}{2}"), unclosed, row("2+2?", "4")])
+    done = prepare(given, tmp_path / "out", tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "out" / "train.parquet"
+    told = f"{file}: 2 problems; 1 left out, whose ground truth verl does not take for right"
+    assert done.stdout.splitlines()[-1] == told
+    half, four = pyarrow.parquet.read_table(file).to_pylist()
+    assert half["prompt"] == row("1/2?", "")["prompt"] and four["extra_info"] == {"index": 2}
+
+    def score(answer: str) -> float:
+        return default_compute_score(half["data_source"], answer, half["reward_model"]["ground_truth"])
+
+    assert score(r"so \boxed{\frac12}") == score(r"no \boxed{3}, \boxed{1/2}") == 1
+    assert score(r"so \boxed{2}") == score("so 1/2") == 0, "not -1: the mean is the accuracy"
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([row("2+2?", "4"), row("2+2?", None)], "row 1: its ground truth is None, not a text"),
+        ([{"prompt": "2+2?", "answer": "4"}], "lacks the column 'reward_model'; it has prompt, answer"),
+        ([row("set?", r"\left\{1")], "verl takes none of its ground truths for right"),
+    ],
+)
+def test_another_dataset_is_refused_in_one_line(rows, says, tmp_path):
+    (tmp_path / "given" / "train").mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "given" / "train" / "rows.parquet")
+    done = prepare(tmp_path / "given", tmp_path / "out", tmp_path / "cache")
+    assert done.returncode == 1 and not (tmp_path / "out").exists()
+    assert done.stderr.splitlines()[-1] == f"--source {tmp_path}/given: {says}"

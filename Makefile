@@ -32,14 +32,15 @@ RUN_VARIABLES := EXPERIMENT PRECISION ALGO RECIPE STEPS SEED MODEL TRAIN VAL OUT
 COMMAND_LINE := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 GIVEN := $(filter-out PYTHON TORCH_INDEX_URL,$(sort DEVICE $(RUN_VARIABLES) $(COMMAND_LINE)))
 quote = '$(subst ','\'',$(1))'
-# `make preflight` takes what stands on the command line alone.
+# `make preflight`, `make probe`, `make compare` and `make sanity` take what stands on the command line alone.
 TYPED = $(foreach name,$(sort DEVICE $(filter-out PYTHON TORCH_INDEX_URL,$(COMMAND_LINE))),$(name)=$(call quote,$($(name))))
 WORDS = $(foreach name,$(GIVEN),$(if $($(name)),$(name)=$(call quote,$($(name)))))
 
-# These take one word; others are refused rather than ignored, since both run for long.
+# These take few words; others are refused rather than ignored.
 TAKES_bench := ARGS
 TAKES_mutants := ONLY
-$(foreach goal,$(filter bench mutants,$(MAKECMDGOALS)),$(foreach name,$(COMMAND_LINE),$(if \
+TAKES_doctor := ARGS VERL
+$(foreach goal,$(filter bench mutants doctor,$(MAKECMDGOALS)),$(foreach name,$(COMMAND_LINE),$(if \
   $(filter DEVICE PYTHON TORCH_INDEX_URL $(TAKES_$(goal)),$(name)),,$(error $(name)=$($(name)): make $(goal) takes $(TAKES_$(goal)) alone))))
 
 ##@ The two commands
@@ -47,7 +48,7 @@ $(foreach goal,$(filter bench mutants,$(MAKECMDGOALS)),$(foreach name,$(COMMAND_
 run: accept setup  ## set up and train in fp16 with verl, on this machine's GPU or CPU
 	@exec $(BIN)/python scripts/run.py $(WORDS)
 
-test: setup $(WORKERS_READY)  ## set up and run all tests
+test: setup browser $(WORKERS_READY)  ## set up and run all tests
 	@exec $(BIN)/python -m pytest -m "not slow and not gpu"
 
 # VERL defaults to the verl of this environment.
@@ -75,14 +76,37 @@ port: python  ## carry a release's patches to another verl:  make port FROM=0.9.
 drift: python  ## say which files that the patches hook are others in a verl:  make drift VERL=/path/to/verl
 	@$(PYTHON) scripts/patchset.py drift $(call quote,$(VERL))
 
+##@ Which regime, on this model, on this cluster
+.PHONY: doctor preflight probe compare sanity
+doctor: $(if $(filter $(SITE),$(VERL)),setup,$(READY))  ## say which dtype holds at each hop of a verl:  make doctor ARGS='…' VERL=/path/to/verl
+	@exec $(BIN)/python scripts/doctor.py --verl $(call quote,$(VERL)) --args=$(call quote,$(ARGS))
+
+probe: setup  ## measure the mismatch of a model for every regime, before training:  make probe MODEL=… DATA=….parquet
+	@exec $(BIN)/python scripts/probe.py $(TYPED)
+
+preflight: setup  ## predict what fp16 does to a model:  make preflight MODEL=… DATA=….parquet
+	@exec $(BIN)/python scripts/preflight.py $(TYPED)
+
+compare: setup  ## run and compare, as a report:  make compare PRECISION='fp16 bf16' SEED='1 2 3'  (or RUNS='fp16=FOLDER …')
+	@exec $(BIN)/python scripts/compare.py $(TYPED)
+
+# What is on the command line comes last and wins.
+sanity: setup  ## the sanity test: four regimes, three seeds, three objectives; the same command goes on
+	@exec $(BIN)/python scripts/compare.py EXPERIMENT=sanity_cpu PRECISION='fp16 bf16 bf16_train_fp16_infer fp32' \
+	  SEED='1 2 3' ALGO='grpo pg_is ppo' THRESHOLD=0.95 OUT=outputs/sanity $(TYPED)
+
 ##@ The rest
-.PHONY: help setup bench mutants preflight submit gsm8k dapo-math test-releases e2e-releases matrix test-quick lint lock clean
-help: python  ## list the targets and the variables of `make run` and `make preflight`
+.PHONY: help setup bench mutants submit gsm8k dapo-math sanity-math test-releases e2e-releases matrix test-quick lint lock clean
+help: python  ## list the targets and the variables of `make run`, `make preflight`, `make probe` and `make compare`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
 	@PYTHONPATH=scripts $(PYTHON) -c 'from lib import job; print(job.usage())'
 	@printf '\n%s\n' 'Variables of make preflight:  make preflight MODEL=/path/to/model DATA=prompts.parquet'
 	@PYTHONPATH=scripts $(PYTHON) -c 'import preflight; print(preflight.usage())'
+	@printf '\n%s\n' 'Variables of make probe:  make probe MODEL=/path/to/model DATA=prompts.parquet'
+	@PYTHONPATH=scripts $(PYTHON) -c 'import probe; print(probe.usage())'
+	@printf '\n%s\n' 'Variables of make compare:  make compare PRECISION="fp16 bf16" SEED="1 2 3"'
+	@PYTHONPATH=scripts $(PYTHON) -c 'import compare; print(compare.usage())'
 
 setup: $(READY)  ## install what is missing and patch the installed verl
 	@$(BIN)/python scripts/patchset.py apply $(SITE)
@@ -93,9 +117,6 @@ bench: setup  ## measure what fp16 costs, into docs/results:  make bench ARGS='-
 mutants: setup  ## put known defects into patched verl, one at a time: each must fail a test  (ONLY=name: one)
 	@exec $(BIN)/python scripts/mutants.py $(if $(ONLY),$(call quote,$(ONLY)))
 
-preflight: setup  ## predict what fp16 does to a model:  make preflight MODEL=… DATA=….parquet
-	@exec $(BIN)/python scripts/preflight.py $(TYPED)
-
 gsm8k: setup  ## download GSM8K and write data/gsm8k/{train,test}.parquet
 	@$(BIN)/python -m recipes.gsm8k.prepare --out data/gsm8k
 
@@ -104,6 +125,9 @@ submit: accept setup  ## make run on a running Ray cluster:  RAY_ADDRESS=http://
 
 dapo-math: setup  ## download DAPO-Math-17k and AIME 2024 and write data/dapo-math/{train,test}.parquet
 	@$(BIN)/python -m recipes.dapo_math.prepare --out data/dapo-math
+
+sanity-math: setup  ## download the 1460 MATH problems of EXPERIMENT=sanity_8gpu and write data/sanity-math/train.parquet
+	@$(BIN)/python -m recipes.sanity_math.prepare --out data/sanity-math
 
 test-releases: setup $(WORKERS_READY)  ## the conformance suite on every release, its outcome into docs/results/releases.json
 	@exec $(BIN)/python -m pytest tests/releases --write-results
@@ -114,7 +138,7 @@ e2e-releases: setup $(WORKERS_READY)  ## two steps of main_ppo in fp16 on every 
 matrix: python  ## write that outcome into README.md as the support matrix
 	@$(PYTHON) scripts/matrix.py
 
-test-quick: setup  ## the tests without the end-to-end runs and the other releases
+test-quick: setup browser  ## the tests without the end-to-end runs and the other releases
 	@exec $(BIN)/python -m pytest -m "not slow and not gpu and not e2e and not releases"
 
 lint: $(READY)  ## ruff and shellcheck
@@ -143,21 +167,36 @@ $(BIN)/pip install --quiet --no-deps -r requirements/cuda.lock
 $(BIN)/pip install --quiet --no-deps --no-build-isolation -r requirements/cuda.flash-attn
 endef
 
-.PHONY: python accept
+# `venv --clear` would empty the folder that a link points to, an environment which others may be using.
+define refuse-link
+@test ! -L $(1) || { echo "$(1) is a link and its environment is not up to date: run make where it points to, or remove the link" >&2; exit 1; }
+endef
+
+.PHONY: python accept browser
 python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || \
 	  { echo "PYTHON=$(PYTHON): Python 3.11 is needed; install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+
+browser:  # the tests look at a report's page in it
+	@command -v chromium >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null || \
+	    { echo "chromium is missing, in which the tests look at a report: install your system's package chromium" >&2; exit 1; }; \
+	  echo "installing chromium by apt-get, in which the tests look at a report: 400 MB on disk, a minute, once"; \
+	  apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
 
 accept: python  # bad input is refused before anything is installed
 	@PYTHONPATH=scripts $(PYTHON) -m lib.job $(WORDS)
 
 $(READY): | python
+	$(call refuse-link,$(VENV))
 	@echo "setting up $(VENV) from requirements/$(DEVICE).lock: torch, then the rest; 4 GB on disk, 3 to 6 minutes, once"
 	@$(PYTHON) -m venv --clear $(VENV)
 	$(install-$(DEVICE))
 	@touch $@
 
 $(WORKERS_READY): | python
+	$(call refuse-link,$(WORKERS))
 	@echo "setting up $(WORKERS) from requirements/workers.lock: torch, then the rest; 2 GB on disk, a minute, once"
 	@$(PYTHON) -m venv --clear $(WORKERS)
 	$(WORKERS)/bin/pip install --quiet -r requirements/cpu.torch -c requirements/workers.lock $(TORCH_INDEX_URL:%=--extra-index-url %)

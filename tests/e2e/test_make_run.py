@@ -1,12 +1,15 @@
-"""The sanity task end to end, as ``make run`` starts it: Ray, FSDP and vLLM; interrupted, then taken up again."""
+"""The sanity task end to end, as ``make run`` starts it: Ray, FSDP and vLLM; asked by the doctor, interrupted, then
+taken up again."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from processes import of_this_run
 
@@ -14,12 +17,13 @@ REPO = Path(__file__).resolve().parents[2]
 SETTINGS = [
     "DEVICE=cpu",
     "EXPERIMENT=arithmetic",
-    # A small batch, every step saved, and a loss scale that doubles at every step that is not skipped.
+    # A small batch, every step saved, and a loss scale that doubles every third step: at every step, it would overflow
+    # within twenty.
     "ARGS=data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 trainer.save_freq=1"
     " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64"
     " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64"
     " actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=1024"
-    " actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_interval=1",
+    " actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_interval=3",
 ]
 
 
@@ -33,16 +37,34 @@ def rows(out: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def ask(running: list[psutil.Process]) -> dict:
+    """What ``doctor --live`` says of the job of these processes, and of the config that it was started with."""
+    words = [word for process in running for word in process.cmdline() if word.startswith("--gcs-address=")]
+    environment = os.environ | {"RAY_ADDRESS": words[0].partition("=")[2], "RAY_AUTH_MODE": "token"}
+    config = ["+precision=fp16", "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=1024"]
+    command = [sys.executable, REPO / "scripts" / "doctor.py", "--live", "--json", *config]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return json.loads(done.stdout)
+
+
 @pytest.mark.e2e
 def test_train_interrupt_resume(tmp_path):
     out, screen = tmp_path / "run", tmp_path / "screen.txt"
     with screen.open("w") as output:
         first = start(out, 100, output)
-        while len(rows(out)) < 2 and first.poll() is None:
+        while len(rows(out)) < 3 and first.poll() is None:
             time.sleep(0.2)
         running = of_this_run(out)
+        asked_at, asked = len(rows(out)), ask(running)
+        while len(rows(out)) < asked_at + 2 and first.poll() is None:  # it goes on as if nobody had asked
+            time.sleep(0.2)
         first.send_signal(signal.SIGINT)
         assert first.wait() == 130, screen.read_text()
+    assert asked["verdict"] == "agree" and asked["findings"] == [], asked
+    assert {asked["hops"][hop] for hop in ("actor.compute", "actor.autocast", "rollout.weights")} == {"float16"}
+    assert {asked["hops"][hop] for hop in ("actor.master", "actor.optimizer", "actor.reduce")} == {"float32"}
+    assert asked["scaler"]["actor"]["growth_interval"] == 3 and asked["scaler"]["actor"]["scale"] >= 2048
     assert len(running) > 5, "Ray, the trainer and vLLM run in processes of their own"
     assert of_this_run(out) == []
 
@@ -57,7 +79,7 @@ def test_train_interrupt_resume(tmp_path):
     steps = [row["step"] for row in rows(out)]
     assert steps == sorted(set(steps)) and steps[-1] == saved + 1
     scales = {row["step"]: row["data"]["actor/loss_scale"] for row in rows(out)}
-    assert scales[saved + 1] == scales[1] * 2**saved, "the loss scale was not restored"
+    assert scales == {step: 1024 * 2 ** (step // 3) for step in steps}, "the loss scale was not restored"
 
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["release"], summary["precision"], summary["algo"]) == ("0.9.1", "fp16", "grpo")

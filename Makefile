@@ -49,7 +49,10 @@ run: accept setup  ## set up and train in fp16 with verl, on this machine's GPU 
 	@exec $(BIN)/python scripts/run.py $(WORDS)
 
 test: setup browser $(WORKERS_READY)  ## set up and run all tests
-	@exec $(BIN)/python -m pytest -m "not slow and not gpu"
+	@exec $(BIN)/python -m pytest $(TWO) -m "not slow and not gpu"
+
+# Two processes; the end-to-end runs come first in the order of the folders, and are the longest.
+TWO := -n 2 --no-loadscope-reorder
 
 # VERL defaults to the verl of this environment.
 VERL ?= $(SITE)
@@ -139,7 +142,7 @@ matrix: python  ## write that outcome into README.md as the support matrix
 	@$(PYTHON) scripts/matrix.py
 
 test-quick: setup browser  ## the tests without the end-to-end runs and the other releases
-	@exec $(BIN)/python -m pytest -m "not slow and not gpu and not e2e and not releases"
+	@exec $(BIN)/python -m pytest $(TWO) -m "not slow and not gpu and not e2e and not releases"
 
 lint: $(READY)  ## ruff and shellcheck
 	$(BIN)/ruff check .

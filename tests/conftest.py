@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from lib.job import CPU_PLATFORM
 from lib.releases import unpacked_wheel
@@ -35,6 +37,21 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Take SIGINT as a foreground process does: one started in the background, as CI does, hands on an ignored one."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class ByFixtures(LoadScopeScheduling):
+    """What shares fixtures shares a process: the end-to-end runs, the tests of one file, or of one release in it."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        if file.startswith("tests/e2e/"):
+            return "e2e"
+        release = re.search(r"\d+\.\d+\.\d+", nodeid) if file.startswith("tests/releases/") else None
+        return f"{file} {release[0]}" if release else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByFixtures(config, log)
 
 
 @pytest.fixture(scope="session")

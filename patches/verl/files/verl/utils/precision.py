@@ -717,8 +717,10 @@ def first_nonfinite_gradient(named_parameters: Iterable[tuple[str, torch.nn.Para
         multiplied by the loss scale.
     """
     found = next(_nonfinite_gradients(named_parameters), None)
-    found_by_rank: list[Optional[tuple[int, int, str]]] = [None] * dist.get_world_size()
-    dist.all_gather_object(found_by_rank, found)
+    found_by_rank: list[Optional[tuple[int, int, str]]] = [found]
+    if dist.is_initialized():
+        found_by_rank *= dist.get_world_size()
+        dist.all_gather_object(found_by_rank, found)
     return min((each for each in found_by_rank if each), default=(0, 0, "none, but their norm leaves fp32"))[-1]
 
 
@@ -726,13 +728,14 @@ def _nonfinite_gradients(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
 ) -> Iterator[tuple[int, int, str]]:
     """Those of this rank: the parameter's place, that of its part, and a description."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
     for place, (name, parameter) in enumerate(named_parameters):
         for part, (full_name, gradient) in enumerate(_gradients_of(name, parameter)):
             finite = gradient.isfinite()
             if not finite.all():
                 bad = f"{gradient.numel() - finite.sum()} of {gradient.numel()} elements"
                 rest = f"the largest other {gradient[finite].abs().max():.3g} (scaled)" if finite.any() else "no other"
-                yield place, part, f"{full_name} in the shard of rank {dist.get_rank()}, {bad}, {rest}"
+                yield place, part, f"{full_name} in the shard of rank {rank}, {bad}, {rest}"
 
 
 def _gradients_of(name: str, parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:

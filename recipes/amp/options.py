@@ -1,0 +1,110 @@
+"""A recipe's config: a dataclass whose values come from the command line, the environment or a YAML file."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import field, fields
+from pathlib import Path
+from typing import Any, NoReturn, Optional, TypeVar, get_args
+
+import yaml
+
+Config = TypeVar("Config")
+_FLAGS = {"1": True, "true": True, "0": False, "false": False}
+
+
+def option(default: Any, text: str, variable: Optional[str] = None) -> Any:
+    """A field of a config.
+
+    Args:
+        text: the line that ``--help`` shows.
+        variable: an environment variable that decides a switch where the command line does not.
+    """
+    return field(default=default, metadata={"help": text, "variable": variable})
+
+
+def flag(name: str) -> Optional[bool]:
+    """The environment variable ``name`` as a switch; ``None`` where it is not set.
+
+    Raises:
+        ValueError: it is set to anything but 1, 0, true or false.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        return None
+    if value.lower() not in _FLAGS:
+        raise ValueError(f"{name}={value!r} in the environment must be 1, 0, true or false; unset it to leave it open")
+    return _FLAGS[value.lower()]
+
+
+def within(config: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
+    """Refuse a config's first value that breaks its rule: ``{key: (holds, what is allowed)}``.
+
+    Raises:
+        ValueError: naming the key, its value and what is allowed.
+    """
+    for key, (holds, allowed) in rules.items():
+        if not holds:
+            raise ValueError(f"{key}={getattr(config, key)} must be {allowed}")
+
+
+class _OneLine(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        sys.exit(f"{self.prog}: {message}")
+
+
+def parse(
+    config: type[Config], program: str, description: str, words: Optional[Sequence[str]] = None
+) -> tuple[Config, dict[str, str]]:
+    """A config, and who set each of its values: command line over environment over YAML file over default.
+
+    Every field is an option, ``total_steps`` as ``--total-steps``; switches have ``--no-…`` too; ``--config`` names the
+    file. Ends the process with one line and exit code 1 where a value is refused, wherever it stands.
+
+    Args:
+        config: a dataclass of int, float, str and bool fields, or ``Optional`` of one, made by :func:`option`.
+
+    Returns:
+        the config, and per field ``"command line"``, ``"environment (VARIABLE)"``, ``"config (FILE)"`` or ``"default"``.
+    """
+    parser = _OneLine(prog=program, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of these options, with _ for -")
+    for each in fields(config):
+        kind = next((kind for kind in get_args(each.type) if kind is not type(None)), each.type)
+        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": kind.__name__}
+        default = "" if each.default is None else f" ({each.default})"
+        parser.add_argument(f"--{each.name.replace('_', '-')}", help=each.metadata["help"] + default, **how)
+    given = vars(parser.parse_args(words))
+    path = given.pop("config", None)
+    try:
+        variables = {each.name: each.metadata["variable"] for each in fields(config) if each.metadata["variable"]}
+        environment = {name: flag(variable) for name, variable in variables.items()}
+        environment = {name: value for name, value in environment.items() if value is not None}
+        read = _read(path, config)
+        chosen = config(**{**read, **environment, **given})
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    sources = dict.fromkeys((each.name for each in fields(config)), "default")
+    sources |= dict.fromkeys(read, f"config ({path})")
+    sources |= {name: f"environment ({variables[name]})" for name in environment}
+    return chosen, sources | dict.fromkeys(given, "command line")
+
+
+def _read(path: Optional[Path], config: type) -> dict[str, Any]:
+    """A YAML file's values: of known names, each of its field's kind."""
+    if path is None:
+        return {}
+    read = yaml.safe_load(path.read_text())
+    kinds = {each.name: each.type for each in fields(config)}
+    if not isinstance(read, dict):
+        raise ValueError(f"--config {path}: must be a mapping of {', '.join(kinds)}")
+    for key, value in read.items():
+        if key not in kinds:
+            raise ValueError(f"--config {path}: {key} is unknown: choose from {', '.join(kinds)}")
+        allowed = get_args(kinds[key]) or (kinds[key],)
+        fits = float in allowed and type(value) is int
+        if type(value) not in allowed and not fits:
+            names = " or ".join(kind.__name__ for kind in allowed)
+            raise ValueError(f"--config {path}: {key}={value} must be {names}")
+    return read

@@ -66,7 +66,7 @@ def parse(
         config: a dataclass of int, float, str and bool fields, or ``Optional`` of one, made by :func:`option`.
 
     Returns:
-        the config, and per field ``"command line"``, ``"environment (VARIABLE)"``, ``"config (FILE)"`` or ``"default"``.
+        the config, and who set each field: "command line", "environment (VARIABLE)", "config (FILE)" or "default".
     """
     parser = _OneLine(prog=program, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of these options, with _ for -")

@@ -8,6 +8,7 @@ from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, NoReturn, Optional, TypeVar, get_args
 
+import torch
 import yaml
 
 Config = TypeVar("Config")
@@ -49,6 +50,40 @@ def within(config: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
             raise ValueError(f"{key}={getattr(config, key)} must be {allowed}")
 
 
+def device(name: str) -> tuple[torch.device, bool]:
+    """The device that ``name`` means, and whether it insists on 16 bits on a CPU: only where that is named.
+
+    Args:
+        name: "cpu", "cuda", or "auto": CUDA if there is one.
+
+    Raises:
+        ValueError: another name; CUDA where there is none.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={name} must be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda must be auto or cpu: there is no CUDA device here")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu"), False
+    return torch.device(name), name == "cpu"
+
+
+def new_folder(out: str | os.PathLike) -> Path:
+    """The folder of a run, made if need be.
+
+    Raises:
+        ValueError: another run's ``metrics.jsonl`` is in it, or it cannot be made.
+    """
+    folder = Path(out)
+    if (folder / "metrics.jsonl").exists():
+        raise ValueError(f"out={out} must be a folder without results: it has metrics.jsonl of another run")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out={out} must be a folder that can be made: {error.strerror}") from None
+    return folder
+
+
 class _OneLine(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         sys.exit(f"{self.prog}: {message}")
@@ -83,7 +118,7 @@ def parse(
         environment = {name: value for name, value in environment.items() if value is not None}
         read = _read(path, config)
         chosen = config(**{**read, **environment, **given})
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))
     sources = dict.fromkeys((each.name for each in fields(config)), "default")
     sources |= dict.fromkeys(read, f"config ({path})")
@@ -95,7 +130,12 @@ def _read(path: Optional[Path], config: type) -> dict[str, Any]:
     """A YAML file's values: of known names, each of its field's kind."""
     if path is None:
         return {}
-    read = yaml.safe_load(path.read_text())
+    try:
+        read = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: must be YAML: {' '.join(str(error).split())}") from None
     kinds = {each.name: each.type for each in fields(config)}
     if not isinstance(read, dict):
         raise ValueError(f"--config {path}: must be a mapping of {', '.join(kinds)}")
@@ -105,6 +145,7 @@ def _read(path: Optional[Path], config: type) -> dict[str, Any]:
         allowed = get_args(kinds[key]) or (kinds[key],)
         fits = float in allowed and type(value) is int
         if type(value) not in allowed and not fits:
-            names = " or ".join(kind.__name__ for kind in allowed)
-            raise ValueError(f"--config {path}: {key}={value} must be {names}")
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
+            hint = " (YAML wants the dot in 3.0e-4)" if float in allowed and isinstance(value, str) else ""
+            raise ValueError(f"--config {path}: {key}={value!r} must be {names}{hint}")
     return read

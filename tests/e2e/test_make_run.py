@@ -17,13 +17,12 @@ REPO = Path(__file__).resolve().parents[2]
 SETTINGS = [
     "DEVICE=cpu",
     "EXPERIMENT=arithmetic",
-    # A small batch, every step saved, and a loss scale that doubles every third step: at every step, it would overflow
-    # within twenty.
+    # A small batch, every step saved, and a loss scale that doubles at every step that is not skipped.
     "ARGS=data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 trainer.save_freq=1"
     " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64"
     " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64"
     " actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=1024"
-    " actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_interval=3",
+    " actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_interval=1",
 ]
 
 
@@ -53,7 +52,7 @@ def test_train_interrupt_resume(tmp_path):
     out, screen = tmp_path / "run", tmp_path / "screen.txt"
     with screen.open("w") as output:
         first = start(out, 100, output)
-        while len(rows(out)) < 3 and first.poll() is None:
+        while len(rows(out)) < 2 and first.poll() is None:
             time.sleep(0.2)
         running = of_this_run(out)
         asked_at, asked = len(rows(out)), ask(running)
@@ -64,7 +63,7 @@ def test_train_interrupt_resume(tmp_path):
     assert asked["verdict"] == "agree" and asked["findings"] == [], asked
     assert {asked["hops"][hop] for hop in ("actor.compute", "actor.autocast", "rollout.weights")} == {"float16"}
     assert {asked["hops"][hop] for hop in ("actor.master", "actor.optimizer", "actor.reduce")} == {"float32"}
-    assert asked["scaler"]["actor"]["growth_interval"] == 3 and asked["scaler"]["actor"]["scale"] >= 2048
+    assert asked["scaler"]["actor"]["growth_interval"] == 1 and asked["scaler"]["actor"]["scale"] >= 2048
     assert len(running) > 5, "Ray, the trainer and vLLM run in processes of their own"
     assert of_this_run(out) == []
 
@@ -79,11 +78,14 @@ def test_train_interrupt_resume(tmp_path):
     steps = [row["step"] for row in rows(out)]
     assert steps == sorted(set(steps)) and steps[-1] == saved + 1
     scales = {row["step"]: row["data"]["actor/loss_scale"] for row in rows(out)}
-    assert scales == {step: 1024 * 2 ** (step // 3) for step in steps}, "the loss scale was not restored"
+    # It doubles until it overflows, after twenty steps or so: how many there are depends on how long the doctor takes.
+    assert scales[saved] >= 2**14 and scales[1] == 2048
+    changes = [scales[after] / scales[before] for before, after in zip(steps, steps[1:], strict=False)]
+    assert set(changes) <= {2.0, 0.5}, f"the loss scale was not restored: {scales}"
 
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["release"], summary["precision"], summary["algo"]) == ("0.9.1", "fp16", "grpo")
-    assert summary["steps"] == saved + 1 and summary["skipped_steps"] == 0
+    assert summary["steps"] == saved + 1 and summary["skipped_steps"] == changes.count(0.5)
     assert 0.2 <= summary["reward_first"] <= 0.8
     assert 0 <= summary["k3_kl"] < 1e-4 and 0 < summary["rollout_probs_diff_mean"] < 1e-2
     assert summary["effective_dtypes"]["actor"]["compute"] == "float16"

@@ -11,10 +11,9 @@ Masters are the module's own fp32 parameters, autocast computes in 16 bits, and 
 
 import math
 import os
-import pickle
 import platform
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -23,12 +22,15 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from verl.utils.precision import (
     GradScalerConfig,
+    LossScaleError,
     LossScaler,
     Precision,
     dtype_name,
@@ -41,6 +43,9 @@ from verl.utils.precision import (
 
 VERSION = 1  # of a checkpoint's layout
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+PARAMETER_SHAPED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}  # state of Adam and SGD
+RNN_LAYERS = (torch.ops.aten._cudnn_rnn, torch.ops.aten.mkldnn_rnn_layer)  # one operation each, without a FLOP formula
 
 
 class CheckpointError(ValueError):
@@ -82,13 +87,17 @@ class FP16TrainingConfig:
     accumulation_steps: int = 1
 
     def __post_init__(self):
+        for key in ("enabled", "on_cpu"):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"{key}={getattr(self, key)!r} must be True or False")
         to_dtype(self.dtype, "dtype")
         try:
             self.scaler  # noqa: B018
         except ValueError as error:  # by the names of this config
             raise ValueError(str(error).replace("grad_scaler.", "").replace("init_scale", "loss_scale")) from None
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm} must be positive; inf does not clip")
+        norm = self.max_grad_norm
+        if isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0:
+            raise ValueError(f"max_grad_norm={norm} must be a positive number; inf does not clip")
         if isinstance(self.accumulation_steps, bool) or not isinstance(self.accumulation_steps, int):
             raise ValueError(f"accumulation_steps={self.accumulation_steps} must be a whole number")
         if self.accumulation_steps < 1:
@@ -107,10 +116,10 @@ class FP16TrainingConfig:
 
 
 class MultiplicationDtypes(TorchDispatchMode):
-    """Counts the floating-point operations of matrix products, convolutions and attention, by the dtype they run in.
+    """Counts the floating-point operations of matrix products, convolutions, attention and RNNs, by dtype.
 
     What a config asks for, and the dtype of an output, both mislead: autocast casts some operations alone, and a GRU's
-    output is fp32 where its products are fp16. LSTMs that run as one oneDNN primitive are not seen.
+    output is fp32 where its products are fp16.
     """
 
     def __init__(self):
@@ -124,6 +133,10 @@ class MultiplicationDtypes(TorchDispatchMode):
         if count is not None:
             dtype = next(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
             self.flops[dtype_name(dtype)] += count(*args, **kwargs, out_val=out)
+        elif operation._overloadpacket in RNN_LAYERS:
+            steps = args[0][..., 0].numel()  # (T, N, F), or packed (T · N, F)
+            weights = [leaf for leaf in tree_leaves(args[1:5]) if isinstance(leaf, torch.Tensor) and leaf.ndim == 2]
+            self.flops[dtype_name(args[0].dtype)] += 2 * steps * sum(weight.numel() for weight in weights)
         return out
 
     def shares(self) -> dict[str, float]:
@@ -145,37 +158,57 @@ def _resolve(config: FP16TrainingConfig, device: torch.device) -> tuple[Precisio
     return Precision(compute, torch.float32, torch.float32, torch.float32, compute == torch.float16), fallback
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, str]:
+    """The parameters' names, of a module and an optimizer that train the same, in float32."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    trained = set(_parameters(optimizer))
+    if not trained <= names.keys():
+        raise ValueError("the optimizer holds parameters that are not the model's: their overflows would go unseen")
+    for parameter, name in names.items():
+        if parameter.requires_grad and parameter not in trained:
+            raise ValueError(
+                f"{name} requires a gradient and is not in the optimizer, so nothing would clear it: add it there, or "
+                "freeze it with requires_grad_(False)"
+            )
+        if parameter in trained and parameter.dtype != torch.float32:
+            raise ValueError(
+                f"{name} is {dtype_name(parameter.dtype)}: the optimizer's weights are the masters and must be "
+                "float32; leave out .half(), autocast casts where it pays"
+            )
+    return names
+
+
 class FP16Trainer:
     """Owns an optimizer's steps: autocast, loss scale, accumulation, clipping, skipping, and the count of all that.
 
     Args:
-        model: a module, or one in ``DistributedDataParallel``; its parameters are the fp32 masters.
-        optimizer: over parameters of ``model``; fused ones skip on the device.
+        model: a module, or one in ``DistributedDataParallel``, ``torch.compile`` or both; its parameters are the fp32
+            masters.
+        optimizer: over all parameters of ``model`` that require a gradient; fused ones skip on the device.
         config: see :class:`FP16TrainingConfig`.
 
     Raises:
-        ValueError: parameters that the loss scaler cannot serve (not fp32), or that are not the model's.
+        ValueError: naming a parameter that is not fp32, or that only one of model and optimizer trains.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: FP16TrainingConfig):
         self.model, self.optimizer, self.config = model, optimizer, config
-        self.module = model.module if isinstance(model, DistributedDataParallel) else model
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(parameter not in names for parameter in trained):
-            raise ValueError("the optimizer holds parameters that are not the model's: their overflows would go unseen")
-        self.device = trained[0].device
+        self.module, self._ddp = model, None
+        while isinstance(self.module, (DistributedDataParallel, OptimizedModule)):
+            if isinstance(self.module, DistributedDataParallel):
+                self.module, self._ddp = self.module.module, self.module
+            else:
+                self.module = self.module._orig_mod
+        self._names = _names(self.module, optimizer)
+        self.device = _parameters(optimizer)[0].device
         self.precision, self.fallback = _resolve(config, self.device)
         if self.fallback is not None:
             warnings.warn(self.fallback, stacklevel=2)
-        self.scaler = LossScaler(config.scaler, self.device.type) if self.precision.loss_scaling else None
-        half = [names[parameter] for parameter in trained if parameter.dtype != torch.float32]
-        if self.scaler is not None and half:
-            dtype = dtype_name(self.module.get_parameter(half[0]).dtype)
-            raise ValueError(
-                f"{half[0]} is {dtype}: with a loss scaler the optimizer's weights must be float32; leave out .half(), "
-                "autocast casts where it pays"
-            )
+        self.scaler = self._new_scaler()
         self.training_steps = 0
         self.overflow_steps = 0
         self.consecutive_skips = 0
@@ -185,17 +218,22 @@ class FP16Trainer:
         self._shares: dict[str, float] = {}
         self._for_inference = False
 
+    def _new_scaler(self) -> Optional[LossScaler]:
+        return LossScaler(self.config.scaler, self.device.type) if self.precision.loss_scaling else None
+
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Autocast to the trainer's dtype, for the forward and the loss; the first time it sees what that does.
 
-        ``backward`` belongs outside. So does a ``no_grad`` forward of the same weights: give it a region of its own.
+        ``backward`` belongs outside, and so does whatever changes the weights: until the region ends, autocast computes
+        with the 16-bit copies that it made of them first. What is compiled runs eagerly the first time, to be seen.
         """
         with self.precision.autocast(self.device.type):
             if self._shares:
                 yield
             else:
-                with MultiplicationDtypes() as seen:
+                # Under a dispatch mode alone, dynamo would give up what is compiled for good.
+                with torch.compiler.set_stance("force_eager"), MultiplicationDtypes() as seen:
                     yield
                 self._shares = seen.shares()
 
@@ -214,8 +252,8 @@ class FP16Trainer:
             LossScaleError, FloatingPointError: as :meth:`backward_and_step`.
         """
         last = self._micro_steps + 1 == self.config.accumulation_steps
-        alone = isinstance(self.model, DistributedDataParallel) and not last
-        with self.model.no_sync() if alone else nullcontext():  # around the forward too, as DDP asks
+        alone = self._ddp is not None and not last
+        with self._ddp.no_sync() if alone else nullcontext():  # around the forward too, as DDP asks
             with self.autocast():
                 loss = compute_loss_fn(self.model, batch)
             self.backward_and_step(loss)
@@ -223,6 +261,8 @@ class FP16Trainer:
 
     def backward_and_step(self, loss: torch.Tensor) -> bool:
         """Backward of a loss that was computed under :meth:`autocast`, and the step that is then due.
+
+        DDP synchronises the gradients of every micro-batch here; :meth:`training_step` those of the last one alone.
 
         Returns:
             ``False`` if this update was skipped, for a gradient that is inf or NaN: weights and optimizer state are
@@ -250,22 +290,33 @@ class FP16Trainer:
         return not self.skipped
 
     def _update(self) -> None:
-        if self.scaler is not None:
-            norm = self.scaler.clip_and_step(self.optimizer, self.module, self.config.max_grad_norm)
-        else:
-            norm = self._clip_and_step()
+        try:
+            if self.scaler is None:
+                self._count(self._clip_and_step())
+                self._check_storm()
+            else:
+                self._count(self.scaler.clip_and_step(self.optimizer, self.module, self.config.max_grad_norm))
+        except LossScaleError:
+            self._count(math.inf)
+            raise
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _count(self, norm: float) -> None:
         self.skipped = not math.isfinite(norm)
         self.grad_norm = None if self.skipped else norm
         self.training_steps += 1
         self.overflow_steps += self.skipped
         self.consecutive_skips = self.consecutive_skips + 1 if self.skipped else 0
-        if self.scaler is None and self.consecutive_skips >= self.config.max_consecutive_skips:
+
+    def _check_storm(self) -> None:
+        """As the scaler's, without a scale."""
+        if self.consecutive_skips >= self.config.max_consecutive_skips:
             where = first_nonfinite_gradient(self.module.named_parameters())
             raise FloatingPointError(
                 f"{self.consecutive_skips} updates in a row had no finite gradients in "
-                f"{dtype_name(self.precision.compute)}, first non-finite gradient: {where}"
+                f"{dtype_name(self.precision.compute)} (max_consecutive_skips), first non-finite gradient: {where}"
             )
-        self.optimizer.zero_grad(set_to_none=True)
 
     def _clip_and_step(self) -> float:
         """As the scaler's, without a scale."""
@@ -318,60 +369,98 @@ class FP16Trainer:
 
         Args:
             extra: tensors and plain Python values to come back from :meth:`load_checkpoint`.
+
+        Raises:
+            ValueError: ``extra`` holds something else, or the weights were cast for inference.
         """
+        extra = dict(extra or {})
+        _check_plain(extra, "extra")
+        if self._for_inference:
+            raise ValueError("the model was cast to float16 for inference: a checkpoint holds the float32 weights")
         if not dist.is_initialized() or dist.get_rank() == 0:
             path = Path(path)
             beside = path.with_name(path.name + ".part")
-            torch.save(
-                {
-                    "version": VERSION,
-                    "model": self.module.state_dict(),
-                    "optimizer": self.optimizer.state_dict(),
-                    "grad_scaler": self.scaler.state_dict() if self.scaler is not None else None,
-                    "counters": {"training_steps": self.training_steps, "overflow_steps": self.overflow_steps},
-                    "extra": dict(extra or {}),
-                    "provenance": {
-                        "config": asdict(self.config),
-                        "stats": self.get_stats(),
-                        "torch": str(torch.__version__),
-                        "python": platform.python_version(),
-                        "patch_stamp": patch_stamp(),
-                    },
+            counters = ("training_steps", "overflow_steps", "consecutive_skips")
+            saved = {
+                "version": VERSION,
+                "model": self.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "optimizer_of": self._optimizer_of(),
+                "grad_scaler": self.scaler.state_dict() if self.scaler is not None else None,
+                "counters": {name: getattr(self, name) for name in counters},
+                "extra": extra,
+                "provenance": {
+                    "config": asdict(self.config),
+                    "stats": self.get_stats(),
+                    "torch": str(torch.__version__),
+                    "python": platform.python_version(),
+                    "patch_stamp": patch_stamp(),
                 },
-                beside,
-            )
-            beside.replace(path)
+            }
+            try:
+                torch.save(saved, beside)
+                beside.replace(path)
+            finally:
+                beside.unlink(missing_ok=True)
         if dist.is_initialized():
             dist.barrier()
 
     def load_checkpoint(self, path: str | os.PathLike) -> dict[str, Any]:
-        """Take up what :meth:`save_checkpoint` wrote; settings stay this trainer's.
+        """Take up what :meth:`save_checkpoint` wrote. The config stays this trainer's, and so does the optimizer's
+        implementation (``fused``, ``foreach``); its learning rate and the like are the checkpoint's.
 
-        A checkpoint without a loss scale (of another dtype) loads with a warning.
+        A checkpoint without a loss scale (of another dtype, or of a run that ended in :class:`LossScaleError`) loads
+        with a warning, and the scale starts anew.
 
         Returns:
-            the ``extra`` that was saved.
+            the ``extra`` that was saved, on the CPU.
 
         Raises:
             FileNotFoundError: there is no such file.
-            CheckpointError: truncated, from a newer version, or of another model. Nothing was loaded.
+            CheckpointError: truncated, from a newer version, or of another model or optimizer. Nothing was loaded.
         """
-        saved = read_checkpoint(path, self.device)
+        saved = read_checkpoint(path)
         _check_model(saved["model"], self.module.state_dict(), path)
-        _check_optimizer(saved["optimizer"], self.optimizer.state_dict(), path)
-        try:
-            load_scaler_state(self.scaler, saved.get("grad_scaler"), str(path))
-        except ValueError as error:
-            raise CheckpointError(str(error)) from None
-        self.module.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.optimizer.zero_grad(set_to_none=True)
-        self._micro_steps = 0
+        groups = self._check_optimizer(saved, path)
+        scaler = self._new_scaler()
+        if scaler is not None:
+            _check_scaler(saved.get("grad_scaler"), path)
+        load_scaler_state(scaler, saved.get("grad_scaler"), str(path))
         counters = saved.get("counters", {})
-        self.training_steps, self.overflow_steps = (
-            counters.get(name, 0) for name in ("training_steps", "overflow_steps")
-        )
+        self.scaler = scaler
+        self.module.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
+        self.optimizer.zero_grad(set_to_none=True)
+        self.training_steps, self.overflow_steps = counters.get("training_steps", 0), counters.get("overflow_steps", 0)
+        skips = counters.get("consecutive_skips", 0)
+        self.consecutive_skips = skips if scaler is None else scaler.consecutive_skips
+        self.skipped, self.grad_norm, self._micro_steps = False, None, 0
         return saved.get("extra", {})
+
+    def _optimizer_of(self) -> dict[str, Any]:
+        """Which optimizer over which parameters: its state goes by position alone."""
+        groups = [[self._names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
+        return {"class": type(self.optimizer).__name__, "groups": groups}
+
+    def _check_optimizer(self, saved: Mapping[str, Any], path: Any) -> list[dict[str, Any]]:
+        """The checkpoint's parameter groups, with this optimizer's implementation."""
+        state, own = saved["optimizer"], self.optimizer.state_dict()
+        sizes, wanted = ([len(group["params"]) for group in each["param_groups"]] for each in (state, own))
+        if sizes != wanted:
+            raise CheckpointError(f"{path}: of another optimizer: groups of {sizes} parameters, here {wanted}")
+        of, own_of = saved.get("optimizer_of", self._optimizer_of()), self._optimizer_of()
+        if of["class"] != own_of["class"]:
+            raise CheckpointError(f"{path}: of another optimizer: {of['class']}, here {own_of['class']}")
+        if of["groups"] != own_of["groups"]:
+            raise CheckpointError(f"{path}: of another optimizer: its parameters are in another order or other groups")
+        places = [place for group in state["param_groups"] for place in group["params"]]
+        for place, parameter in zip(places, _parameters(self.optimizer), strict=True):
+            for key, value in state["state"].get(place, {}).items():
+                if key in PARAMETER_SHAPED and value is not None and value.shape != parameter.shape:
+                    shapes = f"{tuple(value.shape)}, {self._names[parameter]} has {tuple(parameter.shape)}"
+                    raise CheckpointError(f"{path}: of another optimizer: {key} has shape {shapes}")
+        chosen = [{key: group[key] for key in ("foreach", "fused") if key in group} for group in own["param_groups"]]
+        return [group | kept for group, kept in zip(state["param_groups"], chosen, strict=True)]
 
 
 def read_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -383,12 +472,16 @@ def read_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
     """
     try:
         saved = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path}: truncated, or no checkpoint ({str(error).splitlines()[0]})") from None
-    if not isinstance(saved, dict) or not {"model", "optimizer"} <= saved.keys():
+    except OSError:
+        raise
+    except Exception as error:  # torch's reader raises whatever the bytes lead it to
+        raise CheckpointError(f"{path}: truncated, or no checkpoint") from error
+    holds = isinstance(saved, dict) and all(isinstance(saved.get(part), Mapping) for part in ("model", "optimizer"))
+    if not holds or not saved["optimizer"].keys() >= {"state", "param_groups"}:
         raise CheckpointError(f"{path}: no checkpoint of this trainer: it has no model or no optimizer")
-    if saved.get("version", VERSION) > VERSION:
-        raise CheckpointError(f"{path}: version {saved['version']}, this trainer reads up to {VERSION}: update it")
+    version = saved.get("version", VERSION)
+    if not isinstance(version, int) or version > VERSION:
+        raise CheckpointError(f"{path}: version {version}, this trainer reads up to {VERSION}: update it")
     return saved
 
 
@@ -396,12 +489,34 @@ def _check_model(saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tens
     for name in sorted(saved.keys() ^ own.keys()):
         raise CheckpointError(f"{path}: of another model: {name} is in {'it' if name in saved else 'this model'} alone")
     for name, tensor in own.items():
-        if saved[name].shape != tensor.shape:
-            shapes = f"{tuple(saved[name].shape)}, here {tuple(tensor.shape)}"
-            raise CheckpointError(f"{path}: of another model: {name} has shape {shapes}")
+        found, wanted = (getattr(value, "shape", None) for value in (saved[name], tensor))  # extra state has none
+        if found != wanted:
+            raise CheckpointError(f"{path}: of another model: {name} has shape {_shape(found)}, here {_shape(wanted)}")
 
 
-def _check_optimizer(saved: Mapping[str, Any], own: Mapping[str, Any], path: Any) -> None:
-    sizes, wanted = ([len(group["params"]) for group in state["param_groups"]] for state in (saved, own))
-    if sizes != wanted:
-        raise CheckpointError(f"{path}: of another optimizer: groups of {sizes} parameters, here {wanted}")
+def _shape(shape: Optional[torch.Size]) -> str:
+    return "none" if shape is None else str(tuple(shape))
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """Refuse what ``torch.load`` would refuse to read back."""
+    if type(value) in (dict, OrderedDict):
+        for key, each in value.items():
+            _check_plain(key, f"{where} (a key)")
+            _check_plain(each, f"{where}.{key}")
+    elif type(value) in (list, tuple):
+        for place, each in enumerate(value):
+            _check_plain(each, f"{where}.{place}")
+    elif not isinstance(value, torch.Tensor) and type(value) not in PLAIN:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise ValueError(f"{where} is of {kind}: save tensors and plain Python values, a NumPy number as float(x)")
+
+
+def _check_scaler(state: Any, path: Any) -> None:
+    if state is None:
+        return
+    fp32 = torch.finfo(torch.float32)
+    counts = isinstance(state, Mapping) and [state.get(key) for key in ("_growth_tracker", "consecutive_skips")]
+    fits = counts and set(state) == LossScaler.STATE and all(type(count) is int and count >= 0 for count in counts)
+    if not fits or not (type(state["scale"]) is float and fp32.tiny <= state["scale"] <= fp32.max):
+        raise CheckpointError(f"{path}: grad_scaler={state} is no state of this loss scaler")

@@ -38,9 +38,10 @@ WORDS = $(foreach name,$(GIVEN),$(if $($(name)),$(name)=$(call quote,$($(name)))
 
 # These take few words; others are refused rather than ignored.
 TAKES_bench := ARGS
+TAKES_bench-amp := ARGS
 TAKES_mutants := ONLY
 TAKES_doctor := ARGS VERL
-$(foreach goal,$(filter bench mutants doctor,$(MAKECMDGOALS)),$(foreach name,$(COMMAND_LINE),$(if \
+$(foreach goal,$(filter bench bench-amp mutants doctor,$(MAKECMDGOALS)),$(foreach name,$(COMMAND_LINE),$(if \
   $(filter DEVICE PYTHON TORCH_INDEX_URL $(TAKES_$(goal)),$(name)),,$(error $(name)=$($(name)): make $(goal) takes $(TAKES_$(goal)) alone))))
 
 ##@ The two commands
@@ -99,7 +100,7 @@ sanity: setup  ## the sanity test: four regimes, three seeds, three objectives; 
 	  SEED='1 2 3' ALGO='grpo pg_is ppo' THRESHOLD=0.95 OUT=outputs/sanity $(TYPED)
 
 ##@ The rest
-.PHONY: help setup bench mutants submit gsm8k dapo-math sanity-math test-releases e2e-releases matrix test-quick lint lock clean
+.PHONY: help setup bench bench-amp mutants submit gsm8k dapo-math sanity-math test-releases e2e-releases matrix test-quick lint lock clean
 help: python  ## list the targets and the variables of `make run`, `make preflight`, `make probe` and `make compare`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
@@ -116,6 +117,9 @@ setup: $(READY)  ## install what is missing and patch the installed verl
 
 bench: setup  ## measure what fp16 costs, into docs/results:  make bench ARGS='--sizes 10,100 --ranks 1'
 	@exec $(BIN)/python scripts/bench.py $(ARGS)
+
+bench-amp: setup  ## measure what fp16 and bf16 give outside verl, into docs/results:  make bench-amp ARGS='--only ppo'
+	@exec $(BIN)/python scripts/bench_amp.py $(ARGS)
 
 mutants: setup  ## put known defects into patched verl, one at a time: each must fail a test  (ONLY=name: one)
 	@exec $(BIN)/python scripts/mutants.py $(if $(ONLY),$(call quote,$(ONLY)))

@@ -9,7 +9,6 @@ import csv
 import importlib.metadata
 import os
 import platform
-import random
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib import job as jobs
+from lib.timing import machine, rounds
 
 WIDTH = 1024  # a parameter of 2**20 elements, about the size and the number that models of these sizes have
 SCALE, CLIP, GRADIENT = 1024.0, 1.0, 1e-3  # the gradients' norm is above CLIP from 10 million parameters on
@@ -119,24 +119,14 @@ def alternate(
             torch.cuda.synchronize()
         dist.barrier()
 
-    def timed(name: str) -> float:
-        prepare(name)
-        wait()
-        begin = time.perf_counter()
-        takes[name]()
-        wait()
-        return time.perf_counter() - begin
-
-    names, shuffle = list(takes), random.Random(0).shuffle
-    for name in names:  # Adam's state is made, kernels are loaded
-        timed(name)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in takes}
+    found = rounds(takes, wait, prepare)  # in the same orders on every rank
+    next(found)  # Adam's state is made, kernels are loaded
     begin, more = time.monotonic(), torch.ones(1)
     while more.item():
-        shuffle(names)  # alike on every rank; what runs before a take has its effect on the memory
-        for name in names:
-            times[name].append(timed(name))
-        over = time.monotonic() - begin > seconds and len(times[names[0]]) >= LEAST_ROUNDS
+        for name, taken in next(found).items():
+            times[name].append(taken)
+        over = time.monotonic() - begin > seconds and len(times[name]) >= LEAST_ROUNDS
         more.fill_(not over)
         dist.broadcast(more, 0)  # rank 0's clock decides for all
     return times
@@ -309,13 +299,6 @@ def line_of(rows: list[Row]) -> str:
     regimes = ", ".join(f"{row.regime} {row.ratio:.3f}" for row in rows[1:])
     where = f"{first.what}, {first.optimizer}, {first.parameters_m:g} M, {first.ranks} rank(s)"
     return f"{where}: bf16 {first.seconds * 1e3:.1f} ms; × bf16: {regimes}; {first.rounds} rounds"
-
-
-def machine(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return f"{models[0].partition(':')[2].strip() if models else platform.machine()}, {len(models)} cores"
 
 
 def write(rows: list[Row], moved: dict[tuple[str, str], float], device: str, out: Path) -> list[Path]:

@@ -1,0 +1,47 @@
+"""What the benchmarks share: takes that alternate, and the name of the machine."""
+
+import platform
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+
+def rounds(
+    takes: dict[str, Callable[[], object]],
+    wait: Callable[[], None],
+    prepare: Callable[[str], None] = lambda name: None,
+    seed: int = 0,
+) -> Iterator[dict[str, float]]:
+    """Rounds without end. Each times every take once, so that what slows the machine slows all of them.
+
+    Args:
+        wait: returns when the device has done what it was given; called before and after a take.
+        prepare: called with a take's name before it, untimed.
+        seed: of the orders, one a round; what runs before a take has its effect on the memory.
+
+    Yields:
+        seconds by name, in the order in which they were taken.
+    """
+    names, shuffle = list(takes), random.Random(seed).shuffle
+
+    def timed(name: str) -> float:
+        prepare(name)
+        wait()
+        begin = time.perf_counter()
+        takes[name]()
+        wait()
+        return time.perf_counter() - begin
+
+    while True:
+        shuffle(names)
+        yield {name: timed(name) for name in names}
+
+
+def machine(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{models[0].partition(':')[2].strip() if models else platform.machine()}, {len(models)} cores"

@@ -1,0 +1,180 @@
+"""The benchmark of the AMP recipes: its arms are what they are called, and alike in all else; no time is asserted."""
+
+import csv
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench_amp
+from bench_amp import ARMS, SCENARIOS
+from lib import job as jobs
+
+SCRIPT = Path(bench_amp.__file__)
+CPU = torch.device("cpu")
+
+
+def facts(device: str = "cpu") -> bench_amp.Facts:
+    return bench_amp.Facts(device, "small", "make bench-amp", load_before=0.0, load_after=1.0, seconds=60.0)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[bench_amp.Row]:
+    """All scenarios on the CPU, twice."""
+    return bench_amp.bench(SCENARIOS, "small", repeats=2, seed=3, device=CPU)
+
+
+@pytest.fixture(scope="module")
+def written(rows, tmp_path_factory) -> dict[str, Path]:
+    files = bench_amp.write(rows, facts(), tmp_path_factory.mktemp("out"))
+    return {file.suffix: file for file in files}
+
+
+def repeats(table: list) -> dict[tuple, list]:
+    found: dict[tuple, list] = {}
+    for row in table:
+        found.setdefault((row["scenario"], row["repeat"]), []).append(row)
+    return found
+
+
+def test_every_arm_of_every_scenario_ran_in_its_dtype(written):
+    table = list(csv.DictReader(written[".csv"].open()))
+    assert [row["scenario"] for row in table] == [name for name in SCENARIOS for _ in range(2 * len(ARMS))]
+    for row in table:
+        assert row["requested_dtype"] == row["effective_dtype"] == ARMS[row["arm"]] and row["fallback"] == ""
+        assert float(row["effective_share"]) > 0.5
+        assert float(row["seconds"]) > 0 and float(row["throughput"]) > 0 and float(row["memory_mib"]) > 0
+        assert int(row["optimizer_steps"]) >= int(row["updates"]) + 2 and row["gpu_busy"] == ""
+
+
+def test_the_arms_of_a_repeat_begin_alike_and_are_clipped_alike(written):
+    digests = {}
+    for (scenario, _), arms in repeats(list(csv.DictReader(written[".csv"].open()))).items():
+        assert [row["arm"] for row in arms] == list(ARMS)
+        for key in ("seed", "weights", "max_grad_norm", "updates", "optimizer_steps"):
+            assert len({row[key] for row in arms}) == 1, (scenario, key)
+        if arms[0]["outcome"] == "loss":  # of the same weights on the same data: rounding apart
+            base, *others = (float(row["first"]) for row in arms)
+            assert others == pytest.approx([base] * len(others), rel=1e-2)
+        digests.setdefault(scenario, set()).add((arms[0]["seed"], arms[0]["weights"]))
+    assert all(len({seed for seed, _ in of}) == len({weights for _, weights in of}) == 2 for of in digests.values())
+
+
+def test_the_arms_take_turns_in_a_shuffled_order(written):
+    for arms in repeats(list(csv.DictReader(written[".csv"].open()))).values():
+        rounds = list(zip(*(map(int, row["order"].split()) for row in arms), strict=True))
+        assert len(rounds) == int(arms[0]["updates"])
+        assert all(sorted(places) == list(range(len(ARMS))) for places in rounds)
+        assert len(set(rounds)) > 1
+
+
+def test_the_report(written, rows):
+    report = written[".md"].read_text()
+    for name in SCENARIOS:
+        for arm, dtype in ARMS.items():
+            assert f"| {name} | {arm} | {dtype} " in report
+    goals = report.partition("## Goals on a GPU")[2].strip().splitlines()
+    assert len(goals) == 3 and all(line.endswith(": not measured, no CUDA device.") for line in goals)
+    assert "n/a |" not in report and "busy with other work" not in report
+    busy = bench_amp.markdown(rows, replace(facts(), load_before=1000.0))
+    assert "busy with other work" in busy
+
+
+def test_the_goals_are_given_as_measured_on_a_gpu(rows):
+    gpu = [replace(row, seconds=row.seconds, gpu_busy=0.9) for row in rows if row.scenario == "mlp"]
+    said = bench_amp.goals(gpu, facts("cuda"))
+    assert f"mlp fp16 {bench_amp.ratio(gpu, 'mlp', 'fp16', bench_amp.seconds_of)}" in said[1]
+    assert said[0].endswith(": not measured.")
+
+
+def test_the_figure_shows_something(written):
+    from matplotlib.image import imread
+
+    pixels = imread(written[".png"])
+    assert pixels.shape[1] == 1200
+    coloured = pixels[..., :3].max(-1) - pixels[..., :3].min(-1) > 0.3  # blue and orange
+    assert 0.001 < coloured.mean() < 0.5
+
+
+def test_a_speed_up_is_the_median_of_the_ratios_in_a_repeat():
+    row = bench_amp.measure("mlp", "small", 0, 0, CPU)[0]
+    times = {"fp32": [4.0, 4.0, 40.0], "fp16": [2.0, 1.0, 20.0], "bf16": [4.0, 8.0, 40.0]}
+    rows = [
+        replace(row, arm=arm, repeat=repeat, requested_dtype=dtype, effective_dtype=dtype, seconds=times[arm][repeat])
+        for repeat in range(3)
+        for arm, dtype in ARMS.items()
+    ]
+    found = bench_amp.ratio(rows, "mlp", "fp16", bench_amp.seconds_of)
+    assert (found.median, found.low, found.high) == (2.0, 2.0, 4.0)
+    assert str(bench_amp.ratio(rows, "mlp", "bf16", bench_amp.seconds_of)) == "1 (0.500–1)"
+    astray = [replace(row, effective_dtype="float32") if row.arm == "fp16" else row for row in rows]
+    assert bench_amp.ratio(astray, "mlp", "fp16", bench_amp.seconds_of).reason == "it ran in float32, not in float16"
+    assert bench_amp.ratio(astray, "mlp", "bf16", bench_amp.seconds_of).median == 1.0
+    base = [replace(row, effective_dtype="float16") if row.arm == "fp32" else row for row in rows]
+    assert bench_amp.ratio(base, "mlp", "bf16", bench_amp.seconds_of).reason.startswith("fp32: it ran in float16")
+
+
+def test_an_arm_that_fell_back_has_no_speed_up(tmp_path, capsys):
+    with pytest.warns(UserWarning, match="the model is on the CPU"):
+        rows = bench_amp.bench(["mlp"], "small", repeats=1, seed=0, device=CPU, on_cpu=False)
+    assert "n/a: the model is on the CPU: training in float32, not float16" in capsys.readouterr().out
+    _, report, figure = bench_amp.write(rows, facts(), tmp_path)
+    lines = {line.split(" | ")[1]: line for line in report.read_text().splitlines() if line.startswith("| mlp")}
+    assert "float32" in lines["fp16"] and lines["fp16"].count("| n/a |") == 2
+    assert "float32" in lines["bf16"] and lines["bf16"].count("| n/a |") == 2
+    assert "- mlp, fp16: the model is on the CPU" in report.read_text()
+    assert "- transformer: left out of this run" in report.read_text() and figure.stat().st_size > 1000
+
+
+def test_memory_counts_what_is_alive_at_once():
+    with bench_amp.memory(CPU) as peak:
+        kept = torch.zeros(1000)
+        for _ in range(3):
+            gone = torch.zeros(500)
+            del gone
+        view = kept[:10]
+    assert peak() == 4 * 1500 and view.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--repeats", "4"], "repeats=4 must be at least 5"),
+        (["--only", "mlp,nlp"], "only=mlp,nlp must be of mlp,transformer"),
+        (["--size", "huge"], "size=huge must be small, cpu or cuda"),
+        (["--size", "small"], "out=None must be given with a --size that is not the device's"),
+        (["--device", "tpu"], "device=tpu must be auto, cpu or cuda"),
+        (["--repeat", "5"], "unrecognized arguments: --repeat 5"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(words, said, capsys):
+    with pytest.raises(SystemExit) as refused:
+        bench_amp.main(words)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_command_line(tmp_path):
+    words = ["--size", "small", "--only", "mlp", "--device", "cpu", "--out", tmp_path / "out"]
+    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[:-3]] == [f"mlp {n}/5" for n in range(1, 6)]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        f"amp-bench-cpu.{s}" for s in ("csv", "md", "png")
+    ]
+    assert "make bench-amp ARGS='--size small --only mlp" in (tmp_path / "out" / "amp-bench-cpu.md").read_text()
+
+
+def test_another_word_is_refused_by_make():
+    done = subprocess.run(["make", "bench-amp", "SIZE=small"], cwd=jobs.REPO, capture_output=True, text=True)
+    assert done.returncode == 2 and "SIZE=small: make bench-amp takes ARGS alone" in done.stderr
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_and_its_load_are_measured_and_the_goals_answered(tmp_path):
+    rows = bench_amp.bench(SCENARIOS, "small", repeats=2, seed=0, device=torch.device("cuda"))
+    assert all(row.memory_mib > 0 and 0 < row.gpu_busy <= 1 and not row.astray for row in rows)
+    _, report, _ = bench_amp.write(rows, facts("cuda"), tmp_path)
+    assert "not measured" not in report.read_text().partition("## Goals on a GPU")[2]

@@ -470,12 +470,11 @@ def read_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
         FileNotFoundError: there is no such file.
         CheckpointError: truncated, no checkpoint, or from a newer version.
     """
-    try:
-        saved = torch.load(path, map_location=device, weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # torch's reader raises whatever the bytes lead it to
-        raise CheckpointError(f"{path}: truncated, or no checkpoint") from error
+    with open(path, "rb") as file:
+        try:
+            saved = torch.load(file, map_location=device, weights_only=True)
+        except Exception as error:  # whatever the bytes lead torch's reader to, OSError among it
+            raise CheckpointError(f"{path}: truncated, or no checkpoint") from error
     holds = isinstance(saved, dict) and all(isinstance(saved.get(part), Mapping) for part in ("model", "optimizer"))
     if not holds or not saved["optimizer"].keys() >= {"state", "param_groups"}:
         raise CheckpointError(f"{path}: no checkpoint of this trainer: it has no model or no optimizer")

@@ -1,0 +1,135 @@
+"""The trainer in two processes under DDP: what they synchronise, what they skip, what they write."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
+
+RANKS, PARTS = 2, 3
+
+
+def network(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def data(updates: int) -> torch.Tensor:
+    """(updates, micro-batches, ranks, rows, features)."""
+    return torch.randn(updates, PARTS, RANKS, 8, 6, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
+
+
+def trainer(model: torch.nn.Module, dtype: str, parts: int = PARTS) -> FP16Trainer:
+    config = FP16TrainingConfig(
+        dtype=dtype, on_cpu=True, loss_scale=1024.0, accumulation_steps=parts, max_grad_norm=0.25
+    )
+    return FP16Trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), config)
+
+
+def weights(trained: FP16Trainer) -> list[list[float]]:
+    return [parameter.flatten().tolist() for parameter in trained.module.parameters()]
+
+
+def one_rank(rank: int, folder: Path) -> None:
+    """All cases, in one process group; writes ``rank_R.json``."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    found: dict[str, Any] = {}
+    for dtype in ("float16", "float32"):
+        ddp = DistributedDataParallel(network(seed=rank))  # which takes rank 0's weights
+        reductions = []
+
+        def reduce(_, bucket: dist.GradBucket, reductions=reductions) -> torch.futures.Future[torch.Tensor]:
+            reductions.append(bucket.index())
+            averaged = dist.all_reduce(bucket.buffer().div_(RANKS), async_op=True).get_future()
+            return averaged.then(lambda done: done.value()[0])
+
+        ddp.register_comm_hook(None, reduce)
+        trained = trainer(ddp, dtype)
+        counts = []
+        for part in data(1)[0]:
+            trained.training_step(part[rank], loss_of)
+            counts.append(len(reductions))
+        found[dtype] = {"reductions": counts, "updated": weights(trained)}
+
+        for place, part in enumerate(data(2)[1]):  # an overflow of rank 1 alone, in one of its micro-batches
+            bad = rank == 1 and place == 1
+            trained.training_step(part[rank] * float("inf") if bad else part[rank], loss_of)
+        found[dtype] |= {"skipped": trained.skipped, "after": weights(trained), "stats": trained.get_stats()}
+
+        trained.save_checkpoint(folder / f"{dtype}_by_{rank}.pt", {"epoch": 1})
+        loaded = trainer(DistributedDataParallel(network(seed=7)), dtype)
+        found[dtype]["extra"] = loaded.load_checkpoint(folder / f"{dtype}_by_0.pt")
+        found[dtype]["loaded"] = weights(loaded)
+        for each in (trained, loaded):
+            for part in data(3)[2]:
+                each.training_step(part[rank], loss_of)
+        found[dtype] |= {"went on": weights(trained), "resumed": weights(loaded)}
+    (folder / f"rank_{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ddp")
+    torch.multiprocessing.spawn(one_rank, (folder,), nprocs=RANKS)
+    return folder
+
+
+@pytest.fixture(params=["float16", "float32"])
+def dtype(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def ranks(folder, dtype) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank_{rank}.json").read_text())[dtype] for rank in range(RANKS)]
+
+
+def test_gradients_are_synchronised_with_the_last_micro_batch_alone(ranks):
+    assert [rank["reductions"] for rank in ranks] == [[0, 0, 1]] * RANKS
+
+
+def test_an_update_is_that_of_one_process_with_all_the_data(ranks, dtype):
+    assert ranks[0]["updated"] == ranks[1]["updated"]
+    alone = trainer(network(), "float32", parts=1)
+    alone.training_step(data(1)[0].flatten(0, 2), loss_of)
+    moved = 0.0
+    for found, expected, first in zip(ranks[0]["updated"], weights(alone), weights_of(network()), strict=True):
+        assert found == pytest.approx(expected, abs=5e-4 if dtype == "float16" else 1e-6)
+        moved += sum((one - other) ** 2 for one, other in zip(expected, first, strict=True))
+    assert moved**0.5 == pytest.approx(0.25, rel=1e-3)  # max_grad_norm, of the mean gradient of both ranks
+
+
+def weights_of(model: torch.nn.Module) -> list[list[float]]:
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+def test_an_overflow_of_one_rank_skips_on_both(ranks, dtype):
+    for rank in ranks:
+        assert rank["skipped"] and rank["after"] == rank["updated"]
+        assert (rank["stats"]["training_steps"], rank["stats"]["overflow_steps"]) == (2, 1)
+        assert rank["stats"]["current_scale"] == (512.0 if dtype == "float16" else 1.0)
+        assert rank["stats"]["effective_dtype"] == dtype
+
+
+def test_a_checkpoint_is_written_once_and_taken_up_by_both(folder, ranks, dtype):
+    assert sorted(path.name for path in folder.glob(f"{dtype}_*")) == [f"{dtype}_by_0.pt"]
+    for rank in ranks:
+        assert rank["extra"] == {"epoch": 1} and rank["loaded"] == rank["after"]
+        assert rank["resumed"] == rank["went on"] != rank["loaded"]
+
+
+def test_a_checkpoint_of_ddp_is_that_of_one_process(folder, ranks, dtype):
+    alone = trainer(network(seed=7), dtype)
+    alone.load_checkpoint(folder / f"{dtype}_by_0.pt")
+    assert weights(alone) == ranks[0]["after"]

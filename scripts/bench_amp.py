@@ -40,6 +40,7 @@ from lib.timing import machine, rounds
 sys.path.append(str(jobs.REPO))
 from recipes.amp import options
 from recipes.amp.options import option
+from recipes.amp.ppo import PPO, PPOConfig
 from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
 
 BASE = "fp32"
@@ -139,6 +140,16 @@ def transformer(
     return training(arm.trainer(model, 3e-4), list(rows), loss, batch * length)
 
 
+def ppo(arm: Arm, **settings: int) -> Run:
+    """``PPO.iterate`` on CartPole-v1: a rollout and the updates on it."""
+    amp = arm.dtype != ARMS[BASE]
+    device = "auto" if arm.device.type == "cpu" and not arm.on_cpu else arm.device.type
+    steps = settings["num_envs"] * settings["num_steps"]
+    settings |= {"seed": arm.seed, "total_steps": steps, "anneal": False, "device": device, "use_amp": amp}
+    made = PPO(PPOConfig(dtype=arm.dtype if amp else "float16", **settings))
+    return Run(made.trainer, lambda: made.iterate()["return_mean"], steps)
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What is trained.
@@ -182,6 +193,40 @@ SCENARIOS = {
                 "updates": 20,
             },
         },
+    ),
+    "ppo": Scenario(
+        ppo,
+        "steps",
+        {
+            "small": {
+                "hidden": 16,
+                "layers": 1,
+                "num_envs": 4,
+                "num_steps": 32,
+                "epochs": 1,
+                "minibatches": 2,
+                "updates": 3,
+            },
+            "cpu": {
+                "hidden": 256,
+                "layers": 2,
+                "num_envs": 32,
+                "num_steps": 64,
+                "epochs": 4,
+                "minibatches": 4,
+                "updates": 6,
+            },
+            "cuda": {
+                "hidden": 2048,
+                "layers": 3,
+                "num_envs": 4096,
+                "num_steps": 32,
+                "epochs": 8,
+                "minibatches": 4,
+                "updates": 6,
+            },
+        },
+        outcome="return",
     ),
 }
 

@@ -42,6 +42,7 @@ from recipes.amp import options
 from recipes.amp.options import option
 from recipes.amp.ppo import PPO, PPOConfig
 from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
+from recipes.amp.world_model import WorldModel, collect, world_model_loss
 
 BASE = "fp32"
 ARMS = {BASE: "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -140,6 +141,15 @@ def transformer(
     return training(arm.trainer(model, 3e-4), list(rows), loss, batch * length)
 
 
+def world_model(arm: Arm, hidden: int, latent: int, batch: int, length: int, batches: int = 4) -> Run:
+    """A step of the world model, on stretches of Pendulum-v1."""
+    data = collect("Pendulum-v1", batches * batch * length, arm.seed, length)
+    model = WorldModel(data.observations.shape[-1], data.actions.shape[-1], hidden, latent)
+    model.set_statistics(data)
+    stretches = [data.at(rows).to(arm.device) for rows in torch.randperm(len(data.rewards)).split(batch)]
+    return training(arm.trainer(model, 1e-3), stretches, world_model_loss, batch * length)
+
+
 def ppo(arm: Arm, **settings: int) -> Run:
     """``PPO.iterate`` on CartPole-v1: a rollout and the updates on it."""
     amp = arm.dtype != ARMS[BASE]
@@ -173,7 +183,7 @@ SCENARIOS = {
         "samples",
         {
             "small": {"width": 64, "layers": 2, "batch": 32, "updates": 4},
-            "cpu": {"width": 512, "layers": 3, "batch": 256, "updates": 20},
+            "cpu": {"width": 512, "layers": 3, "batch": 512, "updates": 10},
             "cuda": {"width": 4096, "layers": 6, "batch": 16384, "updates": 30},
         },
     ),
@@ -182,7 +192,7 @@ SCENARIOS = {
         "tokens",
         {
             "small": {"vocabulary": 64, "width": 32, "layers": 1, "heads": 2, "length": 16, "batch": 4, "updates": 4},
-            "cpu": {"vocabulary": 256, "width": 128, "layers": 2, "heads": 4, "length": 64, "batch": 8, "updates": 20},
+            "cpu": {"vocabulary": 256, "width": 128, "layers": 2, "heads": 4, "length": 64, "batch": 8, "updates": 10},
             "cuda": {
                 "vocabulary": 8192,
                 "width": 1024,
@@ -192,6 +202,15 @@ SCENARIOS = {
                 "batch": 8,
                 "updates": 20,
             },
+        },
+    ),
+    "world_model": Scenario(
+        world_model,
+        "steps",
+        {
+            "small": {"hidden": 32, "latent": 8, "batch": 4, "length": 20, "updates": 4},
+            "cpu": {"hidden": 256, "latent": 64, "batch": 32, "length": 50, "updates": 10},
+            "cuda": {"hidden": 2048, "latent": 512, "batch": 512, "length": 50, "updates": 30},
         },
     ),
     "ppo": Scenario(
@@ -526,8 +545,10 @@ def markdown(rows: list[Row], facts: Facts) -> str:
         "their range. Above 1 is faster. n/a: the arm did not run in its dtype.",
         "- effective dtype: what the multiplications of the first forward were done in, and their share, as observed.",
         f"- memory: {MEMORY[facts.device]}. Saved: of {BASE}'s, in the median.",
-        f"- loss, return: mean over the repeats, and their range; of a loss over the last {LAST} updates.",
-        "- overflow: updates that were skipped, of all.",
+        f"- first, last: the loss or the return of the first update, and the mean of the last {LAST}; mean over the "
+        "repeats, and their range.",
+        "- overflow: optimizer steps that were skipped, of all, warm-up included; an update of ppo is a rollout and all "
+        "optimizer steps on it.",
         "",
         "| scenario | arm | effective dtype | ms an update | throughput a second | speed-up | memory MiB | saved | "
         "overflow | first | last |" + (" GPU busy |" if facts.device == "cuda" else ""),

@@ -547,7 +547,7 @@ def markdown(rows: list[Row], facts: Facts) -> str:
         f"- memory: {MEMORY[facts.device]}. Saved: of {BASE}'s, in the median.",
         f"- first, last: the loss or the return of the first update, and the mean of the last {LAST}; mean over the "
         "repeats, and their range.",
-        "- overflow: optimizer steps that were skipped, of all, warm-up included; an update of ppo is a rollout and all "
+        "- overflow: optimizer steps that were skipped, of all, warm-up too; an update of ppo is a rollout and all "
         "optimizer steps on it.",
         "",
         "| scenario | arm | effective dtype | ms an update | throughput a second | speed-up | memory MiB | saved | "

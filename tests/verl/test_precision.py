@@ -219,6 +219,32 @@ def test_a_state_of_another_shape_is_refused(state):
         precision.LossScaler(precision.GradScalerConfig(), device="cpu").load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("scale", float("nan")),
+        ("scale", float("inf")),
+        ("scale", 1e39),
+        ("scale", 0.0),
+        ("scale", "1024"),
+        ("_growth_tracker", -1),
+    ],
+)
+def test_a_state_that_cannot_be_right_is_refused(key, value):
+    scaler = precision.LossScaler(precision.GradScalerConfig(), device="cpu")
+    with pytest.raises(ValueError, match="loss scaler state has .*expected"):
+        scaler.load_state_dict({**scaler.state_dict(), key: value})
+    assert scaler.get_scale() == 65536.0
+
+
+def test_a_shorter_growth_interval_holds_after_a_resume():
+    used = scaler_after(precision.GradScalerConfig(growth_interval=100), [1.0] * 5)
+    resumed = precision.LossScaler(precision.GradScalerConfig(growth_interval=3), device="cpu")
+    resumed.load_state_dict(used.state_dict())
+    resumed.update()
+    assert resumed.get_scale() == 2 * used.get_scale()
+
+
 def test_a_resume_in_another_regime_warns():
     scaler = precision.LossScaler(precision.GradScalerConfig(), device="cpu")
     with pytest.warns(UserWarning, match="extra.pt holds no loss scale: starting at 65536"):

@@ -529,7 +529,7 @@ class LossScaler(ShardedGradScaler):
         scale = self.get_scale()
         if self.skipped:
             scale, clean_steps = max(scale * settings.backoff_factor, settings.min_scale), 0
-        elif clean_steps == settings.growth_interval:
+        elif clean_steps >= settings.growth_interval:  # a resumed run may have a shorter one
             scale, clean_steps = min(scale * settings.growth_factor, torch.finfo(torch.float32).max), 0
         self._set(scale, clean_steps)
         self.consecutive_skips = self.consecutive_skips + 1 if self.skipped else 0
@@ -559,10 +559,18 @@ class LossScaler(ShardedGradScaler):
         """Restore what :meth:`state_dict` gave.
 
         Raises:
-            ValueError: a key is missing or unknown.
+            ValueError: a key is missing or unknown, the scale outside of fp32, or a count below 0.
         """
         if set(state_dict) != self.STATE:
             raise ValueError(f"loss scaler state has keys {sorted(state_dict)}, expected {sorted(self.STATE)}")
+        scale, *counts = (state_dict[key] for key in ("scale", "_growth_tracker", "consecutive_skips"))
+        fp32 = torch.finfo(torch.float32)
+        if not (isinstance(scale, float) and fp32.tiny <= scale <= fp32.max):
+            raise ValueError(
+                f"loss scaler state has scale={scale}, expected one from {fp32.tiny:.3g} to {fp32.max:.3g}"
+            )
+        if not all(isinstance(count, int) and count >= 0 for count in counts):
+            raise ValueError(f"loss scaler state has counts {counts}, expected whole numbers of at least 0")
         self._set(state_dict["scale"], state_dict["_growth_tracker"])
         self.consecutive_skips = state_dict["consecutive_skips"]
 

@@ -13,12 +13,23 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
+def make_group(folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_rank(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    make_group(tmp_path_factory.mktemp("store"))
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def no_group(tmp_path):
+    """As in a process that trains alone."""
+    dist.destroy_process_group()
+    yield
+    make_group(tmp_path)
 
 
 def engine_config(**overrides) -> SimpleNamespace:
@@ -317,6 +328,20 @@ def test_the_first_nonfinite_gradient_is_described():
     assert storm_of(torch.tensor([nan])) == "layer0 in the shard of rank 0, 1 of 1 elements, no other"
     assert storm_of(torch.zeros(0), torch.tensor([inf, 0.0])).startswith("layer1")
     assert storm_of(torch.full((2,), 3e38)) == "none, but their norm leaves fp32"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_storm_without_a_process_group_is_described_too(no_group, fused):
+    assert storm_of(torch.ones(2), torch.tensor([float("nan")])).startswith("layer1 in the shard of rank 0, 1 of 1")
+    module = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=fused)
+    scaler = precision.LossScaler(precision.GradScalerConfig(init_scale=8.0, max_consecutive_skips=2), "cpu")
+    with pytest.raises(precision.LossScaleError, match="2 optimizer steps in a row .*, loss scale 4, .*: weight in"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(module(torch.ones(1, 2)).sum() * float("inf")).backward()
+            scaler.clip_and_step(optimizer, module, 1.0)
+    assert scaler.consecutive_skips == 2
 
 
 def test_a_storm_is_saved_and_raised():

@@ -39,6 +39,14 @@ def weights(trained: FP16Trainer) -> list[list[float]]:
     return [parameter.flatten().tolist() for parameter in trained.module.parameters()]
 
 
+def after_an_update(model: torch.nn.Module, rank: int) -> list[list[float]]:
+    trained = trainer(model, "float16")
+    for part in data(1)[0]:
+        trained.training_step(part[rank], loss_of)
+    assert set(trained.module.state_dict()) == set(network().state_dict())
+    return weights(trained)
+
+
 def one_rank(rank: int, folder: Path) -> None:
     """All cases, in one process group; writes ``rank_R.json``."""
     torch.set_num_threads(1)
@@ -74,8 +82,16 @@ def one_rank(rank: int, folder: Path) -> None:
             for part in data(3)[2]:
                 each.training_step(part[rank], loss_of)
         found[dtype] |= {"went on": weights(trained), "resumed": weights(loaded)}
+    found["compiled"] = {
+        "around": after_an_update(torch.compile(DistributedDataParallel(network()), backend="eager"), rank),
+        "inside": after_an_update(DistributedDataParallel(torch.compile(network(), backend="eager")), rank),
+    }
     (folder / f"rank_{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def read(folder: Path, rank: int) -> dict[str, Any]:
+    return json.loads((folder / f"rank_{rank}.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +108,7 @@ def dtype(request) -> str:
 
 @pytest.fixture
 def ranks(folder, dtype) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"rank_{rank}.json").read_text())[dtype] for rank in range(RANKS)]
+    return [read(folder, rank)[dtype] for rank in range(RANKS)]
 
 
 def test_gradients_are_synchronised_with_the_last_micro_batch_alone(ranks):
@@ -133,3 +149,10 @@ def test_a_checkpoint_of_ddp_is_that_of_one_process(folder, ranks, dtype):
     alone = trainer(network(seed=7), dtype)
     alone.load_checkpoint(folder / f"{dtype}_by_0.pt")
     assert weights(alone) == ranks[0]["after"]
+
+
+def test_torch_compile_goes_around_ddp_or_inside(folder):
+    for rank in (read(folder, rank) for rank in range(RANKS)):
+        for found in rank["compiled"].values():
+            for one, other in zip(found, rank["float16"]["updated"], strict=True):
+                assert one == pytest.approx(other, abs=1e-6)

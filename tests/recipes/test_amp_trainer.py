@@ -1,9 +1,11 @@
 """The trainer: what it updates, what it skips, what it says about itself, and what its checkpoints bring back."""
 
 import math
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 from recipes.amp.trainer import CheckpointError, FP16Trainer, FP16TrainingConfig, MultiplicationDtypes
 from verl.utils.precision import LossScaleError
 
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "amp.md"
 INF, NAN = float("inf"), float("nan")
 
 
@@ -436,24 +439,24 @@ def test_a_compiled_model_is_compiled_and_its_checkpoint_is_a_models(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(dtype, kind, tmp_path):
-    """Through an overflow and a scale that grows, on both sides of the checkpoint."""
+    """Through an overflow and a scale that grows, on both sides of the checkpoint, which comes right after a skip."""
 
     def run(on: FP16Trainer, part: list[torch.Tensor]) -> list[float]:
         return [on.training_step(batch, loss_of).item() for batch in part]
 
     data = batches(16)
-    data[3] = data[3] * INF
-    data[11] = data[11] * INF
+    for place in (3, 8, 11):
+        data[place] = data[place] * INF
     make = lambda seed: trainer(network(seed), of_kind(kind), dtype=dtype, growth_interval=4)
     straight, first, second = make(0), make(0), make(1)
     losses = run(straight, data)
     part = run(first, data[:9])
     first.save_checkpoint(tmp_path / "half.pt", {"epoch": 9})
     assert second.load_checkpoint(tmp_path / "half.pt") == {"epoch": 9}
-    assert same(everything(first), everything(second))
+    assert same(everything(first), everything(second)) and second.consecutive_skips == 1
     assert np.array_equal(losses, part + run(second, data[9:]), equal_nan=True)
     assert same(everything(straight), everything(second))
-    assert straight.overflow_steps == 2
+    assert straight.overflow_steps == 3
     assert [path.name for path in tmp_path.iterdir()] == ["half.pt"]
 
 
@@ -629,6 +632,26 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_is_loaded(case, t
 def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match="none.pt"):
         trainer().load_checkpoint(tmp_path / "none.pt")
+
+
+# The guide
+
+
+def test_the_guides_quick_start_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[1]
+    names = {"batches": [{"x": torch.randn(4, 8), "y": torch.randn(4, 1)}] * 8}
+    with pytest.warns(UserWarning, match="on the CPU"):
+        exec(code.replace(".cuda()", ""), names)
+    assert names["trainer"].training_steps == 2 and (tmp_path / "model.pt").exists()
+
+
+def test_the_guide_has_every_setting_with_its_default_and_every_statistic():
+    guide = GUIDE.read_text()
+    for field in fields(FP16TrainingConfig):
+        (row,) = (row for row in guide.splitlines() if re.match(rf"\| [^|]*`{field.name}`[^|]* \| [^|]+ \|", row))
+        assert f"{field.default:g}" in row if isinstance(field.default, float) else str(field.default) in row
+    assert all(f"`{name}`" in guide for name in trainer().get_stats())
 
 
 # On a GPU

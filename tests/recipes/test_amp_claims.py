@@ -1,0 +1,316 @@
+"""What is said about mixed precision and is wrong: each claim, on torch's own code, beside what is true.
+
+docs/amp.md has them as a table, and names these tests.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.amp import GradScaler
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig, MultiplicationDtypes
+from verl.utils.precision import GradScalerConfig, LossScaler
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "amp.md"
+INF = float("inf")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """On tensors this small several threads are many times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    return list(torch.randn(count, 8, 6, generator=torch.Generator().manual_seed(1)))
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
+
+
+def trainer(**config) -> FP16Trainer:
+    model = network()
+    chosen = {"on_cpu": True, "loss_scale": 1024.0} | config
+    return FP16Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), FP16TrainingConfig(**chosen))
+
+
+def torchs_steps(scaler: GradScaler, factors: list[float], clear: bool = True) -> list[tuple[float, float, bool]]:
+    """torch's sequence, a loss times each factor: the scale before and after ``update()``, and whether a step ran."""
+    model, seen = network(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer.register_step_post_hook(lambda *_: ran.append(True))
+    for factor in factors:
+        ran: list[bool] = []
+        scaler.scale(loss_of(model, batches(1)[0]) * factor).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        seen.append((before, scaler.get_scale(), bool(ran)))
+        if clear or ran:
+            optimizer.zero_grad()
+    return seen
+
+
+def test_a_scale_that_is_read_after_update_never_shows_an_overflow():
+    """``step(); update(); before = get_scale(); …; overflow = get_scale() < before`` compares a number with itself."""
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    said = []
+    for _ in range(5):
+        scaler.scale(loss_of(model, batches(1)[0]) * INF).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        before = scaler.get_scale()
+        optimizer.zero_grad()
+        said.append(scaler.get_scale() < before)
+    assert scaler.get_scale() == 1024.0 / 2**5 and not any(said)
+
+
+def test_a_scale_on_its_floor_does_not_fall_at_an_overflow():
+    """Read on either side of ``update()`` it shows those that torch's scaler has; at a floor it shows none of them."""
+    assert torchs_steps(GradScaler("cpu", init_scale=1024.0), [1.0, INF]) == [(1024, 1024, True), (1024, 512, False)]
+
+    floored, seen = trainer(loss_scale=2.0, min_scale=1.0), []
+    for factor in (INF, INF, 1.0):
+        before = floored.get_stats()["current_scale"]
+        floored.training_step(batches(1)[0] * factor, loss_of)
+        seen.append((before, floored.get_stats()["current_scale"], floored.skipped))  # whether the step ran
+    assert seen == [(2, 1, True), (1, 1, True), (1, 1, False)] and floored.overflow_steps == 2
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_clipping_scaled_gradients_divides_the_norm_by_the_scale(right):
+    model, scaler = network(), GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler.scale(loss_of(model, batches(1)[0])).backward()
+    if right:
+        scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    scaler.step(optimizer)
+    moved = [new - old for new, old in zip(model.parameters(), network().parameters(), strict=True)]
+    expected = 0.5 if right else 0.5 / 1024
+    assert torch.nn.utils.get_total_norm(moved).item() == pytest.approx(expected, rel=1e-3)
+
+
+def test_there_is_no_overflow_buffer():
+    assert not hasattr(GradScaler("cpu"), "_get_overflow_buffer")
+    assert not hasattr(LossScaler(GradScalerConfig(), "cpu"), "_get_overflow_buffer")
+
+
+def test_a_scaler_keeps_no_master_weights():
+    """It holds a scale and a count. fp16 weights it refuses, and torch's SGD and Adam by themselves lose them."""
+    scaler = GradScaler("cpu")
+    torchs_steps(scaler, [1e-3])
+    held = [value for value in vars(scaler).values() if isinstance(value, torch.Tensor)]
+    assert len(held) == 2 and all(tensor.numel() == 1 for tensor in held)
+    assert not scaler._per_optimizer_states
+
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.step(torch.optim.SGD([weight], lr=1e-4))
+
+    for dtype, moved in ((torch.float16, 0.0), (torch.float32, 0.01)):
+        weight = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+        optimizer = torch.optim.SGD([weight], lr=1e-4)
+        for _ in range(100):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        assert 1.0 - weight[0].item() == pytest.approx(moved, abs=1e-5)  # 100 steps of 1e-4
+
+    for dtype, finite in ((torch.float16, False), (torch.float32, True)):
+        weight = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+        weight.grad = torch.zeros_like(weight)
+        torch.optim.Adam([weight]).step()  # 0 / (0 + 1e-8), and 1e-8 is 0 in fp16
+        assert weight.isfinite().all() == finite
+
+
+def test_skipping_without_clearing_the_gradients_skips_for_ever():
+    poisoned = torchs_steps(GradScaler("cpu", init_scale=1024.0), [INF] + [1.0] * 9, clear=False)
+    assert not any(ran for *_, ran in poisoned) and poisoned[-1][1] == 1.0  # ten times half of 1024
+    cleared = torchs_steps(GradScaler("cpu", init_scale=1024.0), [INF] + [1.0] * 9)
+    assert [ran for *_, ran in cleared] == [False] + [True] * 9
+
+
+def test_a_benchmark_of_fp16_may_be_one_of_fp32():
+    """An arm that a config calls fp16, on a machine without a GPU: the same bits as the fp32 arm. The probe says so."""
+    with pytest.warns(UserWarning, match="training in float32"):
+        called_fp16 = trainer(on_cpu=False)
+    arms = {"fp32": trainer(enabled=False), "called fp16": called_fp16, "fp16": trainer()}
+    losses = {name: [arm.training_step(batch, loss_of).item() for batch in batches(5)] for name, arm in arms.items()}
+    assert losses["called fp16"] == losses["fp32"] != losses["fp16"]
+    effective = {name: arm.get_stats()["effective_dtype"] for name, arm in arms.items()}
+    assert effective == {"fp32": "float32", "called fp16": "float32", "fp16": "float16"}
+    assert called_fp16.get_stats()["requested_dtype"] == "float16"
+
+
+def test_the_dtype_of_an_output_is_not_that_of_the_multiplications():
+    layer, given = torch.nn.GRU(4, 8, batch_first=True), torch.randn(2, 5, 4)
+    with torch.autocast("cpu", torch.float16), MultiplicationDtypes() as seen:
+        out, _ = layer(given)
+    assert out.dtype == torch.float32 and seen.shares() == {"float16": 1.0}
+
+    with MultiplicationDtypes() as seen:
+        out = torch.nn.Linear(4, 8)(given).half()
+    assert out.dtype == torch.float16 and seen.shares() == {"float32": 1.0}
+
+
+def test_weights_gradients_and_adam_take_as_much_memory_as_in_fp32():
+    """What is halved is what the backward keeps of the forward, and 16-bit copies of the weights come on top of it."""
+    held, kept = {}, {}
+    for dtype in ("float32", "float16"):
+        trained, saved = trainer(dtype=dtype), {}
+        trained.training_step(batches(1)[0], loss_of)
+        own = {parameter.data_ptr() for parameter in trained.module.parameters()}
+
+        def pack(tensor: torch.Tensor, saved=saved, own=own) -> torch.Tensor:
+            if tensor.data_ptr() not in own:
+                saved[tensor.data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), trained.autocast():
+            hidden = trained.module[1](trained.module[0](torch.ones(512, 6)))
+        hidden.sum().backward()
+        state = [value for each in trained.optimizer.state.values() for value in each.values()]
+        tensors = [*trained.module.parameters(), *(p.grad for p in trained.module[0].parameters()), *state]
+        held[dtype] = sum(tensor.nbytes for tensor in tensors)
+        kept[dtype] = {tuple(tensor.shape): tensor.element_size() for tensor in saved.values()}
+    assert held["float16"] == held["float32"]
+    assert kept["float32"][512, 16] == 4 and kept["float16"][512, 16] == 2
+
+
+class Operations(TorchDispatchMode):
+    """Which operations run, with the dtype of what they make."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.seen.append((str(operation), out.dtype))
+        return out
+
+
+def test_amp_on_a_cpu_runs_other_operations():
+    """Other kernels, and casts besides: no reason to take as long. docs/results/amp-bench.md has how long they take."""
+    seen, outputs = {}, {}
+    for enabled in (False, True):
+        model = network()
+        with Operations() as operations, torch.autocast("cpu", torch.float16, enabled=enabled):
+            outputs[enabled] = model(batches(1)[0]).float()
+        seen[enabled] = operations.seen
+    assert ("aten.addmm.default", torch.float32) in seen[False] and ("aten.addmm.default", torch.float16) in seen[True]
+    casts = [sum(operation == "aten._to_copy.default" for operation, _ in seen[enabled]) for enabled in (False, True)]
+    assert casts[0] == 0 and casts[1] >= 5  # the input, and the weight and the bias of both layers
+    assert ("aten.addmm.default", torch.float32) not in seen[True]
+    assert not torch.equal(outputs[False], outputs[True])
+
+
+def gradient_of_a_head(policy_loss: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Of a policy's last layer under fp16 autocast, where the loss takes its logits (8, 3) in ``dtype``."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(4, 3)
+    with torch.autocast("cpu", torch.float16):
+        logits = head(torch.randn(8, 4))
+        assert logits.dtype == torch.float16
+        policy_loss(logits.to(dtype)).backward()
+    return head.weight.grad
+
+
+def masked_entropy(logits: torch.Tensor) -> torch.Tensor:
+    """The entropy bonus where the third action is not allowed."""
+    allowed = torch.tensor([True, True, False])
+    masked = torch.where(allowed, logits, torch.tensor(-1e9, dtype=logits.dtype))
+    log_probs = masked.log_softmax(-1)
+    return (log_probs.exp() * log_probs).sum(-1).mean()
+
+
+def clipped_surrogate(logits: torch.Tensor) -> torch.Tensor:
+    """PPO's, with a negative advantage, for an action that has become likely since it was sampled at exp(-13)."""
+    ratio = (logits.log_softmax(-1)[:, 0] + 13.0).exp()
+    advantage = torch.tensor(-1.0)
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+
+
+@pytest.mark.parametrize("policy_loss", [masked_entropy, clipped_surrogate])
+def test_a_policy_loss_of_fp16_logits_has_no_finite_gradient(policy_loss):
+    """-1e9 is -inf in fp16, and 0 times -inf is NaN; exp(11.1) is inf. The same loss in fp32 has neither."""
+    assert torch.tensor(-1e9).half() == -INF and 11.0 < math.log(torch.finfo(torch.float16).max) < 11.1
+    assert not gradient_of_a_head(policy_loss, torch.float16)[:2].isfinite().any()  # of both allowed actions
+    gradient = gradient_of_a_head(policy_loss, torch.float32)
+    assert gradient.isfinite().all() and gradient.abs().max() > 0
+
+
+def test_autocast_on_a_cpu_leaves_log_softmax_in_fp16():
+    """On CUDA its list for fp32 has log_softmax and exp; on a CPU it has not. ``.float()`` holds on both."""
+    with torch.autocast("cpu", torch.float16):
+        logits = torch.nn.Linear(4, 3)(torch.ones(1, 4))
+        assert logits.log_softmax(-1).dtype == logits.exp().dtype == torch.float16
+        assert logits.float().log_softmax(-1).dtype == torch.float32
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_forward_without_gradients_leaves_the_cache_usable(dtype, without, cache):
+    """It used to leave 16-bit weights without a gradient for the rest of the region; on this torch it does not."""
+    gradients = []
+    for first in (False, True):
+        model, batch = network(), batches(1)[0]
+        with torch.autocast("cpu", dtype, cache_enabled=cache):
+            if first:
+                with without():
+                    loss_of(model, batch)
+            loss = loss_of(model, batch)
+        loss.float().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) and one.any() for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("first", [torch.enable_grad, torch.no_grad])
+def test_the_cache_does_not_see_weights_that_change_inside_the_region(first):
+    """So an optimizer's step, a target network's update or a load belongs outside."""
+    layer, given = torch.nn.Linear(6, 1), batches(1)[0]
+
+    def twice() -> None:
+        with torch.no_grad():
+            layer.weight.mul_(2.0), layer.bias.mul_(2.0)
+
+    with torch.autocast("cpu", torch.float16):
+        with first():
+            before = layer(given)
+        twice()
+        stale = layer(given)
+    with torch.autocast("cpu", torch.float16):
+        after = layer(given)
+    assert torch.equal(stale, before) and torch.equal(after, 2 * before)
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        before = layer(given)
+        twice()
+        assert torch.equal(layer(given), 2 * before)
+
+
+def test_the_guide_names_a_test_for_every_claim():
+    section = GUIDE.read_text().partition("## Claims that are wrong")[2].partition("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| ")][1:]
+    named = [re.findall(r"`(test_\w+)`", row) for row in rows]
+    assert len(rows) >= 9 and all(named)
+    here = {name for name in globals() if name.startswith("test_")} - {"test_the_guide_names_a_test_for_every_claim"}
+    assert {name for names in named for name in names} == here

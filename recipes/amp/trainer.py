@@ -423,9 +423,10 @@ class FP16Trainer:
         _check_model(saved["model"], self.module.state_dict(), path)
         groups = self._check_optimizer(saved, path)
         scaler = self._new_scaler()
-        if scaler is not None:
-            _check_scaler(saved.get("grad_scaler"), path)
-        load_scaler_state(scaler, saved.get("grad_scaler"), str(path))
+        try:
+            load_scaler_state(scaler, saved.get("grad_scaler"), str(path))
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
         counters = saved.get("counters", {})
         self.scaler = scaler
         self.module.load_state_dict(saved["model"])
@@ -509,13 +510,3 @@ def _check_plain(value: Any, where: str) -> None:
     elif not isinstance(value, torch.Tensor) and type(value) not in PLAIN:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise ValueError(f"{where} is of {kind}: save tensors and plain Python values, a NumPy number as float(x)")
-
-
-def _check_scaler(state: Any, path: Any) -> None:
-    if state is None:
-        return
-    fp32 = torch.finfo(torch.float32)
-    counts = isinstance(state, Mapping) and [state.get(key) for key in ("_growth_tracker", "consecutive_skips")]
-    fits = counts and set(state) == LossScaler.STATE and all(type(count) is int and count >= 0 for count in counts)
-    if not fits or not (type(state["scale"]) is float and fp32.tiny <= state["scale"] <= fp32.max):
-        raise CheckpointError(f"{path}: grad_scaler={state} is no state of this loss scaler")

@@ -533,6 +533,13 @@ def test_extra_that_could_not_be_read_back_is_refused(value, named, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
+def test_what_could_not_be_written_leaves_nothing_behind(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        trainer().save_checkpoint(tmp_path / "folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 def edited(change: Callable[[dict], None]) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         saved = torch.load(path, weights_only=True)
@@ -589,19 +596,19 @@ REFUSED = {
     ),
     "torch's scaler": (
         edited(lambda saved: saved.update(grad_scaler=torch.amp.GradScaler("cpu").state_dict())),
-        "no state of this loss scaler",
+        "loss scaler state has keys",
     ),
-    "a scaler's list": (edited(lambda saved: saved.update(grad_scaler=[1.0])), "no state of this loss scaler"),
+    "a scaler's list": (edited(lambda saved: saved.update(grad_scaler=[1.0])), "loss scaler state has keys"),
     **{
         f"a scale of {scale}": (
             edited(lambda saved, scale=scale: saved["grad_scaler"].update(scale=scale)),
-            "no state of this loss scaler",
+            "loss scaler state has scale=",
         )
         for scale in (NAN, INF, 0.0, -1.0, 1e-50, 1e39, "1", None)
     },
     "a count of nothing": (
         edited(lambda saved: saved["grad_scaler"].update(_growth_tracker=-1)),
-        "no state of this loss scaler",
+        "loss scaler state has counts",
     ),
 }
 

@@ -321,10 +321,11 @@ class FP16Trainer:
     def _clip_and_step(self) -> float:
         """As the scaler's, without a scale."""
         norm = gradient_norm(self.module, self.device)
-        if norm.isfinite():
+        result = norm.item()
+        if math.isfinite(result):
             torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.config.max_grad_norm, norm)
             self.optimizer.step()
-        return norm.item()
+        return result
 
     def get_stats(self) -> dict[str, Any]:
         """What happened so far, ready for a logger.
@@ -500,11 +501,11 @@ def _shape(shape: Optional[torch.Size]) -> str:
 
 def _check_plain(value: Any, where: str) -> None:
     """Refuse what ``torch.load`` would refuse to read back."""
-    if type(value) in (dict, OrderedDict):
+    if type(value) in (dict, OrderedDict, Counter):
         for key, each in value.items():
             _check_plain(key, f"{where} (a key)")
             _check_plain(each, f"{where}.{key}")
-    elif type(value) in (list, tuple):
+    elif type(value) in (list, tuple, set):
         for place, each in enumerate(value):
             _check_plain(each, f"{where}.{place}")
     elif not isinstance(value, torch.Tensor) and type(value) not in PLAIN:

@@ -519,6 +519,7 @@ def test_a_checkpoint_without_a_loss_scale_warns(tmp_path):
 def test_extra_comes_back_as_it_was(tmp_path):
     trained = trainer()
     extra = {"rng": torch.get_rng_state(), "epoch": 3, "best": None, "returns": [1.0, (2, "x")], 5: OrderedDict(a=b"b")}
+    extra["schedule"] = torch.optim.lr_scheduler.MultiStepLR(trained.optimizer, [1, 2]).state_dict()
     trained.save_checkpoint(tmp_path / "a.pt", extra)
     assert same(trained.load_checkpoint(tmp_path / "a.pt"), extra)
 

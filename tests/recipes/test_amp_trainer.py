@@ -400,6 +400,17 @@ def test_recurrent_layers_are_counted(kind):
     assert seen.flops == {"float32": 2 * 2 * 5 * gates * 8 * (4 + 8)}
 
 
+def test_cudnns_recurrent_layers_are_counted_too():
+    """On a GPU a GRU is one operation of cuDNN's; tensors without data are enough to count it."""
+    shapes = [(5, 2, 4), (24, 4), (24, 8), (24,), (24,), (1, 2, 8)]  # input, weights and biases, state
+    given, *weights, state = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in shapes)
+    gru, hidden, layers = 3, 8, 1
+    flags = (False, 0.0, True, False, [], None)
+    with MultiplicationDtypes() as seen:
+        torch.ops.aten._cudnn_rnn(given, weights, 4, None, state, None, gru, hidden, 0, layers, *flags)
+    assert seen.flops == {"float16": 2 * 2 * 5 * 3 * 8 * (4 + 8)}
+
+
 def test_shares_are_of_the_operations_not_of_the_layers():
     linear = torch.nn.Linear(4, 4)
     with MultiplicationDtypes() as seen:

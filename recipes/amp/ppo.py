@@ -15,7 +15,6 @@ DIR gets ``metrics.jsonl`` and TensorBoard's events (one record an update, the s
 Schulman et al. 2017, arXiv 1707.06347; generalised advantages: Schulman et al. 2016, arXiv 1506.02438.
 """
 
-import importlib
 import json
 import math
 import platform
@@ -26,7 +25,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -40,6 +38,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from recipes.amp.options import device, flag, new_folder, option, parse, within
 from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig, read_checkpoint
+from recipes.amp.world_model import make_env
 from verl.utils.precision import LossScaleError
 
 KILL_SWITCH = "DISABLE_AMP"
@@ -103,6 +102,7 @@ class PPOConfig:
                 **{key: (getattr(self, key) >= 1, "at least 1") for key in counts},
                 "num_steps": (self.num_steps >= 2, "at least 2: the step after an episode's last is a reset"),
                 "total_steps": (self.total_steps >= batch, f"at least num_envs * num_steps = {batch}"),
+                "stop_at": (self.stop_at is None or math.isfinite(self.stop_at), "a finite number"),
                 "eval_episodes": (self.eval_episodes >= 0, "at least 0"),
                 "learning_rate": (0 < self.learning_rate < math.inf, "positive"),
                 "gamma": (0 <= self.gamma <= 1, each),
@@ -113,10 +113,8 @@ class PPOConfig:
                 "resume": (self.out is not None or not self.resume, "left out without --out"),
             },
         )
-        if batch % self.minibatches or batch // self.minibatches < 4:
-            raise ValueError(
-                f"minibatches={self.minibatches} must divide num_envs * num_steps = {batch} into parts of at least 4"
-            )
+        parts = f"a divisor of num_envs * num_steps = {batch} into parts of at least 4"
+        within(self, {"minibatches": (batch % self.minibatches == 0 and batch // self.minibatches >= 4, parts)})
         self.training(False)
         device(self.device)
         flag(KILL_SWITCH)
@@ -156,30 +154,19 @@ class Environments:
         device: where tensors go.
 
     Raises:
-        Refused: the environment is unknown, cannot be made, or has spaces that PPO has no networks for.
+        ValueError: the environment is unknown, cannot be made, or has spaces that PPO has no networks for.
     """
 
     largest = torch.finfo(torch.float32).max  # observation that the networks can take
 
     def __init__(self, env: str, number: int, vectorize: str, device: torch.device):
         self.env, self.number, self.device, self.step_number = env, number, device, 0
-        module, _, name = env.rpartition(":")
-        self.mode = ("native" if name in NATIVE else "sync") if vectorize == "auto" else vectorize
-        try:
-            if module:
-                importlib.import_module(module)
-            if name not in gymnasium.registry:
-                near = get_close_matches(name, gymnasium.registry, cutoff=0.0)
-                raise Refused(f"env={env} is unknown to Gymnasium; near it: {', '.join(near)}")
-            if self.mode != "native":
-                reset = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
-                self.vector = gymnasium.make_vec(env, number, self.mode, vector_kwargs=reset)
-            elif name in NATIVE:
-                self.vector = gymnasium.make_vec(env, number, "vector_entry_point")
-            else:
-                raise Refused(f"vectorize=native must be auto, sync or async with {env}: only {NATIVE} are native")
-        except (gymnasium.error.Error, ImportError) as error:
-            raise Refused(f"env={env} cannot be made: {str(error).splitlines()[0]}") from None
+        self.mode = ("native" if env in NATIVE else "sync") if vectorize == "auto" else vectorize
+        if self.mode == "native" and env not in NATIVE:
+            raise Refused(f"vectorize=native must be auto, sync or async with env={env}: native is CartPole alone")
+        reset = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+        how, reset = ("vector_entry_point", {}) if self.mode == "native" else (self.mode, reset)
+        self.vector = make_env(env, gymnasium.make_vec, num_envs=number, vectorization_mode=how, vector_kwargs=reset)
         self.observed, self.acted = self.vector.single_observation_space, self.vector.single_action_space
         if not isinstance(self.observed, Box | Discrete):
             raise Refused(f"env={env}: observations are {self.observed}, must be Box or Discrete")
@@ -345,7 +332,7 @@ class PPO:
         sources: who set each field of ``config``, as :func:`recipes.amp.options.parse` gives it.
 
     Raises:
-        Refused: as :class:`Environments`.
+        ValueError: as :class:`Environments`.
     """
 
     def __init__(self, config: PPOConfig, sources: Optional[Mapping[str, str]] = None):
@@ -389,8 +376,7 @@ class PPO:
             Refused: as :meth:`Environments.step`.
         """
         factors, seen = self.envs.factors, []
-        # A region of its own: the 16-bit weights that it keeps were made without a gradient.
-        with torch.no_grad(), self.trainer.autocast():
+        with torch.no_grad(), self.trainer.autocast():  # a region of its own, in which weights are cast once
             for _ in range(self.config.num_steps):
                 state = self._state
                 logits, values = self.agent(state.observations)
@@ -479,43 +465,43 @@ class PPO:
         }
 
     def evaluate(self, episodes: int) -> list[float]:
-        """Returns of so many episodes, side by side, by the most probable actions, in the dtype of the training."""
+        """Returns of so many episodes, side by side, by the most probable actions, in the dtype of the training.
+
+        Where the environment has no time limit, they are cut off after 10 000 steps.
+        """
         config, returns = self.config, np.zeros(episodes)
-        envs = Environments(config.env, episodes, config.vectorize, self.device)
+        envs = Environments(config.env, episodes, self.envs.mode.replace("async", "sync"), self.device)
         envs.largest = self.envs.largest
         state, running = envs.reset(config.seed + 2**31), np.ones(episodes, dtype=bool)
         with torch.no_grad(), self.trainer.autocast():
-            while running.any():
+            for _ in range(envs.vector.spec.max_episode_steps or 10_000):
                 log_probs = log_softmax(self.agent(state.observations)[0], state.allowed, envs.factors)
                 actions = torch.stack([each.argmax(-1) for each in log_probs], -1)
                 state, rewards, terminated, truncated = envs.step(actions)
                 returns += rewards * running
                 running &= ~(terminated | truncated)
+                if not running.any():
+                    break
         envs.vector.close()
         return returns.tolist()
 
     def provenance(self) -> dict[str, Any]:
         """All that made this run what it is, in plain values."""
-        spec = self.envs.vector.spec
+        spec, root = self.envs.vector.spec, Path(__file__).resolve().parents[2]
+        commit = None
+        if (root / ".git").exists() and shutil.which("git"):
+            asked = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+            commit = asked.stdout.strip()
         return {
             "recipe": "ppo",
             "config": asdict(self.config),
             "sources": self.sources,
-            "env": {
-                "id": spec.id,
-                "entry_point": str(spec.entry_point),
-                "max_episode_steps": spec.max_episode_steps,
-                "observations": str(self.envs.observed),
-                "actions": str(self.envs.acted),
-                "vectorize": self.envs.mode,
-            },
+            "env": {"id": spec.id, "entry_point": str(spec.entry_point), "max_episode_steps": spec.max_episode_steps}
+            | {"observations": str(self.envs.observed), "actions": str(self.envs.acted), "mode": self.envs.mode},
             "precision": self.precision(),
-            "versions": {
-                "torch": str(torch.__version__),
-                "gymnasium": gymnasium.__version__,
-                "python": platform.python_version(),
-            },
-            "commit": commit(),
+            "versions": {"torch": str(torch.__version__), "gymnasium": gymnasium.__version__}
+            | {"python": platform.python_version()},
+            "commit": commit,
         }
 
     def save(self, path: Path) -> None:
@@ -545,15 +531,6 @@ class PPO:
         self._start()
 
 
-def commit() -> Optional[str]:
-    """The commit of the checkout that this file lies in; ``None`` outside of one."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists() or shutil.which("git") is None:
-        return None
-    asked = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    return asked.stdout.strip()
-
-
 def write(record: Mapping[str, Any], metrics: Path, board: SummaryWriter) -> None:
     """A line of JSON, and TensorBoard's scalars (words as text, a dtype's share a scalar each) at ``steps``."""
     plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
@@ -567,7 +544,6 @@ def write(record: Mapping[str, Any], metrics: Path, board: SummaryWriter) -> Non
                 board.add_scalar(f"{name}/{key}", share, record["steps"])
         elif value is not None:
             board.add_scalar(name, float(value), record["steps"])
-    board.flush()
 
 
 def draw(metrics: Path, title: str, path: Path) -> None:
@@ -579,10 +555,10 @@ def draw(metrics: Path, title: str, path: Path) -> None:
 
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     panels = {
-        f"return, mean of {WINDOW} episodes": ("return_mean",),
-        "policy": ("entropy", "approx_kl", "clip_fraction"),
-        "loss scale": ("loss_scale",),
-        "updates skipped so far": ("overflow_steps",),
+        f"return, mean of {WINDOW} episodes": ["return_mean"],
+        "policy": ["entropy", "approx_kl", "clip_fraction"],
+        "loss scale": ["loss_scale"],
+        "updates skipped so far": ["overflow_steps"],
     }
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained", sharex=True)
     for axis, (name, keys) in zip(axes.flat, panels.items(), strict=True):
@@ -602,25 +578,25 @@ def train(ppo: PPO, out: Path) -> None:
     """Run to the end of its config, into the folder ``out``."""
     config, metrics = ppo.config, out / METRICS
     if ppo.updates and metrics.exists():  # records that the checkpoint does not know are made again
-        lines = metrics.read_text().splitlines(keepends=True)
-        metrics.write_text("".join(line for line in lines if json.loads(line)["update"] <= ppo.updates))
-    board = SummaryWriter(out, purge_step=ppo.steps + 1 if ppo.updates else None)
-    board.add_text("provenance", f"```\n{json.dumps(ppo.provenance(), indent=2)}\n```", ppo.steps)
+        whole = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        metrics.write_text("".join(line for line in whole if json.loads(line)["update"] <= ppo.updates))
     begun, told, first = time.monotonic(), 0.0, ppo.updates
-    while ppo.updates < config.updates:
-        record = ppo.iterate()
-        write(record, metrics, board)
-        reached = config.stop_at is not None and len(ppo.returns) == WINDOW and record["return_mean"] >= config.stop_at
-        ended = reached or ppo.updates == config.updates
-        if ended or ppo.updates % config.save_every == 0:
-            ppo.save(out / CHECKPOINT)
-        if ended or time.monotonic() - told > 2:
-            told = time.monotonic()
-            print(progress(record, ppo, (told - begun) / (ppo.updates - first)), flush=True)
-        if reached:
-            print(f"the return has reached --stop-at {config.stop_at:g}", flush=True)
-            break
-    board.close()
+    with SummaryWriter(out, purge_step=ppo.steps + 1 if ppo.updates else None) as board:
+        board.add_text("provenance", f"```\n{json.dumps(ppo.provenance(), indent=2)}\n```", ppo.steps)
+        reached = False
+        while ppo.updates < config.updates and not reached:
+            record = ppo.iterate()
+            write(record, metrics, board)
+            if config.stop_at is not None and len(ppo.returns) == WINDOW:
+                reached = record["return_mean"] >= config.stop_at
+            ended = reached or ppo.updates == config.updates
+            if ended or ppo.updates % config.save_every == 0:
+                ppo.save(out / CHECKPOINT)
+            if ended or time.monotonic() - told > 2:
+                told = time.monotonic()
+                print(progress(record, ppo, (told - begun) / (ppo.updates - first)), flush=True)
+    if reached:
+        print(f"the return has reached --stop-at {config.stop_at:g}", flush=True)
     draw(metrics, f"{config.env}, {ppo.precision()['effective_dtype']}, seed {config.seed}", out / CURVES)
     if config.eval_episodes:
         returns = ppo.evaluate(config.eval_episodes)

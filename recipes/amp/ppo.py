@@ -196,22 +196,22 @@ class Environments:
             flat = np.eye(self.inputs, dtype=np.float32)[observations - self.observed.start]
         else:
             flat = np.asarray(observations, dtype=np.float32).reshape(self.number, self.inputs)
-        within_range = (np.abs(flat) <= self.largest).all(-1)  # false of NaN
-        self._check("observation", flat, within_range, f"finite and at most {self.largest:.5g}")
+        fits = np.abs(flat) <= self.largest  # false of NaN
+        self._check("observation", flat, fits, f"finite and at most {self.largest:.5g}")
         allowed = np.ones((self.number, sum(self.factors)), dtype=bool)
         if "action_mask" in infos:
             if not isinstance(self.acted, Discrete):
                 raise Refused(f"env={self.env}: an action_mask goes with Discrete actions, these are {self.acted}")
             allowed = np.asarray(infos["action_mask"]).astype(bool) | ~infos["_action_mask"][:, None]
-            self._check("action_mask", allowed, allowed.any(-1), "1 for one action at least")
+            self._check("number of actions that action_mask allows", allowed.sum(-1), allowed.any(-1), "1 at least")
         return State(torch.from_numpy(flat).to(self.device), torch.from_numpy(allowed).to(self.device))
 
     def _check(self, what: str, values: np.ndarray, good: np.ndarray, allowed: str) -> None:
         if not good.all():
-            index = int(np.flatnonzero(~good)[0])
+            index, *place = np.argwhere(~good)[0].tolist()
             raise Refused(
-                f"env={self.env}: {what} of environment {index} (of {self.number}) at step {self.step_number} is "
-                f"{values[index].tolist()}: must be {allowed}"
+                f"env={self.env}: {what}{place or ''} of environment {index} (of {self.number}) at step "
+                f"{self.step_number} is {values[index, *place]}: must be {allowed}"
             )
 
 
@@ -490,8 +490,8 @@ class PPO:
         spec, root = self.envs.vector.spec, Path(__file__).resolve().parents[2]
         commit = None
         if (root / ".git").exists() and shutil.which("git"):
-            asked = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-            commit = asked.stdout.strip()
+            asked = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True)
+            commit = asked.stdout.strip() or None  # git may refuse another user's checkout
         return {
             "recipe": "ppo",
             "config": asdict(self.config),
@@ -590,7 +590,7 @@ def train(ppo: PPO, out: Path) -> None:
             if config.stop_at is not None and len(ppo.returns) == WINDOW:
                 reached = record["return_mean"] >= config.stop_at
             ended = reached or ppo.updates == config.updates
-            if ended or ppo.updates % config.save_every == 0:
+            if ended or ppo.updates % config.save_every == 0 or not (out / CHECKPOINT).exists():
                 ppo.save(out / CHECKPOINT)
             if ended or time.monotonic() - told > 2:
                 told = time.monotonic()
@@ -641,6 +641,8 @@ def main(words: Optional[Sequence[str]] = None) -> None:
         train(ppo, Path(config.out))
     except (Refused, LossScaleError, FloatingPointError) as error:
         sys.exit(f"ppo: {error}")
+    except KeyboardInterrupt:
+        sys.exit("ppo: interrupted; the same command with --resume goes on from the last checkpoint")
     ppo.envs.vector.close()
     print(f"{config.out}: {METRICS}, {CHECKPOINT}, {CURVES}")
 

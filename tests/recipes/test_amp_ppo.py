@@ -628,18 +628,18 @@ def test_a_folder_with_results(run):
 @pytest.mark.parametrize(
     "env, dtype, said",
     [
-        ("Nan-v0", "float32", "observation of environment 1 (of 4) at step 3 is [nan, nan]: must be finite"),
-        ("Nan-v0", "float16", "observation of environment 1 (of 4) at step 3 is [nan, nan]: must be finite"),
+        ("Nan-v0", "float32", "observation[0] of environment 1 (of 4) at step 3 is nan: must be finite"),
+        ("Nan-v0", "float16", "observation[0] of environment 1 (of 4) at step 3 is nan: must be finite"),
         (
             "Large-v0",
             "float16",
-            "environment 1 (of 4) at step 3 is [100000.0, 100000.0]: must be finite and at most 65504",
+            "observation[0] of environment 1 (of 4) at step 3 is 100000.0: must be finite and at most 65504",
         ),
         ("NanReward-v0", "float32", "reward of environment 1 (of 4) at step 3 is nan: must be finite"),
         (
             "NoAction-v0",
             "float32",
-            "action_mask of environment 1 (of 4) at step 3 is [False, False]: must be 1 for one",
+            "number of actions that action_mask allows of environment 1 (of 4) at step 3 is 0: must be 1 at least",
         ),
     ],
 )
@@ -669,7 +669,33 @@ def test_the_command_stops_in_one_line_at_a_nan(tmp_path):
     with pytest.raises(SystemExit) as refused:
         recipe.main([*WORDS, "--env=Nan-v0", f"--out={tmp_path / 'run'}"])
     said = str(refused.value.code)
-    assert said.startswith("ppo: env=Nan-v0: observation of environment ") and "\n" not in said
+    assert said.startswith("ppo: env=Nan-v0: observation[0] of environment ") and "\n" not in said
+
+
+def test_a_storm_of_overflows_ends_in_one_line(tmp_path):
+    words = ["--use-amp", "--loss-scale=3e38", "--total-steps=320", f"--out={tmp_path / 'run'}"]
+    with pytest.raises(SystemExit) as refused:
+        recipe.main([*WORDS, *words])
+    said = str(refused.value.code)
+    assert said.startswith("ppo: 32 optimizer steps in a row overflowed") and "\n" not in said
+    assert records(tmp_path / "run")[-1]["overflow_rate"] == 1.0
+
+
+def test_interrupted_it_says_how_to_go_on(tmp_path, monkeypatch):
+    """From the first update on there is a checkpoint."""
+    out, iterate = tmp_path / "run", PPO.iterate
+
+    def interrupted(ppo: PPO) -> dict:
+        if ppo.updates == 2:
+            raise KeyboardInterrupt
+        return iterate(ppo)
+
+    monkeypatch.setattr(PPO, "iterate", interrupted)
+    with pytest.raises(SystemExit, match="interrupted; the same command with --resume goes on"):
+        recipe.main([*WORDS, f"--out={out}"])
+    monkeypatch.undo()
+    recipe.main([*WORDS, f"--out={out}", "--resume"])
+    assert [record["update"] for record in records(out)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """A recipe's config: who decides a value, and what a malformed one leads to."""
 
+import importlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Optional
 
@@ -168,3 +169,21 @@ def test_a_folder_with_results_is_not_written_over(tmp_path):
     for path in (folder / "metrics.jsonl", folder / "metrics.jsonl" / "c"):  # a file, and below one
         with pytest.raises(ValueError, match=f"out={path} must be a folder that can be made: "):
             options.new_folder(path)
+
+
+def commands() -> list[tuple[str, str]]:
+    """The recipes' commands in the guide: module and words."""
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "amp.md").read_text()
+    return [(module, words.strip()) for module, words in re.findall(r"python -m (recipes\.amp\.\w+) ([^#\n]*)", guide)]
+
+
+@pytest.mark.parametrize("module, words", commands())
+def test_a_command_of_the_guide_is_one(module, words):
+    members = vars(importlib.import_module(module)).values()
+    (config,) = (each for each in members if is_dataclass(each) and each.__module__ == module and "Config" in str(each))
+    _, sources = options.parse(config, module, "", words.split())
+    assert "command line" in sources.values()
+
+
+def test_the_guide_has_a_command_of_every_recipe():
+    assert {module.rpartition(".")[2] for module, _ in commands()} == {"evolution", "ppo", "world_model"}

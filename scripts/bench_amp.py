@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Optional
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -39,10 +40,11 @@ from lib.timing import machine, rounds
 
 sys.path.append(str(jobs.REPO))
 from recipes.amp import options
+from recipes.amp.evolution import Policy, cloning_loss, play
 from recipes.amp.options import option
 from recipes.amp.ppo import PPO, PPOConfig
 from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
-from recipes.amp.world_model import WorldModel, collect, world_model_loss
+from recipes.amp.world_model import WorldModel, collect, make_env, world_model_loss
 
 BASE = "fp32"
 ARMS = {BASE: "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -150,6 +152,19 @@ def world_model(arm: Arm, hidden: int, latent: int, batch: int, length: int, bat
     return training(arm.trainer(model, 1e-3), stretches, world_model_loss, batch * length)
 
 
+def evolution(arm: Arm, hidden: int, batch: int, episodes: int = 16, batches: int = 4) -> Run:
+    """A step of a member's training: it clones what it played on CartPole-v1, weighted by return."""
+    env, rng = make_env("CartPole-v1"), np.random.default_rng(arm.seed)
+    policy = Policy(env, hidden)
+    played = [play(env, policy, arm.seed + number, rng) for number in range(episodes)]
+    observations = torch.from_numpy(np.concatenate([each.observations for each in played]))
+    actions = torch.from_numpy(np.concatenate([each.actions for each in played]))
+    weights = torch.cat([torch.full((len(each.actions),), each.total) for each in played])
+    rows = torch.randint(len(actions), (batches, batch))
+    drawn = [[values[of].to(arm.device) for values in (observations, actions, weights)] for of in rows]
+    return training(arm.trainer(policy, 1e-3), drawn, cloning_loss, batch)
+
+
 def ppo(arm: Arm, **settings: int) -> Run:
     """``PPO.iterate`` on CartPole-v1: a rollout and the updates on it."""
     amp = arm.dtype != ARMS[BASE]
@@ -184,7 +199,7 @@ SCENARIOS = {
         {
             "small": {"width": 64, "layers": 2, "batch": 32, "updates": 4},
             "cpu": {"width": 512, "layers": 3, "batch": 512, "updates": 10},
-            "cuda": {"width": 4096, "layers": 6, "batch": 16384, "updates": 30},
+            "cuda": {"width": 4096, "layers": 6, "batch": 32768, "updates": 20},
         },
     ),
     "transformer": Scenario(
@@ -211,6 +226,15 @@ SCENARIOS = {
             "small": {"hidden": 32, "latent": 8, "batch": 4, "length": 20, "updates": 4},
             "cpu": {"hidden": 256, "latent": 64, "batch": 32, "length": 50, "updates": 10},
             "cuda": {"hidden": 2048, "latent": 512, "batch": 512, "length": 50, "updates": 30},
+        },
+    ),
+    "evolution": Scenario(
+        evolution,
+        "steps",
+        {
+            "small": {"hidden": 32, "batch": 64, "updates": 4},
+            "cpu": {"hidden": 1024, "batch": 2048, "updates": 20},
+            "cuda": {"hidden": 8192, "batch": 65536, "updates": 30},
         },
     ),
     "ppo": Scenario(
@@ -304,8 +328,9 @@ def gpu_busy(update: Callable[[], Any]) -> float:
         update()
         torch.cuda.synchronize()
         wall = time.perf_counter() - begin
-    kernels = (event for event in profiled.key_averages() if event.device_type == DeviceType.CUDA)
-    return sum(event.self_device_time_total for event in kernels) / 1e6 / wall
+    on_gpu = (event for event in profiled.key_averages() if event.device_type == DeviceType.CUDA)
+    microseconds = sum(event.self_device_time_total for event in on_gpu if not event.is_user_annotation)
+    return microseconds / 1e6 / wall
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ ARMS = {BASE: "float32", "fp16": "float16", "bf16": "bfloat16"}
 LEAST_REPEATS = 5
 LAST = 5  # updates over which the final loss is a mean
 CLIP = 1.0
+BUSY = 0.05  # of the cores; where other processes use more, times are not to be quoted
 MIB = 2**20
 
 
@@ -489,14 +490,23 @@ def memory_of(row: Row) -> float:
 
 @dataclass(frozen=True)
 class Facts:
-    """Where and how it was measured, for the report."""
+    """Where and how it was measured, for the report.
+
+    Attributes:
+        others: cores that other processes used meanwhile, on average.
+    """
 
     device: str
     size: str
     command: str
-    load_before: float
-    load_after: float
     seconds: float
+    others: float
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """What all processes have used of all cores, from Linux's /proc/stat, and this one alone."""
+    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 def bench(
@@ -548,19 +558,17 @@ def markdown(rows: list[Row], facts: Facts) -> str:
     names = scenarios_in(rows)
     repeats = 1 + max(row.repeat for row in rows)
     cores = os.cpu_count()
-    busy = facts.load_before > cores / 2
     where = machine(facts.device) + (f" ({cpu_extensions()})" if facts.device == "cpu" else "; TF32 is off")
     lines = [
         "# What 16 bits give to training outside verl",
         "",
         f"Measured by `{facts.command}` on {where}; {torch.get_num_threads()} threads, "
         f"Python {platform.python_version()}, torch {torch.__version__}; {datetime.now(UTC):%Y-%m-%d}, "
-        f"{facts.seconds / 60:.1f} minutes. Load average before the run {facts.load_before:.1f}, after it "
-        f"{facts.load_after:.1f}, on {cores} cores.",
+        f"{facts.seconds / 60:.1f} minutes, in which other processes used {facts.others:.2f} of {cores} cores.",
         "",
     ]
-    if busy:
-        lines += ["**The machine was busy with other work when the run began: do not quote these times.**", ""]
+    if facts.others > BUSY * cores:
+        lines += ["**The machine was busy with other work: the times are rough, do not quote them.**", ""]
     lines += [
         f"{repeats} repeats, each with its own seed. In a repeat the arms have the same first weights, the same data "
         "and the same clipping, and take turns at every update, in an order that is shuffled each round. Each arm's "
@@ -604,19 +612,20 @@ def markdown(rows: list[Row], facts: Facts) -> str:
                 cells.append(f"{median(row.gpu_busy for row in of):.0%}")
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += ["", "## n/a", "", *notes] if notes else []
-    left = [name for name in SCENARIOS if name not in names]
-    lines += ["", "## Not measured", ""]
-    lines += [f"- {name}: left out of this run" for name in left]
+    lines += ["", "## Sizes", "", *(f"- {sized(name, facts.size)}" for name in names)]
     lines += [
-        f"- {len(names)} scenarios on one {'GPU' if facts.device == 'cuda' else 'CPU'}, at one size each: "
-        f"{'; '.join(sized(name, facts.size) for name in names)}. Other sizes and machines were not measured."
+        "",
+        "## Not measured",
+        "",
+        *(f"- {name}: left out of this run" for name in SCENARIOS if name not in names),
     ]
+    lines += [f"- other sizes, other machines{'; a GPU: there is none here' if facts.device == 'cpu' else ''}"]
     lines += ["", "## Goals on a GPU", "", *goals(rows, facts)]
     return "\n".join(lines) + "\n"
 
 
 def sized(name: str, size: str) -> str:
-    return f"{name} " + ", ".join(f"{key} {value}" for key, value in SCENARIOS[name].sizes[size].items())
+    return f"{name}: " + ", ".join(f"{key} {value}" for key, value in SCENARIOS[name].sizes[size].items())
 
 
 def spread(values: list[float]) -> str:
@@ -662,7 +671,7 @@ def plot(rows: list[Row], title: str, file: Path) -> None:
     )
     for number, (arm, colour) in enumerate(colours.items()):
         for place, name in enumerate(names):
-            y, beside = place + 0.3 * number - 0.15, {"textcoords": "offset points", "va": "center", "color": colour}
+            y, beside = place + 0.4 * number - 0.2, {"textcoords": "offset points", "va": "center", "color": colour}
             gain, less = ratio(rows, name, arm, seconds_of), ratio(rows, name, arm, memory_of)
             if gain.reason:
                 for axis, x in ((speed, 1.0), (memory, 0.0)):
@@ -672,7 +681,7 @@ def plot(rows: list[Row], title: str, file: Path) -> None:
             speed.errorbar(gain.median, y, xerr=ends, fmt="o", color=colour, capsize=4)
             speed.annotate(f"{arm}: {written(gain.median)}×", (gain.median, y), xytext=(0, 10), ha="center", **beside)
             percent = 100 * (1 - 1 / less.median)
-            memory.barh(y, percent, height=0.26, color=colour)
+            memory.barh(y, percent, height=0.34, color=colour)
             memory.annotate(f"{arm}: {less.less}", (max(percent, 0.0), y), xytext=(8, 0), **beside)
     speed.axvline(1.0, color="black", linewidth=0.8)
     memory.axvline(0.0, color="black", linewidth=0.8)
@@ -731,10 +740,12 @@ def main(words: Optional[list[str]] = None) -> int:
     words = sys.argv[1:] if words is None else words
     given, _ = options.parse(Settings, "scripts/bench_amp.py", __doc__.splitlines()[0], words)
     device, size = torch.device(given.where), given.size or given.where
-    before, begin = os.getloadavg()[0], time.monotonic()
+    begin, used = time.monotonic(), cpu_seconds()
     rows = bench(given.names, size, given.repeats, given.seed, device)
+    seconds, (all_of_it, own) = time.monotonic() - begin, cpu_seconds()
+    others = max(all_of_it - used[0] - (own - used[1]), 0.0) / seconds
     command = "make bench-amp" + (f" ARGS={shlex.quote(shlex.join(words))}" if words else "")
-    facts = Facts(given.where, size, command, before, os.getloadavg()[0], time.monotonic() - begin)
+    facts = Facts(given.where, size, command, seconds, others)
     print(*write(rows, facts, Path(given.out or jobs.REPO / "docs" / "results")), sep="\n")
     return 0
 

@@ -3,6 +3,7 @@
 import csv
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def facts(device: str = "cpu") -> bench_amp.Facts:
-    return bench_amp.Facts(device, "small", "make bench-amp", load_before=0.0, load_after=1.0, seconds=60.0)
+    return bench_amp.Facts(device, "small", "make bench-amp", seconds=60.0, others=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +80,8 @@ def test_the_report(written, rows):
     goals = report.partition("## Goals on a GPU")[2].strip().splitlines()
     assert len(goals) == 3 and all(line.endswith(": not measured, no CUDA device.") for line in goals)
     assert "n/a |" not in report and "busy with other work" not in report
-    busy = bench_amp.markdown(rows, replace(facts(), load_before=1000.0))
-    assert "busy with other work" in busy
+    busy = bench_amp.markdown(rows, replace(facts(), others=1.5))
+    assert "other processes used 1.50 of" in busy and "busy with other work" in busy
 
 
 def test_the_goals_are_given_as_measured_on_a_gpu(rows):
@@ -127,6 +128,16 @@ def test_an_arm_that_fell_back_has_no_speed_up(tmp_path, capsys):
     assert "float32" in lines["bf16"] and lines["bf16"].count("| n/a |") == 2
     assert "- mlp, fp16: the model is on the CPU" in report.read_text()
     assert "- transformer: left out of this run" in report.read_text() and figure.stat().st_size > 1000
+
+
+def test_what_other_processes_use_is_told_from_ones_own():
+    all_before, own_before = bench_amp.cpu_seconds()
+    other = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", other], check=True)
+    while time.process_time() < own_before + 0.5:
+        pass
+    all_after, own_after = bench_amp.cpu_seconds()
+    assert 0.5 <= own_after - own_before < 1.0 and all_after - all_before > 0.95
 
 
 def test_memory_counts_what_is_alive_at_once():

@@ -160,9 +160,9 @@ def evolution(arm: Arm, hidden: int, batch: int, episodes: int = 16, batches: in
     played = [play(env, policy, arm.seed + number, rng) for number in range(episodes)]
     observations = torch.from_numpy(np.concatenate([each.observations for each in played]))
     actions = torch.from_numpy(np.concatenate([each.actions for each in played]))
-    weights = torch.cat([torch.full((len(each.actions),), each.total) for each in played])
+    returns = torch.cat([torch.full((len(each.actions),), each.total) for each in played])
     rows = torch.randint(len(actions), (batches, batch))
-    drawn = [[values[of].to(arm.device) for values in (observations, actions, weights)] for of in rows]
+    drawn = [[values[of].to(arm.device) for values in (observations, actions, returns / returns.mean())] for of in rows]
     return training(arm.trainer(policy, 1e-3), drawn, cloning_loss, batch)
 
 

@@ -720,12 +720,11 @@ class Settings:
             "only": (set(self.names) <= set(SCENARIOS), f"of {','.join(SCENARIOS)}"),
             "size": (self.size in (None, "small", "cpu", "cuda"), "small, cpu or cuda"),
             "seed": (0 <= self.seed < 2**31, "from 0 to 2147483647"),
-            "out": (
-                self.out is not None or self.size in (None, self.where),
-                "given with a --size that is not the device's",
-            ),
+            "out": (self.out is None or not Path(self.out).is_file(), "a folder"),
         }
         options.within(self, rules)
+        if self.out is None and self.size not in (None, self.where):
+            raise ValueError(f"size={self.size} must go with --out: docs/results is for size {self.where} here")
 
     @property
     def names(self) -> list[str]:

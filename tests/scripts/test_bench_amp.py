@@ -154,9 +154,10 @@ def test_memory_counts_what_is_alive_at_once():
     ("words", "said"),
     [
         (["--repeats", "4"], "repeats=4 must be at least 5"),
-        (["--only", "mlp,nlp"], "only=mlp,nlp must be of mlp,transformer"),
+        (["--only", "mlp,nlp"], "only=mlp,nlp must be of mlp,transformer,world_model,evolution,ppo"),
         (["--size", "huge"], "size=huge must be small, cpu or cuda"),
-        (["--size", "small"], "out=None must be given with a --size that is not the device's"),
+        (["--size", "small"], "size=small must go with --out: docs/results is for size "),
+        (["--out", __file__], "test_bench_amp.py must be a folder"),
         (["--device", "tpu"], "device=tpu must be auto, cpu or cuda"),
         (["--repeat", "5"], "unrecognized arguments: --repeat 5"),
     ],

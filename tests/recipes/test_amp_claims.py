@@ -209,7 +209,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_amp_on_a_cpu_runs_other_operations():
-    """Other kernels, and casts besides: no reason to take as long. docs/results/amp-bench.md has how long they take."""
+    """Other kernels, and casts besides: no reason to take as long. docs/results/amp-bench-cpu.md has how long."""
     seen, outputs = {}, {}
     for enabled in (False, True):
         model = network()

@@ -655,6 +655,12 @@ def goals(rows: list[Row], facts: Facts) -> list[str]:
             lines.append(f"- {goal}: not measured, no CUDA device.")
         else:
             lines.append(f"- {goal}: {'; '.join(measured) or 'not measured'}.")
+    if facts.device == "cuda":
+        busy = {
+            name: median(r.gpu_busy for r in rows if (r.scenario, r.arm) == (name, BASE)) for name in scenarios_in(rows)
+        }
+        shares = "; ".join(f"{name} {share:.0%}" for name, share in busy.items())
+        lines.append(f"- the GPU is the bottleneck as far as it computes during an update in {BASE}: {shares}.")
     return lines
 
 

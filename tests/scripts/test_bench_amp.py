@@ -88,7 +88,7 @@ def test_the_goals_are_given_as_measured_on_a_gpu(rows):
     gpu = [replace(row, seconds=row.seconds, gpu_busy=0.9) for row in rows if row.scenario == "mlp"]
     said = bench_amp.goals(gpu, facts("cuda"))
     assert f"mlp fp16 {bench_amp.ratio(gpu, 'mlp', 'fp16', bench_amp.seconds_of)}" in said[1]
-    assert said[0].endswith(": not measured.")
+    assert said[0].endswith(": not measured.") and said[3].endswith("mlp 90%.")
 
 
 def test_the_figure_shows_something(written):

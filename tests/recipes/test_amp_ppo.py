@@ -94,6 +94,22 @@ class Broken(Hand):
         return observation, self.rewarded if now else 0.0, False, False, {"action_mask": mask}
 
 
+class Masked(Hand):
+    """One action is allowed at each step, by turns; an episode's length is two to four steps, by its seed."""
+
+    def reset(self, *, seed=None, options=None):
+        self.t, self.length = 0, 2 + (seed or 0) % 3
+        return self._observation(), self._mask()
+
+    def step(self, action):
+        assert action == self.t % 2, "it is not allowed"
+        self.t += 1
+        return self._observation(), 1.0, self.t == self.length, False, self._mask()
+
+    def _mask(self):
+        return {"action_mask": np.eye(2, dtype=np.int8)[self.t % 2]}
+
+
 class Keyed(Hand):
     observation_space = Dict(x=Box(0.0, 1.0, (1,)))
 
@@ -101,6 +117,7 @@ class Keyed(Hand):
 gymnasium.register("Hand-v0", Hand)
 gymnasium.register("Factors-v0", Factors)
 gymnasium.register("Keyed-v0", Keyed)
+gymnasium.register("Masked-v0", Masked)
 for name, broken in {
     "Nan": {"shown": math.nan},
     "Large": {"shown": 1e5},
@@ -233,6 +250,12 @@ def test_a_masked_action_is_never_taken(dtype):
     assert all(tensor.isfinite().all() for tensor in ppo.agent.state_dict().values())
 
 
+def test_an_evaluation_is_one_episode_of_each_environment_and_heeds_masks():
+    ppo = PPO(config(env="Masked-v0"))
+    ppo.iterate()
+    assert ppo.evaluate(6) == [2 + (1 + 2**31 + index) % 3 for index in range(6)]
+
+
 @pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unscaled_gradients_are_clipped(dtype, loss_scale):
@@ -246,7 +269,7 @@ def test_unscaled_gradients_are_clipped(dtype, loss_scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_head_gets_a_gradient(dtype):
-    ppo = PPO(config(dtype, env="Factors-v0", entropy_coefficient=0.01))
+    ppo = PPO(config(dtype, env="Factors-v0"))  # without an entropy bonus, which reaches them by another way
     first = weights(ppo)
     for _ in range(3):  # the first loss scale overflows some times
         ppo.iterate()
@@ -289,6 +312,24 @@ def test_a_rollout_in_fp32_shows_in_the_ratio(dtype, least, sharp):
 
 
 # --- episodes and advantages
+
+
+def test_first_weights_are_orthogonal():
+    agent, gains = PPO(config(env="Factors-v0")).agent, {"policy_heads": 0.01, "value_head": 1.0}
+    for name, weight in agent.named_parameters():
+        if weight.ndim == 1:
+            assert not weight.count_nonzero(), name
+            continue
+        products = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
+        expected = gains.get(name.split(".")[0], 2**0.5) ** 2 * torch.eye(len(products))
+        torch.testing.assert_close(products, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_discrete_observation_is_one_hot():
+    envs = recipe.Environments("Factors-v0", 2, "auto", torch.device("cpu"))
+    assert (envs.inputs, envs.factors) == (4, [3, 2, 4])
+    assert envs.reset(0).observations.tolist() == [[1, 0, 0, 0]] * 2
+    assert envs.step(torch.zeros(2, 3, dtype=torch.int64))[0].observations.tolist() == [[0, 1, 0, 0]] * 2
 
 
 def test_the_loss_by_hand():
@@ -682,7 +723,7 @@ def test_a_storm_of_overflows_ends_in_one_line(tmp_path):
 
 
 def test_interrupted_it_says_how_to_go_on(tmp_path, monkeypatch):
-    """From the first update on there is a checkpoint."""
+    """There is a checkpoint after the first update; the second, which none knows, is made and told again."""
     out, iterate = tmp_path / "run", PPO.iterate
 
     def interrupted(ppo: PPO) -> dict:
@@ -696,6 +737,8 @@ def test_interrupted_it_says_how_to_go_on(tmp_path, monkeypatch):
     monkeypatch.undo()
     recipe.main([*WORDS, f"--out={out}", "--resume"])
     assert [record["update"] for record in records(out)] == [1, 2, 3]
+    told = [event.step for event in EventAccumulator(str(out)).Reload().Scalars("approx_kl")]
+    assert told == [32, 64, 96]
 
 
 @pytest.mark.parametrize(

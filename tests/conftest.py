@@ -50,6 +50,7 @@ class ByFixtures(LoadScopeScheduling):
         return f"{file} {release[0]}" if release else file
 
 
+@pytest.hookimpl(optionalhook=True)  # there is none under -p no:xdist
 def pytest_xdist_make_scheduler(config, log):
     return ByFixtures(config, log)
 

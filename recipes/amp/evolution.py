@@ -23,7 +23,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -43,6 +44,7 @@ from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
 from recipes.amp.world_model import flat, make_env
 from verl.utils.precision import report
 
+QUIET = {"logging_level": "ERROR", "log_to_driver": False}
 ORIGINS = ("collected", "revised", "recombined")
 Weights = dict[str, torch.Tensor]
 
@@ -121,10 +123,11 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Member:
-    """An agent: its policy's weights, and the checkpoint that its training goes on from (``None``: it begins)."""
+    """An agent: its policy's weights, the checkpoint that its training goes on from, and its first generation."""
 
     weights: Weights
     checkpoint: Optional[bytes] = None
+    born: int = 0
 
 
 class Policy(nn.Sequential):
@@ -254,7 +257,7 @@ def learn(
             "fallback": stats["fallback"],
         }
         weights = {name: value.cpu() for name, value in policy.state_dict().items()}
-        return Member(weights, file.read_bytes()), seen
+        return Member(weights, file.read_bytes(), member.born), seen
 
 
 def cloning_loss(policy: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -324,6 +327,7 @@ def live(
         "kind": "member",
         "generation": generation,
         "member": index,
+        "born": member.born,
         "return_mean": float(np.mean([each.total for each in played])),
         **counts,
         **seen,
@@ -333,40 +337,46 @@ def live(
     return member, found, row
 
 
-def mutated(member: Member, size: float, seed: int) -> Member:
+def mutated(member: Member, size: float, seed: int, born: int) -> Member:
     """A copy with noise on its weights, that begins to train anew."""
     generator = torch.Generator().manual_seed(seed)
-    return Member(
-        {
-            name: value + size * value.std(correction=0) * torch.randn(value.shape, generator=generator)
-            for name, value in member.weights.items()
-        }
-    )
+    weights = {
+        name: value + size * value.std(correction=0) * torch.randn(value.shape, generator=generator)
+        for name, value in member.weights.items()
+    }
+    return Member(weights, born=born)
 
 
-def start_ray(config: EvolutionConfig) -> str:
-    """Start Ray here or connect to ``config.address``, and choose the workers' device; a running session is used.
+@contextmanager
+def ray_session(config: EvolutionConfig) -> Iterator[str]:
+    """Ray, started here or at ``config.address``, for the body; a session that runs already is used, and left.
+
+    Yields:
+        the workers' device.
 
     Raises:
         ValueError: no cluster answers at the address, or one of another Ray; cuda, where the cluster has no GPU.
     """
-    if not ray.is_initialized():
-        where = {"address": "local", "num_cpus": config.cpus, "include_dashboard": False}
-        if config.address is not None:
-            where = {"address": config.address}
-        host, _, port = (config.address or "").rpartition(":")
+    started = not ray.is_initialized()
+    if started and config.address is None:
+        ray.init(address="local", num_cpus=config.cpus, include_dashboard=False, **QUIET)
+    elif started:
+        host, _, port = config.address.rpartition(":")
         try:
             if port.isdigit() and "/" not in host:  # Ray itself would wait for minutes
                 socket.create_connection((host, int(port)), timeout=5).close()
-            ray.init(**where, logging_level="ERROR", log_to_driver=False)
+            ray.init(address=config.address, **QUIET)
         except (OSError, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"address={config.address} must be a Ray cluster: {' '.join(str(error).split())}"
-            ) from None
-    has_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    if config.device == "cuda" and not has_gpu:
-        raise ValueError("device=cuda must be auto or cpu: Ray has no GPU here")
-    return "cuda" if has_gpu and config.device != "cpu" else "cpu"
+            why = " ".join(str(error).split())
+            raise ValueError(f"address={config.address} must be a Ray cluster: {why}") from None
+    try:
+        has_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        if config.device == "cuda" and not has_gpu:
+            raise ValueError("device=cuda must be auto or cpu: Ray has no GPU here")
+        yield "cuda" if has_gpu and config.device != "cpu" else "cpu"
+    finally:
+        if started:
+            ray.shutdown()
 
 
 def evolve(config: EvolutionConfig, source: str = "default") -> list[dict[str, Any]]:
@@ -383,57 +393,66 @@ def evolve(config: EvolutionConfig, source: str = "default") -> list[dict[str, A
             results.
     """
     env = check_env(config)
-    device = start_ray(config)
-    out = options.new_folder(config.out)
-    task = ray.remote(live).options(num_gpus=config.gpus if device == "cuda" else 0, num_cpus=1)
     torch.manual_seed(config.seed)
     population = [Member(dict(Policy(env, config.hidden).state_dict())) for _ in range(config.population)]
     pool: list[Trajectory] = []
     rows = []
-    with (out / "metrics.jsonl").open("w") as file:
-        for generation in range(config.generations + 1):
-            began = time.perf_counter()
-            shared = [ray.put(each) for each in (population, pool)]
-            calls = [
-                task.remote(config, source, device, generation, index, *shared) for index in range(len(population))
-            ]
-            lives = ray.get(calls)
-            population = [member for member, _, _ in lives]
-            members = [row for _, _, row in lives]
-            pool = select([*(found for _, each, _ in lives for found in each), *pool], config.elites)
-            returns = [row["return_mean"] for row in members]
-            ranked = sorted(range(len(returns)), key=lambda index: -returns[index])
-            best = population[ranked[0]]
-            told = {
-                "kind": "generation",
-                "generation": generation,
-                "best": max(returns),
-                "median": median(returns),
-                "worst": min(returns),
-                "pool_worst": pool[-1].total,
-                "pool": {origin: sum(each.origin == origin for each in pool) for origin in ORIGINS},
-                **{
-                    origin: {key: sum(row[origin][key] for row in members) for key in ("tried", "kept", "gained")}
-                    for origin in ORIGINS[1:]
-                },
-                "overflow_steps": sum(row["overflow_steps"] for row in members),
-                "effective_dtypes": sorted({row["effective_dtype"] for row in members if row["effective_dtype"]}),
-                "fallback": next((row["fallback"] for row in members if row["fallback"] is not None), None),
-                "workers": len({(row["host"], row["pid"]) for row in members}),
-                "seconds": round(time.perf_counter() - began, 3),
-            }
-            rows += [*members, told]
-            file.writelines(json.dumps(row) + "\n" for row in [*members, told])
-            file.flush()
-            say(told, config, source)
-            if generation < config.generations:
-                for place in ranked[len(ranked) - config.replaced :]:
-                    seed = np.random.SeedSequence((config.seed, generation, place, 1)).generate_state(1)
-                    population[place] = mutated(best, config.mutation, int(seed[0]))
+    with ray_session(config) as device:
+        out = options.new_folder(config.out)
+        task = ray.remote(live).options(num_gpus=config.gpus if device == "cuda" else 0)
+        with (out / "metrics.jsonl").open("w") as file:
+            for generation in range(config.generations + 1):
+                began = time.perf_counter()
+                shared = [ray.put(each) for each in (population, pool)]
+                calls = [
+                    task.remote(config, source, device, generation, index, *shared) for index in range(len(population))
+                ]
+                members, found, told = zip(*ray.get(calls), strict=True)
+                pool = select([*(each for some in found for each in some), *pool], config.elites)
+                summary = summed(generation, told, pool) | {"seconds": round(time.perf_counter() - began, 3)}
+                rows += [*told, summary]
+                file.writelines(json.dumps(row) + "\n" for row in [*told, summary])
+                file.flush()
+                say(summary, config, source)
+                best, population = succeeded(config, generation, members, [row["return_mean"] for row in told])
     (out / "best.pt").write_bytes(best.checkpoint)
     draw([row for row in rows if row["kind"] == "generation"], config, out / "evolution.png")
     print(", ".join(str(out / name) for name in ("metrics.jsonl", "evolution.png", "best.pt")), flush=True)
     return rows
+
+
+def succeeded(
+    config: EvolutionConfig, generation: int, members: Sequence[Member], returns: Sequence[float]
+) -> tuple[Member, list[Member]]:
+    """The best member, and the next generation: mutated copies of the best in the places of the worst."""
+    ranked = sorted(range(len(members)), key=lambda index: -returns[index])
+    best, following = members[ranked[0]], list(members)
+    for place in ranked[len(ranked) - config.replaced :]:
+        seed = np.random.SeedSequence((config.seed, generation, place, 1)).generate_state(1)
+        following[place] = mutated(best, config.mutation, int(seed[0]), generation + 1)
+    return best, following
+
+
+def summed(generation: int, members: Sequence[dict[str, Any]], pool: Sequence[Trajectory]) -> dict[str, Any]:
+    """A generation's row, of its members' rows and the pool after it."""
+    returns = [row["return_mean"] for row in members]
+    return {
+        "kind": "generation",
+        "generation": generation,
+        "best": max(returns),
+        "median": median(returns),
+        "worst": min(returns),
+        "pool_worst": pool[-1].total,
+        "pool": {origin: sum(each.origin == origin for each in pool) for origin in ORIGINS},
+        **{
+            origin: {key: sum(row[origin][key] for row in members) for key in ("tried", "kept", "gained")}
+            for origin in ORIGINS[1:]
+        },
+        "overflow_steps": sum(row["overflow_steps"] for row in members),
+        "effective_dtypes": sorted({row["effective_dtype"] for row in members if row["effective_dtype"]}),
+        "fallback": next((row["fallback"] for row in members if row["fallback"] is not None), None),
+        "workers": len({(row["host"], row["pid"]) for row in members}),
+    }
 
 
 def say(row: dict[str, Any], config: EvolutionConfig, source: str) -> None:
@@ -487,8 +506,6 @@ def main() -> None:
         sys.exit(f"recipes.amp.evolution: {error.cause}")
     except ValueError as error:
         sys.exit(f"recipes.amp.evolution: {error}")
-    finally:
-        ray.shutdown()
 
 
 if __name__ == "__main__":

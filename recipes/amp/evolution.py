@@ -487,6 +487,7 @@ def draw(rows: list[dict[str, Any]], config: EvolutionConfig, path: Path) -> Non
         returns.plot(generations, [row[name] for row in rows], style, label=name)
     returns.set(title="mean return of a member", xlabel="generation", ylabel="return")
     returns.legend()
+    returns.xaxis.get_major_locator().set_params(integer=True)
     for place, origin in enumerate(ORIGINS[1:]):
         gained = [row[origin]["gained"] / max(row[origin]["tried"], 1) for row in rows]
         gains.bar([generation + 0.4 * place - 0.2 for generation in generations], gained, 0.4, label=origin)

@@ -45,6 +45,7 @@ KILL_SWITCH = "DISABLE_AMP"
 NATIVE = ("CartPole-v0", "CartPole-v1")  # their vector environments are tested to be the same as single ones
 WINDOW = 100  # episodes of return_mean
 CHECKPOINT, METRICS, CURVES, EVALUATION = "checkpoint.pt", "metrics.jsonl", "curves.png", "evaluation.json"
+PROGRESS = ("device", "updates", "episodes", "returns", "generator")  # of a run, in a checkpoint
 MAY_CHANGE = ("out", "resume", "total_steps", "stop_at", "eval_episodes", "save_every")
 MAY_CHANGE += ("device", "compile", "use_amp", "dtype", "loss_scale", "vectorize")
 
@@ -68,7 +69,7 @@ class PPOConfig:
     device: str = option("auto", "auto, cpu or cuda; 16 bits on a CPU need an explicit cpu")
     compile: bool = option(False, "torch.compile the networks")
     seed: int = option(1, "of weights, actions, minibatches and environments")
-    total_steps: int = option(300_000, "steps of all environments together")
+    total_steps: int = option(150_000, "steps of all environments together")
     stop_at: Optional[float] = option(None, f"end when the mean return of the last {WINDOW} episodes reaches this")
     eval_episodes: int = option(100, "episodes with the most probable actions, after training")
     save_every: int = option(50, "updates between checkpoints; one at the end always")
@@ -77,13 +78,13 @@ class PPOConfig:
     vectorize: str = option("auto", "native (CartPole), sync, async (a process each); auto: native, or else sync")
     num_steps: int = option(64, "steps of each environment between updates")
     minibatches: int = option(4, "an epoch")
-    epochs: int = option(8, "over each batch")
+    epochs: int = option(10, "over each batch")
     hidden: int = option(64, "width of the hidden layers")
     layers: int = option(2, "hidden layers, of the policy and of the value each")
     learning_rate: float = option(1e-3, "of Adam, at first")
     anneal: bool = option(True, "learning rate falls linearly to 0 over total_steps")
-    gamma: float = option(0.99, "discount a step")
-    gae_lambda: float = option(0.95, "of generalised advantages")
+    gamma: float = option(0.98, "discount a step")
+    gae_lambda: float = option(0.9, "of generalised advantages")
     clip: float = option(0.2, "largest change of a probability's ratio that is rewarded")
     entropy_coefficient: float = option(0.0, "of the entropy in the objective")
     value_coefficient: float = option(0.5, "of the value loss")
@@ -506,28 +507,33 @@ class PPO:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint that :meth:`load` goes on from."""
-        progress = {"updates": self.updates, "episodes": self.episodes, "returns": list(self.returns)}
-        self.trainer.save_checkpoint(path, {**self.provenance(), **progress, "generator": self.generator.get_state()})
+        random = self.generator.get_state()
+        progress = (self.device.type, self.updates, self.episodes, list(self.returns), random)
+        self.trainer.save_checkpoint(path, {**self.provenance(), **dict(zip(PROGRESS, progress, strict=True))})
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint: networks, Adam, loss scale, counters and random numbers; environments start anew.
 
         Raises:
-            Refused: there is none, or it is another recipe's, or was made by settings that may not change.
+            Refused: there is none, or it is another recipe's, was made by settings that may not change, or on another
+                kind of device.
             CheckpointError: truncated, from a newer version, or of another model.
         """
         if not path.exists():
             raise Refused(f"{path}: there is no such checkpoint to resume from; leave out --resume")
-        extra = read_checkpoint(path)["extra"]
-        if extra.get("recipe") != "ppo":
+        saved = read_checkpoint(path).get("extra", {})
+        if saved.get("recipe") != "ppo" or not {"config", *PROGRESS} <= saved.keys():
             raise Refused(f"{path}: no checkpoint of PPO")
         for key, value in asdict(self.config).items():
-            if key not in MAY_CHANGE and extra["config"].get(key) != value:
-                raise Refused(f"{path}: made with {key}={extra['config'].get(key)}, not {value}: resume with that")
+            if key not in MAY_CHANGE and saved["config"].get(key) != value:
+                raise Refused(f"{path}: made with {key}={saved['config'].get(key)}, not {value}: resume with that")
+        made_on, updates, episodes, returns, random = (saved[name] for name in PROGRESS)
+        if made_on != self.device.type:  # whose random numbers are others
+            raise Refused(f"{path}: made on {made_on}, not {self.device.type}: resume with --device {made_on}")
         self.trainer.load_checkpoint(path)
-        self.updates, self.episodes = extra["updates"], extra["episodes"]
-        self.returns.extend(extra["returns"])
-        self.generator.set_state(extra["generator"].cpu())
+        self.updates, self.episodes = updates, episodes
+        self.returns.extend(returns)
+        self.generator.set_state(random.cpu())
         self._start()
 
 

@@ -7,7 +7,7 @@ import csv
 import json
 import math
 import platform
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -749,6 +749,12 @@ def test_interrupted_it_says_how_to_go_on(tmp_path, monkeypatch):
         (lambda path: path.write_bytes(path.read_bytes()[:2000]), [], "truncated, or no checkpoint"),
         (lambda path: edit(path, lambda saved: saved.update(version=99)), [], "version 99, this trainer reads up to"),
         (lambda path: edit(path, lambda saved: saved.update(extra={})), [], "no checkpoint of PPO"),
+        (lambda path: edit(path, lambda saved: saved["extra"].pop("updates")), [], "no checkpoint of PPO"),
+        (
+            lambda path: edit(path, lambda saved: saved["extra"].update(device="cuda")),
+            [],
+            "made on cuda, not cpu: resume",
+        ),
         (lambda path: edit(path, lambda saved: saved["model"].popitem()), [], "of another model"),
         (lambda path: path.unlink(), [], "there is no such checkpoint"),
     ],
@@ -829,6 +835,14 @@ def test_on_cuda(dtype):
 RESULTS, SEEDS, SOLVED = Path(__file__).parents[2] / "docs/results/amp-ppo.csv", (1, 2, 3), 475.0
 FIELDS = ("dtype", "seed", "steps", "return_mean", "entropy", "approx_kl", "ratio_deviation", "loss_scale")
 FIELDS += ("overflow_steps", "effective_dtype", "evaluation")
+FIRST_SETTINGS = """\
+The settings are the second ones, chosen from three in float32 alone, by the steps to 475. With the first ones
+(γ 0.99, λ 0.95, 8 epochs, 300 000 steps) the runs ended at 500, 500, 500 in float32, 500, 500, 500 in bfloat16 and
+500, 500, 260 in float16: 0.84 of float32's mean. Curves of all arms fell back on the way, those of seed 3 to 257, 222
+and 206, and float16's did not recover. Whether that is float16 or chance is not decided: on a minibatch of seed 3 its
+gradients were within 0.33 % of float32's, parameter by parameter, bfloat16's within 2.7 %.
+
+"""
 
 
 @pytest.mark.slow
@@ -907,6 +921,7 @@ def markdown(runs: dict[tuple[str, str], list[dict[str, str]]], evaluation: dict
         "*Loss scale*: at the end. *Ratio*: the largest mean |ratio − 1| of an update's first minibatch, before any",
         "step; rollout and update compute in one dtype.",
         "",
+        *FIRST_SETTINGS.splitlines(),
         "![Return over the steps, a panel a dtype, a line a seed](amp-ppo.png)",
         "",
         f"Settings: {', '.join(f'{key} {value}' for key, value in settings.items())}.",
@@ -935,3 +950,22 @@ def draw(runs: dict[tuple[str, str], list[dict[str, str]]], path: Path) -> None:
     figure.suptitle("CartPole-v1, PPO on a CPU; dashed: 475")
     figure.savefig(path, dpi=100)
     plt.close(figure)
+
+
+def test_the_results_say_what_they_are_quoted_for():
+    """In each dtype three seeds end above 475, and AMP's mean is at least 0.9 of fp32's."""
+    runs = committed()
+    assert runs.keys() == {(dtype, str(seed)) for dtype in DTYPES for seed in SEEDS}
+    for (dtype, _), rows in runs.items():
+        assert {row["effective_dtype"] for row in rows} == {dtype}
+        assert float(rows[-1]["evaluation"]) >= SOLVED and solved_at(rows) is not None
+    mean = {dtype: fmean(float(runs[dtype, str(seed)][-1]["evaluation"]) for seed in SEEDS) for dtype in DTYPES}
+    assert min(mean["float16"], mean["bfloat16"]) >= 0.9 * mean["float32"]
+
+
+def test_the_results_were_made_by_the_defaults():
+    told = RESULTS.with_suffix(".md").read_text()
+    for key, value in asdict(PPOConfig()).items():
+        assert (
+            value is None or key in ("env", "use_amp", "dtype", "device", "seed", "resume") or f"{key} {value}" in told
+        )

@@ -580,8 +580,8 @@ def markdown(rows: list[Row], facts: Facts) -> str:
         f"- memory: {MEMORY[facts.device]}. Saved: of {BASE}'s, in the median.",
         f"- first, last: the loss or the return of the first update, and the mean of the last {LAST}; mean over the "
         "repeats, and their range.",
-        "- overflow: optimizer steps that were skipped, of all, warm-up too; an update of ppo is a rollout and all "
-        "optimizer steps on it.",
+        "- overflow: optimizer steps that were skipped, of all, warm-up too: so many less to learn from. An update of "
+        "ppo is a rollout and all optimizer steps on it.",
         "",
         "| scenario | arm | effective dtype | ms an update | throughput a second | speed-up | memory MiB | saved | "
         "overflow | first | last |" + (" GPU busy |" if facts.device == "cuda" else ""),
@@ -693,7 +693,7 @@ def plot(rows: list[Row], title: str, file: Path) -> None:
     memory.axvline(0.0, color="black", linewidth=0.8)
     speed.set(xscale="log", xlabel=f"speed-up: seconds of {BASE} / seconds\nright of 1 is faster")
     memory.set(xlabel=f"memory saved, % of {BASE}'s")
-    speed.margins(x=0.15, y=0.12)
+    speed.margins(x=0.2, y=0.12)
     low, high = speed.get_xlim()
     speed.set_xlim(min(low, 0.8), max(high, 1.25))
     memory.set_xlim(min(memory.get_xlim()[0], 0.0), max(memory.get_xlim()[1] * 1.3, 60.0))

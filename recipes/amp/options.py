@@ -1,10 +1,14 @@
 """A recipe's config: a dataclass whose values come from the command line, the environment or a YAML file."""
 
 import argparse
+import math
 import os
 import sys
+import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, Optional, TypeVar, get_args
 
@@ -72,16 +76,26 @@ def new_folder(out: str | os.PathLike) -> Path:
     """The folder of a run, made if need be.
 
     Raises:
-        ValueError: another run's ``metrics.jsonl`` is in it, or it cannot be made.
+        ValueError: another run's ``metrics.jsonl`` is in it, or it cannot be made or written to.
     """
     folder = Path(out)
-    if (folder / "metrics.jsonl").exists():
-        raise ValueError(f"out={out} must be a folder without results: it has metrics.jsonl of another run")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        taken = (folder / "metrics.jsonl").exists()
+        if not taken:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"out={out} must be a folder that can be made: {error.strerror}") from None
+        raise ValueError(f"out={out} must be a folder that can be written to: {error.strerror}") from None
+    if taken:
+        raise ValueError(
+            f"out={out} must be a folder without results: it has metrics.jsonl of another run; choose another"
+        )
     return folder
+
+
+def finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record for JSON, which has no word for NaN and infinity: such a number becomes ``None``."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 class _OneLine(argparse.ArgumentParser):
@@ -95,7 +109,8 @@ def parse(
     """A config, and who set each of its values: command line over environment over YAML file over default.
 
     Every field is an option, ``total_steps`` as ``--total-steps``; switches have ``--no-…`` too; ``--config`` names the
-    file. Ends the process with one line and exit code 1 where a value is refused, wherever it stands.
+    file. Ends the process with one line and exit code 1 where a value is refused, wherever it stands. From here on
+    a warning, too, is one line, without the line of source that Python adds.
 
     Args:
         config: a dataclass of int, float, str and bool fields, or ``Optional`` of one, made by :func:`option`.
@@ -103,6 +118,7 @@ def parse(
     Returns:
         the config, and who set each field: "command line", "environment (VARIABLE)", "config (FILE)" or "default".
     """
+    warnings.formatwarning = lambda message, *_, **__: f"{program}: {message}\n"
     parser = _OneLine(prog=program, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of these options, with _ for -")
     for each in fields(config):
@@ -110,7 +126,11 @@ def parse(
         how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": kind.__name__}
         default = "" if each.default is None else f" ({each.default})"
         parser.add_argument(f"--{each.name.replace('_', '-')}", help=each.metadata["help"] + default, **how)
-    given = vars(parser.parse_args(words))
+    parsed, unknown = parser.parse_known_args(words)
+    if unknown:
+        near = get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions)
+        parser.error(f"{unknown[0]} is unknown{'; near it: ' + ', '.join(near) if near else ': see --help'}")
+    given = vars(parsed)
     path = given.pop("config", None)
     try:
         variables = {each.name: each.metadata["variable"] for each in fields(config) if each.metadata["variable"]}
@@ -134,7 +154,7 @@ def _read(path: Optional[Path], config: type) -> dict[str, Any]:
         read = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"--config {path}: must be YAML: {' '.join(str(error).split())}") from None
     kinds = {each.name: each.type for each in fields(config)}
     if not isinstance(read, dict):
@@ -143,7 +163,7 @@ def _read(path: Optional[Path], config: type) -> dict[str, Any]:
         if key not in kinds:
             raise ValueError(f"--config {path}: {key} is unknown: choose from {', '.join(kinds)}")
         allowed = get_args(kinds[key]) or (kinds[key],)
-        fits = float in allowed and type(value) is int
+        fits = float in allowed and type(value) is int and abs(value) < 2**63
         if type(value) not in allowed and not fits:
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
             hint = " (YAML wants the dot in 3.0e-4)" if float in allowed and isinstance(value, str) else ""

@@ -148,7 +148,8 @@ def _resolve(config: FP16TrainingConfig, device: torch.device) -> tuple[Precisio
     """The precision on this device, and why it is not the one asked for (or ``None``)."""
     compute, fallback = to_dtype(config.dtype if config.enabled else "float32", "dtype"), None
     if compute != torch.float32 and device.type == "cpu" and not config.on_cpu:
-        fallback = f"the model is on the CPU: training in float32, not {dtype_name(compute)} (on_cpu=True insists)"
+        fallback = f"the model is on the CPU: training in float32, not {dtype_name(compute)} (on_cpu=True insists; "
+        fallback += "a recipe's --device cpu)"
     elif compute == torch.bfloat16 and device.type == "cuda":
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             name = torch.cuda.get_device_name(device)
@@ -378,33 +379,37 @@ class FP16Trainer:
         _check_plain(extra, "extra")
         if self._for_inference:
             raise ValueError("the model was cast to float16 for inference: a checkpoint holds the float32 weights")
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            path = Path(path)
-            beside = path.with_name(path.name + ".part")
-            counters = ("training_steps", "overflow_steps", "consecutive_skips")
-            saved = {
-                "version": VERSION,
-                "model": self.module.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "optimizer_of": self._optimizer_of(),
-                "grad_scaler": self.scaler.state_dict() if self.scaler is not None else None,
-                "counters": {name: getattr(self, name) for name in counters},
-                "extra": extra,
-                "provenance": {
-                    "config": asdict(self.config),
-                    "stats": self.get_stats(),
-                    "torch": str(torch.__version__),
-                    "python": platform.python_version(),
-                    "patch_stamp": patch_stamp(),
-                },
-            }
-            try:
-                torch.save(saved, beside)
-                beside.replace(path)
-            finally:
-                beside.unlink(missing_ok=True)
-        if dist.is_initialized():
-            dist.barrier()
+        try:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                self._write(Path(path), extra)
+        finally:  # the others are not left waiting for a rank that could not write
+            if dist.is_initialized():
+                dist.barrier()
+
+    def _write(self, path: Path, extra: dict[str, Any]) -> None:
+        beside = path.with_name(path.name + ".part")
+        counters = ("training_steps", "overflow_steps", "consecutive_skips")
+        saved = {
+            "version": VERSION,
+            "model": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "optimizer_of": self._optimizer_of(),
+            "grad_scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "counters": {name: getattr(self, name) for name in counters},
+            "extra": extra,
+            "provenance": {
+                "config": asdict(self.config),
+                "stats": self.get_stats(),
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+                "patch_stamp": patch_stamp(),
+            },
+        }
+        try:
+            torch.save(saved, beside)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
 
     def load_checkpoint(self, path: str | os.PathLike) -> dict[str, Any]:
         """Take up what :meth:`save_checkpoint` wrote. The config stays this trainer's, and so does the optimizer's
@@ -428,7 +433,7 @@ class FP16Trainer:
             load_scaler_state(scaler, saved.get("grad_scaler"), str(path))
         except ValueError as error:
             raise CheckpointError(str(error)) from None
-        counters = saved.get("counters", {})
+        counters = saved["counters"]
         self.scaler = scaler
         self.module.load_state_dict(saved["model"])
         self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
@@ -437,7 +442,7 @@ class FP16Trainer:
         skips = counters.get("consecutive_skips", 0)
         self.consecutive_skips = skips if scaler is None else scaler.consecutive_skips
         self.skipped, self.grad_norm, self._micro_steps = False, None, 0
-        return saved.get("extra", {})
+        return saved["extra"]
 
     def _optimizer_of(self) -> dict[str, Any]:
         """Which optimizer over which parameters: its state goes by position alone."""
@@ -450,7 +455,7 @@ class FP16Trainer:
         sizes, wanted = ([len(group["params"]) for group in each["param_groups"]] for each in (state, own))
         if sizes != wanted:
             raise CheckpointError(f"{path}: of another optimizer: groups of {sizes} parameters, here {wanted}")
-        of, own_of = saved.get("optimizer_of", self._optimizer_of()), self._optimizer_of()
+        of, own_of = saved["optimizer_of"] or self._optimizer_of(), self._optimizer_of()
         if of["class"] != own_of["class"]:
             raise CheckpointError(f"{path}: of another optimizer: {of['class']}, here {own_of['class']}")
         if of["groups"] != own_of["groups"]:
@@ -481,8 +486,12 @@ def read_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
     if not holds or not saved["optimizer"].keys() >= {"state", "param_groups"}:
         raise CheckpointError(f"{path}: no checkpoint of this trainer: it has no model or no optimizer")
     version = saved.get("version", VERSION)
-    if not isinstance(version, int) or version > VERSION:
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
         raise CheckpointError(f"{path}: version {version}, this trainer reads up to {VERSION}: update it")
+    optional = ("optimizer_of", "counters", "extra", "provenance")  # checkpoints of others may lack them
+    for part in optional:
+        if not isinstance(saved.setdefault(part, {}), Mapping):
+            raise CheckpointError(f"{path}: no checkpoint of this trainer: its {part} is {type(saved[part]).__name__}")
     return saved
 
 

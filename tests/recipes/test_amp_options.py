@@ -97,9 +97,9 @@ def refused(capsys, *words: str) -> str:
         (["--steps", "0"], "steps=0 must be at least 1"),
         (["--steps", "1.5"], "--steps: invalid int value: '1.5'"),
         (["--steps"], "--steps: expected one argument"),
-        (["--ste", "5"], "unrecognized arguments: --ste 5"),
+        (["--ste", "5"], "--ste is unknown; near it: --steps"),
         (["--use-amp=1"], "ignored explicit argument '1'"),
-        (["more"], "unrecognized arguments: more"),
+        (["more"], "more is unknown: see --help"),
         (["--config", "none.yaml"], "--config none.yaml: No such file"),
     ],
 )
@@ -127,6 +127,9 @@ def test_a_malformed_variable_is_one_line_even_where_the_command_line_decides(wo
         ("use_amp: 1\n", "use_amp=1 must be bool"),
         ("use_amp: [\n", "must be YAML: "),
         ("a: b: c\n", "must be YAML: "),
+        ("a: 2024-13-45\n", "must be YAML: month"),
+        ("[" * 3000, "must be YAML: "),
+        (f"lr: 1{'0' * 400}\n", "must be float"),
         ("- steps\n", "must be a mapping of steps, lr, name, use_amp"),
         ("", "must be a mapping of steps"),
         (b"\xff\xfe\x00", "must be YAML: "),
@@ -166,9 +169,16 @@ def test_a_folder_with_results_is_not_written_over(tmp_path):
     (folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=f"out={folder} must be .*metrics.jsonl of another run"):
         options.new_folder(folder)
-    for path in (folder / "metrics.jsonl", folder / "metrics.jsonl" / "c"):  # a file, and below one
-        with pytest.raises(ValueError, match=f"out={path} must be a folder that can be made: "):
+    # A file, below one, a name that no file system takes, a folder in which nobody can write.
+    for path in (folder / "metrics.jsonl", folder / "metrics.jsonl" / "c", folder / ("c" * 300), Path("/proc/self")):
+        with pytest.raises(ValueError, match=f"out={path} must be a folder that can be written to: "):
             options.new_folder(path)
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl"]
+
+
+def test_a_record_without_a_finite_number_is_json():
+    record = options.finite({"loss": float("nan"), "scale": float("inf"), "steps": 3, "dtype": "float16", "none": None})
+    assert record == {"loss": None, "scale": None, "steps": 3, "dtype": "float16", "none": None}
 
 
 def commands() -> list[tuple[str, str]]:

@@ -630,7 +630,7 @@ def amp(dtype: str) -> str:
         (["--loss-scale=0"], "loss_scale=0.0 must be positive"),
         (["--seed=-1"], "seed=-1 must be at least 0"),
         (["--stop-at=nan"], "stop_at=nan must be a finite number"),
-        (["--steps=3"], "unrecognized arguments: --steps=3"),
+        (["--steps=3"], "--steps=3 is unknown; near it: "),
         (["--resume"], "checkpoint.pt: there is no such checkpoint to resume from"),
     ],
 )

@@ -580,6 +580,14 @@ REFUSED = {
     "a number": (lambda path: torch.save(1, path), "no model or no optimizer"),
     "newer": (edited(lambda saved: saved.update(version=2)), "version 2, this trainer reads up to 1"),
     "odd version": (edited(lambda saved: saved.update(version="1.0")), "version 1.0, this trainer"),
+    "version 0": (edited(lambda saved: saved.update(version=0)), "version 0, this trainer"),
+    **{
+        f"{part} that are none": (
+            edited(lambda saved, part=part: saved.update({part: None})),
+            f"no checkpoint of this trainer: its {part} is NoneType",
+        )
+        for part in ("optimizer_of", "counters", "extra")
+    },
     "another shape": (
         edited(lambda saved: saved["model"].update({"0.weight": torch.ones(3, 6)})),
         r"of another model: 0.weight has shape \(3, 6\), here \(16, 6\)",
@@ -658,11 +666,10 @@ def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(tmp_path):
 
 def test_the_guides_quick_start_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = re.search(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[1]
-    names = {"batches": [{"x": torch.randn(4, 8), "y": torch.randn(4, 1)}] * 8}
-    with pytest.warns(UserWarning, match="on the CPU"):
-        exec(code.replace(".cuda()", ""), names)
-    assert names["trainer"].training_steps == 2 and (tmp_path / "model.pt").exists()
+    names = {}
+    with pytest.warns(UserWarning, match="on the CPU: training in float32"):
+        exec(re.search(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[1], names)
+    assert names["trainer"].training_steps == 10 and (tmp_path / "model.pt").exists()
 
 
 def test_the_guide_has_every_setting_with_its_default_and_every_statistic():

@@ -42,7 +42,7 @@ from recipes.amp import options
 from recipes.amp.options import option
 from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
 from recipes.amp.world_model import flat, make_env
-from verl.utils.precision import report
+from verl.utils.precision import LossScaleError, report
 
 QUIET = {"logging_level": "ERROR", "log_to_driver": False}
 ORIGINS = ("collected", "revised", "recombined")
@@ -84,11 +84,13 @@ class EvolutionConfig:
         whole = ("generations", "episodes", "elites", "hidden", "epochs", "batch_size", "cpus")
         rules = {name: (getattr(self, name) >= 1, "at least 1") for name in whole}
         rules |= {name: (getattr(self, name) >= 0, "at least 0") for name in ("revisions", "recombinations")}
-        rules |= {name: (0 < getattr(self, name) < math.inf, "positive") for name in ("lr", "temperature", "gpus")}
+        rules |= {name: (0 < getattr(self, name) < math.inf, "positive") for name in ("lr", "temperature")}
         rules["out"] = (bool(self.out), "a folder: --out DIR")
         rules["seed"] = (0 <= self.seed < 2**31, "from 0 to 2147483647")
         rules["device"] = (self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda")
         rules["population"] = (self.population >= 2, "at least 2")
+        whole = self.gpus < 1 or self.gpus % 1 == 0
+        rules["gpus"] = (0 < self.gpus < math.inf and whole, "a share of one, or a whole number")
         rules["replaced"] = (0 <= self.replaced < self.population, f"at least 0 and below population={self.population}")
         rules["mutation"] = (0 <= self.mutation < math.inf, "at least 0")
         options.within(self, rules)
@@ -176,11 +178,12 @@ def again(env: gymnasium.Env, policy: Policy, parent: Trajectory, rng: np.random
     """Replay a trajectory up to some step, and go on by ``policy``.
 
     Raises:
-        ValueError: the replay saw other observations.
+        ValueError: the replay saw other observations or rewards.
     """
     step = int(rng.integers(len(parent.actions)))
     made = play(env, policy, parent.seed, rng, parent.actions[:step], origin)
-    if not np.array_equal(made.observations[: step + 1], parent.observations[: step + 1]):
+    seen, told = made.observations[: step + 1], made.rewards[:step]
+    if not (np.array_equal(seen, parent.observations[: step + 1]) and np.array_equal(told, parent.rewards[:step])):
         raise ValueError(f"env={env.spec.id} is not deterministic: seed {parent.seed} and its actions led elsewhere")
     return made
 
@@ -347,6 +350,24 @@ def mutated(member: Member, size: float, seed: int, born: int) -> Member:
     return Member(weights, born=born)
 
 
+def choose_device(config: EvolutionConfig, nodes: Sequence[dict[str, float]]) -> str:
+    """The workers' device, cpu or cuda, from what the nodes of the cluster have.
+
+    Raises:
+        ValueError: no node has what a member's task asks for: Ray would wait for one for ever.
+    """
+    gpus = max((node.get("GPU", 0) for node in nodes if node.get("CPU", 0) >= 1), default=None)
+    if gpus is None:
+        raise ValueError(f"address={config.address} must be a Ray cluster with a CPU to work on")
+    if config.device == "cuda" and not gpus:
+        raise ValueError("device=cuda must be auto or cpu: Ray has no GPU here")
+    if config.device == "cpu" or not gpus:
+        return "cpu"
+    if config.gpus > gpus:
+        raise ValueError(f"gpus={config.gpus} must be at most {gpus:g}, what one node of this Ray has")
+    return "cuda"
+
+
 @contextmanager
 def ray_session(config: EvolutionConfig) -> Iterator[str]:
     """Ray, started here or at ``config.address``, for the body; a session that runs already is used, and left.
@@ -355,7 +376,7 @@ def ray_session(config: EvolutionConfig) -> Iterator[str]:
         the workers' device.
 
     Raises:
-        ValueError: no cluster answers at the address, or one of another Ray; cuda, where the cluster has no GPU.
+        ValueError: no cluster answers at the address, or one of another Ray; as :func:`choose_device`.
     """
     started = not ray.is_initialized()
     if started and config.address is None:
@@ -370,10 +391,7 @@ def ray_session(config: EvolutionConfig) -> Iterator[str]:
             why = " ".join(str(error).split())
             raise ValueError(f"address={config.address} must be a Ray cluster: {why}") from None
     try:
-        has_gpu = ray.cluster_resources().get("GPU", 0) > 0
-        if config.device == "cuda" and not has_gpu:
-            raise ValueError("device=cuda must be auto or cpu: Ray has no GPU here")
-        yield "cuda" if has_gpu and config.device != "cpu" else "cpu"
+        yield choose_device(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     finally:
         if started:
             ray.shutdown()
@@ -502,7 +520,7 @@ def main() -> None:
     try:
         evolve(config, sources["fp16_training"])
     except ray.exceptions.RayTaskError as error:
-        if not isinstance(error.cause, ValueError):
+        if not isinstance(error.cause, ValueError | LossScaleError | FloatingPointError):
             raise
         sys.exit(f"recipes.amp.evolution: {error.cause}")
     except ValueError as error:

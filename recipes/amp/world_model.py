@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from recipes.amp import options
 from recipes.amp.options import option
-from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig, read_checkpoint
-from verl.utils.precision import to_dtype
+from recipes.amp.trainer import CheckpointError, FP16Trainer, FP16TrainingConfig, read_checkpoint
+from verl.utils.precision import LossScaleError, to_dtype
 
 CONTEXT = 10  # observations seen where nobody says otherwise
 DRAWN = 3, 4  # trajectories and components of the observation that the picture has at most
@@ -82,6 +82,9 @@ def make_env(name: str, make: Callable[..., Any] = gymnasium.make, **settings: A
     Raises:
         ValueError: there is no such environment, or a package that it needs is missing.
     """
+    module, colon, rest = name.rpartition(":")
+    if colon and not (all(part.isidentifier() for part in module.split(".")) and rest):
+        raise ValueError(f"env={name} must be NAME or MODULE:NAME")
     try:
         return make(name, **settings)
     except gymnasium.error.UnregisteredEnv:
@@ -263,9 +266,11 @@ class WorldModel(nn.Module):
 
         Raises:
             FileNotFoundError: there is no such file.
-            CheckpointError: truncated, no checkpoint of the trainer, or from a newer version.
+            CheckpointError: truncated, of another model, or from a newer version.
         """
         saved = read_checkpoint(path)
+        if "sizes" not in saved.get("extra", {}):
+            raise CheckpointError(f"{path}: no checkpoint of a world model")
         model = cls(**saved["extra"]["sizes"])
         model.load_state_dict(saved["model"])
         return model
@@ -319,7 +324,7 @@ def open_loop_errors(model: WorldModel, data: Trajectories, context: int) -> dic
 def train(
     config: WorldModelConfig, data: Trajectories, held_out: Trajectories
 ) -> tuple[FP16Trainer, Iterable[dict[str, Any]]]:
-    """A trainer, and one row of metrics an epoch as it trains."""
+    """A trainer, and one row of metrics an epoch as it trains; the held-out data is judged in its dtype too."""
     torch.manual_seed(config.seed)
     model = WorldModel(data.observations.shape[-1], data.actions.shape[-1], config.hidden, config.latent)
     model.set_statistics(data)
@@ -409,14 +414,15 @@ def run(config: WorldModelConfig) -> list[dict[str, Any]]:
         the rows of metrics.jsonl, one an epoch.
 
     Raises:
-        ValueError: an environment that cannot be learned from, a device that is not there, a folder with results.
+        ValueError: an environment that cannot be learned from, a folder with results.
+        LossScaleError, FloatingPointError: as the trainer's.
     """
-    data = collect(config.env, config.steps, config.seed, config.length)
     held_out = collect(config.env, config.held_out_steps, config.seed + 1, config.length)
     if not held_out.valid[:, config.context :].any():
         longest = int(held_out.valid.sum(1).max())
         raise ValueError(f"context={config.context} must be below {longest}, the longest held-out trajectory")
     out = options.new_folder(config.out)
+    data = collect(config.env, config.steps, config.seed, config.length)
     trainer, epochs = train(config, data, held_out)
     print(f"{int(data.valid.sum())} steps in {len(data.valid)} trajectories of {config.env}", flush=True)
     rows = []
@@ -434,7 +440,7 @@ def run(config: WorldModelConfig) -> list[dict[str, Any]]:
             )
     model = trainer.module
     trainer.save_checkpoint(out / "checkpoint.pt", {"config": asdict(config), "sizes": model.sizes})
-    title = f"{config.env}, {rows[-1]['effective_dtype']}, {config.context} observations seen"
+    title = f"{config.env}, trained in {rows[-1]['effective_dtype']}, {config.context} observations seen"
     draw(model.cpu(), held_out, config.context, rows, title, out / "predictions.png")
     print(f"{out / 'metrics.jsonl'}, {out / 'predictions.png'}, {out / 'checkpoint.pt'}")
     return rows
@@ -444,7 +450,7 @@ def main() -> None:
     config, _ = options.parse(WorldModelConfig, "recipes.amp.world_model", __doc__.split("\n")[0])
     try:
         run(config)
-    except ValueError as error:
+    except (ValueError, LossScaleError, FloatingPointError) as error:
         sys.exit(f"recipes.amp.world_model: {error}")
 
 

@@ -41,11 +41,22 @@ class Restless(gymnasium.Env):
 
 
 class Steady(Restless):
-    """Known to this process alone."""
+    """Known to this process alone; its third step may be spoilt."""
+
+    def __init__(self, spoil: str = ""):
+        self.spoil = spoil
 
     def reset(self, *, seed=None, options=None):
         self.count = 0
         return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        observation, reward, *ended = super().step(action)
+        if self.count == 3 and self.spoil:
+            observation, reward = (
+                (observation * np.nan, reward) if self.spoil == "observation" else (observation, np.inf)
+            )
+        return observation, reward, *ended
 
 
 gymnasium.register("Restless-v0", Restless)
@@ -215,6 +226,20 @@ def test_a_trajectory_is_its_seed_and_actions(env):
     assert set(made.actions) == {0, 1}
 
 
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("observation", "env=Steady-v0, seed 7, step 3: component 0 of the observation is nan"),
+        ("reward", "env=Steady-v0, seed 7, step 3: the reward is inf"),
+    ],
+)
+def test_what_is_not_finite_is_refused_by_its_place(spoil, message):
+    spoilt = gymnasium.make("Steady-v0", spoil=spoil)
+    with pytest.raises(ValueError) as refused:
+        evolution.play(spoilt, Policy(spoilt, 2), 7, np.random.default_rng(0))
+    assert str(refused.value) == message
+
+
 def test_a_policy_samples_by_its_probabilities(env):
     policy, rng = pushing(env, 0), np.random.default_rng(0)
     policy[2].bias.data = torch.tensor([0.0, 1.0])
@@ -234,7 +259,15 @@ def test_what_is_tried_again_replays_a_prefix(env):
         ours, theirs = made.actions, parent.actions
         cuts.add(next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours)))
     assert len(cuts) > 3
-    wrong = replace(parent, observations=parent.observations + 1e-3)
+    for wrong in (
+        replace(parent, observations=parent.observations + 1e-3),
+        replace(parent, rewards=parent.rewards + 1e-3),
+    ):
+        refuse_replay(env, policy, wrong)
+
+
+def refuse_replay(env, policy, wrong):
+    rng = np.random.default_rng(3)  # a prefix of some steps
     with pytest.raises(
         ValueError, match="^env=CartPole-v1 is not deterministic: seed 5 and its actions led elsewhere$"
     ):
@@ -354,6 +387,7 @@ def test_succession(env):
         (["--revisions", "-1"], "revisions=-1 must be at least 0"),
         (["--temperature", "0"], "temperature=0.0 must be positive"),
         (["--mutation", "nan"], "mutation=nan must be at least 0"),
+        (["--gpus", "1.5"], "gpus=1.5 must be a share of one, or a whole number"),
         (["--device", "tpu"], "device=tpu must be auto, cpu or cuda"),
         (["--loss-scale", "inf"], "loss_scale=inf must be positive"),
         (["--out", ""], "out= must be a folder: --out DIR"),
@@ -375,6 +409,45 @@ def test_an_address_without_a_cluster_is_refused_at_once(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="^address=127.0.0.1:1 must be a Ray cluster: .*refused$"):
         evolution.evolve(config)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "chosen"),
+    [
+        ({}, [{"CPU": 2}], "cpu"),
+        ({}, [{"CPU": 2}, {"CPU": 8, "GPU": 2}], "cuda"),
+        ({"device": "cpu"}, [{"CPU": 2, "GPU": 2}], "cpu"),
+        ({"device": "cpu", "gpus": 4.0}, [{"CPU": 2, "GPU": 2}], "cpu"),
+        ({"gpus": 4.0}, [{"CPU": 2, "GPU": 2}] * 2, "gpus=4.0 must be at most 2, what one node of this Ray has"),
+        ({"device": "cuda"}, [{"CPU": 2}, {"GPU": 2}], "device=cuda must be auto or cpu: Ray has no GPU here"),
+        ({}, [{"GPU": 2}], "address=None must be a Ray cluster with a CPU to work on"),
+    ],
+)
+def test_the_device_is_one_that_a_task_can_have(settings, nodes, chosen):
+    config = EvolutionConfig(out="-", **settings)
+    if chosen in ("cpu", "cuda"):
+        assert evolution.choose_device(config, nodes) == chosen
+    else:
+        with pytest.raises(ValueError, match=f"^{chosen}$"):
+            evolution.choose_device(config, nodes)
+
+
+def test_a_storm_in_a_worker_is_one_line(session, monkeypatch, tmp_path):
+    command = [
+        "evolution",
+        "--out",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+        "--fp16-training",
+        "--loss-scale",
+        "3e38",
+    ]
+    monkeypatch.setattr(sys, "argv", [*command, "--batch-size", "4", "--epochs", "9"])
+    with pytest.raises(SystemExit) as ended:
+        evolution.main()
+    assert str(ended.value).startswith("recipes.amp.evolution: 32 optimizer steps in a row overflowed")
+    assert "\n" not in str(ended.value)
 
 
 def test_a_gpu_that_ray_does_not_have(session, tmp_path):

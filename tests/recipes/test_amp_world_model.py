@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from recipes.amp import world_model
-from recipes.amp.trainer import CheckpointError, FP16Trainer, FP16TrainingConfig
+from recipes.amp.trainer import CheckpointError, FP16Trainer, FP16TrainingConfig, MultiplicationDtypes
 from recipes.amp.world_model import Trajectories, WorldModel, WorldModelConfig, collect, world_model_loss
 
 REPO = Path(__file__).resolve().parents[2]
@@ -190,6 +190,15 @@ def test_every_weight_gets_a_gradient(dtype):
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients.values())
 
 
+def test_it_learns_and_is_judged_in_one_dtype():
+    data = cut_of_counter()
+    config = WorldModelConfig(out="-", device="cpu", dtype="bfloat16", **SMALL | {"epochs": 2})
+    trainer, epochs = world_model.train(config, data, data)
+    with MultiplicationDtypes() as seen:
+        rows = list(epochs)
+    assert seen.shares() == {"bfloat16": 1.0} == rows[-1]["effective_dtype_share"]
+
+
 def test_it_learns_to_predict_what_it_does_not_see(learned):
     config, rows, out = learned
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == rows
@@ -211,6 +220,10 @@ def test_the_checkpoint_predicts(learned, tmp_path):
     half = tmp_path / "half.pt"
     half.write_bytes((out / "checkpoint.pt").read_bytes()[:5000])
     with pytest.raises(CheckpointError, match="half.pt: truncated"):
+        WorldModel.load(half)
+    other = torch.nn.Linear(2, 2)
+    FP16Trainer(other, torch.optim.Adam(other.parameters()), FP16TrainingConfig(enabled=False)).save_checkpoint(half)
+    with pytest.raises(CheckpointError, match="half.pt: no checkpoint of a world model"):
         WorldModel.load(half)
 
 
@@ -252,6 +265,9 @@ def test_the_same_seed_learns_the_same(tmp_path):
     [
         (["--env", "CartPol-v1"], "env=CartPol-v1 is unknown to Gymnasium; near it: CartPole-v1"),
         (["--env", "nowhere:X-v0"], "env=nowhere:X-v0 cannot be made: No module named 'nowhere'"),
+        (["--env", "a:b:C-v1"], "env=a:b:C-v1 must be NAME or MODULE:NAME"),
+        (["--env", ":CartPole-v1"], "env=:CartPole-v1 must be NAME or MODULE:NAME"),
+        (["--env", ".x:Foo-v1"], "env=.x:Foo-v1 must be NAME or MODULE:NAME"),
         (["--length", "1"], "length=1 must be at least 2"),
         (["--context", "50"], "context=50 must be at least 1 and below length=50"),
         (["--steps", "0"], "steps=0 must be at least 1"),
@@ -271,6 +287,22 @@ def test_bad_input_is_one_line_and_leaves_nothing(words, message, monkeypatch, t
         world_model.main()
     assert str(ended.value).startswith(f"recipes.amp.world_model: {message}") and "\n" not in str(ended.value)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dtype", "float16", "--loss-scale", "3e38"], "32 optimizer steps in a row overflowed"),
+        (["--dtype", "float32", "--lr", "1e30"], "32 updates in a row had no finite gradients in float32"),
+    ],
+)
+def test_a_storm_is_one_line(words, message, monkeypatch, tmp_path):
+    small = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = ["world_model", "--env", "CartPole-v1", "--out", str(tmp_path), "--device", "cpu", *small]
+    monkeypatch.setattr(sys, "argv", [*command, "--epochs", "20", *words])
+    with pytest.raises(SystemExit) as ended:
+        world_model.main()
+    assert str(ended.value).startswith(f"recipes.amp.world_model: {message}") and "\n" not in str(ended.value)
 
 
 def test_results_are_not_overwritten(learned):

@@ -1,6 +1,7 @@
 """The benchmark of the AMP recipes: its arms are what they are called, and alike in all else; no time is asserted."""
 
 import csv
+import math
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from lib import job as jobs
 
 SCRIPT = Path(bench_amp.__file__)
 CPU = torch.device("cpu")
+ITEMS = {"mlp": 32, "transformer": 4 * 16, "world_model": 4 * 20, "evolution": 64, "ppo": 4 * 32}  # of an update
 
 
 def facts(device: str = "cpu") -> bench_amp.Facts:
@@ -47,7 +49,8 @@ def test_every_arm_of_every_scenario_ran_in_its_dtype(written):
     for row in table:
         assert row["requested_dtype"] == row["effective_dtype"] == ARMS[row["arm"]] and row["fallback"] == ""
         assert float(row["effective_share"]) > 0.5
-        assert float(row["seconds"]) > 0 and float(row["throughput"]) > 0 and float(row["memory_mib"]) > 0
+        assert float(row["throughput"]) * float(row["seconds"]) == pytest.approx(ITEMS[row["scenario"]])
+        assert float(row["seconds"]) > 0 and float(row["memory_mib"]) > 0
         assert int(row["optimizer_steps"]) >= int(row["updates"]) + 2 and row["gpu_busy"] == ""
 
 
@@ -128,6 +131,29 @@ def test_an_arm_that_fell_back_has_no_speed_up(tmp_path, capsys):
     assert "float32" in lines["bf16"] and lines["bf16"].count("| n/a |") == 2
     assert "- mlp, fp16: the model is on the CPU" in report.read_text()
     assert "- transformer: left out of this run" in report.read_text() and figure.stat().st_size > 1000
+
+
+def test_an_outcome_is_the_first_update_s_and_the_mean_of_the_last_ones(monkeypatch):
+    def build(arm: bench_amp.Arm) -> bench_amp.Run:
+        shown = iter([None, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 17.0])
+        run = SCENARIOS["mlp"].build(arm, width=8, layers=1, batch=4)
+        return replace(run, update=lambda: run.update() is not None and next(shown))
+
+    counted = bench_amp.Scenario(build, "samples", {"small": {"updates": 6}}, outcome="return")
+    monkeypatch.setitem(SCENARIOS, "counted", counted)
+    rows = bench_amp.measure("counted", "small", 0, 0, CPU)
+    assert [row.last for row in rows] == [7.0] * 3 and all(math.isnan(row.first) for row in rows)
+    assert "| return not finite in 1 of 1 repeats | 7 (7–7) |" in bench_amp.markdown(rows, facts())
+
+
+def test_the_kill_switch_of_ppo_leaves_no_speed_up(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("DISABLE_AMP", "1")
+    bench_amp.bench(["ppo"], "small", repeats=1, seed=0, device=CPU)
+    assert "n/a: it ran in float32, not in float16" in capsys.readouterr().out
+    monkeypatch.setenv("DISABLE_AMP", "yes")
+    with pytest.raises(SystemExit, match="DISABLE_AMP='yes' in the environment must be 1, 0, true or false"):
+        bench_amp.main(["--size", "small", "--only", "mlp", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_other_processes_use_is_told_from_ones_own():

@@ -185,7 +185,7 @@ def test_memory_counts_what_is_alive_at_once():
         (["--size", "small"], "size=small must go with --out: docs/results is for size "),
         (["--out", __file__], "test_bench_amp.py must be a folder"),
         (["--device", "tpu"], "device=tpu must be auto, cpu or cuda"),
-        (["--repeat", "5"], "unrecognized arguments: --repeat 5"),
+        (["--repeat", "5"], "--repeat is unknown; near it: --repeats"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(words, said, capsys):

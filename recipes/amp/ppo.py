@@ -39,7 +39,7 @@ from torch.utils.tensorboard import SummaryWriter
 from recipes.amp.options import device, flag, new_folder, option, parse, within
 from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig, read_checkpoint
 from recipes.amp.world_model import make_env
-from verl.utils.precision import LossScaleError
+from verl.utils.precision import LossScaleError, dtype_name
 
 KILL_SWITCH = "DISABLE_AMP"
 NATIVE = ("CartPole-v0", "CartPole-v1")  # their vector environments are tested to be the same as single ones
@@ -348,8 +348,6 @@ class PPO:
         self.amp_source = f"environment ({KILL_SWITCH})" if killed else self.sources.get("use_amp", "default")
         self.trainer = FP16Trainer(self.agent, optimizer, config.training(config.use_amp and not killed))
         self.envs.largest = torch.finfo(self.trainer.precision.compute).max
-        with torch.no_grad(), self.trainer.autocast():  # the dtype is observed here, before anything is compiled
-            self.agent(torch.zeros(1, self.envs.inputs, device=self.device))
         if config.compile:
             self.agent.compile()
         self.generator = torch.Generator(self.device).manual_seed(config.seed)  # of actions and minibatches
@@ -377,7 +375,8 @@ class PPO:
             Refused: as :meth:`Environments.step`.
         """
         factors, seen = self.envs.factors, []
-        with torch.no_grad(), self.trainer.autocast():  # a region of its own, in which weights are cast once
+        # A region of its own, in which weights are cast once; the dtype that is reported is observed in the update's.
+        with torch.no_grad(), self.trainer.precision.autocast(self.device.type):
             for _ in range(self.config.num_steps):
                 state = self._state
                 logits, values = self.agent(state.observations)
@@ -455,7 +454,10 @@ class PPO:
         }
 
     def precision(self) -> dict[str, Any]:
-        """What is computed in which dtype, who decided so, and what overflowed so far."""
+        """What is computed in which dtype, who decided so, and what overflowed so far.
+
+        ``effective_dtype`` is observed in the first update: ``None`` before.
+        """
         stats = self.trainer.get_stats()
         kept = ("effective_dtype", "effective_dtype_share", "fallback", "overflow_steps", "overflow_rate", "grad_norm")
         return {
@@ -474,7 +476,7 @@ class PPO:
         envs = Environments(config.env, episodes, self.envs.mode.replace("async", "sync"), self.device)
         envs.largest = self.envs.largest
         state, running = envs.reset(config.seed + 2**31), np.ones(episodes, dtype=bool)
-        with torch.no_grad(), self.trainer.autocast():
+        with torch.no_grad(), self.trainer.precision.autocast(self.device.type):
             for _ in range(envs.vector.spec.max_episode_steps or 10_000):
                 log_probs = log_softmax(self.agent(state.observations)[0], state.allowed, envs.factors)
                 actions = torch.stack([each.argmax(-1) for each in log_probs], -1)
@@ -569,8 +571,8 @@ def draw(metrics: Path, title: str, path: Path) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained", sharex=True)
     for axis, (name, keys) in zip(axes.flat, panels.items(), strict=True):
         for key in keys:
-            known = [(record["steps"], record[key]) for record in records if record[key] is not None]
-            axis.plot(*zip(*known, strict=True), label=key)
+            known = [record for record in records if record[key] is not None]
+            axis.plot([record["steps"] for record in known], [record[key] for record in known], label=key)
         axis.set(title=name, xlabel="steps of all environments")
         axis.grid(alpha=0.3)
     axes.flat[1].legend()
@@ -580,12 +582,25 @@ def draw(metrics: Path, title: str, path: Path) -> None:
     plt.close(figure)
 
 
+def keep(metrics: Path, updates: int) -> None:
+    """Leave records of the first updates alone: those that the checkpoint does not know are made again.
+
+    Raises:
+        Refused: a line is no record.
+    """
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    try:
+        whole = {line: json.loads(line)["update"] for line in lines if line.endswith("\n")}
+    except (ValueError, KeyError, TypeError):
+        raise Refused(f"{metrics}: a line is no record of an update: mend or remove the file") from None
+    metrics.write_text("".join(line for line, update in whole.items() if update <= updates))
+
+
 def train(ppo: PPO, out: Path) -> None:
     """Run to the end of its config, into the folder ``out``."""
     config, metrics = ppo.config, out / METRICS
-    if ppo.updates and metrics.exists():  # records that the checkpoint does not know are made again
-        whole = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        metrics.write_text("".join(line for line in whole if json.loads(line)["update"] <= ppo.updates))
+    if ppo.updates:
+        keep(metrics, ppo.updates)
     begun, told, first = time.monotonic(), 0.0, ppo.updates
     with SummaryWriter(out, purge_step=ppo.steps + 1 if ppo.updates else None) as board:
         board.add_text("provenance", f"```\n{json.dumps(ppo.provenance(), indent=2)}\n```", ppo.steps)
@@ -596,14 +611,14 @@ def train(ppo: PPO, out: Path) -> None:
             if config.stop_at is not None and len(ppo.returns) == WINDOW:
                 reached = record["return_mean"] >= config.stop_at
             ended = reached or ppo.updates == config.updates
-            if ended or ppo.updates % config.save_every == 0 or not (out / CHECKPOINT).exists():
+            if ended or ppo.updates % config.save_every == 0 or ppo.updates == 1:
                 ppo.save(out / CHECKPOINT)
             if ended or time.monotonic() - told > 2:
                 told = time.monotonic()
                 print(progress(record, ppo, (told - begun) / (ppo.updates - first)), flush=True)
     if reached:
         print(f"the return has reached --stop-at {config.stop_at:g}", flush=True)
-    draw(metrics, f"{config.env}, {ppo.precision()['effective_dtype']}, seed {config.seed}", out / CURVES)
+    draw(metrics, f"{config.env}, {dtype_name(ppo.trainer.precision.compute)}, seed {config.seed}", out / CURVES)
     if config.eval_episodes:
         returns = ppo.evaluate(config.eval_episodes)
         mean, deviation = float(np.mean(returns)), float(np.std(returns))
@@ -631,15 +646,16 @@ def main(words: Optional[Sequence[str]] = None) -> None:
         ppo = PPO(config, sources)
         if config.resume:
             ppo.load(Path(config.out) / CHECKPOINT)
+        elif (Path(config.out) / CHECKPOINT).exists():
+            raise Refused(f"out={config.out} must be a folder without results: it has {CHECKPOINT}; or give --resume")
         else:
             new_folder(config.out)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"ppo: {error}")
-    told = ppo.precision()
+    told, computed = ppo.precision(), dtype_name(ppo.trainer.precision.compute)
     print(
-        f"{config.env}: {config.num_envs} environments ({ppo.envs.mode}), {ppo.envs.acted}; "
-        f"{told['effective_dtype']} on {ppo.device.type}, AMP {'on' if told['amp_enabled'] else 'off'} "
-        f"({told['fallback'] or told['amp_source']})"
+        f"{config.env}: {config.num_envs} environments ({ppo.envs.mode}), {ppo.envs.acted}; {computed} on "
+        f"{ppo.device.type}, AMP {'on' if told['amp_enabled'] else 'off'} ({told['fallback'] or told['amp_source']})"
     )
     if config.resume:
         print(f"going on after step {ppo.steps}; the environments start anew")

@@ -207,6 +207,23 @@ def test_forward_is_in_autocast_and_backward_is_not(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_the_dtype_is_observed_in_the_update(dtype, monkeypatch):
+    """A rollout alone says nothing of it, and an update without autocast would be told."""
+    ppo = PPO(config(dtype))
+    batch = ppo.collect()
+    assert ppo.precision()["effective_dtype"] is None
+    loss = ppo.loss
+
+    def in_fp32(agent, batch):
+        with torch.autocast("cpu", enabled=False):
+            return loss(agent, batch)
+
+    monkeypatch.setattr(ppo, "loss", in_fp32)
+    ppo.learn(batch)
+    assert ppo.precision()["effective_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_follows_the_networks_is_fp32(dtype):
     ppo, heads, losses = PPO(config(dtype)), set(), set()
     for head in (*ppo.agent.policy_heads, ppo.agent.value_head):
@@ -659,11 +676,27 @@ def test_no_folder():
         recipe.main([])
 
 
-def test_a_folder_with_results(run):
-    before = {file: file.read_bytes() for file in run.iterdir()}
+@pytest.mark.parametrize("result", ["metrics.jsonl", "checkpoint.pt"])
+def test_a_folder_with_results(result, run, tmp_path):
+    (tmp_path / result).write_bytes((run / result).read_bytes())
     with pytest.raises(SystemExit, match="must be a folder without results"):
-        recipe.main([*WORDS, f"--out={run}"])
-    assert before == {file: file.read_bytes() for file in run.iterdir()}
+        recipe.main([*WORDS, f"--out={tmp_path}"])
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [(run / result).read_bytes()]
+
+
+@pytest.mark.parametrize("line", ["no json", "[1]", '{"steps": 3}'])
+def test_metrics_that_are_none(line, run, tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes((run / "checkpoint.pt").read_bytes())
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(SystemExit, match="metrics.jsonl: a line is no record of an update"):
+        recipe.main([*WORDS, "--seed=3", "--use-amp", f"--out={tmp_path}", "--resume"])
+    assert (tmp_path / "metrics.jsonl").read_text() == line + "\n"
+
+
+def test_a_finished_run_whose_metrics_are_gone(run, tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes((run / "checkpoint.pt").read_bytes())
+    recipe.main([*WORDS, "--seed=3", "--use-amp", f"--out={tmp_path}", "--resume"])
+    assert json.loads((tmp_path / "evaluation.json").read_text())["steps"] == 96 and records(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -798,7 +831,7 @@ def test_compiled_networks_give_the_same(dtype):
     plain, compiled = (PPO(config(dtype, compile=each)) for each in (False, True))
     batch, gradients = plain.collect(), {}
     for name, ppo in {"plain": plain, "compiled": compiled}.items():
-        with ppo.trainer.autocast():
+        with ppo.trainer.precision.autocast("cpu"):  # the trainer's own observes the first time, eagerly
             logits, _ = ppo.agent(batch.observations)
             loss, _ = recipe.ppo_loss(logits, *ppo.agent(batch.observations)[1:], batch, [2], ppo.config)
         # The graph's own dtype: 16 bits hold what comes out, and fp32's they do not.

@@ -36,12 +36,12 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from gymnasium.spaces.utils import flatdim
 from torch.utils.tensorboard import SummaryWriter
 
-from recipes.amp.options import device, flag, new_folder, option, parse, within
+from recipes.amp.options import device, finite, flag, new_folder, option, parse, within
 from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig, read_checkpoint
 from recipes.amp.world_model import make_env
 from verl.utils.precision import LossScaleError, dtype_name
 
-KILL_SWITCH = "DISABLE_AMP"
+PROGRAM, KILL_SWITCH = "recipes.amp.ppo", "DISABLE_AMP"
 NATIVE = ("CartPole-v0", "CartPole-v1")  # their vector environments are tested to be the same as single ones
 WINDOW = 100  # episodes of return_mean
 CHECKPOINT, METRICS, CURVES, EVALUATION = "checkpoint.pt", "metrics.jsonl", "curves.png", "evaluation.json"
@@ -69,7 +69,7 @@ class PPOConfig:
     device: str = option("auto", "auto, cpu or cuda; 16 bits on a CPU need an explicit cpu")
     compile: bool = option(False, "torch.compile the networks")
     seed: int = option(1, "of weights, actions, minibatches and environments")
-    total_steps: int = option(150_000, "steps of all environments together")
+    total_steps: int = option(150_000, "steps of all environments together, in whole updates of num_envs * num_steps")
     stop_at: Optional[float] = option(None, f"end when the mean return of the last {WINDOW} episodes reaches this")
     eval_episodes: int = option(100, "episodes with the most probable actions, after training")
     save_every: int = option(50, "updates between checkpoints; one at the end always")
@@ -541,7 +541,7 @@ class PPO:
 
 def write(record: Mapping[str, Any], metrics: Path, board: SummaryWriter) -> None:
     """A line of JSON, and TensorBoard's scalars (words as text, a dtype's share a scalar each) at ``steps``."""
-    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    plain = finite(record)
     with metrics.open("a") as file:
         file.write(json.dumps(plain, allow_nan=False) + "\n")
     for name, value in plain.items():
@@ -568,7 +568,10 @@ def draw(metrics: Path, title: str, path: Path) -> None:
         "loss scale": ["loss_scale"],
         "updates skipped so far": ["overflow_steps"],
     }
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained", sharex=True)
+    if all(record["loss_scale"] == 1 and not record["overflow_steps"] for record in records):  # there was none
+        panels = dict(list(panels.items())[:2])
+    size = {"figsize": (10, 3.4 * len(panels) / 2), "layout": "constrained"}
+    figure, axes = plt.subplots(len(panels) // 2, 2, sharex=True, squeeze=False, **size)
     for axis, (name, keys) in zip(axes.flat, panels.items(), strict=True):
         for key in keys:
             known = [record for record in records if record[key] is not None]
@@ -576,7 +579,8 @@ def draw(metrics: Path, title: str, path: Path) -> None:
         axis.set(title=name, xlabel="steps of all environments")
         axis.grid(alpha=0.3)
     axes.flat[1].legend()
-    axes.flat[2].set_yscale("log", base=2)
+    if len(panels) == 4:
+        axes.flat[2].set_yscale("log", base=2)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -631,27 +635,29 @@ def progress(record: Mapping[str, Any], ppo: PPO, seconds: float) -> str:
     """One line; ``seconds`` is what an update takes."""
     minutes, seconds = divmod(round((ppo.config.updates - ppo.updates) * seconds), 60)
     mean = "–" if record["return_mean"] is None else f"{record['return_mean']:.1f}"
+    total = ppo.steps // ppo.updates * ppo.config.updates
     return (
-        f"step {ppo.steps}/{ppo.config.total_steps}  return {mean}  kl {record['approx_kl']:.1e}  "
+        f"step {ppo.steps}/{total}  return {mean}  kl {record['approx_kl']:.1e}  "
         f"ratio {record['ratio_deviation']:.1e}  loss scale {record['loss_scale']:g}  "
         f"skipped {record['overflow_steps']}  {record['steps_per_second']:.0f} steps/s  left {minutes}:{seconds:02d}"
     )
 
 
 def main(words: Optional[Sequence[str]] = None) -> None:
-    config, sources = parse(PPOConfig, "ppo", __doc__.splitlines()[0], words)
+    config, sources = parse(PPOConfig, PROGRAM, __doc__.splitlines()[0], words)
     if config.out is None:
-        sys.exit("ppo: --out is missing: a folder for metrics, checkpoint and figure")
+        sys.exit(f"{PROGRAM}: --out is missing: a folder for metrics, checkpoint and figure")
+    out = Path(config.out)
     try:
+        if not config.resume and any((out / name).exists() for name in (METRICS, CHECKPOINT)):
+            raise Refused(f"out={out} must be a folder without results, or --resume: it has another run's")
         ppo = PPO(config, sources)
         if config.resume:
-            ppo.load(Path(config.out) / CHECKPOINT)
-        elif (Path(config.out) / CHECKPOINT).exists():
-            raise Refused(f"out={config.out} must be a folder without results: it has {CHECKPOINT}; or give --resume")
+            ppo.load(out / CHECKPOINT)
         else:
-            new_folder(config.out)
+            new_folder(out)
     except (ValueError, OSError) as error:
-        sys.exit(f"ppo: {error}")
+        sys.exit(f"{PROGRAM}: {error}")
     told, computed = ppo.precision(), dtype_name(ppo.trainer.precision.compute)
     print(
         f"{config.env}: {config.num_envs} environments ({ppo.envs.mode}), {ppo.envs.acted}; {computed} on "
@@ -660,13 +666,13 @@ def main(words: Optional[Sequence[str]] = None) -> None:
     if config.resume:
         print(f"going on after step {ppo.steps}; the environments start anew")
     try:
-        train(ppo, Path(config.out))
+        train(ppo, out)
     except (Refused, LossScaleError, FloatingPointError) as error:
-        sys.exit(f"ppo: {error}")
+        sys.exit(f"{PROGRAM}: {error}")
     except KeyboardInterrupt:
-        sys.exit("ppo: interrupted; the same command with --resume goes on from the last checkpoint")
+        sys.exit(f"{PROGRAM}: interrupted; the same command with --resume goes on from the last checkpoint")
     ppo.envs.vector.close()
-    print(f"{config.out}: {METRICS}, {CHECKPOINT}, {CURVES}")
+    print(f"{out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
 
 
 if __name__ == "__main__":

@@ -660,7 +660,9 @@ def test_bad_settings(words, said, tmp_path):
 
 def test_a_malformed_switch(tmp_path, monkeypatch):
     monkeypatch.setenv("DISABLE_AMP", "yes")
-    with pytest.raises(SystemExit, match="^ppo: DISABLE_AMP='yes' in the environment must be 1, 0, true or false"):
+    with pytest.raises(
+        SystemExit, match="^recipes.amp.ppo: DISABLE_AMP='yes' in the environment must be 1, 0, true or false"
+    ):
         recipe.main([*WORDS, f"--out={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()
 
@@ -743,7 +745,7 @@ def test_the_command_stops_in_one_line_at_a_nan(tmp_path):
     with pytest.raises(SystemExit) as refused:
         recipe.main([*WORDS, "--env=Nan-v0", f"--out={tmp_path / 'run'}"])
     said = str(refused.value.code)
-    assert said.startswith("ppo: env=Nan-v0: observation[0] of environment ") and "\n" not in said
+    assert said.startswith("recipes.amp.ppo: env=Nan-v0: observation[0] of environment ") and "\n" not in said
 
 
 def test_a_storm_of_overflows_ends_in_one_line(tmp_path):
@@ -751,7 +753,7 @@ def test_a_storm_of_overflows_ends_in_one_line(tmp_path):
     with pytest.raises(SystemExit) as refused:
         recipe.main([*WORDS, *words])
     said = str(refused.value.code)
-    assert said.startswith("ppo: 32 optimizer steps in a row overflowed") and "\n" not in said
+    assert said.startswith("recipes.amp.ppo: 32 optimizer steps in a row overflowed") and "\n" not in said
     assert records(tmp_path / "run")[-1]["overflow_rate"] == 1.0
 
 

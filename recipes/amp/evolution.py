@@ -475,16 +475,17 @@ def summed(generation: int, members: Sequence[dict[str, Any]], pool: Sequence[Tr
 
 def say(row: dict[str, Any], config: EvolutionConfig, source: str) -> None:
     """A generation's line."""
-    tried = " ".join(
+    tried = ", ".join(
         f"{origin} {row[origin]['kept']}/{row[origin]['tried']} +{row[origin]['gained']:.0f}" for origin in ORIGINS[1:]
     )
     dtypes = "+".join(row["effective_dtypes"]) or "not trained yet"
     if row["fallback"] is not None and row["generation"] == 1:
         print(row["fallback"])
     print(
-        f"generation {row['generation']}/{config.generations} return best {row['best']:.1f} median {row['median']:.1f} "
-        f"worst {row['worst']:.1f} pool from {row['pool_worst']:.0f} {tried} overflows {row['overflow_steps']} "
-        f"fp16_training={config.fp16_training} by {source}, {dtypes} {row['workers']} workers {row['seconds']:.1f} s",
+        f"generation {row['generation']}/{config.generations}: return best {row['best']:.1f} median "
+        f"{row['median']:.1f} worst {row['worst']:.1f}, pool from {row['pool_worst']:.0f}, {tried}, overflows "
+        f"{row['overflow_steps']}, fp16_training={config.fp16_training} by {source}, {dtypes}, {row['workers']} "
+        f"workers, {row['seconds']:.1f} s",
         flush=True,
     )
 
@@ -505,12 +506,13 @@ def draw(rows: list[dict[str, Any]], config: EvolutionConfig, path: Path) -> Non
         returns.plot(generations, [row[name] for row in rows], style, label=name)
     returns.set(title="mean return of a member", xlabel="generation", ylabel="return")
     returns.legend()
-    returns.xaxis.get_major_locator().set_params(integer=True)
     for place, origin in enumerate(ORIGINS[1:]):
         gained = [row[origin]["gained"] / max(row[origin]["tried"], 1) for row in rows]
         gains.bar([generation + 0.4 * place - 0.2 for generation in generations], gained, 0.4, label=origin)
     gains.set(title="return gained per try (0 where a try was not kept)", xlabel="generation", ylabel="return")
     gains.legend()
+    for panel in (returns, gains):
+        panel.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

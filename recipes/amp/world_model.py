@@ -1,4 +1,4 @@
-"""A recurrent world model, trained with :class:`recipes.amp.trainer.FP16Trainer` on what an environment did.
+"""A recurrent world model of what an environment does, trained in 16 bits.
 
     python -m recipes.amp.world_model --env Pendulum-v1 --out /tmp/world                 fp16 on a GPU, fp32 on a CPU
     python -m recipes.amp.world_model --env Pendulum-v1 --out /tmp/world --device cpu    fp16 on a CPU too, slowly
@@ -88,8 +88,9 @@ def make_env(name: str, make: Callable[..., Any] = gymnasium.make, **settings: A
     try:
         return make(name, **settings)
     except gymnasium.error.UnregisteredEnv:
-        near = ", ".join(difflib.get_close_matches(name, gymnasium.registry, cutoff=0.0))
-        raise ValueError(f"env={name} is unknown to Gymnasium; near it: {near}") from None
+        near = difflib.get_close_matches(name, gymnasium.registry, cutoff=0.7)
+        hint = f"; near it: {', '.join(near)}" if near else ""
+        raise ValueError(f"env={name} is unknown to Gymnasium{hint}") from None
     except (gymnasium.error.Error, ImportError) as error:
         raise ValueError(f"env={name} cannot be made: {' '.join(str(error).split())}") from None
 
@@ -402,7 +403,8 @@ def draw(model: WorldModel, data: Trajectories, context: int, rows: list[dict[st
     counts = [row["overflow_steps"] for row in rows]
     overflow.bar(epochs, counts, color="C3")
     overflow.set(title=f"overflows ({rows[-1]['effective_dtype']})", xlabel="epoch", ylim=(0, 1.1 * max(1, *counts)))
-    overflow.yaxis.get_major_locator().set_params(integer=True)
+    for axis in (loss.xaxis, error.xaxis, overflow.xaxis, overflow.yaxis):
+        axis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -161,7 +161,8 @@ def _read(path: Optional[Path], config: type) -> dict[str, Any]:
         raise ValueError(f"--config {path}: must be a mapping of {', '.join(kinds)}")
     for key, value in read.items():
         if key not in kinds:
-            raise ValueError(f"--config {path}: {key} is unknown: choose from {', '.join(kinds)}")
+            near = get_close_matches(str(key), kinds) or kinds
+            raise ValueError(f"--config {path}: {key} is unknown: choose from {', '.join(near)}")
         allowed = get_args(kinds[key]) or (kinds[key],)
         fits = float in allowed and type(value) is int and abs(value) < 2**63
         if type(value) not in allowed and not fits:

@@ -60,7 +60,7 @@ class FP16TrainingConfig:
         enabled: ``False`` trains in float32.
         dtype: what autocast computes in: float16, bfloat16 or float32.
         on_cpu: compute in ``dtype`` on a CPU too. Otherwise a model there is trained in float32, which the trainer says
-            and records: 16 bits are for GPUs, on a CPU they are for tests.
+            and records: most CPUs multiply 16 bits slowly.
         loss_scale: first loss scale, in fp16 alone.
         growth_factor: what the scale is multiplied by after ``growth_interval`` clean updates in a row.
         backoff_factor: what it is multiplied by after an overflow.

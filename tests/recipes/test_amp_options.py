@@ -117,7 +117,8 @@ def test_a_malformed_variable_is_one_line_even_where_the_command_line_decides(wo
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("step: 3\n", "step is unknown: choose from steps, lr, name, use_amp"),
+        ("step: 3\n", "step is unknown: choose from steps"),
+        ("momentum: 3\n", "momentum is unknown: choose from steps, lr, name, use_amp"),
         ("steps: 1.5\n", "steps=1.5 must be int"),
         ("steps: true\n", "steps=True must be int"),
         ("steps: null\n", "steps=None must be int"),

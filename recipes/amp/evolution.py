@@ -429,7 +429,8 @@ def evolve(config: EvolutionConfig, source: str = "default") -> list[dict[str, A
                 pool = select([*(each for some in found for each in some), *pool], config.elites)
                 summary = summed(generation, told, pool) | {"seconds": round(time.perf_counter() - began, 3)}
                 rows += [*told, summary]
-                file.writelines(json.dumps(row) + "\n" for row in [*told, summary])
+                for row in (*told, summary):
+                    file.write(json.dumps(options.finite(row), allow_nan=False) + "\n")
                 file.flush()
                 say(summary, config, source)
                 best, population = succeeded(config, generation, members, [row["return_mean"] for row in told])

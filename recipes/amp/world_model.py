@@ -431,7 +431,7 @@ def run(config: WorldModelConfig) -> list[dict[str, Any]]:
     with (out / "metrics.jsonl").open("w") as file:
         for row in epochs:
             rows.append(row)
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(options.finite(row), allow_nan=False) + "\n")
             file.flush()
             print(
                 f"epoch {row['epoch']}/{config.epochs} loss {row['train_loss']:.4f} open-loop error "

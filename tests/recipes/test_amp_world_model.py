@@ -303,6 +303,9 @@ def test_a_storm_is_one_line(words, message, monkeypatch, tmp_path):
     with pytest.raises(SystemExit) as ended:
         world_model.main()
     assert str(ended.value).startswith(f"recipes.amp.world_model: {message}") and "\n" not in str(ended.value)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
+    assert ("float16" in words) or any(row["train_loss"] is None for row in rows)
 
 
 def test_results_are_not_overwritten(learned):

@@ -10,6 +10,7 @@ of it can be played again and something else be tried from there: by the same po
 trajectories of all generations. Members clone it, weighted by return, with :class:`recipes.amp.trainer.FP16Trainer`,
 and the worst of them give way to mutated copies of the best. OUT gets metrics.jsonl, evolution.png and best.pt, the
 trainer's checkpoint of the member whose return was the best at last.
+``Policy(env, hidden).load_state_dict(read_checkpoint("best.pt")["model"])`` takes it up.
 
 After SE-Agent (arXiv 2508.02085), which revises, recombines and refines the trajectories of a language model. Each
 member lives in a Ray task; --address takes a cluster, whose nodes need this checkout. Whether to train in fp16 is

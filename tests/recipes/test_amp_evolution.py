@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +81,7 @@ def session():
         context = ray.init(address="local", num_cpus=2, include_dashboard=False, **evolution.QUIET)
     finally:
         del os.environ[VARIABLE]
-    yield Path(context.address_info["session_dir"])
+    yield context.address_info
     ray.shutdown()
 
 
@@ -134,7 +135,7 @@ def test_every_worker_logs_the_choice_of_the_driver(session, evolved):
     workers = {row["pid"] for row in members}
     assert os.getpid() not in workers
     for pid in workers:
-        (log,) = (session / "logs").glob(f"worker-*-{pid}.out")
+        (log,) = (Path(session["session_dir"]) / "logs").glob(f"worker-*-{pid}.out")
         lines = [line for line in log.read_text().splitlines() if line.startswith("[verl-precision]")]
         said = [json.loads(line.removeprefix("[verl-precision] ")) for line in lines]
         assert {(each["fp16_training"], each["fp16_training_source"]) for each in said if each["pid"] == pid} >= {
@@ -150,6 +151,22 @@ def test_workers_train_in_fp16_where_the_driver_says_so(session, tmp_path, capsy
     assert {(row["effective_dtype"], row["fallback"]) for row in trained} == {("float16", None)}
     assert sum(row["overflow_steps"] for row in trained if row["generation"] == 1) > 0
     assert "fp16_training=True by command line, float16" in capsys.readouterr().out
+
+
+def test_the_command_joins_a_cluster(session, tmp_path):
+    """Another process's Ray, on this machine, where the variable is not what this process's workers have."""
+    command = [sys.executable, "-m", "recipes.amp.evolution", "--address", session["address"], "--out", tmp_path]
+    done = subprocess.run(
+        [*command, "--generations", "1", "--population", "3", "--device", "cpu"],
+        cwd=REPO,
+        env=os.environ | {VARIABLE: "0", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"fp16_training=False by environment ({VARIABLE}), float32" in done.stdout
+    assert ray.get(ray.remote(lambda: True).remote()), "the cluster is left running"
 
 
 def test_a_fallback_is_said(session, tmp_path, capsys):

@@ -20,15 +20,6 @@ GUIDE = Path(__file__).resolve().parents[2] / "docs" / "amp.md"
 INF = float("inf")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """On tensors this small several threads are many times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def network() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))

@@ -64,15 +64,6 @@ gymnasium.register("Restless-v0", Restless)
 gymnasium.register("Steady-v0", Steady)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """On tensors this small several threads are many times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def session():
     """A Ray of this file's own, whose workers have the variable set to the opposite of what the driver chooses."""

@@ -128,15 +128,6 @@ for name, broken in {
     gymnasium.register(f"{name}-v0", Broken, kwargs=broken)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """On tensors this small several threads are many times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def no_switch(monkeypatch):
     monkeypatch.delenv(recipe.KILL_SWITCH, raising=False)

@@ -21,15 +21,6 @@ GUIDE = Path(__file__).resolve().parents[2] / "docs" / "amp.md"
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """On tensors this small several threads are many times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def network(seed: int = 0, hidden: int = 16) -> torch.nn.Module:
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(6, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 1))

@@ -42,15 +42,6 @@ class Counter(gymnasium.Env):
         return observation, reward, self.count == 7, False, {}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """On tensors this small several threads are many times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
     """A run that learns CartPole, and its folder."""

@@ -19,15 +19,6 @@ ANSWERS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """On tensors this small several threads are many times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def bandit(tmp_path_factory) -> dict[str, list[dict[str, float]]]:
     """By method, what ``python -m recipes.flowrl.toy`` writes of each seed."""

@@ -14,15 +14,6 @@ SETTINGS = {"steps": 40, "lr": 0.02, "offset": 32.0}
 COMMITTED = Path(__file__).parents[2] / "docs/results/separation.csv"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """On tensors this small several threads are many times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_values_and_gradients_are_rounded(dtype):
     x = torch.randn(100, requires_grad=True)

@@ -14,7 +14,7 @@ from recipes.replay.rollouts import OrderedReplayBuffer
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-FILES = sorted(jobs.CONFIGS.rglob("*.yaml"))
+FILES = sorted(set(jobs.CONFIGS.rglob("*.yaml")) - set(jobs.CONFIGS.glob("amp/*")))  # those are no Hydra configs
 # actor, reference policy, rollout, critic
 DTYPES = {
     "fp16": ("float16", "float16", "float16", "float16"),

@@ -513,8 +513,11 @@ class PPO:
         progress = (self.device.type, self.updates, self.episodes, list(self.returns), random)
         self.trainer.save_checkpoint(path, {**self.provenance(), **dict(zip(PROGRESS, progress, strict=True))})
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path) -> str:
         """Go on from a checkpoint: networks, Adam, loss scale, counters and random numbers; environments start anew.
+
+        Returns:
+            the dtype that it was trained in.
 
         Raises:
             Refused: there is none, or it is another recipe's, was made by settings that may not change, or on another
@@ -524,7 +527,7 @@ class PPO:
         if not path.exists():
             raise Refused(f"{path}: there is no such checkpoint to resume from; leave out --resume")
         saved = read_checkpoint(path).get("extra", {})
-        if saved.get("recipe") != "ppo" or not {"config", *PROGRESS} <= saved.keys():
+        if saved.get("recipe") != "ppo" or not {"config", "precision", *PROGRESS} <= saved.keys():
             raise Refused(f"{path}: no checkpoint of PPO")
         for key, value in asdict(self.config).items():
             if key not in MAY_CHANGE and saved["config"].get(key) != value:
@@ -537,6 +540,7 @@ class PPO:
         self.returns.extend(returns)
         self.generator.set_state(random.cpu())
         self._start()
+        return saved["precision"]["effective_dtype"]
 
 
 def write(record: Mapping[str, Any], metrics: Path, board: SummaryWriter) -> None:
@@ -554,8 +558,8 @@ def write(record: Mapping[str, Any], metrics: Path, board: SummaryWriter) -> Non
             board.add_scalar(name, float(value), record["steps"])
 
 
-def draw(metrics: Path, title: str, path: Path) -> None:
-    """Return, policy and loss scale over the steps."""
+def draw(metrics: Path, config: PPOConfig, path: Path) -> None:
+    """Return, policy and loss scale over the steps; a run that went on in another dtype is titled with both."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -581,7 +585,8 @@ def draw(metrics: Path, title: str, path: Path) -> None:
     axes.flat[1].legend()
     if len(panels) == 4:
         axes.flat[2].set_yscale("log", base=2)
-    figure.suptitle(title)
+    dtypes = " then ".join(dict.fromkeys(record["effective_dtype"] for record in records))
+    figure.suptitle(f"{config.env}, {dtypes}, seed {config.seed}")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -622,7 +627,7 @@ def train(ppo: PPO, out: Path) -> None:
                 print(progress(record, ppo, (told - begun) / (ppo.updates - first)), flush=True)
     if reached:
         print(f"the return has reached --stop-at {config.stop_at:g}", flush=True)
-    draw(metrics, f"{config.env}, {dtype_name(ppo.trainer.precision.compute)}, seed {config.seed}", out / CURVES)
+    draw(metrics, config, out / CURVES)
     if config.eval_episodes:
         returns = ppo.evaluate(config.eval_episodes)
         mean, deviation = float(np.mean(returns)), float(np.std(returns))
@@ -653,7 +658,7 @@ def main(words: Optional[Sequence[str]] = None) -> None:
             raise Refused(f"out={out} must be a folder without results, or --resume: it has another run's")
         ppo = PPO(config, sources)
         if config.resume:
-            ppo.load(out / CHECKPOINT)
+            before = ppo.load(out / CHECKPOINT)
         else:
             new_folder(out)
     except (ValueError, OSError) as error:
@@ -664,7 +669,8 @@ def main(words: Optional[Sequence[str]] = None) -> None:
         f"{ppo.device.type}, AMP {'on' if told['amp_enabled'] else 'off'} ({told['fallback'] or told['amp_source']})"
     )
     if config.resume:
-        print(f"going on after step {ppo.steps}; the environments start anew")
+        changed = "" if before == computed else f" in {computed}, before in {before}"
+        print(f"going on after step {ppo.steps}{changed}; the environments start anew")
     try:
         train(ppo, out)
     except (Refused, LossScaleError, FloatingPointError) as error:

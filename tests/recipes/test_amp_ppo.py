@@ -557,6 +557,15 @@ def test_resume_takes_up_all_but_the_environments(dtype, tmp_path):
     assert taken.iterate()["update"] == 4
 
 
+def test_resume_in_another_dtype_is_said(tmp_path, capsys, monkeypatch):
+    out, titles = tmp_path / "run", []
+    monkeypatch.setattr("matplotlib.figure.Figure.suptitle", lambda figure, title: titles.append(title))
+    recipe.main([*WORDS, f"--out={out}"])
+    recipe.main([*WORDS, f"--out={out}", "--resume", "--total-steps=128", "--use-amp", "--dtype=bfloat16"])
+    assert "going on after step 96 in bfloat16, before in float32; the environments" in capsys.readouterr().out
+    assert titles == ["CartPole-v1, float32, seed 1", "CartPole-v1, float32 then bfloat16, seed 1"]
+
+
 def test_resume_goes_on_by_the_same_command(tmp_path, capsys):
     out = tmp_path / "run"
     recipe.main([*WORDS, f"--out={out}"])

@@ -67,8 +67,7 @@ class Options:
 
     @property
     def name(self) -> str:
-        local = Path(self.model).is_absolute()
-        return "sanity" if self.is_sanity else Path(self.model).name if local else self.model.replace("/", "--")
+        return "sanity" if self.is_sanity else models.short_name(self.model)
 
     @property
     def is_sanity(self) -> bool:

@@ -526,7 +526,7 @@ class PPO:
         """
         if not path.exists():
             raise Refused(f"{path}: there is no such checkpoint to resume from; leave out --resume")
-        saved = read_checkpoint(path).get("extra", {})
+        saved = read_checkpoint(path)["extra"]
         if saved.get("recipe") != "ppo" or not {"config", "precision", *PROGRESS} <= saved.keys():
             raise Refused(f"{path}: no checkpoint of PPO")
         for key, value in asdict(self.config).items():

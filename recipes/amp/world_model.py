@@ -270,7 +270,7 @@ class WorldModel(nn.Module):
             CheckpointError: truncated, of another model, or from a newer version.
         """
         saved = read_checkpoint(path)
-        if "sizes" not in saved.get("extra", {}):
+        if "sizes" not in saved["extra"]:
             raise CheckpointError(f"{path}: no checkpoint of a world model")
         model = cls(**saved["extra"]["sizes"])
         model.load_state_dict(saved["model"])

@@ -25,6 +25,11 @@ def chosen(given: dict[str, str]) -> tuple[str, str]:
     return model, jobs.parquet(given, "DATA") or str(jobs.ARITHMETIC / "train.parquet")
 
 
+def short_name(model: str) -> str:
+    """What a report's files are named after: a folder's name, a name on the Hub with -- for its slash."""
+    return Path(model).name if Path(model).is_absolute() else model.replace("/", "--")
+
+
 def prepare_sanity() -> bool:
     """Make the sanity task's model and data where they are not there; ``False``: it failed and has said why."""
     prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", str(jobs.ARITHMETIC), "--seed", "1"]

@@ -17,9 +17,6 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from lib import job as jobs
 from lib import runs
 
-# A running cluster has counted its processors itself, and Ray refuses to be told.
-COUNTED = ("ray_kwargs.ray_init.num_cpus=null", "++ray_kwargs.ray_init.num_gpus=null")
-
 
 def connect(address: str) -> JobSubmissionClient:
     if not address.startswith(("http://", "https://")):
@@ -38,17 +35,14 @@ async def show(client: JobSubmissionClient, number: str) -> None:
 def main(words: list[str]) -> int:
     job = jobs.parse(words)
     client = connect(os.environ.get("RAY_ADDRESS", ""))
-    job = replace(job, args=(*COUNTED, *job.args))
     job = replace(job, out=runs.folder(job, jobs.REPO / "outputs"))
     config = jobs.compose(job, job.out)
     jobs.check(job, config, job.out)
     runs.admit(job, job.out, config.trainer.total_training_steps)
     jobs.validate(job, config)
-    words = [f"{name}={value}" for name, value in (job.settings() | {"STEPS": job.steps or "", "OUT": job.out}).items()]
-    number = client.submit_job(
-        entrypoint=shlex.join([sys.executable, str(jobs.REPO / "scripts/run.py"), *words]),
-        runtime_env={"env_vars": job.environment(job.out)},
-    )
+    asked = job.settings() | {"STEPS": job.steps or "", "OUT": job.out, "RETRIES": job.retries}
+    words = [f"{name}={value}" for name, value in asked.items()]
+    number = client.submit_job(entrypoint=shlex.join([sys.executable, str(jobs.REPO / "scripts/run.py"), *words]))
     print(f"job {number} on {client.get_address()}; ray job stop {number} ends it", flush=True)
     try:
         asyncio.run(show(client, number))

@@ -30,6 +30,9 @@ CPU_PLATFORM = {  # what makes verl run without a GPU
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",  # picks verl's FSDP engine
 }
+# A running cluster has counted its processors itself, and Ray refuses to be told.
+COUNTED = ("ray_kwargs.ray_init.num_cpus=null", "++ray_kwargs.ray_init.num_gpus=null")
+NODE_VARIABLES = "++ray_kwargs.ray_init.runtime_env.env_vars."  # what main_ppo hands to every process on every node
 FREE_GIB = 1.0  # the least room for OUT: two checkpoints of the sanity task take some 20 MB, a log a few
 
 VARIABLES = {
@@ -46,6 +49,8 @@ VARIABLES = {
     "VAL": "the same for validation, default TRAIN's",
     "OUT": "the run's folder, default outputs/EXPERIMENT/ALGO-PRECISION-seedSEED (RECIPE where there is one), then …-2",
     "ARGS": "further Hydra overrides of verl, e.g. ARGS='trainer.n_gpus_per_node=2 trainer.save_freq=5'",
+    "RETRIES": "how often a run that lost a worker or a node resumes by itself, default 2 on a cluster, else 0",
+    "CARRY": "of make submit: whether the job brings patched verl and this checkout to the nodes: yes (default), no",
 }
 
 
@@ -84,11 +89,16 @@ class Job:
     val: str | None = None
     out: Path | None = None
     args: tuple[str, ...] = ()
+    cluster: str | None = None  # RAY_ADDRESS: the running Ray cluster; without one verl starts Ray here
+    retries: int = 0
+    carry: bool = True
 
     @property
     def made(self) -> Path | None:
-        """Where the experiment's own model or data are made, if they are used."""
-        return CACHE / MADE[self.experiment] if self.experiment in MADE and not (self.model and self.train) else None
+        """Where the experiment's own model or data are made, if they are used: on a cluster where all nodes look."""
+        if self.experiment not in MADE or (self.model and self.train):
+            return None
+        return (self.out.parent / ".cache" if self.cluster and self.out else CACHE) / MADE[self.experiment]
 
     @property
     def objective(self) -> str:
@@ -143,8 +153,14 @@ class Job:
             *([f"+recipe={self.recipe}"] if self.recipe else []),
             f"+precision={self.precision}",
             *(f"{key}={quoted(str(value))}" for key, value in values.items() if value is not None),
+            *(self.on_nodes(out) if self.cluster else []),
             *self.args,
         ]
+
+    def on_nodes(self, out: Path) -> list[str]:
+        """Overrides by which ``main_ppo`` joins a running cluster, whose processes inherit nothing from it."""
+        variables = self.environment(out).items()
+        return [*COUNTED, *(f"{NODE_VARIABLES}{name}={quoted(value, string=True)}" for name, value in variables)]
 
     def environment(self, out: Path) -> dict[str, str]:
         """What ``main_ppo`` and its workers find in their environment besides the caller's."""
@@ -172,9 +188,11 @@ class Job:
         return " ".join([f"cd {shlex.quote(str(REPO))} &&", *variables, shlex.join(self.command(out))])
 
 
-def quoted(value: str) -> str:
-    """``value`` as Hydra's override grammar reads it back unchanged; ``[...]`` without blanks stays a list."""
-    return value if re.fullmatch(r"[\w./:+-]*|\[\w*\]", value) else "'" + value.replace("'", r"\'") + "'"
+def quoted(value: str, string: bool = False) -> str:
+    """``value`` as Hydra's override grammar reads it back unchanged; numbers and ``[...]`` stay what they are, save
+    where a ``string`` is wanted."""
+    plain = not string and re.fullmatch(r"[\w./:+-]*|\[\w*\]", value)
+    return value if plain else "'" + value.replace("'", r"\'") + "'"
 
 
 def named(words: list[str], variables: Iterable[str]) -> dict[str, str]:
@@ -211,7 +229,7 @@ def one_of(given: dict[str, str], name: str, allowed: list[str], default: str) -
 
 def device(given: dict[str, str]) -> str:
     chosen = one_of(given, "DEVICE", ["cpu", "cuda"], "cuda" if gpu_present() else "cpu")
-    if chosen == "cuda" and not gpu_present():
+    if chosen == "cuda" and not gpu_present() and not os.environ.get("RAY_ADDRESS"):  # else on the cluster's nodes
         raise Refused("DEVICE=cuda: nvidia-smi finds no GPU here; use DEVICE=cpu")
     return chosen
 
@@ -243,6 +261,7 @@ def parse(words: list[str]) -> Job:
     given = named(words, VARIABLES)
     args = tuple(shell_words("ARGS", given.get("ARGS", ""), "; give it as one shell word"))
     usual = "gsm8k_1gpu" if "TRAIN" in given else "arithmetic"
+    cluster = os.environ.get("RAY_ADDRESS") or None
     job = Job(
         experiment=one_of(given, "EXPERIMENT", options("experiment"), usual),
         precision=one_of(given, "PRECISION", options("precision"), "fp16"),
@@ -256,6 +275,9 @@ def parse(words: list[str]) -> Job:
         val=parquet(given, "VAL"),
         out=Path(file(given, "OUT")) if "OUT" in given else None,
         args=args,
+        cluster=cluster,
+        retries=whole_number(given, "RETRIES", 0, 2 if cluster else 0),
+        carry=one_of(given, "CARRY", ["yes", "no"], "yes") == "yes",
     )
     if job.recipe and job.algo != "grpo":  # whose advantages the recipe would put in its place without a word
         raise Refused(f"ALGO={job.algo}: RECIPE={job.recipe} goes with grpo")

@@ -64,6 +64,8 @@ def test_an_empty_variable_is_one_that_is_not_given():
         "STEPS=ten",
         "STEPS=-3",
         "SEED=1.5",
+        "RETRIES=-1",
+        "CARRY=maybe",
         "MODEL=./no/such/model",
         "MODEL=/no/such/model",
         "MODEL=no-such-model",
@@ -98,6 +100,32 @@ def test_a_recipe_is_one_more_group_and_one_more_module(recipe, tmp_path):
 def test_a_recipe_does_not_replace_another_algorithm_without_a_word():
     with pytest.raises(jobs.Refused, match="^ALGO=ppo: RECIPE=flowrl goes with grpo$"):
         jobs.parse(["DEVICE=cpu", "ALGO=ppo", "RECIPE=flowrl"])
+
+
+def test_a_run_resumes_by_itself_on_a_cluster_alone(monkeypatch):
+    assert jobs.parse(["DEVICE=cpu"]).retries == 0
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    job = jobs.parse(["DEVICE=cpu"])
+    assert (job.cluster, job.retries, jobs.parse(["DEVICE=cpu", "RETRIES=0"]).retries) == ("127.0.0.1:6379", 2, 0)
+    assert job.settings() == replace(job, cluster=None, retries=5).settings(), "a run is resumed wherever it ran"
+
+
+def test_on_a_cluster_the_environment_goes_to_every_node_and_nothing_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    job = jobs.parse(["DEVICE=cpu", "RECIPE=flowrl", f"OUT={tmp_path}/it's a run"])
+    config = jobs.compose(job, job.out)
+    handed = config.ray_kwargs.ray_init.runtime_env.env_vars
+    assert {name: handed[name] for name in job.environment(job.out)} == job.environment(job.out)
+    assert all(isinstance(value, str) for value in handed.values()), "Ray takes nothing else"
+    assert handed.OMP_NUM_THREADS == "1", "the device's own are still there"
+    assert config.ray_kwargs.ray_init.num_cpus is None and config.ray_kwargs.ray_init.num_gpus is None
+    assert job.made == tmp_path / ".cache/addition", "every node sees OUT, not this checkout"
+    jobs.validate(job, config)
+
+
+def test_a_gpu_is_not_looked_for_here_when_a_cluster_has_them(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert jobs.parse(["DEVICE=cuda"]).device == "cuda"
 
 
 @pytest.mark.skipif(jobs.gpu_present(), reason="there is a GPU")

@@ -14,7 +14,9 @@ from recipes.replay.rollouts import OrderedReplayBuffer
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-FILES = sorted(set(jobs.CONFIGS.rglob("*.yaml")) - set(jobs.CONFIGS.glob("amp/*")))  # those are no Hydra configs
+# configs/amp and configs/launch are no Hydra configs
+OTHERS = ("amp", "launch")
+FILES = sorted(file for file in jobs.CONFIGS.rglob("*.yaml") if file.parent.name not in OTHERS)
 # actor, reference policy, rollout, critic
 DTYPES = {
     "fp16": ("float16", "float16", "float16", "float16"),

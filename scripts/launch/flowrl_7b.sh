@@ -3,14 +3,13 @@
 #   make dapo-math                                                         the data, once
 #   scripts/launch/flowrl_7b.sh                                            on this node
 #   RAY_ADDRESS=http://HEAD:8265 NNODES=4 scripts/launch/flowrl_7b.sh      on a running Ray cluster
-#   PRECISION=bf16 scripts/launch/flowrl_7b.sh trainer.save_freq=10 …      further Hydra overrides
-# What each node of a cluster must have: scripts/submit.py.
+#   PRECISION=bf16 scripts/launch/flowrl_7b.sh [--dry-run] trainer.save_freq=10 …      further Hydra overrides
+# On Slurm, Kubernetes or SkyPilot: slurm.sh, kuberay.sh or sky.sh with EXPERIMENT=flowrl_7b RECIPE=flowrl_paper. docs/launch.md
 set -euo pipefail
-checkout=$(realpath "$(dirname "$0")/../..")
 
 # The knobs: set them here or in the environment.
 MODEL=${MODEL:-Qwen/Qwen2.5-7B}          # or a folder
-DATA=${DATA:-$checkout/data/dapo-math}   # a folder with train.parquet and test.parquet
+DATA=${DATA:-}                           # a folder with train.parquet and test.parquet, default data/dapo-math
 RECIPE=${RECIPE:-flowrl_paper}           # or flowrl, with this project's defaults
 PRECISION=${PRECISION:-fp16}             # bf16 bf16_train_fp16_infer fp32
 NNODES=${NNODES:-1}
@@ -21,13 +20,10 @@ OUT=${OUT:-}                             # default: a folder under outputs/; the
 RAY_ADDRESS=${RAY_ADDRESS:-}             # a running cluster's dashboard; none: Ray is started on this node
 EXPERIMENT=${EXPERIMENT:-flowrl_7b}
 
-refuse() {
-  echo "flowrl_7b: $1" >&2
-  exit 1
-}
-for count in NNODES GPUS_PER_NODE; do
-  [[ ${!count} =~ ^[1-9][0-9]*$ ]] || refuse "$count=${!count}: must be a whole number of at least 1"
-done
+# shellcheck source=scripts/launch/knobs.sh
+source "$(dirname "$0")/knobs.sh"
+whole NNODES GPUS_PER_NODE
+DATA=${DATA:-$checkout/data/dapo-math}
 for split in train test; do
   [[ -f $DATA/$split.parquet ]] || refuse "DATA=$DATA: has no $split.parquet; make dapo-math writes data/dapo-math"
 done
@@ -35,8 +31,11 @@ done
 if [[ -d $MODEL ]]; then MODEL=$(realpath "$MODEL"); fi
 if [[ $OUT ]]; then OUT=$(realpath -m "$OUT"); fi
 
-overrides=$(printf '%q ' "trainer.nnodes=$NNODES" "trainer.n_gpus_per_node=$GPUS_PER_NODE" "$@")
-words=("EXPERIMENT=$EXPERIMENT" "RECIPE=$RECIPE" "PRECISION=$PRECISION" "MODEL=$MODEL" "STEPS=$STEPS" "SEED=$SEED" "OUT=$OUT"
-  "TRAIN=$(realpath "$DATA/train.parquet")" "VAL=$(realpath "$DATA/test.parquet")" "ARGS=$overrides")
+ARGS="trainer.nnodes=$NNODES trainer.n_gpus_per_node=$GPUS_PER_NODE ${ARGS-}"
+export TRAIN VAL
+TRAIN=$(realpath "$DATA/train.parquet")
+VAL=$(realpath "$DATA/test.parquet")
+mapfile -t given < <(words EXPERIMENT RECIPE PRECISION MODEL STEPS SEED OUT TRAIN VAL ARGS)
 if [[ $RAY_ADDRESS ]]; then goal=submit; else goal=run; fi
-exec make -C "$checkout" "$goal" "${words[@]//\$/\$\$}" # $ is make's own
+command=(make -C "$checkout" "$goal" "${given[@]//\$/\$\$}") # $ is make's own
+if [[ $dry_run ]]; then show "${command[@]}"; else exec "${command[@]}"; fi

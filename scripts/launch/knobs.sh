@@ -1,0 +1,49 @@
+# shellcheck shell=bash disable=SC2034
+# What the launch scripts share: each sources this after its knobs, with its own arguments.
+#   [--dry-run] [Hydra override …]
+# The knobs travel to the job in the environment; train.sh makes the words of `make run` of them.
+checkout=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
+job=(EXPERIMENT PRECISION ALGO RECIPE DEVICE STEPS SEED MODEL TRAIN VAL OUT RETRIES NNODES GPUS_PER_NODE ARGS)
+secrets=(HF_TOKEN WANDB_API_KEY) # handed on by their names where they are set; never written out
+
+refuse() { # one line
+  echo "$(basename "$0" .sh): $1" >&2
+  exit 1
+}
+
+whole() { # whole NAME…: each must be a whole number
+  for number in "$@"; do
+    [[ ${!number} =~ ^[1-9][0-9]*$ ]] || refuse "$number=${!number}: must be a whole number of at least 1"
+  done
+}
+
+words() { # words NAME…: those that have a value, as NAME=VALUE lines
+  for word in "$@"; do if [[ ${!word-} ]]; then printf '%s\n' "$word=${!word}"; fi; done
+}
+
+check() { # check NAME…: refuse as `make run` would, before anything is queued; takes the names that this machine can judge
+  whole NNODES GPUS_PER_NODE
+  [[ $OUT == /* ]] || refuse "OUT=$OUT: must be an absolute path, on storage that every node sees"
+  command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON: is not there; name a Python from 3.11 on"
+  mapfile -t given < <(words EXPERIMENT PRECISION ALGO RECIPE STEPS SEED RETRIES ARGS "$@")
+  # The GPUs are elsewhere: any device will do for the check.
+  PYTHONPATH=$checkout/scripts "$PYTHON" -m lib.job "${given[@]}" DEVICE=cpu || exit 1
+  if [[ ! $TRAIN ]] && ! PYTHONPATH=$checkout/scripts "$PYTHON" -c "from lib import job; job.MADE['$EXPERIMENT']" 2>/dev/null; then
+    refuse "TRAIN: is not set; EXPERIMENT=$EXPERIMENT needs a parquet file that every node sees"
+  fi
+}
+
+show() { # a command as one line for a shell
+  printf '%q ' "$@"
+  echo
+}
+
+dry_run='' # this file shares the positional parameters of the script that sources it
+if [[ ${1-} == --dry-run ]]; then
+  dry_run=yes
+  shift
+fi
+for word in "$@"; do
+  [[ $word == [!-]*=* || $word == '~'* ]] || refuse "$word: takes --dry-run, then Hydra overrides (key=value)"
+done
+if (($#)); then ARGS="${ARGS:+$ARGS }$(printf '%q ' "$@")"; fi

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# What every launched job runs in the end, on one node of a running Ray cluster: scripts/run.py with the words of
+# `make run`, made of the knobs in the environment.
+#   RAY_ADDRESS=HEAD:6379 NNODES=2 GPUS_PER_NODE=8 EXPERIMENT=… TRAIN=… OUT=… scripts/launch/train.sh [--dry-run]
+set -euo pipefail
+# shellcheck source=scripts/launch/knobs.sh
+source "$(dirname "$0")/knobs.sh"
+
+whole NNODES GPUS_PER_NODE
+[[ ${RAY_ADDRESS-} ]] || refuse "RAY_ADDRESS: is not set; it is the running cluster's HEAD:PORT"
+ARGS="trainer.nnodes=$NNODES trainer.n_gpus_per_node=$GPUS_PER_NODE ${ARGS-}"
+mapfile -t given < <(words EXPERIMENT PRECISION ALGO RECIPE DEVICE STEPS SEED MODEL TRAIN VAL OUT RETRIES ARGS)
+command=(python3 "$checkout/scripts/run.py" "${given[@]}")
+if [[ $dry_run ]]; then
+  show "${command[@]}"
+else
+  exec "${command[@]}"
+fi

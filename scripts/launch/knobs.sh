@@ -13,7 +13,7 @@ refuse() { # one line
 
 whole() { # whole NAME…: each must be a whole number
   for number in "$@"; do
-    [[ ${!number} =~ ^[1-9][0-9]*$ ]] || refuse "$number=${!number}: must be a whole number of at least 1"
+    [[ ${!number-} =~ ^[1-9][0-9]*$ ]] || refuse "$number=${!number-}: must be a whole number of at least 1"
   done
 }
 

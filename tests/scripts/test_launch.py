@@ -1,8 +1,15 @@
-"""``scripts/launch/flowrl_7b.sh``: what it refuses, and the command that it becomes."""
+"""The scripts of ``scripts/launch``: what they refuse, and the commands that they become.
 
+Slurm's and SkyPilot's programs are stand-ins here, which record what they are given and run what these would run;
+``tests/e2e`` starts real Ray clusters.
+"""
+
+import json
 import os
 import shlex
+import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +19,10 @@ import pytest
 
 from lib import job as jobs
 
-SCRIPT = jobs.REPO / "scripts/launch/flowrl_7b.sh"
+LAUNCH = jobs.REPO / "scripts/launch"
+SCRIPT = LAUNCH / "flowrl_7b.sh"
+SECRET = "hf_this-is-a-secret"
+OVERRIDES = ("data.train_batch_size=64", "+note='it costs $5, or more'", "trainer.logger=[console,file]")
 
 
 @pytest.fixture
@@ -57,14 +67,13 @@ def test_a_bad_knob_is_refused_by_name(knobs, refusal, data):
 @pytest.mark.parametrize(("where", "goal"), [({}, "run.py"), ({"RAY_ADDRESS": "http://head:8265"}, "submit.py")])
 def test_the_knobs_and_overrides_reach_verl(where, goal, data):
     """By what make would start: each word as it was given, blanks, quotes, dollars and commas included."""
-    overrides = ("data.train_batch_size=64", "+note='it costs $5, or more'", "trainer.logger=[console,file]")
     knobs = {"DATA": data, "NNODES": 4 if where else 1, "OUT": data / "out", "STEPS": 7, "PRECISION": "bf16"}
-    done = launch(*overrides, MAKEFLAGS="n", **knobs, **where)
+    done = launch(*OVERRIDES, MAKEFLAGS="n", **knobs, **where)
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if f"scripts/{goal}" in line)
     words = shlex.split(line)[3:]
     job = jobs.parse(words)
-    assert job.args == (f"trainer.nnodes={knobs['NNODES']}", "trainer.n_gpus_per_node=8", *overrides)
+    assert job.args == (f"trainer.nnodes={knobs['NNODES']}", "trainer.n_gpus_per_node=8", *OVERRIDES)
     config = jobs.compose(job, job.out)
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (knobs["NNODES"], 8)
     assert (config.data.train_batch_size, config.trainer.total_training_steps) == (64, 7)
@@ -94,3 +103,260 @@ def test_the_settings_are_the_papers(data):
     for role in (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu):
         assert role >= config.data.max_prompt_length + config.data.max_response_length
     assert rollout.log_prob_use_dynamic_bsz and config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """A folder of stand-ins on PATH. Each writes its arguments and environment to ``NAME.json`` and runs its body."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.bin, self.home = folder, folder / "bin", folder / "home"
+        self.bin.mkdir()
+        self.home.mkdir()
+
+    def program(self, name: str, body: str = "") -> None:
+        record = f"""{sys.executable} -c 'import json, os, sys
+json.dump({{"argv": sys.argv[1:], "environment": dict(os.environ)}}, open("{self.folder}/{name}.json", "w"))' "$@"
+"""
+        file = self.bin / name
+        file.write_text(f"#!/bin/bash\n{record}{body}\n")
+        file.chmod(0o755)
+
+    def called(self, name: str) -> bool:
+        return (self.folder / f"{name}.json").exists()
+
+    def words(self, name: str) -> list[str]:
+        return json.loads((self.folder / f"{name}.json").read_text())["argv"]
+
+    def environment(self, name: str) -> dict[str, str]:
+        return json.loads((self.folder / f"{name}.json").read_text())["environment"]
+
+    def start(self, script: Path | str, *arguments: str, **knobs: object) -> subprocess.Popen:
+        environment = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(self.home), "PYTHON": sys.executable}
+        environment |= {name: str(value) for name, value in knobs.items()}
+        return subprocess.Popen(
+            [script, *arguments],
+            cwd=self.home,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, script: Path | str, *arguments: str, **knobs: object) -> subprocess.CompletedProcess:
+        process = self.start(script, *arguments, **knobs)
+        out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture
+def machine(tmp_path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.fixture
+def slurm(machine) -> Machine:
+    """A Slurm of one node. As the real one, sbatch runs what it is given as a copy elsewhere, and with the environment;
+    ``ray symmetric-run`` runs its command, and python3 is scripts/run.py: it writes the run's summary.json."""
+    spool = machine.folder / "spool"
+    machine.program("hostname", "echo 10.0.0.7 192.168.0.7")
+    machine.program("scontrol", """case "$1" in show) printf 'node1\\nnode2\\n' ;; esac""")
+    machine.program("srun", """while [[ $1 == -* ]]; do shift; done; exec "$@" """)
+    machine.program("ray", """until [[ $1 == -- ]]; do shift; done; shift; exec "$@" """)
+    machine.program(
+        "sbatch",
+        f"""mkdir {spool}
+for word in "$@"; do
+  case "$word" in --wrap=*) printf '#!/bin/sh\\n%s\\n' "${{word#--wrap=}}" > {spool}/slurm_script ;; esac
+done
+SLURM_JOB_ID=7 SLURM_JOB_NODELIST='node[1-2]' exec sh {spool}/slurm_script""",
+    )
+    machine.program(
+        "python3",
+        f"""[[ $1 == */run.py ]] || exec {sys.executable} "$@"
+for word in "$@"; do
+  case "$word" in OUT=*) mkdir -p "${{word#OUT=}}"; echo {{}} > "${{word#OUT=}}/summary.json" ;; esac
+done""",
+    )
+    return machine
+
+
+def job_of(command: list[str]) -> jobs.Job:
+    """The job that ``python3 …/scripts/run.py NAME=VALUE …`` parses."""
+    assert command[0].endswith("scripts/run.py")
+    return jobs.parse([*command[1:], "DEVICE=cpu"])
+
+
+def test_the_scripts_are_sound():
+    scripts = sorted(LAUNCH.glob("*.sh"))
+    done = subprocess.run([Path(sys.executable).parent / "shellcheck", *scripts], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    for script in scripts:
+        assert subprocess.run(["bash", "-n", script]).returncode == 0
+
+
+DRY = {
+    "flowrl_7b": {},
+    "slurm": {"VENV": ""},
+    "kuberay": {"IMAGE": "registry/verl-precision:0.9.1"},
+    "sky": {"IMAGE": "registry/verl-precision:0.9.1"},
+    "train": {"RAY_ADDRESS": "head:6379", "NNODES": "2", "GPUS_PER_NODE": "8"},
+}
+
+
+@pytest.mark.parametrize("name", DRY)
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(name, machine, data):
+    for program in ("make", "sbatch", "srun", "scontrol", "kubectl", "sky", "ray"):
+        machine.program(program)
+    knobs = {"EXPERIMENT": "arithmetic", "PRECISION": "bf16", "SEED": 3, "HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET}
+    out = machine.folder / "shared/out"
+    before = sorted(machine.folder.rglob("*"))
+    done = machine.run(
+        LAUNCH / f"{name}.sh",
+        "--dry-run",
+        *OVERRIDES,
+        **(knobs | {"DATA": data, "OUT": out, "SHARED": machine.folder} | DRY[name]),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "bf16" in done.stdout and "data.train_batch_size=64" in done.stdout and str(out) in done.stdout
+    assert SECRET not in done.stdout + done.stderr
+    assert sorted(machine.folder.rglob("*")) == before
+
+
+IMAGE = {"IMAGE": "registry/verl-precision:0.9.1"}
+REFUSED = [
+    ("slurm", [], {"NNODES": "0"}, "slurm: NNODES=0: must be a whole number of at least 1"),
+    ("slurm", [], {"GPUS_PER_NODE": "all"}, "slurm: GPUS_PER_NODE=all: must be a whole number of at least 1"),
+    ("slurm", [], {"PORT": "ray"}, "slurm: PORT=ray: must be a whole number of at least 1"),
+    ("slurm", [], {"OUT": "runs/1"}, "slurm: OUT=runs/1: must be an absolute path, on storage that every node sees"),
+    ("slurm", [], {"EXPERIMENT": "gsm8k_8gpu"}, "slurm: TRAIN: is not set; EXPERIMENT=gsm8k_8gpu needs a parquet file"),
+    ("slurm", [], {"VENV": "/no/venv"}, "slurm: VENV=/no/venv: has no bin/ray; make setup makes it"),
+    ("slurm", [], {"TRAIN": "/no.parquet"}, "run: TRAIN=/no.parquet: is not a readable parquet file"),
+    ("slurm", ["--dryrun"], {}, "slurm: --dryrun: takes --dry-run, then Hydra overrides (key=value)"),
+    ("slurm", ["trainer.save_freq"], {}, "slurm: trainer.save_freq: takes --dry-run, then Hydra overrides (key=value)"),
+    ("kuberay", [], {}, "kuberay: IMAGE: is not set; build one with configs/launch/Dockerfile and push it"),
+    ("kuberay", [], IMAGE | {"BACKOFF": "-1"}, "kuberay: BACKOFF=-1: must be a whole number of at least 0"),
+    (
+        "kuberay",
+        [],
+        IMAGE | {"OUT": "/tmp/out"},
+        "kuberay: OUT=/tmp/out: must lie under SHARED=/shared, which every pod",
+    ),
+    ("kuberay", [], IMAGE | {"TRAIN": "a.parquet"}, "kuberay: TRAIN=a.parquet: must lie under SHARED=/shared, which"),
+    ("kuberay", [], IMAGE | {"PYTHON": "python9"}, "kuberay: PYTHON=python9: is not there; name a Python from 3.11 on"),
+    ("kuberay", [], IMAGE | {"PRECISION": "fp61"}, "run: PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer"),
+    ("kuberay", [], IMAGE | {"RECIPE": "flowrl", "ALGO": "ppo"}, "run: ALGO=ppo: RECIPE=flowrl goes with grpo"),
+    ("sky", [], {}, "sky: IMAGE: is not set; build one with configs/launch/Dockerfile and push it"),
+    ("sky", [], IMAGE | {"STEPS": "many"}, "run: STEPS=many: must be a whole number of at least 1"),
+    ("sky", [], IMAGE | {"ARGS": "a='b"}, "run: ARGS=a='b: No closing quotation"),
+    ("train", [], {"NNODES": "2"}, "train: GPUS_PER_NODE=: must be a whole number of at least 1"),
+    ("train", [], {"NNODES": "2", "GPUS_PER_NODE": "8"}, "train: RAY_ADDRESS: is not set; it is the running cluster's"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "knobs", "refusal"), REFUSED)
+def test_a_script_refuses_before_anything_is_queued(name, arguments, knobs, refusal, slurm):
+    for program in ("kubectl", "sky"):
+        slurm.program(program)
+    done = slurm.run(LAUNCH / f"{name}.sh", *arguments, **({"EXPERIMENT": "arithmetic", "VENV": ""} | knobs))
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(refusal)
+    assert not any(slurm.called(program) for program in ("sbatch", "srun", "ray", "kubectl", "sky"))
+
+
+# --- Slurm ------------------------------------------------------------------------------------------------------------
+
+KNOBS = {"EXPERIMENT": "arithmetic", "VENV": "", "RECIPE": "flowrl", "PRECISION": "bf16", "STEPS": 9, "NNODES": 2}
+
+
+def test_slurm_queues_itself_and_trains_on_every_node(slurm, tmp_path):
+    out = tmp_path / "shared/out"
+    limits = {
+        "TIME_LIMIT": "8:00:00",
+        "SBATCH_ARGS": "--partition=gpu --account=me",
+        "CPUS_PER_NODE": 32,
+        "GPUS_PER_NODE": 4,
+    }
+    knobs = {"OUT": out, "RAY_ADDRESS": "another:6379", "SRUN_ARGS": "--container-image=x", "HF_TOKEN": SECRET}
+    done = slurm.run(LAUNCH / "slurm.sh", *OVERRIDES, **(KNOBS | limits | knobs))
+    assert done.returncode == 0, done.stderr
+    queued = slurm.words("sbatch")
+    for word in (
+        "--nodes=2",
+        "--gpus-per-node=4",
+        "--cpus-per-task=32",
+        "--time=8:00:00",
+        "--partition=gpu",
+        "--account=me",
+    ):
+        assert word in queued
+    assert {"--requeue", "--export=ALL", "--open-mode=append", "--job-name=arithmetic-flowrl-bf16-seed1"} <= {*queued}
+    step = slurm.words("srun")
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32", "--container-image=x"} <= {*step}
+    cluster = slurm.words("ray")
+    assert cluster[:5] == ["symmetric-run", "--address", "10.0.0.7:6379", "--min-nodes", "2"]
+    assert {"--num-gpus=4", "--num-cpus=32", "--dashboard-host=127.0.0.1"} <= {*cluster}
+    job = job_of(slurm.words("python3"))
+    assert (job.recipe, job.precision, job.steps, job.out) == ("flowrl", "bf16", 9, out)
+    assert job.args == ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", *OVERRIDES)
+    assert slurm.environment("python3")["RAY_ADDRESS"] == "10.0.0.7:6379"
+    assert slurm.environment("python3")["HF_TOKEN"] == SECRET, "the job has the secrets of the shell that queued it"
+    said = [*queued, *step, *cluster, *slurm.words("python3"), done.stdout, done.stderr]
+    assert SECRET not in "".join(said)
+
+
+def test_slurm_takes_the_default_out_again(slurm):
+    """The same command and a requeued job resume: the folder follows from the knobs."""
+    slurm.program("python3", f'[[ $1 == */run.py ]] || exec {sys.executable} "$@"; exit 1')
+    folders = []
+    for seed in (1, 1, 2):
+        slurm.run("rm", "-rf", slurm.folder / "spool")
+        slurm.run(LAUNCH / "slurm.sh", **(KNOBS | {"SEED": seed}))
+        folders.append(job_of(slurm.words("python3")).out)
+    assert folders[0] == folders[1] == jobs.REPO / "outputs/slurm/arithmetic-flowrl-bf16-seed1"
+    assert folders[2] == jobs.REPO / "outputs/slurm/arithmetic-flowrl-bf16-seed2"
+
+
+IN_JOB = KNOBS | {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "node[1-2]", "DEVICE": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("body", "count", "code", "said"),
+    [
+        ("exit 75", 0, 0, "slurm: the cluster was lost: back into the queue, to resume from OUT="),
+        ("exit 75", 20, 1, "slurm: the cluster was lost, and REQUEUES=20 are used up; the same OUT="),
+        ("exit 1", 0, 1, ""),
+        ("exit 130", 0, 130, ""),
+        ("exit 0", 0, 1, "slurm: Ray did not start on node1; see above"),
+    ],
+)
+@pytest.mark.parametrize("earlier", [False, True], ids=["fresh", "finished before"])
+def test_slurm_requeues_a_lost_cluster_and_nothing_else(body, count, code, said, earlier, slurm, tmp_path):
+    """An exit code of 0 alone is no success: symmetric-run has it too where Ray did not start."""
+    out = tmp_path / "out"
+    if earlier:
+        out.mkdir()
+        (out / "summary.json").write_text("{}")
+    slurm.program("ray", body)
+    done = slurm.run(LAUNCH / "slurm.sh", OUT=out, SLURM_RESTART_COUNT=count, **IN_JOB)
+    assert done.returncode == code
+    (line,) = (done.stdout + done.stderr).splitlines() or [""]
+    assert line.startswith(said)
+    assert (slurm.words("scontrol") == ["requeue", "7"]) == ("back into the queue" in said)
+
+
+def test_slurm_requeues_before_the_time_limit(slurm, tmp_path):
+    slurm.program("ray", "echo started; exec sleep 60")
+    job = slurm.start(LAUNCH / "slurm.sh", OUT=tmp_path / "out", **IN_JOB)
+    try:
+        assert job.stdout.readline() == "started\n"
+        job.send_signal(signal.SIGUSR1)  # as sbatch --signal=B:USR1@120 does, to the batch shell alone
+        assert job.wait(timeout=30) == 0
+        assert job.stdout.readline().startswith("slurm: the time limit is near: back into the queue")
+        assert slurm.words("scontrol") == ["requeue", "7"]
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)

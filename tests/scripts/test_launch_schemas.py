@@ -1,0 +1,297 @@
+"""``configs/launch``: the manifests that the launch scripts create, against what KubeRay, Kubernetes and SkyPilot take.
+
+The schemas hold the fields that are used here, as facts of their sources, and admit no other.
+"""
+
+import copy
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from test_launch import IMAGE, LAUNCH, OVERRIDES, SECRET, Machine, job_of, machine  # noqa: F401
+
+from lib import job as jobs
+
+CONFIGS = jobs.REPO / "configs/launch"
+# Every knob that becomes part of a job, with values that a careless manifest would take for something else.
+KNOBS = IMAGE | {
+    "EXPERIMENT": "arithmetic",
+    "PRECISION": "bf16",
+    "RECIPE": "flowrl",
+    "STEPS": 9,
+    "SEED": 7,
+    "MODEL": "owner/it's: a #model",
+    "OUT": "/shared/o${NNODES}ut",
+    "NNODES": 3,
+    "GPUS_PER_NODE": 4,
+    "HF_TOKEN": SECRET,
+    "WANDB_API_KEY": SECRET,
+}
+
+
+def fields(required: tuple[str, ...] = (), **properties: dict) -> dict:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def listed(item: dict) -> dict:
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+def mapping(value: dict) -> dict:
+    return {"type": "object", "additionalProperties": value}
+
+
+STRING, BOOLEAN, COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
+# Kubernetes v1: a quantity is a whole number or a string of this form (the CRD's own pattern).
+QUANTITY = {
+    "type": ["integer", "string"],
+    "pattern": r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))))?$",  # noqa: E501
+}
+POD = fields(
+    ("containers",),
+    containers=listed(
+        fields(
+            ("name", "image"),
+            name=STRING,
+            image=STRING,
+            env=listed(
+                {
+                    "oneOf": [
+                        fields(("name", "value"), name=STRING, value=STRING),
+                        fields(
+                            ("name", "valueFrom"),
+                            name=STRING,
+                            valueFrom=fields(secretKeyRef=fields(("key",), name=STRING, key=STRING, optional=BOOLEAN)),
+                        ),
+                    ]
+                }
+            ),
+            resources=fields(requests=mapping(QUANTITY), limits=mapping(QUANTITY)),
+            volumeMounts=listed(fields(("name", "mountPath"), name=STRING, mountPath=STRING)),
+        )
+    ),
+    volumes=listed(
+        {
+            "oneOf": [
+                fields(
+                    ("name", "persistentVolumeClaim"),
+                    name=STRING,
+                    persistentVolumeClaim=fields(("claimName",), claimName=STRING),
+                ),
+                fields(
+                    ("name", "emptyDir"),
+                    name=STRING,
+                    emptyDir=fields(medium={"enum": ["", "Memory"]}, sizeLimit=QUANTITY),
+                ),
+            ]
+        }
+    ),
+)
+# KubeRay's ray.io/v1: ray-operator/apis/ray/v1/rayjob_types.go at 0057210 and raycluster_types.go at 026f143 of
+# ray-project/kuberay, of which its CRD, ray.io_rayjobs.yaml, is generated; the same fields in its reference for 1.7.1.
+RAYJOB = fields(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayJob"},
+    metadata=fields(("generateName",), generateName=STRING, namespace=STRING),
+    spec=fields(
+        ("entrypoint", "rayClusterSpec"),
+        entrypoint=STRING,
+        submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
+        backoffLimit=COUNT,
+        shutdownAfterJobFinishes=BOOLEAN,
+        ttlSecondsAfterFinished=COUNT,
+        rayClusterSpec=fields(
+            ("headGroupSpec",),
+            headGroupSpec=fields(
+                ("rayStartParams", "template"),
+                serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+                rayStartParams=mapping(STRING),
+                template=fields(("spec",), spec=POD),
+            ),
+            workerGroupSpecs=listed(
+                fields(
+                    ("groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"),
+                    groupName=STRING,
+                    replicas=COUNT,
+                    minReplicas=COUNT,
+                    maxReplicas=COUNT,
+                    rayStartParams=mapping(STRING),
+                    template=fields(("spec",), spec=POD),
+                )
+            ),
+        ),
+    ),
+)
+# SkyPilot 0.14.1: sky/utils/schemas.py, get_task_schema and get_resources_schema.
+TASK = fields(
+    name=STRING,
+    num_nodes={"type": "integer"},
+    resources=fields(
+        accelerators=STRING,
+        image_id=STRING,
+        job_recovery=fields(
+            strategy=STRING, max_restarts_on_errors=COUNT, recover_on_exit_codes=listed(COUNT | {"maximum": 255})
+        ),
+    ),
+    volumes={"type": "object"},
+    envs={
+        "type": "object",
+        "patternProperties": {"^[a-zA-Z_][a-zA-Z0-9_]*$": {"type": ["string", "null"]}},
+        "additionalProperties": False,
+    },
+    run=STRING,
+)
+
+
+@pytest.fixture
+def rayjob(machine) -> dict:  # noqa: F811
+    """What ``kuberay.sh`` hands to kubectl."""
+    machine.program("kubectl", f"cat > {machine.folder}/manifest.yaml")
+    done = machine.run(LAUNCH / "kuberay.sh", *OVERRIDES, **KNOBS)
+    assert done.returncode == 0, done.stderr
+    assert machine.words("kubectl") == ["create", "-f", "-"]
+    manifest = (machine.folder / "manifest.yaml").read_text()
+    dry = machine.run(LAUNCH / "kuberay.sh", "--dry-run", *OVERRIDES, **KNOBS)
+    assert dry.stdout == manifest, "a dry run shows what would be created"
+    assert SECRET not in manifest + done.stdout + done.stderr
+    return yaml.safe_load(manifest)
+
+
+def pods(rayjob: dict) -> list[dict]:
+    cluster = rayjob["spec"]["rayClusterSpec"]
+    return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
+def test_the_rayjob_has_the_fields_of_kuberay(rayjob):
+    jsonschema.validate(rayjob, RAYJOB)
+    for pod in pods(rayjob):
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda job: job["spec"].update(backOffLimit=1),
+        lambda job: job["spec"].update(backoffLimit="2"),
+        lambda job: job["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"].update({"num-cpus": 0}),
+        lambda job: job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0].pop("groupName"),
+        lambda job: pods(job)[0]["containers"][0]["env"].append({"name": "SEED", "value": 1}),
+        lambda job: pods(job)[1]["containers"][0]["resources"]["limits"].update(memory="1 TB"),
+    ],
+)
+def test_a_wrong_field_is_found(wrong, rayjob):
+    broken = copy.deepcopy(rayjob)
+    wrong(broken)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(broken, RAYJOB)
+
+
+def names(value: object) -> object:
+    """The names of the fields within ``value``, without those whose value is empty, which Kubernetes leaves out."""
+    if isinstance(value, list):
+        return [names(item) for item in value]
+    return {name: names(item) for name, item in value.items() if item != ""} if isinstance(value, dict) else None
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl, no cluster")
+@pytest.mark.parametrize("field", [None, "envs"])
+def test_kubernetes_knows_every_field_of_the_pods(field, rayjob):
+    """kubectl reads a pod into Kubernetes' own types and writes it again: what these do not have is gone."""
+    for pod in pods(rayjob):
+        if field:
+            pod["containers"][0][field] = "wrong"
+        manifest = json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod})
+        change = f"{pod['containers'][0]['name']}=image"
+        command = ["kubectl", "set", "image", "--local", "-f", "-", change, "-o", "json"]
+        done = subprocess.run(command, input=manifest, capture_output=True, text=True, check=True)
+        assert (names(json.loads(done.stdout)["spec"]) == names(pod)) == (field is None)
+
+
+def test_the_rayjob_asks_for_what_the_knobs_say(rayjob):
+    (workers,) = rayjob["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 3
+    assert workers["rayStartParams"] == {"num-gpus": "4"}
+    head, worker = pods(rayjob)
+    assert worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert "nvidia.com/gpu" not in head["containers"][0]["resources"]["limits"]
+    for pod in (head, worker):
+        assert pod["containers"][0]["image"] == IMAGE["IMAGE"]
+
+
+def test_the_pods_environment_becomes_the_job(rayjob, machine):  # noqa: F811
+    """The RayJob's entrypoint runs on the head's pod, with its environment and the RAY_ADDRESS that Ray gives a job."""
+    machine.program("python3")
+    environment = pods(rayjob)[0]["containers"][0]["env"]
+    plain = {each["name"]: each["value"] for each in environment if "value" in each}
+    secret = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in environment if "valueFrom" in each}
+    assert secret == {
+        name: {"name": "verl-precision", "key": name, "optional": True} for name in ("HF_TOKEN", "WANDB_API_KEY")
+    }
+    assert rayjob["spec"]["entrypoint"] == "/opt/verl-precision/scripts/launch/train.sh"
+    check_the_job(machine, LAUNCH / "train.sh", plain | {"RAY_ADDRESS": "10.0.0.7:6379"})
+
+
+def check_the_job(machine: Machine, script: Path | str, environment: dict[str, str]) -> None:  # noqa: F811
+    """``script``, in the job's ``environment``, starts the run that ``KNOBS`` and ``OVERRIDES`` ask for."""
+    done = machine.run(script, **environment)
+    assert done.returncode == 0, done.stderr
+    words = machine.words("python3")
+    assert "MODEL=owner/it's: a #model" in words
+    job = job_of([word for word in words if not word.startswith("MODEL=")])
+    assert (job.experiment, job.precision, job.recipe, job.steps, job.seed) == ("arithmetic", "bf16", "flowrl", 9, 7)
+    assert job.out == Path("/shared/o${NNODES}ut")
+    assert job.args == ("trainer.nnodes=3", "trainer.n_gpus_per_node=4", *OVERRIDES)
+    assert machine.environment("python3")["RAY_ADDRESS"] == "10.0.0.7:6379"
+
+
+def test_the_skypilot_task_has_the_fields_of_skypilot():
+    task = yaml.safe_load((CONFIGS / "sky.yaml").read_text())
+    jsonschema.validate(task, TASK)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(task | {"nodes": 2}, TASK)
+    known = {"EXPERIMENT", "PRECISION", "ALGO", "RECIPE", "DEVICE", "STEPS", "SEED", "MODEL", "TRAIN", "VAL", "OUT"}
+    assert known | {"RETRIES", "ARGS", "HF_HOME"} == set(task["envs"]), "a variable that is not there cannot be given"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_skypilot_task_trains_on_its_head(rank, machine):  # noqa: F811
+    machine.program("sky")
+    done = machine.run(LAUNCH / "sky.sh", *OVERRIDES, INFRA="k8s", SKY_ARGS="--use-spot", **KNOBS)
+    assert done.returncode == 0, done.stderr
+    words = machine.words("sky")
+    assert words[:2] == ["jobs", "launch"] and words[-1] == str(CONFIGS / "sky.yaml")
+    for option in (
+        "--num-nodes 3",
+        "--gpus H100:4",
+        f"--image-id docker:{IMAGE['IMAGE']}",
+        "--infra k8s",
+        "--use-spot",
+    ):
+        assert option in " ".join(words)
+    assert SECRET not in " ".join(words)
+    assert [words[at + 1] for at, word in enumerate(words) if word == "--secret"] == ["HF_TOKEN", "WANDB_API_KEY"]
+
+    task = yaml.safe_load((CONFIGS / "sky.yaml").read_text())
+    given = dict(words[at + 1].split("=", 1) for at, word in enumerate(words) if word == "--env")
+    assert set(given) <= set(task["envs"]) | {"NNODES", "GPUS_PER_NODE"}
+    started = machine.home / "sky_templates/ray/start_cluster"
+    started.parent.mkdir(parents=True)
+    started.write_text("#!/bin/bash\necho started\n")
+    started.chmod(0o755)
+    machine.program("python3")
+    run = machine.folder / "run.sh"  # as SkyPilot does on every node
+    run.write_text("#!/bin/bash\n" + task["run"].replace("/opt/verl-precision/scripts", str(jobs.REPO / "scripts")))
+    run.chmod(0o755)
+    node = {"SKYPILOT_NODE_RANK": rank, "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9", "SKYPILOT_NUM_NODES": 3}
+    environment = task["envs"] | given | node | {"SKYPILOT_NUM_GPUS_PER_NODE": 4}
+    if rank:
+        done = machine.run(run, **environment)
+        assert (done.returncode, done.stdout) == (0, "started\n") and not machine.called("python3")
+    else:
+        check_the_job(machine, run, environment)

@@ -58,7 +58,7 @@ TWO := -n 2 --no-loadscope-reorder
 # VERL defaults to the verl of this environment.
 VERL ?= $(SITE)
 ##@ Patching verl elsewhere: VERL is a git checkout, an unpacked release or a site-packages folder
-.PHONY: apply-patches unapply-patches status check port drift
+.PHONY: apply-patches unapply-patches status check port drift pr-branch
 apply-patches: python  ## apply the patches:  make apply-patches VERL=/path/to/verl
 	@$(PYTHON) scripts/patchset.py apply $(call quote,$(VERL))
 
@@ -79,6 +79,11 @@ port: python  ## carry a release's patches to another verl:  make port FROM=0.9.
 
 drift: python  ## say which files that the patches hook are others in a verl:  make drift VERL=/path/to/verl
 	@$(PYTHON) scripts/patchset.py drift $(call quote,$(VERL))
+
+# Where pr-branch works; what it leaves there is for a conflict to be finished in, or a check that failed.
+pr-branch: DIR = outputs/pr-branch
+pr-branch: setup  ## make branches of a clone of verl for upstream, and check them:  make pr-branch VERL=/path/to/clone
+	@exec $(BIN)/python scripts/pr_branch.py $(call quote,$(VERL)) --dir $(call quote,$(DIR))
 
 ##@ Which regime, on this model, on this cluster
 .PHONY: doctor preflight probe compare sanity

@@ -1,0 +1,331 @@
+"""The stack as branches of upstream verl: what each takes of the series, and the commits that come of it.
+
+Two lines of commits. The first is made on the release that the series is made for, where every hunk must fit: a commit
+for each patch that a branch picks from. git's own cherry-pick carries it onto the main of the clone, so that a conflict
+is finished with what everyone knows. The second has one commit a branch: what the first made of verl's files, with the
+part of verl/utils/precision.py that they need, tests, docs and the generated configs.
+
+All of it happens in a folder of its own, a clone that borrows the objects of the given one. That one gets the branches
+at the end and nothing else.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .cut import cut
+from .port import carry, hunks, merge, renames, report
+from .releases import PROJECT, Refused, find_release
+from .series import BASE, DIFF_OPTIONS, UNFINISHED, commit, commit_stack, scratch_beside
+from .stack import Patch, Stack, git, load_stack, make_stack, run_git, write
+
+PREFIX = "precision/"
+MODULE = "verl/utils/precision.py"
+PAGE, INDEX = "advance/precision.md", "docs/index.rst"
+GENERATE = "scripts/generate_trainer_config.sh"
+CONFIGS = "verl/trainer/config"
+
+# What is used of the clone's main, beside the files that the stack hooks.
+NEEDED = ("verl/__init__.py", GENERATE, INDEX, ".pre-commit-config.yaml")
+
+# In the folder: the first line of commits, where it starts, the main that it is carried to, and what comes of it.
+LINE, START, ONTO, CARRIED = (f"refs/{name}" for name in ("line/is", "line/from", "line/to", "heads/carried"))
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A patch of the series and, of it, the numbers of the hunks by path: no path is all, no number all of a file's."""
+
+    patch: str
+    hunks: Mapping[str, tuple[int, ...]]
+
+    def takes(self, path: str, number: int) -> bool:
+        return not self.hunks or (path in self.hunks and number in (self.hunks[path] or (number,)))
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One branch: its title is the pull request's, ``files`` are verbatim files of the stack by path."""
+
+    slug: str
+    title: str
+    picks: tuple[Pick, ...]
+    files: tuple[str, ...]
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return PREFIX + self.slug
+
+    @property
+    def own_files(self) -> dict[str, bytes]:
+        """Tests and docs that the branch adds, by path."""
+        root = self.folder / "files"
+        found = (path for path in sorted(root.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
+        return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """branches.toml: the release whose series is split, the branches in order, the patches that stay and why.
+
+    ``replace``: what a file copied in says here, and what it says upstream.
+    """
+
+    release: str
+    branches: tuple[Branch, ...]
+    stay: Mapping[str, str]
+    replace: tuple[tuple[str, str], ...]
+
+
+def load_plan(project: Path = PROJECT) -> Plan:
+    """Read patches/upstream/branches.toml."""
+    home = project / "patches/upstream"
+    told = tomllib.loads((home / "branches.toml").read_text())
+    branches = tuple(
+        Branch(
+            slug=entry["slug"],
+            title=entry["title"],
+            picks=tuple(map(read_pick, entry["picks"])),
+            files=tuple(entry.get("files", ())),
+            folder=home / entry["slug"],
+        )
+        for entry in told["branch"]
+    )
+    return Plan(told["release"], branches, told["stay"], tuple((old, new) for old, new in told["replace"]))
+
+
+def read_pick(text: str) -> Pick:
+    """Read ``patch [path[#number,number]] …``."""
+    patch, *paths = text.split()
+    found = {}
+    for each in paths:
+        path, _, numbers = each.partition("#")
+        found[path] = tuple(map(int, numbers.split(","))) if numbers else ()
+    return Pick(f"{patch}.patch", found)
+
+
+# --- the first line: the series on its release, picked ---------------------------------------------------------------
+
+
+def pick_line(plan: Plan, scratch: Path, project: Path = PROJECT) -> tuple[Path, Stack]:
+    """Make, inside ``scratch``, a git tree of the release with a commit for each patch that a branch picks from.
+
+    Returns:
+        its folder, in which the branch ``line`` is that and the tag ``start`` the release; the commits as a stack.
+    """
+    stack = load_stack(find_release(plan.release, project), project)
+    patches = {patch.name: patch for patch in stack.patches}
+    tree = commit_stack(stack, scratch)
+    git("checkout", "--quiet", "-b", "line", f"{BASE}{plan.release}^", cwd=tree)
+    git("tag", "start", cwd=tree)
+    made = []
+    for branch in plan.branches:
+        for pick in branch.picks:
+            pick_hunks(branch, pick, patches[pick.patch], tree)
+            made.append(commit_part(branch, pick.patch, tree))
+        adapt = branch.folder / "adapt.patch"
+        if adapt.exists():
+            git("apply", "-", cwd=tree, stdin=adapt.read_text())
+            made.append(commit_part(branch, adapt.name, tree))
+    return tree, make_stack(stack.release, tuple(made), {})
+
+
+def pick_hunks(branch: Branch, pick: Pick, patch: Patch, tree: Path) -> None:
+    """Merge the hunks into the files of ``tree``; raises Refused where one needs another that no branch has picked."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for path, before, _ in patch.blobs:
+            base = git("cat-file", "blob", before, cwd=tree).encode()
+            for number, (at, hunk) in enumerate(hunks(patch, path), start=1):
+                if not pick.takes(path, number):
+                    continue
+                merged = merge((tree / path).read_bytes(), base, hunk, Path(scratch))
+                if merged is None:
+                    raise Refused(
+                        f"branches.toml: {branch.slug} cannot take {path}#{number} ({at}) of {patch.name} without what "
+                        "it leaves out: leave that hunk out too and put what stands in for it into its adapt.patch"
+                    )
+                write(tree / path, merged)
+
+
+def commit_part(branch: Branch, name: str, tree: Path) -> Patch:
+    """Commit what changed in ``tree`` as a part of the branch, and return it as a patch."""
+    git("add", "--all", cwd=tree)
+    message = f"{branch.slug}: {name}\n\nBranch: {branch.slug}\n"
+    commit(tree, message)
+    diff = git("diff-tree", "--no-commit-id", *DIFF_OPTIONS, "HEAD", cwd=tree)
+    return Patch(f"{branch.slug}: {name}", f"Subject: {message}\n---\n{diff}")
+
+
+# --- the clone -------------------------------------------------------------------------------------------------------
+
+
+def check_clone(verl: Path, plan: Plan) -> None:
+    """Raise Refused where the branches cannot be made from this clone, or their names are taken; changes nothing."""
+    if not verl.is_dir():
+        raise Refused(f"VERL={verl} is not a folder; give a git clone of verl")
+    top = run_git("rev-parse", "--show-toplevel", cwd=verl)
+    if top.returncode or Path(top.stdout.decode().strip()) != verl.resolve():
+        raise Refused(f"VERL={verl} is not the folder of a git clone; give a clone of verl, with its .git")
+    if git("rev-parse", "--is-shallow-repository", cwd=verl).strip() == "true":
+        raise Refused(f"VERL={verl} is a shallow clone, whose branches cannot be pushed: git fetch --unshallow")
+    if run_git("rev-parse", "--verify", "--quiet", "refs/heads/main", cwd=verl).returncode:
+        raise Refused(f"VERL={verl} has no branch main, where the branches start")
+    there = set(git("ls-tree", "-r", "--name-only", "refs/heads/main", cwd=verl).splitlines())
+    if lacking := [path for path in NEEDED if path not in there]:
+        raise Refused(f"VERL={verl} is no clone of verl: its main has no {lacking[0]}")
+    if MODULE in there:
+        raise Refused(f"VERL={verl} has {MODULE} in its main already; give a main that has none of the stack")
+    if changed := git("status", "--porcelain", cwd=verl).splitlines():
+        raise Refused(f"VERL={verl} has uncommitted changes: {changed[0][3:]}; commit, stash or remove them")
+    heads = git("for-each-ref", "--format=%(refname:lstrip=2)", "refs/heads/", cwd=verl).split()
+    if taken := [name for name in (PREFIX.rstrip("/"), *(branch.name for branch in plan.branches)) if name in heads]:
+        raise Refused(f"VERL={verl} has these branches already: git branch -D {' '.join(taken)}")
+
+
+def author(verl: Path) -> tuple[str, str]:
+    """Return name and e-mail that git has for who submits the commits; raises Refused where it has none."""
+    told = subprocess.run(
+        ["git", "-c", "user.useConfigOnly=true", "var", "GIT_AUTHOR_IDENT"], cwd=verl, capture_output=True, text=True
+    )
+    if told.returncode:
+        raise Refused(f"git knows no author for the commits: git -C {verl} config user.name NAME, and user.email")
+    return re.fullmatch(r"(.*) <(.*)> \S+ \S+", told.stdout.strip()).groups()
+
+
+def start(verl: Path, folder: Path, plan: Plan, project: Path = PROJECT) -> tuple[list[str], bool]:
+    """Make ``folder`` a clone with the first line of commits on top of main.
+
+    Returns:
+        a report in the words of ``make port``, a line each, and whether nothing is left to resolve.
+    """
+    name, email = author(verl)
+    with scratch_beside(folder) as (scratch, folder):
+        line, stack = pick_line(plan, scratch, project)
+        tree = scratch / "clone"
+        options = ("--quiet", "--shared", "--no-tags", "--single-branch", "--branch=main")
+        git("clone", *options, str(verl.resolve()), str(tree), cwd=scratch)
+        git("config", "user.name", name, cwd=tree)
+        git("config", "user.email", email, cwd=tree)
+        git("fetch", "--quiet", "--no-tags", str(line), f"line:{LINE}", f"refs/tags/start:{START}", cwd=tree)
+        git("update-ref", ONTO, "HEAD", cwd=tree)
+        git("checkout", "--quiet", "-b", CARRIED.removeprefix("refs/heads/"), cwd=tree)
+        fates = carry(stack, tree, renames(tree, START, ONTO))
+        done = run_git("cherry-pick", "--keep-redundant-commits", f"{START}..{LINE}", cwd=tree)
+        if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
+            raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
+        os.replace(tree, folder)
+    lines = list(report(stack, f"main {git('rev-parse', '--short', ONTO, cwd=folder).strip()}", fates))
+    if done.returncode:
+        lines += [
+            f"{folder}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
+            f"  then go on: make pr-branch VERL={verl} DIR={folder}",
+        ]
+    return lines, not done.returncode
+
+
+def check_line(verl: Path, folder: Path) -> None:
+    """Raise Refused where ``folder`` is not what `start` made of this clone's main, with every conflict resolved."""
+    if not (folder / ".git").is_dir() or run_git("rev-parse", "--verify", "--quiet", ONTO, cwd=folder).returncode:
+        raise Refused(f"DIR={folder} exists and is none of make pr-branch's; name another")
+    if begun := [step for step, state in UNFINISHED.items() if (folder / ".git" / state).exists()]:
+        raise Refused(f"DIR={folder} has a {begun[0]} to finish: git -C {folder} {begun[0]} --continue; or remove it")
+    at = run_git("symbolic-ref", "HEAD", cwd=folder).stdout.decode().strip()
+    changed = git("status", "--porcelain", "--untracked-files=no", cwd=folder).splitlines()
+    if at == CARRIED and changed:  # elsewhere it is this script that was interrupted
+        raise Refused(f"DIR={folder} has uncommitted changes: {changed[0][3:]}")
+    if git("rev-parse", "refs/heads/main", cwd=verl) != git("rev-parse", ONTO, cwd=folder):
+        raise Refused(f"DIR={folder} was made from another main than VERL={verl} has: remove it and start anew")
+    touched = git("diff", "--name-only", ONTO, CARRIED, cwd=folder).split()
+    marked = run_git("grep", "-l", "-E", "^(<{7}|>{7}) ", CARRIED, "--", *touched, cwd=folder)
+    if found := marked.stdout.decode().split():
+        raise Refused(f"DIR={folder} has a conflict marker in {found[0].partition(':')[2]}; resolve the conflict")
+
+
+# --- the second line: one commit a branch ----------------------------------------------------------------------------
+
+
+def ends(plan: Plan, folder: Path) -> Iterator[tuple[Branch, str]]:
+    """Yield each branch with the commit of the first line that has all of its part of verl's files."""
+    told = git("log", "--reverse", "--format=%H %(trailers:key=Branch,valueonly)", f"{ONTO}..{CARRIED}", cwd=folder)
+    last = {slug: at for at, slug in (line.split() for line in told.splitlines() if line)}
+    at = git("rev-parse", ONTO, cwd=folder).strip()
+    for branch in plan.branches:
+        at = last.get(branch.slug, at)  # one that upstream has already adds nothing to verl's files
+        yield branch, at
+
+
+def commit_branches(plan: Plan, folder: Path, env: Mapping[str, str], project: Path = PROJECT) -> Iterator[Branch]:
+    """Commit one branch after the other in ``folder``, and yield each while its tree is checked out there."""
+    stack = load_stack(find_release(plan.release, project), project)
+    files: dict[str, bytes] = {}
+    for branch, at in ends(plan, folder):
+        git("checkout", "--quiet", "--force", "--detach", at, cwd=folder)
+        files |= {path: upstream_text(stack.added[path], plan) for path in branch.files} | branch.own_files
+        for path, content in files.items():
+            write(folder / path, content)
+        users = read_users(folder, [*git("diff", "--name-only", ONTO, "HEAD", cwd=folder).split(), *files])
+        module = cut(stack.added[MODULE].decode(), MODULE.removesuffix(".py").replace("/", "."), users)
+        write(folder / MODULE, upstream_text(module.encode(), plan))
+        if f"docs/{PAGE}" in files:
+            add_to_index(folder / INDEX)
+        git("add", "--force", "--all", "--", MODULE, INDEX, *files, cwd=folder)
+        generate(folder, env)
+        commit_tree(branch, plan, folder)
+        yield branch
+
+
+def upstream_text(content: bytes, plan: Plan) -> bytes:
+    text = content.decode()
+    for old, new in plan.replace:
+        text = text.replace(old, new)
+    return text.encode()
+
+
+def read_users(folder: Path, paths: list[str]) -> dict[str, str]:
+    """The files that may use the module, by path: what of verl was changed, but for docs and tests."""
+    paths = [path for path in paths if path.startswith("verl/") and path.endswith((".py", ".yaml"))]
+    return {path: (folder / path).read_text() for path in paths if (folder / path).exists()}
+
+
+def add_to_index(index: Path) -> None:
+    """Name the page in the docs' table of contents, below the last page of the same folder."""
+    lines = index.read_text().splitlines(keepends=True)
+    pages = [number for number, line in enumerate(lines) if line.strip().startswith("advance/")]
+    if not pages:
+        raise Refused(f"{INDEX} of main names no page of advance/, below which {PAGE} would stand")
+    lines.insert(pages[-1] + 1, f"   {PAGE}\n")
+    index.write_text("".join(lines))
+
+
+def generate(folder: Path, env: Mapping[str, str]) -> None:
+    """Run upstream's own generator of the composed configs, which fails once where they change, and add them."""
+    for _ in range(2):
+        done = subprocess.run(["bash", GENERATE], cwd=folder, env=env, capture_output=True, text=True)
+        made = [str(path.relative_to(folder)) for path in sorted((folder / CONFIGS).glob("_generated_*.yaml"))]
+        git("add", "--force", "--", *made, cwd=folder)
+        if not done.returncode:
+            return
+    raise Refused(f"{GENERATE} failed: {done.stderr.strip().splitlines()[-1]}")
+
+
+def commit_tree(branch: Branch, plan: Plan, folder: Path) -> None:
+    """Commit what is in the index as the branch, by the folder's author, on top of the branch before."""
+    before = plan.branches[: plan.branches.index(branch)]
+    parent = f"refs/heads/{before[-1].name}" if before else ONTO
+    told = ["git", "commit-tree", git("write-tree", cwd=folder).strip(), "-p", parent]
+    made = subprocess.run(told, cwd=folder, input=f"{branch.title}\n", capture_output=True, text=True, check=True)
+    git("reset", "--quiet", "--soft", made.stdout.strip(), cwd=folder)
+    git("branch", "--force", branch.name, cwd=folder)
+
+
+def deliver(plan: Plan, folder: Path, verl: Path) -> None:
+    """Copy the branches from the folder into the clone."""
+    names = [f"refs/heads/{branch.name}" for branch in plan.branches]
+    quiet = ("--quiet", "--no-tags", "--no-write-fetch-head", "--no-auto-maintenance")
+    git("fetch", *quiet, "--atomic", str(folder.resolve()), *(f"{name}:{name}" for name in names), cwd=verl)

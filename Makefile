@@ -86,7 +86,7 @@ pr-branch: setup  ## make branches of a clone of verl for upstream, and check th
 	@exec $(BIN)/python scripts/pr_branch.py $(call quote,$(VERL)) --dir $(call quote,$(DIR))
 
 ##@ Which regime, on this model, on this cluster
-.PHONY: doctor preflight probe compare sanity
+.PHONY: doctor preflight probe plan-memory compare sanity
 doctor: $(if $(filter $(SITE),$(VERL)),setup,$(READY))  ## say which dtype holds at each hop of a verl:  make doctor ARGS='…' VERL=/path/to/verl
 	@exec $(BIN)/python scripts/doctor.py --verl $(call quote,$(VERL)) --args=$(call quote,$(ARGS))
 
@@ -95,6 +95,10 @@ probe: setup  ## measure the mismatch of a model for every regime, before traini
 
 preflight: setup  ## predict what fp16 does to a model:  make preflight MODEL=… DATA=….parquet
 	@exec $(BIN)/python scripts/preflight.py $(TYPED)
+
+plan-memory: setup  ## plan what a job takes on each GPU, without one:  make plan-memory EXPERIMENT=dense_7b PRECISION='fp16 bf16'
+	@exec $(BIN)/python scripts/plan_memory.py \
+	  $(foreach name,$(sort $(filter-out DEVICE PYTHON TORCH_INDEX_URL,$(COMMAND_LINE))),$(name)=$(call quote,$($(name))))
 
 compare: setup  ## run and compare, as a report:  make compare PRECISION='fp16 bf16' SEED='1 2 3'  (or RUNS='fp16=FOLDER …')
 	@exec $(BIN)/python scripts/compare.py $(TYPED)

@@ -1,0 +1,463 @@
+"""How much memory a job of verl takes on each GPU, by arithmetic: what is held, and what comes and goes in each phase.
+
+Follows the engine of verl 0.9 (``workers/engine/fsdp``) and torch's FSDP1 and FSDP2. Every size is in bytes and of one
+rank. What of it is exact, what is assumed and what is not known: docs/scale.md.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .job import Refused
+
+GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# What a process of an accelerator holds beside tensors: its context, NCCL's buffers, fragments, the sleeping rollout.
+# verl-project/verl, pull request 7461: 39.63 GiB on the device where 35.68 were allocated, 37.80 where 33.70 were.
+BESIDE_TENSORS = 4 * GIB
+# Bytes a token and word of the vocabulary when the loss's backward begins, beside the logits, which have c bytes.
+# cpu: log_softmax, the zeros that gather's backward makes, and what it adds to them, all in fp32. cuda: flash-attn's
+# cross entropy writes its gradient over the logits. npu: log-probabilities and a gradient in the logits' dtype.
+LOSS = {"cpu": lambda c: 12, "cuda": lambda c: 0, "npu": lambda c: 2 * c}
+ENTROPY = 12  # of its eager form: softmax, its product with the logits, logsumexp's own, in fp32; compiled has none
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a decoder of Llama's kind, as ``config.json`` has them.
+
+    Args:
+        bias: whether query, key and value have one (Qwen2).
+        qk_norm: whether query and key are normalized (Qwen3).
+        intermediate: width of the MLP, or of each expert.
+        experts: in a layer, 0 for a dense model; a token takes ``active`` of them.
+    """
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    bias: bool
+    qk_norm: bool
+    experts: int = 0
+    active: int = 1
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], name: str) -> "Shape":
+        """The shape that a model's ``config.json`` gives.
+
+        Raises:
+            Refused: a number is missing, or the model is of a kind whose layers are others.
+        """
+        kind = config.get("model_type")
+        if kind not in KINDS:
+            raise Refused(f"MODEL={name}: its model_type is {kind}; planned are {', '.join(KINDS)}")
+        moe = kind.endswith("moe")
+        width = "moe_intermediate_size" if moe else "intermediate_size"
+        needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", width]
+        for key in [*needed, *(["num_experts", "num_experts_per_tok"] if moe else [])]:
+            if not isinstance(config.get(key), int) or config[key] < 1:
+                raise Refused(f"MODEL={name}: {key} is {config.get(key)}; must be a whole number of at least 1")
+        if moe and (config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers")):
+            raise Refused(f"MODEL={name}: some of its layers have no experts; planned are layers that are all alike")
+        heads = config["num_attention_heads"]
+        return cls(
+            vocab=config["vocab_size"],
+            hidden=config["hidden_size"],
+            intermediate=config[width],
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            tied=bool(config.get("tie_word_embeddings", False)),
+            bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+            qk_norm=kind.startswith("qwen3"),
+            **({"experts": config["num_experts"], "active": config["num_experts_per_tok"]} if moe else {}),
+        )
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of the head where that is another."""
+        return self.vocab * self.hidden
+
+    @property
+    def block(self) -> int:
+        """Parameters of one layer."""
+        attention = 2 * self.hidden * (self.queries + self.keys)
+        attention += (self.queries + 2 * self.keys) * self.bias + 2 * self.head_dim * self.qk_norm
+        mlp = 3 * self.hidden * self.intermediate * max(1, self.experts) + self.hidden * self.experts
+        return attention + mlp + 2 * self.hidden
+
+    @property
+    def total(self) -> int:
+        return self.layers * self.block + self.hidden + (1 if self.tied else 2) * self.embedding
+
+    def saved(self, c: int, upcast: bool = False) -> int:
+        """Bytes a token that one layer keeps for its backward pass.
+
+        A norm keeps its input in fp32, that in the computing dtype, and its output; attention query, key, value and
+        output; an MLP gate, activated gate, up and their product. A token is kept again by each expert that takes it.
+
+        Args:
+            c: size of the dtype that it computes in.
+            upcast: products are of fp32 copies, one for each (recipes/cpu in fp16).
+        """
+        h, q, k, i = self.hidden, self.queries, self.keys, self.intermediate * self.active
+        if upcast:
+            return 2 * (4 + c) * h + 4 * 5 * h + 4 * q + 4 * 2 * (q + k) + (4 + 3 * c) * i
+        norms = 2 * (4 + 2 * c) * h + (4 + 2 * c) * (q + k) * self.qk_norm
+        experts = 2 * c * h * self.active * bool(self.experts)  # what each of them takes, and gives
+        return norms + 2 * c * (q + k) + 4 * c * i + experts
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that is trained, on one rank.
+
+    Args:
+        critic: its head has one output.
+        strategy: ``fsdp`` or ``fsdp2``.
+        shards: the ranks among which it is divided.
+        tokens: of a micro-batch, on this rank: sequence parallelism has divided them.
+        micro_batches: of an optimizer step.
+        compute: the name of a dtype; ``reduce`` and ``master`` likewise.
+        device: ``cpu``, ``cuda`` or ``npu``.
+        offload_params, offload_adam: they wait on the host while another model, or the rollout, works.
+        deferred: gradients are reduced after the last micro-batch alone (``use_no_sync_for_gradient_accumulation``).
+        fused_head: logits are never there as a whole (``use_fused_kernels``).
+    """
+
+    shape: Shape
+    critic: bool
+    strategy: str
+    shards: int
+    tokens: int
+    micro_batches: int
+    compute: str
+    device: str
+    checkpointing: bool
+    reduce: str = "float32"
+    master: str = "float32"
+    offload_params: bool = False
+    offload_adam: bool = False
+    deferred: bool = False
+    fused_head: bool = False
+
+    @property
+    def head(self) -> int:
+        """Parameters of the head: none where it is the embedding."""
+        return self.shape.hidden + 1 if self.critic else 0 if self.shape.tied else self.shape.embedding
+
+    @property
+    def parameters(self) -> int:
+        return self.shape.layers * self.shape.block + self.shape.embedding + self.shape.hidden + self.head
+
+    @property
+    def weights(self) -> int:
+        return BYTES[self.master] * self.parameters // self.shards
+
+    @property
+    def idle(self) -> dict[str, int]:
+        """What stays while another model, or the rollout, works."""
+        return {
+            "weights": 0 if self.offload_params else self.weights,
+            "Adam": 0 if self.offload_adam else 2 * self.weights,
+        }
+
+    @property
+    def logits(self) -> int:
+        """Of one micro-batch, in the computing dtype."""
+        return 0 if self.critic or self.fused_head else self.tokens * self.shape.vocab * BYTES[self.compute]
+
+    def activations(self) -> tuple[int, int]:
+        """At the end of the forward pass; and of one layer that the backward pass computes again."""
+        c, upcast = BYTES[self.compute], self.device == "cpu" and self.compute == "float16"
+        layer = self.shape.saved(c, upcast)
+        copies = 4 * self.parameters if upcast and not self.checkpointing else 0  # of the weights
+        each = c * self.shape.hidden if self.checkpointing else layer
+        end = (4 + (c + 4 if upcast else 2 * c)) * self.shape.hidden
+        return self.tokens * (self.shape.layers * each + end) + copies, self.checkpointing * self.tokens * layer
+
+    def update(self) -> dict[str, dict[str, int]]:
+        """The moments of an update at which most may be held, and their parts.
+
+        ``loss``: its backward begins. ``head``: the head's gradient is reduced. ``layer``: the last layer's backward.
+        ``embedding``: the gradient of the embedding, under FSDP1 of all outside of layers, is reduced, and all other
+        gradients are there. ``step``: the optimizer's.
+        """
+        s, c, r, n = self.shape, BYTES[self.compute], BYTES[self.reduce], self.shards
+        one, several = self.strategy == "fsdp", self.micro_batches > 1
+        saved, again = self.activations()
+        gradients = r * self.parameters // n
+        earlier = gradients if several else 0
+        if self.deferred and several:  # whole ones: FSDP1 adds up in the computing dtype, FSDP2 in that of reduction
+            earlier = (c if one else r) * self.parameters
+        outside = s.embedding + s.hidden + self.head
+        root = c * outside if one else 0  # FSDP1 leaves its outermost unit gathered until its gradient is there
+        final = r * (outside if one else s.embedding)
+        renewed = final // n if several and not self.deferred else 0  # the sum and what is added to it
+        in_loss = {
+            "gradients": earlier,
+            "gathered": root,
+            "activations": saved,
+            "logits": self.logits + (self.logits // c * LOSS[self.device](c)),
+        }
+        in_head = {
+            "gradients": earlier + c * self.head + (0 if one else r * self.head // n),
+            "gathered": root + c * s.block,
+            "reduced": 0 if one else r * self.head,
+            "activations": saved,
+        }
+        in_layer = {
+            "gradients": earlier + (c * self.head if one else r * self.head // n) + c * s.block,
+            "gathered": root + 2 * c * s.block,
+            "reduced": r * s.block if one else r * max(self.head, s.block),
+            "activations": saved + again,
+        }
+        in_embedding = {"gradients": gradients + renewed + (root if one else c * s.embedding), "reduced": final}
+        foreach = one and self.device != "cpu"
+        in_step = {"gradients": gradients, "reduced": gradients if foreach else r * max(s.embedding, self.head) // n}
+        moments = {"loss": in_loss, "head": in_head, "layer": in_layer, "embedding": in_embedding, "step": in_step}
+        return {name: {"weights": self.weights, "Adam": 2 * self.weights} | parts for name, parts in moments.items()}
+
+    def score(self, entropy: int) -> dict[str, int]:
+        """The parts of a forward pass alone; ``entropy``: bytes a token and word of the vocabulary beside the logits."""
+        c, layer = BYTES[self.compute], self.activations()[1] or self.tokens * self.shape.saved(BYTES[self.compute])
+        outside = self.shape.embedding + self.head if self.strategy == "fsdp" else self.head
+        words = self.logits // c
+        return {
+            "gathered": c * (outside + 2 * self.shape.block),
+            "activations": layer // 2,
+            "logits": self.logits + words * (LOSS[self.device](c) and 4) + words * entropy,
+        }
+
+
+def peak(moments: Mapping[str, Mapping[str, int]]) -> tuple[str, int]:
+    """The moment at which most is held, and how much."""
+    name = max(moments, key=lambda each: sum(moments[each].values()))
+    return name, sum(moments[name].values())
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """vLLM on one GPU.
+
+    Args:
+        weights: of its share of the model.
+        limit: all that it may take, its KV cache with it.
+        token: bytes of the KV cache a token, on this GPU.
+        bucket: of the weights on their way to it.
+    """
+
+    weights: int
+    limit: int
+    token: int
+    bucket: int
+
+    @property
+    def cache(self) -> int:
+        return max(0, self.limit - self.weights)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job, by the moments of a step; see ``of_job``."""
+
+    model: str
+    shape: Shape
+    nodes: int
+    gpus: int
+    memory: int
+    tokens: int
+    rollout: Rollout
+    moments: dict[str, dict[str, int]]
+
+    @property
+    def fits(self) -> bool:
+        return peak(self.moments)[1] + BESIDE_TENSORS <= self.memory
+
+
+def model_config(path: str) -> tuple[Mapping[str, Any], str]:
+    """The numbers of ``path``: a folder with a ``config.json``, or a model whose numbers are at hand.
+
+    Raises:
+        Refused: there is neither.
+    """
+    file = Path(path).expanduser() / "config.json"
+    if file.exists():
+        return json.loads(file.read_text()), path
+    if path in MODELS:
+        return MODELS[path], path
+    raise Refused(f"MODEL={path}: give a folder with its config.json, or one of {', '.join(MODELS)}")
+
+
+def of_job(config, memory: int, length: int | None) -> Plan:
+    """The plan of a job's composed configuration.
+
+    Args:
+        config: as ``job.compose`` gives it.
+        memory: of one GPU.
+        length: tokens of a prompt and its answer, the most that the configuration allows by default.
+
+    Raises:
+        Refused: the model or a setting is not among those planned.
+    """
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+
+    ours, actor, rollout = config.actor_rollout_ref, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    for key, value, allowed in (
+        ("actor_rollout_ref.actor.strategy", actor.strategy, ("fsdp", "fsdp2")),
+        ("actor_rollout_ref.model.lora_rank", ours.model.get("lora_rank", 0), (0,)),
+        ("actor_rollout_ref.model.enable_activation_offload", ours.model.enable_activation_offload, (False,)),
+        ("actor_rollout_ref.actor.fsdp_config.offload_policy", actor.fsdp_config.offload_policy, (False,)),
+        ("actor_rollout_ref.actor.fsdp_config.reshard_after_forward", actor.fsdp_config.reshard_after_forward, (True,)),
+    ):
+        if value not in allowed:
+            raise Refused(f"{key}={value}: planned is {' or '.join(map(str, allowed))}")
+    numbers, name = model_config(ours.model.path)
+    shape = Shape.of(numbers, name)
+    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    length = length or config.data.max_prompt_length + config.data.max_response_length
+    policy = trained(config, actor, actor.fsdp_config, ours.model, shape, world, length, critic=False)
+    others = [policy]
+    if need_critic(config):
+        others.append(
+            trained(config, config.critic, config.critic.fsdp, config.critic.model, shape, world, length, critic=True)
+        )
+    dtype = {"auto": "bfloat16"}.get(rollout.dtype, rollout.dtype)
+    across = rollout.tensor_model_parallel_size
+    if world % across:
+        raise Refused(f"actor_rollout_ref.rollout.tensor_model_parallel_size={across}: does not divide {world} GPUs")
+    served = Rollout(
+        weights=BYTES[dtype] * shape.total // across,
+        limit=int(rollout.gpu_memory_utilization * memory),
+        token=2 * shape.layers * max(shape.head_dim, shape.keys // across) * BYTES[dtype],
+        bucket=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
+    )
+    idle = {part: sum(each.idle[part] for each in others) for part in ("weights", "Adam")}
+    if served.weights + BESIDE_TENSORS // 4 > served.limit:
+        raise Refused(
+            f"actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}: "
+            f"{served.limit / GIB:.1f} GiB do not hold {served.weights / GIB:.1f} GiB of weights and a KV cache"
+        )
+    moments = {"rollout": idle | {"rollout's weights": served.weights, "KV cache": served.cache}}
+    whole = BYTES[policy.master] * shape.embedding  # the largest tensor, gathered to be sent
+    moments["weights to the rollout"] = {
+        "weights": policy.weights + idle["weights"] - policy.idle["weights"],
+        "Adam": idle["Adam"],
+        "gathered": whole + served.bucket,
+        "rollout's weights": served.weights,
+    }
+    entropy = ENTROPY * (not actor.fsdp_config.use_torch_compile)
+    scored = policy.score(entropy)
+    moments["log-probabilities"] = scored | {
+        "weights": policy.weights + idle["weights"] - policy.idle["weights"],
+        "Adam": idle["Adam"],
+    }
+    if need_reference_policy(config):  # its weights wait on the host and come layer by layer
+        moments["reference"] = policy.score(0) | idle
+    for each in others:
+        role = "critic" if each.critic else "actor"
+        beside = {part: idle[part] - each.idle[part] for part in idle}
+        for moment, parts in each.update().items():
+            moments[f"{role}, {moment}"] = parts | {part: parts[part] + beside[part] for part in beside}
+    return Plan(
+        model=name,
+        shape=shape,
+        nodes=config.trainer.nnodes,
+        gpus=config.trainer.n_gpus_per_node,
+        memory=memory,
+        tokens=policy.tokens,
+        rollout=served,
+        moments=moments,
+    )
+
+
+def trained(config, role, engine, model, shape: Shape, world: int, length: int, critic: bool) -> Trained:
+    """What a role's configuration trains; ``role`` has the batches, ``engine`` is its FSDP's, ``model`` its model's."""
+    from types import SimpleNamespace
+
+    from verl.utils.precision import Precision, dtype_name
+
+    settings = SimpleNamespace(
+        dtype=engine.dtype,
+        mixed_precision=engine.get("mixed_precision"),
+        model_dtype=engine.model_dtype,
+        strategy=role.strategy,
+        forward_only=False,
+    )
+    precision = Precision.resolve(settings)
+    parallel = engine.ulysses_sequence_parallel_size
+    size = engine.fsdp_size if 0 < engine.fsdp_size < world else world
+    sequences = -(-role.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n * parallel // world)
+    if role.use_dynamic_bsz:
+        budget = max(role.ppo_max_token_len_per_gpu * parallel, length)
+        micro_batches = math.ceil(sequences * length / budget)
+        tokens = min(budget, sequences * length) // parallel
+    else:
+        rows = min(role.ppo_micro_batch_size_per_gpu, sequences)
+        micro_batches, tokens = math.ceil(sequences / rows), rows * length // parallel
+    return Trained(
+        shape=shape,
+        critic=critic,
+        strategy=role.strategy,
+        shards=size,
+        tokens=tokens,
+        micro_batches=micro_batches,
+        compute=dtype_name(precision.compute),
+        reduce=dtype_name(precision.reduce),
+        master=dtype_name(precision.master),
+        device=config.trainer.device,
+        checkpointing=model.enable_gradient_checkpointing,
+        offload_params=engine.param_offload,
+        offload_adam=engine.optimizer_offload,
+        deferred=engine.use_no_sync_for_gradient_accumulation,
+        fused_head=bool(model.get("use_fused_kernels", False)),
+    )
+
+
+def numbers(kind: str, vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv: int, **more) -> dict:
+    """A ``config.json``'s entries."""
+    return {
+        "model_type": kind,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        **more,
+    }
+
+
+# The config.json of each on the Hugging Face Hub, 2026-11.
+MODELS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": numbers("qwen2", 151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": numbers("qwen2", 151936, 1536, 8960, 28, 12, 2),
+    "Qwen/Qwen2.5-7B": numbers("qwen2", 152064, 3584, 18944, 28, 28, 4),
+    "Qwen/Qwen2.5-32B": numbers("qwen2", 152064, 5120, 27648, 64, 40, 8),
+    "Qwen/Qwen3-8B": numbers("qwen3", 151936, 4096, 12288, 36, 32, 8, head_dim=128),
+    "Qwen/Qwen3-30B-A3B": numbers(
+        *("qwen3_moe", 151936, 2048, 6144, 48, 32, 4),
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+    ),
+}

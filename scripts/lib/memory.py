@@ -22,7 +22,7 @@ BESIDE_TENSORS = 4 * GIB
 # cpu: log_softmax, the zeros that gather's backward makes, and what it adds to them, all in fp32. cuda: flash-attn's
 # cross entropy writes its gradient over the logits. npu: log-probabilities and a gradient in the logits' dtype.
 LOSS = {"cpu": lambda c: 12, "cuda": lambda c: 0, "npu": lambda c: 2 * c}
-ENTROPY = 12  # of its eager form: softmax, its product with the logits, logsumexp's own, in fp32; compiled has none
+ENTROPY = 10  # the same of entropy in its eager form, in fp32; compiled it has none
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -236,15 +236,15 @@ class Trained:
         moments = {"loss": in_loss, "head": in_head, "layer": in_layer, "embedding": in_embedding, "step": in_step}
         return {name: {"weights": self.weights, "Adam": 2 * self.weights} | parts for name, parts in moments.items()}
 
-    def score(self, entropy: int) -> dict[str, int]:
-        """The parts of a forward pass alone; ``entropy``: bytes a token and word of the vocabulary beside the logits."""
-        c, layer = BYTES[self.compute], self.activations()[1] or self.tokens * self.shape.saved(BYTES[self.compute])
-        outside = self.shape.embedding + self.head if self.strategy == "fsdp" else self.head
-        words = self.logits // c
+    def score(self, entropy: bool) -> dict[str, dict[str, int]]:
+        """The moments of a forward pass alone: in the layers, and where log-probabilities, and entropy, are taken."""
+        s, c = self.shape, BYTES[self.compute]
+        root = c * (s.embedding + s.hidden + self.head) if self.strategy == "fsdp" else 0
+        layer = self.tokens * s.saved(c, self.device == "cpu" and self.compute == "float16")
+        taken = max(ENTROPY if entropy else 0, {"cpu": 4, "cuda": 0, "npu": c}[self.device])
         return {
-            "gathered": c * (outside + 2 * self.shape.block),
-            "activations": layer // 2,
-            "logits": self.logits + words * (LOSS[self.device](c) and 4) + words * entropy,
+            "layers": {"gathered": root + 2 * c * max(s.block, 0 if root else self.head), "activations": layer // 2},
+            "words": {"gathered": root, "logits": self.logits + self.logits // c * taken},
         }
 
 
@@ -358,20 +358,17 @@ def of_job(config, memory: int, length: int | None) -> Plan:
         )
     moments = {"rollout": idle | {"rollout's weights": served.weights, "KV cache": served.cache}}
     whole = BYTES[policy.master] * shape.embedding  # the largest tensor, gathered to be sent
+    at_work = {"weights": policy.weights + idle["weights"] - policy.idle["weights"], "Adam": idle["Adam"]}
     moments["weights to the rollout"] = {
-        "weights": policy.weights + idle["weights"] - policy.idle["weights"],
-        "Adam": idle["Adam"],
+        **at_work,
         "gathered": whole + served.bucket,
         "rollout's weights": served.weights,
     }
-    entropy = ENTROPY * (not actor.fsdp_config.use_torch_compile)
-    scored = policy.score(entropy)
-    moments["log-probabilities"] = scored | {
-        "weights": policy.weights + idle["weights"] - policy.idle["weights"],
-        "Adam": idle["Adam"],
-    }
+    for moment, parts in policy.score(entropy=not actor.fsdp_config.use_torch_compile).items():
+        moments[f"log-probabilities, {moment}"] = at_work | parts
     if need_reference_policy(config):  # its weights wait on the host and come layer by layer
-        moments["reference"] = policy.score(0) | idle
+        for moment, parts in policy.score(entropy=False).items():
+            moments[f"reference, {moment}"] = idle | parts
     for each in others:
         role = "critic" if each.critic else "actor"
         beside = {part: idle[part] - each.idle[part] for part in idle}

@@ -1,0 +1,155 @@
+"""The peak of real training workers' tensors on gloo ranks; run by ``torchrun`` against the verl tree on PYTHONPATH.
+
+    torchrun --nproc-per-node RANKS memory_worker.py SETTINGS_JSON TOKENIZER_DIR OUT_DIR
+
+For each setting of a list, builds a model of its shape and verl's ``TrainingWorker`` around it, trains two steps and
+writes the largest sum of live tensors, in bytes as torch's allocator counts them, to OUT_DIR/rank_r.json.
+"""
+
+import gc
+import json
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type as is_wrapper
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+from verl.workers.engine_workers import TrainingWorker
+
+SETTINGS, TOKENIZER, OUT = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+RANK = int(os.environ["RANK"])
+
+
+def make_worker(setting: dict, folder: Path) -> TrainingWorker:
+    critic = setting["role"] == "critic"
+    if RANK == 0:
+        config = AutoConfig.for_model(**setting["model"], **({"num_labels": 1} if critic else {}))
+        kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+        kind.from_config(config).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
+    dist.barrier()
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="value_model" if critic else "language_model",
+            model_config=HFModelConfig(
+                path=str(folder),
+                use_remove_padding=False,
+                enable_gradient_checkpointing=setting["checkpointing"],
+                override_config={"attn_implementation": "sdpa"},
+            ),
+            engine_config=FSDPEngineConfig(
+                strategy=setting["strategy"],
+                dtype=setting["dtype"],
+                use_dynamic_bsz=False,
+                micro_batch_size_per_gpu=setting["micro_batch"],
+                infer_micro_batch_size_per_gpu=setting["micro_batch"],
+                use_torch_compile=False,
+                use_no_sync_for_gradient_accumulation=setting["deferred"],
+            ),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-4, lr_warmup_steps=0, total_training_steps=10, clip_grad=1.0),
+            checkpoint_config=CheckpointConfig(),
+        )
+    )
+    worker.reset()
+    key = "values" if critic else "log_probs"
+
+    def loss(model_output, data, dp_group=None):
+        rows = torch.stack([row.float().sum() for row in model_output[key].unbind()])
+        return -rows.sum() / data["batch_num_tokens"] * data["dp_size"], {}
+
+    worker.set_loss_fn(loss)
+    return worker
+
+
+def batch(rows: int, length: int, **more):
+    generator = torch.Generator().manual_seed(RANK)
+    tokens = [torch.randint(0, 64, (length,), generator=generator) for _ in range(rows)]
+    nested = lambda make: torch.nested.as_nested_tensor([make(r) for r in tokens], layout=torch.jagged)  # noqa: E731
+    return tu.get_tensordict(
+        {
+            "input_ids": nested(lambda r: r),
+            "position_ids": nested(lambda r: torch.arange(len(r))),
+            "loss_mask": nested(lambda r: torch.ones(len(r))),
+        },
+        non_tensor_dict={"temperature": 1.0, "update_lr_scheduler": True} | more,
+    )
+
+
+class Live(TorchDispatchMode):
+    """Follows every storage that an operator gives, wherever it is freed, and notes the largest sum of their bytes."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        super().__init__()
+        self.storages: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+        self.peak = 0
+        self.note(tensors)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(is_wrapper(each) for each in types):
+            return NotImplemented  # DTensor and nested: their own operators come here, on what they hold
+        out = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.split.Tensor:  # gloo's, of its own copy of what it reduces
+            self.note(each for each in tree_leaves(out) if isinstance(each, torch.Tensor))
+        return out
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if not is_wrapper(type(local)):
+                self.storages[local.untyped_storage()._cdata] = local.untyped_storage()
+        self.peak = max(self.peak, self.total())
+
+    def total(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+def measure(setting: dict, folder: Path) -> dict:
+    """Bytes of this rank's tensors: at the ``peak`` of two steps and of log-probabilities (``scored``), at rest."""
+    worker = make_worker(setting, folder)
+    gc.collect()
+    module = worker.engine.module
+    live = Live([*module.parameters(), *module.buffers()])
+    parameters = live.total()
+    with live:
+        for _ in range(2):
+            worker.train_batch(batch(setting["rows"], setting["length"]))
+    gc.collect()
+    scored = Live([])
+    scored.storages = live.storages
+    with scored:
+        worker.infer_batch(batch(setting["rows"], setting["length"], compute_loss=False, calculate_entropy=True))
+    states = [value for state in worker.engine.optimizer.state.values() for value in state.values()]
+    return {
+        "peak": live.peak,
+        "scored": scored.peak,
+        "parameters": parameters,
+        "Adam": Live(value for value in states if torch.is_tensor(value)).total(),
+    }
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    initialize_global_process_group_ray(timeout_second=600)
+    results = []
+    for index, setting in enumerate(SETTINGS):
+        results.append(measure(setting, OUT / f"model-{index}"))
+        gc.collect()
+    (OUT / f"rank_{RANK}.json").write_text(json.dumps(results))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

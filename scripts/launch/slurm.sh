@@ -34,6 +34,8 @@ START_S=${START_S:-300}                # how long a node may take to join
 # shellcheck source=scripts/launch/knobs.sh
 source "$(dirname "$0")/knobs.sh"
 whole PORT START_S
+((PORT >= 1024 && PORT <= 65535 && (PORT < 10002 || PORT > 19999))) ||
+  refuse "PORT=$PORT: must be a port from 1024 to 65535, but for Ray's workers' own, 10002 to 19999"
 name=$EXPERIMENT-${RECIPE:-$ALGO}-$PRECISION-seed$SEED
 OUT=${OUT:-$checkout/outputs/slurm/$name}
 if [[ $VENV ]]; then
@@ -58,7 +60,7 @@ training() { # training IP: the command that runs on every node; train.sh only o
   command=("${step[@]}" "${more[@]}" "${ray[@]}" -- env "RAY_ADDRESS=$1:$PORT" "$checkout/scripts/launch/train.sh")
 }
 
-if [[ ! ${SLURM_JOB_ID-} ]]; then # into the queue
+if [[ ! ${SLURM_JOB_ID-} || $dry_run ]]; then # into the queue
   check MODEL TRAIN VAL OUT
   export "${job[@]}" CPUS_PER_NODE REQUEUES SRUN_ARGS VENV PORT DASHBOARD_HOST HEAD_IP START_S
   read -ra more <<<"$SBATCH_ARGS"

@@ -200,7 +200,7 @@ def test_the_scripts_are_sound():
 
 DRY = {
     "flowrl_7b": {},
-    "slurm": {"VENV": ""},
+    "slurm": {"VENV": "", "SLURM_JOB_ID": "7"},  # within salloc, too
     "kuberay": {"IMAGE": "registry/verl-precision:0.9.1"},
     "sky": {"IMAGE": "registry/verl-precision:0.9.1"},
     "train": {"RAY_ADDRESS": "head:6379", "NNODES": "2", "GPUS_PER_NODE": "8"},
@@ -231,6 +231,7 @@ REFUSED = [
     ("slurm", [], {"NNODES": "0"}, "slurm: NNODES=0: must be a whole number of at least 1"),
     ("slurm", [], {"GPUS_PER_NODE": "all"}, "slurm: GPUS_PER_NODE=all: must be a whole number of at least 1"),
     ("slurm", [], {"PORT": "ray"}, "slurm: PORT=ray: must be a whole number of at least 1"),
+    ("slurm", [], {"PORT": "12000"}, "slurm: PORT=12000: must be a port from 1024 to 65535, but for Ray's workers' own"),
     ("slurm", [], {"OUT": "runs/1"}, "slurm: OUT=runs/1: must be an absolute path, on storage that every node sees"),
     ("slurm", [], {"EXPERIMENT": "gsm8k_8gpu"}, "slurm: TRAIN: is not set; EXPERIMENT=gsm8k_8gpu needs a parquet file"),
     ("slurm", [], {"VENV": "/no/venv"}, "slurm: VENV=/no/venv: has no bin/ray; make setup makes it"),

@@ -1,0 +1,98 @@
+"""``configs/launch/Dockerfile``: what it copies and its steps, run here on a release as its wheel ships it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lib import job as jobs
+from lib import stack
+from lib.releases import unpacked_wheel
+
+FILE = jobs.REPO / "configs/launch/Dockerfile"
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions as (name, rest), without comments and with continued lines joined."""
+    lines = [line for line in FILE.read_text().splitlines() if line and not line.startswith("#")]
+    text = "\n".join(lines).replace("\\\n", " ")
+    return [tuple(line.split(maxsplit=1)) for line in text.splitlines()]
+
+
+class Image:
+    """A folder in the place of /opt/verl-precision, and one in that of the image's site-packages.
+
+    ``python3`` is this environment's, whose verl is the wheel's; pip notes what it is to install, and does nothing.
+    """
+
+    def __init__(self, folder: Path):
+        self.project, self.site, self.bin = folder / "project", folder / "site", folder / "bin"
+        self.project.mkdir()
+        self.bin.mkdir()
+        unpacked_wheel("0.9.1", self.site)
+        self.installed = folder / "installed"
+        python = f'PYTHONPATH={self.site} exec {sys.executable} "$@"'
+        self.program("python3", f'if [ "$1 $2" = "-m pip" ]; then echo "$@" >> {self.installed}; else {python}; fi')
+        self.program("ray", "")
+
+    def program(self, name: str, body: str) -> None:
+        (self.bin / name).write_text(f"#!/bin/sh\n{body}\n")
+        (self.bin / name).chmod(0o755)
+
+    def build(self) -> subprocess.CompletedProcess:
+        """All instructions; returns at the first step that fails, as docker does, or after the last."""
+        environment = {"PATH": f"{self.bin}:/usr/bin:/bin"}
+        for name, rest in instructions():
+            if name == "ARG" and "=" in rest:
+                environment |= [rest.split("=", 1)]
+            elif name == "COPY":
+                source, target = rest.split()
+                source = jobs.REPO / source
+                if source.is_dir():
+                    ignored = shutil.ignore_patterns("__pycache__")
+                    shutil.copytree(source, self.project / target, ignore=ignored)
+                else:
+                    shutil.copy(source, self.project / target)
+            elif name == "RUN":
+                done = subprocess.run(
+                    ["sh", "-c", rest], cwd=self.project, env=environment, capture_output=True, text=True
+                )
+                if done.returncode:
+                    return done
+        return done
+
+
+@pytest.fixture
+def image(tmp_path) -> Image:
+    return Image(tmp_path)
+
+
+def test_the_image_holds_patched_verl_and_this_project(image):
+    done = image.build()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--no-deps verl==0.9.1 TransferQueue==0.1.11" in image.installed.read_text()
+    assert stack.status(image.site).state == "patched"
+    knobs = {"RAY_ADDRESS": "head:6379", "NNODES": "2", "GPUS_PER_NODE": "8"}
+    environment = knobs | {"PATH": f"{image.project}/bin:/usr/bin:/bin"}
+    for command, said in (
+        ([image.project / "scripts/launch/train.sh", "--dry-run"], f"{image.project}/scripts/run.py"),
+        (["python3", image.project / "scripts/run.py", "--help"], "flowrl_7b"),
+    ):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and said in done.stdout, done.stderr
+
+
+def test_a_verl_that_is_no_release_ends_the_build(image):
+    changed = image.site / "verl/utils/config.py"
+    changed.write_text(changed.read_text() + "\n# edited\n")
+    done = image.build()
+    assert done.returncode and "patchset: " in done.stderr
+
+
+def test_what_is_copied_is_sent_to_docker():
+    copied = {rest.split()[0] for name, rest in instructions() if name == "COPY"}
+    ignore = FILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
+    assert ignore[0] == "*" and {line[1:] for line in ignore if line.startswith("!")} == copied
+    assert ("ARG", "BASE=verlai/verl:vllm024.dev2") in instructions(), "verl's own image"

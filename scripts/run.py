@@ -1,7 +1,10 @@
 """Train: ``scripts/run.py [NAME=VALUE ...]`` with the variables of ``make run``.
 
 Starts verl's own ``main_ppo`` and shows its progress. Everything goes to the folder OUT, and the same command takes up
-a run that was interrupted. Exit code 0: trained all steps; 1: refused or failed; 130: interrupted.
+a run that was interrupted. With RAY_ADDRESS in the environment it trains on that running Ray cluster, whose nodes prove
+what they run before. A run that lost a worker or a node waits until the cluster has again what it needs and goes on
+from the last whole checkpoint, RETRIES times; any other failure ends it. Exit code 0: trained all steps; 1: refused or
+failed; 75: gave up after a worker or node was lost, so that whoever started it may start it again; 130: interrupted.
 """
 
 import ctypes
@@ -11,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
 import psutil
 
+from lib import cluster, runs
 from lib import job as jobs
-from lib import runs
 
 START_UP = {  # what verl's log says, and what begins then
     "ray init kwargs": "Ray and its workers",
@@ -28,6 +32,14 @@ START_UP = {  # what verl's log says, and what begins then
 POLL_S, MEMORY_S, HEARTBEAT_S, GRACE_S = 0.5, 5, 20, 15
 TAIL = 2000  # lines of the log in which a failure is looked for
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REJOIN_S = 1800  # how long to wait for nodes in the place of lost ones
+GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
+
+
+def listen() -> None:
+    """Take every signal to end as Ctrl-C."""
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler)
 
 
 class Processes:
@@ -74,10 +86,13 @@ class Processes:
 class Screen:
     """What the user sees: start-up, then a line a step."""
 
-    def __init__(self, out: Path, steps: int, earlier: list[dict]):
-        self.out, self.steps, self.earlier = out, steps, earlier
+    def __init__(self, out: Path, steps: int):
+        self.out, self.steps = out, steps
         self.started = time.monotonic()
-        self.shown, self.size = 0, 0
+
+    def begin(self, earlier: list[dict]) -> None:
+        """``main_ppo`` starts, and goes on after the steps whose metrics are ``earlier``."""
+        self.earlier, self.shown, self.size = earlier, 0, 0
         self.phase("Python and verl")
 
     def elapsed(self) -> float:
@@ -146,19 +161,86 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
     return {"code": code, "reports": reports, "tail": tail, "peak_memory_gib": processes.peak_gib}
 
 
+def attempt(job: jobs.Job, out: Path, record: dict, log: TextIO, screen: Screen) -> tuple[dict, int]:
+    """Train from the last whole checkpoint until ``main_ppo`` ends, and note in ``record`` what it took.
+
+    Returns:
+        What ``train`` does, and the last step that is known of.
+    """
+    begin, spent = runs.checkpoint_step(out), record["wall_s"] - screen.elapsed()
+    earlier = runs.trained(runs.collect(out, upto=begin))
+    for name in ("verl.jsonl", "summary.json"):
+        (out / name).unlink(missing_ok=True)
+    runs.write_json(out / "run.json", record)
+    print(f"{f'resuming after step {begin} of' if begin else 'training'} {screen.steps} steps in {out}", flush=True)
+    screen.begin(earlier)
+    result = train(job.command(out), job.environment(out), log, screen)
+    record["wall_s"] = spent + screen.elapsed()
+    if not job.cluster:  # whose nodes have processes that are not ours to measure
+        record["peak_memory_gib"] = max(record["peak_memory_gib"] or 0.0, result["peak_memory_gib"])
+    runs.write_json(out / "run.json", record)
+    return result, max([runs.checkpoint_step(out), *(row["step"] for row in runs.trained(runs.collect(out)))])
+
+
+def loss(job: jobs.Job, out: Path, record: dict, lines: Iterable[str]) -> str | None:
+    """What a run that ended with these ``lines`` has lost, nodes or a worker, in words; None: it failed by itself.
+
+    Raises:
+        Refused: the head of the cluster does not answer.
+    """
+    gone = cluster.lost(job, out, record["nodes"]) if job.cluster else []
+    return f"node {', '.join(gone)}" if gone else runs.lost_worker(lines, record.get("nodes", []))
+
+
+def train_all(job: jobs.Job, config, out: Path, record: dict, log: TextIO) -> tuple[int, list[dict]]:
+    """Train to the last step, through the loss of workers and nodes, and say how it goes.
+
+    Returns:
+        The exit code, and what the workers reported.
+    """
+    steps = config.trainer.total_training_steps
+    screen = Screen(out, steps)
+    for left in reversed(range(job.retries + 1)):
+        result, reached = attempt(job, out, record, log, screen)
+        if result["code"] == 0 and reached >= steps:
+            return 0, result["reports"]
+        saved = runs.checkpoint_step(out)
+        again = f"the same command {f'resumes after step {saved}' if saved else 'starts again'}"
+        try:
+            if result["code"] is None:
+                raise KeyboardInterrupt
+            listen()
+            lost = loss(job, out, record, result["tail"])
+            what = f"lost {lost}" if lost else f"failed, exit code {result['code']},"
+            screen.say(f"{what} after step {reached} of {steps}; all output: {log.name}")
+            print("\n".join(f"  {line}" for line in runs.errors(result["tail"])), flush=True)
+            if not lost:
+                return 1, []
+            if not left:
+                raise jobs.Refused(f"RETRIES={job.retries}: none is left")
+            if job.cluster:
+                record |= cluster.admit(job, config, out, wait_s=REJOIN_S, say=screen.say)
+        except jobs.Refused as refusal:
+            screen.say(f"gave up: {refusal}; {again}")
+            return GAVE_UP, []
+        except KeyboardInterrupt:
+            screen.say(f"ended; {again}")
+            return 130, []
+
+
 def main(words: list[str]) -> int:
     if words in (["--help"], ["-h"]):
         print(f"{__doc__}\n{jobs.usage()}")
         return 0
-    for number in SIGNALS:
-        signal.signal(number, signal.default_int_handler)
+    listen()
     job = jobs.parse(words)
     out = runs.folder(job, jobs.REPO / "outputs")
     config = jobs.compose(job, out)
     jobs.check(job, config, out)
-    steps = config.trainer.total_training_steps
-    record = runs.admit(job, out, steps)
+    record = runs.admit(job, out, config.trainer.total_training_steps)
     jobs.validate(job, config)
+    if job.cluster:
+        record |= cluster.admit(job, config, out)
     if job.made:
         prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--task", jobs.MADE[job.experiment]]
         if subprocess.run([*prepare, "--out", str(job.made), "--seed", "1"], cwd=jobs.REPO).returncode:
@@ -166,32 +248,15 @@ def main(words: list[str]) -> int:
 
     out.mkdir(parents=True, exist_ok=True)
     with runs.lock(out) as log:
-        begin = runs.checkpoint_step(out)
-        earlier = runs.trained(runs.collect(out, upto=begin))
-        if not begin:
-            record |= {"wall_s": 0.0, "peak_memory_gib": 0.0}
-        for name in ("verl.jsonl", "summary.json"):
-            (out / name).unlink(missing_ok=True)
-        runs.write_json(out / "run.json", record)
+        if not runs.checkpoint_step(out):
+            record |= {"wall_s": 0.0, "peak_memory_gib": None if job.cluster else 0.0}
         print(job.shell_line(out), end="\n\n")
-        print(f"{f'resuming after step {begin} of' if begin else 'training'} {steps} steps in {out}", flush=True)
-        screen = Screen(out, steps, earlier)
-        result = train(job.command(out), job.environment(out), log, screen)
-        record["wall_s"] += screen.elapsed()
-        record["peak_memory_gib"] = max(record["peak_memory_gib"], result["peak_memory_gib"])
-        runs.write_json(out / "run.json", record)
+        code, reports = train_all(job, config, out, record, log)
         data = runs.collect(out)
-        saved = runs.checkpoint_step(out)
 
-    if result["code"] is None:
-        screen.say(f"ended; the same command {f'resumes after step {saved}' if saved else 'starts again'}")
-        return 130
-    reached = max([saved, *(row["step"] for row in runs.trained(data))])
-    if result["code"] or reached < steps:
-        print(f"failed after step {reached} of {steps}, exit code {result['code']}; all output: {out / 'train.log'}")
-        print("\n".join(f"  {line}" for line in runs.errors(result["tail"])))
-        return 1
-    summary = runs.summarize(job, record, data, result["reports"])
+    if code:
+        return code
+    summary = runs.summarize(job, record, data, reports)
     runs.write_json(out / "summary.json", summary)
     title = f"{job.experiment}, {job.objective}, {job.precision}"
     runs.plot([(title, data)], title, out / "curves.png")

@@ -39,6 +39,10 @@ LAST = 5  # steps whose mean is the last reward
 
 WORKER_PREFIX = re.compile(r"^(\x1b\[\d+m)*\([^()]*\bpid=\d+[^()]*\)(\x1b\[\d+m)*\s?")
 EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*\.)?[A-Z]\w*(Error|Exception|Interrupt|OutOfMemory\w*)(\(\w+\))?: ")
+# What Ray says of a worker whose process has ended: its node's Ray, and the error that others get in its place. An
+# actor that "died because of an error raised in its creation task" is not lost: that is the job's own error.
+DIED = re.compile(r"Worker IP address: (\S+) Worker port: \d+ Worker PID: (\d+)")
+LOST = re.compile(r"ActorDiedError: The actor died unexpectedly|(ActorUnavailable|WorkerCrashed|NodeDied)Error: ")
 
 
 def write_json(file: Path, content: dict) -> None:
@@ -166,6 +170,21 @@ def errors(lines: Iterable[str], most: int = 3) -> list[str]:
     return (causes or found)[-most:]
 
 
+def lost_worker(lines: Iterable[str], nodes: Iterable[dict] = ()) -> str | None:
+    """The first worker whose process ended, as Ray's words in a log tell it; None: they tell of none.
+
+    Args:
+        nodes: the facts of the cluster's nodes, for their names.
+    """
+    text = "\n".join(lines)
+    if not (died := DIED.search(text)):
+        return "a worker" if LOST.search(text) else None
+    address, pid = died.groups()
+    node = next((node["node"] for node in nodes if node["node"].endswith(f"({address})")), address)
+    role = re.search(rf"\((\w+) pid={pid}\b", text)
+    return f"{role[1] if role else 'a worker'} (pid {pid}) on node {node}"
+
+
 def values(data: list[dict], name: str) -> list[float]:
     """A metric over the steps, without those that lack it; verl's logger writes NaN as null."""
     return [row["data"][name] for row in data if row["data"].get(name) is not None]
@@ -209,7 +228,7 @@ def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dic
     ``k3_kl_median``; ``loss_scale`` is the last one and ``skipped_steps`` the total, of the actor and, with ALGO=ppo,
     of the critic; ``flowrl`` has what is there of ``FLOWRL``, of the first step and the mean of the last ``LAST``;
     ``wall_s`` includes start-up and every interrupted attempt; ``peak_memory_gib`` is the greatest sum of all
-    processes' proportional set sizes (PSS).
+    processes' proportional set sizes (PSS), None on a cluster, whose nodes were not measured.
     """
     data = trained(data)
     distributions = {name: name for name in ("torch", "vllm", "ray", "transformers")}
@@ -234,7 +253,7 @@ def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dic
             if values(data, metric)
         },
         "wall_s": round(record["wall_s"], 1),
-        "peak_memory_gib": round(record["peak_memory_gib"], 2),
+        "peak_memory_gib": record["peak_memory_gib"] and round(record["peak_memory_gib"], 2),
         "effective_dtypes": {role: agreed(reported) for role, reported in by_role(told).items()},
         "patch_stamp": agreed([report["stamp"] for report in told]),
         "versions": {"python": sys.version.split()[0], "verl": verl_version()}
@@ -271,11 +290,11 @@ def progress(data: list[dict], steps: int) -> str:
 def table(summary: dict) -> str:
     """A finished run in a few lines."""
     first, final, probs, k3 = (summary[k] for k in ("reward_first", "reward_last", "rollout_probs_diff_mean", "k3_kl"))
-    over = min(LAST, summary["steps"])
+    over, peak = min(LAST, summary["steps"]), summary["peak_memory_gib"]
     lines = {
         "reward": f"{number(first, '.3f')} at the first step, {number(final, '.3f')} mean of the last {over}",
         "mismatch": f"rollout_probs_diff_mean {number(probs, '.2e')}, k3_kl {number(k3, '.2e')} (run means)",
-        "time, memory": f"{duration(summary['wall_s'])} min, {summary['peak_memory_gib']:.1f} GiB at the peak",
+        "time, memory": f"{duration(summary['wall_s'])} min, {number(peak, '.1f')} GiB at the peak",
     }
     for name, value in summary["flowrl"].items():
         lines[name] = f"{number(value['first'])} at the first step, {number(value['last'])} mean of the last {over}"

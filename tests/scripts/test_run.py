@@ -106,7 +106,9 @@ def train(tmp_path, monkeypatch):
 
     def of(program: str) -> tuple[dict, list[int]]:
         with runs.lock(tmp_path) as log:
-            result = run.train([sys.executable, "-c", program], {}, log, run.Screen(tmp_path, 2, []))
+            screen = run.Screen(tmp_path, 2)
+            screen.begin([])
+            result = run.train([sys.executable, "-c", program], {}, log, screen)
         children = [int(line.split()[1]) for line in result["tail"] if line.startswith("child ")]
         return result, children
 

@@ -1,0 +1,227 @@
+"""A Ray cluster of two nodes on this machine, by the shipped scripts: what it refuses, and what it survives.
+
+The nodes have addresses of the loopback interface, one "GPU" each, their own ports and folders, and an environment that
+knows nothing of verl; the cluster takes nobody without its token.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from processes import kill, of_this_run
+
+from lib.job import ARITHMETIC
+from lib.releases import unpacked_wheel
+from lib.stack import apply
+
+REPO = Path(__file__).resolve().parents[2]
+LAUNCH = REPO / "scripts" / "launch"
+STARTS_S, HANGS_S = 120, 1800
+HEAD, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"  # any address of 127.0.0.0/8 is this machine's
+STEPS = 5
+SCALES = (2.0**40, 2.0**10)  # at the one every gradient overflows, at the other none
+ARGS = [
+    "trainer.nnodes=2 data.train_batch_size=8 actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+    # The scale goes up and down: steps 1, 3 and 5 overflow and are skipped, 2 and 4 are taken.
+    f"actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale={SCALES[0]}",
+    f"actor_rollout_ref.actor.fsdp_config.grad_scaler.backoff_factor={SCALES[1] / SCALES[0]}",
+    f"actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_factor={SCALES[0] / SCALES[1]}",
+    "actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_interval=1",
+]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen, log: Path, limit_s: float = HANGS_S) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert process.poll() is None and time.monotonic() - begin < limit_s, log.read_text()
+        time.sleep(0.05)
+
+
+class Cluster:
+    """Nodes started by ``head.sh`` and ``worker.sh``."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.port, self.nodes = folder, free_port(), []
+        token = folder / "token"
+        token.write_text(secrets.token_hex(16))
+        self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        self.start("head.sh", "head", HEAD, PORT=self.port, DASHBOARD_PORT=free_port())
+
+    @property
+    def address(self) -> str:
+        return f"{HEAD}:{self.port}"
+
+    def start(self, script: str, name: str, address: str, **knobs: object) -> psutil.Process:
+        """A node, as a process whose child is its raylet; returns when it has joined."""
+        environment = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder), "OMP_NUM_THREADS": "1"} | self.token
+        environment |= {"PYTHONUNBUFFERED": "1", "RAY_worker_niceness": "0", "RAY": f"{sys.prefix}/bin/ray"}
+        environment |= {"NAME": name, "BIND": address, "TEMP": str(self.folder / name), "GPUS": "1", "CPUS": "16"}
+        environment |= {knob: str(value) for knob, value in knobs.items()}
+        screen = self.folder / f"{name}.txt"
+        with screen.open("w") as output:
+            node = subprocess.Popen([LAUNCH / script], cwd="/", env=environment, stdout=output, stderr=output)
+        self.nodes.append(psutil.Process(node.pid))
+        wait_for(lambda: "Ray runtime started." in screen.read_text(), node, screen, STARTS_S)
+        return self.nodes[-1]
+
+    def join(self, name: str, address: str, **knobs: object) -> psutil.Process:
+        return self.start("worker.sh", name, address, HEAD=self.address, **knobs)
+
+
+def below(node: psutil.Process, name: str) -> psutil.Process:
+    """The process of a node that calls itself ``name``."""
+    (found,) = (
+        each for each in node.children(recursive=True) if each.cmdline()[:1] and each.cmdline()[0].endswith(name)
+    )
+    return found
+
+
+def end(node: psutil.Process) -> None:
+    kill([node, *node.children(recursive=True)])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need a short path
+    cluster = Cluster(folder)
+    try:
+        yield cluster
+    finally:
+        for node in cluster.nodes:
+            if node.is_running():
+                end(node)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def task() -> list[str]:
+    prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--task", "addition", "--out", ARITHMETIC]
+    subprocess.run([*prepare, "--seed", "1"], cwd=REPO, check=True)
+    return [f"MODEL={ARITHMETIC}/model", f"TRAIN={ARITHMETIC}/train.parquet", f"VAL={ARITHMETIC}/val.parquet"]
+
+
+def start(cluster: Cluster, task: list[str], out: Path, screen: Path) -> subprocess.Popen:
+    words = ["DEVICE=cpu", "EXPERIMENT=arithmetic", f"STEPS={STEPS}", f"OUT={out}", f"ARGS={' '.join(ARGS)}", *task]
+    with screen.open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, REPO / "scripts" / "run.py", *words],
+            env=os.environ | cluster.token | {"RAY_ADDRESS": cluster.address},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def ray_with(tree: Path, folder: Path) -> Path:
+    """The ``ray`` of an environment like this one, but for the verl in ``tree``."""
+    venv.create(folder, symlinks=True)
+    packages = Path(torch.__file__).parents[1]
+    (folder / f"lib/python3.{sys.version_info.minor}/site-packages/other.pth").write_text(f"{tree}\n{packages}\n")
+    ray = folder / "bin" / "ray"
+    ray.write_text(f"#!{folder}/bin/python\nfrom ray.scripts.scripts import main\nmain()\n")
+    ray.chmod(0o755)
+    return ray
+
+
+@pytest.mark.e2e
+def test_nodes_with_another_verl_are_refused_by_name(cluster, task, trees, tmp_path):
+    older = unpacked_wheel("0.8.0", tmp_path / "older")
+    apply(older)
+    odd = [
+        cluster.join("unpatched", SECOND, RAY=ray_with(trees["pristine"], tmp_path / "one")),
+        cluster.join("older", THIRD, RAY=ray_with(older, tmp_path / "two")),
+    ]
+    out, screen = tmp_path / "run", tmp_path / "screen.txt"
+    run = start(cluster, task, out, screen)
+    assert run.wait(HANGS_S) == 1
+    for node in odd:
+        end(node)
+    (line,) = screen.read_text().splitlines()
+    assert line.startswith(f"run: RAY_ADDRESS={cluster.address}: ")
+    assert f"node unpatched ({SECOND}): verl 0.9.1 is not patched; the driver has stack " in line
+    assert f"node older ({THIRD}): has verl 0.8.0, the driver 0.9.1" in line
+    assert not out.exists()
+
+
+@pytest.mark.e2e
+def test_a_killed_worker_and_a_killed_node(cluster, task, tmp_path):
+    """The run resumes by itself, with the checkpoint's weights, Adam and loss scale to the bit.
+
+    Worker and node are killed in the midst of a save, and each time the first step that is then taken is a skipped one:
+    what it leaves is what was loaded.
+    """
+    second = cluster.join("second", SECOND)
+    out, screen = tmp_path / "run", tmp_path / "screen.txt"
+    checkpoints = out / "checkpoints"
+    run = start(cluster, task, out, screen)
+    try:
+        wait_for((out / "train.log").exists, run, screen)
+        blocked = {}
+        for step in (3, 5):  # writing to it waits for a reader: the save stops here
+            blocked[step] = checkpoints / f"global_step_{step}" / "actor" / "optim_world_size_2_rank_1.pt"
+            blocked[step].parent.mkdir(parents=True)
+            os.mkfifo(blocked[step])
+
+        wait_for(blocked[3].with_name("model_world_size_2_rank_1.pt").exists, run, screen)
+        shutil.copytree(checkpoints / "global_step_2", tmp_path / "2")
+        worker = below(second, "ray::WorkerDict")
+        worker.kill()
+        lost = f"lost WorkerDict (pid {worker.pid}) on node second ({SECOND}) after step 2 of {STEPS}"
+        wait_for(lambda: lost in screen.read_text(), run, screen)
+        blocked[3].unlink()
+
+        wait_for(blocked[5].with_name("model_world_size_2_rank_1.pt").exists, run, screen)
+        shutil.copytree(checkpoints / "global_step_3", tmp_path / "3")
+        shutil.copytree(checkpoints / "global_step_4", tmp_path / "4")
+        below(second, "raylet").kill()
+        lost = f"lost node second ({SECOND}) after step 4 of {STEPS}"
+        wait_for(lambda: lost in screen.read_text(), run, screen)
+        blocked[5].unlink()
+        wait_for(lambda: "waiting: " in screen.read_text(), run, screen)
+        third = cluster.join("third", THIRD)
+        assert run.wait(HANGS_S) == 0, screen.read_text()
+        end(third)
+    finally:
+        run.kill()
+        kill(of_this_run(out))
+    shown = screen.read_text()
+    assert [f"resuming after step {step} of" in shown for step in (2, 4)] == [True, True]
+    shutil.copytree(checkpoints / "global_step_5", tmp_path / "5")
+
+    def content(step: int, kind: str) -> list[bytes]:
+        return [(tmp_path / f"{step}/actor/{kind}_world_size_2_rank_{rank}.pt").read_bytes() for rank in (0, 1)]
+
+    def scales(step: int) -> list[float]:
+        files = [tmp_path / f"{step}/actor/extra_state_world_size_2_rank_{rank}.pt" for rank in (0, 1)]
+        return [torch.load(file, weights_only=False)["grad_scaler"]["scale"] for file in files]
+
+    for loaded, left in ((2, 3), (4, 5)):
+        assert content(loaded, "model") == content(left, "model")
+        assert content(loaded, "optim") == content(left, "optim")
+        assert (scales(loaded), scales(left)) == ([SCALES[0]] * 2, [SCALES[1]] * 2)
+    assert content(3, "model") != content(4, "model") and content(3, "optim") != content(4, "optim")
+
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["data"]["actor/skipped_steps"] for row in rows] == [1, 0, 1, 0, 1]
+    nodes = [node["node"] for node in json.loads((out / "run.json").read_text())["nodes"]]
+    assert nodes == [f"head ({HEAD})", f"third ({THIRD})"]

@@ -20,7 +20,7 @@ SMALL = (
 def storm(out: Path, scale: str, *overrides: str) -> str:
     """Train with a loss scale at which every step overflows; what the screen shows."""
     scaler = f"{SCALER}.init_scale={scale} {SCALER}.min_scale={scale} {SCALER}.max_consecutive_skips=2"
-    words = [f"OUT={out}", "STEPS=9", "DEVICE=cpu", f"ARGS={' '.join([SMALL, scaler, *overrides])}"]
+    words = [f"OUT={out}", "STEPS=9", "DEVICE=cpu", "RETRIES=2", f"ARGS={' '.join([SMALL, scaler, *overrides])}"]
     run = subprocess.run([sys.executable, REPO / "scripts" / "run.py", *words], capture_output=True, text=True)
     assert run.returncode == 1, run.stdout + run.stderr
     return run.stdout

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -155,3 +156,37 @@ with open({str(file)!r}, "w") as file:
 """)
     shown = [line.partition("] ")[2].split("  ")[0] for line in capsys.readouterr().out.splitlines()]
     assert shown == ["starting Python and verl", "starting Ray and its workers", "step 1/2", "step 2/2"]
+
+
+LOSES_A_WORKER = """
+print("(raylet) … Worker IP address: 10.0.0.3 Worker port: 19114 Worker PID: 207 Worker exit type: SYSTEM_ERROR")
+raise SystemExit("RuntimeError: Connection closed by peer")
+"""
+FAILS = "raise SystemExit('ValueError: no such thing')"
+TRAINS = """
+import os, json
+with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
+    for step in (1, 2):
+        print(json.dumps({"step": step, "data": {"critic/score/mean": 0.5, "timing_s/step": 1.0}}), file=file)
+"""
+
+
+@pytest.mark.parametrize(
+    ("programs", "code", "said"),
+    [
+        ([LOSES_A_WORKER, TRAINS], 0, "lost a worker (pid 207) on node 10.0.0.3 after step 0 of 2"),
+        ([LOSES_A_WORKER, LOSES_A_WORKER], run.GAVE_UP, "gave up: RETRIES=1: none is left; the same command starts"),
+        ([FAILS], 1, "failed, exit code 1, after step 0 of 2"),
+        ([LOSES_A_WORKER, FAILS], 1, "ValueError: no such thing"),
+    ],
+)
+def test_only_a_lost_worker_is_tried_again(programs, code, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
+    left = list(programs)
+    monkeypatch.setattr(run.jobs.Job, "command", lambda *_: [sys.executable, "-c", left.pop(0)])
+    job = run.jobs.parse(["DEVICE=cpu", "RETRIES=1"])
+    config = SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
+    record = runs.admit(job, tmp_path, 2)
+    with runs.lock(tmp_path) as log:
+        assert run.train_all(job, config, tmp_path, record, log)[0] == code
+    assert left == [] and said in capsys.readouterr().out

@@ -265,3 +265,27 @@ def test_runs_of_one_label_have_one_colour(tmp_path):
 
     runs.plot([("a", data(1)), ("a", data(2)), ("b", data(3))], "title", tmp_path / "three.png")
     assert colours(tmp_path / "three.png") == {0, 1}
+
+
+# As Ray 2.60 logged them on a cluster of two nodes.
+DIED = [
+    "(TaskRunnerV1 pid=19447) step:2 - global_seqlen/min:100",
+    "(WorkerDict pid=20673, ip=127.0.0.3) [verl-precision] {}",
+    "(raylet) A worker died or was killed while executing a task by an unexpected system error. To troubleshoot the "
+    "problem, check the logs for the dead worker. Lease ID: 1000 Worker ID: 6757 Node ID: 563c Worker IP address: "
+    "127.0.0.3 Worker port: 19114 Worker PID: 20673 Worker exit type: SYSTEM_ERROR",
+]
+ACTOR_DIED = ["ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", "\tpid: 20673"]
+
+
+def test_a_lost_worker_is_told_from_a_job_that_failed():
+    nodes = [{"node": "head (127.0.0.2)"}, {"node": "second (127.0.0.3)"}]
+    assert runs.lost_worker(DIED + ACTOR_DIED, nodes) == "WorkerDict (pid 20673) on node second (127.0.0.3)"
+    closed = ["RuntimeError: [gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.3]:45843"]
+    assert runs.lost_worker(DIED[2:] + closed) == "a worker (pid 20673) on node 127.0.0.3"
+    assert runs.lost_worker(ACTOR_DIED, nodes) == "a worker"
+    assert runs.lost_worker(["ValueError: Total available GPUs 1.0 is less than total desired GPUs 2"], nodes) is None
+    created = (
+        "ActorDiedError: The actor died because of an error raised in its creation task, ray::WorkerDict.__init__()"
+    )
+    assert runs.lost_worker([f"ray.exceptions.{created}", "ValueError: no such key"], nodes) is None

@@ -196,4 +196,3 @@ def train(worker: Any, seed: int = 0) -> dict[str, Any]:
 def _token_loss(model_output, data, dp_group=None):
     log_probs = torch.cat([row.float() for row in model_output["log_probs"].unbind()])
     return -log_probs.sum() / data["batch_num_tokens"] * data["dp_size"], {}
-

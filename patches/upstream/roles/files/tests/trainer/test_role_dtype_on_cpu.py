@@ -1,0 +1,104 @@
+# Copyright 2025 Individual Contributor: the verl-precision authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""One dtype key per role: what follows what, and what is refused when the role's config is built."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import open_dict
+from transformers import Qwen2Config
+
+import verl
+from verl.utils.config import omega_conf_to_dataclass
+
+ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
+MIXED = f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A model's config alone, which is all that the critic's config reads."""
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2Config(num_hidden_layers=1, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def build(model):
+    """``build(overrides)``: the dtype that each role's engine computes in, by the dataclasses that verl builds."""
+
+    def of(overrides: list[str]) -> dict[str, str]:
+        given = [
+            f"critic.model.path={model}",
+            "+critic.model.load_tokenizer=false",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+            "critic.ppo_micro_batch_size_per_gpu=1",
+            f"{ROLLOUT}.name=vllm",
+        ]
+        with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+            config = compose("ppo_trainer", overrides=[*given, *overrides])
+        ref = config.actor_rollout_ref.ref
+        with open_dict(ref):  # as ActorRolloutRefWorker does
+            for key in [key for key in ref if key.startswith("log_prob_")]:
+                ref.pop(key)
+            ref.ppo_micro_batch_size_per_gpu = 1
+        roles = {"actor": config.actor_rollout_ref.actor, "ref": ref, "critic": config.critic}
+        return {name: omega_conf_to_dataclass(role).engine.dtype for name, role in roles.items()}
+
+    return of
+
+
+def all_in(dtype: str, **others: str) -> dict[str, str]:
+    return {**dict.fromkeys(("actor", "ref", "critic"), dtype), **others}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], all_in("bfloat16")),
+        ([f"{ACTOR}.dtype=float16"], all_in("float16")),
+        ([f"{ACTOR}.dtype=fp16"], all_in("float16")),
+        ([f"{ACTOR}.fsdp_config.dtype=float16"], all_in("float16")),
+        (
+            [f"{ACTOR}.dtype=float16", f"{REF}.dtype=bfloat16", "critic.dtype=float32"],
+            {"actor": "float16", "ref": "bfloat16", "critic": "float32"},
+        ),
+        (["critic.fsdp.dtype=float16"], all_in("bfloat16", critic="float16")),
+        ([f"{MIXED}=fp16"], all_in("bfloat16", actor="float16")),
+        ([f"{ACTOR}.dtype=float16", "model_engine=megatron"], all_in("float16")),
+    ],
+)
+def test_ref_and_critic_follow_the_actor_unless_told_otherwise(build, overrides, expected):
+    assert build(overrides) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ([f"{ACTOR}.dtype=banana"], "dtype=banana"),
+        (
+            [f"{ACTOR}.dtype=float16", f"{ACTOR}.fsdp_config.dtype=bfloat16"],
+            "dtype=float16 and fsdp_config.dtype=bfloat16 contradict",
+        ),
+        (["critic.dtype=float16", "critic.fsdp.dtype=bfloat16"], "dtype=float16 and fsdp.dtype=bfloat16 contradict"),
+        ([f"{ACTOR}.dtype=float16", f"{MIXED}=bf16"], "mixed_precision.param_dtype=bf16 contradict"),
+        ([f"{ACTOR}.dtype=float16", "model_engine=torchtitan"], "strategy=torchtitan"),
+        ([f"{ACTOR}.dtype=float16", "model_engine=veomni"], "strategy=veomni"),
+        ([f"{ACTOR}.dtype=float16", f"{ACTOR}.strategy=fsdp_turbo"], "strategy=fsdp_turbo"),
+    ],
+)
+def test_what_contradicts_or_would_be_ignored_is_refused_by_name(build, overrides, named):
+    with pytest.raises(Exception, match=named):
+        build(overrides)

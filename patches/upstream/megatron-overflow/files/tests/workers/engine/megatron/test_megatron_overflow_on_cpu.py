@@ -13,6 +13,7 @@
 # limitations under the License.
 """An overflow under Megatron: the step that its optimizer skips is reported, and does not end the run."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,11 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+
+from verl.utils.megatron import optimizer  # noqa: E402
 from verl.utils.precision import GradScalerConfig, LossScaleError  # noqa: E402
+from verl.workers.config import McoreOptimizerConfig  # noqa: E402
 from verl.workers.engine.megatron.transformer_impl import MegatronEngine  # noqa: E402
 
 
@@ -76,15 +81,15 @@ def test_a_storm_of_overflows_ends_the_run():
         engine.optimizer_step()
 
 
-def test_megatrons_optimizer_config_gets_the_settings():
-    from verl.utils.megatron.optimizer import init_megatron_optim_config
-    from verl.workers.config import McoreOptimizerConfig
-
-    config = init_megatron_optim_config(
+def test_megatrons_optimizer_config_gets_the_settings(monkeypatch):
+    given = {}
+    # its own checks want Transformer Engine in fp16
+    monkeypatch.setattr(optimizer, "OptimizerConfig", lambda **settings: given.update(settings))
+    optimizer.init_megatron_optim_config(
         McoreOptimizerConfig(lr=1e-6),
         fp16=True,
-        bf16=False,
         grad_scaler=GradScalerConfig(init_scale=1024.0, min_scale=2.0, growth_interval=7),
     )
-    assert (config.initial_loss_scale, config.min_loss_scale, config.loss_scale_window) == (1024.0, 2.0, 7)
-    assert config.hysteresis == 1, "2, Megatron's own, keeps the scale after the first overflow"
+    assert (given["initial_loss_scale"], given["min_loss_scale"], given["loss_scale_window"]) == (1024.0, 2.0, 7)
+    assert given["hysteresis"] == 1, "2, Megatron's own, keeps the scale after the first overflow"
+    assert given.keys() <= {field.name for field in dataclasses.fields(OptimizerConfig)}

@@ -42,7 +42,7 @@ def build(model):
     def of(overrides: list[str]) -> dict[str, str]:
         given = [
             f"critic.model.path={model}",
-            "+critic.model.load_tokenizer=false",
+            "++critic.model.load_tokenizer=false",
             f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
             "critic.ppo_micro_batch_size_per_gpu=1",
             f"{ROLLOUT}.name=vllm",

@@ -17,7 +17,6 @@ import warnings
 
 import pytest
 import torch
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from verl.utils.precision import (
     GradScalerConfig,
@@ -51,19 +50,6 @@ def test_the_scale_grows_backs_off_and_has_a_floor():
     assert (floored.get_scale(), floored.consecutive_skips, floored.skipped) == (2.0, 5, True)
     recovered = scaler_after(config, [NAN] * 5 + [1.0])
     assert (recovered.consecutive_skips, recovered.skipped) == (0, False)
-
-
-def test_torchs_scaler_has_no_floor():
-    """Why there is one here: torch's scale runs down to 0, where every step is skipped for good."""
-    scaler, weight = torch.amp.GradScaler("cpu", init_scale=65536.0), torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    for _ in range(200):
-        scaler.scale(weight.sum()).backward()
-        weight.grad.fill_(INF)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert scaler.get_scale() == 0.0
 
 
 def test_a_half_precision_loss_is_scaled_in_fp32():
@@ -114,21 +100,22 @@ def test_a_skipped_step_changes_nothing(fused):
     assert not torch.equal(before[0], step(0.0)[0])
 
 
-def test_torchs_sequence_works_with_a_fused_optimizer_too(tmp_path):
-    """With the ShardedGradScaler it raises: its found_inf has shape (1,), and is a count of ranks."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_torchs_own_sequence_works_too(tmp_path, fused):
+    """Fused optimizers want found_inf in shape () and as a flag; torch's scaler sums it over ranks, in shape (1,)."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        for make in (lambda: ShardedGradScaler(device="cpu"), lambda: LossScaler(GradScalerConfig(), device="cpu")):
-            scaler, module = make(), torch.nn.Linear(2, 2)
-            optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-            scaler.scale(module(torch.ones(2)).sum()).backward()
+        scaler, module = LossScaler(GradScalerConfig(init_scale=4.0), device="cpu"), torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(module.parameters(), fused=fused)
+        before = module.weight.detach().clone()
+        for loss, skipped, scale in ((INF, True, 2.0), (1.0, False, 2.0)):
+            scaler.scale(module(torch.ones(2)).sum() * loss).backward()
             scaler.unscale_(optimizer)
-            if type(scaler) is ShardedGradScaler:
-                with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
-                    scaler.step(optimizer)
-            else:
-                scaler.step(optimizer)
-                scaler.update()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert (scaler.skipped, scaler.get_scale()) == (skipped, scale)
+            assert torch.equal(before, module.weight) == skipped
     finally:
         torch.distributed.destroy_process_group()
 

@@ -45,6 +45,8 @@ if [[ $VENV ]]; then
 fi
 PYTHON=python3
 unset RAY_ADDRESS # of another cluster
+# A head asks for the token that it finds, and Ray's other commands show it only in this mode (2.60).
+if [[ -f ~/.ray/auth_token || ${RAY_AUTH_TOKEN_PATH-}${RAY_AUTH_TOKEN-} ]]; then export RAY_AUTH_MODE=token; fi
 
 training() { # training IP: the command that runs on every node; train.sh only on the head
   local step=(srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none

@@ -231,7 +231,7 @@ REFUSED = [
     ("slurm", [], {"NNODES": "0"}, "slurm: NNODES=0: must be a whole number of at least 1"),
     ("slurm", [], {"GPUS_PER_NODE": "all"}, "slurm: GPUS_PER_NODE=all: must be a whole number of at least 1"),
     ("slurm", [], {"PORT": "ray"}, "slurm: PORT=ray: must be a whole number of at least 1"),
-    ("slurm", [], {"PORT": "12000"}, "slurm: PORT=12000: must be a port from 1024 to 65535, but for Ray's workers' own"),
+    ("slurm", [], {"PORT": "12000"}, "slurm: PORT=12000: must be a port from 1024 to 65535, but for Ray's workers'"),
     ("slurm", [], {"OUT": "runs/1"}, "slurm: OUT=runs/1: must be an absolute path, on storage that every node sees"),
     ("slurm", [], {"EXPERIMENT": "gsm8k_8gpu"}, "slurm: TRAIN: is not set; EXPERIMENT=gsm8k_8gpu needs a parquet file"),
     ("slurm", [], {"VENV": "/no/venv"}, "slurm: VENV=/no/venv: has no bin/ray; make setup makes it"),
@@ -308,6 +308,17 @@ def test_slurm_queues_itself_and_trains_on_every_node(slurm, tmp_path):
     assert slurm.environment("python3")["HF_TOKEN"] == SECRET, "the job has the secrets of the shell that queued it"
     said = [*queued, *step, *cluster, *slurm.words("python3"), done.stdout, done.stderr]
     assert SECRET not in "".join(said)
+
+
+@pytest.mark.parametrize("token", [False, True], ids=["open", "token"])
+def test_slurm_shows_the_token_that_a_head_would_ask_for(token, slurm, tmp_path):
+    """Ray's head asks for a token as soon as it finds one; the other nodes have to be told to show it."""
+    if token:
+        (slurm.home / ".ray").mkdir()
+        (slurm.home / ".ray/auth_token").write_text(SECRET)
+    done = slurm.run(LAUNCH / "slurm.sh", OUT=tmp_path / "out", **KNOBS)
+    assert done.returncode == 0, done.stderr
+    assert slurm.environment("ray").get("RAY_AUTH_MODE") == ("token" if token else None)
 
 
 def test_slurm_takes_the_default_out_again(slurm):

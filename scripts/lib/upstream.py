@@ -83,9 +83,9 @@ class Plan:
     replace: tuple[tuple[str, str], ...]
 
 
-def load_plan(project: Path = PROJECT) -> Plan:
+def load_plan() -> Plan:
     """Read patches/upstream/branches.toml."""
-    home = project / "patches/upstream"
+    home = PROJECT / "patches/upstream"
     told = tomllib.loads((home / "branches.toml").read_text())
     branches = tuple(
         Branch(
@@ -113,13 +113,13 @@ def read_pick(text: str) -> Pick:
 # --- the first line: the series on its release, picked ---------------------------------------------------------------
 
 
-def pick_line(plan: Plan, scratch: Path, project: Path = PROJECT) -> tuple[Path, Stack]:
+def pick_line(plan: Plan, scratch: Path) -> tuple[Path, Stack]:
     """Make, inside ``scratch``, a git tree of the release with a commit for each patch that a branch picks from.
 
     Returns:
         its folder, in which the branch ``line`` is that and the tag ``start`` the release; the commits as a stack.
     """
-    stack = load_stack(find_release(plan.release, project), project)
+    stack = load_stack(find_release(plan.release))
     patches = {patch.name: patch for patch in stack.patches}
     tree = commit_stack(stack, scratch)
     git("checkout", "--quiet", "-b", "line", f"{BASE}{plan.release}^", cwd=tree)
@@ -198,7 +198,7 @@ def author(verl: Path) -> tuple[str, str]:
     return re.fullmatch(r"(.*) <(.*)> \S+ \S+", told.stdout.strip()).groups()
 
 
-def start(verl: Path, folder: Path, plan: Plan, project: Path = PROJECT) -> tuple[list[str], bool]:
+def start(verl: Path, folder: Path, plan: Plan) -> tuple[list[str], bool]:
     """Make ``folder`` a clone with the first line of commits on top of main.
 
     Returns:
@@ -206,7 +206,7 @@ def start(verl: Path, folder: Path, plan: Plan, project: Path = PROJECT) -> tupl
     """
     name, email = author(verl)
     with scratch_beside(folder) as (scratch, folder):
-        line, stack = pick_line(plan, scratch, project)
+        line, stack = pick_line(plan, scratch)
         tree = scratch / "clone"
         options = ("--quiet", "--shared", "--no-tags", "--single-branch", "--branch=main")
         git("clone", *options, str(verl.resolve()), str(tree), cwd=scratch)
@@ -260,9 +260,9 @@ def ends(plan: Plan, folder: Path) -> Iterator[tuple[Branch, str]]:
         yield branch, at
 
 
-def commit_branches(plan: Plan, folder: Path, env: Mapping[str, str], project: Path = PROJECT) -> Iterator[Branch]:
+def commit_branches(plan: Plan, folder: Path, env: Mapping[str, str]) -> Iterator[Branch]:
     """Commit one branch after the other in ``folder``, and yield each while its tree is checked out there."""
-    stack = load_stack(find_release(plan.release, project), project)
+    stack = load_stack(find_release(plan.release))
     files: dict[str, bytes] = {}
     for branch, at in ends(plan, folder):
         git("checkout", "--quiet", "--force", "--detach", at, cwd=folder)

@@ -1,0 +1,475 @@
+"""Branches for upstream, on a repository made of the wheel of 0.9.1 with hooks and scripts of its own."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_patchset import contents, edit, git
+
+import pr_branch as pr_branch_module
+from lib import port, upstream
+from lib.cut import cut
+from lib.releases import PROJECT, find_release, unpacked_wheel, wheel
+from lib.stack import load_stack
+
+RELEASE = "0.9.1"
+ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
+MODULE = "verl/utils/precision.py"
+SLUGS = ["dtype", "scaler", "wire", "roles", "overlays", "megatron-overflow"]
+NAMES = [f"precision/{slug}" for slug in SLUGS]
+
+GENERATE = """\
+#!/usr/bin/env bash
+# One config, as upstream's script writes four.
+set -eu
+python3 scripts/print_cfg.py --cfg job > verl/trainer/config/_generated_ppo_trainer.yaml
+git diff --exit-code -- verl/trainer/config/_generated_ppo_trainer.yaml > /dev/null
+"""
+HOOKS = """\
+repos:
+  - repo: local
+    hooks:
+      - {id: autogen, name: autogen, entry: scripts/generate_trainer_config.sh, language: script, pass_filenames: false}
+      - {id: ruff, name: ruff, entry: ruff check --config ruff.toml, language: system, files: precision}
+      - {id: format, name: format, entry: ruff format --check --config ruff.toml, language: system, files: precision}
+      - {id: rules, name: rules, entry: python3 tests/special_sanity/rules.py, language: system, types: [python]}
+"""
+RULES = """\
+# Copyright 2025 Individual Contributor: the tests. A licence in each file, and no device by name in verl/.
+import sys
+from pathlib import Path
+
+for path in sys.argv[1:]:
+    text = Path(path).read_text()
+    assert "Copyright 2025 Individual Contributor:" in text or "Copyright 2024 Bytedance" in text or (
+        "Copyright 2025 Bytedance" in text or "Copyright 2026 Bytedance" in text), path
+    assert not path.endswith("precision.py") or not path.startswith("verl/") or '"cuda"' not in text, path
+"""
+TITLES = """\
+import os
+import re
+
+assert re.fullmatch(r"\\[(fsdp|cfg|ckpt|trainer|rollout|megatron|, )+\\] (feat|fix): .+", os.environ["PR_TITLE"])
+"""
+
+
+@pytest.fixture(scope="session")
+def released(tmp_path_factory) -> Path:
+    """A repository of 0.9.1; read it, do not change it."""
+    repo = unpacked_wheel(RELEASE, tmp_path_factory.mktemp("released") / "verl")
+    for path in (*(repo / "tests").iterdir(), *repo.glob("*.dist-info")):  # others than ours take minutes
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path, text in {
+        upstream.GENERATE: GENERATE,
+        ".pre-commit-config.yaml": HOOKS,
+        "ruff.toml": (PROJECT / "pyproject.toml")
+        .read_text()
+        .partition("[tool.ruff]\n")[2]
+        .partition("[tool.pytest")[0]
+        .replace("tool.ruff.", "")
+        .replace('src = [".", "scripts", "patches/verl/files"]\n', ""),
+        "tests/special_sanity/rules.py": RULES,
+        "tests/special_sanity/check_pr_title.py": TITLES,
+        "docs/index.rst": "\n   start/install\n\n.. toctree::\n\n   advance/rope\n   advance/fp8.md\n\nEnd\n",
+    }.items():
+        (repo / path).parent.mkdir(parents=True, exist_ok=True)
+        (repo / path).write_text(text)
+    (repo / upstream.GENERATE).chmod(0o755)
+    subprocess.run(["git", "init", "--quiet", "--initial-branch=main"], cwd=repo, check=True)
+    git("config", "user.name", "A Developer", cwd=repo)
+    git("config", "user.email", "developer@example.org", cwd=repo)
+    git("add", "--all", "--force", cwd=repo)
+    git("commit", "--quiet", "--message=0.9.1", cwd=repo)
+    return repo
+
+
+@pytest.fixture
+def verl(released: Path, tmp_path: Path) -> Path:
+    """A clone of it to change."""
+    return shutil.copytree(released, tmp_path / "verl", symlinks=True)
+
+
+def pr_branch(project: Path, *args: object) -> subprocess.CompletedProcess[str]:
+    home = {"PRE_COMMIT_HOME": str(project / ".cache/pre-commit")} if project != PROJECT else {}
+    line = [sys.executable, "-B", project / "scripts/pr_branch.py", *args]
+    return subprocess.run(list(map(str, line)), capture_output=True, text=True, env=os.environ | home)
+
+
+def copy_of_project(folder: Path) -> Path:
+    """What the tool needs of the project, to change and to keep its caches apart."""
+    for part in ("scripts", "patches/upstream", "patches/verl", "configs/precision"):
+        shutil.copytree(PROJECT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / ".cache/wheels").mkdir(parents=True)
+    (folder / ".cache/wheels" / wheel(RELEASE).name).symlink_to(wheel(RELEASE))
+    return folder
+
+
+def commit(repo: Path, message: str) -> None:
+    git("commit", "--quiet", "--all", f"--message={message}", cwd=repo)
+
+
+# --- six branches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def made(released: Path, tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """What is said of a main with a later commit, without the engine tests; and the clone with the branches."""
+    folder = tmp_path_factory.mktemp("made")
+    project = copy_of_project(folder / "project")
+    for tests in project.glob("patches/upstream/*/files/tests/workers"):
+        shutil.rmtree(tests)
+    repo = shutil.copytree(released, folder / "verl", symlinks=True)
+    edit(repo / ENGINE, "import logging\n", "import logging\n\n# A later commit.\n\n")
+    edit(repo / "verl/workers/config/engine.py", "class EngineConfig(", "# A later commit.\nclass EngineConfig(")
+    commit(repo, "later")
+    return pr_branch(project, repo, "--dir", folder / "work"), repo
+
+
+def test_six_branches_are_green(made):
+    done, repo = made
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "conflict" not in done.stdout and re.search(r"verl 0\.9\.1 -> main \w+: .* same, \d+ merged\n", done.stdout)
+    heads = git("for-each-ref", "--format=%(refname:short)", "refs/heads", cwd=repo).split()
+    assert sorted(heads) == sorted(["main", *NAMES])
+    assert git("status", "--porcelain", cwd=repo) == "" and git("branch", "--show-current", cwd=repo).strip() == "main"
+    told = [block.splitlines() for block in done.stdout.split("\n\n")[1:-1]]
+    assert [lines[0].partition(":")[0] for lines in told] == NAMES
+    for lines in told:
+        assert [line.split()[0] for line in lines[2:]] == ["title", "pre-commit", "tests"]
+        assert "passes" in lines[2] and "4 passed" in lines[3] and re.search(r"\d+ passed", lines[4]), lines
+    assert not (repo.parent / "work").exists()
+
+
+def test_each_is_one_commit_by_the_user_on_top_of_the_one_before(made):
+    _, repo = made
+    for before, name, branch in zip(["main", *NAMES], NAMES, upstream.load_plan().branches, strict=False):
+        assert git("rev-parse", f"{name}^", cwd=repo) == git("rev-parse", before, cwd=repo)
+        told = git("log", "-1", "--format=%s|%an|%ae", name, cwd=repo).strip()
+        assert told == f"{branch.title}|A Developer|developer@example.org"
+
+
+def test_the_module_grows_by_what_the_branch_calls(made):
+    _, repo = made
+    sources = [git("show", f"{name}:{MODULE}", cwd=repo) for name in NAMES]
+    assert "LossScaler" not in sources[0] and "class LossScaler" in sources[1]
+    assert "wire_kwargs" not in sources[1] and "def wire_kwargs" in sources[2]
+    assert "check_role_dtype" not in sources[2] and "def check_role_dtype" in sources[3]
+    assert "account_reported_step" not in sources[4] and "def account_reported_step" in sources[5]
+    for gone in ("of_worker", "patch_stamp", "keep_in_fp32", "check_rewards", "_WORKERS", "0.7.1"):
+        assert gone not in sources[5]
+
+
+def test_configs_are_generated_and_the_docs_name_their_page(made):
+    _, repo = made
+    generated = "verl/trainer/config/_generated_ppo_trainer.yaml"
+    for name, grad_scaler, role in [(NAMES[0], 0, 0), (NAMES[1], 1, 0), (NAMES[3], 1, 1)]:
+        text = git("show", f"{name}:{generated}", cwd=repo)
+        assert ("grad_scaler:" in text, "dtype: ${oc.select:..dtype,bfloat16}" in text) == (grad_scaler, role)
+    pages = git("show", f"{NAMES[0]}:docs/index.rst", cwd=repo)
+    assert "   advance/fp8.md\n   advance/precision.md\n" in pages and pages.count("precision.md") == 1
+    assert git("show", f"{NAMES[5]}:docs/index.rst", cwd=repo) == pages
+
+
+@pytest.mark.slow
+def test_six_branches_are_green_with_all_their_tests(verl: Path, tmp_path: Path):
+    done = pr_branch(copy_of_project(tmp_path / "project"), verl, "--dir", tmp_path / "work")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+
+
+# --- what is checked -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A repository with a package `verl` of two modules, one of which the branch changes."""
+    repo = tmp_path / "small"
+    for path, text in {
+        "verl/__init__.py": "",
+        "verl/config/__init__.py": "from .engine import A\n",
+        "verl/config/engine.py": "A = 1\n",
+        "verl/other.py": "",
+        "verl/trainer/config/a.yaml": "a: 1\n",
+        "tests/test_package_on_cpu.py": "from verl.config import A\n\n\ndef test_it():\n    assert A < 3\n",
+        "tests/config/test_module_on_cpu.py": "import verl.config.engine as e\n\n\ndef test_it():\n    assert e.A == 1\n",
+        "tests/config/test_other_on_cpu.py": "import verl.other\n",
+        "tests/config/test_yaml_on_cpu.py": "FOLDER = 'verl/trainer/config'\n",
+        "tests/config/test_gpu.py": "import verl.config.engine\n",
+        "tests/config/test_broken_on_cpu.py": "import verl.config.engine\n\n\ndef test_it():\n    assert False\n",
+    }.items():
+        (repo / path).parent.mkdir(parents=True, exist_ok=True)
+        (repo / path).write_text(text)
+    subprocess.run(["git", "init", "--quiet", "--initial-branch=main"], cwd=repo, check=True)
+    git("add", "--all", cwd=repo)
+    git("commit", "--quiet", "--message=main", cwd=repo)
+    git("update-ref", upstream.ONTO, "HEAD", cwd=repo)
+    return repo
+
+
+def test_tests_are_those_that_read_what_is_changed(small: Path):
+    found = pr_branch_module.touched_tests(small, ["verl/config/engine.py", "tests/config/test_other_on_cpu.py"])
+    assert [Path(path).stem for path in found] == [
+        f"test_{name}_on_cpu" for name in ("broken", "module", "other", "package")
+    ]
+    found = pr_branch_module.touched_tests(small, ["verl/trainer/config/a.yaml"])
+    assert found == ["tests/config/test_yaml_on_cpu.py"]
+
+
+def test_what_fails_on_main_too_is_no_fault_of_the_branch(small: Path):
+    edit(small / "verl/config/engine.py", "A = 1", "A = 1  # still")
+    commit(small, "a branch")
+    found = pr_branch_module.tests(small, ["verl/config/engine.py"])
+    assert found.output == "" and re.fullmatch(
+        r"3 files: 1 failed, 2 passed in .*; those fail on main too", found.result
+    )
+
+    edit(small / "verl/config/engine.py", "A = 1", "A = 2")
+    commit(small, "one that breaks a test")
+    found = pr_branch_module.tests(small, ["verl/config/engine.py"])
+    assert "2 failed, 1 passed" in found.result and found.result.endswith("; 1 of them on main too")
+    assert "assert 2 == 1" in found.output
+    assert (small / "verl/config/engine.py").read_text() == "A = 2  # still\n"
+    assert pr_branch_module.tests(small, ["docs/page.md"]).output  # nothing was tested
+
+
+def test_a_failed_hook_and_a_title_are_told(small: Path):
+    (small / ".pre-commit-config.yaml").write_text(
+        "repos: [{repo: local, hooks: [{id: a, name: never, entry: 'false', language: system},"
+        " {id: b, name: always, entry: 'true', language: system}]}]\n"
+    )
+    git("add", "--all", cwd=small)
+    found = pr_branch_module.pre_commit(small, ["verl/other.py"])
+    assert found.result == "1 passed, 1 failed: never" and "exit code: 1" in found.output
+    (small / "tests/special_sanity").mkdir()
+    (small / "tests/special_sanity/check_pr_title.py").write_text(TITLES)
+    branch = upstream.Branch("a", "no type", (), (), small)
+    assert pr_branch_module.title(branch, small).output
+
+
+# --- a main that has moved -------------------------------------------------------------------------------------------
+
+
+def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path: Path):
+    line = "self.scaler = ShardedGradScaler(growth_interval=400)"
+    edit(verl / ENGINE, line, line.replace("400", "500"))
+    commit(verl, "a hooked line")
+    before = contents(verl / ".git")
+    work = tmp_path / "work"
+    done = pr_branch(PROJECT, verl, "--dir", work)
+    assert (done.returncode, done.stderr) == (1, "")
+    told = done.stdout.splitlines()
+    at = told.index("conflict scaler: fsdp-configure-the-loss-scaler.patch: 3 same, 4 merged, 1 conflict")
+    assert re.fullmatch(rf"    conflict {ENGINE}: line \d+ in def _build_fsdp_module.*", told[at + 2]), told
+    assert told[-2:] == [
+        f"{work}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
+        f"  then go on: make pr-branch VERL={verl} DIR={work}",
+    ]
+    assert contents(verl / ".git") == before
+
+    again = pr_branch(PROJECT, verl, "--dir", work)
+    assert again.returncode == 1 and again.stderr == (
+        f"pr_branch: DIR={work} has a cherry-pick to finish: git -C {work} cherry-pick --continue; or remove it\n"
+    )
+    assert git("diff", "--name-only", "--diff-filter=U", cwd=work).split() == [ENGINE]
+    git("add", ENGINE, cwd=work)
+    git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=work)
+    with pytest.raises(upstream.Refused, match=f"conflict marker in {ENGINE}"):
+        upstream.check_line(verl, work)
+    text = re.sub(r"<{7} HEAD\n.*?={7}\n(.*?)>{7} [^\n]*\n", r"\1", (work / ENGINE).read_text(), flags=re.S)
+    (work / ENGINE).write_text(text)
+    with pytest.raises(upstream.Refused, match=f"uncommitted changes: {ENGINE}"):
+        upstream.check_line(verl, work)
+    commit(work, "the conflict, resolved\n\nBranch: megatron-overflow")
+    upstream.check_line(verl, work)
+    assert [branch.slug for branch, _ in upstream.ends(upstream.load_plan(), work)] == SLUGS
+    shutil.copytree(verl, tmp_path / "moved")
+    git("commit", "--quiet", "--allow-empty", "--message=more", cwd=tmp_path / "moved")
+    with pytest.raises(upstream.Refused, match="another main"):
+        upstream.check_line(tmp_path / "moved", work)
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_every_hunk_is_picked_once_or_its_patch_stays():
+    plan = upstream.load_plan()
+    patches = {patch.name: patch for patch in load_stack(find_release(plan.release)).patches}
+    there = {
+        (name, path, number)
+        for name, patch in patches.items()
+        for path, _, _ in patch.blobs
+        for number, _ in enumerate(port.hunks(patch, path), start=1)
+    }
+    picks = [pick for branch in plan.branches for pick in branch.picks]
+    assert not {(pick.patch, path) for pick in picks for path in pick.hunks} - {each[:2] for each in there}
+    taken = Counter(each for each in there for pick in picks if pick.patch == each[0] and pick.takes(*each[1:]))
+    assert set(taken.values()) == {1}
+    stay = {f"{name}.patch" for name in plan.stay}
+    assert stay <= patches.keys() and not stay & {pick.patch for pick in picks}
+    left = {each for each in there - taken.keys() if each[0] not in stay}
+    # An adapt.patch stands in for it.
+    assert left == {("megatron-skip-an-overflow.patch", "verl/workers/config/engine.py", 1)}
+
+
+def test_the_last_branch_has_the_stacks_own_code(tmp_path: Path):
+    plan = upstream.load_plan()
+    stack = load_stack(find_release(plan.release))
+    tree, _ = upstream.pick_line(plan, tmp_path)
+    stay = {
+        path for patch in stack.patches if patch.name.removesuffix(".patch") in plan.stay for path, _, _ in patch.blobs
+    }
+    made = {path: git("rev-parse", f"HEAD:{path}", cwd=tree).strip() for path in stack.after}
+    differing = {path for path in stack.after if made[path] != stack.after[path]}
+    assert differing - stay == {"verl/model_merger/fsdp_model_merger.py"}  # a comment, by adapt.patch
+    assert len(stack.after.keys() - stay) > 20
+
+
+def test_texts_that_are_replaced_are_there():
+    plan = upstream.load_plan()
+    stack = load_stack(find_release(plan.release))
+    texts = [stack.added[path].decode() for path in (MODULE, *(file for each in plan.branches for file in each.files))]
+    for old, _ in plan.replace:
+        assert sum(text.count(old) for text in texts) == 1, old
+
+
+def test_a_hunk_that_needs_another_is_refused(tmp_path: Path):
+    plan = upstream.load_plan()
+    last = plan.branches[-1]
+    whole = replace(last, picks=(upstream.read_pick("megatron-skip-an-overflow"),))
+    with pytest.raises(
+        upstream.Refused, match=r"megatron-overflow cannot take verl/workers/config/engine.py#1 \(line 24"
+    ):
+        upstream.pick_line(replace(plan, branches=(*plan.branches[:-1], whole)), tmp_path)
+
+
+SOURCE = '''\
+"""A module."""
+
+import math
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+
+__all__ = [
+    "A",
+    "b",
+    "unused",
+]
+
+# Of b alone.
+_B = 1
+
+
+def unused(x: Mapping) -> bool:
+    return fnmatch(x, "")
+
+
+def b() -> "A":
+    return _B
+
+
+class A:
+    """Kept in part."""
+
+    shown = 1
+    _hidden = 2
+    _read = 3
+
+    def called(self) -> Iterator:
+        return self._read
+
+    # Not called.
+    @property
+    def other(self):
+        return math.pi
+
+
+class Child(ValueError):
+    def overrides(self): ...
+'''
+
+
+def test_a_module_is_cut_to_what_is_used():
+    assert (
+        cut(SOURCE, "p.m", {"a.py": "from p.m import A\n\nA().called()\n"})
+        == '''\
+"""A module."""
+
+from collections.abc import Iterator
+
+__all__ = [
+    "A",
+]
+
+
+class A:
+    """Kept in part."""
+
+    shown = 1
+    _read = 3
+
+    def called(self) -> Iterator:
+        return self._read
+'''
+    )
+    by_yaml = cut(SOURCE, "p.m", {"a.yaml": "x:\n  _target_: p.m.b\n", "b.py": "from ..m import Child\n"})
+    assert "# Of b alone.\n_B = 1\n" in by_yaml and "class A:" in by_yaml and "def called" not in by_yaml
+    assert "def overrides" in by_yaml and "import math" not in by_yaml and "unused" not in by_yaml
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def refused(verl: Path, tmp_path: Path) -> str:
+    """Run the tool, which must refuse in one line and change nothing; return that line."""
+    before = contents(tmp_path)
+    done = pr_branch(PROJECT, verl, "--dir", tmp_path / "work")
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.count("\n") == 1, done
+    assert contents(tmp_path) == before
+    return done.stderr.removeprefix("pr_branch: ")
+
+
+def test_what_is_no_clone_of_verl_is_refused(small: Path, tmp_path: Path):
+    assert (
+        refused(tmp_path / "nowhere", tmp_path)
+        == f"VERL={tmp_path / 'nowhere'} is not a folder; give a git clone of verl\n"
+    )
+    (tmp_path / "plain").mkdir()
+    assert "is not the folder of a git clone" in refused(tmp_path / "plain", tmp_path)
+    assert "is not the folder of a git clone" in refused(small / "verl", tmp_path)
+    assert "is no clone of verl: its main has no scripts/generate_trainer_config.sh" in refused(small, tmp_path)
+    git("branch", "--move", "main", "master", cwd=small)
+    assert "has no branch main" in refused(small, tmp_path)
+
+
+def test_a_clone_that_is_dirty_or_has_the_branches_is_refused(verl: Path, tmp_path: Path):
+    (verl / "new.py").write_text("")
+    assert "has uncommitted changes: new.py;" in refused(verl, tmp_path)
+    (verl / "new.py").unlink()
+    for name in (NAMES[4], NAMES[1]):
+        git("branch", name, cwd=verl)
+    assert f"has these branches already: git branch -D {NAMES[1]} {NAMES[4]}\n" in refused(verl, tmp_path)
+    git("branch", "--delete", "--force", NAMES[1], NAMES[4], cwd=verl)
+    git("config", "--unset", "user.email", cwd=verl)
+    if subprocess.run(["git", "config", "user.email"], cwd=verl, capture_output=True).returncode:
+        assert "git knows no author for the commits" in refused(verl, tmp_path)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/mine.txt").write_text("")
+    assert "exists and is none of make pr-branch's" in refused(verl, tmp_path)
+    shutil.rmtree(tmp_path / "work")
+    (verl / MODULE).write_text("")
+    git("add", MODULE, cwd=verl)
+    commit(verl, "patched")
+    assert f"has {MODULE} in its main already" in refused(verl, tmp_path)
+
+
+def test_a_shallow_clone_is_refused(released: Path, tmp_path: Path):
+    git("clone", "--quiet", "--depth=1", f"file://{released}", str(tmp_path / "shallow"), cwd=tmp_path)
+    git("-C", "shallow", "commit", "--quiet", "--allow-empty", "--message=more", cwd=tmp_path)
+    assert "is a shallow clone, whose branches cannot be pushed: git fetch --unshallow" in refused(
+        tmp_path / "shallow", tmp_path
+    )

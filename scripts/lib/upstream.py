@@ -181,7 +181,7 @@ def check_clone(verl: Path, plan: Plan) -> None:
         raise Refused(f"VERL={verl} is no clone of verl: its main has no {lacking[0]}")
     if MODULE in there:
         raise Refused(f"VERL={verl} has {MODULE} in its main already; give a main that has none of the stack")
-    if changed := git("status", "--porcelain", cwd=verl).splitlines():
+    if changed := git("--no-optional-locks", "status", "--porcelain", cwd=verl).splitlines():
         raise Refused(f"VERL={verl} has uncommitted changes: {changed[0][3:]}; commit, stash or remove them")
     heads = git("for-each-ref", "--format=%(refname:lstrip=2)", "refs/heads/", cwd=verl).split()
     if taken := [name for name in (PREFIX.rstrip("/"), *(branch.name for branch in plan.branches)) if name in heads]:

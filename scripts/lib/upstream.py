@@ -64,7 +64,7 @@ class Branch:
 
     @property
     def own_files(self) -> dict[str, bytes]:
-        """Tests and docs that the branch adds, by path."""
+        """Tests and docs that the branch adds, by path; of the docs' page its own section."""
         root = self.folder / "files"
         found = (path for path in sorted(root.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
         return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
@@ -266,13 +266,16 @@ def commit_branches(plan: Plan, folder: Path, env: Mapping[str, str]) -> Iterato
     files: dict[str, bytes] = {}
     for branch, at in ends(plan, folder):
         git("checkout", "--quiet", "--force", "--detach", at, cwd=folder)
-        files |= {path: upstream_text(stack.added[path], plan) for path in branch.files} | branch.own_files
+        own, page = branch.own_files, f"docs/{PAGE}"
+        if page in files and page in own:
+            own[page] = files[page] + b"\n" + own[page]
+        files |= {path: upstream_text(stack.added[path], plan) for path in branch.files} | own
         for path, content in files.items():
             write(folder / path, content)
         users = read_users(folder, [*git("diff", "--name-only", ONTO, "HEAD", cwd=folder).split(), *files])
         module = cut(stack.added[MODULE].decode(), MODULE.removesuffix(".py").replace("/", "."), users)
         write(folder / MODULE, upstream_text(module.encode(), plan))
-        if f"docs/{PAGE}" in files:
+        if page in files:
             add_to_index(folder / INDEX)
         git("add", "--force", "--all", "--", MODULE, INDEX, *files, cwd=folder)
         generate(folder, env)

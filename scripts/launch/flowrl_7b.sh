@@ -35,7 +35,7 @@ ARGS="trainer.nnodes=$NNODES trainer.n_gpus_per_node=$GPUS_PER_NODE ${ARGS-}"
 export TRAIN VAL
 TRAIN=$(realpath "$DATA/train.parquet")
 VAL=$(realpath "$DATA/test.parquet")
-mapfile -t given < <(words EXPERIMENT RECIPE PRECISION MODEL STEPS SEED OUT TRAIN VAL ARGS)
+mapfile -t given < <(words "${run[@]}")
 if [[ $RAY_ADDRESS ]]; then goal=submit; else goal=run; fi
 command=(make -C "$checkout" "$goal" "${given[@]//\$/\$\$}") # $ is make's own
 if [[ $dry_run ]]; then show "${command[@]}"; else exec "${command[@]}"; fi

@@ -3,8 +3,8 @@
 #   [--dry-run] [Hydra override …]
 # The knobs travel to the job in the environment; train.sh makes the words of `make run` of them.
 checkout=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
-job=(EXPERIMENT PRECISION ALGO RECIPE DEVICE STEPS SEED MODEL TRAIN VAL OUT RETRIES NNODES GPUS_PER_NODE ARGS)
-secrets=(HF_TOKEN WANDB_API_KEY) # handed on by their names where they are set; never written out
+run=(EXPERIMENT PRECISION ALGO RECIPE DEVICE STEPS SEED MODEL TRAIN VAL OUT RETRIES ARGS) # what run.py takes
+job=("${run[@]}" NNODES GPUS_PER_NODE)
 
 refuse() { # one line
   echo "$(basename "$0" .sh): $1" >&2

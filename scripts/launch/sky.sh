@@ -38,6 +38,6 @@ read -ra more <<<"$SKY_ARGS"
 command=(sky jobs launch --name "${name//_/-}" --num-nodes "$NNODES" --gpus "$GPU:$GPUS_PER_NODE" --image-id "docker:$IMAGE"
   ${INFRA:+--infra "$INFRA"} "${more[@]}")
 for word in "${given[@]}"; do command+=(--env "$word"); done
-for secret in "${secrets[@]}"; do if [[ ${!secret-} ]]; then command+=(--secret "$secret"); fi; done # by name: sky reads the value
+for secret in HF_TOKEN WANDB_API_KEY; do if [[ ${!secret-} ]]; then command+=(--secret "$secret"); fi; done # by name: sky reads the value
 command+=("$checkout/configs/launch/sky.yaml")
 if [[ $dry_run ]]; then show "${command[@]}"; else exec "${command[@]}"; fi

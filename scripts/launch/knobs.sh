@@ -22,6 +22,7 @@ words() { # words NAME…: those that have a value, as NAME=VALUE lines
 }
 
 check() { # check NAME…: refuse as `make run` would, before anything is queued; takes the names that this machine can judge
+  [[ $NNODES ]] || refuse "NNODES: is not set; how many nodes of GPUS_PER_NODE=$GPUS_PER_NODE GPUs?"
   whole NNODES GPUS_PER_NODE
   [[ $OUT == /* ]] || refuse "OUT=$OUT: must be an absolute path, on storage that every node sees"
   command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON: is not there; name a Python from 3.11 on"

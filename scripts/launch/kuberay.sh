@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Training on Kubernetes by KubeRay: fills in configs/launch/rayjob.yaml and creates it.
-#   IMAGE=registry/verl-precision:0.9.1 TRAIN=/shared/gsm8k/train.parquet scripts/launch/kuberay.sh
+#   NNODES=4 IMAGE=registry/verl-precision:0.9.1 TRAIN=/shared/gsm8k/train.parquet scripts/launch/kuberay.sh
 #   RECIPE=flowrl PRECISION=bf16 … scripts/launch/kuberay.sh --dry-run trainer.save_freq=10 …      further Hydra overrides
 # The image is that of configs/launch/Dockerfile; models, data and OUT lie on the volume of CLAIM. docs/launch.md
 set -euo pipefail
@@ -18,7 +18,7 @@ SEED=${SEED:-1}
 OUT=${OUT:-}                            # default SHARED/outputs/…; the same OUT resumes
 RETRIES=${RETRIES:-}                    # resumes after a lost worker, within one cluster; default run.py's
 BACKOFF=${BACKOFF:-2}                   # new clusters after that
-NNODES=${NNODES:-2}                     # worker pods; the head is one more, without a GPU
+NNODES=${NNODES:-}                      # worker pods; what an experiment is planned for stands in its file
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 CPUS=${CPUS:-64}                        # of a worker pod
 MEMORY=${MEMORY:-1024Gi}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Training by SkyPilot, as a managed job of configs/launch/sky.yaml.
-#   IMAGE=registry/verl-precision:0.9.1 TRAIN=/shared/gsm8k/train.parquet scripts/launch/sky.sh
+#   NNODES=4 IMAGE=registry/verl-precision:0.9.1 TRAIN=/shared/gsm8k/train.parquet scripts/launch/sky.sh
 #   RECIPE=flowrl PRECISION=bf16 … scripts/launch/sky.sh --dry-run trainer.save_freq=10 …      further Hydra overrides
 # The image is that of configs/launch/Dockerfile; models, data and OUT lie on sky.yaml's volume, /shared. docs/launch.md
 set -euo pipefail
@@ -17,7 +17,7 @@ STEPS=${STEPS:-}                     # default the experiment's
 SEED=${SEED:-1}
 OUT=${OUT:-}                         # default /shared/outputs/…; the same OUT resumes
 RETRIES=${RETRIES:-}                 # resumes after a lost worker, within one cluster; default run.py's
-NNODES=${NNODES:-2}
+NNODES=${NNODES:-}                   # what an experiment is planned for stands in its file
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 GPU=${GPU:-H100}                     # as `sky show-gpus` names it
 IMAGE=${IMAGE:-}

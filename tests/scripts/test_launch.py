@@ -211,7 +211,14 @@ DRY = {
 def test_a_dry_run_says_what_it_would_do_and_does_nothing(name, machine, data):
     for program in ("make", "sbatch", "srun", "scontrol", "kubectl", "sky", "ray"):
         machine.program(program)
-    knobs = {"EXPERIMENT": "arithmetic", "PRECISION": "bf16", "SEED": 3, "HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET}
+    knobs = {
+        "EXPERIMENT": "arithmetic",
+        "PRECISION": "bf16",
+        "SEED": 3,
+        "NNODES": 1,
+        "HF_TOKEN": SECRET,
+        "WANDB_API_KEY": SECRET,
+    }
     out = machine.folder / "shared/out"
     before = sorted(machine.folder.rglob("*"))
     done = machine.run(
@@ -228,6 +235,7 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(name, machine, data):
 
 IMAGE = {"IMAGE": "registry/verl-precision:0.9.1"}
 REFUSED = [
+    ("slurm", [], {"NNODES": ""}, "slurm: NNODES: is not set; how many nodes of GPUS_PER_NODE=8 GPUs?"),
     ("slurm", [], {"NNODES": "0"}, "slurm: NNODES=0: must be a whole number of at least 1"),
     ("slurm", [], {"GPUS_PER_NODE": "all"}, "slurm: GPUS_PER_NODE=all: must be a whole number of at least 1"),
     ("slurm", [], {"PORT": "ray"}, "slurm: PORT=ray: must be a whole number of at least 1"),
@@ -253,8 +261,8 @@ REFUSED = [
     ("sky", [], {}, "sky: IMAGE: is not set; build one with configs/launch/Dockerfile and push it"),
     ("sky", [], IMAGE | {"STEPS": "many"}, "run: STEPS=many: must be a whole number of at least 1"),
     ("sky", [], IMAGE | {"ARGS": "a='b"}, "run: ARGS=a='b: No closing quotation"),
-    ("train", [], {"NNODES": "2"}, "train: GPUS_PER_NODE=: must be a whole number of at least 1"),
-    ("train", [], {"NNODES": "2", "GPUS_PER_NODE": "8"}, "train: RAY_ADDRESS: is not set; it is the running cluster's"),
+    ("train", [], {}, "train: GPUS_PER_NODE=: must be a whole number of at least 1"),
+    ("train", [], {"GPUS_PER_NODE": "8"}, "train: RAY_ADDRESS: is not set; it is the running cluster's"),
 ]
 
 
@@ -262,7 +270,9 @@ REFUSED = [
 def test_a_script_refuses_before_anything_is_queued(name, arguments, knobs, refusal, slurm):
     for program in ("kubectl", "sky"):
         slurm.program(program)
-    done = slurm.run(LAUNCH / f"{name}.sh", *arguments, **({"EXPERIMENT": "arithmetic", "VENV": ""} | knobs))
+    done = slurm.run(
+        LAUNCH / f"{name}.sh", *arguments, **({"EXPERIMENT": "arithmetic", "VENV": "", "NNODES": 2} | knobs)
+    )
     assert done.returncode == 1 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith(refusal)

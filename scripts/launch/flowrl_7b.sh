@@ -2,7 +2,7 @@
 # FlowRL on DAPO-Math-17k with Qwen2.5-7B and the paper's settings: configs/experiment/flowrl_7b.yaml.
 #   make dapo-math                                                         the data, once
 #   scripts/launch/flowrl_7b.sh                                            on this node
-#   RAY_ADDRESS=http://HEAD:8265 NNODES=4 scripts/launch/flowrl_7b.sh      on a running Ray cluster
+#   RAY_ADDRESS=http://HEAD:8265 NNODES=4 OUT=/shared/flowrl scripts/launch/flowrl_7b.sh      on a running Ray cluster
 #   PRECISION=bf16 scripts/launch/flowrl_7b.sh [--dry-run] trainer.save_freq=10 …      further Hydra overrides
 # On Slurm, Kubernetes or SkyPilot: slurm.sh, kuberay.sh or sky.sh with EXPERIMENT=flowrl_7b RECIPE=flowrl_paper. docs/launch.md
 set -euo pipefail
@@ -16,7 +16,7 @@ NNODES=${NNODES:-1}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 STEPS=${STEPS:-}                         # default: the experiment's
 SEED=${SEED:-1}
-OUT=${OUT:-}                             # default: a folder under outputs/; the same command resumes what stands there
+OUT=${OUT:-}                             # default on this node: under outputs/; on a cluster where all nodes see it. The same command resumes
 RAY_ADDRESS=${RAY_ADDRESS:-}             # a running cluster's dashboard; none: Ray is started on this node
 EXPERIMENT=${EXPERIMENT:-flowrl_7b}
 
@@ -28,6 +28,7 @@ for split in train test; do
   [[ -f $DATA/$split.parquet ]] || refuse "DATA=$DATA: has no $split.parquet; make dapo-math writes data/dapo-math"
 done
 [[ $NNODES == 1 || $RAY_ADDRESS ]] || refuse "NNODES=$NNODES: RAY_ADDRESS is needed, the dashboard of a running Ray cluster"
+[[ ! $RAY_ADDRESS || $OUT ]] || refuse "OUT: is not set; on a cluster it is an absolute path that every node sees"
 if [[ -d $MODEL ]]; then MODEL=$(realpath "$MODEL"); fi
 if [[ $OUT ]]; then OUT=$(realpath -m "$OUT"); fi
 
@@ -35,7 +36,7 @@ ARGS="trainer.nnodes=$NNODES trainer.n_gpus_per_node=$GPUS_PER_NODE ${ARGS-}"
 export TRAIN VAL
 TRAIN=$(realpath "$DATA/train.parquet")
 VAL=$(realpath "$DATA/test.parquet")
-mapfile -t given < <(words "${run[@]}")
+mapfile -t given < <(words "${run[@]}" CARRY)
 if [[ $RAY_ADDRESS ]]; then goal=submit; else goal=run; fi
 command=(make -C "$checkout" "$goal" "${given[@]//\$/\$\$}") # $ is make's own
 if [[ $dry_run ]]; then show "${command[@]}"; else exec "${command[@]}"; fi

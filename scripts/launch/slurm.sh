@@ -33,7 +33,8 @@ START_S=${START_S:-300}                # how long a node may take to join
 
 # shellcheck source=scripts/launch/knobs.sh
 source "$(dirname "$0")/knobs.sh"
-whole PORT START_S
+whole PORT START_S ${CPUS_PER_NODE:+CPUS_PER_NODE}
+[[ $REQUEUES =~ ^[0-9]+$ ]] || refuse "REQUEUES=$REQUEUES: must be a whole number of at least 0"
 ((PORT >= 1024 && PORT <= 65535 && (PORT < 10002 || PORT > 19999))) ||
   refuse "PORT=$PORT: must be a port from 1024 to 65535, but for Ray's workers' own, 10002 to 19999"
 name=$EXPERIMENT-${RECIPE:-$ALGO}-$PRECISION-seed$SEED

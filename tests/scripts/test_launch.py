@@ -44,6 +44,9 @@ def launch(*overrides: str, **knobs: object) -> subprocess.CompletedProcess:
     return subprocess.run([SCRIPT, *overrides], cwd="/", env=environment, capture_output=True, text=True)
 
 
+ON_CLUSTER = {"RAY_ADDRESS": "http://127.0.0.1:9", "OUT": "/tmp/flowrl"}
+
+
 @pytest.mark.parametrize(
     ("knobs", "refusal"),
     [
@@ -54,8 +57,16 @@ def launch(*overrides: str, **knobs: object) -> subprocess.CompletedProcess:
         ({"PRECISION": "fp61"}, "run: PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer, fp16, fp32"),
         ({"RECIPE": "flow"}, "run: RECIPE=flow: must be one of flowrl, flowrl_paper"),
         ({"MODEL": "/no/model"}, "run: MODEL=/no/model: no config.json there"),
-        ({"RAY_ADDRESS": "http://127.0.0.1:9"}, "submit: RAY_ADDRESS=http://127.0.0.1:9: no Ray cluster answers there"),
-        ({"RAY_ADDRESS": "auto"}, "submit: RAY_ADDRESS=auto: must be the cluster's dashboard, like http://HEAD:8265"),
+        (
+            {"RAY_ADDRESS": "http://head:8265"},
+            "flowrl_7b: OUT: is not set; on a cluster it is an absolute path that every",
+        ),
+        (ON_CLUSTER | {"CARRY": "maybe"}, "run: CARRY=maybe: must be one of yes, no"),
+        (ON_CLUSTER, "submit: RAY_ADDRESS=http://127.0.0.1:9: no Ray cluster answers there"),
+        (
+            ON_CLUSTER | {"RAY_ADDRESS": "auto"},
+            "submit: RAY_ADDRESS=auto: must be the cluster's dashboard, like http://",
+        ),
     ],
 )
 def test_a_bad_knob_is_refused_by_name(knobs, refusal, data):
@@ -240,6 +251,8 @@ REFUSED = [
     ("slurm", [], {"GPUS_PER_NODE": "all"}, "slurm: GPUS_PER_NODE=all: must be a whole number of at least 1"),
     ("slurm", [], {"PORT": "ray"}, "slurm: PORT=ray: must be a whole number of at least 1"),
     ("slurm", [], {"PORT": "12000"}, "slurm: PORT=12000: must be a port from 1024 to 65535, but for Ray's workers'"),
+    ("slurm", [], {"REQUEUES": "many"}, "slurm: REQUEUES=many: must be a whole number of at least 0"),
+    ("slurm", [], {"CPUS_PER_NODE": "half"}, "slurm: CPUS_PER_NODE=half: must be a whole number of at least 1"),
     ("slurm", [], {"OUT": "runs/1"}, "slurm: OUT=runs/1: must be an absolute path, on storage that every node sees"),
     ("slurm", [], {"EXPERIMENT": "gsm8k_8gpu"}, "slurm: TRAIN: is not set; EXPERIMENT=gsm8k_8gpu needs a parquet file"),
     ("slurm", [], {"VENV": "/no/venv"}, "slurm: VENV=/no/venv: has no bin/ray; make setup makes it"),

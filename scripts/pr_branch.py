@@ -25,9 +25,10 @@ DEFAULT = PROJECT / "outputs/pr-branch"
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a branch: what it is, what came of it in a few words, and its output where it failed."""
+    """One check of a branch: what it is, whether it passed, what came of it in a few words, and what it printed."""
 
     what: str
+    passed: bool
     result: str
     output: str = ""
 
@@ -56,7 +57,7 @@ def make(verl: Path, folder: Path) -> bool:
         print(f"\n{branch.name}: {branch.title}\n  {counts}", flush=True)
         for check in checks(branch, folder, changed):
             print(f"  {check.what:12} {check.result}", flush=True)
-            failed += [(branch, check)] if check.output else []
+            failed += [] if check.passed else [(branch, check)]
     upstream.deliver(plan, folder, verl)
     for branch, check in failed:
         print(f"\n--- {branch.name}: {check.what}: {check.result}\n{check.output}")
@@ -74,7 +75,7 @@ def checks(branch: upstream.Branch, folder: Path, changed: list[str]) -> Iterato
 
 def title(branch: upstream.Branch, folder: Path) -> Check:
     done = run([sys.executable, TITLE], folder, PR_TITLE=branch.title)
-    return Check("title", "refused", done.stdout) if done.returncode else Check("title", "passes")
+    return Check("title", not done.returncode, "refused" if done.returncode else "passes", done.stdout)
 
 
 def pre_commit(folder: Path, changed: list[str]) -> Check:
@@ -84,19 +85,19 @@ def pre_commit(folder: Path, changed: list[str]) -> Check:
     named = {fate: [name for name, its in fates if its == fate] for fate in ("Passed", "Failed", "Skipped")}
     told = ", ".join(f"{len(names)} {fate.lower()}" for fate, names in named.items() if names)
     if done.returncode:
-        return Check("pre-commit", f"{told or 'did not run'}: {', '.join(named['Failed'])}", done.stdout)
-    return Check("pre-commit", told)
+        told = f"{told}: {', '.join(named['Failed'])}" if fates else "did not run"
+    return Check("pre-commit", not done.returncode, told, done.stdout)
 
 
 def tests(folder: Path, changed: list[str]) -> Check:
     """Run the CPU tests that the branch's changes touch; what fails on main alike is no fault of the branch."""
     found = touched_tests(folder, changed)
     if not found:
-        return Check("tests", "none", "no test_*_on_cpu.py is changed or imports what is changed\n")
+        return Check("tests", False, "none: no test_*_on_cpu.py reads what is changed")
     done = pytest(folder, found)
     told = f"{len(found)} files: {done.stdout.strip().rpartition(chr(10))[2].strip('= ')}"
     if not done.returncode:
-        return Check("tests", told)
+        return Check("tests", True, told)
     failed = failures(done.stdout)
     before = sorted(path for path in {test.partition("::")[0] for test in failed} if path not in changed)
     branch = git("rev-parse", "HEAD", cwd=folder).strip()
@@ -104,8 +105,8 @@ def tests(folder: Path, changed: list[str]) -> Check:
     on_main = failures(pytest(folder, before).stdout) if before else set()
     git("checkout", "--quiet", "--force", "--detach", branch, cwd=folder)
     if failed and failed <= on_main:
-        return Check("tests", f"{told}; those fail on main too")
-    return Check("tests", f"{told}; {len(failed & on_main)} of them on main too", done.stdout[-8000:])
+        return Check("tests", True, f"{told}; those fail on main too")
+    return Check("tests", False, f"{told}; {len(failed & on_main)} of them on main too", done.stdout[-8000:])
 
 
 def pytest(folder: Path, paths: list[str]) -> subprocess.CompletedProcess[str]:

@@ -314,7 +314,8 @@ def generate(folder: Path, env: Mapping[str, str]) -> None:
         git("add", "--force", "--", *made, cwd=folder)
         if not done.returncode:
             return
-    raise Refused(f"{GENERATE} failed: {done.stderr.strip().splitlines()[-1]}")
+    last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
+    raise Refused(f"{GENERATE} of main failed with exit code {done.returncode}: {last}")
 
 
 def commit_tree(branch: Branch, plan: Plan, folder: Path) -> None:

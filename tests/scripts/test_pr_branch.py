@@ -174,6 +174,11 @@ def test_configs_are_generated_and_the_docs_name_their_page(made):
     pages = git("show", f"{NAMES[0]}:docs/index.rst", cwd=repo)
     assert "   advance/fp8.md\n   advance/precision.md\n" in pages and pages.count("precision.md") == 1
     assert git("show", f"{NAMES[5]}:docs/index.rst", cwd=repo) == pages
+    page = ""
+    for name in NAMES:  # grows by a section
+        before, page = page, git("show", f"{name}:docs/advance/precision.md", cwd=repo)
+        assert page.startswith(before or "# Precision\n\nLast updated: ") and len(page) > len(before)
+        assert not before or page[len(before) :].startswith("\n## ")
 
 
 @pytest.mark.slow
@@ -224,17 +229,17 @@ def test_what_fails_on_main_too_is_no_fault_of_the_branch(small: Path):
     edit(small / "verl/config/engine.py", "A = 1", "A = 1  # still")
     commit(small, "a branch")
     found = pr_branch_module.tests(small, ["verl/config/engine.py"])
-    assert found.output == "" and re.fullmatch(
-        r"3 files: 1 failed, 2 passed in .*; those fail on main too", found.result
-    )
+    assert found.passed and re.fullmatch(r"3 files: 1 failed, 2 passed in .*; those fail on main too", found.result)
 
     edit(small / "verl/config/engine.py", "A = 1", "A = 2")
     commit(small, "one that breaks a test")
     found = pr_branch_module.tests(small, ["verl/config/engine.py"])
-    assert "2 failed, 1 passed" in found.result and found.result.endswith("; 1 of them on main too")
+    assert (
+        not found.passed and "2 failed, 1 passed" in found.result and found.result.endswith("; 1 of them on main too")
+    )
     assert "assert 2 < 2" in found.output
     assert (small / "verl/config/engine.py").read_text() == "A = 2  # still\n"
-    assert pr_branch_module.tests(small, ["docs/page.md"]).output  # nothing was tested
+    assert not pr_branch_module.tests(small, ["docs/page.md"]).passed  # nothing was tested
 
 
 def test_a_failed_hook_and_a_title_are_told(small: Path):
@@ -244,11 +249,13 @@ def test_a_failed_hook_and_a_title_are_told(small: Path):
     )
     git("add", "--all", cwd=small)
     found = pr_branch_module.pre_commit(small, ["verl/other.py"])
-    assert found.result == "1 passed, 1 failed: never" and "exit code: 1" in found.output
+    assert not found.passed and found.result == "1 passed, 1 failed: never" and "exit code: 1" in found.output
     (small / "tests/special_sanity").mkdir()
     (small / "tests/special_sanity/check_pr_title.py").write_text(TITLES)
     branch = upstream.Branch("a", "no type", (), (), small)
-    assert pr_branch_module.title(branch, small).output
+    assert not pr_branch_module.title(branch, small).passed
+    (small / "tests/special_sanity/check_pr_title.py").write_text("raise SystemExit(3)")  # without a word
+    assert not pr_branch_module.title(replace(branch, title="[cfg] fix: a thing"), small).passed
 
 
 # --- a main that has moved -------------------------------------------------------------------------------------------

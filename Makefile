@@ -80,7 +80,7 @@ port: python  ## carry a release's patches to another verl:  make port FROM=0.9.
 drift: python  ## say which files that the patches hook are others in a verl:  make drift VERL=/path/to/verl
 	@$(PYTHON) scripts/patchset.py drift $(call quote,$(VERL))
 
-# Where pr-branch works; what it leaves there is for a conflict to be finished in, or a check that failed.
+# Where pr-branch works; what it leaves there is for a conflict to be finished in.
 pr-branch: DIR = outputs/pr-branch
 pr-branch: setup  ## make branches of a clone of verl for upstream, and check them:  make pr-branch VERL=/path/to/clone
 	@exec $(BIN)/python scripts/pr_branch.py $(call quote,$(VERL)) --dir $(call quote,$(DIR))

@@ -44,7 +44,7 @@ def make(verl: Path, folder: Path) -> bool:
     plan = upstream.load_plan()
     upstream.check_clone(verl, plan)
     if folder.exists() and any(folder.iterdir()):
-        upstream.check_line(verl, folder)
+        upstream.check_line(verl, folder, plan)
     else:
         lines, done = upstream.start(verl, folder, plan)
         print(*lines, sep="\n", flush=True)
@@ -59,11 +59,11 @@ def make(verl: Path, folder: Path) -> bool:
             print(f"  {check.what:12} {check.result}", flush=True)
             failed += [] if check.passed else [(branch, check)]
     upstream.deliver(plan, folder, verl)
+    shutil.rmtree(folder)
     for branch, check in failed:
         print(f"\n--- {branch.name}: {check.what}: {check.result}\n{check.output}")
-    print(f"\n{len(plan.branches)} branches in {verl}, each on top of the one before")
-    if not failed:
-        shutil.rmtree(folder)
+    print(f"\n{len(plan.branches)} branches in {verl}, each on top of the one before; drafts of their descriptions:")
+    print(*(f"  {branch.folder / 'description.md'}" for branch in plan.branches), sep="\n")
     return not failed
 
 
@@ -164,7 +164,7 @@ def main() -> int:
         prog="pr_branch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("verl", type=Path, metavar="VERL", help="a git clone of verl, clean, with a branch main")
-    parser.add_argument("--dir", type=Path, default=DEFAULT, help="where to work; it stays where not all is green")
+    parser.add_argument("--dir", type=Path, default=DEFAULT, help="where to work; it stays where there is a conflict")
     args = parser.parse_args()
     try:
         return 0 if make(args.verl, args.dir) else 1

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .cut import cut
 from .port import carry, hunks, merge, renames, report
-from .releases import PROJECT, Refused, find_release
+from .releases import PROJECT, Refused, blob_id, find_release
 from .series import BASE, DIFF_OPTIONS, UNFINISHED, commit, commit_stack, scratch_beside
 from .stack import Patch, Stack, git, load_stack, make_stack, run_git, write
 
@@ -35,6 +35,7 @@ NEEDED = ("verl/__init__.py", GENERATE, INDEX, ".pre-commit-config.yaml")
 
 # In the folder: the first line of commits, where it starts, the main that it is carried to, and what comes of it.
 LINE, START, ONTO, CARRIED = (f"refs/{name}" for name in ("line/is", "line/from", "line/to", "heads/carried"))
+PLAN = "precision.plan"  # a key of its git configuration
 
 
 @dataclass(frozen=True)
@@ -72,21 +73,24 @@ class Branch:
 
 @dataclass(frozen=True)
 class Plan:
-    """branches.toml: the release whose series is split, the branches in order, the patches that stay and why.
+    """branches.toml: the stack that is split, the branches in order, the patches that stay and why.
 
-    ``replace``: what a file copied in says here, and what it says upstream.
+    ``replace``: what a file copied in says here, and what it says upstream. ``id`` changes with what a conflict may
+    have been resolved in.
     """
 
-    release: str
+    stack: Stack
     branches: tuple[Branch, ...]
     stay: Mapping[str, str]
     replace: tuple[tuple[str, str], ...]
+    id: str
 
 
 def load_plan() -> Plan:
     """Read patches/upstream/branches.toml."""
     home = PROJECT / "patches/upstream"
-    told = tomllib.loads((home / "branches.toml").read_text())
+    text = (home / "branches.toml").read_text()
+    told = tomllib.loads(text)
     branches = tuple(
         Branch(
             slug=entry["slug"],
@@ -97,7 +101,10 @@ def load_plan() -> Plan:
         )
         for entry in told["branch"]
     )
-    return Plan(told["release"], branches, told["stay"], tuple((old, new) for old, new in told["replace"]))
+    stack = load_stack(find_release(told["release"]))
+    parts = [stack.id, text, *(path.read_text() for path in sorted(home.glob("*/adapt.patch")))]
+    replaced = tuple((old, new) for old, new in told["replace"])
+    return Plan(stack, branches, told["stay"], replaced, blob_id("\0".join(parts).encode()))
 
 
 def read_pick(text: str) -> Pick:
@@ -119,10 +126,9 @@ def pick_line(plan: Plan, scratch: Path) -> tuple[Path, Stack]:
     Returns:
         its folder, in which the branch ``line`` is that and the tag ``start`` the release; the commits as a stack.
     """
-    stack = load_stack(find_release(plan.release))
-    patches = {patch.name: patch for patch in stack.patches}
-    tree = commit_stack(stack, scratch)
-    git("checkout", "--quiet", "-b", "line", f"{BASE}{plan.release}^", cwd=tree)
+    patches = {patch.name: patch for patch in plan.stack.patches}
+    tree = commit_stack(plan.stack, scratch)
+    git("checkout", "--quiet", "-b", "line", f"{BASE}{plan.stack.release.name}^", cwd=tree)
     git("tag", "start", cwd=tree)
     made = []
     for branch in plan.branches:
@@ -133,7 +139,7 @@ def pick_line(plan: Plan, scratch: Path) -> tuple[Path, Stack]:
         if adapt.exists():
             git("apply", "-", cwd=tree, stdin=adapt.read_text())
             made.append(commit_part(branch, adapt.name, tree))
-    return tree, make_stack(stack.release, tuple(made), {})
+    return tree, make_stack(plan.stack.release, tuple(made), {})
 
 
 def pick_hunks(branch: Branch, pick: Pick, patch: Patch, tree: Path) -> None:
@@ -212,6 +218,7 @@ def start(verl: Path, folder: Path, plan: Plan) -> tuple[list[str], bool]:
         git("clone", *options, str(verl.resolve()), str(tree), cwd=scratch)
         git("config", "user.name", name, cwd=tree)
         git("config", "user.email", email, cwd=tree)
+        git("config", PLAN, plan.id, cwd=tree)
         git("fetch", "--quiet", "--no-tags", str(line), f"line:{LINE}", f"refs/tags/start:{START}", cwd=tree)
         git("update-ref", ONTO, "HEAD", cwd=tree)
         git("checkout", "--quiet", "-b", CARRIED.removeprefix("refs/heads/"), cwd=tree)
@@ -229,8 +236,8 @@ def start(verl: Path, folder: Path, plan: Plan) -> tuple[list[str], bool]:
     return lines, not done.returncode
 
 
-def check_line(verl: Path, folder: Path) -> None:
-    """Raise Refused where ``folder`` is not what `start` made of this clone's main, with every conflict resolved."""
+def check_line(verl: Path, folder: Path, plan: Plan) -> None:
+    """Raise Refused where ``folder`` is not what `start` made of this clone and plan, with every conflict resolved."""
     if not (folder / ".git").is_dir() or run_git("rev-parse", "--verify", "--quiet", ONTO, cwd=folder).returncode:
         raise Refused(f"DIR={folder} exists and is none of make pr-branch's; name another")
     if begun := [step for step, state in UNFINISHED.items() if (folder / ".git" / state).exists()]:
@@ -241,6 +248,8 @@ def check_line(verl: Path, folder: Path) -> None:
         raise Refused(f"DIR={folder} has uncommitted changes: {changed[0][3:]}")
     if git("rev-parse", "refs/heads/main", cwd=verl) != git("rev-parse", ONTO, cwd=folder):
         raise Refused(f"DIR={folder} was made from another main than VERL={verl} has: remove it and start anew")
+    if git("config", PLAN, cwd=folder).strip() != plan.id:
+        raise Refused(f"DIR={folder} was made from other patches than these: remove it and start anew")
     touched = git("diff", "--name-only", ONTO, CARRIED, cwd=folder).split()
     marked = run_git("grep", "-l", "-E", "^(<{7}|>{7}) ", CARRIED, "--", *touched, cwd=folder)
     if found := marked.stdout.decode().split():
@@ -262,18 +271,19 @@ def ends(plan: Plan, folder: Path) -> Iterator[tuple[Branch, str]]:
 
 def commit_branches(plan: Plan, folder: Path, env: Mapping[str, str]) -> Iterator[Branch]:
     """Commit one branch after the other in ``folder``, and yield each while its tree is checked out there."""
-    stack = load_stack(find_release(plan.release))
+    added = plan.stack.added
     files: dict[str, bytes] = {}
     for branch, at in ends(plan, folder):
         git("checkout", "--quiet", "--force", "--detach", at, cwd=folder)
+        git("clean", "--quiet", "--force", "-d", cwd=folder)  # what an interrupted run left
         own, page = branch.own_files, f"docs/{PAGE}"
         if page in files and page in own:
             own[page] = files[page] + b"\n" + own[page]
-        files |= {path: upstream_text(stack.added[path], plan) for path in branch.files} | own
+        files |= {path: upstream_text(added[path], plan) for path in branch.files} | own
         for path, content in files.items():
             write(folder / path, content)
         users = read_users(folder, [*git("diff", "--name-only", ONTO, "HEAD", cwd=folder).split(), *files])
-        module = cut(stack.added[MODULE].decode(), MODULE.removesuffix(".py").replace("/", "."), users)
+        module = cut(added[MODULE].decode(), MODULE.removesuffix(".py").replace("/", "."), users)
         write(folder / MODULE, upstream_text(module.encode(), plan))
         if page in files:
             add_to_index(folder / INDEX)

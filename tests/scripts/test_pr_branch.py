@@ -15,8 +15,8 @@ from test_patchset import contents, edit, git
 import pr_branch as pr_branch_module
 from lib import port, upstream
 from lib.cut import cut
-from lib.releases import PROJECT, find_release, unpacked_wheel, wheel
-from lib.stack import load_stack
+from lib.releases import PROJECT, unpacked_wheel, wheel
+from lib.stack import write
 
 RELEASE = "0.9.1"
 ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
@@ -56,6 +56,16 @@ import os
 import re
 
 assert re.fullmatch(r"\\[(fsdp|cfg|ckpt|trainer|rollout|megatron|, )+\\] (feat|fix): .+", os.environ["PR_TITLE"])
+"""
+
+QUICK = """\
+# Copyright 2025 Individual Contributor: the tests.
+from pathlib import Path
+
+
+def test_the_module_compiles():
+    path = Path("verl/utils/precision.py")
+    compile(path.read_text(), path, "exec")
 """
 
 
@@ -119,11 +129,13 @@ def commit(repo: Path, message: str) -> None:
 
 @pytest.fixture(scope="session")
 def made(released: Path, tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """What is said of a main with a later commit, without the engine tests; and the clone with the branches."""
+    """What is said of a main with a later commit, with one quick test a branch; and the clone with the branches."""
     folder = tmp_path_factory.mktemp("made")
     project = copy_of_project(folder / "project")
-    for tests in project.glob("patches/upstream/*/files/tests/workers"):
+    for slug in SLUGS:
+        tests = project / "patches/upstream" / slug / "files/tests"
         shutil.rmtree(tests)
+        write(tests / f"utils/test_{slug.replace('-', '_')}_on_cpu.py", QUICK.encode())
     repo = shutil.copytree(released, folder / "verl", symlinks=True)
     edit(repo / ENGINE, "import logging\n", "import logging\n\n# A later commit.\n\n")
     edit(repo / "verl/workers/config/engine.py", "class EngineConfig(", "# A later commit.\nclass EngineConfig(")
@@ -142,7 +154,8 @@ def test_six_branches_are_green(made):
     assert [lines[0].partition(":")[0] for lines in told] == NAMES
     for lines in told:
         assert [line.split()[0] for line in lines[2:]] == ["title", "pre-commit", "tests"]
-        assert "passes" in lines[2] and "4 passed" in lines[3] and re.search(r"\d+ passed", lines[4]), lines
+        assert "passes" in lines[2] and re.fullmatch(r"  pre-commit   \d passed(, \d skipped)?", lines[3]), lines
+        assert re.fullmatch(r"  tests        \d file.*: \d passed.*", lines[4]), lines
     assert not (repo.parent / "work").exists()
 
 
@@ -278,6 +291,7 @@ def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path
     ]
     assert contents(verl / ".git") == before
 
+    plan = upstream.load_plan()
     again = pr_branch(PROJECT, verl, "--dir", work)
     assert again.returncode == 1 and again.stderr == (
         f"pr_branch: DIR={work} has a cherry-pick to finish: git -C {work} cherry-pick --continue; or remove it\n"
@@ -286,18 +300,20 @@ def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path
     git("add", ENGINE, cwd=work)
     git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=work)
     with pytest.raises(upstream.Refused, match=f"conflict marker in {ENGINE}"):
-        upstream.check_line(verl, work)
+        upstream.check_line(verl, work, plan)
     text = re.sub(r"<{7} HEAD\n.*?={7}\n(.*?)>{7} [^\n]*\n", r"\1", (work / ENGINE).read_text(), flags=re.S)
     (work / ENGINE).write_text(text)
     with pytest.raises(upstream.Refused, match=f"uncommitted changes: {ENGINE}"):
-        upstream.check_line(verl, work)
+        upstream.check_line(verl, work, plan)
     commit(work, "the conflict, resolved\n\nBranch: megatron-overflow")
-    upstream.check_line(verl, work)
-    assert [branch.slug for branch, _ in upstream.ends(upstream.load_plan(), work)] == SLUGS
+    upstream.check_line(verl, work, plan)
+    with pytest.raises(upstream.Refused, match="made from other patches than these"):
+        upstream.check_line(verl, work, replace(plan, id="another"))
+    assert [branch.slug for branch, _ in upstream.ends(plan, work)] == SLUGS
     shutil.copytree(verl, tmp_path / "moved")
     git("commit", "--quiet", "--allow-empty", "--message=more", cwd=tmp_path / "moved")
     with pytest.raises(upstream.Refused, match="another main"):
-        upstream.check_line(tmp_path / "moved", work)
+        upstream.check_line(tmp_path / "moved", work, plan)
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -305,7 +321,7 @@ def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path
 
 def test_every_hunk_is_picked_once_or_its_patch_stays():
     plan = upstream.load_plan()
-    patches = {patch.name: patch for patch in load_stack(find_release(plan.release)).patches}
+    patches = {patch.name: patch for patch in plan.stack.patches}
     there = {
         (name, path, number)
         for name, patch in patches.items()
@@ -323,35 +339,40 @@ def test_every_hunk_is_picked_once_or_its_patch_stays():
     assert left == {("megatron-skip-an-overflow.patch", "verl/workers/config/engine.py", 1)}
 
 
-def test_the_last_branch_has_the_stacks_own_code(tmp_path: Path):
+@pytest.fixture(scope="session")
+def line(tmp_path_factory) -> Path:
+    """The first line of commits; read it, do not change it."""
+    return upstream.pick_line(upstream.load_plan(), tmp_path_factory.mktemp("line"))[0]
+
+
+def test_the_last_branch_has_the_stacks_own_code(line: Path):
     plan = upstream.load_plan()
-    stack = load_stack(find_release(plan.release))
-    tree, _ = upstream.pick_line(plan, tmp_path)
-    stay = {
-        path for patch in stack.patches if patch.name.removesuffix(".patch") in plan.stay for path, _, _ in patch.blobs
-    }
-    made = {path: git("rev-parse", f"HEAD:{path}", cwd=tree).strip() for path in stack.after}
-    differing = {path for path in stack.after if made[path] != stack.after[path]}
-    assert differing - stay == {"verl/model_merger/fsdp_model_merger.py"}  # a comment, by adapt.patch
-    assert len(stack.after.keys() - stay) > 20
+    staying = [patch for patch in plan.stack.patches if patch.name.removesuffix(".patch") in plan.stay]
+    after, stay = plan.stack.after, {path for patch in staying for path, _, _ in patch.blobs}
+    made = {path: git("rev-parse", f"HEAD:{path}", cwd=line).strip() for path in after}
+    differing = {path for path in after.keys() - stay if made[path] != after[path]}
+    assert differing == {"verl/model_merger/fsdp_model_merger.py"}  # a comment, by adapt.patch
+    assert len(after.keys() - stay) > 20
+
+
+def test_a_hunk_that_needs_another_is_refused(line: Path, tmp_path: Path):
+    plan = upstream.load_plan()
+    pick = upstream.read_pick("megatron-skip-an-overflow")
+    (patch,) = (patch for patch in plan.stack.patches if patch.name == pick.patch)
+    git("worktree", "add", "--detach", str(tmp_path / "tree"), "HEAD~2", cwd=line)
+    fault = (
+        r"megatron-overflow cannot take verl/workers/config/engine.py#1 \(line 24.* of megatron-skip-an-overflow.patch"
+    )
+    with pytest.raises(upstream.Refused, match=fault):
+        upstream.pick_hunks(plan.branches[-1], pick, patch, tmp_path / "tree")
 
 
 def test_texts_that_are_replaced_are_there():
     plan = upstream.load_plan()
-    stack = load_stack(find_release(plan.release))
+    stack = plan.stack
     texts = [stack.added[path].decode() for path in (MODULE, *(file for each in plan.branches for file in each.files))]
     for old, _ in plan.replace:
         assert sum(text.count(old) for text in texts) == 1, old
-
-
-def test_a_hunk_that_needs_another_is_refused(tmp_path: Path):
-    plan = upstream.load_plan()
-    last = plan.branches[-1]
-    whole = replace(last, picks=(upstream.read_pick("megatron-skip-an-overflow"),))
-    with pytest.raises(
-        upstream.Refused, match=r"megatron-overflow cannot take verl/workers/config/engine.py#1 \(line 24"
-    ):
-        upstream.pick_line(replace(plan, branches=(*plan.branches[:-1], whole)), tmp_path)
 
 
 SOURCE = '''\

@@ -26,7 +26,9 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     def value(place: re.Match) -> str:
         if place[1] is None:
             return str(int(values[place[3]]))
-        return json.dumps(NAME.sub(lambda name: values[name[1]], place[1]))
+        return json.dumps(
+            NAME.sub(lambda name: values[name[1]], place[1]), ensure_ascii=False
+        )  # YAML joins no surrogates
 
     return PLACE.sub(value, text)
 

@@ -36,7 +36,7 @@ ARGS="trainer.nnodes=$NNODES trainer.n_gpus_per_node=$GPUS_PER_NODE ${ARGS-}"
 export TRAIN VAL
 TRAIN=$(realpath "$DATA/train.parquet")
 VAL=$(realpath "$DATA/test.parquet")
-mapfile -t given < <(words "${run[@]}" CARRY)
+mapfile -d '' -t given < <(words "${run[@]}" CARRY)
 if [[ $RAY_ADDRESS ]]; then goal=submit; else goal=run; fi
 command=(make -C "$checkout" "$goal" "${given[@]//\$/\$\$}") # $ is make's own
 if [[ $dry_run ]]; then show "${command[@]}"; else exec "${command[@]}"; fi

@@ -17,8 +17,8 @@ whole() { # whole NAME…: each must be a whole number
   done
 }
 
-words() { # words NAME…: those that have a value, as NAME=VALUE lines
-  for word in "$@"; do if [[ ${!word-} ]]; then printf '%s\n' "$word=${!word}"; fi; done
+words() { # words NAME…: those that have a value, as NAME=VALUE with a NUL after each
+  for word in "$@"; do if [[ ${!word-} ]]; then printf '%s\0' "$word=${!word}"; fi; done
 }
 
 check() { # check NAME…: refuse as `make run` would, before anything is queued; takes the names that this machine can judge
@@ -26,7 +26,7 @@ check() { # check NAME…: refuse as `make run` would, before anything is queued
   whole NNODES GPUS_PER_NODE
   [[ $OUT == /* ]] || refuse "OUT=$OUT: must be an absolute path, on storage that every node sees"
   command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON: is not there; name a Python from 3.11 on"
-  mapfile -t given < <(words EXPERIMENT PRECISION ALGO RECIPE STEPS SEED RETRIES ARGS "$@")
+  mapfile -d '' -t given < <(words EXPERIMENT PRECISION ALGO RECIPE STEPS SEED RETRIES ARGS "$@")
   # The GPUs are elsewhere: any device will do for the check.
   PYTHONPATH=$checkout/scripts "$PYTHON" -m lib.job "${given[@]}" DEVICE=cpu || exit 1
   if [[ ! $TRAIN ]] && ! PYTHONPATH=$checkout/scripts "$PYTHON" -c "from lib import job; job.MADE['$EXPERIMENT']" 2>/dev/null; then
@@ -47,4 +47,5 @@ fi
 for word in "$@"; do
   [[ $word == [!-]*=* || $word == '~'* ]] || refuse "$word: takes --dry-run, then Hydra overrides (key=value)"
 done
-if (($#)); then ARGS="${ARGS:+$ARGS }$(printf '%q ' "$@")"; fi
+mark="'" quoted="'\\''"
+for word in "$@"; do ARGS="${ARGS:+$ARGS }'${word//$mark/$quoted}'"; done # %q would write what Python's shlex does not read

@@ -33,7 +33,7 @@ export DEVICE=cuda
 [[ $IMAGE ]] || refuse "IMAGE: is not set; build one with configs/launch/Dockerfile and push it"
 # shellcheck disable=SC2119 # paths in the cluster are not to be judged here
 check
-mapfile -t given < <(words "${job[@]}")
+mapfile -d '' -t given < <(words "${job[@]}")
 read -ra more <<<"$SKY_ARGS"
 command=(sky jobs launch --name "${name//_/-}" --num-nodes "$NNODES" --gpus "$GPU:$GPUS_PER_NODE" --image-id "docker:$IMAGE"
   ${INFRA:+--infra "$INFRA"} "${more[@]}")

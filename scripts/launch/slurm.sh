@@ -63,7 +63,7 @@ training() { # training IP: the command that runs on every node; train.sh only o
   command=("${step[@]}" "${more[@]}" "${ray[@]}" -- env "RAY_ADDRESS=$1:$PORT" "$checkout/scripts/launch/train.sh")
 }
 
-if [[ ! ${SLURM_JOB_ID-} || $dry_run ]]; then # into the queue
+if [[ ! ${IN_JOB-} || $dry_run ]]; then # into the queue, from within another job, too
   check MODEL TRAIN VAL OUT
   export "${job[@]}" CPUS_PER_NODE REQUEUES SRUN_ARGS VENV PORT DASHBOARD_HOST HEAD_IP START_S
   read -ra more <<<"$SBATCH_ARGS"
@@ -71,7 +71,7 @@ if [[ ! ${SLURM_JOB_ID-} || $dry_run ]]; then # into the queue
   command=(sbatch --job-name="$name" --nodes="$NNODES" --ntasks-per-node=1 --export=ALL --requeue --open-mode=append
     --signal=B:USR1@120 ${TIME_LIMIT:+--time="$TIME_LIMIT"} ${CPUS_PER_NODE:+--cpus-per-task="$CPUS_PER_NODE"} "${more[@]}")
   if [[ $DEVICE == cuda ]]; then command+=(--gpus-per-node="$GPUS_PER_NODE"); fi
-  command+=(--wrap="exec $(printf %q "$checkout/scripts/launch/slurm.sh")")
+  command+=(--wrap="exec env IN_JOB=yes $(printf %q "$checkout/scripts/launch/slurm.sh")")
   [[ $dry_run ]] || exec "${command[@]}"
   show "${command[@]}"
   training "${HEAD_IP:-HEAD}"

@@ -22,7 +22,7 @@ from lib import job as jobs
 LAUNCH = jobs.REPO / "scripts/launch"
 SCRIPT = LAUNCH / "flowrl_7b.sh"
 SECRET = "hf_this-is-a-secret"
-OVERRIDES = ("data.train_batch_size=64", "+note='it costs $5, or more'", "trainer.logger=[console,file]")
+OVERRIDES = ("data.train_batch_size=64", "+note='it costs $5, or \u20ac 5\U0001f600'", "trainer.logger=[console,file]")
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_the_scripts_are_sound():
 
 DRY = {
     "flowrl_7b": {},
-    "slurm": {"VENV": "", "SLURM_JOB_ID": "7"},  # within salloc, too
+    "slurm": {"VENV": "", "IN_JOB": "yes"},
     "kuberay": {"IMAGE": "registry/verl-precision:0.9.1"},
     "sky": {"IMAGE": "registry/verl-precision:0.9.1"},
     "train": {"RAY_ADDRESS": "head:6379", "NNODES": "2", "GPUS_PER_NODE": "8"},
@@ -305,7 +305,14 @@ def test_slurm_queues_itself_and_trains_on_every_node(slurm, tmp_path):
         "CPUS_PER_NODE": 32,
         "GPUS_PER_NODE": 4,
     }
-    knobs = {"OUT": out, "RAY_ADDRESS": "another:6379", "SRUN_ARGS": "--container-image=x", "HF_TOKEN": SECRET}
+    knobs = {
+        "OUT": out,
+        "ARGS": "a=1\nb=2",
+        "RAY_ADDRESS": "another:6379",
+        "SLURM_JOB_ID": 3,
+        "SRUN_ARGS": "--container-image=x",
+        "HF_TOKEN": SECRET,
+    }
     done = slurm.run(LAUNCH / "slurm.sh", *OVERRIDES, **(KNOBS | limits | knobs))
     assert done.returncode == 0, done.stderr
     queued = slurm.words("sbatch")
@@ -326,7 +333,7 @@ def test_slurm_queues_itself_and_trains_on_every_node(slurm, tmp_path):
     assert {"--num-gpus=4", "--num-cpus=32", "--dashboard-host=127.0.0.1"} <= {*cluster}
     job = job_of(slurm.words("python3"))
     assert (job.recipe, job.precision, job.steps, job.out) == ("flowrl", "bf16", 9, out)
-    assert job.args == ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", *OVERRIDES)
+    assert job.args == ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", "a=1", "b=2", *OVERRIDES)
     assert slurm.environment("python3")["RAY_ADDRESS"] == "10.0.0.7:6379"
     assert slurm.environment("python3")["HF_TOKEN"] == SECRET, "the job has the secrets of the shell that queued it"
     said = [*queued, *step, *cluster, *slurm.words("python3"), done.stdout, done.stderr]
@@ -356,7 +363,7 @@ def test_slurm_takes_the_default_out_again(slurm):
     assert folders[2] == jobs.REPO / "outputs/slurm/arithmetic-flowrl-bf16-seed2"
 
 
-IN_JOB = KNOBS | {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "node[1-2]", "DEVICE": "cpu"}
+IN_JOB = KNOBS | {"IN_JOB": "yes", "SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "node[1-2]", "DEVICE": "cpu"}
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@
 # limitations under the License.
 """``+precision=NAME``: the dtypes of every role at once, in every trainer that takes the group."""
 
+import importlib
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from transformers import Qwen2Config
 
 import verl
 from verl.utils.config import omega_conf_to_dataclass
@@ -78,3 +80,14 @@ def test_sft_without_one_computes_in_bfloat16():
     with initialize_config_dir(str(CONFIG), version_base=None):
         config = compose("sft_trainer_engine")
     assert config.dtype is None and omega_conf_to_dataclass(config.engine).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("trainer", ["sft_trainer", "sft_trainer_ray"])
+def test_sft_refuses_an_engine_that_says_otherwise(trainer, tmp_path):
+    Qwen2Config(num_hidden_layers=1, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    made = object.__new__(importlib.import_module(f"verl.trainer.{trainer}").SFTTrainer)
+    overrides = ["+precision=fp16", "engine.dtype=bfloat16", f"model.path={tmp_path}", "++model.load_tokenizer=false"]
+    with initialize_config_dir(str(CONFIG), version_base=None):
+        made.config = compose("sft_trainer_engine", overrides=overrides)
+    with pytest.raises(ValueError, match="dtype=float16 and engine.dtype=bfloat16 contradict each other"):
+        made._build_config()

@@ -13,8 +13,13 @@
 # limitations under the License.
 """Dtypes that no engine computes in are refused when the config is built, before a worker starts."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+from hydra import compose, initialize_config_dir
+
+import verl
+from verl.utils.config import validate_config
 from verl.workers.config import FSDPEngineConfig, McoreEngineConfig, RolloutConfig
 
 
@@ -56,3 +61,24 @@ def test_rollout():
     assert RolloutConfig(name="vllm", dtype="half").dtype == "half"
     with pytest.raises(ValueError, match="dtype=fp61 is unknown to the rollout"):
         RolloutConfig(name="vllm", dtype="fp61")
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("actor_rollout_ref.rollout.dtype=fp61", "dtype=fp61 is unknown to the rollout"),
+        ("actor_rollout_ref.ref.fsdp_config.dtype=banana", "dtype=banana is not a dtype"),
+    ],
+)
+def test_the_driver_builds_what_the_workers_would_build_late(override, named):
+    given = [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.rollout.name=vllm",
+    ]
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+        good, bad = (compose("ppo_trainer", overrides=overrides) for overrides in (given, [*given, override]))
+    validate_config(good, use_reference_policy=True, use_critic=False)
+    with pytest.raises(Exception, match=named):
+        validate_config(bad, use_reference_policy=True, use_critic=False)

@@ -60,6 +60,7 @@ def _rank(rank: int, ranks: int, folder: str, case: Callable[[], Any]) -> None:
         LOCAL_RANK=str(rank),
         MASTER_ADDR="localhost",  # asked for, and not used: the group is there already
         MASTER_PORT="0",
+        CUDA_VISIBLE_DEVICES="",
         VERL_ENGINE_DEVICE="cuda",  # the FSDP engine is registered for it, and runs on any device
     )
     try:

@@ -51,12 +51,16 @@ class Pick:
 
 @dataclass(frozen=True)
 class Branch:
-    """One branch: its title is the pull request's, ``files`` are verbatim files of the stack by path."""
+    """One branch: its title is the pull request's, ``files`` are verbatim files of the stack by path.
+
+    ``replace``: what the module and these files say here, and what they say in this branch.
+    """
 
     slug: str
     title: str
     picks: tuple[Pick, ...]
     files: tuple[str, ...]
+    replace: tuple[tuple[str, str], ...]
     folder: Path
 
     @property
@@ -75,8 +79,8 @@ class Branch:
 class Plan:
     """branches.toml: the stack that is split, the branches in order, the patches that stay and why.
 
-    ``replace``: what a file copied in says here, and what it says upstream. ``id`` changes with what a conflict may
-    have been resolved in.
+    ``replace``: what the files copied in say here, and what they say in every branch. ``id``: another one means that a
+    conflict was resolved in other patches.
     """
 
     stack: Stack
@@ -97,6 +101,7 @@ def load_plan() -> Plan:
             title=entry["title"],
             picks=tuple(map(read_pick, entry["picks"])),
             files=tuple(entry.get("files", ())),
+            replace=tuple((old, new) for old, new in entry.get("replace", ())),
             folder=home / entry["slug"],
         )
         for entry in told["branch"]
@@ -250,19 +255,28 @@ def check_line(verl: Path, folder: Path, plan: Plan) -> None:
         raise Refused(f"DIR={folder} was made from another main than VERL={verl} has: remove it and start anew")
     if git("config", PLAN, cwd=folder).strip() != plan.id:
         raise Refused(f"DIR={folder} was made from other patches than these: remove it and start anew")
-    touched = git("diff", "--name-only", ONTO, CARRIED, cwd=folder).split()
-    marked = run_git("grep", "-l", "-E", "^(<{7}|>{7}) ", CARRIED, "--", *touched, cwd=folder)
-    if found := marked.stdout.decode().split():
-        raise Refused(f"DIR={folder} has a conflict marker in {found[0].partition(':')[2]}; resolve the conflict")
+    for branch, at in ends(plan, folder):
+        touched = git("diff", "--name-only", ONTO, at, cwd=folder).split()
+        marked = run_git("grep", "-l", "-E", "^(<{7}|>{7}) ", at, "--", *touched, cwd=folder).stdout.decode()
+        if touched and marked:
+            where = f"{marked.split()[0].partition(':')[2]} of {branch.name}"
+            raise Refused(f"DIR={folder} has a conflict marker in {where}: git commit --fixup, git rebase --autosquash")
 
 
 # --- the second line: one commit a branch ----------------------------------------------------------------------------
 
 
 def ends(plan: Plan, folder: Path) -> Iterator[tuple[Branch, str]]:
-    """Yield each branch with the commit of the first line that has all of its part of verl's files."""
-    told = git("log", "--reverse", "--format=%H %(trailers:key=Branch,valueonly)", f"{ONTO}..{CARRIED}", cwd=folder)
-    last = {slug: at for at, slug in (line.split() for line in told.splitlines() if line)}
+    """Yield each branch with the commit of the first line that has all of its part of verl's files.
+
+    A commit without the trailer, as one who resolves a conflict may make, belongs to the same branch as that before.
+    """
+    form = "--format=%H %(trailers:key=Branch,valueonly,separator=%x2C)"
+    last, slug = {}, plan.branches[0].slug
+    for line in git("log", "--reverse", form, f"{ONTO}..{CARRIED}", cwd=folder).splitlines():
+        commit_id, _, told = line.partition(" ")
+        slug = told or slug
+        last[slug] = commit_id
     at = git("rev-parse", ONTO, cwd=folder).strip()
     for branch in plan.branches:
         at = last.get(branch.slug, at)  # one that upstream has already adds nothing to verl's files
@@ -279,12 +293,12 @@ def commit_branches(plan: Plan, folder: Path, env: Mapping[str, str]) -> Iterato
         own, page = branch.own_files, f"docs/{PAGE}"
         if page in files and page in own:
             own[page] = files[page] + b"\n" + own[page]
-        files |= {path: upstream_text(added[path], plan) for path in branch.files} | own
+        files |= {path: upstream_text(added[path], plan, branch) for path in branch.files} | own
         for path, content in files.items():
             write(folder / path, content)
         users = read_users(folder, [*git("diff", "--name-only", ONTO, "HEAD", cwd=folder).split(), *files])
         module = cut(added[MODULE].decode(), MODULE.removesuffix(".py").replace("/", "."), users)
-        write(folder / MODULE, upstream_text(module.encode(), plan))
+        write(folder / MODULE, upstream_text(module.encode(), plan, branch))
         if page in files:
             add_to_index(folder / INDEX)
         git("add", "--force", "--all", "--", MODULE, INDEX, *files, cwd=folder)
@@ -293,9 +307,10 @@ def commit_branches(plan: Plan, folder: Path, env: Mapping[str, str]) -> Iterato
         yield branch
 
 
-def upstream_text(content: bytes, plan: Plan) -> bytes:
+def upstream_text(content: bytes, plan: Plan, branch: Branch) -> bytes:
+    """Return what a file that is copied in says in this branch."""
     text = content.decode()
-    for old, new in plan.replace:
+    for old, new in (*plan.replace, *branch.replace):
         text = text.replace(old, new)
     return text.encode()
 

@@ -265,7 +265,7 @@ def test_a_failed_hook_and_a_title_are_told(small: Path):
     assert not found.passed and found.result == "1 passed, 1 failed: never" and "exit code: 1" in found.output
     (small / "tests/special_sanity").mkdir()
     (small / "tests/special_sanity/check_pr_title.py").write_text(TITLES)
-    branch = upstream.Branch("a", "no type", (), (), small)
+    branch = upstream.Branch("a", "no type", (), (), (), small)
     assert not pr_branch_module.title(branch, small).passed
     (small / "tests/special_sanity/check_pr_title.py").write_text("raise SystemExit(3)")  # without a word
     assert not pr_branch_module.title(replace(branch, title="[cfg] fix: a thing"), small).passed
@@ -299,13 +299,16 @@ def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path
     assert git("diff", "--name-only", "--diff-filter=U", cwd=work).split() == [ENGINE]
     git("add", ENGINE, cwd=work)
     git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=work)
-    with pytest.raises(upstream.Refused, match=f"conflict marker in {ENGINE}"):
+    with pytest.raises(upstream.Refused, match=f"conflict marker in {ENGINE} of precision/scaler: git commit --fixup"):
         upstream.check_line(verl, work, plan)
-    text = re.sub(r"<{7} HEAD\n.*?={7}\n(.*?)>{7} [^\n]*\n", r"\1", (work / ENGINE).read_text(), flags=re.S)
-    (work / ENGINE).write_text(text)
+    (at,) = git("log", "--format=%h", "--grep=^scaler: fsdp-configure", "line/to..carried", cwd=work).split()
+    theirs = re.sub(r"<{7} .*?={7}\n(.*?)>{7} [^\n]*\n", r"\1", (work / ENGINE).read_text(), flags=re.S)
+    (work / ENGINE).write_text(theirs)
     with pytest.raises(upstream.Refused, match=f"uncommitted changes: {ENGINE}"):
         upstream.check_line(verl, work, plan)
-    commit(work, "the conflict, resolved\n\nBranch: megatron-overflow")
+    git("commit", "--quiet", "--all", f"--fixup={at}", cwd=work)
+    git("-c", "sequence.editor=true", "rebase", "--quiet", "--interactive", "--autosquash", "line/to", cwd=work)
+    git("commit", "--quiet", "--allow-empty", "--message=a mend that says no branch", cwd=work)
     upstream.check_line(verl, work, plan)
     with pytest.raises(upstream.Refused, match="made from other patches than these"):
         upstream.check_line(verl, work, replace(plan, id="another"))
@@ -369,10 +372,13 @@ def test_a_hunk_that_needs_another_is_refused(line: Path, tmp_path: Path):
 
 def test_texts_that_are_replaced_are_there():
     plan = upstream.load_plan()
-    stack = plan.stack
-    texts = [stack.added[path].decode() for path in (MODULE, *(file for each in plan.branches for file in each.files))]
+    files = {MODULE, *(file for branch in plan.branches for file in branch.files)}
+    texts = [plan.stack.added[path].decode() for path in files]
     for old, _ in plan.replace:
         assert sum(text.count(old) for text in texts) == 1, old
+    for branch in plan.branches:
+        texts = [plan.stack.added[path].decode() for path in (MODULE, *branch.files)]
+        assert all(any(old in text for text in texts) for old, _ in branch.replace), branch.replace
 
 
 SOURCE = '''\

@@ -28,7 +28,7 @@ WORKERS_READY := $(WORKERS)/ready-$(shell cat requirements/cpu.torch requirement
 
 # What `make run` hands over: its own variables wherever they are set, and all that stands on the command line, so that
 # a misspelt one is refused rather than ignored.
-RUN_VARIABLES := EXPERIMENT PRECISION ALGO RECIPE STEPS SEED MODEL TRAIN VAL OUT ARGS
+RUN_VARIABLES := EXPERIMENT PRECISION ALGO RECIPE STEPS SEED MODEL TRAIN VAL OUT ARGS RETRIES CARRY
 COMMAND_LINE := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 GIVEN := $(filter-out PYTHON TORCH_INDEX_URL,$(sort DEVICE $(RUN_VARIABLES) $(COMMAND_LINE)))
 quote = '$(subst ','\'',$(1))'

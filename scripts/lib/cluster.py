@@ -28,7 +28,7 @@ from lib.runs import errors
 # verl asks for this many CPUs beside each GPU (single_controller/ray/base.py, ResourcePoolManager.max_colocate_count),
 # and waits without a word for what a node does not have.
 CPUS_PER_GPU = 3
-REACH_S, CONNECT_S, PROOF_S, TOLD_EVERY_S = 5, 30, 300, 15
+REACH_S, CONNECT_S, PROOF_S, TOLD_EVERY_S = 5, 60, 300, 15
 ALIKE = ("python", "ray", "torch", "vllm", "transformers")
 
 # --- in the caller's process ------------------------------------------------------------------------------------------
@@ -95,19 +95,19 @@ def ask(job: Job, out: Path, question: Mapping[str, Any], say: Callable[[str], N
     """
     environment = os.environ | job.environment(out)
     environment["PYTHONPATH"] = os.pathsep.join([str(REPO / "scripts"), environment["PYTHONPATH"]])
-    with tempfile.TemporaryFile("w+") as complaints:
+    with tempfile.TemporaryFile("w+") as complaints, tempfile.TemporaryFile("w+") as asked:
+        json.dump(question, asked, default=plain)
+        asked.seek(0)
         with subprocess.Popen(
             [sys.executable, "-m", "lib.cluster", job.cluster],
             cwd=REPO,
             env=environment,
-            stdin=subprocess.PIPE,
+            stdin=asked,
             stdout=subprocess.PIPE,
             stderr=complaints,
             text=True,
         ) as process:
             try:
-                process.stdin.write(json.dumps(question, default=plain))
-                process.stdin.close()
                 for line in process.stdout:
                     told = json.loads(line) if line.startswith("{") else {}
                     if "say" in told:
@@ -145,8 +145,10 @@ def refuse_address(address: str) -> None:
 
 def engine(role) -> dict:
     """What a role's engine reads of its precision, by verl's names."""
-    name = next(name for name in ("fsdp_config", "fsdp", role.strategy) if name in role)
-    return {key: role[name].get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
+    if not role.strategy.startswith("fsdp"):
+        return {"dtype": role[role.strategy].dtype}
+    of = role["fsdp_config" if "fsdp_config" in role else "fsdp"]
+    return {key: of.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}  # the second only where it is set
 
 
 def plain(node) -> Any:

@@ -100,6 +100,15 @@ def test_an_edited_driver_and_another_stack_are_refused(patched, imported):
         cluster.refuse_driver(told | {"stack": "0123"})
 
 
+@pytest.mark.parametrize(
+    "words", ["", "model_engine=megatron", "actor_rollout_ref.actor.strategy=fsdp2 critic.strategy=fsdp2"]
+)
+def test_the_dtype_that_nodes_resolve_is_that_of_each_roles_engine(words, tmp_path):
+    config = jobs.compose(jobs.parse(["DEVICE=cpu", "ALGO=ppo", f"ARGS={words}"]), tmp_path)
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
+        assert cluster.engine(role)["dtype"] == "float16"
+
+
 DRIVER = {
     "verl": "0.9.1",
     "stack": "54ad",

@@ -303,8 +303,10 @@ def lacking(free: Iterable[tuple[dict, Mapping[str, float]]], nnodes: int, gpus:
     return f"{want} are needed, {len(able)} of {len(told)} have that; {'; '.join(told)}"
 
 
-def enough(nnodes: int, gpus: int, until: float, say: Callable[[str], None]) -> list[dict]:
-    """Wait for the nodes. Returns those that may get a worker: one without CPUs and GPUs gets none.
+def enough(nnodes: int, gpus: int, until: float, say: Callable[[str], None]) -> list[tuple[dict, bool]]:
+    """Wait for the nodes. Returns those that may get a worker, and whether a GPU is free there.
+
+    A node without CPUs and GPUs gets no worker. One without GPUs does: verl's trainer and agent loops need none.
 
     Raises:
         Refused: at the time ``until`` there are still not enough.
@@ -317,7 +319,11 @@ def enough(nnodes: int, gpus: int, until: float, say: Callable[[str], None]) -> 
         free = [(node, left.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]]
         missing = lacking(free, nnodes, gpus)
         if not missing:
-            return [node for node, _ in free if node["Resources"].get("CPU") or node["Resources"].get("GPU")]
+            return [
+                (node, left.get("GPU", 0) >= 1)
+                for node, left in free
+                if node["Resources"].get("CPU") or node["Resources"].get("GPU")
+            ]
         if time.monotonic() > until:
             raise Refused(missing)
         if time.monotonic() - told > TOLD_EVERY_S:
@@ -326,8 +332,8 @@ def enough(nnodes: int, gpus: int, until: float, say: Callable[[str], None]) -> 
         time.sleep(1)
 
 
-def prove(nodes: list[dict], asked: Mapping[str, Any]) -> list[dict]:
-    """Ask each node for its facts and compare them with this process's.
+def prove(nodes: list[tuple[dict, bool]], asked: Mapping[str, Any]) -> list[dict]:
+    """Ask each node, as ``enough`` gave them, for its facts and compare them with this process's.
 
     Raises:
         Refused: naming the nodes that differ, cannot set up the job's environment or do not answer.
@@ -340,8 +346,8 @@ def prove(nodes: list[dict], asked: Mapping[str, Any]) -> list[dict]:
     refuse_driver(driver)
     ray.cloudpickle.register_pickle_by_value(releases)
     waiting = {}
-    for node in nodes:
-        on_gpu = asked["device"] == "cuda" and node["Resources"].get("GPU")
+    for node, gpu_free in nodes:
+        on_gpu = asked["device"] == "cuda" and gpu_free
         task = ray.remote(facts).options(
             num_cpus=0,
             num_gpus=0.001 if on_gpu else 0,  # Ray shows a task no GPU of which it has no part
@@ -368,7 +374,7 @@ def prove(nodes: list[dict], asked: Mapping[str, Any]) -> list[dict]:
             | {key: value for key, value in told.items() if key != "blobs"}
         )
     if odd:
-        raise Refused(stack.listed(odd) if len(odd) > 1 else odd[0])
+        raise Refused(stack.listed(odd))
     return sorted(proven, key=lambda each: each["node"])
 
 

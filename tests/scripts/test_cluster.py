@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import submit
 from lib import cluster, releases, stack
@@ -77,6 +78,17 @@ def test_a_node_says_what_it_would_train_with(patched, imported):
     assert told["dtypes"]["actor"]["loss_scaling"] and not told["dtypes"]["ref"]["loss_scaling"]
     assert all(told[name] for name in cluster.ALIKE) and told["unseen"] == ["/no/such/folder"]
     cluster.refuse_driver(told)
+
+
+def test_a_product_in_another_dtype_than_the_configs_is_seen(patched, imported, monkeypatch):
+    path = list(sys.path)
+    imported(patched)
+    sys.path += path
+    sound = cluster.facts(ASKED, "cpu")
+    monkeypatch.setattr(torch, "autocast", lambda **_: contextlib.nullcontext())
+    told = cluster.facts(ASKED, "cpu")
+    assert (told["dtypes"]["actor"]["compute"], told["dtypes"]["actor"]["product"]) == ("float16", "float32")
+    assert cluster.difference(told, sound).startswith("makes of the actor's config ")
 
 
 def test_a_node_that_has_an_unpatched_verl_or_none_says_so(pristine, imported):

@@ -40,9 +40,12 @@ class Submission:
     told: tuple[str, ...]
 
 
-def connect(address: str) -> JobSubmissionClient:
+def refuse_address(address: str) -> None:
     if not address.startswith(("http://", "https://")):
         raise jobs.Refused(f"RAY_ADDRESS={address}: must be the cluster's dashboard, like http://HEAD:8265")
+
+
+def connect(address: str) -> JobSubmissionClient:
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError) as error:
@@ -125,7 +128,8 @@ def main(words: list[str]) -> int:
     dry, words = "--dry-run" in words, [word for word in words if word != "--dry-run"]
     refuse_secrets(words)
     job = jobs.parse(words)
-    client = None if dry else connect(job.cluster or "")
+    refuse_address(job.cluster or "")
+    client = None if dry else connect(job.cluster)
     job = checked(job, words)
     with tempfile.TemporaryDirectory() as scratch:
         submission = prepare(job, Path(scratch))

@@ -232,22 +232,15 @@ def test_an_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
     assert own.runtime_env == {} and own.entrypoint.startswith(f"{sys.executable} {jobs.REPO}/scripts/run.py ")
 
 
-def submitting(*words: str, **variables: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, jobs.REPO / "scripts/submit.py", *words],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-    )
-
-
-def test_a_dry_run_says_what_would_be_submitted_and_does_nothing(tmp_path):
+def test_a_dry_run_says_what_would_be_submitted_and_does_nothing(tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    done = submitting("--dry-run", "DEVICE=cpu", f"OUT={out}", RAY_ADDRESS=HEAD, WANDB_API_KEY="0123456789abcdef")
-    assert done.returncode == 0, done.stderr
-    assert f"would submit to {HEAD}: python scripts/run.py " in done.stdout and f"OUT={out}" in done.stdout
-    assert "carries verl 0.9.1 with stack " in done.stdout and "MiB" in done.stdout
-    assert "0123456789abcdef" not in done.stdout + done.stderr
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # nothing is there
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    assert submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"]) == 0
+    shown = "".join(capsys.readouterr())
+    assert "would submit to http://127.0.0.1:1: python scripts/run.py " in shown and f"OUT={out}" in shown
+    assert "carries verl 0.9.1 with stack " in shown and "MiB" in shown
+    assert "0123456789abcdef" not in shown
     assert not list(tmp_path.iterdir())
 
 
@@ -259,6 +252,13 @@ def test_a_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     with pytest.raises(jobs.Refused, match=f"^{name}: its value stands on the command line") as refusal:
         submit.main(["DEVICE=cpu", "ARGS=+trainer.token=hf_of_nobody_else"])
     assert "hf_of_nobody_else" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("address", ["", "auto", "127.0.0.1:6379"])
+def test_a_job_is_submitted_to_a_dashboard(address, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(jobs.Refused, match=f"^RAY_ADDRESS={address}: must be the cluster's dashboard"):
+        submit.main(["--dry-run", "DEVICE=cpu", "OUT=/out"])
 
 
 @pytest.mark.parametrize("out", ["", "outputs/run"])
@@ -349,11 +349,10 @@ def test_an_unpatched_node_is_refused_by_name_and_a_carried_verl_makes_it_good(
 @pytest.mark.slow
 def test_a_submitted_job_trains_patched_on_unpatched_nodes(unpatched_cluster, tmp_path):
     small = "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 trainer.nnodes=2"
-    done = submitting(
-        *("DEVICE=cpu", "STEPS=1", f"OUT={tmp_path}/run", f"ARGS={small}"),
-        RAY_ADDRESS=unpatched_cluster.dashboard,
-        HF_TOKEN=SECRET,
-    )
+    words = ["DEVICE=cpu", "STEPS=1", f"OUT={tmp_path}/run", f"ARGS={small}"]
+    environment = os.environ | {"RAY_ADDRESS": unpatched_cluster.dashboard, "HF_TOKEN": SECRET}
+    command = [sys.executable, jobs.REPO / "scripts/submit.py", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations

@@ -288,12 +288,13 @@ class Cluster:
 
 
 @pytest.fixture
-def unpatched_cluster(pristine) -> Iterator[Cluster]:
+def unpatched_cluster(pristine, monkeypatch) -> Iterator[Cluster]:
     """Two nodes with one "GPU" each, whose interpreter finds all that this one finds, but an unpatched verl."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need a short path
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     (site,) = folder.glob("venv/lib/python*/site-packages")
     (site / "others.pth").write_text(f"{pristine}\n{sysconfig.get_paths()['purelib']}\n")
+    monkeypatch.setenv("HOME", str(folder))  # where Ray looks for a token, and must find what the nodes find: none
     gcs, dashboard = free_port(), free_port()
     head = ["--head", f"--port={gcs}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}"]
     environment = {"PATH": f"{folder}/venv/bin:/usr/bin:/bin", "HOME": str(folder), "HF_TOKEN": SECRET}

@@ -8,6 +8,7 @@ import.
 
 import importlib.util
 import json
+import math
 import os
 import platform
 import signal
@@ -25,10 +26,9 @@ from lib import releases, stack
 from lib.job import REPO, Job, Refused
 from lib.runs import errors
 
-# verl asks for this many CPUs beside each GPU (single_controller/ray/base.py, ResourcePoolManager.max_colocate_count),
-# and waits without a word for what a node does not have.
-CPUS_PER_GPU = 3
+CPUS_PER_GPU = 3  # of verl's placement groups (single_controller/ray/base.py, ResourcePoolManager.max_colocate_count)
 REACH_S, CONNECT_S, PROOF_S, TOLD_EVERY_S = 5, 60, 300, 15
+NOTICED_S = 30  # after which Ray's health checks have noticed that a node is gone
 ALIKE = ("python", "ray", "torch", "vllm", "transformers")
 
 # --- in the caller's process ------------------------------------------------------------------------------------------
@@ -60,6 +60,7 @@ def admit(job: Job, config, out: Path, wait_s: float = 10, say: Callable[[str], 
             "runtime_env": config.ray_kwargs.ray_init.runtime_env,
             "nnodes": config.trainer.nnodes,
             "gpus": config.trainer.n_gpus_per_node,
+            "cpus": cpus(config),
             "wait_s": wait_s,
             "asked": {
                 "engines": {role: engine(of) for role, of in roles.items()},
@@ -74,10 +75,19 @@ def admit(job: Job, config, out: Path, wait_s: float = 10, say: Callable[[str], 
     return {"nodes": nodes}
 
 
+def cpus(config) -> int:
+    """How many CPUs each node needs free: verl would wait without a word for one that is not there.
+
+    TransferQueue's controller takes one of some node's, and its storage units one each, spread over the nodes.
+    """
+    units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
+    return CPUS_PER_GPU * config.trainer.n_gpus_per_node + math.ceil(units / config.trainer.nnodes) + 1
+
+
 def lost(job: Job, out: Path, nodes: list[dict]) -> list[str]:
     """The names of those of ``nodes``, as ``admit`` gave them, that the cluster has no more.
 
-    Ray itself may take some 20 s to notice that a node is gone.
+    Ray itself may take up to ``NOTICED_S`` to notice that a node is gone.
 
     Raises:
         Refused: the cluster cannot be reached.
@@ -282,13 +292,12 @@ def name_of(node: Mapping[str, Any]) -> str:
     return f"{node['NodeManagerHostname'] if own == address else own} ({address})"
 
 
-def lacking(free: Iterable[tuple[dict, Mapping[str, float]]], nnodes: int, gpus: int) -> str | None:
-    """What is missing of ``nnodes`` nodes with ``gpus`` free GPUs each, in words; None: nothing.
+def lacking(free: Iterable[tuple[dict, Mapping[str, float]]], nnodes: int, gpus: int, cpus: int) -> str | None:
+    """What is missing of ``nnodes`` nodes with ``gpus`` GPUs and ``cpus`` CPUs free each, in words; None: nothing.
 
     Args:
         free: the nodes that are alive, and what of their resources is free.
     """
-    cpus = CPUS_PER_GPU * gpus
     able = [node for node, left in free if left.get("GPU", 0) >= gpus and left.get("CPU", 0) >= cpus]
     if len(able) >= nnodes:
         return None
@@ -303,7 +312,7 @@ def lacking(free: Iterable[tuple[dict, Mapping[str, float]]], nnodes: int, gpus:
     return f"{want} are needed, {len(able)} of {len(told)} have that; {'; '.join(told)}"
 
 
-def enough(nnodes: int, gpus: int, until: float, say: Callable[[str], None]) -> list[tuple[dict, bool]]:
+def enough(nnodes: int, gpus: int, cpus: int, until: float, say: Callable[[str], None]) -> list[tuple[dict, bool]]:
     """Wait for the nodes. Returns those that may get a worker, and whether a GPU is free there.
 
     A node without CPUs and GPUs gets no worker. One without GPUs does: verl's trainer and agent loops need none.
@@ -317,7 +326,7 @@ def enough(nnodes: int, gpus: int, until: float, say: Callable[[str], None]) -> 
     while True:
         left = ray._private.state.available_resources_per_node()
         free = [(node, left.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]]
-        missing = lacking(free, nnodes, gpus)
+        missing = lacking(free, nnodes, gpus, cpus)
         if not missing:
             return [
                 (node, left.get("GPU", 0) >= 1)
@@ -401,11 +410,12 @@ def answer(address: str, question: Mapping[str, Any], say: Callable[[str], None]
         return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     until = time.monotonic() + question["wait_s"]
     while True:
-        nodes = enough(question["nnodes"], question["gpus"], until, say)
+        nodes = enough(question["nnodes"], question["gpus"], question["cpus"], until, say)
+        say(f"asking {len(nodes)} nodes what they run")
         try:
             return prove(nodes, question["asked"])
         except (NodeDiedError, TaskUnschedulableError, WorkerCrashedError) as error:
-            if time.monotonic() > until:
+            if time.monotonic() > until + NOTICED_S:
                 raise
             say(f"a node was lost while it was asked: {str(error).strip().splitlines()[0]}")
 

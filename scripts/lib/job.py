@@ -32,6 +32,8 @@ CPU_PLATFORM = {  # what makes verl run without a GPU
 }
 # A running cluster has counted its processors itself, and Ray refuses to be told.
 COUNTED = ("ray_kwargs.ray_init.num_cpus=null", "++ray_kwargs.ray_init.num_gpus=null")
+# TransferQueue's storage would be pinned to every node, also to a head that has no CPU for it.
+STORED = "++transfer_queue.backend.SimpleStorage.required_node_resource=GPU"
 NODE_VARIABLES = "++ray_kwargs.ray_init.runtime_env.env_vars."  # what main_ppo hands to every process on every node
 FREE_GIB = 1.0  # the least room for OUT: two checkpoints of the sanity task take some 20 MB, a log a few
 
@@ -160,7 +162,11 @@ class Job:
     def on_nodes(self, out: Path) -> list[str]:
         """Overrides by which ``main_ppo`` joins a running cluster, whose processes inherit nothing from it."""
         variables = self.environment(out).items()
-        return [*COUNTED, *(f"{NODE_VARIABLES}{name}={quoted(value, string=True)}" for name, value in variables)]
+        return [
+            *COUNTED,
+            STORED,
+            *(f"{NODE_VARIABLES}{name}={quoted(value, string=True)}" for name, value in variables),
+        ]
 
     def environment(self, out: Path) -> dict[str, str]:
         """What ``main_ppo`` and its workers find in their environment besides the caller's."""

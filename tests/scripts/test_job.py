@@ -119,6 +119,7 @@ def test_on_a_cluster_the_environment_goes_to_every_node_and_nothing_is_counted(
     assert all(isinstance(value, str) for value in handed.values()), "Ray takes nothing else"
     assert handed.OMP_NUM_THREADS == "1", "the device's own are still there"
     assert config.ray_kwargs.ray_init.num_cpus is None and config.ray_kwargs.ray_init.num_gpus is None
+    assert config.transfer_queue.backend.SimpleStorage.required_node_resource == "GPU", "no head that has no CPU"
     assert job.made == tmp_path / ".cache/addition", "every node sees OUT, not this checkout"
     jobs.validate(job, config)
 

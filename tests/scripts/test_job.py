@@ -102,8 +102,9 @@ def test_a_recipe_does_not_replace_another_algorithm_without_a_word():
         jobs.parse(["DEVICE=cpu", "ALGO=ppo", "RECIPE=flowrl"])
 
 
-def test_a_run_resumes_by_itself_on_a_cluster_alone(monkeypatch):
+def test_a_run_resumes_by_itself_and_makes_its_model_beside_out_on_a_cluster_alone(monkeypatch):
     assert jobs.parse(["DEVICE=cpu"]).retries == 0
+    assert jobs.parse(["DEVICE=cpu", "OUT=/tmp/run"]).made == jobs.CACHE / "addition"
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     job = jobs.parse(["DEVICE=cpu"])
     assert (job.cluster, job.retries, jobs.parse(["DEVICE=cpu", "RETRIES=0"]).retries) == ("127.0.0.1:6379", 2, 0)

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -32,6 +31,8 @@ START_UP = {  # what verl's log says, and what begins then
 POLL_S, MEMORY_S, HEARTBEAT_S, GRACE_S = 0.5, 5, 20, 15
 TAIL = 2000  # lines of the log in which a failure is looked for
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LINGERS_S = 60  # how long verl may go on without a worker: where it generates, it would try again for ever
+NOTICED_S = 30  # how long Ray may take to notice that a node is gone
 REJOIN_S = 1800  # how long to wait for nodes in the place of lost ones
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -139,6 +140,7 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
         preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: it does not outlive us
     )
     processes, code, reports, tail, rest, measured = Processes(process), None, [], deque(maxlen=TAIL), "", 0.0
+    lost_at = None
     with open(log.name) as written:
         written.seek(log.tell())
         try:
@@ -149,6 +151,10 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
                 reports += runs.reports(complete)
                 tail += complete
                 screen.update(complete)
+                if lost_at is None and runs.lost(complete):
+                    lost_at = time.monotonic()
+                elif lost_at and code is None and time.monotonic() - lost_at > LINGERS_S:
+                    process.kill()
                 if code is None and time.monotonic() - measured > MEMORY_S:
                     processes.measure()
                     measured = time.monotonic()
@@ -182,14 +188,20 @@ def attempt(job: jobs.Job, out: Path, record: dict, log: TextIO, screen: Screen)
     return result, max([runs.checkpoint_step(out), *(row["step"] for row in runs.trained(runs.collect(out)))])
 
 
-def loss(job: jobs.Job, out: Path, record: dict, lines: Iterable[str]) -> str | None:
+def loss(job: jobs.Job, out: Path, record: dict, lines: list[str]) -> str | None:
     """What a run that ended with these ``lines`` has lost, nodes or a worker, in words; None: it failed by itself.
 
     Raises:
         Refused: the head of the cluster does not answer.
     """
-    gone = cluster.lost(job, out, record["nodes"]) if job.cluster else []
-    return f"node {', '.join(gone)}" if gone else runs.lost_worker(lines, record.get("nodes", []))
+    if not job.cluster:
+        return runs.lost(lines)
+    until = time.monotonic() + (NOTICED_S if runs.cut_off(lines) else 0)
+    while True:
+        gone = cluster.lost(job, out, record["nodes"])
+        what = f"node {', '.join(gone)}" if gone else runs.lost(lines, record["nodes"])
+        if what or time.monotonic() > until:
+            return what
 
 
 def train_all(job: jobs.Job, config, out: Path, record: dict, log: TextIO) -> tuple[int, list[dict]]:
@@ -210,7 +222,7 @@ def train_all(job: jobs.Job, config, out: Path, record: dict, log: TextIO) -> tu
             if result["code"] is None:
                 raise KeyboardInterrupt
             listen()
-            lost = loss(job, out, record, result["tail"])
+            lost = loss(job, out, record, list(result["tail"]))
             what = f"lost {lost}" if lost else f"failed, exit code {result['code']},"
             screen.say(f"{what} after step {reached} of {steps}; all output: {log.name}")
             print("\n".join(f"  {line}" for line in runs.errors(result["tail"])), flush=True)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The head of a Ray cluster, started by hand on its own machine, without ssh; worker.sh joins the other machines to it.
-#   scripts/launch/head.sh                            reached from this machine alone
-#   BIND=10.0.0.1 scripts/launch/head.sh              reached by the others at that address of this machine
+#   BIND=10.0.0.1 scripts/launch/head.sh              the others reach it at that address of this machine; then here
+#     RAY_ADDRESS=10.0.0.1:6379 make run …            or RAY_ADDRESS=http://127.0.0.1:8265 make submit …
+#   scripts/launch/head.sh                            a cluster of this machine alone, listening on loopback: make submit
 #   BIND=10.0.0.1 scripts/launch/head.sh --dry-run    shows what would be run
 # Stays in the foreground; Ctrl-C ends the node and all that runs on it. Its environment is that of the job's processes
 # on this node: HF_TOKEN and the like belong there.
@@ -20,8 +21,7 @@ RAY=${RAY:-ray}                              # of the environment that has torch
 
 # shellcheck source=/dev/null
 source "$(dirname "$0")/node.sh"
-check_port PORT
-check_port DASHBOARD_PORT
+port PORT DASHBOARD_PORT
 if [[ $BIND == 127.0.0.1 ]]; then
   export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 # or Ray takes this machine's outward address in its place, for all to reach
 else

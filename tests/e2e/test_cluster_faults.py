@@ -1,25 +1,18 @@
-"""A Ray cluster of two nodes on this machine, by the shipped scripts: what it refuses, and what it survives.
-
-The nodes have addresses of the loopback interface, one "GPU" each, their own ports and folders, and an environment that
-knows nothing of verl; the cluster takes nobody without its token.
-"""
+"""A Ray cluster of two nodes on this machine, by the shipped scripts: what it refuses, and what it survives."""
 
 import json
 import os
-import secrets
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from nodes import HEAD, Cluster, below, end, running, wait_for
 from processes import kill, of_this_run
 
 from lib.job import ARITHMETIC
@@ -27,9 +20,8 @@ from lib.releases import unpacked_wheel
 from lib.stack import apply
 
 REPO = Path(__file__).resolve().parents[2]
-LAUNCH = REPO / "scripts" / "launch"
-STARTS_S, HANGS_S = 120, 1800
-HEAD, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"  # any address of 127.0.0.0/8 is this machine's
+HANGS_S = 1800
+SECOND, THIRD = "127.0.0.3", "127.0.0.4"
 STEPS = 5
 SCALES = (2.0**40, 2.0**10)  # at the one every gradient overflows, at the other none
 ARGS = [
@@ -44,73 +36,10 @@ ARGS = [
 ]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen, log: Path, limit_s: float = HANGS_S) -> None:
-    begin = time.monotonic()
-    while not condition():
-        assert process.poll() is None and time.monotonic() - begin < limit_s, log.read_text()
-        time.sleep(0.05)
-
-
-class Cluster:
-    """Nodes started by ``head.sh`` and ``worker.sh``."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.port, self.nodes = folder, free_port(), []
-        token = folder / "token"
-        token.write_text(secrets.token_hex(16))
-        self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-        self.start("head.sh", "head", HEAD, PORT=self.port, DASHBOARD_PORT=free_port())
-
-    @property
-    def address(self) -> str:
-        return f"{HEAD}:{self.port}"
-
-    def start(self, script: str, name: str, address: str, **knobs: object) -> psutil.Process:
-        """A node, as a process whose child is its raylet; returns when it has joined."""
-        environment = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder), "OMP_NUM_THREADS": "1"} | self.token
-        environment |= {"PYTHONUNBUFFERED": "1", "RAY_worker_niceness": "0", "RAY": f"{sys.prefix}/bin/ray"}
-        environment |= {"NAME": name, "BIND": address, "TEMP": str(self.folder / name), "GPUS": "1", "CPUS": "16"}
-        environment |= {knob: str(value) for knob, value in knobs.items()}
-        screen = self.folder / f"{name}.txt"
-        with screen.open("w") as output:
-            node = subprocess.Popen([LAUNCH / script], cwd="/", env=environment, stdout=output, stderr=output)
-        self.nodes.append(psutil.Process(node.pid))
-        wait_for(lambda: "Ray runtime started." in screen.read_text(), node, screen, STARTS_S)
-        return self.nodes[-1]
-
-    def join(self, name: str, address: str, **knobs: object) -> psutil.Process:
-        return self.start("worker.sh", name, address, HEAD=self.address, **knobs)
-
-
-def below(node: psutil.Process, name: str) -> psutil.Process:
-    """The process of a node that calls itself ``name``."""
-    (found,) = (
-        each for each in node.children(recursive=True) if each.cmdline()[:1] and each.cmdline()[0].endswith(name)
-    )
-    return found
-
-
-def end(node: psutil.Process) -> None:
-    kill([node, *node.children(recursive=True)])
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need a short path
-    cluster = Cluster(folder)
-    try:
+    with running() as cluster:
         yield cluster
-    finally:
-        for node in cluster.nodes:
-            if node.is_running():
-                end(node)
-        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +69,16 @@ def ray_with(tree: Path, folder: Path) -> Path:
     ray.write_text(f"#!{folder}/bin/python\nfrom ray.scripts.scripts import main\nmain()\n")
     ray.chmod(0o755)
     return ray
+
+
+@pytest.mark.e2e
+def test_a_head_listens_on_loopback_alone_unless_it_is_told_otherwise():
+    with running(bind="") as cluster:
+        (head,) = cluster.nodes
+        sockets = [each for of in (head, *head.children(recursive=True)) for each in of.net_connections("tcp")]
+        listening = {each.laddr for each in sockets if each.status == psutil.CONN_LISTEN}
+    assert len(listening) >= 5, "the cluster's port, the dashboard, the raylet's and the agents'"
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}, listening
 
 
 @pytest.mark.e2e
@@ -174,29 +113,29 @@ def test_a_killed_worker_and_a_killed_node(cluster, task, tmp_path):
     checkpoints = out / "checkpoints"
     run = start(cluster, task, out, screen)
     try:
-        wait_for((out / "train.log").exists, run, screen)
+        wait_for((out / "train.log").exists, run, screen, HANGS_S)
         blocked = {}
         for step in (3, 5):  # writing to it waits for a reader: the save stops here
             blocked[step] = checkpoints / f"global_step_{step}" / "actor" / "optim_world_size_2_rank_1.pt"
             blocked[step].parent.mkdir(parents=True)
             os.mkfifo(blocked[step])
 
-        wait_for(blocked[3].with_name("model_world_size_2_rank_1.pt").exists, run, screen)
+        wait_for(blocked[3].with_name("model_world_size_2_rank_1.pt").exists, run, screen, HANGS_S)
         shutil.copytree(checkpoints / "global_step_2", tmp_path / "2")
         worker = below(second, "ray::WorkerDict")
         worker.kill()
         lost = f"lost WorkerDict (pid {worker.pid}) on node second ({SECOND}) after step 2 of {STEPS}"
-        wait_for(lambda: lost in screen.read_text(), run, screen)
+        wait_for(lambda: lost in screen.read_text(), run, screen, HANGS_S)
         blocked[3].unlink()
 
-        wait_for(blocked[5].with_name("model_world_size_2_rank_1.pt").exists, run, screen)
+        wait_for(blocked[5].with_name("model_world_size_2_rank_1.pt").exists, run, screen, HANGS_S)
         shutil.copytree(checkpoints / "global_step_3", tmp_path / "3")
         shutil.copytree(checkpoints / "global_step_4", tmp_path / "4")
         below(second, "raylet").kill()
         lost = f"lost node second ({SECOND}) after step 4 of {STEPS}"
-        wait_for(lambda: lost in screen.read_text(), run, screen)
+        wait_for(lambda: lost in screen.read_text(), run, screen, HANGS_S)
         blocked[5].unlink()
-        wait_for(lambda: "waiting: " in screen.read_text(), run, screen)
+        wait_for(lambda: "waiting: " in screen.read_text(), run, screen, HANGS_S)
         third = cluster.join("third", THIRD)
         assert run.wait(HANGS_S) == 0, screen.read_text()
         end(third)

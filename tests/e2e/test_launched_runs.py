@@ -6,17 +6,13 @@ starts Ray itself, and as a job on a running Ray cluster of two nodes, whose own
 
 import json
 import os
-import shutil
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from nodes import Cluster, running
 from processes import kill, of_this_run
 
 from lib.job import ARITHMETIC
@@ -24,7 +20,7 @@ from lib.job import ARITHMETIC
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "scripts/launch/flowrl_7b.sh"
 STEPS = 2
-STARTS_S, HANGS_S = 60, 900
+HANGS_S = 900
 OVERRIDES = [  # a small batch, on a CPU
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
@@ -46,38 +42,11 @@ def task(tmp_path) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.fixture
-def cluster() -> Iterator[str]:
-    """The address of a Ray cluster of two nodes with one "GPU" each, whose environment and folder are its own."""
-    folder = tempfile.mkdtemp(
-        prefix="ray-", dir="/tmp"
-    )  # Ray's sockets need a short path; not where others look for Ray
-    gcs, dashboard = free_port(), free_port()
-    nodes = [
-        ["--head", f"--port={gcs}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}"],
-        [f"--address=127.0.0.1:{gcs}"],
-    ]
-    environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    started = []
-    try:
-        for words in nodes:
-            command = [Path(sys.executable).parent / "ray", "start", "--block", "--num-gpus=1", "--num-cpus=16", *words]
-            started.append(subprocess.Popen(command, cwd="/", env=environment, stdout=subprocess.DEVNULL))
-            until = time.monotonic() + STARTS_S
-            while socket.socket().connect_ex(("127.0.0.1", dashboard)):
-                assert time.monotonic() < until and started[-1].poll() is None, "Ray did not start"
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{dashboard}"
-    finally:
-        nodes = [psutil.Process(node.pid) for node in started]
-        kill([process for node in nodes for process in (node, *node.children(recursive=True))])
-        shutil.rmtree(folder)
+def cluster() -> Iterator[Cluster]:
+    with running() as cluster:
+        cluster.join("second", "127.0.0.3")
+        yield cluster
 
 
 def launch(task: Path, out: Path, **knobs: object) -> tuple[str, dict, list[dict]]:
@@ -123,6 +92,6 @@ def test_on_one_node(task, tmp_path):
 
 @pytest.mark.slow
 def test_as_a_job_on_a_cluster_of_two_nodes(task, cluster, tmp_path):
-    shown, summary, metrics = launch(task, tmp_path / "out", RAY_ADDRESS=cluster, NNODES=2)
+    shown, summary, metrics = launch(task, tmp_path / "out", RAY_ADDRESS=cluster.dashboard, NNODES=2, **cluster.token)
     check(summary, metrics)
-    assert f" on {cluster}" in shown
+    assert f" on {cluster.dashboard}" in shown

@@ -1,0 +1,93 @@
+"""Ray clusters of several nodes on one machine, started by ``scripts/launch/head.sh`` and ``worker.sh``.
+
+The nodes have addresses of the loopback interface, one "GPU" each, their own ports and folders, and an environment that
+knows nothing of verl. The cluster takes nobody without its token.
+"""
+
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from processes import kill
+
+LAUNCH = Path(__file__).resolve().parents[2] / "scripts" / "launch"
+HEAD = "127.0.0.2"  # any address of 127.0.0.0/8 is this machine's
+STARTS_S = 180
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen, log: Path, limit_s: float) -> None:
+    """Until the condition holds; a process that has ended, or the limit, fails the test with its log."""
+    begin = time.monotonic()
+    while not condition():
+        assert process.poll() is None and time.monotonic() - begin < limit_s, log.read_text()
+        time.sleep(0.05)
+
+
+class Cluster:
+    """``address`` is for RAY_ADDRESS, ``dashboard`` takes jobs, ``token`` is the environment of who may come in."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.nodes = folder, []
+        (folder / "token").write_text(secrets.token_hex(16))
+        self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
+        self.ports = {"PORT": free_port(), "DASHBOARD_PORT": free_port()}
+        self.address, self.dashboard = (
+            f"{HEAD}:{self.ports['PORT']}",
+            f"http://127.0.0.1:{self.ports['DASHBOARD_PORT']}",
+        )
+
+    def start(self, script: str, name: str, address: str, **knobs: object) -> psutil.Process:
+        """A node that has joined: the process whose children are its raylet and the like."""
+        environment = {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "HOME": str(self.folder)} | self.token
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "RAY_worker_niceness": "0"}
+        environment |= {"NAME": name, "BIND": address, "TEMP": str(self.folder / name), "GPUS": "1", "CPUS": "16"}
+        environment |= {knob: str(value) for knob, value in knobs.items()}
+        screen = self.folder / f"{name}.txt"
+        with screen.open("w") as output:
+            node = subprocess.Popen([LAUNCH / script], cwd="/", env=environment, stdout=output, stderr=output)
+        self.nodes.append(psutil.Process(node.pid))
+        wait_for(lambda: "Ray runtime started." in screen.read_text(), node, screen, STARTS_S)
+        return self.nodes[-1]
+
+    def join(self, name: str, address: str, **knobs: object) -> psutil.Process:
+        return self.start("worker.sh", name, address, HEAD=self.address, **knobs)
+
+
+@contextmanager
+def running(bind: str = HEAD) -> Iterator[Cluster]:
+    """A cluster of its head alone, which has this address, and at the end the end of all its nodes."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need a short path
+    cluster = Cluster(folder)
+    try:
+        cluster.start("head.sh", "head", bind, **cluster.ports)
+        yield cluster
+    finally:
+        for node in cluster.nodes:
+            end(node)
+        shutil.rmtree(folder)
+
+
+def below(node: psutil.Process, name: str) -> psutil.Process:
+    """The process of a node that calls itself ``name``."""
+    commands = {each: each.cmdline() for each in node.children(recursive=True)}
+    (found,) = (each for each, words in commands.items() if words and words[0].endswith(name))
+    return found
+
+
+def end(node: psutil.Process) -> None:
+    if node.is_running():
+        kill([node, *node.children(recursive=True)])

@@ -31,7 +31,7 @@ START_UP = {  # what verl's log says, and what begins then
 POLL_S, MEMORY_S, HEARTBEAT_S, GRACE_S = 0.5, 5, 20, 15
 TAIL = 2000  # lines of the log in which a failure is looked for
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LINGERS_S = 60  # how long verl may go on without a worker: where it generates, it would try again for ever
+LINGERS_S = 600  # how long a step may go on without a worker: verl generates again for ever what a dead one should have
 NOTICED_S = 30  # how long Ray may take to notice that a node is gone
 REJOIN_S = 1800  # how long to wait for nodes in the place of lost ones
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
@@ -140,7 +140,7 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
         preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: it does not outlive us
     )
     processes, code, reports, tail, rest, measured = Processes(process), None, [], deque(maxlen=TAIL), "", 0.0
-    lost_at = None
+    lost_at = -1, 0.0  # after how many steps here, and when, a worker was lost first
     with open(log.name) as written:
         written.seek(log.tell())
         try:
@@ -151,9 +151,9 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
                 reports += runs.reports(complete)
                 tail += complete
                 screen.update(complete)
-                if lost_at is None and runs.lost(complete):
-                    lost_at = time.monotonic()
-                elif lost_at and code is None and time.monotonic() - lost_at > LINGERS_S:
+                if lost_at[0] != screen.shown and runs.lost_worker(complete):
+                    lost_at = screen.shown, time.monotonic()
+                elif lost_at[0] == screen.shown and code is None and time.monotonic() - lost_at[1] > LINGERS_S:
                     process.kill()
                 if code is None and time.monotonic() - measured > MEMORY_S:
                     processes.measure()
@@ -195,11 +195,11 @@ def loss(job: jobs.Job, out: Path, record: dict, lines: list[str]) -> str | None
         Refused: the head of the cluster does not answer.
     """
     if not job.cluster:
-        return runs.lost(lines)
+        return runs.lost_worker(lines)
     until = time.monotonic() + (NOTICED_S if runs.cut_off(lines) else 0)
     while True:
         gone = cluster.lost(job, out, record["nodes"])
-        what = f"node {', '.join(gone)}" if gone else runs.lost(lines, record["nodes"])
+        what = f"node {', '.join(gone)}" if gone else runs.lost_worker(lines, record["nodes"])
         if what or time.monotonic() > until:
             return what
 

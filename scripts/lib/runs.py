@@ -39,9 +39,8 @@ LAST = 5  # steps whose mean is the last reward
 
 WORKER_PREFIX = re.compile(r"^(\x1b\[\d+m)*\([^()]*\bpid=\d+[^()]*\)(\x1b\[\d+m)*\s?")
 EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*\.)?[A-Z]\w*(Error|Exception|Interrupt|OutOfMemory\w*)(\(\w+\))?: ")
-# What Ray says of a node that is gone, of a worker whose process has ended, and in the place of what it was to return.
-# An actor that "died because of an error raised in its creation task" is not lost: that is the job's own error.
-NODE_DIED = re.compile(r"address: (\S+) and node name: .* has been marked dead")
+# What Ray says of a worker whose process has ended, and in the place of what it was to return. An actor that "died
+# because of an error raised in its creation task" is not lost: that is the job's own error.
 WORKER_DIED = re.compile(r"Worker IP address: (\S+) Worker port: \d+ Worker PID: (\d+)")
 NO_ANSWER = re.compile(r"ActorDiedError: The actor died unexpectedly|(ActorUnavailable|WorkerCrashed|NodeDied)Error: ")
 # What others say when a worker is gone, which may be sooner than Ray knows of it.
@@ -173,20 +172,19 @@ def errors(lines: Iterable[str], most: int = 3) -> list[str]:
     return (causes or found)[-most:]
 
 
-def lost(lines: Iterable[str], nodes: Iterable[dict] = ()) -> str | None:
-    """The first node or worker that a run lost, as Ray's words in its log tell it; None: they tell of none.
+def lost_worker(lines: Iterable[str], nodes: Iterable[dict] = ()) -> str | None:
+    """The first worker whose process ended, as Ray's words in a log tell it; None: they tell of none.
 
     Args:
         nodes: the facts of the cluster's nodes, for their names.
     """
     text = "\n".join(lines)
-    names = {node["node"].rpartition("(")[2].rstrip(")"): node["node"] for node in nodes}
-    if gone := NODE_DIED.search(text):
-        return f"node {names.get(gone[1], gone[1])}"
-    if died := WORKER_DIED.search(text):
-        role = re.search(rf"\((\w+) pid={died[2]}\b", text)
-        return f"{role[1] if role else 'a worker'} (pid {died[2]}) on node {names.get(died[1], died[1])}"
-    return "a worker" if NO_ANSWER.search(text) else None
+    if not (died := WORKER_DIED.search(text)):
+        return "a worker" if NO_ANSWER.search(text) else None
+    address, pid = died.groups()
+    node = next((node["node"] for node in nodes if node["node"].endswith(f"({address})")), address)
+    role = re.search(rf"\((\w+) pid={pid}\b", text)
+    return f"{role[1] if role else 'a worker'} (pid {pid}) on node {node}"
 
 
 def cut_off(lines: Iterable[str]) -> bool:

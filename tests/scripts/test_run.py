@@ -174,7 +174,7 @@ with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
 def test_verl_is_ended_where_it_goes_on_without_a_worker(train, monkeypatch):
     monkeypatch.setattr(run, "LINGERS_S", 1)
     said = LOSES_A_WORKER.splitlines()[1]
-    result, children = train(f"{said}\n{PARENT.format(seconds=600)}")
+    result, children = train(PARENT.format(seconds=0) + f"{said[:-1]}, flush=True)\ntime.sleep(600)")
     assert result["code"] == -signal.SIGKILL and children and gone(children)
 
 

@@ -32,7 +32,7 @@ POLL_S, MEMORY_S, HEARTBEAT_S, GRACE_S = 0.5, 5, 20, 15
 TAIL = 2000  # lines of the log in which a failure is looked for
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LINGERS_S = 600  # how long a step may go on without a worker: verl generates again for ever what a dead one should have
-NOTICED_S = 30  # how long Ray may take to notice that a node is gone
+NOTICED_S = 30  # how long Ray may take to notice that a node is gone, while those it was connected to fail at once
 REJOIN_S = 1800  # how long to wait for nodes in the place of lost ones
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -196,7 +196,7 @@ def loss(job: jobs.Job, out: Path, record: dict, lines: list[str]) -> str | None
     """
     if not job.cluster:
         return runs.lost_worker(lines)
-    until = time.monotonic() + (NOTICED_S if runs.cut_off(lines) else 0)
+    until = time.monotonic() + NOTICED_S
     while True:
         gone = cluster.lost(job, out, record["nodes"])
         what = f"node {', '.join(gone)}" if gone else runs.lost_worker(lines, record["nodes"])
@@ -222,12 +222,12 @@ def train_all(job: jobs.Job, config, out: Path, record: dict, log: TextIO) -> tu
             if result["code"] is None:
                 raise KeyboardInterrupt
             listen()
-            lost = loss(job, out, record, list(result["tail"]))
-            what = f"lost {lost}" if lost else f"failed, exit code {result['code']},"
-            screen.say(f"{what} after step {reached} of {steps}; all output: {log.name}")
+            print(f"failed after step {reached} of {steps}, exit code {result['code']}; all output: {log.name}")
             print("\n".join(f"  {line}" for line in runs.errors(result["tail"])), flush=True)
+            lost = loss(job, out, record, list(result["tail"]))
             if not lost:
                 return 1, []
+            screen.say(f"lost {lost} after step {reached} of {steps}")
             if not left:
                 raise jobs.Refused(f"RETRIES={job.retries}: none is left")
             if job.cluster:

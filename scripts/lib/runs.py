@@ -42,9 +42,10 @@ EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*\.)?[A-Z]\w*(Error|Exception|Interrupt
 # What Ray says of a worker whose process has ended, and in the place of what it was to return. An actor that "died
 # because of an error raised in its creation task" is not lost: that is the job's own error.
 WORKER_DIED = re.compile(r"Worker IP address: (\S+) Worker port: \d+ Worker PID: (\d+)")
-NO_ANSWER = re.compile(r"ActorDiedError: The actor died unexpectedly|(ActorUnavailable|WorkerCrashed|NodeDied)Error: ")
-# What others say when a worker is gone, which may be sooner than Ray knows of it.
-CUT_OFF = re.compile(r"Connection (closed|reset|refused)|Broken pipe|Socket closed|ncclRemoteError")
+NO_ANSWER = re.compile(
+    r"ActorDiedError: The actor died unexpectedly"
+    r"|ray\.exceptions\.(ActorUnavailable|NodeDied|OutOfMemory|WorkerCrashed)Error: "  # the memory is the node's
+)
 
 
 def write_json(file: Path, content: dict) -> None:
@@ -185,11 +186,6 @@ def lost_worker(lines: Iterable[str], nodes: Iterable[dict] = ()) -> str | None:
     node = next((node["node"] for node in nodes if node["node"].endswith(f"({address})")), address)
     role = re.search(rf"\((\w+) pid={pid}\b", text)
     return f"{role[1] if role else 'a worker'} (pid {pid}) on node {node}"
-
-
-def cut_off(lines: Iterable[str]) -> bool:
-    """Whether a process lost the connection to another."""
-    return any(CUT_OFF.search(line) for line in lines)
 
 
 def values(data: list[dict], name: str) -> list[float]:

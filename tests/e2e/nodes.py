@@ -89,5 +89,9 @@ def below(node: psutil.Process, name: str) -> psutil.Process:
 
 
 def end(node: psutil.Process) -> None:
+    """As Ctrl-C does, so that the cluster knows at once; then whatever is left."""
     if node.is_running():
-        kill([node, *node.children(recursive=True)])
+        processes = [node, *node.children(recursive=True)]
+        node.terminate()
+        psutil.wait_procs([node], timeout=10)
+        kill(processes)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import run
+from lib import job as jobs
 from lib import runs
 
 REPO = Path(__file__).resolve().parents[2]
@@ -54,7 +55,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(words, tmp_path):
 
 def test_help_lists_every_variable():
     text = command("--help").stdout
-    assert all(name in text for name in run.jobs.VARIABLES)
+    assert all(name in text for name in jobs.VARIABLES)
     assert "bf16_train_fp16_infer" in text
 
 
@@ -97,7 +98,7 @@ def test_make_alone_lists_every_target_and_variable():
     targets = re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.M)
     assert {"run", "test", "apply-patches", "lint"} < set(targets)
     assert all(f"make {target} " in text for target in set(targets) - {"python", "accept", "browser"})
-    assert all(f"  {name} " in text for name in run.jobs.VARIABLES)
+    assert all(f"  {name} " in text for name in jobs.VARIABLES)
 
 
 @pytest.fixture
@@ -183,17 +184,51 @@ def test_verl_is_ended_where_it_goes_on_without_a_worker(train, monkeypatch):
     [
         ([LOSES_A_WORKER, TRAINS], 0, "lost a worker (pid 207) on node 10.0.0.3 after step 0 of 2"),
         ([LOSES_A_WORKER, LOSES_A_WORKER], run.GAVE_UP, "gave up: RETRIES=1: none is left; the same command starts"),
-        ([FAILS], 1, "failed, exit code 1, after step 0 of 2"),
+        ([FAILS], 1, "failed after step 0 of 2, exit code 1"),
         ([LOSES_A_WORKER, FAILS], 1, "ValueError: no such thing"),
     ],
 )
 def test_only_a_lost_worker_is_tried_again(programs, code, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
     left = list(programs)
-    monkeypatch.setattr(run.jobs.Job, "command", lambda *_: [sys.executable, "-c", left.pop(0)])
-    job = run.jobs.parse(["DEVICE=cpu", "RETRIES=1"])
+    monkeypatch.setattr(jobs.Job, "command", lambda *_: [sys.executable, "-c", left.pop(0)])
+    job = jobs.parse(["DEVICE=cpu", "RETRIES=1"])
     config = SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
     record = runs.admit(job, tmp_path, 2)
     with runs.lock(tmp_path) as log:
         assert run.train_all(job, config, tmp_path, record, log)[0] == code
     assert left == [] and said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answers", "code", "said"),
+    [
+        ([[], ["second (10.0.0.3)"]], 0, "lost node second (10.0.0.3) after step 0 of 2"),
+        ([[]], 1, "ValueError: no such thing"),
+        ([jobs.Refused("no Ray cluster answers")], run.GAVE_UP, "ValueError: no such thing"),
+    ],
+)
+def test_a_node_may_be_missed_late_and_the_jobs_own_error_is_shown_first(
+    answers, code, said, tmp_path, monkeypatch, capsys
+):
+    """The cluster's answers stand for a Ray that takes its time, and for a head that is gone."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(run, "NOTICED_S", 0 if len(answers) == 1 else 60)
+    left, admitted = [FAILS, TRAINS], {"nodes": [{"node": "second (10.0.0.3)"}]}
+
+    def lost(*_):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(run.cluster, "lost", lost)
+    monkeypatch.setattr(run.cluster, "admit", lambda *_, **__: admitted)
+    monkeypatch.setattr(jobs.Job, "command", lambda *_: [sys.executable, "-c", left.pop(0)])
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    job = jobs.parse(["DEVICE=cpu"])
+    config = SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
+    record = runs.admit(job, tmp_path, 2) | admitted
+    with runs.lock(tmp_path) as log:
+        assert run.train_all(job, config, tmp_path, record, log)[0] == code
+    assert said in capsys.readouterr().out

@@ -113,7 +113,7 @@ def test_a_killed_worker_and_a_killed_node(cluster, task, tmp_path):
     checkpoints = out / "checkpoints"
     run = start(cluster, task, out, screen)
     try:
-        wait_for((out / "train.log").exists, run, screen, HANGS_S)
+        wait_for((checkpoints / "latest_checkpointed_iteration.txt").exists, run, screen, HANGS_S)
         blocked = {}
         for step in (3, 5):  # writing to it waits for a reader: the save stops here
             blocked[step] = checkpoints / f"global_step_{step}" / "actor" / "optim_world_size_2_rank_1.pt"

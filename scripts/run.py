@@ -31,7 +31,9 @@ START_UP = {  # what verl's log says, and what begins then
 POLL_S, MEMORY_S, HEARTBEAT_S, GRACE_S = 0.5, 5, 20, 15
 TAIL = 2000  # lines of the log in which a failure is looked for
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LINGERS_S = 600  # how long a step may go on without a worker: verl generates again for ever what a dead one should have
+# How long a step may go on without a worker, and how often the longest before it: a server of the rollout that is dead
+# is asked by verl for ever.
+LINGERS_S, LINGERS = 600, 3
 NOTICED_S = 30  # how long Ray may take to notice that a node is gone, while those it was connected to fail at once
 REJOIN_S = 1800  # how long to wait for nodes in the place of lost ones
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
@@ -93,7 +95,7 @@ class Screen:
 
     def begin(self, earlier: list[dict]) -> None:
         """``main_ppo`` starts, and goes on after the steps whose metrics are ``earlier``."""
-        self.earlier, self.shown, self.size = earlier, 0, 0
+        self.earlier, self.shown, self.size, self.patience = earlier, 0, 0, LINGERS_S
         self.phase("Python and verl")
 
     def elapsed(self) -> float:
@@ -119,6 +121,7 @@ class Screen:
             for end in range(len(self.earlier) + self.shown, len(data)):
                 self.say(runs.progress(data[: end + 1], self.steps))
             self.shown = len(data) - len(self.earlier)
+            self.patience = max([LINGERS_S, *(LINGERS * seconds for seconds in runs.values(data, runs.SECONDS))])
         if not self.shown and self.elapsed() - self.spoken > HEARTBEAT_S:
             self.say(f"still starting {self.what}")
 
@@ -153,7 +156,7 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
                 screen.update(complete)
                 if lost_at[0] != screen.shown and runs.lost_worker(complete):
                     lost_at = screen.shown, time.monotonic()
-                elif lost_at[0] == screen.shown and code is None and time.monotonic() - lost_at[1] > LINGERS_S:
+                elif lost_at[0] == screen.shown and code is None and time.monotonic() - lost_at[1] > screen.patience:
                     process.kill()
                 if code is None and time.monotonic() - measured > MEMORY_S:
                     processes.measure()
@@ -224,7 +227,7 @@ def train_all(job: jobs.Job, config, out: Path, record: dict, log: TextIO) -> tu
             listen()
             print(f"failed after step {reached} of {steps}, exit code {result['code']}; all output: {log.name}")
             print("\n".join(f"  {line}" for line in runs.errors(result["tail"])), flush=True)
-            lost = loss(job, out, record, list(result["tail"]))
+            lost = loss(job, out, record, list(result["tail"])) if job.cluster or job.retries else None
             if not lost:
                 return 1, []
             screen.say(f"lost {lost} after step {reached} of {steps}")

@@ -2,6 +2,7 @@
 # The head of a Ray cluster, started by hand on its own machine, without ssh; worker.sh joins the other machines to it.
 #   BIND=10.0.0.1 scripts/launch/head.sh              the others reach it at that address of this machine; then here
 #     RAY_ADDRESS=10.0.0.1:6379 make run …            or RAY_ADDRESS=http://127.0.0.1:8265 make submit …
+#                                                     (and RAY_AUTH_MODE=token where there is a token)
 #   scripts/launch/head.sh                            a cluster of this machine alone, listening on loopback: make submit
 #   BIND=10.0.0.1 scripts/launch/head.sh --dry-run    shows what would be run
 # Stays in the foreground; Ctrl-C ends the node and all that runs on it. Its environment is that of the job's processes
@@ -22,10 +23,12 @@ RAY=${RAY:-ray}                              # of the environment that has torch
 # shellcheck source=/dev/null
 source "$(dirname "$0")/node.sh"
 port PORT DASHBOARD_PORT
+[[ $BIND != 0.0.0.0 && $BIND != localhost ]] ||
+  refuse "BIND=$BIND: must be 127.0.0.1, or the address of this machine that the others reach"
 if [[ $BIND == 127.0.0.1 ]]; then
-  export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 # or Ray takes this machine's outward address in its place, for all to reach
-else
-  echo "head: Ray listens on every interface of this machine; where that is not a closed network, give it a token:" \
-    "ray get-auth-token --generate here, then the same ~/.ray/auth_token on each machine" >&2
+  environment+=(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0) # or Ray takes this machine's outward address in its place
+elif ((! ${#environment[@]})); then
+  echo "head: Ray listens on every interface of this machine and lets everybody in; where that is not a closed network:" \
+    "ray get-auth-token --generate, the same ~/.ray/auth_token on each machine, and RAY_AUTH_MODE=token make run …" >&2
 fi
 start --head "--node-ip-address=$BIND" "--port=$PORT" "--dashboard-host=$DASHBOARD_BIND" "--dashboard-port=$DASHBOARD_PORT"

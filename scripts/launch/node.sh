@@ -4,6 +4,9 @@
 # shellcheck source=/dev/null
 source "$(dirname "$0")/knobs.sh"
 temp_most=40 # characters: below it Ray makes sockets, whose paths may have 107
+environment=()
+# A head asks for the token that it finds, and a node shows it in this mode alone (Ray 2.60).
+if [[ -f ~/.ray/auth_token || ${RAY_AUTH_TOKEN_PATH-}${RAY_AUTH_TOKEN-} ]]; then environment+=(RAY_AUTH_MODE=token); fi
 
 port() { # port NAME…: each must be one that Ray's head can have
   for number in "$@"; do
@@ -14,7 +17,7 @@ port() { # port NAME…: each must be one that Ray's head can have
 }
 
 start() { # start WORD…: become `ray start` with these further words
-  local ray=("$RAY" start --block --disable-usage-stats "--node-name=$NAME" "--temp-dir=$TEMP" "$@")
+  local ray=(env "${environment[@]}" "$RAY" start --block --disable-usage-stats "--node-name=$NAME" "--temp-dir=$TEMP" "$@")
   ray+=(${GPUS:+"--num-gpus=$GPUS"} ${CPUS:+"--num-cpus=$CPUS"})
   if [[ $dry_run ]]; then
     show "${ray[@]}"

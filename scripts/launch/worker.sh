@@ -22,7 +22,8 @@ source "$(dirname "$0")/node.sh"
 [[ ! $HEAD =~ ^(127\.0\.0\.1|localhost): ]] ||
   refuse "HEAD=$HEAD: is this machine's own; start the head with BIND=, an address that all machines reach"
 if [[ ! $dry_run ]]; then
-  timeout 5 bash -c "exec 3<>/dev/tcp/${HEAD%:*}/${HEAD##*:}" 2>/dev/null ||
+  # shellcheck disable=SC2016
+  timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "${HEAD%:*}" "${HEAD##*:}" 2>/dev/null ||
     refuse "HEAD=$HEAD: nothing answers there; is head.sh running, with BIND=${HEAD%:*}, and no firewall between?"
 fi
 start "--address=$HEAD" ${BIND:+"--node-ip-address=$BIND"}

@@ -27,6 +27,8 @@ def launch(script: str, *words: str, **knobs: str) -> subprocess.CompletedProces
         ("head.sh", [], {"PORT": "70000"}, "head: PORT=70000: must be a port from 1024 to 65535"),
         ("head.sh", [], {"PORT": "16379"}, "head: PORT=16379: Ray's workers have 10002 to 19999"),
         ("head.sh", [], {"DASHBOARD_PORT": "x"}, "head: DASHBOARD_PORT=x: must be a port"),
+        ("head.sh", [], {"BIND": "0.0.0.0"}, "head: BIND=0.0.0.0: must be 127.0.0.1, or the address of this machine"),
+        ("head.sh", [], {"BIND": "localhost"}, "head: BIND=localhost: must be 127.0.0.1, or the address of this"),
         ("head.sh", [], {"TEMP": "ray"}, "head: TEMP=ray: must be an absolute path"),
         ("head.sh", [], {"TEMP": f"/{'a' * 40}"}, f"head: TEMP=/{'a' * 40}: has 41 characters"),
         ("worker.sh", [], {}, "worker: HEAD=: must be the address and port of the head"),
@@ -46,10 +48,12 @@ def test_a_dry_run_shows_the_command():
     done = launch("head.sh", "--dry-run", GPUS="8", TEMP="/scratch/my ray")
     words = shlex.split(done.stdout)
     assert done.returncode == 0 and done.stderr == ""
-    assert words[:3] == ["/no/such/ray", "start", "--block"] and "--head" in words
+    assert words[:2] == ["env", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"], "or 127.0.0.1 is not what Ray takes"
+    assert words[2:5] == ["/no/such/ray", "start", "--block"] and "--head" in words
     assert {"--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", "--num-gpus=8"} < set(words)
     assert "--temp-dir=/scratch/my ray" in words and not any(word.startswith("--num-cpus") for word in words)
     words = shlex.split(launch("worker.sh", "--dry-run", HEAD="10.0.0.1:6379", BIND="10.0.0.2").stdout)
+    assert words[:2] == ["env", "/no/such/ray"]
     assert {"--address=10.0.0.1:6379", "--node-ip-address=10.0.0.2", "--node-name=node"} < set(words)
 
 
@@ -58,3 +62,13 @@ def test_a_head_that_others_reach_says_who_may_come_in():
     assert "--node-ip-address=10.0.0.1" in shlex.split(done.stdout)
     assert "--dashboard-host=127.0.0.1" in shlex.split(done.stdout), "jobs are submitted there"
     assert "ray get-auth-token --generate" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", ["head.sh", "worker.sh"])
+def test_where_there_is_a_token_the_node_shows_it(script, tmp_path):
+    done = launch(script, "--dry-run", BIND="10.0.0.1", HEAD="10.0.0.1:6379", RAY_AUTH_TOKEN_PATH="/a/token")
+    assert shlex.split(done.stdout)[:2] == ["env", "RAY_AUTH_MODE=token"] and done.stderr == ""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").touch()
+    done = launch(script, "--dry-run", BIND="10.0.0.1", HEAD="10.0.0.1:6379", HOME=str(tmp_path))
+    assert shlex.split(done.stdout)[:2] == ["env", "RAY_AUTH_MODE=token"] and done.stderr == ""

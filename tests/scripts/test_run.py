@@ -183,7 +183,7 @@ def test_verl_is_ended_where_it_goes_on_without_a_worker(train, monkeypatch):
     ("programs", "code", "said"),
     [
         ([LOSES_A_WORKER, TRAINS], 0, "lost a worker (pid 207) on node 10.0.0.3 after step 0 of 2"),
-        ([LOSES_A_WORKER, LOSES_A_WORKER], run.GAVE_UP, "gave up: RETRIES=1: none is left; the same command starts"),
+        ([LOSES_A_WORKER, LOSES_A_WORKER], 75, "gave up: RETRIES=1: none is left; the same command starts"),
         ([FAILS], 1, "failed after step 0 of 2, exit code 1"),
         ([LOSES_A_WORKER, FAILS], 1, "ValueError: no such thing"),
     ],
@@ -205,7 +205,7 @@ def test_only_a_lost_worker_is_tried_again(programs, code, said, tmp_path, monke
     [
         ([[], ["second (10.0.0.3)"]], 0, "lost node second (10.0.0.3) after step 0 of 2"),
         ([[]], 1, "ValueError: no such thing"),
-        ([jobs.Refused("no Ray cluster answers")], run.GAVE_UP, "ValueError: no such thing"),
+        ([jobs.Refused("no Ray cluster answers")], 75, "ValueError: no such thing"),
     ],
 )
 def test_a_node_may_be_missed_late_and_the_jobs_own_error_is_shown_first(

@@ -284,8 +284,8 @@ def test_a_lost_worker_is_told_from_a_job_that_failed():
     closed = ["RuntimeError: [gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.3]:45843"]
     assert runs.lost_worker(DIED[2:] + closed) == "a worker (pid 20673) on node 127.0.0.3"
     assert runs.lost_worker(ACTOR_DIED, nodes) == "a worker"
-    memory = "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory."
-    assert runs.lost_worker([memory]) == "a worker"
+    for error in ("OutOfMemory", "ActorUnavailable", "NodeDied", "WorkerCrashed"):
+        assert runs.lost_worker([f"ray.exceptions.{error}Error: The task was killed."]) == "a worker"
     assert runs.lost_worker(["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."]) is None
     assert runs.lost_worker(["ValueError: Total available GPUs 1.0 is less than total desired GPUs 2"], nodes) is None
     created = (

@@ -35,8 +35,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Take SIGINT as a foreground process does: one started in the background, as CI does, hands on an ignored one."""
+    """Take SIGINT as a foreground process does: one started in the background, as CI does, hands on an ignored one.
+
+    A RAY_ADDRESS of the shell would send every run to that cluster.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.pop("RAY_ADDRESS", None)
 
 
 class ByFixtures(LoadScopeScheduling):

@@ -289,7 +289,6 @@ def commit_branches(plan: Plan, folder: Path, env: Mapping[str, str]) -> Iterato
     files: dict[str, bytes] = {}
     for branch, at in ends(plan, folder):
         git("checkout", "--quiet", "--force", "--detach", at, cwd=folder)
-        git("clean", "--quiet", "--force", "-d", cwd=folder)  # what an interrupted run left
         own, page = branch.own_files, f"docs/{PAGE}"
         if page in files and page in own:
             own[page] = files[page] + b"\n" + own[page]
@@ -339,7 +338,7 @@ def generate(folder: Path, env: Mapping[str, str]) -> None:
         git("add", "--force", "--", *made, cwd=folder)
         if not done.returncode:
             return
-    last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
+    last = (done.stdout + done.stderr).strip().rpartition("\n")[2] or "it says nothing"
     raise Refused(f"{GENERATE} of main failed with exit code {done.returncode}: {last}")
 
 
@@ -348,7 +347,9 @@ def commit_tree(branch: Branch, plan: Plan, folder: Path) -> None:
     before = plan.branches[: plan.branches.index(branch)]
     parent = f"refs/heads/{before[-1].name}" if before else ONTO
     told = ["git", "commit-tree", git("write-tree", cwd=folder).strip(), "-p", parent]
-    made = subprocess.run(told, cwd=folder, input=f"{branch.title}\n", capture_output=True, text=True, check=True)
+    made = subprocess.run(told, cwd=folder, input=f"{branch.title}\n", capture_output=True, text=True)
+    if made.returncode:
+        raise Refused(f"git commit-tree failed: {made.stderr.strip()}")
     git("reset", "--quiet", "--soft", made.stdout.strip(), cwd=folder)
     git("branch", "--force", branch.name, cwd=folder)
 

@@ -271,6 +271,15 @@ def test_a_failed_hook_and_a_title_are_told(small: Path):
     assert not pr_branch_module.title(replace(branch, title="[cfg] fix: a thing"), small).passed
 
 
+def test_a_generator_that_fails_without_a_word_is_one_line(small: Path):
+    write(small / upstream.GENERATE, b"exit 3")
+    write(small / upstream.CONFIGS / "_generated_a.yaml", b"a: 1")
+    with pytest.raises(
+        upstream.Refused, match="generate_trainer_config.sh of main failed with exit code 3: it says noth"
+    ):
+        upstream.generate(small, os.environ)
+
+
 # --- a main that has moved -------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ check() { # check NAME…: refuse as `make run` would, before anything is queued
   [[ $NNODES ]] || refuse "NNODES: is not set; how many nodes of GPUS_PER_NODE=$GPUS_PER_NODE GPUs?"
   whole NNODES GPUS_PER_NODE
   [[ $OUT == /* ]] || refuse "OUT=$OUT: must be an absolute path, on storage that every node sees"
-  command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON: is not there; name a Python from 3.11 on"
+  "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || refuse "PYTHON=$PYTHON: must be a Python from 3.11 on"
   mapfile -d '' -t given < <(words EXPERIMENT PRECISION ALGO RECIPE STEPS SEED RETRIES ARGS "$@")
   # The GPUs are elsewhere: any device will do for the check.
   PYTHONPATH=$checkout/scripts "$PYTHON" -m lib.job "${given[@]}" DEVICE=cpu || exit 1

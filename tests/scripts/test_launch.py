@@ -329,6 +329,8 @@ def test_slurm_queues_itself_and_trains_on_every_node(slurm, tmp_path):
     assert {"--requeue", "--export=ALL", "--open-mode=append", "--job-name=arithmetic-flowrl-bf16-seed1"} <= {*queued}
     step = slurm.words("srun")
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32", "--container-image=x"} <= {*step}
+    assert "--kill-on-bad-exit=0" in step, "a site's default may be 1: srun's code were then that of the killed workers"
+    assert "RAY_ADDRESS" not in slurm.environment("sbatch"), "that of another cluster"
     cluster = slurm.words("ray")
     assert cluster[:5] == ["symmetric-run", "--address", "10.0.0.7:6379", "--min-nodes", "2"]
     assert {"--num-gpus=4", "--num-cpus=32", "--dashboard-host=127.0.0.1"} <= {*cluster}

@@ -162,6 +162,12 @@ def rayjob(machine) -> dict:  # noqa: F811
     return yaml.safe_load(manifest)
 
 
+def knobs() -> list[str]:
+    """The variables that make a job, as knobs.sh names them."""
+    script = f'source {LAUNCH}/knobs.sh; echo "${{job[@]}}"'
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
+
+
 def pods(rayjob: dict) -> list[dict]:
     cluster = rayjob["spec"]["rayClusterSpec"]
     return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
@@ -222,6 +228,9 @@ def test_the_rayjob_asks_for_what_the_knobs_say(rayjob):
     assert "nvidia.com/gpu" not in head["containers"][0]["resources"]["limits"]
     for pod in (head, worker):
         assert pod["containers"][0]["image"] == IMAGE["IMAGE"]
+    head_group = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]
+    assert head_group["serviceType"] == "ClusterIP", "the dashboard, open to the pods, stays within the cluster"
+    assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "run.py alone"
 
 
 def test_the_pods_environment_becomes_the_job(rayjob, machine):  # noqa: F811
@@ -233,6 +242,7 @@ def test_the_pods_environment_becomes_the_job(rayjob, machine):  # noqa: F811
     assert secret == {
         name: {"name": "verl-precision", "key": name, "optional": True} for name in ("HF_TOKEN", "WANDB_API_KEY")
     }
+    assert {*plain} == {*knobs(), "HF_HOME"}, "a knob that is left out would be the default without a word"
     assert rayjob["spec"]["entrypoint"] == "/opt/verl-precision/scripts/launch/train.sh"
     check_the_job(machine, LAUNCH / "train.sh", plain | {"RAY_ADDRESS": "10.0.0.7:6379"})
 
@@ -255,8 +265,8 @@ def test_the_skypilot_task_has_the_fields_of_skypilot():
     jsonschema.validate(task, TASK)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(task | {"nodes": 2}, TASK)
-    known = {"EXPERIMENT", "PRECISION", "ALGO", "RECIPE", "DEVICE", "STEPS", "SEED", "MODEL", "TRAIN", "VAL", "OUT"}
-    assert known | {"RETRIES", "ARGS", "HF_HOME"} == set(task["envs"]), "a variable that is not there cannot be given"
+    counted = {"NNODES", "GPUS_PER_NODE"}  # by SkyPilot itself
+    assert set(task["envs"]) == {*knobs(), "HF_HOME"} - counted
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -2,10 +2,11 @@
 
 The variables are ``make run``'s. Submits ``scripts/run.py`` as a job of Ray and shows its output. The job carries the
 patched verl of this environment and this checkout's recipes, configs, scripts and patches to every node, so that a node
-needs what verl depends on (torch, vllm, …) alone, and ``python`` on the head's PATH. With CARRY=no every node must have
-this checkout and its environment at the same paths and have started Ray from that. Either way OUT, the model and the
-data must lie where every node sees them at the same path. A secret (HF_TOKEN, WANDB_API_KEY, …) is never sent: set it
-where the nodes start Ray. ``--dry-run`` says what would be submitted.
+needs what verl depends on (torch, vllm, …) alone, and ``python3`` on the head's PATH. With CARRY=no every node must
+have this checkout and its environment at the same paths and have started Ray from that. Either way OUT, the model and
+the data must lie where every node, and the machine that submits, sees them at the same path. From one without a GPU say
+DEVICE=cuda. A secret (HF_TOKEN, WANDB_API_KEY, …) is never sent: set it where the nodes start Ray. ``--dry-run`` says
+what would be submitted.
 
 Exit code 0: trained all steps; 1: refused or failed; 130: no longer watched, and the job goes on.
 """
@@ -21,6 +22,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import aiohttp
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from lib import job as jobs
@@ -96,7 +98,7 @@ def prepare(job: jobs.Job, scratch: Path) -> Submission:
         shutil.copytree(jobs.REPO / name, scratch / name, ignore=shutil.ignore_patterns(COMPILED))
     carried = {"working_dir": str(scratch), "py_modules": [str(verl)], "excludes": [COMPILED]}
     told = (f"{what}, {size(verl)}", f"{', '.join(CARRIED)} of {jobs.REPO}, {size(scratch)}")
-    return Submission(shlex.join(["python", "scripts/run.py", *words]), carried, told)
+    return Submission(shlex.join(["python3", "scripts/run.py", *words]), carried, told)
 
 
 def checked(job: jobs.Job, words: list[str]) -> jobs.Job:
@@ -138,13 +140,18 @@ def main(words: list[str]) -> int:
         if dry:
             print(f"would submit to {job.cluster}: {submission.entrypoint}")
             return 0
-        number = client.submit_job(entrypoint=submission.entrypoint, runtime_env=submission.runtime_env)
-    print(f"job {number} on {client.get_address()}; ray job stop {number} ends it", flush=True)
-    try:
-        asyncio.run(show(client, number))
-    except KeyboardInterrupt:
-        return 130
-    return 0 if client.get_job_status(number) == JobStatus.SUCCEEDED else 1
+        try:
+            number = client.submit_job(entrypoint=submission.entrypoint, runtime_env=submission.runtime_env)
+            print(f"job {number} on {client.get_address()}; ray job stop {number} ends it", flush=True)
+            asyncio.run(show(client, number))
+            return 0 if client.get_job_status(number) == JobStatus.SUCCEEDED else 1
+        except KeyboardInterrupt:
+            return 130
+        except (RuntimeError, OSError, aiohttp.ClientError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise jobs.Refused(
+                f"RAY_ADDRESS={job.cluster}: fails ({why}); ray job list says what has become"
+            ) from error
 
 
 if __name__ == "__main__":

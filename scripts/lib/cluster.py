@@ -27,7 +27,7 @@ from lib.job import REPO, Job, Refused
 from lib.runs import errors
 
 CPUS_PER_GPU = 3  # of verl's placement groups (single_controller/ray/base.py, ResourcePoolManager.max_colocate_count)
-REACH_S, CONNECT_S, PROOF_S, TOLD_EVERY_S = 5, 60, 300, 15
+REACH_S, CONNECT_S, PROOF_S, LEAVE_S, TOLD_EVERY_S = 5, 60, 300, 10, 15
 NOTICED_S = 30  # after which Ray's health checks have noticed that a node is gone
 ALIKE = ("python", "ray", "torch", "vllm", "transformers")
 
@@ -54,7 +54,7 @@ def admit(job: Job, config, out: Path, wait_s: float = 10, say: Callable[[str], 
     roles = {"actor": config.actor_rollout_ref.actor}
     roles |= {"ref": config.actor_rollout_ref.ref} if need_reference_policy(config) else {}
     roles |= {"critic": config.critic} if need_critic(config) else {}
-    folder = next(folder for folder in (out, *out.parents) if folder.exists())
+    folder = next(folder for folder in out.parents if folder.exists())
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-") as mark:  # new to everyone: only a shared OUT has it
         question = {
             "runtime_env": config.ray_kwargs.ray_init.runtime_env,
@@ -78,7 +78,8 @@ def admit(job: Job, config, out: Path, wait_s: float = 10, say: Callable[[str], 
 def cpus(config) -> int:
     """How many CPUs each node needs free: verl would wait without a word for one that is not there.
 
-    TransferQueue's controller takes one of some node's, and its storage units one each, spread over the nodes.
+    TransferQueue's controller takes one of some node's, and its storage units one each, spread over the nodes: over
+    all of the cluster's that have GPUs, so that each of those needs a free one, whoever else uses it.
     """
     units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
     return CPUS_PER_GPU * config.trainer.n_gpus_per_node + math.ceil(units / config.trainer.nnodes) + 1
@@ -378,7 +379,7 @@ def prove(nodes: list[tuple[dict, bool]], asked: Mapping[str, Any]) -> list[dict
             odd.append(f"node {name}: {different}")
         resources = {"gpus": node["Resources"].get("GPU", 0), "cpus": node["Resources"].get("CPU", 0)}
         proven.append(
-            {"node": name, "id": node["NodeID"]}
+            {"node": name, "ip": node["NodeManagerAddress"], "id": node["NodeID"]}
             | resources
             | {key: value for key, value in told.items() if key != "blobs"}
         )
@@ -411,6 +412,10 @@ def answer(address: str, question: Mapping[str, Any], say: Callable[[str], None]
     until = time.monotonic() + question["wait_s"]
     while True:
         nodes = enough(question["nnodes"], question["gpus"], question["cpus"], until, say)
+        if question["asked"]["device"] == "cpu" and any(
+            "accelerator_type:" in str(node["Resources"]) for node, _ in nodes
+        ):
+            say("DEVICE=cpu: the GPUs of these nodes will not be used")
         say(f"asking {len(nodes)} nodes what they run")
         try:
             return prove(nodes, question["asked"])
@@ -418,6 +423,7 @@ def answer(address: str, question: Mapping[str, Any], say: Callable[[str], None]
             if time.monotonic() > until + NOTICED_S:
                 raise
             say(f"a node was lost while it was asked: {str(error).strip().splitlines()[0]}")
+            time.sleep(REACH_S)  # Ray may show it for a while yet
 
 
 def main(address: str) -> None:
@@ -428,6 +434,7 @@ def main(address: str) -> None:
         tell(answer=answer(address, json.load(sys.stdin), lambda text: tell(say=text)))
     except (Refused, releases.Refused) as refusal:
         tell(refused=str(refusal))
+    signal.alarm(LEAVE_S)  # Ray takes leave of the head, which may be gone
 
 
 if __name__ == "__main__":

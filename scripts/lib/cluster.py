@@ -98,8 +98,11 @@ def lost(job: Job, out: Path, nodes: list[dict]) -> list[str]:
     return [node["node"] for node in nodes if node["id"] not in alive]
 
 
-def ask(job: Job, out: Path, question: Mapping[str, Any], say: Callable[[str], None]) -> list:
+def ask(job: Job, out: Path, question: Mapping[str, Any], say: Callable[[str], None], again: bool = True) -> list:
     """Have a process of its own join the cluster and ``answer`` the question.
+
+    Args:
+        again: ask once more where Ray crashes it, as a thread of Ray 2.60's once did: that says nothing of the cluster.
 
     Raises:
         Refused: it was refused, or has not got so far.
@@ -132,6 +135,9 @@ def ask(job: Job, out: Path, question: Mapping[str, Any], say: Callable[[str], N
                 raise
         if process.returncode == -signal.SIGALRM:
             raise Refused(f"RAY_ADDRESS={job.cluster}: no Ray cluster answers there within {CONNECT_S} s")
+        if process.returncode == -signal.SIGSEGV and again:
+            say("Ray has crashed the process that asks (SIGSEGV): asking again")
+            return ask(job, out, question, say, again=False)
         complaints.seek(0)
         why = "; ".join(errors(complaints, most=1)) or f"exit code {process.returncode}"
         raise Refused(f"RAY_ADDRESS={job.cluster}: the cluster could not be asked: {why}")

@@ -209,6 +209,36 @@ def test_a_folder_that_nodes_do_not_share_would_be_seen(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.fixture
+def asking(tmp_path, monkeypatch):
+    """Put a shell script in the place of the process that asks: Ray cannot be made to crash."""
+
+    def asking(script: str) -> jobs.Job:
+        program = tmp_path / "python"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+        return replace(jobs.parse(["DEVICE=cpu"]), cluster="auto")
+
+    return asking
+
+
+def test_a_crash_of_ray_is_no_answer_and_is_asked_again_once(asking, tmp_path):
+    once = f'test -e {tmp_path}/crashed || {{ touch {tmp_path}/crashed; kill -SEGV $$; }}; echo \'{{"answer": ["1"]}}\''
+    shown = []
+    assert cluster.ask(asking(once), tmp_path, {}, shown.append) == ["1"]
+    assert shown == ["Ray has crashed the process that asks (SIGSEGV): asking again"]
+    with pytest.raises(jobs.Refused, match="^RAY_ADDRESS=auto: the cluster could not be asked: exit code -11$"):
+        cluster.ask(asking("kill -SEGV $$"), tmp_path, {}, shown.append)
+
+
+def test_what_the_asking_process_ends_of_is_said(asking, tmp_path):
+    with pytest.raises(jobs.Refused, match="^RAY_ADDRESS=auto: the cluster could not be asked: OSError: no room$"):
+        cluster.ask(asking("echo 'OSError: no room' >&2; exit 1"), tmp_path, {}, print)
+    with pytest.raises(jobs.Refused, match="^RAY_ADDRESS=auto: no Ray cluster answers there within 60 s$"):
+        cluster.ask(asking("kill -ALRM $$"), tmp_path, {}, print)
+
+
 # --- a head that is not there -----------------------------------------------------------------------------------------
 
 

@@ -66,6 +66,7 @@ def plans(words: list[str]) -> tuple[dict[str, Plan], Path | None]:
             job = jobs.parse([f"{name}={value}" for name, value in choices.items()])
             job = replace(job, device="cuda", model=given.get("MODEL"))
             config = jobs.compose(job, Path("out"))
+            memory.check(config)
             jobs.validate(job, config)
             title = f"{experiment}, {job.objective}, {precision}"
             found[title] = memory.of_job(config, memory_gib * GIB, length)

@@ -289,11 +289,17 @@ class Plan:
     moments: dict[str, dict[str, int]]
 
     @property
+    def trainers(self) -> int:
+        """The most that tensors of the training process take: verl's ``perf/max_memory_allocated_gb``."""
+        of_rollout = ("rollout's weights", "KV cache")
+        return max(sum(v for k, v in parts.items() if k not in of_rollout) for parts in self.moments.values())
+
+    @property
     def fits(self) -> bool:
         return peak(self.moments)[1] + BESIDE_TENSORS <= self.memory
 
 
-def model_config(path: str) -> tuple[Mapping[str, Any], str]:
+def model_config(path: str) -> Mapping[str, Any]:
     """The numbers of ``path``: a folder with a ``config.json``, or a model whose numbers are at hand.
 
     Raises:
@@ -301,10 +307,29 @@ def model_config(path: str) -> tuple[Mapping[str, Any], str]:
     """
     file = Path(path).expanduser() / "config.json"
     if file.exists():
-        return json.loads(file.read_text()), path
+        return json.loads(file.read_text())
     if path in MODELS:
-        return MODELS[path], path
+        return MODELS[path]
     raise Refused(f"MODEL={path}: give a folder with its config.json, or one of {', '.join(MODELS)}")
+
+
+def check(config) -> None:
+    """See whether a composed configuration is of those that are planned.
+
+    Raises:
+        Refused: a setting is another.
+    """
+    ours, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+    engine = actor.get("fsdp_config") or {}
+    for key, value, planned in (
+        ("actor.strategy", actor.strategy, ("fsdp", "fsdp2")),
+        ("model.lora_rank", ours.model.get("lora_rank", 0), (0,)),
+        ("model.enable_activation_offload", ours.model.enable_activation_offload, (False,)),
+        ("actor.fsdp_config.offload_policy", engine.get("offload_policy"), (False,)),
+        ("actor.fsdp_config.reshard_after_forward", engine.get("reshard_after_forward"), (True,)),
+    ):
+        if value not in planned:
+            raise Refused(f"actor_rollout_ref.{key}={value}: planned is {' or '.join(map(str, planned))}")
 
 
 def of_job(config, memory: int, length: int | None) -> Plan:
@@ -321,17 +346,9 @@ def of_job(config, memory: int, length: int | None) -> Plan:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
     ours, actor, rollout = config.actor_rollout_ref, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    for key, value, allowed in (
-        ("actor_rollout_ref.actor.strategy", actor.strategy, ("fsdp", "fsdp2")),
-        ("actor_rollout_ref.model.lora_rank", ours.model.get("lora_rank", 0), (0,)),
-        ("actor_rollout_ref.model.enable_activation_offload", ours.model.enable_activation_offload, (False,)),
-        ("actor_rollout_ref.actor.fsdp_config.offload_policy", actor.fsdp_config.offload_policy, (False,)),
-        ("actor_rollout_ref.actor.fsdp_config.reshard_after_forward", actor.fsdp_config.reshard_after_forward, (True,)),
-    ):
-        if value not in allowed:
-            raise Refused(f"{key}={value}: planned is {' or '.join(map(str, allowed))}")
-    numbers, name = model_config(ours.model.path)
-    shape = Shape.of(numbers, name)
+    check(config)
+    name = ours.model.path
+    shape = Shape.of(model_config(name), name)
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     length = length or config.data.max_prompt_length + config.data.max_response_length
     policy = trained(config, actor, actor.fsdp_config, ours.model, shape, world, length, critic=False)
@@ -354,7 +371,7 @@ def of_job(config, memory: int, length: int | None) -> Plan:
     if served.weights + BESIDE_TENSORS // 4 > served.limit:
         raise Refused(
             f"actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}: "
-            f"{served.limit / GIB:.1f} GiB do not hold {served.weights / GIB:.1f} GiB of weights and a KV cache"
+            f"{served.limit / GIB:.1f} GiB do not hold {served.weights / GIB:.1f} of weights and a KV cache"
         )
     moments = {"rollout": idle | {"rollout's weights": served.weights, "KV cache": served.cache}}
     whole = BYTES[policy.master] * shape.embedding  # the largest tensor, gathered to be sent

@@ -98,7 +98,7 @@ preflight: setup  ## predict what fp16 does to a model:  make preflight MODEL=â€
 
 plan-memory: setup  ## plan what a job takes on each GPU, without one:  make plan-memory EXPERIMENT=dense_7b PRECISION='fp16 bf16'
 	@exec $(BIN)/python scripts/plan_memory.py \
-	  $(foreach name,$(sort $(filter-out DEVICE PYTHON TORCH_INDEX_URL,$(COMMAND_LINE))),$(name)=$(call quote,$($(name))))
+	  $(foreach name,$(sort $(filter-out PYTHON TORCH_INDEX_URL,$(COMMAND_LINE))),$(name)=$(call quote,$($(name))))
 
 compare: setup  ## run and compare, as a report:  make compare PRECISION='fp16 bf16' SEED='1 2 3'  (or RUNS='fp16=FOLDER â€¦')
 	@exec $(BIN)/python scripts/compare.py $(TYPED)

@@ -22,7 +22,8 @@ VARIABLES = {
     "ALGO": "default grpo; ppo has a critic: {algo}",
     "RECIPE": "another objective than ALGO's, default none: {recipe}",
     "MODEL": "a folder with a config.json, or a name whose numbers are built in, default the experiment's",
-    "MEMORY": "GiB of one GPU, default 80",
+    "DEVICE": "cuda, or cpu for the whole job on one machine without a GPU; default cuda, whatever is here",
+    "MEMORY": "GiB of one GPU, or of that machine, default 80",
     "LENGTH": "tokens of a prompt and its answer, default the most that the experiment allows",
     "OUT": "a folder for table and figure, default none",
     "ARGS": "further Hydra overrides of verl, e.g. ARGS='trainer.nnodes=4 trainer.n_gpus_per_node=4'",
@@ -57,6 +58,7 @@ def plans(words: list[str]) -> tuple[dict[str, Plan], Path | None]:
     memory_gib = jobs.whole_number(given, "MEMORY", 1, 80)
     length = jobs.whole_number(given, "LENGTH", 1, None)
     out = Path(jobs.file(given, "OUT")) if "OUT" in given else None
+    device = jobs.one_of(given, "DEVICE", ["cuda", "cpu"], "cuda")
     passed = {name: given[name] for name in ("ALGO", "RECIPE", "ARGS") if name in given}
     found = {}
     for experiment in several(given, "EXPERIMENT", EXPERIMENTS):
@@ -64,7 +66,7 @@ def plans(words: list[str]) -> tuple[dict[str, Plan], Path | None]:
             # DEVICE=cpu asks for no GPU on this machine; what is planned has them.
             choices = passed | {"EXPERIMENT": experiment, "PRECISION": precision, "DEVICE": "cpu"}
             job = jobs.parse([f"{name}={value}" for name, value in choices.items()])
-            job = replace(job, device="cuda", model=given.get("MODEL"))
+            job = replace(job, device=device, model=given.get("MODEL"))
             config = jobs.compose(job, Path("out"))
             memory.check(config)
             jobs.validate(job, config)
@@ -80,10 +82,12 @@ def table(title: str, plan: Plan, mark: str = "") -> str:
     kind = f", {plan.shape.experts} experts, {plan.shape.active} of them active" if plan.shape.experts else ""
     head = [
         f"{title}: {plan.model}, {plan.shape.total / 1e9:.2f} G parameters{kind}",
-        f"{plan.nodes} nodes of {plan.gpus} GPUs of {plan.memory / GIB:.0f} GiB, "
-        f"micro-batches of {plan.tokens:,} tokens a GPU",
+        f"{plan.nodes} nodes of {plan.gpus} GPUs of {plan.memory / GIB:.0f} GiB"
+        if plan.device != "cpu"
+        else f"a machine of {plan.memory / GIB:.0f} GiB",
     ]
-    rows = [["GiB on each GPU", *shown, "sum"]]
+    head[1] += f", micro-batches of {plan.tokens:,} tokens a worker"
+    rows = [["GiB of each worker", *shown, "sum"]]
     for name, parts in plan.moments.items():
         total = sum(parts.values())
         cells = [f"{parts.get(part, 0) / GIB:.1f}" if parts.get(part) else "" for part in shown]
@@ -100,10 +104,12 @@ def table(title: str, plan: Plan, mark: str = "") -> str:
     ]
     if mark:
         lines.insert(1, "| --- " + "| ---: " * (len(widths) - 1) + "|")
-    verdict = (
-        f"{size / GIB:.1f} GiB of tensors at most ({most}) and {BESIDE_TENSORS / GIB:.0f} beside them: "
-        f"{'fits' if plan.fits else 'DOES NOT FIT'} into {plan.memory / GIB:.0f}"
-    )
+    fit = f"{'fits' if plan.fits else 'DOES NOT FIT'} into {plan.memory / GIB:.0f}"
+    if plan.device == "cpu":
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.machine.items())
+        whole = sum(plan.machine.values()) / GIB
+        return "\n".join([*head, "", *lines, "", f"the job: {whole:.1f} GiB ({parts}): {fit}"])
+    verdict = f"{size / GIB:.1f} GiB of tensors at most ({most}) and {BESIDE_TENSORS / GIB:.0f} beside them: {fit}"
     cache = plan.rollout.cache // plan.rollout.token
     kept = f"KV cache: {cache:,} tokens a rollout server at most, {plan.rollout.token / 1024:.0f} KiB each on a GPU"
     return "\n".join([*head, "", *lines, "", verdict, kept])
@@ -155,7 +161,8 @@ def main(words: list[str]) -> int:
         jobs.check_room(out)
         out.mkdir(parents=True, exist_ok=True)
         command = shlex.join(["make", "plan-memory", *(word for word in words if not word.startswith("OUT="))])
-        sections = [f"## {title}\n\n{table(title, plan, '|')}" for title, plan in found.items()]
+        tables = [table(title, plan, "|").removeprefix(f"{title}: ") for title, plan in found.items()]
+        sections = [f"## {title}\n\n{text}" for title, text in zip(found, tables, strict=True)]
         (out / "plan-memory.md").write_text(
             f"# What a job takes on each GPU\n\n`{command}`, by arithmetic ([docs/scale.md](../scale.md)).\n\n"
             "![Stacked bars of each moment of a step](plan-memory.png)\n\n" + "\n\n".join(sections) + "\n"

@@ -7,22 +7,29 @@ rank. What of it is exact, what is assumed and what is not known: docs/scale.md.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from .job import Refused
+from omegaconf import OmegaConf
+
+from .job import CACHE, Refused
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # What a process of an accelerator holds beside tensors: its context, NCCL's buffers, fragments, the sleeping rollout.
 # verl-project/verl, pull request 7461: 39.63 GiB on the device where 35.68 were allocated, 37.80 where 33.70 were.
 BESIDE_TENSORS = 4 * GIB
+# Proportional set sizes of the processes of a job on one machine without a GPU, less tensors and KV cache. Fitted on
+# one run of `make run STEPS=2` (7.17 GiB, its trainer 1.05); a server's share on the processes of another.
+ON_A_CPU = {"job": 3.4 * GIB, "trainer": 0.9 * GIB, "server": 1.7 * GIB}
 # Bytes a token and word of the vocabulary when the loss's backward begins, beside the logits, which have c bytes.
 # cpu: log_softmax, the zeros that gather's backward makes, and what it adds to them, all in fp32. cuda: flash-attn's
 # cross entropy writes its gradient over the logits. npu: log-probabilities and a gradient in the logits' dtype.
 LOSS = {"cpu": lambda c: 12, "cuda": lambda c: 0, "npu": lambda c: 2 * c}
 ENTROPY = 10  # the same of entropy in its eager form, in fp32; compiled it has none
+PARALLEL = ("fsdp_size", "ulysses_sequence_parallel_size")
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -63,6 +70,7 @@ class Shape:
         moe = kind.endswith("moe")
         width = "moe_intermediate_size" if moe else "intermediate_size"
         needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", width]
+        needed += [key for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None]
         for key in [*needed, *(["num_experts", "num_experts_per_tok"] if moe else [])]:
             if not isinstance(config.get(key), int) or config[key] < 1:
                 raise Refused(f"MODEL={name}: {key} is {config.get(key)}; must be a whole number of at least 1")
@@ -90,6 +98,11 @@ class Shape:
     @property
     def keys(self) -> int:
         return self.kv_heads * self.head_dim
+
+    @property
+    def largest(self) -> int:
+        """Parameters of the largest tensor: the embedding, or gate and up of all experts of a layer."""
+        return max(self.embedding, 2 * self.hidden * self.intermediate * self.experts)
 
     @property
     def embedding(self) -> int:
@@ -141,6 +154,7 @@ class Trained:
         offload_params, offload_adam: they wait on the host while another model, or the rollout, works.
         deferred: gradients are reduced after the last micro-batch alone (``use_no_sync_for_gradient_accumulation``).
         fused_head: logits are never there as a whole (``use_fused_kernels``).
+        scaled: logits are there twice, before and after a temperature that is not 1.
     """
 
     shape: Shape
@@ -158,6 +172,7 @@ class Trained:
     offload_adam: bool = False
     deferred: bool = False
     fused_head: bool = False
+    scaled: bool = False
 
     @property
     def head(self) -> int:
@@ -183,13 +198,15 @@ class Trained:
     @property
     def logits(self) -> int:
         """Of one micro-batch, in the computing dtype."""
-        return 0 if self.critic or self.fused_head else self.tokens * self.shape.vocab * BYTES[self.compute]
+        if self.critic or self.fused_head:
+            return 0
+        return (1 + self.scaled) * self.tokens * self.shape.vocab * BYTES[self.compute]
 
     def activations(self) -> tuple[int, int]:
         """At the end of the forward pass; and of one layer that the backward pass computes again."""
         c, upcast = BYTES[self.compute], self.device == "cpu" and self.compute == "float16"
         layer = self.shape.saved(c, upcast)
-        copies = 4 * self.parameters if upcast and not self.checkpointing else 0  # of the weights
+        copies = 4 * (self.shape.layers * self.shape.block + self.head) if upcast and not self.checkpointing else 0
         each = c * self.shape.hidden if self.checkpointing else layer
         end = (4 + (c + 4 if upcast else 2 * c)) * self.shape.hidden
         return self.tokens * (self.shape.layers * each + end) + copies, self.checkpointing * self.tokens * layer
@@ -197,7 +214,7 @@ class Trained:
     def update(self) -> dict[str, dict[str, int]]:
         """The moments of an update at which most may be held, and their parts.
 
-        ``loss``: its backward begins. ``head``: the head's gradient is reduced. ``layer``: the last layer's backward.
+        ``loss``: its backward begins. ``head``: its gradient is made and reduced. ``layer``: the last layer's backward.
         ``embedding``: the gradient of the embedding, under FSDP1 of all outside of layers, is reduced, and all other
         gradients are there. ``step``: the optimizer's.
         """
@@ -218,7 +235,13 @@ class Trained:
             "activations": saved,
             "logits": self.logits + (self.logits // c * LOSS[self.device](c)),
         }
-        in_head = {
+        in_head = {  # its gradient is computed from that of the logits, and the last layer is being gathered
+            "gradients": earlier + c * self.head,
+            "gathered": (root or c * self.head) + c * s.block,
+            "activations": saved,
+            "logits": self.logits,
+        }
+        in_reduction = {
             "gradients": earlier + c * self.head + (0 if one else r * self.head // n),
             "gathered": root + c * s.block,
             "reduced": 0 if one else r * self.head,
@@ -233,7 +256,8 @@ class Trained:
         in_embedding = {"gradients": gradients + renewed + (root if one else c * s.embedding), "reduced": final}
         foreach = one and self.device != "cpu"
         in_step = {"gradients": gradients, "reduced": gradients if foreach else r * max(s.embedding, self.head) // n}
-        moments = {"loss": in_loss, "head": in_head, "layer": in_layer, "embedding": in_embedding, "step": in_step}
+        moments = {"loss": in_loss, "head": in_head, "head, reduced": in_reduction, "layer": in_layer}
+        moments |= {"embedding": in_embedding, "step": in_step}
         return {name: {"weights": self.weights, "Adam": 2 * self.weights} | parts for name, parts in moments.items()}
 
     def score(self, entropy: bool) -> dict[str, dict[str, int]]:
@@ -262,13 +286,13 @@ class Rollout:
         weights: of its share of the model.
         limit: all that it may take, its KV cache with it.
         token: bytes of the KV cache a token, on this GPU.
-        bucket: of the weights on their way to it.
+        across: its tensor parallelism.
     """
 
     weights: int
     limit: int
     token: int
-    bucket: int
+    across: int
 
     @property
     def cache(self) -> int:
@@ -281,6 +305,7 @@ class Plan:
 
     model: str
     shape: Shape
+    device: str
     nodes: int
     gpus: int
     memory: int
@@ -295,7 +320,21 @@ class Plan:
         return max(sum(v for k, v in parts.items() if k not in of_rollout) for parts in self.moments.values())
 
     @property
+    def machine(self) -> dict[str, float]:
+        """The whole job where all of it is on one machine without a GPU."""
+        workers = self.nodes * self.gpus
+        servers = workers // self.rollout.across
+        served = self.rollout.limit * self.rollout.across
+        return {
+            "Ray, driver, agent loops": ON_A_CPU["job"],
+            "trainers": workers * (ON_A_CPU["trainer"] + self.trainers),
+            "rollout servers": servers * (ON_A_CPU["server"] + served),
+        }
+
+    @property
     def fits(self) -> bool:
+        if self.device == "cpu":
+            return sum(self.machine.values()) <= self.memory
         return peak(self.moments)[1] + BESIDE_TENSORS <= self.memory
 
 
@@ -307,9 +346,14 @@ def model_config(path: str) -> Mapping[str, Any]:
     """
     file = Path(path).expanduser() / "config.json"
     if file.exists():
-        return json.loads(file.read_text())
+        try:
+            return json.loads(file.read_text())
+        except ValueError as error:
+            raise Refused(f"MODEL={path}: its config.json is not JSON ({error})") from error
     if path in MODELS:
         return MODELS[path]
+    if Path(path).is_relative_to(CACHE):  # still to be made
+        return SANITY
     raise Refused(f"MODEL={path}: give a folder with its config.json, or one of {', '.join(MODELS)}")
 
 
@@ -319,17 +363,35 @@ def check(config) -> None:
     Raises:
         Refused: a setting is another.
     """
-    ours, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
-    engine = actor.get("fsdp_config") or {}
-    for key, value, planned in (
-        ("actor.strategy", actor.strategy, ("fsdp", "fsdp2")),
-        ("model.lora_rank", ours.model.get("lora_rank", 0), (0,)),
-        ("model.enable_activation_offload", ours.model.enable_activation_offload, (False,)),
-        ("actor.fsdp_config.offload_policy", engine.get("offload_policy"), (False,)),
-        ("actor.fsdp_config.reshard_after_forward", engine.get("reshard_after_forward"), (True,)),
-    ):
-        if value not in planned:
-            raise Refused(f"actor_rollout_ref.{key}={value}: planned is {' or '.join(map(str, planned))}")
+    from verl.trainer.ppo.utils import need_critic
+
+    ours, on_cpu = "actor_rollout_ref", config.trainer.device == "cpu"
+    roles = {f"{ours}.actor": "fsdp_config"} | ({"critic": "fsdp"} if need_critic(config) else {})
+    asked = {
+        f"{ours}.model.lora_rank": (0,),
+        f"{ours}.model.enable_activation_offload": (False,),
+        f"{ours}.actor.entropy_coeff": (0,),
+        f"{ours}.actor.calculate_entropy": (False,),
+        f"{ours}.rollout.free_cache_engine": (False, True) if on_cpu else (True,),
+    }
+    for role, engine in roles.items():
+        asked |= {f"{role}.strategy": ("fsdp", "fsdp2"), f"{role}.{engine}.offload_policy": (False,)}
+        asked |= {f"{role}.{engine}.reshard_after_forward": (True,)}
+    for key, planned in asked.items():
+        if (value := OmegaConf.select(config, key)) not in planned:
+            raise Refused(f"{key}={value}: planned is {' or '.join(map(str, planned))}")
+    for key in ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ours}.rollout.tensor_model_parallel_size"):
+        if (value := OmegaConf.select(config, key)) < 1:
+            raise Refused(f"{key}={value}: must be at least 1")
+    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    divisors = [f"{ours}.rollout.tensor_model_parallel_size"]
+    divisors += [f"{role}.{engine}.{key}" for role, engine in roles.items() for key in PARALLEL]
+    for key in divisors:
+        if 0 < (value := OmegaConf.select(config, key)) < world and world % value or value > world:
+            raise Refused(f"{key}={value}: does not divide {world} GPUs")
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    if not 0 < share <= 1:
+        raise Refused(f"{ours}.rollout.gpu_memory_utilization={share}: must be above 0 and at most 1")
 
 
 def of_job(config, memory: int, length: int | None) -> Plan:
@@ -337,7 +399,7 @@ def of_job(config, memory: int, length: int | None) -> Plan:
 
     Args:
         config: as ``job.compose`` gives it.
-        memory: of one GPU.
+        memory: of one GPU, or of the machine without one.
         length: tokens of a prompt and its answer, the most that the configuration allows by default.
 
     Raises:
@@ -345,28 +407,30 @@ def of_job(config, memory: int, length: int | None) -> Plan:
     """
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
-    ours, actor, rollout = config.actor_rollout_ref, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     check(config)
-    name = ours.model.path
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    name = config.actor_rollout_ref.model.path
     shape = Shape.of(model_config(name), name)
-    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     length = length or config.data.max_prompt_length + config.data.max_response_length
-    policy = trained(config, actor, actor.fsdp_config, ours.model, shape, world, length, critic=False)
+    policy = trained(config, shape, length, critic=False)
     others = [policy]
     if need_critic(config):
-        others.append(
-            trained(config, config.critic, config.critic.fsdp, config.critic.model, shape, world, length, critic=True)
-        )
+        path = config.critic.model.path
+        others.append(trained(config, Shape.of(model_config(path), path), length, critic=True))
     dtype = {"auto": "bfloat16"}.get(rollout.dtype, rollout.dtype)
     across = rollout.tensor_model_parallel_size
-    if world % across:
-        raise Refused(f"actor_rollout_ref.rollout.tensor_model_parallel_size={across}: does not divide {world} GPUs")
+    device, weights = config.trainer.device, BYTES[dtype] * shape.total // across
+    if device == "cpu":  # vLLM takes its cache by itself there
+        room = weights + int(config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CPU_KVCACHE_SPACE) * GIB
+    else:
+        room = int(rollout.gpu_memory_utilization * memory)
     served = Rollout(
-        weights=BYTES[dtype] * shape.total // across,
-        limit=int(rollout.gpu_memory_utilization * memory),
+        weights=weights,
+        limit=room,
         token=2 * shape.layers * max(shape.head_dim, shape.keys // across) * BYTES[dtype],
-        bucket=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
+        across=across,
     )
+    bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
     idle = {part: sum(each.idle[part] for each in others) for part in ("weights", "Adam")}
     if served.weights + BESIDE_TENSORS // 4 > served.limit:
         raise Refused(
@@ -374,17 +438,18 @@ def of_job(config, memory: int, length: int | None) -> Plan:
             f"{served.limit / GIB:.1f} GiB do not hold {served.weights / GIB:.1f} of weights and a KV cache"
         )
     moments = {"rollout": idle | {"rollout's weights": served.weights, "KV cache": served.cache}}
-    whole = BYTES[policy.master] * shape.embedding  # the largest tensor, gathered to be sent
-    at_work = {"weights": policy.weights + idle["weights"] - policy.idle["weights"], "Adam": idle["Adam"]}
-    moments["weights to the rollout"] = {
-        **at_work,
-        "gathered": whole + served.bucket,
+    at_work = idle | {"weights": policy.weights + idle["weights"] - policy.idle["weights"]}
+    moments["weights to the rollout"] = {  # FSDP2's come from where they are, FSDP1's from the GPU
+        **(at_work if policy.strategy == "fsdp" else idle),
+        "gathered": BYTES[policy.master] * shape.largest + bucket,
         "rollout's weights": served.weights,
     }
-    for moment, parts in policy.score(entropy=not actor.fsdp_config.use_torch_compile).items():
+    scored = replace(policy, tokens=scored_tokens(config, rollout, length))
+    for moment, parts in scored.score(entropy=not actor.fsdp_config.use_torch_compile).items():
         moments[f"log-probabilities, {moment}"] = at_work | parts
     if need_reference_policy(config):  # its weights wait on the host and come layer by layer
-        for moment, parts in policy.score(entropy=False).items():
+        reference = replace(policy, tokens=scored_tokens(config, config.actor_rollout_ref.ref, length))
+        for moment, parts in reference.score(entropy=False).items():
             moments[f"reference, {moment}"] = idle | parts
     for each in others:
         role = "critic" if each.critic else "actor"
@@ -394,6 +459,7 @@ def of_job(config, memory: int, length: int | None) -> Plan:
     return Plan(
         model=name,
         shape=shape,
+        device=device,
         nodes=config.trainer.nnodes,
         gpus=config.trainer.n_gpus_per_node,
         memory=memory,
@@ -403,35 +469,58 @@ def of_job(config, memory: int, length: int | None) -> Plan:
     )
 
 
-def trained(config, role, engine, model, shape: Shape, world: int, length: int, critic: bool) -> Trained:
-    """What a role's configuration trains; ``role`` has the batches, ``engine`` is its FSDP's, ``model`` its model's."""
-    from types import SimpleNamespace
+def micro_batch(
+    config, mini_batch: int, budget: int | None, rows: int | None, length: int, parallel: int
+) -> tuple[int, int]:
+    """Tokens of a full micro-batch on a rank, and how many of them a mini-batch has.
 
+    Args:
+        mini_batch: prompts.
+        budget: tokens of a micro-batch with ``use_dynamic_bsz``; ``rows``: its answers without.
+        length: tokens of a prompt and its answer.
+        parallel: ranks that share a sequence.
+    """
+    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    sequences = -(-mini_batch * config.actor_rollout_ref.rollout.n * parallel // world)
+    if config.actor_rollout_ref.actor.use_dynamic_bsz:
+        full = max(budget * parallel, length)
+        return min(full, sequences * length) // parallel, math.ceil(sequences * length / full)
+    rows = min(rows, sequences)
+    return rows * length // parallel, math.ceil(sequences / rows)
+
+
+def sequence_parallel(config) -> int:
+    """Of the actor, whose old key wins where it is set."""
+    actor = config.actor_rollout_ref.actor
+    old = actor.ulysses_sequence_parallel_size
+    return old if old > 1 else actor.fsdp_config.ulysses_sequence_parallel_size
+
+
+def scored_tokens(config, role, length: int) -> int:
+    """Tokens of a micro-batch whose log-probabilities are taken; ``role``: rollout or ref, which have its size."""
+    budget, rows = role.log_prob_max_token_len_per_gpu, role.log_prob_micro_batch_size_per_gpu
+    return micro_batch(config, config.data.train_batch_size, budget, rows, length, sequence_parallel(config))[0]
+
+
+def trained(config, shape: Shape, length: int, critic: bool) -> Trained:
+    """The actor, or the critic, of a composed configuration; ``length``: tokens of a prompt and its answer."""
     from verl.utils.precision import Precision, dtype_name
 
-    settings = SimpleNamespace(
-        dtype=engine.dtype,
-        mixed_precision=engine.get("mixed_precision"),
-        model_dtype=engine.model_dtype,
-        strategy=role.strategy,
-        forward_only=False,
-    )
-    precision = Precision.resolve(settings)
-    parallel = engine.ulysses_sequence_parallel_size
-    size = engine.fsdp_size if 0 < engine.fsdp_size < world else world
-    sequences = -(-role.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n * parallel // world)
-    if role.use_dynamic_bsz:
-        budget = max(role.ppo_max_token_len_per_gpu * parallel, length)
-        micro_batches = math.ceil(sequences * length / budget)
-        tokens = min(budget, sequences * length) // parallel
-    else:
-        rows = min(role.ppo_micro_batch_size_per_gpu, sequences)
-        micro_batches, tokens = math.ceil(sequences / rows), rows * length // parallel
+    role = config.critic if critic else config.actor_rollout_ref.actor
+    engine, model = (role.fsdp, role.model) if critic else (role.fsdp_config, config.actor_rollout_ref.model)
+    asked = {key: engine.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
+    precision = Precision.resolve(SimpleNamespace(**asked, strategy=role.strategy, forward_only=False))
+    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    # Of a critic, verl 0.9.1's trainer hands on this key alone, which its yaml does not have.
+    budget = role.get("ppo_infer_max_token_len_per_gpu", 32768) if critic else role.ppo_max_token_len_per_gpu
+    parallel = engine.ulysses_sequence_parallel_size if critic else sequence_parallel(config)
+    rows = role.ppo_micro_batch_size_per_gpu
+    tokens, micro_batches = micro_batch(config, role.ppo_mini_batch_size, budget, rows, length, parallel)
     return Trained(
         shape=shape,
         critic=critic,
         strategy=role.strategy,
-        shards=size,
+        shards=engine.fsdp_size if 0 < engine.fsdp_size < world else world,
         tokens=tokens,
         micro_batches=micro_batches,
         compute=dtype_name(precision.compute),
@@ -443,6 +532,7 @@ def trained(config, role, engine, model, shape: Shape, world: int, length: int, 
         offload_adam=engine.optimizer_offload,
         deferred=engine.use_no_sync_for_gradient_accumulation,
         fused_head=bool(model.get("use_fused_kernels", False)),
+        scaled=not critic and config.actor_rollout_ref.rollout.temperature != 1,
     )
 
 
@@ -460,6 +550,7 @@ def numbers(kind: str, vocab: int, hidden: int, intermediate: int, layers: int, 
     }
 
 
+SANITY = numbers("qwen2", 259, 128, 384, 2, 2, 2)  # recipes/arithmetic/model.py
 # The config.json of each on the Hugging Face Hub, 2026-11.
 MODELS = {
     "Qwen/Qwen2.5-0.5B-Instruct": numbers("qwen2", 151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),

@@ -26,11 +26,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.precision import GradScalerConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import TrainingWorker
 
 SETTINGS, TOKENIZER, OUT = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 RANK = int(os.environ["RANK"])
+logprobs_from_logits = transformer_impl.logprobs_from_logits
 
 
 def make_worker(setting: dict, folder: Path) -> TrainingWorker:
@@ -58,6 +61,7 @@ def make_worker(setting: dict, folder: Path) -> TrainingWorker:
                 infer_micro_batch_size_per_gpu=setting["micro_batch"],
                 use_torch_compile=False,
                 use_no_sync_for_gradient_accumulation=setting["deferred"],
+                grad_scaler=GradScalerConfig(init_scale=1.0),  # no step is skipped: the second begins with Adam
             ),
             optimizer_config=FSDPOptimizerConfig(lr=1e-4, lr_warmup_steps=0, total_training_steps=10, clip_grad=1.0),
             checkpoint_config=CheckpointConfig(),
@@ -86,6 +90,30 @@ def batch(rows: int, length: int, **more):
         },
         non_tensor_dict={"temperature": 1.0, "update_lr_scheduler": True} | more,
     )
+
+
+class InPlace(torch.autograd.Function):
+    """Log-probabilities as flash-attn's cross entropy has them on a GPU: the gradient is written over the logits."""
+
+    ROWS = 16
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits, labels)
+        rows = zip(logits.split(InPlace.ROWS), labels.split(InPlace.ROWS), strict=True)
+        return torch.cat([x.float().log_softmax(-1).gather(-1, y[:, None])[:, 0] for x, y in rows])
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, labels = ctx.saved_tensors
+        for x, y, g in zip(*(each.split(InPlace.ROWS) for each in (logits, labels, gradient)), strict=True):
+            chosen = torch.zeros_like(x, dtype=torch.float32).scatter_(-1, y[:, None], 1)
+            x.copy_((chosen - x.float().softmax(-1)) * g[:, None])
+        return logits, None
+
+
+def log_probabilities(logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True) -> torch.Tensor:
+    return InPlace.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)).view(labels.shape)
 
 
 class Live(TorchDispatchMode):
@@ -119,6 +147,7 @@ class Live(TorchDispatchMode):
 def measure(setting: dict, folder: Path) -> dict:
     """Bytes of this rank's tensors: at the ``peak`` of two steps and of log-probabilities (``scored``), at rest."""
     worker = make_worker(setting, folder)
+    transformer_impl.logprobs_from_logits = log_probabilities if setting["in_place"] else logprobs_from_logits
     gc.collect()
     module = worker.engine.module
     live = Live([*module.parameters(), *module.buffers()])

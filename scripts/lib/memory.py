@@ -154,7 +154,7 @@ class Trained:
         offload_params, offload_adam: they wait on the host while another model, or the rollout, works.
         deferred: gradients are reduced after the last micro-batch alone (``use_no_sync_for_gradient_accumulation``).
         fused_head: logits are never there as a whole (``use_fused_kernels``).
-        scaled: logits are there twice, before and after a temperature that is not 1.
+        twice: logits are there twice: before and after a temperature that is not 1, or with and without padding.
     """
 
     shape: Shape
@@ -172,7 +172,7 @@ class Trained:
     offload_adam: bool = False
     deferred: bool = False
     fused_head: bool = False
-    scaled: bool = False
+    twice: bool = False
 
     @property
     def head(self) -> int:
@@ -196,11 +196,13 @@ class Trained:
         }
 
     @property
+    def words(self) -> int:
+        """Numbers in the logits of one micro-batch."""
+        return 0 if self.critic or self.fused_head else self.tokens * self.shape.vocab
+
+    @property
     def logits(self) -> int:
-        """Of one micro-batch, in the computing dtype."""
-        if self.critic or self.fused_head:
-            return 0
-        return (1 + self.scaled) * self.tokens * self.shape.vocab * BYTES[self.compute]
+        return (1 + self.twice) * self.words * BYTES[self.compute]
 
     def activations(self) -> tuple[int, int]:
         """At the end of the forward pass; and of one layer that the backward pass computes again."""
@@ -233,7 +235,7 @@ class Trained:
             "gradients": earlier,
             "gathered": root,
             "activations": saved,
-            "logits": self.logits + (self.logits // c * LOSS[self.device](c)),
+            "logits": self.logits + self.words * LOSS[self.device](c),
         }
         in_head = {  # its gradient is computed from that of the logits, and the last layer is being gathered
             "gradients": earlier + c * self.head,
@@ -268,7 +270,7 @@ class Trained:
         taken = max(ENTROPY if entropy else 0, {"cpu": 4, "cuda": 0, "npu": c}[self.device])
         return {
             "layers": {"gathered": root + 2 * c * max(s.block, 0 if root else self.head), "activations": layer // 2},
-            "words": {"gathered": root, "logits": self.logits + self.logits // c * taken},
+            "words": {"gathered": root, "logits": self.logits + self.words * taken},
         }
 
 
@@ -532,7 +534,8 @@ def trained(config, shape: Shape, length: int, critic: bool) -> Trained:
         offload_adam=engine.optimizer_offload,
         deferred=engine.use_no_sync_for_gradient_accumulation,
         fused_head=bool(model.get("use_fused_kernels", False)),
-        scaled=not critic and config.actor_rollout_ref.rollout.temperature != 1,
+        twice=config.actor_rollout_ref.rollout.temperature != 1
+        or not (model.use_remove_padding or config.trainer.device == "cpu"),  # there the loss outweighs it
     )
 
 

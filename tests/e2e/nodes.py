@@ -82,9 +82,9 @@ def running(bind: str = HEAD) -> Iterator[Cluster]:
 
 
 def below(node: psutil.Process, name: str) -> psutil.Process:
-    """The process of a node that calls itself ``name``."""
+    """The process of a node whose program or title begins with ``name``: a worker's title says what it does, too."""
     commands = {each: each.cmdline() for each in node.children(recursive=True)}
-    (found,) = (each for each, words in commands.items() if words and words[0].endswith(name))
+    (found,) = (each for each, words in commands.items() if words and Path(words[0]).name.startswith(name))
     return found
 
 

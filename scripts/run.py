@@ -34,7 +34,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # How long a step may go on without a worker, and how often the longest before it: a server of the rollout that is dead
 # is asked by verl for ever.
 LINGERS_S, LINGERS = 600, 3
-NOTICED_S = 30  # how long Ray may take to notice that a node is gone, while those it was connected to fail at once
 REJOIN_S = 1800  # how long to wait for nodes in the place of lost ones
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -157,6 +156,7 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
                 if lost_at[0] != screen.shown and runs.lost_worker(complete):
                     lost_at = screen.shown, time.monotonic()
                 elif lost_at[0] == screen.shown and code is None and time.monotonic() - lost_at[1] > screen.patience:
+                    processes.alive()  # or its children would be nobody's
                     process.kill()
                 if code is None and time.monotonic() - measured > MEMORY_S:
                     processes.measure()
@@ -199,7 +199,7 @@ def loss(job: jobs.Job, out: Path, record: dict, lines: list[str]) -> str | None
     """
     if not job.cluster:
         return runs.lost_worker(lines)
-    until = time.monotonic() + NOTICED_S
+    until = time.monotonic() + cluster.NOTICED_S
     while True:
         gone = cluster.lost(job, out, record["nodes"])
         what = f"node {', '.join(gone)}" if gone else runs.lost_worker(lines, record["nodes"])

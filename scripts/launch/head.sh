@@ -23,6 +23,7 @@ RAY=${RAY:-ray}                              # of the environment that has torch
 # shellcheck source=/dev/null
 source "$(dirname "$0")/node.sh"
 port PORT DASHBOARD_PORT
+[[ $PORT != "$DASHBOARD_PORT" ]] || refuse "DASHBOARD_PORT=$DASHBOARD_PORT: is PORT; choose another"
 [[ $BIND != 0.0.0.0 && $BIND != localhost ]] ||
   refuse "BIND=$BIND: must be 127.0.0.1, or the address of this machine that the others reach"
 if [[ $BIND == 127.0.0.1 ]]; then

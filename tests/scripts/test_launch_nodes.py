@@ -31,6 +31,8 @@ def launch(script: str, *words: str, **knobs: str) -> subprocess.CompletedProces
         ("head.sh", [], {"BIND": "localhost"}, "head: BIND=localhost: must be 127.0.0.1, or the address of this"),
         ("head.sh", [], {"TEMP": "ray"}, "head: TEMP=ray: must be an absolute path"),
         ("head.sh", [], {"TEMP": f"/{'a' * 40}"}, f"head: TEMP=/{'a' * 40}: has 41 characters"),
+        ("head.sh", [], {"PORT": "8265"}, "head: DASHBOARD_PORT=8265: is PORT; choose another"),
+        ("worker.sh", [], {"HEAD": "10.0.0.1:99999"}, "worker: HEAD=10.0.0.1:99999: ports end at 65535"),
         ("worker.sh", [], {}, "worker: HEAD=: must be the address and port of the head"),
         ("worker.sh", [], {"HEAD": "http://a:1"}, "worker: HEAD=http://a:1: must be the address and port of the head"),
         ("worker.sh", [], {"HEAD": "127.0.0.1:6379"}, "worker: HEAD=127.0.0.1:6379: is this machine's own"),

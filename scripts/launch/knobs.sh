@@ -17,6 +17,14 @@ whole() { # whole NAME…: each must be a whole number
   done
 }
 
+shared() { # shared FOLDER NAME…: each that has a value must lie under FOLDER; MODEL may be a name on the Hub
+  local folder=$1 path
+  for path in "${@:2}"; do
+    [[ ! ${!path} || ${!path} == "$folder"/* || ($path == MODEL && ${!path} =~ ^[A-Za-z0-9]) ]] ||
+      refuse "$path=${!path}: must lie under $folder, which every node sees"
+  done
+}
+
 words() { # words NAME…: those that have a value, as NAME=VALUE with a NUL after each
   for word in "$@"; do if [[ ${!word-} ]]; then printf '%s\0' "$word=${!word}"; fi; done
 }
@@ -39,6 +47,7 @@ show() { # a command as one line for a shell
   echo
 }
 
+ARGS=${ARGS-}
 dry_run='' # this file shares the positional parameters of the script that sources it
 if [[ ${1-} == --dry-run ]]; then
   dry_run=yes

@@ -38,9 +38,7 @@ OUT=${OUT:-$SHARED/outputs/$EXPERIMENT-${RECIPE:-$ALGO}-$PRECISION-seed$SEED}
 export DEVICE=cuda
 [[ $IMAGE ]] || refuse "IMAGE: is not set; build one with configs/launch/Dockerfile and push it"
 [[ $BACKOFF =~ ^[0-9]+$ ]] || refuse "BACKOFF=$BACKOFF: must be a whole number of at least 0"
-for path in OUT TRAIN VAL; do
-  [[ ! ${!path} || ${!path} == "$SHARED"/* ]] || refuse "$path=${!path}: must lie under SHARED=$SHARED, which every pod sees"
-done
+shared "$SHARED" OUT TRAIN VAL MODEL
 # shellcheck disable=SC2119 # paths in the cluster are not to be judged here
 check
 export "${job[@]}" BACKOFF CPUS MEMORY HEAD_CPUS HEAD_MEMORY SHM IMAGE NAMESPACE CLAIM SHARED SECRET

@@ -31,6 +31,7 @@ name=$EXPERIMENT-${RECIPE:-$ALGO}-$PRECISION-seed$SEED
 OUT=${OUT:-/shared/outputs/$name}
 export DEVICE=cuda
 [[ $IMAGE ]] || refuse "IMAGE: is not set; build one with configs/launch/Dockerfile and push it"
+shared /shared OUT TRAIN VAL MODEL
 # shellcheck disable=SC2119 # paths in the cluster are not to be judged here
 check
 mapfile -d '' -t given < <(words "${job[@]}")

@@ -37,11 +37,12 @@ whole PORT START_S ${CPUS_PER_NODE:+CPUS_PER_NODE}
 [[ $REQUEUES =~ ^[0-9]+$ ]] || refuse "REQUEUES=$REQUEUES: must be a whole number of at least 0"
 ((PORT >= 1024 && PORT <= 65535 && (PORT < 10002 || PORT > 19999))) ||
   refuse "PORT=$PORT: must be a port from 1024 to 65535, but for Ray's workers' own, 10002 to 19999"
+[[ $DEVICE == cpu || $DEVICE == cuda ]] || refuse "DEVICE=$DEVICE: must be one of cpu, cuda"
 name=$EXPERIMENT-${RECIPE:-$ALGO}-$PRECISION-seed$SEED
 OUT=${OUT:-$checkout/outputs/slurm/$name}
 if [[ $VENV ]]; then
   [[ $VENV == /* ]] || VENV=$checkout/$VENV
-  [[ -x $VENV/bin/ray ]] || refuse "VENV=$VENV: has no bin/ray; make setup makes it, VENV= takes what is on PATH"
+  [[ -x $VENV/bin/ray ]] || refuse "VENV=$VENV: has no bin/ray; make setup DEVICE=$DEVICE makes one, VENV= takes what is on PATH"
   PATH=$VENV/bin:$PATH # ray symmetric-run calls ray by its name
 fi
 PYTHON=${PYTHON:-python3} # to check the knobs

@@ -213,7 +213,7 @@ DRY = {
     "flowrl_7b": {},
     "slurm": {"VENV": "", "IN_JOB": "yes"},
     "kuberay": {"IMAGE": "registry/verl-precision:0.9.1"},
-    "sky": {"IMAGE": "registry/verl-precision:0.9.1"},
+    "sky": {"IMAGE": "registry/verl-precision:0.9.1", "OUT": "/shared/out"},
     "train": {"RAY_ADDRESS": "head:6379", "NNODES": "2", "GPUS_PER_NODE": "8"},
 }
 
@@ -230,16 +230,13 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(name, machine, data):
         "HF_TOKEN": SECRET,
         "WANDB_API_KEY": SECRET,
     }
-    out = machine.folder / "shared/out"
+    knobs |= {"DATA": data, "OUT": machine.folder / "shared/out", "SHARED": machine.folder} | DRY[name]
     before = sorted(machine.folder.rglob("*"))
-    done = machine.run(
-        LAUNCH / f"{name}.sh",
-        "--dry-run",
-        *OVERRIDES,
-        **(knobs | {"DATA": data, "OUT": out, "SHARED": machine.folder} | DRY[name]),
-    )
+    done = machine.run(LAUNCH / f"{name}.sh", "--dry-run", *OVERRIDES, **knobs)
     assert done.returncode == 0, done.stderr
-    assert "bf16" in done.stdout and "data.train_batch_size=64" in done.stdout and str(out) in done.stdout
+    assert "bf16" in done.stdout and "data.train_batch_size=64" in done.stdout and str(knobs["OUT"]) in done.stdout
+    without = machine.run(LAUNCH / f"{name}.sh", "--dry-run", **knobs)
+    assert without.returncode == 0, without.stderr
     assert SECRET not in done.stdout + done.stderr
     assert sorted(machine.folder.rglob("*")) == before
 
@@ -255,7 +252,7 @@ REFUSED = [
     ("slurm", [], {"CPUS_PER_NODE": "half"}, "slurm: CPUS_PER_NODE=half: must be a whole number of at least 1"),
     ("slurm", [], {"OUT": "runs/1"}, "slurm: OUT=runs/1: must be an absolute path, on storage that every node sees"),
     ("slurm", [], {"EXPERIMENT": "gsm8k_8gpu"}, "slurm: TRAIN: is not set; EXPERIMENT=gsm8k_8gpu needs a parquet file"),
-    ("slurm", [], {"VENV": "/no/venv"}, "slurm: VENV=/no/venv: has no bin/ray; make setup makes it"),
+    ("slurm", [], {"VENV": "/no/venv"}, "slurm: VENV=/no/venv: has no bin/ray; make setup DEVICE=cuda makes"),
     ("slurm", [], {"TRAIN": "/no.parquet"}, "run: TRAIN=/no.parquet: is not a readable parquet file"),
     ("slurm", ["--dryrun"], {}, "slurm: --dryrun: takes --dry-run, then Hydra overrides (key=value)"),
     ("slurm", ["trainer.save_freq"], {}, "slurm: trainer.save_freq: takes --dry-run, then Hydra overrides (key=value)"),
@@ -265,14 +262,27 @@ REFUSED = [
         "kuberay",
         [],
         IMAGE | {"OUT": "/tmp/out"},
-        "kuberay: OUT=/tmp/out: must lie under SHARED=/shared, which every pod",
+        "kuberay: OUT=/tmp/out: must lie under /shared, which every node sees",
     ),
-    ("kuberay", [], IMAGE | {"TRAIN": "a.parquet"}, "kuberay: TRAIN=a.parquet: must lie under SHARED=/shared, which"),
+    (
+        "kuberay",
+        [],
+        IMAGE | {"TRAIN": "a.parquet"},
+        "kuberay: TRAIN=a.parquet: must lie under /shared, which every",
+    ),
     ("kuberay", [], IMAGE | {"PYTHON": "python9"}, "kuberay: PYTHON=python9: must be a Python from 3.11 on"),
     ("kuberay", [], IMAGE | {"PYTHON": "false"}, "kuberay: PYTHON=false: must be a Python from 3.11 on"),
     ("kuberay", [], IMAGE | {"PRECISION": "fp61"}, "run: PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer"),
     ("kuberay", [], IMAGE | {"RECIPE": "flowrl", "ALGO": "ppo"}, "run: ALGO=ppo: RECIPE=flowrl goes with grpo"),
     ("sky", [], {}, "sky: IMAGE: is not set; build one with configs/launch/Dockerfile and push it"),
+    ("sky", [], IMAGE | {"OUT": "/tmp/out"}, "sky: OUT=/tmp/out: must lie under /shared, which every node sees"),
+    (
+        "sky",
+        [],
+        IMAGE | {"MODEL": "/tmp/model"},
+        "sky: MODEL=/tmp/model: must lie under /shared, which every",
+    ),
+    ("slurm", [], {"DEVICE": "tpu"}, "slurm: DEVICE=tpu: must be one of cpu, cuda"),
     ("sky", [], IMAGE | {"STEPS": "many"}, "run: STEPS=many: must be a whole number of at least 1"),
     ("sky", [], IMAGE | {"ARGS": "a='b"}, "run: ARGS=a='b: No closing quotation"),
     ("train", [], {}, "train: GPUS_PER_NODE=: must be a whole number of at least 1"),

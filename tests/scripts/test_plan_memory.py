@@ -54,9 +54,9 @@ QUICK = [
     setting(),
     setting(strategy="fsdp", checkpointing=True, model="moe"),
     setting(strategy="fsdp", **FEW),
-    setting(checkpointing=True, in_place=True),
 ]
 THOROUGH = [
+    setting(checkpointing=True, in_place=True),
     setting(strategy="fsdp", role="critic", dtype="float16", micro_batch=4),
     setting(**FEW),
     setting(strategy="fsdp", model=DENSE | {"model_type": "qwen2", "num_hidden_layers": 12}, **FEW),
@@ -251,7 +251,7 @@ def compose(*overrides: str) -> DictConfig:
 )
 def test_published_peaks_are_as_planned(overrides, length, published):
     plan = memory.of_job(compose(*QWEN3_8B, *overrides), 64 * GIB, length)
-    assert plan.trainers / GIB == pytest.approx(published, rel=WITHIN)
+    assert plan.trainers / GIB == pytest.approx(published, rel=0.05)  # a missing term is seldom 15 %
 
 
 def test_measured_jobs_on_this_machine_are_as_planned(tmp_path):

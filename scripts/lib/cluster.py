@@ -348,8 +348,8 @@ def enough(nnodes: int, gpus: int, cpus: int, until: float, say: Callable[[str],
         time.sleep(1)
 
 
-def prove(nodes: list[tuple[dict, bool]], asked: Mapping[str, Any]) -> list[dict]:
-    """Ask each node, as ``enough`` gave them, for its facts and compare them with this process's.
+def prove(nodes: list[tuple[dict, bool]], asked: Mapping[str, Any], driver: Mapping[str, Any]) -> list[dict]:
+    """Ask each node, as ``enough`` gave them, for its facts and compare them with this process's, ``driver``.
 
     Raises:
         Refused: naming the nodes that differ, cannot set up the job's environment or do not answer.
@@ -358,8 +358,6 @@ def prove(nodes: list[tuple[dict, bool]], asked: Mapping[str, Any]) -> list[dict
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    driver = facts(asked, "cpu")
-    refuse_driver(driver)
     ray.cloudpickle.register_pickle_by_value(releases)
     waiting = {}
     for node, gpu_free in nodes:
@@ -412,9 +410,13 @@ def answer(address: str, question: Mapping[str, Any], say: Callable[[str], None]
     import ray
     from ray.exceptions import NodeDiedError, TaskUnschedulableError, WorkerCrashedError
 
-    join(address, question["runtime_env"])
     if "asked" not in question:
+        join(address, question["runtime_env"])
         return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    # Before Ray's threads run: torch that is loaded beside them crashed this process, now and then, in a job of Ray.
+    driver = facts(question["asked"], "cpu")
+    refuse_driver(driver)
+    join(address, question["runtime_env"])
     until = time.monotonic() + question["wait_s"]
     while True:
         nodes = enough(question["nnodes"], question["gpus"], question["cpus"], until, say)
@@ -424,7 +426,7 @@ def answer(address: str, question: Mapping[str, Any], say: Callable[[str], None]
             say("DEVICE=cpu: the GPUs of these nodes will not be used")
         say(f"asking {len(nodes)} nodes what they run")
         try:
-            return prove(nodes, question["asked"])
+            return prove(nodes, question["asked"], driver)
         except (NodeDiedError, TaskUnschedulableError, WorkerCrashedError) as error:
             if time.monotonic() > until + NOTICED_S:
                 raise

@@ -197,14 +197,13 @@ def loss(job: jobs.Job, out: Path, record: dict, lines: list[str]) -> str | None
     Raises:
         Refused: the head of the cluster does not answer.
     """
-    if not job.cluster:
-        return runs.lost_worker(lines)
     until = time.monotonic() + cluster.NOTICED_S
-    while True:
-        gone = cluster.lost(job, out, record["nodes"])
-        what = f"node {', '.join(gone)}" if gone else runs.lost_worker(lines, record["nodes"])
-        if what or time.monotonic() > until:
-            return what
+    while job.cluster:
+        if gone := cluster.lost(job, out, record["nodes"]):
+            return f"node {', '.join(gone)}"
+        if time.monotonic() > until:
+            break
+    return runs.lost_worker(lines, record.get("nodes", ()))
 
 
 def train_all(job: jobs.Job, config, out: Path, record: dict, log: TextIO) -> tuple[int, list[dict]]:

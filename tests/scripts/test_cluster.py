@@ -389,13 +389,15 @@ def unpatched_cluster(pristine, monkeypatch) -> Iterator[Cluster]:
     (site / "others.pth").write_text(f"{pristine}\n{sysconfig.get_paths()['purelib']}\n")
     monkeypatch.setenv("HOME", str(folder))  # where Ray looks for a token, and must find what the nodes find: none
     gcs, dashboard = free_port(), free_port()
-    head = ["--head", f"--port={gcs}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}"]
+    head = ["--head", f"--port={gcs}", f"--dashboard-port={dashboard}"]
     environment = {"PATH": f"{folder}/venv/bin:/usr/bin:/bin", "HOME": str(folder), "HF_TOKEN": SECRET}
     environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     started = []
     try:
         for name, words in (("head-1", head), ("worker-2", [f"--address=127.0.0.1:{gcs}"])):
             options = ["--block", f"--node-name={name}", "--num-gpus=1", "--num-cpus=16"]
+            # Its own: a node removes what a job has brought, once its last process there has ended.
+            options += [f"--temp-dir={folder}/{name}"]
             command = [folder / "venv/bin/python", "-m", "ray.scripts.scripts", "start", *options, *words]
             shown = folder / f"{name}.log"
             with shown.open("w") as log:

@@ -201,20 +201,22 @@ def test_only_a_lost_worker_is_tried_again(programs, code, said, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("answers", "code", "said"),
+    ("fails", "answers", "code", "said"),
     [
-        ([[], ["second (10.0.0.3)"]], 0, "lost node second (10.0.0.3) after step 0 of 2"),
-        ([[]], 1, "ValueError: no such thing"),
-        ([jobs.Refused("no Ray cluster answers")], 75, "ValueError: no such thing"),
+        (FAILS, [[], ["second (10.0.0.3)"]], 0, "lost node second (10.0.0.3) after step 0 of 2"),
+        (LOSES_A_WORKER, [[], ["second (10.0.0.3)"]], 0, "lost node second (10.0.0.3) after step 0 of 2"),
+        (LOSES_A_WORKER, [[]], 0, "lost a worker (pid 207) on node second (10.0.0.3) after step 0 of 2"),
+        (FAILS, [[]], 1, "ValueError: no such thing"),
+        (FAILS, [jobs.Refused("no Ray cluster answers")], 75, "ValueError: no such thing"),
     ],
 )
 def test_a_node_may_be_missed_late_and_the_jobs_own_error_is_shown_first(
-    answers, code, said, tmp_path, monkeypatch, capsys
+    fails, answers, code, said, tmp_path, monkeypatch, capsys
 ):
     """The cluster's answers stand for a Ray that takes its time, and for a head that is gone."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(run.cluster, "NOTICED_S", 0 if len(answers) == 1 else 60)
-    left, admitted = [FAILS, TRAINS], {"nodes": [{"node": "second (10.0.0.3)"}]}
+    left, admitted = [fails, TRAINS], {"nodes": [{"node": "second (10.0.0.3)"}]}
 
     def lost(*_):
         answer = answers.pop(0)

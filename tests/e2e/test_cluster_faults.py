@@ -1,4 +1,7 @@
-"""A Ray cluster of two nodes on this machine, by the shipped scripts: what it refuses, and what it survives."""
+"""A Ray cluster of two nodes on this machine, by the shipped scripts: what it refuses, and what it survives.
+
+``pytest -m slow tests/e2e/test_cluster_faults.py`` kills a worker and a node, seven minutes.
+"""
 
 import json
 import os
@@ -101,7 +104,7 @@ def test_nodes_with_another_verl_are_refused_by_name(cluster, task, trees, tmp_p
     assert not out.exists()
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_killed_worker_and_a_killed_node(cluster, task, tmp_path):
     """The run resumes by itself, with the checkpoint's weights, Adam and loss scale to the bit.
 

@@ -22,7 +22,7 @@ SITE := $(VENV)/lib/python3.11/site-packages
 LOCKS := $(wildcard $(addprefix requirements/$(DEVICE).,torch lock flash-attn))
 READY := $(VENV)/ready-$(shell cat $(LOCKS) | cksum | cut -d' ' -f1)
 
-# The second environment: the workers of every release. verl is not in it; the tests put a release's tree on its path.
+# The second environment: the workers of every release. Neither verl nor OAT is in it; the tests put a release's tree on its path.
 WORKERS := .venv-workers
 WORKERS_READY := $(WORKERS)/ready-$(shell cat requirements/cpu.torch requirements/workers.lock | cksum | cut -d' ' -f1)
 
@@ -213,7 +213,7 @@ $(READY): | python
 
 $(WORKERS_READY): | python
 	$(call refuse-link,$(WORKERS))
-	@echo "setting up $(WORKERS) from requirements/workers.lock: torch, then the rest; 2 GB on disk, a minute, once"
+	@echo "setting up $(WORKERS) from requirements/workers.lock: torch, then the rest; 2 GB on disk, 2 minutes, once"
 	@$(PYTHON) -m venv --clear $(WORKERS)
 	$(WORKERS)/bin/pip install --quiet -r requirements/cpu.torch -c requirements/workers.lock $(TORCH_INDEX_URL:%=--extra-index-url %)
 	$(WORKERS)/bin/pip install --quiet --no-deps -r requirements/workers.lock

@@ -55,30 +55,35 @@ test: setup browser $(WORKERS_READY)  ## set up and run all tests
 # Two processes; the end-to-end runs come first in the order of the folders, and are the longest.
 TWO := -n 2 --no-loadscope-reorder
 
-# VERL defaults to the verl of this environment.
+# VERL defaults to the verl of this environment; OAT takes its place.
+ifneq ($(and $(VERL),$(OAT)),)
+$(error VERL=$(VERL) OAT=$(OAT): give one of the two)
+endif
 VERL ?= $(SITE)
-##@ Patching verl elsewhere: VERL is a git checkout, an unpacked release or a site-packages folder
+HOLDER = $(if $(OAT),--framework oat $(call quote,$(OAT)),--framework verl $(call quote,$(VERL)))
+##@ Patching verl or OAT elsewhere: VERL or OAT is a git checkout, an unpacked release or a site-packages folder
 .PHONY: apply-patches unapply-patches status check port drift pr-branch
-apply-patches: python  ## apply the patches:  make apply-patches VERL=/path/to/verl
-	@$(PYTHON) scripts/patchset.py apply $(call quote,$(VERL))
+apply-patches: python  ## apply the patches:  make apply-patches VERL=/path/to/verl   (or OAT=…)
+	@$(PYTHON) scripts/patchset.py apply $(HOLDER)
 
 unapply-patches: python  ## take them out again, to the byte
-	@$(PYTHON) scripts/patchset.py unapply $(call quote,$(VERL))
+	@$(PYTHON) scripts/patchset.py unapply $(HOLDER)
 
 status: python  ## say which release a tree holds, and whether it is patched
-	@$(PYTHON) scripts/patchset.py status $(call quote,$(VERL))
+	@$(PYTHON) scripts/patchset.py status $(HOLDER)
 
 check: python  ## check that every release's patches apply and reverse exactly
 	@$(PYTHON) scripts/patchset.py check --all
 
 # Where port leaves its git tree.
-DIR ?= outputs/verl-$(notdir $(TO:/=))
-port: python  ## carry a release's patches to another verl:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=…)
+FRAMEWORK ?= verl
+DIR ?= outputs/$(FRAMEWORK)-$(notdir $(TO:/=))
+port: python  ## carry a release's patches to another:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=…; FRAMEWORK=oat)
 	$(foreach name,FROM TO,$(if $($(name)),,$(error $(name)= is missing: make port FROM=0.9.1 TO=0.9.2)))
-	@$(PYTHON) scripts/patchset.py port $(call quote,$(FROM)) $(call quote,$(TO)) $(call quote,$(DIR))
+	@$(PYTHON) scripts/patchset.py port --framework $(call quote,$(FRAMEWORK)) $(call quote,$(FROM)) $(call quote,$(TO)) $(call quote,$(DIR))
 
 drift: python  ## say which files that the patches hook are others in a verl:  make drift VERL=/path/to/verl
-	@$(PYTHON) scripts/patchset.py drift $(call quote,$(VERL))
+	@$(PYTHON) scripts/patchset.py drift $(HOLDER)
 
 # Where pr-branch works; what it leaves there is for a conflict to be finished in.
 pr-branch: DIR = outputs/pr-branch
@@ -122,7 +127,7 @@ help: python  ## list the targets and the variables of `make run`, `make preflig
 	@PYTHONPATH=scripts $(PYTHON) -c 'import compare; print(compare.usage())'
 
 setup: $(READY)  ## install what is missing and patch the installed verl
-	@$(BIN)/python scripts/patchset.py apply $(SITE)
+	@$(BIN)/python scripts/patchset.py apply --framework verl $(SITE)
 
 bench: setup  ## measure what fp16 costs, into docs/results:  make bench ARGS='--sizes 10,100 --ranks 1'
 	@exec $(BIN)/python scripts/bench.py $(ARGS)

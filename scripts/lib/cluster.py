@@ -212,14 +212,14 @@ def facts(asked: Mapping[str, Any], device: str) -> dict:
     if spec is None:
         return found
     package = Path(spec.submodule_search_locations[0])
-    blobs = releases.verl_blobs(package.parent)
+    blobs = releases.package_blobs(package.parent)
     found |= {
         "verl": (package / "version/version").read_text().strip(),
         "root": str(package.parent),
-        "tree": releases.verl_tree_id(blobs),
+        "tree": releases.package_tree_id(blobs),
         "blobs": blobs,
     }
-    stamp, module = package.parent / releases.STAMP, package / "utils/precision.py"
+    stamp, module = package.parent / releases.VERL.stamp, package / "utils/precision.py"
     if stamp.exists() and module.exists():
         found["stack"] = json.loads(stamp.read_text())["stack"]
         found |= effective(module, asked["engines"], device)
@@ -284,7 +284,7 @@ def refuse_driver(driver: Mapping[str, Any]) -> None:
     mend = f"make status VERL={driver['root']} says more"
     if not driver["stack"]:
         raise Refused(f"the driver's verl {driver['verl']} is not patched; {mend}")
-    stamp = json.loads((Path(driver["root"]) / releases.STAMP).read_text())
+    stamp = json.loads((Path(driver["root"]) / releases.VERL.stamp).read_text())
     ours = stack.load_stack(releases.find_release(stamp["release"])).id
     if driver["stack"] != ours:
         raise Refused(f"the driver's verl {driver['verl']} has stack {driver['stack']}, this checkout {ours}; {mend}")

@@ -1,4 +1,4 @@
-"""Carry a release's stack to another verl: a three-way merge of each hook, and a report of what became of it.
+"""Carry a release's stack to another release: a three-way merge of each hook, and a report of what became of it.
 
 The merge base is the release that the stack was made for, so that a hook is placed by what it hooks and not by line
 numbers; one whose own lines changed is a conflict. A file that git finds moved is followed, and said so.
@@ -14,32 +14,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .releases import (
-    BOOK,
     PROJECT,
+    VERL,
+    Framework,
     Refused,
     Release,
     add_release,
     download,
     find_release,
     load_releases,
+    package_blobs,
+    package_tree_id,
     sha256,
     unpack,
     unpacked_wheel,
-    verl_blobs,
-    verl_tree_id,
 )
 from .series import BASE, commit_base, commit_stack, scratch_beside
 from .stack import (
     Patch,
     Stack,
     closest,
+    find_target,
     git,
     load_stack,
     load_stacks,
     locked,
     read_record,
     run_git,
-    verl_root,
     write,
 )
 
@@ -59,7 +60,9 @@ class Hook:
     why: str = ""
 
 
-def port(name: str, to: str, folder: Path, project: Path = PROJECT) -> tuple[list[str], bool]:
+def port(
+    name: str, to: str, folder: Path, project: Path = PROJECT, framework: Framework = VERL
+) -> tuple[list[str], bool]:
     """Make ``folder`` a git tree like checkout's of the release or folder ``to``, with the stack of ``name`` on it.
 
     git's own cherry-pick carries the commits and stops at the first conflict, which it continues from. The stack as it
@@ -69,14 +72,14 @@ def port(name: str, to: str, folder: Path, project: Path = PROJECT) -> tuple[lis
         a report, a line each, and whether nothing is left to resolve.
 
     Raises:
-        Refused: a release without a stack, a target that is no pristine verl or the same release, a folder in use.
+        Refused: a release without a stack, a target that is not pristine or the same release, a folder in use.
     """
-    stack = load_stack(find_release(name, project), project)
+    stack = load_stack(find_release(name, project, framework), project)
     if not stack.patches:
-        raise Refused(f"verl {name} has no patches to carry")
+        raise Refused(f"{stack.release} has no patches to carry")
     with scratch_beside(folder) as (scratch, folder):
         target, root, unknown = destination(to, stack, project, scratch)
-        tree = commit_base(target, root, stack.added, scratch)
+        tree = commit_base(target, root, stack.added, scratch, framework)
         (scratch / "from").mkdir()
         source = commit_stack(stack, scratch / "from")
         branch = f"from/{name}"
@@ -90,7 +93,7 @@ def port(name: str, to: str, folder: Path, project: Path = PROJECT) -> tuple[lis
         os.replace(tree, folder)
     lines = []
     if unknown:
-        entry = add_release(unknown, project / "patches/verl/versions.toml")
+        entry = add_release(unknown, framework.home(project) / "versions.toml")
         lines = [f"new in versions.toml, family and dependencies as {name} has them:", entry]
     lines += report(stack, target, hooks)
     lines += [f"{folder}: {carried} of {len(stack.patches)} patches are commits after the tag {new}"]
@@ -99,7 +102,7 @@ def port(name: str, to: str, folder: Path, project: Path = PROJECT) -> tuple[lis
             f"  {stack.patches[carried].name} has conflicts: git status; edit; git add; git cherry-pick --continue"
         ]
     lines += [f"  to review them: git range-diff {base}..{branch} {new}..HEAD"]
-    if target in load_releases(project):
+    if target in load_releases(project, framework):
         lines += [f"  to take them over: python scripts/patchset.py export {folder}"]
     else:
         lines += [f"  {to} is no release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
@@ -107,35 +110,36 @@ def port(name: str, to: str, folder: Path, project: Path = PROJECT) -> tuple[lis
 
 
 def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[str, Path, Release | None]:
-    """Return the name of the verl that ``to`` is, a copy of it to be used up, and the entry of an unknown release.
+    """Return the name of what ``to`` is, a copy of it to be used up, and the entry of an unknown release.
 
     A folder that holds no release is named by its version and its content, as PEP 440 has it: 0.10.0.dev+1a2b3c4d.
     """
-    releases, unknown = load_releases(project), None
+    framework = stack.release.framework
+    releases, unknown = load_releases(project, framework), None
     if to in releases:
-        name, root = to, unpacked_wheel(to, scratch / "wheel")
+        name, root = to, unpacked_wheel(to, scratch / "wheel", framework)
     elif Path(to).is_dir():
-        given = verl_root(Path(os.path.abspath(to)))
-        skipped = shutil.ignore_patterns("__pycache__", Path(BOOK).name)
+        given = find_target(Path(os.path.abspath(to)), framework)
+        skipped = shutil.ignore_patterns("__pycache__", given.book.name)
         root = scratch / "wheel"
-        shutil.copytree(given / "verl", root / "verl", ignore=skipped)
-        tree = verl_tree_id(blobs := verl_blobs(root))
+        shutil.copytree(given.root / framework.name, root / framework.name, ignore=skipped)
+        tree = package_tree_id(blobs := package_blobs(root, framework))
         if ours := [path for path in stack.added if path in blobs]:
-            raise Refused(f"{to} has {ours[0]} already; take its patches out first: make unapply-patches VERL={to}")
-        if not (root / "verl/version/version").exists():
-            raise Refused(f"{to} has no verl/version/version, as every release has; give a checkout or a release")
-        version = (root / "verl/version/version").read_text().strip()
+            raise Refused(f"{to} has {ours[0]} already; take its patches out first: make unapply-patches {given.word}")
+        if not (root / framework.version).exists():
+            raise Refused(f"{to} has no {framework.version}, as every release has; give a checkout or a release")
+        (version,) = re.findall(r'^(?:__version__ = ")?(\d[\w.]*)"?$', (root / framework.version).read_text(), re.M)
         same = [release.name for release in releases.values() if release.tree_before == tree]
         name = same[0] if same else f"{version}+{tree[:8]}"
     elif re.fullmatch(r"\d+(\.\w+)+", to):
-        archive = download(to)
+        archive = download(to, framework)
         name, root = to, unpack(archive, scratch / "wheel")
-        tree = verl_tree_id(verl_blobs(root))
+        tree = package_tree_id(package_blobs(root, framework))
         unknown = replace(stack.release, name=to, wheel_sha256=sha256(archive), tree_before=tree, tree_after=tree)
     else:
         raise Refused(f"{to} is neither a release ({', '.join(releases)}, or a newer one on PyPI) nor a folder")
     if name == stack.release.name:
-        raise Refused(f"{to} is verl {name} itself; patchset.py checkout makes a tree of its stack")
+        raise Refused(f"{to} is {stack.release} itself; patchset.py checkout makes a tree of its stack")
     return name, root, unknown
 
 
@@ -206,7 +210,7 @@ def reason(hunk: str, ours: str) -> str:
 def report(stack: Stack, target: str, hooks: dict[Patch, list[Hook]]) -> Iterator[str]:
     """Tell what became of each patch; of the hooks that merged into a changed file where that is, of others each."""
     total = Counter(hook.fate for found in hooks.values() for hook in found)
-    yield f"verl {stack.release.name} -> {target}: {len(hooks)} patches, {total.total()} hooks: {counts(total)}"
+    yield f"{stack.release} -> {target}: {len(hooks)} patches, {total.total()} hooks: {counts(total)}"
     for patch, found in hooks.items():
         count = Counter(hook.fate for hook in found)
         fate = CONFLICT if count[CONFLICT] else THERE if count[THERE] == len(found) else MERGED
@@ -222,15 +226,14 @@ def counts(of: Counter) -> str:
     return ", ".join(f"{of[fate]} {fate}" for fate in (SAME, MERGED, THERE, CONFLICT) if of[fate])
 
 
-def drift(target: Path, project: Path = PROJECT) -> list[str]:
-    """Say, per patch, which of its files ``target`` has otherwise than the closest release; changes nothing."""
-    with locked(target) as root:
-        blobs, record = verl_blobs(root), read_record(root)
+def drift(path: Path, project: Path = PROJECT, framework: Framework = VERL) -> list[str]:
+    """Say, per patch, which of its files the target has otherwise than the closest release; changes nothing."""
+    with locked(path, framework) as target:
+        blobs, record = target.blobs(), read_record(target)
     pristine = record.undone(blobs) if record else blobs
-    stack = closest(pristine, load_stacks(project))
+    stack = closest(pristine, load_stacks(project, framework))
     changed = {path: "changed" if path in pristine else "gone" for path in stack.changed(pristine)}
-    name = f"verl {stack.release.name}"
-    lines = [f"closest to {name}: {len(changed)} of the {len(stack.before)} files that its stack hooks differ"]
+    lines = [f"closest to {stack.release}: {len(changed)} of the {len(stack.before)} files that its stack hooks differ"]
     for patch in stack.patches:
         drifted = [f"    {changed[path]:8} {path}" for path, _, _ in patch.blobs if path in changed]
         lines += [f"{patch.name}: {len(drifted)} of {len(patch.blobs)} files", *drifted] if drifted else []

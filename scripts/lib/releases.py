@@ -1,4 +1,4 @@
-"""Which verl is this? The releases that have a stack, their wheels, and the git ids that tell a tree's release."""
+"""Which release is this? Those of each framework that have a stack, their wheels, and the git ids that tell them."""
 
 import hashlib
 import json
@@ -15,9 +15,38 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
 
-# What apply leaves in a target beside verl's own files: the stamp that workers report, and its own bookkeeping.
-STAMP = "verl/utils/precision_stamp.json"
-BOOK = "verl/.precision"
+
+@dataclass(frozen=True)
+class Framework:
+    """A package that has stacks; those of ``name`` are in patches/<name>, and its make variable is <NAME>.
+
+    ``name`` is that of the package, ``distribution`` its name on PyPI, ``version`` the file that tells its version.
+    ``overlays`` is where apply puts configs/precision, for a framework that reads such files.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    overlays: str | None = None
+
+    @property
+    def stamp(self) -> str:
+        """Where apply leaves the stamp that workers report."""
+        return f"{self.name}/utils/precision_stamp.json"
+
+    @property
+    def book(self) -> str:
+        """Where apply keeps its own books."""
+        return f"{self.name}/.precision"
+
+    def home(self, project: Path) -> Path:
+        """Return the folder of its stacks."""
+        return project / "patches" / self.name
+
+
+VERL = Framework("verl", "verl", "verl/version/version", overlays="verl/trainer/config/precision")
+OAT = Framework("oat", "oat-llm", "oat/__about__.py")
+FRAMEWORKS = {framework.name: framework for framework in (VERL, OAT)}
 
 
 class Refused(Exception):
@@ -26,12 +55,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Release:
-    """One entry of patches/verl/versions.toml.
+    """One entry of a framework's versions.toml.
 
-    ``tree_before`` is the git tree id of verl/ as the wheel ships it, ``tree_after`` the same with the hooks of the
-    series. The files that are copied in verbatim do not count, so that editing them changes no release's entry.
+    ``tree_before`` is the git tree id of the package as the wheel ships it, ``tree_after`` the same with the hooks of
+    the series. The files that are copied in verbatim do not count, so that editing them changes no release's entry.
     """
 
+    framework: Framework
     name: str
     wheel_sha256: str
     tree_before: str
@@ -39,20 +69,22 @@ class Release:
     family: str
     dependencies: list[str]
 
-
-def load_releases(project: Path = PROJECT) -> dict[str, Release]:
-    """Return the releases of versions.toml by name, in file order."""
-    entries = tomllib.loads((project / "patches/verl/versions.toml").read_text())
-    return {name: Release(name, **entry) for name, entry in entries.items()}
+    def __str__(self) -> str:
+        return f"{self.framework.name} {self.name}"
 
 
-def find_release(name: str, project: Path = PROJECT) -> Release:
+def load_releases(project: Path = PROJECT, framework: Framework = VERL) -> dict[str, Release]:
+    """Return the releases of the framework's versions.toml by name, in file order."""
+    entries = tomllib.loads((framework.home(project) / "versions.toml").read_text())
+    return {name: Release(framework, name, **entry) for name, entry in entries.items()}
+
+
+def find_release(name: str, project: Path = PROJECT, framework: Framework = VERL) -> Release:
     """Return the release called ``name``; raises Refused with the known names where there is none."""
-    releases = load_releases(project)
+    releases = load_releases(project, framework)
     if name not in releases:
-        raise Refused(
-            f"unknown verl release {name!r}; known: {', '.join(releases)}; make port carries a stack to others"
-        )
+        known = f"known: {', '.join(releases)}; make port carries a stack to others"
+        raise Refused(f"unknown {framework.name} release {name!r}; {known}")
     return releases[name]
 
 
@@ -67,7 +99,8 @@ def record_tree_after(release: Release, tree: str, versions: Path) -> None:
 
 def add_release(release: Release, versions: Path) -> str:
     """Append the release's entry to versions.toml and return it."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in asdict(release).items() if key != "name"]
+    values = {key: value for key, value in asdict(release).items() if key not in ("framework", "name")}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
     entry = "\n".join([f"[{json.dumps(release.name)}]", *lines])
     versions.write_text(f"{versions.read_text()}\n{entry}\n")
     return entry
@@ -101,30 +134,30 @@ def tree_id(blobs: Mapping[str, str]) -> str:
     return _object_id("tree", content)
 
 
-def verl_tree_id(blobs: Mapping[str, str]) -> str:
-    """Return the tree id of verl/ from blob ids by path, each path starting with ``verl/``."""
-    return tree_id({path.removeprefix("verl/"): blob for path, blob in blobs.items()})
+def package_tree_id(blobs: Mapping[str, str]) -> str:
+    """Return the tree id of a package from blob ids by path, each path starting with the package's name."""
+    return tree_id({path.partition("/")[2]: blob for path, blob in blobs.items()})
 
 
-def verl_files(root: Path) -> Iterator[str]:
-    """Yield the path of each file in verl/ below ``root``, compiled files and this tool's bookkeeping left out."""
-    for folder, subfolders, names in os.walk(root / "verl"):
+def package_files(root: Path, framework: Framework = VERL) -> Iterator[str]:
+    """Yield the path of each file of the package below ``root``, compiled files and this tool's own left out."""
+    for folder, subfolders, names in os.walk(root / framework.name):
         here = Path(folder).relative_to(root).as_posix()
-        subfolders[:] = [name for name in subfolders if name != "__pycache__" and f"{here}/{name}" != BOOK]
+        subfolders[:] = [name for name in subfolders if name != "__pycache__" and f"{here}/{name}" != framework.book]
         for name in names:
             path = f"{here}/{name}"
-            if path != STAMP and not name.endswith(".pyc"):
+            if path != framework.stamp and not name.endswith(".pyc"):
                 yield path
 
 
-def verl_blobs(root: Path) -> dict[str, str]:
-    """Return the blob id of each file in verl/ below ``root``, by path."""
-    return {path: blob_id((root / path).read_bytes()) for path in verl_files(root)}
+def package_blobs(root: Path, framework: Framework = VERL) -> dict[str, str]:
+    """Return the blob id of each file of the package below ``root``, by path."""
+    return {path: blob_id((root / path).read_bytes()) for path in package_files(root, framework)}
 
 
-def wheel(release: str) -> Path:
+def wheel(release: str, framework: Framework = VERL) -> Path:
     """Return the release's wheel, whose sha256 is checked."""
-    known, path = find_release(release), download(release)
+    known, path = find_release(release, framework=framework), download(release, framework)
     if (found := sha256(path)) != known.wheel_sha256:
         raise Refused(f"{path} has sha256 {found}, not {known.wheel_sha256} as versions.toml says; delete it")
     return path
@@ -134,27 +167,31 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def download(release: str) -> Path:
-    """Return the release's wheel in .cache/wheels, downloaded with pip where it is not there."""
+def download(release: str, framework: Framework = VERL) -> Path:
+    """Return the release's wheel in .cache/wheels, downloaded with pip where it is not there.
+
+    It is read here, not run, so that the Python that its metadata asks for need not be this one.
+    """
     folder = PROJECT / ".cache/wheels"
-    cached = next(folder.glob(f"verl-{release}-*.whl"), None)
+    cached = next(folder.glob(f"{framework.distribution.replace('-', '_')}-{release}-*.whl"), None)
     if not cached:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-            done = subprocess.run([*pip, "--dest", scratch, f"verl=={release}"], capture_output=True, text=True)
+            pip += ["--ignore-requires-python", "--dest", scratch, f"{framework.distribution}=={release}"]
+            done = subprocess.run(pip, capture_output=True, text=True)
             if done.returncode:
                 reason = done.stderr.strip().splitlines()[-1:]
-                raise Refused(f"cannot download the wheel of verl {release}: {' '.join(reason)}")
+                raise Refused(f"cannot download the wheel of {framework.distribution} {release}: {' '.join(reason)}")
             downloaded = next(Path(scratch).iterdir())
             cached = folder / downloaded.name
             os.replace(downloaded, cached)
     return cached
 
 
-def unpacked_wheel(release: str, into: Path) -> Path:
-    """Unpack the release's pristine wheel into the folder ``into`` and return that folder, which then holds verl/."""
-    return unpack(wheel(release), into)
+def unpacked_wheel(release: str, into: Path, framework: Framework = VERL) -> Path:
+    """Unpack the release's pristine wheel into the folder ``into`` and return that folder, which holds the package."""
+    return unpack(wheel(release, framework), into)
 
 
 def unpack(archive: Path, into: Path) -> Path:

@@ -10,20 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .releases import (
+    FRAMEWORKS,
     PROJECT,
+    VERL,
+    Framework,
     Refused,
     blob_id,
     find_release,
+    package_blobs,
+    package_tree_id,
     record_tree_after,
     unpacked_wheel,
-    verl_blobs,
-    verl_tree_id,
 )
 from .stack import (
-    OVERLAYS,
     Patch,
     Stack,
     apply,
+    find_target,
     git,
     load_stack,
     make_stack,
@@ -51,12 +54,12 @@ DIFF_OPTIONS = (
 )
 
 
-def checkout(name: str, folder: Path, project: Path = PROJECT) -> list[str]:
-    """Make ``folder`` a git tree: the wheel's verl/, the files copied in verbatim, then a commit for each patch."""
-    stack = load_stack(find_release(name, project), project)
+def checkout(name: str, folder: Path, project: Path = PROJECT, framework: Framework = VERL) -> list[str]:
+    """Make ``folder`` a git tree: the wheel's package, the files copied in verbatim, then a commit for each patch."""
+    stack = load_stack(find_release(name, project, framework), project)
     with scratch_beside(folder) as (scratch, folder):
         os.replace(commit_stack(stack, scratch), folder)
-    return [f"verl {name} in {folder}: {len(stack.patches)} patches as commits after the tag {BASE}{name}"]
+    return [f"{stack.release} in {folder}: {len(stack.patches)} patches as commits after the tag {BASE}{name}"]
 
 
 @contextlib.contextmanager
@@ -72,11 +75,11 @@ def scratch_beside(folder: Path) -> Iterator[tuple[Path, Path]]:
 
 def commit_stack(stack: Stack, scratch: Path) -> Path:
     """Build the git tree of a stack inside ``scratch`` and return its folder."""
-    name = stack.release.name
-    root = unpacked_wheel(name, scratch / "wheel")
-    if (found := verl_tree_id(verl_blobs(root))) != stack.release.tree_before:
-        raise Refused(f"verl/ in the wheel of {name} is tree {found}; versions.toml has another")
-    return commit_patches(stack, commit_base(name, root, stack.added, scratch))
+    name, framework = stack.release.name, stack.release.framework
+    root = unpacked_wheel(name, scratch / "wheel", framework)
+    if (found := package_tree_id(package_blobs(root, framework))) != stack.release.tree_before:
+        raise Refused(f"{framework.name}/ in the wheel of {name} is tree {found}; versions.toml has another")
+    return commit_patches(stack, commit_base(name, root, stack.added, scratch, framework))
 
 
 def commit_patches(stack: Stack, tree: Path) -> Path:
@@ -86,18 +89,18 @@ def commit_patches(stack: Stack, tree: Path) -> Path:
     return tree
 
 
-def commit_base(name: str, root: Path, added: Mapping[str, bytes], scratch: Path) -> Path:
-    """Move verl/ from ``root`` into a new git tree inside ``scratch``, copy the verbatim files in, and tag that."""
+def commit_base(name: str, root: Path, added: Mapping[str, bytes], scratch: Path, framework: Framework = VERL) -> Path:
+    """Move the package from ``root`` into a new git tree inside ``scratch``, with the verbatim files, and tag that."""
     tree = scratch / "tree"
     tree.mkdir()
-    os.replace(root / "verl", tree / "verl")
+    os.replace(root / framework.name, tree / framework.name)
     git("init", "--quiet", "--initial-branch=stack", cwd=tree)
     git("config", "user.name", "verl-precision", cwd=tree)  # who carries commits on needs no identity of their own
     git("config", "user.email", "", cwd=tree)
     write(tree / ".git/info/exclude", b"__pycache__/\n")
     write(tree / ".git/info/attributes", b"*.py diff=python\n")  # hunk headers then name the function
     git("add", "--all", "--force", cwd=tree)
-    commit(tree, f"verl {name}")
+    commit(tree, f"{framework.name} {name}")
     for path, content in added.items():
         write(tree / path, content)
     git("add", "--all", "--force", cwd=tree)
@@ -114,6 +117,7 @@ def commit(tree: Path, message: str) -> None:
 class Export:
     """What a git tree holds: patches in order, verbatim files that differ from the base (before, after), tree id."""
 
+    framework: Framework
     release: str
     patches: tuple[Patch, ...]
     verbatim: dict[str, tuple[bytes | None, bytes | None]]
@@ -124,6 +128,7 @@ def read_commits(tree: Path) -> Export:
     """Read a git tree made by checkout; raises Refused, naming the commit, for what cannot be a patch."""
     release = base_of(tree)
     base = BASE + release
+    framework = find_target(tree, *FRAMEWORKS.values()).framework
     pristine = blobs_of(tree, f"{base}^")
     hooked = dict(pristine)
     patches: dict[str, Patch] = {}
@@ -132,13 +137,13 @@ def read_commits(tree: Path) -> Export:
         subject = message.partition("\n")[0]
         changes = git("diff-tree", "--no-commit-id", "--name-status", "--no-renames", "-r", commit_id, cwd=tree)
         statuses = {path: status for status, path in (line.split("\t") for line in changes.splitlines())}
-        if outside := [path for path in statuses if not path.startswith("verl/")]:
-            raise Refused(f"commit {subject!r} changes {outside[0]}, which is not in verl/")
+        if outside := [path for path in statuses if not path.startswith(f"{framework.name}/")]:
+            raise Refused(f"commit {subject!r} changes {outside[0]}, which is not in {framework.name}/")
         paths = [path for path in statuses if path in pristine]
         if not paths:
             continue
         if removed := [path for path in paths if statuses[path] != "M"]:
-            raise Refused(f"commit {subject!r} removes {removed[0]}; a patch may only change files of verl")
+            raise Refused(f"commit {subject!r} removes {removed[0]}; a patch may only change files of {framework.name}")
         diff = git("diff-tree", "--no-commit-id", *DIFF_OPTIONS, commit_id, "--", *paths, cwd=tree)
         if marker := re.search(r"^\+(?:<{7}|>{7}) ", diff, re.M):
             raise Refused(f"commit {subject!r} has a conflict marker, {marker[0][1:].strip()}; resolve the conflict")
@@ -148,7 +153,8 @@ def read_commits(tree: Path) -> Export:
             raise Refused(f"two commits would both be {patch.name}")
         patches[patch.name] = patch
         hooked |= {path: after for path, _, after in patch.blobs}
-    return Export(release, tuple(patches.values()), verbatim_edits(tree, base, pristine), verl_tree_id(hooked))
+    verbatim = verbatim_edits(tree, base, pristine)
+    return Export(framework, release, tuple(patches.values()), verbatim, package_tree_id(hooked))
 
 
 def base_of(tree: Path) -> str:
@@ -173,7 +179,7 @@ def blobs_of(tree: Path, revision: str) -> dict[str, str]:
 
 
 def verbatim_edits(tree: Path, base: str, pristine: dict[str, str]) -> dict[str, tuple[bytes | None, bytes | None]]:
-    """Return content at the base and at HEAD of each file that verl lacks and that the commits changed."""
+    """Return content at the base and at HEAD of each file that the release lacks and that the commits changed."""
     old, new = blobs_of(tree, base), blobs_of(tree, "HEAD")
     changed = [path for path in {**old, **new} if path not in pristine and old.get(path) != new.get(path)]
 
@@ -200,15 +206,15 @@ def export(tree: Path, project: Path = PROJECT) -> list[str]:
     """
     tree = Path(os.path.abspath(tree))
     found = read_commits(tree)
-    release = find_release(found.release, project)
-    edits = {project_file(path, project): contents for path, contents in found.verbatim.items()}
+    release = find_release(found.release, project, found.framework)
+    edits = {project_file(path, project, found.framework): contents for path, contents in found.verbatim.items()}
     for path, contents in edits.items():
         if (path.read_bytes() if path.exists() else None) not in contents:
             raise Refused(f"{path} changed since the checkout, and the commits change it too; bring the two together")
     with tempfile.TemporaryDirectory() as scratch:
-        pristine = unpacked_wheel(release.name, Path(scratch))
+        pristine = unpacked_wheel(release.name, Path(scratch), found.framework)
         check_re_export(make_stack(release, found.patches, {}), pristine, found.tree_after)
-    home = project / "patches/verl"
+    home = found.framework.home(project)
     folder = home / f"v{release.name}"
     with tempfile.TemporaryDirectory(dir=home, prefix=".export-") as scratch:
         new = Path(scratch, "new")
@@ -221,54 +227,57 @@ def export(tree: Path, project: Path = PROJECT) -> list[str]:
     record_tree_after(release, found.tree_after, home / "versions.toml")
     for path, (_, after) in edits.items():
         path.unlink(missing_ok=True) if after is None else write(path, after)
-    return [f"verl {release.name}: {len(found.patches)} patches in {folder}", *(f"wrote {path}" for path in edits)]
+    return [f"{release}: {len(found.patches)} patches in {folder}", *(f"wrote {path}" for path in edits)]
 
 
-def project_file(path: str, project: Path) -> Path:
+def project_file(path: str, project: Path, framework: Framework) -> Path:
     """Return where the project keeps the file that apply copies to ``path``."""
-    name = path.removeprefix(f"{OVERLAYS}/")
-    return project / "patches/verl/files" / path if name == path else project / "configs/precision" / name
+    if Path(path).parent.as_posix() == framework.overlays:
+        return project / "configs/precision" / Path(path).name
+    return framework.home(project) / "files" / path
 
 
 def check_re_export(stack: Stack, root: Path, tree_after: str) -> None:
     """Raise Refused where the stack, committed on the wheel in ``root`` and exported once more, is not what it was."""
+    framework = stack.release.framework
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        for path in stack.before:  # a tree of all files would take git ten times as long
+        for path in {f"{framework.name}/__init__.py", *stack.before}:  # of all files git would take ten times as long
             write(scratch / path, (root / path).read_bytes())
-        again = read_commits(commit_patches(stack, commit_base(stack.release.name, scratch, {}, scratch)))
+        base = commit_base(stack.release.name, scratch, {}, scratch, framework)
+        again = read_commits(commit_patches(stack, base))
     if differing := sorted({patch.name for patch in set(stack.patches) ^ set(again.patches)}):
         raise Refused(f"export would write {', '.join(differing)} differently")
-    if (found := verl_tree_id({**verl_blobs(root), **stack.after})) != tree_after:
+    if (found := package_tree_id({**package_blobs(root, framework), **stack.after})) != tree_after:
         raise Refused(f"the series makes tree {found}, versions.toml has {tree_after}; checkout and export")
 
 
-def check(name: str, project: Path = PROJECT) -> str:
+def check(name: str, project: Path = PROJECT, framework: Framework = VERL) -> str:
     """Try the stack of a release on its wheel and return what was seen; raises Refused at the first fault.
 
     The headers are complete; the wheel is the known one; apply makes the tree it should, and every file in it compiles;
     unapply gives back the wheel, byte for byte; the patches are what export writes.
     """
-    release = find_release(name, project)
+    release = find_release(name, project, framework)
     stack = load_stack(release, project)
     for patch in stack.patches:
         trailers(patch)
     with tempfile.TemporaryDirectory() as scratch:
-        root = unpacked_wheel(name, Path(scratch))
-        before, blobs = contents(root), verl_blobs(root)
-        apply(root, project)
-        found = status(root, project)
+        root = unpacked_wheel(name, Path(scratch), framework)
+        before, blobs = contents(root), package_blobs(root, framework)
+        apply(root, project, framework)
+        found = status(root, project, framework)
         if found.state != "patched" or not found.exact:
-            raise Refused(f"verl {name} is {found.state} after apply: {found.detail}")
+            raise Refused(f"{release} is {found.state} after apply: {found.detail}")
         added = {path: blob_id(content) for path, content in stack.added.items()}
-        if verl_blobs(root) != {**blobs, **stack.after, **added}:
-            raise Refused(f"apply on verl {name} changes other files than the stack names")
+        if package_blobs(root, framework) != {**blobs, **stack.after, **added}:
+            raise Refused(f"apply on {release} changes other files than the stack names")
         for path in [*stack.after, *added]:
             if path.endswith(".py") and not compileall.compile_file(root / path, quiet=2):
-                raise Refused(f"{path} of verl {name} does not compile after apply")
-        unapply(root, project)
+                raise Refused(f"{path} of {release} does not compile after apply")
+        unapply(root, project, framework)
         if contents(root) != before:
-            raise Refused(f"unapply does not give back the wheel of verl {name}")
+            raise Refused(f"unapply does not give back the wheel of {release}")
         check_re_export(stack, root, release.tree_after)
     return f"{len(stack.patches)} patches, {len(stack.after)} files hooked, {len(added)} copied"
 

@@ -1,9 +1,9 @@
-"""The stack of one release: put it on a verl tree, take it off, and tell a tree's state.
+"""The stack of one release: put it on a tree of its framework, take it off, and tell a tree's state.
 
-How apply and unapply stay whole. A patched tree holds, beside verl's own files, the folder ``verl/.precision`` with
+How apply and unapply stay whole. A patched tree holds, in its package, the folder ``.precision`` with
 the originals of the files that were replaced and ``record.json``, which tells each file's blob id before and after:
 
-1. apply stages everything in ``verl/.precision`` and writes record.json: a full disk shows here, before any change;
+1. apply stages everything in ``.precision`` and writes record.json: a full disk shows here, before any change;
 2. it renames the staged files into place, and last of all the stamp;
 3. unapply removes the stamp, renames the originals back, and removes record.json.
 
@@ -25,23 +25,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .releases import (
-    BOOK,
     PROJECT,
-    STAMP,
+    VERL,
+    Framework,
     Refused,
     Release,
     blob_id,
     load_releases,
-    verl_blobs,
-    verl_tree_id,
+    package_blobs,
+    package_tree_id,
 )
 
-RECORD = f"{BOOK}/record.json"
-
-OVERLAYS = "verl/trainer/config/precision"
 TRAILERS = ("Reason", "Origin", "Forwarded", "Applied-Upstream")
 REASONS = ("backport", "pending", "local")
-# A hook changes a file that verl has; nothing but `index` follows `diff --git` then.
+# A hook changes a file that the release has; nothing but `index` follows `diff --git` then.
 DIFF = re.compile(r"^diff --git a/(\S+) b/\1\nindex ([0-9a-f]{40})\.\.([0-9a-f]{40}) 100644$", re.M)
 
 
@@ -68,7 +65,7 @@ class Patch:
         """Path, blob id before and blob id after of each file that the patch changes."""
         found = DIFF.findall(self.text)
         if not found or len(found) != len(re.findall(r"^diff --git ", self.text, re.M)):
-            raise Refused(f"{self.name} may only change files that verl has, and needs their full blob ids")
+            raise Refused(f"{self.name} may only change files that the release has, and needs their full blob ids")
         return found
 
 
@@ -85,8 +82,8 @@ class Stack:
 
     def foreign_to(self, blobs: Mapping[str, str]) -> list[str]:
         """Return the paths that keep a tree with these blobs from being this release's pristine tree."""
-        if not self.before and verl_tree_id(blobs) != self.release.tree_before:
-            return ["verl/"]
+        if not self.before and package_tree_id(blobs) != self.release.tree_before:
+            return [f"{self.release.framework.name}/"]
         return self.changed(blobs) + [path for path in self.added if path in blobs]
 
     def changed(self, blobs: Mapping[str, str]) -> list[str]:
@@ -96,26 +93,29 @@ class Stack:
     def rest_is_release(self, blobs: Mapping[str, str]) -> bool:
         """Whether the files that the stack does not touch are just those of the release's wheel."""
         rest = {path: blob for path, blob in blobs.items() if path not in self.added}
-        return verl_tree_id({**rest, **self.before}) == self.release.tree_before
+        return package_tree_id({**rest, **self.before}) == self.release.tree_before
 
 
-def verbatim_files(project: Path = PROJECT) -> dict[str, Path]:
+def verbatim_files(project: Path = PROJECT, framework: Framework = VERL) -> dict[str, Path]:
     """Return the project's files that are copied into every release, by their path in the target."""
-    files, overlays = project / "patches/verl/files", project / "configs/precision"
+    files, overlays = framework.home(project) / "files", project / "configs/precision"
     found = {path.relative_to(files).as_posix(): path for path in sorted(files.rglob("*")) if path.is_file()}
     found = {target: path for target, path in found.items() if "__pycache__" not in target}
-    return found | {f"{OVERLAYS}/{path.name}": path for path in sorted(overlays.glob("*.yaml"))}
+    if framework.overlays:
+        found |= {f"{framework.overlays}/{path.name}": path for path in sorted(overlays.glob("*.yaml"))}
+    return found
 
 
 def load_stack(release: Release, project: Path = PROJECT) -> Stack:
     """Read a release's series, patches and verbatim files; raises Refused where they do not fit each other."""
-    folder = project / f"patches/verl/v{release.name}"
+    folder = release.framework.home(project) / f"v{release.name}"
     series = folder / "series"
     names = series.read_text().split() if series.exists() else []
     if astray := sorted({path.name for path in folder.glob("*.patch")} ^ set(names)):
         raise Refused(f"{folder} and its series disagree about {', '.join(astray)}")
     patches = tuple(Patch(name, (folder / name).read_bytes().decode()) for name in names)
-    return make_stack(release, patches, {path: file.read_bytes() for path, file in verbatim_files(project).items()})
+    files = verbatim_files(project, release.framework)
+    return make_stack(release, patches, {path: file.read_bytes() for path, file in files.items()})
 
 
 def make_stack(release: Release, patches: tuple[Patch, ...], added: Mapping[str, bytes]) -> Stack:
@@ -134,9 +134,9 @@ def make_stack(release: Release, patches: tuple[Patch, ...], added: Mapping[str,
     return Stack(release, patches, before, after, added, digest.hexdigest()[:12])
 
 
-def load_stacks(project: Path = PROJECT) -> list[Stack]:
-    """Return the stack of every release in versions.toml."""
-    return [load_stack(release, project) for release in load_releases(project).values()]
+def load_stacks(project: Path = PROJECT, framework: Framework = VERL) -> list[Stack]:
+    """Return the stack of every release in the framework's versions.toml."""
+    return [load_stack(release, project) for release in load_releases(project, framework).values()]
 
 
 def closest(blobs: Mapping[str, str], stacks: list[Stack]) -> Stack:
@@ -192,13 +192,14 @@ def hooked_files(stack: Stack, pristine: Callable[[str], bytes]) -> dict[str, by
         for path, before in stack.before.items():
             content = pristine(path)
             if blob_id(content) != before:
-                raise Refused(f"{path} is not what the patches of verl {stack.release.name} start from; reinstall verl")
+                again = f"reinstall {stack.release.framework.name}"
+                raise Refused(f"{path} is not what the patches of {stack.release} start from; {again}")
             write(scratch / path, content)
         for patch in stack.patches:
             git("apply", "--whitespace=nowarn", "-", cwd=scratch, stdin=patch.text)
         hooked = {path: (scratch / path).read_bytes() for path in stack.after}
     if wrong := [path for path, content in hooked.items() if blob_id(content) != stack.after[path]]:
-        raise Refused(f"the patches of verl {stack.release.name} do not make of {wrong[0]} what they say")
+        raise Refused(f"the patches of {stack.release} do not make of {wrong[0]} what they say")
     return hooked
 
 
@@ -209,6 +210,42 @@ def write(path: Path, content: bytes) -> None:
 
 
 # --- the state of a target ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tree to patch: ``root`` is the folder that holds the framework's package."""
+
+    root: Path
+    framework: Framework
+
+    @property
+    def stamp(self) -> Path:
+        return self.root / self.framework.stamp
+
+    @property
+    def book(self) -> Path:
+        return self.root / self.framework.book
+
+    @property
+    def record(self) -> Path:
+        return self.book / "record.json"
+
+    @property
+    def word(self) -> str:
+        """What names this target on make's command line."""
+        return f"{self.framework.name.upper()}={self.root}"
+
+    def staged(self, path: str) -> Path:
+        """Where the file that is to be renamed to ``path`` is made."""
+        return self.book / f"new+{path.replace('/', '+')}"
+
+    def original(self, path: str) -> Path:
+        """Where the file that was at ``path`` is kept."""
+        return self.book / f"old+{path.replace('/', '+')}"
+
+    def blobs(self) -> dict[str, str]:
+        return package_blobs(self.root, self.framework)
 
 
 @dataclass(frozen=True)
@@ -234,7 +271,7 @@ class Record:
         return [path for path, (_, after) in self.replaced.items() if blobs.get(path) == after]
 
     def edited(self, blobs: Mapping[str, str]) -> list[str]:
-        """Return the files of the record that unapply cannot account for; a reinstalled verl is not an edit."""
+        """Return the files of the record that unapply cannot account for; a reinstalled package is not an edit."""
         known = {path: (blob, None) for path, blob in self.added.items()} | (
             self.replaced if self.hooked(blobs) else {}
         )
@@ -263,54 +300,65 @@ class Status:
     stamp: dict[str, str] | None = None
 
 
-def verl_root(target: Path) -> Path:
-    """Return the folder that holds verl/: ``target``, or its parent where ``target`` is the package itself."""
-    for root in (target, target.parent):
-        if (root / "verl/__init__.py").is_file() and (root / "verl") in (target, target / "verl"):
-            return root
-    what = "holds no verl/__init__.py" if target.is_dir() else "is not a folder"
-    raise Refused(f"{target} {what}; give a checkout of verl, an unpacked release or a site-packages folder")
+def find_target(path: Path, *frameworks: Framework) -> Target:
+    """Return what ``path`` holds, or is: the package of just one of ``frameworks``; raises Refused otherwise."""
+    found = []
+    for framework in frameworks:
+        for root in (path, path.parent):
+            package = root / framework.name
+            if (package / "__init__.py").is_file() and package in (path, path / framework.name):
+                found.append(Target(root, framework))
+                break
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = [target.framework.name for target in found]
+        raise Refused(f"{path} holds {' and '.join(names)}; choose one: --framework {' or '.join(names)}")
+    names = [framework.name for framework in frameworks]
+    what = f"holds no {' or '.join(f'{name}/__init__.py' for name in names)}" if path.is_dir() else "is not a folder"
+    kinds = f"a checkout of {' or '.join(names)}, an unpacked release or a site-packages folder"
+    raise Refused(f"{path} {what}; give {kinds}")
 
 
 @contextlib.contextmanager
-def locked(target: Path) -> Iterator[Path]:
-    """Hold the target's verl/ folder for this process alone; the lock goes with the process, however that ends."""
-    root = verl_root(Path(os.path.abspath(target)))
-    folder = os.open(root / "verl", os.O_RDONLY)
+def locked(path: Path, framework: Framework = VERL) -> Iterator[Target]:
+    """Hold the target's package for this process alone; the lock goes with the process, however that ends."""
+    target = find_target(Path(os.path.abspath(path)), framework)
+    folder = os.open(target.root / framework.name, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        yield root
+        yield target
     finally:
         os.close(folder)
 
 
-def read_record(root: Path) -> Record | None:
+def read_record(target: Target) -> Record | None:
     """Return the target's record, or None where nothing was begun."""
-    path = root / RECORD
-    return Record(**json.loads(path.read_text())) if path.exists() else None
+    return Record(**json.loads(target.record.read_text())) if target.record.exists() else None
 
 
-def status(target: Path, project: Path = PROJECT) -> Status:
+def status(path: Path, project: Path = PROJECT, framework: Framework = VERL) -> Status:
     """Tell a target's state; changes nothing."""
-    with locked(target) as root:
-        return examine(root, verl_blobs(root), read_record(root), load_stacks(project))
+    with locked(path, framework) as target:
+        return examine(target, target.blobs(), read_record(target), load_stacks(project, framework))
 
 
-def examine(root: Path, blobs: Mapping[str, str], record: Record | None, stacks: list[Stack]) -> Status:
-    """Tell the state of the tree at ``root`` from its blobs and its record."""
-    stamped = record and (root / STAMP).exists() and (root / STAMP).read_bytes() == record.stamp_file
+def examine(target: Target, blobs: Mapping[str, str], record: Record | None, stacks: list[Stack]) -> Status:
+    """Tell the state of the target from its blobs, its record and the stacks of its framework."""
+    stamped = record and target.stamp.exists() and target.stamp.read_bytes() == record.stamp_file
     stamp = record.stamp if stamped else None
     if record and (edited := record.edited(blobs)):
-        detail = f"edited after apply: {listed(edited)}; save the edits, then put the files back or reinstall verl"
+        ways = f"save the edits, then put the files back or reinstall {target.framework.name}"
+        detail = f"edited after apply: {listed(edited)}; {ways}"
         return Status("dirty", detail, record.release, stamp=stamp)
     pristine = record.undone(blobs) if record else blobs
     matching = [stack for stack in stacks if not stack.foreign_to(pristine)]
     if not matching:
-        state, detail = unmatched(root, pristine, record, stacks)
+        state, detail = unmatched(target, pristine, record, stacks)
         return Status(state, detail, stamp=stamp)
     stack = max(matching, key=lambda stack: stack.rest_is_release(pristine))
     exact = stack.rest_is_release(pristine)
-    name = f"verl {stack.release.name}" + ("" if exact else " (its untouched files differ from the wheel's)")
+    name = str(stack.release) + ("" if exact else " (its untouched files differ from the wheel's)")
     state, detail = matched(name, stack, blobs, record, bool(stamp))
     return Status(state, detail, stack.release.name, exact, stack.id, stamp)
 
@@ -327,37 +375,42 @@ def matched(name: str, stack: Stack, blobs: Mapping[str, str], record: Record | 
         return "outdated", f"{name} with stack {record.stack}; apply brings it to {stack.id}"
     if stamped and hooked:
         return "half-patched", f"{name} with stack {record.stack}, but {bare[0]} is not patched; unapply restores it"
-    why = "apply or unapply was interrupted, or verl was reinstalled over the stack"
+    why = f"apply or unapply was interrupted, or {stack.release.framework.name} was reinstalled over the stack"
     return "interrupted", f"{name}: {why}; the next apply or unapply repairs it"
 
 
-def unmatched(root: Path, pristine: Mapping[str, str], record: Record | None, stacks: list[Stack]) -> tuple[str, str]:
+def unmatched(
+    target: Target, pristine: Mapping[str, str], record: Record | None, stacks: list[Stack]
+) -> tuple[str, str]:
     """Return state and detail of a tree that is no release: the closest one and the files that differ from it."""
+    framework = target.framework.name
     by_name = {stack.release.name: stack for stack in stacks}
     if record and record.release not in by_name:
-        whose = f"another version of this project, for verl {record.release}, stack {record.stack}"
-        return "foreign", f"patched by {whose}; make unapply-patches VERL={root} takes that off"
-    stamp = None if record or not (root / STAMP).exists() else json.loads((root / STAMP).read_bytes())
+        whose = f"another version of this project, for {framework} {record.release}, stack {record.stack}"
+        return "foreign", f"patched by {whose}; make unapply-patches {target.word} takes that off"
+    stamp = None if record or not target.stamp.exists() else json.loads(target.stamp.read_bytes())
     told = record.release if record else stamp and stamp["release"]
     stack = by_name[told] if told in by_name else closest(pristine, stacks)
-    name, differing = stack.release.name, stack.foreign_to(pristine)
+    name, differing = str(stack.release), stack.foreign_to(pristine)
     ours = {**stack.after, **{path: blob_id(content) for path, content in stack.added.items()}}
     strange = [path for path in differing if pristine.get(path) != ours.get(path, "")]
-    reset = f"reinstall verl {name} or check its files out again"
+    reset = f"reinstall {name} or check its files out again"
     if not strange:
-        return "half-patched", f"verl {name}, but {differing[0]} is patched and apply left no record; {reset}"
+        return "half-patched", f"{name}, but {differing[0]} is patched and apply left no record; {reset}"
     if stamp:
-        lost = f"but without the record in {BOOK} that unapply needs"
-        again = f"reinstall verl {told} or check its files out again, then apply"
-        return "half-patched", f"verl {told} with stack {stamp['stack']}, {lost}; {again}"
+        lost = f"but without the record in {target.framework.book} that unapply needs"
+        again = f"reinstall {framework} {told} or check its files out again, then apply"
+        return "half-patched", f"{framework} {told} with stack {stamp['stack']}, {lost}; {again}"
     if record:
-        return "dirty", f"verl {name}, but for {listed(strange)}; save your edits, then {reset}"
-    ways = f"make drift VERL={root} lists them, make port FROM={name} TO={root} carries the stack over"
+        return "dirty", f"{name}, but for {listed(strange)}; save your edits, then {reset}"
+    carry = f"make port FRAMEWORK={framework} FROM={stack.release.name} TO={target.root}"
+    ways = f"make drift {target.word} lists them, {carry} carries the stack over"
     if stack.rest_is_release(pristine):
         commit = f"where they are a later commit's, {ways}"
-        return "dirty", f"verl {name}, but for {listed(strange)}; save your edits, then {reset}; {commit}"
+        return "dirty", f"{name}, but for {listed(strange)}; save your edits, then {reset}; {commit}"
     share = f"of the {len(stack.before)} files that its stack hooks, {len(strange)} differ: {listed(strange)}"
-    return "foreign", f"matches none of verl {', '.join(by_name)}; the closest is {name}, {share}; {ways}"
+    which = f"matches none of {framework} {', '.join(by_name)}; the closest is {stack.release.name}"
+    return "foreign", f"{which}, {share}; {ways}"
 
 
 def listed(paths: list[str]) -> str:
@@ -368,52 +421,54 @@ def listed(paths: list[str]) -> str:
 # --- apply and unapply ----------------------------------------------------------------------------------------------
 
 
-def apply(target: Path, project: Path = PROJECT) -> list[str]:
-    """Put the stack on ``target`` and return what was done, a line each.
+def apply(path: Path, project: Path = PROJECT, framework: Framework = VERL) -> list[str]:
+    """Put the stack on the target and return what was done, a line each.
 
     Does nothing to a target that carries this very stack; takes another version of the stack off first. Raises Refused,
     with nothing changed, on a target that is half-patched, dirty or foreign, and OSError where it cannot be written.
     """
-    with locked(target) as root:
-        stacks = load_stacks(project)
-        blobs, record = verl_blobs(root), read_record(root)
-        found = examine(root, blobs, record, stacks)
+    with locked(path, framework) as target:
+        stacks = load_stacks(project, framework)
+        blobs, record = target.blobs(), read_record(target)
+        found = examine(target, blobs, record, stacks)
         if found.state == "patched":
             return [f"{found.detail}: nothing to do"]
         if found.state not in ("pristine", "outdated", "interrupted"):
-            raise Refused(f"{root}: {found.state}: {found.detail}")
+            raise Refused(f"{target.root}: {found.state}: {found.detail}")
         stack = next(stack for stack in stacks if stack.release.name == found.release)
         if not stack.patches:
-            raise Refused(f"verl {found.release} has no patches yet")
+            raise Refused(f"{stack.release} has no patches yet")
         kept = record.hooked(blobs) if record else []
-        hooked = hooked_files(stack, lambda path: (original(root, path) if path in kept else root / path).read_bytes())
+        hooked = hooked_files(
+            stack, lambda path: (target.original(path) if path in kept else target.root / path).read_bytes()
+        )
         new = make_record(stack, record.undone(blobs) if record else blobs)
-        refuse_unwritable(root, new)
+        refuse_unwritable(target, new)
         done = []
         if record:
-            roll_back(root, record, blobs)
-            done = [f"verl {record.release}: stack {record.stack} taken off first"]
-        put_on(root, new, {**hooked, **stack.added})
-    counts = f"{len(new.replaced)} files hooked, {len(new.added)} copied, stamp {new.stack} in {STAMP}"
-    return [*done, f"verl {new.release}: {counts}"]
+            roll_back(target, record, blobs)
+            done = [f"{framework.name} {record.release}: stack {record.stack} taken off first"]
+        put_on(target, new, {**hooked, **stack.added})
+    counts = f"{len(new.replaced)} files hooked, {len(new.added)} copied, stamp {new.stack} in {framework.stamp}"
+    return [*done, f"{stack.release}: {counts}"]
 
 
-def unapply(target: Path, project: Path = PROJECT) -> list[str]:
-    """Take the stack off ``target``, to the byte, and return what was done, a line each.
+def unapply(path: Path, project: Path = PROJECT, framework: Framework = VERL) -> list[str]:
+    """Take the stack off the target, to the byte, and return what was done, a line each.
 
     Does nothing to a pristine target. Raises Refused, with nothing changed, where files were edited since apply or
     where the target is neither pristine nor has the record that apply keeps.
     """
-    with locked(target) as root:
-        blobs, record = verl_blobs(root), read_record(root)
+    with locked(path, framework) as target:
+        blobs, record = target.blobs(), read_record(target)
         if record and not record.edited(blobs):
-            roll_back(root, record, blobs)
+            roll_back(target, record, blobs)
             counts = f"{len(record.replaced)} files restored, {len(record.added)} removed"
-            return [f"verl {record.release}: stack {record.stack} taken off, {counts}"]
-        found = examine(root, blobs, record, load_stacks(project))
+            return [f"{framework.name} {record.release}: stack {record.stack} taken off, {counts}"]
+        found = examine(target, blobs, record, load_stacks(project, framework))
         if found.state != "pristine":
-            raise Refused(f"{root}: {found.state}: {found.detail}")
-        sweep(root)
+            raise Refused(f"{target.root}: {found.state}: {found.detail}")
+        sweep(target)
         return [f"{found.detail}: nothing to do"]
 
 
@@ -423,77 +478,70 @@ def make_record(stack: Stack, pristine: Mapping[str, str]) -> Record:
     folders = {folder.as_posix() for path in added for folder in Path(path).parents}
     folders -= {folder.as_posix() for path in pristine for folder in Path(path).parents}
     replaced = {path: (before, stack.after[path]) for path, before in stack.before.items()}
-    tree = verl_tree_id({**pristine, **stack.after, **added})
+    tree = package_tree_id({**pristine, **stack.after, **added})
     return Record(stack.release.name, stack.id, tree, replaced, added, sorted(folders))
 
 
-def put_on(root: Path, record: Record, contents: Mapping[str, bytes]) -> None:
+def put_on(target: Target, record: Record, contents: Mapping[str, bytes]) -> None:
     """Do what ``record`` tells on a pristine tree; what fails midway is rolled back before it is raised."""
     try:
-        stage(root, record, contents)
+        stage(target, record, contents)
         for folder in record.folders:
-            (root / folder).mkdir(exist_ok=True)
+            (target.root / folder).mkdir(exist_ok=True)
         for path in contents:
-            os.replace(staged(root, path), root / path)
-            drop_compiled(root / path)
-        os.replace(staged(root, STAMP), root / STAMP)
+            os.replace(target.staged(path), target.root / path)
+            drop_compiled(target.root / path)
+        os.replace(target.staged(target.framework.stamp), target.stamp)
     except BaseException:
-        if (root / RECORD).exists():
-            roll_back(root, record, verl_blobs(root))
+        if target.record.exists():
+            roll_back(target, record, target.blobs())
         else:
-            sweep(root)
+            sweep(target)
         raise
 
 
-def stage(root: Path, record: Record, contents: Mapping[str, bytes]) -> None:
+def stage(target: Target, record: Record, contents: Mapping[str, bytes]) -> None:
     """Write into the target's bookkeeping all that putting the stack on will need, the record last."""
-    sweep(root)
-    (root / BOOK).mkdir()
-    (root / BOOK / ".gitignore").write_text("*\n")  # where the target is a git checkout
-    for path, content in {**contents, STAMP: record.stamp_file, RECORD: json.dumps(asdict(record)).encode()}.items():
-        staged(root, path).write_bytes(content)
+    sweep(target)
+    target.book.mkdir()
+    (target.book / ".gitignore").write_text("*\n")  # where the target is a git checkout
+    for path, content in {**contents, target.framework.stamp: record.stamp_file}.items():
+        target.staged(path).write_bytes(content)
     for path in record.replaced:
-        shutil.copy2(root / path, original(root, path))
-        shutil.copymode(root / path, staged(root, path))
-    os.replace(staged(root, RECORD), root / RECORD)
+        shutil.copy2(target.root / path, target.original(path))
+        shutil.copymode(target.root / path, target.staged(path))
+    begun = target.staged("record.json")
+    begun.write_text(json.dumps(asdict(record)))
+    os.replace(begun, target.record)
 
 
-def staged(root: Path, path: str) -> Path:
-    """Where the file that is to be renamed to ``path`` is made."""
-    return root / BOOK / f"new+{path.replace('/', '+')}"
-
-
-def original(root: Path, path: str) -> Path:
-    """Where the file that was at ``path`` is kept."""
-    return root / BOOK / f"old+{path.replace('/', '+')}"
-
-
-def roll_back(root: Path, record: Record, blobs: Mapping[str, str]) -> None:
+def roll_back(target: Target, record: Record, blobs: Mapping[str, str]) -> None:
     """Undo what ``record`` tells on the tree of these ``blobs``; where it is cut short it can be called again."""
     hooked = record.hooked(blobs)
     for path in hooked:
-        if blob_id(original(root, path).read_bytes()) != record.replaced[path][0]:
-            raise Refused(f"{original(root, path)} was changed since apply; reinstall verl {record.release}")
-    refuse_unwritable(root, record)
-    (root / STAMP).unlink(missing_ok=True)
+        if blob_id(target.original(path).read_bytes()) != record.replaced[path][0]:
+            again = f"reinstall {target.framework.name} {record.release}"
+            raise Refused(f"{target.original(path)} was changed since apply; {again}")
+    refuse_unwritable(target, record)
+    target.stamp.unlink(missing_ok=True)
     for path in hooked:
-        os.replace(original(root, path), root / path)
+        os.replace(target.original(path), target.root / path)
     for path in record.added:
-        (root / path).unlink(missing_ok=True)
+        (target.root / path).unlink(missing_ok=True)
     for path in [*record.replaced, *record.added]:
-        drop_compiled(root / path)
-    for folder in map(root.joinpath, reversed(record.folders)):
+        drop_compiled(target.root / path)
+    for folder in map(target.root.joinpath, reversed(record.folders)):
         if folder.exists() and not any(folder.iterdir()):
             folder.rmdir()
-    (root / RECORD).unlink()
-    sweep(root)
+    target.record.unlink()
+    sweep(target)
 
 
-def sweep(root: Path) -> None:
+def sweep(target: Target) -> None:
     """Remove bookkeeping that no record speaks for any more."""
-    (root / STAMP).unlink(missing_ok=True)
-    if (root / BOOK).exists():
-        shutil.rmtree(root / BOOK)
+    target.stamp.unlink(missing_ok=True)
+    if target.book.exists():
+        shutil.rmtree(target.book)
 
 
 def drop_compiled(path: Path) -> None:
@@ -505,9 +553,9 @@ def drop_compiled(path: Path) -> None:
         cache.rmdir()
 
 
-def refuse_unwritable(root: Path, record: Record) -> None:
+def refuse_unwritable(target: Target, record: Record) -> None:
     """Raise Refused where a folder that would change is read-only."""
-    paths = [BOOK, STAMP, *record.replaced, *record.added]
-    for folder in sorted({(root / path).parent for path in paths}):
+    paths = [target.framework.book, target.framework.stamp, *record.replaced, *record.added]
+    for folder in sorted({(target.root / path).parent for path in paths}):
         if folder.exists() and not os.access(folder, os.W_OK):
             raise Refused(f"{folder} is read-only; nothing was changed")

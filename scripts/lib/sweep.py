@@ -180,7 +180,7 @@ def tree(name: str, folder: str) -> Code:
     if not folder or not NAME.fullmatch(name):
         raise Refused(f"{word}: must be NAME=FOLDER; a name is letters, digits and . _ + - alone")
     try:
-        root = stack.verl_root(Path(folder).expanduser().resolve())
+        root = stack.find_target(Path(folder).expanduser().resolve(), releases.VERL).root
         found = stack.status(root)
     except releases.Refused as refusal:
         raise Refused(f"{word}: {refusal}") from refusal
@@ -188,7 +188,8 @@ def tree(name: str, folder: str) -> Code:
     patched = found.stamp or (found.state == "foreign" and (root / "verl/utils/precision.py").exists())
     if not patched or found.state in ("half-patched", "interrupted"):
         raise Refused(f"{word}: {found.detail}; make apply-patches VERL={folder} patches it")
-    identity = {"folder": str(root), "state": found.detail, "tree": releases.verl_tree_id(releases.verl_blobs(root))}
+    content = releases.package_tree_id(releases.package_blobs(root))
+    identity = {"folder": str(root), "state": found.detail, "tree": content}
     return Code(name, verl=root, identity=identity)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from . import hops
 from .hops import UNKNOWN
 from .job import CONFIGS, Refused
-from .releases import STAMP, blob_id, verl_blobs, wheel
+from .releases import blob_id, wheel
 from .stack import Stack, closest, examine, load_stacks, locked, read_record
 
 # --- the tree ---------------------------------------------------------------------------------------------------------
@@ -71,9 +71,9 @@ def look_at(target: Path) -> Tree:
     Raises:
         lib.releases.Refused: ``target`` is no verl, or a release's wheel to compare it with cannot be had.
     """
-    with locked(target) as root:
-        blobs, record, stacks = verl_blobs(root), read_record(root), load_stacks()
-        found = examine(root, blobs, record, stacks)
+    with locked(target) as held:
+        blobs, record, stacks = held.blobs(), read_record(held), load_stacks()
+        found = examine(held, blobs, record, stacks)
     state = {"pristine": "unpatched", "patched": "patched", "outdated": "patched"}.get(found.state, "foreign")
     by_name = {stack.release.name: stack for stack in stacks}
     stack = by_name[found.release] if found.release else closest(record.undone(blobs) if record else blobs, stacks)
@@ -82,8 +82,8 @@ def look_at(target: Path) -> Tree:
         files = {path: "patched" if path in hooked else "release" for path in rule_files()}
     else:
         files = compared(blobs, stack)
-    stamp = json.loads((root / STAMP).read_text())["stack"] if (root / STAMP).exists() else None
-    return Tree(root, stack.release.name, state, stamp, files)
+    stamp = json.loads(held.stamp.read_text())["stack"] if held.stamp.exists() else None
+    return Tree(held.root, stack.release.name, state, stamp, files)
 
 
 def rule_files() -> list[str]:

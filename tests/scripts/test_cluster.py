@@ -69,7 +69,7 @@ def test_a_node_says_what_it_would_train_with(patched, imported):
     imported(patched)
     sys.path += path
     told = cluster.facts(ASKED, "cpu")
-    stamp = json.loads((patched / releases.STAMP).read_text())
+    stamp = json.loads((patched / releases.VERL.stamp).read_text())
     assert (told["verl"], told["root"], told["stack"], told["tree"]) == (
         "0.9.1",
         str(patched),
@@ -453,6 +453,6 @@ def test_a_submitted_job_trains_patched_on_unpatched_nodes(unpatched_cluster, tm
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations
-    assert summary["patch_stamp"] == json.loads((Path(verl).parent / releases.STAMP).read_text())
+    assert summary["patch_stamp"] == json.loads((Path(verl).parent / releases.VERL.stamp).read_text())
     logs = [path for path in unpatched_cluster.folder.rglob("*") if path.is_file() and "/logs/" in str(path)]
     assert logs and not [path for path in logs if SECRET.encode() in path.read_bytes()]

@@ -14,7 +14,7 @@ from lib import hops
 from lib.diagnosis import Diagnosis, diagnose
 from lib.holding import UPSTREAM_SCALER
 from lib.job import CONFIGS, Refused
-from lib.releases import BOOK, PROJECT, STAMP, load_releases, unpacked_wheel
+from lib.releases import PROJECT, VERL, load_releases, unpacked_wheel
 from lib.stack import apply, load_stack
 from lib.target import look_at
 
@@ -506,8 +506,8 @@ def test_a_foreign_verl(foreign: Path):
 def test_patches_on_a_foreign_verl(trees: dict[str, Path], tmp_path: Path):
     """As port leaves a tree: no record, one hooked file merged into what changed, the others as patches make them."""
     root = Path(shutil.copytree(trees["patched"], tmp_path / "ported"))
-    shutil.rmtree(root / BOOK)
-    (root / STAMP).unlink()
+    shutil.rmtree(root / VERL.book)
+    (root / VERL.stamp).unlink()
     manager = root / "verl/utils/checkpoint/fsdp_checkpoint_manager.py"
     manager.write_text(manager.read_text() + "\n# of another commit\n")
     found = diagnose(look_at(root), ["+precision=fp16"])

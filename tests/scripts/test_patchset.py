@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from lib import series, stack
-from lib.releases import PROJECT, find_release, load_releases, unpacked_wheel, verl_blobs, verl_tree_id, wheel
+from lib.releases import PROJECT, find_release, load_releases, package_blobs, package_tree_id, unpacked_wheel, wheel
 
 RELEASE = "0.9.1"
 ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
@@ -95,6 +95,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (project / ".cache/wheels" / wheel(RELEASE).name).symlink_to(wheel(RELEASE))
     for path, text in {
         "patches/verl/versions.toml": entry(RELEASE),
+        "patches/oat/versions.toml": "",
         f"patches/verl/files/{MODULE}": "ANSWER = 42\n",
         f"patches/verl/files/{PART}": "",
         "configs/precision/fp16.yaml": "# @package _global_\n",
@@ -144,9 +145,10 @@ def test_apply_hooks_copies_and_stamps(tiny: Path, pristine: Path, target: Path)
     assert (target / CONFIG).read_text().startswith("# A key.\nkey: 1\n")
     assert (target / MODULE).read_text() == "ANSWER = 42\n"
     assert (target / OVERLAY).read_text() == "# @package _global_\n"
-    expected = {"release": RELEASE, "stack": stack.load_stacks(tiny)[0].id, "tree": verl_tree_id(verl_blobs(target))}
+    expected = {"release": RELEASE, "stack": stack.load_stacks(tiny)[0].id}
+    expected["tree"] = package_tree_id(package_blobs(target))
     assert json.loads((target / STAMP).read_text()) == expected
-    changed = verl_blobs(target).items() - verl_blobs(pristine).items()
+    changed = package_blobs(target).items() - package_blobs(pristine).items()
     assert {path for path, _ in changed} == {ENGINE, CONFIG, PROTOCOL, MODULE, PART, OVERLAY}
 
 
@@ -265,7 +267,7 @@ def test_dirty_before_apply(tiny: Path, target: Path, command: str):
     edit(target / PROTOCOL, "import copy", "import copy  # mine")
     line = refused(tiny, command, target, unchanged=target)
     assert "dirty" in line and PROTOCOL in line
-    assert f"where they are a later commit's, make drift VERL={target} lists them, make port FROM=0.9.1 TO=" in line
+    assert f"where they are a later commit's, make drift VERL={target} lists them, make port FRAMEWORK=verl F" in line
 
 
 def test_edited_files_are_named_and_many_are_counted(tiny: Path, target: Path):
@@ -325,7 +327,8 @@ def test_foreign(tiny: Path, target: Path, command: str):
     line = refused(tiny, command, target, unchanged=target)
     assert f"of the 3 files that its stack hooks, 1 differ: {ENGINE};" in line
     assert "matches none of verl 0.9.1; the closest is 0.9.1" in line
-    assert f"make drift VERL={target} lists them, make port FROM=0.9.1 TO={target} carries the stack over" in line
+    carry = f"make port FRAMEWORK=verl FROM=0.9.1 TO={target} carries the stack over"
+    assert f"make drift VERL={target} lists them, {carry}" in line
 
 
 def test_the_closest_release_has_the_largest_share(tiny: Path, target: Path):
@@ -334,7 +337,8 @@ def test_the_closest_release_has_the_largest_share(tiny: Path, target: Path):
     other = replace(own, release=replace(own.release, name="0.1"), before={PROTOCOL: "0" * 40})
     edit(target / ENGINE, "import logging", "import logging  # later")
     edit(target / CONFIG, "# Format", "# format")
-    assert stack.closest(verl_blobs(target), [other, own]) is stack.closest(verl_blobs(target), [own, other]) is own
+    blobs = package_blobs(target)
+    assert stack.closest(blobs, [other, own]) is stack.closest(blobs, [own, other]) is own
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -492,8 +496,8 @@ def test_killed_at_any_moment(tiny: Path, project: Path, pristine: Path, bare: P
     assert contents(target) == contents(newer)
     assert number > 40
     assert states == {"outdated", "pristine", "interrupted"}
-    assert verl_blobs(bare).items() <= verl_blobs(pristine).items()
-    assert verl_tree_id(verl_blobs(pristine)) == find_release(RELEASE).tree_before
+    assert package_blobs(bare).items() <= package_blobs(pristine).items()
+    assert package_tree_id(package_blobs(pristine)) == find_release(RELEASE).tree_before
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -659,8 +663,8 @@ def test_check_finds(project: Path, file: str, old: str, new: str, named: str):
     edit(project / "patches/verl" / file, old, new)
     done = patchset(project, "check", "--json", "--all")
     found = json.loads(done.stdout)
-    assert (done.returncode, found[RELEASE]["ok"]) == (1, False)
-    assert named in found[RELEASE]["detail"]
+    assert (done.returncode, found[f"verl {RELEASE}"]["ok"]) == (1, False)
+    assert named in found[f"verl {RELEASE}"]["detail"]
 
 
 def test_check_of_a_good_stack(tiny: Path):

@@ -70,9 +70,9 @@ def refused(project: Path, *args: object, unchanged: Path, **options) -> str:
     return done.stderr
 
 
-def entry(release: str) -> str:
+def entry(release: str, framework: str = "verl") -> str:
     """What versions.toml says of a release."""
-    text = (PROJECT / "patches/verl/versions.toml").read_text()
+    text = (PROJECT / "patches" / framework / "versions.toml").read_text()
     (found,) = (part for part in text.split("\n\n") if part.startswith(f'["{release}"]'))
     return found.strip() + "\n"
 

@@ -155,7 +155,7 @@ def reweigh(
     if args.rollout_is is not None:
         loss = loss * _weights(args, logps, actor_logps, response_mask)
     if args.rollout_rs is not None:
-        loss = loss * _kept(args, logps, actor_logps, response_mask)
+        loss = torch.where(_kept(args, logps, actor_logps, response_mask), loss, torch.zeros_like(loss))
     return loss
 
 
@@ -165,11 +165,10 @@ def _log_ratio(logps: torch.Tensor, actor_logps: torch.Tensor, mask: torch.Tenso
     return ratio.sum(-1, keepdim=True) if level == "sequence" else ratio
 
 
-def _weights(
-    args: MismatchArgs, logps: torch.Tensor, actor_logps: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """pi/mu, truncated; an inf, beyond exp(88), is one even where nothing is truncated."""
-    return _log_ratio(logps, actor_logps, mask, args.rollout_is).exp().clamp(max=args.rollout_is_threshold)
+def _weights(args: MismatchArgs, logps: torch.Tensor, actor_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """pi/mu, truncated; at most exp(20) in any case, as in verl: an inf would make NaN of an advantage of 0."""
+    weights = _log_ratio(logps, actor_logps, mask, args.rollout_is).clamp(max=20.0).exp()
+    return weights.clamp(max=args.rollout_is_threshold)
 
 
 def _kept(args: MismatchArgs, logps: torch.Tensor, actor_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

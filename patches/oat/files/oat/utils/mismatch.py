@@ -11,17 +11,17 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""How far the learner's log-probabilities are from those that the actors sampled with: measured, and weighed in the loss.
+"""How far the learner's log-probabilities are from those that the actors sampled with: measured, weighed in the loss.
 
 The module needs torch and the standard library alone. The metrics have verl's names and definitions
 (``verl/utils/debug/metrics.py``, ``verl/trainer/ppo/rollout_corr_helper.py``), the weights verl's names
-(``rollout_correction``). Weights: Qi et al. 2025, arXiv 2510.26788: truncated (TIS) and masked (MIS) importance sampling,
-and policy gradients with importance weights (PG), which is ``reinforce_update`` with ``rollout_is``.
+(``rollout_correction``). Of them are made, as in Qi et al. 2025 (arXiv 2510.26788), truncated (TIS) and masked (MIS)
+importance sampling, and policy gradients with importance weights (PG): ``reinforce_update`` with ``rollout_is``.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Literal, Optional, Sequence
+from typing import Any, Literal, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ def check_mismatch(args: Any) -> None:
         )
 
 
-def rollout_logps(sampled: Sequence[Optional[List[float]]], response_mask: torch.Tensor) -> torch.Tensor:
+def rollout_logps(sampled: Sequence[Optional[list[float]]], response_mask: torch.Tensor) -> torch.Tensor:
     """What the actors sampled with, laid out like the learner's log-probabilities; for releases that do not have it.
 
     Args:
@@ -82,14 +82,14 @@ def rollout_logps(sampled: Sequence[Optional[List[float]]], response_mask: torch
         fp32, shape (batch, tokens - 1); 0 outside of the response, NaN where nothing was recorded.
     """
     logps = torch.zeros_like(response_mask, dtype=torch.float32)
-    for row, mask, values in zip(logps, response_mask, sampled):
-        row[mask] = math.nan if values is None else torch.tensor(values, device=row.device)
+    for row, values in enumerate(sampled):
+        logps[row, response_mask[row]] = math.nan if values is None else torch.tensor(values, device=logps.device)
     return logps
 
 
 def mismatch_metrics(
     args: MismatchArgs, logps: torch.Tensor, actor_logps: torch.Tensor, response_mask: torch.Tensor
-) -> Dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor]:
     """The mismatch of a batch before it is learnt from, over the responses' tokens of all ranks: a collective call.
 
     Args:
@@ -101,7 +101,7 @@ def mismatch_metrics(
         ``rollout_probs_diff_mean`` and ``_max``, of ``|exp(actor) - exp(learner)|``; ``rollout_k3_kl``, the k3 estimate
         of KL(actor, learner); OAT's own ``kl_sample_train_v1`` and ``v2``, the means of ``actor - learner`` and of half
         its square; with ``rollout_is`` the weights' mean, ``rollout_is_mean``; with ``rollout_rs`` the part of the
-        responses that is left out, ``rollout_rs_masked_fraction``.
+        tokens that is left out, ``rollout_rs_masked_fraction``.
     """
     mask = response_mask.bool()
     logps, actor_logps = logps.detach().float(), actor_logps.float()
@@ -118,18 +118,13 @@ def mismatch_metrics(
         weights = _weights(args, logps, actor_logps, mask).expand_as(logps)
         sums["rollout_is_mean"] = weights[mask].sum()
     if args.rollout_rs is not None:
-        sums["rollout_rs_masked_fraction"] = (~_kept(args, logps, actor_logps, mask)).sum()
-    counts = [diff.new_tensor(n) for n in (diff.numel(), len(mask))]
-    totals = torch.stack([value.float() for value in (*sums.values(), *counts)])
+        sums["rollout_rs_masked_fraction"] = (mask & ~_kept(args, logps, actor_logps, mask)).sum()
+    totals = torch.stack([value.float() for value in sums.values()] + [diff.new_tensor(diff.numel())])
     largest = diff.max() if diff.numel() else diff.new_tensor(0.0)
     if dist.is_initialized():
         dist.all_reduce(totals)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    *values, tokens, responses = totals
-    metrics = {
-        name: value / (responses if name == "rollout_rs_masked_fraction" else tokens)
-        for name, value in zip(sums, values)
-    }
+    metrics = dict(zip(sums, totals[:-1] / totals[-1]))  # noqa: B905, for Python 3.9
     return {**metrics, "rollout_probs_diff_max": largest}
 
 

@@ -13,8 +13,8 @@
 # limitations under the License.
 """The precision of an OAT run: one choice for learner and actors, and a loss scaler that reports what it does.
 
-The module needs torch and the standard library alone. OAT calls it; it calls nothing of OAT. What it says of DeepSpeed is
-of 0.16.8, which every release that it serves asks for.
+The module needs torch and the standard library alone. OAT calls it; it calls nothing of OAT. What it says of DeepSpeed
+is of 0.16.8, which every release that it serves asks for.
 
 Why: in fp16 on both sides the log-probabilities of learner and actor agree far better than in bf16 (Qi et al. 2025,
 "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788). fp16 needs a loss scale, which has to be
@@ -25,7 +25,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Literal, Optional
+from typing import Any, Callable, Literal, Optional
 
 import torch
 
@@ -73,7 +73,7 @@ class PrecisionArgs:
     loss_scale_window: int = 1000
     # fp16: overflows before the loss scale is halved (not with --zero_stage 0, which halves at each).
     hysteresis: int = 2
-    # fp16: whether an update without an overflow gives back the whole hysteresis, rather than loss_scale_window of them.
+    # fp16: whether one update without an overflow gives the whole hysteresis back, not loss_scale_window of them.
     consecutive_hysteresis: bool = False
     # fp16: the loss scale is never halved below this; an overflow at it ends the run.
     min_loss_scale: float = 1.0
@@ -143,7 +143,7 @@ def vllm_dtype(args: Any) -> str:
     return _name(rollout_dtype(args))
 
 
-def deepspeed_sections(args: Any) -> Dict[str, Dict[str, Any]]:
+def deepspeed_sections(args: Any) -> dict[str, dict[str, Any]]:
     """The sections ``bf16`` and ``fp16`` of a DeepSpeed config.
 
     Every setting of a dynamic loss scale is named: where none is, DeepSpeed starts at 2**32 with a hysteresis of 1
@@ -211,7 +211,7 @@ def gradient_norm(engine: Any, full_gradient: Callable[[torch.nn.Parameter], Opt
     return squared.sqrt() / engine.optimizer.cur_scale
 
 
-def largest_norm(norms: List[torch.Tensor], args: Any) -> Dict[str, torch.Tensor]:
+def largest_norm(norms: list[torch.Tensor], args: Any) -> dict[str, torch.Tensor]:
     """OAT's ``policy_grad_norm`` of a learning step; in fp16 of the updates that were taken, absent where none was."""
     if args.fp16:
         norms = [norm for norm in norms if torch.isfinite(norm)]
@@ -220,7 +220,7 @@ def largest_norm(norms: List[torch.Tensor], args: Any) -> Dict[str, torch.Tensor
     return {"policy_grad_norm": torch.tensor(norms).max()}
 
 
-def scaler_metrics(learner: Any) -> Dict[str, float]:
+def scaler_metrics(learner: Any) -> dict[str, float]:
     """What the loss scalers of a learner did since they were last asked; nothing before an update, or without fp16.
 
     ``train/loss_scale``, which the next update is made with; ``train/skipped_steps``, since the last report;
@@ -265,7 +265,7 @@ def resume_scaler(engine: Any, configured: Any) -> None:
         print(f"[oat-precision] the checkpoint has {kind[loaded.dynamic]}: it starts anew at {configured.cur_scale}")
 
 
-def patch_stamp() -> Optional[Dict[str, str]]:
+def patch_stamp() -> Optional[dict[str, str]]:
     """What ``patchset.py apply`` wrote beside this file: ``release``, ``stack``, ``tree``; ``None`` without it."""
     stamp = Path(__file__).with_name("precision_stamp.json")
     return json.loads(stamp.read_text()) if stamp.exists() else None
@@ -293,7 +293,7 @@ def report_precision(learner: Any) -> None:
     (Path(learner.save_path) / "args.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def write_metrics(learner: Any, logs: Dict[str, Any]) -> None:
+def write_metrics(learner: Any, logs: dict[str, Any]) -> None:
     """Append what OAT logs to ``metrics.jsonl`` in the run's folder, as verl's file logger does; rank 0 alone calls it.
 
     A line is ``{"step": the learning round, "data": {name: number}}``; NaN and inf are null. The evaluation before the
@@ -306,7 +306,7 @@ def write_metrics(learner: Any, logs: Dict[str, Any]) -> None:
         file.write(json.dumps({"step": step, "data": data}) + "\n")
 
 
-def _facts(engine: Any) -> Dict[str, Any]:
+def _facts(engine: Any) -> dict[str, Any]:
     """What an engine computes in, accumulates gradients in and keeps its masters in, read from its tensors."""
     compute = {_name(p.dtype) for p in engine.module.parameters() if p.is_floating_point()}
     facts = {"strategy": f"zero{engine.zero_optimization_stage()}", "compute": "+".join(sorted(compute))}

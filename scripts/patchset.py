@@ -2,6 +2,9 @@
 
 TARGET is a git checkout, an unpacked release or a site-packages folder. Exit code: 0 done, 1 refused or failed
 (for status: the target is neither pristine nor patched; for port: there are conflicts to resolve), 2 usage.
+
+With --json, list prints a list of releases, each with its framework, check an object by framework and release
+("oat 0.2.4"), status an object.
 """
 
 import argparse
@@ -49,9 +52,10 @@ def list_(args: argparse.Namespace) -> int:
 
 
 def status(args: argparse.Namespace) -> int:
-    found = stack.status(args.target, framework=held(args))
+    framework = held(args)
+    found = stack.status(args.target, framework=framework)
     if args.json:
-        print(json.dumps({"target": str(args.target), **asdict(found)}, indent=2))
+        print(json.dumps({"target": str(args.target), "framework": framework.name, **asdict(found)}, indent=2))
     else:
         print(f"{found.state}: {found.detail}")
     return 0 if found.state in ("pristine", "patched", "outdated") else 1

@@ -82,6 +82,8 @@ def test_apply_hooks_copies_and_stamps_and_unapply_gives_back_the_wheel(both: Pa
     changed = package_blobs(target, OAT).items() - package_blobs(wheel_of_oat, OAT).items()
     assert {path for path, _ in changed} == {ARGS, SAME, MODULE}
     assert patchset(both, "status", target / "oat").stdout == f"patched: oat 0.2.3 with stack {own.id}\n"
+    told = json.loads(patchset(both, "status", target, "--json").stdout)
+    assert (told["framework"], told["release"], told["state"]) == ("oat", RELEASE, "patched")
     assert "nothing to do" in patchset(both, "apply", "--framework", "oat", target).stdout
     done = patchset(both, "unapply", target)
     assert done.stdout == f"oat 0.2.3: stack {own.id} taken off, 2 files restored, 1 removed\n"

@@ -90,7 +90,7 @@ def rollout_logps(sampled: Sequence[Optional[list[float]]], response_mask: torch
 def mismatch_metrics(
     args: MismatchArgs, logps: torch.Tensor, actor_logps: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The mismatch of a batch before it is learnt from, over the responses' tokens of all ranks: a collective call.
+    """The mismatch of a batch before it is learnt from: a collective call.
 
     Args:
         logps: the learner's log-probabilities, shape (batch, tokens - 1).
@@ -98,10 +98,11 @@ def mismatch_metrics(
         response_mask: bool, of the same shape.
 
     Returns:
-        ``rollout_probs_diff_mean`` and ``_max``, of ``|exp(actor) - exp(learner)|``; ``rollout_k3_kl``, the k3 estimate
-        of KL(actor, learner); OAT's own ``kl_sample_train_v1`` and ``v2``, the means of ``actor - learner`` and of half
-        its square; with ``rollout_is`` the weights' mean, ``rollout_is_mean``; with ``rollout_rs`` the part of the
-        tokens that is left out, ``rollout_rs_masked_fraction``.
+        Over the responses' tokens of all ranks: ``rollout_probs_diff_mean`` and ``_max``, of
+        ``|exp(actor) - exp(learner)|``; ``rollout_k3_kl``, the k3 estimate of KL(actor, learner); with ``rollout_is``
+        the weights' mean, ``rollout_is_mean``; with ``rollout_rs`` the part of the tokens that is left out,
+        ``rollout_rs_masked_fraction``. Of this rank, as OAT has them from 0.2.3 on: ``kl_sample_train_v1`` and ``v2``,
+        the means of ``actor - learner`` and of half its square.
     """
     mask = response_mask.bool()
     logps, actor_logps = logps.detach().float(), actor_logps.float()
@@ -111,8 +112,6 @@ def mismatch_metrics(
     sums = {
         "rollout_probs_diff_mean": diff.sum(),
         "rollout_k3_kl": (ratio.expm1() - ratio).sum(),
-        "kl_sample_train_v1": -ratio.sum(),
-        "kl_sample_train_v2": 0.5 * ratio.square().sum(),
     }
     if args.rollout_is is not None:
         weights = _weights(args, logps, actor_logps, mask).expand_as(logps)
@@ -125,7 +124,10 @@ def mismatch_metrics(
         dist.all_reduce(totals)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     metrics = dict(zip(sums, totals[:-1] / totals[-1]))  # noqa: B905, for Python 3.9
-    return {**metrics, "rollout_probs_diff_max": largest}
+    metrics["rollout_probs_diff_max"] = largest
+    metrics["kl_sample_train_v1"] = -ratio.mean()
+    metrics["kl_sample_train_v2"] = 0.5 * ratio.square().mean()
+    return metrics
 
 
 def reweigh(

@@ -243,8 +243,9 @@ def scaler_metrics(learner: Any) -> dict[str, float]:
 def resume_scaler(engine: Any, configured: Any) -> None:
     """After a checkpoint was loaded: the loss scale goes on from it, by this run's settings.
 
-    DeepSpeed's ZeRO optimizers take the whole scaler from the checkpoint, settings included; from a run in bf16 that is
-    a fixed scale of 1. Then, and where one of both is fixed, the scaler starts anew.
+    DeepSpeed's ZeRO optimizers take the whole scaler from the checkpoint, settings included, also whether it is
+    dynamic. Where one of both is and the other is not, the loss scale starts anew. (A checkpoint in bf16 cannot be
+    resumed in fp16: DeepSpeed names its files otherwise.)
 
     Args:
         engine: a DeepSpeedEngine.

@@ -1,0 +1,17 @@
+"""OAT's two modules as they are copied into every release, without OAT."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+FILES = Path(__file__).resolve().parents[2] / "patches/oat/files/oat/utils"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"oat_{name}", FILES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+precision, mismatch = load("precision"), load("mismatch")

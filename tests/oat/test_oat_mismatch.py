@@ -1,0 +1,157 @@
+"""OAT's mismatch module by itself, against a computation by hand: it needs torch alone."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from oat_modules import mismatch
+
+
+@dataclass
+class Args(mismatch.MismatchArgs):
+    tis_c: float | None = None
+    reinforce_update: bool = False
+
+
+# Two responses, of two tokens and of one; outside of them the numbers must not matter.
+LOGPS = torch.tensor([[-1.0, -2.0, 9.0], [7.0, -0.5, math.nan]])
+ACTOR = torch.tensor([[-1.5, -1.8, 0.0], [0.0, -2.5, 0.0]])
+MASK = torch.tensor([[True, True, False], [False, True, False]])
+LOSS = torch.tensor([[1.0, 2.0, 0.0], [0.0, 4.0, 0.0]])
+
+
+def weighed(**given) -> list[float]:
+    return mismatch.reweigh(Args(**given), LOSS, LOGPS, ACTOR, MASK)[MASK].tolist()
+
+
+def test_without_weights_the_loss_is_itself():
+    assert mismatch.reweigh(Args(), LOSS, LOGPS, ACTOR, MASK) is LOSS
+
+
+@pytest.mark.parametrize(
+    ("given", "weights"),
+    [
+        ({"rollout_is": "token", "rollout_is_threshold": math.inf}, [math.exp(0.5), math.exp(-0.2), math.exp(2.0)]),
+        ({"rollout_is": "token"}, [math.exp(0.5), math.exp(-0.2), 2.0]),
+        ({"rollout_is": "sequence"}, [math.exp(0.3), math.exp(0.3), 2.0]),
+        ({"rollout_rs": "sequence", "rollout_rs_threshold": 3.0}, [1.0, 1.0, 0.0]),
+        ({"rollout_rs": "sequence", "rollout_rs_threshold": 8.0}, [1.0, 1.0, 1.0]),
+        (
+            {
+                "rollout_is": "sequence",
+                "rollout_is_threshold": 3.0,
+                "rollout_rs": "sequence",
+                "rollout_rs_threshold": 3.0,
+            },
+            [math.exp(0.3), math.exp(0.3), 0.0],
+        ),
+    ],
+)
+def test_weights(given, weights):
+    expected = [loss * weight for loss, weight in zip(LOSS[MASK].tolist(), weights, strict=True)]
+    assert weighed(**given) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_weight_is_finite():
+    """An inf would make NaN of an advantage of zero, and of a response that is left out."""
+    logps, actor, mask = torch.tensor([[0.0]]), torch.tensor([[-200.0]]), torch.tensor([[True]])
+    for loss in (0.0, 1.0):
+        for level in ("token", "sequence"):
+            args = Args(rollout_is=level, rollout_is_threshold=math.inf)
+            assert mismatch.reweigh(args, torch.tensor([[loss]]), logps, actor, mask).item() == pytest.approx(
+                loss * math.exp(20)
+            )
+    args = Args(rollout_rs="sequence", rollout_rs_threshold=2.0)
+    loss = torch.tensor([[math.inf]], requires_grad=True)
+    left_out = mismatch.reweigh(args, loss, logps, actor, mask)
+    left_out.sum().backward()
+    assert left_out.item() == 0.0 and loss.grad.item() == 0.0
+
+
+def test_the_gradient_of_policy_gradients_with_importance_weights():
+    """d/dtheta of -A w log pi is -A w: nothing goes through the weight."""
+    logps = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    actor, advantage = torch.tensor([[-1.5, -1.8]]), 3.0
+    args = Args(reinforce_update=True, rollout_is="sequence", rollout_is_threshold=math.inf)
+    mismatch.reweigh(args, -advantage * logps, logps, actor, torch.ones(1, 2, dtype=torch.bool)).sum().backward()
+    assert logps.grad.tolist()[0] == pytest.approx([-advantage * math.exp(0.3)] * 2)
+
+
+def by_hand(logps: list[float], actor: list[float]) -> dict[str, float]:
+    diffs = [abs(math.exp(a) - math.exp(b)) for a, b in zip(actor, logps, strict=True)]
+    ratios = [b - a for a, b in zip(actor, logps, strict=True)]
+    return {
+        "rollout_probs_diff_mean": sum(diffs) / len(diffs),
+        "rollout_probs_diff_max": max(diffs),
+        "rollout_k3_kl": sum(math.exp(r) - 1 - r for r in ratios) / len(ratios),
+        "kl_sample_train_v1": -sum(ratios) / len(ratios),
+        "kl_sample_train_v2": 0.5 * sum(r * r for r in ratios) / len(ratios),
+    }
+
+
+def test_metrics_of_one_rank():
+    found = mismatch.mismatch_metrics(Args(), LOGPS, ACTOR, MASK)
+    assert {name: value.item() for name, value in found.items()} == pytest.approx(
+        by_hand([-1.0, -2.0, -0.5], [-1.5, -1.8, -2.5]), rel=1e-5
+    )
+
+
+def test_metrics_of_the_weights():
+    args = Args(rollout_is="sequence", rollout_rs="sequence", rollout_rs_threshold=3.0)
+    found = mismatch.mismatch_metrics(args, LOGPS, ACTOR, MASK)
+    assert found["rollout_is_mean"].item() == pytest.approx((2 * math.exp(0.3) + 2.0) / 3)
+    assert found["rollout_rs_masked_fraction"].item() == pytest.approx(1 / 3)
+
+
+def rank(of: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=of, world_size=2)
+    found = mismatch.mismatch_metrics(Args(), LOGPS[of : of + 1], ACTOR[of : of + 1], MASK[of : of + 1])
+    torch.save({name: value.item() for name, value in found.items()}, f"{folder}/{of}")
+    dist.destroy_process_group()
+
+
+def test_metrics_of_two_ranks_weigh_tokens(tmp_path):
+    mp.spawn(rank, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / str(of)) for of in range(2))
+    of_all = by_hand([-1.0, -2.0, -0.5], [-1.5, -1.8, -2.5])
+    for name in ("rollout_probs_diff_mean", "rollout_probs_diff_max", "rollout_k3_kl"):
+        assert first[name] == second[name] == pytest.approx(of_all[name], rel=1e-5)
+    # OAT's own are of a rank, and OAT takes their mean.
+    assert first["kl_sample_train_v1"] == pytest.approx(-0.15) and second["kl_sample_train_v1"] == pytest.approx(-2.0)
+
+
+def test_rollout_logps():
+    found = mismatch.rollout_logps([[-1.5, -1.8], [-2.5]], MASK)
+    assert torch.equal(found, ACTOR)
+    found = mismatch.rollout_logps([None, None], MASK)  # a dry run
+    assert found[MASK].isnan().all() and (found[~MASK] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rollout_is": "tokens"}, ["rollout_is=tokens", "token, sequence or None"]),
+        ({"rollout_rs": "token", "rollout_rs_threshold": 2.0}, ["rollout_rs=token", "sequence or None"]),
+        ({"rollout_is": "token", "rollout_is_threshold": 0.0}, ["rollout_is_threshold=0.0", "positive"]),
+        ({"rollout_is": "token", "rollout_is_threshold": math.nan}, ["rollout_is_threshold=nan"]),
+        ({"rollout_rs": "sequence"}, ["rollout_rs=sequence", "rollout_rs_threshold=None"]),
+        ({"rollout_rs_threshold": 2.0}, ["rollout_rs=None", "rollout_rs_threshold=2.0"]),
+        ({"rollout_rs": "sequence", "rollout_rs_threshold": -1.0}, ["rollout_rs_threshold=-1.0"]),
+        ({"rollout_is": "token", "tis_c": 2.0}, ["rollout_is=token", "tis_c=2.0", "--tis_c None"]),
+    ],
+)
+def test_refusals(given, words):
+    with pytest.raises(ValueError) as refused:
+        mismatch.check_mismatch(Args(**given))
+    said = str(refused.value)
+    assert "\n" not in said and all(word in said for word in words), said
+
+
+def test_what_is_not_refused():
+    mismatch.check_mismatch(Args(tis_c=2.0))
+    mismatch.check_mismatch(Args(tis_c=2.0, rollout_is="sequence", reinforce_update=True))  # tis_c is not read there
+    mismatch.check_mismatch(Args(tis_c=2.0, rollout_rs="sequence", rollout_rs_threshold=2.0))  # a mask is no weight
+    mismatch.check_mismatch(object())  # DPO's arguments have none

@@ -1,0 +1,275 @@
+"""OAT's precision module by itself: it needs torch alone."""
+
+import json
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oat_modules import precision
+
+REGIMES = {
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16_train_fp16_infer": (torch.bfloat16, torch.float16),
+    "fp32": (torch.float32, torch.float32),
+}
+
+
+@dataclass
+class Args(precision.PrecisionArgs):
+    """As OAT's arguments are: bf16 is on by default."""
+
+    bf16: bool = True
+    load_in_4bit: bool = False
+
+
+def settled(**given) -> Args:
+    args = Args(**given)
+    precision.settle_precision(args)
+    return args
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_one_key_settles_learner_and_actors(regime):
+    args = settled(precision=regime)
+    trained, sampled = REGIMES[regime]
+    assert precision.model_dtype(args.bf16, args.fp16) == trained
+    assert precision.rollout_dtype(args) == sampled
+    assert precision.vllm_dtype(args) == str(sampled).removeprefix("torch.")
+
+
+def test_what_is_settled_can_be_settled_again():
+    for regime in REGIMES:
+        args = settled(precision=regime)
+        before = vars(args).copy()
+        precision.settle_precision(args)
+        assert vars(args) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "regime"),
+    [
+        ({}, "bf16"),
+        ({"bf16": False, "fp16": True}, "fp16"),
+        ({"bf16": False}, "fp32"),
+        ({"precision": "fp16", "bf16": False}, "fp16"),
+        ({"precision": "fp16", "bf16": False, "fp16": True}, "fp16"),
+        ({"precision": "fp32", "bf16": False}, "fp32"),
+    ],
+)
+def test_oats_own_spelling(given, regime):
+    assert settled(**given).precision == regime
+
+
+def test_arguments_that_nobody_settled():
+    assert precision.vllm_dtype(Args()) == "bfloat16"
+    assert precision.vllm_dtype(Args(bf16=False, fp16=True)) == "float16"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"fp16": True}, ["precision=None", "bf16=True", "fp16=True", "--no-bf16 --fp16"]),
+        ({"precision": "bf16", "fp16": True}, ["precision=bf16", "fp16=True"]),
+        ({"precision": "fp32", "fp16": True}, ["precision=fp32", "fp16=True"]),
+        ({"precision": "bf16", "bf16": False}, ["precision=bf16", "bf16=False"]),
+        ({"precision": "bf16_train_fp16_infer", "bf16": False}, ["precision=bf16_train_fp16_infer", "bf16=False"]),
+        ({"precision": "half"}, ["precision=half", "fp16, bf16, bf16_train_fp16_infer, fp32"]),
+        ({"precision": "fp16", "load_in_4bit": True}, ["precision=fp16", "load_in_4bit=True", "bf16"]),
+        ({"precision": "fp32", "load_in_4bit": True}, ["precision=fp32", "load_in_4bit=True", "bf16"]),
+        ({"loss_scale": -1.0}, ["loss_scale=-1.0", "0 (dynamic)"]),
+        ({"loss_scale": math.inf}, ["loss_scale=inf"]),
+        ({"loss_scale": math.nan}, ["loss_scale=nan"]),
+        ({"initial_scale_power": -1}, ["initial_scale_power=-1", "0 to 32"]),
+        ({"initial_scale_power": 33}, ["initial_scale_power=33", "0 to 32"]),
+        ({"loss_scale_window": 0}, ["loss_scale_window=0", "1 or more"]),
+        ({"hysteresis": 0}, ["hysteresis=0", "1 or more"]),
+        ({"min_loss_scale": 0.0}, ["min_loss_scale=0.0", "positive"]),
+        ({"min_loss_scale": 32.0, "initial_scale_power": 4}, ["min_loss_scale=32.0", "initial_scale_power=4", "16"]),
+    ],
+)
+def test_refusals(given, words):
+    with pytest.raises(ValueError) as refused:
+        settled(**given)
+    said = str(refused.value)
+    assert "\n" not in said and all(word in said for word in words), said
+
+
+def test_a_fixed_loss_scale_has_no_first_one():
+    settled(loss_scale=2.0, min_loss_scale=32.0, initial_scale_power=4)
+
+
+def test_deepspeeds_sections():
+    assert precision.deepspeed_sections(settled()) == {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
+    assert precision.deepspeed_sections(settled(precision="fp32")) == {
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+    }
+    assert precision.deepspeed_sections(settled(precision="fp16", hysteresis=3)) == {
+        "bf16": {"enabled": False},
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0.0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 3,
+            "consecutive_hysteresis": False,
+            "min_loss_scale": 1.0,
+        },
+    }
+
+
+@pytest.mark.parametrize("regime", ["fp16", "bf16", "fp32"])
+def test_a_weight_of_the_rollouts_dtype_is_sent_itself(regime):
+    weight = torch.full((2,), math.inf, dtype=REGIMES[regime][1])
+    assert precision.on_the_wire("w", weight, settled(precision=regime)) is weight
+
+
+def test_bf16_to_fp16_is_exact_where_the_docstring_says_so():
+    args = settled(precision="bf16_train_fp16_infer")
+    every = torch.arange(2**15).to(torch.int16).view(torch.bfloat16)  # all but the negative ones
+    weights = every[(every.double() >= 2**-17) & (every.double() <= 65504)]
+    assert len(weights) == 33 * 128  # 2**-17 to 2**15, seven bits each
+    sent = precision.on_the_wire("w", weights, args)
+    assert sent.dtype == torch.float16 and torch.equal(sent.double(), weights.double())
+    small = every[every.double() < 2**-17]
+    sent = precision.on_the_wire("w", small, args).double()
+    assert (sent * 2**24 % 1 == 0).all() and not torch.equal(sent, small.double())
+    assert (sent[small.double() < 2**-25] == 0).all()
+
+
+@pytest.mark.parametrize("value", [65536.0, -1e30, math.inf, math.nan])
+def test_a_weight_out_of_range_is_refused_by_name(value):
+    weight = torch.tensor([1.0, value], dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"layers\.0\.w: .*float16.*65504.*precision=bf16_train_fp16_infer"):
+        precision.on_the_wire("layers.0.w", weight, settled(precision="bf16_train_fp16_infer"))
+
+
+def test_what_is_no_number_keeps_its_dtype():
+    ids = torch.tensor([70000])
+    assert precision.on_the_wire("ids", ids, settled(precision="fp16")) is ids
+
+
+def engine(**counts) -> SimpleNamespace:
+    """What the module reads of a DeepSpeedEngine; the real one is in the other tests."""
+    optimizer = SimpleNamespace(cur_scale=1024.0, overflow=False)
+    known = {"fp16_enabled": lambda: True, "global_steps": 0, "skipped_steps": 0, "optimizer": optimizer}
+    return SimpleNamespace(**{**known, **counts})
+
+
+def test_scalers_are_reported_once_an_update():
+    policy, critic = engine(), engine()
+    learner = SimpleNamespace(model=SimpleNamespace(model=policy), critic=critic)
+    assert precision.scaler_metrics(learner) == {}
+    policy.global_steps, policy.skipped_steps, policy.optimizer.overflow = 5, 2, True
+    assert precision.scaler_metrics(learner) == {
+        "train/loss_scale": 1024.0,
+        "train/skipped_steps": 2.0,
+        "train/overflow": 1.0,
+    }
+    assert precision.scaler_metrics(learner) == {}
+    policy.global_steps, policy.skipped_steps, policy.optimizer.overflow = 8, 3, False
+    critic.global_steps = 1
+    found = precision.scaler_metrics(learner)
+    assert (found["train/skipped_steps"], found["train/overflow"]) == (1.0, 0.0)
+    assert found["train/critic_skipped_steps"] == 0.0 and found["train/critic_loss_scale"] == 1024.0
+
+
+def test_without_fp16_nothing_is_reported():
+    learner = SimpleNamespace(model=SimpleNamespace(model=engine(global_steps=3, fp16_enabled=lambda: False)))
+    assert precision.scaler_metrics(learner) == {}
+
+
+def scaler(dynamic: bool = True, **values) -> SimpleNamespace:
+    known = {"cur_scale": 65536.0, "cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": 2}
+    settings = {"min_scale": 1.0, "delayed_shift": 2, "scale_window": 1000}
+    return SimpleNamespace(dynamic=dynamic, **{**known, **settings, **values})
+
+
+def test_a_resumed_scaler_has_the_state_of_the_checkpoint_and_the_settings_of_the_run():
+    loaded = scaler(cur_scale=256.0, cur_iter=40, last_overflow_iter=39, cur_hysteresis=4, scale_window=7)
+    resumed, configured = engine(global_steps=40, skipped_steps=9), scaler(scale_window=3)
+    resumed.optimizer.loss_scaler = loaded
+    precision.resume_scaler(resumed, configured)
+    now = resumed.optimizer.loss_scaler
+    assert (now.cur_scale, now.cur_iter, now.last_overflow_iter, now.cur_hysteresis) == (256.0, 40, 39, 2)
+    assert (now.scale_window, resumed.optimizer.dynamic_loss_scale) == (3, True)
+    resumed.global_steps = 41  # what was skipped before the checkpoint is not reported again
+    learner = SimpleNamespace(model=SimpleNamespace(model=resumed))
+    assert precision.scaler_metrics(learner)["train/skipped_steps"] == 0.0
+
+
+def test_a_resumed_scale_is_not_below_the_least_one():
+    resumed, configured = engine(), scaler(min_scale=512.0)
+    resumed.optimizer.loss_scaler = scaler(cur_scale=256.0)
+    precision.resume_scaler(resumed, configured)
+    assert resumed.optimizer.loss_scaler.cur_scale == 512.0
+
+
+def test_a_scaler_of_another_kind_starts_anew(capsys):
+    resumed, configured = engine(), scaler()
+    resumed.optimizer.loss_scaler = scaler(dynamic=False, cur_scale=64.0)
+    precision.resume_scaler(resumed, configured)
+    assert resumed.optimizer.loss_scaler is configured and configured.cur_scale == 65536.0
+    assert resumed.optimizer.dynamic_loss_scale is True
+    assert "fixed loss scale of 64.0" in capsys.readouterr().out
+
+
+def test_a_fixed_scale_is_the_runs_own():
+    resumed, configured = engine(), scaler(dynamic=False, cur_scale=128.0)
+    resumed.optimizer.loss_scaler = scaler(dynamic=False, cur_scale=1.0)
+    precision.resume_scaler(resumed, configured)
+    assert resumed.optimizer.loss_scaler.cur_scale == 128.0
+
+
+def test_the_largest_norm_is_of_the_updates_that_were_taken():
+    norms = [torch.tensor(value) for value in (1.0, math.nan, 3.0, math.inf)]
+    assert precision.largest_norm(norms, settled(precision="fp16")) == {"policy_grad_norm": torch.tensor(3.0)}
+    assert precision.largest_norm(norms[1::2], settled(precision="fp16")) == {}
+    assert precision.largest_norm(norms, settled())["policy_grad_norm"].isnan()  # without a scaler a NaN is one
+
+
+def test_the_files_of_a_run(tmp_path, monkeypatch):
+    args = settled(precision="fp16")
+    args.max_sgd_steps, args.target_modules = math.inf, ["q_proj"]
+    strategy = SimpleNamespace(is_rank_0=lambda: True)
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    policy = engine(
+        module=SimpleNamespace(parameters=lambda: [weight]),
+        zero_optimization_stage=lambda: 2,
+        get_data_types=lambda: (torch.float16, torch.float16),
+    )
+    policy.optimizer.param_groups = [{"params": [torch.zeros(1)]}]
+    learner = SimpleNamespace(
+        args=args, strategy=strategy, model=SimpleNamespace(model=policy), actors=[1], save_path=tmp_path, steps=0
+    )
+    monkeypatch.setattr(precision, "patch_stamp", lambda: {"release": "0.2.4"})
+    precision.report_precision(learner)
+    told = json.loads((tmp_path / "args.json").read_text(), parse_constant=pytest.fail)
+    assert told["precision"] == "fp16" and told["stamp"] == {"release": "0.2.4"}
+    assert told["args"]["max_sgd_steps"] == "inf" and told["args"]["target_modules"] == ["q_proj"]
+    assert told["effective"] == {
+        "actor": {
+            "strategy": "zero2",
+            "compute": "float16",
+            "reduce": "float16",
+            "master": "float32",
+            "loss_scaling": True,
+            "loss_scale": 1024.0,
+        },
+        "rollout": {"strategy": "vllm", "wire": "float16", "rollout": "float16"},
+    }
+    precision.write_metrics(learner, {"eval/score": 0.5})
+    precision.write_metrics(learner, {"train/learning_round": 1.0, "train/x": math.nan, "train/y": math.inf})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 0, "data": {"eval/score": 0.5}},
+        {"step": 1, "data": {"train/learning_round": 1.0, "train/x": None, "train/y": None}},
+    ]
+
+
+def test_the_other_ranks_write_nothing(tmp_path):
+    precision.report_precision(SimpleNamespace(strategy=SimpleNamespace(is_rank_0=lambda: False), save_path=tmp_path))
+    assert not list(tmp_path.iterdir())

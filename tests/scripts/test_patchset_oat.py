@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from test_patchset import contents, cut_short, edit, entry, git, message, patchset, pristine, refused, tiny
 
-from lib import stack
-from lib.releases import OAT, PROJECT, find_release, package_blobs, sha256, unpacked_wheel, wheel
+from lib import series, stack
+from lib.releases import OAT, PROJECT, find_release, load_releases, package_blobs, sha256, unpacked_wheel, wheel
 
 __all__ = ["pristine", "tiny"]  # fixtures
 
@@ -323,3 +323,11 @@ def test_make_takes_one_of_the_two():
     done = subprocess.run(["make", "status", "VERL=a", "OAT=b"], cwd=PROJECT, capture_output=True, text=True)
     assert done.returncode and done.stderr.count("\n") == 1
     assert "*** VERL=a OAT=b: give one of the two." in done.stderr
+
+
+# --- the project's own stacks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("release", load_releases(framework=OAT))
+def test_the_projects_stack(release: str):
+    assert series.check(release, framework=OAT)

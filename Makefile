@@ -147,7 +147,7 @@ submit: accept setup  ## make run on a running Ray cluster:  RAY_ADDRESS=http://
 dapo-math: setup  ## download DAPO-Math-17k and AIME 2024 and write data/dapo-math/{train,test}.parquet
 	@$(BIN)/python -m recipes.dapo_math.prepare --out data/dapo-math
 
-sanity-math: setup  ## download the 1460 MATH problems of EXPERIMENT=sanity_8gpu and write data/sanity-math/train.parquet
+sanity-math: setup  ## download the 1460 MATH problems of the sanity test and write data/sanity-math/{train.parquet,oat}
 	@$(BIN)/python -m recipes.sanity_math.prepare --out data/sanity-math
 
 test-releases: setup $(WORKERS_READY)  ## the conformance suite on every release, its outcome into docs/results/releases.json

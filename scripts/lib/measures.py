@@ -4,6 +4,7 @@ Everything here is about numbers that are in memory; ``lib.sources`` reads them,
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -22,7 +23,7 @@ class Series:
     """A metric over the steps.
 
     Attributes:
-        metric: verl's name; ``formerly`` the names it had in older releases.
+        metric: verl's name; ``formerly`` the names it had in older releases, ``oat`` OAT's.
         scale: how it is drawn: "linear", "log" (then the mean over seeds is the geometric one) or "log2".
         counted: whether its sum up to each step is drawn.
     """
@@ -33,19 +34,54 @@ class Series:
     scale: str = "linear"
     formerly: tuple[str, ...] = ()
     counted: bool = False
+    oat: str = ""
 
+
+ACCURACY = "eval/average/accuracy"  # OAT's name: verl has one a data source, VALIDATION
+VALIDATION = re.compile(r"val-core/.+/(acc|reward)/mean@\d+")
+GRAD_NORM = "actor/grad_norm"
+LR = "actor/lr"
 
 SERIES = (
-    Series("reward", "reward of the training batch", runs.REWARD),
-    Series("k3", "mismatch: k3 estimate of KL(rollout ‖ trainer)", runs.K3_KL, "log", ("mismatch/mismatch_k3_kl",)),
-    Series("probs_diff", "mismatch: mean difference of probabilities", runs.PROBS_DIFF, "log"),
-    Series("loss_scale", "loss scale of the actor, × a skipped step", runs.LOSS_SCALE, "log2"),
-    Series("critic_loss_scale", "loss scale of the critic", runs.CRITIC_LOSS_SCALE, "log2"),
-    Series("skipped", "skipped optimizer steps of the actor, in all", runs.SKIPPED, counted=True),
-    Series("critic_skipped", "skipped optimizer steps of the critic, in all", runs.CRITIC_SKIPPED, counted=True),
-    Series("grad_norm", "gradient norm of the actor", "actor/grad_norm"),
-    Series("entropy", "entropy of the policy", "actor/entropy"),
-    Series("response_length", "response length, tokens", "response_length/mean"),
+    Series("reward", "reward of the training batch", runs.REWARD, oat="actor/rewards"),
+    Series("accuracy", "accuracy in evaluation", ACCURACY),
+    Series(
+        "k3",
+        "mismatch: k3 estimate of KL(rollout ‖ trainer)",
+        runs.K3_KL,
+        "log",
+        ("mismatch/mismatch_k3_kl",),
+        oat="train/rollout_k3_kl",
+    ),
+    Series(
+        "probs_diff",
+        "mismatch: mean difference of probabilities",
+        runs.PROBS_DIFF,
+        "log",
+        oat="train/rollout_probs_diff_mean",
+    ),
+    Series("loss_scale", "loss scale of the actor, × a skipped step", runs.LOSS_SCALE, "log2", oat="train/loss_scale"),
+    Series(
+        "critic_loss_scale", "loss scale of the critic", runs.CRITIC_LOSS_SCALE, "log2", oat="train/critic_loss_scale"
+    ),
+    Series(
+        "skipped",
+        "skipped optimizer steps of the actor, in all",
+        runs.SKIPPED,
+        counted=True,
+        oat="train/skipped_steps",
+    ),
+    Series(
+        "critic_skipped",
+        "skipped optimizer steps of the critic, in all",
+        runs.CRITIC_SKIPPED,
+        counted=True,
+        oat="train/critic_skipped_steps",
+    ),
+    Series("grad_norm", "gradient norm of the actor", GRAD_NORM, oat="train/policy_grad_norm"),
+    Series("entropy", "entropy of the policy", "actor/entropy", oat="train/entropy"),
+    Series("response_length", "response length, tokens", "response_length/mean", oat="actor/response_tok_len"),
+    Series("lr", "learning rate of the actor", LR, oat="misc/lr"),
     Series("throughput", "throughput, tokens/s per worker", "perf/throughput"),
     Series("seconds", "time of a step, s", runs.SECONDS),
     Series(
@@ -56,9 +92,15 @@ SERIES = (
     ),
     *(Series(f"flowrl_{name}", f"FlowRL: {name.replace('_', ' ')}", metric) for name, metric in runs.FLOWRL.items()),
 )
-METRIC = {name: of.metric for of in SERIES for name in (of.metric, *of.formerly)}  # today's name by any name
+METRIC = {name: of.metric for of in SERIES for name in (of.metric, *of.formerly, of.oat) if name}  # by any name
+UNTRAINED = {ACCURACY, LR}  # what an evaluation before the first step logs, too
 
 Steps = dict[int, dict[str, float]]  # by step the metrics of ``METRIC``; NaN is what was logged and is not finite
+
+
+def known(name: str) -> str | None:
+    """The report's name of a metric, whoever logged it under whichever name; None for one that is not reported."""
+    return METRIC.get(name) or (ACCURACY if VALIDATION.fullmatch(name) else None)
 
 
 def finite(steps: Steps, metric: str) -> list[float]:
@@ -134,13 +176,14 @@ def last(found: list[float]) -> float:
 OUTCOMES = (
     Outcome("reward_first", "reward, first step", runs.REWARD, lambda found: found[0], "", ".3f"),
     Outcome("reward_last", f"reward, last {WINDOW} steps", runs.REWARD, last, "linear", ".3f"),
+    Outcome("accuracy_last", "accuracy in evaluation, last", ACCURACY, lambda found: found[-1], "linear", ".3f"),
     Outcome("k3_mean", "k3, mean", runs.K3_KL, fmean, "log", noise=K3_NOISE),
     Outcome("k3_median", "k3, median step", runs.K3_KL, median, "log", noise=K3_NOISE),
     Outcome("probs_diff_mean", "probability difference, mean", runs.PROBS_DIFF, fmean, "log"),
     Outcome("loss_scale_last", "loss scale at the end", runs.LOSS_SCALE, lambda found: found[-1], ""),
     Outcome("skipped_total", "skipped steps", runs.SKIPPED, sum),
     Outcome("critic_skipped_total", "skipped steps, critic", runs.CRITIC_SKIPPED, sum),
-    Outcome("grad_norm_mean", "gradient norm, mean", "actor/grad_norm", fmean),
+    Outcome("grad_norm_mean", "gradient norm, mean", GRAD_NORM, fmean),
     Outcome("entropy_last", f"entropy, last {WINDOW} steps", "actor/entropy", last),
     Outcome("response_length_last", f"response length, last {WINDOW}", "response_length/mean", last),
     Outcome("throughput_median", "throughput, tokens/s, median", "perf/throughput", median, "log", speed=True),

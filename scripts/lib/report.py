@@ -30,6 +30,11 @@ TEMPLATE = "report.html.jinja"
 COLOURS = {"fp16": "#0072B2", "bf16": "#D55E00", "bf16_train_fp16_infer": "#009E73", "fp32": "#4D4D4D"}
 OTHERS = ("#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7B4FA3", "#1B7F79")
 NONE = "–"
+BESIDE = (
+    "Runs of OAT beside runs of verl: a step of verl's is a batch of data.train_batch_size prompts, what one of OAT's "
+    "is stands below. OAT's gradient norm is the largest of a step's updates and its entropy that of the last "
+    "micro-batch, where verl has means."
+)
 LABEL = 28  # letters of a label in a figure
 
 
@@ -187,6 +192,8 @@ def notes(
             f"The runs have different steps: they are compared on the common ones, {span(common)}. More have {longer}. "
             "Passing and collapse are looked for in all steps of a run."
         )
+    if len({entry.run.framework for entry in entries}) > 1:
+        said.append(BESIDE)
     if len(common) < measures.WINDOW:
         said.append(f"{len(common)} common steps are fewer than the {measures.WINDOW} of a moving mean.")
     few = [f"{label} ({seeds(of)})" for label, of in by_label.items() if seeds(of) < measures.LEAST_SEEDS]
@@ -693,7 +700,7 @@ def provenance(entry: Entry) -> dict[str, str]:
         "regime named": run.regime or "none",
         "asked": " ".join(f"{name}={value}" for name, value in asked.items()),
         "config": run.config_hash or "not recorded",
-        "verl": stamp_text(run),
+        run.framework: stamp_text(run),
     }
     for role, of in run.effective.items():
         told = of if isinstance(of, dict) else {"its workers differ": json.dumps(of)}

@@ -1,4 +1,4 @@
-"""Runs read from whatever logged them: a folder of ``make run``, verl's file logger, TensorBoard, wandb.
+"""Runs read from whatever logged them: a folder of ``make run`` or OAT, verl's file logger, TensorBoard, wandb.
 
 Nothing is written and nothing is asked over a network. What cannot be read is refused in one line that names it.
 """
@@ -15,18 +15,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 from lib import job as jobs
 from lib import runs
 from lib.job import Refused
-from lib.measures import METRIC, Steps
+from lib.measures import GRAD_NORM, METRIC, UNTRAINED, Steps, known
 
 LABEL = re.compile(r"[A-Za-z0-9][\w.+-]*")
 RECORD = "record.json"  # beside the metrics in a report's runs/: what the run's own folder held elsewhere
+OAT_ARGS = "args.json"  # beside the metrics of a patched OAT: its arguments, its dtypes, its patches
+OAT_ROUND = "train/learning_round"  # what OAT's own steps are called; wandb counts its logs
 
 # Of the composed configuration: what tells the seeds of one label apart, and where a run lies.
 OF_ONE_RUN = re.compile(
     r"(.*[._])?seed|trainer\.(project_name|experiment_name|default_local_dir|(validation|rollout)_data_dir)"
+    r"|save_path|wb_\w+|master_(addr|port)"  # OAT's
 )
 
 
@@ -69,7 +73,12 @@ class Run:
     @property
     def finished(self) -> bool | None:
         """Whether all steps were made that were asked for; None where that is not recorded."""
-        return bool(self.summary) if self.run else None
+        return bool(self.summary) if "steps" in self.run else None
+
+    @property
+    def framework(self) -> str:
+        """Whose run it is."""
+        return "OAT" if self.source.endswith("OAT") else "verl"
 
     @property
     def effective(self) -> dict:
@@ -79,7 +88,7 @@ class Run:
 
     @property
     def stamp(self) -> dict | list | None:
-        """Of the patched verl what the workers reported."""
+        """Of the patched verl or OAT what the workers reported."""
         return self.summary.get("patch_stamp", runs.agreed([report["stamp"] for report in self.told])) or None
 
 
@@ -138,6 +147,7 @@ def read(label: str, path: Path) -> Run:
         Refused: there is none, a line of it is broken, or it is not of the regime that its label names.
     """
     run = reader(path)(label, path)
+    run = replace(run, steps={step: data for step, data in run.steps.items() if data.keys() - UNTRAINED})
     if not run.steps:
         raise Refused(f"{label}={path}: has no training step; none of its metrics is one of a report's")
     asked = run.asked.get("PRECISION")
@@ -153,7 +163,9 @@ def reader(path: Path):
     if file.is_dir():
         inside = [each for each in sorted(file.iterdir()) if each.is_file()]
         if any(each.name in ("metrics.jsonl", "verl.jsonl") for each in inside):
-            return read_recorded if (file / RECORD).exists() else read_make_run
+            if (file / RECORD).exists():
+                return read_recorded
+            return read_oat if (file / OAT_ARGS).exists() else read_make_run
         for suffix, of in by_suffix:
             if any(each.suffix == suffix for each in inside):
                 return of
@@ -196,19 +208,21 @@ def with_notes(run: Run) -> Run:
 
 
 def kept(data: dict, where: str) -> dict[str, float]:
-    """Of the metrics of a step those that a report uses, by today's name; null, which verl writes for NaN, as NaN.
+    """Of the metrics of a step those that a report uses, by today's name; null, which stands for NaN, as NaN.
+
+    Several names of one metric, as verl has for several sets of validation data, give their mean.
 
     Raises:
         Refused: one is not a number.
     """
-    found = {}
+    found: dict[str, list[float]] = {}
     for name, value in data.items():
-        if name not in METRIC:
+        if (metric := known(name)) is None:
             continue
         if value is not None and not isinstance(value, int | float):
             raise Refused(f"{where}: {name} is {value!r}, not a number")
-        found[METRIC[name]] = float(value) if value is not None and math.isfinite(value) else math.nan
-    return found
+        found.setdefault(metric, []).append(float(value) if value is not None and math.isfinite(value) else math.nan)
+    return {metric: fmean(values) for metric, values in found.items()}
 
 
 def json_lines(file: Path) -> tuple[Steps, tuple[str, ...]]:
@@ -246,6 +260,52 @@ def read_make_run(label: str, folder: Path) -> Run:
     told = runs.reports(log.read_text(errors="replace").splitlines()) if live else []
     facts = {"name": folder.name, "source": "make run", "notes": notes, "told": told}
     return from_files(label, folder, steps, facts | composed(folder))
+
+
+def read_oat(label: str, folder: Path) -> Run:
+    """The folder of a patched OAT's run: ``metrics.jsonl`` and ``args.json``.
+
+    Raises:
+        Refused: ``args.json`` is not what a patched OAT writes.
+    """
+    written = content(folder / OAT_ARGS)
+    if missing := [name for name in ("precision", "stamp", "effective", "args") if name not in written]:
+        raise Refused(f"{folder / OAT_ARGS}: has no {missing[0]}; it is not what a patched OAT writes")
+    steps, notes = json_lines(folder / "metrics.jsonl")
+    told = tuple({"role": role, "stamp": written["stamp"], **of} for role, of in written["effective"].items())
+    seed = written["args"].get("seed")
+    run = {"settings": {"PRECISION": written["precision"], "SEED": seed}}
+    notes += of_oat(steps, written["args"])
+    return Run(label, folder.name, "OAT", steps, notes, seed, told=told, run=run, **hashed(written["args"]))
+
+
+def of_oat(steps: Steps, args: dict) -> tuple[str, ...]:
+    """What a step of OAT's is, what was not recorded, and what cannot be used, which is taken out of ``steps``.
+
+    Args:
+        args: OAT's arguments, {} where they are not recorded.
+    """
+    notes = []
+    names = ("rollout_batch_size", "num_samples", "train_batch_size", "num_ppo_epochs")
+    if all(name in args for name in names):
+        prompts, answers, batch, epochs = (args[name] for name in names)
+        notes.append(
+            f"a step is a round of OAT's: {prompts} prompts of {answers} answers, "
+            f"{epochs * prompts * answers / batch:g} updates"
+        )
+    fp16 = args.get("fp16")
+    logged = {metric for data in steps.values() for metric in data}
+    if runs.K3_KL not in logged and GRAD_NORM in logged and (fp16 or not args):
+        for data in steps.values():
+            data.pop(GRAD_NORM, None)
+        notes.append(
+            f"{GRAD_NORM} is left out: an unpatched OAT's is multiplied by the loss scale in fp16"
+            + ("" if args else ", and the dtype is not recorded")
+        )
+    wanted = (runs.K3_KL, runs.PROBS_DIFF, *((runs.LOSS_SCALE, runs.SKIPPED) if fp16 else ()))
+    if missing := [metric for metric in wanted if metric not in logged]:
+        notes.append(f"OAT recorded no {', '.join(missing)}; a patched one does")
+    return tuple(notes)
 
 
 def read_recorded(label: str, folder: Path) -> Run:
@@ -322,7 +382,7 @@ def read_tensorboard(label: str, path: Path) -> Run:
     from tensorboard.util import tensor_util
 
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if "tfevents" in each.name)
-    steps: Steps = {}
+    logged: dict[int, dict[str, float]] = {}
     notes: tuple[str, ...] = ()
     folders = {file.parent for file in files}
     if len(folders) > 1:
@@ -338,9 +398,9 @@ def read_tensorboard(label: str, path: Path) -> Run:
             notes += (f"the last record of {file.name}, record {whole + 1}, is half-written: left out",)
         for event in events:
             for value in event.summary.value:
-                if value.tag in METRIC:
-                    number = float(tensor_util.make_ndarray(value.tensor))
-                    steps.setdefault(event.step, {}).update(kept({value.tag: number}, str(file)))
+                if known(value.tag):
+                    logged.setdefault(event.step, {})[value.tag] = float(tensor_util.make_ndarray(value.tensor))
+    steps = {step: kept(data, str(path)) for step, data in logged.items()}
     return Run(label, path.name, "TensorBoard", steps, notes)
 
 
@@ -373,7 +433,8 @@ def read_wandb(label: str, path: Path) -> Run:
             if kind == "history":
                 data = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
                 if trained := kept(data, f"{file}: record {number}"):
-                    steps.setdefault(record.history.step.num, {}).update(trained)
+                    step = data.get(OAT_ROUND, record.history.step.num)
+                    steps.setdefault(int(step), {}).update(trained)
             elif kind == "run":
                 name = record.run.display_name or name
                 tree |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
@@ -383,9 +444,11 @@ def read_wandb(label: str, path: Path) -> Run:
         notes = (f"the last record of {file.name}, record {number + 1}, is half-written: left out",)
     tree.pop("_wandb", None)
     flat = flattened(tree)
-    seed = flat.get("data.seed")
+    oat = {"pretrain", "critic_type"} <= flat.keys()
+    seed = flat.get("seed" if oat else "data.seed")
     facts = hashed(flat) if flat else {}
-    return Run(label, name, "wandb", steps, notes, seed if isinstance(seed, int) else None, **facts)
+    source, said = ("wandb, of OAT", of_oat(steps, flat)) if oat else ("wandb", ())
+    return Run(label, name, source, steps, (*notes, *said), seed if isinstance(seed, int) else None, **facts)
 
 
 class HalfWritten(Exception):
@@ -433,18 +496,21 @@ def read_csv(label: str, path: Path) -> Run:
     ``RUN - METRIC``), of which a folder may hold one a metric. ``FILE.csv#RUN`` names one of several runs."""
     given, wanted = file_and_run(path)
     files = [given] if given.is_file() else sorted(given.glob("*.csv"))
-    steps: Steps = {}
+    logged: dict[int, dict[str, float]] = {}
     names: set[str] = set()
+    oat = False
     for file in files:
         for step, data, name in csv_rows(file, wanted):
             names.add(name)
-            if trained := kept(data, str(file)):
-                steps.setdefault(step, {}).update(trained)
+            oat |= OAT_ROUND in data
+            logged.setdefault(int(data.get(OAT_ROUND, step)), {}).update(data)
     if len(names) > 1:
         raise Refused(f"{path}: holds {len(names)} runs, {', '.join(sorted(names))}; name one: FILE.csv#RUN")
     if not names:
         raise Refused(f"{path}: holds no run {wanted or 'at all'}")
-    return Run(label, names.pop(), "wandb's CSV export", steps)
+    steps = {step: kept(data, str(path)) for step, data in logged.items()}
+    source, said = ("wandb's CSV export, of OAT", of_oat(steps, {})) if oat else ("wandb's CSV export", ())
+    return Run(label, names.pop(), source, steps, said)
 
 
 def csv_rows(file: Path, wanted: str) -> Iterator[tuple[int, dict[str, float], str]]:
@@ -460,7 +526,7 @@ def csv_rows(file: Path, wanted: str) -> Iterator[tuple[int, dict[str, float], s
         if axis is None:
             raise Refused(f"{file}: has no column of steps (_step or Step); it has {', '.join(columns[:6]) or 'none'}")
         of = {column: (match["run"], match["metric"]) for column in columns if (match := chart_column(column))}
-        of |= {column: (file.stem, column) for column in columns if column in METRIC}
+        of |= {column: (file.stem, column) for column in columns if known(column) or column == OAT_ROUND}
         for row in table:
             found: dict[str, dict[str, float]] = {}
             for column, (run, metric) in of.items():
@@ -476,7 +542,7 @@ def csv_rows(file: Path, wanted: str) -> Iterator[tuple[int, dict[str, float], s
 def chart_column(column: str) -> re.Match | None:
     """``RUN - METRIC`` where the metric is one of a report's; the bounds of a chart's groups are left out."""
     match = CHART.fullmatch(column)
-    return match if match and match["metric"] in METRIC and not match["bound"] else None
+    return match if match and known(match["metric"]) and not match["bound"] else None
 
 
 def as_number(text: str, where: str) -> float:

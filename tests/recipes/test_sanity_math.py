@@ -1,4 +1,4 @@
-"""The sanity test's MATH problems as they are on the Hub, made ready for verl's own scorer."""
+"""The sanity test's MATH problems as they are on the Hub, made ready for verl's own scorer and for OAT."""
 
 import os
 import subprocess
@@ -44,6 +44,9 @@ def test_problems_are_scored_0_or_1_and_hopeless_ones_left_out(tmp_path):
     file = tmp_path / "out" / "train.parquet"
     told = f"{file}: 2 problems; 1 left out, whose ground truth verl does not take for right"
     assert done.stdout.splitlines()[-1] == told
+    assert done.stdout.splitlines()[0] == (
+        f"{tmp_path}/out/oat: train: 2 problems; instruction taken off: Put your final answer within \\boxed{{}}."
+    )
     half, four = pyarrow.parquet.read_table(file).to_pylist()
     assert half["prompt"] == row("1/2?", "")["prompt"] and four["extra_info"] == {"index": 2}
 
@@ -52,6 +55,13 @@ def test_problems_are_scored_0_or_1_and_hopeless_ones_left_out(tmp_path):
 
     assert score(r"so \boxed{\frac12}") == score(r"no \boxed{3}, \boxed{1/2}") == 1
     assert score(r"so \boxed{2}") == score("so 1/2") == 0, "not -1: the mean is the accuracy"
+
+
+def test_prompts_that_share_no_instruction_stay_as_they_are(tmp_path):
+    given = [row("", "4") | {"prompt": [{"role": "user", "content": problem}]} for problem in ("2+2?", "1+3?")]
+    done = prepare(source(tmp_path / "given", given), tmp_path / "out", tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    assert "oat: train: 2 problems; instruction taken off: none, they share none" in done.stdout
 
 
 @pytest.mark.parametrize(

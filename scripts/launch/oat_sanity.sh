@@ -1,0 +1,128 @@
+#!/usr/bin/env bash
+# The sanity test of arXiv 2510.26788 under a patched OAT, on the GPUs of one node: every regime, objective and seed that
+# is asked for, one run after another, all with the same settings and evaluated equally often. docs/oat.md
+#   make apply-patches OAT=/path/to/site-packages                          once
+#   make sanity-math                                                       the data, once
+#   OAT_PYTHON=/path/to/bin/python PRECISION='bf16 fp16' scripts/launch/oat_sanity.sh
+#   ALGO='grpo pg_is' SEED='1 2 3' … scripts/launch/oat_sanity.sh [--dry-run] --use-wb …      further arguments of OAT's
+# A run leaves OUT/ALGO-PRECISION-seedSEED_TIME; make compare RUNS='fp16=OUT/grpo-fp16-seed* …' puts them side by side.
+set -euo pipefail
+
+# The knobs: set them here or in the environment. The first three take several values.
+PRECISION=${PRECISION:-fp16}             # bf16 bf16_train_fp16_infer fp32
+ALGO=${ALGO:-dr_grpo}                    # grpo tis mis pg_is
+SEED=${SEED:-1}
+GPUS=${GPUS:-8}                          # of this node, learners and actors share them; a divisor of 64
+MODEL=${MODEL:-deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B} # or a folder
+TEMPLATE=${TEMPLATE:-r1_distill_qwen}    # OAT's --prompt_template: the model's
+TRAIN=${TRAIN:-}                         # a folder that datasets wrote, default data/sanity-math/oat
+EVAL=${EVAL:-}                           # the same to evaluate on, default TRAIN
+TEST_SPLIT=${TEST_SPLIT:-test}           # the splits of EVAL, as aime,math
+EVAL_STEPS=${EVAL_STEPS:-16}             # rounds between two evaluations
+EPOCHS=${EPOCHS:-20}                     # over the problems, of 22 rounds; configs/experiment/sanity_8gpu.yaml has as many
+OUT=${OUT:-}                             # default outputs/oat-sanity
+OAT_PYTHON=${OAT_PYTHON:-python}         # of the environment that has OAT
+PYTHON=${PYTHON:-python3.11}             # of the patch tool
+
+further=("$@") # what knobs.sh would take for Hydra overrides
+if [[ ${1-} == --dry-run ]]; then
+  further=("${@:2}")
+  set -- --dry-run
+else
+  set --
+fi
+# shellcheck source=scripts/launch/knobs.sh
+source "$(dirname "$0")/knobs.sh"
+whole GPUS EVAL_STEPS EPOCHS
+prompts=64 answers=8 batch=128 # of a round, of a prompt; answers of an update
+((prompts % GPUS == 0)) || refuse "GPUS=$GPUS: must divide the $prompts prompts of a round"
+TRAIN=$(realpath -m "${TRAIN:-$checkout/data/sanity-math/oat}")
+EVAL=$(realpath -m "${EVAL:-$TRAIN}")
+OUT=$(realpath -m "${OUT:-$checkout/outputs/oat-sanity}")
+if [[ $MODEL == [./]* ]]; then
+  [[ -f $MODEL/config.json ]] || refuse "MODEL=$MODEL: no config.json there"
+  MODEL=$(realpath "$MODEL")
+fi
+
+split() { # split NAME SPLIT: the folder must hold it, with problems and answers
+  local facts=${!1}/$2/dataset_info.json
+  [[ -f $facts ]] || refuse "$1=${!1}: has no split $2 as datasets' save_to_disk writes it; make sanity-math writes data/sanity-math/oat"
+  for column in problem answer; do
+    grep -q "\"$column\"" "$facts" || refuse "$1=${!1}: its split $2 has no column $column"
+  done
+}
+split TRAIN train
+IFS=, read -ra splits <<<"$TEST_SPLIT"
+for each in "${splits[@]}"; do split EVAL "$each"; done
+
+oat=$("$OAT_PYTHON" -c 'from importlib.util import find_spec; print(find_spec("oat").submodule_search_locations[0])' 2>/dev/null) ||
+  refuse "OAT_PYTHON=$OAT_PYTHON: has no OAT; name the Python that has it"
+facts=$("$PYTHON" "$checkout/scripts/patchset.py" status --framework oat --json "${oat%/*}") || true
+read -r state release <<<"$("$PYTHON" -c 'import json, sys; told = json.load(sys.stdin); print(told["state"], told["release"])' <<<"$facts")"
+[[ $state == patched ]] || refuse "OAT_PYTHON=$OAT_PYTHON: its OAT is $state; make apply-patches OAT=${oat%/*}"
+
+# The settings of the authors' scripts, which are alike but for the objective, the dtype and how often is evaluated:
+# oat/scripts/sanity of github.com/sail-sg/Precision-RL (October 2025). Ours: an end, our own data, no wandb.
+settings=(
+  --gpus "$GPUS" --collocate --vllm_sleep --vllm_gpu_ratio 0.6 --enable_prefix_caching
+  --zero-stage 2 --gradient-checkpointing --flash-attn
+  --pretrain "$MODEL" --prompt_template "$TEMPLATE"
+  --oracle_type reward --oracle math --verifier_version math_verify
+  --learning_rate 1e-6 --lr_scheduler constant --num_ppo_epochs 1 --beta 0
+  --prompt_data "$TRAIN" --train_split train --input_key problem --output_key answer --max-train 9999999
+  --num_prompt_epoch "$EPOCHS" --prompt_max_length 1024
+  --num_samples "$answers" --temperature 1 --top_p 1 --generate_max_length 8192 --max_model_len 50000
+  --train_batch_size "$batch" --train_batch_size_per_device 1
+  --rollout_batch_size "$prompts" --rollout_batch_size_per_device "$((prompts / GPUS))"
+  --pi_buffer_maxlen_per_device "$((prompts * answers / GPUS))"
+  --eval_data "$EVAL" --test_split "$TEST_SPLIT" --eval_steps "$EVAL_STEPS" --eval_batch_size 1 --eval_n 32
+  --eval_temperature 0.6 --eval_top_p 0.95 --eval_generate_max_length 8192
+  --save_path "$OUT" --save_steps -1
+)
+case $release in
+  0.1.4 | 0.2.0) ;;            # OAT's own weights are on by default, in all that have them
+  *) settings+=(--tis_c None) ;;
+esac
+
+objective() { # objective ALGO: what tells it from the others, in ${chosen[@]}
+  case $1 in
+    grpo) chosen=(--critic_type grpo) ;;
+    dr_grpo) chosen=(--critic_type drgrpo) ;; # what the paper calls GRPO
+    tis) chosen=(--critic_type drgrpo --rollout_is token --rollout_is_threshold 2) ;;
+    mis) chosen=(--critic_type drgrpo --rollout_is sequence --rollout_is_threshold 10 --rollout_rs sequence --rollout_rs_threshold 10) ;;
+    pg_is) chosen=(--critic_type drgrpo --reinforce_update --rollout_is sequence --rollout_is_threshold inf) ;;
+    *) refuse "ALGO=$1: must be one of grpo, dr_grpo, tis, mis, pg_is" ;;
+  esac
+}
+
+names=()
+for seed in $SEED; do
+  [[ $seed =~ ^[0-9]+$ ]] || refuse "SEED=$seed: must be a whole number"
+  for algo in $ALGO; do
+    objective "$algo"
+    for precision in $PRECISION; do
+      regimes=$(basename -s .yaml "$checkout"/configs/precision/*.yaml | paste -sd, | sed 's/,/, /g')
+      [[ ", $regimes," == *", $precision,"* ]] || refuse "PRECISION=$precision: must be one of $regimes"
+      name=$algo-$precision-seed$seed
+      there=$(compgen -G "$OUT/${name}_*") && refuse "OUT=$OUT: holds ${there%%$'\n'*} already; another OUT, or leave $name out"
+      [[ " ${names[*]} " != *" $name "* ]] || refuse "$name: is asked for twice"
+      names+=("$name")
+    done
+  done
+done
+
+trap 'exit 130' INT
+failed=()
+for name in "${names[@]}"; do
+  IFS=- read -r algo precision seed <<<"$name"
+  objective "$algo"
+  command=("$OAT_PYTHON" -m oat.experiment.run_math_rl --precision "$precision" "${chosen[@]}" "${settings[@]}"
+    --seed "${seed#seed}" --wb_run_name "$name" "${further[@]}")
+  if [[ $dry_run ]]; then
+    show "${command[@]}"
+  else
+    echo "oat_sanity: $name"
+    "${command[@]}" || failed+=("$name")
+  fi
+done
+((!${#failed[@]})) || refuse "failed: ${failed[*]}"

@@ -1,0 +1,143 @@
+"""``scripts/launch/oat_sanity.sh``: what it refuses, and the commands that it becomes."""
+
+import os
+import shlex
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from lib import job as jobs
+from lib.releases import OAT, load_releases, unpacked_wheel
+from lib.stack import apply
+
+SCRIPT = jobs.REPO / "scripts/launch/oat_sanity.sh"
+RELEASES = list(load_releases(framework=OAT))
+ALGOS = ("grpo", "dr_grpo", "tis", "mis", "pg_is")
+WRITTEN = "as datasets' save_to_disk writes it; make sanity-math writes data/sanity-math/oat"
+REGIMES = ("bf16", "bf16_train_fp16_infer", "fp16", "fp32")
+
+
+@pytest.fixture(scope="session")
+def oats(tmp_path_factory) -> dict[str, Path]:
+    """The newest OAT, "pristine" and "patched"."""
+    states = ("pristine", "patched")
+    trees = {state: unpacked_wheel(RELEASES[-1], tmp_path_factory.mktemp(state), OAT) for state in states}
+    apply(trees["patched"], framework=OAT)
+    return trees
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """Splits train and test as ``recipes.sanity_math.prepare`` writes them, and one without answers."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("data") / "oat"
+    rows = datasets.Dataset.from_dict({"problem": ["1+1?", "2+2?"], "answer": ["2", "4"]})
+    splits = {"train": rows, "test": rows, "unanswered": rows.remove_columns("answer")}
+    datasets.DatasetDict(splits).save_to_disk(folder)
+    return folder
+
+
+def launch(tree: Path | str, data: Path, *words: str, **knobs: object) -> subprocess.CompletedProcess:
+    """The script, with ``tree``'s OAT on the path of the Python that it is given."""
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONPATH": str(tree)}
+    given = {"TRAIN": data, "OAT_PYTHON": sys.executable, "PYTHON": sys.executable} | knobs
+    environment |= {name: str(value) for name, value in given.items()}
+    return subprocess.run([SCRIPT, *words], cwd="/", env=environment, capture_output=True, text=True)
+
+
+def arguments(command: str) -> list[str]:
+    """What OAT is given by a command."""
+    words = shlex.split(command)
+    assert words[1:3] == ["-m", "oat.experiment.run_math_rl"], command
+    return words[3:]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "refusal"),
+    [
+        ({"PRECISION": "fp16 fp61"}, "PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer, fp16, fp32"),
+        ({"ALGO": "ppo"}, "ALGO=ppo: must be one of grpo, dr_grpo, tis, mis, pg_is"),
+        ({"SEED": "one"}, "SEED=one: must be a whole number"),
+        ({"SEED": "1 2 1"}, "dr_grpo-fp16-seed1: is asked for twice"),
+        ({"GPUS": "0"}, "GPUS=0: must be a whole number of at least 1"),
+        ({"GPUS": "2.5"}, "GPUS=2.5: must be a whole number of at least 1"),
+        ({"GPUS": "6"}, "GPUS=6: must divide the 64 prompts of a round"),
+        ({"EVAL_STEPS": "0"}, "EVAL_STEPS=0: must be a whole number of at least 1"),
+        ({"TRAIN": "/no/data"}, f"TRAIN=/no/data: has no split train {WRITTEN}"),
+        ({"EVAL": "/no/data"}, f"EVAL=/no/data: has no split test {WRITTEN}"),
+        ({"TEST_SPLIT": "test,aime"}, f"EVAL={{data}}: has no split aime {WRITTEN}"),
+        ({"TEST_SPLIT": "unanswered"}, "EVAL={data}: its split unanswered has no column answer"),
+        ({"MODEL": "/no/model"}, "MODEL=/no/model: no config.json there"),
+        ({"OAT_PYTHON": "/no/python"}, "OAT_PYTHON=/no/python: has no OAT; name the Python that has it"),
+    ],
+)
+def test_refused_in_one_line_before_anything_starts(oats, data, tmp_path, knobs, refusal):
+    done = launch(oats["patched"], data, OUT=tmp_path / "out", **knobs)
+    said = f"oat_sanity: {refusal.format(data=data)}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unpatched_oat_is_refused(oats, data, tmp_path):
+    done = launch(oats["pristine"], data, OUT=tmp_path / "out")
+    told = f"its OAT is pristine; make apply-patches OAT={oats['pristine']}"
+    assert (done.returncode, done.stderr) == (1, f"oat_sanity: OAT_PYTHON={sys.executable}: {told}\n")
+    done = launch(tmp_path, data, OUT=tmp_path / "out")
+    assert done.returncode == 1 and "has no OAT; name the Python" in done.stderr
+
+
+def test_a_run_that_is_there_is_refused_before_any_starts(oats, data, tmp_path):
+    there = tmp_path / "tis-bf16-seed2_1122T03:00:00"
+    there.mkdir()
+    asked = {"OUT": tmp_path, "ALGO": "grpo tis", "PRECISION": "fp16 bf16", "SEED": "1 2"}
+    done = launch(oats["patched"], data, "--dry-run", **asked)
+    told = f"oat_sanity: OUT={tmp_path}: holds {there} already; another OUT, or leave tis-bf16-seed2 out\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", told)
+    assert launch(oats["patched"], data, "--dry-run", **asked | {"SEED": "1 3"}).returncode == 0
+
+
+def every_command(tree: Path, data: Path, out: Path, seeds: str = "1") -> list[str]:
+    asked = {"ALGO": " ".join(ALGOS), "PRECISION": " ".join(REGIMES), "SEED": seeds, "GPUS": 4, "OUT": out}
+    done = launch(tree, data, "--dry-run", **asked)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_names_are_unique_and_everything_else_is_equal(oats, data, tmp_path):
+    """The authors' scripts share names between objectives, and evaluate every 16 or 32 rounds."""
+    given = [arguments(command) for command in every_command(oats["patched"], data, tmp_path / "out", "1 2")]
+    names = ("--wb_run_name", "--eval_steps", "--seed")
+    value = [{name: words[words.index(name) + 1] for name in names} for words in given]
+    expected = {f"{algo}-{of}-seed{seed}" for algo, of, seed in product(ALGOS, REGIMES, (1, 2))}
+    assert {each["--wb_run_name"] for each in value} == expected and len(given) == len(expected)
+    assert {each["--eval_steps"] for each in value} == {"16"}
+    assert all(each["--wb_run_name"].endswith(f"-seed{each['--seed']}") for each in value)
+    for words in given:  # regimes and seeds of one objective differ in three words alone
+        for name in ("--wb_run_name", "--seed", "--precision"):
+            words[words.index(name) + 1] = ""
+    assert len({tuple(words) for words in given}) == len(ALGOS)
+
+
+def test_runs_go_one_after_another_and_one_that_fails_is_named(oats, data, tmp_path):
+    """OAT is a stand-in here, which records what it is given."""
+    oat = tmp_path / "oat-python"
+    oat.write_text(
+        f'#!/usr/bin/env bash\nif [[ $1 == -c ]]; then exec {shlex.quote(sys.executable)} "$@"; fi\n'
+        f'printf "%s\\n" "$*" >> {tmp_path}/given\n[[ $* != *--precision\\ fp16* ]]\n'
+    )
+    oat.chmod(0o755)
+    asked = {"PRECISION": "bf16 fp16", "ALGO": "grpo mis", "OAT_PYTHON": oat, "OUT": tmp_path / "out"}
+    done = launch(oats["patched"], data, "--use-wb", "--learning_rate", "2e-6", **asked)
+    assert done.returncode == 1
+    assert done.stderr == "oat_sanity: failed: grpo-fp16-seed1 mis-fp16-seed1\n"
+    names = ["grpo-bf16-seed1", "grpo-fp16-seed1", "mis-bf16-seed1", "mis-fp16-seed1"]
+    assert done.stdout.splitlines() == [f"oat_sanity: {name}" for name in names]
+    given = (tmp_path / "given").read_text().splitlines()
+    ends = [line.partition("--wb_run_name ")[2] for line in given]
+    assert ends == [f"{name} --use-wb --learning_rate 2e-6" for name in names]
+    done = launch(oats["patched"], data, **asked | {"PRECISION": "bf16", "ALGO": "grpo"})
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,255 @@
+"""Runs of OAT in ``make compare``: by the patches' own writer, by wandb, exported, and beside a run of verl's."""
+
+import csv
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lib import measures, report, runs, sources
+from lib.job import REPO, Refused
+
+# What is copied into every release as it is.
+SPEC = importlib.util.spec_from_file_location("oat_precision", REPO / "patches/oat/files/oat/utils/precision.py")
+precision = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(precision)
+
+ROUNDS = range(1, 8)
+ACCURACY = "eval/average/accuracy"
+
+
+def logs(step: int, *, patched: bool = True, fp16: bool = True) -> dict[str, float]:
+    """What OAT logs of a round; round 4 overflowed in each update, so that the patches report no norm."""
+    said = {
+        "train/learning_round": float(step),
+        "train/entropy": 0.5,
+        "actor/rewards": step / 8,
+        "actor/response_tok_len": 100.0 + step,
+        "misc/lr": 1e-6,
+        "misc/vram_allocated": 1.0,
+    }
+    if not patched:
+        return said | {"train/policy_grad_norm": 65536.0 if fp16 else 0.25, "train/kl_sample_train_v1": 1e-3}
+    said |= {"train/rollout_k3_kl": 1e-7 * step, "train/rollout_probs_diff_mean": 1e-5}
+    if fp16:
+        skipped = 4.0 * (step == 4)
+        said |= {"train/loss_scale": 1024.0, "train/skipped_steps": skipped, "train/overflow": skipped / 4}
+    return said if fp16 and step == 4 else said | {"train/policy_grad_norm": 0.25}
+
+
+FIRST = {ACCURACY: 0.125, "eval/average/score": 0.125, "misc/lr": 0.0}  # the evaluation before the first round
+
+
+class Engine:
+    """What the writer asks a DeepSpeed engine for; tests/oat has real ones."""
+
+    def __init__(self, dtype: torch.dtype, fp16: bool):
+        self.module = torch.nn.Linear(2, 2).to(dtype)
+        masters = [{"params": [torch.zeros(6)]}]
+        self.optimizer = SimpleNamespace(param_groups=masters, cur_scale=1024.0)
+        self.fp16 = fp16
+
+    def zero_optimization_stage(self) -> int:
+        return 2
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        return next(self.module.parameters()).dtype, torch.float32
+
+    def fp16_enabled(self) -> bool:
+        return self.fp16
+
+
+def written(out: Path, regime: str = "fp16", seed: int = 1, *, held: torch.dtype | None = None, **more) -> Path:
+    """A run's folder of a patched OAT.
+
+    Args:
+        held: what its engine computes in, if not what the regime names.
+        more: further arguments of OAT's.
+    """
+
+    @dataclass
+    class Args(precision.PrecisionArgs):
+        bf16: bool = True
+        load_in_4bit: bool = False
+        seed: int = 42
+        wb_run_name: str = "debug"
+        rollout_batch_size: int = 64
+        num_samples: int = 8
+        train_batch_size: int = 128
+        num_ppo_epochs: int = 1
+        learning_rate: float = 1e-6
+        max_epochs: float = math.inf
+
+    folder = out / f"dr_grpo-{regime}-seed{seed}_1122T03:00:00"
+    folder.mkdir(parents=True)
+    args = Args(precision=regime, seed=seed, wb_run_name=f"dr_grpo-{regime}-seed{seed}", **more)
+    precision.settle_precision(args)
+    dtype = held or precision.model_dtype(args.bf16, args.fp16)
+    learner = SimpleNamespace(
+        strategy=SimpleNamespace(is_rank_0=lambda: True),
+        model=SimpleNamespace(model=Engine(dtype, args.fp16)),
+        actors=[object()],
+        args=args,
+        save_path=str(folder),
+        steps=0,
+    )
+    precision.report_precision(learner)
+    precision.write_metrics(learner, FIRST)
+    for step in ROUNDS:
+        learner.steps = step
+        precision.write_metrics(learner, logs(step, fp16=args.fp16) | {"actor/num_data": seed})
+    closing = {name: value for name, value in logs(ROUNDS[-1]).items() if "scale" not in name and "skipped" not in name}
+    precision.write_metrics(learner, closing | {ACCURACY: 0.625, "actor/total_time": math.nan})
+    return folder
+
+
+def test_a_patched_run_by_the_reports_names(tmp_path):
+    run = sources.read("fp16", written(tmp_path))
+    assert list(run.steps) == list(ROUNDS), "not the evaluation before the first round"
+    assert run.steps[2] == {
+        runs.REWARD: 0.25,
+        "response_length/mean": 102.0,
+        "actor/entropy": 0.5,
+        "actor/grad_norm": 0.25,
+        "actor/lr": 1e-6,
+        runs.K3_KL: 2e-7,
+        runs.PROBS_DIFF: 1e-5,
+        runs.LOSS_SCALE: 1024.0,
+        runs.SKIPPED: 0.0,
+    }
+    assert run.steps[4][runs.SKIPPED] == 4.0 and "actor/grad_norm" not in run.steps[4]
+    assert run.steps[7][measures.ACCURACY] == 0.625 and run.steps[7][runs.LOSS_SCALE] == 1024.0, "both lines of round 7"
+    assert (run.regime, run.seed, run.source, run.framework, run.finished) == ("fp16", 1, "OAT", "OAT", None)
+    assert run.effective["actor"]["compute"] == "float16" and run.effective["rollout"]["rollout"] == "float16"
+    assert sources.departure(run) == ""
+    assert run.notes == ("a step is a round of OAT's: 64 prompts of 8 answers, 4 updates",)
+    assert run.config["learning_rate"] == 1e-6 and not {"seed", "wb_run_name", "save_path"} & run.config.keys()
+
+
+@pytest.mark.parametrize(
+    ("regime", "held", "why"),
+    [
+        ("bf16", None, ""),
+        ("bf16_train_fp16_infer", None, ""),
+        ("fp32", None, ""),
+        ("fp16", torch.bfloat16, "trained in bfloat16"),
+    ],
+)
+def test_the_regime_is_what_the_run_was_asked_for_and_the_dtypes_what_its_engine_has(regime, held, why, tmp_path):
+    folder = written(tmp_path, regime, held=held)
+    run = sources.read("any-name", folder)
+    assert run.regime == regime and sources.departure(run) == why
+    other = "bf16" if regime != "bf16" else "fp16"
+    with pytest.raises(Refused, match=f"is a run with PRECISION={regime}; name it so"):
+        sources.read(other, folder)
+
+
+def test_another_args_json_is_refused(tmp_path):
+    folder = written(tmp_path)
+    (folder / "args.json").write_text('{"precision": "fp16"}')
+    with pytest.raises(Refused, match="args.json: has no stamp; it is not what a patched OAT writes"):
+        sources.read("fp16", folder)
+    (folder / "args.json").write_text("{")
+    with pytest.raises(Refused, match="args.json: is not JSON"):
+        sources.read("fp16", folder)
+
+
+WANDB = """
+import json, sys, wandb
+config, rows = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+run = wandb.init(project="oat-llm", name="dr_grpo", config=config, mode="offline")
+for row in rows:
+    run.log(row)
+run.finish()
+"""
+
+
+def unpatched(fp16: bool) -> list[dict]:
+    """What an unpatched OAT gives wandb, without a step: it counts the logs itself."""
+    rounds = [logs(step, patched=False, fp16=fp16) for step in ROUNDS]
+    return [FIRST, *rounds, rounds[-1] | FIRST]
+
+
+@pytest.mark.parametrize("fp16", [True, False])
+def test_what_an_unpatched_oat_gave_wandb(fp16, tmp_path):
+    config = {"pretrain": "m", "critic_type": "drgrpo", "fp16": fp16, "bf16": not fp16, "seed": 5, "wb_run_name": "x"}
+    config |= {"rollout_batch_size": 64, "num_samples": 8, "train_batch_size": 64, "num_ppo_epochs": 1}
+    subprocess.run(
+        [sys.executable, "-c", WANDB, json.dumps(config), json.dumps(unpatched(fp16))],
+        env=os.environ | {"WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"},
+        check=True,
+        capture_output=True,
+    )
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    run = sources.read("fp16" if fp16 else "bf16", folder)
+    assert list(run.steps) == list(ROUNDS), "OAT's rounds, not wandb's count of logs"
+    assert run.steps[3][runs.REWARD] == 3 / 8 and run.steps[7][measures.ACCURACY] == 0.125
+    assert (run.seed, run.source, run.framework) == (5, "wandb, of OAT", "OAT")
+    assert run.config["critic_type"] == "drgrpo" and "wb_run_name" not in run.config
+    meaning = "a step is a round of OAT's: 64 prompts of 8 answers, 8 updates"
+    if fp16:
+        left = "actor/grad_norm is left out: an unpatched OAT's is multiplied by the loss scale in fp16"
+        lacks = "rollout_corr/k3_kl, training/rollout_probs_diff_mean, actor/loss_scale, actor/skipped_steps"
+        assert run.notes == (meaning, left, f"OAT recorded no {lacks}; a patched one does")
+        assert all("actor/grad_norm" not in data for data in run.steps.values())
+    else:
+        lacks = "rollout_corr/k3_kl, training/rollout_probs_diff_mean"
+        assert run.notes == (meaning, f"OAT recorded no {lacks}; a patched one does")
+        assert run.steps[3]["actor/grad_norm"] == 0.25
+    assert sources.departure(run) == "effective dtypes unknown: wandb, of OAT records none"
+
+
+def test_wandbs_export_of_an_unpatched_oat(tmp_path):
+    names = ["_step", *dict.fromkeys(name for row in unpatched(True) for name in row)]
+    with (tmp_path / "history.csv").open("w", newline="") as content:
+        table = csv.DictWriter(content, names)
+        table.writeheader()
+        table.writerows({"_step": step} | row for step, row in enumerate(unpatched(True)))
+    run = sources.read("fp16", tmp_path / "history.csv")
+    assert list(run.steps) == list(ROUNDS) and run.framework == "OAT" and run.steps[7][runs.REWARD] == 7 / 8
+    assert run.notes[0].endswith("multiplied by the loss scale in fp16, and the dtype is not recorded")
+
+
+def of_verl(out: Path, seed: int = 1) -> Path:
+    """A file of verl's own file logger."""
+    out.mkdir(parents=True, exist_ok=True)
+    before = {"step": 0, "data": {"val-core/lighteval/MATH/reward/mean@1": 0.25}}
+    data = {runs.REWARD: 0.5, runs.K3_KL: 2e-7, "actor/lr": 1e-6, runs.SECONDS: float(seed)}
+    validated = {"val-core/lighteval/MATH/reward/mean@1": 0.25, "val-core/gsm8k/acc/mean@1": 0.75}
+    validated["val-core/gsm8k/acc/maj@4/mean"] = 1.0
+    rows = [before, *({"step": step, "data": data | (validated if step == 5 else {})} for step in range(1, 7))]
+    file = out / f"seed{seed}.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def test_verls_validation_is_an_accuracy_and_its_first_one_no_training_step(tmp_path):
+    run = sources.read("verl", of_verl(tmp_path))
+    assert list(run.steps) == [1, 2, 3, 4, 5, 6] and run.framework == "verl"
+    assert run.steps[5][measures.ACCURACY] == 0.5, "the mean over its sets of data, as OAT's average is"
+    assert [step for step in run.steps if measures.ACCURACY in run.steps[step]] == [5]
+
+
+def test_an_oat_run_beside_a_verl_run_in_one_report(tmp_path):
+    pairs = [("oat-fp16", written(tmp_path / "oat")), ("verl", of_verl(tmp_path / "verl"))]
+    found = report.write(pairs, tmp_path / "report")
+    assert found.common == (1, 2, 3, 4, 5, 6)
+    oat, verl = found.entries
+    assert oat.outcomes["reward_last"] == pytest.approx(0.5) and verl.outcomes["reward_last"] == 0.5
+    assert (oat.outcomes["skipped_total"], verl.outcomes["skipped_total"]) == (4.0, None)
+    assert (oat.outcomes["accuracy_last"], verl.outcomes["accuracy_last"]) == (None, 0.5), "OAT's was in round 7"
+    assert report.BESIDE in found.notes
+    assert "oat-fp16-seed1: a step is a round of OAT's: 64 prompts of 8 answers, 4 updates." in found.notes
+    page = (tmp_path / "report/index.html").read_text()
+    assert "float16" in page and "OAT: dr_grpo-fp16-seed1_1122T03:00:00" in page
+    again = report.again(tmp_path / "report", tmp_path / "again")
+    assert (again.notes, again.spreads, again.departures) == (found.notes, found.spreads, found.departures)
+    assert report.BESIDE not in report.build([verl.run, verl.run], 0.95, "").notes

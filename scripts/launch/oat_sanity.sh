@@ -61,6 +61,9 @@ facts=$("$PYTHON" "$checkout/scripts/patchset.py" status --framework oat --json 
 read -r state release <<<"$("$PYTHON" -c 'import json, sys; told = json.load(sys.stdin); print(told["state"], told["release"])' <<<"$facts")"
 [[ $state == patched ]] || refuse "OAT_PYTHON=$OAT_PYTHON: its OAT is $state; make apply-patches OAT=${oat%/*}"
 
+templates=$(grep -oP '^    "\K\w+(?=": apply_)' "$oat/experiment/run_math_rl.py" | paste -sd, | sed 's/,/, /g')
+[[ ", $templates," == *", $TEMPLATE,"* ]] || refuse "TEMPLATE=$TEMPLATE: OAT $release has $templates"
+
 # The settings of the authors' scripts, which are alike but for the objective, the dtype and how often is evaluated:
 # oat/scripts/sanity of github.com/sail-sg/Precision-RL (October 2025). Ours: an end, our own data, no wandb.
 settings=(

@@ -37,14 +37,14 @@ class Series:
     oat: str = ""
 
 
-ACCURACY = "eval/average/accuracy"  # OAT's name: verl has one a data source, VALIDATION
+ACCURACY = "eval/average/accuracy"  # run_math_rl's name in OAT; verl has one a data source, VALIDATION
 VALIDATION = re.compile(r"val-core/.+/(acc|reward)/mean@\d+")
 GRAD_NORM = "actor/grad_norm"
 LR = "actor/lr"
 
 SERIES = (
     Series("reward", "reward of the training batch", runs.REWARD, oat="actor/rewards"),
-    Series("accuracy", "accuracy in evaluation", ACCURACY),
+    Series("accuracy", "accuracy in evaluation", ACCURACY, oat="eval/accuracy"),
     Series(
         "k3",
         "mismatch: k3 estimate of KL(rollout ‖ trainer)",

@@ -370,10 +370,12 @@ def flattened(tree: dict, prefix: str = "") -> dict:
 
 
 def read_file_logger(label: str, path: Path) -> Run:
-    """verl's ``trainer.logger=[file]``: ``PROJECT/EXPERIMENT.jsonl``."""
+    """verl's ``trainer.logger=[file]``: ``PROJECT/EXPERIMENT.jsonl``; or OAT's ``metrics.jsonl`` without the folder."""
     file = only(path, ".jsonl")
     steps, notes = json_lines(file)
-    return Run(label, file.stem, "verl's file logger", steps, notes)
+    oat = OAT_ROUND in file.read_text(errors="replace")
+    source, said = ("a file of OAT", of_oat(steps, {})) if oat else ("verl's file logger", ())
+    return Run(label, file.stem, source, steps, (*notes, *said))
 
 
 def read_tensorboard(label: str, path: Path) -> Run:

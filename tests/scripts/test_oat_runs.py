@@ -152,6 +152,12 @@ def test_the_regime_is_what_the_run_was_asked_for_and_the_dtypes_what_its_engine
         sources.read(other, folder)
 
 
+def test_the_metrics_without_the_folder(tmp_path):
+    run = sources.read("fp16", written(tmp_path) / "metrics.jsonl")
+    assert (list(run.steps), run.framework, run.notes) == (list(ROUNDS), "OAT", ())
+    assert sources.departure(run) == "effective dtypes unknown: a file of OAT records none"
+
+
 def test_another_args_json_is_refused(tmp_path):
     folder = written(tmp_path)
     (folder / "args.json").write_text('{"precision": "fp16"}')

@@ -100,10 +100,11 @@ def test_metrics_of_one_rank():
 
 
 def test_metrics_of_the_weights():
-    args = Args(rollout_is="sequence", rollout_rs="sequence", rollout_rs_threshold=3.0)
-    found = mismatch.mismatch_metrics(args, LOGPS, ACTOR, MASK)
-    assert found["rollout_is_mean"].item() == pytest.approx((2 * math.exp(0.3) + 2.0) / 3)
-    assert found["rollout_rs_masked_fraction"].item() == pytest.approx(1 / 3)
+    for threshold, left_out in ((8.0, 0.0), (3.0, 1 / 3), (1.2, 1.0)):
+        args = Args(rollout_is="sequence", rollout_rs="sequence", rollout_rs_threshold=threshold)
+        found = mismatch.mismatch_metrics(args, LOGPS, ACTOR, MASK)
+        assert found["rollout_is_mean"].item() == pytest.approx((2 * math.exp(0.3) + 2.0) / 3)
+        assert found["rollout_rs_masked_fraction"].item() == pytest.approx(left_out)
 
 
 def rank(of: int, folder: str) -> None:

@@ -71,7 +71,7 @@ def test_arguments_that_nobody_settled():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"fp16": True}, ["precision=None", "bf16=True", "fp16=True", "--no-bf16 --fp16"]),
+        ({"fp16": True}, ["precision=None", "bf16=True", "fp16=True", "both bf16 and fp16", "--no-bf16 --fp16"]),
         ({"precision": "bf16", "fp16": True}, ["precision=bf16", "fp16=True"]),
         ({"precision": "fp32", "fp16": True}, ["precision=fp32", "fp16=True"]),
         ({"precision": "bf16", "bf16": False}, ["precision=bf16", "bf16=False"]),

@@ -552,13 +552,13 @@ def draw(report: Report, of: Series, axis) -> None:
     """A series: a thin line a run, a thick one for the mean over a label's seeds, a band of one standard deviation."""
     if of.scale != "linear":
         axis.set_yscale("log", base=2 if of.scale == "log2" else 10)
+    few = {"marker": "."} if of.metric == measures.ACCURACY else {}  # evaluations, of which one alone has no line
     for label, colour in colours(report.labels).items():
         members = report.of(label)
         for entry in members:
             line = curve(entry.run.steps, of)
-            axis.plot(
-                list(line), list(line.values()), color=colour, linewidth=0.7, alpha=0.4 if len(members) > 1 else 1
-            )
+            alpha = 0.4 if len(members) > 1 else 1
+            axis.plot(list(line), list(line.values()), color=colour, linewidth=0.7, alpha=alpha, **few)
         shared = [curve(entry.shared, of) for entry in members]
         steps = [step for step in report.common if all(step in line for line in shared)]
         if steps and len(members) > 1:
@@ -566,7 +566,7 @@ def draw(report: Report, of: Series, axis) -> None:
             middle, low, high = zip(*centres, strict=True)
             if not of.counted:
                 axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-            axis.plot(steps, middle, color=colour, linewidth=1.8)
+            axis.plot(steps, middle, color=colour, linewidth=1.8, **few)
         axis.plot([], [], color=colour, linewidth=2.4, label=short(label))
     if of.metric == runs.REWARD:
         axis.axhline(report.threshold, color="#888888", linewidth=0.9, linestyle=(0, (4, 3)))

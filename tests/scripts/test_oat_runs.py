@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from lib import measures, report, runs, sources
 from lib.job import REPO, Refused
@@ -254,6 +255,10 @@ def test_an_oat_run_beside_a_verl_run_in_one_report(tmp_path):
     assert (oat.outcomes["accuracy_last"], verl.outcomes["accuracy_last"]) == (None, 0.5), "OAT's was in round 7"
     assert report.BESIDE in found.notes
     assert "oat-fp16-seed1: a step is a round of OAT's: 64 prompts of 8 answers, 4 updates." in found.notes
+    axis = Figure().add_subplot()
+    report.draw(found, next(of for of in measures.SERIES if of.metric == measures.ACCURACY), axis)
+    alone = [line.get_marker() for line in axis.lines if len(line.get_xdata()) == 1]
+    assert alone == [".", "."], "one evaluation has no line"
     page = (tmp_path / "report/index.html").read_text()
     assert "float16" in page and "OAT: dr_grpo-fp16-seed1_1122T03:00:00" in page
     again = report.again(tmp_path / "report", tmp_path / "again")

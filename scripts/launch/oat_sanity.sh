@@ -57,6 +57,7 @@ for each in "${splits[@]}"; do split EVAL "$each"; done
 
 oat=$("$OAT_PYTHON" -c 'from importlib.util import find_spec; print(find_spec("oat").submodule_search_locations[0])' 2>/dev/null) ||
   refuse "OAT_PYTHON=$OAT_PYTHON: has no OAT; name the Python that has it"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || refuse "PYTHON=$PYTHON: must be a Python from 3.11 on"
 facts=$("$PYTHON" "$checkout/scripts/patchset.py" status --framework oat --json "${oat%/*}") || true
 read -r state release <<<"$("$PYTHON" -c 'import json, sys; told = json.load(sys.stdin); print(told["state"], told["release"])' <<<"$facts")"
 [[ $state == patched ]] || refuse "OAT_PYTHON=$OAT_PYTHON: its OAT is $state; make apply-patches OAT=${oat%/*}"

@@ -311,9 +311,9 @@ def _facts(engine: Any) -> dict[str, Any]:
     """What an engine computes in, accumulates gradients in and keeps its masters in, read from its tensors."""
     compute = {_name(p.dtype) for p in engine.module.parameters() if p.is_floating_point()}
     facts = {"strategy": f"zero{engine.zero_optimization_stage()}", "compute": "+".join(sorted(compute))}
-    if not engine.optimizer:
-        return facts
     optimizer = engine.optimizer
+    if not hasattr(optimizer, "param_groups"):  # none; ZeRO-3 gives an engine that does not train one without
+        return facts
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3, whose param_groups are empty
     if masters is None:
         masters = [p for group in optimizer.param_groups for p in group["params"]]

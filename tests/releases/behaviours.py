@@ -8,6 +8,8 @@ anything else, better or worse, fails a test.
 import re
 from dataclasses import dataclass, field
 
+from lib.stack import Stack
+
 A = ("0.4.1", "0.5.0", "0.6.0")
 B = ("0.6.1", "0.7.0", "0.7.1")
 C = ("0.8.0", "0.9.0", "0.9.1")
@@ -183,6 +185,14 @@ BEHAVIOURS = {
     "bf16_reward_model": Behaviour(BITS, IDENTICAL, {REFERENCE: OWN}, ON_ENGINE),
     "bf16_sft": Behaviour(BITS, IDENTICAL, {REFERENCE: OWN}, ON_ENGINE),
 }
+
+
+def entry(stack: Stack, seen: dict[str, dict]) -> dict:
+    """A release's entry in docs/results: its stack, the lines that this changes, and what was seen."""
+    changed = [re.findall(r"^[+-](?![+-]{2} )", patch.text.partition("\n---\n")[2], re.M) for patch in stack.patches]
+    signs = [sign for signs in changed for sign in signs]
+    lines = {"added": signs.count("+"), "removed": signs.count("-")}
+    return {"stack": stack.id, "patches": len(stack.patches), "lines": lines, "seen": seen}
 
 
 def outcome(seen: dict[str, dict[str, str]], case: str) -> str:

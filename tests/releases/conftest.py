@@ -2,13 +2,12 @@
 
 import json
 import os
-import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from behaviours import RELEASES, verdicts
+from behaviours import RELEASES, entry, verdicts
 
 from lib.releases import find_release, unpacked_wheel
 from lib.stack import apply, load_stack
@@ -76,12 +75,6 @@ def write_results(results: dict[str, dict]) -> None:
     """Put what was seen of these releases into docs/results/releases.json; those that did not run stay."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for release in results:
-        stack = load_stack(find_release(release))
-        changed = [
-            re.findall(r"^[+-](?![+-]{2} )", patch.text.partition("\n---\n")[2], re.M) for patch in stack.patches
-        ]
-        signs = [sign for signs in changed for sign in signs]
-        lines = {"added": signs.count("+"), "removed": signs.count("-")}
-        known[release] = {"stack": stack.id, "patches": len(stack.patches), "lines": lines, "seen": results[release]}
+        known[release] = entry(load_stack(find_release(release)), results[release])
     ordered = {release: known[release] for release in RELEASES if release in known}
     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")

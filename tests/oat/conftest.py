@@ -1,0 +1,75 @@
+"""Every release of OAT, as its wheel ships it and with its stack, seen once by ``oat_cases`` in its environment."""
+
+import json
+import os
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from behaviours import entry
+from oat_behaviours import RELEASES, verdicts
+
+from lib.releases import OAT, find_release, unpacked_wheel
+from lib.stack import apply, load_stack
+
+REPO = Path(__file__).resolve().parents[2]
+PYTHON = REPO / ".venv-workers/bin/python"
+RESULTS = REPO / "docs/results/oat.json"
+RUNNER = Path(__file__).with_name("oat_runner.py")
+
+Seen = Callable[[str, bool], dict[str, str]]
+
+
+@pytest.fixture(scope="session")
+def seen(tmp_path_factory, pytestconfig) -> Iterator[Seen]:
+    """``seen(release, patched)``: what that tree does, a text by case; all trees are run by one process."""
+    done: dict[tuple[str, bool], dict[str, str]] = {}
+    folder = tmp_path_factory.mktemp("oat")
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    with (folder / "runner.log").open("w") as log:
+        runner = subprocess.Popen(
+            [PYTHON, RUNNER, folder],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+
+    def of(release: str, patched: bool) -> dict[str, str]:
+        if (release, patched) not in done:
+            tree = unpacked_wheel(release, tmp_path_factory.mktemp(f"oat-{release}"), OAT)
+            if patched:
+                apply(tree, framework=OAT)
+            done[release, patched] = run(runner, tree, tmp_path_factory.mktemp(f"oat-{release}-out"))
+        return done[release, patched]
+
+    yield of
+    runner.stdin.close()
+    assert runner.wait(timeout=60) == 0, (folder / "runner.log").read_text()[-4000:]
+    if pytestconfig.getoption("write_results"):
+        write_results({release: verdicts(release, of) for release in RELEASES if (release, True) in done})
+
+
+def run(runner: subprocess.Popen, tree: Path, out: Path) -> dict[str, str]:
+    """Have ``runner`` run all cases on the OAT in ``tree``: what both ranks see, or what each of them does."""
+    runner.stdin.write(json.dumps({"tree": str(tree), "out": str(out), "cases": []}) + "\n")
+    runner.stdin.flush()
+    codes = json.loads(runner.stdout.readline())
+    if codes != [0, 0, 0]:
+        logs = "\n".join(path.read_text()[-3000:] for path in sorted(out.glob("*.log")))
+        return defaultdict(lambda: f"exit codes {codes}\n{logs}")
+    first, second = (json.loads((out / f"rank_{rank}.json").read_text()) for rank in (0, 1))
+    both = {case: (text, second[case]) for case, text in first.items()}
+    return {case: one if one == two else f"rank 0: {one}; rank 1: {two}" for case, (one, two) in both.items()}
+
+
+def write_results(results: dict[str, dict]) -> None:
+    """Put what was seen of these releases into docs/results/oat.json; those that did not run stay."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for release in results:
+        known[release] = entry(load_stack(find_release(release, framework=OAT)), results[release])
+    ordered = {release: known[release] for release in RELEASES if release in known}
+    RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")

@@ -1,0 +1,205 @@
+"""What the conformance suite asks of every release of OAT: each behaviour, what the unpatched release does instead, and
+what could not be run.
+
+The texts are outcomes of ``oat_cases.py``, word for word. ``upstream`` is a prediction: an unpatched release that does
+anything else, better or worse, fails a test.
+"""
+
+from collections.abc import Callable
+
+from behaviours import Behaviour, compared
+
+# Without fp16; the first two without the actor's log-probabilities in the learner too.
+BARE = ("0.1.4", "0.2.0")
+TIS = ("0.2.1.post1", "0.2.2")
+OLD = (*BARE, *TIS)
+NEW = ("0.2.3", "0.2.4")
+RELEASES = OLD + NEW
+
+
+def no(option: str) -> str:
+    return f"Unparsed: no --{option}"
+
+
+def role_dtypes(dtype: str, rollout: str) -> str:
+    return f"actor {dtype}, ref {dtype}, critic {dtype}, rollout {rollout}, masters float32"
+
+
+def without_fp16(instead: str) -> dict[str, tuple[str, ...]]:
+    """Releases without fp16 refuse its option; those with it do ``instead``."""
+    return {no("fp16"): OLD, instead: NEW}
+
+
+def without(option: str) -> dict[str, tuple[str, ...]]:
+    return {no(option): RELEASES}
+
+
+def refused(release: str) -> str:
+    """What the unpatched release makes of bad input: all but one of its keys it does not know."""
+    keys = ("initial_scale_power", "loss_scale", "min_loss_scale")
+    facts = [("precision and fp16", "precision"), ("precision and bf16", "precision")]
+    facts += [(key, "fp16" if release in OLD else key) for key in keys]
+    facts = [("both", "fp16"), *facts] if release in OLD else facts
+    facts.append(("rollout_rs without threshold", "rollout_rs"))
+    if release not in BARE:
+        facts.append(("two weights", "rollout_is"))
+    return "; ".join(f"{what}: no --{key}" for what, key in facts)
+
+
+KEY = "`--precision`, or OAT's `--no-bf16 --fp16`, sets actor, critic, ref, DeepSpeed and vLLM's dtype"
+REFUSES = "contradictions are refused in one line that names keys and values"
+SCALER = "the loss scaler's settings are arguments, and the first updates are taken"
+OVERFLOW = "an inf or NaN of one rank skips the step on all, halves the scale and holds the LR: actor, critic"
+METRICS = "`loss_scale`, `skipped_steps` and `overflow` in the metrics, of the critic too"
+NORM = "`policy_grad_norm` in fp16 is unscaled, and finite or absent"
+ENDS = "a storm of overflows ends the run"
+CHECKPOINT = "the loss scale goes on from the checkpoint, by the new run's settings"
+WIRE = "weights arrive at vLLM's workers in its dtype: fp16, fp32, bf16 to fp16"
+MISMATCH = "the mismatch of actor and learner in the metrics"
+HEAD = "the fused head gives fp32 log-probabilities"
+BESIDE = "trains beside a reference model, by `--beta` and by `--kl_penalty_coef`"
+BATCH = "the fused head trains with more than one answer a device"
+PG = "`--reinforce_update` trains, with and without a sequence's weight"
+WEIGHTS = "importance weights by token or sequence, truncated or masked; none on top of `tis_c`"
+FILES = "`metrics.jsonl` and `args.json` in the run's folder"
+BITS = "bf16 as upstream, to the bit: losses, weights, Adam, of actor and critic"
+GPU = "on a GPU: vLLM's CUDA kernels, flash attention, FusedAdam, nccl"
+
+BY_HAND = "loss as by hand, gradient as by hand"
+NORMS = "taken: as in fp32, skipped: absent, taken again: finite"
+CLOSE = "beta trains, kl_penalty_coef trains"
+IDENTICAL, REFERENCE = "to the bit as the unpatched release", "what the patched one is compared with"
+MISMATCHES = ("rollout_probs_diff_mean", "rollout_probs_diff_max", "rollout_k3_kl")
+KL = ("kl_sample_train_v1", "kl_sample_train_v2")
+
+
+def reported(what: dict[str, tuple[str, ...]]) -> str:
+    return ", ".join(f"{key} {text}" for text, keys in what.items() for key in keys)
+
+
+BEHAVIOURS = {
+    "dtype_fp16": Behaviour(KEY, role_dtypes("float16", "float16"), without_fp16(role_dtypes("float16", "float16"))),
+    "dtype_bf16": Behaviour(KEY, role_dtypes("bfloat16", "bfloat16"), {role_dtypes("bfloat16", "bfloat16"): RELEASES}),
+    "dtype_fp32": Behaviour(
+        KEY,
+        role_dtypes("float32", "float32"),
+        {role_dtypes("float32", "bfloat16"): OLD, role_dtypes("float32", "float32"): NEW},
+    ),
+    "dtype_bf16_train_fp16_infer": Behaviour(KEY, role_dtypes("bfloat16", "float16"), without("precision")),
+    "one_key": Behaviour(KEY, "fp16 as the pair, bf16 as the pair, fp32 as the pair", without("precision")),
+    "refusals": Behaviour(REFUSES, "refuses all", {refused(group[0]): group for group in (BARE, TIS, NEW)}),
+    "first_updates": Behaviour(
+        SCALER,
+        "scale starts at 2**16, 0 of 4 skipped, the weights move",
+        without_fp16("scale starts at 2**32, 4 of 4 skipped, THE WEIGHTS STAY"),
+    ),
+    "scaler_keys": Behaviour(
+        SCALER,
+        "actor 4096, 7, 3, 1, 4; critic 4096, 7, 3, 1, 4; fixed 128, not dynamic",
+        {no("fp16"): OLD, no("consecutive_hysteresis"): NEW},
+    ),
+    "overflow_actor": Behaviour(
+        OVERFLOW,
+        "taken x1, skipped x0.5, taken x1, taken x1, skipped x0.5, taken x1",
+        without_fp16("taken x1, skipped x0.5, taken x1, taken x1, skipped x0.5, taken x1"),
+    ),
+    "overflow_critic": Behaviour(
+        OVERFLOW,
+        "taken x1, taken x1, taken x1, skipped x0.5, taken x1, taken x1",
+        without_fp16("taken x1, taken x1, taken x1, skipped x0.5, taken x1, taken x1"),
+    ),
+    "learning_rate": Behaviour(OVERFLOW, "actor held, critic held", without_fp16("actor held, critic held")),
+    "scaler_metrics": Behaviour(
+        METRICS,
+        "actor 1024/0/0, 512/1/1, 512/0/0, 512/0/0, 256/1/1, 256/0/0; "
+        "critic 1024/0/0, 1024/0/0, 1024/0/0, 512/1/1, 512/0/0, 512/0/0",
+        without_fp16("actor -/-/-, -/-/-, -/-/-, -/-/-, -/-/-, -/-/-; critic -/-/-, -/-/-, -/-/-, -/-/-, -/-/-, -/-/-"),
+    ),
+    "gradient_norm": Behaviour(
+        NORM,
+        NORMS,
+        without_fp16("taken: 1024 TIMES, skipped: NOT FINITE, taken again: NOT FINITE"),
+    ),
+    "gradient_norm_zero_0": Behaviour(NORM, NORMS, {no("fp16"): OLD, no("initial_scale_power"): NEW}),
+    "gradient_norm_zero_1": Behaviour(NORM, NORMS, {no("fp16"): OLD, no("initial_scale_power"): NEW}),
+    "storm": Behaviour(
+        ENDS,
+        "ends in update 3: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.",
+        without_fp16(
+            "ends in update 3: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
+        ),
+    ),
+    "checkpoint": Behaviour(
+        CHECKPOINT,
+        "state comes back, scale comes back, same next step",
+        without_fp16("state comes back, scale comes back, same next step"),
+    ),
+    "resumed": Behaviour(
+        CHECKPOINT, "scale 1024, window 7, least 4", {no("fp16"): OLD, no("initial_scale_power"): NEW}
+    ),
+    "wire_fp16": Behaviour(WIRE, "float16, exactly", without_fp16("float16, exactly")),
+    "wire_fp32": Behaviour(
+        WIRE,
+        "float32, exactly",
+        {"AssertionError: mismatch dtype: src torch.float32, dst torch.bfloat16": OLD, "float32, exactly": NEW},
+    ),
+    "wire_bf16_train_fp16_infer": Behaviour(WIRE, "float16, exactly", without("precision")),
+    "mismatch": Behaviour(
+        MISMATCH,
+        reported({"as by hand": (*MISMATCHES, *KL)}),
+        {
+            reported({"absent": (*MISMATCHES, *KL)}): OLD,
+            reported({"absent": MISMATCHES, "as by hand": KL}): NEW,
+        },
+    ),
+    "head_bf16": Behaviour(
+        HEAD,
+        "log-probs fp32, entropy fp32",
+        {"log-probs ROUNDED to bfloat16, entropy ROUNDED to bfloat16": RELEASES},
+    ),
+    "head_fp16": Behaviour(
+        HEAD,
+        "log-probs fp32, entropy fp32",
+        without_fp16("log-probs ROUNDED to float16, entropy ROUNDED to float16"),
+    ),
+    "reference_bf16": Behaviour(BESIDE, CLOSE, {CLOSE: RELEASES}),
+    "reference_fp16": Behaviour(BESIDE, CLOSE, without_fp16("beta DOES NOT TRAIN, kl_penalty_coef DOES NOT TRAIN")),
+    "head_batch": Behaviour(
+        BATCH, "as without it", {"AttributeError: 'NoneType' object has no attribute 'view'": RELEASES}
+    ),
+    "reinforce": Behaviour(PG, BY_HAND, {BY_HAND: OLD, "ZeroDivisionError: division by zero": NEW}),
+    "weights_reinforce": Behaviour(PG, BY_HAND, without("rollout_is")),
+    "weights_none": Behaviour(WEIGHTS, BY_HAND, {BY_HAND: RELEASES}),
+    "weights_tis_c": Behaviour(
+        WEIGHTS, BY_HAND, {BY_HAND: (*TIS, *NEW)}, {"upstream has no `tis_c` yet: `rollout_is` is there": BARE}
+    ),
+    "weights_token": Behaviour(WEIGHTS, BY_HAND, without("rollout_is")),
+    "weights_sequence": Behaviour(WEIGHTS, BY_HAND, without("rollout_is")),
+    "weights_masked": Behaviour(WEIGHTS, BY_HAND, without("rollout_is")),
+    "files": Behaviour(
+        FILES,
+        "metrics.jsonl of steps 1, 2, 2, with pg_loss, args.json of fp32, actor in float32, stamped",
+        {"nothing": RELEASES},
+    ),
+    "bf16": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
+}
+
+# Rows of the matrix for which nothing could be run here, and why.
+NOT_RUN = {GPU: "there was no GPU with OAT's CUDA dependencies"}
+
+
+def verdicts(release: str, seen: Callable[[str, bool], dict[str, str]]) -> dict[str, dict]:
+    """What becomes of each behaviour on one release, for the support matrix; ``seen`` as the fixture gives it."""
+    results = {}
+    for case, behaviour in BEHAVIOURS.items():
+        if why := behaviour.why_absent(release):
+            results[case] = {"row": behaviour.row, "absent": why}
+            continue
+        ours, theirs = compared(seen(release, True)[case], seen(release, False)[case])
+        results[case] = {
+            "row": behaviour.row,
+            "passed": ours == behaviour.patched,
+            "upstream_has_it": theirs == behaviour.patched,
+            "upstream": theirs,
+        }
+    return results | {f"not_run_{i}": {"row": row, "not_run": why} for i, (row, why) in enumerate(NOT_RUN.items())}

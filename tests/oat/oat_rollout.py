@@ -1,0 +1,61 @@
+"""The actor's end of the weights' wire: a release's own ``WorkerWrap``, with a model that keeps what it is given.
+
+Runs in a process of its own, as vLLM's worker does, and answers ``oat_cases.Actor`` over a connection.
+"""
+
+import hashlib
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+
+import oat_cpu
+import torch
+import torch.distributed as dist
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+class Model:
+    """Keeps dtype and content of each weight that it is given."""
+
+    def __init__(self):
+        self.digests: dict[str, str] = {}
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        self.digests.update({name: f"{tensor.dtype} {digest(tensor)}" for name, tensor in weights})
+
+
+def serve(connection: Connection, out: Path) -> None:
+    """Call methods of one ``WorkerWrap`` after another until the connection ends."""
+    from oat.utils.distributed import WorkerWrap
+
+    class Worker(WorkerWrap):
+        """As vLLM mixes it into its worker, whose model has ``dtype``."""
+
+        def __init__(self, dtype: str):
+            self.model_config = SimpleNamespace(dtype=getattr(torch, dtype))
+            self.model_runner = SimpleNamespace(model=Model())
+
+    dist.init_process_group("gloo", init_method=f"file://{out}/rollout-store", rank=0, world_size=1)
+    worker = None
+    with oat_cpu.CudaIsTheCpu():
+        while True:
+            try:
+                method, args, kwargs = connection.recv()
+            except EOFError:
+                return
+            try:
+                if method == "start":
+                    worker, answer = Worker(*args), None
+                elif method == "received":
+                    answer = worker.model_runner.model.digests
+                else:
+                    getattr(worker, method)(*args, **kwargs)
+                    answer = None
+                connection.send((answer, None))
+            except Exception as error:
+                connection.send((None, f"{type(error).__name__}: {error}"))
+                dist.destroy_process_group(worker._model_update_group)
+                worker = None  # with it goes the connection, of which whoever sends is told

@@ -75,7 +75,7 @@ class PrecisionArgs:
     hysteresis: int = 2
     # fp16: whether one update without an overflow gives the whole hysteresis back, not loss_scale_window of them.
     consecutive_hysteresis: bool = False
-    # fp16: the loss scale is never halved below this; an overflow at it ends the run.
+    # fp16: the loss scale is never halved below this; an overflow at it ends the run (not with --zero_stage 0).
     min_loss_scale: float = 1.0
 
 

@@ -23,6 +23,7 @@ class Args(precision.PrecisionArgs):
 
     bf16: bool = True
     load_in_4bit: bool = False
+    flash_attn: bool = False
 
 
 def settled(**given) -> Args:
@@ -79,6 +80,8 @@ def test_arguments_that_nobody_settled():
         ({"precision": "half"}, ["precision=half", "fp16, bf16, bf16_train_fp16_infer, fp32"]),
         ({"precision": "fp16", "load_in_4bit": True}, ["precision=fp16", "load_in_4bit=True", "bf16"]),
         ({"precision": "fp32", "load_in_4bit": True}, ["precision=fp32", "load_in_4bit=True", "bf16"]),
+        ({"precision": "fp32", "flash_attn": True}, ["precision=fp32", "flash_attn=True", "--no-flash_attn"]),
+        ({"bf16": False, "flash_attn": True}, ["precision=fp32", "flash_attn=True", "--no-flash_attn"]),
         ({"loss_scale": -1.0}, ["loss_scale=-1.0", "0 (dynamic)"]),
         ({"loss_scale": math.inf}, ["loss_scale=inf"]),
         ({"loss_scale": math.nan}, ["loss_scale=nan"]),
@@ -140,7 +143,14 @@ def test_bf16_to_fp16_is_exact_where_the_docstring_says_so():
     assert (sent[small.double() < 2**-25] == 0).all()
 
 
-@pytest.mark.parametrize("value", [65536.0, -1e30, math.inf, math.nan])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_weight_that_is_broken_already_is_refused_by_name(value):
+    weight = torch.tensor([1.0, value], dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"layers\.0\.w: has an inf or NaN already in bfloat16"):
+        precision.on_the_wire("layers.0.w", weight, settled(precision="bf16_train_fp16_infer"))
+
+
+@pytest.mark.parametrize("value", [65536.0, -1e30])
 def test_a_weight_out_of_range_is_refused_by_name(value):
     weight = torch.tensor([1.0, value], dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"layers\.0\.w: .*float16.*65504.*precision=bf16_train_fp16_infer"):
@@ -239,7 +249,8 @@ def test_the_files_of_a_run(tmp_path, monkeypatch):
     policy = engine(
         module=SimpleNamespace(parameters=lambda: [weight]),
         zero_optimization_stage=lambda: 2,
-        get_data_types=lambda: (torch.float16, torch.float16),
+        get_data_types=lambda: (torch.float16, torch.float32),
+        communication_data_type=torch.float16,
     )
     policy.optimizer.param_groups = [{"params": [torch.zeros(1)]}]
     learner = SimpleNamespace(
@@ -254,10 +265,10 @@ def test_the_files_of_a_run(tmp_path, monkeypatch):
         "actor": {
             "strategy": "zero2",
             "compute": "float16",
+            "accumulate": "float32",
             "reduce": "float16",
             "master": "float32",
             "loss_scaling": True,
-            "loss_scale": 1024.0,
         },
         "rollout": {"strategy": "vllm", "wire": "float16", "rollout": "float16"},
     }

@@ -36,7 +36,7 @@ class MismatchArgs:
 
     # Weigh the policy loss by pi/mu: of each token, or of the whole response. --tis_c must be None then.
     rollout_is: Optional[Literal["token", "sequence"]] = None
-    # rollout_is: weights above this become this; inf leaves them as they are.
+    # rollout_is: weights above this become this; with inf none below exp(20), which is verl's bound.
     rollout_is_threshold: float = 2.0
     # Leave responses out of the policy loss whose pi/mu is above rollout_rs_threshold.
     rollout_rs: Optional[Literal["sequence"]] = None

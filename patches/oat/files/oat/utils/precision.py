@@ -69,13 +69,13 @@ class PrecisionArgs:
     loss_scale: float = 0.0
     # fp16: a dynamic loss scale starts at 2 to this power.
     initial_scale_power: int = 16
-    # fp16: updates without an overflow after which the loss scale doubles.
+    # fp16: updates without an overflow after which a dynamic loss scale doubles.
     loss_scale_window: int = 1000
-    # fp16: overflows before the loss scale is halved (not with --zero_stage 0, which halves at each).
+    # fp16: overflows before a dynamic loss scale is halved. With --zero_stage 0 each one halves it.
     hysteresis: int = 2
     # fp16: whether one update without an overflow gives the whole hysteresis back, not loss_scale_window of them.
     consecutive_hysteresis: bool = False
-    # fp16: the loss scale is never halved below this; an overflow at it ends the run (not with --zero_stage 0).
+    # fp16: a dynamic loss scale is never halved below this; an overflow at it ends the run, but with --zero_stage 0.
     min_loss_scale: float = 1.0
 
 
@@ -85,7 +85,7 @@ def settle_precision(args: Any) -> None:
     ``bf16`` is on by default, so that ``--precision fp16`` beside it is no contradiction.
 
     Args:
-        args: with the fields of ``PrecisionArgs``, ``bf16`` and ``load_in_4bit``; changed in place.
+        args: with the fields of ``PrecisionArgs``, ``bf16``, ``load_in_4bit`` and ``flash_attn``; changed in place.
 
     Raises:
         ValueError: one line: a value that is not allowed, or keys that contradict each other.
@@ -108,6 +108,11 @@ def settle_precision(args: Any) -> None:
         raise ValueError(
             f"precision={args.precision} load_in_4bit=True: OAT computes with 4-bit weights in bf16 alone; "
             "precision must be bf16 or bf16_train_fp16_infer"
+        )
+    if args.flash_attn and trained == torch.float32:
+        raise ValueError(
+            f"precision={args.precision} flash_attn=True: flash attention computes in 16 bits alone; "
+            "must be --no-flash_attn, or another precision"
         )
     args.bf16, args.fp16 = trained == torch.bfloat16, trained == torch.float16
     for name, holds, must in (
@@ -179,6 +184,10 @@ def on_the_wire(name: str, weight: torch.Tensor, args: Any) -> torch.Tensor:
     """
     sent = weight.to(wire_dtype(weight, args))
     if sent.dtype != weight.dtype and not torch.isfinite(sent).all():
+        if not torch.isfinite(weight).all():
+            raise ValueError(
+                f"{name}: has weights that are inf or NaN already in {_name(weight.dtype)}, before it is sent"
+            )
         raise ValueError(
             f"{name}: max |w| is {weight.abs().max().item()}; {_name(sent.dtype)}, in which the actors sample, ends at "
             f"{torch.finfo(sent.dtype).max}: precision={args.precision} must be bf16 for this model"
@@ -221,7 +230,7 @@ def largest_norm(norms: list[torch.Tensor], args: Any) -> dict[str, torch.Tensor
 
 
 def scaler_metrics(learner: Any) -> dict[str, float]:
-    """What the loss scalers of a learner did since they were last asked; nothing before an update, or without fp16.
+    """What the loss scalers of a learner did since the last report; nothing without an update since, or without fp16.
 
     ``train/loss_scale``, which the next update is made with; ``train/skipped_steps``, since the last report;
     ``train/overflow``, 1 where the last update was skipped; the critic's with ``train/critic_``.
@@ -308,7 +317,7 @@ def write_metrics(learner: Any, logs: dict[str, Any]) -> None:
 
 
 def _facts(engine: Any) -> dict[str, Any]:
-    """What an engine computes in, accumulates gradients in and keeps its masters in, read from its tensors."""
+    """What an engine computes in, accumulates and reduces gradients in, and keeps its masters in, as it is now."""
     compute = {_name(p.dtype) for p in engine.module.parameters() if p.is_floating_point()}
     facts = {"strategy": f"zero{engine.zero_optimization_stage()}", "compute": "+".join(sorted(compute))}
     optimizer = engine.optimizer
@@ -317,11 +326,10 @@ def _facts(engine: Any) -> dict[str, Any]:
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3, whose param_groups are empty
     if masters is None:
         masters = [p for group in optimizer.param_groups for p in group["params"]]
-    facts["reduce"] = _name(engine.get_data_types()[1])
+    facts["accumulate"] = _name(engine.get_data_types()[1])
+    facts["reduce"] = _name(engine.communication_data_type)
     facts["master"] = "+".join(sorted({_name(p.dtype) for p in masters}))
     facts["loss_scaling"] = engine.fp16_enabled()
-    if engine.fp16_enabled():
-        facts["loss_scale"] = optimizer.cur_scale
     return facts
 
 

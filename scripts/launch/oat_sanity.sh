@@ -69,7 +69,7 @@ templates=$(grep -oP '^    "\K\w+(?=": apply_)' "$oat/experiment/run_math_rl.py"
 # oat/scripts/sanity of github.com/sail-sg/Precision-RL (October 2025). Ours: an end, our own data, no wandb.
 settings=(
   --gpus "$GPUS" --collocate --vllm_sleep --vllm_gpu_ratio 0.6 --enable_prefix_caching
-  --zero-stage 2 --gradient-checkpointing --flash-attn
+  --zero-stage 2 --gradient-checkpointing
   --pretrain "$MODEL" --prompt_template "$TEMPLATE"
   --oracle_type reward --oracle math --verifier_version math_verify
   --learning_rate 1e-6 --lr_scheduler constant --num_ppo_epochs 1 --beta 0
@@ -120,7 +120,8 @@ failed=()
 for name in "${names[@]}"; do
   IFS=- read -r algo precision seed <<<"$name"
   objective "$algo"
-  command=("$OAT_PYTHON" -m oat.experiment.run_math_rl --precision "$precision" "${chosen[@]}" "${settings[@]}"
+  [[ $precision == fp32 ]] && flash=--no-flash-attn || flash=--flash-attn # which computes in 16 bits alone
+  command=("$OAT_PYTHON" -m oat.experiment.run_math_rl --precision "$precision" $flash "${chosen[@]}" "${settings[@]}"
     --seed "${seed#seed}" --wb_run_name "$name" "${further[@]}")
   if [[ $dry_run ]]; then
     show "${command[@]}"

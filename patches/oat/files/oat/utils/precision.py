@@ -185,9 +185,7 @@ def on_the_wire(name: str, weight: torch.Tensor, args: Any) -> torch.Tensor:
     sent = weight.to(wire_dtype(weight, args))
     if sent.dtype != weight.dtype and not torch.isfinite(sent).all():
         if not torch.isfinite(weight).all():
-            raise ValueError(
-                f"{name}: has weights that are inf or NaN already in {_name(weight.dtype)}, before it is sent"
-            )
+            raise ValueError(f"{name}: has an inf or NaN already in {_name(weight.dtype)}, before it is sent")
         raise ValueError(
             f"{name}: max |w| is {weight.abs().max().item()}; {_name(sent.dtype)}, in which the actors sample, ends at "
             f"{torch.finfo(sent.dtype).max}: precision={args.precision} must be bf16 for this model"

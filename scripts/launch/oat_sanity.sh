@@ -121,7 +121,7 @@ for name in "${names[@]}"; do
   IFS=- read -r algo precision seed <<<"$name"
   objective "$algo"
   [[ $precision == fp32 ]] && flash=--no-flash-attn || flash=--flash-attn # which computes in 16 bits alone
-  command=("$OAT_PYTHON" -m oat.experiment.run_math_rl --precision "$precision" $flash "${chosen[@]}" "${settings[@]}"
+  command=("$OAT_PYTHON" -m oat.experiment.run_math_rl --precision "$precision" "$flash" "${chosen[@]}" "${settings[@]}"
     --seed "${seed#seed}" --wb_run_name "$name" "${further[@]}")
   if [[ $dry_run ]]; then
     show "${command[@]}"

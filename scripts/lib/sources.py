@@ -289,10 +289,9 @@ def of_oat(steps: Steps, args: dict) -> tuple[str, ...]:
     names = ("rollout_batch_size", "num_samples", "train_batch_size", "num_ppo_epochs")
     if all(name in args for name in names):
         prompts, answers, batch, epochs = (args[name] for name in names)
-        notes.append(
-            f"a step is a round of OAT's: {prompts} prompts of {answers} answers, "
-            f"{epochs * prompts * answers / batch:g} updates"
-        )
+        updates = epochs * prompts * answers / batch
+        meaning = f"{prompts} prompts of {answers} answers, {updates:g} update{'s' * (updates != 1)}"
+        notes.append(f"a step is a round of OAT's: {meaning}")
     fp16 = args.get("fp16")
     logged = {metric for data in steps.values() for metric in data}
     if runs.K3_KL not in logged and GRAD_NORM in logged and (fp16 or not args):

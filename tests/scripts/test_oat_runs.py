@@ -153,6 +153,11 @@ def test_the_regime_is_what_the_run_was_asked_for_and_the_dtypes_what_its_engine
         sources.read(other, folder)
 
 
+def test_a_round_of_one_update(tmp_path):
+    run = sources.read("fp16", written(tmp_path, train_batch_size=512))
+    assert run.notes == ("a step is a round of OAT's: 64 prompts of 8 answers, 1 update",)
+
+
 def test_the_metrics_without_the_folder(tmp_path):
     run = sources.read("fp16", written(tmp_path) / "metrics.jsonl")
     assert (list(run.steps), run.framework, run.notes) == (list(ROUNDS), "OAT", ())

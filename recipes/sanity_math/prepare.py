@@ -27,7 +27,6 @@ import datasets
 from verl.utils.reward_score import default_compute_score
 
 SOURCE = "sail/Sanity-Test-R1D-1.5B"
-OAT_SPLITS = ("train", "test")
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 SCORER = "lighteval/MATH"  # the data_source by which verl finds its scorer of MATH
 
@@ -80,15 +79,20 @@ def main() -> None:
         source = datasets.load_dataset(arguments.source)
         if "train" not in source:
             raise ValueError(f"has no split 'train'; it has {', '.join(source)}")
-        made = {split: scored(source[split]) for split in OAT_SPLITS if split in source}
+        rows, without = scored(source["train"])
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"--source {arguments.source}: {' '.join(str(error).split())}")
-    rows, without = made["train"]
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / "train.parquet"
     rows.to_parquet(str(file))
-    oat = {split: for_oat(of) for split, (of, _) in made.items()}
     folder = arguments.out / "oat"
+    splits = {"train": rows}
+    if "test" in source:
+        try:
+            splits["test"], _ = scored(source["test"])
+        except ValueError as error:
+            print(f"{folder}: test: left out: {error}")
+    oat = {split: for_oat(of) for split, of in splits.items()}
     datasets.DatasetDict({split: of for split, (of, _) in oat.items()}).save_to_disk(folder)
     for split, (of, asked) in oat.items():
         taken = asked.strip() or "none, they share none"

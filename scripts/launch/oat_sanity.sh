@@ -33,6 +33,17 @@ else
 fi
 # shellcheck source=scripts/launch/knobs.sh
 source "$(dirname "$0")/knobs.sh"
+[[ ${further[0]-} != [!-]* ]] || refuse "${further[0]}: takes --dry-run, then arguments of OAT's, as --use-wb"
+for word in "${further[@]}"; do
+  name=${word%%=*}
+  case ${name//_/-} in
+    --dry-run) refuse "--dry-run: must come first" ;;
+    --precision | --bf16 | --no-bf16 | --fp16 | --no-fp16) refuse "$word: set PRECISION" ;;
+    --seed) refuse "$word: set SEED" ;;
+    --eval-steps) refuse "$word: set EVAL_STEPS" ;;
+    --save-path | --wb-run-name) refuse "$word: set OUT; a run is named by ALGO, PRECISION and SEED" ;;
+  esac
+done
 whole GPUS EVAL_STEPS EPOCHS
 prompts=64 answers=8 batch=128 # of a round, of a prompt; answers of an update
 ((prompts % GPUS == 0)) || refuse "GPUS=$GPUS: must divide the $prompts prompts of a round"
@@ -55,18 +66,23 @@ split TRAIN train
 IFS=, read -ra splits <<<"$TEST_SPLIT"
 for each in "${splits[@]}"; do split EVAL "$each"; done
 
-oat=$("$OAT_PYTHON" -c 'from importlib.util import find_spec; print(find_spec("oat").submodule_search_locations[0])' 2>/dev/null) ||
-  refuse "OAT_PYTHON=$OAT_PYTHON: has no OAT; name the Python that has it"
+oat=$("$OAT_PYTHON" -c 'from importlib.util import find_spec; print(find_spec("oat").origin)' 2>/dev/null) || oat=''
+oat=${oat%/__init__.py}
+[[ -d $oat ]] || refuse "OAT_PYTHON=$OAT_PYTHON: has no OAT; name the Python that has it"
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || refuse "PYTHON=$PYTHON: must be a Python from 3.11 on"
-facts=$("$PYTHON" "$checkout/scripts/patchset.py" status --framework oat --json "${oat%/*}") || true
-read -r state release <<<"$("$PYTHON" -c 'import json, sys; told = json.load(sys.stdin); print(told["state"], told["release"])' <<<"$facts")"
-[[ $state == patched ]] || refuse "OAT_PYTHON=$OAT_PYTHON: its OAT is $state; make apply-patches OAT=${oat%/*}"
-
+facts=$("$PYTHON" "$checkout/scripts/patchset.py" status --framework oat --json "${oat%/*}") || [[ $facts ]] || exit 1
+mapfile -t facts < <("$PYTHON" -c 'import json, sys; print(*map(json.load(sys.stdin).get, ("state", "release", "detail")), sep="\n")' <<<"$facts")
+state=${facts[0]} release=${facts[1]}
+case $state in
+  patched) ;;
+  pristine | outdated) refuse "OAT_PYTHON=$OAT_PYTHON: its OAT is $state; make apply-patches OAT=${oat%/*}" ;;
+  *) refuse "OAT_PYTHON=$OAT_PYTHON: its OAT is $state: ${facts[2]}" ;;
+esac
 templates=$(grep -oP '^    "\K\w+(?=": apply_)' "$oat/experiment/run_math_rl.py" | paste -sd, | sed 's/,/, /g')
 [[ ", $templates," == *", $TEMPLATE,"* ]] || refuse "TEMPLATE=$TEMPLATE: OAT $release has $templates"
 
 # The settings of the authors' scripts, which are alike but for the objective, the dtype and how often is evaluated:
-# oat/scripts/sanity of github.com/sail-sg/Precision-RL (October 2025). Ours: an end, our own data, no wandb.
+# oat/scripts/sanity of github.com/sail-sg/Precision-RL (October 2025). What is ours: docs/oat.md.
 settings=(
   --gpus "$GPUS" --collocate --vllm_sleep --vllm_gpu_ratio 0.6 --enable_prefix_caching
   --zero-stage 2 --gradient-checkpointing
@@ -101,7 +117,7 @@ objective() { # objective ALGO: what tells it from the others, in ${chosen[@]}
 
 names=()
 for seed in $SEED; do
-  [[ $seed =~ ^[0-9]+$ ]] || refuse "SEED=$seed: must be a whole number"
+  [[ $seed =~ ^(0|[1-9][0-9]*)$ ]] || refuse "SEED=$seed: must be a whole number"
   for algo in $ALGO; do
     objective "$algo"
     for precision in $PRECISION; do
@@ -115,19 +131,26 @@ for seed in $SEED; do
   done
 done
 
+((${#names[@]})) || refuse "PRECISION=$PRECISION ALGO=$ALGO SEED=$SEED: must have a value each"
+
+ended() { # ended NAME: OAT repeats its last round with the evaluation after it; its exit code says nothing, launchpad's is 0
+  tail -qn2 "$OUT/$1"_*/metrics.jsonl 2>/dev/null | cut -d, -f1 | uniq -d | grep -q step
+}
+
 trap 'exit 130' INT
 failed=()
 for name in "${names[@]}"; do
   IFS=- read -r algo precision seed <<<"$name"
   objective "$algo"
-  [[ $precision == fp32 ]] && flash=--no-flash-attn || flash=--flash-attn # which computes in 16 bits alone
-  command=("$OAT_PYTHON" -m oat.experiment.run_math_rl --precision "$precision" "$flash" "${chosen[@]}" "${settings[@]}"
+  attention=--flash-attn
+  if [[ $precision == fp32 ]]; then attention=--no-flash-attn; fi # it computes in 16 bits alone
+  command=("$OAT_PYTHON" -m oat.experiment.run_math_rl --precision "$precision" "$attention" "${chosen[@]}" "${settings[@]}"
     --seed "${seed#seed}" --wb_run_name "$name" "${further[@]}")
   if [[ $dry_run ]]; then
     show "${command[@]}"
   else
     echo "oat_sanity: $name"
-    "${command[@]}" || failed+=("$name")
+    "${command[@]}" && ended "$name" || failed+=("$name")
   fi
 done
-((!${#failed[@]})) || refuse "failed: ${failed[*]}"
+((!${#failed[@]})) || refuse "did not come to their end: ${failed[*]}"

@@ -231,16 +231,23 @@ def is_noise(entry: Entry) -> bool:
 
 
 def differences(entries: Sequence[Entry]) -> dict[str, dict[str, str | None]]:
-    """Of the recorded configurations the keys in which they differ; by run's id the value, None where it has none."""
-    configs = {entry.id: entry.run.config for entry in entries if entry.run.config}
-    if len({entry.run.config_hash for entry in entries if entry.run.config}) < 2:
-        return {}  # a kept run has a part of its configuration alone, and the hash of all of it
-    keys = dict.fromkeys(key for config in configs.values() for key in config)
-    rows = {
-        key: {name: json.dumps(config[key]) if key in config else None for name, config in configs.items()}
-        for key in keys
-    }
-    return {key: values for key, values in rows.items() if len(set(values.values())) > 1}
+    """Of the recorded configurations the keys in which they differ; by run's id the value, None where it has none.
+
+    Those of verl are compared with one another and those of OAT: no key of one is one of the other's.
+    """
+    found = {}
+    for framework in dict.fromkeys(entry.run.framework for entry in entries):
+        alike = [entry for entry in entries if entry.run.config and entry.run.framework == framework]
+        if len({entry.run.config_hash for entry in alike}) < 2:
+            continue  # a kept run has a part of its configuration alone, and the hash of all of it
+        configs = {entry.id: entry.run.config for entry in alike}
+        keys = dict.fromkeys(key for config in configs.values() for key in config)
+        rows = {
+            key: {name: json.dumps(config[key]) if key in config else None for name, config in configs.items()}
+            for key in keys
+        }
+        found |= {key: values for key, values in rows.items() if len(set(values.values())) > 1}
+    return found
 
 
 # Writing
@@ -680,7 +687,8 @@ def by_label(report: Report) -> dict[str, list[str]]:
     rows = {}
     for key, values in report.differs.items():
         of = [[values[entry.id] for entry in report.of(label) if entry.id in values] for label in report.labels]
-        rows[key] = [", ".join(dict.fromkeys(NONE if value is None else value for value in held)) for held in of]
+        texts = [", ".join(dict.fromkeys(NONE if value is None else value for value in held)) for held in of]
+        rows[key] = [text or NONE for text in texts]  # the other framework has no such key
     return rows
 
 

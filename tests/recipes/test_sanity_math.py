@@ -1,5 +1,6 @@
 """The sanity test's MATH problems as they are on the Hub, made ready for verl's own scorer and for OAT."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lib.releases import OAT, load_releases, unpacked_wheel
 from verl.utils.reward_score import default_compute_score
 
 REPO = Path(__file__).resolve().parents[2]
@@ -55,6 +57,56 @@ def test_problems_are_scored_0_or_1_and_hopeless_ones_left_out(tmp_path):
 
     assert score(r"so \boxed{\frac12}") == score(r"no \boxed{3}, \boxed{1/2}") == 1
     assert score(r"so \boxed{2}") == score("so 1/2") == 0, "not -1: the mean is the accuracy"
+
+
+READ = """
+import json, sys
+import oat_cpu
+import oat.experiment.run_math_rl as math
+import oat.utils.data as data
+
+given, = sys.argv[1:]
+splits = {split: list(rows) for split, rows in data.load_data_from_disk_or_hf(given).items()}
+evaluated = math.ZeroMathLearner.eval_dataloader_collate_fn
+math.args = math.ZeroMathArgs(prompt_template="r1_distill_qwen")
+formatted, problems, answers = evaluated(None, splits["test"])
+grade = math.r1_distill_qwen_math_reward_fn
+graded = [grade(f"so</think> \\\\boxed{{{row['answer']}}}", row["answer"], fast=False)[1] for row in splits["train"]]
+print(json.dumps([splits, formatted, problems, answers, graded]))
+"""
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("release", load_releases(framework=OAT))
+def test_oat_reads_the_same_problems_without_the_instruction(release, tmp_path):
+    """The release's own loader, template, evaluation and grader."""
+    given = source(tmp_path / "given", [row("1/2?", r"\frac{1}{2}"), row("set?", r"\left\{1"), row("2+2?", "4")])
+    done = prepare(given, tmp_path / "out", tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    tree = unpacked_wheel(release, tmp_path / "tree", OAT)
+    paths = [tree, REPO / "tests/oat", REPO]
+    read = subprocess.run(
+        [REPO / ".venv-workers/bin/python", "-c", READ, tmp_path / "out/oat"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert read.returncode == 0, read.stderr[-3000:]
+    splits, formatted, problems, answers, graded = json.loads(read.stdout.splitlines()[-1])
+    assert splits["train"] == [{"problem": "1/2?", "answer": r"\frac{1}{2}"}, {"problem": "2+2?", "answer": "4"}]
+    assert (problems, answers) == (["AIME?"], ["033"])
+    asked = " Please reason step by step, and put your final answer within \\boxed{}.\n"
+    assert formatted[0].endswith(f"<｜User｜>AIME?{asked}<｜Assistant｜><think>\n"), "asked for the box once"
+    assert graded == [1.0, 1.0], "OAT's grader takes the ground truths for right, too"
+
+
+def test_a_test_split_that_cannot_be_scored_is_left_out_and_verl_gets_its_own(tmp_path):
+    given = source(tmp_path / "given", [row("1/2?", r"\frac{1}{2}")])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row("AIME?", None)]), given / "test" / "rows.parquet")
+    done = prepare(given, tmp_path / "out", tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{tmp_path}/out/oat: test: left out: row 0: its ground truth is None, not a text\n")
+    assert (tmp_path / "out/train.parquet").exists() and not (tmp_path / "out/oat/test").exists()
 
 
 def test_prompts_that_share_no_instruction_stay_as_they_are(tmp_path):

@@ -1,7 +1,9 @@
-"""``scripts/launch/oat_sanity.sh``: what it refuses, and the commands that it becomes."""
+"""``scripts/launch/oat_sanity.sh``: what it refuses, and that OAT's own parser takes the commands that it becomes."""
 
+import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from itertools import product
@@ -14,6 +16,7 @@ from lib.releases import OAT, load_releases, unpacked_wheel
 from lib.stack import apply
 
 SCRIPT = jobs.REPO / "scripts/launch/oat_sanity.sh"
+WORKERS = jobs.REPO / ".venv-workers/bin/python"
 RELEASES = list(load_releases(framework=OAT))
 ALGOS = ("grpo", "dr_grpo", "tis", "mis", "pg_is")
 WRITTEN = "as datasets' save_to_disk writes it; make sanity-math writes data/sanity-math/oat"
@@ -62,6 +65,8 @@ def arguments(command: str) -> list[str]:
         ({"PRECISION": "fp16 fp61"}, "PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer, fp16, fp32"),
         ({"ALGO": "ppo"}, "ALGO=ppo: must be one of grpo, dr_grpo, tis, mis, pg_is"),
         ({"SEED": "one"}, "SEED=one: must be a whole number"),
+        ({"SEED": "1 01"}, "SEED=01: must be a whole number"),
+        ({"SEED": " "}, "PRECISION=fp16 ALGO=dr_grpo SEED= : must have a value each"),
         ({"SEED": "1 2 1"}, "dr_grpo-fp16-seed1: is asked for twice"),
         ({"GPUS": "0"}, "GPUS=0: must be a whole number of at least 1"),
         ({"GPUS": "2.5"}, "GPUS=2.5: must be a whole number of at least 1"),
@@ -84,12 +89,40 @@ def test_refused_in_one_line_before_anything_starts(oats, data, tmp_path, knobs,
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unpatched_oat_is_refused(oats, data, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["--precision", "bf16"], "--precision: set PRECISION"),
+        (["--use-wb", "--no-bf16", "--fp16"], "--no-bf16: set PRECISION"),
+        (["--seed=9"], "--seed=9: set SEED"),
+        (["--eval_steps", "32"], "--eval_steps: set EVAL_STEPS"),
+        (["--wb-run-name", "x"], "--wb-run-name: set OUT; a run is named by ALGO, PRECISION and SEED"),
+        (["--save_path", "x"], "--save_path: set OUT; a run is named by ALGO, PRECISION and SEED"),
+        (["--use-wb", "--dry-run"], "--dry-run: must come first"),
+        (["trainer.save_freq=3"], "trainer.save_freq=3: takes --dry-run, then arguments of OAT's, as --use-wb"),
+    ],
+)
+def test_what_the_name_of_a_run_says_cannot_be_overridden(oats, data, tmp_path, words, refusal):
+    for first in ([], ["--dry-run"]):
+        done = launch(oats["patched"], data, *first, *words, OUT=tmp_path / "out")
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", f"oat_sanity: {refusal}\n")
+
+
+def test_an_oat_that_is_not_patched_is_refused(oats, data, tmp_path):
     done = launch(oats["pristine"], data, OUT=tmp_path / "out")
     told = f"its OAT is pristine; make apply-patches OAT={oats['pristine']}"
     assert (done.returncode, done.stderr) == (1, f"oat_sanity: OAT_PYTHON={sys.executable}: {told}\n")
-    done = launch(tmp_path, data, OUT=tmp_path / "out")
-    assert done.returncode == 1 and "has no OAT; name the Python" in done.stderr
+    changed = shutil.copytree(oats["pristine"], tmp_path / "changed")
+    with (changed / "oat/args.py").open("a") as file:
+        file.write("# mine\n")
+    done = launch(changed, data, OUT=tmp_path / "out")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "its OAT is" in done.stderr and "make apply-patches" not in done.stderr, done.stderr
+    (tmp_path / "nothing/oat").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "nothing"):
+        done = launch(folder, data, OUT=tmp_path / "out")
+        told = f"oat_sanity: OAT_PYTHON={sys.executable}: has no OAT; name the Python that has it\n"
+        assert (done.returncode, done.stderr) == (1, told)
 
 
 def test_a_run_that_is_there_is_refused_before_any_starts(oats, data, tmp_path):
@@ -118,29 +151,95 @@ def test_names_are_unique_and_everything_else_is_equal(oats, data, tmp_path):
     assert {each["--wb_run_name"] for each in value} == expected and len(given) == len(expected)
     assert {each["--eval_steps"] for each in value} == {"16"}
     assert all(each["--wb_run_name"].endswith(f"-seed{each['--seed']}") for each in value)
-    for words in given:  # regimes and seeds of one objective differ in three words alone
+    for words in given:  # regimes and seeds of one objective differ in three words alone, and fp32 in its attention
         for name in ("--wb_run_name", "--seed", "--precision"):
             words[words.index(name) + 1] = ""
-        words[:] = [word.replace("--no-flash-attn", "--flash-attn") for word in words]  # fp32 has no flash attention
-    assert len({tuple(words) for words in given}) == len(ALGOS)
+    alike = {tuple(word for word in words if not word.endswith("flash-attn")) for words in given}
+    assert len(alike) == len(ALGOS)
 
 
-def test_runs_go_one_after_another_and_one_that_fails_is_named(oats, data, tmp_path):
-    """OAT is a stand-in here, which records what it is given."""
+PARSE = """
+import dataclasses, json, sys
+import oat_cpu
+from oat.args import default_args_validation, get_default_args
+from oat.experiment.run_math_rl import TEMPLATE_FACTORY, ZeroMathArgs
+settled = []
+for words in json.load(sys.stdin):
+    sys.argv = ["oat", *words]
+    args = get_default_args(ZeroMathArgs)
+    args.algo = "PPO"  # as run_math_rl itself does
+    args = default_args_validation(args)
+    assert args.prompt_template in TEMPLATE_FACTORY
+    settled.append({name: str(value) for name, value in vars(args).items()})
+print(json.dumps(settled))
+"""
+
+WEIGHTS = {  # of each objective: rollout_is, its threshold, rollout_rs, its threshold, reinforce_update, critic_type
+    "grpo": ("None", "2.0", "None", "None", "False", "grpo"),
+    "dr_grpo": ("None", "2.0", "None", "None", "False", "drgrpo"),
+    "tis": ("token", "2.0", "None", "None", "False", "drgrpo"),
+    "mis": ("sequence", "10.0", "sequence", "10.0", "False", "drgrpo"),
+    "pg_is": ("sequence", "inf", "None", "None", "True", "drgrpo"),
+}
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("release", RELEASES)
+def test_oats_own_parser_takes_every_command(release, data, tmp_path):
+    """The patched release's parser and validation, with every objective in every regime."""
+    tree = unpacked_wheel(release, tmp_path / "tree", OAT)
+    apply(tree, framework=OAT)
+    commands = every_command(tree, data, tmp_path / "out")
+    paths = [tree, jobs.REPO / "tests/oat", jobs.REPO]
+    done = subprocess.run(
+        [WORKERS, "-c", PARSE],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"},
+        input=json.dumps([arguments(command) for command in commands]),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    settled = json.loads(done.stdout.splitlines()[-1])
+    assert len(settled) == len(commands) == len(ALGOS) * len(REGIMES)
+    for args in settled:
+        algo, precision, seed = args["wb_run_name"].split("-")
+        assert (args["precision"], args["seed"]) == (precision, seed.removeprefix("seed"))
+        assert (args["bf16"], args["fp16"]) == (str(precision.startswith("bf16")), str(precision == "fp16"))
+        names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
+        assert tuple(args[name] for name in (*names, "reinforce_update", "critic_type")) == WEIGHTS[algo]
+        assert args.get("tis_c", "None") == "None", "OAT's own weights would be a second correction"
+        assert args["flash_attn"] == str(precision != "fp32"), "flash attention computes in 16 bits alone"
+        assert args["learning_rate"] == "1e-06" and args["lr_scheduler"] == "constant" and args["beta"] == "0.0"
+        assert args["rollout_batch_size_per_device"] == "16" and args["pi_buffer_maxlen_per_device"] == "128"
+        assert (args["gpus"], args["collocate"], args["vllm_sleep"]) == ("4", "True", "True")
+        assert (args["prompt_data"], args["eval_data"], args["test_split"]) == (str(data), str(data), "test")
+
+
+def test_runs_go_one_after_another_and_one_that_does_not_end_is_named(oats, data, tmp_path):
+    """OAT is a stand-in here: it records what it is given and writes metrics; its exit code is launchpad's, 0."""
     oat = tmp_path / "oat-python"
     oat.write_text(
-        f'#!/usr/bin/env bash\nif [[ $1 == -c ]]; then exec {shlex.quote(sys.executable)} "$@"; fi\n'
-        f'printf "%s\\n" "$*" >> {tmp_path}/given\n[[ $* != *--precision\\ fp16* ]]\n'
+        f"""#!/usr/bin/env bash
+if [[ $1 == -c ]]; then exec {shlex.quote(sys.executable)} "$@"; fi
+printf '%s\\n' "$*" >> {tmp_path}/given
+given=$*
+name=${{given#*--wb_run_name }}
+folder={tmp_path}/out/${{name%% *}}_1122T03:00:00
+mkdir -p "$folder"
+rounds="1 2"
+if [[ $* != *--precision\\ fp16* ]]; then rounds="1 2 2"; fi
+for round in $rounds; do echo "{{\\"step\\": $round, \\"data\\": {{}}}}" >> "$folder/metrics.jsonl"; done
+"""
     )
     oat.chmod(0o755)
     asked = {"PRECISION": "bf16 fp16", "ALGO": "grpo mis", "OAT_PYTHON": oat, "OUT": tmp_path / "out"}
     done = launch(oats["patched"], data, "--use-wb", "--learning_rate", "2e-6", **asked)
     assert done.returncode == 1
-    assert done.stderr == "oat_sanity: failed: grpo-fp16-seed1 mis-fp16-seed1\n"
+    assert done.stderr == "oat_sanity: did not come to their end: grpo-fp16-seed1 mis-fp16-seed1\n"
     names = ["grpo-bf16-seed1", "grpo-fp16-seed1", "mis-bf16-seed1", "mis-fp16-seed1"]
     assert done.stdout.splitlines() == [f"oat_sanity: {name}" for name in names]
     given = (tmp_path / "given").read_text().splitlines()
     ends = [line.partition("--wb_run_name ")[2] for line in given]
     assert ends == [f"{name} --use-wb --learning_rate 2e-6" for name in names]
-    done = launch(oats["patched"], data, **asked | {"PRECISION": "bf16", "ALGO": "grpo"})
+    done = launch(oats["patched"], data, **asked | {"PRECISION": "bf16", "ALGO": "grpo", "SEED": "2"})
     assert (done.returncode, done.stderr) == (0, "")

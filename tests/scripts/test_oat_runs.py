@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -269,3 +269,13 @@ def test_an_oat_run_beside_a_verl_run_in_one_report(tmp_path):
     again = report.again(tmp_path / "report", tmp_path / "again")
     assert (again.notes, again.spreads, again.departures) == (found.notes, found.spreads, found.departures)
     assert report.BESIDE not in report.build([verl.run, verl.run], 0.95, "").notes
+
+
+def test_configurations_are_compared_within_a_framework(tmp_path):
+    oat = [sources.read("oat", written(tmp_path / str(rate), learning_rate=rate)) for rate in (1e-6, 2e-6)]
+    verl = sources.read("verl", of_verl(tmp_path / "verl"))
+    verl = replace(verl, config={"data.train_batch_size": 16}, config_hash="0")
+    assert report.build([oat[0], verl], 0.95, "").differs == {}
+    found = report.build([*oat, verl], 0.95, "")
+    assert found.differs == {"learning_rate": {"oat-seed1": "1e-06", "oat-seed1-2": "2e-06"}}
+    assert report.by_label(found) == {"learning_rate": ["1e-06, 2e-06", report.NONE]}

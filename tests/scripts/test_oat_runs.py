@@ -56,7 +56,7 @@ class Engine:
         self.module = torch.nn.Linear(2, 2).to(dtype)
         masters = [{"params": [torch.zeros(6)]}]
         self.optimizer = SimpleNamespace(param_groups=masters, cur_scale=1024.0)
-        self.fp16 = fp16
+        self.fp16, self.communication_data_type = fp16, dtype
 
     def zero_optimization_stage(self) -> int:
         return 2
@@ -80,6 +80,7 @@ def written(out: Path, regime: str = "fp16", seed: int = 1, *, held: torch.dtype
     class Args(precision.PrecisionArgs):
         bf16: bool = True
         load_in_4bit: bool = False
+        flash_attn: bool = False
         seed: int = 42
         wb_run_name: str = "debug"
         rollout_batch_size: int = 64

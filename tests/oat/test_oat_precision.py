@@ -24,6 +24,8 @@ class Args(precision.PrecisionArgs):
     bf16: bool = True
     load_in_4bit: bool = False
     flash_attn: bool = False
+    zero_stage: int = 2
+    grad_accum_dtype: str | None = None
 
 
 def settled(**given) -> Args:
@@ -39,6 +41,11 @@ def test_one_key_settles_learner_and_actors(regime):
     assert precision.model_dtype(args.bf16, args.fp16) == trained
     assert precision.rollout_dtype(args) == sampled
     assert precision.vllm_dtype(args) == str(sampled).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("allowed", [{"zero_stage": 2}, {"grad_accum_dtype": None}, {"precision": "bf16"}])
+def test_gradients_that_are_averaged_may_be_accumulated_in_fp32(allowed):
+    settled(**{"precision": "fp16", "zero_stage": 1, "grad_accum_dtype": "fp32"} | allowed)
 
 
 def test_what_is_settled_can_be_settled_again():
@@ -81,6 +88,10 @@ def test_arguments_that_nobody_settled():
         ({"precision": "fp16", "load_in_4bit": True}, ["precision=fp16", "load_in_4bit=True", "bf16"]),
         ({"precision": "fp32", "load_in_4bit": True}, ["precision=fp32", "load_in_4bit=True", "bf16"]),
         ({"precision": "fp32", "flash_attn": True}, ["precision=fp32", "flash_attn=True", "--no-flash_attn"]),
+        *(
+            ({"precision": "fp16", "zero_stage": stage, "grad_accum_dtype": "fp32"}, [f"zero_stage={stage}", "fp32"])
+            for stage in (0, 1)
+        ),
         ({"bf16": False, "flash_attn": True}, ["precision=fp32", "flash_attn=True", "--no-flash_attn"]),
         ({"loss_scale": -1.0}, ["loss_scale=-1.0", "0 (dynamic)"]),
         ({"loss_scale": math.inf}, ["loss_scale=inf"]),

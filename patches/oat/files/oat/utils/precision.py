@@ -85,7 +85,7 @@ def settle_precision(args: Any) -> None:
     ``bf16`` is on by default, so that ``--precision fp16`` beside it is no contradiction.
 
     Args:
-        args: with the fields of ``PrecisionArgs``, ``bf16``, ``load_in_4bit`` and ``flash_attn``; changed in place.
+        args: an ``OATArgs``; changed in place.
 
     Raises:
         ValueError: one line: a value that is not allowed, or keys that contradict each other.
@@ -113,6 +113,11 @@ def settle_precision(args: Any) -> None:
         raise ValueError(
             f"precision={args.precision} flash_attn=True: flash attention computes in 16 bits alone; "
             "must be --no-flash_attn, or another precision"
+        )
+    if trained == torch.float16 and args.zero_stage < 2 and args.grad_accum_dtype not in (None, "fp16"):
+        raise ValueError(
+            f"precision={args.precision} zero_stage={args.zero_stage} grad_accum_dtype={args.grad_accum_dtype}: DeepSpeed "
+            "0.16.8 does not average such gradients over ranks; must be --zero_stage 2 or 3, or --grad_accum_dtype None"
         )
     args.bf16, args.fp16 = trained == torch.bfloat16, trained == torch.float16
     for name, holds, must in (

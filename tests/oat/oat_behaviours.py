@@ -52,7 +52,7 @@ SCALER = "the loss scaler's settings are arguments, and the first updates are ta
 OVERFLOW = "an inf or NaN of one rank skips the step on all, halves the scale and holds the LR: actor, critic"
 METRICS = "`loss_scale`, `skipped_steps` and `overflow` in the metrics, of the critic too"
 NORM = "`policy_grad_norm` in fp16 is unscaled, and finite or absent"
-ENDS = "a storm of overflows ends the run"
+ENDS = "a storm of overflows ends the run, under ZeRO-1 to 3"
 CHECKPOINT = "the loss scale goes on from the checkpoint, by the new run's settings"
 WIRE = "weights arrive at vLLM's workers in its dtype: fp16, fp32, bf16 to fp16"
 MISMATCH = "the mismatch of actor and learner in the metrics"
@@ -61,8 +61,8 @@ BESIDE = "trains beside a reference model, by `--beta` and by `--kl_penalty_coef
 BATCH = "the fused head trains with more than one answer a device"
 PG = "`--reinforce_update` trains, with and without a sequence's weight"
 WEIGHTS = "importance weights by token or sequence, truncated or masked; none on top of `tis_c`"
-FILES = "`metrics.jsonl` and `args.json` in the run's folder"
-BITS = "bf16 as upstream, to the bit: losses, weights, Adam, of actor and critic"
+FILES = "`metrics.jsonl` in the run's folder, and `args.json` with what the engines have"
+BITS = "bf16 as upstream, to the bit, where the fused head is off: losses, weights, Adam, of actor and critic"
 GPU = "on a GPU: vLLM's CUDA kernels, flash attention, FusedAdam, nccl"
 
 BY_HAND = "loss as by hand, gradient as by hand"
@@ -181,6 +181,12 @@ BEHAVIOURS = {
         "metrics.jsonl of steps 1, 2, 2, with pg_loss, args.json of fp32, actor in float32, stamped",
         {"nothing": RELEASES},
     ),
+    "reports_zero_2": Behaviour(
+        FILES,
+        "actor zero2, float16, float32; critic zero2, float16, float32; ref zero0, float16",
+        without_fp16("nothing"),
+    ),
+    "reports_zero_3": Behaviour(FILES, "actor zero3, float16, float32; ref zero3, float16", without_fp16("nothing")),
     "bf16": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
 }
 

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -752,6 +753,29 @@ def resumed() -> str:
     return f"scale {one.cur_scale:g}, window {one.scale_window}, least {one.min_scale:g}"
 
 
+def reports(*options: str) -> str:
+    """What the engines are said to have, in args.json: each role's stage, computing dtype and masters."""
+    learner = made(*FP16, "--beta=0.1", "--no-use_fused_lm_head", *options)
+    said = [None]
+    if PATCHED:
+        importlib.import_module("oat.utils.precision").report_precision(learner)
+        if RANK == 0:
+            roles = json.loads((Path(learner.save_path) / "args.json").read_text())["effective"]
+            keys = ("strategy", "compute", "master")
+            facts = {role: [str(one[key]) for key in keys if key in one] for role, one in sorted(roles.items())}
+            said[0] = "; ".join(f"{role} {', '.join(fact)}" for role, fact in facts.items())
+    dist.broadcast_object_list(said)
+    return said[0] or "nothing"
+
+
+def reports_zero_2() -> str:
+    return reports("--critic_type=ppo")
+
+
+def reports_zero_3() -> str:
+    return reports("--zero_stage=3")
+
+
 def digest(*tensors: torch.Tensor) -> str:
     flat = (tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(b"".join(flat)).hexdigest()
@@ -775,9 +799,11 @@ CASES = [
     *(storm, checkpoint, mismatch, head_bf16, head_fp16, head_batch, reinforce),
     *(wire_fp16, wire_fp32, wire_bf16_train_fp16_infer),
     *(weights_none, weights_token, weights_sequence, weights_masked, weights_reinforce, files, resumed, bf16),
+    reports_zero_2,
 ]
 if TIS:
     CASES.append(weights_tis_c)
+CASES.append(reports_zero_3)  # the last: transformers remembers ZeRO-3
 
 
 def run(wanted: list[str], model: str, data: str, out: Path, connection: Connection) -> dict[str, str]:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 from behaviours import entry
-from oat_behaviours import RELEASES, verdicts
+from oat_behaviours import RELEASES, RESULTS, verdicts
 
 from lib.releases import OAT, find_release, unpacked_wheel
 from lib.stack import apply, load_stack
 
 REPO = Path(__file__).resolve().parents[2]
 PYTHON = REPO / ".venv-workers/bin/python"
-RESULTS = REPO / "docs/results/oat.json"
 RUNNER = Path(__file__).with_name("oat_runner.py")
 
 Seen = Callable[[str, bool], dict[str, str]]

@@ -6,8 +6,11 @@ anything else, better or worse, fails a test.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 from behaviours import Behaviour, compared
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs/results/oat.json"
 
 # Without fp16; the first two without the actor's log-probabilities in the learner too.
 BARE = ("0.1.4", "0.2.0")
@@ -35,15 +38,14 @@ def without(option: str) -> dict[str, tuple[str, ...]]:
 
 
 def refused(release: str) -> str:
-    """What the unpatched release makes of bad input: all but one of its keys it does not know."""
+    """What the unpatched release makes of bad input: nearly all of its keys it does not know."""
     keys = ("initial_scale_power", "loss_scale", "min_loss_scale")
-    facts = [("precision and fp16", "precision"), ("precision and bf16", "precision")]
-    facts += [(key, "fp16" if release in OLD else key) for key in keys]
-    facts = [("both", "fp16"), *facts] if release in OLD else facts
-    facts.append(("rollout_rs without threshold", "rollout_rs"))
-    if release not in BARE:
-        facts.append(("two weights", "rollout_is"))
-    return "; ".join(f"{what}: no --{key}" for what, key in facts)
+    unknown = {"both": "fp16"} if release in OLD else {}
+    unknown |= {"precision and fp16": "precision", "precision and bf16": "precision"}
+    unknown |= {key: "fp16" if release in OLD else key for key in keys}
+    facts = [f"{what}: no --{key}" for what, key in unknown.items()]
+    facts += ["takes fp32 with flash attention", "rollout_rs without threshold: no --rollout_rs"]
+    return "; ".join(facts + ([] if release in BARE else ["two weights: no --rollout_is"]))
 
 
 KEY = "`--precision`, or OAT's `--no-bf16 --fp16`, sets actor, critic, ref, DeepSpeed and vLLM's dtype"

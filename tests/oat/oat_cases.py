@@ -265,6 +265,7 @@ REFUSED = {
         [*FP16, "--min_loss_scale=1024", "--initial_scale_power=2"],
         ["min_loss_scale", "1024", "initial_scale_power", "2"],
     ),
+    "fp32 with flash attention": (["--no-bf16", "--flash_attn"], ["fp32", "flash_attn=True", "--no-flash_attn"]),
     "rollout_rs without threshold": (["--rollout_rs=sequence", *NO_TIS], ["rollout_rs", "rollout_rs_threshold"]),
 }
 if TIS:

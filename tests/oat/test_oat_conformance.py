@@ -1,8 +1,13 @@
 """One conformance suite for all releases of OAT: a patched tree does what it should, an unpatched one as predicted."""
 
+import json
+
 import pytest
 from behaviours import compared
-from oat_behaviours import BEHAVIOURS, RELEASES
+from oat_behaviours import BEHAVIOURS, RELEASES, RESULTS
+
+from lib.releases import OAT, find_release
+from lib.stack import load_stack
 
 pytestmark = pytest.mark.releases
 of_each = pytest.mark.parametrize("case", BEHAVIOURS)
@@ -25,3 +30,13 @@ def test_the_patched_oat_has_the_behaviour(seen, release, case):
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_unpatched_oat_does_what_was_predicted(seen, release, case):
     assert outcomes(seen, release, case)[1] == BEHAVIOURS[case].predicted(release)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_results_are_of_this_stack_and_all_passed(release, pytestconfig):
+    if pytestconfig.getoption("write_results"):
+        pytest.skip("they are being written")
+    written = json.loads(RESULTS.read_text())[release]
+    assert written["stack"] == load_stack(find_release(release, framework=OAT)).id, "make test-oat"
+    assert all(one.get("passed", True) for one in written["seen"].values())
+    assert {case for case in written["seen"] if not case.startswith("not_run")} == set(BEHAVIOURS)

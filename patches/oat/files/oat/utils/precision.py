@@ -116,8 +116,9 @@ def settle_precision(args: Any) -> None:
         )
     if trained == torch.float16 and args.zero_stage < 2 and args.grad_accum_dtype not in (None, "fp16"):
         raise ValueError(
-            f"precision={args.precision} zero_stage={args.zero_stage} grad_accum_dtype={args.grad_accum_dtype}: DeepSpeed "
-            "0.16.8 does not average such gradients over ranks; must be --zero_stage 2 or 3, or --grad_accum_dtype None"
+            f"precision={args.precision} zero_stage={args.zero_stage} grad_accum_dtype={args.grad_accum_dtype}: "
+            "DeepSpeed 0.16.8 does not average such gradients over ranks; must be --zero_stage 2 or 3, "
+            "or --grad_accum_dtype None"
         )
     args.bf16, args.fp16 = trained == torch.bfloat16, trained == torch.float16
     for name, holds, must in (

@@ -41,7 +41,8 @@ TAKES_bench := ARGS
 TAKES_bench-amp := ARGS
 TAKES_mutants := ONLY
 TAKES_doctor := ARGS VERL
-$(foreach goal,$(filter bench bench-amp mutants doctor,$(MAKECMDGOALS)),$(foreach name,$(COMMAND_LINE),$(if \
+TAKES_pr-branch := VERL DIR
+$(foreach goal,$(filter bench bench-amp mutants doctor pr-branch,$(MAKECMDGOALS)),$(foreach name,$(COMMAND_LINE),$(if \
   $(filter DEVICE PYTHON TORCH_INDEX_URL $(TAKES_$(goal)),$(name)),,$(error $(name)=$($(name)): make $(goal) takes $(TAKES_$(goal)) alone))))
 
 ##@ The two commands
@@ -56,11 +57,10 @@ test: setup browser $(WORKERS_READY)  ## set up and run all tests
 TWO := -n 2 --no-loadscope-reorder
 
 # VERL defaults to the verl of this environment; OAT takes its place.
-ifneq ($(and $(VERL),$(OAT)),)
-$(error VERL=$(VERL) OAT=$(OAT): give one of the two)
-endif
 VERL ?= $(SITE)
-HOLDER = $(if $(OAT),--framework oat $(call quote,$(OAT)),--framework verl $(call quote,$(VERL)))
+HOLDER = $(if $(filter undefined,$(origin OAT)),--framework verl $(call quote,$(VERL)),$(THE_OAT))
+THE_OAT = $(if $(filter-out file,$(origin VERL)),$(error VERL=$(VERL) OAT=$(OAT): give one of the two))$(if \
+  $(OAT),--framework oat $(call quote,$(OAT)),$(error OAT= is empty: it must be a folder that holds an OAT))
 ##@ Patching verl or OAT elsewhere: VERL or OAT is a git checkout, an unpacked release or a site-packages folder
 .PHONY: apply-patches unapply-patches status check port drift pr-branch
 apply-patches: python  ## apply the patches:  make apply-patches VERL=/path/to/verl   (or OAT=…)

@@ -44,6 +44,9 @@ from .stack import (
     write,
 )
 
+# The file of a framework's version holds it alone, or assigns it.
+VERSION = re.compile(r"""^(?:__version__ = )?(["']?)(\d[\w.+!-]*)\1\s*$""", re.M)
+
 SAME, MERGED, THERE, CONFLICT = "same", "merged", "there", "conflict"
 
 
@@ -128,9 +131,11 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
             raise Refused(f"{to} has {ours[0]} already; take its patches out first: make unapply-patches {given.word}")
         if not (root / framework.version).exists():
             raise Refused(f"{to} has no {framework.version}, as every release has; give a checkout or a release")
-        (version,) = re.findall(r'^(?:__version__ = ")?(\d[\w.]*)"?$', (root / framework.version).read_text(), re.M)
+        told = VERSION.search((root / framework.version).read_text())
+        if not told:
+            raise Refused(f"{to}: {framework.version} tells no version; give a checkout or a release")
         same = [release.name for release in releases.values() if release.tree_before == tree]
-        name = same[0] if same else f"{version}+{tree[:8]}"
+        name = same[0] if same else f"{told[2]}+{tree[:8]}"
     elif re.fullmatch(r"\d+(\.\w+)+", to):
         archive = download(to, framework)
         name, root = to, unpack(archive, scratch / "wheel")

@@ -13,8 +13,19 @@ from pathlib import Path
 import pytest
 from test_patchset import contents, cut_short, edit, entry, git, message, patchset, pristine, refused, tiny
 
-from lib import series, stack
-from lib.releases import OAT, PROJECT, find_release, load_releases, package_blobs, sha256, unpacked_wheel, wheel
+from lib import port, series, stack
+from lib.releases import (
+    OAT,
+    PROJECT,
+    VERL,
+    Framework,
+    find_release,
+    load_releases,
+    package_blobs,
+    sha256,
+    unpacked_wheel,
+    wheel,
+)
 
 __all__ = ["pristine", "tiny"]  # fixtures
 
@@ -285,6 +296,31 @@ def test_a_commit_is_named_by_the_version_it_tells(both: Path, tmp_path: Path):
     assert git("tag", cwd=tmp_path / "tree").startswith("base/0.2.4+")
 
 
+@pytest.mark.parametrize(
+    ("framework", "text", "version"),
+    [
+        (VERL, "0.10.0.dev\n", "0.10.0.dev"),
+        (VERL, "0.9.1+cu126\n", "0.9.1+cu126"),
+        (OAT, '"""Version."""\n\n__version__ = "0.2.5"\n', "0.2.5"),
+        (OAT, "__version__ = '0.2.5.dev1+g1a2b3c4'\n", "0.2.5.dev1+g1a2b3c4"),
+    ],
+)
+def test_the_version_of_a_commit(both: Path, tmp_path: Path, framework: Framework, text: str, version: str):
+    root = tmp_path / "commit"
+    for path in (f"{framework.name}/__init__.py", framework.version):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    (own,) = (each for each in stack.load_stacks(both, framework) if each.patches)
+    name, _, unknown = port.destination(str(root), own, both, tmp_path / "scratch")
+    assert re.fullmatch(rf"{re.escape(version)}\+\w{{8}}", name) and unknown is None
+
+
+def test_a_commit_without_a_version_is_refused(both: Path, target: Path, tmp_path: Path):
+    (target / "oat/__about__.py").write_text("__version__ = read()\n")
+    line = refused(both, "port", "--framework", "oat", RELEASE, target, tmp_path / "tree", unchanged=tmp_path)
+    assert line == f"patchset: {target}: oat/__about__.py tells no version; give a checkout or a release\n"
+
+
 def test_a_new_release_gets_its_entry(project: Path, tmp_path: Path):
     """Its wheel is oat_llm-…, as PyPI has it; here it is in the cache of wheels."""
     newer = unpacked_wheel(NEWER, tmp_path / "newer", OAT)
@@ -319,10 +355,24 @@ def test_make_names_the_framework(words: tuple[str, ...], line: str):
     assert line in subprocess.run(make, cwd=PROJECT, capture_output=True, text=True).stdout
 
 
-def test_make_takes_one_of_the_two():
-    done = subprocess.run(["make", "status", "VERL=a", "OAT=b"], cwd=PROJECT, capture_output=True, text=True)
-    assert done.returncode and done.stderr.count("\n") == 1
-    assert "*** VERL=a OAT=b: give one of the two." in done.stderr
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("status", "VERL=a", "OAT=b"), "VERL=a OAT=b: give one of the two."),
+        (("apply-patches", "OAT="), "OAT= is empty: it must be a folder that holds an OAT."),
+        (("pr-branch", "OAT=b"), "OAT=b: make pr-branch takes VERL DIR alone."),
+    ],
+)
+def test_what_make_refuses(words: tuple[str, ...], line: str):
+    make = ["make", "--dry-run", f"PYTHON={sys.executable}", *words]
+    done = subprocess.run(make, cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode and done.stderr.count("\n") == 1 and f"*** {line}" in done.stderr
+
+
+def test_both_in_the_environment_stop_no_other_target():
+    environment = {**os.environ, "VERL": "a", "OAT": "b"}
+    make = ["make", "--dry-run", f"PYTHON={sys.executable}", "check"]
+    assert subprocess.run(make, cwd=PROJECT, env=environment, capture_output=True).returncode == 0
 
 
 # --- the project's own stacks ---------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ sanity: setup  ## the sanity test: four regimes, three seeds, three objectives; 
 	  SEED='1 2 3' ALGO='grpo pg_is ppo' THRESHOLD=0.95 OUT=outputs/sanity $(TYPED)
 
 ##@ The rest
-.PHONY: help setup bench bench-amp mutants submit gsm8k dapo-math sanity-math test-releases e2e-releases matrix test-quick lint lock clean
+.PHONY: help setup bench bench-amp mutants submit gsm8k dapo-math sanity-math test-releases test-oat e2e-releases matrix test-quick lint lock clean
 help: python  ## list the targets and the variables of `make run`, `make preflight`, `make probe` and `make compare`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
@@ -150,13 +150,16 @@ dapo-math: setup  ## download DAPO-Math-17k and AIME 2024 and write data/dapo-ma
 sanity-math: setup  ## download the 1460 MATH problems of the sanity test and write data/sanity-math/{train.parquet,oat}
 	@$(BIN)/python -m recipes.sanity_math.prepare --out data/sanity-math
 
-test-releases: setup $(WORKERS_READY)  ## the conformance suite on every release, its outcome into docs/results/releases.json
+test-releases: setup $(WORKERS_READY)  ## the conformance suite on every release of verl, its outcome into docs/results/releases.json
 	@exec $(BIN)/python -m pytest tests/releases --write-results
+
+test-oat: setup $(WORKERS_READY)  ## the same on every release of OAT, into docs/results/oat.json
+	@exec $(BIN)/python -m pytest tests/oat --write-results
 
 e2e-releases: setup $(WORKERS_READY)  ## two steps of main_ppo in fp16 on every release, into docs/results/releases-e2e.json
 	@exec $(BIN)/python -m pytest -m slow tests/e2e/test_releases.py --write-results
 
-matrix: python  ## write that outcome into README.md as the support matrix
+matrix: python  ## write these outcomes into README.md as the support matrices
 	@$(PYTHON) scripts/matrix.py
 
 test-quick: setup browser  ## the tests without the end-to-end runs and the other releases

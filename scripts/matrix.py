@@ -1,4 +1,4 @@
-"""Write the support matrix into README.md, from what `make test-releases` and `make e2e-releases` saw."""
+"""Write the support matrices into README.md, from what make's test-releases, e2e-releases and test-oat saw."""
 
 import itertools
 import json
@@ -9,10 +9,16 @@ from lib.releases import PROJECT
 
 RESULTS = PROJECT / "docs/results/releases.json"
 RUNS = PROJECT / "docs/results/releases-e2e.json"
+OAT_RESULTS = PROJECT / "docs/results/oat.json"
+OAT_RUNS = PROJECT / "docs/results/oat-e2e.json"
 README = PROJECT / "README.md"
-BEGIN, END = "<!-- written by make matrix -->\n", "<!-- end of the matrix -->\n"
+# Where a table stands in the README.
+MARKERS = {
+    "verl": ("<!-- written by make matrix -->\n", "<!-- end of the matrix -->\n"),
+    "oat": ("<!-- OAT's, written by make matrix -->\n", "<!-- end of OAT's matrix -->\n"),
+}
 LEGEND = "✓ seen on the patched release; ° the unpatched one has it too, (°) in part; – cannot be there."
-NOTES = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲ"
+NOTES = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖ"
 # The releases that the FlowRL recipe cannot run on, and why; tests/e2e/test_releases.py looks whether it is so.
 WITHOUT_FLOWRL = dict.fromkeys(
     ("0.4.1", "0.5.0", "0.6.0", "0.6.1", "0.7.0", "0.7.1", "0.8.0"),
@@ -20,67 +26,110 @@ WITHOUT_FLOWRL = dict.fromkeys(
 )
 
 
-def table(results: dict, runs: dict) -> str:
-    """The matrix as Markdown: a row for behaviours that belong together, a column a release, then the notes.
+class Notes(list[str]):
+    """The notes of a table, in the order of their marks."""
 
-    Args:
-        results: by release, what the conformance suite saw.
-        runs: by release, what its end-to-end runs gave; they count where the stack is still the same.
-    """
-    notes: list[str] = []
-
-    def noted(mark: str, note: str) -> str:
+    def marked(self, mark: str, note: str) -> str:
+        """Return ``mark`` with the mark of ``note``, which is new or was there before."""
         note = note[0].upper() + note[1:]
-        if note not in notes:
-            notes.append(note)
-        return mark + NOTES[notes.index(note)]
+        if note not in self:
+            self.append(note)
+        return mark + NOTES[self.index(note)]
 
-    def run(release: str) -> str:
-        if runs.get(release, {}).get("stack") != results[release]["stack"]:
-            return "not run"
-        return noted("✓", f"with {runs[release]['rollout']} as rollout")
 
-    def flowrl(release: str) -> str:
-        if release in WITHOUT_FLOWRL:
-            return noted("–", WITHOUT_FLOWRL[release])
-        ran = runs.get(release, {}).get("flowrl", {}).get("stack") == results[release]["stack"]
-        return "✓" if ran else "not run"
+def cell(cases: list[dict], notes: Notes) -> str:
+    """What was seen of a row's cases on one release."""
+    ran = [case for case in cases if "passed" in case]
+    not_run = [case["not_run"] for case in cases if "not_run" in case]
+    if not ran:
+        return notes.marked("not run", not_run[0]) if not_run else notes.marked("–", cases[0]["absent"])
+    upstream = [case["upstream_has_it"] for case in ran]
+    mark = "✓" if all(case["passed"] for case in ran) else "**fails**"
+    mark += "°" if all(upstream) else "(°)" if any(upstream) else ""
+    return notes.marked(f"{mark}, in part not run", not_run[0]) if not_run else mark
 
-    def cell(cases: list[dict]) -> str:
-        present = [case for case in cases if "absent" not in case]
-        if not present:
-            return noted("–", cases[0]["absent"])
-        upstream = [case["upstream_has_it"] for case in present]
-        return ("✓" if all(case["passed"] for case in present) else "**fails**") + (
-            "°" if all(upstream) else "(°)" if any(upstream) else ""
-        )
 
+def behaviours(results: dict, notes: Notes) -> list[list[str]]:
+    """The head and a row for behaviours that belong together, a column a release."""
     columns = [
         {row: list(cases) for row, cases in itertools.groupby(release["seen"].values(), key=itemgetter("row"))}
         for release in results.values()
     ]
-    rows = [["", *results], ["---"] * (1 + len(results))]
-    rows += [[row, *(cell(column[row]) for column in columns)] for row in columns[0]]
-    rows.append(["`main_ppo` in fp16, end to end, two steps", *map(run, results)])
-    rows.append(["the FlowRL recipe in fp16, end to end, two steps", *map(flowrl, results)])
-    rows.append(["changed lines of verl", *("+{added} −{removed}".format(**r["lines"]) for r in results.values())])
+    rows = [[row, *(cell(column[row], notes) for column in columns)] for row in columns[0]]
+    return [["", *results], ["---"] * (1 + len(results)), *rows]
+
+
+def changed_lines(results: dict, framework: str) -> list[str]:
+    return [f"changed lines of {framework}", *("+{added} −{removed}".format(**r["lines"]) for r in results.values())]
+
+
+def end_to_end(results: dict, runs: dict, notes: Notes) -> list[str]:
+    """Whether each release ran as a whole; a run counts where the stack is still the same."""
+
+    def run(release: str) -> str:
+        if runs.get(release, {}).get("stack") != results[release]["stack"]:
+            return "not run"
+        return notes.marked("✓", f"with {runs[release]['rollout']} as rollout")
+
+    return [run(release) for release in results]
+
+
+def markdown(rows: list[list[str]], notes: Notes) -> str:
+    """The table, then the legend and the notes."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     reasons = [f"{mark} {note}." for mark, note in zip(NOTES, notes, strict=False)]
     return "\n".join([*lines, "", " ".join([LEGEND, *reasons])]) + "\n"
 
 
-def written(readme: str, matrix: str) -> str:
-    """``readme`` with the matrix between its markers."""
-    head, _, rest = readme.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return head + BEGIN + matrix + END + tail
+def table(results: dict, runs: dict) -> str:
+    """verl's matrix as Markdown.
+
+    Args:
+        results: by release, what the conformance suite saw.
+        runs: by release, what its end-to-end runs gave.
+    """
+    notes = Notes()
+
+    def flowrl(release: str) -> str:
+        if release in WITHOUT_FLOWRL:
+            return notes.marked("–", WITHOUT_FLOWRL[release])
+        ran = runs.get(release, {}).get("flowrl", {}).get("stack") == results[release]["stack"]
+        return "✓" if ran else "not run"
+
+    rows = behaviours(results, notes)
+    rows.append(["`main_ppo` in fp16, end to end, two steps", *end_to_end(results, runs, notes)])
+    rows.append(["the FlowRL recipe in fp16, end to end, two steps", *map(flowrl, results)])
+    rows.append(changed_lines(results, "verl"))
+    return markdown(rows, notes)
+
+
+def oat_table(results: dict, runs: dict) -> str:
+    """OAT's matrix as Markdown, from what its suite saw by release and could not run, and from whole runs."""
+    notes = Notes()
+    rows = behaviours(results, notes)
+    rows.append(["a whole job in fp16: launchpad, vLLM, DeepSpeed", *end_to_end(results, runs, notes)])
+    rows.append(changed_lines(results, "OAT"))
+    return markdown(rows, notes)
+
+
+def written(readme: str, framework: str, matrix: str) -> str:
+    """``readme`` with the framework's matrix between its markers; exits where it has none."""
+    begin, end = MARKERS[framework]
+    if not (begin in readme and end in readme):
+        sys.exit(f"{README} has no lines {begin.strip()} and {end.strip()}")
+    head, _, rest = readme.partition(begin)
+    _, _, tail = rest.partition(end)
+    return head + begin + matrix + end + tail
+
+
+def current(readme: str) -> str:
+    """``readme`` with both matrices as the results have them."""
+    results, runs, oat, oat_runs = (json.loads(file.read_text()) for file in (RESULTS, RUNS, OAT_RESULTS, OAT_RUNS))
+    return written(written(readme, "verl", table(results, runs)), "oat", oat_table(oat, oat_runs))
 
 
 def main() -> None:
-    readme = README.read_text()
-    if not (BEGIN in readme and END in readme):
-        sys.exit(f"{README} has no lines {BEGIN.strip()} and {END.strip()}")
-    README.write_text(written(readme, table(*map(json.loads, (RESULTS.read_text(), RUNS.read_text())))))
+    README.write_text(current(README.read_text()))
 
 
 if __name__ == "__main__":

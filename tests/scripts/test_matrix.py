@@ -1,11 +1,14 @@
-"""The support matrix in README.md is what the conformance suite saw of the stacks as they are now."""
+"""The support matrices in README.md are what the suites saw of the stacks as they are now."""
 
 import json
 
 import pytest
 
 import matrix
+from lib.releases import OAT, VERL, Framework
 from lib.stack import load_stacks
+
+RESULTS = {VERL: matrix.RESULTS, OAT: matrix.OAT_RESULTS}
 
 
 def seen(upstream_has_it: bool = False, **verdict) -> dict:
@@ -28,12 +31,16 @@ def release(*cases: dict) -> dict:
         ([seen(passed=True, upstream_has_it=True), seen(passed=True)], "✓(°)"),
         ([seen(passed=True), seen(passed=False)], "**fails**"),
         ([seen(absent="no such thing there")], "–ᵃ"),
+        ([seen(not_run="no such thing here")], "not runᵃ"),
+        ([seen(passed=True), seen(not_run="no such thing here")], "✓, in part not runᵃ"),
+        ([seen(absent="no such thing there"), seen(not_run="no such thing here")], "not runᵃ"),
     ],
 )
 def test_a_cell_says_what_was_seen(cases, cell):
-    lines = matrix.table({"1.0": release(*cases)}, {}).splitlines()
-    assert lines[0] == "|  | 1.0 |" and f"| a behaviour | {cell} |" in lines
-    assert lines[-1].endswith("ᵃ No such thing there.") == ("absent" in cases[0])
+    for lines in (matrix.table({"1.0": release(*cases)}, {}), matrix.oat_table({"1.0": release(*cases)}, {})):
+        assert lines.startswith("|  | 1.0 |\n") and f"\n| a behaviour | {cell} |\n" in lines
+        notes = lines.splitlines()[-1].removeprefix(matrix.LEGEND).split(" ᵇ ")[0]
+        assert ("ᵃ" in cell) == notes.startswith(" ᵃ No such thing ")
 
 
 def test_a_run_counts_for_its_stack_alone():
@@ -52,20 +59,40 @@ def test_a_release_without_a_registry_has_no_recipe():
     assert flowrl.endswith("| –ᵃ |") and notes.endswith(f"ᵃ {matrix.WITHOUT_FLOWRL['0.8.0']}.")
 
 
-def test_the_results_are_those_of_the_stacks():
-    results = json.loads(matrix.RESULTS.read_text())
-    stale = {stack.release.name for stack in load_stacks() if results[stack.release.name]["stack"] != stack.id}
-    assert not stale, f"run `make test-releases matrix`: the stacks of {', '.join(sorted(stale))} have changed"
+def test_a_run_of_oat_counts_for_its_stack_alone():
+    for stack, cell in {"s1": "✓ᵃ", "s0": "not run"}.items():
+        lines = matrix.oat_table({"1.0": release()}, {"1.0": {"stack": stack, "rollout": "vLLM"}})
+        assert f"\n| a whole job in fp16: launchpad, vLLM, DeepSpeed | {cell} |\n" in lines
+        assert "\n| changed lines of OAT | +2 −1 |\n" in lines
 
 
-def test_the_readme_has_the_matrix():
+@pytest.mark.parametrize("framework", RESULTS, ids=lambda framework: framework.name)
+def test_the_results_are_those_of_the_stacks(framework: Framework):
+    results = json.loads(RESULTS[framework].read_text())
+    now = {stack.release.name: stack.id for stack in load_stacks(framework=framework)}
+    seen = {name: entry["stack"] for name, entry in results.items()}
+    stale = sorted(name for name in now if seen.get(name) != now[name])
+    how = {VERL: "make test-releases matrix", OAT: "make test-oat matrix"}[framework]
+    assert list(seen) == list(now) and not stale, f"run `{how}`: the stacks of {', '.join(stale)} have changed"
+
+
+def test_the_readme_has_the_matrices():
     readme = matrix.README.read_text()
-    results = (json.loads(file.read_text()) for file in (matrix.RESULTS, matrix.RUNS))
-    current = matrix.written(readme, matrix.table(*results))
-    assert readme == current, "run `make matrix`"
+    assert readme == matrix.current(readme), "run `make matrix`"
 
 
-def test_every_behaviour_was_seen():
-    for name, entry in json.loads(matrix.RESULTS.read_text()).items():
-        failed = [case for case, verdict in entry["seen"].items() if "absent" not in verdict and not verdict["passed"]]
-        assert not failed, f"verl {name}: {failed}"
+@pytest.mark.parametrize("framework", RESULTS, ids=lambda framework: framework.name)
+def test_every_behaviour_was_seen(framework: Framework):
+    for name, entry in json.loads(RESULTS[framework].read_text()).items():
+        failed = [case for case, verdict in entry["seen"].items() if not verdict.get("passed", True)]
+        assert not failed, f"{framework.name} {name}: {failed}"
+
+
+def test_what_could_not_be_run_is_said():
+    for name, entry in json.loads(matrix.OAT_RESULTS.read_text()).items():
+        assert [case for case in entry["seen"].values() if "not_run" in case], f"oat {name}"
+
+
+def test_a_readme_without_markers():
+    with pytest.raises(SystemExit, match="has no lines <!-- OAT's, written by make matrix --> and <!-- end of OAT's"):
+        matrix.written("", "oat", "")

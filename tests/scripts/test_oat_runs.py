@@ -81,6 +81,8 @@ def written(out: Path, regime: str = "fp16", seed: int = 1, *, held: torch.dtype
         bf16: bool = True
         load_in_4bit: bool = False
         flash_attn: bool = False
+        zero_stage: int = 2
+        grad_accum_dtype: str | None = None
         seed: int = 42
         wb_run_name: str = "debug"
         rollout_batch_size: int = 64

@@ -1,6 +1,7 @@
 """OAT's two modules as they are copied into every release, without OAT."""
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -15,3 +16,14 @@ def load(name: str) -> ModuleType:
 
 
 precision, mismatch = load("precision"), load("mismatch")
+
+
+@dataclass
+class Args(precision.PrecisionArgs):
+    """What the modules read of OAT's arguments, with OAT's defaults, but for flash attention."""
+
+    bf16: bool = True
+    load_in_4bit: bool = False
+    flash_attn: bool = False
+    zero_stage: int = 2
+    grad_accum_dtype: str | None = None

@@ -2,12 +2,11 @@
 
 import json
 import math
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
-from oat_modules import precision
+from oat_modules import Args, precision
 
 REGIMES = {
     "fp16": (torch.float16, torch.float16),
@@ -15,17 +14,6 @@ REGIMES = {
     "bf16_train_fp16_infer": (torch.bfloat16, torch.float16),
     "fp32": (torch.float32, torch.float32),
 }
-
-
-@dataclass
-class Args(precision.PrecisionArgs):
-    """As OAT's arguments are: bf16 is on by default."""
-
-    bf16: bool = True
-    load_in_4bit: bool = False
-    flash_attn: bool = False
-    zero_stage: int = 2
-    grad_accum_dtype: str | None = None
 
 
 def settled(**given) -> Args:

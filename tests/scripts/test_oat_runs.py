@@ -1,7 +1,6 @@
 """Runs of OAT in ``make compare``: by the patches' own writer, by wandb, exported, and beside a run of verl's."""
 
 import csv
-import importlib.util
 import json
 import math
 import os
@@ -14,14 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from matplotlib.figure import Figure
+from oat_modules import Args, precision
 
 from lib import measures, report, runs, sources
-from lib.job import REPO, Refused
-
-# What is copied into every release as it is.
-SPEC = importlib.util.spec_from_file_location("oat_precision", REPO / "patches/oat/files/oat/utils/precision.py")
-precision = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(precision)
+from lib.job import Refused
 
 ROUNDS = range(1, 8)
 ACCURACY = "eval/average/accuracy"
@@ -77,12 +72,7 @@ def written(out: Path, regime: str = "fp16", seed: int = 1, *, held: torch.dtype
     """
 
     @dataclass
-    class Args(precision.PrecisionArgs):
-        bf16: bool = True
-        load_in_4bit: bool = False
-        flash_attn: bool = False
-        zero_stage: int = 2
-        grad_accum_dtype: str | None = None
+    class Given(Args):
         seed: int = 42
         wb_run_name: str = "debug"
         rollout_batch_size: int = 64
@@ -94,7 +84,7 @@ def written(out: Path, regime: str = "fp16", seed: int = 1, *, held: torch.dtype
 
     folder = out / f"dr_grpo-{regime}-seed{seed}_1122T03:00:00"
     folder.mkdir(parents=True)
-    args = Args(precision=regime, seed=seed, wb_run_name=f"dr_grpo-{regime}-seed{seed}", **more)
+    args = Given(precision=regime, seed=seed, wb_run_name=f"dr_grpo-{regime}-seed{seed}", **more)
     precision.settle_precision(args)
     dtype = held or precision.model_dtype(args.bf16, args.fp16)
     learner = SimpleNamespace(

@@ -42,7 +42,13 @@ TAKES_bench-amp := ARGS
 TAKES_mutants := ONLY
 TAKES_doctor := ARGS VERL
 TAKES_pr-branch := VERL DIR
-$(foreach goal,$(filter bench bench-amp mutants doctor pr-branch,$(MAKECMDGOALS)),$(foreach name,$(COMMAND_LINE),$(if \
+TAKES_port := FROM TO DIR FRAMEWORK
+TAKES_apply-patches := VERL OAT
+TAKES_unapply-patches := $(TAKES_apply-patches)
+TAKES_status := $(TAKES_apply-patches)
+TAKES_drift := $(TAKES_apply-patches)
+FEW := bench bench-amp mutants doctor pr-branch port apply-patches unapply-patches status drift
+$(foreach goal,$(filter $(FEW),$(MAKECMDGOALS)),$(foreach name,$(COMMAND_LINE),$(if \
   $(filter DEVICE PYTHON TORCH_INDEX_URL $(TAKES_$(goal)),$(name)),,$(error $(name)=$($(name)): make $(goal) takes $(TAKES_$(goal)) alone))))
 
 ##@ The two commands

@@ -37,7 +37,12 @@ source "$(dirname "$0")/knobs.sh"
 for word in "${further[@]}"; do
   name=${word%%=*}
   case ${name//_/-} in
-    --dry-run) refuse "--dry-run: must come first" ;;
+    --dry-run) refuse "$word: must come first, as --dry-run" ;;
+    --help | -h) refuse "$word: the knobs stand on top of the script; docs/oat.md has the rest" ;;
+    --critic-type | --reinforce-update | --no-reinforce-update | --tis-c | --rollout-is | --rollout-is-threshold | --rollout-rs | --rollout-rs-threshold)
+      refuse "$word: set ALGO" ;;
+    --gpus) refuse "$word: set GPUS" ;;
+    --num-prompt-epoch) refuse "$word: set EPOCHS" ;;
     --precision | --bf16 | --no-bf16 | --fp16 | --no-fp16) refuse "$word: set PRECISION" ;;
     --seed) refuse "$word: set SEED" ;;
     --eval-steps) refuse "$word: set EVAL_STEPS" ;;

@@ -361,6 +361,9 @@ def test_make_names_the_framework(words: tuple[str, ...], line: str):
         (("status", "VERL=a", "OAT=b"), "VERL=a OAT=b: give one of the two."),
         (("apply-patches", "OAT="), "OAT= is empty: it must be a folder that holds an OAT."),
         (("pr-branch", "OAT=b"), "OAT=b: make pr-branch takes VERL DIR alone."),
+        (("unapply-patches", "OTA=b"), "OTA=b: make unapply-patches takes VERL OAT alone."),
+        (("status", "oat=b"), "oat=b: make status takes VERL OAT alone."),
+        (("port", "FROM=0.2.4", "TO=0.2.3", "OAT=b"), "OAT=b: make port takes FROM TO DIR FRAMEWORK alone."),
     ],
 )
 def test_what_make_refuses(words: tuple[str, ...], line: str):

@@ -7,8 +7,10 @@ anything else, better or worse, fails a test.
 
 import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from lib.stack import Stack
+if TYPE_CHECKING:  # the workers, which import this too, have no scripts on their path
+    from lib.stack import Stack
 
 A = ("0.4.1", "0.5.0", "0.6.0")
 B = ("0.6.1", "0.7.0", "0.7.1")
@@ -187,7 +189,7 @@ BEHAVIOURS = {
 }
 
 
-def entry(stack: Stack, seen: dict[str, dict]) -> dict:
+def entry(stack: "Stack", seen: dict[str, dict]) -> dict:
     """A release's entry in docs/results: its stack, the lines that this changes, and what was seen."""
     changed = [re.findall(r"^[+-](?![+-]{2} )", patch.text.partition("\n---\n")[2], re.M) for patch in stack.patches]
     signs = [sign for signs in changed for sign in signs]

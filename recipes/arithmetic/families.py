@@ -1,0 +1,64 @@
+"""Make a tiny model of another family for the task: ``python -m recipes.arithmetic.families --family llama --out DIR``.
+
+The model has random weights and the task's tokenizer, so that ``make run MODEL=DIR`` runs a family's code paths through
+FSDP, the weight sync and vLLM. It learns nothing in a few steps: it shows that a family runs, and its mismatch.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from recipes.arithmetic.model import build_tokenizer
+
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+}
+# The ``model_type`` of transformers, and what a family needs besides SHAPE.
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    "gemma2": {"query_pre_attn_scalar": 64, "sliding_window": 128},
+}
+
+
+def build_family(family: str, seed: int) -> PreTrainedModel:
+    """Return a causal language model of ``family`` with float32 weights drawn from ``seed``.
+
+    Its vocabulary is exactly the tokenizer's, as in ``recipes.arithmetic.model.build_model``.
+
+    Raises:
+        KeyError: ``family`` is not one of ``FAMILIES``.
+    """
+    tokenizer = build_tokenizer()
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **SHAPE, **tokens, **FAMILIES[family])
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=FAMILIES, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the folder to make; must not exist")
+    parser.add_argument("--seed", type=int, default=1, help="of the weights")
+    arguments = parser.parse_args()
+    if arguments.out.exists():
+        sys.exit(f"--out {arguments.out}: exists; give a new folder")
+    build_family(arguments.family, arguments.seed).save_pretrained(arguments.out)
+    build_tokenizer().save_pretrained(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from recipes.arithmetic.model import build_tokenizer
+from recipes.arithmetic import model
 
 SHAPE = {
     "hidden_size": 128,
@@ -31,9 +31,18 @@ FAMILIES = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     "gemma2": {"query_pre_attn_scalar": 64, "sliding_window": 128},
 }
+# Special tokens that verl 0.9 requires of a family's tokenizer to tell where a turn ends.
+TURN_TOKENS = {"qwen3": ["<|im_end|>"], "qwen3_moe": ["<|im_end|>"]}
 
 
-def build_family(family: str, seed: int) -> PreTrainedModel:
+def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """Return the task's tokenizer with the special tokens that verl requires of ``family``."""
+    tokenizer = model.build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": TURN_TOKENS.get(family, [])})
+    return tokenizer
+
+
+def build_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
     """Return a causal language model of ``family`` with float32 weights drawn from ``seed``.
 
     Its vocabulary is exactly the tokenizer's, as in ``recipes.arithmetic.model.build_model``.
@@ -41,7 +50,6 @@ def build_family(family: str, seed: int) -> PreTrainedModel:
     Raises:
         KeyError: ``family`` is not one of ``FAMILIES``.
     """
-    tokenizer = build_tokenizer()
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **SHAPE, **tokens, **FAMILIES[family])
     torch.manual_seed(seed)
@@ -56,8 +64,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.out.exists():
         sys.exit(f"--out {arguments.out}: exists; give a new folder")
-    build_family(arguments.family, arguments.seed).save_pretrained(arguments.out)
-    build_tokenizer().save_pretrained(arguments.out)
+    tokenizer = build_tokenizer(arguments.family)
+    build_model(arguments.family, tokenizer, arguments.seed).save_pretrained(arguments.out)
+    tokenizer.save_pretrained(arguments.out)
 
 
 if __name__ == "__main__":

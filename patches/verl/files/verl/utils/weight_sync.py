@@ -1,0 +1,114 @@
+# Copyright 2026 the verl-precision authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Detect a rollout that samples from other weights than the trainer's, on the first batch after the weight sync.
+
+A weight sync can go wrong without an error: vLLM's CPU build repacks expert weights and later loads plain ones into
+them; an adapter arrives empty; a renamed parameter is skipped. The rollout then samples from another model, and the run
+trains on. The log-probabilities that both sides give to the same tokens show it on any device and for any server, and
+are in the trainer's hands already: the check costs a few sums over one batch.
+
+The module needs torch and :mod:`verl.utils.precision` alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from verl.utils.precision import Precision, to_dtype
+
+__all__ = ["WeightSyncCheck", "WeightSyncError"]
+
+# Unit roundoff of what a side computes in. fp32 products on a GPU are TF32's, which has fp16's mantissa.
+_ROUNDOFF = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+# Limits in unit roundoffs of the coarser side. Rounding alone gave 0.6 (fp16) and 0.9 (bf16) of the spread at most in
+# every run recorded in docs/log.md; scrambled experts of a model with random weights gave 280 in fp16.
+_OF_SPREAD = 100  # of mean |difference|, in units of the spread of log p over the batch
+_ABSOLUTE = 20  # of mean |difference| in nats: an almost deterministic policy has no spread to compare with
+
+
+class WeightSyncError(RuntimeError):
+    """The rollout does not sample from the trainer's weights."""
+
+
+class WeightSyncCheck:
+    """Compare the log-probabilities of rollout and trainer on the first batch that has both.
+
+    The check is off with ``trainer.check_weight_sync=false``, and where the two cannot be compared: a quantized rollout
+    or KV cache; a ``top_p`` or ``top_k`` that cuts the distribution; a temperature that the server leaves out of its
+    log-probabilities (``logprobs_mode`` other than ``processed_logprobs``).
+
+    Args:
+        config: of a PPO trainer: ``trainer``, ``actor_rollout_ref.actor`` and ``actor_rollout_ref.rollout`` are read.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        actor, rollout = (config["actor_rollout_ref"][role] for role in ("actor", "rollout"))
+        self._pending = config["trainer"].get("check_weight_sync", True) and _comparable(rollout)
+        self._roundoff = max(_ROUNDOFF[dtype] for dtype in (_trainer_dtype(actor), _rollout_dtype(rollout)))
+
+    def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Compare the first ``batch`` that has a response token; do nothing on later ones.
+
+        Args:
+            batch: ``rollout_log_probs`` and ``old_log_probs``, the trainer's, in nats, and ``response_mask``: each
+                ``(rows, response tokens)``.
+
+        Returns:
+            ``training/weight_sync_diff``, the mean absolute difference of log p over the response tokens, in nats, and
+            ``training/weight_sync_spread``, the mean absolute deviation of the trainer's log p; nothing on later calls.
+
+        Raises:
+            WeightSyncError: the difference is far beyond what rounding to the regime's dtypes explains.
+        """
+        mask = batch["response_mask"].bool()
+        if not (self._pending and mask.any()):
+            return {}
+        self._pending = False
+        sampled, trained = (batch[name][mask].double() for name in ("rollout_log_probs", "old_log_probs"))
+        diff = (sampled - trained).abs().mean().item()
+        spread = (trained - trained.mean()).abs().mean().item()
+        # Not "diff > limit": a NaN is no sign of equal weights.
+        if not (diff <= _ABSOLUTE * self._roundoff or diff <= _OF_SPREAD * self._roundoff * spread):
+            raise WeightSyncError(
+                f"the rollout does not sample from the trainer's weights: on the first batch after the weight sync "
+                f"their log-probabilities differ by {diff:.2g} nats a token, where log p itself spreads by "
+                f"{spread:.2g} and rounding explains {max(_ABSOLUTE, _OF_SPREAD * spread) * self._roundoff:.2g}. "
+                "Look for parameters that the rollout server did not load or changed after loading; "
+                "trainer.check_weight_sync=false turns this check off"
+            )
+        return {"training/weight_sync_diff": diff, "training/weight_sync_spread": spread}
+
+
+def _trainer_dtype(actor: Mapping[str, Any]) -> torch.dtype:
+    """Return what the actor computes in."""
+    if actor["strategy"] in ("fsdp", "fsdp2"):
+        return Precision.of_worker(actor["fsdp_config"], trained=True).compute
+    return to_dtype(actor.get("dtype") or "bfloat16", "actor_rollout_ref.actor.dtype")
+
+
+def _rollout_dtype(rollout: Mapping[str, Any]) -> torch.dtype:
+    """Return what the server computes in; ``auto`` may be anything, so it counts as the coarsest."""
+    name = {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(rollout["dtype"], rollout["dtype"])
+    return to_dtype(name, "actor_rollout_ref.rollout.dtype")
+
+
+def _comparable(rollout: Mapping[str, Any]) -> bool:
+    """Return whether both sides' log-probabilities are those of the same distribution but for rounding."""
+    engine = (rollout.get("engine_kwargs") or {}).get(rollout["name"]) or {}
+    quantized = rollout.get("quantization") or engine.get("quantization")
+    cache = engine.get("kv_cache_dtype") or "auto"
+    whole = rollout["top_p"] == 1 and rollout["top_k"] in (-1, 0)
+    scaled_alike = rollout["temperature"] == 1 or rollout.get("logprobs_mode") == "processed_logprobs"
+    return not quantized and cache == "auto" and whole and scaled_alike

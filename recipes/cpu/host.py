@@ -183,6 +183,25 @@ def keep_linear_weights(layers: ModuleType) -> None:
     replace(layers, "dispatch_cpu_unquantized_gemm", lambda _: plain)
 
 
+def keep_expert_weights(experts: ModuleType) -> None:
+    """Pack the weights of a mixture of experts for vLLM's kernel at each use, not once after loading.
+
+    vLLM's CPU build puts the packed weights in the place of the originals. verl later loads the trained ones there,
+    which are not packed: the kernel would read scrambled experts.
+    """
+    pack = experts.cpu_prepack_moe_weight
+
+    def packing(compute):
+        def packed(x, w13, w2, w13_bias, w2_bias, topk_weights, topk_ids, activation, isa, skip_weighted):
+            weights = pack(w13, isa), pack(w2, isa)
+            return compute(x, *weights, w13_bias, w2_bias, topk_weights, topk_ids, activation, isa, skip_weighted)
+
+        return packed
+
+    replace(experts, "cpu_fused_moe", packing)
+    replace(experts, "cpu_prepack_moe_weight", lambda _: lambda weight, isa: weight)
+
+
 def attend_without_flash(transformers: ModuleType) -> None:
     """verl asks for flash_attention_2 wherever its config does not say otherwise, in the critic wherever it does."""
 
@@ -222,6 +241,7 @@ def adapt() -> None:
     name_vllm()
     autocast_as_cuda()
     when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
+    when_imported("vllm.model_executor.layers.fused_moe.experts.cpu_moe", keep_expert_weights)
     when_imported("transformers.modeling_utils", attend_without_flash)
     when_imported("verl.utils.attention_utils", unpad_without_flash)
     when_imported("verl.utils.torch_functional", vectorize_log_probabilities)

@@ -61,6 +61,7 @@ METRICS = {
     "loss_scale": "actor/loss_scale",
     "skipped_steps": "actor/skipped_steps",
     "rollout_probs_diff_mean": "training/rollout_probs_diff_mean",
+    "weight_sync_diff": "training/weight_sync_diff",
 }
 FLOWRL = {
     "distinct_right_answers": "flowrl/distinct_right_answers",
@@ -165,6 +166,7 @@ def test_a_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
     apply(tree)
     metrics, told = train(release, tree, task, tmp_path, STEPS)
 
+    assert len(metrics.pop("weight_sync_diff")) == 1, "the first step alone is checked"
     assert all(len(values) == STEPS and all(map(math.isfinite, values)) for values in metrics.values()), metrics
     assert metrics["loss_scale"] == [SCALE * 2, SCALE * 4] and metrics["skipped_steps"] == [0.0] * STEPS
     assert min(metrics["grad_norm"]) > 0 and min(metrics["reward"]) > 0.1, "nothing to learn from"
@@ -193,6 +195,7 @@ def test_flowrl_trains_on_a_release(release, task, tmp_path, pytestconfig):
     apply(tree)
     metrics, told = train(release, tree, task, tmp_path, STEPS, "flowrl")
 
+    assert len(metrics.pop("weight_sync_diff")) == 1, "the first step alone is checked"
     assert all(len(values) == STEPS and all(map(math.isfinite, values)) for values in metrics.values()), metrics
     assert metrics["loss_scale"] == [SCALE * 2, SCALE * 4] and metrics["skipped_steps"] == [0.0] * STEPS
     assert metrics["log_z"][0] == 0 != metrics["log_z"][1], "log Z starts from 0 and is learned"

@@ -111,3 +111,26 @@ def test_what_is_not_there_to_adapt_is_named():
         "except ImportError as error: print(error)"
     )
     assert "vllm has no gone" in out and len(out.splitlines()) == 1
+
+
+EXPERTS = """
+import torch
+import torch.nn.functional as F
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+torch.manual_seed(0)
+x, w13, w2 = (torch.randn(shape).half() / 8 for shape in ((16, 64), (4, 128, 64), (4, 64, 64)))
+weights, experts = torch.rand(16, 2), torch.stack([torch.randperm(4)[:2] for _ in range(16)]).int()
+loaded = [cpu_moe.cpu_prepack_moe_weight(torch.zeros_like(w), "vec").copy_(w) for w in (w13, w2)]  # as verl loads them
+out = cpu_moe.cpu_fused_moe(x, *loaded, None, None, weights, experts, "silu", "vec", False).float()
+def expert(row, index):
+    gate, up = F.linear(row, w13[index].float()).chunk(2)
+    return F.linear(F.silu(gate) * up, w2[index].float())
+rows = zip(x.float(), weights, experts.tolist())
+exact = torch.stack([sum(w * expert(row, i) for w, i in zip(ws, indices)) for row, ws, indices in rows])
+print(((out - exact).norm() / exact.norm()).item())
+"""
+
+
+def test_experts_compute_with_the_weights_that_were_loaded_last():
+    assert float(run(EXPERTS).split()[-1]) < 2e-3  # fp16's rounding
+    assert float(run(EXPERTS, loaded=False).split()[-1]) > 0.5, "vLLM reads them as packed"

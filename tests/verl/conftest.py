@@ -4,19 +4,28 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 
 
+def load(file: Path) -> ModuleType:
+    """Import ``file`` under its stem."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def pytest_configure(config):
-    """``import precision`` and ``import manifest`` in a test: the modules by themselves, without the rest of verl."""
-    tree = config.getoption("verl_tree") or REPO / "patches/verl/files"
-    for source in ("verl/utils/precision.py", "verl/utils/checkpoint/manifest.py"):
-        spec = importlib.util.spec_from_file_location(Path(source).stem, tree / source)
-        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[spec.name])
+    """Make ``import precision``, ``manifest`` and ``weight_sync`` find these modules without the rest of verl."""
+    utils = (config.getoption("verl_tree") or REPO / "patches/verl/files") / "verl/utils"
+    load(utils / "checkpoint/manifest.py")
+    sys.modules["verl.utils.precision"] = load(utils / "precision.py")  # which weight_sync imports
+    load(utils / "weight_sync.py")
+    del sys.modules["verl.utils.precision"]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,122 @@
+"""The check of the first weight sync: which batches it accepts, which end the run, and where it is off."""
+
+import copy
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from weight_sync import WeightSyncCheck, WeightSyncError
+
+CONFIG = {
+    "trainer": {"check_weight_sync": True},
+    "actor_rollout_ref": {
+        "actor": {"strategy": "fsdp", "fsdp_config": {"dtype": "float16"}},
+        "rollout": {"name": "vllm", "dtype": "float16", "temperature": 1.0, "top_p": 1, "top_k": -1},
+    },
+}
+
+
+def check(**changes) -> WeightSyncCheck:
+    """A check of CONFIG with dotted keys of ``actor_rollout_ref`` changed; ``trainer__x`` names a trainer's key."""
+    config = OmegaConf.create(copy.deepcopy(CONFIG))
+    for name, value in changes.items():
+        key = name.replace("__", ".")
+        OmegaConf.update(
+            config, key if key.startswith("trainer") else f"actor_rollout_ref.{key}", value, force_add=True
+        )
+    return WeightSyncCheck(config)
+
+
+def make_batch(noise: float, spread: float = 0.5) -> dict[str, torch.Tensor]:
+    """Log-probabilities with a mean absolute deviation of ``spread`` that differ by ``noise`` nats on average."""
+    generator = torch.Generator().manual_seed(0)
+    trained = -5 + spread * torch.randn(64, 32, generator=generator) / 0.798  # a normal's mean absolute deviation
+    mask = torch.ones(64, 32, dtype=torch.long)
+    mask[:, 24:] = 0
+    sampled = trained + noise * torch.randn(64, 32, generator=generator) / 0.798
+    sampled[:, 24:] = -1.0  # what verl pads with
+    return {"old_log_probs": trained, "rollout_log_probs": sampled, "response_mask": mask}
+
+
+def test_rounding_is_accepted_and_reported():
+    metrics = check()(make_batch(noise=3e-4))
+    assert metrics["training/weight_sync_diff"] == pytest.approx(3e-4, rel=0.1)
+    assert metrics["training/weight_sync_spread"] == pytest.approx(0.5, rel=0.1)
+
+
+def test_other_weights_end_the_run_and_the_key_is_named():
+    with pytest.raises(WeightSyncError, match="differ by 0.05.* nats a token.*trainer.check_weight_sync=false"):
+        check()(make_batch(noise=0.057, spread=0.4))  # scrambled experts of a tiny Qwen3-MoE
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "refused"),
+    [
+        (("float16", "float16"), True),
+        (("bfloat16", "float16"), False),
+        (("float16", "auto"), False),
+        (("fp32",) * 2, True),
+    ],
+)
+def test_the_limit_follows_the_coarser_side(dtypes, refused):
+    trainer, rollout = dtypes
+    compare = check(actor__fsdp_config__dtype=trainer, rollout__dtype={"fp32": "float32"}.get(rollout, rollout))
+    batch = make_batch(noise=0.05)
+    if refused:
+        pytest.raises(WeightSyncError, compare, batch)
+    else:
+        assert compare(batch)
+
+
+def test_a_policy_without_spread_is_judged_by_the_absolute_limit():
+    batch = make_batch(noise=1e-3, spread=1e-6)
+    assert check()(batch)
+    with pytest.raises(WeightSyncError):
+        check()(make_batch(noise=0.02, spread=1e-6))
+
+
+def test_a_nan_is_no_agreement():
+    batch = make_batch(noise=0)
+    batch["rollout_log_probs"][0, 0] = float("nan")
+    pytest.raises(WeightSyncError, check(), batch)
+
+
+def test_the_first_batch_with_a_response_is_compared_and_no_other():
+    compare, wrong = check(), make_batch(noise=1.0)
+    empty = wrong | {"response_mask": torch.zeros(64, 32)}
+    assert compare(empty) == {}
+    assert compare(make_batch(noise=0))
+    assert compare(wrong) == {}
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"trainer__check_weight_sync": False},
+        {"rollout__top_p": 0.9},
+        {"rollout__top_k": 50},
+        {"rollout__temperature": 0.7},
+        {"rollout__quantization": "fp8"},
+        {"rollout__engine_kwargs__vllm__quantization": "fp8"},
+        {"rollout__engine_kwargs__vllm__kv_cache_dtype": "fp8_e5m2"},
+    ],
+)
+def test_it_is_off_where_the_two_cannot_be_compared(off):
+    assert check(**off)(make_batch(noise=1.0)) == {}
+
+
+def test_it_is_on_where_the_server_scales_by_the_temperature():
+    scaled = {"rollout__temperature": 0.7, "rollout__logprobs_mode": "processed_logprobs"}
+    pytest.raises(WeightSyncError, check(**scaled), make_batch(noise=1.0))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+def test_the_trainers_dtype_is_found_for_every_strategy(strategy):
+    dtype = {
+        "fsdp2": {
+            "actor__fsdp_config__mixed_precision": {"param_dtype": "bf16"},
+            "actor__fsdp_config__dtype": "bfloat16",
+        }
+    }
+    changes = dtype.get(strategy, {"actor__dtype": "bfloat16"})
+    assert check(actor__strategy=strategy, **changes)(make_batch(noise=0.05))

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Optional
@@ -567,7 +567,7 @@ def markdown(rows: list[Row], facts: Facts) -> str:
         "# What 16 bits give to training outside verl",
         "",
         f"Measured by `{facts.command}` on {where}; {torch.get_num_threads()} threads, "
-        f"Python {platform.python_version()}, torch {torch.__version__}; {datetime.now(UTC):%Y-%m-%d}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}; {datetime.now(timezone.utc):%Y-%m-%d}, "
         f"{facts.seconds / 60:.1f} minutes, in which other processes used {facts.others:.2f} of {cores} cores.",
         "",
     ]

@@ -212,7 +212,7 @@ class Environments:
             index, *place = np.argwhere(~good)[0].tolist()
             raise Refused(
                 f"env={self.env}: {what}{place or ''} of environment {index} (of {self.number}) at step "
-                f"{self.step_number} is {values[index, *place]}: must be {allowed}"
+                f"{self.step_number} is {values[(index, *place)]}: must be {allowed}"
             )
 
 

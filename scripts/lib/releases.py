@@ -7,9 +7,9 @@ import re
 import subprocess
 import sys
 import tempfile
-import tomllib
 import zipfile
 from collections.abc import Iterator, Mapping
+from configparser import ConfigParser
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -74,9 +74,17 @@ class Release:
 
 
 def load_releases(project: Path = PROJECT, framework: Framework = VERL) -> dict[str, Release]:
-    """Return the releases of the framework's versions.toml by name, in file order."""
-    entries = tomllib.loads((framework.home(project) / "versions.toml").read_text())
-    return {name: Release(framework, name, **entry) for name, entry in entries.items()}
+    """Return the releases of the framework's versions.toml by name, in file order.
+
+    Its names and values are valid JSON as well as TOML: Python 3.10, which OAT runs on, has no tomllib.
+    """
+    versions = ConfigParser(interpolation=None, delimiters="=", comment_prefixes="#")
+    versions.read_string((framework.home(project) / "versions.toml").read_text())
+    releases = {}
+    for section in versions.sections():
+        name, values = json.loads(section), versions[section].items()
+        releases[name] = Release(framework, name, **{key: json.loads(value) for key, value in values})
+    return releases
 
 
 def find_release(name: str, project: Path = PROJECT, framework: Framework = VERL) -> Release:

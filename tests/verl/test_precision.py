@@ -664,7 +664,9 @@ def test_a_report_is_one_line_of_json_in_one_write(monkeypatch):
     writes = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=writes.append, flush=lambda: None))
     precision.report("actor", 0, compute="float16")
-    line = '[verl-precision] {"role": "actor", "rank": 0, "compute": "float16", "stamp": null}\n'
+    stamp = Path(precision.__file__).with_name("precision_stamp.json")  # apply writes it beside; --verl-tree has it
+    left = stamp.read_text().strip() if stamp.exists() else "null"
+    line = f'[verl-precision] {{"role": "actor", "rank": 0, "compute": "float16", "stamp": {left}}}\n'
     assert [text for text in writes if text] == [line]
 
 

@@ -6,25 +6,33 @@ SHELL := bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
-# Python 3.11 is needed once, to create the environment and for the patch tool.
-PYTHON ?= python3.11
-
 # Tests take the CPU set unless told otherwise: it is the same on every machine.
 DEVICE ?= $(if $(filter test% mutants,$(MAKECMDGOALS)),cpu,$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu))
 ifeq ($(filter cpu cuda,$(DEVICE)),)
 $(error DEVICE=$(DEVICE): allowed are cpu and cuda)
 endif
 
-# The stamp is written last and named after the locks: an interrupted or outdated set-up starts anew.
 VENV := $(if $(filter cuda,$(DEVICE)),.venv-cuda,.venv)
 BIN := $(VENV)/bin
-SITE := $(VENV)/lib/python3.11/site-packages
+SITE := $(VENV)/site-packages
+
+# What touches a verl or an OAT elsewhere runs on Python 3.10 or later alone; the environments are made of 3.11 or 3.12.
+# PYTHON names one for both. Without it the first on PATH that fits is taken; an environment that is there keeps its own.
+FITS_TOOLS := sys.version_info >= (3, 10)
+FITS_VENVS := (3, 11) <= sys.version_info[:2] <= (3, 12)
+fits = "$(2)" -c 'import sys; sys.exit(not ($(1)))' 2>/dev/null
+first = $(shell for python in $(2); do if $(call fits,$(1),$$python); then echo $$python; break; fi; done)
+TOOLS_PYTHON := $(or $(PYTHON),$(call first,$(FITS_TOOLS),python3 python3.14 python3.13 python3.12 python3.11 python3.10))
+VENVS_PYTHON := $(or $(PYTHON),$(call first,$(FITS_VENVS),$(realpath $(BIN)/python) python3.11 python3.12))
+VERSION := $(shell "$(VENVS_PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+
+# The stamp is written last and named after Python and the locks: an interrupted or outdated set-up starts anew.
 LOCKS := $(wildcard $(addprefix requirements/$(DEVICE).,torch lock flash-attn))
-READY := $(VENV)/ready-$(shell cat $(LOCKS) | cksum | cut -d' ' -f1)
+READY := $(VENV)/ready-$(VERSION)-$(shell cat $(LOCKS) | cksum | cut -d' ' -f1)
 
 # The second environment: the workers of every release. Neither verl nor OAT is in it; the tests put a release's tree on its path.
 WORKERS := .venv-workers
-WORKERS_READY := $(WORKERS)/ready-$(shell cat requirements/cpu.torch requirements/workers.lock | cksum | cut -d' ' -f1)
+WORKERS_READY := $(WORKERS)/ready-$(VERSION)-$(shell cat requirements/cpu.torch requirements/workers.lock | cksum | cut -d' ' -f1)
 
 # What `make run` hands over: its own variables wherever they are set, and all that stands on the command line, so that
 # a misspelt one is refused rather than ignored.
@@ -51,7 +59,7 @@ FEW := bench bench-amp mutants doctor pr-branch port apply-patches unapply-patch
 $(foreach goal,$(filter $(FEW),$(MAKECMDGOALS)),$(foreach name,$(COMMAND_LINE),$(if \
   $(filter DEVICE PYTHON TORCH_INDEX_URL $(TAKES_$(goal)),$(name)),,$(error $(name)=$($(name)): make $(goal) takes $(TAKES_$(goal)) alone))))
 
-##@ The two commands
+##@ The two commands, in .venv (4 GB), which is set up with Python 3.11 or 3.12
 .PHONY: run test
 run: accept setup  ## set up and train in fp16 with verl, on this machine's GPU or CPU
 	@exec $(BIN)/python scripts/run.py $(WORDS)
@@ -67,36 +75,31 @@ VERL ?= $(SITE)
 HOLDER = $(if $(filter undefined,$(origin OAT)),--framework verl $(call quote,$(VERL)),$(THE_OAT))
 THE_OAT = $(if $(filter-out file,$(origin VERL)),$(error VERL=$(VERL) OAT=$(OAT): give one of the two))$(if \
   $(OAT),--framework oat $(call quote,$(OAT)),$(error OAT= is empty: it must be a folder that holds an OAT))
-##@ Patching verl or OAT elsewhere: VERL or OAT is a git checkout, an unpacked release or a site-packages folder
-.PHONY: apply-patches unapply-patches status check port drift pr-branch
+##@ Patching verl or OAT elsewhere (VERL or OAT: a git checkout, an unpacked release or a site-packages folder), with Python 3.10 or later and git alone
+.PHONY: apply-patches unapply-patches status check port drift
 apply-patches: python  ## apply the patches:  make apply-patches VERL=/path/to/verl   (or OAT=…)
-	@$(PYTHON) scripts/patchset.py apply $(HOLDER)
+	@$(TOOLS_PYTHON) scripts/patchset.py apply $(HOLDER)
 
 unapply-patches: python  ## take them out again, to the byte
-	@$(PYTHON) scripts/patchset.py unapply $(HOLDER)
+	@$(TOOLS_PYTHON) scripts/patchset.py unapply $(HOLDER)
 
 status: python  ## say which release a tree holds, and whether it is patched
-	@$(PYTHON) scripts/patchset.py status $(HOLDER)
+	@$(TOOLS_PYTHON) scripts/patchset.py status $(HOLDER)
 
 check: python  ## check that every release's patches apply and reverse exactly
-	@$(PYTHON) scripts/patchset.py check --all
+	@$(TOOLS_PYTHON) scripts/patchset.py check --all
 
 # Where port leaves its git tree.
 FRAMEWORK ?= verl
 DIR ?= outputs/$(FRAMEWORK)-$(notdir $(TO:/=))
 port: python  ## carry a release's patches to another:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=…; FRAMEWORK=oat)
 	$(foreach name,FROM TO,$(if $($(name)),,$(error $(name)= is missing: make port FROM=0.9.1 TO=0.9.2)))
-	@$(PYTHON) scripts/patchset.py port --framework $(call quote,$(FRAMEWORK)) $(call quote,$(FROM)) $(call quote,$(TO)) $(call quote,$(DIR))
+	@$(TOOLS_PYTHON) scripts/patchset.py port --framework $(call quote,$(FRAMEWORK)) $(call quote,$(FROM)) $(call quote,$(TO)) $(call quote,$(DIR))
 
 drift: python  ## say which files that the patches hook are others in a verl:  make drift VERL=/path/to/verl
-	@$(PYTHON) scripts/patchset.py drift $(HOLDER)
+	@$(TOOLS_PYTHON) scripts/patchset.py drift $(HOLDER)
 
-# Where pr-branch works; what it leaves there is for a conflict to be finished in.
-pr-branch: DIR = outputs/pr-branch
-pr-branch: setup  ## make branches of a clone of verl for upstream, and check them:  make pr-branch VERL=/path/to/clone
-	@exec $(BIN)/python scripts/pr_branch.py $(call quote,$(VERL)) --dir $(call quote,$(DIR))
-
-##@ Which regime, on this model, on this cluster
+##@ Which regime, on this model, on this cluster, in .venv
 .PHONY: doctor preflight probe plan-memory compare sanity
 doctor: $(if $(filter $(SITE),$(VERL)),setup,$(READY))  ## say which dtype holds at each hop of a verl:  make doctor ARGS='…' VERL=/path/to/verl
 	@exec $(BIN)/python scripts/doctor.py --verl $(call quote,$(VERL)) --args=$(call quote,$(ARGS))
@@ -119,21 +122,26 @@ sanity: setup  ## the sanity test: four regimes, three seeds, three objectives; 
 	@exec $(BIN)/python scripts/compare.py EXPERIMENT=sanity_cpu PRECISION='fp16 bf16 bf16_train_fp16_infer fp32' \
 	  SEED='1 2 3' ALGO='grpo pg_is ppo' THRESHOLD=0.95 OUT=outputs/sanity $(TYPED)
 
-##@ The rest
-.PHONY: help setup bench bench-amp mutants submit gsm8k dapo-math sanity-math test-releases test-oat e2e-releases matrix test-quick lint lock clean
+##@ The rest, in .venv; help, matrix, lock and clean without
+.PHONY: help setup pr-branch bench bench-amp mutants submit gsm8k dapo-math sanity-math test-releases test-oat e2e-releases matrix test-quick lint lock clean
 help: python  ## list the targets and the variables of `make run`, `make preflight`, `make probe` and `make compare`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
-	@PYTHONPATH=scripts $(PYTHON) -c 'from lib import job; print(job.usage())'
+	@PYTHONPATH=scripts $(TOOLS_PYTHON) -c 'from lib import job; print(job.usage())'
 	@printf '\n%s\n' 'Variables of make preflight:  make preflight MODEL=/path/to/model DATA=prompts.parquet'
-	@PYTHONPATH=scripts $(PYTHON) -c 'import preflight; print(preflight.usage())'
+	@PYTHONPATH=scripts $(TOOLS_PYTHON) -c 'import preflight; print(preflight.usage())'
 	@printf '\n%s\n' 'Variables of make probe:  make probe MODEL=/path/to/model DATA=prompts.parquet'
-	@PYTHONPATH=scripts $(PYTHON) -c 'import probe; print(probe.usage())'
+	@PYTHONPATH=scripts $(TOOLS_PYTHON) -c 'import probe; print(probe.usage())'
 	@printf '\n%s\n' 'Variables of make compare:  make compare PRECISION="fp16 bf16" SEED="1 2 3"'
-	@PYTHONPATH=scripts $(PYTHON) -c 'import compare; print(compare.usage())'
+	@PYTHONPATH=scripts $(TOOLS_PYTHON) -c 'import compare; print(compare.usage())'
 
 setup: $(READY)  ## install what is missing and patch the installed verl
 	@$(BIN)/python scripts/patchset.py apply --framework verl $(SITE)
+
+# Where pr-branch works; what it leaves there is for a conflict to be finished in.
+pr-branch: DIR = outputs/pr-branch
+pr-branch: setup  ## make branches of a clone of verl for upstream, and check them:  make pr-branch VERL=/path/to/clone
+	@exec $(BIN)/python scripts/pr_branch.py $(call quote,$(VERL)) --dir $(call quote,$(DIR))
 
 bench: setup  ## measure what fp16 costs, into docs/results:  make bench ARGS='--sizes 10,100 --ranks 1'
 	@exec $(BIN)/python scripts/bench.py $(ARGS)
@@ -166,7 +174,7 @@ e2e-releases: setup $(WORKERS_READY)  ## two steps of main_ppo in fp16 on every 
 	@exec $(BIN)/python -m pytest -m slow tests/e2e/test_releases.py --write-results
 
 matrix: python  ## write these outcomes into README.md as the support matrices
-	@$(PYTHON) scripts/matrix.py
+	@$(TOOLS_PYTHON) scripts/matrix.py
 
 test-quick: setup browser  ## the tests without the end-to-end runs and the other releases
 	@exec $(BIN)/python -m pytest $(TWO) -m "not slow and not gpu and not e2e and not releases"
@@ -176,12 +184,15 @@ lint: $(READY)  ## ruff and shellcheck
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck .ci/run scripts/launch/*.sh
 
-lock: python  ## resolve requirements/*.in into *.lock again; pins that still fit stay
-	$(PYTHON) -m venv .cache/uv && .cache/uv/bin/pip install --quiet uv
+lock: python  ## resolve requirements/*.in into *.lock again, for Python 3.11 and 3.12 alike; pins that still fit stay
+	$(TOOLS_PYTHON) -m venv .cache/uv && .cache/uv/bin/pip install --quiet uv
 	cd requirements && for set in cpu cuda workers; do \
-	  UV_CUSTOM_COMPILE_COMMAND='make lock' ../.cache/uv/bin/uv pip compile $$set.in --output-file $$set.lock \
-	    --python-version 3.11 --python-platform linux --no-emit-index-url --no-annotate --quiet \
-	    $$(test ! -e $$set.overrides || echo --override $$set.overrides); done
+	  resolve () { UV_CUSTOM_COMPILE_COMMAND='make lock' ../.cache/uv/bin/uv pip compile $$set.in --output-file $$2 \
+	    --python-version $$1 --python-platform linux --no-emit-index-url --no-annotate --quiet \
+	    $$(test ! -e $$set.overrides || echo --override $$set.overrides); }; \
+	  resolve 3.11 $$set.lock; cp $$set.lock ../.cache/$$set.lock; resolve 3.12 ../.cache/$$set.lock; \
+	  diff $$set.lock ../.cache/$$set.lock || \
+	    { echo "$$set.in: Python 3.12 takes other versions (>); bound them so that one serves both" >&2; exit 1; }; done
 
 clean:  ## remove the environments and the caches; runs and data stay
 	rm -rf .venv .venv-cuda .venv-workers .cache .pytest_cache .ruff_cache
@@ -202,10 +213,14 @@ define refuse-link
 @test ! -L $(1) || { echo "$(1) is a link and its environment is not up to date: run make where it points to, or remove the link" >&2; exit 1; }
 endef
 
-.PHONY: python accept browser
+.PHONY: python venvs-python accept browser
 python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || \
-	  { echo "PYTHON=$(PYTHON): Python 3.11 is needed; install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(call fits,$(FITS_TOOLS),$(TOOLS_PYTHON)) || \
+	  { echo "$(PYTHON:%=PYTHON=%: )Python 3.10 or later is needed; install it, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+
+venvs-python:
+	@$(call fits,$(FITS_VENVS),$(VENVS_PYTHON)) || \
+	  { echo "$(PYTHON:%=PYTHON=%: )Python 3.11 or 3.12 is needed; install it, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 
 browser:  # the tests look at a report's page in it
 	@command -v chromium >/dev/null || { \
@@ -216,19 +231,20 @@ browser:  # the tests look at a report's page in it
 	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
 
 accept: python  # bad input is refused before anything is installed
-	@PYTHONPATH=scripts $(PYTHON) -m lib.job $(WORDS)
+	@PYTHONPATH=scripts $(TOOLS_PYTHON) -m lib.job $(WORDS)
 
-$(READY): | python
+$(READY): | venvs-python
 	$(call refuse-link,$(VENV))
 	@echo "setting up $(VENV) from requirements/$(DEVICE).lock: torch, then the rest; 4 GB on disk, 3 to 6 minutes, once"
-	@$(PYTHON) -m venv --clear $(VENV)
+	@$(VENVS_PYTHON) -m venv --clear $(VENV)
 	$(install-$(DEVICE))
+	@ln -s lib/python$(VERSION)/site-packages $(SITE)
 	@touch $@
 
-$(WORKERS_READY): | python
+$(WORKERS_READY): | venvs-python
 	$(call refuse-link,$(WORKERS))
 	@echo "setting up $(WORKERS) from requirements/workers.lock: torch, then the rest; 2 GB on disk, 2 minutes, once"
-	@$(PYTHON) -m venv --clear $(WORKERS)
+	@$(VENVS_PYTHON) -m venv --clear $(WORKERS)
 	$(WORKERS)/bin/pip install --quiet -r requirements/cpu.torch -c requirements/workers.lock $(TORCH_INDEX_URL:%=--extra-index-url %)
 	$(WORKERS)/bin/pip install --quiet --no-deps -r requirements/workers.lock
 	@touch $@

@@ -29,11 +29,23 @@ words() { # words NAME…: those that have a value, as NAME=VALUE with a NUL aft
   for word in "$@"; do if [[ ${!word-} ]]; then printf '%s\0' "$word=${!word}"; fi; done
 }
 
+find_python() { # PYTHON as it is set, else the first on PATH that scripts/ runs on
+  local python names=("${PYTHON-}")
+  [[ ${PYTHON-} ]] || names=(python3 python3.{14,13,12,11,10})
+  for python in "${names[@]}"; do
+    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      PYTHON=$python
+      return
+    fi
+  done
+  refuse "PYTHON${PYTHON:+=$PYTHON}: must be Python 3.10 or later"
+}
+
 check() { # check NAME…: refuse as `make run` would, before anything is queued; takes the names that this machine can judge
   [[ $NNODES ]] || refuse "NNODES: is not set; how many nodes of GPUS_PER_NODE=$GPUS_PER_NODE GPUs?"
   whole NNODES GPUS_PER_NODE
   [[ $OUT == /* ]] || refuse "OUT=$OUT: must be an absolute path, on storage that every node sees"
-  "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || refuse "PYTHON=$PYTHON: must be a Python from 3.11 on"
+  find_python
   mapfile -d '' -t given < <(words EXPERIMENT PRECISION ALGO RECIPE STEPS SEED RETRIES ARGS "$@")
   # The GPUs are elsewhere: any device will do for the check.
   PYTHONPATH=$checkout/scripts "$PYTHON" -m lib.job "${given[@]}" DEVICE=cpu || exit 1

@@ -30,7 +30,7 @@ NAMESPACE=${NAMESPACE:-default}
 CLAIM=${CLAIM:-verl-precision}          # a PersistentVolumeClaim, ReadWriteMany
 SHARED=${SHARED:-/shared}               # where it is mounted
 SECRET=${SECRET:-verl-precision}        # a Secret with HF_TOKEN and WANDB_API_KEY, if any
-PYTHON=${PYTHON:-python3.11}            # on this machine, to check and to fill in
+PYTHON=${PYTHON:-}                      # on this machine, to check and to fill in: default the first python3 of 3.10 or later on PATH
 
 # shellcheck source=scripts/launch/knobs.sh
 source "$(dirname "$0")/knobs.sh"

@@ -22,7 +22,7 @@ EVAL_STEPS=${EVAL_STEPS:-16}             # rounds between two evaluations
 EPOCHS=${EPOCHS:-20}                     # over the problems, of 22 rounds; configs/experiment/sanity_8gpu.yaml has as many
 OUT=${OUT:-}                             # default outputs/oat-sanity
 OAT_PYTHON=${OAT_PYTHON:-python}         # of the environment that has OAT
-PYTHON=${PYTHON:-python3.11}             # of the patch tool
+PYTHON=${PYTHON:-}                       # of the patch tool, default the first python3 of 3.10 or later on PATH
 
 further=("$@") # what knobs.sh would take for Hydra overrides
 if [[ ${1-} == --dry-run ]]; then
@@ -74,7 +74,7 @@ for each in "${splits[@]}"; do split EVAL "$each"; done
 oat=$("$OAT_PYTHON" -c 'from importlib.util import find_spec; print(find_spec("oat").origin)' 2>/dev/null) || oat=''
 oat=${oat%/__init__.py}
 [[ -d $oat ]] || refuse "OAT_PYTHON=$OAT_PYTHON: has no OAT; name the Python that has it"
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || refuse "PYTHON=$PYTHON: must be a Python from 3.11 on"
+find_python
 facts=$("$PYTHON" "$checkout/scripts/patchset.py" status --framework oat --json "${oat%/*}") || [[ $facts ]] || exit 1
 mapfile -t facts < <("$PYTHON" -c 'import json, sys; print(*map(json.load(sys.stdin).get, ("state", "release", "detail")), sep="\n")' <<<"$facts")
 state=${facts[0]} release=${facts[1]}

@@ -23,7 +23,7 @@ GPU=${GPU:-H100}                     # as `sky show-gpus` names it
 IMAGE=${IMAGE:-}
 INFRA=${INFRA:-}                     # k8s/…, aws/…; default: SkyPilot's choice
 SKY_ARGS=${SKY_ARGS:-}               # further words of `sky jobs launch`: --use-spot …
-PYTHON=${PYTHON:-python3.11}         # on this machine, to check the knobs
+PYTHON=${PYTHON:-}                   # on this machine, to check the knobs: default the first python3 of 3.10 or later on PATH
 
 # shellcheck source=scripts/launch/knobs.sh
 source "$(dirname "$0")/knobs.sh"

@@ -45,7 +45,6 @@ if [[ $VENV ]]; then
   [[ -x $VENV/bin/ray ]] || refuse "VENV=$VENV: has no bin/ray; make setup DEVICE=$DEVICE makes one, VENV= takes what is on PATH"
   PATH=$VENV/bin:$PATH # ray symmetric-run calls ray by its name
 fi
-PYTHON=${PYTHON:-python3} # to check the knobs
 unset RAY_ADDRESS # of another cluster
 # A head asks for the token that it finds, and Ray's other commands show it only in this mode (2.60).
 if [[ -f ~/.ray/auth_token || ${RAY_AUTH_TOKEN_PATH-}${RAY_AUTH_TOKEN-} ]]; then export RAY_AUTH_MODE=token; fi

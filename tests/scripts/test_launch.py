@@ -241,6 +241,16 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(name, machine, data):
     assert sorted(machine.folder.rglob("*")) == before
 
 
+@pytest.mark.parametrize("name", ["slurm", "kuberay", "sky"])
+def test_a_script_takes_the_first_python_that_fits(name, machine):
+    machine.program("python3", "exit 1")  # as one that is too old does
+    machine.program("python3.14", f'exec {sys.executable} "$@"')
+    knobs = {"EXPERIMENT": "arithmetic", "NNODES": 1, "PYTHON": "", "OUT": "/shared/out"} | DRY[name] | {"IN_JOB": ""}
+    done = machine.run(LAUNCH / f"{name}.sh", "--dry-run", **knobs)
+    assert done.returncode == 0, done.stderr
+    assert machine.called("python3") and machine.called("python3.14")
+
+
 IMAGE = {"IMAGE": "registry/verl-precision:0.9.1"}
 REFUSED = [
     ("slurm", [], {"NNODES": ""}, "slurm: NNODES: is not set; how many nodes of GPUS_PER_NODE=8 GPUs?"),
@@ -270,8 +280,8 @@ REFUSED = [
         IMAGE | {"TRAIN": "a.parquet"},
         "kuberay: TRAIN=a.parquet: must lie under /shared, which every",
     ),
-    ("kuberay", [], IMAGE | {"PYTHON": "python9"}, "kuberay: PYTHON=python9: must be a Python from 3.11 on"),
-    ("kuberay", [], IMAGE | {"PYTHON": "false"}, "kuberay: PYTHON=false: must be a Python from 3.11 on"),
+    ("kuberay", [], IMAGE | {"PYTHON": "python9"}, "kuberay: PYTHON=python9: must be Python 3.10 or later"),
+    ("kuberay", [], IMAGE | {"PYTHON": "false"}, "kuberay: PYTHON=false: must be Python 3.10 or later"),
     ("kuberay", [], IMAGE | {"PRECISION": "fp61"}, "run: PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer"),
     ("kuberay", [], IMAGE | {"RECIPE": "flowrl", "ALGO": "ppo"}, "run: ALGO=ppo: RECIPE=flowrl goes with grpo"),
     ("sky", [], {}, "sky: IMAGE: is not set; build one with configs/launch/Dockerfile and push it"),

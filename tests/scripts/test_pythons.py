@@ -1,6 +1,7 @@
 """The patch tool, and what else touches a verl of one's own, on every Python that it takes: 3.10 and later.
 
-The Pythons are those on PATH and pyenv's; one that this machine lacks is skipped by name.
+And the Makefile's choice of one. The Pythons are those on PATH and pyenv's; the tests of one that this machine lacks
+are skipped and name it.
 """
 
 import os
@@ -28,10 +29,11 @@ def interpreter(version: str) -> Path:
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     beside = sorted(pyenv.glob(f"versions/{version}.*/bin/python"))
     for found in [shutil.which(f"python{version}"), *beside]:
-        asked = [str(found), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        asked = [str(found), "-c", "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"]
         # pyenv's shim is on PATH for every version and fails for those that are not selected
-        if found and subprocess.run(asked, capture_output=True, text=True).stdout.strip() == version:
-            return Path(found)
+        answer = subprocess.run(asked, capture_output=True, text=True).stdout if found else ""
+        if answer.startswith(f"{version} "):
+            return Path(answer.split(maxsplit=1)[1].strip())
     pytest.skip(f"no Python {version} on PATH or in {pyenv}")
 
 
@@ -90,3 +92,102 @@ def test_the_releases_are_toml(framework):
     releases = load_releases(framework=framework)
     assert {name: {key: getattr(releases[name], key) for key in entry} for name, entry in read.items()} == read
     assert list(releases) == list(read)
+
+
+# --- the Makefile's choice --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A checkout that nothing is set up in, and beside it the folder of all that is on PATH, without a Python."""
+    folder, programs = tmp_path / "checkout", tmp_path / "bin"
+    folder.mkdir()
+    programs.mkdir()
+    for path in ("Makefile", "requirements", "scripts"):
+        (folder / path).symlink_to(PROJECT / path)
+    for name in ("bash", "cat", "cksum", "cut", "git", "touch", "ln"):
+        (programs / name).symlink_to(shutil.which(name))
+    return folder
+
+
+def add(checkout: Path, name: str, version: str) -> None:
+    """Put a Python on PATH under the name."""
+    program = checkout.parent / "bin" / name
+    if version == "3.9":  # a later one that says so
+        code = "import sys; sys.version_info = (3, 9, 18); exec(sys.argv[1])"
+        program.write_text(f"#!{shutil.which('bash')}\nexec {sys.executable} -c '{code}' \"$2\"\n")
+    else:  # a venv would look for its library beside the link
+        program.write_text(f'#!{shutil.which("bash")}\nexec {interpreter(version)} "$@"\n')
+    program.chmod(0o755)
+
+
+def make(checkout: Path, *words: object) -> subprocess.CompletedProcess:
+    line = [str(word) for word in (shutil.which("make"), *words, "DEVICE=cpu")]
+    environment = {"PATH": str(checkout.parent / "bin")}
+    return subprocess.run(line, cwd=checkout, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("pythons", "chosen"),
+    [
+        ({"python3": "3.10", "python3.12": "3.12"}, "python3"),
+        ({"python3": "3.9", "python3.10": "3.10"}, "python3.10"),
+        ({"python3.13": "3.13"}, "python3.13"),
+    ],
+)
+def test_the_patch_tool_takes_the_first_that_fits(checkout, tmp_path, pythons, chosen):
+    for name, version in pythons.items():
+        add(checkout, name, version)
+    tree = unpacked_wheel("0.2.4", tmp_path / "tree", OAT)
+    done = make(checkout, "apply-patches", f"OAT={tree}")
+    assert (done.returncode, done.stderr) == (0, "") and "oat 0.2.4: " in done.stdout
+    assert f"{chosen} scripts/patchset.py apply" in make(checkout, "--dry-run", "apply-patches", f"OAT={tree}").stdout
+
+
+@pytest.mark.parametrize(
+    ("pythons", "words", "refusal"),
+    [
+        ({}, ["status"], "Python 3.10 or later is needed"),
+        ({"python3": "3.9"}, ["status"], "Python 3.10 or later is needed"),
+        ({"python3": "3.11", "old": "3.9"}, ["check", "PYTHON=old"], "PYTHON=old: Python 3.10 or later is needed"),
+        ({"python3": "3.10"}, ["run"], "Python 3.11 or 3.12 is needed"),
+        ({"python3": "3.13", "python3.13": "3.13"}, ["setup"], "Python 3.11 or 3.12 is needed"),
+        ({"python3": "3.11", "new": "3.13"}, ["run", "PYTHON=new"], "PYTHON=new: Python 3.11 or 3.12 is needed"),
+        ({"python3": "3.11", "python3.11": "3.9"}, ["test"], "Python 3.11 or 3.12 is needed"),
+    ],
+)
+def test_a_python_that_does_not_fit_is_refused(checkout, pythons, words, refusal):
+    for name, version in pythons.items():
+        add(checkout, name, version)
+    done = make(checkout, *words)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"{refusal}; install it, or name it: ")
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("pythons", "there", "words", "chosen"),
+    [
+        (["3.11", "3.12"], None, [], "python3.11"),
+        (["3.12"], None, [], "python3.12"),
+        (["3.11", "3.12"], None, ["PYTHON=python3.12"], "python3.12"),
+        (["3.11", "3.12"], "3.12", ["PYTHON=python3.11"], "python3.11"),
+        (["3.11", "3.12"], "3.12", [], None),
+    ],
+)
+def test_an_environment_keeps_its_python(checkout, pythons, there, words, chosen):
+    """``there`` is the Python of an environment that is up to date; ``chosen`` the one that a new one is made with."""
+    for version in pythons:
+        add(checkout, f"python{version}", version)
+    if there:
+        (checkout / ".venv/bin").mkdir(parents=True)
+        (checkout / ".venv/bin/python").symlink_to(interpreter(there))
+        locks = b"".join((checkout / "requirements" / name).read_bytes() for name in ("cpu.torch", "cpu.lock"))
+        sum_ = subprocess.run(["cksum"], input=locks, capture_output=True, check=True).stdout.split()[0].decode()
+        (checkout / f".venv/ready-{there}-{sum_}").touch()
+    shown = make(checkout, "--dry-run", "setup", *words).stdout
+    if chosen:
+        assert f"{chosen} -m venv --clear .venv\n" in shown
+        assert f"ln -s lib/{chosen}/site-packages .venv/site-packages\n" in shown
+    else:
+        assert "-m venv" not in shown
+    assert ".venv/bin/python scripts/patchset.py apply --framework verl .venv/site-packages" in shown

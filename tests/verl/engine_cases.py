@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import save_moments
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
@@ -696,14 +697,55 @@ def foreign_checkpoints():
     return result
 
 
-def keep_one_checkpoint():
-    """Is the previous checkpoint still there when the actor's part of the next is saved, and the critic's is not?"""
-    root = Path(shared_directory())
-    worker = make_worker()
-    for step in (1, 2, 3):
-        worker.save_checkpoint(str(root / f"global_step_{step}" / "actor"), global_step=step, max_ckpt_to_keep=1)
-    dist.barrier()
-    return sorted(path.parent.name for path in root.glob("*/actor"))
+KEPT = {  # of actor and critic
+    "all": "trainer.max_actor_ckpt_to_keep=null trainer.max_critic_ckpt_to_keep=null",
+    "one": "trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=1",
+    "two": "trainer.max_actor_ckpt_to_keep=2 trainer.max_critic_ckpt_to_keep=2",
+    "three": "trainer.max_actor_ckpt_to_keep=3 trainer.max_critic_ckpt_to_keep=3",
+    "one and three": "trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=3",
+    "one, async": "+trainer.remove_previous_ckpt_in_save=true actor_rollout_ref.actor.checkpoint.async_save=true",
+}
+
+
+def kept_ppo(trainer_class):
+    """What a PPO trainer's saves leave of actor and critic; rank 0, which removes, alone has a disk to look at."""
+    workers = {"actor_rollout_wg": make_worker(), "critic_wg": make_worker("critic")}
+    result = {}
+    for name, overrides in KEPT.items():
+        root = Path(shared_directory()) / str(RANK)
+        trainer = trainer_class.__new__(trainer_class)
+        trainer.config = composed(f"trainer.default_local_dir={root}", *overrides.split())
+        trainer.use_critic, trainer.trainer_mode = True, "sync"
+        trainer.checkpoint_callback = build_checkpoint_callback(trainer.config)
+        trainer.train_dataloader = StatefulDataLoader(list(range(6)), batch_size=2)
+        for attribute, worker in workers.items():
+            setattr(trainer, attribute, worker)
+
+        def save(step, trainer=trainer):
+            trainer.global_steps = step
+            trainer._save_checkpoint()
+
+        result[name] = save_moments.watch(save, root, watched=RANK == 0)
+    return result if RANK == 0 else None
+
+
+def kept_v1():
+    return kept_ppo(PPOTrainerSync)
+
+
+def kept_legacy():
+    return kept_ppo(RayPPOTrainer)
+
+
+def kept_sft():
+    """The same of the SFT trainers' handler."""
+    worker, result = make_worker(), {}
+    for name, keep in {"all": None, "one": 1, "two": 2, "three": 3}.items():
+        root = Path(shared_directory())
+        loader = StatefulDataLoader(list(range(6)), batch_size=2)
+        handler = CheckpointHandler(worker.engine, loader, default_local_dir=str(root), max_ckpt_to_keep=keep)
+        result[name] = save_moments.watch(handler.save_checkpoint, root, watched=RANK == 0)
+    return result if RANK == 0 else None
 
 
 def sft_checkpoints():
@@ -928,7 +970,9 @@ CASES = [
     bf16_to_fp16,
     fp16_to_bf16,
     foreign_checkpoints,
-    keep_one_checkpoint,
+    kept_v1,
+    kept_legacy,
+    kept_sft,
     sft_checkpoints,
     ppo_checkpoints_v1,
     ppo_checkpoints_legacy,

@@ -310,13 +310,41 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(cases, strategy, case)
         assert rank["world_size"]["type"] == "FileNotFoundError" and "world_size_4" not in rank["world_size"]["message"]
 
 
-@both
-@case("keep_one_checkpoint")
+def kept(number: int | None, role: str = "") -> list[list[str]]:
+    """The folders with weights after each of four saves, of which the last ``number`` are kept."""
+    return [[f"{step}{role}" for step in range(1, last + 1)][-(number or last) :] for last in range(1, 5)]
+
+
+def of_both(actor: int | None, critic: int | None) -> list[list[str]]:
+    return [sorted(one + other) for one, other in zip(kept(actor, "/actor"), kept(critic, "/critic"), strict=True)]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2"])
+@case("kept_v1", "kept_legacy")
 def test_a_previous_checkpoint_outlives_the_save_of_the_next(cases, strategy, case):
-    for rank in outcome(cases, "patched", strategy, case):
-        assert rank == ["global_step_2", "global_step_3"]
-    for rank in outcome(cases, "pristine", strategy, case):
-        assert rank == ["global_step_3"]
+    """And no longer. With async_save the trainer does not know when that is."""
+    expected = {"all": of_both(None, None), "one": of_both(1, 1), "two": of_both(2, 2), "three": of_both(3, 3)}
+    expected |= {"one and three": of_both(1, 3), "one, async": of_both(2, 2)}
+    patched, _ = outcome(cases, "patched", strategy, case)
+    assert {name: seen["left"] for name, seen in patched.items()} == expected
+    del patched["one, async"]
+    assert {name: seen["unsafe"] for name, seen in patched.items()} == dict.fromkeys(patched, [])
+    pristine, _ = outcome(cases, "pristine", strategy, case)
+    expected["one, async"] = of_both(1, 1)
+    assert {name: seen["left"] for name, seen in pristine.items()} == expected
+    assert "save_checkpoint" in pristine["one"]["unsafe"] and "save_checkpoint" not in pristine["two"]["unsafe"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2"])
+@case("kept_sft")
+def test_the_sft_trainers_handler_keeps_as_many(cases, strategy, case):
+    expected = {"all": kept(None), "one": kept(1), "two": kept(2), "three": kept(3)}
+    patched, _ = outcome(cases, "patched", strategy, case)
+    assert {name: seen["left"] for name, seen in patched.items()} == expected
+    assert {name: seen["unsafe"] for name, seen in patched.items()} == dict.fromkeys(patched, [])
+    pristine, _ = outcome(cases, "pristine", strategy, case)
+    assert {name: seen["left"] for name, seen in pristine.items()} == expected
+    assert "save_checkpoint" in pristine["one"]["unsafe"] and "save_checkpoint" not in pristine["two"]["unsafe"]
 
 
 # The data of the next epoch, upstream: nothing at all for SFT, the first epoch's again in the legacy trainer.

@@ -23,6 +23,7 @@ its state has to be configured, saved and seen. Upstream's scaler: verl PRs #403
 import ctypes
 import difflib
 import functools
+import importlib.metadata
 import inspect
 import json
 import math
@@ -50,6 +51,7 @@ __all__ = [
     "LossScaleError",
     "Precision",
     "StepAccounting",
+    "check_adapter",
     "check_engine_dtype",
     "check_keep_fp32",
     "check_rewards",
@@ -989,6 +991,20 @@ def set_wire_dtype(engine: Any, dtype: torch.dtype) -> None:
             f"rollout.dtype={dtype_name(dtype)} with checkpoint_engine.backend=delta_sharded: {type(engine).__name__} "
             "exports bfloat16 shards; choose strategy fsdp or fsdp2, another backend, or rollout.dtype=bfloat16"
         )
+
+
+def check_adapter(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return ``tensors``, a LoRA adapter about to be sent to the rollout.
+
+    Raises:
+        ValueError: it is empty, on which vLLM's worker dies and the trainer waits forever.
+    """
+    if not tensors:
+        raise ValueError(
+            f"LoRA: peft {importlib.metadata.version('peft')} returned an empty adapter for the rollout; peft finds no "
+            "tensors in a nested FSDP1 model from 0.21.0 on: install peft==0.20.0"
+        )
+    return tensors
 
 
 def patch_stamp() -> Optional[dict[str, str]]:

@@ -28,12 +28,16 @@ The module needs the standard library alone.
 import json
 import os
 import re
+import shutil
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 SHARD = re.compile(r"_world_size_(\d+)_rank_\d+\.pt$")
+
+_last_saved: dict[tuple[Path, str], Path] = {}  # by root and role, of this process; see remove_previous
 
 
 class CheckpointError(RuntimeError):
@@ -174,12 +178,35 @@ def check_world_size(folder: str | os.PathLike, world_size: int) -> None:
 
 
 def spare_previous(max_ckpt_to_keep: Optional[int]) -> Optional[int]:
-    """How many checkpoints to keep so that the previous one outlives the save of the next: 2 where 1 is asked for.
+    """Return how many checkpoints a role may keep while the next one is saved: 2 where 1 is asked for.
 
-    With 1, the previous one would be removed as soon as the actor's files are written, before the critic's are. The
-    most that lies on the disk at any time is two checkpoints either way.
+    verl's managers remove their role's previous files as soon as their own next ones are written, or even before: with
+    the actor's gone and the critic's not yet written, no checkpoint is whole. From two on, one outlives the save.
     """
     return 2 if max_ckpt_to_keep == 1 else max_ckpt_to_keep
+
+
+def remove_previous(
+    folder: str | os.PathLike, role: str, max_ckpt_to_keep: Optional[int], workers: Optional[Any] = None
+) -> None:
+    """Remove what :func:`spare_previous` spared, now that the next checkpoint is whole.
+
+    Like verl's managers, this removes only what the same process saved, and on the machine of the role's rank 0.
+
+    Args:
+        folder: the checkpoint that is whole, ``…/global_step_N``.
+        role: name of the role's folder in it; empty where the checkpoint has no such folders (SFT).
+        max_ckpt_to_keep: as configured.
+        workers: worker group of the role, ``None`` where the caller itself is the role's rank 0.
+    """
+    root, path = Path(folder).parent, Path(folder) / role
+    previous = _last_saved.get((root, role), path)
+    _last_saved[root, role] = path
+    if max_ckpt_to_keep != 1 or previous == path:
+        return
+    print(f"Removing the previous checkpoint {previous}")
+    remove = partial(shutil.rmtree, previous, ignore_errors=True)  # as verl does: no reason to end the training
+    remove() if workers is None else workers.execute_func_rank_zero(remove)
 
 
 def _listed(folder: Path) -> Optional[dict[str, int]]:

@@ -4,9 +4,7 @@
 anything.
 """
 
-import contextlib
 import importlib.util
-import io
 import os
 import re
 import shlex
@@ -15,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from lib import validation
 
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = REPO / "configs"
@@ -335,25 +335,28 @@ def compose(job: Job, out: Path):
     return config
 
 
+def platform(job: Job) -> dict[str, str]:
+    """Return the variables that decide, when verl is imported on this machine, its platform and the modules it loads.
+
+    They are the job's own, save that a machine without a GPU has the CPU platform for a cluster's jobs too.
+    """
+    here = job if gpu_present() else replace(job, device="cpu")
+    return {name: value for name, value in here.environment(Path()).items() if name in CPU_PLATFORM}
+
+
 def validate(job: Job, config) -> None:
-    """Let verl check the job's configuration as ``main_ppo`` will, save the critic's, whose model may be still to make.
+    """Let verl check the job's configuration as ``main_ppo`` will, on the platform that ``main_ppo`` will find.
 
     Raises:
         Refused: verl, or a recipe, refuses a setting.
     """
-    from hydra.errors import InstantiationException
-    from omegaconf.errors import OmegaConfBaseException
-
-    sys.path.append(str(REPO))  # the recipes, as in ``environment``
-    from verl.trainer.ppo.utils import need_reference_policy
-    from verl.utils.config import omega_conf_to_dataclass, validate_config
-
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it says that all is well
-            omega_conf_to_dataclass(config.actor_rollout_ref.actor)  # a recipe's own refusals before verl's
-            validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
-    except (InstantiationException, OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
-        raise Refused(f"{job.given}: {' '.join(str(error.__cause__ or error).split())}") from error
+    variables = platform(job)
+    if variables.items() <= os.environ.items():
+        why = validation.refusal(config)
+    else:
+        why = validation.refusal_in(os.environ | job.environment(Path()) | variables, config)
+    if why:
+        raise Refused(f"{job.given}: {why}")
 
 
 def check(job: Job, config, out: Path) -> None:

@@ -269,10 +269,11 @@ def admitted(code: Code, planned: list[Run]) -> list[Run]:
     Raises:
         Refused: one of them cannot.
     """
+    platform = jobs.platform(jobs.parse([*planned[0].words]))  # they differ in neither device nor recipe
     asked = subprocess.run(
         [sys.executable, Path(__file__).with_name("admission.py"), code.project],
         input=json.dumps([run.words for run in planned]),
-        env=code.environment(),
+        env=code.environment() | platform,
         cwd=code.project,
         capture_output=True,
         text=True,

@@ -14,6 +14,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lib import job as jobs
+from lib import validation
 
 ROW = {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule"}}
 
@@ -180,11 +181,22 @@ def test_a_misspelt_override_is_refused_in_one_line(args, tmp_path):
 )
 def test_what_verl_or_a_recipe_would_refuse_is_refused_in_one_line(words, args, reason, tmp_path):
     good = jobs.parse(["DEVICE=cpu", *words])
-    jobs.validate(good, jobs.compose(good, tmp_path))
+    assert validation.refusal(jobs.compose(good, tmp_path)) is None
     job = jobs.parse(["DEVICE=cpu", *words, f"ARGS={args}"])
-    with pytest.raises(jobs.Refused) as refusal:
-        jobs.validate(job, jobs.compose(job, tmp_path))
-    assert str(refusal.value).startswith(f"ARGS={args}: {reason}") and "\n" not in str(refusal.value)
+    refusal = validation.refusal(jobs.compose(job, tmp_path))
+    assert refusal.startswith(reason) and "\n" not in refusal
+
+
+def test_lora_is_validated_on_the_platform_of_the_job(tmp_path):
+    """verl looks for vLLM to check a LoRA's rank, and finds its CPU build on the CPU platform alone."""
+    loaded = sys.modules.keys() & {"recipes.cpu.platform", "vllm"}
+    good, bad = (jobs.parse(["DEVICE=cpu", f"ARGS=actor_rollout_ref.model.lora_rank={rank}"]) for rank in (8, 513))
+    jobs.validate(good, jobs.compose(good, tmp_path))
+    submitted = replace(good, device="cuda")  # to a cluster whose GPUs this machine may lack
+    jobs.validate(submitted, jobs.compose(submitted, tmp_path))
+    with pytest.raises(jobs.Refused, match="^ARGS=.*=513: lora_rank must be less than or equal to 512, but got 513$"):
+        jobs.validate(bad, jobs.compose(bad, tmp_path))
+    assert sys.modules.keys() & {"recipes.cpu.platform", "vllm"} == loaded, "this process is left as it was"
 
 
 def refusal_of_check(words: list[str], out: Path) -> str:

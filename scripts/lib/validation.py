@@ -1,0 +1,58 @@
+"""verl's own check of a job's configuration, in this process or in one with the environment of the job.
+
+What verl finds when it is imported depends on the environment (its platform, the modules it loads), and the CPU
+platform adapts torch and vLLM for the whole process. Run as a program, it reads a pickled configuration from stdin and
+prints why it is refused, or nothing.
+"""
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def refusal(config: "DictConfig") -> str | None:
+    """Return in one line what ``main_ppo`` would refuse of ``config``, save the critic, whose model may be still to
+    make; ``None`` if it would train."""
+    from hydra.errors import InstantiationException
+    from omegaconf.errors import OmegaConfBaseException
+
+    sys.path.append(str(REPO))  # for the recipes
+    from verl.trainer.ppo.utils import need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # verl reports success there
+            omega_conf_to_dataclass(config.actor_rollout_ref.actor)  # a recipe's own refusals before verl's
+            validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
+    except (InstantiationException, OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
+        return " ".join(str(error.__cause__ or error).split())
+    return None
+
+
+def refusal_in(environment: Mapping[str, str], config: "DictConfig") -> str | None:
+    """Return ``refusal(config)`` as a process with ``environment`` finds it.
+
+    Raises:
+        RuntimeError: the process failed; the message is its output.
+    """
+    command = [sys.executable, "-P", __file__]  # -P: this file's folder is not a place to import from
+    done = subprocess.run(command, input=pickle.dumps(config), env=environment, capture_output=True)
+    if done.returncode:
+        raise RuntimeError(f"{__file__} failed\n{done.stderr.decode(errors='replace')}")
+    return done.stdout.decode() or None
+
+
+if __name__ == "__main__":
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # verl and vLLM print and log to stdout when they are imported
+    print(refusal(pickle.load(sys.stdin.buffer)) or "", end="", file=answer, flush=True)

@@ -16,8 +16,10 @@ import warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
+import peft.utils.save_and_load
 import save_moments
 import torch
 import torch.distributed as dist
@@ -947,6 +949,26 @@ def nan_reward():
 
 
 MASKED = [("all", "sft_loss"), ("all", "ppo_loss"), ("all", "value_loss"), ("rank", "ppo_loss"), ("micro", "ppo_loss")]
+
+
+def lora_adapter():
+    """What leaves for the rollout of an adapter, whole and layer by layer, and of one of which peft returns nothing."""
+    engine = make_worker(model={"lora_rank": 4}).engine
+
+    def sent(layered: bool) -> list:
+        tensors, _ = engine.get_per_tensor_param(layered_summon=layered, base_sync_done=True)
+        return sorted((name, list(tensor.shape)) for name, tensor in tensors)
+
+    result = {"whole": sent(False), "layered": sent(True)}
+    # As peft 0.21.2 does of a nested FSDP1 model.
+    with mock.patch.object(peft.utils.save_and_load, "get_peft_model_state_dict", lambda *args, **kwargs: {}):
+        try:
+            result["empty"] = sent(False)
+        except ValueError as error:
+            result["empty"] = str(error)
+    return result
+
+
 CASES = [
     dtype_per_hop,
     dtype_per_hop_critic,
@@ -966,6 +988,7 @@ CASES = [
     trajectory_fp16_fused,
     cost_of_a_step,
     wire,
+    lora_adapter,
     scaler_device,
     bf16_to_fp16,
     fp16_to_bf16,

@@ -84,6 +84,7 @@ NO_HF = {
     "upstream's HFRollout lacks methods of its base class: no instance of it can be made": ("0.6.0", *B),
     "upstream removed the hf rollout": C,
 }
+NO_MANAGER = {"its manager of weights imports a vLLM that has no build for a CPU": A[:2]}
 # SFT of its own, and reward models of its own.
 OWN = (*A, "0.6.1", "0.7.0")
 ON_ENGINE = {"reward models are servers of the rollout's kind, SFT's step is the engine's": ("0.7.1", *C)}
@@ -146,10 +147,13 @@ BEHAVIOURS = {
         WIRE,
         "float32",
         {"float32": ("0.6.0", *B, "0.9.0", "0.9.1"), "bfloat16": ("0.8.0",)},
-        {"its manager of weights imports a vLLM that has no build for a CPU": A[:2]},
+        NO_MANAGER,
     ),
     "wire_merged_lora": Behaviour(
         WIRE, "float32", {"bfloat16": C}, {"adapters leave by themselves, none are merged": LEGACY}
+    ),
+    "empty_adapter": Behaviour(
+        "a LoRA adapter without tensors is refused", "refused", {"sent": RELEASES[2:]}, NO_MANAGER
     ),
     "hf_rollout_fp16": Behaviour(
         HF, f"fsdp: {HF16}, weight float32; fsdp2: {HF16}, weight float16", {BF16: A[:2]}, NO_HF

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 RELEASE, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 NUMBERS = tuple(map(int, RELEASE.split(".")))
@@ -39,6 +40,7 @@ importlib.import_module("recipes.cpu.legacy" if NUMBERS < (0, 9) else "recipes.c
 sys.modules.setdefault("qwen_vl_utils", SimpleNamespace(fetch_image=None, fetch_video=None))
 
 import numpy as np
+import peft.utils.save_and_load
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
@@ -514,6 +516,20 @@ def wire_merged_lora() -> str:
     return sent(Worker("actor", composed(*WIRE, *lora)).policy.get_per_tensor_param()[0])
 
 
+def empty_adapter() -> str:
+    """What becomes of a LoRA adapter of which peft returns no tensors, as 0.21.2 does of a nested FSDP1 model."""
+    worker = Worker("actor", composed(*WIRE, "actor_rollout_ref.model.lora_rank=4"))
+    with mock.patch.object(peft.utils.save_and_load, "get_peft_model_state_dict", lambda *args, **kwargs: {}):
+        try:
+            if LEGACY:
+                leaves(worker)
+            else:
+                list(worker.policy.get_per_tensor_param(base_sync_done=True)[0])
+        except ValueError as error:
+            return "refused" if "returned an empty adapter" in str(error) else str(error)
+    return "sent"
+
+
 WIRE = ["actor_rollout_ref.rollout.dtype=float16", "actor_rollout_ref.rollout.free_cache_engine=false"]
 
 
@@ -755,7 +771,7 @@ ONCE = [flowrl_fp16, flowrl_bf16_train_fp16_infer, refusals, nan_reward, export]
 if NUMBERS < (0, 6):
     CASES += [hf_rollout_fp16, hf_rollout_bf16_train_fp16_infer]
 else:
-    ONCE.append(wire)
+    ONCE += [wire, empty_adapter]
 if not LEGACY:
     ONCE.append(wire_merged_lora)
 if NUMBERS < (0, 7, 1):

@@ -186,10 +186,9 @@ def test_replicas_agree_on_the_norm_and_on_a_skip(cases, strategy, case):
 def test_a_lora_adapter_leaves_whole_and_an_empty_one_is_refused(cases, strategy, case):
     for tree in ("patched", "pristine"):
         for rank in outcome(cases, tree, strategy, case):
-            matrices = [name.rsplit(".", 2)[1] for name, _ in rank["whole"]]
-            # Two blocks of seven Linears each: peft 0.21 finds no tensors under FSDP1.
-            assert matrices.count("lora_A") == matrices.count("lora_B") == 14 and len(matrices) == 28
-            assert rank["layered"] == rank["whole"]
+            # Two blocks of seven Linears. peft 0.21 finds none of them under FSDP1.
+            matrices = [name.rsplit(".", 2)[1] for name in rank["whole"]]
+            assert sorted(matrices) == 14 * ["lora_A"] + 14 * ["lora_B"]
             if tree == "patched":
                 assert "returned an empty adapter" in rank["empty"] and "install peft" in rank["empty"]
             else:

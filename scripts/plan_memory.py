@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lib import job as jobs
-from lib import memory, validation
+from lib import memory
 from lib.memory import BESIDE_TENSORS, GIB, Plan, peak
 
 VARIABLES = {
@@ -69,8 +69,7 @@ def plans(words: list[str]) -> tuple[dict[str, Plan], Path | None]:
             job = replace(job, device=device, model=given.get("MODEL"))
             config = jobs.compose(job, Path("out"))
             memory.check(config)
-            if why := validation.refusal(config):
-                raise jobs.Refused(f"{job.given}: {why}")
+            jobs.validate(job, config, here=True)
             title = f"{experiment}, {job.objective}, {precision}"
             found[title] = memory.of_job(config, memory_gib * GIB, length)
     return found, out

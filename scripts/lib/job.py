@@ -12,11 +12,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lib import validation
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = REPO / "configs"
@@ -112,11 +116,6 @@ class Job:
         """What tells this run of an experiment from others."""
         return f"{self.objective}-{self.precision}-seed{self.seed}"
 
-    @property
-    def given(self) -> str:
-        """What a refusal of the composed configuration names."""
-        return f"ARGS={shlex.join(self.args)}" if self.args else "configuration"
-
     def settings(self) -> dict:
         """What a run must share with the one it resumes: everything but its length and its folder."""
         names = ("experiment", "precision", "algo", "recipe", "device", "seed", "model", "train", "val")
@@ -178,6 +177,8 @@ class Job:
             "RAY_USAGE_STATS_ENABLED": "0",
             "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),
         }
+        if not self.cluster:  # Ray's own is 15: beside other programs a run would take several times as long
+            common["RAY_worker_niceness"] = os.environ.get("RAY_worker_niceness", "0")
         if self.device == "cpu":
             common |= CPU_PLATFORM
         if self.recipe:  # the presets NAME_….yaml are settings of recipes/NAME
@@ -314,12 +315,21 @@ def model_path(value: str) -> str:
     raise Refused(f"MODEL={value}: no config.json there; give a model's folder or a name on the Hub (owner/name)")
 
 
-def compose(job: Job, out: Path):
-    """The job's whole configuration, resolved, as ``main_ppo`` will see it: an omegaconf ``DictConfig``.
+def compose(job: Job, out: Path) -> "DictConfig":
+    """Return the job's whole configuration, resolved, as ``main_ppo`` will see it.
 
     Raises:
         Refused: an override does not fit verl's configuration.
     """
+    config, why = try_to_compose(job, out)
+    if why:
+        word = culprit(job, why, lambda jobs: (try_to_compose(each, out)[1] for each in jobs))
+        raise Refused(f"{word}: {why}")
+    return config
+
+
+def try_to_compose(job: Job, out: Path) -> "tuple[DictConfig, None] | tuple[None, str]":
+    """Return the configuration, or in one line why there is none."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -331,8 +341,8 @@ def compose(job: Job, out: Path):
             config = hydra.compose("ppo_trainer", overrides=job.overrides(out))
         OmegaConf.resolve(config)
     except (HydraException, OmegaConfBaseException) as error:
-        raise Refused(f"{job.given}: {' '.join(str(error).splitlines()[:2])}") from error
-    return config
+        return None, " ".join(str(error).splitlines()[:2])
+    return config, None
 
 
 def platform(job: Job) -> dict[str, str]:
@@ -344,19 +354,37 @@ def platform(job: Job) -> dict[str, str]:
     return {name: value for name, value in here.environment(Path()).items() if name in CPU_PLATFORM}
 
 
-def validate(job: Job, config) -> None:
+def validate(job: Job, config: "DictConfig", here: bool = False) -> None:
     """Let verl check the job's configuration as ``main_ppo`` will, on the platform that ``main_ppo`` will find.
+
+    Args:
+        here: check in this process, on the platform that verl has in it, which saves a process.
 
     Raises:
         Refused: verl, or a recipe, refuses a setting.
     """
     variables = platform(job)
-    if variables.items() <= os.environ.items():
-        why = validation.refusal(config)
-    else:
-        why = validation.refusal_in(os.environ | job.environment(Path()) | variables, config)
+    same = here or variables.items() <= os.environ.items()
+    environment = None if same else job.environment(Path()) | variables
+
+    def reasons(jobs: list[Job]) -> list[str | None]:
+        return validation.refusals([try_to_compose(each, Path("out"))[0] for each in jobs], environment)
+
+    (why,) = validation.refusals([config], environment)
     if why:
-        raise Refused(f"{job.given}: {why}")
+        raise Refused(f"{culprit(job, why, reasons)}: {why}")
+
+
+def culprit(job: Job, why: str, reasons: Callable[[list[Job]], Iterable[str | None]]) -> str:
+    """Return what a refusal is for: the last of the fewest first words of ARGS that are refused for the same reason.
+
+    Args:
+        why: the reason for which ``job`` is refused.
+        reasons: for which jobs are refused, ``None`` for those that are not.
+    """
+    shorter = [replace(job, args=job.args[:count]) for count in range(len(job.args))]
+    count = next((count for count, reason in enumerate(reasons(shorter)) if reason == why), len(job.args))
+    return f"ARGS={shlex.quote(job.args[count - 1])}" if count else "configuration"
 
 
 def check(job: Job, config, out: Path) -> None:

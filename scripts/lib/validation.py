@@ -1,16 +1,17 @@
 """verl's own check of a job's configuration, in this process or in one with the environment of the job.
 
 What verl finds when it is imported depends on the environment (its platform, the modules it loads), and the CPU
-platform adapts torch and vLLM for the whole process. Run as a program, it reads a pickled configuration from stdin and
-prints why it is refused, or nothing.
+platform adapts torch and vLLM for the whole process. Run as a program, it reads pickled configurations from stdin and
+prints a JSON list of why each is refused.
 """
 
 import contextlib
+import json
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,20 +40,25 @@ def refusal(config: "DictConfig") -> str | None:
     return None
 
 
-def refusal_in(environment: Mapping[str, str], config: "DictConfig") -> str | None:
-    """Return ``refusal(config)`` as a process with ``environment`` finds it.
+def refusals(configs: "Sequence[DictConfig | None]", environment: Mapping[str, str] | None = None) -> list[str | None]:
+    """Return ``refusal`` of each of ``configs``, and ``None`` for each ``None``.
+
+    Args:
+        environment: variables to add for the process that checks; without any, this process does.
 
     Raises:
         RuntimeError: the process failed; the message is its output.
     """
+    if environment is None:
+        return [config and refusal(config) for config in configs]
     command = [sys.executable, "-P", __file__]  # -P: this file's folder is not a place to import from
-    done = subprocess.run(command, input=pickle.dumps(config), env=environment, capture_output=True)
+    done = subprocess.run(command, input=pickle.dumps(configs), env=os.environ | environment, capture_output=True)
     if done.returncode:
         raise RuntimeError(f"{__file__} failed\n{done.stderr.decode(errors='replace')}")
-    return done.stdout.decode() or None
+    return json.loads(done.stdout)
 
 
 if __name__ == "__main__":
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # verl and vLLM print and log to stdout when they are imported
-    print(refusal(pickle.load(sys.stdin.buffer)) or "", end="", file=answer, flush=True)
+    print(json.dumps(refusals(pickle.load(sys.stdin.buffer))), end="", file=answer, flush=True)

@@ -199,6 +199,38 @@ def test_lora_is_validated_on_the_platform_of_the_job(tmp_path):
     assert sys.modules.keys() & {"recipes.cpu.platform", "vllm"} == loaded, "this process is left as it was"
 
 
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        ("trainer.save_freq=1 trainer.n_gpu=2 trainer.test_freq=5", "ARGS=trainer.n_gpu=2: Could not override"),
+        (
+            "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=16 trainer.save_freq=1",
+            "ARGS=actor_rollout_ref.actor.ppo_mini_batch_size=16: train_batch_size (8) must be >=",
+        ),
+    ],
+)
+def test_a_refusal_names_the_word_at_fault_alone(args, word, tmp_path):
+    job = jobs.parse(["DEVICE=cpu", f"ARGS={args}"])
+    with pytest.raises(jobs.Refused) as refusal:
+        jobs.validate(job, jobs.compose(job, tmp_path))
+    assert str(refusal.value).startswith(word) and "save_freq" not in str(refusal.value)
+
+
+def test_a_refusal_that_no_word_of_args_is_for_names_the_configuration(tmp_path):
+    job = replace(jobs.parse(["DEVICE=cpu", "ARGS=trainer.save_freq=1"]), experiment="none")
+    with pytest.raises(jobs.Refused, match="^configuration: "):
+        jobs.compose(job, tmp_path)
+
+
+def test_ray_gives_its_workers_the_niceness_of_the_run_on_this_machine(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
+    assert jobs.parse(["DEVICE=cpu"]).environment(tmp_path)["RAY_worker_niceness"] == "0"
+    monkeypatch.setenv("RAY_worker_niceness", "10")
+    assert jobs.parse(["DEVICE=cpu"]).environment(tmp_path)["RAY_worker_niceness"] == "10"
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # whose nodes were started by somebody else
+    assert "RAY_worker_niceness" not in jobs.parse(["DEVICE=cpu"]).environment(tmp_path)
+
+
 def refusal_of_check(words: list[str], out: Path) -> str:
     with pytest.raises(jobs.Refused) as refusal:
         job = jobs.parse(["DEVICE=cpu", "STEPS=1", "EXPERIMENT=arithmetic", *words])

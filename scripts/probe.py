@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib import job as jobs
-from lib import models, runs
+from lib import logs, models, runs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -266,7 +266,7 @@ def generate_by_vllm(
             process.terminate()
             process.wait()
     if process.returncode:
-        said = "; ".join(runs.errors(log.read_text().splitlines(), 1)) or f"exit code {process.returncode}"
+        said = "; ".join(logs.errors(log.read_text().splitlines(), 1)) or f"exit code {process.returncode}"
         raise jobs.Refused(f"BACKEND=vllm: {side.name} failed: {said} ({log})")
     if model == str(work):
         shutil.rmtree(work)

@@ -14,12 +14,13 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 import psutil
 
-from lib import cluster, runs
+from lib import cluster, logs, machine, runs
 from lib import job as jobs
 
 START_UP = {  # what verl's log says, and what begins then
@@ -28,12 +29,14 @@ START_UP = {  # what verl's log says, and what begins then
     "reward loop manager initialized": "vLLM",
     "all initialize finished": "the first step",
 }
-POLL_S, MEMORY_S, HEARTBEAT_S, GRACE_S = 0.5, 5, 20, 15
+POLL_S, MEASURE_S, HEARTBEAT_S, GRACE_S = 0.5, 5, 20, 15
 TAIL = 2000  # lines of the log in which a failure is looked for
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# How long a step may go on without a worker, and how often the longest before it: a server of the rollout that is dead
-# is asked by verl for ever.
+# verl asks a dead server of the rollout for ever: how long main_ppo may go on after the evidence that it is dead.
+DEAD_S = 20
+# The same for a process that may have been of no consequence, and how often the longest step before it.
 LINGERS_S, LINGERS = 600, 3
+SHARED = Path("/dev/shm")
 REJOIN_S = 1800  # how long to wait for nodes in the place of lost ones
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -45,12 +48,18 @@ def listen() -> None:
 
 
 class Processes:
-    """``main_ppo`` and all that it starts, wherever Ray and vLLM put it: measured and ended together."""
+    """``main_ppo`` and all that it starts, wherever Ray and vLLM put it: measured and ended together.
 
-    def __init__(self, root: subprocess.Popen):
+    Attributes:
+        shared: files of shared memory that the run made; vLLM and verl leave them behind.
+    """
+
+    def __init__(self, root: subprocess.Popen, others: set[Path]):
+        """``others``: the files of shared memory that were there before ``root``."""
         self.root = psutil.Process(root.pid)
         self.known = {self.root}
         self.peak_gib = 0.0
+        self.others, self.shared = others, set()
 
     def alive(self) -> set[psutil.Process]:
         """Those of all known processes and their children that run. A process whose parent has ended stays known."""
@@ -61,8 +70,21 @@ class Processes:
                 self.known.discard(process)
         return set(self.known)
 
+    def find_shared(self) -> None:
+        """Add to ``shared`` what is new in shared memory and mapped by a process of the run: another run's is not."""
+        new = set(SHARED.iterdir()) - self.others - self.shared
+        if not new:
+            return
+        for process in self.alive():
+            try:
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+            except OSError:  # it has ended, or is not ours
+                continue
+            self.shared |= {file for file in new if str(file) in maps}
+
     def measure(self) -> None:
-        """Note the greatest sum of proportional set sizes."""
+        """Note the greatest sum of proportional set sizes, and the shared memory."""
+        self.find_shared()
         size = 0
         for process in self.alive():
             try:
@@ -72,7 +94,8 @@ class Processes:
         self.peak_gib = max(self.peak_gib, size / 2**30)
 
     def end(self) -> None:
-        """Ask ``main_ppo`` to end, which takes Ray down, then kill whatever is left."""
+        """Ask ``main_ppo`` to end, which takes Ray down, then kill whatever is left and remove its shared memory."""
+        self.find_shared()
         if self.root in self.alive():
             self.root.terminate()
             psutil.wait_procs([self.root], timeout=GRACE_S)
@@ -83,6 +106,8 @@ class Processes:
             except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(left, timeout=GRACE_S)
+        for file in self.shared:
+            file.unlink(missing_ok=True)
 
 
 class Screen:
@@ -125,12 +150,43 @@ class Screen:
             self.say(f"still starting {self.what}")
 
 
-def train(command: list[str], environment: dict[str, str], log: TextIO, screen: Screen) -> dict:
-    """Run ``main_ppo`` to its end, or end it when we are interrupted.
+class Vigil:
+    """Decides when ``main_ppo`` has gone on for too long after the death of one of its processes."""
+
+    def __init__(self) -> None:
+        self.watch, self.death = logs.Watch(), None
+        self.steps, self.since = 0, 0.0  # shown at the death or after it, and when
+
+    def overdue(self, lines: list[str], screen: Screen) -> logs.Death | None:
+        """Return the death for which ``main_ppo`` is to be ended now, if any; ``lines`` are new in its log."""
+        if self.death and self.steps != screen.shown:  # a step of which the rollouts were there, or no real death
+            self.death = self.death if self.death.certain else None
+            self.steps, self.since = screen.shown, time.monotonic()
+        evidence = self.watch.read(lines)
+        if evidence and not (self.death and self.death.certain):
+            self.death, self.steps, self.since = evidence, screen.shown, time.monotonic()
+        if self.death and time.monotonic() - self.since > (DEAD_S if self.death.certain else screen.patience):
+            return self.death
+        return None
+
+
+def train(
+    command: list[str],
+    environment: dict[str, str],
+    log: TextIO,
+    screen: Screen,
+    note: Callable[[float], None] = lambda peak_gib: None,
+) -> dict:
+    """Run ``main_ppo`` to its end, or end it when we are interrupted or the log has evidence that it cannot go on.
+
+    Args:
+        note: is called every ``MEASURE_S`` and at the end with the greatest memory so far.
 
     Returns:
-        ``code`` the exit code, None if interrupted; the workers' ``reports``; the log's ``tail``; ``peak_memory_gib``.
+        ``code`` the exit code, None if interrupted; ``death``, for which it was ended; the workers' ``reports``; the
+        log's ``tail``.
     """
+    others = set(SHARED.iterdir())
     process = subprocess.Popen(
         command,
         cwd=jobs.REPO,
@@ -141,8 +197,8 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
         start_new_session=True,  # Ctrl-C reaches us alone, and we end it
         preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: it does not outlive us
     )
-    processes, code, reports, tail, rest, measured = Processes(process), None, [], deque(maxlen=TAIL), "", 0.0
-    lost_at = -1, 0.0  # after how many steps here, and when, a worker was lost first
+    processes, code, reports, tail, rest, measured = Processes(process, others), None, [], deque(maxlen=TAIL), "", 0.0
+    vigil, death = Vigil(), None
     with open(log.name) as written:
         written.seek(log.tell())
         try:
@@ -150,16 +206,18 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
                 time.sleep(POLL_S)
                 code = process.poll()
                 *complete, rest = (rest + written.read()).split("\n")
-                reports += runs.reports(complete)
+                reports += logs.reports(complete)
                 tail += complete
                 screen.update(complete)
-                if lost_at[0] != screen.shown and runs.lost_worker(complete):
-                    lost_at = screen.shown, time.monotonic()
-                elif lost_at[0] == screen.shown and code is None and time.monotonic() - lost_at[1] > screen.patience:
+                overdue = vigil.overdue(complete, screen)
+                if overdue and code is None and not death:
+                    death = overdue
+                    processes.find_shared()
                     processes.alive()  # or its children would be nobody's
                     process.kill()
-                if code is None and time.monotonic() - measured > MEMORY_S:
+                if code is None and time.monotonic() - measured > MEASURE_S:
                     processes.measure()
+                    note(processes.peak_gib)
                     measured = time.monotonic()
         except KeyboardInterrupt:
             screen.say("interrupted: ending verl, Ray and vLLM")
@@ -167,7 +225,8 @@ def train(command: list[str], environment: dict[str, str], log: TextIO, screen: 
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             processes.end()
-    return {"code": code, "reports": reports, "tail": tail, "peak_memory_gib": processes.peak_gib}
+            note(processes.peak_gib)
+    return {"code": code, "death": death, "reports": reports, "tail": tail}
 
 
 def attempt(job: jobs.Job, out: Path, record: dict, log: TextIO, screen: Screen) -> tuple[dict, int]:
@@ -176,18 +235,22 @@ def attempt(job: jobs.Job, out: Path, record: dict, log: TextIO, screen: Screen)
     Returns:
         What ``train`` does, and the last step that is known of.
     """
-    begin, spent = runs.checkpoint_step(out), record["wall_s"] - screen.elapsed()
+    begin, spent, peak_gib = runs.checkpoint_step(out), record["wall_s"] - screen.elapsed(), record["peak_memory_gib"]
     earlier = runs.trained(runs.collect(out, upto=begin))
     for name in ("verl.jsonl", "summary.json"):
         (out / name).unlink(missing_ok=True)
     runs.write_json(out / "run.json", record)
     print(f"{f'resuming after step {begin} of' if begin else 'training'} {screen.steps} steps in {out}", flush=True)
     screen.begin(earlier)
-    result = train(job.command(out), job.environment(out), log, screen)
-    record["wall_s"] = spent + screen.elapsed()
-    if not job.cluster:  # whose nodes have processes that are not ours to measure
-        record["peak_memory_gib"] = max(record["peak_memory_gib"] or 0.0, result["peak_memory_gib"])
-    runs.write_json(out / "run.json", record)
+
+    def note(peak: float) -> None:
+        """Record what the run took so far: run.py itself may be killed."""
+        record["wall_s"] = spent + screen.elapsed()
+        if not job.cluster:  # whose nodes have processes that are not ours to measure
+            record["peak_memory_gib"] = max(peak_gib or 0.0, peak)
+        runs.write_json(out / "run.json", record)
+
+    result = train(job.command(out), job.environment(out), log, screen, note)
     return result, max([runs.checkpoint_step(out), *(row["step"] for row in runs.trained(runs.collect(out)))])
 
 
@@ -203,7 +266,7 @@ def loss(job: jobs.Job, out: Path, record: dict, lines: list[str]) -> str | None
             return f"node {', '.join(gone)}"
         if time.monotonic() > until:
             break
-    return runs.lost_worker(lines, record.get("nodes", ()))
+    return logs.lost_worker(lines, record.get("nodes", ()))
 
 
 def train_all(job: jobs.Job, config, out: Path, record: dict, log: TextIO) -> tuple[int, list[dict]]:
@@ -224,8 +287,9 @@ def train_all(job: jobs.Job, config, out: Path, record: dict, log: TextIO) -> tu
             if result["code"] is None:
                 raise KeyboardInterrupt
             listen()
-            print(f"failed after step {reached} of {steps}, exit code {result['code']}; all output: {log.name}")
-            print("\n".join(f"  {line}" for line in runs.errors(result["tail"])), flush=True)
+            how = f"ended because {result['death'].what}" if result["death"] else f"exit code {result['code']}"
+            print(f"failed after step {reached} of {steps}, {how}; all output: {log.name}")
+            print("\n".join(f"  {line}" for line in logs.errors(result["tail"])), flush=True)
             lost = loss(job, out, record, list(result["tail"])) if job.cluster or job.retries else None
             if not lost:
                 return 1, []
@@ -251,6 +315,8 @@ def main(words: list[str]) -> int:
     out = runs.folder(job, jobs.REPO / "outputs")
     config = jobs.compose(job, out)
     jobs.check(job, config, out)
+    if not job.cluster:
+        machine.check(config, job.device)
     record = runs.admit(job, out, config.trainer.total_training_steps)
     jobs.validate(job, config)
     if job.cluster:

@@ -24,7 +24,7 @@ from typing import Any
 
 from lib import releases, stack
 from lib.job import REPO, Job, Refused
-from lib.runs import errors
+from lib.logs import errors
 
 CPUS_PER_GPU = 3  # of verl's placement groups (single_controller/ray/base.py, ResourcePoolManager.max_colocate_count)
 REACH_S, CONNECT_S, PROOF_S, LEAVE_S, TOLD_EVERY_S = 5, 60, 300, 10, 15

@@ -8,9 +8,8 @@ anew when a run resumes: it writes ``verl.jsonl``, which ``collect`` merges into
 import fcntl
 import importlib.util
 import json
-import re
+import shlex
 import sys
-from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 from itertools import count
@@ -36,16 +35,6 @@ FLOWRL = {  # of RECIPE=flowrl, by the name under which they are shown
     "effective_samples": "actor/flowrl/effective_samples",
 }
 LAST = 5  # steps whose mean is the last reward
-
-WORKER_PREFIX = re.compile(r"^(\x1b\[\d+m)*\([^()]*\bpid=\d+[^()]*\)(\x1b\[\d+m)*\s?")
-EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*\.)?[A-Z]\w*(Error|Exception|Interrupt|OutOfMemory\w*)(\(\w+\))?: ")
-# What Ray says of a worker whose process has ended, and in the place of what it was to return. An actor that "died
-# because of an error raised in its creation task" is not lost: that is the job's own error.
-WORKER_DIED = re.compile(r"Worker IP address: (\S+) Worker port: \d+ Worker PID: (\d+)")
-NO_ANSWER = re.compile(
-    r"ActorDiedError: The actor died unexpectedly"
-    r"|ray\.exceptions\.(ActorUnavailable|NodeDied|OutOfMemory|WorkerCrashed)Error: "  # the memory is the node's
-)
 
 
 def write_json(file: Path, content: dict) -> None:
@@ -133,6 +122,8 @@ def admit(job: Job, out: Path, steps: int) -> dict:
     for name, value in job.settings().items():
         held = record["settings"].get(name, "")  # a run of before a variable was there has the variable not given
         if value != held:
+            if name == "ARGS":
+                value, held = only_here(value, held), only_here(held, value)
             raise Refused(
                 f"{name}={value}: {out} holds a run with {name}={held}; "
                 "repeat its settings, choose another OUT or remove that folder"
@@ -142,6 +133,12 @@ def admit(job: Job, out: Path, steps: int) -> dict:
     if steps < checkpoint_step(out):
         raise Refused(f"STEPS={steps}: {out} is already at step {checkpoint_step(out)}; ask for more, or another OUT")
     return record | {"steps": steps}
+
+
+def only_here(args: str, others: str) -> str:
+    """Return the words of one ARGS that another lacks; all of them where only the order differs."""
+    words, lacking = shlex.split(args), shlex.split(others)
+    return shlex.join([word for word in words if word not in lacking] if set(words) != set(lacking) else words)
 
 
 def lock(out: Path) -> TextIO:
@@ -156,36 +153,6 @@ def lock(out: Path) -> TextIO:
     except BlockingIOError as error:
         raise Refused(f"OUT={out}: another run is writing there; wait for it or choose another folder") from error
     return log
-
-
-def reports(lines: Iterable[str]) -> list[dict]:
-    """What the workers said of their precision: the JSON after ``[verl-precision]`` in each such line."""
-    decoder = json.JSONDecoder()
-    tails = (line.partition("[verl-precision] ")[2] for line in lines)
-    return [decoder.raw_decode(tail)[0] for tail in tails if tail.startswith("{")]
-
-
-def errors(lines: Iterable[str], most: int = 3) -> list[str]:
-    """The last different exception lines of a log, Ray's and Hydra's wrappers left out where there is anything else."""
-    texts = [WORKER_PREFIX.sub("", line).strip() for line in lines]
-    found = list(dict.fromkeys(text for text in texts if EXCEPTION.match(text)))
-    causes = [text for text in found if not text.startswith(("ray.", "RayTaskError", "hydra.errors."))]
-    return (causes or found)[-most:]
-
-
-def lost_worker(lines: Iterable[str], nodes: Iterable[dict] = ()) -> str | None:
-    """The first worker whose process ended, as Ray's words in a log tell it; None: they tell of none.
-
-    Args:
-        nodes: the facts of the cluster's nodes, for their names.
-    """
-    text = "\n".join(lines)
-    if not (died := WORKER_DIED.search(text)):
-        return "a worker" if NO_ANSWER.search(text) else None
-    address, pid = died.groups()
-    node = next((node["node"] for node in nodes if node["node"].endswith(f"({address})")), address)
-    role = re.search(rf"\((\w+) pid={pid}\b", text)
-    return f"{role[1] if role else 'a worker'} (pid {pid}) on node {node}"
 
 
 def values(data: list[dict], name: str) -> list[float]:

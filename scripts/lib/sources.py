@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 
 from lib import job as jobs
-from lib import runs
+from lib import logs, runs
 from lib.job import Refused
 from lib.measures import GRAD_NORM, METRIC, UNTRAINED, Steps, known
 
@@ -257,7 +257,7 @@ def read_make_run(label: str, folder: Path) -> Run:
                 steps.setdefault(step, {}).update(data)
     log = folder / "train.log"
     live = log.exists() and not runs.finished(folder)
-    told = runs.reports(log.read_text(errors="replace").splitlines()) if live else []
+    told = logs.reports(log.read_text(errors="replace").splitlines()) if live else []
     facts = {"name": folder.name, "source": "make run", "notes": notes, "told": told}
     return from_files(label, folder, steps, facts | composed(folder))
 

@@ -16,7 +16,7 @@ import pytest
 
 import run
 from lib import job as jobs
-from lib import runs
+from lib import logs, runs
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -27,6 +27,11 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], 
 print("child", child.pid, flush=True)
 time.sleep({seconds})
 """
+
+
+# Has the process of these tests, in which run.py's code runs, interrupted.
+SIGNAL_SELF = "import os, signal, threading; "
+SIGNAL_SELF += "threading.Timer(2, os.kill, (os.getppid(), signal.SIGINT)).start()\n"
 
 
 def command(*words: str) -> subprocess.CompletedProcess:
@@ -47,10 +52,18 @@ def command(*words: str) -> subprocess.CompletedProcess:
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(words, tmp_path):
-    done = command("DEVICE=cpu", f"OUT={tmp_path / 'out'}", *words)
+    refused(words, words[0].partition("=")[0], tmp_path)
+
+
+def test_workers_that_ray_cannot_place_are_refused_before_it_starts(tmp_path):
+    refused(["ARGS=trainer.n_gpus_per_node=64"], "trainer.n_gpus_per_node=64: must be at most 4: ", tmp_path)
+
+
+def refused(words: list[str], begin: str, folder: Path) -> None:
+    done = command("DEVICE=cpu", f"OUT={folder / 'out'}", *words)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"run: {words[0].partition('=')[0]}")
-    assert list(tmp_path.iterdir()) == []
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"run: {begin}")
+    assert list(folder.iterdir()) == []
 
 
 def test_help_lists_every_variable():
@@ -110,9 +123,10 @@ def train(tmp_path, monkeypatch):
         with runs.lock(tmp_path) as log:
             screen = run.Screen(tmp_path, 2)
             screen.begin([])
-            result = run.train([sys.executable, "-c", program], {}, log, screen)
+            peaks = []
+            result = run.train([sys.executable, "-c", program], {}, log, screen, peaks.append)
         children = [int(line.split()[1]) for line in result["tail"] if line.startswith("child ")]
-        return result, children
+        return result | {"peaks": peaks}, children
 
     return of
 
@@ -124,15 +138,13 @@ def gone(pids: list[int]) -> bool:
 
 def test_what_a_run_leaves_behind_is_ended(train):
     result, children = train(PARENT.format(seconds=1.5))
-    assert result["code"] == 0 and result["peak_memory_gib"] > 0
+    assert result["code"] == 0 and max(result["peaks"]) > 0
     assert children and gone(children)
 
 
 def test_an_interruption_ends_everything(train):
     before = time.monotonic()
-    signal_self = "import os, signal, threading; "
-    signal_self += f"threading.Timer(2, os.kill, ({os.getpid()}, signal.SIGINT)).start()\n"
-    result, children = train(signal_self + PARENT.format(seconds=60))
+    result, children = train(SIGNAL_SELF + PARENT.format(seconds=60))
     assert result["code"] is None and time.monotonic() - before < 50
     assert children and gone(children)
 
@@ -140,7 +152,7 @@ def test_an_interruption_ends_everything(train):
 def test_a_failure_keeps_its_code_and_its_words(train):
     result, _ = train("raise SystemExit('ValueError: no such thing')")
     assert result["code"] == 1
-    assert runs.errors(result["tail"]) == ["ValueError: no such thing"]
+    assert logs.errors(result["tail"]) == ["ValueError: no such thing"]
 
 
 def test_progress_appears_as_verl_logs_it(train, tmp_path, capsys):
@@ -172,11 +184,52 @@ with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
 """
 
 
-def test_verl_is_ended_where_it_goes_on_without_a_worker(train, monkeypatch):
-    monkeypatch.setattr(run, "LINGERS_S", 1)
-    said = LOSES_A_WORKER.splitlines()[1]
-    result, children = train(PARENT.format(seconds=0) + f"{said[:-1]}, flush=True)\ntime.sleep(600)")
-    assert result["code"] == -signal.SIGKILL and children and gone(children)
+DIES = "(vLLMHttpServer pid=7) (EngineCore pid=9) ERROR 11-22 13:05:46 [core.py] EngineCore encountered a fatal error."
+
+
+@pytest.mark.parametrize(
+    ("limit", "line", "what"),
+    [
+        ("LINGERS_S", LOSES_A_WORKER.splitlines()[1][7:-2], "a worker (pid 207) died"),
+        ("DEAD_S", DIES, "vLLM's engine failed"),
+    ],
+)
+def test_verl_is_ended_where_it_goes_on_without_a_process(limit, line, what, train, monkeypatch):
+    monkeypatch.setattr(run, limit, 1)
+    result, children = train(PARENT.format(seconds=0) + f"print({line!r}, flush=True)\ntime.sleep(600)")
+    assert result["code"] == -signal.SIGKILL and result["death"].what == what and children and gone(children)
+
+
+def test_verl_is_not_ended_where_it_ends_by_itself(train):
+    result, _ = train(f"print({DIES!r}, flush=True)\nraise SystemExit('ValueError: no such thing')")
+    assert (result["code"], result["death"]) == (1, None)
+
+
+MAPS = """
+import sys, time
+from multiprocessing import resource_tracker, shared_memory
+resource_tracker.register = resource_tracker.unregister = lambda *_: None  # as in a process that is killed
+memory = shared_memory.SharedMemory(create=True, size=4096)
+print("shared", memory.name, flush=True)
+time.sleep({seconds})
+"""
+
+
+@pytest.mark.parametrize("end", ["clean", "interrupt", "death"])
+def test_shared_memory_of_the_run_is_removed_and_another_ones_is_left(end, train, monkeypatch):
+    monkeypatch.setattr(run, "MEASURE_S", 0.1)
+    monkeypatch.setattr(run, "DEAD_S", 1)
+    last = {"clean": "", "interrupt": SIGNAL_SELF, "death": f"print({DIES!r}, flush=True)"}[end]
+    seconds = 3 if end == "clean" else 60
+    before = {file.name for file in run.SHARED.iterdir()}
+    with subprocess.Popen([sys.executable, "-c", MAPS.format(seconds=60)], stdout=subprocess.PIPE, text=True) as beside:
+        result, _ = train(last + MAPS.format(seconds=seconds))
+        theirs = beside.stdout.readline().split()[1]
+        beside.kill()
+    (ours,) = (line.split()[1] for line in result["tail"] if line.startswith("shared "))
+    left = {file.name for file in run.SHARED.iterdir()} - before
+    (run.SHARED / theirs).unlink()
+    assert theirs in left and ours not in left
 
 
 @pytest.mark.parametrize(
@@ -198,6 +251,21 @@ def test_only_a_lost_worker_is_tried_again(programs, code, said, tmp_path, monke
     with runs.lock(tmp_path) as log:
         assert run.train_all(job, config, tmp_path, record, log)[0] == code
     assert left == [] and said in capsys.readouterr().out
+
+
+def test_what_a_run_took_is_recorded_while_it_runs(tmp_path, monkeypatch):
+    """run.py may be killed, and the next attempt counts on from there."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(run, "MEASURE_S", 0.1)
+    record = {"wall_s": 100.0, "peak_memory_gib": 0.0}
+    reads = (
+        f"import json, time; time.sleep(3); print('took', json.load(open({str(tmp_path / 'run.json')!r}))['wall_s'])"
+    )
+    monkeypatch.setattr(jobs.Job, "command", lambda *_: [sys.executable, "-c", reads])
+    with runs.lock(tmp_path) as log:
+        result, _ = run.attempt(jobs.parse(["DEVICE=cpu"]), tmp_path, record, log, run.Screen(tmp_path, 2))
+    (seen,) = (float(line.split()[1]) for line in result["tail"] if line.startswith("took "))
+    assert 100 < seen < record["wall_s"] and record["peak_memory_gib"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A run's folder: metrics across interruptions, what may be resumed, the summary, the curves, why a run failed."""
+"""A run's folder: metrics across interruptions, what may be resumed, the summary, the curves."""
 
 import json
 from pathlib import Path
@@ -104,6 +104,12 @@ def test_a_folder_with_other_settings_is_refused_by_name(other, tmp_path):
         runs.admit(job(other), out, 10)
 
 
+def test_a_refusal_of_other_args_names_the_words_that_differ(tmp_path):
+    out = started(tmp_path / "out", job("ARGS=trainer.save_freq=1 trainer.nnodes=1"), 10, checkpoint=4)
+    with pytest.raises(jobs.Refused, match=f"^ARGS=trainer.nnodes=2: {out} holds a run with ARGS=trainer.nnodes=1; "):
+        runs.admit(job("ARGS=trainer.save_freq=1 trainer.nnodes=2"), out, 10)
+
+
 def test_a_run_of_before_a_variable_was_there_goes_on_without_it(tmp_path):
     out = started(tmp_path / "out", job(), 10, checkpoint=4)
     record = json.loads((out / "run.json").read_text())
@@ -143,31 +149,6 @@ def test_one_run_a_folder(tmp_path):
     with runs.lock(tmp_path), pytest.raises(jobs.Refused, match=f"^OUT={tmp_path}: another run is writing there"):
         runs.lock(tmp_path)
     runs.lock(tmp_path).close()
-
-
-def test_the_workers_reports_are_found_in_the_log():
-    lines = [
-        "\x1b[36m(WorkerDict pid=123)\x1b[0m [verl-precision] " + json.dumps(ACTOR),
-        "(vLLMHttpServer pid=7) (EngineCore pid=9) [verl-precision] " + json.dumps(ROLLOUT) + " (trailing)",
-        "what [verl-precision] lines look like",
-    ]
-    assert runs.reports(lines) == [ACTOR, ROLLOUT]
-
-
-def test_the_cause_of_a_failure_is_told_without_rays_wrapping():
-    log = """\
-\x1b[36m(TaskRunnerV1 pid=9)\x1b[0m INFO:2026-01-01:worker group kwargs
-\x1b[36m(WorkerDict pid=12)\x1b[0m ValueError: actor_rollout_ref.actor.dtype=float61: use one of float16, bfloat16
-Traceback (most recent call last):
-  File "main_ppo.py", line 90, in run_ppo
-ray.exceptions.RayTaskError(ValueError): \x1b[36mray::TaskRunnerV1.run()\x1b[39m (pid=9, ip=127.0.0.1)
-    raise ValueError("no exception line: it is indented")
-ValueError: actor_rollout_ref.actor.dtype=float61: use one of float16, bfloat16
-"""
-    expected = "ValueError: actor_rollout_ref.actor.dtype=float61: use one of float16, bfloat16"
-    assert runs.errors(log.splitlines()) == [expected]
-    died = "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
-    assert runs.errors(["nothing", died]) == [died]
 
 
 @pytest.fixture
@@ -265,30 +246,3 @@ def test_runs_of_one_label_have_one_colour(tmp_path):
 
     runs.plot([("a", data(1)), ("a", data(2)), ("b", data(3))], "title", tmp_path / "three.png")
     assert colours(tmp_path / "three.png") == {0, 1}
-
-
-# As Ray 2.60 logged them on a cluster of two nodes.
-DIED = [
-    "(TaskRunnerV1 pid=19447) step:2 - global_seqlen/min:100",
-    "(WorkerDict pid=20673, ip=127.0.0.3) [verl-precision] {}",
-    "(raylet) A worker died or was killed while executing a task by an unexpected system error. To troubleshoot the "
-    "problem, check the logs for the dead worker. Lease ID: 1000 Worker ID: 6757 Node ID: 563c Worker IP address: "
-    "127.0.0.3 Worker port: 19114 Worker PID: 20673 Worker exit type: SYSTEM_ERROR",
-]
-ACTOR_DIED = ["ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", "\tpid: 20673"]
-
-
-def test_a_lost_worker_is_told_from_a_job_that_failed():
-    nodes = [{"node": "head (127.0.0.2)"}, {"node": "second (127.0.0.3)"}]
-    assert runs.lost_worker(DIED + ACTOR_DIED, nodes) == "WorkerDict (pid 20673) on node second (127.0.0.3)"
-    closed = ["RuntimeError: [gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.3]:45843"]
-    assert runs.lost_worker(DIED[2:] + closed) == "a worker (pid 20673) on node 127.0.0.3"
-    assert runs.lost_worker(ACTOR_DIED, nodes) == "a worker"
-    for error in ("OutOfMemory", "ActorUnavailable", "NodeDied", "WorkerCrashed"):
-        assert runs.lost_worker([f"ray.exceptions.{error}Error: The task was killed."]) == "a worker"
-    assert runs.lost_worker(["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."]) is None
-    assert runs.lost_worker(["ValueError: Total available GPUs 1.0 is less than total desired GPUs 2"], nodes) is None
-    created = (
-        "ActorDiedError: The actor died because of an error raised in its creation task, ray::WorkerDict.__init__()"
-    )
-    assert runs.lost_worker([f"ray.exceptions.{created}", "ValueError: no such key"], nodes) is None

@@ -1,0 +1,149 @@
+"""What the log of ``main_ppo`` reports: its workers' precision, why it failed, and whether it can still go on.
+
+Ray writes the output of every process to this log, each line after ``(NAME pid=PID)``, so lines of several processes
+interleave. A traceback is read along the lines of its own process.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+WORKER_PREFIX = re.compile(r"^(?:\x1b\[\d+m)*\(([^()]*\bpid=\d+[^()]*)\)(?:\x1b\[\d+m)*\s?")
+# vLLM's own processes, and what its logger writes before every line of a traceback.
+VLLM_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(?:(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?")
+EXCEPTION = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|OutOfMemory\w*)|StopIteration)"
+    r"(?:\(\w+\))?(?::(?= )|$)"
+)
+FRAME = re.compile(r'^File "(?:.*/site-packages/)?(?P<file>.+)", line (?P<line>\d+), in (?P<function>\S+)')
+CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+# Exceptions that only pass on another one, which the log has as well.
+PASSES_ON = re.compile(
+    r"ray\.|RayTaskError|hydra\.errors\."
+    r"|RuntimeError: (Worker failed with error|Engine core initialization failed)"  # vLLM's
+    r"|Exception: Call to \w+ method failed"
+    r"|(\w+\.)*EngineDeadError: "
+)
+UNSENDABLE = "TypeError: cannot pickle "  # raised by Ray while it sends the exception before it
+LONGEST = 300  # characters that are shown of an exception
+
+# What Ray reports of a worker whose process has ended, and in the place of what it was to return. An actor that "died
+# because of an error raised in its creation task" is not lost: that is the job's own error.
+WORKER_DIED = re.compile(r"Worker IP address: (\S+) Worker port: \d+ Worker PID: (\d+)")
+NO_ANSWER = re.compile(
+    r"ActorDiedError: The actor died unexpectedly"
+    r"|ray\.exceptions\.(ActorUnavailable|NodeDied|OutOfMemory|WorkerCrashed)Error: "  # the memory is the node's
+)
+# Lines after which no further step can complete, whatever ``main_ppo`` waits for.
+FATAL = {
+    # verl has no second engine, and its agent loops ask a dead one again and again.
+    r"EngineCore encountered a fatal error": "vLLM's engine failed",
+    r"engine core exited unexpectedly|EngineDeadError": "vLLM's engine died",
+    # verl sends weights to vLLM's workers and waits for each bucket's receipt without a limit.
+    r"WorkerProc hit an exception|Worker proc \S+ died unexpectedly|Invocation of \w+ method failed": "vLLM failed",
+    # Ray keeps such a request for nodes to come.
+    r"No available node types can fulfill": "Ray has not the resources that verl requests",
+}
+
+
+def reports(lines: Iterable[str]) -> list[dict]:
+    """Return what the workers reported of their precision: the JSON after ``[verl-precision]`` in each such line."""
+    decoder = json.JSONDecoder()
+    tails = (line.partition("[verl-precision] ")[2] for line in lines)
+    return [decoder.raw_decode(tail)[0] for tail in tails if tail.startswith("{")]
+
+
+def by_process(lines: Iterable[str]) -> dict[str, list[tuple[int, str]]]:
+    """Return each process's own lines, numbered as in the log, without the prefixes of Ray and vLLM."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for number, line in enumerate(lines):
+        outer = WORKER_PREFIX.match(line)
+        text = line[outer.end() :] if outer else line
+        inner = VLLM_PREFIX.match(text)
+        name = f"{outer and outer[1]} {inner[1]}"
+        found.setdefault(name, []).append((number, text[inner.end() :].rstrip()))
+    return found
+
+
+def exceptions(lines: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Return the exceptions that one process logged, with their details: of each chain the first and the last."""
+    chains: list[list[tuple[int, str]]] = []
+    frame, chained, details = "", False, False  # whether the next exception joins a chain, and a line the last one
+    for number, line in lines:
+        text = line.strip()
+        if (named := EXCEPTION.match(line)) and not (chained and text.startswith(UNSENDABLE)):
+            bare = frame and named.end() == len(text)
+            chains += [] if chained and chains else [[]]
+            chains[-1].append((number, f"{text} in {frame}" if bare else text))
+            chained, details = False, True
+        elif at := FRAME.match(text):
+            frame, details = f"{at['function']} ({at['file']}:{at['line']})", False
+        elif text.startswith(CHAINED):
+            chained, details = True, False
+        elif details and line.startswith("  "):
+            first, said = chains[-1][-1]
+            chains[-1][-1] = first, f"{said} {text}"
+        elif text:
+            details = False
+    return [link for chain in chains for link in dict.fromkeys((chain[0], chain[-1]))]
+
+
+def errors(lines: Iterable[str], most: int = 3) -> list[str]:
+    """Return why a run failed: the first different exceptions of its log, and the last one at the end.
+
+    Those that only pass on another one are left out where there is anything else.
+    """
+    found = sorted(each for process in by_process(lines).values() for each in exceptions(process))
+    texts = dict.fromkeys(text if len(text) <= LONGEST else f"{text[:LONGEST]} …" for _, text in found)
+    causes = [text for text in texts if not PASSES_ON.match(text)] or list(texts)
+    return causes if len(causes) <= most else [*causes[: most - 1], causes[-1]]
+
+
+def lost_worker(lines: Iterable[str], nodes: Iterable[dict] = ()) -> str | None:
+    """Return the first worker whose process ended, in words, as Ray reports it in a log; None: it reports none.
+
+    Args:
+        nodes: the facts of the cluster's nodes, for their names.
+    """
+    text = "\n".join(lines)
+    if not (died := WORKER_DIED.search(text)):
+        return "a worker" if NO_ANSWER.search(text) else None
+    address, pid = died.groups()
+    node = next((node["node"] for node in nodes if node["node"].endswith(f"({address})")), address)
+    role = re.search(rf"\((\w+) pid={pid}\b", text)
+    return f"{role[1] if role else 'a worker'} (pid {pid}) on node {node}"
+
+
+@dataclass(frozen=True)
+class Death:
+    """Evidence that a job cannot go on.
+
+    ``certain``: no step can complete any more. Otherwise a process ended that may have been one of a task of Ray, which
+    is tried again.
+    """
+
+    what: str
+    certain: bool
+
+
+class Watch:
+    """Finds the evidence in a log that grows."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, str] = {}  # class by process id; Ray names a task's process by its function
+
+    def read(self, lines: list[str]) -> Death | None:
+        """Return the first evidence in the ``lines`` that were written since the last call."""
+        for line in lines:
+            if named := re.match(r"(\w*[A-Z]\w*) pid=(\d+)", (WORKER_PREFIX.match(line) or [""] * 2)[1]):
+                self.actors[named[2]] = named[1]
+            for pattern, what in FATAL.items():
+                if re.search(pattern, line):
+                    return Death(what, certain=True)
+            if died := WORKER_DIED.search(line):
+                actor = self.actors.get(died[2])
+                return Death(f"{actor or 'a worker'} (pid {died[2]}) died", certain=actor is not None)
+            if NO_ANSWER.search(line):
+                return Death("a worker died", certain=False)
+        return None

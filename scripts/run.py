@@ -287,9 +287,10 @@ def train_all(job: jobs.Job, config, out: Path, record: dict, log: TextIO) -> tu
             if result["code"] is None:
                 raise KeyboardInterrupt
             listen()
-            how = f"ended because {result['death'].what}" if result["death"] else f"exit code {result['code']}"
+            death, why = result["death"], logs.errors(result["tail"])
+            how = f"ended because {death.what}" if death else f"exit code {result['code']}"
             print(f"failed after step {reached} of {steps}, {how}; all output: {log.name}")
-            print("\n".join(f"  {line}" for line in logs.errors(result["tail"])), flush=True)
+            print("\n".join(f"  {line}" for line in ([death.line] if death else []) + why), flush=True)
             lost = loss(job, out, record, list(result["tail"])) if job.cluster or job.retries else None
             if not lost:
                 return 1, []

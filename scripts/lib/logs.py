@@ -7,8 +7,9 @@ interleave. A traceback is read along the lines of its own process.
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+COLOUR = re.compile(r"\x1b\[\d+m")
 WORKER_PREFIX = re.compile(r"^(?:\x1b\[\d+m)*\(([^()]*\bpid=\d+[^()]*)\)(?:\x1b\[\d+m)*\s?")
 # vLLM's own processes, and what its logger writes before every line of a traceback.
 VLLM_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(?:(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?")
@@ -26,7 +27,7 @@ PASSES_ON = re.compile(
     r"|(\w+\.)*EngineDeadError: "
 )
 UNSENDABLE = "TypeError: cannot pickle "  # raised by Ray while it sends the exception before it
-LONGEST = 300  # characters that are shown of an exception
+LONGEST = 400  # characters that are shown of an exception or a line
 
 # What Ray reports of a worker whose process has ended, and in the place of what it was to return. An actor that "died
 # because of an error raised in its creation task" is not lost: that is the job's own error.
@@ -52,6 +53,12 @@ def reports(lines: Iterable[str]) -> list[dict]:
     decoder = json.JSONDecoder()
     tails = (line.partition("[verl-precision] ")[2] for line in lines)
     return [decoder.raw_decode(tail)[0] for tail in tails if tail.startswith("{")]
+
+
+def short(text: str) -> str:
+    """Return the text without colours and without what is beyond ``LONGEST`` characters."""
+    text = COLOUR.sub("", text)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
 
 
 def by_process(lines: Iterable[str]) -> dict[str, list[tuple[int, str]]]:
@@ -95,7 +102,7 @@ def errors(lines: Iterable[str], most: int = 3) -> list[str]:
     Those that only pass on another one are left out where there is anything else.
     """
     found = sorted(each for process in by_process(lines).values() for each in exceptions(process))
-    texts = dict.fromkeys(text if len(text) <= LONGEST else f"{text[:LONGEST]} …" for _, text in found)
+    texts = dict.fromkeys(short(text) for _, text in found)
     causes = [text for text in texts if not PASSES_ON.match(text)] or list(texts)
     return causes if len(causes) <= most else [*causes[: most - 1], causes[-1]]
 
@@ -120,11 +127,12 @@ class Death:
     """Evidence that a job cannot go on.
 
     ``certain``: no step can complete any more. Otherwise a process ended that may have been one of a task of Ray, which
-    is tried again.
+    is tried again. ``line``: of the log.
     """
 
     what: str
     certain: bool
+    line: str = field(default="", compare=False)
 
 
 class Watch:
@@ -140,10 +148,10 @@ class Watch:
                 self.actors[named[2]] = named[1]
             for pattern, what in FATAL.items():
                 if re.search(pattern, line):
-                    return Death(what, certain=True)
+                    return Death(what, True, short(line))
             if died := WORKER_DIED.search(line):
                 actor = self.actors.get(died[2])
-                return Death(f"{actor or 'a worker'} (pid {died[2]}) died", certain=actor is not None)
+                return Death(f"{actor or 'a worker'} (pid {died[2]}) died", actor is not None, short(line))
             if NO_ANSWER.search(line):
-                return Death("a worker died", certain=False)
+                return Death("a worker died", False, short(line))
         return None

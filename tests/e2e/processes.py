@@ -17,6 +17,17 @@ def of_this_run(out: Path) -> list[psutil.Process]:
     return found
 
 
+def shared_memory(processes: list[psutil.Process]) -> set[Path]:
+    """The files of shared memory that these processes map, of which some may have ended."""
+    mapped = ""
+    for process in processes:
+        try:
+            mapped += Path(f"/proc/{process.pid}/maps").read_text()
+        except OSError:
+            continue
+    return {file for file in Path("/dev/shm").iterdir() if str(file) in mapped}
+
+
 def kill(processes: list[psutil.Process]) -> None:
     """SIGKILL to all, of which some may have ended."""
     for process in processes:

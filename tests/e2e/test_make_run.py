@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import of_this_run
+from processes import of_this_run, shared_memory
 
 REPO = Path(__file__).resolve().parents[2]
 SETTINGS = [
@@ -55,6 +55,7 @@ def test_train_interrupt_resume(tmp_path):
         while len(rows(out)) < 2 and first.poll() is None:
             time.sleep(0.2)
         running = of_this_run(out)
+        niceness, mapped = {process.nice() for process in running}, shared_memory(running)
         asked_at, asked = len(rows(out)), ask(running)
         while len(rows(out)) < asked_at + 2 and first.poll() is None:  # it goes on as if nobody had asked
             time.sleep(0.2)
@@ -65,12 +66,19 @@ def test_train_interrupt_resume(tmp_path):
     assert {asked["hops"][hop] for hop in ("actor.master", "actor.optimizer", "actor.reduce")} == {"float32"}
     assert asked["scaler"]["actor"]["growth_interval"] == 1 and asked["scaler"]["actor"]["scale"] >= 2048
     assert len(running) > 5, "Ray, the trainer and vLLM run in processes of their own"
+    assert niceness == {psutil.Process().nice()}, "beside other programs they get their share"
     assert of_this_run(out) == []
+    assert mapped and not any(file.exists() for file in mapped), "interrupted"
 
     saved = int((out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert f"resumes after step {saved}" in screen.read_text()
     with screen.open("w") as output:
-        assert start(out, saved + 1, output).wait() == 0, screen.read_text()
+        second, mapped = start(out, saved + 1, output), set()
+        while second.poll() is None:
+            mapped |= shared_memory(of_this_run(out))
+            time.sleep(1)
+    assert second.returncode == 0, screen.read_text()
+    assert mapped and not any(file.exists() for file in mapped), "a clean end"
     shown = screen.read_text()
     assert f"resuming after step {saved} of {saved + 1} steps" in shown
     assert of_this_run(out) == []

@@ -58,6 +58,10 @@ def kill_when(condition: Callable[[], bool], run: subprocess.Popen, out: Path, s
     run.wait()
 
 
+def wall_s(file: Path) -> float:
+    return json.loads(file.read_text())["wall_s"]
+
+
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """All that a checkpoint's file holds, with the way to it."""
     if isinstance(value, dict):
@@ -95,6 +99,7 @@ def test_killed_and_resumed_equals_one_go_bit_for_bit(tmp_path):
     tracker = checkpoints / "latest_checkpointed_iteration.txt"
     run = start(parts, replay, screen)  # killed between steps, and between epochs
     kill_when(lambda: tracker.exists() and tracker.read_text() == "3", run, parts, screen)
+    took = [wall_s(parts / "run.json")]
 
     torn = checkpoints / "global_step_5" / "critic" / "optim_world_size_1_rank_0.pt"
     torn.parent.mkdir(parents=True)
@@ -102,11 +107,14 @@ def test_killed_and_resumed_equals_one_go_bit_for_bit(tmp_path):
     run = start(parts, replay, screen)
     kill_when(torn.with_name("model_world_size_1_rank_0.pt").exists, run, parts, screen)
     assert "resuming after step 3" in screen.read_text() and tracker.read_text() == "4"
+    took.append(wall_s(parts / "run.json"))
     torn.unlink()
     tracker.write_text("5")  # as a machine's crash may leave it: files reach the disk in any order
 
     assert start(parts, replay, screen).wait() == 0, screen.read_text()
     assert "resuming after step 4" in screen.read_text()
+    took.append(wall_s(parts / "summary.json"))
+    assert 0 < took[0] < took[1] < took[2], "an attempt that was killed counts, too"
     assert "global_step_5 is torn: its save was not finished" in (parts / "train.log").read_text()
 
     expected, found = (out / "checkpoints" / f"global_step_{STEPS}" for out in (whole, parts))

@@ -1,0 +1,96 @@
+"""A run of which a process has died, or that waits for what Ray never gives, ends by itself and shows why.
+
+``pytest -m slow tests/e2e/test_dead_runs.py`` has vLLM die, three minutes.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import of_this_run, shared_memory
+
+REPO = Path(__file__).resolve().parents[2]
+HANGS_S = 1800
+SMALL = (
+    "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8"
+    " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64"
+    " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64"
+)
+# A dataset that verl loads first of all, and that then waits in the place of what else may wait.
+DATASET = """
+import os, signal
+import ray
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+class Server:
+    def answer(self):
+        signal.pause()
+
+class Waits(RLHFDataset):
+    def __init__(self, *_, **__):
+        {body}
+"""
+KILLED = """server = ray.remote(Server).remote()
+        pid = ray.get(server.__ray_call__.remote(lambda _: print("serving", flush=True) or os.getpid()))
+        server.answer.remote()
+        os.kill(pid, signal.SIGKILL)
+        signal.pause()
+"""
+INFEASIBLE = "ray.get(ray.remote(num_gpus=64)(lambda: None).remote())"
+
+
+def start(out: Path, args: str, screen: Path) -> subprocess.Popen:
+    words = ["DEVICE=cpu", "EXPERIMENT=arithmetic", f"OUT={out}", "STEPS=3", f"ARGS={args}"]
+    with screen.open("w") as output:
+        command = [sys.executable, REPO / "scripts" / "run.py", *words]
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("body", "why", "line"),
+    [
+        (INFEASIBLE, "Ray has not the resources that verl requests", "No available node types can fulfill"),
+        (KILLED, "Server (pid ", "Worker exit type: SYSTEM_ERROR"),
+    ],
+    ids=["infeasible", "killed"],
+)
+def test_a_run_that_waits_for_ever_is_ended_at_its_start(body, why, line, tmp_path):
+    file, out, screen = tmp_path / "waits.py", tmp_path / "run", tmp_path / "screen.txt"
+    file.write_text(DATASET.format(body=body))
+    run = start(out, f"data.custom_cls.path={file} data.custom_cls.name=Waits", screen)
+    assert run.wait(HANGS_S) == 1, screen.read_text()
+    shown = screen.read_text()
+    assert f"failed after step 0 of 3, ended because {why}" in shown
+    assert line in shown, "the evidence"
+    assert of_this_run(out) == []
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_vllms_refusal_of_a_setting_is_shown(tmp_path):
+    screen = tmp_path / "screen.txt"
+    run = start(tmp_path / "run", f"{SMALL} +actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=-1", screen)
+    assert run.wait(HANGS_S) == 1
+    shown = screen.read_text()
+    assert "failed after step 0 of 3" in shown and "block_size" in shown.split("train.log")[-1], shown
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_run_whose_engine_is_killed_in_the_first_step_is_ended(tmp_path):
+    out, screen = tmp_path / "run", tmp_path / "screen.txt"
+    run = start(out, SMALL, screen)
+    begin = time.monotonic()
+    while "starting the first step" not in screen.read_text():
+        assert run.poll() is None and time.monotonic() - begin < HANGS_S, screen.read_text()
+        time.sleep(0.1)
+    engines = [process for process in of_this_run(out) if "EngineCore" in "".join(process.cmdline())]
+    mapped = shared_memory(engines)
+    for process in engines:
+        process.kill()
+    assert engines and mapped and run.wait(HANGS_S) == 1, screen.read_text()
+    assert "failed after step 0 of 3, ended because vLLM's engine died" in screen.read_text()
+    assert of_this_run(out) == [] and not any(file.exists() for file in mapped)

@@ -142,16 +142,18 @@ class Watch:
         self.actors: dict[str, str] = {}  # class by process id; Ray names a task's process by its function
 
     def read(self, lines: list[str]) -> Death | None:
-        """Return the first evidence in the ``lines`` that were written since the last call."""
-        for line in lines:
-            if named := re.match(r"(\w*[A-Z]\w*) pid=(\d+)", (WORKER_PREFIX.match(line) or [""] * 2)[1]):
-                self.actors[named[2]] = named[1]
-            for pattern, what in FATAL.items():
-                if re.search(pattern, line):
-                    return Death(what, True, short(line))
-            if died := WORKER_DIED.search(line):
-                actor = self.actors.get(died[2])
-                return Death(f"{actor or 'a worker'} (pid {died[2]}) died", actor is not None, short(line))
-            if NO_ANSWER.search(line):
-                return Death("a worker died", False, short(line))
-        return None
+        """Return the first certain evidence in the log's new ``lines``, or else the first."""
+        found = [death for line in lines if (death := self.evidence(line))]
+        return next((death for death in found if death.certain), found[0] if found else None)
+
+    def evidence(self, line: str) -> Death | None:
+        """Return what one line is evidence of."""
+        named = WORKER_PREFIX.match(line)
+        if actor := named and re.match(r"(\w*[A-Z]\w*) pid=(\d+)", named[1]):
+            self.actors[actor[2]] = actor[1]
+        if what := next((what for pattern, what in FATAL.items() if re.search(pattern, line)), None):
+            return Death(what, True, short(line))
+        if died := WORKER_DIED.search(line):
+            actor = self.actors.get(died[2])
+            return Death(f"{actor or 'a worker'} (pid {died[2]}) died", actor is not None, short(line))
+        return Death("a worker died", False, short(line)) if NO_ANSWER.search(line) else None

@@ -135,4 +135,5 @@ def test_only_the_death_of_an_actor_is_certain_to_end_a_run():
     assert watch.read(DIED[:2]) is None
     assert watch.read([died]) == logs.Death("WorkerDict (pid 20673) died", certain=True)
     assert logs.Watch().read(ACTOR_DIED) == logs.Death("a worker died", certain=False)
+    assert logs.Watch().read([*ACTOR_DIED, *DIED]) == logs.Death("WorkerDict (pid 20673) died", certain=True)
     assert logs.Watch().read(["ValueError: EngineCore is not a word of a death"]) is None

@@ -9,6 +9,7 @@ failed; 75: gave up after a worker or node was lost, so that whoever started it 
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,7 +81,7 @@ class Processes:
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
             except OSError:  # it has ended, or is not ours
                 continue
-            self.shared |= {file for file in new if str(file) in maps}
+            self.shared |= new & {Path(mapped) for mapped in re.findall(rf"{SHARED}/\S+$", maps, re.M)}
 
     def measure(self) -> None:
         """Note the greatest sum of proportional set sizes, and the shared memory."""

@@ -88,6 +88,7 @@ def test_a_lost_worker_is_told_from_a_job_that_failed():
             logs.Death("vLLM failed", certain=True),
             ["StopIteration in _create_merged_loras_inplace (vllm/lora/model_manager.py:833)"],
         ),
+        ("ray-has-no-room", logs.Death("Ray has not the resources that verl requests", certain=True), []),
     ],
 )
 def test_a_recorded_failure_shows_its_root_cause(name, death, causes):

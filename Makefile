@@ -101,8 +101,21 @@ drift: python  ## say which files that the patches hook are others in a verl:  m
 
 ##@ Which regime, on this model, on this cluster, in .venv
 .PHONY: doctor preflight probe plan-memory compare sanity
-doctor: $(if $(filter $(SITE),$(VERL)),setup,$(READY))  ## say which dtype holds at each hop of a verl:  make doctor ARGS='…' VERL=/path/to/verl
-	@exec $(BIN)/python scripts/doctor.py --verl $(call quote,$(VERL)) --args=$(call quote,$(ARGS))
+# The doctor runs in the environment of the verl that it looks at, or in PYTHON where that is named, if it has what the
+# doctor needs; only else in .venv.
+THAT_VERL := $(if $(filter-out file,$(origin VERL)),$(VERL))
+define find-python
+site=$(call quote,$(THAT_VERL)); test ! -e "$$site/__init__.py" || site=$$site/..; \
+case $$(realpath -m "$${site:-/}") in (*-packages) own=$$site/../../../bin/python3;; (*) own=; esac; \
+for python in "$$own" $(if $(filter-out undefined file,$(origin PYTHON)),$(call quote,$(PYTHON))); do \
+  if command -v "$$python" >/dev/null && PYTHONPATH=scripts "$$python" -m lib.needs $${site:+"$$site"}; then echo "$$python"; break; fi; done
+endef
+DOCTOR_PYTHON := $(if $(filter doctor,$(MAKECMDGOALS)),$(shell $(find-python)))
+$(if $(filter-out doctor,$(MAKECMDGOALS))$(DOCTOR_PYTHON)$(wildcard $(READY)),,$(if $(MAKECMDGOALS),$(info \
+  the doctor is set up in $(VENV); PYTHON=/path/to/python3 of an environment with hydra-core spares that)))
+doctor: $(if $(DOCTOR_PYTHON),,$(if $(filter $(SITE),$(VERL)),setup,$(READY)))  ## say which dtype holds at each hop of a verl:  make doctor ARGS='…' VERL=/path/to/verl   (PYTHON=its/python3)
+	@exec $(call quote,$(or $(DOCTOR_PYTHON),$(BIN)/python)) scripts/doctor.py \
+	  $(if $(THAT_VERL)$(if $(DOCTOR_PYTHON),,1),--verl $(call quote,$(VERL))) --args=$(call quote,$(ARGS))
 
 probe: setup  ## measure the mismatch of a model for every regime, before training:  make probe MODEL=… DATA=….parquet
 	@exec $(BIN)/python scripts/probe.py $(TYPED)

@@ -16,8 +16,9 @@ from pathlib import Path
 from lib.diagnosis import Diagnosis, diagnose
 from lib.holding import HOPS, Hop
 from lib.job import Refused, shell_words
+from lib.needs import missing
 from lib.releases import Refused as NoVerl
-from lib.target import look_at
+from lib.target import Tree, look_at
 
 
 def installed() -> Path:
@@ -30,6 +31,19 @@ def installed() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise Refused("no verl is installed here: name one, VERL=DIR or --verl DIR")
     return Path(spec.submodule_search_locations[0]).parent
+
+
+def examined(verl: Path | None) -> Tree:
+    """Return what the folder ``verl`` contains, or the installed verl.
+
+    Raises:
+        Refused: this Python lacks a package that the doctor needs for it.
+    """
+    tree = look_at(verl or installed())
+    if lacking := missing(tree.root):
+        ways = f"install it there, or name another Python: make doctor VERL={tree.root} PYTHON=/path/to/python3"
+        raise Refused(f"{sys.executable} lacks {', '.join(lacking)}: {ways}")
+    return tree
 
 
 def row(name: str, hop: Hop) -> tuple[str, str, str, str]:
@@ -99,7 +113,7 @@ def main(words: list[str]) -> int:
     overrides = [*shell_words("ARGS", args.args), *args.overrides]
     if args.live:
         return live(args, overrides)
-    found = diagnose(look_at(args.verl or installed()), overrides, args.config_name)
+    found = diagnose(examined(args.verl), overrides, args.config_name)
     print(json.dumps(found.json(), indent=2) if args.json else text(found))
     return 0 if found.sound else 1
 
@@ -108,7 +122,7 @@ def live(args: argparse.Namespace, overrides: list[str]) -> int:
     """What the running workers hold and, where overrides are given, whether that is what they make."""
     from lib.live import ask, report
 
-    static = diagnose(look_at(args.verl or installed()), overrides, args.config_name).json() if overrides else None
+    static = diagnose(examined(args.verl), overrides, args.config_name).json() if overrides else None
     if static and static["refused"]:
         raise Refused(f"--live: no job runs this config: {static['refused']}")
     found = report(ask(), HOPS, static)

@@ -1,0 +1,76 @@
+"""``make doctor`` in the environment of the verl that it looks at, where nothing is to be installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from lib import needs
+from lib.releases import PROJECT
+
+SITE = Path(os.__file__).relative_to(sys.base_prefix).parent / "site-packages"
+WORDS = "actor_rollout_ref.rollout.dtype=float16"
+
+
+@pytest.fixture(scope="module")
+def environments(trees, tmp_path_factory) -> dict[str, Path]:
+    """The site-packages of two environments with verl alone; ``whole`` also finds this environment's packages."""
+    made = {}
+    for name in ("whole", "bare"):
+        folder = tmp_path_factory.mktemp(name)
+        venv.create(folder, symlinks=True)
+        made[name] = folder / SITE
+        shutil.copytree(trees["pristine"] / "verl", made[name] / "verl")
+    (hydra,) = needs.importlib.util.find_spec("hydra").submodule_search_locations
+    (made["whole"] / "packages.pth").write_text(str(Path(hydra).parent))
+    return made
+
+
+def make(*words: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHON", "VERL"))}
+    return subprocess.run(["make", *words], cwd=PROJECT, capture_output=True, text=True, env=environment)
+
+
+def test_the_environment_of_the_verl_is_used(environments):
+    verl = str(environments["whole"])
+    done = make("doctor", f"VERL={verl}", f"ARGS={WORDS}")
+    here = [sys.executable, "scripts/doctor.py", "--verl", verl, WORDS]
+    assert done.stdout == subprocess.run(here, cwd=PROJECT, capture_output=True, text=True).stdout
+    assert f"unpatched, in {verl}" in done.stdout and done.returncode == 2
+    for spelled in (verl, f"{verl}/", f"{verl}/verl"):
+        planned = make("-n", "doctor", f"VERL={spelled}").stdout
+        assert "/../bin/python3' scripts/doctor.py" in planned and "venv" not in planned, "nothing is set up"
+
+
+def test_a_python_that_is_named_is_used_for_a_tree_without_one(environments, trees):
+    python = environments["whole"].parents[2] / "bin/python"
+    planned = make("-n", "doctor", f"VERL={trees['pristine']}", f"PYTHON={python}").stdout
+    assert planned.startswith(f"exec '{python}' scripts/doctor.py") and f"--verl '{trees['pristine']}'" in planned
+    planned = make("-n", "doctor", f"PYTHON={python}").stdout
+    assert planned.startswith(f"exec '{python}' scripts/doctor.py") and "--verl" not in planned
+
+
+def test_an_environment_without_hydra_is_named_and_this_one_used(environments):
+    planned = make("-n", "doctor", f"VERL={environments['bare']}")
+    assert "bin/python3 lacks hydra-core, omegaconf, which the doctor needs" in planned.stderr
+    assert "exec '.venv" in planned.stdout and f"--verl '{environments['bare']}'" in planned.stdout
+
+
+def test_what_a_python_needs(environments, trees, monkeypatch):
+    assert needs.missing(trees["pristine"]) == needs.missing(trees["patched"]) == needs.missing(None) == []
+    monkeypatch.setattr(needs.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    assert needs.missing(trees["pristine"]) == []
+    assert needs.missing(trees["patched"]) == ["torch (for a patched verl)"]
+    monkeypatch.setattr(needs, "PYTHON", (4, 0))
+    assert needs.missing(trees["pristine"]) == ["Python 4.0"]
+
+
+def test_the_script_says_what_its_python_lacks(environments):
+    python = environments["bare"].parents[2] / "bin/python"
+    done = subprocess.run([python, "scripts/doctor.py"], cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"doctor: {python} lacks hydra-core, omegaconf: install it there")

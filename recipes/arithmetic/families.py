@@ -29,7 +29,7 @@ FAMILIES = {
     "llama": {},
     "qwen3": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
-    "gemma2": {"query_pre_attn_scalar": 64, "sliding_window": 128},
+    "gemma2": {"query_pre_attn_scalar": 64, "sliding_window": 128, "tie_word_embeddings": True},  # as vLLM asserts
 }
 # Special tokens that verl 0.9 requires of a family's tokenizer to tell where a turn ends.
 TURN_TOKENS = {"qwen3": ["<|im_end|>"], "qwen3_moe": ["<|im_end|>"]}
@@ -51,7 +51,7 @@ def build_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> P
         KeyError: ``family`` is not one of ``FAMILIES``.
     """
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **SHAPE, **tokens, **FAMILIES[family])
+    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **(SHAPE | tokens | FAMILIES[family]))
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lib import job as jobs
 from lib import models
+from lib.vllm_support import Float16Support, float16_support, ways_out
 
 VARIABLES = {
     "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
@@ -103,17 +104,30 @@ def answer(model, tokenizer, messages: list[dict], length: int):
     return ids, tokens
 
 
-def report(options: Options, tokens: int, seen: dict, outlook) -> tuple[str, str]:
+def conclusions(seen: dict, outlook, rollout: Float16Support) -> tuple[dict[str, str], list[str]]:
+    """Return the summary's lines by name, and the overrides of verl: of the trainer and of a vLLM as its rollout."""
+    from lib import ranges
+
+    facts = ranges.summary(seen, outlook)
+    if not rollout.supported:
+        unknown = "not known whether vLLM runs it in float16: " if rollout.supported is None else ""
+        facts = {"verdict": facts.pop("verdict"), "rollout": unknown + rollout.reason} | facts
+    return facts, ranges.overrides(outlook, bf16_rollout=rollout.supported is False)
+
+
+def report(
+    options: Options, tokens: int, seen: dict, outlook, facts: dict[str, str], overrides: list[str]
+) -> tuple[str, str]:
     """The report as Markdown, and all modules as CSV."""
     from lib import ranges
 
     header, table = ranges.columns(outlook), ranges.lines(seen, outlook)
     head = [f"# fp16 preflight of {options.name}", ""]
-    facts = ranges.summary(seen, outlook) | {
+    facts = facts | {
         "measured": f"{options.rows} answers of the model, {tokens} tokens, one mini-batch, in fp32 on {options.device}"
     }
     head += [f"- {name}: {text}" for name, text in facts.items()]
-    head += ["", "```", *ranges.overrides(outlook), "```", ""]
+    head += ["", "```", *overrides, "```", ""]
     body = [header, ["---"] * len(header), *(ranges.cells(line, outlook) for line in table)]
     markdown = "\n".join([*head, *(f"| {' | '.join(row)} |" for row in body), ""])
     written = io.StringIO()
@@ -143,6 +157,9 @@ def main(words: list[str]) -> int:
             spoken = now
             print(f"[{runs.duration(now - started):>6}] {text}{f' {done}/{of}' if of > 1 else ''}", flush=True)
 
+    rollout = float16_support(options.model)
+    if rollout.supported is False:
+        say(f"{rollout.reason}; {ways_out()}")
     say(f"loading {options.model}")
     model, tokenizer = models.load(options.model)
     model.to(options.device)
@@ -163,7 +180,8 @@ def main(words: list[str]) -> int:
     except ValueError as error:
         raise jobs.Refused(f"MODEL={options.model}: {error}: there is nothing to predict") from error
 
-    markdown, table = report(options, sum(ids.shape[1] for ids, _ in rows), seen, outlook)
+    facts, overrides = conclusions(seen, outlook, rollout)
+    markdown, table = report(options, sum(ids.shape[1] for ids, _ in rows), seen, outlook, facts, overrides)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "report.md").write_text(markdown)
     (options.out / "modules.csv").write_text(table)
@@ -175,9 +193,9 @@ def main(words: list[str]) -> int:
     for name, *cells in shown:
         print(f"  {name:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)))
     print()
-    for name, text in ranges.summary(seen, outlook).items():
+    for name, text in facts.items():
         print(f"  {name:<20} {text}")
-    print(f"\n  {shlex.join(ranges.overrides(outlook))}\n")
+    print(f"\n  {shlex.join(overrides)}\n")
     for name in ("preflight.png", "report.md", "modules.csv"):
         print(f"  {options.out / name}")
     return 0

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib import job as jobs
-from lib import logs, models, runs
+from lib import logs, models, runs, vllm_support
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -177,6 +178,25 @@ def fill(file: Path, number: int, make: Callable[[int], dict], say: str) -> None
             out.flush()
             if "overflow" in line:
                 return
+
+
+def check_vllm(options: Options) -> None:
+    """Say where vLLM refuses the model in the rollout's dtype of a regime.
+
+    Raises:
+        Refused: and it is vLLM that is to generate.
+    """
+    regimes = list(dict.fromkeys(each.regime for each in variants(options) if each.rollout.dtype == "fp16"))
+    support = vllm_support.float16_support(options.model)
+    if not regimes or support.supported is not False:
+        return
+    if options.backend == "vllm":
+        others = [name for name in options.precision if name not in regimes] or ["bf16"]
+        raise jobs.Refused(
+            f"MODEL={options.model}: {support.reason}; leave out {' and '.join(regimes)}: "
+            f"PRECISION={shlex.quote(' '.join(others))}; or BACKEND=hf, which runs them"
+        )
+    print(f"{support.reason}: {' and '.join(regimes)} are measured here and cannot be run with it", flush=True)
 
 
 def finished(file: Path, number: int) -> bool:
@@ -514,6 +534,7 @@ def main(words: list[str]) -> int:
     options = parse(words)
     if options.is_sanity and not models.prepare_sanity():
         return 1
+    check_vllm(options)
     messages = models.prompts(options.data, options.rows)
     masters, tokenizer = models.load(options.model)
 

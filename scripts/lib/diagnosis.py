@@ -17,6 +17,7 @@ from .holding import (
     SERVER_SPELLINGS,
     SIXTEEN_BITS,
     SPELLINGS,
+    Finding,
     Hop,
     Patient,
     Unreadable,
@@ -24,15 +25,8 @@ from .holding import (
 )
 from .hops import LEGACY, UNKNOWN, rule_for
 from .job import CONFIGS, options
+from .servers import float16_servers
 from .target import Tree, Uncomposable, compose, leaves, select
-
-
-@dataclass(frozen=True)
-class Finding:
-    key: str
-    value: Any
-    effect: str
-    mend: str
 
 
 @dataclass(frozen=True)
@@ -487,10 +481,16 @@ def diagnose(tree: Tree, overrides: list[str], config_name: str = "ppo_trainer")
     patient = Patient(tree, config)
     if line := refusal(patient):
         return refused(tree, line, tuple(unknown_key(tree, line, overrides, [])))
+    in_float16 = tuple(float16_servers(patient))
+    if ended := tuple(each for each in in_float16 if each.support.supported is False):
+        return refused(tree, ended[0].support.reason, tuple(each.refusal for each in ended))
     held = {name: patient.hop(name) for name in HOPS}
     scaler = {role: patient.scaler(role) for role in ("actor", "critic")}
-    found = tuple(findings(patient))
+    doubts = [each for each in in_float16 if each.support.supported is None and config.user(each.model_key)]
+    found = (*findings(patient), *(each.doubt for each in doubts))
     said, sentence = verdict(patient)
+    for each in doubts:
+        sentence += f" Whether vLLM runs the model in float16 is not known: {each.support.reason}."
     unheeded = [f"{each.key}={each.value}" for each in found if each.effect.startswith(UNHEEDED) and is_dtype(each)]
     if unheeded and said in ("agree", "asked"):
         said, sentence = "ignored", f"{sentence} Not as asked for: {', '.join(unheeded)}."

@@ -14,6 +14,7 @@ from typing import Any
 
 from .hops import LEGACY, UNKNOWN, As, Fixed, Rule, Sharded, rule_for
 from .target import Config, Tree, select
+from .vllm_support import float16_support
 
 HOPS = (
     *(f"actor.{what}" for what in ("master", "compute", "autocast", "reduce", "optimizer", "logits")),
@@ -72,6 +73,16 @@ class Hop:
     holds: str | None
     asked: Mapping[str, Any]
     because: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, or not known: the key and value that it is about, its effect, and what mends it."""
+
+    key: str
+    value: Any
+    effect: str
+    mend: str
 
 
 class Patient:
@@ -251,6 +262,22 @@ class Patient:
         holds, because = self.decided("wire", backend, "actor", patched)
         return Hop(holds, {}, because)
 
+    @property
+    def served(self) -> bool:
+        """Whether the rollout is a server beside the trainer, not an engine in its process."""
+        return self.config.get(f"{ROLLOUT}.mode") == "async" or self.release not in ("0.4.1", "0.5.0", "0.6.0", "0.6.1")
+
+    @property
+    def takes_extra(self) -> bool:
+        """Whether ``engine_kwargs`` reach the rollout."""
+        return not (self.release in ("0.4.1", "0.5.0") and self.served)
+
+    @property
+    def rollout_dtype_key(self) -> str:
+        """The key that decides the dtype of a rollout server."""
+        extra = f"{ROLLOUT}.engine_kwargs.{self.config.get(f'{ROLLOUT}.name', 'vllm')}.dtype"
+        return extra if self.takes_extra and self.served and self.config.has(extra) else f"{ROLLOUT}.dtype"
+
     def rollout(self, what: str) -> Hop:
         name = self.config.get(f"{ROLLOUT}.name", "vllm")  # to be set from 0.8.0 on; all servers read the same key
         keys = [f"{ROLLOUT}.dtype"]
@@ -260,21 +287,18 @@ class Patient:
                 held = "compute" if self.config.get("actor_rollout_ref.actor.strategy") == "fsdp2" else "master"
                 return Hop(self.hop(f"actor.{held}").holds, {}, "the actor's own, as FSDP gathers them")
             return Hop(holds, self.asked(keys), because)
-        extra = f"{ROLLOUT}.engine_kwargs.{name}"
-        served = self.config.get(f"{ROLLOUT}.mode") == "async" or self.release not in (
-            "0.4.1",
-            "0.5.0",
-            "0.6.0",
-            "0.6.1",
-        )
+        extra, served, takes_extra = f"{ROLLOUT}.engine_kwargs.{name}", self.served, self.takes_extra
         by = f"{name} async" if served else name
-        takes_extra = not (self.release in ("0.4.1", "0.5.0") and served)
         rule = rule_for("rollout.weights", by, self.release)
         if rule is None or self.tree.files[f"verl/{rule.path}"] == UNKNOWN:
             return Hop(UNKNOWN, self.asked(keys), f"{by}: not known in verl {self.release}")
         because = f"{rule.path}:{rule.lines[self.release]}"
-        deciding = f"{extra}.dtype" if takes_extra and served and self.config.has(f"{extra}.dtype") else keys[0]
-        dtype = server_dtype(self.config.get(deciding), self.config.get("actor_rollout_ref.model.path"))
+        value, model = self.config.get(self.rollout_dtype_key), self.config.get(f"{MODEL}.path")
+        dtype = server_dtype(value, model)
+        if (name, value, dtype) == ("vllm", "auto", "float16"):
+            support = float16_support(model, self.tree.root)
+            if support.supported is False:
+                dtype, because = "bfloat16", support.reason
         if what == "kv_cache":
             key = f"{extra}.kv_cache_dtype"
             given = self.config.get(key, "auto") if takes_extra else "auto"

@@ -22,6 +22,8 @@ from lib import validation
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+from . import vllm_support
+
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = REPO / "configs"
 CACHE = REPO / ".cache"  # the models and data that are made, by task
@@ -406,7 +408,27 @@ def check(job: Job, config, out: Path) -> None:
         rows = sum(parquet_rows(name, path, columns) for path in paths)
         if rows < least:
             raise Refused(f"{name}={files[0]}: {rows} rows, but a batch has {least}; give more or a smaller batch")
+    check_rollout(job, config)
     check_room(out)
+
+
+def check_rollout(job: Job, config) -> None:
+    """Look at what the installed vLLM runs, where it is the rollout.
+
+    Raises:
+        Refused: it does not run the model in the rollout's dtype.
+    """
+    from omegaconf import OmegaConf
+
+    rollout = config.actor_rollout_ref.rollout
+    extra = OmegaConf.select(rollout, "engine_kwargs.vllm.dtype")
+    if OmegaConf.select(rollout, "name") != "vllm" or (extra or rollout.dtype) not in vllm_support.FLOAT16:
+        return
+    model = str(config.actor_rollout_ref.model.path)
+    support = vllm_support.float16_support(model)
+    if support.supported is False:
+        name = "MODEL" if job.model else "actor_rollout_ref.model.path"
+        raise Refused(f"{name}={model}: {support.reason}; {vllm_support.ways_out('ARGS=', 'PRECISION=')}")
 
 
 def check_room(out: Path) -> None:

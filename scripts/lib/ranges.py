@@ -227,8 +227,8 @@ def judge(seen: dict[str, Range]) -> Outlook:
     return Outlook(keep, misfit, largest_gradient, log2_scale, weights, activations)
 
 
-def overrides(outlook: Outlook) -> list[str]:
-    """The outlook as Hydra overrides of verl."""
+def overrides(outlook: Outlook, bf16_rollout: bool = False) -> list[str]:
+    """Return the outlook as Hydra overrides of verl; with ``bf16_rollout`` the rollout is in bfloat16 anyway."""
     if outlook.misfit is not None:
         return ["+precision=bf16"]
     actor = "actor_rollout_ref.actor.fsdp_config"
@@ -236,7 +236,7 @@ def overrides(outlook: Outlook) -> list[str]:
     words += [f"{actor}.grad_scaler.init_scale={outlook.scale:g}"]
     words += [f"{actor}.grad_scaler.min_scale={outlook.scale:g}"] if outlook.scale < 1 else []  # its default is 1
     # A rollout server has no such list: what overflows here would overflow there.
-    return words + (["actor_rollout_ref.rollout.dtype=bfloat16"] if outlook.keep else [])
+    return words + (["actor_rollout_ref.rollout.dtype=bfloat16"] if outlook.keep or bf16_rollout else [])
 
 
 def verdict(seen: dict[str, Range], outlook: Outlook) -> str:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 import preflight
 from lib import ranges
 from lib.job import Refused
+from lib.vllm_support import Float16Support
 
 REPO = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("precision", REPO / "patches/verl/files/verl/utils/precision.py")
@@ -255,6 +256,19 @@ def test_bad_input_is_one_line_and_leaves_nothing(folder, tmp_path, words):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_where_vllm_refuses_float16_the_rollout_is_in_bf16(model):
+    seen, outlook = look(model)
+    refused = Float16Support(False, "vLLM refuses gemma2 models in float16")
+    facts, overrides = preflight.conclusions(seen, outlook, refused)
+    assert list(facts)[:2] == ["verdict", "rollout"] and facts["rollout"] == refused.reason
+    assert overrides == [*ranges.overrides(outlook), "actor_rollout_ref.rollout.dtype=bfloat16"]
+    facts, overrides = preflight.conclusions(seen, outlook, Float16Support(True, "vLLM runs it"))
+    assert "rollout" not in facts and overrides == ranges.overrides(outlook)
+    facts, overrides = preflight.conclusions(seen, outlook, Float16Support(None, "no vLLM is installed here"))
+    assert facts["rollout"] == "not known whether vLLM runs it in float16: no vLLM is installed here"
+    assert overrides == ranges.overrides(outlook)
+
+
 def refusal(folder: Path, tmp_path: Path, model: Path) -> str:
     words = [f"MODEL={model}", f"DATA={folder / 'data.parquet'}", "ROWS=2", "LENGTH=8", f"OUT={tmp_path / 'out'}"]
     with pytest.raises(Refused) as refused:
@@ -266,6 +280,15 @@ def refusal(folder: Path, tmp_path: Path, model: Path) -> str:
 def test_a_critic_is_no_causal_language_model(folder, tmp_path):
     said = refusal(folder, tmp_path, folder / "critic")
     assert said == f"MODEL={folder / 'critic'}: is a Qwen2ForTokenClassification, not a causal language model"
+
+
+def test_what_vllm_refuses_in_float16_is_said_before_the_model_is_loaded(folder, tmp_path, capsys):
+    model = tmp_path / "gemma2"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}')
+    assert "cannot be loaded" in refusal(folder, tmp_path, model)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "refuses gemma2 models in float16" in first and "rollout.dtype=bfloat16" in first and "loading" in second
 
 
 def test_a_model_without_weights_is_refused(folder, tmp_path):

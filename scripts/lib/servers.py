@@ -1,0 +1,46 @@
+"""Whether the vLLM servers that a job starts run their models in float16, for the doctor."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .holding import MODEL, ROLLOUT, Finding, Patient, server_dtype
+from .vllm_support import Float16Support, float16_support, ways_out
+
+
+@dataclass(frozen=True)
+class Float16Server:
+    """A vLLM that a job starts in float16: its dtype's key and value, its model's, and whether it runs that model."""
+
+    dtype_key: str
+    dtype: Any
+    model_key: str
+    model: str
+    support: Float16Support
+
+    @property
+    def refusal(self) -> Finding:
+        effect = f"ends the job at its start: {self.support.reason}"
+        return Finding(self.dtype_key, self.dtype, effect, ways_out(key=self.dtype_key))
+
+    @property
+    def doubt(self) -> Finding:
+        effect = f"may be a model that vLLM refuses in float16; it is not known: {self.support.reason}"
+        mend = "make doctor VERL=SITE-PACKAGES of an environment with the job's vLLM, and the model's folder"
+        return Finding(self.model_key, self.model, effect, mend)
+
+
+def float16_servers(patient: Patient) -> Iterator[Float16Server]:
+    """Yield the rollout and the reward model's server where they are a vLLM in float16."""
+    get = patient.config.get
+    keys = []
+    if get(f"{ROLLOUT}.name", "vllm") == "vllm" and patient.hop("rollout.logits").holds == "float16":
+        keys.append((patient.rollout_dtype_key, f"{MODEL}.path"))
+    scored = patient.reward_server() if patient.uses("reward_model") else None
+    if scored and get(scored.replace(".dtype", ".name")) == "vllm" and server_dtype(get(scored)) == "float16":
+        node = scored.removesuffix(".rollout.dtype")
+        keys.append((scored, f"{node}.model.path" if node == "reward_model" else f"{node}.model_path"))
+    for dtype_key, model_key in keys:
+        model = str(get(model_key))
+        support = float16_support(model, patient.tree.root)
+        yield Float16Server(dtype_key, get(dtype_key), model_key, model, support)

@@ -1,0 +1,109 @@
+"""Which models vLLM refuses to run in float16, by its own table; the installed source is parsed, never imported."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+TABLE = "_FLOAT16_NOT_SUPPORTED_MODELS"  # of vllm/config.py, later vllm/config/model.py: reasons by model type
+FLOAT16 = ("float16", "half")  # as vLLM spells it
+ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
+# Of a trainer in float16 beside such a rollout: docs/precision.md has the measurement.
+BF16_COST = "a mismatch like that of bf16 on both sides"
+FP32_COST = "a mismatch like that of fp16 on both sides, twice the memory and a slower rollout"
+
+
+@dataclass(frozen=True)
+class Float16Support:
+    """Whether vLLM runs a model in float16; None where that is not known. ``reason`` is a clause that says why."""
+
+    supported: bool | None
+    reason: str
+
+
+def float16_support(model: str, site: Path | None = None) -> Float16Support:
+    """Return whether vLLM runs ``model``, a folder or a name on the Hugging Face Hub, in float16.
+
+    Args:
+        site: the folder whose ``vllm`` is asked; the installed one where there is none in it.
+    """
+    file = config_file(model)
+    if file is None:
+        return Float16Support(None, f"{model} has no config.json on this machine")
+    model_type = read_model_type(file)
+    if model_type is None:
+        return Float16Support(None, f"{file} has no model_type")
+    package = vllm_package(site)
+    if package is None:
+        return Float16Support(None, "no vLLM is installed here")
+    name, table = f"vLLM {version(package)}", refused_types(package)
+    if table is None:
+        return Float16Support(None, f"{name} has no {TABLE} in {package}/config")
+    if model_type in table:
+        return Float16Support(False, f"{name} refuses {model_type} models in float16: {table[model_type].rstrip('.')}")
+    return Float16Support(True, f"{name} runs {model_type} models in float16")
+
+
+def read_model_type(file: Path) -> str | None:
+    """Return the ``model_type`` of a config.json: the outer one of a multimodal model, which is what vLLM looks up."""
+    try:
+        content = json.loads(file.read_text())
+    except json.JSONDecodeError:
+        return None
+    return content.get("model_type") if isinstance(content, dict) else None
+
+
+def vllm_package(site: Path | None = None) -> Path | None:
+    """Return the folder of the package ``vllm`` in ``site``, else of the one that this Python would import."""
+    if site is not None and (site / "vllm/__init__.py").exists():
+        return site / "vllm"
+    spec = importlib.util.find_spec("vllm")
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def version(package: Path) -> str:
+    file = package / "_version.py"
+    found = re.search(r"""^__version__ = .*?['"]([^'"]+)['"]""", file.read_text(), re.M) if file.exists() else None
+    return found[1] if found else "(no version)"
+
+
+def refused_types(package: Path) -> dict[str, str] | None:
+    """Return the reasons by the model type that vLLM refuses in float16; None where it has no such literal table."""
+    for file in [package / "config.py", *sorted((package / "config").glob("*.py"))]:
+        if not file.exists() or TABLE not in (source := file.read_text()):
+            continue
+        for node in ast.parse(source).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            named = any(isinstance(each, ast.Name) and each.id == TABLE for each in targets)
+            if named and isinstance(node.value, ast.Dict):
+                entries = [*node.value.keys, *node.value.values]
+                return ast.literal_eval(node.value) if all(isinstance(each, ast.Constant) for each in entries) else None
+    return None
+
+
+def config_file(model: str) -> Path | None:
+    """Return the config.json of a model's folder, or of the Hub's model in the local cache; nothing is downloaded."""
+    local = Path(model).expanduser() / "config.json"
+    if local.exists():
+        return local
+    caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", caches)) / "hub"
+    cached = Path(hub).expanduser() / f"models--{model.replace('/', '--')}"
+    main = cached / "refs/main"
+    found = cached / "snapshots" / main.read_text().strip() / "config.json" if main.exists() else None
+    return found if found and found.exists() else None
+
+
+def ways_out(override: str = "", regime: str = "+precision=", key: str = ROLLOUT_DTYPE) -> str:
+    """Return what to set where vLLM refuses float16, and what it costs.
+
+    Args:
+        override: what stands before an override of verl in the command that is advised, ``ARGS=`` for make.
+        regime: the same before the name of a regime, which is advised for the rollout alone.
+        key: the dtype key of the server.
+    """
+    ways = f"give {override}{key}=bfloat16 ({BF16_COST}) or {override}{key}=float32 ({FP32_COST})"
+    return ways + (f", or {regime}bf16" if key.startswith("actor_rollout_ref.rollout") else "")

@@ -205,6 +205,13 @@ def test_verl_is_not_ended_where_it_ends_by_itself(train):
     assert (result["code"], result["death"]) == (1, None)
 
 
+def test_verl_is_not_ended_where_all_steps_are_completed(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "DEAD_S", 0)
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "verl.jsonl"))
+    result, _ = train(f"{TRAINS}\nprint({DIES!r}, flush=True)\nimport time; time.sleep(2)")
+    assert (result["code"], result["death"]) == (0, None)
+
+
 MAPS = """
 import sys, time
 from multiprocessing import resource_tracker, shared_memory

@@ -110,6 +110,9 @@ def plot(curves: list[tuple[str, dict[int, dict]]], bars: dict[str, dict[str, di
 
 
 def main(words: list[str]) -> None:
+    if words in (["--help"], ["-h"]):
+        print(__doc__)
+        return
     given = jobs.named(words, ("RUNS", "OUT"))
     for name in ("RUNS", "OUT"):
         if name not in given:

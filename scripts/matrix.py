@@ -1,5 +1,6 @@
 """Write the support matrices into README.md, from what make's test-releases, e2e-releases and test-oat saw."""
 
+import argparse
 import itertools
 import json
 import sys
@@ -129,6 +130,7 @@ def current(readme: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes no arguments: --help and words write nothing
     README.write_text(current(README.read_text()))
 
 

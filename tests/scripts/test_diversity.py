@@ -88,3 +88,8 @@ def test_a_run_that_is_not_finished_is_refused(tmp_path):
         with pytest.raises(jobs.Refused, match=said):
             diversity.main(words)
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_help_shows_the_usage(capsys):
+    diversity.main(["--help"])
+    assert 'RUNS="LABEL=FOLDER …" OUT=FILE' in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """The support matrices in README.md are what the suites saw of the stacks as they are now."""
 
 import json
+import sys
 
 import pytest
 
@@ -96,3 +97,16 @@ def test_what_could_not_be_run_is_said():
 def test_a_readme_without_markers():
     with pytest.raises(SystemExit, match="has no lines <!-- OAT's, written by make matrix --> and <!-- end of OAT's"):
         matrix.written("", "oat", "")
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["verl"], 2)])
+def test_the_readme_is_written_without_arguments_alone(words, code, tmp_path, monkeypatch, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(matrix.README.read_text().replace("°", ""))
+    before = readme.read_bytes()
+    monkeypatch.setattr(matrix, "README", readme)
+    monkeypatch.setattr(sys, "argv", ["matrix.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        matrix.main()
+    assert ended.value.code == code and "usage: matrix.py [-h]" in "".join(capsys.readouterr())
+    assert readme.read_bytes() == before

@@ -26,6 +26,7 @@ ARGS = [
     # Three steps an epoch, so that the data is shuffled anew in between.
     "data.train_batch_size=8 data.train_max_samples=24",
     "actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+    "trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=1",
 ]
 for role, scaler in (("actor_rollout_ref.actor", "fsdp_config.grad_scaler"), ("critic", "fsdp.grad_scaler")):
     ARGS += [
@@ -116,6 +117,9 @@ def test_killed_and_resumed_equals_one_go_bit_for_bit(tmp_path):
     took.append(wall_s(parts / "summary.json"))
     assert 0 < took[0] < took[1] < took[2], "an attempt that was killed counts, too"
     assert "global_step_5 is torn: its save was not finished" in (parts / "train.log").read_text()
+
+    left = {path.parents[1].name for path in (whole / "checkpoints").glob("*/*/model_world_size_*.pt")}
+    assert left == {f"global_step_{STEPS}"}, "one checkpoint was to be kept"
 
     expected, found = (out / "checkpoints" / f"global_step_{STEPS}" for out in (whole, parts))
     files = sorted(path.relative_to(expected) for path in expected.rglob("*.pt"))

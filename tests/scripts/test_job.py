@@ -230,6 +230,15 @@ def test_ray_gives_its_workers_the_niceness_of_the_run_on_this_machine(monkeypat
     assert "RAY_worker_niceness" not in jobs.parse(["DEVICE=cpu"]).environment(tmp_path)
 
 
+def test_gpu_nodes_are_validated_for_without_the_cpu_platform(monkeypatch):
+    """A head node without a GPU has the CUDA set: the CPU platform fits neither its torch nor its vLLM."""
+    monkeypatch.setattr(jobs.importlib.metadata, "distributions", lambda name: [])
+    job = replace(jobs.parse(["DEVICE=cpu"]), device="cuda")
+    assert jobs.platform(job) == {}
+    assert jobs.platform(replace(job, recipe="flowrl")) == {jobs.MODULES: "recipes.flowrl.trainer"}
+    assert jobs.platform(replace(job, device="cpu")) == jobs.CPU_PLATFORM
+
+
 def refusal_of_check(words: list[str], out: Path) -> str:
     with pytest.raises(jobs.Refused) as refusal:
         job = jobs.parse(["DEVICE=cpu", "STEPS=1", "EXPERIMENT=arithmetic", *words])

@@ -20,20 +20,21 @@ SMALL = (
 )
 # A dataset that verl loads first of all, and that then waits in the place of what else may wait.
 DATASET = """
-import os, signal
+import os, signal, time
 import ray
 from verl.utils.dataset.rl_dataset import RLHFDataset
-
-class Server:
-    def answer(self):
-        signal.pause()
 
 class Waits(RLHFDataset):
     def __init__(self, *_, **__):
         {body}
 """
-KILLED = """server = ray.remote(Server).remote()
+KILLED = """class Server:
+            def answer(self):
+                signal.pause()
+
+        server = ray.remote(Server).remote()
         pid = ray.get(server.__ray_call__.remote(lambda _: print("serving", flush=True) or os.getpid()))
+        time.sleep(1)  # or Ray's log would name the process after the line on its death
         server.answer.remote()
         os.kill(pid, signal.SIGKILL)
         signal.pause()

@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import matrix
 from lib.job import CONFIGS, CPU_PLATFORM, MODULES
-from lib.releases import find_release, load_releases, unpacked_wheel
 from lib.logs import reports
+from lib.releases import find_release, load_releases, unpacked_wheel
 from lib.runs import load_manifest, write_json
 from lib.stack import apply, load_stack
 

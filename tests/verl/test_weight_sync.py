@@ -1,11 +1,17 @@
 """The check of the first weight sync: which batches it accepts, which end the run, and where it is off."""
 
 import copy
+import re
+from types import SimpleNamespace
 
+import hydra
 import pytest
 import torch
 from omegaconf import OmegaConf
-from weight_sync import WeightSyncCheck, WeightSyncError
+from weight_sync import WeightSyncCheck, WeightSyncError, check_weight_sync
+
+from lib.releases import load_releases, unpacked_wheel
+from lib.stack import apply
 
 CONFIG = {
     "trainer": {"check_weight_sync": True},
@@ -75,10 +81,12 @@ def test_a_policy_without_spread_is_judged_by_the_absolute_limit():
         check()(make_batch(noise=0.02, spread=1e-6))
 
 
-def test_a_nan_is_no_agreement():
+@pytest.mark.parametrize(("name", "side"), [("rollout_log_probs", "rollout"), ("old_log_probs", "trainer")])
+def test_a_nan_is_no_agreement_and_its_side_is_named(name, side):
     batch = make_batch(noise=0)
-    batch["rollout_log_probs"][0, 0] = float("nan")
-    pytest.raises(WeightSyncError, check(), batch)
+    batch[name][0, 0] = float("nan")
+    with pytest.raises(WeightSyncError, match=f"the {side}'s log-probabilities of the first batch are not finite"):
+        check()(batch)
 
 
 def test_the_first_batch_with_a_response_is_compared_and_no_other():
@@ -99,6 +107,11 @@ def test_the_first_batch_with_a_response_is_compared_and_no_other():
         {"rollout__quantization": "fp8"},
         {"rollout__engine_kwargs__vllm__quantization": "fp8"},
         {"rollout__engine_kwargs__vllm__kv_cache_dtype": "fp8_e5m2"},
+        {"rollout__qat__enable": True},
+        {"rollout__name": "trtllm"},
+        {"rollout__name": "sglang", "rollout__multi_turn__enable": True},
+        {"rollout__name": "sglang", "rollout__temperature": 0.7, "rollout__logprobs_mode": "processed_logprobs"},
+        {"trainer__check_weight_sync": False, "rollout__dtype": "unknown"},
     ],
 )
 def test_it_is_off_where_the_two_cannot_be_compared(off):
@@ -108,6 +121,31 @@ def test_it_is_off_where_the_two_cannot_be_compared(off):
 def test_it_is_on_where_the_server_scales_by_the_temperature():
     scaled = {"rollout__temperature": 0.7, "rollout__logprobs_mode": "processed_logprobs"}
     pytest.raises(WeightSyncError, check(**scaled), make_batch(noise=1.0))
+
+
+@pytest.mark.parametrize("release", load_releases())
+def test_every_trainer_of_a_release_checks_its_first_batch(release, tmp_path):
+    tree = unpacked_wheel(release, tmp_path)
+    apply(tree)
+    compares = re.compile(r"calculate_debug_metrics\(\w+\)|if \"rollout_log_probs\" in batch\.batch\.keys\(\)")
+    trainers = [file for file in (tree / "verl").rglob("*.py") if ".precision" not in str(file)]
+    found = [file for file in trainers if "rollout_probs_diff" in (text := file.read_text()) or compares.search(text)]
+    found = [file for file in found if file.name in ("ray_trainer.py", "trainer_base.py", "main_ppo_sync.py")]
+    assert found
+    for file in found:
+        assert file.read_text().count("metrics.update(check_weight_sync(self, ") == 1, file
+    with hydra.initialize_config_dir(config_dir=str(tree / "verl/trainer/config"), version_base=None):
+        for name in ("vllm", "sglang"):
+            config = hydra.compose("ppo_trainer", overrides=[f"actor_rollout_ref.rollout.name={name}"])
+            assert config.trainer.check_weight_sync is True
+            with pytest.raises(WeightSyncError):
+                check_weight_sync(SimpleNamespace(config=config), make_batch(noise=5.0))
+
+
+def test_a_trainer_checks_its_first_batch_alone():
+    trainer = SimpleNamespace(config=OmegaConf.create(CONFIG))
+    assert check_weight_sync(trainer, make_batch(noise=0))
+    assert check_weight_sync(trainer, make_batch(noise=1.0)) == {}
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])

@@ -28,26 +28,44 @@ import torch
 
 from verl.utils.precision import Precision, to_dtype
 
-__all__ = ["WeightSyncCheck", "WeightSyncError"]
+__all__ = ["WeightSyncCheck", "WeightSyncError", "check_weight_sync"]
 
 # Unit roundoff of what a side computes in. fp32 products on a GPU are TF32's, which has fp16's mantissa.
 _ROUNDOFF = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-# Limits in unit roundoffs of the coarser side. Rounding alone gave 0.6 (fp16) and 0.9 (bf16) of the spread at most in
-# every run recorded in docs/log.md; scrambled experts of a model with random weights gave 280 in fp16.
+# Limits in unit roundoffs of the coarser side. Measured in fp16, in units of the spread: 2 with a mixture of experts,
+# 640 after its experts were scrambled.
 _OF_SPREAD = 100  # of mean |difference|, in units of the spread of log p over the batch
 _ABSOLUTE = 20  # of mean |difference| in nats: an almost deterministic policy has no spread to compare with
 
 
 class WeightSyncError(RuntimeError):
-    """The rollout does not sample from the trainer's weights."""
+    """The rollout does not sample from the trainer's weights, or one side's log-probabilities are not finite."""
+
+
+def check_weight_sync(trainer: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Apply the trainer's own :class:`WeightSyncCheck` to ``batch``.
+
+    Args:
+        trainer: a PPO trainer of verl, with its ``config``; the check is kept on it, because verl's trainers do not all
+            call their base class's ``__init__``.
+        batch: as :meth:`WeightSyncCheck.__call__`.
+
+    Returns:
+        the metrics of the first comparison, nothing afterwards.
+
+    Raises:
+        WeightSyncError: the first comparison failed.
+    """
+    if not hasattr(trainer, "_weight_sync_check"):
+        trainer._weight_sync_check = WeightSyncCheck(trainer.config)
+    return trainer._weight_sync_check(batch)
 
 
 class WeightSyncCheck:
     """Compare the log-probabilities of rollout and trainer on the first batch that has both.
 
-    The check is off with ``trainer.check_weight_sync=false``, and where the two cannot be compared: a quantized rollout
-    or KV cache; a ``top_p`` or ``top_k`` that cuts the distribution; a temperature that the server leaves out of its
-    log-probabilities (``logprobs_mode`` other than ``processed_logprobs``).
+    The check is off with ``trainer.check_weight_sync=false``, and where the two cannot be compared: see
+    :func:`_comparable`.
 
     Args:
         config: of a PPO trainer: ``trainer``, ``actor_rollout_ref.actor`` and ``actor_rollout_ref.rollout`` are read.
@@ -55,8 +73,9 @@ class WeightSyncCheck:
 
     def __init__(self, config: Mapping[str, Any]):
         actor, rollout = (config["actor_rollout_ref"][role] for role in ("actor", "rollout"))
-        self._pending = config["trainer"].get("check_weight_sync", True) and _comparable(rollout)
-        self._roundoff = max(_ROUNDOFF[dtype] for dtype in (_trainer_dtype(actor), _rollout_dtype(rollout)))
+        self._pending = bool(config["trainer"].get("check_weight_sync", True) and _comparable(rollout))
+        if self._pending:
+            self._roundoff = max(_ROUNDOFF[dtype] for dtype in (_trainer_dtype(actor), _rollout_dtype(rollout)))
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Compare the first ``batch`` that has a response token; do nothing on later ones.
@@ -70,25 +89,30 @@ class WeightSyncCheck:
             ``training/weight_sync_spread``, the mean absolute deviation of the trainer's log p; nothing on later calls.
 
         Raises:
-            WeightSyncError: the difference is far beyond what rounding to the regime's dtypes explains.
+            WeightSyncError: the difference is far beyond what rounding to the regime's dtypes explains, or not finite.
         """
-        mask = batch["response_mask"].bool()
-        if not (self._pending and mask.any()):
+        if not self._pending or not (mask := batch["response_mask"].bool()).any():
             return {}
         self._pending = False
-        sampled, trained = (batch[name][mask].double() for name in ("rollout_log_probs", "old_log_probs"))
+        sides = {"rollout": "rollout_log_probs", "trainer": "old_log_probs"}
+        sampled, trained = (batch[name][mask].double() for name in sides.values())
+        for side, log_probs in zip(sides, (sampled, trained), strict=True):
+            if not log_probs.isfinite().all():
+                raise WeightSyncError(f"the {side}'s log-probabilities of the first batch are not finite: {_OFF}")
         diff = (sampled - trained).abs().mean().item()
         spread = (trained - trained.mean()).abs().mean().item()
-        # Not "diff > limit": a NaN is no sign of equal weights.
-        if not (diff <= _ABSOLUTE * self._roundoff or diff <= _OF_SPREAD * self._roundoff * spread):
+        limit = max(_ABSOLUTE, _OF_SPREAD * spread) * self._roundoff
+        if diff > limit:
             raise WeightSyncError(
-                f"the rollout does not sample from the trainer's weights: on the first batch after the weight sync "
+                "the rollout does not sample from the trainer's weights: on the first batch after the weight sync "
                 f"their log-probabilities differ by {diff:.2g} nats a token, where log p itself spreads by "
-                f"{spread:.2g} and rounding explains {max(_ABSOLUTE, _OF_SPREAD * spread) * self._roundoff:.2g}. "
-                "Look for parameters that the rollout server did not load or changed after loading; "
-                "trainer.check_weight_sync=false turns this check off"
+                f"{spread:.2g} and rounding explains {limit:.2g}. Look for parameters that the rollout server did not "
+                f"load or changed after loading; {_OFF}"
             )
         return {"training/weight_sync_diff": diff, "training/weight_sync_spread": spread}
+
+
+_OFF = "trainer.check_weight_sync=false turns this check off"
 
 
 def _trainer_dtype(actor: Mapping[str, Any]) -> torch.dtype:
@@ -105,10 +129,22 @@ def _rollout_dtype(rollout: Mapping[str, Any]) -> torch.dtype:
 
 
 def _comparable(rollout: Mapping[str, Any]) -> bool:
-    """Return whether both sides' log-probabilities are those of the same distribution but for rounding."""
-    engine = (rollout.get("engine_kwargs") or {}).get(rollout["name"]) or {}
-    quantized = rollout.get("quantization") or engine.get("quantization")
-    cache = engine.get("kv_cache_dtype") or "auto"
+    """Return whether both sides' log-probabilities are those of the same distribution but for rounding.
+
+    They are not with quantized weights or a quantized KV cache; a ``top_p`` or ``top_k`` that cuts the distribution; a
+    temperature that the server leaves out of its log-probabilities (all but vLLM under ``processed_logprobs``); several
+    turns under SGLang, of which 0.6 keeps one log-probability each; servers other than vLLM, SGLang and hf.
+    """
+    name = rollout["name"]
+    engine = (rollout.get("engine_kwargs") or {}).get(name) or {}
+    quantized = (
+        rollout.get("quantization")
+        or engine.get("quantization")
+        or (engine.get("kv_cache_dtype") or "auto") != "auto"
+        or (rollout.get("qat") or {}).get("enable", False)
+    )
     whole = rollout["top_p"] == 1 and rollout["top_k"] in (-1, 0)
-    scaled_alike = rollout["temperature"] == 1 or rollout.get("logprobs_mode") == "processed_logprobs"
-    return not quantized and cache == "auto" and whole and scaled_alike
+    scaled = name == "vllm" and rollout.get("logprobs_mode") == "processed_logprobs"
+    turns = name == "sglang" and (rollout.get("multi_turn") or {}).get("enable", False)
+    known = name in ("vllm", "sglang", "hf")
+    return known and not quantized and whole and (rollout["temperature"] == 1 or scaled) and not turns

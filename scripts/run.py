@@ -73,7 +73,7 @@ class Processes:
 
     def find_shared(self) -> None:
         """Add to ``shared`` what is new in shared memory and mapped by a process of the run: another run's is not."""
-        new = set(SHARED.iterdir()) - self.others - self.shared
+        new = set(SHARED.glob("*")) - self.others - self.shared
         if not new:
             return
         for process in self.alive():
@@ -157,24 +157,26 @@ class Screen:
 
 
 class Vigil:
-    """Decides when ``main_ppo`` has gone on for too long after the death of one of its processes."""
+    """Decides when ``main_ppo`` has gone on for too long after the death of one of its processes.
 
-    def __init__(self) -> None:
-        self.watch, self.death = logs.Watch(), None
-        self.steps, self.since = 0, 0.0  # shown at the death or after it, and when
+    Args:
+        cluster: whether other jobs may run on the same Ray.
+    """
+
+    def __init__(self, cluster: bool = False) -> None:
+        self.watch, self.death = logs.Watch(cluster), None
+        self.steps, self.since = 0, 0.0  # shown at the death, and when
 
     def overdue(self, lines: list[str], screen: Screen) -> logs.Death | None:
         """Return the death for which ``main_ppo`` is to be ended now, if any; ``lines`` are new in its log."""
-        if self.death and self.steps != screen.shown:  # a step of which the rollouts were there, or no real death
-            self.death = self.death if self.death.certain else None
-            self.steps, self.since = screen.shown, time.monotonic()
+        if self.death and screen.shown > self.steps + 1:  # of one step the rollouts may have been there before
+            self.death = None
         evidence = self.watch.read(lines)
         if evidence and not (self.death and self.death.certain):
             self.death, self.steps, self.since = evidence, screen.shown, time.monotonic()
-        if not self.death or screen.finished:  # at the end, verl's servers may seem to die
-            return None
-        waited = time.monotonic() - self.since
-        return self.death if waited > (DEAD_S if self.death.certain else screen.patience) else None
+        if self.death and time.monotonic() - self.since > (DEAD_S if self.death.certain else screen.patience):
+            return self.death
+        return None
 
 
 def train(
@@ -183,17 +185,19 @@ def train(
     log: TextIO,
     screen: Screen,
     note: Callable[[float], None] = lambda peak_gib: None,
+    cluster: bool = False,
 ) -> dict:
     """Run ``main_ppo`` to its end, or end it when we are interrupted or the log has evidence that it cannot go on.
 
     Args:
         note: is called every ``MEASURE_S`` and at the end with the greatest memory so far.
+        cluster: whether other jobs may run on the same Ray.
 
     Returns:
         ``code`` the exit code, None if interrupted; ``death``, for which it was ended; the workers' ``reports``; the
         log's ``tail``.
     """
-    others = set(SHARED.iterdir())
+    others = set(SHARED.glob("*"))
     process = subprocess.Popen(
         command,
         cwd=jobs.REPO,
@@ -205,7 +209,7 @@ def train(
         preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: it does not outlive us
     )
     processes, code, reports, tail, rest, measured = Processes(process, others), None, [], deque(maxlen=TAIL), "", 0.0
-    vigil, death = Vigil(), None
+    vigil, death = Vigil(cluster), None
     with open(log.name) as written:
         written.seek(log.tell())
         try:
@@ -257,7 +261,7 @@ def attempt(job: jobs.Job, out: Path, record: dict, log: TextIO, screen: Screen)
             record["peak_memory_gib"] = max(peak_gib or 0.0, peak)
         runs.write_json(out / "run.json", record)
 
-    result = train(job.command(out), job.environment(out), log, screen, note)
+    result = train(job.command(out), job.environment(out), log, screen, note, bool(job.cluster))
     return result, max([runs.checkpoint_step(out), *(row["step"] for row in runs.trained(runs.collect(out)))])
 
 

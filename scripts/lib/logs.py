@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 COLOUR = re.compile(r"\x1b\[\d+m")
 WORKER_PREFIX = re.compile(r"^(?:\x1b\[\d+m)*\(([^()]*\bpid=\d+[^()]*)\)(?:\x1b\[\d+m)*\s?")
 # vLLM's own processes, and what its logger writes before every line of a traceback.
-VLLM_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(?:(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?")
+VLLM_PREFIX = re.compile(
+    r"^(\(\w+ pid=\d+\) )?(?:(?:INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?"
+)
 EXCEPTION = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|OutOfMemory\w*)|StopIteration)"
     r"(?:\(\w+\))?(?::(?= )|$)"
@@ -36,16 +38,22 @@ NO_ANSWER = re.compile(
     r"ActorDiedError: The actor died unexpectedly"
     r"|ray\.exceptions\.(ActorUnavailable|NodeDied|OutOfMemory|WorkerCrashed)Error: "  # the memory is the node's
 )
-# Lines after which no further step can complete, whatever ``main_ppo`` waits for.
+# Beginnings of lines, without the prefixes of Ray and vLLM, after which no further step can complete, whatever
+# ``main_ppo`` waits for.
 FATAL = {
     # verl has no second engine, and its agent loops ask a dead one again and again.
     r"EngineCore encountered a fatal error": "vLLM's engine failed",
-    r"engine core exited unexpectedly|EngineDeadError": "vLLM's engine died",
+    r"(\[shutdown\] MPClient: )?engine core exited unexpectedly|(\w+\.)*EngineDeadError: ": "vLLM's engine died",
     # verl sends weights to vLLM's workers and waits for each bucket's receipt without a limit.
-    r"WorkerProc hit an exception|Worker proc \S+ died unexpectedly|Invocation of \w+ method failed": "vLLM failed",
-    # Ray keeps such a request for nodes to come.
-    r"No available node types can fulfill": "Ray has not the resources that verl requests",
+    r"WorkerProc hit an exception|Invocation of \w+ method failed": "vLLM failed",
+    r"(Ray)?Worker ?[Pp]roc .*died unexpectedly": "vLLM's worker died",
 }
+# Ray keeps such a request for nodes to come. On a cluster it may be another job's: Ray shows it to every driver.
+NO_ROOM = re.compile(r"\(autoscaler [^)]*\) Error: No available node types can fulfill")
+# Classes of verl whose death nothing survives. Ray may restart an actor of a user's own.
+VERLS_OWN = re.compile(
+    r"WorkerDict|\w*TaskRunner\w*|vLLM\w*|SGLang\w*|AgentLoopWorker\w*|TransferQueue\w*|SimpleStorage\w*"
+)
 
 
 def reports(lines: Iterable[str]) -> list[dict]:
@@ -136,10 +144,16 @@ class Death:
 
 
 class Watch:
-    """Finds the evidence in a log that grows."""
+    """Finds the evidence in a log that grows.
 
-    def __init__(self) -> None:
-        self.actors: dict[str, str] = {}  # class by process id; Ray names a task's process by its function
+    Args:
+        cluster: whether other jobs may run on the same Ray.
+    """
+
+    def __init__(self, cluster: bool = False) -> None:
+        self.cluster = cluster
+        self.actors: dict[tuple[str | None, str], str] = {}  # class by address, None of this node, and process id
+        self.unnamed: dict[str, Death] = {}  # deaths by process id whose class no line has named yet
 
     def read(self, lines: list[str]) -> Death | None:
         """Return the first certain evidence in the log's new ``lines``, or else the first."""
@@ -149,11 +163,26 @@ class Watch:
     def evidence(self, line: str) -> Death | None:
         """Return what one line is evidence of."""
         named = WORKER_PREFIX.match(line)
-        if actor := named and re.match(r"(\w*[A-Z]\w*) pid=(\d+)", named[1]):
-            self.actors[actor[2]] = actor[1]
-        if what := next((what for pattern, what in FATAL.items() if re.search(pattern, line)), None):
+        text = line[named.end() :] if named else line
+        if actor := named and re.match(r"(\w*[A-Z]\w*) pid=(\d+)(?:, ip=([^)]+))?", named[1]):
+            self.actors[actor[3], actor[2]] = actor[1]  # Ray names a task's process by its function
+            if actor[2] in self.unnamed:  # Ray's log monitor is later than its report of the death
+                return self.died(actor[1], actor[2], self.unnamed.pop(actor[2]).line)
+        text = text[VLLM_PREFIX.match(text).end() :]
+        if what := next((what for pattern, what in FATAL.items() if re.match(pattern, text)), None):
             return Death(what, True, short(line))
+        if NO_ROOM.match(COLOUR.sub("", line)):
+            return Death("Ray has not the resources that verl requests", not self.cluster, short(line))
         if died := WORKER_DIED.search(line):
-            actor = self.actors.get(died[2])
-            return Death(f"{actor or 'a worker'} (pid {died[2]}) died", actor is not None, short(line))
+            address, pid = died.groups()
+            actor = self.actors.get((address, pid)) or self.actors.get((None, pid))
+            death = self.died(actor, pid, short(line))
+            if not actor:
+                self.unnamed[pid] = death
+            return death
         return Death("a worker died", False, short(line)) if NO_ANSWER.search(line) else None
+
+    @staticmethod
+    def died(actor: str | None, pid: str, line: str) -> Death:
+        certain = bool(actor and VERLS_OWN.fullmatch(actor))
+        return Death(f"{actor or 'a worker'} (pid {pid}) died", certain, line)

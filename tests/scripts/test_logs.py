@@ -138,3 +138,46 @@ def test_only_the_death_of_an_actor_is_certain_to_end_a_run():
     assert logs.Watch().read(ACTOR_DIED) == logs.Death("a worker died", certain=False)
     assert logs.Watch().read([*ACTOR_DIED, *DIED]) == logs.Death("WorkerDict (pid 20673) died", certain=True)
     assert logs.Watch().read(["ValueError: EngineCore is not a word of a death"]) is None
+
+
+def test_ray_may_name_a_dead_actor_after_its_death():
+    watch = logs.Watch()
+    assert watch.read([DIED[2]]) == logs.Death("a worker (pid 20673) died", certain=False)
+    assert watch.read(DIED[:2]) == logs.Death("WorkerDict (pid 20673) died", certain=True)
+    assert watch.read(DIED[:2]) is None
+
+
+def test_an_actor_of_a_users_own_may_be_restarted():
+    own = [line.replace("WorkerDict", "SandboxPool") for line in DIED[1:3]]
+    assert logs.Watch().read(own) == logs.Death("SandboxPool (pid 20673) died", certain=False)
+
+
+def test_a_process_id_counts_on_its_own_node():
+    elsewhere = DIED[1].replace("ip=127.0.0.3", "ip=10.0.0.9")
+    assert "ip=10.0.0.9" in elsewhere
+    assert logs.Watch().read([elsewhere, DIED[2]]) == logs.Death("a worker (pid 20673) died", certain=False)
+
+
+def test_a_request_without_room_may_be_another_jobs_on_a_cluster():
+    death = logs.Watch(cluster=True).read(recorded("ray-has-no-room"))
+    assert death == logs.Death("Ray has not the resources that verl requests", certain=False)
+
+
+def test_words_of_a_response_are_no_evidence():
+    for said in ("EngineDeadError: ", "WorkerProc hit an exception", "Worker proc 1 died unexpectedly"):
+        assert logs.Watch().read([f"(RewardLoopWorker pid=7) the answer: {said}"]) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(EngineCore pid=8) ERROR 11-22 13:05:46 [core.py:1100] EngineCore encountered a fatal error.",
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)",
+        "ERROR 11-22 13:05:46 [a.py:729] [shutdown] MPClient: engine core exited unexpectedly",
+        "(EngineCore pid=8) ERROR 11-22 13:05:46 [a.py:312] Worker proc VllmWorker-0 died unexpectedly (exit code: -9)",
+        "(Worker pid=8) ERROR 11-22 13:05:46 [multiproc_executor.py:1043] WorkerProc hit an exception.",
+    ],
+)
+def test_vllms_own_words_are_certain(line):
+    death = logs.Watch().read([f"(vLLMHttpServer pid=7) {line}"])
+    assert death and death.certain and death.what.startswith("vLLM")

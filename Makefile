@@ -23,7 +23,8 @@ FITS_VENVS := (3, 11) <= sys.version_info[:2] <= (3, 12)
 fits = "$(2)" -c 'import sys; sys.exit(not ($(1)))' 2>/dev/null
 first = $(shell for python in $(2); do if $(call fits,$(1),$$python); then echo $$python; break; fi; done)
 TOOLS_PYTHON := $(or $(PYTHON),$(call first,$(FITS_TOOLS),python3 python3.14 python3.13 python3.12 python3.11 python3.10))
-VENVS_PYTHON := $(or $(PYTHON),$(call first,$(FITS_VENVS),$(realpath $(BIN)/python) python3.11 python3.12))
+# `make doctor PYTHON=…` names a Python to run in, not one to make .venv of.
+VENVS_PYTHON := $(or $(if $(filter doctor,$(MAKECMDGOALS)),,$(PYTHON)),$(call first,$(FITS_VENVS),$(realpath $(BIN)/python) python3.11 python3.12))
 VERSION := $(shell "$(VENVS_PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 
 # The stamp is written last and named after Python and the locks: an interrupted or outdated set-up starts anew.

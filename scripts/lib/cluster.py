@@ -76,11 +76,13 @@ def admit(job: Job, config, out: Path, wait_s: float = 10, say: Callable[[str], 
 
 
 def cpus(config) -> int:
-    """How many CPUs each node needs free: verl would wait without a word for one that is not there.
+    """Return how many CPUs each node needs free: verl would wait forever for one that is not there.
 
-    TransferQueue's controller takes one of some node's, and its storage units one each, spread over the nodes: over
-    all of the cluster's that have GPUs, so that each of those needs a free one, whoever else uses it.
+    TransferQueue, which verl's v1 trainers start, takes one of some node's for its controller and one for each storage
+    unit, spread over the nodes: over all of the cluster's that have GPUs, so that each of those needs a free one.
     """
+    if not config.trainer.get("use_v1", False):
+        return CPUS_PER_GPU * config.trainer.n_gpus_per_node
     units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
     return CPUS_PER_GPU * config.trainer.n_gpus_per_node + math.ceil(units / config.trainer.nnodes) + 1
 

@@ -102,6 +102,9 @@ drift: python  ## say which files that the patches hook are others in a verl:  m
 
 ##@ Which regime, on this model, on this cluster, in .venv
 .PHONY: doctor preflight probe plan-memory compare sanity
+comma := ,
+$(if $(filter doctor,$(MAKECMDGOALS)),$(if $(filter-out file,$(origin VERL)),$(if \
+  $(shell test -d $(call quote,$(VERL)) && echo yes),,$(error VERL=$(VERL): is not a folder))))
 # The doctor runs in the environment of the verl that it looks at, or in PYTHON where that is named, if it has what the
 # doctor needs; only else in .venv.
 THAT_VERL := $(if $(filter-out file,$(origin VERL)),$(VERL))
@@ -113,7 +116,7 @@ for python in "$$own" $(if $(filter-out undefined file,$(origin PYTHON)),$(call 
 endef
 DOCTOR_PYTHON := $(if $(filter doctor,$(MAKECMDGOALS)),$(shell $(find-python)))
 $(if $(filter-out doctor,$(MAKECMDGOALS))$(DOCTOR_PYTHON)$(wildcard $(READY)),,$(if $(MAKECMDGOALS),$(info \
-  the doctor is set up in $(VENV); PYTHON=/path/to/python3 of an environment with hydra-core spares that)))
+  setting up $(VENV) for the doctor (4 GB); PYTHON= of an environment with hydra-core and omegaconf$(comma) and torch if that verl is patched$(comma) spares it)))
 doctor: $(if $(DOCTOR_PYTHON),,$(if $(filter $(SITE),$(VERL)),setup,$(READY)))  ## say which dtype holds at each hop of a verl:  make doctor ARGS='…' VERL=/path/to/verl   (PYTHON=its/python3)
 	@exec $(call quote,$(or $(DOCTOR_PYTHON),$(BIN)/python)) scripts/doctor.py \
 	  $(if $(THAT_VERL)$(if $(DOCTOR_PYTHON),,1),--verl $(call quote,$(VERL))) --args=$(call quote,$(ARGS))

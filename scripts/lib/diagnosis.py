@@ -499,7 +499,8 @@ def diagnose(tree: Tree, overrides: list[str], config_name: str = "ppo_trainer")
 
 def is_dtype(finding: Finding) -> bool:
     """Whether it is on a key that asks for what something computes in: a dtype's, or a regime, misspelt or not."""
-    return finding.key.rpartition(".")[2] in ("dtype", "param_dtype", "precision") or finding.value in options("precision")
+    keys = ("dtype", "param_dtype", "precision")
+    return finding.key.rpartition(".")[2] in keys or finding.value in options("precision")
 
 
 # The ends of keys that some verl does not have, and which patch brings them.

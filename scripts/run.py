@@ -174,9 +174,10 @@ class Vigil:
         evidence = self.watch.read(lines)
         if evidence and not (self.death and self.death.certain):
             self.death, self.steps, self.since = evidence, screen.shown, time.monotonic()
-        if self.death and time.monotonic() - self.since > (DEAD_S if self.death.certain else screen.patience):
-            return self.death
-        return None
+        if not self.death or screen.finished:  # at the end, verl's servers may seem to die
+            return None
+        waited = time.monotonic() - self.since
+        return self.death if waited > (DEAD_S if self.death.certain else screen.patience) else None
 
 
 def train(

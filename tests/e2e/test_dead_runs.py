@@ -56,7 +56,7 @@ def start(out: Path, args: str, screen: Path) -> subprocess.Popen:
             *(INFEASIBLE, "Ray has not the resources that verl requests", "No available node types can fulfill"),
             marks=pytest.mark.slow,  # Ray reports it two minutes later
         ),
-        (KILLED, "vLLMHttpServer (pid ", "Worker exit type: SYSTEM_ERROR"),
+        (KILLED, "vLLMHttpServer (pid ", "A worker died or was killed"),
     ],
     ids=["infeasible", "killed"],
 )

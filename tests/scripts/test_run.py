@@ -290,7 +290,7 @@ def test_a_node_may_be_missed_late_and_the_jobs_own_error_is_shown_first(
 ):
     """The cluster's answers stand for a Ray that takes its time, and for a head that is gone."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(run.cluster, "NOTICED_S", 0 if len(answers) == 1 else 60)
+    monkeypatch.setattr(run.cluster, "NOTICED_S", -1 if len(answers) == 1 else 60)
     left, admitted = [fails, TRAINS], {"nodes": [{"node": "second (10.0.0.3)"}]}
 
     def lost(*_):

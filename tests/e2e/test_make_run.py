@@ -51,7 +51,7 @@ def ask(running: list[psutil.Process]) -> dict:
 def test_train_interrupt_resume(tmp_path):
     out, screen = tmp_path / "run", tmp_path / "screen.txt"
     with screen.open("w") as output:
-        first = start(out, 100, output)
+        first = start(out, 1000, output)  # more than it takes while the doctor looks, on any machine
         while len(rows(out)) < 2 and first.poll() is None:
             time.sleep(0.2)
         running = of_this_run(out)

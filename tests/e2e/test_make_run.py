@@ -42,7 +42,7 @@ def ask(running: list[psutil.Process]) -> dict:
     environment = os.environ | {"RAY_ADDRESS": words[0].partition("=")[2], "RAY_AUTH_MODE": "token"}
     config = ["+precision=fp16", "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=1024"]
     command = [sys.executable, REPO / "scripts" / "doctor.py", "--live", "--json", *config]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr + done.stdout
     return json.loads(done.stdout)
 

@@ -112,7 +112,7 @@ define find-python
 site=$(call quote,$(THAT_VERL)); test ! -e "$$site/__init__.py" || site=$$site/..; \
 case $$(realpath -m "$${site:-/}") in (*-packages) own=$$site/../../../bin/python3;; (*) own=; esac; \
 for python in "$$own" $(if $(filter-out undefined file,$(origin PYTHON)),$(call quote,$(PYTHON))); do \
-  if command -v "$$python" >/dev/null && PYTHONPATH=scripts "$$python" -m lib.needs $${site:+"$$site"}; then echo "$$python"; break; fi; done
+  if command -v "$$python" >/dev/null && PYTHONPATH=scripts "$$python" -m lib.doctor.requirements $${site:+"$$site"}; then echo "$$python"; break; fi; done
 endef
 DOCTOR_PYTHON := $(if $(filter doctor,$(MAKECMDGOALS)),$(shell $(find-python)))
 $(if $(filter-out doctor,$(MAKECMDGOALS))$(DOCTOR_PYTHON)$(wildcard $(READY)),,$(if $(MAKECMDGOALS),$(info \
@@ -144,7 +144,7 @@ sanity: setup  ## the sanity test: four regimes, three seeds, three objectives; 
 help: python  ## list the targets and the variables of `make run`, `make preflight`, `make probe` and `make compare`
 	@awk -F ':.*## +' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@printf '\n%s\n' 'Variables of make run:  make run PRECISION=bf16 STEPS=20'
-	@PYTHONPATH=scripts $(TOOLS_PYTHON) -c 'from lib import job; print(job.usage())'
+	@PYTHONPATH=scripts $(TOOLS_PYTHON) -c 'from lib.run import job; print(job.usage())'
 	@printf '\n%s\n' 'Variables of make preflight:  make preflight MODEL=/path/to/model DATA=prompts.parquet'
 	@PYTHONPATH=scripts $(TOOLS_PYTHON) -c 'import preflight; print(preflight.usage())'
 	@printf '\n%s\n' 'Variables of make probe:  make probe MODEL=/path/to/model DATA=prompts.parquet'
@@ -248,7 +248,7 @@ browser:  # the tests look at a report's page in it
 	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
 
 accept: python  # bad input is refused before anything is installed
-	@PYTHONPATH=scripts $(TOOLS_PYTHON) -m lib.job $(WORDS)
+	@PYTHONPATH=scripts $(TOOLS_PYTHON) -m lib.run.job $(WORDS)
 
 $(READY): | venvs-python
 	$(call refuse-link,$(VENV))

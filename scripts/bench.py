@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib import job as jobs
-from lib.timing import machine, rounds
+from lib.bench.interleave import machine, rounds
+from lib.paths import REPO
+from lib.run import job as jobs
 
 WIDTH = 1024  # a parameter of 2**20 elements, about the size and the number that models of these sizes have
 SCALE, CLIP, GRADIENT = 1024.0, 1.0, 1e-3  # the gradients' norm is above CLIP from 10 million parameters on
@@ -424,10 +425,10 @@ def main() -> int:
     parser.add_argument("--sizes", type=above_zero, default=[10, 30, 100, 300], help="million parameters")
     parser.add_argument("--ranks", type=above_zero, default=[1, 2], help="on a GPU one alone")
     parser.add_argument("--seconds", type=float, default=25.0, help="for each configuration, 41 rounds at least")
-    parser.add_argument("--out", type=Path, default=jobs.REPO / "docs" / "results")
+    parser.add_argument("--out", type=Path, default=REPO / "docs" / "results")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sys.path.append(str(jobs.REPO))
+    sys.path.append(str(REPO))
     if device == "cpu":
         os.environ |= jobs.CPU_PLATFORM
     rows = []

@@ -34,11 +34,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lib import job as jobs
-from lib.measures import written
-from lib.timing import machine, rounds
+from lib.bench.interleave import machine, rounds
+from lib.paths import REPO
+from lib.report.catalog import written
 
-sys.path.append(str(jobs.REPO))
+sys.path.append(str(REPO))
 from recipes.amp import options
 from recipes.amp.evolution import Policy, cloning_loss, play
 from recipes.amp.options import option
@@ -750,7 +750,7 @@ def main(words: Optional[list[str]] = None) -> int:
     given, _ = options.parse(Settings, "scripts/bench_amp.py", __doc__.splitlines()[0], words)
     device, size = torch.device(given.where), given.size or given.where
     try:
-        out = options.new_folder(given.out or jobs.REPO / "docs" / "results")
+        out = options.new_folder(given.out or REPO / "docs" / "results")
     except ValueError as error:
         sys.exit(f"scripts/bench_amp.py: {error}")
     begin, used = time.monotonic(), cpu_seconds()

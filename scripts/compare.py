@@ -13,9 +13,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lib import job as jobs
-from lib import report, sources, sweep
-from lib.job import Refused
+from lib.errors import Refused
+from lib.report import build as report
+from lib.report import readers as sources
+from lib.run import job as jobs
+from lib.run import sweep
 
 OF_REPORT = {
     "RUNS": "LABEL=FOLDER …, a label again for each seed: folders of make run, TensorBoard, .jsonl, .wandb, .csv",

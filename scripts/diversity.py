@@ -12,9 +12,10 @@ from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
-from lib import job as jobs
-from lib import runs, sources
-from lib.job import Refused
+from lib.errors import Refused
+from lib.report import readers as sources
+from lib.run import folder as runs
+from lib.run import job as jobs
 
 SHOWN = 2  # prompts whose distributions are shown
 

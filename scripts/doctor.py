@@ -13,12 +13,12 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from lib.diagnosis import Diagnosis, diagnose
-from lib.holding import HOPS, Hop
-from lib.job import Refused, shell_words
-from lib.needs import missing
-from lib.releases import Refused as NoVerl
-from lib.target import Tree, look_at
+from lib.doctor.diagnosis import Diagnosis, diagnose
+from lib.doctor.requirements import missing
+from lib.doctor.resolver import HOPS, Hop
+from lib.doctor.tree import Tree, look_at
+from lib.errors import Refused
+from lib.run.job import shell_words
 
 
 def installed() -> Path:
@@ -120,7 +120,7 @@ def main(words: list[str]) -> int:
 
 def live(args: argparse.Namespace, overrides: list[str]) -> int:
     """What the running workers hold and, where overrides are given, whether that is what they make."""
-    from lib.live import ask, report
+    from lib.doctor.live import ask, report
 
     static = diagnose(examined(args.verl), overrides, args.config_name).json() if overrides else None
     if static and static["refused"]:
@@ -133,5 +133,5 @@ def live(args: argparse.Namespace, overrides: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except (Refused, NoVerl, OSError) as refusal:
+    except (Refused, OSError) as refusal:
         sys.exit(f"doctor: {refusal}")

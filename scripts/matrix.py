@@ -6,13 +6,13 @@ import json
 import sys
 from operator import itemgetter
 
-from lib.releases import PROJECT
+from lib.paths import REPO
 
-RESULTS = PROJECT / "docs/results/releases.json"
-RUNS = PROJECT / "docs/results/releases-e2e.json"
-OAT_RESULTS = PROJECT / "docs/results/oat.json"
-OAT_RUNS = PROJECT / "docs/results/oat-e2e.json"
-README = PROJECT / "README.md"
+RESULTS = REPO / "docs/results/releases.json"
+RUNS = REPO / "docs/results/releases-e2e.json"
+OAT_RESULTS = REPO / "docs/results/oat.json"
+OAT_RUNS = REPO / "docs/results/oat-e2e.json"
+README = REPO / "README.md"
 # Where a table stands in the README.
 MARKERS = {
     "verl": ("<!-- written by make matrix -->\n", "<!-- end of the matrix -->\n"),

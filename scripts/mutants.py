@@ -16,12 +16,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib import stack
-from lib.releases import PROJECT, Refused, unpacked_wheel
+from lib.errors import Refused
+from lib.patches import stack
+from lib.patches.releases import unpacked_wheel
+from lib.paths import REPO
 
 RELEASE = "0.9.1"
-TABLE = PROJECT / "tests/mutants.toml"
-DOCUMENT = PROJECT / "docs/mutants.md"
+TABLE = REPO / "tests/mutants.toml"
+DOCUMENT = REPO / "docs/mutants.md"
 NO_FAILURE, FAILURE = 0, 1  # pytest's exit codes; any other says that the tests did not run
 
 
@@ -69,7 +71,7 @@ def first_failure(tests: Iterable[str], tree: Path) -> str | None:
     """
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", f"--verl-tree={tree}"]
     environment = {**os.environ, "COLUMNS": "1000"}  # pytest cuts its summary to the terminal's width
-    done = subprocess.run([*pytest, *tests], cwd=PROJECT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*pytest, *tests], cwd=REPO, env=environment, capture_output=True, text=True)
     if done.returncode == NO_FAILURE:
         return None
     summary = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]

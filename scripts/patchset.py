@@ -15,8 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from lib import port, series, stack
-from lib.releases import FRAMEWORKS, VERL, Framework, Refused, Release, find_release, load_releases
+from lib.errors import Refused
+from lib.patches import export as series
+from lib.patches import port, stack
+from lib.patches.releases import FRAMEWORKS, VERL, Framework, Release, find_release, load_releases
 
 
 def chosen(args: argparse.Namespace) -> list[Framework]:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lib import job as jobs
-from lib import memory
-from lib.memory import BESIDE_TENSORS, GIB, Plan, peak
+from lib.bench import memory_model as memory
+from lib.bench.memory_model import BESIDE_TENSORS, GIB, Plan, peak
+from lib.errors import Refused
+from lib.run import job as jobs
 
 VARIABLES = {
     "EXPERIMENT": "one or several, default dense_7b dense_32b moe_30b: {experiment}",
@@ -177,5 +178,5 @@ def main(words: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except jobs.Refused as refusal:
+    except Refused as refusal:
         sys.exit(f"plan-memory: {refusal}")

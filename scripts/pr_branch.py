@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib import upstream
-from lib.releases import PROJECT, Refused
-from lib.stack import git
+from lib.errors import Refused
+from lib.patches import upstream
+from lib.patches.stack import git
+from lib.paths import REPO
 
 TITLE = "tests/special_sanity/check_pr_title.py"
-DEFAULT = PROJECT / "outputs/pr-branch"
+DEFAULT = REPO / "outputs/pr-branch"
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lib import job as jobs
-from lib import models
-from lib.vllm_support import Float16Support, float16_support, ways_out
+from lib.errors import Refused
+from lib.paths import REPO
+from lib.probe import model as models
+from lib.run import job as jobs
+from lib.run.vllm_float16 import Float16Support, float16_support, ways_out
 
 VARIABLES = {
     "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
@@ -70,7 +72,7 @@ def parse(words: list[str]) -> Options:
         out=Path(jobs.file(given, "OUT") or "."),
     )
     if "OUT" not in given:
-        options = replace(options, out=jobs.REPO / "outputs" / "preflight" / options.name)
+        options = replace(options, out=REPO / "outputs" / "preflight" / options.name)
     jobs.check_room(options.out)
     return options
 
@@ -89,7 +91,7 @@ def answer(model, tokenizer, messages: list[dict], length: int):
     prompt = torch.tensor([models.token_ids(tokenizer, messages)], device=model.device)
     tokens, positions = prompt.shape[1], model.config.max_position_embeddings
     if tokens >= positions:
-        raise jobs.Refused(f"DATA: a prompt has {tokens} tokens, but the model takes {positions}; give shorter ones")
+        raise Refused(f"DATA: a prompt has {tokens} tokens, but the model takes {positions}; give shorter ones")
     ids = model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
@@ -106,7 +108,7 @@ def answer(model, tokenizer, messages: list[dict], length: int):
 
 def conclusions(seen: dict, outlook, rollout: Float16Support) -> tuple[dict[str, str], list[str]]:
     """Return the summary's lines by name, and the overrides of verl: of the trainer and of a vLLM as its rollout."""
-    from lib import ranges
+    from lib.probe import fp16_range as ranges
 
     facts = ranges.summary(seen, outlook)
     if not rollout.supported:
@@ -119,7 +121,7 @@ def report(
     options: Options, tokens: int, seen: dict, outlook, facts: dict[str, str], overrides: list[str]
 ) -> tuple[str, str]:
     """The report as Markdown, and all modules as CSV."""
-    from lib import ranges
+    from lib.probe import fp16_range as ranges
 
     header, table = ranges.columns(outlook), ranges.lines(seen, outlook)
     head = [f"# fp16 preflight of {options.name}", ""]
@@ -146,7 +148,8 @@ def main(words: list[str]) -> int:
 
     import torch
 
-    from lib import ranges, runs
+    from lib.probe import fp16_range as ranges
+    from lib.run import folder as runs
 
     started = spoken = time.monotonic()
 
@@ -178,7 +181,7 @@ def main(words: list[str]) -> int:
         seen = ranges.measure(model, rows, show)
         outlook = ranges.judge(seen)
     except ValueError as error:
-        raise jobs.Refused(f"MODEL={options.model}: {error}: there is nothing to predict") from error
+        raise Refused(f"MODEL={options.model}: {error}: there is nothing to predict") from error
 
     facts, overrides = conclusions(seen, outlook, rollout)
     markdown, table = report(options, sum(ids.shape[1] for ids, _ in rows), seen, outlook, facts, overrides)
@@ -204,7 +207,7 @@ def main(words: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except jobs.Refused as refusal:
+    except Refused as refusal:
         sys.exit(f"preflight: {refusal}")
     except KeyboardInterrupt:
         sys.exit(130)

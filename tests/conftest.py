@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from lib.job import CPU_PLATFORM
-from lib.releases import unpacked_wheel
-from lib.stack import apply
+from lib.patches.releases import unpacked_wheel
+from lib.patches.stack import apply
+from lib.run.job import CPU_PLATFORM
 
 REPO = Path(__file__).resolve().parents[1]
 RELEASE = "0.9.1"

@@ -8,7 +8,8 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from lib import job as jobs
+from lib.paths import CONFIGS, REPO
+from lib.run import job as jobs
 from recipes.arithmetic.model import build_model, build_tokenizer
 from recipes.replay.rollouts import OrderedReplayBuffer
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -16,7 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 # configs/amp and configs/launch are no Hydra configs
 OTHERS = ("amp", "launch")
-FILES = sorted(file for file in jobs.CONFIGS.rglob("*.yaml") if file.parent.name not in OTHERS)
+FILES = sorted(file for file in CONFIGS.rglob("*.yaml") if file.parent.name not in OTHERS)
 # actor, reference policy, rollout, critic
 DTYPES = {
     "fp16": ("float16", "float16", "float16", "float16"),
@@ -89,14 +90,14 @@ def test_two_workers_and_fsdp2_on_a_cpu(compose):
 def test_rollouts_are_recorded_or_replayed(mode, compose):
     config = compose(args=(f"+rollouts={mode}", "rollouts.file=/tmp/rollouts.sqlite"))
     agent = config.actor_rollout_ref.rollout.agent
-    (loop,) = OmegaConf.load(jobs.REPO / agent.agent_loop_config_path)
+    (loop,) = OmegaConf.load(REPO / agent.agent_loop_config_path)
     assert loop.name == agent.default_agent_loop
     assert hydra.utils.get_class(loop._target_).__name__ == "RecordedAgentLoop"
     assert config.trainer.v1.sampler.custom_sampler.name == OrderedReplayBuffer.__name__
     assert (config.rollouts.mode, config.rollouts.file) == (mode, "/tmp/rollouts.sqlite")
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(jobs.CONFIGS)))
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
 def test_a_file_is_global_and_opens_with_its_command(file):
     first, *lines = file.read_text().splitlines()
     opening = "".join(line for line in lines[: next(i for i, line in enumerate(lines) if line[:1] != "#")])

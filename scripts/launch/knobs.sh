@@ -48,8 +48,8 @@ check() { # check NAME…: refuse as `make run` would, before anything is queued
   find_python
   mapfile -d '' -t given < <(words EXPERIMENT PRECISION ALGO RECIPE STEPS SEED RETRIES ARGS "$@")
   # The GPUs are elsewhere: any device will do for the check.
-  PYTHONPATH=$checkout/scripts "$PYTHON" -m lib.job "${given[@]}" DEVICE=cpu || exit 1
-  if [[ ! $TRAIN ]] && ! PYTHONPATH=$checkout/scripts "$PYTHON" -c "from lib import job; job.MADE['$EXPERIMENT']" 2>/dev/null; then
+  PYTHONPATH=$checkout/scripts "$PYTHON" -m lib.run.job "${given[@]}" DEVICE=cpu || exit 1
+  if [[ ! $TRAIN ]] && ! PYTHONPATH=$checkout/scripts "$PYTHON" -c "from lib.run import job; job.MADE['$EXPERIMENT']" 2>/dev/null; then
     refuse "TRAIN: is not set; EXPERIMENT=$EXPERIMENT needs a parquet file that every node sees"
   fi
 }

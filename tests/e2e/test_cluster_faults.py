@@ -18,11 +18,10 @@ import torch
 from nodes import HEAD, Cluster, below, end, running, wait_for
 from processes import kill, of_this_run
 
-from lib.job import ARITHMETIC
-from lib.releases import unpacked_wheel
-from lib.stack import apply
+from lib.patches.releases import unpacked_wheel
+from lib.patches.stack import apply
+from lib.paths import ARITHMETIC, REPO
 
-REPO = Path(__file__).resolve().parents[2]
 HANGS_S = 1800
 SECOND, THIRD = "127.0.0.3", "127.0.0.4"
 STEPS = 5

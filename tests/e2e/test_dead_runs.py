@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from processes import of_this_run, shared_memory
 
-REPO = Path(__file__).resolve().parents[2]
+from lib.paths import REPO
+
 HANGS_S = 1800
 SMALL = (
     "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8"
@@ -23,6 +24,7 @@ DATASET = """
 import os, signal, time
 import ray
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from lib.paths import REPO
 
 class Waits(RLHFDataset):
     def __init__(self, *_, **__):

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from test_resume import leaves, same, training
 
-from lib import job as jobs
+from lib.paths import ARITHMETIC, REPO
 
 STEPS = 3
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -30,7 +30,7 @@ ARGS = (
 def train(out: Path, *args: str) -> str:
     """A run to its end; what the screen shows."""
     words = ["DEVICE=cpu", "RECIPE=flowrl", f"STEPS={STEPS}", f"OUT={out}", f"ARGS={' '.join([ARGS, *args])}"]
-    command = [sys.executable, jobs.REPO / "scripts" / "run.py", *words]
+    command = [sys.executable, REPO / "scripts" / "run.py", *words]
     run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert run.returncode == 0, run.stdout
     return run.stdout
@@ -82,7 +82,7 @@ def test_train_and_resume(tmp_path):
     saved = whole / "checkpoints" / f"global_step_{STEPS}"
     assert "actor/flowrl_partition.pt" in json.loads((saved / "manifest.json").read_text())["files"]
     weights = torch.load(saved / "actor" / "model_world_size_1_rank_0.pt", weights_only=False)
-    with safe_open(jobs.ARITHMETIC / "model" / "model.safetensors", "pt") as model:
+    with safe_open(ARITHMETIC / "model" / "model.safetensors", "pt") as model:
         assert weights.keys() == set(model.keys())
     head = torch.load(saved / "actor" / "flowrl_partition.pt")
     assert {tensor.dtype for tensor in head["head"].values()} == {torch.float32}

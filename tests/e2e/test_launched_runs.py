@@ -15,9 +15,8 @@ import pytest
 from nodes import Cluster, running
 from processes import kill, of_this_run
 
-from lib.job import ARITHMETIC
+from lib.paths import ARITHMETIC, REPO
 
-REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "scripts/launch/flowrl_7b.sh"
 STEPS = 2
 HANGS_S = 900

@@ -13,7 +13,8 @@ import psutil
 import pytest
 from processes import of_this_run, shared_memory
 
-REPO = Path(__file__).resolve().parents[2]
+from lib.paths import REPO
+
 SETTINGS = [
     "DEVICE=cpu",
     "EXPERIMENT=arithmetic",

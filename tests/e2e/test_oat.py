@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from processes import kill, of_this_run
 
-from lib.releases import OAT, find_release, unpacked_wheel
-from lib.runs import rows, write_json
-from lib.stack import apply, load_stack
+from lib.patches.releases import OAT, find_release, unpacked_wheel
+from lib.patches.stack import apply, load_stack
+from lib.paths import REPO
+from lib.run.folder import rows, write_json
 
-REPO = Path(__file__).resolve().parents[2]
 PYTHON = REPO / ".venv-oat/bin/python"
 RESULTS = REPO / "docs/results/oat-e2e.json"
 RELEASE = "0.2.4"

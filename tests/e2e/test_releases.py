@@ -18,13 +18,13 @@ from processes import kill, of_this_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import matrix
-from lib.job import CONFIGS, CPU_PLATFORM, MODULES
-from lib.logs import reports
-from lib.releases import find_release, load_releases, unpacked_wheel
-from lib.runs import load_manifest, write_json
-from lib.stack import apply, load_stack
+from lib.patches.releases import find_release, load_releases, unpacked_wheel
+from lib.patches.stack import apply, load_stack
+from lib.paths import CONFIGS, REPO
+from lib.run.folder import load_manifest, write_json
+from lib.run.job import CPU_PLATFORM, MODULES
+from lib.run.log import reports
 
-REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "docs/results/releases-e2e.json"
 STEPS = 2
 SCALE = 1024.0  # the first loss scale

@@ -19,7 +19,8 @@ import pytest
 import torch
 from processes import kill, of_this_run
 
-REPO = Path(__file__).resolve().parents[2]
+from lib.paths import REPO
+
 STEPS = 6
 HANGS_S = 1800
 ARGS = [

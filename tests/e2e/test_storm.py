@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-REPO = Path(__file__).resolve().parents[2]
+from lib.paths import REPO
+
 SCALER = "actor_rollout_ref.actor.fsdp_config.grad_scaler"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SMALL = (

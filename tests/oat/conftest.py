@@ -11,10 +11,10 @@ import pytest
 from behaviours import entry
 from oat_behaviours import RELEASES, RESULTS, verdicts
 
-from lib.releases import OAT, find_release, unpacked_wheel
-from lib.stack import apply, load_stack
+from lib.patches.releases import OAT, find_release, unpacked_wheel
+from lib.patches.stack import apply, load_stack
+from lib.paths import REPO
 
-REPO = Path(__file__).resolve().parents[2]
 PYTHON = REPO / ".venv-workers/bin/python"
 RUNNER = Path(__file__).with_name("oat_runner.py")
 

@@ -6,8 +6,8 @@ import pytest
 from behaviours import compared
 from oat_behaviours import BEHAVIOURS, RELEASES, RESULTS
 
-from lib.releases import OAT, find_release
-from lib.stack import load_stack
+from lib.patches.releases import OAT, find_release
+from lib.patches.stack import load_stack
 
 pytestmark = pytest.mark.releases
 of_each = pytest.mark.parametrize("case", BEHAVIOURS)

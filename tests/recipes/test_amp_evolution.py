@@ -14,11 +14,11 @@ import pytest
 import ray
 import torch
 
+from lib.paths import REPO
 from recipes.amp import evolution, options
 from recipes.amp.evolution import EvolutionConfig, Member, Policy, Trajectory
 from recipes.amp.trainer import read_checkpoint
 
-REPO = Path(__file__).resolve().parents[2]
 TINY = EvolutionConfig(
     out="-", generations=3, population=3, episodes=2, revisions=2, recombinations=2, elites=6, replaced=1, hidden=8,
     device="cpu",

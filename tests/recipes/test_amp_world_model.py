@@ -5,18 +5,17 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 
+from lib.paths import REPO
 from recipes.amp import world_model
 from recipes.amp.trainer import CheckpointError, FP16Trainer, FP16TrainingConfig, MultiplicationDtypes
 from recipes.amp.world_model import Trajectories, WorldModel, WorldModelConfig, collect, world_model_loss
 
-REPO = Path(__file__).resolve().parents[2]
 SMALL = {"steps": 600, "held_out_steps": 300, "length": 10, "context": 3, "hidden": 16, "latent": 4, "epochs": 3}
 
 

@@ -8,16 +8,15 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 import torch
 
+from lib.paths import REPO
 from recipes.arithmetic import addition, prepare, terms
 from recipes.arithmetic.model import build_model, build_tokenizer
 
-REPO = Path(__file__).resolve().parents[2]
 SHORT = prepare.Settings("addition", seed=1, steps=3)
 TASKS = list(prepare.TASKS)
 

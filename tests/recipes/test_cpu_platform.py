@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
+from lib.paths import REPO
 
 
 def run(code: str, loaded: bool = True, ranks: int = 1) -> str:
@@ -38,6 +37,7 @@ def test_verl_takes_the_cpu_for_its_device():
 FP32_ON_CUDA = """
 import torch
 import torch.nn.functional as F
+from lib.paths import REPO
 x = torch.rand(4, 8, dtype=torch.float16)
 with torch.autocast("cpu", torch.float16):
     results = [F.log_softmax(x, -1), F.softmax(x, -1), torch.logsumexp(x, -1), x.exp(), x.pow(2), x.sum(-1), x.log()]

@@ -9,9 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lib.paths import REPO
 from verl.utils.reward_score import default_compute_score
-
-REPO = Path(__file__).resolve().parents[2]
 
 
 def row(problem: str, answer: str | None, number: int, **others) -> dict:

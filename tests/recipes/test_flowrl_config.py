@@ -11,7 +11,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lib import job as jobs
+from lib.errors import Refused
+from lib.run import job as jobs
 from recipes.flowrl.config import FlowRLActorConfig
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -192,7 +193,7 @@ def test_refused_by_name_in_one_line(compose, name):
 
 
 def test_a_misspelt_setting_is_refused(compose):
-    with pytest.raises(jobs.Refused, match="betta"):
+    with pytest.raises(Refused, match="betta"):
         compose(f"{FLOWRL}.betta=3")
     with pytest.raises(HydraException, match="betta"):
         compose(f"+{FLOWRL}.betta=3")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from lib.paths import REPO
 from verl.utils.reward_score import default_compute_score
 
-REPO = Path(__file__).resolve().parents[2]
 # The dataset's own layout on the Hub: a configuration called "main" with two splits.
 README = """---
 configs:

@@ -10,10 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lib.releases import OAT, load_releases, unpacked_wheel
+from lib.patches.releases import OAT, load_releases, unpacked_wheel
+from lib.paths import REPO
 from verl.utils.reward_score import default_compute_score
-
-REPO = Path(__file__).resolve().parents[2]
 
 
 def row(problem: str, answer: str | None) -> dict:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the workers, which import this too, have no scripts on their path
-    from lib.stack import Stack
+    from lib.patches.stack import Stack
 
 A = ("0.4.1", "0.5.0", "0.6.0")
 B = ("0.6.1", "0.7.0", "0.7.1")

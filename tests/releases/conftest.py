@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from behaviours import RELEASES, entry, verdicts
 
-from lib.releases import find_release, unpacked_wheel
-from lib.stack import apply, load_stack
+from lib.patches.releases import find_release, unpacked_wheel
+from lib.patches.stack import apply, load_stack
+from lib.paths import REPO
 
-REPO = Path(__file__).resolve().parents[2]
 PYTHON = REPO / ".venv-workers/bin/python"
 RESULTS = REPO / "docs/results/releases.json"
 CASES = Path(__file__).with_name("cases.py")

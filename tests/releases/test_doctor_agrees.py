@@ -11,10 +11,10 @@ from behaviours import RELEASES
 from conftest import PYTHON, REPO
 from doctor_configs import CONFIGS, RARE
 
-from lib.diagnosis import diagnose
-from lib.releases import unpacked_wheel
-from lib.stack import apply
-from lib.target import look_at
+from lib.doctor.diagnosis import diagnose
+from lib.doctor.tree import look_at
+from lib.patches.releases import unpacked_wheel
+from lib.patches.stack import apply
 
 CASES = REPO / "tests/releases/doctor_cases.py"
 STATES = ("patched", "pristine")

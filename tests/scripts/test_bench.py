@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import bench
-from lib import job as jobs
+from lib.paths import REPO
+from lib.run import job as jobs
 
 SCRIPT = Path(bench.__file__)
 
@@ -50,5 +51,5 @@ def test_sizes_must_be_numbers(tmp_path):
 
 
 def test_another_word_is_refused_by_make():
-    done = subprocess.run(["make", "bench", "SIZES=10"], cwd=jobs.REPO, capture_output=True, text=True)
+    done = subprocess.run(["make", "bench", "SIZES=10"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and "SIZES=10: make bench takes ARGS alone" in done.stderr

@@ -13,7 +13,7 @@ import torch
 
 import bench_amp
 from bench_amp import ARMS, SCENARIOS
-from lib import job as jobs
+from lib.paths import REPO
 
 SCRIPT = Path(bench_amp.__file__)
 CPU = torch.device("cpu")
@@ -206,7 +206,7 @@ def test_the_command_line(tmp_path):
 
 
 def test_another_word_is_refused_by_make():
-    done = subprocess.run(["make", "bench-amp", "SIZE=small"], cwd=jobs.REPO, capture_output=True, text=True)
+    done = subprocess.run(["make", "bench-amp", "SIZE=small"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and "SIZE=small: make bench-amp takes ARGS alone" in done.stderr
 
 

@@ -24,8 +24,11 @@ import ray
 import torch
 
 import submit
-from lib import cluster, releases, stack
-from lib import job as jobs
+from lib.errors import Refused
+from lib.patches import releases, stack
+from lib.paths import REPO
+from lib.run import cluster
+from lib.run import job as jobs
 
 RELEASE = releases.find_release("0.9.1")
 ASKED = {
@@ -98,7 +101,7 @@ def test_a_node_that_has_an_unpatched_verl_or_none_says_so(pristine, imported):
     imported(pristine)
     told = cluster.facts(ASKED, "cpu")
     assert (told["verl"], told["stack"], told["tree"], told["dtypes"]) == ("0.9.1", None, RELEASE.tree_before, {})
-    with pytest.raises(jobs.Refused, match="the driver's verl 0.9.1 is not patched; make status VERL=") as refusal:
+    with pytest.raises(Refused, match="the driver's verl 0.9.1 is not patched; make status VERL=") as refusal:
         cluster.refuse_driver(told)
     assert str(pristine) in str(refusal.value)
     imported(None)
@@ -109,9 +112,9 @@ def test_an_edited_driver_and_another_stack_are_refused(patched, imported):
     imported(patched)
     (patched / "verl/utils/tracking.py").write_text("# mine\n")
     told = cluster.facts(ASKED | {"engines": {}}, "cpu")
-    with pytest.raises(jobs.Refused, match="was edited after it was patched"):
+    with pytest.raises(Refused, match="was edited after it was patched"):
         cluster.refuse_driver(told)
-    with pytest.raises(jobs.Refused, match=f"has stack 0123, this checkout {told['stack']}"):
+    with pytest.raises(Refused, match=f"has stack 0123, this checkout {told['stack']}"):
         cluster.refuse_driver(told | {"stack": "0123"})
 
 
@@ -194,14 +197,14 @@ def test_a_folder_that_nodes_do_not_share_would_be_seen(tmp_path, monkeypatch):
 
     def ask(job, out, question, say):
         asked.append([(path, Path(path).exists()) for path in question["asked"]["paths"]])
-        raise jobs.Refused("enough")
+        raise Refused("enough")
 
     monkeypatch.setattr(cluster, "ask", ask)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").touch()
     job = replace(jobs.parse(["DEVICE=cpu", f"MODEL={tmp_path}/model", f"OUT={tmp_path}/a/run"]), cluster="auto")
     for _ in range(2):
-        with pytest.raises(jobs.Refused, match="enough"):
+        with pytest.raises(Refused, match="enough"):
             cluster.admit(job, jobs.compose(job, job.out), job.out)
     (mark, there), (model, _) = asked[0]
     assert there and Path(mark).parent == tmp_path and model == str(tmp_path / "model")
@@ -228,14 +231,14 @@ def test_a_crash_of_ray_is_no_answer_and_is_asked_again_once(asking, tmp_path):
     shown = []
     assert cluster.ask(asking(once), tmp_path, {}, shown.append) == ["1"]
     assert shown == ["Ray has crashed the process that asks (SIGSEGV): asking again"]
-    with pytest.raises(jobs.Refused, match="^RAY_ADDRESS=auto: the cluster could not be asked: exit code -11$"):
+    with pytest.raises(Refused, match="^RAY_ADDRESS=auto: the cluster could not be asked: exit code -11$"):
         cluster.ask(asking("kill -SEGV $$"), tmp_path, {}, shown.append)
 
 
 def test_what_the_asking_process_ends_of_is_said(asking, tmp_path):
-    with pytest.raises(jobs.Refused, match="^RAY_ADDRESS=auto: the cluster could not be asked: OSError: no room$"):
+    with pytest.raises(Refused, match="^RAY_ADDRESS=auto: the cluster could not be asked: OSError: no room$"):
         cluster.ask(asking("echo 'OSError: no room' >&2; exit 1"), tmp_path, {}, print)
-    with pytest.raises(jobs.Refused, match="^RAY_ADDRESS=auto: no Ray cluster answers there within 60 s$"):
+    with pytest.raises(Refused, match="^RAY_ADDRESS=auto: no Ray cluster answers there within 60 s$"):
         cluster.ask(asking("kill -ALRM $$"), tmp_path, {}, print)
 
 
@@ -244,13 +247,13 @@ def test_what_the_asking_process_ends_of_is_said(asking, tmp_path):
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:10001", "head", "head:", ":6379"])
 def test_what_no_process_on_a_node_can_join_is_refused(address):
-    with pytest.raises(jobs.Refused, match=f"^RAY_ADDRESS={address}: must be HOST:PORT of a cluster"):
+    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be HOST:PORT of a cluster"):
         cluster.refuse_address(address)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:6379", "127.0.0.1:99999"])
 def test_a_head_that_does_not_answer_is_refused(address):
-    with pytest.raises(jobs.Refused, match=f"^RAY_ADDRESS={address}: no Ray cluster answers there"):
+    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: no Ray cluster answers there"):
         cluster.refuse_address(address)
 
 
@@ -283,17 +286,17 @@ def test_a_job_carries_patched_verl_and_what_it_runs_of_this_checkout(job, patch
     assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
     assert not list(scratch.rglob("__pycache__"))
     done = subprocess.run(  # it runs from there, with the bare Python: the words are those that it takes
-        [sys.executable, "-S", "-m", "lib.job", *submission.entrypoint.split()[2:]], cwd=scratch / "scripts"
+        [sys.executable, "-S", "-m", "lib.run.job", *submission.entrypoint.split()[2:]], cwd=scratch / "scripts"
     )
     assert done.returncode == 0
 
 
 def test_an_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
     imported(pristine)
-    with pytest.raises(jobs.Refused, match=f"^CARRY=yes: {pristine}/verl: pristine: "):
+    with pytest.raises(Refused, match=f"^CARRY=yes: {pristine}/verl: pristine: "):
         submit.prepare(job, tmp_path)
     own = submit.prepare(replace(job, carry=False), tmp_path)
-    assert own.runtime_env == {} and own.entrypoint.startswith(f"{sys.executable} {jobs.REPO}/scripts/run.py ")
+    assert own.runtime_env == {} and own.entrypoint.startswith(f"{sys.executable} {REPO}/scripts/run.py ")
 
 
 def test_a_dry_run_says_what_would_be_submitted_and_does_nothing(tmp_path, monkeypatch, capsys):
@@ -313,7 +316,7 @@ def test_a_dry_run_says_what_would_be_submitted_and_does_nothing(tmp_path, monke
 )
 def test_a_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     monkeypatch.setenv(name, "hf_of_nobody_else")
-    with pytest.raises(jobs.Refused, match=f"^{name}: its value stands on the command line") as refusal:
+    with pytest.raises(Refused, match=f"^{name}: its value stands on the command line") as refusal:
         submit.main(["DEVICE=cpu", "ARGS=+trainer.token=hf_of_nobody_else"])
     assert "hf_of_nobody_else" not in str(refusal.value)
 
@@ -321,7 +324,7 @@ def test_a_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
 @pytest.mark.parametrize("address", ["", "auto", "127.0.0.1:6379"])
 def test_a_job_is_submitted_to_a_dashboard(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(jobs.Refused, match=f"^RAY_ADDRESS={address}: must be the cluster's dashboard"):
+    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be the cluster's dashboard"):
         submit.main(["--dry-run", "DEVICE=cpu", "OUT=/out"])
 
 
@@ -348,7 +351,7 @@ def test_a_head_that_fails_meanwhile_is_said_in_one_line(tmp_path, monkeypatch):
         threading.Thread(target=head.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{head.server_port}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(jobs.Refused, match=f"^RAY_ADDRESS={address}: fails ") as refusal:
+        with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: fails ") as refusal:
             submit.main(["DEVICE=cpu", "CARRY=no", f"OUT={tmp_path}/run"])
         head.shutdown()
     assert "\n" not in str(refusal.value)
@@ -357,7 +360,7 @@ def test_a_head_that_fails_meanwhile_is_said_in_one_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize("out", ["", "outputs/run"])
 def test_a_carried_job_needs_a_folder_that_all_nodes_see(out, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", HEAD)
-    with pytest.raises(jobs.Refused, match=f"^OUT={out}: must be an absolute path that every node"):
+    with pytest.raises(Refused, match=f"^OUT={out}: must be an absolute path that every node"):
         submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"])
 
 
@@ -448,7 +451,7 @@ def test_a_submitted_job_trains_patched_on_unpatched_nodes(unpatched_cluster, tm
     )
     words = ["DEVICE=cpu", "STEPS=1", f"OUT={tmp_path}/run", f"ARGS={small}"]
     environment = os.environ | {"RAY_ADDRESS": unpatched_cluster.dashboard, "HF_TOKEN": SECRET}
-    command = [sys.executable, jobs.REPO / "scripts/submit.py", *words]
+    command = [sys.executable, REPO / "scripts/submit.py", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 import compare
-from lib import job as jobs
-from lib import runs
+from lib.errors import Refused
+from lib.run import folder as runs
+from lib.run import job as jobs
 
 
 def finished(out: Path, *words: str, steps: int = 3) -> Path:
@@ -51,7 +52,7 @@ def test_runs_by_label_make_a_report(tmp_path, capsys):
 def test_bad_words_are_refused_and_nothing_is_written(word, said, tmp_path):
     folder = finished(tmp_path / "run")
     given = [f"RUNS=a={folder}", f"OUT={tmp_path}/out"] if word.startswith("THRESHOLD") else [f"OUT={tmp_path}/out"]
-    with pytest.raises(jobs.Refused, match=said) as refusal:
+    with pytest.raises(Refused, match=said) as refusal:
         compare.main([*given, word.format(run=folder)])
     assert "\n" not in str(refusal.value)
     assert list(tmp_path.iterdir()) == [folder]

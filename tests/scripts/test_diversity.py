@@ -7,7 +7,7 @@ import pytest
 from test_compare import finished
 
 import diversity
-from lib import job as jobs
+from lib.errors import Refused
 
 Step = dict[str, list[tuple[str, float]]]  # by prompt the answers and their scores
 BEFORE = {"47=": [("7+40", 1.0), ("12+35", 1.0), ("1+1", 0.0), ("", 0.0)], "12=": [("6+6", 1.0)] * 2 + [("", 0.0)] * 2}
@@ -61,7 +61,7 @@ def test_without_an_answer_of_the_reward_function_its_text_tells_answers_apart(t
 @pytest.mark.parametrize("steps", [{}, {0: BEFORE}, {10: MANY}])
 def test_a_run_that_was_not_validated_before_and_after_is_refused(steps, tmp_path):
     folder = validated(tmp_path / "run", steps)
-    with pytest.raises(jobs.Refused, match="has no validations before and after training"):
+    with pytest.raises(Refused, match="has no validations before and after training"):
         diversity.main([f"RUNS=run={folder}", f"OUT={tmp_path}/out"])
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -71,7 +71,7 @@ def test_runs_that_were_not_measured_alike_are_refused(tmp_path):
         validated(tmp_path / "a", {0: BEFORE, 10: MANY}),
         validated(tmp_path / "b", {0: BEFORE, 10: {prompt: answers[:2] for prompt, answers in MANY.items()}}),
     ]
-    with pytest.raises(jobs.Refused, match="must have the same prompts, with as many samples to each"):
+    with pytest.raises(Refused, match="must have the same prompts, with as many samples to each"):
         diversity.main([f"RUNS={' '.join(f'run={folder}' for folder in folders)}", f"OUT={tmp_path}/out"])
     assert sorted(tmp_path.iterdir()) == folders
 
@@ -85,7 +85,7 @@ def test_a_run_that_is_not_finished_is_refused(tmp_path):
         ([f"RUNS=run={folder}"], "OUT: is missing"),
         ([str(tmp_path), f"run={folder}"], "is not a variable"),
     ):
-        with pytest.raises(jobs.Refused, match=said):
+        with pytest.raises(Refused, match=said):
             diversity.main(words)
     assert list(tmp_path.iterdir()) == [folder]
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from lib import hops
-from lib.diagnosis import Diagnosis, diagnose
-from lib.holding import UPSTREAM_SCALER
-from lib.job import CONFIGS, Refused
-from lib.releases import PROJECT, VERL, load_releases, unpacked_wheel
-from lib.stack import apply, load_stack
-from lib.target import look_at
+from lib.doctor import dtype_rules as hops
+from lib.doctor.diagnosis import Diagnosis, diagnose
+from lib.doctor.resolver import UPSTREAM_SCALER
+from lib.doctor.tree import look_at
+from lib.errors import Refused
+from lib.patches.releases import VERL, load_releases, unpacked_wheel
+from lib.patches.stack import apply, load_stack
+from lib.paths import CONFIGS, REPO
 
 RELEASES = list(load_releases())
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
@@ -528,7 +529,7 @@ def test_a_release_with_another_file_beside_the_hooks(tmp_path: Path):
 
 def doctor(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, PROJECT / "scripts/doctor.py", *words],
+        [sys.executable, REPO / "scripts/doctor.py", *words],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lib import needs
-from lib.releases import PROJECT
+from lib.doctor import requirements as needs
+from lib.paths import REPO
 
 SITE = Path(os.__file__).relative_to(sys.base_prefix).parent / "site-packages"
 WORDS = "actor_rollout_ref.rollout.dtype=float16"
@@ -32,14 +32,14 @@ def environments(trees, tmp_path_factory) -> dict[str, Path]:
 
 def make(*words: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHON", "VERL"))}
-    return subprocess.run(["make", *words], cwd=PROJECT, capture_output=True, text=True, env=environment)
+    return subprocess.run(["make", *words], cwd=REPO, capture_output=True, text=True, env=environment)
 
 
 def test_the_environment_of_the_verl_is_used(environments):
     verl = str(environments["whole"])
     done = make("doctor", f"VERL={verl}", f"ARGS={WORDS}")
     here = [sys.executable, "scripts/doctor.py", "--verl", verl, WORDS]
-    assert done.stdout == subprocess.run(here, cwd=PROJECT, capture_output=True, text=True).stdout
+    assert done.stdout == subprocess.run(here, cwd=REPO, capture_output=True, text=True).stdout
     assert f"unpatched, in {verl}" in done.stdout and done.returncode == 2
     for spelled in (verl, f"{verl}/", f"{verl}/verl"):
         planned = make("-n", "doctor", f"VERL={spelled}").stdout
@@ -71,6 +71,6 @@ def test_what_a_python_needs(environments, trees, monkeypatch):
 
 def test_the_script_says_what_its_python_lacks(environments):
     python = environments["bare"].parents[2] / "bin/python"
-    done = subprocess.run([python, "scripts/doctor.py"], cwd=PROJECT, capture_output=True, text=True)
+    done = subprocess.run([python, "scripts/doctor.py"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"doctor: {python} lacks hydra-core, omegaconf: install it there")

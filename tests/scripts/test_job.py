@@ -13,8 +13,10 @@ import pyarrow.parquet
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lib import job as jobs
-from lib import validation
+from lib.errors import Refused
+from lib.paths import ARITHMETIC, CACHE, REPO
+from lib.run import job as jobs
+from lib.run import validation
 
 ROW = {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule"}}
 
@@ -28,13 +30,13 @@ def parquet(file: Path, rows: int = 64, without: str | None = None) -> Path:
 def test_the_bare_command_is_the_sanity_task_in_fp16():
     job = jobs.parse(["DEVICE=cpu"])
     assert (job.experiment, job.precision, job.algo, job.seed) == ("arithmetic", "fp16", "grpo", 1)
-    assert job.made == jobs.ARITHMETIC
+    assert job.made == ARITHMETIC
 
 
 @pytest.mark.parametrize("experiment", jobs.MADE)
 def test_a_model_and_data_are_made_for_the_experiments_that_have_none(experiment, tmp_path):
     job = jobs.parse(["DEVICE=cpu", f"EXPERIMENT={experiment}"])
-    assert job.made == jobs.CACHE / jobs.MADE[experiment]
+    assert job.made == CACHE / jobs.MADE[experiment]
     assert {
         f"actor_rollout_ref.model.path={job.made}/model",
         f"data.train_files={job.made}/train.parquet",
@@ -76,7 +78,7 @@ def test_an_empty_variable_is_one_that_is_not_given():
 )
 def test_a_bad_value_is_refused_by_name(word):
     name, _, value = word.partition("=")
-    with pytest.raises(jobs.Refused) as refusal:
+    with pytest.raises(Refused) as refusal:
         jobs.parse(["DEVICE=cpu", word])
     message = str(refusal.value)
     assert message.startswith(name) and "\n" not in message
@@ -99,13 +101,13 @@ def test_a_recipe_is_one_more_group_and_one_more_module(recipe, tmp_path):
 
 
 def test_a_recipe_does_not_replace_another_algorithm_without_a_word():
-    with pytest.raises(jobs.Refused, match="^ALGO=ppo: RECIPE=flowrl goes with grpo$"):
+    with pytest.raises(Refused, match="^ALGO=ppo: RECIPE=flowrl goes with grpo$"):
         jobs.parse(["DEVICE=cpu", "ALGO=ppo", "RECIPE=flowrl"])
 
 
 def test_a_run_resumes_by_itself_and_makes_its_model_beside_out_on_a_cluster_alone(monkeypatch):
     assert jobs.parse(["DEVICE=cpu"]).retries == 0
-    assert jobs.parse(["DEVICE=cpu", "OUT=/tmp/run"]).made == jobs.CACHE / "addition"
+    assert jobs.parse(["DEVICE=cpu", "OUT=/tmp/run"]).made == CACHE / "addition"
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     job = jobs.parse(["DEVICE=cpu"])
     assert (job.cluster, job.retries, jobs.parse(["DEVICE=cpu", "RETRIES=0"]).retries) == ("127.0.0.1:6379", 2, 0)
@@ -133,7 +135,7 @@ def test_a_gpu_is_not_looked_for_here_when_a_cluster_has_them(monkeypatch):
 
 @pytest.mark.skipif(jobs.gpu_present(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused():
-    with pytest.raises(jobs.Refused, match="^DEVICE=cuda: "):
+    with pytest.raises(Refused, match="^DEVICE=cuda: "):
         jobs.parse(["DEVICE=cuda"])
 
 
@@ -163,7 +165,7 @@ def test_args_win_over_everything_else(tmp_path):
 
 @pytest.mark.parametrize("args", ["trainer.n_gpu=2", "foo", "trainer.nnodes=[1", "+precision=bf16", "+experiment=x"])
 def test_a_misspelt_override_is_refused_in_one_line(args, tmp_path):
-    with pytest.raises(jobs.Refused) as refusal:
+    with pytest.raises(Refused) as refusal:
         jobs.compose(jobs.parse(["DEVICE=cpu", f"ARGS={args}"]), tmp_path)
     assert str(refusal.value).startswith(f"ARGS={shlex.join([args])}: ") and "\n" not in str(refusal.value)
 
@@ -193,7 +195,7 @@ def test_lora_is_validated_on_the_platform_of_the_job(tmp_path):
     good, bad = (jobs.parse(["DEVICE=cpu", f"ARGS=actor_rollout_ref.model.lora_rank={rank}"]) for rank in (8, 513))
     jobs.validate(good, jobs.compose(good, tmp_path))
     bad = replace(bad, device="cuda")  # submitted to a cluster whose GPUs this machine may lack
-    with pytest.raises(jobs.Refused, match="^ARGS=.*=513: lora_rank must be less than or equal to 512, but got 513$"):
+    with pytest.raises(Refused, match="^ARGS=.*=513: lora_rank must be less than or equal to 512, but got 513$"):
         jobs.validate(bad, jobs.compose(bad, tmp_path))
     assert sys.modules.keys() & {"recipes.cpu.platform", "vllm"} == loaded, "this process is left as it was"
 
@@ -210,14 +212,14 @@ def test_lora_is_validated_on_the_platform_of_the_job(tmp_path):
 )
 def test_a_refusal_names_the_word_at_fault_alone(args, word, tmp_path):
     job = jobs.parse(["DEVICE=cpu", f"ARGS={args}"])
-    with pytest.raises(jobs.Refused) as refusal:
+    with pytest.raises(Refused) as refusal:
         jobs.validate(job, jobs.compose(job, tmp_path))
     assert str(refusal.value).startswith(word) and "save_freq" not in str(refusal.value)
 
 
 def test_a_refusal_that_no_word_of_args_is_for_names_the_configuration(tmp_path):
     job = replace(jobs.parse(["DEVICE=cpu", "ARGS=trainer.save_freq=1"]), experiment="none")
-    with pytest.raises(jobs.Refused, match="^configuration: "):
+    with pytest.raises(Refused, match="^configuration: "):
         jobs.compose(job, tmp_path)
 
 
@@ -240,7 +242,7 @@ def test_gpu_nodes_are_validated_for_without_the_cpu_platform(monkeypatch):
 
 
 def refusal_of_check(words: list[str], out: Path) -> str:
-    with pytest.raises(jobs.Refused) as refusal:
+    with pytest.raises(Refused) as refusal:
         job = jobs.parse(["DEVICE=cpu", "STEPS=1", "EXPERIMENT=arithmetic", *words])
         jobs.check(job, jobs.compose(job, out), out)
     return str(refusal.value)
@@ -265,8 +267,8 @@ def test_data_that_cannot_be_used_are_refused(tmp_path):
 @pytest.mark.parametrize("words", ["TRAIN=/etc/hostname", "VAL=/none.parquet", "OUT=/proc/out", "PRECISION=fp61"])
 def test_bad_input_is_refused_before_anything_is_installed(words):
     """``make run`` asks this of the bare Python, before it makes the environment."""
-    command = [sys.executable, "-S", "-m", "lib.job", words]  # -S: no installed package
-    done = subprocess.run(command, cwd=jobs.REPO / "scripts", capture_output=True, text=True)
+    command = [sys.executable, "-S", "-m", "lib.run.job", words]  # -S: no installed package
+    done = subprocess.run(command, cwd=REPO / "scripts", capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith(f"run: {words}: ") and done.stderr.count("\n") == 1
 
 

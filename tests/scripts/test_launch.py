@@ -17,9 +17,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lib import job as jobs
+from lib.paths import REPO
+from lib.run import job as jobs
 
-LAUNCH = jobs.REPO / "scripts/launch"
+LAUNCH = REPO / "scripts/launch"
 SCRIPT = LAUNCH / "flowrl_7b.sh"
 SECRET = "hf_this-is-a-secret"
 OVERRIDES = ("data.train_batch_size=64", "+note='it costs $5, or \u20ac 5\U0001f600'", "trainer.logger=[console,file]")
@@ -382,8 +383,8 @@ def test_slurm_takes_the_default_out_again(slurm):
         slurm.run("rm", "-rf", slurm.folder / "spool")
         slurm.run(LAUNCH / "slurm.sh", **(KNOBS | {"SEED": seed}))
         folders.append(job_of(slurm.words("python3")).out)
-    assert folders[0] == folders[1] == jobs.REPO / "outputs/slurm/arithmetic-flowrl-bf16-seed1"
-    assert folders[2] == jobs.REPO / "outputs/slurm/arithmetic-flowrl-bf16-seed2"
+    assert folders[0] == folders[1] == REPO / "outputs/slurm/arithmetic-flowrl-bf16-seed1"
+    assert folders[2] == REPO / "outputs/slurm/arithmetic-flowrl-bf16-seed2"
 
 
 IN_JOB = KNOBS | {"IN_JOB": "yes", "SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "node[1-2]", "DEVICE": "cpu"}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lib import job as jobs
-from lib import stack
-from lib.releases import unpacked_wheel
+from lib.patches import stack
+from lib.patches.releases import unpacked_wheel
+from lib.paths import REPO
 
-FILE = jobs.REPO / "configs/launch/Dockerfile"
+FILE = REPO / "configs/launch/Dockerfile"
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -49,7 +49,7 @@ class Image:
                 environment |= [rest.split("=", 1)]
             elif name == "COPY":
                 source, target = rest.split()
-                source = jobs.REPO / source
+                source = REPO / source
                 if source.is_dir():
                     ignored = shutil.ignore_patterns("__pycache__")
                     shutil.copytree(source, self.project / target, ignore=ignored)

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from lib.job import REPO
+from lib.paths import REPO
 
 LAUNCH = REPO / "scripts/launch"
 

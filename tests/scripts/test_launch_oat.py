@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from lib import job as jobs
-from lib.releases import OAT, load_releases, unpacked_wheel
-from lib.stack import apply
+from lib.patches.releases import OAT, load_releases, unpacked_wheel
+from lib.patches.stack import apply
+from lib.paths import REPO
 
-SCRIPT = jobs.REPO / "scripts/launch/oat_sanity.sh"
-WORKERS = jobs.REPO / ".venv-workers/bin/python"
+SCRIPT = REPO / "scripts/launch/oat_sanity.sh"
+WORKERS = REPO / ".venv-workers/bin/python"
 RELEASES = list(load_releases(framework=OAT))
 ALGOS = ("grpo", "dr_grpo", "tis", "mis", "pg_is")
 WRITTEN = "as datasets' save_to_disk writes it; make sanity-math writes data/sanity-math/oat"
@@ -197,7 +197,7 @@ def test_oats_own_parser_takes_every_command(release, data, tmp_path):
     tree = unpacked_wheel(release, tmp_path / "tree", OAT)
     apply(tree, framework=OAT)
     commands = every_command(tree, data, tmp_path / "out")
-    paths = [tree, jobs.REPO / "tests/oat", jobs.REPO]
+    paths = [tree, REPO / "tests/oat", REPO]
     done = subprocess.run(
         [WORKERS, "-c", PARSE],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"},

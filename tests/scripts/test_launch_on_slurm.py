@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from test_launch import LAUNCH
 
-from lib.job import ARITHMETIC, REPO
+from lib.paths import ARITHMETIC, REPO
 
 NODES = {"vpnode1": "10.231.47.1", "vpnode2": "10.231.47.2"}
 HANGS_S = 1800

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from test_launch import IMAGE, LAUNCH, OVERRIDES, SECRET, Machine, job_of, machine  # noqa: F401
 
-from lib import job as jobs
+from lib.paths import REPO
 
-CONFIGS = jobs.REPO / "configs/launch"
+CONFIGS = REPO / "configs/launch"
 # Every knob that becomes part of a job, with values that a careless manifest would take for something else.
 KNOBS = IMAGE | {
     "EXPERIMENT": "arithmetic",
@@ -296,7 +296,7 @@ def test_the_skypilot_task_trains_on_its_head(rank, machine):  # noqa: F811
     started.chmod(0o755)
     machine.program("python3")
     run = machine.folder / "run.sh"  # as SkyPilot does on every node
-    run.write_text("#!/bin/bash\n" + task["run"].replace("/opt/verl-precision/scripts", str(jobs.REPO / "scripts")))
+    run.write_text("#!/bin/bash\n" + task["run"].replace("/opt/verl-precision/scripts", str(REPO / "scripts")))
     run.chmod(0o755)
     node = {"SKYPILOT_NODE_RANK": rank, "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9", "SKYPILOT_NUM_NODES": 3}
     environment = task["envs"] | given | node | {"SKYPILOT_NUM_GPUS_PER_NODE": 4}

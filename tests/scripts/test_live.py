@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from lib.live import Answers, is_verls, model, report
+from lib.doctor.live import Answers, is_verls, model, report
 
 DOCTOR = Path(__file__).resolve().parents[2] / "scripts/doctor.py"
 HOPS = ("actor.compute", "actor.autocast", "wire", "rollout.weights")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lib import logs
+from lib.run import log as logs
 
 RECORDED = Path(__file__).parent / "train_logs"
 STAMP = {"release": "0.9.1", "stack": "0123456789ab", "tree": "f" * 40}

@@ -2,13 +2,15 @@
 
 import pytest
 
-from lib import job as jobs
-from lib import machine
+from lib.errors import Refused
+from lib.paths import REPO
+from lib.run import job as jobs
+from lib.run import machine
 
 
 def check(args: str, device: str = "cpu") -> None:
     job = jobs.parse(["DEVICE=cpu", f"ARGS={args}"])
-    machine.check(jobs.compose(job, jobs.REPO / "out"), device)
+    machine.check(jobs.compose(job, REPO / "out"), device)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,7 @@ def check(args: str, device: str = "cpu") -> None:
     ],
 )
 def test_more_workers_than_ray_can_place_are_refused(args, reason):
-    with pytest.raises(jobs.Refused) as refusal:
+    with pytest.raises(Refused) as refusal:
         check(args)
     assert str(refusal.value).startswith(f"{args.split()[0]}: ") and reason in str(refusal.value)
 
@@ -38,5 +40,5 @@ def test_as_many_workers_as_ray_can_place_pass():
 
 @pytest.mark.skipif(jobs.gpu_present(), reason="there is a GPU")
 def test_more_workers_than_gpus_are_refused():
-    with pytest.raises(jobs.Refused, match="^trainer.n_gpus_per_node=1: must be at most 0, the GPUs of this machine"):
+    with pytest.raises(Refused, match="^trainer.n_gpus_per_node=1: must be at most 0, the GPUs of this machine"):
         check("trainer.n_gpus_per_node=1", device="cuda")

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import matrix
-from lib.releases import OAT, VERL, Framework
-from lib.stack import load_stacks
+from lib.patches.releases import OAT, VERL, Framework
+from lib.patches.stack import load_stacks
 
 RESULTS = {VERL: matrix.RESULTS, OAT: matrix.OAT_RESULTS}
 

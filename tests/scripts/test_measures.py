@@ -5,8 +5,9 @@ import random
 
 import pytest
 
-from lib import measures, runs
-from lib.measures import OUTCOMES, Spread
+from lib.report import catalog as measures
+from lib.report.catalog import OUTCOMES, Spread
+from lib.run import folder as runs
 
 
 def steps(*rewards: float) -> measures.Steps:

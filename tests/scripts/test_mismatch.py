@@ -1,12 +1,12 @@
-"""``scripts/lib/mismatch.py`` against verl's own metrics, closed forms and simulation."""
+"""``scripts/lib/probe/mismatch.py`` against verl's own metrics, closed forms and simulation."""
 
 import math
 
 import numpy as np
 import pytest
 
-from lib import mismatch
-from lib.mismatch import Answer, Estimate
+from lib.probe import mismatch
+from lib.probe.mismatch import Answer, Estimate
 
 
 def answers_of(log_ratios: list[np.ndarray], samples: int = 8) -> list[Answer]:

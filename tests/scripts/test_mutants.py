@@ -9,7 +9,8 @@ from itertools import chain
 import pytest
 
 import mutants
-from lib.releases import PROJECT, Refused
+from lib.errors import Refused
+from lib.paths import REPO
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_the_table_covers_the_field():
 def test_the_tests_of_the_table_exist():
     tests = {test for mutant in mutants.load(mutants.TABLE) for test in mutant.tests}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests], cwd=PROJECT, capture_output=True, text=True
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests], cwd=REPO, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 

@@ -15,8 +15,11 @@ import torch
 from matplotlib.figure import Figure
 from oat_modules import Args, precision
 
-from lib import measures, report, runs, sources
-from lib.job import Refused
+from lib.errors import Refused
+from lib.report import build as report
+from lib.report import catalog as measures
+from lib.report import readers as sources
+from lib.run import folder as runs
 
 ROUNDS = range(1, 8)
 ACCURACY = "eval/average/accuracy"

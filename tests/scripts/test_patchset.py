@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from lib import series, stack
-from lib.releases import PROJECT, find_release, load_releases, package_blobs, package_tree_id, unpacked_wheel, wheel
+from lib.patches import export as series
+from lib.patches import stack
+from lib.patches.releases import find_release, load_releases, package_blobs, package_tree_id, unpacked_wheel, wheel
+from lib.paths import REPO
 
 RELEASE = "0.9.1"
 ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
@@ -72,7 +74,7 @@ def refused(project: Path, *args: object, unchanged: Path, **options) -> str:
 
 def entry(release: str, framework: str = "verl") -> str:
     """What versions.toml says of a release."""
-    text = (PROJECT / "patches" / framework / "versions.toml").read_text()
+    text = (REPO / "patches" / framework / "versions.toml").read_text()
     (found,) = (part for part in text.split("\n\n") if part.startswith(f'["{release}"]'))
     return found.strip() + "\n"
 
@@ -90,7 +92,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project whose stack has two patches on three files and three files to copy; read it, do not change it."""
     project = tmp_path_factory.mktemp("tiny") / "project"
-    shutil.copytree(PROJECT / "scripts", project / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(REPO / "scripts", project / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     (project / ".cache/wheels").mkdir(parents=True)
     (project / ".cache/wheels" / wheel(RELEASE).name).symlink_to(wheel(RELEASE))
     for path, text in {

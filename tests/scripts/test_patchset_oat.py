@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from test_patchset import contents, cut_short, edit, entry, git, message, patchset, pristine, refused, tiny
 
-from lib import port, series, stack
-from lib.releases import (
+from lib.patches import export as series
+from lib.patches import port, stack
+from lib.patches.releases import (
     OAT,
-    PROJECT,
     VERL,
     Framework,
     find_release,
@@ -26,6 +26,7 @@ from lib.releases import (
     unpacked_wheel,
     wheel,
 )
+from lib.paths import REPO
 
 __all__ = ["pristine", "tiny"]  # fixtures
 
@@ -352,7 +353,7 @@ def test_a_new_release_gets_its_entry(project: Path, tmp_path: Path):
 )
 def test_make_names_the_framework(words: tuple[str, ...], line: str):
     make = ["make", "--dry-run", f"PYTHON={sys.executable}", *words]
-    assert line in subprocess.run(make, cwd=PROJECT, capture_output=True, text=True).stdout
+    assert line in subprocess.run(make, cwd=REPO, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize(
@@ -368,14 +369,14 @@ def test_make_names_the_framework(words: tuple[str, ...], line: str):
 )
 def test_what_make_refuses(words: tuple[str, ...], line: str):
     make = ["make", "--dry-run", f"PYTHON={sys.executable}", *words]
-    done = subprocess.run(make, cwd=PROJECT, capture_output=True, text=True)
+    done = subprocess.run(make, cwd=REPO, capture_output=True, text=True)
     assert done.returncode and done.stderr.count("\n") == 1 and f"*** {line}" in done.stderr
 
 
 def test_both_in_the_environment_stop_no_other_target():
     environment = {**os.environ, "VERL": "a", "OAT": "b"}
     make = ["make", "--dry-run", f"PYTHON={sys.executable}", "check"]
-    assert subprocess.run(make, cwd=PROJECT, env=environment, capture_output=True).returncode == 0
+    assert subprocess.run(make, cwd=REPO, env=environment, capture_output=True).returncode == 0
 
 
 # --- the project's own stacks ---------------------------------------------------------------------------------------

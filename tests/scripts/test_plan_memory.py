@@ -16,12 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 import plan_memory
-from lib import job as jobs
-from lib import memory
-from lib.job import Refused
-from lib.memory import GIB, MODELS, Shape, Trained, peak
+from lib.bench import memory_model as memory
+from lib.bench.memory_model import GIB, MODELS, Shape, Trained, peak
+from lib.errors import Refused
+from lib.paths import REPO
+from lib.run import job as jobs
 
-REPO = Path(__file__).resolve().parents[2]
 MEASURED = REPO / "docs/results/plan-memory-measured.json"
 WITHIN = 0.15
 

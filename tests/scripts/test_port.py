@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from test_patchset import contents, edit, entry, git, message, patchset, refused
 
-from lib import port, series, stack
-from lib.releases import PROJECT, find_release, load_releases, sha256, unpacked_wheel, wheel
+from lib.patches import export as series
+from lib.patches import port, stack
+from lib.patches.releases import find_release, load_releases, sha256, unpacked_wheel, wheel
+from lib.paths import REPO
 
 OLD, NEW = "0.9.0", "0.9.1"
 ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"  # differs between the two
@@ -25,7 +27,7 @@ CHANGED = ("        if is_last_micro_batch:\n", "        if is_last_micro_batch 
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project that knows both releases and has four patches for the older; read it, do not change it."""
     project = tmp_path_factory.mktemp("small") / "project"
-    shutil.copytree(PROJECT / "scripts", project / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(REPO / "scripts", project / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     (project / ".cache/wheels").mkdir(parents=True)
     for release in (OLD, NEW):
         (project / ".cache/wheels" / wheel(release).name).symlink_to(wheel(release))
@@ -267,6 +269,6 @@ def test_the_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
     # The report names those files, patch by patch, and what follows from them.
     reported = {line.split()[1].rstrip(":") for line in lines if line.startswith("    conflict ")}
     assert reported == {path for paths in DECIDED.values() for path in paths}
-    document = (PROJECT / "docs/porting.md").read_text()
+    document = (REPO / "docs/porting.md").read_text()
     shown = document.partition("$ make port FROM=0.9.0 TO=0.9.1\n")[2].partition("\n```")[0].splitlines()
     assert [line for line in shown if line.strip() != "…" and line not in lines] == []

@@ -13,10 +13,12 @@ import pytest
 from test_patchset import contents, edit, git
 
 import pr_branch as pr_branch_module
-from lib import port, upstream
-from lib.cut import cut
-from lib.releases import PROJECT, unpacked_wheel, wheel
-from lib.stack import write
+from lib.errors import Refused
+from lib.patches import port, upstream
+from lib.patches.cut import cut
+from lib.patches.releases import unpacked_wheel, wheel
+from lib.patches.stack import write
+from lib.paths import REPO
 
 RELEASE = "0.9.1"
 ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
@@ -78,7 +80,7 @@ def released(tmp_path_factory) -> Path:
     for path, text in {
         upstream.GENERATE: GENERATE,
         ".pre-commit-config.yaml": HOOKS,
-        "ruff.toml": (PROJECT / "pyproject.toml")
+        "ruff.toml": (REPO / "pyproject.toml")
         .read_text()
         .partition("[tool.ruff]\n")[2]
         .partition("[tool.pytest")[0]
@@ -106,7 +108,7 @@ def verl(released: Path, tmp_path: Path) -> Path:
 
 
 def pr_branch(project: Path, *args: object) -> subprocess.CompletedProcess[str]:
-    home = {"PRE_COMMIT_HOME": str(project / ".cache/pre-commit")} if project != PROJECT else {}
+    home = {"PRE_COMMIT_HOME": str(project / ".cache/pre-commit")} if project != REPO else {}
     line = [sys.executable, "-B", project / "scripts/pr_branch.py", *args]
     return subprocess.run(list(map(str, line)), capture_output=True, text=True, env=os.environ | home)
 
@@ -114,7 +116,7 @@ def pr_branch(project: Path, *args: object) -> subprocess.CompletedProcess[str]:
 def copy_of_project(folder: Path) -> Path:
     """What the tool needs of the project, to change and to keep its caches apart."""
     for part in ("scripts", "patches/upstream", "patches/verl", "configs/precision"):
-        shutil.copytree(PROJECT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(REPO / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / ".cache/wheels").mkdir(parents=True)
     (folder / ".cache/wheels" / wheel(RELEASE).name).symlink_to(wheel(RELEASE))
     return folder
@@ -274,9 +276,7 @@ def test_a_failed_hook_and_a_title_are_told(small: Path):
 def test_a_generator_that_fails_without_a_word_is_one_line(small: Path):
     write(small / upstream.GENERATE, b"exit 3")
     write(small / upstream.CONFIGS / "_generated_a.yaml", b"a: 1")
-    with pytest.raises(
-        upstream.Refused, match="generate_trainer_config.sh of main failed with exit code 3: it says noth"
-    ):
+    with pytest.raises(Refused, match="generate_trainer_config.sh of main failed with exit code 3: it says noth"):
         upstream.generate(small, os.environ)
 
 
@@ -289,7 +289,7 @@ def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path
     commit(verl, "a hooked line")
     before = contents(verl / ".git")
     work = tmp_path / "work"
-    done = pr_branch(PROJECT, verl, "--dir", work)
+    done = pr_branch(REPO, verl, "--dir", work)
     assert (done.returncode, done.stderr) == (1, "")
     told = done.stdout.splitlines()
     at = told.index("conflict scaler: fsdp-configure-the-loss-scaler.patch: 3 same, 4 merged, 1 conflict")
@@ -301,30 +301,30 @@ def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path
     assert contents(verl / ".git") == before
 
     plan = upstream.load_plan()
-    again = pr_branch(PROJECT, verl, "--dir", work)
+    again = pr_branch(REPO, verl, "--dir", work)
     assert again.returncode == 1 and again.stderr == (
         f"pr_branch: DIR={work} has a cherry-pick to finish: git -C {work} cherry-pick --continue; or remove it\n"
     )
     assert git("diff", "--name-only", "--diff-filter=U", cwd=work).split() == [ENGINE]
     git("add", ENGINE, cwd=work)
     git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=work)
-    with pytest.raises(upstream.Refused, match=f"conflict marker in {ENGINE} of precision/scaler: git commit --fixup"):
+    with pytest.raises(Refused, match=f"conflict marker in {ENGINE} of precision/scaler: git commit --fixup"):
         upstream.check_line(verl, work, plan)
     (at,) = git("log", "--format=%h", "--grep=^scaler: fsdp-configure", "line/to..carried", cwd=work).split()
     theirs = re.sub(r"<{7} .*?={7}\n(.*?)>{7} [^\n]*\n", r"\1", (work / ENGINE).read_text(), flags=re.S)
     (work / ENGINE).write_text(theirs)
-    with pytest.raises(upstream.Refused, match=f"uncommitted changes: {ENGINE}"):
+    with pytest.raises(Refused, match=f"uncommitted changes: {ENGINE}"):
         upstream.check_line(verl, work, plan)
     git("commit", "--quiet", "--all", f"--fixup={at}", cwd=work)
     git("-c", "sequence.editor=true", "rebase", "--quiet", "--interactive", "--autosquash", "line/to", cwd=work)
     git("commit", "--quiet", "--allow-empty", "--message=a mend that says no branch", cwd=work)
     upstream.check_line(verl, work, plan)
-    with pytest.raises(upstream.Refused, match="made from other patches than these"):
+    with pytest.raises(Refused, match="made from other patches than these"):
         upstream.check_line(verl, work, replace(plan, id="another"))
     assert [branch.slug for branch, _ in upstream.ends(plan, work)] == SLUGS
     shutil.copytree(verl, tmp_path / "moved")
     git("commit", "--quiet", "--allow-empty", "--message=more", cwd=tmp_path / "moved")
-    with pytest.raises(upstream.Refused, match="another main"):
+    with pytest.raises(Refused, match="another main"):
         upstream.check_line(tmp_path / "moved", work, plan)
 
 
@@ -375,7 +375,7 @@ def test_a_hunk_that_needs_another_is_refused(line: Path, tmp_path: Path):
     fault = (
         r"megatron-overflow cannot take verl/workers/config/engine.py#1 \(line 24.* of megatron-skip-an-overflow.patch"
     )
-    with pytest.raises(upstream.Refused, match=fault):
+    with pytest.raises(Refused, match=fault):
         upstream.pick_hunks(plan.branches[-1], pick, patch, tmp_path / "tree")
 
 
@@ -470,7 +470,7 @@ class A:
 def refused(verl: Path, tmp_path: Path) -> str:
     """Run the tool, which must refuse in one line and change nothing; return that line."""
     before = contents(tmp_path)
-    done = pr_branch(PROJECT, verl, "--dir", tmp_path / "work")
+    done = pr_branch(REPO, verl, "--dir", tmp_path / "work")
     assert (done.returncode, done.stdout) == (1, "") and done.stderr.count("\n") == 1, done
     assert contents(tmp_path) == before
     return done.stderr.removeprefix("pr_branch: ")

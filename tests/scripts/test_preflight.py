@@ -19,11 +19,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 import preflight
-from lib import ranges
-from lib.job import Refused
-from lib.vllm_support import Float16Support
+from lib.errors import Refused
+from lib.paths import REPO
+from lib.probe import fp16_range as ranges
+from lib.run.vllm_float16 import Float16Support
 
-REPO = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("precision", REPO / "patches/verl/files/verl/utils/precision.py")
 precision = importlib.util.module_from_spec(spec)
 sys.modules["precision"] = precision

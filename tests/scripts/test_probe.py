@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import probe
-from lib import runs
-from lib.job import Refused
+from lib.errors import Refused
+from lib.paths import REPO
+from lib.run import folder as runs
 
-REPO = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 PLAIN = ["WIRE=fp32", "HEAD=none"]
 

@@ -15,12 +15,23 @@ from pathlib import Path
 import pytest
 from test_patchset import contents
 
-from lib.releases import FRAMEWORKS, OAT, PROJECT, VERL, Framework, load_releases, unpacked_wheel
+from lib.patches.releases import FRAMEWORKS, OAT, VERL, Framework, load_releases, unpacked_wheel
+from lib.paths import REPO
 
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 NEWEST = [(VERL, "0.9.1"), (OAT, "0.2.4")]
 # What is imported of the project where verl's own environment is used, which this test does without.
-MODULES = ["doctor", "matrix", "patchset", "preflight", "probe", "compare", "lib.job", "lib.admission", "lib.cluster"]
+MODULES = [
+    "doctor",
+    "matrix",
+    "patchset",
+    "preflight",
+    "probe",
+    "compare",
+    "lib.run.job",
+    "lib.run.admission",
+    "lib.run.cluster",
+]
 
 
 @cache
@@ -40,7 +51,7 @@ def interpreter(version: str) -> Path:
 def run(version: str, *words: object, **options) -> str:
     """Run the Python with nothing but the standard library in reach and return what it printed."""
     line = [str(word) for word in (interpreter(version), "-S", "-B", *words)]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=PROJECT / "scripts", **options)
+    done = subprocess.run(line, capture_output=True, text=True, cwd=REPO / "scripts", **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -59,7 +70,7 @@ def expected(wheel, tmp_path_factory) -> tuple[str, dict[str, bytes | None]]:
     tree = tmp_path_factory.mktemp("expected") / "tree"
     shutil.copytree(pristine, tree)
     line = [sys.executable, "scripts/patchset.py", "apply", tree]
-    printed = subprocess.run(line, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(line, cwd=REPO, capture_output=True, text=True, check=True).stdout
     assert (tree / framework.stamp).is_file()
     return printed.replace(str(tree), "TREE"), contents(tree)
 
@@ -82,13 +93,13 @@ def test_every_python_makes_the_same_tree(python, wheel, expected, tmp_path):
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_standard_library_is_enough(python):
     run(python, "-c", f"import {', '.join(MODULES)}")
-    assert run(python, "-m", "lib.job", "PRECISION=fp16", "STEPS=3") == ""
-    assert run(python, "-c", "from lib import job; print(job.usage())").startswith("  EXPERIMENT")
+    assert run(python, "-m", "lib.run.job", "PRECISION=fp16", "STEPS=3") == ""
+    assert run(python, "-c", "from lib.run import job; print(job.usage())").startswith("  EXPERIMENT")
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
 def test_the_releases_are_toml(framework):
-    read = tomllib.loads((framework.home(PROJECT) / "versions.toml").read_text())
+    read = tomllib.loads((framework.home(REPO) / "versions.toml").read_text())
     releases = load_releases(framework=framework)
     assert {name: {key: getattr(releases[name], key) for key in entry} for name, entry in read.items()} == read
     assert list(releases) == list(read)
@@ -104,7 +115,7 @@ def checkout(tmp_path) -> Path:
     folder.mkdir()
     programs.mkdir()
     for path in ("Makefile", "requirements", "scripts"):
-        (folder / path).symlink_to(PROJECT / path)
+        (folder / path).symlink_to(REPO / path)
     for name in ("bash", "cat", "cksum", "cut", "git", "touch", "ln"):
         (programs / name).symlink_to(shutil.which(name))
     return folder

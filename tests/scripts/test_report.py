@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lib import report, runs, sources
-from lib.job import Refused
+from lib.errors import Refused
+from lib.paths import REPO
+from lib.report import build as report
+from lib.report import readers as sources
+from lib.run import folder as runs
 
-REPO = Path(__file__).resolve().parents[2]
 RECORDED = sorted(file.parent for file in (REPO / "docs" / "results").rglob(report.SETTINGS))
 
 

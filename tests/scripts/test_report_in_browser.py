@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from test_report import RECORDED, made, several
 
-from lib import report
+from lib.report import build as report
 
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]

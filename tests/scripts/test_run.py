@@ -15,10 +15,11 @@ import psutil
 import pytest
 
 import run
-from lib import job as jobs
-from lib import logs, runs
-
-REPO = Path(__file__).resolve().parents[2]
+from lib.errors import Refused
+from lib.paths import REPO
+from lib.run import folder as runs
+from lib.run import job as jobs
+from lib.run import log as logs
 
 # Starts a process in a session of its own, as Ray does, waits, and would go on for a minute.
 PARENT = """
@@ -282,7 +283,7 @@ def test_what_a_run_took_is_recorded_while_it_runs(tmp_path, monkeypatch):
         (LOSES_A_WORKER, [[], ["second (10.0.0.3)"]], 0, "lost node second (10.0.0.3) after step 0 of 2"),
         (LOSES_A_WORKER, [[]], 0, "lost a worker (pid 207) on node second (10.0.0.3) after step 0 of 2"),
         (FAILS, [[]], 1, "ValueError: no such thing"),
-        (FAILS, [jobs.Refused("no Ray cluster answers")], 75, "ValueError: no such thing"),
+        (FAILS, [Refused("no Ray cluster answers")], 75, "ValueError: no such thing"),
     ],
 )
 def test_a_node_may_be_missed_late_and_the_jobs_own_error_is_shown_first(

@@ -8,8 +8,9 @@ import pytest
 from matplotlib import image
 from matplotlib.colors import to_rgb
 
-from lib import job as jobs
-from lib import runs
+from lib.errors import Refused
+from lib.run import folder as runs
+from lib.run import job as jobs
 from verl.utils.tracking import FileLogger
 
 STAMP = {"release": "0.9.1", "stack": "0123456789ab", "tree": "f" * 40}
@@ -100,13 +101,13 @@ def test_a_repeated_command_resumes_an_unfinished_run_and_leaves_a_finished_one_
 def test_a_folder_with_other_settings_is_refused_by_name(other, tmp_path):
     out = started(tmp_path / "out", job(), 10, checkpoint=4)
     name = other.partition("=")[0]
-    with pytest.raises(jobs.Refused, match=f"^{name}=.* holds a run with {name}="):
+    with pytest.raises(Refused, match=f"^{name}=.* holds a run with {name}="):
         runs.admit(job(other), out, 10)
 
 
 def test_a_refusal_of_other_args_names_the_words_that_differ(tmp_path):
     out = started(tmp_path / "out", job("ARGS=trainer.save_freq=1 trainer.nnodes=1"), 10, checkpoint=4)
-    with pytest.raises(jobs.Refused, match=f"^ARGS=trainer.nnodes=2: {out} holds a run with ARGS=trainer.nnodes=1; "):
+    with pytest.raises(Refused, match=f"^ARGS=trainer.nnodes=2: {out} holds a run with ARGS=trainer.nnodes=1; "):
         runs.admit(job("ARGS=trainer.save_freq=1 trainer.nnodes=2"), out, 10)
 
 
@@ -116,7 +117,7 @@ def test_a_run_of_before_a_variable_was_there_goes_on_without_it(tmp_path):
     del record["settings"]["RECIPE"]
     runs.write_json(out / "run.json", record)
     assert runs.admit(job(), out, 10)["steps"] == 10
-    with pytest.raises(jobs.Refused, match="^RECIPE=flowrl: .* holds a run with RECIPE=;"):
+    with pytest.raises(Refused, match="^RECIPE=flowrl: .* holds a run with RECIPE=;"):
         runs.admit(job("RECIPE=flowrl"), out, 10)
 
 
@@ -130,23 +131,23 @@ def test_how_far_a_run_may_go_on(tmp_path):
     finished = started(tmp_path / "finished", job(), 10, checkpoint=10, finished=True)
     assert runs.admit(job(), finished, 11)["steps"] == 11
     for steps in (10, 9):
-        with pytest.raises(jobs.Refused, match=f"^STEPS={steps}: .* finished run of 10"):
+        with pytest.raises(Refused, match=f"^STEPS={steps}: .* finished run of 10"):
             runs.admit(job(), finished, steps)
     unfinished = started(tmp_path / "unfinished", job(), 10, checkpoint=6)
     assert runs.admit(job(), unfinished, 6)["steps"] == 6
-    with pytest.raises(jobs.Refused, match="^STEPS=5: .* already at step 6"):
+    with pytest.raises(Refused, match="^STEPS=5: .* already at step 6"):
         runs.admit(job(), unfinished, 5)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(jobs.Refused, match=f"^OUT={tmp_path}: is not empty and holds no run"):
+    with pytest.raises(Refused, match=f"^OUT={tmp_path}: is not empty and holds no run"):
         runs.admit(job(), tmp_path, 10)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_one_run_a_folder(tmp_path):
-    with runs.lock(tmp_path), pytest.raises(jobs.Refused, match=f"^OUT={tmp_path}: another run is writing there"):
+    with runs.lock(tmp_path), pytest.raises(Refused, match=f"^OUT={tmp_path}: another run is writing there"):
         runs.lock(tmp_path)
     runs.lock(tmp_path).close()
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lib import runs, sources
-from lib.job import Refused
-from lib.measures import METRIC
+from lib.errors import Refused
+from lib.report import readers as sources
+from lib.report.catalog import METRIC
+from lib.run import folder as runs
 
 STEPS = range(1, 7)
 CONFIG = {  # longer than a block of wandb's log

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from lib import job as jobs
-from lib import releases, runs, stack, sweep
+from lib.errors import Refused
+from lib.patches import releases, stack
+from lib.paths import REPO
+from lib.run import folder as runs
+from lib.run import job as jobs
+from lib.run import sweep
 
-REPO = Path(__file__).resolve().parents[2]
 COMPARE = [sys.executable, str(REPO / "scripts" / "compare.py")]
 
 # In the place of scripts/run.py: three quick steps, the second of which fails in bf16 with seed 1.
@@ -87,7 +90,7 @@ def test_a_comparison_is_planned_seed_by_seed_and_what_is_finished_stays(tmp_pat
 def test_what_one_run_refuses_starts_none(words, says, tmp_path):
     finished(tmp_path / "grpo" / "fp16-seed1", 0.9, PRECISION="fp16", ALGO="grpo", SEED="1")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(jobs.Refused, match=says):
+    with pytest.raises(Refused, match=says):
         sweep.plan(given(EXPERIMENT="sanity_cpu", OUT=str(tmp_path), SEED="2 1") | words)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -105,7 +108,7 @@ def test_what_one_run_refuses_starts_none(words, says, tmp_path):
     ],
 )
 def test_bad_words_are_refused(words, says, tmp_path):
-    with pytest.raises(jobs.Refused, match=re.escape(says)):
+    with pytest.raises(Refused, match=re.escape(says)):
         sweep.plan(given(OUT=str(tmp_path / "out"), **words))
     assert not (tmp_path / "out").exists()
 
@@ -113,7 +116,7 @@ def test_bad_words_are_refused(words, says, tmp_path):
 def test_an_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
     release = sweep.installed_release()
     root = releases.unpacked_wheel(release, tmp_path / "tree")
-    with pytest.raises(jobs.Refused, match=rf"TREES=a={root}: verl {release}, no stack applied; make apply-patches"):
+    with pytest.raises(Refused, match=rf"TREES=a={root}: verl {release}, no stack applied; make apply-patches"):
         sweep.tree("a", str(root))
     stack.apply(root)
     code = sweep.tree("a", str(root / "verl"))
@@ -125,7 +128,7 @@ def test_an_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
     assert held["a"]["folder"] == str(root)
 
     (root / "verl" / "utils" / "precision.py").open("a").write("# edited\n")  # an edited tree may be compared, but anew
-    with pytest.raises(jobs.Refused, match="holds runs of another a, state "):
+    with pytest.raises(Refused, match="holds runs of another a, state "):
         sweep.remember(out, [sweep.tree("a", str(root))])
 
 
@@ -145,10 +148,10 @@ def test_a_branch_is_its_last_commit_and_not_what_lies_about(tmp_path, monkeypat
     head = git(tmp_path, "rev-parse", "HEAD")
     assert sweep.committed("main") == sweep.committed("mine") == head
     (tmp_path / "a.txt").write_text("b")
-    with pytest.raises(jobs.Refused, match=f"BRANCHES=main: {tmp_path} has changes that are not committed: a.txt"):
+    with pytest.raises(Refused, match=f"BRANCHES=main: {tmp_path} has changes that are not committed: a.txt"):
         sweep.committed("main")
     assert sweep.committed("mine") == head
-    with pytest.raises(jobs.Refused, match="BRANCHES=v1: no such branch here; there are main, mine"):
+    with pytest.raises(Refused, match="BRANCHES=v1: no such branch here; there are main, mine"):
         sweep.committed("v1")
 
 

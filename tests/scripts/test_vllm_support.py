@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 import probe
-from lib import job as jobs
-from lib import vllm_support
-from lib.diagnosis import Diagnosis, diagnose
-from lib.target import look_at
-from lib.vllm_support import Float16Support, float16_support
+from lib.doctor.diagnosis import Diagnosis, diagnose
+from lib.doctor.tree import look_at
+from lib.errors import Refused
+from lib.paths import REPO
+from lib.run import job as jobs
+from lib.run import vllm_float16 as vllm_support
+from lib.run.vllm_float16 import Float16Support, float16_support
 
 ROLLOUT, REWARD = "actor_rollout_ref.rollout", "reward.reward_model"
 LISTED = '_FLOAT16_NOT_SUPPORTED_MODELS = {"gemma2": "Unstable.", "glm4": "Unstable."}\n'
@@ -168,7 +170,7 @@ def test_the_doctor_says_what_is_not_known(trees):
 
 @pytest.mark.parametrize("words", [["STEPS=3"], ["STEPS=3", "PRECISION=bf16_train_fp16_infer"]])
 def test_a_run_is_refused_before_anything_starts(words, gemma, tmp_path):
-    command = [sys.executable, jobs.REPO / "scripts/run.py", "DEVICE=cpu", f"MODEL={gemma}", f"OUT={tmp_path / 'out'}"]
+    command = [sys.executable, REPO / "scripts/run.py", "DEVICE=cpu", f"MODEL={gemma}", f"OUT={tmp_path / 'out'}"]
     done = subprocess.run([*command, *words], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"run: MODEL={gemma}: vLLM ")
@@ -188,7 +190,7 @@ def test_a_run_that_vllm_takes_is_not_refused(words, gemma, tmp_path):
 def test_a_probe_by_vllm_is_refused_and_one_by_hf_says_so(gemma, tmp_path, capsys):
     words = ["DEVICE=cpu", f"MODEL={gemma}", f"DATA={tmp_path / 'data.parquet'}", f"OUT={tmp_path / 'out'}"]
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
-    with pytest.raises(jobs.Refused, match="leave out bf16_train_fp16_infer and fp16: PRECISION='bf16 fp32'"):
+    with pytest.raises(Refused, match="leave out bf16_train_fp16_infer and fp16: PRECISION='bf16 fp32'"):
         probe.main([*words, "BACKEND=vllm"])
     probe.check_vllm(probe.parse([*words, "BACKEND=vllm", "PRECISION=bf16 fp32"]))
     assert capsys.readouterr().out == ""

@@ -12,9 +12,9 @@ import manifest
 import pytest
 import torch
 
-from lib import runs
+from lib.errors import Refused
+from lib.run import folder as runs
 
-REPO = Path(__file__).resolve().parents[2]
 FILES = [
     "actor/model_world_size_1_rank_0.pt",
     "actor/optim_world_size_1_rank_0.pt",
@@ -230,7 +230,7 @@ def test_make_run_resumes_where_verl_does(tmp_path):
     truncate(torn)
     assert runs.checkpoint_step(tmp_path) == 1
     truncate(whole)
-    with pytest.raises(runs.Refused, match="OUT=.*no whole checkpoint"):
+    with pytest.raises(Refused, match="OUT=.*no whole checkpoint"):
         runs.checkpoint_step(tmp_path)
 
 

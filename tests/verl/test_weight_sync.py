@@ -10,8 +10,8 @@ import torch
 from omegaconf import OmegaConf
 from weight_sync import WeightSyncCheck, WeightSyncError, check_weight_sync
 
-from lib.releases import load_releases, unpacked_wheel
-from lib.stack import apply
+from lib.patches.releases import load_releases, unpacked_wheel
+from lib.patches.stack import apply
 
 CONFIG = {
     "trainer": {"check_weight_sync": True},

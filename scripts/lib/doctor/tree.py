@@ -10,11 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import hops
-from .hops import UNKNOWN
-from .job import CONFIGS, Refused
-from .releases import blob_id, wheel
-from .stack import Stack, closest, examine, load_stacks, locked, read_record
+from lib.doctor import dtype_rules as hops
+from lib.doctor.dtype_rules import UNKNOWN
+from lib.errors import Refused
+from lib.patches.releases import blob_id, wheel
+from lib.patches.stack import Stack, closest, examine, load_stacks, locked, read_record
+from lib.paths import CONFIGS
 
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
@@ -69,7 +70,7 @@ def look_at(target: Path) -> Tree:
     """Tell which verl ``target`` is; changes nothing.
 
     Raises:
-        lib.releases.Refused: ``target`` is no verl, or a release's wheel to compare it with cannot be had.
+        Refused: ``target`` is no verl, or a release's wheel to compare it with cannot be had.
     """
     with locked(target) as held:
         blobs, record, stacks = held.blobs(), read_record(held), load_stacks()

@@ -19,7 +19,7 @@ import ray
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lib.job import Refused
+from lib.errors import Refused
 
 # verl's names of its actors: workers (single_controller/ray/base.py), alone, colocated or fused, and rollout servers.
 WORKER = re.compile(r"(WorkerDict|FusedWorker\w*|[A-Z]\w*Worker)_\d+:\d+$")

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from . import hops
-from .holding import (
+from lib.doctor import dtype_rules as hops
+from lib.doctor.dtype_rules import LEGACY, UNKNOWN, rule_for
+from lib.doctor.resolver import (
     HOPS,
     ROLES,
     ROLLOUT,
@@ -23,10 +24,10 @@ from .holding import (
     Unreadable,
     server_dtype,
 )
-from .hops import LEGACY, UNKNOWN, rule_for
-from .job import CONFIGS, options
-from .servers import float16_servers
-from .target import Tree, Uncomposable, compose, leaves, select
+from lib.doctor.servers import float16_servers
+from lib.doctor.tree import Tree, Uncomposable, compose, leaves, select
+from lib.paths import CONFIGS
+from lib.run.job import options
 
 
 @dataclass(frozen=True)

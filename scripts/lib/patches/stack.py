@@ -24,17 +24,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .releases import (
-    PROJECT,
-    VERL,
-    Framework,
-    Refused,
-    Release,
-    blob_id,
-    load_releases,
-    package_blobs,
-    package_tree_id,
-)
+from lib.errors import Refused
+from lib.patches.releases import VERL, Framework, Release, blob_id, load_releases, package_blobs, package_tree_id
+from lib.paths import REPO
 
 TRAILERS = ("Reason", "Origin", "Forwarded", "Applied-Upstream")
 REASONS = ("backport", "pending", "local")
@@ -96,7 +88,7 @@ class Stack:
         return package_tree_id({**rest, **self.before}) == self.release.tree_before
 
 
-def verbatim_files(project: Path = PROJECT, framework: Framework = VERL) -> dict[str, Path]:
+def verbatim_files(project: Path = REPO, framework: Framework = VERL) -> dict[str, Path]:
     """Return the project's files that are copied into every release, by their path in the target."""
     files, overlays = framework.home(project) / "files", project / "configs/precision"
     found = {path.relative_to(files).as_posix(): path for path in sorted(files.rglob("*")) if path.is_file()}
@@ -106,7 +98,7 @@ def verbatim_files(project: Path = PROJECT, framework: Framework = VERL) -> dict
     return found
 
 
-def load_stack(release: Release, project: Path = PROJECT) -> Stack:
+def load_stack(release: Release, project: Path = REPO) -> Stack:
     """Read a release's series, patches and verbatim files; raises Refused where they do not fit each other."""
     folder = release.framework.home(project) / f"v{release.name}"
     series = folder / "series"
@@ -134,7 +126,7 @@ def make_stack(release: Release, patches: tuple[Patch, ...], added: Mapping[str,
     return Stack(release, patches, before, after, added, digest.hexdigest()[:12])
 
 
-def load_stacks(project: Path = PROJECT, framework: Framework = VERL) -> list[Stack]:
+def load_stacks(project: Path = REPO, framework: Framework = VERL) -> list[Stack]:
     """Return the stack of every release in the framework's versions.toml."""
     return [load_stack(release, project) for release in load_releases(project, framework).values()]
 
@@ -337,7 +329,7 @@ def read_record(target: Target) -> Record | None:
     return Record(**json.loads(target.record.read_text())) if target.record.exists() else None
 
 
-def status(path: Path, project: Path = PROJECT, framework: Framework = VERL) -> Status:
+def status(path: Path, project: Path = REPO, framework: Framework = VERL) -> Status:
     """Tell a target's state; changes nothing."""
     with locked(path, framework) as target:
         return examine(target, target.blobs(), read_record(target), load_stacks(project, framework))
@@ -421,7 +413,7 @@ def listed(paths: list[str]) -> str:
 # --- apply and unapply ----------------------------------------------------------------------------------------------
 
 
-def apply(path: Path, project: Path = PROJECT, framework: Framework = VERL) -> list[str]:
+def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
     """Put the stack on the target and return what was done, a line each.
 
     Does nothing to a target that carries this very stack; takes another version of the stack off first. Raises Refused,
@@ -453,7 +445,7 @@ def apply(path: Path, project: Path = PROJECT, framework: Framework = VERL) -> l
     return [*done, f"{stack.release}: {counts}"]
 
 
-def unapply(path: Path, project: Path = PROJECT, framework: Framework = VERL) -> list[str]:
+def unapply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
     """Take the stack off the target, to the byte, and return what was done, a line each.
 
     Does nothing to a pristine target. Raises Refused, with nothing changed, where files were edited since apply or

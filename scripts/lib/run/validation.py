@@ -12,13 +12,12 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lib.paths import REPO
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-REPO = Path(__file__).resolve().parents[2]
 
 
 def refusal(config: "DictConfig") -> str | None:
@@ -51,8 +50,10 @@ def refusals(configs: "Sequence[DictConfig | None]", environment: Mapping[str, s
     """
     if environment is None:
         return [config and refusal(config) for config in configs]
-    command = [sys.executable, "-P", __file__]  # -P: this file's folder is not a place to import from
-    done = subprocess.run(command, input=pickle.dumps(configs), env=os.environ | environment, capture_output=True)
+    paths = [str(REPO / "scripts"), environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
+    variables = os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-P", "-m", "lib.run.validation"]  # -P: nothing is imported from the current folder
+    done = subprocess.run(command, input=pickle.dumps(configs), env=variables, capture_output=True)
     if done.returncode:
         raise RuntimeError(f"{__file__} failed\n{done.stderr.decode(errors='replace')}")
     return json.loads(done.stdout)

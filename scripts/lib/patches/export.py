@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .releases import (
+from lib.errors import Refused
+from lib.patches.releases import (
     FRAMEWORKS,
-    PROJECT,
     VERL,
     Framework,
-    Refused,
     blob_id,
     find_release,
     package_blobs,
@@ -22,7 +21,7 @@ from .releases import (
     record_tree_after,
     unpacked_wheel,
 )
-from .stack import (
+from lib.patches.stack import (
     Patch,
     Stack,
     apply,
@@ -35,6 +34,7 @@ from .stack import (
     unapply,
     write,
 )
+from lib.paths import REPO
 
 # The tag names the release and marks the last commit that is not a patch.
 BASE = "base/"
@@ -54,7 +54,7 @@ DIFF_OPTIONS = (
 )
 
 
-def checkout(name: str, folder: Path, project: Path = PROJECT, framework: Framework = VERL) -> list[str]:
+def checkout(name: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
     """Make ``folder`` a git tree: the wheel's package, the files copied in verbatim, then a commit for each patch."""
     stack = load_stack(find_release(name, project, framework), project)
     with scratch_beside(folder) as (scratch, folder):
@@ -198,7 +198,7 @@ def file_name(subject: str) -> str:
     return f"{match[1]}-{slug}.patch"
 
 
-def export(tree: Path, project: Path = PROJECT) -> list[str]:
+def export(tree: Path, project: Path = REPO) -> list[str]:
     """Write the commits of a git tree made by checkout back into the project, once a re-export gives the same again.
 
     Files copied in verbatim that the commits changed are written back too, unless the project's own have changed since
@@ -252,7 +252,7 @@ def check_re_export(stack: Stack, root: Path, tree_after: str) -> None:
         raise Refused(f"the series makes tree {found}, versions.toml has {tree_after}; checkout and export")
 
 
-def check(name: str, project: Path = PROJECT, framework: Framework = VERL) -> str:
+def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
     """Try the stack of a release on its wheel and return what was seen; raises Refused at the first fault.
 
     The headers are complete; the wheel is the known one; apply makes the tree it should, and every file in it compiles;

@@ -1,4 +1,4 @@
-"""The rollout's side by an offline vLLM: ``python -m lib.vllm_side REQUEST.json``, a process of its own.
+"""The rollout's side by an offline vLLM: ``python -m lib.probe.vllm_generate REQUEST.json``, a process of its own.
 
 Asks as verl 0.9.1's ``vllm_async_server.py`` does: verl's defaults of the engine, ``logprobs=0``, temperature 1.
 Appends a line to the file of the request for each prompt.
@@ -23,7 +23,7 @@ def generate(request: dict) -> None:
         host.when_imported("vllm.model_executor.layers.utils", host.keep_linear_weights)
     import vllm
 
-    from lib.sides import DTYPES
+    from lib.probe.numerics import DTYPES
 
     prompts = request["prompts"]
     engine = vllm.LLM(

@@ -18,14 +18,17 @@ from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 
-from lib import measures, runs, sources
-from lib.job import Refused, check_room
-from lib.measures import OUTCOMES, SERIES, Outcome, Series, Spread, Steps, Verdict
-from lib.sources import RECORD, Run
+from lib.errors import Refused
+from lib.report import catalog as measures
+from lib.report import readers as sources
+from lib.report.catalog import OUTCOMES, SERIES, Outcome, Series, Spread, Steps, Verdict
+from lib.report.readers import RECORD, Run
+from lib.run import folder as runs
+from lib.run.job import check_room
 
 THRESHOLD = 0.95  # the sanity test of arXiv 2510.26788 is passed above 95 % training accuracy
 SETTINGS = "report.json"
-TEMPLATE = "report.html.jinja"
+TEMPLATE = "page.html.jinja"
 # Okabe and Ito's colours, which colour-blind readers tell apart; the regimes keep theirs from report to report.
 COLOURS = {"fp16": "#0072B2", "bf16": "#D55E00", "bf16_train_fp16_infer": "#009E73", "fp32": "#4D4D4D"}
 OTHERS = ("#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7B4FA3", "#1B7F79")

@@ -18,11 +18,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cut import cut
-from .port import carry, hunks, merge, renames, report
-from .releases import PROJECT, Refused, blob_id, find_release
-from .series import BASE, DIFF_OPTIONS, UNFINISHED, commit, commit_stack, scratch_beside
-from .stack import Patch, Stack, git, load_stack, make_stack, run_git, write
+from lib.errors import Refused
+from lib.patches.cut import cut
+from lib.patches.export import BASE, DIFF_OPTIONS, UNFINISHED, commit, commit_stack, scratch_beside
+from lib.patches.port import carry, hunks, merge, renames, report
+from lib.patches.releases import blob_id, find_release
+from lib.patches.stack import Patch, Stack, git, load_stack, make_stack, run_git, write
+from lib.paths import REPO
 
 PREFIX = "precision/"
 MODULE = "verl/utils/precision.py"
@@ -92,7 +94,7 @@ class Plan:
 
 def load_plan() -> Plan:
     """Read patches/upstream/branches.toml."""
-    home = PROJECT / "patches/upstream"
+    home = REPO / "patches/upstream"
     text = (home / "branches.toml").read_text()
     told = tomllib.loads(text)
     branches = tuple(

@@ -27,9 +27,11 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-from lib import job as jobs
-from lib import releases, runs, stack
-from lib.job import Refused
+from lib.errors import Refused
+from lib.patches import releases, stack
+from lib.paths import CACHE, REPO
+from lib.run import folder as runs
+from lib.run import job as jobs
 
 LISTS = {"PRECISION": "fp16", "ALGO": "grpo", "SEED": "1"}  # the variables that take several values, and their defaults
 VARIABLES = jobs.VARIABLES | {
@@ -53,7 +55,7 @@ class Code:
     """
 
     name: str = ""
-    project: Path = jobs.REPO
+    project: Path = REPO
     verl: Path | None = None
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -109,7 +111,7 @@ def plan(given: Mapping[str, str]) -> Plan:
     """
     lists = {name: several(name, given.get(name, default)) for name, default in LISTS.items()}
     experiment = given.get("EXPERIMENT", "gsm8k_1gpu" if "TRAIN" in given else "arithmetic")
-    out = Path(given.get("OUT", jobs.REPO / "outputs" / "compare" / experiment)).expanduser().resolve()
+    out = Path(given.get("OUT", REPO / "outputs" / "compare" / experiment)).expanduser().resolve()
     codes = versions(given)
     alike = [name for name in given if name in jobs.VARIABLES and name not in (*LISTS, "OUT")]
     kept = absolute([f"{name}={given[name]}" for name in alike])
@@ -182,7 +184,7 @@ def tree(name: str, folder: str) -> Code:
     try:
         root = stack.find_target(Path(folder).expanduser().resolve(), releases.VERL).root
         found = stack.status(root)
-    except releases.Refused as refusal:
+    except Refused as refusal:
         raise Refused(f"{word}: {refusal}") from refusal
     # A tree that is no release's may have been patched by make port, which leaves no stamp.
     patched = found.stamp or (found.state == "foreign" and (root / "verl/utils/precision.py").exists())
@@ -199,11 +201,11 @@ def committed(name: str) -> str:
     Raises:
         Refused: there is no such branch, or a checkout of it has changes that are not committed.
     """
-    found = stack.run_git("rev-parse", "--verify", "--quiet", f"refs/heads/{name}^{{commit}}", cwd=jobs.REPO)
+    found = stack.run_git("rev-parse", "--verify", "--quiet", f"refs/heads/{name}^{{commit}}", cwd=REPO)
     if found.returncode:
-        known = stack.run_git("for-each-ref", "--format=%(refname:short)", "refs/heads", cwd=jobs.REPO).stdout.decode()
+        known = stack.run_git("for-each-ref", "--format=%(refname:short)", "refs/heads", cwd=REPO).stdout.decode()
         raise Refused(f"BRANCHES={name}: no such branch here; there are {', '.join(known.split()) or 'none'}")
-    checkouts = stack.git("worktree", "list", "--porcelain", cwd=jobs.REPO).split("\n\n")
+    checkouts = stack.git("worktree", "list", "--porcelain", cwd=REPO).split("\n\n")
     for lines in map(str.splitlines, checkouts):
         if f"branch refs/heads/{name}" in lines:
             folder = Path(lines[0].removeprefix("worktree "))
@@ -222,13 +224,13 @@ def checkout(name: str, commit: str) -> Code:
     Raises:
         Refused: its patches do not apply.
     """
-    project = jobs.CACHE / "branches" / commit
+    project = CACHE / "branches" / commit
     if not project.exists():
         print(f"BRANCHES={name}: making {project}", flush=True)
         project.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=project.parent) as scratch:
             whole = Path(scratch) / "whole"
-            archive = stack.run_git("archive", "--format=tar", commit, cwd=jobs.REPO).stdout
+            archive = stack.run_git("archive", "--format=tar", commit, cwd=REPO).stdout
             tarfile.open(fileobj=io.BytesIO(archive)).extractall(whole, filter="data")
             verl = releases.unpacked_wheel(installed_release(), whole / ".cache" / "verl")
             apply = [sys.executable, str(whole / "scripts" / "patchset.py"), "apply", str(verl)]

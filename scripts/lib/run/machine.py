@@ -3,8 +3,8 @@
 Ray keeps a request that it cannot fulfill for nodes to come, and verl waits for it without a limit.
 """
 
-from lib.cluster import CPUS_PER_GPU, cpus
-from lib.job import Refused
+from lib.errors import Refused
+from lib.run.cluster import CPUS_PER_GPU, cpus
 
 WORKERS = "trainer.n_gpus_per_node"
 

@@ -5,12 +5,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib import job as jobs
+from lib.errors import Refused
+from lib.paths import ARITHMETIC, REPO
+from lib.run import job as jobs
 
 if TYPE_CHECKING:
     import transformers
 
-SANITY = str(jobs.ARITHMETIC / "model")  # the sanity task's, whose data are beside it
+SANITY = str(ARITHMETIC / "model")  # the sanity task's, whose data are beside it
 
 
 def chosen(given: dict[str, str]) -> tuple[str, str]:
@@ -21,8 +23,8 @@ def chosen(given: dict[str, str]) -> tuple[str, str]:
     """
     model = jobs.model_path(given["MODEL"]) if "MODEL" in given else SANITY
     if "DATA" not in given and model != SANITY:
-        raise jobs.Refused(f"DATA: is not set; MODEL={given['MODEL']} needs a parquet file of prompts in verl's schema")
-    return model, jobs.parquet(given, "DATA") or str(jobs.ARITHMETIC / "train.parquet")
+        raise Refused(f"DATA: is not set; MODEL={given['MODEL']} needs a parquet file of prompts in verl's schema")
+    return model, jobs.parquet(given, "DATA") or str(ARITHMETIC / "train.parquet")
 
 
 def short_name(model: str) -> str:
@@ -32,8 +34,8 @@ def short_name(model: str) -> str:
 
 def prepare_sanity() -> bool:
     """Make the sanity task's model and data where they are not there; ``False``: it failed and has said why."""
-    prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", str(jobs.ARITHMETIC), "--seed", "1"]
-    return subprocess.run(prepare, cwd=jobs.REPO).returncode == 0
+    prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", str(ARITHMETIC), "--seed", "1"]
+    return subprocess.run(prepare, cwd=REPO).returncode == 0
 
 
 def load(path: str) -> tuple["transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase"]:
@@ -51,15 +53,15 @@ def load(path: str) -> tuple["transformers.PreTrainedModel", "transformers.PreTr
     try:
         (architecture, *_) = transformers.AutoConfig.from_pretrained(path).architectures or ["?"]
         if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-            raise jobs.Refused(f"MODEL={path}: is a {architecture}, not a causal language model")
+            raise Refused(f"MODEL={path}: is a {architecture}, not a causal language model")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32")
     except (OSError, ValueError, SafetensorError) as error:
-        raise jobs.Refused(f"MODEL={path}: cannot be loaded ({str(error).splitlines()[0]})") from error
+        raise Refused(f"MODEL={path}: cannot be loaded ({str(error).splitlines()[0]})") from error
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        raise jobs.Refused(f"MODEL={path}: has weights that are inf or NaN")
+        raise Refused(f"MODEL={path}: has weights that are inf or NaN")
     if tokenizer.chat_template is None:
-        raise jobs.Refused(f"MODEL={path}: its tokenizer has no chat template, which verl writes prompts by")
+        raise Refused(f"MODEL={path}: its tokenizer has no chat template, which verl writes prompts by")
     return model.eval(), tokenizer
 
 
@@ -73,7 +75,7 @@ def prompts(data: str, rows: int) -> list[list[dict]]:
 
     present = jobs.parquet_rows("DATA", Path(data), ["prompt"])
     if present < rows:
-        raise jobs.Refused(f"ROWS={rows}: {data} has {present}; ask for fewer or give more DATA")
+        raise Refused(f"ROWS={rows}: {data} has {present}; ask for fewer or give more DATA")
     return pyarrow.parquet.read_table(data, columns=["prompt"])["prompt"].slice(0, rows).to_pylist()
 
 

@@ -1,6 +1,6 @@
-"""May these runs start? ``python scripts/lib/admission.py PROJECT`` with a JSON list of the words of each on stdin.
+"""May these runs start? ``python scripts/lib/run/admission.py REPO`` with a JSON list of the words of each on stdin.
 
-Asks the project in the folder PROJECT, which may be another version than the one that this file is of, and the verl
+Asks the project in the folder REPO, which may be another version than the one that this file is of, and the verl
 that comes first on PYTHONPATH. Prints a JSON list: of each whether it is finished already. Exit code 1 with one line on
 stderr where a run would be refused.
 """
@@ -8,11 +8,13 @@ stderr where a run would be refused.
 import json
 import sys
 
+from lib.errors import Refused
+
 if __name__ == "__main__":
     sys.path[0] = f"{sys.argv[1]}/scripts"  # instead of this file's own folder
 
-    from lib import job as jobs
-    from lib import runs
+    from lib.run import folder as runs
+    from lib.run import job as jobs
 
 
 def finished(job: "jobs.Job", steps: int) -> bool:
@@ -24,7 +26,7 @@ def finished(job: "jobs.Job", steps: int) -> bool:
 
 
 def main(asked: list[list[str]]) -> None:
-    """Raises ``jobs.Refused`` for the first that can neither start nor be taken up; what takes longest comes last."""
+    """Raises ``Refused`` for the first that can neither start nor be taken up; what takes longest comes last."""
     wanted = [jobs.parse(words) for words in asked]
     configs = [jobs.compose(job, job.out) for job in wanted]
     done = [finished(job, config.trainer.total_training_steps) for job, config in zip(wanted, configs, strict=True)]
@@ -40,5 +42,5 @@ def main(asked: list[list[str]]) -> None:
 if __name__ == "__main__":
     try:
         main(json.load(sys.stdin))
-    except jobs.Refused as refusal:
+    except Refused as refusal:
         sys.exit(str(refusal))

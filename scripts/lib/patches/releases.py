@@ -13,7 +13,8 @@ from configparser import ConfigParser
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[2]
+from lib.errors import Refused
+from lib.paths import REPO
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,6 @@ OAT = Framework("oat", "oat-llm", "oat/__about__.py")
 FRAMEWORKS = {framework.name: framework for framework in (VERL, OAT)}
 
 
-class Refused(Exception):
-    """The request cannot be done; the message is one line that says why and what to do."""
-
-
 @dataclass(frozen=True)
 class Release:
     """One entry of a framework's versions.toml.
@@ -73,7 +70,7 @@ class Release:
         return f"{self.framework.name} {self.name}"
 
 
-def load_releases(project: Path = PROJECT, framework: Framework = VERL) -> dict[str, Release]:
+def load_releases(project: Path = REPO, framework: Framework = VERL) -> dict[str, Release]:
     """Return the releases of the framework's versions.toml by name, in file order.
 
     Its names and values are valid JSON as well as TOML: Python 3.10, which OAT runs on, has no tomllib.
@@ -87,7 +84,7 @@ def load_releases(project: Path = PROJECT, framework: Framework = VERL) -> dict[
     return releases
 
 
-def find_release(name: str, project: Path = PROJECT, framework: Framework = VERL) -> Release:
+def find_release(name: str, project: Path = REPO, framework: Framework = VERL) -> Release:
     """Return the release called ``name``; raises Refused with the known names where there is none."""
     releases = load_releases(project, framework)
     if name not in releases:
@@ -180,7 +177,7 @@ def download(release: str, framework: Framework = VERL) -> Path:
 
     It is read here, not run, so that the Python that its metadata asks for need not be this one.
     """
-    folder = PROJECT / ".cache/wheels"
+    folder = REPO / ".cache/wheels"
     cached = next(folder.glob(f"{framework.distribution.replace('-', '_')}-{release}-*.whl"), None)
     if not cached:
         folder.mkdir(parents=True, exist_ok=True)

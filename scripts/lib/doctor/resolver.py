@@ -12,9 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .hops import LEGACY, UNKNOWN, As, Fixed, Rule, Sharded, rule_for
-from .target import Config, Tree, select
-from .vllm_support import float16_support
+from lib.doctor.dtype_rules import LEGACY, UNKNOWN, As, Fixed, Rule, Sharded, rule_for
+from lib.doctor.tree import Config, Tree, select
+from lib.run.vllm_float16 import float16_support
 
 HOPS = (
     *(f"actor.{what}" for what in ("master", "compute", "autocast", "reduce", "optimizer", "logits")),

@@ -1,7 +1,7 @@
 """Admission to a running Ray cluster: enough nodes and GPUs, and every node proves what it runs.
 
-``admit`` asks in a process of its own, ``python -m lib.cluster``, which joins the cluster as ``main_ppo`` will, with
-its environment and from its folder. So nothing of Ray stays behind in the caller, and a head that is lost cannot end
+``admit`` asks in a process of its own, ``python -m lib.run.cluster``, which joins the cluster as ``main_ppo`` will,
+with its environment and from its folder. So nothing of Ray stays behind in the caller, and a head that is lost cannot end
 it. On each node a task runs with the runtime environment of the job's workers and looks at the verl that they would
 import.
 """
@@ -22,9 +22,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lib import releases, stack
-from lib.job import REPO, Job, Refused
-from lib.logs import errors
+from lib.errors import Refused
+from lib.patches import releases, stack
+from lib.paths import REPO
+from lib.run.job import Job
+from lib.run.log import errors
 
 CPUS_PER_GPU = 3  # of verl's placement groups (single_controller/ray/base.py, ResourcePoolManager.max_colocate_count)
 REACH_S, CONNECT_S, PROOF_S, LEAVE_S, TOLD_EVERY_S = 5, 60, 300, 10, 15
@@ -115,7 +117,7 @@ def ask(job: Job, out: Path, question: Mapping[str, Any], say: Callable[[str], N
         json.dump(question, asked, default=plain)
         asked.seek(0)
         with subprocess.Popen(
-            [sys.executable, "-m", "lib.cluster", job.cluster],
+            [sys.executable, "-m", "lib.run.cluster", job.cluster],
             cwd=REPO,
             env=environment,
             stdin=asked,
@@ -442,7 +444,7 @@ def main(address: str) -> None:
 
     try:
         tell(answer=answer(address, json.load(sys.stdin), lambda text: tell(say=text)))
-    except (Refused, releases.Refused) as refusal:
+    except Refused as refusal:
         tell(refused=str(refusal))
     signal.alarm(LEAVE_S)  # Ray takes leave of the head, which may be gone
 

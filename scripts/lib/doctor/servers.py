@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .holding import MODEL, ROLLOUT, Finding, Patient, server_dtype
-from .vllm_support import Float16Support, float16_support, ways_out
+from lib.doctor.resolver import MODEL, ROLLOUT, Finding, Patient, server_dtype
+from lib.run.vllm_float16 import Float16Support, float16_support, ways_out
 
 
 @dataclass(frozen=True)

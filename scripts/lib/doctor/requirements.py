@@ -1,4 +1,4 @@
-"""Which packages the doctor needs of the Python that it runs in: ``python -m lib.needs [VERL]``.
+"""Which packages the doctor needs of the Python that it runs in: ``python -m lib.doctor.requirements [VERL]``.
 
 Exit code 0: this Python, 3.10 or later, has them; 1: one line on stderr names what is missing. Without VERL, the folder
 that contains ``verl/``, this Python needs a verl of its own.

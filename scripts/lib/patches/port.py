@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .releases import (
-    PROJECT,
+from lib.errors import Refused
+from lib.patches.export import BASE, commit_base, commit_stack, scratch_beside
+from lib.patches.releases import (
     VERL,
     Framework,
-    Refused,
     Release,
     add_release,
     download,
@@ -29,8 +29,7 @@ from .releases import (
     unpack,
     unpacked_wheel,
 )
-from .series import BASE, commit_base, commit_stack, scratch_beside
-from .stack import (
+from lib.patches.stack import (
     Patch,
     Stack,
     closest,
@@ -43,6 +42,7 @@ from .stack import (
     run_git,
     write,
 )
+from lib.paths import REPO
 
 # The file of a framework's version holds it alone, or assigns it.
 VERSION = re.compile(r"""^(?:__version__ = )?(["']?)(\d[\w.+!-]*)\1\s*$""", re.M)
@@ -63,9 +63,7 @@ class Hook:
     why: str = ""
 
 
-def port(
-    name: str, to: str, folder: Path, project: Path = PROJECT, framework: Framework = VERL
-) -> tuple[list[str], bool]:
+def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> tuple[list[str], bool]:
     """Make ``folder`` a git tree like checkout's of the release or folder ``to``, with the stack of ``name`` on it.
 
     git's own cherry-pick carries the commits and stops at the first conflict, which it continues from. The stack as it
@@ -231,7 +229,7 @@ def counts(of: Counter) -> str:
     return ", ".join(f"{of[fate]} {fate}" for fate in (SAME, MERGED, THERE, CONFLICT) if of[fate])
 
 
-def drift(path: Path, project: Path = PROJECT, framework: Framework = VERL) -> list[str]:
+def drift(path: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
     """Say, per patch, which of its files the target has otherwise than the closest release; changes nothing."""
     with locked(path, framework) as target:
         blobs, record = target.blobs(), read_record(target)

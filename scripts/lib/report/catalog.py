@@ -1,6 +1,6 @@
 """What a run is judged by: its series, the outcomes taken from them, their spread over seeds, and what seeds support.
 
-Everything here is about numbers that are in memory; ``lib.sources`` reads them, ``lib.report`` shows them.
+Everything here is about numbers that are in memory; ``lib.report.readers`` reads them, ``lib.report.build`` shows them.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, median, stdev
 
-from lib import runs
+from lib.run import folder as runs
 
 WINDOW = 5  # steps of a moving mean
 LEAST_SEEDS = 3  # of each side, for a verdict

@@ -1,6 +1,6 @@
 """One run of verl's ``main_ppo``: the variables of ``make run``, checked and turned into a command.
 
-``python -m lib.job [NAME=VALUE ...]`` takes nothing but Python: ``make`` refuses bad variables before it installs
+``python -m lib.run.job [NAME=VALUE ...]`` takes nothing but Python: ``make`` refuses bad variables before it installs
 anything.
 """
 
@@ -18,17 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib import validation
+from lib.errors import Refused
+from lib.paths import CACHE, CONFIGS, REPO
+from lib.run import validation
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-from . import vllm_support
+from lib.run import vllm_float16 as vllm_support
 
-REPO = Path(__file__).resolve().parents[2]
-CONFIGS = REPO / "configs"
-CACHE = REPO / ".cache"  # the models and data that are made, by task
-ARITHMETIC = CACHE / "addition"  # those of the sanity task
 # Which of recipes/arithmetic's tasks an experiment trains.
 MADE = {"arithmetic": "addition", "sanity_cpu": "addition", "terms": "terms"}
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # what verl imports in every process, separated by commas
@@ -61,10 +59,6 @@ VARIABLES = {
     "RETRIES": "how often a run that lost a worker or a node resumes by itself, default 2 on a cluster, else 0",
     "CARRY": "of make submit: whether the job brings patched verl and this checkout to the nodes: yes (default), no",
 }
-
-
-class Refused(Exception):
-    """The run cannot start as asked; the message is one line that names the variable, its value and what to do."""
 
 
 def options(group: str) -> list[str]:

@@ -18,7 +18,8 @@ from statistics import fmean, median
 from types import ModuleType
 from typing import TextIO
 
-from lib.job import Job, Refused
+from lib.errors import Refused
+from lib.run.job import Job
 
 REWARD = "critic/score/mean"
 PROBS_DIFF = "training/rollout_probs_diff_mean"

@@ -17,10 +17,12 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-from lib import job as jobs
-from lib import logs, runs
-from lib.job import Refused
-from lib.measures import GRAD_NORM, METRIC, UNTRAINED, Steps, known
+from lib.errors import Refused
+from lib.paths import CONFIGS
+from lib.report.catalog import GRAD_NORM, METRIC, UNTRAINED, Steps, known
+from lib.run import folder as runs
+from lib.run import job as jobs
+from lib.run import log as logs
 
 LABEL = re.compile(r"[A-Za-z0-9][\w.+-]*")
 RECORD = "record.json"  # beside the metrics in a report's runs/: what the run's own folder held elsewhere
@@ -558,7 +560,7 @@ def named_dtypes(regime: str) -> dict[str, str]:
     """By role the dtype that a regime names, from ``configs/precision``."""
     import yaml
 
-    tree = yaml.safe_load((jobs.CONFIGS / "precision" / f"{regime}.yaml").read_text())
+    tree = yaml.safe_load((CONFIGS / "precision" / f"{regime}.yaml").read_text())
     roles = {**tree["actor_rollout_ref"], "critic": tree["critic"]}
     return {role: of["dtype"] for role, of in roles.items()}
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from .job import CACHE, Refused
+from lib.errors import Refused
+from lib.paths import CACHE
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -1,0 +1,1 @@
+"""Models of memory and tools of measurement for the benchmarks."""

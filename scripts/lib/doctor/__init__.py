@@ -1,0 +1,1 @@
+"""Which dtype each hop of a verl command computes in, resolved without running it."""

@@ -1,0 +1,1 @@
+"""Stacks of patches: identify a release, apply and remove its stack, export, port and submit it."""

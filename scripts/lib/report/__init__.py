@@ -1,0 +1,1 @@
+"""Compare runs: read their logs, compute statistics, write tables, figures and a page."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from lib.errors import Refused
+from lib.files import read_jsonl, write_json
 from lib.report import readers as sources
 from lib.run import folder as runs
 from lib.run import job as jobs
@@ -31,7 +32,7 @@ def read(folder: Path) -> dict[int, Step]:
     steps: dict[int, Step] = {}
     for file in sorted((folder / "validation").glob("*.jsonl"), key=lambda file: int(file.stem)):
         step = steps.setdefault(int(file.stem), {})
-        for row in runs.rows(file):
+        for row in read_jsonl(file):
             step.setdefault(row["input"], []).append(row.get("answer", row["output"]) if row["score"] > 0 else None)
     if 0 not in steps or len(steps) == 1:
         raise Refused(
@@ -142,7 +143,7 @@ def main(words: list[str]) -> None:
         ],
         "shares_of_right_answers": bars,
     }
-    runs.write_json(out.with_suffix(".json"), content)
+    write_json(out.with_suffix(".json"), content)
     plot(curves, bars, out.with_suffix(".png"))
     for label, measured in curves:
         for step in (0, max(measured)):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lib.errors import Refused
+from lib.format import duration
 from lib.paths import REPO
 from lib.probe import model as models
 from lib.run import job as jobs
@@ -149,7 +150,6 @@ def main(words: list[str]) -> int:
     import torch
 
     from lib.probe import fp16_range as ranges
-    from lib.run import folder as runs
 
     started = spoken = time.monotonic()
 
@@ -158,7 +158,7 @@ def main(words: list[str]) -> int:
         now = time.monotonic()
         if done == of or now - spoken > QUIET_S:
             spoken = now
-            print(f"[{runs.duration(now - started):>6}] {text}{f' {done}/{of}' if of > 1 else ''}", flush=True)
+            print(f"[{duration(now - started):>6}] {text}{f' {done}/{of}' if of > 1 else ''}", flush=True)
 
     rollout = float16_support(options.model)
     if rollout.supported is False:

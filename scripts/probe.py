@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.errors import Refused
+from lib.files import read_jsonl, write_json
 from lib.paths import CONFIGS, REPO
 from lib.probe import model as models
-from lib.run import folder as runs
 from lib.run import job as jobs
 from lib.run import log as logs
 from lib.run import vllm_float16 as vllm_support
@@ -171,7 +171,7 @@ def fill(file: Path, number: int, make: Callable[[int], dict], say: str) -> None
 
     from lib.probe.numerics import Overflow
 
-    done = runs.rows(file)
+    done = read_jsonl(file)
     file.write_text("".join(json.dumps(line) + "\n" for line in done))
     with file.open("a") as out:
         for index in tqdm(range(len(done), number), say, number, initial=len(done), unit="prompt"):
@@ -206,7 +206,7 @@ def check_vllm(options: Options) -> None:
 
 def finished(file: Path, number: int) -> bool:
     """Whether all lines are there, or no more can come."""
-    done = runs.rows(file)
+    done = read_jsonl(file)
     return len(done) == number or bool(done and "overflow" in done[-1])
 
 
@@ -251,7 +251,7 @@ def generate_by_vllm(
 
     from lib.probe import numerics as sides
 
-    done = runs.rows(file)
+    done = read_jsonl(file)
     file.write_text("".join(json.dumps(line) + "\n" for line in done))
     work = file.parent / side.name
     model = options.model
@@ -305,7 +305,7 @@ def read_by_trainer(
 
     from lib.probe import numerics as sides
 
-    file, rolled = readings(rollout, side), runs.rows(rollout)
+    file, rolled = readings(rollout, side), read_jsonl(rollout)
     if finished(file, len(prompts)) or "overflow" in rolled[-1]:
         return
     model = sides.build(masters, side, options.device)
@@ -357,7 +357,7 @@ def collect(each: list[Variant], work: Path) -> list[tuple[Variant, dict]]:
     found = []
     for variant in each:
         rollout = work / f"{variant.rollout.name}.jsonl"
-        rolled, read = runs.rows(rollout), runs.rows(readings(rollout, variant.trainer))
+        rolled, read = read_jsonl(rollout), read_jsonl(readings(rollout, variant.trainer))
         overflow = [line["overflow"] for line in rolled + read if "overflow" in line]
         if overflow:
             found.append((variant, {"overflow": overflow[0]}))
@@ -502,7 +502,7 @@ def report(options: Options, settings: dict, done: list[tuple[Variant, dict]], t
             for v, found in done
         ],
     }
-    runs.write_json(options.report(".json"), content)
+    write_json(options.report(".json"), content)
     if drawn:
         mismatch.plot(drawn, regimes, f"{options.name}: {told['verdict']}", positions, options.report(".png"))
 

@@ -22,11 +22,15 @@ from typing import TextIO
 import psutil
 
 from lib.errors import Refused
+from lib.files import write_json
+from lib.format import duration
 from lib.paths import REPO
 from lib.run import cluster, machine
 from lib.run import folder as runs
 from lib.run import job as jobs
 from lib.run import log as logs
+from lib.run.metrics import SECONDS, merge_metrics, metric_values, training_rows
+from lib.run.summary import plot_curves, progress_line, summarize, summary_table
 
 START_UP = {  # what verl's log says, and what begins then
     "ray init kwargs": "Ray and its workers",
@@ -137,7 +141,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         self.spoken = self.elapsed()
-        print(f"[{runs.duration(self.spoken):>6}] {text}", flush=True)
+        print(f"[{duration(self.spoken):>6}] {text}", flush=True)
 
     def phase(self, what: str) -> None:
         self.what = what
@@ -151,11 +155,11 @@ class Screen:
         file = self.out / "verl.jsonl"
         if file.exists() and file.stat().st_size > self.size:
             self.size = file.stat().st_size
-            data = runs.trained(runs.collect(self.out))
+            data = training_rows(merge_metrics(self.out))
             for end in range(len(self.earlier) + self.shown, len(data)):
-                self.say(runs.progress(data[: end + 1], self.steps))
+                self.say(progress_line(data[: end + 1], self.steps))
             self.shown = len(data) - len(self.earlier)
-            self.patience = max([LINGERS_S, *(LINGERS * seconds for seconds in runs.values(data, runs.SECONDS))])
+            self.patience = max([LINGERS_S, *(LINGERS * seconds for seconds in metric_values(data, SECONDS))])
         if not self.shown and self.elapsed() - self.spoken > HEARTBEAT_S:
             self.say(f"still starting {self.what}")
 
@@ -252,10 +256,10 @@ def attempt(job: jobs.Job, out: Path, record: dict, log: TextIO, screen: Screen)
         What ``train`` does, and the last step that is known of.
     """
     begin, spent, peak_gib = runs.checkpoint_step(out), record["wall_s"] - screen.elapsed(), record["peak_memory_gib"]
-    earlier = runs.trained(runs.collect(out, upto=begin))
+    earlier = training_rows(merge_metrics(out, upto=begin))
     for name in ("verl.jsonl", "summary.json"):
         (out / name).unlink(missing_ok=True)
-    runs.write_json(out / "run.json", record)
+    write_json(out / "run.json", record)
     print(f"{f'resuming after step {begin} of' if begin else 'training'} {screen.steps} steps in {out}", flush=True)
     screen.begin(earlier)
 
@@ -264,10 +268,10 @@ def attempt(job: jobs.Job, out: Path, record: dict, log: TextIO, screen: Screen)
         record["wall_s"] = spent + screen.elapsed()
         if not job.cluster:  # whose nodes have processes that are not ours to measure
             record["peak_memory_gib"] = max(peak_gib or 0.0, peak)
-        runs.write_json(out / "run.json", record)
+        write_json(out / "run.json", record)
 
     result = train(job.command(out), job.environment(out), log, screen, note, bool(job.cluster))
-    return result, max([runs.checkpoint_step(out), *(row["step"] for row in runs.trained(runs.collect(out)))])
+    return result, max([runs.checkpoint_step(out), *(row["step"] for row in training_rows(merge_metrics(out)))])
 
 
 def loss(job: jobs.Job, out: Path, record: dict, lines: list[str]) -> str | None:
@@ -349,15 +353,15 @@ def main(words: list[str]) -> int:
             record |= {"wall_s": 0.0, "peak_memory_gib": None if job.cluster else 0.0}
         print(job.shell_line(out), end="\n\n")
         code, reports = train_all(job, config, out, record, log)
-        data = runs.collect(out)
+        data = merge_metrics(out)
 
     if code:
         return code
-    summary = runs.summarize(job, record, data, reports)
-    runs.write_json(out / "summary.json", summary)
+    summary = summarize(job, record, data, reports)
+    write_json(out / "summary.json", summary)
     title = f"{job.experiment}, {job.objective}, {job.precision}"
-    runs.plot([(title, data)], title, out / "curves.png")
-    print(f"\n{runs.table(summary)}\n")
+    plot_curves([(title, data)], title, out / "curves.png")
+    print(f"\n{summary_table(summary)}\n")
     for name in ("curves.png", "summary.json", "metrics.jsonl", "train.log"):
         print(f"  {out / name}")
     return 0

@@ -32,7 +32,7 @@ def start(out: Path, steps: int, output) -> subprocess.Popen:
     return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
-def rows(out: Path) -> list[dict]:
+def read_jsonl(out: Path) -> list[dict]:
     file = out / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -53,12 +53,12 @@ def test_train_interrupt_resume(tmp_path):
     out, screen = tmp_path / "run", tmp_path / "screen.txt"
     with screen.open("w") as output:
         first = start(out, 1000, output)  # more than it takes while the doctor looks, on any machine
-        while len(rows(out)) < 2 and first.poll() is None:
+        while len(read_jsonl(out)) < 2 and first.poll() is None:
             time.sleep(0.2)
         running = of_this_run(out)
         niceness, mapped = {process.nice() for process in running}, shared_memory(running)
-        asked_at, asked = len(rows(out)), ask(running)
-        while len(rows(out)) < asked_at + 2 and first.poll() is None:  # it goes on as if nobody had asked
+        asked_at, asked = len(read_jsonl(out)), ask(running)
+        while len(read_jsonl(out)) < asked_at + 2 and first.poll() is None:  # it goes on as if nobody had asked
             time.sleep(0.2)
         first.send_signal(signal.SIGINT)
         assert first.wait() == 130, screen.read_text()
@@ -84,9 +84,9 @@ def test_train_interrupt_resume(tmp_path):
     assert f"resuming after step {saved} of {saved + 1} steps" in shown
     assert of_this_run(out) == []
 
-    steps = [row["step"] for row in rows(out)]
+    steps = [row["step"] for row in read_jsonl(out)]
     assert steps == sorted(set(steps)) and steps[-1] == saved + 1
-    scales = {row["step"]: row["data"]["actor/loss_scale"] for row in rows(out)}
+    scales = {row["step"]: row["data"]["actor/loss_scale"] for row in read_jsonl(out)}
     # It doubles until it overflows, after twenty steps or so: how many there are depends on how long the doctor takes.
     assert scales[saved] >= 2**14 and scales[1] == 2048
     changes = [scales[after] / scales[before] for before, after in zip(steps, steps[1:], strict=False)]

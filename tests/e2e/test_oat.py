@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from processes import kill, of_this_run
 
+from lib.files import read_jsonl, write_json
 from lib.patches.releases import OAT, find_release, unpacked_wheel
 from lib.patches.stack import apply, load_stack
 from lib.paths import REPO
-from lib.run.folder import rows, write_json
 
 PYTHON = REPO / ".venv-oat/bin/python"
 RESULTS = REPO / "docs/results/oat-e2e.json"
@@ -96,7 +96,7 @@ def train(tree: Path, task: Path, out: Path, *further: str) -> Path:
 def rounds(file: Path) -> list[dict]:
     """What was logged of each learning round; OAT logs before the first too, and again after the last."""
     merged: dict[int, dict] = {}
-    for row in rows(file):
+    for row in read_jsonl(file):
         merged.setdefault(row["step"], {}).update(row["data"])
     return [merged[step] for step in range(1, ROUNDS + 1)]
 

@@ -18,10 +18,11 @@ from processes import kill, of_this_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import matrix
+from lib.files import write_json
 from lib.patches.releases import find_release, load_releases, unpacked_wheel
 from lib.patches.stack import apply, load_stack
 from lib.paths import CONFIGS, REPO
-from lib.run.folder import load_manifest, write_json
+from lib.run.folder import load_manifest
 from lib.run.job import CPU_PLATFORM, MODULES
 from lib.run.log import reports
 

@@ -7,22 +7,25 @@ import pytest
 
 import compare
 from lib.errors import Refused
+from lib.files import write_json
 from lib.run import folder as runs
 from lib.run import job as jobs
+from lib.run.metrics import K3_KL, REWARD, SECONDS
+from lib.run.summary import summarize
 
 
 def finished(out: Path, *words: str, steps: int = 3) -> Path:
     """A finished run's folder."""
     request = jobs.parse(["DEVICE=cpu", *words])
     data = [
-        {"step": step, "data": {runs.REWARD: step / 4, runs.K3_KL: 1e-7, runs.SECONDS: 2.0 + request.seed}}
+        {"step": step, "data": {REWARD: step / 4, K3_KL: 1e-7, SECONDS: 2.0 + request.seed}}
         for step in range(1, steps + 1)
     ]
     record = runs.admit(request, out, steps)
     out.mkdir()
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
-    runs.write_json(out / "run.json", record)
-    runs.write_json(out / "summary.json", runs.summarize(request, record, data, []))
+    write_json(out / "run.json", record)
+    write_json(out / "summary.json", summarize(request, record, data, []))
     return out
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from lib.report import catalog as measures
 from lib.report.catalog import OUTCOMES, Spread
-from lib.run import folder as runs
+from lib.run.metrics import K3_KL, LOSS_SCALE, REWARD, SKIPPED
 
 
 def steps(*rewards: float) -> measures.Steps:
-    return {step: {runs.REWARD: reward} for step, reward in enumerate(rewards, 1)}
+    return {step: {REWARD: reward} for step, reward in enumerate(rewards, 1)}
 
 
 def test_a_moving_mean_begins_with_the_fifth_step_and_leaves_out_what_is_not_finite():
@@ -49,10 +49,10 @@ def test_collapse_is_to_fall_below_half_of_the_best_and_to_stay(rewards, at):
 def test_outcomes_of_a_run():
     data = {
         step: {
-            runs.REWARD: step / 10,
-            runs.K3_KL: 10.0**-step,
-            runs.LOSS_SCALE: 2.0**step,
-            runs.SKIPPED: float(step == 2),
+            REWARD: step / 10,
+            K3_KL: 10.0**-step,
+            LOSS_SCALE: 2.0**step,
+            SKIPPED: float(step == 2),
             "perf/throughput": 100.0 * step,
             "actor/grad_norm": math.nan if step == 3 else 1.0,
             "actor/entropy": math.nan,

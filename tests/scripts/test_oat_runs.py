@@ -19,7 +19,7 @@ from lib.errors import Refused
 from lib.report import build as report
 from lib.report import catalog as measures
 from lib.report import readers as sources
-from lib.run import folder as runs
+from lib.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED
 
 ROUNDS = range(1, 8)
 ACCURACY = "eval/average/accuracy"
@@ -112,18 +112,18 @@ def test_a_patched_run_by_the_reports_names(tmp_path):
     run = sources.read("fp16", written(tmp_path))
     assert list(run.steps) == list(ROUNDS), "not the evaluation before the first round"
     assert run.steps[2] == {
-        runs.REWARD: 0.25,
+        REWARD: 0.25,
         "response_length/mean": 102.0,
         "actor/entropy": 0.5,
         "actor/grad_norm": 0.25,
         "actor/lr": 1e-6,
-        runs.K3_KL: 2e-7,
-        runs.PROBS_DIFF: 1e-5,
-        runs.LOSS_SCALE: 1024.0,
-        runs.SKIPPED: 0.0,
+        K3_KL: 2e-7,
+        PROBS_DIFF: 1e-5,
+        LOSS_SCALE: 1024.0,
+        SKIPPED: 0.0,
     }
-    assert run.steps[4][runs.SKIPPED] == 4.0 and "actor/grad_norm" not in run.steps[4]
-    assert run.steps[7][measures.ACCURACY] == 0.625 and run.steps[7][runs.LOSS_SCALE] == 1024.0, "both lines of round 7"
+    assert run.steps[4][SKIPPED] == 4.0 and "actor/grad_norm" not in run.steps[4]
+    assert run.steps[7][measures.ACCURACY] == 0.625 and run.steps[7][LOSS_SCALE] == 1024.0, "both lines of round 7"
     assert (run.regime, run.seed, run.source, run.framework, run.finished) == ("fp16", 1, "OAT", "OAT", None)
     assert run.effective["actor"]["compute"] == "float16" and run.effective["rollout"]["rollout"] == "float16"
     assert sources.departure(run) == ""
@@ -199,7 +199,7 @@ def test_what_an_unpatched_oat_gave_wandb(fp16, tmp_path):
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     run = sources.read("fp16" if fp16 else "bf16", folder)
     assert list(run.steps) == list(ROUNDS), "OAT's rounds, not wandb's count of logs"
-    assert run.steps[3][runs.REWARD] == 3 / 8 and run.steps[7][measures.ACCURACY] == 0.125
+    assert run.steps[3][REWARD] == 3 / 8 and run.steps[7][measures.ACCURACY] == 0.125
     assert (run.seed, run.source, run.framework) == (5, "wandb, of OAT", "OAT")
     assert run.config["critic_type"] == "drgrpo" and "wb_run_name" not in run.config
     meaning = "a step is a round of OAT's: 64 prompts of 8 answers, 8 updates"
@@ -222,7 +222,7 @@ def test_wandbs_export_of_an_unpatched_oat(tmp_path):
         table.writeheader()
         table.writerows({"_step": step} | row for step, row in enumerate(unpatched(True)))
     run = sources.read("fp16", tmp_path / "history.csv")
-    assert list(run.steps) == list(ROUNDS) and run.framework == "OAT" and run.steps[7][runs.REWARD] == 7 / 8
+    assert list(run.steps) == list(ROUNDS) and run.framework == "OAT" and run.steps[7][REWARD] == 7 / 8
     assert run.notes[0].endswith("multiplied by the loss scale in fp16, and the dtype is not recorded")
 
 
@@ -230,7 +230,7 @@ def of_verl(out: Path, seed: int = 1) -> Path:
     """A file of verl's own file logger."""
     out.mkdir(parents=True, exist_ok=True)
     before = {"step": 0, "data": {"val-core/lighteval/MATH/reward/mean@1": 0.25}}
-    data = {runs.REWARD: 0.5, runs.K3_KL: 2e-7, "actor/lr": 1e-6, runs.SECONDS: float(seed)}
+    data = {REWARD: 0.5, K3_KL: 2e-7, "actor/lr": 1e-6, SECONDS: float(seed)}
     validated = {"val-core/lighteval/MATH/reward/mean@1": 0.25, "val-core/gsm8k/acc/mean@1": 0.75}
     validated["val-core/gsm8k/acc/maj@4/mean"] = 1.0
     rows = [before, *({"step": step, "data": data | (validated if step == 5 else {})} for step in range(1, 7))]

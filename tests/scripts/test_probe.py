@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import probe
 from lib.errors import Refused
+from lib.files import read_jsonl
 from lib.paths import REPO
-from lib.run import folder as runs
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 PLAIN = ["WIRE=fp32", "HEAD=none"]
@@ -114,7 +114,7 @@ def test_interrupted_it_leaves_what_there_is_and_goes_on(folder, tmp_path, measu
     with (tmp_path / "screen").open("w") as screen:
         process = subprocess.Popen(words_of(folder, out, *words), stdout=screen, stderr=screen, env=ENVIRONMENT)
         first = out / "work" / "trainer-bf16-on-rollout-bf16-wire-fp32.jsonl"
-        while len(runs.rows(first)) < 8 and process.poll() is None:
+        while len(read_jsonl(first)) < 8 and process.poll() is None:
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from lib.errors import Refused
+from lib.files import read_jsonl, write_json
 from lib.paths import REPO
 from lib.report import build as report
 from lib.report import readers as sources
-from lib.run import folder as runs
+from lib.run.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS, SKIPPED
 
 RECORDED = sorted(file.parent for file in (REPO / "docs" / "results").rglob(report.SETTINGS))
 
@@ -22,11 +23,11 @@ def made(out: Path, label: str = "fp16", seed: int = 1, steps: range = range(1, 
     """The folder of a finished run, and its label."""
     out.mkdir(parents=True)
     settings = {"EXPERIMENT": "sanity_cpu", "PRECISION": label, "SEED": seed, "ARGS": ""}
-    runs.write_json(out / "run.json", {"settings": settings, "steps": len(steps)})
+    write_json(out / "run.json", {"settings": settings, "steps": len(steps)})
     named = sources.named_dtypes(label)
     dtypes = {"actor": {"compute": named["actor"]}, "rollout": {"rollout": named["rollout"]}}
-    runs.write_json(out / "summary.json", {"effective_dtypes": dtypes, "wall_s": 9.0, "peak_memory_gib": 1.0})
-    data = {runs.REWARD: 0.5 + seed / 100, runs.K3_KL: 1e-7 * seed, "perf/throughput": 100.0 + seed} | more
+    write_json(out / "summary.json", {"effective_dtypes": dtypes, "wall_s": 9.0, "peak_memory_gib": 1.0})
+    data = {REWARD: 0.5 + seed / 100, K3_KL: 1e-7 * seed, "perf/throughput": 100.0 + seed} | more
     lines = [json.dumps({"step": step, "data": data}) for step in steps]
     (out / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return label, out
@@ -36,7 +37,7 @@ def several(root: Path, labels: str = "fp16 bf16", seeds: range = range(1, 4), *
     """The folders of runs that differ in little but their time."""
     given = [(label, seed) for label in labels.split() for seed in seeds]
     return [
-        made(root / f"{label}-{seed}", label, seed, **{"actor/entropy": 4 + seed / 10, runs.SECONDS: 2 + place} | more)
+        made(root / f"{label}-{seed}", label, seed, **{"actor/entropy": 4 + seed / 10, SECONDS: 2 + place} | more)
         for place, (label, seed) in enumerate(given)
     ]
 
@@ -81,7 +82,7 @@ def test_a_recorded_report_comes_again_from_its_runs_number_for_number(folder, t
     assert {name for name in old if name.startswith("figures/")} <= set(new)
     for label in again.labels:  # not of the code that wrote it
         means = [
-            math.fsum(row["data"][runs.K3_KL] for row in runs.rows(folder / "runs" / entry.id / "metrics.jsonl"))
+            math.fsum(row["data"][K3_KL] for row in read_jsonl(folder / "runs" / entry.id / "metrics.jsonl"))
             / len(entry.run.steps)
             for entry in again.of(label)
             if len(entry.run.steps) == len(again.common)
@@ -180,7 +181,7 @@ def test_speed_is_not_claimed_for_another_dtype_than_the_one_named(tmp_path):
     pairs = several(tmp_path / "in")
     summary = json.loads((pairs[0][1] / "summary.json").read_text())
     summary["effective_dtypes"]["actor"]["compute"] = "bfloat16"
-    runs.write_json(pairs[0][1] / "summary.json", summary)
+    write_json(pairs[0][1] / "summary.json", summary)
     found = built(pairs)
     why = "not claimed: fp16-seed1: trained in bfloat16"
     assert {each.text for each in found.verdicts if each.outcome == "throughput_median"} == {why}
@@ -202,13 +203,13 @@ def test_no_speed_is_claimed_where_the_machine_was_shared(tmp_path):
 
 
 def test_k3_that_is_rounding_noise_is_said_to_be(tmp_path):
-    pairs = several(tmp_path / "in", "fp16") + several(tmp_path / "in", "fp32", **{runs.K3_KL: -2e-12})
+    pairs = several(tmp_path / "in", "fp16") + several(tmp_path / "in", "fp32", **{K3_KL: -2e-12})
     (note,) = built(pairs).notes
     assert note.startswith("Of fp32 a mean or median of k3 is not above 1e-08: that is the rounding of verl's estimate")
 
 
 def test_three_runs_of_one_seed_are_no_three_seeds(tmp_path):
-    same = [made(tmp_path / str(n), "fp16", 1, **{runs.SECONDS: 2.0 + n}) for n in range(3)]
+    same = [made(tmp_path / str(n), "fp16", 1, **{SECONDS: 2.0 + n}) for n in range(3)]
     found = built([*same, *several(tmp_path / "in", "bf16")])
     assert "No verdict on fp16 (1): 3 different seeds are needed." in found.notes
     assert not any(each.holds for each in found.verdicts) and report.judged(found) == []
@@ -216,7 +217,7 @@ def test_three_runs_of_one_seed_are_no_three_seeds(tmp_path):
 
 def test_of_a_foreign_run_the_dtypes_are_said_to_be_unknown(tmp_path):
     file = tmp_path / "one.jsonl"
-    data = {runs.REWARD: 0.5, "perf/throughput": 9.0}
+    data = {REWARD: 0.5, "perf/throughput": 9.0}
     file.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step in (1, 2)))
     found = built([("fp16", file)])
     assert found.entries[0].id == "fp16-1"
@@ -230,7 +231,7 @@ def test_a_run_that_is_not_finished_is_said_to_be_so_and_kept_so(tmp_path):
     (folder / "summary.json").unlink()
     reports = [{"role": "actor", "rank": 0, "compute": "bfloat16", "stamp": {"release": "0.9.1", "stack": "abc"}}]
     (folder / "train.log").write_text("".join(f"[verl-precision] {json.dumps(each)}\n" for each in reports))
-    runs.write_json(folder / "run.json", json.loads((folder / "run.json").read_text()) | {"steps": 40})
+    write_json(folder / "run.json", json.loads((folder / "run.json").read_text()) | {"steps": 40})
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "da')
     found = built([(label, folder)])
@@ -255,7 +256,7 @@ def test_what_else_differs_in_the_configurations_is_told(tmp_path):
 
 
 def test_runs_of_one_seed_are_told_apart(tmp_path):
-    found = built([made(tmp_path / "a"), made(tmp_path / "b", **{runs.REWARD: 0.1})])
+    found = built([made(tmp_path / "a"), made(tmp_path / "b", **{REWARD: 0.1})])
     assert [entry.id for entry in found.entries] == ["fp16-seed1", "fp16-seed1-2"]
     assert "fp16 has several runs of seed 1: each counts in means, as one seed for verdicts." in found.notes
 
@@ -264,7 +265,7 @@ def test_runs_of_one_seed_are_told_apart(tmp_path):
 @pytest.mark.parametrize("k3", [1e-7, 0.0, -2e-12])
 def test_figures_of_values_that_are_equal_or_not_above_zero(k3, tmp_path):
     """In fp32 the estimate is rounding noise around 0, which a logarithmic axis does not have."""
-    found = built([made(tmp_path / "a", "fp32", **{runs.K3_KL: k3, runs.LOSS_SCALE: 65536.0, runs.SKIPPED: 0.0})])
+    found = built([made(tmp_path / "a", "fp32", **{K3_KL: k3, LOSS_SCALE: 65536.0, SKIPPED: 0.0})])
     report.write_figures(found, tmp_path)
     drawn = {file.stem for file in (tmp_path / "figures").iterdir()}
     assert ("k3" in drawn) == (k3 > 0) and {"reward", "loss_scale", "outcomes"} <= drawn and "skipped" not in drawn

@@ -20,6 +20,7 @@ from lib.paths import REPO
 from lib.run import folder as runs
 from lib.run import job as jobs
 from lib.run import log as logs
+from lib.run.metrics import REWARD, SECONDS
 
 # Starts a process in a session of its own, as Ray does, waits, and would go on for a minute.
 PARENT = """
@@ -157,7 +158,7 @@ def test_a_failure_keeps_its_code_and_its_words(train):
 
 
 def test_progress_appears_as_verl_logs_it(train, tmp_path, capsys):
-    row = {runs.REWARD: 0.25, runs.SECONDS: 2.0}
+    row = {REWARD: 0.25, SECONDS: 2.0}
     lines = [f'{{"step": {step}, "data": {row}}}'.replace("'", '"') for step in (1, 2)]
     file = tmp_path / "verl.jsonl"
     train(f"""

@@ -9,8 +9,11 @@ from matplotlib import image
 from matplotlib.colors import to_rgb
 
 from lib.errors import Refused
+from lib.files import read_jsonl, write_json
 from lib.run import folder as runs
 from lib.run import job as jobs
+from lib.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED, merge_metrics, training_rows
+from lib.run.summary import plot_curves, progress_line, summarize, summary_table
 from verl.utils.tracking import FileLogger
 
 STAMP = {"release": "0.9.1", "stack": "0123456789ab", "tree": "f" * 40}
@@ -20,12 +23,12 @@ ROLLOUT = {"role": "rollout", "rank": 0, "rollout": "float16", "stamp": STAMP}
 
 def metrics(step: int, **more: float) -> dict:
     return {
-        runs.REWARD: step / 10,
-        runs.PROBS_DIFF: 1e-5 * step,
-        runs.K3_KL: 1e-7 * step,
-        runs.LOSS_SCALE: 65536.0 / step,
-        runs.SKIPPED: 1.0 if step == 2 else 0.0,
-        runs.SECONDS: 2.0,
+        REWARD: step / 10,
+        PROBS_DIFF: 1e-5 * step,
+        K3_KL: 1e-7 * step,
+        LOSS_SCALE: 65536.0 / step,
+        SKIPPED: 1.0 if step == 2 else 0.0,
+        SECONDS: 2.0,
         "response_length/mean": 26.0,
         **more,
     }
@@ -49,37 +52,37 @@ def started(out: Path, request: jobs.Job, steps: int, checkpoint: int = 0, finis
     record = runs.admit(request, out, steps)
     (out / "checkpoints").mkdir(parents=True)
     (out / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": metrics(1)}) + "\n")
-    runs.write_json(out / "run.json", record)
+    write_json(out / "run.json", record)
     if checkpoint:
         (out / "checkpoints" / f"global_step_{checkpoint}").mkdir()
         (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(checkpoint))
     if finished:
-        runs.write_json(out / "summary.json", {})
+        write_json(out / "summary.json", {})
     return out
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path, monkeypatch):
     verl_logs(tmp_path, range(1, 6), monkeypatch)
-    assert [row["step"] for row in runs.collect(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in merge_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
-    kept = runs.collect(tmp_path, upto=3)  # interrupted after step 5, resumed from the checkpoint of step 3
+    kept = merge_metrics(tmp_path, upto=3)  # interrupted after step 5, resumed from the checkpoint of step 3
     (tmp_path / "verl.jsonl").unlink()
     assert [row["step"] for row in kept] == [1, 2, 3]
     verl_logs(tmp_path, range(4, 8), monkeypatch)
-    runs.collect(tmp_path)
-    assert [row["step"] for row in runs.rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
+    merge_metrics(tmp_path)
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_validation_before_a_resumed_run_does_not_replace_the_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, "data": metrics(3)}) + "\n")
     (tmp_path / "verl.jsonl").write_text(json.dumps({"step": 3, "data": {"val-core/acc": 0.5}}) + "\n")
-    (row,) = runs.trained(runs.collect(tmp_path))
+    (row,) = training_rows(merge_metrics(tmp_path))
     assert row["data"] == metrics(3) | {"val-core/acc": 0.5}
 
 
 def test_a_line_that_is_being_written_waits(tmp_path):
     (tmp_path / "verl.jsonl").write_text(json.dumps({"step": 1, "data": metrics(1)}) + '\n{"step": 2, "da')
-    assert [row["step"] for row in runs.collect(tmp_path)] == [1]
+    assert [row["step"] for row in merge_metrics(tmp_path)] == [1]
 
 
 def test_a_repeated_command_resumes_an_unfinished_run_and_leaves_a_finished_one_alone(tmp_path):
@@ -88,7 +91,7 @@ def test_a_repeated_command_resumes_an_unfinished_run_and_leaves_a_finished_one_
     assert first == tmp_path / "arithmetic" / "grpo-fp16-seed1"
     started(first, request, 10, checkpoint=4)
     assert runs.folder(request, tmp_path) == first
-    runs.write_json(first / "summary.json", {})
+    write_json(first / "summary.json", {})
     assert runs.folder(request, tmp_path) == first.with_name("grpo-fp16-seed1-2")
     assert runs.folder(job("SEED=2"), tmp_path) == first.with_name("grpo-fp16-seed2")
     assert runs.folder(job("RECIPE=flowrl"), tmp_path) == first.with_name("flowrl-fp16-seed1")
@@ -115,7 +118,7 @@ def test_a_run_of_before_a_variable_was_there_goes_on_without_it(tmp_path):
     out = started(tmp_path / "out", job(), 10, checkpoint=4)
     record = json.loads((out / "run.json").read_text())
     del record["settings"]["RECIPE"]
-    runs.write_json(out / "run.json", record)
+    write_json(out / "run.json", record)
     assert runs.admit(job(), out, 10)["steps"] == 10
     with pytest.raises(Refused, match="^RECIPE=flowrl: .* holds a run with RECIPE=;"):
         runs.admit(job("RECIPE=flowrl"), out, 10)
@@ -156,7 +159,7 @@ def test_one_run_a_folder(tmp_path):
 def summary(tmp_path, monkeypatch) -> dict:
     verl_logs(tmp_path, range(1, 9), monkeypatch)
     record = runs.admit(job(), tmp_path / "out", 8) | {"wall_s": 83.25, "peak_memory_gib": 6.5}
-    return runs.summarize(job(), record, runs.collect(tmp_path), [ACTOR, ROLLOUT, ACTOR | {"rank": 1}])
+    return summarize(job(), record, merge_metrics(tmp_path), [ACTOR, ROLLOUT, ACTOR | {"rank": 1}])
 
 
 def test_the_summary_says_what_was_measured(summary):
@@ -175,22 +178,22 @@ def test_the_summary_says_what_was_measured(summary):
         "actor": {"compute": "float16", "loss_scaling": True},
         "rollout": {"rollout": "float16"},
     }
-    assert "0.600 mean of the last 5" in runs.table(summary)
+    assert "0.600 mean of the last 5" in summary_table(summary)
 
 
 def test_a_worker_that_differs_is_not_hidden(tmp_path, monkeypatch):
     verl_logs(tmp_path, range(1, 3), monkeypatch)
     record = runs.admit(job(), tmp_path / "out", 2)
     unpatched = ACTOR | {"rank": 1, "compute": "bfloat16", "stamp": None}
-    summary = runs.summarize(job(), record, runs.collect(tmp_path), [ACTOR, unpatched])
+    summary = summarize(job(), record, merge_metrics(tmp_path), [ACTOR, unpatched])
     assert summary["patch_stamp"] == [STAMP, None]
     assert [report["compute"] for report in summary["effective_dtypes"]["actor"]] == ["float16", "bfloat16"]
-    assert "workers differ" in runs.table(summary)
+    assert "workers differ" in summary_table(summary)
 
 
 def test_progress_is_one_line():
     data = [{"step": step, "data": metrics(step)} for step in (1, 2, 3)]
-    assert runs.progress(data, 40) == (
+    assert progress_line(data, 40) == (
         "step  3/40  reward 0.300  mismatch: probs 3.0e-05 k3 3.0e-07  loss scale 21845.3  skipped 1"
         "  2.0 s/step  left 1:14"
     )
@@ -208,30 +211,30 @@ def test_what_flowrl_reports_is_shown(tmp_path):
     data = [{"step": step, "data": metrics(step) | FLOWRL} for step in (1, 2)]
     assert (
         "k3 2.0e-07  log_z -0.5  delta_std 13.8  distinct_right_answers 1.25  effective_samples 0.875  loss scale 32768"
-        in runs.progress(data, 2)
+        in progress_line(data, 2)
     )
     request = job("RECIPE=flowrl")
-    summary = runs.summarize(request, runs.admit(request, tmp_path / "out", 2), data, [ACTOR])
+    summary = summarize(request, runs.admit(request, tmp_path / "out", 2), data, [ACTOR])
     assert summary["recipe"] == "flowrl"
     assert summary["flowrl"]["delta_std"] == {"first": 13.81, "last": 13.81}
-    assert "log_z                  -0.5 at the first step, -0.5 mean of the last 2" in runs.table(summary)
+    assert "log_z                  -0.5 at the first step, -0.5 mean of the last 2" in summary_table(summary)
 
 
 def picture(file: Path) -> np.ndarray:
     return image.imread(file)[..., :3]
 
 
-@pytest.mark.parametrize("missing", [(), (runs.LOSS_SCALE, runs.SKIPPED)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("missing", [(), (LOSS_SCALE, SKIPPED)], ids=["fp16", "bf16"])
 def test_the_curves_are_a_picture(missing, tmp_path):
     data = [{"step": step, "data": metrics(step)} for step in range(1, 6)]
     for row in data:
         for name in missing:
             del row["data"][name]
-    runs.plot([("run", data)], "title", tmp_path / "curves.png")
+    plot_curves([("run", data)], "title", tmp_path / "curves.png")
     plain = picture(tmp_path / "curves.png")
     assert plain.shape[:2] == (720, 1200) and plain.min() < plain.max()
     with_flowrl = [{"step": row["step"], "data": row["data"] | FLOWRL} for row in data]
-    runs.plot([("flowrl", with_flowrl), ("grpo", data)], "title", tmp_path / "both.png")
+    plot_curves([("flowrl", with_flowrl), ("grpo", data)], "title", tmp_path / "both.png")
     assert picture(tmp_path / "both.png").shape[:2] == (1440, 1200)
 
 
@@ -243,7 +246,7 @@ def colours(file: Path) -> set[int]:
 
 def test_runs_of_one_label_have_one_colour(tmp_path):
     def data(slope: float) -> list[dict]:
-        return [{"step": s, "data": metrics(s) | {runs.REWARD: slope * s, runs.SKIPPED: 0}} for s in range(1, 6)]
+        return [{"step": s, "data": metrics(s) | {REWARD: slope * s, SKIPPED: 0}} for s in range(1, 6)]
 
-    runs.plot([("a", data(1)), ("a", data(2)), ("b", data(3))], "title", tmp_path / "three.png")
+    plot_curves([("a", data(1)), ("a", data(2)), ("b", data(3))], "title", tmp_path / "three.png")
     assert colours(tmp_path / "three.png") == {0, 1}

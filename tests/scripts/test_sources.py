@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from lib.errors import Refused
+from lib.files import write_json
 from lib.report import readers as sources
 from lib.report.catalog import METRIC
-from lib.run import folder as runs
+from lib.run.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS
+from lib.run.summary import by_role
 
 STEPS = range(1, 7)
 CONFIG = {  # longer than a block of wandb's log
@@ -31,10 +33,10 @@ REPORTS = [
 def metrics(step: int) -> dict[str, float]:
     """What verl logs of a step; the gradient norm of step 4 overflowed."""
     return {
-        runs.REWARD: step / 8,
-        runs.K3_KL: 1e-7 * step,
-        runs.LOSS_SCALE: 65536.0,
-        runs.SECONDS: 2.5,
+        REWARD: step / 8,
+        K3_KL: 1e-7 * step,
+        LOSS_SCALE: 65536.0,
+        SECONDS: 2.5,
         "actor/grad_norm": math.inf if step == 4 else 0.5,
         "actor/entropy": math.nan,
         "perf/total_num_tokens": 4480,
@@ -73,18 +75,14 @@ def made(
     """A folder of ``make run``."""
     out.mkdir(parents=True)
     settings = {"EXPERIMENT": "sanity_cpu", "PRECISION": regime, "SEED": seed, "ARGS": ""}
-    runs.write_json(out / "run.json", {"settings": settings, "steps": len(STEPS), "wall_s": 9.0})
-    lines = [json.dumps({"step": step, "data": metrics(step) | {runs.SECONDS: 2.0 + seed / 10}}) for step in STEPS]
+    write_json(out / "run.json", {"settings": settings, "steps": len(STEPS), "wall_s": 9.0})
+    lines = [json.dumps({"step": step, "data": metrics(step) | {SECONDS: 2.0 + seed / 10}}) for step in STEPS]
     (out / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines).replace("NaN", "null"))
     told = [line for report in REPORTS for line in (f"(pid=7) [verl-precision] {json.dumps(report)}", "noise")]
     (out / "train.log").write_text("\n".join(told))
     if finished:
-        dtypes = (
-            effective if effective is not None else {role: dict(of[0]) for role, of in runs.by_role(REPORTS).items()}
-        )
-        runs.write_json(
-            out / "summary.json", {"effective_dtypes": dtypes, "wall_s": 9.0, "versions": {"verl": "0.9.1"}}
-        )
+        dtypes = effective if effective is not None else {role: dict(of[0]) for role, of in by_role(REPORTS).items()}
+        write_json(out / "summary.json", {"effective_dtypes": dtypes, "wall_s": 9.0, "versions": {"verl": "0.9.1"}})
     return out
 
 
@@ -206,12 +204,10 @@ def test_wandbs_csv_exports(tmp_path):
     same(run.steps)
     assert run.name == "a - run"
 
-    two = history(
-        tmp_path / "two.csv", ["Step", f"a - {runs.REWARD}", f"b - {runs.REWARD}"], [[1, 0.5, 0.25], [2, 1, ""]]
-    )
+    two = history(tmp_path / "two.csv", ["Step", f"a - {REWARD}", f"b - {REWARD}"], [[1, 0.5, 0.25], [2, 1, ""]])
     with pytest.raises(Refused, match="two.csv: holds 2 runs, a, b; name one"):
         sources.read("fp16", two)
-    assert sources.read("fp16", Path(f"{two}#b")).steps == {1: {runs.REWARD: 0.25}}
+    assert sources.read("fp16", Path(f"{two}#b")).steps == {1: {REWARD: 0.25}}
     ((label, path),) = sources.words(f"fp16={two}#b")
     assert sources.read(label, path).name == "b"
     with pytest.raises(Refused, match="holds no run c"):
@@ -221,9 +217,9 @@ def test_wandbs_csv_exports(tmp_path):
 @pytest.mark.parametrize(
     "columns, lines, said",
     [
-        (["epoch", runs.REWARD], [[1, 0.5]], "has no column of steps .* it has epoch"),
-        (["_step", runs.REWARD], [[1, "high"]], "line 2, critic/score/mean: 'high' is not a number"),
-        (["_step", runs.REWARD, "x"], [[1, 0.5, 1], [2]], "line 3 is truncated: critic/score/mean is missing"),
+        (["epoch", REWARD], [[1, 0.5]], "has no column of steps .* it has epoch"),
+        (["_step", REWARD], [[1, "high"]], "line 2, critic/score/mean: 'high' is not a number"),
+        (["_step", REWARD, "x"], [[1, 0.5, 1], [2]], "line 3 is truncated: critic/score/mean is missing"),
         (["_step", "x"], [[1, 0.5]], "holds no run at all"),
     ],
 )
@@ -237,14 +233,14 @@ def test_a_folder_of_make_run(tmp_path):
     before = {file: file.read_bytes() for file in folder.iterdir()}
     run = sources.read("fp16", folder)
     assert (run.seed, run.regime, run.finished, run.source) == (2, "fp16", True, "make run")
-    assert run.steps[1][runs.REWARD] == 1 / 8 and math.isnan(run.steps[1]["actor/entropy"])
+    assert run.steps[1][REWARD] == 1 / 8 and math.isnan(run.steps[1]["actor/entropy"])
     assert sources.departure(run) == ""
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
 
 
 def test_a_run_that_is_going_on(tmp_path):
     folder = made(tmp_path / "run", finished=False)
-    (folder / "verl.jsonl").write_text(json.dumps({"step": 7, "data": {runs.REWARD: 0.9}}) + '\n{"step": 8, "da')
+    (folder / "verl.jsonl").write_text(json.dumps({"step": 7, "data": {REWARD: 0.9}}) + '\n{"step": 8, "da')
     run = sources.read("fp16", folder)
     assert max(run.steps) == 7 and run.finished is False
     assert run.notes[0] == "the last line of verl.jsonl, line 2, is half-written: left out"
@@ -255,7 +251,7 @@ def test_names_that_metrics_had_in_older_releases(tmp_path):
     data = {"mismatch/mismatch_k3_kl": 1e-6, "perf/max_memory_allocated_gb": 40.0}
     (tmp_path / "a.jsonl").write_text(json.dumps({"step": 1, "data": data}) + "\n")
     assert sources.read("x", tmp_path / "a.jsonl").steps == {
-        1: {runs.K3_KL: 1e-6, "actor/perf/max_memory_allocated_gb": 40.0}
+        1: {K3_KL: 1e-6, "actor/perf/max_memory_allocated_gb": 40.0}
     }
 
 

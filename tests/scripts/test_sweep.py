@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 
 from lib.errors import Refused
+from lib.files import write_json
 from lib.patches import releases, stack
 from lib.paths import REPO
 from lib.run import folder as runs
 from lib.run import job as jobs
 from lib.run import sweep
+from lib.run.metrics import K3_KL, REWARD, SECONDS
+from lib.run.summary import summarize
 
 COMPARE = [sys.executable, str(REPO / "scripts" / "compare.py")]
 
@@ -49,11 +52,11 @@ def finished(out: Path, reward: float, steps: int = 40, **words: str) -> Path:
     job = jobs.parse([f"{name}={value}" for name, value in named.items()])
     out.mkdir(parents=True)
     record = {"settings": job.settings(), "steps": steps, "wall_s": 90.0, "peak_memory_gib": 1.0}
-    runs.write_json(out / "run.json", record)
-    data = {runs.REWARD: reward, runs.K3_KL: 1e-7 * (1 + reward), runs.SECONDS: 2.0}
+    write_json(out / "run.json", record)
+    data = {REWARD: reward, K3_KL: 1e-7 * (1 + reward), SECONDS: 2.0}
     rows = [{"step": step, "data": data} for step in range(1, steps + 1)]
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    runs.write_json(out / "summary.json", runs.summarize(job, record, rows, []))
+    write_json(out / "summary.json", summarize(job, record, rows, []))
     return out
 
 

@@ -19,12 +19,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from lib.errors import Refused
+from lib.files import write_json
+from lib.format import number
 from lib.report import catalog as measures
 from lib.report import readers as sources
 from lib.report.catalog import OUTCOMES, SERIES, Outcome, Series, Spread, Steps, Verdict
 from lib.report.readers import RECORD, Run
-from lib.run import folder as runs
 from lib.run.job import check_room
+from lib.run.metrics import LOSS_SCALE, REWARD, SKIPPED
 
 THRESHOLD = 0.95  # the sanity test of arXiv 2510.26788 is passed above 95 % training accuracy
 SETTINGS = "report.json"
@@ -311,9 +313,9 @@ def write_runs(report: Report, out: Path) -> None:
         (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
         for name, content in (("run.json", entry.run.run), ("summary.json", entry.run.summary)):
             if content:
-                runs.write_json(folder / name, content)
+                write_json(folder / name, content)
         config = {key: value for key, value in entry.run.config.items() if key in report.differs}
-        runs.write_json(folder / RECORD, sources.record(entry.run) | {"config": config})
+        write_json(folder / RECORD, sources.record(entry.run) | {"config": config})
     settings = {
         "title": report.title,
         "threshold": report.threshold,
@@ -321,7 +323,7 @@ def write_runs(report: Report, out: Path) -> None:
         "labels": [*report.labels, *report.without],
         "runs": [[entry.run.label, f"runs/{entry.id}"] for entry in report.entries],
     }
-    runs.write_json(out / SETTINGS, settings)
+    write_json(out / SETTINGS, settings)
 
 
 def again(folder: Path, out: Path) -> Report:
@@ -578,11 +580,11 @@ def draw(report: Report, of: Series, axis) -> None:
                 axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
             axis.plot(steps, middle, color=colour, linewidth=1.8, **few)
         axis.plot([], [], color=colour, linewidth=2.4, label=short(label))
-    if of.metric == runs.REWARD:
+    if of.metric == REWARD:
         axis.axhline(report.threshold, color="#888888", linewidth=0.9, linestyle=(0, (4, 3)))
-    if of.metric == runs.LOSS_SCALE:
+    if of.metric == LOSS_SCALE:
         for entry in report.entries:
-            skips = [step for step, data in entry.run.steps.items() if data.get(runs.SKIPPED, 0) > 0]
+            skips = [step for step, data in entry.run.steps.items() if data.get(SKIPPED, 0) > 0]
             line = curve(entry.run.steps, of)
             at = [step for step in skips if step in line]
             axis.plot(at, [line[step] for step in at], "x", color="#B00020", markersize=5)
@@ -638,7 +640,7 @@ def page(report: Report) -> str:
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["number"] = runs.number
+    environment.filters["number"] = number
     environment.filters["written"] = lambda value, digits=3: NONE if value is None else measures.written(value, digits)
     return environment.get_template(TEMPLATE).render(
         report=report,

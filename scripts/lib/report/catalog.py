@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, median, stdev
 
-from lib.run import folder as runs
+from lib.run.metrics import (
+    CRITIC_LOSS_SCALE,
+    CRITIC_SKIPPED,
+    FLOWRL,
+    K3_KL,
+    LOSS_SCALE,
+    PROBS_DIFF,
+    REWARD,
+    SECONDS,
+    SKIPPED,
+)
 
 WINDOW = 5  # steps of a moving mean
 LEAST_SEEDS = 3  # of each side, for a verdict
@@ -43,12 +53,12 @@ GRAD_NORM = "actor/grad_norm"
 LR = "actor/lr"
 
 SERIES = (
-    Series("reward", "reward of the training batch", runs.REWARD, oat="actor/rewards"),
+    Series("reward", "reward of the training batch", REWARD, oat="actor/rewards"),
     Series("accuracy", "accuracy in evaluation", ACCURACY, oat="eval/accuracy"),
     Series(
         "k3",
         "mismatch: k3 estimate of KL(rollout ‖ trainer)",
-        runs.K3_KL,
+        K3_KL,
         "log",
         ("mismatch/mismatch_k3_kl",),
         oat="train/rollout_k3_kl",
@@ -56,25 +66,29 @@ SERIES = (
     Series(
         "probs_diff",
         "mismatch: mean difference of probabilities",
-        runs.PROBS_DIFF,
+        PROBS_DIFF,
         "log",
         oat="train/rollout_probs_diff_mean",
     ),
-    Series("loss_scale", "loss scale of the actor, × a skipped step", runs.LOSS_SCALE, "log2", oat="train/loss_scale"),
+    Series("loss_scale", "loss scale of the actor, × a skipped step", LOSS_SCALE, "log2", oat="train/loss_scale"),
     Series(
-        "critic_loss_scale", "loss scale of the critic", runs.CRITIC_LOSS_SCALE, "log2", oat="train/critic_loss_scale"
+        "critic_loss_scale",
+        "loss scale of the critic",
+        CRITIC_LOSS_SCALE,
+        "log2",
+        oat="train/critic_loss_scale",
     ),
     Series(
         "skipped",
         "skipped optimizer steps of the actor, in all",
-        runs.SKIPPED,
+        SKIPPED,
         counted=True,
         oat="train/skipped_steps",
     ),
     Series(
         "critic_skipped",
         "skipped optimizer steps of the critic, in all",
-        runs.CRITIC_SKIPPED,
+        CRITIC_SKIPPED,
         counted=True,
         oat="train/critic_skipped_steps",
     ),
@@ -83,14 +97,14 @@ SERIES = (
     Series("response_length", "response length, tokens", "response_length/mean", oat="actor/response_tok_len"),
     Series("lr", "learning rate of the actor", LR, oat="misc/lr"),
     Series("throughput", "throughput, tokens/s per worker", "perf/throughput"),
-    Series("seconds", "time of a step, s", runs.SECONDS),
+    Series("seconds", "time of a step, s", SECONDS),
     Series(
         "memory",
         "memory of the trainer at its peak, GiB",
         "actor/perf/max_memory_allocated_gb",
         formerly=("perf/max_memory_allocated_gb",),
     ),
-    *(Series(f"flowrl_{name}", f"FlowRL: {name.replace('_', ' ')}", metric) for name, metric in runs.FLOWRL.items()),
+    *(Series(f"flowrl_{name}", f"FlowRL: {name.replace('_', ' ')}", metric) for name, metric in FLOWRL.items()),
 )
 METRIC = {name: of.metric for of in SERIES for name in (of.metric, *of.formerly, of.oat) if name}  # by any name
 UNTRAINED = {ACCURACY, LR}  # what an evaluation before the first step logs, too
@@ -109,7 +123,7 @@ def finite(steps: Steps, metric: str) -> list[float]:
     return [value for value in found if math.isfinite(value)]
 
 
-def moving_means(steps: Steps, metric: str = runs.REWARD) -> dict[int, float]:
+def moving_means(steps: Steps, metric: str = REWARD) -> dict[int, float]:
     """By step the mean over the last ``WINDOW`` steps that have a finite value, from the first with so many on."""
     having = [step for step in sorted(steps) if math.isfinite(steps[step].get(metric, math.nan))]
     return {
@@ -174,22 +188,22 @@ def last(found: list[float]) -> float:
 
 
 OUTCOMES = (
-    Outcome("reward_first", "reward, first step", runs.REWARD, lambda found: found[0], "", ".3f"),
-    Outcome("reward_last", f"reward, last {WINDOW} steps", runs.REWARD, last, "linear", ".3f"),
+    Outcome("reward_first", "reward, first step", REWARD, lambda found: found[0], "", ".3f"),
+    Outcome("reward_last", f"reward, last {WINDOW} steps", REWARD, last, "linear", ".3f"),
     Outcome("accuracy_last", "accuracy in evaluation, last", ACCURACY, lambda found: found[-1], "linear", ".3f"),
-    Outcome("k3_mean", "k3, mean", runs.K3_KL, fmean, "log", noise=K3_NOISE),
-    Outcome("k3_median", "k3, median step", runs.K3_KL, median, "log", noise=K3_NOISE),
-    Outcome("probs_diff_mean", "probability difference, mean", runs.PROBS_DIFF, fmean, "log"),
-    Outcome("loss_scale_last", "loss scale at the end", runs.LOSS_SCALE, lambda found: found[-1], ""),
-    Outcome("skipped_total", "skipped steps", runs.SKIPPED, sum),
-    Outcome("critic_skipped_total", "skipped steps, critic", runs.CRITIC_SKIPPED, sum),
+    Outcome("k3_mean", "k3, mean", K3_KL, fmean, "log", noise=K3_NOISE),
+    Outcome("k3_median", "k3, median step", K3_KL, median, "log", noise=K3_NOISE),
+    Outcome("probs_diff_mean", "probability difference, mean", PROBS_DIFF, fmean, "log"),
+    Outcome("loss_scale_last", "loss scale at the end", LOSS_SCALE, lambda found: found[-1], ""),
+    Outcome("skipped_total", "skipped steps", SKIPPED, sum),
+    Outcome("critic_skipped_total", "skipped steps, critic", CRITIC_SKIPPED, sum),
     Outcome("grad_norm_mean", "gradient norm, mean", GRAD_NORM, fmean),
     Outcome("entropy_last", f"entropy, last {WINDOW} steps", "actor/entropy", last),
     Outcome("response_length_last", f"response length, last {WINDOW}", "response_length/mean", last),
     Outcome("throughput_median", "throughput, tokens/s, median", "perf/throughput", median, "log", speed=True),
-    Outcome("seconds_median", "step, s, median", runs.SECONDS, median, "log", speed=True),
+    Outcome("seconds_median", "step, s, median", SECONDS, median, "log", speed=True),
     Outcome("memory_peak", "trainer's memory, GiB, peak", "actor/perf/max_memory_allocated_gb", max),
-    *(Outcome(f"flowrl_{n}_last", f"{n.replace('_', ' ')}, last {WINDOW}", m, last) for n, m in runs.FLOWRL.items()),
+    *(Outcome(f"flowrl_{n}_last", f"{n.replace('_', ' ')}, last {WINDOW}", m, last) for n, m in FLOWRL.items()),
 )
 
 

@@ -23,6 +23,8 @@ from lib.report.catalog import GRAD_NORM, METRIC, UNTRAINED, Steps, known
 from lib.run import folder as runs
 from lib.run import job as jobs
 from lib.run import log as logs
+from lib.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, SKIPPED
+from lib.run.summary import agreed, by_role
 
 LABEL = re.compile(r"[A-Za-z0-9][\w.+-]*")
 RECORD = "record.json"  # beside the metrics in a report's runs/: what the run's own folder held elsewhere
@@ -85,13 +87,13 @@ class Run:
     @property
     def effective(self) -> dict:
         """By role the dtypes that its workers reported, {} where none are recorded."""
-        reported = {role: runs.agreed(of) for role, of in runs.by_role(list(self.told)).items()}
+        reported = {role: agreed(of) for role, of in by_role(list(self.told)).items()}
         return self.summary.get("effective_dtypes", reported)
 
     @property
     def stamp(self) -> dict | list | None:
         """Of the patched verl or OAT what the workers reported."""
-        return self.summary.get("patch_stamp", runs.agreed([report["stamp"] for report in self.told])) or None
+        return self.summary.get("patch_stamp", agreed([report["stamp"] for report in self.told])) or None
 
 
 def words(given: str) -> list[tuple[str, Path]]:
@@ -249,7 +251,7 @@ def json_lines(file: Path) -> tuple[Steps, tuple[str, ...]]:
 
 
 def read_make_run(label: str, folder: Path) -> Run:
-    """A folder of ``make run``, finished or not: as ``runs.collect`` merges it, without touching it."""
+    """A folder of ``make run``, finished or not: as ``merge_metrics`` merges it, without touching it."""
     steps, notes = {}, ()
     for name in ("metrics.jsonl", "verl.jsonl"):
         if (folder / name).exists():
@@ -296,14 +298,14 @@ def of_oat(steps: Steps, args: dict) -> tuple[str, ...]:
         notes.append(f"a step is a round of OAT's: {meaning}")
     fp16 = args.get("fp16")
     logged = {metric for data in steps.values() for metric in data}
-    if runs.K3_KL not in logged and GRAD_NORM in logged and (fp16 or not args):
+    if K3_KL not in logged and GRAD_NORM in logged and (fp16 or not args):
         for data in steps.values():
             data.pop(GRAD_NORM, None)
         notes.append(
             f"{GRAD_NORM} is left out: an unpatched OAT's is multiplied by the loss scale in fp16"
             + ("" if args else ", and the dtype is not recorded")
         )
-    wanted = (runs.K3_KL, runs.PROBS_DIFF, *((runs.LOSS_SCALE, runs.SKIPPED) if fp16 else ()))
+    wanted = (K3_KL, PROBS_DIFF, *((LOSS_SCALE, SKIPPED) if fp16 else ()))
     if missing := [metric for metric in wanted if metric not in logged]:
         notes.append(f"OAT recorded no {', '.join(missing)}; a patched one does")
     return tuple(notes)

@@ -1,8 +1,8 @@
 """Admission to a running Ray cluster: enough nodes and GPUs, and every node proves what it runs.
 
 ``admit`` asks in a process of its own, ``python -m lib.run.cluster``, which joins the cluster as ``main_ppo`` will,
-with its environment and from its folder. So nothing of Ray stays behind in the caller, and a head that is lost cannot end
-it. On each node a task runs with the runtime environment of the job's workers and looks at the verl that they would
+with its environment and from its folder. So nothing of Ray stays behind in the caller, and a head that is lost cannot
+end it. On each node a task runs with the runtime environment of the job's workers and looks at the verl that they would
 import.
 """
 

@@ -28,9 +28,10 @@ from pathlib import Path
 from statistics import fmean
 
 from lib.errors import Refused
+from lib.files import write_json
+from lib.format import duration
 from lib.patches import releases, stack
 from lib.paths import CACHE, REPO
-from lib.run import folder as runs
 from lib.run import job as jobs
 
 LISTS = {"PRECISION": "fp16", "ALGO": "grpo", "SEED": "1"}  # the variables that take several values, and their defaults
@@ -127,7 +128,7 @@ def plan(given: Mapping[str, str]) -> Plan:
     done = {run for code in codes for run in admitted(code, [run for run in planned if run.code == code])}
     if remembered:
         out.mkdir(parents=True, exist_ok=True)
-        runs.write_json(out / "code.json", remembered)
+        write_json(out / "code.json", remembered)
     return Plan(experiment, out, tuple(planned), tuple(run for run in planned if run in done))
 
 
@@ -298,7 +299,7 @@ class Screen:
         self.live = sys.stdout.isatty()
 
     def say(self, text: str) -> None:
-        elapsed = runs.duration(time.monotonic() - self.started)
+        elapsed = duration(time.monotonic() - self.started)
         print(f"{self.cleared()}[{elapsed:>6}] {text}", flush=True)
 
     def show(self, line: str) -> None:
@@ -323,7 +324,7 @@ class Screen:
             seconds.setdefault(run.objective, []).append(summary(run)["wall_s"])
         every = [value for values in seconds.values() for value in values]
         expected = sum(fmean(seconds.get(run.objective, every)) for run in ahead)
-        return f"{len(ahead)} left, about {runs.duration(expected)}"
+        return f"{len(ahead)} left, about {duration(expected)}"
 
 
 def summary(run: Run) -> dict:
@@ -386,8 +387,8 @@ def run(chosen: Plan) -> Outcome:
             else:
                 screen.done.append(current)
                 told = summary(current)
-                first, last = (runs.number(told[name], ".3f") for name in ("reward_first", "reward_last"))
-                took = runs.duration(told["wall_s"])
+                first, last = (number(told[name], ".3f") for name in ("reward_first", "reward_last"))
+                took = duration(told["wall_s"])
                 screen.say(f"{current}: reward {first} to {last} in {took}; {screen.left(ahead)}")
     except KeyboardInterrupt:
         interrupted = True

@@ -1,0 +1,12 @@
+"""Format numbers and durations for the terminal and for reports."""
+
+
+def number(value: float | None, form: str = ".3g") -> str:
+    """Format ``value`` with the format specification ``form``; ``-`` for None."""
+    return "-" if value is None else format(value, form)
+
+
+def duration(seconds: float) -> str:
+    """Format ``seconds`` as ``m:ss``."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes}:{seconds:02d}"

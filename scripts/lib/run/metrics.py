@@ -1,0 +1,58 @@
+"""verl's metrics of one run: their names, the rows of ``metrics.jsonl``, and sums over the steps.
+
+verl's file logger overwrites its file when a run resumes. It writes ``verl.jsonl``, which :func:`merge_metrics` merges
+into ``metrics.jsonl``.
+"""
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+from lib.files import rows
+
+REWARD = "critic/score/mean"
+PROBS_DIFF = "training/rollout_probs_diff_mean"
+K3_KL = "rollout_corr/k3_kl"
+LOSS_SCALE = "actor/loss_scale"
+SKIPPED = "actor/skipped_steps"
+CRITIC_LOSS_SCALE = "critic/loss_scale"
+CRITIC_SKIPPED = "critic/skipped_steps"
+SECONDS = "timing_s/step"
+FLOWRL = {  # of RECIPE=flowrl, by the name under which they are shown
+    "log_z": "actor/flowrl/log_z",
+    "delta_std": "actor/flowrl/delta_std",
+    "distinct_right_answers": "flowrl/distinct_right_answers",
+    "effective_samples": "actor/flowrl/effective_samples",
+}
+LAST = 5  # steps whose mean is the last reward
+
+
+def merge_metrics(out: Path, upto: int | None = None) -> list[dict]:
+    """Merge ``verl.jsonl`` into ``metrics.jsonl``, one line a step, and drop the steps after ``upto``. Returns all."""
+    merged: dict[int, dict] = {}
+    for row in rows(out / "metrics.jsonl") + rows(out / "verl.jsonl"):
+        merged.setdefault(row["step"], {}).update(row["data"])
+    kept = [{"step": step, "data": merged[step]} for step in sorted(merged) if upto is None or step <= upto]
+    temporary = out / "metrics.tmp"
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    temporary.replace(out / "metrics.jsonl")
+    return kept
+
+
+def training_rows(all_rows: list[dict]) -> list[dict]:
+    """Only the rows of training steps: one of a validation alone has no reward of the training batch."""
+    return [row for row in all_rows if REWARD in row["data"]]
+
+
+def metric_values(data: list[dict], name: str) -> list[float]:
+    """A metric over the steps, without those that lack it; verl's logger writes NaN as null."""
+    return [row["data"][name] for row in data if row["data"].get(name) is not None]
+
+
+def metric_mean(data: list[dict], name: str) -> float | None:
+    return fmean(metric_values(data, name)) if metric_values(data, name) else None
+
+
+def metric_total(data: list[dict], name: str) -> int | None:
+    """A sum, or None where nothing was counted: a regime without loss scaling skips no steps."""
+    return int(sum(metric_values(data, name))) if metric_values(data, name) else None

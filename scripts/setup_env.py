@@ -1,0 +1,166 @@
+"""Set up the environments of this checkout: ``scripts/setup_env.py [--python PYTHON] {cpu,cuda,workers,browser} ...``.
+
+cpu      .venv: verl, patched, with vLLM's CPU build
+cuda     .venv-cuda: the same for NVIDIA GPUs
+workers  .venv-workers: the tests run the workers of every release in it
+browser  chromium, in which the tests load a report
+
+An environment that is up to date is left as it is. TORCH_INDEX_URL is a further package index, of torch's CPU builds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lib.errors import Refused
+from lib.patches.stack import apply
+from lib.paths import REPO
+
+PYTHONS = ("3.11", "3.12")  # for which the locks are resolved
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment in ``folder``, made from the files ``requirements`` of requirements/.
+
+    ``cost`` is the disk space and the time that setting it up takes.
+    """
+
+    folder: str
+    requirements: tuple[str, str]
+    cost: str
+    patched: bool
+
+    @property
+    def path(self) -> Path:
+        return REPO / self.folder
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin/python"
+
+    def stamp(self, version: str) -> Path:
+        """Return the file that is written last and named after Python and the locks: an outdated environment has none."""
+        content = b"".join((REPO / "requirements" / name).read_bytes() for name in self.requirements)
+        return self.path / f"ready-{version}-{hashlib.sha256(content).hexdigest()[:12]}"
+
+
+ENVIRONMENTS = {
+    "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 GB on disk, 3 to 6 minutes", patched=True),
+    "cuda": Environment(".venv-cuda", ("cuda.lock", "cuda.flash-attn"), "flash-attn is compiled", patched=True),
+    "workers": Environment(".venv-workers", ("cpu.torch", "workers.lock"), "2 GB on disk, 2 minutes", patched=False),
+}
+
+
+def setup(name: str, python: str | None = None) -> Path:
+    """Make the environment ``name`` unless it is up to date, patch its verl, and return its Python.
+
+    Args:
+        python: the Python 3.11 or 3.12 to make it with; by default that of the present environment, or the first on
+            PATH. An environment of another version is made anew.
+
+    Raises:
+        Refused: no such Python, or an outdated environment is a symbolic link, which others may be using.
+        subprocess.CalledProcessError: an installation failed.
+    """
+    environment = ENVIRONMENTS[name]
+    base, version = find_python([python] if python else [environment.python, *(f"python{each}" for each in PYTHONS)])
+    stamp = environment.stamp(version)
+    if not stamp.exists():
+        if environment.path.is_symlink():
+            raise Refused(
+                f"{environment.folder} is a link to an environment that is not up to date: "
+                "run make where it points to, or remove the link"
+            )
+        print(
+            f"setting up {environment.folder} from {' and '.join(environment.requirements)}: {environment.cost}, once",
+            flush=True,
+        )
+        subprocess.run([base, "-m", "venv", "--clear", environment.path], check=True)
+        (environment.path / "site-packages").symlink_to(f"lib/python{version}/site-packages")
+        install(environment)
+        stamp.touch()
+    if environment.patched:
+        for line in apply(environment.path / "site-packages"):
+            print(line, flush=True)
+    return environment.python
+
+
+def find_python(candidates: list[str | Path]) -> tuple[str, str]:
+    """Return the real path of the first candidate that is a Python 3.11 or 3.12, and its version.
+
+    Raises:
+        Refused: none is.
+    """
+    code = "import os, sys; print('%d.%d' % sys.version_info[:2], os.path.realpath(sys.executable))"
+    for candidate in candidates:
+        if program := shutil.which(candidate):
+            output = subprocess.run([program, "-c", code], capture_output=True, text=True).stdout
+            version, _, path = output.strip().partition(" ")
+            if version in PYTHONS:
+                return path, version
+    named = f"PYTHON={candidates[0]}: " if len(candidates) == 1 else ""
+    raise Refused(f"{named}Python 3.11 or 3.12 is needed; install it, or name it: make PYTHON=/path/to/python3.12")
+
+
+def install(environment: Environment) -> None:
+    """Install the requirements with pip, whose configuration names a machine's own indexes; torch comes first."""
+    pip = [environment.python, "-m", "pip", "install", "--quiet"]
+    first, second = (REPO / "requirements" / name for name in environment.requirements)
+    index = os.environ.get("TORCH_INDEX_URL")
+    if first.suffix == ".torch":
+        extra = ["--extra-index-url", index] if index else []
+        subprocess.run([*pip, "-r", first, "-c", second, *extra], check=True)
+        subprocess.run([*pip, "--no-deps", "-r", second], check=True)
+    else:
+        subprocess.run([*pip, "--no-deps", "-r", first], check=True)
+        subprocess.run([*pip, "--no-deps", "--no-build-isolation", "-r", second], check=True)
+
+
+def setup_browser() -> None:
+    """Install chromium with apt-get unless it is there.
+
+    Raises:
+        Refused: it is not, and this is not root on a Debian.
+        subprocess.CalledProcessError: the installation failed.
+    """
+    if shutil.which("chromium"):
+        return
+    if os.geteuid() or not shutil.which("apt-get"):
+        raise Refused("chromium is missing, in which the tests load a report: install your system's package chromium")
+    print(
+        "installing chromium with apt-get, in which the tests load a report: 400 MB on disk, a minute, once", flush=True
+    )
+    subprocess.run(["apt-get", "update", "-qq"], check=True)
+    packages = ["chromium", "fonts-dejavu-core"]
+    command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
+    quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    subprocess.run(command, env=quiet, stdout=subprocess.DEVNULL, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", choices=[*ENVIRONMENTS, "browser"], metavar="NAME")
+    parser.add_argument("--python", help="the Python 3.11 or 3.12 to make environments with")
+    options = parser.parse_args()
+    for name in options.names:
+        if name == "browser":
+            setup_browser()
+        else:
+            setup(name, options.python)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Refused as refusal:
+        sys.exit(f"setup_env: {refusal}")
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"setup_env: exit code {error.returncode}: {' '.join(map(str, error.cmd))}")

@@ -1,0 +1,114 @@
+"""The rules of the tree (docs/design.md): sizes of files, directions of imports, names that occur once."""
+
+import ast
+import re
+import subprocess
+from collections import defaultdict
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from lib.paths import REPO
+
+LIB = REPO / "scripts/lib"
+LIMITS = {"scripts": 500, "recipes": 500, "patches": 500, "tests": 600}  # lines of a Python file, by its first folder
+# Below the commands: a package may import those after its colon, the modules at the top of scripts/lib, and itself.
+ROOMS = {
+    "patches": set(),
+    "run": {"patches"},
+    "doctor": {"patches", "run"},
+    "probe": {"run"},
+    "report": {"run"},
+    "bench": {"run"},
+}
+
+
+def tracked(*folders: str) -> list[Path]:
+    """Return the project's Python files in these folders, committed or about to be."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *folders]
+    names = subprocess.run(listed, cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
+    return [REPO / name for name in names if name.endswith(".py") and (REPO / name).exists()]
+
+
+def imports(file: Path) -> set[str]:
+    """Return the dotted names of all modules, and names in modules, that a file imports at any depth."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(REPO / "scripts").with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+    """Return the package of scripts/lib that a module is in; empty for those at its top."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and (LIB / parts[1]).is_dir() else ""
+
+
+@pytest.mark.parametrize("folder", LIMITS)
+def test_files_stay_within_their_limit(folder):
+    lengths = {str(file.relative_to(REPO)): len(file.read_text().splitlines()) for file in tracked(folder)}
+    assert {name: lines for name, lines in lengths.items() if lines > LIMITS[folder]} == {}
+
+
+def test_rooms_import_only_the_rooms_below_them():
+    assert set(ROOMS) == {folder.name for folder in LIB.iterdir() if folder.is_dir() and folder.name != "__pycache__"}
+    wrong = []
+    for file in tracked("scripts/lib"):
+        here = room(module_name(file))
+        targets = {room(name) for name in imports(file) if name.startswith("lib.")} - {"", here}
+        allowed = ROOMS[here] if here else set()
+        wrong += [f"{module_name(file)} imports lib.{target}" for target in sorted(targets - allowed)]
+    assert wrong == []
+
+
+def test_modules_import_each_other_without_a_cycle():
+    modules = {module_name(file): file for file in tracked("scripts/lib")}
+    graph = {
+        name: {target for target in imports(file) if target in modules and target != name}
+        for name, file in modules.items()
+    }
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_imports_are_absolute():
+    relative = [str(file) for file in tracked("scripts", "recipes") if any(n.startswith(".") for n in imports(file))]
+    assert relative == []
+
+
+def test_recipes_import_nothing_of_scripts():
+    commands = {file.stem for file in (REPO / "scripts").glob("*.py")} | {"lib"}
+    found = {str(file): {name.split(".")[0] for name in imports(file)} & commands for file in tracked("recipes")}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+def test_the_precision_package_imports_nothing_else_of_verl():
+    package = REPO / "patches/verl/files/verl/utils/precision"
+    files = sorted(package.glob("*.py"))
+    assert files
+    names = {name for file in files for name in imports(file) if name.split(".")[0] == "verl"}
+    assert {name for name in names if not name.startswith("verl.utils.precision")} == set()
+
+
+def test_a_class_name_occurs_once():
+    places = defaultdict(list)
+    for file in tracked("scripts", "recipes", "patches/verl/files", "patches/oat/files"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(file.relative_to(REPO)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_the_root_is_computed_once():
+    computed = re.compile(r"__file__\)(?:\.resolve\(\))?\.parents\[")
+    files = [file for file in tracked("scripts", "tests") if computed.search(file.read_text())]
+    assert [str(file.relative_to(REPO)) for file in files] == ["scripts/lib/paths.py"]

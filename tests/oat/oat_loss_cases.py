@@ -1,0 +1,180 @@
+"""Cases of OAT: mismatch metrics, importance weights, and log-probabilities by the fused head."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from oat_learner import FP16, NO_TIS, learned, logged, made, name, near, same, state, transitions
+
+
+def by_hand(learner, rows: list) -> list[dict[str, torch.Tensor]]:
+    """Of each made transition: the actor's and the learner's log-probabilities of its response, fp32, and gradients."""
+    model = learner.model.model.module
+    answers = []
+    for row in rows:
+        ids = torch.tensor([list(row.prompt_ids) + list(row.response_ids)])
+        logits = model(ids).logits[0, :-1].float()
+        taken = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        answers.append({"learner": taken[len(row.prompt_ids) - 1 :], "actor": torch.tensor(row.response_logprobs)})
+    return answers
+
+
+def mismatch() -> str:
+    """The reported mismatch, beside one computed by hand from the same weights and transitions."""
+    learner = made("--no-bf16", "--no-use_fused_lm_head")
+    with torch.no_grad():
+        answers = by_hand(learner, transitions(0))
+    ours, theirs = (torch.cat([answer[side] for answer in answers]) for side in ("learner", "actor"))
+    ratio = ours - theirs
+    reduce = learner.strategy.all_reduce
+
+    def over_all_tokens(values: torch.Tensor) -> float:
+        return (reduce(values.sum(), "sum") / reduce(torch.tensor(float(len(values))), "sum")).item()
+
+    expected = {
+        "rollout_probs_diff_mean": over_all_tokens((ours.exp() - theirs.exp()).abs()),
+        "rollout_probs_diff_max": reduce((ours.exp() - theirs.exp()).abs().max(), "max").item(),
+        "rollout_k3_kl": over_all_tokens(ratio.exp() - 1 - ratio),
+        "kl_sample_train_v1": reduce(-ratio.mean()).item(),  # OAT's own: each rank's, then the mean of ranks
+        "kl_sample_train_v2": reduce(0.5 * (ratio**2).mean()).item(),
+    }
+    seen = logged(learner, 0)
+    facts = []
+    for key, value in expected.items():
+        found = seen.get(f"train/{key}")
+        facts.append(
+            f"{key} {'absent' if found is None else 'as by hand' if near(found, value) else f'{found} NOT {value}'}"
+        )
+    return ", ".join(facts)
+
+
+def objective(weigh: Callable[[torch.Tensor], torch.Tensor], *options: str) -> str:
+    """Loss and gradient of one update, beside those by hand with ``weigh`` of the log-ratios of one response."""
+    options = [
+        "--no-bf16",
+        "--no-use_fused_lm_head",
+        "--critic_type=drgrpo",
+        "--train_batch_size_per_device=2",
+        *options,
+    ]
+    learner = made(*options)
+    rows = drifted(0)
+    answers = by_hand(learner, rows)
+    reinforce = learner.args.reinforce_update
+    losses = []
+    for row, answer in zip(rows, answers, strict=True):
+        advantage = row.rewards[-1] - 0.5
+        old = answer["learner"].detach()
+        weights = weigh(old - answer["actor"])
+        policy = answer["learner"] if reinforce else (answer["learner"] - old).exp()
+        losses.append((-advantage * policy * weights).sum() / learner.args.generate_max_length)
+    loss = torch.stack(losses).mean()
+    gradients = torch.autograd.grad(loss, list(learner.model.model.module.parameters()))
+    gradients = [learner.strategy.all_reduce(gradient) for gradient in gradients]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+    loss = learner.strategy.all_reduce(loss.detach()).item()
+    learner.pi_buffer.clear()
+    learner.process_feedback_data(rows)
+    seen = learner.learn(1)
+    found = learner.strategy.all_reduce(seen["train/pg_loss"])
+    facts = ["loss as by hand" if near(found, loss) else f"loss {found:.4g} NOT {loss:.4g}"]
+    found = seen["train/policy_grad_norm"]
+    facts.append("gradient as by hand" if near(found, norm) else f"gradient {found:.4g} NOT {norm:.4g}")
+    return ", ".join(facts)
+
+
+def drifted(seed: int) -> list:
+    """Transitions whose actor is far from the learner, further up for the right answer than down for the wrong."""
+    rows = transitions(seed)
+    for row, shift in zip(rows, (-0.6, 0.4), strict=True):
+        row.response_logprobs = [each + shift * (1 + index % 3) for index, each in enumerate(row.response_logprobs)]
+    return rows
+
+
+def truncated(log_ratio: torch.Tensor, threshold: float) -> torch.Tensor:
+    return log_ratio.exp().clamp(max=threshold)
+
+
+def weights_tis_c() -> str:
+    return objective(lambda log_ratio: truncated(log_ratio, 2.0))
+
+
+def weights_none() -> str:
+    return objective(torch.ones_like, *NO_TIS)
+
+
+def weights_token() -> str:
+    given = ["--rollout_is=token", "--rollout_is_threshold=1.5", *NO_TIS]
+    return objective(lambda r: truncated(r, 1.5), *given)
+
+
+def weights_sequence() -> str:
+    given = ["--rollout_is=sequence", "--rollout_is_threshold=3", *NO_TIS]
+    return objective(lambda r: truncated(r.sum(), 3.0) * torch.ones_like(r), *given)
+
+
+def weights_masked() -> str:
+    given = ["--rollout_is=sequence", "--rollout_is_threshold=inf", "--rollout_rs=sequence"]
+    given += ["--rollout_rs_threshold=3", *NO_TIS]
+    return objective(lambda r: (r.sum().exp() * (r.sum().exp() <= 3)) * torch.ones_like(r), *given)
+
+
+def weights_reinforce() -> str:
+    """Policy gradient with a sequence's weight, the paper's."""
+    given = ["--reinforce_update", "--rollout_is=sequence", "--rollout_is_threshold=inf"]
+    return objective(lambda r: r.sum().exp() * torch.ones_like(r), *given)
+
+
+def reinforce() -> str:
+    return objective(torch.ones_like, "--reinforce_update")
+
+
+def head(*options: str) -> str:
+    """Are log-probabilities of the fused head, OAT's default, fp32 numbers or 16-bit ones?"""
+    learner, facts = made(*options), []
+    ids = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found, entropy = learner.get_batch_logps(learner.model, ids, torch.ones_like(ids), compute_entropy=True)
+    dtype = next(learner.model.parameters()).dtype
+    for what, tensor in (("log-probs", found), ("entropy", entropy)):
+        rounded = torch.equal(tensor, tensor.to(dtype).float())
+        facts.append(f"{what} {f'ROUNDED to {name(dtype)}' if rounded else 'fp32'}")
+    return ", ".join(facts)
+
+
+def head_bf16() -> str:
+    return head()
+
+
+def head_fp16() -> str:
+    return head(*FP16)
+
+
+def reference(*options: str) -> str:
+    """Do two rounds train beside a reference model, by OAT's two ways of staying close to it, with the fused head?"""
+    facts = []
+    for key in ("beta", "kl_penalty_coef"):
+        learner = made(f"--{key}=0.1", *options)
+        before = state(learner.model.model)
+        learned(learner, 0)
+        metrics = learned(learner, 1)
+        moved = not same(before, state(learner.model.model)) and math.isfinite(metrics["train/pg_loss"])
+        facts.append(f"{key} {'trains' if moved else 'DOES NOT TRAIN'}")
+    return ", ".join(facts)
+
+
+def reference_bf16() -> str:
+    return reference()
+
+
+def reference_fp16() -> str:
+    return reference(*FP16)
+
+
+def head_batch() -> str:
+    """Does the fused head give its hidden states a gradient where a device has two rows?"""
+    norms = [
+        learned(made("--no-bf16", "--train_batch_size_per_device=2", *options), 0)["train/policy_grad_norm"]
+        for options in (["--no-use_fused_lm_head"], [])
+    ]
+    return "as without it" if near(norms[1], norms[0]) else f"gradient {norms[1]:.4g} NOT {norms[0]:.4g}"

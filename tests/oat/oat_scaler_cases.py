@@ -1,0 +1,258 @@
+"""Cases of OAT: the regimes' dtypes, refused arguments, the loss scaler and its checkpoints."""
+
+import contextlib
+import functools
+import math
+from pathlib import Path
+
+import torch.distributed as dist
+from oat_learner import (
+    FP16,
+    NO_TIS,
+    RANK,
+    TIS,
+    Unparsed,
+    asked,
+    fp16,
+    learned,
+    logged,
+    made,
+    name,
+    near,
+    parsed,
+    poisoned,
+    same,
+    scale,
+    state,
+)
+
+
+def dtypes(*options: str) -> str:
+    """In what the learner's engines compute, and what the actors are asked for."""
+    learner = made("--critic_type=ppo", "--beta=0.1", *options)
+    facts = []
+    for role, model in (("actor", learner.model), ("ref", learner.ref_model), ("critic", learner.critic)):
+        facts.append(f"{role} {', '.join(sorted({name(p.dtype) for p in model.parameters()}))}")
+    masters = {name(p.dtype) for group in learner.optimizer.param_groups for p in group["params"]}
+    return ", ".join([*facts, f"rollout {asked(learner.args)}", f"masters {', '.join(masters)}"])
+
+
+def dtype_fp16() -> str:
+    return dtypes(*FP16)
+
+
+def dtype_bf16() -> str:
+    return dtypes()
+
+
+def dtype_fp32() -> str:
+    return dtypes("--no-bf16")
+
+
+def dtype_bf16_train_fp16_infer() -> str:
+    return dtypes("--precision=bf16_train_fp16_infer")
+
+
+def one_key() -> str:
+    """Does ``--precision`` say what OAT's pair of booleans says?"""
+    spellings = {"fp16": FP16, "bf16": [], "fp32": ["--no-bf16"]}
+    facts = []
+    for regime, pair in spellings.items():
+        ours, theirs = (given(*options) for options in ([f"--precision={regime}"], pair))
+        facts.append(f"{regime} {'as the pair' if ours == theirs else 'OTHERWISE'}")
+    return ", ".join(facts)
+
+
+def given(*options: str) -> dict:
+    args = vars(parsed(*options))
+    return {key: value for key, value in args.items() if key != "save_path"}
+
+
+REFUSED = {
+    "both": (["--bf16", "--fp16"], ["bf16", "fp16"]),
+    "precision and fp16": (["--precision=bf16", "--fp16"], ["precision", "fp16", "bf16"]),
+    "precision and bf16": (["--precision=bf16", "--no-bf16"], ["precision", "bf16"]),
+    "initial_scale_power": ([*FP16, "--initial_scale_power=99"], ["initial_scale_power", "99", "32"]),
+    "loss_scale": ([*FP16, "--loss_scale=-1"], ["loss_scale", "-1", "0"]),
+    "min_loss_scale": (
+        [*FP16, "--min_loss_scale=1024", "--initial_scale_power=2"],
+        ["min_loss_scale", "1024", "initial_scale_power", "2"],
+    ),
+    "fp32 with flash attention": (["--no-bf16", "--flash_attn"], ["fp32", "flash_attn=True", "--no-flash_attn"]),
+    "rollout_rs without threshold": (["--rollout_rs=sequence", *NO_TIS], ["rollout_rs", "rollout_rs_threshold"]),
+}
+if TIS:
+    REFUSED["two weights"] = (["--rollout_is=token"], ["tis_c", "rollout_is"])
+
+
+def refusals() -> str:
+    """Which bad input is refused by one line that names keys and values."""
+    facts = []
+    for what, (options, said) in REFUSED.items():
+        try:
+            parsed(*options)
+            facts.append(f"takes {what}")
+        except Unparsed as error:
+            facts.append(f"{what}: {error}")
+        except Exception as error:
+            if "\n" in str(error) or not all(part in str(error) for part in said):
+                facts.append(f"{what}: {type(error).__name__}: {error}")
+    return "; ".join(facts) or "refuses all"
+
+
+def first_updates() -> str:
+    """What becomes of the first four updates by default."""
+    learner = made(*FP16)
+    start, before = scale(learner.model.model), state(learner.model.model)
+    for seed in range(4):
+        learned(learner, seed)
+    moved = "the weights move" if not same(before, state(learner.model.model)) else "THE WEIGHTS STAY"
+    return f"scale starts at 2**{math.log2(start):g}, {learner.model.model.skipped_steps} of 4 skipped, {moved}"
+
+
+@functools.cache
+def story() -> list[dict]:
+    """Six updates of actor and critic in fp16: of each, what is the same afterwards, scales, rates and metrics."""
+    learner = fp16("--critic_type=ppo")
+    roles = {
+        "actor": (learner.model.model, learner.scheduler),
+        "critic": (learner.critic, learner.critic_scheduler),
+    }
+    chapters = []
+    for seed, (role, value) in enumerate(
+        [(None, None), ("actor", math.inf), (None, None), ("critic", math.nan), ("actor", math.nan), (None, None)]
+    ):
+        before = {key: (state(engine), scale(engine), rate.get_last_lr()) for key, (engine, rate) in roles.items()}
+        with poisoned(roles[role][0], value) if role else contextlib.nullcontext():
+            metrics = logged(learner, seed)
+        chapter = {"metrics": metrics}
+        for key, (engine, rate) in roles.items():
+            tensors, old, lr = before[key]
+            chapter[key] = {
+                "skipped": same(tensors, state(engine)),
+                "finite": all(bool(tensor.isfinite().all()) for tensor in state(engine)),
+                "scale": scale(engine) / old,
+                "held": rate.get_last_lr() == lr,
+            }
+        chapters.append(chapter)
+    return chapters
+
+
+def overflow(role: str) -> str:
+    """An inf or NaN in one gradient of rank 1: weights and Adam state, and the scale."""
+    facts = []
+    for chapter in story():
+        one = chapter[role]
+        facts.append(
+            f"{'skipped' if one['skipped'] else 'taken'}{'' if one['finite'] else ' NOT FINITE'} x{one['scale']:g}"
+        )
+    return ", ".join(facts)
+
+
+def overflow_actor() -> str:
+    return overflow("actor")
+
+
+def overflow_critic() -> str:
+    return overflow("critic")
+
+
+def learning_rate() -> str:
+    """Does the schedule advance after a skipped update?"""
+    facts = []
+    for role in ("actor", "critic"):
+        taken = {chapter[role]["held"] for chapter in story() if not chapter[role]["skipped"]}
+        skipped = {chapter[role]["held"] for chapter in story() if chapter[role]["skipped"]}
+        facts.append(
+            f"{role} {'held' if skipped == {True} else 'MOVES ON'}{' as where taken' if taken & skipped else ''}"
+        )
+    return ", ".join(facts)
+
+
+def scaler_metrics() -> str:
+    """What is reported of the loss scalers, update by update: scale, skipped steps, overflow."""
+    facts = []
+    for role, prefix in (("actor", "train/"), ("critic", "train/critic_")):
+        keys = [f"{prefix}{key}" for key in ("loss_scale", "skipped_steps", "overflow")]
+        seen = [chapter["metrics"] for chapter in story()]
+        told = ["/".join(f"{one[key]:g}" if key in one else "-" for key in keys) for one in seen]
+        facts.append(f"{role} {', '.join(told)}")
+    return "; ".join(facts)
+
+
+def norms(learner) -> str:
+    """The norm that an fp16 learner reports, beside that of an fp32 learner with the same weights and transitions."""
+    reference, facts = logged(made("--no-bf16"), 0)["train/policy_grad_norm"], []
+    for what in ("taken", "skipped", "taken again"):
+        with poisoned(learner.model.model) if what == "skipped" else contextlib.nullcontext():
+            seen = logged(learner, 0).get("train/policy_grad_norm")
+        if seen is None:
+            facts.append(f"{what}: absent")
+        elif not math.isfinite(seen):
+            facts.append(f"{what}: NOT FINITE")
+        elif what == "taken":
+            as_in_fp32 = near(seen, reference, 0.02)
+            facts.append(f"{what}: as in fp32" if as_in_fp32 else f"{what}: {seen / reference:.4g} TIMES")
+        else:
+            facts.append(f"{what}: finite")
+    return ", ".join(facts)
+
+
+def gradient_norm() -> str:
+    return norms(fp16())
+
+
+def gradient_norm_zero_0() -> str:
+    return norms(made(*FP16, "--initial_scale_power=10", "--hysteresis=1", "--zero_stage=0"))
+
+
+def gradient_norm_zero_1() -> str:
+    return norms(made(*FP16, "--initial_scale_power=10", "--hysteresis=1", "--zero_stage=1"))
+
+
+def storm() -> str:
+    """Overflow upon overflow, down to the least scale."""
+    learner = fp16(power=10, least=256)
+    for update in range(1, 6):
+        try:
+            with poisoned(learner.model.model):
+                learned(learner, update)
+        except Exception as error:
+            return f"ends in update {update}: {str(error).splitlines()[0]}"
+    return f"goes on at scale {scale(learner.model.model):g}"
+
+
+def scaler_keys() -> str:
+    """The scalers where every setting is given by its argument, then where the scale is fixed."""
+    dynamic = {"initial_scale_power": 12, "loss_scale_window": 7, "hysteresis": 3, "min_loss_scale": 4}
+    learner = made(*FP16, "--critic_type=ppo", "--consecutive_hysteresis", *(f"--{k}={v}" for k, v in dynamic.items()))
+    facts = []
+    for role, engine in (("actor", learner.model.model), ("critic", learner.critic)):
+        one = engine.optimizer.loss_scaler
+        names = ("cur_scale", "scale_window", "delayed_shift", "consecutive_hysteresis", "min_scale")
+        facts.append(f"{role} {', '.join(f'{getattr(one, key):g}' for key in names)}")
+    fixed = made(*FP16, "--loss_scale=128").model.model.optimizer.loss_scaler
+    return "; ".join([*facts, f"fixed {fixed.cur_scale:g}, {'dynamic' if fixed.dynamic else 'not dynamic'}"])
+
+
+def checkpoint() -> str:
+    """Saved by ``eval_and_log`` after an overflow and a taken update, loaded by a new learner as ``run`` does it."""
+    saving = ["--save_steps=1", "--save_ckpt", "--eval_steps=-1"]
+    learner = fp16(*saving)
+    learned(learner, 0)
+    with poisoned(learner.model.model):
+        learned(learner, 1)
+    learner.eval_and_log(learned(learner, 2), save=True)
+    folder = [str(next(Path(learner.save_path).glob("checkpoints"), ""))] if RANK == 0 else [None]
+    dist.broadcast_object_list(folder)
+    fresh = fp16(*saving)
+    fresh.strategy.load_ckpt(fresh.model.model, folder[0], None)
+    facts = ["state comes back" if same(state(learner.model.model), state(fresh.model.model)) else "STATE LOST"]
+    ours, theirs = scale(learner.model.model), scale(fresh.model.model)
+    facts.append("scale comes back" if ours == theirs else f"scale {ours:g} resumes at {theirs:g}")
+    for each in (learner, fresh):
+        learned(each, 3)
+    facts.append(
+        "same next step" if same(state(learner.model.model), state(fresh.model.model)) else "ANOTHER NEXT STEP"
+    )
+    return ", ".join(facts)

@@ -1,0 +1,176 @@
+"""Cases of OAT: the weights that reach the rollout, the files of a run, and the reported dtypes."""
+
+import contextlib
+import functools
+import importlib
+import json
+import socket
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from oat.algorithms import ppo
+from oat.learners import base
+from oat.utils import distributed
+from oat_learner import FP16, PATCHED, PATHS, RANK, asked, digest, made, name, new, transitions
+
+
+class Actor:
+    """An actor as the learner sees it: each method of ``futures`` is called in ``oat_rollout``'s process."""
+
+    def __init__(self, dtype: str):
+        self.futures, self.errors = self, []
+        self.call("start", dtype)
+
+    def call(self, method: str, *args, **kwargs):
+        self.begin(method, *args, **kwargs)
+        return self.result()
+
+    def begin(self, method: str, *args, **kwargs) -> SimpleNamespace:
+        PATHS.connection.send((method, args, kwargs))
+        return SimpleNamespace(result=self.result)
+
+    def result(self):
+        answer, error = PATHS.connection.recv()
+        if error:
+            self.errors.append(error)
+            raise RuntimeError(error)
+        return answer
+
+    def __getattr__(self, method: str):
+        return functools.partial(self.begin, method)
+
+
+def wired(learner) -> Actor:
+    """An actor of the asked dtype, joined to the learner's rank 0 as ``LearnerBase._init`` does it."""
+    actor = Actor(asked(learner.args))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = f"oat-{port}"
+    joined = actor.init_process_group("127.0.0.1", port, 1, 2, group, backend="gloo")
+    learner._model_update_group = distributed.init_process_group(
+        backend="gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        world_size=2,
+        rank=0,
+        group_name=group,
+        timeout=timedelta(seconds=30),
+    )
+    joined.result()
+    learner.actors = [actor]
+    return actor
+
+
+def wire(*options: str) -> str:
+    """Do weights leave in the dtype that the actors are asked for, and does the release's own worker take them?"""
+    learner = made(*options)
+    outcome = [None]
+    if RANK == 0:
+        actor, dtype = wired(learner), getattr(torch, asked(learner.args))
+        expected = {
+            path: f"{dtype} {digest(weight.detach().to(dtype))}"
+            for path, weight in learner.model.model.module.named_parameters()
+        }
+        try:
+            learner._broadcast_to_vllm()
+            found = actor.call("received")
+            outcome[0] = f"{name(dtype)}, {'exactly' if found == expected else 'OTHERS'}"
+        except RuntimeError as error:
+            if not actor.errors:
+                with contextlib.suppress(RuntimeError):
+                    actor.result()  # why it closed the connection
+            outcome[0] = actor.errors[0] if actor.errors else str(error)
+            dist.barrier()  # rank 1 waits there
+    else:
+        learner._broadcast_to_vllm()
+    dist.broadcast_object_list(outcome)
+    return outcome[0]
+
+
+def wire_fp16() -> str:
+    return wire(*FP16)
+
+
+def wire_fp32() -> str:
+    return wire("--no-bf16")
+
+
+def wire_bf16_train_fp16_infer() -> str:
+    return wire("--precision=bf16_train_fp16_infer")
+
+
+class Rounds(ppo.PPOLearner):
+    """The learner in its own ``run``, with made transitions in place of an actor's, to which nothing is sent."""
+
+    def _init(self, args, actors) -> None:
+        super()._init(args, [])
+        self.collector = SimpleNamespace(collect_feedback=lambda *batch: (transitions(self.steps), {}))
+        self._same_actor_group = None
+
+    def sync_params_to_actors(self) -> None:
+        pass
+
+
+def ran(*options: str) -> Rounds:
+    """A learner after the two rounds of its ``run``, of 8 prompts."""
+    base.lp = SimpleNamespace(stop=lambda: None)
+    learner = new(Rounds, "--max_train=8", "--debug", "--eval_steps=-1", *options)
+    learner.run()
+    return learner
+
+
+def files() -> str:
+    """What a run leaves in its folder for others to read."""
+    folder = Path(ran("--no-bf16").save_path)
+    found = [None]
+    if RANK == 0:
+        facts = []
+        if (folder / "metrics.jsonl").exists():
+            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            facts.append(f"metrics.jsonl of steps {', '.join(str(line['step']) for line in lines)}")
+            facts.append(
+                "with pg_loss" if all("train/pg_loss" in line["data"] for line in lines) else "WITHOUT pg_loss"
+            )
+        if (folder / "args.json").exists():
+            said = json.loads((folder / "args.json").read_text())
+            facts.append(f"args.json of {said['precision']}, actor in {said['effective']['actor']['compute']}")
+            facts.append("stamped" if said["stamp"] else "NO STAMP")
+        found[0] = ", ".join(facts) or "nothing"
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def resumed() -> str:
+    """A run that goes on from another's checkpoint with other settings: whose scale, window and least scale hold?"""
+    saved = ran(*FP16, "--initial_scale_power=10", "--save_steps=1", "--save_ckpt")
+    folder = [str(Path(saved.save_path) / "checkpoints")]
+    dist.broadcast_object_list(folder)
+    settings = ["--initial_scale_power=12", "--loss_scale_window=7", "--min_loss_scale=4"]
+    one = ran(*FP16, *settings, f"--resume_dir={folder[0]}").model.model.optimizer.loss_scaler
+    return f"scale {one.cur_scale:g}, window {one.scale_window}, least {one.min_scale:g}"
+
+
+def reports(*options: str) -> str:
+    """What the engines are said to have, in args.json: each role's stage, computing dtype and masters."""
+    learner = made(*FP16, "--beta=0.1", "--no-use_fused_lm_head", *options)
+    said = [None]
+    if PATCHED:
+        importlib.import_module("oat.utils.precision").report_precision(learner)
+        if RANK == 0:
+            roles = json.loads((Path(learner.save_path) / "args.json").read_text())["effective"]
+            keys = ("strategy", "compute", "master")
+            facts = {role: [str(one[key]) for key in keys if key in one] for role, one in sorted(roles.items())}
+            said[0] = "; ".join(f"{role} {', '.join(fact)}" for role, fact in facts.items())
+    dist.broadcast_object_list(said)
+    return said[0] or "nothing"
+
+
+def reports_zero_2() -> str:
+    return reports("--critic_type=ppo")
+
+
+def reports_zero_3() -> str:
+    return reports("--zero_stage=3")

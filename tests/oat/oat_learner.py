@@ -1,6 +1,7 @@
 """OAT's learner on two gloo ranks, as the cases use it: its arguments, transitions, updates and tensors."""
 
 import contextlib
+import copy
 import hashlib
 import io
 import itertools
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 import oat
 import torch
 import torch.distributed as dist
-from oat import types
+from oat import interface, types
 from oat.algorithms import ppo
 from oat.args import default_args_validation, get_default_args
 from oat.learners import base
@@ -186,8 +187,8 @@ def near(a: float, b: float, tolerance: float = 1e-3) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def asked(args) -> str:
-    """The dtype that the actors' vLLM is asked for, by the program that OAT hands to launchpad."""
+def rollout_dtype(args) -> str:
+    """Return the dtype that the actors' vLLM is started with, from the program that OAT hands to launchpad."""
     nodes = []
     program = SimpleNamespace(add_node=lambda node, label: nodes.append(node))
 

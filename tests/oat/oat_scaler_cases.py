@@ -12,7 +12,6 @@ from oat_learner import (
     RANK,
     TIS,
     Unparsed,
-    asked,
     fp16,
     learned,
     logged,
@@ -21,6 +20,7 @@ from oat_learner import (
     near,
     parsed,
     poisoned,
+    rollout_dtype,
     same,
     scale,
     state,
@@ -34,7 +34,7 @@ def dtypes(*options: str) -> str:
     for role, model in (("actor", learner.model), ("ref", learner.ref_model), ("critic", learner.critic)):
         facts.append(f"{role} {', '.join(sorted({name(p.dtype) for p in model.parameters()}))}")
     masters = {name(p.dtype) for group in learner.optimizer.param_groups for p in group["params"]}
-    return ", ".join([*facts, f"rollout {asked(learner.args)}", f"masters {', '.join(masters)}"])
+    return ", ".join([*facts, f"rollout {rollout_dtype(learner.args)}", f"masters {', '.join(masters)}"])
 
 
 def dtype_fp16() -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from oat.algorithms import ppo
 from oat.learners import base
 from oat.utils import distributed
-from oat_learner import FP16, PATCHED, PATHS, RANK, asked, digest, made, name, new, transitions
+from oat_learner import FP16, PATCHED, PATHS, RANK, digest, made, name, new, rollout_dtype, transitions
 
 
 class Actor:
@@ -44,8 +44,8 @@ class Actor:
 
 
 def wired(learner) -> Actor:
-    """An actor of the asked dtype, joined to the learner's rank 0 as ``LearnerBase._init`` does it."""
-    actor = Actor(asked(learner.args))
+    """An actor of the rollout dtype, joined to the learner's rank 0 as ``LearnerBase._init`` does it."""
+    actor = Actor(rollout_dtype(learner.args))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,7 +69,7 @@ def wire(*options: str) -> str:
     learner = made(*options)
     outcome = [None]
     if RANK == 0:
-        actor, dtype = wired(learner), getattr(torch, asked(learner.args))
+        actor, dtype = wired(learner), getattr(torch, rollout_dtype(learner.args))
         expected = {
             path: f"{dtype} {digest(weight.detach().to(dtype))}"
             for path, weight in learner.model.model.module.named_parameters()

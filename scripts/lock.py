@@ -1,0 +1,50 @@
+"""Resolve requirements/*.in into *.lock with uv, once for Python 3.11 and 3.12: pins that still fit stay.
+
+Exit code 1: Python 3.12 would take other versions, which are listed; bound them in the .in file so that one lock serves both.
+"""
+
+import difflib
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from lib.paths import CACHE, REPO
+
+SETS = ("cpu", "cuda", "workers")
+
+
+def resolve(uv: Path, name: str, python: str, lock: Path) -> None:
+    """Resolve ``name``.in into ``lock``, whose present pins are preferred."""
+    command = [uv, "pip", "compile", f"{name}.in", "--output-file", lock, "--python-version", python]
+    command += ["--python-platform", "linux", "--no-emit-index-url", "--no-annotate", "--quiet"]
+    if (REPO / f"requirements/{name}.overrides").exists():
+        command += ["--override", f"{name}.overrides"]
+    environment = os.environ | {"UV_CUSTOM_COMPILE_COMMAND": "make lock"}
+    subprocess.run(command, cwd=REPO / "requirements", env=environment, check=True)
+
+
+def main() -> int:
+    venv.create(CACHE / "uv", with_pip=True)
+    subprocess.run([CACHE / "uv/bin/pip", "install", "--quiet", "uv"], check=True)
+    uv = CACHE / "uv/bin/uv"
+    for name in SETS:
+        lock, other = REPO / f"requirements/{name}.lock", CACHE / f"{name}.lock"
+        resolve(uv, name, "3.11", lock)
+        other.write_text(lock.read_text())
+        resolve(uv, name, "3.12", other)
+        if lines := list(
+            difflib.unified_diff(*(f.read_text().splitlines() for f in (lock, other)), "3.11", "3.12", "", 0)
+        ):
+            print(*lines, sep="\n", file=sys.stderr)
+            print(
+                f"{name}.in: Python 3.12 takes other versions (+); bound them so that one lock serves both",
+                file=sys.stderr,
+            )
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

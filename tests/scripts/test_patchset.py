@@ -16,9 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from lib.patches import export as series
-from lib.patches import stack
-from lib.patches.releases import find_release, load_releases, package_blobs, package_tree_id, unpacked_wheel, wheel
+from lib.patches.apply import apply, unapply
+from lib.patches.check import check
+from lib.patches.checkout import checkout
+from lib.patches.export import export
+from lib.patches.git_objects import package_blobs, package_tree_id
+from lib.patches.releases import find_release, load_releases
+from lib.patches.stack import closest, load_stacks
+from lib.patches.status import status
+from lib.patches.target import locked
+from lib.patches.wheels import unpacked_wheel, wheel
 from lib.paths import REPO
 
 RELEASE = "0.9.1"
@@ -105,14 +112,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (project / path).parent.mkdir(parents=True, exist_ok=True)
         (project / path).write_text(text)
     tree = project.parent / "tree"
-    series.checkout(RELEASE, tree, project)
+    checkout(RELEASE, tree, project)
     edit(tree / ENGINE, "import logging\n", "import logging\nimport verl.utils.precision\n")
     git("commit", "-am", message("[fsdp, worker] feat: read the configured dtype"), cwd=tree)
     edit(tree / ENGINE, "import logging\n", "import logging\n# twice\n")
     edit(tree / CONFIG, "# Format", "# A key.\nkey: 1\n\n# Format")
     edit(tree / PROTOCOL, "Implement base", "Hooked. Implement base")
     git("commit", "-am", message("[cfg] fix: add a user's key (twice!)", Reason="pending"), cwd=tree)
-    series.export(tree, project)
+    export(tree, project)
     return project
 
 
@@ -130,7 +137,7 @@ def target(pristine: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def patched(tiny: Path, target: Path) -> Path:
-    stack.apply(target, tiny)
+    apply(target, tiny)
     return target
 
 
@@ -147,7 +154,7 @@ def test_apply_hooks_copies_and_stamps(tiny: Path, pristine: Path, target: Path)
     assert (target / CONFIG).read_text().startswith("# A key.\nkey: 1\n")
     assert (target / MODULE).read_text() == "ANSWER = 42\n"
     assert (target / OVERLAY).read_text() == "# @package _global_\n"
-    expected = {"release": RELEASE, "stack": stack.load_stacks(tiny)[0].id}
+    expected = {"release": RELEASE, "stack": load_stacks(tiny)[0].id}
     expected["tree"] = package_tree_id(package_blobs(target))
     assert json.loads((target / STAMP).read_text()) == expected
     changed = package_blobs(target).items() - package_blobs(pristine).items()
@@ -168,7 +175,7 @@ def test_unapply_gives_back_the_wheel(tiny: Path, pristine: Path, patched: Path)
 @pytest.mark.parametrize("command", ["apply", "unapply"])
 def test_both_are_idempotent(tiny: Path, target: Path, command: str):
     if command == "apply":
-        stack.apply(target, tiny)
+        apply(target, tiny)
     before = {path: (path.stat().st_ino, path.stat().st_ctime_ns) for path in target.rglob("*")}
     done = patchset(tiny, command, target)
     assert done.returncode == 0 and "nothing to do" in done.stdout
@@ -176,7 +183,7 @@ def test_both_are_idempotent(tiny: Path, target: Path, command: str):
 
 
 def test_what_python_compiled_before_is_not_used_after(tiny: Path, patched: Path):
-    for command in (stack.unapply, stack.apply):
+    for command in (unapply, apply):
         subprocess.run([sys.executable, "-m", "compileall", "-q", patched / "verl/protocol.py"], check=True)
         subprocess.run([sys.executable, "-m", "compileall", "-q", patched / "verl/base_config.py"], check=True)
         command(patched, tiny)
@@ -187,25 +194,25 @@ def test_a_newer_stack_replaces_the_older_one(project: Path, pristine: Path, pat
     (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
     (project / "patches/verl/files" / PART).unlink()
     tree = tmp_path / "tree"
-    series.checkout(RELEASE, tree, project)
+    checkout(RELEASE, tree, project)
     edit(tree / UNTOUCHED, "import", "# one more file\nimport")
     git("commit", "-am", message("[worker] feat: one more file"), cwd=tree)
     git("revert", "--no-edit", "HEAD~1", cwd=tree)
     git("commit", "--amend", "-m", message("[cfg] fix: not the key"), cwd=tree)
-    series.export(tree, project)
-    assert stack.status(patched, project).state == "outdated"
+    export(tree, project)
+    assert status(patched, project).state == "outdated"
     done = patchset(project, "apply", patched)
     assert done.returncode == 0 and "taken off first" in done.stdout
     fresh = shutil.copytree(pristine, tmp_path / "fresh")
-    stack.apply(fresh, project)
+    apply(fresh, project)
     assert contents(patched) == contents(fresh)
-    assert stack.unapply(patched, project) and contents(patched) == contents(pristine)
+    assert unapply(patched, project) and contents(patched) == contents(pristine)
 
 
 def test_unapply_is_exact_whatever_became_of_the_stack(project: Path, pristine: Path, patched: Path):
     shutil.rmtree(project / "patches/verl/v0.9.1")
     shutil.rmtree(project / "patches/verl/files")
-    stack.unapply(patched, project)
+    unapply(patched, project)
     assert contents(patched) == contents(pristine)
 
 
@@ -229,7 +236,7 @@ def test_a_git_checkout(tiny: Path, pristine: Path, tmp_path: Path):
     git("init", "--quiet", cwd=clone)
     git("add", "--all", cwd=clone)
     git("commit", "--quiet", "-m", "verl", cwd=clone)
-    found = stack.status(clone, tiny)
+    found = status(clone, tiny)
     assert (found.state, found.release, found.exact) == ("pristine", RELEASE, False)
     assert patchset(tiny, "apply", clone).returncode == 0
     expected = {f" M {path}" for path in (ENGINE, CONFIG, PROTOCOL)} | {f"?? {path}" for path in (MODULE, STAMP)}
@@ -243,13 +250,13 @@ def test_a_git_checkout(tiny: Path, pristine: Path, tmp_path: Path):
 def test_ways_to_name_a_target(tiny: Path, target: Path, tmp_path: Path, name: str):
     (tmp_path / "link").symlink_to(target)
     assert patchset(tiny, "apply", name, cwd=tmp_path).returncode == 0
-    assert stack.status(target, tiny).state == "patched"
+    assert status(target, tiny).state == "patched"
 
 
 def test_one_at_a_time(tiny: Path, target: Path):
     before = contents(target)
     line = [sys.executable, "-B", tiny / "scripts/patchset.py", "apply", target]
-    with stack.locked(target):
+    with locked(target):
         running = [subprocess.Popen(line, stdout=subprocess.PIPE, text=True) for _ in range(2)]
         for process in running:
             with pytest.raises(subprocess.TimeoutExpired):
@@ -258,7 +265,7 @@ def test_one_at_a_time(tiny: Path, target: Path):
     printed = [process.communicate()[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert sorted("nothing to do" in text for text in printed) == [False, True]
-    assert stack.status(target, tiny).state == "patched"
+    assert status(target, tiny).state == "patched"
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -269,7 +276,7 @@ def test_dirty_before_apply(tiny: Path, target: Path, command: str):
     edit(target / PROTOCOL, "import copy", "import copy  # mine")
     line = refused(tiny, command, target, unchanged=target)
     assert "dirty" in line and PROTOCOL in line
-    assert f"where they are a later commit's, make drift VERL={target} lists them, make port FRAMEWORK=verl F" in line
+    assert f"if they are a later commit's, make drift VERL={target} lists them, make port FRAMEWORK=verl F" in line
 
 
 def test_edited_files_are_named_and_many_are_counted(tiny: Path, target: Path):
@@ -299,9 +306,9 @@ def test_an_edit_elsewhere_stays(tiny: Path, target: Path):
     (target / UNTOUCHED).write_text("mine = True\n")
     assert "untouched files differ" in patchset(tiny, "status", target).stdout
     before = contents(target)
-    stack.apply(target, tiny)
+    apply(target, tiny)
     assert (target / UNTOUCHED).read_text() == "mine = True\n"
-    stack.unapply(target, tiny)
+    unapply(target, tiny)
     assert contents(target) == before
 
 
@@ -335,12 +342,12 @@ def test_foreign(tiny: Path, target: Path, command: str):
 
 def test_the_closest_release_has_the_largest_share(tiny: Path, target: Path):
     """Not the fewest other files: a stack that hooks little would be the closest to anything."""
-    (own,) = stack.load_stacks(tiny)
+    (own,) = load_stacks(tiny)
     other = replace(own, release=replace(own.release, name="0.1"), before={PROTOCOL: "0" * 40})
     edit(target / ENGINE, "import logging", "import logging  # later")
     edit(target / CONFIG, "# Format", "# format")
     blobs = package_blobs(target)
-    assert stack.closest(blobs, [other, own]) is stack.closest(blobs, [own, other]) is own
+    assert closest(blobs, [other, own]) is closest(blobs, [own, other]) is own
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -368,7 +375,7 @@ def test_patched_by_another_version_of_the_project(project: Path, pristine: Path
 
 def test_version_strings_do_not_count(tiny: Path, target: Path):
     (target / "verl/version/version").write_text("0.4.1\n")
-    assert stack.status(target, tiny).release == RELEASE
+    assert status(target, tiny).release == RELEASE
 
 
 @pytest.mark.parametrize("name", ["missing", "file", "empty"])
@@ -383,7 +390,7 @@ def test_no_verl_tree(tiny: Path, tmp_path: Path, name: str):
 @pytest.mark.parametrize("command", ["apply", "unapply"])
 def test_read_only(tiny: Path, target: Path, command: str, folder: str):
     if command == "unapply":
-        stack.apply(target, tiny)
+        apply(target, tiny)
     (target / folder).chmod(0o555)
     # root writes where it may not, unless it gives up its capabilities
     as_a_user = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
@@ -412,13 +419,13 @@ def test_an_original_that_was_damaged(tiny: Path, patched: Path):
 def test_reinstalled_over_the_stack(tiny: Path, pristine: Path, patched: Path, tmp_path: Path):
     for path in (ENGINE, CONFIG, PROTOCOL):
         shutil.copy(pristine / path, patched / path)
-    assert stack.status(patched, tiny).state == "interrupted"
+    assert status(patched, tiny).state == "interrupted"
     again = shutil.copytree(patched, tmp_path / "again")
-    stack.unapply(again, tiny)
+    unapply(again, tiny)
     assert contents(again) == contents(pristine)
-    stack.apply(patched, tiny)
-    assert stack.status(patched, tiny).state == "patched"
-    stack.unapply(patched, tiny)
+    apply(patched, tiny)
+    assert status(patched, tiny).state == "patched"
+    unapply(patched, tiny)
     assert contents(patched) == contents(pristine)
 
 
@@ -472,7 +479,7 @@ def copy(root: Path, name: str) -> Path:
 
 def test_an_apply_that_fails_changes_nothing(tiny: Path, bare: Path):
     number = 0
-    while cut_short(target := copy(bare, f"{number}"), lambda: stack.apply(target, tiny), number, "failed"):
+    while cut_short(target := copy(bare, f"{number}"), lambda: apply(target, tiny), number, "failed"):
         assert contents(target) == contents(bare)
         number += 1
     assert number > 20
@@ -482,17 +489,17 @@ def test_killed_at_any_moment(tiny: Path, project: Path, pristine: Path, bare: P
     """An apply that takes off an older stack first passes through all that apply and unapply can do."""
     (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
     older, newer = copy(bare, "older"), copy(bare, "newer")
-    stack.apply(older, tiny)
-    stack.apply(newer, project)
+    apply(older, tiny)
+    apply(newer, project)
     states, number = set(), 0
-    while cut_short(target := copy(older, f"{number}"), lambda: stack.apply(target, project), number, "killed"):
+    while cut_short(target := copy(older, f"{number}"), lambda: apply(target, project), number, "killed"):
         found = contents(target)
-        states.add(stack.status(target, project).state)
+        states.add(status(target, project).state)
         assert contents(target) == found
         other = copy(target, f"{number}-other")
-        stack.unapply(other, project)
+        unapply(other, project)
         assert contents(other) == contents(bare)
-        stack.apply(target, project)
+        apply(target, project)
         assert contents(target) == contents(newer)
         number += 1
     assert contents(target) == contents(newer)
@@ -552,7 +559,7 @@ def tree(project: Path, tmp_path: Path) -> Path:
 def test_checkout_holds_the_wheel_the_files_and_the_patches(tiny: Path, patched: Path, tree: Path):
     ids = git("log", "--reverse", "--format=%T", cwd=tree).split()
     subjects = git("log", "--reverse", "--format=%s", cwd=tree).splitlines()
-    assert len(ids) == 4 and subjects[2:] == [patch.subject for patch in stack.load_stacks(tiny)[0].patches]
+    assert len(ids) == 4 and subjects[2:] == [patch.subject for patch in load_stacks(tiny)[0].patches]
     assert git("rev-parse", f"{ids[0]}:verl", cwd=tree).strip() == find_release(RELEASE, tiny).tree_before
     assert git("rev-parse", "HEAD:verl", cwd=tree).strip() == json.loads((patched / STAMP).read_text())["tree"]
 
@@ -580,7 +587,7 @@ def test_export_says_little_of_verl(tiny: Path):
 
 def test_plain_git_apply_takes_the_patches(tiny: Path, patched: Path, target: Path, pristine: Path, tmp_path: Path):
     by_hand = shutil.copytree(pristine, tmp_path / "by-hand")
-    for patch in stack.load_stacks(tiny)[0].patches:
+    for patch in load_stacks(tiny)[0].patches:
         git("apply", str(tiny / "patches/verl/v0.9.1" / patch.name), cwd=by_hand)
     for path in (ENGINE, CONFIG, PROTOCOL):
         assert (by_hand / path).read_bytes() == (patched / path).read_bytes()
@@ -651,7 +658,7 @@ def test_export_wants_hooks_on_a_line(project: Path, tree: Path, target: Path):
 @pytest.mark.parametrize(
     ("file", "old", "new", "named"),
     [
-        ("v0.9.1/cfg-add-a-users-key-twice.patch", "+key: 1", "+key: 2", "do not make"),
+        ("v0.9.1/cfg-add-a-users-key-twice.patch", "+key: 1", "+key: 2", "patched content does not match the blob id"),
         ("v0.9.1/cfg-add-a-users-key-twice.patch", "Origin: here\n", "", "lacks the trailer Origin"),
         ("v0.9.1/cfg-add-a-users-key-twice.patch", "Subject: [cfg] fix: add", "Subject: [cfg] fix: put", "differently"),
         ("v0.9.1/series", "cfg-add-a-users-key-twice.patch\n", "", "disagree about cfg-add-a-users-key-twice.patch"),
@@ -680,4 +687,4 @@ def test_check_of_a_good_stack(tiny: Path):
 
 @pytest.mark.parametrize("release", load_releases())
 def test_the_projects_stack(release: str):
-    assert series.check(release)
+    assert check(release)

@@ -13,19 +13,14 @@ from pathlib import Path
 import pytest
 from test_patchset import contents, cut_short, edit, entry, git, message, patchset, pristine, refused, tiny
 
-from lib.patches import export as series
-from lib.patches import port, stack
-from lib.patches.releases import (
-    OAT,
-    VERL,
-    Framework,
-    find_release,
-    load_releases,
-    package_blobs,
-    sha256,
-    unpacked_wheel,
-    wheel,
-)
+from lib.patches.apply import apply, unapply
+from lib.patches.check import check
+from lib.patches.git_objects import package_blobs
+from lib.patches.port import destination
+from lib.patches.releases import OAT, VERL, Framework, find_release, load_releases
+from lib.patches.stack import load_stacks
+from lib.patches.status import status
+from lib.patches.wheels import sha256, unpacked_wheel, wheel
 from lib.paths import REPO
 
 __all__ = ["pristine", "tiny"]  # fixtures
@@ -78,7 +73,7 @@ def target(wheel_of_oat: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def patched(both: Path, target: Path) -> Path:
-    stack.apply(target, both, OAT)
+    apply(target, both, OAT)
     return target
 
 
@@ -88,7 +83,7 @@ def patched(both: Path, target: Path) -> Path:
 def test_apply_hooks_copies_and_stamps_and_unapply_gives_back_the_wheel(both: Path, wheel_of_oat: Path, target: Path):
     done = patchset(both, "apply", target)
     assert (done.returncode, done.stderr) == (0, "")
-    (own,) = (each for each in stack.load_stacks(both, OAT) if each.patches)
+    (own,) = (each for each in load_stacks(both, OAT) if each.patches)
     assert done.stdout == f"oat 0.2.3: 2 files hooked, 1 copied, stamp {own.id} in {STAMP}\n"
     assert json.loads((target / STAMP).read_text())["stack"] == own.id
     changed = package_blobs(target, OAT).items() - package_blobs(wheel_of_oat, OAT).items()
@@ -106,7 +101,7 @@ def test_a_folder_with_both_is_refused_until_one_is_chosen(both: Path, pristine:
     shutil.copytree(pristine / "verl", target / "verl")
     for command in ("status", "apply", "unapply", "drift"):
         line = refused(both, command, target, unchanged=target)
-        assert line == f"patchset: {target} holds verl and oat; choose one: --framework verl or oat\n"
+        assert line == f"patchset: {target} contains verl and oat; choose one: --framework verl or oat\n"
     before = contents(target)
     assert patchset(both, "apply", "--framework", "oat", target).stdout.startswith("oat 0.2.3: 2 files hooked")
     states = [patchset(both, "status", "--framework", name, target).stdout for name in ("verl", "oat")]
@@ -150,7 +145,7 @@ FREE, PATCHED = "target", "patched"
     ("state", "spoil", "words"),
     [
         (FREE, dirty, f"dirty: oat 0.2.3, but for {ARGS}; save your edits, then reinstall oat 0.2.3 or check"),
-        (FREE, dirty, "where they are a later commit's, make drift OAT={0} lists them, make port FRAMEWORK=oat FROM="),
+        (FREE, dirty, "if they are a later commit's, make drift OAT={0} lists them, make port FRAMEWORK=oat FROM="),
         (FREE, foreign, "foreign: matches none of oat 0.2.3, 0.2.4; the closest is 0.2.3, of the 2 files"),
         (PATCHED, edited, f"dirty: edited after apply: {MODULE}; save the edits, then put the files back or reinstall"),
         (PATCHED, lost, "half-patched: oat 0.2.3, but {1} is patched and apply left no record"),
@@ -167,7 +162,7 @@ def test_refused(both: Path, request: pytest.FixtureRequest, state: str, spoil: 
 def test_half_patched_with_a_record(both: Path, wheel_of_oat: Path, patched: Path):
     shutil.copy(wheel_of_oat / ARGS, patched / ARGS)
     line = refused(both, "apply", patched, unchanged=patched)
-    assert f"half-patched: oat 0.2.3 with stack {stack.load_stacks(both, OAT)[0].id}, but {ARGS} is not patched" in line
+    assert f"half-patched: oat 0.2.3 with stack {load_stacks(both, OAT)[0].id}, but {ARGS} is not patched" in line
     assert patchset(both, "unapply", patched).returncode == 0
     assert contents(patched) == contents(wheel_of_oat)
 
@@ -186,7 +181,7 @@ def test_patched_by_another_version_of_the_project(project: Path, wheel_of_oat: 
 @pytest.mark.parametrize("command", ["apply", "unapply"])
 def test_read_only(both: Path, target: Path, command: str):
     if command == "unapply":
-        stack.apply(target, both, OAT)
+        apply(target, both, OAT)
     (target / "oat/utils").chmod(0o555)
     # root writes where it may not, unless it gives up its capabilities
     as_a_user = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
@@ -203,15 +198,15 @@ def test_killed_at_any_moment(both: Path, wheel_of_oat: Path, tmp_path: Path):
     before, states, number = contents(tmp_path / "bare"), set(), 0
 
     def run() -> None:
-        stack.apply(target, both, OAT)
-        stack.unapply(target, both, OAT)
+        apply(target, both, OAT)
+        unapply(target, both, OAT)
 
     while True:
         target = shutil.copytree(tmp_path / "bare", tmp_path / f"{number}", copy_function=os.link)
         if not cut_short(target, run, number, "killed"):
             break
-        states.add(stack.status(target, both, OAT).state)
-        stack.unapply(target, both, OAT)
+        states.add(status(target, both, OAT).state)
+        unapply(target, both, OAT)
         assert contents(target) == before
         number += 1
     assert number > 15 and states == {"pristine", "interrupted", "patched"}
@@ -223,11 +218,11 @@ def test_killed_at_any_moment(both: Path, wheel_of_oat: Path, tmp_path: Path):
         (("checkout", "--framework", "oat", "0.9.1", "tree"), "unknown oat release '0.9.1'; known: 0.2.3, 0.2.4"),
         (("check", "--framework", "oat", "--release", "9.9"), "unknown oat release '9.9'; known: 0.2.3, 0.2.4"),
         (("checkout", "0.2.3", "tree"), "unknown verl release '0.2.3'; known: 0.9.1"),
-        (("apply", "--framework", "verl", "target"), "target holds no verl/__init__.py; give a checkout of verl, an"),
-        (("apply", "--framework", "oat", "empty"), "empty holds no oat/__init__.py; give a checkout of oat, an"),
-        (("status", "empty"), "empty holds no verl/__init__.py or oat/__init__.py; give a checkout of verl or oat, an"),
+        (("apply", "--framework", "verl", "target"), "target contains no verl/__init__.py; give a checkout of verl"),
+        (("apply", "--framework", "oat", "empty"), "empty contains no oat/__init__.py; give a checkout of oat, an"),
+        (("status", "empty"), "empty contains no verl/__init__.py or oat/__init__.py; give a checkout of verl or oat"),
         (("status", "missing"), "missing is not a folder; give a checkout of verl or oat, an"),
-        (("port", "--framework", "oat", "0.2.3", "empty", "tree"), "empty holds no oat/__init__.py"),
+        (("port", "--framework", "oat", "0.2.3", "empty", "tree"), "empty contains no oat/__init__.py"),
         (("port", "--framework", "oat", "0.2.4", "0.2.3", "tree"), "oat 0.2.4 has no patches to carry"),
         (("port", "--framework", "oat", "0.2.3", "target", "tree"), "target is oat 0.2.3 itself"),
     ],
@@ -308,18 +303,18 @@ def test_a_commit_is_named_by_the_version_it_tells(both: Path, tmp_path: Path):
 )
 def test_the_version_of_a_commit(both: Path, tmp_path: Path, framework: Framework, text: str, version: str):
     root = tmp_path / "commit"
-    for path in (f"{framework.name}/__init__.py", framework.version):
+    for path in (f"{framework.name}/__init__.py", framework.version_file):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
-    (own,) = (each for each in stack.load_stacks(both, framework) if each.patches)
-    name, _, unknown = port.destination(str(root), own, both, tmp_path / "scratch")
+    (own,) = (each for each in load_stacks(both, framework) if each.patches)
+    name, _, unknown = destination(str(root), own, both, tmp_path / "scratch")
     assert re.fullmatch(rf"{re.escape(version)}\+\w{{8}}", name) and unknown is None
 
 
 def test_a_commit_without_a_version_is_refused(both: Path, target: Path, tmp_path: Path):
     (target / "oat/__about__.py").write_text("__version__ = read()\n")
     line = refused(both, "port", "--framework", "oat", RELEASE, target, tmp_path / "tree", unchanged=tmp_path)
-    assert line == f"patchset: {target}: oat/__about__.py tells no version; give a checkout or a release\n"
+    assert line == f"patchset: {target}: oat/__about__.py contains no version; give a checkout or a release\n"
 
 
 def test_a_new_release_gets_its_entry(project: Path, tmp_path: Path):
@@ -384,4 +379,4 @@ def test_both_in_the_environment_stop_no_other_target():
 
 @pytest.mark.parametrize("release", load_releases(framework=OAT))
 def test_the_projects_stack(release: str):
-    assert series.check(release, framework=OAT)
+    assert check(release, framework=OAT)

@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 from test_patchset import contents, edit, entry, git, message, patchset, refused
 
-from lib.patches import export as series
-from lib.patches import port, stack
-from lib.patches.releases import find_release, load_releases, sha256, unpacked_wheel, wheel
+from lib.patches.apply import apply
+from lib.patches.checkout import checkout
+from lib.patches.export import export, read_commits
+from lib.patches.git import run_git
+from lib.patches.hunks import reason
+from lib.patches.port import port
+from lib.patches.releases import find_release, load_releases
+from lib.patches.stack import load_stack
+from lib.patches.wheels import sha256, unpacked_wheel, wheel
 from lib.paths import REPO
 
 OLD, NEW = "0.9.0", "0.9.1"
@@ -36,7 +42,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (project / "patches/verl/files" / MODULE).write_text("ANSWER = 42\n")
     (project / "patches/verl/versions.toml").write_text(f"{entry(OLD)}\n{entry(NEW)}")
     tree = project.parent / "tree"
-    series.checkout(OLD, tree, project)
+    checkout(OLD, tree, project)
     for subject, edits in {
         "[fsdp] feat: import the module": {ENGINE: IMPORT, SAME: IMPORT},
         "[fsdp] fix: collect no garbage": {ENGINE: FIXED},
@@ -46,7 +52,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for path, (before, after) in edits.items():
             edit(tree / path, before, after)
         git("commit", "-am", message(subject), cwd=tree)
-    series.export(tree, project)
+    export(tree, project)
     return project
 
 
@@ -59,9 +65,9 @@ def project(small: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def smooth(project: Path, tmp_path: Path) -> Path:
     """The same without the patch that conflicts."""
-    series.checkout(OLD, tmp_path / "smooth", project)
+    checkout(OLD, tmp_path / "smooth", project)
     git("rebase", "--quiet", "--onto", "HEAD~2", "HEAD~1", cwd=tmp_path / "smooth")
-    series.export(tmp_path / "smooth", project)
+    export(tmp_path / "smooth", project)
     return project
 
 
@@ -184,14 +190,14 @@ def test_a_new_release_gets_its_entry(smooth: Path, newer: Path, tmp_path: Path)
         ((NEW, OLD), "verl 0.9.1 has no patches to carry"),
         ((OLD, OLD), "0.9.0 is verl 0.9.0 itself"),
         ((OLD, "master"), "master is neither a release (0.9.0, 0.9.1, or a newer one on PyPI) nor a folder"),
-        ((OLD, "project"), "project holds no verl/__init__.py"),
+        ((OLD, "project"), "project contains no verl/__init__.py"),
         ((OLD, "patched"), "patched has verl/utils/precision.py already; take its patches out first"),
         ((OLD, NEW, "project"), "project exists and is not an empty folder"),
     ],
 )
 def test_bad_input(project: Path, tmp_path: Path, args: tuple[str, ...], named: str):
     if "patched" in args:
-        stack.apply(unpacked_wheel(OLD, tmp_path / "patched"), project)
+        apply(unpacked_wheel(OLD, tmp_path / "patched"), project)
     source, to, folder = (*args, "tree")[:3]
     assert named in refused(project, "port", source, to, folder, unchanged=tmp_path, cwd=tmp_path)
 
@@ -205,7 +211,7 @@ def test_bad_input(project: Path, tmp_path: Path, args: tuple[str, ...], named: 
     ],
 )
 def test_why_a_hook_conflicts(ours: str, why: str):
-    assert port.reason("@@ -1,2 +1,2 @@\n-  a\n+  b\n c\n", ours) == why
+    assert reason("@@ -1,2 +1,2 @@\n-  a\n+  b\n c\n", ours) == why
 
 
 # --- drift ----------------------------------------------------------------------------------------------------------
@@ -235,7 +241,7 @@ def test_nothing_drifts_from_a_release_patched_or_not(small: Path, tmp_path: Pat
     older = unpacked_wheel(OLD, tmp_path / "older")
     expected = "closest to verl 0.9.0: 0 of the 2 files that its stack hooks differ\n"
     assert patchset(small, "drift", older).stdout == expected
-    stack.apply(older, small)
+    apply(older, small)
     assert patchset(small, "drift", older).stdout == expected
 
 
@@ -254,8 +260,8 @@ DECIDED = {
 
 def test_the_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
     tree, shipped = tmp_path / "tree", tmp_path / "shipped"
-    lines, whole = port.port(OLD, NEW, tree)
-    series.checkout(NEW, shipped)
+    lines, whole = port(OLD, NEW, tree)
+    checkout(NEW, shipped)
     git("fetch", "--quiet", "--no-tags", str(shipped), "stack:shipped", cwd=tree)
     decided = {}
     while conflicts := git("diff", "--name-only", "--diff-filter=U", cwd=tree).split():
@@ -263,9 +269,9 @@ def test_the_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
         decided[subject] = conflicts
         answer = git("log", "-1", "--format=%h", "--fixed-strings", f"--grep={subject}", "shipped", cwd=tree).strip()
         git("checkout", answer, "--", *conflicts, cwd=tree)
-        stack.run_git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=tree)
+        run_git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=tree)
     assert decided == DECIDED and not whole
-    assert series.read_commits(tree).patches == stack.load_stack(find_release(NEW)).patches
+    assert read_commits(tree).patches == load_stack(find_release(NEW)).patches
     # The report names those files, patch by patch, and what follows from them.
     reported = {line.split()[1].rstrip(":") for line in lines if line.startswith("    conflict ")}
     assert reported == {path for paths in DECIDED.values() for path in paths}

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from test_patchset import contents
 
-from lib.patches.releases import FRAMEWORKS, OAT, VERL, Framework, load_releases, unpacked_wheel
+from lib.patches.releases import FRAMEWORKS, OAT, VERL, Framework, load_releases
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]

@@ -1,20 +1,18 @@
 """The patch tool, on the wheel of verl 0.9.1 with a tiny stack that it makes itself, and on the project's stacks."""
 
-import contextlib
 import json
 import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.patch_tool import AS_A_USER, cut_short, entry, message, patchset, refused
+from support.trees import contents, edit, git
 
 from lib.patches.apply import apply, unapply
 from lib.patches.check import check
@@ -37,53 +35,6 @@ MODULE = "verl/utils/precision.py"
 PART = "verl/new_room/part.py"
 OVERLAY = "verl/trainer/config/precision/fp16.yaml"
 STAMP = "verl/utils/precision_stamp.json"
-
-TRAILERS = {"Reason": "local", "Origin": "here", "Forwarded": "no", "Applied-Upstream": "no"}
-
-
-def message(subject: str, **trailers: str | None) -> str:
-    """A commit message with the trailers that a patch needs; one given as None is left out."""
-    lines = [f"{key}: {value}" for key, value in {**TRAILERS, **trailers}.items() if value is not None]
-    return "\n".join([subject, "", "It exists for the tests and dies with them.", "", *lines])
-
-
-def git(*args: str, cwd: Path) -> str:
-    identity = ["-c", "user.name=A Developer", "-c", "user.email=developer@example.org"]
-    return subprocess.run(["git", *identity, *args], cwd=cwd, check=True, capture_output=True, text=True).stdout
-
-
-def edit(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-
-
-def contents(root: Path) -> dict[str, bytes | None]:
-    """Bytes of every file below ``root`` by path, None for a folder."""
-    return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
-
-
-def patchset(project: Path, *args: object, before: tuple = (), **options) -> subprocess.CompletedProcess:
-    """Run the project's own tool with nothing but the standard library in reach."""
-    line = [*before, sys.executable, "-S", "-B", project / "scripts/patchset.py", *args]
-    return subprocess.run([str(word) for word in line], capture_output=True, text=True, **options)
-
-
-def refused(project: Path, *args: object, unchanged: Path, **options) -> str:
-    """Run the tool, which must refuse with exit code 1, in one line, and change nothing; return that line."""
-    before = contents(unchanged)
-    done = patchset(project, *args, **options)
-    assert (done.returncode, done.stdout) == (1, ""), done
-    assert done.stderr.startswith("patchset: ") and done.stderr.count("\n") == 1
-    assert contents(unchanged) == before
-    return done.stderr
-
-
-def entry(release: str, framework: str = "verl") -> str:
-    """What versions.toml says of a release."""
-    text = (REPO / "patches" / framework / "versions.toml").read_text()
-    (found,) = (part for part in text.split("\n\n") if part.startswith(f'["{release}"]'))
-    return found.strip() + "\n"
 
 
 @pytest.fixture(scope="session")
@@ -392,11 +343,9 @@ def test_read_only(tiny: Path, target: Path, command: str, folder: str):
     if command == "unapply":
         apply(target, tiny)
     (target / folder).chmod(0o555)
-    # root writes where it may not, unless it gives up its capabilities
-    as_a_user = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
-    line = refused(tiny, command, target, unchanged=target, before=as_a_user)
+    line = refused(tiny, command, target, unchanged=target, before=AS_A_USER)
     assert f"{target / folder} is read-only" in line
-    assert patchset(tiny, "status", target, before=as_a_user).returncode == 0
+    assert patchset(tiny, "status", target, before=AS_A_USER).returncode == 0
     (target / folder).chmod(0o755)
     assert patchset(tiny, command, target).returncode == 0
 
@@ -430,37 +379,6 @@ def test_reinstalled_over_the_stack(tiny: Path, pristine: Path, patched: Path, t
 
 
 # --- cut short at every change ---------------------------------------------------------------------------------------
-
-CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile")
-
-
-def cut_short(target: Path, run: Callable[[], object], number: int, how: str) -> bool:
-    """Run in a child that is killed, or meets an error, before its change of that number in ``target``.
-
-    Return whether it came to that: False where the child makes fewer changes.
-    """
-
-    def watch(event: str, args: tuple) -> None:
-        nonlocal number
-        writing = event == "open" and isinstance(args[1], str) and "w" in args[1]
-        removing = event in ("os.remove", "os.rmdir") and args[1] != -1  # relative to a folder, as rmtree does
-        if removing or (event in CHANGES or writing) and str(target) in str(args):
-            number -= 1
-            if number == -1:
-                if how == "killed":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise OSError("the disk is gone")
-
-    child = os.fork()
-    if child == 0:
-        tempfile.tempdir = str(target.parent)
-        sys.addaudithook(watch)
-        with contextlib.suppress(OSError):
-            run()
-        os._exit(1 if number < 0 else 0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL if how == "killed" else 1)
-    return code != 0
 
 
 @pytest.fixture

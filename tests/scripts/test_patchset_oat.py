@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_patchset import contents, cut_short, edit, entry, git, message, patchset, pristine, refused, tiny
+from support.patch_tool import AS_A_USER, cut_short, entry, message, patchset, refused
+from support.trees import contents, edit, git
+from test_patchset import pristine, tiny
 
 from lib.patches.apply import apply, unapply
 from lib.patches.check import check
@@ -183,9 +185,7 @@ def test_read_only(both: Path, target: Path, command: str):
     if command == "unapply":
         apply(target, both, OAT)
     (target / "oat/utils").chmod(0o555)
-    # root writes where it may not, unless it gives up its capabilities
-    as_a_user = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
-    line = refused(both, command, target, unchanged=target, before=as_a_user)
+    line = refused(both, command, target, unchanged=target, before=AS_A_USER)
     (target / "oat/utils").chmod(0o755)
     assert line == f"patchset: {target}/oat/utils is read-only; nothing was changed\n"
 

@@ -5,7 +5,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_patchset import contents, edit, entry, git, message, patchset, refused
+from support.patch_tool import entry, message, patchset, refused
+from support.trees import contents, edit, git
 
 from lib.patches.apply import apply
 from lib.patches.checkout import checkout

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_patchset import contents, edit, git
+from support.trees import contents, edit, git
 
 import pr_branch as pr_branch_module
 from lib.errors import Refused

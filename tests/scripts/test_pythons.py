@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from test_patchset import contents
+from support.trees import contents
 
 from lib.patches.releases import FRAMEWORKS, OAT, VERL, Framework, load_releases
 from lib.patches.wheels import unpacked_wheel

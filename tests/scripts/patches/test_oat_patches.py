@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.patch_tool import AS_A_USER, cut_short, entry, message, patchset, refused
 from support.trees import contents, edit, git
-from test_patchset import pristine, tiny
+from test_apply import pristine, tiny
 
 from lib.patches.apply import apply, unapply
 from lib.patches.check import check

@@ -81,7 +81,7 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- port -----------------------------------------------------------------------------------------------------------
 
 
-def test_each_hook_is_accounted_for(small: Path, tmp_path: Path):
+def test_report_accounts_for_each_hook(small: Path, tmp_path: Path):
     done = patchset(small, "port", OLD, NEW, tmp_path / "tree")
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.splitlines()[:8] == [
@@ -100,7 +100,7 @@ def test_each_hook_is_accounted_for(small: Path, tmp_path: Path):
     assert "fsdp-change-a-condition.patch has conflicts" in done.stdout
 
 
-def test_what_upstream_fixed_is_dropped_and_the_rest_fits(smooth: Path, tmp_path: Path):
+def test_patch_that_upstream_has_is_dropped(smooth: Path, tmp_path: Path):
     done = patchset(smooth, "port", OLD, NEW, tmp_path / "tree")
     assert (done.returncode, done.stderr) == (0, "")
     assert patchset(smooth, "export", tmp_path / "tree").returncode == 0
@@ -113,7 +113,7 @@ def test_what_upstream_fixed_is_dropped_and_the_rest_fits(smooth: Path, tmp_path
     assert patchset(smooth, "check", "--release", NEW).returncode == 0
 
 
-def test_a_conflict_is_resolved_and_the_rest_carried(project: Path, tmp_path: Path):
+def test_resolved_conflict_lets_the_rest_be_carried(project: Path, tmp_path: Path):
     tree = tmp_path / "tree"
     patchset(project, "port", OLD, NEW, tree)
     assert git("diff", "--name-only", "--diff-filter=U", cwd=tree).split() == [ENGINE]
@@ -134,7 +134,7 @@ def test_a_conflict_is_resolved_and_the_rest_carried(project: Path, tmp_path: Pa
     assert made == ["fsdp-import-the-module.patch", "fsdp-change-a-condition.patch", "ckpt-import-it-twice.patch"]
 
 
-def test_patches_still_to_come_are_not_forgotten(project: Path, tmp_path: Path):
+def test_export_refuses_an_unfinished_cherry_pick(project: Path, tmp_path: Path):
     tree = tmp_path / "tree"
     patchset(project, "port", OLD, NEW, tree)
     git("checkout", "--ours", ENGINE, cwd=tree)
@@ -143,7 +143,7 @@ def test_patches_still_to_come_are_not_forgotten(project: Path, tmp_path: Path):
     assert "cherry-pick to finish" in refused(project, "export", tree, unchanged=project)
 
 
-def test_a_file_that_moved_is_followed_and_one_that_is_gone_conflicts(smooth: Path, newer: Path, tmp_path: Path):
+def test_renamed_file_is_followed_and_missing_file_conflicts(smooth: Path, newer: Path, tmp_path: Path):
     checkout = shutil.copytree(newer, tmp_path / "checkout")
     (checkout / ENGINE).rename(checkout / "verl/workers/engine/fsdp/moved.py")
     (checkout / SAME).unlink()
@@ -159,12 +159,12 @@ def test_a_file_that_moved_is_followed_and_one_that_is_gone_conflicts(smooth: Pa
     assert "import verl.utils.precision" in (tmp_path / "tree/verl/workers/engine/fsdp/moved.py").read_text()
 
 
-def test_a_release_is_known_by_its_content(smooth: Path, newer: Path, tmp_path: Path):
+def test_release_is_identified_by_its_content(smooth: Path, newer: Path, tmp_path: Path):
     assert patchset(smooth, "port", OLD, newer, tmp_path / "tree").returncode == 0
     assert git("tag", cwd=tmp_path / "tree").split() == ["base/0.9.1"]
 
 
-def test_a_new_release_gets_its_entry(smooth: Path, newer: Path, tmp_path: Path):
+def test_port_adds_a_new_release_to_versions_toml(smooth: Path, newer: Path, tmp_path: Path):
     """As ``make port TO=0.9.2`` finds it: here in the cache of wheels, else on PyPI."""
     made = smooth / ".cache/wheels/verl-0.9.2-py3-none-any.whl"
     with zipfile.ZipFile(made, "w") as archive:
@@ -196,7 +196,7 @@ def test_a_new_release_gets_its_entry(smooth: Path, newer: Path, tmp_path: Path)
         ((OLD, NEW, "project"), "project exists and is not an empty folder"),
     ],
 )
-def test_bad_input(project: Path, tmp_path: Path, args: tuple[str, ...], named: str):
+def test_bad_input_is_refused(project: Path, tmp_path: Path, args: tuple[str, ...], named: str):
     if "patched" in args:
         apply(unpacked_wheel(OLD, tmp_path / "patched"), project)
     source, to, folder = (*args, "tree")[:3]
@@ -211,14 +211,14 @@ def test_bad_input(project: Path, tmp_path: Path, args: tuple[str, ...], named: 
         ("c\n", "1 of its 1 old lines are gone, first: a"),
     ],
 )
-def test_why_a_hook_conflicts(ours: str, why: str):
+def test_conflict_has_a_reason(ours: str, why: str):
     assert reason("@@ -1,2 +1,2 @@\n-  a\n+  b\n c\n", ours) == why
 
 
 # --- drift ----------------------------------------------------------------------------------------------------------
 
 
-def test_drift_names_the_files_by_patch(small: Path, newer: Path, tmp_path: Path):
+def test_drift_lists_changed_files_by_patch(small: Path, newer: Path, tmp_path: Path):
     checkout = shutil.copytree(newer, tmp_path / "checkout")
     (checkout / SAME).unlink()
     before = contents(checkout)
@@ -238,7 +238,7 @@ def test_drift_names_the_files_by_patch(small: Path, newer: Path, tmp_path: Path
     ]
 
 
-def test_nothing_drifts_from_a_release_patched_or_not(small: Path, tmp_path: Path):
+def test_release_has_no_drift_patched_or_not(small: Path, tmp_path: Path):
     older = unpacked_wheel(OLD, tmp_path / "older")
     expected = "closest to verl 0.9.0: 0 of the 2 files that its stack hooks differ\n"
     assert patchset(small, "drift", older).stdout == expected
@@ -259,7 +259,7 @@ DECIDED = {
 }
 
 
-def test_the_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
+def test_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
     tree, shipped = tmp_path / "tree", tmp_path / "shipped"
     lines, whole = port(OLD, NEW, tree)
     checkout(NEW, shipped)

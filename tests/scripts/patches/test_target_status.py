@@ -75,7 +75,7 @@ def test_tree_of_another_release_is_foreign(tiny: Path, target: Path, command: s
 
 
 def test_closest_release_has_the_largest_share(tiny: Path, target: Path):
-    """Not the fewest other files: a stack that hooks little would be the closest to anything."""
+    """Not the fewest differing files: a stack that hooks few would be the closest to anything."""
     (own,) = load_stacks(tiny)
     other = replace(own, release=replace(own.release, name="0.1"), before={PROTOCOL: "0" * 40})
     edit(target / ENGINE, "import logging", "import logging  # later")
@@ -86,7 +86,7 @@ def test_closest_release_has_the_largest_share(tiny: Path, target: Path):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_stack_of_another_project_version_is_named(project: Path, pristine: Path, patched: Path, kept: bool):
-    """One that knows a release that this one does not, with its record and without (as in a commit of the tree)."""
+    """The other version has a release that this one lacks; with its record and without, as in a commit of the tree."""
     stacks = project / "patches/verl"
     edit(stacks / "versions.toml", '["0.9.1"]', '["0.9.0"]')
     (stacks / "v0.9.1").rename(stacks / "v0.9.0")

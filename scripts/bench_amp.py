@@ -40,11 +40,11 @@ from lib.report.catalog import written
 
 sys.path.append(str(REPO))
 from recipes.amp import options
-from recipes.amp.evolution import Policy, cloning_loss, play
+from recipes.amp.evolution.population import Policy, cloning_loss, play
 from recipes.amp.options import option
-from recipes.amp.ppo import KILL_SWITCH, PPO, PPOConfig
+from recipes.amp.ppo.algorithm import KILL_SWITCH, PPO, PPOConfig
 from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
-from recipes.amp.world_model import WorldModel, collect, make_env, world_model_loss
+from recipes.amp.world_model.model import WorldModel, collect, make_env, world_model_loss
 from verl.utils.precision import to_dtype
 
 BASE = "fp32"

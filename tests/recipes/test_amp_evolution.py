@@ -15,8 +15,9 @@ import ray
 import torch
 
 from lib.paths import REPO
-from recipes.amp import evolution, options
-from recipes.amp.evolution import EvolutionConfig, Member, Policy, Trajectory
+from recipes.amp import options
+from recipes.amp.evolution import population as evolution
+from recipes.amp.evolution.population import EvolutionConfig, Member, Policy, Trajectory
 from recipes.amp.trainer import read_checkpoint
 
 TINY = EvolutionConfig(

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import sys
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Optional
@@ -190,8 +191,9 @@ def commands() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("module, words", commands())
 def test_a_command_of_the_guide_is_one(module, words):
-    members = vars(importlib.import_module(module)).values()
-    (config,) = (each for each in members if is_dataclass(each) and each.__module__ == module and "Config" in str(each))
+    members = vars(sys.modules[importlib.import_module(f"{module}.__main__").main.__module__]).values()
+    own = [each for each in members if is_dataclass(each) and each.__module__.startswith(f"{module}.")]
+    (config,) = (each for each in own if each.__name__.endswith("Config"))
     _, sources = options.parse(config, module, "", words.split())
     assert "command line" in sources.values()
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lib.paths import REPO
-from recipes.amp import world_model
 from recipes.amp.trainer import CheckpointError, FP16Trainer, FP16TrainingConfig, MultiplicationDtypes
-from recipes.amp.world_model import Trajectories, WorldModel, WorldModelConfig, collect, world_model_loss
+from recipes.amp.world_model import model as world_model
+from recipes.amp.world_model.model import Trajectories, WorldModel, WorldModelConfig, collect, world_model_loss
 
 SMALL = {"steps": 600, "held_out_steps": 300, "length": 10, "context": 3, "hidden": 16, "latent": 4, "epochs": 3}
 

@@ -1,6 +1,6 @@
 """Vectorised PPO: each requirement on its AMP path, its arithmetic by hand, what it refuses, and that it learns.
 
-docs/results/amp-ppo.* are written by  pytest -m slow tests/recipes/test_amp_ppo.py -k solves --write-results
+docs/results/amp-ppo.* are written by  pytest -m slow tests/recipes/test_amp_ppo_command.py -k solves --write-results
 """
 
 import csv
@@ -19,8 +19,8 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from recipes.amp import ppo as recipe
-from recipes.amp.ppo import PPO, PPOConfig, Refused
+from recipes.amp.ppo import algorithm as recipe
+from recipes.amp.ppo.algorithm import PPO, PPOConfig, Refused
 from recipes.amp.trainer import read_checkpoint
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -531,7 +531,7 @@ def test_provenance_of_a_checkpoint(run):
     assert extra["precision"]["effective_dtype"] == "float16" and extra["precision"]["amp_enabled"] is True
     assert extra["versions"].keys() == {"torch", "gymnasium", "python"}
     assert extra["versions"]["gymnasium"] == gymnasium.__version__
-    if (Path(recipe.__file__).parents[2] / ".git").exists():
+    if (Path(recipe.__file__).parents[3] / ".git").exists():
         assert len(extra["commit"]) == 40
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert evaluation["episodes"] == 2 and evaluation["config"] == extra["config"]
@@ -926,7 +926,7 @@ def markdown(runs: dict[tuple[str, str], list[dict[str, str]]], evaluation: dict
     lines = [
         "# PPO on CartPole-v1, in fp32 and under autocast",
         "",
-        "Written by `pytest -m slow tests/recipes/test_amp_ppo.py -k solves --write-results`, on a CPU: nine runs of",
+        "Written by `pytest -m slow tests/recipes/test_amp_ppo_command.py -k solves --write-results`, on a CPU: nine runs of",
         "`python -m recipes.amp.ppo --env CartPole-v1 --device cpu --seed … [--use-amp --dtype …]`, all other settings",
         "the defaults below. The curves, a row an update, are in [amp-ppo.csv](amp-ppo.csv).",
         "",

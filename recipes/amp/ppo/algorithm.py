@@ -38,7 +38,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from recipes.amp.options import device, finite, flag, new_folder, option, parse, within
 from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig, read_checkpoint
-from recipes.amp.world_model import make_env
+from recipes.amp.world_model.model import make_env
 from verl.utils.precision import LossScaleError, dtype_name
 
 PROGRAM, KILL_SWITCH = "recipes.amp.ppo", "DISABLE_AMP"
@@ -490,7 +490,7 @@ class PPO:
 
     def provenance(self) -> dict[str, Any]:
         """All that made this run what it is, in plain values."""
-        spec, root = self.envs.vector.spec, Path(__file__).resolve().parents[2]
+        spec, root = self.envs.vector.spec, Path(__file__).resolve().parents[3]
         commit = None
         if (root / ".git").exists() and shutil.which("git"):
             asked = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True)

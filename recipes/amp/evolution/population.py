@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from recipes.amp import options
 from recipes.amp.options import option
 from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
-from recipes.amp.world_model import flat, make_env
+from recipes.amp.world_model.model import flat, make_env
 from verl.utils.precision import LossScaleError, report
 
 QUIET = {"logging_level": "ERROR", "log_to_driver": False}

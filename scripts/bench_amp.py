@@ -43,7 +43,8 @@ from recipes.amp import options
 from recipes.amp.evolution.population import Policy, cloning_loss, play
 from recipes.amp.options import option
 from recipes.amp.ppo.algorithm import KILL_SWITCH, PPO, PPOConfig
-from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
+from recipes.amp.trainer import FP16Trainer
+from recipes.amp.trainer_config import FP16TrainingConfig
 from recipes.amp.world_model.model import WorldModel, collect, make_env, world_model_loss
 from verl.utils.precision import to_dtype
 

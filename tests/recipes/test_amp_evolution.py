@@ -16,9 +16,9 @@ import torch
 
 from lib.paths import REPO
 from recipes.amp import options
+from recipes.amp.checkpoint import read_checkpoint
 from recipes.amp.evolution import population as evolution
 from recipes.amp.evolution.population import EvolutionConfig, Member, Policy, Trajectory
-from recipes.amp.trainer import read_checkpoint
 
 TINY = EvolutionConfig(
     out="-", generations=3, population=3, episodes=2, revisions=2, recombinations=2, elites=6, replaced=1, hidden=8,

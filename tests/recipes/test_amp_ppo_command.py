@@ -19,9 +19,9 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from recipes.amp.checkpoint import read_checkpoint
 from recipes.amp.ppo import algorithm as recipe
 from recipes.amp.ppo.algorithm import PPO, PPOConfig, Refused
-from recipes.amp.trainer import read_checkpoint
 
 DTYPES = ("float32", "float16", "bfloat16")
 SMALL = {"num_envs": 4, "num_steps": 8, "total_steps": 96, "hidden": 16, "epochs": 2, "minibatches": 2, "device": "cpu"}

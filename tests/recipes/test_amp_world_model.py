@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from lib.paths import REPO
-from recipes.amp.trainer import CheckpointError, FP16Trainer, FP16TrainingConfig, MultiplicationDtypes
+from recipes.amp.checkpoint import InvalidCheckpointError
+from recipes.amp.multiplication_dtypes import MultiplicationDtypes
+from recipes.amp.trainer import FP16Trainer
+from recipes.amp.trainer_config import FP16TrainingConfig
 from recipes.amp.world_model import model as world_model
 from recipes.amp.world_model.model import Trajectories, WorldModel, WorldModelConfig, collect, world_model_loss
 
@@ -209,11 +212,11 @@ def test_the_checkpoint_predicts(learned, tmp_path):
     assert ((0 <= ends) & (ends <= 1)).all()
     half = tmp_path / "half.pt"
     half.write_bytes((out / "checkpoint.pt").read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match="half.pt: truncated"):
+    with pytest.raises(InvalidCheckpointError, match="half.pt: truncated"):
         WorldModel.load(half)
     other = torch.nn.Linear(2, 2)
     FP16Trainer(other, torch.optim.Adam(other.parameters()), FP16TrainingConfig(enabled=False)).save_checkpoint(half)
-    with pytest.raises(CheckpointError, match="half.pt: no checkpoint of a world model"):
+    with pytest.raises(InvalidCheckpointError, match="half.pt: no checkpoint of a world model"):
         WorldModel.load(half)
 
 

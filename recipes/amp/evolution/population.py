@@ -41,7 +41,8 @@ from torch.nn import functional as F
 
 from recipes.amp import options
 from recipes.amp.options import option
-from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
+from recipes.amp.trainer import FP16Trainer
+from recipes.amp.trainer_config import FP16TrainingConfig
 from recipes.amp.world_model.model import flat, make_env
 from verl.utils.precision import LossScaleError, report
 

@@ -36,8 +36,10 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from gymnasium.spaces.utils import flatdim
 from torch.utils.tensorboard import SummaryWriter
 
+from recipes.amp.checkpoint import read_checkpoint
 from recipes.amp.options import device, finite, flag, new_folder, option, parse, within
-from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig, read_checkpoint
+from recipes.amp.trainer import FP16Trainer
+from recipes.amp.trainer_config import FP16TrainingConfig
 from recipes.amp.world_model.model import make_env
 from verl.utils.precision import LossScaleError, dtype_name
 
@@ -522,7 +524,7 @@ class PPO:
         Raises:
             Refused: there is none, or it is another recipe's, was made by settings that may not change, or on another
                 kind of device.
-            CheckpointError: truncated, from a newer version, or of another model.
+            InvalidCheckpointError: truncated, from a newer version, or of another model.
         """
         if not path.exists():
             raise Refused(f"{path}: there is no such checkpoint to resume from; leave out --resume")

@@ -27,8 +27,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from recipes.amp import options
+from recipes.amp.checkpoint import InvalidCheckpointError, read_checkpoint
 from recipes.amp.options import option
-from recipes.amp.trainer import CheckpointError, FP16Trainer, FP16TrainingConfig, read_checkpoint
+from recipes.amp.trainer import FP16Trainer
+from recipes.amp.trainer_config import FP16TrainingConfig
 from verl.utils.precision import LossScaleError, to_dtype
 
 CONTEXT = 10  # observations seen where nobody says otherwise
@@ -267,11 +269,11 @@ class WorldModel(nn.Module):
 
         Raises:
             FileNotFoundError: there is no such file.
-            CheckpointError: truncated, of another model, or from a newer version.
+            InvalidCheckpointError: truncated, of another model, or from a newer version.
         """
         saved = read_checkpoint(path)
         if "sizes" not in saved["extra"]:
-            raise CheckpointError(f"{path}: no checkpoint of a world model")
+            raise InvalidCheckpointError(f"{path}: no checkpoint of a world model")
         model = cls(**saved["extra"]["sizes"])
         model.load_state_dict(saved["model"])
         return model

@@ -40,12 +40,17 @@ from lib.report.catalog import written
 
 sys.path.append(str(REPO))
 from recipes.amp import options
-from recipes.amp.evolution.population import Policy, cloning_loss, play
+from recipes.amp.environment import make_env
+from recipes.amp.evolution.member import cloning_loss
+from recipes.amp.evolution.trajectory import Policy, play
 from recipes.amp.options import option
-from recipes.amp.ppo.algorithm import KILL_SWITCH, PPO, PPOConfig
+from recipes.amp.ppo.algorithm import PPO
+from recipes.amp.ppo.config import KILL_SWITCH, PPOConfig
 from recipes.amp.trainer import FP16Trainer
 from recipes.amp.trainer_config import FP16TrainingConfig
-from recipes.amp.world_model.model import WorldModel, collect, make_env, world_model_loss
+from recipes.amp.world_model.model import WorldModel
+from recipes.amp.world_model.objective import world_model_loss
+from recipes.amp.world_model.trajectories import collect
 from verl.utils.precision import to_dtype
 
 BASE = "fp32"

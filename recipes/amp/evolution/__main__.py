@@ -6,7 +6,7 @@
 
 A trajectory is a seed and the actions taken from its reset: in a deterministic environment these replay it. So a prefix
 of it can be played again and something else be tried from there: by the same policy (revision) or another member's
-(recombination); the result is played, not estimated, and kept where its return is higher. A pool holds the best
+(recombination); the result is played, not estimated, and kept where its return is higher. A pool contains the best
 trajectories of all generations. Members clone it, weighted by return, with :class:`recipes.amp.trainer.FP16Trainer`,
 and the worst of them give way to mutated copies of the best. OUT gets metrics.jsonl, evolution.png and best.pt, the
 trainer's checkpoint of the member with the best return in the last generation, which

@@ -20,17 +20,17 @@ _FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
 
 def option(default: Any, text: str, variable: Optional[str] = None) -> Any:
-    """A field of a config.
+    """Return a field of a config.
 
     Args:
         text: the line that ``--help`` shows.
-        variable: an environment variable that decides a switch where the command line does not.
+        variable: an environment variable that sets a switch unless the command line does.
     """
     return field(default=default, metadata={"help": text, "variable": variable})
 
 
 def flag(name: str) -> Optional[bool]:
-    """The environment variable ``name`` as a switch; ``None`` where it is not set.
+    """Return the environment variable ``name`` as a switch; ``None`` where it is not set.
 
     Raises:
         ValueError: it is set to anything but 1, 0, true or false.
@@ -44,18 +44,21 @@ def flag(name: str) -> Optional[bool]:
 
 
 def within(config: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
-    """Refuse a config's first value that breaks its rule: ``{key: (holds, what is allowed)}``.
+    """Refuse a config's first value that breaks its rule.
+
+    Args:
+        rules: ``{key: (whether the value is allowed, what is allowed)}``.
 
     Raises:
         ValueError: naming the key, its value and what is allowed.
     """
-    for key, (holds, allowed) in rules.items():
-        if not holds:
+    for key, (valid, allowed) in rules.items():
+        if not valid:
             raise ValueError(f"{key}={getattr(config, key)} must be {allowed}")
 
 
 def device(name: str) -> tuple[torch.device, bool]:
-    """The device that ``name`` means, and whether it insists on 16 bits on a CPU: only where that is named.
+    """Return the device of ``name``, and whether to compute in 16 bits on a CPU: only where ``name`` is "cpu".
 
     Args:
         name: "cpu", "cuda", or "auto": CUDA if there is one.
@@ -73,7 +76,7 @@ def device(name: str) -> tuple[torch.device, bool]:
 
 
 def new_folder(out: str | os.PathLike) -> Path:
-    """The folder of a run, made if need be.
+    """Return the folder of a run, created if need be.
 
     Raises:
         ValueError: another run's ``metrics.jsonl`` is in it, or it cannot be made or written to.
@@ -94,7 +97,7 @@ def new_folder(out: str | os.PathLike) -> Path:
 
 
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record for JSON, which has no word for NaN and infinity: such a number becomes ``None``."""
+    """Return a record for JSON, which has no NaN or infinity: such a number becomes ``None``."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
@@ -106,11 +109,11 @@ class _OneLine(argparse.ArgumentParser):
 def parse(
     config: type[Config], program: str, description: str, words: Optional[Sequence[str]] = None
 ) -> tuple[Config, dict[str, str]]:
-    """A config, and who set each of its values: command line over environment over YAML file over default.
+    """Return a config, and who set each of its values: command line over environment over YAML file over default.
 
     Every field is an option, ``total_steps`` as ``--total-steps``; switches have ``--no-…`` too; ``--config`` names the
-    file. Ends the process with one line and exit code 1 where a value is refused, wherever it stands. From here on
-    a warning, too, is one line, without the line of source that Python adds.
+    file. A refused value, wherever it stands, ends the process with one line and exit code 1. From here on a warning,
+    too, is one line, without the line of source that Python adds.
 
     Args:
         config: a dataclass of int, float, str and bool fields, or ``Optional`` of one, made by :func:`option`.
@@ -130,24 +133,24 @@ def parse(
     if unknown:
         near = get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions)
         parser.error(f"{unknown[0]} is unknown{'; near it: ' + ', '.join(near) if near else ': see --help'}")
-    given = vars(parsed)
-    path = given.pop("config", None)
+    typed = vars(parsed)
+    path = typed.pop("config", None)
     try:
         variables = {each.name: each.metadata["variable"] for each in fields(config) if each.metadata["variable"]}
         environment = {name: flag(variable) for name, variable in variables.items()}
         environment = {name: value for name, value in environment.items() if value is not None}
         read = _read(path, config)
-        chosen = config(**{**read, **environment, **given})
+        chosen = config(**{**read, **environment, **typed})
     except ValueError as error:
         parser.error(str(error))
     sources = dict.fromkeys((each.name for each in fields(config)), "default")
     sources |= dict.fromkeys(read, f"config ({path})")
     sources |= {name: f"environment ({variables[name]})" for name in environment}
-    return chosen, sources | dict.fromkeys(given, "command line")
+    return chosen, sources | dict.fromkeys(typed, "command line")
 
 
 def _read(path: Optional[Path], config: type) -> dict[str, Any]:
-    """A YAML file's values: of known names, each of its field's kind."""
+    """Return a YAML file's values, after a check of their names and types."""
     if path is None:
         return {}
     try:

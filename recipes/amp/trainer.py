@@ -3,7 +3,7 @@
     trainer = FP16Trainer(model, optimizer, FP16TrainingConfig())
     for batch in batches:
         loss = trainer.training_step(batch, lambda model, batch: (model(batch.x) - batch.y).square().mean())
-    trainer.get_stats()["effective_dtype"]  # what the multiplications were really done in
+    trainer.get_stats()["effective_dtype"]  # the dtype that the multiplications ran in
 
 Masters are the module's own fp32 parameters, autocast computes in 16 bits, and in fp16 the loss is scaled by
 ``verl.utils.precision.LossScaler``: unscaled and clipped in one pass, and skipped where a gradient is inf or NaN.
@@ -13,10 +13,9 @@ import math
 import os
 import platform
 import warnings
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
@@ -24,15 +23,21 @@ import torch
 import torch.distributed as dist
 from torch._dynamo import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from recipes.amp.checkpoint import (
+    InvalidCheckpointError,
+    check_model,
+    check_optimizer,
+    check_plain,
+    optimizer_identity,
+    read_checkpoint,
+    write_checkpoint,
+)
+from recipes.amp.multiplication_dtypes import MultiplicationDtypes
+from recipes.amp.trainer_config import FP16TrainingConfig, resolve_precision
 from verl.utils.precision import (
-    GradScalerConfig,
     LossScaleError,
     LossScaler,
-    Precision,
     dtype_name,
     first_nonfinite_gradient,
     gradient_norm,
@@ -41,150 +46,11 @@ from verl.utils.precision import (
     to_dtype,
 )
 
-VERSION = 1  # of a checkpoint's layout
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-PARAMETER_SHAPED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}  # state of Adam and SGD
-RNN_LAYERS = (torch.ops.aten._cudnn_rnn, torch.ops.aten.mkldnn_rnn_layer)  # one operation each, without a FLOP formula
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that this trainer cannot take up; the message names the file and why. Nothing was loaded."""
-
-
-@dataclass(frozen=True)
-class FP16TrainingConfig:
-    """How to train; the scaler's settings are those of ``verl.utils.precision.GradScalerConfig``.
-
-    Args:
-        enabled: ``False`` trains in float32.
-        dtype: what autocast computes in: float16, bfloat16 or float32.
-        on_cpu: compute in ``dtype`` on a CPU too. Otherwise a model there is trained in float32, which the trainer says
-            and records: most CPUs multiply 16 bits slowly.
-        loss_scale: first loss scale, in fp16 alone.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` clean updates in a row.
-        backoff_factor: what it is multiplied by after an overflow.
-        growth_interval: clean updates before the scale grows.
-        min_scale: the scale never falls below.
-        max_consecutive_skips: so many skipped updates in a row are an error.
-        max_grad_norm: clip the unscaled gradients to this L2 norm; ``inf`` does not clip.
-        accumulation_steps: micro-batches an update; their losses are averaged.
-
-    Raises:
-        ValueError: naming the key, its value and what is allowed.
-    """
-
-    enabled: bool = True
-    dtype: str = "float16"
-    on_cpu: bool = False
-    loss_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    min_scale: float = 1.0
-    max_consecutive_skips: int = 32
-    max_grad_norm: float = 1.0
-    accumulation_steps: int = 1
-
-    def __post_init__(self):
-        for key in ("enabled", "on_cpu"):
-            if not isinstance(getattr(self, key), bool):
-                raise ValueError(f"{key}={getattr(self, key)!r} must be True or False")
-        to_dtype(self.dtype, "dtype")
-        try:
-            self.scaler  # noqa: B018
-        except ValueError as error:  # by the names of this config
-            raise ValueError(str(error).replace("grad_scaler.", "").replace("init_scale", "loss_scale")) from None
-        norm = self.max_grad_norm
-        if isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0:
-            raise ValueError(f"max_grad_norm={norm} must be a positive number; inf does not clip")
-        if isinstance(self.accumulation_steps, bool) or not isinstance(self.accumulation_steps, int):
-            raise ValueError(f"accumulation_steps={self.accumulation_steps} must be a whole number")
-        if self.accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps={self.accumulation_steps} must be at least 1")
-
-    @property
-    def scaler(self) -> GradScalerConfig:
-        return GradScalerConfig(
-            init_scale=self.loss_scale,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
-            min_scale=self.min_scale,
-            max_consecutive_skips=self.max_consecutive_skips,
-        )
-
-
-class MultiplicationDtypes(TorchDispatchMode):
-    """Counts the floating-point operations of matrix products, convolutions, attention and RNNs, by dtype.
-
-    What a config asks for, and the dtype of an output, both mislead: autocast casts some operations alone, and a GRU's
-    output is fp32 where its products are fp16.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.flops: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = operation(*args, **kwargs)
-        count = flop_registry.get(operation._overloadpacket)
-        if count is not None:
-            dtype = next(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
-            self.flops[dtype_name(dtype)] += count(*args, **kwargs, out_val=out)
-        elif operation._overloadpacket in RNN_LAYERS:
-            steps = args[0][..., 0].numel()  # (T, N, F), or packed (T · N, F)
-            weights = [leaf for leaf in tree_leaves(args[1:5]) if isinstance(leaf, torch.Tensor) and leaf.ndim == 2]
-            self.flops[dtype_name(args[0].dtype)] += 2 * steps * sum(weight.numel() for weight in weights)
-        return out
-
-    def shares(self) -> dict[str, float]:
-        """The share of the operations in each dtype, the largest first; empty where none was seen."""
-        return {dtype: flops / self.flops.total() for dtype, flops in self.flops.most_common()}
-
-
-def _resolve(config: FP16TrainingConfig, device: torch.device) -> tuple[Precision, Optional[str]]:
-    """The precision on this device, and why it is not the one asked for (or ``None``)."""
-    compute, fallback = to_dtype(config.dtype if config.enabled else "float32", "dtype"), None
-    if compute != torch.float32 and device.type == "cpu" and not config.on_cpu:
-        fallback = f"the model is on the CPU: training in float32, not {dtype_name(compute)} (on_cpu=True insists; "
-        fallback += "a recipe's --device cpu)"
-    elif compute == torch.bfloat16 and device.type == "cuda":
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            name = torch.cuda.get_device_name(device)
-            fallback = f"{name} has no bfloat16: training in float32 (float16 would work there)"
-    if fallback is not None:
-        compute = torch.float32
-    return Precision(compute, torch.float32, torch.float32, torch.float32, compute == torch.float16), fallback
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, str]:
-    """The parameters' names, of a module and an optimizer that train the same, in float32."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    trained = set(_parameters(optimizer))
-    if not trained <= names.keys():
-        raise ValueError("the optimizer holds parameters that are not the model's: their overflows would go unseen")
-    for parameter, name in names.items():
-        if parameter.requires_grad and parameter not in trained:
-            raise ValueError(
-                f"{name} requires a gradient and is not in the optimizer, so nothing would clear it: add it there, or "
-                "freeze it with requires_grad_(False)"
-            )
-        if parameter in trained and parameter.dtype != torch.float32:
-            raise ValueError(
-                f"{name} is {dtype_name(parameter.dtype)}: the optimizer's weights are the masters and must be "
-                "float32; leave out .half(), autocast casts where it pays"
-            )
-    return names
 
 
 class FP16Trainer:
-    """Owns an optimizer's steps: autocast, loss scale, accumulation, clipping, skipping, and the count of all that.
+    """Owns an optimizer's steps: autocast, loss scale, accumulation, clipping, skipping, and their statistics.
 
     Args:
         model: a module, or one in ``DistributedDataParallel``, ``torch.compile`` or both; its parameters are the fp32
@@ -204,9 +70,9 @@ class FP16Trainer:
                 self.module, self._ddp = self.module.module, self.module
             else:
                 self.module = self.module._orig_mod
-        self._names = _names(self.module, optimizer)
-        self.device = _parameters(optimizer)[0].device
-        self.precision, self.fallback = _resolve(config, self.device)
+        self._names = _checked_names(self.module, optimizer)
+        self.device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+        self.precision, self.fallback = resolve_precision(config, self.device)
         if self.fallback is not None:
             warnings.warn(self.fallback, stacklevel=2)
         self.scaler = self._new_scaler()
@@ -224,29 +90,30 @@ class FP16Trainer:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Autocast to the trainer's dtype, for the forward and the loss; the first time it sees what that does.
+        """Autocast the forward and the loss to the trainer's dtype; the first region observes the effective dtype.
 
         ``backward`` belongs outside, and so does whatever changes the weights: until the region ends, autocast computes
-        with the 16-bit copies that it made of them first. What is compiled runs eagerly the first time, to be seen.
+        with the 16-bit copies that it made of them first. Compiled modules run eagerly in the first region, where
+        a dispatch mode observes their operations.
         """
         with self.precision.autocast(self.device.type):
             if self._shares:
                 yield
             else:
-                # Under a dispatch mode alone, dynamo would give up what is compiled for good.
-                with torch.compiler.set_stance("force_eager"), MultiplicationDtypes() as seen:
+                # Under a dispatch mode alone, dynamo would discard the compiled code for good.
+                with torch.compiler.set_stance("force_eager"), MultiplicationDtypes() as observed:
                     yield
-                self._shares = seen.shares()
+                self._shares = observed.shares()
 
     def training_step(self, batch: Any, compute_loss_fn: LossFunction) -> torch.Tensor:
-        """Forward, backward and, with the last micro-batch of an update, the optimizer's step.
+        """Run forward, backward and, with the last micro-batch of an update, the optimizer's step.
 
         Args:
-            batch: handed to ``compute_loss_fn``.
+            batch: passed to ``compute_loss_fn``.
             compute_loss_fn: ``(model, batch) -> loss``, 0-d; called under :meth:`autocast`.
 
         Returns:
-            the loss, detached, 0-d, fp32. :attr:`skipped` says whether the update was skipped.
+            the loss, detached, 0-d, fp32. :attr:`skipped` reports whether the update was skipped.
 
         Raises:
             ValueError: the loss is no scalar, or has no gradient.
@@ -261,7 +128,7 @@ class FP16Trainer:
         return loss.detach().float()
 
     def backward_and_step(self, loss: torch.Tensor) -> bool:
-        """Backward of a loss that was computed under :meth:`autocast`, and the step that is then due.
+        """Run the backward of a loss that was computed under :meth:`autocast`, and the step that is then due.
 
         DDP synchronises the gradients of every micro-batch here; :meth:`training_step` those of the last one alone.
 
@@ -311,7 +178,7 @@ class FP16Trainer:
         self.consecutive_skips = self.consecutive_skips + 1 if self.skipped else 0
 
     def _check_storm(self) -> None:
-        """As the scaler's, without a scale."""
+        """Raise after too many skips in a row, as the scaler does, where there is no scale."""
         if self.consecutive_skips >= self.config.max_consecutive_skips:
             where = first_nonfinite_gradient(self.module.named_parameters())
             raise FloatingPointError(
@@ -320,7 +187,7 @@ class FP16Trainer:
             )
 
     def _clip_and_step(self) -> float:
-        """As the scaler's, without a scale."""
+        """Clip, step unless the norm is not finite, and return it, as the scaler does, where there is no scale."""
         norm = gradient_norm(self.module, self.device)
         result = norm.item()
         if math.isfinite(result):
@@ -329,11 +196,11 @@ class FP16Trainer:
         return result
 
     def get_stats(self) -> dict[str, Any]:
-        """What happened so far, ready for a logger.
+        """Return the statistics up to now, for a logger.
 
         ``training_steps`` are updates, ``overflow_steps`` those of them that were skipped. ``effective_dtype`` is the
-        one in which most multiplications of the first forward were done, ``effective_dtype_share`` the share of each:
-        observed, ``None`` before the first.
+        one in which most multiplications of the first forward ran, ``effective_dtype_share`` the share of each:
+        observed, ``None`` before the first forward.
         """
         return {
             "training_steps": self.training_steps,
@@ -370,15 +237,15 @@ class FP16Trainer:
         Gradients of an update that is being accumulated are not saved.
 
         Args:
-            extra: tensors and plain Python values to come back from :meth:`load_checkpoint`.
+            extra: tensors and plain Python values, which :meth:`load_checkpoint` returns.
 
         Raises:
-            ValueError: ``extra`` holds something else, or the weights were cast for inference.
+            ValueError: ``extra`` contains something else, or the weights were cast for inference.
         """
         extra = dict(extra or {})
-        _check_plain(extra, "extra")
+        check_plain(extra, "extra")
         if self._for_inference:
-            raise ValueError("the model was cast to float16 for inference: a checkpoint holds the float32 weights")
+            raise ValueError("the model was cast to float16 for inference: a checkpoint contains float32 weights")
         try:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 self._write(Path(path), extra)
@@ -387,13 +254,11 @@ class FP16Trainer:
                 dist.barrier()
 
     def _write(self, path: Path, extra: dict[str, Any]) -> None:
-        beside = path.with_name(path.name + ".part")
         counters = ("training_steps", "overflow_steps", "consecutive_skips")
         saved = {
-            "version": VERSION,
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "optimizer_of": self._optimizer_of(),
+            "optimizer_of": optimizer_identity(self.optimizer, self._names),
             "grad_scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "counters": {name: getattr(self, name) for name in counters},
             "extra": extra,
@@ -405,14 +270,10 @@ class FP16Trainer:
                 "patch_stamp": patch_stamp(),
             },
         }
-        try:
-            torch.save(saved, beside)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_checkpoint(path, saved)
 
     def load_checkpoint(self, path: str | os.PathLike) -> dict[str, Any]:
-        """Take up what :meth:`save_checkpoint` wrote. The config stays this trainer's, and so does the optimizer's
+        """Load what :meth:`save_checkpoint` wrote. The config stays this trainer's, and so does the optimizer's
         implementation (``fused``, ``foreach``); its learning rate and the like are the checkpoint's.
 
         A checkpoint without a loss scale (of another dtype, or of a run that ended in :class:`LossScaleError`) loads
@@ -423,16 +284,17 @@ class FP16Trainer:
 
         Raises:
             FileNotFoundError: there is no such file.
-            CheckpointError: truncated, from a newer version, or of another model or optimizer. Nothing was loaded.
+            InvalidCheckpointError: truncated, from a newer version, or of another model or optimizer; nothing was
+                loaded.
         """
         saved = read_checkpoint(path)
-        _check_model(saved["model"], self.module.state_dict(), path)
-        groups = self._check_optimizer(saved, path)
+        check_model(saved["model"], self.module.state_dict(), path)
+        groups = check_optimizer(saved, self.optimizer, self._names, path)
         scaler = self._new_scaler()
         try:
             load_scaler_state(scaler, saved.get("grad_scaler"), str(path))
         except ValueError as error:
-            raise CheckpointError(str(error)) from None
+            raise InvalidCheckpointError(str(error)) from None
         counters = saved["counters"]
         self.scaler = scaler
         self.module.load_state_dict(saved["model"])
@@ -444,79 +306,26 @@ class FP16Trainer:
         self.skipped, self.grad_norm, self._micro_steps = False, None, 0
         return saved["extra"]
 
-    def _optimizer_of(self) -> dict[str, Any]:
-        """Which optimizer over which parameters: its state goes by position alone."""
-        groups = [[self._names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
-        return {"class": type(self.optimizer).__name__, "groups": groups}
 
-    def _check_optimizer(self, saved: Mapping[str, Any], path: Any) -> list[dict[str, Any]]:
-        """The checkpoint's parameter groups, with this optimizer's implementation."""
-        state, own = saved["optimizer"], self.optimizer.state_dict()
-        sizes, wanted = ([len(group["params"]) for group in each["param_groups"]] for each in (state, own))
-        if sizes != wanted:
-            raise CheckpointError(f"{path}: of another optimizer: groups of {sizes} parameters, here {wanted}")
-        of, own_of = saved["optimizer_of"] or self._optimizer_of(), self._optimizer_of()
-        if of["class"] != own_of["class"]:
-            raise CheckpointError(f"{path}: of another optimizer: {of['class']}, here {own_of['class']}")
-        if of["groups"] != own_of["groups"]:
-            raise CheckpointError(f"{path}: of another optimizer: its parameters are in another order or other groups")
-        places = [place for group in state["param_groups"] for place in group["params"]]
-        for place, parameter in zip(places, _parameters(self.optimizer), strict=True):
-            for key, value in state["state"].get(place, {}).items():
-                if key in PARAMETER_SHAPED and value is not None and value.shape != parameter.shape:
-                    shapes = f"{tuple(value.shape)}, {self._names[parameter]} has {tuple(parameter.shape)}"
-                    raise CheckpointError(f"{path}: of another optimizer: {key} has shape {shapes}")
-        chosen = [{key: group[key] for key in ("foreach", "fused") if key in group} for group in own["param_groups"]]
-        return [group | kept for group, kept in zip(state["param_groups"], chosen, strict=True)]
-
-
-def read_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """What a checkpoint of :class:`FP16Trainer` holds.
+def _checked_names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, str]:
+    """Return the names of a module's parameters, after a check that the optimizer trains the same ones in float32.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: truncated, no checkpoint, or from a newer version.
+        ValueError: naming the parameter that is not fp32, or that only one of the two trains.
     """
-    with open(path, "rb") as file:
-        try:
-            saved = torch.load(file, map_location=device, weights_only=True)
-        except Exception as error:  # whatever the bytes lead torch's reader to, OSError among it
-            raise CheckpointError(f"{path}: truncated, or no checkpoint") from error
-    holds = isinstance(saved, dict) and all(isinstance(saved.get(part), Mapping) for part in ("model", "optimizer"))
-    if not holds or not saved["optimizer"].keys() >= {"state", "param_groups"}:
-        raise CheckpointError(f"{path}: no checkpoint of this trainer: it has no model or no optimizer")
-    version = saved.get("version", VERSION)
-    if not isinstance(version, int) or not 1 <= version <= VERSION:
-        raise CheckpointError(f"{path}: version {version}, this trainer reads up to {VERSION}: update it")
-    optional = ("optimizer_of", "counters", "extra", "provenance")  # checkpoints of others may lack them
-    for part in optional:
-        if not isinstance(saved.setdefault(part, {}), Mapping):
-            raise CheckpointError(f"{path}: no checkpoint of this trainer: its {part} is {type(saved[part]).__name__}")
-    return saved
-
-
-def _check_model(saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], path: Any) -> None:
-    for name in sorted(saved.keys() ^ own.keys()):
-        raise CheckpointError(f"{path}: of another model: {name} is in {'it' if name in saved else 'this model'} alone")
-    for name, tensor in own.items():
-        found, wanted = (getattr(value, "shape", None) for value in (saved[name], tensor))  # extra state has none
-        if found != wanted:
-            raise CheckpointError(f"{path}: of another model: {name} has shape {_shape(found)}, here {_shape(wanted)}")
-
-
-def _shape(shape: Optional[torch.Size]) -> str:
-    return "none" if shape is None else str(tuple(shape))
-
-
-def _check_plain(value: Any, where: str) -> None:
-    """Refuse what ``torch.load`` would refuse to read back."""
-    if type(value) in (dict, OrderedDict, Counter):
-        for key, each in value.items():
-            _check_plain(key, f"{where} (a key)")
-            _check_plain(each, f"{where}.{key}")
-    elif type(value) in (list, tuple, set):
-        for place, each in enumerate(value):
-            _check_plain(each, f"{where}.{place}")
-    elif not isinstance(value, torch.Tensor) and type(value) not in PLAIN:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise ValueError(f"{where} is of {kind}: save tensors and plain Python values, a NumPy number as float(x)")
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not trained <= names.keys():
+        raise ValueError("the optimizer has parameters that are not the model's: their overflows would go unnoticed")
+    for parameter, name in names.items():
+        if parameter.requires_grad and parameter not in trained:
+            raise ValueError(
+                f"{name} requires a gradient and is not in the optimizer, so nothing would clear it: add it there, or "
+                "freeze it with requires_grad_(False)"
+            )
+        if parameter in trained and parameter.dtype != torch.float32:
+            raise ValueError(
+                f"{name} is {dtype_name(parameter.dtype)}: the optimizer's weights are the masters and must be "
+                "float32; leave out .half(), autocast casts where it pays"
+            )
+    return names

@@ -11,3 +11,9 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_kill_switch(monkeypatch):
+    """The switch of recipes/amp/ppo is the tests' own to set."""
+    monkeypatch.delenv("DISABLE_AMP", raising=False)

@@ -1,42 +1,23 @@
-"""What is said about mixed precision and is wrong: each claim, on torch's own code, beside what is true.
+"""Wrong claims about mixed precision, each tested on torch's own code beside what is true.
 
-docs/amp.md has them as a table, and names these tests.
+docs/amp.md lists them and names these tests.
 """
 
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from amp_trainer_cases import INF, batches, loss_of, network, trainer
 from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig, MultiplicationDtypes
+from lib.paths import REPO
+from recipes.amp.multiplication_dtypes import MultiplicationDtypes
 from verl.utils.precision import GradScalerConfig, LossScaler
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "amp.md"
-INF = float("inf")
-
-
-def network() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-
-
-def batches(count: int) -> list[torch.Tensor]:
-    return list(torch.randn(count, 8, 6, generator=torch.Generator().manual_seed(1)))
-
-
-def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
-
-
-def trainer(**config) -> FP16Trainer:
-    model = network()
-    chosen = {"on_cpu": True, "loss_scale": 1024.0} | config
-    return FP16Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), FP16TrainingConfig(**chosen))
+GUIDE = REPO / "docs" / "amp.md"
 
 
 def torchs_steps(scaler: GradScaler, factors: list[float], clear: bool = True) -> list[tuple[float, float, bool]]:

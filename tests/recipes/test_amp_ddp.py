@@ -7,25 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from amp_trainer_cases import loss_of, network
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
+from recipes.amp.trainer import FP16Trainer
+from recipes.amp.trainer_config import FP16TrainingConfig
 
 RANKS, PARTS = 2, 3
-
-
-def network(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 
 
 def data(updates: int) -> torch.Tensor:
     """(updates, micro-batches, ranks, rows, features)."""
     return torch.randn(updates, PARTS, RANKS, 8, 6, generator=torch.Generator().manual_seed(1))
-
-
-def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
 
 
 def trainer(model: torch.nn.Module, dtype: str, parts: int = PARTS) -> FP16Trainer:
@@ -111,11 +104,11 @@ def ranks(folder, dtype) -> list[dict[str, Any]]:
     return [read(folder, rank)[dtype] for rank in range(RANKS)]
 
 
-def test_gradients_are_synchronised_with_the_last_micro_batch_alone(ranks):
+def test_gradients_are_synchronised_with_the_last_micro_batch_only(ranks):
     assert [rank["reductions"] for rank in ranks] == [[0, 0, 1]] * RANKS
 
 
-def test_an_update_is_that_of_one_process_with_all_the_data(ranks, dtype):
+def test_update_equals_one_process_with_all_the_data(ranks, dtype):
     assert ranks[0]["updated"] == ranks[1]["updated"]
     alone = trainer(network(), "float32", parts=1)
     alone.training_step(data(1)[0].flatten(0, 2), loss_of)
@@ -130,7 +123,7 @@ def weights_of(model: torch.nn.Module) -> list[list[float]]:
     return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
-def test_an_overflow_of_one_rank_skips_on_both(ranks, dtype):
+def test_overflow_on_one_rank_skips_the_update_on_both(ranks, dtype):
     for rank in ranks:
         assert rank["skipped"] and rank["after"] == rank["updated"]
         assert (rank["stats"]["training_steps"], rank["stats"]["overflow_steps"]) == (2, 1)
@@ -138,20 +131,20 @@ def test_an_overflow_of_one_rank_skips_on_both(ranks, dtype):
         assert rank["stats"]["effective_dtype"] == dtype
 
 
-def test_a_checkpoint_is_written_once_and_taken_up_by_both(folder, ranks, dtype):
+def test_checkpoint_is_written_once_and_loaded_by_both_ranks(folder, ranks, dtype):
     assert sorted(path.name for path in folder.glob(f"{dtype}_*")) == [f"{dtype}_by_0.pt"]
     for rank in ranks:
         assert rank["extra"] == {"epoch": 1} and rank["loaded"] == rank["after"]
         assert rank["resumed"] == rank["went on"] != rank["loaded"]
 
 
-def test_a_checkpoint_of_ddp_is_that_of_one_process(folder, ranks, dtype):
+def test_ddp_checkpoint_loads_in_one_process(folder, ranks, dtype):
     alone = trainer(network(seed=7), dtype)
     alone.load_checkpoint(folder / f"{dtype}_by_0.pt")
     assert weights(alone) == ranks[0]["after"]
 
 
-def test_torch_compile_goes_around_ddp_or_inside(folder):
+def test_torch_compile_wraps_ddp_or_is_wrapped_by_it(folder):
     for rank in (read(folder, rank) for rank in range(RANKS)):
         for found in rank["compiled"].values():
             for one, other in zip(found, rank["float16"]["updated"], strict=True):

@@ -1,4 +1,4 @@
-"""Evolution: trajectories are replayed and judged by playing, members learn of the best, the driver decides on fp16."""
+"""Evolution: trajectories are replayed and scored by playing, members learn from the best, the driver chooses fp16."""
 
 import json
 import os
@@ -15,9 +15,15 @@ import ray
 import torch
 
 from lib.paths import REPO
-from recipes.amp import evolution, options
-from recipes.amp.evolution import EvolutionConfig, Member, Policy, Trajectory
-from recipes.amp.trainer import read_checkpoint
+from recipes.amp.checkpoint import read_checkpoint
+from recipes.amp.evolution.__main__ import main
+from recipes.amp.evolution.config import EvolutionConfig
+from recipes.amp.evolution.generation import run_generation
+from recipes.amp.evolution.member import Member, cloning_loss, learn, mutated
+from recipes.amp.evolution.population import evolve, next_generation
+from recipes.amp.evolution.ray_session import QUIET, choose_device
+from recipes.amp.evolution.trajectory import Policy, Trajectory, branch, play, select
+from recipes.amp.options import parse
 
 TINY = EvolutionConfig(
     out="-", generations=3, population=3, episodes=2, revisions=2, recombinations=2, elites=6, replaced=1, hidden=8,
@@ -42,7 +48,7 @@ class Restless(gymnasium.Env):
 
 
 class Steady(Restless):
-    """Known to this process alone; its third step may be spoilt."""
+    """Registered in this process alone; its third step may be spoilt."""
 
     def __init__(self, spoil: str = ""):
         self.spoil = spoil
@@ -69,7 +75,7 @@ def session():
     """A Ray of this file's own, whose workers have the variable set to the opposite of what the driver chooses."""
     os.environ[VARIABLE] = "1"
     try:
-        context = ray.init(address="local", num_cpus=2, include_dashboard=False, **evolution.QUIET)
+        context = ray.init(address="local", num_cpus=2, include_dashboard=False, **QUIET)
     finally:
         del os.environ[VARIABLE]
     yield context.address_info
@@ -81,7 +87,7 @@ def evolved(session, tmp_path_factory):
     """A run that learns CartPole in fp32, and its folder."""
     out = tmp_path_factory.mktemp("evolved")
     config = EvolutionConfig(out=str(out), generations=5, population=5, seed=2)
-    return config, evolution.evolve(config, "the driver"), out
+    return config, evolve(config, "the driver"), out
 
 
 @pytest.fixture
@@ -102,21 +108,21 @@ def of_kind(rows, kind):
     return [row for row in rows if row["kind"] == kind]
 
 
-def test_it_learns(evolved):
+def test_evolution_raises_the_return(evolved):
     config, rows, out = evolved
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == rows
-    told = of_kind(rows, "generation")
-    assert [row["generation"] for row in told] == list(range(config.generations + 1))
-    assert max(row["median"] for row in told) > 3 * told[0]["median"]
-    assert all(row["worst"] <= row["median"] <= row["best"] for row in told)
-    floors = [row["pool_worst"] for row in told]
+    summaries = of_kind(rows, "generation")
+    assert [row["generation"] for row in summaries] == list(range(config.generations + 1))
+    assert max(row["median"] for row in summaries) > 3 * summaries[0]["median"]
+    assert all(row["worst"] <= row["median"] <= row["best"] for row in summaries)
+    floors = [row["pool_worst"] for row in summaries]
     assert floors == sorted(floors), "the pool never gets worse"
-    assert all(sum(row["pool"].values()) == config.elites for row in told[2:])
-    assert all(sum(row[origin]["kept"] for row in told) > 0 for origin in ("revised", "recombined"))
+    assert all(sum(row["pool"].values()) == config.elites for row in summaries[2:])
+    assert all(sum(row[origin]["kept"] for row in summaries) > 0 for origin in ("revised", "recombined"))
 
 
-def test_every_worker_logs_the_choice_of_the_driver(session, evolved):
-    """Their own environment says 1."""
+def test_every_worker_logs_the_drivers_choice(session, evolved):
+    """Their own environment has the variable at 1."""
     assert ray.get(ray.remote(lambda: os.environ[VARIABLE]).remote()) == "1"
     config, rows, _ = evolved
     members = of_kind(rows, "member")
@@ -128,23 +134,23 @@ def test_every_worker_logs_the_choice_of_the_driver(session, evolved):
     for pid in workers:
         (log,) = (Path(session["session_dir"]) / "logs").glob(f"worker-*-{pid}.out")
         lines = [line for line in log.read_text().splitlines() if line.startswith("[verl-precision]")]
-        said = [json.loads(line.removeprefix("[verl-precision] ")) for line in lines]
-        assert {(each["fp16_training"], each["fp16_training_source"]) for each in said if each["pid"] == pid} >= {
+        reports = [json.loads(line.removeprefix("[verl-precision] ")) for line in lines]
+        assert {(each["fp16_training"], each["fp16_training_source"]) for each in reports if each["pid"] == pid} >= {
             (False, "the driver")
         }
-        assert {each["effective_dtype"] for each in said} >= {"float32"}
+        assert {each["effective_dtype"] for each in reports} >= {"float32"}
 
 
-def test_workers_train_in_fp16_where_the_driver_says_so(session, tmp_path, capsys):
+def test_workers_train_in_fp16_when_the_driver_chooses_it(session, tmp_path, capsys):
     config = replace(TINY, out=str(tmp_path / "run"), fp16_training=True, loss_scale=2.0**30)
-    rows = evolution.evolve(config, "command line")
+    rows = evolve(config, "command line")
     trained = [row for row in of_kind(rows, "member") if row["generation"]]
     assert {(row["effective_dtype"], row["fallback"]) for row in trained} == {("float16", None)}
     assert sum(row["overflow_steps"] for row in trained if row["generation"] == 1) > 0
     assert "fp16_training=True by command line, float16" in capsys.readouterr().out
 
 
-def test_the_command_joins_a_cluster(session, tmp_path):
+def test_command_joins_a_cluster(session, tmp_path):
     """Another process's Ray, on this machine, where the variable is not what this process's workers have."""
     command = [sys.executable, "-m", "recipes.amp.evolution", "--address", session["address"], "--out", tmp_path]
     done = subprocess.run(
@@ -160,17 +166,17 @@ def test_the_command_joins_a_cluster(session, tmp_path):
     assert ray.get(ray.remote(lambda: True).remote()), "the cluster is left running"
 
 
-def test_a_fallback_is_said(session, tmp_path, capsys):
+def test_fallback_is_reported(session, tmp_path, capsys):
     config = replace(TINY, out=str(tmp_path / "run"), fp16_training=True, device="auto", generations=1)
-    rows = evolution.evolve(config, "command line")
+    rows = evolve(config, "command line")
     assert {row["effective_dtype"] for row in of_kind(rows, "member") if row["generation"]} == {"float32"}
     assert "training in float32, not float16" in of_kind(rows, "generation")[1]["fallback"]
     assert "training in float32, not float16" in capsys.readouterr().out
 
 
-def test_the_same_seed_is_the_same_evolution(session, tmp_path):
+def test_same_seed_repeats_the_evolution(session, tmp_path):
     def run(name, seed):
-        rows = evolution.evolve(replace(TINY, out=str(tmp_path / name), seed=seed))
+        rows = evolve(replace(TINY, out=str(tmp_path / name), seed=seed))
         return [{key: value for key, value in row.items() if key not in ("pid", "seconds", "workers")} for row in rows]
 
     one, two, other = (run(name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
@@ -179,7 +185,7 @@ def test_the_same_seed_is_the_same_evolution(session, tmp_path):
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
-def test_the_worst_give_way(evolved):
+def test_worst_members_are_replaced(evolved):
     config, rows, _ = evolved
     for generation in range(config.generations):
         now, then = (
@@ -200,11 +206,11 @@ def test_best_pt_is_the_best_member(evolved, env):
         key=lambda row: row["return_mean"],
     )
     assert saved["counters"]["training_steps"] == best["training_steps"]
-    totals = [evolution.play(env, policy, seed, np.random.default_rng(seed)).total for seed in range(20)]
+    totals = [play(env, policy, seed, np.random.default_rng(seed)).total for seed in range(20)]
     assert np.mean(totals) > 0.5 * best["return_mean"]
 
 
-def test_the_picture_shows_the_returns(evolved):
+def test_figure_shows_the_returns(evolved):
     import matplotlib.image
 
     picture = (matplotlib.image.imread(evolved[2] / "evolution.png")[..., :3] * 255).round().astype(int)
@@ -213,11 +219,11 @@ def test_the_picture_shows_the_returns(evolved):
         assert (np.abs(picture - color).sum(-1) < 12).sum() > 100
 
 
-def test_an_error_of_a_worker_is_one_line(session, monkeypatch, tmp_path):
+def test_error_of_a_worker_is_one_line(session, monkeypatch, tmp_path):
     """The driver knows the environment, its workers do not."""
     monkeypatch.setattr(sys, "argv", ["evolution", "--env", "Steady-v0", "--out", str(tmp_path / "run")])
     with pytest.raises(SystemExit) as ended:
-        evolution.main()
+        main()
     assert str(ended.value).startswith("recipes.amp.evolution: env=Steady-v0 is unknown to Gymnasium")
     assert "\n" not in str(ended.value) and ray.is_initialized()
 
@@ -225,11 +231,11 @@ def test_an_error_of_a_worker_is_one_line(session, monkeypatch, tmp_path):
 # --- without Ray -----------------------------------------------------------------------------------------------------
 
 
-def test_a_trajectory_is_its_seed_and_actions(env):
+def test_seed_and_actions_replay_a_trajectory(env):
     torch.manual_seed(0)
     policy = Policy(env, 8)
-    made = evolution.play(env, policy, 5, np.random.default_rng(0))
-    same = evolution.play(env, pushing(env, 0), 5, np.random.default_rng(1), made.actions)
+    made = play(env, policy, 5, np.random.default_rng(0))
+    same = play(env, pushing(env, 0), 5, np.random.default_rng(1), made.actions)
     assert np.array_equal(made.observations, same.observations) and made.total == same.total == len(made.actions)
     assert set(made.actions) == {0, 1}
 
@@ -241,29 +247,29 @@ def test_a_trajectory_is_its_seed_and_actions(env):
         ("reward", "env=Steady-v0, seed 7, step 3: the reward is inf"),
     ],
 )
-def test_what_is_not_finite_is_refused_by_its_place(spoil, message):
+def test_nonfinite_value_is_refused_by_seed_and_step(spoil, message):
     spoilt = gymnasium.make("Steady-v0", spoil=spoil)
     with pytest.raises(ValueError) as refused:
-        evolution.play(spoilt, Policy(spoilt, 2), 7, np.random.default_rng(0))
+        play(spoilt, Policy(spoilt, 2), 7, np.random.default_rng(0))
     assert str(refused.value) == message
 
 
-def test_a_policy_samples_by_its_probabilities(env):
+def test_policy_samples_by_its_probabilities(env):
     policy, rng = pushing(env, 0), np.random.default_rng(0)
     policy[2].bias.data = torch.tensor([0.0, 1.0])
     taken = np.mean([policy.act(np.zeros(4, np.float32), rng) for _ in range(4000)])
     assert abs(taken - 1 / (1 + np.exp(-1))) < 0.03
 
 
-def test_what_is_tried_again_replays_a_prefix(env):
+def test_branch_replays_a_prefix(env):
     torch.manual_seed(0)
     policy, rng = Policy(env, 8), np.random.default_rng(0)
-    parent = evolution.play(env, policy, 5, rng)
+    parent = play(env, policy, 5, rng)
     cuts = set()
     for _ in range(20):
-        made = evolution.again(env, pushing(env, 1), parent, rng, "recombined")
+        made = branch(env, pushing(env, 1), parent, rng, "recombined")
         assert made.seed == 5 and made.origin == "recombined"
-        assert evolution.play(env, policy, 5, rng, made.actions).total == made.total, "its return is what it returns"
+        assert play(env, policy, 5, rng, made.actions).total == made.total, "its return is what it returns"
         ours, theirs = made.actions, parent.actions
         cuts.add(next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours)))
     assert len(cuts) > 3
@@ -279,36 +285,34 @@ def refuse_replay(env, policy, wrong):
     with pytest.raises(
         ValueError, match="^env=CartPole-v1 is not deterministic: seed 5 and its actions led elsewhere$"
     ):
-        evolution.again(env, policy, wrong, rng, "revised")
+        branch(env, policy, wrong, rng, "revised")
 
 
-def test_recombination_takes_the_others_policy_and_keeps_what_is_better(env):
+def test_recombination_uses_another_policy_and_keeps_improvements(env):
     """Both members always push to one side: trying again changes nothing, and the other's push comes to the rescue."""
     population = [Member(pushing(env, action).state_dict()) for action in (0, 1)]
     config = replace(TINY, population=2, hidden=2, episodes=3, revisions=10, recombinations=20)
-    _, found, row = evolution.live(config, "test", "cpu", 0, 0, population, [])
-    assert [each.origin for each in found[:3]] == ["collected"] * 3 and not any(
-        each.actions.any() for each in found[:3]
+    _, trajectories, row = run_generation(config, "test", "cpu", 0, 0, population, [])
+    assert [each.origin for each in trajectories[:3]] == ["collected"] * 3 and not any(
+        each.actions.any() for each in trajectories[:3]
     )
     assert row["revised"] == {"tried": 10, "kept": 0, "gained": 0}
-    rescued, first = found[3:], {each.seed: each.total for each in found[:3]}
+    rescued, first = trajectories[3:], {each.seed: each.total for each in trajectories[:3]}
     assert row["recombined"]["tried"] == 20 and 0 < row["recombined"]["kept"] == len(rescued) < 20
     for each in rescued:
         assert each.origin == "recombined" and each.total > first[each.seed]
         assert each.actions[-1] == 1 and np.array_equal(each.actions, np.sort(each.actions)), "first theirs, then ours"
-        assert (
-            evolution.play(env, Policy(env, 2), each.seed, np.random.default_rng(0), each.actions).total == each.total
-        )
+        assert play(env, Policy(env, 2), each.seed, np.random.default_rng(0), each.actions).total == each.total
     assert row["return_mean"] == np.mean(list(first.values()))
 
 
-def test_a_revision_is_kept_only_where_it_returns_more(env):
+def test_revision_is_kept_only_if_its_return_is_higher(env):
     torch.manual_seed(0)
     population = [Member(Policy(env, TINY.hidden).state_dict()) for _ in range(2)]
     config = replace(TINY, population=2, episodes=4, revisions=40, recombinations=0)
-    _, found, row = evolution.live(config, "test", "cpu", 0, 1, population, [])
-    first = {each.seed: each.total for each in found if each.origin == "collected"}
-    revised = [each for each in found if each.origin == "revised"]
+    _, trajectories, row = run_generation(config, "test", "cpu", 0, 1, population, [])
+    first = {each.seed: each.total for each in trajectories if each.origin == "collected"}
+    revised = [each for each in trajectories if each.origin == "revised"]
     assert 0 < len(revised) == row["revised"]["kept"] < 40
     assert all(each.total > first[each.seed] for each in revised) and row["revised"]["gained"] >= len(revised)
 
@@ -318,66 +322,66 @@ def trajectory(action: int, total: float, observation: float = 1.0, steps: int =
     return Trajectory(0, observations, np.full(steps, action), np.full(steps, total / steps))
 
 
-def test_the_pool_is_of_the_best_and_newest():
+def test_pool_keeps_the_best_and_prefers_the_newest():
     pool = [trajectory(0, total) for total in (3.0, 9.0, 9.0, 1.0, 5.0)]
-    assert [each.total for each in evolution.select(pool, 3)] == pytest.approx([9.0, 9.0, 5.0])
-    assert evolution.select(pool, 3)[0] is pool[1] and len(evolution.select(pool, 9)) == 5
+    assert [each.total for each in select(pool, 3)] == pytest.approx([9.0, 9.0, 5.0])
+    assert select(pool, 3)[0] is pool[1] and len(select(pool, 9)) == 5
 
 
 @pytest.mark.parametrize("fp16", [False, True])
-def test_members_clone_what_returned_more(env, fp16):
+def test_members_clone_the_better_trajectories(env, fp16):
     """Where one trajectory pushes left and returns more, and another pushes right; and everywhere else they agree."""
     pool = [trajectory(0, 100.0), trajectory(1, 10.0), trajectory(1, 100.0, -1.0), trajectory(1, 100.0, -1.0)] * 4
     config = replace(TINY, fp16_training=fp16, epochs=20, batch_size=64, temperature=0.3, loss_scale=1024.0)
     torch.manual_seed(0)
     before = Member(Policy(env, config.hidden).state_dict())
     kept = {name: value.clone() for name, value in before.weights.items()}
-    after, seen = evolution.learn(config, torch.device("cpu"), Policy(env, config.hidden), before, pool, seed=0)
-    assert seen["effective_dtype"] == ("float16" if fp16 else "float32") and seen["overflow_steps"] == 0
+    after, statistics = learn(config, torch.device("cpu"), Policy(env, config.hidden), before, pool, seed=0)
+    assert statistics["effective_dtype"] == ("float16" if fp16 else "float32") and statistics["overflow_steps"] == 0
     assert all(value.dtype == torch.float32 and not value.equal(kept[name]) for name, value in after.weights.items())
     assert all(value.equal(kept[name]) for name, value in before.weights.items()), "the member before is another"
     policy = Policy(env, config.hidden)
     policy.load_state_dict(after.weights)
     left, right = policy(torch.ones(4)).softmax(-1)[0], policy(-torch.ones(4)).softmax(-1)[1]
     assert left > 0.9 and right > 0.9
-    again, more = evolution.learn(config, torch.device("cpu"), Policy(env, config.hidden), after, pool, seed=1)
-    assert more["training_steps"] == 2 * seen["training_steps"], "training goes on from the checkpoint"
+    again, more = learn(config, torch.device("cpu"), Policy(env, config.hidden), after, pool, seed=1)
+    assert more["training_steps"] == 2 * statistics["training_steps"], "training goes on from the checkpoint"
 
 
-def test_the_loss_scale_outlives_a_generation(env):
+def test_loss_scale_outlives_a_generation(env):
     config = replace(TINY, fp16_training=True, epochs=10, loss_scale=2.0**30)
     member = Member(Policy(env, config.hidden).state_dict())
     pool = [trajectory(action, 100.0, value) for action, value in ((0, 1.0), (1, -1.0), (0, -1.0))] * 8
-    member, first = evolution.learn(config, torch.device("cpu"), Policy(env, config.hidden), member, pool, seed=0)
-    _, second = evolution.learn(config, torch.device("cpu"), Policy(env, config.hidden), member, pool, seed=1)
+    member, first = learn(config, torch.device("cpu"), Policy(env, config.hidden), member, pool, seed=0)
+    _, second = learn(config, torch.device("cpu"), Policy(env, config.hidden), member, pool, seed=1)
     assert first["overflow_steps"] > 0 == second["overflow_steps"]
     assert first["loss_scale"] == second["loss_scale"] == 2.0**30 / 2.0 ** first["overflow_steps"]
 
 
-def test_the_cloning_loss_by_hand(env):
+def test_cloning_loss_by_hand(env):
     policy = pushing(env, 0)
     policy[2].bias.data = torch.tensor([np.log(3.0), 0.0]).float()
     batch = [torch.zeros(2, 4), torch.tensor([0, 1]), torch.tensor([1.5, 0.5])]
-    loss = evolution.cloning_loss(policy, batch)
+    loss = cloning_loss(policy, batch)
     torch.testing.assert_close(loss.item(), -(1.5 * np.log(0.75) + 0.5 * np.log(0.25)) / 2)
 
 
-def test_a_mutation_is_as_large_as_asked(env):
+def test_mutation_has_the_requested_size(env):
     torch.manual_seed(0)
     member = Member(Policy(env, 256).state_dict(), b"trained")
-    mutant, same, other = (evolution.mutated(member, 0.1, seed, 3) for seed in (1, 1, 2))
+    mutant, same, other = (mutated(member, 0.1, seed, 3) for seed in (1, 1, 2))
     assert mutant.checkpoint is None and mutant.born == 3
     for name, value in member.weights.items():
         assert mutant.weights[name].equal(same.weights[name]) and not mutant.weights[name].equal(other.weights[name])
     noise = mutant.weights["0.weight"] - member.weights["0.weight"]
     assert noise.std() / member.weights["0.weight"].std() == pytest.approx(0.1, rel=0.1)
-    unchanged = evolution.mutated(member, 0.0, 1, 3).weights
+    unchanged = mutated(member, 0.0, 1, 3).weights
     assert all(unchanged[name].equal(value) for name, value in member.weights.items())
 
 
-def test_succession(env):
+def test_mutated_copies_of_the_best_replace_the_worst(env):
     members = [Member(pushing(env, 0).state_dict(), bytes([place])) for place in range(4)]
-    best, following = evolution.succeeded(replace(TINY, population=4, replaced=2), 0, members, [5.0, 1.0, 9.0, 3.0])
+    best, following = next_generation(replace(TINY, population=4, replaced=2), 0, members, [5.0, 1.0, 9.0, 3.0])
     assert best is members[2]
     assert [each is member for each, member in zip(following, members, strict=True)] == [True, False, True, False]
     assert [each.checkpoint for each in following] == [b"\0", None, b"\2", None]
@@ -401,21 +405,21 @@ def test_succession(env):
         (["--out", ""], "out= must be a folder: --out DIR"),
     ],
 )
-def test_bad_input_is_one_line_and_starts_nothing(words, message, monkeypatch, tmp_path):
+def test_invalid_setting_is_one_line_and_starts_nothing(words, message, monkeypatch, tmp_path):
     monkeypatch.setattr(ray, "init", lambda **settings: pytest.fail("Ray was started"))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(sys, "argv", ["evolution", "--out", str(tmp_path / "run"), *words])
     with pytest.raises(SystemExit) as ended:
-        evolution.main()
+        main()
     assert str(ended.value).startswith(f"recipes.amp.evolution: {message}") and "\n" not in str(ended.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_an_address_without_a_cluster_is_refused_at_once(monkeypatch, tmp_path):
+def test_address_without_a_cluster_is_refused_at_once(monkeypatch, tmp_path):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     config = replace(TINY, out=str(tmp_path / "run"), address="127.0.0.1:1")
     with pytest.raises(ValueError, match="^address=127.0.0.1:1 must be a Ray cluster: .*refused$"):
-        evolution.evolve(config)
+        evolve(config)
     assert not (tmp_path / "run").exists()
 
 
@@ -431,16 +435,16 @@ def test_an_address_without_a_cluster_is_refused_at_once(monkeypatch, tmp_path):
         ({}, [{"GPU": 2}], "address=None must be a Ray cluster with a CPU to work on"),
     ],
 )
-def test_the_device_is_one_that_a_task_can_have(settings, nodes, chosen):
+def test_device_is_one_that_a_task_can_have(settings, nodes, chosen):
     config = EvolutionConfig(out="-", **settings)
     if chosen in ("cpu", "cuda"):
-        assert evolution.choose_device(config, nodes) == chosen
+        assert choose_device(config, nodes) == chosen
     else:
         with pytest.raises(ValueError, match=f"^{chosen}$"):
-            evolution.choose_device(config, nodes)
+            choose_device(config, nodes)
 
 
-def test_a_storm_in_a_worker_is_one_line(session, monkeypatch, tmp_path):
+def test_consecutive_overflows_in_a_worker_are_one_line(session, monkeypatch, tmp_path):
     command = [
         "evolution",
         "--out",
@@ -453,14 +457,14 @@ def test_a_storm_in_a_worker_is_one_line(session, monkeypatch, tmp_path):
     ]
     monkeypatch.setattr(sys, "argv", [*command, "--batch-size", "4", "--epochs", "9"])
     with pytest.raises(SystemExit) as ended:
-        evolution.main()
+        main()
     assert str(ended.value).startswith("recipes.amp.evolution: 32 optimizer steps in a row overflowed")
     assert "\n" not in str(ended.value)
 
 
-def test_a_gpu_that_ray_does_not_have(session, tmp_path):
+def test_missing_gpu_of_the_cluster_is_refused(session, tmp_path):
     with pytest.raises(ValueError, match="^device=cuda must be auto or cpu: Ray has no GPU here$"):
-        evolution.evolve(replace(TINY, out=str(tmp_path / "run"), device="cuda"))
+        evolve(replace(TINY, out=str(tmp_path / "run"), device="cuda"))
     assert not (tmp_path / "run").exists()
 
 
@@ -468,11 +472,11 @@ def test_results_are_not_overwritten(evolved):
     config, _, out = evolved
     before = (out / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match="must be a folder without results"):
-        evolution.evolve(config)
+        evolve(config)
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-# --- who decides on fp16 ---------------------------------------------------------------------------------------------
+# --- who chooses fp16 -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -486,30 +490,30 @@ def test_results_are_not_overwritten(evolved):
         (["--fp16-training"], "0", True, "command line"),
     ],
 )
-def test_command_line_over_environment_over_config(words, variable, chosen, source, monkeypatch, tmp_path):
+def test_command_line_overrides_environment_overrides_config(words, variable, chosen, source, monkeypatch, tmp_path):
     on = tmp_path / "on.yaml"
     on.write_text("fp16_training: true\n")
     monkeypatch.delenv(VARIABLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(VARIABLE, variable)
     words = ["--out", "x", *(word.format(on=on) for word in words)]
-    config, sources = options.parse(EvolutionConfig, "evolution", "", words)
+    config, sources = parse(EvolutionConfig, "evolution", "", words)
     assert (config.fp16_training, sources["fp16_training"]) == (chosen, source.format(on=on))
     assert config.trainer.enabled == chosen
 
 
 @pytest.mark.parametrize("value", ["", "yes", "2", "on", " 1"])
-def test_a_malformed_variable_is_refused_whatever_else_is_said(value, monkeypatch):
+def test_malformed_variable_is_refused_even_if_overridden(value, monkeypatch):
     monkeypatch.setenv(VARIABLE, value)
     with pytest.raises(SystemExit, match=f"{VARIABLE}='{value}' in the environment must be 1, 0, true or false"):
-        options.parse(EvolutionConfig, "evolution", "", ["--out", "x", "--fp16-training"])
+        parse(EvolutionConfig, "evolution", "", ["--out", "x", "--fp16-training"])
 
 
-def test_the_committed_config_opens_with_its_command(monkeypatch):
+def test_committed_config_opens_with_its_command(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.chdir(REPO)
     first = Path("configs/amp/evolution.yaml").read_text().splitlines()[0]
     python, dash_m, module, *words = shlex.split(first.removeprefix("#"))
     assert (python, dash_m, module) == ("python", "-m", "recipes.amp.evolution")
-    config, sources = options.parse(EvolutionConfig, module, "", words)
+    config, sources = parse(EvolutionConfig, module, "", words)
     assert config.population == 16 and sources["fp16_training"] == "config (configs/amp/evolution.yaml)"

@@ -1,7 +1,8 @@
-"""A recipe's config: who decides a value, and what a malformed one leads to."""
+"""A recipe's config: the precedence of its sources, and the refusal of malformed values."""
 
 import importlib
 import re
+import sys
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Optional
@@ -9,11 +10,12 @@ from typing import Optional
 import pytest
 import torch
 
+from lib.paths import REPO
 from recipes.amp import options
 
 
 @dataclass(frozen=True)
-class Config:
+class ExampleConfig:
     steps: int = options.option(10, "how many")
     lr: float = options.option(0.5, "how far")
     name: Optional[str] = options.option(None, "which")
@@ -31,8 +33,8 @@ def no_variable(monkeypatch):
     monkeypatch.delenv("TEST_USE_AMP", raising=False)
 
 
-def parse(*words: str) -> tuple[Config, dict[str, str]]:
-    return options.parse(Config, "recipe", "A recipe.", words)
+def parse(*words: str) -> tuple[ExampleConfig, dict[str, str]]:
+    return options.parse(ExampleConfig, "recipe", "A recipe.", words)
 
 
 @pytest.fixture
@@ -42,20 +44,20 @@ def file(tmp_path) -> Path:
     return path
 
 
-def test_a_default_holds_where_nobody_says_anything():
+def test_default_is_used_without_other_sources():
     config, sources = parse()
-    assert config == Config() and set(sources.values()) == {"default"}
+    assert config == ExampleConfig() and set(sources.values()) == {"default"}
 
 
-def test_a_file_beats_the_defaults(file):
+def test_file_overrides_defaults(file):
     config, sources = parse("--config", str(file))
-    assert config == Config(steps=20, use_amp=True)
-    said = f"config ({file})"
-    assert sources == {"steps": said, "lr": "default", "name": said, "use_amp": said}
+    assert config == ExampleConfig(steps=20, use_amp=True)
+    source = f"config ({file})"
+    assert sources == {"steps": source, "lr": "default", "name": source, "use_amp": source}
 
 
 @pytest.mark.parametrize("value, expected", [("1", True), ("TRUE", True), ("0", False), ("false", False)])
-def test_the_environment_beats_a_file(file, monkeypatch, value, expected):
+def test_environment_overrides_file(file, monkeypatch, value, expected):
     file.write_text(f"use_amp: {str(not expected).lower()}\n")
     monkeypatch.setenv("TEST_USE_AMP", value)
     config, sources = parse("--config", str(file))
@@ -63,14 +65,14 @@ def test_the_environment_beats_a_file(file, monkeypatch, value, expected):
 
 
 @pytest.mark.parametrize("word, expected", [("--use-amp", True), ("--no-use-amp", False)])
-def test_the_command_line_beats_all(file, monkeypatch, word, expected):
+def test_command_line_overrides_all(file, monkeypatch, word, expected):
     monkeypatch.setenv("TEST_USE_AMP", str(int(not expected)))
     config, sources = parse("--config", str(file), word, "--steps", "30", "--lr", "1e-3", "--name", "x")
-    assert config == Config(steps=30, lr=1e-3, name="x", use_amp=expected)
+    assert config == ExampleConfig(steps=30, lr=1e-3, name="x", use_amp=expected)
     assert set(sources.values()) == {"command line"}
 
 
-def test_a_whole_number_of_a_file_may_be_a_float(file):
+def test_whole_number_in_a_file_is_accepted_as_float(file):
     file.write_text("lr: 1.0e-2\n")
     assert parse("--config", str(file))[0].lr == 0.01
     with pytest.raises(SystemExit, match="lr=1 must be between 0 and 1"):  # taken as a number, and out of range
@@ -79,7 +81,7 @@ def test_a_whole_number_of_a_file_may_be_a_float(file):
 
 
 def refused(capsys, *words: str) -> str:
-    """The one line that ends the process."""
+    """Return the one line that ends the process."""
     with pytest.raises(SystemExit) as ended:
         parse(*words)
     message = ended.value.code
@@ -90,7 +92,7 @@ def refused(capsys, *words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         (["--lr", "fast"], "--lr: invalid float value: 'fast'"),
         (["--lr", "nan"], "lr=nan must be between 0 and 1"),
@@ -103,19 +105,19 @@ def refused(capsys, *words: str) -> str:
         (["--config", "none.yaml"], "--config none.yaml: No such file"),
     ],
 )
-def test_a_malformed_option_is_one_line(words, said, capsys):
-    assert said in refused(capsys, *words)
+def test_malformed_option_is_refused_in_one_line(words, message, capsys):
+    assert message in refused(capsys, *words)
 
 
 @pytest.mark.parametrize("value", ["", "2", "yes", "on", " 1"])
 @pytest.mark.parametrize("words", [[], ["--use-amp"]])
-def test_a_malformed_variable_is_one_line_even_where_the_command_line_decides(words, value, monkeypatch, capsys):
+def test_malformed_variable_is_refused_even_if_overridden(words, value, monkeypatch, capsys):
     monkeypatch.setenv("TEST_USE_AMP", value)
     assert f"TEST_USE_AMP={value!r} in the environment must be 1, 0, true or false" in refused(capsys, *words)
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, expected",
     [
         ("step: 3\n", "step is unknown: choose from steps"),
         ("momentum: 3\n", "momentum is unknown: choose from steps, lr, name, use_amp"),
@@ -136,14 +138,14 @@ def test_a_malformed_variable_is_one_line_even_where_the_command_line_decides(wo
         (b"\xff\xfe\x00", "must be YAML: "),
     ],
 )
-def test_a_malformed_file_is_one_line(text, said, tmp_path, capsys):
+def test_malformed_file_is_refused_in_one_line(text, expected, tmp_path, capsys):
     path = tmp_path / "config.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     message = refused(capsys, "--config", str(path))
-    assert said in message and ("between" in message or str(path) in message)
+    assert expected in message and ("between" in message or str(path) in message)
 
 
-def test_help_shows_every_option_and_its_default(capsys):
+def test_help_lists_every_option_and_default(capsys):
     with pytest.raises(SystemExit) as ended:
         parse("--help")
     assert not ended.value.code
@@ -152,7 +154,7 @@ def test_help_shows_every_option_and_its_default(capsys):
         assert re.search(option, shown, re.MULTILINE)
 
 
-def test_16_bits_on_a_cpu_are_for_those_who_name_it(monkeypatch):
+def test_16_bits_on_a_cpu_need_an_explicit_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert options.device("auto") == (torch.device("cpu"), False)
     assert options.device("cpu") == (torch.device("cpu"), True)
@@ -164,7 +166,7 @@ def test_16_bits_on_a_cpu_are_for_those_who_name_it(monkeypatch):
     assert options.device("auto") == options.device("cuda") == (torch.device("cuda"), False)
 
 
-def test_a_folder_with_results_is_not_written_over(tmp_path):
+def test_folder_with_results_is_refused(tmp_path):
     folder = options.new_folder(tmp_path / "a" / "b")
     assert folder.is_dir() and options.new_folder(folder) == folder
     (folder / "metrics.jsonl").write_text("{}\n")
@@ -177,24 +179,25 @@ def test_a_folder_with_results_is_not_written_over(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl"]
 
 
-def test_a_record_without_a_finite_number_is_json():
+def test_nonfinite_numbers_of_a_record_become_null():
     record = options.finite({"loss": float("nan"), "scale": float("inf"), "steps": 3, "dtype": "float16", "none": None})
     assert record == {"loss": None, "scale": None, "steps": 3, "dtype": "float16", "none": None}
 
 
 def commands() -> list[tuple[str, str]]:
-    """The recipes' commands in the guide: module and words."""
-    guide = (Path(__file__).resolve().parents[2] / "docs" / "amp.md").read_text()
+    """Return the recipes' commands in the guide: module and words."""
+    guide = (REPO / "docs" / "amp.md").read_text()
     return [(module, words.strip()) for module, words in re.findall(r"python -m (recipes\.amp\.\w+) ([^#\n]*)", guide)]
 
 
 @pytest.mark.parametrize("module, words", commands())
-def test_a_command_of_the_guide_is_one(module, words):
-    members = vars(importlib.import_module(module)).values()
-    (config,) = (each for each in members if is_dataclass(each) and each.__module__ == module and "Config" in str(each))
+def test_command_of_the_guide_is_accepted(module, words):
+    members = vars(sys.modules[importlib.import_module(f"{module}.__main__").main.__module__]).values()
+    own = [each for each in members if is_dataclass(each) and each.__module__.startswith(f"{module}.")]
+    (config,) = (each for each in own if each.__name__.endswith("Config"))
     _, sources = options.parse(config, module, "", words.split())
     assert "command line" in sources.values()
 
 
-def test_the_guide_has_a_command_of_every_recipe():
+def test_guide_has_a_command_of_every_recipe():
     assert {module.rpartition(".")[2] for module, _ in commands()} == {"evolution", "ppo", "world_model"}

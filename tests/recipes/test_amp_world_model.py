@@ -1,4 +1,4 @@
-"""The world model: what it is given, what it predicts without seeing, and that it learns, counts and refuses."""
+"""The world model: its data, its open-loop predictions, and that it learns, counts overflows and refuses bad input."""
 
 import json
 import os
@@ -12,9 +12,16 @@ import pytest
 import torch
 
 from lib.paths import REPO
-from recipes.amp import world_model
-from recipes.amp.trainer import CheckpointError, FP16Trainer, FP16TrainingConfig, MultiplicationDtypes
-from recipes.amp.world_model import Trajectories, WorldModel, WorldModelConfig, collect, world_model_loss
+from recipes.amp.checkpoint import InvalidCheckpointError
+from recipes.amp.multiplication_dtypes import MultiplicationDtypes
+from recipes.amp.trainer import FP16Trainer
+from recipes.amp.trainer_config import FP16TrainingConfig
+from recipes.amp.world_model.__main__ import main
+from recipes.amp.world_model.config import WorldModelConfig
+from recipes.amp.world_model.model import WorldModel
+from recipes.amp.world_model.objective import open_loop_errors, world_model_loss
+from recipes.amp.world_model.train import run, train
+from recipes.amp.world_model.trajectories import Trajectories, collect
 
 SMALL = {"steps": 600, "held_out_steps": 300, "length": 10, "context": 3, "hidden": 16, "latent": 4, "epochs": 3}
 
@@ -49,14 +56,14 @@ def learned(tmp_path_factory):
         env="CartPole-v1", out=str(out), dtype="float32", device="cpu", steps=6000, held_out_steps=1500, length=20,
         context=4, hidden=64, latent=16, epochs=8,
     )  # fmt: skip
-    return config, world_model.run(config), out
+    return config, run(config), out
 
 
 def cut_of_counter() -> Trajectories:
     return collect(Counter(), 17, seed=0, length=5, policy=lambda observation: int(observation[0]) % 3)
 
 
-def test_trajectories_are_what_happened():
+def test_trajectories_record_every_step():
     data = cut_of_counter()  # episodes of 7, 7 and 3 steps, cut after 5
     assert [int(each) for each in data.valid.sum(1)] == [5, 2, 5, 2, 3]
     assert data.observations[0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
@@ -67,14 +74,14 @@ def test_trajectories_are_what_happened():
     assert not data.ends[[0, 2, 4]].any() and not data.observations[1, 3:].any()
 
 
-def test_a_time_limit_is_no_end():
+def test_time_limit_is_not_an_end():
     data = collect(gymnasium.wrappers.TimeLimit(Counter(), 4), 8, seed=0)
     assert data.observations[:, :5, 0].tolist() == [[0, 1, 2, 3, 4]] * 2 and not data.ends.any()
     cart = collect("CartPole-v1", 400, 0)
     assert cart.ends.sum() > 10 and cart.ends[cart.valid == 0].eq(0).all()
 
 
-def test_the_same_seed_collects_the_same():
+def test_same_seed_collects_the_same_trajectories():
     one, two, other = (collect("Pendulum-v1", 100, seed) for seed in (3, 3, 4))
     assert all(a.equal(b) for a, b in zip(one, two, strict=True)) and not one.observations.equal(other.observations)
 
@@ -86,13 +93,13 @@ def test_the_same_seed_collects_the_same():
         ("reward", "env=Counter, step 5: the reward is inf"),
     ],
 )
-def test_what_is_not_finite_is_refused_by_its_place(spoil, message):
+def test_nonfinite_value_is_refused_by_step_and_component(spoil, message):
     with pytest.raises(ValueError) as refused:
         collect(Counter(spoil), 20, seed=0)
     assert str(refused.value) == message
 
 
-def test_statistics_are_those_of_real_steps():
+def test_statistics_exclude_padding():
     data = cut_of_counter()
     model = WorldModel(2, 3, 8, 4)
     model.set_statistics(data)
@@ -105,14 +112,14 @@ def test_statistics_are_those_of_real_steps():
     assert {"observation_mean", "action_std", "reward_std"} <= model.state_dict().keys()
 
 
-def test_the_future_is_not_looked_at():
+def test_prediction_depends_on_the_context_alone():
     torch.manual_seed(0)
     model, data = WorldModel(2, 3, 8, 4), cut_of_counter()
     predicted = model.predict(data.observations, data.actions, 3)
     later, earlier = data.observations.clone(), data.observations.clone()
     later[:, 3:] = torch.nan
     earlier[:, 2] += 1.0
-    unchanged, changed = (model.predict(seen, data.actions, 3) for seen in (later, earlier))
+    unchanged, changed = (model.predict(observations, data.actions, 3) for observations in (later, earlier))
     assert all(a.equal(b) for a, b in zip(predicted, unchanged, strict=True))
     assert predicted.observations[:, :2].equal(changed.observations[:, :2]), "nothing before it knows of it"
     assert (predicted.observations[:, 2:] != changed.observations[:, 2:]).any(-1).all()
@@ -124,7 +131,7 @@ def test_the_future_is_not_looked_at():
             model.predict(data.observations, data.actions, context)
 
 
-def test_the_loss_is_its_definition_and_sees_no_padding():
+def test_loss_by_definition_excludes_padding():
     torch.manual_seed(0)
     data, model = cut_of_counter(), WorldModel(2, 3, 8, 4)
     model.set_statistics(data)
@@ -145,7 +152,7 @@ def test_the_loss_is_its_definition_and_sees_no_padding():
     torch.testing.assert_close(world_model_loss(model, padded, 3), loss)
 
 
-def test_errors_by_hand():
+def test_open_loop_errors_by_hand():
     """A model that knows nothing but the mean, on one trajectory."""
     data = Trajectories(
         torch.tensor([[[0.0], [2.0], [4.0], [8.0], [99.0]]]),
@@ -159,7 +166,7 @@ def test_errors_by_hand():
         torch.nn.init.zeros_(parameter)
     model.observation_mean += 3.0
     model.observation_std *= 2.0
-    errors = world_model.open_loop_errors(model, data, 2)  # of step 2 alone, which leads from 4 to 8; 2 was seen last
+    errors = open_loop_errors(model, data, 2)  # of step 2 alone, which leads from 4 to 8; 2 was the last of the context
     assert errors == {"model": 2.5, "mean": 2.5, "last_value": 3.0, "reward": 2.0}
 
 
@@ -180,16 +187,16 @@ def test_every_weight_gets_a_gradient(dtype):
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients.values())
 
 
-def test_it_learns_and_is_judged_in_one_dtype():
+def test_training_and_evaluation_share_one_dtype():
     data = cut_of_counter()
     config = WorldModelConfig(out="-", device="cpu", dtype="bfloat16", **SMALL | {"epochs": 2})
-    trainer, epochs = world_model.train(config, data, data)
-    with MultiplicationDtypes() as seen:
+    trainer, epochs = train(config, data, data)
+    with MultiplicationDtypes() as observed:
         rows = list(epochs)
-    assert seen.shares() == {"bfloat16": 1.0} == rows[-1]["effective_dtype_share"]
+    assert observed.shares() == {"bfloat16": 1.0} == rows[-1]["effective_dtype_share"]
 
 
-def test_it_learns_to_predict_what_it_does_not_see(learned):
+def test_training_lowers_the_open_loop_error(learned):
     config, rows, out = learned
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == rows
     assert [row["epoch"] for row in rows] == list(range(1, config.epochs + 1))
@@ -199,25 +206,25 @@ def test_it_learns_to_predict_what_it_does_not_see(learned):
     assert {row["effective_dtype"] for row in rows} == {"float32"} and not any(row["overflow_steps"] for row in rows)
 
 
-def test_the_checkpoint_predicts(learned, tmp_path):
+def test_model_of_the_checkpoint_predicts(learned, tmp_path):
     config, rows, out = learned
     model = WorldModel.load(out / "checkpoint.pt")
     held_out = collect(config.env, config.held_out_steps, config.seed + 1, config.length)
-    errors = world_model.open_loop_errors(model, held_out, config.context)
+    errors = open_loop_errors(model, held_out, config.context)
     assert errors == pytest.approx({name: rows[-1][f"error/{name}"] for name in errors})
     ends = model.predict(held_out.observations, held_out.actions, config.context).ends
     assert ((0 <= ends) & (ends <= 1)).all()
     half = tmp_path / "half.pt"
     half.write_bytes((out / "checkpoint.pt").read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match="half.pt: truncated"):
+    with pytest.raises(InvalidCheckpointError, match="half.pt: truncated"):
         WorldModel.load(half)
     other = torch.nn.Linear(2, 2)
     FP16Trainer(other, torch.optim.Adam(other.parameters()), FP16TrainingConfig(enabled=False)).save_checkpoint(half)
-    with pytest.raises(CheckpointError, match="half.pt: no checkpoint of a world model"):
+    with pytest.raises(InvalidCheckpointError, match="half.pt: no checkpoint of a world model"):
         WorldModel.load(half)
 
 
-def test_the_picture_shows_both_curves(learned):
+def test_figure_shows_both_curves(learned):
     import matplotlib.image
 
     picture = (matplotlib.image.imread(learned[2] / "predictions.png")[..., :3] * 255).round().astype(int)
@@ -227,25 +234,22 @@ def test_the_picture_shows_both_curves(learned):
     assert (picture.sum(-1) < 60).sum() > 1000, "what happened"
 
 
-def test_overflows_are_counted_by_epoch(tmp_path, capsys):
+def test_overflows_are_counted_per_epoch(tmp_path, capsys):
     config = WorldModelConfig(
         env="CartPole-v1", out=str(tmp_path / "run"), device="cpu", dtype="float16", loss_scale=2.0**22, **SMALL
     )
-    rows = world_model.run(config)
+    rows = run(config)
     counts = [row["overflow_steps"] for row in rows]
     assert counts[0] > 0 and counts[-1] == 0
     assert [row["loss_scale"] for row in rows] == [2.0**22 / 2.0 ** sum(counts[: epoch + 1]) for epoch in range(3)]
     assert {row["effective_dtype"] for row in rows} == {"float16"}
-    said = capsys.readouterr().out
-    assert f"overflows {counts[0]} scale {rows[0]['loss_scale']:g} float16" in said
+    output = capsys.readouterr().out
+    assert f"overflows {counts[0]} scale {rows[0]['loss_scale']:g} float16" in output
 
 
-def test_the_same_seed_learns_the_same(tmp_path):
+def test_same_seed_repeats_the_training(tmp_path):
     base = WorldModelConfig(env="Pendulum-v1", out="-", device="cpu", dtype="float32", **SMALL)
-    runs = [
-        world_model.run(replace(base, out=str(tmp_path / name), seed=seed))
-        for name, seed in (("a", 1), ("b", 1), ("c", 2))
-    ]
+    runs = [run(replace(base, out=str(tmp_path / name), seed=seed)) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     one, two, other = ([row | {"seconds": 0} for row in rows] for rows in runs)
     assert one == two and one != other
 
@@ -270,11 +274,11 @@ def test_the_same_seed_learns_the_same(tmp_path):
         (["--env", "CartPole-v1", "--length", "90", "--context", "89"], "context=89 must be below"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_and_leaves_nothing(words, message, monkeypatch, tmp_path):
+def test_invalid_setting_is_one_line_and_leaves_nothing(words, message, monkeypatch, tmp_path):
     out = tmp_path / "run"
     monkeypatch.setattr(sys, "argv", ["world_model", "--out", str(out), "--steps", "300", *words])
     with pytest.raises(SystemExit) as ended:
-        world_model.main()
+        main()
     assert str(ended.value).startswith(f"recipes.amp.world_model: {message}") and "\n" not in str(ended.value)
     assert not out.exists()
 
@@ -286,12 +290,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(words, message, monkeypatch, t
         (["--dtype", "float32", "--lr", "1e30"], "32 updates in a row had no finite gradients in float32"),
     ],
 )
-def test_a_storm_is_one_line(words, message, monkeypatch, tmp_path):
+def test_consecutive_overflows_are_one_line(words, message, monkeypatch, tmp_path):
     small = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = ["world_model", "--env", "CartPole-v1", "--out", str(tmp_path), "--device", "cpu", *small]
     monkeypatch.setattr(sys, "argv", [*command, "--epochs", "20", *words])
     with pytest.raises(SystemExit) as ended:
-        world_model.main()
+        main()
     assert str(ended.value).startswith(f"recipes.amp.world_model: {message}") and "\n" not in str(ended.value)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
@@ -302,7 +306,7 @@ def test_results_are_not_overwritten(learned):
     config, _, out = learned
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     with pytest.raises(ValueError, match="must be a folder without results"):
-        world_model.run(replace(config, steps=50, held_out_steps=50))
+        run(replace(config, steps=50, held_out_steps=50))
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of the AMP recipes: its arms are what they are called, and alike in all else; no time is asserted."""
+"""The benchmark of the AMP recipes: arms compute in their dtype and are equal in all else; no time is asserted."""
 
 import csv
 import math
@@ -12,7 +12,12 @@ import pytest
 import torch
 
 import bench_amp
-from bench_amp import ARMS, SCENARIOS
+from bench_amp import bench, main, write
+from lib.bench.amp_measure import ArmResult, measure
+from lib.bench.amp_ratio import ratio, seconds_of
+from lib.bench.amp_report import Conditions, goals, markdown
+from lib.bench.amp_scenarios import ARMS, SCENARIOS, Arm, BuiltArm, Scenario
+from lib.bench.resource_usage import cpu_seconds, peak_memory
 from lib.paths import REPO
 
 SCRIPT = Path(bench_amp.__file__)
@@ -20,30 +25,30 @@ CPU = torch.device("cpu")
 ITEMS = {"mlp": 32, "transformer": 4 * 16, "world_model": 4 * 20, "evolution": 64, "ppo": 4 * 32}  # of an update
 
 
-def facts(device: str = "cpu") -> bench_amp.Facts:
-    return bench_amp.Facts(device, "small", "make bench-amp", seconds=60.0, others=0.01)
+def conditions(device: str = "cpu") -> Conditions:
+    return Conditions(device, "small", "make bench-amp", seconds=60.0, others=0.01)
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[bench_amp.Row]:
+def rows() -> list[ArmResult]:
     """All scenarios on the CPU, twice."""
-    return bench_amp.bench(SCENARIOS, "small", repeats=2, seed=3, device=CPU)
+    return bench(SCENARIOS, "small", repeats=2, seed=3, device=CPU)
 
 
 @pytest.fixture(scope="module")
 def written(rows, tmp_path_factory) -> dict[str, Path]:
-    files = bench_amp.write(rows, facts(), tmp_path_factory.mktemp("out"))
+    files = write(rows, conditions(), tmp_path_factory.mktemp("out"))
     return {file.suffix: file for file in files}
 
 
 def repeats(table: list) -> dict[tuple, list]:
-    found: dict[tuple, list] = {}
+    by_repeat: dict[tuple, list] = {}
     for row in table:
-        found.setdefault((row["scenario"], row["repeat"]), []).append(row)
-    return found
+        by_repeat.setdefault((row["scenario"], row["repeat"]), []).append(row)
+    return by_repeat
 
 
-def test_every_arm_of_every_scenario_ran_in_its_dtype(written):
+def test_every_arm_of_every_scenario_runs_in_its_dtype(written):
     table = list(csv.DictReader(written[".csv"].open()))
     assert [row["scenario"] for row in table] == [name for name in SCENARIOS for _ in range(2 * len(ARMS))]
     for row in table:
@@ -54,7 +59,7 @@ def test_every_arm_of_every_scenario_ran_in_its_dtype(written):
         assert int(row["optimizer_steps"]) >= int(row["updates"]) + 2 and row["gpu_busy"] == ""
 
 
-def test_the_arms_of_a_repeat_begin_alike_and_are_clipped_alike(written):
+def test_arms_of_a_repeat_share_weights_and_clipping(written):
     digests = {}
     for (scenario, _), arms in repeats(list(csv.DictReader(written[".csv"].open()))).items():
         assert [row["arm"] for row in arms] == list(ARMS)
@@ -67,7 +72,7 @@ def test_the_arms_of_a_repeat_begin_alike_and_are_clipped_alike(written):
     assert all(len({seed for seed, _ in of}) == len({weights for _, weights in of}) == 2 for of in digests.values())
 
 
-def test_the_arms_take_turns_in_a_shuffled_order(written):
+def test_arms_take_turns_in_a_shuffled_order(written):
     for arms in repeats(list(csv.DictReader(written[".csv"].open()))).values():
         rounds = list(zip(*(map(int, row["order"].split()) for row in arms), strict=True))
         assert len(rounds) == int(arms[0]["updates"])
@@ -75,7 +80,7 @@ def test_the_arms_take_turns_in_a_shuffled_order(written):
         assert len(set(rounds)) > 1
 
 
-def test_the_report(written, rows):
+def test_report_lists_every_scenario_and_arm(written, rows):
     report = written[".md"].read_text()
     for name in SCENARIOS:
         for arm, dtype in ARMS.items():
@@ -83,18 +88,18 @@ def test_the_report(written, rows):
     goals = report.partition("## Goals on a GPU")[2].strip().splitlines()
     assert len(goals) == 3 and all(line.endswith(": not measured, no CUDA device.") for line in goals)
     assert "n/a |" not in report and "busy with other work" not in report
-    busy = bench_amp.markdown(rows, replace(facts(), others=1.5))
+    busy = markdown(rows, replace(conditions(), others=1.5))
     assert "other processes used 1.50 of" in busy and "busy with other work" in busy
 
 
-def test_the_goals_are_given_as_measured_on_a_gpu(rows):
+def test_goals_are_reported_as_measured_on_a_gpu(rows):
     gpu = [replace(row, seconds=row.seconds, gpu_busy=0.9) for row in rows if row.scenario == "mlp"]
-    said = bench_amp.goals(gpu, facts("cuda"))
-    assert f"mlp fp16 {bench_amp.ratio(gpu, 'mlp', 'fp16', bench_amp.seconds_of)}" in said[1]
-    assert said[0].endswith(": not measured.") and said[3].endswith("mlp 90%.")
+    lines = goals(gpu, conditions("cuda"))
+    assert f"mlp fp16 {ratio(gpu, 'mlp', 'fp16', seconds_of)}" in lines[1]
+    assert lines[0].endswith(": not measured.") and lines[3].endswith("mlp 90%.")
 
 
-def test_the_figure_shows_something(written):
+def test_figure_has_coloured_points(written):
     from matplotlib.image import imread
 
     pixels = imread(written[".png"])
@@ -103,29 +108,29 @@ def test_the_figure_shows_something(written):
     assert 0.001 < coloured.mean() < 0.5
 
 
-def test_a_speed_up_is_the_median_of_the_ratios_in_a_repeat():
-    row = bench_amp.measure("mlp", "small", 0, 0, CPU)[0]
+def test_speed_up_is_the_median_ratio_over_the_repeats():
+    row = measure("mlp", "small", 0, 0, CPU)[0]
     times = {"fp32": [4.0, 4.0, 40.0], "fp16": [2.0, 1.0, 20.0], "bf16": [4.0, 8.0, 40.0]}
     rows = [
         replace(row, arm=arm, repeat=repeat, requested_dtype=dtype, effective_dtype=dtype, seconds=times[arm][repeat])
         for repeat in range(3)
         for arm, dtype in ARMS.items()
     ]
-    found = bench_amp.ratio(rows, "mlp", "fp16", bench_amp.seconds_of)
-    assert (found.median, found.low, found.high) == (2.0, 2.0, 4.0)
-    assert str(bench_amp.ratio(rows, "mlp", "bf16", bench_amp.seconds_of)) == "1 (0.500–1)"
-    astray = [replace(row, effective_dtype="float32") if row.arm == "fp16" else row for row in rows]
-    assert bench_amp.ratio(astray, "mlp", "fp16", bench_amp.seconds_of).reason == "it ran in float32, not in float16"
-    assert bench_amp.ratio(astray, "mlp", "bf16", bench_amp.seconds_of).median == 1.0
+    speed_up = ratio(rows, "mlp", "fp16", seconds_of)
+    assert (speed_up.median, speed_up.low, speed_up.high) == (2.0, 2.0, 4.0)
+    assert str(ratio(rows, "mlp", "bf16", seconds_of)) == "1 (0.500–1)"
+    fell_back = [replace(row, effective_dtype="float32") if row.arm == "fp16" else row for row in rows]
+    assert ratio(fell_back, "mlp", "fp16", seconds_of).reason == "it ran in float32, not in float16"
+    assert ratio(fell_back, "mlp", "bf16", seconds_of).median == 1.0
     base = [replace(row, effective_dtype="float16") if row.arm == "fp32" else row for row in rows]
-    assert bench_amp.ratio(base, "mlp", "bf16", bench_amp.seconds_of).reason.startswith("fp32: it ran in float16")
+    assert ratio(base, "mlp", "bf16", seconds_of).reason.startswith("fp32: it ran in float16")
 
 
-def test_an_arm_that_fell_back_has_no_speed_up(tmp_path, capsys):
+def test_arm_that_fell_back_has_no_speed_up(tmp_path, capsys):
     with pytest.warns(UserWarning, match="the model is on the CPU"):
-        rows = bench_amp.bench(["mlp"], "small", repeats=1, seed=0, device=CPU, on_cpu=False)
+        rows = bench(["mlp"], "small", repeats=1, seed=0, device=CPU, on_cpu=False)
     assert "n/a: the model is on the CPU: training in float32, not float16" in capsys.readouterr().out
-    _, report, figure = bench_amp.write(rows, facts(), tmp_path)
+    _, report, figure = write(rows, conditions(), tmp_path)
     lines = {line.split(" | ")[1]: line for line in report.read_text().splitlines() if line.startswith("| mlp")}
     assert "float32" in lines["fp16"] and lines["fp16"].count("| n/a |") == 2
     assert "float32" in lines["bf16"] and lines["bf16"].count("| n/a |") == 2
@@ -133,41 +138,41 @@ def test_an_arm_that_fell_back_has_no_speed_up(tmp_path, capsys):
     assert "- transformer: left out of this run" in report.read_text() and figure.stat().st_size > 1000
 
 
-def test_an_outcome_is_the_first_update_s_and_the_mean_of_the_last_ones(monkeypatch):
-    def build(arm: bench_amp.Arm) -> bench_amp.Run:
+def test_outcomes_are_the_first_update_and_the_mean_of_the_last_ones(monkeypatch):
+    def build(arm: Arm) -> BuiltArm:
         shown = iter([None, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 17.0])
         run = SCENARIOS["mlp"].build(arm, width=8, layers=1, batch=4)
         return replace(run, update=lambda: run.update() is not None and next(shown))
 
-    counted = bench_amp.Scenario(build, "samples", {"small": {"updates": 6}}, outcome="return")
+    counted = Scenario(build, "samples", {"small": {"updates": 6}}, outcome="return")
     monkeypatch.setitem(SCENARIOS, "counted", counted)
-    rows = bench_amp.measure("counted", "small", 0, 0, CPU)
+    rows = measure("counted", "small", 0, 0, CPU)
     assert [row.last for row in rows] == [7.0] * 3 and all(math.isnan(row.first) for row in rows)
-    assert "| return not finite in 1 of 1 repeats | 7 (7–7) |" in bench_amp.markdown(rows, facts())
+    assert "| return not finite in 1 of 1 repeats | 7 (7–7) |" in markdown(rows, conditions())
 
 
-def test_the_kill_switch_of_ppo_leaves_no_speed_up(monkeypatch, capsys, tmp_path):
+def test_kill_switch_of_ppo_leaves_no_speed_up(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("DISABLE_AMP", "1")
-    bench_amp.bench(["ppo"], "small", repeats=1, seed=0, device=CPU)
+    bench(["ppo"], "small", repeats=1, seed=0, device=CPU)
     assert "n/a: it ran in float32, not in float16" in capsys.readouterr().out
     monkeypatch.setenv("DISABLE_AMP", "yes")
     with pytest.raises(SystemExit, match="DISABLE_AMP='yes' in the environment must be 1, 0, true or false"):
-        bench_amp.main(["--size", "small", "--only", "mlp", "--out", str(tmp_path / "out")])
+        main(["--size", "small", "--only", "mlp", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
-def test_what_other_processes_use_is_told_from_ones_own():
-    all_before, own_before = bench_amp.cpu_seconds()
+def test_core_seconds_of_other_processes_are_counted_apart():
+    all_before, own_before = cpu_seconds()
     other = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", other], check=True)
     while time.process_time() < own_before + 0.5:
         pass
-    all_after, own_after = bench_amp.cpu_seconds()
+    all_after, own_after = cpu_seconds()
     assert 0.5 <= own_after - own_before < 1.0 and all_after - all_before > 0.95
 
 
-def test_memory_counts_what_is_alive_at_once():
-    with bench_amp.memory(CPU) as peak:
+def test_peak_memory_is_of_tensors_alive_at_once():
+    with peak_memory(CPU) as peak:
         kept = torch.zeros(1000)
         for size in (500, 800, 600):
             gone = torch.zeros(size)
@@ -177,7 +182,7 @@ def test_memory_counts_what_is_alive_at_once():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--repeats", "4"], "repeats=4 must be at least 5"),
         (["--only", "mlp,nlp"], "only=mlp,nlp must be of mlp,transformer,world_model,evolution,ppo"),
@@ -188,13 +193,13 @@ def test_memory_counts_what_is_alive_at_once():
         (["--repeat", "5"], "--repeat is unknown; near it: --repeats"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(words, said, capsys):
+def test_invalid_words_are_refused_in_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as refused:
-        bench_amp.main(words)
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+        main(words)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_the_command_line(tmp_path):
+def test_command_writes_csv_report_and_figure(tmp_path):
     words = ["--size", "small", "--only", "mlp", "--device", "cpu", "--out", tmp_path / "out"]
     done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -205,14 +210,14 @@ def test_the_command_line(tmp_path):
     assert "make bench-amp ARGS='--size small --only mlp" in (tmp_path / "out" / "amp-bench-cpu.md").read_text()
 
 
-def test_another_word_is_refused_by_make():
+def test_make_refuses_other_words():
     done = subprocess.run(["make", "bench-amp", "SIZE=small"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and "SIZE=small: make bench-amp takes ARGS alone" in done.stderr
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_memory_and_its_load_are_measured_and_the_goals_answered(tmp_path):
-    rows = bench_amp.bench(SCENARIOS, "small", repeats=2, seed=0, device=torch.device("cuda"))
-    assert all(row.memory_mib > 0 and 0 < row.gpu_busy <= 1 and not row.astray for row in rows)
-    _, report, _ = bench_amp.write(rows, facts("cuda"), tmp_path)
+def test_gpu_memory_and_load_are_measured_and_goals_reported(tmp_path):
+    rows = bench(SCENARIOS, "small", repeats=2, seed=0, device=torch.device("cuda"))
+    assert all(row.memory_mib > 0 and 0 < row.gpu_busy <= 1 and not row.wrong_dtype for row in rows)
+    _, report, _ = write(rows, conditions("cuda"), tmp_path)
     assert "not measured" not in report.read_text().partition("## Goals on a GPU")[2]

@@ -1,0 +1,79 @@
+"""What a training uses: bytes of tensors, the GPU's time, the cores' time."""
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class AliveTensors(TorchDispatchMode):
+    """Counts the bytes alive at once of the tensors made in its context; what a kernel allocates inside is left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.storages:
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, storage._cdata)
+        return out
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.storages.pop(key)
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Yield what returns the peak bytes of the tensors made in this context; on a GPU its allocator's peak."""
+    if device.type == "cuda":
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        yield lambda: torch.cuda.max_memory_allocated() - before
+    else:
+        with AliveTensors() as alive:
+            yield lambda: alive.peak
+
+
+PEAK_MEMORY_METHOD = {
+    "cpu": "the most bytes of tensors alive at once, from the first weight to the second update; what kernels need "
+    "inside is not in it",
+    "cuda": "torch.cuda.max_memory_allocated, from the first weight to the second update, above what was there before",
+}
+
+
+def gpu_busy(update: Callable[[], Any]) -> float:
+    """Return the share of one update's time in which the GPU computes."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        begin = time.perf_counter()
+        update()
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - begin
+    on_gpu = (event for event in profiled.key_averages() if event.device_type == DeviceType.CUDA)
+    microseconds = sum(event.self_device_time_total for event in on_gpu if not event.is_user_annotation)
+    return microseconds / 1e6 / wall
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Return the core seconds that all processes have used, from Linux's /proc/stat, and those of this one alone."""
+    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK"), time.process_time()

@@ -1,0 +1,58 @@
+"""A small network, its data and its trainer, and the comparison of states: shared by the tests of recipes/amp."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from recipes.amp.trainer import FP16Trainer
+from recipes.amp.trainer_config import FP16TrainingConfig
+
+INF, NAN = float("inf"), float("nan")
+ADAMW_KINDS = ("loop", "foreach", "fused")
+
+
+def network(seed: int = 0, hidden: int = 16) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(6, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 1))
+
+
+def batches(count: int, seed: int = 1) -> list[torch.Tensor]:
+    return list(torch.randn(count, 8, 6, generator=torch.Generator().manual_seed(seed)))
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
+
+
+def trainer(
+    model: torch.nn.Module | None = None,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    lr: float = 1e-2,
+    **config: Any,
+) -> FP16Trainer:
+    """Return a trainer that computes in 16 bits on the CPU, from a scale at which these losses do not overflow."""
+    model = network() if model is None else model
+    chosen = {"on_cpu": True, "loss_scale": 1024.0} | config
+    return FP16Trainer(model, make(model.parameters(), lr=lr), FP16TrainingConfig(**chosen))
+
+
+def adamw(kind: str) -> Callable[..., torch.optim.Optimizer]:
+    """Return what builds AdamW in one of ``ADAMW_KINDS``, its implementations."""
+    return lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, **{kind: True} if kind != "loop" else {})
+
+
+def snapshot(of: FP16Trainer) -> dict[str, Any]:
+    """Return a copy of all that a checkpoint restores."""
+    counters = {name: getattr(of, name) for name in ("training_steps", "overflow_steps", "consecutive_skips")}
+    state = {"model": of.module.state_dict(), "optimizer": of.optimizer.state_dict(), "counters": counters}
+    state["scaler"] = of.scaler.state_dict() if of.scaler is not None else None
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state)
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Compare two nests of tensors and plain values bit for bit."""
+    (leaves, tree), (others, other_tree) = tree_flatten(one), tree_flatten(other)
+    equal = lambda a, b: torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    return tree == other_tree and all(equal(a, b) for a, b in zip(leaves, others, strict=True))

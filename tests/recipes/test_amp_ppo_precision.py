@@ -1,0 +1,228 @@
+"""PPO in 16 bits: when autocast is on, what it covers, what stays fp32, and that the ratio starts at 1."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from amp_ppo_cases import DTYPES, SMALL, WORDS, amp_settings, config, weights
+
+from recipes.amp.ppo.__main__ import main
+from recipes.amp.ppo.agent import masked_log_softmax
+from recipes.amp.ppo.algorithm import PPO
+from recipes.amp.ppo.config import PPOConfig
+from recipes.amp.ppo.objective import ppo_loss
+
+# --- when autocast is on
+
+
+def test_amp_is_off_by_default():
+    record = PPO(PPOConfig(**SMALL)).iterate()
+    assert (record["amp_enabled"], record["effective_dtype"], record["amp_source"]) == (False, "float32", "default")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_effective_dtype_is_the_requested_one(dtype):
+    record = PPO(config(dtype), {"use_amp": "command line"}).iterate()
+    assert record["effective_dtype"] == dtype and record["effective_dtype_share"] == {dtype: 1.0}
+    assert (record["amp_enabled"], record["amp_source"]) == (dtype != "float32", "command line")
+
+
+@pytest.mark.parametrize(
+    "value, dtype", [("1", "float32"), ("true", "float32"), ("0", "float16"), ("FALSE", "float16")]
+)
+def test_kill_switch_overrides_the_command_line(value, dtype, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("DISABLE_AMP", value)
+    main([*WORDS, "--use-amp", f"--out={tmp_path / 'run'}"])
+    record = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    off = dtype == "float32"
+    source = "environment (DISABLE_AMP)" if off else "command line"
+    assert (record["effective_dtype"], record["amp_enabled"], record["amp_source"]) == (dtype, not off, source)
+    assert f"AMP {'off' if off else 'on'} ({source})" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_unnamed_cpu_falls_back_to_fp32():
+    if torch.cuda.is_available():
+        pytest.skip("auto is CUDA here")
+    with pytest.warns(UserWarning, match="training in float32"):
+        record = PPO(config("float16", device="auto")).iterate()
+    assert (record["amp_enabled"], record["effective_dtype"]) == (False, "float32")
+    assert record["fallback"].startswith("the model is on the CPU: training in float32, not float16")
+
+
+# --- where autocast begins and ends, and what is fp32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forward_runs_in_autocast_and_backward_outside(dtype):
+    ppo, autocast = PPO(config(dtype)), {"forward": set(), "backward": set()}
+    batch = ppo.collect()
+    head = ppo.agent.policy_heads[0]
+    head.register_forward_hook(lambda *_: autocast["forward"].add(torch.is_autocast_enabled("cpu")))
+    head.weight.register_hook(lambda _: autocast["backward"].add(torch.is_autocast_enabled("cpu")))
+    ppo.learn(batch)
+    assert autocast == {"forward": {dtype != "float32"}, "backward": {False}}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_effective_dtype_is_observed_in_the_update(dtype, monkeypatch):
+    """A rollout reports no dtype, and an update without autocast is reported as fp32."""
+    ppo = PPO(config(dtype))
+    batch = ppo.collect()
+    assert ppo.precision()["effective_dtype"] is None
+    loss = ppo.loss
+
+    def in_fp32(agent, batch):
+        with torch.autocast("cpu", enabled=False):
+            return loss(agent, batch)
+
+    monkeypatch.setattr(ppo, "loss", in_fp32)
+    ppo.learn(batch)
+    assert ppo.precision()["effective_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rollout_batch_and_loss_are_fp32(dtype):
+    ppo, heads, losses = PPO(config(dtype)), set(), set()
+    for head in (*ppo.agent.policy_heads, ppo.agent.value_head):
+        head.register_forward_hook(lambda *passed: heads.add(passed[-1].dtype))
+    batch = ppo.collect()
+    with ppo.trainer.autocast():
+        loss = ppo.loss(ppo.agent, batch)
+    losses.add(loss.dtype)
+    losses |= {value.dtype for value in ppo.loss_terms[-1].values()}
+    assert heads == {getattr(torch, dtype)} and losses == {torch.float32}
+    floats = [each for each in batch if each.is_floating_point()]
+    assert {each.dtype for each in floats} == {torch.float32} and len(floats) == 4
+    if dtype != "float32":  # not fp32 in name alone: 16 bits cannot hold these
+        rounded = batch.log_probs.to(getattr(torch, dtype)).float()
+        assert (rounded != batch.log_probs).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masked_log_softmax_is_finite_in_every_dtype(dtype):
+    assert torch.tensor(-1e9).half().isinf(), "the mistake that is meant here"
+    logits = torch.randn(5, 6).to(getattr(torch, dtype)).requires_grad_()
+    allowed = torch.zeros(5, 6, dtype=torch.bool)
+    allowed[torch.arange(5), torch.arange(5)] = True
+    allowed[0] = True
+    (log_probs,) = masked_log_softmax(logits.float(), allowed, [6])
+    probabilities = log_probs.exp()
+    assert log_probs.isfinite().all() and (probabilities[~allowed] == 0).all()
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(5))
+    entropy = -(probabilities * log_probs).sum()
+    (entropy + log_probs[allowed].sum()).backward()
+    assert logits.grad.isfinite().all() and logits.grad[0].count_nonzero() and entropy > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masked_action_is_never_taken(dtype):
+    ppo = PPO(config(dtype, env="Taxi-v4", num_steps=32, total_steps=384))
+    for _ in range(3):
+        batch = ppo.collect()
+        assert batch.allowed.gather(-1, batch.actions).all() and not batch.allowed.all()
+        assert all(map(math.isfinite, ppo.learn(batch).values()))
+    assert all(tensor.isfinite().all() for tensor in ppo.agent.state_dict().values())
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unscaled_gradients_are_clipped(dtype, loss_scale):
+    """Adam's first moment after its first step is a tenth of its gradient."""
+    ppo = PPO(config(dtype, loss_scale=loss_scale, epochs=1, minibatches=1, max_grad_norm=0.01))
+    ppo.learn(ppo.collect())
+    assert ppo.trainer.overflow_steps == 0 and 0.01 < ppo.trainer.grad_norm < 100
+    moments = torch.cat([state["exp_avg"].flatten() for state in ppo.trainer.optimizer.state.values()])
+    assert moments.norm().item() == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_head_gets_a_gradient(dtype):
+    ppo = PPO(config(dtype, env="Factors-v0"))  # without an entropy bonus, which reaches them by another way
+    first = weights(ppo)
+    for _ in range(3):  # the first loss scale overflows some times
+        ppo.iterate()
+    assert ppo.trainer.overflow_steps < ppo.trainer.training_steps
+    assert len(ppo.agent.policy_heads) == 3
+    for name, parameter in ppo.agent.named_parameters():
+        assert ppo.trainer.optimizer.state[parameter]["exp_avg"].count_nonzero(), name
+        assert not torch.equal(parameter, first[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_observation_is_accepted_in_wide_range_dtypes(dtype):
+    assert math.isfinite(PPO(config(dtype, env="Large-v0")).iterate()["approx_kl"])
+
+
+# --- the ratio of new to old probabilities
+
+
+def deviation(ppo: PPO, rollout: str) -> float:
+    """Return the ratio's deviation from 1 at equal weights, after a rollout in another dtype."""
+    acts = PPO(replace(ppo.config, use_amp=rollout != "float32", dtype="bfloat16" if rollout == "float32" else rollout))
+    acts.agent.load_state_dict(ppo.agent.state_dict())
+    return ppo.learn(acts.collect())["ratio_deviation"]
+
+
+@pytest.fixture
+def sharp() -> dict[str, PPO]:
+    """Policies that are as sure of their actions as trained ones: rounding shows in their logits."""
+    made = {dtype: PPO(config(dtype, num_envs=16, num_steps=16, total_steps=256)) for dtype in DTYPES}
+    for ppo in made.values():
+        with torch.no_grad():
+            ppo.agent.policy_heads[0].weight.mul_(300)
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ratio_is_one_at_equal_weights(dtype, sharp):
+    assert deviation(sharp[dtype], dtype) < {"float32": 1e-6, "float16": 3e-5, "bfloat16": 1e-4}[dtype]  # measured: 0
+
+
+@pytest.mark.parametrize("dtype, least", [("float16", 1e-4), ("bfloat16", 5e-4)])
+def test_fp32_rollout_shows_in_the_ratio(dtype, least, sharp):
+    """The control of the test above. Measured: 2.9e-4 and 1.2e-3."""
+    assert deviation(sharp[dtype], "float32") > least
+
+
+# --- torch.compile and CUDA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_networks_match_eager_ones(dtype):
+    torch._dynamo.utils.counters.clear()
+    plain, compiled = (PPO(config(dtype, compile=each)) for each in (False, True))
+    batch, gradients = plain.collect(), {}
+    for name, ppo in {"plain": plain, "compiled": compiled}.items():
+        with ppo.trainer.precision.autocast("cpu"):  # the trainer's own observes the first time, eagerly
+            logits, _ = ppo.agent(batch.observations)
+            loss, _ = ppo_loss(logits, *ppo.agent(batch.observations)[1:], batch, [2], ppo.config)
+        # The graph's own dtype: 16 bits hold what comes out, and fp32's they do not.
+        assert (logits == logits.half().float()).all() == (dtype == "float16")
+        assert (logits == logits.bfloat16().float()).all() == (dtype == "bfloat16")
+        loss.backward()
+        gradients[name] = torch.cat([parameter.grad.flatten() for parameter in ppo.agent.parameters()])
+        ppo.trainer.optimizer.zero_grad()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    distance = (gradients["compiled"] - gradients["plain"]).norm() / gradients["plain"].norm()
+    assert distance < {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}[dtype]
+    updates = [compiled.iterate() for _ in range(2)]
+    assert updates[-1]["effective_dtype"] == dtype and updates[0]["ratio_deviation"] < 1e-2
+    assert read_names(compiled) == read_names(plain)
+
+
+def read_names(ppo: PPO) -> list[str]:
+    """Return the names of a checkpoint's weights."""
+    return list(ppo.trainer.module.state_dict())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cuda_trains_in_every_dtype(dtype):
+    ppo = PPO(replace(PPOConfig(), total_steps=45_056, device="cuda", **amp_settings(dtype)))
+    while ppo.updates < ppo.config.updates:
+        last = ppo.iterate()
+        assert last["ratio_deviation"] < {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}[dtype]
+    assert last["effective_dtype"] == dtype and last["return_mean"] > 120

@@ -18,7 +18,8 @@ import pyarrow.parquet
 import pytest
 
 from lib.paths import REPO
-from lib.run import job as jobs
+from lib.run.job import Job, compose, parse_job
+from lib.run.validation import validate
 
 LAUNCH = REPO / "scripts/launch"
 SCRIPT = LAUNCH / "flowrl_7b.sh"
@@ -84,9 +85,9 @@ def test_the_knobs_and_overrides_reach_verl(where, goal, data):
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if f"scripts/{goal}" in line)
     words = shlex.split(line)[3:]
-    job = jobs.parse(words)
+    job = parse_job(words)
     assert job.args == (f"trainer.nnodes={knobs['NNODES']}", "trainer.n_gpus_per_node=8", *OVERRIDES)
-    config = jobs.compose(job, job.out)
+    config = compose(job, job.out)
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (knobs["NNODES"], 8)
     assert (config.data.train_batch_size, config.trainer.total_training_steps) == (64, 7)
     assert config.data.train_files == str(data / "train.parquet") and config.data.val_files == str(
@@ -99,9 +100,9 @@ def test_the_knobs_and_overrides_reach_verl(where, goal, data):
 
 def test_the_settings_are_the_papers(data):
     words = ["EXPERIMENT=flowrl_7b", "RECIPE=flowrl_paper", "DEVICE=cpu", f"TRAIN={data / 'train.parquet'}"]
-    job = replace(jobs.parse(words), device="cuda")
-    config = jobs.compose(job, data / "out")
-    jobs.validate(job, config)
+    job = replace(parse_job(words), device="cuda")
+    config = compose(job, data / "out")
+    validate(job, config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size, rollout.n, rollout.temperature) == (512, 32, 8, 1)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 8192)
@@ -196,10 +197,10 @@ done""",
     return machine
 
 
-def job_of(command: list[str]) -> jobs.Job:
+def job_of(command: list[str]) -> Job:
     """The job that ``python3 …/scripts/run.py NAME=VALUE …`` parses."""
     assert command[0].endswith("scripts/run.py")
-    return jobs.parse([*command[1:], "DEVICE=cpu"])
+    return parse_job([*command[1:], "DEVICE=cpu"])
 
 
 def test_the_scripts_are_sound():

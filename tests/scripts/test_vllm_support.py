@@ -14,8 +14,9 @@ from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.tree import look_at
 from lib.errors import Refused
 from lib.paths import REPO
-from lib.run import job as jobs
-from lib.run import vllm_float16 as vllm_support
+from lib.run import vllm_float16
+from lib.run.checks import check_rollout
+from lib.run.job import compose, parse_job
 from lib.run.vllm_float16 import Float16Support, float16_support
 
 ROLLOUT, REWARD = "actor_rollout_ref.rollout", "reward.reward_model"
@@ -88,7 +89,7 @@ def test_what_is_not_here_is_not_known(tmp_path, monkeypatch):
     assert "owner/name has no config.json" in float16_support("owner/name").reason
     assert "has no model_type" in float16_support(str(folder(tmp_path / "no-type", None))).reason
     model = str(folder(tmp_path / "gemma", "gemma2"))
-    monkeypatch.setattr(vllm_support.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_float16.importlib.util, "find_spec", lambda name: None)
     assert float16_support(model, tmp_path) == Float16Support(None, "no vLLM is installed here")
 
 
@@ -183,8 +184,8 @@ def test_a_run_is_refused_before_anything_starts(words, gemma, tmp_path):
     [["PRECISION=bf16"], ["PRECISION=fp32"], [f"ARGS={ROLLOUT}.dtype=bfloat16"], [f"ARGS={ROLLOUT}.name=sglang"]],
 )
 def test_a_run_that_vllm_takes_is_not_refused(words, gemma, tmp_path):
-    job = jobs.parse(["DEVICE=cpu", "STEPS=1", f"MODEL={gemma}", *words])
-    jobs.check_rollout(job, jobs.compose(job, tmp_path))
+    job = parse_job(["DEVICE=cpu", "STEPS=1", f"MODEL={gemma}", *words])
+    check_rollout(job, compose(job, tmp_path))
 
 
 def test_a_probe_by_vllm_is_refused_and_one_by_hf_says_so(gemma, tmp_path, capsys):

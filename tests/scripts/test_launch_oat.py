@@ -137,7 +137,7 @@ def test_a_run_that_is_there_is_refused_before_any_starts(oats, data, tmp_path):
     there.mkdir()
     asked = {"OUT": tmp_path, "ALGO": "grpo tis", "PRECISION": "fp16 bf16", "SEED": "1 2"}
     done = launch(oats["patched"], data, "--dry-run", **asked)
-    told = f"oat_sanity: OUT={tmp_path}: holds {there} already; another OUT, or leave tis-bf16-seed2 out\n"
+    told = f"oat_sanity: OUT={tmp_path}: contains {there} already; another OUT, or leave tis-bf16-seed2 out\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", told)
     assert launch(oats["patched"], data, "--dry-run", **asked | {"SEED": "1 3"}).returncode == 0
 

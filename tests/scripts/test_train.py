@@ -197,8 +197,8 @@ def test_time_and_memory_are_recorded_while_the_run_goes_on(tmp_path, monkeypatc
     monkeypatch.setattr(Job, "command", lambda *_: [sys.executable, "-c", reads])
     with lock(tmp_path) as log:
         result, _ = train.attempt(parse_job(["DEVICE=cpu"]), tmp_path, record, log, RunProgress(tmp_path, 2))
-    (seen,) = (float(line.split()[1]) for line in result["tail"] if line.startswith("took "))
-    assert 100 < seen < record["wall_s"] and record["peak_memory_gib"] > 0
+    (recorded,) = (float(line.split()[1]) for line in result["tail"] if line.startswith("took "))
+    assert 100 < recorded < record["wall_s"] and record["peak_memory_gib"] > 0
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ import signal, time
 from lib.process import interrupt_on_signals
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a process that a shell starts in the background
 interrupt_on_signals()
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     print("interrupted")

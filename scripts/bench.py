@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.bench.interleave import machine, rounds
 from lib.paths import REPO
-from lib.run import job as jobs
+from lib.run.job import CPU_PLATFORM
 
 WIDTH = 1024  # a parameter of 2**20 elements, about the size and the number that models of these sizes have
 SCALE, CLIP, GRADIENT = 1024.0, 1.0, 1e-3  # the gradients' norm is above CLIP from 10 million parameters on
@@ -430,7 +430,7 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sys.path.append(str(REPO))
     if device == "cpu":
-        os.environ |= jobs.CPU_PLATFORM
+        os.environ |= CPU_PLATFORM
     rows = []
     for ranks in given.ranks if device == "cpu" else [1]:
         rows += spawn(measure_steps, ranks, ranks, given.sizes, given.seconds, device)

@@ -9,17 +9,12 @@ to make it with.
 
 from __future__ import annotations
 
-import importlib
 import os
-import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import setup_env
-from lib.cli import named, one_of, shell_words
-from lib.doctor.interpreter import find_interpreter
+from lib.cli import one_of, shell_words
 from lib.errors import Refused
 from lib.paths import REPO
 from lib.run.job import VARIABLES, gpu_present

@@ -1,6 +1,6 @@
-"""Runs side by side: ``scripts/compare.py NAME=VALUE ...`` with the variables of ``make compare``.
+"""Compare runs: ``scripts/compare.py NAME=VALUE ...`` with the variables of ``make compare``.
 
-Takes runs that are there, ``RUNS="LABEL=FOLDER …"``: folders of ``make run``, finished or not, verl's file logger,
+Takes existing runs, ``RUNS="LABEL=FOLDER …"``: folders of ``make run``, finished or not, verl's file logger,
 TensorBoard events and wandb's files. Or does them first, ``PRECISION="fp16 bf16" SEED="1 2 3"``, with all that ``make
 run`` takes. Writes a report that works offline, with figures, tables and the runs that it was made from.
 
@@ -13,61 +13,69 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lib import cli
 from lib.errors import Refused
 from lib.report import build as report
 from lib.report import readers as sources
-from lib.run import job as jobs
 from lib.run import sweep
 
-OF_REPORT = {
+REPORT_VARIABLES = {
     "RUNS": "LABEL=FOLDER …, a label again for each seed: folders of make run, TensorBoard, .jsonl, .wandb, .csv",
     "OUT": "with RUNS the report's folder, default report; else that of runs and reports, default outputs/compare/…",
     "THRESHOLD": "the reward that the mean of five steps has to exceed, default 0.95",
     "TITLE": "of the report, default: Runs compared",
     "NOSPEED": "why no speed may be claimed for any run, as 'the machine was shared', default none",
 }
-VARIABLES = OF_REPORT | {name: text for name, text in sweep.VARIABLES.items() if name not in OF_REPORT}
+VARIABLES = REPORT_VARIABLES | {name: text for name, text in sweep.VARIABLES.items() if name not in REPORT_VARIABLES}
 
 
 def usage() -> str:
-    groups = {group: ", ".join(jobs.options(group)) for group in ("experiment", "precision", "algo", "recipe")}
-    return "\n".join(f"  {name:<11} {text.format(**groups)}" for name, text in VARIABLES.items())
+    """Return the variables and their values, a line each."""
+    return cli.usage(VARIABLES)
 
 
-def number(given: Mapping[str, str], name: str, default: float) -> float:
+def number(values: Mapping[str, str], name: str, default: float) -> float:
+    """Return the value of a variable that takes a finite number.
+
+    Raises:
+        Refused: it is not one.
+    """
     try:
-        value = float(given.get(name, default))
+        value = float(values.get(name, default))
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise Refused(f"{name}={given[name]}: must be a number")
+        raise Refused(f"{name}={values[name]}: must be a number")
     return value
 
 
 def write(
-    given: Mapping[str, str], pairs: Sequence[tuple[str, Path]], out: Path, title: str, expected: Sequence[str] = ()
+    values: Mapping[str, str], pairs: Sequence[tuple[str, Path]], out: Path, title: str, expected: Sequence[str] = ()
 ) -> None:
-    """Write the report and show its essence."""
-    threshold = number(given, "THRESHOLD", report.THRESHOLD)
-    told = report.write(pairs, out, threshold, given.get("TITLE", title), expected, given.get("NOSPEED", ""))
-    print(f"\n{report.on_screen(told)}\n\n  {out / 'index.html'}\n")
+    """Write the report and print its summary."""
+    threshold = number(values, "THRESHOLD", report.THRESHOLD)
+    written = report.write(pairs, out, threshold, values.get("TITLE", title), expected, values.get("NOSPEED", ""))
+    print(f"\n{report.on_screen(written)}\n\n  {out / 'index.html'}\n")
 
 
-def of_runs(given: Mapping[str, str]) -> int:
-    if others := [name for name in given if name not in (*OF_REPORT, "DEVICE")]:  # make hands on the environment's
-        raise Refused(f"{others[0]}={given[others[0]]}: RUNS takes runs that are there; leave one of the two out")
-    write(given, sources.words(given["RUNS"]), Path(given.get("OUT", "report")).expanduser(), "Runs compared")
+def compare_runs(values: Mapping[str, str]) -> int:
+    """Report on existing runs. Return the exit code."""
+    others = [name for name in values if name not in (*REPORT_VARIABLES, "DEVICE")]  # make always passes DEVICE on
+    if others:
+        raise Refused(f"{others[0]}={values[others[0]]}: RUNS takes existing runs; leave one of the two out")
+    write(values, sources.words(values["RUNS"]), Path(values.get("OUT", "report")).expanduser(), "Runs compared")
     return 0
 
 
-def of_sweep(given: Mapping[str, str], words: list[str]) -> int:
-    number(given, "THRESHOLD", report.THRESHOLD)  # refused before hours of training
-    chosen = sweep.plan({name: value for name, value in given.items() if name in sweep.VARIABLES})
-    outcome = sweep.run(chosen)
-    expected = list(dict.fromkeys(run.label for run in chosen.runs))
+def sweep_and_compare(values: Mapping[str, str], words: list[str]) -> int:
+    """Do the runs that are not finished, and report on those that are. Return the exit code."""
+    number(values, "THRESHOLD", report.THRESHOLD)  # refused before hours of training
+    plan = sweep.plan_sweep({name: value for name, value in values.items() if name in sweep.VARIABLES})
+    outcome = sweep.run_sweep(plan)
+    expected = list(dict.fromkeys(run.label for run in plan.runs))
     for objective, pairs in outcome.finished.items():
-        title = f"{chosen.experiment}, {objective}"
-        write(given, pairs, chosen.out / objective / "report", title, expected)
+        title = f"{plan.experiment}, {objective}"
+        write(values, pairs, plan.out / objective / "report", title, expected)
     for run in outcome.failed:
         print(f"failed, and not in the report: {run}, {run.out / 'train.log'}")
     if outcome.code:
@@ -76,17 +84,17 @@ def of_sweep(given: Mapping[str, str], words: list[str]) -> int:
 
 
 def main(words: list[str]) -> int:
-    if words in (["--help"], ["-h"]):
+    if cli.help_requested(words):
         print(f"{__doc__}\n{usage()}")
         return 0
-    given = jobs.named(words, VARIABLES)
-    if "RUNS" in given:
-        return of_runs(given)
-    if not given.keys() - {*OF_REPORT, "DEVICE"}:
+    values = cli.parse_words(words, VARIABLES)
+    if "RUNS" in values:
+        return compare_runs(values)
+    if not values.keys() - {*REPORT_VARIABLES, "DEVICE"}:
         raise Refused(
             "RUNS: there is no run; give RUNS='LABEL=FOLDER …', or what to run, as PRECISION='fp16 bf16' SEED='1 2 3'"
         )
-    return of_sweep(given, words)
+    return sweep_and_compare(values, words)
 
 
 if __name__ == "__main__":

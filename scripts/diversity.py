@@ -12,11 +12,11 @@ from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
+from lib import cli
 from lib.errors import Refused
 from lib.files import read_jsonl, write_json
 from lib.report import readers as sources
 from lib.run import folder as runs
-from lib.run import job as jobs
 
 SHOWN = 2  # prompts whose distributions are shown
 
@@ -115,7 +115,7 @@ def main(words: list[str]) -> None:
     if words in (["--help"], ["-h"]):
         print(__doc__)
         return
-    given = jobs.named(words, ("RUNS", "OUT"))
+    given = cli.parse_words(words, ("RUNS", "OUT"))
     for name in ("RUNS", "OUT"):
         if name not in given:
             raise Refused(f'{name}: is missing; give RUNS="LABEL=FOLDER …" OUT=FILE')

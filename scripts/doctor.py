@@ -13,12 +13,12 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
+from lib.cli import shell_words
 from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.requirements import missing
 from lib.doctor.resolver import HOPS, Hop
 from lib.doctor.tree import Tree, look_at
 from lib.errors import Refused
-from lib.run.job import shell_words
 
 
 def installed() -> Path:

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lib import cli
 from lib.bench import memory_model as memory
 from lib.bench.memory_model import BESIDE_TENSORS, GIB, Plan, peak
 from lib.errors import Refused
-from lib.run import job as jobs
+from lib.run.checks import check_room
+from lib.run.job import compose, parse_job
+from lib.run.validation import validate
 
 VARIABLES = {
     "EXPERIMENT": "one or several, default dense_7b dense_32b moe_30b: {experiment}",
@@ -35,7 +38,7 @@ PARTS += ("rollout's weights", "KV cache")
 
 
 def usage() -> str:
-    groups = {group: ", ".join(jobs.options(group)) for group in ("experiment", "precision", "algo", "recipe")}
+    groups = {group: ", ".join(cli.options(group)) for group in ("experiment", "precision", "algo", "recipe")}
     return "\n".join(f"  {name:<11} {text.format(**groups)}" for name, text in VARIABLES.items())
 
 
@@ -45,8 +48,8 @@ def several(given: dict[str, str], name: str, default: Sequence[str]) -> list[st
     Raises:
         Refused: one is not.
     """
-    words = jobs.shell_words(name, given.get(name, " ".join(default)))
-    return [jobs.one_of({name: word}, name, jobs.options(name.lower()), "") for word in words]
+    words = cli.shell_words(name, given.get(name, " ".join(default)))
+    return [cli.one_of({name: word}, name, cli.options(name.lower()), "") for word in words]
 
 
 def plans(words: list[str]) -> tuple[dict[str, Plan], Path | None]:
@@ -55,22 +58,22 @@ def plans(words: list[str]) -> tuple[dict[str, Plan], Path | None]:
     Raises:
         Refused: a variable, the configuration or the model is not among those planned.
     """
-    given = jobs.named(words, VARIABLES)
-    memory_gib = jobs.whole_number(given, "MEMORY", 1, 80)
-    length = jobs.whole_number(given, "LENGTH", 1, None)
-    out = Path(jobs.file(given, "OUT")) if "OUT" in given else None
-    device = jobs.one_of(given, "DEVICE", ["cuda", "cpu"], "cuda")
+    given = cli.parse_words(words, VARIABLES)
+    memory_gib = cli.whole_number(given, "MEMORY", 1, 80)
+    length = cli.whole_number(given, "LENGTH", 1, None)
+    out = Path(cli.file_path(given, "OUT")) if "OUT" in given else None
+    device = cli.one_of(given, "DEVICE", ["cuda", "cpu"], "cuda")
     passed = {name: given[name] for name in ("ALGO", "RECIPE", "ARGS") if name in given}
     found = {}
     for experiment in several(given, "EXPERIMENT", EXPERIMENTS):
         for precision in several(given, "PRECISION", ["fp16"]):
             # DEVICE=cpu asks for no GPU on this machine; what is planned has them.
             choices = passed | {"EXPERIMENT": experiment, "PRECISION": precision, "DEVICE": "cpu"}
-            job = jobs.parse([f"{name}={value}" for name, value in choices.items()])
+            job = parse_job([f"{name}={value}" for name, value in choices.items()])
             job = replace(job, device=device, model=given.get("MODEL"))
-            config = jobs.compose(job, Path("out"))
+            config = compose(job, Path("out"))
             memory.check(config)
-            jobs.validate(job, config, here=True)
+            validate(job, config, here=True)
             title = f"{experiment}, {job.objective}, {precision}"
             found[title] = memory.of_job(config, memory_gib * GIB, length)
     return found, out
@@ -159,7 +162,7 @@ def main(words: list[str]) -> int:
     found, out = plans(words)
     print("\n\n".join(table(title, plan) for title, plan in found.items()))
     if out:
-        jobs.check_room(out)
+        check_room(out)
         out.mkdir(parents=True, exist_ok=True)
         command = shlex.join(["make", "plan-memory", *(word for word in words if not word.startswith("OUT="))])
         tables = [table(title, plan, "|").removeprefix(f"{title}: ") for title, plan in found.items()]

@@ -14,11 +14,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lib import cli
 from lib.errors import Refused
 from lib.format import duration
 from lib.paths import REPO
 from lib.probe import model as models
-from lib.run import job as jobs
+from lib.run.checks import check_room
 from lib.run.vllm_float16 import Float16Support, float16_support, ways_out
 
 VARIABLES = {
@@ -62,19 +63,19 @@ def parse(words: list[str]) -> Options:
     Raises:
         Refused: a name or a value is not among those allowed, or DATA is missing.
     """
-    given = jobs.named(words, VARIABLES)
+    given = cli.parse_words(words, VARIABLES)
     model, data = models.chosen(given)
     options = Options(
         model=model,
         data=data,
-        rows=jobs.whole_number(given, "ROWS", 1, 16),
-        length=jobs.whole_number(given, "LENGTH", 1, 128),
-        device=jobs.device(given),
-        out=Path(jobs.file(given, "OUT") or "."),
+        rows=cli.whole_number(given, "ROWS", 1, 16),
+        length=cli.whole_number(given, "LENGTH", 1, 128),
+        device=cli.device(given),
+        out=Path(cli.file_path(given, "OUT") or "."),
     )
     if "OUT" not in given:
         options = replace(options, out=REPO / "outputs" / "preflight" / options.name)
-    jobs.check_room(options.out)
+    check_room(options.out)
     return options
 
 

@@ -21,13 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lib import cli
 from lib.errors import Refused
 from lib.files import read_jsonl, write_json
 from lib.paths import CONFIGS, REPO
 from lib.probe import model as models
-from lib.run import job as jobs
 from lib.run import log as logs
 from lib.run import vllm_float16 as vllm_support
+from lib.run.checks import check_room
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -84,14 +85,14 @@ class Options:
 
 
 def usage() -> str:
-    regimes = ", ".join(jobs.options("precision"))
+    regimes = ", ".join(cli.options("precision"))
     return "\n".join(f"  {name:<9} {text.format(precision=regimes)}" for name, text in VARIABLES.items())
 
 
 def several(given: dict[str, str], name: str, allowed: list[str]) -> tuple[str, ...]:
     """The words of a value, each one of ``allowed``; all of them where it is not given."""
     chosen = given.get(name, " ".join(allowed)).split()
-    return tuple(dict.fromkeys(jobs.one_of({name: word}, name, allowed, "") for word in chosen))
+    return tuple(dict.fromkeys(cli.one_of({name: word}, name, allowed, "") for word in chosen))
 
 
 def parse(words: list[str]) -> Options:
@@ -100,25 +101,25 @@ def parse(words: list[str]) -> Options:
     Raises:
         Refused: a name or a value is not among those allowed, or DATA is missing.
     """
-    given = jobs.named(words, VARIABLES)
+    given = cli.parse_words(words, VARIABLES)
     model, data = models.chosen(given)
     options = Options(
         model=model,
         data=data,
-        precision=several(given, "PRECISION", jobs.options("precision")),
+        precision=several(given, "PRECISION", cli.options("precision")),
         wire=several(given, "WIRE", WIRES),
         head=several(given, "HEAD", list(HEADS)),
-        rows=jobs.whole_number(given, "ROWS", 2, 32),
-        samples=jobs.whole_number(given, "SAMPLES", 1, 8),
-        length=jobs.whole_number(given, "LENGTH", 1, None),
-        backend=jobs.one_of(given, "BACKEND", ["hf", "vllm"], "hf"),
-        device=jobs.device(given),
-        seed=jobs.whole_number(given, "SEED", 0, 1),
-        out=Path(jobs.file(given, "OUT") or "."),
+        rows=cli.whole_number(given, "ROWS", 2, 32),
+        samples=cli.whole_number(given, "SAMPLES", 1, 8),
+        length=cli.whole_number(given, "LENGTH", 1, None),
+        backend=cli.one_of(given, "BACKEND", ["hf", "vllm"], "hf"),
+        device=cli.device(given),
+        seed=cli.whole_number(given, "SEED", 0, 1),
+        out=Path(cli.file_path(given, "OUT") or "."),
     )
     if "OUT" not in given:
         options = replace(options, out=REPO / "outputs" / "probe" / f"{options.name}-{options.backend}")
-    jobs.check_room(options.out)
+    check_room(options.out)
     return options
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.errors import Refused
-from lib.patches.stack import apply
+from lib.patches.apply import apply
 from lib.paths import REPO
 
 PYTHONS = ("3.11", "3.12")  # for which the locks are resolved
@@ -47,7 +47,7 @@ class Environment:
         return self.path / "bin/python"
 
     def stamp(self, version: str) -> Path:
-        """Return the file that is written last and named after Python and the locks: an outdated environment has none."""
+        """Return the file that is written last, named after Python and the locks: an outdated environment has none."""
         content = b"".join((REPO / "requirements" / name).read_bytes() for name in self.requirements)
         return self.path / f"ready-{version}-{hashlib.sha256(content).hexdigest()[:12]}"
 

@@ -4,8 +4,8 @@ The variables are ``make run``'s. Submits ``scripts/run.py`` as a job of Ray and
 patched verl of this environment and this checkout's recipes, configs, scripts and patches to every node, so that a node
 needs what verl depends on (torch, vllm, …) alone, and ``python3`` on the head's PATH. With CARRY=no every node must
 have this checkout and its environment at the same paths and have started Ray from that. Either way OUT, the model and
-the data must lie where every node, and the machine that submits, sees them at the same path. From one without a GPU say
-DEVICE=cuda. A secret (HF_TOKEN, WANDB_API_KEY, …) is never sent: set it where the nodes start Ray. ``--dry-run`` says
+the data must lie where every node, and the machine that submits, sees them at the same path. From one without a GPU set
+DEVICE=cuda. A secret (HF_TOKEN, WANDB_API_KEY, …) is never sent: set it where the nodes start Ray. ``--dry-run`` shows
 what would be submitted.
 
 Exit code 0: trained all steps; 1: refused or failed; 130: no longer watched, and the job goes on.
@@ -21,15 +21,19 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import aiohttp
-from ray.job_submission import JobStatus, JobSubmissionClient
-
+from lib.cli import help_requested
 from lib.errors import Refused
 from lib.patches.status import status
 from lib.paths import REPO
-from lib.run import folder as runs
-from lib.run import job as jobs
+from lib.run.checks import check_job
+from lib.run.folder import choose_folder, start_record
+from lib.run.job import Job, compose, parse_job, usage
+from lib.run.validation import validate
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
 
 CARRIED = ("configs", "patches", "recipes", "scripts")  # of this checkout
 COMPILED = "__pycache__"
@@ -38,19 +42,34 @@ SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIALS?|API_?KEY|ACCESS_?KEY(_
 
 @dataclass(frozen=True)
 class Submission:
-    """What Ray is given: the job's ``entrypoint``, a shell command, and its ``runtime_env``, of paths here."""
+    """A job for Ray: its ``entrypoint``, a shell command, and its ``runtime_env``, of paths here.
+
+    ``carried`` describes what the job brings to the nodes, a line each.
+    """
 
     entrypoint: str
     runtime_env: dict
-    told: tuple[str, ...]
+    carried: tuple[str, ...]
 
 
-def refuse_address(address: str) -> None:
+def check_dashboard(address: str) -> None:
+    """Check that RAY_ADDRESS is a dashboard's, which takes jobs.
+
+    Raises:
+        Refused: it is not.
+    """
     if not address.startswith(("http://", "https://")):
         raise Refused(f"RAY_ADDRESS={address}: must be the cluster's dashboard, like http://HEAD:8265")
 
 
-def connect(address: str) -> JobSubmissionClient:
+def connect(address: str) -> "JobSubmissionClient":
+    """Return a client of the cluster whose dashboard is at ``address``.
+
+    Raises:
+        Refused: none answers.
+    """
+    from ray.job_submission import JobSubmissionClient
+
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError) as error:
@@ -58,10 +77,10 @@ def connect(address: str) -> JobSubmissionClient:
 
 
 def refuse_secrets(words: list[str]) -> None:
-    """Ray shows a job's command to whoever sees its dashboard, and keeps it.
+    """Check that no secret is submitted: Ray shows a job's command to whoever sees its dashboard, and keeps it.
 
     Raises:
-        Refused: the value of a secret in this environment is in one of the words, which the message does not repeat.
+        Refused: the value of a secret in this environment is in one of the words; the message does not repeat it.
     """
     for name, value in os.environ.items():
         if SECRET.search(name.upper()) and len(value) >= 8 and any(value in word for word in words):
@@ -69,90 +88,103 @@ def refuse_secrets(words: list[str]) -> None:
 
 
 def patched_verl() -> tuple[Path, str]:
-    """The package folder of the verl that is imported here, and what it is.
+    """Return the package folder of the verl that is imported here, and its state in words.
 
     Raises:
-        Refused: it has not this checkout's patches.
+        Refused: it does not have this checkout's patches.
     """
     package = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
-    found = status(package)
-    if found.state != "patched":
-        raise Refused(f"CARRY=yes: {package}: {found.state}: {found.detail}; make apply-patches VERL={package}")
-    return package, found.detail
+    state = status(package)
+    if state.state != "patched":
+        raise Refused(f"CARRY=yes: {package}: {state.state}: {state.detail}; make apply-patches VERL={package}")
+    return package, state.detail
 
 
 def size(folder: Path) -> str:
+    """Return the number and size of a folder's files in words."""
     files = [path for path in folder.rglob("*") if path.is_file() and COMPILED not in path.parts]
     return f"{len(files)} files, {sum(path.stat().st_size for path in files) / 2**20:.1f} MiB"
 
 
-def prepare(job: jobs.Job, scratch: Path) -> Submission:
-    """What is submitted for ``job``, whose ``out`` is set; what is carried of this checkout is copied to ``scratch``.
+def prepare(job: Job, scratch: Path) -> Submission:
+    """Return the submission of ``job``, whose ``out`` is set, with copies in ``scratch`` of what it carries from here.
 
     Raises:
         Refused: there is nothing to carry.
     """
-    asked = job.settings() | {"STEPS": job.steps or "", "OUT": job.out, "RETRIES": job.retries}
-    words = [f"{name}={value}" for name, value in asked.items() if value != ""]
+    values = job.settings() | {"STEPS": job.steps or "", "OUT": job.out, "RETRIES": job.retries}
+    words = [f"{name}={value}" for name, value in values.items() if value != ""]
     if not job.carry:
         return Submission(shlex.join([sys.executable, str(REPO / "scripts/run.py"), *words]), {}, ("nothing",))
-    verl, what = patched_verl()
+    verl, state = patched_verl()
     for name in CARRIED:
         shutil.copytree(REPO / name, scratch / name, ignore=shutil.ignore_patterns(COMPILED))
-    carried = {"working_dir": str(scratch), "py_modules": [str(verl)], "excludes": [COMPILED]}
-    told = (f"{what}, {size(verl)}", f"{', '.join(CARRIED)} of {REPO}, {size(scratch)}")
-    return Submission(shlex.join(["python3", "scripts/run.py", *words]), carried, told)
+    runtime_env = {"working_dir": str(scratch), "py_modules": [str(verl)], "excludes": [COMPILED]}
+    carried = (f"{state}, {size(verl)}", f"{', '.join(CARRIED)} of {REPO}, {size(scratch)}")
+    return Submission(shlex.join(["python3", "scripts/run.py", *words]), runtime_env, carried)
 
 
-def checked(job: jobs.Job, words: list[str]) -> jobs.Job:
-    """The job with ``out`` set, looked at as ``run.py`` will.
+def check_submission(job: Job, words: list[str]) -> Job:
+    """Check the job as ``run.py`` will, save for this machine's GPUs and CPUs. Return it with ``out`` set.
 
     Raises:
-        Refused: it could not run as asked.
+        Refused: it could not run as described.
     """
     out = dict(word.partition("=")[::2] for word in words).get("OUT", "")
     if job.carry and not out.startswith("/"):
         raise Refused(f"OUT={out}: must be an absolute path that every node of the cluster sees")
-    job = replace(job, out=runs.folder(job, REPO / "outputs"))
-    config = jobs.compose(job, job.out)
-    jobs.check(job, config, job.out)
-    runs.admit(job, job.out, config.trainer.total_training_steps)
-    jobs.validate(job, config)
+    job = replace(job, out=choose_folder(job))
+    config = compose(job, job.out)
+    check_job(job, config, job.out)
+    start_record(job, job.out, config.trainer.total_training_steps)
+    validate(job, config)
     return job
 
 
-async def show(client: JobSubmissionClient, number: str) -> None:
-    async for text in client.tail_job_logs(number):
+async def show_logs(client: "JobSubmissionClient", job_id: str) -> None:
+    async for text in client.tail_job_logs(job_id):
         print(text, end="", flush=True)
 
 
+def submit(client: "JobSubmissionClient", submission: Submission, address: str) -> int:
+    """Submit the job and show its output to the end. Return the exit code.
+
+    Raises:
+        Refused: the cluster fails meanwhile.
+    """
+    import aiohttp
+    from ray.job_submission import JobStatus
+
+    try:
+        job_id = client.submit_job(entrypoint=submission.entrypoint, runtime_env=submission.runtime_env)
+        print(f"job {job_id} on {client.get_address()}; ray job stop {job_id} ends it", flush=True)
+        asyncio.run(show_logs(client, job_id))
+        return 0 if client.get_job_status(job_id) == JobStatus.SUCCEEDED else 1
+    except KeyboardInterrupt:
+        return 130
+    except (RuntimeError, OSError, aiohttp.ClientError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise Refused(f"RAY_ADDRESS={address}: fails ({cause}); ray job list shows the job's state") from error
+
+
 def main(words: list[str]) -> int:
-    if words in (["--help"], ["-h"]):
-        print(f"{__doc__}\n{jobs.usage()}")
+    if help_requested(words):
+        print(f"{__doc__}\n{usage()}")
         return 0
     dry, words = "--dry-run" in words, [word for word in words if word != "--dry-run"]
     refuse_secrets(words)
-    job = jobs.parse(words)
-    refuse_address(job.cluster or "")
+    job = parse_job(words)
+    check_dashboard(job.cluster or "")
     client = None if dry else connect(job.cluster)
-    job = checked(job, words)
+    job = check_submission(job, words)
     with tempfile.TemporaryDirectory() as scratch:
         submission = prepare(job, Path(scratch))
-        for line in submission.told:
+        for line in submission.carried:
             print(f"carries {line}", flush=True)
         if dry:
             print(f"would submit to {job.cluster}: {submission.entrypoint}")
             return 0
-        try:
-            number = client.submit_job(entrypoint=submission.entrypoint, runtime_env=submission.runtime_env)
-            print(f"job {number} on {client.get_address()}; ray job stop {number} ends it", flush=True)
-            asyncio.run(show(client, number))
-            return 0 if client.get_job_status(number) == JobStatus.SUCCEEDED else 1
-        except KeyboardInterrupt:
-            return 130
-        except (RuntimeError, OSError, aiohttp.ClientError) as error:
-            why = " ".join(str(error).split())[:200]
-            raise Refused(f"RAY_ADDRESS={job.cluster}: fails ({why}); ray job list says what has become") from error
+        return submit(client, submission, job.cluster)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from lib import cli
 from lib.paths import CONFIGS, REPO
-from lib.run import job as jobs
+from lib.run.job import compose as compose_job
+from lib.run.job import parse_job
 from recipes.arithmetic.model import build_model, build_tokenizer
 from recipes.replay.rollouts import OrderedReplayBuffer
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -36,8 +38,8 @@ def compose(tmp_path_factory) -> Callable[..., DictConfig]:
     build_model(tokenizer, seed=0).save_pretrained(model)
 
     def of(**choices) -> DictConfig:
-        job = replace(jobs.parse(["DEVICE=cpu"]), model=str(model), **choices)
-        config = jobs.compose(job, Path("out"))
+        job = replace(parse_job(["DEVICE=cpu"]), model=str(model), **choices)
+        config = compose_job(job, Path("out"))
         validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
         omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         return config
@@ -46,8 +48,8 @@ def compose(tmp_path_factory) -> Callable[..., DictConfig]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("algo", jobs.options("algo"))
-@pytest.mark.parametrize("experiment", jobs.options("experiment"))
+@pytest.mark.parametrize("algo", cli.options("algo"))
+@pytest.mark.parametrize("experiment", cli.options("experiment"))
 def test_an_experiment_is_complete(experiment, algo, device, compose):
     config = compose(experiment=experiment, algo=algo, device=device)
     assert need_critic(config) == (algo == "ppo")
@@ -58,8 +60,8 @@ def test_an_experiment_is_complete(experiment, algo, device, compose):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("recipe", jobs.options("recipe"))
-@pytest.mark.parametrize("experiment", jobs.options("experiment"))
+@pytest.mark.parametrize("recipe", cli.options("recipe"))
+@pytest.mark.parametrize("experiment", cli.options("experiment"))
 def test_a_recipe_takes_every_experiment(experiment, recipe, device, compose):
     config = compose(experiment=experiment, recipe=recipe, device=device)
     assert need_reference_policy(config) and not need_critic(config)
@@ -69,7 +71,7 @@ def test_a_recipe_takes_every_experiment(experiment, recipe, device, compose):
 
 
 def test_every_regime_has_its_test():
-    assert sorted(DTYPES) == jobs.options("precision")
+    assert sorted(DTYPES) == cli.options("precision")
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -86,7 +88,7 @@ def test_two_workers_and_fsdp2_on_a_cpu(compose):
     assert config.ray_kwargs.ray_init.num_gpus == 2
 
 
-@pytest.mark.parametrize("mode", jobs.options("rollouts"))
+@pytest.mark.parametrize("mode", cli.options("rollouts"))
 def test_rollouts_are_recorded_or_replayed(mode, compose):
     config = compose(args=(f"+rollouts={mode}", "rollouts.file=/tmp/rollouts.sqlite"))
     agent = config.actor_rollout_ref.rollout.agent

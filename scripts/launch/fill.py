@@ -1,7 +1,7 @@
 """``fill.py FILE``: print a YAML file with the environment's values in the place of ``${NAME}``.
 
-``'${NAME}'`` becomes a quoted string, whatever the value holds, and so does ``'${NAME}/more'``; a bare ``${NAME}`` must
-be a whole number.
+``'${NAME}'`` becomes a quoted string, whatever the value contains, and so does ``'${NAME}/more'``; a bare ``${NAME}``
+must be a whole number.
 """
 
 import json
@@ -16,7 +16,7 @@ PLACE = re.compile(rf"'([^'\n]*{NAME.pattern}[^'\n]*)'|{NAME.pattern}")
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """``text`` with every ``${NAME}`` filled in; what a value itself holds is left as it is.
+    """Return ``text`` with every ``${NAME}`` filled in; what a value itself contains stays as it is.
 
     Raises:
         KeyError: a name is not among ``values``.

@@ -36,7 +36,8 @@ ARGS="trainer.nnodes=$NNODES trainer.n_gpus_per_node=$GPUS_PER_NODE ${ARGS-}"
 export TRAIN VAL
 TRAIN=$(realpath "$DATA/train.parquet")
 VAL=$(realpath "$DATA/test.parquet")
-mapfile -d '' -t given < <(words "${run[@]}" CARRY)
+read_variables
+mapfile -d '' -t values < <(words "${run[@]}" CARRY)
 if [[ $RAY_ADDRESS ]]; then goal=submit; else goal=run; fi
-command=(make -C "$checkout" "$goal" "${given[@]//\$/\$\$}") # $ is make's own
+command=(make -C "$checkout" "$goal" "${values[@]//\$/\$\$}") # $ is make's own
 if [[ $dry_run ]]; then show "${command[@]}"; else exec "${command[@]}"; fi

@@ -1,17 +1,15 @@
 # shellcheck shell=bash disable=SC2034
-# What the launch scripts share: each sources this after its knobs, with its own arguments.
+# Shared by the launch scripts: each sources this after its knobs, with its own arguments.
 #   [--dry-run] [Hydra override …]
-# The knobs travel to the job in the environment; train.sh makes the words of `make run` of them.
+# The knobs travel to the job in the environment; train.sh turns them into the words of `make run`.
 checkout=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
-run=(EXPERIMENT PRECISION ALGO RECIPE DEVICE STEPS SEED MODEL TRAIN VAL OUT RETRIES ARGS) # what run.py takes
-job=("${run[@]}" NNODES GPUS_PER_NODE)
 
 refuse() { # one line
   echo "$(basename "$0" .sh): $1" >&2
   exit 1
 }
 
-whole() { # whole NAME…: each must be a whole number
+whole() { # whole NAME…: each must be a whole number of at least 1
   for number in "$@"; do
     [[ ${!number-} =~ ^[1-9][0-9]*$ ]] || refuse "$number=${!number-}: must be a whole number of at least 1"
   done
@@ -25,11 +23,11 @@ shared() { # shared FOLDER NAME…: each that has a value must lie under FOLDER;
   done
 }
 
-words() { # words NAME…: those that have a value, as NAME=VALUE with a NUL after each
+words() { # words NAME…: print those that have a value, as NAME=VALUE with a NUL after each
   for word in "$@"; do if [[ ${!word-} ]]; then printf '%s\0' "$word=${!word}"; fi; done
 }
 
-find_python() { # PYTHON as it is set, else the first on PATH that scripts/ runs on
+find_python() { # set PYTHON: as it is, else the first on PATH that scripts/ runs on
   local python names=("${PYTHON-}")
   [[ ${PYTHON-} ]] || names=(python3 python3.{14,13,12,11,10})
   for python in "${names[@]}"; do
@@ -41,17 +39,37 @@ find_python() { # PYTHON as it is set, else the first on PATH that scripts/ runs
   refuse "PYTHON${PYTHON:+=$PYTHON}: must be Python 3.10 or later"
 }
 
-check() { # check NAME…: refuse as `make run` would, before anything is queued; takes the names that this machine can judge
+job_module() { # job_module WORD…: scripts/lib/run/job.py, which parses the variables of `make run`
+  PYTHONPATH=$checkout/scripts "$PYTHON" -m lib.run.job "$@"
+}
+
+read_variables() { # set run to the names of the variables that run.py takes, and job to these and the cluster's
+  local name names
+  find_python
+  names=$(job_module --names) || exit 1
+  run=()
+  for name in $names; do if [[ $name != CARRY ]]; then run+=("$name"); fi; done # it is make submit's alone
+  job=("${run[@]}" NNODES GPUS_PER_NODE)
+}
+
+check() { # check NAME…: refuse as `make run` would, before anything is queued; takes the paths that this machine can judge
+  local name generated judged=()
   [[ $NNODES ]] || refuse "NNODES: is not set; how many nodes of GPUS_PER_NODE=$GPUS_PER_NODE GPUs?"
   whole NNODES GPUS_PER_NODE
   [[ $OUT == /* ]] || refuse "OUT=$OUT: must be an absolute path, on storage that every node sees"
-  find_python
-  mapfile -d '' -t given < <(words EXPERIMENT PRECISION ALGO RECIPE STEPS SEED RETRIES ARGS "$@")
-  # The GPUs are elsewhere: any device will do for the check.
-  PYTHONPATH=$checkout/scripts "$PYTHON" -m lib.run.job "${given[@]}" DEVICE=cpu || exit 1
-  if [[ ! $TRAIN ]] && ! PYTHONPATH=$checkout/scripts "$PYTHON" -c "from lib.run import job; job.MADE['$EXPERIMENT']" 2>/dev/null; then
+  read_variables
+  for name in "${run[@]}"; do
+    case $name in
+      DEVICE) ;; # the GPUs are elsewhere: any device will do for the check
+      MODEL | TRAIN | VAL | OUT) if [[ " $* " == *" $name "* ]]; then judged+=("$name"); fi ;;
+      *) judged+=("$name") ;;
+    esac
+  done
+  mapfile -d '' -t judged < <(words "${judged[@]}")
+  job_module "${judged[@]}" DEVICE=cpu || exit 1
+  generated=$(job_module --generated) || exit 1
+  [[ $TRAIN || " $generated " == *" $EXPERIMENT "* ]] ||
     refuse "TRAIN: is not set; EXPERIMENT=$EXPERIMENT needs a parquet file that every node sees"
-  fi
 }
 
 show() { # a command as one line for a shell

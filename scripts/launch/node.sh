@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154
-# What head.sh and worker.sh share: each sources this after its knobs, with its own arguments.
+# Shared by head.sh and worker.sh: each sources this after its knobs, with its own arguments.
 [[ $# == 0 || $* == --dry-run ]] || { echo "$(basename "$0" .sh): $*: takes --dry-run alone" >&2 && exit 1; }
 # shellcheck source=/dev/null
 source "$(dirname "$0")/knobs.sh"

@@ -109,7 +109,7 @@ case $release in
   *) settings+=(--tis_c None) ;;
 esac
 
-objective() { # objective ALGO: what tells it from the others, in ${chosen[@]}
+objective() { # objective ALGO: its own settings, in ${chosen[@]}
   case $1 in
     grpo) chosen=(--critic_type grpo) ;;
     dr_grpo) chosen=(--critic_type drgrpo) ;; # what the paper calls GRPO
@@ -129,7 +129,7 @@ for seed in $SEED; do
       regimes=$(basename -s .yaml "$checkout"/configs/precision/*.yaml | paste -sd, | sed 's/,/, /g')
       [[ ", $regimes," == *", $precision,"* ]] || refuse "PRECISION=$precision: must be one of $regimes"
       name=$algo-$precision-seed$seed
-      there=$(compgen -G "$OUT/${name}_*") && refuse "OUT=$OUT: holds ${there%%$'\n'*} already; another OUT, or leave $name out"
+      there=$(compgen -G "$OUT/${name}_*") && refuse "OUT=$OUT: contains ${there%%$'\n'*} already; another OUT, or leave $name out"
       [[ " ${names[*]} " != *" $name "* ]] || refuse "$name: is asked for twice"
       names+=("$name")
     done
@@ -138,7 +138,7 @@ done
 
 ((${#names[@]})) || refuse "PRECISION=$PRECISION ALGO=$ALGO SEED=$SEED: must have a value each"
 
-ended() { # ended NAME: OAT repeats its last round with the evaluation after it; its exit code says nothing, launchpad's is 0
+ended() { # ended NAME: OAT repeats its last round with the evaluation after it; its exit code is no evidence, launchpad's is 0
   tail -qn2 "$OUT/$1"_*/metrics.jsonl 2>/dev/null | cut -d, -f1 | uniq -d | grep -q step
 }
 

@@ -34,11 +34,11 @@ export DEVICE=cuda
 shared /shared OUT TRAIN VAL MODEL
 # shellcheck disable=SC2119 # paths in the cluster are not to be judged here
 check
-mapfile -d '' -t given < <(words "${job[@]}")
+mapfile -d '' -t values < <(words "${job[@]}")
 read -ra more <<<"$SKY_ARGS"
 command=(sky jobs launch --name "${name//_/-}" --num-nodes "$NNODES" --gpus "$GPU:$GPUS_PER_NODE" --image-id "docker:$IMAGE"
   ${INFRA:+--infra "$INFRA"} "${more[@]}")
-for word in "${given[@]}"; do command+=(--env "$word"); done
+for word in "${values[@]}"; do command+=(--env "$word"); done
 for secret in HF_TOKEN WANDB_API_KEY; do if [[ ${!secret-} ]]; then command+=(--secret "$secret"); fi; done # by name: sky reads the value
 command+=("$checkout/configs/launch/sky.yaml")
 if [[ $dry_run ]]; then show "${command[@]}"; else exec "${command[@]}"; fi

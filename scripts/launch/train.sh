@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What every launched job runs in the end, on one node of a running Ray cluster: scripts/run.py with the words of
-# `make run`, made of the knobs in the environment.
+# The last step of every launched job, on one node of a running Ray cluster: scripts/run.py with the words of `make run`
+# that the knobs in the environment amount to.
 #   RAY_ADDRESS=HEAD:6379 NNODES=2 GPUS_PER_NODE=8 EXPERIMENT=… TRAIN=… OUT=… scripts/launch/train.sh [--dry-run]
 set -euo pipefail
 # shellcheck source=scripts/launch/knobs.sh
@@ -9,8 +9,9 @@ source "$(dirname "$0")/knobs.sh"
 whole NNODES GPUS_PER_NODE
 [[ ${RAY_ADDRESS-} ]] || refuse "RAY_ADDRESS: is not set; it is the running cluster's HEAD:PORT"
 ARGS="trainer.nnodes=$NNODES trainer.n_gpus_per_node=$GPUS_PER_NODE ${ARGS-}"
-mapfile -d '' -t given < <(words "${run[@]}")
-command=(python3 "$checkout/scripts/run.py" "${given[@]}")
+read_variables
+mapfile -d '' -t values < <(words "${run[@]}")
+command=(python3 "$checkout/scripts/run.py" "${values[@]}")
 if [[ $dry_run ]]; then
   show "${command[@]}"
 else

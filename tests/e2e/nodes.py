@@ -1,7 +1,7 @@
 """Ray clusters of several nodes on one machine, started by ``scripts/launch/head.sh`` and ``worker.sh``.
 
 The nodes have addresses of the loopback interface, one "GPU" each, their own ports and folders, and an environment that
-knows nothing of verl. The cluster takes nobody without its token.
+has no verl. The cluster admits nobody without its token.
 """
 
 import secrets
@@ -10,13 +10,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from processes import kill
+from processes import kill, wait_for
 
 LAUNCH = Path(__file__).resolve().parents[2] / "scripts" / "launch"
 HEAD = "127.0.0.2"  # any address of 127.0.0.0/8 is this machine's
@@ -29,16 +28,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen, log: Path, limit_s: float) -> None:
-    """Until the condition holds; a process that has ended, or the limit, fails the test with its log."""
-    begin = time.monotonic()
-    while not condition():
-        assert process.poll() is None and time.monotonic() - begin < limit_s, log.read_text()
-        time.sleep(0.05)
-
-
 class Cluster:
-    """``address`` is for RAY_ADDRESS, ``dashboard`` takes jobs, ``token`` is the environment of who may come in."""
+    """A cluster whose head and workers are processes of this machine.
+
+    Attributes:
+        address: the value of RAY_ADDRESS for a run on it.
+        dashboard: the address that takes jobs.
+        token: the environment of a process that may join it.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self.nodes = folder, []
@@ -51,7 +48,7 @@ class Cluster:
         )
 
     def start(self, script: str, name: str, address: str, **knobs: object) -> psutil.Process:
-        """A node that has joined: the process whose children are its raylet and the like."""
+        """Start a node, and return the process whose children are its raylet and the like once it has joined."""
         environment = {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "HOME": str(self.folder)} | self.token
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "RAY_worker_niceness": "0"}
         environment |= {"NAME": name, "BIND": address, "TEMP": str(self.folder / name), "GPUS": "1", "CPUS": "16"}
@@ -69,7 +66,7 @@ class Cluster:
 
 @contextmanager
 def running(bind: str = HEAD) -> Iterator[Cluster]:
-    """A cluster of its head alone, which has this address, and at the end the end of all its nodes."""
+    """Run a cluster of its head alone, which has the address ``bind``; at the end all its nodes are ended."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need a short path
     cluster = Cluster(folder)
     try:
@@ -82,14 +79,14 @@ def running(bind: str = HEAD) -> Iterator[Cluster]:
 
 
 def below(node: psutil.Process, name: str) -> psutil.Process:
-    """The process of a node whose program or title begins with ``name``: a worker's title says what it does, too."""
+    """Return the process of a node whose program or title begins with ``name``; a worker's title names its class."""
     commands = {each: each.cmdline() for each in node.children(recursive=True)}
-    (found,) = (each for each, words in commands.items() if words and Path(words[0]).name.startswith(name))
-    return found
+    (process,) = (each for each, words in commands.items() if words and Path(words[0]).name.startswith(name))
+    return process
 
 
 def end(node: psutil.Process) -> None:
-    """As Ctrl-C does, so that the cluster knows at once; then whatever is left."""
+    """End a node as Ctrl-C does, so that the cluster notices at once; then kill what is left."""
     if node.is_running():
         processes = [node, *node.children(recursive=True)]
         node.terminate()

@@ -1,24 +1,27 @@
-"""The processes of a run, wherever Ray and vLLM put them."""
+"""The processes of a run, wherever Ray and vLLM put them: found, waited for and killed."""
 
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 
 def of_this_run(out: Path) -> list[psutil.Process]:
-    """The processes that were started for the run in ``out``: all inherit the path of its metrics."""
-    found = []
+    """Return the processes of the run in ``out``: all inherit the path of its metrics."""
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.environ().get("VERL_FILE_LOGGER_PATH") == str(out / "verl.jsonl"):
-                found.append(process)
+                processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return found
+    return processes
 
 
 def shared_memory(processes: list[psutil.Process]) -> set[Path]:
-    """The files of shared memory that these processes map, of which some may have ended."""
+    """Return the files of shared memory that these processes map, of which some may have ended."""
     mapped = ""
     for process in processes:
         try:
@@ -29,10 +32,18 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """SIGKILL to all, of which some may have ended."""
+    """Kill all processes, of which some may have ended."""
     for process in processes:
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(processes, timeout=10)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen, log: Path, limit_s: float) -> None:
+    """Wait for the condition. The end of the process, or the limit, fails the test with the log."""
+    begin = time.monotonic()
+    while not condition():
+        assert process.poll() is None and time.monotonic() - begin < limit_s, log.read_text()
+        time.sleep(0.02)

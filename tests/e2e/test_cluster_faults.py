@@ -15,26 +15,24 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from nodes import HEAD, Cluster, below, end, running, wait_for
-from processes import kill, of_this_run
+from nodes import HEAD, Cluster, below, end, running
+from processes import kill, of_this_run, wait_for
+from small_runs import HANGS_S, ROLLOUT, SCALER, generate_task, small_batch, start_run
 
 from lib.patches.apply import apply
 from lib.patches.wheels import unpacked_wheel
-from lib.paths import ARITHMETIC, REPO
 
-HANGS_S = 1800
 SECOND, THIRD = "127.0.0.3", "127.0.0.4"
 STEPS = 5
 SCALES = (2.0**40, 2.0**10)  # at the one every gradient overflows, at the other none
-ARGS = [
-    "trainer.nnodes=2 data.train_batch_size=8 actor_rollout_ref.rollout.n=4 trainer.max_actor_ckpt_to_keep=9",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+OVERRIDES = [
+    *small_batch(micro_batch=16),
+    f"trainer.nnodes=2 {ROLLOUT}.n=4 trainer.max_actor_ckpt_to_keep=9",
     # The scale goes up and down: steps 1, 3 and 5 overflow and are skipped, 2 and 4 are taken.
-    f"actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale={SCALES[0]}",
-    f"actor_rollout_ref.actor.fsdp_config.grad_scaler.backoff_factor={SCALES[1] / SCALES[0]}",
-    f"actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_factor={SCALES[0] / SCALES[1]}",
-    "actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_interval=1",
+    f"{SCALER}.init_scale={SCALES[0]}",
+    f"{SCALER}.backoff_factor={SCALES[1] / SCALES[0]}",
+    f"{SCALER}.growth_factor={SCALES[0] / SCALES[1]}",
+    f"{SCALER}.growth_interval=1",
 ]
 
 
@@ -46,24 +44,23 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def task() -> list[str]:
-    prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--task", "addition", "--out", ARITHMETIC]
-    subprocess.run([*prepare, "--seed", "1"], cwd=REPO, check=True)
-    return [f"MODEL={ARITHMETIC}/model", f"TRAIN={ARITHMETIC}/train.parquet", f"VAL={ARITHMETIC}/val.parquet"]
+    """The words of the sanity task's model and data."""
+    folder = generate_task()
+    return [
+        "EXPERIMENT=arithmetic",
+        f"MODEL={folder}/model",
+        f"TRAIN={folder}/train.parquet",
+        f"VAL={folder}/val.parquet",
+    ]
 
 
 def start(cluster: Cluster, task: list[str], out: Path, screen: Path) -> subprocess.Popen:
-    words = ["DEVICE=cpu", "EXPERIMENT=arithmetic", f"STEPS={STEPS}", f"OUT={out}", f"ARGS={' '.join(ARGS)}", *task]
-    with screen.open("w") as output:
-        return subprocess.Popen(
-            [sys.executable, REPO / "scripts" / "run.py", *words],
-            env=os.environ | cluster.token | {"RAY_ADDRESS": cluster.address},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    environment = cluster.token | {"RAY_ADDRESS": cluster.address}
+    return start_run(out, STEPS, OVERRIDES, *task, screen=screen, environment=environment)
 
 
 def ray_with(tree: Path, folder: Path) -> Path:
-    """The ``ray`` of an environment like this one, but for the verl in ``tree``."""
+    """Create an environment like this one, but for the verl in ``tree``. Return its ``ray``."""
     venv.create(folder, symlinks=True)
     packages = Path(torch.__file__).parents[1]
     (folder / f"lib/python3.{sys.version_info.minor}/site-packages/other.pth").write_text(f"{tree}\n{packages}\n")
@@ -74,7 +71,7 @@ def ray_with(tree: Path, folder: Path) -> Path:
 
 
 @pytest.mark.e2e
-def test_a_head_listens_on_loopback_alone_unless_it_is_told_otherwise():
+def test_head_listens_on_loopback_alone_by_default():
     with running(bind="") as cluster:
         (head,) = cluster.nodes
         sockets = [each for of in (head, *head.children(recursive=True)) for each in of.net_connections("tcp")]
@@ -105,7 +102,7 @@ def test_nodes_with_another_verl_are_refused_by_name(cluster, task, trees, tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_worker_and_a_killed_node(cluster, task, tmp_path):
+def test_killed_worker_and_killed_node(cluster, task, tmp_path):
     """The run resumes by itself, with the checkpoint's weights, Adam and loss scale to the bit.
 
     Worker and node are killed in the midst of a save, and each time the first step that is then taken is a skipped one:

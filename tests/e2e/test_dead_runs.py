@@ -1,25 +1,14 @@
-"""A run of which a process has died, or that waits for what Ray never gives, ends by itself and shows why.
+"""A run with a dead process, or one that waits for resources that Ray never has, ends by itself and shows why.
 
 ``pytest -m slow tests/e2e/test_dead_runs.py`` has vLLM die, three minutes.
 """
 
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import pytest
-from processes import of_this_run, shared_memory
+from processes import of_this_run, shared_memory, wait_for
+from small_runs import HANGS_S, ROLLOUT, small_batch, start_run
 
-from lib.paths import REPO
-
-HANGS_S = 1800
-SMALL = (
-    "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8"
-    " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64"
-    " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64"
-)
-# A dataset that verl loads first of all, and that then waits in the place of what else may wait.
+STEPS = 3
+# A dataset that verl loads first of all, and that then waits as other parts of verl may.
 DATASET = """
 import os, signal, time
 import ray
@@ -43,13 +32,6 @@ KILLED = """class vLLMHttpServer:
 INFEASIBLE = "ray.get(ray.remote(num_gpus=64)(lambda: None).remote())"
 
 
-def start(out: Path, args: str, screen: Path) -> subprocess.Popen:
-    words = ["DEVICE=cpu", "EXPERIMENT=arithmetic", f"OUT={out}", "STEPS=3", f"ARGS={args}"]
-    with screen.open("w") as output:
-        command = [sys.executable, REPO / "scripts" / "run.py", *words]
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("body", "why", "line"),
@@ -62,10 +44,11 @@ def start(out: Path, args: str, screen: Path) -> subprocess.Popen:
     ],
     ids=["infeasible", "killed"],
 )
-def test_a_run_that_waits_for_ever_is_ended_at_its_start(body, why, line, tmp_path):
+def test_run_that_waits_forever_is_ended_at_its_start(body, why, line, tmp_path):
     file, out, screen = tmp_path / "waits.py", tmp_path / "run", tmp_path / "screen.txt"
     file.write_text(DATASET.format(body=body))
-    run = start(out, f"data.custom_cls.path={file} data.custom_cls.name=Waits", screen)
+    overrides = [f"data.custom_cls.path={file}", "data.custom_cls.name=Waits"]
+    run = start_run(out, STEPS, overrides, screen=screen)
     assert run.wait(HANGS_S) == 1, screen.read_text()
     shown = screen.read_text()
     assert f"failed after step 0 of 3, ended because {why}" in shown
@@ -77,7 +60,8 @@ def test_a_run_that_waits_for_ever_is_ended_at_its_start(body, why, line, tmp_pa
 @pytest.mark.slow
 def test_vllms_refusal_of_a_setting_is_shown(tmp_path):
     screen = tmp_path / "screen.txt"
-    run = start(tmp_path / "run", f"{SMALL} +actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=-1", screen)
+    overrides = [*small_batch(), f"+{ROLLOUT}.engine_kwargs.vllm.block_size=-1"]
+    run = start_run(tmp_path / "run", STEPS, overrides, screen=screen)
     assert run.wait(HANGS_S) == 1
     shown = screen.read_text()
     assert "failed after step 0 of 3" in shown and "block_size" in shown.split("train.log")[-1], shown
@@ -85,13 +69,10 @@ def test_vllms_refusal_of_a_setting_is_shown(tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_run_whose_engine_is_killed_in_the_first_step_is_ended(tmp_path):
+def test_run_whose_engine_is_killed_in_the_first_step_is_ended(tmp_path):
     out, screen = tmp_path / "run", tmp_path / "screen.txt"
-    run = start(out, SMALL, screen)
-    begin = time.monotonic()
-    while "starting the first step" not in screen.read_text():
-        assert run.poll() is None and time.monotonic() - begin < HANGS_S, screen.read_text()
-        time.sleep(0.1)
+    run = start_run(out, STEPS, small_batch(), screen=screen)
+    wait_for(lambda: "starting the first step" in screen.read_text(), run, screen, HANGS_S)
     engines = [process for process in of_this_run(out) if "EngineCore" in "".join(process.cmdline())]
     mapped = shared_memory(engines)
     for process in engines:

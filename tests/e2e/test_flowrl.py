@@ -6,38 +6,37 @@ The first run records its rollouts; the second takes up its checkpoint and repla
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import assert_same_checkpoint, training_metrics
 from safetensors import safe_open
-from test_resume import leaves, same, training
+from small_runs import ACTOR, SCALER, finish_run
 
-from lib.paths import ARITHMETIC, REPO
+from lib.paths import ARITHMETIC
 
 STEPS = 3
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-ARGS = (
-    f"data.train_batch_size=16 {ACTOR}.ppo_mini_batch_size=16 algorithm.rollout_correction.rollout_is=token"
+OVERRIDES = [
+    "data.train_batch_size=16",
+    f"{ACTOR}.ppo_mini_batch_size=16",
+    "algorithm.rollout_correction.rollout_is=token",
     # A loss scale that doubles at every step that is not skipped.
-    f" {ACTOR}.fsdp_config.grad_scaler.init_scale=1024 {ACTOR}.fsdp_config.grad_scaler.growth_interval=1"
-)
+    f"{SCALER}.init_scale=1024",
+    f"{SCALER}.growth_interval=1",
+]
 
 
-def train(out: Path, *args: str) -> str:
-    """A run to its end; what the screen shows."""
-    words = ["DEVICE=cpu", "RECIPE=flowrl", f"STEPS={STEPS}", f"OUT={out}", f"ARGS={' '.join([ARGS, *args])}"]
-    command = [sys.executable, REPO / "scripts" / "run.py", *words]
-    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert run.returncode == 0, run.stdout
-    return run.stdout
+def train(out: Path, *overrides: str) -> str:
+    """Train to the end. Return the output."""
+    code, output = finish_run(out, STEPS, [*OVERRIDES, *overrides], "RECIPE=flowrl")
+    assert code == 0, output
+    return output
 
 
 def share_of_groups_that_differ(dump: Path) -> float:
-    """Of the prompts of a step, those whose answers got different rewards."""
+    """Return the share of a step's prompts whose answers got different rewards."""
     rewards = defaultdict(set)
     for line in dump.read_text().splitlines():
         answer = json.loads(line)
@@ -51,7 +50,7 @@ def test_train_and_resume(tmp_path):
     whole, rest, rollouts = tmp_path / "whole", tmp_path / "rest", tmp_path / "rollouts.sqlite"
     dumps = f"trainer.rollout_data_dir={tmp_path}/dumps"
     screen = train(whole, f"+rollouts=record rollouts.file={rollouts}", dumps)
-    steps = training(whole)
+    steps = training_metrics(whole)
 
     # Nothing learnt yet: the policy is the reference, log Z is 0, and β²·(n−1)/n is left of each group that differs.
     first = steps[1]
@@ -89,17 +88,11 @@ def test_train_and_resume(tmp_path):
     assert {int(state["step"]) for state in head["optimizer"]["state"].values()} == {STEPS}
 
     # Taken up after step 2, the third comes out bit for bit: model, Adam, head, its Adam, loss scale, RNG and data.
-    taken = tmp_path / "checkpoints"
-    shutil.copytree(whole / "checkpoints" / "global_step_2", taken / "global_step_2")
-    (taken / "latest_checkpointed_iteration.txt").write_text("2")
-    train(rest, f"+rollouts=replay rollouts.file={rollouts} trainer.default_local_dir={taken}")
-    found = taken / f"global_step_{STEPS}"
-    files = sorted(path.relative_to(saved) for path in saved.rglob("*.pt"))
-    assert files == sorted(path.relative_to(found) for path in found.rglob("*.pt"))
-    assert len(files) == 5, "model, optimizer, extra state and head of the actor, and the data loader's"
-    for file in files:
-        one, other = (dict(leaves(torch.load(folder / file, weights_only=False))) for folder in (saved, found))
-        assert one.keys() == other.keys()
-        assert [name for name in one if not same(one[name], other[name])] == [], file
-    (step,) = training(rest).items()
+    resumed = tmp_path / "checkpoints"
+    shutil.copytree(whole / "checkpoints" / "global_step_2", resumed / "global_step_2")
+    (resumed / "latest_checkpointed_iteration.txt").write_text("2")
+    train(rest, f"+rollouts=replay rollouts.file={rollouts} trainer.default_local_dir={resumed}")
+    # Model, optimizer, extra state and head of the actor, and the data loader's.
+    assert_same_checkpoint(saved, resumed / f"global_step_{STEPS}", files=5)
+    (step,) = training_metrics(rest).items()
     assert step == (STEPS, steps[STEPS])

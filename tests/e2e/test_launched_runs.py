@@ -7,37 +7,30 @@ starts Ray itself, and as a job on a running Ray cluster of two nodes, whose own
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from nodes import Cluster, running
 from processes import kill, of_this_run
+from small_runs import SCALER, generate_task, small_batch
 
-from lib.paths import ARITHMETIC, REPO
+from lib.files import read_jsonl
+from lib.paths import REPO
 
 SCRIPT = REPO / "scripts/launch/flowrl_7b.sh"
 STEPS = 2
 HANGS_S = 900
-OVERRIDES = [  # a small batch, on a CPU
-    "data.train_batch_size=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
-    "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=1024",
-]
+OVERRIDES = [*small_batch(micro_batch=32), f"{SCALER}.init_scale=1024"]
 
 
 @pytest.fixture
 def task(tmp_path) -> Path:
     """The sanity task's model, and its data under the names that the script looks for."""
-    prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--task", "addition", "--out", ARITHMETIC]
-    subprocess.run([*prepare, "--seed", "1"], cwd=REPO, check=True)
-    folder = tmp_path / "task"
+    generated, folder = generate_task(), tmp_path / "task"
     folder.mkdir()
     for link, file in (("model", "model"), ("train.parquet", "train.parquet"), ("test.parquet", "val.parquet")):
-        (folder / link).symlink_to(ARITHMETIC / file)
+        (folder / link).symlink_to(generated / file)
     return folder
 
 
@@ -49,7 +42,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def launch(task: Path, out: Path, **knobs: object) -> tuple[str, dict, list[dict]]:
-    """Run the script. Returns what it showed, the run's summary and its metrics, a dict a step."""
+    """Run the script. Return its output, the run's summary and its metrics, a dict a step."""
     environment = os.environ | {
         "EXPERIMENT": "arithmetic",
         "DEVICE": "cpu",
@@ -65,13 +58,13 @@ def launch(task: Path, out: Path, **knobs: object) -> tuple[str, dict, list[dict
         command, cwd="/", env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as started:
         try:
-            shown, _ = started.communicate(timeout=HANGS_S)
+            output, _ = started.communicate(timeout=HANGS_S)
         finally:
             started.kill()
             kill(of_this_run(out))
-    assert started.returncode == 0, shown
-    metrics = [json.loads(line)["data"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return shown, json.loads((out / "summary.json").read_text()), metrics
+    assert started.returncode == 0, output
+    metrics = [row["data"] for row in read_jsonl(out / "metrics.jsonl")]
+    return output, json.loads((out / "summary.json").read_text()), metrics
 
 
 def check(summary: dict, metrics: list[dict]) -> None:
@@ -91,6 +84,6 @@ def test_on_one_node(task, tmp_path):
 
 @pytest.mark.slow
 def test_as_a_job_on_a_cluster_of_two_nodes(task, cluster, tmp_path):
-    shown, summary, metrics = launch(task, tmp_path / "out", RAY_ADDRESS=cluster.dashboard, NNODES=2, **cluster.token)
+    output, summary, metrics = launch(task, tmp_path / "out", RAY_ADDRESS=cluster.dashboard, NNODES=2, **cluster.token)
     check(summary, metrics)
-    assert f" on {cluster.dashboard}" in shown
+    assert f" on {cluster.dashboard}" in output

@@ -1,21 +1,18 @@
 """A LoRA trained in fp16 by ``make run`` on a CPU: as an adapter beside the weights, and merged into them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from small_runs import ACTOR, MODEL, finish_run, small_batch
 
-from lib.paths import REPO
+from lib.files import read_jsonl
 
-ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
-LORA = (
-    f"{MODEL}.lora_rank=8 {MODEL}.target_modules=all-linear"
+LORA = [
+    f"{MODEL}.lora_rank=8",
+    f"{MODEL}.target_modules=all-linear",
     # In two steps the policy moves far from the base model: a rollout without the adapter would show it.
-    f" {ACTOR}.optim.lr=1e-2"
-    f" data.train_batch_size=8 {ACTOR}.ppo_mini_batch_size=8 {ACTOR}.ppo_micro_batch_size_per_gpu=64"
-    f" {ROLLOUT}.log_prob_micro_batch_size_per_gpu=64"
-)
+    f"{ACTOR}.optim.lr=1e-2",
+]
 
 
 @pytest.mark.e2e
@@ -27,13 +24,12 @@ LORA = (
         pytest.param("fsdp2", "true", marks=pytest.mark.slow),
     ],
 )
-def test_a_lora_trains_in_fp16(strategy, merge, tmp_path):
-    args = f"ARGS={LORA} {ACTOR}.strategy={strategy} {MODEL}.lora.merge={merge}"
-    command = [sys.executable, REPO / "scripts" / "run.py", "DEVICE=cpu", "STEPS=3", f"OUT={tmp_path}", args]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stdout + run.stderr
+def test_lora_trains_in_fp16(strategy, merge, tmp_path):
+    overrides = [*small_batch(), *LORA, f"{ACTOR}.strategy={strategy}", f"{MODEL}.lora.merge={merge}"]
+    code, output = finish_run(tmp_path, 3, overrides)
+    assert code == 0, output
 
-    rows = [json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [row["data"] for row in read_jsonl(tmp_path / "metrics.jsonl")]
     assert [row["training/global_step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert 0 < row["training/rollout_probs_diff_mean"] < 1e-3

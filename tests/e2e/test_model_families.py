@@ -1,35 +1,15 @@
 """Models of other families train in fp16 by ``make run``: through FSDP, the weight sync and vLLM's CPU build."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from small_runs import finish_run, small_batch
 
+from lib.files import read_jsonl
 from lib.paths import REPO
-
-SMALL = [  # a batch of 8 prompts
-    "data.train_batch_size=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64",
-]
-
-
-def train(out: Path, *words: str, args: tuple[str, ...] = (), **environment: str) -> tuple[int, str]:
-    """Run three steps of ``make run``. Return the exit code and what it printed."""
-    command = [sys.executable, REPO / "scripts/run.py", "DEVICE=cpu", "STEPS=3", f"OUT={out}", *words]
-    done = subprocess.run(
-        [*command, f"ARGS={' '.join([*SMALL, *args])}"],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-    )
-    return done.returncode, done.stdout
 
 
 def make_model(folder: Path, family: str) -> Path:
@@ -47,13 +27,13 @@ K3 = {"llama": 1e-6, "qwen3": 1e-6, "qwen3_moe": 5e-5}
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3"))]
 )
-def test_a_family_trains_in_fp16(tmp_path, family):
-    code, shown = train(tmp_path / "run", f"MODEL={make_model(tmp_path, family)}")
-    assert code == 0, shown
+def test_family_trains_in_fp16(tmp_path, family):
+    code, output = finish_run(tmp_path / "run", 3, small_batch(), f"MODEL={make_model(tmp_path, family)}")
+    assert code == 0, output
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["steps"] == 3
     assert summary["effective_dtypes"]["actor"]["compute"] == "float16"
     assert summary["effective_dtypes"]["rollout"]["rollout"] == "float16"
     assert 0 <= summary["k3_kl"] < K3[family]
-    first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["data"]
+    first = read_jsonl(tmp_path / "run/metrics.jsonl")[0]["data"]
     assert 0 < first["training/weight_sync_diff"] < 2e-3 < first["training/weight_sync_spread"]

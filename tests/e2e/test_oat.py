@@ -45,19 +45,19 @@ def task() -> Path:
 def trees(tmp_path_factory) -> dict[str, Path]:
     """Folders that hold ``oat/`` as its wheel ships it and with the stack applied."""
     root = tmp_path_factory.mktemp("oat")
-    found = {state: unpacked_wheel(RELEASE, root / state, OAT) for state in ("pristine", "patched")}
-    apply(found["patched"], framework=OAT)
-    return found
+    folders = {state: unpacked_wheel(RELEASE, root / state, OAT) for state in ("pristine", "patched")}
+    apply(folders["patched"], framework=OAT)
+    return folders
 
 
 def library_path() -> str:
-    """Where launchpad's libraries find Python's."""
+    """Return the folder in which launchpad's libraries look for Python's."""
     query = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
     return subprocess.run([PYTHON, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def train(tree: Path, task: Path, out: Path, *further: str) -> Path:
-    """Run ``ROUNDS`` learning rounds of 64 answers by the OAT in ``tree``. Returns the run's own folder."""
+    """Run ``ROUNDS`` learning rounds of 64 answers by the OAT in ``tree``. Return the run's own folder."""
     out.mkdir()
     environment = {
         "PYTHONPATH": f"{tree}:{REPO}",
@@ -96,20 +96,20 @@ def train(tree: Path, task: Path, out: Path, *further: str) -> Path:
 
 
 def rounds(file: Path) -> list[dict]:
-    """What was logged of each learning round; OAT logs before the first too, and again after the last."""
+    """Return the metrics of each learning round; OAT logs before the first too, and again after the last."""
     merged: dict[int, dict] = {}
     for row in read_jsonl(file):
         merged.setdefault(row["step"], {}).update(row["data"])
     return [merged[step] for step in range(1, ROUNDS + 1)]
 
 
-def test_a_patched_job_trains_in_fp16(trees, task, tmp_path, pytestconfig):
+def test_patched_job_trains_in_fp16(trees, task, tmp_path, pytestconfig):
     scaler = ("--precision", "fp16", "--initial_scale_power", "10", "--loss_scale_window", "1")
     run = train(trees["patched"], task, tmp_path / "out", *scaler)
-    told = json.loads((run / "args.json").read_text())
+    arguments = json.loads((run / "args.json").read_text())
     stack = load_stack(find_release(RELEASE, framework=OAT)).id
-    assert told["stamp"]["stack"] == stack
-    roles = told["effective"]
+    assert arguments["stamp"]["stack"] == stack
+    roles = arguments["effective"]
     assert [roles[role]["compute"] for role in ("actor", "ref")] == ["float16"] * 2
     assert (roles["actor"]["master"], roles["actor"]["loss_scaling"]) == ("float32", True)
     assert (roles["rollout"]["wire"], roles["rollout"]["rollout"]) == ("float16", "float16")
@@ -129,7 +129,7 @@ def test_a_patched_job_trains_in_fp16(trees, task, tmp_path, pytestconfig):
 
 
 def test_unpatched_fp16_skips_its_first_updates(trees, task, tmp_path):
-    """What the patches are there for: a scale from 2^32, halved once an update, while nothing is learnt."""
+    """The defect that the patches mend: a scale from 2^32, halved once an update, while nothing is learnt."""
     logged = rounds(train(trees["pristine"], task, tmp_path / "out", "--no-bf16", "--fp16") / "logged.jsonl")
     assert [line["deepspeed/loss_scale"] for line in logged] == [2.0 ** (32 - n) for n in range(1, ROUNDS + 1)]
     assert [line["deepspeed/skipped_steps"] for line in logged] == list(range(1, ROUNDS + 1))

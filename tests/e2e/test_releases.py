@@ -143,8 +143,8 @@ def train(
     return {name: [event.value for event in events.Scalars(tag)] for name, tag in tags.items()}, reports(lines)
 
 
-def measured(release: str, metrics: dict[str, list[float]]) -> dict:
-    """What is written down of a run."""
+def measurements(release: str, metrics: dict[str, list[float]]) -> dict:
+    """Return what is recorded of a run."""
     return {
         "stack": load_stack(find_release(release)).id,
         "rollout": ROUTES[release].rollout,
@@ -156,8 +156,8 @@ def measured(release: str, metrics: dict[str, list[float]]) -> dict:
     }
 
 
-def write_down(release: str, facts: dict) -> None:
-    """Put ``facts`` into the results, where all else of the release stays."""
+def record(release: str, facts: dict) -> None:
+    """Add ``facts`` to the results of the release."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     known[release] = known.get(release, {}) | facts
     write_json(RESULTS, {name: known[name] for name in ROUTES if name in known})
@@ -165,10 +165,10 @@ def write_down(release: str, facts: dict) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("release", ROUTES)
-def test_a_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
+def test_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
     tree = unpacked_wheel(release, tmp_path / "tree")
     apply(tree)
-    metrics, told = train(release, tree, task, tmp_path, STEPS)
+    metrics, worker_reports = train(release, tree, task, tmp_path, STEPS)
 
     assert len(metrics.pop("weight_sync_diff")) == 1, "the first step alone is checked"
     assert all(len(values) == STEPS and all(map(math.isfinite, values)) for values in metrics.values()), metrics
@@ -176,12 +176,12 @@ def test_a_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
     assert min(metrics["grad_norm"]) > 0 and min(metrics["reward"]) > 0.1, "nothing to learn from"
     mismatch = metrics["rollout_probs_diff_mean"]
     assert 0 < min(mismatch) and max(mismatch) < ROUTES[release].bf16 / 3, mismatch
-    roles = {report["role"]: report for report in told}
+    roles = {report["role"]: report for report in worker_reports}
     assert (roles["actor"]["compute"], roles["actor"]["master"]) == ("float16", "float32")
     assert roles["actor"]["loss_scaling"] is True
     if ROUTES[release].rollout == VLLM.rollout:  # HuggingFace's generate is the recipe's, or within the actor
         assert (roles["rollout"]["wire"], roles["rollout"]["rollout"]) == ("float32", "float16")
-    assert {report["stamp"]["release"] for report in told} == {release}
+    assert {report["stamp"]["release"] for report in worker_reports} == {release}
     checkpoints = tmp_path / "checkpoints"
     assert load_manifest(tree / "verl").choose(checkpoints) == (checkpoints / f"global_step_{STEPS}", [])
     if release in RESUMED:
@@ -189,15 +189,15 @@ def test_a_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
         assert third["loss_scale"] == [SCALE * 8], "step 3 alone, from the scale of step 2"
 
     if pytestconfig.getoption("write_results"):
-        write_down(release, measured(release, metrics))
+        record(release, measurements(release, metrics))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("release", [name for name in ROUTES if name not in matrix.WITHOUT_FLOWRL])
-def test_flowrl_trains_on_a_release(release, task, tmp_path, pytestconfig):
+def test_flowrl_trains_on_release(release, task, tmp_path, pytestconfig):
     tree = unpacked_wheel(release, tmp_path / "tree")
     apply(tree)
-    metrics, told = train(release, tree, task, tmp_path, STEPS, "flowrl")
+    metrics, worker_reports = train(release, tree, task, tmp_path, STEPS, "flowrl")
 
     assert len(metrics.pop("weight_sync_diff")) == 1, "the first step alone is checked"
     assert all(len(values) == STEPS and all(map(math.isfinite, values)) for values in metrics.values()), metrics
@@ -205,14 +205,14 @@ def test_flowrl_trains_on_a_release(release, task, tmp_path, pytestconfig):
     assert metrics["log_z"][0] == 0 != metrics["log_z"][1], "log Z starts from 0 and is learned"
     assert min(metrics["partition_grad_norm"]) > 0 and min(metrics["distinct_right_answers"]) > 0.1
     assert max(metrics["rollout_probs_diff_mean"]) < ROUTES[release].bf16 / 3
-    roles = {report["role"]: report for report in told}
+    roles = {report["role"]: report for report in worker_reports}
     assert [roles[role]["compute"] for role in ("actor", "ref")] == ["float16"] * 2
-    assert {report["stamp"]["release"] for report in told} == {release}
+    assert {report["stamp"]["release"] for report in worker_reports} == {release}
     assert (tmp_path / f"checkpoints/global_step_{STEPS}/actor/flowrl_partition.pt").exists()
 
     if pytestconfig.getoption("write_results"):
         facts = {name: float(f"{values[-1]:.3g}") for name, values in metrics.items() if name in FLOWRL}
-        write_down(release, {"flowrl": measured(release, metrics) | facts})
+        record(release, {"flowrl": measurements(release, metrics) | facts})
 
 
 @pytest.mark.parametrize("release", ROUTES)
@@ -227,7 +227,7 @@ def test_every_release_has_a_route():
 
 
 @pytest.mark.parametrize("release", ROUTES)
-def test_the_configuration_fits_the_release(release, tmp_path):
+def test_configuration_fits_the_release(release, tmp_path):
     tree = unpacked_wheel(release, tmp_path)
     apply(tree)
     with hydra.initialize_config_dir(config_dir=str(tree / "verl/trainer/config"), version_base=None):

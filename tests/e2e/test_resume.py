@@ -5,32 +5,25 @@ The job is that of ``make run ALGO=ppo``, with a critic; its first run records i
 
 import json
 import os
-import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from processes import kill, of_this_run
-
-from lib.paths import REPO
+from checkpoints import assert_same_checkpoint, training_metrics
+from processes import kill, of_this_run, wait_for
+from small_runs import ACTOR, HANGS_S, ROLLOUT, start_run
 
 STEPS = 6
-HANGS_S = 1800
-ARGS = [
+OVERRIDES = [
     # Three steps an epoch, so that the data is shuffled anew in between.
     "data.train_batch_size=8 data.train_max_samples=24",
-    "actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+    f"{ROLLOUT}.n=4 {ROLLOUT}.log_prob_micro_batch_size_per_gpu=32",
     "trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=1",
 ]
-for role, scaler in (("actor_rollout_ref.actor", "fsdp_config.grad_scaler"), ("critic", "fsdp.grad_scaler")):
-    ARGS += [
+for role, scaler in ((ACTOR, "fsdp_config.grad_scaler"), ("critic", "fsdp.grad_scaler")):
+    OVERRIDES += [
         # Two mini-batches a step, shuffled by the seed, and a learning rate that every step changes.
         f"{role}.ppo_mini_batch_size=4 {role}.ppo_micro_batch_size_per_gpu=16 {role}.shuffle=true",
         f"{role}.optim.lr_scheduler_type=cosine {role}.optim.lr_warmup_steps=3",
@@ -41,18 +34,12 @@ for role, scaler in (("actor_rollout_ref.actor", "fsdp_config.grad_scaler"), ("c
 
 
 def start(out: Path, rollouts: str, screen: Path) -> subprocess.Popen:
-    settings = ["DEVICE=cpu", "EXPERIMENT=arithmetic", "ALGO=ppo", f"STEPS={STEPS}", f"OUT={out}"]
-    words = [sys.executable, REPO / "scripts" / "run.py", *settings, f"ARGS={' '.join([*ARGS, rollouts])}"]
-    with screen.open("w") as output:
-        return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
+    return start_run(out, STEPS, [*OVERRIDES, rollouts], "ALGO=ppo", screen=screen)
 
 
 def kill_when(condition: Callable[[], bool], run: subprocess.Popen, out: Path, screen: Path) -> None:
-    """SIGKILL to every process of a run, as soon as the condition holds."""
-    begin = time.monotonic()
-    while not condition():
-        assert run.poll() is None and time.monotonic() - begin < HANGS_S, screen.read_text()
-        time.sleep(0.02)
+    """Kill every process of a run as soon as the condition holds."""
+    wait_for(condition, run, screen, HANGS_S)
     run.send_signal(signal.SIGSTOP)  # or it would tidy up after verl's end
     while left := of_this_run(out):
         kill(left)
@@ -62,33 +49,6 @@ def kill_when(condition: Callable[[], bool], run: subprocess.Popen, out: Path, s
 
 def wall_s(file: Path) -> float:
     return json.loads(file.read_text())["wall_s"]
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """All that a checkpoint's file holds, with the way to it."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from leaves(item, f"{path}/{key}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from leaves(item, f"{path}/{index}")
-    else:
-        yield path, value
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    return one == other
-
-
-def training(out: Path) -> dict[int, dict[str, float]]:
-    """The metrics of every step, without time, memory, and the weight sync, which the first step of a run measures."""
-    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    measured = re.compile("timing|perf/|weight_sync_")
-    return {row["step"]: {k: v for k, v in row["data"].items() if not measured.search(k)} for row in rows}
 
 
 @pytest.mark.e2e
@@ -122,16 +82,10 @@ def test_killed_and_resumed_equals_one_go_bit_for_bit(tmp_path):
     left = {path.parents[1].name for path in (whole / "checkpoints").glob("*/*/model_world_size_*.pt")}
     assert left == {f"global_step_{STEPS}"}, "one checkpoint was to be kept"
 
-    expected, found = (out / "checkpoints" / f"global_step_{STEPS}" for out in (whole, parts))
-    files = sorted(path.relative_to(expected) for path in expected.rglob("*.pt"))
-    assert files == sorted(path.relative_to(found) for path in found.rglob("*.pt"))
-    assert len(files) == 7, "model, optimizer and extra state of actor and critic, and the data loader's"
-    for file in files:
-        one, other = (dict(leaves(torch.load(out / file, weights_only=False))) for out in (expected, found))
-        assert one.keys() == other.keys()
-        assert [name for name in one if not same(one[name], other[name])] == [], file
+    # Model, optimizer and extra state of actor and critic, and the data loader's.
+    assert_same_checkpoint(*(out / "checkpoints" / f"global_step_{STEPS}" for out in (whole, parts)), files=7)
 
-    one, other = training(whole), training(parts)
+    one, other = training_metrics(whole), training_metrics(parts)
     assert set(other) >= {1, 2, 5, 6}, "only steps in which the run was killed may lack theirs"
     for step in other:
         assert {name for name in one[step] if one[step][name] != other[step].get(name)} == set(), step

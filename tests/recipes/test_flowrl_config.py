@@ -11,8 +11,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lib import cli
 from lib.errors import Refused
-from lib.run import job as jobs
+from lib.run.job import compose as compose_job
+from lib.run.job import parse_job
 from recipes.flowrl.config import FlowRLActorConfig
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -27,8 +29,8 @@ def compose(tiny_model):
     """``compose(*overrides)``: the default job with the recipe; verl's own checks have passed."""
 
     def of(*overrides: str, recipe: str = "flowrl", precision: str = "fp16") -> DictConfig:
-        job = replace(jobs.parse(["DEVICE=cpu"]), model=str(tiny_model), precision=precision)
-        return validated(jobs.compose(replace(job, args=(f"+recipe={recipe}", *overrides)), Path("out")))
+        job = replace(parse_job(["DEVICE=cpu"]), model=str(tiny_model), precision=precision)
+        return validated(compose_job(replace(job, args=(f"+recipe={recipe}", *overrides)), Path("out")))
 
     return of
 
@@ -44,7 +46,7 @@ def actor(compose):
     return lambda *overrides, **choices: omega_conf_to_dataclass(compose(*overrides, **choices).actor_rollout_ref.actor)
 
 
-@pytest.mark.parametrize("precision", jobs.options("precision"))
+@pytest.mark.parametrize("precision", cli.options("precision"))
 @pytest.mark.parametrize("recipe", ["flowrl", "flowrl_paper"])
 def test_every_recipe_composes_in_every_regime(compose, recipe, precision):
     config = compose(recipe=recipe, precision=precision)
@@ -203,7 +205,7 @@ def test_a_misspelt_setting_is_refused(compose):
 def test_the_process_ends_before_ray_starts(name, tiny_model, tmp_path):
     overrides, message = REFUSED[name]
     out = tmp_path / "out"
-    job = replace(jobs.parse(["DEVICE=cpu"]), model=str(tiny_model), args=("+recipe=flowrl", *overrides))
+    job = replace(parse_job(["DEVICE=cpu"]), model=str(tiny_model), args=("+recipe=flowrl", *overrides))
     environment = {**os.environ, **job.environment(out), "RAY_TMPDIR": str(tmp_path / "ray")}
     environment["VERL_USE_EXTERNAL_MODULES"] = "recipes.cpu.platform,recipes.flowrl.trainer"
     done = subprocess.run(job.command(out), env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -8,14 +8,14 @@ import pytest
 
 import bench
 from lib.paths import REPO
-from lib.run import job as jobs
+from lib.run.job import CPU_PLATFORM
 
 SCRIPT = Path(bench.__file__)
 
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
-    for name, value in jobs.CPU_PLATFORM.items():
+    for name, value in CPU_PLATFORM.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 

@@ -1,4 +1,4 @@
-"""Admission to a cluster and ``make submit``: what is refused and how, and what is carried to the nodes."""
+"""Admission to a cluster and ``make submit``: refusals, and what a job carries to the nodes."""
 
 import contextlib
 import importlib.util
@@ -23,6 +23,7 @@ import pytest
 import ray
 import torch
 
+import lib
 import submit
 from lib.errors import Refused
 from lib.patches.apply import apply
@@ -30,10 +31,13 @@ from lib.patches.releases import VERL, find_release
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 from lib.run import cluster
-from lib.run import job as jobs
+from lib.run.cluster_query import missing_resources
+from lib.run.job import Job, compose, parse_job
+from lib.run.machine import cpus_per_node
+from lib.run.node_facts import SAME_VERSIONS, difference, node_facts, refuse_driver
 
 RELEASE = find_release("0.9.1")
-ASKED = {
+QUERY = {
     "engines": {
         "actor": {"dtype": "float16", "mixed_precision": None, "model_dtype": "fp32"},
         "ref": {"dtype": "bfloat16", "mixed_precision": None, "model_dtype": None},
@@ -45,7 +49,7 @@ ASKED = {
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> Path:
-    """A folder whose verl/ is the release's, not patched."""
+    """A folder whose verl/ is the release's, unpatched."""
     return unpacked_wheel(RELEASE.name, tmp_path_factory.mktemp("pristine"))
 
 
@@ -69,78 +73,95 @@ def imported(monkeypatch):
 # --- the facts of a node ----------------------------------------------------------------------------------------------
 
 
-def test_a_node_says_what_it_would_train_with(patched, imported):
+def test_node_reports_what_it_would_train_with(patched, imported):
     path = list(sys.path)
     imported(patched)
     sys.path += path
-    told = cluster.facts(ASKED, "cpu")
+    facts = node_facts(QUERY, "cpu")
     stamp = json.loads((patched / VERL.stamp).read_text())
-    assert (told["verl"], told["root"], told["stack"], told["tree"]) == (
+    assert (facts["verl"], facts["root"], facts["stack"], facts["tree"]) == (
         "0.9.1",
         str(patched),
         stamp["stack"],
         stamp["tree"],
     )
-    assert told["dtypes"]["actor"]["compute"] == told["dtypes"]["actor"]["product"] == "float16"
-    assert told["dtypes"]["ref"]["product"] == "bfloat16", "observed, not copied from the rollout or the actor"
-    assert told["dtypes"]["actor"]["loss_scaling"] and not told["dtypes"]["ref"]["loss_scaling"]
-    assert all(told[name] for name in cluster.ALIKE) and told["unseen"] == ["/no/such/folder"]
-    cluster.refuse_driver(told)
+    dtypes = facts["dtypes"]
+    assert dtypes["actor"]["compute"] == dtypes["actor"]["product"] == "float16"
+    assert dtypes["ref"]["product"] == "bfloat16", "observed, not copied from the rollout or the actor"
+    assert dtypes["actor"]["loss_scaling"] and not dtypes["ref"]["loss_scaling"]
+    assert all(facts[name] for name in SAME_VERSIONS) and facts["unseen"] == ["/no/such/folder"]
+    refuse_driver(facts)
 
 
-def test_a_product_in_another_dtype_than_the_configs_is_seen(patched, imported, monkeypatch):
+def test_node_gets_the_function_by_value_and_needs_nothing_of_this_project(patched, tmp_path):
+    ray.cloudpickle.register_pickle_by_value(lib)
+    (tmp_path / "function").write_bytes(ray.cloudpickle.dumps(node_facts))
+    ray.cloudpickle.unregister_pickle_by_value(lib)
+    program = """
+import json, pickle, sys
+node_facts = pickle.load(open(sys.argv[1], "rb"))
+print(node_facts(json.loads(sys.argv[2]), "cpu")["stack"], "lib" in sys.modules)
+"""
+    command = [sys.executable, "-c", program, tmp_path / "function", json.dumps(QUERY)]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(patched)}
+    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    stack = json.loads((patched / VERL.stamp).read_text())["stack"]
+    assert done.stdout == f"{stack} False\n", done.stderr
+
+
+def test_product_in_another_dtype_than_the_configs_is_reported(patched, imported, monkeypatch):
     path = list(sys.path)
     imported(patched)
     sys.path += path
-    sound = cluster.facts(ASKED, "cpu")
+    sound = node_facts(QUERY, "cpu")
     monkeypatch.setattr(torch, "autocast", lambda **_: contextlib.nullcontext())
-    told = cluster.facts(ASKED, "cpu")
-    assert (told["dtypes"]["actor"]["compute"], told["dtypes"]["actor"]["product"]) == ("float16", "float32")
-    assert cluster.difference(told, sound).startswith("makes of the actor's config ")
+    facts = node_facts(QUERY, "cpu")
+    assert (facts["dtypes"]["actor"]["compute"], facts["dtypes"]["actor"]["product"]) == ("float16", "float32")
+    assert difference(facts, sound).startswith("resolves the actor's config to ")
 
 
-def test_a_node_that_has_an_unpatched_verl_or_none_says_so(pristine, imported):
+def test_node_with_an_unpatched_verl_or_none_reports_it(pristine, imported):
     imported(pristine)
-    told = cluster.facts(ASKED, "cpu")
-    assert (told["verl"], told["stack"], told["tree"], told["dtypes"]) == ("0.9.1", None, RELEASE.tree_before, {})
+    facts = node_facts(QUERY, "cpu")
+    assert (facts["verl"], facts["stack"], facts["tree"], facts["dtypes"]) == ("0.9.1", None, RELEASE.tree_before, {})
     with pytest.raises(Refused, match="the driver's verl 0.9.1 is not patched; make status VERL=") as refusal:
-        cluster.refuse_driver(told)
+        refuse_driver(facts)
     assert str(pristine) in str(refusal.value)
     imported(None)
-    assert cluster.facts(ASKED, "cpu")["verl"] is None
+    assert node_facts(QUERY, "cpu")["verl"] is None
 
 
-def test_an_edited_driver_and_another_stack_are_refused(patched, imported):
+def test_edited_driver_and_another_stack_are_refused(patched, imported):
     imported(patched)
     (patched / "verl/utils/tracking.py").write_text("# mine\n")
-    told = cluster.facts(ASKED | {"engines": {}}, "cpu")
+    facts = node_facts(QUERY | {"engines": {}}, "cpu")
     with pytest.raises(Refused, match="was edited after it was patched"):
-        cluster.refuse_driver(told)
-    with pytest.raises(Refused, match=f"has stack 0123, this checkout {told['stack']}"):
-        cluster.refuse_driver(told | {"stack": "0123"})
+        refuse_driver(facts)
+    with pytest.raises(Refused, match=f"has stack 0123, this checkout {facts['stack']}"):
+        refuse_driver(facts | {"stack": "0123"})
 
 
 @pytest.mark.parametrize(
     "words", ["", "model_engine=megatron", "actor_rollout_ref.actor.strategy=fsdp2 critic.strategy=fsdp2"]
 )
-def test_the_dtype_that_nodes_resolve_is_that_of_each_roles_engine(words, tmp_path):
-    config = jobs.compose(jobs.parse(["DEVICE=cpu", "ALGO=ppo", f"ARGS={words}"]), tmp_path)
+def test_nodes_resolve_the_dtype_of_each_roles_engine(words, tmp_path):
+    config = compose(parse_job(["DEVICE=cpu", "ALGO=ppo", f"ARGS={words}"]), tmp_path)
     for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
-        assert cluster.engine(role)["dtype"] == "float16"
+        assert cluster.engine_settings(role)["dtype"] == "float16"
 
 
 DRIVER = {
     "verl": "0.9.1",
     "stack": "54ad",
     "blobs": {"verl/a.py": "1", "verl/b.py": "2"},
-    **dict.fromkeys(cluster.ALIKE, "1.0"),
+    **dict.fromkeys(SAME_VERSIONS, "1.0"),
     "dtypes": {"actor": {"compute": "float16", "product": "float16"}},
     "unseen": [],
 }
 
 
 @pytest.mark.parametrize(
-    ("odd", "told"),
+    ("odd", "message"),
     [
         ({"verl": None, "stack": None}, "has no verl, the driver 0.9.1"),
         ({"verl": "0.8.0", "stack": None}, "has verl 0.8.0, the driver 0.9.1"),
@@ -151,13 +172,16 @@ DRIVER = {
         ({"blobs": DRIVER["blobs"] | {"verl/c.py": "3"}}, "verl 0.9.1 is edited: verl/c.py"),
         ({"torch": "2.12.0"}, "has torch 2.12.0, the driver 1.0"),
         ({"vllm": None}, "has vllm None, the driver 1.0"),
-        ({"dtypes": {"actor": {"compute": "float16", "product": "float32"}}}, "makes of the actor's config {'compute'"),
+        (
+            {"dtypes": {"actor": {"compute": "float16", "product": "float32"}}},
+            "resolves the actor's config to {'compute'",
+        ),
         ({"unseen": ["/data/.seen-x"]}, "does not see /data/.seen-x: OUT, the model and the data must be on a disk"),
     ],
 )
-def test_what_differs_is_said_in_words(odd, told):
-    assert cluster.difference(DRIVER, DRIVER) is None
-    assert cluster.difference(DRIVER | odd, DRIVER).startswith(told)
+def test_difference_is_described(odd, message):
+    assert difference(DRIVER, DRIVER) is None
+    assert difference(DRIVER | odd, DRIVER).startswith(message)
 
 
 def node(name: str, **resources: float) -> dict:
@@ -170,93 +194,93 @@ def node(name: str, **resources: float) -> dict:
     }
 
 
-def test_too_few_gpus_are_counted_by_node():
+def test_missing_gpus_are_counted_by_node():
     full, busy = node("worker-1", GPU=8, CPU=64), node("10.0.0.3", GPU=8, CPU=64)
     free = [(full, full["Resources"]), (busy, {"GPU": 2, "CPU": 64})]
-    assert cluster.lacking(free, nnodes=1, gpus=8, cpus=64) is None
-    assert cluster.lacking(free, nnodes=2, gpus=2, cpus=64) is None
-    assert cluster.lacking(free, nnodes=2, gpus=8, cpus=29) == (
+    assert missing_resources(free, nnodes=1, gpus=8, cpus=64) is None
+    assert missing_resources(free, nnodes=2, gpus=2, cpus=64) is None
+    assert missing_resources(free, nnodes=2, gpus=8, cpus=29) == (
         "trainer.nnodes=2 trainer.n_gpus_per_node=8: 2 nodes with 8 GPUs and 29 CPUs free are needed, 1 of 2 have "
         "that; worker-1 (10.0.0.3) has 8 of 8 GPUs and 64 of 64 CPUs free; "
         "host (10.0.0.3) has 2 of 8 GPUs and 64 of 64 CPUs free"
     )
-    assert "0 of 1 have that" in cluster.lacking([(full, {"GPU": 8, "CPU": 28})], nnodes=1, gpus=8, cpus=29)
+    assert "0 of 1 have that" in missing_resources([(full, {"GPU": 8, "CPU": 28})], nnodes=1, gpus=8, cpus=29)
 
 
-def test_the_cpus_that_verl_takes_are_counted(tmp_path):
+def test_cpus_of_verl_and_transfer_queue_are_counted(tmp_path):
     words = [
         "trainer.nnodes=2",
         "trainer.n_gpus_per_node=8",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=7",
     ]
-    config = jobs.compose(jobs.parse(["DEVICE=cpu", f"ARGS={' '.join(words)}"]), tmp_path)
-    assert cluster.cpus(config) == 3 * 8 + 4 + 1
+    config = compose(parse_job(["DEVICE=cpu", f"ARGS={' '.join(words)}"]), tmp_path)
+    assert cpus_per_node(config) == 3 * 8 + 4 + 1
 
 
-def test_a_folder_that_nodes_do_not_share_would_be_seen(tmp_path, monkeypatch):
+def test_nodes_look_for_a_new_file_beside_out_and_for_the_model(tmp_path, monkeypatch):
     """By a file that is new to every node, beside OUT; the model and the data too, where they are files."""
-    asked = []
+    queries = []
 
-    def ask(job, out, question, say):
-        asked.append([(path, Path(path).exists()) for path in question["asked"]["paths"]])
+    def query_cluster(job, out, request, show):
+        queries.append([(path, Path(path).exists()) for path in request["query"]["paths"]])
         raise Refused("enough")
 
-    monkeypatch.setattr(cluster, "ask", ask)
+    monkeypatch.setattr(cluster, "query_cluster", query_cluster)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").touch()
-    job = replace(jobs.parse(["DEVICE=cpu", f"MODEL={tmp_path}/model", f"OUT={tmp_path}/a/run"]), cluster="auto")
+    job = replace(parse_job(["DEVICE=cpu", f"MODEL={tmp_path}/model", f"OUT={tmp_path}/a/run"]), cluster="auto")
     for _ in range(2):
         with pytest.raises(Refused, match="enough"):
-            cluster.admit(job, jobs.compose(job, job.out), job.out)
-    (mark, there), (model, _) = asked[0]
+            cluster.admit(job, compose(job, job.out), job.out)
+    (mark, there), (model, _) = queries[0]
     assert there and Path(mark).parent == tmp_path and model == str(tmp_path / "model")
-    assert asked[1][0][0] != mark, "one that no node can have seen before"
+    assert queries[1][0][0] != mark, "one that no node can have seen before"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.fixture
-def asking(tmp_path, monkeypatch):
-    """Put a shell script in the place of the process that asks: Ray cannot be made to crash."""
+def query_by(tmp_path, monkeypatch):
+    """Put a shell script in the place of the process that queries the cluster: Ray cannot be made to crash."""
 
-    def asking(script: str) -> jobs.Job:
+    def query_by(script: str) -> Job:
         program = tmp_path / "python"
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(program))
-        return replace(jobs.parse(["DEVICE=cpu"]), cluster="auto")
+        return replace(parse_job(["DEVICE=cpu"]), cluster="auto")
 
-    return asking
+    return query_by
 
 
-def test_a_crash_of_ray_is_no_answer_and_is_asked_again_once(asking, tmp_path):
+def test_crash_of_ray_is_retried_once(query_by, tmp_path):
     once = f'test -e {tmp_path}/crashed || {{ touch {tmp_path}/crashed; kill -SEGV $$; }}; echo \'{{"answer": ["1"]}}\''
     shown = []
-    assert cluster.ask(asking(once), tmp_path, {}, shown.append) == ["1"]
-    assert shown == ["Ray has crashed the process that asks (SIGSEGV): asking again"]
-    with pytest.raises(Refused, match="^RAY_ADDRESS=auto: the cluster could not be asked: exit code -11$"):
-        cluster.ask(asking("kill -SEGV $$"), tmp_path, {}, shown.append)
+    assert cluster.query_cluster(query_by(once), tmp_path, {}, shown.append) == ["1"]
+    assert shown == ["Ray crashed the process that queries the cluster (SIGSEGV): trying again"]
+    with pytest.raises(Refused, match="^RAY_ADDRESS=auto: the cluster could not be queried: exit code -11$"):
+        cluster.query_cluster(query_by("kill -SEGV $$"), tmp_path, {}, shown.append)
 
 
-def test_what_the_asking_process_ends_of_is_said(asking, tmp_path):
-    with pytest.raises(Refused, match="^RAY_ADDRESS=auto: the cluster could not be asked: OSError: no room$"):
-        cluster.ask(asking("echo 'OSError: no room' >&2; exit 1"), tmp_path, {}, print)
+def test_failed_query_is_refused_with_its_cause(query_by, tmp_path):
+    with pytest.raises(Refused, match="^RAY_ADDRESS=auto: the cluster could not be queried: OSError: no room$"):
+        cluster.query_cluster(query_by("echo 'OSError: no room' >&2; exit 1"), tmp_path, {}, print)
     with pytest.raises(Refused, match="^RAY_ADDRESS=auto: no Ray cluster answers there within 60 s$"):
-        cluster.ask(asking("kill -ALRM $$"), tmp_path, {}, print)
+        cluster.query_cluster(query_by("kill -ALRM $$"), tmp_path, {}, print)
 
 
 # --- a head that is not there -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:10001", "head", "head:", ":6379"])
-def test_what_no_process_on_a_node_can_join_is_refused(address):
+def test_address_that_no_node_can_join_is_refused(address):
     with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be HOST:PORT of a cluster"):
-        cluster.refuse_address(address)
+        cluster.check_address(address)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:6379", "127.0.0.1:99999"])
-def test_a_head_that_does_not_answer_is_refused(address):
+def test_silent_head_is_refused(address):
     with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: no Ray cluster answers there"):
-        cluster.refuse_address(address)
+        cluster.check_address(address)
 
 
 # --- what is submitted ------------------------------------------------------------------------------------------------
@@ -265,13 +289,13 @@ HEAD = "http://127.0.0.1:8265"
 
 
 @pytest.fixture
-def job(monkeypatch, tmp_path) -> jobs.Job:
+def job(monkeypatch, tmp_path) -> Job:
     monkeypatch.setenv("RAY_ADDRESS", HEAD)
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody_else")
-    return jobs.parse(["DEVICE=cpu", f"OUT={tmp_path}/run", "STEPS=2", "RETRIES=1", "ARGS=trainer.nnodes=2"])
+    return parse_job(["DEVICE=cpu", f"OUT={tmp_path}/run", "STEPS=2", "RETRIES=1", "ARGS=trainer.nnodes=2"])
 
 
-def test_a_job_carries_patched_verl_and_what_it_runs_of_this_checkout(job, patched, imported, tmp_path):
+def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, patched, imported, tmp_path):
     imported(patched)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -293,7 +317,7 @@ def test_a_job_carries_patched_verl_and_what_it_runs_of_this_checkout(job, patch
     assert done.returncode == 0
 
 
-def test_an_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
+def test_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
     imported(pristine)
     with pytest.raises(Refused, match=f"^CARRY=yes: {pristine}/verl: pristine: "):
         submit.prepare(job, tmp_path)
@@ -301,7 +325,7 @@ def test_an_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
     assert own.runtime_env == {} and own.entrypoint.startswith(f"{sys.executable} {REPO}/scripts/run.py ")
 
 
-def test_a_dry_run_says_what_would_be_submitted_and_does_nothing(tmp_path, monkeypatch, capsys):
+def test_dry_run_shows_the_submission_and_does_nothing(tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # nothing is there
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
@@ -316,7 +340,7 @@ def test_a_dry_run_says_what_would_be_submitted_and_does_nothing(tmp_path, monke
 @pytest.mark.parametrize(
     "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "git_token"]
 )
-def test_a_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
+def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     monkeypatch.setenv(name, "hf_of_nobody_else")
     with pytest.raises(Refused, match=f"^{name}: its value stands on the command line") as refusal:
         submit.main(["DEVICE=cpu", "ARGS=+trainer.token=hf_of_nobody_else"])
@@ -324,22 +348,22 @@ def test_a_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["", "auto", "127.0.0.1:6379"])
-def test_a_job_is_submitted_to_a_dashboard(address, monkeypatch):
+def test_address_that_is_no_dashboard_is_refused(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be the cluster's dashboard"):
         submit.main(["--dry-run", "DEVICE=cpu", "OUT=/out"])
 
 
 class DyingHead(BaseHTTPRequestHandler):
-    """A dashboard that says its version and hangs up on everything else."""
+    """A dashboard that reports its version and hangs up on everything else."""
 
     def do_GET(self) -> None:
         if self.path == "/api/version":
-            told = json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": ""}).encode()
+            content = json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": ""}).encode()
             self.send_response(200)
-            self.send_header("Content-Length", str(len(told)))
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(told)
+            self.wfile.write(content)
 
     def do_POST(self) -> None:
         self.close_connection = True
@@ -348,7 +372,7 @@ class DyingHead(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_head_that_fails_meanwhile_is_said_in_one_line(tmp_path, monkeypatch):
+def test_head_that_fails_during_submission_is_reported_in_one_line(tmp_path, monkeypatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), DyingHead) as head:
         threading.Thread(target=head.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{head.server_port}"
@@ -360,7 +384,7 @@ def test_a_head_that_fails_meanwhile_is_said_in_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("out", ["", "outputs/run"])
-def test_a_carried_job_needs_a_folder_that_all_nodes_see(out, monkeypatch):
+def test_carried_job_needs_an_absolute_out(out, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", HEAD)
     with pytest.raises(Refused, match=f"^OUT={out}: must be an absolute path that every node"):
         submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"])
@@ -379,15 +403,15 @@ def free_port() -> int:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class UnpatchedCluster:
     folder: Path  # of all that Ray writes
     gcs: str
     dashboard: str
 
 
 @pytest.fixture
-def unpatched_cluster(pristine, monkeypatch) -> Iterator[Cluster]:
-    """Two nodes with one "GPU" each, whose interpreter finds all that this one finds, but an unpatched verl."""
+def unpatched_cluster(pristine, monkeypatch) -> Iterator[UnpatchedCluster]:
+    """Two nodes with one "GPU" each, whose Python has all packages of this one, but an unpatched verl."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need a short path
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     (site,) = folder.glob("venv/lib/python*/site-packages")
@@ -411,7 +435,7 @@ def unpatched_cluster(pristine, monkeypatch) -> Iterator[Cluster]:
             while "Ray runtime started" not in shown.read_text():
                 assert time.monotonic() < until and started[-1].poll() is None, "Ray did not start"
                 time.sleep(0.5)
-        yield Cluster(folder, f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}")
+        yield UnpatchedCluster(folder, f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}")
     finally:
         processes = [psutil.Process(node.pid) for node in started]
         processes += [child for process in processes for child in process.children(recursive=True)]
@@ -423,8 +447,8 @@ def unpatched_cluster(pristine, monkeypatch) -> Iterator[Cluster]:
 
 
 @pytest.mark.e2e
-def test_a_carried_verl_makes_unpatched_nodes_good(unpatched_cluster, pristine, tmp_path, monkeypatch):
-    """What tests/e2e/test_cluster_faults.py sees refused is accepted where the job carries a patched verl."""
+def test_unpatched_nodes_are_admitted_where_the_job_carries_verl(unpatched_cluster, pristine, tmp_path, monkeypatch):
+    """tests/e2e/test_cluster_faults.py has the refusal of such nodes."""
     where = "import importlib.util; print(importlib.util.find_spec('verl').submodule_search_locations[0])"
     without = subprocess.run(
         [unpatched_cluster.folder / "venv/bin/python", "-c", where], capture_output=True, text=True
@@ -434,8 +458,8 @@ def test_a_carried_verl_makes_unpatched_nodes_good(unpatched_cluster, pristine, 
     words, shown = ["DEVICE=cpu", f"OUT={tmp_path}/run", "ARGS=trainer.nnodes=2"], []
     verl = importlib.util.find_spec("verl").submodule_search_locations[0]
     carried = shlex.quote(f"++ray_kwargs.ray_init.runtime_env.py_modules=['{verl}']")
-    job = jobs.parse([*words[:-1], f"{words[-1]} {carried}"])
-    nodes = cluster.admit(job, jobs.compose(job, job.out), job.out, STARTS_S, shown.append)["nodes"]
+    job = parse_job([*words[:-1], f"{words[-1]} {carried}"])
+    nodes = cluster.admit(job, compose(job, job.out), job.out, STARTS_S, shown.append)["nodes"]
     assert [each["node"].split()[0] for each in nodes] == ["head-1", "worker-2"]
     for each in nodes:
         assert each["root"].startswith(str(unpatched_cluster.folder)), "that of the job, not the interpreter's"
@@ -445,7 +469,7 @@ def test_a_carried_verl_makes_unpatched_nodes_good(unpatched_cluster, pristine, 
 
 
 @pytest.mark.slow
-def test_a_submitted_job_trains_patched_on_unpatched_nodes(unpatched_cluster, tmp_path):
+def test_submitted_job_trains_patched_on_unpatched_nodes(unpatched_cluster, tmp_path):
     small = (
         "trainer.nnodes=2 data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8"
         " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32"  # of a worker: half of 8 prompts, 8 answers each

@@ -18,7 +18,8 @@ import pyarrow.parquet
 import pytest
 
 from lib.paths import REPO
-from lib.run import job as jobs
+from lib.run.job import Job, compose, parse_job
+from lib.run.validation import validate
 
 LAUNCH = REPO / "scripts/launch"
 SCRIPT = LAUNCH / "flowrl_7b.sh"
@@ -70,23 +71,23 @@ ON_CLUSTER = {"RAY_ADDRESS": "http://127.0.0.1:9", "OUT": "/tmp/flowrl"}
         ),
     ],
 )
-def test_a_bad_knob_is_refused_by_name(knobs, refusal, data):
+def test_bad_knob_is_refused_by_name(knobs, refusal, data):
     done = launch(**({"DATA": data} | knobs))
-    said = [line for line in done.stderr.splitlines() if not line.startswith("make: *** ")]
-    assert done.returncode and len(said) == 1 and said[0].startswith(refusal), done.stderr
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("make: *** ")]
+    assert done.returncode and len(lines) == 1 and lines[0].startswith(refusal), done.stderr
 
 
 @pytest.mark.parametrize(("where", "goal"), [({}, "run.py"), ({"RAY_ADDRESS": "http://head:8265"}, "submit.py")])
-def test_the_knobs_and_overrides_reach_verl(where, goal, data):
-    """By what make would start: each word as it was given, blanks, quotes, dollars and commas included."""
+def test_knobs_and_overrides_reach_verl(where, goal, data):
+    """Each word arrives in the command of make as it was typed, with blanks, quotes, dollars and commas."""
     knobs = {"DATA": data, "NNODES": 4 if where else 1, "OUT": data / "out", "STEPS": 7, "PRECISION": "bf16"}
     done = launch(*OVERRIDES, MAKEFLAGS="n", **knobs, **where)
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if f"scripts/{goal}" in line)
     words = shlex.split(line)[3:]
-    job = jobs.parse(words)
+    job = parse_job(words)
     assert job.args == (f"trainer.nnodes={knobs['NNODES']}", "trainer.n_gpus_per_node=8", *OVERRIDES)
-    config = jobs.compose(job, job.out)
+    config = compose(job, job.out)
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (knobs["NNODES"], 8)
     assert (config.data.train_batch_size, config.trainer.total_training_steps) == (64, 7)
     assert config.data.train_files == str(data / "train.parquet") and config.data.val_files == str(
@@ -97,11 +98,11 @@ def test_the_knobs_and_overrides_reach_verl(where, goal, data):
     assert config.actor_rollout_ref.actor.flowrl.partition.dropout == 0.1, "the paper's preset"
 
 
-def test_the_settings_are_the_papers(data):
+def test_settings_are_the_papers(data):
     words = ["EXPERIMENT=flowrl_7b", "RECIPE=flowrl_paper", "DEVICE=cpu", f"TRAIN={data / 'train.parquet'}"]
-    job = replace(jobs.parse(words), device="cuda")
-    config = jobs.compose(job, data / "out")
-    jobs.validate(job, config)
+    job = replace(parse_job(words), device="cuda")
+    config = compose(job, data / "out")
+    validate(job, config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size, rollout.n, rollout.temperature) == (512, 32, 8, 1)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 8192)
@@ -196,13 +197,13 @@ done""",
     return machine
 
 
-def job_of(command: list[str]) -> jobs.Job:
+def job_of(command: list[str]) -> Job:
     """The job that ``python3 …/scripts/run.py NAME=VALUE …`` parses."""
     assert command[0].endswith("scripts/run.py")
-    return jobs.parse([*command[1:], "DEVICE=cpu"])
+    return parse_job([*command[1:], "DEVICE=cpu"])
 
 
-def test_the_scripts_are_sound():
+def test_scripts_pass_shellcheck():
     scripts = sorted(LAUNCH.glob("*.sh"))
     done = subprocess.run([Path(sys.executable).parent / "shellcheck", *scripts], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -220,7 +221,7 @@ DRY = {
 
 
 @pytest.mark.parametrize("name", DRY)
-def test_a_dry_run_says_what_it_would_do_and_does_nothing(name, machine, data):
+def test_dry_run_shows_the_commands_and_does_nothing(name, machine, data):
     for program in ("make", "sbatch", "srun", "scontrol", "kubectl", "sky", "ray"):
         machine.program(program)
     knobs = {
@@ -243,7 +244,7 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(name, machine, data):
 
 
 @pytest.mark.parametrize("name", ["slurm", "kuberay", "sky"])
-def test_a_script_takes_the_first_python_that_fits(name, machine):
+def test_script_takes_the_first_python_that_fits(name, machine):
     machine.program("python3", "exit 1")  # as one that is too old does
     machine.program("python3.14", f'exec {sys.executable} "$@"')
     knobs = {"EXPERIMENT": "arithmetic", "NNODES": 1, "PYTHON": "", "OUT": "/shared/out"} | DRY[name] | {"IN_JOB": ""}
@@ -302,7 +303,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "knobs", "refusal"), REFUSED)
-def test_a_script_refuses_before_anything_is_queued(name, arguments, knobs, refusal, slurm):
+def test_script_refuses_before_anything_is_queued(name, arguments, knobs, refusal, slurm):
     for program in ("kubectl", "sky"):
         slurm.program(program)
     done = slurm.run(
@@ -360,13 +361,13 @@ def test_slurm_queues_itself_and_trains_on_every_node(slurm, tmp_path):
     assert job.args == ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", "a=1", "b=2", *OVERRIDES)
     assert slurm.environment("python3")["RAY_ADDRESS"] == "10.0.0.7:6379"
     assert slurm.environment("python3")["HF_TOKEN"] == SECRET, "the job has the secrets of the shell that queued it"
-    said = [*queued, *step, *cluster, *slurm.words("python3"), done.stdout, done.stderr]
-    assert SECRET not in "".join(said)
+    shown = [*queued, *step, *cluster, *slurm.words("python3"), done.stdout, done.stderr]
+    assert SECRET not in "".join(shown)
 
 
 @pytest.mark.parametrize("token", [False, True], ids=["open", "token"])
-def test_slurm_shows_the_token_that_a_head_would_ask_for(token, slurm, tmp_path):
-    """Ray's head asks for a token as soon as it finds one; the other nodes have to be told to show it."""
+def test_slurm_passes_on_the_token_that_the_head_requires(token, slurm, tmp_path):
+    """Ray's head asks for a token as soon as it finds one; the other nodes show it in token mode alone."""
     if token:
         (slurm.home / ".ray").mkdir()
         (slurm.home / ".ray/auth_token").write_text(SECRET)
@@ -375,7 +376,7 @@ def test_slurm_shows_the_token_that_a_head_would_ask_for(token, slurm, tmp_path)
     assert slurm.environment("ray").get("RAY_AUTH_MODE") == ("token" if token else None)
 
 
-def test_slurm_takes_the_default_out_again(slurm):
+def test_slurm_derives_the_same_default_out_from_the_same_knobs(slurm):
     """The same command and a requeued job resume: the folder follows from the knobs."""
     slurm.program("python3", f'[[ $1 == */run.py ]] || exec {sys.executable} "$@"; exit 1')
     folders = []
@@ -391,7 +392,7 @@ IN_JOB = KNOBS | {"IN_JOB": "yes", "SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "nod
 
 
 @pytest.mark.parametrize(
-    ("body", "count", "code", "said"),
+    ("body", "count", "code", "message"),
     [
         ("exit 75", 0, 0, "slurm: the cluster was lost: back into the queue, to resume from OUT="),
         ("exit 75", 20, 1, "slurm: the cluster was lost, and REQUEUES=20 are used up; the same OUT="),
@@ -401,7 +402,7 @@ IN_JOB = KNOBS | {"IN_JOB": "yes", "SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "nod
     ],
 )
 @pytest.mark.parametrize("earlier", [False, True], ids=["fresh", "finished before"])
-def test_slurm_requeues_a_lost_cluster_and_nothing_else(body, count, code, said, earlier, slurm, tmp_path):
+def test_slurm_requeues_a_lost_cluster_and_nothing_else(body, count, code, message, earlier, slurm, tmp_path):
     """An exit code of 0 alone is no success: symmetric-run has it too where Ray did not start."""
     out = tmp_path / "out"
     if earlier:
@@ -411,8 +412,8 @@ def test_slurm_requeues_a_lost_cluster_and_nothing_else(body, count, code, said,
     done = slurm.run(LAUNCH / "slurm.sh", OUT=out, SLURM_RESTART_COUNT=count, **IN_JOB)
     assert done.returncode == code
     (line,) = (done.stdout + done.stderr).splitlines() or [""]
-    assert line.startswith(said)
-    assert (slurm.words("scontrol") == ["requeue", "7"]) == ("back into the queue" in said)
+    assert line.startswith(message)
+    assert (slurm.words("scontrol") == ["requeue", "7"]) == ("back into the queue" in message)
 
 
 def test_slurm_requeues_before_the_time_limit(slurm, tmp_path):

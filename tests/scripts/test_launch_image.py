@@ -69,29 +69,29 @@ def image(tmp_path) -> Image:
     return Image(tmp_path)
 
 
-def test_the_image_holds_patched_verl_and_this_project(image):
+def test_image_contains_patched_verl_and_this_project(image):
     done = image.build()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--no-deps verl==0.9.1 TransferQueue==0.1.11" in image.installed.read_text()
     assert status(image.site).state == "patched"
     knobs = {"RAY_ADDRESS": "head:6379", "NNODES": "2", "GPUS_PER_NODE": "8"}
     environment = knobs | {"PATH": f"{image.project}/bin:/usr/bin:/bin"}
-    for command, said in (
+    for command, output in (
         ([image.project / "scripts/launch/train.sh", "--dry-run"], f"{image.project}/scripts/run.py"),
         (["python3", image.project / "scripts/run.py", "--help"], "flowrl_7b"),
     ):
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0 and said in done.stdout, done.stderr
+        assert done.returncode == 0 and output in done.stdout, done.stderr
 
 
-def test_a_verl_that_is_no_release_ends_the_build(image):
+def test_verl_that_is_no_release_ends_the_build(image):
     changed = image.site / "verl/utils/config.py"
     changed.write_text(changed.read_text() + "\n# edited\n")
     done = image.build()
     assert done.returncode and "patchset: " in done.stderr
 
 
-def test_what_is_copied_is_sent_to_docker():
+def test_copied_folders_are_in_dockers_context():
     copied = {rest.split()[0] for name, rest in instructions() if name == "COPY"}
     ignore = FILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
     assert ignore[0] == "*" and {line[1:] for line in ignore if line.startswith("!")} == copied

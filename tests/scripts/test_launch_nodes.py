@@ -40,13 +40,13 @@ def launch(script: str, *words: str, **knobs: str) -> subprocess.CompletedProces
         ("worker.sh", [], {"HEAD": "127.0.0.2:9", "TEMP": f"/{'a' * 40}"}, f"worker: TEMP=/{'a' * 40}: has 41"),
     ],
 )
-def test_a_bad_knob_is_refused_in_one_line(script, words, knobs, refusal):
+def test_bad_knob_is_refused_in_one_line(script, words, knobs, refusal):
     done = launch(script, *words, **knobs)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith(refusal) and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_a_dry_run_shows_the_command():
+def test_dry_run_shows_the_command():
     done = launch("head.sh", "--dry-run", GPUS="8", TEMP="/scratch/my ray")
     words = shlex.split(done.stdout)
     assert done.returncode == 0 and done.stderr == ""
@@ -59,7 +59,7 @@ def test_a_dry_run_shows_the_command():
     assert {"--address=10.0.0.1:6379", "--node-ip-address=10.0.0.2", "--node-name=node"} < set(words)
 
 
-def test_a_head_that_others_reach_says_who_may_come_in():
+def test_head_that_other_machines_reach_warns_about_access():
     done = launch("head.sh", "--dry-run", BIND="10.0.0.1")
     assert "--node-ip-address=10.0.0.1" in shlex.split(done.stdout)
     assert "--dashboard-host=127.0.0.1" in shlex.split(done.stdout), "jobs are submitted there"
@@ -67,7 +67,7 @@ def test_a_head_that_others_reach_says_who_may_come_in():
 
 
 @pytest.mark.parametrize("script", ["head.sh", "worker.sh"])
-def test_where_there_is_a_token_the_node_shows_it(script, tmp_path):
+def test_node_uses_token_mode_where_a_token_exists(script, tmp_path):
     done = launch(script, "--dry-run", BIND="10.0.0.1", HEAD="10.0.0.1:6379", RAY_AUTH_TOKEN_PATH="/a/token")
     assert shlex.split(done.stdout)[:2] == ["env", "RAY_AUTH_MODE=token"] and done.stderr == ""
     (tmp_path / ".ray").mkdir()

@@ -85,8 +85,8 @@ def arguments(command: str) -> list[str]:
 )
 def test_refused_in_one_line_before_anything_starts(oats, data, tmp_path, knobs, refusal):
     done = launch(oats["patched"], data, OUT=tmp_path / "out", **knobs)
-    said = f"oat_sanity: {refusal.format(data=data)}\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+    message = f"oat_sanity: {refusal.format(data=data)}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
     assert not (tmp_path / "out").exists()
 
 
@@ -110,16 +110,16 @@ def test_refused_in_one_line_before_anything_starts(oats, data, tmp_path, knobs,
         (["trainer.save_freq=3"], "trainer.save_freq=3: takes --dry-run, then arguments of OAT's, as --use-wb"),
     ],
 )
-def test_what_the_name_of_a_run_says_cannot_be_overridden(oats, data, tmp_path, words, refusal):
+def test_settings_in_the_name_of_a_run_cannot_be_overridden(oats, data, tmp_path, words, refusal):
     for first in ([], ["--dry-run"]):
         done = launch(oats["patched"], data, *first, *words, OUT=tmp_path / "out")
         assert (done.returncode, done.stdout, done.stderr) == (1, "", f"oat_sanity: {refusal}\n")
 
 
-def test_an_oat_that_is_not_patched_is_refused(oats, data, tmp_path):
+def test_unpatched_oat_is_refused(oats, data, tmp_path):
     done = launch(oats["pristine"], data, OUT=tmp_path / "out")
-    told = f"its OAT is pristine; make apply-patches OAT={oats['pristine']}"
-    assert (done.returncode, done.stderr) == (1, f"oat_sanity: OAT_PYTHON={sys.executable}: {told}\n")
+    message = f"its OAT is pristine; make apply-patches OAT={oats['pristine']}"
+    assert (done.returncode, done.stderr) == (1, f"oat_sanity: OAT_PYTHON={sys.executable}: {message}\n")
     changed = shutil.copytree(oats["pristine"], tmp_path / "changed")
     with (changed / "oat/args.py").open("a") as file:
         file.write("# mine\n")
@@ -129,23 +129,23 @@ def test_an_oat_that_is_not_patched_is_refused(oats, data, tmp_path):
     (tmp_path / "nothing/oat").mkdir(parents=True)
     for folder in (tmp_path, tmp_path / "nothing"):
         done = launch(folder, data, OUT=tmp_path / "out")
-        told = f"oat_sanity: OAT_PYTHON={sys.executable}: has no OAT; name the Python that has it\n"
-        assert (done.returncode, done.stderr) == (1, told)
+        message = f"oat_sanity: OAT_PYTHON={sys.executable}: has no OAT; name the Python that has it\n"
+        assert (done.returncode, done.stderr) == (1, message)
 
 
-def test_a_run_that_is_there_is_refused_before_any_starts(oats, data, tmp_path):
+def test_existing_run_is_refused_before_any_starts(oats, data, tmp_path):
     there = tmp_path / "tis-bf16-seed2_1122T03:00:00"
     there.mkdir()
-    asked = {"OUT": tmp_path, "ALGO": "grpo tis", "PRECISION": "fp16 bf16", "SEED": "1 2"}
-    done = launch(oats["patched"], data, "--dry-run", **asked)
-    told = f"oat_sanity: OUT={tmp_path}: holds {there} already; another OUT, or leave tis-bf16-seed2 out\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", told)
-    assert launch(oats["patched"], data, "--dry-run", **asked | {"SEED": "1 3"}).returncode == 0
+    knobs = {"OUT": tmp_path, "ALGO": "grpo tis", "PRECISION": "fp16 bf16", "SEED": "1 2"}
+    done = launch(oats["patched"], data, "--dry-run", **knobs)
+    message = f"oat_sanity: OUT={tmp_path}: contains {there} already; another OUT, or leave tis-bf16-seed2 out\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
+    assert launch(oats["patched"], data, "--dry-run", **knobs | {"SEED": "1 3"}).returncode == 0
 
 
 def every_command(tree: Path, data: Path, out: Path, seeds: str = "1") -> list[str]:
-    asked = {"ALGO": " ".join(ALGOS), "PRECISION": " ".join(REGIMES), "SEED": seeds, "GPUS": 4, "OUT": out}
-    done = launch(tree, data, "--dry-run", **asked)
+    knobs = {"ALGO": " ".join(ALGOS), "PRECISION": " ".join(REGIMES), "SEED": seeds, "GPUS": 4, "OUT": out}
+    done = launch(tree, data, "--dry-run", **knobs)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -240,8 +240,8 @@ for round in $rounds; do echo "{{\\"step\\": $round, \\"data\\": {{}}}}" >> "$fo
 """
     )
     oat.chmod(0o755)
-    asked = {"PRECISION": "bf16 fp16", "ALGO": "grpo mis", "OAT_PYTHON": oat, "OUT": tmp_path / "out"}
-    done = launch(oats["patched"], data, "--use-wb", "--learning_rate", "2e-6", **asked)
+    knobs = {"PRECISION": "bf16 fp16", "ALGO": "grpo mis", "OAT_PYTHON": oat, "OUT": tmp_path / "out"}
+    done = launch(oats["patched"], data, "--use-wb", "--learning_rate", "2e-6", **knobs)
     assert done.returncode == 1
     assert done.stderr == "oat_sanity: did not come to their end: grpo-fp16-seed1 mis-fp16-seed1\n"
     names = ["grpo-bf16-seed1", "grpo-fp16-seed1", "mis-bf16-seed1", "mis-fp16-seed1"]
@@ -249,5 +249,5 @@ for round in $rounds; do echo "{{\\"step\\": $round, \\"data\\": {{}}}}" >> "$fo
     given = (tmp_path / "given").read_text().splitlines()
     ends = [line.partition("--wb_run_name ")[2] for line in given]
     assert ends == [f"{name} --use-wb --learning_rate 2e-6" for name in names]
-    done = launch(oats["patched"], data, **asked | {"PRECISION": "bf16", "ALGO": "grpo", "SEED": "2"})
+    done = launch(oats["patched"], data, **knobs | {"PRECISION": "bf16", "ALGO": "grpo", "SEED": "2"})
     assert (done.returncode, done.stderr) == (0, "")

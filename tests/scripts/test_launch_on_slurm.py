@@ -35,7 +35,7 @@ done
 SLURM_JOB_ID=7 SLURM_JOB_NODELIST='vpnode[1-2]' exec sh "$SPOOL/slurm_script" """,
     "scontrol": """
 if [[ $1 == show ]]; then printf 'vpnode1\\nvpnode2\\n'; else echo "scontrol $*" >> "$SPOOL/scontrol"; fi""",
-    # One task a node, all output together, the highest code of all: as srun(1) says.
+    # One task a node, all output together, the highest code of all: as in srun(1).
     "srun": """
 nodes=(vpnode1 vpnode2)
 while [[ $1 == -* ]]; do
@@ -109,7 +109,7 @@ def test_two_nodes_train_by_symmetric_run(spool, tmp_path):
         "CPUS_PER_NODE": 16,
         "STEPS": 2,
         "OUT": out,
-        "GLOO_SOCKET_IFNAME": "eth0",  # both nodes have this machine's name, which says nothing of their addresses
+        "GLOO_SOCKET_IFNAME": "eth0",  # both nodes have this machine's name, which is no evidence of their addresses
         "OMP_NUM_THREADS": 1,
     }
     environment = os.environ | {name: str(value) for name, value in knobs.items()}

@@ -173,7 +173,7 @@ def pods(rayjob: dict) -> list[dict]:
     return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
 
 
-def test_the_rayjob_has_the_fields_of_kuberay(rayjob):
+def test_rayjob_has_the_fields_of_kuberay(rayjob):
     jsonschema.validate(rayjob, RAYJOB)
     for pod in pods(rayjob):
         volumes = {volume["name"] for volume in pod["volumes"]}
@@ -191,7 +191,7 @@ def test_the_rayjob_has_the_fields_of_kuberay(rayjob):
         lambda job: pods(job)[1]["containers"][0]["resources"]["limits"].update(memory="1 TB"),
     ],
 )
-def test_a_wrong_field_is_found(wrong, rayjob):
+def test_wrong_field_is_rejected(wrong, rayjob):
     broken = copy.deepcopy(rayjob)
     wrong(broken)
     with pytest.raises(jsonschema.ValidationError):
@@ -207,7 +207,7 @@ def names(value: object) -> object:
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl, no cluster")
 @pytest.mark.parametrize("field", [None, "envs"])
-def test_kubernetes_knows_every_field_of_the_pods(field, rayjob):
+def test_kubernetes_has_every_field_of_the_pods(field, rayjob):
     """kubectl reads a pod into Kubernetes' own types and writes it again: what these do not have is gone."""
     for pod in pods(rayjob):
         if field:
@@ -219,7 +219,7 @@ def test_kubernetes_knows_every_field_of_the_pods(field, rayjob):
         assert (names(json.loads(done.stdout)["spec"]) == names(pod)) == (field is None)
 
 
-def test_the_rayjob_asks_for_what_the_knobs_say(rayjob):
+def test_rayjob_requests_what_the_knobs_set(rayjob):
     (workers,) = rayjob["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 3
     assert workers["rayStartParams"] == {"num-gpus": "4"}
@@ -233,7 +233,7 @@ def test_the_rayjob_asks_for_what_the_knobs_say(rayjob):
     assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "run.py alone"
 
 
-def test_the_pods_environment_becomes_the_job(rayjob, machine):  # noqa: F811
+def test_environment_of_the_pod_becomes_the_job(rayjob, machine):  # noqa: F811
     """The RayJob's entrypoint runs on the head's pod, with its environment and the RAY_ADDRESS that Ray gives a job."""
     machine.program("python3")
     environment = pods(rayjob)[0]["containers"][0]["env"]
@@ -260,7 +260,7 @@ def check_the_job(machine: Machine, script: Path | str, environment: dict[str, s
     assert machine.environment("python3")["RAY_ADDRESS"] == "10.0.0.7:6379"
 
 
-def test_the_skypilot_task_has_the_fields_of_skypilot():
+def test_skypilot_task_has_the_fields_of_skypilot():
     task = yaml.safe_load((CONFIGS / "sky.yaml").read_text())
     jsonschema.validate(task, TASK)
     with pytest.raises(jsonschema.ValidationError):
@@ -270,7 +270,7 @@ def test_the_skypilot_task_has_the_fields_of_skypilot():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_skypilot_task_trains_on_its_head(rank, machine):  # noqa: F811
+def test_skypilot_task_trains_on_its_head(rank, machine):  # noqa: F811
     machine.program("sky")
     done = machine.run(LAUNCH / "sky.sh", *OVERRIDES, INFRA="k8s", SKY_ARGS="--use-spot", **KNOBS)
     assert done.returncode == 0, done.stderr

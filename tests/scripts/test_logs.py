@@ -1,4 +1,4 @@
-"""The log of ``main_ppo``: the workers' reports, the root cause of a failure, the evidence that a run cannot go on.
+"""The log of ``main_ppo``: the workers' reports, the root cause of a failure, the evidence of a process's death.
 
 ``train_logs/`` has excerpts of real runs' logs.
 """
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.run import log as logs
+from lib.run.deaths import Death, DeathReader, lost_worker
+from lib.run.log import errors, reports
 
 RECORDED = Path(__file__).parent / "train_logs"
 STAMP = {"release": "0.9.1", "stack": "0123456789ab", "tree": "f" * 40}
@@ -20,16 +21,16 @@ def recorded(name: str) -> list[str]:
     return (RECORDED / f"{name}.txt").read_text().splitlines()
 
 
-def test_the_workers_reports_are_found_in_the_log():
+def test_workers_reports_are_read_from_the_log():
     lines = [
         "\x1b[36m(WorkerDict pid=123)\x1b[0m [verl-precision] " + json.dumps(ACTOR),
         "(vLLMHttpServer pid=7) (EngineCore pid=9) [verl-precision] " + json.dumps(ROLLOUT) + " (trailing)",
         "what [verl-precision] lines look like",
     ]
-    assert logs.reports(lines) == [ACTOR, ROLLOUT]
+    assert reports(lines) == [ACTOR, ROLLOUT]
 
 
-def test_the_cause_of_a_failure_is_told_without_rays_wrapping():
+def test_cause_of_a_failure_is_shown_without_rays_wrapping():
     log = """\
 \x1b[36m(TaskRunnerV1 pid=9)\x1b[0m INFO:2026-01-01:worker group kwargs
 \x1b[36m(WorkerDict pid=12)\x1b[0m ValueError: actor_rollout_ref.actor.dtype=float61: use one of float16, bfloat16
@@ -40,9 +41,9 @@ ray.exceptions.RayTaskError(ValueError): \x1b[36mray::TaskRunnerV1.run()\x1b[39m
 ValueError: actor_rollout_ref.actor.dtype=float61: use one of float16, bfloat16
 """
     expected = "ValueError: actor_rollout_ref.actor.dtype=float61: use one of float16, bfloat16"
-    assert logs.errors(log.splitlines()) == [expected]
+    assert errors(log.splitlines()) == [expected]
     died = "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
-    assert logs.errors(["nothing", died]) == [died]
+    assert errors(["nothing", died]) == [died]
 
 
 # As Ray 2.60 logged them on a cluster of two nodes.
@@ -56,20 +57,20 @@ DIED = [
 ACTOR_DIED = ["ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", "\tpid: 20673"]
 
 
-def test_a_lost_worker_is_told_from_a_job_that_failed():
+def test_lost_worker_is_distinguished_from_a_failed_job():
     nodes = [{"node": "head (127.0.0.2)"}, {"node": "second (127.0.0.3)"}]
-    assert logs.lost_worker(DIED + ACTOR_DIED, nodes) == "WorkerDict (pid 20673) on node second (127.0.0.3)"
+    assert lost_worker(DIED + ACTOR_DIED, nodes) == "WorkerDict (pid 20673) on node second (127.0.0.3)"
     closed = ["RuntimeError: [gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.3]:45843"]
-    assert logs.lost_worker(DIED[2:] + closed) == "a worker (pid 20673) on node 127.0.0.3"
-    assert logs.lost_worker(ACTOR_DIED, nodes) == "a worker"
+    assert lost_worker(DIED[2:] + closed) == "a worker (pid 20673) on node 127.0.0.3"
+    assert lost_worker(ACTOR_DIED, nodes) == "a worker"
     for error in ("OutOfMemory", "ActorUnavailable", "NodeDied", "WorkerCrashed"):
-        assert logs.lost_worker([f"ray.exceptions.{error}Error: The task was killed."]) == "a worker"
-    assert logs.lost_worker(["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."]) is None
-    assert logs.lost_worker(["ValueError: Total available GPUs 1.0 is less than total desired GPUs 2"], nodes) is None
+        assert lost_worker([f"ray.exceptions.{error}Error: The task was killed."]) == "a worker"
+    assert lost_worker(["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."]) is None
+    assert lost_worker(["ValueError: Total available GPUs 1.0 is less than total desired GPUs 2"], nodes) is None
     created = (
         "ActorDiedError: The actor died because of an error raised in its creation task, ray::WorkerDict.__init__()"
     )
-    assert logs.lost_worker([f"ray.exceptions.{created}", "ValueError: no such key"], nodes) is None
+    assert lost_worker([f"ray.exceptions.{created}", "ValueError: no such key"], nodes) is None
 
 
 @pytest.mark.parametrize(
@@ -85,21 +86,21 @@ def test_a_lost_worker_is_told_from_a_job_that_failed():
         ),
         (
             "vllm-fails-to-take-weights",
-            logs.Death("vLLM failed", certain=True),
+            Death("vLLM failed", certain=True),
             ["StopIteration in _create_merged_loras_inplace (vllm/lora/model_manager.py:833)"],
         ),
-        ("ray-has-no-room", logs.Death("Ray has not the resources that verl requests", certain=True), []),
+        ("ray-has-no-room", Death("Ray has not the resources that verl requests", certain=True), []),
     ],
 )
-def test_a_recorded_failure_shows_its_root_cause(name, death, causes):
+def test_recorded_failure_shows_its_root_cause(name, death, causes):
     lines = recorded(name)
-    shown = logs.errors(lines)
+    shown = errors(lines)
     assert len(shown) == len(causes)
     assert all(text.startswith(cause) for text, cause in zip(shown, causes, strict=True)), shown
-    assert logs.Watch().read(lines) == death
+    assert DeathReader().read(lines) == death
 
 
-def test_a_chain_shows_its_first_and_its_last_exception():
+def test_chain_shows_its_first_and_its_last_exception():
     chain = """\
 Traceback (most recent call last):
   File "a.py", line 1, in a
@@ -119,53 +120,53 @@ RuntimeError: the worker could not be built
     other = ["(WorkerDict pid=2) starting"] * len(own)
     interleaved = [line for pair in zip(own, other, strict=True) for line in pair]
     expected = ["KeyError: 'float61'", "RuntimeError: the worker could not be built"]
-    assert logs.errors(own) == logs.errors(interleaved) == expected
+    assert errors(own) == errors(interleaved) == expected
 
 
-def test_the_first_causes_are_kept_where_many_failed():
+def test_first_causes_are_kept_where_many_failed():
     lines = [f"(WorkerDict pid={pid}) RuntimeError: rank {pid}" for pid in range(9)]
-    assert logs.errors(lines) == ["RuntimeError: rank 0", "RuntimeError: rank 1", "RuntimeError: rank 8"]
+    assert errors(lines) == ["RuntimeError: rank 0", "RuntimeError: rank 1", "RuntimeError: rank 8"]
 
 
 def test_only_the_death_of_an_actor_is_certain_to_end_a_run():
     died = DIED[2]
-    assert logs.Watch().read(DIED) == logs.Death("WorkerDict (pid 20673) died", certain=True)
+    assert DeathReader().read(DIED) == Death("WorkerDict (pid 20673) died", certain=True)
     task = DIED[1].replace("WorkerDict", "get_master_addr_port")
-    assert logs.Watch().read([task, died]) == logs.Death("a worker (pid 20673) died", certain=False)
-    watch = logs.Watch()
-    assert watch.read(DIED[:2]) is None
-    assert watch.read([died]) == logs.Death("WorkerDict (pid 20673) died", certain=True)
-    assert logs.Watch().read(ACTOR_DIED) == logs.Death("a worker died", certain=False)
-    assert logs.Watch().read([*ACTOR_DIED, *DIED]) == logs.Death("WorkerDict (pid 20673) died", certain=True)
-    assert logs.Watch().read(["ValueError: EngineCore is not a word of a death"]) is None
+    assert DeathReader().read([task, died]) == Death("a worker (pid 20673) died", certain=False)
+    reader = DeathReader()
+    assert reader.read(DIED[:2]) is None
+    assert reader.read([died]) == Death("WorkerDict (pid 20673) died", certain=True)
+    assert DeathReader().read(ACTOR_DIED) == Death("a worker died", certain=False)
+    assert DeathReader().read([*ACTOR_DIED, *DIED]) == Death("WorkerDict (pid 20673) died", certain=True)
+    assert DeathReader().read(["ValueError: EngineCore is not a word of a death"]) is None
 
 
 def test_ray_may_name_a_dead_actor_after_its_death():
-    watch = logs.Watch()
-    assert watch.read([DIED[2]]) == logs.Death("a worker (pid 20673) died", certain=False)
-    assert watch.read(DIED[:2]) == logs.Death("WorkerDict (pid 20673) died", certain=True)
-    assert watch.read(DIED[:2]) is None
+    reader = DeathReader()
+    assert reader.read([DIED[2]]) == Death("a worker (pid 20673) died", certain=False)
+    assert reader.read(DIED[:2]) == Death("WorkerDict (pid 20673) died", certain=True)
+    assert reader.read(DIED[:2]) is None
 
 
-def test_an_actor_of_a_users_own_may_be_restarted():
+def test_death_of_a_users_own_actor_is_uncertain():
     own = [line.replace("WorkerDict", "SandboxPool") for line in DIED[1:3]]
-    assert logs.Watch().read(own) == logs.Death("SandboxPool (pid 20673) died", certain=False)
+    assert DeathReader().read(own) == Death("SandboxPool (pid 20673) died", certain=False)
 
 
-def test_a_process_id_counts_on_its_own_node():
+def test_process_id_identifies_an_actor_on_its_own_node_alone():
     elsewhere = DIED[1].replace("ip=127.0.0.3", "ip=10.0.0.9")
     assert "ip=10.0.0.9" in elsewhere
-    assert logs.Watch().read([elsewhere, DIED[2]]) == logs.Death("a worker (pid 20673) died", certain=False)
+    assert DeathReader().read([elsewhere, DIED[2]]) == Death("a worker (pid 20673) died", certain=False)
 
 
-def test_a_request_without_room_may_be_another_jobs_on_a_cluster():
-    death = logs.Watch(cluster=True).read(recorded("ray-has-no-room"))
-    assert death == logs.Death("Ray has not the resources that verl requests", certain=False)
+def test_request_without_room_may_be_another_jobs_on_a_shared_ray():
+    death = DeathReader(shared_ray=True).read(recorded("ray-has-no-room"))
+    assert death == Death("Ray has not the resources that verl requests", certain=False)
 
 
-def test_words_of_a_response_are_no_evidence():
-    for said in ("EngineDeadError: ", "WorkerProc hit an exception", "Worker proc 1 died unexpectedly"):
-        assert logs.Watch().read([f"(RewardLoopWorker pid=7) the answer: {said}"]) is None
+def test_text_of_a_response_is_no_evidence():
+    for text in ("EngineDeadError: ", "WorkerProc hit an exception", "Worker proc 1 died unexpectedly"):
+        assert DeathReader().read([f"(RewardLoopWorker pid=7) the answer: {text}"]) is None
 
 
 @pytest.mark.parametrize(
@@ -178,6 +179,6 @@ def test_words_of_a_response_are_no_evidence():
         "(Worker pid=8) ERROR 11-22 13:05:46 [multiproc_executor.py:1043] WorkerProc hit an exception.",
     ],
 )
-def test_vllms_own_words_are_certain(line):
-    death = logs.Watch().read([f"(vLLMHttpServer pid=7) {line}"])
-    assert death and death.certain and death.what.startswith("vLLM")
+def test_vllms_own_messages_are_certain(line):
+    death = DeathReader().read([f"(vLLMHttpServer pid=7) {line}"])
+    assert death and death.certain and death.cause.startswith("vLLM")

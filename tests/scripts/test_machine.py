@@ -2,15 +2,16 @@
 
 import pytest
 
+from lib.cli import gpu_present
 from lib.errors import Refused
 from lib.paths import REPO
-from lib.run import job as jobs
-from lib.run import machine
+from lib.run.job import compose, parse_job
+from lib.run.machine import check_machine
 
 
 def check(args: str, device: str = "cpu") -> None:
-    job = jobs.parse(["DEVICE=cpu", f"ARGS={args}"])
-    machine.check(jobs.compose(job, REPO / "out"), device)
+    job = parse_job(["DEVICE=cpu", f"ARGS={args}"])
+    check_machine(compose(job, REPO / "out"), device)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_as_many_workers_as_ray_can_place_pass():
     check("trainer.n_gpus_per_node=64 ray_kwargs.ray_init.num_cpus=194")
 
 
-@pytest.mark.skipif(jobs.gpu_present(), reason="there is a GPU")
+@pytest.mark.skipif(gpu_present(), reason="there is a GPU")
 def test_more_workers_than_gpus_are_refused():
     with pytest.raises(Refused, match="^trainer.n_gpus_per_node=1: must be at most 0, the GPUs of this machine"):
         check("trainer.n_gpus_per_node=1", device="cuda")

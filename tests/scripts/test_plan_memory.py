@@ -16,11 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 import plan_memory
+from lib import cli
 from lib.bench import memory_model as memory
 from lib.bench.memory_model import GIB, MODELS, Shape, Trained, peak
 from lib.errors import Refused
 from lib.paths import REPO
-from lib.run import job as jobs
 
 MEASURED = REPO / "docs/results/plan-memory-measured.json"
 WITHIN = 0.15
@@ -417,4 +417,4 @@ def test_the_command_itself():
 
 
 def test_the_experiments_are_planned_by_default():
-    assert set(plan_memory.EXPERIMENTS) <= set(jobs.options("experiment"))
+    assert set(plan_memory.EXPERIMENTS) <= set(cli.options("experiment"))

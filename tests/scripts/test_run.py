@@ -1,39 +1,20 @@
-"""``scripts/run.py`` as a command, and how it watches and ends what it starts."""
+"""The command ``scripts/run.py``, and how ``make run`` calls it."""
 
+import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
-import run
-from lib.errors import Refused
+from lib.files import write_json
 from lib.paths import REPO
-from lib.run import folder as runs
-from lib.run import job as jobs
-from lib.run import log as logs
-from lib.run.metrics import REWARD, SECONDS
-
-# Starts a process in a session of its own, as Ray does, waits, and would go on for a minute.
-PARENT = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-print("child", child.pid, flush=True)
-time.sleep({seconds})
-"""
-
-
-# Has the process of these tests, in which run.py's code runs, interrupted.
-SIGNAL_SELF = "import os, signal, threading; "
-SIGNAL_SELF += "threading.Timer(2, os.kill, (os.getppid(), signal.SIGINT)).start()\n"
+from lib.run.folder import start_record
+from lib.run.job import VARIABLES, parse_job
 
 
 def command(*words: str) -> subprocess.CompletedProcess:
@@ -53,7 +34,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
         ["ARGS=actor_rollout_ref.actor.flowrl.beta=0", "RECIPE=flowrl"],
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(words, tmp_path):
+def test_bad_input_is_refused_in_one_line_and_leaves_nothing(words, tmp_path):
     refused(words, words[0].partition("=")[0], tmp_path)
 
 
@@ -62,16 +43,49 @@ def test_workers_that_ray_cannot_place_are_refused_before_it_starts(tmp_path):
 
 
 def refused(words: list[str], begin: str, folder: Path) -> None:
+    """Assert that the command refuses the words in one line that begins so, and leaves the folder empty."""
     done = command("DEVICE=cpu", f"OUT={folder / 'out'}", *words)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"run: {begin}")
     assert list(folder.iterdir()) == []
 
 
-def test_help_lists_every_variable():
-    text = command("--help").stdout
-    assert all(name in text for name in jobs.VARIABLES)
-    assert "bf16_train_fp16_infer" in text
+SANITY = ["EXPERIMENT=sanity_cpu", "DEVICE=cpu", "STEPS=40"]
+
+
+def finished(out: Path, *words: str) -> Path:
+    """Create the folder of a finished run of 40 steps."""
+    job = parse_job([*SANITY, *words, f"OUT={out}"])
+    record = start_record(job, out, 40)
+    out.mkdir(parents=True)
+    write_json(out / "run.json", record)
+    (out / "metrics.jsonl").write_text('{"step": 1, "data": {}}\n')
+    write_json(out / "summary.json", {})
+    return out
+
+
+def test_check_reports_which_runs_are_finished_and_writes_nothing(tmp_path):
+    done, ahead = finished(tmp_path / "done"), tmp_path / "ahead"
+    before = sorted(tmp_path.rglob("*"))
+    checked = command("--check", "--", *SANITY, f"OUT={done}", "--", *SANITY, "SEED=2", f"OUT={ahead}")
+    assert checked.returncode == 0, checked.stderr
+    assert json.loads(checked.stdout.splitlines()[-1]) == [
+        {"out": str(done), "steps": 40, "finished": True},
+        {"out": str(ahead), "steps": 40, "finished": False},
+    ]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["PRECISON=fp16"], "PRECISON: is not a variable of this command; did you mean PRECISION?"),
+        (["ARGS=trainer.n_gpus_per_node=64"], "trainer.n_gpus_per_node=64: must be at most 4: "),
+        (["SEED=2", "--", "ARGS=trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
+    ],
+)
+def test_check_refuses_as_the_run_would(words, refusal, tmp_path):
+    refused(["--check", *words], refusal, tmp_path)
 
 
 def make(*words: str) -> subprocess.CompletedProcess:
@@ -102,7 +116,7 @@ def test_make_leaves_a_linked_environment_alone(tmp_path):
     assert [path.name for path in shared.iterdir()] == ["in-use"]
 
 
-def test_make_hands_over_every_word_as_it_was_typed():
+def test_make_passes_every_word_on_as_it_was_typed():
     line = make("--dry-run", "run", "DEVICE=cpu", "OUT=/a b", "ARGS=x='it''s' y=[1,2] z=$$HOME").stdout.splitlines()[-1]
     words = shlex.split(line)
     assert words[2:] == ["scripts/run.py", "ARGS=x='it''s' y=[1,2] z=$HOME", "DEVICE=cpu", "OUT=/a b"]
@@ -113,201 +127,4 @@ def test_make_alone_lists_every_target_and_variable():
     targets = re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.M)
     assert {"run", "test", "apply-patches", "lint"} < set(targets)
     assert all(f"make {target} " in text for target in set(targets) - {"python", "venvs-python", "accept", "browser"})
-    assert all(f"  {name} " in text for name in jobs.VARIABLES)
-
-
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    """Runs a Python program in the place of ``main_ppo``; gives the result and the processes it had started."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
-
-    def of(program: str) -> tuple[dict, list[int]]:
-        with runs.lock(tmp_path) as log:
-            screen = run.Screen(tmp_path, 2)
-            screen.begin([])
-            peaks = []
-            result = run.train([sys.executable, "-c", program], {}, log, screen, peaks.append)
-        children = [int(line.split()[1]) for line in result["tail"] if line.startswith("child ")]
-        return result | {"peaks": peaks}, children
-
-    return of
-
-
-def gone(pids: list[int]) -> bool:
-    _, left = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
-    return not left
-
-
-def test_what_a_run_leaves_behind_is_ended(train):
-    result, children = train(PARENT.format(seconds=1.5))
-    assert result["code"] == 0 and max(result["peaks"]) > 0
-    assert children and gone(children)
-
-
-def test_an_interruption_ends_everything(train):
-    before = time.monotonic()
-    result, children = train(SIGNAL_SELF + PARENT.format(seconds=60))
-    assert result["code"] is None and time.monotonic() - before < 50
-    assert children and gone(children)
-
-
-def test_a_failure_keeps_its_code_and_its_words(train):
-    result, _ = train("raise SystemExit('ValueError: no such thing')")
-    assert result["code"] == 1
-    assert logs.errors(result["tail"]) == ["ValueError: no such thing"]
-
-
-def test_progress_appears_as_verl_logs_it(train, tmp_path, capsys):
-    row = {REWARD: 0.25, SECONDS: 2.0}
-    lines = [f'{{"step": {step}, "data": {row}}}'.replace("'", '"') for step in (1, 2)]
-    file = tmp_path / "verl.jsonl"
-    train(f"""
-import time
-print("ray init kwargs: ...", flush=True)
-with open({str(file)!r}, "w") as file:
-    for line in {lines!r}:
-        print(line, file=file, flush=True)
-        time.sleep(1)
-""")
-    shown = [line.partition("] ")[2].split("  ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert shown == ["starting Python and verl", "starting Ray and its workers", "step 1/2", "step 2/2"]
-
-
-LOSES_A_WORKER = """
-print("(raylet) … Worker IP address: 10.0.0.3 Worker port: 19114 Worker PID: 207 Worker exit type: SYSTEM_ERROR")
-raise SystemExit("RuntimeError: Connection closed by peer")
-"""
-FAILS = "raise SystemExit('ValueError: no such thing')"
-TRAINS = """
-import os, json
-with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
-    for step in (1, 2):
-        print(json.dumps({"step": step, "data": {"critic/score/mean": 0.5, "timing_s/step": 1.0}}), file=file)
-"""
-
-
-DIES = "(vLLMHttpServer pid=7) (EngineCore pid=9) ERROR 11-22 13:05:46 [core.py] EngineCore encountered a fatal error."
-
-
-@pytest.mark.parametrize(
-    ("limit", "line", "what"),
-    [
-        ("LINGERS_S", LOSES_A_WORKER.splitlines()[1][7:-2], "a worker (pid 207) died"),
-        ("DEAD_S", DIES, "vLLM's engine failed"),
-    ],
-)
-def test_verl_is_ended_where_it_goes_on_without_a_process(limit, line, what, train, monkeypatch):
-    monkeypatch.setattr(run, limit, 1)
-    result, children = train(PARENT.format(seconds=0) + f"print({line!r}, flush=True)\ntime.sleep(600)")
-    assert result["code"] == -signal.SIGKILL and result["death"].what == what and children and gone(children)
-
-
-def test_verl_is_not_ended_where_it_ends_by_itself(train):
-    result, _ = train(f"print({DIES!r}, flush=True)\nraise SystemExit('ValueError: no such thing')")
-    assert (result["code"], result["death"]) == (1, None)
-
-
-def test_verl_is_not_ended_where_all_steps_are_completed(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "DEAD_S", 0)
-    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "verl.jsonl"))
-    result, _ = train(f"{TRAINS}\nprint({DIES!r}, flush=True)\nimport time; time.sleep(2)")
-    assert (result["code"], result["death"]) == (0, None)
-
-
-MAPS = """
-import sys, time
-from multiprocessing import resource_tracker, shared_memory
-resource_tracker.register = resource_tracker.unregister = lambda *_: None  # as in a process that is killed
-memory = shared_memory.SharedMemory(create=True, size=4096)
-print("shared", memory.name, flush=True)
-time.sleep({seconds})
-"""
-
-
-@pytest.mark.parametrize("end", ["clean", "interrupt", "death"])
-def test_shared_memory_of_the_run_is_removed_and_another_ones_is_left(end, train, monkeypatch):
-    monkeypatch.setattr(run, "MEASURE_S", 0.1)
-    monkeypatch.setattr(run, "DEAD_S", 1)
-    last = {"clean": "", "interrupt": SIGNAL_SELF, "death": f"print({DIES!r}, flush=True)"}[end]
-    seconds = 3 if end == "clean" else 60
-    before = {file.name for file in run.SHARED.iterdir()}
-    with subprocess.Popen([sys.executable, "-c", MAPS.format(seconds=60)], stdout=subprocess.PIPE, text=True) as beside:
-        result, _ = train(last + MAPS.format(seconds=seconds))
-        theirs = beside.stdout.readline().split()[1]
-        beside.kill()
-    (ours,) = (line.split()[1] for line in result["tail"] if line.startswith("shared "))
-    left = {file.name for file in run.SHARED.iterdir()} - before
-    (run.SHARED / theirs).unlink()
-    assert theirs in left and ours not in left
-
-
-@pytest.mark.parametrize(
-    ("programs", "code", "said"),
-    [
-        ([LOSES_A_WORKER, TRAINS], 0, "lost a worker (pid 207) on node 10.0.0.3 after step 0 of 2"),
-        ([LOSES_A_WORKER, LOSES_A_WORKER], 75, "gave up: RETRIES=1: none is left; the same command starts"),
-        ([FAILS], 1, "failed after step 0 of 2, exit code 1"),
-        ([LOSES_A_WORKER, FAILS], 1, "ValueError: no such thing"),
-    ],
-)
-def test_only_a_lost_worker_is_tried_again(programs, code, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
-    left = list(programs)
-    monkeypatch.setattr(jobs.Job, "command", lambda *_: [sys.executable, "-c", left.pop(0)])
-    job = jobs.parse(["DEVICE=cpu", "RETRIES=1"])
-    config = SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
-    record = runs.admit(job, tmp_path, 2)
-    with runs.lock(tmp_path) as log:
-        assert run.train_all(job, config, tmp_path, record, log)[0] == code
-    assert left == [] and said in capsys.readouterr().out
-
-
-def test_what_a_run_took_is_recorded_while_it_runs(tmp_path, monkeypatch):
-    """run.py may be killed, and the next attempt counts on from there."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(run, "MEASURE_S", 0.1)
-    record = {"wall_s": 100.0, "peak_memory_gib": 0.0}
-    reads = (
-        f"import json, time; time.sleep(3); print('took', json.load(open({str(tmp_path / 'run.json')!r}))['wall_s'])"
-    )
-    monkeypatch.setattr(jobs.Job, "command", lambda *_: [sys.executable, "-c", reads])
-    with runs.lock(tmp_path) as log:
-        result, _ = run.attempt(jobs.parse(["DEVICE=cpu"]), tmp_path, record, log, run.Screen(tmp_path, 2))
-    (seen,) = (float(line.split()[1]) for line in result["tail"] if line.startswith("took "))
-    assert 100 < seen < record["wall_s"] and record["peak_memory_gib"] > 0
-
-
-@pytest.mark.parametrize(
-    ("fails", "answers", "code", "said"),
-    [
-        (FAILS, [[], ["second (10.0.0.3)"]], 0, "lost node second (10.0.0.3) after step 0 of 2"),
-        (LOSES_A_WORKER, [[], ["second (10.0.0.3)"]], 0, "lost node second (10.0.0.3) after step 0 of 2"),
-        (LOSES_A_WORKER, [[]], 0, "lost a worker (pid 207) on node second (10.0.0.3) after step 0 of 2"),
-        (FAILS, [[]], 1, "ValueError: no such thing"),
-        (FAILS, [Refused("no Ray cluster answers")], 75, "ValueError: no such thing"),
-    ],
-)
-def test_a_node_may_be_missed_late_and_the_jobs_own_error_is_shown_first(
-    fails, answers, code, said, tmp_path, monkeypatch, capsys
-):
-    """The cluster's answers stand for a Ray that takes its time, and for a head that is gone."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(run.cluster, "NOTICED_S", -1 if len(answers) == 1 else 60)
-    left, admitted = [fails, TRAINS], {"nodes": [{"node": "second (10.0.0.3)"}]}
-
-    def lost(*_):
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(run.cluster, "lost", lost)
-    monkeypatch.setattr(run.cluster, "admit", lambda *_, **__: admitted)
-    monkeypatch.setattr(jobs.Job, "command", lambda *_: [sys.executable, "-c", left.pop(0)])
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    job = jobs.parse(["DEVICE=cpu"])
-    config = SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
-    record = runs.admit(job, tmp_path, 2) | admitted
-    with runs.lock(tmp_path) as log:
-        assert run.train_all(job, config, tmp_path, record, log)[0] == code
-    assert said in capsys.readouterr().out
+    assert all(f"  {name} " in text for name in VARIABLES)

@@ -1,4 +1,4 @@
-"""A run's folder: metrics across interruptions, what may be resumed, the summary, the curves."""
+"""A run's folder: metrics across interruptions, resumption, the summary, the progress line and the curves."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,12 @@ from matplotlib.colors import to_rgb
 
 from lib.errors import Refused
 from lib.files import read_jsonl, write_json
-from lib.run import folder as runs
-from lib.run import job as jobs
+from lib.run.curves import plot_curves
+from lib.run.folder import choose_folder, finished_as, lock, start_record
+from lib.run.job import Job, parse_job
 from lib.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED, merge_metrics, training_rows
-from lib.run.summary import plot_curves, progress_line, summarize, summary_table
+from lib.run.progress import progress_line
+from lib.run.summary import summarize, summary_table
 from verl.utils.tracking import FileLogger
 
 STAMP = {"release": "0.9.1", "stack": "0123456789ab", "tree": "f" * 40}
@@ -35,7 +37,7 @@ def metrics(step: int, **more: float) -> dict:
 
 
 def verl_logs(out: Path, steps: range, monkeypatch) -> None:
-    """What one attempt of verl leaves: its own logger, which starts its file anew."""
+    """Write the file that one attempt of verl leaves; its logger starts the file anew."""
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(out / "verl.jsonl"))
     logger = FileLogger("project", "experiment")
     for step in steps:
@@ -43,13 +45,13 @@ def verl_logs(out: Path, steps: range, monkeypatch) -> None:
     logger.finish()
 
 
-def job(*words: str) -> jobs.Job:
-    return jobs.parse(["DEVICE=cpu", *words])
+def job(*words: str) -> Job:
+    return parse_job(["DEVICE=cpu", *words])
 
 
-def started(out: Path, request: jobs.Job, steps: int, checkpoint: int = 0, finished: bool = False) -> Path:
-    """A run's folder as ``scripts/run.py`` leaves it."""
-    record = runs.admit(request, out, steps)
+def started(out: Path, request: Job, steps: int, checkpoint: int = 0, finished: bool = False) -> Path:
+    """Create a run's folder as ``scripts/run.py`` leaves it."""
+    record = start_record(request, out, steps)
     (out / "checkpoints").mkdir(parents=True)
     (out / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": metrics(1)}) + "\n")
     write_json(out / "run.json", record)
@@ -61,7 +63,7 @@ def started(out: Path, request: jobs.Job, steps: int, checkpoint: int = 0, finis
     return out
 
 
-def test_a_resumed_run_has_every_step_once(tmp_path, monkeypatch):
+def test_resumed_run_has_every_step_once(tmp_path, monkeypatch):
     verl_logs(tmp_path, range(1, 6), monkeypatch)
     assert [row["step"] for row in merge_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
@@ -73,96 +75,103 @@ def test_a_resumed_run_has_every_step_once(tmp_path, monkeypatch):
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_validation_before_a_resumed_run_does_not_replace_the_step(tmp_path):
+def test_validation_before_a_resumed_run_does_not_replace_the_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, "data": metrics(3)}) + "\n")
     (tmp_path / "verl.jsonl").write_text(json.dumps({"step": 3, "data": {"val-core/acc": 0.5}}) + "\n")
     (row,) = training_rows(merge_metrics(tmp_path))
     assert row["data"] == metrics(3) | {"val-core/acc": 0.5}
 
 
-def test_a_line_that_is_being_written_waits(tmp_path):
+def test_incomplete_line_is_left_out(tmp_path):
     (tmp_path / "verl.jsonl").write_text(json.dumps({"step": 1, "data": metrics(1)}) + '\n{"step": 2, "da')
     assert [row["step"] for row in merge_metrics(tmp_path)] == [1]
 
 
-def test_a_repeated_command_resumes_an_unfinished_run_and_leaves_a_finished_one_alone(tmp_path):
+def test_repeated_command_resumes_an_unfinished_run_and_leaves_a_finished_one_alone(tmp_path):
     request = job()
-    first = runs.folder(request, tmp_path)
+    first = choose_folder(request, tmp_path)
     assert first == tmp_path / "arithmetic" / "grpo-fp16-seed1"
     started(first, request, 10, checkpoint=4)
-    assert runs.folder(request, tmp_path) == first
+    assert choose_folder(request, tmp_path) == first
     write_json(first / "summary.json", {})
-    assert runs.folder(request, tmp_path) == first.with_name("grpo-fp16-seed1-2")
-    assert runs.folder(job("SEED=2"), tmp_path) == first.with_name("grpo-fp16-seed2")
-    assert runs.folder(job("RECIPE=flowrl"), tmp_path) == first.with_name("flowrl-fp16-seed1")
-    assert runs.folder(job(f"OUT={first}"), tmp_path) == first
+    assert choose_folder(request, tmp_path) == first.with_name("grpo-fp16-seed1-2")
+    assert choose_folder(job("SEED=2"), tmp_path) == first.with_name("grpo-fp16-seed2")
+    assert choose_folder(job("RECIPE=flowrl"), tmp_path) == first.with_name("flowrl-fp16-seed1")
+    assert choose_folder(job(f"OUT={first}"), tmp_path) == first
 
 
 @pytest.mark.parametrize(
     "other", ["PRECISION=bf16", "ALGO=ppo", "RECIPE=flowrl", "SEED=2", "MODEL=Qwen/Qwen3-0.6B", "ARGS=trainer.nnodes=2"]
 )
-def test_a_folder_with_other_settings_is_refused_by_name(other, tmp_path):
+def test_folder_with_other_settings_is_refused_by_name(other, tmp_path):
     out = started(tmp_path / "out", job(), 10, checkpoint=4)
     name = other.partition("=")[0]
-    with pytest.raises(Refused, match=f"^{name}=.* holds a run with {name}="):
-        runs.admit(job(other), out, 10)
+    with pytest.raises(Refused, match=f"^{name}=.* contains a run with {name}="):
+        start_record(job(other), out, 10)
 
 
-def test_a_refusal_of_other_args_names_the_words_that_differ(tmp_path):
+def test_refusal_of_other_args_names_the_words_that_differ(tmp_path):
     out = started(tmp_path / "out", job("ARGS=trainer.save_freq=1 trainer.nnodes=1"), 10, checkpoint=4)
-    with pytest.raises(Refused, match=f"^ARGS=trainer.nnodes=2: {out} holds a run with ARGS=trainer.nnodes=1; "):
-        runs.admit(job("ARGS=trainer.save_freq=1 trainer.nnodes=2"), out, 10)
+    with pytest.raises(Refused, match=f"^ARGS=trainer.nnodes=2: {out} contains a run with ARGS=trainer.nnodes=1; "):
+        start_record(job("ARGS=trainer.save_freq=1 trainer.nnodes=2"), out, 10)
 
 
-def test_a_run_of_before_a_variable_was_there_goes_on_without_it(tmp_path):
+def test_variable_that_an_older_run_predates_counts_as_unset(tmp_path):
     out = started(tmp_path / "out", job(), 10, checkpoint=4)
     record = json.loads((out / "run.json").read_text())
     del record["settings"]["RECIPE"]
     write_json(out / "run.json", record)
-    assert runs.admit(job(), out, 10)["steps"] == 10
-    with pytest.raises(Refused, match="^RECIPE=flowrl: .* holds a run with RECIPE=;"):
-        runs.admit(job("RECIPE=flowrl"), out, 10)
+    assert start_record(job(), out, 10)["steps"] == 10
+    with pytest.raises(Refused, match="^RECIPE=flowrl: .* contains a run with RECIPE=;"):
+        start_record(job("RECIPE=flowrl"), out, 10)
 
 
-def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(tmp_path):
+def test_run_that_failed_before_its_first_step_is_replaced(tmp_path):
     out = started(tmp_path / "out", job("ARGS=trainer.nnodes=7"), 10)
     (out / "metrics.jsonl").write_text("")
-    assert runs.admit(job(), out, 10)["settings"]["ARGS"] == ""
+    assert start_record(job(), out, 10)["settings"]["ARGS"] == ""
 
 
-def test_how_far_a_run_may_go_on(tmp_path):
+def test_run_resumes_to_more_steps_alone(tmp_path):
     finished = started(tmp_path / "finished", job(), 10, checkpoint=10, finished=True)
-    assert runs.admit(job(), finished, 11)["steps"] == 11
+    assert start_record(job(), finished, 11)["steps"] == 11
     for steps in (10, 9):
         with pytest.raises(Refused, match=f"^STEPS={steps}: .* finished run of 10"):
-            runs.admit(job(), finished, steps)
+            start_record(job(), finished, steps)
     unfinished = started(tmp_path / "unfinished", job(), 10, checkpoint=6)
-    assert runs.admit(job(), unfinished, 6)["steps"] == 6
+    assert start_record(job(), unfinished, 6)["steps"] == 6
     with pytest.raises(Refused, match="^STEPS=5: .* already at step 6"):
-        runs.admit(job(), unfinished, 5)
+        start_record(job(), unfinished, 5)
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path):
+def test_finished_run_is_recognised_by_steps_and_settings(tmp_path):
+    out = started(tmp_path / "finished", job(), 10, finished=True)
+    assert finished_as(job(), out, 10)
+    assert not finished_as(job(), out, 11) and not finished_as(job("SEED=2"), out, 10)
+    assert not finished_as(job(), started(tmp_path / "unfinished", job(), 10), 10)
+
+
+def test_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(Refused, match=f"^OUT={tmp_path}: is not empty and holds no run"):
-        runs.admit(job(), tmp_path, 10)
+    with pytest.raises(Refused, match=f"^OUT={tmp_path}: is not empty and contains no run"):
+        start_record(job(), tmp_path, 10)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_one_run_a_folder(tmp_path):
-    with runs.lock(tmp_path), pytest.raises(Refused, match=f"^OUT={tmp_path}: another run is writing there"):
-        runs.lock(tmp_path)
-    runs.lock(tmp_path).close()
+def test_folder_is_locked_by_its_run(tmp_path):
+    with lock(tmp_path), pytest.raises(Refused, match=f"^OUT={tmp_path}: another run is writing there"):
+        lock(tmp_path)
+    lock(tmp_path).close()
 
 
 @pytest.fixture
 def summary(tmp_path, monkeypatch) -> dict:
     verl_logs(tmp_path, range(1, 9), monkeypatch)
-    record = runs.admit(job(), tmp_path / "out", 8) | {"wall_s": 83.25, "peak_memory_gib": 6.5}
+    record = start_record(job(), tmp_path / "out", 8) | {"wall_s": 83.25, "peak_memory_gib": 6.5}
     return summarize(job(), record, merge_metrics(tmp_path), [ACTOR, ROLLOUT, ACTOR | {"rank": 1}])
 
 
-def test_the_summary_says_what_was_measured(summary):
+def test_summary_reports_the_measurements(summary):
     assert summary["release"] == summary["versions"]["verl"] == "0.9.1"
     assert set(summary["versions"]) == {"python", "torch", "vllm", "verl", "ray", "transformers"}
     assert (summary["precision"], summary["algo"], summary["device"], summary["steps"]) == ("fp16", "grpo", "cpu", 8)
@@ -181,9 +190,9 @@ def test_the_summary_says_what_was_measured(summary):
     assert "0.600 mean of the last 5" in summary_table(summary)
 
 
-def test_a_worker_that_differs_is_not_hidden(tmp_path, monkeypatch):
+def test_summary_lists_workers_that_differ(tmp_path, monkeypatch):
     verl_logs(tmp_path, range(1, 3), monkeypatch)
-    record = runs.admit(job(), tmp_path / "out", 2)
+    record = start_record(job(), tmp_path / "out", 2)
     unpatched = ACTOR | {"rank": 1, "compute": "bfloat16", "stamp": None}
     summary = summarize(job(), record, merge_metrics(tmp_path), [ACTOR, unpatched])
     assert summary["patch_stamp"] == [STAMP, None]
@@ -207,14 +216,14 @@ FLOWRL = {
 }
 
 
-def test_what_flowrl_reports_is_shown(tmp_path):
+def test_flowrl_metrics_are_shown(tmp_path):
     data = [{"step": step, "data": metrics(step) | FLOWRL} for step in (1, 2)]
     assert (
         "k3 2.0e-07  log_z -0.5  delta_std 13.8  distinct_right_answers 1.25  effective_samples 0.875  loss scale 32768"
         in progress_line(data, 2)
     )
     request = job("RECIPE=flowrl")
-    summary = summarize(request, runs.admit(request, tmp_path / "out", 2), data, [ACTOR])
+    summary = summarize(request, start_record(request, tmp_path / "out", 2), data, [ACTOR])
     assert summary["recipe"] == "flowrl"
     assert summary["flowrl"]["delta_std"] == {"first": 13.81, "last": 13.81}
     assert "log_z                  -0.5 at the first step, -0.5 mean of the last 2" in summary_table(summary)
@@ -225,7 +234,7 @@ def picture(file: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("missing", [(), (LOSS_SCALE, SKIPPED)], ids=["fp16", "bf16"])
-def test_the_curves_are_a_picture(missing, tmp_path):
+def test_curves_are_a_picture(missing, tmp_path):
     data = [{"step": step, "data": metrics(step)} for step in range(1, 6)]
     for row in data:
         for name in missing:
@@ -239,9 +248,9 @@ def test_the_curves_are_a_picture(missing, tmp_path):
 
 
 def colours(file: Path) -> set[int]:
-    """The colours of matplotlib's cycle that the picture has, by their number."""
-    seen = {tuple(pixel) for pixel in (picture(file) * 255).round().astype(int).reshape(-1, 3)}
-    return {n for n in range(4) if tuple(round(255 * part) for part in to_rgb(f"C{n}")) in seen}
+    """Return the numbers of the colours of matplotlib's cycle that the picture has."""
+    pixels = {tuple(pixel) for pixel in (picture(file) * 255).round().astype(int).reshape(-1, 3)}
+    return {n for n in range(4) if tuple(round(255 * part) for part in to_rgb(f"C{n}")) in pixels}
 
 
 def test_runs_of_one_label_have_one_colour(tmp_path):

@@ -1,4 +1,4 @@
-"""The same job under several regimes, seeds and versions of the code: planned, refused, done, cut short, reported."""
+"""The same job under several regimes, seeds and versions of the code: plans, refusals, runs, interruptions, reports."""
 
 import json
 import os
@@ -18,11 +18,13 @@ from lib.patches.apply import apply
 from lib.patches.status import status
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
-from lib.run import folder as runs
-from lib.run import job as jobs
-from lib.run import sweep
+from lib.run import code_versions
+from lib.run.code_versions import CodeVersion, branch_commit, branch_version, code_record, tree_version
+from lib.run.folder import finished as is_finished
+from lib.run.job import parse_job
 from lib.run.metrics import K3_KL, REWARD, SECONDS
 from lib.run.summary import summarize
+from lib.run.sweep import SweepPlan, SweepRun, plan_sweep, run_sweep
 
 COMPARE = [sys.executable, str(REPO / "scripts" / "compare.py")]
 
@@ -30,28 +32,28 @@ COMPARE = [sys.executable, str(REPO / "scripts" / "compare.py")]
 RUN = """
 import json, sys
 from pathlib import Path
-given = dict(word.split("=", 1) for word in sys.argv[1:])
-out = Path(given["OUT"])
+values = dict(word.split("=", 1) for word in sys.argv[1:])
+out = Path(values["OUT"])
 out.mkdir(parents=True, exist_ok=True)
 with (out / "attempts").open("a") as attempts:
-    print(given["PRECISION"], file=attempts)
+    print(values["PRECISION"], file=attempts)
 for step in (1, 2, 3):
     print(f"step {step}/3", flush=True)
-    if step == 2 and (given["PRECISION"], given["SEED"]) == ("bf16", "1"):
+    if step == 2 and (values["PRECISION"], values["SEED"]) == ("bf16", "1"):
         sys.exit("the gradient of lm_head overflows")
 summary = {"wall_s": 60.0, "reward_first": 0.25, "reward_last": 0.5}
 (out / "summary.json").write_text(json.dumps(summary))
 """
 
 
-def given(**words: str) -> dict[str, str]:
+def on_cpu(**words: str) -> dict[str, str]:
     return {"DEVICE": "cpu", **words}
 
 
 def finished(out: Path, reward: float, steps: int = 40, **words: str) -> Path:
-    """A finished run of EXPERIMENT=sanity_cpu as ``make run`` leaves it."""
-    named = {"EXPERIMENT": "sanity_cpu", "DEVICE": "cpu", **words}
-    job = jobs.parse([f"{name}={value}" for name, value in named.items()])
+    """Create a finished run of EXPERIMENT=sanity_cpu as ``make run`` leaves it."""
+    values = {"EXPERIMENT": "sanity_cpu", "DEVICE": "cpu", **words}
+    job = parse_job([f"{name}={value}" for name, value in values.items()])
     out.mkdir(parents=True)
     record = {"settings": job.settings(), "steps": steps, "wall_s": 90.0, "peak_memory_gib": 1.0}
     write_json(out / "run.json", record)
@@ -62,17 +64,17 @@ def finished(out: Path, reward: float, steps: int = 40, **words: str) -> Path:
     return out
 
 
-def test_a_comparison_is_planned_seed_by_seed_and_what_is_finished_stays(tmp_path, capsys):
+def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, capsys):
     finished(tmp_path / "pg_is" / "bf16-seed2", 0.9, PRECISION="bf16", ALGO="pg_is", SEED="2")
     before = sorted(tmp_path.rglob("*"))
     words = {"EXPERIMENT": "sanity_cpu", "PRECISION": "fp16 bf16", "ALGO": "grpo pg_is", "SEED": "2 7"}
-    plan = sweep.plan(given(**words, OUT=str(tmp_path)))
+    plan = plan_sweep(on_cpu(**words, OUT=str(tmp_path)))
     assert [f"{run.out.relative_to(tmp_path)}" for run in plan.runs] == [
         f"{algo}/{regime}-seed{seed}" for seed in (2, 7) for algo in ("grpo", "pg_is") for regime in ("fp16", "bf16")
     ]
     assert [str(run) for run in plan.finished] == ["pg_is bf16 seed 2"]
     assert sorted(tmp_path.rglob("*")) == before, "a plan changes nothing"
-    jobs_of = [jobs.parse(list(run.words)) for run in plan.runs]
+    jobs_of = [parse_job(list(run.words)) for run in plan.runs]
     assert {job.experiment for job in jobs_of} == {"sanity_cpu"}
     assert [(job.seed, job.algo, job.precision) for job in jobs_of[:3]] == [
         (2, "grpo", "fp16"),
@@ -83,25 +85,25 @@ def test_a_comparison_is_planned_seed_by_seed_and_what_is_finished_stays(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "refusal"),
     [
         ({"ARGS": "trainer.n_gpu=2"}, "ARGS=trainer.n_gpu=2: "),
         ({"PRECISION": "fp16 fp61"}, "PRECISION=fp61: must be one of bf16"),
         ({"ALGO": "grpo ppo", "RECIPE": "flowrl"}, "ALGO=ppo: RECIPE=flowrl goes with grpo"),
-        ({"STEPS": "30"}, "STEPS=30: .* holds a finished run of 40"),
-        ({"ARGS": "data.shuffle=false"}, "ARGS=data.shuffle=false: .* holds a run with ARGS=;"),
+        ({"STEPS": "30"}, "STEPS=30: .* contains a finished run of 40"),
+        ({"ARGS": "data.shuffle=false"}, "ARGS=data.shuffle=false: .* contains a run with ARGS=;"),
     ],
 )
-def test_what_one_run_refuses_starts_none(words, says, tmp_path):
+def test_refusal_of_one_run_starts_none(words, refusal, tmp_path):
     finished(tmp_path / "grpo" / "fp16-seed1", 0.9, PRECISION="fp16", ALGO="grpo", SEED="1")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(Refused, match=says):
-        sweep.plan(given(EXPERIMENT="sanity_cpu", OUT=str(tmp_path), SEED="2 1") | words)
+    with pytest.raises(Refused, match=refusal):
+        plan_sweep(on_cpu(EXPERIMENT="sanity_cpu", OUT=str(tmp_path), SEED="2 1") | words)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "refusal"),
     [
         ({"SEED": "1 2 1"}, "SEED=1 2 1: has 1 more than once"),
         ({"TREES": "a=/x", "BRANCHES": "main"}, "TREES, BRANCHES: give one"),
@@ -112,29 +114,29 @@ def test_what_one_run_refuses_starts_none(words, says, tmp_path):
         ({"BRANCHES": "no-such-branch"}, "BRANCHES=no-such-branch: no such branch here; there are "),
     ],
 )
-def test_bad_words_are_refused(words, says, tmp_path):
-    with pytest.raises(Refused, match=re.escape(says)):
-        sweep.plan(given(OUT=str(tmp_path / "out"), **words))
+def test_bad_words_are_refused(words, refusal, tmp_path):
+    with pytest.raises(Refused, match=re.escape(refusal)):
+        plan_sweep(on_cpu(OUT=str(tmp_path / "out"), **words))
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
-    release = sweep.installed_release()
+def test_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
+    release = code_versions.installed_release()
     root = unpacked_wheel(release, tmp_path / "tree")
     with pytest.raises(Refused, match=rf"TREES=a={root}: verl {release}, no stack applied; make apply-patches"):
-        sweep.tree("a", str(root))
+        tree_version("a", str(root))
     apply(root)
-    code = sweep.tree("a", str(root / "verl"))
+    code = tree_version("a", str(root / "verl"))
     assert code.verl == root and code.environment()["PYTHONPATH"].startswith(f"{root}")
     out = tmp_path / "out"
-    plan = sweep.plan(given(TREES=f"a={root}", PRECISION="bf16", OUT=str(out), EXPERIMENT="sanity_cpu"))
+    plan = plan_sweep(on_cpu(TREES=f"a={root}", PRECISION="bf16", OUT=str(out), EXPERIMENT="sanity_cpu"))
     assert [(run.label, run.out) for run in plan.runs] == [("a-bf16", out / "grpo" / "a-bf16-seed1")]
-    held = json.loads((out / "code.json").read_text())
-    assert held["a"]["folder"] == str(root)
+    record = json.loads((out / "code.json").read_text())
+    assert record["a"]["folder"] == str(root)
 
-    (root / "verl" / "utils" / "precision.py").open("a").write("# edited\n")  # an edited tree may be compared, but anew
-    with pytest.raises(Refused, match="holds runs of another a, state "):
-        sweep.remember(out, [sweep.tree("a", str(root))])
+    (root / "verl/utils/tracking.py").open("a").write("# edited\n")  # an edited tree may be compared, but anew
+    with pytest.raises(Refused, match="contains runs of another a, state "):
+        code_record(out, [tree_version("a", str(root))])
 
 
 def git(folder: Path, *words: str) -> str:
@@ -143,56 +145,69 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_branch_is_its_last_commit_and_not_what_lies_about(tmp_path, monkeypatch):
+def test_branch_is_its_last_commit_without_uncommitted_changes(tmp_path, monkeypatch):
     git(tmp_path, "init", "--quiet", "-b", "main")
     (tmp_path / "a.txt").write_text("a")
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "--quiet", "-m", "first")
     git(tmp_path, "branch", "mine")
-    monkeypatch.setattr(jobs, "REPO", tmp_path)
+    monkeypatch.setattr(code_versions, "REPO", tmp_path)
     head = git(tmp_path, "rev-parse", "HEAD")
-    assert sweep.committed("main") == sweep.committed("mine") == head
+    assert branch_commit("main") == branch_commit("mine") == head
     (tmp_path / "a.txt").write_text("b")
     with pytest.raises(Refused, match=f"BRANCHES=main: {tmp_path} has changes that are not committed: a.txt"):
-        sweep.committed("main")
-    assert sweep.committed("mine") == head
+        branch_commit("main")
+    assert branch_commit("mine") == head
     with pytest.raises(Refused, match="BRANCHES=v1: no such branch here; there are main, mine"):
-        sweep.committed("v1")
+        branch_commit("v1")
 
 
-def test_a_branch_brings_its_own_verl(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "CACHE", tmp_path)
+def test_branch_brings_its_own_verl(tmp_path, monkeypatch):
+    monkeypatch.setattr(code_versions, "CACHE", tmp_path)
     commit = git(REPO, "rev-parse", "HEAD")
-    code = sweep.checkout("my/branch", commit)
+    code = branch_version("my/branch", commit)
     assert code.name == "my-branch" and code.identity == {"branch": "my/branch", "commit": commit}
     assert (code.project / "scripts" / "run.py").exists() and code.verl.is_relative_to(code.project)
     assert status(code.verl, code.project).state == "patched"
     assert [path.name for path in (tmp_path / "branches").iterdir()] == [commit], "nothing is left beside it"
-    monkeypatch.setattr(sweep, "unpacked_wheel", None)
-    assert sweep.checkout("my/branch", commit) == code, "made once"
+    monkeypatch.setattr(code_versions, "unpacked_wheel", None)
+    assert branch_version("my/branch", commit) == code, "made once"
+
+
+def test_branch_without_check_is_refused_before_a_checkout_is_created(tmp_path, monkeypatch):
+    git(tmp_path, "init", "--quiet", "-b", "old")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/run.py").write_text("import sys")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    monkeypatch.setattr(code_versions, "REPO", tmp_path)
+    monkeypatch.setattr(code_versions, "CACHE", tmp_path / ".cache")
+    with pytest.raises(Refused, match="^BRANCHES=old: its scripts/run.py is older than --check, .*; merge ") as refusal:
+        branch_version("old", branch_commit("old"))
+    assert "\n" not in str(refusal.value) and not (tmp_path / ".cache").exists()
 
 
 @pytest.fixture
-def stand_in(tmp_path) -> sweep.Code:
+def stand_in(tmp_path) -> CodeVersion:
     project = tmp_path / "project"
     (project / "scripts").mkdir(parents=True)
     (project / "scripts" / "run.py").write_text(RUN)
-    return sweep.Code(project=project)
+    return CodeVersion(project=project)
 
 
-def planned(code: sweep.Code, out: Path) -> sweep.Plan:
-    def run(regime: str, seed: str) -> sweep.Run:
+def planned(code: CodeVersion, out: Path) -> SweepPlan:
+    def run(regime: str, seed: str) -> SweepRun:
         folder = out / "grpo" / f"{regime}-seed{seed}"
-        return sweep.Run(code, "grpo", regime, seed, (f"PRECISION={regime}", f"SEED={seed}", f"OUT={folder}"), folder)
+        return SweepRun(code, "grpo", regime, seed, (f"PRECISION={regime}", f"SEED={seed}", f"OUT={folder}"), folder)
 
     every = tuple(run(regime, seed) for seed in ("1", "2") for regime in ("fp16", "bf16"))
-    return sweep.Plan("sanity_cpu", out, every, tuple(run for run in every if runs.finished(run.out)))
+    return SweepPlan("sanity_cpu", out, every, tuple(run for run in every if is_finished(run.out)))
 
 
-def test_a_run_that_fails_is_named_and_does_not_stop_the_others(stand_in, tmp_path, capsys, monkeypatch):
+def test_failed_run_is_named_and_does_not_stop_the_others(stand_in, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
     out = tmp_path / "out"
-    outcome = sweep.run(planned(stand_in, out))
+    outcome = run_sweep(planned(stand_in, out))
     assert [str(run) for run in outcome.failed] == ["grpo bf16 seed 1"] and outcome.code == 1
     assert outcome.finished == {
         "grpo": [
@@ -218,12 +233,12 @@ def test_a_run_that_fails_is_named_and_does_not_stop_the_others(stand_in, tmp_pa
         "grpo bf16 seed 2: reward 0.250 to 0.500 in 1:00; none left",
     ]
 
-    sweep.run(planned(stand_in, out))
+    run_sweep(planned(stand_in, out))
     attempts = {file.parent.name: file.read_text().count("\n") for file in out.rglob("attempts")}
     assert attempts == {"fp16-seed1": 1, "bf16-seed1": 2, "fp16-seed2": 1, "bf16-seed2": 1}, "finished, not repeated"
 
 
-def test_ctrl_c_ends_the_run_in_order_reports_what_is_there_and_says_how_to_go_on(tmp_path):
+def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path):
     for seed in ("1", "2"):
         finished(tmp_path / "grpo" / f"fp16-seed{seed}", 0.9 + int(seed) / 100, PRECISION="fp16", SEED=seed)
     words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "SEED=1 2", f"OUT={tmp_path}"]
@@ -245,10 +260,10 @@ def test_ctrl_c_ends_the_run_in_order_reports_what_is_there_and_says_how_to_go_o
     assert lines[-1] == f"to go on:  {shlex.join([*COMPARE, *words])}"
     table = (tmp_path / "grpo" / "report").glob("**/*.csv")
     assert any("fp16" in file.read_text() for file in table)
-    assert not runs.finished(tmp_path / "grpo" / "bf16-seed1")
+    assert not is_finished(tmp_path / "grpo" / "bf16-seed1")
 
 
-def test_make_sanity_is_a_comparison_whose_words_can_be_set_anew():
+def test_make_sanity_is_a_comparison_whose_variables_can_be_overridden():
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     made = subprocess.run(
         ["make", "--dry-run", "sanity", "SEED=4 5", "ARGS=a='b c'"],

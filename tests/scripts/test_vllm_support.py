@@ -14,8 +14,9 @@ from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.tree import look_at
 from lib.errors import Refused
 from lib.paths import REPO
-from lib.run import job as jobs
-from lib.run import vllm_float16 as vllm_support
+from lib.run import vllm_float16
+from lib.run.checks import check_rollout
+from lib.run.job import compose, parse_job
 from lib.run.vllm_float16 import Float16Support, float16_support
 
 ROLLOUT, REWARD = "actor_rollout_ref.rollout", "reward.reward_model"
@@ -56,12 +57,12 @@ def site(path: Path, table: str, file: str = "config/model.py") -> Path:
     return path
 
 
-def test_the_table_is_what_the_installed_vllm_refuses(tmp_path):
+def test_table_lists_the_models_that_the_installed_vllm_refuses(tmp_path):
     done = subprocess.run([sys.executable, "-c", VLLM], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert {"gemma2", "gemma3", "gemma3_text", "glm4"} <= set(said) and said["paligemma"][0] == "torch.float16"
-    for model_type, (in_float16, auto) in said.items():
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert {"gemma2", "gemma3", "gemma3_text", "glm4"} <= set(outcomes) and outcomes["paligemma"][0] == "torch.float16"
+    for model_type, (in_float16, auto) in outcomes.items():
         support = float16_support(str(folder(tmp_path / model_type, model_type)))
         assert support.supported == (in_float16 == "torch.float16")
         assert auto == ("torch.float16" if support.supported else "torch.bfloat16")
@@ -70,7 +71,7 @@ def test_the_table_is_what_the_installed_vllm_refuses(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["config.py", "config/__init__.py", "config/model.py"])
-def test_the_table_is_found_where_versions_of_vllm_have_it(file, tmp_path):
+def test_table_is_read_from_each_layout_of_vllm(file, tmp_path):
     root = site(tmp_path / "site", LISTED, file)
     refused = float16_support(str(folder(tmp_path / "glm", "glm4")), root)
     assert refused == Float16Support(False, "vLLM 0.9.1 refuses glm4 models in float16: Unstable")
@@ -78,21 +79,21 @@ def test_the_table_is_found_where_versions_of_vllm_have_it(file, tmp_path):
 
 
 @pytest.mark.parametrize("table", ["", LISTED.replace("_NOT", "_UN"), f"{LISTED[:-2]}, **more}}", f"{LISTED[:31]}x()"])
-def test_a_vllm_without_the_table_is_not_known(table, tmp_path):
+def test_support_is_unknown_without_the_table(table, tmp_path):
     support = float16_support(str(folder(tmp_path / "model", "gemma2")), site(tmp_path / "site", table))
     assert support.supported is None and "vLLM 0.9.1 has no _FLOAT16_NOT_SUPPORTED_MODELS" in support.reason
 
 
-def test_what_is_not_here_is_not_known(tmp_path, monkeypatch):
+def test_support_is_unknown_without_a_config_or_vllm(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert "owner/name has no config.json" in float16_support("owner/name").reason
     assert "has no model_type" in float16_support(str(folder(tmp_path / "no-type", None))).reason
     model = str(folder(tmp_path / "gemma", "gemma2"))
-    monkeypatch.setattr(vllm_support.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_float16.importlib.util, "find_spec", lambda name: None)
     assert float16_support(model, tmp_path) == Float16Support(None, "no vLLM is installed here")
 
 
-def test_a_hub_model_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
+def test_hub_model_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
     cached = tmp_path / "hub/models--google--gemma-2-2b"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text("abc123")
@@ -118,7 +119,7 @@ def asked(trees: dict[str, Path], *words: str, state: str = "patched") -> Diagno
     return diagnose(known(trees[state]), list(words))
 
 
-def test_the_doctor_refuses_a_rollout_in_float16(trees, gemma):
+def test_doctor_refuses_a_rollout_in_float16(trees, gemma):
     model = f"actor_rollout_ref.model.path={gemma}"
     for words in (["+precision=fp16"], ["+precision=bf16_train_fp16_infer"], [f"{ROLLOUT}.dtype=half"]):
         found = asked(trees, model, *words)
@@ -132,7 +133,7 @@ def test_the_doctor_refuses_a_rollout_in_float16(trees, gemma):
     assert [finding.key for finding in found.findings] == [extra]
 
 
-def test_the_doctor_takes_the_ways_out_and_other_servers(trees, gemma):
+def test_doctor_accepts_the_advised_dtypes_and_other_servers(trees, gemma):
     words = [f"actor_rollout_ref.model.path={gemma}", "+precision=fp16"]
     assert asked(trees, *words, f"{ROLLOUT}.dtype=bfloat16").verdict == "asked"
     assert asked(trees, *words, f"{ROLLOUT}.dtype=float32").verdict == "asked"
@@ -150,7 +151,7 @@ def test_auto_is_not_the_models_float16_where_vllm_refuses_it(trees, gemma, tmp_
     assert asked(trees, *words, f"actor_rollout_ref.model.path={qwen}").verdict == "agree"
 
 
-def test_the_doctor_looks_at_a_reward_models_server_too(trees, gemma):
+def test_doctor_checks_a_reward_models_server_too(trees, gemma):
     words = [f"{REWARD}.enable=true", f"{REWARD}.rollout.name=vllm", f"{REWARD}.model_path={gemma}"]
     found = asked(trees, *words, f"{REWARD}.rollout.dtype=float16")
     assert found.verdict == "refused" and [finding.key for finding in found.findings] == [f"{REWARD}.rollout.dtype"]
@@ -158,7 +159,7 @@ def test_the_doctor_looks_at_a_reward_models_server_too(trees, gemma):
     assert asked(trees, *words).verdict == "agree"
 
 
-def test_the_doctor_says_what_is_not_known(trees):
+def test_doctor_reports_unknown_support(trees):
     found = asked(trees, "+precision=fp16", "actor_rollout_ref.model.path=owner/name")
     assert found.sound and found.sentence.endswith("is not known: owner/name has no config.json on this machine.")
     assert [finding.key for finding in found.findings] == ["actor_rollout_ref.model.path"]
@@ -169,7 +170,7 @@ def test_the_doctor_says_what_is_not_known(trees):
 
 
 @pytest.mark.parametrize("words", [["STEPS=3"], ["STEPS=3", "PRECISION=bf16_train_fp16_infer"]])
-def test_a_run_is_refused_before_anything_starts(words, gemma, tmp_path):
+def test_run_is_refused_before_anything_starts(words, gemma, tmp_path):
     command = [sys.executable, REPO / "scripts/run.py", "DEVICE=cpu", f"MODEL={gemma}", f"OUT={tmp_path / 'out'}"]
     done = subprocess.run([*command, *words], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
@@ -182,12 +183,12 @@ def test_a_run_is_refused_before_anything_starts(words, gemma, tmp_path):
     "words",
     [["PRECISION=bf16"], ["PRECISION=fp32"], [f"ARGS={ROLLOUT}.dtype=bfloat16"], [f"ARGS={ROLLOUT}.name=sglang"]],
 )
-def test_a_run_that_vllm_takes_is_not_refused(words, gemma, tmp_path):
-    job = jobs.parse(["DEVICE=cpu", "STEPS=1", f"MODEL={gemma}", *words])
-    jobs.check_rollout(job, jobs.compose(job, tmp_path))
+def test_run_that_vllm_supports_is_not_refused(words, gemma, tmp_path):
+    job = parse_job(["DEVICE=cpu", "STEPS=1", f"MODEL={gemma}", *words])
+    check_rollout(job, compose(job, tmp_path))
 
 
-def test_a_probe_by_vllm_is_refused_and_one_by_hf_says_so(gemma, tmp_path, capsys):
+def test_probe_by_vllm_is_refused_and_one_by_hf_reports_it(gemma, tmp_path, capsys):
     words = ["DEVICE=cpu", f"MODEL={gemma}", f"DATA={tmp_path / 'data.parquet'}", f"OUT={tmp_path / 'out'}"]
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     with pytest.raises(Refused, match="leave out bf16_train_fp16_infer and fp16: PRECISION='bf16 fp32'"):

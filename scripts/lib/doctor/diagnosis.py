@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from lib.cli import options
 from lib.doctor import dtype_rules as hops
 from lib.doctor.dtype_rules import LEGACY, UNKNOWN, rule_for
 from lib.doctor.resolver import (
@@ -27,7 +28,6 @@ from lib.doctor.resolver import (
 from lib.doctor.servers import float16_servers
 from lib.doctor.tree import Tree, Uncomposable, compose, leaves, select
 from lib.paths import CONFIGS
-from lib.run.job import options
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lib import cli
 from lib.errors import Refused
 from lib.paths import ARITHMETIC, REPO
-from lib.run import job as jobs
+from lib.run.checks import parquet_rows
 
 if TYPE_CHECKING:
     import transformers
@@ -21,10 +22,10 @@ def chosen(given: dict[str, str]) -> tuple[str, str]:
     Raises:
         Refused: MODEL is given without DATA, or one of them cannot be used.
     """
-    model = jobs.model_path(given["MODEL"]) if "MODEL" in given else SANITY
+    model = cli.model_path(given["MODEL"]) if "MODEL" in given else SANITY
     if "DATA" not in given and model != SANITY:
         raise Refused(f"DATA: is not set; MODEL={given['MODEL']} needs a parquet file of prompts in verl's schema")
-    return model, jobs.parquet(given, "DATA") or str(ARITHMETIC / "train.parquet")
+    return model, cli.parquet_path(given, "DATA") or str(ARITHMETIC / "train.parquet")
 
 
 def short_name(model: str) -> str:
@@ -73,7 +74,7 @@ def prompts(data: str, rows: int) -> list[list[dict]]:
     """
     import pyarrow.parquet
 
-    present = jobs.parquet_rows("DATA", Path(data), ["prompt"])
+    present = parquet_rows("DATA", Path(data), ["prompt"])
     if present < rows:
         raise Refused(f"ROWS={rows}: {data} has {present}; ask for fewer or give more DATA")
     return pyarrow.parquet.read_table(data, columns=["prompt"])["prompt"].slice(0, rows).to_pylist()

@@ -25,7 +25,7 @@ from lib.report import catalog as measures
 from lib.report import readers as sources
 from lib.report.catalog import OUTCOMES, SERIES, Outcome, Series, Spread, Steps, Verdict
 from lib.report.readers import RECORD, Run
-from lib.run.job import check_room
+from lib.run.checks import check_room
 from lib.run.metrics import LOSS_SCALE, REWARD, SKIPPED
 
 THRESHOLD = 0.95  # the sanity test of arXiv 2510.26788 is passed above 95 % training accuracy

@@ -17,11 +17,11 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
+from lib import cli
 from lib.errors import Refused
 from lib.paths import CONFIGS
 from lib.report.catalog import GRAD_NORM, METRIC, UNTRAINED, Steps, known
 from lib.run import folder as runs
-from lib.run import job as jobs
 from lib.run import log as logs
 from lib.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, SKIPPED
 from lib.run.summary import agreed, by_role
@@ -72,7 +72,7 @@ class Run:
     @property
     def regime(self) -> str | None:
         """The regime that it names: PRECISION of ``make run``, else a label that is a regime's name."""
-        return self.asked.get("PRECISION") or (self.label if self.label in jobs.options("precision") else None)
+        return self.asked.get("PRECISION") or (self.label if self.label in cli.options("precision") else None)
 
     @property
     def finished(self) -> bool | None:
@@ -103,7 +103,7 @@ def words(given: str) -> list[tuple[str, Path]]:
         Refused: a word is of another form, or there is nothing at a path.
     """
     pairs = []
-    for word in jobs.shell_words("RUNS", given):
+    for word in cli.shell_words("RUNS", given):
         label, sign, path = word.partition("=")
         if not sign or not LABEL.fullmatch(label):
             raise Refused(f"{word}: must be LABEL=FOLDER; a label is letters, digits and . _ + - alone")
@@ -155,7 +155,7 @@ def read(label: str, path: Path) -> Run:
     if not run.steps:
         raise Refused(f"{label}={path}: has no training step; none of its metrics is one of a report's")
     asked = run.asked.get("PRECISION")
-    if asked and label in jobs.options("precision") and asked != label:
+    if asked and label in cli.options("precision") and asked != label:
         raise Refused(f"{label}={path}: is a run with PRECISION={asked}; name it so, or as no regime is named")
     return with_notes(run)
 

@@ -1,46 +1,62 @@
-"""May these runs start? ``python scripts/lib/run/admission.py REPO`` with a JSON list of the words of each on stdin.
+"""Check a run before it starts: all that ``scripts/run.py`` checks on this machine, for one run or for several.
 
-Asks the project in the folder REPO, which may be another version than the one that this file is of, and the verl
-that comes first on PYTHONPATH. Prints a JSON list: of each whether it is finished already. Exit code 1 with one line on
-stderr where a run would be refused.
+What takes longest, verl's own validation, comes last. Nothing is written.
 """
 
-import json
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lib.errors import Refused
+from lib.run.checks import check_job
+from lib.run.folder import choose_folder, finished_as, start_record
+from lib.run.job import Job, compose
+from lib.run.machine import check_machine
+from lib.run.validation import validate
 
-if __name__ == "__main__":
-    sys.path[0] = f"{sys.argv[1]}/scripts"  # instead of this file's own folder
-
-    from lib.run import folder as runs
-    from lib.run import job as jobs
-
-
-def finished(job: "jobs.Job", steps: int) -> bool:
-    """Whether the job's folder holds it, finished, with these settings and this length."""
-    if not runs.finished(job.out):
-        return False
-    record = json.loads((job.out / "run.json").read_text())
-    return record["steps"] == steps and job.settings().items() <= record["settings"].items()
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
-def main(asked: list[list[str]]) -> None:
-    """Raises ``Refused`` for the first that can neither start nor be taken up; what takes longest comes last."""
-    wanted = [jobs.parse(words) for words in asked]
-    configs = [jobs.compose(job, job.out) for job in wanted]
-    done = [finished(job, config.trainer.total_training_steps) for job, config in zip(wanted, configs, strict=True)]
-    ahead = [(job, config) for job, config, is_done in zip(wanted, configs, done, strict=True) if not is_done]
-    for job, config in ahead:
-        jobs.check(job, config, job.out)
-        runs.admit(job, job.out, config.trainer.total_training_steps)
-    for job, config in ahead:
-        jobs.validate(job, config)
-    print(json.dumps(done))
+@dataclass(frozen=True)
+class CheckedRun:
+    """A run that can start or resume in ``out``, or is ``finished`` there with these settings and ``steps``."""
+
+    out: Path
+    steps: int
+    finished: bool
 
 
-if __name__ == "__main__":
-    try:
-        main(json.load(sys.stdin))
-    except Refused as refusal:
-        sys.exit(str(refusal))
+def check_start(job: Job, config: "DictConfig", out: Path) -> dict:
+    """Check the job against this machine and its folder, by all but verl's own validation.
+
+    Returns:
+        The content of ``run.json`` with which the run starts or resumes.
+
+    Raises:
+        Refused: it can do neither.
+    """
+    check_job(job, config, out)
+    if not job.cluster:
+        check_machine(config, job.device)
+    return start_record(job, out, config.trainer.total_training_steps)
+
+
+def check_runs(jobs: Sequence[Job]) -> list[CheckedRun]:
+    """Check every job that is not finished in its folder.
+
+    Raises:
+        Refused: one of them can neither start nor resume.
+    """
+    outs = [choose_folder(job) for job in jobs]
+    configs = [compose(job, out) for job, out in zip(jobs, outs, strict=True)]
+    runs = []
+    for job, config, out in zip(jobs, configs, outs, strict=True):
+        steps = config.trainer.total_training_steps
+        runs.append(CheckedRun(out, steps, finished_as(job, out, steps)))
+    pending = [(job, config, run) for job, config, run in zip(jobs, configs, runs, strict=True) if not run.finished]
+    for job, config, run in pending:
+        check_start(job, config, run.out)
+    for job, config, _ in pending:
+        validate(job, config)
+    return runs

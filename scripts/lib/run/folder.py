@@ -1,7 +1,7 @@
-"""The folder of one run, and whether a run can be started or resumed there.
+"""The folder of one run: which one it is, whether a run may start or resume there, and its lock.
 
-``run.json`` what was asked and what it took so far, ``metrics.jsonl`` verl's metrics a step a line, ``train.log`` all
-output, ``checkpoints/``, and of a finished run ``summary.json`` and ``curves.png``.
+It contains ``run.json``, the settings and what the run took so far; ``metrics.jsonl``, verl's metrics, a step a line;
+``train.log``, all output; ``checkpoints/``; and, of a finished run, ``summary.json`` and ``curves.png``.
 """
 
 import fcntl
@@ -16,12 +16,13 @@ from typing import TextIO
 
 from lib.errors import Refused
 from lib.files import read_jsonl
+from lib.paths import REPO
 from lib.run.job import Job
 
 
 @cache
 def load_manifest(verl: Path) -> ModuleType:
-    """How the verl in this folder chooses a checkpoint, without the seconds that importing verl takes."""
+    """Import the module by which the verl in this folder chooses a checkpoint, without importing all of verl."""
     spec = importlib.util.spec_from_file_location("manifest", verl / "utils" / "checkpoint" / "manifest.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -29,7 +30,7 @@ def load_manifest(verl: Path) -> ModuleType:
 
 
 def checkpoint_step(out: Path) -> int:
-    """The step that verl would resume from, 0 without a checkpoint.
+    """Return the step that verl would resume from, 0 without a checkpoint.
 
     Raises:
         Refused: there are checkpoints and none is whole.
@@ -44,57 +45,68 @@ def checkpoint_step(out: Path) -> int:
 
 
 def finished(out: Path) -> bool:
+    """Return whether ``out`` contains a finished run, of whatever length."""
     return (out / "summary.json").exists()
 
 
-def folder(job: Job, outputs: Path) -> Path:
-    """OUT, or the first default folder, ``…``, ``…-2``, ``…-3``, that holds no finished run."""
+def finished_as(job: Job, out: Path, steps: int) -> bool:
+    """Return whether ``out`` contains a finished run of ``steps`` steps with the job's settings."""
+    if not finished(out):
+        return False
+    record = json.loads((out / "run.json").read_text())
+    return record["steps"] == steps and job.settings().items() <= record["settings"].items()
+
+
+def choose_folder(job: Job, outputs: Path = REPO / "outputs") -> Path:
+    """Return OUT, or the first default folder, ``…``, ``…-2``, ``…-3``, without a finished run."""
     names = (job.name if number == 1 else f"{job.name}-{number}" for number in count(1))
     return job.out or next(out for name in names if not finished(out := outputs / job.experiment / name))
 
 
-def admit(job: Job, out: Path, steps: int) -> dict:
-    """The content of ``run.json`` with which ``out`` is started, or taken up where it stands.
+def start_record(job: Job, out: Path, steps: int) -> dict:
+    """Return the content of ``run.json`` with which a run starts or resumes in ``out``.
 
     Raises:
-        Refused: ``out`` holds something else, a run with other settings, or one that has come as far as ``steps``.
+        Refused: ``out`` contains something else, a run with other settings, or one that has reached ``steps``.
     """
     file = out / "run.json"
     fresh = {"settings": job.settings(), "steps": steps, "wall_s": 0.0, "peak_memory_gib": 0.0}
     if not file.exists():
         if out.exists() and any(out.iterdir()):
-            raise Refused(f"OUT={out}: is not empty and holds no run; choose another folder")
+            raise Refused(f"OUT={out}: is not empty and contains no run; choose another folder")
         return fresh
     record = json.loads(file.read_text())
     if not read_jsonl(out / "metrics.jsonl"):  # it ended before its first step: nothing to resume, nothing to lose
         return fresh
     for name, value in job.settings().items():
-        held = record["settings"].get(name, "")  # a run of before a variable was there has the variable not given
-        if value != held:
+        recorded = record["settings"].get(name, "")  # older runs predate some variables: treat those as unset
+        if value != recorded:
             if name == "ARGS":
-                value, held = only_here(value, held), only_here(held, value)
+                value, recorded = words_not_in(recorded, value), words_not_in(value, recorded)
             raise Refused(
-                f"{name}={value}: {out} holds a run with {name}={held}; "
+                f"{name}={value}: {out} contains a run with {name}={recorded}; "
                 "repeat its settings, choose another OUT or remove that folder"
             )
     if finished(out) and steps <= record["steps"]:
-        raise Refused(f"STEPS={steps}: {out} holds a finished run of {record['steps']}; ask for more, or another OUT")
+        raise Refused(
+            f"STEPS={steps}: {out} contains a finished run of {record['steps']}; set more steps, or another OUT"
+        )
     if steps < checkpoint_step(out):
-        raise Refused(f"STEPS={steps}: {out} is already at step {checkpoint_step(out)}; ask for more, or another OUT")
+        raise Refused(f"STEPS={steps}: {out} is already at step {checkpoint_step(out)}; set more, or another OUT")
     return record | {"steps": steps}
 
 
-def only_here(args: str, others: str) -> str:
-    """Return the words of one ARGS that another lacks; all of them where only the order differs."""
+def words_not_in(others: str, args: str) -> str:
+    """Return the words of ``args`` that ``others``, another ARGS, lacks; all of them where only the order differs."""
     words, lacking = shlex.split(args), shlex.split(others)
     return shlex.join([word for word in words if word not in lacking] if set(words) != set(lacking) else words)
 
 
 def lock(out: Path) -> TextIO:
-    """``train.log``, open for appending, and locked for as long as this process or a child that inherits it lives.
+    """Open ``train.log`` for appending, locked for as long as this process or a child that inherits it lives.
 
     Raises:
-        Refused: another run holds it.
+        Refused: another run has locked it.
     """
     log = (out / "train.log").open("a")
     try:

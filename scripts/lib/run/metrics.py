@@ -28,7 +28,7 @@ LAST = 5  # steps whose mean is the last reward
 
 
 def merge_metrics(out: Path, upto: int | None = None) -> list[dict]:
-    """Merge ``verl.jsonl`` into ``metrics.jsonl``, one line a step, and drop the steps after ``upto``. Returns all."""
+    """Merge ``verl.jsonl`` into ``metrics.jsonl``, one line a step, and drop the steps after ``upto``. Return all."""
     merged: dict[int, dict] = {}
     for row in read_jsonl(out / "metrics.jsonl") + read_jsonl(out / "verl.jsonl"):
         merged.setdefault(row["step"], {}).update(row["data"])
@@ -40,19 +40,20 @@ def merge_metrics(out: Path, upto: int | None = None) -> list[dict]:
 
 
 def training_rows(all_rows: list[dict]) -> list[dict]:
-    """Only the rows of training steps: one of a validation alone has no reward of the training batch."""
+    """Return the rows of training steps: one of a validation alone has no reward of the training batch."""
     return [row for row in all_rows if REWARD in row["data"]]
 
 
 def metric_values(data: list[dict], name: str) -> list[float]:
-    """A metric over the steps, without those that lack it; verl's logger writes NaN as null."""
+    """Return a metric's values, without the steps that lack it; verl's logger writes NaN as null."""
     return [row["data"][name] for row in data if row["data"].get(name) is not None]
 
 
 def metric_mean(data: list[dict], name: str) -> float | None:
+    """Return a metric's mean over the steps; None where no step has it."""
     return fmean(metric_values(data, name)) if metric_values(data, name) else None
 
 
 def metric_total(data: list[dict], name: str) -> int | None:
-    """A sum, or None where nothing was counted: a regime without loss scaling skips no steps."""
+    """Return a metric's sum over the steps; None where no step has it, as without loss scaling."""
     return int(sum(metric_values(data, name))) if metric_values(data, name) else None

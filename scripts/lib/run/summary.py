@@ -1,4 +1,4 @@
-"""A run in short: a line of progress, ``summary.json``, its table and its curves."""
+"""Summarize a finished run: the content of ``summary.json``, and the same as a table for the terminal."""
 
 import importlib.util
 import sys
@@ -17,7 +17,6 @@ from lib.run.metrics import (
     LOSS_SCALE,
     PROBS_DIFF,
     REWARD,
-    SECONDS,
     SKIPPED,
     metric_mean,
     metric_total,
@@ -26,34 +25,35 @@ from lib.run.metrics import (
 )
 
 
-def agreed(reported: list):
-    """What all workers report alike, or the list of what they report."""
-    different = [value for index, value in enumerate(reported) if value not in reported[:index]]
+def agreed(values: list):
+    """Return the value that all workers report, or the list of the different ones."""
+    different = [value for index, value in enumerate(values) if value not in values[:index]]
     return different[0] if len(different) == 1 else different
 
 
-def by_role(told: list[dict]) -> dict[str, list[dict]]:
-    """What the workers reported, those of a role together, without what tells them apart."""
-    reported: dict[str, list[dict]] = {}
-    for report in told:
-        of = {name: value for name, value in report.items() if name not in ("role", "rank", "stamp")}
-        reported.setdefault(report["role"], []).append(of)
-    return reported
+def by_role(reports: list[dict]) -> dict[str, list[dict]]:
+    """Group the workers' reports by role, each without role, rank and stamp."""
+    roles: dict[str, list[dict]] = {}
+    for report in reports:
+        dtypes = {name: value for name, value in report.items() if name not in ("role", "rank", "stamp")}
+        roles.setdefault(report["role"], []).append(dtypes)
+    return roles
 
 
 def verl_version() -> str:
-    """What the verl that is imported calls itself: another tree may come before the installed distribution."""
+    """Return the version of the verl that is imported: another tree may precede the installed distribution."""
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations
     return (Path(verl) / "version" / "version").read_text().strip()
 
 
-def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dict:
-    """The content of ``summary.json``; ``told`` is what the workers reported.
+def summarize(job: Job, record: dict, data: list[dict], reports: list[dict]) -> dict:
+    """Return the content of ``summary.json`` from ``run.json``, the metrics and the workers' reports.
 
     ``reward_first`` is the mean reward of the first step, ``reward_last`` of the last ``LAST`` steps;
     ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all steps, of which one may outweigh all others: hence
     ``k3_kl_median``; ``loss_scale`` is the last one and ``skipped_steps`` the total, of the actor and, with ALGO=ppo,
-    of the critic; ``flowrl`` has what is there of ``FLOWRL``, of the first step and the mean of the last ``LAST``;
+    of the critic; ``flowrl`` has those metrics of ``FLOWRL`` that exist, of the first step and the mean of the last
+    ``LAST``;
     ``wall_s`` includes start-up and every interrupted attempt; ``peak_memory_gib`` is the greatest sum of all
     processes' proportional set sizes (PSS), None on a cluster, whose nodes were not measured.
     """
@@ -81,32 +81,15 @@ def summarize(job: Job, record: dict, data: list[dict], told: list[dict]) -> dic
         },
         "wall_s": round(record["wall_s"], 1),
         "peak_memory_gib": record["peak_memory_gib"] and round(record["peak_memory_gib"], 2),
-        "effective_dtypes": {role: agreed(reported) for role, reported in by_role(told).items()},
-        "patch_stamp": agreed([report["stamp"] for report in told]),
+        "effective_dtypes": {role: agreed(dtypes) for role, dtypes in by_role(reports).items()},
+        "patch_stamp": agreed([report["stamp"] for report in reports]),
         "versions": {"python": sys.version.split()[0], "verl": verl_version()}
         | {name: metadata.version(of) for name, of in distributions.items()},
     }
 
 
-def progress_line(data: list[dict], steps: int) -> str:
-    """One line on the last of ``data``."""
-    row = data[-1]
-    rate = median(metric_values(data[-LAST:], SECONDS))
-    flowrl = [f"  {name} {number(row['data'][metric])}" for name, metric in FLOWRL.items() if metric in row["data"]]
-    return (
-        f"step {row['step']:>{len(str(steps))}}/{steps}"
-        f"  reward {number(row['data'][REWARD], '.3f')}"
-        f"  mismatch: probs {number(row['data'].get(PROBS_DIFF), '.1e')} k3 {number(row['data'].get(K3_KL), '.1e')}"
-        f"{''.join(flowrl)}"
-        f"  loss scale {number(row['data'].get(LOSS_SCALE), 'g')}"
-        f"  skipped {number(metric_total(data, SKIPPED), 'd')}"
-        f"  {rate:.1f} s/step"
-        f"  left {duration((steps - row['step']) * rate)}"
-    )
-
-
 def summary_table(summary: dict) -> str:
-    """A finished run in a few lines."""
+    """Return a finished run's summary in a few lines."""
     first, final, probs, k3 = (summary[k] for k in ("reward_first", "reward_last", "rollout_probs_diff_mean", "k3_kl"))
     over, peak = min(LAST, summary["steps"]), summary["peak_memory_gib"]
     lines = {
@@ -126,50 +109,3 @@ def summary_table(summary: dict) -> str:
         lines[f"dtypes, {role}"] = text
     width = max(16, *map(len, lines))
     return "\n".join(f"  {name:<{width}} {text}" for name, text in lines.items())
-
-
-def plot_curves(several: list[tuple[str, list[dict]]], title: str, file: Path) -> None:
-    """Curves over the steps: reward, mismatch, loss scale, response length, and what is there of ``FLOWRL``.
-
-    Args:
-        several: of each run its label and its rows; runs of one label, as with other seeds, have one colour.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    several = [(label, training_rows(data)) for label, data in several]
-    curves = [
-        ("reward", [REWARD], "linear"),
-        ("mismatch, k3_kl", [K3_KL], "log"),
-        ("loss scale, × skipped", [LOSS_SCALE, CRITIC_LOSS_SCALE], "log"),
-        ("response length", ["response_length/mean"], "linear"),
-    ]
-    reported = [metric for metric in FLOWRL.values() if any(metric_values(data, metric) for _, data in several)]
-    curves += [(metric, [metric], "linear") for metric in reported]
-    colours = {label: f"C{index}" for index, label in enumerate(dict.fromkeys(label for label, _ in several))}
-    size = (-(-len(curves) // 2), 2)
-    figure, axes = plt.subplots(*size, figsize=(10, 3 * size[0]), sharex=True, layout="constrained")
-    for axis, (heading, names, scale) in zip(axes.flat, curves, strict=False):
-        for label, data in several:
-            for name, style in zip(names, ("-", "--"), strict=False):
-                having = [row for row in data if metric_values([row], name)]
-                axis.plot([row["step"] for row in having], metric_values(having, name), style, color=colours[label])
-        axis.set(title=heading, yscale=scale)
-    loss_scale, length = axes.flat[2:4]
-    loss_scale.set_yscale("log", base=2)
-    for _, data in several:
-        skipped = [row for row in data if row["data"].get(SKIPPED)]
-        loss_scale.plot([row["step"] for row in skipped], metric_values(skipped, LOSS_SCALE), "x", color="tab:red")
-    low, high = length.get_ylim()
-    length.set_ylim(min(low, high - 2), max(high, low + 2))  # tokens: or a flat length would look like noise
-    for axis in axes[-1]:
-        axis.set_xlabel("step")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-    if len(colours) > 1:
-        handles = [plt.Line2D([], [], color=colour) for colour in colours.values()]
-        axes.flat[0].legend(handles, colours, loc="lower right")
-    figure.suptitle(title)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)

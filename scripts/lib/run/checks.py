@@ -1,0 +1,99 @@
+"""Check what a job needs before it starts: its data, a model that vLLM runs in the rollout's dtype, and disk space."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lib.errors import Refused
+from lib.paths import REPO
+from lib.run.vllm_float16 import FLOAT16, float16_support, ways_out
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from lib.run.job import Job
+
+FREE_GIB = 1.0  # the least room for OUT: two checkpoints of the sanity task take some 20 MB, a log a few
+
+
+def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
+    """Check the job's length, data, rollout and disk.
+
+    Args:
+        config: the job's whole configuration (``job.compose``).
+
+    Raises:
+        Refused: STEPS is not set, a data file cannot be used, vLLM refuses the model, or there is no room for ``out``.
+    """
+    if config.trainer.total_training_steps is None:
+        raise Refused("STEPS: is not set, neither here nor in the experiment's file")
+    columns = [config.data.prompt_key, config.data.reward_fn_key, "reward_model"]
+    for name, key, least in (("TRAIN", "train_files", config.data.train_batch_size), ("VAL", "val_files", 1)):
+        files = [config.data[key]] if isinstance(config.data[key], str) else config.data[key]
+        if not files:
+            raise Refused(f"{name}: is not set; {job.experiment} needs a parquet file in verl's schema")
+        paths = [REPO / Path(file).expanduser() for file in files]
+        if job.generated and any(path.is_relative_to(job.generated) and not path.exists() for path in paths):
+            continue  # generated before the run starts
+        rows = sum(parquet_rows(name, path, columns) for path in paths)
+        if rows < least:
+            raise Refused(f"{name}={files[0]}: {rows} rows, but a batch has {least}; give more or a smaller batch")
+    check_rollout(job, config)
+    check_room(out)
+
+
+def check_rollout(job: "Job", config: "DictConfig") -> None:
+    """Check that vLLM, where it is the rollout, runs the model in the rollout's dtype.
+
+    Raises:
+        Refused: it does not.
+    """
+    from omegaconf import OmegaConf
+
+    rollout = config.actor_rollout_ref.rollout
+    extra = OmegaConf.select(rollout, "engine_kwargs.vllm.dtype")
+    if OmegaConf.select(rollout, "name") != "vllm" or (extra or rollout.dtype) not in FLOAT16:
+        return
+    model = str(config.actor_rollout_ref.model.path)
+    support = float16_support(model)
+    if support.supported is False:
+        name = "MODEL" if job.model else "actor_rollout_ref.model.path"
+        raise Refused(f"{name}={model}: {support.reason}; {ways_out('ARGS=', 'PRECISION=')}")
+
+
+def check_room(out: Path) -> None:
+    """Check that ``out`` can be created on its disk.
+
+    Raises:
+        Refused: it cannot, or less than ``FREE_GIB`` is free.
+    """
+    folder = next(folder for folder in (out, *out.parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Refused(f"OUT={out}: cannot be written to ({error.strerror}); choose another folder") from error
+    free = shutil.disk_usage(folder).free / 2**30
+    if free < FREE_GIB:
+        raise Refused(f"OUT={out}: {free:.2f} GiB free on that disk, {FREE_GIB} needed; make room or choose another")
+
+
+def parquet_rows(name: str, file: Path, columns: list[str]) -> int:
+    """Return the number of rows of a parquet file.
+
+    Raises:
+        Refused: it cannot be read, or lacks one of ``columns``; the message begins with the variable ``name``.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        metadata = pyarrow.parquet.read_metadata(file)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise Refused(f"{name}={file}: is not a readable parquet file ({str(error).splitlines()[0]})") from error
+    present = metadata.schema.to_arrow_schema().names
+    missing = [column for column in columns if column not in present]
+    if missing:
+        raise Refused(f"{name}={file}: lacks the column {missing[0]!r} of verl's schema; it has {', '.join(present)}")
+    return metadata.num_rows

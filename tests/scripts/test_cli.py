@@ -1,0 +1,77 @@
+"""The ``NAME=VALUE`` words of the commands: their values, their refusals, and the texts of ``--help``."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import compare
+import run
+import submit
+from lib import cli
+from lib.errors import Refused
+from lib.run.job import VARIABLES
+
+
+@pytest.mark.parametrize(
+    ("word", "refusal"),
+    [
+        ("PRECISON=fp16", "PRECISON: is not a variable of this command; did you mean PRECISION? They are EXPERIMENT, "),
+        (
+            "precision=fp16",
+            "precision: is not a variable of this command; did you mean PRECISION? They are EXPERIMENT, ",
+        ),
+        ("ARG=x=1", "ARG: is not a variable of this command; did you mean ARGS? They are EXPERIMENT, "),
+        ("COLOUR=red", "COLOUR: is not a variable of this command; they are EXPERIMENT, "),
+        ("--", "--: is not a variable of this command; they are EXPERIMENT, "),
+    ],
+)
+def test_unknown_name_is_refused_with_the_nearest_one(word, refusal):
+    with pytest.raises(Refused) as refused:
+        cli.parse_words(["STEPS=3", word], VARIABLES)
+    assert str(refused.value).startswith(refusal) and str(refused.value).endswith(", CARRY")
+
+
+def test_value_may_contain_an_equals_sign_and_an_empty_one_is_not_set():
+    words = ["ARGS=a=1 b=2", "STEPS=", "SEED=3"]
+    assert cli.parse_words(words, VARIABLES) == {"ARGS": "a=1 b=2", "SEED": "3"}
+
+
+def test_unclosed_quotation_mark_is_refused_with_the_advice():
+    assert cli.shell_words("RUNS", "a='x y' b=z") == ["a=x y", "b=z"]
+    with pytest.raises(Refused, match="^RUNS=a='x: No closing quotation; quote it$"):
+        cli.shell_words("RUNS", "a='x", "; quote it")
+
+
+@pytest.mark.parametrize("value", ["2", "-3", "3.5", "three", ""])
+def test_value_that_is_no_whole_number_or_too_small_is_refused(value):
+    assert cli.whole_number({"N": "3"}, "N", 3, None) == 3
+    assert cli.whole_number({}, "N", 3, None) is None and cli.whole_number({}, "N", 3, 5) == 5
+    with pytest.raises(Refused, match=f"^N={value}: must be a whole number of at least 3$"):
+        cli.whole_number({"N": value}, "N", 3, None)
+
+
+def test_usage_lists_each_variable_with_its_options():
+    lines = cli.usage({"A": "one of {precision}", "LONGER": "text"}).splitlines()
+    assert lines == ["  A      one of bf16, bf16_train_fp16_infer, fp16, fp32", "  LONGER text"]
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [(run, VARIABLES), (submit, VARIABLES), (compare, compare.VARIABLES)],
+    ids=["run", "submit", "compare"],
+)
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["PRECISION=bf16", "--help"]], ids=" ".join)
+def test_help_needs_no_package_and_writes_nothing(command, variables, words, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-S", "-B", command.__file__, *words],  # -S: no installed package
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith(command.__doc__) and "sanity_cpu" in done.stdout
+    assert all(f"\n  {name} " in done.stdout for name in variables)
+    assert list(tmp_path.iterdir()) == []

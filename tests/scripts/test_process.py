@@ -1,0 +1,59 @@
+"""Child processes of the commands: their session, their end with the parent, and the signals that interrupt."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from lib.paths import REPO
+from lib.process import start_child
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPO / "scripts")}
+# Starts a child that would sleep for a minute, and prints its process id.
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from lib.process import start_child
+child = start_child([sys.executable, "-c", "import time; time.sleep(60)"], Path("/"), os.environ, sys.stdout)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+INTERRUPTED = """
+import signal, time
+from lib.process import interrupt_on_signals
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a process that a shell starts in the background
+interrupt_on_signals()
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_child_has_its_own_session_no_stdin_and_one_output(tmp_path):
+    program = (
+        "import os, sys; print(os.getsid(0) == os.getpid(), os.getcwd()); print(sys.stdin.read(), file=sys.stderr)"
+    )
+    child = start_child([sys.executable, "-c", program], tmp_path, ENVIRONMENT, subprocess.PIPE)
+    assert child.communicate()[0] == f"True {tmp_path}\n\n"
+
+
+def test_child_does_not_outlive_a_killed_parent():
+    with subprocess.Popen([sys.executable, "-c", PARENT], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert child.is_running()
+        parent.kill()
+    assert psutil.wait_procs([child], timeout=10)[1] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ending_signals_interrupt(number):
+    command = [sys.executable, "-c", INTERRUPTED]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.communicate(timeout=10)[0] == "interrupted\n"

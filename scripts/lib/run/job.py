@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from lib.errors import Refused
 from lib.paths import CACHE, CONFIGS, REPO
 from lib.run import validation
+from lib.run.compose import Uncomposable, compose_config
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -327,19 +328,11 @@ def compose(job: Job, out: Path) -> "DictConfig":
 
 def try_to_compose(job: Job, out: Path) -> "tuple[DictConfig, None] | tuple[None, str]":
     """Return the configuration, or in one line why there is none."""
-    import hydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations
     try:
-        with hydra.initialize_config_dir(config_dir=f"{verl}/trainer/config", version_base=None):
-            config = hydra.compose("ppo_trainer", overrides=job.overrides(out))
-        OmegaConf.resolve(config)
-    except (HydraException, OmegaConfBaseException) as error:
-        return None, " ".join(str(error).splitlines()[:2])
-    return config, None
+        return compose_config(Path(verl) / "trainer/config", job.overrides(out)), None
+    except Uncomposable as error:
+        return None, error.with_advice
 
 
 def platform(job: Job) -> dict[str, str]:

@@ -166,9 +166,8 @@ def test_a_new_release_gets_its_entry(smooth: Path, newer: Path, tmp_path: Path)
         archive.writestr("verl/new.py", "")
     before = (smooth / "patches/verl/versions.toml").read_text()
     done = patchset(smooth, "port", OLD, "0.9.2", tmp_path / "tree")
-    assert done.returncode == 0 and 'new in versions.toml, family and dependencies as 0.9.0 has them:\n["0.9.2"]' in (
-        done.stdout
-    )
+    assert done.returncode == 0
+    assert 'new in versions.toml, family, dependencies and features as 0.9.0 has them:\n["0.9.2"]' in done.stdout
     assert (smooth / "patches/verl/versions.toml").read_text().startswith(before)
     release = load_releases(smooth)["0.9.2"]
     assert (release.wheel_sha256, release.family) == (sha256(made), find_release(OLD, smooth).family)

@@ -95,7 +95,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     lines = []
     if unknown:
         entry = add_release(unknown, framework.home(project) / "versions.toml")
-        lines = [f"new in versions.toml, family and dependencies as {name} has them:", entry]
+        lines = [f"new in versions.toml, family, dependencies and features as {name} has them:", entry]
     lines += report(stack, target, hooks)
     lines += [f"{folder}: {carried} of {len(stack.patches)} patches are commits after the tag {new}"]
     if done.returncode:
@@ -139,6 +139,7 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         name, root = to, unpack(archive, scratch / "wheel")
         tree = package_tree_id(package_blobs(root, framework))
         unknown = replace(stack.release, name=to, wheel_sha256=sha256(archive), tree_before=tree, tree_after=tree)
+        unknown = replace(unknown, ported_from=stack.release.name)
     else:
         raise Refused(f"{to} is neither a release ({', '.join(releases)}, or a newer one on PyPI) nor a folder")
     if name == stack.release.name:

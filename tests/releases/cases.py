@@ -61,9 +61,9 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 
 def dtypes(role: str, *overrides: str) -> str:
     worker = Worker(role, composed(*overrides))
-    seen = watch(worker.module)
+    observed = watch(worker.module)
     output = worker.forward(batch(0))
-    facts = [f"{key} {value}" for key, value in seen.items()]
+    facts = [f"{key} {value}" for key, value in observed.items()]
     if role != "critic":  # whose head is drawn anew
         error = (output - reference_log_probs()).abs().max().item()
         facts.append("log-probs as " + ("float32" if error < 1e-4 else "float16" if error < 0.005 else "bfloat16"))
@@ -90,7 +90,7 @@ def dtype_critic() -> str:
 
 
 def flowrl(overlay: str, actor: str, ref: str, rollout: str) -> str:
-    """FlowRL's own spelling of a regime: does it give what the overlay gives, in every key?"""
+    """Compare FlowRL's own spelling of a regime with the overlay, in every key."""
     roles = {"actor": actor, "ref": ref, "rollout": rollout}
     spelled = composed(*(f"actor_rollout_ref.{role}.dtype={dtype}" for role, dtype in roles.items()))
     ours, theirs = (
@@ -109,7 +109,7 @@ def flowrl_bf16_train_fp16_infer() -> str:
 
 
 def overflow(role: str) -> str:
-    """One gradient of rank 1 is inf, then NaN: what becomes of weights, Adam state and the scale?"""
+    """Put inf, then NaN into one gradient of rank 1 and follow weights, Adam state and the scale."""
     worker = fp16(role, init_scale=1024.0)
     worker.update(batch(0))
     facts = []
@@ -127,7 +127,7 @@ def overflow(role: str) -> str:
 
 
 def scaler_keys(role: str) -> str:
-    """The scale after two steps, two more, and an overflow, where every setting is given by its key."""
+    """Record the scale after each of four steps and an overflow, with every setting set by its key."""
     given = {"init_scale": 1024, "growth_interval": 2, "growth_factor": 4, "backoff_factor": 0.25}
     keys = [f"{ENGINE[role]}.grad_scaler.{key}={value}" for key, value in given.items()]
     worker = Worker(role, composed("+precision=fp16", *keys))
@@ -141,7 +141,7 @@ def scaler_keys(role: str) -> str:
 
 
 def metrics(role: str) -> str:
-    """What a taken and a skipped update report."""
+    """Return the metrics of a taken and of a skipped update."""
     worker = fp16(role, init_scale=1024.0)
     facts = []
     for kind in ("taken", "skipped"):
@@ -157,7 +157,7 @@ def metrics(role: str) -> str:
 
 
 def learning_rate(role: str) -> str:
-    """Does the schedule advance after an update of two mini-batches, of which one is skipped, and then both?"""
+    """Follow the schedule over updates of two mini-batches, of which one is skipped, and then both."""
     worker = fp16(role, init_scale=1024.0)
     facts = []
     for skips in (1, 2):
@@ -170,7 +170,7 @@ def learning_rate(role: str) -> str:
 
 
 def checkpoint(role: str) -> str:
-    """Saved after an overflow and a clean step, loaded into a fresh worker; then loaded without its scaler's state."""
+    """Save after an overflow and a clean step and load into a fresh worker, then load without the scaler's state."""
     folder = shared_folder()
     worker = fp16(role, init_scale=1024.0)
     worker.update(batch(0))
@@ -206,7 +206,7 @@ def checkpoint(role: str) -> str:
 
 
 def storm(role: str) -> str:
-    """Every step overflows: does the run end, above the scale's floor, and say where?"""
+    """Overflow in every step, until the run ends above the scale's floor and names the gradient."""
     worker = fp16(role, init_scale=8.0, min_scale=2.0, max_consecutive_skips=3)
     for step in range(1, 6):
         poison(worker, which=-1)
@@ -220,13 +220,13 @@ def storm(role: str) -> str:
 
 
 def bf16(role: str) -> str:
-    """What two updates in bf16 leave: metrics, outputs, weights, Adam state, LR."""
+    """Digest what two updates in bf16 leave: metrics, outputs, weights, Adam state, LR."""
     torch.manual_seed(0)  # the critic's head
     worker = Worker(role, composed())
-    seen = []
+    observed = []
     for seed in range(2):
-        seen += [worker.update(batch(seed)), worker.forward(batch(9)), *state(worker)]
-    return digest(*seen)
+        observed += [worker.update(batch(seed)), worker.forward(batch(9)), *state(worker)]
+    return digest(*observed)
 
 
 def bf16_ref() -> str:
@@ -234,7 +234,7 @@ def bf16_ref() -> str:
 
 
 ACTOR = "actor_rollout_ref.actor"
-# What: the key-value pairs that are bad together, and what the refusal has to say.
+# By name: the key-value pairs that are bad together, and the words that the refusal has to contain.
 REFUSED = {
     "an unknown dtype": ([f"++{ACTOR}.dtype=banana"], ["dtype=banana", "float16"]),
     "keys that contradict": (
@@ -268,30 +268,31 @@ def validate(config) -> None:
         trainer._validate_config()
 
 
-def taken(check: Callable[[], None], said: list[str]) -> str | None:
-    """``None`` where ``check`` refuses by one line that has all of ``said``; else the error's type, or nothing."""
+def accepts(check: Callable[[], None], words: list[str]) -> str | None:
+    """Return ``None`` where ``check`` refuses by one line with all of ``words``; else the error's type, or nothing."""
     try:
         check()
     except Exception as error:
         while error.__cause__ is not None:  # Hydra's instantiate puts its own around it
             error = error.__cause__
-        whole = "\n" not in str(error) and all(part in str(error) for part in said)
+        whole = "\n" not in str(error) and all(word in str(error) for word in words)
         return None if whole else f" ({type(error).__name__})"
     return ""
 
 
 def refusals() -> str:
-    """Which bad input the driver refuses by one line with key, value and what is allowed."""
+    """Return which bad input the driver does not refuse by one line with key, value and what is allowed."""
     validate(composed())
     validate(composed("+precision=fp16"))
     checks = {
-        what: taken(lambda overrides=overrides: validate(composed(*overrides)), said)
-        for what, (overrides, said) in REFUSED.items()
+        what: accepts(lambda overrides=overrides: validate(composed(*overrides)), words)
+        for what, (overrides, words) in REFUSED.items()
     }
     if LEGACY and RELEASE.has("engine_dtype"):
-        said = ["float16", MODEL_ENGINE[1], "bfloat16"]
-        checks["fp16 on the model engine"] = taken(lambda: validate(composed(*MODEL_ENGINE)), said)
-        checks["fp16 in its SFT"] = taken(lambda: engine_sft_trainer("+precision=fp16"), ["float16", "SFT", "bfloat16"])
+        words = ["float16", MODEL_ENGINE[1], "bfloat16"]
+        checks["fp16 on the model engine"] = accepts(lambda: validate(composed(*MODEL_ENGINE)), words)
+        words = ["float16", "SFT", "bfloat16"]
+        checks["fp16 in its SFT"] = accepts(lambda: engine_sft_trainer("+precision=fp16"), words)
     accepted = [f"{what}{error}" for what, error in checks.items() if error is not None]
     return f"takes {', '.join(accepted)}" if accepted else "refuses all"
 
@@ -306,11 +307,11 @@ def made_reward_model(*overrides: str):
 
 
 def reward_model() -> str:
-    """What the reward model scores in."""
+    """Return the dtypes in which the reward model scores."""
     worker = made_reward_model("+precision=fp16")
-    seen = watch(worker.reward_module)
+    observed = watch(worker.reward_module)
     worker.compute_rm_score(batch(0))
-    return ", ".join(f"{key} {value}" for key, value in seen.items())
+    return ", ".join(f"{key} {value}" for key, value in observed.items())
 
 
 def bf16_reward_model() -> str:
@@ -319,7 +320,7 @@ def bf16_reward_model() -> str:
 
 
 def export() -> str:
-    """A model whose weights fp16 holds and bf16 does not: what do the HF export and the model merger keep?"""
+    """Export and merge a model whose weights are exact in fp16 and not in bf16, and compare the weights."""
     from verl.model_merger.base_model_merger import ModelMergerConfig
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
@@ -359,7 +360,7 @@ def export() -> str:
 
 
 def nan_reward() -> str:
-    """One of four rewards is NaN: what do the advantages make of it?"""
+    """Compute advantages of four rewards of which one is NaN."""
     data = batch(0)
     data.batch["token_level_rewards"] = torch.zeros(4, 8)
     data.batch["token_level_rewards"][2, -1] = math.nan
@@ -372,20 +373,20 @@ def nan_reward() -> str:
 
 
 def reports() -> str:
-    """What each worker says of itself when it is built."""
+    """Return the dtypes that each worker logs when it is built."""
     facts = []
     for role in ("actor", "ref", "critic"):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             Worker(role, composed("+precision=fp16"))
         lines = [line for line in printed.getvalue().splitlines() if line.startswith("[verl-precision] ")]
-        said = [json.loads(line.removeprefix("[verl-precision] ")) for line in lines]
-        assert all(one["strategy"] == harness.STRATEGY and one["rank"] == RANK for one in said), said
-        facts += [f"{one['role']} {one['compute']}" for one in said]
+        logged = [json.loads(line.removeprefix("[verl-precision] ")) for line in lines]
+        assert all(each["strategy"] == harness.STRATEGY and each["rank"] == RANK for each in logged), logged
+        facts += [f"{each['role']} {each['compute']}" for each in logged]
     return ", ".join(facts) or "nothing"
 
 
 def of_trained_roles(*cases: Callable[[str], str]) -> list[Callable[[], str]]:
-    """Each case for the actor and for the critic, named after both."""
+    """Return each case for the actor and for the critic, named after both."""
     made = []
     for case, role in itertools.product(cases, ("actor", "critic")):
         made.append(functools.partial(case, role))
@@ -418,7 +419,7 @@ CASES += BF16
 
 
 def main() -> None:
-    # A rank that waits for the other in vain says so, instead of waiting for half an hour.
+    # A rank that waits for the other in vain ends in an error, instead of waiting for half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     gc.freeze()  # verl collects garbage at every turn, which would go through all that was imported
     results = {}
@@ -432,7 +433,7 @@ def main() -> None:
 
 
 def attempt(case) -> str:
-    """The outcome of a case; an error is an outcome too, on every rank alike, since some of it is predicted."""
+    """Return the outcome of a case; an error is one too, on every rank alike, since some are predicted."""
     start = time.monotonic()
     try:
         outcome = case()

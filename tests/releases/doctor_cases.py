@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for by verl's workers, and used by none here
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # read by verl's workers, and used by none here
 
 import harness
 import torch
@@ -39,7 +39,7 @@ SAMPLED = ["actor_rollout_ref.rollout.response_length=2", "actor_rollout_ref.rol
 
 
 class Refusal(Exception):
-    """The release refuses a configuration; where, and in whose words."""
+    """The release refuses a configuration; ``record`` has where, and the error."""
 
     def __init__(self, where: str, error: Exception):
         while error.__cause__ is not None:  # Hydra's instantiate puts its own around it
@@ -57,15 +57,15 @@ def refused_in(where: str):
 
 
 def watch(module: torch.nn.Module) -> dict[str, str]:
-    """Filled in a forward pass: what weights and autocast are inside, and what the head returns."""
-    seen: dict[str, str] = {}
+    """Return a dict that a forward pass fills: dtypes of weights and autocast inside, and of the head's output."""
+    observed: dict[str, str] = {}
 
     def inside(linear, args, output):
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-        seen.update(compute=name(linear.weight.dtype), autocast=name(autocast))
+        observed.update(compute=name(linear.weight.dtype), autocast=name(autocast))
 
     def head(linear, args, output):
-        seen.update(logits=name(output.dtype))
+        observed.update(logits=name(output.dtype))
 
     parts = dict(module.named_modules())
     linear = [part for path, part in parts.items() if ".0." in path and "mlp.up_proj" in path]
@@ -73,18 +73,18 @@ def watch(module: torch.nn.Module) -> dict[str, str]:
     for path, part in parts.items():
         if path.endswith("lm_head"):
             part.register_forward_hook(head)
-    return seen
+    return observed
 
 
 def reduced_in(module: torch.nn.Module) -> str:
-    """The dtype in which FSDP reduces the gradients."""
+    """Return the dtype in which FSDP reduces the gradients."""
     if isinstance(module, FullyShardedDataParallel):
         return name(module.mixed_precision.reduce_dtype)
     return name(module._get_fsdp_state()._mp_policy.reduce_dtype)
 
 
 def settings(scaler) -> dict | None:
-    """The settings of a loss scaler, read from it before its first step."""
+    """Return the settings of a loss scaler, read from it before its first step."""
     if scaler is None:
         return None
     own = getattr(scaler, "config", None)  # the patched one's
@@ -108,10 +108,10 @@ def observe_role(role: str, given: Given, config) -> tuple[dict, dict | None]:
     scaler = settings(worker.scaler) if role != "ref" else None
     if role == "actor" and sends_weights(given):
         hops["wire"] = leaves(worker)
-    seen = watch(worker.module)
+    observed = watch(worker.module)
     with refused_in(role):
         worker.forward(batch(0))
-    hops |= seen
+    hops |= observed
     if role != "ref":
         updates(role, worker, hops, scaler)
     if "saved" in given.more:
@@ -122,7 +122,7 @@ def observe_role(role: str, given: Given, config) -> tuple[dict, dict | None]:
 
 
 def made(role: str, config) -> Worker:
-    """The worker that the release's ``main_ppo`` makes for this configuration."""
+    """Return the worker that the release's ``main_ppo`` builds for this configuration."""
     on_engine = config.trainer.get("use_legacy_worker_impl") == "disable" and role == "critic"
     return RolesCritic(config) if on_engine else Worker(role, config)
 
@@ -152,7 +152,7 @@ def sends_weights(given: Given) -> bool:
 
 
 def updates(role: str, worker, hops: dict, scaler: dict | None) -> None:
-    """Steps until the optimizer has a state: at the first scale the first may overflow."""
+    """Take steps until the optimizer has a state: at the first scale the first may overflow."""
     for seed in range(8):
         with refused_in(role):
             metrics = worker.update(batch(seed, rows=8))
@@ -165,7 +165,7 @@ def updates(role: str, worker, hops: dict, scaler: dict | None) -> None:
 
 
 def saved(worker, hops: dict, scaler: dict | None) -> None:
-    """What a checkpoint keeps of the scaler, and the dtype that the HF export names."""
+    """Save a checkpoint: whether it contains the scaler, and the dtype of the HF export's config."""
     folder = Path(tempfile.mkdtemp(dir=OUT))
     worker.save(str(folder))
     config = json.loads((folder / "huggingface/config.json").read_text())
@@ -176,26 +176,27 @@ def saved(worker, hops: dict, scaler: dict | None) -> None:
 
 
 def scored_in(config) -> str:
-    """What the legacy reward model computes in."""
+    """Return the dtype in which the legacy reward model computes."""
     from verl.workers.fsdp_workers import RewardModelWorker
 
     with refused_in("reward_model"):
         worker = RewardModelWorker(config.reward_model)
         worker.init_model()
-    seen = watch(worker.reward_module)
+    observed = watch(worker.reward_module)
     worker.compute_rm_score(batch(0))
-    return seen["compute"] if seen["compute"] == seen["autocast"] else f"{seen['compute']}, autocast {seen['autocast']}"
+    compute, autocast = observed["compute"], observed["autocast"]
+    return compute if compute == autocast else f"{compute}, autocast {autocast}"
 
 
 def sampled(config) -> tuple[str, str]:
-    """Weights and logits of the hf rollout of 0.4.1 and 0.5.0, which samples from the trained module."""
+    """Return the dtypes of weights and logits of the hf rollout, which samples from the trained module."""
     from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
     worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor_rollout")
     worker.init_model()
-    seen = watch(worker.actor_module_fsdp)
+    observed = watch(worker.actor_module_fsdp)
     worker.generate_sequences(batch(0).select(["input_ids", "attention_mask", "position_ids"]))
-    return seen["compute"], seen["logits"]
+    return observed["compute"], observed["logits"]
 
 
 def observe(given: Given) -> dict:

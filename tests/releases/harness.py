@@ -9,6 +9,7 @@ import copy
 import functools
 import hashlib
 import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -54,19 +55,19 @@ if not PATCHED:
 ENGINE = {role: f"actor_rollout_ref.{role}.fsdp_config" for role in ("actor", "ref")}
 ENGINE["critic"] = "critic.model.fsdp_config" if LEGACY else "critic.fsdp"
 
-# fp16 as an unpatched release can be told it.
+# fp16 by the keys of an unpatched release.
 OWN_FP16 = [f"+{ENGINE[role]}.mixed_precision.param_dtype=fp16" for role in ("actor", "critic")]
 if LEGACY and RELEASE.has("engine_dtype"):
     OWN_FP16[0] = f"{ENGINE['actor']}.dtype=float16"
 
 
 def composed(*overrides: str) -> DictConfig:
-    """The release's own ``ppo_trainer.yaml`` for the tiny model, with ``overrides`` as a user types them."""
+    """Return the release's own ``ppo_trainer.yaml`` for the tiny model, with ``overrides`` as a user types them."""
     return copy.deepcopy(_composed(STRATEGY, *overrides))  # workers write into theirs
 
 
 def usual(strategy: str) -> list[str]:
-    """The overrides that every case has, for the tiny model on a CPU."""
+    """Return the overrides that every case has, for the tiny model on a CPU."""
     ours = [
         f"actor_rollout_ref.model.path={MODEL}",
         "actor_rollout_ref.model.use_remove_padding=false",
@@ -101,8 +102,8 @@ def _composed(strategy: str, *overrides: str) -> DictConfig:
 
 
 def fp16(role: str, **scaler: float) -> Worker:
-    """A worker in fp16 with settings of its scaler: by the keys where the tree is patched, and by what the release has
-    where it is not, so that a pristine tree shows its own scaler."""
+    """Return a worker in fp16 with settings of its scaler: by the keys where the tree is patched, and by what the
+    release has where it is not, so that a pristine tree runs its own scaler."""
     if PATCHED:
         settings = [f"{ENGINE[role]}.grad_scaler.{key}={value}" for key, value in scaler.items()]
         return Worker(role, composed("+precision=fp16", *settings))
@@ -113,7 +114,7 @@ def fp16(role: str, **scaler: float) -> Worker:
 
 
 def batch(seed: int, rows: int = 4) -> DataProto:
-    """``rows`` sequences of 4 prompt and 8 response tokens, different on each rank."""
+    """Return ``rows`` sequences of 4 prompt and 8 response tokens, different on each rank."""
     draw = torch.Generator().manual_seed(10 * seed + RANK)
     ids = torch.randint(0, 256, (rows, 12), generator=draw)
     ones = torch.ones(rows, 12, dtype=torch.int64)
@@ -140,7 +141,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def state(worker: Worker) -> list[torch.Tensor]:
-    """Weights and Adam state of this rank, as clones."""
+    """Return weights and Adam state of this rank, as clones."""
     tensors = [local(parameter).detach().clone() for parameter in worker.module.parameters()]
     for entry in worker.optimizer.state.values():
         tensors += [local(value).detach().clone() for value in entry.values()]
@@ -171,7 +172,7 @@ def scale_of(worker: Worker) -> float | None:
 
 
 def numbers(value) -> list[float]:
-    """All numbers in a metric, which a release gives as a number, a list or an object that has some."""
+    """Return all numbers in a metric, which is a number, a list or an object that aggregates some."""
     if hasattr(value, "aggregate"):
         value = value.aggregate()
     return [float(value)] if not hasattr(value, "__iter__") else [n for each in value for n in numbers(each)]
@@ -188,30 +189,30 @@ def shared_folder() -> str:
 
 
 def watch(module: torch.nn.Module) -> dict[str, str]:
-    """Filled in a forward pass: what the first block's up_proj computes in."""
-    seen: dict[str, str] = {}
+    """Return a dict that a forward pass fills: the dtypes in which the first block's up_proj computes."""
+    observed: dict[str, str] = {}
 
     def hook(linear, args, output):
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-        seen.update(linear=name(output.dtype), autocast=name(autocast), weight=name(linear.weight.dtype))
+        observed.update(linear=name(output.dtype), autocast=name(autocast), weight=name(linear.weight.dtype))
 
     (linear,) = (part for path, part in module.named_modules() if path.endswith("mlp.up_proj") and ".0." in path)
     linear.register_forward_hook(hook)
-    return seen
+    return observed
 
 
 def reference_log_probs() -> torch.Tensor:
-    """What an fp32 Hugging Face model gives the responses of ``batch(0)``."""
+    """Return the log-probabilities of the responses of ``batch(0)`` by an fp32 model, ``(rows, response)``."""
     data = batch(0).batch
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)(data["input_ids"]).logits
     return logits[:, 3:-1].log_softmax(-1).gather(-1, data["responses"][..., None])[..., 0]
 
 
-def digest(*seen: torch.Tensor | dict) -> str:
-    """What tells two trees apart: a digest of tensors and metrics for each rank."""
+def digest(*values: torch.Tensor | dict) -> str:
+    """Return a digest of tensors and metrics for each rank, the same on two trees that compute the same."""
     whole = hashlib.sha256()
-    for each in seen:
+    for each in values:
         if isinstance(each, dict):
             left_out = ("skipped_steps", "mfu")  # the patches' own, and a measure of time
             kept = {key: numbers(each[key]) for key in sorted(each) if key not in left_out and "/" not in key}

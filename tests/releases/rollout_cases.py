@@ -12,7 +12,7 @@ WIRE = ["actor_rollout_ref.rollout.dtype=float16", "actor_rollout_ref.rollout.fr
 
 
 class Recorder:
-    """A rollout that keeps the dtypes of the weights it is sent."""
+    """A rollout that records the dtypes of the weights that it receives."""
 
     def __init__(self):
         self.dtypes: set[str] = set()
@@ -22,12 +22,12 @@ class Recorder:
 
 
 def wire() -> str:
-    """In what dtype do weights leave the trainer for an fp16 rollout?"""
+    """Return the dtype in which weights leave the trainer for an fp16 rollout."""
     return leaves(Worker("actor", composed(*WIRE)))
 
 
 def leaves(worker: Worker) -> str:
-    """In what dtype do an actor's weights leave for the rollout, by the release's own way?"""
+    """Return the dtype in which an actor's weights leave for the rollout, by the release's own way."""
     if hasattr(worker.policy, "get_per_tensor_param"):  # an engine
         return sent(worker.policy.get_per_tensor_param()[0])
     recorder = worker.worker.rollout = Recorder()
@@ -37,13 +37,13 @@ def leaves(worker: Worker) -> str:
 
 
 def wire_merged_lora() -> str:
-    """The same of adapters that are merged into the weights."""
+    """Return the dtype in which weights leave with adapters merged into them."""
     lora = ["actor_rollout_ref.model.lora_rank=4", "++actor_rollout_ref.model.lora.merge=true"]
     return sent(Worker("actor", composed(*WIRE, *lora)).policy.get_per_tensor_param()[0])
 
 
 def empty_adapter() -> str:
-    """What becomes of a LoRA adapter of which peft returns no tensors, as 0.21.2 does of a nested FSDP1 model."""
+    """Send a LoRA adapter of which peft returns no tensors, as 0.21.2 does of a nested FSDP1 model."""
     worker = Worker("actor", composed(*WIRE, "actor_rollout_ref.model.lora_rank=4"))
     with mock.patch.object(peft.utils.save_and_load, "get_peft_model_state_dict", lambda *args, **kwargs: {}):
         try:
@@ -61,16 +61,16 @@ def sent(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def hf_samples(overlay: str) -> str:
-    """What the hf rollout computes in, which samples from the trained module itself."""
+    """Return the dtypes in which the hf rollout computes, which samples from the trained module itself."""
     from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
     keys = ["name=hf", "dtype=float16", "response_length=2", "tensor_model_parallel_size=1"]
     config = composed(f"+precision={overlay}", *(f"actor_rollout_ref.rollout.{key}" for key in keys))
     worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor_rollout")
     worker.init_model()
-    seen = watch(worker.actor_module_fsdp)
+    observed = watch(worker.actor_module_fsdp)
     worker.generate_sequences(batch(0).select(["input_ids", "attention_mask", "position_ids"]))
-    return ", ".join(f"{key} {value}" for key, value in seen.items())
+    return ", ".join(f"{key} {value}" for key, value in observed.items())
 
 
 def hf_rollout_fp16() -> str:

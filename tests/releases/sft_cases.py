@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 
 def sft() -> str:
-    """What SFT trains in, told by the same overlay."""
+    """Return the dtypes in which SFT trains by the same overlay."""
     return (legacy_sft if LEGACY else engine_sft)("+precision=fp16")
 
 
@@ -47,9 +47,9 @@ def sft_batch(seed: int) -> TensorDict:
 
 def legacy_sft(*overrides: str) -> str:
     trainer = legacy_sft_trainer(*overrides)
-    seen = watch(trainer.fsdp_model)
+    observed = watch(trainer.fsdp_model)
     trainer.training_step(sft_batch(0))
-    return sft_facts(seen, vars(trainer).get("scaler"))
+    return sft_facts(observed, vars(trainer).get("scaler"))
 
 
 def sft_state(trainer) -> list[torch.Tensor]:
@@ -57,7 +57,7 @@ def sft_state(trainer) -> list[torch.Tensor]:
 
 
 def overflow_sft() -> str:
-    """One gradient of rank 1 is inf: weights and Adam state, the scale, the learning rate and the metric."""
+    """Put inf into one gradient of rank 1 and follow weights, Adam state, the scale, the LR and the metric."""
     scaler = ["model.fsdp_config.grad_scaler.init_scale=1024"] if PATCHED else []
     trainer = legacy_sft_trainer("+precision=fp16", *scaler)
     trainer.training_step(sft_batch(0))
@@ -91,7 +91,7 @@ def bf16_sft() -> str:
 
 
 def engine_sft_trainer(*overrides: str):
-    """The trainer with its configs made, which is before its engine and its data."""
+    """Return the trainer with its configs built, but neither its engine nor its data."""
     from verl.trainer.sft_trainer import SFTTrainer
 
     given = [f"model.path={MODEL}", "model.use_remove_padding=false", f"engine.strategy={harness.STRATEGY}"]
@@ -110,11 +110,11 @@ def engine_sft(*overrides: str) -> str:
     trainer.optimizer_config.total_training_steps = 1
     trainer._build_engine()
     trainer.training_client.reset()
-    seen = watch(trainer.engine.module)
+    observed = watch(trainer.engine.module)
     infer(trainer.training_client.infer_batch, batch(0))
-    return sft_facts(seen, trainer.engine.scaler)
+    return sft_facts(observed, trainer.engine.scaler)
 
 
-def sft_facts(seen: dict[str, str], scaler) -> str:
-    facts = [f"{key} {value}" for key, value in seen.items()]
+def sft_facts(observed: dict[str, str], scaler) -> str:
+    facts = [f"{key} {value}" for key, value in observed.items()]
     return ", ".join([*facts, "scaler" if scaler is not None else "no scaler"])

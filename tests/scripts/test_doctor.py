@@ -178,16 +178,14 @@ def test_param_dtype_reaches_one_half_of_legacy_workers(release: str, examine: E
         assert diagnosis.scaler["actor"] == UPSTREAM_SCALER
     else:
         assert diagnosis.verdict == "differ" and diagnosis.scaler["actor"] is None
-        said = [finding.effect for finding in diagnosis.findings if finding.key == word]
-        assert any("reaches one half" in text for text in said) and any(
-            "without a loss scaler" in text for text in said
-        )
+        texts = " ".join(finding.effect for finding in diagnosis.findings if finding.key == word)
+        assert "reaches one half" in texts and "without a loss scaler" in texts
     assert examine(release, "patched", f"+{word}=fp16", f"{ROLLOUT}.dtype=float16").verdict == "agree"
 
 
 @pytest.mark.parametrize("release", B)
 def test_reduce_dtype_alone_turns_the_weights_back_to_bf16(release: str, examine: Examine):
-    """``mixed_precision`` is set then, and what it lacks has a default of its own, whatever ``dtype`` says."""
+    """``mixed_precision`` is set then, and what it lacks has a default of its own, whatever ``dtype`` is."""
     diagnosis = examine(release, "unpatched", f"{ENGINE}.dtype=float16", f"+{ENGINE}.mixed_precision.reduce_dtype=fp16")
     assert dtypes(diagnosis, "actor.compute", "actor.autocast", "actor.reduce") == [
         "bfloat16",
@@ -446,11 +444,11 @@ def test_quantized_rollout_differs_as_requested(examine: Examine):
 
 def test_auto_takes_the_dtype_of_the_model(examine: Examine, tmp_path: Path):
     words = [f"{ROLLOUT}.dtype=auto", f"actor_rollout_ref.model.path={tmp_path}"]
-    for said, holds in (("bfloat16", "bfloat16"), ("float32", "unknown")):
-        (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": said}))
+    for dtype, effective in (("bfloat16", "bfloat16"), ("float32", "unknown")):
+        (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": dtype}))
         diagnosis = examine(NEWEST, "patched", *words)
-        assert diagnosis.hops["rollout.weights"].effective_dtype == holds
-        assert diagnosis.verdict == ("agree" if holds == said else "unknown")
+        assert diagnosis.hops["rollout.weights"].effective_dtype == effective
+        assert diagnosis.verdict == ("agree" if effective == dtype else "unknown")
     assert "config.json" in effects(diagnosis)[f"{ROLLOUT}.dtype"]
 
 
@@ -460,7 +458,7 @@ def test_head_kept_in_fp32_returns_fp32_logits(examine: Examine):
 
 
 def test_groups_of_this_repository(examine: Examine, tmp_path: Path):
-    """They are diagnosis without being told where; a search path that is given is used as it is."""
+    """They are on the search path by themselves; a search path in the overrides is used as it is."""
     words = ["+experiment=sanity_cpu", "+algo=grpo", "+device=cpu", "+precision=fp16"]
     diagnosis = examine(NEWEST, "patched", *words)
     assert diagnosis.verdict == "agree" and diagnosis.hops["critic.compute"].effective_dtype is None  # grpo
@@ -471,7 +469,7 @@ def test_groups_of_this_repository(examine: Examine, tmp_path: Path):
 
 
 def test_overlays_on_an_unpatched_tree_are_refused(examine: Examine):
-    """Brought by the search path they are diagnosis, and the release's dataclasses refuse their keys."""
+    """On the search path they compose, and the release's dataclasses refuse their keys."""
     diagnosis = examine(NEWEST, "unpatched", f"hydra.searchpath=['file://{CONFIGS}']", "+precision=fp16")
     assert diagnosis.refused == "TypeError: FSDPActorConfig.__init__() got an unexpected keyword argument 'dtype'"
 

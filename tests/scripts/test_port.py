@@ -171,6 +171,7 @@ def test_a_new_release_gets_its_entry(smooth: Path, newer: Path, tmp_path: Path)
     assert (smooth / "patches/verl/versions.toml").read_text().startswith(before)
     release = load_releases(smooth)["0.9.2"]
     assert (release.wheel_sha256, release.family) == (sha256(made), find_release(OLD, smooth).family)
+    assert (release.features, release.ported_from) == (find_release(OLD, smooth).features, OLD)
     assert patchset(smooth, "export", tmp_path / "tree").returncode == 0
     done = patchset(smooth, "check", "--release", "0.9.2")
     assert done.stdout == "verl 0.9.2: 2 patches, 2 files hooked, 1 copied: ok\n"

@@ -190,7 +190,7 @@ def diagnose_live(answers: Answers, hops: Iterable[str], static: dict | None) ->
 
     Args:
         hops: the doctor's, in its order; null where no worker has them between two calls.
-        static: the doctor's diagnosis of the config that the job is said to run; each difference is a finding.
+        static: the doctor's diagnosis of the config that the job should run; each difference is a finding.
     """
     dtypes = {hop: answers.hops.get(hop) for hop in (*hops, *(hop for hop in answers.hops if hop not in hops))}
     findings = [
@@ -254,7 +254,7 @@ def query_job() -> Answers:
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, RuntimeError) as error:  # of another Ray or Python, or without its token
         why = " ".join(str(error).split())
-        advice = "where a token is asked for: RAY_AUTH_MODE=token"
+        advice = "a cluster that requires a token needs RAY_AUTH_MODE=token"
         raise Refused(f"--live: RAY_ADDRESS={where}: {why} ({advice})") from error
     try:
         named_actors = ray.util.list_named_actors(all_namespaces=True)

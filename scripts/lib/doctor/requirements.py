@@ -10,6 +10,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from lib.patches.precision_module import precision_file
+
 PYTHON = (3, 10)
 
 
@@ -23,8 +25,8 @@ def missing(verl: Path | None) -> list[str]:
     names = {"hydra": "hydra-core", "omegaconf": "omegaconf"}
     if verl is None:
         names["verl"] = "verl"
-    elif any((verl / "verl/utils" / name).exists() for name in ("precision.py", "precision/__init__.py")):
-        names["torch"] = "torch (for a patched verl)"  # which the patches' own module imports
+    elif precision_file(verl):  # the patched tree's own package, which the doctor loads
+        names["torch"] = "torch (for a patched verl)"
     return [name for module, name in names.items() if importlib.util.find_spec(module) is None]
 
 

@@ -1,9 +1,7 @@
 """The verl that a job would run on, identified by its files; nothing of it is imported but its precision module."""
 
-import importlib.util
 import itertools
 import json
-import sys
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +10,12 @@ from pathlib import Path
 from types import ModuleType
 
 from lib.doctor.dtype_rules import KNOWN, RULES, UNKNOWN, Rule
+from lib.patches.precision_module import load_precision, precision_file
 from lib.patches.releases import Release, blob_id, wheel
 from lib.patches.stack import Stack, closest, examine, load_stacks, locked, read_record
 from lib.paths import REPO
 
-COUNTER = itertools.count()  # of the modules imported from trees
+COUNTER = itertools.count()  # one name for each tree: the modules of several are in use at once
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,9 @@ class Tree:
     @cached_property
     def precision(self) -> ModuleType | None:
         """The tree's own ``verl.utils.precision``, None where it has none. Imports torch."""
-        file = precision_file(self.root)
-        return file and import_file(file)
+        if precision_file(self.root) is None:
+            return None
+        return load_precision(self.root, f"precision_of_tree_{next(COUNTER)}")
 
     def line(self, rule: Rule) -> int | None:
         """Return the number of the line that a rule quotes, in the file as the wheel ships it.
@@ -72,30 +72,6 @@ class Tree:
         lines = file.read_text().splitlines() if file.exists() else []
         quoting = [each for each, line in enumerate(lines, start=1) if rule.text in line]
         return min(quoting, key=lambda each: abs(each - number), default=None)
-
-
-def precision_file(root: Path) -> Path | None:
-    """Return the file of the patches' module in a tree, a module or the ``__init__`` of a package; None without it."""
-    utils = root / "verl/utils"
-    return next((file for file in (utils / "precision.py", utils / "precision/__init__.py") if file.exists()), None)
-
-
-def import_file(file: Path) -> ModuleType:
-    """Import a module, or the package of an ``__init__.py``, by a name of its own and without leaving a .pyc beside it.
-
-    The package's modules have to import each other by relative names.
-    """
-    folders = [str(file.parent)] if file.name == "__init__.py" else None
-    name = f"precision_of_tree_{next(COUNTER)}"
-    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look up their own module
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.dont_write_bytecode = before
-    return module
 
 
 def identify_tree(target: Path, project: Path = REPO) -> Tree:

@@ -1,4 +1,4 @@
-"""Write the support matrices into README.md, from what make's test-releases, e2e-releases and test-oat saw."""
+"""Write the support matrices into README.md, from the results of make's test-releases, e2e-releases and test-oat."""
 
 import argparse
 import itertools
@@ -6,6 +6,7 @@ import json
 import sys
 from operator import itemgetter
 
+from lib.patches.releases import load_releases
 from lib.paths import REPO
 
 RESULTS = REPO / "docs/results/releases.json"
@@ -13,16 +14,16 @@ RUNS = REPO / "docs/results/releases-e2e.json"
 OAT_RESULTS = REPO / "docs/results/oat.json"
 OAT_RUNS = REPO / "docs/results/oat-e2e.json"
 README = REPO / "README.md"
-# Where a table stands in the README.
+# The lines around a table in the README.
 MARKERS = {
     "verl": ("<!-- written by make matrix -->\n", "<!-- end of the matrix -->\n"),
     "oat": ("<!-- OAT's, written by make matrix -->\n", "<!-- end of OAT's matrix -->\n"),
 }
 LEGEND = "✓ seen on the patched release; ° the unpatched one has it too, (°) in part; – cannot be there."
 NOTES = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖ"
-# The releases that the FlowRL recipe cannot run on, and why; tests/e2e/test_releases.py looks whether it is so.
+# The releases that the FlowRL recipe cannot run on, and why.
 WITHOUT_FLOWRL = dict.fromkeys(
-    ("0.4.1", "0.5.0", "0.6.0", "0.6.1", "0.7.0", "0.7.1", "0.8.0"),
+    (name for name, release in load_releases().items() if not release.has("trainer_registry")),
     "`main_ppo` has one trainer there, and no registry that would take another",
 )
 
@@ -39,7 +40,7 @@ class Notes(list[str]):
 
 
 def cell(cases: list[dict], notes: Notes) -> str:
-    """What was seen of a row's cases on one release."""
+    """Return the outcome of a row's cases on one release."""
     ran = [case for case in cases if "passed" in case]
     not_run = [case["not_run"] for case in cases if "not_run" in case]
     if not ran:
@@ -51,7 +52,7 @@ def cell(cases: list[dict], notes: Notes) -> str:
 
 
 def behaviours(results: dict, notes: Notes) -> list[list[str]]:
-    """The head and a row for behaviours that belong together, a column a release."""
+    """Return the head and a row for behaviours that belong together, a column a release."""
     columns = [
         {row: list(cases) for row, cases in itertools.groupby(release["seen"].values(), key=itemgetter("row"))}
         for release in results.values()
@@ -65,7 +66,7 @@ def changed_lines(results: dict, framework: str) -> list[str]:
 
 
 def end_to_end(results: dict, runs: dict, notes: Notes) -> list[str]:
-    """Whether each release ran as a whole; a run counts where the stack is still the same."""
+    """Return whether each release ran as a whole; a run counts where the stack is still the same."""
 
     def run(release: str) -> str:
         if runs.get(release, {}).get("stack") != results[release]["stack"]:
@@ -76,18 +77,18 @@ def end_to_end(results: dict, runs: dict, notes: Notes) -> list[str]:
 
 
 def markdown(rows: list[list[str]], notes: Notes) -> str:
-    """The table, then the legend and the notes."""
+    """Return the table, then the legend and the notes."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     reasons = [f"{mark} {note}." for mark, note in zip(NOTES, notes, strict=False)]
     return "\n".join([*lines, "", " ".join([LEGEND, *reasons])]) + "\n"
 
 
 def table(results: dict, runs: dict) -> str:
-    """verl's matrix as Markdown.
+    """Return verl's matrix as Markdown.
 
     Args:
-        results: by release, what the conformance suite saw.
-        runs: by release, what its end-to-end runs gave.
+        results: by release, the outcomes of the conformance suite.
+        runs: by release, the outcomes of its end-to-end runs.
     """
     notes = Notes()
 
@@ -105,7 +106,7 @@ def table(results: dict, runs: dict) -> str:
 
 
 def oat_table(results: dict, runs: dict) -> str:
-    """OAT's matrix as Markdown, from what its suite saw by release and could not run, and from whole runs."""
+    """Return OAT's matrix as Markdown, from the outcomes of its suite by release, and of whole runs."""
     notes = Notes()
     rows = behaviours(results, notes)
     rows.append(["a whole job in fp16: launchpad, vLLM, DeepSpeed", *end_to_end(results, runs, notes)])
@@ -114,7 +115,7 @@ def oat_table(results: dict, runs: dict) -> str:
 
 
 def written(readme: str, framework: str, matrix: str) -> str:
-    """``readme`` with the framework's matrix between its markers; exits where it has none."""
+    """Return ``readme`` with the framework's matrix between its markers; exits where it has none."""
     begin, end = MARKERS[framework]
     if not (begin in readme and end in readme):
         sys.exit(f"{README} has no lines {begin.strip()} and {end.strip()}")
@@ -124,7 +125,7 @@ def written(readme: str, framework: str, matrix: str) -> str:
 
 
 def current(readme: str) -> str:
-    """``readme`` with both matrices as the results have them."""
+    """Return ``readme`` with both matrices as the results have them."""
     results, runs, oat, oat_runs = (json.loads(file.read_text()) for file in (RESULTS, RUNS, OAT_RESULTS, OAT_RUNS))
     return written(written(readme, "verl", table(results, runs)), "oat", oat_table(oat, oat_runs))
 

@@ -10,14 +10,17 @@ from pathlib import Path
 
 from behaviours import Behaviour, compared
 
+from lib.patches.releases import OAT, load_releases
+
 RESULTS = Path(__file__).resolve().parents[2] / "docs/results/oat.json"
 
-# Without fp16; the first two without the actor's log-probabilities in the learner too.
-BARE = ("0.1.4", "0.2.0")
-TIS = ("0.2.1.post1", "0.2.2")
-OLD = (*BARE, *TIS)
-NEW = ("0.2.3", "0.2.4")
-RELEASES = OLD + NEW
+ENTRIES = load_releases(framework=OAT)
+RELEASES = tuple(ENTRIES)
+# Without fp16, and with it.
+OLD, NEW = (tuple(name for name in RELEASES if ENTRIES[name].family == family) for family in "AB")
+# Of the old ones, those without the actor's log-probabilities in the learner and those with them.
+BARE = tuple(name for name in OLD if not ENTRIES[name].has("importance_sampling"))
+TIS = tuple(name for name in OLD if ENTRIES[name].has("importance_sampling"))
 
 
 def no(option: str) -> str:

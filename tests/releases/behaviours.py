@@ -1,4 +1,4 @@
-"""What the conformance suite asks of every release: each behaviour, what the unpatched release does instead, and which
+"""The behaviours that the conformance suite tests on every release: of a patched and of an unpatched tree, and which
 release cannot have it and why.
 
 The texts are outcomes of ``cases.py``, word for word. ``UPSTREAM`` is a prediction: an unpatched release that does
@@ -6,22 +6,33 @@ anything else, better or worse, fails a test.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the workers, which import this too, have no scripts on their path
-    from lib.patches.stack import Stack
+from lib.patches.releases import load_releases
+from lib.patches.stack import Stack
 
-A = ("0.4.1", "0.5.0", "0.6.0")
-B = ("0.6.1", "0.7.0", "0.7.1")
-C = ("0.8.0", "0.9.0", "0.9.1")
-LEGACY = A + B
-RELEASES = A + B + C
+ENTRIES = load_releases()
+RELEASES = tuple(ENTRIES)
+
+
+def having(*features: str, without: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the releases that have all of ``features`` and none of those in ``without``."""
+    return tuple(
+        name
+        for name, release in ENTRIES.items()
+        if all(map(release.has, features)) and not any(map(release.has, without))
+    )
+
+
+# By family: legacy workers without fp16, legacy workers with an actor in fp16, the model engine.
+A, B, C = (tuple(name for name in RELEASES if ENTRIES[name].family == family) for family in "ABC")
+LEGACY = having("legacy_workers")
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """One case of ``cases.py``.
+    """One case of ``cases.py`` or of the modules that it imports.
 
     Args:
         row: the line of the support matrix that it belongs to.
@@ -36,7 +47,7 @@ class Behaviour:
     absent: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def predicted(self, release: str) -> str:
-        """What the unpatched release does."""
+        """Return the outcome on the unpatched release."""
         (text,) = (text for text, releases in self.upstream.items() if release in releases)
         return text
 
@@ -80,14 +91,19 @@ BITS = "bf16 as upstream, to the bit: metrics, outputs, weights, Adam"
 
 HF = "the hf rollout samples in `rollout.dtype`"
 HF16 = "linear float16, autocast float16"
+HAS_HF = having("hf_rollout")
 NO_HF = {
-    "upstream's HFRollout lacks methods of its base class: no instance of it can be made": ("0.6.0", *B),
+    "upstream's HFRollout lacks methods of its base class: no instance of it can be made": having(
+        "legacy_workers", without=["hf_rollout"]
+    ),
     "upstream removed the hf rollout": C,
 }
-NO_MANAGER = {"its manager of weights imports a vLLM that has no build for a CPU": A[:2]}
-# SFT of its own, and reward models of its own.
-OWN = (*A, "0.6.1", "0.7.0")
-ON_ENGINE = {"reward models are servers of the rollout's kind, SFT's step is the engine's": ("0.7.1", *C)}
+NO_MANAGER = {"its manager of weights imports a vLLM that has no build for a CPU": having("sharding_manager")}
+OWN_REWARD, OWN_SFT = having("reward_worker"), having("sft_trainer")
+REWARD_SERVED, ENGINE_SFT = having(without=["reward_worker"]), having(without=["sft_trainer"])
+ON_ENGINE = "reward models are servers of the rollout's kind, SFT's step is the engine's"
+# Weights that a release's default workers send in bfloat16.
+ROUNDED = having("bfloat16_wire", without=["legacy_workers"])
 
 BEHAVIOURS = {
     "dtype_actor": Behaviour(
@@ -133,8 +149,8 @@ BEHAVIOURS = {
         "bad dtypes, contradictions, fp16 masters refused in one line by the driver",
         "refuses all",
         {
-            TAKES.format("") + ", fp16 from an hf rollout of bf16": A[:2],
-            TAKES.format(" (TypeError)"): ("0.6.0", *C),
+            TAKES.format("") + ", fp16 from an hf rollout of bf16": HAS_HF,
+            TAKES.format(" (TypeError)"): tuple(name for name in RELEASES if name not in (*HAS_HF, *B)),
             TAKES.format(" (TypeError)") + ", fp16 on the model engine, fp16 in its SFT": B,
         },
     ),
@@ -146,27 +162,33 @@ BEHAVIOURS = {
     "wire": Behaviour(
         WIRE,
         "float32",
-        {"float32": ("0.6.0", *B, "0.9.0", "0.9.1"), "bfloat16": ("0.8.0",)},
+        {
+            "float32": tuple(name for name in having(without=["sharding_manager"]) if name not in ROUNDED),
+            "bfloat16": ROUNDED,
+        },
         NO_MANAGER,
     ),
     "wire_merged_lora": Behaviour(
         WIRE, "float32", {"bfloat16": C}, {"adapters leave by themselves, none are merged": LEGACY}
     ),
     "empty_adapter": Behaviour(
-        "a LoRA adapter without tensors is refused", "refused", {"sent": RELEASES[2:]}, NO_MANAGER
+        "a LoRA adapter without tensors is refused",
+        "refused",
+        {"sent": having(without=["sharding_manager"])},
+        NO_MANAGER,
     ),
     "hf_rollout_fp16": Behaviour(
-        HF, f"fsdp: {HF16}, weight float32; fsdp2: {HF16}, weight float16", {BF16: A[:2]}, NO_HF
+        HF, f"fsdp: {HF16}, weight float32; fsdp2: {HF16}, weight float16", {BF16: HAS_HF}, NO_HF
     ),
     # FSDP2 gathers weights in the dtype that it trains in: the driver refuses this one, see `refusals`.
     "hf_rollout_bf16_train_fp16_infer": Behaviour(
-        HF, f"fsdp: {HF16}, weight float32; fsdp2: {HF16}, weight bfloat16", {BF16: A[:2]}, NO_HF
+        HF, f"fsdp: {HF16}, weight float32; fsdp2: {HF16}, weight bfloat16", {BF16: HAS_HF}, NO_HF
     ),
     "reward_model": Behaviour(
         "the reward model scores in `reward_model.dtype`",
         FP16,
-        {BF16: OWN},
-        {"reward models are servers of the rollout's kind": ("0.7.1", *C)},
+        {BF16: OWN_REWARD},
+        {"reward models are servers of the rollout's kind": REWARD_SERVED},
     ),
     "export": Behaviour(
         "HF export and model merger keep fp16",
@@ -176,25 +198,29 @@ BEHAVIOURS = {
     "sft": Behaviour(
         "SFT in fp16 by the same key",
         f"{FP16}, scaler",
-        {f"{BF16}, no scaler": (*OWN, *C)},
-        {"SFT runs on the model engine, which trains in bf16 alone there: refused": ("0.7.1",)},
+        {f"{BF16}, no scaler": (*OWN_SFT, *C)},
+        {
+            "SFT runs on the model engine, which trains in bf16 alone there: refused": having(
+                "legacy_workers", without=["sft_trainer"]
+            )
+        },
     ),
     "overflow_sft": Behaviour(
         "SFT: an overflow skips the step, holds the LR and is counted",
         "skipped, scale 512, LR held, skipped_steps 1.0",
-        {"skipped, no scale, LR moves on, skipped_steps None": OWN},
-        {"SFT's step is the engine's, seen as the actor's": ("0.7.1", *C)},
+        {"skipped, no scale, LR moves on, skipped_steps None": OWN_SFT},
+        {"SFT's step is the engine's, seen as the actor's": ENGINE_SFT},
     ),
     "bf16_actor": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
     "bf16_ref": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
     "bf16_critic": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
-    "bf16_reward_model": Behaviour(BITS, IDENTICAL, {REFERENCE: OWN}, ON_ENGINE),
-    "bf16_sft": Behaviour(BITS, IDENTICAL, {REFERENCE: OWN}, ON_ENGINE),
+    "bf16_reward_model": Behaviour(BITS, IDENTICAL, {REFERENCE: OWN_REWARD}, {ON_ENGINE: REWARD_SERVED}),
+    "bf16_sft": Behaviour(BITS, IDENTICAL, {REFERENCE: OWN_SFT}, {ON_ENGINE: ENGINE_SFT}),
 }
 
 
-def entry(stack: "Stack", seen: dict[str, dict]) -> dict:
-    """A release's entry in docs/results: its stack, the lines that this changes, and what was seen."""
+def entry(stack: Stack, seen: dict[str, dict]) -> dict:
+    """Return a release's entry in docs/results: its stack, the lines that this changes, and the outcomes."""
     changed = [re.findall(r"^[+-](?![+-]{2} )", patch.text.partition("\n---\n")[2], re.M) for patch in stack.patches]
     signs = [sign for signs in changed for sign in signs]
     lines = {"added": signs.count("+"), "removed": signs.count("-")}
@@ -202,7 +228,7 @@ def entry(stack: "Stack", seen: dict[str, dict]) -> dict:
 
 
 def outcome(seen: dict[str, dict[str, str]], case: str) -> str:
-    """One text for the strategies that a case ran under, or one for each where they differ."""
+    """Return one text for the strategies that a case ran under, or one for each where they differ."""
     texts = {strategy: cases[case] for strategy, cases in seen.items() if case in cases}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
@@ -210,14 +236,14 @@ def outcome(seen: dict[str, dict[str, str]], case: str) -> str:
 
 
 def compared(patched: str, upstream: str) -> tuple[str, str]:
-    """The outcomes of two trees; digests become ``IDENTICAL`` and ``REFERENCE`` where they are the same."""
+    """Return the outcomes of two trees; digests become ``IDENTICAL`` and ``REFERENCE`` where they are the same."""
     digest = "[0-9a-f]{64} [0-9a-f]{64}"
     digests = re.fullmatch(f"{digest}|fsdp: {digest}; fsdp2: {digest}", upstream)
     return (IDENTICAL, REFERENCE) if digests and patched == upstream else (patched, upstream)
 
 
 def verdicts(release: str, patched: dict, upstream: dict) -> dict[str, dict]:
-    """What becomes of each behaviour on one release, for the support matrix; arguments as the fixture gives them."""
+    """Return the outcome of each behaviour on one release, for the support matrix; arguments as of the fixture."""
     results = {}
     for case, behaviour in BEHAVIOURS.items():
         if why := behaviour.why_absent(release):

@@ -1,4 +1,4 @@
-"""What one release does, seen from its own workers on two gloo ranks; run by ``torchrun`` with the tree on PYTHONPATH.
+"""The cases of one release: its own workers on two gloo ranks; run by ``torchrun`` with the tree on PYTHONPATH.
 
     torchrun --nproc-per-node=2 cases.py RELEASE MODEL_DIR OUT_DIR [CASE ...]
 
@@ -7,229 +7,63 @@ OUT_DIR/rank_r.json under each strategy's name. A text, not a verdict: a pristin
 does instead is compared with what was predicted.
 """
 
-# ruff: noqa: E402 (what a CPU needs comes before verl)
-import asyncio
 import contextlib
-import copy
 import functools
 import gc
-import hashlib
-import importlib
 import io
 import itertools
 import json
 import math
-import os
 import re
 import sys
-import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
-RELEASE, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-NUMBERS = tuple(map(int, RELEASE.split(".")))
-LEGACY = NUMBERS < (0, 8)
-importlib.import_module("recipes.cpu.legacy" if NUMBERS < (0, 9) else "recipes.cpu.platform")
-# 0.7.0's SFT imports it for images, of which there are none here; it needs torchvision, which has no CPU build on PyPI.
-sys.modules.setdefault("qwen_vl_utils", SimpleNamespace(fetch_image=None, fetch_video=None))
-
+import harness
 import numpy as np
-import peft.utils.save_and_load
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
-from tensordict import TensorDict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from harness import (
+    ENGINE,
+    LEGACY,
+    MODEL,
+    OUT,
+    OWN_FP16,
+    PATCHED,
+    RANK,
+    RELEASE,
+    Worker,
+    batch,
+    composed,
+    digest,
+    fp16,
+    name,
+    numbers,
+    poison,
+    reference_log_probs,
+    same,
+    scale_of,
+    shared_folder,
+    state,
+    watch,
+)
+from omegaconf import OmegaConf
+from rollout_cases import empty_adapter, hf_rollout_bf16_train_fp16_infer, hf_rollout_fp16, wire, wire_merged_lora
+from sft_cases import bf16_sft, engine_sft_trainer, overflow_sft, sft
+from transformers import AutoModelForCausalLM
 
-import verl
-from verl import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
-
-if LEGACY:
-    from legacy_worker import Worker
-else:
-    from engine_worker import Worker, infer
-VERL = Path(verl.__path__[0])
-PATCHED = (VERL / "utils/precision.py").exists()
-RANK = int(os.environ["RANK"])
-STRATEGY = ""  # set by main
-
-# Upstream builds its scaler for "cuda"; on a CPU torch then disables it and every fp16 case would only show that.
-if not PATCHED:
-    ShardedGradScaler.__init__.__defaults__ = ("cpu", *ShardedGradScaler.__init__.__defaults__[1:])
-
-# Where each role's FSDP engine has its keys.
-ENGINE = {role: f"actor_rollout_ref.{role}.fsdp_config" for role in ("actor", "ref")}
-ENGINE["critic"] = "critic.model.fsdp_config" if LEGACY else "critic.fsdp"
-
-# fp16 as an unpatched release can be told it.
-OWN_FP16 = [f"+{ENGINE[role]}.mixed_precision.param_dtype=fp16" for role in ("actor", "critic")]
-if (0, 6, 1) <= NUMBERS < (0, 8):
-    OWN_FP16[0] = f"{ENGINE['actor']}.dtype=float16"
-
-
-def composed(*overrides: str) -> DictConfig:
-    """The release's own ``ppo_trainer.yaml`` for the tiny model, with ``overrides`` as a user types them."""
-    return copy.deepcopy(_composed(STRATEGY, *overrides))  # workers write into theirs
-
-
-def usual(strategy: str) -> list[str]:
-    """The overrides that every case has, for the tiny model on a CPU."""
-    ours = [
-        f"actor_rollout_ref.model.path={MODEL}",
-        "actor_rollout_ref.model.use_remove_padding=false",
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.actor.optim.lr=1e-2",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.5",
-        "actor_rollout_ref.actor.optim.total_training_steps=100",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
-        f"critic.model.path={MODEL}",
-        f"critic.strategy={strategy}",
-        "critic.ppo_mini_batch_size=8",
-        "critic.ppo_micro_batch_size_per_gpu=2",
-        "critic.optim.lr=1e-2",
-        "critic.optim.lr_warmup_steps_ratio=0.5",
-        "critic.optim.total_training_steps=100",
-        "data.train_batch_size=8",
-        "trainer.n_gpus_per_node=2",
-    ]
-    if LEGACY:
-        return [*ours, "actor_rollout_ref.actor.use_torch_compile=false", "critic.model.use_remove_padding=false"]
-    ours += [f"{engine}.use_torch_compile=false" for engine in ENGINE.values()]
-    return [*ours, "actor_rollout_ref.rollout.name=vllm"]
-
-
-@functools.cache
-def _composed(strategy: str, *overrides: str) -> DictConfig:
-    with initialize_config_dir(str(VERL / "trainer/config"), version_base=None):
-        return compose("ppo_trainer", overrides=[*usual(strategy), *overrides])
-
-
-def fp16(role: str, **scaler: float) -> Worker:
-    """A worker in fp16 with settings of its scaler: by the keys where the tree is patched, and by what the release has
-    where it is not, so that a pristine tree shows its own scaler."""
-    if PATCHED:
-        settings = [f"{ENGINE[role]}.grad_scaler.{key}={value}" for key, value in scaler.items()]
-        return Worker(role, composed("+precision=fp16", *settings))
-    worker = Worker(role, composed(*OWN_FP16))
-    if worker.scaler is not None and "init_scale" in scaler:
-        worker.scaler._init_scale = scaler["init_scale"]
-    return worker
-
-
-def batch(seed: int, rows: int = 4) -> DataProto:
-    """``rows`` sequences of 4 prompt and 8 response tokens, different on each rank."""
-    draw = torch.Generator().manual_seed(10 * seed + RANK)
-    ids = torch.randint(0, 256, (rows, 12), generator=draw)
-    ones = torch.ones(rows, 12, dtype=torch.int64)
-    tensors = {
-        "input_ids": ids,
-        "prompts": ids[:, :4],
-        "responses": ids[:, 4:],
-        "attention_mask": ones,
-        "loss_mask": ones,
-        "response_mask": ones[:, 4:],
-        "position_ids": torch.arange(12).repeat(rows, 1),
-        "old_log_probs": torch.full((rows, 8), -5.0),
-        "ref_log_prob": torch.full((rows, 8), -5.0),
-        "advantages": torch.randn(rows, 8, generator=draw),
-        "values": torch.zeros(rows, 8),
-        "returns": torch.ones(rows, 8),
-    }
-    meta = {"temperature": 1.0, "global_token_num": [12] * rows, "micro_batch_size": 2, "use_dynamic_bsz": False}
-    return DataProto.from_dict(tensors, meta_info=meta)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def state(worker: Worker) -> list[torch.Tensor]:
-    """Weights and Adam state of this rank, as clones."""
-    tensors = [local(parameter).detach().clone() for parameter in worker.module.parameters()]
-    for entry in worker.optimizer.state.values():
-        tensors += [local(value).detach().clone() for value in entry.values()]
-    return tensors
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
-def poison(worker: Worker, value: float = math.inf, which: int = 0, times: int = 1) -> None:
-    """Before each of the next ``times`` optimizer steps, put ``value`` into one element of a gradient of rank 1."""
-    step, steps = getattr(worker.policy, worker.step_name), itertools.count(1)
-
-    def poisoned(*args, **kwargs):
-        if next(steps) == times:
-            setattr(worker.policy, worker.step_name, step)
-        if RANK == 1:
-            gradients = [local(p.grad) for p in worker.module.parameters() if p.grad is not None]
-            [gradient for gradient in gradients if gradient.numel()][which].view(-1)[0] = value
-        return step(*args, **kwargs)
-
-    setattr(worker.policy, worker.step_name, poisoned)
-
-
-def scale_of(worker: Worker) -> float | None:
-    return None if worker.scaler is None else worker.scaler.get_scale()
-
-
-def numbers(value) -> list[float]:
-    """All numbers in a metric, which a release gives as a number, a list or an object that has some."""
-    if hasattr(value, "aggregate"):
-        value = value.aggregate()
-    return [float(value)] if not hasattr(value, "__iter__") else [n for each in value for n in numbers(each)]
-
-
-def name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def shared_folder() -> str:
-    folder = [tempfile.mkdtemp(dir=OUT)]
-    dist.broadcast_object_list(folder)
-    return folder[0]
-
-
-def refusal(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def watch(module: torch.nn.Module) -> dict[str, str]:
-    """Filled in a forward pass: what the first block's up_proj computes in."""
-    seen: dict[str, str] = {}
-
-    def hook(linear, args, output):
-        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-        seen.update(linear=name(output.dtype), autocast=name(autocast), weight=name(linear.weight.dtype))
-
-    (linear,) = (part for path, part in module.named_modules() if path.endswith("mlp.up_proj") and ".0." in path)
-    linear.register_forward_hook(hook)
-    return seen
 
 
 def dtypes(role: str, *overrides: str) -> str:
     worker = Worker(role, composed(*overrides))
-    seen = watch(worker.module)
+    observed = watch(worker.module)
     output = worker.forward(batch(0))
-    facts = [f"{key} {value}" for key, value in seen.items()]
+    facts = [f"{key} {value}" for key, value in observed.items()]
     if role != "critic":  # whose head is drawn anew
         error = (output - reference_log_probs()).abs().max().item()
         facts.append("log-probs as " + ("float32" if error < 1e-4 else "float16" if error < 0.005 else "bfloat16"))
@@ -241,14 +75,6 @@ def dtypes(role: str, *overrides: str) -> str:
         facts.append(f"Adam {', '.join(adam)}")
     facts.append("scaler" if worker.scaler is not None else "no scaler")
     return ", ".join(facts)
-
-
-def reference_log_probs() -> torch.Tensor:
-    """What an fp32 Hugging Face model gives the responses of ``batch(0)``."""
-    data = batch(0).batch
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)(data["input_ids"]).logits
-    return logits[:, 3:-1].log_softmax(-1).gather(-1, data["responses"][..., None])[..., 0]
 
 
 def dtype_actor() -> str:
@@ -264,7 +90,7 @@ def dtype_critic() -> str:
 
 
 def flowrl(overlay: str, actor: str, ref: str, rollout: str) -> str:
-    """FlowRL's own spelling of a regime: does it give what the overlay gives, in every key?"""
+    """Compare FlowRL's own spelling of a regime with the overlay, in every key."""
     roles = {"actor": actor, "ref": ref, "rollout": rollout}
     spelled = composed(*(f"actor_rollout_ref.{role}.dtype={dtype}" for role, dtype in roles.items()))
     ours, theirs = (
@@ -283,7 +109,7 @@ def flowrl_bf16_train_fp16_infer() -> str:
 
 
 def overflow(role: str) -> str:
-    """One gradient of rank 1 is inf, then NaN: what becomes of weights, Adam state and the scale?"""
+    """Put inf, then NaN into one gradient of rank 1 and follow weights, Adam state and the scale."""
     worker = fp16(role, init_scale=1024.0)
     worker.update(batch(0))
     facts = []
@@ -301,7 +127,7 @@ def overflow(role: str) -> str:
 
 
 def scaler_keys(role: str) -> str:
-    """The scale after two steps, two more, and an overflow, where every setting is given by its key."""
+    """Record the scale after each of four steps and an overflow, with every setting set by its key."""
     given = {"init_scale": 1024, "growth_interval": 2, "growth_factor": 4, "backoff_factor": 0.25}
     keys = [f"{ENGINE[role]}.grad_scaler.{key}={value}" for key, value in given.items()]
     worker = Worker(role, composed("+precision=fp16", *keys))
@@ -315,7 +141,7 @@ def scaler_keys(role: str) -> str:
 
 
 def metrics(role: str) -> str:
-    """What a taken and a skipped update report."""
+    """Return the metrics of a taken and of a skipped update."""
     worker = fp16(role, init_scale=1024.0)
     facts = []
     for kind in ("taken", "skipped"):
@@ -331,7 +157,7 @@ def metrics(role: str) -> str:
 
 
 def learning_rate(role: str) -> str:
-    """Does the schedule advance after an update of two mini-batches, of which one is skipped, and then both?"""
+    """Follow the schedule over updates of two mini-batches, of which one is skipped, and then both."""
     worker = fp16(role, init_scale=1024.0)
     facts = []
     for skips in (1, 2):
@@ -344,7 +170,7 @@ def learning_rate(role: str) -> str:
 
 
 def checkpoint(role: str) -> str:
-    """Saved after an overflow and a clean step, loaded into a fresh worker; then loaded without its scaler's state."""
+    """Save after an overflow and a clean step and load into a fresh worker, then load without the scaler's state."""
     folder = shared_folder()
     worker = fp16(role, init_scale=1024.0)
     worker.update(batch(0))
@@ -380,7 +206,7 @@ def checkpoint(role: str) -> str:
 
 
 def storm(role: str) -> str:
-    """Every step overflows: does the run end, above the scale's floor, and say where?"""
+    """Overflow in every step, until the run ends above the scale's floor and names the gradient."""
     worker = fp16(role, init_scale=8.0, min_scale=2.0, max_consecutive_skips=3)
     for step in range(1, 6):
         poison(worker, which=-1)
@@ -393,29 +219,14 @@ def storm(role: str) -> str:
     return "goes on"
 
 
-def digest(*seen: torch.Tensor | dict) -> str:
-    """What tells two trees apart: a digest of tensors and metrics for each rank."""
-    whole = hashlib.sha256()
-    for each in seen:
-        if isinstance(each, dict):
-            left_out = ("skipped_steps", "mfu")  # the patches' own, and a measure of time
-            kept = {key: numbers(each[key]) for key in sorted(each) if key not in left_out and "/" not in key}
-            whole.update(json.dumps(kept).encode())
-        else:
-            whole.update(each.float().contiguous().numpy().tobytes())
-    digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, whole.hexdigest())
-    return " ".join(digests)
-
-
 def bf16(role: str) -> str:
-    """What two updates in bf16 leave: metrics, outputs, weights, Adam state, LR."""
+    """Digest what two updates in bf16 leave: metrics, outputs, weights, Adam state, LR."""
     torch.manual_seed(0)  # the critic's head
     worker = Worker(role, composed())
-    seen = []
+    observed = []
     for seed in range(2):
-        seen += [worker.update(batch(seed)), worker.forward(batch(9)), *state(worker)]
-    return digest(*seen)
+        observed += [worker.update(batch(seed)), worker.forward(batch(9)), *state(worker)]
+    return digest(*observed)
 
 
 def bf16_ref() -> str:
@@ -423,7 +234,7 @@ def bf16_ref() -> str:
 
 
 ACTOR = "actor_rollout_ref.actor"
-# What: the key-value pairs that are bad together, and what the refusal has to say.
+# By name: the key-value pairs that are bad together, and the words that the refusal has to contain.
 REFUSED = {
     "an unknown dtype": ([f"++{ACTOR}.dtype=banana"], ["dtype=banana", "float16"]),
     "keys that contradict": (
@@ -436,7 +247,7 @@ REFUSED = {
     ),
     "an unknown rollout dtype": (["actor_rollout_ref.rollout.dtype=banana"], ["dtype=banana", "bfloat16"]),
 }
-if NUMBERS < (0, 6):  # it samples from the trained module, whose weights FSDP2 gathers in the training dtype
+if RELEASE.has("hf_rollout"):  # it samples from the trained module, whose weights FSDP2 gathers in the training dtype
     REFUSED["fp16 from an hf rollout of bf16"] = (
         ["actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.dtype=float16"],
         ["dtype=float16", "name=hf", "dtype=bfloat16"],
@@ -446,8 +257,8 @@ MODEL_ENGINE = ["+precision=fp16", "trainer.use_legacy_worker_impl=disable"]
 
 
 def validate(config) -> None:
-    """What the driver asks before it starts a worker."""
-    if NUMBERS >= (0, 6):
+    """Check a configuration as the driver does before it starts a worker."""
+    if RELEASE.has("validate_config"):
         from verl.utils.config import validate_config
 
         validate_config(config, use_reference_policy=True, use_critic=True)
@@ -457,105 +268,33 @@ def validate(config) -> None:
         trainer._validate_config()
 
 
-def taken(check: Callable[[], None], said: list[str]) -> str | None:
-    """``None`` where ``check`` refuses by one line that has all of ``said``; else the error's type, or nothing."""
+def accepts(check: Callable[[], None], words: list[str]) -> str | None:
+    """Return ``None`` where ``check`` refuses by one line with all of ``words``; else the error's type, or nothing."""
     try:
         check()
     except Exception as error:
         while error.__cause__ is not None:  # Hydra's instantiate puts its own around it
             error = error.__cause__
-        whole = "\n" not in str(error) and all(part in str(error) for part in said)
+        whole = "\n" not in str(error) and all(word in str(error) for word in words)
         return None if whole else f" ({type(error).__name__})"
     return ""
 
 
 def refusals() -> str:
-    """Which bad input the driver refuses by one line with key, value and what is allowed."""
+    """Return which bad input the driver does not refuse by one line with key, value and what is allowed."""
     validate(composed())
     validate(composed("+precision=fp16"))
     checks = {
-        what: taken(lambda overrides=overrides: validate(composed(*overrides)), said)
-        for what, (overrides, said) in REFUSED.items()
+        what: accepts(lambda overrides=overrides: validate(composed(*overrides)), words)
+        for what, (overrides, words) in REFUSED.items()
     }
-    if (0, 6, 1) <= NUMBERS < (0, 8):
-        said = ["float16", MODEL_ENGINE[1], "bfloat16"]
-        checks["fp16 on the model engine"] = taken(lambda: validate(composed(*MODEL_ENGINE)), said)
-        checks["fp16 in its SFT"] = taken(lambda: engine_sft_trainer("+precision=fp16"), ["float16", "SFT", "bfloat16"])
+    if LEGACY and RELEASE.has("engine_dtype"):
+        words = ["float16", MODEL_ENGINE[1], "bfloat16"]
+        checks["fp16 on the model engine"] = accepts(lambda: validate(composed(*MODEL_ENGINE)), words)
+        words = ["float16", "SFT", "bfloat16"]
+        checks["fp16 in its SFT"] = accepts(lambda: engine_sft_trainer("+precision=fp16"), words)
     accepted = [f"{what}{error}" for what, error in checks.items() if error is not None]
     return f"takes {', '.join(accepted)}" if accepted else "refuses all"
-
-
-class Recorder:
-    """A rollout that keeps the dtypes of the weights it is sent."""
-
-    def __init__(self):
-        self.dtypes: set[str] = set()
-
-    async def update_weights(self, weights, **kwargs) -> None:
-        self.dtypes |= {name(tensor.dtype) for _, tensor in weights}
-
-
-def wire() -> str:
-    """In what dtype do weights leave the trainer for an fp16 rollout?"""
-    return leaves(Worker("actor", composed(*WIRE)))
-
-
-def leaves(worker: Worker) -> str:
-    """In what dtype do an actor's weights leave for the rollout, by the release's own way?"""
-    if hasattr(worker.policy, "get_per_tensor_param"):  # an engine
-        return sent(worker.policy.get_per_tensor_param()[0])
-    recorder = worker.worker.rollout = Recorder()
-    worker.worker.base_sync_done, worker.worker.gen_random_states = True, torch.get_rng_state()
-    asyncio.run(worker.worker.rollout_mode())
-    return ", ".join(sorted(recorder.dtypes))
-
-
-def wire_merged_lora() -> str:
-    """The same of adapters that are merged into the weights."""
-    lora = ["actor_rollout_ref.model.lora_rank=4", "++actor_rollout_ref.model.lora.merge=true"]
-    return sent(Worker("actor", composed(*WIRE, *lora)).policy.get_per_tensor_param()[0])
-
-
-def empty_adapter() -> str:
-    """What becomes of a LoRA adapter of which peft returns no tensors, as 0.21.2 does of a nested FSDP1 model."""
-    worker = Worker("actor", composed(*WIRE, "actor_rollout_ref.model.lora_rank=4"))
-    with mock.patch.object(peft.utils.save_and_load, "get_peft_model_state_dict", lambda *args, **kwargs: {}):
-        try:
-            if LEGACY:
-                leaves(worker)
-            else:
-                list(worker.policy.get_per_tensor_param(base_sync_done=True)[0])
-        except ValueError as error:
-            return "refused" if "returned an empty adapter" in str(error) else str(error)
-    return "sent"
-
-
-WIRE = ["actor_rollout_ref.rollout.dtype=float16", "actor_rollout_ref.rollout.free_cache_engine=false"]
-
-
-def sent(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    return ", ".join(sorted({name(tensor.dtype) for _, tensor in weights}))
-
-
-def hf_samples(overlay: str) -> str:
-    """What the hf rollout computes in, which samples from the trained module itself."""
-    from verl.workers.fsdp_workers import ActorRolloutRefWorker
-
-    keys = ["name=hf", "dtype=float16", "response_length=2", "tensor_model_parallel_size=1"]
-    config = composed(f"+precision={overlay}", *(f"actor_rollout_ref.rollout.{key}" for key in keys))
-    worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor_rollout")
-    worker.init_model()
-    seen = watch(worker.actor_module_fsdp)
-    worker.generate_sequences(batch(0).select(["input_ids", "attention_mask", "position_ids"]))
-    return ", ".join(f"{key} {value}" for key, value in seen.items())
-
-
-def hf_rollout_fp16() -> str:
-    return hf_samples("fp16")
-
-
-def hf_rollout_bf16_train_fp16_infer() -> str:
-    return hf_samples("bf16_train_fp16_infer")
 
 
 def made_reward_model(*overrides: str):
@@ -568,11 +307,11 @@ def made_reward_model(*overrides: str):
 
 
 def reward_model() -> str:
-    """What the reward model scores in."""
+    """Return the dtypes in which the reward model scores."""
     worker = made_reward_model("+precision=fp16")
-    seen = watch(worker.reward_module)
+    observed = watch(worker.reward_module)
     worker.compute_rm_score(batch(0))
-    return ", ".join(f"{key} {value}" for key, value in seen.items())
+    return ", ".join(f"{key} {value}" for key, value in observed.items())
 
 
 def bf16_reward_model() -> str:
@@ -581,7 +320,7 @@ def bf16_reward_model() -> str:
 
 
 def export() -> str:
-    """A model whose weights fp16 holds and bf16 does not: what do the HF export and the model merger keep?"""
+    """Export and merge a model whose weights are exact in fp16 and not in bf16, and compare the weights."""
     from verl.model_merger.base_model_merger import ModelMergerConfig
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
@@ -620,114 +359,8 @@ def export() -> str:
     return outcome[0]
 
 
-def sft() -> str:
-    """What SFT trains in, told by the same overlay."""
-    return (legacy_sft if LEGACY else engine_sft)("+precision=fp16")
-
-
-def composed_sft(file: str, *overrides: str):
-    with initialize_config_dir(str(VERL / "trainer/config"), version_base=None):
-        device = ["trainer.device=cpu"] if NUMBERS >= (0, 5) else []  # no such key before
-        return compose(file, overrides=[*device, "trainer.total_training_steps=1", *overrides])
-
-
-def legacy_sft_trainer(*overrides: str):
-    from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
-
-    given = [
-        f"model.partial_pretrain={MODEL}",
-        f"model.strategy={STRATEGY}",
-        "model.enable_gradient_checkpointing=false",
-        "data.train_batch_size=8",
-        "data.micro_batch_size_per_gpu=2",
-        f"trainer.default_local_dir={OUT}/sft",
-    ]
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    ulysses = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "sp"))
-    config = composed_sft("sft_trainer", *given, *overrides)
-    data = [dict(row) for row in sft_batch(0)]
-    return FSDPSFTTrainer(config, mesh, ulysses, AutoTokenizer.from_pretrained(MODEL), data, data)
-
-
-def sft_batch(seed: int) -> TensorDict:
-    return batch(seed).select(["input_ids", "attention_mask", "position_ids", "loss_mask"]).batch
-
-
-def legacy_sft(*overrides: str) -> str:
-    trainer = legacy_sft_trainer(*overrides)
-    seen = watch(trainer.fsdp_model)
-    trainer.training_step(sft_batch(0))
-    return sft_facts(seen, vars(trainer).get("scaler"))
-
-
-def sft_state(trainer) -> list[torch.Tensor]:
-    return state(SimpleNamespace(module=trainer.fsdp_model, optimizer=trainer.optimizer))
-
-
-def overflow_sft() -> str:
-    """One gradient of rank 1 is inf: weights and Adam state, the scale, the learning rate and the metric."""
-    scaler = ["model.fsdp_config.grad_scaler.init_scale=1024"] if PATCHED else []
-    trainer = legacy_sft_trainer("+precision=fp16", *scaler)
-    trainer.training_step(sft_batch(0))
-    backward = trainer._compute_loss_and_backward
-
-    def poisoned(*args, **kwargs):
-        loss = backward(*args, **kwargs)
-        if RANK == 1:
-            gradients = [local(p.grad) for p in trainer.fsdp_model.parameters() if p.grad is not None]
-            next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = math.inf
-        return loss
-
-    before, lr = sft_state(trainer), trainer.optimizer.param_groups[0]["lr"]
-    trainer._compute_loss_and_backward = poisoned
-    metrics = trainer.training_step(sft_batch(1))
-    scaler = vars(trainer).get("scaler")
-    return ", ".join(
-        [
-            "skipped" if same(before, sft_state(trainer)) else "STEPPED",
-            "no scale" if scaler is None else f"scale {scaler.get_scale():g}",
-            f"LR {'held' if trainer.optimizer.param_groups[0]['lr'] == lr else 'moves on'}",
-            f"skipped_steps {metrics.get('train/skipped_steps')}",
-        ]
-    )
-
-
-def bf16_sft() -> str:
-    trainer = legacy_sft_trainer()
-    losses = [torch.tensor(trainer.training_step(sft_batch(seed))["train/loss"]) for seed in range(2)]
-    return digest(*losses, *sft_state(trainer))
-
-
-def engine_sft_trainer(*overrides: str):
-    """The trainer with its configs made, which is before its engine and its data."""
-    from verl.trainer.sft_trainer import SFTTrainer
-
-    given = [f"model.path={MODEL}", "model.use_remove_padding=false", f"engine.strategy={STRATEGY}"]
-    trainer = object.__new__(SFTTrainer)
-    trainer.config = composed_sft("sft_trainer_engine", *given, *overrides)
-    trainer._build_config()
-    return trainer
-
-
-def engine_sft(*overrides: str) -> str:
-    trainer = engine_sft_trainer("engine.use_torch_compile=false", *overrides)
-    trainer.engine_config.infer_micro_batch_size_per_gpu = 2
-    trainer.engine_config.use_dynamic_bsz = False
-    trainer.optimizer_config.total_training_steps = 1
-    trainer._build_engine()
-    trainer.training_client.reset()
-    seen = watch(trainer.engine.module)
-    infer(trainer.training_client.infer_batch, batch(0))
-    return sft_facts(seen, trainer.engine.scaler)
-
-
-def sft_facts(seen: dict[str, str], scaler) -> str:
-    facts = [f"{key} {value}" for key, value in seen.items()]
-    return ", ".join([*facts, "scaler" if scaler is not None else "no scaler"])
-
-
 def nan_reward() -> str:
-    """One of four rewards is NaN: what do the advantages make of it?"""
+    """Compute advantages of four rewards of which one is NaN."""
     data = batch(0)
     data.batch["token_level_rewards"] = torch.zeros(4, 8)
     data.batch["token_level_rewards"][2, -1] = math.nan
@@ -740,20 +373,20 @@ def nan_reward() -> str:
 
 
 def reports() -> str:
-    """What each worker says of itself when it is built."""
+    """Return the dtypes that each worker logs when it is built."""
     facts = []
     for role in ("actor", "ref", "critic"):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             Worker(role, composed("+precision=fp16"))
         lines = [line for line in printed.getvalue().splitlines() if line.startswith("[verl-precision] ")]
-        said = [json.loads(line.removeprefix("[verl-precision] ")) for line in lines]
-        assert all(one["strategy"] == STRATEGY and one["rank"] == RANK for one in said), said
-        facts += [f"{one['role']} {one['compute']}" for one in said]
+        logged = [json.loads(line.removeprefix("[verl-precision] ")) for line in lines]
+        assert all(each["strategy"] == harness.STRATEGY and each["rank"] == RANK for each in logged), logged
+        facts += [f"{each['role']} {each['compute']}" for each in logged]
     return ", ".join(facts) or "nothing"
 
 
 def of_trained_roles(*cases: Callable[[str], str]) -> list[Callable[[], str]]:
-    """Each case for the actor and for the critic, named after both."""
+    """Return each case for the actor and for the critic, named after both."""
     made = []
     for case, role in itertools.product(cases, ("actor", "critic")):
         made.append(functools.partial(case, role))
@@ -768,45 +401,48 @@ CASES = [
 ]
 # Under FSDP2 alone: they do not depend on it, or gather all weights, for which torch frees FSDP1's storage on a CPU.
 ONCE = [flowrl_fp16, flowrl_bf16_train_fp16_infer, refusals, nan_reward, export]
-if NUMBERS < (0, 6):
+if RELEASE.has("hf_rollout"):
     CASES += [hf_rollout_fp16, hf_rollout_bf16_train_fp16_infer]
-else:
+if not RELEASE.has("sharding_manager"):  # which imports a vLLM that has no build for a CPU
     ONCE += [wire, empty_adapter]
 if not LEGACY:
     ONCE.append(wire_merged_lora)
-if NUMBERS < (0, 7, 1):
-    CASES += [reward_model, overflow_sft]
-    BF16 += [bf16_reward_model, bf16_sft]
-if NUMBERS != (0, 7, 1):
+if RELEASE.has("reward_worker"):
+    CASES.append(reward_model)
+    BF16.append(bf16_reward_model)
+if RELEASE.has("sft_trainer"):
+    CASES.append(overflow_sft)
+    BF16.append(bf16_sft)
+if RELEASE.has("sft_trainer") or not LEGACY:  # else the model engine trains it in bf16 alone
     CASES.append(sft)
 CASES += BF16
 
 
 def main() -> None:
-    global STRATEGY
-    # A rank that waits for the other in vain says so, instead of waiting for half an hour.
+    # A rank that waits for the other in vain ends in an error, instead of waiting for half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     gc.freeze()  # verl collects garbage at every turn, which would go through all that was imported
     results = {}
-    for STRATEGY in ("fsdp", "fsdp2"):
+    for strategy in ("fsdp", "fsdp2"):
+        harness.STRATEGY = strategy
         # An unpatched tree shows what it does instead under FSDP2; bf16 is compared with it under both.
-        cases = CASES + ONCE if STRATEGY == "fsdp2" else CASES if PATCHED else BF16
+        cases = CASES + ONCE if strategy == "fsdp2" else CASES if PATCHED else BF16
         wanted = [case for case in cases if case.__name__ in sys.argv[4:] or not sys.argv[4:]]
-        results[STRATEGY] = {case.__name__: attempt(case) for case in wanted}
+        results[strategy] = {case.__name__: attempt(case) for case in wanted}
     (OUT / f"rank_{RANK}.json").write_text(json.dumps(results))
 
 
 def attempt(case) -> str:
-    """The outcome of a case; an error is an outcome too, on every rank alike, since some of it is predicted."""
+    """Return the outcome of a case; an error is one too, on every rank alike, since some are predicted."""
     start = time.monotonic()
     try:
         outcome = case()
         if RANK == 0:
-            print(f"{STRATEGY} {case.__name__} {time.monotonic() - start:.1f} s", flush=True)
+            print(f"{harness.STRATEGY} {case.__name__} {time.monotonic() - start:.1f} s", flush=True)
         return outcome
     except Exception as error:
         traceback.print_exc()
-        return refusal(error)
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
 if __name__ == "__main__":

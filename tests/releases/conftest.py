@@ -1,13 +1,13 @@
-"""Every release, as its wheel ships it and with its stack, seen once by ``cases.py`` in the environment of workers."""
+"""Every release, as its wheel ships it and with its stack, run once through ``cases.py`` by its own workers."""
 
 import json
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from behaviours import RELEASES, entry, verdicts
+from worker_process import save_model, worker_environment, worker_python
 
 from lib.patches.apply import apply
 from lib.patches.releases import find_release
@@ -15,25 +15,15 @@ from lib.patches.stack import load_stack
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
-PYTHON = REPO / ".venv-workers/bin/python"
 RESULTS = REPO / "docs/results/releases.json"
 CASES = Path(__file__).with_name("cases.py")
-
-MAKE_MODEL = """
-import sys
-from recipes.arithmetic.model import build_model, build_tokenizer
-tokenizer = build_tokenizer()
-for part in (tokenizer, build_model(tokenizer, seed=0)):
-    part.save_pretrained(sys.argv[1])
-"""
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    """The sanity task's model with its first weights, saved by the transformers that will load it."""
+    """The sanity task's model with its first weights."""
     folder = tmp_path_factory.mktemp("model")
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    subprocess.run([PYTHON, "-c", MAKE_MODEL, folder], env=environment, check=True, capture_output=True)
+    save_model(RELEASES[-1], folder)
     return folder
 
 
@@ -42,7 +32,7 @@ Outcomes = dict[str, dict[str, str]]
 
 @pytest.fixture(scope="session")
 def outcomes(model, tmp_path_factory, pytestconfig) -> Iterator[Callable[[str], tuple[Outcomes, Outcomes]]]:
-    """``outcomes(release)``: what its patched and its unpatched tree do: texts by strategy and case."""
+    """``outcomes(release)``: the outcomes of its patched and its unpatched tree, by strategy and case."""
     done: dict[str, tuple[Outcomes, Outcomes]] = {}
 
     def of(release: str) -> tuple[Outcomes, Outcomes]:
@@ -58,23 +48,19 @@ def outcomes(model, tmp_path_factory, pytestconfig) -> Iterator[Callable[[str], 
 
 
 def run(release: str, tree: Path, model: Path, tmp_path_factory) -> Outcomes:
-    """Run all cases on two ranks against the verl in ``tree``; both must see the same."""
+    """Run all cases on two ranks against the verl in ``tree``; both must have the same outcomes."""
     out = tmp_path_factory.mktemp(f"{release}-outcomes")
-    torchrun = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    environment = {**os.environ, "PYTHONPATH": f"{tree}:{REPO}", "OMP_NUM_THREADS": "1"}
-    environment |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}  # read by verl 0.9 alone
-    done = subprocess.run(
-        [*torchrun, CASES, release, model, out], env=environment, capture_output=True, text=True, timeout=900
-    )
+    command = [worker_python(release), "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", CASES, release, model, out]
+    done = subprocess.run(command, env=worker_environment(tree), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     first, second = (json.loads((out / f"rank_{rank}.json").read_text()) for rank in (0, 1))
-    assert first == second, f"verl {release}: the ranks saw different things\n{first}\n{second}\n{done.stderr[-4000:]}"
+    assert first == second, f"verl {release}: the ranks differ\n{first}\n{second}\n{done.stderr[-4000:]}"
     return first
 
 
 def write_results(results: dict[str, dict]) -> None:
-    """Put what was seen of these releases into docs/results/releases.json; those that did not run stay."""
+    """Write the verdicts on these releases into docs/results/releases.json; those that did not run stay."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for release in results:
         known[release] = entry(load_stack(find_release(release)), results[release])

@@ -1,10 +1,10 @@
-"""What one release's workers hold under each of ``doctor_configs``, seen in one process with the tree on PYTHONPATH.
+"""The dtypes of one release's workers under each of ``doctor_configs``, in one process with the tree on PYTHONPATH.
 
     doctor_cases.py RELEASE MODEL_DIR OUT_DIR [CONFIG ...]
 
-Writes OUT_DIR/held.json: for each configuration its overrides, the dtype of each hop that was observed (by the names of
-``scripts/doctor.py --json``), the settings of the loss scalers, what the workers printed of themselves, and where the
-release refused it: in composing, in the driver or in which worker, and with what words.
+Writes OUT_DIR/records.json: for each configuration its overrides, the dtype of each observed hop (by the names of
+``scripts/doctor.py --json``), the settings of the loss scalers, the dtypes that the workers logged, and where the
+release refused it: in composing, in the driver or in which worker, and the error.
 """
 
 # ruff: noqa: E402 (a process group of one comes before the cases' imports)
@@ -20,28 +20,26 @@ import traceback
 from pathlib import Path
 
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for by verl's workers, and used by none here
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # read by verl's workers, and used by none here
 
-import cases
+import harness
 import torch
 import torch.distributed as dist
-from cases import LEGACY, NUMBERS, OUT, PATCHED, RELEASE, batch, leaves, name, validate
+from cases import validate
 from doctor_configs import CONFIGS, Given, parse_yaml_once
+from harness import MODEL, OUT, PATCHED, RELEASE, VERL, Worker, batch, name, usual
 from hydra import compose, initialize_config_dir
+from rollout_cases import leaves
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-if LEGACY:
-    from legacy_worker import Worker
-else:
-    from engine_worker import Worker
 LINE = "[verl-precision] "
 ALONE = ("wire", "hf_export")  # hops of no role
-# The hf rollout samples from the actor's module: 0.4.1 and 0.5.0.
+# The hf rollout samples from the actor's module.
 SAMPLED = ["actor_rollout_ref.rollout.response_length=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"]
 
 
 class Refusal(Exception):
-    """The release refuses a configuration; where, and in whose words."""
+    """The release refuses a configuration; ``record`` has where, and the error."""
 
     def __init__(self, where: str, error: Exception):
         while error.__cause__ is not None:  # Hydra's instantiate puts its own around it
@@ -59,15 +57,15 @@ def refused_in(where: str):
 
 
 def watch(module: torch.nn.Module) -> dict[str, str]:
-    """Filled in a forward pass: what weights and autocast are inside, and what the head returns."""
-    seen: dict[str, str] = {}
+    """Return a dict that a forward pass fills: dtypes of weights and autocast inside, and of the head's output."""
+    observed: dict[str, str] = {}
 
     def inside(linear, args, output):
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-        seen.update(compute=name(linear.weight.dtype), autocast=name(autocast))
+        observed.update(compute=name(linear.weight.dtype), autocast=name(autocast))
 
     def head(linear, args, output):
-        seen.update(logits=name(output.dtype))
+        observed.update(logits=name(output.dtype))
 
     parts = dict(module.named_modules())
     linear = [part for path, part in parts.items() if ".0." in path and "mlp.up_proj" in path]
@@ -75,18 +73,18 @@ def watch(module: torch.nn.Module) -> dict[str, str]:
     for path, part in parts.items():
         if path.endswith("lm_head"):
             part.register_forward_hook(head)
-    return seen
+    return observed
 
 
 def reduced_in(module: torch.nn.Module) -> str:
-    """The dtype in which FSDP reduces the gradients."""
+    """Return the dtype in which FSDP reduces the gradients."""
     if isinstance(module, FullyShardedDataParallel):
         return name(module.mixed_precision.reduce_dtype)
     return name(module._get_fsdp_state()._mp_policy.reduce_dtype)
 
 
 def settings(scaler) -> dict | None:
-    """The settings of a loss scaler, read from it before its first step."""
+    """Return the settings of a loss scaler, read from it before its first step."""
     if scaler is None:
         return None
     own = getattr(scaler, "config", None)  # the patched one's
@@ -100,8 +98,8 @@ def settings(scaler) -> dict | None:
     }
 
 
-def held(role: str, given: Given, config) -> tuple[dict, dict | None]:
-    """Hops and scaler of one role's worker after it has computed and, where it is trained, taken a step."""
+def observe_role(role: str, given: Given, config) -> tuple[dict, dict | None]:
+    """Return hops and scaler of one role's worker after it has computed and, where it is trained, taken a step."""
     if role == "reward_model":
         return {"reward_model.compute": scored_in(config)}, None
     with refused_in(role):
@@ -110,10 +108,10 @@ def held(role: str, given: Given, config) -> tuple[dict, dict | None]:
     scaler = settings(worker.scaler) if role != "ref" else None
     if role == "actor" and sends_weights(given):
         hops["wire"] = leaves(worker)
-    seen = watch(worker.module)
+    observed = watch(worker.module)
     with refused_in(role):
         worker.forward(batch(0))
-    hops |= seen
+    hops |= observed
     if role != "ref":
         updates(role, worker, hops, scaler)
     if "saved" in given.more:
@@ -124,7 +122,7 @@ def held(role: str, given: Given, config) -> tuple[dict, dict | None]:
 
 
 def made(role: str, config) -> Worker:
-    """The worker that the release's ``main_ppo`` makes for this configuration."""
+    """Return the worker that the release's ``main_ppo`` builds for this configuration."""
     on_engine = config.trainer.get("use_legacy_worker_impl") == "disable" and role == "critic"
     return RolesCritic(config) if on_engine else Worker(role, config)
 
@@ -149,12 +147,12 @@ class RolesCritic:
 
 
 def sends_weights(given: Given) -> bool:
-    """Whether weights leave here: 0.4.1 and 0.5.0 import a vLLM for that which has no build for a CPU."""
-    return NUMBERS >= (0, 6) and "hf" not in given.more
+    """Return whether weights leave here: a sharding manager imports a vLLM that has no build for a CPU."""
+    return not RELEASE.has("sharding_manager") and "hf" not in given.more
 
 
 def updates(role: str, worker, hops: dict, scaler: dict | None) -> None:
-    """Steps until the optimizer has a state: at the first scale the first may overflow."""
+    """Take steps until the optimizer has a state: at the first scale the first may overflow."""
     for seed in range(8):
         with refused_in(role):
             metrics = worker.update(batch(seed, rows=8))
@@ -167,7 +165,7 @@ def updates(role: str, worker, hops: dict, scaler: dict | None) -> None:
 
 
 def saved(worker, hops: dict, scaler: dict | None) -> None:
-    """What a checkpoint keeps of the scaler, and the dtype that the HF export names."""
+    """Save a checkpoint: whether it contains the scaler, and the dtype of the HF export's config."""
     folder = Path(tempfile.mkdtemp(dir=OUT))
     worker.save(str(folder))
     config = json.loads((folder / "huggingface/config.json").read_text())
@@ -178,45 +176,50 @@ def saved(worker, hops: dict, scaler: dict | None) -> None:
 
 
 def scored_in(config) -> str:
-    """What the legacy reward model computes in."""
+    """Return the dtype in which the legacy reward model computes."""
     from verl.workers.fsdp_workers import RewardModelWorker
 
     with refused_in("reward_model"):
         worker = RewardModelWorker(config.reward_model)
         worker.init_model()
-    seen = watch(worker.reward_module)
+    observed = watch(worker.reward_module)
     worker.compute_rm_score(batch(0))
-    return seen["compute"] if seen["compute"] == seen["autocast"] else f"{seen['compute']}, autocast {seen['autocast']}"
+    compute, autocast = observed["compute"], observed["autocast"]
+    return compute if compute == autocast else f"{compute}, autocast {autocast}"
 
 
 def sampled(config) -> tuple[str, str]:
-    """Weights and logits of the hf rollout of 0.4.1 and 0.5.0, which samples from the trained module."""
+    """Return the dtypes of weights and logits of the hf rollout, which samples from the trained module."""
     from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
     worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor_rollout")
     worker.init_model()
-    seen = watch(worker.actor_module_fsdp)
+    observed = watch(worker.actor_module_fsdp)
     worker.generate_sequences(batch(0).select(["input_ids", "attention_mask", "position_ids"]))
-    return seen["compute"], seen["logits"]
+    return observed["compute"], observed["logits"]
 
 
-def observed(given: Given) -> dict:
+def observe(given: Given) -> dict:
     # As one process, and with a rollout that stays where it is: it takes the weights alone here.
-    words = ["trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.free_cache_engine=false", *given.words(RELEASE)]
+    words = [
+        "trainer.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.free_cache_engine=false",
+        *given.words(RELEASE.name),
+    ]
     if "ref" in given.roles:
         words.append("actor_rollout_ref.actor.use_kl_loss=true")
     if "reward_model" in given.roles:
-        own = ["enable=true", f"model.path={cases.MODEL}", "model.input_tokenizer=null", "micro_batch_size_per_gpu=2"]
+        own = ["enable=true", f"model.path={MODEL}", "model.input_tokenizer=null", "micro_batch_size_per_gpu=2"]
         words += [f"reward_model.{key}" for key in own]
-        if NUMBERS == (0, 7, 0):
+        if RELEASE.has("reward_loop"):
             words.append("reward_model.use_reward_loop=false")  # which would make a server of it
     if "hf" in given.more:
         words += SAMPLED
-    record = {"overrides": [*cases.usual(cases.STRATEGY), *words], "roles": given.roles}
+    record = {"overrides": [*usual(harness.STRATEGY), *words], "roles": given.roles}
     record |= {"hops": {}, "scaler": {}, "reports": [], "refused": []}
     printed = io.StringIO()
     try:
-        with refused_in("compose"), initialize_config_dir(str(cases.VERL / "trainer/config"), version_base=None):
+        with refused_in("compose"), initialize_config_dir(str(VERL / "trainer/config"), version_base=None):
             config = compose("ppo_trainer", overrides=record["overrides"])
         with refused_in("driver"):
             validate(config)
@@ -226,7 +229,7 @@ def observed(given: Given) -> dict:
     for role in given.roles:
         try:
             with contextlib.redirect_stdout(printed):
-                hops, record["scaler"][role] = held(role, given, config)
+                hops, record["scaler"][role] = observe_role(role, given, config)
             record["hops"] |= hops
         except Refusal as refusal:
             if os.environ.get("TRACE"):
@@ -241,16 +244,16 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parse_yaml_once()
     gc.freeze()  # verl collects garbage at every turn, which would go through all that was imported
-    cases.STRATEGY = "fsdp"
-    wanted = {key: given for key, given in CONFIGS.items() if RELEASE in given.releases}
+    harness.STRATEGY = "fsdp"
+    wanted = {key: given for key, given in CONFIGS.items() if RELEASE.name in given.releases}
     if sys.argv[4:]:
         wanted = {key: wanted[key] for key in sys.argv[4:]}
     records = {}
     for key, given in wanted.items():
         start = time.monotonic()
-        records[key] = observed(given)
+        records[key] = observe(given)
         print(f"{key} {time.monotonic() - start:.2f} s", flush=True)
-    (OUT / "held.json").write_text(json.dumps({"patched": PATCHED, "seen": records}, indent=1))
+    (OUT / "records.json").write_text(json.dumps({"patched": PATCHED, "seen": records}, indent=1))
 
 
 if __name__ == "__main__":

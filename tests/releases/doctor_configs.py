@@ -1,4 +1,4 @@
-"""The configurations for which the doctor's verdict is held against real workers: regimes, and what users get wrong."""
+"""The configurations for which the doctor is compared with real workers: regimes, and users' mistakes."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from typing import IO, Any
 
 import omegaconf
 import yaml
-from behaviours import RELEASES, A, B, C
+from behaviours import ENTRIES, RELEASES, A, C, having
 
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
 FSDP = "fsdp_config"
@@ -19,7 +19,7 @@ class Given:
     Args:
         overrides: ``{critic}`` stands for where the critic's engine has its keys in the release.
         roles: whose workers are built; those that the overrides reach.
-        releases: where it is given.
+        releases: where it is used.
         more: what else is observed of the actor: its save (``saved``), the hf rollout (``hf``).
     """
 
@@ -29,7 +29,7 @@ class Given:
     more: tuple[str, ...] = ()
 
     def words(self, release: str) -> list[str]:
-        critic = "critic.fsdp" if release in C else "critic.model.fsdp_config"
+        critic = "critic.model.fsdp_config" if ENTRIES[release].has("legacy_workers") else "critic.fsdp"
         return self.overrides.format(critic=critic).split()
 
 
@@ -37,7 +37,9 @@ ALL = ("actor", "ref", "critic")
 ALONE = ("actor",)
 SAVING = f"{ACTOR}.strategy=fsdp2 {ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 MODEL_ENGINE = "trainer.use_legacy_worker_impl=disable"
-KEYED = (*B, *C)  # whose engines have a key dtype as upstream ships them
+KEYED = having("engine_dtype")
+# The critic alone can train on the model engine; every role can, on an engine that cannot be built on a CPU.
+CRITIC_ENGINE, ROLES_ENGINE = having("engine_critic_fails"), having("legacy_workers", "engine_policy")
 
 CONFIGS = {
     "nothing": Given("", ALL),
@@ -88,23 +90,24 @@ CONFIGS = {
     "rollout_alone_fsdp2": Given(f"{ROLLOUT}.dtype=float16 {ACTOR}.strategy=fsdp2", ALONE),  # 0.8.0's wire
     "rollout_auto": Given(f"{ROLLOUT}.dtype=auto", ()),
     "rollout_banana": Given(f"{ROLLOUT}.dtype=banana", ()),
-    "hf_rollout": Given(f"{ROLLOUT}.name=hf +precision=fp16", ALONE, A[:2], ("hf",)),
-    "hf_rollout_alone": Given(f"{ROLLOUT}.name=hf {ROLLOUT}.dtype=float16", ALONE, A[:2], ("hf",)),
+    "hf_rollout": Given(f"{ROLLOUT}.name=hf +precision=fp16", ALONE, having("hf_rollout"), ("hf",)),
+    "hf_rollout_alone": Given(f"{ROLLOUT}.name=hf {ROLLOUT}.dtype=float16", ALONE, having("hf_rollout"), ("hf",)),
     # The loss scaler.
     "grad_scaler": Given(f"+precision=fp16 {ACTOR}.{FSDP}.grad_scaler.init_scale=1024", ALONE),
     "grad_scaler_forced": Given(f"++{ACTOR}.{FSDP}.grad_scaler.init_scale=1024", ALONE),
     "grad_scaler_bad": Given(f"+precision=fp16 ++{ACTOR}.{FSDP}.grad_scaler.growth_factor=0.5", ALONE),
     # Other workers.
-    # The critic's alone in 0.6; in 0.7 every role's, and that engine cannot be built on a CPU: the driver is asked.
-    "model_engine": Given(MODEL_ENGINE, ALL, ("0.6.0", "0.6.1")),
-    "model_engine_in_the_driver": Given(MODEL_ENGINE, (), ("0.7.0", "0.7.1")),
-    "model_engine_in_fp16": Given(f"+precision=fp16 {MODEL_ENGINE}", ALL, ("0.6.0", "0.6.1")),
-    "model_engine_in_fp16_in_the_driver": Given(f"+precision=fp16 {MODEL_ENGINE}", (), ("0.7.0", "0.7.1")),
+    "model_engine": Given(MODEL_ENGINE, ALL, CRITIC_ENGINE),
+    "model_engine_in_the_driver": Given(MODEL_ENGINE, (), ROLES_ENGINE),
+    "model_engine_in_fp16": Given(f"+precision=fp16 {MODEL_ENGINE}", ALL, CRITIC_ENGINE),
+    "model_engine_in_fp16_in_the_driver": Given(f"+precision=fp16 {MODEL_ENGINE}", (), ROLES_ENGINE),
     "model_engine_dtypes": Given(
-        f"{MODEL_ENGINE} {ACTOR}.{FSDP}.dtype=float16 {{critic}}.dtype=float16", ALL, ("0.6.1",)
+        f"{MODEL_ENGINE} {ACTOR}.{FSDP}.dtype=float16 {{critic}}.dtype=float16",
+        ALL,
+        having("engine_critic_fails", "engine_dtype"),
     ),
-    "reward_model": Given("+precision=fp16", ("reward_model",), (*A, "0.6.1", "0.7.0")),
-    "reward_model_alone": Given("reward_model.dtype=float16", ("reward_model",), (*A, "0.6.1", "0.7.0")),
+    "reward_model": Given("+precision=fp16", ("reward_model",), having("reward_worker")),
+    "reward_model_alone": Given("reward_model.dtype=float16", ("reward_model",), having("reward_worker")),
     "merged_lora": Given(
         f"+precision=fp16 {ACTOR}.strategy=fsdp2 actor_rollout_ref.model.lora_rank=4"
         " ++actor_rollout_ref.model.lora.merge=true",
@@ -123,7 +126,7 @@ CONFIGS = {
     "unknown_key": Given(f"{ACTOR}.precision_of_weights=float16", ()),
 }
 
-# What `make test` leaves to `pytest -m slow`: other spellings of what is there already.
+# What `make test` leaves to `pytest -m slow`: other spellings of what other configurations test.
 RARE = {
     "fp16_but_the_rollout",
     "engine_dtype_forced",

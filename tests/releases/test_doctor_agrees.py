@@ -1,34 +1,36 @@
-"""The doctor's verdict against what each release's own workers hold, log and refuse: every regime, and what users get
-wrong, on pristine and patched trees."""
+"""The doctor's diagnosis against the dtypes, logs and refusals of each release's own workers: every regime, and users'
+mistakes, on pristine and patched trees."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from behaviours import RELEASES
-from conftest import PYTHON, REPO
 from doctor_configs import CONFIGS, RARE
+from worker_process import worker_environment, worker_python
 
 from lib.doctor.diagnosis import diagnose
-from lib.doctor.tree import look_at
+from lib.doctor.tree import identify_tree
 from lib.patches.apply import apply
 from lib.patches.wheels import unpacked_wheel
+from lib.paths import REPO
 
 CASES = REPO / "tests/releases/doctor_cases.py"
 STATES = ("patched", "pristine")
+# Hops that a worker has, and the doctor does not report.
+UNREPORTED = {"ref.master", "ref.reduce", "ref.logits", "critic.optimizer"}
 
 
 @pytest.fixture(scope="session")
-def held(model, tmp_path_factory, request):
-    """``held(release, state)``: the tree as the doctor sees it, and what its workers hold, by configuration.
+def observed(model, tmp_path_factory, request):
+    """``observed(release, state)``: the tree as the doctor identifies it, and its workers' records by configuration.
 
-    Only the configurations that the session's tests read are seen.
+    Only the configurations that the session's tests read are run.
     """
     done, begun = {}, set()
     here = [item for item in request.session.items if item.path == Path(__file__)]
-    params = [item.callspec.params for item in here if "held" in item.fixturenames]
+    params = [item.callspec.params for item in here if "observed" in item.fixturenames]
 
     def of(release: str, state: str):
         if release not in begun:
@@ -37,8 +39,8 @@ def held(model, tmp_path_factory, request):
             apply(trees["patched"])
             names = sorted({each["config"] for each in params if each["release"] == release})
             for each, records in record(release, trees, model, tmp_path_factory, names).items():
-                done[release, each] = look_at(trees[each]), records
-        assert (release, state) in done, f"verl {release}'s workers were not seen: the first of its tests says why"
+                done[release, each] = identify_tree(trees[each]), records
+        assert (release, state) in done, f"verl {release}'s workers did not run: see the first of its tests"
         return done[release, state]
 
     return of
@@ -48,15 +50,14 @@ def record(release: str, trees: dict, model, tmp_path_factory, names: list[str])
     """Run the recorder on both trees, side by side, for the configurations of these names."""
     runs = {}
     for state, tree in trees.items():
-        out = tmp_path_factory.mktemp(f"{release}-{state}-held")
-        environment = {**os.environ, "PYTHONPATH": f"{tree}:{REPO}", "OMP_NUM_THREADS": "1"}
-        environment |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}  # read by verl 0.9 alone
+        out = tmp_path_factory.mktemp(f"{release}-{state}-records")
         with (out / "log").open("w") as log:
-            command = [PYTHON, CASES, release, model, out, *names]
-            runs[state] = out, subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            command = [worker_python(release), CASES, release, model, out, *names]
+            run = subprocess.Popen(command, env=worker_environment(tree), stdout=log, stderr=subprocess.STDOUT)
+            runs[state] = out, run
     for out, run in runs.values():
         assert run.wait(900) == 0, (out / "log").read_text()[-4000:]
-    return {state: json.loads((out / "held.json").read_text())["seen"] for state, (out, _) in runs.items()}
+    return {state: json.loads((out / "records.json").read_text())["seen"] for state, (out, _) in runs.items()}
 
 
 @pytest.mark.releases
@@ -70,53 +71,49 @@ def record(release: str, trees: dict, model, tmp_path_factory, names: list[str])
     ],
 )
 @pytest.mark.parametrize("state", STATES)
-def test_the_doctor_says_what_the_workers_hold(held, release, state, config):
-    tree, records = held(release, state)
-    seen = records[config]
-    told = diagnose(tree, seen["overrides"]).json()
-    assert disagreements(seen, told) == []
+def test_diagnosis_matches_the_workers(observed, release, state, config):
+    tree, records = observed(release, state)
+    record = records[config]
+    diagnosis = diagnose(tree, record["overrides"]).json()
+    assert disagreements(record, diagnosis) == []
 
 
-def disagreements(seen: dict, told: dict) -> list[str]:
-    """Where the doctor says something else than the workers, a line each: what they hold, log and refuse."""
-    if seen["refused"]:
-        return refusals(seen["refused"], told["refused"])
-    wrong = [f"refuses what the release takes: {told['refused']}"] if told["refused"] else []
-    expected = dict(seen["hops"])
-    for report in seen["reports"]:  # what a patched worker logs
+def disagreements(record: dict, diagnosis: dict) -> list[str]:
+    """Return a line for each difference between the workers' dtypes, logs and refusals and the doctor's."""
+    if record["refused"]:
+        return refusals(record["refused"], diagnosis["refused"])
+    wrong = [f"refuses what the release takes: {diagnosis['refused']}"] if diagnosis["refused"] else []
+    expected = dict(record["hops"])
+    for report in record["reports"]:  # what a patched worker logs
         role = report["role"]
         expected |= {f"{role}.{hop}": report[hop] for hop in ("compute", "master", "reduce") if role != "reward_model"}
-        assert report["loss_scaling"] == bool(seen["scaler"].get(role)), f"a worker logs what it has not: {report}"
-    for hop, value in expected.items():
-        if hop in told["hops"] and told["hops"][hop] != value:
-            wrong.append(f"{hop}: {value}, and the doctor says {told['hops'][hop]}")
-    missing = {hop for hop in expected if hop not in told["hops"]} - UNTOLD
-    wrong += [f"{hop}: {expected[hop]}, of which the doctor says nothing" for hop in sorted(missing)]
-    for role, scaler in seen["scaler"].items():
-        said = told["scaler"].get(role) or {}
-        if (scaler is None) != (not said) or any(said[key] != value for key, value in (scaler or {}).items()):
-            wrong.append(f"{role}'s scaler: {scaler}, and the doctor says {said or None}")
-    if "actor.autocast" in seen["hops"]:
-        held = seen["hops"]
-        rollout = told["hops"]["rollout.logits"]
-        rounded = held.get("wire", "float32") not in ("float32", held["actor.master"], rollout)  # on the way
-        agree = {held["actor.compute"], held["actor.autocast"]} == {rollout} and not rounded
-        if (
-            told["verdict"] in ("agree", "ignored")
-        ) != agree:  # ignored: they agree in another dtype than was asked for
-            wrong.append(f"verdict {told['verdict']}: the workers hold {held}, and the rollout {rollout}")
+        scaled = bool(record["scaler"].get(role))
+        assert report["loss_scaling"] == scaled, f"a worker's log contradicts its scaler: {report}"
+    hops = diagnosis["hops"]
+    for hop, dtype in expected.items():
+        if hop in hops and hops[hop] != dtype:
+            wrong.append(f"{hop}: {dtype}, by the doctor {hops[hop]}")
+    missing = {hop for hop in expected if hop not in hops} - UNREPORTED
+    wrong += [f"{hop}: {expected[hop]}, not reported by the doctor" for hop in sorted(missing)]
+    for role, scaler in record["scaler"].items():
+        resolved = diagnosis["scaler"].get(role) or {}
+        if (scaler is None) != (not resolved) or any(resolved[key] != value for key, value in (scaler or {}).items()):
+            wrong.append(f"{role}'s scaler: {scaler}, by the doctor {resolved or None}")
+    if "actor.autocast" in record["hops"]:
+        dtypes, rollout = record["hops"], hops["rollout.logits"]
+        rounded = dtypes.get("wire", "float32") not in ("float32", dtypes["actor.master"], rollout)  # on the way
+        agree = {dtypes["actor.compute"], dtypes["actor.autocast"]} == {rollout} and not rounded
+        # ignored: they agree in another dtype than was requested
+        if (diagnosis["verdict"] in ("agree", "ignored")) != agree:
+            wrong.append(f"verdict {diagnosis['verdict']}: the workers have {dtypes}, and the rollout {rollout}")
     return wrong
 
 
-# Held by a worker, and no hop of the doctor's.
-UNTOLD = {"ref.master", "ref.reduce", "ref.logits", "critic.optimizer"}
-
-
-def refusals(seen: list[dict], told: str | None) -> list[str]:
-    """The doctor names each refusal; a driver's one-line refusal word for word."""
-    if told is None:
-        return [f"{each['where']} refuses: {each['type']}: {each['text']}" for each in seen]
-    first = seen[0]
-    if first["where"] == "driver" and first["text"] not in told:
-        return [f"the driver refuses by other words: {first['text']!r}, not {told!r}"]
+def refusals(recorded: list[dict], refused: str | None) -> list[str]:
+    """Return a line where the doctor misses a refusal, or words a driver's one-line refusal differently."""
+    if refused is None:
+        return [f"{each['where']} refuses: {each['type']}: {each['text']}" for each in recorded]
+    first = recorded[0]
+    if first["where"] == "driver" and first["text"] not in refused:
+        return [f"the driver refuses by other words: {first['text']!r}, not {refused!r}"]
     return []

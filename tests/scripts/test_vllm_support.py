@@ -11,7 +11,7 @@ import pytest
 
 import probe
 from lib.doctor.diagnosis import Diagnosis, diagnose
-from lib.doctor.tree import look_at
+from lib.doctor.tree import identify_tree
 from lib.errors import Refused
 from lib.paths import REPO
 from lib.run import vllm_float16
@@ -112,7 +112,7 @@ def gemma(tmp_path_factory) -> Path:
     return folder(tmp_path_factory.mktemp("models") / "gemma2", "gemma2", dtype="float16")
 
 
-known = functools.cache(look_at)
+known = functools.cache(identify_tree)
 
 
 def asked(trees: dict[str, Path], *words: str, state: str = "patched") -> Diagnosis:
@@ -146,7 +146,7 @@ def test_doctor_accepts_the_advised_dtypes_and_other_servers(trees, gemma):
 def test_auto_is_not_the_models_float16_where_vllm_refuses_it(trees, gemma, tmp_path):
     words = ["+precision=fp16", f"{ROLLOUT}.dtype=auto", f"{ROLLOUT}.name=vllm"]
     found = asked(trees, *words, f"actor_rollout_ref.model.path={gemma}")
-    assert found.hops["rollout.weights"].holds == "bfloat16" and found.verdict == "differ"
+    assert found.hops["rollout.weights"].effective_dtype == "bfloat16" and found.verdict == "differ"
     qwen = folder(tmp_path / "qwen2", "qwen2", dtype="float16")
     assert asked(trees, *words, f"actor_rollout_ref.model.path={qwen}").verdict == "agree"
 

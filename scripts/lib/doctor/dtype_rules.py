@@ -1,16 +1,15 @@
-"""Which line of which release decides the dtype of a hop of verl's ``main_ppo``, as a table, and what that line reads.
+"""Which line of which release decides the dtype of a hop of verl's ``main_ppo``, as a table, and what it reads.
 
-``holding.py`` applies it to a config.
+``resolver.py`` applies it to a config. A release of which the table has no lines gets those of the release from which
+its stack was ported (``ported_from`` in versions.toml), wherever its files contain what they quote.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 
 UNKNOWN = "unknown"
-A, B, C = ("0.4.1", "0.5.0", "0.6.0"), ("0.6.1", "0.7.0", "0.7.1"), ("0.8.0", "0.9.0", "0.9.1")
-LEGACY = A + B
 
-# The patches that mend, by what they do; tests/scripts/test_doctor.py holds that each is in the series of its releases.
+# The patches by which a hop reads what a user sets; tests/scripts/test_doctor_rules.py looks them up in each series.
 KEYS = "cfg-add-one-dtype-key-per-role"
 COMPUTE = "fsdp-compute-in-the-configured-dtype"
 SCALER = "fsdp-configure-the-loss-scaler"
@@ -37,21 +36,21 @@ class Key:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A dtype that the code names itself."""
+    """A dtype that the code itself names."""
 
     dtype: str
 
 
 @dataclass(frozen=True)
-class As:
-    """What another hop has."""
+class SameAs:
+    """The dtype of another hop."""
 
     hop: str
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A dtype to which sharded weights are cast; FSDP1 on one worker has whole ones, which leave as ``hop`` says."""
+    """A dtype to which sharded weights are cast; FSDP1 on one worker has whole ones, which leave in that of ``hop``."""
 
     dtype: str
     hop: str
@@ -62,27 +61,28 @@ class Rule:
     """One line of the wheels that decides a hop.
 
     Args:
-        hop: as in the report, ``{role}`` for each of ``roles``.
-        by: which code runs: ``worker`` (``workers/fsdp_workers.py``), ``engine`` (the model engine), ``megatron``, or a
-            rollout's name.
+        hop: its name in the report, ``{role}`` for each of ``roles``.
+        implementation: the code that runs: ``worker`` (``workers/fsdp_workers.py``), ``engine`` (the model engine),
+            ``megatron``, the name of a rollout, or "" for all.
         path: its file below ``verl/``.
-        at: line numbers of the releases' wheels, ``0.4.1:298 0.5.0:343``.
-        text: what is there.
-        reads: the first that applies decides.
-        mend: the patch that makes it read what a user sets; "" where nothing is ignored.
+        at: line numbers in the releases' wheels, ``0.4.1:298 0.5.0:343``.
+        text: the content of that line, or a part of it.
+        reads: what it reads; the first that applies decides.
+        patch: the patch that makes it read what a user sets; "" where nothing is ignored.
     """
 
     hop: str
-    by: str
+    implementation: str
     path: str
     at: str
     text: str
-    reads: tuple[Key | Fixed | As | Sharded, ...]
-    mend: str = ""
+    reads: tuple[Key | Fixed | SameAs | Sharded, ...]
+    patch: str = ""
     roles: tuple[str, ...] = ("",)
 
     @cached_property
     def lines(self) -> dict[str, int]:
+        """The line number by release."""
         return {release: int(line) for release, _, line in (each.partition(":") for each in self.at.split())}
 
 
@@ -128,7 +128,7 @@ RULES = (
          'self.param_dtype = PrecisionType.to_dtype(self.config.fsdp_config.get("dtype", "bfloat16"))', (DTYPE, BF16),
          COMPUTE, POLICY),
     Rule("actor.scaler", "worker", DP_ACTOR, "0.6.1:90 0.7.0:90 0.7.1:96",
-         "self.scaler = ShardedGradScaler(growth_interval=400)", (As("actor.autocast"),), SCALER),
+         "self.scaler = ShardedGradScaler(growth_interval=400)", (SameAs("actor.autocast"),), SCALER),
     # The same workers' critic and reward model.
     Rule("critic.master", "worker", WORKERS, "0.4.1:905 0.5.0:1010 0.6.0:1229 0.6.1:1249 0.7.0:1292 0.7.1:1395",
          'self.config.model.fsdp_config.get("model_dtype", "fp32")', (MASTER, FP32)),
@@ -154,10 +154,10 @@ RULES = (
     Rule("{role}.autocast", "engine", ENGINE, "0.6.0:929 0.6.1:945 0.7.0:948 0.7.1:1108",
          "torch.autocast(device_type=device_name, dtype=torch.bfloat16)", (BF16,), COMPUTE, (*POLICY, "critic")),
     Rule("{role}.autocast", "engine", ENGINE, "0.8.0:358 0.9.0:384 0.9.1:403", "self._autocast_dtype = param_dtype",
-         (As("{role}.compute"),), COMPUTE, (*POLICY, "critic")),
+         (SameAs("{role}.compute"),), COMPUTE, (*POLICY, "critic")),
     Rule("{role}.scaler", "engine", ENGINE, "0.8.0:364 0.9.0:390 0.9.1:409",
-         "self.scaler = ShardedGradScaler(growth_interval=400)", (As("{role}.compute"),), SCALER, TRAINED),
-    # Megatron: what its layers compute in. Masters, reduction and wire are megatron-core's and were not looked at.
+         "self.scaler = ShardedGradScaler(growth_interval=400)", (SameAs("{role}.compute"),), SCALER, TRAINED),
+    # Megatron: what its layers compute in. Masters, reduction and wire are megatron-core's and are not in this table.
     Rule("{role}.compute", "megatron", MEGATRON, "0.4.1:355 0.5.0:404 0.6.0:474", "self.param_dtype = torch.bfloat16",
          (BF16,), roles=POLICY),
     Rule("critic.compute", "megatron", MEGATRON, "0.4.1:726 0.5.0:868 0.6.0:977", "self.param_dtype = torch.bfloat16",
@@ -171,11 +171,11 @@ RULES = (
          "PrecisionType.to_dtype(self.engine_config.dtype)", (DTYPE,), roles=(*POLICY, "critic")),
     # The wire: the weights as they leave for the rollout.
     Rule("wire", "worker", "workers/sharding_manager/fsdp_vllm.py", "0.4.1:168 0.5.0:206",
-         "params = self.module.state_dict()", (As("actor.master"),)),
+         "params = self.module.state_dict()", (SameAs("actor.master"),)),
     Rule("wire", "worker", WORKERS, "0.6.0:657 0.6.1:672 0.7.0:697 0.7.1:771",
-         "params = self.actor_module_fsdp.state_dict()", (As("actor.master"),)),
+         "params = self.actor_module_fsdp.state_dict()", (SameAs("actor.master"),)),
     Rule("wire", "engine", ENGINE, "0.7.0:656 0.9.0:988 0.9.1:1016", "params = self.module.state_dict()",
-         (As("actor.master"),)),
+         (SameAs("actor.master"),)),
     Rule("wire", "engine", ENGINE, "0.7.1:770 0.8.0:841", ".full_tensor().to(torch.bfloat16, non_blocking=True)",
          (SHARDS,), SEND),
     Rule("wire", "merged LoRA", ENGINE, "0.8.0:841 0.9.0:1054 0.9.1:1082",
@@ -211,10 +211,13 @@ RULES = (
 # fmt: on
 
 
-def rule_for(hop: str, by: str, release: str) -> Rule | None:
-    """The rule of a hop where the code ``by`` runs; None where that release has none."""
+KNOWN = frozenset(release for rule in RULES for release in rule.lines)
+
+
+def rule_for(hop: str, implementation: str, release: str) -> Rule | None:
+    """Return the rule of a hop where this implementation runs; None where the table has none for the release."""
     for rule in RULES:
         hops = [rule.hop.format(role=role) for role in rule.roles]
-        if rule.by in (by, "") and hop in hops and release in rule.lines:
+        if rule.implementation in (implementation, "") and hop in hops and release in rule.lines:
             return rule
     return None

@@ -1,7 +1,7 @@
-"""What the workers of a running job hold: ``doctor --live`` asks them through Ray, by Ray's own call into an actor.
+"""Report the effective dtypes of a running job: ``doctor --live`` reads them in its workers, through Ray.
 
-Nothing of a worker is changed, and no collective is started: what its engines say of themselves is read between two of
-their calls. A worker does one call at a time, so the question waits for the one that it is in.
+Nothing of a worker is changed, and no collective is started: its engines' attributes are read between two of their
+calls. A worker makes one call at a time, so the query waits for the one in progress.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,27 +24,28 @@ from lib.errors import Refused
 # verl's names of its actors: workers (single_controller/ray/base.py), alone, colocated or fused, and rollout servers.
 WORKER = re.compile(r"(WorkerDict|FusedWorker\w*|[A-Z]\w*Worker)_\d+:\d+$")
 SERVER = re.compile(r"^(vllm|sglang|trtllm)_?server_\d+_\d+|^async_llm_server_\d+$")
-TOLD_EVERY_S = 15.0  # who is still waited for
+PROGRESS_EVERY_S = 15.0
+KINDS = ("master", "compute", "reduce", "optimizer", "autocast", "weights", "kv_cache")
 
 # --- in the worker's process: these go there by value, and verl is that process's ------------------------------------
 
 
-def held_by(actor: Any) -> list[dict]:
-    """Each model that an actor of verl has, and what holds for it.
+def actor_models(actor: Any) -> list[dict]:
+    """Return the effective dtypes of each model of an actor of verl.
 
     Args:
         actor: a worker of any release, several of them in one ``WorkerDict``, or a vLLM server.
     """
     if hasattr(vars(actor).get("engine"), "vllm_config"):
-        found = [served(actor.engine.vllm_config)]
+        models = [server_dtypes(actor.engine.vllm_config)]
     else:
         workers = vars(actor).get("worker_dict") or vars(actor).get("fused_worker_dict") or {"": actor}
-        found = [each for key, worker in workers.items() for each in trained(key, worker)]
-    return [each | whose() for each in found]
+        models = [model for key, worker in workers.items() for model in worker_models(key, worker)]
+    return [model | process_code() for model in models]
 
 
-def whose() -> dict:
-    """The rank of this process, its verl and the stack on that."""
+def process_code() -> dict:
+    """Return the rank of this process, its verl and the stack on that."""
     import verl
 
     file = Path(verl.__path__[0]) / "utils/precision_stamp.json"
@@ -52,31 +53,38 @@ def whose() -> dict:
     return {"rank": int(os.environ.get("RANK", 0)), "verl": verl.__version__, "stack": stack}
 
 
-def served(config: Any) -> dict:
-    """What a vLLM engine resolved: it builds the model and the cache in that."""
-    weights, cache = named(config.model_config.dtype), named(config.cache_config.cache_dtype)
+def server_dtypes(config: Any) -> dict:
+    """Return the dtypes that a vLLM engine resolved, in which it builds the model and the cache."""
+    weights, cache = dtype_text(config.model_config.dtype), dtype_text(config.cache_config.cache_dtype)
     return {"role": "rollout", "weights": weights, "kv_cache": weights if cache == "auto" else cache}
 
 
-def trained(key: str, worker: Any) -> list[dict]:
-    """The models of one worker, which a ``WorkerDict`` calls ``key``."""
-    has = vars(worker)
-    found = []
+def worker_models(key: str, worker: Any) -> list[dict]:
+    """Return the dtypes of the models of one worker, which a ``WorkerDict`` names ``key``."""
+    attributes = vars(worker)
+    models = []
     for attribute, role in {"actor": "actor", "ref": "ref", "ref_policy": "ref", "critic": "critic"}.items():
-        if has.get(attribute) is not None:  # up to 0.7.1 what computes for the worker, then a worker of an engine
-            found.append(model(role, vars(has[attribute]).get("engine", has[attribute])))
-    if "engine" in has:  # it is the worker of an engine itself, as the critic is
-        found.append(model(key if key in ("actor", "ref") else "critic", worker.engine))
-    if "reward_module" in has:
-        found.append({"role": "reward_model", "compute": named(next(worker.reward_module.parameters()).dtype)})
-    return found
+        part = attributes.get(attribute)
+        if part is not None:  # up to 0.7.1 what computes for the worker, then a worker of an engine
+            models.append(model_dtypes(role, vars(part).get("engine", part)))
+    if "engine" in attributes:  # it is the worker of an engine itself, as the critic is
+        models.append(model_dtypes(key if key in ("actor", "ref") else "critic", worker.engine))
+    if "reward_module" in attributes:
+        parameter = next(worker.reward_module.parameters())
+        models.append({"role": "reward_model", "compute": dtype_text(parameter.dtype)})
+    return models
 
 
-def model(role: str, part: Any) -> dict:
-    """What one model and its optimizer hold; ``part`` is an engine or, up to 0.7.1, a ``DataParallelPPOActor``."""
-    has = vars(part)
-    module = has.get("module", has.get("critic_module" if role == "critic" else "actor_module"))
-    optimizer = has.get("optimizer", has.get("critic_optimizer" if role == "critic" else "actor_optimizer"))
+def model_dtypes(role: str, part: Any) -> dict:
+    """Return the dtypes of one model and its optimizer, and its loss scaler.
+
+    Args:
+        part: an engine or, up to 0.7.1, a ``DataParallelPPOActor``.
+    """
+    attributes = vars(part)
+    kind = "critic" if role == "critic" else "actor"
+    module = attributes.get("module", attributes.get(f"{kind}_module"))
+    optimizer = attributes.get("optimizer", attributes.get(f"{kind}_optimizer"))
     if isinstance(module, FullyShardedDataParallel):
         policy = module.mixed_precision
     elif hasattr(module, "_get_fsdp_state"):
@@ -84,39 +92,40 @@ def model(role: str, part: Any) -> dict:
     else:
         return {"role": role, "compute": f"unknown: {type(part).__name__} is not FSDP's"}
     states = optimizer.state.values() if optimizer else ()
-    held = {
+    scaler = attributes.get("scaler")
+    return {
         "role": role,
-        "master": named(next(module.parameters()).dtype),
-        "compute": named(policy.param_dtype),
-        "reduce": named(policy.reduce_dtype),
-        "autocast": autocast(has),
-        "optimizer": ", ".join(sorted({named(state["exp_avg"].dtype) for state in states})) or None,
+        "master": dtype_text(next(module.parameters()).dtype),
+        "compute": dtype_text(policy.param_dtype),
+        "reduce": dtype_text(policy.reduce_dtype),
+        "autocast": autocast_dtype(attributes),
+        "optimizer": ", ".join(sorted({dtype_text(state["exp_avg"].dtype) for state in states})) or None,
+        "scaler": scaler_settings(scaler) if scaler else None,
     }
-    return held | {"scaler": settings(has["scaler"]) if has.get("scaler") else None}
 
 
-def autocast(has: dict[str, Any]) -> str | None:
-    """As the forward pass reads it; None up to 0.6.0, and for critics up to 0.7.1, where it is written into that."""
-    if "precision" in has:
-        return named(has["precision"].compute)
-    return named(has.get("_autocast_dtype", has.get("param_dtype")))
+def autocast_dtype(attributes: Mapping[str, Any]) -> str | None:
+    """Return the dtype that the forward pass reads; None where it is fixed: up to 0.6.0, critics up to 0.7.1."""
+    if "precision" in attributes:
+        return dtype_text(attributes["precision"].compute)
+    return dtype_text(attributes.get("_autocast_dtype", attributes.get("param_dtype")))
 
 
-def settings(scaler: Any) -> dict:
-    """A loss scaler's settings, and its scale now; torch's has no settings of its own beside these."""
-    own = vars(scaler).get("config")
+def scaler_settings(scaler: Any) -> dict:
+    """Return a loss scaler's settings and its current scale; torch's has no ``config`` with the last three."""
+    config = vars(scaler).get("config")
     return {
         "scale": scaler.get_scale(),
         "growth_factor": scaler.get_growth_factor(),
         "backoff_factor": scaler.get_backoff_factor(),
         "growth_interval": scaler.get_growth_interval(),
-        "init_scale": own and own.init_scale,
-        "min_scale": own and own.min_scale,
-        "max_consecutive_skips": own and own.max_consecutive_skips,
+        "init_scale": config and config.init_scale,
+        "min_scale": config and config.min_scale,
+        "max_consecutive_skips": config and config.max_consecutive_skips,
     }
 
 
-def named(dtype: torch.dtype | str | None) -> str | None:
+def dtype_text(dtype: torch.dtype | str | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -125,93 +134,50 @@ def named(dtype: torch.dtype | str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Answers:
-    """What was heard.
+    """The answers of a job's actors.
 
     Args:
-        parts: each model of each actor, as :func:`held_by` tells it.
-        silent: the actors that had not answered when asking was interrupted.
+        models: each model of each actor, as :func:`actor_models` returns it.
+        silent: the actors that had not answered when the query was interrupted.
     """
 
-    parts: list[dict]
+    models: list[dict]
     silent: list[str]
 
-    def values(self, what: str) -> dict[str, dict[str, list[int]]]:
-        """Which ranks hold which value, by role."""
-        found: dict[str, dict[str, list[int]]] = {}
-        for part in self.parts:
-            if part.get(what) is not None:
-                found.setdefault(part["role"], {}).setdefault(part[what], []).append(part["rank"])
-        return found
+    def ranks(self, kind: str) -> dict[str, dict[str, list[int]]]:
+        """Return the ranks of each value of one kind, by role."""
+        ranks: dict[str, dict[str, list[int]]] = {}
+        for model in self.models:
+            if model.get(kind) is not None:
+                ranks.setdefault(model["role"], {}).setdefault(model[kind], []).append(model["rank"])
+        return ranks
 
     @property
     def hops(self) -> dict[str, str]:
-        """By the doctor's names; where ranks differ, each value with its ranks.
+        """The effective dtypes by the doctor's names; where ranks differ, each value with its ranks.
 
-        What nobody holds between two calls is absent: the wire, logits, the export.
+        What exists during a call alone is absent: the wire, logits, the export.
         """
-        kinds = ("master", "compute", "reduce", "optimizer", "autocast", "weights", "kv_cache")
-        return {f"{role}.{kind}": joined(held) for kind in kinds for role, held in self.values(kind).items()}
+        return {f"{role}.{kind}": joined(ranks) for kind in KINDS for role, ranks in self.ranks(kind).items()}
 
     @property
     def scaler(self) -> dict[str, dict | None]:
         """The loss scalers of actor and critic; every rank has the same scale."""
-        known = {part["role"]: part["scaler"] for part in self.parts if part["role"] in ("actor", "critic")}
-        return {"actor": None, "critic": None} | known
+        scalers = {model["role"]: model["scaler"] for model in self.models if model["role"] in ("actor", "critic")}
+        return {"actor": None, "critic": None} | scalers
 
     @property
     def code(self) -> dict[str, list[int]]:
-        """The ranks of each code that runs."""
-        found: dict[str, list[int]] = {}
-        for part in self.parts:
-            found.setdefault(f"{part['verl']}, stack {part['stack']}", []).append(part["rank"])
-        return found
+        """The ranks by the release and stack that they run."""
+        ranks: dict[str, list[int]] = {}
+        for model in self.models:
+            ranks.setdefault(f"{model['verl']}, stack {model['stack']}", []).append(model["rank"])
+        return ranks
 
     @property
     def stacks(self) -> list[tuple[str, str | None]]:
-        """The release and the stack of each code that runs: more than one is a node with another verl."""
-        return sorted({(part["verl"], part["stack"]) for part in self.parts}, key=str)
-
-
-def report(answers: Answers, hops: Iterable[str], static: dict | None) -> dict:
-    """What the workers hold, in the form of ``doctor --json``, and where that is not what the config makes.
-
-    Args:
-        hops: the doctor's, in its order; null where nobody holds them between two calls.
-        static: the doctor's diagnosis of the config that the job is said to run.
-    """
-    held = {hop: answers.hops.get(hop) for hop in (*hops, *(hop for hop in answers.hops if hop not in hops))}
-    findings = [
-        {"key": hop, "value": value, "effect": f"the workers hold {value}, this config makes {made}", "mend": OTHER}
-        for hop, value in held.items()
-        if static and value is not None and hop in static["hops"] and (made := static["hops"][hop]) != value
-    ]
-    findings += [
-        {"key": what, "value": value, "effect": "is not the same on all ranks", "mend": ONE}
-        for what, value in {"verl": joined(answers.code), **answers.hops}.items()
-        if SEVERAL in value
-    ]
-    trainer, rollout = held["actor.autocast"], held["rollout.weights"]
-    if trainer is None and static and held["actor.compute"] == static["hops"]["actor.compute"]:
-        trainer = static["hops"]["actor.autocast"]  # where it is written into the forward pass
-    if not trainer or not rollout or answers.silent:
-        unheard = ", ".join(answers.silent) or ("the actor's autocast" if rollout else "a rollout server of vLLM")
-        verdict, sentence = "unknown", f"not heard: {unheard}"
-    elif findings or trainer != rollout:
-        asked = not findings and static is not None and static["verdict"] == "asked"
-        verdict = "asked" if asked else "differ"
-        sentence = f"the trainer computes in {trainer}, the rollout in {rollout}"
-        sentence += f"; {findings[0]['key']}: {findings[0]['effect']}" if findings else ""
-    else:
-        verdict, sentence = "agree", f"trainer and rollout compute in {trainer}"
-    return {
-        "verl": [{"release": release, "stack": stack} for release, stack in answers.stacks],
-        "hops": held,
-        "scaler": answers.scaler,
-        "findings": findings,
-        "refused": None,
-        "verdict": verdict,
-        "sentence": f"{len(answers.parts)} models of the running job asked: {sentence}",
-    }
+        """Each release and stack that runs: more than one if a node has another verl."""
+        return sorted({(model["verl"], model["stack"]) for model in self.models}, key=str)
 
 
 SEVERAL = " (ranks "
@@ -219,55 +185,101 @@ OTHER = "the job runs another config, or another verl, than the one named here"
 ONE = "one verl and one stack on every node: make status VERL=… there"
 
 
-def joined(held: dict[str, list[int]]) -> str:
-    if len(held) == 1:
-        return next(iter(held))
-    return "; ".join(f"{value}{SEVERAL}{', '.join(map(str, sorted(set(ranks))))})" for value, ranks in held.items())
+def diagnose_live(answers: Answers, hops: Iterable[str], static: dict | None) -> dict:
+    """Return the diagnosis of a running job in the form of ``doctor --json``.
+
+    Args:
+        hops: the doctor's, in its order; null where no worker has them between two calls.
+        static: the doctor's diagnosis of the config that the job should run; each difference is a finding.
+    """
+    dtypes = {hop: answers.hops.get(hop) for hop in (*hops, *(hop for hop in answers.hops if hop not in hops))}
+    findings = [
+        {
+            "key": hop,
+            "value": dtype,
+            "effect": f"is {dtype} in the workers, {expected} by this config",
+            "mend": OTHER,
+        }
+        for hop, dtype in dtypes.items()
+        if static and dtype is not None and hop in static["hops"] and (expected := static["hops"][hop]) != dtype
+    ]
+    findings += [
+        {"key": key, "value": value, "effect": "is not the same on all ranks", "mend": ONE}
+        for key, value in {"verl": joined(answers.code), **answers.hops}.items()
+        if SEVERAL in value
+    ]
+    trainer, rollout = dtypes["actor.autocast"], dtypes["rollout.weights"]
+    if trainer is None and static and dtypes["actor.compute"] == static["hops"]["actor.compute"]:
+        trainer = static["hops"]["actor.autocast"]  # where it is fixed in the forward pass
+    if not trainer or not rollout or answers.silent:
+        absent = ", ".join(answers.silent) or ("the actor's autocast" if rollout else "a rollout server of vLLM")
+        verdict, sentence = "unknown", f"no answer of {absent}"
+    elif findings or trainer != rollout:
+        requested = not findings and static is not None and static["verdict"] == "asked"
+        verdict = "asked" if requested else "differ"
+        sentence = f"the trainer computes in {trainer}, the rollout in {rollout}"
+        sentence += f"; {findings[0]['key']} {findings[0]['effect']}" if findings else ""
+    else:
+        verdict, sentence = "agree", f"trainer and rollout compute in {trainer}"
+    return {
+        "verl": [{"release": release, "stack": stack} for release, stack in answers.stacks],
+        "hops": dtypes,
+        "scaler": answers.scaler,
+        "findings": findings,
+        "refused": None,
+        "verdict": verdict,
+        "sentence": f"{len(answers.models)} models of the running job: {sentence}",
+    }
 
 
-def ask() -> Answers:
-    """Ask every worker and vLLM server of verl in the running cluster: RAY_ADDRESS, else this machine's.
+def joined(ranks: Mapping[str, list[int]]) -> str:
+    """Return the one value of all ranks, or each value with its ranks."""
+    if len(ranks) == 1:
+        return next(iter(ranks))
+    return "; ".join(f"{value}{SEVERAL}{', '.join(map(str, sorted(set(each))))})" for value, each in ranks.items())
 
-    Says on stderr who is waited for. Ctrl-C gives the answers so far.
+
+def query_job() -> Answers:
+    """Query every worker and vLLM server of verl in the running cluster: RAY_ADDRESS, else this machine's.
+
+    Progress goes to stderr. Ctrl-C returns the answers so far.
 
     Raises:
-        Refused: no cluster or several, one of another Ray or Python, or none of verl's workers in it.
+        Refused: no cluster or several, one of another Ray or Python, or no worker of verl in it.
     """
-    where = cluster()
+    where = cluster_address()
     # Ray hands this machine's token to a cluster that it finds by itself alone, and asks for one since 2.59.
-    found = os.environ.get("RAY_ADDRESS") or "auto"
+    address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        ray.init(address=found, logging_level="ERROR", log_to_driver=False)
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, RuntimeError) as error:  # of another Ray or Python, or without its token
         why = " ".join(str(error).split())
-        raise Refused(
-            f"--live: RAY_ADDRESS={where}: {why} (where a token is asked for: RAY_AUTH_MODE=token)"
-        ) from error
+        advice = "a cluster that requires a token needs RAY_AUTH_MODE=token"
+        raise Refused(f"--live: RAY_ADDRESS={where}: {why} ({advice})") from error
     try:
         named_actors = ray.util.list_named_actors(all_namespaces=True)
-        known = {each["name"]: each["namespace"] for each in named_actors if is_verls(each["name"])}
-        if not known:
-            raise Refused(
-                f"--live: RAY_ADDRESS={where}: none of the {len(named_actors)} named actors is a worker of verl"
-            )
-        return heard_from({name: ray.get_actor(name, namespace) for name, namespace in sorted(known.items())})
+        spaces = {each["name"]: each["namespace"] for each in named_actors if is_verl_actor(each["name"])}
+        if not spaces:
+            count = len(named_actors)
+            raise Refused(f"--live: RAY_ADDRESS={where}: none of the {count} named actors is a worker of verl")
+        return query_actors({name: ray.get_actor(name, space) for name, space in sorted(spaces.items())})
     finally:
         ray.shutdown()
 
 
-def cluster() -> str:
-    """The address of the cluster to ask: RAY_ADDRESS, else the one whose processes run on this machine.
+def cluster_address() -> str:
+    """Return the address of the cluster to query: RAY_ADDRESS, else the one whose processes run on this machine.
 
     Raises:
         Refused: there is none, there are several, or nothing listens there (Ray would go on trying for an hour).
     """
-    given = os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS")
     arguments = [word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()]
     running = {word.partition("=")[2] for word in arguments if word.startswith("--gcs-address=")}
-    if not given and len(running) != 1:
-        found = f"several run on this machine: {', '.join(sorted(running))}" if running else "none runs on this machine"
-        raise Refused(f"--live: which Ray cluster? {found}; name one, RAY_ADDRESS=host:port")
-    where = given or running.pop()
+    if not address and len(running) != 1:
+        which = f"several run on this machine: {', '.join(sorted(running))}" if running else "none runs on this machine"
+        raise Refused(f"--live: which Ray cluster? {which}; name one, RAY_ADDRESS=host:port")
+    where = address or running.pop()
     host, _, port = where.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
@@ -276,24 +288,24 @@ def cluster() -> str:
     return where
 
 
-def is_verls(name: str) -> bool:
+def is_verl_actor(name: str) -> bool:
     return bool(WORKER.search(name) or SERVER.search(name))
 
 
-def heard_from(actors: dict[str, Any]) -> Answers:
-    """Ask all at once; the answers come as each ends its call."""
+def query_actors(actors: Mapping[str, Any]) -> Answers:
+    """Query all actors at once; each answers as it ends its call."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     # By keyword: where verl cannot be imported here, Ray knows the names of an actor's methods alone.
-    waiting = {actor.__ray_call__.remote(fn=held_by): name for name, actor in actors.items()}
-    parts: list[dict] = []
+    waiting = {actor.__ray_call__.remote(fn=actor_models): name for name, actor in actors.items()}
+    models: list[dict] = []
     try:
         while waiting:
-            answered, _ = ray.wait(list(waiting), timeout=TOLD_EVERY_S)
+            answered, _ = ray.wait(list(waiting), timeout=PROGRESS_EVERY_S)
             if not answered:
-                print(f"waiting for {', '.join(sorted(waiting.values())[:3])}: in the midst of a call", file=sys.stderr)
+                print(f"waiting for {', '.join(sorted(waiting.values())[:3])}, which are in a call", file=sys.stderr)
             for reference in answered:
-                parts += ray.get(reference)
+                models += ray.get(reference)
                 del waiting[reference]
     except KeyboardInterrupt:
         pass
-    return Answers(parts, sorted(waiting.values()))
+    return Answers(models, sorted(waiting.values()))

@@ -1,19 +1,20 @@
-"""What each hop of a job holds, by ``hops.RULES``.
+"""Resolve the effective dtype of each hop of a job, by the table of dtype rules.
 
-Where a tree is patched, the hops that the patches changed are resolved by the tree's own ``verl/utils/precision.py``,
-the code that its workers run.
+Where a tree is patched, the hops that the patches changed are resolved by the tree's own ``verl.utils.precision``, the
+code that its workers run.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lib.doctor.dtype_rules import LEGACY, UNKNOWN, As, Fixed, Rule, Sharded, rule_for
-from lib.doctor.tree import Config, Tree, select
+from lib.doctor.config import JobConfig
+from lib.doctor.dtype_rules import UNKNOWN, Fixed, Rule, SameAs, Sharded, rule_for
+from lib.doctor.tree import Tree
 from lib.run.vllm_float16 import float16_support
 
 HOPS = (
@@ -36,8 +37,9 @@ SPELLINGS = {
 SERVER_SPELLINGS = {"half": "float16", "float": "float32"} | {name: name for name in SPELLINGS}
 KV_SPELLINGS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 SIXTEEN_BITS = ("float16", "bfloat16")
+FSDP, FSDP_IMPLEMENTATIONS = ("fsdp", "fsdp2"), ("worker", "engine")
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-# torch's defaults, with the growth interval that upstream's line gives (torch.amp.GradScaler).
+# torch's defaults, with the growth interval that upstream's line sets (torch.amp.GradScaler).
 UPSTREAM_SCALER = {
     "init_scale": 65536.0,
     "growth_factor": 2.0,
@@ -51,11 +53,11 @@ UPSTREAM_SCALER = {
 
 
 class Unreadable(Exception):
-    """A worker would end here; the message is its error."""
+    """A value on which a worker would end; the message is the worker's error."""
 
 
 def dtype_name(value: Any) -> str:
-    """The full name of what verl's ``PrecisionType.to_dtype`` takes.
+    """Return the full name of a dtype as verl's ``PrecisionType.to_dtype`` takes it.
 
     Raises:
         Unreadable: it takes no such value.
@@ -66,35 +68,44 @@ def dtype_name(value: Any) -> str:
     raise Unreadable(f"RuntimeError: unexpected precision: {value}")
 
 
+def server_dtype(value: Any, model: str | None = None) -> str:
+    """Return the full name of a rollout server's dtype; of ``auto``, the dtype in the config.json of ``model``.
+
+    A model in float32 is rounded by each server in its own way: unknown.
+    """
+    if value == "auto" and model and (file := Path(model).expanduser() / "config.json").exists():
+        content = json.loads(file.read_text())
+        value = content.get("dtype", content.get("torch_dtype"))
+        return value if value in SIXTEEN_BITS else UNKNOWN
+    return SERVER_SPELLINGS.get(value, UNKNOWN)
+
+
 @dataclass(frozen=True)
 class Hop:
-    """What holds (None: there is no such hop), what the user set for it, and the line that decides."""
+    """One hop of a job.
 
-    holds: str | None
-    asked: Mapping[str, Any]
-    because: str
+    Args:
+        effective_dtype: None where there is no such hop.
+        requested: the keys that the user set for it, with their values.
+        reason: the line that decides, or why another hop does.
+    """
 
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that is wrong, or not known: the key and value that it is about, its effect, and what mends it."""
-
-    key: str
-    value: Any
-    effect: str
-    mend: str
+    effective_dtype: str | None
+    requested: Mapping[str, Any]
+    reason: str
 
 
-class Patient:
-    """A tree with a config: what each of its hops holds."""
+class DtypeResolver:
+    """Resolves each hop's effective dtype, for one configuration on one tree."""
 
-    def __init__(self, tree: Tree, config: Config):
+    def __init__(self, tree: Tree, config: JobConfig):
         self.tree, self.config, self.release = tree, config, tree.release
-        self.legacy = tree.release in LEGACY
+        self.legacy = tree.release.has("legacy_workers")
 
-    # Which code runs.
+    # The roles, and the code that runs them.
 
     def uses(self, role: str) -> bool:
+        """Return whether the algorithm has a worker of this role."""
         get = self.config.get
         if role == "ref":
             return bool(get("algorithm.use_kl_in_reward") or get("actor_rollout_ref.actor.use_kl_loss"))
@@ -105,244 +116,264 @@ class Patient:
             return bool(get("reward.reward_model.enable", get("reward_model.enable")))
         return True
 
-    def by(self, role: str) -> str:
-        """The code that the role's worker runs."""
+    def implementation(self, role: str) -> str:
+        """Return the implementation that the role runs on, by its name in the table."""
         strategy = self.config.get(f"{ROLES[role]}.strategy", "fsdp")
-        if strategy not in ("fsdp", "fsdp2"):
+        if strategy not in FSDP:
             return strategy
         if not self.legacy:
             return "engine"
-        if self.config.get("trainer.use_legacy_worker_impl") != "disable" or self.release == "0.4.1":
+        if self.config.get("trainer.use_legacy_worker_impl") != "disable" or role == "reward_model":
             return "worker"
-        if self.release in ("0.5.0", "0.6.0", "0.6.1"):
-            return "engine" if role == "critic" else "worker"
-        return "worker" if role == "reward_model" else "engine"
+        return "engine" if self.release.has("engine_critic" if role == "critic" else "engine_policy") else "worker"
 
-    def engine(self, role: str) -> str:
-        """The node of the role's engine."""
+    def on_fsdp(self, role: str) -> bool:
+        return self.implementation(role) in FSDP_IMPLEMENTATIONS
+
+    def engine_node(self, role: str) -> str:
+        """Return the key of the config of the role's engine."""
         strategy = self.config.get(f"{ROLES[role]}.strategy", "fsdp")
-        if strategy not in ("fsdp", "fsdp2"):
+        if strategy not in FSDP:
             return f"{ROLES[role]}.{strategy}"
         if role == "critic" and not self.legacy:
             return "critic.fsdp"
         return f"{ROLES[role]}.{'fsdp_config' if role in ('actor', 'ref') else 'model.fsdp_config'}"
 
     def dtype_keys(self, role: str) -> list[str]:
-        """What a user may have set for what the role computes in."""
-        engine = self.engine(role)
-        return [f"{ROLES[role]}.dtype", f"{engine}.dtype", f"{engine}.mixed_precision.param_dtype"]
+        """Return the keys by which a user may request what the role computes in."""
+        node = self.engine_node(role)
+        return [f"{ROLES[role]}.dtype", f"{node}.dtype", f"{node}.mixed_precision.param_dtype"]
+
+    def requested_dtypes(self, role: str) -> dict[str, Any]:
+        return self.config.user_values(self.dtype_keys(role))
 
     def sharded(self, role: str) -> bool:
-        """Whether the role's ``state_dict`` has shards: FSDP1 on one worker gives whole tensors."""
+        """Return whether the role's ``state_dict`` has shards: FSDP1 on one worker returns whole tensors."""
         workers = self.config.get("trainer.nnodes", 1) * self.config.get("trainer.n_gpus_per_node", 1)
         return workers > 1 or self.config.get(f"{ROLES[role]}.strategy") != "fsdp"
 
     @property
     def ref_in_actor(self) -> bool:
         """Whether the ref is the actor without its adapters."""
-        return self.lora_rank > 0 or (
-            self.release not in ("0.4.1", "0.5.0", "0.6.0") and self.config.has(f"{MODEL}.lora_adapter_path")
-        )
+        adapter = self.release.has("lora_adapter_path") and self.config.has(f"{MODEL}.lora_adapter_path")
+        return self.lora_rank > 0 or adapter
 
     @property
     def lora_rank(self) -> int:
         return self.config.get(f"{MODEL}.lora.rank", 0) or self.config.get(f"{MODEL}.lora_rank", 0)
 
-    # What a rule gives.
+    # The rules.
 
-    def reading(self, rule: Rule, role: str) -> str:
-        for read in rule.reads:
-            if isinstance(read, Fixed):
-                return read.dtype
-            if isinstance(read, Sharded):
-                return read.dtype if self.sharded(role) else self.hop(read.hop).holds
-            if isinstance(read, As):
-                return self.hop(read.hop.format(role=role)).holds
-            below = "" if read.path.startswith("actor_rollout_ref") else f"{self.engine(role)}."
-            if read.under and self.config.has(below + read.under):
-                node = self.config.get(below + read.under)
-                key = read.path.rpartition(".")[2]
-                return dtype_name(node[key]) if key in node else read.default
-            if not read.under and self.config.has(below + read.path):
-                return dtype_name(self.config.get(below + read.path))
+    def read(self, rule: Rule, role: str) -> str:
+        """Return the dtype that the line of a rule reads from the configuration.
+
+        Raises:
+            Unreadable: a worker would end on the value.
+        """
+        for source in rule.reads:
+            if isinstance(source, Fixed):
+                return source.dtype
+            if isinstance(source, Sharded):
+                return source.dtype if self.sharded(role) else self.effective_dtype(source.hop)
+            if isinstance(source, SameAs):
+                return self.effective_dtype(source.hop.format(role=role))
+            parent = "" if source.path.startswith("actor_rollout_ref") else f"{self.engine_node(role)}."
+            if source.under and self.config.has(parent + source.under):
+                node = self.config.get(parent + source.under)
+                key = source.path.rpartition(".")[2]
+                return dtype_name(node[key]) if key in node else source.default
+            if not source.under and self.config.has(parent + source.path):
+                return dtype_name(self.config.get(parent + source.path))
         return UNKNOWN
 
     def precision(self, role: str) -> Any:
-        """What the tree's own module makes of the role's engine config."""
-        module, node = self.tree.precision, dict(self.config.get(self.engine(role), {}))
+        """Return the ``Precision`` that the tree's own module resolves from the config of the role's engine."""
+        module, node = self.tree.precision, dict(self.config.get(self.engine_node(role), {}))
+        trained = role in ("actor", "critic")
         if self.legacy:
-            return module.Precision.of_worker(node, role in ("actor", "critic"))
-        read = {key: node.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
+            return module.Precision.of_worker(node, trained)
+        fields = {key: node.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
         strategy = self.config.get(f"{ROLES[role]}.strategy")
-        return module.Precision.resolve(
-            SimpleNamespace(**read, strategy=strategy, forward_only=role not in ("actor", "critic"))
-        )
+        return module.Precision.resolve(SimpleNamespace(**fields, strategy=strategy, forward_only=not trained))
 
-    def decided(self, name: str, by: str, role: str, patched: Any) -> tuple[str, str]:
-        """What a hop holds and why: by the rule of the release, or by ``patched`` where its file is the patched one."""
-        rule = rule_for(name, by, self.release)
+    def decide(self, name: str, implementation: str, role: str, patched: Callable[[], str]) -> tuple[str, str]:
+        """Return a hop's effective dtype and the reason: by its rule, or by ``patched`` where a patch changed that."""
+        rule = rule_for(name, implementation, self.tree.table)
         if rule is None:
-            return UNKNOWN, f"no rule for {by} in verl {self.release}"
+            return UNKNOWN, f"no rule for {implementation} in verl {self.release.name}"
         state = self.tree.files[f"verl/{rule.path}"]
         if state == UNKNOWN:
-            return UNKNOWN, f"{rule.path} is not verl {self.release}'s"
+            return UNKNOWN, f"{rule.path} is not verl {self.release.name}'s"
         if state == "release":
-            return self.reading(rule, role), f"{rule.path}:{rule.lines[self.release]}"
-        return patched() if rule.mend else self.reading(rule, role), f"{rule.path}, patched" + (
-            f" by {rule.mend}" if rule.mend else ""
-        )
+            line = self.tree.line(rule)
+            if line is None:
+                return UNKNOWN, f"{rule.path} has no line {rule.text!r}"
+            return self.read(rule, role), f"{rule.path}:{line}"
+        if rule.patch:
+            return patched(), f"{rule.path}, patched by {rule.patch}"
+        return self.read(rule, role), f"{rule.path}, patched"
 
-    def hop(self, name: str) -> Hop:
+    # The hops.
+
+    def resolve(self, name: str) -> Hop:
+        """Return the hop of this name, one of HOPS.
+
+        Raises:
+            Unreadable: a worker would end on a value.
+            ValueError, TypeError: the patched tree's module refuses one.
+        """
         role, _, what = name.partition(".")
         if role in ROLES:
             return self.role_hop(role, what)
-        return {"wire": self.wire, "rollout": self.rollout, "hf_export": self.export}[role](what)
+        return {"wire": self.wire, "rollout": self.rollout_hop, "hf_export": self.export}[role](what)
+
+    def effective_dtype(self, name: str) -> str | None:
+        return self.resolve(name).effective_dtype
 
     def role_hop(self, role: str, what: str) -> Hop:
         if not self.uses(role):
             return Hop(None, {}, "not used by this algorithm")
-        if role == "reward_model" and (served := self.reward_server()):
-            asked = self.asked([served])
-            return Hop(server_dtype(self.config.get(served)), asked, f"a server of its own: {served}")
+        if role == "reward_model" and (key := self.reward_server_key()):
+            requested = self.config.user_values([key])
+            return Hop(server_dtype(self.config.get(key)), requested, f"a server of its own: {key}")
         if role == "ref" and self.ref_in_actor:
-            actor = self.role_hop("actor", what)
-            return Hop(actor.holds, {}, "the actor without its adapters")
-        engine, by = self.engine(role), self.by(role)
+            return Hop(self.effective_dtype(f"actor.{what}"), {}, "the actor without its adapters")
+        node, implementation = self.engine_node(role), self.implementation(role)
         if what == "optimizer":
             impl = self.config.get(f"{ROLES[role]}.optim.optimizer_impl", "torch.optim")
-            if by not in ("worker", "engine") or impl != "torch.optim":
-                return Hop(UNKNOWN, {}, f"{by if impl == 'torch.optim' else impl} decides")
-            return Hop(self.role_hop(role, "master").holds, {}, "AdamW's state has its parameters' dtype")
+            if not self.on_fsdp(role) or impl != "torch.optim":
+                return Hop(UNKNOWN, {}, f"{implementation if impl == 'torch.optim' else impl} decides")
+            return Hop(self.effective_dtype(f"{role}.master"), {}, "AdamW's state has its parameters' dtype")
         if what == "logits":
-            kept = self.config.get(f"{engine}.keep_fp32_modules", [])
-            if self.tree.precision and not self.legacy and any(fnmatchcase("lm_head", each) for each in kept):
-                return Hop("float32", self.asked([f"{engine}.keep_fp32_modules"]), "the head is kept in fp32")
-            return Hop(self.role_hop(role, "autocast").holds, {}, "the head runs under autocast")
+            key = f"{node}.keep_fp32_modules"
+            kept = any(fnmatchcase("lm_head", each) for each in self.config.get(key, []))
+            if self.tree.precision and not self.legacy and kept:
+                return Hop("float32", self.config.user_values([key]), "the head is kept in fp32")
+            return Hop(self.effective_dtype(f"{role}.autocast"), {}, "the head runs under autocast")
         keys = {
-            "master": [f"{engine}.model_dtype"],
-            "reduce": [f"{engine}.mixed_precision.reduce_dtype"],
+            "master": [f"{node}.model_dtype"],
+            "reduce": [f"{node}.mixed_precision.reduce_dtype"],
         }.get(what, self.dtype_keys(role))
-        field_of = {"autocast": "compute"}.get(what, what)
-        holds, because = self.decided(
-            f"{role}.{what}", by, role, lambda: str(getattr(self.precision(role), field_of)).removeprefix("torch.")
-        )
-        return Hop(holds, self.asked(keys), because)
+        field = "compute" if what == "autocast" else what
 
-    def reward_server(self) -> str | None:
-        """The dtype key of a reward model that is a server of the rollout's kind."""
+        def patched() -> str:
+            return str(getattr(self.precision(role), field)).removeprefix("torch.")
+
+        dtype, reason = self.decide(f"{role}.{what}", implementation, role, patched)
+        return Hop(dtype, self.config.user_values(keys), reason)
+
+    def reward_server_key(self) -> str | None:
+        """Return the dtype key of a reward model that is a server of the rollout's kind; None where it is a worker."""
         if self.config.has("reward.reward_model.rollout"):
             return "reward.reward_model.rollout.dtype"
         return "reward_model.rollout.dtype" if self.config.get("reward_model.use_reward_loop") else None
 
-    def asked(self, keys: list[str]) -> dict[str, Any]:
-        return {key: select(self.config.values, key) for key in keys if self.config.user(key)}
-
     @property
-    def backend(self) -> str:
-        """What carries the weights to the rollout."""
-        get = self.config.get
-        backend = get(f"{ROLLOUT}.checkpoint_engine.backend", "naive")
-        if rule_for("wire", backend, self.release):
+    def sender(self) -> str:
+        """What sends the weights to the rollout, by its name in the table."""
+        backend = self.config.get(f"{ROLLOUT}.checkpoint_engine.backend", "naive")
+        if rule_for("wire", backend, self.tree.table):
             return backend
-        merged = self.lora_rank > 0 and get(f"{MODEL}.lora.merge", False)
-        return "merged LoRA" if merged and rule_for("wire", "merged LoRA", self.release) else self.by("actor")
+        merged = self.lora_rank > 0 and self.config.get(f"{MODEL}.lora.merge", False)
+        if merged and rule_for("wire", "merged LoRA", self.tree.table):
+            return "merged LoRA"
+        return self.implementation("actor")
 
     def wire(self, _: str) -> Hop:
         if self.config.get(f"{ROLLOUT}.name") == "hf":
             return Hop(None, {}, "the hf rollout samples from the actor itself")
-        backend = self.backend
+        sender = self.sender
 
         def patched() -> str:
-            if backend in ("worker", "engine", "merged LoRA"):
-                return self.hop("actor.master").holds
-            given = self.config.get(f"{ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype")
-            dtype = server_dtype(given or self.config.get(f"{ROLLOUT}.dtype"))
+            if sender in (*FSDP_IMPLEMENTATIONS, "merged LoRA"):
+                return self.effective_dtype("actor.master")
+            value = self.config.get(f"{ROLLOUT}.checkpoint_engine.engine_kwargs.{sender}.rollout_dtype")
+            dtype = server_dtype(value or self.config.get(f"{ROLLOUT}.dtype"))
             return dtype if dtype != UNKNOWN else "bfloat16"  # auto leaves the engine's own default
 
-        holds, because = self.decided("wire", backend, "actor", patched)
-        return Hop(holds, {}, because)
+        dtype, reason = self.decide("wire", sender, "actor", patched)
+        return Hop(dtype, {}, reason)
 
     @property
     def served(self) -> bool:
         """Whether the rollout is a server beside the trainer, not an engine in its process."""
-        return self.config.get(f"{ROLLOUT}.mode") == "async" or self.release not in ("0.4.1", "0.5.0", "0.6.0", "0.6.1")
+        return self.config.get(f"{ROLLOUT}.mode") == "async" or not self.release.has("sync_rollout")
 
     @property
-    def takes_extra(self) -> bool:
+    def reads_engine_kwargs(self) -> bool:
         """Whether ``engine_kwargs`` reach the rollout."""
-        return not (self.release in ("0.4.1", "0.5.0") and self.served)
+        return not self.served or self.release.has("server_engine_kwargs")
 
     @property
     def rollout_dtype_key(self) -> str:
         """The key that decides the dtype of a rollout server."""
         extra = f"{ROLLOUT}.engine_kwargs.{self.config.get(f'{ROLLOUT}.name', 'vllm')}.dtype"
-        return extra if self.takes_extra and self.served and self.config.has(extra) else f"{ROLLOUT}.dtype"
+        return extra if self.reads_engine_kwargs and self.served and self.config.has(extra) else f"{ROLLOUT}.dtype"
 
-    def rollout(self, what: str) -> Hop:
+    def rollout_hop(self, what: str) -> Hop:
         name = self.config.get(f"{ROLLOUT}.name", "vllm")  # to be set from 0.8.0 on; all servers read the same key
-        keys = [f"{ROLLOUT}.dtype"]
         if name == "hf":
-            holds, because = self.decided("rollout.logits", "hf", "actor", lambda: dtype_name(self.config.get(keys[0])))
-            if what == "weights" and holds != UNKNOWN:
-                held = "compute" if self.config.get("actor_rollout_ref.actor.strategy") == "fsdp2" else "master"
-                return Hop(self.hop(f"actor.{held}").holds, {}, "the actor's own, as FSDP gathers them")
-            return Hop(holds, self.asked(keys), because)
-        extra, served, takes_extra = f"{ROLLOUT}.engine_kwargs.{name}", self.served, self.takes_extra
-        by = f"{name} async" if served else name
-        rule = rule_for("rollout.weights", by, self.release)
-        if rule is None or self.tree.files[f"verl/{rule.path}"] == UNKNOWN:
-            return Hop(UNKNOWN, self.asked(keys), f"{by}: not known in verl {self.release}")
-        because = f"{rule.path}:{rule.lines[self.release]}"
+            return self.hf_rollout_hop(what)
+        key, kwargs = f"{ROLLOUT}.dtype", f"{ROLLOUT}.engine_kwargs.{name}"
+        implementation = f"{name} async" if self.served else name
+        rule = rule_for("rollout.weights", implementation, self.tree.table)
+        line = self.tree.line(rule) if rule else None
+        if line is None or self.tree.files[f"verl/{rule.path}"] == UNKNOWN:
+            unknown = f"{implementation}: not known in verl {self.release.name}"
+            return Hop(UNKNOWN, self.config.user_values([key]), unknown)
+        reason = f"{rule.path}:{line}"
         value, model = self.config.get(self.rollout_dtype_key), self.config.get(f"{MODEL}.path")
         dtype = server_dtype(value, model)
         if (name, value, dtype) == ("vllm", "auto", "float16"):
             support = float16_support(model, self.tree.root)
             if support.supported is False:
-                dtype, because = "bfloat16", support.reason
+                dtype, reason = "bfloat16", support.reason
         if what == "kv_cache":
-            key = f"{extra}.kv_cache_dtype"
-            given = self.config.get(key, "auto") if takes_extra else "auto"
-            if given != "auto":
-                return Hop(KV_SPELLINGS.get(given, server_dtype(given)), self.asked([key]), f"{key} goes to {name}")
-            return Hop(dtype, self.asked([key]), f"{name}: as the weights are loaded")
+            return self.kv_cache(name, dtype)
         quantization = self.config.get(f"{ROLLOUT}.quantization") or (
-            self.config.get(f"{extra}.quantization") if takes_extra else None
+            self.config.get(f"{kwargs}.quantization") if self.reads_engine_kwargs else None
         )
-        asked = self.asked([*keys, f"{extra}.dtype", f"{ROLLOUT}.quantization", f"{extra}.quantization"])
+        keys = [key, f"{kwargs}.dtype", f"{ROLLOUT}.quantization", f"{kwargs}.quantization"]
+        requested = self.config.user_values(keys)
         if what == "weights" and quantization:
-            return Hop(
-                "float8_e4m3fn" if quantization == "fp8" else str(quantization), asked, "quantized by the server"
-            )
-        return Hop(dtype, asked, because)
+            quantized = "float8_e4m3fn" if quantization == "fp8" else str(quantization)
+            return Hop(quantized, requested, "quantized by the server")
+        return Hop(dtype, requested, reason)
+
+    def hf_rollout_hop(self, what: str) -> Hop:
+        key = f"{ROLLOUT}.dtype"
+        dtype, reason = self.decide("rollout.logits", "hf", "actor", lambda: dtype_name(self.config.get(key)))
+        if what == "weights" and dtype != UNKNOWN:
+            gathered = "compute" if self.config.get("actor_rollout_ref.actor.strategy") == "fsdp2" else "master"
+            return Hop(self.effective_dtype(f"actor.{gathered}"), {}, "the actor's own, as FSDP gathers them")
+        return Hop(dtype, self.config.user_values([key]), reason)
+
+    def kv_cache(self, name: str, weights: str) -> Hop:
+        """Return the hop of the KV cache of a server whose weights are loaded in the dtype ``weights``."""
+        key = f"{ROLLOUT}.engine_kwargs.{name}.kv_cache_dtype"
+        value = self.config.get(key, "auto") if self.reads_engine_kwargs else "auto"
+        requested = self.config.user_values([key])
+        if value != "auto":
+            return Hop(KV_SPELLINGS.get(value, server_dtype(value)), requested, f"{key} goes to {name}")
+        return Hop(weights, requested, f"{name}: as the weights are loaded")
 
     def export(self, _: str) -> Hop:
-        if self.by("actor") not in ("worker", "engine"):
-            return Hop(UNKNOWN, {}, f"{self.by('actor')} has a checkpoint manager of its own")
-        holds, because = self.decided("hf_export", "", "actor", lambda: self.hop("actor.compute").holds)
-        return Hop(holds, {}, because)
+        if not self.on_fsdp("actor"):
+            return Hop(UNKNOWN, {}, f"{self.implementation('actor')} has a checkpoint manager of its own")
+        dtype, reason = self.decide("hf_export", "", "actor", lambda: self.effective_dtype("actor.compute"))
+        return Hop(dtype, {}, reason)
 
     def scaler(self, role: str) -> dict[str, Any] | None:
-        """The loss scaler's settings where the role's loss is scaled."""
-        rule = rule_for(f"{role}.scaler", self.by(role), self.release)
-        if not self.uses(role) or self.by(role) not in ("worker", "engine"):
+        """Return the settings of the role's loss scaler; None where its loss is not scaled."""
+        if not self.uses(role) or not self.on_fsdp(role):
             return None
-        compute = rule_for(f"{role}.autocast", self.by(role), self.release)
+        implementation = self.implementation(role)
+        compute = rule_for(f"{role}.autocast", implementation, self.tree.table)
         if compute is not None and self.tree.files[f"verl/{compute.path}"] == "patched":
             if not self.precision(role).loss_scaling:
                 return None
-            given = dict(self.config.get(f"{self.engine(role)}.grad_scaler", {}))
-            given.pop("_target_", None)
-            return asdict(self.tree.precision.GradScalerConfig(**given)) | {"saved": True, "reported": True}
-        return UPSTREAM_SCALER if rule is not None and self.reading(rule, role) == "float16" else None
-
-
-def server_dtype(value: Any, model: str | None = None) -> str:
-    """The full name of a rollout server's dtype; of ``auto``, what the model's own config.json says.
-
-    A model in float32 is one that each server rounds by a rule of its own: unknown.
-    """
-    if value == "auto" and model and (file := Path(model).expanduser() / "config.json").exists():
-        content = json.loads(file.read_text())
-        value = content.get("dtype", content.get("torch_dtype"))
-        return value if value in SIXTEEN_BITS else UNKNOWN
-    return SERVER_SPELLINGS.get(value, UNKNOWN)
+            settings = dict(self.config.get(f"{self.engine_node(role)}.grad_scaler", {}))
+            settings.pop("_target_", None)
+            return asdict(self.tree.precision.GradScalerConfig(**settings)) | {"saved": True, "reported": True}
+        rule = rule_for(f"{role}.scaler", implementation, self.tree.table)
+        return UPSTREAM_SCALER if rule is not None and self.read(rule, role) == "float16" else None

@@ -1,10 +1,11 @@
-"""Whether the vLLM servers that a job starts run their models in float16, for the doctor."""
+"""The vLLM servers that a job starts in float16, and whether they run their models in it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lib.doctor.resolver import MODEL, ROLLOUT, Finding, Patient, server_dtype
+from lib.doctor.finding import Finding
+from lib.doctor.resolver import MODEL, ROLLOUT, DtypeResolver, server_dtype
 from lib.run.vllm_float16 import Float16Support, float16_support, ways_out
 
 
@@ -30,17 +31,21 @@ class Float16Server:
         return Finding(self.model_key, self.model, effect, mend)
 
 
-def float16_servers(patient: Patient) -> Iterator[Float16Server]:
+def float16_servers(resolver: DtypeResolver) -> Iterator[Float16Server]:
     """Yield the rollout and the reward model's server where they are a vLLM in float16."""
-    get = patient.config.get
+    get = resolver.config.get
     keys = []
-    if get(f"{ROLLOUT}.name", "vllm") == "vllm" and patient.hop("rollout.logits").holds == "float16":
-        keys.append((patient.rollout_dtype_key, f"{MODEL}.path"))
-    scored = patient.reward_server() if patient.uses("reward_model") else None
-    if scored and get(scored.replace(".dtype", ".name")) == "vllm" and server_dtype(get(scored)) == "float16":
-        node = scored.removesuffix(".rollout.dtype")
-        keys.append((scored, f"{node}.model.path" if node == "reward_model" else f"{node}.model_path"))
+    if get(f"{ROLLOUT}.name", "vllm") == "vllm" and resolver.effective_dtype("rollout.logits") == "float16":
+        keys.append((resolver.rollout_dtype_key, f"{MODEL}.path"))
+    reward_key = resolver.reward_server_key() if resolver.uses("reward_model") else None
+    if (
+        reward_key
+        and get(reward_key.replace(".dtype", ".name")) == "vllm"
+        and server_dtype(get(reward_key)) == "float16"
+    ):
+        node = reward_key.removesuffix(".rollout.dtype")
+        keys.append((reward_key, f"{node}.model.path" if node == "reward_model" else f"{node}.model_path"))
     for dtype_key, model_key in keys:
         model = str(get(model_key))
-        support = float16_support(model, patient.tree.root)
+        support = float16_support(model, resolver.tree.root)
         yield Float16Server(dtype_key, get(dtype_key), model_key, model, support)

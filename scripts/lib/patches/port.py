@@ -57,7 +57,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     lines = []
     if new_release:
         entry = add_release(new_release, framework.home(project) / "versions.toml")
-        lines = [f"new in versions.toml, family and dependencies as {name} has them:", entry]
+        lines = [f"new in versions.toml, family, dependencies and features as {name} has them:", entry]
     lines += report(stack, target, outcomes)
     lines += [f"{folder}: {carried} of {len(stack.patches)} patches are commits after the tag {new}"]
     if done.returncode:
@@ -107,6 +107,7 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         name, root = to, unpack(archive, scratch / "wheel")
         tree = package_tree_id(package_blobs(root, framework))
         entry = replace(stack.release, name=to, wheel_sha256=sha256(archive), tree_before=tree, tree_after=tree)
+        entry = replace(entry, ported_from=stack.release.name)
     else:
         raise Refused(f"{to} is neither a release ({', '.join(releases)}, or a newer one on PyPI) nor a folder")
     if name == stack.release.name:

@@ -3,7 +3,7 @@
 import json
 import re
 from configparser import ConfigParser
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lib.errors import Refused
@@ -19,12 +19,14 @@ class Framework:
         distribution: its name on PyPI.
         version_file: the file of the package that contains its version.
         overlays: the folder to which apply copies configs/precision, if the framework reads such files.
+        features: the words that versions.toml may list as a release's features, and explains.
     """
 
     name: str
     distribution: str
     version_file: str
     overlays: str | None = None
+    features: tuple[str, ...] = ()
 
     @property
     def stamp(self) -> str:
@@ -41,8 +43,19 @@ class Framework:
         return project / "patches" / self.name
 
 
-VERL = Framework("verl", "verl", "verl/version/version", overlays="verl/trainer/config/precision")
-OAT = Framework("oat", "oat-llm", "oat/__about__.py")
+VERL = Framework(
+    "verl",
+    "verl",
+    "verl/version/version",
+    overlays="verl/trainer/config/precision",
+    features=(
+        *("legacy_workers", "engine_critic", "engine_critic_fails", "engine_policy", "engine_dtype"),
+        *("hf_rollout", "sync_rollout", "server_engine_kwargs", "sharding_manager", "bfloat16_wire"),
+        *("lora_adapter_path", "reward_worker", "reward_loop", "sft_trainer", "validate_config"),
+        *("trainer_registry", "platforms"),
+    ),
+)
+OAT = Framework("oat", "oat-llm", "oat/__about__.py", features=("importance_sampling",))
 FRAMEWORKS = {framework.name: framework for framework in (VERL, OAT)}
 
 
@@ -52,6 +65,11 @@ class Release:
 
     ``tree_before`` is the git tree id of the package as the wheel ships it, ``tree_after`` the same with the hooks of
     the series. The files that are copied in verbatim do not count, so that editing them changes no release's entry.
+    ``features`` are what code asks of a release, in words that versions.toml explains. ``ported_from`` is the release
+    whose stack was carried to this one: what a table knows of that one holds until the table has this one too.
+
+    Raises:
+        Refused: a feature is not among the framework's.
     """
 
     framework: Framework
@@ -61,6 +79,19 @@ class Release:
     tree_after: str
     family: str
     dependencies: list[str]
+    features: list[str] = field(default_factory=list)
+    ported_from: str = ""
+
+    def __post_init__(self):
+        for feature in self.features:
+            self.has(feature)
+
+    def has(self, feature: str) -> bool:
+        """Report whether the release has a feature; raises Refused where its framework knows no such word."""
+        if feature not in self.framework.features:
+            known = ", ".join(self.framework.features)
+            raise Refused(f"{self}: unknown feature {feature!r} in versions.toml; known: {known}")
+        return feature in self.features
 
     def __str__(self) -> str:
         return f"{self.framework.name} {self.name}"

@@ -324,7 +324,7 @@ def test_port_adds_a_new_release_to_versions_toml(project: Path, tmp_path: Path)
             archive.write(path, path.relative_to(newer))
         archive.writestr("oat/new.py", "")
     done = patchset(project, "port", "--framework", "oat", RELEASE, "0.2.5", tmp_path / "tree")
-    assert done.returncode == 0 and 'family and dependencies as 0.2.3 has them:\n["0.2.5"]' in done.stdout
+    assert done.returncode == 0 and 'family, dependencies and features as 0.2.3 has them:\n["0.2.5"]' in done.stdout
     assert find_release("0.2.5", project, OAT).wheel_sha256 == sha256(made)
     assert patchset(project, "export", tmp_path / "tree").returncode == 0
     assert patchset(project, "check", "--framework", "oat", "--release", "0.2.5").returncode == 0

@@ -173,12 +173,12 @@ def test_port_adds_a_new_release_to_versions_toml(smooth: Path, newer: Path, tmp
         archive.writestr("verl/new.py", "")
     before = (smooth / "patches/verl/versions.toml").read_text()
     done = patchset(smooth, "port", OLD, "0.9.2", tmp_path / "tree")
-    assert done.returncode == 0 and 'new in versions.toml, family and dependencies as 0.9.0 has them:\n["0.9.2"]' in (
-        done.stdout
-    )
+    assert done.returncode == 0
+    assert 'new in versions.toml, family, dependencies and features as 0.9.0 has them:\n["0.9.2"]' in done.stdout
     assert (smooth / "patches/verl/versions.toml").read_text().startswith(before)
     release = load_releases(smooth)["0.9.2"]
     assert (release.wheel_sha256, release.family) == (sha256(made), find_release(OLD, smooth).family)
+    assert (release.features, release.ported_from) == (find_release(OLD, smooth).features, OLD)
     assert patchset(smooth, "export", tmp_path / "tree").returncode == 0
     done = patchset(smooth, "check", "--release", "0.9.2")
     assert done.stdout == "verl 0.9.2: 2 patches, 2 files hooked, 1 copied: ok\n"

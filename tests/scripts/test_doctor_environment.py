@@ -1,4 +1,4 @@
-"""``make doctor`` in the environment of the verl that it looks at, where nothing is to be installed."""
+"""``make doctor`` in the environment of the verl that it diagnoses, where nothing is to be installed."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.doctor import requirements as needs
+from lib.doctor import requirements
 from lib.paths import REPO
 
 SITE = Path(os.__file__).relative_to(sys.base_prefix).parent / "site-packages"
@@ -25,7 +25,7 @@ def environments(trees, tmp_path_factory) -> dict[str, Path]:
         venv.create(folder, symlinks=True)
         made[name] = folder / SITE
         shutil.copytree(trees["pristine"] / "verl", made[name] / "verl")
-    (hydra,) = needs.importlib.util.find_spec("hydra").submodule_search_locations
+    (hydra,) = requirements.importlib.util.find_spec("hydra").submodule_search_locations
     (made["whole"] / "packages.pth").write_text(str(Path(hydra).parent))
     return made
 
@@ -35,7 +35,7 @@ def make(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(["make", *words], cwd=REPO, capture_output=True, text=True, env=environment)
 
 
-def test_the_environment_of_the_verl_is_used(environments):
+def test_environment_of_the_verl_is_used(environments):
     verl = str(environments["whole"])
     done = make("doctor", f"VERL={verl}", f"ARGS={WORDS}")
     here = [sys.executable, "scripts/doctor.py", "--verl", verl, WORDS]
@@ -46,7 +46,7 @@ def test_the_environment_of_the_verl_is_used(environments):
         assert "/../bin/python3' scripts/doctor.py" in planned and "venv" not in planned, "nothing is set up"
 
 
-def test_a_python_that_is_named_is_used_for_a_tree_without_one(environments, trees):
+def test_python_of_the_command_line_is_used_for_a_tree_without_one(environments, trees):
     python = environments["whole"].parents[2] / "bin/python"
     planned = make("-n", "doctor", f"VERL={trees['pristine']}", f"PYTHON={python}").stdout
     assert planned.startswith(f"exec '{python}' scripts/doctor.py") and f"--verl '{trees['pristine']}'" in planned
@@ -54,22 +54,27 @@ def test_a_python_that_is_named_is_used_for_a_tree_without_one(environments, tre
     assert planned.startswith(f"exec '{python}' scripts/doctor.py") and "--verl" not in planned
 
 
-def test_an_environment_without_hydra_is_named_and_this_one_used(environments):
+def test_environment_without_hydra_is_named_and_this_one_used(environments):
     planned = make("-n", "doctor", f"VERL={environments['bare']}")
     assert "bin/python3 lacks hydra-core, omegaconf, which the doctor needs" in planned.stderr
     assert "exec '.venv" in planned.stdout and f"--verl '{environments['bare']}'" in planned.stdout
 
 
-def test_what_a_python_needs(environments, trees, monkeypatch):
-    assert needs.missing(trees["pristine"]) == needs.missing(trees["patched"]) == needs.missing(None) == []
-    monkeypatch.setattr(needs.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
-    assert needs.missing(trees["pristine"]) == []
-    assert needs.missing(trees["patched"]) == ["torch (for a patched verl)"]
-    monkeypatch.setattr(needs, "PYTHON", (4, 0))
-    assert needs.missing(trees["pristine"]) == ["Python 4.0"]
+def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch):
+    assert (
+        requirements.missing(trees["pristine"])
+        == requirements.missing(trees["patched"])
+        == requirements.missing(None)
+        == []
+    )
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    assert requirements.missing(trees["pristine"]) == []
+    assert requirements.missing(trees["patched"]) == ["torch (for a patched verl)"]
+    monkeypatch.setattr(requirements, "PYTHON", (4, 0))
+    assert requirements.missing(trees["pristine"]) == ["Python 4.0"]
 
 
-def test_the_script_says_what_its_python_lacks(environments):
+def test_script_names_what_its_python_lacks(environments):
     python = environments["bare"].parents[2] / "bin/python"
     done = subprocess.run([python, "scripts/doctor.py"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1

@@ -1,0 +1,167 @@
+"""Findings on what trains: requested dtypes that do not apply, masters, loss scaling, ref, critic and export."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lib.doctor import dtype_rules
+from lib.doctor.config import select
+from lib.doctor.dtype_rules import UNKNOWN, rule_for
+from lib.doctor.finding import Finding
+from lib.doctor.resolver import ROLES, SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS, DtypeResolver
+
+WORK = {"actor": "trains", "critic": "trains", "ref": "computes", "reward_model": "scores"}
+SPELLED = {spelling: name for name, spellings in SPELLINGS.items() for spelling in spellings} | SERVER_SPELLINGS
+MASTERS = {
+    "float16": "makes the optimizer's weights and state half precision: AdamW turns them to NaN",
+    "bfloat16": "makes the optimizer's weights and state bfloat16: updates below 1/256 of a weight are lost",
+}
+
+
+def full_names(values: Iterable[Any]) -> set[str]:
+    """Return the full names of dtypes as users spell them, for a trainer or a server."""
+    return {SPELLED.get(value, str(value)) for value in values}
+
+
+def trainer_findings(resolver: DtypeResolver) -> Iterator[Finding]:
+    """Yield the findings on roles and loss scaling, role by role."""
+    for role in ROLES:
+        if resolver.uses(role):
+            yield from ignored_dtypes(resolver, role)
+            yield from split_dtypes(resolver, role)
+            yield from low_masters(resolver, role)
+    for role in ("actor", "critic"):
+        if resolver.uses(role) and resolver.implementation(role) == "megatron":
+            yield from megatron_overflow(resolver, role)
+        elif resolver.uses(role) and resolver.on_fsdp(role):
+            yield from loss_scaling(resolver, role)
+    yield from ref_beside_actor(resolver)
+    yield from critic_beside_actor(resolver)
+
+
+def ignored_dtypes(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
+    """Yield the keys that request what a role computes in, where it computes in something else."""
+    name, requested = resolver.tree.name, resolver.requested_dtypes(role)
+    if role == "reward_model" and (server_key := resolver.reward_server_key()):
+        dtype = resolver.effective_dtype("reward_model.compute")
+        for key, value in requested.items():
+            yield Finding(key, value, f"is ignored by {name}: a server scores in {dtype}", f"{server_key}={value}")
+        return
+    compute = resolver.effective_dtype(f"{role}.compute")
+    autocast = resolver.effective_dtype(f"{role}.autocast") if role != "reward_model" else compute
+    if compute == UNKNOWN or (role == "ref" and resolver.ref_in_actor):
+        return
+    rule = rule_for(f"{role}.compute", resolver.implementation(role), resolver.tree.table)
+    for key, value in requested.items():
+        dtype = next((dtype for dtype, spellings in SPELLINGS.items() if value in spellings), None)
+        if value is None or (dtype is not None and dtype in (compute, autocast)):
+            continue
+        mend = f"{rule.patch or dtype_rules.COMPUTE}: {resolver.tree.apply_command}"
+        if not resolver.legacy and resolver.implementation(role) == "engine" and dtype:
+            mend += f"; or +{resolver.engine_node(role)}.mixed_precision.param_dtype={value}"
+        yield Finding(key, value, f"is ignored by {name}: {WORK[role]} in {compute}", mend)
+
+
+def split_dtypes(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
+    """Yield FSDP and autocast in different dtypes."""
+    if role == "reward_model" or not resolver.on_fsdp(role):
+        return
+    compute, autocast = (resolver.effective_dtype(f"{role}.{what}") for what in ("compute", "autocast"))
+    if UNKNOWN not in (compute, autocast) and compute != autocast:
+        param_dtype = f"{resolver.engine_node(role)}.mixed_precision.param_dtype"
+        key, value = list((resolver.requested_dtypes(role) or {param_dtype: None}).items())[-1]
+        yield Finding(
+            key,
+            value,
+            f"reaches one half of {resolver.tree.name}: the {role}'s weights are cast to {compute} and its "
+            f"autocast computes in {autocast}",
+            f"{dtype_rules.COMPUTE}: {resolver.tree.apply_command}",
+        )
+
+
+def low_masters(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
+    """Yield masters or gradient reduction of a trained role in less than fp32."""
+    if role in ("ref", "reward_model") or not resolver.on_fsdp(role):
+        return
+    node = resolver.engine_node(role)
+    master, reduce = (resolver.effective_dtype(f"{role}.{what}") for what in ("master", "reduce"))
+    if master in SIXTEEN_BITS:
+        key = f"{node}.model_dtype"
+        yield Finding(key, resolver.config.get(key), MASTERS[master], f"{key}=fp32")
+    if reduce in SIXTEEN_BITS:
+        key = f"{node}.mixed_precision.reduce_dtype"
+        effect = f"sums the {role}'s gradients over the ranks in {reduce}"
+        effect += ", where scaled ones overflow sooner" if reduce == "float16" else ", with 8 bits of mantissa"
+        yield Finding(key, resolver.config.get(key), effect, f"{key}=fp32")
+
+
+def loss_scaling(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
+    """Yield fp16 without a loss scaler, settings that nothing reads, a scaler that is neither saved nor reported."""
+    name, mend = resolver.tree.name, f"{dtype_rules.SCALER}: {resolver.tree.apply_command}"
+    scaler, node = resolver.scaler(role), resolver.engine_node(role)
+    for key in sorted(key for key in resolver.config.user_keys if key.startswith(f"{node}.grad_scaler")):
+        if scaler is None or not scaler["saved"]:
+            why = "the loss is not scaled" if scaler is None else "its scaler's settings are fixed"
+            yield Finding(key, select(resolver.config.values, key), f"is ignored by {name}: {why}", mend)
+    dtypes = [resolver.effective_dtype(f"{role}.{what}") for what in ("compute", "autocast")]
+    if "float16" in dtypes and scaler is None:
+        key, value = next(iter(resolver.requested_dtypes(role).items()), (f"{node}.dtype", "float16"))
+        effect = f"puts the {role} into fp16 without a loss scaler: small gradients vanish, no overflow is skipped"
+        yield Finding(key, value, effect, mend)
+    elif scaler is not None and not scaler["saved"]:
+        yield Finding(
+            f"{node}.grad_scaler",
+            None,
+            f"is no key of {name}, which scales the {role}'s loss by fixed settings and neither saves the scale nor "
+            "reports it or a skipped step",
+            f"{dtype_rules.SCALER}, {dtype_rules.SAVED}, {dtype_rules.COUNTED}: {resolver.tree.apply_command}",
+        )
+
+
+def megatron_overflow(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
+    """Yield Megatron's own loss scaler, at whose first overflow upstream ends the run."""
+    mended = resolver.tree.precision and not resolver.legacy
+    if mended or resolver.effective_dtype(f"{role}.compute") != "float16":
+        return
+    key = f"{resolver.engine_node(role)}.dtype"
+    patch = f"{dtype_rules.SKIP}: {resolver.tree.apply_command}"
+    mend = f"{ROLES[role]}.strategy=fsdp" if resolver.legacy else patch
+    effect = "ends the run at the first overflow with a NotImplementedError"
+    yield Finding(key, resolver.config.get(key), effect, mend)
+
+
+def ref_beside_actor(resolver: DtypeResolver) -> Iterator[Finding]:
+    """Yield a ref that computes in another dtype than the actor."""
+    if not resolver.uses("ref"):
+        return
+    actor, ref = (resolver.effective_dtype(f"{role}.compute") for role in ("actor", "ref"))
+    if UNKNOWN not in (actor, ref) and actor != ref:
+        requested = resolver.requested_dtypes("ref") or resolver.requested_dtypes("actor")
+        role_dtype, engine_dtype, param_dtype = resolver.dtype_keys("ref")
+        key, value = next(iter(requested.items()), (engine_dtype, ref))
+        mend = f"{role_dtype}={actor}" if resolver.tree.precision else f"+{param_dtype}={actor}"
+        effect = f"leaves the actor in {actor} beside a ref in {ref}: their KL is not that of the policies"
+        yield Finding(key, value, effect, mend)
+
+
+def critic_beside_actor(resolver: DtypeResolver) -> Iterator[Finding]:
+    """Yield an actor's dtype that does not reach the critic, where none was requested for the critic."""
+    if not resolver.uses("critic") or resolver.requested_dtypes("critic"):
+        return
+    actor, critic = (resolver.effective_dtype(f"{role}.compute") for role in ("actor", "critic"))
+    if UNKNOWN in (actor, critic) or actor == critic:
+        return
+    for key, value in resolver.requested_dtypes("actor").items():
+        if value is not None and actor in full_names([value]):
+            rule = rule_for("critic.compute", resolver.implementation("critic"), resolver.tree.table)
+            mend = f"{resolver.engine_node('critic')}.dtype={value}"
+            if rule.patch and not resolver.tree.precision:
+                mend = f"{rule.patch}: {resolver.tree.apply_command}"
+            yield Finding(key, value, f"does not reach the critic, which trains in {critic}", mend)
+
+
+def export_findings(resolver: DtypeResolver) -> Iterator[Finding]:
+    """Yield an export that rounds the weights of a model trained in fp16."""
+    compute, export = resolver.effective_dtype("actor.compute"), resolver.effective_dtype("hf_export")
+    if compute == "float16" and export == "bfloat16":
+        effect = f"of {resolver.tree.name} makes {export} of a model trained in {compute}: each weight loses three bits"
+        yield Finding("hf_export", None, effect, f"{dtype_rules.EXPORT}: {resolver.tree.apply_command}")

@@ -1,0 +1,224 @@
+"""The release under test, from the words on the command line: its workers, configurations and batches.
+
+Imported by the scripts that run in the environment of workers, with RELEASE MODEL_DIR OUT_DIR as their first words and
+the tree, this repository and its scripts on PYTHONPATH.
+"""
+
+# ruff: noqa: E402 (what a CPU needs comes before verl)
+import copy
+import functools
+import hashlib
+import importlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+from lib.patches.releases import find_release
+
+RELEASE, MODEL, OUT = find_release(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+LEGACY = RELEASE.has("legacy_workers")
+importlib.import_module("recipes.cpu.platform" if RELEASE.has("platforms") else "recipes.cpu.legacy")
+# 0.7.0's SFT imports it for images, of which there are none here; it needs torchvision, which has no CPU build on PyPI.
+sys.modules.setdefault("qwen_vl_utils", SimpleNamespace(fetch_image=None, fetch_video=None))
+
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import verl
+from verl import DataProto
+
+if LEGACY:
+    from legacy_worker import Worker
+else:
+    from engine_worker import Worker
+VERL = Path(verl.__path__[0])
+PATCHED = importlib.util.find_spec("verl.utils.precision") is not None
+RANK = int(os.environ["RANK"])
+STRATEGY = ""  # of this module, set by the script: fsdp or fsdp2
+
+# Upstream builds its scaler for "cuda"; on a CPU torch then disables it and every fp16 case would only show that.
+if not PATCHED:
+    ShardedGradScaler.__init__.__defaults__ = ("cpu", *ShardedGradScaler.__init__.__defaults__[1:])
+
+# Where each role's FSDP engine has its keys.
+ENGINE = {role: f"actor_rollout_ref.{role}.fsdp_config" for role in ("actor", "ref")}
+ENGINE["critic"] = "critic.model.fsdp_config" if LEGACY else "critic.fsdp"
+
+# fp16 by the keys of an unpatched release.
+OWN_FP16 = [f"+{ENGINE[role]}.mixed_precision.param_dtype=fp16" for role in ("actor", "critic")]
+if LEGACY and RELEASE.has("engine_dtype"):
+    OWN_FP16[0] = f"{ENGINE['actor']}.dtype=float16"
+
+
+def composed(*overrides: str) -> DictConfig:
+    """Return the release's own ``ppo_trainer.yaml`` for the tiny model, with ``overrides`` as a user types them."""
+    return copy.deepcopy(_composed(STRATEGY, *overrides))  # workers write into theirs
+
+
+def usual(strategy: str) -> list[str]:
+    """Return the overrides that every case has, for the tiny model on a CPU."""
+    ours = [
+        f"actor_rollout_ref.model.path={MODEL}",
+        "actor_rollout_ref.model.use_remove_padding=false",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.5",
+        "actor_rollout_ref.actor.optim.total_training_steps=100",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+        f"critic.model.path={MODEL}",
+        f"critic.strategy={strategy}",
+        "critic.ppo_mini_batch_size=8",
+        "critic.ppo_micro_batch_size_per_gpu=2",
+        "critic.optim.lr=1e-2",
+        "critic.optim.lr_warmup_steps_ratio=0.5",
+        "critic.optim.total_training_steps=100",
+        "data.train_batch_size=8",
+        "trainer.n_gpus_per_node=2",
+    ]
+    if LEGACY:
+        return [*ours, "actor_rollout_ref.actor.use_torch_compile=false", "critic.model.use_remove_padding=false"]
+    ours += [f"{engine}.use_torch_compile=false" for engine in ENGINE.values()]
+    return [*ours, "actor_rollout_ref.rollout.name=vllm"]
+
+
+@functools.cache
+def _composed(strategy: str, *overrides: str) -> DictConfig:
+    with initialize_config_dir(str(VERL / "trainer/config"), version_base=None):
+        return compose("ppo_trainer", overrides=[*usual(strategy), *overrides])
+
+
+def fp16(role: str, **scaler: float) -> Worker:
+    """Return a worker in fp16 with settings of its scaler: by the keys where the tree is patched, and by what the
+    release has where it is not, so that a pristine tree runs its own scaler."""
+    if PATCHED:
+        settings = [f"{ENGINE[role]}.grad_scaler.{key}={value}" for key, value in scaler.items()]
+        return Worker(role, composed("+precision=fp16", *settings))
+    worker = Worker(role, composed(*OWN_FP16))
+    if worker.scaler is not None and "init_scale" in scaler:
+        worker.scaler._init_scale = scaler["init_scale"]
+    return worker
+
+
+def batch(seed: int, rows: int = 4) -> DataProto:
+    """Return ``rows`` sequences of 4 prompt and 8 response tokens, different on each rank."""
+    draw = torch.Generator().manual_seed(10 * seed + RANK)
+    ids = torch.randint(0, 256, (rows, 12), generator=draw)
+    ones = torch.ones(rows, 12, dtype=torch.int64)
+    tensors = {
+        "input_ids": ids,
+        "prompts": ids[:, :4],
+        "responses": ids[:, 4:],
+        "attention_mask": ones,
+        "loss_mask": ones,
+        "response_mask": ones[:, 4:],
+        "position_ids": torch.arange(12).repeat(rows, 1),
+        "old_log_probs": torch.full((rows, 8), -5.0),
+        "ref_log_prob": torch.full((rows, 8), -5.0),
+        "advantages": torch.randn(rows, 8, generator=draw),
+        "values": torch.zeros(rows, 8),
+        "returns": torch.ones(rows, 8),
+    }
+    meta = {"temperature": 1.0, "global_token_num": [12] * rows, "micro_batch_size": 2, "use_dynamic_bsz": False}
+    return DataProto.from_dict(tensors, meta_info=meta)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def state(worker: Worker) -> list[torch.Tensor]:
+    """Return weights and Adam state of this rank, as clones."""
+    tensors = [local(parameter).detach().clone() for parameter in worker.module.parameters()]
+    for entry in worker.optimizer.state.values():
+        tensors += [local(value).detach().clone() for value in entry.values()]
+    return tensors
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def poison(worker: Worker, value: float = math.inf, which: int = 0, times: int = 1) -> None:
+    """Before each of the next ``times`` optimizer steps, put ``value`` into one element of a gradient of rank 1."""
+    step, steps = getattr(worker.policy, worker.step_name), itertools.count(1)
+
+    def poisoned(*args, **kwargs):
+        if next(steps) == times:
+            setattr(worker.policy, worker.step_name, step)
+        if RANK == 1:
+            gradients = [local(p.grad) for p in worker.module.parameters() if p.grad is not None]
+            [gradient for gradient in gradients if gradient.numel()][which].view(-1)[0] = value
+        return step(*args, **kwargs)
+
+    setattr(worker.policy, worker.step_name, poisoned)
+
+
+def scale_of(worker: Worker) -> float | None:
+    return None if worker.scaler is None else worker.scaler.get_scale()
+
+
+def numbers(value) -> list[float]:
+    """Return all numbers in a metric, which is a number, a list or an object that aggregates some."""
+    if hasattr(value, "aggregate"):
+        value = value.aggregate()
+    return [float(value)] if not hasattr(value, "__iter__") else [n for each in value for n in numbers(each)]
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def shared_folder() -> str:
+    folder = [tempfile.mkdtemp(dir=OUT)]
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+def watch(module: torch.nn.Module) -> dict[str, str]:
+    """Return a dict that a forward pass fills: the dtypes in which the first block's up_proj computes."""
+    observed: dict[str, str] = {}
+
+    def hook(linear, args, output):
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        observed.update(linear=name(output.dtype), autocast=name(autocast), weight=name(linear.weight.dtype))
+
+    (linear,) = (part for path, part in module.named_modules() if path.endswith("mlp.up_proj") and ".0." in path)
+    linear.register_forward_hook(hook)
+    return observed
+
+
+def reference_log_probs() -> torch.Tensor:
+    """Return the log-probabilities of the responses of ``batch(0)`` by an fp32 model, ``(rows, response)``."""
+    data = batch(0).batch
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)(data["input_ids"]).logits
+    return logits[:, 3:-1].log_softmax(-1).gather(-1, data["responses"][..., None])[..., 0]
+
+
+def digest(*values: torch.Tensor | dict) -> str:
+    """Return a digest of tensors and metrics for each rank, the same on two trees that compute the same."""
+    whole = hashlib.sha256()
+    for each in values:
+        if isinstance(each, dict):
+            left_out = ("skipped_steps", "mfu")  # the patches' own, and a measure of time
+            kept = {key: numbers(each[key]) for key in sorted(each) if key not in left_out and "/" not in key}
+            whole.update(json.dumps(kept).encode())
+        else:
+            whole.update(each.float().contiguous().numpy().tobytes())
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, whole.hexdigest())
+    return " ".join(digests)

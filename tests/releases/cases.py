@@ -60,7 +60,7 @@ if LEGACY:
 else:
     from engine_worker import Worker, infer
 VERL = Path(verl.__path__[0])
-PATCHED = (VERL / "utils/precision.py").exists()
+PATCHED = (VERL / "utils/precision/__init__.py").exists()
 RANK = int(os.environ["RANK"])
 STRATEGY = ""  # set by main
 

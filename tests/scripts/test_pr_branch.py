@@ -1,5 +1,6 @@
 """Branches for upstream, on a repository made of the wheel of 0.9.1 with hooks and scripts of its own."""
 
+import json
 import os
 import re
 import shutil
@@ -15,14 +16,13 @@ from test_patchset import contents, edit, git
 import pr_branch as pr_branch_module
 from lib.errors import Refused
 from lib.patches import port, upstream
-from lib.patches.cut import cut
+from lib.patches.precision_module import MODULE, PACKAGE
 from lib.patches.releases import unpacked_wheel, wheel
 from lib.patches.stack import write
 from lib.paths import REPO
 
 RELEASE = "0.9.1"
 ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
-MODULE = "verl/utils/precision.py"
 SLUGS = ["dtype", "scaler", "wire", "roles", "overlays", "megatron-overflow"]
 NAMES = [f"precision/{slug}" for slug in SLUGS]
 
@@ -38,8 +38,8 @@ repos:
   - repo: local
     hooks:
       - {id: autogen, name: autogen, entry: scripts/generate_trainer_config.sh, language: script, pass_filenames: false}
-      - {id: ruff, name: ruff, entry: ruff check --config ruff.toml, language: system, files: "n[.]py$"}
-      - {id: format, name: format, entry: ruff format --check --config ruff.toml, language: system, files: "n[.]py$"}
+      - {id: ruff, name: ruff, entry: ruff check --config ruff.toml, language: system, files: precision/.*py$}
+      - {id: fmt, name: format, entry: ruff format --check --config ruff.toml, language: system, files: precision/.*py$}
       - {id: rules, name: rules, entry: python3 tests/special_sanity/rules.py, language: system, types: [python]}
 """
 RULES = """\
@@ -51,7 +51,7 @@ for path in sys.argv[1:]:
     text = Path(path).read_text()
     assert "Copyright 2025 Individual Contributor:" in text or "Copyright 2024 Bytedance" in text or (
         "Copyright 2025 Bytedance" in text or "Copyright 2026 Bytedance" in text), path
-    assert not path.endswith("precision.py") or not path.startswith("verl/") or '"cuda"' not in text, path
+    assert not path.startswith("verl/utils/precision/") or '"cuda"' not in text, path
 """
 TITLES = """\
 import os
@@ -65,9 +65,9 @@ QUICK = """\
 from pathlib import Path
 
 
-def test_the_module_compiles():
-    path = Path("verl/utils/precision.py")
-    compile(path.read_text(), path, "exec")
+def test_the_package_compiles():
+    for path in Path("verl/utils/precision").glob("*.py"):
+        compile(path.read_text(), path, "exec")
 """
 
 
@@ -169,10 +169,12 @@ def test_each_is_one_commit_by_the_user_on_top_of_the_one_before(made):
         assert told == f"{branch.title}|A Developer|developer@example.org"
 
 
-def test_the_module_grows_by_what_the_branch_calls(made):
+def test_the_package_grows_by_what_the_branch_calls(made):
     _, repo = made
-    sources = [git("show", f"{name}:{MODULE}", cwd=repo) for name in NAMES]
+    folder = str(Path(PACKAGE).parent)
+    sources = ["\n".join(git("grep", "-h", "", name, "--", folder, cwd=repo).splitlines()) for name in NAMES]
     assert "LossScaler" not in sources[0] and "class LossScaler" in sources[1]
+    assert "loss_scaling" not in sources[0] and "loss_scaling" in sources[1]
     assert "wire_kwargs" not in sources[1] and "def wire_kwargs" in sources[2]
     assert "check_role_dtype" not in sources[2] and "def check_role_dtype" in sources[3]
     assert "account_reported_step" not in sources[4] and "def account_reported_step" in sources[5]
@@ -267,7 +269,7 @@ def test_a_failed_hook_and_a_title_are_told(small: Path):
     assert not found.passed and found.result == "1 passed, 1 failed: never" and "exit code: 1" in found.output
     (small / "tests/special_sanity").mkdir()
     (small / "tests/special_sanity/check_pr_title.py").write_text(TITLES)
-    branch = upstream.Branch("a", "no type", (), (), (), small)
+    branch = upstream.Branch("a", "no type", (), (), small)
     assert not pr_branch_module.title(branch, small).passed
     (small / "tests/special_sanity/check_pr_title.py").write_text("raise SystemExit(3)")  # without a word
     assert not pr_branch_module.title(replace(branch, title="[cfg] fix: a thing"), small).passed
@@ -379,89 +381,59 @@ def test_a_hunk_that_needs_another_is_refused(line: Path, tmp_path: Path):
         upstream.pick_hunks(plan.branches[-1], pick, patch, tmp_path / "tree")
 
 
-def test_texts_that_are_replaced_are_there():
+def test_texts_that_are_replaced_are_in_the_files():
     plan = upstream.load_plan()
-    files = {MODULE, *(file for branch in plan.branches for file in branch.files)}
-    texts = [plan.stack.added[path].decode() for path in files]
+    texts = [plan.stack.added[path].decode() for branch in plan.branches for path in branch.files]
     for old, _ in plan.replace:
-        assert sum(text.count(old) for text in texts) == 1, old
-    for branch in plan.branches:
-        texts = [plan.stack.added[path].decode() for path in (MODULE, *branch.files)]
-        assert all(any(old in text for text in texts) for old, _ in branch.replace), branch.replace
+        assert any(old in text for text in texts), old
 
 
-SOURCE = '''\
-"""A module."""
-
-import math
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatch
-
-__all__ = [
-    "A",
-    "b",
-    "unused",
-]
-
-# Of b alone.
-_B = 1
-
-
-def unused(x: Mapping) -> bool:
-    return fnmatch(x, "")
-
-
-def b() -> "A":
-    return _B
-
-
-class A:
-    """Kept in part."""
-
-    shown = 1
-    _hidden = 2
-    _read = 3
-
-    def called(self) -> Iterator:
-        return self._read
-
-    # Not called.
-    @property
-    def other(self):
-        return math.pi
-
-
-class Child(ValueError):
-    def overrides(self): ...
-'''
-
-
-def test_a_module_is_cut_to_what_is_used():
-    assert (
-        cut(SOURCE, "p.m", {"a.py": "from p.m import A\n\nA().called()\n"})
-        == '''\
-"""A module."""
-
-from collections.abc import Iterator
-
-__all__ = [
-    "A",
-]
-
-
-class A:
-    """Kept in part."""
-
-    shown = 1
-    _read = 3
-
-    def called(self) -> Iterator:
-        return self._read
-'''
+def imports(folder: Path) -> list[list[str]]:
+    """Import the package in ``folder`` by itself and return its ``__all__`` and what its modules define."""
+    code = (
+        "import json, sys; from pathlib import Path; from lib.patches.precision_module import load_precision\n"
+        "package = load_precision(Path(sys.argv[1]), 'alone')\n"
+        "assert all(hasattr(package, name) for name in package.__all__)\n"
+        "defined = [n for m in list(sys.modules) if m.startswith('alone.') for n, v in vars(sys.modules[m]).items()\n"
+        "           if getattr(v, '__module__', '') == m and not n.startswith('_')]\n"
+        "print(json.dumps([package.__all__, defined]))"
     )
-    by_yaml = cut(SOURCE, "p.m", {"a.yaml": "x:\n  _target_: p.m.b\n", "b.py": "from ..m import Child\n"})
-    assert "# Of b alone.\n_B = 1\n" in by_yaml and "class A:" in by_yaml and "def called" not in by_yaml
-    assert "def overrides" in by_yaml and "import math" not in by_yaml and "unused" not in by_yaml
+    done = subprocess.run([sys.executable, "-c", code, folder], cwd=REPO / "scripts", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory) -> dict[str, Path]:
+    """Folders with the precision package of each branch and, as ``stack``, of the stack."""
+    plan, folder = upstream.load_plan(), tmp_path_factory.mktemp("packages")
+    files: dict[str, bytes] = {}
+    for branch in plan.branches:
+        files |= upstream.stack_files(plan, branch) | branch.own_files
+        for path, content in files.items():
+            write(folder / branch.slug / path, content)
+    for path, content in plan.stack.added.items():
+        write(folder / "stack" / path, content)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def test_each_branchs_package_exports_what_it_has_of_the_stacks(packages):
+    exported, defined = imports(packages["stack"])
+    before: set[str] = set()
+    for slug in SLUGS:
+        exported_here, defined_here = map(set, imports(packages[slug]))
+        assert before <= exported_here <= set(exported) and exported_here == set(exported) & defined_here, slug
+        assert defined_here <= set(defined)
+        before = exported_here
+
+
+def test_a_leave_out_patch_that_does_not_fit_is_refused(tmp_path: Path):
+    plan = upstream.load_plan()
+    branch = replace(plan.branches[0], folder=REPO / "patches/upstream/scaler/files")
+    assert upstream.stack_files(plan, branch)  # without a patch of its own
+    stale = {path: content.replace(b"of_worker", b"of_a_worker") for path, content in plan.stack.added.items()}
+    with pytest.raises(Refused, match=r"^patches/upstream/leave-out.patch does not fit the stack's files: git apply"):
+        upstream.stack_files(replace(plan, stack=replace(plan.stack, added=stale)), plan.branches[0])
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -504,10 +476,11 @@ def test_a_clone_that_is_dirty_or_has_the_branches_is_refused(verl: Path, tmp_pa
     (tmp_path / "work/mine.txt").write_text("")
     assert "exists and is none of make pr-branch's" in refused(verl, tmp_path)
     shutil.rmtree(tmp_path / "work")
-    (verl / MODULE).write_text("")
-    git("add", MODULE, cwd=verl)
-    commit(verl, "patched")
-    assert f"has {MODULE} in its main already" in refused(verl, tmp_path)
+    for path in (MODULE, PACKAGE):  # of a stack before the package, and of this one
+        write(verl / path, b"")
+        git("add", path, cwd=verl)
+        commit(verl, "patched")
+        assert f"has {path} in its main already" in refused(verl, tmp_path)
 
 
 def test_a_shallow_clone_is_refused(released: Path, tmp_path: Path):

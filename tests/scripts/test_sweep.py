@@ -15,6 +15,7 @@ import pytest
 from lib.errors import Refused
 from lib.files import write_json
 from lib.patches import releases, stack
+from lib.patches.precision_module import precision_file
 from lib.paths import REPO
 from lib.run import folder as runs
 from lib.run import job as jobs
@@ -130,7 +131,7 @@ def test_an_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
     held = json.loads((out / "code.json").read_text())
     assert held["a"]["folder"] == str(root)
 
-    (root / "verl" / "utils" / "precision.py").open("a").write("# edited\n")  # an edited tree may be compared, but anew
+    precision_file(root).open("a").write("# edited\n")  # an edited tree may be compared, but anew
     with pytest.raises(Refused, match="holds runs of another a, state "):
         sweep.remember(out, [sweep.tree("a", str(root))])
 

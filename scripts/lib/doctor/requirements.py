@@ -10,6 +10,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from lib.patches.precision_module import precision_file
+
 PYTHON = (3, 10)
 
 
@@ -23,7 +25,7 @@ def missing(verl: Path | None) -> list[str]:
     names = {"hydra": "hydra-core", "omegaconf": "omegaconf"}
     if verl is None:
         names["verl"] = "verl"
-    elif (verl / "verl/utils/precision.py").exists():  # the patched tree's own module, which the doctor asks
+    elif precision_file(verl):  # the patched tree's own package, which the doctor loads
         names["torch"] = "torch (for a patched verl)"
     return [name for module, name in names.items() if importlib.util.find_spec(module) is None]
 

@@ -1,6 +1,6 @@
 """What each hop of a job holds, by ``hops.RULES``.
 
-Where a tree is patched, the hops that the patches changed are resolved by the tree's own ``verl/utils/precision.py``,
+Where a tree is patched, the hops that the patches changed are resolved by the tree's own ``verl.utils.precision``,
 the code that its workers run.
 """
 

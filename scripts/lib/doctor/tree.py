@@ -1,7 +1,6 @@
 """The verl that a job would run on, and the config that its ``main_ppo`` would see; nothing of it is imported."""
 
 import json
-import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from lib.doctor import dtype_rules as hops
 from lib.doctor.dtype_rules import UNKNOWN
 from lib.errors import Refused
+from lib.patches.precision_module import load_precision, precision_file
 from lib.patches.releases import blob_id, wheel
 from lib.patches.stack import Stack, closest, examine, load_stacks, locked, read_record
 from lib.paths import CONFIGS
@@ -56,14 +56,7 @@ class Tree:
     @cached_property
     def precision(self) -> ModuleType | None:
         """The tree's own ``verl.utils.precision``; None where it has none. Imports torch."""
-        path = self.root / "verl/utils/precision.py"
-        if not path.exists():
-            return None
-        module = ModuleType("precision_of_the_tree")
-        module.__file__ = str(path)
-        sys.modules[module.__name__] = module  # where its dataclasses look themselves up
-        exec(compile(path.read_text(), path, "exec"), vars(module))  # an import would leave a .pyc in the tree
-        return module
+        return load_precision(self.root, "precision_of_the_tree") if precision_file(self.root) else None
 
 
 def look_at(target: Path) -> Tree:

@@ -125,7 +125,7 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         root = scratch / "wheel"
         shutil.copytree(given.root / framework.name, root / framework.name, ignore=skipped)
         tree = package_tree_id(blobs := package_blobs(root, framework))
-        if ours := [path for path in stack.added if path in blobs]:
+        if ours := [path for path in (*stack.added, *stack.shadowed) if path in blobs]:
             raise Refused(f"{to} has {ours[0]} already; take its patches out first: make unapply-patches {given.word}")
         if not (root / framework.version).exists():
             raise Refused(f"{to} has no {framework.version}, as every release has; give a checkout or a release")

@@ -3,7 +3,7 @@
 Two lines of commits. The first is made on the release that the series is made for, where every hunk must fit: a commit
 for each patch that a branch picks from. git's own cherry-pick carries it onto the main of the clone, so that a conflict
 is finished with what everyone knows. The second has one commit a branch: what the first made of verl's files, with the
-part of verl/utils/precision.py that they need, tests, docs and the generated configs.
+files of verl/utils/precision that they need, tests, docs and the generated configs.
 
 All of it happens in a folder of its own, a clone that borrows the objects of the given one. That one gets the branches
 at the end and nothing else.
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.errors import Refused
-from lib.patches.cut import cut
 from lib.patches.export import BASE, DIFF_OPTIONS, UNFINISHED, commit, commit_stack, scratch_beside
 from lib.patches.port import carry, hunks, merge, renames, report
+from lib.patches.precision_module import MODULE, PACKAGE
 from lib.patches.releases import blob_id, find_release
 from lib.patches.stack import Patch, Stack, git, load_stack, make_stack, run_git, write
 from lib.paths import REPO
 
 PREFIX = "precision/"
-MODULE = "verl/utils/precision.py"
 PAGE, INDEX = "advance/precision.md", "docs/index.rst"
 GENERATE = "scripts/generate_trainer_config.sh"
 CONFIGS = "verl/trainer/config"
+LEAVE_OUT = "leave-out.patch"
 
 # What is used of the clone's main, beside the files that the stack hooks.
 NEEDED = ("verl/__init__.py", GENERATE, INDEX, ".pre-commit-config.yaml")
@@ -53,16 +53,12 @@ class Pick:
 
 @dataclass(frozen=True)
 class Branch:
-    """One branch: its title is the pull request's, ``files`` are verbatim files of the stack by path.
-
-    ``replace``: what the module and these files say here, and what they say in this branch.
-    """
+    """One branch: its title is the pull request's, ``files`` are the stack's verbatim files that it adds or changes."""
 
     slug: str
     title: str
     picks: tuple[Pick, ...]
     files: tuple[str, ...]
-    replace: tuple[tuple[str, str], ...]
     folder: Path
 
     @property
@@ -71,7 +67,7 @@ class Branch:
 
     @property
     def own_files(self) -> dict[str, bytes]:
-        """Tests and docs that the branch adds, by path; of the docs' page its own section."""
+        """Tests, docs and the package's ``__init__.py`` by path; of the docs' page the branch's own section."""
         root = self.folder / "files"
         found = (path for path in sorted(root.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
         return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
@@ -81,8 +77,8 @@ class Branch:
 class Plan:
     """branches.toml: the stack that is split, the branches in order, the patches that stay and why.
 
-    ``replace``: what the files copied in say here, and what they say in every branch. ``id``: another one means that a
-    conflict was resolved in other patches.
+    ``replace``: texts of the files copied in and the texts that take their place upstream. ``id``: another one means
+    that a conflict was resolved in other patches.
     """
 
     stack: Stack
@@ -103,13 +99,12 @@ def load_plan() -> Plan:
             title=entry["title"],
             picks=tuple(map(read_pick, entry["picks"])),
             files=tuple(entry.get("files", ())),
-            replace=tuple((old, new) for old, new in entry.get("replace", ())),
             folder=home / entry["slug"],
         )
         for entry in told["branch"]
     )
     stack = load_stack(find_release(told["release"]))
-    parts = [stack.id, text, *(path.read_text() for path in sorted(home.glob("*/adapt.patch")))]
+    parts = [stack.id, text, *(path.read_text() for path in sorted(home.rglob("*.patch")))]
     replaced = tuple((old, new) for old, new in told["replace"])
     return Plan(stack, branches, told["stay"], replaced, blob_id("\0".join(parts).encode()))
 
@@ -192,8 +187,8 @@ def check_clone(verl: Path, plan: Plan) -> None:
     there = set(git("ls-tree", "-r", "--name-only", "refs/heads/main", cwd=verl).splitlines())
     if lacking := [path for path in NEEDED if path not in there]:
         raise Refused(f"VERL={verl} is no clone of verl: its main has no {lacking[0]}")
-    if MODULE in there:
-        raise Refused(f"VERL={verl} has {MODULE} in its main already; give a main that has none of the stack")
+    if present := [path for path in (PACKAGE, MODULE) if path in there]:
+        raise Refused(f"VERL={verl} has {present[0]} in its main already; give a main that has none of the stack")
     if changed := git("--no-optional-locks", "status", "--porcelain", cwd=verl).splitlines():
         raise Refused(f"VERL={verl} has uncommitted changes: {changed[0][3:]}; commit, stash or remove them")
     heads = git("for-each-ref", "--format=%(refname:lstrip=2)", "refs/heads/", cwd=verl).split()
@@ -287,39 +282,43 @@ def ends(plan: Plan, folder: Path) -> Iterator[tuple[Branch, str]]:
 
 def commit_branches(plan: Plan, folder: Path, env: Mapping[str, str]) -> Iterator[Branch]:
     """Commit one branch after the other in ``folder``, and yield each while its tree is checked out there."""
-    added = plan.stack.added
     files: dict[str, bytes] = {}
     for branch, at in ends(plan, folder):
         git("checkout", "--quiet", "--force", "--detach", at, cwd=folder)
         own, page = branch.own_files, f"docs/{PAGE}"
         if page in files and page in own:
             own[page] = files[page] + b"\n" + own[page]
-        files |= {path: upstream_text(added[path], plan, branch) for path in branch.files} | own
+        files |= stack_files(plan, branch) | own
         for path, content in files.items():
             write(folder / path, content)
-        users = read_users(folder, [*git("diff", "--name-only", ONTO, "HEAD", cwd=folder).split(), *files])
-        module = cut(added[MODULE].decode(), MODULE.removesuffix(".py").replace("/", "."), users)
-        write(folder / MODULE, upstream_text(module.encode(), plan, branch))
         if page in files:
             add_to_index(folder / INDEX)
-        git("add", "--force", "--all", "--", MODULE, INDEX, *files, cwd=folder)
+        git("add", "--force", "--all", "--", INDEX, *files, cwd=folder)
         generate(folder, env)
         commit_tree(branch, plan, folder)
         yield branch
 
 
-def upstream_text(content: bytes, plan: Plan, branch: Branch) -> bytes:
-    """Return what a file that is copied in says in this branch."""
-    text = content.decode()
-    for old, new in (*plan.replace, *branch.replace):
-        text = text.replace(old, new)
-    return text.encode()
+def stack_files(plan: Plan, branch: Branch) -> dict[str, bytes]:
+    """Return the stack's verbatim files that the branch adds or changes, by path, without what it leaves out of them.
 
-
-def read_users(folder: Path, paths: list[str]) -> dict[str, str]:
-    """The files that may use the module, by path: what of verl was changed, but for docs and tests."""
-    paths = [path for path in paths if path.startswith("verl/") and path.endswith((".py", ".yaml"))]
-    return {path: (folder / path).read_text() for path in paths if (folder / path).exists()}
+    Raises:
+        Refused: a leave-out.patch does not fit the files any more.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder).resolve()
+        for path, content in plan.stack.added.items():
+            write(scratch / path, content)
+        for patch in (branch.folder.parent / LEAVE_OUT, branch.folder / LEAVE_OUT):  # every branch's, then its own
+            try:
+                if patch.exists():
+                    git("apply", "-", cwd=scratch, stdin=patch.read_text())
+            except Refused as fault:
+                raise Refused(f"{patch.relative_to(REPO)} does not fit the stack's files: {fault}") from fault
+        texts = {path: (scratch / path).read_text() for path in branch.files}
+    for old, new in plan.replace:
+        texts = {path: text.replace(old, new) for path, text in texts.items()}
+    return {path: text.encode() for path, text in texts.items()}
 
 
 def add_to_index(index: Path) -> None:

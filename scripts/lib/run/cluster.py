@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.errors import Refused
-from lib.patches import releases, stack
+from lib.patches import precision_module, releases, stack
 from lib.paths import REPO
 from lib.run.job import Job
 from lib.run.log import errors
@@ -223,10 +223,10 @@ def facts(asked: Mapping[str, Any], device: str) -> dict:
         "tree": releases.package_tree_id(blobs),
         "blobs": blobs,
     }
-    stamp, module = package.parent / releases.VERL.stamp, package / "utils/precision.py"
-    if stamp.exists() and module.exists():
+    stamp = package.parent / releases.VERL.stamp
+    if stamp.exists() and precision_module.precision_file(package.parent):
         found["stack"] = json.loads(stamp.read_text())["stack"]
-        found |= effective(module, asked["engines"], device)
+        found |= effective(package.parent, asked["engines"], device)
     return found
 
 
@@ -235,14 +235,11 @@ def version(name: str) -> str | None:
     return next((each.version for each in metadata.distributions(name=name)), None)
 
 
-def effective(module: Path, engines: Mapping[str, Mapping], device: str) -> dict:
+def effective(root: Path, engines: Mapping[str, Mapping], device: str) -> dict:
     """What this verl's own ``Precision`` makes of each engine, and the dtype that a product has under its autocast."""
     import torch
 
-    spec = importlib.util.spec_from_file_location("precision_of_the_node", module)
-    precision = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = precision  # where its dataclasses look themselves up
-    spec.loader.exec_module(precision)
+    precision = precision_module.load_precision(root, "precision_of_the_node")
     one, dtypes = torch.ones(2, 2, device=device), {}
     for role, engine in engines.items():
         resolved = precision.Precision.of_worker(engine, trained=role != "ref")
@@ -362,7 +359,8 @@ def prove(nodes: list[tuple[dict, bool]], asked: Mapping[str, Any], driver: Mapp
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    ray.cloudpickle.register_pickle_by_value(releases)
+    for module in (precision_module, releases):  # of this checkout, which a node need not have
+        ray.cloudpickle.register_pickle_by_value(module)
     waiting = {}
     for node, gpu_free in nodes:
         on_gpu = asked["device"] == "cuda" and gpu_free

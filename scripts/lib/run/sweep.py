@@ -31,6 +31,7 @@ from lib.errors import Refused
 from lib.files import write_json
 from lib.format import duration
 from lib.patches import releases, stack
+from lib.patches.precision_module import precision_file
 from lib.paths import CACHE, REPO
 from lib.run import job as jobs
 
@@ -188,7 +189,7 @@ def tree(name: str, folder: str) -> Code:
     except Refused as refusal:
         raise Refused(f"{word}: {refusal}") from refusal
     # A tree that is no release's may have been patched by make port, which leaves no stamp.
-    patched = found.stamp or (found.state == "foreign" and (root / "verl/utils/precision.py").exists())
+    patched = found.stamp or (found.state == "foreign" and precision_file(root))
     if not patched or found.state in ("half-patched", "interrupted"):
         raise Refused(f"{word}: {found.detail}; make apply-patches VERL={folder} patches it")
     content = releases.package_tree_id(releases.package_blobs(root))

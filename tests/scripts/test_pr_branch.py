@@ -131,7 +131,7 @@ def commit(repo: Path, message: str) -> None:
 
 @pytest.fixture(scope="session")
 def made(released: Path, tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """What is said of a main with a later commit, with one quick test a branch; and the clone with the branches."""
+    """Return the tool's output for a main with a later commit, one quick test a branch, and the clone with branches."""
     folder = tmp_path_factory.mktemp("made")
     project = copy_of_project(folder / "project")
     for slug in SLUGS:
@@ -152,9 +152,9 @@ def test_six_branches_are_green(made):
     heads = git("for-each-ref", "--format=%(refname:short)", "refs/heads", cwd=repo).split()
     assert sorted(heads) == sorted(["main", *NAMES])
     assert git("status", "--porcelain", cwd=repo) == "" and git("branch", "--show-current", cwd=repo).strip() == "main"
-    told = [block.splitlines() for block in done.stdout.split("\n\n")[1:-1]]
-    assert [lines[0].partition(":")[0] for lines in told] == NAMES
-    for lines in told:
+    reports = [block.splitlines() for block in done.stdout.split("\n\n")[1:-1]]
+    assert [lines[0].partition(":")[0] for lines in reports] == NAMES
+    for lines in reports:
         assert [line.split()[0] for line in lines[2:]] == ["title", "pre-commit", "tests"]
         assert "passes" in lines[2] and re.fullmatch(r"  pre-commit   \d passed(, \d skipped)?", lines[3]), lines
         assert re.fullmatch(r"  tests        \d file.*: \d passed.*", lines[4]), lines
@@ -165,8 +165,8 @@ def test_each_is_one_commit_by_the_user_on_top_of_the_one_before(made):
     _, repo = made
     for before, name, branch in zip(["main", *NAMES], NAMES, upstream.load_plan().branches, strict=False):
         assert git("rev-parse", f"{name}^", cwd=repo) == git("rev-parse", before, cwd=repo)
-        told = git("log", "-1", "--format=%s|%an|%ae", name, cwd=repo).strip()
-        assert told == f"{branch.title}|A Developer|developer@example.org"
+        commit_line = git("log", "-1", "--format=%s|%an|%ae", name, cwd=repo).strip()
+        assert commit_line == f"{branch.title}|A Developer|developer@example.org"
 
 
 def test_the_package_grows_by_what_the_branch_calls(made):
@@ -233,7 +233,7 @@ def small(tmp_path: Path) -> Path:
     return repo
 
 
-def test_tests_are_those_that_read_what_is_changed(small: Path):
+def test_tests_that_import_changed_modules_are_run(small: Path):
     found = pr_branch_module.touched_tests(small, ["verl/config/engine.py", "tests/config/test_other_on_cpu.py"])
     assert [Path(path).stem for path in found] == [
         f"test_{name}_on_cpu" for name in ("broken", "module", "other", "package")
@@ -242,7 +242,7 @@ def test_tests_are_those_that_read_what_is_changed(small: Path):
     assert found == ["tests/config/test_yaml_on_cpu.py"]
 
 
-def test_what_fails_on_main_too_is_no_fault_of_the_branch(small: Path):
+def test_failures_that_main_has_too_do_not_fail_a_branch(small: Path):
     edit(small / "verl/config/engine.py", "A = 1", "A = 1  # still")
     commit(small, "a branch")
     found = pr_branch_module.tests(small, ["verl/config/engine.py"])
@@ -259,7 +259,7 @@ def test_what_fails_on_main_too_is_no_fault_of_the_branch(small: Path):
     assert not pr_branch_module.tests(small, ["docs/page.md"]).passed  # nothing was tested
 
 
-def test_a_failed_hook_and_a_title_are_told(small: Path):
+def test_failed_hooks_and_titles_are_reported(small: Path):
     (small / ".pre-commit-config.yaml").write_text(
         "repos: [{repo: local, hooks: [{id: a, name: never, entry: 'false', language: system},"
         " {id: b, name: always, entry: 'true', language: system}]}]\n"
@@ -278,14 +278,14 @@ def test_a_failed_hook_and_a_title_are_told(small: Path):
 def test_a_generator_that_fails_without_a_word_is_one_line(small: Path):
     write(small / upstream.GENERATE, b"exit 3")
     write(small / upstream.CONFIGS / "_generated_a.yaml", b"a: 1")
-    with pytest.raises(Refused, match="generate_trainer_config.sh of main failed with exit code 3: it says noth"):
+    with pytest.raises(Refused, match="generate_trainer_config.sh of main failed with exit code 3: no output"):
         upstream.generate(small, os.environ)
 
 
 # --- a main that has moved -------------------------------------------------------------------------------------------
 
 
-def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path: Path):
+def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: Path):
     line = "self.scaler = ShardedGradScaler(growth_interval=400)"
     edit(verl / ENGINE, line, line.replace("400", "500"))
     commit(verl, "a hooked line")
@@ -293,10 +293,10 @@ def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path
     work = tmp_path / "work"
     done = pr_branch(REPO, verl, "--dir", work)
     assert (done.returncode, done.stderr) == (1, "")
-    told = done.stdout.splitlines()
-    at = told.index("conflict scaler: fsdp-configure-the-loss-scaler.patch: 3 same, 4 merged, 1 conflict")
-    assert re.fullmatch(rf"    conflict {ENGINE}: line \d+ in def _build_fsdp_module.*", told[at + 2]), told
-    assert told[-2:] == [
+    lines = done.stdout.splitlines()
+    at = lines.index("conflict scaler: fsdp-configure-the-loss-scaler.patch: 3 same, 4 merged, 1 conflict")
+    assert re.fullmatch(rf"    conflict {ENGINE}: line \d+ in def _build_fsdp_module.*", lines[at + 2]), lines
+    assert lines[-2:] == [
         f"{work}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
         f"  then go on: make pr-branch VERL={verl} DIR={work}",
     ]
@@ -319,7 +319,7 @@ def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path
         upstream.check_line(verl, work, plan)
     git("commit", "--quiet", "--all", f"--fixup={at}", cwd=work)
     git("-c", "sequence.editor=true", "rebase", "--quiet", "--interactive", "--autosquash", "line/to", cwd=work)
-    git("commit", "--quiet", "--allow-empty", "--message=a mend that says no branch", cwd=work)
+    git("commit", "--quiet", "--allow-empty", "--message=a fix without the trailer", cwd=work)
     upstream.check_line(verl, work, plan)
     with pytest.raises(Refused, match="made from other patches than these"):
         upstream.check_line(verl, work, replace(plan, id="another"))
@@ -448,7 +448,7 @@ def refused(verl: Path, tmp_path: Path) -> str:
     return done.stderr.removeprefix("pr_branch: ")
 
 
-def test_what_is_no_clone_of_verl_is_refused(small: Path, tmp_path: Path):
+def test_folders_that_are_not_verl_clones_are_refused(small: Path, tmp_path: Path):
     assert (
         refused(tmp_path / "nowhere", tmp_path)
         == f"VERL={tmp_path / 'nowhere'} is not a folder; give a git clone of verl\n"

@@ -5,7 +5,7 @@ for each patch that a branch picks from. git's own cherry-pick carries it onto t
 is finished with what everyone knows. The second has one commit a branch: what the first made of verl's files, with the
 files of verl/utils/precision that they need, tests, docs and the generated configs.
 
-All of it happens in a folder of its own, a clone that borrows the objects of the given one. That one gets the branches
+All of it happens in a folder of its own, a clone that borrows the objects of the user's clone, which gets the branches
 at the end and nothing else.
 """
 
@@ -69,12 +69,12 @@ class Branch:
     def own_files(self) -> dict[str, bytes]:
         """Tests, docs and the package's ``__init__.py`` by path; of the docs' page the branch's own section."""
         root = self.folder / "files"
-        found = (path for path in sorted(root.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
-        return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+        files = (path for path in sorted(root.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
+        return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
 
 @dataclass(frozen=True)
-class Plan:
+class BranchPlan:
     """branches.toml: the stack that is split, the branches in order, the patches that stay and why.
 
     ``replace``: texts of the files copied in and the texts that take their place upstream. ``id``: another one means
@@ -88,11 +88,11 @@ class Plan:
     id: str
 
 
-def load_plan() -> Plan:
+def load_plan() -> BranchPlan:
     """Read patches/upstream/branches.toml."""
     home = REPO / "patches/upstream"
     text = (home / "branches.toml").read_text()
-    told = tomllib.loads(text)
+    content = tomllib.loads(text)
     branches = tuple(
         Branch(
             slug=entry["slug"],
@@ -101,28 +101,28 @@ def load_plan() -> Plan:
             files=tuple(entry.get("files", ())),
             folder=home / entry["slug"],
         )
-        for entry in told["branch"]
+        for entry in content["branch"]
     )
-    stack = load_stack(find_release(told["release"]))
+    stack = load_stack(find_release(content["release"]))
     parts = [stack.id, text, *(path.read_text() for path in sorted(home.rglob("*.patch")))]
-    replaced = tuple((old, new) for old, new in told["replace"])
-    return Plan(stack, branches, told["stay"], replaced, blob_id("\0".join(parts).encode()))
+    replaced = tuple((old, new) for old, new in content["replace"])
+    return BranchPlan(stack, branches, content["stay"], replaced, blob_id("\0".join(parts).encode()))
 
 
 def read_pick(text: str) -> Pick:
     """Read ``patch [path[#number,number]] …``."""
     patch, *paths = text.split()
-    found = {}
+    hunks_by_path = {}
     for each in paths:
         path, _, numbers = each.partition("#")
-        found[path] = tuple(map(int, numbers.split(","))) if numbers else ()
-    return Pick(f"{patch}.patch", found)
+        hunks_by_path[path] = tuple(map(int, numbers.split(","))) if numbers else ()
+    return Pick(f"{patch}.patch", hunks_by_path)
 
 
 # --- the first line: the series on its release, picked ---------------------------------------------------------------
 
 
-def pick_line(plan: Plan, scratch: Path) -> tuple[Path, Stack]:
+def pick_line(plan: BranchPlan, scratch: Path) -> tuple[Path, Stack]:
     """Make, inside ``scratch``, a git tree of the release with a commit for each patch that a branch picks from.
 
     Returns:
@@ -173,7 +173,7 @@ def commit_part(branch: Branch, name: str, tree: Path) -> Patch:
 # --- the clone -------------------------------------------------------------------------------------------------------
 
 
-def check_clone(verl: Path, plan: Plan) -> None:
+def check_clone(verl: Path, plan: BranchPlan) -> None:
     """Raise Refused where the branches cannot be made from this clone, or their names are taken; changes nothing."""
     if not verl.is_dir():
         raise Refused(f"VERL={verl} is not a folder; give a git clone of verl")
@@ -198,15 +198,15 @@ def check_clone(verl: Path, plan: Plan) -> None:
 
 def author(verl: Path) -> tuple[str, str]:
     """Return name and e-mail that git has for who submits the commits; raises Refused where it has none."""
-    told = subprocess.run(
+    ident = subprocess.run(
         ["git", "-c", "user.useConfigOnly=true", "var", "GIT_AUTHOR_IDENT"], cwd=verl, capture_output=True, text=True
     )
-    if told.returncode:
+    if ident.returncode:
         raise Refused(f"git knows no author for the commits: git -C {verl} config user.name NAME, and user.email")
-    return re.fullmatch(r"(.*) <(.*)> \S+ \S+", told.stdout.strip()).groups()
+    return re.fullmatch(r"(.*) <(.*)> \S+ \S+", ident.stdout.strip()).groups()
 
 
-def start(verl: Path, folder: Path, plan: Plan) -> tuple[list[str], bool]:
+def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
     """Make ``folder`` a clone with the first line of commits on top of main.
 
     Returns:
@@ -238,7 +238,7 @@ def start(verl: Path, folder: Path, plan: Plan) -> tuple[list[str], bool]:
     return lines, not done.returncode
 
 
-def check_line(verl: Path, folder: Path, plan: Plan) -> None:
+def check_line(verl: Path, folder: Path, plan: BranchPlan) -> None:
     """Raise Refused where ``folder`` is not what `start` made of this clone and plan, with every conflict resolved."""
     if not (folder / ".git").is_dir() or run_git("rev-parse", "--verify", "--quiet", ONTO, cwd=folder).returncode:
         raise Refused(f"DIR={folder} exists and is none of make pr-branch's; name another")
@@ -263,7 +263,7 @@ def check_line(verl: Path, folder: Path, plan: Plan) -> None:
 # --- the second line: one commit a branch ----------------------------------------------------------------------------
 
 
-def ends(plan: Plan, folder: Path) -> Iterator[tuple[Branch, str]]:
+def ends(plan: BranchPlan, folder: Path) -> Iterator[tuple[Branch, str]]:
     """Yield each branch with the commit of the first line that has all of its part of verl's files.
 
     A commit without the trailer, as one who resolves a conflict may make, belongs to the same branch as that before.
@@ -271,8 +271,8 @@ def ends(plan: Plan, folder: Path) -> Iterator[tuple[Branch, str]]:
     form = "--format=%H %(trailers:key=Branch,valueonly,separator=%x2C)"
     last, slug = {}, plan.branches[0].slug
     for line in git("log", "--reverse", form, f"{ONTO}..{CARRIED}", cwd=folder).splitlines():
-        commit_id, _, told = line.partition(" ")
-        slug = told or slug
+        commit_id, _, trailer = line.partition(" ")
+        slug = trailer or slug
         last[slug] = commit_id
     at = git("rev-parse", ONTO, cwd=folder).strip()
     for branch in plan.branches:
@@ -280,7 +280,7 @@ def ends(plan: Plan, folder: Path) -> Iterator[tuple[Branch, str]]:
         yield branch, at
 
 
-def commit_branches(plan: Plan, folder: Path, env: Mapping[str, str]) -> Iterator[Branch]:
+def commit_branches(plan: BranchPlan, folder: Path, env: Mapping[str, str]) -> Iterator[Branch]:
     """Commit one branch after the other in ``folder``, and yield each while its tree is checked out there."""
     files: dict[str, bytes] = {}
     for branch, at in ends(plan, folder):
@@ -299,7 +299,7 @@ def commit_branches(plan: Plan, folder: Path, env: Mapping[str, str]) -> Iterato
         yield branch
 
 
-def stack_files(plan: Plan, branch: Branch) -> dict[str, bytes]:
+def stack_files(plan: BranchPlan, branch: Branch) -> dict[str, bytes]:
     """Return the stack's verbatim files that the branch adds or changes, by path, without what it leaves out of them.
 
     Raises:
@@ -339,23 +339,23 @@ def generate(folder: Path, env: Mapping[str, str]) -> None:
         git("add", "--force", "--", *made, cwd=folder)
         if not done.returncode:
             return
-    last = (done.stdout + done.stderr).strip().rpartition("\n")[2] or "it says nothing"
+    last = (done.stdout + done.stderr).strip().rpartition("\n")[2] or "no output"
     raise Refused(f"{GENERATE} of main failed with exit code {done.returncode}: {last}")
 
 
-def commit_tree(branch: Branch, plan: Plan, folder: Path) -> None:
+def commit_tree(branch: Branch, plan: BranchPlan, folder: Path) -> None:
     """Commit what is in the index as the branch, by the folder's author, on top of the branch before."""
     before = plan.branches[: plan.branches.index(branch)]
     parent = f"refs/heads/{before[-1].name}" if before else ONTO
-    told = ["git", "commit-tree", git("write-tree", cwd=folder).strip(), "-p", parent]
-    made = subprocess.run(told, cwd=folder, input=f"{branch.title}\n", capture_output=True, text=True)
+    command = ["git", "commit-tree", git("write-tree", cwd=folder).strip(), "-p", parent]
+    made = subprocess.run(command, cwd=folder, input=f"{branch.title}\n", capture_output=True, text=True)
     if made.returncode:
         raise Refused(f"git commit-tree failed: {made.stderr.strip()}")
     git("reset", "--quiet", "--soft", made.stdout.strip(), cwd=folder)
     git("branch", "--force", branch.name, cwd=folder)
 
 
-def deliver(plan: Plan, folder: Path, verl: Path) -> None:
+def deliver(plan: BranchPlan, folder: Path, verl: Path) -> None:
     """Copy the branches from the folder into the clone."""
     names = [f"refs/heads/{branch.name}" for branch in plan.branches]
     quiet = ("--quiet", "--no-tags", "--no-write-fetch-head", "--no-auto-maintenance")

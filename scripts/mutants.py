@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.errors import Refused
-from lib.patches import stack
-from lib.patches.releases import unpacked_wheel
+from lib.patches.apply import apply
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 RELEASE = "0.9.1"
@@ -56,7 +56,7 @@ def load(table: Path) -> list[Mutant]:
 def patched_tree(folder: Path) -> Path:
     """Unpack the release into ``folder``, apply the stack, and return the folder."""
     tree = unpacked_wheel(RELEASE, folder)
-    stack.apply(tree)
+    apply(tree)
     return tree
 
 

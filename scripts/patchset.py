@@ -1,4 +1,4 @@
-"""Put the precision stack on a tree of verl or OAT, take it off, and work on its patches.
+"""Apply the precision stack to a tree of verl or OAT, take it off, and work on its patches.
 
 TARGET is a git checkout, an unpacked release or a site-packages folder. Exit code: 0 done, 1 refused or failed
 (for status: the target is neither pristine nor patched; for port: there are conflicts to resolve), 2 usage.
@@ -7,114 +7,109 @@ With --json, list prints a list of releases, each with its framework, check an o
 ("oat 0.2.4"), status an object.
 """
 
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036 - before anything is imported that an older Python cannot read
+    sys.exit(f"patchset: Python 3.10 or later is needed; {sys.executable} is {sys.version.split()[0]}")
+
 import argparse
 import json
 import os
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 from lib.errors import Refused
-from lib.patches import export as series
-from lib.patches import port, stack
-from lib.patches.releases import FRAMEWORKS, VERL, Framework, Release, find_release, load_releases
+from lib.patches.apply import apply, unapply
+from lib.patches.check import check_all
+from lib.patches.checkout import checkout
+from lib.patches.export import export
+from lib.patches.port import port
+from lib.patches.releases import FRAMEWORKS, VERL, Framework, find_release, load_releases
+from lib.patches.stack import load_stacks
+from lib.patches.status import drift, status
+from lib.patches.target import find_target
 
 
-def chosen(args: argparse.Namespace) -> list[Framework]:
-    """The framework that --framework names, or all."""
+def frameworks(args: argparse.Namespace) -> list[Framework]:
+    """Return the framework that --framework names, or all."""
     return [FRAMEWORKS[args.framework]] if args.framework else list(FRAMEWORKS.values())
 
 
-def named(args: argparse.Namespace) -> Framework:
-    """The framework of a release that is given by its name."""
+def framework_of_release(args: argparse.Namespace) -> Framework:
+    """Return the framework of a release that is given by its name."""
     return FRAMEWORKS[args.framework] if args.framework else VERL
 
 
-def held(args: argparse.Namespace) -> Framework:
-    """The framework of TARGET."""
-    return stack.find_target(Path(os.path.abspath(args.target)), *chosen(args)).framework
+def framework_of_target(args: argparse.Namespace) -> Framework:
+    """Return the framework of TARGET."""
+    return find_target(Path(os.path.abspath(args.target)), *frameworks(args)).framework
 
 
-def list_(args: argparse.Namespace) -> int:
-    found = []
-    for each in (each for framework in chosen(args) for each in stack.load_stacks(framework=framework)):
-        patches = [{"name": patch.name, "subject": patch.subject, **stack.trailers(patch)} for patch in each.patches]
-        release = {**asdict(each.release), "framework": each.release.framework.name}
-        found.append({**release, "stack": each.id, "patches": patches, "copied": list(each.added)})
-    if args.json:
-        print(json.dumps(found, indent=2))
-        return 0
-    for release in found:
-        counts = f"stack {release['stack']}, {len(release['patches'])} patches, {len(release['copied'])} files copied"
-        print(f"{release['framework']} {release['name']}: family {release['family']}, {counts}")
-        for patch in release["patches"]:
-            print(f"  {patch['Reason']:9} {patch['subject']}")
-    return 0
-
-
-def status(args: argparse.Namespace) -> int:
-    framework = held(args)
-    found = stack.status(args.target, framework=framework)
-    if args.json:
-        print(json.dumps({"target": str(args.target), "framework": framework.name, **asdict(found)}, indent=2))
-    else:
-        print(f"{found.state}: {found.detail}")
-    return 0 if found.state in ("pristine", "patched", "outdated") else 1
-
-
-def apply(args: argparse.Namespace) -> int:
-    print(*stack.apply(args.target, framework=held(args)), sep="\n")
-    return 0
-
-
-def unapply(args: argparse.Namespace) -> int:
-    print(*stack.unapply(args.target, framework=held(args)), sep="\n")
-    return 0
-
-
-def check(args: argparse.Namespace) -> int:
-    def one(release: Release) -> dict:
-        try:
-            return {"ok": True, "detail": series.check(release.name, framework=release.framework)}
-        except Refused as fault:
-            return {"ok": False, "detail": str(fault)}
-
-    if args.release:
-        releases = [find_release(args.release, framework=named(args))]
-    else:
-        releases = [each for framework in chosen(args) for each in load_releases(framework=framework).values()]
-    with ThreadPoolExecutor() as pool:  # most of it is git's work
-        results = {str(release): result for release, result in zip(releases, pool.map(one, releases), strict=True)}
-    if args.json:
-        print(json.dumps(results, indent=2))
-    for release, result in results.items():
-        if not result["ok"]:
-            print(f"patchset: {release}: {result['detail']}", file=sys.stderr)
-        elif not args.json:
-            print(f"{release}: {result['detail']}: ok")
-    return 0 if all(result["ok"] for result in results.values()) else 1
-
-
-def checkout(args: argparse.Namespace) -> int:
-    print(*series.checkout(args.release, args.folder, framework=named(args)), sep="\n")
-    return 0
-
-
-def export(args: argparse.Namespace) -> int:
-    print(*series.export(args.folder), sep="\n")
-    return 0
-
-
-def port_(args: argparse.Namespace) -> int:
-    lines, done = port.port(args.release, args.to, args.folder, framework=named(args))
-    print(*lines, sep="\n")
+def show(lines: Iterable[str], done: bool = True) -> int:
+    """Print the lines and return the exit code."""
+    for line in lines:
+        print(line)
     return 0 if done else 1
 
 
-def drift(args: argparse.Namespace) -> int:
-    print(*port.drift(args.target, framework=held(args)), sep="\n")
+def run_list(args: argparse.Namespace) -> int:
+    releases = [stack.describe() for framework in frameworks(args) for stack in load_stacks(framework=framework)]
+    if args.json:
+        return show([json.dumps(releases, indent=2)])
+    for release in releases:
+        counts = f"stack {release['stack']}, {len(release['patches'])} patches, {len(release['copied'])} files copied"
+        print(f"{release['framework']} {release['name']}: family {release['family']}, {counts}")
+        show(f"  {patch['Reason']:9} {patch['subject']}" for patch in release["patches"])
     return 0
+
+
+def run_status(args: argparse.Namespace) -> int:
+    framework = framework_of_target(args)
+    state = status(args.target, framework=framework)
+    fields = {"target": str(args.target), "framework": framework.name, **asdict(state)}
+    line = json.dumps(fields, indent=2) if args.json else f"{state.state}: {state.detail}"
+    return show([line], state.state in ("pristine", "patched", "outdated"))
+
+
+def run_apply(args: argparse.Namespace) -> int:
+    return show(apply(args.target, framework=framework_of_target(args)))
+
+
+def run_unapply(args: argparse.Namespace) -> int:
+    return show(unapply(args.target, framework=framework_of_target(args)))
+
+
+def run_check(args: argparse.Namespace) -> int:
+    if args.release:
+        releases = [find_release(args.release, framework=framework_of_release(args))]
+    else:
+        releases = [each for framework in frameworks(args) for each in load_releases(framework=framework).values()]
+    outcomes = check_all(releases)
+    if args.json:
+        print(json.dumps(outcomes, indent=2))
+    for release, outcome in outcomes.items():
+        if not outcome["ok"]:
+            print(f"patchset: {release}: {outcome['detail']}", file=sys.stderr)
+        elif not args.json:
+            print(f"{release}: {outcome['detail']}: ok")
+    return 0 if all(outcome["ok"] for outcome in outcomes.values()) else 1
+
+
+def run_checkout(args: argparse.Namespace) -> int:
+    return show(checkout(args.release, args.folder, framework=framework_of_release(args)))
+
+
+def run_export(args: argparse.Namespace) -> int:
+    return show(export(args.folder))
+
+
+def run_port(args: argparse.Namespace) -> int:
+    return show(*port(args.release, args.to, args.folder, framework=framework_of_release(args)))
+
+
+def run_drift(args: argparse.Namespace) -> int:
+    return show(drift(args.target, framework=framework_of_target(args)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -126,15 +121,21 @@ def parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    listing = command(list_, "list", "show the releases that have a stack, and its patches")
-    state = command(status, "status", "say which release TARGET is and whether it is patched; changes nothing")
-    putting = command(apply, "apply", "put the stack on TARGET")
-    taking = command(unapply, "unapply", "take the stack off TARGET, to the byte")
-    checking = command(check, "check", "try the stack of one or all releases (the default) on the wheel from PyPI")
-    checking_out = command(checkout, "checkout", "make DIR a git tree with the stack as commits")
-    exporting = command(export, "export", "write the commits of DIR, made by checkout, back into the project")
-    porting = command(port_, "port", "carry the stack of RELEASE to another one, as commits in DIR, and report on it")
-    drifting = command(drift, "drift", "say which files that the closest release's stack hooks TARGET has otherwise")
+    listing = command(run_list, "list", "show the releases that have a stack, and its patches")
+    state = command(run_status, "status", "report which release TARGET is and whether it is patched; changes nothing")
+    putting = command(run_apply, "apply", "apply the stack to TARGET")
+    taking = command(run_unapply, "unapply", "take the stack off TARGET, to the byte")
+    checking = command(
+        run_check, "check", "check the stack of one or all releases (the default) on the wheel from PyPI"
+    )
+    checking_out = command(run_checkout, "checkout", "make DIR a git tree with the stack as commits")
+    exporting = command(run_export, "export", "write the commits of DIR, made by checkout, back into the project")
+    porting = command(
+        run_port, "port", "carry the stack of RELEASE to another one, as commits in DIR, and report on it"
+    )
+    drifting = command(
+        run_drift, "drift", "report the files of TARGET that the closest release's stack hooks and that differ"
+    )
     for each in (state, putting, taking, drifting):
         each.add_argument("target", type=Path, metavar="TARGET")
     which = checking.add_mutually_exclusive_group()
@@ -142,7 +143,9 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--all", action="store_true")
     for each in (checking_out, porting):
         each.add_argument("release", metavar="RELEASE")
-    porting.add_argument("to", metavar="TO", help="a release, known or on PyPI, or a folder that holds the framework")
+    porting.add_argument(
+        "to", metavar="TO", help="a release, known or on PyPI, or a folder that contains the framework"
+    )
     for each in (checking_out, exporting, porting):
         each.add_argument("folder", type=Path, metavar="DIR")
     for each in (listing, state, checking):
@@ -151,7 +154,7 @@ def parser() -> argparse.ArgumentParser:
         listing: "all",
         checking: "all, and verl for --release",
         **dict.fromkeys((checking_out, porting), "verl"),
-        **dict.fromkeys((state, putting, taking, drifting), "the one that TARGET holds"),
+        **dict.fromkeys((state, putting, taking, drifting), "the one that TARGET contains"),
     }.items():
         each.add_argument("--framework", choices=FRAMEWORKS, help=f"whose stacks; the default is {default}")
     return top

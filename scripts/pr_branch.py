@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lib.errors import Refused
 from lib.patches import upstream
-from lib.patches.stack import git
+from lib.patches.git import git
 from lib.paths import REPO
 
 TITLE = "tests/special_sanity/check_pr_title.py"

@@ -26,7 +26,7 @@ import aiohttp
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from lib.errors import Refused
-from lib.patches import stack
+from lib.patches.status import status
 from lib.paths import REPO
 from lib.run import folder as runs
 from lib.run import job as jobs
@@ -75,7 +75,7 @@ def patched_verl() -> tuple[Path, str]:
         Refused: it has not this checkout's patches.
     """
     package = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
-    found = stack.status(package)
+    found = status(package)
     if found.state != "patched":
         raise Refused(f"CARRY=yes: {package}: {found.state}: {found.detail}; make apply-patches VERL={package}")
     return package, found.detail

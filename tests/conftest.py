@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from lib.patches.releases import unpacked_wheel
-from lib.patches.stack import apply
+from lib.patches.apply import apply
+from lib.patches.wheels import unpacked_wheel
 from lib.run.job import CPU_PLATFORM
 
 REPO = Path(__file__).resolve().parents[1]

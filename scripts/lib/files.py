@@ -1,7 +1,13 @@
-"""JSON files, written atomically, and JSON lines."""
+"""Write files whole; read JSON lines."""
 
 import json
 from pathlib import Path
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file, creating its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
 
 
 def write_json(file: Path, content: dict) -> None:

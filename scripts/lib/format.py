@@ -10,3 +10,8 @@ def duration(seconds: float) -> str:
     """Format ``seconds`` as ``m:ss``."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes}:{seconds:02d}"
+
+
+def first_three(paths: list[str]) -> str:
+    """Join the first three paths and the number of the others."""
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

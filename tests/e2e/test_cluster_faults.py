@@ -18,8 +18,8 @@ import torch
 from nodes import HEAD, Cluster, below, end, running, wait_for
 from processes import kill, of_this_run
 
-from lib.patches.releases import unpacked_wheel
-from lib.patches.stack import apply
+from lib.patches.apply import apply
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import ARITHMETIC, REPO
 
 HANGS_S = 1800

@@ -12,8 +12,10 @@ import pytest
 from processes import kill, of_this_run
 
 from lib.files import read_jsonl, write_json
-from lib.patches.releases import OAT, find_release, unpacked_wheel
-from lib.patches.stack import apply, load_stack
+from lib.patches.apply import apply
+from lib.patches.releases import OAT, find_release
+from lib.patches.stack import load_stack
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 PYTHON = REPO / ".venv-oat/bin/python"

@@ -19,8 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import matrix
 from lib.files import write_json
-from lib.patches.releases import find_release, load_releases, unpacked_wheel
-from lib.patches.stack import apply, load_stack
+from lib.patches.apply import apply
+from lib.patches.releases import find_release, load_releases
+from lib.patches.stack import load_stack
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import CONFIGS, REPO
 from lib.run.folder import load_manifest
 from lib.run.job import CPU_PLATFORM, MODULES

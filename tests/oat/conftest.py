@@ -11,8 +11,10 @@ import pytest
 from behaviours import entry
 from oat_behaviours import RELEASES, RESULTS, verdicts
 
-from lib.patches.releases import OAT, find_release, unpacked_wheel
-from lib.patches.stack import apply, load_stack
+from lib.patches.apply import apply
+from lib.patches.releases import OAT, find_release
+from lib.patches.stack import load_stack
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 PYTHON = REPO / ".venv-workers/bin/python"

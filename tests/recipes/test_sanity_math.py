@@ -10,7 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lib.patches.releases import OAT, load_releases, unpacked_wheel
+from lib.patches.releases import OAT, load_releases
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 from verl.utils.reward_score import default_compute_score
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from behaviours import RELEASES, entry, verdicts
 
-from lib.patches.releases import find_release, unpacked_wheel
-from lib.patches.stack import apply, load_stack
+from lib.patches.apply import apply
+from lib.patches.releases import find_release
+from lib.patches.stack import load_stack
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 PYTHON = REPO / ".venv-workers/bin/python"

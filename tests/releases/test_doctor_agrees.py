@@ -13,8 +13,8 @@ from doctor_configs import CONFIGS, RARE
 
 from lib.doctor.diagnosis import diagnose
 from lib.doctor.tree import look_at
-from lib.patches.releases import unpacked_wheel
-from lib.patches.stack import apply
+from lib.patches.apply import apply
+from lib.patches.wheels import unpacked_wheel
 
 CASES = REPO / "tests/releases/doctor_cases.py"
 STATES = ("patched", "pristine")

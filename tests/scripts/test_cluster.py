@@ -25,12 +25,14 @@ import torch
 
 import submit
 from lib.errors import Refused
-from lib.patches import releases, stack
+from lib.patches.apply import apply
+from lib.patches.releases import VERL, find_release
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 from lib.run import cluster
 from lib.run import job as jobs
 
-RELEASE = releases.find_release("0.9.1")
+RELEASE = find_release("0.9.1")
 ASKED = {
     "engines": {
         "actor": {"dtype": "float16", "mixed_precision": None, "model_dtype": "fp32"},
@@ -44,12 +46,12 @@ ASKED = {
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> Path:
     """A folder whose verl/ is the release's, not patched."""
-    return releases.unpacked_wheel(RELEASE.name, tmp_path_factory.mktemp("pristine"))
+    return unpacked_wheel(RELEASE.name, tmp_path_factory.mktemp("pristine"))
 
 
 @pytest.fixture
 def patched(pristine, tmp_path) -> Path:
-    stack.apply(Path(shutil.copytree(pristine, tmp_path / "patched")))
+    apply(Path(shutil.copytree(pristine, tmp_path / "patched")))
     return tmp_path / "patched"
 
 
@@ -72,7 +74,7 @@ def test_a_node_says_what_it_would_train_with(patched, imported):
     imported(patched)
     sys.path += path
     told = cluster.facts(ASKED, "cpu")
-    stamp = json.loads((patched / releases.VERL.stamp).read_text())
+    stamp = json.loads((patched / VERL.stamp).read_text())
     assert (told["verl"], told["root"], told["stack"], told["tree"]) == (
         "0.9.1",
         str(patched),
@@ -456,6 +458,6 @@ def test_a_submitted_job_trains_patched_on_unpatched_nodes(unpatched_cluster, tm
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations
-    assert summary["patch_stamp"] == json.loads((Path(verl).parent / releases.VERL.stamp).read_text())
+    assert summary["patch_stamp"] == json.loads((Path(verl).parent / VERL.stamp).read_text())
     logs = [path for path in unpatched_cluster.folder.rglob("*") if path.is_file() and "/logs/" in str(path)]
     assert logs and not [path for path in logs if SECRET.encode() in path.read_bytes()]

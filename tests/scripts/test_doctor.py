@@ -15,8 +15,10 @@ from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.resolver import UPSTREAM_SCALER
 from lib.doctor.tree import look_at
 from lib.errors import Refused
-from lib.patches.releases import VERL, load_releases, unpacked_wheel
-from lib.patches.stack import apply, load_stack
+from lib.patches.apply import apply
+from lib.patches.releases import VERL, load_releases
+from lib.patches.stack import load_stack
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import CONFIGS, REPO
 
 RELEASES = list(load_releases())
@@ -507,7 +509,7 @@ def test_a_foreign_verl(foreign: Path):
 def test_patches_on_a_foreign_verl(trees: dict[str, Path], tmp_path: Path):
     """As port leaves a tree: no record, one hooked file merged into what changed, the others as patches make them."""
     root = Path(shutil.copytree(trees["patched"], tmp_path / "ported"))
-    shutil.rmtree(root / VERL.book)
+    shutil.rmtree(root / VERL.bookkeeping)
     (root / VERL.stamp).unlink()
     manager = root / "verl/utils/checkpoint/fsdp_checkpoint_manager.py"
     manager.write_text(manager.read_text() + "\n# of another commit\n")
@@ -555,7 +557,7 @@ def test_the_command(trees: dict[str, Path]):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--verl", "/tmp"], "holds no verl/__init__.py"),
+        (["--verl", "/tmp"], "contains no verl/__init__.py"),
         (["--verl", "/nowhere"], "is not a folder"),
         (["actor.dtype"], "ARGS"),
         (["--args", "a='b"], "No closing quotation"),

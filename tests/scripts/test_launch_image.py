@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.patches import stack
-from lib.patches.releases import unpacked_wheel
+from lib.patches.status import status
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 FILE = REPO / "configs/launch/Dockerfile"
@@ -73,7 +73,7 @@ def test_the_image_holds_patched_verl_and_this_project(image):
     done = image.build()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--no-deps verl==0.9.1 TransferQueue==0.1.11" in image.installed.read_text()
-    assert stack.status(image.site).state == "patched"
+    assert status(image.site).state == "patched"
     knobs = {"RAY_ADDRESS": "head:6379", "NNODES": "2", "GPUS_PER_NODE": "8"}
     environment = knobs | {"PATH": f"{image.project}/bin:/usr/bin:/bin"}
     for command, said in (

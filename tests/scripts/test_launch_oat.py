@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lib.patches.releases import OAT, load_releases, unpacked_wheel
-from lib.patches.stack import apply
+from lib.patches.apply import apply
+from lib.patches.releases import OAT, load_releases
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 SCRIPT = REPO / "scripts/launch/oat_sanity.sh"

@@ -11,14 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_patchset import contents, edit, git
+from support.trees import contents, edit, git
 
 import pr_branch as pr_branch_module
 from lib.errors import Refused
-from lib.patches import port, upstream
+from lib.files import write
+from lib.patches import upstream
+from lib.patches.hunks import hunks
 from lib.patches.precision_module import MODULE, PACKAGE
-from lib.patches.releases import unpacked_wheel, wheel
-from lib.patches.stack import write
+from lib.patches.wheels import unpacked_wheel, wheel
 from lib.paths import REPO
 
 RELEASE = "0.9.1"
@@ -340,7 +341,7 @@ def test_every_hunk_is_picked_once_or_its_patch_stays():
         (name, path, number)
         for name, patch in patches.items()
         for path, _, _ in patch.blobs
-        for number, _ in enumerate(port.hunks(patch, path), start=1)
+        for number, _ in enumerate(hunks(patch, path), start=1)
     }
     picks = [pick for branch in plan.branches for pick in branch.picks]
     assert not {(pick.patch, path) for pick in picks for path in pick.hunks} - {each[:2] for each in there}

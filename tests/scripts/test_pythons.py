@@ -1,9 +1,10 @@
-"""The patch tool, and what else touches a verl of one's own, on every Python that it takes: 3.10 and later.
+"""The patch tool, and all else that runs beside a verl elsewhere, on every Python that it supports: 3.10 and later.
 
-And the Makefile's choice of one. The Pythons are those on PATH and pyenv's; the tests of one that this machine lacks
-are skipped and name it.
+And the Makefile's choice of one. The Pythons are those on PATH and pyenv's; tests of one that this machine lacks are
+skipped with its version.
 """
 
+import ast
 import os
 import shutil
 import subprocess
@@ -13,9 +14,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from test_patchset import contents
+from support.trees import contents
 
-from lib.patches.releases import FRAMEWORKS, OAT, VERL, Framework, load_releases, unpacked_wheel
+from lib.patches.releases import FRAMEWORKS, OAT, VERL, Framework, load_releases
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
@@ -76,7 +78,7 @@ def expected(wheel, tmp_path_factory) -> tuple[str, dict[str, bytes | None]]:
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_every_python_makes_the_same_tree(python, wheel, expected, tmp_path):
+def test_apply_makes_the_same_tree_on_every_python(python, wheel, expected, tmp_path):
     framework, release, pristine = wheel
     tree, tool = tmp_path / "tree", "patchset.py"
     shutil.copytree(pristine, tree)
@@ -91,14 +93,32 @@ def test_every_python_makes_the_same_tree(python, wheel, expected, tmp_path):
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_the_standard_library_is_enough(python):
+def test_modules_import_with_the_standard_library_alone(python):
     run(python, "-c", f"import {', '.join(MODULES)}")
     assert run(python, "-m", "lib.run.job", "PRECISION=fp16", "STEPS=3") == ""
     assert run(python, "-c", "from lib.run import job; print(job.usage())").startswith("  EXPERIMENT")
 
 
+@pytest.mark.parametrize("python", ["3.6", "3.8", "3.9"])
+def test_older_python_is_refused_in_one_line(python):
+    line = [str(interpreter(python)), "-S", "-B", "patchset.py", "--help"]
+    done = subprocess.run(line, cwd=REPO / "scripts", capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith(f"patchset: Python 3.10 or later is needed; {line[0]} is {python}.")
+
+
+def test_version_is_checked_before_anything_newer_is_read():
+    """Where no older Python is installed: the file parses on one, and refuses one before it imports the project."""
+    tool = REPO / "scripts/patchset.py"
+    ast.parse(tool.read_text(), feature_version=(3, 6))
+    code = f"import runpy, sys; sys.version_info = (3, 9, 18); runpy.run_path({str(tool)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-S", "-B", "-c", code], cwd="/", capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("patchset: Python 3.10 or later is needed; ")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
-def test_the_releases_are_toml(framework):
+def test_versions_toml_is_toml_for_other_readers(framework):
     read = tomllib.loads((framework.home(REPO) / "versions.toml").read_text())
     releases = load_releases(framework=framework)
     assert {name: {key: getattr(releases[name], key) for key in entry} for name, entry in read.items()} == read
@@ -146,7 +166,7 @@ def make(checkout: Path, *words: object) -> subprocess.CompletedProcess:
         ({"python3.13": "3.13"}, "python3.13"),
     ],
 )
-def test_the_patch_tool_takes_the_first_that_fits(checkout, tmp_path, pythons, chosen):
+def test_patch_tool_runs_on_the_first_suitable_python(checkout, tmp_path, pythons, chosen):
     for name, version in pythons.items():
         add(checkout, name, version)
     tree = unpacked_wheel("0.2.4", tmp_path / "tree", OAT)
@@ -167,7 +187,7 @@ def test_the_patch_tool_takes_the_first_that_fits(checkout, tmp_path, pythons, c
         ({"python3": "3.11", "python3.11": "3.9"}, ["test"], "Python 3.11 or 3.12 is needed"),
     ],
 )
-def test_a_python_that_does_not_fit_is_refused(checkout, pythons, words, refusal):
+def test_unsuitable_python_is_refused(checkout, pythons, words, refusal):
     for name, version in pythons.items():
         add(checkout, name, version)
     done = make(checkout, *words)
@@ -185,7 +205,7 @@ def test_a_python_that_does_not_fit_is_refused(checkout, pythons, words, refusal
         (["3.11", "3.12"], "3.12", [], None),
     ],
 )
-def test_an_environment_keeps_its_python(checkout, pythons, there, words, chosen):
+def test_environment_keeps_its_python(checkout, pythons, there, words, chosen):
     """``there`` is the Python of an environment that is up to date; ``chosen`` the one that a new one is made with."""
     for version in pythons:
         add(checkout, f"python{version}", version)

@@ -14,8 +14,10 @@ import pytest
 
 from lib.errors import Refused
 from lib.files import write_json
-from lib.patches import releases, stack
+from lib.patches.apply import apply
 from lib.patches.precision_module import precision_file
+from lib.patches.status import status
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 from lib.run import folder as runs
 from lib.run import job as jobs
@@ -119,10 +121,10 @@ def test_bad_words_are_refused(words, says, tmp_path):
 
 def test_an_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
     release = sweep.installed_release()
-    root = releases.unpacked_wheel(release, tmp_path / "tree")
+    root = unpacked_wheel(release, tmp_path / "tree")
     with pytest.raises(Refused, match=rf"TREES=a={root}: verl {release}, no stack applied; make apply-patches"):
         sweep.tree("a", str(root))
-    stack.apply(root)
+    apply(root)
     code = sweep.tree("a", str(root / "verl"))
     assert code.verl == root and code.environment()["PYTHONPATH"].startswith(f"{root}")
     out = tmp_path / "out"
@@ -165,9 +167,9 @@ def test_a_branch_brings_its_own_verl(tmp_path, monkeypatch):
     code = sweep.checkout("my/branch", commit)
     assert code.name == "my-branch" and code.identity == {"branch": "my/branch", "commit": commit}
     assert (code.project / "scripts" / "run.py").exists() and code.verl.is_relative_to(code.project)
-    assert stack.status(code.verl, code.project).state == "patched"
+    assert status(code.verl, code.project).state == "patched"
     assert [path.name for path in (tmp_path / "branches").iterdir()] == [commit], "nothing is left beside it"
-    monkeypatch.setattr(releases, "unpacked_wheel", None)
+    monkeypatch.setattr(sweep, "unpacked_wheel", None)
     assert sweep.checkout("my/branch", commit) == code, "made once"
 
 

@@ -10,8 +10,9 @@ import torch
 from omegaconf import OmegaConf
 from weight_sync import WeightSyncCheck, WeightSyncError, check_weight_sync
 
-from lib.patches.releases import load_releases, unpacked_wheel
-from lib.patches.stack import apply
+from lib.patches.apply import apply
+from lib.patches.releases import load_releases
+from lib.patches.wheels import unpacked_wheel
 
 CONFIG = {
     "trainer": {"check_weight_sync": True},

@@ -12,9 +12,13 @@ from typing import Any
 from lib.doctor import dtype_rules as hops
 from lib.doctor.dtype_rules import UNKNOWN
 from lib.errors import Refused
+from lib.patches.git_objects import blob_id
 from lib.patches.precision_module import load_precision, precision_file
-from lib.patches.releases import blob_id, wheel
-from lib.patches.stack import Stack, closest, examine, load_stacks, locked, read_record
+from lib.patches.record import read_record
+from lib.patches.stack import Stack, closest, load_stacks
+from lib.patches.status import examine
+from lib.patches.target import locked
+from lib.patches.wheels import wheel
 from lib.paths import CONFIGS
 
 # --- the tree ---------------------------------------------------------------------------------------------------------

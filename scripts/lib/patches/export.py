@@ -1,52 +1,30 @@
-"""The series of one release as git commits: check it out, export it, and check that both are true to the wheel."""
+"""Export the commits of a git tree made by checkout as patches, and check that a re-export gives the same again."""
 
-import compileall
-import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lib.errors import Refused
-from lib.patches.releases import (
-    FRAMEWORKS,
-    VERL,
-    Framework,
-    blob_id,
-    find_release,
-    package_blobs,
-    package_tree_id,
-    record_tree_after,
-    unpacked_wheel,
-)
-from lib.patches.stack import (
-    Patch,
-    Stack,
-    apply,
-    find_target,
-    git,
-    load_stack,
-    make_stack,
-    status,
-    trailers,
-    unapply,
-    write,
-)
+from lib.files import write
+from lib.patches.checkout import BASE, commit_base, commit_patches
+from lib.patches.git import git
+from lib.patches.git_objects import package_blobs, package_tree_id
+from lib.patches.releases import FRAMEWORKS, Framework, find_release, record_tree_after
+from lib.patches.stack import Patch, Stack, make_stack, trailers
+from lib.patches.target import find_target
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
-# The tag names the release and marks the last commit that is not a patch.
-BASE = "base/"
-
-# What git leaves in .git while commits are still to come.
+# The file or folder of .git that an unfinished command leaves.
 UNFINISHED = {"cherry-pick": "sequencer", "rebase": "rebase-merge"}
 
 # As upstream has it: [modules] type: description
 SUBJECT = re.compile(r"\[([a-z_]+)(?:, ?[a-z_]+)*\] (?:feat|fix|refactor|chore|test): (\S.*)")
 
 # One line of context is the least with which git places an insertion without being told to trust line numbers.
-# Everything that a user's configuration could change is said.
+# Everything that a user's configuration could change is given.
 DIFF_OPTIONS = (
     *("--patch", "--unified=1", "--inter-hunk-context=0", "--full-index", "--no-renames", "--no-ext-diff"),
     *("--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/", "--diff-algorithm=histogram"),
@@ -54,68 +32,16 @@ DIFF_OPTIONS = (
 )
 
 
-def checkout(name: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
-    """Make ``folder`` a git tree: the wheel's package, the files copied in verbatim, then a commit for each patch."""
-    stack = load_stack(find_release(name, project, framework), project)
-    with scratch_beside(folder) as (scratch, folder):
-        os.replace(commit_stack(stack, scratch), folder)
-    return [f"{stack.release} in {folder}: {len(stack.patches)} patches as commits after the tag {BASE}{name}"]
-
-
-@contextlib.contextmanager
-def scratch_beside(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Give a folder to make ``folder`` in, and its absolute path; raises Refused where it exists and is not empty."""
-    folder = Path(os.path.abspath(folder))
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise Refused(f"{folder} exists and is not an empty folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".checkout-") as scratch:
-        yield Path(scratch), folder
-
-
-def commit_stack(stack: Stack, scratch: Path) -> Path:
-    """Build the git tree of a stack inside ``scratch`` and return its folder."""
-    name, framework = stack.release.name, stack.release.framework
-    root = unpacked_wheel(name, scratch / "wheel", framework)
-    if (found := package_tree_id(package_blobs(root, framework))) != stack.release.tree_before:
-        raise Refused(f"{framework.name}/ in the wheel of {name} is tree {found}; versions.toml has another")
-    return commit_patches(stack, commit_base(name, root, stack.added, scratch, framework))
-
-
-def commit_patches(stack: Stack, tree: Path) -> Path:
-    for patch in stack.patches:
-        git("apply", "--index", "--whitespace=nowarn", "-", cwd=tree, stdin=patch.text)
-        commit(tree, patch.message)
-    return tree
-
-
-def commit_base(name: str, root: Path, added: Mapping[str, bytes], scratch: Path, framework: Framework = VERL) -> Path:
-    """Move the package from ``root`` into a new git tree inside ``scratch``, with the verbatim files, and tag that."""
-    tree = scratch / "tree"
-    tree.mkdir()
-    os.replace(root / framework.name, tree / framework.name)
-    git("init", "--quiet", "--initial-branch=stack", cwd=tree)
-    git("config", "user.name", "verl-precision", cwd=tree)  # who carries commits on needs no identity of their own
-    git("config", "user.email", "", cwd=tree)
-    write(tree / ".git/info/exclude", b"__pycache__/\n")
-    write(tree / ".git/info/attributes", b"*.py diff=python\n")  # hunk headers then name the function
-    git("add", "--all", "--force", cwd=tree)
-    commit(tree, f"{framework.name} {name}")
-    for path, content in added.items():
-        write(tree / path, content)
-    git("add", "--all", "--force", cwd=tree)
-    commit(tree, "verl-precision: the files that are copied in verbatim")
-    git("tag", BASE + name, cwd=tree)
-    return tree
-
-
-def commit(tree: Path, message: str) -> None:
-    git("commit", "--quiet", "--allow-empty", "--cleanup=verbatim", "--file=-", cwd=tree, stdin=message)
-
-
 @dataclass(frozen=True)
 class Export:
-    """What a git tree holds: patches in order, verbatim files that differ from the base (before, after), tree id."""
+    """The content of a git tree made by checkout.
+
+    Args:
+        patches: in order.
+        verbatim: content at the base and at HEAD, by path, of each verbatim file that the commits change; None if it
+            is absent.
+        tree_after: git tree id of the package with the patches, without the verbatim files.
+    """
 
     framework: Framework
     release: str
@@ -125,7 +51,11 @@ class Export:
 
 
 def read_commits(tree: Path) -> Export:
-    """Read a git tree made by checkout; raises Refused, naming the commit, for what cannot be a patch."""
+    """Read a git tree made by checkout.
+
+    Raises:
+        Refused: the tree is not clean and linear, or a commit, which is named, cannot be a patch.
+    """
     release = base_of(tree)
     base = BASE + release
     framework = find_target(tree, *FRAMEWORKS.values()).framework
@@ -158,7 +88,11 @@ def read_commits(tree: Path) -> Export:
 
 
 def base_of(tree: Path) -> str:
-    """Return the release of a clean, linear git tree made by checkout; raises Refused for any other."""
+    """Return the release of a git tree made by checkout.
+
+    Raises:
+        Refused: it was not made by checkout, has changes or a cherry-pick to finish, or is not linear.
+    """
     if not (tree / ".git").is_dir():
         raise Refused(f"{tree} is not a git tree made by checkout")
     tags = git("tag", "--list", f"{BASE}*", cwd=tree).split()
@@ -174,6 +108,7 @@ def base_of(tree: Path) -> str:
 
 
 def blobs_of(tree: Path, revision: str) -> dict[str, str]:
+    """Return the blob id of each file of a revision, by path."""
     lines = git("ls-tree", "-r", revision, cwd=tree).splitlines()
     return {path: entry.split()[2] for entry, path in (line.split("\t") for line in lines)}
 
@@ -199,46 +134,50 @@ def file_name(subject: str) -> str:
 
 
 def export(tree: Path, project: Path = REPO) -> list[str]:
-    """Write the commits of a git tree made by checkout back into the project, once a re-export gives the same again.
+    """Write the commits of a git tree made by checkout into the project, with the verbatim files that they changed.
 
-    Files copied in verbatim that the commits changed are written back too, unless the project's own have changed since
-    the checkout: then Refused is raised and nothing is written.
+    Returns:
+        what was written, a line each.
+
+    Raises:
+        Refused: a commit cannot be a patch, a re-export differs, or the project's own verbatim files have changed
+            since the checkout; nothing was written.
     """
     tree = Path(os.path.abspath(tree))
-    found = read_commits(tree)
-    release = find_release(found.release, project, found.framework)
-    edits = {project_file(path, project, found.framework): contents for path, contents in found.verbatim.items()}
+    commits = read_commits(tree)
+    release = find_release(commits.release, project, commits.framework)
+    edits = {project_file(path, project, commits.framework): contents for path, contents in commits.verbatim.items()}
     for path, contents in edits.items():
         if (path.read_bytes() if path.exists() else None) not in contents:
             raise Refused(f"{path} changed since the checkout, and the commits change it too; bring the two together")
     with tempfile.TemporaryDirectory() as scratch:
-        pristine = unpacked_wheel(release.name, Path(scratch), found.framework)
-        check_re_export(make_stack(release, found.patches, {}), pristine, found.tree_after)
-    home = found.framework.home(project)
+        pristine = unpacked_wheel(release.name, Path(scratch), commits.framework)
+        check_re_export(make_stack(release, commits.patches, {}), pristine, commits.tree_after)
+    home = commits.framework.home(project)
     folder = home / f"v{release.name}"
     with tempfile.TemporaryDirectory(dir=home, prefix=".export-") as scratch:
         new = Path(scratch, "new")
-        write(new / "series", "".join(f"{patch.name}\n" for patch in found.patches).encode())
-        for patch in found.patches:
+        write(new / "series", "".join(f"{patch.name}\n" for patch in commits.patches).encode())
+        for patch in commits.patches:
             write(new / patch.name, patch.text.encode())
         if folder.exists():
             os.replace(folder, Path(scratch, "old"))
         os.replace(new, folder)
-    record_tree_after(release, found.tree_after, home / "versions.toml")
+    record_tree_after(release, commits.tree_after, home / "versions.toml")
     for path, (_, after) in edits.items():
         path.unlink(missing_ok=True) if after is None else write(path, after)
-    return [f"{release}: {len(found.patches)} patches in {folder}", *(f"wrote {path}" for path in edits)]
+    return [f"{release}: {len(commits.patches)} patches in {folder}", *(f"wrote {path}" for path in edits)]
 
 
 def project_file(path: str, project: Path, framework: Framework) -> Path:
-    """Return where the project keeps the file that apply copies to ``path``."""
+    """Return the project's file that apply copies to ``path``."""
     if Path(path).parent.as_posix() == framework.overlays:
         return project / "configs/precision" / Path(path).name
     return framework.home(project) / "files" / path
 
 
 def check_re_export(stack: Stack, root: Path, tree_after: str) -> None:
-    """Raise Refused where the stack, committed on the wheel in ``root`` and exported once more, is not what it was."""
+    """Raise Refused if the stack, committed on the wheel in ``root`` and exported again, differs."""
     framework = stack.release.framework
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -248,40 +187,5 @@ def check_re_export(stack: Stack, root: Path, tree_after: str) -> None:
         again = read_commits(commit_patches(stack, base))
     if differing := sorted({patch.name for patch in set(stack.patches) ^ set(again.patches)}):
         raise Refused(f"export would write {', '.join(differing)} differently")
-    if (found := package_tree_id({**package_blobs(root, framework), **stack.after})) != tree_after:
-        raise Refused(f"the series makes tree {found}, versions.toml has {tree_after}; checkout and export")
-
-
-def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
-    """Try the stack of a release on its wheel and return what was seen; raises Refused at the first fault.
-
-    The headers are complete; the wheel is the known one; apply makes the tree it should, and every file in it compiles;
-    unapply gives back the wheel, byte for byte; the patches are what export writes.
-    """
-    release = find_release(name, project, framework)
-    stack = load_stack(release, project)
-    for patch in stack.patches:
-        trailers(patch)
-    with tempfile.TemporaryDirectory() as scratch:
-        root = unpacked_wheel(name, Path(scratch), framework)
-        before, blobs = contents(root), package_blobs(root, framework)
-        apply(root, project, framework)
-        found = status(root, project, framework)
-        if found.state != "patched" or not found.exact:
-            raise Refused(f"{release} is {found.state} after apply: {found.detail}")
-        added = {path: blob_id(content) for path, content in stack.added.items()}
-        if package_blobs(root, framework) != {**blobs, **stack.after, **added}:
-            raise Refused(f"apply on {release} changes other files than the stack names")
-        for path in [*stack.after, *added]:
-            if path.endswith(".py") and not compileall.compile_file(root / path, quiet=2):
-                raise Refused(f"{path} of {release} does not compile after apply")
-        unapply(root, project, framework)
-        if contents(root) != before:
-            raise Refused(f"unapply does not give back the wheel of {release}")
-        check_re_export(stack, root, release.tree_after)
-    return f"{len(stack.patches)} patches, {len(stack.after)} files hooked, {len(added)} copied"
-
-
-def contents(root: Path) -> dict[Path, bytes | None]:
-    """Return the bytes of each file below ``root``, None for a folder."""
-    return {path: path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
+    if (actual := package_tree_id({**package_blobs(root, framework), **stack.after})) != tree_after:
+        raise Refused(f"the series makes tree {actual}, versions.toml has {tree_after}; checkout and export")

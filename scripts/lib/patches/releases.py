@@ -1,14 +1,7 @@
-"""Which release is this? Those of each framework that have a stack, their wheels, and the git ids that tell them."""
+"""Releases of each framework that have a stack: one entry of versions.toml each."""
 
-import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import Iterator, Mapping
 from configparser import ConfigParser
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,25 +12,28 @@ from lib.paths import REPO
 
 @dataclass(frozen=True)
 class Framework:
-    """A package that has stacks; those of ``name`` are in patches/<name>, and its make variable is <NAME>.
+    """A package that has stacks: those of ``name`` are in patches/<name>, and its make variable is <NAME>.
 
-    ``name`` is that of the package, ``distribution`` its name on PyPI, ``version`` the file that tells its version.
-    ``overlays`` is where apply puts configs/precision, for a framework that reads such files.
+    Args:
+        name: of the package.
+        distribution: its name on PyPI.
+        version_file: the file of the package that contains its version.
+        overlays: the folder to which apply copies configs/precision, if the framework reads such files.
     """
 
     name: str
     distribution: str
-    version: str
+    version_file: str
     overlays: str | None = None
 
     @property
     def stamp(self) -> str:
-        """Where apply leaves the stamp that workers report."""
+        """Path of the stamp that apply leaves and workers report."""
         return f"{self.name}/utils/precision_stamp.json"
 
     @property
-    def book(self) -> str:
-        """Where apply keeps its own books."""
+    def bookkeeping(self) -> str:
+        """Path of the folder in which apply keeps its record and the original files."""
         return f"{self.name}/.precision"
 
     def home(self, project: Path) -> Path:
@@ -73,7 +69,7 @@ class Release:
 def load_releases(project: Path = REPO, framework: Framework = VERL) -> dict[str, Release]:
     """Return the releases of the framework's versions.toml by name, in file order.
 
-    Its names and values are valid JSON as well as TOML: Python 3.10, which OAT runs on, has no tomllib.
+    Its names and values are JSON as well as TOML: this has to run on Python 3.10, which has no tomllib.
     """
     versions = ConfigParser(interpolation=None, delimiters="=", comment_prefixes="#")
     versions.read_string((framework.home(project) / "versions.toml").read_text())
@@ -85,7 +81,11 @@ def load_releases(project: Path = REPO, framework: Framework = VERL) -> dict[str
 
 
 def find_release(name: str, project: Path = REPO, framework: Framework = VERL) -> Release:
-    """Return the release called ``name``; raises Refused with the known names where there is none."""
+    """Return the release called ``name``.
+
+    Raises:
+        Refused: versions.toml has none of this name.
+    """
     releases = load_releases(project, framework)
     if name not in releases:
         known = f"known: {', '.join(releases)}; make port carries a stack to others"
@@ -109,97 +109,3 @@ def add_release(release: Release, versions: Path) -> str:
     entry = "\n".join([f"[{json.dumps(release.name)}]", *lines])
     versions.write_text(f"{versions.read_text()}\n{entry}\n")
     return entry
-
-
-def blob_id(content: bytes) -> str:
-    """Return the id that git gives a file of this content."""
-    return _object_id("blob", content)
-
-
-def _object_id(kind: str, content: bytes) -> str:
-    return hashlib.sha1(b"%s %d\0" % (kind.encode(), len(content)) + content, usedforsecurity=False).hexdigest()
-
-
-def tree_id(blobs: Mapping[str, str]) -> str:
-    """Return the id that git gives a tree of plain files, from their blob ids by path relative to that tree."""
-    entries: dict[str, str] = {}
-    folders: dict[str, dict[str, str]] = {}
-    for path, blob in blobs.items():
-        head, _, rest = path.partition("/")
-        if rest:
-            folders.setdefault(head, {})[rest] = blob
-        else:
-            entries[head] = "100644 " + blob
-    entries |= {name: "40000 " + tree_id(inside) for name, inside in folders.items()}
-    content = b""
-    # git sorts a folder as if its name ended in a slash
-    for name in sorted(entries, key=lambda name: name + "/" if name in folders else name):
-        mode, _, blob = entries[name].partition(" ")
-        content += f"{mode} {name}\0".encode() + bytes.fromhex(blob)
-    return _object_id("tree", content)
-
-
-def package_tree_id(blobs: Mapping[str, str]) -> str:
-    """Return the tree id of a package from blob ids by path, each path starting with the package's name."""
-    return tree_id({path.partition("/")[2]: blob for path, blob in blobs.items()})
-
-
-def package_files(root: Path, framework: Framework = VERL) -> Iterator[str]:
-    """Yield the path of each file of the package below ``root``, compiled files and this tool's own left out."""
-    for folder, subfolders, names in os.walk(root / framework.name):
-        here = Path(folder).relative_to(root).as_posix()
-        subfolders[:] = [name for name in subfolders if name != "__pycache__" and f"{here}/{name}" != framework.book]
-        for name in names:
-            path = f"{here}/{name}"
-            if path != framework.stamp and not name.endswith(".pyc"):
-                yield path
-
-
-def package_blobs(root: Path, framework: Framework = VERL) -> dict[str, str]:
-    """Return the blob id of each file of the package below ``root``, by path."""
-    return {path: blob_id((root / path).read_bytes()) for path in package_files(root, framework)}
-
-
-def wheel(release: str, framework: Framework = VERL) -> Path:
-    """Return the release's wheel, whose sha256 is checked."""
-    known, path = find_release(release, framework=framework), download(release, framework)
-    if (found := sha256(path)) != known.wheel_sha256:
-        raise Refused(f"{path} has sha256 {found}, not {known.wheel_sha256} as versions.toml says; delete it")
-    return path
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def download(release: str, framework: Framework = VERL) -> Path:
-    """Return the release's wheel in .cache/wheels, downloaded with pip where it is not there.
-
-    It is read here, not run, so that the Python that its metadata asks for need not be this one.
-    """
-    folder = REPO / ".cache/wheels"
-    cached = next(folder.glob(f"{framework.distribution.replace('-', '_')}-{release}-*.whl"), None)
-    if not cached:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-            pip += ["--ignore-requires-python", "--dest", scratch, f"{framework.distribution}=={release}"]
-            done = subprocess.run(pip, capture_output=True, text=True)
-            if done.returncode:
-                reason = done.stderr.strip().splitlines()[-1:]
-                raise Refused(f"cannot download the wheel of {framework.distribution} {release}: {' '.join(reason)}")
-            downloaded = next(Path(scratch).iterdir())
-            cached = folder / downloaded.name
-            os.replace(downloaded, cached)
-    return cached
-
-
-def unpacked_wheel(release: str, into: Path, framework: Framework = VERL) -> Path:
-    """Unpack the release's pristine wheel into the folder ``into`` and return that folder, which holds the package."""
-    return unpack(wheel(release, framework), into)
-
-
-def unpack(archive: Path, into: Path) -> Path:
-    with zipfile.ZipFile(archive) as opened:
-        opened.extractall(into)
-    return into

@@ -19,11 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.errors import Refused
-from lib.patches.export import BASE, DIFF_OPTIONS, UNFINISHED, commit, commit_stack, scratch_beside
-from lib.patches.port import carry, hunks, merge, renames, report
+from lib.files import write
+from lib.patches.checkout import BASE, commit, commit_stack, scratch_beside
+from lib.patches.export import DIFF_OPTIONS, UNFINISHED
+from lib.patches.git import git, run_git
+from lib.patches.git_objects import blob_id
+from lib.patches.hunks import carry, hunks, merge, renames, report
 from lib.patches.precision_module import MODULE, PACKAGE
-from lib.patches.releases import blob_id, find_release
-from lib.patches.stack import Patch, Stack, git, load_stack, make_stack, run_git, write
+from lib.patches.releases import find_release
+from lib.patches.stack import Patch, Stack, load_stack, make_stack
 from lib.paths import REPO
 
 PREFIX = "precision/"

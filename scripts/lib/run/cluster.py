@@ -23,7 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from lib.errors import Refused
-from lib.patches import precision_module, releases, stack
+from lib.format import first_three
+from lib.patches import git_objects, precision_module, releases
+from lib.patches.git_objects import package_blobs, package_tree_id
+from lib.patches.precision_module import load_precision, precision_file
+from lib.patches.releases import VERL, find_release
+from lib.patches.stack import load_stack
 from lib.paths import REPO
 from lib.run.job import Job
 from lib.run.log import errors
@@ -216,15 +221,15 @@ def facts(asked: Mapping[str, Any], device: str) -> dict:
     if spec is None:
         return found
     package = Path(spec.submodule_search_locations[0])
-    blobs = releases.package_blobs(package.parent)
+    blobs = package_blobs(package.parent)
     found |= {
         "verl": (package / "version/version").read_text().strip(),
         "root": str(package.parent),
-        "tree": releases.package_tree_id(blobs),
+        "tree": package_tree_id(blobs),
         "blobs": blobs,
     }
-    stamp = package.parent / releases.VERL.stamp
-    if stamp.exists() and precision_module.precision_file(package.parent):
+    stamp = package.parent / VERL.stamp
+    if stamp.exists() and precision_file(package.parent):
         found["stack"] = json.loads(stamp.read_text())["stack"]
         found |= effective(package.parent, asked["engines"], device)
     return found
@@ -239,7 +244,7 @@ def effective(root: Path, engines: Mapping[str, Mapping], device: str) -> dict:
     """What this verl's own ``Precision`` makes of each engine, and the dtype that a product has under its autocast."""
     import torch
 
-    precision = precision_module.load_precision(root, "precision_of_the_node")
+    precision = load_precision(root, "precision_of_the_node")
     one, dtypes = torch.ones(2, 2, device=device), {}
     for role, engine in engines.items():
         resolved = precision.Precision.of_worker(engine, trained=role != "ref")
@@ -262,7 +267,7 @@ def difference(node: Mapping[str, Any], driver: Mapping[str, Any]) -> str | None
         return f"verl {node['verl']} has stack {node['stack']}, the driver {driver['stack']}"
     paths = node["blobs"] | driver["blobs"]
     if edited := sorted(path for path in paths if node["blobs"].get(path) != driver["blobs"].get(path)):
-        return f"verl {node['verl']} is edited: {stack.listed(edited)}"
+        return f"verl {node['verl']} is edited: {first_three(edited)}"
     for name in ALIKE:
         if node[name] != driver[name]:
             return f"has {name} {node[name]}, the driver {driver[name]}"
@@ -285,8 +290,8 @@ def refuse_driver(driver: Mapping[str, Any]) -> None:
     mend = f"make status VERL={driver['root']} says more"
     if not driver["stack"]:
         raise Refused(f"the driver's verl {driver['verl']} is not patched; {mend}")
-    stamp = json.loads((Path(driver["root"]) / releases.VERL.stamp).read_text())
-    ours = stack.load_stack(releases.find_release(stamp["release"])).id
+    stamp = json.loads((Path(driver["root"]) / VERL.stamp).read_text())
+    ours = load_stack(find_release(stamp["release"])).id
     if driver["stack"] != ours:
         raise Refused(f"the driver's verl {driver['verl']} has stack {driver['stack']}, this checkout {ours}; {mend}")
     if driver["tree"] != stamp["tree"]:
@@ -359,7 +364,7 @@ def prove(nodes: list[tuple[dict, bool]], asked: Mapping[str, Any], driver: Mapp
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    for module in (precision_module, releases):  # of this checkout, which a node need not have
+    for module in (git_objects, precision_module, releases):  # all of this checkout that facts() uses
         ray.cloudpickle.register_pickle_by_value(module)
     waiting = {}
     for node, gpu_free in nodes:
@@ -390,7 +395,7 @@ def prove(nodes: list[tuple[dict, bool]], asked: Mapping[str, Any], driver: Mapp
             | {key: value for key, value in told.items() if key != "blobs"}
         )
     if odd:
-        raise Refused(stack.listed(odd))
+        raise Refused(first_three(odd))
     return sorted(proven, key=lambda each: each["node"])
 
 

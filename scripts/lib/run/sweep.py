@@ -29,9 +29,14 @@ from statistics import fmean
 
 from lib.errors import Refused
 from lib.files import write_json
-from lib.format import duration
-from lib.patches import releases, stack
+from lib.format import duration, first_three
+from lib.patches.git import git, run_git
+from lib.patches.git_objects import package_blobs, package_tree_id
 from lib.patches.precision_module import precision_file
+from lib.patches.releases import VERL
+from lib.patches.status import status
+from lib.patches.target import find_target
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import CACHE, REPO
 from lib.run import job as jobs
 
@@ -184,15 +189,15 @@ def tree(name: str, folder: str) -> Code:
     if not folder or not NAME.fullmatch(name):
         raise Refused(f"{word}: must be NAME=FOLDER; a name is letters, digits and . _ + - alone")
     try:
-        root = stack.find_target(Path(folder).expanduser().resolve(), releases.VERL).root
-        found = stack.status(root)
+        root = find_target(Path(folder).expanduser().resolve(), VERL).root
+        found = status(root)
     except Refused as refusal:
         raise Refused(f"{word}: {refusal}") from refusal
     # A tree that is no release's may have been patched by make port, which leaves no stamp.
     patched = found.stamp or (found.state == "foreign" and precision_file(root))
     if not patched or found.state in ("half-patched", "interrupted"):
         raise Refused(f"{word}: {found.detail}; make apply-patches VERL={folder} patches it")
-    content = releases.package_tree_id(releases.package_blobs(root))
+    content = package_tree_id(package_blobs(root))
     identity = {"folder": str(root), "state": found.detail, "tree": content}
     return Code(name, verl=root, identity=identity)
 
@@ -203,17 +208,17 @@ def committed(name: str) -> str:
     Raises:
         Refused: there is no such branch, or a checkout of it has changes that are not committed.
     """
-    found = stack.run_git("rev-parse", "--verify", "--quiet", f"refs/heads/{name}^{{commit}}", cwd=REPO)
+    found = run_git("rev-parse", "--verify", "--quiet", f"refs/heads/{name}^{{commit}}", cwd=REPO)
     if found.returncode:
-        known = stack.run_git("for-each-ref", "--format=%(refname:short)", "refs/heads", cwd=REPO).stdout.decode()
+        known = run_git("for-each-ref", "--format=%(refname:short)", "refs/heads", cwd=REPO).stdout.decode()
         raise Refused(f"BRANCHES={name}: no such branch here; there are {', '.join(known.split()) or 'none'}")
-    checkouts = stack.git("worktree", "list", "--porcelain", cwd=REPO).split("\n\n")
+    checkouts = git("worktree", "list", "--porcelain", cwd=REPO).split("\n\n")
     for lines in map(str.splitlines, checkouts):
         if f"branch refs/heads/{name}" in lines:
             folder = Path(lines[0].removeprefix("worktree "))
-            changed = [line[3:] for line in stack.git("status", "--porcelain", cwd=folder).splitlines()]
+            changed = [line[3:] for line in git("status", "--porcelain", cwd=folder).splitlines()]
             if changed:
-                raise Refused(f"BRANCHES={name}: {folder} has changes that are not committed: {stack.listed(changed)}")
+                raise Refused(f"BRANCHES={name}: {folder} has changes that are not committed: {first_three(changed)}")
     return found.stdout.decode().strip()
 
 
@@ -232,9 +237,9 @@ def checkout(name: str, commit: str) -> Code:
         project.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=project.parent) as scratch:
             whole = Path(scratch) / "whole"
-            archive = stack.run_git("archive", "--format=tar", commit, cwd=REPO).stdout
+            archive = run_git("archive", "--format=tar", commit, cwd=REPO).stdout
             tarfile.open(fileobj=io.BytesIO(archive)).extractall(whole, filter="data")
-            verl = releases.unpacked_wheel(installed_release(), whole / ".cache" / "verl")
+            verl = unpacked_wheel(installed_release(), whole / ".cache" / "verl")
             apply = [sys.executable, str(whole / "scripts" / "patchset.py"), "apply", str(verl)]
             done = subprocess.run(apply, capture_output=True, text=True)
             if done.returncode:
@@ -246,7 +251,7 @@ def checkout(name: str, commit: str) -> Code:
 def installed_release() -> str:
     """The release of this environment's verl."""
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations
-    return stack.status(Path(verl)).release
+    return status(Path(verl)).release
 
 
 def remember(out: Path, codes: list[Code]) -> dict:

@@ -5,11 +5,18 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_patchset import contents, edit, entry, git, message, patchset, refused
+from support.patch_tool import entry, message, patchset, refused
+from support.trees import contents, edit, git
 
-from lib.patches import export as series
-from lib.patches import port, stack
-from lib.patches.releases import find_release, load_releases, sha256, unpacked_wheel, wheel
+from lib.patches.apply import apply
+from lib.patches.checkout import checkout
+from lib.patches.export import export, read_commits
+from lib.patches.git import run_git
+from lib.patches.hunks import reason
+from lib.patches.port import port
+from lib.patches.releases import find_release, load_releases
+from lib.patches.stack import load_stack
+from lib.patches.wheels import sha256, unpacked_wheel, wheel
 from lib.paths import REPO
 
 OLD, NEW = "0.9.0", "0.9.1"
@@ -36,7 +43,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (project / "patches/verl/files" / MODULE).write_text("ANSWER = 42\n")
     (project / "patches/verl/versions.toml").write_text(f"{entry(OLD)}\n{entry(NEW)}")
     tree = project.parent / "tree"
-    series.checkout(OLD, tree, project)
+    checkout(OLD, tree, project)
     for subject, edits in {
         "[fsdp] feat: import the module": {ENGINE: IMPORT, SAME: IMPORT},
         "[fsdp] fix: collect no garbage": {ENGINE: FIXED},
@@ -46,7 +53,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for path, (before, after) in edits.items():
             edit(tree / path, before, after)
         git("commit", "-am", message(subject), cwd=tree)
-    series.export(tree, project)
+    export(tree, project)
     return project
 
 
@@ -59,9 +66,9 @@ def project(small: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def smooth(project: Path, tmp_path: Path) -> Path:
     """The same without the patch that conflicts."""
-    series.checkout(OLD, tmp_path / "smooth", project)
+    checkout(OLD, tmp_path / "smooth", project)
     git("rebase", "--quiet", "--onto", "HEAD~2", "HEAD~1", cwd=tmp_path / "smooth")
-    series.export(tmp_path / "smooth", project)
+    export(tmp_path / "smooth", project)
     return project
 
 
@@ -74,7 +81,7 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- port -----------------------------------------------------------------------------------------------------------
 
 
-def test_each_hook_is_accounted_for(small: Path, tmp_path: Path):
+def test_report_accounts_for_each_hook(small: Path, tmp_path: Path):
     done = patchset(small, "port", OLD, NEW, tmp_path / "tree")
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.splitlines()[:8] == [
@@ -93,7 +100,7 @@ def test_each_hook_is_accounted_for(small: Path, tmp_path: Path):
     assert "fsdp-change-a-condition.patch has conflicts" in done.stdout
 
 
-def test_what_upstream_fixed_is_dropped_and_the_rest_fits(smooth: Path, tmp_path: Path):
+def test_patch_that_upstream_has_is_dropped(smooth: Path, tmp_path: Path):
     done = patchset(smooth, "port", OLD, NEW, tmp_path / "tree")
     assert (done.returncode, done.stderr) == (0, "")
     assert patchset(smooth, "export", tmp_path / "tree").returncode == 0
@@ -106,7 +113,7 @@ def test_what_upstream_fixed_is_dropped_and_the_rest_fits(smooth: Path, tmp_path
     assert patchset(smooth, "check", "--release", NEW).returncode == 0
 
 
-def test_a_conflict_is_resolved_and_the_rest_carried(project: Path, tmp_path: Path):
+def test_resolved_conflict_lets_the_rest_be_carried(project: Path, tmp_path: Path):
     tree = tmp_path / "tree"
     patchset(project, "port", OLD, NEW, tree)
     assert git("diff", "--name-only", "--diff-filter=U", cwd=tree).split() == [ENGINE]
@@ -127,7 +134,7 @@ def test_a_conflict_is_resolved_and_the_rest_carried(project: Path, tmp_path: Pa
     assert made == ["fsdp-import-the-module.patch", "fsdp-change-a-condition.patch", "ckpt-import-it-twice.patch"]
 
 
-def test_patches_still_to_come_are_not_forgotten(project: Path, tmp_path: Path):
+def test_export_refuses_an_unfinished_cherry_pick(project: Path, tmp_path: Path):
     tree = tmp_path / "tree"
     patchset(project, "port", OLD, NEW, tree)
     git("checkout", "--ours", ENGINE, cwd=tree)
@@ -136,7 +143,7 @@ def test_patches_still_to_come_are_not_forgotten(project: Path, tmp_path: Path):
     assert "cherry-pick to finish" in refused(project, "export", tree, unchanged=project)
 
 
-def test_a_file_that_moved_is_followed_and_one_that_is_gone_conflicts(smooth: Path, newer: Path, tmp_path: Path):
+def test_renamed_file_is_followed_and_missing_file_conflicts(smooth: Path, newer: Path, tmp_path: Path):
     checkout = shutil.copytree(newer, tmp_path / "checkout")
     (checkout / ENGINE).rename(checkout / "verl/workers/engine/fsdp/moved.py")
     (checkout / SAME).unlink()
@@ -152,12 +159,12 @@ def test_a_file_that_moved_is_followed_and_one_that_is_gone_conflicts(smooth: Pa
     assert "import verl.utils.precision" in (tmp_path / "tree/verl/workers/engine/fsdp/moved.py").read_text()
 
 
-def test_a_release_is_known_by_its_content(smooth: Path, newer: Path, tmp_path: Path):
+def test_release_is_identified_by_its_content(smooth: Path, newer: Path, tmp_path: Path):
     assert patchset(smooth, "port", OLD, newer, tmp_path / "tree").returncode == 0
     assert git("tag", cwd=tmp_path / "tree").split() == ["base/0.9.1"]
 
 
-def test_a_new_release_gets_its_entry(smooth: Path, newer: Path, tmp_path: Path):
+def test_port_adds_a_new_release_to_versions_toml(smooth: Path, newer: Path, tmp_path: Path):
     """As ``make port TO=0.9.2`` finds it: here in the cache of wheels, else on PyPI."""
     made = smooth / ".cache/wheels/verl-0.9.2-py3-none-any.whl"
     with zipfile.ZipFile(made, "w") as archive:
@@ -184,14 +191,14 @@ def test_a_new_release_gets_its_entry(smooth: Path, newer: Path, tmp_path: Path)
         ((NEW, OLD), "verl 0.9.1 has no patches to carry"),
         ((OLD, OLD), "0.9.0 is verl 0.9.0 itself"),
         ((OLD, "master"), "master is neither a release (0.9.0, 0.9.1, or a newer one on PyPI) nor a folder"),
-        ((OLD, "project"), "project holds no verl/__init__.py"),
+        ((OLD, "project"), "project contains no verl/__init__.py"),
         ((OLD, "patched"), "patched has verl/utils/precision.py already; take its patches out first"),
         ((OLD, NEW, "project"), "project exists and is not an empty folder"),
     ],
 )
-def test_bad_input(project: Path, tmp_path: Path, args: tuple[str, ...], named: str):
+def test_bad_input_is_refused(project: Path, tmp_path: Path, args: tuple[str, ...], named: str):
     if "patched" in args:
-        stack.apply(unpacked_wheel(OLD, tmp_path / "patched"), project)
+        apply(unpacked_wheel(OLD, tmp_path / "patched"), project)
     source, to, folder = (*args, "tree")[:3]
     assert named in refused(project, "port", source, to, folder, unchanged=tmp_path, cwd=tmp_path)
 
@@ -204,14 +211,14 @@ def test_bad_input(project: Path, tmp_path: Path, args: tuple[str, ...], named: 
         ("c\n", "1 of its 1 old lines are gone, first: a"),
     ],
 )
-def test_why_a_hook_conflicts(ours: str, why: str):
-    assert port.reason("@@ -1,2 +1,2 @@\n-  a\n+  b\n c\n", ours) == why
+def test_conflict_has_a_reason(ours: str, why: str):
+    assert reason("@@ -1,2 +1,2 @@\n-  a\n+  b\n c\n", ours) == why
 
 
 # --- drift ----------------------------------------------------------------------------------------------------------
 
 
-def test_drift_names_the_files_by_patch(small: Path, newer: Path, tmp_path: Path):
+def test_drift_lists_changed_files_by_patch(small: Path, newer: Path, tmp_path: Path):
     checkout = shutil.copytree(newer, tmp_path / "checkout")
     (checkout / SAME).unlink()
     before = contents(checkout)
@@ -231,11 +238,11 @@ def test_drift_names_the_files_by_patch(small: Path, newer: Path, tmp_path: Path
     ]
 
 
-def test_nothing_drifts_from_a_release_patched_or_not(small: Path, tmp_path: Path):
+def test_release_has_no_drift_patched_or_not(small: Path, tmp_path: Path):
     older = unpacked_wheel(OLD, tmp_path / "older")
     expected = "closest to verl 0.9.0: 0 of the 2 files that its stack hooks differ\n"
     assert patchset(small, "drift", older).stdout == expected
-    stack.apply(older, small)
+    apply(older, small)
     assert patchset(small, "drift", older).stdout == expected
 
 
@@ -252,10 +259,10 @@ DECIDED = {
 }
 
 
-def test_the_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
+def test_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
     tree, shipped = tmp_path / "tree", tmp_path / "shipped"
-    lines, whole = port.port(OLD, NEW, tree)
-    series.checkout(NEW, shipped)
+    lines, whole = port(OLD, NEW, tree)
+    checkout(NEW, shipped)
     git("fetch", "--quiet", "--no-tags", str(shipped), "stack:shipped", cwd=tree)
     decided = {}
     while conflicts := git("diff", "--name-only", "--diff-filter=U", cwd=tree).split():
@@ -263,9 +270,9 @@ def test_the_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
         decided[subject] = conflicts
         answer = git("log", "-1", "--format=%h", "--fixed-strings", f"--grep={subject}", "shipped", cwd=tree).strip()
         git("checkout", answer, "--", *conflicts, cwd=tree)
-        stack.run_git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=tree)
+        run_git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=tree)
     assert decided == DECIDED and not whole
-    assert series.read_commits(tree).patches == stack.load_stack(find_release(NEW)).patches
+    assert read_commits(tree).patches == load_stack(find_release(NEW)).patches
     # The report names those files, patch by patch, and what follows from them.
     reported = {line.split()[1].rstrip(":") for line in lines if line.startswith("    conflict ")}
     assert reported == {path for paths in DECIDED.values() for path in paths}

@@ -1,4 +1,4 @@
-"""The patch tool on OAT: a tiny stack on the wheel of 0.2.3 beside that of verl, and the project's stacks."""
+"""The patch tool on OAT: a tiny stack on the wheel of 0.2.3 beside that of verl."""
 
 import json
 import os
@@ -11,24 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_patchset import contents, cut_short, edit, entry, git, message, patchset, pristine, refused, tiny
+from support.patch_tool import AS_A_USER, cut_short, entry, message, patchset, refused
+from support.trees import contents, edit, git
 
-from lib.patches import export as series
-from lib.patches import port, stack
-from lib.patches.releases import (
-    OAT,
-    VERL,
-    Framework,
-    find_release,
-    load_releases,
-    package_blobs,
-    sha256,
-    unpacked_wheel,
-    wheel,
-)
+from lib.patches.apply import apply, unapply
+from lib.patches.git_objects import package_blobs
+from lib.patches.port import destination
+from lib.patches.releases import OAT, VERL, Framework, find_release
+from lib.patches.stack import load_stacks
+from lib.patches.status import status
+from lib.patches.wheels import sha256, unpacked_wheel, wheel
 from lib.paths import REPO
-
-__all__ = ["pristine", "tiny"]  # fixtures
 
 RELEASE, NEWER = "0.2.3", "0.2.4"
 ARGS = "oat/args.py"  # differs between the two
@@ -78,35 +71,35 @@ def target(wheel_of_oat: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def patched(both: Path, target: Path) -> Path:
-    stack.apply(target, both, OAT)
+    apply(target, both, OAT)
     return target
 
 
 # --- apply and unapply ----------------------------------------------------------------------------------------------
 
 
-def test_apply_hooks_copies_and_stamps_and_unapply_gives_back_the_wheel(both: Path, wheel_of_oat: Path, target: Path):
+def test_unapply_restores_what_apply_changed(both: Path, wheel_of_oat: Path, target: Path):
     done = patchset(both, "apply", target)
     assert (done.returncode, done.stderr) == (0, "")
-    (own,) = (each for each in stack.load_stacks(both, OAT) if each.patches)
+    (own,) = (each for each in load_stacks(both, OAT) if each.patches)
     assert done.stdout == f"oat 0.2.3: 2 files hooked, 1 copied, stamp {own.id} in {STAMP}\n"
     assert json.loads((target / STAMP).read_text())["stack"] == own.id
     changed = package_blobs(target, OAT).items() - package_blobs(wheel_of_oat, OAT).items()
     assert {path for path, _ in changed} == {ARGS, SAME, MODULE}
     assert patchset(both, "status", target / "oat").stdout == f"patched: oat 0.2.3 with stack {own.id}\n"
-    told = json.loads(patchset(both, "status", target, "--json").stdout)
-    assert (told["framework"], told["release"], told["state"]) == ("oat", RELEASE, "patched")
+    found = json.loads(patchset(both, "status", target, "--json").stdout)
+    assert (found["framework"], found["release"], found["state"]) == ("oat", RELEASE, "patched")
     assert "nothing to do" in patchset(both, "apply", "--framework", "oat", target).stdout
     done = patchset(both, "unapply", target)
     assert done.stdout == f"oat 0.2.3: stack {own.id} taken off, 2 files restored, 1 removed\n"
     assert contents(target) == contents(wheel_of_oat)
 
 
-def test_a_folder_with_both_is_refused_until_one_is_chosen(both: Path, pristine: Path, target: Path):
+def test_folder_with_both_frameworks_needs_a_choice(both: Path, pristine: Path, target: Path):
     shutil.copytree(pristine / "verl", target / "verl")
     for command in ("status", "apply", "unapply", "drift"):
         line = refused(both, command, target, unchanged=target)
-        assert line == f"patchset: {target} holds verl and oat; choose one: --framework verl or oat\n"
+        assert line == f"patchset: {target} contains verl and oat; choose one: --framework verl or oat\n"
     before = contents(target)
     assert patchset(both, "apply", "--framework", "oat", target).stdout.startswith("oat 0.2.3: 2 files hooked")
     states = [patchset(both, "status", "--framework", name, target).stdout for name in ("verl", "oat")]
@@ -117,7 +110,7 @@ def test_a_folder_with_both_is_refused_until_one_is_chosen(both: Path, pristine:
     assert contents(target) == before
 
 
-def test_the_package_itself_leaves_no_choice(both: Path, pristine: Path, target: Path):
+def test_path_of_a_package_selects_its_framework(both: Path, pristine: Path, target: Path):
     shutil.copytree(pristine / "verl", target / "verl")
     for name in ("verl", "oat"):
         assert patchset(both, "status", target / name).stdout.startswith(f"pristine: {name} ")
@@ -150,13 +143,15 @@ FREE, PATCHED = "target", "patched"
     ("state", "spoil", "words"),
     [
         (FREE, dirty, f"dirty: oat 0.2.3, but for {ARGS}; save your edits, then reinstall oat 0.2.3 or check"),
-        (FREE, dirty, "where they are a later commit's, make drift OAT={0} lists them, make port FRAMEWORK=oat FROM="),
+        (FREE, dirty, "if they are a later commit's, make drift OAT={0} lists them, make port FRAMEWORK=oat FROM="),
         (FREE, foreign, "foreign: matches none of oat 0.2.3, 0.2.4; the closest is 0.2.3, of the 2 files"),
         (PATCHED, edited, f"dirty: edited after apply: {MODULE}; save the edits, then put the files back or reinstall"),
         (PATCHED, lost, "half-patched: oat 0.2.3, but {1} is patched and apply left no record"),
     ],
 )
-def test_refused(both: Path, request: pytest.FixtureRequest, state: str, spoil: Callable, words: str):
+def test_edited_or_damaged_tree_is_refused(
+    both: Path, request: pytest.FixtureRequest, state: str, spoil: Callable, words: str
+):
     root = request.getfixturevalue(state)
     spoil(root)
     for command in ("apply", "unapply"):
@@ -164,15 +159,15 @@ def test_refused(both: Path, request: pytest.FixtureRequest, state: str, spoil: 
     assert patchset(both, "status", root).returncode == 1
 
 
-def test_half_patched_with_a_record(both: Path, wheel_of_oat: Path, patched: Path):
+def test_partly_restored_tree_is_half_patched(both: Path, wheel_of_oat: Path, patched: Path):
     shutil.copy(wheel_of_oat / ARGS, patched / ARGS)
     line = refused(both, "apply", patched, unchanged=patched)
-    assert f"half-patched: oat 0.2.3 with stack {stack.load_stacks(both, OAT)[0].id}, but {ARGS} is not patched" in line
+    assert f"half-patched: oat 0.2.3 with stack {load_stacks(both, OAT)[0].id}, but {ARGS} is not patched" in line
     assert patchset(both, "unapply", patched).returncode == 0
     assert contents(patched) == contents(wheel_of_oat)
 
 
-def test_patched_by_another_version_of_the_project(project: Path, wheel_of_oat: Path, patched: Path):
+def test_stack_of_another_project_version_is_named(project: Path, wheel_of_oat: Path, patched: Path):
     shutil.rmtree(project / "patches/oat/v0.2.3")
     text = (project / "patches/oat/versions.toml").read_text()
     (project / "patches/oat/versions.toml").write_text(text[text.index('["0.2.4"]') :])
@@ -184,34 +179,32 @@ def test_patched_by_another_version_of_the_project(project: Path, wheel_of_oat: 
 
 
 @pytest.mark.parametrize("command", ["apply", "unapply"])
-def test_read_only(both: Path, target: Path, command: str):
+def test_read_only_folder_is_refused(both: Path, target: Path, command: str):
     if command == "unapply":
-        stack.apply(target, both, OAT)
+        apply(target, both, OAT)
     (target / "oat/utils").chmod(0o555)
-    # root writes where it may not, unless it gives up its capabilities
-    as_a_user = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
-    line = refused(both, command, target, unchanged=target, before=as_a_user)
+    line = refused(both, command, target, unchanged=target, before=AS_A_USER)
     (target / "oat/utils").chmod(0o755)
     assert line == f"patchset: {target}/oat/utils is read-only; nothing was changed\n"
 
 
-def test_killed_at_any_moment(both: Path, wheel_of_oat: Path, tmp_path: Path):
-    """Whatever is left, it is told, and unapply gives the wheel back."""
+def test_command_killed_at_any_change_can_be_repaired(both: Path, wheel_of_oat: Path, tmp_path: Path):
+    """Whatever is left has a state, and unapply restores the wheel."""
     for path in (ARGS, SAME, "oat/utils/ops.py", "oat/__init__.py"):
         (tmp_path / "bare" / path).parent.mkdir(parents=True, exist_ok=True)
         os.link(wheel_of_oat / path, tmp_path / "bare" / path)
     before, states, number = contents(tmp_path / "bare"), set(), 0
 
     def run() -> None:
-        stack.apply(target, both, OAT)
-        stack.unapply(target, both, OAT)
+        apply(target, both, OAT)
+        unapply(target, both, OAT)
 
     while True:
         target = shutil.copytree(tmp_path / "bare", tmp_path / f"{number}", copy_function=os.link)
         if not cut_short(target, run, number, "killed"):
             break
-        states.add(stack.status(target, both, OAT).state)
-        stack.unapply(target, both, OAT)
+        states.add(status(target, both, OAT).state)
+        unapply(target, both, OAT)
         assert contents(target) == before
         number += 1
     assert number > 15 and states == {"pristine", "interrupted", "patched"}
@@ -223,28 +216,28 @@ def test_killed_at_any_moment(both: Path, wheel_of_oat: Path, tmp_path: Path):
         (("checkout", "--framework", "oat", "0.9.1", "tree"), "unknown oat release '0.9.1'; known: 0.2.3, 0.2.4"),
         (("check", "--framework", "oat", "--release", "9.9"), "unknown oat release '9.9'; known: 0.2.3, 0.2.4"),
         (("checkout", "0.2.3", "tree"), "unknown verl release '0.2.3'; known: 0.9.1"),
-        (("apply", "--framework", "verl", "target"), "target holds no verl/__init__.py; give a checkout of verl, an"),
-        (("apply", "--framework", "oat", "empty"), "empty holds no oat/__init__.py; give a checkout of oat, an"),
-        (("status", "empty"), "empty holds no verl/__init__.py or oat/__init__.py; give a checkout of verl or oat, an"),
+        (("apply", "--framework", "verl", "target"), "target contains no verl/__init__.py; give a checkout of verl"),
+        (("apply", "--framework", "oat", "empty"), "empty contains no oat/__init__.py; give a checkout of oat, an"),
+        (("status", "empty"), "empty contains no verl/__init__.py or oat/__init__.py; give a checkout of verl or oat"),
         (("status", "missing"), "missing is not a folder; give a checkout of verl or oat, an"),
-        (("port", "--framework", "oat", "0.2.3", "empty", "tree"), "empty holds no oat/__init__.py"),
+        (("port", "--framework", "oat", "0.2.3", "empty", "tree"), "empty contains no oat/__init__.py"),
         (("port", "--framework", "oat", "0.2.4", "0.2.3", "tree"), "oat 0.2.4 has no patches to carry"),
         (("port", "--framework", "oat", "0.2.3", "target", "tree"), "target is oat 0.2.3 itself"),
     ],
 )
-def test_bad_input(both: Path, target: Path, tmp_path: Path, args: tuple[str, ...], words: str):
+def test_bad_input_is_refused(both: Path, target: Path, tmp_path: Path, args: tuple[str, ...], words: str):
     (tmp_path / "empty").mkdir()
     assert words in refused(both, *args, unchanged=tmp_path, cwd=tmp_path)
 
 
-def test_an_unknown_framework(both: Path, target: Path):
+def test_unknown_framework_is_a_usage_error(both: Path, target: Path):
     done = patchset(both, "apply", "--framework", "trl", target)
     assert done.returncode == 2 and "argument --framework: invalid choice: 'trl' (choose from 'verl', 'oat')" in (
         done.stderr
     )
 
 
-def test_a_release_without_patches_yet(both: Path, tmp_path: Path):
+def test_release_without_patches_is_pristine_but_cannot_be_patched(both: Path, tmp_path: Path):
     newer = unpacked_wheel(NEWER, tmp_path / "newer", OAT)
     assert patchset(both, "status", newer).stdout == "pristine: oat 0.2.4, no stack applied\n"
     assert "oat 0.2.4 has no patches yet" in refused(both, "apply", newer, unchanged=newer)
@@ -253,7 +246,7 @@ def test_a_release_without_patches_yet(both: Path, tmp_path: Path):
 # --- list, check, port, drift ---------------------------------------------------------------------------------------
 
 
-def test_list(both: Path):
+def test_list_covers_both_frameworks(both: Path):
     found = json.loads(patchset(both, "list", "--json").stdout)
     assert [f"{each['framework']} {each['name']}" for each in found] == ["verl 0.9.1", "oat 0.2.3", "oat 0.2.4"]
     assert (found[1]["family"], found[1]["copied"]) == ("B", [MODULE])
@@ -263,7 +256,7 @@ def test_list(both: Path):
     assert "verl" not in "".join(lines)
 
 
-def test_check_covers_both(project: Path):
+def test_check_covers_both_frameworks(project: Path):
     done = patchset(project, "check", "--all")
     assert done.returncode == 1 and done.stderr == "patchset: oat 0.2.4: oat 0.2.4 has no patches yet\n"
     assert done.stdout.splitlines() == [
@@ -275,7 +268,7 @@ def test_check_covers_both(project: Path):
     assert list(found) == ["oat 0.2.3", "oat 0.2.4"] and "the series makes tree" in found["oat 0.2.3"]["detail"]
 
 
-def test_port_and_drift(project: Path, tmp_path: Path):
+def test_port_and_drift_between_releases(project: Path, tmp_path: Path):
     newer = unpacked_wheel(NEWER, tmp_path / "newer", OAT)
     assert patchset(project, "drift", newer).stdout.splitlines() == [
         "closest to oat 0.2.3: 1 of the 2 files that its stack hooks differ",
@@ -289,7 +282,7 @@ def test_port_and_drift(project: Path, tmp_path: Path):
     assert "oat 0.2.4: 1 patches, 2 files hooked, 1 copied: ok" in patchset(project, "check", "--all").stdout
 
 
-def test_a_commit_is_named_by_the_version_it_tells(both: Path, tmp_path: Path):
+def test_commit_is_named_by_its_version(both: Path, tmp_path: Path):
     commit = unpacked_wheel(NEWER, tmp_path / "commit", OAT)
     (commit / "oat/later.py").write_text("")
     done = patchset(both, "port", "--framework", "oat", RELEASE, commit, tmp_path / "tree")
@@ -306,23 +299,23 @@ def test_a_commit_is_named_by_the_version_it_tells(both: Path, tmp_path: Path):
         (OAT, "__version__ = '0.2.5.dev1+g1a2b3c4'\n", "0.2.5.dev1+g1a2b3c4"),
     ],
 )
-def test_the_version_of_a_commit(both: Path, tmp_path: Path, framework: Framework, text: str, version: str):
+def test_version_of_a_commit_is_read(both: Path, tmp_path: Path, framework: Framework, text: str, version: str):
     root = tmp_path / "commit"
-    for path in (f"{framework.name}/__init__.py", framework.version):
+    for path in (f"{framework.name}/__init__.py", framework.version_file):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
-    (own,) = (each for each in stack.load_stacks(both, framework) if each.patches)
-    name, _, unknown = port.destination(str(root), own, both, tmp_path / "scratch")
-    assert re.fullmatch(rf"{re.escape(version)}\+\w{{8}}", name) and unknown is None
+    (own,) = (each for each in load_stacks(both, framework) if each.patches)
+    name, _, new_release = destination(str(root), own, both, tmp_path / "scratch")
+    assert re.fullmatch(rf"{re.escape(version)}\+\w{{8}}", name) and new_release is None
 
 
-def test_a_commit_without_a_version_is_refused(both: Path, target: Path, tmp_path: Path):
+def test_commit_without_a_version_is_refused(both: Path, target: Path, tmp_path: Path):
     (target / "oat/__about__.py").write_text("__version__ = read()\n")
     line = refused(both, "port", "--framework", "oat", RELEASE, target, tmp_path / "tree", unchanged=tmp_path)
-    assert line == f"patchset: {target}: oat/__about__.py tells no version; give a checkout or a release\n"
+    assert line == f"patchset: {target}: oat/__about__.py contains no version; give a checkout or a release\n"
 
 
-def test_a_new_release_gets_its_entry(project: Path, tmp_path: Path):
+def test_port_adds_a_new_release_to_versions_toml(project: Path, tmp_path: Path):
     """Its wheel is oat_llm-…, as PyPI has it; here it is in the cache of wheels."""
     newer = unpacked_wheel(NEWER, tmp_path / "newer", OAT)
     made = project / ".cache/wheels/oat_llm-0.2.5-py3-none-any.whl"
@@ -351,7 +344,7 @@ def test_a_new_release_gets_its_entry(project: Path, tmp_path: Path):
         (("check",), "patchset.py check --all"),
     ],
 )
-def test_make_names_the_framework(words: tuple[str, ...], line: str):
+def test_make_passes_the_framework(words: tuple[str, ...], line: str):
     make = ["make", "--dry-run", f"PYTHON={sys.executable}", *words]
     assert line in subprocess.run(make, cwd=REPO, capture_output=True, text=True).stdout
 
@@ -367,21 +360,13 @@ def test_make_names_the_framework(words: tuple[str, ...], line: str):
         (("port", "FROM=0.2.4", "TO=0.2.3", "OAT=b"), "OAT=b: make port takes FROM TO DIR FRAMEWORK alone."),
     ],
 )
-def test_what_make_refuses(words: tuple[str, ...], line: str):
+def test_make_refuses_contradictory_words(words: tuple[str, ...], line: str):
     make = ["make", "--dry-run", f"PYTHON={sys.executable}", *words]
     done = subprocess.run(make, cwd=REPO, capture_output=True, text=True)
     assert done.returncode and done.stderr.count("\n") == 1 and f"*** {line}" in done.stderr
 
 
-def test_both_in_the_environment_stop_no_other_target():
+def test_environment_with_both_frameworks_stops_no_other_target():
     environment = {**os.environ, "VERL": "a", "OAT": "b"}
     make = ["make", "--dry-run", f"PYTHON={sys.executable}", "check"]
     assert subprocess.run(make, cwd=REPO, env=environment, capture_output=True).returncode == 0
-
-
-# --- the project's own stacks ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("release", load_releases(framework=OAT))
-def test_the_projects_stack(release: str):
-    assert series.check(release, framework=OAT)

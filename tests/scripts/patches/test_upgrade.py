@@ -7,21 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.trees import contents
 
 from lib.errors import Refused
-from lib.patches import stack
+from lib.patches.apply import apply, unapply
 from lib.patches.precision_module import MODULE, PACKAGE, load_precision, precision_file
-from lib.patches.releases import unpacked_wheel
+from lib.patches.status import status
+from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 FOLDER = str(Path(PACKAGE).parent)
 # In the order of their imports, so that one after the other they are one module.
 PARTS = "dtypes roles gradients scaler accounting megatron keep_fp32 legacy wire rewards reporting".split()
-
-
-def contents(root: Path) -> dict[str, bytes | None]:
-    """Return the bytes of every file below ``root`` by path, None for a folder."""
-    return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
 
 
 def compile_files(*paths: Path) -> None:
@@ -56,13 +53,13 @@ def pristine(request, tmp_path_factory) -> Path:
 def patched(older: Path, pristine: Path, tmp_path: Path) -> Path:
     """Return a tree that the older project patched and Python compiled."""
     root = shutil.copytree(pristine, tmp_path / "patched")
-    stack.apply(root, older)
+    apply(root, older)
     compile_files(root / MODULE, root / "verl/protocol.py")
     return root
 
 
 def test_older_stack_is_reported_and_upgraded_in_one_step(older: Path, pristine: Path, patched: Path, tmp_path: Path):
-    theirs, found = stack.status(patched, older), stack.status(patched)
+    theirs, found = status(patched, older), status(patched)
     assert (theirs.state, found.state, found.exact) == ("patched", "outdated", True)
     assert found.stamp["stack"] == theirs.stack != found.stack
     assert found.detail.endswith(f"with stack {theirs.stack}; apply brings it to {found.stack}")
@@ -71,25 +68,25 @@ def test_older_stack_is_reported_and_upgraded_in_one_step(older: Path, pristine:
     done = subprocess.run(line, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and f"stack {theirs.stack} taken off first" in done.stdout
     fresh = shutil.copytree(pristine, tmp_path / "fresh")
-    stack.apply(fresh)
+    apply(fresh)
     assert contents(patched) == contents(fresh)
     assert not (patched / MODULE).exists() and not list(patched.rglob("*.pyc"))
-    assert stack.status(patched).state == "patched"
+    assert status(patched).state == "patched"
 
 
 def test_older_stack_is_taken_off_to_the_byte(pristine: Path, patched: Path):
-    stack.unapply(patched)
+    unapply(patched)
     assert contents(patched) == contents(pristine)
 
 
 def test_older_project_takes_the_package_off_again(older: Path, pristine: Path, patched: Path, tmp_path: Path):
-    stack.apply(patched)
+    apply(patched)
     compile_files(patched / FOLDER)
-    stack.apply(patched, older)
+    apply(patched, older)
     fresh = shutil.copytree(pristine, tmp_path / "fresh")
-    stack.apply(fresh, older)
+    apply(fresh, older)
     assert contents(patched) == contents(fresh)
-    stack.unapply(patched)
+    unapply(patched)
     assert contents(patched) == contents(pristine)
 
 
@@ -103,14 +100,14 @@ def test_upgrade_that_is_cut_short_is_repaired(pristine: Path, patched: Path, tm
 
     if (child := os.fork()) == 0:
         os.replace = die_midway
-        stack.apply(patched)
+        apply(patched)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert stack.status(patched).state == "interrupted"
+    assert status(patched).state == "interrupted"
     assert (patched / PACKAGE).exists() and not (patched / FOLDER / "legacy.py").exists()
-    stack.apply(patched)
+    apply(patched)
     fresh = shutil.copytree(pristine, tmp_path / "fresh")
-    stack.apply(fresh)
+    apply(fresh)
     assert contents(patched) == contents(fresh)
 
 
@@ -118,8 +115,8 @@ def test_leftover_module_that_the_package_would_hide_is_refused(pristine: Path, 
     root = shutil.copytree(pristine, tmp_path / "root")
     (root / MODULE).write_text("mine = True\n")
     before = contents(root)
-    assert stack.status(root).state == "dirty"
-    for command in (stack.apply, stack.unapply):
+    assert status(root).state == "dirty"
+    for command in (apply, unapply):
         with pytest.raises(Refused, match=f"dirty: verl .*, but for {MODULE}; save your edits"):
             command(root)
     assert contents(root) == before
@@ -128,7 +125,7 @@ def test_leftover_module_that_the_package_would_hide_is_refused(pristine: Path, 
 def test_edited_module_of_an_older_stack_is_refused(patched: Path):
     (patched / MODULE).write_text("mine = True\n")
     with pytest.raises(Refused, match=f"dirty: edited after apply: {MODULE};"):
-        stack.apply(patched)
+        apply(patched)
 
 
 def test_module_and_package_load_alike_and_leave_no_bytecode(pristine: Path, patched: Path):
@@ -145,7 +142,7 @@ def test_module_and_package_load_alike_and_leave_no_bytecode(pristine: Path, pat
         assert resolved.names()["compute"] == "float16" and resolved.loss_scaling
         assert loaded.worker_scaler({}, resolved, "cpu").get_scale() == 65536.0
         stamps.append(loaded.patch_stamp()["stack"])
-        stack.apply(patched)
-    assert stamps[0] != stamps[1] == stack.status(patched).stack
+        apply(patched)
+    assert stamps[0] != stamps[1] == status(patched).stack
     (patched / MODULE).write_text("")  # Python imports the package
     assert precision_file(patched) == patched / PACKAGE

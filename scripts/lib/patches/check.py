@@ -1,0 +1,73 @@
+"""Check a release's stack on its wheel: apply, compile, unapply, re-export."""
+
+import compileall
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lib.errors import Refused
+from lib.patches.apply import apply, unapply
+from lib.patches.export import check_re_export
+from lib.patches.git_objects import blob_id, package_blobs
+from lib.patches.releases import VERL, Framework, Release, find_release
+from lib.patches.stack import load_stack, trailers
+from lib.patches.status import status
+from lib.patches.wheels import unpacked_wheel
+from lib.paths import REPO
+
+
+def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
+    """Check the stack of a release on its wheel and return its counts in one line.
+
+    The headers are complete; the wheel is the known one; apply makes the tree it should, and every file that it writes
+    compiles; unapply restores the wheel, byte for byte; the patches are what export writes.
+
+    Raises:
+        Refused: at the first fault.
+    """
+    release = find_release(name, project, framework)
+    stack = load_stack(release, project)
+    for patch in stack.patches:
+        trailers(patch)
+    with tempfile.TemporaryDirectory() as scratch:
+        root = unpacked_wheel(name, Path(scratch), framework)
+        before, blobs = contents(root), package_blobs(root, framework)
+        apply(root, project, framework)
+        after = status(root, project, framework)
+        if after.state != "patched" or not after.exact:
+            raise Refused(f"{release} is {after.state} after apply: {after.detail}")
+        added = {path: blob_id(content) for path, content in stack.added.items()}
+        if package_blobs(root, framework) != {**blobs, **stack.after, **added}:
+            raise Refused(f"apply on {release} changes other files than the stack names")
+        for path in [*stack.after, *added]:
+            if path.endswith(".py") and not compileall.compile_file(root / path, quiet=2):
+                raise Refused(f"{path} of {release} does not compile after apply")
+        unapply(root, project, framework)
+        if contents(root) != before:
+            raise Refused(f"unapply does not restore the wheel of {release}")
+        check_re_export(stack, root, release.tree_after)
+    return f"{len(stack.patches)} patches, {len(stack.after)} files hooked, {len(added)} copied"
+
+
+def contents(root: Path) -> dict[Path, bytes | None]:
+    """Return the bytes of each file below ``root``, None for a folder."""
+    return {path: path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
+
+
+def check_all(releases: Iterable[Release]) -> dict[str, dict]:
+    """Check the stack of each release.
+
+    Returns:
+        ``{"ok": bool, "detail": the counts or the fault}`` by framework and name, such as "oat 0.2.4".
+    """
+
+    def outcome(release: Release) -> dict:
+        try:
+            return {"ok": True, "detail": check(release.name, framework=release.framework)}
+        except Refused as fault:
+            return {"ok": False, "detail": str(fault)}
+
+    releases = list(releases)
+    with ThreadPoolExecutor() as pool:  # most of it is git's work
+        return {str(release): result for release, result in zip(releases, pool.map(outcome, releases), strict=True)}

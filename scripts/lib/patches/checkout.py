@@ -1,0 +1,85 @@
+"""Make a git tree of a release's stack: the wheel's package, the verbatim files, then one commit for each patch."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from lib.errors import Refused
+from lib.files import write
+from lib.patches.git import git
+from lib.patches.git_objects import package_blobs, package_tree_id
+from lib.patches.releases import VERL, Framework, find_release
+from lib.patches.stack import Stack, load_stack
+from lib.patches.wheels import unpacked_wheel
+from lib.paths import REPO
+
+# The tag names the release and marks the last commit that is not a patch.
+BASE = "base/"
+
+
+def checkout(name: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
+    """Make ``folder`` a git tree with the stack of the release ``name`` as commits, and return what was done."""
+    stack = load_stack(find_release(name, project, framework), project)
+    with scratch_beside(folder) as (scratch, folder):
+        os.replace(commit_stack(stack, scratch), folder)
+    return [f"{stack.release} in {folder}: {len(stack.patches)} patches as commits after the tag {BASE}{name}"]
+
+
+@contextlib.contextmanager
+def scratch_beside(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield a scratch folder beside ``folder``, to be renamed to it, and the absolute path of ``folder``.
+
+    Raises:
+        Refused: ``folder`` exists and is not an empty folder.
+    """
+    folder = Path(os.path.abspath(folder))
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise Refused(f"{folder} exists and is not an empty folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".checkout-") as scratch:
+        yield Path(scratch), folder
+
+
+def commit_stack(stack: Stack, scratch: Path) -> Path:
+    """Make the git tree of a stack inside ``scratch`` and return its folder."""
+    name, framework = stack.release.name, stack.release.framework
+    root = unpacked_wheel(name, scratch / "wheel", framework)
+    if (actual := package_tree_id(package_blobs(root, framework))) != stack.release.tree_before:
+        expected = stack.release.tree_before
+        raise Refused(f"{framework.name}/ in the wheel of {name} is tree {actual}; versions.toml has {expected}")
+    return commit_patches(stack, commit_base(name, root, stack.added, scratch, framework))
+
+
+def commit_patches(stack: Stack, tree: Path) -> Path:
+    """Commit the patches of a stack in the git tree ``tree``, and return that."""
+    for patch in stack.patches:
+        git("apply", "--index", "--whitespace=nowarn", "-", cwd=tree, stdin=patch.text)
+        commit(tree, patch.message)
+    return tree
+
+
+def commit_base(name: str, root: Path, added: Mapping[str, bytes], scratch: Path, framework: Framework = VERL) -> Path:
+    """Move the package from ``root`` into a new git tree inside ``scratch``, add the verbatim files, and tag that."""
+    tree = scratch / "tree"
+    tree.mkdir()
+    os.replace(root / framework.name, tree / framework.name)
+    git("init", "--quiet", "--initial-branch=stack", cwd=tree)
+    git("config", "user.name", "verl-precision", cwd=tree)  # whoever continues a cherry-pick needs no identity
+    git("config", "user.email", "", cwd=tree)
+    write(tree / ".git/info/exclude", b"__pycache__/\n")
+    write(tree / ".git/info/attributes", b"*.py diff=python\n")  # hunk headers then name the function
+    git("add", "--all", "--force", cwd=tree)
+    commit(tree, f"{framework.name} {name}")
+    for path, content in added.items():
+        write(tree / path, content)
+    git("add", "--all", "--force", cwd=tree)
+    commit(tree, "verl-precision: the files that are copied in verbatim")
+    git("tag", BASE + name, cwd=tree)
+    return tree
+
+
+def commit(tree: Path, message: str) -> None:
+    """Commit the index with exactly this message."""
+    git("commit", "--quiet", "--allow-empty", "--cleanup=verbatim", "--file=-", cwd=tree, stdin=message)

@@ -1,0 +1,45 @@
+"""Run git, independent of the caller's configuration, repository and clock."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from lib.errors import Refused
+
+# Nothing of the caller's git set-up may change a result: no configuration, no surrounding repository (inside one,
+# `git apply` skips files and exits 0), no clock.
+IDENTITY = {
+    f"GIT_{role}_{key}": value
+    for role in ("AUTHOR", "COMMITTER")
+    for key, value in {"NAME": "verl-precision", "EMAIL": "", "DATE": "2000-01-01T00:00:00Z"}.items()
+}
+
+
+def git(*args: str, cwd: Path, stdin: str = "") -> str:
+    """Run git in ``cwd`` and return its output.
+
+    Raises:
+        Refused: git is not installed, or fails; with the first line of its complaint.
+    """
+    done = run_git(*args, cwd=cwd, stdin=stdin)
+    if done.returncode:
+        reason = done.stderr.decode().strip().partition("\n")[0]
+        raise Refused(f"git {args[0]} failed with exit code {done.returncode}: {reason}")
+    return done.stdout.decode()
+
+
+def run_git(*args: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[bytes]:
+    """Run git in ``cwd`` and return the finished process, whatever its exit code.
+
+    Raises:
+        Refused: git is not installed.
+    """
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | IDENTITY
+    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+    env["GIT_CEILING_DIRECTORIES"] = str(cwd.resolve().parent)
+    try:
+        return subprocess.run(["git", *args], cwd=cwd, env=env, input=stdin.encode(), capture_output=True)
+    except FileNotFoundError as error:
+        if error.filename != "git":  # the folder is missing
+            raise
+        raise Refused("git is not installed: install it, or add its folder to PATH") from None

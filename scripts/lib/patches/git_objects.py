@@ -1,0 +1,58 @@
+"""Ids that git gives the files and the tree of a package, computed without git."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from lib.patches.releases import VERL, Framework
+
+
+def blob_id(content: bytes) -> str:
+    """Return the id that git gives a file of this content."""
+    return _object_id("blob", content)
+
+
+def _object_id(kind: str, content: bytes) -> str:
+    return hashlib.sha1(b"%s %d\0" % (kind.encode(), len(content)) + content, usedforsecurity=False).hexdigest()
+
+
+def tree_id(blobs: Mapping[str, str]) -> str:
+    """Return the id that git gives a tree of plain files, from their blob ids by path relative to that tree."""
+    entries: dict[str, str] = {}
+    folders: dict[str, dict[str, str]] = {}
+    for path, blob in blobs.items():
+        head, _, rest = path.partition("/")
+        if rest:
+            folders.setdefault(head, {})[rest] = blob
+        else:
+            entries[head] = "100644 " + blob
+    entries |= {name: "40000 " + tree_id(inside) for name, inside in folders.items()}
+    content = b""
+    # git sorts a folder as if its name ended in a slash
+    for name in sorted(entries, key=lambda name: name + "/" if name in folders else name):
+        mode, _, blob = entries[name].partition(" ")
+        content += f"{mode} {name}\0".encode() + bytes.fromhex(blob)
+    return _object_id("tree", content)
+
+
+def package_tree_id(blobs: Mapping[str, str]) -> str:
+    """Return the tree id of a package from blob ids by path, each path starting with the package's name."""
+    return tree_id({path.partition("/")[2]: blob for path, blob in blobs.items()})
+
+
+def package_files(root: Path, framework: Framework = VERL) -> Iterator[str]:
+    """Yield the path of each file of the package below ``root``, without compiled files and what apply keeps there."""
+    for folder, subfolders, names in os.walk(root / framework.name):
+        here = Path(folder).relative_to(root).as_posix()
+        skipped = (f"{here}/__pycache__", framework.bookkeeping)
+        subfolders[:] = [name for name in subfolders if f"{here}/{name}" not in skipped]
+        for name in names:
+            path = f"{here}/{name}"
+            if path != framework.stamp and not name.endswith(".pyc"):
+                yield path
+
+
+def package_blobs(root: Path, framework: Framework = VERL) -> dict[str, str]:
+    """Return the blob id of each file of the package below ``root``, by path."""
+    return {path: blob_id((root / path).read_bytes()) for path in package_files(root, framework)}

@@ -1,0 +1,244 @@
+"""Apply and unapply, on the wheel of verl 0.9.1 with the tiny stack."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.patch_tool import AS_A_USER, cut_short, message, patchset, refused
+from support.tiny_stack import CONFIG, ENGINE, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, STAMP, UNTOUCHED
+from support.trees import contents, edit, git
+
+from lib.patches.apply import apply, unapply
+from lib.patches.checkout import checkout
+from lib.patches.export import export
+from lib.patches.git_objects import package_blobs, package_tree_id
+from lib.patches.releases import find_release
+from lib.patches.stack import load_stacks
+from lib.patches.status import status
+from lib.patches.target import locked
+
+
+def test_apply_hooks_copies_and_stamps(tiny: Path, pristine: Path, target: Path):
+    (target / ENGINE).chmod(0o640)
+    done = patchset(tiny, "apply", target)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (target / ENGINE).stat().st_mode & 0o777 == 0o640
+    assert "verl 0.9.1: 3 files hooked, 3 copied, stamp " in done.stdout
+    assert "# twice\nimport verl.utils.precision\n" in (target / ENGINE).read_text()
+    assert (target / CONFIG).read_text().startswith("# A key.\nkey: 1\n")
+    assert (target / MODULE).read_text() == "ANSWER = 42\n"
+    assert (target / OVERLAY).read_text() == "# @package _global_\n"
+    expected = {"release": RELEASE, "stack": load_stacks(tiny)[0].id}
+    expected["tree"] = package_tree_id(package_blobs(target))
+    assert json.loads((target / STAMP).read_text()) == expected
+    changed = package_blobs(target).items() - package_blobs(pristine).items()
+    assert {path for path, _ in changed} == {ENGINE, CONFIG, PROTOCOL, MODULE, PART, OVERLAY}
+
+
+def test_unapply_restores_the_wheel(tiny: Path, pristine: Path, patched: Path):
+    subprocess.run([sys.executable, "-m", "compileall", "-q", *(patched / path for path in (MODULE, PART))], check=True)
+    done = patchset(tiny, "unapply", patched)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "3 files restored, 3 removed" in done.stdout
+    assert contents(patched) == contents(pristine)
+    for path in (ENGINE, CONFIG, PROTOCOL):
+        old, new = (pristine / path).stat(), (patched / path).stat()
+        assert (old.st_mode, old.st_mtime_ns) == (new.st_mode, new.st_mtime_ns)
+
+
+@pytest.mark.parametrize("command", ["apply", "unapply"])
+def test_apply_and_unapply_are_idempotent(tiny: Path, target: Path, command: str):
+    if command == "apply":
+        apply(target, tiny)
+    before = {path: (path.stat().st_ino, path.stat().st_ctime_ns) for path in target.rglob("*")}
+    done = patchset(tiny, command, target)
+    assert done.returncode == 0 and "nothing to do" in done.stdout
+    assert {path: (path.stat().st_ino, path.stat().st_ctime_ns) for path in target.rglob("*")} == before
+
+
+def test_stale_bytecode_is_removed(tiny: Path, patched: Path):
+    for command in (unapply, apply):
+        subprocess.run([sys.executable, "-m", "compileall", "-q", patched / "verl/protocol.py"], check=True)
+        subprocess.run([sys.executable, "-m", "compileall", "-q", patched / "verl/base_config.py"], check=True)
+        command(patched, tiny)
+        assert {path.name.split(".")[0] for path in (patched / "verl/__pycache__").iterdir()} == {"base_config"}
+
+
+def test_apply_upgrades_an_older_stack(project: Path, pristine: Path, patched: Path, tmp_path: Path):
+    (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
+    (project / "patches/verl/files" / PART).unlink()
+    tree = tmp_path / "tree"
+    checkout(RELEASE, tree, project)
+    edit(tree / UNTOUCHED, "import", "# one more file\nimport")
+    git("commit", "-am", message("[worker] feat: one more file"), cwd=tree)
+    git("revert", "--no-edit", "HEAD~1", cwd=tree)
+    git("commit", "--amend", "-m", message("[cfg] fix: not the key"), cwd=tree)
+    export(tree, project)
+    assert status(patched, project).state == "outdated"
+    done = patchset(project, "apply", patched)
+    assert done.returncode == 0 and "taken off first" in done.stdout
+    fresh = shutil.copytree(pristine, tmp_path / "fresh")
+    apply(fresh, project)
+    assert contents(patched) == contents(fresh)
+    assert unapply(patched, project) and contents(patched) == contents(pristine)
+
+
+def test_unapply_needs_no_stack(project: Path, pristine: Path, patched: Path):
+    shutil.rmtree(project / "patches/verl/v0.9.1")
+    shutil.rmtree(project / "patches/verl/files")
+    unapply(patched, project)
+    assert contents(patched) == contents(pristine)
+
+
+def test_edit_of_an_untouched_file_survives(tiny: Path, target: Path):
+    (target / UNTOUCHED).write_text("mine = True\n")
+    assert "untouched files differ" in patchset(tiny, "status", target).stdout
+    before = contents(target)
+    apply(target, tiny)
+    assert (target / UNTOUCHED).read_text() == "mine = True\n"
+    unapply(target, tiny)
+    assert contents(target) == before
+
+
+def test_apply_works_inside_another_git_repository(tiny: Path, pristine: Path, tmp_path: Path):
+    git("init", "--quiet", cwd=tmp_path)
+    (tmp_path / ".gitignore").write_text(".venv/\nscratch/\n")
+    (tmp_path / "scratch").mkdir()
+    target = shutil.copytree(pristine, tmp_path / ".venv/lib/site-packages")
+    for environment in ({}, {"GIT_DIR": str(tmp_path / ".git"), "GIT_WORK_TREE": str(tmp_path)}):
+        inside = {**os.environ, "TMPDIR": str(tmp_path / "scratch"), **environment}
+        assert patchset(tiny, "apply", target, cwd=tmp_path, env=inside).returncode == 0
+        assert "# twice" in (target / ENGINE).read_text()
+        assert patchset(tiny, "unapply", target, cwd=tmp_path, env=inside).returncode == 0
+        assert contents(target) == contents(pristine)
+
+
+def test_apply_and_unapply_work_on_a_git_checkout(tiny: Path, pristine: Path, tmp_path: Path):
+    clone = tmp_path / "verl"
+    shutil.copytree(pristine / "verl", clone / "verl")
+    (clone / "verl/README.md").write_text("not in the wheel\n")
+    git("init", "--quiet", cwd=clone)
+    git("add", "--all", cwd=clone)
+    git("commit", "--quiet", "-m", "verl", cwd=clone)
+    found = status(clone, tiny)
+    assert (found.state, found.release, found.exact) == ("pristine", RELEASE, False)
+    assert patchset(tiny, "apply", clone).returncode == 0
+    expected = {f" M {path}" for path in (ENGINE, CONFIG, PROTOCOL)} | {f"?? {path}" for path in (MODULE, STAMP)}
+    expected |= {f"?? {path.rpartition('/')[0]}/" for path in (PART, OVERLAY)}
+    assert set(git("status", "--porcelain", cwd=clone).splitlines()) == expected
+    assert patchset(tiny, "unapply", clone).returncode == 0
+    assert git("status", "--porcelain", "--ignored", cwd=clone) == ""
+
+
+@pytest.mark.parametrize("name", ["target", "target/", "target/verl", "link"])
+def test_target_may_be_a_relative_path_the_package_or_a_link(tiny: Path, target: Path, tmp_path: Path, name: str):
+    (tmp_path / "link").symlink_to(target)
+    assert patchset(tiny, "apply", name, cwd=tmp_path).returncode == 0
+    assert status(target, tiny).state == "patched"
+
+
+def test_lock_serializes_concurrent_applies(tiny: Path, target: Path):
+    before = contents(target)
+    line = [sys.executable, "-B", tiny / "scripts/patchset.py", "apply", target]
+    with locked(target):
+        running = [subprocess.Popen(line, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        for process in running:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+        assert contents(target) == before
+    printed = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert sorted("nothing to do" in text for text in printed) == [False, True]
+    assert status(target, tiny).state == "patched"
+
+
+@pytest.mark.parametrize("folder", ["verl", "verl/trainer/config"])
+@pytest.mark.parametrize("command", ["apply", "unapply"])
+def test_read_only_folder_is_refused(tiny: Path, target: Path, command: str, folder: str):
+    if command == "unapply":
+        apply(target, tiny)
+    (target / folder).chmod(0o555)
+    line = refused(tiny, command, target, unchanged=target, before=AS_A_USER)
+    assert f"{target / folder} is read-only" in line
+    assert patchset(tiny, "status", target, before=AS_A_USER).returncode == 0
+    (target / folder).chmod(0o755)
+    assert patchset(tiny, command, target).returncode == 0
+
+
+def test_full_disk_changes_nothing(tiny: Path, target: Path):
+    size = (target / PROTOCOL).stat().st_size - 1
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    assert "File too large" in refused(tiny, "apply", target, unchanged=target, preexec_fn=limit)
+
+
+def test_damaged_original_is_refused(tiny: Path, patched: Path):
+    (kept,) = (patched / "verl/.precision").glob("*ppo_trainer.yaml")
+    edit(kept, "# Format", "# format")
+    assert str(kept) in refused(tiny, "unapply", patched, unchanged=patched)
+
+
+def test_reinstalled_package_can_be_unapplied_or_patched(tiny: Path, pristine: Path, patched: Path, tmp_path: Path):
+    for path in (ENGINE, CONFIG, PROTOCOL):
+        shutil.copy(pristine / path, patched / path)
+    assert status(patched, tiny).state == "interrupted"
+    again = shutil.copytree(patched, tmp_path / "again")
+    unapply(again, tiny)
+    assert contents(again) == contents(pristine)
+    apply(patched, tiny)
+    assert status(patched, tiny).state == "patched"
+    unapply(patched, tiny)
+    assert contents(patched) == contents(pristine)
+
+
+@pytest.fixture
+def bare(pristine: Path, tmp_path: Path) -> Path:
+    """A few of verl's files, the ones to hook among them, quick to copy."""
+    for path in (ENGINE, CONFIG, PROTOCOL, UNTOUCHED, "verl/__init__.py"):
+        (tmp_path / "bare" / path).parent.mkdir(parents=True, exist_ok=True)
+        os.link(pristine / path, tmp_path / "bare" / path)
+    return tmp_path / "bare"
+
+
+def copy(root: Path, name: str) -> Path:
+    """Copy a tree beside itself as hard links, which some installers make."""
+    return shutil.copytree(root, root.parent / name, copy_function=os.link)
+
+
+def test_failed_apply_changes_nothing(tiny: Path, bare: Path):
+    number = 0
+    while cut_short(target := copy(bare, f"{number}"), lambda: apply(target, tiny), number, "failed"):
+        assert contents(target) == contents(bare)
+        number += 1
+    assert number > 20
+
+
+def test_apply_killed_at_any_change_can_be_repaired(tiny: Path, project: Path, pristine: Path, bare: Path):
+    """An apply that takes off an older stack first passes through all that apply and unapply can do."""
+    (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
+    older, newer = copy(bare, "older"), copy(bare, "newer")
+    apply(older, tiny)
+    apply(newer, project)
+    states, number = set(), 0
+    while cut_short(target := copy(older, f"{number}"), lambda: apply(target, project), number, "killed"):
+        found = contents(target)
+        states.add(status(target, project).state)
+        assert contents(target) == found
+        other = copy(target, f"{number}-other")
+        unapply(other, project)
+        assert contents(other) == contents(bare)
+        apply(target, project)
+        assert contents(target) == contents(newer)
+        number += 1
+    assert contents(target) == contents(newer)
+    assert number > 40
+    assert states == {"outdated", "pristine", "interrupted"}
+    assert package_blobs(bare).items() <= package_blobs(pristine).items()
+    assert package_tree_id(package_blobs(pristine)) == find_release(RELEASE).tree_before

@@ -1,0 +1,119 @@
+"""A stack as commits: checkout and export of the tiny stack."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support.patch_tool import message, patchset, refused
+from support.tiny_stack import CONFIG, ENGINE, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, STAMP, UNTOUCHED
+from support.trees import contents, edit, git
+
+from lib.patches.releases import find_release
+from lib.patches.stack import load_stacks
+
+
+@pytest.fixture
+def tree(project: Path, tmp_path: Path) -> Path:
+    """The tiny stack as commits."""
+    assert patchset(project, "checkout", RELEASE, tmp_path / "tree").returncode == 0
+    return tmp_path / "tree"
+
+
+def test_checkout_commits_the_wheel_the_files_and_the_patches(tiny: Path, patched: Path, tree: Path):
+    ids = git("log", "--reverse", "--format=%T", cwd=tree).split()
+    subjects = git("log", "--reverse", "--format=%s", cwd=tree).splitlines()
+    assert len(ids) == 4 and subjects[2:] == [patch.subject for patch in load_stacks(tiny)[0].patches]
+    assert git("rev-parse", f"{ids[0]}:verl", cwd=tree).strip() == find_release(RELEASE, tiny).tree_before
+    assert git("rev-parse", "HEAD:verl", cwd=tree).strip() == json.loads((patched / STAMP).read_text())["tree"]
+
+
+def test_checkout_refuses_a_folder_in_use(tiny: Path, target: Path):
+    assert "not an empty folder" in refused(tiny, "checkout", RELEASE, target, unchanged=target)
+
+
+def test_export_of_a_checkout_changes_nothing(project: Path, tree: Path):
+    before = contents(project)
+    git("config", "diff.noprefix", "true", cwd=tree)
+    git("config", "diff.context", "9", cwd=tree)
+    assert patchset(project, "export", tree).returncode == 0
+    assert contents(project) == before
+
+
+def test_exported_patch_has_one_line_of_context(tiny: Path):
+    text = (tiny / "patches/verl/v0.9.1/fsdp-read-the-configured-dtype.patch").read_text()
+    header, _, diff = text.partition("\n---\n")
+    assert header == "Subject: " + message("[fsdp, worker] feat: read the configured dtype")
+    lines = diff.splitlines()
+    assert lines[0] == f"diff --git a/{ENGINE} b/{ENGINE}" and lines[4].startswith("@@ -18,2 +18,3 @@")
+    assert lines[5:] == [" import logging", "+import verl.utils.precision", " import os"]
+
+
+def test_git_apply_accepts_the_patches(tiny: Path, patched: Path, target: Path, pristine: Path, tmp_path: Path):
+    by_hand = shutil.copytree(pristine, tmp_path / "by-hand")
+    for patch in load_stacks(tiny)[0].patches:
+        git("apply", str(tiny / "patches/verl/v0.9.1" / patch.name), cwd=by_hand)
+    for path in (ENGINE, CONFIG, PROTOCOL):
+        assert (by_hand / path).read_bytes() == (patched / path).read_bytes()
+
+
+def test_export_writes_verbatim_files_back(project: Path, tree: Path):
+    files = project / "patches/verl/files"
+    (tree / MODULE).write_text("ANSWER = 43\n")
+    (tree / OVERLAY).write_text("# changed\n")
+    (tree / PART).unlink()
+    (tree / "verl/utils/another.py").write_text("A = 1\n")
+    edit(tree / UNTOUCHED, "import", "import verl.utils.another\nimport")
+    git("add", "--all", cwd=tree)
+    git("commit", "-m", message("[worker] feat: use another module"), cwd=tree)
+    before = find_release(RELEASE, project).tree_after
+    assert patchset(project, "export", tree).returncode == 0
+    assert (files / MODULE).read_text() == "ANSWER = 43\n"
+    assert (files / "verl/utils/another.py").read_text() == "A = 1\n" and not (files / PART).exists()
+    assert (project / "configs/precision/fp16.yaml").read_text() == "# changed\n"
+    assert (project / "patches/verl/v0.9.1/series").read_text().splitlines()[2] == "worker-use-another-module.patch"
+    assert find_release(RELEASE, project).tree_after != before
+    assert patchset(project, "check").returncode == 0
+
+
+def test_export_keeps_newer_verbatim_files(project: Path, tree: Path):
+    (tree / MODULE).write_text("ANSWER = 43\n")
+    git("commit", "-am", message("[worker] feat: another answer"), cwd=tree)
+    (project / "patches/verl/files" / MODULE).write_text("ANSWER = 44\n")
+    assert MODULE in refused(project, "export", tree, unchanged=project)
+    git("reset", "--hard", "--quiet", "HEAD~1", cwd=tree)
+    assert patchset(project, "export", tree).returncode == 0
+    assert (project / "patches/verl/files" / MODULE).read_text() == "ANSWER = 44\n"
+
+
+def test_incomplete_header_is_refused(project: Path, tree: Path):
+    edit(tree / UNTOUCHED, "import", "# hook\nimport")
+    git("commit", "-am", "hook", cwd=tree)
+    for text, named in {
+        "read the dtype": "'read the dtype' needs a subject like",
+        message("[fsdp] wip: read"): "'[fsdp] wip: read' needs a subject like",
+        message("[fsdp] feat: read", Origin=None, Forwarded=None): "lacks the trailer Origin and Forwarded",
+        message("[fsdp] feat: read", Reason="none"): "Reason: none; allowed: backport, pending, local",
+        message("[fsdp] fix: read the configured dtype"): "two commits would both be fsdp-read-the-configured-dtype",
+        message("[fsdp] feat: read").replace("It exists", "---\nIt exists"): "lacks the trailer Reason",
+    }.items():
+        git("commit", "--amend", "-m", text, cwd=tree)
+        assert named in refused(project, "export", tree, unchanged=project)
+
+
+def test_export_requires_a_clean_linear_tree(project: Path, tree: Path, target: Path):
+    assert "is not a git tree made by checkout" in refused(project, "export", target, unchanged=project)
+    edit(tree / UNTOUCHED, "import", "# hook\nimport")
+    assert f"uncommitted changes: {UNTOUCHED}" in refused(project, "export", tree, unchanged=project)
+    git("commit", "-am", message("[worker] feat: hook"), cwd=tree)
+    git("reset", "--hard", "--quiet", "base/0.9.1~1", cwd=tree)
+    assert "on top of base/0.9.1" in refused(project, "export", tree, unchanged=project)
+    git("reset", "--hard", "--quiet", "ORIG_HEAD", cwd=tree)
+    (tree / "setup.py").write_text("")
+    git("add", "setup.py", cwd=tree)
+    git("commit", "-m", message("[misc] feat: package"), cwd=tree)
+    assert "changes setup.py, which is not in verl/" in refused(project, "export", tree, unchanged=project)
+    git("reset", "--hard", "--quiet", "HEAD~1", cwd=tree)
+    git("mv", UNTOUCHED, "verl/utils/moved.py", cwd=tree)
+    git("commit", "-m", message("[worker] feat: move"), cwd=tree)
+    assert f"removes {UNTOUCHED}" in refused(project, "export", tree, unchanged=project)

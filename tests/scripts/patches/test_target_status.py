@@ -1,0 +1,120 @@
+"""The state of a target, on the wheel of verl 0.9.1 with the tiny stack, and what apply and unapply refuse for it."""
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.patch_tool import patchset, refused
+from support.tiny_stack import CONFIG, ENGINE, MODULE, PROTOCOL, RELEASE, UNTOUCHED
+from support.trees import contents, edit
+
+from lib.patches.git_objects import package_blobs
+from lib.patches.stack import closest, load_stacks
+from lib.patches.status import status
+
+
+@pytest.mark.parametrize("command", ["apply", "unapply"])
+def test_edited_hooked_file_is_dirty(tiny: Path, target: Path, command: str):
+    edit(target / PROTOCOL, "import copy", "import copy  # mine")
+    line = refused(tiny, command, target, unchanged=target)
+    assert "dirty" in line and PROTOCOL in line
+    assert f"if they are a later commit's, make drift VERL={target} lists them, make port FRAMEWORK=verl F" in line
+
+
+def test_dirty_names_three_files_and_counts_the_rest(tiny: Path, target: Path):
+    for path in (ENGINE, PROTOCOL, CONFIG):
+        (target / path).write_text("mine\n")
+    line = refused(tiny, "apply", target, unchanged=target)
+    assert f"dirty: verl 0.9.1, but for {ENGINE}, {PROTOCOL}, {CONFIG}; save your edits" in line
+    (target / MODULE).write_text("mine\n")
+    assert f"{CONFIG} and 1 more; save your edits" in refused(tiny, "apply", target, unchanged=target)
+
+
+@pytest.mark.parametrize("path", [ENGINE, MODULE])
+@pytest.mark.parametrize("command", ["apply", "unapply"])
+def test_file_edited_after_apply_is_dirty(tiny: Path, patched: Path, command: str, path: str):
+    (patched / path).write_text((patched / path).read_text() + "# mine\n")
+    line = refused(tiny, command, patched, unchanged=patched)
+    assert "dirty" in line and path in line
+
+
+def test_existing_file_at_an_added_path_is_dirty(tiny: Path, target: Path):
+    (target / MODULE).write_text("mine = True\n")
+    line = refused(tiny, "apply", target, unchanged=target)
+    assert "dirty" in line and MODULE in line
+
+
+def test_partly_restored_tree_is_half_patched(tiny: Path, pristine: Path, patched: Path):
+    shutil.copy(pristine / CONFIG, patched / CONFIG)
+    line = refused(tiny, "apply", patched, unchanged=patched)
+    assert "half-patched" in line and CONFIG in line and "unapply" in line
+    assert patchset(tiny, "unapply", patched).returncode == 0
+    assert contents(patched) == contents(pristine)
+
+
+@pytest.mark.parametrize("command", ["apply", "unapply"])
+def test_patched_files_without_a_record_are_half_patched(tiny: Path, pristine: Path, patched: Path, command: str):
+    shutil.rmtree(patched / "verl/.precision")
+    for path in (ENGINE, CONFIG):
+        shutil.copy(pristine / path, patched / path)
+    line = refused(tiny, command, patched, unchanged=patched)
+    assert "half-patched" in line and PROTOCOL in line
+
+
+@pytest.mark.parametrize("command", ["apply", "unapply"])
+def test_tree_of_another_release_is_foreign(tiny: Path, target: Path, command: str):
+    for path in (ENGINE, UNTOUCHED):
+        (target / path).write_text("another = 'release'\n")
+    line = refused(tiny, command, target, unchanged=target)
+    assert f"of the 3 files that its stack hooks, 1 differ: {ENGINE};" in line
+    assert "matches none of verl 0.9.1; the closest is 0.9.1" in line
+    carry = f"make port FRAMEWORK=verl FROM=0.9.1 TO={target} carries the stack over"
+    assert f"make drift VERL={target} lists them, {carry}" in line
+
+
+def test_closest_release_has_the_largest_share(tiny: Path, target: Path):
+    """Not the fewest differing files: a stack that hooks few would be the closest to anything."""
+    (own,) = load_stacks(tiny)
+    other = replace(own, release=replace(own.release, name="0.1"), before={PROTOCOL: "0" * 40})
+    edit(target / ENGINE, "import logging", "import logging  # later")
+    edit(target / CONFIG, "# Format", "# format")
+    blobs = package_blobs(target)
+    assert closest(blobs, [other, own]) is closest(blobs, [own, other]) is own
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_stack_of_another_project_version_is_named(project: Path, pristine: Path, patched: Path, kept: bool):
+    """The other version has a release that this one lacks; with its record and without, as in a commit of the tree."""
+    stacks = project / "patches/verl"
+    edit(stacks / "versions.toml", '["0.9.1"]', '["0.9.0"]')
+    (stacks / "v0.9.1").rename(stacks / "v0.9.0")
+    edit(stacks / "v0.9.0/series", "cfg-add-a-users-key-twice.patch\n", "")
+    (stacks / "v0.9.0/cfg-add-a-users-key-twice.patch").unlink()
+    hook = stacks / "v0.9.0/fsdp-read-the-configured-dtype.patch"
+    hook.write_text(re.sub(r"^index .* 100644$", f"index {'0' * 40}..{'1' * 40} 100644", hook.read_text(), flags=re.M))
+    if not kept:
+        shutil.rmtree(patched / "verl/.precision")
+    line = refused(project, "apply", patched, unchanged=patched)
+    if kept:
+        assert "patched by another version of this project, for verl 0.9.1, stack " in line
+        assert f"make unapply-patches VERL={patched} takes that off" in line
+        assert patchset(project, "unapply", patched).returncode == 0
+        assert contents(patched) == contents(pristine)
+    else:
+        assert "half-patched: verl 0.9.1 with stack " in line
+        assert "without the record in verl/.precision that unapply needs; reinstall verl 0.9.1 or check" in line
+
+
+def test_version_string_does_not_identify_a_release(tiny: Path, target: Path):
+    (target / "verl/version/version").write_text("0.4.1\n")
+    assert status(target, tiny).release == RELEASE
+
+
+@pytest.mark.parametrize("name", ["missing", "file", "empty"])
+def test_folder_without_verl_is_refused(tiny: Path, tmp_path: Path, name: str):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for command in ("status", "apply", "unapply"):
+        assert str(tmp_path / name) in refused(tiny, command, tmp_path / name, unchanged=tmp_path)

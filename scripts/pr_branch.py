@@ -26,16 +26,16 @@ DEFAULT = REPO / "outputs/pr-branch"
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a branch: what it is, whether it passed, what came of it in a few words, and what it printed."""
+    """One check of a branch: its name, whether it passed, its result in a few words, and its output."""
 
-    what: str
+    name: str
     passed: bool
     result: str
     output: str = ""
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of upstream's own tools: this Python first, the folder's verl, no accelerator."""
+    """Return the environment of upstream's own tools: this Python first, the folder's verl, no accelerator."""
     ours = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
     return os.environ | ours | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -57,12 +57,12 @@ def make(verl: Path, folder: Path) -> bool:
         counts = git("diff", "--shortstat", "HEAD^", "HEAD", cwd=folder).strip()
         print(f"\n{branch.name}: {branch.title}\n  {counts}", flush=True)
         for check in checks(branch, folder, changed):
-            print(f"  {check.what:12} {check.result}", flush=True)
+            print(f"  {check.name:12} {check.result}", flush=True)
             failed += [] if check.passed else [(branch, check)]
     upstream.deliver(plan, folder, verl)
     shutil.rmtree(folder)
     for branch, check in failed:
-        print(f"\n--- {branch.name}: {check.what}: {check.result}\n{check.output}")
+        print(f"\n--- {branch.name}: {check.name}: {check.result}\n{check.output}")
     print(f"\n{len(plan.branches)} branches in {verl}, each on top of the one before; drafts of their descriptions:")
     print(*(f"  {branch.folder / 'description.md'}" for branch in plan.branches), sep="\n")
     return not failed
@@ -84,21 +84,21 @@ def pre_commit(folder: Path, changed: list[str]) -> Check:
     done = run([sys.executable, "-m", "pre_commit", "run", "--color=never", "--files", *changed], folder)
     fates = re.findall(r"^(.*?)\.{3,}(?:\(.*\))?(Passed|Failed|Skipped)$", done.stdout, re.M)
     named = {fate: [name for name, its in fates if its == fate] for fate in ("Passed", "Failed", "Skipped")}
-    told = ", ".join(f"{len(names)} {fate.lower()}" for fate, names in named.items() if names)
+    result = ", ".join(f"{len(names)} {fate.lower()}" for fate, names in named.items() if names)
     if done.returncode:
-        told = f"{told}: {', '.join(named['Failed'])}" if fates else "did not run"
-    return Check("pre-commit", not done.returncode, told, done.stdout)
+        result = f"{result}: {', '.join(named['Failed'])}" if fates else "did not run"
+    return Check("pre-commit", not done.returncode, result, done.stdout)
 
 
 def tests(folder: Path, changed: list[str]) -> Check:
-    """Run the CPU tests that the branch's changes touch; what fails on main alike is no fault of the branch."""
-    found = touched_tests(folder, changed)
-    if not found:
+    """Run the CPU tests that the branch's changes touch; a failure that main has too is not the branch's."""
+    paths = touched_tests(folder, changed)
+    if not paths:
         return Check("tests", False, "none: no test_*_on_cpu.py reads what is changed")
-    done = pytest(folder, found)
-    told = f"{len(found)} files: {done.stdout.strip().rpartition(chr(10))[2].strip('= ')}"
+    done = pytest(folder, paths)
+    result = f"{len(paths)} files: {done.stdout.strip().rpartition(chr(10))[2].strip('= ')}"
     if not done.returncode:
-        return Check("tests", True, told)
+        return Check("tests", True, result)
     failed = failures(done.stdout)
     before = sorted(path for path in {test.partition("::")[0] for test in failed} if path not in changed)
     branch = git("rev-parse", "HEAD", cwd=folder).strip()
@@ -106,8 +106,8 @@ def tests(folder: Path, changed: list[str]) -> Check:
     on_main = failures(pytest(folder, before).stdout) if before else set()
     git("checkout", "--quiet", "--force", "--detach", branch, cwd=folder)
     if failed and failed <= on_main:
-        return Check("tests", True, f"{told}; those fail on main too")
-    return Check("tests", False, f"{told}; {len(failed & on_main)} of them on main too", done.stdout[-8000:])
+        return Check("tests", True, f"{result}; those fail on main too")
+    return Check("tests", False, f"{result}; {len(failed & on_main)} of them on main too", done.stdout[-8000:])
 
 
 def pytest(folder: Path, paths: list[str]) -> subprocess.CompletedProcess[str]:
@@ -144,14 +144,14 @@ def dotted(path: str) -> str:
 
 def imports_of(source: str, package: str = "") -> set[str]:
     """Return the dotted names of all that is imported, each of which may be a module; ``package``: of relative ones."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level < 2:
             module = ".".join(filter(None, (package if node.level else "", node.module)))
-            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-    return found
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "verl"))  # engine_cases.py takes the same arguments
+sys.path.append(str(Path(__file__).resolve().parents[1] / "verl"))  # fsdp_worker.py takes the same arguments
 
-from engine_cases import (  # noqa: E402
+from fsdp_worker import (  # noqa: E402
     MODEL,
     OUT,
     RANK,

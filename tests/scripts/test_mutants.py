@@ -22,10 +22,10 @@ HARMLESS = mutants.Mutant(
     name="harmless",
     defect="none",
     seen_in="nowhere",
-    file="verl/utils/precision.py",
+    file="verl/utils/precision/accounting.py",
     replace="if taken == skipped == 0:",
     by="if 0 == taken == skipped:",
-    tests=("tests/verl/test_precision.py::test_an_engine_that_accounts_for_no_step_reports_none",),
+    tests=("tests/verl/test_accounting.py::test_an_engine_without_accounted_steps_has_no_metrics",),
 )
 DEADLY = replace(HARMLESS, name="deadly", by="if taken == skipped == 1:")
 
@@ -71,9 +71,12 @@ def test_the_command_tells_a_survivor_and_fails(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("mutant", "refusal"),
     [
-        (replace(HARMLESS, replace="no such text"), "harmless: its text occurs 0 times in verl/utils/precision.py"),
-        (replace(HARMLESS, replace="torch"), r"harmless: its text occurs \d\d+ times"),
-        (replace(HARMLESS, tests=("tests/verl/test_precision.py::test_of_no_such_name",)), "pytest ended with 4"),
+        (
+            replace(HARMLESS, replace="no such text"),
+            "harmless: its text occurs 0 times in verl/utils/precision/accounting.py",
+        ),
+        (replace(HARMLESS, replace="self"), r"harmless: its text occurs \d\d+ times"),
+        (replace(HARMLESS, tests=("tests/verl/test_accounting.py::test_of_no_such_name",)), "pytest ended with 4"),
     ],
 )
 def test_a_mutant_that_says_nothing_is_refused(mutant, refusal, tree):
@@ -86,7 +89,9 @@ def test_a_tree_that_does_not_pass_is_refused(tree):
     original = file.read_text()
     file.write_text(DEADLY.source(tree))
     try:
-        with pytest.raises(Refused, match="reports_none fails on the tree as it is"):
-            mutants.killers([replace(HARMLESS, replace="# Engines that read", by="# Engines that do read")], tree)
+        with pytest.raises(Refused, match="has_no_metrics fails on the tree as it is"):
+            mutants.killers(
+                [replace(HARMLESS, replace="# an engine whose own", by="# an engine of which the own")], tree
+            )
     finally:
         file.write_text(original)

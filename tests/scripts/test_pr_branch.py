@@ -1,5 +1,6 @@
 """Branches for upstream, on a repository made of the wheel of 0.9.1 with hooks and scripts of its own."""
 
+import json
 import os
 import re
 import shutil
@@ -16,14 +17,13 @@ import pr_branch as pr_branch_module
 from lib.errors import Refused
 from lib.files import write
 from lib.patches import upstream
-from lib.patches.cut import cut
 from lib.patches.hunks import hunks
+from lib.patches.precision_module import MODULE, PACKAGE
 from lib.patches.wheels import unpacked_wheel, wheel
 from lib.paths import REPO
 
 RELEASE = "0.9.1"
 ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
-MODULE = "verl/utils/precision.py"
 SLUGS = ["dtype", "scaler", "wire", "roles", "overlays", "megatron-overflow"]
 NAMES = [f"precision/{slug}" for slug in SLUGS]
 
@@ -39,8 +39,8 @@ repos:
   - repo: local
     hooks:
       - {id: autogen, name: autogen, entry: scripts/generate_trainer_config.sh, language: script, pass_filenames: false}
-      - {id: ruff, name: ruff, entry: ruff check --config ruff.toml, language: system, files: "n[.]py$"}
-      - {id: format, name: format, entry: ruff format --check --config ruff.toml, language: system, files: "n[.]py$"}
+      - {id: ruff, name: ruff, entry: ruff check --config ruff.toml, language: system, files: precision/.*py$}
+      - {id: fmt, name: format, entry: ruff format --check --config ruff.toml, language: system, files: precision/.*py$}
       - {id: rules, name: rules, entry: python3 tests/special_sanity/rules.py, language: system, types: [python]}
 """
 RULES = """\
@@ -52,7 +52,7 @@ for path in sys.argv[1:]:
     text = Path(path).read_text()
     assert "Copyright 2025 Individual Contributor:" in text or "Copyright 2024 Bytedance" in text or (
         "Copyright 2025 Bytedance" in text or "Copyright 2026 Bytedance" in text), path
-    assert not path.endswith("precision.py") or not path.startswith("verl/") or '"cuda"' not in text, path
+    assert not path.startswith("verl/utils/precision/") or '"cuda"' not in text, path
 """
 TITLES = """\
 import os
@@ -66,9 +66,9 @@ QUICK = """\
 from pathlib import Path
 
 
-def test_the_module_compiles():
-    path = Path("verl/utils/precision.py")
-    compile(path.read_text(), path, "exec")
+def test_the_package_compiles():
+    for path in Path("verl/utils/precision").glob("*.py"):
+        compile(path.read_text(), path, "exec")
 """
 
 
@@ -132,7 +132,7 @@ def commit(repo: Path, message: str) -> None:
 
 @pytest.fixture(scope="session")
 def made(released: Path, tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """What is said of a main with a later commit, with one quick test a branch; and the clone with the branches."""
+    """Return the tool's output for a main with a later commit, one quick test a branch, and the clone with branches."""
     folder = tmp_path_factory.mktemp("made")
     project = copy_of_project(folder / "project")
     for slug in SLUGS:
@@ -153,9 +153,9 @@ def test_six_branches_are_green(made):
     heads = git("for-each-ref", "--format=%(refname:short)", "refs/heads", cwd=repo).split()
     assert sorted(heads) == sorted(["main", *NAMES])
     assert git("status", "--porcelain", cwd=repo) == "" and git("branch", "--show-current", cwd=repo).strip() == "main"
-    told = [block.splitlines() for block in done.stdout.split("\n\n")[1:-1]]
-    assert [lines[0].partition(":")[0] for lines in told] == NAMES
-    for lines in told:
+    reports = [block.splitlines() for block in done.stdout.split("\n\n")[1:-1]]
+    assert [lines[0].partition(":")[0] for lines in reports] == NAMES
+    for lines in reports:
         assert [line.split()[0] for line in lines[2:]] == ["title", "pre-commit", "tests"]
         assert "passes" in lines[2] and re.fullmatch(r"  pre-commit   \d passed(, \d skipped)?", lines[3]), lines
         assert re.fullmatch(r"  tests        \d file.*: \d passed.*", lines[4]), lines
@@ -166,14 +166,16 @@ def test_each_is_one_commit_by_the_user_on_top_of_the_one_before(made):
     _, repo = made
     for before, name, branch in zip(["main", *NAMES], NAMES, upstream.load_plan().branches, strict=False):
         assert git("rev-parse", f"{name}^", cwd=repo) == git("rev-parse", before, cwd=repo)
-        told = git("log", "-1", "--format=%s|%an|%ae", name, cwd=repo).strip()
-        assert told == f"{branch.title}|A Developer|developer@example.org"
+        commit_line = git("log", "-1", "--format=%s|%an|%ae", name, cwd=repo).strip()
+        assert commit_line == f"{branch.title}|A Developer|developer@example.org"
 
 
-def test_the_module_grows_by_what_the_branch_calls(made):
+def test_the_package_grows_by_what_the_branch_calls(made):
     _, repo = made
-    sources = [git("show", f"{name}:{MODULE}", cwd=repo) for name in NAMES]
+    folder = str(Path(PACKAGE).parent)
+    sources = ["\n".join(git("grep", "-h", "", name, "--", folder, cwd=repo).splitlines()) for name in NAMES]
     assert "LossScaler" not in sources[0] and "class LossScaler" in sources[1]
+    assert "loss_scaling" not in sources[0] and "loss_scaling" in sources[1]
     assert "wire_kwargs" not in sources[1] and "def wire_kwargs" in sources[2]
     assert "check_role_dtype" not in sources[2] and "def check_role_dtype" in sources[3]
     assert "account_reported_step" not in sources[4] and "def account_reported_step" in sources[5]
@@ -232,7 +234,7 @@ def small(tmp_path: Path) -> Path:
     return repo
 
 
-def test_tests_are_those_that_read_what_is_changed(small: Path):
+def test_tests_that_import_changed_modules_are_run(small: Path):
     found = pr_branch_module.touched_tests(small, ["verl/config/engine.py", "tests/config/test_other_on_cpu.py"])
     assert [Path(path).stem for path in found] == [
         f"test_{name}_on_cpu" for name in ("broken", "module", "other", "package")
@@ -241,7 +243,7 @@ def test_tests_are_those_that_read_what_is_changed(small: Path):
     assert found == ["tests/config/test_yaml_on_cpu.py"]
 
 
-def test_what_fails_on_main_too_is_no_fault_of_the_branch(small: Path):
+def test_failures_that_main_has_too_do_not_fail_a_branch(small: Path):
     edit(small / "verl/config/engine.py", "A = 1", "A = 1  # still")
     commit(small, "a branch")
     found = pr_branch_module.tests(small, ["verl/config/engine.py"])
@@ -258,7 +260,7 @@ def test_what_fails_on_main_too_is_no_fault_of_the_branch(small: Path):
     assert not pr_branch_module.tests(small, ["docs/page.md"]).passed  # nothing was tested
 
 
-def test_a_failed_hook_and_a_title_are_told(small: Path):
+def test_failed_hooks_and_titles_are_reported(small: Path):
     (small / ".pre-commit-config.yaml").write_text(
         "repos: [{repo: local, hooks: [{id: a, name: never, entry: 'false', language: system},"
         " {id: b, name: always, entry: 'true', language: system}]}]\n"
@@ -268,7 +270,7 @@ def test_a_failed_hook_and_a_title_are_told(small: Path):
     assert not found.passed and found.result == "1 passed, 1 failed: never" and "exit code: 1" in found.output
     (small / "tests/special_sanity").mkdir()
     (small / "tests/special_sanity/check_pr_title.py").write_text(TITLES)
-    branch = upstream.Branch("a", "no type", (), (), (), small)
+    branch = upstream.Branch("a", "no type", (), (), small)
     assert not pr_branch_module.title(branch, small).passed
     (small / "tests/special_sanity/check_pr_title.py").write_text("raise SystemExit(3)")  # without a word
     assert not pr_branch_module.title(replace(branch, title="[cfg] fix: a thing"), small).passed
@@ -277,14 +279,14 @@ def test_a_failed_hook_and_a_title_are_told(small: Path):
 def test_a_generator_that_fails_without_a_word_is_one_line(small: Path):
     write(small / upstream.GENERATE, b"exit 3")
     write(small / upstream.CONFIGS / "_generated_a.yaml", b"a: 1")
-    with pytest.raises(Refused, match="generate_trainer_config.sh of main failed with exit code 3: it says noth"):
+    with pytest.raises(Refused, match="generate_trainer_config.sh of main failed with exit code 3: no output"):
         upstream.generate(small, os.environ)
 
 
 # --- a main that has moved -------------------------------------------------------------------------------------------
 
 
-def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path: Path):
+def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: Path):
     line = "self.scaler = ShardedGradScaler(growth_interval=400)"
     edit(verl / ENGINE, line, line.replace("400", "500"))
     commit(verl, "a hooked line")
@@ -292,10 +294,10 @@ def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path
     work = tmp_path / "work"
     done = pr_branch(REPO, verl, "--dir", work)
     assert (done.returncode, done.stderr) == (1, "")
-    told = done.stdout.splitlines()
-    at = told.index("conflict scaler: fsdp-configure-the-loss-scaler.patch: 3 same, 4 merged, 1 conflict")
-    assert re.fullmatch(rf"    conflict {ENGINE}: line \d+ in def _build_fsdp_module.*", told[at + 2]), told
-    assert told[-2:] == [
+    lines = done.stdout.splitlines()
+    at = lines.index("conflict scaler: fsdp-configure-the-loss-scaler.patch: 3 same, 4 merged, 1 conflict")
+    assert re.fullmatch(rf"    conflict {ENGINE}: line \d+ in def _build_fsdp_module.*", lines[at + 2]), lines
+    assert lines[-2:] == [
         f"{work}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
         f"  then go on: make pr-branch VERL={verl} DIR={work}",
     ]
@@ -318,7 +320,7 @@ def test_a_conflict_says_which_hook_and_is_finished_by_hand(verl: Path, tmp_path
         upstream.check_line(verl, work, plan)
     git("commit", "--quiet", "--all", f"--fixup={at}", cwd=work)
     git("-c", "sequence.editor=true", "rebase", "--quiet", "--interactive", "--autosquash", "line/to", cwd=work)
-    git("commit", "--quiet", "--allow-empty", "--message=a mend that says no branch", cwd=work)
+    git("commit", "--quiet", "--allow-empty", "--message=a fix without the trailer", cwd=work)
     upstream.check_line(verl, work, plan)
     with pytest.raises(Refused, match="made from other patches than these"):
         upstream.check_line(verl, work, replace(plan, id="another"))
@@ -380,89 +382,59 @@ def test_a_hunk_that_needs_another_is_refused(line: Path, tmp_path: Path):
         upstream.pick_hunks(plan.branches[-1], pick, patch, tmp_path / "tree")
 
 
-def test_texts_that_are_replaced_are_there():
+def test_texts_that_are_replaced_are_in_the_files():
     plan = upstream.load_plan()
-    files = {MODULE, *(file for branch in plan.branches for file in branch.files)}
-    texts = [plan.stack.added[path].decode() for path in files]
+    texts = [plan.stack.added[path].decode() for branch in plan.branches for path in branch.files]
     for old, _ in plan.replace:
-        assert sum(text.count(old) for text in texts) == 1, old
-    for branch in plan.branches:
-        texts = [plan.stack.added[path].decode() for path in (MODULE, *branch.files)]
-        assert all(any(old in text for text in texts) for old, _ in branch.replace), branch.replace
+        assert any(old in text for text in texts), old
 
 
-SOURCE = '''\
-"""A module."""
-
-import math
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatch
-
-__all__ = [
-    "A",
-    "b",
-    "unused",
-]
-
-# Of b alone.
-_B = 1
-
-
-def unused(x: Mapping) -> bool:
-    return fnmatch(x, "")
-
-
-def b() -> "A":
-    return _B
-
-
-class A:
-    """Kept in part."""
-
-    shown = 1
-    _hidden = 2
-    _read = 3
-
-    def called(self) -> Iterator:
-        return self._read
-
-    # Not called.
-    @property
-    def other(self):
-        return math.pi
-
-
-class Child(ValueError):
-    def overrides(self): ...
-'''
-
-
-def test_a_module_is_cut_to_what_is_used():
-    assert (
-        cut(SOURCE, "p.m", {"a.py": "from p.m import A\n\nA().called()\n"})
-        == '''\
-"""A module."""
-
-from collections.abc import Iterator
-
-__all__ = [
-    "A",
-]
-
-
-class A:
-    """Kept in part."""
-
-    shown = 1
-    _read = 3
-
-    def called(self) -> Iterator:
-        return self._read
-'''
+def imports(folder: Path) -> list[list[str]]:
+    """Import the package in ``folder`` by itself and return its ``__all__`` and what its modules define."""
+    code = (
+        "import json, sys; from pathlib import Path; from lib.patches.precision_module import load_precision\n"
+        "package = load_precision(Path(sys.argv[1]), 'alone')\n"
+        "assert all(hasattr(package, name) for name in package.__all__)\n"
+        "defined = [n for m in list(sys.modules) if m.startswith('alone.') for n, v in vars(sys.modules[m]).items()\n"
+        "           if getattr(v, '__module__', '') == m and not n.startswith('_')]\n"
+        "print(json.dumps([package.__all__, defined]))"
     )
-    by_yaml = cut(SOURCE, "p.m", {"a.yaml": "x:\n  _target_: p.m.b\n", "b.py": "from ..m import Child\n"})
-    assert "# Of b alone.\n_B = 1\n" in by_yaml and "class A:" in by_yaml and "def called" not in by_yaml
-    assert "def overrides" in by_yaml and "import math" not in by_yaml and "unused" not in by_yaml
+    done = subprocess.run([sys.executable, "-c", code, folder], cwd=REPO / "scripts", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory) -> dict[str, Path]:
+    """Folders with the precision package of each branch and, as ``stack``, of the stack."""
+    plan, folder = upstream.load_plan(), tmp_path_factory.mktemp("packages")
+    files: dict[str, bytes] = {}
+    for branch in plan.branches:
+        files |= upstream.stack_files(plan, branch) | branch.own_files
+        for path, content in files.items():
+            write(folder / branch.slug / path, content)
+    for path, content in plan.stack.added.items():
+        write(folder / "stack" / path, content)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def test_each_branchs_package_exports_what_it_has_of_the_stacks(packages):
+    exported, defined = imports(packages["stack"])
+    before: set[str] = set()
+    for slug in SLUGS:
+        exported_here, defined_here = map(set, imports(packages[slug]))
+        assert before <= exported_here <= set(exported) and exported_here == set(exported) & defined_here, slug
+        assert defined_here <= set(defined)
+        before = exported_here
+
+
+def test_a_leave_out_patch_that_does_not_fit_is_refused(tmp_path: Path):
+    plan = upstream.load_plan()
+    branch = replace(plan.branches[0], folder=REPO / "patches/upstream/scaler/files")
+    assert upstream.stack_files(plan, branch)  # without a patch of its own
+    stale = {path: content.replace(b"of_worker", b"of_a_worker") for path, content in plan.stack.added.items()}
+    with pytest.raises(Refused, match=r"^patches/upstream/leave-out.patch does not fit the stack's files: git apply"):
+        upstream.stack_files(replace(plan, stack=replace(plan.stack, added=stale)), plan.branches[0])
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -477,7 +449,7 @@ def refused(verl: Path, tmp_path: Path) -> str:
     return done.stderr.removeprefix("pr_branch: ")
 
 
-def test_what_is_no_clone_of_verl_is_refused(small: Path, tmp_path: Path):
+def test_folders_that_are_not_verl_clones_are_refused(small: Path, tmp_path: Path):
     assert (
         refused(tmp_path / "nowhere", tmp_path)
         == f"VERL={tmp_path / 'nowhere'} is not a folder; give a git clone of verl\n"
@@ -505,10 +477,11 @@ def test_a_clone_that_is_dirty_or_has_the_branches_is_refused(verl: Path, tmp_pa
     (tmp_path / "work/mine.txt").write_text("")
     assert "exists and is none of make pr-branch's" in refused(verl, tmp_path)
     shutil.rmtree(tmp_path / "work")
-    (verl / MODULE).write_text("")
-    git("add", MODULE, cwd=verl)
-    commit(verl, "patched")
-    assert f"has {MODULE} in its main already" in refused(verl, tmp_path)
+    for path in (MODULE, PACKAGE):  # of a stack before the package, and of this one
+        write(verl / path, b"")
+        git("add", path, cwd=verl)
+        commit(verl, "patched")
+        assert f"has {path} in its main already" in refused(verl, tmp_path)
 
 
 def test_a_shallow_clone_is_refused(released: Path, tmp_path: Path):

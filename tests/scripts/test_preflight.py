@@ -2,7 +2,6 @@
 
 import copy
 import csv
-import importlib.util
 import re
 import shlex
 import shutil
@@ -20,14 +19,12 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 import preflight
 from lib.errors import Refused
+from lib.patches.precision_module import load_precision
 from lib.paths import REPO
 from lib.probe import fp16_range as ranges
 from lib.run.vllm_float16 import Float16Support
 
-spec = importlib.util.spec_from_file_location("precision", REPO / "patches/verl/files/verl/utils/precision.py")
-precision = importlib.util.module_from_spec(spec)
-sys.modules["precision"] = precision
-spec.loader.exec_module(precision)
+precision = load_precision(REPO / "patches/verl/files", "precision_of_the_stack")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 
+from lib.patches.precision_module import load_precision
 from lib.paths import REPO
 
 
@@ -20,12 +22,21 @@ def load(file: Path) -> ModuleType:
 
 
 def pytest_configure(config):
-    """Make ``import precision``, ``manifest`` and ``weight_sync`` find these modules without the rest of verl."""
-    utils = (config.getoption("verl_tree") or REPO / "patches/verl/files") / "verl/utils"
+    """Make ``import precision``, ``manifest`` and ``weight_sync`` work without the rest of verl."""
+    root = config.getoption("verl_tree") or REPO / "patches/verl/files"
+    utils = root / "verl/utils"
     load(utils / "checkpoint/manifest.py")
     with pytest.MonkeyPatch.context() as patch:  # which others may have loaded
-        patch.setitem(sys.modules, "verl.utils.precision", load(utils / "precision.py"))
+        patch.setitem(sys.modules, "verl.utils.precision", load_precision(root, "precision"))
         load(utils / "weight_sync.py")
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

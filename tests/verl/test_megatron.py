@@ -1,13 +1,13 @@
-"""verl's Megatron engine, as far as it runs without Megatron: its step and its LR, by their own source."""
+"""Megatron's loss scaler gets its settings, and verl's engine reports it: step and LR, by their own source."""
 
 import ast
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import precision
 import pytest
 import torch
+from precision import GradScalerConfig, LossScaleError, StepAccounting, megatron_scaler
 
 
 def method(tree: Path, name: str):
@@ -42,9 +42,9 @@ def engine(trees, monkeypatch):
     def of(tree: str, taken: list[bool]):
         names = {name: method(trees[tree], name) for name in ("optimizer_step", "lr_scheduler_step")}
         names["optimizer_zero_grad"] = lambda self: self.cleared.append(True)
-        made = type("Engine", (precision.StepAccounting,), names)()
+        made = type("Engine", (StepAccounting,), names)()
         made.optimizer, made.param_dtype, made.cleared, made.lr = Optimizer(taken), torch.float16, [], 0
-        made.engine_config = SimpleNamespace(grad_scaler=precision.GradScalerConfig(max_consecutive_skips=2))
+        made.engine_config = SimpleNamespace(grad_scaler=GradScalerConfig(max_consecutive_skips=2))
         made.lr_scheduler = SimpleNamespace(step=lambda n: setattr(made, "lr", made.lr + n))
         return made
 
@@ -74,10 +74,23 @@ def test_an_overflow_is_skipped_reported_and_holds_the_learning_rate(engine):
 def test_a_storm_of_overflows_ends_the_run(engine):
     made = engine("patched", [False, False])
     assert made.optimizer_step() is None
-    with pytest.raises(precision.LossScaleError, match="2 optimizer steps in a row overflowed .*, loss scale 256"):
+    with pytest.raises(LossScaleError, match="2 optimizer steps in a row overflowed .*, loss scale 256"):
         made.optimizer_step()
 
 
 def test_upstream_ends_with_the_first(engine):
     with pytest.raises(NotImplementedError):
         engine("pristine", [False]).optimizer_step()
+
+
+def test_megatron_gets_its_settings_and_refuses_others():
+    config = GradScalerConfig(init_scale=1024.0, min_scale=2.0, growth_interval=7)
+    assert megatron_scaler(config) == {
+        "initial_loss_scale": 1024.0,
+        "min_loss_scale": 2.0,
+        "loss_scale_window": 7,
+        "hysteresis": 1,
+    }
+    for key, value in (("growth_factor", 4.0), ("backoff_factor", 0.25)):
+        with pytest.raises(ValueError, match=f"grad_scaler.{key}={value}: Megatron's loss scaler knows"):
+            megatron_scaler(GradScalerConfig(**{key: value}))

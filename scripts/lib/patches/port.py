@@ -91,7 +91,7 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         root = scratch / "wheel"
         shutil.copytree(source.root / framework.name, root / framework.name, ignore=skipped)
         tree = package_tree_id(blobs := package_blobs(root, framework))
-        if added := [path for path in stack.added if path in blobs]:
+        if added := [path for path in (*stack.added, *stack.shadowed) if path in blobs]:
             raise Refused(
                 f"{to} has {added[0]} already; take its patches out first: make unapply-patches {source.variable}"
             )

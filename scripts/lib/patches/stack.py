@@ -74,7 +74,12 @@ class Stack:
         """Return the paths that keep a tree with these blobs from being this release's pristine tree."""
         if not self.before and package_tree_id(blobs) != self.release.tree_before:
             return [f"{self.release.framework.name}/"]
-        return self.changed(blobs) + [path for path in self.added if path in blobs]
+        return self.changed(blobs) + [path for path in (*self.added, *self.shadowed) if path in blobs]
+
+    @property
+    def shadowed(self) -> list[str]:
+        """Return the modules that Python would not find any more, because an added package has their name."""
+        return [path.removesuffix("/__init__.py") + ".py" for path in self.added if path.endswith("/__init__.py")]
 
     def changed(self, blobs: Mapping[str, str]) -> list[str]:
         """Return the paths that the patches hook and whose blobs are not the release's."""

@@ -3,9 +3,9 @@
 Two lines of commits. The first is made on the release that the series is made for, where every hunk must fit: a commit
 for each patch that a branch picks from. git's own cherry-pick carries it onto the main of the clone, so that a conflict
 is finished with what everyone knows. The second has one commit a branch: what the first made of verl's files, with the
-part of verl/utils/precision.py that they need, tests, docs and the generated configs.
+files of verl/utils/precision that they need, tests, docs and the generated configs.
 
-All of it happens in a folder of its own, a clone that borrows the objects of the given one. That one gets the branches
+All of it happens in a folder of its own, a clone that borrows the objects of the user's clone, which gets the branches
 at the end and nothing else.
 """
 
@@ -21,20 +21,20 @@ from pathlib import Path
 from lib.errors import Refused
 from lib.files import write
 from lib.patches.checkout import BASE, commit, commit_stack, scratch_beside
-from lib.patches.cut import cut
 from lib.patches.export import DIFF_OPTIONS, UNFINISHED
 from lib.patches.git import git, run_git
 from lib.patches.git_objects import blob_id
 from lib.patches.hunks import carry, hunks, merge, renames, report
+from lib.patches.precision_module import MODULE, PACKAGE
 from lib.patches.releases import find_release
 from lib.patches.stack import Patch, Stack, load_stack, make_stack
 from lib.paths import REPO
 
 PREFIX = "precision/"
-MODULE = "verl/utils/precision.py"
 PAGE, INDEX = "advance/precision.md", "docs/index.rst"
 GENERATE = "scripts/generate_trainer_config.sh"
 CONFIGS = "verl/trainer/config"
+LEAVE_OUT = "leave-out.patch"
 
 # What is used of the clone's main, beside the files that the stack hooks.
 NEEDED = ("verl/__init__.py", GENERATE, INDEX, ".pre-commit-config.yaml")
@@ -57,16 +57,12 @@ class Pick:
 
 @dataclass(frozen=True)
 class Branch:
-    """One branch: its title is the pull request's, ``files`` are verbatim files of the stack by path.
-
-    ``replace``: what the module and these files say here, and what they say in this branch.
-    """
+    """One branch: its title is the pull request's, ``files`` are the stack's verbatim files that it adds or changes."""
 
     slug: str
     title: str
     picks: tuple[Pick, ...]
     files: tuple[str, ...]
-    replace: tuple[tuple[str, str], ...]
     folder: Path
 
     @property
@@ -75,18 +71,18 @@ class Branch:
 
     @property
     def own_files(self) -> dict[str, bytes]:
-        """Tests and docs that the branch adds, by path; of the docs' page its own section."""
+        """Tests, docs and the package's ``__init__.py`` by path; of the docs' page the branch's own section."""
         root = self.folder / "files"
-        found = (path for path in sorted(root.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
-        return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+        files = (path for path in sorted(root.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
+        return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
 
 @dataclass(frozen=True)
-class Plan:
+class BranchPlan:
     """branches.toml: the stack that is split, the branches in order, the patches that stay and why.
 
-    ``replace``: what the files copied in say here, and what they say in every branch. ``id``: another one means that a
-    conflict was resolved in other patches.
+    ``replace``: texts of the files copied in and the texts that take their place upstream. ``id``: another one means
+    that a conflict was resolved in other patches.
     """
 
     stack: Stack
@@ -96,42 +92,41 @@ class Plan:
     id: str
 
 
-def load_plan() -> Plan:
+def load_plan() -> BranchPlan:
     """Read patches/upstream/branches.toml."""
     home = REPO / "patches/upstream"
     text = (home / "branches.toml").read_text()
-    told = tomllib.loads(text)
+    content = tomllib.loads(text)
     branches = tuple(
         Branch(
             slug=entry["slug"],
             title=entry["title"],
             picks=tuple(map(read_pick, entry["picks"])),
             files=tuple(entry.get("files", ())),
-            replace=tuple((old, new) for old, new in entry.get("replace", ())),
             folder=home / entry["slug"],
         )
-        for entry in told["branch"]
+        for entry in content["branch"]
     )
-    stack = load_stack(find_release(told["release"]))
-    parts = [stack.id, text, *(path.read_text() for path in sorted(home.glob("*/adapt.patch")))]
-    replaced = tuple((old, new) for old, new in told["replace"])
-    return Plan(stack, branches, told["stay"], replaced, blob_id("\0".join(parts).encode()))
+    stack = load_stack(find_release(content["release"]))
+    parts = [stack.id, text, *(path.read_text() for path in sorted(home.rglob("*.patch")))]
+    replaced = tuple((old, new) for old, new in content["replace"])
+    return BranchPlan(stack, branches, content["stay"], replaced, blob_id("\0".join(parts).encode()))
 
 
 def read_pick(text: str) -> Pick:
     """Read ``patch [path[#number,number]] …``."""
     patch, *paths = text.split()
-    found = {}
+    hunks_by_path = {}
     for each in paths:
         path, _, numbers = each.partition("#")
-        found[path] = tuple(map(int, numbers.split(","))) if numbers else ()
-    return Pick(f"{patch}.patch", found)
+        hunks_by_path[path] = tuple(map(int, numbers.split(","))) if numbers else ()
+    return Pick(f"{patch}.patch", hunks_by_path)
 
 
 # --- the first line: the series on its release, picked ---------------------------------------------------------------
 
 
-def pick_line(plan: Plan, scratch: Path) -> tuple[Path, Stack]:
+def pick_line(plan: BranchPlan, scratch: Path) -> tuple[Path, Stack]:
     """Make, inside ``scratch``, a git tree of the release with a commit for each patch that a branch picks from.
 
     Returns:
@@ -182,7 +177,7 @@ def commit_part(branch: Branch, name: str, tree: Path) -> Patch:
 # --- the clone -------------------------------------------------------------------------------------------------------
 
 
-def check_clone(verl: Path, plan: Plan) -> None:
+def check_clone(verl: Path, plan: BranchPlan) -> None:
     """Raise Refused where the branches cannot be made from this clone, or their names are taken; changes nothing."""
     if not verl.is_dir():
         raise Refused(f"VERL={verl} is not a folder; give a git clone of verl")
@@ -196,8 +191,8 @@ def check_clone(verl: Path, plan: Plan) -> None:
     there = set(git("ls-tree", "-r", "--name-only", "refs/heads/main", cwd=verl).splitlines())
     if lacking := [path for path in NEEDED if path not in there]:
         raise Refused(f"VERL={verl} is no clone of verl: its main has no {lacking[0]}")
-    if MODULE in there:
-        raise Refused(f"VERL={verl} has {MODULE} in its main already; give a main that has none of the stack")
+    if present := [path for path in (PACKAGE, MODULE) if path in there]:
+        raise Refused(f"VERL={verl} has {present[0]} in its main already; give a main that has none of the stack")
     if changed := git("--no-optional-locks", "status", "--porcelain", cwd=verl).splitlines():
         raise Refused(f"VERL={verl} has uncommitted changes: {changed[0][3:]}; commit, stash or remove them")
     heads = git("for-each-ref", "--format=%(refname:lstrip=2)", "refs/heads/", cwd=verl).split()
@@ -207,15 +202,15 @@ def check_clone(verl: Path, plan: Plan) -> None:
 
 def author(verl: Path) -> tuple[str, str]:
     """Return name and e-mail that git has for who submits the commits; raises Refused where it has none."""
-    told = subprocess.run(
+    ident = subprocess.run(
         ["git", "-c", "user.useConfigOnly=true", "var", "GIT_AUTHOR_IDENT"], cwd=verl, capture_output=True, text=True
     )
-    if told.returncode:
+    if ident.returncode:
         raise Refused(f"git knows no author for the commits: git -C {verl} config user.name NAME, and user.email")
-    return re.fullmatch(r"(.*) <(.*)> \S+ \S+", told.stdout.strip()).groups()
+    return re.fullmatch(r"(.*) <(.*)> \S+ \S+", ident.stdout.strip()).groups()
 
 
-def start(verl: Path, folder: Path, plan: Plan) -> tuple[list[str], bool]:
+def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
     """Make ``folder`` a clone with the first line of commits on top of main.
 
     Returns:
@@ -247,7 +242,7 @@ def start(verl: Path, folder: Path, plan: Plan) -> tuple[list[str], bool]:
     return lines, not done.returncode
 
 
-def check_line(verl: Path, folder: Path, plan: Plan) -> None:
+def check_line(verl: Path, folder: Path, plan: BranchPlan) -> None:
     """Raise Refused where ``folder`` is not what `start` made of this clone and plan, with every conflict resolved."""
     if not (folder / ".git").is_dir() or run_git("rev-parse", "--verify", "--quiet", ONTO, cwd=folder).returncode:
         raise Refused(f"DIR={folder} exists and is none of make pr-branch's; name another")
@@ -272,7 +267,7 @@ def check_line(verl: Path, folder: Path, plan: Plan) -> None:
 # --- the second line: one commit a branch ----------------------------------------------------------------------------
 
 
-def ends(plan: Plan, folder: Path) -> Iterator[tuple[Branch, str]]:
+def ends(plan: BranchPlan, folder: Path) -> Iterator[tuple[Branch, str]]:
     """Yield each branch with the commit of the first line that has all of its part of verl's files.
 
     A commit without the trailer, as one who resolves a conflict may make, belongs to the same branch as that before.
@@ -280,8 +275,8 @@ def ends(plan: Plan, folder: Path) -> Iterator[tuple[Branch, str]]:
     form = "--format=%H %(trailers:key=Branch,valueonly,separator=%x2C)"
     last, slug = {}, plan.branches[0].slug
     for line in git("log", "--reverse", form, f"{ONTO}..{CARRIED}", cwd=folder).splitlines():
-        commit_id, _, told = line.partition(" ")
-        slug = told or slug
+        commit_id, _, trailer = line.partition(" ")
+        slug = trailer or slug
         last[slug] = commit_id
     at = git("rev-parse", ONTO, cwd=folder).strip()
     for branch in plan.branches:
@@ -289,41 +284,45 @@ def ends(plan: Plan, folder: Path) -> Iterator[tuple[Branch, str]]:
         yield branch, at
 
 
-def commit_branches(plan: Plan, folder: Path, env: Mapping[str, str]) -> Iterator[Branch]:
+def commit_branches(plan: BranchPlan, folder: Path, env: Mapping[str, str]) -> Iterator[Branch]:
     """Commit one branch after the other in ``folder``, and yield each while its tree is checked out there."""
-    added = plan.stack.added
     files: dict[str, bytes] = {}
     for branch, at in ends(plan, folder):
         git("checkout", "--quiet", "--force", "--detach", at, cwd=folder)
         own, page = branch.own_files, f"docs/{PAGE}"
         if page in files and page in own:
             own[page] = files[page] + b"\n" + own[page]
-        files |= {path: upstream_text(added[path], plan, branch) for path in branch.files} | own
+        files |= stack_files(plan, branch) | own
         for path, content in files.items():
             write(folder / path, content)
-        users = read_users(folder, [*git("diff", "--name-only", ONTO, "HEAD", cwd=folder).split(), *files])
-        module = cut(added[MODULE].decode(), MODULE.removesuffix(".py").replace("/", "."), users)
-        write(folder / MODULE, upstream_text(module.encode(), plan, branch))
         if page in files:
             add_to_index(folder / INDEX)
-        git("add", "--force", "--all", "--", MODULE, INDEX, *files, cwd=folder)
+        git("add", "--force", "--all", "--", INDEX, *files, cwd=folder)
         generate(folder, env)
         commit_tree(branch, plan, folder)
         yield branch
 
 
-def upstream_text(content: bytes, plan: Plan, branch: Branch) -> bytes:
-    """Return what a file that is copied in says in this branch."""
-    text = content.decode()
-    for old, new in (*plan.replace, *branch.replace):
-        text = text.replace(old, new)
-    return text.encode()
+def stack_files(plan: BranchPlan, branch: Branch) -> dict[str, bytes]:
+    """Return the stack's verbatim files that the branch adds or changes, by path, without what it leaves out of them.
 
-
-def read_users(folder: Path, paths: list[str]) -> dict[str, str]:
-    """The files that may use the module, by path: what of verl was changed, but for docs and tests."""
-    paths = [path for path in paths if path.startswith("verl/") and path.endswith((".py", ".yaml"))]
-    return {path: (folder / path).read_text() for path in paths if (folder / path).exists()}
+    Raises:
+        Refused: a leave-out.patch does not fit the files any more.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder).resolve()
+        for path, content in plan.stack.added.items():
+            write(scratch / path, content)
+        for patch in (branch.folder.parent / LEAVE_OUT, branch.folder / LEAVE_OUT):  # every branch's, then its own
+            try:
+                if patch.exists():
+                    git("apply", "-", cwd=scratch, stdin=patch.read_text())
+            except Refused as fault:
+                raise Refused(f"{patch.relative_to(REPO)} does not fit the stack's files: {fault}") from fault
+        texts = {path: (scratch / path).read_text() for path in branch.files}
+    for old, new in plan.replace:
+        texts = {path: text.replace(old, new) for path, text in texts.items()}
+    return {path: text.encode() for path, text in texts.items()}
 
 
 def add_to_index(index: Path) -> None:
@@ -344,23 +343,23 @@ def generate(folder: Path, env: Mapping[str, str]) -> None:
         git("add", "--force", "--", *made, cwd=folder)
         if not done.returncode:
             return
-    last = (done.stdout + done.stderr).strip().rpartition("\n")[2] or "it says nothing"
+    last = (done.stdout + done.stderr).strip().rpartition("\n")[2] or "no output"
     raise Refused(f"{GENERATE} of main failed with exit code {done.returncode}: {last}")
 
 
-def commit_tree(branch: Branch, plan: Plan, folder: Path) -> None:
+def commit_tree(branch: Branch, plan: BranchPlan, folder: Path) -> None:
     """Commit what is in the index as the branch, by the folder's author, on top of the branch before."""
     before = plan.branches[: plan.branches.index(branch)]
     parent = f"refs/heads/{before[-1].name}" if before else ONTO
-    told = ["git", "commit-tree", git("write-tree", cwd=folder).strip(), "-p", parent]
-    made = subprocess.run(told, cwd=folder, input=f"{branch.title}\n", capture_output=True, text=True)
+    command = ["git", "commit-tree", git("write-tree", cwd=folder).strip(), "-p", parent]
+    made = subprocess.run(command, cwd=folder, input=f"{branch.title}\n", capture_output=True, text=True)
     if made.returncode:
         raise Refused(f"git commit-tree failed: {made.stderr.strip()}")
     git("reset", "--quiet", "--soft", made.stdout.strip(), cwd=folder)
     git("branch", "--force", branch.name, cwd=folder)
 
 
-def deliver(plan: Plan, folder: Path, verl: Path) -> None:
+def deliver(plan: BranchPlan, folder: Path, verl: Path) -> None:
     """Copy the branches from the folder into the clone."""
     names = [f"refs/heads/{branch.name}" for branch in plan.branches]
     quiet = ("--quiet", "--no-tags", "--no-write-fetch-head", "--no-auto-maintenance")

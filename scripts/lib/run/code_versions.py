@@ -18,12 +18,12 @@ from lib.errors import Refused
 from lib.format import first_three
 from lib.patches.git import git, run_git
 from lib.patches.git_objects import package_blobs, package_tree_id
+from lib.patches.precision_module import precision_file
 from lib.patches.releases import VERL
 from lib.patches.status import status
 from lib.patches.target import find_target
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import CACHE, REPO
-from lib.run.node_facts import precision_module
 
 NAME = re.compile(r"[\w.+-]+")  # part of a label and of a folder's name
 
@@ -92,7 +92,7 @@ def tree_version(name: str, folder: str) -> CodeVersion:
     except Refused as refusal:
         raise Refused(f"{word}: {refusal}") from refusal
     # A tree that is no release's may have been patched by make port, which leaves no stamp.
-    patched = state.stamp or (state.state == "foreign" and precision_module(root / "verl"))
+    patched = state.stamp or (state.state == "foreign" and precision_file(root))
     if not patched or state.state in ("half-patched", "interrupted"):
         raise Refused(f"{word}: {state.detail}; make apply-patches VERL={folder} patches it")
     content = package_tree_id(package_blobs(root))

@@ -6,7 +6,6 @@ Ray's tasks get ``node_facts`` by value: an unpatched node need not have this pr
 import importlib.util
 import json
 import platform
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from lib.errors import Refused
 from lib.format import first_three
 from lib.patches.git_objects import package_blobs, package_tree_id
+from lib.patches.precision_module import load_precision, precision_file
 from lib.patches.releases import VERL, find_release
 from lib.patches.stack import load_stack
 
@@ -51,10 +51,10 @@ def node_facts(query: Mapping[str, Any], device: str) -> dict:
         "tree": package_tree_id(blobs),
         "blobs": blobs,
     }
-    stamp, module = package.parent / VERL.stamp, precision_module(package)
-    if stamp.exists() and module:
+    stamp = package.parent / VERL.stamp
+    if stamp.exists() and precision_file(package.parent):
         facts["stack"] = json.loads(stamp.read_text())["stack"]
-        facts |= effective_dtypes(module, query["engines"], device)
+        facts |= effective_dtypes(package.parent, query["engines"], device)
     return facts
 
 
@@ -63,20 +63,11 @@ def version(name: str) -> str | None:
     return next((each.version for each in metadata.distributions(name=name)), None)
 
 
-def precision_module(package: Path) -> Path | None:
-    """Return the source of ``verl.utils.precision``, a file in older stacks; None where verl is not patched."""
-    files = (package / "utils/precision/__init__.py", package / "utils/precision.py")
-    return next((file for file in files if file.exists()), None)
-
-
-def effective_dtypes(module: Path, engines: Mapping[str, Mapping], device: str) -> dict:
+def effective_dtypes(root: Path, engines: Mapping[str, Mapping], device: str) -> dict:
     """Resolve each engine's settings by this verl's own ``Precision``, and multiply under its autocast."""
     import torch
 
-    spec = importlib.util.spec_from_file_location("precision_of_the_node", module)
-    precision = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = precision  # where its dataclasses look themselves up
-    spec.loader.exec_module(precision)
+    precision = load_precision(root, "precision_of_the_node")
     one, dtypes = torch.ones(2, 2, device=device), {}
     for role, engine in engines.items():
         resolved = precision.Precision.of_worker(engine, trained=role != "ref")

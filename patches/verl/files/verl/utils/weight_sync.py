@@ -30,7 +30,7 @@ from verl.utils.precision import Precision, to_dtype
 
 __all__ = ["WeightSyncCheck", "WeightSyncError", "check_weight_sync"]
 
-# Unit roundoff of what a side computes in. fp32 products on a GPU are TF32's, which has fp16's mantissa.
+# Unit roundoff of the dtype that a side computes in. fp32 products on a GPU are TF32's, which has fp16's mantissa.
 _ROUNDOFF = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 # Limits in unit roundoffs of the coarser side. Measured in fp16, in units of the spread: 2 with a mixture of experts,
 # 640 after its experts were scrambled.
@@ -116,14 +116,14 @@ _OFF = "trainer.check_weight_sync=false turns this check off"
 
 
 def _trainer_dtype(actor: Mapping[str, Any]) -> torch.dtype:
-    """Return what the actor computes in."""
+    """Return the dtype that the actor computes in."""
     if actor["strategy"] in ("fsdp", "fsdp2"):
         return Precision.of_worker(actor["fsdp_config"], trained=True).compute
     return to_dtype(actor.get("dtype") or "bfloat16", "actor_rollout_ref.actor.dtype")
 
 
 def _rollout_dtype(rollout: Mapping[str, Any]) -> torch.dtype:
-    """Return what the server computes in; ``auto`` may be anything, so it counts as the coarsest."""
+    """Return the dtype that the server computes in; ``auto`` may be any, so it counts as the coarsest."""
     name = {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(rollout["dtype"], rollout["dtype"])
     return to_dtype(name, "actor_rollout_ref.rollout.dtype")
 

@@ -11,11 +11,11 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Which checkpoint is whole: a manifest in each, written last, and the choice of the one to resume from.
+"""Mark checkpoints as whole by a manifest, written last, and choose the one to resume from.
 
 A save begins with an unfinished ``manifest.json`` in ``global_step_N/`` and ends with one that lists every file and its
-size; only then does the tracker name the step. Both are replaced atomically. What the process that writes it cannot
-see, such as shards on the disks of other nodes, is not listed. A checkpoint without a manifest comes from a verl
+size; only then does the tracker name the step. Both are replaced atomically. Files that the writing process cannot
+access, such as shards on the disks of other nodes, are not listed. A checkpoint without a manifest comes from a verl
 without this file, or from ``async_save``: it counts as whole where the tracker names it.
 
 Sizes, no checksums: what a kill, a full disk or a clean-up leaves behind differs in size, and to read every shard again
@@ -41,7 +41,7 @@ _last_saved: dict[tuple[Path, str], Path] = {}  # by root and role, of this proc
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be resumed from; the message is one line that says what is wrong and what to do."""
+    """A checkpoint cannot be resumed from; the message is one line with the reason and what to do."""
 
 
 class Choice(NamedTuple):
@@ -89,7 +89,7 @@ def check_whole(folder: str | os.PathLike) -> None:
 def find_latest(
     root: str | os.PathLike, directory_format: str = "global_step_{}", quiet: bool = False
 ) -> Optional[str]:
-    """The folder to resume from, ``None`` to start from scratch; says why unless ``quiet``.
+    """Return the folder to resume from, ``None`` to start from scratch; print why unless ``quiet``.
 
     Raises:
         CheckpointError: as :func:`choose`.
@@ -102,7 +102,7 @@ def find_latest(
 
 
 def choose(root: str | os.PathLike, directory_format: str = "global_step_{}") -> Choice:
-    """The newest whole checkpoint in ``root`` up to the step that the tracker names, or of all where it names none.
+    """Return the newest whole checkpoint in ``root`` up to the step that the tracker names, or of all if it names none.
 
     Raises:
         CheckpointError: there are checkpoints, or a tracker, and none is whole. Starting over would overwrite them.
@@ -128,13 +128,13 @@ def choose(root: str | os.PathLike, directory_format: str = "global_step_{}") ->
             continue
         torn = fault(found[step])
         if torn is None and (found[step] / MANIFEST).exists():
-            return Choice(found[step], _told(root, faults))
+            return Choice(found[step], _notes(root, faults))
         if torn is None and step == named:
             return Choice(found[step], [f"{found[step]} has no {MANIFEST}: taken for whole as {TRACKER} names it"])
         faults[found[step].name] = torn or f"has no {MANIFEST}, so that nobody knows whether it is whole"
 
     if not tracker.exists() and all(_listed(path) == {} for path in found.values()):
-        return Choice(None, [*_told(root, faults), "no save was ever finished"])
+        return Choice(None, [*_notes(root, faults), "no save was ever finished"])
     raise CheckpointError(
         f"no whole checkpoint in {root}: {'; '.join(f'{name} {what}' for name, what in faults.items())}. "
         "Name one by trainer.resume_mode=resume_path trainer.resume_from_path=…, or remove the folder to start over"
@@ -142,7 +142,7 @@ def choose(root: str | os.PathLike, directory_format: str = "global_step_{}") ->
 
 
 def fault(folder: Path) -> Optional[str]:
-    """What is wrong with a checkpoint, as the end of a sentence; ``None`` where nothing is, or nothing can be known."""
+    """Return the fault of a checkpoint, as the end of a sentence; ``None`` where none is known."""
     if not folder.is_dir():
         return "is missing"
     files = _listed(folder)
@@ -178,7 +178,7 @@ def check_world_size(folder: str | os.PathLike, world_size: int) -> None:
 
 
 def spare_previous(max_ckpt_to_keep: Optional[int]) -> Optional[int]:
-    """Return how many checkpoints a role may keep while the next one is saved: 2 where 1 is asked for.
+    """Return how many checkpoints a role may keep while the next one is saved: 2 where the config has 1.
 
     verl's managers remove their role's previous files as soon as their own next ones are written, or even before: with
     the actor's gone and the critic's not yet written, no checkpoint is whole. From two on, one outlives the save.
@@ -210,12 +210,12 @@ def remove_previous(
 
 
 def _listed(folder: Path) -> Optional[dict[str, int]]:
-    """Files and sizes (bytes) that the manifest lists; empty of an unfinished one, ``None`` without a manifest."""
+    """Return the files of the manifest with sizes in bytes; empty of an unfinished one, ``None`` without a manifest."""
     manifest = folder / MANIFEST
     return (json.loads(manifest.read_text())["files"] or {}) if manifest.exists() else None
 
 
-def _told(root: Path, faults: dict[str, str]) -> list[str]:
+def _notes(root: Path, faults: dict[str, str]) -> list[str]:
     return [f"{root / name} {what}" for name, what in faults.items()]
 
 

@@ -1,0 +1,53 @@
+# Copyright 2025 Individual Contributor: the verl-precision authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Precision of verl's training engines and rollouts: dtypes and the fp16 loss scaler.
+
+The package needs torch and the standard library alone. verl's engines, workers and configs call it; it calls none of
+them. Import from the package, not from its modules:
+
+- ``dtypes``: :class:`Precision`, the dtypes of an engine, resolved once from its config.
+- ``roles``: the check of the rollout's dtype key.
+- ``scaler``: :class:`LossScaler` with its settings, :class:`GradScalerConfig`, and its checkpointed state.
+- ``gradients``: the norm over all ranks, and the first gradient that is not finite.
+- ``accounting``: :class:`StepAccounting` of skipped steps, and a checkpoint where they end the run.
+- ``wire``: weights on their way to the rollout, in its dtype.
+
+Why fp16: with it on both sides, the log-probabilities of trainer and rollout agree far better than with bf16 (Qi et
+al. 2025, "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788). fp16 needs a loss scale (verl PRs
+#4036 and #6150).
+"""
+
+from .accounting import StepAccounting, save_after_storm
+from .dtypes import Precision, check_engine_dtype, dtype_name, to_dtype
+from .gradients import gradient_norm
+from .roles import check_rollout_dtype
+from .scaler import GradScalerConfig, LossScaleError, LossScaler, load_scaler_state
+from .wire import set_wire_dtype, wire_kwargs
+
+__all__ = [
+    "GradScalerConfig",
+    "LossScaleError",
+    "LossScaler",
+    "Precision",
+    "StepAccounting",
+    "check_engine_dtype",
+    "check_rollout_dtype",
+    "dtype_name",
+    "gradient_norm",
+    "load_scaler_state",
+    "save_after_storm",
+    "set_wire_dtype",
+    "to_dtype",
+    "wire_kwargs",
+]

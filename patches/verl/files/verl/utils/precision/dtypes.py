@@ -1,0 +1,155 @@
+# Copyright 2026 the verl-precision authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Resolve the dtypes that an engine computes in, once, from its config."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import torch
+
+_DTYPES = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    # verl's PrecisionType has these too.
+    16: torch.float16,
+    "16": torch.float16,
+    32: torch.float32,
+    "32": torch.float32,
+}
+_ALLOWED = "float16 (fp16), bfloat16 (bf16) or float32 (fp32)"
+
+# Engines that read `dtype`. The others have no loss scaler and a fixed autocast: they train in bf16 whatever it is.
+_STRATEGIES = (None, "fsdp", "fsdp2", "megatron")
+
+
+def to_dtype(value: str | torch.dtype, key: str) -> torch.dtype:
+    """Return the torch dtype that ``value`` names.
+
+    Args:
+        value: a name such as ``"fp16"``, a number of bits as verl's ``PrecisionType`` has them, or a torch dtype.
+        key: the config key of ``value``, for the message.
+
+    Raises:
+        ValueError: ``value`` is not a dtype to compute in; the message names ``key``, the value and what is allowed.
+    """
+    if value in _DTYPES.values():
+        return value
+    if value not in _DTYPES:
+        raise ValueError(f"{key}={value} is not a dtype to compute in: choose {_ALLOWED}")
+    return _DTYPES[value]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as verl's and vLLM's configs spell it: ``torch.float16`` -> ``"float16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_engine_dtype(dtype: Optional[str], strategy: Optional[str]) -> str:
+    """Return the full name of the dtype that an engine is to compute in; ``None`` is verl's default, bfloat16.
+
+    Raises:
+        ValueError: the dtype is unknown, or the engine would ignore it.
+    """
+    resolved = to_dtype("bfloat16" if dtype is None else dtype, "dtype")
+    if resolved != torch.bfloat16 and strategy not in _STRATEGIES:
+        raise ValueError(
+            f"dtype={dtype} is not what strategy={strategy} trains in, which is bfloat16 alone and without a loss "
+            "scaler: choose strategy fsdp, fsdp2 or megatron, or dtype bfloat16"
+        )
+    return dtype_name(resolved)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a training engine, resolved once from its config and read by every hop.
+
+    Args:
+        compute: dtype of autocast and of FSDP's parameters in forward and backward.
+        reduce: dtype of the gradient reduction.
+        buffer: dtype of FSDP1's buffers.
+        master: dtype of the parameters that the optimizer updates, and of its state.
+        loss_scaling: whether the loss is scaled (trained in fp16).
+    """
+
+    compute: torch.dtype
+    reduce: torch.dtype
+    buffer: torch.dtype
+    master: torch.dtype
+    loss_scaling: bool
+
+    @classmethod
+    def resolve(cls, engine_config: Any) -> "Precision":
+        """Resolve an FSDP engine's config (``FSDPEngineConfig`` or anything with its attributes).
+
+        ``mixed_precision.param_dtype`` wins where it is set, ``dtype`` decides otherwise.
+
+        Raises:
+            ValueError: a dtype is unknown; ``dtype`` and ``param_dtype`` contradict each other; the engine has no loss
+                scaler; a model trained in fp16 has half-precision master weights.
+        """
+        mixed = engine_config.mixed_precision or {}
+        dtype = to_dtype("bfloat16" if engine_config.dtype is None else engine_config.dtype, "dtype")
+        compute = to_dtype(mixed.get("param_dtype") or dtype, "mixed_precision.param_dtype")
+        if compute != dtype and dtype != torch.bfloat16:
+            raise ValueError(
+                f"dtype={engine_config.dtype} and mixed_precision.param_dtype={mixed['param_dtype']} contradict each "
+                "other: remove mixed_precision.param_dtype, or set both alike"
+            )
+        check_engine_dtype(dtype_name(compute), engine_config.strategy)
+
+        trained = not engine_config.forward_only
+        if engine_config.model_dtype is None:
+            master = torch.float32 if trained else compute
+        else:
+            master = to_dtype(engine_config.model_dtype, "model_dtype")
+        if trained and compute == torch.float16 and master != torch.float32:
+            raise ValueError(
+                f"model_dtype={engine_config.model_dtype} with dtype=float16 makes the optimizer's weights half "
+                "precision, and AdamW then turns them to NaN: set model_dtype=fp32"
+            )
+        return cls(
+            compute=compute,
+            reduce=to_dtype(mixed.get("reduce_dtype") or torch.float32, "mixed_precision.reduce_dtype"),
+            buffer=to_dtype(mixed.get("buffer_dtype") or torch.float32, "mixed_precision.buffer_dtype"),
+            master=master,
+            loss_scaling=trained and compute == torch.float16,
+        )
+
+    @classmethod
+    def of_worker(cls, fsdp_config: Mapping[str, Any], trained: bool) -> "Precision":
+        """Resolve the ``fsdp_config`` of a worker of verl up to 0.7.1.
+
+        Args:
+            fsdp_config: a ``DictConfig`` or a dataclass with ``get``; a missing key has verl's default.
+            trained: whether the worker has an optimizer for this model.
+
+        Raises:
+            ValueError: as :meth:`resolve`.
+        """
+        read = {key: fsdp_config.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
+        return cls.resolve(SimpleNamespace(**read, strategy=None, forward_only=not trained))
+
+    def autocast(self, device: str) -> torch.autocast:
+        """Return autocast to ``compute`` on a device type; disabled in fp32, which it could only lower."""
+        return torch.autocast(device_type=device, dtype=self.compute, enabled=self.compute != torch.float32)
+
+    def names(self) -> dict[str, Any]:
+        """Return the fields, dtypes by name, for reports."""
+        return {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in vars(self).items()}

@@ -1,0 +1,113 @@
+"""Cases of verl's FSDP engine and trainers: batches without a loss, a learning rate of 0, a reward of NaN."""
+
+import math
+from functools import partial
+
+import numpy as np
+import torch
+from fsdp_worker import (
+    MODEL,
+    RANK,
+    batch,
+    composed,
+    make_worker,
+    metrics_of,
+    same,
+    scale_of,
+    settings,
+    state,
+)
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.metric import Metric
+from verl.workers.utils import losses
+
+MASKED = [("all", "sft_loss"), ("all", "ppo_loss"), ("all", "value_loss"), ("rank", "ppo_loss"), ("micro", "ppo_loss")]
+
+
+def masked(where: str, loss: str):
+    """Train with verl's own ``loss`` where no token of one micro-batch, of one rank or of all is in the loss mask."""
+    worker = make_worker("critic" if loss == "value_loss" else "actor", grad_scaler=settings(init_scale=1024.0))
+    role = composed(f"critic.model.path={MODEL}", "critic.ppo_micro_batch_size_per_gpu=1")
+    config = role.critic if loss == "value_loss" else role.actor_rollout_ref.actor
+    config = None if loss == "sft_loss" else omega_conf_to_dataclass(config)
+    worker.set_loss_fn(partial(getattr(losses, loss), config=config))
+
+    data = batch(1)
+    rows = data["input_ids"].unbind()
+    nested = lambda make: torch.nested.as_nested_tensor([make(r) for r in rows], layout=torch.jagged)  # noqa: E731
+    keep = [not (where == "all" or (where == "rank" and RANK == 1) or (where == "micro" and i < 2)) for i in range(4)]
+    response = lambda value: nested(lambda r: torch.full((len(r) - 2,), value))  # noqa: E731
+    data["prompts"], data["responses"] = nested(lambda r: r[:2]), nested(lambda r: r[2:])
+    data["response_mask"] = torch.nested.as_nested_tensor(
+        [torch.full((len(r) - 2,), int(k)) for r, k in zip(rows, keep, strict=True)], layout=torch.jagged
+    )
+    data["loss_mask"] = data["response_mask"]
+    if loss == "sft_loss":  # of whole sequences, as verl's SFT data are
+        data["loss_mask"] = torch.nested.as_nested_tensor(
+            [torch.full((len(r),), int(k)) for r, k in zip(rows, keep, strict=True)], layout=torch.jagged
+        )
+    data["old_log_probs"], data["advantages"] = response(-4.0), response(1.0)
+    data["values"], data["returns"] = response(0.0), response(1.0)
+    tu.assign_non_tensor(data, global_batch_size=8)
+    metrics = metrics_of(worker.train_batch(data))
+    return {
+        "finite": all(math.isfinite(number) for number in numbers(metrics.values())),
+        "loss": metrics["loss"],
+        "grad_norm": metrics.get("grad_norm"),
+        "skipped": metrics.get("skipped_steps"),
+        "scale": scale_of(worker),
+    }
+
+
+def numbers(values) -> list[float]:
+    """Return all numbers in nested lists of metrics."""
+    if isinstance(values, Metric):
+        values = values.aggregate()
+    return [float(values)] if not hasattr(values, "__iter__") else [n for value in values for n in numbers(value)]
+
+
+def masked_batches():
+    return {f"{where} {loss}": masked(where, loss) for where, loss in MASKED}
+
+
+def learning_rate_of_zero():
+    worker = make_worker(lr=0.0)
+    parameters = len(list(worker.engine.module.parameters()))
+    before = state(worker)[:parameters]
+    metrics = [metrics_of(worker.train_batch(batch(seed))) for seed in range(2)]
+    after = state(worker)
+    return {
+        "weights_unchanged": same(before, after[:parameters]),
+        "finite": all(bool(t.isfinite().all()) for t in after),
+        "lr": [m["lr"] for m in metrics],
+        "grad_norm": [m["grad_norm"] for m in metrics],
+    }
+
+
+def nan_reward():
+    """Compute the legacy and the v1 trainer's advantages of four rewards, one of them NaN: errors, or rows with NaN."""
+
+    def advantages(v1: bool, estimator: str):
+        tensors = {name: torch.zeros(4, 3) for name in ("token_level_rewards", "values")}
+        tensors["response_mask"] = torch.ones(4, 3, dtype=torch.int64)
+        tensors["token_level_rewards"][2, -1] = math.nan
+        labels = {"uid": ["a", "a", "b", "b"], "data_source": ["sum"] * 4}
+        data = DataProto.from_dict(tensors, {name: np.array(values, dtype=object) for name, values in labels.items()})
+        arguments = {"adv_estimator": AdvantageEstimator(estimator), "config": composed().algorithm}
+        try:
+            if v1:
+                keys = ["a_0_0", "a_1_0", "b_0_0", "b_1_0"]
+                data = compute_advantage_for_multi_trajectories(data, keys, **arguments)
+            else:
+                data = compute_advantage(data, **arguments)
+        except ValueError as error:
+            return str(error)
+        return int(data.batch["advantages"].isnan().any(dim=-1).sum())
+
+    return {f"{t} {e}": advantages(t == "v1", e) for t in ("legacy", "v1") for e in ("gae", "grpo")}

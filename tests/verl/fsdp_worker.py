@@ -1,0 +1,231 @@
+"""Make, feed, break and read a worker with verl's FSDP engine on a gloo rank.
+
+Import it in a process of ``torchrun`` whose arguments are STRATEGY MODEL_DIR OUT_DIR, against the verl on PYTHONPATH.
+"""
+
+import itertools
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+
+import verl
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+from verl.workers.engine_workers import TrainingWorker
+
+STRATEGY, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+PATCHED = "grad_scaler" in FSDPEngineConfig.__dataclass_fields__
+RANK = int(os.environ["RANK"])
+
+# Upstream builds its scaler for "cuda"; on a CPU torch then disables it and every fp16 case would only show that.
+# The pristine tree gets the device it has on a GPU; `scaler_device` shows the defect by itself.
+upstream_scaler_defaults = ShardedGradScaler.__init__.__defaults__
+if not PATCHED:
+    ShardedGradScaler.__init__.__defaults__ = ("cpu", *upstream_scaler_defaults[1:])
+
+
+def settings(**overrides):
+    """Return settings of the loss scaler; of upstream's, ``init_scale`` alone can be set."""
+    if not PATCHED:
+        return overrides
+    from verl.utils.precision import GradScalerConfig
+
+    return GradScalerConfig(**overrides)
+
+
+def make_worker(
+    role="actor",
+    dtype="float16",
+    by_dtype_alone=False,
+    model=None,
+    checkpoint=None,
+    optimizer=None,
+    warmup=4,
+    path=MODEL,
+    lr=1e-2,
+    **engine,
+) -> TrainingWorker:
+    """Return a worker with its engine built, in ``dtype`` or, where the tree ignores that, by ``mixed_precision``."""
+    if not by_dtype_alone and not PATCHED:
+        engine["mixed_precision"] = {"param_dtype": dtype}
+    upstream_settings = engine.pop("grad_scaler", {}) if not PATCHED else {}
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="value_model" if role == "critic" else "language_model",
+            model_config=HFModelConfig(
+                path=path,
+                use_remove_padding=False,
+                override_config={"attn_implementation": "sdpa"},
+                **(model or {}),
+            ),
+            engine_config=FSDPEngineConfig(
+                strategy=STRATEGY,
+                dtype=dtype,
+                forward_only=role == "ref",
+                use_dynamic_bsz=False,
+                micro_batch_size_per_gpu=2,
+                infer_micro_batch_size_per_gpu=2,
+                use_torch_compile=False,
+                **engine,
+            ),
+            optimizer_config=FSDPOptimizerConfig(
+                lr=lr,
+                lr_warmup_steps=warmup,
+                total_training_steps=100,
+                clip_grad=1.0,
+                override_optimizer_config=optimizer,
+            ),
+            checkpoint_config=checkpoint or CheckpointConfig(),
+        )
+    )
+    worker.reset()
+    if "init_scale" in upstream_settings and worker.engine.scaler is not None:
+        worker.engine.scaler._init_scale = upstream_settings["init_scale"]
+    worker.set_loss_fn(value_loss if role == "critic" else token_loss)
+    return worker
+
+
+def composed(*overrides: str):
+    """Compose ``ppo_trainer.yaml`` for a CPU, with the probe of wire_cases.py as checkpoint engine."""
+    base = [
+        f"actor_rollout_ref.model.path={MODEL}",
+        "actor_rollout_ref.model.use_remove_padding=false",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        f"actor_rollout_ref.actor.strategy={STRATEGY}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile=false",
+        "actor_rollout_ref.actor.optim.total_training_steps=1",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=probe",
+    ]
+    with initialize_config_dir(f"{verl.__path__[0]}/trainer/config", version_base=None):
+        return compose("ppo_trainer", overrides=[*base, *overrides])
+
+
+def batch(seed: int = 0, size: int = 4, distinct: bool = True):
+    """Return ``size`` sequences of 6 to 9 tokens, another on each rank or ``size`` times one, the same on all."""
+    generator = torch.Generator().manual_seed(seed * 10 + (RANK if distinct else 0))
+    rows = [torch.randint(0, 64, (6 + i % 4,), generator=generator) for i in range(size if distinct else 1)]
+    rows = rows if distinct else rows * size
+    nested = lambda make: torch.nested.as_nested_tensor([make(r) for r in rows], layout=torch.jagged)  # noqa: E731
+    return tu.get_tensordict(
+        {
+            "input_ids": nested(lambda r: r),
+            "position_ids": nested(lambda r: torch.arange(len(r))),
+            "loss_mask": nested(lambda r: torch.ones(len(r))),
+            "weight": torch.ones(size),
+        },
+        non_tensor_dict={"temperature": 1.0, "update_lr_scheduler": True},
+    )
+
+
+def token_loss(model_output, data, dp_group=None):
+    rows = torch.stack([row.float().sum() for row in model_output["log_probs"].unbind()])
+    return -(rows * data["weight"]).sum() / data["batch_num_tokens"] * data["dp_size"], {}
+
+
+def value_loss(model_output, data, dp_group=None):
+    rows = torch.stack([(row.float() - 1).square().sum() for row in model_output["values"].unbind()])
+    return (rows * data["weight"]).sum() / data["batch_num_tokens"] * data["dp_size"], {}
+
+
+def poison_gradient(worker: TrainingWorker, value: float, rank: int = 1, which: int = 0):
+    """Put ``value`` into one element of one gradient of one rank after the next backward pass."""
+    engine, forward_backward_batch = worker.engine, worker.engine.forward_backward_batch
+
+    def poisoned(*args, **kwargs):
+        output = forward_backward_batch(*args, **kwargs)
+        if RANK == rank:
+            gradients(worker)[which].view(-1)[0] = value
+        engine.forward_backward_batch = forward_backward_batch
+        return output
+
+    engine.forward_backward_batch = poisoned
+
+
+def poison_micro_batch(worker: TrainingWorker, which: int, value: float, rank: int = 1):
+    """Put ``value`` into one gradient of one rank in the backward pass of micro-batch ``which`` of the next batch.
+
+    It is the last weight's of the last linear layer (the head's), unsharded and in fp16, so it passes through the
+    reduction and the accumulation as a real overflow does.
+    """
+    *_, head = (m for m in worker.engine.module.modules() if isinstance(m, torch.nn.Linear))
+    micro_batch = itertools.count()
+
+    def watch(module, args):
+        if next(micro_batch) == which:
+            forward.remove()
+            if RANK == rank:
+                backward.append(module.weight.register_hook(poisoned))
+
+    def poisoned(gradient):
+        backward.pop().remove()
+        gradient = gradient.clone()
+        gradient[-1, -1] = value
+        return gradient
+
+    backward = []
+    forward = head.register_forward_pre_hook(watch)
+
+
+def gradients(worker: TrainingWorker) -> list[torch.Tensor]:
+    grads = [p.grad for p in worker.engine.module.parameters() if p.grad is not None]
+    return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+
+
+def gradients_after_step(worker: TrainingWorker) -> list[int]:
+    """Return a list that gets the number of gradients that the next ``optimizer_step`` leaves behind."""
+    engine, optimizer_step, left = worker.engine, worker.engine.optimizer_step, []
+
+    def counted():
+        norm = optimizer_step()
+        left.append(len(gradients(worker)))
+        engine.optimizer_step = optimizer_step
+        return norm
+
+    engine.optimizer_step = counted
+    return left
+
+
+def state(worker: TrainingWorker) -> list[torch.Tensor]:
+    """Return weights and Adam state of this rank, as clones."""
+    local = lambda t: (t.to_local() if isinstance(t, DTensor) else t).detach().clone()  # noqa: E731
+    tensors = [local(p) for p in worker.engine.module.parameters()]
+    for entry in worker.engine.optimizer.state.values():
+        tensors += [local(v) for v in entry.values()]
+    return tensors
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def metrics_of(output) -> dict:
+    return dict(tu.get(output, "metrics"))
+
+
+def lr_of(worker) -> float:
+    return worker.engine.optimizer.param_groups[0]["lr"]
+
+
+def scale_of(worker) -> float | None:
+    return worker.engine.scaler.get_scale() if worker.engine.scaler is not None else None
+
+
+def weights_of(worker: TrainingWorker) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker.engine.get_per_tensor_param()[0]}
+
+
+def shared_directory() -> str:
+    directory = [tempfile.mkdtemp(dir=OUT)]
+    dist.broadcast_object_list(directory)
+    return directory[0]

@@ -1,0 +1,72 @@
+"""Skipped steps are accounted, and a storm of them is saved."""
+
+import pytest
+import torch
+from precision import GradScalerConfig, LossScaleError, StepAccounting, save_after_storm
+
+
+def test_an_engine_without_accounted_steps_has_no_metrics():
+    engine = StepAccounting()
+    assert engine.close_update() and engine.update_metrics() == {}
+
+
+class ReportedEngine(StepAccounting):
+    """An engine whose optimizer skips by itself, as Megatron's does."""
+
+    cleared = 0
+
+    def optimizer_zero_grad(self):
+        self.cleared += 1
+
+
+def test_a_reported_skip_is_accounted():
+    engine, config = ReportedEngine(), GradScalerConfig(max_consecutive_skips=2)
+    assert engine.account_reported_step(False, None, 512.0, config) is None
+    assert engine.cleared == 1 and not engine.close_update(), "the learning rate advances"
+    assert engine.update_metrics() == {"skipped_steps": 1.0, "loss_scale": 512.0}
+
+    assert engine.account_reported_step(True, 0.5, 512.0, config) == 0.5
+    assert engine.account_reported_step(False, None, 256.0, config) is None
+    assert engine.close_update() and engine.update_metrics() == {"skipped_steps": 1.0, "loss_scale": 256.0}
+
+    with pytest.raises(LossScaleError, match="2 optimizer steps in a row overflowed .*, loss scale 128"):
+        engine.account_reported_step(False, None, 128.0, config)
+
+
+def test_a_reported_step_without_loss_scaling_is_accounted():
+    engine, config = ReportedEngine(), GradScalerConfig()
+    assert engine.account_reported_step(True, torch.tensor(0.5), None, config) == 0.5
+    assert engine.account_reported_step(True, float("nan"), None, config) is None, "one NaN would be the step's mean"
+    assert engine.close_update() and engine.update_metrics() == {"skipped_steps": 0.0}
+
+
+def test_a_storm_is_saved_and_raised():
+    saved = []
+    with pytest.raises(LossScaleError, match="the storm"):
+        with save_after_storm(lambda: saved.append("storm")):
+            raise LossScaleError("the storm")
+    with pytest.raises(ValueError), save_after_storm(lambda: saved.append("no storm")):
+        raise ValueError
+    with save_after_storm(lambda: saved.append("no error")):
+        pass
+    assert saved == ["storm"]
+
+
+def test_a_failing_save_does_not_hide_the_storm():
+    def save():
+        raise OSError("disk full")
+
+    with pytest.raises(LossScaleError, match="the storm") as storm, save_after_storm(save):
+        raise LossScaleError("the storm")
+    assert "disk full" in str(storm.value.__cause__)
+
+
+def test_a_storm_in_a_ray_worker_is_saved():
+    """Ray raises an error of its own, which is also the worker's."""
+    from ray.exceptions import RayTaskError
+
+    error = RayTaskError("update_actor", "the traceback", LossScaleError("the storm"))
+    saved = []
+    with pytest.raises(LossScaleError), save_after_storm(lambda: saved.append(1)):
+        raise error.as_instanceof_cause()
+    assert saved == [1]

@@ -1,0 +1,47 @@
+"""Checkpoint engines and exports get the rollout's dtype."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from precision import set_wire_dtype, wire_kwargs
+
+
+class Takes:
+    def __init__(self, bucket_size, rollout_dtype=torch.bfloat16):
+        pass
+
+
+class HandsOn(Takes):
+    def __init__(self, *args, **kwargs):
+        pass
+
+
+class DoesNot(Takes):
+    def __init__(self, bucket_size):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("engine", "engine_kwargs", "rollout_dtype", "expected"),
+    [
+        (Takes, {}, "float16", {"rollout_dtype": torch.float16}),
+        (Takes, {}, "half", {"rollout_dtype": torch.float16}),
+        (HandsOn, {"a": 1}, "float32", {"a": 1, "rollout_dtype": torch.float32}),
+        (DoesNot, {"a": 1}, "float16", {"a": 1}),
+        (Takes, {}, "auto", {}),
+        (Takes, {"rollout_dtype": "bfloat16"}, "float16", {"rollout_dtype": torch.bfloat16}),
+        (DoesNot, {"rollout_dtype": "float16"}, "float16", {"rollout_dtype": torch.float16}),
+    ],
+)
+def test_a_checkpoint_engine_gets_a_torch_dtype(engine, engine_kwargs, rollout_dtype, expected):
+    assert wire_kwargs(engine, engine_kwargs, rollout_dtype) == expected
+
+
+def test_an_engine_that_exports_only_bfloat16_is_refused():
+    engine = SimpleNamespace(wire_dtype=torch.bfloat16)
+    set_wire_dtype(engine, torch.float16)
+    assert engine.wire_dtype == torch.float16
+    set_wire_dtype(object(), torch.bfloat16)
+    with pytest.raises(ValueError, match="rollout.dtype=float16 with checkpoint_engine.backend=delta_sharded"):
+        set_wire_dtype(object(), torch.float16)

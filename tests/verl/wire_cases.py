@@ -1,0 +1,110 @@
+"""Cases of verl's FSDP engine: weights on their way to the rollout and to an export."""
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import peft.utils.save_and_load
+import torch
+from fsdp_worker import RANK, STRATEGY, composed, make_worker, shared_directory
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWorker, ColocatedCheckpointEngine
+from verl.model_merger.base_model_merger import ModelMergerConfig
+from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+from verl.trainer.config import CheckpointConfig
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+
+@CheckpointEngineRegistry.register("probe")
+class ProbeCheckpointEngine(ColocatedCheckpointEngine):
+    """Take ``rollout_dtype`` as the kimi, mooncake and delta engines do, whose transports need a GPU."""
+
+    def __init__(self, rollout_dtype: torch.dtype = torch.bfloat16, **kwargs):
+        super().__init__(**kwargs)
+        self.rollout_dtype = rollout_dtype
+
+
+def wire():
+    """Return the dtypes in which weights leave the engine: full tensors and, from FSDP2, delta shards and merged LoRA.
+
+    Also those that verl's own two sides give a checkpoint engine where ``rollout.dtype`` is float16.
+    """
+
+    def dtypes(tensors):
+        return sorted({str(entry[1].dtype).removeprefix("torch.") for entry in tensors})
+
+    worker = make_worker()
+    config = composed("actor_rollout_ref.rollout.dtype=float16").actor_rollout_ref
+    sender = ActorRolloutRefWorker(config, role="actor")
+    sender.init_model()
+    rollout = omega_conf_to_dataclass(config.rollout)
+    receiver = CheckpointEngineWorker(rollout, omega_conf_to_dataclass(config.model), server_adapter=object())
+    result = {
+        "full": dtypes(worker.engine.get_per_tensor_param()[0]),
+        "sender": str(sender.checkpoint_engine.rollout_dtype),
+        "receiver": str(receiver.checkpoint_engine.rollout_dtype),
+    }
+    if STRATEGY == "fsdp2":
+        worker.engine.wire_dtype = torch.float16  # what the delta checkpoint engine sets before it sends
+        result["delta"] = dtypes(worker.engine.get_per_tensor_param_shard()[0])
+        merged = make_worker(model={"lora_rank": 4, "lora": {"merge": True}})
+        result["merged_lora"] = dtypes(merged.engine.get_per_tensor_param()[0])
+    return result
+
+
+def export():
+    """Export and merge a model whose weights are exact in fp16 and not in bf16: which dtypes, and what is lost.
+
+    FSDP2 alone: torch cannot gather FSDP1's full state dict from CPU parameters (it frees their storage).
+    """
+    directory = shared_directory()
+    contents = ["model", "optimizer", "extra", "hf_model"]
+    worker = make_worker(checkpoint=CheckpointConfig(save_contents=contents, load_contents=contents))
+    with torch.no_grad():
+        for parameter in worker.engine.module.parameters():
+            parameter.copy_(parameter.half().float())
+    weights = {name: tensor.clone() for name, tensor in worker.engine.get_per_tensor_param()[0]}
+    worker.save_checkpoint(directory, global_step=1)
+    if RANK != 0:
+        return {}
+
+    def lossless(tensors):
+        return all(torch.equal(tensors[name].float(), weight) for name, weight in weights.items())
+
+    huggingface = Path(directory) / "huggingface"
+    exported = AutoModelForCausalLM.from_pretrained(huggingface, dtype="auto").state_dict()
+    config = json.loads((huggingface / "config.json").read_text())
+    result = {"config": config["dtype"], "export_lossless": lossless(exported)}
+    merged = str(Path(directory) / "merged")
+    config = ModelMergerConfig(
+        operation="merge",
+        backend="fsdp",
+        local_dir=directory,
+        target_dir=merged,
+        hf_model_config_path=str(huggingface),
+    )
+    FSDPModelMerger(config).merge_and_save()
+    tensors = load_file(Path(merged) / "model.safetensors")
+    result["merged"] = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
+    result["merged_lossless"] = lossless(tensors)
+    return result
+
+
+def lora_adapter():
+    """Return the matrices of an adapter that leave for the rollout, and the error where peft returns none."""
+    engine = make_worker(model={"lora_rank": 4}).engine
+
+    def sent() -> list[str]:
+        return [name for name, _ in engine.get_per_tensor_param(base_sync_done=True)[0]]
+
+    result = {"whole": sent()}
+    # As peft 0.21.2 does of a nested FSDP1 model.
+    with mock.patch.object(peft.utils.save_and_load, "get_peft_model_state_dict", lambda *args, **kwargs: {}):
+        try:
+            result["empty"] = sent()
+        except ValueError as error:
+            result["empty"] = str(error)
+    return result

@@ -187,7 +187,7 @@ def reference_update(
         "group": lambda: log_z_of_groups(rows, flowrl),
         "none": lambda: torch.zeros(len(rows)),
     }[flowrl.log_z]()
-    losses, facts = trajectory_balance(
+    losses, metrics = trajectory_balance(
         log_prob,
         inputs["old_log_prob"],
         inputs["ref_log_prob" if flowrl.anchor == "ref" else "old_log_prob"],
@@ -201,10 +201,10 @@ def reference_update(
         rollout_weights=inputs["rollout_weights"],
     )
     d = inputs["ref_log_prob"] - log_prob.detach()
-    facts["reference_kl"] = mean_of_tokens(d.exp() - d - 1, inputs["mask"])
+    metrics["reference_kl"] = mean_of_tokens(d.exp() - d - 1, inputs["mask"])
     loss, parameters = losses.mean(), list(head.parameters()) if head else []
     trunk = dict(PLAIN_MODEL.named_parameters())
     grads = torch.autograd.grad(loss, [*trunk.values(), *parameters])
     of_head = torch.cat([grad.flatten() for grad in grads[len(trunk) :]]) if head else torch.zeros(0)
-    means = {f"flowrl/{name}": fact.mean().item() for name, fact in facts.items()}
+    means = {f"flowrl/{name}": values.mean().item() for name, values in metrics.items()}
     return {"pg_loss": loss.item()} | means, dict(zip(trunk, grads, strict=False)), of_head

@@ -32,7 +32,7 @@ SCALE = 1024.0  # the first loss scale
 RESUMED = ("0.4.1", "0.6.1")  # one of each family of legacy workers; test_resume.py has the model engine
 HANGS_S = 900
 LEGACY = {  # recipes/cpu/legacy.py in Ray's processes and in those that vLLM starts
-    "RAY_RUNTIME_ENV_HOOK": "recipes.cpu.legacy.in_every_process",
+    "RAY_RUNTIME_ENV_HOOK": "recipes.cpu.legacy.runtime_env_hook",
     MODULES: "recipes.cpu.legacy",
     "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 16, "GPU": 1}),
 }

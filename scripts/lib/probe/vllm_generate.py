@@ -20,7 +20,7 @@ def generate(request: dict) -> None:
     if request["device"] == "cpu":
         from recipes.cpu import host
 
-        host.when_imported("vllm.model_executor.layers.utils", host.keep_linear_weights)
+        host.adapt_on_import("vllm.model_executor.layers.utils", host.keep_linear_weights)
     import vllm
 
     from lib.probe.numerics import DTYPES

@@ -37,13 +37,13 @@ def usage() -> str:
     return "\n".join(f"  {name:<11} {text.format(**groups)}" for name, text in VARIABLES.items())
 
 
-def several(given: dict[str, str], name: str, default: Sequence[str]) -> list[str]:
+def several(values: dict[str, str], name: str, default: Sequence[str]) -> list[str]:
     """Return the words of a variable, each an option of its config group.
 
     Raises:
         Refused: a word is not an option.
     """
-    words = jobs.shell_words(name, given.get(name, " ".join(default)))
+    words = jobs.shell_words(name, values.get(name, " ".join(default)))
     return [jobs.one_of({name: word}, name, jobs.options(name.lower()), "") for word in words]
 
 
@@ -53,19 +53,19 @@ def plan_all(words: list[str]) -> tuple[dict[str, MemoryPlan], Path | None]:
     Raises:
         Refused: a variable, the configuration or the model cannot be planned.
     """
-    given = jobs.named(words, VARIABLES)
-    memory_gib = jobs.whole_number(given, "MEMORY", 1, 80)
-    length = jobs.whole_number(given, "LENGTH", 1, None)
-    out = Path(jobs.file(given, "OUT")) if "OUT" in given else None
-    device = jobs.one_of(given, "DEVICE", ["cuda", "cpu"], "cuda")
-    passed = {name: given[name] for name in ("ALGO", "RECIPE", "ARGS") if name in given}
+    values = jobs.named(words, VARIABLES)
+    memory_gib = jobs.whole_number(values, "MEMORY", 1, 80)
+    length = jobs.whole_number(values, "LENGTH", 1, None)
+    out = Path(jobs.file(values, "OUT")) if "OUT" in values else None
+    device = jobs.one_of(values, "DEVICE", ["cuda", "cpu"], "cuda")
+    passed = {name: values[name] for name in ("ALGO", "RECIPE", "ARGS") if name in values}
     plans = {}
-    for experiment in several(given, "EXPERIMENT", EXPERIMENTS):
-        for precision in several(given, "PRECISION", ["fp16"]):
+    for experiment in several(values, "EXPERIMENT", EXPERIMENTS):
+        for precision in several(values, "PRECISION", ["fp16"]):
             # Parsed with DEVICE=cpu, which needs no GPU on this machine; the planned job gets its own device.
             choices = passed | {"EXPERIMENT": experiment, "PRECISION": precision, "DEVICE": "cpu"}
             job = jobs.parse([f"{name}={value}" for name, value in choices.items()])
-            job = replace(job, device=device, model=given.get("MODEL"))
+            job = replace(job, device=device, model=values.get("MODEL"))
             config = jobs.compose(job, Path("out"))
             check_supported(config)
             jobs.validate(job, config, here=True)

@@ -59,17 +59,17 @@ def parse(words: list[str]) -> PreflightOptions:
     Raises:
         Refused: a name or a value is not allowed, or DATA is missing.
     """
-    given = jobs.named(words, VARIABLES)
-    model, data = model_and_data(given)
+    values = jobs.named(words, VARIABLES)
+    model, data = model_and_data(values)
     options = PreflightOptions(
         model=model,
         data=data,
-        rows=jobs.whole_number(given, "ROWS", 1, 16),
-        length=jobs.whole_number(given, "LENGTH", 1, 128),
-        device=jobs.device(given),
-        out=Path(jobs.file(given, "OUT") or "."),
+        rows=jobs.whole_number(values, "ROWS", 1, 16),
+        length=jobs.whole_number(values, "LENGTH", 1, 128),
+        device=jobs.device(values),
+        out=Path(jobs.file(values, "OUT") or "."),
     )
-    if "OUT" not in given:
+    if "OUT" not in values:
         options = replace(options, out=REPO / "outputs" / "preflight" / options.name)
     jobs.check_room(options.out)
     return options

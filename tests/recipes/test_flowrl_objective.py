@@ -189,13 +189,13 @@ def test_split_into_micro_batches_has_no_effect(batch, level):
     settings = {"level": level, "clip": (0.8, 1.28)}
     losses, *slopes = gradients(batch, **settings)
     for parts in ([[0, 1, 2, 3, 4, 5]], [[5, 1], [3], [0, 4, 2]], [[row] for row in reversed(range(ROWS))]):
-        seen = [torch.zeros_like(tensor) for tensor in (losses, *slopes)]
+        summed = [torch.zeros_like(tensor) for tensor in (losses, *slopes)]
         for rows in parts:
             width = max(LENGTHS[row] for row in rows)  # padded to the longest of its own
             part = {name: value[rows][:, :width] if value.dim() == 2 else value[rows] for name, value in batch.items()}
-            for whole, got in zip(seen, gradients(part, **settings), strict=True):
+            for whole, got in zip(summed, gradients(part, **settings), strict=True):
                 whole[rows] = torch.nn.functional.pad(got, (0, TOKENS - width)) if got.dim() == 2 else got
-        assert_equal([seen[0].sum(), *seen], [losses.sum(), losses, *slopes])
+        assert_equal([summed[0].sum(), *summed], [losses.sum(), losses, *slopes])
 
 
 @pytest.mark.parametrize("outside", [math.nan, math.inf, -math.inf, 1e38])

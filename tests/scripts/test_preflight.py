@@ -185,9 +185,9 @@ def gradients(model: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Te
         probabilities = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[0, :-1]
         loss = -probabilities.gather(1, ids[0, 1:, None])[prompt - 1 :].sum() / tokens
         reached = [each for each in made if torch.is_tensor(each) and each.requires_grad]
-        found = torch.autograd.grad(loss, [*model.parameters(), *reached])
-        weights += found[: -len(reached)]
-        outputs += found[-len(reached) :]
+        slopes = torch.autograd.grad(loss, [*model.parameters(), *reached])
+        weights += slopes[: -len(reached)]
+        outputs += slopes[-len(reached) :]
     for hook in hooks:
         hook.remove()
     return weights, outputs

@@ -50,8 +50,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def words_of(folder: Path, out: Path, *words: str, model: str = "model") -> list:
-    given = ["DEVICE=cpu", f"MODEL={folder / model}", f"DATA={folder / 'data.parquet'}", f"OUT={out}", *words]
-    return [sys.executable, REPO / "scripts" / "probe.py", *given]
+    arguments = ["DEVICE=cpu", f"MODEL={folder / model}", f"DATA={folder / 'data.parquet'}", f"OUT={out}", *words]
+    return [sys.executable, REPO / "scripts" / "probe.py", *arguments]
 
 
 def command(*arguments, **words) -> subprocess.CompletedProcess:

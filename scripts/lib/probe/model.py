@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 SANITY = str(ARITHMETIC / "model")  # the sanity task's model; its data are beside it
 
 
-def model_and_data(given: dict[str, str]) -> tuple[str, str]:
+def model_and_data(values: dict[str, str]) -> tuple[str, str]:
     """Resolve MODEL and DATA to paths, by default those of the sanity task.
 
     Raises:
         Refused: MODEL is set without DATA, or one of them cannot be used.
     """
-    model = jobs.model_path(given["MODEL"]) if "MODEL" in given else SANITY
-    if "DATA" not in given and model != SANITY:
-        raise Refused(f"DATA: is not set; MODEL={given['MODEL']} needs a parquet file of prompts in verl's schema")
-    return model, jobs.parquet(given, "DATA") or str(ARITHMETIC / "train.parquet")
+    model = jobs.model_path(values["MODEL"]) if "MODEL" in values else SANITY
+    if "DATA" not in values and model != SANITY:
+        raise Refused(f"DATA: is not set; MODEL={values['MODEL']} needs a parquet file of prompts in verl's schema")
+    return model, jobs.parquet(values, "DATA") or str(ARITHMETIC / "train.parquet")
 
 
 def short_name(model: str) -> str:

@@ -63,13 +63,13 @@ def usage() -> str:
     return "\n".join(f"  {name:<9} {text.format(precision=regimes)}" for name, text in VARIABLES.items())
 
 
-def several(given: dict[str, str], name: str, allowed: list[str]) -> tuple[str, ...]:
+def several(values: dict[str, str], name: str, allowed: list[str]) -> tuple[str, ...]:
     """Return the words of a variable without repetition, each one of ``allowed``; all of these if it is not set.
 
     Raises:
         Refused: a word is not allowed.
     """
-    words = given.get(name, " ".join(allowed)).split()
+    words = values.get(name, " ".join(allowed)).split()
     return tuple(dict.fromkeys(jobs.one_of({name: word}, name, allowed, "") for word in words))
 
 
@@ -79,23 +79,23 @@ def parse(words: list[str]) -> ProbeOptions:
     Raises:
         Refused: a name or a value is not allowed, or DATA is missing.
     """
-    given = jobs.named(words, VARIABLES)
-    model, data = model_and_data(given)
+    values = jobs.named(words, VARIABLES)
+    model, data = model_and_data(values)
     options = ProbeOptions(
         model=model,
         data=data,
-        precision=several(given, "PRECISION", jobs.options("precision")),
-        wire=several(given, "WIRE", WIRES),
-        head=several(given, "HEAD", list(HEADS)),
-        rows=jobs.whole_number(given, "ROWS", 2, 32),
-        samples=jobs.whole_number(given, "SAMPLES", 1, 8),
-        length=jobs.whole_number(given, "LENGTH", 1, None),
-        backend=jobs.one_of(given, "BACKEND", ["hf", "vllm"], "hf"),
-        device=jobs.device(given),
-        seed=jobs.whole_number(given, "SEED", 0, 1),
-        out=Path(jobs.file(given, "OUT") or "."),
+        precision=several(values, "PRECISION", jobs.options("precision")),
+        wire=several(values, "WIRE", WIRES),
+        head=several(values, "HEAD", list(HEADS)),
+        rows=jobs.whole_number(values, "ROWS", 2, 32),
+        samples=jobs.whole_number(values, "SAMPLES", 1, 8),
+        length=jobs.whole_number(values, "LENGTH", 1, None),
+        backend=jobs.one_of(values, "BACKEND", ["hf", "vllm"], "hf"),
+        device=jobs.device(values),
+        seed=jobs.whole_number(values, "SEED", 0, 1),
+        out=Path(jobs.file(values, "OUT") or "."),
     )
-    if "OUT" not in given:
+    if "OUT" not in values:
         options = replace(options, out=REPO / "outputs" / "probe" / f"{options.name}-{options.backend}")
     jobs.check_room(options.out)
     return options

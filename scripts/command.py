@@ -17,7 +17,7 @@ from pathlib import Path
 from lib.cli import one_of, shell_words
 from lib.errors import Refused
 from lib.paths import REPO
-from lib.run.job import VARIABLES, gpu_present
+from lib.run.job import VARIABLES
 
 SITE = ".venv/site-packages"
 

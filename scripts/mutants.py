@@ -1,8 +1,8 @@
-"""Put the defects of the field back into patched verl, one at a time, and show which test fails on each.
+"""Put known defects of fp16 training back into patched verl, one at a time, and show which test fails on each.
 
-tests/mutants.toml lists them. Each mutant's tests run on a patched tree with that one text replaced, after all of the
-tests have passed on the tree as it is. A run of all mutants writes docs/mutants.md. Exit code: 0 every mutant was
-killed, 1 one survived or nothing could be said, 2 usage.
+tests/mutants.toml lists them. All tests first pass on the patched tree; then each mutant's tests run on the tree with
+one text replaced. A run of all mutants writes docs/mutants.md. Exit code: 0 every mutant was killed, 1 a mutant
+survived or the tests could not run, 2 usage.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,12 @@ from lib.paths import REPO
 RELEASE = "0.9.1"
 TABLE = REPO / "tests/mutants.toml"
 DOCUMENT = REPO / "docs/mutants.md"
-NO_FAILURE, FAILURE = 0, 1  # pytest's exit codes; any other says that the tests did not run
+NO_FAILURE, FAILURE = 0, 1  # pytest's exit codes; with any other the tests did not run
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One defect: ``replace``, there once in ``file`` of the patched tree, becomes ``by``; one of ``tests`` fails."""
+    """One defect: ``replace``, which occurs exactly once in ``file``, becomes ``by``, and one of ``tests`` fails."""
 
     name: str
     defect: str
@@ -40,15 +39,21 @@ class Mutant:
     tests: tuple[str, ...]
 
     def source(self, tree: Path) -> str:
-        """The mutated file; raises Refused where the text to replace is not there exactly once."""
+        """Return the mutated content of ``file``.
+
+        Raises:
+            Refused: the text to replace does not occur exactly once.
+        """
         text = (tree / self.file).read_text()
-        if (found := text.count(self.replace)) != 1:
-            raise Refused(f"{self.name}: its text occurs {found} times in {self.file}: mend it in {TABLE.name}")
+        if (count := text.count(self.replace)) != 1:
+            raise Refused(f"{self.name}: its text occurs {count} times in {self.file}; correct it in {TABLE.name}")
         return text.replace(self.replace, self.by)
 
 
 def load(table: Path) -> list[Mutant]:
     """Read a table of mutants, in its order."""
+    import tomllib  # 3.11: --help runs on 3.10
+
     entries = tomllib.loads(table.read_text())
     return [Mutant(name=name, **{**entry, "tests": tuple(entry["tests"])}) for name, entry in entries.items()]
 
@@ -64,10 +69,10 @@ def first_failure(tests: Iterable[str], tree: Path) -> str | None:
     """Run tests on the tree until one fails.
 
     Returns:
-        its id, with "(stuck)" where one rank waited for another in vain; ``None`` where all passed.
+        Its id, with "(stuck)" if one rank waited for another in vain; None if all passed.
 
     Raises:
-        Refused: the tests did not run, e.g. because one of that name does not exist.
+        Refused: the tests did not run, e.g. because a test does not exist.
     """
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", f"--verl-tree={tree}"]
     environment = {**os.environ, "COLUMNS": "1000"}  # pytest cuts its summary to the terminal's width
@@ -82,31 +87,31 @@ def first_failure(tests: Iterable[str], tree: Path) -> str | None:
 
 
 def killers(mutants: list[Mutant], tree: Path) -> dict[str, str | None]:
-    """By mutant: the test that fails on it, ``None`` where none does; a line each while they run.
+    """Return the test that kills each mutant, None for a survivor; prints a line for each.
 
     Raises:
-        Refused: a mutant's text is not in the tree exactly once; the tree as it is does not pass; tests did not run.
+        Refused: a mutant's text does not occur exactly once, the unmutated tree fails, or tests did not run.
     """
     sources = {mutant.name: mutant.source(tree) for mutant in mutants}
     tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
     print(f"without a mutant: {len(tests)} tests", flush=True)
     if failed := first_failure(tests, tree):
-        raise Refused(f"{failed} fails on the tree as it is")
-    found = {}
+        raise Refused(f"{failed} fails on the tree without a mutant")
+    killed_by = {}
     for number, mutant in enumerate(mutants, start=1):
         file, start = tree / mutant.file, time.monotonic()
         original = file.read_text()
         file.write_text(sources[mutant.name])
-        found[mutant.name] = killer = first_failure(mutant.tests, tree)
+        killed_by[mutant.name] = killer = first_failure(mutant.tests, tree)
         file.write_text(original)
         verdict = f"killed by {killer}" if killer else "SURVIVED"
         print(f"{number}/{len(mutants)} {mutant.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
-    return found
+    return killed_by
 
 
-def document(mutants: list[Mutant], found: dict[str, str | None]) -> str:
-    """The table of mutants and of the tests that killed them, as Markdown."""
-    survivors = sum(killer is None for killer in found.values())
+def document(mutants: list[Mutant], killed_by: dict[str, str | None]) -> str:
+    """Return the table of mutants and the tests that killed them, as Markdown."""
+    survivors = sum(killer is None for killer in killed_by.values())
     lines = [
         "# Mutants",
         "",
@@ -118,7 +123,7 @@ def document(mutants: list[Mutant], found: dict[str, str | None]) -> str:
         "|---|---|---|---|",
     ]
     for mutant in mutants:
-        killer = found[mutant.name]
+        killer = killed_by[mutant.name]
         verdict = f"`{killer.removeprefix('tests/')}`" if killer else "**survived**"
         lines.append(f"| {mutant.name} | {mutant.defect} | {mutant.seen_in} | {verdict} |")
     return "\n".join(lines) + "\n"
@@ -126,18 +131,21 @@ def document(mutants: list[Mutant], found: dict[str, str | None]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("name", nargs="?", choices=[mutant.name for mutant in load(TABLE)], metavar="NAME")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a mutant of tests/mutants.toml; without it, all")
     only = parser.parse_args().name
-    mutants = [mutant for mutant in load(TABLE) if only in (None, mutant.name)]
+    table = load(TABLE)
+    mutants = [mutant for mutant in table if only in (None, mutant.name)]
+    if not mutants:
+        parser.error(f"{only}: is not a mutant; choose from {', '.join(mutant.name for mutant in table)}")
     try:
         with tempfile.TemporaryDirectory() as folder:
-            found = killers(mutants, patched_tree(Path(folder)))
+            killed_by = killers(mutants, patched_tree(Path(folder)))
     except Refused as fault:
         print(f"mutants: {fault}", file=sys.stderr)
         return 1
     if only is None:
-        DOCUMENT.write_text(document(mutants, found))
-    return 1 if None in found.values() else 0
+        DOCUMENT.write_text(document(mutants, killed_by))
+    return 1 if None in killed_by.values() else 0
 
 
 if __name__ == "__main__":

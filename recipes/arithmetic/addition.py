@@ -13,7 +13,7 @@ RESPONSE_LENGTH = 26  # tokens of every demonstration: the text and the end toke
 
 
 def problems(number: int, rng: random.Random) -> list[tuple[int, int]]:
-    """``number`` different pairs of numbers below 1000."""
+    """Return ``number`` distinct pairs of numbers below 1000."""
     pairs = rng.sample(range(10 ** (2 * DIGITS)), number)
     return [divmod(pair, 10**DIGITS) for pair in pairs]
 
@@ -27,10 +27,10 @@ def answer(a: int, b: int) -> str:
 
 
 def demonstration(a: int, b: int, rng: random.Random, corruption: float = 0.0) -> str:
-    """The scratchpad response to ``prompt(a, b)``.
+    """Return the scratchpad response to ``prompt(a, b)``.
 
-    Each column's sum is a random one with probability ``corruption``, and the rest follows from it. A model taught
-    this way knows the right answer and errs at times: it leaves something for reinforcement to learn.
+    Each column's sum is random with probability ``corruption``, and the rest follows from it. A model trained on these
+    knows the right answer and errs at times, which leaves something for reinforcement learning.
     """
     columns, digits, carry = [], "", 0
     for place in range(DIGITS):
@@ -43,6 +43,6 @@ def demonstration(a: int, b: int, rng: random.Random, corruption: float = 0.0) -
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    """1.0 if the text after the last ``=`` is the sum, else 0.0; the signature is that of verl's reward functions."""
+    """Return 1.0 if the text after the last ``=`` is the sum, else 0.0; a reward function of verl."""
     _, equals, sum_ = solution_str.rpartition("=")
     return float(bool(equals) and sum_ == ground_truth)

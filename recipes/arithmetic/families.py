@@ -1,7 +1,7 @@
 """Make a tiny model of another family for the task: ``python -m recipes.arithmetic.families --family llama --out DIR``.
 
 The model has random weights and the task's tokenizer, so that ``make run MODEL=DIR`` runs a family's code paths through
-FSDP, the weight sync and vLLM. It learns nothing in a few steps: it shows that a family runs, and its mismatch.
+FSDP, the weight sync and vLLM. It learns nothing in a few steps; it shows that a family runs, and its mismatch.
 """
 
 import argparse
@@ -24,14 +24,14 @@ SHAPE = {
     "initializer_range": 0.05,
     "tie_word_embeddings": False,
 }
-# The ``model_type`` of transformers, and what a family needs besides SHAPE.
+# transformers' ``model_type``, and the entries of its config besides SHAPE.
 FAMILIES = {
     "llama": {},
     "qwen3": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
-    "gemma2": {"query_pre_attn_scalar": 64, "sliding_window": 128, "tie_word_embeddings": True},  # as vLLM asserts
+    "gemma2": {"query_pre_attn_scalar": 64, "sliding_window": 128, "tie_word_embeddings": True},  # vLLM asserts these
 }
-# Special tokens that verl 0.9 requires of a family's tokenizer to tell where a turn ends.
+# Special tokens by which verl 0.9 finds the end of a turn.
 TURN_TOKENS = {"qwen3": ["<|im_end|>"], "qwen3_moe": ["<|im_end|>"]}
 
 

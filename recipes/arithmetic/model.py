@@ -1,15 +1,15 @@
-"""A transformer and a byte-level tokenizer, made from nothing, small enough for two CPU cores."""
+"""A transformer and a byte-level tokenizer, made from scratch, small enough for two CPU cores."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-# The task is written as it stands, without roles: the start token and the bare prompt.
+# No roles: the start token and the bare prompt.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, so that any text round-trips, and three special tokens: 259 in all."""
+    """Return a tokenizer of 259 tokens: one per byte, so that any text round-trips, and three special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -21,15 +21,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],  # the model takes no others
+        model_input_names=["input_ids", "attention_mask"],  # the only inputs of the model
     )
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 model of 494k parameters with weights drawn from ``seed``.
+    """Return a Qwen2 model of 494k parameters with weights drawn from ``seed``.
 
     Its vocabulary is exactly the tokenizer's: rollouts mask logits beyond the tokenizer's length and training does
-    not, so a larger one would show as a difference between their probabilities.
+    not, so a larger vocabulary would add to the mismatch.
     """
     torch.manual_seed(seed)
     config = Qwen2Config(

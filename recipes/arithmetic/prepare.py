@@ -21,13 +21,13 @@ from recipes.arithmetic import addition, terms
 
 TASKS = {"addition": addition, "terms": terms}
 
-# Outside this band there is either nothing to reward or nothing left to learn.
+# Outside this band there is nothing to reward or nothing to learn.
 ACCURACY_BAND = (0.20, 0.80)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a preparation depends on, besides the code of this package."""
+class PreparationSettings:
+    """All that the prepared model and data depend on, besides the code of this package."""
 
     task: str  # one of ``TASKS``
     seed: int
@@ -41,7 +41,7 @@ class Settings:
         return TASKS[self.task]
 
     def key(self) -> str:
-        """12 hex digits that change with any setting and with the code of this package."""
+        """Return 12 hex digits that change with any setting and with the code of this package."""
         digest = hashlib.sha256(repr(self).encode())
         for source in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(source.read_bytes())
@@ -49,18 +49,18 @@ class Settings:
 
 
 class PreparationError(RuntimeError):
-    """The preparation cannot be made or is of no use; the message is one line for the user."""
+    """The preparation failed, or the model is useless; the message is one line for the user."""
 
 
-def pretrain(settings: Settings):
-    """Teach a fresh model the corrupted demonstrations. Returns ``(model, tokenizer)``; the same weights for a seed."""
+def pretrain(settings: PreparationSettings):
+    """Train a new model on the corrupted demonstrations and return ``(model, tokenizer)``, determined by the seed."""
     import torch
     import transformers
 
     from recipes.arithmetic.model import build_model, build_tokenizer
 
     task = settings.module
-    torch.set_num_threads(1)  # sums in another order would give other weights
+    torch.set_num_threads(1)  # another order of summation would give other weights
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
@@ -88,13 +88,13 @@ def pretrain(settings: Settings):
 
 
 def score(task: ModuleType, text: str, problem: tuple) -> float:
-    """The reward of a response to a problem, whether the task's function returns it alone or with the answer."""
-    given = task.compute_score("", text, task.answer(*problem))
-    return given["score"] if isinstance(given, dict) else given
+    """Return the reward of a response to a problem; the task's function returns it alone or in a dict."""
+    result = task.compute_score("", text, task.answer(*problem))
+    return result["score"] if isinstance(result, dict) else result
 
 
 def sampled_accuracy(task: ModuleType, model, tokenizer, seed: int, samples: int = 512) -> float:
-    """Mean reward of ``samples`` responses, sampled at temperature 1, to random problems."""
+    """Return the mean reward of ``samples`` responses to random problems, sampled at temperature 1."""
     import torch
 
     torch.manual_seed(seed)
@@ -106,7 +106,7 @@ def sampled_accuracy(task: ModuleType, model, tokenizer, seed: int, samples: int
     return sum(score(task, text, problem) for text, problem in zip(texts, problems, strict=True)) / samples
 
 
-def write_data(folder: Path, settings: Settings) -> None:
+def write_data(folder: Path, settings: PreparationSettings) -> None:
     """Write ``train.parquet`` and ``val.parquet`` in verl's schema; no problem is in both."""
     import pyarrow
     import pyarrow.parquet
@@ -127,14 +127,14 @@ def write_data(folder: Path, settings: Settings) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
 
 
-def prepare(out: Path, settings: Settings) -> dict:
+def prepare(out: Path, settings: PreparationSettings) -> dict:
     """Make ``out``, or reuse it if it was made with the same settings and code. Returns the content of prepared.json.
 
-    ``out`` appears whole or not at all: everything is written to a folder beside it, which is then renamed. One made
+    ``out`` is created atomically: everything is written to a folder beside it, which is then renamed. A folder made
     with other settings is replaced; any other non-empty folder is left alone.
 
     Raises:
-        PreparationError: ``out`` holds something else, or the accuracy is outside ``ACCURACY_BAND``.
+        PreparationError: ``out`` contains something else, or the accuracy is outside ``ACCURACY_BAND``.
     """
     stamp = out / "prepared.json"
     if stamp.exists():
@@ -142,7 +142,7 @@ def prepare(out: Path, settings: Settings) -> dict:
         if prepared["key"] == settings.key():
             return prepared
     elif out.exists() and any(out.iterdir()):
-        raise PreparationError(f"--out {out}: is not empty and holds no prepared.json; give a new or an empty folder")
+        raise PreparationError(f"--out {out}: is not empty and has no prepared.json; give a new or an empty folder")
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-", ignore_cleanup_errors=True) as temporary:
@@ -173,9 +173,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     parser.add_argument("--seed", type=int, required=True, help="of the weights, the demonstrations and the problems")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit cleans up; the default would not
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # exit cleanly: the default handler would leave temporary files
     try:
-        prepared = prepare(arguments.out, Settings(arguments.task, arguments.seed))
+        prepared = prepare(arguments.out, PreparationSettings(arguments.task, arguments.seed))
     except PreparationError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """HuggingFace's generate as the rollout of verl 0.6.0 to 0.7.0, whose vLLM has no CPU build: ``rollout.name=hf``.
 
-``recipes.cpu.legacy`` registers it. The policy is copied into weights of ``rollout.dtype``, as vLLM has them; of the
-sampling parameters temperature alone is taken.
+``recipes.cpu.legacy`` registers it. The policy is copied to ``rollout.dtype``, as in vLLM; temperature is the only
+sampling parameter.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 
 class HFRollout(BaseRollout):
-    """Lives in the actor's worker: called by its trainer in 0.6, by ``HFServer`` in 0.7.0."""
+    """A rollout in the actor's worker, called by the trainer in 0.6 and by ``HFServer`` in 0.7.0."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any):
         super().__init__(config, model_config, device_mesh)
@@ -33,17 +33,17 @@ class HFRollout(BaseRollout):
         pass
 
     async def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
-        """Take over all the actor's weights, in fp32, rounded to ``rollout.dtype``."""
+        """Copy the actor's fp32 weights, rounded to ``rollout.dtype``."""
         self.model.load_state_dict(dict(weights))
 
     @torch.no_grad()
     def sample(
         self, prompts: torch.Tensor, mask: torch.Tensor, eos: int, pad: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One response to each row of ``prompts`` (batch, prompt length), left-padded.
+        """Sample one response to each row of ``prompts`` (batch, prompt length), left-padded.
 
         Returns:
-            Tokens and their log-probabilities, (batch, tokens until the last response has ended).
+            Tokens and their log-probabilities, (batch, length of the longest response).
         """
         with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
             output = self.model.generate(
@@ -63,7 +63,7 @@ class HFRollout(BaseRollout):
         return tokens, logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """verl 0.6, ``rollout.mode=sync``: the trainer has repeated each prompt ``rollout.n`` times."""
+        """Generate for verl 0.6 in ``rollout.mode=sync``; its trainer has repeated each prompt ``rollout.n`` times."""
         ids, mask, positions = (prompts.batch[key] for key in ("input_ids", "attention_mask", "position_ids"))
         eos, pad = prompts.meta_info["eos_token_id"], prompts.meta_info["pad_token_id"]
         tokens, log_probs = self.sample(ids, mask, eos, pad)
@@ -82,7 +82,7 @@ class HFRollout(BaseRollout):
         return DataProto(batch=TensorDict(batch, batch_size=len(ids)))
 
     async def generate(self, prompt_ids: list[int], sampling_params: dict, request_id: str, **data: Any) -> TokenOutput:
-        """verl 0.7.0: one response to one prompt."""
+        """Generate one response to one prompt for verl 0.7.0."""
         prompt, tokenizer = torch.tensor([prompt_ids]), self.model_config.tokenizer
         tokens, log_probs = self.sample(prompt, torch.ones_like(prompt), tokenizer.eos_token_id, tokenizer.pad_token_id)
         return TokenOutput(token_ids=tokens[0].tolist(), log_probs=log_probs[0].tolist())
@@ -90,7 +90,7 @@ class HFRollout(BaseRollout):
 
 @ray.remote
 class HFServer:
-    """What verl 0.7.0 talks to: hands everything to the worker that holds the ``HFRollout``."""
+    """The server that verl 0.7.0 calls; forwards every call to the worker of the ``HFRollout``."""
 
     def __init__(self, worker: Any):
         self.worker = worker
@@ -106,10 +106,10 @@ class HFServer:
 
 
 class HFReplica(RolloutReplica):
-    """One server a worker."""
+    """One server per worker."""
 
     def get_ray_class_with_init_args(self):
-        raise NotImplementedError("only beside the actor (hybrid engine)")
+        raise NotImplementedError("HFReplica runs beside the actor only (hybrid engine)")
 
     async def launch_servers(self) -> None:
         (worker,) = self.workers

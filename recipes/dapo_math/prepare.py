@@ -1,8 +1,8 @@
 """Write DAPO-Math-17k and AIME 2024 for verl: ``python -m recipes.dapo_math.prepare --out DIR``.
 
 Both are in verl's schema on the Hub, with every problem many times: 1,791,700 rows of 17,398 prompts, and 960 of 30
-(issue 3065 of verl, issue 36 of DAPO). Leaves ``DIR/train.parquet`` and ``DIR/test.parquet`` with the first row of each
-prompt; how often a validation problem is answered is ``rollout.val_kwargs.n``.
+(issue 3065 of verl, issue 36 of DAPO). Writes ``DIR/train.parquet`` and ``DIR/test.parquet`` with the first row of each
+prompt; ``rollout.val_kwargs.n`` sets the answers per validation problem.
 
 verl scores their ``math_dapo`` itself, 1 or −1: the last ``Answer: …`` of a response must be the ground truth, or else
 the last ``\\boxed{…}`` (``verl/utils/reward_score/math_dapo.py``).
@@ -22,10 +22,11 @@ COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
 
 def unique(source: str) -> tuple[datasets.Dataset, int]:
-    """The first row of each prompt of ``source``, a Hub name or a local copy, and how many prompts have two answers.
+    """Return the first row of each prompt of ``source``, and the number of prompts with contradictory answers.
 
     Raises:
-        OSError, ValueError: it cannot be loaded, lacks a column, or has a row that verl cannot score.
+        OSError, ValueError: ``source``, a Hub name or a local copy, cannot be loaded, lacks a column, or has a row that
+            verl cannot score.
     """
     rows = datasets.load_dataset(source, split="train")
     missing = [column for column in COLUMNS if column not in rows.column_names]
@@ -46,7 +47,7 @@ def unique(source: str) -> tuple[datasets.Dataset, int]:
                 except NotImplementedError as error:
                     raise ValueError(f"row {index}: {error}") from error
                 if scored["score"] != 1:
-                    raise ValueError(f"row {index}: verl does not take its ground truth {answer!r} for right")
+                    raise ValueError(f"row {index}: verl scores its ground truth {answer!r} as wrong")
                 answers[text] = answer
                 first.append(index)
             elif answers[text] != answer:
@@ -71,7 +72,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for split, (rows, contradicted) in splits.items():
         rows.to_parquet(str(arguments.out / f"{split}.parquet"))
-        remark = f"; {contradicted} occurred with another answer too, the first is kept" if contradicted else ""
+        remark = f"; {contradicted} occurred with another answer too; the first is kept" if contradicted else ""
         print(f"{arguments.out}/{split}.parquet: {len(rows)} prompts{remark}")
 
 

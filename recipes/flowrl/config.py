@@ -1,6 +1,6 @@
-"""FlowRL's settings, ``actor_rollout_ref.actor.flowrl``, checked where verl checks the actor's: first, in the driver.
+"""FlowRL's settings, ``actor_rollout_ref.actor.flowrl``, checked in the driver together with the actor's.
 
-``configs/recipe/flowrl.yaml`` makes :func:`flowrl_actor` what verl builds of ``actor_rollout_ref.actor``.
+``configs/recipe/flowrl.yaml`` sets ``actor_rollout_ref.actor._target_`` to :func:`flowrl_actor`.
 """
 
 import math
@@ -17,20 +17,20 @@ CHOICES = {
     "anchor": ("ref", "old"),
     "importance_weight": ("sequence", "token", "none"),
 }
-# What PPO's loss reads of the actor's config and FlowRL's does not.
-UNREAD = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coeff", "calculate_entropy")
-UNREAD += ("kl_loss_coef", "kl_loss_type", "loss_agg_mode", "loss_scale_factor")
+# Keys of the actor that PPO's loss reads and FlowRL's does not.
+UNUSED_KEYS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coeff", "calculate_entropy")
+UNUSED_KEYS += ("kl_loss_coef", "kl_loss_type", "loss_agg_mode", "loss_scale_factor")
 
 
 @dataclass(frozen=True)
 class PartitionConfig:
-    """The head that learns log Z.
+    """Settings of the head that learns log Z.
 
     Args:
-        lr, weight_decay, clip_grad: of its own AdamW; the actor's schedule scales ``lr`` too.
+        lr, weight_decay, clip_grad: of the head's own AdamW; the actor's schedule scales ``lr``.
         dropout: probability in the head.
         zero_init: start from log Z = 0.
-        drop_last_prompt_token: leave the prompt's last token out of the mean over its hidden states.
+        drop_last_prompt_token: exclude the prompt's last token from the mean over its hidden states.
     """
 
     lr: float = 1e-3
@@ -48,17 +48,17 @@ class PartitionConfig:
 
 @dataclass(frozen=True)
 class FlowRLConfig:
-    """The objective's settings (:mod:`recipes.flowrl.objective`).
+    """Settings of the objective (:mod:`recipes.flowrl.objective`).
 
     Args:
         beta: inverse temperature of the reward.
         reward: "advantage": GRPO's, normalised by the group, as in the paper; "score": the reward itself.
-        log_z: "learned" by the head; "group": the group's mean instead (VarGrad); "none": 0.
-        anchor: what the policy is measured against: "ref", or "old", the policy before the update.
+        log_z: "learned" by the head; "group": the mean of the group (VarGrad); "none": 0.
+        anchor: the policy in the place of πref: "ref", or "old", the policy before the update.
         importance_weight: one per "sequence", one per "token" (CISPO), or "none".
         importance_clip: ``[least, largest]`` weight, the largest alone, or ``None``.
-        length_normalization: whether log-probabilities are means over an answer's tokens or sums.
-        given: what stands elsewhere in verl's config and must fit.
+        length_normalization: whether log-probabilities are averaged or summed over an answer's tokens.
+        given: values of other keys of verl's config that must be compatible.
     """
 
     beta: float = 15.0
@@ -79,24 +79,24 @@ class FlowRLConfig:
             _require(value in allowed, f"{key}.{name}", value, f"must be one of {', '.join(allowed)}")
         bounds = clip if isinstance(clip, Sequence) else (0.0, math.inf if clip is None else clip)
         fits = len(bounds) == 2 and all(map(_is_number, bounds)) and 0 <= bounds[0] <= 1 <= bounds[1] > bounds[0]
-        told = "must be [least, largest] with 0 <= least <= 1 <= largest, the largest alone, or null"
-        _require(fits, f"{key}.importance_clip", clip, told)
+        allowed = "must be [least, largest] with 0 <= least <= 1 <= largest, the largest alone, or null"
+        _require(fits, f"{key}.importance_clip", clip, allowed)
         object.__setattr__(self, "importance_clip", tuple(map(float, bounds)))
 
 
 @dataclass
 class FlowRLActorConfig(FSDPActorConfig):
-    """verl's config of an FSDP actor, with FlowRL's settings."""
+    """verl's config of an FSDP actor with FlowRL's settings."""
 
     flowrl: Optional[FlowRLConfig] = None
 
     def __post_init__(self):
         super().__post_init__()
         flowrl, given = self.flowrl, self.flowrl.given
-        for name in UNREAD:
+        for name in UNUSED_KEYS:
             value, default = getattr(self, name), FSDPActorConfig.__dataclass_fields__[name].default
-            told = f"is not read by FlowRL; leave {default}, and see {KEY}.flowrl, configs/recipe/flowrl.yaml"
-            _require(value == default, f"{KEY}.{name}", value, told)
+            reason = f"is not read by FlowRL; leave {default}, and see {KEY}.flowrl, configs/recipe/flowrl.yaml"
+            _require(value == default, f"{KEY}.{name}", value, reason)
         loss = self.policy_loss.loss_mode
         _require(loss == "vanilla", f"{KEY}.policy_loss.loss_mode", loss, "FlowRL has its own loss; leave vanilla")
         grouped = flowrl.reward == "advantage" or flowrl.log_z == "group"
@@ -108,30 +108,31 @@ class FlowRLActorConfig(FSDPActorConfig):
             ("algorithm.adv_estimator", given["adv_estimator"] if grouped else "grpo", "grpo"),
         ):
             _require(value == needed, key, value, f"FlowRL needs {needed}")
-        told = f"a group of one has no mean; set 2 or more, or {KEY}.flowrl.reward=score with log_z=learned or none"
-        _require(self.rollout_n > 1 or not grouped, "actor_rollout_ref.rollout.n", self.rollout_n, told)
-        told = f"no reference policy is loaded, which {KEY}.flowrl.anchor=ref needs; set true, or anchor=old"
-        _require(self.use_kl_loss or flowrl.anchor == "old", f"{KEY}.use_kl_loss", self.use_kl_loss, told)
+        reason = f"a group of one has no mean; set 2 or more, or {KEY}.flowrl.reward=score with log_z=learned or none"
+        _require(self.rollout_n > 1 or not grouped, "actor_rollout_ref.rollout.n", self.rollout_n, reason)
+        reason = f"no reference policy is loaded, which {KEY}.flowrl.anchor=ref needs; set true, or anchor=old"
+        _require(self.use_kl_loss or flowrl.anchor == "old", f"{KEY}.use_kl_loss", self.use_kl_loss, reason)
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Optional[dict] = None) -> None:
         super().validate(n_gpus, train_batch_size, model_config)
         dtype = self.flowrl.given["rollout_dtype"]
         rounded_twice = model_config["lora"].get("merge") and dtype in ("float16", "half")
-        told = f"merged in the trainer's dtype, adapters are rounded again for rollout.dtype={dtype}; set merge=false"
-        _require(not rounded_twice, "actor_rollout_ref.model.lora.merge", True, told)
+        reason = f"merged in the trainer's dtype, adapters are rounded again for rollout.dtype={dtype}; set merge=false"
+        _require(not rounded_twice, "actor_rollout_ref.model.lora.merge", True, reason)
 
 
 def flowrl_actor(strategy: str, **settings: Any) -> FlowRLActorConfig:
-    """What ``actor_rollout_ref.actor._target_`` names.
+    """Build the actor's config; the ``_target_`` of ``actor_rollout_ref.actor``.
 
     Raises:
-        ValueError: an engine without a place for the head; a setting that FlowRL cannot use; naming the key.
+        ValueError: the strategy does not support the head, or FlowRL cannot use a setting; the message names the key.
     """
     _require(strategy in ("fsdp", "fsdp2"), f"{KEY}.strategy", strategy, "FlowRL runs with fsdp and fsdp2")
     return FlowRLActorConfig(strategy=strategy, **settings)
 
 
 def _check_fields(key: str, settings: Any, may_be_zero: tuple[str, ...] = ()) -> None:
+    """Check the types of all fields, and that numbers are positive."""
     for each in fields(settings):
         value, zero = getattr(settings, each.name), each.name in may_be_zero
         if each.type is bool:

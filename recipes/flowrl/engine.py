@@ -1,4 +1,4 @@
-"""verl's FSDP engine with the partition head beside the model: fed by a hook, stepped and saved with it."""
+"""verl's FSDP engine with the partition head beside the model: fed by a hook, stepped and saved with the model."""
 
 import math
 import os
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from recipes.flowrl.config import FlowRLConfig
-from recipes.flowrl.partition import Partition, PartitionHead, mean_over_prompts
+from recipes.flowrl.partition import PartitionHead, PartitionTraining, mean_over_prompts
 from verl.utils.device import get_device_id
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -18,14 +18,14 @@ FILE = "flowrl_partition.pt"
 
 @EngineRegistry.register(model_type="flowrl_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
 class FlowRLEngine(FSDPEngineWithLMHead):
-    """Adds ``log_z`` (rows,), fp32, to what the model gives in training, where it is learned."""
+    """Adds ``log_z`` (rows,), fp32, to the model's outputs in training if log Z is learned."""
 
     flowrl: FlowRLConfig  # set before initialize()
-    partition: Optional[Partition] = None
+    partition: Optional[PartitionTraining] = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.model_config.model_type = "language_model"  # the registry's key has done its work
+        self.model_config.model_type = "language_model"  # what verl expects beyond the registry
 
     def initialize(self):
         super().initialize()
@@ -36,7 +36,7 @@ class FlowRLEngine(FSDPEngineWithLMHead):
         model = model.get_base_model() if self._is_lora else model
         hidden_size = model.config.get_text_config().hidden_size
         head = PartitionHead(hidden_size, settings.dropout, settings.zero_init).to(get_device_id())
-        self.partition = Partition(head, settings.lr, settings.weight_decay, settings.clip_grad)
+        self.partition = PartitionTraining(head, settings.lr, settings.weight_decay, settings.clip_grad)
         self.partition_schedule = self._build_lr_scheduler(self.partition.optimizer)
         model.get_decoder().register_forward_hook(self._keep_hidden_states)
 
@@ -47,7 +47,7 @@ class FlowRLEngine(FSDPEngineWithLMHead):
         model_output = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         if self.partition is not None and self.mode == "train":
             hidden, self._hidden = self._hidden, None
-            if "pad_size" in output_args:  # the rows are packed
+            if "pad_size" in output_args:  # packed rows
                 packed = self._gather_and_unpad_packed(hidden.squeeze(0), output_args["pad_size"])
                 rows = packed.split(micro_batch["input_ids"].offsets().diff().tolist())
             else:
@@ -63,7 +63,7 @@ class FlowRLEngine(FSDPEngineWithLMHead):
             self.partition.optimizer.zero_grad()
 
     def optimizer_step(self):
-        """As the base class; model and head take the step, or neither does."""
+        """Step the model and the head, or neither; returns what the base class returns."""
         if self.partition is None:
             return super().optimizer_step()
         if not self.partition.gather_gradients(self.scaler.get_scale() if self.scaler else 1.0):
@@ -99,20 +99,20 @@ class FlowRLEngine(FSDPEngineWithLMHead):
         dist.barrier()
 
     def load_checkpoint(self, local_path: str, *args, **kwargs) -> None:
-        """As the base class, after the head's state, which rank 0 reads for all; of it, what ``load_contents`` asks.
+        """Load the head's state on rank 0, broadcast it, and load the rest by the base class; obeys ``load_contents``.
 
         Raises:
-            ValueError: the checkpoint has no head, or that of a model of another width; nothing was loaded.
+            ValueError: the checkpoint has no head, or a head of another width; nothing has been loaded.
         """
         if self.partition is not None:
             file = os.path.join(local_path, FILE)
-            there = self.rank == 0 and os.path.exists(file)
-            received: list[Any] = [torch.load(file, map_location="cpu") if there else None]
+            exists = self.rank == 0 and os.path.exists(file)
+            received: list[Any] = [torch.load(file, map_location="cpu") if exists else None]
             dist.broadcast_object_list(received, src=0)
             (state,) = received
             if state is None:
                 raise ValueError(f"{file} is missing: a run with actor_rollout_ref.actor.flowrl.log_z=learned wrote it")
             self.partition.load_state_dict(state, file, self.checkpoint_manager.should_load_optimizer)
-            if self.checkpoint_manager.should_load_extra:  # where verl keeps the model's schedule
+            if self.checkpoint_manager.should_load_extra:  # includes the model's schedule in verl
                 self.partition_schedule.load_state_dict(state["schedule"])
         super().load_checkpoint(local_path, *args, **kwargs)

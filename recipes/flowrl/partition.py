@@ -1,7 +1,7 @@
-"""log Z(x) from a model's hidden states: a small head beside the FSDP model, in fp32, the same on every rank.
+"""log Z(x) from a model's hidden states: a small head beside the FSDP model, in fp32, replicated on every rank.
 
-It lies outside of the model, so that it is neither sharded nor cast to half precision, nor sent to the rollout, nor
-exported. A loss scale that lets the gradients of rare tokens survive in fp16 would take those of log Z beyond 65504.
+It is not part of the model, so it is neither sharded, cast to half precision, sent to the rollout nor exported. A loss
+scale that preserves the gradients of rare tokens in fp16 would overflow those of log Z.
 """
 
 import math
@@ -19,7 +19,7 @@ class PartitionHead(nn.Module):
     Args:
         hidden_size: width of the model, and of the head.
         dropout: probability.
-        zero_init: start from log Z = 0 for every prompt, which leaves the trunk's first gradients alone.
+        zero_init: start from log Z = 0 for every prompt, without effect on the trunk's first gradients.
     """
 
     def __init__(self, hidden_size: int, dropout: float, zero_init: bool):
@@ -34,29 +34,29 @@ class PartitionHead(nn.Module):
             nn.init.zeros_(self.layers[-1].bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """log Z ``(rows,)`` in fp32 of ``hidden`` ``(rows, hidden_size)`` in any dtype, also under autocast."""
+        """Return log Z ``(rows,)`` from ``hidden`` ``(rows, hidden_size)`` of any dtype; fp32 even in autocast."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.layers(hidden.float()).squeeze(-1)
 
 
 def mean_over_prompts(rows: Iterable[torch.Tensor], lengths: Iterable[int], drop_last: bool) -> torch.Tensor:
-    """Mean hidden state of each prompt ``(rows, hidden_size)``, in fp32, with gradient.
+    """Return the mean hidden state of each prompt ``(rows, hidden_size)``, in fp32, with gradient.
 
     Args:
-        rows: of each sequence ``(tokens, hidden_size)``, its prompt first.
+        rows: hidden states of each sequence ``(tokens, hidden_size)``, its prompt first.
         lengths: tokens of each prompt.
-        drop_last: leave out the prompt's last token, as public code does, where there is another.
+        drop_last: exclude the prompt's last token, as public code does, unless it is the only one.
     """
     ends = (max(length - drop_last, 1) for length in lengths)
     return torch.stack([row[:end].float().mean(0) for row, end in zip(rows, ends, strict=True)])
 
 
-class Partition:
-    """The head, its optimizer, and what keeps it in step with the model's.
+class PartitionTraining:
+    """The head and its optimizer, synchronized over ranks.
 
     Args:
-        head: made alike or not: every rank takes rank 0's.
-        lr: at the top of the model's own schedule, which scales it.
+        head: broadcast from rank 0.
+        lr: peak learning rate, scaled by the model's schedule.
         clip_grad: largest norm of the head's gradient.
     """
 
@@ -67,7 +67,7 @@ class Partition:
         self.optimizer = torch.optim.AdamW(head.parameters(), lr=lr, weight_decay=weight_decay)
 
     def gather_gradients(self, loss_scale: float) -> bool:
-        """Average the gradients over all ranks, unscaled. Returns whether all are finite, the same on every rank."""
+        """Unscale the gradients and average them over ranks. Returns whether all are finite, the same on every rank."""
         for parameter in self.head.parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= loss_scale * dist.get_world_size()
@@ -82,14 +82,14 @@ class Partition:
         return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], file: str, with_optimizer: bool) -> None:
-        """Restore what :meth:`state_dict` gave and ``file`` held, the optimizer's part where asked.
+        """Restore a :meth:`state_dict` read from ``file``, the optimizer's only ``with_optimizer``.
 
         Raises:
             ValueError: it belongs to a model of another width.
         """
         saved, width = state["head"]["layers.0.weight"].shape[0], self.head.layers[0].in_features
         if saved != width:
-            raise ValueError(f"{file}: the head of log Z there has hidden_size={saved}, this model {width}")
+            raise ValueError(f"{file}: its head of log Z has hidden_size={saved}, this model {width}")
         self.head.load_state_dict(state["head"])
         if with_optimizer:
             self.optimizer.load_state_dict(state["optimizer"])

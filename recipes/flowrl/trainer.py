@@ -20,32 +20,36 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 
 def diversity(data: TensorDict, uids: list[str], real: list[bool]) -> dict[str, float]:
-    """How many different right answers a prompt got, and the share of answers that are right (a reward above 0).
+    """Return the mean number of distinct right answers per prompt, and the share of right answers (reward above 0).
 
-    What the reward function returns as ``answer`` beside its score tells answers apart, else the tokens do.
+    Answers are compared by the ``answer`` that the reward function returns beside its score, else by their tokens.
+
+    Args:
+        uids: the prompt of each row.
+        real: whether each row is an answer, not padding.
     """
     right = data["rm_scores"].to_padded_tensor(0.0).sum(-1) > 0
-    found = defaultdict(set)
+    distinct = defaultdict(set)
     for row in range(len(uids)):
         if real[row]:
-            answers = found[uids[row]]
+            answers = distinct[uids[row]]
             if right[row]:
-                said = data["extra_fields"][row].get("reward_extra_info", {})
-                answers.add(str(said.get("answer", data["responses"][row].tolist())))
+                extra = data["extra_fields"][row].get("reward_extra_info", {})
+                answers.add(str(extra.get("answer", data["responses"][row].tolist())))
     return {
-        "flowrl/distinct_right_answers": sum(map(len, found.values())) / len(found),
+        "flowrl/distinct_right_answers": sum(map(len, distinct.values())) / len(distinct),
         "flowrl/right_answers": right[torch.tensor(real)].float().mean().item(),
     }
 
 
 @register_trainer("flowrl")
 class FlowRLTrainer(PPOTrainerSync):
-    """The synchronous trainer with FlowRL's worker, log Z of groups, and metrics of diversity."""
+    """The synchronous trainer with FlowRL's worker, log Z of groups, and diversity metrics."""
 
     def __init__(self, config: DictConfig):
         if "flowrl" not in config.actor_rollout_ref.actor:
             raise ValueError("trainer.v1.trainer_mode=flowrl: its settings are missing; add +recipe=flowrl")
-        config.trainer.v1.trainer_mode = "sync"  # what it is in all that verl asks the mode for
+        config.trainer.v1.trainer_mode = "sync"  # verl treats FlowRL as synchronous from here on
         super().__init__(config)
         self.flowrl = config.actor_rollout_ref.actor.flowrl
 

@@ -17,21 +17,22 @@ from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
-# Of the batch, by token; the last two where there are such.
+# Fields of the batch, by token; the last two are optional.
 FIELDS = ("response_mask", "old_log_probs", "advantages", "rm_scores", "ref_log_prob", "rollout_is_weights")
 
 
 def answer_reward(fields: TensorDict, kind: str) -> torch.Tensor:
-    """The reward of each answer ``(rows,)``: "advantage", GRPO's, the same at each of its tokens, or "score"."""
+    """Return the reward of each answer ``(rows,)``: GRPO's "advantage", the same at each token, or the "score"."""
     if kind == "advantage":
         return mean_of_tokens(fields["advantages"], fields["response_mask"].bool())
     return fields["rm_scores"].float().sum(-1)
 
 
 def flowrl_loss(config: FlowRLActorConfig, model_output: dict, data: TensorDict, dp_group=None):
-    """FlowRL's loss of a micro-batch, in the place of verl's ``ppo_loss``.
+    """Compute FlowRL's loss of a micro-batch and its metrics; replaces verl's ``ppo_loss``.
 
-    Sums over rows, divided by the rows of the whole mini-batch: the split into micro-batches and ranks does not matter.
+    Sums over rows are divided by the rows of the whole mini-batch, so the split into micro-batches and ranks has no
+    effect.
     """
     flowrl = config.flowrl
     log_prob = no_padding_2_padding(model_output["log_probs"], data).float()
@@ -42,7 +43,7 @@ def flowrl_loss(config: FlowRLActorConfig, model_output: dict, data: TensorDict,
         log_z = model_output["log_z"]
     else:
         log_z = data["group_log_z"].flatten() if flowrl.log_z == "group" else torch.zeros_like(log_prob[:, 0])
-    losses, facts = trajectory_balance(
+    losses, metrics = trajectory_balance(
         log_prob,
         fields["old_log_probs"],
         fields["ref_log_prob" if flowrl.anchor == "ref" else "old_log_probs"],
@@ -56,17 +57,17 @@ def flowrl_loss(config: FlowRLActorConfig, model_output: dict, data: TensorDict,
         rollout_weights=fields.get("rollout_is_weights"),
     )
     if "ref_log_prob" in fields:
-        facts["reference_kl"] = mean_of_tokens(
+        metrics["reference_kl"] = mean_of_tokens(
             kl_penalty(log_prob.detach(), fields["ref_log_prob"], "low_var_kl"), mask
         )
     loss = losses.sum() * share
-    sums = torch.stack([fact.sum() for fact in facts.values()]) * share
-    means = {f"flowrl/{name}": mean for name, mean in zip(facts, sums.tolist(), strict=True)}
+    sums = torch.stack([values.sum() for values in metrics.values()]) * share
+    means = {f"flowrl/{name}": mean for name, mean in zip(metrics, sums.tolist(), strict=True)}
     return loss, Metric.from_dict({"pg_loss": loss} | means, aggregation=AggregationType.SUM)
 
 
 class FlowRLTrainingWorker(TrainingWorker):
-    """verl's worker of one model, with FlowRL's engine."""
+    """verl's worker of one model with FlowRL's engine."""
 
     def __init__(self, config: TrainingWorkerConfig, flowrl: FlowRLConfig):
         super().__init__(replace(config, model_type="flowrl_model"))
@@ -74,7 +75,7 @@ class FlowRLTrainingWorker(TrainingWorker):
 
 
 class FlowRLWorker(ActorRolloutRefWorker):
-    """verl's worker of actor, rollout and reference."""
+    """verl's worker of actor, rollout and reference with FlowRL's loss."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self):

@@ -1,6 +1,6 @@
 """Write GSM8K in verl's schema: ``python -m recipes.gsm8k.prepare --out DIR``.
 
-Leaves ``DIR/train.parquet`` (7,473 problems) and ``DIR/test.parquet`` (1,319). verl scores ``openai/gsm8k`` itself: the
+Writes ``DIR/train.parquet`` (7,473 problems) and ``DIR/test.parquet`` (1,319). verl scores ``openai/gsm8k`` itself: the
 number after the last ``####`` of a response must be the answer (``verl/utils/reward_score/gsm8k.py``).
 
 Source: Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems", arXiv 2110.14168.
@@ -16,7 +16,7 @@ INSTRUCTION = "Think step by step, and write the final number after ####."
 
 
 def to_verl(example: dict, index: int, split: str) -> dict:
-    """One problem, ``{"question", "answer"}`` with the number behind ``####`` in the answer, as a row for verl."""
+    """Convert a problem, ``{"question", "answer"}`` with the number after ``####`` in the answer, to verl's schema."""
     _, marker, number = example["answer"].rpartition("####")
     if not marker:
         raise ValueError(f"{split} row {index}: the answer has no number after ####")

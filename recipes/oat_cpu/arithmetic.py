@@ -1,6 +1,6 @@
-"""``recipes.arithmetic`` under OAT: its reward as an oracle, and OAT's own PPO with it.
+"""Train ``recipes.arithmetic`` with OAT: its reward as an oracle for OAT's own PPO.
 
-launchpad starts a process a node, which imports this module to unpickle its class, and so the CPU with it.
+launchpad starts a process per node, which imports this module, and with it the CPU adaptations, to unpickle its class.
 """
 
 import json
@@ -24,20 +24,20 @@ class AdditionOracle(RewardOracleBase, PreferenceOracleBase):
     def get_reward(
         self, inputs: list[str], responses: list[str], references: list[str], batch_size: int = 4
     ) -> tuple[torch.Tensor, dict]:
-        """Return the rewards, (responses,), and nothing further."""
+        """Return the rewards, (responses,), and an empty dict."""
         pairs = zip(responses, references, strict=True)
         return torch.tensor([addition.compute_score("", *pair) for pair in pairs]), {}
 
     def compare(
         self, inputs: list[str], candidates_A: list[str], candidates_B: list[str], **further: Any
     ) -> tuple[np.ndarray, dict]:
-        """Return the rewards of ``candidates_A``: OAT evaluates by this, and hands in the references as B."""
+        """Return the rewards of ``candidates_A``: OAT evaluates with this method, and passes the references as B."""
         rewards, info = self.get_reward(inputs, candidates_A, candidates_B)
         return rewards.numpy(), info
 
 
 class AdditionActor(PPOActor):
-    """An oracle that is not among OAT's own is set here, as ``oat.experiment.run_math_rl`` does."""
+    """Sets the oracle, as ``oat.experiment.run_math_rl`` does for one that is not among OAT's own."""
 
     def init(self, actor_id: int, save_path: str) -> None:
         """Start vLLM."""
@@ -45,14 +45,14 @@ class AdditionActor(PPOActor):
         self.oracle = AdditionOracle()
 
 
-class Log:
-    """In wandb's place, which unpatched releases log to alone: ``logged.jsonl``, with DeepSpeed's own counts."""
+class JsonlLogger:
+    """Replaces wandb, the only logger of unpatched releases, by ``logged.jsonl``; adds DeepSpeed's own counts."""
 
     def __init__(self, learner: PPOLearner):
         self.learner, self.path = learner, Path(learner.save_path, "logged.jsonl")
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Append a line, in the format of verl's file logger."""
+        """Append a line in the format of verl's file logger."""
         engine = self.learner.model.model
         counts = {
             "deepspeed/loss_scale": engine.optimizer.cur_scale,
@@ -63,13 +63,13 @@ class Log:
             file.write(json.dumps({"step": self.learner.steps, "data": metrics | counts}) + "\n")
 
     def finish(self) -> None:
-        """Nothing: every line is written."""
+        """Do nothing: every line is written already."""
 
 
 class AdditionLearner(PPOLearner):
-    """OAT's, which keeps what it logs."""
+    """OAT's learner with a ``JsonlLogger``."""
 
     def _init(self, args: PPOArgs, actors: list[PPOActor]) -> None:
         super()._init(args, actors)
         if self.strategy.is_rank_0():
-            self._wandb = Log(self)
+            self._wandb = JsonlLogger(self)

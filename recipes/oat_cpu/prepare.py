@@ -1,7 +1,7 @@
 """Make the model and the data for OAT: ``python -m recipes.oat_cpu.prepare --out DIR --seed 1``.
 
-``recipes.arithmetic.prepare``'s folder, with ``DIR/oat`` for OAT's ``--prompt_data`` and ``DIR/oat-model`` for its
-``--pretrain``.
+Adds ``DIR/oat`` for OAT's ``--prompt_data`` and ``DIR/oat-model`` for its ``--pretrain`` to the folder that
+``recipes.arithmetic.prepare`` makes.
 """
 
 import argparse
@@ -15,11 +15,11 @@ import pyarrow.parquet  # noqa: E402
 from tokenizers.processors import TemplateProcessing  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from recipes.arithmetic.prepare import Settings, prepare  # noqa: E402
+from recipes.arithmetic.prepare import PreparationSettings, prepare  # noqa: E402
 
 
 def write_model(folder: Path) -> None:
-    """The same model, with a tokenizer that puts the start token first: OAT strips it and leaves that to vLLM."""
+    """Write the model with a tokenizer that adds the start token: OAT strips it and relies on vLLM's."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     start = (tokenizer.bos_token, tokenizer.bos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{start[0]} $A", special_tokens=[start])
@@ -28,7 +28,7 @@ def write_model(folder: Path) -> None:
 
 
 def write_data(folder: Path) -> None:
-    """The problems as datasets' ``save_to_disk`` writes them: ``prompt`` and ``output``, OAT's default names."""
+    """Write the problems by datasets' ``save_to_disk``, with OAT's default columns ``prompt`` and ``output``."""
     splits = {}
     for split, file in (("train", "train.parquet"), ("test", "val.parquet")):
         rows = pyarrow.parquet.read_table(folder / file).to_pylist()
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     parser.add_argument("--seed", type=int, required=True, help="of the weights, the demonstrations and the problems")
     arguments = parser.parse_args()
-    prepare(arguments.out, Settings("addition", arguments.seed))
+    prepare(arguments.out, PreparationSettings("addition", arguments.seed))
     write_model(arguments.out)
     write_data(arguments.out)
 

@@ -1,8 +1,8 @@
 """Install vLLM 0.8.4 for the CPU from its source: ``python -m recipes.oat_cpu.vllm_for_cpu vllm-0.8.4.tar.gz``.
 
-Its own build asks CMake for torch, and the torch that OAT's pins name asks for nvcc. So its Python is installed as for
-no device, and what it has for a CPU without AVX-512, eight files of C++, is compiled by torch's own extension builder,
-in about five minutes; without NUMA, whose header few machines have.
+vLLM's own build requires torch's CMake files, and those of the torch in OAT's pins require nvcc. So the Python code is
+installed for the device "empty", and the eight C++ files for CPUs without AVX-512 are compiled by torch's extension
+builder, in about five minutes; without NUMA, whose header few machines have.
 """
 
 import os
@@ -26,7 +26,7 @@ def install(source: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, tarfile.open(source) as archive:
         archive.extractall(folder, filter="data")
         (csrc,) = Path(folder).glob("vllm-*/csrc")
-        cache = csrc / "cpu/cache.cpp"  # for x86 it knows fp8 and, in this release, not fp16
+        cache = csrc / "cpu/cache.cpp"  # on x86 it dispatches fp8 but, in this release, not fp16
         cache.write_text(
             cache.read_text().replace("VLLM_DISPATCH_FLOATING_TYPES_WITH_E5M2", "VLLM_DISPATCH_FLOATING_TYPES")
         )

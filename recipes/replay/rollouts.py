@@ -1,11 +1,11 @@
-"""Record the rollouts of a run and train another on the same ones: vLLM's samples do not repeat from run to run.
+"""Record the rollouts of a run and train another run on them: vLLM's samples do not repeat from run to run.
 
-``configs/rollouts/{record,replay}.yaml`` turn it on. What is kept is what the rollout server answered: token ids, their
-log-probabilities and the versions of the weights that sampled them. Prompts, rewards and all that follows are computed
-anew. A replay that asks for what was not recorded fails; it never samples. For verl's v1 trainers in sync mode.
+Enabled by ``configs/rollouts/{record,replay}.yaml``, for verl's v1 trainers in sync mode. A recording contains the
+responses of the rollout server: token ids, log-probabilities and the versions of the weights. Prompts, rewards and all
+later steps are computed anew. A replay fails at a request that was not recorded; it never samples.
 
-verl has ``skip.rollout_tq`` for debugging: it samples where the recording has a gap, and hands recorded answers to the
-prompts of a step in the order in which they once finished.
+verl's own ``skip.rollout_tq`` is for debugging: it samples what the recording lacks, and assigns recorded answers to
+the prompts of a step in the order in which they once finished.
 """
 
 import json
@@ -27,13 +27,13 @@ class RolloutError(RuntimeError):
     """A rollout is not in the recording, or failed."""
 
 
-class Place(NamedTuple):
-    """Where in a run an answer belongs; the same in every run over the same data.
+class SampleKey(NamedTuple):
+    """Identifies an answer in every run over the same data.
 
     Args:
         step: training step, from 1.
         row: ``extra_info.index`` of the prompt in its data set.
-        sample: which of the ``rollout.n`` answers to the prompt.
+        sample: index among the ``rollout.n`` answers to the prompt.
     """
 
     step: int
@@ -42,10 +42,10 @@ class Place(NamedTuple):
 
 
 class Recording:
-    """An SQLite file of what a rollout server was asked and answered.
+    """An SQLite file of the requests to a rollout server and its responses.
 
-    Safe against SIGKILL and for several processes of one machine. A step that is recorded again, by a run that was
-    interrupted and resumed, replaces what was there.
+    Safe against SIGKILL, and for several processes on one machine. A resumed run that repeats a step replaces its
+    answers.
     """
 
     def __init__(self, file: str, mode: str):
@@ -55,86 +55,86 @@ class Recording:
         elif not Path(file).is_file():
             raise RolloutError(f"rollouts.file={file}: no such recording")
         self.connection = sqlite3.connect(file, timeout=60, isolation_level=None)
-        self.connection.execute("PRAGMA synchronous = OFF")  # not waiting for the disk: a dead machine loses its run
+        self.connection.execute("PRAGMA synchronous = OFF")  # no fsync: if the machine dies, so does the run
         if mode == "record":
             self.connection.execute(
                 "CREATE TABLE IF NOT EXISTS answers (step INTEGER, row INTEGER, sample INTEGER, request TEXT,"
                 " answer TEXT, PRIMARY KEY (step, row, sample, request)) WITHOUT ROWID"
             )
 
-    def put(self, place: Place, request: str, answer: TokenOutput) -> None:
-        values = (*place, request, json.dumps(answer.model_dump()))
+    def put(self, key: SampleKey, request: str, answer: TokenOutput) -> None:
+        values = (*key, request, json.dumps(answer.model_dump()))
         self.connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", values)
 
-    def get(self, place: Place, request: str) -> TokenOutput:
-        """The recorded answer.
+    def get(self, key: SampleKey, request: str) -> TokenOutput:
+        """Return the recorded answer.
 
         Raises:
             RolloutError: there is none.
         """
         query = "SELECT answer FROM answers WHERE step = ? AND row = ? AND sample = ? AND request = ?"
-        found = self.connection.execute(query, (*place, request)).fetchone()
-        if found is None:
-            raise RolloutError(f"{self.file} has no answer for {place} to the request {request}")
-        return TokenOutput(**json.loads(found[0]))
+        row = self.connection.execute(query, (*key, request)).fetchone()
+        if row is None:
+            raise RolloutError(f"{self.file} has no answer for {key} to the request {request}")
+        return TokenOutput(**json.loads(row[0]))
 
 
 @cache
 def recording(file: str, mode: str) -> Recording:
-    """One connection a process."""
+    """Return the recording, opened once per process."""
     return Recording(file, mode)
 
 
-class Recorder:
-    """Stands before the rollout server and writes down what it answers."""
+class RecordingServer:
+    """A rollout server that records the responses of another."""
 
-    def __init__(self, server: LLMServerClient, answers: Recording, place: Place):
-        self.server, self.answers, self.place = server, answers, place
+    def __init__(self, server: LLMServerClient, answers: Recording, key: SampleKey):
+        self.server, self.answers, self.key = server, answers, key
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **others: Any
     ) -> TokenOutput:
-        request = as_text(prompt_ids, sampling_params)
+        request = request_text(prompt_ids, sampling_params)
         answer = await self.server.generate(
             request_id=request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **others
         )
-        self.answers.put(self.place, request, answer)
+        self.answers.put(self.key, request, answer)
         return answer
 
 
-class Player:
-    """Stands in for the rollout server and gives back what it once answered."""
+class ReplayingServer:
+    """A rollout server that returns recorded responses."""
 
-    def __init__(self, server: LLMServerClient, answers: Recording, place: Place):
-        self.answers, self.place = answers, place
+    def __init__(self, server: LLMServerClient, answers: Recording, key: SampleKey):
+        self.answers, self.key = answers, key
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **others: Any
     ) -> TokenOutput:
-        return self.answers.get(self.place, as_text(prompt_ids, sampling_params))
+        return self.answers.get(self.key, request_text(prompt_ids, sampling_params))
 
 
-def as_text(prompt_ids: list[int], sampling_params: dict[str, Any]) -> str:
-    """What an answer depends on besides the weights; part of its key: a validation is not taken for training."""
+def request_text(prompt_ids: list[int], sampling_params: dict[str, Any]) -> str:
+    """Return prompt and sampling parameters as JSON, a part of the key: those of validation and training differ."""
     return json.dumps({"prompt_ids": list(prompt_ids), "sampling_params": sampling_params}, sort_keys=True)
 
 
 class RecordedAgentLoop(SingleTurnAgentLoop):
-    """verl's default agent loop, one question and one answer, on a rollout server that records or is recorded."""
+    """verl's single-turn agent loop on a rollout server that records or replays."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         rollouts = self.config.rollouts
-        place = Place(int(kwargs["global_steps"]), int(kwargs["extra_info"]["index"]), int(kwargs["session_id"]))
-        server = {"record": Recorder, "replay": Player}[rollouts.mode]
-        self.server_manager = server(self.server_manager, recording(rollouts.file, rollouts.mode), place)
+        key = SampleKey(int(kwargs["global_steps"]), int(kwargs["extra_info"]["index"]), int(kwargs["session_id"]))
+        server = {"record": RecordingServer, "replay": ReplayingServer}[rollouts.mode]
+        self.server_manager = server(self.server_manager, recording(rollouts.file, rollouts.mode), key)
         return await super().run(sampling_params, **kwargs)
 
 
 class OrderedReplayBuffer(QuickReplayBuffer):
-    """Gives a batch in the order of the data, not in that in which answers finished, and none with a failed rollout.
+    """Returns batches in the order of the data instead of completion, and refuses those with failed rollouts.
 
-    Order decides how a batch is split and in which order losses are summed. verl trains on what is left where rollouts
-    failed, with padding in the place of the rest.
+    The order determines how a batch is split and losses are summed. verl would train on the remaining rollouts, with
+    padding for the failed ones.
     """
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:

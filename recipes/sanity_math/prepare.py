@@ -1,16 +1,16 @@
 """Write the sanity test's MATH problems for verl and OAT: ``python -m recipes.sanity_math.prepare --out DIR``.
 
-The 1460 problems of MATH that DeepSeek-R1-Distill-Qwen-1.5B solves in 20% to 80% of 40 answers, as their authors
-published them, already in verl's schema: ``sail/Sanity-Test-R1D-1.5B`` on the Hub. Leaves ``DIR/train.parquet`` for
-verl and, with the same problems in the same order, the folder ``DIR/oat`` for OAT: a split ``train`` to learn from and,
-where the source has one, ``test`` to be evaluated on, of ``problem`` and ``answer``.
+The source is ``sail/Sanity-Test-R1D-1.5B`` on the Hub, in verl's schema: the 1460 problems of MATH that
+DeepSeek-R1-Distill-Qwen-1.5B solves in 20% to 80% of 40 answers. Writes ``DIR/train.parquet`` for verl and, with the
+same problems in the same order, the folder ``DIR/oat`` for OAT: the splits ``train`` and, if the source has it,
+``test`` for evaluation, with the columns ``problem`` and ``answer``.
 
-verl's prompt is a chat that asks for a box. OAT's templates ask for it themselves: for OAT the sentence is taken off
-with which all prompts of a split ask for it.
+verl's prompts ask for a box. OAT's templates add this instruction themselves, so the common instruction of all prompts
+of a split is removed for OAT.
 
-Every problem is given to verl's own scorer of MATH, so that the mean reward is the accuracy: 1 where the last
-``\\boxed{…}`` of an answer is the ground truth up to notation, else 0 (``verl/utils/reward_score/math_reward.py``). The
-authors graded by another program, which may take more notations for the same.
+All problems use verl's own scorer of MATH, so the mean reward is the accuracy: 1 if the last ``\\boxed{…}`` of an
+answer equals the ground truth up to notation, else 0 (``verl/utils/reward_score/math_reward.py``). The authors' grader
+may accept more notations.
 
 Source: Qi et al. 2025, "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788, section 4.
 """
@@ -32,12 +32,12 @@ SCORER = "lighteval/MATH"  # the data_source by which verl finds its scorer of M
 
 
 def scored(rows: datasets.Dataset) -> tuple[datasets.Dataset, int]:
-    """The problems of a split, and how many were left out.
+    """Return the problems of a split, and the number of those left out.
 
-    Left out are those whose own ground truth verl does not take for right: no answer could earn their reward.
+    Problems whose own ground truth verl scores as wrong are left out: no answer could earn their reward.
 
     Raises:
-        ValueError: it lacks a column or a ground truth, or has no problem that is left.
+        ValueError: the split lacks a column or a ground truth, or no problem remains.
     """
     missing = [column for column in ("prompt", "reward_model") if column not in rows.column_names]
     if missing:
@@ -51,23 +51,23 @@ def scored(rows: datasets.Dataset) -> tuple[datasets.Dataset, int]:
             verl = {"data_source": SCORER, "ability": "math", "reward_model": {"style": "rule", "ground_truth": answer}}
             kept.append({"prompt": row["prompt"], "extra_info": {"index": index}} | verl)
     if not kept:
-        raise ValueError("verl takes none of its ground truths for right")
+        raise ValueError("verl scores all its ground truths as wrong")
     return datasets.Dataset.from_list(kept).select_columns(list(COLUMNS)), len(rows) - len(kept)
 
 
 def instruction(texts: Sequence[str]) -> str:
-    """The last sentence of what all texts end with, from the space before it, if it asks for a box; else ""."""
+    """Return the last sentence of the common ending of all texts, with the space before it, if it asks for a box."""
     common = os.path.commonprefix([text[::-1] for text in texts])[::-1]
-    found = re.search(r"\s+[A-Z][^.?!]*\\boxed.*$", common, re.DOTALL)
-    return found[0] if found else ""
+    match = re.search(r"\s+[A-Z][^.?!]*\\boxed.*$", common, re.DOTALL)
+    return match[0] if match else ""
 
 
 def for_oat(rows: datasets.Dataset) -> tuple[datasets.Dataset, str]:
-    """What verl learns from, as OAT reads it, and the instruction that was taken off its prompts."""
+    """Return the problems in OAT's schema, and the instruction that was removed from their prompts."""
     texts = [row["prompt"][-1]["content"] for row in rows]
-    asked = instruction(texts)
+    removed = instruction(texts)
     answers = [row["reward_model"]["ground_truth"] for row in rows]
-    return datasets.Dataset.from_dict({"problem": [t.removesuffix(asked) for t in texts], "answer": answers}), asked
+    return datasets.Dataset.from_dict({"problem": [t.removesuffix(removed) for t in texts], "answer": answers}), removed
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def main() -> None:
         source = datasets.load_dataset(arguments.source)
         if "train" not in source:
             raise ValueError(f"has no split 'train'; it has {', '.join(source)}")
-        rows, without = scored(source["train"])
+        rows, left_out = scored(source["train"])
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"--source {arguments.source}: {' '.join(str(error).split())}")
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -92,12 +92,13 @@ def main() -> None:
             splits["test"], _ = scored(source["test"])
         except ValueError as error:
             print(f"{folder}: test: left out: {error}")
-    oat = {split: for_oat(of) for split, of in splits.items()}
-    datasets.DatasetDict({split: of for split, (of, _) in oat.items()}).save_to_disk(folder)
-    for split, (of, asked) in oat.items():
-        taken = asked.strip() or "none, they share none"
-        print(f"{folder}: {split}: {len(of)} problems; instruction taken off: {taken}")
-    remark = f"; {without} left out, whose ground truth verl does not take for right" if without else ""
+    oat = {split: for_oat(problems) for split, problems in splits.items()}
+    datasets.DatasetDict({split: problems for split, (problems, _) in oat.items()}).save_to_disk(folder)
+    for split, (problems, removed) in oat.items():
+        print(
+            f"{folder}: {split}: {len(problems)} problems; instruction removed: {removed.strip() or 'none in common'}"
+        )
+    remark = f"; {left_out} left out, whose ground truth verl scores as wrong" if left_out else ""
     print(f"{file}: {len(rows)} problems{remark}")
 
 

@@ -1,19 +1,19 @@
-"""When does precision show in the outcome? One linear layer, whose mismatch per token is that of a large model.
+"""Train one linear layer with the mismatch per token of a large model, to see when precision affects the outcome.
 
     python -m recipes.separation.toy --out docs/results          all regimes, objectives and lengths, three seeds
     python -m recipes.separation.toy --out /tmp/toy --lengths 64 --seeds 1
 
-Interrupted, the same command goes on: rows that OUT/separation.csv has are not run again.
+An interrupted command resumes when repeated: rows in OUT/separation.csv are not run again.
 
 A policy over answers of T tokens: the logits of position t of prompt p are ``W x[p, t]`` for fixed features x. 16
-tokens of each answer decide: the reward is 1 if all of them are right. The others are free, as most tokens of a chain
-of thought are. Masters are fp32; trainer and rollout round weights, features, logits and gradients to their dtypes.
-They differ as engines do: the rollout adds the partial sums of eight shards in its own dtype, as tensor parallelism
-does, the trainer sums in fp32. A constant is added to all logits. It changes no probability in exact arithmetic, and
-makes rounding as coarse as it is for numbers of that size: it sets the mismatch per token.
+tokens of each answer decide: the reward is 1 if all of them are right. The others are free, like most tokens of a chain
+of thought. Masters are fp32; trainer and rollout round weights, features, logits and gradients to their dtypes. They
+differ as engines do: the rollout adds the partial sums of eight shards in its own dtype, like tensor parallelism; the
+trainer sums in fp32. A constant is added to all logits. It changes no probability in exact arithmetic, but sets the
+size of the numbers that are rounded, and so the mismatch per token.
 
-Nothing here is a language model. What carries over is the arithmetic of importance weights: the variance of their
-logarithm is twice T times k3, whatever made the mismatch.
+This is not a language model. What carries over is the arithmetic of importance weights: the variance of their
+logarithm is twice T times k3, whatever the source of the mismatch.
 """
 
 import argparse
@@ -29,31 +29,30 @@ REGIMES = {  # trainer, rollout
     "bf16": (torch.bfloat16, torch.bfloat16),
     "bf16_train_fp16_infer": (torch.bfloat16, torch.float16),
 }
-OBJECTIVES = {  # how an answer is weighted by its probability under the trainer over the one under the rollout
+OBJECTIVES = {  # the weight of an answer, from the ratio of its probabilities under trainer and rollout
     "pg_is": lambda weights: weights,
     "pg_tis": lambda weights: weights.clamp(max=2.0),  # truncated importance sampling, at verl's default
-    "grpo": torch.ones_like,  # not at all; the advantage is divided by the group's deviation
+    "grpo": torch.ones_like,  # no weight; the advantage is divided by the group's standard deviation
 }
 PROMPTS, SAMPLES, KEYS, VOCABULARY, FEATURES, SHARDS = 4, 32, 16, 10, 256, 8
-LOSS_SCALE = (
-    2.0**16
-)  # without it, fp16 would round most gradients to zero; a power of two changes nothing in bf16 and fp32
+# Without a loss scale fp16 rounds most gradients to zero; a power of two changes nothing in bf16 and fp32.
+LOSS_SCALE = 2.0**16
 SETTINGS = ("objective", "length", "regime", "seed", "steps", "lr", "offset")
 FIELDS = (*SETTINGS, "first", "last", "k3", "length_k3", "ess")
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` as ``dtype`` holds it, stored in fp32. Its gradient is rounded likewise."""
+    """Round ``x``, and its gradient, to ``dtype``; stored in fp32."""
     return x.to(dtype).to(torch.float32)
 
 
 def trainer_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x (P, T, F), weight (V, F) -> (P, T, V): products of rounded factors, summed in fp32, rounded once."""
+    """Multiply rounded x (P, T, F) and weight (V, F), sum in fp32 and round once -> (P, T, V)."""
     return rounded(rounded(x, dtype) @ rounded(weight, dtype).T, dtype)
 
 
 def rollout_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same, with the features in ``SHARDS`` shards: each one's sum is rounded, and so is each addition of them."""
+    """Compute the same in ``SHARDS`` shards of the features, and round each partial sum and each addition."""
     total = torch.zeros(())
     for part, weights in zip(x.chunk(SHARDS, -1), weight.chunk(SHARDS, -1), strict=True):
         total = rounded(total + rounded(rounded(part, dtype) @ rounded(weights, dtype).T, dtype), dtype)
@@ -61,9 +60,9 @@ def rollout_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) ->
 
 
 def problem(length: int, offset: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Features (P, T, F), the first weight (V, F), the deciding positions (K) and their right tokens (P, K).
+    """Return features (P, T, F), the initial weight (V, F), the deciding positions (K) and their right tokens (P, K).
 
-    The first weight gives the deciding tokens a probability at which about a third of the answers are right.
+    With the initial weight about a third of the answers are right.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(PROMPTS, length, FEATURES, generator=generator) / FEATURES**0.5
@@ -85,8 +84,14 @@ def problem(length: int, offset: float) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def run(objective: str, length: int, regime: str, seed: int, *, steps: int, lr: float, offset: float) -> dict:
-    """One run: its accuracy over the first and the last ten steps; k3 a token and the effective share of the answers,
-    as means of the run. Raises RuntimeError if a gradient overflows."""
+    """Train one policy and return its row of the table.
+
+    ``first`` and ``last`` are accuracies of the first and the last ten steps; ``k3`` per token and ``ess``, the
+    effective share of the samples, are means over the run.
+
+    Raises:
+        RuntimeError: a gradient overflows.
+    """
     train, infer = REGIMES[regime]
     x, first, keys, right = problem(length, offset)
     weight = first.clone().requires_grad_()
@@ -132,7 +137,7 @@ def run(objective: str, length: int, regime: str, seed: int, *, steps: int, lr: 
 
 
 def draw(rows: list[dict[str, str]], path: Path) -> None:
-    """Accuracy of the last ten steps against length times k3, a panel an objective, a point a run."""
+    """Draw the final accuracy against length times k3: a panel per objective, a point per run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -166,7 +171,7 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.lengths) < KEYS:
         sys.exit(f"--lengths: {min(options.lengths)} is less than the {KEYS} tokens that decide")
-    torch.set_num_threads(1)  # tensors this small take longer on more
+    torch.set_num_threads(1)  # more threads are slower on tensors this small
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "separation.csv"
     rows = list(csv.DictReader(path.open())) if path.exists() else []

@@ -33,7 +33,7 @@ STEPS = 2
 SCALE = 1024.0  # the first loss scale
 HANGS_S = 900
 LEGACY = {  # recipes/cpu/legacy.py in Ray's processes and in those that vLLM starts
-    "RAY_RUNTIME_ENV_HOOK": "recipes.cpu.legacy.in_every_process",
+    "RAY_RUNTIME_ENV_HOOK": "recipes.cpu.legacy.runtime_env_hook",
     MODULES: "recipes.cpu.legacy",
     "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 16, "GPU": 1}),
 }

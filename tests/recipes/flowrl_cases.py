@@ -12,18 +12,15 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "verl"))  # fsdp_worker.py takes the same arguments
+sys.path.append(str(Path(__file__).resolve().parents[1] / "verl"))  # engine_cases.py takes the same arguments
 
-from fsdp_worker import (  # noqa: E402
-    MODEL,
+from engine_cases import (  # noqa: E402
     OUT,
     RANK,
     STRATEGY,
@@ -31,216 +28,36 @@ from fsdp_worker import (  # noqa: E402
     metrics_of,
     same,
     scale_of,
-    settings,
     shared_directory,
     state,
     weights_of,
 )
+from flowrl_reference import (  # noqa: E402
+    PLAIN_MODEL,
+    batch,
+    head_of,
+    make_worker,
+    reference_update,
+    rollouts,
+    set_loss,
+)
 
 from recipes.flowrl.config import FlowRLConfig, PartitionConfig  # noqa: E402
 from recipes.flowrl.engine import FILE  # noqa: E402
-from recipes.flowrl.objective import group_log_z, mean_of_tokens, trajectory_balance  # noqa: E402
 from recipes.flowrl.partition import PartitionHead  # noqa: E402
-from recipes.flowrl.worker import FlowRLTrainingWorker, flowrl_loss  # noqa: E402
+from recipes.flowrl.worker import FlowRLTrainingWorker  # noqa: E402
 from verl.model_merger.base_model_merger import ModelMergerConfig  # noqa: E402
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger  # noqa: E402
 from verl.trainer.config import CheckpointConfig  # noqa: E402
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage  # noqa: E402
 from verl.utils import tensordict_utils as tu  # noqa: E402
 from verl.utils.checkpoint import manifest  # noqa: E402
-from verl.workers.config import (  # noqa: E402
-    FSDPEngineConfig,
-    FSDPOptimizerConfig,
-    HFModelConfig,
-    TrainingWorkerConfig,
-)
-
-PLAIN = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="sdpa")
 
 
-def make_worker(
-    flowrl: FlowRLConfig | None = None,
-    dtype: str = "float32",
-    micro: int = 2,
-    packed: bool = False,
-    model: dict | None = None,
-    checkpoint: CheckpointConfig | None = None,
-    **engine,
-) -> FlowRLTrainingWorker:
-    """A worker with its engine built; by default log Z starts at random, so that it reaches the trunk."""
-    flowrl = flowrl or FlowRLConfig(partition=PartitionConfig(zero_init=False))
-    torch.manual_seed(RANK)  # the ranks' heads are made different, and must not stay so
-    worker = FlowRLTrainingWorker(
-        TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=HFModelConfig(
-                path=MODEL,
-                use_remove_padding=packed,
-                override_config={"attn_implementation": "sdpa"},
-                **(model or {}),
-            ),
-            engine_config=FSDPEngineConfig(
-                strategy=STRATEGY,
-                dtype=dtype,
-                use_dynamic_bsz=engine.pop("use_dynamic_bsz", False),
-                micro_batch_size_per_gpu=micro,
-                infer_micro_batch_size_per_gpu=2,
-                use_torch_compile=False,
-                grad_scaler=settings(init_scale=16.0),
-                **engine,
-            ),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=4, total_training_steps=100, clip_grad=1.0),
-            checkpoint_config=checkpoint or CheckpointConfig(),
-        ),
-        flowrl,
-    )
-    worker.reset()
-    set_loss(worker, flowrl)
-    return worker
+def worker_update(worker: FlowRLTrainingWorker, data):
+    """Return the worker's loss, means and gradients of a batch, as :func:`reference_update`; its weights are restored.
 
-
-def set_loss(worker: FlowRLTrainingWorker, flowrl: FlowRLConfig) -> None:
-    worker.set_loss_fn(lambda **given: flowrl_loss(SimpleNamespace(flowrl=flowrl), **given))
-
-
-def log_probs_of(model, prompt: torch.Tensor, answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the answer's tokens ``(tokens,)``, and the prompt's hidden states ``(tokens, hidden)``."""
-    hidden = model.model(torch.cat([prompt, answer])[None])[0][0]
-    at = slice(len(prompt) - 1, -1)
-    logits = model.lm_head(hidden[at]).log_softmax(-1)
-    return logits.gather(-1, answer[:, None])[:, 0], hidden[: len(prompt)]
-
-
-def rollouts(seed: int, right: tuple[int, ...] = (1, 2), size: int = 4, noise: float = 0.1) -> list[dict]:
-    """The rows of all ranks: ``size`` answers to each prompt, of which ``right`` have a reward of 1 and the others 0.
-
-    ``noise``: of the log-probabilities of the policy that sampled, and of the reference, around the model's own.
+    The gradients are the updates by SGD at a learning rate of 1.
     """
-    generator = torch.Generator().manual_seed(seed)
-    tokens = lambda length: torch.randint(0, 64, (length,), generator=generator)  # noqa: E731
-    rows = []
-    for group in range(len(right)):
-        prompt = tokens(3 + group % 4)
-        for number in range(size):
-            answer = tokens(2 + (group + number) % 5)
-            with torch.no_grad():
-                log_prob, _ = log_probs_of(PLAIN, prompt, answer)
-            mask = torch.ones(len(answer), dtype=torch.bool)
-            mask[1:-2] = len(answer) < 6  # the longest have a tool's output within
-            near = lambda: log_prob + noise * torch.randn(len(answer), generator=generator)  # noqa: B023, E731
-            score = float(number < right[group])
-            rows.append(
-                {"prompt": prompt, "answer": answer, "group": group, "score": score, "real": True, "mask": mask}
-                | {"old_log_probs": near(), "ref_log_prob": near()}
-            )
-    scores, uids = torch.tensor([[row["score"]] for row in rows]), [row["group"] for row in rows]
-    advantages, _ = compute_grpo_outcome_advantage(scores, torch.ones_like(scores), uids)
-    for row, advantage in zip(rows, advantages[:, 0].tolist(), strict=True):
-        row["advantage"] = advantage
-    return rows
-
-
-def columns(rows: list[dict], flowrl: FlowRLConfig) -> dict[str, torch.Tensor]:
-    """What the objective takes of rows, padded by what must not matter."""
-    pad = lambda name, by=1e4: torch.nn.utils.rnn.pad_sequence([r[name] for r in rows], True, by)  # noqa: E731
-    return {
-        "rollout_weights": pad("rollout_is_weights") if "rollout_is_weights" in rows[0] else None,
-        "old_log_prob": pad("old_log_probs"),
-        "ref_log_prob": pad("ref_log_prob"),
-        "reward": torch.tensor([row["advantage" if flowrl.reward == "advantage" else "score"] for row in rows]),
-        "mask": pad("mask", False) & torch.tensor([[row["real"]] for row in rows]),
-    }
-
-
-def log_z_of_groups(rows: list[dict], flowrl: FlowRLConfig) -> torch.Tensor:
-    given = columns(rows, flowrl)
-    groups = torch.tensor([row["group"] for row in rows])
-    return group_log_z(
-        given["old_log_prob"],
-        given["ref_log_prob"],
-        given["reward"],
-        given["mask"],
-        groups,
-        beta=flowrl.beta,
-        length_normalization=flowrl.length_normalization,
-    )
-
-
-def batch(rows: list[dict], flowrl: FlowRLConfig | None = None, size: int | None = None):
-    """This rank's half of the rows, as verl's trainer sends it; ``size``: the rows of a mini-batch, of all ranks."""
-    mine = list(range(len(rows)))[RANK :: dist.get_world_size()]
-    nested = lambda make: torch.nested.as_nested_tensor([make(rows[i]) for i in mine], layout=torch.jagged)  # noqa: E731
-    length = lambda row: len(row["answer"])  # noqa: E731
-    mask = nested(lambda r: r["mask"].long() * r["real"])
-    tensors = {
-        "prompts": nested(lambda r: r["prompt"]),
-        "responses": nested(lambda r: r["answer"]),
-        "input_ids": nested(lambda r: torch.cat([r["prompt"], r["answer"]])),
-        "position_ids": nested(lambda r: torch.arange(len(r["prompt"]) + length(r))),
-        "response_mask": mask,
-        "loss_mask": mask,
-        "old_log_probs": nested(lambda r: r["old_log_probs"]),
-        "ref_log_prob": nested(lambda r: r["ref_log_prob"]),
-        "advantages": nested(lambda r: torch.where(r["mask"] & r["real"], r["advantage"], 1e4)),
-        "rm_scores": nested(lambda r: torch.tensor([0.0] * (length(r) - 1) + [r["score"]])),
-    }
-    if "rollout_is_weights" in rows[0]:
-        tensors["rollout_is_weights"] = nested(lambda r: r["rollout_is_weights"])
-    if flowrl is not None and flowrl.log_z == "group":
-        tensors["group_log_z"] = log_z_of_groups(rows, flowrl)[mine]
-    return tu.get_tensordict(
-        tensors,
-        non_tensor_dict={
-            "temperature": 1.0,
-            "update_lr_scheduler": True,
-            "max_token_len_per_gpu": 24,
-            "global_batch_size": size or len(rows),
-        },
-    )
-
-
-def head_of(worker: FlowRLTrainingWorker) -> PartitionHead:
-    return worker.engine.partition.head
-
-
-def plain(worker: FlowRLTrainingWorker, rows: list[dict], flowrl: FlowRLConfig, detached: bool = False):
-    """Loss, means and gradients (trunk by name, head as one vector) of all ranks' rows, without verl or FSDP."""
-    PLAIN.zero_grad()
-    head = head_of(worker) if flowrl.log_z == "learned" else None
-    outputs = [log_probs_of(PLAIN, row["prompt"], row["answer"]) for row in rows]
-    log_prob = torch.nn.utils.rnn.pad_sequence([o[0] for o in outputs], True)
-    given, used = columns(rows, flowrl), slice(None, -1 if flowrl.partition.drop_last_prompt_token else None)
-    hidden = torch.stack([o[1][used].mean(0) for o in outputs])
-    log_z = {
-        "learned": lambda: head(hidden.detach() if detached else hidden),
-        "group": lambda: log_z_of_groups(rows, flowrl),
-        "none": lambda: torch.zeros(len(rows)),
-    }[flowrl.log_z]()
-    losses, facts = trajectory_balance(
-        log_prob,
-        given["old_log_prob"],
-        given["ref_log_prob" if flowrl.anchor == "ref" else "old_log_prob"],
-        given["reward"],
-        log_z,
-        given["mask"],
-        beta=flowrl.beta,
-        level=flowrl.importance_weight,
-        clip=flowrl.importance_clip,
-        length_normalization=flowrl.length_normalization,
-        rollout_weights=given["rollout_weights"],
-    )
-    d = given["ref_log_prob"] - log_prob.detach()
-    facts["reference_kl"] = mean_of_tokens(d.exp() - d - 1, given["mask"])
-    loss, parameters = losses.mean(), list(head.parameters()) if head else []
-    trunk = dict(PLAIN.named_parameters())
-    grads = torch.autograd.grad(loss, [*trunk.values(), *parameters])
-    of_head = torch.cat([grad.flatten() for grad in grads[len(trunk) :]]) if head else torch.zeros(0)
-    means = {f"flowrl/{name}": fact.mean().item() for name, fact in facts.items()}
-    return {"pg_loss": loss.item()} | means, dict(zip(trunk, grads, strict=False)), of_head
-
-
-def seen(worker: FlowRLTrainingWorker, data):
-    """As :func:`plain`, what the worker makes of a batch: its updates by SGD with a rate of 1. Its weights stay."""
     engine, partition = worker.engine, worker.engine.partition
     local = [p.to_local() if isinstance(p, DTensor) else p for p in engine.module.parameters()]
     kept, before = [p.detach().clone() for p in local], weights_of(worker)
@@ -264,13 +81,13 @@ def seen(worker: FlowRLTrainingWorker, data):
 
 
 def sum_of(metric) -> float:
-    """A metric as verl's trainer sums it: over micro-batches, and as a mean over ranks."""
+    """Aggregate a metric as verl's trainer does: the sum over micro-batches, the mean over ranks."""
     return metric[0].aggregate_dp(metric) if isinstance(metric, list) else metric
 
 
-def apart(found, expected) -> dict[str, float]:
-    """How far apart two outcomes are, relative to the second."""
-    (means, trunk, head), (means_of, trunk_of, head_of_) = found, expected
+def relative_errors(update, expected) -> dict[str, float]:
+    """Return the errors of an update relative to the expected one."""
+    (means, trunk, head), (means_of, trunk_of, head_of_) = update, expected
     whole = torch.cat([tensor.flatten() for tensor in trunk_of.values()])
     difference = torch.cat([(trunk[name] - tensor).flatten() for name, tensor in trunk_of.items()])
     result = {
@@ -281,7 +98,7 @@ def apart(found, expected) -> dict[str, float]:
 
 
 def heads_state(worker: FlowRLTrainingWorker) -> list[torch.Tensor]:
-    """The head's weights and Adam state, as clones."""
+    """Return clones of the head's weights and Adam state."""
     partition = worker.engine.partition
     moments = [value for entry in partition.optimizer.state.values() for value in entry.values()]
     return [tensor.detach().clone() for tensor in [*partition.head.parameters(), *moments]]
@@ -300,7 +117,7 @@ def alike(one: tuple, other: tuple) -> bool:
 
 
 def poison(worker: FlowRLTrainingWorker, trunk: bool, head: bool, ranks: tuple[int, ...] = (1,)) -> None:
-    """After the next backward pass, one element of a gradient of the given ranks is inf, in the trunk or the head."""
+    """Set one element of a gradient of the trunk or the head to inf after the next backward pass, on ``ranks``."""
     engine, forward_backward_batch = worker.engine, worker.engine.forward_backward_batch
 
     def poisoned(*args, **kwargs):
@@ -315,19 +132,16 @@ def poison(worker: FlowRLTrainingWorker, trunk: bool, head: bool, ranks: tuple[i
     engine.forward_backward_batch = poisoned
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def dtypes():
-    """Of the head and of a linear layer of the trunk, in fp16: weights, input, output, gradient."""
+    """Record the dtypes of weights, input, output and gradient in the head and in the trunk's last layer, in fp16."""
     worker = make_worker(dtype="float16")
-    found: dict[str, list[str]] = {}
+    dtypes_of: dict[str, list[str]] = {}
 
     def watch(name):
         def hook(module, args, output):
             tensors = (module.weight, *args, output)
-            found[name] = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-            output.register_hook(lambda grad: found[name].append(str(grad.dtype).removeprefix("torch.")))
+            dtypes_of[name] = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+            output.register_hook(lambda grad: dtypes_of[name].append(str(grad.dtype).removeprefix("torch.")))
 
         return hook
 
@@ -338,17 +152,17 @@ def dtypes():
     loss = worker.loss_fn
 
     def with_log_z(model_output, **given):
-        found["log_z"] = str(model_output["log_z"].dtype).removeprefix("torch.")
+        dtypes_of["log_z"] = str(model_output["log_z"].dtype).removeprefix("torch.")
         return loss(model_output=model_output, **given)
 
     worker.set_loss_fn(with_log_z)
     worker.train_batch(batch(rollouts(0)))
     adam = next(iter(worker.engine.partition.optimizer.state.values()))
-    return found | {"adam": str(adam["exp_avg"].dtype).removeprefix("torch.")}
+    return dtypes_of | {"adam": str(adam["exp_avg"].dtype).removeprefix("torch.")}
 
 
 def beside_plain_torch():
-    """Every layout and split of a batch against the same in plain torch."""
+    """Compare every layout and split of a batch with plain torch."""
     rows, errors = rollouts(1, right=(1, 2, 3, 0)), {}
     layouts = {
         "micro-batches of 4": {"micro": 4},
@@ -366,15 +180,15 @@ def beside_plain_torch():
         head = PartitionConfig(zero_init=False, drop_last_prompt_token=layout.pop("drop_last_prompt_token", False))
         flowrl = FlowRLConfig(partition=head)
         worker = make_worker(flowrl, **layout)
-        errors[name] = apart(seen(worker, batch(rows)), plain(worker, rows, flowrl))
+        errors[name] = relative_errors(worker_update(worker, batch(rows)), reference_update(worker, rows, flowrl))
         assert worker.engine._hidden is None, "a hidden state is kept after the step"
-    detached = plain(worker, rows, flowrl, detached=True)
+    detached = reference_update(worker, rows, flowrl, detached=True)
     assert worker.engine.scaler is not None
-    return {"errors": errors, "detached": apart(detached, plain(worker, rows, flowrl))["trunk"]}
+    return {"errors": errors, "detached": relative_errors(detached, reference_update(worker, rows, flowrl))["trunk"]}
 
 
 def variants():
-    """Every variant of the objective against plain torch."""
+    """Compare every variant of the objective with plain torch."""
     head = PartitionConfig(zero_init=False)
     worker, without_head = make_worker(), make_worker(FlowRLConfig(log_z="none"))
     rows, errors = rollouts(2), {}
@@ -394,34 +208,36 @@ def variants():
         used = worker if flowrl.log_z == "learned" else without_head
         set_loss(used, flowrl)
         ((name, value),) = settings_.items()
-        errors[f"{name}={value}"] = apart(seen(used, batch(rows, flowrl)), plain(used, rows, flowrl))
+        errors[f"{name}={value}"] = relative_errors(
+            worker_update(used, batch(rows, flowrl)), reference_update(used, rows, flowrl)
+        )
     set_loss(worker, FlowRLConfig())
     rows = [row | {"rollout_is_weights": torch.linspace(0.5, 1.5, len(row["answer"]))} for row in rows]
-    weighted = seen(worker, batch(rows))
-    errors["rollout weights"] = apart(weighted, plain(worker, rows, FlowRLConfig()))
+    weighted = worker_update(worker, batch(rows))
+    errors["rollout weights"] = relative_errors(weighted, reference_update(worker, rows, FlowRLConfig()))
     return {"errors": errors, "head": without_head.engine.partition is not None}
 
 
 def padding():
-    """Rows of padding: some of each rank's, and all of rank 1's."""
+    """Compare batches with rows of padding, some on each rank or all of rank 1's, with plain torch."""
     flowrl, errors = FlowRLConfig(partition=PartitionConfig(zero_init=False)), {}
     worker = make_worker(flowrl)
     for name, is_real in {"some": lambda i: i // 2 % 2 == 0, "all of rank 1": lambda i: i % 2 == 0}.items():
         rows = rollouts(3)
         for i, row in enumerate(rows):
             row["real"] = is_real(i)
-        errors[name] = apart(seen(worker, batch(rows)), plain(worker, rows, flowrl))
+        errors[name] = relative_errors(worker_update(worker, batch(rows)), reference_update(worker, rows, flowrl))
     return errors
 
 
 def mini_batches():
-    """An update of two mini-batches, beside the two one by one."""
+    """Compare an update of two mini-batches with two updates of one."""
     whole, one_by_one = make_worker(), make_worker()
     rows = [rollouts(4), rollouts(5)]
     data = batch([row for half in rows for row in half], size=len(rows[0]))
     tu.assign_non_tensor(data, mini_batch_size=len(rows[0]), epochs=1, seed=1, dataloader_kwargs={"shuffle": False})
     flowrl = FlowRLConfig(partition=PartitionConfig(zero_init=False))
-    expected = plain(whole, rows[0], flowrl)[0]["pg_loss"]
+    expected = reference_update(whole, rows[0], flowrl)[0]["pg_loss"]
     metrics = metrics_of(whole.train_mini_batch(data))
     losses = []
     for number, half in enumerate(rows):
@@ -436,7 +252,7 @@ def mini_batches():
 
 
 def at_the_start():
-    """πθ = πref, log Z = 0, eight answers to each of four prompts, to two of them not all alike; what eval gives."""
+    """Return the losses at πθ = πref and log Z = 0, with two of four groups of eight answers mixed; and evaluate."""
     losses = {}
     for log_z in ("learned", "none"):
         worker = make_worker(FlowRLConfig(log_z=log_z), dtype="float32")
@@ -445,16 +261,16 @@ def at_the_start():
     data = batch(rows)
     tu.assign_non_tensor(data, compute_loss=False)
     output = make_worker().infer_batch(data)
-    found = output["log_probs"].unbind()
+    log_probs = output["log_probs"].unbind()
     mine = rows[RANK :: dist.get_world_size()]
     errors = [
-        (f[-len(r["answer"]) - 1 : -1] - r["old_log_probs"]).abs().max() for f, r in zip(found, mine, strict=True)
+        (f[-len(r["answer"]) - 1 : -1] - r["old_log_probs"]).abs().max() for f, r in zip(log_probs, mine, strict=True)
     ]
     return {"losses": losses, "infer": sorted(output.keys()), "log_prob_error": max(errors).item()}
 
 
 def in_sync():
-    """Five steps in fp16: are the heads of both ranks the same bits, and did they move?"""
+    """Take five steps in fp16 and compare the heads of both ranks bit by bit."""
     worker = make_worker(dtype="float16")
     before = heads_state(worker)[0]
     norms = [metrics_of(worker.train_batch(batch(rollouts(10 + step))))["grad_norm"] for step in range(5)]
@@ -469,7 +285,7 @@ def in_sync():
 
 
 def overflows(dtype: str):
-    """An overflow in a trunk gradient, in a head gradient, in both: who steps, and what is the next step?"""
+    """Overflow a trunk gradient, a head gradient, or both, and record what stepped and the step after."""
     worker, spared = make_worker(dtype=dtype), make_worker(dtype=dtype)
     for one in (worker, spared):
         for seed in (20, 21):  # the first of the warm-up has a rate of 0
@@ -509,7 +325,7 @@ def overflows_bf16():
 
 
 def resume():
-    """Save, then two steps, beside a load into a fresh worker and the same two steps; what is refused, and where."""
+    """Save and take two steps; load into a fresh worker and take the same two; then load what must be refused."""
     directory = shared_directory()
     flowrl = FlowRLConfig(partition=PartitionConfig(zero_init=False, dropout=0.1, weight_decay=0.1))
     contents = ["model", "optimizer", "extra"] + (["hf_model"] if STRATEGY == "fsdp2" else [])
@@ -565,12 +381,12 @@ def resume():
     if RANK == 0:
         file.unlink()
     result["missing"] = refusal()
-    return result | leaves(worker, file.parent)
+    return result | exported_names(worker, file.parent)
 
 
-def leaves(worker: FlowRLTrainingWorker, folder: Path) -> dict:
-    """The names of what leaves the engine, beside the model's own."""
-    names = set(PLAIN.state_dict())
+def exported_names(worker: FlowRLTrainingWorker, folder: Path) -> dict:
+    """Compare the names of the tensors that leave the engine with the model's own."""
+    names = set(PLAIN_MODEL.state_dict())
     result = {
         "rollout": set(weights_of(worker)) == names,
         "state_dict": {name.replace("_fsdp_wrapped_module.", "") for name in worker.engine.module.state_dict()}
@@ -593,11 +409,11 @@ def leaves(worker: FlowRLTrainingWorker, folder: Path) -> dict:
 
 
 def lora():
-    """Adapters alone in the trunk: is log Z that of the whole model, and does its gradient reach them?"""
+    """Train LoRA adapters with and without the gradient of log Z through the trunk."""
     flowrl, rows = FlowRLConfig(partition=PartitionConfig(zero_init=False)), rollouts(7)
     worker, detached = (make_worker(flowrl, model={"lora_rank": 4}) for _ in range(2))
     head_of(detached).register_forward_pre_hook(lambda module, args: args[0].detach())
-    expected = plain(worker, rows, flowrl)[0]
+    expected = reference_update(worker, rows, flowrl)[0]
     metrics = [metrics_of(one.train_batch(batch(rows))) for one in (worker, detached)]
     return {
         "log_z": [sum_of(metrics[0]["flowrl/log_z"]), expected["flowrl/log_z"]],
@@ -622,7 +438,7 @@ CASES = [
 
 
 def main() -> None:
-    # A rank that waits for the other in vain says so, instead of waiting for half an hour.
+    # A rank that waits for the other in vain fails after 90 s instead of half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     results = {}
     for case in CASES:

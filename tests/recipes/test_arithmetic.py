@@ -17,7 +17,7 @@ from lib.paths import REPO
 from recipes.arithmetic import addition, prepare, terms
 from recipes.arithmetic.model import build_model, build_tokenizer
 
-SHORT = prepare.Settings("addition", seed=1, steps=3)
+SHORT = prepare.PreparationSettings("addition", seed=1, steps=3)
 TASKS = list(prepare.TASKS)
 
 
@@ -33,7 +33,7 @@ TASKS = list(prepare.TASKS)
         ("", 0.0),
     ],
 )
-def test_the_reward_is_a_rule_on_the_text_after_the_last_equals_sign(response, score):
+def test_reward_depends_on_the_text_after_the_last_equals_sign(response, score):
     assert addition.compute_score("addition", response, addition.answer(704, 220)) == score
 
 
@@ -54,12 +54,12 @@ def test_the_reward_is_a_rule_on_the_text_after_the_last_equals_sign(response, s
         ("", 0.0, ""),
     ],
 )
-def test_terms_that_add_up_are_right_and_one_answer_has_one_name(response, score, answer):
+def test_terms_that_add_up_are_right_and_equal_answers_have_one_name(response, score, answer):
     assert terms.compute_score("terms", response, terms.answer(47)) == {"score": score, "answer": answer}
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_demonstration_solves_its_problem_and_has_the_stated_length(name):
+def test_demonstration_solves_its_problem_and_has_the_stated_length(name):
     task, rng = prepare.TASKS[name], random.Random(0)
     edges = {"addition": [(0, 0), (999, 999), (704, 220), (95, 7)], "terms": [(10,), (99,), (90,)]}[name]
     for problem in [*edges, *task.problems(50, rng)]:
@@ -69,7 +69,7 @@ def test_a_demonstration_solves_its_problem_and_has_the_stated_length(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_corrupted_demonstration_errs_at_times(name):
+def test_corrupted_demonstrations_err_at_times(name):
     task, rng = prepare.TASKS[name], random.Random(0)
     problems = [problem for _ in range(500) for problem in task.problems(1, rng)]
     scores = [prepare.score(task, task.demonstration(*problem, rng, 0.25), problem) for problem in problems]
@@ -84,7 +84,7 @@ def test_demonstrations_of_terms_have_many_answers_some_more_likely_than_others(
     assert max(counts.values()) > 2 * min(counts.values()) and max(counts.values()) < len(texts) / 5
 
 
-def test_the_tokenizer_is_the_models_vocabulary_and_round_trips():
+def test_tokenizer_matches_the_models_vocabulary_and_round_trips():
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=0)
     assert model.config.vocab_size == len(tokenizer) == model.lm_head.out_features
@@ -95,7 +95,7 @@ def test_the_tokenizer_is_the_models_vocabulary_and_round_trips():
     assert chat == tokenizer.bos_token + "704+220="
 
 
-def test_a_seed_gives_the_same_weights_twice_and_another_seed_others():
+def test_weights_depend_on_the_seed_alone():
     first, second = (prepare.pretrain(SHORT)[0].state_dict() for _ in range(2))
     other = prepare.pretrain(replace(SHORT, seed=2))[0].state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -103,7 +103,7 @@ def test_a_seed_gives_the_same_weights_twice_and_another_seed_others():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_data_have_verls_schema_and_no_problem_is_in_both_files(name, tmp_path):
+def test_data_have_verls_schema_and_no_problem_is_in_both_files(name, tmp_path):
     prepare.write_data(tmp_path, replace(SHORT, task=name))
     splits = {
         split: pyarrow.parquet.read_table(tmp_path / f"{split}.parquet").to_pylist() for split in ("train", "val")
@@ -120,20 +120,20 @@ def test_the_data_have_verls_schema_and_no_problem_is_in_both_files(name, tmp_pa
     assert not prompts[0] & prompts[1]
 
 
-def test_a_useless_model_is_refused_and_leaves_nothing(tmp_path):
+def test_useless_model_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(prepare.PreparationError, match=r"sampled accuracy 0.00 .* within 0.20 and 0.80"):
         prepare.prepare(tmp_path / "made", SHORT)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
+def test_other_folder_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(prepare.PreparationError, match="is not empty"):
         prepare.prepare(tmp_path, SHORT)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_a_finished_folder_is_reused_and_one_of_other_settings_is_not(tmp_path, monkeypatch):
+def test_finished_folder_is_reused_only_with_the_same_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "ACCURACY_BAND", (0.0, 1.0))  # three steps teach nothing
     made = prepare.prepare(tmp_path / "made", SHORT)
     stamp = tmp_path / "made" / "prepared.json"
@@ -146,7 +146,7 @@ def test_a_finished_folder_is_reused_and_one_of_other_settings_is_not(tmp_path, 
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_preparation_leaves_nothing(tmp_path, end):
+def test_interrupted_preparation_leaves_nothing(tmp_path, end):
     command = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", tmp_path / "made", "--seed", "1"]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not list(tmp_path.iterdir()):  # until it has begun

@@ -1,4 +1,4 @@
-"""verl without a GPU: each adaptation, in a process that has loaded it as verl's workers do."""
+"""verl without a GPU: each adaptation, in a process that loads it as verl's workers do."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from lib.paths import REPO
 
 
 def run(code: str, loaded: bool = True, ranks: int = 1) -> str:
-    """What ``code`` prints on rank 0, with the platform loaded by verl's own hook, or without it."""
+    """Return what ``code`` prints on rank 0, with the platform loaded by verl's own hook, or without it."""
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "VERL_PLATFORM": "cpu"}
     if loaded:
         environment |= {"VERL_USE_EXTERNAL_MODULES": "recipes.cpu.platform", "VERL_ENGINE_DEVICE": "cuda"}
@@ -25,7 +25,7 @@ def run(code: str, loaded: bool = True, ranks: int = 1) -> str:
     return done.stdout
 
 
-def test_verl_takes_the_cpu_for_its_device():
+def test_verl_selects_the_cpu():
     out = run(
         "from verl.utils.device import get_device_id, get_device_name, get_nccl_backend\n"
         "import importlib.metadata as m, torch\n"
@@ -49,7 +49,7 @@ print(*(str(r.dtype).removeprefix("torch.") for r in results), str(product.dtype
 def test_autocast_rounds_where_cudas_does():
     *wide, product = run(FP32_ON_CUDA).split()
     assert set(wide) == {"float32"} and product == "float16"
-    # What it is for: torch's own CPU autocast leaves some of them in half precision.
+    # torch's own CPU autocast leaves some of them in half precision.
     *wide, product = run(FP32_ON_CUDA, loaded=False).split()
     assert "float16" in wide and product == "float16"
 
@@ -102,12 +102,12 @@ def test_two_ranks_synchronise_fsdp1_over_gloo():
         run(FSDP1, loaded=False, ranks=2)
 
 
-def test_what_is_not_there_to_adapt_is_named():
+def test_missing_attribute_is_named():
     out = run(
         "from types import SimpleNamespace\n"
         "from recipes.cpu import host\n"
         "owner = SimpleNamespace(__name__='vllm')\n"
-        "try: host.replace(owner, 'gone', lambda old: old)\n"
+        "try: host.wrap_attribute(owner, 'gone', lambda old: old)\n"
         "except ImportError as error: print(error)"
     )
     assert "vllm has no gone" in out and len(out.splitlines()) == 1
@@ -131,6 +131,6 @@ print(((out - exact).norm() / exact.norm()).item())
 """
 
 
-def test_experts_compute_with_the_weights_that_were_loaded_last():
+def test_experts_compute_with_the_last_loaded_weights():
     assert float(run(EXPERTS).split()[-1]) < 2e-3  # fp16's rounding
     assert float(run(EXPERTS, loaded=False).split()[-1]) > 0.5, "vLLM reads them as packed"

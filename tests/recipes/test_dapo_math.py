@@ -1,4 +1,4 @@
-"""DAPO-Math-17k and AIME 2024 as they are on the Hub: each problem once, scored by verl itself."""
+"""DAPO-Math-17k and AIME 2024, converted from the Hub's schema: each problem once, scored by verl itself."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def test_each_problem_is_kept_once_and_scored(tmp_path):
     done = prepare(train, test, tmp_path / "out", tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        f"{tmp_path}/out/train.parquet: 2 prompts; 1 occurred with another answer too, the first is kept",
+        f"{tmp_path}/out/train.parquet: 2 prompts; 1 occurred with another answer too; the first is kept",
         f"{tmp_path}/out/test.parquet: 1 prompts",
     ]
     assert pyarrow.parquet.read_table(tmp_path / "out/train.parquet").to_pylist() == three[:2]
@@ -54,29 +54,29 @@ def test_each_problem_is_kept_once_and_scored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("bad", "says"),
+    ("bad", "message"),
     [
         ({"reward_model": {"ground_truth": None, "style": "rule"}}, "row 1: its ground truth is None, not a text"),
         (
             {"reward_model": {"ground_truth": "2\n3", "style": "rule"}},
-            "row 1: verl does not take its ground truth '2\\n3' for right",
+            "row 1: verl scores its ground truth '2\\n3' as wrong",
         ),
         ({"data_source": "math_other"}, "row 1: Reward function is not implemented for data_source='math_other'"),
     ],
 )
-def test_a_row_that_cannot_be_scored_is_refused_in_one_line(bad, says, tmp_path):
+def test_unscorable_row_is_refused_in_one_line(bad, message, tmp_path):
     good = source(tmp_path / "good", [row("1+1?", "2", 0)])
     other = source(tmp_path / "other", [row("1+1?", "2", 0), row("2+2?", "4", 1, **bad)])
     done = prepare(good, other, tmp_path / "out", tmp_path / "cache")
     assert done.returncode == 1 and not (tmp_path / "out").exists()
-    assert done.stderr.splitlines()[-1] == f"--test-source {other}: {says}"
+    assert done.stderr.splitlines()[-1] == f"--test-source {other}: {message}"
 
 
-def test_another_dataset_and_none_are_refused_in_one_line(tmp_path):
+def test_other_and_missing_datasets_are_refused_in_one_line(tmp_path):
     lacking = source(tmp_path / "lacking", [{"prompt": [{"content": "1+1?", "role": "user"}], "data_source": "math"}])
     done = prepare(lacking, lacking, tmp_path / "out", tmp_path / "cache")
     assert done.returncode == 1 and not (tmp_path / "out").exists()
-    says = f"--source {lacking}: lacks the column 'ability'; it has prompt, data_source"
-    assert done.stderr.splitlines()[-1] == says
+    message = f"--source {lacking}: lacks the column 'ability'; it has prompt, data_source"
+    assert done.stderr.splitlines()[-1] == message
     done = prepare(tmp_path / "none", lacking, tmp_path / "out", tmp_path / "cache")
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(f"--source {tmp_path}/none: ")

@@ -1,4 +1,4 @@
-"""FlowRL's settings, composed by Hydra and checked by verl's own ``validate_config``, as ``main_ppo`` does at first."""
+"""FlowRL's settings, composed by Hydra and checked by verl's own ``validate_config``, as in ``main_ppo``."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ HEAD = f"{FLOWRL}.partition"
 
 @pytest.fixture(scope="module")
 def compose(tiny_model):
-    """``compose(*overrides)``: the default job with the recipe; verl's own checks have passed."""
+    """Return ``compose(*overrides)``: the default job with the recipe, after verl's own checks."""
 
     def of(*overrides: str, recipe: str = "flowrl", precision: str = "fp16") -> DictConfig:
         job = replace(parse_job(["DEVICE=cpu"]), model=str(tiny_model), precision=precision)
@@ -42,19 +42,19 @@ def validated(config: DictConfig) -> DictConfig:
 
 @pytest.fixture(scope="module")
 def actor(compose):
-    """What the workers build of the actor's config."""
+    """Return ``actor(*overrides)``: the actor's config as the workers build it."""
     return lambda *overrides, **choices: omega_conf_to_dataclass(compose(*overrides, **choices).actor_rollout_ref.actor)
 
 
 @pytest.mark.parametrize("precision", cli.options("precision"))
 @pytest.mark.parametrize("recipe", ["flowrl", "flowrl_paper"])
-def test_every_recipe_composes_in_every_regime(compose, recipe, precision):
+def test_both_recipes_compose_in_every_regime(compose, recipe, precision):
     config = compose(recipe=recipe, precision=precision)
     assert need_reference_policy(config) and not need_critic(config)
     assert isinstance(omega_conf_to_dataclass(config.actor_rollout_ref.actor), FlowRLActorConfig)
 
 
-def test_what_the_papers_choices_change(actor):
+def test_papers_preset_changes_clip_and_head(actor):
     ours, paper = (actor(recipe=recipe) for recipe in ("flowrl", "flowrl_paper"))
     changed = {"importance_clip", "partition"}
     assert {name for name, value in vars(paper.flowrl).items() if value != vars(ours.flowrl)[name]} == changed
@@ -90,7 +90,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_accepted(actor, name):
+def test_valid_settings_are_accepted(actor, name):
     overrides, setting, value = ACCEPTED[name]
     assert getattr(actor(*overrides).flowrl, setting) == value
 
@@ -137,7 +137,7 @@ def config(compose):
 
 
 @pytest.mark.parametrize(("name", "given"), [(name, value) for name, values in SETTINGS.items() for value in values])
-def test_a_settings_value_is_refused_by_name_in_one_line(config, name, given):
+def test_invalid_value_is_refused_in_one_line(config, name, given):
     value = OverridesParser.create().parse_override(f"x={given}").value()
     changed = config.copy()
     OmegaConf.update(changed, f"{FLOWRL}.{name}", value)
@@ -149,7 +149,7 @@ def test_a_settings_value_is_refused_by_name_in_one_line(config, name, given):
 
 GROUP_OF_ONE = "actor_rollout_ref.rollout.n=1"
 MERGED = ["actor_rollout_ref.model.lora.merge=true", "actor_rollout_ref.model.lora.rank=4"]
-# Overrides, and what is said of them; ".*" is anything in the line.
+# Overrides, and a regular expression of the refusal.
 REFUSED = {
     "no reference policy": (
         [f"{ACTOR}.use_kl_loss=false"],
@@ -188,13 +188,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name_in_one_line(compose, name):
+def test_incompatible_settings_are_refused_in_one_line(compose, name):
     overrides, message = REFUSED[name]
     with pytest.raises((ValueError, HydraException, OmegaConfBaseException), match=message):
         compose(*overrides)
 
 
-def test_a_misspelt_setting_is_refused(compose):
+def test_misspelt_setting_is_refused(compose):
     with pytest.raises(Refused, match="betta"):
         compose(f"{FLOWRL}.betta=3")
     with pytest.raises(HydraException, match="betta"):
@@ -202,7 +202,7 @@ def test_a_misspelt_setting_is_refused(compose):
 
 
 @pytest.mark.parametrize("name", ["no reference policy", "Megatron"])
-def test_the_process_ends_before_ray_starts(name, tiny_model, tmp_path):
+def test_main_ppo_refuses_before_ray_starts(name, tiny_model, tmp_path):
     overrides, message = REFUSED[name]
     out = tmp_path / "out"
     job = replace(parse_job(["DEVICE=cpu"]), model=str(tiny_model), args=("+recipe=flowrl", *overrides))

@@ -1,4 +1,4 @@
-"""FlowRL's worker under FSDP1 and FSDP2 on two gloo ranks, each case run by flowrl_cases.py."""
+"""FlowRL's worker under FSDP1 and FSDP2 on two gloo ranks; flowrl_cases.py runs the cases."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 
 @pytest.fixture(scope="module")
 def outcome(torchrun):
-    """``outcome(strategy, case)``: what the case gave on each rank; all cases of a strategy run at once."""
+    """Return ``outcome(strategy, case)``: the case's result on each rank; all cases of a strategy run in one job."""
     done: dict[str, list[dict]] = {}
 
     def of(strategy: str, case: str) -> list:
@@ -26,34 +26,34 @@ def test_the_head_computes_in_fp32_under_fp16_autocast(outcome, strategy):
         assert rank["log_z"] == rank["adam"] == "float32"
         for layer in ("head 0", "head 4", "head 8"):
             assert rank[layer] == ["float32"] * 4, "weights, input, output or gradient"
-        assert rank["trunk"][1:] == ["float16"] * 3  # its weights are fp32 masters, FSDP1 shows what it computes with
+        assert rank["trunk"][1:] == ["float16"] * 3  # weights are fp32 masters under FSDP2, fp16 copies under FSDP1
 
 
 def close(errors: dict[str, float], head: bool = True, within: float = 1e-3) -> bool:
     return set(errors) == {"means", "trunk", *(["head"] if head else [])} and max(errors.values()) < within
 
 
-def test_any_layout_and_split_gives_the_loss_metrics_and_gradients_of_plain_torch(outcome, strategy):
-    """Of the rows of both ranks: the global normalisation and the average of the head's gradients are right."""
+def test_loss_metrics_and_gradients_match_plain_torch_in_every_layout(outcome, strategy):
+    """Over the rows of both ranks, so normalization and the average of the head's gradients are global."""
     for rank in outcome(strategy, "beside_plain_torch"):
         errors = dict(rank["errors"])
-        assert close(errors.pop("fp16"), within=0.3), "of the head's, whose terms cancel, 0.1 is rounding"
+        assert close(errors.pop("fp16"), within=0.3), "terms of the head's gradient cancel: 0.1 is rounding"
         assert len(errors) == 9 and all(map(close, errors.values())), errors
 
 
 def test_log_z_reaches_the_trunk(outcome, strategy):
     for rank in outcome(strategy, "beside_plain_torch"):
-        assert rank["detached"] > 1e-2, "ten times what is close"
+        assert rank["detached"] > 1e-2, "ten times the tolerance"
 
 
-def test_every_variant_gives_what_plain_torch_gives(outcome, strategy):
+def test_every_variant_matches_plain_torch(outcome, strategy):
     for rank in outcome(strategy, "variants"):
         assert len(rank["errors"]) == 11 and not rank["head"]
         for name, errors in rank["errors"].items():
             assert close(errors, head=not name.startswith("log_z=")), (name, errors)
 
 
-def test_rows_of_padding_contribute_nothing(outcome, strategy):
+def test_padding_rows_contribute_nothing(outcome, strategy):
     for rank in outcome(strategy, "padding"):
         assert set(rank) == {"some", "all of rank 1"} and all(map(close, rank.values())), rank
 
@@ -64,25 +64,25 @@ def test_each_mini_batch_is_normalised_by_its_own_rows(outcome, strategy):
         assert rank["first"][0] == pytest.approx(rank["first"][1], rel=1e-5)
 
 
-def test_the_loss_at_the_start_is_that_of_the_advantages_alone(outcome, strategy):
+def test_initial_loss_depends_on_the_advantages_alone(outcome, strategy):
     for rank in outcome(strategy, "at_the_start"):
         for loss in rank["losses"].values():  # two of four groups have answers that differ
             assert loss == pytest.approx(225 * 7 / 8 * 2 / 4, rel=1e-4)
 
 
-def test_evaluation_gives_the_models_own_log_probs_and_no_log_z(outcome, strategy):
+def test_evaluation_returns_the_models_log_probs_without_log_z(outcome, strategy):
     for rank in outcome(strategy, "at_the_start"):
         assert rank["infer"] == ["log_probs", "metrics"] and rank["log_prob_error"] < 1e-4
 
 
-def test_the_ranks_keep_the_head_in_step(outcome, strategy):
+def test_heads_stay_identical_on_all_ranks(outcome, strategy):
     for rank in outcome(strategy, "in_sync"):
         assert rank["same"] and rank["moved"] and all(map(math.isfinite, rank["norms"]))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("where", ["trunk", "head", "both"])
-def test_an_overflow_skips_trunk_and_head_alike_on_all_ranks(outcome, strategy, dtype, where):
+def test_overflow_skips_trunk_and_head_on_all_ranks(outcome, strategy, dtype, where):
     for rank in outcome(strategy, f"overflows_{dtype}"):
         fault = rank[where]
         assert fault["unchanged"], "weights or Adam state of trunk or head moved"
@@ -93,32 +93,32 @@ def test_an_overflow_skips_trunk_and_head_alike_on_all_ranks(outcome, strategy, 
         assert fault["moves_on"] and fault["next_step"], "the next step is another"
 
 
-def test_a_resumed_run_takes_the_steps_that_would_have_come(outcome, strategy):
+def test_resumed_run_is_bit_exact(outcome, strategy):
     """Bit for bit: trunk, head, both optimizers, both schedules, the scale, and the head's dropout."""
     for rank in outcome(strategy, "resume"):
         assert rank["loaded"] and rank["moved"] and rank["steps"]
 
 
-def test_of_a_checkpoint_the_head_takes_what_load_contents_asks(outcome, strategy):
+def test_head_obeys_load_contents(outcome, strategy):
     """Weights alone: no Adam state, and both schedules start anew."""
     for rank in outcome(strategy, "resume"):
         assert rank["weights_alone"] == {"head": True, "adam": 0, "updates": [0, 0]}
 
 
-def test_the_heads_file_is_in_the_manifest(outcome, strategy):
+def test_manifest_lists_the_heads_file(outcome, strategy):
     ranks = outcome(strategy, "resume")
     assert all(rank["there"] for rank in ranks) and ranks[0]["listed"]
 
 
-def test_a_checkpoint_with_another_head_or_none_is_refused_by_name_on_all_ranks(outcome, strategy):
+def test_checkpoint_with_another_head_or_none_is_refused_on_all_ranks(outcome, strategy):
     for rank in outcome(strategy, "resume"):
         file = rank["file"]
-        width = f"{file}: the head of log Z there has hidden_size=64, this model 128"
+        width = f"{file}: its head of log Z has hidden_size=64, this model 128"
         missing = f"{file} is missing: a run with actor_rollout_ref.actor.flowrl.log_z=learned wrote it"
         assert rank["width"] == [width, True] and rank["missing"] == [missing, True]
 
 
-def test_nothing_that_leaves_the_engine_has_the_head(outcome, strategy):
+def test_head_is_neither_synced_nor_exported(outcome, strategy):
     ranks = outcome(strategy, "resume")
     assert all(rank["rollout"] and rank["state_dict"] for rank in ranks)
     if strategy == "fsdp2":  # torch cannot gather FSDP1's full state dict from CPU parameters

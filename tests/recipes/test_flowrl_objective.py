@@ -1,4 +1,4 @@
-"""FlowRL's objective against formulas written out here, row by row and in fp64."""
+"""FlowRL's objective against its formulas, evaluated row by row in fp64."""
 
 import math
 
@@ -12,7 +12,7 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 BETA, ROWS, TOKENS = 15.0, 6, 7
 CLIPS = [None, (0.8, 1.28), (0.0, 1.1), (0.0, 10.0)]
 LEVELS = ["sequence", "token", "none"]
-# Lengths differ, and the mask of the last row has a hole, as that of an answer with a tool's output in it.
+# Lengths differ, and the mask of the last row has a hole, as in an answer that contains a tool's output.
 LENGTHS = [7, 1, 4, 6, 3, 5]
 
 
@@ -33,7 +33,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def gradients(batch, **settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The losses ``(rows,)``, and the gradients of their sum to ``log_prob`` and to ``log_z``."""
+    """Return the losses ``(rows,)``, and the gradients of their sum with respect to ``log_prob`` and ``log_z``."""
     leaves = [batch[name].clone().requires_grad_() for name in ("log_prob", "log_z")]
     losses, _ = trajectory_balance(
         **batch | dict(zip(("log_prob", "log_z"), leaves, strict=True)), beta=BETA, **settings
@@ -41,8 +41,11 @@ def gradients(batch, **settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return losses.detach(), *torch.autograd.grad(losses.sum(), leaves)
 
 
-def by_hand(batch, level, clip, mean=True, rollout_weights=None):
-    """As :func:`gradients`, in fp64, by the surrogate ``−2β·A·Σ w_t·log π_t/|y| + 2δ·w·log Z`` with A and w numbers."""
+def by_formula(batch, level, clip, mean=True, rollout_weights=None):
+    """Return what :func:`gradients` does, in fp64, with constant A and w.
+
+    The surrogate is ``−2β·A·Σ w_t·log π_t/|y| + 2δ·w·log Z``.
+    """
     batch = {name: value.double() for name, value in batch.items()}
     log_prob, log_z = (batch[name].clone().requires_grad_() for name in ("log_prob", "log_z"))
     losses, surrogate = [], 0.0
@@ -68,7 +71,7 @@ def by_hand(batch, level, clip, mean=True, rollout_weights=None):
 
 
 def assert_equal(got, wanted, tolerance=1e-6):
-    """To ``tolerance`` of the largest number."""
+    """Compare to within ``tolerance`` of the largest element."""
     for one, other in zip(got, wanted, strict=True):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=tolerance * other.abs().max().item())
@@ -77,14 +80,14 @@ def assert_equal(got, wanted, tolerance=1e-6):
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
-def test_loss_and_gradient_are_those_of_the_advantage_formula(batch, level, clip, mean):
+def test_loss_and_gradient_match_the_advantage_formula(batch, level, clip, mean):
     got = gradients(batch, level=level, clip=clip, length_normalization=mean)
-    assert_equal(got, by_hand(batch, level, clip, mean))
+    assert_equal(got, by_formula(batch, level, clip, mean))
 
 
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
-def test_by_sequence_the_gradient_is_that_of_the_squared_residual(batch, mean):
-    """∇ of w·δ² written out, w held fixed: all of log π, log πref and log Z in one expression."""
+def test_sequence_gradient_matches_the_squared_residual(batch, mean):
+    """Differentiate w·δ² with constant w directly."""
     leaves = log_prob, log_z = [batch[name].double().requires_grad_() for name in ("log_prob", "log_z")]
     length = batch["mask"].sum(-1) if mean else 1
     drift = ((log_prob - batch["anchor_log_prob"]) * batch["mask"]).sum(-1) / length
@@ -96,14 +99,14 @@ def test_by_sequence_the_gradient_is_that_of_the_squared_residual(batch, mean):
 
 @pytest.mark.parametrize("by", ["token", "sequence"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_rollout_weights_count(batch, level, by):
+def test_rollout_weights_scale_the_loss(batch, level, by):
     weights = 0.5 + torch.rand(ROWS, TOKENS if by == "token" else 1).expand(ROWS, TOKENS)
     got = gradients(batch, level=level, clip=(0.8, 1.28), rollout_weights=weights)
-    assert_equal(got, by_hand(batch, level, (0.8, 1.28), rollout_weights=weights))
+    assert_equal(got, by_formula(batch, level, (0.8, 1.28), rollout_weights=weights))
     assert not torch.allclose(got[1], gradients(batch, level=level, clip=(0.8, 1.28))[1], rtol=1e-2)
 
 
-def test_the_anchor_may_be_the_policy_that_sampled(batch):
+def test_anchor_may_be_the_policy_that_sampled(batch):
     """On-policy δ is log Z − β·r then, and the gradient plain REINFORCE with log Z/β as the baseline."""
     batch["old_log_prob"] = batch["anchor_log_prob"] = batch["log_prob"]
     losses, slope, _ = gradients(batch)
@@ -112,20 +115,25 @@ def test_the_anchor_may_be_the_policy_that_sampled(batch):
     assert_equal((losses, slope), (delta**2, wanted))
 
 
-def test_what_is_reported(batch):
-    _, facts = trajectory_balance(**batch, beta=BETA, level="token", clip=(0.8, 1.28))
-    losses, *_ = by_hand(batch, "token", (0.8, 1.28))
+def test_metrics_match_their_definitions(batch):
+    _, metrics = trajectory_balance(**batch, beta=BETA, level="token", clip=(0.8, 1.28))
+    losses, *_ = by_formula(batch, "token", (0.8, 1.28))
     ratio = (batch["log_prob"] - batch["old_log_prob"]).exp()
     clipped = ((ratio < 0.8) | (ratio > 1.28)) & batch["mask"]
     assert_equal(
-        [facts["clipped"], facts["weight"] * facts["delta_square"], facts["weight"] ** 2, facts["delta"] ** 2],
-        [clipped.sum(-1) / batch["mask"].sum(-1), losses, facts["weight_square"], facts["delta_square"]],
+        [
+            metrics["clipped"],
+            metrics["weight"] * metrics["delta_square"],
+            metrics["weight"] ** 2,
+            metrics["delta"] ** 2,
+        ],
+        [clipped.sum(-1) / batch["mask"].sum(-1), losses, metrics["weight_square"], metrics["delta_square"]],
     )
-    assert 0 < facts["clipped"].sum() < ROWS and torch.equal(facts["log_z"], batch["log_z"])
+    assert 0 < metrics["clipped"].sum() < ROWS and torch.equal(metrics["log_z"], batch["log_z"])
 
 
 @pytest.mark.parametrize("right", [[0, 0, 0, 0], [8, 8, 8], [4, 0, 8, 1], [1, 2, 3, 4, 5, 6, 7]], ids=str)
-def test_at_the_start_the_loss_is_197_times_the_share_of_groups_that_differ(batch, right):
+def test_initial_loss_is_197_times_the_share_of_mixed_groups(batch, right):
     """π = πref, log Z = 0, r verl's own advantage: β²·(n − 1)/n = 196.875, less the 1e-6 beside the std."""
     n, tokens = 8, 5
     rewards = torch.zeros(len(right), n, tokens)
@@ -150,13 +158,13 @@ def test_at_the_start_the_loss_is_197_times_the_share_of_groups_that_differ(batc
 def test_extreme_weights_stay_finite(batch, level, clip, log_weight, dtype):
     batch["old_log_prob"] = batch["log_prob"] - (log_weight if level == "token" else log_weight / 4)
     half = {name: value if name == "mask" else value.to(dtype) for name, value in batch.items()}
-    losses, facts = trajectory_balance(**half, beta=BETA, level=level, clip=clip)
+    losses, metrics = trajectory_balance(**half, beta=BETA, level=level, clip=clip)
     weights, clipped = importance_weights(half["log_prob"], half["old_log_prob"], half["mask"], level, clip)
-    # A gradient in fp16 ends at 65504: it is asked for at what the trainer's loss is given, fp32.
+    # Gradients in fp16 end at 65504: take them with respect to the fp32 inputs of the trainer's loss.
     slopes = gradients(half | {name: batch[name] for name in ("log_prob", "log_z")}, level=level, clip=clip)
-    for tensor in (losses, weights, *facts.values(), *slopes):
+    for tensor in (losses, weights, *metrics.values(), *slopes):
         assert tensor.dtype == torch.float32 and torch.isfinite(tensor).all()
-    for tensor in (losses, weights, *slopes, facts["weight_square"]):
+    for tensor in (losses, weights, *slopes, metrics["weight_square"]):
         assert (tensor != 0).any()
     least, largest = clip or (0.0, math.inf)
     edge = min(largest, math.exp(20)) if log_weight > 0 else max(least, math.exp(-20))
@@ -164,38 +172,38 @@ def test_extreme_weights_stay_finite(batch, level, clip, log_weight, dtype):
     assert clipped[0, 0] == (level != "none")
 
 
-def test_half_precision_is_subtracted_in_fp32(batch):
-    """−9.0078125 − 0.0009765625 is no number of fp16: the ratio of these two must be seen all the same."""
+def test_half_precision_inputs_are_subtracted_in_fp32(batch):
+    """−9.0078125 − 0.0009765625 is not representable in fp16; the ratio must still be exact."""
     fine = torch.full((1, 1), 9.0078125, dtype=torch.float16), torch.full((1, 1), -0.0009765625, dtype=torch.float16)
     weights, _ = importance_weights(*fine, torch.ones(1, 1, dtype=torch.bool), "token", None)
     assert weights.item() == pytest.approx(math.exp(9.0078125 + 0.0009765625), rel=1e-6)
     one, zero = torch.ones(1), torch.zeros(1)
     mask = torch.ones(1, 1, dtype=torch.bool)
-    _, facts = trajectory_balance(fine[0], fine[0], fine[1], zero, zero, mask, beta=1.0)
+    _, metrics = trajectory_balance(fine[0], fine[0], fine[1], zero, zero, mask, beta=1.0)
     log_z = group_log_z(*fine, zero, mask, torch.zeros(1, dtype=torch.int64), beta=1.0)
-    assert facts["delta"] == -log_z == one * (9.0078125 + 0.0009765625)
+    assert metrics["delta"] == -log_z == one * (9.0078125 + 0.0009765625)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_split_into_micro_batches_does_not_matter(batch, level):
+def test_split_into_micro_batches_has_no_effect(batch, level):
     settings = {"level": level, "clip": (0.8, 1.28)}
     losses, *slopes = gradients(batch, **settings)
     for parts in ([[0, 1, 2, 3, 4, 5]], [[5, 1], [3], [0, 4, 2]], [[row] for row in reversed(range(ROWS))]):
-        seen = [torch.zeros_like(tensor) for tensor in (losses, *slopes)]
+        summed = [torch.zeros_like(tensor) for tensor in (losses, *slopes)]
         for rows in parts:
             width = max(LENGTHS[row] for row in rows)  # padded to the longest of its own
             part = {name: value[rows][:, :width] if value.dim() == 2 else value[rows] for name, value in batch.items()}
-            for whole, got in zip(seen, gradients(part, **settings), strict=True):
+            for whole, got in zip(summed, gradients(part, **settings), strict=True):
                 whole[rows] = torch.nn.functional.pad(got, (0, TOKENS - width)) if got.dim() == 2 else got
-        assert_equal([seen[0].sum(), *seen], [losses.sum(), losses, *slopes])
+        assert_equal([summed[0].sum(), *summed], [losses.sum(), losses, *slopes])
 
 
 @pytest.mark.parametrize("outside", [math.nan, math.inf, -math.inf, 1e38])
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_nothing_outside_of_the_mask_counts(batch, level, mean, outside):
+def test_values_outside_the_mask_have_no_effect(batch, level, mean, outside):
     weights = 0.5 + torch.rand(ROWS, TOKENS)
-    batch["mask"][3] = False  # nor does a row without tokens
+    batch["mask"][3] = False  # a row without tokens has no effect either
     settings = {"level": level, "clip": (0.8, 1.28), "length_normalization": mean}
     wanted = gradients(batch, **settings, rollout_weights=weights)
     assert wanted[0][3] == wanted[2][3] == 0 and not wanted[1][~batch["mask"]].any()
@@ -212,21 +220,21 @@ def test_nothing_outside_of_the_mask_counts(batch, level, mean, outside):
 
 
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
-def test_log_z_of_a_group_is_vargrads(batch, mean):
+def test_group_log_z_is_vargrads(batch, mean):
     """δ has mean 0 in each group, and the gradient is that of the variance of ``log π/πref − β·r`` within groups."""
     group, settings = torch.tensor([2, 0, 2, 0, 2, 0]), {"beta": BETA, "length_normalization": mean}
     batch["old_log_prob"] = batch["log_prob"]
-    batch["mask"][4] = False  # a row without tokens is of no group
+    batch["mask"][4] = False  # a row without tokens belongs to no group
     batch["log_z"] = group_log_z(
         batch["log_prob"], batch["anchor_log_prob"], batch["reward"], batch["mask"], group, **settings
     )
-    _, facts = trajectory_balance(**batch, **settings)
+    _, metrics = trajectory_balance(**batch, **settings)
     log_prob = batch["log_prob"].double().requires_grad_()
     length = batch["mask"].sum(-1).clamp(min=1) if mean else 1
     residual = ((log_prob - batch["anchor_log_prob"]) * batch["mask"]).sum(-1) / length - BETA * batch["reward"]
     variances = []
     for rows in ([1, 3, 5], [0, 2]):
-        assert facts["delta"][rows].mean().abs() < 1e-6
+        assert metrics["delta"][rows].mean().abs() < 1e-6
         assert batch["log_z"][rows].unique().numel() == 1
         variances.append(len(rows) * residual[rows].var(correction=0))
     losses, slope, _ = gradients(batch, length_normalization=mean)

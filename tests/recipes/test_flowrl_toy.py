@@ -1,4 +1,4 @@
-"""What FlowRL converges to, where all answers can be listed; the bandit's numbers are those that its command writes."""
+"""The fixed points of FlowRL, on tasks whose answers can be enumerated, and the bandit's results."""
 
 import csv
 import itertools
@@ -21,7 +21,7 @@ ANSWERS = {
 
 @pytest.fixture(scope="module")
 def bandit(tmp_path_factory) -> dict[str, list[dict[str, float]]]:
-    """By method, what ``python -m recipes.flowrl.toy`` writes of each seed."""
+    """Return the results of ``python -m recipes.flowrl.toy`` by method, one per seed."""
     out = tmp_path_factory.mktemp("toy") / "made"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["toy", "--out", str(out)])
@@ -29,10 +29,10 @@ def bandit(tmp_path_factory) -> dict[str, list[dict[str, float]]]:
     assert (out / "flowrl-toy.png").stat().st_size > 10_000
     with open(out / "flowrl-toy.csv") as file:
         rows = list(csv.DictReader(file))
-    found = {row["method"]: [] for row in rows}
+    results = {row["method"]: [] for row in rows}
     for row in rows:
-        found[row.pop("method")].append({name: float(value) for name, value in row.items() if name != "seed"})
-    return found
+        results[row.pop("method")].append({name: float(value) for name, value in row.items() if name != "seed"})
+    return results
 
 
 @pytest.mark.parametrize("method", ["FlowRL", "FlowRL, 4 epochs", "log_z=group"])
@@ -44,7 +44,7 @@ def test_flowrl_matches_the_target(bandit, method):
             assert abs(seed["log_z"] - target["log_z"]) < 1e-3
 
 
-def test_the_target_is_the_one_of_the_formula(bandit):
+def test_target_matches_the_formula(bandit):
     modes, heights = [math.exp(-4), math.exp(-1), 1.0, math.exp(-1)], [1.0, 0.9, 1.0, 0.9]
     weights = [math.exp(-arm / 16 + 3.0 * heights[arm // 4] * modes[arm % 4]) for arm in range(16)]
     log_z = math.log(sum(weights) / sum(math.exp(-arm / 16) for arm in range(16)))
@@ -55,7 +55,7 @@ def test_the_target_is_the_one_of_the_formula(bandit):
     assert target["largest_probability"] == pytest.approx(max(shares), abs=1e-6)
 
 
-def test_without_log_z_the_noise_stays(bandit):
+def test_without_log_z_noise_remains(bandit):
     assert all(1e-4 < seed["kl"] < 0.1 for seed in bandit["log_z=none"])
 
 
@@ -63,20 +63,22 @@ def test_grpo_collapses(bandit):
     assert all(seed["kl"] > 0.5 and seed["entropy"] < 1.0 for seed in bandit["GRPO"])
 
 
-def tree(answers: list[tuple[int, ...]]) -> toy.Toy:
+def tree(answers: list[tuple[int, ...]]) -> toy.PrefixTree:
     """Random rewards and a random πref over ``answers``, which are all paths of their tree."""
     torch.manual_seed(1)
     numbers = {}
     nodes = [[numbers.setdefault(answer[:at], len(numbers)) for at in range(len(answer))] for answer in answers]
     ones = [[True] * len(answer) for answer in answers]
     nodes, tokens, mask = (pad_sequence([torch.tensor(row) for row in rows], True) for rows in (nodes, answers, ones))
-    made = toy.Toy(nodes, tokens, mask, torch.rand(len(answers)), torch.randn(len(numbers), 1 + int(tokens.max())))
+    made = toy.PrefixTree(
+        nodes, tokens, mask, torch.rand(len(answers)), torch.randn(len(numbers), 1 + int(tokens.max()))
+    )
     assert made.log_probs(made.reference).logsumexp(0).abs() < 1e-12  # they are all paths
     return made
 
 
-def fixed_point(task: toy.Toy) -> tuple[torch.Tensor, float]:
-    """``log πref + |y|·(β·r − log Z)``, and the log Z that makes it a distribution."""
+def fixed_point(task: toy.PrefixTree) -> tuple[torch.Tensor, float]:
+    """Return ``log πref + |y|·(β·r − log Z)``, and the log Z that normalizes it."""
     low, high = -10.0, 10.0
     for _ in range(60):
         log_z = (low + high) / 2
@@ -86,19 +88,19 @@ def fixed_point(task: toy.Toy) -> tuple[torch.Tensor, float]:
 
 
 @pytest.mark.parametrize("answers", ANSWERS.values(), ids=list(ANSWERS))
-def test_the_length_normalised_fixed_point_is_reached(answers):
+def test_training_reaches_the_length_normalised_fixed_point(answers):
     task = tree(answers)
     target, true_log_z = fixed_point(task)
     kl, log_policy, log_z = toy.train(task, target, "learned", steps=2000)
     assert kl[-1].max() < 1e-4 and (log_z - true_log_z).abs().max() < 1e-3
-    # It is not the target of log-probabilities that are summed.
+    # It differs from the target of summed log-probabilities.
     summed = task.log_probs(task.reference) + toy.BETA * task.reward
     assert (log_policy.exp() * (log_policy - summed.log_softmax(0))).sum(-1).min() > 0.05
 
 
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
 @pytest.mark.parametrize("answers", ANSWERS.values(), ids=list(ANSWERS))
-def test_at_the_fixed_point_nothing_is_left_to_learn(answers, mean):
+def test_residual_is_zero_at_the_fixed_point(answers, mean):
     task = tree(answers)
     reference = task.log_probs(task.reference)
     log_policy, log_z = fixed_point(task)
@@ -109,14 +111,14 @@ def test_at_the_fixed_point_nothing_is_left_to_learn(answers, mean):
     mask = task.mask
     policy, anchor = ((whole / mask.sum(-1))[:, None].expand(mask.shape) for whole in (log_policy, reference))
     log_zs = torch.full(task.reward.shape, log_z)
-    _, facts = trajectory_balance(
+    _, metrics = trajectory_balance(
         policy, policy, anchor, task.reward, log_zs, mask, beta=toy.BETA, length_normalization=mean
     )
-    assert facts["delta"].abs().max() < 2e-6
+    assert metrics["delta"].abs().max() < 2e-6
 
 
-def test_a_group_normalised_reward_leads_to_the_best_answers_in_the_references_proportions():
-    """Where all answers of a batch are right, the reward is 0 for all: FlowRL keeps πref's odds, GRPO loses them."""
+def test_group_normalised_reward_keeps_the_references_odds_among_the_best_answers():
+    """Once all answers of a batch are right, every reward is 0: FlowRL keeps πref's odds, GRPO loses them."""
     task, target, _ = toy.bandit()
     right = torch.tensor([2, 5, 6, 10, 14])
     task = task._replace(reward=torch.zeros(16).index_fill(0, right, 1.0))

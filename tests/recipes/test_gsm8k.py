@@ -38,7 +38,7 @@ def prepare(source: Path, out: Path, cache: Path) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
 
 
-def test_rows_are_what_verl_reads_and_scores(source, tmp_path):
+def test_verl_reads_and_scores_the_rows(source, tmp_path):
     done = prepare(source, tmp_path / "out", tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     for split, truth in (("train", "1200"), ("test", "-3")):
@@ -52,7 +52,7 @@ def test_rows_are_what_verl_reads_and_scores(source, tmp_path):
         assert "####" in row["prompt"][0]["content"]
 
 
-def test_another_dataset_is_refused_in_one_line(source, tmp_path):
+def test_other_dataset_is_refused_in_one_line(source, tmp_path):
     (source / "main" / "test.jsonl").write_text(json.dumps({"question": "How many?", "answer": "3"}) + "\n")
     done = prepare(source, tmp_path / "out", tmp_path / "cache")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""The recording of rollouts by itself; tests/e2e/test_resume.py records and replays those of vLLM."""
+"""The recording of rollouts; tests/e2e/test_resume.py records and replays those of vLLM."""
 
 import asyncio
 import os
@@ -6,15 +6,15 @@ import signal
 
 import pytest
 
-from recipes.replay.rollouts import Place, Player, Recorder, Recording, RolloutError
+from recipes.replay.rollouts import Recording, RecordingServer, ReplayingServer, RolloutError, SampleKey
 from verl.workers.rollout.replica import TokenOutput
 
-PLACE = Place(step=3, row=5, sample=1)
-ASKED = {"prompt_ids": [1, 2], "sampling_params": {"temperature": 1.0}}
+KEY = SampleKey(step=3, row=5, sample=1)
+REQUEST = {"prompt_ids": [1, 2], "sampling_params": {"temperature": 1.0}}
 
 
 class Server:
-    """Never answers alike twice, as vLLM; that what it was asked arrives is part of the answer."""
+    """Answers differently each time, like vLLM, and returns the request as part of the answer."""
 
     def __init__(self):
         self.answers = 0
@@ -26,7 +26,7 @@ class Server:
 
 
 def ask(server, request_id="a", **changed) -> TokenOutput:
-    return asyncio.run(server.generate(request_id=request_id, **ASKED | changed))
+    return asyncio.run(server.generate(request_id=request_id, **REQUEST | changed))
 
 
 @pytest.fixture
@@ -34,49 +34,49 @@ def file(tmp_path) -> str:
     return str(tmp_path / "made" / "rollouts.sqlite")
 
 
-def test_an_answer_is_given_back_to_the_bit(file):
-    recorded = ask(Recorder(Server(), Recording(file, "record"), PLACE), priority=7)
+def test_replayed_answer_is_bit_exact(file):
+    recorded = ask(RecordingServer(Server(), Recording(file, "record"), KEY), priority=7)
     assert recorded.extra_fields == {"request_id": "a", "priority": 7}
-    assert ask(Player(None, Recording(file, "replay"), PLACE), "b", priority=8) == recorded
+    assert ask(ReplayingServer(None, Recording(file, "replay"), KEY), "b", priority=8) == recorded
 
 
 @pytest.mark.parametrize(
-    ("place", "changed"),
+    ("key", "changed"),
     [
-        (PLACE._replace(step=4), {}),
-        (PLACE._replace(row=6), {}),
-        (PLACE._replace(sample=0), {}),
-        (PLACE, {"prompt_ids": [1, 3]}),
-        (PLACE, {"sampling_params": {"temperature": 0.0}}),
+        (KEY._replace(step=4), {}),
+        (KEY._replace(row=6), {}),
+        (KEY._replace(sample=0), {}),
+        (KEY, {"prompt_ids": [1, 3]}),
+        (KEY, {"sampling_params": {"temperature": 0.0}}),
     ],
 )
-def test_what_was_not_recorded_is_an_error(file, place, changed):
-    ask(Recorder(Server(), Recording(file, "record"), PLACE))
-    with pytest.raises(RolloutError, match=r"rollouts.sqlite has no answer for Place\(step="):
-        ask(Player(None, Recording(file, "replay"), place), **changed)
+def test_unrecorded_request_is_an_error(file, key, changed):
+    ask(RecordingServer(Server(), Recording(file, "record"), KEY))
+    with pytest.raises(RolloutError, match=r"rollouts.sqlite has no answer for SampleKey\(step="):
+        ask(ReplayingServer(None, Recording(file, "replay"), key), **changed)
 
 
-def test_without_a_recording_nothing_is_replayed(file):
+def test_missing_recording_is_refused(file):
     with pytest.raises(RolloutError, match="rollouts.sqlite: no such recording"):
         Recording(file, "replay")
 
 
-def test_a_step_that_is_recorded_again_replaces_what_was_there(file):
+def test_repeated_step_replaces_its_answers(file):
     server = Server()
     for _ in range(2):
-        last = ask(Recorder(server, Recording(file, "record"), PLACE))
+        last = ask(RecordingServer(server, Recording(file, "record"), KEY))
     assert last.token_ids[0] == 2
-    assert ask(Player(None, Recording(file, "replay"), PLACE)) == last
+    assert ask(ReplayingServer(None, Recording(file, "replay"), KEY)) == last
 
 
-def test_a_killed_run_leaves_all_that_it_was_answered(file):
+def test_recording_survives_sigkill(file):
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             answers, server = Recording(file, "record"), Server()
             for step in range(1_000_000):
-                ask(Recorder(server, answers, Place(step, 0, 0)))
+                ask(RecordingServer(server, answers, SampleKey(step, 0, 0)))
                 os.write(writer, b".")
         finally:
             os._exit(1)
@@ -88,4 +88,4 @@ def test_a_killed_run_leaves_all_that_it_was_answered(file):
         answered += len(rest.read())
     replay = Recording(file, "replay")
     for step in range(answered):
-        assert ask(Player(None, replay, Place(step, 0, 0))).token_ids[0] == step + 1
+        assert ask(ReplayingServer(None, replay, SampleKey(step, 0, 0))).token_ids[0] == step + 1

@@ -1,4 +1,4 @@
-"""The sanity test's MATH problems as they are on the Hub, made ready for verl's own scorer and for OAT."""
+"""The sanity test's MATH problems, converted from the Hub's schema for verl's own scorer and for OAT."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from verl.utils.reward_score import default_compute_score
 
 
 def row(problem: str, answer: str | None) -> dict:
-    """As in the dataset: a chat that asks for a box, and the ground truth."""
+    """Return a row in the dataset's schema: a chat that asks for a box, and the ground truth."""
     return {
         "data_source": "math",
         "prompt": [{"role": "user", "content": f"{problem} Put your final answer within \\boxed{{}}."}],
@@ -38,16 +38,16 @@ def prepare(given: Path, out: Path, cache: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
 
 
-def test_problems_are_scored_0_or_1_and_hopeless_ones_left_out(tmp_path):
+def test_problems_that_verl_cannot_score_are_left_out(tmp_path):
     unclosed = row("set?", r"\left\{1")  # its box does not close
     given = source(tmp_path / "given", [row("1/2?", r"\frac{1}{2}"), unclosed, row("2+2?", "4")])
     done = prepare(given, tmp_path / "out", tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     file = tmp_path / "out" / "train.parquet"
-    told = f"{file}: 2 problems; 1 left out, whose ground truth verl does not take for right"
-    assert done.stdout.splitlines()[-1] == told
+    summary = f"{file}: 2 problems; 1 left out, whose ground truth verl scores as wrong"
+    assert done.stdout.splitlines()[-1] == summary
     assert done.stdout.splitlines()[0] == (
-        f"{tmp_path}/out/oat: train: 2 problems; instruction taken off: Put your final answer within \\boxed{{}}."
+        f"{tmp_path}/out/oat: train: 2 problems; instruction removed: Put your final answer within \\boxed{{}}."
     )
     half, four = pyarrow.parquet.read_table(file).to_pylist()
     assert half["prompt"] == row("1/2?", "")["prompt"] and four["extra_info"] == {"index": 2}
@@ -79,7 +79,7 @@ print(json.dumps([splits, formatted, problems, answers, graded]))
 @pytest.mark.releases
 @pytest.mark.parametrize("release", load_releases(framework=OAT))
 def test_oat_reads_the_same_problems_without_the_instruction(release, tmp_path):
-    """The release's own loader, template, evaluation and grader."""
+    """Use the release's own loader, template, evaluation and grader."""
     given = source(tmp_path / "given", [row("1/2?", r"\frac{1}{2}"), row("set?", r"\left\{1"), row("2+2?", "4")])
     done = prepare(given, tmp_path / "out", tmp_path / "cache")
     assert done.returncode == 0, done.stderr
@@ -97,10 +97,10 @@ def test_oat_reads_the_same_problems_without_the_instruction(release, tmp_path):
     assert (problems, answers) == (["AIME?"], ["033"])
     asked = " Please reason step by step, and put your final answer within \\boxed{}.\n"
     assert formatted[0].endswith(f"<｜User｜>AIME?{asked}<｜Assistant｜><think>\n"), "asked for the box once"
-    assert graded == [1.0, 1.0], "OAT's grader takes the ground truths for right, too"
+    assert graded == [1.0, 1.0], "OAT's grader accepts the ground truths, too"
 
 
-def test_a_test_split_that_cannot_be_scored_is_left_out_and_verl_gets_its_own(tmp_path):
+def test_unscorable_test_split_is_left_out(tmp_path):
     given = source(tmp_path / "given", [row("1/2?", r"\frac{1}{2}")])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row("AIME?", None)]), given / "test" / "rows.parquet")
     done = prepare(given, tmp_path / "out", tmp_path / "cache")
@@ -109,24 +109,24 @@ def test_a_test_split_that_cannot_be_scored_is_left_out_and_verl_gets_its_own(tm
     assert (tmp_path / "out/train.parquet").exists() and not (tmp_path / "out/oat/test").exists()
 
 
-def test_prompts_that_share_no_instruction_stay_as_they_are(tmp_path):
+def test_prompts_without_common_instruction_are_unchanged(tmp_path):
     given = [row("", "4") | {"prompt": [{"role": "user", "content": problem}]} for problem in ("2+2?", "1+3?")]
     done = prepare(source(tmp_path / "given", given), tmp_path / "out", tmp_path / "cache")
     assert done.returncode == 0, done.stderr
-    assert "oat: train: 2 problems; instruction taken off: none, they share none" in done.stdout
+    assert "oat: train: 2 problems; instruction removed: none in common" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("rows", "says"),
+    ("rows", "message"),
     [
         ([row("2+2?", "4"), row("2+2?", None)], "row 1: its ground truth is None, not a text"),
         ([{"prompt": "2+2?", "answer": "4"}], "lacks the column 'reward_model'; it has prompt, answer"),
-        ([row("set?", r"\left\{1")], "verl takes none of its ground truths for right"),
+        ([row("set?", r"\left\{1")], "verl scores all its ground truths as wrong"),
     ],
 )
-def test_another_dataset_is_refused_in_one_line(rows, says, tmp_path):
+def test_other_datasets_are_refused_in_one_line(rows, message, tmp_path):
     (tmp_path / "given" / "train").mkdir(parents=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "given" / "train" / "rows.parquet")
     done = prepare(tmp_path / "given", tmp_path / "out", tmp_path / "cache")
     assert done.returncode == 1 and not (tmp_path / "out").exists()
-    assert done.stderr.splitlines()[-1] == f"--source {tmp_path}/given: {says}"
+    assert done.stderr.splitlines()[-1] == f"--source {tmp_path}/given: {message}"

@@ -1,4 +1,4 @@
-"""The toy of docs/results/sanity-search.md: its arithmetic, and what it concludes, at a size that takes seconds."""
+"""The toy of docs/results/sanity-search.md: its arithmetic and its recorded conclusions."""
 
 import csv
 import math
@@ -17,12 +17,12 @@ COMMITTED = Path(__file__).parents[2] / "docs/results/separation.csv"
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_values_and_gradients_are_rounded(dtype):
     x = torch.randn(100, requires_grad=True)
-    given = torch.randn(100)
-    toy.rounded(x, dtype).backward(given)
-    assert toy.rounded(x, dtype).equal(x.to(dtype).float()) and x.grad.equal(given.to(dtype).float())
+    gradient = torch.randn(100)
+    toy.rounded(x, dtype).backward(gradient)
+    assert toy.rounded(x, dtype).equal(x.to(dtype).float()) and x.grad.equal(gradient.to(dtype).float())
 
 
-def test_both_sides_are_one_function_in_fp32():
+def test_trainer_and_rollout_agree_in_fp32():
     x, weight, _, _ = toy.problem(32, 32.0)
     exact = x.double() @ weight.double().T
     for logits in (toy.trainer_logits, toy.rollout_logits):
@@ -36,20 +36,20 @@ def test_the_offset_changes_no_probability():
     torch.testing.assert_close(*probabilities, rtol=1e-4, atol=1e-6)
 
 
-def test_a_third_of_the_answers_is_right_at_first():
+def test_a_third_of_the_initial_answers_is_right():
     x, weight, keys, right = toy.problem(64, 32.0)
     probability = torch.softmax(x[:, keys] @ weight.T, -1).gather(-1, right[..., None]).prod(1).mean().item()
     assert 0.25 < probability < 0.5
 
 
-def test_the_mismatch_falls_with_the_digits_and_the_offset():
+def test_mismatch_depends_on_significant_bits_and_offset():
     k3 = {
         (regime, offset): toy.run("grpo", 64, regime, 1, steps=3, lr=0.0, offset=offset)["k3"]
         for regime in toy.REGIMES
         for offset in (0.0, 32.0)
     }
     assert abs(k3["fp32", 32.0]) < 1e-8
-    assert 30 < k3["bf16", 32.0] / k3["fp16", 32.0] < 130  # 64 is the square of the three digits that bf16 lacks
+    assert 30 < k3["bf16", 32.0] / k3["fp16", 32.0] < 130  # bf16 lacks three bits, whose square is 64
     assert k3["bf16", 32.0] > 30 * k3["bf16", 0.0]
     assert k3["bf16_train_fp16_infer", 32.0] > 10 * k3["fp16", 32.0]
 
@@ -60,16 +60,16 @@ def test_the_effective_share_follows_from_length_and_k3():
     assert row["ess"] == pytest.approx(math.exp(-2 * row["length_k3"]), rel=0.25)
 
 
-def test_a_row_repeats():
+def test_run_is_deterministic():
     assert toy.run("pg_is", 32, "bf16", 1, **SETTINGS) == toy.run("pg_is", 32, "bf16", 1, **SETTINGS)
 
 
-def test_weights_as_named():
+def test_objectives_weight_as_named():
     weights = torch.tensor([0.5, 1.0, 3.0])
     assert [weigh(weights).tolist() for weigh in toy.OBJECTIVES.values()] == [[0.5, 1, 3], [0.5, 1, 2], [1, 1, 1]]
 
 
-def test_the_command_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
+def test_repeated_command_resumes(tmp_path, monkeypatch, capsys):
     command = ["toy", "--out", str(tmp_path), "--lengths", "16", "--seeds", "1", "--steps", "11", "--regimes", "bf16"]
     monkeypatch.setattr(sys, "argv", [*command, "--objectives", "pg_is"])
     toy.main()
@@ -84,7 +84,7 @@ def test_the_command_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, cap
     assert (tmp_path / "separation.png").stat().st_size > 10_000
 
 
-def test_too_short_a_length_is_refused(tmp_path, monkeypatch):
+def test_too_short_length_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["toy", "--out", str(tmp_path / "new"), "--lengths", "8"])
     with pytest.raises(SystemExit, match="--lengths: 8 is less than the 16 tokens that decide"):
         toy.main()
@@ -93,13 +93,13 @@ def test_too_short_a_length_is_refused(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def committed() -> dict[tuple[str, str, str], list[float]]:
-    """Accuracies of the last ten steps, by objective, length and regime, of the runs with the default offset."""
-    found: dict[tuple[str, str, str], list[float]] = {}
+    """Return the recorded accuracies of the last ten steps by objective, length and regime, at the default offset."""
+    accuracies: dict[tuple[str, str, str], list[float]] = {}
     with COMMITTED.open() as file:
         for row in csv.DictReader(file):
             if row["offset"] == "32.0":
-                found.setdefault((row["objective"], row["length"], row["regime"]), []).append(float(row["last"]))
-    return found
+                accuracies.setdefault((row["objective"], row["length"], row["regime"]), []).append(float(row["last"]))
+    return accuracies
 
 
 @pytest.mark.parametrize("length", ["256", "1024"])
@@ -111,13 +111,13 @@ def test_untruncated_weights_separate_the_regimes(committed, length):
 
 
 @pytest.mark.parametrize("length", ["64", "256"])
-def test_without_weights_they_do_not_separate(committed, length):
+def test_unweighted_objective_does_not_separate_the_regimes(committed, length):
     fp16, bf16 = committed["grpo", length, "fp16"], committed["grpo", length, "bf16"]
     assert len(fp16) == len(bf16) == 3
     assert abs(sum(bf16) - sum(fp16)) / 3 < 0.05
 
 
-def test_a_committed_row_comes_again():
+def test_recorded_row_is_reproduced():
     with COMMITTED.open() as file:
         row = next(row for row in csv.DictReader(file) if (row["length"], row["regime"]) == ("64", "bf16"))
     settings = {"steps": int(row["steps"]), "lr": float(row["lr"]), "offset": float(row["offset"])}

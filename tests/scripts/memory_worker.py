@@ -1,9 +1,9 @@
-"""The peak of real training workers' tensors on gloo ranks; run by ``torchrun`` against the verl tree on PYTHONPATH.
+"""Measure the peak memory of real training workers on gloo ranks; run by ``torchrun`` with verl on PYTHONPATH.
 
     torchrun --nproc-per-node RANKS memory_worker.py SETTINGS_JSON TOKENIZER_DIR OUT_DIR
 
-For each setting of a list, builds a model of its shape and verl's ``TrainingWorker`` around it, trains two steps and
-writes the largest sum of live tensors, in bytes as torch's allocator counts them, to OUT_DIR/rank_r.json.
+Builds verl's ``TrainingWorker`` around a model for each setting of a list, trains two steps and writes the largest sum
+of live tensors, in bytes, to OUT_DIR/rank_r.json.
 """
 
 import gc
@@ -92,32 +92,32 @@ def batch(rows: int, length: int, **more):
     )
 
 
-class InPlace(torch.autograd.Function):
-    """Log-probabilities as flash-attn's cross entropy has them on a GPU: the gradient is written over the logits."""
+class InPlaceLogProbs(torch.autograd.Function):
+    """Log-probabilities like those of flash-attn's cross entropy: backward writes the gradient over the logits."""
 
     ROWS = 16
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(logits, labels)
-        rows = zip(logits.split(InPlace.ROWS), labels.split(InPlace.ROWS), strict=True)
+        rows = zip(logits.split(InPlaceLogProbs.ROWS), labels.split(InPlaceLogProbs.ROWS), strict=True)
         return torch.cat([x.float().log_softmax(-1).gather(-1, y[:, None])[:, 0] for x, y in rows])
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         logits, labels = ctx.saved_tensors
-        for x, y, g in zip(*(each.split(InPlace.ROWS) for each in (logits, labels, gradient)), strict=True):
+        for x, y, g in zip(*(each.split(InPlaceLogProbs.ROWS) for each in (logits, labels, gradient)), strict=True):
             chosen = torch.zeros_like(x, dtype=torch.float32).scatter_(-1, y[:, None], 1)
             x.copy_((chosen - x.float().softmax(-1)) * g[:, None])
         return logits, None
 
 
 def log_probabilities(logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True) -> torch.Tensor:
-    return InPlace.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)).view(labels.shape)
+    return InPlaceLogProbs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)).view(labels.shape)
 
 
-class Live(TorchDispatchMode):
-    """Follows every storage that an operator gives, wherever it is freed, and notes the largest sum of their bytes."""
+class LiveTensors(TorchDispatchMode):
+    """Track the storages that operators return until they are freed, and record the peak of their bytes."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]):
         super().__init__()
@@ -127,7 +127,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_wrapper(each) for each in types):
-            return NotImplemented  # DTensor and nested: their own operators come here, on what they hold
+            return NotImplemented  # DTensor and nested tensors: the operators on their inner tensors come here
         out = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.split.Tensor:  # gloo's, of its own copy of what it reduces
             self.note(each for each in tree_leaves(out) if isinstance(each, torch.Tensor))
@@ -145,18 +145,19 @@ class Live(TorchDispatchMode):
 
 
 def measure(setting: dict, folder: Path) -> dict:
-    """Bytes of this rank's tensors: at the ``peak`` of two steps and of log-probabilities (``scored``), at rest."""
+    """Return bytes of this rank's tensors: the ``peak`` of two steps, that of log-probabilities (``scored``), weights
+    (``parameters``) and ``Adam``."""
     worker = make_worker(setting, folder)
     transformer_impl.logprobs_from_logits = log_probabilities if setting["in_place"] else logprobs_from_logits
     gc.collect()
     module = worker.engine.module
-    live = Live([*module.parameters(), *module.buffers()])
+    live = LiveTensors([*module.parameters(), *module.buffers()])
     parameters = live.total()
     with live:
         for _ in range(2):
             worker.train_batch(batch(setting["rows"], setting["length"]))
     gc.collect()
-    scored = Live([])
+    scored = LiveTensors([])
     scored.storages = live.storages
     with scored:
         worker.infer_batch(batch(setting["rows"], setting["length"], compute_loss=False, calculate_entropy=True))
@@ -165,7 +166,7 @@ def measure(setting: dict, folder: Path) -> dict:
         "peak": live.peak,
         "scored": scored.peak,
         "parameters": parameters,
-        "Adam": Live(value for value in states if torch.is_tensor(value)).total(),
+        "Adam": LiveTensors(value for value in states if torch.is_tensor(value)).total(),
     }
 
 

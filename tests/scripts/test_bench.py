@@ -1,4 +1,4 @@
-"""The benchmark runs, counts and writes; what it measures is asserted nowhere, since machines are noisy."""
+"""``scripts/bench.py`` runs, counts and writes; timings are not asserted, since machines are noisy."""
 
 import subprocess
 import sys
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import bench
+from lib.bench.ranks import spawn
+from lib.bench.training_step import measure_training
 from lib.paths import REPO
 from lib.run.job import CPU_PLATFORM
 
@@ -20,7 +22,7 @@ def cpu(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_the_steps_and_the_report(tmp_path):
+def test_optimizer_steps_are_timed_and_reported(tmp_path):
     run = [sys.executable, SCRIPT, "--sizes", "1", "--ranks", "1,2", "--seconds", "0.1", "--out", tmp_path]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -30,7 +32,7 @@ def test_the_steps_and_the_report(tmp_path):
             assert f"| {optimizer} | 1 | {ranks} |" in report
             assert f"{optimizer}, 1 M, {ranks} rank(s)" in done.stdout
     assert "Not measured: no CUDA device." in report
-    # Counted, hence the same everywhere: fp16 moves no more than bf16, and fused little more than the 32 it needs.
+    # Bytes are the same on any machine: fp16 moves no more than bf16, and fused AdamW little more than the 32 it needs.
     assert "| foreach AdamW | 96.0 | 96.0 | 104.0 | 96.0 |" in report
     assert "| fused AdamW | 44.0 | 36.0 | 52.0 | 44.0 |" in report
     table = (tmp_path / "cost-cpu.csv").read_text().splitlines()
@@ -38,18 +40,18 @@ def test_the_steps_and_the_report(tmp_path):
     assert (tmp_path / "cost-cpu.png").stat().st_size > 1000
 
 
-def test_the_whole_training_step_runs_in_every_regime():
-    rows = bench.spawn(bench.measure_training, 1, 0.1, "cpu", 1, 32)
+def test_training_step_runs_in_every_regime():
+    rows = spawn(measure_training, 1, 0.1, "cpu", 1, 32)
     assert [row.regime for row in rows] == ["bf16", "fp16", "fp32"]
     assert {row.what for row in rows} == {"training step"} and rows[0].ratio == 1.0
 
 
-def test_sizes_must_be_numbers(tmp_path):
+def test_sizes_must_be_whole_numbers_above_zero(tmp_path):
     run = [sys.executable, SCRIPT, "--sizes", "0", "--out", tmp_path / "out"]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 2 and "whole numbers above 0" in done.stderr and not (tmp_path / "out").exists()
 
 
-def test_another_word_is_refused_by_make():
+def test_make_refuses_other_words():
     done = subprocess.run(["make", "bench", "SIZES=10"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and "SIZES=10: make bench takes ARGS alone" in done.stderr

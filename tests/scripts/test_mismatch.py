@@ -10,7 +10,7 @@ from lib.probe.mismatch import Answer, Estimate
 
 
 def answers_of(log_ratios: list[np.ndarray], samples: int = 8) -> list[Answer]:
-    """Answers of these log-ratios, ``samples`` to a prompt."""
+    """Return answers with these log-ratios, ``samples`` per prompt."""
     rng = np.random.default_rng(5)
     rollouts = [np.log(rng.uniform(0.05, 1, len(row))) for row in log_ratios]
     pairs = zip(rollouts, log_ratios, strict=True)
@@ -18,12 +18,12 @@ def answers_of(log_ratios: list[np.ndarray], samples: int = 8) -> list[Answer]:
 
 
 def independent(scale: float, number: int, length: int, seed: int = 0) -> list[Answer]:
-    """Terms of a mean weight of 1 whose sums over T tokens lose λT = ``scale``²T."""
+    """Return answers of independent terms with mean weight 1, for which λ = ``scale``²."""
     rng = np.random.default_rng(seed)
     return answers_of([rng.normal(-(scale**2) / 2, scale, length) for _ in range(number)])
 
 
-def test_metrics_are_those_that_verl_logs():
+def test_metrics_match_those_that_verl_logs():
     torch = pytest.importorskip("torch")
     from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
 
@@ -46,61 +46,61 @@ def test_metrics_are_those_that_verl_logs():
     assert (sums > math.log(2)).mean() == pytest.approx(by_sequence["rollout_is_ratio_fraction_high"])
 
 
-def test_a_small_mismatch_keeps_its_digits():
+def test_small_mismatch_keeps_its_digits():
     """In fp32, as verl logs it, exp(d) − d − 1 of d = 1e-6 is rounding."""
-    found = mismatch.measure(answers_of([np.full(16, 1e-6)] * 16))
-    assert found["k3"].value == pytest.approx(5e-13, rel=1e-3)
-    assert abs(found["k3_as_logged"]) > 1e-9 or found["k3_as_logged"] == 0
-    assert 0 <= found["rate"].value < 1e-15, "all weights are alike"
+    result = mismatch.measure(answers_of([np.full(16, 1e-6)] * 16))
+    assert result["k3"].value == pytest.approx(5e-13, rel=1e-3)
+    assert abs(result["k3_as_logged"]) > 1e-9 or result["k3_as_logged"] == 0
+    assert 0 <= result["rate"].value < 1e-15, "all weights are alike"
 
 
 @pytest.mark.parametrize("scale", [1e-5, 3e-3, 3e-2])
 def test_independent_terms_lose_their_variance(scale):
-    found = mismatch.measure(independent(scale, 512, 64))
-    assert found["block"] == 64 and found["longest"] == 64
-    assert found["rate"].low < scale**2 < found["rate"].high
-    assert found["rate"].value == pytest.approx(scale**2, rel=0.25)
-    assert found["growth"].low < 1 < found["growth"].high
-    points = {point["length"]: point for point in found["curve"]}
+    result = mismatch.measure(independent(scale, 512, 64))
+    assert result["block"] == 64 and result["longest"] == 64
+    assert result["rate"].low < scale**2 < result["rate"].high
+    assert result["rate"].value == pytest.approx(scale**2, rel=0.25)
+    assert result["growth"].low < 1 < result["growth"].high
+    points = {point["length"]: point for point in result["curve"]}
     assert [length for length, point in points.items() if point["measured"]] == [1, 2, 4, 8, 16, 32, 64]
     for length in mismatch.LENGTHS:
         point = points[length]
         assert not point["measured"] and point["ess"].low <= math.exp(-(scale**2) * length) <= point["ess"].high
 
 
-def test_extrapolation_agrees_with_what_longer_answers_show():
+def test_extrapolation_matches_longer_answers():
     short, long = (mismatch.measure(independent(0.02, 512, length)) for length in (32, 1024))
-    (predicted,), (measured,) = ([p for p in found["curve"] if p["length"] == 1024] for found in (short, long))
+    (predicted,), (measured,) = ([p for p in result["curve"] if p["length"] == 1024] for result in (short, long))
     assert not predicted["measured"] and measured["measured"] and measured["sequences"] == 512
     for point in (predicted, measured):
         assert point["ess"].low < math.exp(-(0.02**2) * 1024) < point["ess"].high
         assert point["clipped"].low < mismatch.clipped(0.02**2, 1024) < point["clipped"].high
 
 
-def test_terms_that_share_a_sequence_are_seen_to_grow():
+def test_correlated_terms_raise_growth():
     rng = np.random.default_rng(1)
-    found = mismatch.measure(answers_of([rng.normal(rng.normal(0, 1e-3), 1e-3, 64) for _ in range(512)]))
-    assert found["growth"].low > 10, "variance of 64 + 64² terms over that of 2 × 64"
-    assert found["growth"].value == pytest.approx(32.5, rel=0.25)
+    result = mismatch.measure(answers_of([rng.normal(rng.normal(0, 1e-3), 1e-3, 64) for _ in range(512)]))
+    assert result["growth"].low > 10, "variance of 64 + 64² terms over that of 2 × 64"
+    assert result["growth"].value == pytest.approx(32.5, rel=0.25)
 
 
-def test_answers_of_other_lengths_count_where_they_are_long_enough():
+def test_every_length_counts_the_answers_that_are_long_enough():
     rng = np.random.default_rng(2)
-    found = mismatch.measure(answers_of([rng.normal(0, 0.01, 8 if i % 2 else 600) for i in range(160)]))
-    points = {point["length"]: point for point in found["curve"]}
+    result = mismatch.measure(answers_of([rng.normal(0, 0.01, 8 if i % 2 else 600) for i in range(160)]))
+    points = {point["length"]: point for point in result["curve"]}
     assert points[8]["sequences"] == 160 and points[16]["sequences"] == 80 and points[512]["sequences"] == 80
     assert points[512]["measured"] and not points[1024]["measured"]
-    assert found["tokens"] == 80 * 608
+    assert result["tokens"] == 80 * 608
 
 
-def test_clipped_share_is_that_of_normal_log_weights():
+def test_clipped_share_matches_normal_log_weights():
     sums = np.random.default_rng(3).normal(-0.4, math.sqrt(0.8), 400_000)
     assert mismatch.clipped(0.8 / 1000, 1000) == pytest.approx((sums > math.log(2)).mean(), rel=0.02)
     assert mismatch.clipped(0.0, 1000) == 0.0
 
 
-def test_intervals_cover_what_they_say():
-    """Prompts differ in their mismatch, as they do: an interval over tokens would be far too short."""
+def test_intervals_cover_the_true_value():
+    """Prompts differ in their mismatch, so an interval over tokens would be far too short."""
     rng, hits = np.random.default_rng(4), 0
     for _ in range(200):
         scales = rng.exponential(0.01, 24)  # a prompt's; k3 of a normal d is half its variance
@@ -108,8 +108,8 @@ def test_intervals_cover_what_they_say():
         answers = answers_of(rows)
         bootstrap = mismatch.Bootstrap([answer.prompt for answer in answers])
         sums = np.array([mismatch.k3(row).sum() for row in rows])
-        found = bootstrap(lambda total, count: total / count, sums, np.array([10] * len(rows)))
-        hits += found.low < 0.01**2 < found.high
+        result = bootstrap(lambda total, count: total / count, sums, np.array([10] * len(rows)))
+        hits += result.low < 0.01**2 < result.high
     assert 0.75 < hits / 200 <= 0.99, "24 prompts of a heavy tail: somewhat below 95 %"
 
 
@@ -120,13 +120,15 @@ def regime(k3: tuple, ess: float = 0.9, prompts: int = 8) -> dict:
 
 def test_verdict():
     fp32, fp16, bf16 = regime((1e-13,)), regime((1e-7, 5e-8, 2e-7), 0.99), regime((1e-5, 8e-6, 2e-5), 0.5)
-    said = mismatch.verdict({"fp32": fp32, "bf16": bf16, "fp16": fp16})
-    assert said.startswith("fp16 mismatches least: its k3 of 1e-07 is 100 times below bf16's; ")
-    assert "of 8192-token sequences cost 1 % (0–2) in fp16, 50 % (49–51) in bf16 of the samples (extrapolated" in said
+    verdict = mismatch.verdict({"fp32": fp32, "bf16": bf16, "fp16": fp16})
+    assert verdict.startswith("fp16 mismatches least: its k3 of 1e-07 is 100 times below bf16's; ")
+    assert (
+        "of 8192-token sequences cost 1 % (0–2) in fp16, 50 % (49–51) in bf16 of the samples (extrapolated" in verdict
+    )
     unclear = mismatch.verdict({"bf16": bf16, "fp16": regime((1e-7, 5e-8, 9e-6))})
     assert unclear.startswith("the probe does not decide between fp16 and bf16: k3 1e-07 (5e-08–9e-06), 1e-05")
     few = mismatch.verdict({"bf16": regime((1e-5, 8e-6, 2e-5), prompts=7), "fp16": regime((1e-7,) * 3, prompts=7)})
     assert few.startswith("the probe does not decide from 7 prompts")
     overflow = mismatch.verdict({"bf16": bf16, "fp16": {"overflow": "the rollout's logits are not finite in fp16"}})
-    assert overflow.startswith("bf16 has a k3 of 1e-05") and "fp16 is not to be had: the rollout's logits" in overflow
+    assert overflow.startswith("bf16 has a k3 of 1e-05") and "fp16 overflows: the rollout's logits" in overflow
     assert mismatch.verdict({"fp32": fp32}) == "no 16-bit regime was measured"

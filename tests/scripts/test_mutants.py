@@ -1,4 +1,4 @@
-"""`make mutants`: its table fits the tree, and a mutant that nothing kills is told."""
+"""``scripts/mutants.py``: its table fits the patched tree, and it reports survivors."""
 
 import json
 import subprocess
@@ -22,29 +22,29 @@ HARMLESS = mutants.Mutant(
     name="harmless",
     defect="none",
     seen_in="nowhere",
-    file="verl/utils/precision/accounting.py",
+    file="verl/utils/precision.py",
     replace="if taken == skipped == 0:",
     by="if 0 == taken == skipped:",
-    tests=("tests/verl/test_accounting.py::test_an_engine_without_accounted_steps_has_no_metrics",),
+    tests=("tests/verl/test_precision.py::test_an_engine_that_accounts_for_no_step_reports_none",),
 )
 DEADLY = replace(HARMLESS, name="deadly", by="if taken == skipped == 1:")
 
 
 @pytest.mark.parametrize("mutant", mutants.load(mutants.TABLE), ids=lambda mutant: mutant.name)
-def test_a_mutant_of_the_table_is_another_program(mutant, tree):
+def test_every_mutant_changes_the_program(mutant, tree):
     source = mutant.source(tree)
     assert source != (tree / mutant.file).read_text()
     if mutant.file.endswith(".py"):
         compile(source, mutant.file, "exec")
 
 
-def test_the_table_covers_the_field():
+def test_mutants_are_distinct():
     table = mutants.load(mutants.TABLE)
     assert len(table) >= 20
     assert len({(mutant.file, mutant.replace, mutant.by) for mutant in table}) == len(table)
 
 
-def test_the_tests_of_the_table_exist():
+def test_every_test_of_the_table_exists():
     tests = {test for mutant in mutants.load(mutants.TABLE) for test in mutant.tests}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests], cwd=REPO, capture_output=True, text=True
@@ -52,7 +52,7 @@ def test_the_tests_of_the_table_exist():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_command_tells_a_survivor_and_fails(monkeypatch, tmp_path, capsys):
+def test_command_reports_a_survivor_and_fails(monkeypatch, tmp_path, capsys):
     entries = [vars(mutant) | {"tests": list(mutant.tests)} for mutant in (HARMLESS, DEADLY)]
     lines = [
         [f"[{one.pop('name')}]", *(f"{key} = {json.dumps(value)}" for key, value in one.items())] for one in entries
@@ -62,36 +62,38 @@ def test_the_command_tells_a_survivor_and_fails(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(mutants, "DOCUMENT", tmp_path / "mutants.md")
     monkeypatch.setattr(sys, "argv", ["mutants"])
     assert mutants.main() == 1
-    told = capsys.readouterr().out
-    assert "1/2 harmless: SURVIVED" in told and f"2/2 deadly: killed by {DEADLY.tests[0]}" in told
+    out = capsys.readouterr().out
+    assert "1/2 harmless: SURVIVED" in out and f"2/2 deadly: killed by {DEADLY.tests[0]}" in out
     written = (tmp_path / "mutants.md").read_text()
     assert "2 mutants, 1 survivors" in written and "| harmless | none | nowhere | **survived** |" in written
+
+
+def test_unknown_mutant_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mutants", "none-of-these"])
+    with pytest.raises(SystemExit, match="2"):
+        mutants.main()
+    assert "none-of-these: is not a mutant; choose from unknown-dtype-accepted, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("mutant", "refusal"),
     [
-        (
-            replace(HARMLESS, replace="no such text"),
-            "harmless: its text occurs 0 times in verl/utils/precision/accounting.py",
-        ),
-        (replace(HARMLESS, replace="self"), r"harmless: its text occurs \d\d+ times"),
-        (replace(HARMLESS, tests=("tests/verl/test_accounting.py::test_of_no_such_name",)), "pytest ended with 4"),
+        (replace(HARMLESS, replace="no such text"), "harmless: its text occurs 0 times in verl/utils/precision.py"),
+        (replace(HARMLESS, replace="torch"), r"harmless: its text occurs \d\d+ times"),
+        (replace(HARMLESS, tests=("tests/verl/test_precision.py::test_of_no_such_name",)), "pytest ended with 4"),
     ],
 )
-def test_a_mutant_that_says_nothing_is_refused(mutant, refusal, tree):
+def test_mutant_that_cannot_be_judged_is_refused(mutant, refusal, tree):
     with pytest.raises(Refused, match=refusal):
         mutants.killers([mutant], tree)
 
 
-def test_a_tree_that_does_not_pass_is_refused(tree):
+def test_failing_tree_is_refused(tree):
     file = tree / DEADLY.file
     original = file.read_text()
     file.write_text(DEADLY.source(tree))
     try:
-        with pytest.raises(Refused, match="has_no_metrics fails on the tree as it is"):
-            mutants.killers(
-                [replace(HARMLESS, replace="# an engine whose own", by="# an engine of which the own")], tree
-            )
+        with pytest.raises(Refused, match="reports_none fails on the tree without a mutant"):
+            mutants.killers([replace(HARMLESS, replace="# Engines that read", by="# Engines that do read")], tree)
     finally:
         file.write_text(original)

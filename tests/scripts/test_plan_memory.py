@@ -1,4 +1,4 @@
-"""``scripts/plan_memory.py`` against what real workers take, and against what verl's project has published."""
+"""``scripts/plan_memory.py`` against the measured peaks of real workers and the peaks that verl's project published."""
 
 import importlib.util
 import json
@@ -16,11 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 import plan_memory
-from lib import cli
-from lib.bench import memory_model as memory
-from lib.bench.memory_model import GIB, MODELS, Shape, Trained, peak
+from lib.bench.memory_model import TrainedModel
+from lib.bench.memory_plan import CPU_PROCESSES, GIB, MemoryPlan, peak, plan_job
+from lib.bench.model_shape import MODELS, ModelShape
 from lib.errors import Refused
 from lib.paths import REPO
+from lib.run import job as jobs
 
 MEASURED = REPO / "docs/results/plan-memory-measured.json"
 WITHIN = 0.15
@@ -41,15 +42,15 @@ SANITY |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_head
 
 
 def setting(ranks: int = 2, model: str | dict = "qwen2", **other) -> dict:
-    """What memory_worker.py takes, and the number of ranks; 8 rows of 224 tokens in one micro-batch."""
+    """Return a setting of memory_worker.py with its ranks; by default 8 rows of 224 tokens in one micro-batch."""
     usual = {"role": "actor", "strategy": "fsdp2", "dtype": "bfloat16", "checkpointing": False, "deferred": False}
-    usual["in_place"] = False  # log-probabilities as a GPU has them
+    usual["in_place"] = False  # whether the loss's gradient overwrites the logits, as on a GPU
     shape = KINDS[model] if isinstance(model, str) else model
     return {"ranks": ranks, "model": shape, "rows": 8, "micro_batch": 8, "length": 224} | usual | other
 
 
-FEW = {"rows": 4, "micro_batch": 2, "length": 64}  # where what is gathered and reduced outweighs activations
-# In the default suite: between them the peak is at the loss, in a layer and in the embedding.
+FEW = {"rows": 4, "micro_batch": 2, "length": 64}  # gathered and reduced tensors outweigh activations
+# In the default suite; their peaks are at the loss, in a layer and in the embedding.
 QUICK = [
     setting(),
     setting(strategy="fsdp", checkpointing=True, model="moe"),
@@ -81,23 +82,23 @@ THOROUGH = [
 ]
 
 
-def planned(each: dict) -> Trained:
-    return Trained(
-        shape=Shape.of(each["model"], "it"),
+def planned(each: dict) -> TrainedModel:
+    return TrainedModel(
+        shape=ModelShape.of(each["model"], "it"),
         critic=each["role"] == "critic",
         shards=each["ranks"],
         tokens=each["micro_batch"] * each["length"],
         micro_batches=each["rows"] // each["micro_batch"],
         compute=each["dtype"],
         device="cuda" if each["in_place"] else "cpu",
-        twice=each["in_place"],  # a CPU's sequences are padded
+        logits_twice=each["in_place"],  # sequences are padded on a CPU
         **{name: each[name] for name in ("strategy", "checkpointing", "deferred")},
     )
 
 
 @pytest.fixture(scope="module")
 def measure(environment, tiny_model, tmp_path_factory):
-    """``measure(settings)``: what real workers took in each, the rank that took most."""
+    """Return ``measure(settings)``: the bytes of real workers in each setting, of the rank with the largest peak."""
 
     def of(settings: list[dict]) -> list[dict]:
         (ranks,) = {each["ranks"] for each in settings}
@@ -112,59 +113,60 @@ def measure(environment, tiny_model, tmp_path_factory):
             timeout=1800,
         )
         assert run.returncode == 0, run.stderr[-4000:]
-        told = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
-        return [max(those, key=lambda one: one["peak"]) for those in zip(*told, strict=True)]
+        by_rank = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
+        return [max(results, key=lambda result: result["peak"]) for results in zip(*by_rank, strict=True)]
 
     return of
 
 
-def assert_close(each: dict, found: dict) -> None:
-    """The plan of a setting against what was found: state exactly, peaks within 15 %."""
+def assert_close(each: dict, measured: dict) -> None:
+    """Compare the plan of a setting with the measurement: weights and Adam within 1 %, peaks within 15 %."""
     plan = planned(each)
-    most, size = peak(plan.update())
-    scored = peak(replace(plan, twice=False).score(entropy=each["role"] == "actor"))[1] + 3 * plan.weights
+    moment, size = peak(plan.update_moments())
+    scoring = replace(plan, logits_twice=False).scoring_moments(entropy=each["role"] == "actor")
+    scored = peak(scoring)[1] + 3 * plan.weights
     aside = 64 * len(each) * each["model"]["num_hidden_layers"]  # rotary frequencies, Adam's steps
-    assert abs(found["parameters"] - plan.weights) <= 0.01 * plan.weights + aside
-    assert abs(found["Adam"] - 2 * plan.weights) <= 0.01 * plan.weights + aside
-    assert found["peak"] == pytest.approx(size, rel=WITHIN), (most, each)
-    within = 0.25 if each["dtype"] == "float16" else WITHIN  # fp32 copies of what is multiplied: on this CPU alone
-    assert found["scored"] == pytest.approx(scored, rel=within), each
+    assert abs(measured["parameters"] - plan.weights) <= 0.01 * plan.weights + aside
+    assert abs(measured["Adam"] - 2 * plan.weights) <= 0.01 * plan.weights + aside
+    assert measured["peak"] == pytest.approx(size, rel=WITHIN), (moment, each)
+    within = 0.25 if each["dtype"] == "float16" else WITHIN  # recipes/cpu multiplies fp32 copies
+    assert measured["scored"] == pytest.approx(scored, rel=within), each
 
 
-def test_a_real_workers_peak_is_as_planned(measure):
-    for each, found in zip(QUICK, measure(QUICK), strict=True):
-        assert_close(each, found)
+def test_workers_peak_at_the_planned_memory(measure):
+    for each, measured in zip(QUICK, measure(QUICK), strict=True):
+        assert_close(each, measured)
 
 
 @pytest.mark.slow
-def test_every_settings_peak_is_as_planned(measure, pytestconfig):
+def test_workers_peak_at_the_planned_memory_in_every_setting(measure, pytestconfig):
     rows = []
     for ranks in (2, 1):
         settings = [each for each in QUICK + THOROUGH if each["ranks"] == ranks]
-        rows += [{"setting": each, "measured": found} for each, found in zip(settings, measure(settings), strict=True)]
+        rows += [{"setting": each, "measured": one} for each, one in zip(settings, measure(settings), strict=True)]
     if pytestconfig.getoption("--write-results"):
-        told = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-        MEASURED.write_text(json.dumps(told | {"workers": rows}, indent=1) + "\n")
+        recorded = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+        MEASURED.write_text(json.dumps(recorded | {"workers": rows}, indent=1) + "\n")
     for row in rows:
         assert_close(row["setting"], row["measured"])
 
 
-def test_what_was_measured_of_workers_is_as_planned():
+def test_recorded_workers_match_the_plan():
     rows = json.loads(MEASURED.read_text())["workers"]
-    assert len(rows) == len(QUICK + THOROUGH), "docs/results/plan-memory-measured.json: write it anew (--write-results)"
+    assert len(rows) == len(QUICK + THOROUGH), "rewrite docs/results/plan-memory-measured.json (--write-results)"
     for row in rows:
         assert_close(row["setting"], row["measured"])
-    moments = {peak(planned(row["setting"]).update())[0] for row in rows}
-    assert moments == {"loss", "head", "layer"}, "of the embedding's tells the published PPO job alone"
+    moments = {peak(planned(row["setting"]).update_moments())[0] for row in rows}
+    assert moments == {"loss", "head", "layer"}, "only the published PPO job peaks at the embedding"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_are_those_of_the_model(kind):
+def test_parameters_match_the_model(kind):
     with torch.device("meta"):
         config = AutoConfig.for_model(**KINDS[kind])
         model = AutoModelForCausalLM.from_config(config)
         critic = AutoModelForTokenClassification.from_config(AutoConfig.for_model(**KINDS[kind], num_labels=1))
-    shape = Shape.of(KINDS[kind], kind)
+    shape = ModelShape.of(KINDS[kind], kind)
     assert shape.total == sum(parameter.numel() for parameter in model.parameters())
     assert shape.block == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     of_critic = planned(setting(model=kind, role="critic")).parameters
@@ -172,7 +174,7 @@ def test_parameters_are_those_of_the_model(kind):
 
 
 @pytest.mark.parametrize(
-    ("model", "parameters"),  # in 10^9, as the models' cards have them
+    ("model", "parameters"),  # in 10^9, from the model cards
     [
         ("Qwen/Qwen2.5-0.5B-Instruct", 0.49),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1.78),
@@ -182,14 +184,14 @@ def test_parameters_are_those_of_the_model(kind):
         ("Qwen/Qwen3-30B-A3B", 30.53),
     ],
 )
-def test_numbers_that_are_built_in(model, parameters):
-    assert Shape.of(MODELS[model], model).total / 1e9 == pytest.approx(parameters, abs=0.005)
+def test_built_in_dimensions_match_the_model_cards(model, parameters):
+    assert ModelShape.of(MODELS[model], model).total / 1e9 == pytest.approx(parameters, abs=0.005)
 
 
-# The FSDP jobs of verl's nightly tests on Ascend 910B3, 8 of 64 GiB, and the peaks that its project keeps for them:
+# The FSDP jobs of verl's nightly tests on 8 Ascend 910B3 of 64 GiB, and the peaks that its project records for them:
 # scripts: github.com/verl-project/verl, tests/special_npu/nightly_ci_ascend/run_gspo_qwen3_8b_fsdp2_npu.sh (4cee2a0,
 # 8 NPUs since pull request 7456) and run_ppo_qwen3-8b_fsdp_npu.sh (1d121e9); actor/perf/max_memory_allocated_gb:
-# github.com/verl-project/verl-ascend-recipe, baseline/a2/nightly_log (2a3edec). What bears on memory of each:
+# github.com/verl-project/verl-ascend-recipe, baseline/a2/nightly_log (2a3edec). Their settings that affect memory:
 QWEN3_8B = [
     "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
     "actor_rollout_ref.model.enable_gradient_checkpointing=true",
@@ -241,44 +243,44 @@ def compose(*overrides: str) -> DictConfig:
     return config
 
 
-# Of the second job the length is inferred: 68.56 tokens a second and NPU × 74.86 s × 8 NPUs ÷ 32 answers (the same
-# file). The first fills its micro-batches whatever the length. The third is the first as it was a day earlier, by the
-# report of the project's nightly triage of 2026-08-28.
+# The length of the second job is inferred: 68.56 tokens a second and NPU × 74.86 s × 8 NPUs ÷ 32 answers (the same
+# file). The first fills its micro-batches at any length. The third is the first as of a day earlier, from the report
+# of the project's nightly triage of 2026-08-28.
 @pytest.mark.parametrize(
     ("overrides", "length", "published"),
     [(GSPO, None, 20.825), (PPO, 1283, 22.232), (GSPO + DEFERRED, None, 47.87)],
     ids=["gspo-fsdp2", "ppo-fsdp", "gspo-fsdp2-deferred"],
 )
-def test_published_peaks_are_as_planned(overrides, length, published):
-    plan = memory.of_job(compose(*QWEN3_8B, *overrides), 64 * GIB, length)
-    assert plan.trainers / GIB == pytest.approx(published, rel=0.05)  # a missing term is seldom 15 %
+def test_published_peaks_match_the_plan(overrides, length, published):
+    plan = plan_job(compose(*QWEN3_8B, *overrides), 64 * GIB, length)
+    assert plan.training_peak / GIB == pytest.approx(published, rel=0.05)  # 15 % could hide a missing term
 
 
-def test_measured_jobs_on_this_machine_are_as_planned(tmp_path):
+def test_measured_cpu_jobs_match_the_plan(tmp_path):
     for index, each in enumerate(json.loads(MEASURED.read_text())["jobs"]):
         words = ["DEVICE=cpu", *each["words"]]
         if each["model"]:
             (tmp_path / str(index)).mkdir()
             (tmp_path / str(index) / "config.json").write_text(json.dumps(each["model"]))
             words.append(f"MODEL={tmp_path / str(index)}")
-        plan = of(*words)
-        assert sum(plan.machine.values()) / GIB == pytest.approx(
+        plan = plan_one(*words)
+        assert sum(plan.host_memory.values()) / GIB == pytest.approx(
             each["job_gib"], rel=0.02 if each["fitted"] else WITHIN
         )
-        trainer = (memory.ON_A_CPU["trainer"] + plan.trainers) / GIB
+        trainer = (CPU_PROCESSES["trainer"] + plan.training_peak) / GIB
         assert trainer == pytest.approx(each["trainer_gib"], rel=0.02 if each["fitted"] else WITHIN)
 
 
 @pytest.mark.parametrize(
     "runs", ["grpo/runs/fp16", "grpo/runs/bf16-", "grpo/runs/fp32", "ppo/runs/fp16", "ppo/runs/bf16-"]
 )
-def test_recorded_runs_of_the_sanity_task_are_as_planned(runs):
+def test_recorded_sanity_runs_match_the_plan(runs):
     algo, _, precision = runs.rstrip("-").split("/")
-    plan = of("DEVICE=cpu", "EXPERIMENT=sanity_cpu", f"ALGO={algo}", f"PRECISION={precision}")
+    plan = plan_one("DEVICE=cpu", "EXPERIMENT=sanity_cpu", f"ALGO={algo}", f"PRECISION={precision}")
     files = list((REPO / "docs/results/sanity").glob(f"{runs}*/summary.json"))
     for file in files:
         measured = json.loads(file.read_text())["peak_memory_gib"]
-        assert sum(plan.machine.values()) / GIB == pytest.approx(measured, rel=WITHIN), file
+        assert sum(plan.host_memory.values()) / GIB == pytest.approx(measured, rel=WITHIN), file
     assert files
 
 
@@ -287,48 +289,48 @@ def run(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def test_a_plan_is_told_and_written(tmp_path, capsys):
+def test_plans_are_printed_and_written(tmp_path, capsys):
     assert plan_memory.main(["EXPERIMENT=dense_7b moe_30b", "PRECISION=bf16", f"OUT={tmp_path / 'plan'}"]) == 0
     out = capsys.readouterr().out
     assert "dense_7b, grpo, bf16: Qwen/Qwen2.5-7B, 7.62 G parameters\n2 nodes of 8 GPUs of 80 GiB" in out
     assert "30.53 G parameters, 128 experts, 8 of them active\n4 nodes of 8 GPUs" in out
     assert out.count("fits into 80") == 2
-    told = json.loads((tmp_path / "plan/plan-memory.json").read_text())
-    assert list(told) == ["dense_7b, grpo, bf16", "moe_30b, grpo, bf16"]
-    assert told["dense_7b, grpo, bf16"]["moments"]["rollout"]["rollout's weights"] == 2 * 7_615_616_512
+    written = json.loads((tmp_path / "plan/plan-memory.json").read_text())
+    assert list(written) == ["dense_7b, grpo, bf16", "moe_30b, grpo, bf16"]
+    assert written["dense_7b, grpo, bf16"]["moments"]["rollout"]["rollout's weights"] == 2 * 7_615_616_512
     assert (tmp_path / "plan/plan-memory.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "plan/plan-memory.md").read_text().count("| rollout ") == 2
 
 
-def of(*words: str) -> memory.Plan:
-    found, _ = plan_memory.plans(list(words))
-    (plan,) = found.values()
+def plan_one(*words: str) -> MemoryPlan:
+    plans, _ = plan_memory.plan_all(list(words))
+    (plan,) = plans.values()
     return plan
 
 
-def test_a_plan_follows_the_configuration():
-    usual = of("EXPERIMENT=dense_7b")
-    assert usual.fits and not of("EXPERIMENT=dense_7b", "MEMORY=24").fits
-    halved = of("EXPERIMENT=dense_7b", "ARGS=trainer.nnodes=4")
+def test_plan_follows_the_configuration():
+    usual = plan_one("EXPERIMENT=dense_7b")
+    assert usual.fits and not plan_one("EXPERIMENT=dense_7b", "MEMORY=24").fits
+    halved = plan_one("EXPERIMENT=dense_7b", "ARGS=trainer.nnodes=4")
     assert halved.moments["actor, step"]["Adam"] == usual.moments["actor, step"]["Adam"] // 2
-    critic = of("EXPERIMENT=dense_7b", "ALGO=ppo")
+    critic = plan_one("EXPERIMENT=dense_7b", "ALGO=ppo")
     assert critic.moments["rollout"]["Adam"] == pytest.approx(2 * usual.moments["rollout"]["Adam"], rel=0.1)
-    full = of("EXPERIMENT=dense_7b", "PRECISION=fp32")
+    full = plan_one("EXPERIMENT=dense_7b", "PRECISION=fp32")
     assert full.moments["actor, loss"]["logits"] == 2 * usual.moments["actor, loss"]["logits"]
     assert full.moments["actor, loss"]["weights"] == usual.moments["actor, loss"]["weights"], "masters are fp32 in all"
-    assert of("EXPERIMENT=dense_7b", "PRECISION=bf16_train_fp16_infer").moments == usual.moments
+    assert plan_one("EXPERIMENT=dense_7b", "PRECISION=bf16_train_fp16_infer").moments == usual.moments
     offload = "actor_rollout_ref.actor.fsdp_config.{}_offload=true"
-    gone = of("EXPERIMENT=dense_7b", f"ARGS={offload.format('param')} {offload.format('optimizer')}")
+    gone = plan_one("EXPERIMENT=dense_7b", f"ARGS={offload.format('param')} {offload.format('optimizer')}")
     assert gone.moments["rollout"]["weights"] == gone.moments["rollout"]["Adam"] == 0
-    short = of("EXPERIMENT=dense_7b", "LENGTH=64")
-    assert short.tokens < usual.tokens and short.trainers < usual.trainers
+    short = plan_one("EXPERIMENT=dense_7b", "LENGTH=64")
+    assert short.tokens < usual.tokens and short.training_peak < usual.training_peak
     more = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=40960"
-    scored = of("EXPERIMENT=dense_7b", f"ARGS={more} actor_rollout_ref.rollout.temperature=0.6").moments
+    scored = plan_one("EXPERIMENT=dense_7b", f"ARGS={more} actor_rollout_ref.rollout.temperature=0.6").moments
     assert scored["log-probabilities, words"]["logits"] == 4 * usual.moments["log-probabilities, words"]["logits"]
     assert scored["actor, loss"]["logits"] == 2 * usual.moments["actor, loss"]["logits"]
-    other = of("EXPERIMENT=dense_7b", "ALGO=ppo", "ARGS=critic.model.path=Qwen/Qwen2.5-32B")
+    other = plan_one("EXPERIMENT=dense_7b", "ALGO=ppo", "ARGS=critic.model.path=Qwen/Qwen2.5-32B")
     assert other.moments["critic, step"]["gradients"] > 4 * critic.moments["critic, step"]["gradients"]
-    reference = of("EXPERIMENT=dense_7b", "RECIPE=flowrl")
+    reference = plan_one("EXPERIMENT=dense_7b", "RECIPE=flowrl")
     assert "reference, words" in reference.moments and "reference, words" not in usual.moments
 
 
@@ -342,10 +344,10 @@ def test_a_plan_follows_the_configuration():
         (["GPUS=8"], "GPUS: is not a variable of this command; they are EXPERIMENT, "),
         (["MODEL=Some/Model"], "MODEL=Some/Model: give a folder with its config.json, or one of Qwen/"),
         (["ARGS=trainer.nodes=2"], "ARGS=trainer.nodes=2: Could not override 'trainer.nodes'."),
-        (["ARGS=actor_rollout_ref.model.lora_rank=32"], "actor_rollout_ref.model.lora_rank=32: planned is 0"),
+        (["ARGS=actor_rollout_ref.model.lora_rank=32"], "actor_rollout_ref.model.lora_rank=32: plan-memory supports 0"),
         (
             ["ARGS=actor_rollout_ref.actor.strategy=megatron"],
-            "actor_rollout_ref.actor.strategy=megatron: planned is fsdp or ",
+            "actor_rollout_ref.actor.strategy=megatron: plan-memory supports fsdp or ",
         ),
         (
             ["ARGS=actor_rollout_ref.rollout.tensor_model_parallel_size=3"],
@@ -353,7 +355,7 @@ def test_a_plan_follows_the_configuration():
         ),
         (
             ["ALGO=ppo", "ARGS=critic.fsdp.reshard_after_forward=false"],
-            "critic.fsdp.reshard_after_forward=False: planned is True",
+            "critic.fsdp.reshard_after_forward=False: plan-memory supports True",
         ),
         (
             ["ARGS=actor_rollout_ref.rollout.free_cache_engine=false"],
@@ -361,7 +363,7 @@ def test_a_plan_follows_the_configuration():
         ),
         (
             ["ARGS=actor_rollout_ref.actor.entropy_coeff=0.01"],
-            "actor_rollout_ref.actor.entropy_coeff=0.01: planned is 0",
+            "actor_rollout_ref.actor.entropy_coeff=0.01: plan-memory supports 0",
         ),
         (["ARGS=trainer.nnodes=0"], "trainer.nnodes=0: must be at least 1"),
         (
@@ -374,7 +376,7 @@ def test_a_plan_follows_the_configuration():
         ),
         (
             ["EXPERIMENT=dense_32b", "ARGS=actor_rollout_ref.rollout.gpu_memory_utilization=0.1"],
-            "actor_rollout_ref.rollout.gpu_memory_utilization=0.1: 8.0 GiB do not hold 15.3 of weights and a KV cache",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.1: 8.0 GiB are too few for 15.3 of weights and a KV ",
         ),
     ],
 )
@@ -388,33 +390,33 @@ def test_bad_input_is_refused(words, message, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "its model_type is gpt2; planned are llama, qwen2, qwen3, qwen3_moe"),
+        ({"model_type": "gpt2"}, "its model_type is gpt2; supported are llama, qwen2, qwen3, qwen3_moe"),
         ({"hidden_size": None}, "hidden_size is None; must be a whole number of at least 1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; must be a whole number of at least 1"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads is 2; must be a whole number of at least 1"),
-        ({"mlp_only_layers": [0]}, "some of its layers have no experts; planned are layers that are all alike"),
+        ({"mlp_only_layers": [0]}, "some of its layers have no experts; all layers must have the same structure"),
     ],
 )
-def test_a_model_that_is_not_planned_is_refused(change, message, tmp_path):
+def test_unsupported_model_is_refused(change, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(KINDS["moe"] | change))
     with pytest.raises(Refused, match=re.escape(f"MODEL={tmp_path}: {message}")):
-        plan_memory.plans(["EXPERIMENT=dense_7b", f"MODEL={tmp_path}"])
+        plan_memory.plan_all(["EXPERIMENT=dense_7b", f"MODEL={tmp_path}"])
 
 
-def test_a_broken_config_is_refused_in_one_line(tmp_path):
+def test_broken_config_is_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(Refused, match="its config.json is not JSON") as refused:
-        plan_memory.plans(["EXPERIMENT=dense_7b", f"MODEL={tmp_path}"])
+        plan_memory.plan_all(["EXPERIMENT=dense_7b", f"MODEL={tmp_path}"])
     assert "\n" not in str(refused.value)
 
 
-def test_the_command_itself():
+def test_command_refuses_in_one_line_and_lists_its_variables():
     done = run("EXPERIMENT=dense_7b", "MEMORY=none")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "plan-memory: MEMORY=none: must be a whole number of at least 1\n"
-    told = run("--help")
-    assert told.returncode == 0 and all(name in told.stdout for name in plan_memory.VARIABLES)
+    usage = run("--help")
+    assert usage.returncode == 0 and all(name in usage.stdout for name in plan_memory.VARIABLES)
 
 
-def test_the_experiments_are_planned_by_default():
-    assert set(plan_memory.EXPERIMENTS) <= set(cli.options("experiment"))
+def test_default_experiments_exist():
+    assert set(plan_memory.EXPERIMENTS) <= set(jobs.options("experiment"))

@@ -1,4 +1,4 @@
-"""``scripts/preflight.py`` on real small models, its predictions held against fp16 itself."""
+"""``scripts/preflight.py`` on real small models; its predictions are compared with fp16 itself."""
 
 import copy
 import csv
@@ -21,7 +21,8 @@ import preflight
 from lib.errors import Refused
 from lib.patches.precision_module import load_precision
 from lib.paths import REPO
-from lib.probe import fp16_range as ranges
+from lib.probe.fp16_range import HEADROOM, Fp16Assessment, assess, flushed_share, measure, overrides, verdict
+from lib.probe.fp16_report import conclusions
 from lib.run.vllm_float16 import Float16Support
 
 precision = load_precision(REPO / "patches/verl/files", "precision_of_the_stack")
@@ -63,9 +64,9 @@ def rows_of(number: int = 2, length: int = 12) -> list[tuple[torch.Tensor, int]]
     return [(torch.randint(0, 256, (1, length + i), generator=generator), 4) for i in range(number)]
 
 
-def look(model: torch.nn.Module) -> tuple[dict, ranges.Outlook]:
-    seen = ranges.measure(model, rows_of(), lambda done, seen: None)
-    return seen, ranges.judge(seen)
+def assessed(model: torch.nn.Module) -> tuple[dict, Fp16Assessment]:
+    ranges = measure(model, rows_of(), lambda done, ranges: None)
+    return ranges, assess(ranges)
 
 
 def finite_in_fp16(model: torch.nn.Module) -> bool:
@@ -74,8 +75,8 @@ def finite_in_fp16(model: torch.nn.Module) -> bool:
         return all(bool(model(input_ids=ids).logits.isfinite().all()) for ids, _ in rows_of())
 
 
-def half_but(model: torch.nn.Module, keep: tuple[str, ...]) -> torch.nn.Module:
-    """The model's weights in half precision, but for the modules that ``keep_fp32_modules`` names."""
+def half_except(model: torch.nn.Module, keep: tuple[str, ...]) -> torch.nn.Module:
+    """Return the model in half precision, except for the modules that ``keep_fp32_modules`` names."""
     model = copy.deepcopy(model)
     kept = precision.keep_in_fp32(model, keep, torch.float16, "cpu").values()
     spared = {parameter for module in kept for parameter in module.parameters()}
@@ -104,13 +105,13 @@ def weigh(block: torch.nn.Module) -> None:
     block.mlp.up_proj.weight[0, 0] = 1e5
 
 
-def test_a_model_that_fits(model):
-    seen, outlook = look(model)
-    assert finite_in_fp16(half_but(model, ()))
-    assert ranges.verdict(seen, outlook) == "fp16 fits" and outlook.keep == ()
-    assert list(seen) == [name for name, _ in model.named_modules() if name]
-    (word,) = ranges.overrides(outlook)
-    assert word == f"actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale={outlook.scale:g}"
+def test_fitting_model_needs_no_module_in_fp32(model):
+    ranges, assessment = assessed(model)
+    assert finite_in_fp16(half_except(model, ()))
+    assert verdict(ranges, assessment) == "fp16 fits" and assessment.keep == ()
+    assert list(ranges) == [name for name, _ in model.named_modules() if name]
+    (word,) = overrides(assessment)
+    assert word == f"actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale={assessment.scale:g}"
 
 
 @pytest.mark.parametrize(
@@ -123,14 +124,14 @@ def test_a_model_that_fits(model):
     ],
     ids=["mlp", "attention", "head", "weight"],
 )
-def test_the_module_that_overflows_is_named_and_keeping_it_in_fp32_helps(model, change, keep):
+def test_keeping_the_named_module_in_fp32_avoids_the_overflow(model, change, keep):
     model = changed(model, change)
-    seen, outlook = look(model)
-    assert outlook.keep == keep and outlook.misfit is None
-    assert ranges.verdict(seen, outlook) == f"fits with these modules in fp32: {keep[0]}"
-    assert not finite_in_fp16(half_but(model, ())), "the model was to overflow in fp16"
-    assert finite_in_fp16(half_but(model, keep))
-    words = ranges.overrides(outlook)
+    ranges, assessment = assessed(model)
+    assert assessment.keep == keep and assessment.misfit is None
+    assert verdict(ranges, assessment) == f"fits with these modules in fp32: {keep[0]}"
+    assert not finite_in_fp16(half_except(model, ())), "the model must overflow in fp16"
+    assert finite_in_fp16(half_except(model, keep))
+    words = overrides(assessment)
     parsed = {each.get_key_element(): each.value() for each in OverridesParser.create().parse_overrides(words)}
     assert parsed["actor_rollout_ref.actor.fsdp_config.keep_fp32_modules"] == list(keep)
     assert parsed["actor_rollout_ref.rollout.dtype"] == "bfloat16", "the rollout would overflow where the trainer did"
@@ -153,7 +154,7 @@ def tied(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, expected",
     [
         (stream, r"does not fit: the residual stream reaches \S+ at model\.layers\.\d;"),
         (between, r"does not fit: a value that passes between .* at model\.layers\.1\.\S+;"),
@@ -161,16 +162,16 @@ def tied(model: torch.nn.Module) -> None:
     ],
     ids=["residual stream", "between modules", "tied head"],
 )
-def test_what_no_kept_module_helps_is_said(model, change, said):
+def test_model_that_no_kept_module_helps_does_not_fit(model, change, expected):
     model = changed(model, change)
-    seen, outlook = look(model)
-    assert re.match(said, ranges.verdict(seen, outlook)), ranges.verdict(seen, outlook)
+    ranges, assessment = assessed(model)
+    assert re.match(expected, verdict(ranges, assessment)), verdict(ranges, assessment)
     assert not finite_in_fp16(copy.deepcopy(model).half())
-    assert ranges.overrides(outlook) == ["+precision=bf16"]
+    assert overrides(assessment) == ["+precision=bf16"]
 
 
 def gradients(model: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those of the weights and of the leaf modules' outputs, a pass each, by autograd alone."""
+    """Return the gradients of weights and of leaf modules' outputs, computed by autograd pass by pass."""
     weights, outputs = [], []
     leaves = [module for module in model.modules() if not list(module.children())]
     tokens = sum(ids.shape[1] - prompt for ids, prompt in rows_of())
@@ -181,16 +182,16 @@ def gradients(model: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Te
         probabilities = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[0, :-1]
         loss = -probabilities.gather(1, ids[0, 1:, None])[prompt - 1 :].sum() / tokens
         reached = [each for each in made if torch.is_tensor(each) and each.requires_grad]
-        found = torch.autograd.grad(loss, [*model.parameters(), *reached])
-        weights += found[: -len(reached)]
-        outputs += found[-len(reached) :]
+        slopes = torch.autograd.grad(loss, [*model.parameters(), *reached])
+        weights += slopes[: -len(reached)]
+        outputs += slopes[-len(reached) :]
     for hook in hooks:
         hook.remove()
     return weights, outputs
 
 
 def share_flushed(tensors: list[torch.Tensor], scale: float) -> float:
-    """What fp16 itself makes of them."""
+    """Return the share of non-zero elements that a cast to fp16 flushes to zero."""
     lost = sum(((tensor != 0) & ((tensor * scale).half() == 0)).sum().item() for tensor in tensors)
     return lost / sum((tensor != 0).sum().item() for tensor in tensors)
 
@@ -200,18 +201,18 @@ def shrink(model: torch.nn.Module) -> None:
     model.lm_head.weight *= 1e-5
 
 
-def test_the_share_of_flushed_gradients_and_the_scale(model):
+def test_flushed_share_and_loss_scale_match_fp16(model):
     model = changed(model, shrink)
-    _, outlook = look(model)
+    _, assessment = assessed(model)
     weights, outputs = gradients(model)
-    for kind, tensors, counts in (("w", weights, outlook.weights), ("a", outputs, outlook.activations)):
-        at_1, at_scale = (share_flushed(tensors, scale) for scale in (1.0, outlook.scale))
-        assert 0.5 < at_1 < 1 and at_scale < at_1, "the gradients were to be tiny"
-        assert ranges.flushed(counts, 0) == pytest.approx(at_1, abs=1e-3), kind
-        assert ranges.flushed(counts, outlook.log2_scale) == pytest.approx(at_scale, abs=1e-3), kind
+    for kind, tensors, counts in (("w", weights, assessment.weights), ("a", outputs, assessment.activations)):
+        at_1, at_scale = (share_flushed(tensors, scale) for scale in (1.0, assessment.scale))
+        assert 0.5 < at_1 < 1 and at_scale < at_1, "the gradients must be tiny"
+        assert flushed_share(counts, 0) == pytest.approx(at_1, abs=1e-3), kind
+        assert flushed_share(counts, assessment.log2_scale) == pytest.approx(at_scale, abs=1e-3), kind
     largest = max(tensor.abs().max().item() for tensor in weights + outputs)
-    assert outlook.gradient[0] == pytest.approx(largest, rel=1e-4)
-    assert largest * outlook.scale * ranges.ROOM <= 65504 < 2 * largest * outlook.scale * ranges.ROOM
+    assert assessment.gradient[0] == pytest.approx(largest, rel=1e-4)
+    assert largest * assessment.scale * HEADROOM <= 65504 < 2 * largest * assessment.scale * HEADROOM
 
 
 def command(*words: str) -> subprocess.CompletedProcess:
@@ -219,7 +220,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, script, "DEVICE=cpu", *words], capture_output=True, text=True)
 
 
-def test_the_command(folder, tmp_path):
+def test_command_writes_its_report(folder, tmp_path):
     out = tmp_path / "out"
     done = command(f"MODEL={folder / 'model'}", f"DATA={folder / 'data.parquet'}", "ROWS=3", "LENGTH=8", f"OUT={out}")
     assert done.returncode == 0, done.stderr
@@ -253,17 +254,17 @@ def test_bad_input_is_one_line_and_leaves_nothing(folder, tmp_path, words):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_vllm_refuses_float16_the_rollout_is_in_bf16(model):
-    seen, outlook = look(model)
+def test_rollout_is_in_bf16_if_vllm_refuses_float16(model):
+    ranges, assessment = assessed(model)
     refused = Float16Support(False, "vLLM refuses gemma2 models in float16")
-    facts, overrides = preflight.conclusions(seen, outlook, refused)
+    facts, words = conclusions(ranges, assessment, refused)
     assert list(facts)[:2] == ["verdict", "rollout"] and facts["rollout"] == refused.reason
-    assert overrides == [*ranges.overrides(outlook), "actor_rollout_ref.rollout.dtype=bfloat16"]
-    facts, overrides = preflight.conclusions(seen, outlook, Float16Support(True, "vLLM runs it"))
-    assert "rollout" not in facts and overrides == ranges.overrides(outlook)
-    facts, overrides = preflight.conclusions(seen, outlook, Float16Support(None, "no vLLM is installed here"))
+    assert words == [*overrides(assessment), "actor_rollout_ref.rollout.dtype=bfloat16"]
+    facts, words = conclusions(ranges, assessment, Float16Support(True, "vLLM runs it"))
+    assert "rollout" not in facts and words == overrides(assessment)
+    facts, words = conclusions(ranges, assessment, Float16Support(None, "no vLLM is installed here"))
     assert facts["rollout"] == "not known whether vLLM runs it in float16: no vLLM is installed here"
-    assert overrides == ranges.overrides(outlook)
+    assert words == overrides(assessment)
 
 
 def refusal(folder: Path, tmp_path: Path, model: Path) -> str:
@@ -274,12 +275,12 @@ def refusal(folder: Path, tmp_path: Path, model: Path) -> str:
     return str(refused.value)
 
 
-def test_a_critic_is_no_causal_language_model(folder, tmp_path):
-    said = refusal(folder, tmp_path, folder / "critic")
-    assert said == f"MODEL={folder / 'critic'}: is a Qwen2ForTokenClassification, not a causal language model"
+def test_critic_is_not_a_causal_language_model(folder, tmp_path):
+    message = refusal(folder, tmp_path, folder / "critic")
+    assert message == f"MODEL={folder / 'critic'}: is a Qwen2ForTokenClassification, not a causal language model"
 
 
-def test_what_vllm_refuses_in_float16_is_said_before_the_model_is_loaded(folder, tmp_path, capsys):
+def test_vllms_refusal_of_float16_is_printed_before_the_model_is_loaded(folder, tmp_path, capsys):
     model = tmp_path / "gemma2"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}')
@@ -288,7 +289,7 @@ def test_what_vllm_refuses_in_float16_is_said_before_the_model_is_loaded(folder,
     assert "refuses gemma2 models in float16" in first and "rollout.dtype=bfloat16" in first and "loading" in second
 
 
-def test_a_model_without_weights_is_refused(folder, tmp_path):
+def test_model_without_weights_is_refused(folder, tmp_path):
     shutil.copytree(folder / "model", tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     assert "cannot be loaded" in refusal(folder, tmp_path, tmp_path / "bare")
 
@@ -299,6 +300,6 @@ def test_weights_of_nan_are_refused(folder, tmp_path, model):
     assert "has weights that are inf or NaN" in refusal(folder, tmp_path, tmp_path / "nan")
 
 
-def test_what_overflows_in_fp32_too_has_no_range(model):
+def test_overflow_in_fp32_is_an_error(model):
     with pytest.raises(ValueError, match="the loss of row 1 is nan in fp32"):
-        look(changed(model, lambda model: model.lm_head.weight.fill_(3e38)))
+        assessed(changed(model, lambda model: model.lm_head.weight.fill_(3e38)))

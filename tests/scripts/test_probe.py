@@ -1,4 +1,4 @@
-"""``scripts/probe.py`` on real small models: what it measures, and what it says where it cannot."""
+"""``scripts/probe.py`` on real small models: its measurements, its report and its refusals."""
 
 import json
 import os
@@ -22,8 +22,8 @@ from lib.paths import REPO
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 PLAIN = ["WIRE=fp32", "HEAD=none"]
 
-# rollout_corr/k3_kl that `make run EXPERIMENT=sanity_cpu` logs for the first step, whose weights are still the model's:
-# means over the recorded runs of docs/probe.md, 128 answers each.
+# rollout_corr/k3_kl of the first step of `make run EXPERIMENT=sanity_cpu`, whose weights are still the model's: means
+# over the recorded runs of docs/probe.md, 128 answers each.
 RECORDED = {"bf16": 8.6e-06, "fp16": 1.34e-07}
 
 
@@ -50,8 +50,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def words_of(folder: Path, out: Path, *words: str, model: str = "model") -> list:
-    given = ["DEVICE=cpu", f"MODEL={folder / model}", f"DATA={folder / 'data.parquet'}", f"OUT={out}", *words]
-    return [sys.executable, REPO / "scripts" / "probe.py", *given]
+    arguments = ["DEVICE=cpu", f"MODEL={folder / model}", f"DATA={folder / 'data.parquet'}", f"OUT={out}", *words]
+    return [sys.executable, REPO / "scripts" / "probe.py", *arguments]
 
 
 def command(*arguments, **words) -> subprocess.CompletedProcess:
@@ -76,11 +76,11 @@ def test_fp32_mismatches_far_less_than_fp16_and_fp16_than_bf16(measured):
     fp32, fp16, bf16, mixed = (
         rows[name, "fp32", "none"]["k3"]["value"] for name in ("fp32", "fp16", "bf16", "bf16_train_fp16_infer")
     )
-    assert fp32 * 1e3 < fp16 and fp16 * 10 < bf16, "one order each at the least"
-    assert mixed > bf16 / 4, "fp16 on one side alone does not help"
+    assert fp32 * 1e3 < fp16 and fp16 * 10 < bf16, "at least one order of magnitude each"
+    assert mixed > bf16 / 4, "an fp16 rollout alone does not help"
 
 
-def test_a_wire_or_a_head_of_one_side_alone_costs(measured):
+def test_wire_or_head_of_trainer_or_rollout_alone_increases_the_mismatch(measured):
     rows = rows_of(measured[0])
     k3 = {key: row["k3"]["value"] for key, row in rows.items()}
     assert k3["fp16", "bf16", "none"] > 5 * k3["fp16", "fp32", "none"]
@@ -90,10 +90,10 @@ def test_a_wire_or_a_head_of_one_side_alone_costs(measured):
         assert both < k3[regime, "fp32", "none"] and both < min(one)
 
 
-def test_the_report(measured):
+def test_report_covers_every_variant(measured):
     out, done = measured
     rows = rows_of(out)
-    assert ("fp16", "fp16", "none") not in rows, "what an fp16 wire rounds, an fp16 rollout rounds anyway"
+    assert ("fp16", "fp16", "none") not in rows, "an fp16 rollout rounds like an fp16 wire"
     assert len(rows) == 18 and done.stderr.count("8/8") >= len(rows), "a bar for each"
     row = rows["bf16", "fp32", "none"]
     assert (row["prompts"], row["sequences"]) == (8, 128) and 64 < row["longest"] * 128 >= row["tokens"]
@@ -101,14 +101,14 @@ def test_the_report(measured):
     assert lengths[16]["measured"] and not lengths[512]["measured"] and not lengths[32768]["measured"]
     assert 0 < lengths[32768]["ess"]["low"] <= lengths[32768]["ess"]["value"] <= lengths[32768]["ess"]["high"] < 1
     report = (out / "probe-model.md").read_text()
-    said = json.loads((out / "probe-model.json").read_text())["said"]
-    assert said["verdict"].startswith("fp16 mismatches least") and said["verdict"] in report
-    assert "(extrapolated from " in said["verdict"] and "The model has 128 positions" in said["extrapolated"]
-    assert said["verdict"] in done.stdout and len(report.splitlines()) > 20
+    findings = json.loads((out / "probe-model.json").read_text())["said"]
+    assert findings["verdict"].startswith("fp16 mismatches least") and findings["verdict"] in report
+    assert "(extrapolated from " in findings["verdict"] and "The model has 128 positions" in findings["extrapolated"]
+    assert findings["verdict"] in done.stdout and len(report.splitlines()) > 20
     assert (out / "probe-model.png").stat().st_size > 20_000
 
 
-def test_interrupted_it_leaves_what_there_is_and_goes_on(folder, tmp_path, measured):
+def test_interrupted_probe_reports_and_resumes(folder, tmp_path, measured):
     out = tmp_path / "out"
     words = ["ROWS=8", "SAMPLES=16", "LENGTH=32", "PRECISION=bf16 fp16 fp32", *PLAIN]
     with (tmp_path / "screen").open("w") as screen:
@@ -118,22 +118,22 @@ def test_interrupted_it_leaves_what_there_is_and_goes_on(folder, tmp_path, measu
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
-    assert "1 of 3 lines have something; the same command goes on" in (tmp_path / "screen").read_text()
+    assert "1 of 3 variants have results; repeat the command to resume" in (tmp_path / "screen").read_text()
     assert list(rows_of(out)) == [("bf16", "fp32", "none")] and (out / "probe-model.md").exists()
-    held = {file.name: file.read_bytes() for file in out.glob("work/*.jsonl")}
+    before = {file.name: file.read_bytes() for file in out.glob("work/*.jsonl")}
 
-    with pytest.raises(Refused, match="LENGTH=16: .* holds a probe with LENGTH=32; repeat its settings"):
+    with pytest.raises(Refused, match="LENGTH=16: .* contains a probe with LENGTH=32; repeat its settings"):
         probe.main([*map(str, words_of(folder, out, *words)[2:]), "LENGTH=16"])
-    assert {file.name: file.read_bytes() for file in out.glob("work/*.jsonl")} == held
+    assert {file.name: file.read_bytes() for file in out.glob("work/*.jsonl")} == before
 
     assert command(folder, out, *words).returncode == 0
-    for name, content in held.items():
+    for name, content in before.items():
         assert (out / "work" / name).read_bytes().startswith(content), "nothing was measured twice"
     whole = rows_of(measured[0])
     assert rows_of(out) == {(name, "fp32", "none"): whole[name, "fp32", "none"] for name in ("bf16", "fp16", "fp32")}
 
 
-def test_a_regime_that_overflows_is_named(folder, tmp_path):
+def test_overflowing_regime_is_named(folder, tmp_path):
     done = command(
         folder, tmp_path / "out", "ROWS=3", "SAMPLES=4", "LENGTH=4", "PRECISION=fp16 bf16", *PLAIN, model="large"
     )
@@ -141,11 +141,11 @@ def test_a_regime_that_overflows_is_named(folder, tmp_path):
     rows = rows_of(tmp_path / "out")
     assert rows["fp16", "fp32", "none"]["overflow"] == "the rollout's logits are not finite in fp16"
     assert rows["bf16", "fp32", "none"]["k3"]["value"] >= 0
-    assert "fp16 is not to be had: the rollout's logits are not finite in fp16 (make preflight)" in done.stdout
+    assert "fp16 overflows: the rollout's logits are not finite in fp16 (make preflight)" in done.stdout
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, expected",
     [
         (["MODEL=./no/such/model", "DATA={folder}/data.parquet"], "no config.json there"),
         (["DATA", "MODEL={folder}/model"], "is not set"),
@@ -161,28 +161,28 @@ def test_a_regime_that_overflows_is_named(folder, tmp_path):
         (["MODEL={folder}/bare", "DATA={folder}/data.parquet", "ROWS=8"], "tokenizer"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(folder, tmp_path, words, said):
+def test_bad_input_is_one_line_and_leaves_nothing(folder, tmp_path, words, expected):
     words = [word.format(folder=folder) for word in words]
     with pytest.raises(Refused) as refused:
         probe.main(["DEVICE=cpu", f"OUT={tmp_path / 'out'}", *(word for word in words if "=" in word)])
     message = str(refused.value)
-    assert message.startswith(words[0].partition("=")[0]) and "\n" not in message and said in message
+    assert message.startswith(words[0].partition("=")[0]) and "\n" not in message and expected in message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_that_16_bits_hold_are_said(folder, tmp_path):
-    """A wire of bf16 costs nothing where the checkpoint is bf16, as most are: until training moves the masters."""
+def test_weights_exact_in_16_bits_are_reported(folder, tmp_path):
+    """A bf16 wire rounds nothing if the checkpoint is in bf16, as most are, until training moves the masters."""
     words = ["ROWS=2", "SAMPLES=2", "LENGTH=4", "PRECISION=fp16", "WIRE=fp32 bf16", "HEAD=none"]
     done = command(folder, tmp_path / "out", *words, model="half-0.5B")
     assert done.returncode == 0, done.stderr
     fp32, bf16 = rows_of(tmp_path / "out").values()
-    assert (tmp_path / "out" / "probe-half-0.5B.md").exists(), "what follows the dot is no suffix"
-    assert fp32["k3"] == bf16["k3"] and "every weight is a bf16 number" in done.stdout
+    assert (tmp_path / "out" / "probe-half-0.5B.md").exists(), "the part after the dot is not a suffix"
+    assert fp32["k3"] == bf16["k3"] and "every weight of the checkpoint is exact in bf16" in done.stdout
 
 
 @pytest.mark.e2e
-def test_vllm_mismatches_as_a_run_does(tmp_path):
-    """The sanity task's model, whose runs are recorded."""
+def test_vllm_mismatch_matches_recorded_runs(tmp_path):
+    """Probe the sanity task's model, whose runs are recorded."""
     words = ["DEVICE=cpu", "BACKEND=vllm", f"OUT={tmp_path / 'out'}", "SAMPLES=16", "PRECISION=fp16 bf16", *PLAIN]
     done = subprocess.run(
         [sys.executable, REPO / "scripts" / "probe.py", *words], capture_output=True, text=True, env=ENVIRONMENT

@@ -14,6 +14,7 @@ from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.tree import identify_tree
 from lib.errors import Refused
 from lib.paths import REPO
+from lib.probe.variants import check_vllm
 from lib.run import vllm_float16
 from lib.run.checks import check_rollout
 from lib.run.job import compose, parse_job
@@ -193,7 +194,7 @@ def test_probe_by_vllm_is_refused_and_one_by_hf_reports_it(gemma, tmp_path, caps
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     with pytest.raises(Refused, match="leave out bf16_train_fp16_infer and fp16: PRECISION='bf16 fp32'"):
         probe.main([*words, "BACKEND=vllm"])
-    probe.check_vllm(probe.parse([*words, "BACKEND=vllm", "PRECISION=bf16 fp32"]))
+    check_vllm(probe.parse([*words, "BACKEND=vllm", "PRECISION=bf16 fp32"]))
     assert capsys.readouterr().out == ""
-    probe.check_vllm(probe.parse([*words, "BACKEND=hf"]))
+    check_vllm(probe.parse([*words, "BACKEND=hf"]))
     assert "bf16_train_fp16_infer and fp16 are measured here" in capsys.readouterr().out

@@ -1,1 +1,1 @@
-"""Models of memory and tools of measurement for the benchmarks."""
+"""Model the memory of a job, and measure what a precision costs."""

@@ -1,4 +1,4 @@
-"""What the benchmarks share: takes that alternate, and the name of the machine."""
+"""Time alternatives in interleaved rounds, and name the machine."""
 
 import platform
 import random
@@ -15,12 +15,12 @@ def rounds(
     prepare: Callable[[str], None] = lambda name: None,
     seed: int = 0,
 ) -> Iterator[dict[str, float]]:
-    """Rounds without end. Each times every take once, so that what slows the machine slows all of them.
+    """Yield rounds without end. Each times every take once, so that a slow machine slows all of them.
 
     Args:
-        wait: returns when the device has done what it was given; called before and after a take.
+        wait: synchronizes with the device; called before and after each take.
         prepare: called with a take's name before it, untimed.
-        seed: of the orders, one a round; what runs before a take has its effect on the memory.
+        seed: of the order, a new one each round, since the take before leaves its traces in the memory.
 
     Yields:
         seconds by name, in the order in which they were taken.
@@ -41,6 +41,7 @@ def rounds(
 
 
 def machine(device: str) -> str:
+    """Return the name of the GPU, or of the processor and its number of cores."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]

@@ -1,49 +1,50 @@
-"""A causal language model and prompts for it, as the commands take them that look at a model before any training."""
+"""A causal language model and the prompts that it answers, for the commands that measure a model before training."""
 
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib import cli
+from lib.cli import model_path, parquet_path
 from lib.errors import Refused
 from lib.paths import ARITHMETIC, REPO
 from lib.run.checks import parquet_rows
 
 if TYPE_CHECKING:
-    import transformers
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SANITY = str(ARITHMETIC / "model")  # the sanity task's, whose data are beside it
+SANITY = str(ARITHMETIC / "model")  # the sanity task's model; its data are beside it
 
 
-def chosen(given: dict[str, str]) -> tuple[str, str]:
-    """The model and the prompts that MODEL and DATA of a command name: the sanity task's where they are not given.
+def model_and_data(values: dict[str, str]) -> tuple[str, str]:
+    """Resolve MODEL and DATA to paths, by default those of the sanity task.
 
     Raises:
-        Refused: MODEL is given without DATA, or one of them cannot be used.
+        Refused: MODEL is set without DATA, or one of them cannot be used.
     """
-    model = cli.model_path(given["MODEL"]) if "MODEL" in given else SANITY
-    if "DATA" not in given and model != SANITY:
-        raise Refused(f"DATA: is not set; MODEL={given['MODEL']} needs a parquet file of prompts in verl's schema")
-    return model, cli.parquet_path(given, "DATA") or str(ARITHMETIC / "train.parquet")
+    model = model_path(values["MODEL"]) if "MODEL" in values else SANITY
+    if "DATA" not in values and model != SANITY:
+        raise Refused(f"DATA: is not set; MODEL={values['MODEL']} needs a parquet file of prompts in verl's schema")
+    return model, parquet_path(values, "DATA") or str(ARITHMETIC / "train.parquet")
 
 
 def short_name(model: str) -> str:
-    """What a report's files are named after: a folder's name, a name on the Hub with -- for its slash."""
+    """Return the name for files of results: a folder's name, or a Hub name with -- for its slash."""
     return Path(model).name if Path(model).is_absolute() else model.replace("/", "--")
 
 
 def prepare_sanity() -> bool:
-    """Make the sanity task's model and data where they are not there; ``False``: it failed and has said why."""
+    """Make the sanity task's model and data unless they exist. Returns whether they exist now; prints why not."""
     prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", str(ARITHMETIC), "--seed", "1"]
     return subprocess.run(prepare, cwd=REPO).returncode == 0
 
 
-def load(path: str) -> tuple["transformers.PreTrainedModel", "transformers.PreTrainedTokenizerBase"]:
-    """The model in fp32 on the CPU, and its tokenizer.
+def load(path: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load a model in fp32 on the CPU, and its tokenizer.
 
     Raises:
-        Refused: there is no causal language model, or its tokenizer cannot write a conversation.
+        Refused: ``path`` is not a causal language model, or its tokenizer has no chat template.
     """
     import transformers
     from safetensors import SafetensorError
@@ -62,15 +63,15 @@ def load(path: str) -> tuple["transformers.PreTrainedModel", "transformers.PreTr
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise Refused(f"MODEL={path}: has weights that are inf or NaN")
     if tokenizer.chat_template is None:
-        raise Refused(f"MODEL={path}: its tokenizer has no chat template, which verl writes prompts by")
+        raise Refused(f"MODEL={path}: its tokenizer has no chat template, which verl formats prompts with")
     return model.eval(), tokenizer
 
 
 def prompts(data: str, rows: int) -> list[list[dict]]:
-    """The first prompts of DATA, each a list of messages.
+    """Return the first ``rows`` prompts of DATA, each a list of messages.
 
     Raises:
-        Refused: DATA is not a parquet file in verl's schema, or has fewer.
+        Refused: DATA is not a parquet file in verl's schema, or has fewer rows.
     """
     import pyarrow.parquet
 
@@ -80,7 +81,47 @@ def prompts(data: str, rows: int) -> list[list[dict]]:
     return pyarrow.parquet.read_table(data, columns=["prompt"])["prompt"].slice(0, rows).to_pylist()
 
 
-def token_ids(tokenizer: "transformers.PreTrainedTokenizerBase", messages: list[dict]) -> list[int]:
-    """A prompt as verl gives it to a rollout."""
+def token_ids(tokenizer: "PreTrainedTokenizerBase", messages: list[dict]) -> list[int]:
+    """Tokenize a prompt as verl does for a rollout."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def check_positions(model: "PreTrainedModel", longest: int) -> None:
+    """Check that a prompt of ``longest`` tokens leaves room for an answer.
+
+    Raises:
+        Refused: it does not.
+    """
+    if longest >= (positions := model.config.max_position_embeddings):
+        raise Refused(f"DATA: a prompt has {longest} tokens, but the model takes {positions}; give shorter ones")
+
+
+def sample_answer(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", messages: list[dict], length: int
+) -> "tuple[torch.Tensor, int]":
+    """Sample an answer of at most ``length`` tokens at temperature 1, as a rollout does.
+
+    Returns:
+        Token ids ``(1, prompt + answer)`` and the length of the prompt.
+
+    Raises:
+        Refused: the prompt leaves no room for an answer.
+    """
+    import torch
+
+    prompt = torch.tensor([token_ids(tokenizer, messages)], device=model.device)
+    size = prompt.shape[1]
+    check_positions(model, size)
+    ids = model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=min(length, model.config.max_position_embeddings - size),
+        pad_token_id=tokenizer.eos_token_id,
+        do_sample=True,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        repetition_penalty=1.0,
+    )
+    return ids, size

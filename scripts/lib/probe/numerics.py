@@ -1,7 +1,7 @@
-"""The two sides whose log-probabilities are held against each other: a rollout that generates, a trainer that reads.
+"""The arithmetic of a rollout, which samples answers, and of a trainer, which computes the log-probabilities again.
 
-Both are HuggingFace models made from the same fp32 masters. On a CPU autocast is made to round as on CUDA
-(``recipes.cpu.host.autocast_as_cuda``); the command calls it once.
+Both are HuggingFace models made from the same fp32 masters. On a CPU, autocast must round as on CUDA: the command calls
+``recipes.cpu.host.autocast_as_cuda`` once.
 """
 
 import copy
@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-LOGITS = 2**28  # of one pass of the trainer's side at most: 1 GiB in fp32
+LOGITS = 2**28  # most logits in one forward pass of the trainer: 1 GiB in fp32
 
 
 class Overflow(Exception):
-    """Logits that are not finite; the message says on which side."""
+    """Logits are not finite; the message names the trainer or the rollout."""
 
 
-def name_of(dtype: str) -> str:
-    """``float16`` -> ``fp16``."""
+def short_dtype(dtype: str) -> str:
+    """Return the short name of a dtype: ``float16`` -> ``fp16``."""
     return next(name for name, known in DTYPES.items() if str(known) == f"torch.{dtype}")
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """How the rollout holds the model: weights are sent as ``wire``, held and used in ``dtype``, with a KV cache of it.
+class RolloutNumerics:
+    """The dtypes of a rollout: weights are sent as ``wire`` and stored, like the KV cache, in ``dtype``.
 
     Args:
         head: whether the head computes in fp32, from weights in ``dtype``: vLLM's ``head_dtype``.
@@ -44,20 +44,20 @@ class Rollout:
         return f"rollout-{self.dtype}-wire-{self.wire}{'-head-fp32' if self.head else ''}"
 
     @property
-    def effective(self) -> "Rollout":
-        """The one with the same weights whose wire is fp32, or this one: fp16 from fp16 is fp16 from fp32."""
-        return Rollout(self.dtype, "fp32", self.head) if self.wire == self.dtype else self
+    def effective(self) -> "RolloutNumerics":
+        """The equivalent rollout with an fp32 wire if the wire's dtype is the rollout's, else this one."""
+        return RolloutNumerics(self.dtype, "fp32", self.head) if self.wire == self.dtype else self
 
     def cast(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(DTYPES[self.wire]).to(DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """How verl's FSDP engine computes: fp32 masters, gathered in ``dtype``, under autocast of ``dtype``.
+class TrainerNumerics:
+    """The dtypes of verl's FSDP engine: fp32 masters, gathered in ``dtype``, under autocast of ``dtype``.
 
     Args:
-        head: whether the head computes in fp32 from the masters, as ``keep_fp32_modules=[lm_head]`` has it.
+        head: whether the head computes in fp32 from the masters, as with ``keep_fp32_modules=[lm_head]``.
     """
 
     dtype: str
@@ -72,7 +72,7 @@ class Trainer:
 
 
 class HeadInFp32(torch.nn.Module):
-    """Logits in fp32 of hidden states in 16 bits, (..., hidden) -> (..., vocabulary)."""
+    """A head that computes fp32 logits from hidden states in 16 bits, (..., hidden) -> (..., vocabulary)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
@@ -84,35 +84,48 @@ class HeadInFp32(torch.nn.Module):
             return torch.nn.functional.linear(hidden.float(), self.weight, self.bias)
 
 
-def build(masters: "PreTrainedModel", side: Rollout | Trainer, device: str) -> "PreTrainedModel":
-    """A copy of the model as ``side`` holds it. Buffers stay as they are: rotary frequencies are fp32 on both sides."""
+def build(masters: "PreTrainedModel", numerics: RolloutNumerics | TrainerNumerics, device: str) -> "PreTrainedModel":
+    """Return a copy of the model with weights in the dtypes of ``numerics``.
+
+    Buffers are not cast: trainer and rollout both keep rotary frequencies in fp32.
+    """
     with torch.no_grad():
-        cast = {id(weight): torch.nn.Parameter(side.cast(weight), False) for weight in masters.parameters()}
+        cast = {id(weight): torch.nn.Parameter(numerics.cast(weight), False) for weight in masters.parameters()}
         model = copy.deepcopy(masters, memo=cast)
-        if side.head:
+        if numerics.head:
             head = masters.get_output_embeddings()
-            held = side.cast if isinstance(side, Rollout) else torch.Tensor.float
-            head = HeadInFp32(*(None if part is None else held(part).float() for part in (head.weight, head.bias)))
+            stored = numerics.cast if isinstance(numerics, RolloutNumerics) else torch.Tensor.float
+            head = HeadInFp32(*(None if part is None else stored(part).float() for part in (head.weight, head.bias)))
             model.set_output_embeddings(head)
     return model.to(device).eval()
 
 
 def autocast(device: str, dtype: str) -> AbstractContextManager:
-    """What the engine has around a forward pass: autocast, but for fp32."""
+    """Return the context of the engine's forward pass: autocast, except for fp32."""
     return nullcontext() if dtype == "fp32" else torch.autocast(device, DTYPES[dtype])
 
 
 @torch.no_grad()
 def generate(
-    model: "PreTrainedModel", side: Rollout, prompt: list[int], samples: int, length: int, ends: set[int], seed: int
+    model: "PreTrainedModel",
+    rollout: RolloutNumerics,
+    prompt: list[int],
+    samples: int,
+    length: int,
+    ends: set[int],
+    seed: int,
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Answers to one prompt, token by token with a KV cache, at temperature 1, as a batch.
+    """Sample answers to one prompt as a batch, token by token with a KV cache, at temperature 1.
 
-    Log-probabilities are the fp32 log-softmax of the logits, as vLLM gives them. On a CPU autocast is on, for its fp16
-    products with fp32 sums: the weights are in ``side.dtype`` already.
+    Log-probabilities are the fp32 log-softmax of the logits, as in vLLM. On a CPU autocast is on for its fp16 products
+    with fp32 sums; the weights are in ``rollout.dtype`` already.
+
+    Args:
+        length: most tokens of an answer.
+        ends: tokens that end an answer.
 
     Returns:
-        of each of ``samples`` answers its tokens, the one that ended it included, and their log-probabilities.
+        The tokens of each answer, with the one that ended it, and their log-probabilities.
 
     Raises:
         Overflow: the logits are not finite.
@@ -120,16 +133,16 @@ def generate(
     device = model.device
     generator = torch.Generator(device).manual_seed(seed)
     step, cache = torch.tensor([prompt] * samples, device=device), None
-    last_alone = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}  # of a long prompt they take GiB
+    last_only = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}  # a long prompt's logits take GiB
     tokens, log_probs, ended = [], [], torch.zeros(samples, dtype=torch.bool, device=device)
     last = torch.tensor(sorted(ends), device=device)
-    with autocast(device.type, side.dtype) if device.type == "cpu" else nullcontext():
+    with autocast(device.type, rollout.dtype) if device.type == "cpu" else nullcontext():
         while len(tokens) < length and not ended.all():
-            output = model(input_ids=step, past_key_values=cache, use_cache=True, **last_alone)
+            output = model(input_ids=step, past_key_values=cache, use_cache=True, **last_only)
             cache = output.past_key_values
             scores = output.logits[:, -1].float().log_softmax(-1)
             if not scores.isfinite().all():
-                raise Overflow(f"the rollout's logits are not finite in {side.dtype}")
+                raise Overflow(f"the rollout's logits are not finite in {rollout.dtype}")
             step = torch.multinomial(scores.exp(), 1, generator=generator)
             tokens.append(step[:, 0])
             log_probs.append(scores.gather(1, step)[:, 0])
@@ -141,32 +154,42 @@ def generate(
 
 
 @torch.no_grad()
-def read(model: "PreTrainedModel", side: Trainer, prompt: list[int], answers: list[list[int]]) -> list[list[float]]:
-    """The log-probability of each token of the answers by one full forward pass over prompt and answer.
+def token_log_probs(
+    model: "PreTrainedModel", trainer: TrainerNumerics, prompt: list[int], answers: list[list[int]]
+) -> list[list[float]]:
+    """Compute the log-probability of each token of the answers in a full forward pass over prompt and answer.
 
-    As verl 0.9.1's ``FSDPEngineWithLMHead`` at temperature 1: logits in the compute dtype, their log-softmax in fp32,
-    which CUDA's autocast sees to. Answers are padded on the right, which a causal model's earlier tokens do not see.
+    Like verl 0.9.1's ``FSDPEngineWithLMHead`` at temperature 1: logits in the compute dtype, their log-softmax in fp32
+    by CUDA's autocast. Answers are padded on the right, where a causal model's attention does not reach.
 
     Raises:
         Overflow: a log-probability is not finite.
     """
     longest = max(map(len, answers))
     ids = torch.tensor([prompt + answer + [prompt[0]] * (longest - len(answer)) for answer in answers])
-    found = []
-    with autocast(model.device.type, side.dtype):
+    padded = []
+    with autocast(model.device.type, trainer.dtype):
         for part in ids.to(model.device).split(max(1, LOGITS // (ids.shape[1] * model.config.vocab_size))):
             logits = model(input_ids=part, use_cache=False).logits
             for row, row_ids in zip(logits, part, strict=True):
                 scores = row[len(prompt) - 1 : -1].log_softmax(-1)
-                found.append(scores.gather(1, row_ids[len(prompt) :, None])[:, 0].float())
-    rows = [row[: len(answer)] for row, answer in zip(found, answers, strict=True)]
+                padded.append(scores.gather(1, row_ids[len(prompt) :, None])[:, 0].float())
+    rows = [row[: len(answer)] for row, answer in zip(padded, answers, strict=True)]
     if not all(row.isfinite().all() for row in rows):
-        raise Overflow(f"the trainer's log-probabilities are not finite in {side.dtype}")
+        raise Overflow(f"the trainer's log-probabilities are not finite in {trainer.dtype}")
     return [row.tolist() for row in rows]
 
 
-def ends_of(model: "PreTrainedModel", tokenizer) -> set[int]:
-    """The tokens that end an answer."""
+def end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """Return the tokens that end an answer."""
     configured = model.generation_config.eos_token_id
     several = configured if isinstance(configured, list) else [configured, tokenizer.eos_token_id]
     return {token for token in several if token is not None}
+
+
+def exact_dtype(masters: "PreTrainedModel") -> str | None:
+    """Return the 16-bit dtype that represents every weight exactly, if there is one."""
+    for name in ("bf16", "fp16"):
+        if all(bool((weight == weight.to(DTYPES[name]).float()).all()) for weight in masters.parameters()):
+            return name
+    return None

@@ -1,7 +1,7 @@
-"""The rollout's side by an offline vLLM: ``python -m lib.probe.vllm_generate REQUEST.json``, a process of its own.
+"""Sample a probe's answers with an offline vLLM: ``python -m lib.probe.vllm_generate REQUEST.json``.
 
-Asks as verl 0.9.1's ``vllm_async_server.py`` does: verl's defaults of the engine, ``logprobs=0``, temperature 1.
-Appends a line to the file of the request for each prompt.
+Configures the engine like verl 0.9.1's ``vllm_async_server.py``: verl's defaults, ``logprobs=0``, temperature 1.
+Appends a line for each prompt to the file that the request names.
 """
 
 import itertools
@@ -11,16 +11,16 @@ import os
 import sys
 from pathlib import Path
 
-PROMPTS = 32  # of one call: with 8 answers each as many sequences as verl's max_num_seqs
+PROMPTS = 32  # per call: with 8 answers each as many sequences as verl's max_num_seqs
 
 
 def generate(request: dict) -> None:
-    """Answer ``prompts`` (lists of token ids), ``samples`` times each, by ``model`` in ``dtype``."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, in which vLLM is adapted
+    """Sample ``samples`` answers to each of ``prompts`` (lists of token ids) with ``model`` in ``dtype``."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process, where vLLM is adapted
     if request["device"] == "cpu":
         from recipes.cpu import host
 
-        host.when_imported("vllm.model_executor.layers.utils", host.keep_linear_weights)
+        host.adapt_on_import("vllm.model_executor.layers.utils", host.keep_linear_weights)
     import vllm
 
     from lib.probe.numerics import DTYPES
@@ -39,7 +39,7 @@ def generate(request: dict) -> None:
         seed=request["seed"],
         hf_overrides={"head_dtype": "float32"} if request["head"] else None,
     )
-    asked = vllm.SamplingParams(
+    sampling = vllm.SamplingParams(
         n=request["samples"],
         max_tokens=request["length"],
         temperature=1.0,
@@ -51,11 +51,11 @@ def generate(request: dict) -> None:
     with open(request["file"], "a") as out:
         for first in range(0, len(prompts), PROMPTS):
             part = [{"prompt_token_ids": prompt} for prompt in prompts[first : first + PROMPTS]]
-            for answered in engine.generate(part, asked, use_tqdm=False):
-                answers = [list(output.token_ids) for output in answered.outputs]
+            for output_of_prompt in engine.generate(part, sampling, use_tqdm=False):
+                answers = [list(output.token_ids) for output in output_of_prompt.outputs]
                 log_probs = [
-                    [given[token].logprob for token, given in zip(output.token_ids, output.logprobs, strict=True)]
-                    for output in answered.outputs
+                    [by_token[token].logprob for token, by_token in zip(output.token_ids, output.logprobs, strict=True)]
+                    for output in output_of_prompt.outputs
                 ]
                 finite = all(map(math.isfinite, itertools.chain.from_iterable(log_probs)))
                 overflow = {"overflow": f"the rollout's log-probabilities are not finite in {request['dtype']}"}

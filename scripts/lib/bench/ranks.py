@@ -1,0 +1,61 @@
+"""Processes of a benchmark: spawn the ranks, join a process group, and time alternating rounds on all of them."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from lib.bench.interleave import rounds
+
+LEAST_ROUNDS = 41
+
+
+def spawn(worker: Callable[..., None], ranks: int, *args) -> list:
+    """Run ``worker(rank, store, *args, queue)`` in ``ranks`` processes and return the items that rank 0 queued."""
+    context = torch.multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.SimpleQueue()
+        torch.multiprocessing.spawn(worker, (f"{folder}/store", *args, queue), nprocs=ranks)
+        results = []
+        while not queue.empty():
+            results += queue.get()
+    return results
+
+
+def join(store: str, rank: int, ranks: int, device: str) -> None:
+    """Join the process group that meets in the file ``store``."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "",
+        "MASTER_PORT": "",
+    }
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+
+
+def alternate(
+    takes: dict[str, Callable[[], float]], prepare: Callable[[str], None], seconds: float, device: str
+) -> dict[str, list[float]]:
+    """Time all takes in rounds, in a new order each, for ``seconds``. Returns the seconds of each take, by round."""
+
+    def wait():
+        if device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    times: dict[str, list[float]] = {name: [] for name in takes}
+    timed = rounds(takes, wait, prepare)  # in the same orders on every rank
+    next(timed)  # untimed: Adam's state is allocated, kernels are loaded
+    begin, more = time.monotonic(), torch.ones(1)
+    while more.item():
+        for name, taken in next(timed).items():
+            times[name].append(taken)
+        over = time.monotonic() - begin > seconds and len(times[name]) >= LEAST_ROUNDS
+        more.fill_(not over)
+        dist.broadcast(more, 0)  # rank 0's clock decides for all
+    return times

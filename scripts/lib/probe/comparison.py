@@ -1,0 +1,94 @@
+"""Compare trainer and rollout in every variant of a probe, and summarize the findings."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lib.files import read_jsonl
+from lib.probe.mismatch import LEAST, Answer, measure, verdict
+from lib.probe.options import ProbeOptions
+from lib.probe.variants import Variant, is_plain
+from lib.probe.work_folder import rollout_file, trainer_file
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The mismatch of a variant: the result of ``mismatch.measure``, or ``{"overflow": text}``."""
+
+    variant: Variant
+    mismatch: dict
+
+    @property
+    def overflow(self) -> str | None:
+        return self.mismatch.get("overflow")
+
+
+def compare(variants: list[Variant], work: Path) -> list[Comparison]:
+    """Measure the mismatch of each variant from the prompts that both trainer and rollout have completed.
+
+    Variants with fewer than two such prompts, which have no spread, are left out.
+    """
+    comparisons = []
+    for variant in variants:
+        rolled_out = read_jsonl(rollout_file(work, variant.rollout))
+        scored = read_jsonl(trainer_file(work, variant.trainer, variant.rollout))
+        overflows = [line["overflow"] for line in rolled_out + scored if "overflow" in line]
+        if overflows:
+            comparisons.append(Comparison(variant, {"overflow": overflows[0]}))
+            continue
+        answers = [
+            Answer(prompt, np.array(trainer, dtype=float), np.array(rollout, dtype=float))
+            for prompt, (by_trainer, by_rollout) in enumerate(zip(scored, rolled_out, strict=False))
+            for trainer, rollout in zip(by_trainer["log_probs"], by_rollout["log_probs"], strict=True)
+        ]
+        if len(scored) >= 2:
+            comparisons.append(Comparison(variant, measure(answers)))
+    return comparisons
+
+
+def summarize(
+    options: ProbeOptions, comparisons: list[Comparison], positions: int, exact: str | None
+) -> dict[str, str]:
+    """Return the findings by name, the verdict first.
+
+    Args:
+        positions: of the model.
+        exact: the 16-bit dtype that represents every weight exactly, if there is one.
+    """
+    plain = {each.variant.regime: each.mismatch for each in comparisons if is_plain(each.variant, options)}
+    findings = {"verdict": verdict(plain)}
+    if (options.wire[0], options.head[0]) != ("fp32", "none"):
+        findings["verdict"] += f" (weights sent as {options.wire[0]}, fp32 head: {options.head[0]})"
+    measured = [each for each in comparisons if not each.overflow]
+    if measured:
+        findings |= sample_findings(options, measured, positions)
+    if exact:
+        findings["masters"] = (
+            f"every weight of the checkpoint is exact in {exact}: the rounding of a wire of {exact} shows only once "
+            "training has moved the weights"
+        )
+    return findings
+
+
+def sample_findings(options: ProbeOptions, measured: list[Comparison], positions: int) -> dict[str, str]:
+    """Return the findings on the size of the sample and on the extrapolation to longer responses."""
+    results = [each.mismatch for each in measured]
+    least, most = (pick(result["prompts"] for result in results) for pick in (min, max))
+    block = min(result["block"] for result in results)
+    findings = {
+        "measured": f"{least if least == most else f'{least} to {most}'} of {options.rows} prompts, {options.samples} "
+        f"answers to each of {results[0]['tokens'] / results[0]['sequences']:.1f} tokens on average, at temperature 1; "
+        f"{options.backend} on {options.device}",
+        "extrapolated": f"ESS/N and sequences clipped at lengths that fewer than {LEAST} answers have (the longest has "
+        f"{max(result['longest'] for result in results)} tokens): from the variance of sums of {block} tokens, as if "
+        "longer sums grew alike; the band is the sampling error of that variance alone. "
+        f"The model has {positions} positions",
+    }
+    growing = [each.variant.label for each in measured if each.mismatch["growth"].low > 1]
+    if growing:
+        findings["not independent"] = (
+            f"sums of {block} tokens vary more than independent terms would in {'; '.join(growing)}: "
+            "longer ones may do so even more, and ESS/N be lower than extrapolated"
+        )
+    return findings

@@ -1,0 +1,71 @@
+"""The pairs of trainer and rollout that a probe compares: a regime, the dtype of its weight sync, fp32 heads."""
+
+import shlex
+from dataclasses import dataclass
+
+from omegaconf import OmegaConf
+
+from lib.errors import Refused
+from lib.paths import CONFIGS
+from lib.probe.numerics import RolloutNumerics, TrainerNumerics, short_dtype
+from lib.probe.options import HEADS, ProbeOptions
+from lib.run.vllm_float16 import float16_support
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the report: a regime, its wire, and which heads compute in fp32."""
+
+    regime: str
+    wire: str
+    head: str
+    trainer: TrainerNumerics
+    rollout: RolloutNumerics
+
+    @property
+    def label(self) -> str:
+        wire = "" if self.wire == "fp32" else f", {self.wire} wire"
+        head = "" if self.head == "none" else f", fp32 head {'on' if self.head == 'both' else 'of'} {self.head}"
+        return self.regime + wire + head
+
+
+def variants(options: ProbeOptions) -> list[Variant]:
+    """Return every regime over every wire, and every head over the first wire; numerically equal ones only once."""
+    distinct: dict[tuple, Variant] = {}
+    for regime in options.precision:
+        config = OmegaConf.load(CONFIGS / "precision" / f"{regime}.yaml").actor_rollout_ref
+        train, infer = short_dtype(config.actor.dtype), short_dtype(config.rollout.dtype)
+        wires = [(wire, options.head[0]) for wire in options.wire]
+        for wire, head in wires + [(options.wire[0], head) for head in options.head[1:]]:
+            # A head of an fp32 trainer or rollout is in fp32 anyway.
+            trainer_head, rollout_head = (
+                in_fp32 and dtype != "fp32" for in_fp32, dtype in zip(HEADS[head], (train, infer), strict=True)
+            )
+            trainer = TrainerNumerics(train, trainer_head)
+            rollout = RolloutNumerics(infer, wire, rollout_head).effective
+            distinct.setdefault((regime, trainer, rollout), Variant(regime, wire, head, trainer, rollout))
+    return list(distinct.values())
+
+
+def is_plain(variant: Variant, options: ProbeOptions) -> bool:
+    """Return whether the variant stands for its regime in the verdict and the curves."""
+    return (variant.wire, variant.head) == (options.wire[0], options.head[0])
+
+
+def check_vllm(options: ProbeOptions) -> None:
+    """Print that vLLM refuses the model in float16, if a regime's rollout is in float16.
+
+    Raises:
+        Refused: vLLM is the backend.
+    """
+    regimes = list(dict.fromkeys(variant.regime for variant in variants(options) if variant.rollout.dtype == "fp16"))
+    support = float16_support(options.model)
+    if not regimes or support.supported is not False:
+        return
+    if options.backend == "vllm":
+        others = [name for name in options.precision if name not in regimes] or ["bf16"]
+        raise Refused(
+            f"MODEL={options.model}: {support.reason}; leave out {' and '.join(regimes)}: "
+            f"PRECISION={shlex.quote(' '.join(others))}; or BACKEND=hf, which runs them"
+        )
+    print(f"{support.reason}: {' and '.join(regimes)} are measured here and cannot be run with it", flush=True)

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from lib.files import rows
+from lib.files import read_jsonl
 
 REWARD = "critic/score/mean"
 PROBS_DIFF = "training/rollout_probs_diff_mean"
@@ -30,7 +30,7 @@ LAST = 5  # steps whose mean is the last reward
 def merge_metrics(out: Path, upto: int | None = None) -> list[dict]:
     """Merge ``verl.jsonl`` into ``metrics.jsonl``, one line a step, and drop the steps after ``upto``. Returns all."""
     merged: dict[int, dict] = {}
-    for row in rows(out / "metrics.jsonl") + rows(out / "verl.jsonl"):
+    for row in read_jsonl(out / "metrics.jsonl") + read_jsonl(out / "verl.jsonl"):
         merged.setdefault(row["step"], {}).update(row["data"])
     kept = [{"step": step, "data": merged[step]} for step in sorted(merged) if upto is None or step <= upto]
     temporary = out / "metrics.tmp"

@@ -101,7 +101,7 @@ drift: python  ## say which files that the patches hook are others in a verl:  m
 	@$(TOOLS_PYTHON) scripts/patchset.py drift $(HOLDER)
 
 ##@ Which regime, on this model, on this cluster, in .venv
-.PHONY: doctor preflight probe plan-memory compare sanity
+.PHONY: doctor preflight probe plan-memory compare report sanity
 comma := ,
 $(if $(filter doctor,$(MAKECMDGOALS)),$(if $(filter-out file,$(origin VERL)),$(if \
   $(shell test -d $(call quote,$(VERL)) && echo yes),,$(error VERL=$(VERL): is not a folder))))
@@ -133,6 +133,9 @@ plan-memory: setup  ## plan what a job takes on each GPU, without one:  make pla
 
 compare: setup  ## run and compare, as a report:  make compare PRECISION='fp16 bf16' SEED='1 2 3'  (or RUNS='fp16=FOLDER …')
 	@exec $(BIN)/python scripts/compare.py $(TYPED)
+
+report: setup  ## rebuild a report from the runs that it keeps:  make report FROM=docs/results/sanity/grpo  (OUT=…)
+	@exec $(BIN)/python scripts/report.py $(TYPED)
 
 # What is on the command line comes last and wins.
 sanity: setup  ## the sanity test: four regimes, three seeds, three objectives; the same command goes on

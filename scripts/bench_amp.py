@@ -35,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lib.bench.interleave import machine, rounds
+from lib.format import significant as written
 from lib.paths import REPO
-from lib.report.catalog import written
 
 sys.path.append(str(REPO))
 from recipes.amp import options

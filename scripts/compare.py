@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lib.errors import Refused
-from lib.report import build as report
-from lib.report import readers as sources
+from lib.report.build import write_report
+from lib.report.readers.dispatch import labelled_paths
+from lib.report.statistics import THRESHOLD
+from lib.report.tables import on_screen
 from lib.run import job as jobs
 from lib.run import sweep
 
@@ -48,20 +50,20 @@ def write(
     given: Mapping[str, str], pairs: Sequence[tuple[str, Path]], out: Path, title: str, expected: Sequence[str] = ()
 ) -> None:
     """Write the report and show its essence."""
-    threshold = number(given, "THRESHOLD", report.THRESHOLD)
-    told = report.write(pairs, out, threshold, given.get("TITLE", title), expected, given.get("NOSPEED", ""))
-    print(f"\n{report.on_screen(told)}\n\n  {out / 'index.html'}\n")
+    threshold = number(given, "THRESHOLD", THRESHOLD)
+    told = write_report(pairs, out, threshold, given.get("TITLE", title), expected, given.get("NOSPEED", ""))
+    print(f"\n{on_screen(told)}\n\n  {out / 'index.html'}\n")
 
 
 def of_runs(given: Mapping[str, str]) -> int:
     if others := [name for name in given if name not in (*OF_REPORT, "DEVICE")]:  # make hands on the environment's
         raise Refused(f"{others[0]}={given[others[0]]}: RUNS takes runs that are there; leave one of the two out")
-    write(given, sources.words(given["RUNS"]), Path(given.get("OUT", "report")).expanduser(), "Runs compared")
+    write(given, labelled_paths(given["RUNS"]), Path(given.get("OUT", "report")).expanduser(), "Runs compared")
     return 0
 
 
 def of_sweep(given: Mapping[str, str], words: list[str]) -> int:
-    number(given, "THRESHOLD", report.THRESHOLD)  # refused before hours of training
+    number(given, "THRESHOLD", THRESHOLD)  # refused before hours of training
     chosen = sweep.plan({name: value for name, value in given.items() if name in sweep.VARIABLES})
     outcome = sweep.run(chosen)
     expected = list(dict.fromkeys(run.label for run in chosen.runs))

@@ -1,4 +1,4 @@
-"""Runs read from what really logs them: ``make run``, and verl's own loggers for a file, TensorBoard and wandb."""
+"""Readers of runs, on files of their real loggers: ``make run``, and verl's for a file, TensorBoard and wandb."""
 
 import csv
 import json
@@ -14,8 +14,9 @@ import pytest
 
 from lib.errors import Refused
 from lib.files import write_json
-from lib.report import readers as sources
 from lib.report.catalog import METRIC
+from lib.report.logged_run import departure
+from lib.report.readers.dispatch import labelled_paths, read, read_all
 from lib.run.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS
 from lib.run.summary import by_role
 
@@ -31,7 +32,7 @@ REPORTS = [
 
 
 def metrics(step: int) -> dict[str, float]:
-    """What verl logs of a step; the gradient norm of step 4 overflowed."""
+    """Return the metrics that verl logs of a step; the gradient norm of step 4 overflowed."""
     return {
         REWARD: step / 8,
         K3_KL: 1e-7 * step,
@@ -57,7 +58,7 @@ logger.finish()
 
 @pytest.fixture(scope="session")
 def logged(tmp_path_factory) -> Path:
-    """The same steps by verl's three loggers: ``sanity/one.jsonl``, ``events/`` and ``wandb/offline-run-…/``."""
+    """Log the same steps by verl's three loggers: ``sanity/one.jsonl``, ``events/`` and ``wandb/offline-run-…/``."""
     out = tmp_path_factory.mktemp("logged")
     places = {"VERL_FILE_LOGGER_ROOT": out, "TENSORBOARD_DIR": out / "events", "WANDB_DIR": out}
     command = [sys.executable, "-c", LOG, json.dumps([metrics(step) for step in STEPS]), json.dumps(CONFIG)]
@@ -69,25 +70,25 @@ def logged(tmp_path_factory) -> Path:
     return out
 
 
-def made(
+def run_folder(
     out: Path, *, regime: str = "fp16", seed: int = 1, finished: bool = True, effective: dict | None = None
 ) -> Path:
-    """A folder of ``make run``."""
+    """Make a folder of ``make run``."""
     out.mkdir(parents=True)
     settings = {"EXPERIMENT": "sanity_cpu", "PRECISION": regime, "SEED": seed, "ARGS": ""}
     write_json(out / "run.json", {"settings": settings, "steps": len(STEPS), "wall_s": 9.0})
     lines = [json.dumps({"step": step, "data": metrics(step) | {SECONDS: 2.0 + seed / 10}}) for step in STEPS]
     (out / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines).replace("NaN", "null"))
-    told = [line for report in REPORTS for line in (f"(pid=7) [verl-precision] {json.dumps(report)}", "noise")]
-    (out / "train.log").write_text("\n".join(told))
+    lines = [line for report in REPORTS for line in (f"(pid=7) [verl-precision] {json.dumps(report)}", "noise")]
+    (out / "train.log").write_text("\n".join(lines))
     if finished:
         dtypes = effective if effective is not None else {role: dict(of[0]) for role, of in by_role(REPORTS).items()}
         write_json(out / "summary.json", {"effective_dtypes": dtypes, "wall_s": 9.0, "versions": {"verl": "0.9.1"}})
     return out
 
 
-def same(steps: dict, exactly: bool = True) -> None:
-    """What was read of ``metrics``: the steps that trained, no other metrics, and what is not finite as NaN."""
+def assert_same(steps: dict, exactly: bool = True) -> None:
+    """Check the steps that were read of ``metrics``: training steps, no other metrics, NaN where it is not finite."""
     assert sorted(steps) == list(STEPS)
     for step, data in steps.items():
         wanted = {name: value for name, value in metrics(step).items() if name in METRIC}
@@ -104,9 +105,9 @@ def wandb_folder(logged: Path) -> Path:
     return folder
 
 
-def test_each_of_verls_loggers_is_read_without_a_network(logged, monkeypatch):
+def test_files_of_all_loggers_are_read_without_network_or_process(logged, monkeypatch):
     def refuse(*_, **__):
-        raise AssertionError("a network, or another process, is asked")
+        raise AssertionError("a connection, or another process")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(subprocess, "Popen", refuse)
@@ -118,15 +119,15 @@ def test_each_of_verls_loggers_is_read_without_a_network(logged, monkeypatch):
         (wandb_folder(logged), "wandb"),
         (next(wandb_folder(logged).glob("*.wandb")), "wandb"),
     ):
-        run = sources.read("fp16", path)
-        same(run.steps, exactly=source != "TensorBoard")  # which has float32
-        assert run.source == source and run.finished is None and run.effective == {}
+        run = read("fp16", path)
+        assert_same(run.steps, exactly=source != "TensorBoard")  # which has float32
+        assert run.source == source and run.finished is None and run.effective_dtypes == {}
         assert run.notes == (
             "actor/grad_norm is NaN or inf at 1 of 6 steps, first at 4: left out there",
             "actor/entropy is NaN or inf at every step: it has no value",
         )
-        assert sources.departure(run) == f"effective dtypes unknown: {source} records none"
-    run = sources.read("fp16", wandb_folder(logged))
+        assert departure(run) == f"effective dtypes unknown: {source} records none"
+    run = read("fp16", wandb_folder(logged))
     assert (run.name, run.seed) == ("one", 3)
     assert run.config == {
         "data.train_batch_size": 16,
@@ -135,25 +136,25 @@ def test_each_of_verls_loggers_is_read_without_a_network(logged, monkeypatch):
     }
 
 
-def test_a_last_line_that_is_half_written_is_left_out_and_said(logged, tmp_path):
+def test_half_written_last_line_is_left_out_with_a_note(logged, tmp_path):
     for number, file in enumerate((logged / "sanity" / "one.jsonl", next((logged / "events").iterdir()))):
         cut = tmp_path / str(number) / file.name
         cut.parent.mkdir()
         cut.write_bytes(file.read_bytes()[:-20])
-        run = sources.read("fp16", cut)
+        run = read("fp16", cut)
         assert max(run.steps) in (5, 6) and "half-written: left out" in run.notes[0]
     content = next(wandb_folder(logged).glob("*.wandb")).read_bytes()
-    seen, cut = set(), 0
+    lengths, cut = set(), 0
     for end in range(len(content) - 2000, len(content), 40):  # within a record or between two
         (tmp_path / "run.wandb").write_bytes(content[:end])
-        run = sources.read("fp16", tmp_path / "run.wandb")
+        run = read("fp16", tmp_path / "run.wandb")
         assert sorted(run.steps) == list(range(1, len(run.steps) + 1))
-        seen.add(len(run.steps))
+        lengths.add(len(run.steps))
         cut += any("half-written" in note for note in run.notes)
-    assert len(seen) > 1 and cut > 40
+    assert len(lengths) > 1 and cut > 40
 
 
-def test_a_broken_line_before_the_last_is_refused_by_its_number(logged, tmp_path):
+def test_broken_line_is_refused_by_its_number(logged, tmp_path):
     lines = (logged / "sanity" / "one.jsonl").read_text().splitlines(keepends=True)
     for number, line in (
         (3, lines[2][:30] + "\n"),
@@ -165,22 +166,22 @@ def test_a_broken_line_before_the_last_is_refused_by_its_number(logged, tmp_path
     ):
         (tmp_path / "a.jsonl").write_text("".join([*lines[: number - 1], line, *lines[number:]]))
         with pytest.raises(Refused, match=f"a.jsonl: line {number} is no line of metrics"):
-            sources.read("fp16", tmp_path / "a.jsonl")
+            read("fp16", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": "high"}}\n')
     with pytest.raises(Refused, match="line 1: critic/score/mean is 'high', not a number"):
-        sources.read("fp16", tmp_path / "a.jsonl")
+        read("fp16", tmp_path / "a.jsonl")
     for file in (next((logged / "events").iterdir()), next(wandb_folder(logged).glob("*.wandb"))):
         damaged = bytearray(file.read_bytes())
         damaged[len(damaged) // 2] ^= 0xFF
         (tmp_path / file.name).write_bytes(damaged)
         with pytest.raises(Refused, match="damaged"):
-            sources.read("fp16", tmp_path / file.name)
+            read("fp16", tmp_path / file.name)
     (tmp_path / "events.out.tfevents.1").write_bytes(b"junk" * 100)
     with pytest.raises(Refused, match="is no event file, or damaged"):
-        sources.read("fp16", tmp_path / "events.out.tfevents.1")
+        read("fp16", tmp_path / "events.out.tfevents.1")
     (tmp_path / "other.wandb").write_bytes(b"not wandb's")
     with pytest.raises(Refused, match="is not a file of wandb's"):
-        sources.read("fp16", tmp_path / "other.wandb")
+        read("fp16", tmp_path / "other.wandb")
 
 
 def history(file: Path, columns: list[str], lines: list[list]) -> Path:
@@ -192,7 +193,7 @@ def history(file: Path, columns: list[str], lines: list[list]) -> Path:
 def test_wandbs_csv_exports(tmp_path):
     names = [name for name in metrics(1) if name != "perf/total_num_tokens"]
     lines = [[0, *[""] * len(names)], *([step, *map(metrics(step).get, names)] for step in STEPS)]
-    same(sources.read("fp16", history(tmp_path / "one.csv", ["_step", *names], lines)).steps)
+    assert_same(read("fp16", history(tmp_path / "one.csv", ["_step", *names], lines)).steps)
 
     charts = tmp_path / "charts"
     charts.mkdir()
@@ -200,113 +201,111 @@ def test_wandbs_csv_exports(tmp_path):
         columns = ["Step", *(f"a - run - {name}{bound}" for bound in ("", "__MIN", "__MAX"))]
         file = charts / f"{name.replace('/', '_')}.csv"
         history(file, columns, [[step, *[metrics(step)[name]] * 3] for step in STEPS])
-    run = sources.read("fp16", charts)
-    same(run.steps)
+    run = read("fp16", charts)
+    assert_same(run.steps)
     assert run.name == "a - run"
 
     two = history(tmp_path / "two.csv", ["Step", f"a - {REWARD}", f"b - {REWARD}"], [[1, 0.5, 0.25], [2, 1, ""]])
-    with pytest.raises(Refused, match="two.csv: holds 2 runs, a, b; name one"):
-        sources.read("fp16", two)
-    assert sources.read("fp16", Path(f"{two}#b")).steps == {1: {REWARD: 0.25}}
-    ((label, path),) = sources.words(f"fp16={two}#b")
-    assert sources.read(label, path).name == "b"
-    with pytest.raises(Refused, match="holds no run c"):
-        sources.read("fp16", Path(f"{two}#c"))
+    with pytest.raises(Refused, match="two.csv: contains 2 runs, a, b; name one"):
+        read("fp16", two)
+    assert read("fp16", Path(f"{two}#b")).steps == {1: {REWARD: 0.25}}
+    ((label, path),) = labelled_paths(f"fp16={two}#b")
+    assert read(label, path).name == "b"
+    with pytest.raises(Refused, match="contains no run c"):
+        read("fp16", Path(f"{two}#c"))
 
 
 @pytest.mark.parametrize(
-    "columns, lines, said",
+    "columns, lines, message",
     [
         (["epoch", REWARD], [[1, 0.5]], "has no column of steps .* it has epoch"),
         (["_step", REWARD], [[1, "high"]], "line 2, critic/score/mean: 'high' is not a number"),
         (["_step", REWARD, "x"], [[1, 0.5, 1], [2]], "line 3 is truncated: critic/score/mean is missing"),
-        (["_step", "x"], [[1, 0.5]], "holds no run at all"),
+        (["_step", "x"], [[1, 0.5]], "contains no run at all"),
     ],
 )
-def test_a_csv_file_that_is_no_export_is_refused(columns, lines, said, tmp_path):
-    with pytest.raises(Refused, match=said):
-        sources.read("fp16", history(tmp_path / "one.csv", columns, lines))
+def test_csv_file_that_is_no_export_is_refused(columns, lines, message, tmp_path):
+    with pytest.raises(Refused, match=message):
+        read("fp16", history(tmp_path / "one.csv", columns, lines))
 
 
-def test_a_folder_of_make_run(tmp_path):
-    folder = made(tmp_path / "run", seed=2)
+def test_folder_of_make_run_is_read_and_left_as_it_is(tmp_path):
+    folder = run_folder(tmp_path / "run", seed=2)
     before = {file: file.read_bytes() for file in folder.iterdir()}
-    run = sources.read("fp16", folder)
+    run = read("fp16", folder)
     assert (run.seed, run.regime, run.finished, run.source) == (2, "fp16", True, "make run")
     assert run.steps[1][REWARD] == 1 / 8 and math.isnan(run.steps[1]["actor/entropy"])
-    assert sources.departure(run) == ""
+    assert departure(run) == ""
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_a_run_that_is_going_on(tmp_path):
-    folder = made(tmp_path / "run", finished=False)
+def test_unfinished_run_is_read_with_the_reports_of_its_log(tmp_path):
+    folder = run_folder(tmp_path / "run", finished=False)
     (folder / "verl.jsonl").write_text(json.dumps({"step": 7, "data": {REWARD: 0.9}}) + '\n{"step": 8, "da')
-    run = sources.read("fp16", folder)
+    run = read("fp16", folder)
     assert max(run.steps) == 7 and run.finished is False
     assert run.notes[0] == "the last line of verl.jsonl, line 2, is half-written: left out"
-    assert run.effective["rollout"]["rollout"] == "float16" and sources.departure(run) == "", "from its log"
+    assert run.effective_dtypes["rollout"]["rollout"] == "float16" and departure(run) == "", "from its log"
 
 
-def test_names_that_metrics_had_in_older_releases(tmp_path):
+def test_metric_names_of_older_releases(tmp_path):
     data = {"mismatch/mismatch_k3_kl": 1e-6, "perf/max_memory_allocated_gb": 40.0}
     (tmp_path / "a.jsonl").write_text(json.dumps({"step": 1, "data": data}) + "\n")
-    assert sources.read("x", tmp_path / "a.jsonl").steps == {
-        1: {K3_KL: 1e-6, "actor/perf/max_memory_allocated_gb": 40.0}
-    }
+    assert read("x", tmp_path / "a.jsonl").steps == {1: {K3_KL: 1e-6, "actor/perf/max_memory_allocated_gb": 40.0}}
 
 
-def test_what_holds_no_run_is_refused(tmp_path):
-    for name, files, said in (
-        ("empty", {}, "holds no metrics"),
-        ("other", {"notes.txt": "x"}, "holds no metrics"),
+def test_folder_or_file_without_a_run_is_refused(tmp_path):
+    for name, files, message in (
+        ("empty", {}, "contains no metrics"),
+        ("other", {"notes.txt": "x"}, "contains no metrics"),
         ("started", {"metrics.jsonl": "", "run.json": json.dumps({"settings": {"SEED": 1}})}, "has no training step"),
         ("validated", {"a.jsonl": '{"step": 0, "data": {"val-core/acc": 1}}\n'}, "has no training step"),
         ("torn", {"metrics.jsonl": "", "run.json": '{"settings": '}, "run.json: is not JSON"),
         ("binary", {"a.jsonl": "\udc80\n\n"}, "line 1 is no line of metrics"),
-        ("several", {"a.jsonl": "", "b.jsonl": ""}, "holds 2 .jsonl files, each a run; name one"),
+        ("several", {"a.jsonl": "", "b.jsonl": ""}, "contains 2 .jsonl files, each a run; name one"),
     ):
         (tmp_path / name).mkdir()
         for file, content in files.items():
             (tmp_path / name / file).write_text(content, errors="surrogateescape")
-        with pytest.raises(Refused, match=said) as refusal:
-            sources.read("fp16", tmp_path / name)
+        with pytest.raises(Refused, match=message) as refusal:
+            read("fp16", tmp_path / name)
         assert name in str(refusal.value) and "\n" not in str(refusal.value)
     with pytest.raises(Refused, match="notes.txt: is no run; known are"):
-        sources.read("fp16", tmp_path / "other" / "notes.txt")
-    with pytest.raises(Refused, match="is not there"):
-        sources.read("fp16", tmp_path / "nowhere")
+        read("fp16", tmp_path / "other" / "notes.txt")
+    with pytest.raises(Refused, match="does not exist"):
+        read("fp16", tmp_path / "nowhere")
 
 
-def test_a_configuration_that_is_torn_is_refused(tmp_path):
-    folder = made(tmp_path / "run")
+def test_broken_configuration_is_refused(tmp_path):
+    folder = run_folder(tmp_path / "run")
     (folder / "hydra").mkdir()
     (folder / "hydra" / "config.yaml").write_text("a: [1,\nb: {")
     with pytest.raises(Refused, match="config.yaml: is not YAML: ") as refusal:
-        sources.read("fp16", folder)
+        read("fp16", folder)
     assert "\n" not in str(refusal.value)
 
 
-def test_a_run_that_is_there_twice_is_refused(tmp_path):
-    folder = made(tmp_path / "run")
+def test_run_that_occurs_twice_is_refused(tmp_path):
+    folder = run_folder(tmp_path / "run")
     (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(Refused, match="b=.*link: is there twice, as a too"):
-        sources.read_all([("a", folder), ("b", tmp_path / "link")])
+    with pytest.raises(Refused, match="b=.*link: occurs twice, as a too"):
+        read_all([("a", folder), ("b", tmp_path / "link")])
     shutil.copytree(folder, tmp_path / "copy")
     with pytest.raises(Refused, match="b=.*copy: has the very numbers of a=run"):
-        sources.read_all([("a", folder), ("b", tmp_path / "copy")])
+        read_all([("a", folder), ("b", tmp_path / "copy")])
 
 
-def test_a_label_that_names_another_regime_than_the_run_is_refused(tmp_path):
-    folder = made(tmp_path / "run", regime="bf16")
+def test_label_of_another_regime_than_the_runs_is_refused(tmp_path):
+    folder = run_folder(tmp_path / "run", regime="bf16")
     with pytest.raises(Refused, match="fp16=.*: is a run with PRECISION=bf16"):
-        sources.read("fp16", folder)
-    assert sources.read("mine", folder).regime == "bf16"
+        read("fp16", folder)
+    assert read("mine", folder).regime == "bf16"
 
 
-def test_labels_and_patterns(tmp_path):
+def test_labels_take_patterns(tmp_path):
     for name in ("run-1", "run-2", "other"):
         (tmp_path / name).mkdir()
-    assert sources.words(f"fp16={tmp_path}/run-* b.1={tmp_path}/other") == [
+    assert labelled_paths(f"fp16={tmp_path}/run-* b.1={tmp_path}/other") == [
         ("fp16", tmp_path / "run-1"),
         ("fp16", tmp_path / "run-2"),
         ("b.1", tmp_path / "other"),
@@ -317,7 +316,7 @@ ACTOR, ROLLOUT = {"compute": "float16"}, {"rollout": "float16"}
 
 
 @pytest.mark.parametrize(
-    "effective, said",
+    "effective, message",
     [
         ({"actor": ACTOR, "rollout": ROLLOUT}, ""),
         ({"actor": ACTOR, "ref": ACTOR, "critic": ACTOR, "rollout": ROLLOUT}, ""),
@@ -331,17 +330,17 @@ ACTOR, ROLLOUT = {"compute": "float16"}, {"rollout": "float16"}
         ({}, "its workers reported none"),
     ],
 )
-def test_a_run_counts_as_the_regime_whose_dtypes_its_workers_reported(effective, said, tmp_path):
-    run = sources.read("x", made(tmp_path / "run", effective=effective))
-    assert sources.departure(run).startswith(said) and bool(said) == bool(sources.departure(run))
+def test_run_counts_as_its_regime_if_its_workers_reported_the_dtypes(effective, message, tmp_path):
+    run = read("x", run_folder(tmp_path / "run", effective=effective))
+    assert departure(run).startswith(message) and bool(message) == bool(departure(run))
 
 
-def test_the_hash_of_a_configuration_is_that_of_all_seeds(tmp_path):
+def test_config_hash_does_not_depend_on_the_seed(tmp_path):
     text = "data:\n  seed: {0}\ncritic:\n  data_loader_seed: {0}\ntrainer:\n  default_local_dir: /x/{0}\n  lr: {1}\n"
     hashes = []
     for number, (seed, rate) in enumerate(((1, 1.0), (2, 1.0), (1, 2.0))):
-        folder = made(tmp_path / str(number), seed=seed)
+        folder = run_folder(tmp_path / str(number), seed=seed)
         (folder / "hydra").mkdir()
         (folder / "hydra" / "config.yaml").write_text(text.format(seed, rate))
-        hashes.append(sources.read("fp16", folder).config_hash)
+        hashes.append(read("fp16", folder).config_hash)
     assert hashes[0] == hashes[1] != hashes[2]

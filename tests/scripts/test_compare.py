@@ -8,10 +8,8 @@ from lib.errors import Refused
 
 
 def test_runs_by_label_make_a_report(tmp_path, capsys):
-    a, b, c = (
-        finished_run(tmp_path / name, word) for name, word in (("a", "SEED=1"), ("b", "SEED=2"), ("c", "SEED=3"))
-    )
-    assert compare.main([f"RUNS=one={a} one={b} other={c}", f"OUT={tmp_path}/out", "DEVICE=cpu"]) == 0
+    one, two, three = (finished_run(tmp_path / str(seed), f"SEED={seed}") for seed in (1, 2, 3))
+    assert compare.main([f"RUNS=one={one} one={two} other={three}", f"OUT={tmp_path}/out", "DEVICE=cpu"]) == 0
     output = capsys.readouterr().out
     assert "reward, last 5 steps" in output and str(tmp_path / "out" / "index.html") in output
     assert (tmp_path / "out" / "figures" / "reward.png").read_bytes().startswith(b"\x89PNG")

@@ -184,13 +184,13 @@ dapo-math: setup  ## download DAPO-Math-17k and AIME 2024 and write data/dapo-ma
 sanity-math: setup  ## download the 1460 MATH problems of the sanity test and write data/sanity-math/{train.parquet,oat}
 	@$(BIN)/python -m recipes.sanity_math.prepare --out data/sanity-math
 
-test-releases: setup $(WORKERS_READY)  ## the conformance suite on every release of verl, its outcome into docs/results/releases.json
+test-releases: setup $(WORKERS_READY)  ## the conformance suite on every release of verl, its outcome into tests/expected/releases.json
 	@exec $(BIN)/python -m pytest tests/releases --write-results
 
-test-oat: setup $(WORKERS_READY)  ## the same on every release of OAT, into docs/results/oat.json
+test-oat: setup $(WORKERS_READY)  ## the same on every release of OAT, into tests/expected/oat.json
 	@exec $(BIN)/python -m pytest tests/oat --write-results
 
-e2e-releases: setup $(WORKERS_READY)  ## two steps of main_ppo in fp16 on every release, into docs/results/releases-e2e.json
+e2e-releases: setup $(WORKERS_READY)  ## two steps of main_ppo in fp16 on every release, into tests/expected/releases-e2e.json
 	@exec $(BIN)/python -m pytest -m slow tests/e2e/test_releases.py --write-results
 
 matrix: python  ## write these outcomes into README.md as the support matrices

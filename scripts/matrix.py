@@ -8,10 +8,10 @@ from operator import itemgetter
 
 from lib.paths import REPO
 
-RESULTS = REPO / "docs/results/releases.json"
-RUNS = REPO / "docs/results/releases-e2e.json"
-OAT_RESULTS = REPO / "docs/results/oat.json"
-OAT_RUNS = REPO / "docs/results/oat-e2e.json"
+RESULTS = REPO / "tests/expected/releases.json"
+RUNS = REPO / "tests/expected/releases-e2e.json"
+OAT_RESULTS = REPO / "tests/expected/oat.json"
+OAT_RUNS = REPO / "tests/expected/oat-e2e.json"
 README = REPO / "README.md"
 # Where a table stands in the README.
 MARKERS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from behaviours import Behaviour, compared
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs/results/oat.json"
+RESULTS = Path(__file__).resolve().parents[2] / "tests/expected/oat.json"
 
 # Without fp16; the first two without the actor's log-probabilities in the learner too.
 BARE = ("0.1.4", "0.2.0")

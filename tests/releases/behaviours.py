@@ -194,7 +194,7 @@ BEHAVIOURS = {
 
 
 def entry(stack: "Stack", seen: dict[str, dict]) -> dict:
-    """A release's entry in docs/results: its stack, the lines that this changes, and what was seen."""
+    """A release's entry in tests/expected: its stack, the lines that this changes, and what was seen."""
     changed = [re.findall(r"^[+-](?![+-]{2} )", patch.text.partition("\n---\n")[2], re.M) for patch in stack.patches]
     signs = [sign for signs in changed for sign in signs]
     lines = {"added": signs.count("+"), "removed": signs.count("-")}

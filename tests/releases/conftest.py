@@ -14,7 +14,7 @@ from lib.patches.stack import apply, load_stack
 from lib.paths import REPO
 
 PYTHON = REPO / ".venv-workers/bin/python"
-RESULTS = REPO / "docs/results/releases.json"
+RESULTS = REPO / "tests/expected/releases.json"
 CASES = Path(__file__).with_name("cases.py")
 
 MAKE_MODEL = """
@@ -72,7 +72,7 @@ def run(release: str, tree: Path, model: Path, tmp_path_factory) -> Outcomes:
 
 
 def write_results(results: dict[str, dict]) -> None:
-    """Put what was seen of these releases into docs/results/releases.json; those that did not run stay."""
+    """Put what was seen of these releases into tests/expected/releases.json; those that did not run stay."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for release in results:
         known[release] = entry(load_stack(find_release(release)), results[release])

@@ -22,7 +22,7 @@ from lib.errors import Refused
 from lib.paths import REPO
 from lib.run import job as jobs
 
-MEASURED = REPO / "docs/results/plan-memory-measured.json"
+MEASURED = REPO / "tests/expected/plan-memory-measured.json"
 WITHIN = 0.15
 
 SMALL = {"num_hidden_layers": 4, "vocab_size": 8192, "hidden_size": 512, "tie_word_embeddings": False}
@@ -151,7 +151,7 @@ def test_every_settings_peak_is_as_planned(measure, pytestconfig):
 
 def test_what_was_measured_of_workers_is_as_planned():
     rows = json.loads(MEASURED.read_text())["workers"]
-    assert len(rows) == len(QUICK + THOROUGH), "docs/results/plan-memory-measured.json: write it anew (--write-results)"
+    assert len(rows) == len(QUICK + THOROUGH), "tests/expected/plan-memory-measured.json: write it anew (--write-results)"
     for row in rows:
         assert_close(row["setting"], row["measured"])
     moments = {peak(planned(row["setting"]).update())[0] for row in rows}

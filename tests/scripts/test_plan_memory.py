@@ -151,7 +151,7 @@ def test_every_settings_peak_is_as_planned(measure, pytestconfig):
 
 def test_what_was_measured_of_workers_is_as_planned():
     rows = json.loads(MEASURED.read_text())["workers"]
-    assert len(rows) == len(QUICK + THOROUGH), "tests/expected/plan-memory-measured.json: write it anew (--write-results)"
+    assert len(rows) == len(QUICK + THOROUGH), f"{MEASURED}: write it anew (--write-results)"
     for row in rows:
         assert_close(row["setting"], row["measured"])
     moments = {peak(planned(row["setting"]).update())[0] for row in rows}

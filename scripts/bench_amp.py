@@ -31,7 +31,7 @@ from lib.bench.amp_report import Conditions, markdown
 from lib.bench.amp_scenarios import ARMS, BASE, SCENARIOS
 from lib.bench.interleave import machine
 from lib.bench.resource_usage import cpu_seconds
-from lib.report.catalog import written
+from lib.format import significant
 from recipes.amp.options import device, flag, new_folder, option, parse, within
 from recipes.amp.ppo.config import KILL_SWITCH
 from verl.utils.precision import to_dtype
@@ -53,11 +53,11 @@ def bench(
         for repeat in range(repeats):
             begin = time.monotonic()
             results = measure(name, size, repeat, seed + repeat, device, on_cpu)
-            times = [f"{BASE} {written(results[0].seconds * 1e3)} ms"]
+            times = [f"{BASE} {significant(results[0].seconds * 1e3)} ms"]
             for row in results[1:]:
                 gain = ratio(results, name, row.arm, seconds_of)
-                gain = f"n/a: {gain.reason}" if gain.reason else f"{written(gain.median)}×"
-                times.append(f"{row.arm} {written(row.seconds * 1e3)} ms ({gain})")
+                gain = f"n/a: {gain.reason}" if gain.reason else f"{significant(gain.median)}×"
+                times.append(f"{row.arm} {significant(row.seconds * 1e3)} ms ({gain})")
             took = time.monotonic() - begin
             print(f"{name} {repeat + 1}/{repeats}: {', '.join(times)}; {took:.0f} s", flush=True)
             rows += results

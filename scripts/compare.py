@@ -15,8 +15,10 @@ from pathlib import Path
 
 from lib import cli
 from lib.errors import Refused
-from lib.report import build as report
-from lib.report import readers as sources
+from lib.report.build import write_report
+from lib.report.readers.dispatch import labelled_paths
+from lib.report.statistics import THRESHOLD
+from lib.report.tables import on_screen
 from lib.run import sweep
 
 REPORT_VARIABLES = {
@@ -53,9 +55,9 @@ def write(
     values: Mapping[str, str], pairs: Sequence[tuple[str, Path]], out: Path, title: str, expected: Sequence[str] = ()
 ) -> None:
     """Write the report and print its summary."""
-    threshold = number(values, "THRESHOLD", report.THRESHOLD)
-    written = report.write(pairs, out, threshold, values.get("TITLE", title), expected, values.get("NOSPEED", ""))
-    print(f"\n{report.on_screen(written)}\n\n  {out / 'index.html'}\n")
+    threshold = number(values, "THRESHOLD", THRESHOLD)
+    report = write_report(pairs, out, threshold, values.get("TITLE", title), expected, values.get("NOSPEED", ""))
+    print(f"\n{on_screen(report)}\n\n  {out / 'index.html'}\n")
 
 
 def compare_runs(values: Mapping[str, str]) -> int:
@@ -63,13 +65,13 @@ def compare_runs(values: Mapping[str, str]) -> int:
     others = [name for name in values if name not in (*REPORT_VARIABLES, "DEVICE")]  # make always passes DEVICE on
     if others:
         raise Refused(f"{others[0]}={values[others[0]]}: RUNS takes existing runs; leave one of the two out")
-    write(values, sources.words(values["RUNS"]), Path(values.get("OUT", "report")).expanduser(), "Runs compared")
+    write(values, labelled_paths(values["RUNS"]), Path(values.get("OUT", "report")).expanduser(), "Runs compared")
     return 0
 
 
 def sweep_and_compare(values: Mapping[str, str], words: list[str]) -> int:
     """Do the runs that are not finished, and report on those that are. Return the exit code."""
-    number(values, "THRESHOLD", report.THRESHOLD)  # refused before hours of training
+    number(values, "THRESHOLD", THRESHOLD)  # refused before hours of training
     plan = sweep.plan_sweep({name: value for name, value in values.items() if name in sweep.VARIABLES})
     outcome = sweep.run_sweep(plan)
     expected = list(dict.fromkeys(run.label for run in plan.runs))

@@ -1,6 +1,6 @@
-"""How many different right answers finished runs give: ``scripts/diversity.py RUNS="LABEL=FOLDER …" OUT=FILE``.
+"""Compare how many different right answers finished runs give: ``scripts/diversity.py RUNS="LABEL=FOLDER …" OUT=FILE``.
 
-Reads what their validations said, ``FOLDER/validation/STEP.jsonl``, so that every run is measured alike: the same
+Reads the answers of their validations, ``FOLDER/validation/STEP.jsonl``, so that every run is measured alike: the same
 prompts, as many samples to each, before the first step too (``trainer.val_before_train=true``). Writes ``OUT.png``
 and ``OUT.json``. A label may occur more than once, for other seeds of the same.
 """
@@ -12,24 +12,26 @@ from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
-from lib import cli
+from lib.cli import parse_words
 from lib.errors import Refused
 from lib.files import read_jsonl, write_json
-from lib.report import readers as sources
-from lib.run import folder as runs
+from lib.report.readers.dispatch import labelled_paths
+from lib.run.folder import finished
 
-SHOWN = 2  # prompts whose distributions are shown
+SHOWN_PROMPTS = 2  # whose distributions are plotted
 
-Step = dict[str, list[str | None]]  # by prompt the answer of each sample, None where it is wrong
+Answers = dict[str, list[str | None]]  # of one step: by prompt the answer of each sample, None where it is wrong
 
 
-def read(folder: Path) -> dict[int, Step]:
-    """What the validations of a run said, by step. What the reward function returns as ``answer`` tells answers apart.
+def read_validations(folder: Path) -> dict[int, Answers]:
+    """Return the answers of a run's validations, by step.
+
+    Two samples are the same answer if the reward function's ``answer`` is the same, or without one their text.
 
     Raises:
         Refused: there are none, or none before the first step.
     """
-    steps: dict[int, Step] = {}
+    steps: dict[int, Answers] = {}
     for file in sorted((folder / "validation").glob("*.jsonl"), key=lambda file: int(file.stem)):
         step = steps.setdefault(int(file.stem), {})
         for row in read_jsonl(file):
@@ -41,27 +43,27 @@ def read(folder: Path) -> dict[int, Step]:
     return steps
 
 
-def told(folder: Path) -> dict:
-    """What a run was asked, and how long it took.
+def run_facts(folder: Path) -> dict:
+    """Return the settings of a run, as ``asked``, and its duration.
 
     Raises:
-        Refused: it is not finished.
+        Refused: the run is not finished.
     """
-    if not runs.finished(folder):
+    if not finished(folder):
         raise Refused(f"{folder}: must be the folder of a finished run")
-    asked = json.loads((folder / "run.json").read_text())["settings"]
+    settings = json.loads((folder / "run.json").read_text())["settings"]
     summary = json.loads((folder / "summary.json").read_text())
-    return {"asked": {name: value for name, value in asked.items() if value}, "wall_s": summary["wall_s"]}
+    return {"asked": {name: value for name, value in settings.items() if value}, "wall_s": summary["wall_s"]}
 
 
 def shares(answers: list[str | None]) -> dict[str, float]:
-    """The share of each right answer among the right ones, the largest first."""
+    """Return the share of each right answer among the right ones, the largest first."""
     counts = Counter(answer for answer in answers if answer is not None)
     return {answer: count / counts.total() for answer, count in counts.most_common()}
 
 
-def measure(step: Step) -> dict[str, float]:
-    """Means over the prompts.
+def measure(step: Answers) -> dict[str, float]:
+    """Return means over the prompts.
 
     ``accuracy``: the share of right samples; ``distinct_right_answers``: how many there are among a prompt's samples;
     ``effective_right_answers``: exp of the entropy of their shares, which does not grow with accuracy as that does.
@@ -76,12 +78,13 @@ def measure(step: Step) -> dict[str, float]:
     }
 
 
-def pooled(steps: list[Step], prompt: str) -> dict[str, float]:
+def pooled_shares(steps: list[Answers], prompt: str) -> dict[str, float]:
+    """Return the shares of the right answers to a prompt in several runs together."""
     return shares([answer for step in steps for answer in step[prompt]])
 
 
 def plot(curves: list[tuple[str, dict[int, dict]]], bars: dict[str, dict[str, dict[str, float]]], file: Path) -> None:
-    """Each measure over the steps, and below for each prompt of ``bars`` the shares of right answers, by label."""
+    """Plot each measure over the steps, and below for each prompt of ``bars`` the shares of right answers, by label."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -115,25 +118,28 @@ def main(words: list[str]) -> None:
     if words in (["--help"], ["-h"]):
         print(__doc__)
         return
-    given = cli.parse_words(words, ("RUNS", "OUT"))
+    variables = parse_words(words, ("RUNS", "OUT"))
     for name in ("RUNS", "OUT"):
-        if name not in given:
+        if name not in variables:
             raise Refused(f'{name}: is missing; give RUNS="LABEL=FOLDER …" OUT=FILE')
-    out = Path(given["OUT"])
-    several = [(label, told(folder), read(folder)) for label, folder in sources.words(given["RUNS"])]
+    out = Path(variables["OUT"])
+    several = [
+        (label, run_facts(folder), read_validations(folder)) for label, folder in labelled_paths(variables["RUNS"])
+    ]
     sizes = [
-        {prompt: len(answers) for prompt, answers in step.items()} for *_, said in several for step in said.values()
+        {prompt: len(answers) for prompt, answers in step.items()} for *_, steps in several for step in steps.values()
     ]
     if any(size != sizes[0] for size in sizes):
-        raise Refused(f"RUNS={given['RUNS']}: must have the same prompts, with as many samples to each")
-    before = [said[0] for *_, said in several]
-    prompts = sorted(sizes[0], key=lambda prompt: len(pooled(before, prompt)))[-SHOWN:]
-    last = {label: [said[max(said)] for of, _, said in several if of == label] for label, *_ in several}
+        raise Refused(f"RUNS={variables['RUNS']}: must have the same prompts, with as many samples to each")
+    before = [steps[0] for *_, steps in several]
+    prompts = sorted(sizes[0], key=lambda prompt: len(pooled_shares(before, prompt)))[-SHOWN_PROMPTS:]
+    last = {label: [steps[max(steps)] for of, _, steps in several if of == label] for label, *_ in several}
     bars = {
-        prompt: {"before": pooled(before, prompt)} | {label: pooled(of, prompt) for label, of in last.items()}
+        prompt: {"before": pooled_shares(before, prompt)}
+        | {label: pooled_shares(of, prompt) for label, of in last.items()}
         for prompt in prompts
     }
-    curves = [(label, {step: measure(of) for step, of in said.items()}) for label, _, said in several]
+    curves = [(label, {step: measure(answers) for step, answers in steps.items()}) for label, _, steps in several]
     content = {
         "prompts": len(sizes[0]),
         "samples": sum(sizes[0].values()) // len(sizes[0]),

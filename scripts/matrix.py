@@ -9,10 +9,10 @@ from operator import itemgetter
 from lib.patches.releases import load_releases
 from lib.paths import REPO
 
-RESULTS = REPO / "docs/results/releases.json"
-RUNS = REPO / "docs/results/releases-e2e.json"
-OAT_RESULTS = REPO / "docs/results/oat.json"
-OAT_RUNS = REPO / "docs/results/oat-e2e.json"
+RESULTS = REPO / "tests/expected/releases.json"
+RUNS = REPO / "tests/expected/releases-e2e.json"
+OAT_RESULTS = REPO / "tests/expected/oat.json"
+OAT_RUNS = REPO / "tests/expected/oat-e2e.json"
 README = REPO / "README.md"
 # The lines around a table in the README.
 MARKERS = {

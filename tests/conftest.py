@@ -30,7 +30,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--write-results",
         action="store_true",
-        help="write what was seen of the releases into docs/results",
+        help="write the outcomes of the releases into tests/expected",
     )
 
 

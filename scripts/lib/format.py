@@ -1,9 +1,21 @@
 """Format numbers and durations for the terminal and for reports."""
 
+import math
+
 
 def number(value: float | None, form: str = ".3g") -> str:
     """Format ``value`` with the format specification ``form``; ``-`` for None."""
     return "-" if value is None else format(value, form)
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Format ``value`` by its first digits, whole numbers as such: ``0.00951``, ``26``, ``1958``, ``1.67e-07``."""
+    if value == int(value) and abs(value) < 1e7:
+        return str(int(value))
+    leading = math.floor(math.log10(abs(value)))
+    if not -3 <= leading < 7:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:.{max(digits - 1 - leading, 0)}f}"
 
 
 def duration(seconds: float) -> str:

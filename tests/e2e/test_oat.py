@@ -19,7 +19,7 @@ from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 PYTHON = REPO / ".venv-oat/bin/python"
-RESULTS = REPO / "docs/results/oat-e2e.json"
+RESULTS = REPO / "tests/expected/oat-e2e.json"
 RELEASE = "0.2.4"
 ROUNDS = 4
 HANGS_S = 900

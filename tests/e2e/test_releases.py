@@ -28,7 +28,7 @@ from lib.run.folder import load_manifest
 from lib.run.job import CPU_PLATFORM, MODULES
 from lib.run.log import reports
 
-RESULTS = REPO / "docs/results/releases-e2e.json"
+RESULTS = REPO / "tests/expected/releases-e2e.json"
 STEPS = 2
 SCALE = 1024.0  # the first loss scale
 HANGS_S = 900

@@ -68,7 +68,7 @@ def run(runner: subprocess.Popen, tree: Path, out: Path) -> dict[str, str]:
 
 
 def write_results(results: dict[str, dict]) -> None:
-    """Put what was seen of these releases into docs/results/oat.json; those that did not run stay."""
+    """Put what was seen of these releases into tests/expected/oat.json; those that did not run stay."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for release in results:
         known[release] = entry(load_stack(find_release(release, framework=OAT)), results[release])

@@ -12,7 +12,7 @@ from behaviours import Behaviour, compared
 
 from lib.patches.releases import OAT, load_releases
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs/results/oat.json"
+RESULTS = Path(__file__).resolve().parents[2] / "tests/expected/oat.json"
 
 ENTRIES = load_releases(framework=OAT)
 RELEASES = tuple(ENTRIES)

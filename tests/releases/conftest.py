@@ -15,7 +15,7 @@ from lib.patches.stack import load_stack
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
-RESULTS = REPO / "docs/results/releases.json"
+RESULTS = REPO / "tests/expected/releases.json"
 CASES = Path(__file__).with_name("cases.py")
 
 
@@ -60,7 +60,7 @@ def run(release: str, tree: Path, model: Path, tmp_path_factory) -> Outcomes:
 
 
 def write_results(results: dict[str, dict]) -> None:
-    """Write the verdicts on these releases into docs/results/releases.json; those that did not run stay."""
+    """Write the verdicts on these releases into tests/expected/releases.json; those that did not run stay."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for release in results:
         known[release] = entry(load_stack(find_release(release)), results[release])

@@ -1,26 +1,26 @@
-"""Finished runs compared by the right answers that they give."""
+"""The right answers of finished runs, by ``scripts/diversity.py``."""
 
 import json
 from pathlib import Path
 
 import pytest
-from test_compare import finished
+from report_runs import finished_run
 
 import diversity
 from lib.errors import Refused
 
-Step = dict[str, list[tuple[str, float]]]  # by prompt the answers and their scores
+Answers = dict[str, list[tuple[str, float]]]  # by prompt the answers and their scores
 BEFORE = {"47=": [("7+40", 1.0), ("12+35", 1.0), ("1+1", 0.0), ("", 0.0)], "12=": [("6+6", 1.0)] * 2 + [("", 0.0)] * 2}
 ONE = {"47=": [("7+40", 1.0)] * 4, "12=": [("6+6", 1.0)] * 4}
 MANY = {"47=": [("7+40", 1.0), ("12+35", 1.0)] * 2, "12=": [("6+6", 1.0)] * 3 + [("", 0.0)]}
 
 
-def validated(out: Path, steps: dict[int, Step]) -> Path:
-    """A finished run's folder with what its validations dumped, as verl's trainer writes it."""
-    (finished(out, "SEED=3") / "validation").mkdir()
+def validated(out: Path, steps: dict[int, Answers]) -> Path:
+    """Make a finished run's folder with the files of its validations, as verl's trainer writes them."""
+    (finished_run(out, "SEED=3") / "validation").mkdir()
     for number, step in steps.items():
         rows = [
-            {"input": prompt, "output": f"said {answer}", "score": score, "step": number, "answer": answer}
+            {"input": prompt, "output": f"text {answer}", "score": score, "step": number, "answer": answer}
             for prompt, answers in step.items()
             for answer, score in answers
         ]
@@ -28,45 +28,45 @@ def validated(out: Path, steps: dict[int, Step]) -> Path:
     return out
 
 
-def test_runs_are_measured_by_what_their_validations_said(tmp_path, capsys):
+def test_right_answers_are_counted_in_the_validations(tmp_path, capsys):
     one, many = (validated(tmp_path / name, {0: BEFORE, 10: last}) for name, last in (("one", ONE), ("many", MANY)))
     out = tmp_path / "both"
     diversity.main([f"RUNS=one={one} many={many}", f"OUT={out}"])
-    told = json.loads(out.with_suffix(".json").read_text())
-    assert (told["prompts"], told["samples"]) == (2, 4)
-    steps = {run["label"]: run["steps"] for run in told["runs"]}
+    content = json.loads(out.with_suffix(".json").read_text())
+    assert (content["prompts"], content["samples"]) == (2, 4)
+    steps = {run["label"]: run["steps"] for run in content["runs"]}
     for label in steps:
         assert steps[label]["0"]["accuracy"] == 0.5 and steps[label]["0"]["distinct_right_answers"] == 1.5
     assert steps["one"]["10"] == dict.fromkeys(steps["one"]["10"], 1.0)
     assert steps["many"]["10"]["accuracy"] == 7 / 8 and steps["many"]["10"]["distinct_right_answers"] == 1.5
     assert steps["many"]["10"]["effective_right_answers"] == pytest.approx(1.5)
-    assert told["shares_of_right_answers"]["47="] == {
+    assert content["shares_of_right_answers"]["47="] == {
         "before": {"7+40": 0.5, "12+35": 0.5},
         "one": {"7+40": 1.0},
         "many": {"7+40": 0.5, "12+35": 0.5},
     }
-    assert told["runs"][0]["asked"]["SEED"] == 3
+    assert content["runs"][0]["asked"]["SEED"] == 3
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "one                  step  10: 1 accuracy, 1 distinct right answers" in capsys.readouterr().out
 
 
-def test_without_an_answer_of_the_reward_function_its_text_tells_answers_apart(tmp_path):
+def test_without_an_answer_of_the_reward_function_the_text_counts(tmp_path):
     folder = validated(tmp_path / "run", {0: BEFORE, 10: MANY})
     for file in (folder / "validation").iterdir():
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "answer"}) + "\n" for row in rows))
-    assert diversity.read(folder)[10]["47="] == ["said 7+40", "said 12+35"] * 2
+    assert diversity.read_validations(folder)[10]["47="] == ["text 7+40", "text 12+35"] * 2
 
 
 @pytest.mark.parametrize("steps", [{}, {0: BEFORE}, {10: MANY}])
-def test_a_run_that_was_not_validated_before_and_after_is_refused(steps, tmp_path):
+def test_run_without_validations_before_and_after_is_refused(steps, tmp_path):
     folder = validated(tmp_path / "run", steps)
     with pytest.raises(Refused, match="has no validations before and after training"):
         diversity.main([f"RUNS=run={folder}", f"OUT={tmp_path}/out"])
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_runs_that_were_not_measured_alike_are_refused(tmp_path):
+def test_runs_with_different_prompts_are_refused(tmp_path):
     folders = [
         validated(tmp_path / "a", {0: BEFORE, 10: MANY}),
         validated(tmp_path / "b", {0: BEFORE, 10: {prompt: answers[:2] for prompt, answers in MANY.items()}}),
@@ -76,16 +76,16 @@ def test_runs_that_were_not_measured_alike_are_refused(tmp_path):
     assert sorted(tmp_path.iterdir()) == folders
 
 
-def test_a_run_that_is_not_finished_is_refused(tmp_path):
+def test_unfinished_run_and_missing_words_are_refused(tmp_path):
     folder = validated(tmp_path / "run", {0: BEFORE, 10: MANY})
     (folder / "summary.json").unlink()
-    for words, said in (
+    for words, message in (
         ([f"RUNS=run={folder}", f"OUT={tmp_path}/out"], "must be the folder of a finished run"),
         ([f"OUT={tmp_path}/out"], "RUNS: is missing"),
         ([f"RUNS=run={folder}"], "OUT: is missing"),
         ([str(tmp_path), f"run={folder}"], "is not a variable"),
     ):
-        with pytest.raises(Refused, match=said):
+        with pytest.raises(Refused, match=message):
             diversity.main(words)
     assert list(tmp_path.iterdir()) == [folder]
 

@@ -23,7 +23,7 @@ from lib.errors import Refused
 from lib.paths import REPO
 from lib.run import job as jobs
 
-MEASURED = REPO / "docs/results/plan-memory-measured.json"
+MEASURED = REPO / "tests/expected/plan-memory-measured.json"
 WITHIN = 0.15
 
 SMALL = {"num_hidden_layers": 4, "vocab_size": 8192, "hidden_size": 512, "tie_word_embeddings": False}
@@ -153,7 +153,7 @@ def test_workers_peak_at_the_planned_memory_in_every_setting(measure, pytestconf
 
 def test_recorded_workers_match_the_plan():
     rows = json.loads(MEASURED.read_text())["workers"]
-    assert len(rows) == len(QUICK + THOROUGH), "rewrite docs/results/plan-memory-measured.json (--write-results)"
+    assert len(rows) == len(QUICK + THOROUGH), "rewrite tests/expected/plan-memory-measured.json (--write-results)"
     for row in rows:
         assert_close(row["setting"], row["measured"])
     moments = {peak(planned(row["setting"]).update_moments())[0] for row in rows}

@@ -5,7 +5,7 @@ from pathlib import Path
 from lib.bench.amp_measure import ArmResult, scenarios_in
 from lib.bench.amp_ratio import memory_of, ratio, seconds_of
 from lib.bench.amp_scenarios import BASE
-from lib.report.catalog import written
+from lib.format import significant
 
 
 def plot_ratios(rows: list[ArmResult], title: str, file: Path) -> None:
@@ -29,7 +29,9 @@ def plot_ratios(rows: list[ArmResult], title: str, file: Path) -> None:
                 continue
             ends = [[gain.median - gain.low], [gain.high - gain.median]]
             speed.errorbar(gain.median, y, xerr=ends, fmt="o", color=colour, capsize=4)
-            speed.annotate(f"{arm}: {written(gain.median)}×", (gain.median, y), xytext=(0, 10), ha="center", **beside)
+            speed.annotate(
+                f"{arm}: {significant(gain.median)}×", (gain.median, y), xytext=(0, 10), ha="center", **beside
+            )
             percent = 100 * (1 - 1 / less.median)
             memory.barh(y, percent, height=0.34, color=colour)
             memory.annotate(f"{arm}: {less.less}", (max(percent, 0.0), y), xytext=(8, 0), **beside)

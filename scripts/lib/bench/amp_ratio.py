@@ -7,7 +7,7 @@ from statistics import median
 
 from lib.bench.amp_measure import ArmResult
 from lib.bench.amp_scenarios import BASE
-from lib.report.catalog import written
+from lib.format import significant
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class Ratio:
         return "n/a" if self.reason else f"{1 - 1 / self.median:.0%}"
 
     def __str__(self) -> str:
-        return "n/a" if self.reason else f"{written(self.median)} ({written(self.low)}–{written(self.high)})"
+        return (
+            "n/a" if self.reason else f"{significant(self.median)} ({significant(self.low)}–{significant(self.high)})"
+        )
 
 
 def ratio(rows: list[ArmResult], scenario: str, arm: str, of: Callable[[ArmResult], float]) -> Ratio:

@@ -16,7 +16,7 @@ from lib.bench.amp_ratio import memory_of, ratio, seconds_of
 from lib.bench.amp_scenarios import ARMS, BASE, SCENARIOS
 from lib.bench.interleave import machine
 from lib.bench.resource_usage import PEAK_MEMORY_METHOD
-from lib.report.catalog import written
+from lib.format import significant
 
 BUSY = 0.05  # of the cores; where other processes use more, times are not to be quoted
 
@@ -89,10 +89,10 @@ def markdown(rows: list[ArmResult], conditions: Conditions) -> str:
                 name,
                 arm,
                 f"{of[0].effective_dtype}{share}",
-                written(median(row.seconds for row in of) * 1e3),
-                f"{written(median(row.throughput for row in of))} {of[0].unit}",
+                significant(median(row.seconds for row in of) * 1e3),
+                f"{significant(median(row.throughput for row in of))} {of[0].unit}",
                 speed if arm != BASE else "",
-                written(median(row.memory_mib for row in of)),
+                significant(median(row.memory_mib for row in of)),
                 memory_ratio.less if arm != BASE else "",
                 f"{sum(row.overflow_steps for row in of)} of {sum(row.optimizer_steps for row in of)}",
                 f"{of[0].outcome} {spread([row.first for row in of])}",
@@ -123,7 +123,7 @@ def spread(values: list[float]) -> str:
     """Return their mean and range, or how many of them are not finite."""
     if not all(map(math.isfinite, values)):
         return f"not finite in {sum(not math.isfinite(value) for value in values)} of {len(values)} repeats"
-    return f"{written(fmean(values))} ({written(min(values))}–{written(max(values))})"
+    return f"{significant(fmean(values))} ({significant(min(values))}–{significant(max(values))})"
 
 
 def goals(rows: list[ArmResult], conditions: Conditions) -> list[str]:

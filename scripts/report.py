@@ -1,0 +1,42 @@
+"""Rebuild a report from the runs that it keeps: ``scripts/report.py FROM=FOLDER OUT=FOLDER``.
+
+Reads FROM/report.json and the runs that it names, and writes the page, the figures, the tables and the runs to OUT, by
+default outputs/report/NAME, NAME the last part of FROM. OUT may be FROM.
+
+Exit code 0: done; 1: refused; 130: interrupted, with OUT as it was.
+"""
+
+import sys
+from pathlib import Path
+
+from lib.cli import help_requested, parse_words, usage
+from lib.errors import Refused
+from lib.report.build import rebuild
+from lib.report.tables import on_screen
+
+VARIABLES = {
+    "FROM": "a report's folder, with report.json, as docs/results/sanity/grpo",
+    "OUT": "the folder of the new report, default outputs/report/NAME",
+}
+
+
+def main(words: list[str]) -> int:
+    if help_requested(words):
+        print(f"{__doc__}\n{usage(VARIABLES)}")
+        return 0
+    variables = parse_words(words, VARIABLES)
+    if "FROM" not in variables:
+        raise Refused("FROM: is missing; give a report's folder, as FROM=docs/results/sanity/grpo")
+    source = Path(variables["FROM"]).expanduser()
+    out = Path(variables.get("OUT", Path("outputs/report") / source.resolve().name)).expanduser()
+    print(f"\n{on_screen(rebuild(source, out))}\n\n  {out / 'index.html'}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Refused as refusal:
+        sys.exit(f"report: {refusal}")
+    except KeyboardInterrupt:  # OUT is replaced as a whole, at the end
+        sys.exit(130)

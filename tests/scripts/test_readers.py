@@ -1,0 +1,346 @@
+"""Readers of runs, on files of their real loggers: ``make run``, and verl's for a file, TensorBoard and wandb."""
+
+import csv
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lib.errors import Refused
+from lib.files import write_json
+from lib.report.catalog import METRIC
+from lib.report.logged_run import departure
+from lib.report.readers.dispatch import labelled_paths, read, read_all
+from lib.run.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS
+from lib.run.summary import by_role
+
+STEPS = range(1, 7)
+CONFIG = {  # longer than a block of wandb's log
+    "data": {"seed": 3, "train_batch_size": 16, "prompt": "x" * 70_000},
+    "trainer": {"experiment_name": "one", "save_freq": -1},
+}
+REPORTS = [
+    {"role": "actor", "rank": 0, "compute": "float16", "loss_scaling": True, "stamp": {"release": "0.9.1"}},
+    {"role": "rollout", "rank": 0, "rollout": "float16", "stamp": {"release": "0.9.1"}},
+]
+
+
+def metrics(step: int) -> dict[str, float]:
+    """Return the metrics that verl logs of a step; the gradient norm of step 4 overflowed."""
+    return {
+        REWARD: step / 8,
+        K3_KL: 1e-7 * step,
+        LOSS_SCALE: 65536.0,
+        SECONDS: 2.5,
+        "actor/grad_norm": math.inf if step == 4 else 0.5,
+        "actor/entropy": math.nan,
+        "perf/total_num_tokens": 4480,
+    }
+
+
+LOG = """
+import json, math, sys
+from verl.utils.tracking import Tracking
+steps, config = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+logger = Tracking("sanity", "one", ["file", "tensorboard", "wandb"], config)
+logger.log({"val-core/acc": 0.1}, 0)
+for step, data in enumerate(steps, 1):
+    logger.log(data, step)
+logger.finish()
+"""
+
+
+@pytest.fixture(scope="session")
+def logged(tmp_path_factory) -> Path:
+    """Log the same steps by verl's three loggers: ``sanity/one.jsonl``, ``events/`` and ``wandb/offline-run-…/``."""
+    out = tmp_path_factory.mktemp("logged")
+    places = {"VERL_FILE_LOGGER_ROOT": out, "TENSORBOARD_DIR": out / "events", "WANDB_DIR": out}
+    command = [sys.executable, "-c", LOG, json.dumps([metrics(step) for step in STEPS]), json.dumps(CONFIG)]
+    environment = {name: str(place) for name, place in places.items()} | {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+    }
+    subprocess.run(command, env=os.environ | environment, cwd=out, check=True, capture_output=True)
+    return out
+
+
+def run_folder(
+    out: Path, *, regime: str = "fp16", seed: int = 1, finished: bool = True, effective: dict | None = None
+) -> Path:
+    """Make a folder of ``make run``."""
+    out.mkdir(parents=True)
+    settings = {"EXPERIMENT": "sanity_cpu", "PRECISION": regime, "SEED": seed, "ARGS": ""}
+    write_json(out / "run.json", {"settings": settings, "steps": len(STEPS), "wall_s": 9.0})
+    lines = [json.dumps({"step": step, "data": metrics(step) | {SECONDS: 2.0 + seed / 10}}) for step in STEPS]
+    (out / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines).replace("NaN", "null"))
+    lines = [line for report in REPORTS for line in (f"(pid=7) [verl-precision] {json.dumps(report)}", "noise")]
+    (out / "train.log").write_text("\n".join(lines))
+    if finished:
+        dtypes = effective if effective is not None else {role: dict(of[0]) for role, of in by_role(REPORTS).items()}
+        write_json(out / "summary.json", {"effective_dtypes": dtypes, "wall_s": 9.0, "versions": {"verl": "0.9.1"}})
+    return out
+
+
+def assert_same(steps: dict, exactly: bool = True) -> None:
+    """Check the steps that were read of ``metrics``: training steps, no other metrics, NaN where it is not finite."""
+    assert sorted(steps) == list(STEPS)
+    for step, data in steps.items():
+        wanted = {name: value for name, value in metrics(step).items() if name in METRIC}
+        assert set(data) == set(wanted)
+        for name, value in wanted.items():
+            if math.isfinite(value):
+                assert data[name] == (value if exactly else pytest.approx(value, rel=1e-6)), (step, name)
+            else:
+                assert math.isnan(data[name]), (step, name)
+
+
+def wandb_folder(logged: Path) -> Path:
+    (folder,) = (logged / "wandb").glob("offline-run-*")
+    return folder
+
+
+def test_files_of_all_loggers_are_read_without_network_or_process(logged, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a connection, or another process")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    for path, source in (
+        (logged / "sanity" / "one.jsonl", "verl's file logger"),
+        (logged / "sanity", "verl's file logger"),
+        (logged / "events", "TensorBoard"),
+        (next((logged / "events").iterdir()), "TensorBoard"),
+        (wandb_folder(logged), "wandb"),
+        (next(wandb_folder(logged).glob("*.wandb")), "wandb"),
+    ):
+        run = read("fp16", path)
+        assert_same(run.steps, exactly=source != "TensorBoard")  # which has float32
+        assert run.source == source and run.finished is None and run.effective_dtypes == {}
+        assert run.notes == (
+            "actor/grad_norm is NaN or inf at 1 of 6 steps, first at 4: left out there",
+            "actor/entropy is NaN or inf at every step: it has no value",
+        )
+        assert departure(run) == f"effective dtypes unknown: {source} records none"
+    run = read("fp16", wandb_folder(logged))
+    assert (run.name, run.seed) == ("one", 3)
+    assert run.config == {
+        "data.train_batch_size": 16,
+        "data.prompt": CONFIG["data"]["prompt"],
+        "trainer.save_freq": -1,
+    }
+
+
+def test_half_written_last_line_is_left_out_with_a_note(logged, tmp_path):
+    for number, file in enumerate((logged / "sanity" / "one.jsonl", next((logged / "events").iterdir()))):
+        cut = tmp_path / str(number) / file.name
+        cut.parent.mkdir()
+        cut.write_bytes(file.read_bytes()[:-20])
+        run = read("fp16", cut)
+        assert max(run.steps) in (5, 6) and "half-written: left out" in run.notes[0]
+    content = next(wandb_folder(logged).glob("*.wandb")).read_bytes()
+    lengths, cut = set(), 0
+    for end in range(len(content) - 2000, len(content), 40):  # within a record or between two
+        (tmp_path / "run.wandb").write_bytes(content[:end])
+        run = read("fp16", tmp_path / "run.wandb")
+        assert sorted(run.steps) == list(range(1, len(run.steps) + 1))
+        lengths.add(len(run.steps))
+        cut += any("half-written" in note for note in run.notes)
+    assert len(lengths) > 1 and cut > 40
+
+
+def test_broken_line_is_refused_by_its_number(logged, tmp_path):
+    lines = (logged / "sanity" / "one.jsonl").read_text().splitlines(keepends=True)
+    for number, line in (
+        (3, lines[2][:30] + "\n"),
+        (3, '{"step": 3}\n'),
+        (7, lines[6][:30] + "\n"),
+        (2, "[1, 2]\n"),
+        (2, '{"step": 2, "data": null}\n'),
+        (2, '{"step": "x", "data": {}}\n'),
+    ):
+        (tmp_path / "a.jsonl").write_text("".join([*lines[: number - 1], line, *lines[number:]]))
+        with pytest.raises(Refused, match=f"a.jsonl: line {number} is no line of metrics"):
+            read("fp16", tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": "high"}}\n')
+    with pytest.raises(Refused, match="line 1: critic/score/mean is 'high', not a number"):
+        read("fp16", tmp_path / "a.jsonl")
+    for file in (next((logged / "events").iterdir()), next(wandb_folder(logged).glob("*.wandb"))):
+        damaged = bytearray(file.read_bytes())
+        damaged[len(damaged) // 2] ^= 0xFF
+        (tmp_path / file.name).write_bytes(damaged)
+        with pytest.raises(Refused, match="damaged"):
+            read("fp16", tmp_path / file.name)
+    (tmp_path / "events.out.tfevents.1").write_bytes(b"junk" * 100)
+    with pytest.raises(Refused, match="is no event file, or damaged"):
+        read("fp16", tmp_path / "events.out.tfevents.1")
+    (tmp_path / "other.wandb").write_bytes(b"not wandb's")
+    with pytest.raises(Refused, match="is not a file of wandb's"):
+        read("fp16", tmp_path / "other.wandb")
+
+
+def history(file: Path, columns: list[str], lines: list[list]) -> Path:
+    with file.open("w", newline="") as content:
+        csv.writer(content).writerows([columns, *lines])
+    return file
+
+
+def test_wandbs_csv_exports(tmp_path):
+    names = [name for name in metrics(1) if name != "perf/total_num_tokens"]
+    lines = [[0, *[""] * len(names)], *([step, *map(metrics(step).get, names)] for step in STEPS)]
+    assert_same(read("fp16", history(tmp_path / "one.csv", ["_step", *names], lines)).steps)
+
+    charts = tmp_path / "charts"
+    charts.mkdir()
+    for name in names:
+        columns = ["Step", *(f"a - run - {name}{bound}" for bound in ("", "__MIN", "__MAX"))]
+        file = charts / f"{name.replace('/', '_')}.csv"
+        history(file, columns, [[step, *[metrics(step)[name]] * 3] for step in STEPS])
+    run = read("fp16", charts)
+    assert_same(run.steps)
+    assert run.name == "a - run"
+
+    two = history(tmp_path / "two.csv", ["Step", f"a - {REWARD}", f"b - {REWARD}"], [[1, 0.5, 0.25], [2, 1, ""]])
+    with pytest.raises(Refused, match="two.csv: contains 2 runs, a, b; name one"):
+        read("fp16", two)
+    assert read("fp16", Path(f"{two}#b")).steps == {1: {REWARD: 0.25}}
+    ((label, path),) = labelled_paths(f"fp16={two}#b")
+    assert read(label, path).name == "b"
+    with pytest.raises(Refused, match="contains no run c"):
+        read("fp16", Path(f"{two}#c"))
+
+
+@pytest.mark.parametrize(
+    "columns, lines, message",
+    [
+        (["epoch", REWARD], [[1, 0.5]], "has no column of steps .* it has epoch"),
+        (["_step", REWARD], [[1, "high"]], "line 2, critic/score/mean: 'high' is not a number"),
+        (["_step", REWARD, "x"], [[1, 0.5, 1], [2]], "line 3 is truncated: critic/score/mean is missing"),
+        (["_step", "x"], [[1, 0.5]], "contains no run at all"),
+    ],
+)
+def test_csv_file_that_is_no_export_is_refused(columns, lines, message, tmp_path):
+    with pytest.raises(Refused, match=message):
+        read("fp16", history(tmp_path / "one.csv", columns, lines))
+
+
+def test_folder_of_make_run_is_read_and_left_as_it_is(tmp_path):
+    folder = run_folder(tmp_path / "run", seed=2)
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    run = read("fp16", folder)
+    assert (run.seed, run.regime, run.finished, run.source) == (2, "fp16", True, "make run")
+    assert run.steps[1][REWARD] == 1 / 8 and math.isnan(run.steps[1]["actor/entropy"])
+    assert departure(run) == ""
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_unfinished_run_is_read_with_the_reports_of_its_log(tmp_path):
+    folder = run_folder(tmp_path / "run", finished=False)
+    (folder / "verl.jsonl").write_text(json.dumps({"step": 7, "data": {REWARD: 0.9}}) + '\n{"step": 8, "da')
+    run = read("fp16", folder)
+    assert max(run.steps) == 7 and run.finished is False
+    assert run.notes[0] == "the last line of verl.jsonl, line 2, is half-written: left out"
+    assert run.effective_dtypes["rollout"]["rollout"] == "float16" and departure(run) == "", "from its log"
+
+
+def test_metric_names_of_older_releases(tmp_path):
+    data = {"mismatch/mismatch_k3_kl": 1e-6, "perf/max_memory_allocated_gb": 40.0}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"step": 1, "data": data}) + "\n")
+    assert read("x", tmp_path / "a.jsonl").steps == {1: {K3_KL: 1e-6, "actor/perf/max_memory_allocated_gb": 40.0}}
+
+
+def test_folder_or_file_without_a_run_is_refused(tmp_path):
+    for name, files, message in (
+        ("empty", {}, "contains no metrics"),
+        ("other", {"notes.txt": "x"}, "contains no metrics"),
+        ("started", {"metrics.jsonl": "", "run.json": json.dumps({"settings": {"SEED": 1}})}, "has no training step"),
+        ("validated", {"a.jsonl": '{"step": 0, "data": {"val-core/acc": 1}}\n'}, "has no training step"),
+        ("torn", {"metrics.jsonl": "", "run.json": '{"settings": '}, "run.json: is not JSON"),
+        ("binary", {"a.jsonl": "\udc80\n\n"}, "line 1 is no line of metrics"),
+        ("several", {"a.jsonl": "", "b.jsonl": ""}, "contains 2 .jsonl files, each a run; name one"),
+    ):
+        (tmp_path / name).mkdir()
+        for file, content in files.items():
+            (tmp_path / name / file).write_text(content, errors="surrogateescape")
+        with pytest.raises(Refused, match=message) as refusal:
+            read("fp16", tmp_path / name)
+        assert name in str(refusal.value) and "\n" not in str(refusal.value)
+    with pytest.raises(Refused, match="notes.txt: is no run; known are"):
+        read("fp16", tmp_path / "other" / "notes.txt")
+    with pytest.raises(Refused, match="does not exist"):
+        read("fp16", tmp_path / "nowhere")
+
+
+def test_broken_configuration_is_refused(tmp_path):
+    folder = run_folder(tmp_path / "run")
+    (folder / "hydra").mkdir()
+    (folder / "hydra" / "config.yaml").write_text("a: [1,\nb: {")
+    with pytest.raises(Refused, match="config.yaml: is not YAML: ") as refusal:
+        read("fp16", folder)
+    assert "\n" not in str(refusal.value)
+
+
+def test_run_that_occurs_twice_is_refused(tmp_path):
+    folder = run_folder(tmp_path / "run")
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(Refused, match="b=.*link: occurs twice, as a too"):
+        read_all([("a", folder), ("b", tmp_path / "link")])
+    shutil.copytree(folder, tmp_path / "copy")
+    with pytest.raises(Refused, match="b=.*copy: has the very numbers of a=run"):
+        read_all([("a", folder), ("b", tmp_path / "copy")])
+
+
+def test_label_of_another_regime_than_the_runs_is_refused(tmp_path):
+    folder = run_folder(tmp_path / "run", regime="bf16")
+    with pytest.raises(Refused, match="fp16=.*: is a run with PRECISION=bf16"):
+        read("fp16", folder)
+    assert read("mine", folder).regime == "bf16"
+
+
+def test_labels_take_patterns(tmp_path):
+    for name in ("run-1", "run-2", "other"):
+        (tmp_path / name).mkdir()
+    assert labelled_paths(f"fp16={tmp_path}/run-* b.1={tmp_path}/other") == [
+        ("fp16", tmp_path / "run-1"),
+        ("fp16", tmp_path / "run-2"),
+        ("b.1", tmp_path / "other"),
+    ]
+
+
+ACTOR, ROLLOUT = {"compute": "float16"}, {"rollout": "float16"}
+
+
+@pytest.mark.parametrize(
+    "effective, message",
+    [
+        ({"actor": ACTOR, "rollout": ROLLOUT}, ""),
+        ({"actor": ACTOR, "ref": ACTOR, "critic": ACTOR, "rollout": ROLLOUT}, ""),
+        ({"actor": {"compute": "bfloat16"}, "rollout": ROLLOUT}, "trained in bfloat16"),
+        ({"actor": ACTOR, "rollout": {"rollout": "bfloat16"}}, "rolled out in bfloat16"),
+        ({"actor": ACTOR, "critic": {"compute": "bfloat16"}, "rollout": ROLLOUT}, "trained its critic in bfloat16"),
+        ({"actor": ACTOR, "ref": {"compute": "float32"}, "rollout": ROLLOUT}, "had its reference in float32"),
+        ({"actor": ACTOR}, "its rollout reported no dtype"),
+        ({"rollout": ROLLOUT}, "its actor reported no dtype"),
+        ({"actor": [ACTOR, {"compute": "bfloat16"}], "rollout": ROLLOUT}, "the workers of its actor report different"),
+        ({}, "its workers reported none"),
+    ],
+)
+def test_run_counts_as_its_regime_if_its_workers_reported_the_dtypes(effective, message, tmp_path):
+    run = read("x", run_folder(tmp_path / "run", effective=effective))
+    assert departure(run).startswith(message) and bool(message) == bool(departure(run))
+
+
+def test_config_hash_does_not_depend_on_the_seed(tmp_path):
+    text = "data:\n  seed: {0}\ncritic:\n  data_loader_seed: {0}\ntrainer:\n  default_local_dir: /x/{0}\n  lr: {1}\n"
+    hashes = []
+    for number, (seed, rate) in enumerate(((1, 1.0), (2, 1.0), (1, 2.0))):
+        folder = run_folder(tmp_path / str(number), seed=seed)
+        (folder / "hydra").mkdir()
+        (folder / "hydra" / "config.yaml").write_text(text.format(seed, rate))
+        hashes.append(read("fp16", folder).config_hash)
+    assert hashes[0] == hashes[1] != hashes[2]

@@ -1,4 +1,4 @@
-"""The doctor's diagnoses of each release, patched and not, and its command. No worker runs here."""
+"""The doctor's diagnoses of each release, patched and not; no worker runs here."""
 
 import json
 from collections.abc import Callable
@@ -339,7 +339,7 @@ def test_sharded_weights_pass_through_bfloat16(release: str, examine: Examine):
     diagnosis = examine(release, "unpatched", *words)
     wire = diagnosis.hops["wire"]
     assert wire.effective_dtype == "bfloat16" and diagnosis.verdict == "differ"
-    assert wire.reason == "workers/engine/fsdp/transformer_impl.py:841"
+    assert wire.reason.startswith("workers/engine/fsdp/transformer_impl.py:")
     assert dtype_rules.SEND in mends(diagnosis)[f"{ROLLOUT}.dtype"]
     assert examine(release, "patched", *words).hops["wire"].effective_dtype == "float32"
 

@@ -33,7 +33,7 @@ class Image:
         self.bin.mkdir()
         unpacked_wheel("0.9.1", self.site)
         self.installed = folder / "installed"
-        python = f'PYTHONPATH={self.site} exec {sys.executable} "$@"'
+        python = f'PYTHONPATH={self.site}${{PYTHONPATH:+:$PYTHONPATH}} exec {sys.executable} "$@"'
         self.program("python3", f'if [ "$1 $2" = "-m pip" ]; then echo "$@" >> {self.installed}; else {python}; fi')
         self.program("ray", "")
 

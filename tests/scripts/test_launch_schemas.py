@@ -163,8 +163,8 @@ def rayjob(machine) -> dict:  # noqa: F811
 
 
 def knobs() -> list[str]:
-    """The variables that make a job, as knobs.sh names them."""
-    script = f'source {LAUNCH}/knobs.sh; echo "${{job[@]}}"'
+    """Return the names of the variables that make a job, as knobs.sh reads them."""
+    script = f'source {LAUNCH}/knobs.sh; read_variables; echo "${{job[@]}}"'
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
 
 
@@ -242,7 +242,7 @@ def test_environment_of_the_pod_becomes_the_job(rayjob, machine):  # noqa: F811
     assert secret == {
         name: {"name": "verl-precision", "key": name, "optional": True} for name in ("HF_TOKEN", "WANDB_API_KEY")
     }
-    assert {*plain} == {*knobs(), "HF_HOME"}, "a knob that is left out would be the default without a word"
+    assert {*plain} == {*knobs(), "HF_HOME"}, "a knob that is left out would silently have its default"
     assert rayjob["spec"]["entrypoint"] == "/opt/verl-precision/scripts/launch/train.sh"
     check_the_job(machine, LAUNCH / "train.sh", plain | {"RAY_ADDRESS": "10.0.0.7:6379"})
 
@@ -288,8 +288,8 @@ def test_skypilot_task_trains_on_its_head(rank, machine):  # noqa: F811
     assert [words[at + 1] for at, word in enumerate(words) if word == "--secret"] == ["HF_TOKEN", "WANDB_API_KEY"]
 
     task = yaml.safe_load((CONFIGS / "sky.yaml").read_text())
-    given = dict(words[at + 1].split("=", 1) for at, word in enumerate(words) if word == "--env")
-    assert set(given) <= set(task["envs"]) | {"NNODES", "GPUS_PER_NODE"}
+    values = dict(words[at + 1].split("=", 1) for at, word in enumerate(words) if word == "--env")
+    assert set(values) <= set(task["envs"]) | {"NNODES", "GPUS_PER_NODE"}
     started = machine.home / "sky_templates/ray/start_cluster"
     started.parent.mkdir(parents=True)
     started.write_text("#!/bin/bash\necho started\n")
@@ -299,7 +299,7 @@ def test_skypilot_task_trains_on_its_head(rank, machine):  # noqa: F811
     run.write_text("#!/bin/bash\n" + task["run"].replace("/opt/verl-precision/scripts", str(REPO / "scripts")))
     run.chmod(0o755)
     node = {"SKYPILOT_NODE_RANK": rank, "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9", "SKYPILOT_NUM_NODES": 3}
-    environment = task["envs"] | given | node | {"SKYPILOT_NUM_GPUS_PER_NODE": 4}
+    environment = task["envs"] | values | node | {"SKYPILOT_NUM_GPUS_PER_NODE": 4}
     if rank:
         done = machine.run(run, **environment)
         assert (done.returncode, done.stdout) == (0, "started\n") and not machine.called("python3")

@@ -20,13 +20,18 @@ def above_zero(text: str) -> list[int]:
     return values
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse(words: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", type=above_zero, default=[10, 30, 100, 300], help="million parameters")
     parser.add_argument("--ranks", type=above_zero, default=[1, 2], help="on a GPU always 1")
     parser.add_argument("--seconds", type=float, default=25.0, help="per configuration, at least 41 rounds")
     parser.add_argument("--out", type=Path, default=REPO / "docs" / "results")
-    options = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> int:
+    options = parse(words)
 
     import torch
 
@@ -52,4 +57,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -9,17 +9,22 @@ to make it with.
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.cli import one_of, shell_words
+import setup_env
+from lib.cli import gpu_present, help_requested, one_of, parse_words, shell_words
+from lib.doctor.interpreter import find_interpreter
 from lib.errors import Refused
 from lib.paths import REPO
 from lib.run.job import VARIABLES
-
-SITE = ".venv/site-packages"
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,15 @@ class Command:
     Attributes:
         script: a file of scripts/, or a module of recipes/ to run.
         arguments: returns the script's own arguments for the variables that are set on the command line.
-        takes: the variables that it takes; None: the script checks them itself.
+        parser: ``MODULE:FUNCTION`` that parses the arguments with the standard library alone; empty where there is
+            nothing to parse, or the command's own parser needs the environment.
+        takes: the variables that it takes; None: ``parser`` checks their names.
         environment: whether it runs in .venv or .venv-cuda.
     """
 
     script: str
     arguments: Callable[[Mapping[str, str]], list[str]]
+    parser: str = ""
     takes: tuple[str, ...] | None = None
     environment: bool = True
 
@@ -62,7 +70,7 @@ def args_words(values: Mapping[str, str]) -> list[str]:
 
 
 def target(values: Mapping[str, str]) -> list[str]:
-    """Return the arguments by which patchset.py finds the tree that VERL or OAT names; the verl of .venv by default.
+    """Return the arguments by which patchset.py finds the tree that VERL or OAT names.
 
     Raises:
         Refused: both are set, or one is empty.
@@ -70,10 +78,9 @@ def target(values: Mapping[str, str]) -> list[str]:
     if "VERL" in values and "OAT" in values:
         raise Refused(f"VERL={values['VERL']} OAT={values['OAT']}: give one of the two")
     name = "OAT" if "OAT" in values else "VERL"
-    folder = values.get(name, SITE)
-    if not folder:
+    if not values[name]:
         raise Refused(f"{name}= is empty: it must be a folder that contains {name.lower()}/")
-    return ["--framework", name.lower(), folder]
+    return ["--framework", name.lower(), values[name]]
 
 
 def port(values: Mapping[str, str]) -> list[str]:
@@ -91,7 +98,11 @@ def doctor(values: Mapping[str, str]) -> list[str]:
 
 
 def pr_branch(values: Mapping[str, str]) -> list[str]:
-    return [values.get("VERL", SITE), "--dir", values.get("DIR", "outputs/pr-branch")]
+    return [values["VERL"], "--dir", values.get("DIR", "outputs/pr-branch")]
+
+
+def mutant_words(values: Mapping[str, str]) -> list[str]:
+    return [values["ONLY"]] if values.get("ONLY") else []
 
 
 def fixed(*arguments: str) -> Callable[[Mapping[str, str]], list[str]]:
@@ -99,49 +110,109 @@ def fixed(*arguments: str) -> Callable[[Mapping[str, str]], list[str]]:
 
 
 def patchset(action: str) -> Command:
-    return Command("patchset.py", lambda values: [action, *target(values)], ("VERL", "OAT"), environment=False)
+    """Return the command that takes ``action`` on the tree that VERL or OAT names."""
+    arguments = lambda values: [action, *target(values)]
+    return Command("patchset.py", arguments, takes=("VERL", "OAT"), environment=False)
 
 
 COMMANDS = {
-    "run": Command("run.py", run_words),
-    "submit": Command("submit.py", run_words),
-    "preflight": Command("preflight.py", words),
-    "probe": Command("probe.py", words),
-    "compare": Command("compare.py", words),
-    "sanity": Command("compare.py", sanity_words),
-    "report": Command("report.py", words),
-    "plan-memory": Command("plan_memory.py", words),
-    "doctor": Command("doctor.py", doctor, ("ARGS", "VERL")),
-    "bench": Command("bench.py", args_words, ("ARGS",)),
-    "bench-amp": Command("bench_amp.py", args_words, ("ARGS",)),
-    "mutants": Command("mutants.py", lambda values: list(filter(None, [values.get("ONLY")])), ("ONLY",)),
-    "pr-branch": Command("pr_branch.py", pr_branch, ("VERL", "DIR")),
-    "gsm8k": Command("recipes.gsm8k.prepare", fixed("--out", "data/gsm8k"), ()),
-    "dapo-math": Command("recipes.dapo_math.prepare", fixed("--out", "data/dapo-math"), ()),
-    "sanity-math": Command("recipes.sanity_math.prepare", fixed("--out", "data/sanity-math"), ()),
+    "run": Command("run.py", run_words, "lib.run.job:parse_job"),
+    "submit": Command("submit.py", run_words, "lib.run.job:parse_job"),
+    "preflight": Command("preflight.py", words, "preflight:parse"),
+    "probe": Command("probe.py", words, "probe:parse"),
+    "compare": Command("compare.py", words, "compare:parse"),
+    "sanity": Command("compare.py", sanity_words, "compare:parse"),
+    "report": Command("report.py", words, "report:parse"),
+    "plan-memory": Command("plan_memory.py", words, "plan_memory:parse"),
+    "doctor": Command("doctor.py", doctor, "doctor:parse", ("ARGS", "VERL")),
+    "bench": Command("bench.py", args_words, "bench:parse", ("ARGS",)),
+    "bench-amp": Command("bench_amp.py", args_words, "", ("ARGS",)),
+    "mutants": Command(
+        "mutants.py", lambda values: list(filter(None, [values.get("ONLY")])), "mutants:parse", ("ONLY",)
+    ),
+    "pr-branch": Command("pr_branch.py", pr_branch, "pr_branch:parse", ("VERL", "DIR")),
+    "setup": Command("patchset.py", lambda values: ["status", *target(values)], "", ("VERL",)),
+    "gsm8k": Command("recipes.gsm8k.prepare", fixed("--out", "data/gsm8k"), "", ()),
+    "dapo-math": Command("recipes.dapo_math.prepare", fixed("--out", "data/dapo-math"), "", ()),
+    "sanity-math": Command("recipes.sanity_math.prepare", fixed("--out", "data/sanity-math"), "", ()),
     "apply-patches": patchset("apply"),
     "unapply-patches": patchset("unapply"),
     "status": patchset("status"),
     "drift": patchset("drift"),
-    "port": Command("patchset.py", port, ("FROM", "TO", "DIR", "FRAMEWORK"), environment=False),
-    "check": Command("patchset.py", fixed("check", "--all"), (), environment=False),
-    "matrix": Command("matrix.py", fixed(), (), environment=False),
+    "port": Command("patchset.py", port, "", ("FROM", "TO", "DIR", "FRAMEWORK"), environment=False),
+    "check": Command("patchset.py", fixed("check", "--all"), "", (), environment=False),
+    "matrix": Command("matrix.py", fixed(), "", (), environment=False),
 }
 
 
-def main(arguments: list[str]) -> None:
-    """Check the words, set up the environment and replace this process by the command.
+def parse(command: Command, arguments: list[str]) -> None:
+    """Have the command parse its arguments, with the standard library alone.
+
+    Raises:
+        Refused: a name or a value is not allowed.
+    """
+    if command.parser:
+        module, _, function = command.parser.partition(":")
+        getattr(importlib.import_module(module), function)(arguments)
+
+
+def interpreter(name: str, values: Mapping[str, str], device: str, python: str | None) -> str | Path:
+    """Return the Python to run a command in, and set its environment up unless it is up to date."""
+    if name == "doctor":
+        verl = Path(values["VERL"]) if "VERL" in values else None
+        if verl and not verl.is_dir():
+            raise Refused(f"VERL={verl}: is not a folder")
+        if found := find_interpreter(verl, python):
+            return found
+        python = None  # the Python to run in, not one to make .venv with
+    return setup_env.setup(device, python)
+
+
+def main(words: list[str]) -> None:
+    """Parse the words, set the environment up, and replace this process by the command.
 
     Raises:
         Refused: a word is not among those that the command takes, or its value is not allowed.
     """
-    name, *given = arguments or ["--help"]
+    if not words or help_requested(words[:1]):
+        print(f"{__doc__}\nCommands: {', '.join(COMMANDS)}")
+        return
+    name, *given = words
     if name not in COMMANDS:
-        if name in ("-h", "--help"):
-            print(f"{__doc__}\nCommands: {', '.join(COMMANDS)}")
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]}? They are" if nearest else "they are"
+        raise Refused(f"is not a command; {hint} {', '.join(COMMANDS)}")
+    command, script = COMMANDS[name], COMMANDS[name].script
+    target = [str(REPO / "scripts" / script)] if script.endswith(".py") else ["-m", script]
+    if help_requested(given):
+        if command.environment and not command.parser:  # it imports packages of the environment
+            file = REPO / "scripts" / script if target[0] != "-m" else REPO / f"{script.replace('.', '/')}.py"
+            print(ast.get_docstring(ast.parse(file.read_text())))
             return
-        raise Refused(f"{name}: is not a command; they are {', '.join(COMMANDS)}")
-    command = COMMANDS[name]
+        os.execv(sys.executable, [sys.executable, *target, "--help"])
     values = dict(word.partition("=")[::2] for word in given)
-    python, device = values.pop("PYTHON", None), values.get("DEVICE")
-    device = one_of(values, "DEVICE", ["cpu", "cuda"], "cuda" if gpu_present() else "cpu")
+    python, index = values.pop("PYTHON", None), values.pop("TORCH_INDEX_URL", None)
+    cpu = name == "mutants" or not gpu_present()
+    device = one_of(values, "DEVICE", ["cpu", "cuda"], "cpu" if cpu else "cuda")
+    if command.takes is not None:
+        values.pop("DEVICE", None)
+        parse_words([f"{each}={value}" for each, value in values.items()], command.takes)
+    if "VERL" in (command.takes or ()) and name != "doctor" and "OAT" not in values:
+        values.setdefault("VERL", str(setup_env.ENVIRONMENTS[device].path / "site-packages"))
+    arguments = command.arguments(values)
+    parse(command, arguments)
+    if index:
+        os.environ["TORCH_INDEX_URL"] = index
+    program = str(interpreter(name, values, device, python) if command.environment else sys.executable)
+    if target[0] == "-m":
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    os.execv(program, [program, *target, *arguments])
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except Refused as refusal:
+        sys.exit(f"{sys.argv[1]}: {refusal}")
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"{sys.argv[1]}: exit code {error.returncode}: {' '.join(map(str, error.cmd))}")

@@ -62,16 +62,12 @@ def write(
 
 def compare_runs(values: Mapping[str, str]) -> int:
     """Report on existing runs. Return the exit code."""
-    others = [name for name in values if name not in (*REPORT_VARIABLES, "DEVICE")]  # make always passes DEVICE on
-    if others:
-        raise Refused(f"{others[0]}={values[others[0]]}: RUNS takes existing runs; leave one of the two out")
     write(values, labelled_paths(values["RUNS"]), Path(values.get("OUT", "report")).expanduser(), "Runs compared")
     return 0
 
 
 def sweep_and_compare(values: Mapping[str, str], words: list[str]) -> int:
     """Do the runs that are not finished, and report on those that are. Return the exit code."""
-    number(values, "THRESHOLD", THRESHOLD)  # refused before hours of training
     plan = sweep.plan_sweep({name: value for name, value in values.items() if name in sweep.VARIABLES})
     outcome = sweep.run_sweep(plan)
     expected = list(dict.fromkeys(run.label for run in plan.runs))
@@ -85,18 +81,32 @@ def sweep_and_compare(values: Mapping[str, str], words: list[str]) -> int:
     return outcome.code
 
 
+def parse(words: list[str]) -> dict[str, str]:
+    """Parse ``NAME=VALUE`` words; those of a sweep are checked run by run.
+
+    Raises:
+        Refused: a name or a value is not allowed, or there is no run.
+    """
+    values = cli.parse_words(words, VARIABLES)
+    number(values, "THRESHOLD", THRESHOLD)
+    if "RUNS" in values:
+        if others := [name for name in values if name not in (*REPORT_VARIABLES, "DEVICE")]:
+            raise Refused(f"{others[0]}={values[others[0]]}: RUNS takes existing runs; leave one of the two out")
+    elif not values.keys() - {*REPORT_VARIABLES, "DEVICE"}:
+        raise Refused(
+            "RUNS: there is no run; give RUNS='LABEL=FOLDER …', or what to run, as PRECISION='fp16 bf16' SEED='1 2 3'"
+        )
+    else:
+        sweep.check_words({name: value for name, value in values.items() if name in sweep.VARIABLES})
+    return values
+
+
 def main(words: list[str]) -> int:
     if cli.help_requested(words):
         print(f"{__doc__}\n{usage()}")
         return 0
-    values = cli.parse_words(words, VARIABLES)
-    if "RUNS" in values:
-        return compare_runs(values)
-    if not values.keys() - {*REPORT_VARIABLES, "DEVICE"}:
-        raise Refused(
-            "RUNS: there is no run; give RUNS='LABEL=FOLDER …', or what to run, as PRECISION='fp16 bf16' SEED='1 2 3'"
-        )
-    return sweep_and_compare(values, words)
+    values = parse(words)
+    return compare_runs(values) if "RUNS" in values else sweep_and_compare(values, words)
 
 
 if __name__ == "__main__":

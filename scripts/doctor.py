@@ -113,9 +113,18 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line. Return its options, and the overrides, those of --args first.
+
+    Raises:
+        Refused: an option is unknown or lacks its value, or a quotation mark is not closed.
+    """
+    options = parser().parse_intermixed_args(words)
+    return options, [*shell_words("ARGS", options.args), *options.overrides]
+
+
 def main(words: list[str]) -> int:
-    args = parser().parse_intermixed_args(words)
-    overrides = [*shell_words("ARGS", args.args), *args.overrides]
+    args, overrides = parse(words)
     if args.live:
         return live(args, overrides)
     diagnosis = diagnose(examined(args.verl), overrides, args.config_name)

@@ -1,7 +1,7 @@
 """Resolve requirements/*.in into *.lock with uv, once for Python 3.11 and 3.12: pins that still fit stay.
 
-Exit code 1: Python 3.12 would take other versions, which are listed. Bound them in the .in file, so that one lock serves
-both.
+Exit code 1: Python 3.12 would take other versions, which are listed. Bound them in the .in file, so that one lock
+serves both.
 """
 
 import difflib

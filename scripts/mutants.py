@@ -129,15 +129,19 @@ def document(mutants: list[Mutant], killed_by: dict[str, str | None]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def parse(words: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("name", nargs="?", metavar="NAME", help="a mutant of tests/mutants.toml; without it, all")
-    only = parser.parse_args().name
-    table = load(TABLE)
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> int:
+    only, table = parse(words).name, load(TABLE)
     mutants = [mutant for mutant in table if only in (None, mutant.name)]
-    if not mutants:
-        parser.error(f"{only}: is not a mutant; choose from {', '.join(mutant.name for mutant in table)}")
     try:
+        if not mutants:
+            raise Refused(f"{only}: is not a mutant; they are {', '.join(mutant.name for mutant in table)}")
         with tempfile.TemporaryDirectory() as folder:
             killed_by = killers(mutants, patched_tree(Path(folder)))
     except Refused as fault:
@@ -149,4 +153,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lib.bench.memory_plan import GIB, MemoryPlan, check_supported, plan_job
@@ -17,7 +17,7 @@ from lib.bench.memory_report import plot, table
 from lib.cli import file_path, one_of, options, parse_words, shell_words, usage, whole_number
 from lib.errors import Refused
 from lib.run.checks import check_room
-from lib.run.job import compose, parse_job
+from lib.run.job import Job, compose, parse_job
 from lib.run.validation import validate
 
 VARIABLES = {
@@ -45,30 +45,52 @@ def several(values: dict[str, str], name: str, default: Sequence[str]) -> list[s
     return [one_of({name: word}, name, options(name.lower()), "") for word in words]
 
 
-def plan_all(words: list[str]) -> tuple[dict[str, MemoryPlan], Path | None]:
-    """Return the plan of each experiment and regime by its title, and OUT.
+@dataclass(frozen=True)
+class MemoryPlanOptions:
+    """The jobs to plan, and for which GPU: its memory in GiB, and tokens of a prompt and its answer."""
+
+    jobs: tuple[Job, ...]
+    memory_gib: int
+    length: int | None
+    out: Path | None
+
+
+def parse(words: list[str]) -> MemoryPlanOptions:
+    """Parse ``NAME=VALUE`` words.
 
     Raises:
-        Refused: a variable, the configuration or the model cannot be planned.
+        Refused: a name or a value is not allowed.
     """
     values = parse_words(words, VARIABLES)
     memory_gib = whole_number(values, "MEMORY", 1, 80)
     length = whole_number(values, "LENGTH", 1, None)
     out = Path(file_path(values, "OUT")) if "OUT" in values else None
     device = one_of(values, "DEVICE", ["cuda", "cpu"], "cuda")
-    passed = {name: values[name] for name in ("ALGO", "RECIPE", "ARGS") if name in values}
-    plans = {}
+    common = {name: values[name] for name in ("ALGO", "RECIPE", "ARGS") if name in values}
+    jobs = []
     for experiment in several(values, "EXPERIMENT", EXPERIMENTS):
         for precision in several(values, "PRECISION", ["fp16"]):
             # Parsed with DEVICE=cpu, which needs no GPU on this machine; the planned job gets its own device.
-            choices = passed | {"EXPERIMENT": experiment, "PRECISION": precision, "DEVICE": "cpu"}
+            choices = common | {"EXPERIMENT": experiment, "PRECISION": precision, "DEVICE": "cpu"}
             job = parse_job([f"{name}={value}" for name, value in choices.items()])
-            job = replace(job, device=device, model=values.get("MODEL"))
-            config = compose(job, Path("out"))
-            check_supported(config)
-            validate(job, config, here=True)
-            plans[f"{experiment}, {job.objective}, {precision}"] = plan_job(config, memory_gib * GIB, length)
-    return plans, out
+            jobs.append(replace(job, device=device, model=values.get("MODEL")))
+    return MemoryPlanOptions(tuple(jobs), memory_gib, length, out)
+
+
+def plan_all(options: MemoryPlanOptions) -> dict[str, MemoryPlan]:
+    """Return the plan of each job by its title.
+
+    Raises:
+        Refused: the configuration or the model cannot be planned.
+    """
+    plans = {}
+    for job in options.jobs:
+        config = compose(job, Path("out"))
+        check_supported(config)
+        validate(job, config, here=True)
+        title = f"{job.experiment}, {job.objective}, {job.precision}"
+        plans[title] = plan_job(config, options.memory_gib * GIB, options.length)
+    return plans
 
 
 def write(plans: dict[str, MemoryPlan], words: list[str], out: Path) -> None:
@@ -91,7 +113,8 @@ def main(words: list[str]) -> int:
     if words in (["--help"], ["-h"]):
         print(f"{__doc__}\n{usage(VARIABLES)}")
         return 0
-    plans, out = plan_all(words)
+    parsed = parse(words)
+    plans, out = plan_all(parsed), parsed.out
     print("\n\n".join(table(title, plan) for title, plan in plans.items()))
     if out:
         write(plans, words, out)

@@ -160,13 +160,18 @@ def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedPr
     )
 
 
-def main() -> int:
+def parse(words: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="pr_branch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("verl", type=Path, metavar="VERL", help="a git clone of verl, clean, with a branch main")
     parser.add_argument("--dir", type=Path, default=DEFAULT, help="where to work; it stays where there is a conflict")
-    args = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> int:
+    args = parse(words)
     try:
         return 0 if make(args.verl, args.dir) else 1
     except (Refused, OSError) as fault:
@@ -175,4 +180,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

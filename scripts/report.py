@@ -20,13 +20,23 @@ VARIABLES = {
 }
 
 
+def parse(words: list[str]) -> dict[str, str]:
+    """Parse ``NAME=VALUE`` words.
+
+    Raises:
+        Refused: a name is not allowed, or FROM is missing.
+    """
+    variables = parse_words(words, VARIABLES)
+    if "FROM" not in variables:
+        raise Refused("FROM: is missing; give a report's folder, as FROM=docs/results/sanity/grpo")
+    return variables
+
+
 def main(words: list[str]) -> int:
     if help_requested(words):
         print(f"{__doc__}\n{usage(VARIABLES)}")
         return 0
-    variables = parse_words(words, VARIABLES)
-    if "FROM" not in variables:
-        raise Refused("FROM: is missing; give a report's folder, as FROM=docs/results/sanity/grpo")
+    variables = parse(words)
     source = Path(variables["FROM"]).expanduser()
     out = Path(variables.get("OUT", Path("outputs/report") / source.resolve().name)).expanduser()
     print(f"\n{on_screen(rebuild(source, out))}\n\n  {out / 'index.html'}\n")

@@ -16,6 +16,7 @@ from pathlib import Path
 from lib.errors import Refused
 from lib.paths import CONFIGS
 
+OVERRIDE = re.compile(r"~[^=\s]+|\+{0,2}[^=\s~+-][^=\s]*=")  # the beginning of a Hydra override
 GROUPS = ("experiment", "precision", "algo", "recipe")  # of configs/ whose options stand in a usage text
 
 
@@ -62,6 +63,19 @@ def shell_words(name: str, value: str, advice: str = "") -> list[str]:
         return shlex.split(value)
     except ValueError as error:
         raise Refused(f"{name}={value}: {error}{advice}") from error
+
+
+def override_words(name: str, value: str, advice: str = "") -> list[str]:
+    """Split a variable's value into Hydra overrides.
+
+    Raises:
+        Refused: a quotation mark is not closed, or a word cannot be an override.
+    """
+    words = shell_words(name, value, advice)
+    for word in words:
+        if not OVERRIDE.match(word):
+            raise Refused(f"{name}={word}: is not a Hydra override; it must be KEY=VALUE, +KEY=VALUE or ~KEY{advice}")
+    return words
 
 
 def one_of(values: Mapping[str, str], name: str, allowed: list[str], default: str) -> str:

@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import tempfile
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +95,8 @@ def load_plan() -> BranchPlan:
     """Read patches/upstream/branches.toml."""
     home = REPO / "patches/upstream"
     text = (home / "branches.toml").read_text()
+    import tomllib  # 3.11: --help runs on 3.10
+
     content = tomllib.loads(text)
     branches = tuple(
         Branch(

@@ -23,9 +23,9 @@ from lib.cli import (
     model_path,
     one_of,
     options,
+    override_words,
     parquet_path,
     parse_words,
-    shell_words,
     whole_number,
 )
 from lib.errors import Refused
@@ -213,7 +213,7 @@ def parse_job(words: list[str]) -> Job:
         Refused: a name or a value is not allowed.
     """
     values = parse_words(words, VARIABLES)
-    args = tuple(shell_words("ARGS", values.get("ARGS", ""), "; give it as one shell word"))
+    args = tuple(override_words("ARGS", values.get("ARGS", ""), "; give it as one shell word"))
     experiment = "gsm8k_1gpu" if "TRAIN" in values else "arithmetic"
     cluster = os.environ.get("RAY_ADDRESS") or None
     job = Job(

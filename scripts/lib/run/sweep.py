@@ -85,6 +85,23 @@ class SweepOutcome:
         return 130 if self.interrupted else 1 if self.failed else 0
 
 
+def common_words(values: Mapping[str, str]) -> list[str]:
+    """Return the words that all runs share."""
+    common = [name for name in values if name in RUN_VARIABLES and name not in (*LISTS, "OUT")]
+    return absolute([f"{name}={values[name]}" for name in common])
+
+
+def check_words(values: Mapping[str, str]) -> None:
+    """Parse the words of every run, with the standard library alone.
+
+    Raises:
+        Refused: a value is not allowed.
+    """
+    lists = [[f"{name}={value}" for value in distinct(name, values.get(name, of))] for name, of in LISTS.items()]
+    for words in product(*lists):
+        parse_job([*common_words(values), *words, *([f"OUT={values['OUT']}"] if "OUT" in values else [])])
+
+
 def plan_sweep(values: Mapping[str, str]) -> SweepPlan:
     """Return the runs that these ``VARIABLES`` describe, each of which can start, resume or is finished.
 
@@ -95,15 +112,14 @@ def plan_sweep(values: Mapping[str, str]) -> SweepPlan:
     experiment = values.get("EXPERIMENT", "gsm8k_1gpu" if "TRAIN" in values else "arithmetic")
     out = Path(values.get("OUT", REPO / "outputs" / "compare" / experiment)).expanduser().resolve()
     versions = find_versions(values)
-    common = [name for name in values if name in RUN_VARIABLES and name not in (*LISTS, "OUT")]
-    common_words = absolute([f"{name}={values[name]}" for name in common])
+    shared = common_words(values)
     runs = []
     for seed, algo, code, precision in product(lists["SEED"], lists["ALGO"], versions, lists["PRECISION"]):
         objective = values.get("RECIPE", algo)
         label = "-".join(filter(None, [code.name, precision]))
         folder = out / objective / f"{label}-seed{seed}"
         own_words = (f"PRECISION={precision}", f"ALGO={algo}", f"SEED={seed}", f"OUT={folder}")
-        runs.append(SweepRun(code, objective, label, seed, (*common_words, *own_words), folder))
+        runs.append(SweepRun(code, objective, label, seed, (*shared, *own_words), folder))
     record = code_record(out, versions)
     print(f"checking {len(runs)} runs", flush=True)
     finished = {run for code in versions for run in find_finished(code, [run for run in runs if run.code == code])}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from lib.cli import options, shell_words
 from lib.errors import Refused
 from lib.report.catalog import METRIC, UNTRAINED
 from lib.report.logged_run import LoggedRun
@@ -16,7 +17,6 @@ from lib.report.readers.tensorboard import read_tensorboard
 from lib.report.readers.verl_file_logger import read_file_logger
 from lib.report.readers.wandb import read_wandb
 from lib.report.readers.wandb_csv import read_csv, split_run_name
-from lib.run.job import options, shell_words
 
 LABEL = re.compile(r"[A-Za-z0-9][\w.+-]*")
 Reader = Callable[[str, Path], LoggedRun]

@@ -16,7 +16,7 @@ from lib.bench.memory_plan import GIB, MemoryPlan, check_supported, plan_job
 from lib.bench.memory_report import plot, table
 from lib.cli import file_path, one_of, options, parse_words, shell_words, usage, whole_number
 from lib.errors import Refused
-from lib.run.checks import check_room
+from lib.files import check_room
 from lib.run.job import Job, compose, parse_job
 from lib.run.validation import validate
 

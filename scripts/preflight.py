@@ -14,10 +14,10 @@ from pathlib import Path
 
 from lib.cli import device, file_path, parse_words, usage, whole_number
 from lib.errors import Refused
+from lib.files import check_room
 from lib.format import duration
 from lib.paths import REPO
 from lib.probe.model import SANITY, load, model_and_data, prepare_sanity, prompts, sample_answer, short_name
-from lib.run.checks import check_room
 from lib.run.vllm_float16 import float16_support, ways_out
 
 VARIABLES = {

@@ -14,9 +14,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 from lib.patches.apply import apply
 from lib.patches.wheels import unpacked_wheel
+from lib.paths import REPO
 from lib.run.job import CPU_PLATFORM
 
-REPO = Path(__file__).resolve().parents[1]
 RELEASE = "0.9.1"
 
 

@@ -1,7 +1,13 @@
 """Write files whole; read JSON lines."""
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
+
+from lib.errors import Refused
+
+FREE_GIB = 1.0  # the least room for OUT: two checkpoints of the sanity task take some 20 MB, a log a few
 
 
 def write(path: Path, content: bytes) -> None:
@@ -25,3 +31,20 @@ def read_jsonl(file: Path) -> list[dict]:
     """
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def check_room(out: Path) -> None:
+    """Check that ``out`` can be created on its disk.
+
+    Raises:
+        Refused: it cannot, or less than ``FREE_GIB`` is free.
+    """
+    folder = next(folder for folder in (out, *out.parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Refused(f"OUT={out}: cannot be written to ({error.strerror}); choose another folder") from error
+    free = shutil.disk_usage(folder).free / 2**30
+    if free < FREE_GIB:
+        raise Refused(f"OUT={out}: {free:.2f} GiB free on that disk, {FREE_GIB} needed; make room or choose another")

@@ -17,7 +17,9 @@ from pathlib import Path
 import psutil
 from processes import kill, wait_for
 
-LAUNCH = Path(__file__).resolve().parents[2] / "scripts" / "launch"
+from lib.paths import REPO
+
+LAUNCH = REPO / "scripts" / "launch"
 HEAD = "127.0.0.2"  # any address of 127.0.0.0/8 is this machine's
 STARTS_S = 180
 

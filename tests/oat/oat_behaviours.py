@@ -6,13 +6,13 @@ anything else, better or worse, fails a test.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 from behaviours import Behaviour, compared
 
 from lib.patches.releases import OAT, load_releases
+from lib.paths import REPO
 
-RESULTS = Path(__file__).resolve().parents[2] / "tests/expected/oat.json"
+RESULTS = REPO / "tests/expected/oat.json"
 
 ENTRIES = load_releases(framework=OAT)
 RELEASES = tuple(ENTRIES)

@@ -2,10 +2,11 @@
 
 import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
-FILES = Path(__file__).resolve().parents[2] / "patches/oat/files/oat/utils"
+from lib.paths import REPO
+
+FILES = REPO / "patches/oat/files/oat/utils"
 
 
 def load(name: str) -> ModuleType:

@@ -3,15 +3,15 @@
 import csv
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from lib.paths import REPO
 from recipes.separation import toy
 
 SETTINGS = {"steps": 40, "lr": 0.02, "offset": 32.0}
-COMMITTED = Path(__file__).parents[2] / "docs/results/separation.csv"
+COMMITTED = REPO / "docs/results/separation.csv"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -19,9 +19,9 @@ import plan_memory
 from lib.bench.memory_model import TrainedModel
 from lib.bench.memory_plan import CPU_PROCESSES, GIB, MemoryPlan, peak, plan_job
 from lib.bench.model_shape import MODELS, ModelShape
+from lib.cli import options
 from lib.errors import Refused
 from lib.paths import REPO
-from lib.run import job as jobs
 
 MEASURED = REPO / "tests/expected/plan-memory-measured.json"
 WITHIN = 0.15
@@ -303,7 +303,7 @@ def test_plans_are_printed_and_written(tmp_path, capsys):
 
 
 def plan_one(*words: str) -> MemoryPlan:
-    plans, _ = plan_memory.plan_all(list(words))
+    plans = plan_memory.plan_all(plan_memory.parse(list(words)))
     (plan,) = plans.values()
     return plan
 
@@ -400,13 +400,13 @@ def test_bad_input_is_refused(words, message, tmp_path):
 def test_unsupported_model_is_refused(change, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(KINDS["moe"] | change))
     with pytest.raises(Refused, match=re.escape(f"MODEL={tmp_path}: {message}")):
-        plan_memory.plan_all(["EXPERIMENT=dense_7b", f"MODEL={tmp_path}"])
+        plan_memory.plan_all(plan_memory.parse(["EXPERIMENT=dense_7b", f"MODEL={tmp_path}"]))
 
 
 def test_broken_config_is_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(Refused, match="its config.json is not JSON") as refused:
-        plan_memory.plan_all(["EXPERIMENT=dense_7b", f"MODEL={tmp_path}"])
+        plan_memory.plan_all(plan_memory.parse(["EXPERIMENT=dense_7b", f"MODEL={tmp_path}"]))
     assert "\n" not in str(refused.value)
 
 
@@ -419,4 +419,4 @@ def test_command_refuses_in_one_line_and_lists_its_variables():
 
 
 def test_default_experiments_exist():
-    assert set(plan_memory.EXPERIMENTS) <= set(jobs.options("experiment"))
+    assert set(plan_memory.EXPERIMENTS) <= set(options("experiment"))

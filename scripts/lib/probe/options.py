@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lib.cli import device, file_path, one_of, options, parse_words, whole_number
+from lib.files import check_room
 from lib.paths import REPO
 from lib.probe.model import SANITY, model_and_data, short_name
-from lib.run.checks import check_room
 
 VARIABLES = {
     "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",

@@ -1,11 +1,10 @@
 """Check what a job needs before it starts: its data, a model that vLLM runs in the rollout's dtype, and disk space."""
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.errors import Refused
+from lib.files import check_room
 from lib.paths import REPO
 from lib.run.vllm_float16 import FLOAT16, float16_support, ways_out
 
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from lib.run.job import Job
-
-FREE_GIB = 1.0  # the least room for OUT: two checkpoints of the sanity task take some 20 MB, a log a few
 
 
 def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
@@ -60,23 +57,6 @@ def check_rollout(job: "Job", config: "DictConfig") -> None:
     if support.supported is False:
         name = "MODEL" if job.model else "actor_rollout_ref.model.path"
         raise Refused(f"{name}={model}: {support.reason}; {ways_out('ARGS=', 'PRECISION=')}")
-
-
-def check_room(out: Path) -> None:
-    """Check that ``out`` can be created on its disk.
-
-    Raises:
-        Refused: it cannot, or less than ``FREE_GIB`` is free.
-    """
-    folder = next(folder for folder in (out, *out.parents) if folder.exists())
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise Refused(f"OUT={out}: cannot be written to ({error.strerror}); choose another folder") from error
-    free = shutil.disk_usage(folder).free / 2**30
-    if free < FREE_GIB:
-        raise Refused(f"OUT={out}: {free:.2f} GiB free on that disk, {FREE_GIB} needed; make room or choose another")
 
 
 def parquet_rows(name: str, file: Path, columns: list[str]) -> int:

@@ -29,8 +29,8 @@ from lib.cli import (
     whole_number,
 )
 from lib.errors import Refused
+from lib.files import check_room
 from lib.paths import CACHE, CONFIGS, REPO
-from lib.run.checks import check_room
 from lib.run.compose import Uncomposable, compose_config
 
 if TYPE_CHECKING:

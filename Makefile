@@ -54,7 +54,7 @@ plan-memory: python  ## plan the memory of a job on each GPU, without one:  make
 	$(COMMAND)
 compare: python      ## run and compare, as a report:  make compare PRECISION='fp16 bf16' SEED='1 2 3'  (or RUNS='fp16=FOLDER …')
 	$(COMMAND)
-report: python       ## write a report anew from the runs that it keeps:  make report FROM=docs/results/arithmetic
+report: python       ## write a report anew from the runs that it keeps:  make report FROM=docs/results/sanity/grpo
 	$(COMMAND)
 sanity: python       ## the sanity test: four regimes, three seeds, three objectives; the same command goes on
 	$(COMMAND)

@@ -4,7 +4,7 @@ Checks the words with the standard library of Python 3.10 alone, sets the comman
 date, and runs the command in it. ``COMMAND --help`` prints the help of the command and changes nothing.
 
 DEVICE is cpu or cuda (default: cuda where nvidia-smi lists a GPU) and picks the environment; PYTHON names the Python
-to make it with.
+to make it with. Both, VERL and OAT, and all variables of run and submit may also be set in the environment.
 """
 
 from __future__ import annotations
@@ -191,9 +191,13 @@ def main(words: list[str]) -> None:
             return
         os.execv(sys.executable, [sys.executable, *target, "--help"])
     values = dict(word.partition("=")[::2] for word in given)
-    python, index = values.pop("PYTHON", None), values.pop("TORCH_INDEX_URL", None)
-    cpu = name == "mutants" or not gpu_present()
-    device = one_of(values, "DEVICE", ["cpu", "cuda"], "cpu" if cpu else "cuda")
+    python, index = (values.pop(each, os.environ.get(each)) for each in ("PYTHON", "TORCH_INDEX_URL"))
+    inherited = {"VERL", "OAT"}.intersection(command.takes or ()) if not values.keys() & {"VERL", "OAT"} else set()
+    if name != "plan-memory":  # whose DEVICE is the planned one
+        inherited.add("DEVICE")
+    values = {each: os.environ[each] for each in sorted(inherited & os.environ.keys())} | values
+    default = "cuda" if gpu_present() and name != "mutants" else "cpu"
+    device = one_of(values, "DEVICE", ["cpu", "cuda"], default) if name != "plan-memory" else default
     if command.takes is not None:
         values.pop("DEVICE", None)
         parse_words([f"{each}={value}" for each, value in values.items()], command.takes)

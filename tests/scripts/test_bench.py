@@ -9,7 +9,6 @@ import pytest
 import bench
 from lib.bench.ranks import spawn
 from lib.bench.training_step import measure_training
-from lib.paths import REPO
 from lib.run.job import CPU_PLATFORM
 
 SCRIPT = Path(bench.__file__)
@@ -50,8 +49,3 @@ def test_sizes_must_be_whole_numbers_above_zero(tmp_path):
     run = [sys.executable, SCRIPT, "--sizes", "0", "--out", tmp_path / "out"]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 2 and "whole numbers above 0" in done.stderr and not (tmp_path / "out").exists()
-
-
-def test_make_refuses_other_words():
-    done = subprocess.run(["make", "bench", "SIZES=10"], cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 2 and "SIZES=10: make bench takes ARGS alone" in done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lib.doctor import requirements
+from lib.doctor.interpreter import find_interpreter
 from lib.paths import REPO
 
 SITE = Path(os.__file__).relative_to(sys.base_prefix).parent / "site-packages"
@@ -30,34 +31,27 @@ def environments(trees, tmp_path_factory) -> dict[str, Path]:
     return made
 
 
-def make(*words: str) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHON", "VERL"))}
-    return subprocess.run(["make", *words], cwd=REPO, capture_output=True, text=True, env=environment)
-
-
 def test_environment_of_the_verl_is_used(environments):
-    verl = str(environments["whole"])
-    done = make("doctor", f"VERL={verl}", f"ARGS={WORDS}")
-    here = [sys.executable, "scripts/doctor.py", "--verl", verl, WORDS]
+    verl = environments["whole"]
+    line = [sys.executable, "scripts/command.py", "doctor", f"VERL={verl}", f"ARGS={WORDS}"]
+    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
+    here = [sys.executable, "scripts/doctor.py", "--verl", str(verl), WORDS]
     assert done.stdout == subprocess.run(here, cwd=REPO, capture_output=True, text=True).stdout
-    assert f"unpatched, in {verl}" in done.stdout and done.returncode == 2
-    for spelled in (verl, f"{verl}/", f"{verl}/verl"):
-        planned = make("-n", "doctor", f"VERL={spelled}").stdout
-        assert "/../bin/python3' scripts/doctor.py" in planned and "venv" not in planned, "nothing is set up"
+    assert f"unpatched, in {verl}" in done.stdout and done.returncode == 1
+    for folder in (verl, verl / "verl"):
+        assert find_interpreter(folder, None) == str(verl.parents[2] / "bin/python3")
 
 
-def test_python_of_the_command_line_is_used_for_a_tree_without_one(environments, trees):
-    python = environments["whole"].parents[2] / "bin/python"
-    planned = make("-n", "doctor", f"VERL={trees['pristine']}", f"PYTHON={python}").stdout
-    assert planned.startswith(f"exec '{python}' scripts/doctor.py") and f"--verl '{trees['pristine']}'" in planned
-    planned = make("-n", "doctor", f"PYTHON={python}").stdout
-    assert planned.startswith(f"exec '{python}' scripts/doctor.py") and "--verl" not in planned
+def test_named_python_is_used_for_a_tree_without_one(environments, trees):
+    python = str(environments["whole"].parents[2] / "bin/python")
+    assert find_interpreter(trees["pristine"], python) == python
+    assert find_interpreter(None, python) == python
+    assert find_interpreter(trees["pristine"], None) is None
 
 
-def test_environment_without_hydra_is_named_and_this_one_used(environments):
-    planned = make("-n", "doctor", f"VERL={environments['bare']}")
-    assert "bin/python3 lacks hydra-core, omegaconf, which the doctor needs" in planned.stderr
-    assert "exec '.venv" in planned.stdout and f"--verl '{environments['bare']}'" in planned.stdout
+def test_environment_without_hydra_is_named_and_not_used(environments, capfd):
+    assert find_interpreter(environments["bare"], None) is None
+    assert "bin/python3 lacks hydra-core, omegaconf, which the doctor needs" in capfd.readouterr().err
 
 
 def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch):

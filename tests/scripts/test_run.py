@@ -1,10 +1,6 @@
 """The command ``scripts/run.py``, and how ``make run`` calls it."""
 
 import json
-import os
-import re
-import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +10,7 @@ import pytest
 from lib.files import write_json
 from lib.paths import REPO
 from lib.run.folder import start_record
-from lib.run.job import VARIABLES, parse_job
+from lib.run.job import parse_job
 
 
 def command(*words: str) -> subprocess.CompletedProcess:
@@ -86,45 +82,3 @@ def test_check_reports_which_runs_are_finished_and_writes_nothing(tmp_path):
 )
 def test_check_refuses_as_the_run_would(words, refusal, tmp_path):
     refused(["--check", *words], refusal, tmp_path)
-
-
-def make(*words: str) -> subprocess.CompletedProcess:
-    """``make`` as a user types it, whatever make has started these tests."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    return subprocess.run(["make", *words], cwd=REPO, env=environment, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("word", ["PRECISON=fp16", "STEPS=none", "ARGS=it's"])
-def test_make_refuses_before_it_sets_anything_up(word):
-    done = make("run", word, "DEVICE=cpu")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines()[0].startswith(f"run: {word.partition('=')[0]}")
-
-
-def test_make_leaves_a_linked_environment_alone(tmp_path):
-    shared, checkout = tmp_path / "shared", tmp_path / "checkout"
-    shared.mkdir()
-    (shared / "in-use").touch()
-    checkout.mkdir()
-    (checkout / ".venv").symlink_to(shared)
-    shutil.copy(REPO / "Makefile", checkout)
-    shutil.copytree(REPO / "requirements", checkout / "requirements")
-    words = ["make", "-C", checkout, "setup", "DEVICE=cpu", f"PYTHON={sys.executable}"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(".venv is a link and its environment is not up to date")
-    assert [path.name for path in shared.iterdir()] == ["in-use"]
-
-
-def test_make_passes_every_word_on_as_it_was_typed():
-    line = make("--dry-run", "run", "DEVICE=cpu", "OUT=/a b", "ARGS=x='it''s' y=[1,2] z=$$HOME").stdout.splitlines()[-1]
-    words = shlex.split(line)
-    assert words[2:] == ["scripts/run.py", "ARGS=x='it''s' y=[1,2] z=$HOME", "DEVICE=cpu", "OUT=/a b"]
-
-
-def test_make_alone_lists_every_target_and_variable():
-    text = make().stdout
-    targets = re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.M)
-    assert {"run", "test", "apply-patches", "lint"} < set(targets)
-    assert all(f"make {target} " in text for target in set(targets) - {"python", "venvs-python", "accept", "browser"})
-    assert all(f"  {name} " in text for name in VARIABLES)

@@ -263,22 +263,6 @@ def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path):
     assert not is_finished(tmp_path / "grpo" / "bf16-seed1")
 
 
-def test_make_sanity_is_a_comparison_whose_variables_can_be_overridden():
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    made = subprocess.run(
-        ["make", "--dry-run", "sanity", "SEED=4 5", "ARGS=a='b c'"],
-        cwd=REPO,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    words = shlex.split(made.stdout.replace("\\\n", "").splitlines()[-1])[3:]
-    meant = dict(word.split("=", 1) for word in words)
-    assert meant["SEED"] == "4 5" and meant["ARGS"] == "a='b c'" and meant["THRESHOLD"] == "0.95"
-    assert meant["PRECISION"].split() == ["fp16", "bf16", "bf16_train_fp16_infer", "fp32"]
-    assert meant["ALGO"].split() == ["grpo", "pg_is", "ppo"] and meant["EXPERIMENT"] == "sanity_cpu"
-
-
 @pytest.mark.slow
 def test_two_regimes_are_run_and_compared(tmp_path):
     words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "STEPS=2", f"OUT={tmp_path}"]

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,6 @@ from lib.patches.releases import OAT, VERL, Framework, find_release
 from lib.patches.stack import load_stacks
 from lib.patches.status import status
 from lib.patches.wheels import sha256, unpacked_wheel, wheel
-from lib.paths import REPO
 
 RELEASE, NEWER = "0.2.3", "0.2.4"
 ARGS = "oat/args.py"  # differs between the two
@@ -328,45 +325,3 @@ def test_port_adds_a_new_release_to_versions_toml(project: Path, tmp_path: Path)
     assert find_release("0.2.5", project, OAT).wheel_sha256 == sha256(made)
     assert patchset(project, "export", tmp_path / "tree").returncode == 0
     assert patchset(project, "check", "--framework", "oat", "--release", "0.2.5").returncode == 0
-
-
-# --- make -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("apply-patches", "OAT=a b"), "patchset.py apply --framework oat 'a b'"),
-        (("unapply-patches", "OAT=tree"), "patchset.py unapply --framework oat 'tree'"),
-        (("status", "VERL=tree"), "patchset.py status --framework verl 'tree'"),
-        (("drift", "OAT=tree"), "patchset.py drift --framework oat 'tree'"),
-        (("port", "FROM=0.2.3", "TO=0.2.4", "FRAMEWORK=oat"), "--framework 'oat' '0.2.3' '0.2.4' 'outputs/oat-0.2.4'"),
-        (("check",), "patchset.py check --all"),
-    ],
-)
-def test_make_passes_the_framework(words: tuple[str, ...], line: str):
-    make = ["make", "--dry-run", f"PYTHON={sys.executable}", *words]
-    assert line in subprocess.run(make, cwd=REPO, capture_output=True, text=True).stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("status", "VERL=a", "OAT=b"), "VERL=a OAT=b: give one of the two."),
-        (("apply-patches", "OAT="), "OAT= is empty: it must be a folder that holds an OAT."),
-        (("pr-branch", "OAT=b"), "OAT=b: make pr-branch takes VERL DIR alone."),
-        (("unapply-patches", "OTA=b"), "OTA=b: make unapply-patches takes VERL OAT alone."),
-        (("status", "oat=b"), "oat=b: make status takes VERL OAT alone."),
-        (("port", "FROM=0.2.4", "TO=0.2.3", "OAT=b"), "OAT=b: make port takes FROM TO DIR FRAMEWORK alone."),
-    ],
-)
-def test_make_refuses_contradictory_words(words: tuple[str, ...], line: str):
-    make = ["make", "--dry-run", f"PYTHON={sys.executable}", *words]
-    done = subprocess.run(make, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode and done.stderr.count("\n") == 1 and f"*** {line}" in done.stderr
-
-
-def test_environment_with_both_frameworks_stops_no_other_target():
-    environment = {**os.environ, "VERL": "a", "OAT": "b"}
-    make = ["make", "--dry-run", f"PYTHON={sys.executable}", "check"]
-    assert subprocess.run(make, cwd=REPO, env=environment, capture_output=True).returncode == 0

@@ -1,0 +1,197 @@
+"""``scripts/command.py`` and the Makefile: words reach their command unchanged, or are refused before any set-up."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import command
+from lib.errors import Refused
+from lib.paths import REPO
+
+MAKEFILE = (REPO / "Makefile").read_text()
+TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.M)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """``started("run", "SEED=2")``: the Python and the arguments that replace the process, nothing being set up."""
+    monkeypatch.setattr(command.setup_env, "setup", lambda device, python: f"PYTHON of {device} {python}")
+    monkeypatch.setattr(command, "gpu_present", lambda: False)
+    for name in command.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    calls = []
+    monkeypatch.setattr(os, "execv", lambda program, arguments: calls.append((program, arguments)))
+
+    def start(*words: str) -> tuple[str, list[str]]:
+        command.main(list(words))
+        ((program, arguments),) = calls
+        return program, [argument.removeprefix(f"{REPO}/scripts/") for argument in arguments[1:]]
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        (["run", "SEED=2", "PRECISION=bf16"], ["run.py", "SEED=2", "PRECISION=bf16"]),
+        (["preflight", "ROWS=4", "DEVICE=cpu"], ["preflight.py", "ROWS=4", "DEVICE=cpu"]),
+        (["compare", "PRECISION=fp16 bf16"], ["compare.py", "PRECISION=fp16 bf16"]),
+        (["doctor", "ARGS=a.b=1"], ["doctor.py", "--args=a.b=1"]),
+        (["bench", "ARGS=--sizes 10,30 --ranks 1"], ["bench.py", "--sizes", "10,30", "--ranks", "1"]),
+        (["mutants", "ONLY=one"], ["mutants.py", "one"]),
+        (["mutants"], ["mutants.py"]),
+        (["gsm8k"], ["-m", "recipes.gsm8k.prepare", "--out", "data/gsm8k"]),
+        (["pr-branch", "VERL=/clone"], ["pr_branch.py", "/clone", "--dir", "outputs/pr-branch"]),
+    ],
+)
+def test_command_runs_in_its_environment(started, words, arguments):
+    assert started(*words) == ("PYTHON of cpu None", arguments)
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        (["apply-patches", "VERL=/a b"], ["patchset.py", "apply", "--framework", "verl", "/a b"]),
+        (["status", "OAT=/oat"], ["patchset.py", "status", "--framework", "oat", "/oat"]),
+        (["drift"], ["patchset.py", "drift", "--framework", "verl", f"{REPO}/.venv/site-packages"]),
+        (["drift", "DEVICE=cuda"], ["patchset.py", "drift", "--framework", "verl", f"{REPO}/.venv-cuda/site-packages"]),
+        (["check"], ["patchset.py", "check", "--all"]),
+        (
+            ["port", "FROM=0.9.1", "TO=/fork/verl/"],
+            ["patchset.py", "port", "--framework", "verl", "0.9.1", "/fork/verl/", "outputs/verl-verl"],
+        ),
+    ],
+)
+def test_patch_tool_needs_no_environment(started, words, arguments):
+    assert started(*words) == (sys.executable, arguments)
+
+
+def test_sanity_is_a_grid_whose_values_the_command_line_overrides(started):
+    _, (script, *words) = started("sanity", "SEED=4 5", "ARGS=a='b c'")
+    assert script == "compare.py"
+    assert set(words) == {
+        "EXPERIMENT=sanity_cpu",
+        "PRECISION=fp16 bf16 bf16_train_fp16_infer fp32",
+        "ALGO=grpo pg_is ppo",
+        "SEED=4 5",
+        "THRESHOLD=0.95",
+        "OUT=outputs/sanity",
+        "ARGS=a='b c'",
+    }
+
+
+def test_run_reads_its_variables_from_the_environment_too(started, monkeypatch):
+    monkeypatch.setenv("SEED", "3")
+    monkeypatch.setenv("PRECISION", "bf16")
+    assert set(started("run", "SEED=2")[1]) == {"run.py", "SEED=2", "PRECISION=bf16"}
+
+
+def test_python_makes_the_environment_and_device_picks_it(started):
+    assert started("probe", "PYTHON=python3.12", "DEVICE=cpu")[0] == "PYTHON of cpu python3.12"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rnu"], "is not a command; did you mean run?"),
+        (["run", "PRECISON=fp16"], "PRECISON: is not a variable of this command; did you mean PRECISION?"),
+        (["run", "DEVICE=gpu"], "DEVICE=gpu: must be one of cpu, cuda"),
+        (["run", "STEPS=none"], "STEPS=none: must be a whole number"),
+        (["run", "ARGS=it's"], "ARGS=it's: No closing quotation"),
+        (["run", "ARGS=trainer.save_freq"], "ARGS=trainer.save_freq: is not a Hydra override"),
+        (["compare", "PRECISION=fp16 fp18"], "PRECISION=fp18: must be one of"),
+        (["compare", "SEED=1 1"], "SEED=1 1: has 1 more than once"),
+        (["sanity", "ALGO=pg"], "ALGO=pg: must be one of"),
+        (["plan-memory", "EXPERIMENT=dense_7b none"], "EXPERIMENT=none: must be one of"),
+        (["probe", "ROWS=1"], "ROWS=1: must be a whole number of at least 2"),
+        (["report"], "FROM: is missing"),
+        (["doctor", "VERL=/nowhere"], "VERL=/nowhere: is not a folder"),
+        (["doctor", "SEED=1"], "SEED: is not a variable of this command; they are ARGS, VERL"),
+        (["bench", "SIZES=10"], "SIZES: is not a variable of this command; they are ARGS"),
+        (["bench-amp", "ARGS=it's"], "ARGS=it's: No closing quotation"),
+        (["status", "VERL=/a", "OAT=/b"], "VERL=/a OAT=/b: give one of the two"),
+        (["status", "OAT="], "OAT= is empty: it must be a folder that contains oat/"),
+        (["port", "FROM=0.9.1"], "TO: is not set: make port FROM=0.9.1 TO=0.9.2"),
+        (["port", "FROM=0.9.1", "TO=0.9.2", "FRAMEWORK=trl"], "FRAMEWORK=trl: must be one of verl, oat"),
+    ],
+)
+def test_bad_words_are_refused_before_any_setup(started, words, message):
+    with pytest.raises(Refused, match=re.escape(message)) as refusal:
+        started(*words)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_help_needs_the_standard_library_alone(name):
+    line = [sys.executable, "-S", "-B", REPO / "scripts/command.py", name, "--help"]
+    done = subprocess.run(line, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout) > 50
+
+
+def make(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    """``make`` as a user types it, whatever make has started these tests."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", *words], cwd=REPO, env=inherited | environment, capture_output=True, text=True)
+
+
+def test_make_passes_every_word_on_as_it_was_typed():
+    line = make("--dry-run", "run", "DEVICE=cpu", "OUT=/a b", "ARGS=x='it''s' y=[1,2] z=$$HOME").stdout.splitlines()[-1]
+    words = shlex.split(line)
+    assert words[2:4] == ["scripts/command.py", "run"]
+    assert set(words[4:]) == {"ARGS=x='it''s' y=[1,2] z=$HOME", "DEVICE=cpu", "OUT=/a b"}
+
+
+def test_make_refuses_in_one_line():
+    done = make("run", "PRECISON=fp16")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0].startswith("run: PRECISON: is not a variable of this command; did you mean")
+
+
+def test_make_alone_lists_every_target():
+    text = make().stdout
+    assert all(f"make {target} " in text for target in set(TARGETS) - {"python", "ready"})
+
+
+def test_every_command_is_a_target():
+    assert set(command.COMMANDS) <= set(TARGETS)
+
+
+def test_makefile_is_a_list_of_targets():
+    assert len(MAKEFILE.splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    ("pythons", "chosen"), [(["python3", "python3.10"], "python3.10"), (["python3.13"], "python3.13")]
+)
+def test_make_takes_the_first_recent_python(tmp_path, pythons, chosen):
+    """``python3`` is too old here, as on older systems."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "bash").symlink_to(shutil.which("bash"))
+    for name in pythons:
+        program = programs / name
+        program.write_text(f"#!/bin/sh\nexit {int(name == 'python3')}\n")
+        program.chmod(0o755)
+    line = [shutil.which("make"), "--dry-run", "check"]
+    done = subprocess.run(line, cwd=REPO, env={"PATH": str(programs)}, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].split()[:3] == ["exec", chosen, "scripts/command.py"]
+
+
+@pytest.mark.parametrize("words", [[], ["PYTHON=python2"]])
+def test_make_refuses_without_a_recent_python(tmp_path, words):
+    (tmp_path / "bash").symlink_to(shutil.which("bash"))
+    line = [shutil.which("make"), "check", *words]
+    done = subprocess.run(line, cwd=REPO, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    named = "PYTHON=python2: " if words else ""
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{named}Python 3.10 or later is needed; install it, or name it: make PYTHON=")
+
+
+def test_tree_of_the_environment_counts_unless_the_command_line_names_one(started, monkeypatch):
+    monkeypatch.setenv("VERL", "/verl")
+    assert started("status", "OAT=/oat")[1][2:] == ["--framework", "oat", "/oat"]

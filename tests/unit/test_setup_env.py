@@ -1,0 +1,145 @@
+"""``scripts/setup_env.py``: which Python an environment is made with, and when it is made anew."""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import setup_env
+from lib.errors import Refused
+
+VERSIONS = {"python3.10": "3.10", "python3.11": "3.11", "python3.12": "3.12", "python3.13": "3.13"}
+
+
+@pytest.fixture
+def on_path(tmp_path, monkeypatch):
+    """``on_path("python3.11", python="3.9")``: put programs on an empty PATH that answer as these Pythons do."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def put(*names: str, **others: str) -> None:
+        for name, version in [(name, VERSIONS[name]) for name in names] + list(others.items()):
+            program = folder / name
+            program.write_text(f"#!/bin/sh\necho {version} {program}\n")
+            program.chmod(0o755)
+
+    return put
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """The environment "cpu" in an empty checkout, for which venv makes a folder alone and pip installs nothing."""
+    monkeypatch.setattr(setup_env, "REPO", tmp_path)
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements/cpu.torch").write_text("torch==1\n")
+    (tmp_path / "requirements/cpu.lock").write_text("verl==1\n")
+    unpatched = replace(setup_env.ENVIRONMENTS["cpu"], patched=False)
+    monkeypatch.setitem(setup_env.ENVIRONMENTS, "cpu", unpatched)
+    monkeypatch.setattr(setup_env, "install", lambda environment: None)
+    run = subprocess.run
+
+    def make_venv(command, **options):
+        if command[1:3] != ["-m", "venv"]:
+            return run(command, **options)
+        shutil.rmtree(command[4], ignore_errors=True)
+        (command[4] / "bin").mkdir(parents=True)
+        (command[4] / "bin/python").symlink_to(command[0])
+        return None
+
+    monkeypatch.setattr(subprocess, "run", make_venv)
+    return unpatched
+
+
+def made_with(environment) -> str:
+    return (environment.path / "bin/python").resolve().name
+
+
+@pytest.mark.parametrize(
+    ("pythons", "python", "expected"),
+    [
+        (["python3.11", "python3.12"], None, "python3.11"),
+        (["python3.12", "python3.13"], None, "python3.12"),
+        (["python3.11", "python3.12"], "python3.12", "python3.12"),
+    ],
+)
+def test_environment_is_made_with_the_first_suitable_python(environment, on_path, pythons, python, expected):
+    on_path(*pythons)
+    assert setup_env.setup("cpu", python) == environment.python
+    assert made_with(environment) == expected
+    version = expected.removeprefix("python")
+    assert environment.stamp(version).exists()
+    assert (environment.path / "site-packages").readlink() == Path(f"lib/{expected}/site-packages")
+
+
+@pytest.mark.parametrize(
+    ("pythons", "python", "message"),
+    [
+        ([], None, "^Python 3.11 or 3.12 is needed; install it, or name it: make PYTHON="),
+        (["python3.10", "python3.13"], None, "^Python 3.11 or 3.12 is needed"),
+        (["python3.11", "python3.13"], "python3.13", "^PYTHON=python3.13: Python 3.11 or 3.12 is needed"),
+        (["python3.11"], "/no/such/python", "^PYTHON=/no/such/python: Python 3.11 or 3.12 is needed"),
+    ],
+)
+def test_unsuitable_python_is_refused_and_nothing_is_made(environment, on_path, pythons, python, message):
+    on_path(*pythons)
+    with pytest.raises(Refused, match=message):
+        setup_env.setup("cpu", python)
+    assert not environment.path.exists()
+
+
+def test_program_named_after_another_version_is_not_taken(environment, on_path):
+    on_path("python3.12", **{"python3.11": "3.9"})
+    setup_env.setup("cpu")
+    assert made_with(environment) == "python3.12"
+
+
+def test_environment_keeps_its_python_until_another_is_named(environment, on_path):
+    on_path("python3.11", "python3.12")
+    setup_env.setup("cpu", "python3.12")
+    mark = environment.path / "kept"
+    mark.touch()
+    setup_env.setup("cpu")
+    assert mark.exists() and made_with(environment) == "python3.12"
+    setup_env.setup("cpu", "python3.11")
+    assert not mark.exists() and made_with(environment) == "python3.11"
+
+
+def test_changed_lock_and_interrupted_setup_start_anew(environment, on_path, monkeypatch):
+    on_path("python3.11")
+
+    def fail(environment):
+        raise subprocess.CalledProcessError(1, ["pip"])
+
+    with monkeypatch.context() as patch, pytest.raises(subprocess.CalledProcessError):
+        patch.setattr(setup_env, "install", fail)
+        setup_env.setup("cpu")
+    mark = environment.path / "half"
+    mark.touch()
+    setup_env.setup("cpu")
+    assert not mark.exists()
+    mark.touch()
+    (setup_env.REPO / "requirements/cpu.lock").write_text("verl==2\n")
+    setup_env.setup("cpu")
+    assert not mark.exists()
+
+
+def test_linked_environment_that_is_outdated_is_left_alone(environment, on_path, tmp_path):
+    on_path("python3.11")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "in-use").touch()
+    environment.path.symlink_to(shared)
+    with pytest.raises(Refused, match="^.venv is a link to an environment that is not up to date"):
+        setup_env.setup("cpu")
+    assert [path.name for path in shared.iterdir()] == ["in-use"]
+
+
+def test_command_refuses_an_unknown_environment():
+    done = subprocess.run(
+        [sys.executable, setup_env.__file__, "gpu"], capture_output=True, text=True, cwd=Path(setup_env.__file__).parent
+    )
+    assert done.returncode == 2 and "invalid choice: 'gpu'" in done.stderr

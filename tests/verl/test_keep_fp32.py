@@ -18,7 +18,7 @@ def small_models() -> dict[str, torch.nn.Module]:
     [
         ("own head", "lm_haed", ["lm_haed matches no module of Qwen2ForCausalLM", "near it: lm_head"]),
         ("own head", "model.layers.9.mlp.down", ["model.layers.9.mlp.down matches no", "model.layers.*.mlp.down_proj"]),
-        ("own head", "model", ["model cannot be kept in fp32: it holds whole transformer blocks"]),
+        ("own head", "model", ["model cannot be kept in fp32: it contains whole transformer blocks"]),
         ("own head", "model.layers", ["model.layers cannot be kept", "whole transformer blocks"]),
         ("tied", "lm_head", ["it shares a weight with model.embed_tokens"]),
         ("tied", "*embed_tokens", ["it shares a weight with lm_head"]),

@@ -87,7 +87,8 @@ class Stack:
 
     def rest_is_pristine(self, blobs: Mapping[str, str]) -> bool:
         """Return whether the files that the stack does not touch are exactly those of the release's wheel."""
-        rest = {path: blob for path, blob in blobs.items() if path not in self.added}
+        ours = {*self.added, *self.shadowed}
+        rest = {path: blob for path, blob in blobs.items() if path not in ours}
         return package_tree_id({**rest, **self.before}) == self.release.tree_before
 
     def describe(self) -> dict:

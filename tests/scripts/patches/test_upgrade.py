@@ -54,7 +54,7 @@ def patched(older: Path, pristine: Path, tmp_path: Path) -> Path:
     """Return a tree that the older project patched and Python compiled."""
     root = shutil.copytree(pristine, tmp_path / "patched")
     apply(root, older)
-    compile_files(root / MODULE, root / "verl/protocol.py")
+    compile_files(root / MODULE)
     return root
 
 

@@ -30,7 +30,7 @@ al. 2025, "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788
 
 from .accounting import StepAccounting, save_after_storm
 from .dtypes import Precision, check_engine_dtype, dtype_name, to_dtype
-from .gradients import gradient_norm
+from .gradients import first_nonfinite_gradient, gradient_norm
 from .roles import check_role_dtype, check_rollout_dtype
 from .scaler import GradScalerConfig, LossScaleError, LossScaler, load_scaler_state
 from .wire import set_wire_dtype, wire_kwargs
@@ -45,6 +45,7 @@ __all__ = [
     "check_role_dtype",
     "check_rollout_dtype",
     "dtype_name",
+    "first_nonfinite_gradient",
     "gradient_norm",
     "load_scaler_state",
     "save_after_storm",

@@ -333,7 +333,7 @@ def test_hf_rollout_is_refused_where_upstream_has_none(release: str, examine: Ex
     assert "Rollout hf with mode" in examine(release, "unpatched", f"{ROLLOUT}.name=hf").refused
 
 
-@pytest.mark.parametrize("release", filter(rounds_weights, RELEASES))
+@pytest.mark.parametrize("release", list(filter(rounds_weights, RELEASES)))
 def test_sharded_weights_pass_through_bfloat16(release: str, examine: Examine):
     words = [f"+{ENGINE}.mixed_precision.param_dtype=fp16", f"{ROLLOUT}.dtype=float16"]
     diagnosis = examine(release, "unpatched", *words)

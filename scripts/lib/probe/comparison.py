@@ -81,8 +81,8 @@ def sample_findings(options: ProbeOptions, measured: list[Comparison], positions
         f"answers to each of {results[0]['tokens'] / results[0]['sequences']:.1f} tokens on average, at temperature 1; "
         f"{options.backend} on {options.device}",
         "extrapolated": f"ESS/N and sequences clipped at lengths that fewer than {LEAST} answers have (the longest has "
-        f"{max(result['longest'] for result in results)} tokens): from the variance of sums of {block} tokens, as if "
-        "longer sums grew alike; the band is the sampling error of that variance alone. "
+        f"{max(result['longest'] for result in results)} tokens): from the variance of sums of {block} tokens, "
+        "assuming the same growth in longer sums; the band is the sampling error of that variance alone. "
         f"The model has {positions} positions",
     }
     growing = [each.variant.label for each in measured if each.mismatch["growth"].low > 1]

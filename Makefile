@@ -93,9 +93,9 @@ ready: python
 test-quick: ready     ## the tests without the end-to-end runs and the other releases
 	@exec $(PYTEST) -m "not slow and not gpu and not e2e and not releases"
 test-releases: ready  ## the conformance suite on every release of verl; records its outcome
-	@exec $(BIN)/python -m pytest tests/releases --write-results
+	@exec $(BIN)/python -m pytest tests/conformance/verl --write-results
 test-oat: ready       ## the same on every release of OAT
-	@exec $(BIN)/python -m pytest tests/oat --write-results
+	@exec $(BIN)/python -m pytest tests/conformance/oat --write-results
 e2e-releases: ready   ## two steps of main_ppo in fp16 on every release; records their outcome
 	@exec $(BIN)/python -m pytest -m slow tests/e2e/test_releases.py --write-results
 lint: ready           ## ruff and shellcheck

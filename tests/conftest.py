@@ -50,7 +50,7 @@ class ByFixtures(LoadScopeScheduling):
         file = nodeid.partition("::")[0]
         if file.startswith("tests/e2e/"):
             return "e2e"
-        release = re.search(r"\d+\.\d+\.\d+", nodeid) if file.startswith("tests/releases/") else None
+        release = re.search(r"\d+\.\d+\.\d+", nodeid) if file.startswith("tests/conformance/verl/") else None
         return f"{file} {release[0]}" if release else file
 
 

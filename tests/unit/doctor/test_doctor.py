@@ -22,7 +22,7 @@ ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", 
 ENGINE = f"{ACTOR}.fsdp_config"
 # By family: legacy workers, legacy workers with an actor in fp16, the model engine.
 A, B, C = ([name for name in RELEASES if RELEASES[name].family == family] for family in "ABC")
-# The first and the last of the legacy families and of the model engine; tests/releases runs the workers of all.
+# The first and the last of the legacy families and of the model engine; tests/conformance/verl runs the workers of all.
 SOME = (A[0], A[-1], B[-1], C[0], C[-1])
 NEWEST = C[-1]
 Examine = Callable[..., Diagnosis]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from matplotlib.figure import Figure
-from oat_modules import Args, precision
+from support.oat_modules import Args, precision
 
 from lib.errors import Refused
 from lib.report.build import build_report, rebuild, write_report
@@ -52,7 +52,7 @@ FIRST = {ACCURACY: 0.125, "eval/average/score": 0.125, "misc/lr": 0.0}  # the ev
 
 
 class StubEngine:
-    """What the writer reads of a DeepSpeed engine; tests/oat has real ones."""
+    """What the writer reads of a DeepSpeed engine; tests/conformance/oat has real ones."""
 
     def __init__(self, dtype: torch.dtype, fp16: bool):
         self.module = torch.nn.Linear(2, 2).to(dtype)

@@ -16,7 +16,7 @@ from lib.patches.apply import apply
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
-CASES = REPO / "tests/releases/doctor_cases.py"
+CASES = REPO / "tests/conformance/verl/doctor_cases.py"
 STATES = ("patched", "pristine")
 # Hops that a worker has, and the doctor does not report.
 UNREPORTED = {"ref.master", "ref.reduce", "ref.logits", "critic.optimizer"}

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from report_runs import finished_run
+from support.report_runs import finished_run
 
 import diversity
 from lib.errors import Refused

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from report_runs import RECORDED, contents, made, several
+from support.report_runs import RECORDED, contents, made, several
 
 import report as command
 from lib.errors import Refused

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
-from report_runs import RECORDED, made, several
+from support.report_runs import RECORDED, made, several
 
 from lib.report.build import rebuild, write_report
 

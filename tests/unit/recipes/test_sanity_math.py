@@ -84,7 +84,7 @@ def test_oat_reads_the_same_problems_without_the_instruction(release, tmp_path):
     done = prepare(given, tmp_path / "out", tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     tree = unpacked_wheel(release, tmp_path / "tree", OAT)
-    paths = [tree, REPO / "tests/oat", REPO]
+    paths = [tree, REPO / "tests/conformance/oat", REPO]
     read = subprocess.run(
         [REPO / ".venv-workers/bin/python", "-c", READ, tmp_path / "out/oat"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"},

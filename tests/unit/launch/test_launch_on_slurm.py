@@ -1,7 +1,7 @@
 """``scripts/launch/slurm.sh`` with real Ray and real training: two nodes, each a network and process namespace of this
 machine, and stand-ins for Slurm's own programs that start what Slurm would start on them.
 
-``pytest -m slow tests/scripts/test_launch_on_slurm.py``, minutes, as root.
+``pytest -m slow tests/unit/launch/test_launch_on_slurm.py``, minutes, as root.
 """
 
 import json

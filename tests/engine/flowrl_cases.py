@@ -15,12 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "verl"))  # engine_cases.py takes the same arguments
-
-from engine_cases import (  # noqa: E402
+from engine_cases import (
     OUT,
     RANK,
     STRATEGY,
@@ -32,7 +27,7 @@ from engine_cases import (  # noqa: E402
     state,
     weights_of,
 )
-from flowrl_reference import (  # noqa: E402
+from flowrl_reference import (
     PLAIN_MODEL,
     batch,
     head_of,
@@ -41,16 +36,18 @@ from flowrl_reference import (  # noqa: E402
     rollouts,
     set_loss,
 )
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
-from recipes.flowrl.config import FlowRLConfig, PartitionConfig  # noqa: E402
-from recipes.flowrl.engine import FILE  # noqa: E402
-from recipes.flowrl.partition import PartitionHead  # noqa: E402
-from recipes.flowrl.worker import FlowRLTrainingWorker  # noqa: E402
-from verl.model_merger.base_model_merger import ModelMergerConfig  # noqa: E402
-from verl.model_merger.fsdp_model_merger import FSDPModelMerger  # noqa: E402
-from verl.trainer.config import CheckpointConfig  # noqa: E402
-from verl.utils import tensordict_utils as tu  # noqa: E402
-from verl.utils.checkpoint import manifest  # noqa: E402
+from recipes.flowrl.config import FlowRLConfig, PartitionConfig
+from recipes.flowrl.engine import FILE
+from recipes.flowrl.partition import PartitionHead
+from recipes.flowrl.worker import FlowRLTrainingWorker
+from verl.model_merger.base_model_merger import ModelMergerConfig
+from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.utils.checkpoint import manifest
 
 
 def worker_update(worker: FlowRLTrainingWorker, data):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from oat_modules import mismatch
+from support.oat_modules import mismatch
 
 
 @dataclass

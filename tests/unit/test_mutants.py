@@ -25,7 +25,7 @@ HARMLESS = mutants.Mutant(
     file="verl/utils/precision.py",
     replace="if taken == skipped == 0:",
     by="if 0 == taken == skipped:",
-    tests=("tests/verl/test_precision.py::test_an_engine_that_accounts_for_no_step_reports_none",),
+    tests=("tests/engine/test_precision.py::test_an_engine_that_accounts_for_no_step_reports_none",),
 )
 DEADLY = replace(HARMLESS, name="deadly", by="if taken == skipped == 1:")
 
@@ -80,7 +80,7 @@ def test_unknown_mutant_is_refused(monkeypatch, capsys):
     [
         (replace(HARMLESS, replace="no such text"), "harmless: its text occurs 0 times in verl/utils/precision.py"),
         (replace(HARMLESS, replace="torch"), r"harmless: its text occurs \d\d+ times"),
-        (replace(HARMLESS, tests=("tests/verl/test_precision.py::test_of_no_such_name",)), "pytest ended with 4"),
+        (replace(HARMLESS, tests=("tests/engine/test_precision.py::test_of_no_such_name",)), "pytest ended with 4"),
     ],
 )
 def test_mutant_that_cannot_be_judged_is_refused(mutant, refusal, tree):

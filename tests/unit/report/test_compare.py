@@ -1,7 +1,7 @@
 """The words of ``make compare``."""
 
 import pytest
-from report_runs import finished_run
+from support.report_runs import finished_run
 
 import compare
 from lib.errors import Refused

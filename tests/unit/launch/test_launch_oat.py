@@ -198,7 +198,7 @@ def test_oats_own_parser_takes_every_command(release, data, tmp_path):
     tree = unpacked_wheel(release, tmp_path / "tree", OAT)
     apply(tree, framework=OAT)
     commands = every_command(tree, data, tmp_path / "out")
-    paths = [tree, REPO / "tests/oat", REPO]
+    paths = [tree, REPO / "tests/conformance/oat", REPO]
     done = subprocess.run(
         [WORKERS, "-c", PARSE],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"},

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oat_modules import Args, precision
+from support.oat_modules import Args, precision
 
 REGIMES = {
     "fp16": (torch.float16, torch.float16),

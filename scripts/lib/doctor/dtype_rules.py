@@ -9,7 +9,7 @@ from functools import cached_property
 
 UNKNOWN = "unknown"
 
-# The patches by which a hop reads what a user sets; tests/unit/doctor/test_doctor_rules.py looks them up in each series.
+# The patches by which a hop reads what a user sets; tests/unit/doctor/test_doctor_rules.py finds them in each series.
 KEYS = "cfg-add-one-dtype-key-per-role"
 COMPUTE = "fsdp-compute-in-the-configured-dtype"
 SCALER = "fsdp-configure-the-loss-scaler"

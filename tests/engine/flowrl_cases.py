@@ -15,7 +15,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from engine_cases import (
+from flowrl_reference import (
+    PLAIN_MODEL,
+    batch,
+    head_of,
+    make_worker,
+    reference_update,
+    rollouts,
+    set_loss,
+)
+from fsdp_worker import (
     OUT,
     RANK,
     STRATEGY,
@@ -26,15 +35,6 @@ from engine_cases import (
     shared_directory,
     state,
     weights_of,
-)
-from flowrl_reference import (
-    PLAIN_MODEL,
-    batch,
-    head_of,
-    make_worker,
-    reference_update,
-    rollouts,
-    set_loss,
 )
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from engine_cases import MODEL, RANK, STRATEGY, settings
+from fsdp_worker import MODEL, RANK, STRATEGY, settings
 from transformers import AutoModelForCausalLM
 
 from recipes.flowrl.config import FlowRLConfig, PartitionConfig

@@ -37,7 +37,6 @@ def test_verl_selects_the_cpu():
 FP32_ON_CUDA = """
 import torch
 import torch.nn.functional as F
-from lib.paths import REPO
 x = torch.rand(4, 8, dtype=torch.float16)
 with torch.autocast("cpu", torch.float16):
     results = [F.log_softmax(x, -1), F.softmax(x, -1), torch.logsumexp(x, -1), x.exp(), x.pow(2), x.sum(-1), x.log()]

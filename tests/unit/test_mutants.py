@@ -22,10 +22,10 @@ HARMLESS = mutants.Mutant(
     name="harmless",
     defect="none",
     seen_in="nowhere",
-    file="verl/utils/precision.py",
+    file="verl/utils/precision/accounting.py",
     replace="if taken == skipped == 0:",
     by="if 0 == taken == skipped:",
-    tests=("tests/engine/test_precision.py::test_an_engine_that_accounts_for_no_step_reports_none",),
+    tests=("tests/engine/test_accounting.py::test_an_engine_without_accounted_steps_has_no_metrics",),
 )
 DEADLY = replace(HARMLESS, name="deadly", by="if taken == skipped == 1:")
 
@@ -60,27 +60,27 @@ def test_command_reports_a_survivor_and_fails(monkeypatch, tmp_path, capsys):
     (tmp_path / "mutants.toml").write_text("\n".join(chain(*lines)))
     monkeypatch.setattr(mutants, "TABLE", tmp_path / "mutants.toml")
     monkeypatch.setattr(mutants, "DOCUMENT", tmp_path / "mutants.md")
-    monkeypatch.setattr(sys, "argv", ["mutants"])
-    assert mutants.main() == 1
+    assert mutants.main([]) == 1
     out = capsys.readouterr().out
     assert "1/2 harmless: SURVIVED" in out and f"2/2 deadly: killed by {DEADLY.tests[0]}" in out
     written = (tmp_path / "mutants.md").read_text()
     assert "2 mutants, 1 survivors" in written and "| harmless | none | nowhere | **survived** |" in written
 
 
-def test_unknown_mutant_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["mutants", "none-of-these"])
-    with pytest.raises(SystemExit, match="2"):
-        mutants.main()
-    assert "none-of-these: is not a mutant; choose from unknown-dtype-accepted, " in capsys.readouterr().err
+def test_unknown_mutant_is_refused(capsys):
+    assert mutants.main(["none-of-these"]) == 1
+    assert "mutants: none-of-these: is not a mutant; they are unknown-dtype-accepted, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("mutant", "refusal"),
     [
-        (replace(HARMLESS, replace="no such text"), "harmless: its text occurs 0 times in verl/utils/precision.py"),
-        (replace(HARMLESS, replace="torch"), r"harmless: its text occurs \d\d+ times"),
-        (replace(HARMLESS, tests=("tests/engine/test_precision.py::test_of_no_such_name",)), "pytest ended with 4"),
+        (
+            replace(HARMLESS, replace="no such text"),
+            "harmless: its text occurs 0 times in verl/utils/precision/accounting.py",
+        ),
+        (replace(HARMLESS, replace="skipped"), r"harmless: its text occurs \d\d+ times"),
+        (replace(HARMLESS, tests=("tests/engine/test_accounting.py::test_of_no_such_name",)), "pytest ended with 4"),
     ],
 )
 def test_mutant_that_cannot_be_judged_is_refused(mutant, refusal, tree):
@@ -93,7 +93,9 @@ def test_failing_tree_is_refused(tree):
     original = file.read_text()
     file.write_text(DEADLY.source(tree))
     try:
-        with pytest.raises(Refused, match="reports_none fails on the tree without a mutant"):
-            mutants.killers([replace(HARMLESS, replace="# Engines that read", by="# Engines that do read")], tree)
+        with pytest.raises(Refused, match="has_no_metrics fails on the tree without a mutant"):
+            mutants.killers(
+                [replace(HARMLESS, replace="# an engine whose own", by="# an engine of which the own")], tree
+            )
     finally:
         file.write_text(original)

@@ -67,7 +67,7 @@ WORDS = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=float16", "actor_rollout_ref.
 def new_tree(folder: Path) -> Path:
     """Make the wheel of the release that does not exist: OLD's with another version and a line more in the server."""
     root = unpacked_wheel(OLD, folder)
-    (root / VERL.version).write_text(f"{NEW}\n")
+    (root / VERL.version_file).write_text(f"{NEW}\n")
     (root / SERVER).write_text(f"# a new line\n{(root / SERVER).read_text()}")
     return root
 

@@ -63,7 +63,7 @@ ON_CLUSTER = {"RAY_ADDRESS": "http://127.0.0.1:9", "OUT": "/tmp/flowrl"}
             {"RAY_ADDRESS": "http://head:8265"},
             "flowrl_7b: OUT: is not set; on a cluster it is an absolute path that every",
         ),
-        (ON_CLUSTER | {"CARRY": "maybe"}, "run: CARRY=maybe: must be one of yes, no"),
+        (ON_CLUSTER | {"CARRY": "maybe"}, "submit: CARRY=maybe: must be one of yes, no"),
         (ON_CLUSTER, "submit: RAY_ADDRESS=http://127.0.0.1:9: no Ray cluster answers there"),
         (
             ON_CLUSTER | {"RAY_ADDRESS": "auto"},
@@ -77,14 +77,14 @@ def test_bad_knob_is_refused_by_name(knobs, refusal, data):
     assert done.returncode and len(lines) == 1 and lines[0].startswith(refusal), done.stderr
 
 
-@pytest.mark.parametrize(("where", "goal"), [({}, "run.py"), ({"RAY_ADDRESS": "http://head:8265"}, "submit.py")])
+@pytest.mark.parametrize(("where", "goal"), [({}, "run"), ({"RAY_ADDRESS": "http://head:8265"}, "submit")])
 def test_knobs_and_overrides_reach_verl(where, goal, data):
     """Each word arrives in the command of make as it was typed, with blanks, quotes, dollars and commas."""
     knobs = {"DATA": data, "NNODES": 4 if where else 1, "OUT": data / "out", "STEPS": 7, "PRECISION": "bf16"}
     done = launch(*OVERRIDES, MAKEFLAGS="n", **knobs, **where)
     assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if f"scripts/{goal}" in line)
-    words = shlex.split(line)[3:]
+    (line,) = (line for line in done.stdout.splitlines() if f"scripts/command.py {goal} " in line)
+    words = shlex.split(line)[4:]
     job = parse_job(words)
     assert job.args == (f"trainer.nnodes={knobs['NNODES']}", "trainer.n_gpus_per_node=8", *OVERRIDES)
     config = compose(job, job.out)

@@ -89,7 +89,7 @@ def test_a_recorded_report_has_three_regimes_of_three_seeds():
 
 def test_command_rebuilds_a_recorded_report(tmp_path, capsys):
     source = RESULTS / "sanity" / "ppo"
-    assert command.main([f"FROM={source}", f"OUT={tmp_path / 'out'}", "DEVICE=cpu"]) == 0
+    assert command.main([f"FROM={source}", f"OUT={tmp_path / 'out'}"]) == 0
     assert "reward, last 5 steps" in capsys.readouterr().out
     new = contents(tmp_path / "out")
     assert {"index.html", "table.md", "runs.csv", "verdicts.csv", "figures/reward.svg", "figures/k3.png"} <= set(new)

@@ -7,7 +7,6 @@ import pyarrow.parquet
 import pytest
 
 from lib.errors import Refused
-from lib.run import checks
 from lib.run.checks import check_job
 from lib.run.job import compose, parse_job
 
@@ -46,7 +45,7 @@ def test_unusable_data_is_refused(tmp_path):
 def test_uncreatable_folder_and_full_disk_are_refused(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     assert refusal_of_check([], tmp_path / "file" / "out").startswith(f"OUT={tmp_path}/file/out: cannot be written to")
-    monkeypatch.setattr(checks, "FREE_GIB", 1e9)
+    monkeypatch.setattr("lib.files.FREE_GIB", 1e9)
     assert "GiB free" in refusal_of_check([], tmp_path / "out")
 
 

@@ -23,7 +23,7 @@ def pytest_configure(config):
     """Make ``import precision``, ``manifest`` and ``weight_sync`` find these modules without the rest of verl."""
     utils = (config.getoption("verl_tree") or REPO / "patches/verl/files") / "verl/utils"
     load(utils / "checkpoint/manifest.py")
-    with pytest.MonkeyPatch.context() as patch:  # weight_sync imports verl.utils.precision, which others may have loaded
+    with pytest.MonkeyPatch.context() as patch:  # which others may have loaded
         patch.setitem(sys.modules, "verl.utils.precision", load(utils / "precision.py"))
         load(utils / "weight_sync.py")
 

@@ -84,9 +84,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def training(out: Path) -> dict[int, dict[str, float]]:
-    """The metrics of every step, without time, memory, and the weight sync, which the first step of a run measures."""
+    """The metrics of every step, without those that measure time and memory."""
     rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    measured = re.compile("timing|perf/|weight_sync_")
+    measured = re.compile("timing|perf/")
     return {row["step"]: {k: v for k, v in row["data"].items() if not measured.search(k)} for row in rows}
 
 

@@ -94,5 +94,7 @@ def test_train_and_resume(tmp_path):
     train(rest, f"+rollouts=replay rollouts.file={rollouts} trainer.default_local_dir={resumed}")
     # Model, optimizer, extra state and head of the actor, and the data loader's.
     assert_same_checkpoint(saved, resumed / f"global_step_{STEPS}", files=5)
-    (step,) = training_metrics(rest).items()
-    assert step == (STEPS, steps[STEPS])
+    ((step, resumed_metrics),) = training_metrics(rest).items()
+    checked_first = {"training/weight_sync_diff", "training/weight_sync_spread"}  # by each run, in its first step
+    assert step == STEPS and resumed_metrics.keys() - steps[STEPS].keys() == checked_first
+    assert {name: resumed_metrics.get(name) for name in steps[STEPS]} == steps[STEPS]

@@ -417,6 +417,7 @@ def unpatched_cluster(pristine, monkeypatch) -> Iterator[UnpatchedCluster]:
     (site,) = folder.glob("venv/lib/python*/site-packages")
     (site / "others.pth").write_text(f"{pristine}\n{sysconfig.get_paths()['purelib']}\n")
     monkeypatch.setenv("HOME", str(folder))  # where Ray looks for a token, and must find what the nodes find: none
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)  # set by a ray.init of other tests in this process
     gcs, dashboard = free_port(), free_port()
     head = ["--head", f"--port={gcs}", f"--dashboard-port={dashboard}"]
     environment = {"PATH": f"{folder}/venv/bin:/usr/bin:/bin", "HOME": str(folder), "HF_TOKEN": SECRET}

@@ -9,12 +9,17 @@ MAKEFLAGS += --no-print-directory
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11 python3.10
 RECENT = "$(1)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 TOOLS := $(or $(PYTHON),$(shell for python in $(PYTHONS); do if $(call RECENT,$$python); then echo $$python; break; fi; done))
-BIN := .venv/bin
+# The tests run on the CPU, which is the same on every machine, unless DEVICE=cuda.
+DEVICE ?= cpu
+BIN := $(if $(filter cuda,$(DEVICE)),.venv-cuda,.venv)/bin
+SETUP = @$(TOOLS) scripts/setup_env.py $(PYTHON:%=--python %)
+# In the order of the folders: the conformance suite and the end-to-end runs, which take longest, come first.
+PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 # All variables of the command line as NAME='VALUE'; scripts/command.py refuses those that a command does not take.
 quote = '$(subst ','\'',$(1))'
 WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)=$(call quote,$($(name)))))
-COMMAND = @exec $(TOOLS) scripts/command.py $@ $(WORDS)
+COMMAND = @exec $(TOOLS) scripts/command.py $@ $(WORDS) $(if $(word 2,$(MAKECMDGOALS)),--shared)
 
 .PHONY: python
 python:
@@ -24,7 +29,8 @@ python:
 .PHONY: run test
 run: python     ## set up and train in fp16 with verl, on this machine's GPU or CPU
 	$(COMMAND)
-test: ready     ## set up and run all tests
+test: python    ## set up and run all tests
+	$(SETUP) browser $(DEVICE) workers
 	@exec $(PYTEST) -m "not slow and not gpu"
 
 ##@ Patch verl or OAT elsewhere (VERL= or OAT=: a git checkout, an unpacked release or site-packages), with Python 3.10 and git alone
@@ -60,7 +66,7 @@ sanity: python       ## the sanity test: four regimes, three seeds, three object
 	$(COMMAND)
 
 ##@ The rest
-.PHONY: help setup submit gsm8k dapo-math sanity-math bench bench-amp pr-branch mutants ready test-quick test-releases test-oat e2e-releases matrix lint lock clean
+.PHONY: help setup submit gsm8k dapo-math sanity-math bench bench-amp pr-branch mutants test-quick test-releases test-oat e2e-releases matrix lint lock clean
 help: python         ## list the targets;  make help-run: the variables of a command
 	@awk -F ': *[a-z]* *## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 help-%: python
@@ -86,19 +92,20 @@ mutants: python      ## put known defects into patched verl, one at a time: each
 matrix: python       ## write the recorded outcomes into README.md as the support matrices
 	$(COMMAND)
 
-# Two processes; the end-to-end runs come first in the order of the folders, and are the longest.
-PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
-ready: python
-	@$(TOOLS) scripts/setup_env.py $(PYTHON:%=--python %) cpu workers browser
-test-quick: ready     ## the tests without the end-to-end runs and the other releases
+test-quick: python    ## the tests without the end-to-end runs and the other releases
+	$(SETUP) browser $(DEVICE)
 	@exec $(PYTEST) -m "not slow and not gpu and not e2e and not releases"
-test-releases: ready  ## the conformance suite on every release of verl; records its outcome
+test-releases: python ## the conformance suite on every release of verl; records its outcome
+	$(SETUP) $(DEVICE) workers
 	@exec $(BIN)/python -m pytest tests/conformance/verl --write-results
-test-oat: ready       ## the same on every release of OAT
+test-oat: python      ## the same on every release of OAT
+	$(SETUP) $(DEVICE) workers
 	@exec $(BIN)/python -m pytest tests/conformance/oat --write-results
-e2e-releases: ready   ## two steps of main_ppo in fp16 on every release; records their outcome
+e2e-releases: python  ## two steps of main_ppo in fp16 on every release; records their outcome
+	$(SETUP) $(DEVICE) workers
 	@exec $(BIN)/python -m pytest -m slow tests/e2e/test_releases.py --write-results
-lint: ready           ## ruff and shellcheck
+lint: python          ## ruff and shellcheck
+	$(SETUP) $(DEVICE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck .ci/run scripts/launch/*.sh

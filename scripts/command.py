@@ -4,7 +4,8 @@ Checks the words with the standard library of Python 3.10 alone, sets the comman
 date, and runs the command in it. ``COMMAND --help`` prints the help of the command and changes nothing.
 
 DEVICE is cpu or cuda (default: cuda where nvidia-smi lists a GPU) and picks the environment; PYTHON names the Python
-to make it with. Both, VERL and OAT, and all variables of run and submit may also be set in the environment.
+to make it with. Both may also be set in the environment, as may all variables of run, of submit and of the commands
+that take a fixed few.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ast
 import difflib
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -26,6 +28,9 @@ from lib.errors import Refused
 from lib.paths import REPO
 from lib.run.job import VARIABLES
 
+SHARED = "--shared"  # the words are those of several commands
+DOCTOR_NEEDS = "an environment with hydra-core and omegaconf, and torch if that verl is patched"
+
 
 @dataclass(frozen=True)
 class Command:
@@ -36,7 +41,8 @@ class Command:
         arguments: returns the script's own arguments for the variables that are set on the command line.
         parser: ``MODULE:FUNCTION`` that parses the arguments with the standard library alone; empty where there is
             nothing to parse, or the command's own parser needs the environment.
-        takes: the variables that it takes; None: ``parser`` checks their names.
+        takes: the variables that it takes, from the environment too; None: ``parser`` checks their names.
+        device: whether DEVICE is also one of the script's own words.
         environment: whether it runs in .venv or .venv-cuda.
     """
 
@@ -44,6 +50,7 @@ class Command:
     arguments: Callable[[Mapping[str, str]], list[str]]
     parser: str = ""
     takes: tuple[str, ...] | None = None
+    device: bool = False
     environment: bool = True
 
 
@@ -116,22 +123,20 @@ def patchset(action: str) -> Command:
 
 
 COMMANDS = {
-    "run": Command("run.py", run_words, "lib.run.job:parse_job"),
-    "submit": Command("submit.py", run_words, "lib.run.job:parse_job"),
-    "preflight": Command("preflight.py", words, "preflight:parse"),
-    "probe": Command("probe.py", words, "probe:parse"),
-    "compare": Command("compare.py", words, "compare:parse"),
-    "sanity": Command("compare.py", sanity_words, "compare:parse"),
+    "run": Command("run.py", run_words, "lib.run.job:parse_job", device=True),
+    "submit": Command("submit.py", run_words, "lib.run.job:parse_job", device=True),
+    "preflight": Command("preflight.py", words, "preflight:parse", device=True),
+    "probe": Command("probe.py", words, "probe:parse", device=True),
+    "compare": Command("compare.py", words, "compare:parse", device=True),
+    "sanity": Command("compare.py", sanity_words, "compare:parse", device=True),
     "report": Command("report.py", words, "report:parse"),
     "plan-memory": Command("plan_memory.py", words, "plan_memory:parse"),
     "doctor": Command("doctor.py", doctor, "doctor:parse", ("ARGS", "VERL")),
     "bench": Command("bench.py", args_words, "bench:parse", ("ARGS",)),
     "bench-amp": Command("bench_amp.py", args_words, "", ("ARGS",)),
-    "mutants": Command(
-        "mutants.py", lambda values: list(filter(None, [values.get("ONLY")])), "mutants:parse", ("ONLY",)
-    ),
+    "mutants": Command("mutants.py", mutant_words, "mutants:parse", ("ONLY",)),
     "pr-branch": Command("pr_branch.py", pr_branch, "pr_branch:parse", ("VERL", "DIR")),
-    "setup": Command("patchset.py", lambda values: ["status", *target(values)], "", ("VERL",)),
+    "setup": Command("setup_env.py", fixed(), "", ()),
     "gsm8k": Command("recipes.gsm8k.prepare", fixed("--out", "data/gsm8k"), "", ()),
     "dapo-math": Command("recipes.dapo_math.prepare", fixed("--out", "data/dapo-math"), "", ()),
     "sanity-math": Command("recipes.sanity_math.prepare", fixed("--out", "data/sanity-math"), "", ()),
@@ -159,64 +164,100 @@ def parse(command: Command, arguments: list[str]) -> None:
 def interpreter(name: str, values: Mapping[str, str], device: str, python: str | None) -> str | Path:
     """Return the Python to run a command in, and set its environment up unless it is up to date."""
     if name == "doctor":
-        verl = Path(values["VERL"]) if "VERL" in values else None
-        if verl and not verl.is_dir():
-            raise Refused(f"VERL={verl}: is not a folder")
+        verl = Path(values["VERL"]) if values.get("VERL") else None
+        if "VERL" in values and (verl is None or not verl.is_dir()):
+            raise Refused(f"VERL={values['VERL']}: is not a folder")
         if found := find_interpreter(verl, python):
             return found
-        python = None  # the Python to run in, not one to make .venv with
+        # PYTHON is the Python to run in, not one to make .venv with
+        return setup_env.setup(device, None, f"the doctor also runs in PYTHON= of {DOCTOR_NEEDS}")
     return setup_env.setup(device, python)
 
 
-def main(words: list[str]) -> None:
+def command_values(command: Command, typed: Mapping[str, str], shared: bool) -> dict[str, str]:
+    """Return the variables of a command: those of the command line, and of the environment where it takes a fixed few.
+
+    Args:
+        shared: whether ``typed`` are the words of several commands; it takes its own.
+
+    Raises:
+        Refused: a name is not among those that the command takes.
+    """
+    if command.takes is None:
+        return dict(typed)
+    takes = (*command.takes, "DEVICE")
+    typed = {name: value for name, value in typed.items() if name in takes or not shared}
+    parse_words(words(typed), takes)
+    return {name: os.environ[name] for name in command.takes if name in os.environ} | typed
+
+
+def help_command(name: str) -> None:
+    """Print the help of a command: the variables that it takes, and what its script prints for ``--help``."""
+    command = COMMANDS[name]
+    if command.takes is not None:
+        variables = [f"{each}=…" for each in command.takes]
+        print(" ".join(["usage: make", name, *variables]), flush=True)
+    file = REPO / "scripts" / command.script
+    if not command.script.endswith(".py"):
+        file = REPO / f"{command.script.replace('.', '/')}.py"
+    if command.parser or not command.environment:
+        os.execv(sys.executable, [sys.executable, str(file), "--help"])
+    print(ast.get_docstring(ast.parse(file.read_text())))  # its own parser imports packages of the environment
+
+
+def main(arguments: list[str]) -> None:
     """Parse the words, set the environment up, and replace this process by the command.
 
     Raises:
         Refused: a word is not among those that the command takes, or its value is not allowed.
     """
-    if not words or help_requested(words[:1]):
+    if not arguments or help_requested(arguments[:1]):
         print(f"{__doc__}\nCommands: {', '.join(COMMANDS)}")
         return
-    name, *given = words
+    name, *typed = arguments
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {nearest[0]}? They are" if nearest else "they are"
         raise Refused(f"is not a command; {hint} {', '.join(COMMANDS)}")
-    command, script = COMMANDS[name], COMMANDS[name].script
-    target = [str(REPO / "scripts" / script)] if script.endswith(".py") else ["-m", script]
-    if help_requested(given):
-        if command.environment and not command.parser:  # it imports packages of the environment
-            file = REPO / "scripts" / script if target[0] != "-m" else REPO / f"{script.replace('.', '/')}.py"
-            print(ast.get_docstring(ast.parse(file.read_text())))
-            return
-        os.execv(sys.executable, [sys.executable, *target, "--help"])
-    values = dict(word.partition("=")[::2] for word in given)
-    python, index = (values.pop(each, os.environ.get(each)) for each in ("PYTHON", "TORCH_INDEX_URL"))
-    inherited = {"VERL", "OAT"}.intersection(command.takes or ()) if not values.keys() & {"VERL", "OAT"} else set()
-    if name != "plan-memory":  # whose DEVICE is the planned one
-        inherited.add("DEVICE")
-    values = {each: os.environ[each] for each in sorted(inherited & os.environ.keys())} | values
+    command = COMMANDS[name]
+    if help_requested(typed):
+        help_command(name)
+        return
+    typed_values = dict(word.partition("=")[::2] for word in typed if word != SHARED)
+    python, index = (typed_values.pop(each, os.environ.get(each)) for each in ("PYTHON", "TORCH_INDEX_URL"))
+    values = command_values(command, typed_values, SHARED in typed)
     default = "cuda" if gpu_present() and name != "mutants" else "cpu"
-    device = one_of(values, "DEVICE", ["cpu", "cuda"], default) if name != "plan-memory" else default
-    if command.takes is not None:
+    if name == "plan-memory":  # its DEVICE is the planned one
+        device = default
+    else:
+        given = {each: os.environ[each] for each in ["DEVICE"] if os.environ.get(each)} | values
+        device = one_of(given, "DEVICE", ["cpu", "cuda"], default)
         values.pop("DEVICE", None)
-        parse_words([f"{each}={value}" for each, value in values.items()], command.takes)
+        if command.device and "DEVICE" in given:
+            values["DEVICE"] = device
     if "VERL" in (command.takes or ()) and name != "doctor" and "OAT" not in values:
         values.setdefault("VERL", str(setup_env.ENVIRONMENTS[device].path / "site-packages"))
-    arguments = command.arguments(values)
-    parse(command, arguments)
+    program_arguments = command.arguments(values)
+    parse(command, program_arguments)
     if index:
         os.environ["TORCH_INDEX_URL"] = index
     program = str(interpreter(name, values, device, python) if command.environment else sys.executable)
-    if target[0] == "-m":
+    if name == "setup":
+        return
+    if command.script.endswith(".py"):
+        target = [str(REPO / "scripts" / command.script)]
+    else:
+        target = ["-m", command.script]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
-    os.execv(program, [program, *target, *arguments])
+    os.execv(program, [program, *target, *program_arguments])
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except Refused as refusal:
-        sys.exit(f"{sys.argv[1]}: {refusal}")
+    except (Refused, OSError) as error:
+        sys.exit(f"{sys.argv[1]}: {error}")
     except subprocess.CalledProcessError as error:
         sys.exit(f"{sys.argv[1]}: exit code {error.returncode}: {' '.join(map(str, error.cmd))}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

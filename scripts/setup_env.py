@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -59,12 +60,13 @@ ENVIRONMENTS = {
 }
 
 
-def setup(name: str, python: str | None = None) -> Path:
+def setup(name: str, python: str | None = None, advice: str = "") -> Path:
     """Make the environment ``name`` unless it is up to date, patch its verl, and return its Python.
 
     Args:
         python: the Python 3.11 or 3.12 to make it with; by default that of the present environment, or the first on
             PATH. An environment of another version is made anew.
+        advice: printed before the installation, if there is one.
 
     Raises:
         Refused: no such Python, or an outdated environment is a symbolic link, which others may be using.
@@ -79,10 +81,10 @@ def setup(name: str, python: str | None = None) -> Path:
                 f"{environment.folder} is a link to an environment that is not up to date: "
                 "run make where it points to, or remove the link"
             )
-        print(
-            f"setting up {environment.folder} from {' and '.join(environment.requirements)}: {environment.cost}, once",
-            flush=True,
-        )
+        files = " and ".join(environment.requirements)
+        print(f"setting up {environment.folder} from {files}: {environment.cost}, once", flush=True)
+        if advice:
+            print(advice, flush=True)
         subprocess.run([base, "-m", "venv", "--clear", environment.path], check=True)
         (environment.path / "site-packages").symlink_to(f"lib/python{version}/site-packages")
         install(environment)
@@ -160,7 +162,9 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except Refused as refusal:
-        sys.exit(f"setup_env: {refusal}")
+    except (Refused, OSError) as error:
+        sys.exit(f"setup_env: {error}")
     except subprocess.CalledProcessError as error:
         sys.exit(f"setup_env: exit code {error.returncode}: {' '.join(map(str, error.cmd))}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

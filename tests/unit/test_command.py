@@ -20,9 +20,10 @@ TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.M)
 @pytest.fixture
 def started(monkeypatch):
     """``started("run", "SEED=2")``: the Python and the arguments that replace the process, nothing being set up."""
-    monkeypatch.setattr(command.setup_env, "setup", lambda device, python: f"PYTHON of {device} {python}")
+    monkeypatch.setattr(command.setup_env, "setup", lambda device, python, *_: f"PYTHON of {device} {python}")
     monkeypatch.setattr(command, "gpu_present", lambda: False)
-    for name in command.VARIABLES:
+    taken = {name for each in command.COMMANDS.values() for name in each.takes or ()}
+    for name in {*command.VARIABLES, *taken}:
         monkeypatch.delenv(name, raising=False)
     calls = []
     monkeypatch.setattr(os, "execv", lambda program, arguments: calls.append((program, arguments)))
@@ -91,6 +92,58 @@ def test_run_reads_its_variables_from_the_environment_too(started, monkeypatch):
     assert set(started("run", "SEED=2")[1]) == {"run.py", "SEED=2", "PRECISION=bf16"}
 
 
+def test_commands_that_take_a_few_variables_read_them_from_the_environment_too(started, monkeypatch):
+    monkeypatch.setenv("ARGS", "+precision=fp16")
+    assert started("doctor")[1] == ["doctor.py", "--args=+precision=fp16"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run"],
+        ["preflight"],
+        ["probe"],
+        ["compare", "PRECISION=fp16 bf16"],
+        ["sanity"],
+        ["report", "FROM=docs/results/sanity/grpo"],
+        ["plan-memory", "EXPERIMENT=dense_7b"],
+        ["doctor"],
+        ["bench"],
+        ["bench-amp"],
+        ["mutants"],
+        ["pr-branch"],
+        ["gsm8k"],
+        ["status"],
+        ["check"],
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize("source", ["environment", "command line"])
+def test_device_picks_the_environment_of_every_command(started, monkeypatch, words, source):
+    if source == "environment":
+        monkeypatch.setenv("DEVICE", "cpu")
+    elif words[0] == "plan-memory":
+        pytest.skip("its DEVICE is the planned one")
+    else:
+        words = [*words, "DEVICE=cpu"]
+    assert started(*words)[0] in ("PYTHON of cpu None", sys.executable)
+
+
+def test_setup_ends_with_the_environment_that_is_patched(monkeypatch):
+    calls = []
+    monkeypatch.setenv("VERL", "/verl")
+    monkeypatch.setattr(command.setup_env, "setup", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("a command follows"))
+    command.main(["setup", "DEVICE=cpu", "PYTHON=python3.12"])
+    assert calls == [("cpu", "python3.12")]
+
+
+def test_of_the_words_of_several_goals_each_takes_its_own(started):
+    assert started("status", "VERL=/a", "STEPS=2", "--shared")[1][2:] == ["--framework", "verl", "/a"]
+    with pytest.raises(Refused, match="VERL: is not a variable of this command"):
+        started("run", "VERL=/a", "STEPS=2", "--shared")
+
+
 def test_python_makes_the_environment_and_device_picks_it(started):
     assert started("probe", "PYTHON=python3.12", "DEVICE=cpu")[0] == "PYTHON of cpu python3.12"
 
@@ -111,6 +164,8 @@ def test_python_makes_the_environment_and_device_picks_it(started):
         (["probe", "ROWS=1"], "ROWS=1: must be a whole number of at least 2"),
         (["report"], "FROM: is missing"),
         (["doctor", "VERL=/nowhere"], "VERL=/nowhere: is not a folder"),
+        (["doctor", "VERL="], "VERL=: is not a folder"),
+        (["setup", "VERL=/a"], "VERL: is not a variable of this command; they are DEVICE"),
         (["doctor", "SEED=1"], "SEED: is not a variable of this command; they are ARGS, VERL"),
         (["bench", "SIZES=10"], "SIZES: is not a variable of this command; they are ARGS"),
         (["bench-amp", "ARGS=it's"], "ARGS=it's: No closing quotation"),
@@ -154,7 +209,7 @@ def test_make_refuses_in_one_line():
 
 def test_make_alone_lists_every_target():
     text = make().stdout
-    assert all(f"make {target} " in text for target in set(TARGETS) - {"python", "ready"})
+    assert all(f"make {target} " in text for target in set(TARGETS) - {"python"})
 
 
 def test_every_command_is_a_target():
@@ -192,6 +247,23 @@ def test_make_refuses_without_a_recent_python(tmp_path, words):
     assert done.stderr.startswith(f"{named}Python 3.10 or later is needed; install it, or name it: make PYTHON=")
 
 
-def test_tree_of_the_environment_counts_unless_the_command_line_names_one(started, monkeypatch):
+def test_tree_of_the_environment_counts_like_one_of_the_command_line(started, monkeypatch):
     monkeypatch.setenv("VERL", "/verl")
-    assert started("status", "OAT=/oat")[1][2:] == ["--framework", "oat", "/oat"]
+    with pytest.raises(Refused, match="VERL=/verl OAT=/oat: give one of the two"):
+        started("status", "OAT=/oat")
+
+
+@pytest.mark.parametrize(
+    ("words", "environments", "python"),
+    [
+        (["lint"], "cpu", ".venv"),
+        (["test-quick"], "browser cpu", ".venv"),
+        (["test-releases"], "cpu workers", ".venv"),
+        (["test"], "browser cpu workers", ".venv"),
+        (["test", "DEVICE=cuda"], "browser cuda workers", ".venv-cuda"),
+    ],
+)
+def test_tests_set_up_what_they_need(words, environments, python):
+    setup, command_line = make("--dry-run", *words).stdout.splitlines()[1:3]
+    assert setup.split("scripts/setup_env.py")[1].split() == environments.split()
+    assert command_line.removeprefix("exec ").startswith(f"{python}/bin/")

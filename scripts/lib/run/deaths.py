@@ -25,11 +25,16 @@ FATAL = {
 }
 # Ray keeps such a request for nodes to come. On a shared cluster it may be another job's: Ray shows it to every driver.
 NO_ROOM = re.compile(r"\(autoscaler [^)]*\) Error: No available node types can fulfill")
-ACTOR = re.compile(r"(\w*[A-Z]\w*) pid=(\d+)(?:, ip=([^)]+))?")  # Ray names a task's process by its function
+PROCESS = re.compile(r"(\w+) pid=(\d+)(?:, ip=([^)]+))?")  # Ray names it by the actor's class or the task's function
 # Classes of verl whose death nothing survives. Ray may restart an actor of a user's own.
 VERLS_OWN = re.compile(
     r"WorkerDict|\w*TaskRunner\w*|vLLM\w*|SGLang\w*|AgentLoopWorker\w*|TransferQueue\w*|SimpleStorage\w*"
 )
+
+
+def is_class(name: str) -> bool:
+    """Return whether Ray's name of a process is an actor's class rather than a task's function."""
+    return any(letter.isupper() for letter in name)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class DeathReader:
 
     def __init__(self, shared_ray: bool = False) -> None:
         self.shared_ray = shared_ray
-        self.classes: dict[tuple[str | None, str], str] = {}  # by IP address, None on this node, and process id
+        self.names: dict[tuple[str | None, str], str] = {}  # by IP address, None on this node, and process id
         self.dead: dict[str, str] = {}  # processes whose death Ray reported, in its order: IP address by process id
         self.unnamed: dict[str, Death] = {}  # those deaths whose process no line has named yet, by process id
         self.unanswered = False  # whether Ray reported that some worker does not answer
@@ -74,10 +79,10 @@ class DeathReader:
             self.dead.setdefault(died[2], died[1])
         self.unanswered |= bool(unanswered)
         prefix = WORKER_PREFIX.match(line)
-        if actor := prefix and ACTOR.match(prefix[1]):
-            name, pid, address = actor.groups()
-            self.classes[address, pid] = name
-            if pid in self.unnamed:  # Ray's log monitor is later than its report of the death
+        if process := prefix and PROCESS.match(prefix[1]):
+            name, pid, address = process.groups()
+            self.names[address, pid] = name
+            if pid in self.unnamed and is_class(name):  # Ray's log monitor is later than its report of the death
                 return self.death_of(name, pid, self.unnamed.pop(pid).line)
         text = line[prefix.end() :] if prefix else line
         text = text[VLLM_PREFIX.match(text).end() :]
@@ -87,16 +92,17 @@ class DeathReader:
             return Death("Ray has not the resources that verl requests", not self.shared_ray, short(line))
         if died:
             address, pid = died.groups()
-            name = self.class_of(address, pid)
-            death = self.death_of(name, pid, short(line))
-            if not name:
+            name = self.name_of(address, pid)
+            actor = name if name and is_class(name) else None
+            death = self.death_of(actor, pid, short(line))
+            if not actor:
                 self.unnamed[pid] = death
             return death
         return Death("a worker died", False, short(line)) if unanswered else None
 
-    def class_of(self, address: str, pid: str) -> str | None:
-        """Return the class of the actor with this process id on the node with this address; None: no line names it."""
-        return self.classes.get((address, pid)) or self.classes.get((None, pid))
+    def name_of(self, address: str, pid: str) -> str | None:
+        """Return Ray's name of the process with this id on the node with this address; None: no line names it."""
+        return self.names.get((address, pid)) or self.names.get((None, pid))
 
     @staticmethod
     def death_of(name: str | None, pid: str, line: str) -> Death:
@@ -116,4 +122,4 @@ def lost_worker(lines: Iterable[str], nodes: Iterable[dict] = ()) -> str | None:
         return "a worker" if reader.unanswered else None
     pid, address = next(iter(reader.dead.items()))
     node = next((node["node"] for node in nodes if node["node"].endswith(f"({address})")), address)
-    return f"{reader.class_of(address, pid) or 'a worker'} (pid {pid}) on node {node}"
+    return f"{reader.name_of(address, pid) or 'a worker'} (pid {pid}) on node {node}"

@@ -62,6 +62,8 @@ def test_lost_worker_is_distinguished_from_a_failed_job():
     assert lost_worker(DIED + ACTOR_DIED, nodes) == "WorkerDict (pid 20673) on node second (127.0.0.3)"
     closed = ["RuntimeError: [gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.3]:45843"]
     assert lost_worker(DIED[2:] + closed) == "a worker (pid 20673) on node 127.0.0.3"
+    task = ["(main_task pid=20673, ip=127.0.0.3) Using fp16"]
+    assert lost_worker(task + DIED[2:], nodes) == "main_task (pid 20673) on node second (127.0.0.3)"
     assert lost_worker(ACTOR_DIED, nodes) == "a worker"
     for error in ("OutOfMemory", "ActorUnavailable", "NodeDied", "WorkerCrashed"):
         assert lost_worker([f"ray.exceptions.{error}Error: The task was killed."]) == "a worker"

@@ -21,11 +21,11 @@ from lib.files import write_json
 from lib.paths import REPO
 from lib.process import interrupt_on_signals
 from lib.run import cluster
-from lib.run.admission import check_runs, check_start
 from lib.run.curves import plot_curves
 from lib.run.folder import checkpoint_step, choose_folder, lock
 from lib.run.job import compose, parse_job, usage
 from lib.run.metrics import merge_metrics
+from lib.run.start_checks import check_runs, check_start
 from lib.run.summary import summarize, summary_table
 from lib.run.validation import validate
 

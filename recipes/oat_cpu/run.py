@@ -2,9 +2,10 @@
 
 import launchpad
 
-from recipes.oat_cpu.arithmetic import AdditionActor, AdditionLearner, PPOArgs
+from recipes.oat_cpu.arithmetic import AdditionActor, AdditionLearner
 
 # isort: split
+from oat.algorithms.ppo import PPOArgs
 from oat.args import default_args_validation, get_default_args
 from oat.interface import get_program
 

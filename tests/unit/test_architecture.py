@@ -44,7 +44,9 @@ def imports(file: Path) -> set[str]:
 
 
 def module_name(file: Path) -> str:
-    parts = file.relative_to(REPO / "scripts").with_suffix("").parts
+    """Return the name by which the project imports a file of scripts/ or recipes/."""
+    root = REPO / "scripts" if file.is_relative_to(REPO / "scripts") else REPO
+    parts = file.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -72,12 +74,36 @@ def test_rooms_import_only_the_rooms_below_them():
 
 
 def test_modules_import_each_other_without_a_cycle():
-    modules = {module_name(file): file for file in tracked("scripts/lib")}
+    modules = {module_name(file): file for file in tracked("scripts/lib", "recipes")}
     graph = {
         name: {target for target in imports(file) if target in modules and target != name}
         for name, file in modules.items()
     }
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def defined_names(tree: ast.Module) -> set[str]:
+    """Return the names that a module defines itself, not those that it imports."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def test_names_are_imported_from_the_module_that_defines_them():
+    files = tracked("scripts", "recipes")
+    trees = {module_name(file): ast.parse(file.read_text()) for file in files if file.stem != "__init__"}
+    names = {module: defined_names(tree) for module, tree in trees.items()}
+    wrong = []
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in names:
+                passed_on = {alias.name for alias in node.names} - names[node.module]
+                wrong += [f"{module} imports {name} from {node.module}" for name in sorted(passed_on)]
+    assert wrong == []
 
 
 def test_imports_are_absolute():

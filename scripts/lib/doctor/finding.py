@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lib.run.job import options
+from lib.cli import options
 
 # How the effect of a requested dtype that does not apply begins.
 UNHEEDED = ("is ignored by", "is a key that nothing reads", "reaches one half")

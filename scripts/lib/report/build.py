@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lib.errors import Refused
-from lib.files import write_json
+from lib.files import check_room, write_json
 from lib.report.catalog import OUTCOMES, outcomes
 from lib.report.figures import write_figures
 from lib.report.logged_run import LoggedRun, departure
@@ -25,7 +25,6 @@ from lib.report.readers.run_folder import RECORD, record
 from lib.report.report import Entry, Report, spread_over, step_range
 from lib.report.statistics import THRESHOLD, collapsed, passed, verdicts
 from lib.report.tables import write_tables
-from lib.run.job import check_room
 
 SETTINGS = "report.json"  # the title, the labels and the runs of a report
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from functools import cache
 
+from lib.cli import options
 from lib.paths import CONFIGS
 from lib.report.catalog import Steps
-from lib.run.job import options
 from lib.run.summary import agreed, by_role
 
 

@@ -23,14 +23,21 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 NEWEST = [(VERL, "0.9.1"), (OAT, "0.2.4")]
 # What is imported of the project where verl's own environment is used, which this test does without.
 MODULES = [
+    "bench",
+    "command",
+    "compare",
     "doctor",
     "matrix",
+    "mutants",
     "patchset",
+    "plan_memory",
+    "pr_branch",
     "preflight",
     "probe",
-    "compare",
+    "report",
+    "setup_env",
     "lib.run.job",
-    "lib.run.admission",
+    "lib.run.start_checks",
     "lib.run.cluster",
 ]
 

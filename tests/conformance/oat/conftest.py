@@ -68,7 +68,7 @@ def run(runner: subprocess.Popen, tree: Path, out: Path) -> dict[str, str]:
 
 
 def write_results(results: dict[str, dict]) -> None:
-    """Write the verdicts on these releases into tests/expected/oat.json; keep those of releases that did not run."""
+    """Write the verdicts on these releases into tests/expected/oat.json; keep those of other releases."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for release in results:
         known[release] = entry(load_stack(find_release(release, framework=OAT)), results[release])

@@ -19,7 +19,7 @@ TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.M)
 
 @pytest.fixture
 def started(monkeypatch):
-    """``started("run", "SEED=2")``: the Python and the arguments that replace the process, nothing being set up."""
+    """``started("run", "SEED=2")``: the Python and arguments of the exec'd process, without any set-up."""
     monkeypatch.setattr(command.setup_env, "setup", lambda device, python: f"PYTHON of {device} {python}")
     monkeypatch.setattr(command, "gpu_present", lambda: False)
     for name in command.VARIABLES:
@@ -134,7 +134,7 @@ def test_help_needs_the_standard_library_alone(name):
 
 
 def make(*words: str, **environment: str) -> subprocess.CompletedProcess:
-    """``make`` as a user types it, whatever make has started these tests."""
+    """Run ``make`` as a user does, without the variables of a make that runs these tests."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     return subprocess.run(["make", *words], cwd=REPO, env=inherited | environment, capture_output=True, text=True)
 

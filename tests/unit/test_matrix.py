@@ -1,4 +1,4 @@
-"""The support matrices in README.md match the recorded results, and these the stacks as they are now."""
+"""The support matrices in README.md match the recorded results, and these match the current stacks."""
 
 import json
 import sys
@@ -69,13 +69,13 @@ def test_run_of_oat_counts_for_its_stack_alone():
 
 
 @pytest.mark.parametrize("framework", RESULTS, ids=lambda framework: framework.name)
-def test_results_are_those_of_the_stacks(framework: Framework):
+def test_results_match_the_current_stacks(framework: Framework):
     results = json.loads(RESULTS[framework].read_text())
     now = {stack.release.name: stack.id for stack in load_stacks(framework=framework)}
-    seen = {name: entry["stack"] for name, entry in results.items()}
-    stale = sorted(name for name in now if seen.get(name) != now[name])
+    recorded = {name: entry["stack"] for name, entry in results.items()}
+    stale = sorted(name for name in now if recorded.get(name) != now[name])
     how = {VERL: "make test-releases matrix", OAT: "make test-oat matrix"}[framework]
-    assert list(seen) == list(now) and not stale, f"run `{how}`: the stacks of {', '.join(stale)} have changed"
+    assert list(recorded) == list(now) and not stale, f"run `{how}`: the stacks of {', '.join(stale)} have changed"
 
 
 def test_readme_has_the_current_matrices():

@@ -1,4 +1,4 @@
-"""``make doctor`` in the environment of the verl that it diagnoses, where nothing is to be installed."""
+"""``make doctor`` in the environment of the verl that it diagnoses, where nothing may be installed."""
 
 import os
 import shutil
@@ -68,7 +68,7 @@ def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch
     assert requirements.missing(trees["pristine"]) == ["Python 4.0"]
 
 
-def test_script_names_what_its_python_lacks(environments):
+def test_script_names_packages_that_its_python_lacks(environments):
     python = environments["bare"].parents[2] / "bin/python"
     done = subprocess.run([python, "scripts/doctor.py"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1

@@ -58,7 +58,7 @@ def test_dtype_that_differs_from_the_config_is_a_finding():
     assert diagnosis["findings"][0]["effect"] == "is bfloat16 in the workers, float16 by this config"
 
 
-def test_missing_answer_is_no_agreement():
+def test_missing_answer_makes_the_verdict_unknown():
     assert diagnosed(actor(), rollout(), silent=("aWorkerDict_0:1",))["verdict"] == "unknown"
     assert "vLLM" in diagnosed(actor())["sentence"]
     assert diagnosed(actor(autocast=None), rollout())["verdict"] == "unknown"

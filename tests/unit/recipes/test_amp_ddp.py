@@ -1,4 +1,4 @@
-"""The trainer in two processes under DDP: what they synchronise, what they skip, what they write."""
+"""The trainer in two processes under DDP: synchronisation, skips and checkpoints."""
 
 import json
 from pathlib import Path

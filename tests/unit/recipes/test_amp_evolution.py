@@ -1,4 +1,4 @@
-"""Evolution: trajectories are replayed and scored by playing, members learn from the best, the driver chooses fp16."""
+"""Evolution: trajectories are replayed and scored by playing, members learn from the best, the driver selects fp16."""
 
 import json
 import os
@@ -33,7 +33,7 @@ VARIABLE = "ENABLE_FP16_TRAINING"
 
 
 class Restless(gymnasium.Env):
-    """Counts to 5, from where no seed decides."""
+    """Counts to 5 from a start that no seed determines."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -48,7 +48,7 @@ class Restless(gymnasium.Env):
 
 
 class Steady(Restless):
-    """Registered in this process alone; its third step may be spoilt."""
+    """An environment registered in this process only; its third step may be invalid."""
 
     def __init__(self, spoil: str = ""):
         self.spoil = spoil
@@ -476,7 +476,7 @@ def test_results_are_not_overwritten(evolved):
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-# --- who chooses fp16 -----------------------------------------------------------------------------------------------
+# --- selection of fp16 -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

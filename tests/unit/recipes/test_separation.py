@@ -1,4 +1,4 @@
-"""The toy of docs/results/sanity-search.md: its arithmetic and its recorded conclusions."""
+"""The toy problem of docs/results/sanity-search.md: its arithmetic and its recorded conclusions."""
 
 import csv
 import math

@@ -52,7 +52,7 @@ FIRST = {ACCURACY: 0.125, "eval/average/score": 0.125, "misc/lr": 0.0}  # the ev
 
 
 class StubEngine:
-    """What the writer reads of a DeepSpeed engine; tests/conformance/oat has real ones."""
+    """The attributes of a DeepSpeed engine that the writer reads; tests/conformance/oat uses real engines."""
 
     def __init__(self, dtype: torch.dtype, fp16: bool):
         self.module = torch.nn.Linear(2, 2).to(dtype)

@@ -41,7 +41,7 @@ def built_from(folder: Path) -> Report:
 
 
 def is_rebuilt_from(out: Path, original: Report) -> bool:
-    """Whether the runs as a report keeps them give the same page and tables, figures aside."""
+    """Return whether the runs that a report keeps give the same page and tables, figures aside."""
     write_runs(original, out)
     again = built_from(out)
     return page(again) == page(original) and run_rows(again) == run_rows(original)

@@ -142,7 +142,7 @@ def test_no_speed_is_claimed_for_other_dtypes_than_those_named():
     assert verdict_on("reward_last", fast, slow, unclaimed="a-seed1: trained in bfloat16").holds
 
 
-def test_among_labels_that_are_alike_a_verdict_is_rare():
+def test_verdicts_between_equal_labels_are_rare():
     draw, trials, wrong = random.Random(1), 250, 0
     for _ in range(trials):
         spreads = {

@@ -1,4 +1,4 @@
-"""Admission to a cluster and ``make submit``: refusals, and what a job carries to the nodes."""
+"""Admission to a cluster and ``make submit``: refusals, and the files that a job carries to the nodes."""
 
 import contextlib
 import importlib.util
@@ -61,7 +61,7 @@ def patched(pristine, tmp_path) -> Path:
 
 @pytest.fixture
 def imported(monkeypatch):
-    """Make a folder's verl the one that this process would import; none: hide all."""
+    """Make this process import the verl of a folder, or none if no folder is given."""
 
     def imported(root: Path | None) -> None:
         monkeypatch.delitem(sys.modules, "verl", raising=False)
@@ -73,7 +73,7 @@ def imported(monkeypatch):
 # --- the facts of a node ----------------------------------------------------------------------------------------------
 
 
-def test_node_reports_what_it_would_train_with(patched, imported):
+def test_node_reports_its_verl_and_dtypes(patched, imported):
     path = list(sys.path)
     imported(patched)
     sys.path += path
@@ -218,7 +218,7 @@ def test_cpus_of_verl_and_transfer_queue_are_counted(tmp_path):
 
 
 def test_nodes_look_for_a_new_file_beside_out_and_for_the_model(tmp_path, monkeypatch):
-    """By a file that is new to every node, beside OUT; the model and the data too, where they are files."""
+    """They look for a new file beside OUT, and for the model and the data if these are files."""
     queries = []
 
     def query_cluster(job, out, request, show):
@@ -234,7 +234,7 @@ def test_nodes_look_for_a_new_file_beside_out_and_for_the_model(tmp_path, monkey
             cluster.admit(job, compose(job, job.out), job.out)
     (mark, there), (model, _) = queries[0]
     assert there and Path(mark).parent == tmp_path and model == str(tmp_path / "model")
-    assert queries[1][0][0] != mark, "one that no node can have seen before"
+    assert queries[1][0][0] != mark, "each path must be new to every node"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -268,7 +268,7 @@ def test_failed_query_is_refused_with_its_cause(query_by, tmp_path):
         cluster.query_cluster(query_by("kill -ALRM $$"), tmp_path, {}, print)
 
 
-# --- a head that is not there -----------------------------------------------------------------------------------------
+# --- a missing head -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:10001", "head", "head:", ":6379"])
@@ -283,7 +283,7 @@ def test_silent_head_is_refused(address):
         cluster.check_address(address)
 
 
-# --- what is submitted ------------------------------------------------------------------------------------------------
+# --- submission ------------------------------------------------------------------------------------------------
 
 HEAD = "http://127.0.0.1:8265"
 
@@ -327,7 +327,7 @@ def test_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
 
 def test_dry_run_shows_the_submission_and_does_nothing(tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # nothing is there
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # no server listens there
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     assert submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"]) == 0
     shown = "".join(capsys.readouterr())
@@ -417,7 +417,7 @@ def unpatched_cluster(pristine, monkeypatch) -> Iterator[UnpatchedCluster]:
     (site,) = folder.glob("venv/lib/python*/site-packages")
     (site / "others.pth").write_text(f"{pristine}\n{sysconfig.get_paths()['purelib']}\n")
     monkeypatch.setenv("HOME", str(folder))  # where Ray looks for a token, and must find what the nodes find: none
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)  # set by a ray.init of other tests in this process
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)  # set by ray.init in other tests of this process
     gcs, dashboard = free_port(), free_port()
     head = ["--head", f"--port={gcs}", f"--dashboard-port={dashboard}"]
     environment = {"PATH": f"{folder}/venv/bin:/usr/bin:/bin", "HOME": str(folder), "HF_TOKEN": SECRET}

@@ -1,4 +1,4 @@
-"""Training by ``lib.run.train``: how ``main_ppo`` is watched and ended, and when it is started again."""
+"""Training by ``lib.run.train``: watching, ending and restarting ``main_ppo``."""
 
 import signal
 import subprocess
@@ -187,7 +187,7 @@ def test_only_a_lost_worker_is_retried(programs, code, message, tmp_path, monkey
 
 
 def test_time_and_memory_are_recorded_while_the_run_goes_on(tmp_path, monkeypatch):
-    """run.py may be killed, and the next attempt counts on from there."""
+    """run.py may be killed, and the next attempt continues the count."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(train, "MEASURE_S", 0.1)
     record = {"wall_s": 100.0, "peak_memory_gib": 0.0}
@@ -214,7 +214,7 @@ def test_time_and_memory_are_recorded_while_the_run_goes_on(tmp_path, monkeypatc
 def test_node_may_be_noticed_missing_late_and_the_jobs_own_error_is_shown_first(
     fails, answers, code, message, tmp_path, monkeypatch, capsys
 ):
-    """The cluster's answers stand for a Ray that takes its time, and for a head that is gone."""
+    """The cluster's answers simulate a slow Ray and a lost head."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(train, "NOTICED_S", -1 if len(answers) == 1 else 60)
     left, admitted = [fails, TRAINS], {"nodes": [{"node": "second (10.0.0.3)"}]}

@@ -44,7 +44,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def task() -> list[str]:
-    """The words of the sanity task's model and data."""
+    """The ``NAME=VALUE`` words that select the sanity task's model and data."""
     folder = generate_task()
     return [
         "EXPERIMENT=arithmetic",

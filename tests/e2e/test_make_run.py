@@ -38,7 +38,7 @@ def test_train_interrupt_resume(tmp_path):
     def steps_logged() -> int:
         return len(read_jsonl(out / "metrics.jsonl"))
 
-    first = start_run(out, 1000, OVERRIDES, screen=screen)  # more steps than it takes during the diagnosis
+    first = start_run(out, 1000, OVERRIDES, screen=screen)  # more steps than run during the diagnosis
     while steps_logged() < 2 and first.poll() is None:
         time.sleep(0.2)
     running = of_this_run(out)

@@ -1,6 +1,6 @@
 """Whole jobs of OAT 0.2.4: launchpad's processes, vLLM 0.8.4, DeepSpeed and the weight sync between them.
 
-Needs the environment of recipes/oat_cpu/requirements.txt: ``pytest -m slow tests/e2e/test_oat.py``
+Requires the environment of recipes/oat_cpu/requirements.txt: ``pytest -m slow tests/e2e/test_oat.py``
 """
 
 import json

@@ -50,7 +50,7 @@ class Route(NamedTuple):
 
 
 def route(release: Release) -> Route:
-    """Return the release's route: vLLM's CPU build where the release runs beside it, else HuggingFace's generate."""
+    """Return the release's route: vLLM's CPU build where the release supports it, else HuggingFace's generate."""
     if "cpu" in release.dependencies:
         cpu, configuration = (CPU_PLATFORM, "+device=cpu") if release.has("platforms") else (LEGACY, "+releases=vllm")
         return Route("vLLM's CPU build", ".venv", cpu, configuration, bf16=3e-4)
@@ -178,7 +178,7 @@ def test_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
     apply(tree)
     metrics, worker_reports = train(release, tree, task, tmp_path, STEPS)
 
-    assert len(metrics.pop("weight_sync_diff")) == 1, "the first step alone is checked"
+    assert len(metrics.pop("weight_sync_diff")) == 1, "only the first step is checked"
     assert all(len(values) == STEPS and all(map(math.isfinite, values)) for values in metrics.values()), metrics
     assert metrics["loss_scale"] == [SCALE * 2, SCALE * 4] and metrics["skipped_steps"] == [0.0] * STEPS
     assert min(metrics["grad_norm"]) > 0 and min(metrics["reward"]) > 0.1, "nothing to learn from"
@@ -194,7 +194,7 @@ def test_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
     assert load_manifest(tree / "verl").choose(checkpoints) == (checkpoints / f"global_step_{STEPS}", [])
     if release in RESUMED:
         third, _ = train(release, tree, task, tmp_path, STEPS + 1)
-        assert third["loss_scale"] == [SCALE * 8], "step 3 alone, from the scale of step 2"
+        assert third["loss_scale"] == [SCALE * 8], "only step 3, from the scale of step 2"
 
     if pytestconfig.getoption("write_results"):
         record(release, measurements(release, metrics))
@@ -207,7 +207,7 @@ def test_flowrl_trains_on_release(release, task, tmp_path, pytestconfig):
     apply(tree)
     metrics, worker_reports = train(release, tree, task, tmp_path, STEPS, "flowrl")
 
-    assert len(metrics.pop("weight_sync_diff")) == 1, "the first step alone is checked"
+    assert len(metrics.pop("weight_sync_diff")) == 1, "only the first step is checked"
     assert all(len(values) == STEPS and all(map(math.isfinite, values)) for values in metrics.values()), metrics
     assert metrics["loss_scale"] == [SCALE * 2, SCALE * 4] and metrics["skipped_steps"] == [0.0] * STEPS
     assert metrics["log_z"][0] == 0 != metrics["log_z"][1], "log Z starts from 0 and is learned"

@@ -1,4 +1,4 @@
-"""N steps in one go equal k steps, SIGKILL, a resumed run, SIGKILL during a save, and the rest, bit for bit.
+"""N uninterrupted steps equal k steps, SIGKILL, a resumed run, SIGKILL during a save, and the rest, bit for bit.
 
 The job is that of ``make run ALGO=ppo``, with a critic; its first run records its rollouts, the second replays them.
 """

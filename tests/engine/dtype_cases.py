@@ -8,7 +8,7 @@ from verl.utils import tensordict_utils as tu
 
 
 def dtype_per_hop(role="actor"):
-    """Return the dtype of every hop of a worker with ``dtype=float16`` alone."""
+    """Return the dtype of every hop of a worker with only ``dtype=float16`` set."""
     worker = make_worker(role, by_dtype_alone=True)
     hops = {}
 
@@ -77,7 +77,7 @@ def trajectory_fp16_fused():
 
 
 def accumulation():
-    """Accumulate eight equal micro-batches whose scaled gradients reach 30,000 each: their sum fits into fp32 alone."""
+    """Accumulate eight equal micro-batches with scaled gradients of up to 30,000, whose sum is finite only in fp32."""
 
     def grad_norm(weight: float, deferred: bool, **engine):
         worker = make_worker(use_no_sync_for_gradient_accumulation=deferred, **engine)

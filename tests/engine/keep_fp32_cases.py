@@ -23,7 +23,7 @@ from verl.workers.engine_workers import TrainingWorker
 
 
 def overflowing_model() -> str:
-    """Save a copy of MODEL whose first block overflows in gate * up; down brings it back, all else stays small."""
+    """Save a copy of MODEL whose first block overflows in gate * up; down scales it back, and all else stays small."""
     directory = shared_directory()
     if RANK == 0:
         model = AutoModelForCausalLM.from_pretrained(MODEL)

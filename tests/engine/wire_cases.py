@@ -20,7 +20,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 @CheckpointEngineRegistry.register("probe")
 class ProbeCheckpointEngine(ColocatedCheckpointEngine):
-    """Take ``rollout_dtype`` as the kimi, mooncake and delta engines do, whose transports need a GPU."""
+    """Accept ``rollout_dtype`` as the kimi, mooncake and delta engines do, whose transports need a GPU."""
 
     def __init__(self, rollout_dtype: torch.dtype = torch.bfloat16, **kwargs):
         super().__init__(**kwargs)
@@ -58,7 +58,7 @@ def wire():
 def export():
     """Export and merge a model whose weights are exact in fp16 and not in bf16; return the dtypes and any loss.
 
-    FSDP2 alone: torch cannot gather FSDP1's full state dict from CPU parameters (it frees their storage).
+    FSDP2 only: torch cannot gather FSDP1's full state dict from CPU parameters (it frees their storage).
     """
     directory = shared_directory()
     contents = ["model", "optimizer", "extra", "hf_model"]

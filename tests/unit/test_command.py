@@ -192,6 +192,6 @@ def test_make_refuses_without_a_recent_python(tmp_path, words):
     assert done.stderr.startswith(f"{named}Python 3.10 or later is needed; install it, or name it: make PYTHON=")
 
 
-def test_tree_of_the_environment_counts_unless_the_command_line_names_one(started, monkeypatch):
+def test_tree_of_the_environment_is_used_unless_the_command_line_names_one(started, monkeypatch):
     monkeypatch.setenv("VERL", "/verl")
     assert started("status", "OAT=/oat")[1][2:] == ["--framework", "oat", "/oat"]

@@ -103,5 +103,5 @@ def test_rollouts_are_recorded_or_replayed(mode, compose):
 def test_a_file_is_global_and_opens_with_its_command(file):
     first, *lines = file.read_text().splitlines()
     opening = "".join(line for line in lines[: next(i for i, line in enumerate(lines) if line[:1] != "#")])
-    assert first == "# @package _global_", "without it the file would change nothing, silently"
+    assert first == "# @package _global_", "without it the file would silently have no effect"
     assert "make run" in opening or "verl.trainer.main_ppo" in opening

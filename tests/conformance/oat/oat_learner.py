@@ -188,7 +188,7 @@ def near(a: float, b: float, tolerance: float = 1e-3) -> bool:
 
 
 def rollout_dtype(args) -> str:
-    """Return the dtype that the actors' vLLM is started with, from the program that OAT hands to launchpad."""
+    """Return the dtype that the actors' vLLM is started with, from the program that OAT passes to launchpad."""
     nodes = []
     program = SimpleNamespace(add_node=lambda node, label: nodes.append(node))
 

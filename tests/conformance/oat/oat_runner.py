@@ -6,7 +6,7 @@ Makes a model and its prompts in FOLDER. Reads a line ``{"tree": ..., "out": ...
 and prints the exit codes of its processes: the outcomes are in OUT/rank_R.json, their output in OUT/rank_R.log.
 """
 
-# ruff: noqa: E402 (what a CPU needs comes first)
+# ruff: noqa: E402 (the CPU setup comes first)
 import gc
 import importlib
 import json

@@ -155,4 +155,4 @@ def test_valid_settings_are_accepted():
     mismatch.check_mismatch(Args(tis_c=2.0))
     mismatch.check_mismatch(Args(tis_c=2.0, rollout_is="sequence", reinforce_update=True))  # tis_c is not read there
     mismatch.check_mismatch(Args(tis_c=2.0, rollout_rs="sequence", rollout_rs_threshold=2.0))  # a mask is no weight
-    mismatch.check_mismatch(object())  # DPO's arguments have none
+    mismatch.check_mismatch(object())  # DPO's arguments have no such keys

@@ -102,8 +102,8 @@ def _composed(strategy: str, *overrides: str) -> DictConfig:
 
 
 def fp16(role: str, **scaler: float) -> Worker:
-    """Return a worker in fp16 with settings of its scaler: by their keys on a patched tree, by what the
-    release has where it is not, so that a pristine tree runs its own scaler."""
+    """Return a worker in fp16 with settings of its scaler: by their keys on a patched tree, else by
+    the release's own keys, so that a pristine tree runs its own scaler."""
     if PATCHED:
         settings = [f"{ENGINE[role]}.grad_scaler.{key}={value}" for key, value in scaler.items()]
         return Worker(role, composed("+precision=fp16", *settings))

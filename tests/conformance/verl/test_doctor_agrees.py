@@ -84,7 +84,7 @@ def disagreements(record: dict, diagnosis: dict) -> list[str]:
         return refusals(record["refused"], diagnosis["refused"])
     wrong = [f"refuses what the release takes: {diagnosis['refused']}"] if diagnosis["refused"] else []
     expected = dict(record["hops"])
-    for report in record["reports"]:  # what a patched worker logs
+    for report in record["reports"]:  # logged by patched workers
         role = report["role"]
         expected |= {f"{role}.{hop}": report[hop] for hop in ("compute", "master", "reduce") if role != "reward_model"}
         scaled = bool(record["scaler"].get(role))

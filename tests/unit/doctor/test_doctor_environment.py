@@ -19,7 +19,7 @@ WORDS = "actor_rollout_ref.rollout.dtype=float16"
 
 @pytest.fixture(scope="module")
 def environments(trees, tmp_path_factory) -> dict[str, Path]:
-    """The site-packages of two environments with verl alone; ``whole`` also finds this environment's packages."""
+    """The site-packages of two environments with only verl; ``whole`` also finds this environment's packages."""
     made = {}
     for name in ("whole", "bare"):
         folder = tmp_path_factory.mktemp(name)

@@ -47,7 +47,7 @@ def test_foreign_tree_has_the_rules_of_the_nearest_release(foreign: Path):
 
 
 def test_patched_files_of_a_foreign_tree_are_resolved(trees: dict[str, Path], tmp_path: Path):
-    """``make port`` leaves no record, one hooked file merged into what changed, the others as patches make them."""
+    """``make port`` leaves no record, one hooked file merged with the change, and the others as patched."""
     root = Path(shutil.copytree(trees["patched"], tmp_path / "ported"))
     shutil.rmtree(root / VERL.bookkeeping)
     (root / VERL.stamp).unlink()

@@ -45,7 +45,7 @@ def test_ranks_with_different_dtypes_are_named():
 
 
 @pytest.mark.parametrize(("verdict", "expected"), [("asked", "asked"), ("differ", "differ")])
-def test_difference_that_the_config_requests_is_asked(verdict, expected):
+def test_requested_difference_gives_the_configs_verdict(verdict, expected):
     static = {"hops": dict.fromkeys(HOPS, "bfloat16") | {"rollout.weights": "float16"}, "verdict": verdict}
     assert diagnosed(actor(dtype="bfloat16"), rollout(), static=static)["verdict"] == expected
 

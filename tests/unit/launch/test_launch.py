@@ -423,7 +423,7 @@ def test_slurm_requeues_before_the_time_limit(slurm, tmp_path):
     job = slurm.start(LAUNCH / "slurm.sh", OUT=tmp_path / "out", **IN_JOB)
     try:
         assert job.stdout.readline() == "started\n"
-        job.send_signal(signal.SIGUSR1)  # as sbatch --signal=B:USR1@120 does, to the batch shell alone
+        job.send_signal(signal.SIGUSR1)  # as sbatch --signal=B:USR1@120 does, only to the batch shell
         assert job.wait(timeout=30) == 0
         assert job.stdout.readline().startswith("slurm: the time limit is near: back into the queue")
         assert slurm.words("scontrol") == ["requeue", "7"]

@@ -59,7 +59,7 @@ def test_dry_run_shows_the_command():
     assert {"--address=10.0.0.1:6379", "--node-ip-address=10.0.0.2", "--node-name=node"} < set(words)
 
 
-def test_head_that_other_machines_reach_warns_about_access():
+def test_head_reachable_by_other_machines_warns_about_access():
     done = launch("head.sh", "--dry-run", BIND="10.0.0.1")
     assert "--node-ip-address=10.0.0.1" in shlex.split(done.stdout)
     assert "--dashboard-host=127.0.0.1" in shlex.split(done.stdout), "jobs are submitted there"

@@ -159,7 +159,7 @@ def test_names_are_unique_and_everything_else_is_equal(oats, data, tmp_path):
     assert {each["--wb_run_name"] for each in value} == expected and len(given) == len(expected)
     assert {each["--eval_steps"] for each in value} == {"16"}
     assert all(each["--wb_run_name"].endswith(f"-seed{each['--seed']}") for each in value)
-    for words in given:  # regimes and seeds of one objective differ in three words alone, and fp32 in its attention
+    for words in given:  # regimes and seeds of one objective differ in three words only, and fp32 in its attention
         for name in ("--wb_run_name", "--seed", "--precision"):
             words[words.index(name) + 1] = ""
     alike = {tuple(word for word in words if not word.endswith("flash-attn")) for words in given}
@@ -216,7 +216,7 @@ def test_oats_own_parser_accepts_every_command(release, data, tmp_path):
         names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
         assert tuple(args[name] for name in (*names, "reinforce_update", "critic_type")) == WEIGHTS[algo]
         assert args.get("tis_c", "None") == "None", "OAT's own weights would be a second correction"
-        assert args["flash_attn"] == str(precision != "fp32"), "flash attention computes in 16 bits alone"
+        assert args["flash_attn"] == str(precision != "fp32"), "flash attention supports only 16 bits"
         assert args["learning_rate"] == "1e-06" and args["lr_scheduler"] == "constant" and args["beta"] == "0.0"
         assert args["rollout_batch_size_per_device"] == "16" and args["pi_buffer_maxlen_per_device"] == "128"
         assert (args["gpus"], args["collocate"], args["vllm_sleep"]) == ("4", "True", "True")

@@ -230,7 +230,7 @@ def test_rayjob_requests_what_the_knobs_set(rayjob):
         assert pod["containers"][0]["image"] == IMAGE["IMAGE"]
     head_group = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]
     assert head_group["serviceType"] == "ClusterIP", "the dashboard, open to the pods, stays within the cluster"
-    assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "run.py alone"
+    assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "only run.py"
 
 
 def test_environment_of_the_pod_becomes_the_job(rayjob, machine):  # noqa: F811

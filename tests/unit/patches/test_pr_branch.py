@@ -1,4 +1,4 @@
-"""Branches for upstream, on a repository made of the wheel of 0.9.1 with hooks and scripts of its own."""
+"""Branches for upstream, on a repository created from the wheel of 0.9.1 with its own hooks and scripts."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def test_the_package_compiles():
 def released(tmp_path_factory) -> Path:
     """A repository of 0.9.1; read it, do not change it."""
     repo = unpacked_wheel(RELEASE, tmp_path_factory.mktemp("released") / "verl")
-    for path in (*(repo / "tests").iterdir(), *repo.glob("*.dist-info")):  # others than ours take minutes
+    for path in (*(repo / "tests").iterdir(), *repo.glob("*.dist-info")):  # upstream's own hooks take minutes
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path, text in {
         upstream.GENERATE: GENERATE,
@@ -350,7 +350,7 @@ def test_every_hunk_is_picked_once_or_its_patch_stays():
     stay = {f"{name}.patch" for name in plan.stay}
     assert stay <= patches.keys() and not stay & {pick.patch for pick in picks}
     left = {each for each in there - taken.keys() if each[0] not in stay}
-    # An adapt.patch stands in for it.
+    # An adapt.patch replaces it.
     assert left == {("megatron-skip-an-overflow.patch", "verl/workers/config/engine.py", 1)}
 
 
@@ -390,7 +390,7 @@ def test_texts_that_are_replaced_are_in_the_files():
 
 
 def imports(folder: Path) -> list[list[str]]:
-    """Import the package in ``folder`` by itself and return its ``__all__`` and what its modules define."""
+    """Import only the package in ``folder``; return its ``__all__`` and the definitions of its modules."""
     code = (
         "import json, sys; from pathlib import Path; from lib.patches.precision_module import load_precision\n"
         "package = load_precision(Path(sys.argv[1]), 'alone')\n"

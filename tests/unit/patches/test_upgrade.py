@@ -27,7 +27,7 @@ def compile_files(*paths: Path) -> None:
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory) -> Path:
-    """Return this project with the module in place of the package; its stamp file is beside the module as ever."""
+    """Return this project with the module in place of the package; its stamp file is beside the module as usual."""
     project = tmp_path_factory.mktemp("older")
     for part in ("patches/verl", "configs/precision"):
         shutil.copytree(REPO / part, project / part, ignore=shutil.ignore_patterns("__pycache__"))

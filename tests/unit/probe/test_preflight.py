@@ -100,7 +100,7 @@ def attend(attention: torch.nn.Module) -> None:
 
 
 def weigh(block: torch.nn.Module) -> None:
-    """A weight exceeds 65504, what it is multiplied with is zero."""
+    """A weight exceeds 65504 and is multiplied by zero."""
     block.post_attention_layernorm.weight[0] = 0
     block.mlp.up_proj.weight[0, 0] = 1e5
 

@@ -1,4 +1,4 @@
-"""Wrong claims about mixed precision, each tested on torch's own code beside what is true.
+"""Wrong claims about mixed precision, each tested on torch's own code with the correct behaviour.
 
 docs/amp.md lists them and names these tests.
 """

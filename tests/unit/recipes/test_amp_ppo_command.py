@@ -155,7 +155,7 @@ def test_float16_resumes_without_a_loss_scale_with_a_warning(run, tmp_path):
 
 
 def test_interrupted_run_resumes_from_its_checkpoint(tmp_path, monkeypatch):
-    """There is a checkpoint after the first update; the second, after the checkpoint, is made and recorded again."""
+    """There is a checkpoint after the first update; the second, made after it, is repeated and recorded again."""
     out, iterate = tmp_path / "run", PPO.iterate
 
     def interrupted(ppo: PPO) -> dict:

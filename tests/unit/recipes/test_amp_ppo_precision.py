@@ -139,7 +139,7 @@ def test_unscaled_gradients_are_clipped(dtype, loss_scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_head_gets_a_gradient(dtype):
-    ppo = PPO(config(dtype, env="Factors-v0"))  # without an entropy bonus, which reaches them by another way
+    ppo = PPO(config(dtype, env="Factors-v0"))  # without an entropy bonus, which would reach them too
     first = weights(ppo)
     for _ in range(3):  # the first loss scale overflows some times
         ppo.iterate()

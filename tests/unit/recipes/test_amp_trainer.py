@@ -104,7 +104,7 @@ def test_scale_grows_after_growth_interval_clean_updates():
 def plain_update(
     model: torch.nn.Module, batch: torch.Tensor, dtype: torch.dtype, max_norm: float
 ) -> tuple[float, list[torch.Tensor]]:
-    """torch alone, without a scale: the norm before clipping, and the weights after a step of SGD at lr=1."""
+    """Return plain torch's norm before clipping, and its weights after a step of SGD at lr=1, without a scale."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss = loss_of(model, batch)

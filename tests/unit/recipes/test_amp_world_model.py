@@ -67,7 +67,7 @@ def test_trajectories_record_every_step():
     data = cut_of_counter()  # episodes of 7, 7 and 3 steps, cut after 5
     assert [int(each) for each in data.valid.sum(1)] == [5, 2, 5, 2, 3]
     assert data.observations[0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert data.observations[1, :3, 0].tolist() == [5, 6, 7], "the next stretch goes on where the last one ended"
+    assert data.observations[1, :3, 0].tolist() == [5, 6, 7], "the next stretch must continue where the last one ended"
     assert data.actions[0].argmax(-1).tolist() == [0, 1, 2, 0, 1] and data.actions[0].sum(-1).eq(1).all()
     assert data.observations[0, 1:, 1].tolist() == [0, 1, 2, 0, 1], "an observation follows the action of its step"
     assert data.rewards[1].tolist() == [6, 7, 0, 0, 0] and data.ends[1].tolist() == [0, 1, 0, 0, 0]
@@ -153,7 +153,7 @@ def test_loss_by_definition_excludes_padding():
 
 
 def test_open_loop_errors_by_hand():
-    """A model that knows nothing but the mean, on one trajectory."""
+    """A model that predicts only the mean, on one trajectory."""
     data = Trajectories(
         torch.tensor([[[0.0], [2.0], [4.0], [8.0], [99.0]]]),
         torch.zeros(1, 4, 1),

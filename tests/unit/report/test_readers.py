@@ -88,7 +88,7 @@ def run_folder(
 
 
 def assert_same(steps: dict, exactly: bool = True) -> None:
-    """Check the steps that were read of ``metrics``: training steps, no other metrics, NaN where it is not finite."""
+    """Check the steps read from ``metrics``: training steps, no other metrics, NaN where it is not finite."""
     assert sorted(steps) == list(STEPS)
     for step, data in steps.items():
         wanted = {name: value for name, value in metrics(step).items() if name in METRIC}

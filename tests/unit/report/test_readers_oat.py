@@ -1,4 +1,4 @@
-"""Readers of OAT's runs: written by the patches, by wandb, exported, and beside a run of verl in one report."""
+"""Readers of OAT's runs: written by the patches, by wandb, exported, and in one report with a run of verl."""
 
 import csv
 import json
@@ -30,7 +30,7 @@ ROUNDS = range(1, 8)
 
 
 def logs(step: int, *, patched: bool = True, fp16: bool = True) -> dict[str, float]:
-    """Return what OAT logs of a round; round 4 overflowed in each update, so that the patches report no norm."""
+    """Return OAT's metrics of a round; round 4 overflowed in each update, so that the patches report no norm."""
     data = {
         "train/learning_round": float(step),
         "train/entropy": 0.5,
@@ -188,7 +188,7 @@ run.finish()
 
 
 def unpatched(fp16: bool) -> list[dict]:
-    """Return what an unpatched OAT logs to wandb, without a step: wandb counts the logs."""
+    """Return an unpatched OAT's wandb logs, which have no step: wandb counts the logs."""
     rounds = [logs(step, patched=False, fp16=fp16) for step in ROUNDS]
     return [FIRST, *rounds, rounds[-1] | {"eval/accuracy": 0.125}]  # the name of OAT's own learner, not of run_math_rl
 

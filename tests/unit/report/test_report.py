@@ -1,4 +1,4 @@
-"""Reports: their notes on what is missing or doubtful, and that they are rebuilt from the runs that they keep."""
+"""Reports: notes on missing or doubtful results, and rebuilding from the runs that a report keeps."""
 
 import csv
 import json
@@ -208,7 +208,7 @@ def test_metric_that_is_always_nan_has_no_mean_and_a_note(tmp_path):
     assert verdict.text == "no verdict: fp16 has 2 of at least 3 seeds"
 
 
-def test_no_speed_is_claimed_for_another_dtype_than_the_regimes(tmp_path):
+def test_speed_is_not_claimed_for_a_dtype_other_than_the_regimes(tmp_path):
     pairs = several(tmp_path / "in")
     summary = json.loads((pairs[0][1] / "summary.json").read_text())
     summary["effective_dtypes"]["actor"]["compute"] = "bfloat16"
@@ -225,7 +225,7 @@ def test_no_speed_is_claimed_for_another_dtype_than_the_regimes(tmp_path):
     assert table(tmp_path / "table.csv")["bf16", "throughput_median"]["not_claimed"] == ""
 
 
-def test_no_speed_is_claimed_where_the_machine_was_shared(tmp_path):
+def test_speed_is_not_claimed_on_a_shared_machine(tmp_path):
     report = built(several(tmp_path / "in"), nospeed="others used the machine")
     why = "not claimed: others used the machine"
     assert {each.text for each in report.verdicts if each.outcome == "throughput_median"} == {why}

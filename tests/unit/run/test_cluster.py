@@ -93,7 +93,7 @@ def test_node_reports_its_verl_and_dtypes(patched, imported):
     refuse_driver(facts)
 
 
-def test_node_gets_the_function_by_value_and_needs_nothing_of_this_project(patched, tmp_path):
+def test_node_gets_the_function_by_value_and_needs_no_checkout(patched, tmp_path):
     ray.cloudpickle.register_pickle_by_value(lib)
     (tmp_path / "function").write_bytes(ray.cloudpickle.dumps(node_facts))
     ray.cloudpickle.unregister_pickle_by_value(lib)
@@ -240,7 +240,7 @@ def test_nodes_look_for_a_new_file_beside_out_and_for_the_model(tmp_path, monkey
 
 @pytest.fixture
 def query_by(tmp_path, monkeypatch):
-    """Put a shell script in the place of the process that queries the cluster: Ray cannot be made to crash."""
+    """Replace the process that queries the cluster by a shell script, since Ray's crashes cannot be provoked."""
 
     def query_by(script: str) -> Job:
         program = tmp_path / "python"
@@ -311,7 +311,7 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, patched, im
     }
     assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
     assert not list(scratch.rglob("__pycache__"))
-    done = subprocess.run(  # it runs from there, with the bare Python: the words are those that it takes
+    done = subprocess.run(  # it accepts the words when run there by a Python without packages
         [sys.executable, "-S", "-m", "lib.run.job", *submission.entrypoint.split()[2:]], cwd=scratch / "scripts"
     )
     assert done.returncode == 0
@@ -416,7 +416,7 @@ def unpatched_cluster(pristine, monkeypatch) -> Iterator[UnpatchedCluster]:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     (site,) = folder.glob("venv/lib/python*/site-packages")
     (site / "others.pth").write_text(f"{pristine}\n{sysconfig.get_paths()['purelib']}\n")
-    monkeypatch.setenv("HOME", str(folder))  # where Ray looks for a token, and must find what the nodes find: none
+    monkeypatch.setenv("HOME", str(folder))  # Ray looks for a token here and must, like the nodes, find none
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)  # set by ray.init in other tests of this process
     gcs, dashboard = free_port(), free_port()
     head = ["--head", f"--port={gcs}", f"--dashboard-port={dashboard}"]
@@ -426,7 +426,7 @@ def unpatched_cluster(pristine, monkeypatch) -> Iterator[UnpatchedCluster]:
     try:
         for name, words in (("head-1", head), ("worker-2", [f"--address=127.0.0.1:{gcs}"])):
             options = ["--block", f"--node-name={name}", "--num-gpus=1", "--num-cpus=16"]
-            # Its own: a node removes what a job has brought, once its last process there has ended.
+            # A fresh one: a node removes a job's files once its last process there has ended.
             options += [f"--temp-dir={folder}/{name}"]
             command = [folder / "venv/bin/python", "-m", "ray.scripts.scripts", "start", *options, *words]
             shown = folder / f"{name}.log"
@@ -449,7 +449,7 @@ def unpatched_cluster(pristine, monkeypatch) -> Iterator[UnpatchedCluster]:
 
 @pytest.mark.e2e
 def test_unpatched_nodes_are_admitted_where_the_job_carries_verl(unpatched_cluster, pristine, tmp_path, monkeypatch):
-    """tests/e2e/test_cluster_faults.py has the refusal of such nodes."""
+    """tests/e2e/test_cluster_faults.py tests the refusal of such nodes."""
     where = "import importlib.util; print(importlib.util.find_spec('verl').submodule_search_locations[0])"
     without = subprocess.run(
         [unpatched_cluster.folder / "venv/bin/python", "-c", where], capture_output=True, text=True

@@ -172,13 +172,13 @@ def test_rays_workers_have_the_niceness_of_the_run(monkeypatch, tmp_path):
     assert parse_job(["DEVICE=cpu"]).environment(tmp_path)["RAY_worker_niceness"] == "0"
     monkeypatch.setenv("RAY_worker_niceness", "10")
     assert parse_job(["DEVICE=cpu"]).environment(tmp_path)["RAY_worker_niceness"] == "10"
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # whose nodes were started by somebody else
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # its nodes were started elsewhere
     assert "RAY_worker_niceness" not in parse_job(["DEVICE=cpu"]).environment(tmp_path)
 
 
 @pytest.mark.parametrize("words", ["TRAIN=/etc/hostname", "VAL=/none.parquet", "OUT=/proc/out", "PRECISION=fp61"])
 def test_bad_input_is_refused_without_an_installed_package(words):
-    """``make run`` asks this of the bare Python, before it makes the environment."""
+    """``make run`` checks with a Python without packages before it creates the environment."""
     command = [sys.executable, "-S", "-m", "lib.run.job", words]  # -S: no installed package
     done = subprocess.run(command, cwd=REPO / "scripts", capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith(f"run: {words}: ") and done.stderr.count("\n") == 1

@@ -37,7 +37,7 @@ def metrics(step: int, **more: float) -> dict:
 
 
 def verl_logs(out: Path, steps: range, monkeypatch) -> None:
-    """Write the file that one attempt of verl leaves; its logger starts the file anew."""
+    """Write the file of one attempt of verl, whose logger truncates it first."""
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(out / "verl.jsonl"))
     logger = FileLogger("project", "experiment")
     for step in steps:

@@ -19,7 +19,7 @@ from lib.run.metrics import REWARD, SECONDS
 from lib.run.process_tree import SHARED_MEMORY
 from lib.run.progress import RunProgress
 
-# Starts a process in a session of its own, as Ray does, waits, and would go on for a minute.
+# Starts a process in a session of its own, as Ray does, and waits for up to a minute.
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)

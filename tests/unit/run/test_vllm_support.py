@@ -43,7 +43,7 @@ print(json.dumps({config.model_type: [runs(config, dtype) for dtype in ("float16
 
 
 def folder(path: Path, model_type: str | None, **content) -> Path:
-    """A model's folder, which contains nothing but its config.json."""
+    """A model's folder that contains only its config.json."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps({"model_type": model_type} | content))
     return path

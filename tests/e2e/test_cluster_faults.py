@@ -71,7 +71,7 @@ def ray_with(tree: Path, folder: Path) -> Path:
 
 
 @pytest.mark.e2e
-def test_head_listens_on_loopback_alone_by_default():
+def test_head_listens_only_on_loopback_by_default():
     with running(bind="") as cluster:
         (head,) = cluster.nodes
         sockets = [each for of in (head, *head.children(recursive=True)) for each in of.net_connections("tcp")]

@@ -127,7 +127,7 @@ def test_bad_words_are_refused_before_any_setup(started, words, message):
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)
-def test_help_needs_the_standard_library_alone(name):
+def test_help_requires_only_the_standard_library(name):
     line = [sys.executable, "-S", "-B", REPO / "scripts/command.py", name, "--help"]
     done = subprocess.run(line, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
     assert (done.returncode, done.stderr) == (0, "") and len(done.stdout) > 50
@@ -168,7 +168,7 @@ def test_makefile_is_a_list_of_targets():
 @pytest.mark.parametrize(
     ("pythons", "chosen"), [(["python3", "python3.10"], "python3.10"), (["python3.13"], "python3.13")]
 )
-def test_make_takes_the_first_recent_python(tmp_path, pythons, chosen):
+def test_make_uses_the_first_recent_python(tmp_path, pythons, chosen):
     """``python3`` is too old here, as on older systems."""
     programs = tmp_path / "bin"
     programs.mkdir()

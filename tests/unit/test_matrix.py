@@ -44,7 +44,7 @@ def test_cell_marks_the_outcome(cases, cell):
         assert ("ᵃ" in cell) == notes.startswith(" ᵃ No such thing ")
 
 
-def test_run_counts_for_its_stack_alone():
+def test_run_counts_only_for_its_stack():
     def last(stack: str) -> list[str]:
         runs = {"1.0": {"stack": stack, "rollout": "vLLM", "flowrl": {"stack": stack}}}
         return matrix.table({"1.0": release()}, runs).splitlines()[-5:]
@@ -61,7 +61,7 @@ def test_release_without_a_registry_has_no_recipe():
     assert flowrl.endswith("| –ᵃ |") and notes.endswith(f"ᵃ {matrix.WITHOUT_FLOWRL[name]}.")
 
 
-def test_run_of_oat_counts_for_its_stack_alone():
+def test_run_of_oat_counts_only_for_its_stack():
     for stack, cell in {"s1": "✓ᵃ", "s0": "not run"}.items():
         lines = matrix.oat_table({"1.0": release()}, {"1.0": {"stack": stack, "rollout": "vLLM"}})
         assert f"\n| a whole job in fp16: launchpad, vLLM, DeepSpeed | {cell} |\n" in lines

@@ -199,7 +199,7 @@ def test_reduce_dtype_alone_turns_the_weights_back_to_bf16(release: str, examine
 
 
 @pytest.mark.parametrize("release", SOME)
-def test_critic_engine_dtype_reaches_patched_critics_alone(release: str, examine: Examine):
+def test_critic_engine_dtype_reaches_only_patched_critics(release: str, examine: Examine):
     engine = "critic.fsdp" if release in C else "critic.model.fsdp_config"
     plus = "++" if release in A else ""
     diagnosis = examine(release, "unpatched", f"{plus}{engine}.dtype=float16")
@@ -223,7 +223,7 @@ def test_critic_param_dtype_reaches_one_half_of_legacy_workers(release: str, exa
 
 
 @pytest.mark.parametrize("release", SOME)
-def test_role_dtype_keys_exist_on_patched_trees_alone(release: str, examine: Examine):
+def test_role_dtype_keys_exist_only_on_patched_trees(release: str, examine: Examine):
     """FlowRL's spelling: keys of a patched verl, none of upstream's."""
     words = [f"{ACTOR}.dtype=float16", f"{ROLLOUT}.dtype=float16"]
     assert examine(release, "patched", *words).verdict == "agree"
@@ -444,7 +444,7 @@ def test_quantized_rollout_differs_as_requested(examine: Examine):
     assert diagnosis.verdict == "asked"
 
 
-def test_auto_takes_the_dtype_of_the_model(examine: Examine, tmp_path: Path):
+def test_auto_resolves_to_the_models_dtype(examine: Examine, tmp_path: Path):
     words = [f"{ROLLOUT}.dtype=auto", f"actor_rollout_ref.model.path={tmp_path}"]
     for dtype, effective in (("bfloat16", "bfloat16"), ("float32", "unknown")):
         (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": dtype}))

@@ -92,7 +92,7 @@ def test_apply_makes_the_same_tree_on_every_python(python, wheel, expected, tmp_
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_modules_import_with_the_standard_library_alone(python):
+def test_modules_import_with_only_the_standard_library(python):
     run(python, "-c", f"import {', '.join(MODULES)}")
     assert run(python, "-m", "lib.run.job", "PRECISION=fp16", "STEPS=3") == ""
     assert run(python, "-c", "from lib.run import job; print(job.usage())").startswith("  EXPERIMENT")

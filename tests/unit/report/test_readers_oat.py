@@ -194,7 +194,7 @@ def unpatched(fp16: bool) -> list[dict]:
 
 
 @pytest.mark.parametrize("fp16", [True, False])
-def test_wandb_file_of_an_unpatched_oat(fp16, tmp_path):
+def test_wandb_file_of_an_unpatched_oat_is_read(fp16, tmp_path):
     config = {"pretrain": "m", "critic_type": "drgrpo", "fp16": fp16, "bf16": not fp16, "seed": 5, "wb_run_name": "x"}
     config |= {"rollout_batch_size": 64, "num_samples": 8, "train_batch_size": 64, "num_ppo_epochs": 1}
     subprocess.run(
@@ -222,7 +222,7 @@ def test_wandb_file_of_an_unpatched_oat(fp16, tmp_path):
     assert departure(run) == "effective dtypes unknown: wandb, of OAT records none"
 
 
-def test_wandb_export_of_an_unpatched_oat(tmp_path):
+def test_wandb_export_of_an_unpatched_oat_is_read(tmp_path):
     names = ["_step", *dict.fromkeys(name for row in unpatched(True) for name in row)]
     with (tmp_path / "history.csv").open("w", newline="") as content:
         table = csv.DictWriter(content, names)
@@ -253,7 +253,7 @@ def test_verls_validation_is_an_accuracy_and_no_training_step(tmp_path):
     assert [step for step in run.steps if ACCURACY in run.steps[step]] == [5]
 
 
-def test_oat_and_verl_in_one_report(tmp_path):
+def test_oat_and_verl_share_one_report(tmp_path):
     pairs = [("oat-fp16", written(tmp_path / "oat")), ("verl", of_verl(tmp_path / "verl"))]
     found = write_report(pairs, tmp_path / "report")
     assert found.common == (1, 2, 3, 4, 5, 6)

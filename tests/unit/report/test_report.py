@@ -182,7 +182,7 @@ def test_runs_without_a_common_step_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_one_run_alone_has_a_note(tmp_path):
+def test_single_run_has_a_note(tmp_path):
     report = built([made(tmp_path / "a")])
     assert report.notes == ("One run only: there is no spread, and nothing to compare it with.",)
     assert report.spreads["fp16"]["reward_last"].std is None and report.verdicts == ()
@@ -296,7 +296,7 @@ def test_runs_of_one_seed_have_different_names(tmp_path):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("k3", [1e-7, 0.0, -2e-12])
-def test_figures_of_values_that_are_equal_or_not_above_zero(k3, tmp_path):
+def test_figures_accept_equal_and_nonpositive_values(k3, tmp_path):
     """In fp32 the estimate is rounding noise around 0, which a logarithmic axis does not have."""
     report = built([made(tmp_path / "a", "fp32", **{K3_KL: k3, LOSS_SCALE: 65536.0, SKIPPED: 0.0})])
     write_figures(report, tmp_path)

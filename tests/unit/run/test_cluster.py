@@ -348,7 +348,7 @@ def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["", "auto", "127.0.0.1:6379"])
-def test_address_that_is_no_dashboard_is_refused(address, monkeypatch):
+def test_address_without_a_dashboard_is_refused(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be the cluster's dashboard"):
         submit.main(["--dry-run", "DEVICE=cpu", "OUT=/out"])
@@ -448,7 +448,7 @@ def unpatched_cluster(pristine, monkeypatch) -> Iterator[UnpatchedCluster]:
 
 
 @pytest.mark.e2e
-def test_unpatched_nodes_are_admitted_where_the_job_carries_verl(unpatched_cluster, pristine, tmp_path, monkeypatch):
+def test_unpatched_nodes_are_admitted_if_the_job_carries_verl(unpatched_cluster, pristine, tmp_path, monkeypatch):
     """tests/e2e/test_cluster_faults.py tests the refusal of such nodes."""
     where = "import importlib.util; print(importlib.util.find_spec('verl').submodule_search_locations[0])"
     without = subprocess.run(

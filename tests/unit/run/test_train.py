@@ -120,18 +120,18 @@ DIES = "(vLLMHttpServer pid=7) (EngineCore pid=9) ERROR 11-22 13:05:46 [core.py]
         (train, "DEAD_S", DIES, "vLLM's engine failed"),
     ],
 )
-def test_verl_is_ended_where_it_goes_on_without_a_process(module, limit, line, cause, run_program, monkeypatch):
+def test_verl_is_ended_if_it_continues_without_a_process(module, limit, line, cause, run_program, monkeypatch):
     monkeypatch.setattr(module, limit, 1)
     result, children = run_program(PARENT.format(seconds=0) + f"print({line!r}, flush=True)\ntime.sleep(600)")
     assert result["code"] == -signal.SIGKILL and result["death"].cause == cause and children and gone(children)
 
 
-def test_verl_is_not_ended_where_it_ends_by_itself(run_program):
+def test_verl_is_not_ended_if_it_ends_by_itself(run_program):
     result, _ = run_program(f"print({DIES!r}, flush=True)\nraise SystemExit('ValueError: no such thing')")
     assert (result["code"], result["death"]) == (1, None)
 
 
-def test_verl_is_not_ended_where_all_steps_are_completed(run_program, tmp_path, monkeypatch):
+def test_verl_is_not_ended_if_all_steps_are_completed(run_program, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "DEAD_S", 0)
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "verl.jsonl"))
     result, _ = run_program(f"{TRAINS}\nprint({DIES!r}, flush=True)\nimport time; time.sleep(2)")

@@ -1,4 +1,4 @@
-"""For all tests: verl 0.9.1 as its wheel ships it and with the stack applied, side by side, and how to run it."""
+"""Fixtures of all tests: verl 0.9.1 pristine and patched, a tiny model, and processes that import either tree."""
 
 import json
 import os
@@ -35,16 +35,16 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Take SIGINT as a foreground process does: one started in the background, as CI does, hands on an ignored one.
+    """Restore the default SIGINT handler, which background processes such as CI jobs inherit as ignored.
 
-    A RAY_ADDRESS of the shell would send every run to that cluster.
+    Unset RAY_ADDRESS, which would send every run to that cluster.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("RAY_ADDRESS", None)
 
 
 class ByFixtures(LoadScopeScheduling):
-    """What shares fixtures shares a process: the end-to-end runs, the tests of one file, or of one release in it."""
+    """Run tests that share fixtures in one process: end-to-end runs, the tests of one file, or of one release in it."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -54,14 +54,14 @@ class ByFixtures(LoadScopeScheduling):
         return f"{file} {release[0]}" if release else file
 
 
-@pytest.hookimpl(optionalhook=True)  # there is none under -p no:xdist
+@pytest.hookimpl(optionalhook=True)  # the hook does not exist under -p no:xdist
 def pytest_xdist_make_scheduler(config, log):
     return ByFixtures(config, log)
 
 
 @pytest.fixture(scope="session")
 def trees(tmp_path_factory, pytestconfig) -> dict[str, Path]:
-    """Folders that hold ``verl/``: "pristine" and "patched"."""
+    """Folders that contain ``verl/``: "pristine" and "patched"."""
     root = tmp_path_factory.mktemp("verl")
     pristine, given = unpacked_wheel(RELEASE, root / "pristine"), pytestconfig.getoption("verl_tree")
     if given:
@@ -73,7 +73,7 @@ def trees(tmp_path_factory, pytestconfig) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def environment(trees) -> Callable[[str], dict[str, str]]:
-    """The environment in which a process imports the given tree's verl and runs it on the CPU."""
+    """``environment(state)``: the variables under which a process imports that tree's verl and runs it on the CPU."""
 
     def of(state: str) -> dict[str, str]:
         return {
@@ -100,7 +100,7 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def torchrun(environment, tiny_model, tmp_path_factory) -> Callable[..., list[dict]]:
-    """``torchrun(tree, script, strategy, *names, ranks=2)``: what each rank of a script of cases wrote.
+    """``torchrun(tree, script, strategy, *names, ranks=2)``: the outcomes that each rank of a script of cases wrote.
 
     The script is called with STRATEGY MODEL_DIR OUT_DIR [CASE ...], and rank r writes OUT_DIR/rank_r.json.
     """

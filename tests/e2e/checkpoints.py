@@ -33,7 +33,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def assert_same_checkpoint(one: Path, other: Path, files: int) -> None:
-    """Assert that two checkpoints consist of so many ``.pt`` files with the same content."""
+    """Assert that two checkpoints consist of ``files`` ``.pt`` files each, with the same content."""
     names = sorted(path.relative_to(one) for path in one.rglob("*.pt"))
     assert names == sorted(path.relative_to(other) for path in other.rglob("*.pt"))
     assert len(names) == files

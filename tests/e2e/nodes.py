@@ -1,7 +1,7 @@
 """Ray clusters of several nodes on one machine, started by ``scripts/launch/head.sh`` and ``worker.sh``.
 
-The nodes have addresses of the loopback interface, one "GPU" each, their own ports and folders, and an environment that
-has no verl. The cluster admits nobody without its token.
+The nodes have loopback addresses, one "GPU" each, their own ports and folders, and an environment without verl. Joining
+the cluster requires its token.
 """
 
 import secrets
@@ -20,7 +20,7 @@ from processes import kill, wait_for
 from lib.paths import REPO
 
 LAUNCH = REPO / "scripts" / "launch"
-HEAD = "127.0.0.2"  # any address of 127.0.0.0/8 is this machine's
+HEAD = "127.0.0.2"  # all of 127.0.0.0/8 is local
 STARTS_S = 180
 
 
@@ -35,7 +35,7 @@ class Cluster:
 
     Attributes:
         address: the value of RAY_ADDRESS for a run on it.
-        dashboard: the address that takes jobs.
+        dashboard: the address that accepts jobs.
         token: the environment of a process that may join it.
     """
 
@@ -50,7 +50,7 @@ class Cluster:
         )
 
     def start(self, script: str, name: str, address: str, **knobs: object) -> psutil.Process:
-        """Start a node, and return the process whose children are its raylet and the like once it has joined."""
+        """Start a node, wait until it has joined, and return its process, the parent of its raylet and agents."""
         environment = {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "HOME": str(self.folder)} | self.token
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "RAY_worker_niceness": "0"}
         environment |= {"NAME": name, "BIND": address, "TEMP": str(self.folder / name), "GPUS": "1", "CPUS": "16"}
@@ -68,7 +68,7 @@ class Cluster:
 
 @contextmanager
 def running(bind: str = HEAD) -> Iterator[Cluster]:
-    """Run a cluster of its head alone, which has the address ``bind``; at the end all its nodes are ended."""
+    """Run a cluster of a head at the address ``bind``, and end all its nodes on exit."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need a short path
     cluster = Cluster(folder)
     try:
@@ -88,7 +88,7 @@ def below(node: psutil.Process, name: str) -> psutil.Process:
 
 
 def end(node: psutil.Process) -> None:
-    """End a node as Ctrl-C does, so that the cluster notices at once; then kill what is left."""
+    """Terminate a node, so that the cluster notices at once, then kill the remaining processes."""
     if node.is_running():
         processes = [node, *node.children(recursive=True)]
         node.terminate()

@@ -1,4 +1,4 @@
-"""The processes of a run, wherever Ray and vLLM put them: found, waited for and killed."""
+"""Find, await and kill the processes of a run, wherever Ray and vLLM start them."""
 
 import subprocess
 import time
@@ -9,7 +9,7 @@ import psutil
 
 
 def of_this_run(out: Path) -> list[psutil.Process]:
-    """Return the processes of the run in ``out``: all inherit the path of its metrics."""
+    """Return the processes of the run in ``out``, which all inherit the path of its metrics."""
     processes = []
     for process in psutil.process_iter():
         try:
@@ -21,7 +21,7 @@ def of_this_run(out: Path) -> list[psutil.Process]:
 
 
 def shared_memory(processes: list[psutil.Process]) -> set[Path]:
-    """Return the files of shared memory that these processes map, of which some may have ended."""
+    """Return the shared memory files that these processes map; some of the processes may have ended."""
     mapped = ""
     for process in processes:
         try:
@@ -32,7 +32,7 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """Kill all processes, of which some may have ended."""
+    """Kill all processes; some may have ended."""
     for process in processes:
         try:
             process.kill()
@@ -42,7 +42,7 @@ def kill(processes: list[psutil.Process]) -> None:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen, log: Path, limit_s: float) -> None:
-    """Wait for the condition. The end of the process, or the limit, fails the test with the log."""
+    """Wait for the condition. Fail with the log if the process ends or the limit is exceeded."""
     begin = time.monotonic()
     while not condition():
         assert process.poll() is None and time.monotonic() - begin < limit_s, log.read_text()

@@ -1,4 +1,4 @@
-"""Start ``scripts/run.py`` on the CPU, as ``make run`` does, with batches that are small enough for a test."""
+"""Start ``scripts/run.py`` on the CPU, as ``make run`` does, with batches small enough for a test."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ def small_batch(micro_batch: int = 64) -> list[str]:
     """Return the overrides of a batch of 8 prompts in one update.
 
     Args:
-        micro_batch: responses that a worker takes at once.
+        micro_batch: responses in a worker's micro-batch.
     """
     return [
         "data.train_batch_size=8",
@@ -28,7 +28,7 @@ def small_batch(micro_batch: int = 64) -> list[str]:
 
 
 def command(out: Path, steps: int, overrides: Iterable[str], *words: str) -> list[str | Path]:
-    """Return the command of a run of so many steps into ``out``, with further ``NAME=VALUE`` words."""
+    """Return the command of a run of ``steps`` steps into ``out``, with further ``NAME=VALUE`` words."""
     settings = ["DEVICE=cpu", f"STEPS={steps}", f"OUT={out}", *words, f"ARGS={' '.join(overrides)}"]
     return [sys.executable, REPO / "scripts" / "run.py", *settings]
 
@@ -64,7 +64,7 @@ def finish_run(out: Path, steps: int, overrides: Iterable[str], *words: str) -> 
 
 
 def generate_task() -> Path:
-    """Generate the sanity task's model and data where they are missing. Return their folder."""
+    """Generate the sanity task's model and data if missing. Return their folder."""
     prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--task", "addition", "--out", ARITHMETIC]
     subprocess.run([*prepare, "--seed", "1"], cwd=REPO, check=True)
     return ARITHMETIC

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, by the shipped scripts: what it refuses, and what it survives.
+"""Admission to, and recovery of runs on, a two-node Ray cluster on this machine, started by the shipped scripts.
 
 ``pytest -m slow tests/e2e/test_cluster_faults.py`` kills a worker and a node, seven minutes.
 """
@@ -24,7 +24,7 @@ from lib.patches.wheels import unpacked_wheel
 
 SECOND, THIRD = "127.0.0.3", "127.0.0.4"
 STEPS = 5
-SCALES = (2.0**40, 2.0**10)  # at the one every gradient overflows, at the other none
+SCALES = (2.0**40, 2.0**10)  # every gradient overflows at the first, none at the second
 OVERRIDES = [
     *small_batch(micro_batch=16),
     f"trainer.nnodes=2 {ROLLOUT}.n=4 trainer.max_actor_ckpt_to_keep=9",
@@ -44,7 +44,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def task() -> list[str]:
-    """The words of the sanity task's model and data."""
+    """The ``NAME=VALUE`` words that select the sanity task's model and data."""
     folder = generate_task()
     return [
         "EXPERIMENT=arithmetic",
@@ -60,7 +60,7 @@ def start(cluster: Cluster, task: list[str], out: Path, screen: Path) -> subproc
 
 
 def ray_with(tree: Path, folder: Path) -> Path:
-    """Create an environment like this one, but for the verl in ``tree``. Return its ``ray``."""
+    """Create an environment like this one, but with the verl in ``tree``. Return its ``ray``."""
     venv.create(folder, symlinks=True)
     packages = Path(torch.__file__).parents[1]
     (folder / f"lib/python3.{sys.version_info.minor}/site-packages/other.pth").write_text(f"{tree}\n{packages}\n")
@@ -71,7 +71,7 @@ def ray_with(tree: Path, folder: Path) -> Path:
 
 
 @pytest.mark.e2e
-def test_head_listens_on_loopback_alone_by_default():
+def test_head_listens_only_on_loopback_by_default():
     with running(bind="") as cluster:
         (head,) = cluster.nodes
         sockets = [each for of in (head, *head.children(recursive=True)) for each in of.net_connections("tcp")]
@@ -105,8 +105,8 @@ def test_nodes_with_another_verl_are_refused_by_name(cluster, task, trees, tmp_p
 def test_killed_worker_and_killed_node(cluster, task, tmp_path):
     """The run resumes by itself, with the checkpoint's weights, Adam and loss scale to the bit.
 
-    Worker and node are killed in the midst of a save, and each time the first step that is then taken is a skipped one:
-    what it leaves is what was loaded.
+    Worker and node are killed during a save. Each time the next step is a skipped one, so the state saved
+    after it is the loaded state.
     """
     second = cluster.join("second", SECOND)
     out, screen = tmp_path / "run", tmp_path / "screen.txt"
@@ -115,7 +115,7 @@ def test_killed_worker_and_killed_node(cluster, task, tmp_path):
     try:
         wait_for((checkpoints / "latest_checkpointed_iteration.txt").exists, run, screen, HANGS_S)
         blocked = {}
-        for step in (3, 5):  # writing to it waits for a reader: the save stops here
+        for step in (3, 5):  # opening a FIFO for writing blocks: the save stops here
             blocked[step] = checkpoints / f"global_step_{step}" / "actor" / "optim_world_size_2_rank_1.pt"
             blocked[step].parent.mkdir(parents=True)
             os.mkfifo(blocked[step])

@@ -1,6 +1,6 @@
-"""A run with a dead process, or one that waits for resources that Ray never has, ends by itself and shows why.
+"""A run with a dead process, or one that waits for resources that Ray never gets, ends by itself and reports why.
 
-``pytest -m slow tests/e2e/test_dead_runs.py`` has vLLM die, three minutes.
+``pytest -m slow tests/e2e/test_dead_runs.py`` kills vLLM's engine and takes three minutes.
 """
 
 import pytest
@@ -8,7 +8,7 @@ from processes import of_this_run, shared_memory, wait_for
 from small_runs import HANGS_S, ROLLOUT, small_batch, start_run
 
 STEPS = 3
-# A dataset that verl loads first of all, and that then waits as other parts of verl may.
+# A dataset that blocks forever; verl loads it first. Other parts of verl may block likewise.
 DATASET = """
 import os, signal, time
 import ray

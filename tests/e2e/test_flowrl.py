@@ -1,6 +1,6 @@
 """FlowRL on the sanity task in fp16, as ``make run RECIPE=flowrl`` starts it: its first loss, its checkpoint, resumed.
 
-The first run records its rollouts; the second takes up its checkpoint and replays them.
+The first run records its rollouts; the second resumes from its checkpoint and replays them.
 """
 
 import json
@@ -35,7 +35,7 @@ def train(out: Path, *overrides: str) -> str:
     return output
 
 
-def share_of_groups_that_differ(dump: Path) -> float:
+def share_of_mixed_groups(dump: Path) -> float:
     """Return the share of a step's prompts whose answers got different rewards."""
     rewards = defaultdict(set)
     for line in dump.read_text().splitlines():
@@ -52,12 +52,12 @@ def test_train_and_resume(tmp_path):
     screen = train(whole, f"+rollouts=record rollouts.file={rollouts}", dumps)
     steps = training_metrics(whole)
 
-    # Nothing learnt yet: the policy is the reference, log Z is 0, and β²·(n−1)/n is left of each group that differs.
+    # Before any update the policy is the reference and log Z is 0: each mixed group contributes β²·(n−1)/n.
     first = steps[1]
     assert first["actor/flowrl/log_z"] == 0 and first["actor/flowrl/reference_kl"] == pytest.approx(0, abs=1e-6)
-    expected = 15**2 * 7 / 8 * share_of_groups_that_differ(tmp_path / "dumps" / "1.jsonl")
+    expected = 15**2 * 7 / 8 * share_of_mixed_groups(tmp_path / "dumps" / "1.jsonl")
     assert first["actor/pg_loss"] == pytest.approx(expected, rel=1e-3)
-    # Weights of the trainer against the rollout, token by token, which differ by a mismatch of about 1e-5.
+    # Importance weights between trainer and rollout, whose mismatch is about 1e-5 per token.
     assert 0 < abs(first["actor/flowrl/weight"] - 1) < 1e-3
 
     names = {name for name in first if "flowrl/" in name}
@@ -77,7 +77,7 @@ def test_train_and_resume(tmp_path):
     assert dtypes["actor"]["master"] == "float32" and dtypes["actor"]["loss_scaling"] is True
     assert summary["flowrl"]["log_z"]["first"] == 0 and (whole / "curves.png").exists()
 
-    # The head has a file of its own, and no place in the model's.
+    # The head is saved in a file of its own, not with the model.
     saved = whole / "checkpoints" / f"global_step_{STEPS}"
     assert "actor/flowrl_partition.pt" in json.loads((saved / "manifest.json").read_text())["files"]
     weights = torch.load(saved / "actor" / "model_world_size_1_rank_0.pt", weights_only=False)
@@ -87,7 +87,7 @@ def test_train_and_resume(tmp_path):
     assert {tensor.dtype for tensor in head["head"].values()} == {torch.float32}
     assert {int(state["step"]) for state in head["optimizer"]["state"].values()} == {STEPS}
 
-    # Taken up after step 2, the third comes out bit for bit: model, Adam, head, its Adam, loss scale, RNG and data.
+    # Resumed after step 2, step 3 is bit-exact: model, Adam, head, its Adam, loss scale, RNG and data.
     resumed = tmp_path / "checkpoints"
     shutil.copytree(whole / "checkpoints" / "global_step_2", resumed / "global_step_2")
     (resumed / "latest_checkpointed_iteration.txt").write_text("2")
@@ -95,6 +95,6 @@ def test_train_and_resume(tmp_path):
     # Model, optimizer, extra state and head of the actor, and the data loader's.
     assert_same_checkpoint(saved, resumed / f"global_step_{STEPS}", files=5)
     ((step, resumed_metrics),) = training_metrics(rest).items()
-    checked_first = {"training/weight_sync_diff", "training/weight_sync_spread"}  # by each run, in its first step
+    checked_first = {"training/weight_sync_diff", "training/weight_sync_spread"}  # each run checks its first step
     assert step == STEPS and resumed_metrics.keys() - steps[STEPS].keys() == checked_first
     assert {name: resumed_metrics.get(name) for name in steps[STEPS]} == steps[STEPS]

@@ -1,7 +1,7 @@
-"""``scripts/launch/flowrl_7b.sh`` for real, with the sanity task in the place of the 7B model: on this node, where verl
-starts Ray itself, and as a job on a running Ray cluster of two nodes, whose own environment knows nothing of verl.
+"""``scripts/launch/flowrl_7b.sh`` end to end, with the sanity task instead of the 7B model: on this node, where verl
+starts Ray itself, and as a job on a running two-node Ray cluster whose own environment contains no verl.
 
-``pytest -m slow tests/e2e/test_launched_runs.py``, two minutes each.
+``pytest -m slow tests/e2e/test_launched_runs.py`` takes two minutes a test.
 """
 
 import json
@@ -26,7 +26,7 @@ OVERRIDES = [*small_batch(micro_batch=32), f"{SCALER}.init_scale=1024"]
 
 @pytest.fixture
 def task(tmp_path) -> Path:
-    """The sanity task's model, and its data under the names that the script looks for."""
+    """The sanity task's model, and its data under the names that the script expects."""
     generated, folder = generate_task(), tmp_path / "task"
     folder.mkdir()
     for link, file in (("model", "model"), ("train.parquet", "train.parquet"), ("test.parquet", "val.parquet")):
@@ -77,13 +77,13 @@ def check(summary: dict, metrics: list[dict]) -> None:
 
 
 @pytest.mark.slow
-def test_on_one_node(task, tmp_path):
+def test_script_trains_on_one_node(task, tmp_path):
     _, summary, metrics = launch(task, tmp_path / "out")
     check(summary, metrics)
 
 
 @pytest.mark.slow
-def test_as_a_job_on_a_cluster_of_two_nodes(task, cluster, tmp_path):
+def test_script_trains_as_a_job_on_a_two_node_cluster(task, cluster, tmp_path):
     output, summary, metrics = launch(task, tmp_path / "out", RAY_ADDRESS=cluster.dashboard, NNODES=2, **cluster.token)
     check(summary, metrics)
     assert f" on {cluster.dashboard}" in output

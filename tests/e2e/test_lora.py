@@ -1,4 +1,4 @@
-"""A LoRA trained in fp16 by ``make run`` on a CPU: as an adapter beside the weights, and merged into them."""
+"""LoRA trained in fp16 by ``make run`` on a CPU, synced to the rollout as an adapter or merged into the weights."""
 
 import json
 
@@ -10,7 +10,7 @@ from lib.files import read_jsonl
 LORA = [
     f"{MODEL}.lora_rank=8",
     f"{MODEL}.target_modules=all-linear",
-    # In two steps the policy moves far from the base model: a rollout without the adapter would show it.
+    # In two steps the policy moves far from the base model, so a rollout without the adapter would be detected.
     f"{ACTOR}.optim.lr=1e-2",
 ]
 

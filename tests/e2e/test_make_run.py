@@ -21,7 +21,7 @@ OVERRIDES = [*small_batch(), "trainer.save_freq=1", f"{SCALER}.init_scale=1024",
 
 
 def diagnose_live(running: list[psutil.Process]) -> dict:
-    """Return the report of ``doctor --live`` on the job of these processes and on the config that it started with."""
+    """Return the report of ``doctor --live`` on the job of these processes and its config."""
     words = [word for process in running for word in process.cmdline() if word.startswith("--gcs-address=")]
     environment = os.environ | {"RAY_ADDRESS": words[0].partition("=")[2], "RAY_AUTH_MODE": "token"}
     config = ["+precision=fp16", f"{SCALER}.init_scale=1024"]
@@ -38,13 +38,13 @@ def test_train_interrupt_resume(tmp_path):
     def steps_logged() -> int:
         return len(read_jsonl(out / "metrics.jsonl"))
 
-    first = start_run(out, 1000, OVERRIDES, screen=screen)  # more steps than it takes during the diagnosis
+    first = start_run(out, 1000, OVERRIDES, screen=screen)  # more steps than run during the diagnosis
     while steps_logged() < 2 and first.poll() is None:
         time.sleep(0.2)
     running = of_this_run(out)
     niceness, mapped = {process.nice() for process in running}, shared_memory(running)
     steps_before, diagnosis = steps_logged(), diagnose_live(running)
-    while steps_logged() < steps_before + 2 and first.poll() is None:  # the diagnosis does not disturb it
+    while steps_logged() < steps_before + 2 and first.poll() is None:  # it must survive the diagnosis
         time.sleep(0.2)
     first.send_signal(signal.SIGINT)
     assert first.wait() == 130, screen.read_text()
@@ -53,7 +53,7 @@ def test_train_interrupt_resume(tmp_path):
     assert {diagnosis["hops"][hop] for hop in ("actor.master", "actor.optimizer", "actor.reduce")} == {"float32"}
     assert diagnosis["scaler"]["actor"]["growth_interval"] == 1 and diagnosis["scaler"]["actor"]["scale"] >= 2048
     assert len(running) > 5, "Ray, the trainer and vLLM run in processes of their own"
-    assert niceness == {psutil.Process().nice()}, "beside other programs they get their share"
+    assert niceness == {psutil.Process().nice()}, "the run must keep its parent's niceness"
     assert of_this_run(out) == []
     assert mapped and not any(file.exists() for file in mapped), "interrupted"
 
@@ -73,7 +73,7 @@ def test_train_interrupt_resume(tmp_path):
     steps = [row["step"] for row in rows]
     assert steps == sorted(set(steps)) and steps[-1] == saved + 1
     scales = {row["step"]: row["data"]["actor/loss_scale"] for row in rows}
-    # It doubles until it overflows, after twenty steps or so: how many there are depends on how long the doctor takes.
+    # The scale doubles until it overflows after some twenty steps; how many run depends on the doctor's duration.
     assert scales[saved] >= 2**14 and scales[1] == 2048
     changes = [scales[after] / scales[before] for before, after in zip(steps, steps[1:], strict=False)]
     assert set(changes) <= {2.0, 0.5}, f"the loss scale was not restored: {scales}"

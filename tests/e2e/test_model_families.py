@@ -18,8 +18,8 @@ def make_model(folder: Path, family: str) -> Path:
     return folder / family
 
 
-# The largest mean k3 of the three steps: as the sanity task's model has it, where bf16 gives 4e-6. A mixture of experts
-# has more: the two sides' rounding sends a token near a tie to other experts. Loaded from disk it has 2.7e-6.
+# Limits of the mean k3 of three steps, for dense models that of the sanity task's, where bf16 gives 4e-6. A mixture of
+# experts has more, since rounding routes tokens near a tie to different experts; loaded from disk it has 2.7e-6.
 K3 = {"llama": 1e-6, "qwen3": 1e-6, "qwen3_moe": 5e-5}
 
 

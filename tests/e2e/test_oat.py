@@ -1,6 +1,6 @@
-"""Whole jobs of OAT 0.2.4: launchpad's processes, vLLM 0.8.4, DeepSpeed and the weights that one sends the other.
+"""Whole jobs of OAT 0.2.4: launchpad's processes, vLLM 0.8.4, DeepSpeed and the weight sync between them.
 
-Needs the environment of recipes/oat_cpu/requirements.txt: ``pytest -m slow tests/e2e/test_oat.py``
+Requires the environment of recipes/oat_cpu/requirements.txt: ``pytest -m slow tests/e2e/test_oat.py``
 """
 
 import json
@@ -28,7 +28,7 @@ BF16 = 3e-4  # rollout_probs_diff_mean of bf16 in the first rounds, measured: do
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not PYTHON.exists(), reason="no .venv-oat: recipes/oat_cpu/requirements.txt says how to make it"
+        not PYTHON.exists(), reason="no .venv-oat: recipes/oat_cpu/requirements.txt describes how to create it"
     ),
 ]
 
@@ -43,7 +43,7 @@ def task() -> Path:
 
 @pytest.fixture(scope="session")
 def trees(tmp_path_factory) -> dict[str, Path]:
-    """Folders that hold ``oat/`` as its wheel ships it and with the stack applied."""
+    """Folders that contain ``oat/``: "pristine" and "patched"."""
     root = tmp_path_factory.mktemp("oat")
     folders = {state: unpacked_wheel(RELEASE, root / state, OAT) for state in ("pristine", "patched")}
     apply(folders["patched"], framework=OAT)
@@ -51,18 +51,18 @@ def trees(tmp_path_factory) -> dict[str, Path]:
 
 
 def library_path() -> str:
-    """Return the folder in which launchpad's libraries look for Python's."""
+    """Return the folder of libpython, for launchpad's libraries."""
     query = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
     return subprocess.run([PYTHON, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def train(tree: Path, task: Path, out: Path, *further: str) -> Path:
-    """Run ``ROUNDS`` learning rounds of 64 answers by the OAT in ``tree``. Return the run's own folder."""
+    """Run ``ROUNDS`` learning rounds of 64 answers with the OAT in ``tree``. Return the run's own folder."""
     out.mkdir()
     environment = {
         "PYTHONPATH": f"{tree}:{REPO}",
         "LD_LIBRARY_PATH": library_path(),
-        "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),  # not written: by it of_this_run knows them
+        "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),  # not written; of_this_run finds the processes by it
         "OMP_NUM_THREADS": "1",
     }
     settings = {
@@ -87,7 +87,7 @@ def train(tree: Path, task: Path, out: Path, *further: str) -> Path:
     with (out / "train.log").open("w") as log:
         main = subprocess.Popen(command, cwd=REPO, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT)
         try:
-            code = main.wait(HANGS_S)  # OAT goes on for ever where one of its processes has died
+            code = main.wait(HANGS_S)  # OAT never ends after one of its processes has died
         finally:
             kill(of_this_run(out))
     assert code == 0, "\n".join((out / "train.log").read_text().splitlines()[-60:])
@@ -96,7 +96,7 @@ def train(tree: Path, task: Path, out: Path, *further: str) -> Path:
 
 
 def rounds(file: Path) -> list[dict]:
-    """Return the metrics of each learning round; OAT logs before the first too, and again after the last."""
+    """Return the metrics of each learning round; OAT also logs before the first and again after the last."""
     merged: dict[int, dict] = {}
     for row in read_jsonl(file):
         merged.setdefault(row["step"], {}).update(row["data"])
@@ -129,7 +129,7 @@ def test_patched_job_trains_in_fp16(trees, task, tmp_path, pytestconfig):
 
 
 def test_unpatched_fp16_skips_its_first_updates(trees, task, tmp_path):
-    """The defect that the patches mend: a scale from 2^32, halved once an update, while nothing is learnt."""
+    """The defect that the patches fix: the scale starts at 2^32 and is halved in every update, all of them skipped."""
     logged = rounds(train(trees["pristine"], task, tmp_path / "out", "--no-bf16", "--fp16") / "logged.jsonl")
     assert [line["deepspeed/loss_scale"] for line in logged] == [2.0 ** (32 - n) for n in range(1, ROUNDS + 1)]
     assert [line["deepspeed/skipped_steps"] for line in logged] == list(range(1, ROUNDS + 1))

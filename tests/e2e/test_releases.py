@@ -1,5 +1,5 @@
 """Every release, patched, trains the sanity task in fp16 by its own ``main_ppo``: Ray, FSDP on gloo, and as rollout
-vLLM's CPU build or, before 0.7.1, HuggingFace's generate. So does the FlowRL recipe where verl registers trainers.
+vLLM's CPU build or, before 0.7.1, HuggingFace's generate. FlowRL trains where verl has a registry of trainers.
 
 ``make e2e-releases``, or one release:  ``pytest -m slow tests/e2e/test_releases.py -k 0.8.0``
 """
@@ -40,7 +40,7 @@ LEGACY = {  # recipes/cpu/legacy.py in Ray's processes and in those that vLLM st
 
 
 class Route(NamedTuple):
-    """How a release trains without a GPU, and the mean difference of probabilities that bf16 gives there, measured."""
+    """A way to train a release without a GPU; ``bf16`` is the measured mean difference of probabilities in bf16."""
 
     rollout: str
     venv: str
@@ -50,7 +50,7 @@ class Route(NamedTuple):
 
 
 def route(release: Release) -> Route:
-    """Return the release's route: vLLM's CPU build where the release runs beside it, else HuggingFace's generate."""
+    """Return the release's route: vLLM's CPU build where the release supports it, else HuggingFace's generate."""
     if "cpu" in release.dependencies:
         cpu, configuration = (CPU_PLATFORM, "+device=cpu") if release.has("platforms") else (LEGACY, "+releases=vllm")
         return Route("vLLM's CPU build", ".venv", cpu, configuration, bf16=3e-4)
@@ -62,7 +62,7 @@ def route(release: Release) -> Route:
 
 RELEASES = load_releases()
 ROUTES = {name: route(release) for name, release in RELEASES.items()}
-# The first of each family of legacy workers; test_resume.py has the model engine.
+# The first release of each family of legacy workers; test_resume.py covers the model engine.
 RESUMED = {
     release.family: name for name, release in reversed(RELEASES.items()) if release.has("legacy_workers")
 }.values()
@@ -83,7 +83,7 @@ FLOWRL = {
 
 @pytest.fixture(scope="session")
 def task() -> Path:
-    """The sanity task's model and data, made by the older transformers: the newer ones read their tokenizer too."""
+    """The sanity task's model and data, saved by the older transformers, whose tokenizer files newer ones can read."""
     folder = REPO / ".cache" / "arithmetic-workers"
     prepare = [REPO / ".venv-workers/bin/python", "-m", "recipes.arithmetic.prepare", "--out", folder, "--seed", "1"]
     subprocess.run(prepare, cwd=REPO, check=True)
@@ -91,7 +91,8 @@ def task() -> Path:
 
 
 def overrides(release: str, task: Path, out: Path, steps: int, recipe: str | None = None) -> list[str]:
-    """Of the release's own configuration: the sanity task in fp16, a small batch, a scale that doubles every step."""
+    """Return overrides of the release's own configuration: the sanity task in fp16, a small batch, a scale that doubles
+    every step."""
     batch = {
         "data.train_batch_size": 8,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
@@ -118,17 +119,17 @@ def overrides(release: str, task: Path, out: Path, steps: int, recipe: str | Non
 def train(
     release: str, tree: Path, task: Path, out: Path, steps: int, recipe: str | None = None
 ) -> tuple[dict[str, list[float]], list[dict]]:
-    """Run ``main_ppo`` of the verl in ``tree``, up to ``steps`` and from where ``out`` stands.
+    """Run ``main_ppo`` of the verl in ``tree`` up to ``steps``, resuming from ``out`` if possible.
 
     Returns:
-        Its metrics, a value a step that it made, and what its workers reported.
+        Its metrics, with a value for each step of this run, and the reports of its workers.
     """
     route, metrics = ROUTES[release], out / f"metrics-{steps}"
     environment = route.finds_the_cpu | {
         "PYTHONPATH": f"{tree}:{REPO}",
-        "TENSORBOARD_DIR": str(metrics),  # the one logger of every release that does not round
-        "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),  # not written: by it of_this_run knows them
-        "RAY_DEDUP_LOGS": "0",  # or the workers' lines, which differ in a rank alone, would be dropped
+        "TENSORBOARD_DIR": str(metrics),  # the only logger of every release that does not round
+        "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),  # not written; of_this_run finds the processes by it
+        "RAY_DEDUP_LOGS": "0",  # else Ray drops the workers' lines, which differ only in the rank
         "RAY_USAGE_STATS_ENABLED": "0",
         "HYDRA_FULL_ERROR": "1",
         "OMP_NUM_THREADS": "1",
@@ -151,7 +152,7 @@ def train(
 
 
 def measurements(release: str, metrics: dict[str, list[float]]) -> dict:
-    """Return what is recorded of a run."""
+    """Return the facts of a run to record."""
     return {
         "stack": load_stack(find_release(release)).id,
         "rollout": ROUTES[release].rollout,
@@ -177,7 +178,7 @@ def test_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
     apply(tree)
     metrics, worker_reports = train(release, tree, task, tmp_path, STEPS)
 
-    assert len(metrics.pop("weight_sync_diff")) == 1, "the first step alone is checked"
+    assert len(metrics.pop("weight_sync_diff")) == 1, "only the first step is checked"
     assert all(len(values) == STEPS and all(map(math.isfinite, values)) for values in metrics.values()), metrics
     assert metrics["loss_scale"] == [SCALE * 2, SCALE * 4] and metrics["skipped_steps"] == [0.0] * STEPS
     assert min(metrics["grad_norm"]) > 0 and min(metrics["reward"]) > 0.1, "nothing to learn from"
@@ -186,14 +187,14 @@ def test_release_trains_in_fp16(release, task, tmp_path, pytestconfig):
     roles = {report["role"]: report for report in worker_reports}
     assert (roles["actor"]["compute"], roles["actor"]["master"]) == ("float16", "float32")
     assert roles["actor"]["loss_scaling"] is True
-    if "cpu" in RELEASES[release].dependencies:  # HuggingFace's generate is the recipe's, or within the actor
+    if "cpu" in RELEASES[release].dependencies:  # else HuggingFace's generate runs in the recipe or the actor
         assert (roles["rollout"]["wire"], roles["rollout"]["rollout"]) == ("float32", "float16")
     assert {report["stamp"]["release"] for report in worker_reports} == {release}
     checkpoints = tmp_path / "checkpoints"
     assert load_manifest(tree / "verl").choose(checkpoints) == (checkpoints / f"global_step_{STEPS}", [])
     if release in RESUMED:
         third, _ = train(release, tree, task, tmp_path, STEPS + 1)
-        assert third["loss_scale"] == [SCALE * 8], "step 3 alone, from the scale of step 2"
+        assert third["loss_scale"] == [SCALE * 8], "only step 3, from the scale of step 2"
 
     if pytestconfig.getoption("write_results"):
         record(release, measurements(release, metrics))
@@ -206,7 +207,7 @@ def test_flowrl_trains_on_release(release, task, tmp_path, pytestconfig):
     apply(tree)
     metrics, worker_reports = train(release, tree, task, tmp_path, STEPS, "flowrl")
 
-    assert len(metrics.pop("weight_sync_diff")) == 1, "the first step alone is checked"
+    assert len(metrics.pop("weight_sync_diff")) == 1, "only the first step is checked"
     assert all(len(values) == STEPS and all(map(math.isfinite, values)) for values in metrics.values()), metrics
     assert metrics["loss_scale"] == [SCALE * 2, SCALE * 4] and metrics["skipped_steps"] == [0.0] * STEPS
     assert metrics["log_z"][0] == 0 != metrics["log_z"][1], "log Z starts from 0 and is learned"
@@ -228,7 +229,7 @@ def test_configuration_fits_the_release(release, tmp_path):
     apply(tree)
     with hydra.initialize_config_dir(config_dir=str(tree / "verl/trainer/config"), version_base=None):
         config = hydra.compose("ppo_trainer", overrides=overrides(release, tmp_path, tmp_path, STEPS))
-    later = config.get("reward", {}).get("reward_manager") is not None  # where the release looks for the reward
+    later = config.get("reward", {}).get("reward_manager") is not None  # where the release reads the reward
     reward = (config.reward if later else config).custom_reward_function
     assert reward.name == "compute_score"
     rollout = config.actor_rollout_ref.rollout

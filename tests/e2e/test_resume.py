@@ -1,4 +1,4 @@
-"""N steps in one go equal k steps, SIGKILL, a resumed run, SIGKILL in the midst of saving, and the rest, bit for bit.
+"""N uninterrupted steps equal k steps, SIGKILL, a resumed run, SIGKILL during a save, and the rest, bit for bit.
 
 The job is that of ``make run ALGO=ppo``, with a critic; its first run records its rollouts, the second replays them.
 """
@@ -17,7 +17,7 @@ from small_runs import ACTOR, HANGS_S, ROLLOUT, start_run
 
 STEPS = 6
 OVERRIDES = [
-    # Three steps an epoch, so that the data is shuffled anew in between.
+    # Three steps an epoch, so that the data is reshuffled in between.
     "data.train_batch_size=8 data.train_max_samples=24",
     f"{ROLLOUT}.n=4 {ROLLOUT}.log_prob_micro_batch_size_per_gpu=32",
     "trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=1",
@@ -38,9 +38,9 @@ def start(out: Path, rollouts: str, screen: Path) -> subprocess.Popen:
 
 
 def kill_when(condition: Callable[[], bool], run: subprocess.Popen, out: Path, screen: Path) -> None:
-    """Kill every process of a run as soon as the condition holds."""
+    """Kill every process of a run as soon as the condition is met."""
     wait_for(condition, run, screen, HANGS_S)
-    run.send_signal(signal.SIGSTOP)  # or it would tidy up after verl's end
+    run.send_signal(signal.SIGSTOP)  # else it would clean up after verl's end
     while left := of_this_run(out):
         kill(left)
     run.kill()
@@ -65,28 +65,28 @@ def test_killed_and_resumed_equals_one_go_bit_for_bit(tmp_path):
 
     torn = checkpoints / "global_step_5" / "critic" / "optim_world_size_1_rank_0.pt"
     torn.parent.mkdir(parents=True)
-    os.mkfifo(torn)  # writing to it waits for a reader: the save stops here
+    os.mkfifo(torn)  # opening a FIFO for writing blocks: the save stops here
     run = start(parts, replay, screen)
     kill_when(torn.with_name("model_world_size_1_rank_0.pt").exists, run, parts, screen)
     assert "resuming after step 3" in screen.read_text() and tracker.read_text() == "4"
     took.append(wall_s(parts / "run.json"))
     torn.unlink()
-    tracker.write_text("5")  # as a machine's crash may leave it: files reach the disk in any order
+    tracker.write_text("5")  # possible after a crash of the machine: files reach the disk in any order
 
     assert start(parts, replay, screen).wait() == 0, screen.read_text()
     assert "resuming after step 4" in screen.read_text()
     took.append(wall_s(parts / "summary.json"))
-    assert 0 < took[0] < took[1] < took[2], "an attempt that was killed counts, too"
+    assert 0 < took[0] < took[1] < took[2], "the time of killed attempts must count"
     assert "global_step_5 is torn: its save was not finished" in (parts / "train.log").read_text()
 
     left = {path.parents[1].name for path in (whole / "checkpoints").glob("*/*/model_world_size_*.pt")}
-    assert left == {f"global_step_{STEPS}"}, "one checkpoint was to be kept"
+    assert left == {f"global_step_{STEPS}"}, "only one checkpoint should be kept"
 
     # Model, optimizer and extra state of actor and critic, and the data loader's.
     assert_same_checkpoint(*(out / "checkpoints" / f"global_step_{STEPS}" for out in (whole, parts)), files=7)
 
     one, other = training_metrics(whole), training_metrics(parts)
-    assert set(other) >= {1, 2, 5, 6}, "only steps in which the run was killed may lack theirs"
+    assert set(other) >= {1, 2, 5, 6}, "only steps in which the run was killed may lack metrics"
     for step in other:
         assert {name for name in one[step] if one[step][name] != other[step].get(name)} == set(), step
     for role in ("actor", "critic"):

@@ -30,13 +30,13 @@ def test_storm_leaves_a_checkpoint_from_which_the_other_trainer_resumes(tmp_path
         assert "LossScaleError: 2 optimizer steps in a row overflowed (grad_scaler.max_consecutive_skips)" in screen
         assert f"loss scale {scale}, first non-finite gradient: " in screen
 
-    # Saved under the number of the unfinished step, although save_freq=-1; the second run starts behind it.
+    # Saved under the number of the unfinished step, although save_freq=-1; the second run starts with the next.
     assert sorted(folder.name for folder in checkpoints.glob("global_step_*")) == ["global_step_2", "global_step_4"]
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "4"
-    # Nothing was learnt: every step was skipped.
+    # The weights are unchanged: every step was skipped.
     weights = [actor_state(checkpoints / f"global_step_{step}", "model") for step in (2, 4)]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    # The second run took its own scale, not the one that did not work, and counted afresh.
+    # The second run started from its own scale and count, not from those of the storm.
     assert "holds no loss scale: starting at 1e+29" in (tmp_path / "v0" / "train.log").read_text()
     for out, step, scale in (("v1", 1, 1e30), ("v0", 3, 1e29)):
         row = read_jsonl(tmp_path / out / "metrics.jsonl")[-1]

@@ -48,7 +48,7 @@ def masked(where: str, loss: str):
         [torch.full((len(r) - 2,), int(k)) for r, k in zip(rows, keep, strict=True)], layout=torch.jagged
     )
     data["loss_mask"] = data["response_mask"]
-    if loss == "sft_loss":  # of whole sequences, as verl's SFT data are
+    if loss == "sft_loss":  # covers whole sequences, as in verl's SFT data
         data["loss_mask"] = torch.nested.as_nested_tensor(
             [torch.full((len(r),), int(k)) for r, k in zip(rows, keep, strict=True)], layout=torch.jagged
         )

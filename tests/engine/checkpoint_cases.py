@@ -1,4 +1,4 @@
-"""Cases of verl's FSDP engine and trainers: what a save leaves on the disk and what a resume restores."""
+"""Cases of verl's FSDP engine and trainers: the files that a save leaves and the state that a resume restores."""
 
 import json
 import warnings
@@ -51,7 +51,7 @@ def checkpoint():
         "lr": [lr, fresh.engine.optimizer.param_groups[0]["lr"]],
         "recorded_dtype": config.get("dtype"),
     }
-    # The next step is the step that would have come.
+    # The next step equals that of the uninterrupted worker.
     worker.train_batch(batch(4))
     fresh.train_batch(batch(4))
     result["next_step"] = same(state(worker), state(fresh))
@@ -99,7 +99,7 @@ def fp16_to_bf16():
 
 
 def foreign_checkpoints():
-    """Load a scaler state of another shape, and the shards of another number of workers: the errors."""
+    """Load a scaler state of another shape, and the shards of another number of workers; return the errors."""
     directory = shared_directory()
     worker = make_worker()
     worker.save_checkpoint(directory, global_step=1)
@@ -144,7 +144,7 @@ def storm_checkpoint():
     return {
         "outcome": outcome,
         "good": same(good, state(fresh)),
-        "lr_held": fresh.engine.optimizer.param_groups[0]["lr"] == lr,
+        "lr_unchanged": fresh.engine.optimizer.param_groups[0]["lr"] == lr,
         "scale": scale_of(fresh),
         "warnings": [str(w.message) for w in caught if "loss scale" in str(w.message)],
         "next_step": metrics_of(fresh.train_batch(batch(5))).get("grad_norm"),
@@ -162,7 +162,7 @@ KEPT = {  # of actor and critic
 
 
 def kept_ppo(trainer_class):
-    """Watch what a PPO trainer's saves leave of actor and critic, on rank 0, which alone removes."""
+    """Watch the checkpoints that a PPO trainer's saves leave on rank 0, the only rank that removes any."""
     workers = {"actor_rollout_wg": make_worker(), "critic_wg": make_worker("critic")}
     result = {}
     for name, overrides in KEPT.items():
@@ -192,7 +192,7 @@ def kept_legacy():
 
 
 def kept_sft():
-    """Do as ``kept_ppo`` with the SFT trainers' handler."""
+    """Watch the checkpoints that the SFT trainers' handler leaves, as ``kept_ppo``."""
     worker, result = make_worker(), {}
     for name, keep in {"all": None, "one": 1, "two": 2, "three": 3}.items():
         root = Path(shared_directory())
@@ -232,7 +232,7 @@ def sft_checkpoints():
 
 
 def ppo_checkpoints(trainer_class):
-    """Do as ``sft_checkpoints`` with a PPO trainer's own methods; each rank is a driver with a disk of its own."""
+    """Test a PPO trainer's own methods as ``sft_checkpoints``; each rank is a driver with its own folder."""
     directory = Path(shared_directory()) / str(RANK)
     worker = make_worker()
 
@@ -247,7 +247,7 @@ def ppo_checkpoints(trainer_class):
         return made
 
     def next_epoch(made) -> list:
-        """Return the batches that the trainer would take; v1 starts an epoch where the saved one is used up."""
+        """Return the trainer's next batches; v1 starts a new epoch if the saved one is exhausted."""
         passes = 2 if trainer_class is PPOTrainerSync else 1
         return next(filter(None, ([rows.tolist() for rows in made.train_dataloader] for _ in range(passes))), [])
 

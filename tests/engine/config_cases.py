@@ -1,4 +1,4 @@
-"""Compose verl's ppo_trainer.yaml and build the dataclasses that its driver and workers build, for lists of overrides.
+"""Compose verl's ppo_trainer.yaml for lists of overrides and build the dataclasses of its driver and workers.
 
 config_cases.py MODEL_DIR < overrides.json    (a list of lists; one JSON outcome a line)
 """
@@ -26,7 +26,7 @@ BASE = [
 
 
 def ref_as_actor(ref: DictConfig) -> DictConfig:
-    """What ``ActorRolloutRefWorker.init_model`` makes of the ref's keys before it builds the dataclass."""
+    """Modify the ref's keys as ``ActorRolloutRefWorker.init_model`` does before it builds the dataclass."""
     with open_dict(ref):
         for key in [key for key in ref if key.startswith("log_prob_")]:
             ref.pop(key)

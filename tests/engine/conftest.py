@@ -1,4 +1,4 @@
-"""verl's modules by themselves, and the engine's cases."""
+"""Import verl's modules by themselves, and run the engine's cases."""
 
 import importlib.util
 import sys
@@ -26,14 +26,14 @@ def pytest_configure(config):
     root = config.getoption("verl_tree") or REPO / "patches/verl/files"
     utils = root / "verl/utils"
     load(utils / "checkpoint/manifest.py")
-    with pytest.MonkeyPatch.context() as patch:  # which others may have loaded
+    with pytest.MonkeyPatch.context() as patch:  # other tests may have loaded it
         patch.setitem(sys.modules, "verl.utils.precision", load_precision(root, "precision"))
         load(utils / "weight_sync.py")
 
 
 @pytest.fixture
 def one_rank(tmp_path):
-    """A process group of this process alone."""
+    """Initialize a process group of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -41,9 +41,9 @@ def one_rank(tmp_path):
 
 @pytest.fixture(scope="session")
 def cases(torchrun, request) -> Callable[..., list[dict]]:
-    """``cases(tree, strategy, ranks=2)``: the outcomes of engine_cases.py, one dict a rank; run once a session each.
+    """``cases(tree, strategy, ranks=2)``: the outcomes of engine_cases.py, one dict per rank; run once per session.
 
-    Only the cases run that the session's tests read by their parameter ``case``; a test without one may read any.
+    Only cases named by the parameter ``case`` of the session's tests are run, or all if a test has no such parameter.
     """
     done: dict[tuple[str, str, int], list[dict]] = {}
     readers = [item for item in request.session.items if "cases" in item.fixturenames]

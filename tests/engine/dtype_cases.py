@@ -1,4 +1,4 @@
-"""Cases of verl's FSDP engine: the dtype of every hop, and what the regimes train to."""
+"""Cases of verl's FSDP engine: the dtype of every hop, and the training trajectory in each regime."""
 
 import torch
 import torch.distributed as dist
@@ -8,14 +8,14 @@ from verl.utils import tensordict_utils as tu
 
 
 def dtype_per_hop(role="actor"):
-    """Return the dtype of every hop of a worker with ``dtype=float16`` alone."""
+    """Return the dtype of every hop of a worker with only ``dtype=float16`` set."""
     worker = make_worker(role, by_dtype_alone=True)
-    seen = {}
+    hops = {}
 
     def watch(name):
         def hook(module, args, kwargs, output):
-            seen[name] = str(output.dtype).removeprefix("torch.")
-            seen[name + ".weight"] = str(module.weight.dtype).removeprefix("torch.")
+            hops[name] = str(output.dtype).removeprefix("torch.")
+            hops[name + ".weight"] = str(module.weight.dtype).removeprefix("torch.")
 
         return hook
 
@@ -27,15 +27,15 @@ def dtype_per_hop(role="actor"):
         tu.assign_non_tensor(data, compute_loss=False)
         worker.infer_batch(data)
     else:
-        for seed in range(8):  # at the initial scale the first steps may overflow
+        for seed in range(8):  # the first steps may overflow at the initial scale
             worker.train_batch(batch(seed))
-    seen["scaler"] = worker.engine.scaler is not None
-    seen["autocast"] = str(worker.engine._autocast_dtype).removeprefix("torch.")
-    seen["master"] = str(next(worker.engine.module.parameters()).dtype).removeprefix("torch.")
+    hops["scaler"] = worker.engine.scaler is not None
+    hops["autocast"] = str(worker.engine._autocast_dtype).removeprefix("torch.")
+    hops["master"] = str(next(worker.engine.module.parameters()).dtype).removeprefix("torch.")
     if role != "ref":
         entry = next(iter(worker.engine.optimizer.state.values()))
-        seen["adam"] = str(entry["exp_avg"].dtype).removeprefix("torch.")
-    return seen
+        hops["adam"] = str(entry["exp_avg"].dtype).removeprefix("torch.")
+    return hops
 
 
 def dtype_per_hop_critic():
@@ -77,7 +77,7 @@ def trajectory_fp16_fused():
 
 
 def accumulation():
-    """Accumulate eight equal micro-batches whose scaled gradients reach 30,000 each: their sum fits into fp32 alone."""
+    """Accumulate eight equal micro-batches with scaled gradients of up to 30,000, whose sum is finite only in fp32."""
 
     def grad_norm(weight: float, deferred: bool, **engine):
         worker = make_worker(use_no_sync_for_gradient_accumulation=deferred, **engine)

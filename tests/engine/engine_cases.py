@@ -3,7 +3,7 @@
     torchrun --nproc-per-node RANKS engine_cases.py STRATEGY MODEL_DIR OUT_DIR [CASE ...]
 
 Without a name, all cases run. Each returns plain values, which rank r writes to OUT_DIR/rank_r.json; test_engine.py
-asserts on them. The cases use what every verl 0.9.1 has, so that a pristine tree runs them too.
+asserts on them. The cases use only APIs of upstream's 0.9.1, so that a pristine tree runs them too.
 """
 
 import json
@@ -71,16 +71,16 @@ if PATCHED and os.environ["WORLD_SIZE"] == "2":
         keep_fp32_cases.keep_fp32_lora,
         keep_fp32_cases.keep_fp32_checkpoint,
     ]
-if os.environ["WORLD_SIZE"] == "1":  # FSDP1 shards nothing then
+if os.environ["WORLD_SIZE"] == "1":  # FSDP1 does not shard on one rank
     CASES = [dtype_cases.accumulation, dtype_cases.trajectory_bf16]
 if os.environ["WORLD_SIZE"] == "4":
     CASES = [scaler_cases.replicated]
 
 
 def main() -> None:
-    # A rank that waits for the other in vain says so, instead of waiting for half an hour.
+    # A rank that waits for a dead peer fails after 90 s, not after half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
-    # A case that raises ends the run: its rank would leave the other one waiting in a collective.
+    # An error in a case ends the run: the other rank would wait in a collective.
     results = {case.__name__: case() for case in CASES if case.__name__ in sys.argv[4:] or not sys.argv[4:]}
     (OUT / f"rank_{RANK}.json").write_text(json.dumps(results, default=str))
 

@@ -1,4 +1,4 @@
-"""FlowRL's worker on gloo ranks, beside the same computation in plain torch; run by ``torchrun``.
+"""FlowRL's worker on gloo ranks, compared with the same computation in plain torch; run by ``torchrun``.
 
     torchrun --nproc-per-node RANKS flowrl_cases.py STRATEGY MODEL_DIR OUT_DIR
 
@@ -282,7 +282,7 @@ def in_sync():
 
 
 def overflows(dtype: str):
-    """Overflow a trunk gradient, a head gradient, or both, and record what stepped and the step after."""
+    """Overflow a trunk gradient, a head gradient, or both; record the weights that changed, and the next step."""
     worker, spared = make_worker(dtype=dtype), make_worker(dtype=dtype)
     for one in (worker, spared):
         for seed in (20, 21):  # the first of the warm-up has a rate of 0
@@ -322,7 +322,7 @@ def overflows_bf16():
 
 
 def resume():
-    """Save and take two steps; load into a fresh worker and take the same two; then load what must be refused."""
+    """Save and take two steps; load into a fresh worker and take the same two; then load invalid heads."""
     directory = shared_directory()
     flowrl = FlowRLConfig(partition=PartitionConfig(zero_init=False, dropout=0.1, weight_decay=0.1))
     contents = ["model", "optimizer", "extra"] + (["hf_model"] if STRATEGY == "fsdp2" else [])
@@ -333,10 +333,10 @@ def resume():
         manifest.begin(directory)
     worker.train_batch(batch(rollouts(50)))
     poison(worker, trunk=True, head=True)
-    worker.train_batch(batch(rollouts(51)))  # the scale is not the first one's
+    worker.train_batch(batch(rollouts(51)))  # the scale differs from the initial one
     worker.save_checkpoint(str(file.parent), global_step=1)
     result = {"there": file.exists()}
-    if RANK == 0:  # as the trainer does once its workers have saved
+    if RANK == 0:  # as the trainer does after its workers have saved
         manifest.finish(directory, 1)
         manifest.check_whole(directory)
         result["listed"] = f"actor/{FILE}" in json.loads((Path(directory) / "manifest.json").read_text())["files"]
@@ -435,7 +435,7 @@ CASES = [
 
 
 def main() -> None:
-    # A rank that waits for the other in vain fails after 90 s instead of half an hour.
+    # A rank that waits for a dead peer fails after 90 s, not after half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     results = {}
     for case in CASES:

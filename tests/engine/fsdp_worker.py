@@ -1,4 +1,4 @@
-"""Make, feed, break and read a worker with verl's FSDP engine on a gloo rank.
+"""Create, train, poison and inspect a worker with verl's FSDP engine on a gloo rank.
 
 Import it in a process of ``torchrun`` whose arguments are STRATEGY MODEL_DIR OUT_DIR, against the verl on PYTHONPATH.
 """
@@ -25,15 +25,15 @@ STRATEGY, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 PATCHED = "grad_scaler" in FSDPEngineConfig.__dataclass_fields__
 RANK = int(os.environ["RANK"])
 
-# Upstream builds its scaler for "cuda"; on a CPU torch then disables it and every fp16 case would only show that.
-# The pristine tree gets the device it has on a GPU; `scaler_device` shows the defect by itself.
+# Upstream builds its scaler for "cuda"; on a CPU torch then disables it, which would mask every other fp16 defect.
+# The pristine tree gets an enabled scaler, as on a GPU; `scaler_device` tests the defect itself.
 upstream_scaler_defaults = ShardedGradScaler.__init__.__defaults__
 if not PATCHED:
     ShardedGradScaler.__init__.__defaults__ = ("cpu", *upstream_scaler_defaults[1:])
 
 
 def settings(**overrides):
-    """Return settings of the loss scaler; of upstream's, ``init_scale`` alone can be set."""
+    """Return settings of the loss scaler; on the pristine tree only ``init_scale`` can be set."""
     if not PATCHED:
         return overrides
     from verl.utils.precision import GradScalerConfig
@@ -53,7 +53,7 @@ def make_worker(
     lr=1e-2,
     **engine,
 ) -> TrainingWorker:
-    """Return a worker with its engine built, in ``dtype`` or, where the tree ignores that, by ``mixed_precision``."""
+    """Return a worker with its engine built, in ``dtype``, set by ``mixed_precision`` if the tree ignores ``dtype``."""
     if not by_dtype_alone and not PATCHED:
         engine["mixed_precision"] = {"param_dtype": dtype}
     upstream_settings = engine.pop("grad_scaler", {}) if not PATCHED else {}
@@ -112,7 +112,7 @@ def composed(*overrides: str):
 
 
 def batch(seed: int = 0, size: int = 4, distinct: bool = True):
-    """Return ``size`` sequences of 6 to 9 tokens, another on each rank or ``size`` times one, the same on all."""
+    """Return ``size`` sequences of 6 to 9 tokens, different on each rank, or one sequence repeated on all ranks."""
     generator = torch.Generator().manual_seed(seed * 10 + (RANK if distinct else 0))
     rows = [torch.randint(0, 64, (6 + i % 4,), generator=generator) for i in range(size if distinct else 1)]
     rows = rows if distinct else rows * size
@@ -183,7 +183,7 @@ def gradients(worker: TrainingWorker) -> list[torch.Tensor]:
 
 
 def gradients_after_step(worker: TrainingWorker) -> list[int]:
-    """Return a list that gets the number of gradients that the next ``optimizer_step`` leaves behind."""
+    """Return a list that the next ``optimizer_step`` extends by the number of gradients that it leaves."""
     engine, optimizer_step, left = worker.engine, worker.engine.optimizer_step, []
 
     def counted():

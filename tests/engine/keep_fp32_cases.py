@@ -1,4 +1,4 @@
-"""Cases of verl's FSDP engine with ``keep_fp32_modules``, a key that patched trees alone have."""
+"""Cases of verl's FSDP engine with ``keep_fp32_modules``, a key of patched trees."""
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from verl.workers.engine_workers import TrainingWorker
 
 
 def overflowing_model() -> str:
-    """Save a copy of MODEL whose first block overflows in gate * up; down brings it back, all else stays small."""
+    """Save a copy of MODEL whose first block overflows in gate * up; down scales it back, and all else stays small."""
     directory = shared_directory()
     if RANK == 0:
         model = AutoModelForCausalLM.from_pretrained(MODEL)
@@ -45,20 +45,20 @@ def hf_name(name: str) -> str:
 
 def watch_dtypes(worker: TrainingWorker, *names: str) -> dict[str, list[str]]:
     """Return a dict that a forward pass fills: for each module the dtypes of its weight, if any, input and output."""
-    seen: dict[str, list[str]] = {}
+    recorded: dict[str, list[str]] = {}
 
     def hook_of(name):
         def hook(module, args, kwargs, output):
             tensors = [getattr(module, "weight", None), *args, *kwargs.values(), output]
             dtypes = [t.dtype for t in tensors if torch.is_tensor(t) and t.is_floating_point()]
-            seen[name] = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+            recorded[name] = [str(dtype).removeprefix("torch.") for dtype in dtypes]
 
         return hook
 
     for name, module in worker.engine.module.named_modules():
         if hf_name(name) in names and not isinstance(module, FullyShardedDataParallel):
             module.register_forward_hook(hook_of(hf_name(name)), with_kwargs=True)
-    return seen
+    return recorded
 
 
 def keep_fp32():
@@ -74,16 +74,16 @@ def keep_fp32():
         "float32": {"dtype": "float32"},
     }.items():
         worker = make_worker(path=model, **engine)
-        # An update by SGD is the clipped gradient; the rate lifts it above the rounding of the weights.
+        # An SGD update is the clipped gradient; the rate scales it above the rounding error of the weights.
         worker.engine.optimizer = torch.optim.SGD(worker.engine.module.parameters(), lr=1e9)
         before = weights_of(worker)
-        seen = watch_dtypes(worker, *inside)
+        recorded = watch_dtypes(worker, *inside)
         metrics = metrics_of(worker.train_batch(batch(1)))
         updates[case] = {name: tensor - before[name] for name, tensor in weights_of(worker).items()}
         result[case] = {
             "grad_norm": metrics.get("grad_norm"),
             "skipped": metrics["skipped_steps"],
-            "dtypes": seen,
+            "dtypes": recorded,
             "exported": sorted((name, str(tensor.dtype)) for name, tensor in before.items()),
             "kept": list(worker.engine.kept_in_fp32),
         }
@@ -95,19 +95,19 @@ def keep_fp32():
 def keep_fp32_critic():
     """Train a critic with a kept head and a kept projection: dtypes, grad norm."""
     worker = make_worker("critic", keep_fp32_modules=["score", "*.q_proj"], grad_scaler=settings(init_scale=1024.0))
-    seen = watch_dtypes(worker, "score", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj")
-    return {"dtypes": seen, "grad_norm": metrics_of(worker.train_batch(batch(1)))["grad_norm"]}
+    recorded = watch_dtypes(worker, "score", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj")
+    return {"dtypes": recorded, "grad_norm": metrics_of(worker.train_batch(batch(1)))["grad_norm"]}
 
 
 def keep_fp32_ref():
-    """Run a ref with the same kept, its parameters offloaded: dtypes, and the list that its config follows."""
+    """Run an offloaded ref with a kept head and projection: dtypes, and the list that it inherits from the actor."""
     worker = make_worker("ref", keep_fp32_modules=["lm_head", "*.q_proj"])
-    seen = watch_dtypes(worker, "lm_head", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj")
+    recorded = watch_dtypes(worker, "lm_head", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj")
     data = batch()
     tu.assign_non_tensor(data, compute_loss=False)
     worker.infer_batch(data)
     follows = composed("actor_rollout_ref.actor.fsdp_config.keep_fp32_modules=[lm_head]").actor_rollout_ref.ref
-    return {"dtypes": seen, "follows": list(follows.fsdp_config.keep_fp32_modules)}
+    return {"dtypes": recorded, "follows": list(follows.fsdp_config.keep_fp32_modules)}
 
 
 def keep_fp32_lora():
@@ -115,8 +115,8 @@ def keep_fp32_lora():
     exported, result = [], {}
     for patterns in ([], ["model.layers.0.mlp.down_proj"]):
         worker = make_worker(model={"lora_rank": 4}, keep_fp32_modules=patterns)
-        seen = watch_dtypes(worker, *(f"model.layers.{i}.mlp.down_proj.base_layer" for i in (0, 1)))
-        result = {"grad_norm": metrics_of(worker.train_batch(batch(1)))["grad_norm"], "dtypes": seen}
+        recorded = watch_dtypes(worker, *(f"model.layers.{i}.mlp.down_proj.base_layer" for i in (0, 1)))
+        result = {"grad_norm": metrics_of(worker.train_batch(batch(1)))["grad_norm"], "dtypes": recorded}
         exported.append({(name, tensor.dtype) for name, tensor in worker.engine.get_per_tensor_param()[0]})
     return result | {"same_exports": exported[0] == exported[1]}
 

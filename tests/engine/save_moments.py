@@ -1,4 +1,4 @@
-"""What lies on the disk at every moment of a save: a process that is killed there leaves just that."""
+"""Inspect the checkpoint folder at every line of a save, the state that a process killed there leaves."""
 
 import contextlib
 import io
@@ -17,32 +17,32 @@ SAVES = 4
 
 
 def files(folder: Path) -> dict[str, int]:
-    """Return the sizes in bytes of a checkpoint's files, its manifest left out."""
+    """Return the sizes in bytes of a checkpoint's files, except its manifest."""
     paths = [Path(base) / name for base, _, names in os.walk(folder) for name in names if name != "manifest.json"]
     return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
 
 
 def resumed_from(root: Path) -> Path | None:
-    """Return the checkpoint that verl resumes from, ``None`` where it starts over or refuses."""
+    """Return the checkpoint that verl resumes from, ``None`` if it starts over or refuses."""
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             found = find_latest_ckpt_path(str(root))
-        except (RuntimeError, ValueError):  # upstream: a tracker that is empty
+        except (RuntimeError, ValueError):  # upstream, on an empty tracker
             return None
     return Path(found) if found else None
 
 
 def watch(save: Callable[[int], None], root: Path, watched: bool) -> dict[str, list]:
-    """Save steps 1 to 4 into ``root``, and look at it before each line of verl's checkpoints and of ``shutil``.
+    """Save steps 1 to 4 into ``root``, and inspect it before each line of verl's checkpoint code and of ``shutil``.
 
     Args:
         save: called with each step.
-        root: where it saves.
-        watched: whether to look; the other ranks only take part.
+        root: the folder of the checkpoints.
+        watched: whether to inspect; other ranks only save.
 
     Returns:
-        ``left``: after each save, the steps of which the largest folder of weights is there, by role.
-        ``unsafe``: functions in which, from the second save on, what verl resumes from is not a whole checkpoint.
+        ``left``: after each save, the folders that contain weights, by step and role.
+        ``unsafe``: functions that, from the second save on, leave no whole checkpoint to resume from at some line.
     """
     whole: dict[Path, dict[str, int]] = {}  # the files of each checkpoint once its save has ended
     left, unsafe = [], set()

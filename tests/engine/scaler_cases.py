@@ -1,4 +1,4 @@
-"""Cases of verl's FSDP engine: overflows, the loss scale, skipped steps, storms, and what a step costs."""
+"""Cases of verl's FSDP engine: overflows, the loss scale, skipped steps, storms, and the cost of a step."""
 
 import math
 import warnings
@@ -34,11 +34,11 @@ def faults(role: str, adam: str):
     """
 
     def make():
-        torch.manual_seed(0)  # the critic's head
+        torch.manual_seed(0)  # initializes the critic's head
         return make_worker(role, grad_scaler=settings(init_scale=1024.0), optimizer={adam: True}, warmup=50)
 
     worker, spared = make(), make()
-    for one in (worker, spared):  # Adam has its state from here on
+    for one in (worker, spared):  # initializes Adam's state
         one.train_batch(batch(0, size=6))
     outcomes = {}
     for seed, (value, micro_batch) in enumerate(((v, m) for v in (math.inf, math.nan) for m in range(3)), start=1):
@@ -51,7 +51,7 @@ def faults(role: str, adam: str):
             "gradients_cleared": left == [0],
             "scale_factor": scale_of(worker) / scale_before,
             "metrics": {k: metrics.get(k) for k in ("grad_norm", "skipped_steps", "loss_scale")},
-            "lr_held": lr_of(worker) == lr_before,
+            "lr_unchanged": lr_of(worker) == lr_before,
         }
         spared.engine.scaler.load_state_dict(worker.engine.scaler.state_dict())
         norms = [metrics_of(one.train_batch(batch(seed, size=6)))["grad_norm"] for one in (worker, spared)]
@@ -143,11 +143,11 @@ def storm_nan():
 
 
 def cost_of_a_step():
-    """Count the all-reduces of an optimizer step and the values that the host reads in it (step counters aside)."""
+    """Count an optimizer step's all-reduces and device reads by the host, step counters excluded."""
 
     def cost(**overrides):
         worker = make_worker(grad_scaler=settings(init_scale=1024.0), **overrides)
-        worker.train_batch(batch(1))  # Adam's state is made in the first step
+        worker.train_batch(batch(1))  # the first step initializes Adam's state
         step, profiler = worker.engine.optimizer_step, profile(activities=[ProfilerActivity.CPU])
 
         def profiled():
@@ -168,7 +168,7 @@ def cost_of_a_step():
 
 
 def replicated():
-    """Train two replicas of two shards each (HSDP): their norm, and the skip after an overflow of one rank."""
+    """Train two replicas of two shards each (HSDP); return their norm, and the skip after an overflow on one rank."""
     sharded = metrics_of(make_worker(grad_scaler=settings(init_scale=1024.0)).train_batch(batch(1)))["grad_norm"]
     worker = make_worker(fsdp_size=2, grad_scaler=settings(init_scale=1024.0))
     result = {"sharded": sharded, "replicated": metrics_of(worker.train_batch(batch(1)))["grad_norm"]}

@@ -1,4 +1,4 @@
-"""Skipped steps are accounted, and a storm of them is saved."""
+"""Skipped steps are counted, and a storm of overflows saves a checkpoint."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ class ReportedEngine(StepAccounting):
 def test_a_reported_skip_is_accounted():
     engine, config = ReportedEngine(), GradScalerConfig(max_consecutive_skips=2)
     assert engine.account_reported_step(False, None, 512.0, config) is None
-    assert engine.cleared == 1 and not engine.close_update(), "the learning rate advances"
+    assert engine.cleared == 1 and not engine.close_update(), "the learning rate advanced"
     assert engine.update_metrics() == {"skipped_steps": 1.0, "loss_scale": 512.0}
 
     assert engine.account_reported_step(True, 0.5, 512.0, config) == 0.5
@@ -36,7 +36,9 @@ def test_a_reported_skip_is_accounted():
 def test_a_reported_step_without_loss_scaling_is_accounted():
     engine, config = ReportedEngine(), GradScalerConfig()
     assert engine.account_reported_step(True, torch.tensor(0.5), None, config) == 0.5
-    assert engine.account_reported_step(True, float("nan"), None, config) is None, "one NaN would be the step's mean"
+    assert engine.account_reported_step(True, float("nan"), None, config) is None, (
+        "one NaN would make the step's mean NaN"
+    )
     assert engine.close_update() and engine.update_metrics() == {"skipped_steps": 0.0}
 
 
@@ -62,7 +64,7 @@ def test_a_failing_save_does_not_hide_the_storm():
 
 
 def test_a_storm_in_a_ray_worker_is_saved():
-    """Ray raises an error of its own, which is also the worker's."""
+    """Ray raises an error of a class derived from its own and from the worker's."""
     from ray.exceptions import RayTaskError
 
     error = RayTaskError("update_actor", "the traceback", LossScaleError("the storm"))

@@ -1,4 +1,4 @@
-"""The keys: what composes, what follows what, what is refused and how."""
+"""Configuration keys: dtypes that they resolve to, defaults that follow other keys, and refusals."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ RESOLVED = {
         [f"{ACTOR}.fsdp_config.dtype=float16"],
         all_in("float16", rollout="bfloat16"),
     ),
-    "unless told otherwise": (
+    "ref and critic with keys of their own": (
         [f"{ACTOR}.dtype=float16", f"{REF}.dtype=bfloat16", "critic.dtype=float32"],
         {"actor": "float16", "ref": "bfloat16", "critic": "float32", "rollout": "bfloat16"},
     ),
@@ -134,7 +134,7 @@ IGNORED_UPSTREAM = {
 
 @pytest.fixture(scope="module")
 def compose(environment, tiny_model):
-    """``compose(tree, list of override lists, what)``: an outcome each, from one process."""
+    """``compose(tree, list of override lists, what)``: one outcome per list, from one process."""
 
     def run(tree: str, overrides: list[list[str]], what: str = "build") -> list[dict]:
         done = subprocess.run(
@@ -154,7 +154,7 @@ def compose(environment, tiny_model):
 
 @pytest.fixture(scope="module")
 def patched(compose, request) -> dict[str, dict]:
-    """The outcomes on the patched tree of what the session's tests of this file ask for, by name."""
+    """The outcomes by name on the patched tree, for the session's tests of this file."""
     asking = [i for i in request.session.items if i.path == request.path and "patched" in i.fixturenames]
     names = {item.callspec.params["name"] for item in asking}
     table = {name: case for name, case in (RESOLVED | REFUSED).items() if name in names}
@@ -162,12 +162,12 @@ def patched(compose, request) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("name", RESOLVED)
-def test_resolved(patched, name):
+def test_overrides_resolve_to_dtypes(patched, name):
     assert patched[name] == RESOLVED[name][1]
 
 
 @pytest.mark.parametrize(("engine", "critic"), [("fsdp_config", "fsdp"), ("megatron", "megatron")])
-def test_the_scalers_settings_arrive(compose, engine, critic):
+def test_scaler_settings_reach_the_engine_configs(compose, engine, critic):
     overrides = [
         f"{ACTOR}.{engine}.grad_scaler.init_scale=1024",
         f"{ACTOR}.{engine}.grad_scaler.growth_interval=7",
@@ -181,8 +181,8 @@ def test_the_scalers_settings_arrive(compose, engine, critic):
     assert settings["actor"]["min_scale"] == 1 and settings["critic"]["init_scale"] == 65536
 
 
-def test_the_driver_checks_what_the_workers_build(compose):
-    """verl's own ``validate_config``: it builds the actor and the critic; rollout and ref were left to the workers."""
+def test_driver_validates_rollout_and_ref_too(compose):
+    """Upstream's ``validate_config`` builds actor and critic only; the workers build rollout and ref."""
     bad = [[f"{ROLLOUT}.dtype=fp61"], [f"{REF}.fsdp_config.dtype=banana"]]
     for overrides, outcome in zip(bad, compose("patched", bad, "validate"), strict=True):
         assert overrides[0].partition(".dtype")[2] in outcome["error"]
@@ -190,11 +190,11 @@ def test_the_driver_checks_what_the_workers_build(compose):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(patched, name):
+def test_invalid_overrides_are_refused_by_key_and_value(patched, name):
     for part in REFUSED[name][1]:
         assert part in patched[name]["error"]
 
 
-def test_upstream_takes_them_without_a_word(compose):
+def test_upstream_accepts_invalid_overrides_silently(compose):
     outcomes = compose("pristine", list(IGNORED_UPSTREAM.values()))
     assert not [outcome for outcome in outcomes if "error" in outcome]

@@ -1,4 +1,4 @@
-"""Dtypes are resolved once, and bad ones are refused."""
+"""Dtypes are resolved once, and invalid ones are refused."""
 
 import warnings
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 """verl's FSDP engine under FSDP1 and FSDP2 on two gloo ranks.
 
-Every fix is seen twice: the property holds on the patched tree, and its opposite on the pristine one.
+Every fix is tested twice: the property holds on the patched tree, and its opposite on the pristine one.
 """
 
 import math
@@ -12,24 +12,24 @@ both = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 def case(*names: str) -> pytest.MarkDecorator:
-    """The cases of engine_cases.py that a test reads, one at a time, as ``case``: others need not run for it."""
+    """Parametrize a test by the cases of engine_cases.py that it reads, so that only these are run."""
     return pytest.mark.parametrize("case", names)
 
 
 def outcome(cases, tree: str, strategy: str, name: str, ranks: int = 2) -> list[dict]:
-    """The outcome of a case on each rank."""
+    """Return the outcome of a case on each rank."""
     return [rank[name] for rank in cases(tree, strategy, ranks)]
 
 
 @both
 @case("dtype_per_hop", "dtype_per_hop_critic", "dtype_per_hop_ref")
-def test_dtype_alone_decides_every_hop(cases, strategy, case):
+def test_dtype_key_alone_sets_every_hop(cases, strategy, case):
     half = {"linear": "float16", "linear.weight": "float16", "autocast": "float16", "master": "float32"}
     trained = not case.endswith("ref")
     adam = {"adam": "float32"} if trained else {}
     for rank in outcome(cases, "patched", strategy, case):
         assert rank == half | adam | {"scaler": trained}
-    # Upstream: dtype=float16 composes, and trains in bf16.
+    # Upstream accepts dtype=float16 and trains in bf16.
     for rank in outcome(cases, "pristine", strategy, case):
         assert rank["linear"] == rank["linear.weight"] == rank["autocast"] == "bfloat16" and not rank["scaler"]
 
@@ -51,7 +51,7 @@ def test_an_overflow_in_one_micro_batch_of_one_rank_skips_the_step_on_both(cases
 
 @both
 @faults
-def test_a_skipped_step_leaves_its_gradients_and_another_next_step_upstream(cases, strategy, case):
+def test_upstream_keeps_the_gradients_of_a_skipped_step(cases, strategy, case):
     for rank in outcome(cases, "pristine", strategy, case):
         assert set(rank) == SIX
         assert not any(fault["gradients_cleared"] or fault["next_step"] for fault in rank.values())
@@ -59,15 +59,15 @@ def test_a_skipped_step_leaves_its_gradients_and_another_next_step_upstream(case
 
 @both
 @faults
-def test_a_skipped_step_is_reported_and_holds_the_learning_rate(cases, strategy, case):
+def test_skipped_step_is_reported_and_keeps_the_learning_rate(cases, strategy, case):
     for rank in outcome(cases, "patched", strategy, case):
         assert [fault["metrics"]["loss_scale"] for fault in rank.values()] == [512.0 / 2**skips for skips in range(6)]
         for fault in rank.values():
             assert (fault["metrics"]["grad_norm"], fault["metrics"]["skipped_steps"]) == (None, 1.0)
-            assert fault["lr_held"]
+            assert fault["lr_unchanged"]
     for rank in outcome(cases, "pristine", strategy, case):
         assert not any(math.isfinite(fault["metrics"]["grad_norm"]) for fault in rank.values())
-        assert not any(fault["metrics"]["skipped_steps"] or fault["lr_held"] for fault in rank.values())
+        assert not any(fault["metrics"]["skipped_steps"] or fault["lr_unchanged"] for fault in rank.values())
 
 
 @both
@@ -123,7 +123,7 @@ def test_a_checkpoint_restores_the_loss_scaler(cases, strategy, case):
 
 @both
 @case("storm", "storm_nan")
-def test_a_storm_of_overflows_ends_the_run_and_names_where(cases, strategy, case):
+def test_storm_of_overflows_ends_the_run_and_names_the_gradient(cases, strategy, case):
     parameter = {"fsdp": "model.layers.1.mlp.gate_proj.weight", "fsdp2": "lm_head.weight"}[strategy]
     for rank in outcome(cases, "patched", strategy, case):
         assert rank["type"] == "LossScaleError"
@@ -137,7 +137,7 @@ def test_a_storm_of_overflows_ends_the_run_and_names_where(cases, strategy, case
 
 @both
 @case("trajectory_bf16", "trajectory_fp32")
-def test_the_other_regimes_train_as_upstream_does_to_the_bit(cases, strategy, case):
+def test_other_regimes_match_upstream_bit_for_bit(cases, strategy, case):
     patched = outcome(cases, "patched", strategy, case)
     assert patched == outcome(cases, "pristine", strategy, case)
     assert all(map(math.isfinite, patched[0]["norms"]))
@@ -145,7 +145,7 @@ def test_the_other_regimes_train_as_upstream_does_to_the_bit(cases, strategy, ca
 
 @both
 @case("trajectory_fp16")
-def test_one_pass_trains_as_upstreams_two(cases, strategy, case):
+def test_fused_unscale_and_clip_matches_upstreams_two_passes(cases, strategy, case):
     patched = outcome(cases, "patched", strategy, case)
     pristine = outcome(cases, "pristine", strategy, case)
     assert patched[0]["norms"] == pytest.approx(pristine[0]["norms"], rel=1e-4)
@@ -158,14 +158,14 @@ def test_fused_adamw_takes_the_scale_and_the_clip_coefficient(cases, strategy):
     foreach = outcome(cases, "patched", strategy, "trajectory_fp16")
     fused = outcome(cases, "patched", strategy, "trajectory_fp16_fused")
     assert fused[0]["norms"] == pytest.approx(foreach[0]["norms"], rel=1e-4)
-    # torch's ShardedGradScaler hands fused optimizers a found_inf of a shape that they do not take.
+    # torch's ShardedGradScaler passes fused optimizers a found_inf of a shape that they do not accept.
     for rank in outcome(cases, "pristine", strategy, "trajectory_fp16_fused"):
         assert "broadcast shape" in rank["error"]
 
 
 @both
 @case("cost_of_a_step")
-def test_a_step_costs_one_all_reduce_and_one_read_of_the_device(cases, strategy, case):
+def test_step_takes_one_all_reduce_and_one_device_read(cases, strategy, case):
     for rank in outcome(cases, "patched", strategy, case):
         assert rank["fp16"] == rank["fp16_fused"] == {"all_reduces": 1, "host_reads": 1}
         assert rank["bf16"] == {"all_reduces": 1, "host_reads": 2}
@@ -183,7 +183,7 @@ def test_replicas_agree_on_the_norm_and_on_a_skip(cases, strategy, case):
 
 @both
 @case("lora_adapter")
-def test_a_lora_adapter_leaves_whole_and_an_empty_one_is_refused(cases, strategy, case):
+def test_lora_adapter_is_sent_whole_and_an_empty_one_is_refused(cases, strategy, case):
     for tree in ("patched", "pristine"):
         for rank in outcome(cases, tree, strategy, case):
             # Two blocks of seven Linears. peft 0.21 finds none of them under FSDP1.
@@ -197,7 +197,7 @@ def test_a_lora_adapter_leaves_whole_and_an_empty_one_is_refused(cases, strategy
 
 @both
 @case("wire")
-def test_nothing_on_the_wire_is_bfloat16(cases, strategy, case):
+def test_weight_sync_never_uses_bfloat16(cases, strategy, case):
     expected = {"full": ["float32"], "sender": "torch.float16", "receiver": "torch.float16"}
     upstream = {"full": ["float32"], "sender": "torch.bfloat16", "receiver": "torch.bfloat16"}
     if strategy == "fsdp2":
@@ -219,7 +219,7 @@ def test_a_checkpoint_records_the_training_dtype(cases, strategy, case):
 def test_the_scaler_works_on_the_workers_own_device(cases, strategy, case):
     for rank in outcome(cases, "patched", strategy, case):
         assert rank["enabled"] and rank["weights_finite"]
-    # Upstream asks for "cuda": torch disables the scaler here, and one overflow is NaN weights.
+    # Upstream requests "cuda": torch disables the scaler on a CPU, and one overflow makes weights NaN.
     ranks = outcome(cases, "pristine", strategy, case)
     assert not any(rank["enabled"] for rank in ranks) and not all(rank["weights_finite"] for rank in ranks)
 
@@ -239,7 +239,7 @@ def test_gradients_accumulate_in_fp32_on_one_rank_where_fsdp1_shards_nothing(cas
 
 
 @case("trajectory_bf16")
-def test_bf16_trains_as_upstream_does_on_one_rank(cases, case):
+def test_bf16_matches_upstream_on_one_rank(cases, case):
     (patched,) = outcome(cases, "patched", "fsdp", case, ranks=1)
     (pristine,) = outcome(cases, "pristine", "fsdp", case, ranks=1)
     assert patched == pristine
@@ -254,11 +254,13 @@ HALF = ["float16", "float16", "float16"]
 def test_modules_kept_in_fp32_neither_overflow_nor_change_the_others(cases, strategy, case):
     for rank in outcome(cases, "patched", strategy, case):
         half, kept, full = rank["float16"], rank["kept"], rank["float32"]
-        assert half["skipped"] == 1 and half["grad_norm"] is None, "the model was to overflow in fp16"
+        assert half["skipped"] == 1 and half["grad_norm"] is None, "the model must overflow in fp16"
         assert kept["skipped"] == 0 and kept["grad_norm"] == pytest.approx(full["grad_norm"], rel=2e-3)
         assert kept["kept"] == ["model.layers.0.mlp", "lm_head"]
         assert kept["dtypes"]["model.layers.0.mlp.down_proj"] == FP32_INSIDE
-        assert kept["dtypes"]["model.layers.0.mlp"] == ["float16", "float16"], "its surroundings stay in fp16"
+        assert kept["dtypes"]["model.layers.0.mlp"] == ["float16", "float16"], (
+            "the surrounding module must stay in fp16"
+        )
         assert kept["dtypes"]["model.layers.1.mlp.down_proj"] == HALF
         assert kept["dtypes"]["lm_head"] == ["float32", "float16", "float32"]
         assert kept["exported"] == half["exported"] == full["exported"]
@@ -291,7 +293,7 @@ def test_a_kept_module_keeps_its_lora_adapter(cases, strategy, case):
 
 @both
 @case("keep_fp32_checkpoint")
-def test_a_checkpoint_of_kept_modules_comes_back(cases, strategy, case):
+def test_checkpoint_restores_kept_modules(cases, strategy, case):
     for rank in outcome(cases, "patched", strategy, case):
         assert rank == {"state": True, "next_step": True, "stepped": True}
 
@@ -303,8 +305,8 @@ def test_a_checkpoint_of_kept_modules_comes_back(cases, strategy, case):
 )
 def test_a_run_resumes_in_another_regime_with_a_warning(cases, strategy, case, warning):
     for number, rank in enumerate(outcome(cases, "patched", strategy, case)):
-        (told,) = rank["warnings"]
-        assert warning in told and f"extra_state_world_size_2_rank_{number}.pt" in told
+        (text,) = rank["warnings"]
+        assert warning in text and f"extra_state_world_size_2_rank_{number}.pt" in text
         assert rank["state"] and rank["trains"]
     for rank in outcome(cases, "pristine", strategy, case):
         assert rank["warnings"] == []
@@ -325,7 +327,7 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(cases, strategy, case)
 
 
 def kept(number: int | None, role: str = "") -> list[list[str]]:
-    """The folders with weights after each of four saves, of which the last ``number`` are kept."""
+    """Return the folders with weights after each of four saves if the last ``number`` are kept."""
     return [[f"{step}{role}" for step in range(1, last + 1)][-(number or last) :] for last in range(1, 5)]
 
 
@@ -335,43 +337,43 @@ def of_both(actor: int | None, critic: int | None) -> list[list[str]]:
 
 @pytest.mark.parametrize("strategy", ["fsdp2"])
 @case("kept_v1", "kept_legacy")
-def test_a_previous_checkpoint_outlives_the_save_of_the_next(cases, strategy, case):
-    """And no longer. With async_save the trainer does not know when that is."""
+def test_previous_checkpoint_is_removed_after_the_next_save(cases, strategy, case):
+    """With async_save the trainer cannot know when the save has ended, and keeps one more."""
     expected = {"all": of_both(None, None), "one": of_both(1, 1), "two": of_both(2, 2), "three": of_both(3, 3)}
     expected |= {"one and three": of_both(1, 3), "one, async": of_both(2, 2)}
     patched, _ = outcome(cases, "patched", strategy, case)
-    assert {name: seen["left"] for name, seen in patched.items()} == expected
+    assert {name: observed["left"] for name, observed in patched.items()} == expected
     del patched["one, async"]
-    assert {name: seen["unsafe"] for name, seen in patched.items()} == dict.fromkeys(patched, [])
+    assert {name: observed["unsafe"] for name, observed in patched.items()} == dict.fromkeys(patched, [])
     pristine, _ = outcome(cases, "pristine", strategy, case)
     expected["one, async"] = of_both(1, 1)
-    assert {name: seen["left"] for name, seen in pristine.items()} == expected
+    assert {name: observed["left"] for name, observed in pristine.items()} == expected
     assert "save_checkpoint" in pristine["one"]["unsafe"] and "save_checkpoint" not in pristine["two"]["unsafe"]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2"])
 @case("kept_sft")
-def test_the_sft_trainers_handler_keeps_as_many(cases, strategy, case):
+def test_sft_checkpoint_handler_keeps_as_many(cases, strategy, case):
     expected = {"all": kept(None), "one": kept(1), "two": kept(2), "three": kept(3)}
     patched, _ = outcome(cases, "patched", strategy, case)
-    assert {name: seen["left"] for name, seen in patched.items()} == expected
-    assert {name: seen["unsafe"] for name, seen in patched.items()} == dict.fromkeys(patched, [])
+    assert {name: observed["left"] for name, observed in patched.items()} == expected
+    assert {name: observed["unsafe"] for name, observed in patched.items()} == dict.fromkeys(patched, [])
     pristine, _ = outcome(cases, "pristine", strategy, case)
-    assert {name: seen["left"] for name, seen in pristine.items()} == expected
+    assert {name: observed["left"] for name, observed in pristine.items()} == expected
     assert "save_checkpoint" in pristine["one"]["unsafe"] and "save_checkpoint" not in pristine["two"]["unsafe"]
 
 
-# The data of the next epoch, upstream: nothing at all for SFT, the first epoch's again in the legacy trainer.
+# Upstream's data of the next epoch: none in SFT, the first epoch's again in the legacy trainer.
 @both
 @pytest.mark.parametrize(
     ("case", "theirs"), [("sft_checkpoints", False), ("ppo_checkpoints_v1", True), ("ppo_checkpoints_legacy", False)]
 )
-def test_a_trainer_resumes_from_a_whole_checkpoint_and_goes_on_in_the_data(cases, strategy, case, theirs):
+def test_trainer_resumes_from_a_whole_checkpoint_and_restores_the_data_order(cases, strategy, case, theirs):
     ppo = case != "sft_checkpoints"
     for rank in outcome(cases, "patched", strategy, case):
         lost = {"resumed_of_lost": "CheckpointError", "resumed_by_path": 1} if ppo else {}
         assert rank == {"resumed": 3, "data": True, "resumed_of_torn": 2, "state": True} | lost
-    for rank in outcome(cases, "pristine", strategy, case):  # where the newest is lost it starts over, from nothing
+    for rank in outcome(cases, "pristine", strategy, case):  # upstream starts from scratch if the newest is lost
         lost = {"resumed_of_lost": 0, "resumed_by_path": 1} if ppo else {}
         assert rank == {"resumed": 3, "data": theirs, "resumed_of_torn": 3, "state": False} | lost
 
@@ -379,21 +381,21 @@ def test_a_trainer_resumes_from_a_whole_checkpoint_and_goes_on_in_the_data(cases
 @both
 @case("storm_checkpoint")
 def test_a_storm_is_saved_as_the_last_good_state(cases, strategy, case):
-    """With offloading, which the storm's error cuts through; tests/e2e/test_storm.py has the trainers."""
+    """With offloading, which the storm's error interrupts; tests/e2e/test_storm.py tests the trainers."""
     for rank in outcome(cases, "patched", strategy, case):
-        assert rank["outcome"] == "LossScaleError" and rank["good"] and rank["lr_held"]
-        # The scale that did not work is not taken up.
+        assert rank["outcome"] == "LossScaleError" and rank["good"] and rank["lr_unchanged"]
+        # The scale of the storm is not restored.
         assert rank["scale"] == 64.0 and math.isfinite(rank["next_step"])
         (warning,) = rank["warnings"]
         assert "holds no loss scale: starting at 64" in warning
     for rank in outcome(cases, "pristine", strategy, case):
-        assert rank["outcome"] is None and not rank["lr_held"]
+        assert rank["outcome"] is None and not rank["lr_unchanged"]
 
 
 @both
 @pytest.mark.parametrize("loss", ["sft_loss", "ppo_loss", "value_loss"])
 @case("masked_batches")
-def test_an_all_masked_batch_is_a_loss_of_zero(cases, strategy, loss, case):
+def test_all_masked_batch_has_zero_loss(cases, strategy, loss, case):
     for rank in outcome(cases, "patched", strategy, case):
         batch = rank[f"all {loss}"]
         assert batch == {"finite": True, "loss": 0.0, "grad_norm": 0.0, "skipped": 0.0, "scale": 1024.0}
@@ -404,7 +406,7 @@ def test_an_all_masked_batch_is_a_loss_of_zero(cases, strategy, loss, case):
 @both
 @pytest.mark.parametrize("where", ["rank", "micro"])
 @case("masked_batches")
-def test_a_masked_part_of_a_batch_counts_for_nothing(cases, strategy, where, case):
+def test_masked_part_of_a_batch_is_ignored(cases, strategy, where, case):
     for tree in ("patched", "pristine"):
         for rank in outcome(cases, tree, strategy, case):
             batch = rank[f"{where} ppo_loss"]
@@ -413,7 +415,7 @@ def test_a_masked_part_of_a_batch_counts_for_nothing(cases, strategy, where, cas
 
 @both
 @case("learning_rate_of_zero")
-def test_a_learning_rate_of_zero_moves_nothing(cases, strategy, case):
+def test_zero_learning_rate_leaves_weights_unchanged(cases, strategy, case):
     for rank in outcome(cases, "patched", strategy, case):
         assert rank["weights_unchanged"] and rank["finite"] and rank["lr"] == [0.0, 0.0]
         assert all(norm > 0 for norm in rank["grad_norm"])
@@ -422,10 +424,10 @@ def test_a_learning_rate_of_zero_moves_nothing(cases, strategy, case):
 @pytest.mark.parametrize("trainer", ["legacy", "v1"])
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
 @case("nan_reward")
-def test_a_reward_of_nan_ends_in_one_line(cases, trainer, estimator, case):
-    """Not in a skipped step and a smaller loss scale."""
+def test_nan_reward_is_refused_in_one_line(cases, trainer, estimator, case):
+    """The run must not continue with a skipped step and a smaller loss scale."""
     patched = outcome(cases, "patched", "fsdp2", case)[0][f"{trainer} {estimator}"]
     assert patched.startswith("1 of 4 rewards are not finite") and "\n" not in patched
     assert patched.endswith("row 2, data_source=sum, uid=b")
-    # Upstream hands on NaN advantages: GAE's to every row, GRPO's to the whole group.
+    # Upstream returns NaN advantages: in every row with GAE, in the whole group with GRPO.
     assert outcome(cases, "pristine", "fsdp2", case)[0][f"{trainer} {estimator}"] >= 2

@@ -43,7 +43,7 @@ def test_loss_metrics_and_gradients_match_plain_torch_in_every_layout(outcome, s
 
 def test_log_z_reaches_the_trunk(outcome, strategy):
     for rank in outcome(strategy, "beside_plain_torch"):
-        assert rank["detached"] > 1e-2, "ten times the tolerance"
+        assert rank["detached"] > 1e-2, "the effect must exceed ten times the tolerance"
 
 
 def test_every_variant_matches_plain_torch(outcome, strategy):
@@ -90,7 +90,7 @@ def test_overflow_skips_trunk_and_head_on_all_ranks(outcome, strategy, dtype, wh
         assert (fault["head_norm"] is None) == (where != "trunk")
         before, after = fault["scale"]
         assert after == before / 2 if dtype == "fp16" else before is after is None
-        assert fault["moves_on"] and fault["next_step"], "the next step is another"
+        assert fault["moves_on"] and fault["next_step"], "the next step differs"
 
 
 def test_resumed_run_is_bit_exact(outcome, strategy):
@@ -100,7 +100,7 @@ def test_resumed_run_is_bit_exact(outcome, strategy):
 
 
 def test_head_obeys_load_contents(outcome, strategy):
-    """Weights alone: no Adam state, and both schedules start anew."""
+    """With weights alone: no Adam state, and both schedules restart."""
     for rank in outcome(strategy, "resume"):
         assert rank["weights_alone"] == {"head": True, "adam": 0, "updates": [0, 0]}
 

@@ -1,4 +1,4 @@
-"""The first gradient that is not finite is described, with a process group and without one."""
+"""The first non-finite gradient is described, with and without a process group."""
 
 import pytest
 import torch

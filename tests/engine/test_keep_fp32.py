@@ -1,4 +1,4 @@
-"""Modules to keep in fp32 are found by name, and those that cannot be kept are refused."""
+"""Modules to keep in fp32 are matched by name, and those that cannot be kept are refused."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def small_models() -> dict[str, torch.nn.Module]:
 
 
 @pytest.mark.parametrize(
-    "model, pattern, said",
+    "model, pattern, words",
     [
         ("own head", "lm_haed", ["lm_haed matches no module of Qwen2ForCausalLM", "near it: lm_head"]),
         ("own head", "model.layers.9.mlp.down", ["model.layers.9.mlp.down matches no", "model.layers.*.mlp.down_proj"]),
@@ -24,13 +24,13 @@ def small_models() -> dict[str, torch.nn.Module]:
         ("tied", "*embed_tokens", ["it shares a weight with lm_head"]),
     ],
 )
-def test_modules_that_cannot_be_kept_are_refused_by_name(small_models, model, pattern, said):
+def test_modules_that_cannot_be_kept_are_refused_by_name(small_models, model, pattern, words):
     module = small_models[model]
     with pytest.raises(ValueError) as error:
         keep_in_fp32(module, ["model.layers.0", pattern], torch.float16, "cpu")
     assert str(error.value).startswith("keep_fp32_modules: ") and "\n" not in str(error.value)
-    assert all(text in str(error.value) for text in said), error.value
-    assert not any("forward" in vars(part) for part in module.modules()), "a refusal changes nothing"
+    assert all(text in str(error.value) for text in words), error.value
+    assert not any("forward" in vars(part) for part in module.modules()), "a refusal must change nothing"
 
 
 def test_a_kept_head_with_fused_kernels_is_refused(small_models):

@@ -26,7 +26,7 @@ def test_a_worker_that_trains_in_fp16_has_a_scaler(grad_scaler, init_scale):
 
 
 def ppo_config(*overrides: str) -> DictConfig:
-    """What verl up to 0.7.1 composes, as far as dtypes go."""
+    """Return the keys that verl up to 0.7.1 composes, as far as they affect dtypes."""
     follows = "${oc.select:actor_rollout_ref.actor.fsdp_config.dtype,null}"
     config = OmegaConf.create(
         {
@@ -48,7 +48,7 @@ def ppo_config(*overrides: str) -> DictConfig:
                 "dtype": follows,
                 "model": {"fsdp_config": {"dtype": "${oc.select:...dtype,bfloat16}"}},
             },
-            "reward_model": {"model": {"path": None}},  # without a strategy: no worker of this release
+            "reward_model": {"model": {"path": None}},  # without a strategy: not a worker of this release
             "trainer": {"use_legacy_worker_impl": "auto"},
         }
     )
@@ -82,7 +82,7 @@ def test_supported_worker_configs_pass(overrides):
 
 
 @pytest.mark.parametrize(
-    "overrides, said",
+    "overrides, message",
     [
         ([f"{ACTOR}.dtype=banana"], f"{ACTOR}.fsdp_config.dtype=banana is not a dtype to compute in: choose float16"),
         (["critic.dtype=banana"], f"{CRITIC}.dtype=banana is not a dtype to compute in: choose float16"),
@@ -115,10 +115,10 @@ def test_supported_worker_configs_pass(overrides):
         ),
     ],
 )
-def test_unsupported_worker_configs_are_refused_in_one_line(overrides, said):
+def test_unsupported_worker_configs_are_refused_in_one_line(overrides, message):
     with pytest.raises(ValueError) as error:
         check_workers(ppo_config(*overrides))
-    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 FSDP_ENGINE = {"strategy": "fsdp", "dtype": "bfloat16"}

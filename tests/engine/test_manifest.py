@@ -1,4 +1,4 @@
-"""Which checkpoint is resumed from, on files that torch wrote; pristine verl trusts its tracker alone."""
+"""The choice of the checkpoint to resume from, on files written by torch; pristine verl trusts its tracker."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def write(folder: Path) -> None:
 
 
 def save(root: Path, step: int, listed: bool = True) -> Path:
-    """A checkpoint as verl's trainers make it; as those without a manifest do, if it is not to be listed."""
+    """Save a checkpoint as verl's trainers do, without a manifest unless ``listed``."""
     folder = root / f"global_step_{step}"
     if listed:
         manifest.begin(folder)
@@ -57,7 +57,7 @@ def lose_everything(folder: Path) -> None:
 
 
 def begin_again(folder: Path) -> None:
-    """Resumed from an earlier step and killed in the save of this one: old and new files, each of the right size."""
+    """Overwrite one file, as if killed in a repeated save: old and new files, each of the right size."""
     manifest.begin(folder)
     torch.save({"weight": torch.randn(1000)}, folder / FILES[0])
 
@@ -72,7 +72,7 @@ DAMAGE = {
 
 @pytest.fixture(scope="module")
 def upstream(environment) -> Callable[[Path], str]:
-    """What pristine verl resumes from: the folder's name, ``scratch``, or the error's type."""
+    """``upstream(root)``: the folder that pristine verl resumes from, ``scratch``, or the error's type."""
     program = (
         "import sys; from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path\n"
         "print('ready', flush=True)\n"
@@ -93,7 +93,7 @@ def upstream(environment) -> Callable[[Path], str]:
         process.stdin.close()
 
 
-def test_the_newest_is_taken(tmp_path):
+def test_newest_checkpoint_is_resumed(tmp_path):
     save(tmp_path, 9)
     newest = save(tmp_path, 10)
     assert manifest.choose(tmp_path) == (newest, [])
@@ -101,7 +101,7 @@ def test_the_newest_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_of_a_torn_checkpoint_the_one_before_is_taken(tmp_path, damage, upstream):
+def test_torn_checkpoint_falls_back_to_the_previous_one(tmp_path, damage, upstream):
     whole, torn = save(tmp_path, 1), save(tmp_path, 2)
     damage(torn)
     folder, (note,) = manifest.choose(tmp_path)
@@ -110,7 +110,7 @@ def test_of_a_torn_checkpoint_the_one_before_is_taken(tmp_path, damage, upstream
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_where_none_is_whole_the_run_is_refused(tmp_path, damage, upstream):
+def test_run_without_a_whole_checkpoint_is_refused(tmp_path, damage, upstream):
     damage(save(tmp_path, 2))
     with pytest.raises(manifest.CheckpointError, match=f"global_step_2 {DAMAGE[damage]}") as refusal:
         manifest.choose(tmp_path)
@@ -119,7 +119,7 @@ def test_where_none_is_whole_the_run_is_refused(tmp_path, damage, upstream):
 
 
 @pytest.mark.parametrize(("text", "theirs"), [("", "ValueError"), (None, "scratch")])
-def test_without_a_tracker_the_newest_whole_one_is_taken(tmp_path, text, theirs, upstream):
+def test_newest_whole_checkpoint_is_resumed_without_a_tracker(tmp_path, text, theirs, upstream):
     save(tmp_path, 1)
     whole, torn = save(tmp_path, 2), save(tmp_path, 3)
     truncate(torn)
@@ -131,31 +131,31 @@ def test_without_a_tracker_the_newest_whole_one_is_taken(tmp_path, text, theirs,
     assert upstream(tmp_path) == theirs
 
 
-def test_a_tracker_that_was_set_back_is_obeyed(tmp_path):
+def test_tracker_set_to_an_earlier_step_is_respected(tmp_path):
     earlier = save(tmp_path, 1)
     save(tmp_path, 2)
     (tmp_path / TRACKER).write_text("1")
     assert manifest.choose(tmp_path) == (earlier, [])
 
 
-def test_killed_in_the_first_save_a_run_starts_over(tmp_path):
+def test_run_killed_in_its_first_save_starts_over(tmp_path):
     (tmp_path / "global_step_1" / "actor").mkdir(parents=True)
     begin_again(tmp_path / "global_step_1")
     folder, notes = manifest.choose(tmp_path)
     assert folder is None and "its save was not finished" in notes[1] and notes[-1] == "no save was ever finished"
 
 
-def test_a_checkpoint_of_an_unpatched_verl_is_taken_where_the_tracker_names_it(tmp_path):
+def test_unpatched_checkpoint_is_resumed_if_the_tracker_names_it(tmp_path):
     old = save(tmp_path, 1, listed=False)
     folder, (note,) = manifest.choose(tmp_path)
     assert folder == old and "has no manifest.json: taken for whole as" in note
 
-    truncate(save(tmp_path, 2))  # nobody knows whether the older one is whole
+    truncate(save(tmp_path, 2))  # the older one cannot be checked
     with pytest.raises(manifest.CheckpointError, match="global_step_1 has no manifest.json"):
         manifest.choose(tmp_path)
 
 
-def test_workers_that_still_write_speak_for_themselves(tmp_path):
+def test_asynchronous_save_counts_once_the_tracker_names_it(tmp_path):
     save(tmp_path, 1)
     folder = tmp_path / "global_step_2"
     manifest.begin(folder)
@@ -166,7 +166,7 @@ def test_workers_that_still_write_speak_for_themselves(tmp_path):
     assert manifest.choose(tmp_path).folder == folder
 
 
-def test_a_checkpoint_that_was_asked_for_by_name_is_looked_at_too(tmp_path):
+def test_checkpoint_resumed_by_path_is_checked(tmp_path):
     folder = save(tmp_path, 1)
     manifest.check_whole(folder)
     lose_data_order(folder)
@@ -174,17 +174,17 @@ def test_a_checkpoint_that_was_asked_for_by_name_is_looked_at_too(tmp_path):
         manifest.check_whole(folder)
 
 
-def test_a_previous_checkpoint_is_removed_that_this_process_saved(tmp_path):
+def test_only_checkpoints_of_this_process_are_removed(tmp_path):
     earlier = save(tmp_path, 1)
     for keep, left in ((1, [2]), (1, [3]), (2, [3, 4]), (None, [3, 4, 5]), (1, [3, 4, 6])):
         folder = save(tmp_path, left[-1])
         manifest.remove_previous(folder, "", keep)
-        manifest.remove_previous(folder, "", keep)  # a step that is saved again
+        manifest.remove_previous(folder, "", keep)  # the same step saved again
         names = {path.name for path in tmp_path.glob("global_step_*")}
         assert names == {earlier.name, *(f"global_step_{step}" for step in left)}
 
 
-def test_of_a_role_whose_checkpoints_are_all_kept_none_is_removed(tmp_path):
+def test_role_that_keeps_all_checkpoints_loses_none(tmp_path):
     for step in (1, 2):
         folder = save(tmp_path, step)
         manifest.remove_previous(folder, "actor", 1)
@@ -195,7 +195,7 @@ def test_of_a_role_whose_checkpoints_are_all_kept_none_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [None, 1])
-def test_sigkill_at_any_time_leaves_the_last_finished_one(tmp_path, keep):
+def test_sigkill_at_any_time_leaves_the_last_finished_checkpoint(tmp_path, keep):
     interrupted = 0
     for attempt in range(20):
         root, reader, writer = tmp_path / str(attempt), *os.pipe()
@@ -208,20 +208,20 @@ def test_sigkill_at_any_time_leaves_the_last_finished_one(tmp_path, keep):
             finally:
                 os._exit(1)
         os.close(writer)
-        told = int.from_bytes(os.read(reader, 8))
+        finished = int.from_bytes(os.read(reader, 8))
         time.sleep(0.001 * attempt)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with os.fdopen(reader, "rb") as rest:
-            told = int.from_bytes(rest.read()[-8:]) or told
+            finished = int.from_bytes(rest.read()[-8:]) or finished
         folder = manifest.choose(root).folder
-        assert int(folder.name.removeprefix("global_step_")) in (told, told + 1)
+        assert int(folder.name.removeprefix("global_step_")) in (finished, finished + 1)
         for name in [*FILES, "data.pt"]:
             assert torch.load(folder / name)["weight"].shape == (1000,)
         assert keep is None or len(list(root.glob("global_step_*"))) <= 2
         begun = max(root.glob("global_step_*"), key=lambda path: int(path.name.removeprefix("global_step_")))
         interrupted += begun != folder
-    assert interrupted > 5, "the child was never killed in the midst of saving"
+    assert interrupted > 5, "the child was never killed during a save"
 
 
 def test_make_run_resumes_where_verl_does(tmp_path):
@@ -234,7 +234,7 @@ def test_make_run_resumes_where_verl_does(tmp_path):
         runs.checkpoint_step(tmp_path)
 
 
-def test_the_module_needs_the_standard_library_alone():
+def test_manifest_module_imports_only_the_standard_library():
     lines = Path(manifest.__file__).read_text().splitlines()
     imported = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
     assert imported <= set(sys.stdlib_module_names)

@@ -1,4 +1,4 @@
-"""Megatron's loss scaler gets its settings, and verl's engine reports it: step and LR, by their own source."""
+"""Megatron's loss scaler gets its settings, and verl's own methods for step and LR report it."""
 
 import ast
 import sys
@@ -11,7 +11,7 @@ from precision import GradScalerConfig, LossScaleError, StepAccounting, megatron
 
 
 def method(tree: Path, name: str):
-    """A method of ``MegatronEngine``, whose module cannot be imported without Megatron."""
+    """Return a method of ``MegatronEngine``, whose module cannot be imported without Megatron."""
     source = (tree / "verl/workers/engine/megatron/transformer_impl.py").read_text()
     engine = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "MegatronEngine")
     function = next(n for n in engine.body if isinstance(n, ast.FunctionDef) and n.name == name)
@@ -21,7 +21,7 @@ def method(tree: Path, name: str):
 
 
 class Optimizer:
-    """Answers as Megatron's does; takes the steps that it is told to."""
+    """A stub of Megatron's optimizer that takes or skips steps as given by ``taken``."""
 
     def __init__(self, taken: list[bool]):
         self.taken, self.scale = taken, 1024.0
@@ -37,7 +37,7 @@ class Optimizer:
 
 @pytest.fixture
 def engine(trees, monkeypatch):
-    """``engine(tree, taken)``: one whose optimizer takes or skips its steps as told."""
+    """``engine(tree, taken)``: an engine whose optimizer takes or skips steps as given by ``taken``."""
 
     def of(tree: str, taken: list[bool]):
         names = {name: method(trees[tree], name) for name in ("optimizer_step", "lr_scheduler_step")}
@@ -56,14 +56,14 @@ def engine(trees, monkeypatch):
     return of
 
 
-def test_an_overflow_is_skipped_reported_and_holds_the_learning_rate(engine):
+def test_overflow_is_skipped_reported_and_keeps_the_learning_rate(engine):
     made = engine("patched", [True, False, True])
-    seen = []
+    updates = []
     for _ in range(3):
         norm = made.optimizer_step()
         made.lr_scheduler_step()
-        seen.append((norm, made.lr, dict(made.update_metrics())))
-    assert seen == [
+        updates.append((norm, made.lr, dict(made.update_metrics())))
+    assert updates == [
         (0.5, 1, {"skipped_steps": 0.0, "loss_scale": 1024.0}),
         (None, 1, {"skipped_steps": 1.0, "loss_scale": 512.0}),
         (0.5, 2, {"skipped_steps": 0.0, "loss_scale": 512.0}),
@@ -78,7 +78,7 @@ def test_a_storm_of_overflows_ends_the_run(engine):
         made.optimizer_step()
 
 
-def test_upstream_ends_with_the_first(engine):
+def test_upstream_ends_with_the_first_overflow(engine):
     with pytest.raises(NotImplementedError):
         engine("pristine", [False]).optimizer_step()
 

@@ -1,4 +1,4 @@
-"""``verl.utils.precision`` as a package: what it imports, what it exports, and what leaves it for other processes."""
+"""``verl.utils.precision`` as a package: imports, exports, and objects sent to other processes."""
 
 import ast
 import graphlib
@@ -17,7 +17,7 @@ def imports(file: str) -> list[ast.Import | ast.ImportFrom]:
     return [node for node in ast.walk(FILES[file]) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
-def test_the_package_imports_torch_and_the_standard_library_alone():
+def test_package_imports_only_torch_and_the_standard_library():
     imported = set()
     for node in (node for file in FILES for node in imports(file)):
         if isinstance(node, ast.Import):
@@ -27,14 +27,14 @@ def test_the_package_imports_torch_and_the_standard_library_alone():
     assert imported - set(sys.stdlib_module_names) == {"torch"}
 
 
-def test_the_packages_files_do_not_import_each_other_in_a_cycle():
+def test_package_has_no_import_cycle():
     needs = {file: {node.module for node in imports(file) if getattr(node, "level", 0)} for file in FILES}
     assert needs["__init__"] == FILES.keys() - {"__init__"}
-    assert all(needed <= needs["__init__"] for needed in needs.values()), "each imports files, not the package"
+    assert all(needed <= needs["__init__"] for needed in needs.values()), "files must import files, not the package"
     assert list(graphlib.TopologicalSorter(needs).static_order())[-1] == "__init__"
 
 
-def test_the_package_exports_what_it_names():
+def test_package_exports_exactly_its_public_names():
     exported = {alias.name for node in imports("__init__") for alias in node.names}
     assert sorted(precision.__all__) == sorted(exported)
     for file in FILES.keys() - {"__init__"}:
@@ -55,7 +55,7 @@ def test_a_report_is_one_line_of_json_in_one_write(monkeypatch):
     writes = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=writes.append, flush=lambda: None))
     precision.report("actor", 0, compute="float16")
-    stamp = Path(precision.__file__).parents[1] / "precision_stamp.json"  # apply writes it; a --verl-tree has it
+    stamp = Path(precision.__file__).parents[1] / "precision_stamp.json"  # written by apply; exists in a --verl-tree
     written = stamp.read_text().strip() if stamp.exists() else "null"
     line = f'[verl-precision] {{"role": "actor", "rank": 0, "compute": "float16", "stamp": {written}}}\n'
     assert [text for text in writes if text] == [line]

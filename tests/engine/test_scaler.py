@@ -1,4 +1,4 @@
-"""The loss scaler on one rank: scale, skips, settings and state, beside torch's own."""
+"""The loss scaler on one rank: scale, skips, settings and state, compared with torch's."""
 
 import warnings
 
@@ -21,7 +21,7 @@ def in_torchs_sequence(scaler, optimizer, module):
 
 
 def scaler_after(config, gradients: list[float], take=in_one_pass) -> LossScaler:
-    """A scaler after one step for each gradient."""
+    """Return a scaler after one step per gradient."""
     scaler = LossScaler(config, device="cpu")
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -51,7 +51,7 @@ def test_the_scale_stays_within_fp32():
 
 
 def steps(take, fused: bool, scale: float = 1024.0) -> list[torch.Tensor]:
-    """The weights after five steps with gradients that are clipped in some of them."""
+    """Return the weights after five steps, some of them with clipped gradients."""
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=fused)
@@ -83,7 +83,7 @@ def test_the_norm_does_not_depend_on_the_scale():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_rank_without_gradients_steps_too(fused):
-    """FSDP1 may leave a rank with padding alone; it has to come through, or the others wait for it."""
+    """FSDP1 may leave a rank with padding alone; it must still step, or the others wait for it."""
     module = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(module.parameters(), fused=fused)
     scaler = LossScaler(GradScalerConfig(), device="cpu")
@@ -113,8 +113,8 @@ def test_a_skipped_step_changes_nothing(fused, take):
     assert not scaler.skipped and not torch.equal(before[0], after[0])
 
 
-def test_torch_has_no_floor():
-    """Why there is one: torch's scale runs down to 0, where 1/scale is inf and every step is skipped for good."""
+def test_torchs_scale_falls_to_zero():
+    """This is why LossScaler has a floor: at a scale of 0, 1/scale is inf and every further step is skipped."""
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -216,8 +216,8 @@ def test_settings_out_of_fp32s_range_are_refused(settings, named):
         GradScalerConfig(**settings)
 
 
-def test_torchs_scaler_is_stuck_with_these_settings():
-    """Held by torch alone: the scale stays where growth or backoff round away, and is 0 or inf beyond fp32."""
+def test_torchs_scaler_is_stuck_with_refused_settings():
+    """The scale does not change if growth or backoff round to 1, and is 0 or inf beyond fp32."""
     for gradient, factors in ((1.0, {"growth_factor": 1 + 1e-9}), (float("inf"), {"backoff_factor": 1 - 1e-9})):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1, **factors)
         weight = torch.nn.Parameter(torch.zeros(1))
@@ -230,7 +230,7 @@ def test_torchs_scaler_is_stuck_with_these_settings():
 
 
 @pytest.mark.parametrize("settings", [{"init_scale": 3.4e38}, {"init_scale": 1.2e-38, "min_scale": 1.2e-38}])
-def test_the_largest_and_smallest_scale_can_be_undone(settings):
+def test_scaling_by_the_largest_and_smallest_scale_is_invertible(settings):
     config = GradScalerConfig(**settings)
     scaler = LossScaler(config, device="cpu")
     loss = torch.ones((), requires_grad=True)

@@ -12,7 +12,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def train(environment, tiny_model, tmp_path_factory):
-    """``train(tree, out, *overrides)``: the process and what it logged, a dict a step."""
+    """``train(tree, out, *overrides)``: the process and its logged metrics by step."""
     data = tmp_path_factory.mktemp("data") / "train.parquet"
     messages = [
         [{"role": "user", "content": f"{i}+{j}="}, {"role": "assistant", "content": str(i + j)}]
@@ -65,7 +65,7 @@ def saved(out: Path, step: int, kind: str, rank: int) -> dict:
     return torch.load(folder / f"{kind}_world_size_2_rank_{rank}.pt", weights_only=False)
 
 
-# The first step overflows, and one backoff is enough; two steps later the scale is too large for good.
+# The first step overflows once; from two steps later the scale is always too large.
 FP16 = ["+precision=fp16", "engine.grad_scaler.init_scale=1e13", "engine.grad_scaler.growth_interval=1"]
 ONE_OVERFLOW = [*FP16, "engine.grad_scaler.backoff_factor=1e-9", "trainer.total_training_steps=2"]
 STORM = [
@@ -76,7 +76,7 @@ STORM = [
 ]
 
 
-def test_sft_in_fp16(train, tmp_path):
+def test_sft_trains_in_fp16_and_saves_after_a_storm(train, tmp_path):
     done, steps = train("patched", tmp_path, *ONE_OVERFLOW)
     assert done.returncode == 0, done.stderr[-6000:]
     skipped, taken = steps[1], steps[2]
@@ -91,22 +91,24 @@ def test_sft_in_fp16(train, tmp_path):
     done, steps = train("patched", tmp_path, *STORM)
     assert done.returncode != 0
     assert "LossScaleError: 2 optimizer steps in a row overflowed" in done.stderr
-    assert steps[3]["train/loss_scale"] == pytest.approx(2e24), "resumed at another scale"
+    assert steps[3]["train/loss_scale"] == pytest.approx(2e24), "the scale was not restored"
     assert steps[4]["train/skipped_steps"] == 1.0 and 5 not in steps
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "5"
     for rank in (0, 1):
-        assert saved(tmp_path, 5, "extra_state", rank)["grad_scaler"] is None, "a scale that did not work"
+        assert saved(tmp_path, 5, "extra_state", rank)["grad_scaler"] is None, (
+            "the scale of the storm must not be saved"
+        )
         assert all(tensor.to_local().isfinite().all() for tensor in saved(tmp_path, 5, "model", rank).values())
 
 
-def test_sft_upstream_ignores_the_dtype(train, tmp_path):
+def test_upstream_sft_ignores_the_dtype(train, tmp_path):
     done, steps = train("pristine", tmp_path, "engine.dtype=float16", "trainer.total_training_steps=1")
     assert done.returncode == 0, done.stderr[-6000:]
     assert "train/loss_scale" not in steps[1]
     assert "grad_scaler" not in saved(tmp_path, 1, "extra_state", 0)
 
 
-def test_sft_refuses_two_spellings(train, tmp_path):
+def test_sft_refuses_contradicting_dtypes(train, tmp_path):
     done, steps = train("patched", tmp_path, "+precision=fp16", "engine.dtype=bfloat16")
     assert done.returncode != 0 and not steps
     assert "dtype=float16 and engine.dtype=bfloat16 contradict each other" in done.stderr

@@ -1,4 +1,4 @@
-"""The check of the first weight sync: which batches it accepts, which end the run, and where it is off."""
+"""The check of the first weight sync: batches that it accepts or refuses, and settings that disable it."""
 
 import copy
 import re
@@ -24,7 +24,7 @@ CONFIG = {
 
 
 def check(**changes) -> WeightSyncCheck:
-    """A check of CONFIG with dotted keys of ``actor_rollout_ref`` changed; ``trainer__x`` names a trainer's key."""
+    """Return a check of CONFIG with changed keys of ``actor_rollout_ref``, or of ``trainer`` for ``trainer__x``."""
     config = OmegaConf.create(copy.deepcopy(CONFIG))
     for name, value in changes.items():
         key = name.replace("__", ".")
@@ -35,13 +35,13 @@ def check(**changes) -> WeightSyncCheck:
 
 
 def make_batch(noise: float, spread: float = 0.5) -> dict[str, torch.Tensor]:
-    """Log-probabilities with a mean absolute deviation of ``spread`` that differ by ``noise`` nats on average."""
+    """Return log-probabilities with mean absolute deviation ``spread`` that differ by ``noise`` nats on average."""
     generator = torch.Generator().manual_seed(0)
     trained = -5 + spread * torch.randn(64, 32, generator=generator) / 0.798  # a normal's mean absolute deviation
     mask = torch.ones(64, 32, dtype=torch.long)
     mask[:, 24:] = 0
     sampled = trained + noise * torch.randn(64, 32, generator=generator) / 0.798
-    sampled[:, 24:] = -1.0  # what verl pads with
+    sampled[:, 24:] = -1.0  # verl's padding
     return {"old_log_probs": trained, "rollout_log_probs": sampled, "response_mask": mask}
 
 
@@ -51,7 +51,7 @@ def test_rounding_is_accepted_and_reported():
     assert metrics["training/weight_sync_spread"] == pytest.approx(0.5, rel=0.1)
 
 
-def test_other_weights_end_the_run_and_the_key_is_named():
+def test_different_weights_end_the_run_and_name_the_key():
     with pytest.raises(WeightSyncError, match="differ by 0.05.* nats a token.*trainer.check_weight_sync=false"):
         check()(make_batch(noise=0.057, spread=0.4))  # scrambled experts of a tiny Qwen3-MoE
 
@@ -83,14 +83,14 @@ def test_a_policy_without_spread_is_judged_by_the_absolute_limit():
 
 
 @pytest.mark.parametrize(("name", "side"), [("rollout_log_probs", "rollout"), ("old_log_probs", "trainer")])
-def test_a_nan_is_no_agreement_and_its_side_is_named(name, side):
+def test_nan_is_refused_and_its_side_is_named(name, side):
     batch = make_batch(noise=0)
     batch[name][0, 0] = float("nan")
     with pytest.raises(WeightSyncError, match=f"the {side}'s log-probabilities of the first batch are not finite"):
         check()(batch)
 
 
-def test_the_first_batch_with_a_response_is_compared_and_no_other():
+def test_only_the_first_batch_with_a_response_is_compared():
     compare, wrong = check(), make_batch(noise=1.0)
     empty = wrong | {"response_mask": torch.zeros(64, 32)}
     assert compare(empty) == {}
@@ -115,11 +115,11 @@ def test_the_first_batch_with_a_response_is_compared_and_no_other():
         {"trainer__check_weight_sync": False, "rollout__dtype": "unknown"},
     ],
 )
-def test_it_is_off_where_the_two_cannot_be_compared(off):
+def test_check_is_off_if_log_probs_are_not_comparable(off):
     assert check(**off)(make_batch(noise=1.0)) == {}
 
 
-def test_it_is_on_where_the_server_scales_by_the_temperature():
+def test_check_is_on_if_the_server_applies_the_temperature():
     scaled = {"rollout__temperature": 0.7, "rollout__logprobs_mode": "processed_logprobs"}
     pytest.raises(WeightSyncError, check(**scaled), make_batch(noise=1.0))
 
@@ -143,14 +143,14 @@ def test_every_trainer_of_a_release_checks_its_first_batch(release, tmp_path):
                 check_weight_sync(SimpleNamespace(config=config), make_batch(noise=5.0))
 
 
-def test_a_trainer_checks_its_first_batch_alone():
+def test_trainer_checks_only_its_first_batch():
     trainer = SimpleNamespace(config=OmegaConf.create(CONFIG))
     assert check_weight_sync(trainer, make_batch(noise=0))
     assert check_weight_sync(trainer, make_batch(noise=1.0)) == {}
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
-def test_the_trainers_dtype_is_found_for_every_strategy(strategy):
+def test_trainers_dtype_is_resolved_for_every_strategy(strategy):
     dtype = {
         "fsdp2": {
             "actor__fsdp_config__mixed_precision": {"param_dtype": "bf16"},

@@ -7,17 +7,17 @@ import torch
 from precision import set_wire_dtype, wire_kwargs
 
 
-class Takes:
+class AcceptsDtype:
     def __init__(self, bucket_size, rollout_dtype=torch.bfloat16):
         pass
 
 
-class HandsOn(Takes):
+class ForwardsArguments(AcceptsDtype):
     def __init__(self, *args, **kwargs):
         pass
 
 
-class DoesNot(Takes):
+class IgnoresDtype(AcceptsDtype):
     def __init__(self, bucket_size):
         pass
 
@@ -25,13 +25,13 @@ class DoesNot(Takes):
 @pytest.mark.parametrize(
     ("engine", "engine_kwargs", "rollout_dtype", "expected"),
     [
-        (Takes, {}, "float16", {"rollout_dtype": torch.float16}),
-        (Takes, {}, "half", {"rollout_dtype": torch.float16}),
-        (HandsOn, {"a": 1}, "float32", {"a": 1, "rollout_dtype": torch.float32}),
-        (DoesNot, {"a": 1}, "float16", {"a": 1}),
-        (Takes, {}, "auto", {}),
-        (Takes, {"rollout_dtype": "bfloat16"}, "float16", {"rollout_dtype": torch.bfloat16}),
-        (DoesNot, {"rollout_dtype": "float16"}, "float16", {"rollout_dtype": torch.float16}),
+        (AcceptsDtype, {}, "float16", {"rollout_dtype": torch.float16}),
+        (AcceptsDtype, {}, "half", {"rollout_dtype": torch.float16}),
+        (ForwardsArguments, {"a": 1}, "float32", {"a": 1, "rollout_dtype": torch.float32}),
+        (IgnoresDtype, {"a": 1}, "float16", {"a": 1}),
+        (AcceptsDtype, {}, "auto", {}),
+        (AcceptsDtype, {"rollout_dtype": "bfloat16"}, "float16", {"rollout_dtype": torch.bfloat16}),
+        (IgnoresDtype, {"rollout_dtype": "float16"}, "float16", {"rollout_dtype": torch.float16}),
     ],
 )
 def test_a_checkpoint_engine_gets_a_torch_dtype(engine, engine_kwargs, rollout_dtype, expected):

@@ -1,4 +1,4 @@
-"""Cases of verl's FSDP engine: weights on their way to the rollout and to an export."""
+"""Cases of verl's FSDP engine: weights sent to the rollout and exported."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 @CheckpointEngineRegistry.register("probe")
 class ProbeCheckpointEngine(ColocatedCheckpointEngine):
-    """Take ``rollout_dtype`` as the kimi, mooncake and delta engines do, whose transports need a GPU."""
+    """Accept ``rollout_dtype`` as the kimi, mooncake and delta engines do, whose transports need a GPU."""
 
     def __init__(self, rollout_dtype: torch.dtype = torch.bfloat16, **kwargs):
         super().__init__(**kwargs)
@@ -30,7 +30,7 @@ class ProbeCheckpointEngine(ColocatedCheckpointEngine):
 def wire():
     """Return the dtypes in which weights leave the engine: full tensors and, from FSDP2, delta shards and merged LoRA.
 
-    Also those that verl's own two sides give a checkpoint engine where ``rollout.dtype`` is float16.
+    Also the dtypes that verl's sender and receiver pass to a checkpoint engine if ``rollout.dtype`` is float16.
     """
 
     def dtypes(tensors):
@@ -48,7 +48,7 @@ def wire():
         "receiver": str(receiver.checkpoint_engine.rollout_dtype),
     }
     if STRATEGY == "fsdp2":
-        worker.engine.wire_dtype = torch.float16  # what the delta checkpoint engine sets before it sends
+        worker.engine.wire_dtype = torch.float16  # set by the delta checkpoint engine before it sends
         result["delta"] = dtypes(worker.engine.get_per_tensor_param_shard()[0])
         merged = make_worker(model={"lora_rank": 4, "lora": {"merge": True}})
         result["merged_lora"] = dtypes(merged.engine.get_per_tensor_param()[0])
@@ -56,9 +56,9 @@ def wire():
 
 
 def export():
-    """Export and merge a model whose weights are exact in fp16 and not in bf16: which dtypes, and what is lost.
+    """Export and merge a model whose weights are exact in fp16 and not in bf16; return the dtypes and any loss.
 
-    FSDP2 alone: torch cannot gather FSDP1's full state dict from CPU parameters (it frees their storage).
+    FSDP2 only: torch cannot gather FSDP1's full state dict from CPU parameters (it frees their storage).
     """
     directory = shared_directory()
     contents = ["model", "optimizer", "extra", "hf_model"]
@@ -94,14 +94,14 @@ def export():
 
 
 def lora_adapter():
-    """Return the matrices of an adapter that leave for the rollout, and the error where peft returns none."""
+    """Return the matrices of an adapter that are sent to the rollout, and the error if peft returns none."""
     engine = make_worker(model={"lora_rank": 4}).engine
 
     def sent() -> list[str]:
         return [name for name, _ in engine.get_per_tensor_param(base_sync_done=True)[0]]
 
     result = {"whole": sent()}
-    # As peft 0.21.2 does of a nested FSDP1 model.
+    # As peft 0.21.2 does for a nested FSDP1 model.
     with mock.patch.object(peft.utils.save_and_load, "get_peft_model_state_dict", lambda *args, **kwargs: {}):
         try:
             result["empty"] = sent()

@@ -1,1 +1,1 @@
-"""Helpers of the tests, imported from here alone."""
+"""Helpers shared by the tests."""

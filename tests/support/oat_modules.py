@@ -1,4 +1,4 @@
-"""OAT's two modules as they are copied into every release, without OAT."""
+"""OAT's two modules that are copied into every release, loaded without OAT."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ precision, mismatch = load("precision"), load("mismatch")
 
 @dataclass
 class Args(precision.PrecisionArgs):
-    """What the modules read of OAT's arguments, with OAT's defaults, but for flash attention."""
+    """The arguments of OAT that the modules read, with OAT's defaults except for flash attention."""
 
     bf16: bool = True
     load_in_4bit: bool = False

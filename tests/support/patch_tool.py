@@ -1,4 +1,4 @@
-"""Run scripts/patchset.py of a project that a test makes, and interrupt it."""
+"""Run scripts/patchset.py of a project created by a test, and interrupt it."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ TRAILERS = {"Reason": "local", "Origin": "here", "Forwarded": "no", "Applied-Ups
 
 
 def message(subject: str, **trailers: str | None) -> str:
-    """Return a commit message with the trailers that a patch needs, without those that are given as None."""
+    """Return a commit message with a patch's required trailers, except those that are None."""
     lines = [f"{key}: {value}" for key, value in {**TRAILERS, **trailers}.items() if value is not None]
     return "\n".join([subject, "", "It exists for the tests and dies with them.", "", *lines])
 
@@ -29,7 +29,7 @@ def entry(release: str, framework: str = "verl") -> str:
 
 
 def patchset(project: Path, *args: object, before: tuple = (), **options) -> subprocess.CompletedProcess:
-    """Run the project's own tool with nothing but the standard library in reach."""
+    """Run the project's own tool with only the standard library available."""
     line = [*before, sys.executable, "-S", "-B", project / "scripts/patchset.py", *args]
     return subprocess.run([str(word) for word in line], capture_output=True, text=True, **options)
 
@@ -51,10 +51,10 @@ CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile")
 
 
 def cut_short(target: Path, run: Callable[[], object], number: int, how: str) -> bool:
-    """Run in a child that is killed, or meets an error, before its change of that number in ``target``.
+    """Run in a child that is killed, or gets an error, before change ``number`` in ``target``.
 
     Returns:
-        whether it came to that: False if the child makes fewer changes.
+        Whether the child was cut short; False if it makes fewer changes.
     """
 
     def watch(event: str, args: tuple) -> None:

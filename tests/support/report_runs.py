@@ -16,7 +16,7 @@ RECORDED = sorted(file.parent for file in (REPO / "docs" / "results").rglob(SETT
 
 
 def made(out: Path, label: str = "fp16", seed: int = 1, steps: range = range(1, 11), **more: float | None) -> tuple:
-    """Make the folder of a finished run with the effective dtypes that its label names; return the label and it.
+    """Make the folder of a finished run with the effective dtypes that its label names; return label and folder.
 
     Args:
         more: further metrics, the same at every step.
@@ -34,7 +34,7 @@ def made(out: Path, label: str = "fp16", seed: int = 1, steps: range = range(1, 
 
 
 def several(root: Path, labels: str = "fp16 bf16", seeds: range = range(1, 4), **more) -> list[tuple[str, Path]]:
-    """Make the folders of runs that differ in entropy by seed, and in time."""
+    """Make the folders of runs whose entropy differs by seed and whose time differs by run."""
     pairs = [(label, seed) for label in labels.split() for seed in seeds]
     return [
         made(root / f"{label}-{seed}", label, seed, **{"actor/entropy": 4 + seed / 10, SECONDS: 2 + place} | more)
@@ -43,7 +43,7 @@ def several(root: Path, labels: str = "fp16 bf16", seeds: range = range(1, 4), *
 
 
 def finished_run(out: Path, *words: str, steps: int = 3) -> Path:
-    """Make the folder of a finished ``make run`` with these words, by the run's own code."""
+    """Make the folder of a finished ``make run`` with these words, using the run's own code."""
     job = parse_job(["DEVICE=cpu", *words])
     data = [
         {"step": step, "data": {REWARD: step / 4, K3_KL: 1e-7, SECONDS: 2.0 + job.seed}} for step in range(1, steps + 1)

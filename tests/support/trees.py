@@ -1,4 +1,4 @@
-"""Folders and git trees of tests: read, edit and compare them."""
+"""Read, edit and compare the folders and git trees of tests."""
 
 import subprocess
 from pathlib import Path

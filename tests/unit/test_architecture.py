@@ -1,4 +1,4 @@
-"""The rules of the tree (docs/design.md): sizes of files, directions of imports, names that occur once."""
+"""The rules of the tree (docs/design.md): file sizes, import directions, unique names."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The ``NAME=VALUE`` words of the commands: their values, their refusals, and the texts of ``--help``."""
+"""The ``NAME=VALUE`` words of the commands: values, refusals, and the output of ``--help``."""
 
 import os
 import subprocess

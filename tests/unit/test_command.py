@@ -19,7 +19,7 @@ TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.M)
 
 @pytest.fixture
 def started(monkeypatch):
-    """``started("run", "SEED=2")``: the Python and the arguments that replace the process, nothing being set up."""
+    """``started("run", "SEED=2")``: the Python and arguments of the exec'd process, without any set-up."""
     monkeypatch.setattr(command.setup_env, "setup", lambda device, python, *_: f"PYTHON of {device} {python}")
     monkeypatch.setattr(command, "gpu_present", lambda: False)
     taken = {name for each in command.COMMANDS.values() for name in each.takes or ()}
@@ -182,14 +182,14 @@ def test_bad_words_are_refused_before_any_setup(started, words, message):
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)
-def test_help_needs_the_standard_library_alone(name):
+def test_help_requires_only_the_standard_library(name):
     line = [sys.executable, "-S", "-B", REPO / "scripts/command.py", name, "--help"]
     done = subprocess.run(line, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
     assert (done.returncode, done.stderr) == (0, "") and len(done.stdout) > 50
 
 
 def make(*words: str, **environment: str) -> subprocess.CompletedProcess:
-    """``make`` as a user types it, whatever make has started these tests."""
+    """Run ``make`` as a user does, without the variables of a make that runs these tests."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     return subprocess.run(["make", *words], cwd=REPO, env=inherited | environment, capture_output=True, text=True)
 
@@ -223,7 +223,7 @@ def test_makefile_is_a_list_of_targets():
 @pytest.mark.parametrize(
     ("pythons", "chosen"), [(["python3", "python3.10"], "python3.10"), (["python3.13"], "python3.13")]
 )
-def test_make_takes_the_first_recent_python(tmp_path, pythons, chosen):
+def test_make_uses_the_first_recent_python(tmp_path, pythons, chosen):
     """``python3`` is too old here, as on older systems."""
     programs = tmp_path / "bin"
     programs.mkdir()

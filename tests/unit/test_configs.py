@@ -31,8 +31,8 @@ DTYPES = {
 
 @pytest.fixture(scope="session")
 def compose(tmp_path_factory) -> Callable[..., DictConfig]:
-    """``compose(**choices)``: the default job's configuration with ``choices``; verl's own checks have passed."""
-    model = tmp_path_factory.mktemp("model")  # verl loads a critic's tokenizer and configuration when it checks
+    """``compose(**choices)``: the default job's configuration with ``choices``, after verl's own checks."""
+    model = tmp_path_factory.mktemp("model")  # verl's checks load the critic's tokenizer and configuration
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(model)
     build_model(tokenizer, seed=0).save_pretrained(model)
@@ -62,7 +62,7 @@ def test_an_experiment_is_complete(experiment, algo, device, compose):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("recipe", cli.options("recipe"))
 @pytest.mark.parametrize("experiment", cli.options("experiment"))
-def test_a_recipe_takes_every_experiment(experiment, recipe, device, compose):
+def test_recipe_accepts_every_experiment(experiment, recipe, device, compose):
     config = compose(experiment=experiment, recipe=recipe, device=device)
     assert need_reference_policy(config) and not need_critic(config)
     assert config.trainer.v1.trainer_mode == "flowrl"
@@ -103,5 +103,5 @@ def test_rollouts_are_recorded_or_replayed(mode, compose):
 def test_a_file_is_global_and_opens_with_its_command(file):
     first, *lines = file.read_text().splitlines()
     opening = "".join(line for line in lines[: next(i for i, line in enumerate(lines) if line[:1] != "#")])
-    assert first == "# @package _global_", "without it the file would change nothing, silently"
+    assert first == "# @package _global_", "without it the file would silently have no effect"
     assert "make run" in opening or "verl.trainer.main_ppo" in opening

@@ -1,4 +1,4 @@
-"""The support matrices in README.md match the recorded results, and these the stacks as they are now."""
+"""The support matrices in README.md match the recorded results, and these match the current stacks."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ def test_cell_marks_the_outcome(cases, cell):
         assert ("ᵃ" in cell) == notes.startswith(" ᵃ No such thing ")
 
 
-def test_run_counts_for_its_stack_alone():
+def test_run_counts_only_for_its_stack():
     def last(stack: str) -> list[str]:
         runs = {"1.0": {"stack": stack, "rollout": "vLLM", "flowrl": {"stack": stack}}}
         return matrix.table({"1.0": release()}, runs).splitlines()[-5:]
@@ -61,7 +61,7 @@ def test_release_without_a_registry_has_no_recipe():
     assert flowrl.endswith("| –ᵃ |") and notes.endswith(f"ᵃ {matrix.WITHOUT_FLOWRL[name]}.")
 
 
-def test_run_of_oat_counts_for_its_stack_alone():
+def test_run_of_oat_counts_only_for_its_stack():
     for stack, cell in {"s1": "✓ᵃ", "s0": "not run"}.items():
         lines = matrix.oat_table({"1.0": release()}, {"1.0": {"stack": stack, "rollout": "vLLM"}})
         assert f"\n| a whole job in fp16: launchpad, vLLM, DeepSpeed | {cell} |\n" in lines
@@ -69,13 +69,13 @@ def test_run_of_oat_counts_for_its_stack_alone():
 
 
 @pytest.mark.parametrize("framework", RESULTS, ids=lambda framework: framework.name)
-def test_results_are_those_of_the_stacks(framework: Framework):
+def test_results_match_the_current_stacks(framework: Framework):
     results = json.loads(RESULTS[framework].read_text())
     now = {stack.release.name: stack.id for stack in load_stacks(framework=framework)}
-    seen = {name: entry["stack"] for name, entry in results.items()}
-    stale = sorted(name for name in now if seen.get(name) != now[name])
+    recorded = {name: entry["stack"] for name, entry in results.items()}
+    stale = sorted(name for name in now if recorded.get(name) != now[name])
     how = {VERL: "make test-releases matrix", OAT: "make test-oat matrix"}[framework]
-    assert list(seen) == list(now) and not stale, f"run `{how}`: the stacks of {', '.join(stale)} have changed"
+    assert list(recorded) == list(now) and not stale, f"run `{how}`: the stacks of {', '.join(stale)} have changed"
 
 
 def test_readme_has_the_current_matrices():

@@ -1,4 +1,4 @@
-"""Child processes of the commands: their session, their end with the parent, and the signals that interrupt."""
+"""Child processes of the commands: their session, their end with the parent, and the signals that interrupt them."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""``scripts/setup_env.py``: which Python an environment is made with, and when it is made anew."""
+"""``scripts/setup_env.py``: the choice of an environment's Python, and when it is created again."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ VERSIONS = {"python3.10": "3.10", "python3.11": "3.11", "python3.12": "3.12", "p
 
 @pytest.fixture
 def on_path(tmp_path, monkeypatch):
-    """``on_path("python3.11", python="3.9")``: put programs on an empty PATH that answer as these Pythons do."""
+    """``on_path("python3.11", python="3.9")``: put stubs of these Pythons on an empty PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -32,7 +32,7 @@ def on_path(tmp_path, monkeypatch):
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """The environment "cpu" in an empty checkout, for which venv makes a folder alone and pip installs nothing."""
+    """The environment "cpu" in an empty checkout, for which stubs of venv and pip create only a folder."""
     monkeypatch.setattr(setup_env, "REPO", tmp_path)
     (tmp_path / "requirements").mkdir()
     (tmp_path / "requirements/cpu.torch").write_text("torch==1\n")

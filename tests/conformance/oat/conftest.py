@@ -1,4 +1,4 @@
-"""Every release of OAT, as its wheel ships it and with its stack, seen once by ``oat_cases`` in its environment."""
+"""Every release of OAT, as its wheel ships it and with its stack, run once through ``oat_cases`` in its environment."""
 
 import json
 import os
@@ -20,12 +20,12 @@ from lib.paths import REPO
 PYTHON = REPO / ".venv-workers/bin/python"
 RUNNER = Path(__file__).with_name("oat_runner.py")
 
-Seen = Callable[[str, bool], dict[str, str]]
+Outcomes = Callable[[str, bool], dict[str, str]]
 
 
 @pytest.fixture(scope="session")
-def seen(tmp_path_factory, pytestconfig) -> Iterator[Seen]:
-    """``seen(release, patched)``: what that tree does, a text by case; all trees are run by one process."""
+def outcomes(tmp_path_factory, pytestconfig) -> Iterator[Outcomes]:
+    """``outcomes(release, patched)``: the outcomes of that tree by case; one process runs all trees."""
     done: dict[tuple[str, bool], dict[str, str]] = {}
     folder = tmp_path_factory.mktemp("oat")
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
@@ -55,7 +55,7 @@ def seen(tmp_path_factory, pytestconfig) -> Iterator[Seen]:
 
 
 def run(runner: subprocess.Popen, tree: Path, out: Path) -> dict[str, str]:
-    """Have ``runner`` run all cases on the OAT in ``tree``: what both ranks see, or what each of them does."""
+    """Have ``runner`` run all cases on the OAT in ``tree``; return outcomes by case, each rank's where they differ."""
     runner.stdin.write(json.dumps({"tree": str(tree), "out": str(out), "cases": []}) + "\n")
     runner.stdin.flush()
     codes = json.loads(runner.stdout.readline())
@@ -68,7 +68,7 @@ def run(runner: subprocess.Popen, tree: Path, out: Path) -> dict[str, str]:
 
 
 def write_results(results: dict[str, dict]) -> None:
-    """Put what was seen of these releases into tests/expected/oat.json; those that did not run stay."""
+    """Write the verdicts on these releases into tests/expected/oat.json; keep those of other releases."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for release in results:
         known[release] = entry(load_stack(find_release(release, framework=OAT)), results[release])

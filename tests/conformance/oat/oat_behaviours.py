@@ -1,5 +1,5 @@
-"""What the conformance suite asks of every release of OAT: each behaviour, what the unpatched release does instead, and
-what could not be run.
+"""The behaviours that the conformance suite tests on every release of OAT, the outcomes of unpatched releases, and the
+behaviours that could not be tested.
 
 The texts are outcomes of ``oat_cases.py``, word for word. ``upstream`` is a prediction: an unpatched release that does
 anything else, better or worse, fails a test.
@@ -32,7 +32,7 @@ def role_dtypes(dtype: str, rollout: str) -> str:
 
 
 def without_fp16(instead: str) -> dict[str, tuple[str, ...]]:
-    """Releases without fp16 refuse its option; those with it do ``instead``."""
+    """Predict a refused option on releases without fp16, and ``instead`` on those with it."""
     return {no("fp16"): OLD, instead: NEW}
 
 
@@ -41,7 +41,7 @@ def without(option: str) -> dict[str, tuple[str, ...]]:
 
 
 def refused(release: str) -> str:
-    """What the unpatched release makes of bad input: nearly all of its keys it does not know."""
+    """Predict how an unpatched release handles bad input; it lacks nearly all of the keys."""
     keys = ("initial_scale_power", "loss_scale", "min_loss_scale")
     unknown = {"both": "fp16"} if release in OLD else {}
     unknown |= {"precision and fp16": "precision", "precision and bf16": "precision"}
@@ -195,18 +195,18 @@ BEHAVIOURS = {
     "bf16": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
 }
 
-# Rows of the matrix for which nothing could be run here, and why.
+# Rows of the matrix that could not be tested here, with the reason.
 NOT_RUN = {GPU: "there was no GPU with OAT's CUDA dependencies"}
 
 
-def verdicts(release: str, seen: Callable[[str, bool], dict[str, str]]) -> dict[str, dict]:
-    """What becomes of each behaviour on one release, for the support matrix; ``seen`` as the fixture gives it."""
+def verdicts(release: str, outcomes: Callable[[str, bool], dict[str, str]]) -> dict[str, dict]:
+    """Return the outcome of each behaviour on one release, for the support matrix; ``outcomes`` is the fixture."""
     results = {}
     for case, behaviour in BEHAVIOURS.items():
         if why := behaviour.why_absent(release):
             results[case] = {"row": behaviour.row, "absent": why}
             continue
-        ours, theirs = compared(seen(release, True)[case], seen(release, False)[case])
+        ours, theirs = compared(outcomes(release, True)[case], outcomes(release, False)[case])
         results[case] = {
             "row": behaviour.row,
             "passed": ours == behaviour.patched,

@@ -1,7 +1,7 @@
-"""What one release of OAT does, seen from its own learner on two gloo ranks; imported by ``oat_runner`` in each rank.
+"""The cases of one release of OAT: its own learner on two gloo ranks; imported by ``oat_runner`` in each rank.
 
-Each case is a behaviour of ``oat_behaviours`` and returns a short text of facts, no verdict: a pristine tree runs the
-same cases, and what it does instead is compared with what was predicted.
+Each case is a behaviour of ``oat_behaviours`` and returns a short text of facts, not a verdict: a pristine tree runs
+the same cases, and its outcomes are compared with the predicted ones.
 """
 
 import time
@@ -60,7 +60,7 @@ from oat_wire_cases import (
 
 
 def bf16() -> str:
-    """Weights, masters, Adam state and losses of actor and critic after two updates, without the fused head."""
+    """Digest weights, masters, Adam state and losses of actor and critic after two updates without the fused head."""
     learner = made("--critic_type=ppo", "--no-use_fused_lm_head", "--beta=0.1")
     metrics = [learned(learner, seed) for seed in range(2)]
     kept = [torch.tensor([one[f"train/{key}"]]) for one in metrics for key in ("pg_loss", "critic_loss", "entropy")]
@@ -81,11 +81,11 @@ CASES = [
 ]
 if TIS:
     CASES.append(weights_tis_c)
-CASES.append(reports_zero_3)  # the last: transformers remembers ZeRO-3
+CASES.append(reports_zero_3)  # last, because transformers keeps ZeRO-3 enabled
 
 
 def run(wanted: list[str], model: str, data: str, out: Path, connection: Connection) -> dict[str, str]:
-    """The outcome of each case, or of those that are wanted; an error is an outcome too, since some is predicted."""
+    """Return the outcome of each case, or of the ``wanted`` ones; errors are outcomes too, since some are predicted."""
     vars(PATHS).update(model=model, data=data, out=out, connection=connection)
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -1,8 +1,8 @@
-"""What OAT meets without a GPU and under Python 3.11. Import it before oat.
+"""Make OAT run without a GPU and under Python 3.11. Import it before oat.
 
 OAT pins launchpad, plasma and a vLLM that have no wheel for this Python, and imports them at the top of its modules.
-Here they are names; nothing in them is called, except where a case puts a recorder of its own. All that trains is real:
-OAT's learner and strategy, DeepSpeed's engines, torch, transformers, gloo.
+They are empty modules here; nothing in them is called, except where a case installs a recorder. All that trains is
+real: OAT's learner and strategy, DeepSpeed's engines, torch, transformers, gloo.
 """
 
 import importlib
@@ -38,11 +38,11 @@ def name_modules() -> None:
 
 
 def take_the_cpu() -> None:
-    """Answer what OAT asks of ``torch.cuda`` for the CPU. DeepSpeed asks its accelerator, which is the CPU here.
+    """Answer OAT's queries of ``torch.cuda`` for the CPU. DeepSpeed queries its accelerator, which is the CPU here.
 
-    DeepSpeed calls fp16 unsupported on a CPU without fp16 instructions; torch multiplies it there all the same. What it
-    would compile at the first use, in two minutes, is left out: its FusedAdam, for which torch's AdamW is the same
-    update and which DeepSpeed takes, and its collectives in shared memory, which gloo does.
+    DeepSpeed reports fp16 as unsupported on a CPU without fp16 instructions; torch emulates it. The extensions that
+    DeepSpeed would compile at first use, which takes two minutes, are replaced: FusedAdam by torch's AdamW, which
+    computes the same update, and the shared-memory collectives by gloo's.
     """
     type(get_accelerator()).is_fp16_supported = lambda self: True
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # as an attribute it is torch itself
@@ -53,7 +53,7 @@ def take_the_cpu() -> None:
 
 
 def know_torch() -> None:
-    """OAT compares torch's versions as strings, so that 2.13 comes before 2.6 and gets an argument's former name."""
+    """Accept an argument's old name, which OAT uses: it compares torch's versions as strings, so 2.13 is below 2.6."""
     make = distributed_c10d._new_process_group_helper
 
     def make_group(*args, pg_options=None, **kwargs):
@@ -63,7 +63,7 @@ def know_torch() -> None:
 
 
 class CudaIsTheCpu(TorchFunctionMode):
-    """Makes tensors that are asked for on "cuda" on the CPU, as WorkerWrap does."""
+    """Create tensors requested on "cuda", as by WorkerWrap, on the CPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -29,10 +29,10 @@ RANK = int(os.environ["RANK"])
 Transition = getattr(types, "TransitionData", None) or types.TrajectoryData
 PATHS = SimpleNamespace()  # model, data, out, and the connection to the actor: set by run
 FP16 = ["--no-bf16", "--fp16"]
-# 0.1.4 and 0.2.0 have no truncated importance sampling of their own; later it is on unless told otherwise.
+# 0.1.4 and 0.2.0 have no truncated importance sampling of their own; later it is on by default.
 TIS = hasattr(ppo.PPOArgs, "tis_c")
 NO_TIS = ["--tis_c=None"] if TIS else []
-# Each rank names its run's folder by its own clock, to the second: a border of seconds would part their checkpoints.
+# Each rank names its run's folder by its own clock, to the second: two ranks could name different folders.
 base.datetime = SimpleNamespace(now=lambda: datetime(2026, 1, 1))
 
 
@@ -41,7 +41,7 @@ class Unparsed(Exception):
 
 
 def parsed(*options: str) -> ppo.PPOArgs:
-    """The release's own arguments, as typed and then validated, for the tiny model on two ranks."""
+    """Return the release's arguments, parsed and validated by the release, for the tiny model on two ranks."""
     usual = {
         "pretrain": PATHS.model,
         "prompt_data": PATHS.data,
@@ -61,13 +61,13 @@ def parsed(*options: str) -> ppo.PPOArgs:
     }
     sys.argv = ["oat", "--no-flash_attn", "--collocate", *(f"--{key}={value}" for key, value in usual.items())]
     sys.argv += map(str, options)
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
             args = get_default_args(ppo.PPOArgs)
     except SystemExit:
-        unknown = re.search(r"Unrecognized options:[\s│]*(--\w+)", said.getvalue())
-        raise Unparsed(f"no {unknown[1]}" if unknown else said.getvalue()) from None
+        unknown = re.search(r"Unrecognized options:[\s│]*(--\w+)", output.getvalue())
+        raise Unparsed(f"no {unknown[1]}" if unknown else output.getvalue()) from None
     args.algo = "PPO"
     return default_args_validation(args)
 
@@ -76,14 +76,14 @@ COUNT = itertools.count()  # of folders, the same on each rank
 
 
 def new(learner: type[ppo.PPOLearner], *options: str) -> ppo.PPOLearner:
-    """A learner of this class, which has built nothing yet, as the program that OAT launches makes it."""
+    """Return a learner of this class as OAT's launched program creates it, with nothing built yet."""
     args = parsed(*options)
     args.learner_gpus_per_group = 2  # by get_program
     return learner(2, RANK, 0, "127.0.0.1", "29500", False, args, [], None)
 
 
 def made(*options: str) -> ppo.PPOLearner:
-    """The release's learner, its models and engines built; what its ``run`` sets before the first step is set."""
+    """Return the release's learner with models and engines built and the attributes set that its ``run`` sets first."""
     learner = new(ppo.PPOLearner, *options)
     learner._init(learner.args, [])
     learner.steps, learner.start_time, learner.actor_info = 1, time.time(), {}
@@ -92,7 +92,7 @@ def made(*options: str) -> ppo.PPOLearner:
 
 
 def transitions(seed: int, rows: int = 2, log_prob: float = -5.5) -> list:
-    """``rows`` made answers to ``rows / 2`` prompts, different on each rank: one of each pair is right."""
+    """Return ``rows`` synthetic answers to ``rows / 2`` prompts, different on each rank; one of each pair is right."""
     draw = random.Random(10 * seed + RANK)
     made = []
     for row in range(rows):
@@ -112,14 +112,14 @@ def transitions(seed: int, rows: int = 2, log_prob: float = -5.5) -> list:
 
 
 def learned(learner, seed: int, rows: int = 2, **given) -> dict:
-    """The metrics of one round of ``learn`` on made transitions."""
+    """Return the metrics of one round of ``learn`` on synthetic transitions."""
     learner.pi_buffer.clear()
     learner.process_feedback_data(transitions(seed, rows, **given))
     return learner.learn(seed + 1)
 
 
 def state(engine) -> list[torch.Tensor]:
-    """Weights and Adam state of this rank, as clones."""
+    """Return weights and Adam state of this rank, as clones."""
     tensors = [parameter.detach().clone() for parameter in engine.module.parameters()]
     for entry in engine.optimizer.optimizer.state.values():
         tensors += [value.detach().clone() for value in entry.values()]
@@ -132,7 +132,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 @contextlib.contextmanager
 def poisoned(engine, value: float = math.inf):
-    """One element of a gradient of rank 1 is ``value``."""
+    """Set one element of a gradient of rank 1 to ``value``."""
     parameter = next(engine.module.parameters())
 
     def poison(gradient):
@@ -151,9 +151,9 @@ def scale(engine) -> float:
 
 
 def fp16(*options: str, power: int = 10, least: int = 1):
-    """A learner in fp16 whose dynamic scale starts at ``2**power`` and is halved at each overflow, down to ``least``.
+    """Return an fp16 learner whose scale starts at ``2**power`` and is halved at each overflow, down to ``least``.
 
-    An unpatched release has no arguments for that: it is given its own scaler with these values.
+    An unpatched release has no arguments for that: its own scaler is created with these values.
     """
     if PATCHED:
         settings = [f"--initial_scale_power={power}", "--hysteresis=1", f"--min_loss_scale={least}"]
@@ -166,7 +166,7 @@ def fp16(*options: str, power: int = 10, least: int = 1):
 
 
 def logged(learner, seed: int, **given) -> dict:
-    """What a round of ``learn`` and then ``eval_and_log`` report, as rank 0 shows it."""
+    """Return the metrics that rank 0 logs of one round of ``learn`` and ``eval_and_log``."""
     shown = []
     learner.strategy.pprint = shown.append
     learner.eval_and_log(learned(learner, seed, **given))
@@ -188,7 +188,7 @@ def near(a: float, b: float, tolerance: float = 1e-3) -> bool:
 
 
 def rollout_dtype(args) -> str:
-    """Return the dtype that the actors' vLLM is started with, from the program that OAT hands to launchpad."""
+    """Return the dtype that the actors' vLLM is started with, from the program that OAT passes to launchpad."""
     nodes = []
     program = SimpleNamespace(add_node=lambda node, label: nodes.append(node))
 

@@ -8,7 +8,7 @@ from oat_learner import FP16, NO_TIS, learned, logged, made, name, near, same, s
 
 
 def by_hand(learner, rows: list) -> list[dict[str, torch.Tensor]]:
-    """Of each made transition: the actor's and the learner's log-probabilities of its response, fp32, and gradients."""
+    """Return each response's fp32 log-probabilities by actor and learner; the learner's are differentiable."""
     model = learner.model.model.module
     answers = []
     for row in rows:
@@ -20,7 +20,7 @@ def by_hand(learner, rows: list) -> list[dict[str, torch.Tensor]]:
 
 
 def mismatch() -> str:
-    """The reported mismatch, beside one computed by hand from the same weights and transitions."""
+    """Compare the reported mismatch with one computed by hand from the same weights and transitions."""
     learner = made("--no-bf16", "--no-use_fused_lm_head")
     with torch.no_grad():
         answers = by_hand(learner, transitions(0))
@@ -38,10 +38,10 @@ def mismatch() -> str:
         "kl_sample_train_v1": reduce(-ratio.mean()).item(),  # OAT's own: each rank's, then the mean of ranks
         "kl_sample_train_v2": reduce(0.5 * (ratio**2).mean()).item(),
     }
-    seen = logged(learner, 0)
+    metrics = logged(learner, 0)
     facts = []
     for key, value in expected.items():
-        found = seen.get(f"train/{key}")
+        found = metrics.get(f"train/{key}")
         facts.append(
             f"{key} {'absent' if found is None else 'as by hand' if near(found, value) else f'{found} NOT {value}'}"
         )
@@ -49,7 +49,7 @@ def mismatch() -> str:
 
 
 def objective(weigh: Callable[[torch.Tensor], torch.Tensor], *options: str) -> str:
-    """Loss and gradient of one update, beside those by hand with ``weigh`` of the log-ratios of one response."""
+    """Compare loss and gradient of one update with those by hand, where ``weigh`` maps a response's log-ratios."""
     options = [
         "--no-bf16",
         "--no-use_fused_lm_head",
@@ -75,16 +75,16 @@ def objective(weigh: Callable[[torch.Tensor], torch.Tensor], *options: str) -> s
     loss = learner.strategy.all_reduce(loss.detach()).item()
     learner.pi_buffer.clear()
     learner.process_feedback_data(rows)
-    seen = learner.learn(1)
-    found = learner.strategy.all_reduce(seen["train/pg_loss"])
+    metrics = learner.learn(1)
+    found = learner.strategy.all_reduce(metrics["train/pg_loss"])
     facts = ["loss as by hand" if near(found, loss) else f"loss {found:.4g} NOT {loss:.4g}"]
-    found = seen["train/policy_grad_norm"]
+    found = metrics["train/policy_grad_norm"]
     facts.append("gradient as by hand" if near(found, norm) else f"gradient {found:.4g} NOT {norm:.4g}")
     return ", ".join(facts)
 
 
 def drifted(seed: int) -> list:
-    """Transitions whose actor is far from the learner, further up for the right answer than down for the wrong."""
+    """Return transitions with a large mismatch, further up for the right answer than down for the wrong."""
     rows = transitions(seed)
     for row, shift in zip(rows, (-0.6, 0.4), strict=True):
         row.response_logprobs = [each + shift * (1 + index % 3) for index, each in enumerate(row.response_logprobs)]
@@ -120,7 +120,7 @@ def weights_masked() -> str:
 
 
 def weights_reinforce() -> str:
-    """Policy gradient with a sequence's weight, the paper's."""
+    """Weigh the policy gradient by the sequence's weight, as the paper does."""
     given = ["--reinforce_update", "--rollout_is=sequence", "--rollout_is_threshold=inf"]
     return objective(lambda r: r.sum().exp() * torch.ones_like(r), *given)
 
@@ -130,7 +130,7 @@ def reinforce() -> str:
 
 
 def head(*options: str) -> str:
-    """Are log-probabilities of the fused head, OAT's default, fp32 numbers or 16-bit ones?"""
+    """Report whether the fused head, OAT's default, returns fp32 or 16-bit log-probabilities."""
     learner, facts = made(*options), []
     ids = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -151,7 +151,7 @@ def head_fp16() -> str:
 
 
 def reference(*options: str) -> str:
-    """Do two rounds train beside a reference model, by OAT's two ways of staying close to it, with the fused head?"""
+    """Train two rounds with the fused head under each of OAT's two penalties on the distance to a reference model."""
     facts = []
     for key in ("beta", "kl_penalty_coef"):
         learner = made(f"--{key}=0.1", *options)
@@ -172,7 +172,7 @@ def reference_fp16() -> str:
 
 
 def head_batch() -> str:
-    """Does the fused head give its hidden states a gradient where a device has two rows?"""
+    """Report whether the fused head's hidden states get a gradient where a device has two rows."""
     norms = [
         learned(made("--no-bf16", "--train_batch_size_per_device=2", *options), 0)["train/policy_grad_norm"]
         for options in (["--no-use_fused_lm_head"], [])

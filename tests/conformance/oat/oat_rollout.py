@@ -1,4 +1,4 @@
-"""The actor's end of the weights' wire: a release's own ``WorkerWrap``, with a model that keeps what it is given.
+"""The receiving end of the weight sync: a release's own ``WorkerWrap``, with a model that records what it loads.
 
 Runs in a process of its own, as vLLM's worker does, and answers ``oat_cases.Actor`` over a connection.
 """
@@ -18,7 +18,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 class Model:
-    """Keeps dtype and content of each weight that it is given."""
+    """Record the dtype and a digest of each weight that it loads."""
 
     def __init__(self):
         self.digests: dict[str, str] = {}
@@ -28,11 +28,11 @@ class Model:
 
 
 def serve(connection: Connection, out: Path) -> None:
-    """Call methods of one ``WorkerWrap`` after another until the connection ends."""
+    """Call methods of ``WorkerWrap`` as requested until the connection closes."""
     from oat.utils.distributed import WorkerWrap
 
     class Worker(WorkerWrap):
-        """As vLLM mixes it into its worker, whose model has ``dtype``."""
+        """A worker with ``WorkerWrap`` mixed in, as in vLLM, whose model has ``dtype``."""
 
         def __init__(self, dtype: str):
             self.model_config = SimpleNamespace(dtype=getattr(torch, dtype))
@@ -58,4 +58,4 @@ def serve(connection: Connection, out: Path) -> None:
             except Exception as error:
                 connection.send((None, f"{type(error).__name__}: {error}"))
                 dist.destroy_process_group(worker._model_update_group)
-                worker = None  # with it goes the connection, of which whoever sends is told
+                worker = None  # closes the connection, which the sender notices

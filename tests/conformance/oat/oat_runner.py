@@ -1,13 +1,12 @@
-"""Runs ``oat_cases`` on two gloo ranks for one tree after another: forks of a process that has imported all else.
+"""Run ``oat_cases`` on two gloo ranks for one tree after another, in forks of a process that has imported all else.
 
     oat_runner.py FOLDER
 
 Makes a model and its prompts in FOLDER. Reads a line ``{"tree": ..., "out": ..., "cases": [NAME, ...]}`` for each tree,
-and answers it with the exit codes of its processes: the outcomes are in OUT/rank_R.json, what they printed in
-OUT/rank_R.log.
+and prints the exit codes of its processes: the outcomes are in OUT/rank_R.json, their output in OUT/rank_R.log.
 """
 
-# ruff: noqa: E402 (what a CPU needs comes first)
+# ruff: noqa: E402 (the CPU setup comes first)
 import gc
 import importlib
 import json
@@ -35,7 +34,7 @@ for module in ("sympy.parsing.latex", "transformers.trainer", "tree", "tyro"):
 
 
 def make_model(folder: Path) -> None:
-    """A Qwen2 of one block and 29 thousand parameters, with the tokenizer of the arithmetic task."""
+    """Save a Qwen2 of one block and 29 thousand parameters, with the tokenizer of the arithmetic task."""
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -55,13 +54,13 @@ def make_model(folder: Path) -> None:
 
 
 def make_prompts(folder: Path) -> None:
-    """32 prompts: the learner counts them for its schedule, and is given its answers by the cases."""
+    """Save 32 prompts, which the learner counts for its schedule; the cases supply the answers."""
     prompts = Dataset.from_dict({"prompt": ["1+1="] * 32, "output": ["2"] * 32})
     DatasetDict(train=prompts, test=prompts.select(range(2))).save_to_disk(folder)
 
 
 def process(number: int, job: dict, ends: tuple[Connection, Connection], folders: list[str]) -> int:
-    """Fork a rank of a job, or as number 2 the actor that rank 0 sends weights to; the parent gets its id."""
+    """Fork a rank of a job, or as number 2 the actor that receives rank 0's weights; return its process id."""
     if pid := os.fork():
         return pid
     out = Path(job["out"])
@@ -93,7 +92,7 @@ def main() -> None:
     folders = [f"{sys.argv[1]}/{name}" for name in ("model", "prompts")]
     make_model(Path(folders[0]))
     make_prompts(Path(folders[1]))
-    gc.freeze()  # DeepSpeed collects garbage all the time, which would go through all that was imported
+    gc.freeze()  # DeepSpeed calls gc.collect() often: exclude everything imported so far
     for line in sys.stdin:
         ends = Pipe()
         processes = [process(number, json.loads(line), ends, folders) for number in range(3)]

@@ -28,7 +28,7 @@ from oat_learner import (
 
 
 def dtypes(*options: str) -> str:
-    """In what the learner's engines compute, and what the actors are asked for."""
+    """Return the dtypes in which the learner's engines compute, and the one requested of the actors."""
     learner = made("--critic_type=ppo", "--beta=0.1", *options)
     facts = []
     for role, model in (("actor", learner.model), ("ref", learner.ref_model), ("critic", learner.critic)):
@@ -54,7 +54,7 @@ def dtype_bf16_train_fp16_infer() -> str:
 
 
 def one_key() -> str:
-    """Does ``--precision`` say what OAT's pair of booleans says?"""
+    """Compare the arguments that ``--precision`` sets with those of OAT's pair of booleans."""
     spellings = {"fp16": FP16, "bf16": [], "fp32": ["--no-bf16"]}
     facts = []
     for regime, pair in spellings.items():
@@ -86,22 +86,22 @@ if TIS:
 
 
 def refusals() -> str:
-    """Which bad input is refused by one line that names keys and values."""
+    """Return the bad input that is not refused by one line that names keys and values."""
     facts = []
-    for what, (options, said) in REFUSED.items():
+    for what, (options, words) in REFUSED.items():
         try:
             parsed(*options)
             facts.append(f"takes {what}")
         except Unparsed as error:
             facts.append(f"{what}: {error}")
         except Exception as error:
-            if "\n" in str(error) or not all(part in str(error) for part in said):
+            if "\n" in str(error) or not all(word in str(error) for word in words):
                 facts.append(f"{what}: {type(error).__name__}: {error}")
     return "; ".join(facts) or "refuses all"
 
 
 def first_updates() -> str:
-    """What becomes of the first four updates by default."""
+    """Return the first scale, and the number of skips in the first four updates, by default."""
     learner = made(*FP16)
     start, before = scale(learner.model.model), state(learner.model.model)
     for seed in range(4):
@@ -112,7 +112,7 @@ def first_updates() -> str:
 
 @functools.cache
 def story() -> list[dict]:
-    """Six updates of actor and critic in fp16: of each, what is the same afterwards, scales, rates and metrics."""
+    """Run six fp16 updates of actor and critic; record for each what changed, the scales, rates and metrics."""
     learner = fp16("--critic_type=ppo")
     roles = {
         "actor": (learner.model.model, learner.scheduler),
@@ -132,14 +132,14 @@ def story() -> list[dict]:
                 "skipped": same(tensors, state(engine)),
                 "finite": all(bool(tensor.isfinite().all()) for tensor in state(engine)),
                 "scale": scale(engine) / old,
-                "held": rate.get_last_lr() == lr,
+                "lr_unchanged": rate.get_last_lr() == lr,
             }
         chapters.append(chapter)
     return chapters
 
 
 def overflow(role: str) -> str:
-    """An inf or NaN in one gradient of rank 1: weights and Adam state, and the scale."""
+    """Return whether each update with an inf or NaN in a gradient of rank 1 was skipped, and the scale's factor."""
     facts = []
     for chapter in story():
         one = chapter[role]
@@ -158,11 +158,11 @@ def overflow_critic() -> str:
 
 
 def learning_rate() -> str:
-    """Does the schedule advance after a skipped update?"""
+    """Return whether the schedule advances after a skipped update."""
     facts = []
     for role in ("actor", "critic"):
-        taken = {chapter[role]["held"] for chapter in story() if not chapter[role]["skipped"]}
-        skipped = {chapter[role]["held"] for chapter in story() if chapter[role]["skipped"]}
+        taken = {chapter[role]["lr_unchanged"] for chapter in story() if not chapter[role]["skipped"]}
+        skipped = {chapter[role]["lr_unchanged"] for chapter in story() if chapter[role]["skipped"]}
         facts.append(
             f"{role} {'held' if skipped == {True} else 'MOVES ON'}{' as where taken' if taken & skipped else ''}"
         )
@@ -170,29 +170,29 @@ def learning_rate() -> str:
 
 
 def scaler_metrics() -> str:
-    """What is reported of the loss scalers, update by update: scale, skipped steps, overflow."""
+    """Return the reported scale, skipped steps and overflow of each update."""
     facts = []
     for role, prefix in (("actor", "train/"), ("critic", "train/critic_")):
         keys = [f"{prefix}{key}" for key in ("loss_scale", "skipped_steps", "overflow")]
-        seen = [chapter["metrics"] for chapter in story()]
-        told = ["/".join(f"{one[key]:g}" if key in one else "-" for key in keys) for one in seen]
-        facts.append(f"{role} {', '.join(told)}")
+        metrics = [chapter["metrics"] for chapter in story()]
+        texts = ["/".join(f"{one[key]:g}" if key in one else "-" for key in keys) for one in metrics]
+        facts.append(f"{role} {', '.join(texts)}")
     return "; ".join(facts)
 
 
 def norms(learner) -> str:
-    """The norm that an fp16 learner reports, beside that of an fp32 learner with the same weights and transitions."""
+    """Compare an fp16 learner's reported norm with that of an fp32 learner of the same weights and transitions."""
     reference, facts = logged(made("--no-bf16"), 0)["train/policy_grad_norm"], []
     for what in ("taken", "skipped", "taken again"):
         with poisoned(learner.model.model) if what == "skipped" else contextlib.nullcontext():
-            seen = logged(learner, 0).get("train/policy_grad_norm")
-        if seen is None:
+            norm = logged(learner, 0).get("train/policy_grad_norm")
+        if norm is None:
             facts.append(f"{what}: absent")
-        elif not math.isfinite(seen):
+        elif not math.isfinite(norm):
             facts.append(f"{what}: NOT FINITE")
         elif what == "taken":
-            as_in_fp32 = near(seen, reference, 0.02)
-            facts.append(f"{what}: as in fp32" if as_in_fp32 else f"{what}: {seen / reference:.4g} TIMES")
+            as_in_fp32 = near(norm, reference, 0.02)
+            facts.append(f"{what}: as in fp32" if as_in_fp32 else f"{what}: {norm / reference:.4g} TIMES")
         else:
             facts.append(f"{what}: finite")
     return ", ".join(facts)
@@ -211,7 +211,7 @@ def gradient_norm_zero_1() -> str:
 
 
 def storm() -> str:
-    """Overflow upon overflow, down to the least scale."""
+    """Overflow in every update, down to the least scale."""
     learner = fp16(power=10, least=256)
     for update in range(1, 6):
         try:
@@ -223,7 +223,7 @@ def storm() -> str:
 
 
 def scaler_keys() -> str:
-    """The scalers where every setting is given by its argument, then where the scale is fixed."""
+    """Return the scalers' settings where each is set by its argument, then where the scale is fixed."""
     dynamic = {"initial_scale_power": 12, "loss_scale_window": 7, "hysteresis": 3, "min_loss_scale": 4}
     learner = made(*FP16, "--critic_type=ppo", "--consecutive_hysteresis", *(f"--{k}={v}" for k, v in dynamic.items()))
     facts = []
@@ -236,7 +236,7 @@ def scaler_keys() -> str:
 
 
 def checkpoint() -> str:
-    """Saved by ``eval_and_log`` after an overflow and a taken update, loaded by a new learner as ``run`` does it."""
+    """Save by ``eval_and_log`` after an overflow and a taken update; load into a new learner as ``run`` does."""
     saving = ["--save_steps=1", "--save_ckpt", "--eval_steps=-1"]
     learner = fp16(*saving)
     learned(learner, 0)

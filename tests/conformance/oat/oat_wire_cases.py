@@ -1,4 +1,4 @@
-"""Cases of OAT: the weights that reach the rollout, the files of a run, and the reported dtypes."""
+"""Cases of OAT: weight sync to the rollout, the files of a run, and the reported dtypes."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from oat_learner import FP16, PATCHED, PATHS, RANK, digest, made, name, new, rol
 
 
 class Actor:
-    """An actor as the learner sees it: each method of ``futures`` is called in ``oat_rollout``'s process."""
+    """A proxy of an actor: each method of ``futures`` is called in ``oat_rollout``'s process."""
 
     def __init__(self, dtype: str):
         self.futures, self.errors = self, []
@@ -44,7 +44,7 @@ class Actor:
 
 
 def wired(learner) -> Actor:
-    """An actor of the rollout dtype, joined to the learner's rank 0 as ``LearnerBase._init`` does it."""
+    """Return an actor of the rollout dtype, connected to the learner's rank 0 as in ``LearnerBase._init``."""
     actor = Actor(rollout_dtype(learner.args))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -65,7 +65,7 @@ def wired(learner) -> Actor:
 
 
 def wire(*options: str) -> str:
-    """Do weights leave in the dtype that the actors are asked for, and does the release's own worker take them?"""
+    """Send weights in the rollout's dtype to the release's own worker; return the dtype, and whether they match."""
     learner = made(*options)
     outcome = [None]
     if RANK == 0:
@@ -81,7 +81,7 @@ def wire(*options: str) -> str:
         except RuntimeError as error:
             if not actor.errors:
                 with contextlib.suppress(RuntimeError):
-                    actor.result()  # why it closed the connection
+                    actor.result()  # the error that closed the connection
             outcome[0] = actor.errors[0] if actor.errors else str(error)
             dist.barrier()  # rank 1 waits there
     else:
@@ -103,7 +103,7 @@ def wire_bf16_train_fp16_infer() -> str:
 
 
 class Rounds(ppo.PPOLearner):
-    """The learner in its own ``run``, with made transitions in place of an actor's, to which nothing is sent."""
+    """A learner whose ``run`` uses synthetic transitions in place of an actor's and syncs no weights."""
 
     def _init(self, args, actors) -> None:
         super()._init(args, [])
@@ -115,7 +115,7 @@ class Rounds(ppo.PPOLearner):
 
 
 def ran(*options: str) -> Rounds:
-    """A learner after the two rounds of its ``run``, of 8 prompts."""
+    """Return a learner after the two rounds of its ``run`` on 8 prompts."""
     base.lp = SimpleNamespace(stop=lambda: None)
     learner = new(Rounds, "--max_train=8", "--debug", "--eval_steps=-1", *options)
     learner.run()
@@ -123,7 +123,7 @@ def ran(*options: str) -> Rounds:
 
 
 def files() -> str:
-    """What a run leaves in its folder for others to read."""
+    """Describe the metrics.jsonl and args.json that a run writes."""
     folder = Path(ran("--no-bf16").save_path)
     found = [None]
     if RANK == 0:
@@ -135,16 +135,16 @@ def files() -> str:
                 "with pg_loss" if all("train/pg_loss" in line["data"] for line in lines) else "WITHOUT pg_loss"
             )
         if (folder / "args.json").exists():
-            said = json.loads((folder / "args.json").read_text())
-            facts.append(f"args.json of {said['precision']}, actor in {said['effective']['actor']['compute']}")
-            facts.append("stamped" if said["stamp"] else "NO STAMP")
+            report = json.loads((folder / "args.json").read_text())
+            facts.append(f"args.json of {report['precision']}, actor in {report['effective']['actor']['compute']}")
+            facts.append("stamped" if report["stamp"] else "NO STAMP")
         found[0] = ", ".join(facts) or "nothing"
     dist.broadcast_object_list(found)
     return found[0]
 
 
 def resumed() -> str:
-    """A run that goes on from another's checkpoint with other settings: whose scale, window and least scale hold?"""
+    """Return scale, window and least scale after a resume with settings other than the checkpoint's."""
     saved = ran(*FP16, "--initial_scale_power=10", "--save_steps=1", "--save_ckpt")
     folder = [str(Path(saved.save_path) / "checkpoints")]
     dist.broadcast_object_list(folder)
@@ -154,18 +154,18 @@ def resumed() -> str:
 
 
 def reports(*options: str) -> str:
-    """What the engines are said to have, in args.json: each role's stage, computing dtype and masters."""
+    """Return each role's ZeRO stage, computing dtype and masters as args.json reports them."""
     learner = made(*FP16, "--beta=0.1", "--no-use_fused_lm_head", *options)
-    said = [None]
+    text = [None]
     if PATCHED:
         importlib.import_module("oat.utils.precision").report_precision(learner)
         if RANK == 0:
             roles = json.loads((Path(learner.save_path) / "args.json").read_text())["effective"]
             keys = ("strategy", "compute", "master")
             facts = {role: [str(one[key]) for key in keys if key in one] for role, one in sorted(roles.items())}
-            said[0] = "; ".join(f"{role} {', '.join(fact)}" for role, fact in facts.items())
-    dist.broadcast_object_list(said)
-    return said[0] or "nothing"
+            text[0] = "; ".join(f"{role} {', '.join(fact)}" for role, fact in facts.items())
+    dist.broadcast_object_list(text)
+    return text[0] or "nothing"
 
 
 def reports_zero_2() -> str:

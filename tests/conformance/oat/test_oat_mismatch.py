@@ -1,4 +1,4 @@
-"""OAT's mismatch module by itself, against a computation by hand: it needs torch alone."""
+"""OAT's mismatch module by itself against a computation by hand; requires only torch."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Args(mismatch.MismatchArgs):
     reinforce_update: bool = False
 
 
-# Two responses, of two tokens and of one; outside of them the numbers must not matter.
+# Two responses, of two tokens and of one; values outside the mask must have no effect.
 LOGPS = torch.tensor([[-1.0, -2.0, 9.0], [7.0, -0.5, math.nan]])
 ACTOR = torch.tensor([[-1.5, -1.8, 0.0], [0.0, -2.5, 0.0]])
 MASK = torch.tensor([[True, True, False], [False, True, False]])
@@ -27,7 +27,7 @@ def weighed(**given) -> list[float]:
     return mismatch.reweigh(Args(**given), LOSS, LOGPS, ACTOR, MASK)[MASK].tolist()
 
 
-def test_without_weights_the_loss_is_itself():
+def test_loss_without_weights_is_returned_unchanged():
     assert mismatch.reweigh(Args(), LOSS, LOGPS, ACTOR, MASK) is LOSS
 
 
@@ -50,13 +50,13 @@ def test_without_weights_the_loss_is_itself():
         ),
     ],
 )
-def test_weights(given, weights):
+def test_loss_is_multiplied_by_the_weights(given, weights):
     expected = [loss * weight for loss, weight in zip(LOSS[MASK].tolist(), weights, strict=True)]
     assert weighed(**given) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_weight_is_finite():
-    """An inf would make NaN of an advantage of zero, and of a response that is left out."""
+def test_weight_is_clamped_to_finite_values():
+    """An inf times a zero advantage, or times the zero of a masked response, would be NaN."""
     logps, actor, mask = torch.tensor([[0.0]]), torch.tensor([[-200.0]]), torch.tensor([[True]])
     for loss in (0.0, 1.0):
         for level in ("token", "sequence"):
@@ -71,8 +71,8 @@ def test_a_weight_is_finite():
     assert left_out.item() == 0.0 and loss.grad.item() == 0.0
 
 
-def test_the_gradient_of_policy_gradients_with_importance_weights():
-    """d/dtheta of -A w log pi is -A w: nothing goes through the weight."""
+def test_policy_gradient_treats_importance_weight_as_constant():
+    """d/dtheta of -A w log pi is -A w: no gradient flows through the weight."""
     logps = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     actor, advantage = torch.tensor([[-1.5, -1.8]]), 3.0
     args = Args(reinforce_update=True, rollout_is="sequence", rollout_is_threshold=math.inf)
@@ -92,14 +92,14 @@ def by_hand(logps: list[float], actor: list[float]) -> dict[str, float]:
     }
 
 
-def test_metrics_of_one_rank():
+def test_metrics_of_one_rank_match_those_by_hand():
     found = mismatch.mismatch_metrics(Args(), LOGPS, ACTOR, MASK)
     assert {name: value.item() for name, value in found.items()} == pytest.approx(
         by_hand([-1.0, -2.0, -0.5], [-1.5, -1.8, -2.5]), rel=1e-5
     )
 
 
-def test_metrics_of_the_weights():
+def test_metrics_report_mean_weight_and_masked_fraction():
     for threshold, left_out in ((8.0, 0.0), (3.0, 1 / 3), (1.2, 1.0)):
         args = Args(rollout_is="sequence", rollout_rs="sequence", rollout_rs_threshold=threshold)
         found = mismatch.mismatch_metrics(args, LOGPS, ACTOR, MASK)
@@ -114,17 +114,17 @@ def rank(of: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_metrics_of_two_ranks_weigh_tokens(tmp_path):
+def test_metrics_of_two_ranks_are_averaged_over_tokens(tmp_path):
     mp.spawn(rank, (str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / str(of)) for of in range(2))
     of_all = by_hand([-1.0, -2.0, -0.5], [-1.5, -1.8, -2.5])
     for name in ("rollout_probs_diff_mean", "rollout_probs_diff_max", "rollout_k3_kl"):
         assert first[name] == second[name] == pytest.approx(of_all[name], rel=1e-5)
-    # OAT's own are of a rank, and OAT takes their mean.
+    # OAT computes its own metrics per rank and averages them.
     assert first["kl_sample_train_v1"] == pytest.approx(-0.15) and second["kl_sample_train_v1"] == pytest.approx(-2.0)
 
 
-def test_rollout_logps():
+def test_rollout_logps_are_aligned_with_the_mask():
     found = mismatch.rollout_logps([[-1.5, -1.8], [-2.5]], MASK)
     assert torch.equal(found, ACTOR)
     found = mismatch.rollout_logps([None, None], MASK)  # a dry run
@@ -144,15 +144,15 @@ def test_rollout_logps():
         ({"rollout_is": "token", "tis_c": 2.0}, ["rollout_is=token", "tis_c=2.0", "--tis_c None"]),
     ],
 )
-def test_refusals(given, words):
+def test_invalid_settings_are_refused_in_one_line(given, words):
     with pytest.raises(ValueError) as refused:
         mismatch.check_mismatch(Args(**given))
-    said = str(refused.value)
-    assert "\n" not in said and all(word in said for word in words), said
+    message = str(refused.value)
+    assert "\n" not in message and all(word in message for word in words), message
 
 
-def test_what_is_not_refused():
+def test_valid_settings_are_accepted():
     mismatch.check_mismatch(Args(tis_c=2.0))
     mismatch.check_mismatch(Args(tis_c=2.0, rollout_is="sequence", reinforce_update=True))  # tis_c is not read there
     mismatch.check_mismatch(Args(tis_c=2.0, rollout_rs="sequence", rollout_rs_threshold=2.0))  # a mask is no weight
-    mismatch.check_mismatch(object())  # DPO's arguments have none
+    mismatch.check_mismatch(object())  # DPO's arguments have no such keys

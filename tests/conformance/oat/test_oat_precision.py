@@ -1,4 +1,4 @@
-"""OAT's precision module by itself: it needs torch alone."""
+"""OAT's precision module by itself; requires only torch."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def settled(**given) -> Args:
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_one_key_settles_learner_and_actors(regime):
+def test_precision_key_sets_dtypes_of_learner_and_actors(regime):
     args = settled(precision=regime)
     trained, sampled = REGIMES[regime]
     assert precision.model_dtype(args.bf16, args.fp16) == trained
@@ -32,11 +32,11 @@ def test_one_key_settles_learner_and_actors(regime):
 
 
 @pytest.mark.parametrize("allowed", [{"zero_stage": 2}, {"grad_accum_dtype": None}, {"precision": "bf16"}])
-def test_gradients_that_are_averaged_may_be_accumulated_in_fp32(allowed):
+def test_averaged_gradients_may_accumulate_in_fp32(allowed):
     settled(**{"precision": "fp16", "zero_stage": 1, "grad_accum_dtype": "fp32"} | allowed)
 
 
-def test_what_is_settled_can_be_settled_again():
+def test_resolving_twice_changes_nothing():
     for regime in REGIMES:
         args = settled(precision=regime)
         before = vars(args).copy()
@@ -55,11 +55,11 @@ def test_what_is_settled_can_be_settled_again():
         ({"precision": "fp32", "bf16": False}, "fp32"),
     ],
 )
-def test_oats_own_spelling(given, regime):
+def test_oats_own_flags_resolve_to_a_regime(given, regime):
     assert settled(**given).precision == regime
 
 
-def test_arguments_that_nobody_settled():
+def test_unresolved_arguments_map_to_vllms_dtype():
     assert precision.vllm_dtype(Args()) == "bfloat16"
     assert precision.vllm_dtype(Args(bf16=False, fp16=True)) == "float16"
 
@@ -92,18 +92,18 @@ def test_arguments_that_nobody_settled():
         ({"min_loss_scale": 32.0, "initial_scale_power": 4}, ["min_loss_scale=32.0", "initial_scale_power=4", "16"]),
     ],
 )
-def test_refusals(given, words):
+def test_invalid_arguments_are_refused_in_one_line(given, words):
     with pytest.raises(ValueError) as refused:
         settled(**given)
-    said = str(refused.value)
-    assert "\n" not in said and all(word in said for word in words), said
+    message = str(refused.value)
+    assert "\n" not in message and all(word in message for word in words), message
 
 
-def test_a_fixed_loss_scale_has_no_first_one():
+def test_fixed_loss_scale_ignores_initial_scale_power():
     settled(loss_scale=2.0, min_loss_scale=32.0, initial_scale_power=4)
 
 
-def test_deepspeeds_sections():
+def test_deepspeed_sections_match_the_regime():
     assert precision.deepspeed_sections(settled()) == {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
     assert precision.deepspeed_sections(settled(precision="fp32")) == {
         "bf16": {"enabled": False},
@@ -124,14 +124,14 @@ def test_deepspeeds_sections():
 
 
 @pytest.mark.parametrize("regime", ["fp16", "bf16", "fp32"])
-def test_a_weight_of_the_rollouts_dtype_is_sent_itself(regime):
+def test_weight_in_the_rollouts_dtype_is_sent_without_copy(regime):
     weight = torch.full((2,), math.inf, dtype=REGIMES[regime][1])
     assert precision.on_the_wire("w", weight, settled(precision=regime)) is weight
 
 
-def test_bf16_to_fp16_is_exact_where_the_docstring_says_so():
+def test_bf16_to_fp16_is_exact_in_the_documented_range():
     args = settled(precision="bf16_train_fp16_infer")
-    every = torch.arange(2**15).to(torch.int16).view(torch.bfloat16)  # all but the negative ones
+    every = torch.arange(2**15).to(torch.int16).view(torch.bfloat16)  # every non-negative value
     weights = every[(every.double() >= 2**-17) & (every.double() <= 65504)]
     assert len(weights) == 33 * 128  # 2**-17 to 2**15, seven bits each
     sent = precision.on_the_wire("w", weights, args)
@@ -143,32 +143,32 @@ def test_bf16_to_fp16_is_exact_where_the_docstring_says_so():
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_weight_that_is_broken_already_is_refused_by_name(value):
+def test_nonfinite_weight_is_refused_by_name(value):
     weight = torch.tensor([1.0, value], dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"layers\.0\.w: has an inf or NaN already in bfloat16"):
         precision.on_the_wire("layers.0.w", weight, settled(precision="bf16_train_fp16_infer"))
 
 
 @pytest.mark.parametrize("value", [65536.0, -1e30])
-def test_a_weight_out_of_range_is_refused_by_name(value):
+def test_weight_out_of_range_is_refused_by_name(value):
     weight = torch.tensor([1.0, value], dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"layers\.0\.w: .*float16.*65504.*precision=bf16_train_fp16_infer"):
         precision.on_the_wire("layers.0.w", weight, settled(precision="bf16_train_fp16_infer"))
 
 
-def test_what_is_no_number_keeps_its_dtype():
+def test_integer_tensors_keep_their_dtype():
     ids = torch.tensor([70000])
     assert precision.on_the_wire("ids", ids, settled(precision="fp16")) is ids
 
 
 def engine(**counts) -> SimpleNamespace:
-    """What the module reads of a DeepSpeedEngine; the real one is in the other tests."""
+    """Return a stub with the attributes of a DeepSpeedEngine that the module reads; other tests use the real one."""
     optimizer = SimpleNamespace(cur_scale=1024.0, overflow=False)
     known = {"fp16_enabled": lambda: True, "global_steps": 0, "skipped_steps": 0, "optimizer": optimizer}
     return SimpleNamespace(**{**known, **counts})
 
 
-def test_scalers_are_reported_once_an_update():
+def test_scalers_are_reported_once_per_update():
     policy, critic = engine(), engine()
     learner = SimpleNamespace(model=SimpleNamespace(model=policy), critic=critic)
     assert precision.scaler_metrics(learner) == {}
@@ -186,7 +186,7 @@ def test_scalers_are_reported_once_an_update():
     assert found["train/critic_skipped_steps"] == 0.0 and found["train/critic_loss_scale"] == 1024.0
 
 
-def test_without_fp16_nothing_is_reported():
+def test_scalers_are_not_reported_without_fp16():
     learner = SimpleNamespace(model=SimpleNamespace(model=engine(global_steps=3, fp16_enabled=lambda: False)))
     assert precision.scaler_metrics(learner) == {}
 
@@ -197,7 +197,7 @@ def scaler(dynamic: bool = True, **values) -> SimpleNamespace:
     return SimpleNamespace(dynamic=dynamic, **{**known, **settings, **values})
 
 
-def test_a_resumed_scaler_has_the_state_of_the_checkpoint_and_the_settings_of_the_run():
+def test_resumed_scaler_has_the_checkpoints_state_and_the_runs_settings():
     loaded = scaler(cur_scale=256.0, cur_iter=40, last_overflow_iter=39, cur_hysteresis=4, scale_window=7)
     resumed, configured = engine(global_steps=40, skipped_steps=9), scaler(scale_window=3)
     resumed.optimizer.loss_scaler = loaded
@@ -205,19 +205,19 @@ def test_a_resumed_scaler_has_the_state_of_the_checkpoint_and_the_settings_of_th
     now = resumed.optimizer.loss_scaler
     assert (now.cur_scale, now.cur_iter, now.last_overflow_iter, now.cur_hysteresis) == (256.0, 40, 39, 2)
     assert (now.scale_window, resumed.optimizer.dynamic_loss_scale) == (3, True)
-    resumed.global_steps = 41  # what was skipped before the checkpoint is not reported again
+    resumed.global_steps = 41  # skips before the checkpoint are not reported again
     learner = SimpleNamespace(model=SimpleNamespace(model=resumed))
     assert precision.scaler_metrics(learner)["train/skipped_steps"] == 0.0
 
 
-def test_a_resumed_scale_is_not_below_the_least_one():
+def test_resumed_scale_is_at_least_min_loss_scale():
     resumed, configured = engine(), scaler(min_scale=512.0)
     resumed.optimizer.loss_scaler = scaler(cur_scale=256.0)
     precision.resume_scaler(resumed, configured)
     assert resumed.optimizer.loss_scaler.cur_scale == 512.0
 
 
-def test_a_scaler_of_another_kind_starts_anew(capsys):
+def test_scaler_of_another_kind_is_not_resumed(capsys):
     resumed, configured = engine(), scaler()
     resumed.optimizer.loss_scaler = scaler(dynamic=False, cur_scale=64.0)
     precision.resume_scaler(resumed, configured)
@@ -226,21 +226,23 @@ def test_a_scaler_of_another_kind_starts_anew(capsys):
     assert "fixed loss scale of 64.0" in capsys.readouterr().out
 
 
-def test_a_fixed_scale_is_the_runs_own():
+def test_fixed_scale_is_the_runs_own():
     resumed, configured = engine(), scaler(dynamic=False, cur_scale=128.0)
     resumed.optimizer.loss_scaler = scaler(dynamic=False, cur_scale=1.0)
     precision.resume_scaler(resumed, configured)
     assert resumed.optimizer.loss_scaler.cur_scale == 128.0
 
 
-def test_the_largest_norm_is_of_the_updates_that_were_taken():
+def test_largest_norm_excludes_skipped_updates():
     norms = [torch.tensor(value) for value in (1.0, math.nan, 3.0, math.inf)]
     assert precision.largest_norm(norms, settled(precision="fp16")) == {"policy_grad_norm": torch.tensor(3.0)}
     assert precision.largest_norm(norms[1::2], settled(precision="fp16")) == {}
-    assert precision.largest_norm(norms, settled())["policy_grad_norm"].isnan()  # without a scaler a NaN is one
+    assert precision.largest_norm(norms, settled())[
+        "policy_grad_norm"
+    ].isnan()  # without a scaler, NaN counts as a norm
 
 
-def test_the_files_of_a_run(tmp_path, monkeypatch):
+def test_run_writes_args_json_and_metrics_jsonl(tmp_path, monkeypatch):
     args = settled(precision="fp16")
     args.max_sgd_steps, args.target_modules = math.inf, ["q_proj"]
     strategy = SimpleNamespace(is_rank_0=lambda: True)
@@ -257,10 +259,10 @@ def test_the_files_of_a_run(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(precision, "patch_stamp", lambda: {"release": "0.2.4"})
     precision.report_precision(learner)
-    told = json.loads((tmp_path / "args.json").read_text(), parse_constant=pytest.fail)
-    assert told["precision"] == "fp16" and told["stamp"] == {"release": "0.2.4"}
-    assert told["args"]["max_sgd_steps"] == "inf" and told["args"]["target_modules"] == ["q_proj"]
-    assert told["effective"] == {
+    report = json.loads((tmp_path / "args.json").read_text(), parse_constant=pytest.fail)
+    assert report["precision"] == "fp16" and report["stamp"] == {"release": "0.2.4"}
+    assert report["args"]["max_sgd_steps"] == "inf" and report["args"]["target_modules"] == ["q_proj"]
+    assert report["effective"] == {
         "actor": {
             "strategy": "zero2",
             "compute": "float16",
@@ -280,6 +282,6 @@ def test_the_files_of_a_run(tmp_path, monkeypatch):
     ]
 
 
-def test_the_other_ranks_write_nothing(tmp_path):
+def test_other_ranks_write_nothing(tmp_path):
     precision.report_precision(SimpleNamespace(strategy=SimpleNamespace(is_rank_0=lambda: False), save_path=tmp_path))
     assert not list(tmp_path.iterdir())

@@ -1,5 +1,5 @@
-"""The behaviours that the conformance suite tests on every release: of a patched and of an unpatched tree, and which
-release cannot have it and why.
+"""The behaviours that the conformance suite tests on every release: the outcome on a patched and on an unpatched tree,
+and the releases that cannot have it, with the reason.
 
 The texts are outcomes of ``cases.py``, word for word. ``UPSTREAM`` is a prediction: an unpatched release that does
 anything else, better or worse, fails a test.
@@ -35,10 +35,10 @@ class Behaviour:
     """One case of ``cases.py`` or of the modules that it imports.
 
     Args:
-        row: the line of the support matrix that it belongs to.
+        row: its row of the support matrix.
         patched: the outcome on a patched tree, the same on every release.
         upstream: the outcomes on unpatched trees, and the releases of each.
-        absent: releases that cannot have it, and why.
+        absent: releases that cannot have it, by reason.
     """
 
     row: str
@@ -59,7 +59,7 @@ def not_in(key: str) -> str:
     return f"ConfigCompositionException: Could not override '{key}'."
 
 
-# What stands for the digests of a patched and an unpatched tree where they are the same.
+# Placeholders for the digests of a patched and an unpatched tree where they are the same.
 IDENTICAL, REFERENCE = "to the bit as the unpatched release", "what the patched one is compared with"
 
 FP16 = "linear float16, autocast float16, weight float16"
@@ -219,17 +219,17 @@ BEHAVIOURS = {
 }
 
 
-def entry(stack: Stack, seen: dict[str, dict]) -> dict:
-    """Return a release's entry in docs/results: its stack, the lines that this changes, and the outcomes."""
+def entry(stack: Stack, results: dict[str, dict]) -> dict:
+    """Return a release's entry in tests/expected: its stack, the number of lines that it changes, and the results."""
     changed = [re.findall(r"^[+-](?![+-]{2} )", patch.text.partition("\n---\n")[2], re.M) for patch in stack.patches]
     signs = [sign for signs in changed for sign in signs]
     lines = {"added": signs.count("+"), "removed": signs.count("-")}
-    return {"stack": stack.id, "patches": len(stack.patches), "lines": lines, "seen": seen}
+    return {"stack": stack.id, "patches": len(stack.patches), "lines": lines, "seen": results}
 
 
-def outcome(seen: dict[str, dict[str, str]], case: str) -> str:
-    """Return one text for the strategies that a case ran under, or one for each where they differ."""
-    texts = {strategy: cases[case] for strategy, cases in seen.items() if case in cases}
+def outcome(outcomes: dict[str, dict[str, str]], case: str) -> str:
+    """Return the common outcome of the strategies that a case ran under, or each strategy's where they differ."""
+    texts = {strategy: cases[case] for strategy, cases in outcomes.items() if case in cases}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
     return "; ".join(f"{strategy}: {text}" for strategy, text in texts.items())
@@ -243,7 +243,7 @@ def compared(patched: str, upstream: str) -> tuple[str, str]:
 
 
 def verdicts(release: str, patched: dict, upstream: dict) -> dict[str, dict]:
-    """Return the outcome of each behaviour on one release, for the support matrix; arguments as of the fixture."""
+    """Return the outcome of each behaviour on one release, for the support matrix; arguments as from the fixture."""
     results = {}
     for case, behaviour in BEHAVIOURS.items():
         if why := behaviour.why_absent(release):

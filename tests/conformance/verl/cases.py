@@ -3,8 +3,8 @@
     torchrun --nproc-per-node=2 cases.py RELEASE MODEL_DIR OUT_DIR [CASE ...]
 
 Each case is a behaviour of ``behaviours.py`` and returns a short text of discrete facts, which rank r writes to
-OUT_DIR/rank_r.json under each strategy's name. A text, not a verdict: a pristine tree runs the same cases, and what it
-does instead is compared with what was predicted.
+OUT_DIR/rank_r.json under each strategy's name. A text, not a verdict: a pristine tree runs the same cases, and its
+outcomes are compared with the predicted ones.
 """
 
 import contextlib
@@ -64,11 +64,11 @@ def dtypes(role: str, *overrides: str) -> str:
     observed = watch(worker.module)
     output = worker.forward(batch(0))
     facts = [f"{key} {value}" for key, value in observed.items()]
-    if role != "critic":  # whose head is drawn anew
+    if role != "critic":  # its head is newly initialized
         error = (output - reference_log_probs()).abs().max().item()
         facts.append("log-probs as " + ("float32" if error < 1e-4 else "float16" if error < 0.005 else "bfloat16"))
     if role != "ref":
-        for seed in range(4):  # at the first scale the first steps may overflow
+        for seed in range(4):  # the first steps may overflow at the initial scale
             worker.update(batch(seed))
         facts.append(f"masters {name(next(worker.module.parameters()).dtype)}")
         adam = {name(entry["exp_avg"].dtype) for entry in worker.optimizer.state.values()}
@@ -220,7 +220,7 @@ def storm(role: str) -> str:
 
 
 def bf16(role: str) -> str:
-    """Digest what two updates in bf16 leave: metrics, outputs, weights, Adam state, LR."""
+    """Digest metrics, outputs, weights, Adam state and LR after two updates in bf16."""
     torch.manual_seed(0)  # the critic's head
     worker = Worker(role, composed())
     observed = []
@@ -234,7 +234,7 @@ def bf16_ref() -> str:
 
 
 ACTOR = "actor_rollout_ref.actor"
-# By name: the key-value pairs that are bad together, and the words that the refusal has to contain.
+# Invalid overrides by name, with the words that the refusal must contain.
 REFUSED = {
     "an unknown dtype": ([f"++{ACTOR}.dtype=banana"], ["dtype=banana", "float16"]),
     "keys that contradict": (
@@ -247,12 +247,12 @@ REFUSED = {
     ),
     "an unknown rollout dtype": (["actor_rollout_ref.rollout.dtype=banana"], ["dtype=banana", "bfloat16"]),
 }
-if RELEASE.has("hf_rollout"):  # it samples from the trained module, whose weights FSDP2 gathers in the training dtype
+if RELEASE.has("hf_rollout"):  # samples from the trained module, whose weights FSDP2 gathers in the training dtype
     REFUSED["fp16 from an hf rollout of bf16"] = (
         ["actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.dtype=float16"],
         ["dtype=float16", "name=hf", "dtype=bfloat16"],
     )
-# The model engine of these autocasts in bf16 and scales no loss.
+# The model engine of these releases autocasts in bf16 without loss scaling.
 MODEL_ENGINE = ["+precision=fp16", "trainer.use_legacy_worker_impl=disable"]
 
 
@@ -269,11 +269,11 @@ def validate(config) -> None:
 
 
 def accepts(check: Callable[[], None], words: list[str]) -> str | None:
-    """Return ``None`` where ``check`` refuses by one line with all of ``words``; else the error's type, or nothing."""
+    """Return ``None`` if ``check`` raises one line with all of ``words``, else the error's type, or "" without one."""
     try:
         check()
     except Exception as error:
-        while error.__cause__ is not None:  # Hydra's instantiate puts its own around it
+        while error.__cause__ is not None:  # Hydra's instantiate wraps it
             error = error.__cause__
         whole = "\n" not in str(error) and all(word in str(error) for word in words)
         return None if whole else f" ({type(error).__name__})"
@@ -281,7 +281,7 @@ def accepts(check: Callable[[], None], words: list[str]) -> str | None:
 
 
 def refusals() -> str:
-    """Return which bad input the driver does not refuse by one line with key, value and what is allowed."""
+    """Return the bad input that the driver does not refuse by one line with key, value and allowed values."""
     validate(composed())
     validate(composed("+precision=fp16"))
     checks = {
@@ -399,11 +399,11 @@ CASES = [
     *(dtype_actor, dtype_ref, dtype_critic, reports),
     *of_trained_roles(overflow, scaler_keys, metrics, learning_rate, storm, checkpoint),
 ]
-# Under FSDP2 alone: they do not depend on it, or gather all weights, for which torch frees FSDP1's storage on a CPU.
+# FSDP2 only: independent of the strategy, or gathering all weights, which fails under FSDP1 on a CPU.
 ONCE = [flowrl_fp16, flowrl_bf16_train_fp16_infer, refusals, nan_reward, export]
 if RELEASE.has("hf_rollout"):
     CASES += [hf_rollout_fp16, hf_rollout_bf16_train_fp16_infer]
-if not RELEASE.has("sharding_manager"):  # which imports a vLLM that has no build for a CPU
+if not RELEASE.has("sharding_manager"):  # imports a vLLM that has no CPU build
     ONCE += [wire, empty_adapter]
 if not LEGACY:
     ONCE.append(wire_merged_lora)
@@ -413,19 +413,19 @@ if RELEASE.has("reward_worker"):
 if RELEASE.has("sft_trainer"):
     CASES.append(overflow_sft)
     BF16.append(bf16_sft)
-if RELEASE.has("sft_trainer") or not LEGACY:  # else the model engine trains it in bf16 alone
+if RELEASE.has("sft_trainer") or not LEGACY:  # elsewhere the model engine trains only in bf16
     CASES.append(sft)
 CASES += BF16
 
 
 def main() -> None:
-    # A rank that waits for the other in vain ends in an error, instead of waiting for half an hour.
+    # A rank that waits for a dead peer fails after this, not after half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    gc.freeze()  # verl collects garbage at every turn, which would go through all that was imported
+    gc.freeze()  # verl calls gc.collect() often: exclude everything imported so far
     results = {}
     for strategy in ("fsdp", "fsdp2"):
         harness.STRATEGY = strategy
-        # An unpatched tree shows what it does instead under FSDP2; bf16 is compared with it under both.
+        # An unpatched tree runs under FSDP2 only, except bf16, which is compared under both strategies.
         cases = CASES + ONCE if strategy == "fsdp2" else CASES if PATCHED else BF16
         wanted = [case for case in cases if case.__name__ in sys.argv[4:] or not sys.argv[4:]]
         results[strategy] = {case.__name__: attempt(case) for case in wanted}
@@ -433,7 +433,7 @@ def main() -> None:
 
 
 def attempt(case) -> str:
-    """Return the outcome of a case; an error is one too, on every rank alike, since some are predicted."""
+    """Return the outcome of a case, the same on every rank; errors are outcomes too, since some are predicted."""
     start = time.monotonic()
     try:
         outcome = case()

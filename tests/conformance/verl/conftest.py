@@ -60,7 +60,7 @@ def run(release: str, tree: Path, model: Path, tmp_path_factory) -> Outcomes:
 
 
 def write_results(results: dict[str, dict]) -> None:
-    """Write the verdicts on these releases into tests/expected/releases.json; those that did not run stay."""
+    """Write the verdicts on these releases into tests/expected/releases.json; keep those of other releases."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for release in results:
         known[release] = entry(load_stack(find_release(release)), results[release])

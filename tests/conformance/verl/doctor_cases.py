@@ -3,11 +3,11 @@
     doctor_cases.py RELEASE MODEL_DIR OUT_DIR [CONFIG ...]
 
 Writes OUT_DIR/records.json: for each configuration its overrides, the dtype of each observed hop (by the names of
-``scripts/doctor.py --json``), the settings of the loss scalers, the dtypes that the workers logged, and where the
-release refused it: in composing, in the driver or in which worker, and the error.
+``scripts/doctor.py --json``), the settings of the loss scalers, the dtypes that the workers logged, and any
+refusal: the error, and whether composing, the driver or which worker raised it.
 """
 
-# ruff: noqa: E402 (a process group of one comes before the cases' imports)
+# ruff: noqa: E402 (the variables of a one-rank process group must be set before the imports)
 import contextlib
 import gc
 import io
@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # read by verl's workers, and used by none here
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # read, but not used, by verl's workers
 
 import harness
 import torch
@@ -39,10 +39,10 @@ SAMPLED = ["actor_rollout_ref.rollout.response_length=2", "actor_rollout_ref.rol
 
 
 class Refusal(Exception):
-    """The release refuses a configuration; ``record`` has where, and the error."""
+    """The release refuses a configuration; ``record`` contains the stage and the error."""
 
     def __init__(self, where: str, error: Exception):
-        while error.__cause__ is not None:  # Hydra's instantiate puts its own around it
+        while error.__cause__ is not None:  # Hydra's instantiate wraps it
             error = error.__cause__
         super().__init__(where)
         self.record = {"where": where, "type": type(error).__name__, "text": str(error)}
@@ -87,7 +87,7 @@ def settings(scaler) -> dict | None:
     """Return the settings of a loss scaler, read from it before its first step."""
     if scaler is None:
         return None
-    own = getattr(scaler, "config", None)  # the patched one's
+    own = getattr(scaler, "config", None)  # of the patched scaler
     return {
         "init_scale": scaler.get_scale(),
         "growth_factor": scaler.get_growth_factor(),
@@ -99,7 +99,7 @@ def settings(scaler) -> dict | None:
 
 
 def observe_role(role: str, given: Given, config) -> tuple[dict, dict | None]:
-    """Return hops and scaler of one role's worker after it has computed and, where it is trained, taken a step."""
+    """Return hops and scaler of one role's worker after a forward pass and, if the role is trained, a step."""
     if role == "reward_model":
         return {"reward_model.compute": scored_in(config)}, None
     with refused_in(role):
@@ -147,12 +147,12 @@ class RolesCritic:
 
 
 def sends_weights(given: Given) -> bool:
-    """Return whether weights leave here: a sharding manager imports a vLLM that has no build for a CPU."""
+    """Return whether the release can send weights here; sharding managers import a vLLM without a CPU build."""
     return not RELEASE.has("sharding_manager") and "hf" not in given.more
 
 
 def updates(role: str, worker, hops: dict, scaler: dict | None) -> None:
-    """Take steps until the optimizer has a state: at the first scale the first may overflow."""
+    """Take steps until the optimizer has a state; the first may overflow at the initial scale."""
     for seed in range(8):
         with refused_in(role):
             metrics = worker.update(batch(seed, rows=8))
@@ -165,7 +165,7 @@ def updates(role: str, worker, hops: dict, scaler: dict | None) -> None:
 
 
 def saved(worker, hops: dict, scaler: dict | None) -> None:
-    """Save a checkpoint: whether it contains the scaler, and the dtype of the HF export's config."""
+    """Save a checkpoint; return whether it contains the scaler, and the dtype of the HF export's config."""
     folder = Path(tempfile.mkdtemp(dir=OUT))
     worker.save(str(folder))
     config = json.loads((folder / "huggingface/config.json").read_text())
@@ -200,7 +200,7 @@ def sampled(config) -> tuple[str, str]:
 
 
 def observe(given: Given) -> dict:
-    # As one process, and with a rollout that stays where it is: it takes the weights alone here.
+    # One process, and a rollout that only receives weights and is never offloaded.
     words = [
         "trainer.n_gpus_per_node=1",
         "actor_rollout_ref.rollout.free_cache_engine=false",
@@ -212,7 +212,7 @@ def observe(given: Given) -> dict:
         own = ["enable=true", f"model.path={MODEL}", "model.input_tokenizer=null", "micro_batch_size_per_gpu=2"]
         words += [f"reward_model.{key}" for key in own]
         if RELEASE.has("reward_loop"):
-            words.append("reward_model.use_reward_loop=false")  # which would make a server of it
+            words.append("reward_model.use_reward_loop=false")  # else it would run as a server
     if "hf" in given.more:
         words += SAMPLED
     record = {"overrides": [*usual(harness.STRATEGY), *words], "roles": given.roles}
@@ -243,7 +243,7 @@ def observe(given: Given) -> dict:
 def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parse_yaml_once()
-    gc.freeze()  # verl collects garbage at every turn, which would go through all that was imported
+    gc.freeze()  # verl calls gc.collect() often: exclude everything imported so far
     harness.STRATEGY = "fsdp"
     wanted = {key: given for key, given in CONFIGS.items() if RELEASE.name in given.releases}
     if sys.argv[4:]:
@@ -253,7 +253,7 @@ def main() -> None:
         start = time.monotonic()
         records[key] = observe(given)
         print(f"{key} {time.monotonic() - start:.2f} s", flush=True)
-    (OUT / "records.json").write_text(json.dumps({"patched": PATCHED, "seen": records}, indent=1))
+    (OUT / "records.json").write_text(json.dumps({"patched": PATCHED, "configs": records}, indent=1))
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ class Given:
     """Overrides as a user types them.
 
     Args:
-        overrides: ``{critic}`` stands for where the critic's engine has its keys in the release.
-        roles: whose workers are built; those that the overrides reach.
-        releases: where it is used.
-        more: what else is observed of the actor: its save (``saved``), the hf rollout (``hf``).
+        overrides: ``{critic}`` is replaced by the prefix of the critic engine's keys in the release.
+        roles: the roles whose workers are built, those that the overrides affect.
+        releases: the releases that it is tested on.
+        more: further observations of the actor: its save (``saved``), the hf rollout (``hf``).
     """
 
     overrides: str
@@ -38,12 +38,12 @@ ALONE = ("actor",)
 SAVING = f"{ACTOR}.strategy=fsdp2 {ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 MODEL_ENGINE = "trainer.use_legacy_worker_impl=disable"
 KEYED = having("engine_dtype")
-# The critic alone can train on the model engine; every role can, on an engine that cannot be built on a CPU.
+# Releases whose critic alone supports the model engine; releases where every role does, but not on a CPU.
 CRITIC_ENGINE, ROLES_ENGINE = having("engine_critic_fails"), having("legacy_workers", "engine_policy")
 
 CONFIGS = {
     "nothing": Given("", ALL),
-    # Regimes, on an unpatched tree a root string that nothing reads.
+    # Regimes; an unpatched tree has no such group, so the key is an unused string.
     "fp16": Given("+precision=fp16", ALL),
     "bf16": Given("+precision=bf16", ALL),
     "bf16_train_fp16_infer": Given("+precision=bf16_train_fp16_infer", ALL),
@@ -71,7 +71,7 @@ CONFIGS = {
         f"{ACTOR}.{FSDP}.dtype=float16 +{ACTOR}.{FSDP}.mixed_precision.param_dtype=bf16", ALONE, KEYED
     ),
     "reduce_dtype": Given(f"+{ACTOR}.{FSDP}.mixed_precision.reduce_dtype=fp16", ALONE),
-    # FlowRL's spelling, and halves of it.
+    # FlowRL's spelling, in full and in part.
     "role_dtypes": Given(f"{ACTOR}.dtype=float16 {REF}.dtype=float16 {ROLLOUT}.dtype=float16", ALL),
     "role_dtype_alone": Given(f"{ACTOR}.dtype=float16", ALONE),
     "role_dtype_banana": Given(f"++{ACTOR}.dtype=banana", ALONE),
@@ -115,7 +115,7 @@ CONFIGS = {
         C,
     ),
     "keep_fp32_modules": Given(f"+precision=fp16 {ACTOR}.{FSDP}.keep_fp32_modules=[lm_head]", ALONE, C),
-    # What is saved.
+    # Checkpoints and exports.
     "export": Given(f"+precision=fp16 {SAVING}", ALONE, more=("saved",)),
     "export_in_their_own_fp16": Given(
         f"{ACTOR}.{FSDP}.dtype=float16 +{ACTOR}.{FSDP}.mixed_precision.param_dtype=fp16 {SAVING}",
@@ -126,7 +126,7 @@ CONFIGS = {
     "unknown_key": Given(f"{ACTOR}.precision_of_weights=float16", ()),
 }
 
-# What `make test` leaves to `pytest -m slow`: other spellings of what other configurations test.
+# Run only by `pytest -m slow`: other spellings of configurations tested above.
 RARE = {
     "fp16_but_the_rollout",
     "engine_dtype_forced",
@@ -153,7 +153,7 @@ RARE = {
 
 
 def parse_yaml_once() -> None:
-    """Keep what yaml makes of a text: Hydra parses the same thirty files for every configuration, most of its time."""
+    """Cache parsed YAML: Hydra spends most of its time parsing the same thirty files for every configuration."""
 
     def load(stream: IO, Loader: type) -> Any:
         text = stream.read()

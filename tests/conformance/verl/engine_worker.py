@@ -1,4 +1,4 @@
-"""The model engine's workers of verl 0.8.0 to 0.9.1, ``workers/engine_workers.py``: the suite's other half."""
+"""The workers of verl 0.8.0 to 0.9.1, ``workers/engine_workers.py``, behind the interface of ``legacy_worker``."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,14 +17,14 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 
 
 def infer(compute: Callable[[TensorDict], TensorDict], batch: DataProto, output: str = "log_probs") -> torch.Tensor:
-    """What a worker's own ``compute`` makes of a padded batch, ``(rows, response)``, fp32."""
+    """Return the ``output`` of a worker's ``compute`` for a padded batch, ``(rows, response)``, fp32."""
     data = left_right_2_no_padding(batch.to_tensordict())
     tu.assign_non_tensor(data, compute_loss=False, calculate_entropy=False)
     return no_padding_2_padding(tu.get(compute(data), output), data).float()
 
 
 class Worker:
-    """One role's worker, its model built, as the trainer makes it; see ``legacy_worker``."""
+    """One role's worker with its model built, as the trainer creates it; see ``legacy_worker``."""
 
     step_name = "optimizer_step"
 

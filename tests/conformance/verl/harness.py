@@ -1,10 +1,10 @@
-"""The release under test, from the words on the command line: its workers, configurations and batches.
+"""The release under test, named on the command line: its workers, configurations and batches.
 
-Imported by the scripts that run in the environment of workers, with RELEASE MODEL_DIR OUT_DIR as their first words and
+Imported by the scripts that run in the environment of workers, with RELEASE MODEL_DIR OUT_DIR as first arguments and
 the tree, this repository and its scripts on PYTHONPATH.
 """
 
-# ruff: noqa: E402 (what a CPU needs comes before verl)
+# ruff: noqa: E402 (the CPU platform must be loaded before verl)
 import copy
 import functools
 import hashlib
@@ -24,7 +24,7 @@ from lib.patches.releases import find_release
 RELEASE, MODEL, OUT = find_release(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 LEGACY = RELEASE.has("legacy_workers")
 importlib.import_module("recipes.cpu.platform" if RELEASE.has("platforms") else "recipes.cpu.legacy")
-# 0.7.0's SFT imports it for images, of which there are none here; it needs torchvision, which has no CPU build on PyPI.
+# 0.7.0's SFT imports it for images, unused here; it requires torchvision, which has no CPU build on PyPI.
 sys.modules.setdefault("qwen_vl_utils", SimpleNamespace(fetch_image=None, fetch_video=None))
 
 import torch
@@ -45,13 +45,13 @@ else:
 VERL = Path(verl.__path__[0])
 PATCHED = importlib.util.find_spec("verl.utils.precision") is not None
 RANK = int(os.environ["RANK"])
-STRATEGY = ""  # of this module, set by the script: fsdp or fsdp2
+STRATEGY = ""  # fsdp or fsdp2, set by the script
 
-# Upstream builds its scaler for "cuda"; on a CPU torch then disables it and every fp16 case would only show that.
+# Upstream builds its scaler for "cuda"; on a CPU torch then disables it, which would mask every other fp16 defect.
 if not PATCHED:
     ShardedGradScaler.__init__.__defaults__ = ("cpu", *ShardedGradScaler.__init__.__defaults__[1:])
 
-# Where each role's FSDP engine has its keys.
+# The prefix of the keys of each role's FSDP engine.
 ENGINE = {role: f"actor_rollout_ref.{role}.fsdp_config" for role in ("actor", "ref")}
 ENGINE["critic"] = "critic.model.fsdp_config" if LEGACY else "critic.fsdp"
 
@@ -63,7 +63,7 @@ if LEGACY and RELEASE.has("engine_dtype"):
 
 def composed(*overrides: str) -> DictConfig:
     """Return the release's own ``ppo_trainer.yaml`` for the tiny model, with ``overrides`` as a user types them."""
-    return copy.deepcopy(_composed(STRATEGY, *overrides))  # workers write into theirs
+    return copy.deepcopy(_composed(STRATEGY, *overrides))  # a copy, since workers modify their config
 
 
 def usual(strategy: str) -> list[str]:
@@ -102,8 +102,8 @@ def _composed(strategy: str, *overrides: str) -> DictConfig:
 
 
 def fp16(role: str, **scaler: float) -> Worker:
-    """Return a worker in fp16 with settings of its scaler: by the keys where the tree is patched, and by what the
-    release has where it is not, so that a pristine tree runs its own scaler."""
+    """Return a worker in fp16 with settings of its scaler: by their keys on a patched tree, else by
+    the release's own keys, so that a pristine tree runs its own scaler."""
     if PATCHED:
         settings = [f"{ENGINE[role]}.grad_scaler.{key}={value}" for key, value in scaler.items()]
         return Worker(role, composed("+precision=fp16", *settings))
@@ -214,7 +214,7 @@ def digest(*values: torch.Tensor | dict) -> str:
     whole = hashlib.sha256()
     for each in values:
         if isinstance(each, dict):
-            left_out = ("skipped_steps", "mfu")  # the patches' own, and a measure of time
+            left_out = ("skipped_steps", "mfu")  # metrics that the patches add, and a duration
             kept = {key: numbers(each[key]) for key in sorted(each) if key not in left_out and "/" not in key}
             whole.update(json.dumps(kept).encode())
         else:

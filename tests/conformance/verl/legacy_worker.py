@@ -1,4 +1,4 @@
-"""The workers of verl 0.4.1 to 0.7.1, ``workers/fsdp_workers.py``: the release's half of the conformance suite."""
+"""The workers of verl 0.4.1 to 0.7.1, ``workers/fsdp_workers.py``, as the conformance suite drives them."""
 
 import torch
 from omegaconf import DictConfig
@@ -9,11 +9,11 @@ from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
 
 class Worker:
-    """One role's worker, its model built, as the trainer makes it.
+    """One role's worker with its model built, as the trainer creates it.
 
     Args:
         role: actor, ref or critic.
-        config: the whole of ``ppo_trainer.yaml``, composed.
+        config: the composed ``ppo_trainer.yaml``.
     """
 
     step_name = "_optimizer_step"  # the method of ``policy`` that takes an optimizer step
@@ -21,7 +21,7 @@ class Worker:
     def __init__(self, role: str, config: DictConfig):
         self.role = role
         if role == "critic":
-            # From 0.6.0 on the trainer hands over the dataclass.
+            # From 0.6.0 on the trainer passes the dataclass.
             dataclass = config.critic.get("_target_", "").startswith("verl.workers.config.")
             self.worker = CriticWorker(omega_conf_to_dataclass(config.critic) if dataclass else config.critic)
         else:
@@ -37,7 +37,7 @@ class Worker:
         return vars(self.policy).get("scaler")  # upstream's critic, and actor before 0.6.1, has none
 
     def forward(self, batch: DataProto) -> torch.Tensor:
-        """Log-probabilities or values, ``(rows, response)``, fp32."""
+        """Return log-probabilities or values, ``(rows, response)``, fp32."""
         if self.role == "actor":
             return self.worker.compute_log_prob(batch).batch["old_log_probs"]
         if self.role == "ref":
@@ -45,7 +45,7 @@ class Worker:
         return self.worker.compute_values(batch).batch["values"]
 
     def update(self, batch: DataProto) -> dict:
-        """Metrics of one update, without the role before their names."""
+        """Return the metrics of one update, without the role's prefix."""
         update = self.worker.update_critic if self.role == "critic" else self.worker.update_actor
         metrics = update(batch).meta_info["metrics"]
         return {name.removeprefix(f"{self.role}/"): value for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""The cases of the weights that leave for the rollout, and of the rollout that samples from the actor's module."""
+"""The cases of the weight sync, and of the rollout that samples from the actor's module."""
 
 import asyncio
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ def wire() -> str:
 
 
 def leaves(worker: Worker) -> str:
-    """Return the dtype in which an actor's weights leave for the rollout, by the release's own way."""
+    """Return the dtype in which an actor's weights leave for the rollout, by the release's own code."""
     if hasattr(worker.policy, "get_per_tensor_param"):  # an engine
         return sent(worker.policy.get_per_tensor_param()[0])
     recorder = worker.worker.rollout = Recorder()
@@ -43,7 +43,7 @@ def wire_merged_lora() -> str:
 
 
 def empty_adapter() -> str:
-    """Send a LoRA adapter of which peft returns no tensors, as 0.21.2 does of a nested FSDP1 model."""
+    """Send a LoRA adapter for which peft returns no tensors, as 0.21.2 does for a nested FSDP1 model."""
     worker = Worker("actor", composed(*WIRE, "actor_rollout_ref.model.lora_rank=4"))
     with mock.patch.object(peft.utils.save_and_load, "get_peft_model_state_dict", lambda *args, **kwargs: {}):
         try:

@@ -1,4 +1,4 @@
-"""The cases of SFT: by the trainer of its own that releases had, or on the model engine."""
+"""The cases of SFT: by a release's separate SFT trainer, or on the model engine."""
 
 import math
 from types import SimpleNamespace
@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 
 def sft() -> str:
-    """Return the dtypes in which SFT trains by the same overlay."""
+    """Return the dtypes in which SFT trains under the same overlay."""
     return (legacy_sft if LEGACY else engine_sft)("+precision=fp16")
 
 
 def composed_sft(file: str, *overrides: str):
     with initialize_config_dir(str(VERL / "trainer/config"), version_base=None):
-        # 0.4.1 has no such key, and reads none
+        # 0.4.1 has no such key
         return compose(file, overrides=["++trainer.device=cpu", "trainer.total_training_steps=1", *overrides])
 
 
@@ -91,7 +91,7 @@ def bf16_sft() -> str:
 
 
 def engine_sft_trainer(*overrides: str):
-    """Return the trainer with its configs built, but neither its engine nor its data."""
+    """Return the trainer with its configs built, without engine and data."""
     from verl.trainer.sft_trainer import SFTTrainer
 
     given = [f"model.path={MODEL}", "model.use_remove_padding=false", f"engine.strategy={harness.STRATEGY}"]

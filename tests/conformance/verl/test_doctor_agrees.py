@@ -18,7 +18,7 @@ from lib.paths import REPO
 
 CASES = REPO / "tests/conformance/verl/doctor_cases.py"
 STATES = ("patched", "pristine")
-# Hops that a worker has, and the doctor does not report.
+# Hops of a worker that the doctor does not report.
 UNREPORTED = {"ref.master", "ref.reduce", "ref.logits", "critic.optimizer"}
 
 
@@ -40,7 +40,7 @@ def observed(model, tmp_path_factory, request):
             names = sorted({each["config"] for each in params if each["release"] == release})
             for each, records in record(release, trees, model, tmp_path_factory, names).items():
                 done[release, each] = identify_tree(trees[each]), records
-        assert (release, state) in done, f"verl {release}'s workers did not run: see the first of its tests"
+        assert (release, state) in done, f"verl {release}'s workers did not run: the first of its tests shows why"
         return done[release, state]
 
     return of
@@ -57,7 +57,7 @@ def record(release: str, trees: dict, model, tmp_path_factory, names: list[str])
             runs[state] = out, run
     for out, run in runs.values():
         assert run.wait(900) == 0, (out / "log").read_text()[-4000:]
-    return {state: json.loads((out / "records.json").read_text())["seen"] for state, (out, _) in runs.items()}
+    return {state: json.loads((out / "records.json").read_text())["configs"] for state, (out, _) in runs.items()}
 
 
 @pytest.mark.releases
@@ -84,7 +84,7 @@ def disagreements(record: dict, diagnosis: dict) -> list[str]:
         return refusals(record["refused"], diagnosis["refused"])
     wrong = [f"refuses what the release takes: {diagnosis['refused']}"] if diagnosis["refused"] else []
     expected = dict(record["hops"])
-    for report in record["reports"]:  # what a patched worker logs
+    for report in record["reports"]:  # logged by patched workers
         role = report["role"]
         expected |= {f"{role}.{hop}": report[hop] for hop in ("compute", "master", "reduce") if role != "reward_model"}
         scaled = bool(record["scaler"].get(role))
@@ -101,9 +101,13 @@ def disagreements(record: dict, diagnosis: dict) -> list[str]:
             wrong.append(f"{role}'s scaler: {scaler}, by the doctor {resolved or None}")
     if "actor.autocast" in record["hops"]:
         dtypes, rollout = record["hops"], hops["rollout.logits"]
-        rounded = dtypes.get("wire", "float32") not in ("float32", dtypes["actor.master"], rollout)  # on the way
+        rounded = dtypes.get("wire", "float32") not in (
+            "float32",
+            dtypes["actor.master"],
+            rollout,
+        )  # rounded during the weight sync
         agree = {dtypes["actor.compute"], dtypes["actor.autocast"]} == {rollout} and not rounded
-        # ignored: they agree in another dtype than was requested
+        # "ignored": trainer and rollout agree in a dtype other than the requested one
         if (diagnosis["verdict"] in ("agree", "ignored")) != agree:
             wrong.append(f"verdict {diagnosis['verdict']}: the workers have {dtypes}, and the rollout {rollout}")
     return wrong

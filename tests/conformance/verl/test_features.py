@@ -1,4 +1,4 @@
-"""Each feature that versions.toml lists is a fact of the release's wheel, and each that it does not list is none."""
+"""versions.toml lists exactly the features that each release's wheel has."""
 
 import re
 import zipfile
@@ -71,7 +71,7 @@ def wheels() -> dict[str, Wheel]:
 
 
 @pytest.mark.parametrize("feature", VERL.features)
-def test_feature_is_a_fact_of_the_wheels(feature, wheels):
+def test_listed_features_match_the_wheels(feature, wheels):
     listed = [name for name, release in RELEASES.items() if release.has(feature)]
     assert listed == [name for name in RELEASES if FACTS[feature](name, wheels[name])]
 

@@ -29,7 +29,7 @@ def worker_environment(tree: Path) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": f"{tree}:{REPO}:{REPO / 'scripts'}",
         "OMP_NUM_THREADS": "1",
-        "VERL_PLATFORM": "cpu",  # this and the next are read by verl 0.9 alone
+        "VERL_PLATFORM": "cpu",  # this and the next are read only by verl 0.9
         "VERL_ENGINE_DEVICE": "cuda",
     }
 

@@ -61,7 +61,7 @@ def make_worker(setting: dict, folder: Path) -> TrainingWorker:
                 infer_micro_batch_size_per_gpu=setting["micro_batch"],
                 use_torch_compile=False,
                 use_no_sync_for_gradient_accumulation=setting["deferred"],
-                grad_scaler=GradScalerConfig(init_scale=1.0),  # no step is skipped: the second begins with Adam
+                grad_scaler=GradScalerConfig(init_scale=1.0),  # no step is skipped, so the second has Adam's state
             ),
             optimizer_config=FSDPOptimizerConfig(lr=1e-4, lr_warmup_steps=0, total_training_steps=10, clip_grad=1.0),
             checkpoint_config=CheckpointConfig(),
@@ -127,9 +127,9 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_wrapper(each) for each in types):
-            return NotImplemented  # DTensor and nested tensors: the operators on their inner tensors come here
+            return NotImplemented  # for DTensor and nested tensors, operators on the inner tensors are dispatched here
         out = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten.split.Tensor:  # gloo's, of its own copy of what it reduces
+        if func is not torch.ops.aten.split.Tensor:  # called by gloo on its copy of reduced tensors
             self.note(each for each in tree_leaves(out) if isinstance(each, torch.Tensor))
         return out
 

@@ -1,4 +1,4 @@
-"""The benchmark of the AMP recipes: arms compute in their dtype and are equal in all else; no time is asserted."""
+"""The benchmark of the AMP recipes: arms differ in their dtype and in nothing else; timings are not asserted."""
 
 import csv
 import math
@@ -64,7 +64,7 @@ def test_arms_of_a_repeat_share_weights_and_clipping(written):
         assert [row["arm"] for row in arms] == list(ARMS)
         for key in ("seed", "weights", "max_grad_norm", "updates", "optimizer_steps"):
             assert len({row[key] for row in arms}) == 1, (scenario, key)
-        if arms[0]["outcome"] == "loss":  # of the same weights on the same data: rounding apart
+        if arms[0]["outcome"] == "loss":  # same weights and data, so equal up to rounding
             base, *others = (float(row["first"]) for row in arms)
             assert others == pytest.approx([base] * len(others), rel=1e-2)
         digests.setdefault(scenario, set()).add((arms[0]["seed"], arms[0]["weights"]))

@@ -30,7 +30,7 @@ Examine = Callable[..., Diagnosis]
 
 @pytest.fixture(scope="session")
 def examine(tmp_path_factory: pytest.TempPathFactory) -> Examine:
-    """``examine(release, "patched" | "unpatched", *overrides)``; a tree is made once."""
+    """``examine(release, "patched" | "unpatched", *overrides)``: the diagnosis; each tree is created once."""
     made = {}
 
     def of(release: str, state: str, *overrides: str, config_name: str = "ppo_trainer") -> Diagnosis:
@@ -140,7 +140,7 @@ def test_engine_dtype_key(release: str, examine: Examine):
     if release in A:  # has no such key
         assert diagnosis.refused == f"Could not override '{ENGINE}.dtype'." and diagnosis.verdict == "refused"
         assert dtype_rules.KEYS in mends(diagnosis)[f"{ENGINE}.dtype"]
-    elif release in B:  # the actor reads it, the critic has its own, which nothing reads
+    elif release in B:  # the actor reads it; the critic's own key is never read
         assert dtypes(diagnosis, "actor.compute", "actor.autocast", "critic.compute") == [
             "float16",
             "float16",
@@ -187,7 +187,7 @@ def test_param_dtype_reaches_one_half_of_legacy_workers(release: str, examine: E
 
 @pytest.mark.parametrize("release", B)
 def test_reduce_dtype_alone_turns_the_weights_back_to_bf16(release: str, examine: Examine):
-    """``mixed_precision`` is set then, and what it lacks has a default of its own, whatever ``dtype`` is."""
+    """Keys missing from an explicit ``mixed_precision`` have defaults of their own, whatever ``dtype`` is."""
     diagnosis = examine(release, "unpatched", f"{ENGINE}.dtype=float16", f"+{ENGINE}.mixed_precision.reduce_dtype=fp16")
     assert dtypes(diagnosis, "actor.compute", "actor.autocast", "actor.reduce") == [
         "bfloat16",
@@ -199,7 +199,7 @@ def test_reduce_dtype_alone_turns_the_weights_back_to_bf16(release: str, examine
 
 
 @pytest.mark.parametrize("release", SOME)
-def test_critic_engine_dtype_reaches_patched_critics_alone(release: str, examine: Examine):
+def test_critic_engine_dtype_reaches_only_patched_critics(release: str, examine: Examine):
     engine = "critic.fsdp" if release in C else "critic.model.fsdp_config"
     plus = "++" if release in A else ""
     diagnosis = examine(release, "unpatched", f"{plus}{engine}.dtype=float16")
@@ -223,7 +223,7 @@ def test_critic_param_dtype_reaches_one_half_of_legacy_workers(release: str, exa
 
 
 @pytest.mark.parametrize("release", SOME)
-def test_role_dtype_keys_exist_on_patched_trees_alone(release: str, examine: Examine):
+def test_role_dtype_keys_exist_only_on_patched_trees(release: str, examine: Examine):
     """FlowRL's spelling: keys of a patched verl, none of upstream's."""
     words = [f"{ACTOR}.dtype=float16", f"{ROLLOUT}.dtype=float16"]
     assert examine(release, "patched", *words).verdict == "agree"
@@ -231,7 +231,7 @@ def test_role_dtype_keys_exist_on_patched_trees_alone(release: str, examine: Exa
     assert diagnosis.refused == f"Could not override '{ACTOR}.dtype'."
     assert mends(diagnosis)[f"{ACTOR}.dtype"] == f"{dtype_rules.KEYS}: make apply-patches VERL={diagnosis.tree.root}"
     forced = examine(release, "unpatched", f"+{words[0]}", words[1])
-    if release in A[:2]:  # plain dictionaries take anything
+    if release in A[:2]:  # plain dictionaries accept any key
         assert effects(forced)[f"{ACTOR}.dtype"] == f"is ignored by verl {release}: trains in bfloat16"
     else:
         assert "got an unexpected keyword argument 'dtype'" in forced.refused
@@ -444,7 +444,7 @@ def test_quantized_rollout_differs_as_requested(examine: Examine):
     assert diagnosis.verdict == "asked"
 
 
-def test_auto_takes_the_dtype_of_the_model(examine: Examine, tmp_path: Path):
+def test_auto_resolves_to_the_models_dtype(examine: Examine, tmp_path: Path):
     words = [f"{ROLLOUT}.dtype=auto", f"actor_rollout_ref.model.path={tmp_path}"]
     for dtype, effective in (("bfloat16", "bfloat16"), ("float32", "unknown")):
         (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": dtype}))
@@ -460,7 +460,7 @@ def test_head_kept_in_fp32_returns_fp32_logits(examine: Examine):
 
 
 def test_groups_of_this_repository(examine: Examine, tmp_path: Path):
-    """They are on the search path by themselves; a search path in the overrides is used as it is."""
+    """They are on the search path by default; a search path in the overrides replaces the default."""
     words = ["+experiment=sanity_cpu", "+algo=grpo", "+device=cpu", "+precision=fp16"]
     diagnosis = examine(NEWEST, "patched", *words)
     assert diagnosis.verdict == "agree" and diagnosis.hops["critic.compute"].effective_dtype is None  # grpo
@@ -471,7 +471,7 @@ def test_groups_of_this_repository(examine: Examine, tmp_path: Path):
 
 
 def test_overlays_on_an_unpatched_tree_are_refused(examine: Examine):
-    """On the search path they compose, and the release's dataclasses refuse their keys."""
+    """They compose, but the release's dataclasses refuse their keys."""
     diagnosis = examine(NEWEST, "unpatched", f"hydra.searchpath=['file://{CONFIGS}']", "+precision=fp16")
     assert diagnosis.refused == "TypeError: FSDPActorConfig.__init__() got an unexpected keyword argument 'dtype'"
 

@@ -1,4 +1,4 @@
-"""``make doctor`` in the environment of the verl that it diagnoses, where nothing is to be installed."""
+"""``make doctor`` in the environment of the verl that it diagnoses, where nothing may be installed."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ WORDS = "actor_rollout_ref.rollout.dtype=float16"
 
 @pytest.fixture(scope="module")
 def environments(trees, tmp_path_factory) -> dict[str, Path]:
-    """The site-packages of two environments with verl alone; ``whole`` also finds this environment's packages."""
+    """The site-packages of two environments with only verl; ``whole`` also finds this environment's packages."""
     made = {}
     for name in ("whole", "bare"):
         folder = tmp_path_factory.mktemp(name)
@@ -68,7 +68,7 @@ def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch
     assert requirements.missing(trees["pristine"]) == ["Python 4.0"]
 
 
-def test_script_names_what_its_python_lacks(environments):
+def test_script_names_packages_that_its_python_lacks(environments):
     python = environments["bare"].parents[2] / "bin/python"
     done = subprocess.run([python, "scripts/doctor.py"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The doctor's table of dtype rules against the wheels, and a release of which it has no lines of its own."""
+"""The doctor's table of dtype rules against the wheels, and on a release without rules of its own."""
 
 import re
 import shutil
@@ -41,7 +41,7 @@ def test_patch_of_a_rule_is_in_the_series_of_its_releases():
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_no_two_rules_decide_a_hop(release: str):
+def test_each_hop_has_at_most_one_rule(release: str):
     decided = [
         (rule.hop.format(role=role), rule.implementation)
         for rule in RULES
@@ -51,7 +51,7 @@ def test_no_two_rules_decide_a_hop(release: str):
     assert len(decided) == len(set(decided))
 
 
-def test_table_knows_releases_of_versions_toml_alone():
+def test_rules_name_only_releases_of_versions_toml():
     assert KNOWN <= set(RELEASES)
     assert {table_release(release, RELEASES) for release in RELEASES.values()} <= KNOWN
 
@@ -60,7 +60,7 @@ def test_table_knows_releases_of_versions_toml_alone():
 
 OLD, NEW = "0.9.1", "0.9.2"
 ROLLOUT = "actor_rollout_ref.rollout"
-SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"  # which rules name and no patch hooks
+SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"  # named by rules, hooked by no patch
 WORDS = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=float16", "actor_rollout_ref.actor.fsdp_config.dtype=float16"]
 
 
@@ -164,7 +164,7 @@ def test_unknown_feature_is_refused(project: Path, tmp_path: Path):
 
 
 def test_command_lists_the_new_release(project: Path):
-    """By the tool of a copy of this project, as a maintainer runs it."""
+    """Run the tool of a copy of this project, as a maintainer would."""
     shutil.copytree(REPO / "scripts", project / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, project / "scripts/patchset.py", "list", "--framework", "verl"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The doctor on trees that are no release, on bad input, and as a command."""
+"""The doctor on trees that are not releases, on bad input, and as a command."""
 
 import json
 import os
@@ -37,15 +37,17 @@ def foreign(tmp_path: Path) -> Path:
 def test_foreign_tree_has_the_rules_of_the_nearest_release(foreign: Path):
     diagnosis = diagnose(identify_tree(foreign), [f"{ROLLOUT}.dtype=float16"])
     assert diagnosis.json()["verl"] == NEAREST
-    assert dtypes(diagnosis, "actor.compute", "wire", "critic.master") == ["unknown"] * 3, "their file is another"
-    assert dtypes(diagnosis, "rollout.weights", "hf_export") == ["float16", "bfloat16"], "their files are the release's"
+    assert dtypes(diagnosis, "actor.compute", "wire", "critic.master") == ["unknown"] * 3, "their file differs"
+    assert dtypes(diagnosis, "rollout.weights", "hf_export") == ["float16", "bfloat16"], (
+        "their files match the release's"
+    )
     assert diagnosis.verdict == "unknown" and not diagnosis.sound
     (finding,) = (finding for finding in diagnosis.findings if finding.key == "verl")
     assert "transformer_impl.py" in finding.effect and "make drift" in finding.mend
 
 
 def test_patched_files_of_a_foreign_tree_are_resolved(trees: dict[str, Path], tmp_path: Path):
-    """``make port`` leaves no record, one hooked file merged into what changed, the others as patches make them."""
+    """``make port`` leaves no record, one hooked file merged with the change, and the others as patched."""
     root = Path(shutil.copytree(trees["patched"], tmp_path / "ported"))
     shutil.rmtree(root / VERL.bookkeeping)
     (root / VERL.stamp).unlink()

@@ -45,7 +45,7 @@ def test_ranks_with_different_dtypes_are_named():
 
 
 @pytest.mark.parametrize(("verdict", "expected"), [("asked", "asked"), ("differ", "differ")])
-def test_difference_that_the_config_requests_is_asked(verdict, expected):
+def test_requested_difference_gives_the_configs_verdict(verdict, expected):
     static = {"hops": dict.fromkeys(HOPS, "bfloat16") | {"rollout.weights": "float16"}, "verdict": verdict}
     assert diagnosed(actor(dtype="bfloat16"), rollout(), static=static)["verdict"] == expected
 
@@ -58,7 +58,7 @@ def test_dtype_that_differs_from_the_config_is_a_finding():
     assert diagnosis["findings"][0]["effect"] == "is bfloat16 in the workers, float16 by this config"
 
 
-def test_missing_answer_is_no_agreement():
+def test_missing_answer_makes_the_verdict_unknown():
     assert diagnosed(actor(), rollout(), silent=("aWorkerDict_0:1",))["verdict"] == "unknown"
     assert "vLLM" in diagnosed(actor())["sentence"]
     assert diagnosed(actor(autocast=None), rollout())["verdict"] == "unknown"

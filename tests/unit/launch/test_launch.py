@@ -1,6 +1,6 @@
-"""The scripts of ``scripts/launch``: what they refuse, and the commands that they become.
+"""The scripts of ``scripts/launch``: refusals, and the commands that they exec.
 
-Slurm's and SkyPilot's programs are stand-ins here, which record what they are given and run what these would run;
+Slurm's and SkyPilot's programs are stubs here, which record their arguments and run the commands that these would run;
 ``tests/e2e`` starts real Ray clusters.
 """
 
@@ -79,7 +79,7 @@ def test_bad_knob_is_refused_by_name(knobs, refusal, data):
 
 @pytest.mark.parametrize(("where", "goal"), [({}, "run"), ({"RAY_ADDRESS": "http://head:8265"}, "submit")])
 def test_knobs_and_overrides_reach_verl(where, goal, data):
-    """Each word arrives in the command of make as it was typed, with blanks, quotes, dollars and commas."""
+    """Each word reaches the command of make as typed, with blanks, quotes, dollars and commas."""
     knobs = {"DATA": data, "NNODES": 4 if where else 1, "OUT": data / "out", "STEPS": 7, "PRECISION": "bf16"}
     done = launch(*OVERRIDES, MAKEFLAGS="n", **knobs, **where)
     assert done.returncode == 0, done.stderr
@@ -98,7 +98,7 @@ def test_knobs_and_overrides_reach_verl(where, goal, data):
     assert config.actor_rollout_ref.actor.flowrl.partition.dropout == 0.1, "the paper's preset"
 
 
-def test_settings_are_the_papers(data):
+def test_preset_has_the_papers_settings(data):
     words = ["EXPERIMENT=flowrl_7b", "RECIPE=flowrl_paper", "DEVICE=cpu", f"TRAIN={data / 'train.parquet'}"]
     job = replace(parse_job(words), device="cuda")
     config = compose(job, data / "out")
@@ -122,7 +122,7 @@ def test_settings_are_the_papers(data):
 
 
 class Machine:
-    """A folder of stand-ins on PATH. Each writes its arguments and environment to ``NAME.json`` and runs its body."""
+    """A folder of stubs on PATH. Each writes its arguments and environment to ``NAME.json`` and runs its body."""
 
     def __init__(self, folder: Path):
         self.folder, self.bin, self.home = folder, folder / "bin", folder / "home"
@@ -172,8 +172,8 @@ def machine(tmp_path) -> Machine:
 
 @pytest.fixture
 def slurm(machine) -> Machine:
-    """A Slurm of one node. As the real one, sbatch runs what it is given as a copy elsewhere, and with the environment;
-    ``ray symmetric-run`` runs its command, and python3 is scripts/run.py: it writes the run's summary.json."""
+    """Stubs of Slurm with one node. Like the real one, sbatch runs a copy of its script elsewhere with the environment;
+    ``ray symmetric-run`` runs its command, and python3 stands for scripts/run.py: it writes the run's summary.json."""
     spool = machine.folder / "spool"
     machine.program("hostname", "echo 10.0.0.7 192.168.0.7")
     machine.program("scontrol", """case "$1" in show) printf 'node1\\nnode2\\n' ;; esac""")
@@ -198,7 +198,7 @@ done""",
 
 
 def job_of(command: list[str]) -> Job:
-    """The job that ``python3 …/scripts/run.py NAME=VALUE …`` parses."""
+    """Return the job that ``python3 …/scripts/run.py NAME=VALUE …`` parses."""
     assert command[0].endswith("scripts/run.py")
     return parse_job([*command[1:], "DEVICE=cpu"])
 
@@ -351,8 +351,8 @@ def test_slurm_queues_itself_and_trains_on_every_node(slurm, tmp_path):
     assert {"--requeue", "--export=ALL", "--open-mode=append", "--job-name=arithmetic-flowrl-bf16-seed1"} <= {*queued}
     step = slurm.words("srun")
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32", "--container-image=x"} <= {*step}
-    assert "--kill-on-bad-exit=0" in step, "a site's default may be 1: srun's code were then that of the killed workers"
-    assert "RAY_ADDRESS" not in slurm.environment("sbatch"), "that of another cluster"
+    assert "--kill-on-bad-exit=0" in step, "a site's default may be 1, and srun would return the killed workers' code"
+    assert "RAY_ADDRESS" not in slurm.environment("sbatch"), "RAY_ADDRESS of another cluster"
     cluster = slurm.words("ray")
     assert cluster[:5] == ["symmetric-run", "--address", "10.0.0.7:6379", "--min-nodes", "2"]
     assert {"--num-gpus=4", "--num-cpus=32", "--dashboard-host=127.0.0.1"} <= {*cluster}
@@ -360,14 +360,16 @@ def test_slurm_queues_itself_and_trains_on_every_node(slurm, tmp_path):
     assert (job.recipe, job.precision, job.steps, job.out) == ("flowrl", "bf16", 9, out)
     assert job.args == ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", "a=1", "b=2", *OVERRIDES)
     assert slurm.environment("python3")["RAY_ADDRESS"] == "10.0.0.7:6379"
-    assert slurm.environment("python3")["HF_TOKEN"] == SECRET, "the job has the secrets of the shell that queued it"
+    assert slurm.environment("python3")["HF_TOKEN"] == SECRET, (
+        "the job must have the secrets of the shell that queued it"
+    )
     shown = [*queued, *step, *cluster, *slurm.words("python3"), done.stdout, done.stderr]
     assert SECRET not in "".join(shown)
 
 
 @pytest.mark.parametrize("token", [False, True], ids=["open", "token"])
 def test_slurm_passes_on_the_token_that_the_head_requires(token, slurm, tmp_path):
-    """Ray's head asks for a token as soon as it finds one; the other nodes show it in token mode alone."""
+    """Ray's head requires a token if it finds one; the other nodes send it only in token mode."""
     if token:
         (slurm.home / ".ray").mkdir()
         (slurm.home / ".ray/auth_token").write_text(SECRET)
@@ -403,7 +405,7 @@ IN_JOB = KNOBS | {"IN_JOB": "yes", "SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "nod
 )
 @pytest.mark.parametrize("earlier", [False, True], ids=["fresh", "finished before"])
 def test_slurm_requeues_a_lost_cluster_and_nothing_else(body, count, code, message, earlier, slurm, tmp_path):
-    """An exit code of 0 alone is no success: symmetric-run has it too where Ray did not start."""
+    """An exit code of 0 is not a success by itself: symmetric-run also returns it if Ray did not start."""
     out = tmp_path / "out"
     if earlier:
         out.mkdir()
@@ -421,7 +423,7 @@ def test_slurm_requeues_before_the_time_limit(slurm, tmp_path):
     job = slurm.start(LAUNCH / "slurm.sh", OUT=tmp_path / "out", **IN_JOB)
     try:
         assert job.stdout.readline() == "started\n"
-        job.send_signal(signal.SIGUSR1)  # as sbatch --signal=B:USR1@120 does, to the batch shell alone
+        job.send_signal(signal.SIGUSR1)  # as sbatch --signal=B:USR1@120 does, only to the batch shell
         assert job.wait(timeout=30) == 0
         assert job.stdout.readline().startswith("slurm: the time limit is near: back into the queue")
         assert slurm.words("scontrol") == ["requeue", "7"]

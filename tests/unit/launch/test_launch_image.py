@@ -1,4 +1,4 @@
-"""``configs/launch/Dockerfile``: what it copies and its steps, run here on a release as its wheel ships it."""
+"""``configs/launch/Dockerfile``: the files that it copies, and its steps, run here on a release's wheel."""
 
 import shutil
 import subprocess
@@ -22,9 +22,9 @@ def instructions() -> list[tuple[str, str]]:
 
 
 class Image:
-    """A folder in the place of /opt/verl-precision, and one in that of the image's site-packages.
+    """Folders that stand for /opt/verl-precision and for the image's site-packages.
 
-    ``python3`` is this environment's, whose verl is the wheel's; pip notes what it is to install, and does nothing.
+    ``python3`` is this environment's, whose verl is the wheel's; pip is a stub that records its arguments.
     """
 
     def __init__(self, folder: Path):
@@ -42,7 +42,7 @@ class Image:
         (self.bin / name).chmod(0o755)
 
     def build(self) -> subprocess.CompletedProcess:
-        """All instructions; returns at the first step that fails, as docker does, or after the last."""
+        """Run all instructions; stop at the first step that fails, as docker does."""
         environment = {"PATH": f"{self.bin}:/usr/bin:/bin"}
         for name, rest in instructions():
             if name == "ARG" and "=" in rest:
@@ -84,7 +84,7 @@ def test_image_contains_patched_verl_and_this_project(image):
         assert done.returncode == 0 and output in done.stdout, done.stderr
 
 
-def test_verl_that_is_no_release_ends_the_build(image):
+def test_build_fails_if_verl_is_not_a_release(image):
     changed = image.site / "verl/utils/config.py"
     changed.write_text(changed.read_text() + "\n# edited\n")
     done = image.build()

@@ -1,4 +1,4 @@
-"""``scripts/launch/head.sh`` and ``worker.sh``: what they refuse, and what they would run."""
+"""``scripts/launch/head.sh`` and ``worker.sh``: refusals, and the commands that they would run."""
 
 import os
 import shlex
@@ -50,7 +50,7 @@ def test_dry_run_shows_the_command():
     done = launch("head.sh", "--dry-run", GPUS="8", TEMP="/scratch/my ray")
     words = shlex.split(done.stdout)
     assert done.returncode == 0 and done.stderr == ""
-    assert words[:2] == ["env", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"], "or 127.0.0.1 is not what Ray takes"
+    assert words[:2] == ["env", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"], "else Ray replaces 127.0.0.1"
     assert words[2:5] == ["/no/such/ray", "start", "--block"] and "--head" in words
     assert {"--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", "--num-gpus=8"} < set(words)
     assert "--temp-dir=/scratch/my ray" in words and not any(word.startswith("--num-cpus") for word in words)
@@ -59,7 +59,7 @@ def test_dry_run_shows_the_command():
     assert {"--address=10.0.0.1:6379", "--node-ip-address=10.0.0.2", "--node-name=node"} < set(words)
 
 
-def test_head_that_other_machines_reach_warns_about_access():
+def test_head_reachable_by_other_machines_warns_about_access():
     done = launch("head.sh", "--dry-run", BIND="10.0.0.1")
     assert "--node-ip-address=10.0.0.1" in shlex.split(done.stdout)
     assert "--dashboard-host=127.0.0.1" in shlex.split(done.stdout), "jobs are submitted there"

@@ -1,4 +1,4 @@
-"""``scripts/launch/oat_sanity.sh``: what it refuses, and that OAT's own parser takes the commands that it becomes."""
+"""``scripts/launch/oat_sanity.sh``: refusals, and the commands that it runs, parsed by OAT's own parser."""
 
 import json
 import os
@@ -26,7 +26,7 @@ REGIMES = ("bf16", "bf16_train_fp16_infer", "fp16", "fp32")
 
 @pytest.fixture(scope="session")
 def oats(tmp_path_factory) -> dict[str, Path]:
-    """The newest OAT, "pristine" and "patched"."""
+    """Trees of the newest OAT, "pristine" and "patched"."""
     states = ("pristine", "patched")
     trees = {state: unpacked_wheel(RELEASES[-1], tmp_path_factory.mktemp(state), OAT) for state in states}
     apply(trees["patched"], framework=OAT)
@@ -46,7 +46,7 @@ def data(tmp_path_factory) -> Path:
 
 
 def launch(tree: Path | str, data: Path, *words: str, **knobs: object) -> subprocess.CompletedProcess:
-    """The script, with ``tree``'s OAT on the path of the Python that it is given."""
+    """Run the script with a Python that has ``tree``'s OAT on its path."""
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONPATH": str(tree)}
     given = {"TRAIN": data, "OAT_PYTHON": sys.executable, "PYTHON": sys.executable} | knobs
     environment |= {name: str(value) for name, value in given.items()}
@@ -54,7 +54,7 @@ def launch(tree: Path | str, data: Path, *words: str, **knobs: object) -> subpro
 
 
 def arguments(command: str) -> list[str]:
-    """What OAT is given by a command."""
+    """Return OAT's arguments in a command."""
     words = shlex.split(command)
     assert words[1:3] == ["-m", "oat.experiment.run_math_rl"], command
     return words[3:]
@@ -159,7 +159,7 @@ def test_names_are_unique_and_everything_else_is_equal(oats, data, tmp_path):
     assert {each["--wb_run_name"] for each in value} == expected and len(given) == len(expected)
     assert {each["--eval_steps"] for each in value} == {"16"}
     assert all(each["--wb_run_name"].endswith(f"-seed{each['--seed']}") for each in value)
-    for words in given:  # regimes and seeds of one objective differ in three words alone, and fp32 in its attention
+    for words in given:  # regimes and seeds of one objective differ in three words only, and fp32 in its attention
         for name in ("--wb_run_name", "--seed", "--precision"):
             words[words.index(name) + 1] = ""
     alike = {tuple(word for word in words if not word.endswith("flash-attn")) for words in given}
@@ -193,7 +193,7 @@ WEIGHTS = {  # of each objective: rollout_is, its threshold, rollout_rs, its thr
 
 @pytest.mark.releases
 @pytest.mark.parametrize("release", RELEASES)
-def test_oats_own_parser_takes_every_command(release, data, tmp_path):
+def test_oats_own_parser_accepts_every_command(release, data, tmp_path):
     """The patched release's parser and validation, with every objective in every regime."""
     tree = unpacked_wheel(release, tmp_path / "tree", OAT)
     apply(tree, framework=OAT)
@@ -216,15 +216,15 @@ def test_oats_own_parser_takes_every_command(release, data, tmp_path):
         names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
         assert tuple(args[name] for name in (*names, "reinforce_update", "critic_type")) == WEIGHTS[algo]
         assert args.get("tis_c", "None") == "None", "OAT's own weights would be a second correction"
-        assert args["flash_attn"] == str(precision != "fp32"), "flash attention computes in 16 bits alone"
+        assert args["flash_attn"] == str(precision != "fp32"), "flash attention supports only 16 bits"
         assert args["learning_rate"] == "1e-06" and args["lr_scheduler"] == "constant" and args["beta"] == "0.0"
         assert args["rollout_batch_size_per_device"] == "16" and args["pi_buffer_maxlen_per_device"] == "128"
         assert (args["gpus"], args["collocate"], args["vllm_sleep"]) == ("4", "True", "True")
         assert (args["prompt_data"], args["eval_data"], args["test_split"]) == (str(data), str(data), "test")
 
 
-def test_runs_go_one_after_another_and_one_that_does_not_end_is_named(oats, data, tmp_path):
-    """OAT is a stand-in here: it records what it is given and writes metrics; its exit code is launchpad's, 0."""
+def test_runs_are_sequential_and_an_unfinished_one_is_named(oats, data, tmp_path):
+    """OAT is a stub here: it records its arguments, writes metrics and exits with 0, as launchpad always does."""
     oat = tmp_path / "oat-python"
     oat.write_text(
         f"""#!/usr/bin/env bash

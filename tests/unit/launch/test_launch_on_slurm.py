@@ -1,5 +1,5 @@
 """``scripts/launch/slurm.sh`` with real Ray and real training: two nodes, each a network and process namespace of this
-machine, and stand-ins for Slurm's own programs that start what Slurm would start on them.
+machine, and stubs of Slurm's own programs that start the same processes on them.
 
 ``pytest -m slow tests/unit/launch/test_launch_on_slurm.py``, minutes, as root.
 """
@@ -63,7 +63,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def spool() -> Iterator[Path]:
-    """A folder with Slurm's programs in ``bin``; its nodes are there as long as it is."""
+    """A folder with Slurm's programs in ``bin``; its nodes exist as long as the fixture."""
     folder = Path(tempfile.mkdtemp(prefix="vp", dir="/tmp"))  # Ray's sockets need short paths
     (folder / "bin").mkdir()
     for name, body in PROGRAMS.items():
@@ -117,11 +117,11 @@ def test_two_nodes_train_by_symmetric_run(spool, tmp_path):
         [LAUNCH / "slurm.sh", *OVERRIDES], env=environment, cwd="/", capture_output=True, text=True, timeout=HANGS_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not (spool / "scontrol").exists(), "nothing went back into the queue"
+    assert not (spool / "scontrol").exists(), "nothing must be requeued"
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["precision"], summary["steps"]) == ("fp16", 2)
     assert summary["effective_dtypes"]["actor"]["compute"] == "float16"
     nodes = json.loads((out / "run.json").read_text())["nodes"]
     addresses = {node["node"].rpartition("(")[2].rstrip(")") for node in nodes}
-    assert addresses == set(NODES.values()), "each proved what it runs"
+    assert addresses == set(NODES.values()), "every node must report its verl"
     assert len(list((out / "checkpoints/global_step_2/actor").glob("model_world_size_2_rank_*.pt"))) == 2

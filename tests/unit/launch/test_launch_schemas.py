@@ -1,6 +1,6 @@
-"""``configs/launch``: the manifests that the launch scripts create, against what KubeRay, Kubernetes and SkyPilot take.
+"""``configs/launch``: the launch scripts' manifests, against the schemas of KubeRay, Kubernetes and SkyPilot.
 
-The schemas hold the fields that are used here, as facts of their sources, and admit no other.
+The schemas contain only the fields that are used here, copied from their sources, and reject any other.
 """
 
 import copy
@@ -17,7 +17,7 @@ from test_launch import IMAGE, LAUNCH, OVERRIDES, SECRET, Machine, job_of, machi
 from lib.paths import REPO
 
 CONFIGS = REPO / "configs/launch"
-# Every knob that becomes part of a job, with values that a careless manifest would take for something else.
+# Every knob that becomes part of a job, with values that a careless manifest would misparse.
 KNOBS = IMAGE | {
     "EXPERIMENT": "arithmetic",
     "PRECISION": "bf16",
@@ -150,7 +150,7 @@ TASK = fields(
 
 @pytest.fixture
 def rayjob(machine) -> dict:  # noqa: F811
-    """What ``kuberay.sh`` hands to kubectl."""
+    """The manifest that ``kuberay.sh`` passes to kubectl."""
     machine.program("kubectl", f"cat > {machine.folder}/manifest.yaml")
     done = machine.run(LAUNCH / "kuberay.sh", *OVERRIDES, **KNOBS)
     assert done.returncode == 0, done.stderr
@@ -199,7 +199,7 @@ def test_wrong_field_is_rejected(wrong, rayjob):
 
 
 def names(value: object) -> object:
-    """The names of the fields within ``value``, without those whose value is empty, which Kubernetes leaves out."""
+    """Return the names of the fields within ``value`` without empty ones, which Kubernetes omits."""
     if isinstance(value, list):
         return [names(item) for item in value]
     return {name: names(item) for name, item in value.items() if item != ""} if isinstance(value, dict) else None
@@ -208,7 +208,7 @@ def names(value: object) -> object:
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl, no cluster")
 @pytest.mark.parametrize("field", [None, "envs"])
 def test_kubernetes_has_every_field_of_the_pods(field, rayjob):
-    """kubectl reads a pod into Kubernetes' own types and writes it again: what these do not have is gone."""
+    """kubectl decodes a pod into Kubernetes' own types and encodes it again, which drops unknown fields."""
     for pod in pods(rayjob):
         if field:
             pod["containers"][0][field] = "wrong"
@@ -230,7 +230,7 @@ def test_rayjob_requests_what_the_knobs_set(rayjob):
         assert pod["containers"][0]["image"] == IMAGE["IMAGE"]
     head_group = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]
     assert head_group["serviceType"] == "ClusterIP", "the dashboard, open to the pods, stays within the cluster"
-    assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "run.py alone"
+    assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "only run.py"
 
 
 def test_environment_of_the_pod_becomes_the_job(rayjob, machine):  # noqa: F811
@@ -242,13 +242,13 @@ def test_environment_of_the_pod_becomes_the_job(rayjob, machine):  # noqa: F811
     assert secret == {
         name: {"name": "verl-precision", "key": name, "optional": True} for name in ("HF_TOKEN", "WANDB_API_KEY")
     }
-    assert {*plain} == {*knobs(), "HF_HOME"}, "a knob that is left out would silently have its default"
+    assert {*plain} == {*knobs(), "HF_HOME"}, "an omitted knob would silently have its default"
     assert rayjob["spec"]["entrypoint"] == "/opt/verl-precision/scripts/launch/train.sh"
     check_the_job(machine, LAUNCH / "train.sh", plain | {"RAY_ADDRESS": "10.0.0.7:6379"})
 
 
 def check_the_job(machine: Machine, script: Path | str, environment: dict[str, str]) -> None:  # noqa: F811
-    """``script``, in the job's ``environment``, starts the run that ``KNOBS`` and ``OVERRIDES`` ask for."""
+    """Check that ``script``, in the job's ``environment``, starts the run that ``KNOBS`` and ``OVERRIDES`` describe."""
     done = machine.run(script, **environment)
     assert done.returncode == 0, done.stderr
     words = machine.words("python3")

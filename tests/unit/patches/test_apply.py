@@ -208,7 +208,7 @@ def bare(pristine: Path, tmp_path: Path) -> Path:
 
 
 def copy(root: Path, name: str) -> Path:
-    """Copy a tree beside itself as hard links, which some installers make."""
+    """Copy a tree beside itself as hard links, which some installers create."""
     return shutil.copytree(root, root.parent / name, copy_function=os.link)
 
 
@@ -221,7 +221,7 @@ def test_failed_apply_changes_nothing(tiny: Path, bare: Path):
 
 
 def test_apply_killed_at_any_change_can_be_repaired(tiny: Path, project: Path, pristine: Path, bare: Path):
-    """An apply that takes off an older stack first passes through all that apply and unapply can do."""
+    """An apply that first removes an older stack covers all changes of apply and unapply."""
     (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
     older, newer = copy(bare, "older"), copy(bare, "newer")
     apply(older, tiny)

@@ -1,4 +1,4 @@
-"""Ids of git objects, compared with git's own, and the functions that a cluster's nodes get by value."""
+"""Ids of git objects, compared with git's own, and the functions that are sent to a cluster's nodes by value."""
 
 import subprocess
 import sys

@@ -113,7 +113,7 @@ def test_path_of_a_package_selects_its_framework(both: Path, pristine: Path, tar
         assert patchset(both, "status", target / name).stdout.startswith(f"pristine: {name} ")
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 def dirty(root: Path) -> None:
@@ -186,7 +186,7 @@ def test_read_only_folder_is_refused(both: Path, target: Path, command: str):
 
 
 def test_command_killed_at_any_change_can_be_repaired(both: Path, wheel_of_oat: Path, tmp_path: Path):
-    """Whatever is left has a state, and unapply restores the wheel."""
+    """Every intermediate tree has a known state, and unapply restores the wheel."""
     for path in (ARGS, SAME, "oat/utils/ops.py", "oat/__init__.py"):
         (tmp_path / "bare" / path).parent.mkdir(parents=True, exist_ok=True)
         os.link(wheel_of_oat / path, tmp_path / "bare" / path)

@@ -24,7 +24,7 @@ ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"  # differs between the t
 SAME = "verl/utils/checkpoint/fsdp_checkpoint_manager.py"  # does not
 MODULE = "verl/utils/precision.py"
 
-# What the patches of the small stack do to 0.9.0.
+# The changes of the small stack's patches to 0.9.0.
 IMPORT = ("import logging\n", "import logging\nimport verl.utils.precision\n")
 FIXED = ("optimizer, device)\n            gc.collect()\n", "optimizer, device)\n")  # as 0.9.1 has it
 CHANGED = ("        if is_last_micro_batch:\n", "        if is_last_micro_batch or self.eager:\n")  # another in 0.9.1
@@ -32,7 +32,7 @@ CHANGED = ("        if is_last_micro_batch:\n", "        if is_last_micro_batch 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project that knows both releases and has four patches for the older; read it, do not change it."""
+    """A project with both releases and four patches for the older; read it, do not change it."""
     project = tmp_path_factory.mktemp("small") / "project"
     shutil.copytree(REPO / "scripts", project / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     (project / ".cache/wheels").mkdir(parents=True)
@@ -248,7 +248,7 @@ def test_release_has_no_drift_patched_or_not(small: Path, tmp_path: Path):
 
 # --- the worked example of docs/porting.md ---------------------------------------------------------------------------
 
-# What a human decided, by patch: the files with conflicts.
+# The files whose conflicts were resolved by hand, by patch.
 DECIDED = {
     "[cfg] feat: add one dtype key per role": ["verl/workers/config/actor.py", "verl/workers/config/engine.py"],
     "[ckpt] fix: resume from a whole checkpoint": [
@@ -273,7 +273,7 @@ def test_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
         run_git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=tree)
     assert decided == DECIDED and not whole
     assert read_commits(tree).patches == load_stack(find_release(NEW)).patches
-    # The report names those files, patch by patch, and what follows from them.
+    # The report names these files by patch, and the resulting conflicts.
     reported = {line.split()[1].rstrip(":") for line in lines if line.startswith("    conflict ")}
     assert reported == {path for paths in DECIDED.values() for path in paths}
     document = (REPO / "docs/porting.md").read_text()

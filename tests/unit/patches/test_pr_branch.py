@@ -1,4 +1,4 @@
-"""Branches for upstream, on a repository made of the wheel of 0.9.1 with hooks and scripts of its own."""
+"""Branches for upstream, on a repository created from the wheel of 0.9.1 with its own hooks and scripts."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def test_the_package_compiles():
 def released(tmp_path_factory) -> Path:
     """A repository of 0.9.1; read it, do not change it."""
     repo = unpacked_wheel(RELEASE, tmp_path_factory.mktemp("released") / "verl")
-    for path in (*(repo / "tests").iterdir(), *repo.glob("*.dist-info")):  # others than ours take minutes
+    for path in (*(repo / "tests").iterdir(), *repo.glob("*.dist-info")):  # upstream's own hooks take minutes
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path, text in {
         upstream.GENERATE: GENERATE,
@@ -115,7 +115,7 @@ def pr_branch(project: Path, *args: object) -> subprocess.CompletedProcess[str]:
 
 
 def copy_of_project(folder: Path) -> Path:
-    """What the tool needs of the project, to change and to keep its caches apart."""
+    """Copy the files of the project that the tool needs, to change them and to keep its caches apart."""
     for part in ("scripts", "patches/upstream", "patches/verl", "configs/precision"):
         shutil.copytree(REPO / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / ".cache/wheels").mkdir(parents=True)
@@ -162,7 +162,7 @@ def test_six_branches_are_green(made):
     assert not (repo.parent / "work").exists()
 
 
-def test_each_is_one_commit_by_the_user_on_top_of_the_one_before(made):
+def test_each_branch_is_one_commit_by_the_user_on_top_of_the_previous_one(made):
     _, repo = made
     for before, name, branch in zip(["main", *NAMES], NAMES, upstream.load_plan().branches, strict=False):
         assert git("rev-parse", f"{name}^", cwd=repo) == git("rev-parse", before, cwd=repo)
@@ -170,7 +170,7 @@ def test_each_is_one_commit_by_the_user_on_top_of_the_one_before(made):
         assert commit_line == f"{branch.title}|A Developer|developer@example.org"
 
 
-def test_the_package_grows_by_what_the_branch_calls(made):
+def test_package_grows_by_the_functions_that_a_branch_calls(made):
     _, repo = made
     folder = str(Path(PACKAGE).parent)
     sources = ["\n".join(git("grep", "-h", "", name, "--", folder, cwd=repo).splitlines()) for name in NAMES]
@@ -205,7 +205,7 @@ def test_six_branches_are_green_with_all_their_tests(verl: Path, tmp_path: Path)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
-# --- what is checked -------------------------------------------------------------------------------------------------
+# --- checks -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -272,18 +272,18 @@ def test_failed_hooks_and_titles_are_reported(small: Path):
     (small / "tests/special_sanity/check_pr_title.py").write_text(TITLES)
     branch = upstream.Branch("a", "no type", (), (), small)
     assert not pr_branch_module.title(branch, small).passed
-    (small / "tests/special_sanity/check_pr_title.py").write_text("raise SystemExit(3)")  # without a word
+    (small / "tests/special_sanity/check_pr_title.py").write_text("raise SystemExit(3)")  # no output
     assert not pr_branch_module.title(replace(branch, title="[cfg] fix: a thing"), small).passed
 
 
-def test_a_generator_that_fails_without_a_word_is_one_line(small: Path):
+def test_generator_that_fails_silently_is_reported_in_one_line(small: Path):
     write(small / upstream.GENERATE, b"exit 3")
     write(small / upstream.CONFIGS / "_generated_a.yaml", b"a: 1")
     with pytest.raises(Refused, match="generate_trainer_config.sh of main failed with exit code 3: no output"):
         upstream.generate(small, os.environ)
 
 
-# --- a main that has moved -------------------------------------------------------------------------------------------
+# --- changes in main -------------------------------------------------------------------------------------------
 
 
 def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: Path):
@@ -350,7 +350,7 @@ def test_every_hunk_is_picked_once_or_its_patch_stays():
     stay = {f"{name}.patch" for name in plan.stay}
     assert stay <= patches.keys() and not stay & {pick.patch for pick in picks}
     left = {each for each in there - taken.keys() if each[0] not in stay}
-    # An adapt.patch stands in for it.
+    # An adapt.patch replaces it.
     assert left == {("megatron-skip-an-overflow.patch", "verl/workers/config/engine.py", 1)}
 
 
@@ -370,7 +370,7 @@ def test_the_last_branch_has_the_stacks_own_code(line: Path):
     assert len(after.keys() - stay) > 20
 
 
-def test_a_hunk_that_needs_another_is_refused(line: Path, tmp_path: Path):
+def test_hunk_that_depends_on_another_is_refused(line: Path, tmp_path: Path):
     plan = upstream.load_plan()
     pick = upstream.read_pick("megatron-skip-an-overflow")
     (patch,) = (patch for patch in plan.stack.patches if patch.name == pick.patch)
@@ -390,7 +390,7 @@ def test_texts_that_are_replaced_are_in_the_files():
 
 
 def imports(folder: Path) -> list[list[str]]:
-    """Import the package in ``folder`` by itself and return its ``__all__`` and what its modules define."""
+    """Import only the package in ``folder``; return its ``__all__`` and the definitions of its modules."""
     code = (
         "import json, sys; from pathlib import Path; from lib.patches.precision_module import load_precision\n"
         "package = load_precision(Path(sys.argv[1]), 'alone')\n"
@@ -418,7 +418,7 @@ def packages(tmp_path_factory) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-def test_each_branchs_package_exports_what_it_has_of_the_stacks(packages):
+def test_each_branchs_package_exports_its_part_of_the_stacks(packages):
     exported, defined = imports(packages["stack"])
     before: set[str] = set()
     for slug in SLUGS:

@@ -1,4 +1,4 @@
-"""The patch tool, and all else that runs beside a verl elsewhere, on every Python that it supports: 3.10 and later.
+"""The patch tool, and all modules that run in another verl's environment, on every supported Python: 3.10 and later.
 
 The Pythons are those on PATH and pyenv's; tests of one that this machine lacks are skipped with its version.
 """
@@ -21,7 +21,7 @@ from lib.paths import REPO
 
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 NEWEST = [(VERL, "0.9.1"), (OAT, "0.2.4")]
-# What is imported of the project where verl's own environment is used, which this test does without.
+# The project's modules that are imported in verl's own environment, whose packages this test does without.
 MODULES = [
     "bench",
     "command",
@@ -44,7 +44,7 @@ MODULES = [
 
 @cache
 def interpreter(version: str) -> Path:
-    """Return the Python of this version; skips the test where there is none."""
+    """Return the Python of this version; skip the test if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     beside = sorted(pyenv.glob(f"versions/{version}.*/bin/python"))
     for found in [shutil.which(f"python{version}"), *beside]:
@@ -57,7 +57,7 @@ def interpreter(version: str) -> Path:
 
 
 def run(version: str, *words: object, **options) -> str:
-    """Run the Python with nothing but the standard library in reach and return what it printed."""
+    """Run the Python with only the standard library available and return its output."""
     line = [str(word) for word in (interpreter(version), "-S", "-B", *words)]
     done = subprocess.run(line, capture_output=True, text=True, cwd=REPO / "scripts", **options)
     assert done.returncode == 0, done.stderr
@@ -73,7 +73,7 @@ def wheel(request, tmp_path_factory) -> tuple[Framework, str, Path]:
 
 @pytest.fixture(scope="module")
 def expected(wheel, tmp_path_factory) -> tuple[str, dict[str, bytes | None]]:
-    """What this Python's apply prints and makes of the tree."""
+    """The output of this Python's apply, and the tree that it produces."""
     framework, _, pristine = wheel
     tree = tmp_path_factory.mktemp("expected") / "tree"
     shutil.copytree(pristine, tree)
@@ -99,7 +99,7 @@ def test_apply_makes_the_same_tree_on_every_python(python, wheel, expected, tmp_
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_modules_import_with_the_standard_library_alone(python):
+def test_modules_import_with_only_the_standard_library(python):
     run(python, "-c", f"import {', '.join(MODULES)}")
     assert run(python, "-m", "lib.run.job", "PRECISION=fp16", "STEPS=3") == ""
     assert run(python, "-c", "from lib.run import job; print(job.usage())").startswith("  EXPERIMENT")

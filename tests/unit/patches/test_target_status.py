@@ -1,4 +1,4 @@
-"""The state of a target, on the wheel of verl 0.9.1 with the tiny stack, and what apply and unapply refuse for it."""
+"""The state of a target, on the wheel of verl 0.9.1 with the tiny stack, and the refusals of apply and unapply."""
 
 import re
 import shutil

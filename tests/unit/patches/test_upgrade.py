@@ -27,7 +27,7 @@ def compile_files(*paths: Path) -> None:
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory) -> Path:
-    """Return this project with the module in place of the package; its stamp file is beside the module as ever."""
+    """Return this project with the module in place of the package; its stamp file is beside the module as usual."""
     project = tmp_path_factory.mktemp("older")
     for part in ("patches/verl", "configs/precision"):
         shutil.copytree(REPO / part, project / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -74,12 +74,12 @@ def test_older_stack_is_reported_and_upgraded_in_one_step(older: Path, pristine:
     assert status(patched).state == "patched"
 
 
-def test_older_stack_is_taken_off_to_the_byte(pristine: Path, patched: Path):
+def test_older_stack_is_unapplied_byte_for_byte(pristine: Path, patched: Path):
     unapply(patched)
     assert contents(patched) == contents(pristine)
 
 
-def test_older_project_takes_the_package_off_again(older: Path, pristine: Path, patched: Path, tmp_path: Path):
+def test_older_project_unapplies_the_package(older: Path, pristine: Path, patched: Path, tmp_path: Path):
     apply(patched)
     compile_files(patched / FOLDER)
     apply(patched, older)
@@ -90,7 +90,7 @@ def test_older_project_takes_the_package_off_again(older: Path, pristine: Path, 
     assert contents(patched) == contents(pristine)
 
 
-def test_upgrade_that_is_cut_short_is_repaired(pristine: Path, patched: Path, tmp_path: Path):
+def test_interrupted_upgrade_is_repaired(pristine: Path, patched: Path, tmp_path: Path):
     replace = os.replace
 
     def die_midway(source, to):

@@ -70,7 +70,7 @@ def assessed(model: torch.nn.Module) -> tuple[dict, Fp16Assessment]:
 
 
 def finite_in_fp16(model: torch.nn.Module) -> bool:
-    """Whether a forward pass with half-precision weights, as FSDP gathers them, under autocast stays finite."""
+    """Return whether a forward pass under autocast with half-precision weights, as FSDP gathers them, is finite."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
         return all(bool(model(input_ids=ids).logits.isfinite().all()) for ids, _ in rows_of())
 
@@ -100,7 +100,7 @@ def attend(attention: torch.nn.Module) -> None:
 
 
 def weigh(block: torch.nn.Module) -> None:
-    """A weight exceeds 65504, what it is multiplied with is zero."""
+    """A weight exceeds 65504 and is multiplied by zero."""
     block.post_attention_layernorm.weight[0] = 0
     block.mlp.up_proj.weight[0, 0] = 1e5
 

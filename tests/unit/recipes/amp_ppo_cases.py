@@ -36,7 +36,7 @@ def records(out: Path) -> list[dict]:
 
 
 class Hand(gymnasium.Env):
-    """Episodes of three steps that terminate, and of two that are cut off, by turns; step t is rewarded by t + 1.
+    """Episodes of three steps that terminate, and, alternately, of two that are cut off; step t is rewarded by t + 1.
 
     The observation is (t, whether the episode will be cut off).
     """
@@ -60,7 +60,7 @@ class Hand(gymnasium.Env):
 
 
 class Factors(Hand):
-    """Three policy heads; what each chooses is rewarded. Actions start at 1, 0 and 5."""
+    """Three policy heads, each rewarded for its action. Actions start at 1, 0 and 5."""
 
     observation_space = Discrete(4, start=3)
     action_space = MultiDiscrete([3, 2, 4], start=[1, 0, 5])
@@ -75,7 +75,7 @@ class Factors(Hand):
 
 
 class Broken(Hand):
-    """Every second one that is made shows, at step 3, what it was record to; episodes do not end."""
+    """Every second instance returns the given values at step 3, else valid ones; episodes do not end."""
 
     made = 0
 

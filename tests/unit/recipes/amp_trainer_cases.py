@@ -39,7 +39,7 @@ def trainer(
 
 
 def adamw(kind: str) -> Callable[..., torch.optim.Optimizer]:
-    """Return what builds AdamW in one of ``ADAMW_KINDS``, its implementations."""
+    """Return a factory of AdamW in one of its implementations, ``ADAMW_KINDS``."""
     return lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, **{kind: True} if kind != "loop" else {})
 
 

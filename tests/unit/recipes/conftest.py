@@ -1,4 +1,4 @@
-"""For the recipes' tests, whose networks are small."""
+"""Fixtures of the recipes' tests, which train small networks."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """On tensors this small several threads are many times slower."""
+    """Use one thread: several are many times slower on small tensors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -15,5 +15,5 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def no_kill_switch(monkeypatch):
-    """The switch of recipes/amp/ppo is the tests' own to set."""
+    """Unset the kill switch of recipes/amp/ppo, which tests set themselves."""
     monkeypatch.delenv("DISABLE_AMP", raising=False)

@@ -48,7 +48,7 @@ def test_checkpoint_contains_provenance(tmp_path):
 
 
 def test_optimizer_implementation_stays_the_trainers(tmp_path):
-    """What a checkpoint of the other kind brings back would not fit the scaler's way of skipping."""
+    """The implementation that a checkpoint restores would not fit the scaler's way of skipping."""
     for one, other in (("fused", "foreach"), ("foreach", "fused")):
         saving, loading = trainer(make=adamw(one)), trainer(network(1), make=adamw(other), lr=1.0)
         for batch in batches(2):
@@ -108,7 +108,7 @@ def test_extra_that_torch_cannot_load_is_refused(value, named, tmp_path):
     trained.save_checkpoint(tmp_path / "a.pt", {"epoch": 1})
     with pytest.raises(ValueError, match=rf"extra.returns.1 is of {named}"):
         trained.save_checkpoint(tmp_path / "a.pt", {"returns": [1.0, value]})
-    assert trained.load_checkpoint(tmp_path / "a.pt") == {"epoch": 1}  # what was there stays
+    assert trained.load_checkpoint(tmp_path / "a.pt") == {"epoch": 1}  # the existing file stays
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
@@ -202,7 +202,7 @@ INVALID = {
 
 @pytest.mark.parametrize("case", INVALID)
 def test_invalid_checkpoint_is_refused_and_nothing_is_loaded(case, tmp_path):
-    write, said = INVALID[case]
+    write, message = INVALID[case]
     path = tmp_path / "a.pt"
     saving = trainer()
     saving.training_step(batches(1)[0], loss_of)
@@ -215,7 +215,7 @@ def test_invalid_checkpoint_is_refused_and_nothing_is_loaded(case, tmp_path):
     before, gradient = snapshot(trained), trained.module[0].weight.grad.clone()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        with pytest.raises(InvalidCheckpointError, match=said) as refused:
+        with pytest.raises(InvalidCheckpointError, match=message) as refused:
             trained.load_checkpoint(path)
     assert str(refused.value).startswith(f"{path}: ") and "\n" not in str(refused.value)
     assert same_bits(before, snapshot(trained)) and torch.equal(gradient, trained.module[0].weight.grad)

@@ -1,4 +1,4 @@
-"""Wrong claims about mixed precision, each tested on torch's own code beside what is true.
+"""Wrong claims about mixed precision, each tested on torch's own code with the correct behaviour.
 
 docs/amp.md lists them and names these tests.
 """
@@ -21,8 +21,8 @@ GUIDE = REPO / "docs" / "amp.md"
 
 
 def torchs_steps(scaler: GradScaler, factors: list[float], clear: bool = True) -> list[tuple[float, float, bool]]:
-    """torch's sequence, a loss times each factor: the scale before and after ``update()``, and whether a step ran."""
-    model, seen = network(), []
+    """Return the scale before and after ``update()``, and whether the step ran, for a loss times each factor."""
+    model, steps = network(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     optimizer.register_step_post_hook(lambda *_: ran.append(True))
     for factor in factors:
@@ -31,38 +31,38 @@ def torchs_steps(scaler: GradScaler, factors: list[float], clear: bool = True) -
         scaler.step(optimizer)
         before = scaler.get_scale()
         scaler.update()
-        seen.append((before, scaler.get_scale(), bool(ran)))
+        steps.append((before, scaler.get_scale(), bool(ran)))
         if clear or ran:
             optimizer.zero_grad()
-    return seen
+    return steps
 
 
-def test_a_scale_that_is_read_after_update_never_shows_an_overflow():
+def test_scale_read_after_update_never_shows_an_overflow():
     """``step(); update(); before = get_scale(); …; overflow = get_scale() < before`` compares a number with itself."""
     scaler = GradScaler("cpu", init_scale=1024.0)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    said = []
+    detected = []
     for _ in range(5):
         scaler.scale(loss_of(model, batches(1)[0]) * INF).backward()
         scaler.step(optimizer)
         scaler.update()
         before = scaler.get_scale()
         optimizer.zero_grad()
-        said.append(scaler.get_scale() < before)
-    assert scaler.get_scale() == 1024.0 / 2**5 and not any(said)
+        detected.append(scaler.get_scale() < before)
+    assert scaler.get_scale() == 1024.0 / 2**5 and not any(detected)
 
 
-def test_a_scale_on_its_floor_does_not_fall_at_an_overflow():
-    """Read on either side of ``update()`` it shows those that torch's scaler has; at a floor it shows none of them."""
+def test_scale_at_its_floor_does_not_fall_on_overflow():
+    """Comparing the scale before and after ``update()`` detects overflows of torch's scaler, but none at a floor."""
     assert torchs_steps(GradScaler("cpu", init_scale=1024.0), [1.0, INF]) == [(1024, 1024, True), (1024, 512, False)]
 
-    floored, seen = trainer(loss_scale=2.0, min_scale=1.0), []
+    floored, steps = trainer(loss_scale=2.0, min_scale=1.0), []
     for factor in (INF, INF, 1.0):
         before = floored.get_stats()["current_scale"]
         floored.training_step(batches(1)[0] * factor, loss_of)
-        seen.append((before, floored.get_stats()["current_scale"], floored.skipped))  # whether the step ran
-    assert seen == [(2, 1, True), (1, 1, True), (1, 1, False)] and floored.overflow_steps == 2
+        steps.append((before, floored.get_stats()["current_scale"], floored.skipped))
+    assert steps == [(2, 1, True), (1, 1, True), (1, 1, False)] and floored.overflow_steps == 2
 
 
 @pytest.mark.parametrize("right", [False, True])
@@ -84,12 +84,12 @@ def test_there_is_no_overflow_buffer():
     assert not hasattr(LossScaler(GradScalerConfig(), "cpu"), "_get_overflow_buffer")
 
 
-def test_a_scaler_keeps_no_master_weights():
-    """It holds a scale and a count. fp16 weights it refuses, and torch's SGD and Adam by themselves lose them."""
+def test_scaler_keeps_no_master_weights():
+    """It contains a scale and a count. It refuses fp16 weights, on which SGD loses small steps and Adam gives NaN."""
     scaler = GradScaler("cpu")
     torchs_steps(scaler, [1e-3])
-    held = [value for value in vars(scaler).values() if isinstance(value, torch.Tensor)]
-    assert len(held) == 2 and all(tensor.numel() == 1 for tensor in held)
+    tensors = [value for value in vars(scaler).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 2 and all(tensor.numel() == 1 for tensor in tensors)
     assert not scaler._per_optimizer_states
 
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
@@ -112,15 +112,15 @@ def test_a_scaler_keeps_no_master_weights():
         assert weight.isfinite().all() == finite
 
 
-def test_skipping_without_clearing_the_gradients_skips_for_ever():
+def test_skipping_without_zero_grad_skips_every_further_step():
     poisoned = torchs_steps(GradScaler("cpu", init_scale=1024.0), [INF] + [1.0] * 9, clear=False)
     assert not any(ran for *_, ran in poisoned) and poisoned[-1][1] == 1.0  # ten times half of 1024
     cleared = torchs_steps(GradScaler("cpu", init_scale=1024.0), [INF] + [1.0] * 9)
     assert [ran for *_, ran in cleared] == [False] + [True] * 9
 
 
-def test_a_benchmark_of_fp16_may_be_one_of_fp32():
-    """An arm that a config calls fp16, on a machine without a GPU: the same bits as the fp32 arm. The probe says so."""
+def test_benchmark_labelled_fp16_may_run_in_fp32():
+    """Without a GPU, an arm configured as fp16 is bit-identical to the fp32 arm; the effective dtype reports it."""
     with pytest.warns(UserWarning, match="training in float32"):
         called_fp16 = trainer(on_cpu=False)
     arms = {"fp32": trainer(enabled=False), "called fp16": called_fp16, "fp16": trainer()}
@@ -131,20 +131,20 @@ def test_a_benchmark_of_fp16_may_be_one_of_fp32():
     assert called_fp16.get_stats()["requested_dtype"] == "float16"
 
 
-def test_the_dtype_of_an_output_is_not_that_of_the_multiplications():
+def test_output_dtype_may_differ_from_the_matmul_dtype():
     layer, given = torch.nn.GRU(4, 8, batch_first=True), torch.randn(2, 5, 4)
-    with torch.autocast("cpu", torch.float16), MultiplicationDtypes() as seen:
+    with torch.autocast("cpu", torch.float16), MultiplicationDtypes() as counted:
         out, _ = layer(given)
-    assert out.dtype == torch.float32 and seen.shares() == {"float16": 1.0}
+    assert out.dtype == torch.float32 and counted.shares() == {"float16": 1.0}
 
-    with MultiplicationDtypes() as seen:
+    with MultiplicationDtypes() as counted:
         out = torch.nn.Linear(4, 8)(given).half()
-    assert out.dtype == torch.float16 and seen.shares() == {"float32": 1.0}
+    assert out.dtype == torch.float16 and counted.shares() == {"float32": 1.0}
 
 
 def test_weights_gradients_and_adam_take_as_much_memory_as_in_fp32():
-    """What is halved is what the backward keeps of the forward, and 16-bit copies of the weights come on top of it."""
-    held, kept = {}, {}
+    """Only activations saved for the backward are halved; 16-bit copies of the weights come on top."""
+    state_bytes, kept = {}, {}
     for dtype in ("float32", "float16"):
         trained, saved = trainer(dtype=dtype), {}
         trained.training_step(batches(1)[0], loss_of)
@@ -160,43 +160,45 @@ def test_weights_gradients_and_adam_take_as_much_memory_as_in_fp32():
         hidden.sum().backward()
         state = [value for each in trained.optimizer.state.values() for value in each.values()]
         tensors = [*trained.module.parameters(), *(p.grad for p in trained.module[0].parameters()), *state]
-        held[dtype] = sum(tensor.nbytes for tensor in tensors)
+        state_bytes[dtype] = sum(tensor.nbytes for tensor in tensors)
         kept[dtype] = {tuple(tensor.shape): tensor.element_size() for tensor in saved.values()}
-    assert held["float16"] == held["float32"]
+    assert state_bytes["float16"] == state_bytes["float32"]
     assert kept["float32"][512, 16] == 4 and kept["float16"][512, 16] == 2
 
 
 class Operations(TorchDispatchMode):
-    """Which operations run, with the dtype of what they make."""
+    """Record the operations that run, with the dtypes of their outputs."""
 
     def __init__(self):
         super().__init__()
-        self.seen: list[tuple[str, torch.dtype]] = []
+        self.calls: list[tuple[str, torch.dtype]] = []
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         out = operation(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
-            self.seen.append((str(operation), out.dtype))
+            self.calls.append((str(operation), out.dtype))
         return out
 
 
 def test_amp_on_a_cpu_runs_other_operations():
-    """Other kernels, and casts besides: no reason to take as long. docs/results/amp-bench-cpu.md has how long."""
-    seen, outputs = {}, {}
+    """Kernels differ and casts are added, so durations differ too; docs/results/amp-bench-cpu.md has them."""
+    calls, outputs = {}, {}
     for enabled in (False, True):
         model = network()
         with Operations() as operations, torch.autocast("cpu", torch.float16, enabled=enabled):
             outputs[enabled] = model(batches(1)[0]).float()
-        seen[enabled] = operations.seen
-    assert ("aten.addmm.default", torch.float32) in seen[False] and ("aten.addmm.default", torch.float16) in seen[True]
-    casts = [sum(operation == "aten._to_copy.default" for operation, _ in seen[enabled]) for enabled in (False, True)]
+        calls[enabled] = operations.calls
+    assert ("aten.addmm.default", torch.float32) in calls[False] and ("aten.addmm.default", torch.float16) in calls[
+        True
+    ]
+    casts = [sum(operation == "aten._to_copy.default" for operation, _ in calls[enabled]) for enabled in (False, True)]
     assert casts[0] == 0 and casts[1] >= 5  # the input, and the weight and the bias of both layers
-    assert ("aten.addmm.default", torch.float32) not in seen[True]
+    assert ("aten.addmm.default", torch.float32) not in calls[True]
     assert not torch.equal(outputs[False], outputs[True])
 
 
 def gradient_of_a_head(policy_loss: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Of a policy's last layer under fp16 autocast, where the loss takes its logits (8, 3) in ``dtype``."""
+    """Return the gradient of a policy's last layer under fp16 autocast if the loss gets logits (8, 3) in ``dtype``."""
     torch.manual_seed(0)
     head = torch.nn.Linear(4, 3)
     with torch.autocast("cpu", torch.float16):
@@ -207,7 +209,7 @@ def gradient_of_a_head(policy_loss: Callable[[torch.Tensor], torch.Tensor], dtyp
 
 
 def masked_entropy(logits: torch.Tensor) -> torch.Tensor:
-    """The entropy bonus where the third action is not allowed."""
+    """Return the entropy bonus with the third action masked."""
     allowed = torch.tensor([True, True, False])
     masked = torch.where(allowed, logits, torch.tensor(-1e9, dtype=logits.dtype))
     log_probs = masked.log_softmax(-1)
@@ -215,23 +217,23 @@ def masked_entropy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def clipped_surrogate(logits: torch.Tensor) -> torch.Tensor:
-    """PPO's, with a negative advantage, for an action that has become likely since it was sampled at exp(-13)."""
+    """Return PPO's loss at a negative advantage of an action that was sampled at exp(-13) and has become likely."""
     ratio = (logits.log_softmax(-1)[:, 0] + 13.0).exp()
     advantage = torch.tensor(-1.0)
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
 
 
 @pytest.mark.parametrize("policy_loss", [masked_entropy, clipped_surrogate])
-def test_a_policy_loss_of_fp16_logits_has_no_finite_gradient(policy_loss):
+def test_policy_loss_of_fp16_logits_has_no_finite_gradient(policy_loss):
     """-1e9 is -inf in fp16, and 0 times -inf is NaN; exp(11.1) is inf. The same loss in fp32 has neither."""
     assert torch.tensor(-1e9).half() == -INF and 11.0 < math.log(torch.finfo(torch.float16).max) < 11.1
-    assert not gradient_of_a_head(policy_loss, torch.float16)[:2].isfinite().any()  # of both allowed actions
+    assert not gradient_of_a_head(policy_loss, torch.float16)[:2].isfinite().any()  # both allowed actions
     gradient = gradient_of_a_head(policy_loss, torch.float32)
     assert gradient.isfinite().all() and gradient.abs().max() > 0
 
 
 def test_autocast_on_a_cpu_leaves_log_softmax_in_fp16():
-    """On CUDA its list for fp32 has log_softmax and exp; on a CPU it has not. ``.float()`` holds on both."""
+    """CUDA's fp32 list contains log_softmax and exp, the CPU's does not; ``.float()`` works on both."""
     with torch.autocast("cpu", torch.float16):
         logits = torch.nn.Linear(4, 3)(torch.ones(1, 4))
         assert logits.log_softmax(-1).dtype == logits.exp().dtype == torch.float16
@@ -241,8 +243,8 @@ def test_autocast_on_a_cpu_leaves_log_softmax_in_fp16():
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_forward_without_gradients_leaves_the_cache_usable(dtype, without, cache):
-    """It used to leave 16-bit weights without a gradient for the rest of the region; on this torch it does not."""
+def test_no_grad_forward_leaves_the_autocast_cache_usable(dtype, without, cache):
+    """Older versions of torch cached 16-bit weights without a gradient for the rest of the region."""
     gradients = []
     for first in (False, True):
         model, batch = network(), batches(1)[0]
@@ -257,8 +259,8 @@ def test_a_forward_without_gradients_leaves_the_cache_usable(dtype, without, cac
 
 
 @pytest.mark.parametrize("first", [torch.enable_grad, torch.no_grad])
-def test_the_cache_does_not_see_weights_that_change_inside_the_region(first):
-    """So an optimizer's step, a target network's update or a load belongs outside."""
+def test_autocast_cache_ignores_weight_changes_inside_the_region(first):
+    """Optimizer steps, target network updates and loads therefore belong outside the region."""
     layer, given = torch.nn.Linear(6, 1), batches(1)[0]
 
     def twice() -> None:
@@ -279,10 +281,10 @@ def test_the_cache_does_not_see_weights_that_change_inside_the_region(first):
         assert torch.equal(layer(given), 2 * before)
 
 
-def test_the_guide_names_a_test_for_every_claim():
+def test_guide_names_a_test_for_every_claim():
     section = GUIDE.read_text().partition("## Claims that are wrong")[2].partition("\n## ")[0]
     rows = [row for row in section.splitlines() if row.startswith("| ")][1:]
     named = [re.findall(r"`(test_\w+)`", row) for row in rows]
     assert len(rows) >= 9 and all(named)
-    here = {name for name in globals() if name.startswith("test_")} - {"test_the_guide_names_a_test_for_every_claim"}
+    here = {name for name in globals() if name.startswith("test_")} - {"test_guide_names_a_test_for_every_claim"}
     assert {name for names in named for name in names} == here

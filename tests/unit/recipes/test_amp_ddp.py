@@ -1,4 +1,4 @@
-"""The trainer in two processes under DDP: what they synchronise, what they skip, what they write."""
+"""The trainer in two processes under DDP: synchronisation, skips and checkpoints."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def one_rank(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     found: dict[str, Any] = {}
     for dtype in ("float16", "float32"):
-        ddp = DistributedDataParallel(network(seed=rank))  # which takes rank 0's weights
+        ddp = DistributedDataParallel(network(seed=rank))  # synchronises rank 0's weights
         reductions = []
 
         def reduce(_, bucket: dist.GradBucket, reductions=reductions) -> torch.futures.Future[torch.Tensor]:
@@ -62,7 +62,7 @@ def one_rank(rank: int, folder: Path) -> None:
             counts.append(len(reductions))
         found[dtype] = {"reductions": counts, "updated": weights(trained)}
 
-        for place, part in enumerate(data(2)[1]):  # an overflow of rank 1 alone, in one of its micro-batches
+        for place, part in enumerate(data(2)[1]):  # an overflow on rank 1 only, in one of its micro-batches
             bad = rank == 1 and place == 1
             trained.training_step(part[rank] * float("inf") if bad else part[rank], loss_of)
         found[dtype] |= {"skipped": trained.skipped, "after": weights(trained), "stats": trained.get_stats()}

@@ -1,4 +1,4 @@
-"""Evolution: trajectories are replayed and scored by playing, members learn from the best, the driver chooses fp16."""
+"""Evolution: trajectories are replayed and scored by playing, members learn from the best, the driver selects fp16."""
 
 import json
 import os
@@ -33,7 +33,7 @@ VARIABLE = "ENABLE_FP16_TRAINING"
 
 
 class Restless(gymnasium.Env):
-    """Counts to 5, from where no seed decides."""
+    """Counts to 5 from a start that no seed determines."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -48,7 +48,7 @@ class Restless(gymnasium.Env):
 
 
 class Steady(Restless):
-    """Registered in this process alone; its third step may be spoilt."""
+    """An environment registered in this process only; its third step may be invalid."""
 
     def __init__(self, spoil: str = ""):
         self.spoil = spoil
@@ -72,7 +72,7 @@ gymnasium.register("Steady-v0", Steady)
 
 @pytest.fixture(scope="module")
 def session():
-    """A Ray of this file's own, whose workers have the variable set to the opposite of what the driver chooses."""
+    """A local Ray cluster whose workers have the variable set to the opposite of the driver's choice."""
     os.environ[VARIABLE] = "1"
     try:
         context = ray.init(address="local", num_cpus=2, include_dashboard=False, **QUIET)
@@ -151,7 +151,7 @@ def test_workers_train_in_fp16_when_the_driver_chooses_it(session, tmp_path, cap
 
 
 def test_command_joins_a_cluster(session, tmp_path):
-    """Another process's Ray, on this machine, where the variable is not what this process's workers have."""
+    """The command joins this process's Ray and sets the variable differently from its workers."""
     command = [sys.executable, "-m", "recipes.amp.evolution", "--address", session["address"], "--out", tmp_path]
     done = subprocess.run(
         [*command, "--generations", "1", "--population", "3", "--device", "cpu"],
@@ -220,7 +220,7 @@ def test_figure_shows_the_returns(evolved):
 
 
 def test_error_of_a_worker_is_one_line(session, monkeypatch, tmp_path):
-    """The driver knows the environment, its workers do not."""
+    """The environment is registered in the driver, but not in its workers."""
     monkeypatch.setattr(sys, "argv", ["evolution", "--env", "Steady-v0", "--out", str(tmp_path / "run")])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -269,7 +269,7 @@ def test_branch_replays_a_prefix(env):
     for _ in range(20):
         made = branch(env, pushing(env, 1), parent, rng, "recombined")
         assert made.seed == 5 and made.origin == "recombined"
-        assert play(env, policy, 5, rng, made.actions).total == made.total, "its return is what it returns"
+        assert play(env, policy, 5, rng, made.actions).total == made.total, "the trajectory's return must match"
         ours, theirs = made.actions, parent.actions
         cuts.add(next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours)))
     assert len(cuts) > 3
@@ -289,7 +289,7 @@ def refuse_replay(env, policy, wrong):
 
 
 def test_recombination_uses_another_policy_and_keeps_improvements(env):
-    """Both members always push to one side: trying again changes nothing, and the other's push comes to the rescue."""
+    """Both members always push to one side: revisions change nothing, the other member's push improves the return."""
     population = [Member(pushing(env, action).state_dict()) for action in (0, 1)]
     config = replace(TINY, population=2, hidden=2, episodes=3, revisions=10, recombinations=20)
     _, trajectories, row = run_generation(config, "test", "cpu", 0, 0, population, [])
@@ -345,7 +345,7 @@ def test_members_clone_the_better_trajectories(env, fp16):
     left, right = policy(torch.ones(4)).softmax(-1)[0], policy(-torch.ones(4)).softmax(-1)[1]
     assert left > 0.9 and right > 0.9
     again, more = learn(config, torch.device("cpu"), Policy(env, config.hidden), after, pool, seed=1)
-    assert more["training_steps"] == 2 * statistics["training_steps"], "training goes on from the checkpoint"
+    assert more["training_steps"] == 2 * statistics["training_steps"], "training must continue from the checkpoint"
 
 
 def test_loss_scale_outlives_a_generation(env):
@@ -476,7 +476,7 @@ def test_results_are_not_overwritten(evolved):
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-# --- who chooses fp16 -----------------------------------------------------------------------------------------------
+# --- selection of fp16 -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

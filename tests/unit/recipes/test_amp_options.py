@@ -75,7 +75,7 @@ def test_command_line_overrides_all(file, monkeypatch, word, expected):
 def test_whole_number_in_a_file_is_accepted_as_float(file):
     file.write_text("lr: 1.0e-2\n")
     assert parse("--config", str(file))[0].lr == 0.01
-    with pytest.raises(SystemExit, match="lr=1 must be between 0 and 1"):  # taken as a number, and out of range
+    with pytest.raises(SystemExit, match="lr=1 must be between 0 and 1"):  # parsed as a number, and out of range
         file.write_text("lr: 1\n")
         parse("--config", str(file))
 
@@ -172,7 +172,7 @@ def test_folder_with_results_is_refused(tmp_path):
     (folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=f"out={folder} must be .*metrics.jsonl of another run"):
         options.new_folder(folder)
-    # A file, below one, a name that no file system takes, a folder in which nobody can write.
+    # A file, a path below a file, an overlong name, a read-only folder.
     for path in (folder / "metrics.jsonl", folder / "metrics.jsonl" / "c", folder / ("c" * 300), Path("/proc/self")):
         with pytest.raises(ValueError, match=f"out={path} must be a folder that can be written to: "):
             options.new_folder(path)

@@ -1,4 +1,4 @@
-"""PPO's algorithm: its arithmetic by hand, its environments, and that it learns."""
+"""PPO's algorithm: arithmetic checked by hand, environments, and learning."""
 
 import math
 from dataclasses import replace
@@ -133,7 +133,7 @@ def test_async_environments_match_sync_ones():
 
 
 def test_native_cartpole_matches_single_environments():
-    """From equal states by equal actions: observations, rewards, both kinds of end, and when the reset comes."""
+    """From equal states by equal actions: observations, rewards, both kinds of end, and the step of the reset."""
     native = Environments("CartPole-v1", 8, "auto", torch.device("cpu"))
     single = Environments("CartPole-v1", 8, "sync", torch.device("cpu"))
     assert (native.mode, single.mode) == ("native", "sync")

@@ -1,4 +1,4 @@
-"""PPO's command: what a run leaves, how it is resumed, and what is refused in one line."""
+"""PPO's command: the files of a run, its resumption, and refusals in one line."""
 
 import json
 import math
@@ -127,7 +127,7 @@ def test_resume_continues_with_the_same_command(tmp_path, capsys):
     out = tmp_path / "run"
     main([*WORDS, f"--out={out}"])
     before = records(out)
-    with (out / "metrics.jsonl").open("a") as file:  # of an update that no checkpoint knows
+    with (out / "metrics.jsonl").open("a") as file:  # of an update after the last checkpoint
         file.write(json.dumps({**before[-1], "update": 4, "steps": 128}) + "\n")
     capsys.readouterr()
     main([*WORDS, f"--out={out}", "--resume", "--total-steps=192"])
@@ -155,7 +155,7 @@ def test_float16_resumes_without_a_loss_scale_with_a_warning(run, tmp_path):
 
 
 def test_interrupted_run_resumes_from_its_checkpoint(tmp_path, monkeypatch):
-    """There is a checkpoint after the first update; the second, after the checkpoint, is made and recorded again."""
+    """There is a checkpoint after the first update; the second, made after it, is repeated and recorded again."""
     out, iterate = tmp_path / "run", PPO.iterate
 
     def interrupted(ppo: PPO) -> dict:
@@ -219,7 +219,7 @@ def test_malformed_metrics_are_refused_on_resume(line, run, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == line + "\n"
 
 
-# --- what is refused: one line, exit code 1, nothing on disk
+# --- refusals: one line, exit code 1, nothing on disk
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""PPO in 16 bits: when autocast is on, what it covers, what stays fp32, and that the ratio starts at 1."""
+"""PPO in 16 bits: when autocast is on, the code that it covers, tensors that stay fp32, and the initial ratio of 1."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def test_unnamed_cpu_falls_back_to_fp32():
     assert record["fallback"].startswith("the model is on the CPU: training in float32, not float16")
 
 
-# --- where autocast begins and ends, and what is fp32
+# --- the autocast region, and fp32 tensors
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,14 +95,14 @@ def test_rollout_batch_and_loss_are_fp32(dtype):
     assert heads == {getattr(torch, dtype)} and losses == {torch.float32}
     floats = [each for each in batch if each.is_floating_point()]
     assert {each.dtype for each in floats} == {torch.float32} and len(floats) == 4
-    if dtype != "float32":  # not fp32 in name alone: 16 bits cannot hold these
+    if dtype != "float32":  # not fp32 in name only: most values are not representable in 16 bits
         rounded = batch.log_probs.to(getattr(torch, dtype)).float()
         assert (rounded != batch.log_probs).float().mean() > 0.5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_log_softmax_is_finite_in_every_dtype(dtype):
-    assert torch.tensor(-1e9).half().isinf(), "the mistake that is meant here"
+    assert torch.tensor(-1e9).half().isinf(), "the mistake under test"
     logits = torch.randn(5, 6).to(getattr(torch, dtype)).requires_grad_()
     allowed = torch.zeros(5, 6, dtype=torch.bool)
     allowed[torch.arange(5), torch.arange(5)] = True
@@ -139,7 +139,7 @@ def test_unscaled_gradients_are_clipped(dtype, loss_scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_head_gets_a_gradient(dtype):
-    ppo = PPO(config(dtype, env="Factors-v0"))  # without an entropy bonus, which reaches them by another way
+    ppo = PPO(config(dtype, env="Factors-v0"))  # without an entropy bonus, which would reach them too
     first = weights(ppo)
     for _ in range(3):  # the first loss scale overflows some times
         ppo.iterate()
@@ -199,7 +199,7 @@ def test_compiled_networks_match_eager_ones(dtype):
         with ppo.trainer.precision.autocast("cpu"):  # the trainer's own observes the first time, eagerly
             logits, _ = ppo.agent(batch.observations)
             loss, _ = ppo_loss(logits, *ppo.agent(batch.observations)[1:], batch, [2], ppo.config)
-        # The graph's own dtype: 16 bits hold what comes out, and fp32's they do not.
+        # The graph computes in its own dtype: its outputs are representable in 16 bits, those of fp32 are not.
         assert (logits == logits.half().float()).all() == (dtype == "float16")
         assert (logits == logits.bfloat16().float()).all() == (dtype == "bfloat16")
         loss.backward()

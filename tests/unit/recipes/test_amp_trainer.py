@@ -1,4 +1,4 @@
-"""The trainer: what it updates, what it skips, and which dtype it reports."""
+"""The trainer: updates, skips, and the reported dtype."""
 
 import math
 import re
@@ -71,7 +71,7 @@ def test_invalid_config_value_is_refused_by_key(key, value):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_step_trains_and_reports_effective_dtype(dtype):
     trained, batch = trainer(dtype=dtype, lr=3e-2), batches(1)[0]
-    assert trained.get_stats()["effective_dtype"] is None  # nothing was seen yet
+    assert trained.get_stats()["effective_dtype"] is None  # no forward has run yet
     losses = [trained.training_step(batch, loss_of) for _ in range(60)]
     assert losses[-1] < 0.1 * losses[0]
     assert losses[0].dtype == torch.float32 and losses[0].ndim == 0 and not losses[0].requires_grad
@@ -104,7 +104,7 @@ def test_scale_grows_after_growth_interval_clean_updates():
 def plain_update(
     model: torch.nn.Module, batch: torch.Tensor, dtype: torch.dtype, max_norm: float
 ) -> tuple[float, list[torch.Tensor]]:
-    """torch alone, without a scale: the norm before clipping, and the weights after a step of SGD at lr=1."""
+    """Return plain torch's norm before clipping, and its weights after a step of SGD at lr=1, without a scale."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss = loss_of(model, batch)
@@ -120,9 +120,9 @@ def plain_update(
 def test_accumulated_update_equals_one_large_batch_in_fp32(dtype, parts, max_norm):
     small = batches(parts)
     trained = trainer(make=torch.optim.SGD, lr=1.0, dtype=dtype, accumulation_steps=parts, max_grad_norm=max_norm)
-    seen = []
+    norms = []
     trained.optimizer.register_step_pre_hook(
-        lambda optimizer, *_: seen.append(torch.nn.utils.get_total_norm(p.grad for p in trained.module.parameters()))
+        lambda optimizer, *_: norms.append(torch.nn.utils.get_total_norm(p.grad for p in trained.module.parameters()))
     )
     for batch in small:
         trained.training_step(batch, loss_of)
@@ -130,8 +130,8 @@ def test_accumulated_update_equals_one_large_batch_in_fp32(dtype, parts, max_nor
 
     norm, expected = plain_update(network(), torch.cat(small), torch.float32, max_norm)
     assert trained.grad_norm == pytest.approx(norm, rel=2e-2) and norm > 0.5
-    assert len(seen) == 1  # one step, of gradients that are unscaled and clipped once
-    assert seen[0].item() == pytest.approx(min(norm, max_norm), rel=2e-2)
+    assert len(norms) == 1  # one step, of gradients that are unscaled and clipped once
+    assert norms[0].item() == pytest.approx(min(norm, max_norm), rel=2e-2)
     moved = [new - old for new, old in zip(found, network().parameters(), strict=True)]
     wanted = [new - old for new, old in zip(expected, network().parameters(), strict=True)]
     tolerance = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6}[dtype] * min(norm, max_norm)
@@ -140,7 +140,7 @@ def test_accumulated_update_equals_one_large_batch_in_fp32(dtype, parts, max_nor
 
 
 def test_loss_scale_does_not_change_the_update():
-    """A power of two is exact in fp16: what remains are the gradients of the same_bits fp16 arithmetic."""
+    """A power of two is exact in fp16, so the gradients are those of the same fp16 arithmetic without a scale."""
     trained = trainer(make=torch.optim.SGD, lr=1.0, max_grad_norm=0.25)
     trained.training_step(batches(1)[0], loss_of)
     _, expected = plain_update(network(), batches(1)[0], torch.float16, 0.25)
@@ -149,7 +149,7 @@ def test_loss_scale_does_not_change_the_update():
 
 
 @pytest.mark.parametrize(
-    "loss, said",
+    "loss, message",
     [
         (lambda model, batch: model(batch).square(), r"shape \(8, 1\) is not a scalar tensor"),
         (lambda model, batch: model(batch).square().mean().reshape(1), r"shape \(1,\) is not a scalar tensor"),
@@ -157,10 +157,10 @@ def test_loss_scale_does_not_change_the_update():
         (lambda model, batch: model(batch).detach().mean(), "loss has no gradient"),
     ],
 )
-def test_invalid_loss_is_refused(loss, said):
+def test_invalid_loss_is_refused(loss, message):
     trained = trainer()
     before = snapshot(trained)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         trained.training_step(batches(1)[0], loss)
     assert same_bits(before, snapshot(trained))
 
@@ -240,7 +240,7 @@ def test_consecutive_overflows_raise_and_the_last_skip_is_counted(kind, tmp_path
 
     trained.save_checkpoint(tmp_path / "storm.pt")
     resumed = trainer(make=adamw(kind), max_consecutive_skips=3, loss_scale=2048.0)
-    with pytest.warns(UserWarning, match="no loss scale: starting at 2048"):  # no scale worked: none is taken up
+    with pytest.warns(UserWarning, match="no loss scale: starting at 2048"):  # no scale worked, so none is restored
         resumed.load_checkpoint(tmp_path / "storm.pt")
     assert resumed.consecutive_skips == 0 and resumed.training_steps == 4
     resumed.training_step(batch, loss_of)
@@ -256,7 +256,7 @@ def test_consecutive_nonfinite_updates_raise_without_a_scaler():
     assert all(parameter.grad is None for parameter in trained.module.parameters())
 
 
-# What it can train, and what it falls back to
+# Supported models and fallbacks
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -328,36 +328,36 @@ def test_model_cast_to_fp16_is_for_inference_only(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# What the multiplications were done in
+# Dtypes of the multiplications
 
 
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
 def test_recurrent_layers_are_counted(kind):
     """Two products a step, of the input and of the state, for each of the gates."""
     layer, gates = kind(4, 8, batch_first=True), {torch.nn.LSTM: 4, torch.nn.GRU: 3}[kind]
-    with MultiplicationDtypes() as seen:
+    with MultiplicationDtypes() as counted:
         layer(torch.randn(2, 5, 4))
-    assert seen.flops == {"float32": 2 * 2 * 5 * gates * 8 * (4 + 8)}
+    assert counted.flops == {"float32": 2 * 2 * 5 * gates * 8 * (4 + 8)}
 
 
 def test_cudnn_recurrent_layers_are_counted():
-    """On a GPU a GRU is one operation of cuDNN's; tensors without data are enough to count it."""
+    """On a GPU a GRU is one operation of cuDNN's; meta tensors suffice to count it."""
     shapes = [(5, 2, 4), (24, 4), (24, 8), (24,), (24,), (1, 2, 8)]  # input, weights and biases, state
     given, *weights, state = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in shapes)
     gru, hidden, layers = 3, 8, 1
     flags = (False, 0.0, True, False, [], None)
-    with MultiplicationDtypes() as seen:
+    with MultiplicationDtypes() as counted:
         torch.ops.aten._cudnn_rnn(given, weights, 4, None, state, None, gru, hidden, 0, layers, *flags)
-    assert seen.flops == {"float16": 2 * 2 * 5 * 3 * 8 * (4 + 8)}
+    assert counted.flops == {"float16": 2 * 2 * 5 * 3 * 8 * (4 + 8)}
 
 
 def test_shares_are_weighted_by_operations():
     linear = torch.nn.Linear(4, 4)
-    with MultiplicationDtypes() as seen:
+    with MultiplicationDtypes() as counted:
         linear(torch.ones(1, 4))
         with torch.autocast("cpu", torch.bfloat16):
             linear(torch.ones(3, 4))
-    assert seen.shares() == {"bfloat16": 0.75, "float32": 0.25}
+    assert counted.shares() == {"bfloat16": 0.75, "float32": 0.25}
 
 
 def test_checkpoint_of_a_compiled_model_loads_into_a_plain_one(tmp_path):
@@ -376,7 +376,7 @@ def test_checkpoint_of_a_compiled_model_loads_into_a_plain_one(tmp_path):
     trained = FP16Trainer(torch.compile(model, backend=backend), optimizer, config)
     for batch in batches(3):
         trained.training_step(batch, loss_of)
-    assert runs == ["compiled"] * 2  # the first forward is run eagerly, to see its dtypes
+    assert runs == ["compiled"] * 2  # the first forward is run eagerly, to record its dtypes
     assert trained.get_stats()["effective_dtype"] == "float16"
     trained.save_checkpoint(tmp_path / "compiled.pt")
     plain = trainer(network(1))

@@ -27,7 +27,7 @@ SMALL = {"steps": 600, "held_out_steps": 300, "length": 10, "context": 3, "hidde
 
 
 class Counter(gymnasium.Env):
-    """Observes (step, last action) and ends at step 7; the reward is the step. One step may be spoilt."""
+    """Observes (step, last action) and ends at step 7; the reward is the step. One step may be invalid."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(3)
@@ -67,7 +67,7 @@ def test_trajectories_record_every_step():
     data = cut_of_counter()  # episodes of 7, 7 and 3 steps, cut after 5
     assert [int(each) for each in data.valid.sum(1)] == [5, 2, 5, 2, 3]
     assert data.observations[0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert data.observations[1, :3, 0].tolist() == [5, 6, 7], "the next stretch goes on where the last one ended"
+    assert data.observations[1, :3, 0].tolist() == [5, 6, 7], "the next stretch must continue where the last one ended"
     assert data.actions[0].argmax(-1).tolist() == [0, 1, 2, 0, 1] and data.actions[0].sum(-1).eq(1).all()
     assert data.observations[0, 1:, 1].tolist() == [0, 1, 2, 0, 1], "an observation follows the action of its step"
     assert data.rewards[1].tolist() == [6, 7, 0, 0, 0] and data.ends[1].tolist() == [0, 1, 0, 0, 0]
@@ -108,7 +108,7 @@ def test_statistics_exclude_padding():
     torch.testing.assert_close(model.observation_std[0], counts.std(correction=0))
     constant = data._replace(rewards=torch.full_like(data.rewards, 0.3))
     model.set_statistics(constant)
-    assert model.reward_std.item() == 1.0, "what never changes is not blown up"
+    assert model.reward_std.item() == 1.0, "constant components must not be amplified"
     assert {"observation_mean", "action_std", "reward_std"} <= model.state_dict().keys()
 
 
@@ -121,7 +121,7 @@ def test_prediction_depends_on_the_context_alone():
     earlier[:, 2] += 1.0
     unchanged, changed = (model.predict(observations, data.actions, 3) for observations in (later, earlier))
     assert all(a.equal(b) for a, b in zip(predicted, unchanged, strict=True))
-    assert predicted.observations[:, :2].equal(changed.observations[:, :2]), "nothing before it knows of it"
+    assert predicted.observations[:, :2].equal(changed.observations[:, :2]), "earlier predictions must not depend on it"
     assert (predicted.observations[:, 2:] != changed.observations[:, 2:]).any(-1).all()
     acted = data.actions.clone()
     acted[:, 4] = acted[:, 4].roll(1, -1)
@@ -153,7 +153,7 @@ def test_loss_by_definition_excludes_padding():
 
 
 def test_open_loop_errors_by_hand():
-    """A model that knows nothing but the mean, on one trajectory."""
+    """A model that predicts only the mean, on one trajectory."""
     data = Trajectories(
         torch.tensor([[[0.0], [2.0], [4.0], [8.0], [99.0]]]),
         torch.zeros(1, 4, 1),
@@ -231,7 +231,7 @@ def test_figure_shows_both_curves(learned):
     assert min(picture.shape[:2]) > 500
     orange, red = ((np.abs(picture - color).sum(-1) < 12).sum() for color in ((255, 127, 14), (214, 39, 40)))
     assert orange > 1000 and red > 100, "predictions, and the mean's error"
-    assert (picture.sum(-1) < 60).sum() > 1000, "what happened"
+    assert (picture.sum(-1) < 60).sum() > 1000, "the actual values"
 
 
 def test_overflows_are_counted_per_epoch(tmp_path, capsys):
@@ -310,7 +310,7 @@ def test_results_are_not_overwritten(learned):
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
-def test_the_command_falls_back_on_a_cpu_and_says_so(tmp_path):
+def test_command_without_cuda_falls_back_to_fp32_with_a_warning(tmp_path):
     """fp16 is the default; without ``--device cpu`` a machine without CUDA trains in fp32."""
     words = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "recipes.amp.world_model", "--env", "Pendulum-v1", "--out", tmp_path, *words]

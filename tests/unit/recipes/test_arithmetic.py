@@ -134,7 +134,7 @@ def test_other_folder_is_left_alone(tmp_path):
 
 
 def test_finished_folder_is_reused_only_with_the_same_settings(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "ACCURACY_BAND", (0.0, 1.0))  # three steps teach nothing
+    monkeypatch.setattr(prepare, "ACCURACY_BAND", (0.0, 1.0))  # three steps are too few to learn
     made = prepare.prepare(tmp_path / "made", SHORT)
     stamp = tmp_path / "made" / "prepared.json"
     written = stamp.stat().st_mtime_ns

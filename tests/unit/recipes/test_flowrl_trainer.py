@@ -16,7 +16,7 @@ ROWS = [
     ("b", [1, 2], 0.5, {}),
     ("b", [1, 2], 0.5, {}),
     ("b", [2, 1], 1.0, {}),
-    ("c", [3], -1.0, {}),  # no right answer counts as none
+    ("c", [3], -1.0, {}),  # groups without a right answer count as 0
     ("padding", [0], 0.0, {}),
 ]
 

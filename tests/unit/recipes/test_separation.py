@@ -1,4 +1,4 @@
-"""The toy of docs/results/sanity-search.md: its arithmetic and its recorded conclusions."""
+"""The toy problem of docs/results/sanity-search.md: its arithmetic and its recorded conclusions."""
 
 import csv
 import math
@@ -36,7 +36,7 @@ def test_the_offset_changes_no_probability():
     torch.testing.assert_close(*probabilities, rtol=1e-4, atol=1e-6)
 
 
-def test_a_third_of_the_initial_answers_is_right():
+def test_one_third_of_the_initial_answers_are_right():
     x, weight, keys, right = toy.problem(64, 32.0)
     probability = torch.softmax(x[:, keys] @ weight.T, -1).gather(-1, right[..., None]).prod(1).mean().item()
     assert 0.25 < probability < 0.5

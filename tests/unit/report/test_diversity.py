@@ -50,7 +50,7 @@ def test_right_answers_are_counted_in_the_validations(tmp_path, capsys):
     assert "one                  step  10: 1 accuracy, 1 distinct right answers" in capsys.readouterr().out
 
 
-def test_without_an_answer_of_the_reward_function_the_text_counts(tmp_path):
+def test_text_counts_if_the_reward_function_returns_no_answer(tmp_path):
     folder = validated(tmp_path / "run", {0: BEFORE, 10: MANY})
     for file in (folder / "validation").iterdir():
         rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -88,7 +88,7 @@ def run_folder(
 
 
 def assert_same(steps: dict, exactly: bool = True) -> None:
-    """Check the steps that were read of ``metrics``: training steps, no other metrics, NaN where it is not finite."""
+    """Check the steps read from ``metrics``: training steps, no other metrics, NaN where it is not finite."""
     assert sorted(steps) == list(STEPS)
     for step, data in steps.items():
         wanted = {name: value for name, value in metrics(step).items() if name in METRIC}
@@ -190,7 +190,7 @@ def history(file: Path, columns: list[str], lines: list[list]) -> Path:
     return file
 
 
-def test_wandbs_csv_exports(tmp_path):
+def test_wandbs_csv_exports_are_read(tmp_path):
     names = [name for name in metrics(1) if name != "perf/total_num_tokens"]
     lines = [[0, *[""] * len(names)], *([step, *map(metrics(step).get, names)] for step in STEPS)]
     assert_same(read("fp16", history(tmp_path / "one.csv", ["_step", *names], lines)).steps)
@@ -224,7 +224,7 @@ def test_wandbs_csv_exports(tmp_path):
         (["_step", "x"], [[1, 0.5]], "contains no run at all"),
     ],
 )
-def test_csv_file_that_is_no_export_is_refused(columns, lines, message, tmp_path):
+def test_csv_file_that_is_not_an_export_is_refused(columns, lines, message, tmp_path):
     with pytest.raises(Refused, match=message):
         read("fp16", history(tmp_path / "one.csv", columns, lines))
 
@@ -248,7 +248,7 @@ def test_unfinished_run_is_read_with_the_reports_of_its_log(tmp_path):
     assert run.effective_dtypes["rollout"]["rollout"] == "float16" and departure(run) == "", "from its log"
 
 
-def test_metric_names_of_older_releases(tmp_path):
+def test_metric_names_of_older_releases_are_read(tmp_path):
     data = {"mismatch/mismatch_k3_kl": 1e-6, "perf/max_memory_allocated_gb": 40.0}
     (tmp_path / "a.jsonl").write_text(json.dumps({"step": 1, "data": data}) + "\n")
     assert read("x", tmp_path / "a.jsonl").steps == {1: {K3_KL: 1e-6, "actor/perf/max_memory_allocated_gb": 40.0}}
@@ -302,7 +302,7 @@ def test_label_of_another_regime_than_the_runs_is_refused(tmp_path):
     assert read("mine", folder).regime == "bf16"
 
 
-def test_labels_take_patterns(tmp_path):
+def test_labels_accept_patterns(tmp_path):
     for name in ("run-1", "run-2", "other"):
         (tmp_path / name).mkdir()
     assert labelled_paths(f"fp16={tmp_path}/run-* b.1={tmp_path}/other") == [

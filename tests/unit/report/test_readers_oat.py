@@ -1,4 +1,4 @@
-"""Readers of OAT's runs: written by the patches, by wandb, exported, and beside a run of verl in one report."""
+"""Readers of OAT's runs: written by the patches, by wandb, exported, and in one report with a run of verl."""
 
 import csv
 import json
@@ -30,7 +30,7 @@ ROUNDS = range(1, 8)
 
 
 def logs(step: int, *, patched: bool = True, fp16: bool = True) -> dict[str, float]:
-    """Return what OAT logs of a round; round 4 overflowed in each update, so that the patches report no norm."""
+    """Return OAT's metrics of a round; round 4 overflowed in each update, so that the patches report no norm."""
     data = {
         "train/learning_round": float(step),
         "train/entropy": 0.5,
@@ -52,7 +52,7 @@ FIRST = {ACCURACY: 0.125, "eval/average/score": 0.125, "misc/lr": 0.0}  # the ev
 
 
 class StubEngine:
-    """What the writer reads of a DeepSpeed engine; tests/conformance/oat has real ones."""
+    """The attributes of a DeepSpeed engine that the writer reads; tests/conformance/oat uses real engines."""
 
     def __init__(self, dtype: torch.dtype, fp16: bool):
         self.module = torch.nn.Linear(2, 2).to(dtype)
@@ -188,13 +188,13 @@ run.finish()
 
 
 def unpatched(fp16: bool) -> list[dict]:
-    """Return what an unpatched OAT logs to wandb, without a step: wandb counts the logs."""
+    """Return an unpatched OAT's wandb logs, which have no step: wandb counts the logs."""
     rounds = [logs(step, patched=False, fp16=fp16) for step in ROUNDS]
     return [FIRST, *rounds, rounds[-1] | {"eval/accuracy": 0.125}]  # the name of OAT's own learner, not of run_math_rl
 
 
 @pytest.mark.parametrize("fp16", [True, False])
-def test_wandb_file_of_an_unpatched_oat(fp16, tmp_path):
+def test_wandb_file_of_an_unpatched_oat_is_read(fp16, tmp_path):
     config = {"pretrain": "m", "critic_type": "drgrpo", "fp16": fp16, "bf16": not fp16, "seed": 5, "wb_run_name": "x"}
     config |= {"rollout_batch_size": 64, "num_samples": 8, "train_batch_size": 64, "num_ppo_epochs": 1}
     subprocess.run(
@@ -222,7 +222,7 @@ def test_wandb_file_of_an_unpatched_oat(fp16, tmp_path):
     assert departure(run) == "effective dtypes unknown: wandb, of OAT records none"
 
 
-def test_wandb_export_of_an_unpatched_oat(tmp_path):
+def test_wandb_export_of_an_unpatched_oat_is_read(tmp_path):
     names = ["_step", *dict.fromkeys(name for row in unpatched(True) for name in row)]
     with (tmp_path / "history.csv").open("w", newline="") as content:
         table = csv.DictWriter(content, names)
@@ -253,7 +253,7 @@ def test_verls_validation_is_an_accuracy_and_no_training_step(tmp_path):
     assert [step for step in run.steps if ACCURACY in run.steps[step]] == [5]
 
 
-def test_oat_and_verl_in_one_report(tmp_path):
+def test_oat_and_verl_share_one_report(tmp_path):
     pairs = [("oat-fp16", written(tmp_path / "oat")), ("verl", of_verl(tmp_path / "verl"))]
     found = write_report(pairs, tmp_path / "report")
     assert found.common == (1, 2, 3, 4, 5, 6)

@@ -1,4 +1,4 @@
-"""Reports: their notes on what is missing or doubtful, and that they are rebuilt from the runs that they keep."""
+"""Reports: notes on missing or doubtful results, and rebuilding from the runs that a report keeps."""
 
 import csv
 import json
@@ -41,7 +41,7 @@ def built_from(folder: Path) -> Report:
 
 
 def is_rebuilt_from(out: Path, original: Report) -> bool:
-    """Whether the runs as a report keeps them give the same page and tables, figures aside."""
+    """Return whether the runs that a report keeps give the same page and tables, figures aside."""
     write_runs(original, out)
     again = built_from(out)
     return page(again) == page(original) and run_rows(again) == run_rows(original)
@@ -182,7 +182,7 @@ def test_runs_without_a_common_step_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_one_run_alone_has_a_note(tmp_path):
+def test_single_run_has_a_note(tmp_path):
     report = built([made(tmp_path / "a")])
     assert report.notes == ("One run only: there is no spread, and nothing to compare it with.",)
     assert report.spreads["fp16"]["reward_last"].std is None and report.verdicts == ()
@@ -208,7 +208,7 @@ def test_metric_that_is_always_nan_has_no_mean_and_a_note(tmp_path):
     assert verdict.text == "no verdict: fp16 has 2 of at least 3 seeds"
 
 
-def test_no_speed_is_claimed_for_another_dtype_than_the_regimes(tmp_path):
+def test_speed_is_not_claimed_for_a_dtype_other_than_the_regimes(tmp_path):
     pairs = several(tmp_path / "in")
     summary = json.loads((pairs[0][1] / "summary.json").read_text())
     summary["effective_dtypes"]["actor"]["compute"] = "bfloat16"
@@ -225,7 +225,7 @@ def test_no_speed_is_claimed_for_another_dtype_than_the_regimes(tmp_path):
     assert table(tmp_path / "table.csv")["bf16", "throughput_median"]["not_claimed"] == ""
 
 
-def test_no_speed_is_claimed_where_the_machine_was_shared(tmp_path):
+def test_speed_is_not_claimed_on_a_shared_machine(tmp_path):
     report = built(several(tmp_path / "in"), nospeed="others used the machine")
     why = "not claimed: others used the machine"
     assert {each.text for each in report.verdicts if each.outcome == "throughput_median"} == {why}
@@ -296,7 +296,7 @@ def test_runs_of_one_seed_have_different_names(tmp_path):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("k3", [1e-7, 0.0, -2e-12])
-def test_figures_of_values_that_are_equal_or_not_above_zero(k3, tmp_path):
+def test_figures_accept_equal_and_nonpositive_values(k3, tmp_path):
     """In fp32 the estimate is rounding noise around 0, which a logarithmic axis does not have."""
     report = built([made(tmp_path / "a", "fp32", **{K3_KL: k3, LOSS_SCALE: 65536.0, SKIPPED: 0.0})])
     write_figures(report, tmp_path)

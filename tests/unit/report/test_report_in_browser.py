@@ -34,7 +34,7 @@ def browser() -> Iterator[Browser]:
 
 
 def faults(browser: Browser, page: Path, width: str) -> tuple[list[str], Page]:
-    """Return what goes wrong when a page is opened with all its details, and the page."""
+    """Return the faults of a page opened with all its details expanded, and the page."""
     across, down = WIDTHS[width]
     view = browser.new_page(viewport={"width": across, "height": down})
     found: list[str] = []

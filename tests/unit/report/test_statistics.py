@@ -43,7 +43,7 @@ def test_a_run_passes_at_the_first_moving_mean_above_the_threshold():
         ([1.0] * 4 + [0.0] * 4, 8),  # the best mean is the first, .8
     ],
 )
-def test_a_run_collapses_where_it_stays_below_half_of_its_best(rewards, at):
+def test_run_collapses_if_it_stays_below_half_of_its_best(rewards, at):
     assert collapsed(steps(*rewards)) == at
 
 
@@ -95,7 +95,7 @@ def verdict_on(
     return verdict(outcome(name), ("a", spreads[0]), ("b", spreads[1]), pairs, unclaimed)
 
 
-def test_a_verdict_needs_three_seeds_and_an_interval_without_equality():
+def test_verdict_needs_three_seeds_and_an_interval_that_excludes_equality():
     clear = verdict_on("reward_last", (0.9, 0.91, 0.92), (0.5, 0.51, 0.52))
     assert clear.holds and clear.text.startswith("a higher: +0.400 (+0.377 to +0.423)")
     assert verdict_on("reward_last", (0.5, 0.51, 0.52), (0.9, 0.91, 0.92)).text.startswith("a lower: -0.400")
@@ -134,7 +134,7 @@ def test_without_spread_there_is_no_interval():
     assert verdict_on("skipped_total", (1, 1, 1), (0, 0, 0)).effect is None
 
 
-def test_no_speed_is_claimed_for_other_dtypes_than_those_named():
+def test_speed_is_not_claimed_for_dtypes_other_than_those_named():
     fast, slow = (200.0, 201.0, 202.0), (100.0, 101.0, 102.0)
     assert verdict_on("throughput_median", fast, slow).text.startswith("a higher: 1.99×")
     found = verdict_on("throughput_median", fast, slow, unclaimed="a-seed1: trained in bfloat16")
@@ -142,7 +142,7 @@ def test_no_speed_is_claimed_for_other_dtypes_than_those_named():
     assert verdict_on("reward_last", fast, slow, unclaimed="a-seed1: trained in bfloat16").holds
 
 
-def test_among_labels_that_are_alike_a_verdict_is_rare():
+def test_verdicts_between_equal_labels_are_rare():
     draw, trials, wrong = random.Random(1), 250, 0
     for _ in range(trials):
         spreads = {

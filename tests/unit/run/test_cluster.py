@@ -1,4 +1,4 @@
-"""Admission to a cluster and ``make submit``: refusals, and what a job carries to the nodes."""
+"""Admission to a cluster and ``make submit``: refusals, and the files that a job carries to the nodes."""
 
 import contextlib
 import importlib.util
@@ -61,7 +61,7 @@ def patched(pristine, tmp_path) -> Path:
 
 @pytest.fixture
 def imported(monkeypatch):
-    """Make a folder's verl the one that this process would import; none: hide all."""
+    """Make this process import the verl of a folder, or none if no folder is given."""
 
     def imported(root: Path | None) -> None:
         monkeypatch.delitem(sys.modules, "verl", raising=False)
@@ -73,7 +73,7 @@ def imported(monkeypatch):
 # --- the facts of a node ----------------------------------------------------------------------------------------------
 
 
-def test_node_reports_what_it_would_train_with(patched, imported):
+def test_node_reports_its_verl_and_dtypes(patched, imported):
     path = list(sys.path)
     imported(patched)
     sys.path += path
@@ -93,7 +93,7 @@ def test_node_reports_what_it_would_train_with(patched, imported):
     refuse_driver(facts)
 
 
-def test_node_gets_the_function_by_value_and_needs_nothing_of_this_project(patched, tmp_path):
+def test_node_gets_the_function_by_value_and_needs_no_checkout(patched, tmp_path):
     ray.cloudpickle.register_pickle_by_value(lib)
     (tmp_path / "function").write_bytes(ray.cloudpickle.dumps(node_facts))
     ray.cloudpickle.unregister_pickle_by_value(lib)
@@ -218,7 +218,7 @@ def test_cpus_of_verl_and_transfer_queue_are_counted(tmp_path):
 
 
 def test_nodes_look_for_a_new_file_beside_out_and_for_the_model(tmp_path, monkeypatch):
-    """By a file that is new to every node, beside OUT; the model and the data too, where they are files."""
+    """They look for a new file beside OUT, and for the model and the data if these are files."""
     queries = []
 
     def query_cluster(job, out, request, show):
@@ -234,13 +234,13 @@ def test_nodes_look_for_a_new_file_beside_out_and_for_the_model(tmp_path, monkey
             cluster.admit(job, compose(job, job.out), job.out)
     (mark, there), (model, _) = queries[0]
     assert there and Path(mark).parent == tmp_path and model == str(tmp_path / "model")
-    assert queries[1][0][0] != mark, "one that no node can have seen before"
+    assert queries[1][0][0] != mark, "each path must be new to every node"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.fixture
 def query_by(tmp_path, monkeypatch):
-    """Put a shell script in the place of the process that queries the cluster: Ray cannot be made to crash."""
+    """Replace the process that queries the cluster by a shell script, since Ray's crashes cannot be provoked."""
 
     def query_by(script: str) -> Job:
         program = tmp_path / "python"
@@ -268,7 +268,7 @@ def test_failed_query_is_refused_with_its_cause(query_by, tmp_path):
         cluster.query_cluster(query_by("kill -ALRM $$"), tmp_path, {}, print)
 
 
-# --- a head that is not there -----------------------------------------------------------------------------------------
+# --- a missing head -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:10001", "head", "head:", ":6379"])
@@ -283,7 +283,7 @@ def test_silent_head_is_refused(address):
         cluster.check_address(address)
 
 
-# --- what is submitted ------------------------------------------------------------------------------------------------
+# --- submission ------------------------------------------------------------------------------------------------
 
 HEAD = "http://127.0.0.1:8265"
 
@@ -311,7 +311,7 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, patched, im
     }
     assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
     assert not list(scratch.rglob("__pycache__"))
-    done = subprocess.run(  # it runs from there, with the bare Python: the words are those that it takes
+    done = subprocess.run(  # it accepts the words when run there by a Python without packages
         [sys.executable, "-S", "-m", "lib.run.job", *submission.entrypoint.split()[2:]], cwd=scratch / "scripts"
     )
     assert done.returncode == 0
@@ -327,7 +327,7 @@ def test_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
 
 def test_dry_run_shows_the_submission_and_does_nothing(tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # nothing is there
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # no server listens there
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     assert submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"]) == 0
     shown = "".join(capsys.readouterr())
@@ -348,7 +348,7 @@ def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["", "auto", "127.0.0.1:6379"])
-def test_address_that_is_no_dashboard_is_refused(address, monkeypatch):
+def test_address_without_a_dashboard_is_refused(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be the cluster's dashboard"):
         submit.main(["--dry-run", "DEVICE=cpu", "OUT=/out"])
@@ -416,8 +416,8 @@ def unpatched_cluster(pristine, monkeypatch) -> Iterator[UnpatchedCluster]:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     (site,) = folder.glob("venv/lib/python*/site-packages")
     (site / "others.pth").write_text(f"{pristine}\n{sysconfig.get_paths()['purelib']}\n")
-    monkeypatch.setenv("HOME", str(folder))  # where Ray looks for a token, and must find what the nodes find: none
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)  # set by a ray.init of other tests in this process
+    monkeypatch.setenv("HOME", str(folder))  # Ray looks for a token here and must, like the nodes, find none
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)  # set by ray.init in other tests of this process
     gcs, dashboard = free_port(), free_port()
     head = ["--head", f"--port={gcs}", f"--dashboard-port={dashboard}"]
     environment = {"PATH": f"{folder}/venv/bin:/usr/bin:/bin", "HOME": str(folder), "HF_TOKEN": SECRET}
@@ -426,7 +426,7 @@ def unpatched_cluster(pristine, monkeypatch) -> Iterator[UnpatchedCluster]:
     try:
         for name, words in (("head-1", head), ("worker-2", [f"--address=127.0.0.1:{gcs}"])):
             options = ["--block", f"--node-name={name}", "--num-gpus=1", "--num-cpus=16"]
-            # Its own: a node removes what a job has brought, once its last process there has ended.
+            # A fresh one: a node removes a job's files once its last process there has ended.
             options += [f"--temp-dir={folder}/{name}"]
             command = [folder / "venv/bin/python", "-m", "ray.scripts.scripts", "start", *options, *words]
             shown = folder / f"{name}.log"
@@ -448,8 +448,8 @@ def unpatched_cluster(pristine, monkeypatch) -> Iterator[UnpatchedCluster]:
 
 
 @pytest.mark.e2e
-def test_unpatched_nodes_are_admitted_where_the_job_carries_verl(unpatched_cluster, pristine, tmp_path, monkeypatch):
-    """tests/e2e/test_cluster_faults.py has the refusal of such nodes."""
+def test_unpatched_nodes_are_admitted_if_the_job_carries_verl(unpatched_cluster, pristine, tmp_path, monkeypatch):
+    """tests/e2e/test_cluster_faults.py tests the refusal of such nodes."""
     where = "import importlib.util; print(importlib.util.find_spec('verl').submodule_search_locations[0])"
     without = subprocess.run(
         [unpatched_cluster.folder / "venv/bin/python", "-c", where], capture_output=True, text=True

@@ -102,7 +102,7 @@ def test_cluster_default_is_two_retries_and_a_model_beside_out(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     job = parse_job(["DEVICE=cpu"])
     assert (job.cluster, job.retries, parse_job(["DEVICE=cpu", "RETRIES=0"]).retries) == ("127.0.0.1:6379", 2, 0)
-    assert job.settings() == replace(job, cluster=None, retries=5).settings(), "a run is resumed wherever it ran"
+    assert job.settings() == replace(job, cluster=None, retries=5).settings(), "a run must be resumable on any node"
 
 
 def test_cluster_run_passes_its_environment_to_every_node_and_counts_nothing(tmp_path, monkeypatch):
@@ -111,11 +111,11 @@ def test_cluster_run_passes_its_environment_to_every_node_and_counts_nothing(tmp
     config = compose(job, job.out)
     handed = config.ray_kwargs.ray_init.runtime_env.env_vars
     assert {name: handed[name] for name in job.environment(job.out)} == job.environment(job.out)
-    assert all(isinstance(value, str) for value in handed.values()), "Ray takes nothing else"
-    assert handed.OMP_NUM_THREADS == "1", "the device's own are still there"
+    assert all(isinstance(value, str) for value in handed.values()), "Ray accepts only strings"
+    assert handed.OMP_NUM_THREADS == "1", "the device's own variables must remain"
     assert config.ray_kwargs.ray_init.num_cpus is None and config.ray_kwargs.ray_init.num_gpus is None
-    assert config.transfer_queue.backend.SimpleStorage.required_node_resource == "GPU", "no head that has no CPU"
-    assert job.generated == tmp_path / ".cache/addition", "every node sees OUT, not this checkout"
+    assert config.transfer_queue.backend.SimpleStorage.required_node_resource == "GPU", "never a head without a CPU"
+    assert job.generated == tmp_path / ".cache/addition", "every node mounts OUT, but not this checkout"
     validate(job, config)
 
 
@@ -172,13 +172,13 @@ def test_rays_workers_have_the_niceness_of_the_run(monkeypatch, tmp_path):
     assert parse_job(["DEVICE=cpu"]).environment(tmp_path)["RAY_worker_niceness"] == "0"
     monkeypatch.setenv("RAY_worker_niceness", "10")
     assert parse_job(["DEVICE=cpu"]).environment(tmp_path)["RAY_worker_niceness"] == "10"
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # whose nodes were started by somebody else
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # its nodes were started elsewhere
     assert "RAY_worker_niceness" not in parse_job(["DEVICE=cpu"]).environment(tmp_path)
 
 
 @pytest.mark.parametrize("words", ["TRAIN=/etc/hostname", "VAL=/none.parquet", "OUT=/proc/out", "PRECISION=fp61"])
 def test_bad_input_is_refused_without_an_installed_package(words):
-    """``make run`` asks this of the bare Python, before it makes the environment."""
+    """``make run`` checks with a Python without packages before it creates the environment."""
     command = [sys.executable, "-S", "-m", "lib.run.job", words]  # -S: no installed package
     done = subprocess.run(command, cwd=REPO / "scripts", capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith(f"run: {words}: ") and done.stderr.count("\n") == 1

@@ -155,7 +155,7 @@ def test_death_of_a_users_own_actor_is_uncertain():
     assert DeathReader().read(own) == Death("SandboxPool (pid 20673) died", certain=False)
 
 
-def test_process_id_identifies_an_actor_on_its_own_node_alone():
+def test_process_id_identifies_an_actor_only_on_its_own_node():
     elsewhere = DIED[1].replace("ip=127.0.0.3", "ip=10.0.0.9")
     assert "ip=10.0.0.9" in elsewhere
     assert DeathReader().read([elsewhere, DIED[2]]) == Death("a worker (pid 20673) died", certain=False)
@@ -166,7 +166,7 @@ def test_request_without_room_may_be_another_jobs_on_a_shared_ray():
     assert death == Death("Ray has not the resources that verl requests", certain=False)
 
 
-def test_text_of_a_response_is_no_evidence():
+def test_text_of_a_response_is_not_evidence():
     for text in ("EngineDeadError: ", "WorkerProc hit an exception", "Worker proc 1 died unexpectedly"):
         assert DeathReader().read([f"(RewardLoopWorker pid=7) the answer: {text}"]) is None
 

@@ -1,4 +1,4 @@
-"""What this machine cannot give to a job is refused before Ray starts."""
+"""Jobs that need more than this machine has are refused before Ray starts."""
 
 import pytest
 

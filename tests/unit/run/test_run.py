@@ -1,4 +1,4 @@
-"""The command ``scripts/run.py``, and how ``make run`` calls it."""
+"""The command ``scripts/run.py``, and its use by ``make run``."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def test_workers_that_ray_cannot_place_are_refused_before_it_starts(tmp_path):
 
 
 def refused(words: list[str], begin: str, folder: Path) -> None:
-    """Assert that the command refuses the words in one line that begins so, and leaves the folder empty."""
+    """Assert that the command refuses the words in one line with this beginning and leaves the folder empty."""
     done = command("DEVICE=cpu", f"OUT={folder / 'out'}", *words)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"run: {begin}")

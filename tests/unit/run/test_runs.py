@@ -37,7 +37,7 @@ def metrics(step: int, **more: float) -> dict:
 
 
 def verl_logs(out: Path, steps: range, monkeypatch) -> None:
-    """Write the file that one attempt of verl leaves; its logger starts the file anew."""
+    """Write the file of one attempt of verl, whose logger truncates it first."""
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(out / "verl.jsonl"))
     logger = FileLogger("project", "experiment")
     for step in steps:
@@ -132,7 +132,7 @@ def test_run_that_failed_before_its_first_step_is_replaced(tmp_path):
     assert start_record(job(), out, 10)["settings"]["ARGS"] == ""
 
 
-def test_run_resumes_to_more_steps_alone(tmp_path):
+def test_run_resumes_only_to_more_steps(tmp_path):
     finished = started(tmp_path / "finished", job(), 10, checkpoint=10, finished=True)
     assert start_record(job(), finished, 11)["steps"] == 11
     for steps in (10, 9):

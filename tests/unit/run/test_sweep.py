@@ -28,7 +28,7 @@ from lib.run.sweep import SweepPlan, SweepRun, plan_sweep, run_sweep
 
 COMPARE = [sys.executable, str(REPO / "scripts" / "compare.py")]
 
-# In the place of scripts/run.py: three quick steps, the second of which fails in bf16 with seed 1.
+# Replaces scripts/run.py: three quick steps, the second of which fails in bf16 with seed 1.
 RUN = """
 import json, sys
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, cap
         f"{algo}/{regime}-seed{seed}" for seed in (2, 7) for algo in ("grpo", "pg_is") for regime in ("fp16", "bf16")
     ]
     assert [str(run) for run in plan.finished] == ["pg_is bf16 seed 2"]
-    assert sorted(tmp_path.rglob("*")) == before, "a plan changes nothing"
+    assert sorted(tmp_path.rglob("*")) == before, "a plan must change nothing"
     jobs_of = [parse_job(list(run.words)) for run in plan.runs]
     assert {job.experiment for job in jobs_of} == {"sanity_cpu"}
     assert [(job.seed, job.algo, job.precision) for job in jobs_of[:3]] == [
@@ -134,7 +134,7 @@ def test_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
     record = json.loads((out / "code.json").read_text())
     assert record["a"]["folder"] == str(root)
 
-    (root / "verl/utils/tracking.py").open("a").write("# edited\n")  # an edited tree may be compared, but anew
+    (root / "verl/utils/tracking.py").open("a").write("# edited\n")  # an edited tree requires a new comparison
     with pytest.raises(Refused, match="contains runs of another a, state "):
         code_record(out, [tree_version("a", str(root))])
 
@@ -171,7 +171,7 @@ def test_branch_brings_its_own_verl(tmp_path, monkeypatch):
     assert status(code.verl, code.project).state == "patched"
     assert [path.name for path in (tmp_path / "branches").iterdir()] == [commit], "nothing is left beside it"
     monkeypatch.setattr(code_versions, "unpacked_wheel", None)
-    assert branch_version("my/branch", commit) == code, "made once"
+    assert branch_version("my/branch", commit) == code, "created once"
 
 
 def test_branch_without_check_is_refused_before_a_checkout_is_created(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Training by ``lib.run.train``: how ``main_ppo`` is watched and ended, and when it is started again."""
+"""Training by ``lib.run.train``: watching, ending and restarting ``main_ppo``."""
 
 import signal
 import subprocess
@@ -19,7 +19,7 @@ from lib.run.metrics import REWARD, SECONDS
 from lib.run.process_tree import SHARED_MEMORY
 from lib.run.progress import RunProgress
 
-# Starts a process in a session of its own, as Ray does, waits, and would go on for a minute.
+# Starts a process in a session of its own, as Ray does, and waits for up to a minute.
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
@@ -120,18 +120,18 @@ DIES = "(vLLMHttpServer pid=7) (EngineCore pid=9) ERROR 11-22 13:05:46 [core.py]
         (train, "DEAD_S", DIES, "vLLM's engine failed"),
     ],
 )
-def test_verl_is_ended_where_it_goes_on_without_a_process(module, limit, line, cause, run_program, monkeypatch):
+def test_verl_is_ended_if_it_continues_without_a_process(module, limit, line, cause, run_program, monkeypatch):
     monkeypatch.setattr(module, limit, 1)
     result, children = run_program(PARENT.format(seconds=0) + f"print({line!r}, flush=True)\ntime.sleep(600)")
     assert result["code"] == -signal.SIGKILL and result["death"].cause == cause and children and gone(children)
 
 
-def test_verl_is_not_ended_where_it_ends_by_itself(run_program):
+def test_verl_is_not_ended_if_it_ends_by_itself(run_program):
     result, _ = run_program(f"print({DIES!r}, flush=True)\nraise SystemExit('ValueError: no such thing')")
     assert (result["code"], result["death"]) == (1, None)
 
 
-def test_verl_is_not_ended_where_all_steps_are_completed(run_program, tmp_path, monkeypatch):
+def test_verl_is_not_ended_if_all_steps_are_completed(run_program, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "DEAD_S", 0)
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "verl.jsonl"))
     result, _ = run_program(f"{TRAINS}\nprint({DIES!r}, flush=True)\nimport time; time.sleep(2)")
@@ -187,7 +187,7 @@ def test_only_a_lost_worker_is_retried(programs, code, message, tmp_path, monkey
 
 
 def test_time_and_memory_are_recorded_while_the_run_goes_on(tmp_path, monkeypatch):
-    """run.py may be killed, and the next attempt counts on from there."""
+    """run.py may be killed, and the next attempt continues the count."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(train, "MEASURE_S", 0.1)
     record = {"wall_s": 100.0, "peak_memory_gib": 0.0}
@@ -214,7 +214,7 @@ def test_time_and_memory_are_recorded_while_the_run_goes_on(tmp_path, monkeypatc
 def test_node_may_be_noticed_missing_late_and_the_jobs_own_error_is_shown_first(
     fails, answers, code, message, tmp_path, monkeypatch, capsys
 ):
-    """The cluster's answers stand for a Ray that takes its time, and for a head that is gone."""
+    """The cluster's answers simulate a slow Ray and a lost head."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(train, "NOTICED_S", -1 if len(answers) == 1 else 60)
     left, admitted = [fails, TRAINS], {"nodes": [{"node": "second (10.0.0.3)"}]}

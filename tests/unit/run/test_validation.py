@@ -1,4 +1,4 @@
-"""verl's own validation of a job before it starts: refusals in one line, on the platform that the job will find."""
+"""verl's own validation of a job before it starts: refusals in one line, on the platform of the job."""
 
 import importlib.metadata
 import sys
@@ -31,14 +31,14 @@ def test_settings_that_verl_or_a_recipe_refuses_are_refused_in_one_line(words, a
 
 
 def test_lora_is_validated_on_the_platform_of_the_job(tmp_path):
-    """verl looks for vLLM to check a LoRA's rank, and finds its CPU build on the CPU platform alone."""
+    """verl imports vLLM to check a LoRA's rank, and finds its CPU build only on the CPU platform."""
     loaded = sys.modules.keys() & {"recipes.cpu.platform", "vllm"}
     good, bad = (parse_job(["DEVICE=cpu", f"ARGS=actor_rollout_ref.model.lora_rank={rank}"]) for rank in (8, 513))
     validate(good, compose(good, tmp_path))
     bad = replace(bad, device="cuda")  # submitted to a cluster whose GPUs this machine may lack
     with pytest.raises(Refused, match="^ARGS=.*=513: lora_rank must be less than or equal to 512, but got 513$"):
         validate(bad, compose(bad, tmp_path))
-    assert sys.modules.keys() & {"recipes.cpu.platform", "vllm"} == loaded, "this process is left as it was"
+    assert sys.modules.keys() & {"recipes.cpu.platform", "vllm"} == loaded, "this process must be unchanged"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which models vLLM refuses in float16: the table as it is read, vLLM's own check, and the commands that ask for it."""
+"""Models that vLLM refuses in float16: the table read from its source, vLLM's own check, and commands that use it."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ from lib.run.vllm_float16 import Float16Support, float16_support
 
 ROLLOUT, REWARD = "actor_rollout_ref.rollout", "reward.reward_model"
 LISTED = '_FLOAT16_NOT_SUPPORTED_MODELS = {"gemma2": "Unstable.", "glm4": "Unstable."}\n'
-# What vLLM itself makes of each model type, the last one with a text model of another type.
+# vLLM's own result for each model type; the last has a text model of another type.
 VLLM = """
 import json, torch
 from transformers import AutoConfig, PaliGemmaConfig
@@ -43,7 +43,7 @@ print(json.dumps({config.model_type: [runs(config, dtype) for dtype in ("float16
 
 
 def folder(path: Path, model_type: str | None, **content) -> Path:
-    """A model's folder, which contains nothing but its config.json."""
+    """A model's folder that contains only its config.json."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps({"model_type": model_type} | content))
     return path

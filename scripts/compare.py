@@ -24,9 +24,9 @@ from lib.run import sweep
 REPORT_VARIABLES = {
     "RUNS": "LABEL=FOLDER …, a label again for each seed: folders of make run, TensorBoard, .jsonl, .wandb, .csv",
     "OUT": "with RUNS the report's folder, default report; else that of runs and reports, default outputs/compare/…",
-    "THRESHOLD": "the reward that the mean of five steps has to exceed, default 0.95",
+    "THRESHOLD": "the reward that the mean of five steps must exceed, default 0.95",
     "TITLE": "of the report, default: Runs compared",
-    "NOSPEED": "why no speed may be claimed for any run, as 'the machine was shared', default none",
+    "NOSPEED": "a reason to claim no speed for any run, e.g. 'the machine was shared', default none",
 }
 VARIABLES = REPORT_VARIABLES | {name: text for name, text in sweep.VARIABLES.items() if name not in REPORT_VARIABLES}
 
@@ -91,10 +91,10 @@ def parse(words: list[str]) -> dict[str, str]:
     number(values, "THRESHOLD", THRESHOLD)
     if "RUNS" in values:
         if others := [name for name in values if name not in (*REPORT_VARIABLES, "DEVICE")]:
-            raise Refused(f"{others[0]}={values[others[0]]}: RUNS takes existing runs; leave one of the two out")
+            raise Refused(f"{others[0]}={values[others[0]]}: cannot be set with RUNS, which takes existing runs")
     elif not values.keys() - {*REPORT_VARIABLES, "DEVICE"}:
         raise Refused(
-            "RUNS: there is no run; give RUNS='LABEL=FOLDER …', or what to run, as PRECISION='fp16 bf16' SEED='1 2 3'"
+            "RUNS: is not set; give RUNS='LABEL=FOLDER …', or the runs to make: PRECISION='fp16 bf16' SEED='1 2 3'"
         )
     else:
         sweep.check_words({name: value for name, value in values.items() if name in sweep.VARIABLES})

@@ -53,7 +53,7 @@ class Recording:
         if mode == "record":
             Path(file).parent.mkdir(parents=True, exist_ok=True)
         elif not Path(file).is_file():
-            raise RolloutError(f"rollouts.file={file}: no such recording")
+            raise RolloutError(f"rollouts.file={file}: there is no such recording")
         self.connection = sqlite3.connect(file, timeout=60, isolation_level=None)
         self.connection.execute("PRAGMA synchronous = OFF")  # no fsync: if the machine dies, so does the run
         if mode == "record":

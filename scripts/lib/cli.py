@@ -48,7 +48,7 @@ def parse_words(words: Iterable[str], variables: Iterable[str]) -> dict[str, str
     for name in values:
         if name not in names:
             nearest = difflib.get_close_matches(name.upper(), names, n=1)
-            hint = f"did you mean {nearest[0]}? They are" if nearest else "they are"
+            hint = f"did you mean {nearest[0]}? The variables are" if nearest else "the variables are"
             raise Refused(f"{name}: is not a variable of this command; {hint} {', '.join(names)}")
     return {name: value for name, value in values.items() if value}
 

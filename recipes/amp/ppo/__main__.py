@@ -39,9 +39,7 @@ def main(words: Optional[Sequence[str]] = None) -> None:
     out = Path(config.out)
     try:
         if not config.resume and any((out / name).exists() for name in (METRICS, CHECKPOINT)):
-            raise ValueError(
-                f"out={out} must be a folder without results: it contains a run; continue it with --resume"
-            )
+            raise ValueError(f"out={out} must be a folder without results: it contains a run, which --resume continues")
         ppo = PPO(config, sources)
         if config.resume:
             dtype_before = resume(ppo, out / CHECKPOINT)

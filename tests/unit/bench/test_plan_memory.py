@@ -341,7 +341,7 @@ def test_plan_follows_the_configuration():
         (["PRECISION=fp16 fp8"], "PRECISION=fp8: must be one of "),
         (["MEMORY=0"], "MEMORY=0: must be a whole number of at least 1"),
         (["LENGTH=long"], "LENGTH=long: must be a whole number of at least 1"),
-        (["GPUS=8"], "GPUS: is not a variable of this command; they are EXPERIMENT, "),
+        (["GPUS=8"], "GPUS: is not a variable of this command; the variables are EXPERIMENT, "),
         (["MODEL=Some/Model"], "MODEL=Some/Model: give a folder with its config.json, or one of Qwen/"),
         (["ARGS=trainer.nodes=2"], "ARGS=trainer.nodes=2: Could not override 'trainer.nodes'."),
         (["ARGS=actor_rollout_ref.model.lora_rank=32"], "actor_rollout_ref.model.lora_rank=32: plan-memory supports 0"),

@@ -67,7 +67,7 @@ ON_CLUSTER = {"RAY_ADDRESS": "http://127.0.0.1:9", "OUT": "/tmp/flowrl"}
         (ON_CLUSTER, "submit: RAY_ADDRESS=http://127.0.0.1:9: no Ray cluster answers there"),
         (
             ON_CLUSTER | {"RAY_ADDRESS": "auto"},
-            "submit: RAY_ADDRESS=auto: must be the cluster's dashboard, like http://",
+            "submit: RAY_ADDRESS=auto: must be the URL of the cluster's dashboard, like http://",
         ),
     ],
 )

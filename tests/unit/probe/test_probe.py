@@ -157,7 +157,7 @@ def test_overflowing_regime_is_named(folder, tmp_path):
         (["ROWS=1"], "must be a whole number of at least 2"),
         (["ROWS=9", "MODEL={folder}/model", "DATA={folder}/data.parquet"], "has 8; ask for fewer"),
         (["LENGHT=8"], "is not a variable of this command"),
-        (["LENGTH=122", "MODEL={folder}/model", "DATA={folder}/data.parquet", "ROWS=8"], "ask for at most 121"),
+        (["LENGTH=122", "MODEL={folder}/model", "DATA={folder}/data.parquet", "ROWS=8"], "set at most 121"),
         (["MODEL={folder}/bare", "DATA={folder}/data.parquet", "ROWS=8"], "tokenizer"),
     ],
 )

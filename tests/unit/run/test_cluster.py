@@ -342,7 +342,7 @@ def test_dry_run_shows_the_submission_and_does_nothing(tmp_path, monkeypatch, ca
 )
 def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     monkeypatch.setenv(name, "hf_of_nobody_else")
-    with pytest.raises(Refused, match=f"^{name}: its value stands on the command line") as refusal:
+    with pytest.raises(Refused, match=f"^{name}: its value is part of the command line") as refusal:
         submit.main(["DEVICE=cpu", "ARGS=+trainer.token=hf_of_nobody_else"])
     assert "hf_of_nobody_else" not in str(refusal.value)
 
@@ -350,7 +350,7 @@ def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
 @pytest.mark.parametrize("address", ["", "auto", "127.0.0.1:6379"])
 def test_address_that_is_no_dashboard_is_refused(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be the cluster's dashboard"):
+    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be the URL of the cluster's dashboard"):
         submit.main(["--dry-run", "DEVICE=cpu", "OUT=/out"])
 
 
@@ -386,7 +386,7 @@ def test_head_that_fails_during_submission_is_reported_in_one_line(tmp_path, mon
 @pytest.mark.parametrize("out", ["", "outputs/run"])
 def test_carried_job_needs_an_absolute_out(out, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", HEAD)
-    with pytest.raises(Refused, match=f"^OUT={out}: must be an absolute path that every node"):
+    with pytest.raises(Refused, match=f"^OUT={out}: must be an absolute path on storage shared by all nodes"):
         submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"])
 
 

@@ -100,7 +100,7 @@ def hooked_files(stack: Stack, pristine: Callable[[str], bytes]) -> dict[str, by
             content = pristine(path)
             if blob_id(content) != before:
                 again = f"reinstall {stack.release.framework.name}"
-                raise Refused(f"{path} is not the file that the patches of {stack.release} start from; {again}")
+                raise Refused(f"{path} is not the file that the patches of {stack.release} were made for; {again}")
             write(scratch / path, content)
         for patch in stack.patches:
             git("apply", "--whitespace=nowarn", "-", cwd=scratch, stdin=patch.text)

@@ -39,7 +39,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     """
     stack = load_stack(find_release(name, project, framework), project)
     if not stack.patches:
-        raise Refused(f"{stack.release} has no patches to carry")
+        raise Refused(f"{stack.release} has no patches to port")
     with scratch_beside(folder) as (scratch, folder):
         target, root, new_release = destination(to, stack, project, scratch)
         tree = commit_base(target, root, stack.added, scratch, framework)
@@ -93,7 +93,7 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         tree = package_tree_id(blobs := package_blobs(root, framework))
         if added := [path for path in (*stack.added, *stack.shadowed) if path in blobs]:
             raise Refused(
-                f"{to} has {added[0]} already; take its patches out first: make unapply-patches {source.variable}"
+                f"{to} contains {added[0]} already; remove its patches first: make unapply-patches {source.variable}"
             )
         if not (root / framework.version_file).exists():
             raise Refused(f"{to} has no {framework.version_file}, as every release has; give a checkout or a release")

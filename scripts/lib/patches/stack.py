@@ -1,4 +1,4 @@
-"""The stack of a release: its series of hook patches and the files that are copied in verbatim."""
+"""Load the stack of a release: its series of hook patches and the files that are copied in verbatim."""
 
 import hashlib
 import re
@@ -61,7 +61,7 @@ def trailers(patch: Patch) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Stack:
-    """What apply does to one release: ``before`` and ``after`` are blob ids by path, ``added`` the files copied in."""
+    """Changes of one apply: ``before`` and ``after`` are blob ids by path, ``added`` the files copied in."""
 
     release: Release
     patches: tuple[Patch, ...]
@@ -118,7 +118,7 @@ def load_stack(release: Release, project: Path = REPO) -> Stack:
     series = folder / "series"
     names = series.read_text().split() if series.exists() else []
     if unmatched := sorted({path.name for path in folder.glob("*.patch")} ^ set(names)):
-        raise Refused(f"{folder} and its series disagree about {', '.join(unmatched)}")
+        raise Refused(f"{folder} and its series do not list the same patches: {', '.join(unmatched)}")
     patches = tuple(Patch(name, (folder / name).read_bytes().decode()) for name in names)
     files = verbatim_files(project, release.framework)
     return make_stack(release, patches, {path: file.read_bytes() for path, file in files.items()})
@@ -136,7 +136,7 @@ def make_stack(release: Release, patches: tuple[Patch, ...], added: Mapping[str,
         for path, old, new in patch.blobs:
             before.setdefault(path, old)
             if after.get(path, old) != old:
-                raise Refused(f"{patch.name} does not start from the {path} that the patches before it end with")
+                raise Refused(f"{patch.name} does not start from the {path} that the preceding patches produce")
             after[path] = new
     digest = hashlib.sha256()
     for name, content in [*((patch.name, patch.text.encode()) for patch in patches), *added.items()]:

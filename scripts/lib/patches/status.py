@@ -1,4 +1,4 @@
-"""The state of a target: which release it is, whether it is patched, and what differs."""
+"""Determine the state of a target: its release, whether it is patched, and the files that differ."""
 
 import json
 from collections.abc import Mapping

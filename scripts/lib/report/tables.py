@@ -181,7 +181,7 @@ class VerdictRow:
 
     @property
     def separates(self) -> bool:
-        """Whether the outcome separates any two labels."""
+        """Return whether the outcome separates any two labels."""
         return any(each.holds for each in self.verdicts if each)
 
 

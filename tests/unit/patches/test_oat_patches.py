@@ -218,7 +218,7 @@ def test_command_killed_at_any_change_can_be_repaired(both: Path, wheel_of_oat: 
         (("status", "empty"), "empty contains no verl/__init__.py or oat/__init__.py; give a checkout of verl or oat"),
         (("status", "missing"), "missing is not a folder; give a checkout of verl or oat, an"),
         (("port", "--framework", "oat", "0.2.3", "empty", "tree"), "empty contains no oat/__init__.py"),
-        (("port", "--framework", "oat", "0.2.4", "0.2.3", "tree"), "oat 0.2.4 has no patches to carry"),
+        (("port", "--framework", "oat", "0.2.4", "0.2.3", "tree"), "oat 0.2.4 has no patches to port"),
         (("port", "--framework", "oat", "0.2.3", "target", "tree"), "target is oat 0.2.3 itself"),
     ],
 )

@@ -188,11 +188,11 @@ def test_port_adds_a_new_release_to_versions_toml(smooth: Path, newer: Path, tmp
     ("args", "named"),
     [
         (("0.1", NEW), "unknown verl release '0.1'; known: 0.9.0, 0.9.1"),
-        ((NEW, OLD), "verl 0.9.1 has no patches to carry"),
+        ((NEW, OLD), "verl 0.9.1 has no patches to port"),
         ((OLD, OLD), "0.9.0 is verl 0.9.0 itself"),
         ((OLD, "master"), "master is neither a release (0.9.0, 0.9.1, or a newer one on PyPI) nor a folder"),
         ((OLD, "project"), "project contains no verl/__init__.py"),
-        ((OLD, "patched"), "patched has verl/utils/precision.py already; take its patches out first"),
+        ((OLD, "patched"), "patched contains verl/utils/precision.py already; remove its patches first"),
         ((OLD, NEW, "project"), "project exists and is not an empty folder"),
     ],
 )

@@ -323,7 +323,7 @@ def test_refusal_leaves_the_existing_report(tmp_path):
     write_report(pairs, tmp_path / "out")
     before = contents(tmp_path / "out")
     (tmp_path / "a" / "metrics.jsonl").write_text("{\n{}\n")
-    with pytest.raises(Refused, match="metrics.jsonl: line 1 is no line of metrics"):
+    with pytest.raises(Refused, match="metrics.jsonl: line 1 is not a line of metrics"):
         write_report(pairs, tmp_path / "out")
     with pytest.raises(Refused, match="there is no run"):
         write_report([], tmp_path / "out")

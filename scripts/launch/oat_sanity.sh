@@ -56,7 +56,7 @@ TRAIN=$(realpath -m "${TRAIN:-$checkout/data/sanity-math/oat}")
 EVAL=$(realpath -m "${EVAL:-$TRAIN}")
 OUT=$(realpath -m "${OUT:-$checkout/outputs/oat-sanity}")
 if [[ $MODEL == [./]* ]]; then
-  [[ -f $MODEL/config.json ]] || refuse "MODEL=$MODEL: no config.json there"
+  [[ -f $MODEL/config.json ]] || refuse "MODEL=$MODEL: contains no config.json"
   MODEL=$(realpath "$MODEL")
 fi
 

@@ -156,4 +156,4 @@ def model_path(value: str) -> str:
         return str(path.resolve())
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) and not path.parent.exists():
         return value
-    raise Refused(f"MODEL={value}: no config.json there; give a model's folder or a name on the Hub (owner/name)")
+    raise Refused(f"MODEL={value}: contains no config.json; give a model's folder or a name on the Hub (owner/name)")

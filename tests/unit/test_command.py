@@ -105,7 +105,7 @@ def test_python_makes_the_environment_and_device_picks_it(started):
         (["run", "ARGS=it's"], "ARGS=it's: No closing quotation"),
         (["run", "ARGS=trainer.save_freq"], "ARGS=trainer.save_freq: is not a Hydra override"),
         (["compare", "PRECISION=fp16 fp18"], "PRECISION=fp18: must be one of"),
-        (["compare", "SEED=1 1"], "SEED=1 1: has 1 more than once"),
+        (["compare", "SEED=1 1"], "SEED=1 1: contains 1 more than once"),
         (["sanity", "ALGO=pg"], "ALGO=pg: must be one of"),
         (["plan-memory", "EXPERIMENT=dense_7b none"], "EXPERIMENT=none: must be one of"),
         (["probe", "ROWS=1"], "ROWS=1: must be a whole number of at least 2"),

@@ -1,4 +1,4 @@
-"""What a regime costs, as a line for the screen, CSV, Markdown and a figure."""
+"""Report the cost of each regime as a line on the screen, CSV, Markdown and a figure."""
 
 import csv
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Diagnose a job before it runs: each hop's dtype, what is ignored or refused, whether trainer and rollout agree."""
+"""Diagnose a job before it runs: each hop's dtype, ignored and refused keys, and whether trainer and rollout agree."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from lib.run.compose import Uncomposable
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a configuration results in on a tree.
+    """Diagnosis of a configuration on a tree.
 
     Args:
         hops: by name, in the order of HOPS.
@@ -40,7 +40,7 @@ class Diagnosis:
 
     @property
     def sound(self) -> bool:
-        """Whether the job may run: trainer and rollout compute as requested."""
+        """Return whether the job may run: trainer and rollout compute as requested."""
         return self.verdict in ("agree", "asked")
 
     def json(self) -> dict:

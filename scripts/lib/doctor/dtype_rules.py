@@ -1,4 +1,4 @@
-"""Which line of which release decides the dtype of a hop of verl's ``main_ppo``, as a table, and what it reads.
+"""List, for each release of verl, the line that decides the dtype of each hop, and the key that it reads.
 
 ``resolver.py`` applies it to a config. A release of which the table has no lines gets those of the release from which
 its stack was ported (``ported_from`` in versions.toml), wherever its files contain what they quote.

@@ -277,8 +277,8 @@ def cluster_address() -> str:
     arguments = [word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()]
     running = {word.partition("=")[2] for word in arguments if word.startswith("--gcs-address=")}
     if not address and len(running) != 1:
-        which = f"several run on this machine: {', '.join(sorted(running))}" if running else "none runs on this machine"
-        raise Refused(f"--live: which Ray cluster? {which}; name one, RAY_ADDRESS=host:port")
+        found = f"several clusters run here ({', '.join(sorted(running))})" if running else "no Ray cluster runs here"
+        raise Refused(f"--live: {found}; set RAY_ADDRESS=host:port")
     where = address or running.pop()
     host, _, port = where.rpartition(":")
     try:

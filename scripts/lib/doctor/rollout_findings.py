@@ -1,4 +1,4 @@
-"""Findings on what samples: the rollout's dtype, its quantization, its KV cache, and the wire that fills it."""
+"""Findings on the rollout: its dtype, quantization and KV cache, and the wire that sends its weights."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Findings on what trains: requested dtypes that do not apply, masters, loss scaling, ref, critic and export."""
+"""Findings on the trainer: requested dtypes that do not apply, masters, loss scaling, ref, critic and export."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -80,7 +80,7 @@ def read_commits(tree: Path) -> Export:
         patch = Patch(file_name(subject), f"Subject: {message}\n---\n{diff}")
         trailers(patch)
         if patch.name in patches:
-            raise Refused(f"two commits would both be exported as {patch.name}")
+            raise Refused(f"two commits would both become {patch.name}")
         patches[patch.name] = patch
         hooked |= {path: after for path, _, after in patch.blobs}
     verbatim = verbatim_edits(tree, base, pristine)

@@ -118,7 +118,7 @@ def load_stack(release: Release, project: Path = REPO) -> Stack:
     series = folder / "series"
     names = series.read_text().split() if series.exists() else []
     if unmatched := sorted({path.name for path in folder.glob("*.patch")} ^ set(names)):
-        raise Refused(f"{folder} and its series do not list the same patches: {', '.join(unmatched)}")
+        raise Refused(f"{folder} and its series disagree about {', '.join(unmatched)}")
     patches = tuple(Patch(name, (folder / name).read_bytes().decode()) for name in names)
     files = verbatim_files(project, release.framework)
     return make_stack(release, patches, {path: file.read_bytes() for path, file in files.items()})

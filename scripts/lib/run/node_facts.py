@@ -98,7 +98,7 @@ def difference(node: Mapping[str, Any], driver: Mapping[str, Any]) -> str | None
         if node["dtypes"][role] != dtypes:
             return f"resolves the {role}'s config to {node['dtypes'][role]}, the driver to {dtypes}"
     if node["unseen"]:
-        return f"does not see {node['unseen'][0]}: OUT, the model and the data must be on a disk that all nodes share"
+        return f"cannot access {node['unseen'][0]}: OUT, the model and the data must be on storage that all nodes share"
     return None
 
 
@@ -109,7 +109,7 @@ def refuse_driver(driver: Mapping[str, Any]) -> None:
         Refused: there is none, or it is not patched, edited since, or has another version of the stack.
     """
     if not driver["verl"]:
-        raise Refused("the driver has no verl")
+        raise Refused("verl is not installed in the driver's environment")
     advice = f"make status VERL={driver['root']} reports more"
     if not driver["stack"]:
         raise Refused(f"the driver's verl {driver['verl']} is not patched; {advice}")

@@ -32,7 +32,7 @@ LINGERS_S, LINGERS = 600, 3
 
 
 class RunProgress:
-    """Prints what the user sees of a run.
+    """Print the progress of a run: start-up phases, then a line a step.
 
     Attributes:
         shown: steps shown since ``begin``.
@@ -50,7 +50,7 @@ class RunProgress:
 
     @property
     def finished(self) -> bool:
-        """Whether the last step was completed."""
+        """Return whether the last step was completed."""
         return len(self.earlier) + self.shown >= self.steps
 
     def elapsed(self) -> float:

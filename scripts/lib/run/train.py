@@ -158,7 +158,7 @@ def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) 
         if result["code"] == 0 and reached >= steps:
             return 0, result["reports"]
         saved = checkpoint_step(out)
-        again = f"the same command {f'resumes after step {saved}' if saved else 'starts again'}"
+        again = f"the same command {f'resumes after step {saved}' if saved else 'starts from the beginning'}"
         try:
             if result["code"] is None:
                 raise KeyboardInterrupt
@@ -172,7 +172,7 @@ def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) 
                 return 1, []
             progress.print(f"lost {loss} after step {reached} of {steps}")
             if not left:
-                raise Refused(f"RETRIES={job.retries}: none is left")
+                raise Refused(f"RETRIES={job.retries}: no retry is left")
             if job.cluster:
                 record |= cluster.admit(job, config, out, wait_s=REJOIN_S, show=progress.print)
         except Refused as refusal:

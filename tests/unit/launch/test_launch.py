@@ -58,7 +58,7 @@ ON_CLUSTER = {"RAY_ADDRESS": "http://127.0.0.1:9", "OUT": "/tmp/flowrl"}
         ({"NNODES": "2"}, "flowrl_7b: NNODES=2: RAY_ADDRESS is needed, the dashboard of a running Ray cluster"),
         ({"PRECISION": "fp61"}, "run: PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer, fp16, fp32"),
         ({"RECIPE": "flow"}, "run: RECIPE=flow: must be one of flowrl, flowrl_paper"),
-        ({"MODEL": "/no/model"}, "run: MODEL=/no/model: no config.json there"),
+        ({"MODEL": "/no/model"}, "run: MODEL=/no/model: contains no config.json"),
         (
             {"RAY_ADDRESS": "http://head:8265"},
             "flowrl_7b: OUT: is not set; on a cluster it is an absolute path that every",
@@ -285,7 +285,7 @@ REFUSED = [
     ("kuberay", [], IMAGE | {"PYTHON": "python9"}, "kuberay: PYTHON=python9: must be Python 3.10 or later"),
     ("kuberay", [], IMAGE | {"PYTHON": "false"}, "kuberay: PYTHON=false: must be Python 3.10 or later"),
     ("kuberay", [], IMAGE | {"PRECISION": "fp61"}, "run: PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer"),
-    ("kuberay", [], IMAGE | {"RECIPE": "flowrl", "ALGO": "ppo"}, "run: ALGO=ppo: RECIPE=flowrl goes with grpo"),
+    ("kuberay", [], IMAGE | {"RECIPE": "flowrl", "ALGO": "ppo"}, "run: ALGO=ppo: RECIPE=flowrl requires grpo"),
     ("sky", [], {}, "sky: IMAGE: is not set; build one with configs/launch/Dockerfile and push it"),
     ("sky", [], IMAGE | {"OUT": "/tmp/out"}, "sky: OUT=/tmp/out: must lie under /shared, which every node sees"),
     (

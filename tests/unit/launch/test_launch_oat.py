@@ -78,7 +78,7 @@ def arguments(command: str) -> list[str]:
         ({"TEST_SPLIT": "test,aime"}, f"EVAL={{data}}: has no split aime {WRITTEN}"),
         ({"TEST_SPLIT": "unanswered"}, "EVAL={data}: its split unanswered has no column answer"),
         ({"TEMPLATE": "llama3"}, "TEMPLATE=llama3: OAT 0.2.4 has qwen_math, r1, no, r1_distill_qwen, qwen3"),
-        ({"MODEL": "/no/model"}, "MODEL=/no/model: no config.json there"),
+        ({"MODEL": "/no/model"}, "MODEL=/no/model: contains no config.json"),
         ({"PYTHON": "/no/python"}, "PYTHON=/no/python: must be Python 3.10 or later"),
         ({"OAT_PYTHON": "/no/python"}, "OAT_PYTHON=/no/python: has no OAT; name the Python that has it"),
     ],

@@ -176,7 +176,7 @@ DRIVER = {
             {"dtypes": {"actor": {"compute": "float16", "product": "float32"}}},
             "resolves the actor's config to {'compute'",
         ),
-        ({"unseen": ["/data/.seen-x"]}, "does not see /data/.seen-x: OUT, the model and the data must be on a disk"),
+        ({"unseen": ["/data/.seen-x"]}, "cannot access /data/.seen-x: OUT, the model and the data must be on storage"),
     ],
 )
 def test_difference_is_described(odd, message):

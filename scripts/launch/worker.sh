@@ -20,8 +20,8 @@ RAY=${RAY:-ray}            # of the environment that has torch and vLLM, like .v
 source "$(dirname "$0")/node.sh"
 [[ $HEAD =~ ^[^:/]+:[0-9]+$ ]] || refuse "HEAD=$HEAD: must be the address and port of the head, like 10.0.0.1:6379"
 [[ ! $HEAD =~ ^(127\.0\.0\.1|localhost): ]] ||
-  refuse "HEAD=$HEAD: is this machine's own; start the head with BIND=, an address that all machines reach"
-((${HEAD##*:} <= 65535)) || refuse "HEAD=$HEAD: ports end at 65535"
+  refuse "HEAD=$HEAD: is a loopback address; start the head with BIND=, an address that all machines reach"
+((${HEAD##*:} <= 65535)) || refuse "HEAD=$HEAD: the port must be at most 65535"
 if [[ ! $dry_run ]]; then
   # shellcheck disable=SC2016
   timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "${HEAD%:*}" "${HEAD##*:}" 2>/dev/null ||

@@ -35,7 +35,7 @@ def launch(script: str, *words: str, **knobs: str) -> subprocess.CompletedProces
         ("worker.sh", [], {"HEAD": "10.0.0.1:99999"}, "worker: HEAD=10.0.0.1:99999: the port must be at most"),
         ("worker.sh", [], {}, "worker: HEAD=: must be the address and port of the head"),
         ("worker.sh", [], {"HEAD": "http://a:1"}, "worker: HEAD=http://a:1: must be the address and port of the head"),
-        ("worker.sh", [], {"HEAD": "127.0.0.1:6379"}, "worker: HEAD=127.0.0.1:6379: is this machine's own"),
+        ("worker.sh", [], {"HEAD": "127.0.0.1:6379"}, "worker: HEAD=127.0.0.1:6379: is a loopback address"),
         ("worker.sh", [], {"HEAD": "127.0.0.2:9"}, "worker: HEAD=127.0.0.2:9: nothing answers there"),
         ("worker.sh", [], {"HEAD": "127.0.0.2:9", "TEMP": f"/{'a' * 40}"}, f"worker: TEMP=/{'a' * 40}: has 41"),
     ],

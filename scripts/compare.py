@@ -77,7 +77,7 @@ def sweep_and_compare(values: Mapping[str, str], words: list[str]) -> int:
     for run in outcome.failed:
         print(f"failed, and not in the report: {run}, {run.out / 'train.log'}")
     if outcome.code:
-        print(f"to go on:  {shlex.join([sys.executable, str(Path(__file__).resolve()), *words])}")
+        print(f"to resume:  {shlex.join([sys.executable, str(Path(__file__).resolve()), *words])}")
     return outcome.code
 
 

@@ -62,7 +62,7 @@ def scaler_lines(scalers: Mapping[str, Mapping | None]) -> list[str]:
 
 
 def text(diagnosis: Diagnosis) -> str:
-    """Return the diagnosis for people: a table of the hops, the scalers, the findings and the verdict."""
+    """Return the diagnosis as text: a table of the hops, the scalers, the findings and the verdict."""
     tree = diagnosis.tree
     parts = [f"{tree.name}, {tree.state}" + (f", stack {tree.stack}" if tree.stack else "") + f", in {tree.root}"]
     if not diagnosis.refused:
@@ -79,7 +79,7 @@ def text(diagnosis: Diagnosis) -> str:
 
 
 def live_text(diagnosis: Mapping) -> str:
-    """Return the diagnosis of a running job for people."""
+    """Return the diagnosis of a running job as text."""
     code = "; ".join(f"verl {each['release']}, stack {each['stack']}" for each in diagnosis["verl"])
     width = max(map(len, diagnosis["hops"]))
     parts = [f"{code}, running"]

@@ -1,4 +1,4 @@
-"""The file format of :class:`recipes.amp.trainer.FP16Trainer`'s checkpoints: write, read, and check what was read."""
+"""Write, read and check the checkpoint files of :class:`recipes.amp.trainer.FP16Trainer`."""
 
 import os
 from collections import Counter, OrderedDict
@@ -14,7 +14,7 @@ PARAMETER_SHAPED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"
 
 
 class InvalidCheckpointError(ValueError):
-    """A file that the trainer cannot load a checkpoint from; the message names the file and the reason."""
+    """Raised for a file that is not a checkpoint of this trainer; the message names the file and the reason."""
 
 
 def write_checkpoint(path: Path, saved: Mapping[str, Any]) -> None:

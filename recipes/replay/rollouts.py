@@ -1,4 +1,4 @@
-"""Record the rollouts of a run and train another run on them: vLLM's samples do not repeat from run to run.
+"""Record the rollouts of a run and train another run on them, since vLLM's samples differ from run to run.
 
 Enabled by ``configs/rollouts/{record,replay}.yaml``, for verl's v1 trainers in sync mode. A recording contains the
 responses of the rollout server: token ids, log-probabilities and the versions of the weights. Prompts, rewards and all
@@ -141,7 +141,7 @@ class OrderedReplayBuffer(QuickReplayBuffer):
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         if self.failure_keys[partition_id]:
             failed = len(self.failure_keys[partition_id])
-            raise RolloutError(f"step {global_steps}: rollouts of {failed} prompts failed, see the errors above")
+            raise RolloutError(f"step {global_steps}: rollouts of {failed} prompts failed; see the errors above")
         order = {uid: place for place, uid in enumerate(self.prompt_global_steps[partition_id])}
 
         def place(index: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""A member of the population: how it learns from trajectories, and its mutations."""
+"""Train a member of the population on trajectories, and mutate it."""
 
 import tempfile
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Policies and the trajectories that they play: recorded, replayed up to a step, and selected by their return."""
+"""Play the trajectories of a policy, replay them up to a step, and select them by their return."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A run's checkpoint: the trainer's, with progress and provenance."""
+"""Save and resume a run: the trainer's checkpoint, with progress and provenance."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run's records: metrics.jsonl, TensorBoard's events and the figure of both."""
+"""Write a run's records to metrics.jsonl and TensorBoard, and plot them."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The figure of a run: predictions beside what happened, and the training."""
+"""Plot a run: predicted and true observations, and the training curves."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A run: collect trajectories, train on them, evaluate each epoch, write the results."""
+"""Run the recipe: collect trajectories, train on them, evaluate each epoch, write the results."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Trajectories of an environment, as the world model learns from them."""
+"""Collect trajectories of an environment for the training of the world model."""
 
 import math
 from collections.abc import Callable

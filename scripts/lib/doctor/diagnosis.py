@@ -27,7 +27,7 @@ class Diagnosis:
         scaler: the settings of the loss scalers of actor and critic; None where the loss is not scaled.
         refused: the line with which this verl would refuse the configuration.
         verdict: agree, asked, ignored, differ, refused or unknown.
-        sentence: the verdict for people.
+        sentence: the verdict in one sentence.
     """
 
     tree: Tree
@@ -44,7 +44,7 @@ class Diagnosis:
         return self.verdict in ("agree", "asked")
 
     def json(self) -> dict:
-        """Return the diagnosis as ``doctor --json`` prints it."""
+        """Return the content of ``doctor --json``."""
         tree = self.tree
         foreign = tree.state == "foreign"
         verl = {

@@ -1,4 +1,4 @@
-"""Carry a release's stack to another release, as commits.
+"""Port a release's stack to another release, as commits.
 
 The merge base is the release that the stack was made for, so that a hook is placed by what it hooks and not by line
 numbers; one whose own lines changed is a conflict. A file that git detects as renamed is followed.
@@ -57,7 +57,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     lines = []
     if new_release:
         entry = add_release(new_release, framework.home(project) / "versions.toml")
-        lines = [f"new in versions.toml, family, dependencies and features as {name} has them:", entry]
+        lines = [f"added to versions.toml, with the family, dependencies and features of {name}:", entry]
     lines += report(stack, target, outcomes)
     lines += [f"{folder}: {carried} of {len(stack.patches)} patches are commits after the tag {new}"]
     if done.returncode:
@@ -66,9 +66,9 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         ]
     lines += [f"  to review them: git range-diff {base}..{branch} {new}..HEAD"]
     if target in load_releases(project, framework):
-        lines += [f"  to take them over: python scripts/patchset.py export {folder}"]
+        lines += [f"  to export them: python scripts/patchset.py export {folder}"]
     else:
-        lines += [f"  {to} is no release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
+        lines += [f"  {to} is not a release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
     return lines, not done.returncode
 
 

@@ -1,4 +1,4 @@
-"""The record that apply keeps in a patched tree, from which unapply restores it."""
+"""Make and read the record that apply keeps in a patched tree, from which unapply restores it."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Wheels of releases: download, check and unpack them."""
+"""Download, check and unpack the wheels of releases."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""The options of ``scripts/probe.py``, parsed from ``NAME=VALUE`` words."""
+"""Parse the options of ``scripts/probe.py`` from ``NAME=VALUE`` words."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

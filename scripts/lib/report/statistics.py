@@ -1,4 +1,4 @@
-"""Statistics of a report: passing and collapse of a run, spread over seeds, and verdicts on two labels."""
+"""Compute the statistics of a report: passing and collapse of a run, spread over seeds, verdicts on two labels."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Find evidence in the log of ``main_ppo`` that the run cannot go on: processes that died, requests without room."""
+"""Find evidence in the log of ``main_ppo`` that the run cannot continue: dead processes, unmet requests."""
 
 import re
 from collections.abc import Iterable
@@ -84,7 +84,7 @@ class DeathReader:
         if cause := next((cause for pattern, cause in FATAL.items() if re.match(pattern, text)), None):
             return Death(cause, True, short(line))
         if NO_ROOM.match(COLOUR.sub("", line)):
-            return Death("Ray has not the resources that verl requests", not self.shared_ray, short(line))
+            return Death("Ray lacks the resources that verl requests", not self.shared_ray, short(line))
         if died:
             address, pid = died.groups()
             name = self.class_of(address, pid)

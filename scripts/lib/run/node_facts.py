@@ -1,4 +1,4 @@
-"""Report what a node of a Ray cluster would train with, and compare it with the driver's.
+"""Report the code and dtypes that a node of a Ray cluster would train with, and compare them with the driver's.
 
 Ray's tasks get ``node_facts`` by value: an unpatched node need not have this project.
 """
@@ -24,7 +24,7 @@ SAME_VERSIONS = ("python", "ray", "torch", "vllm", "transformers")
 
 
 def node_facts(query: Mapping[str, Any], device: str) -> dict:
-    """Return what this process would train with.
+    """Return the code and dtypes that this process would train with.
 
     Args:
         query: ``engines``, the settings of each role's engine, ``rollout``, its dtype, and ``paths`` to look for.

@@ -1,4 +1,4 @@
-"""Train: run ``main_ppo`` to its end, end it where it cannot go on, and resume it where a worker or a node was lost."""
+"""Run ``main_ppo`` to its end, end it if it cannot continue, and resume it after the loss of a worker or a node."""
 
 import os
 import time

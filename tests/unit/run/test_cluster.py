@@ -200,11 +200,11 @@ def test_missing_gpus_are_counted_by_node():
     assert missing_resources(free, nnodes=1, gpus=8, cpus=64) is None
     assert missing_resources(free, nnodes=2, gpus=2, cpus=64) is None
     assert missing_resources(free, nnodes=2, gpus=8, cpus=29) == (
-        "trainer.nnodes=2 trainer.n_gpus_per_node=8: 2 nodes with 8 GPUs and 29 CPUs free are needed, 1 of 2 have "
-        "that; worker-1 (10.0.0.3) has 8 of 8 GPUs and 64 of 64 CPUs free; "
+        "trainer.nnodes=2 trainer.n_gpus_per_node=8: 2 nodes with 8 GPUs and 29 CPUs free are needed, but only 1 of 2 "
+        "nodes qualify; worker-1 (10.0.0.3) has 8 of 8 GPUs and 64 of 64 CPUs free; "
         "host (10.0.0.3) has 2 of 8 GPUs and 64 of 64 CPUs free"
     )
-    assert "0 of 1 have that" in missing_resources([(full, {"GPU": 8, "CPU": 28})], nnodes=1, gpus=8, cpus=29)
+    assert "0 of 1 nodes qualify" in missing_resources([(full, {"GPU": 8, "CPU": 28})], nnodes=1, gpus=8, cpus=29)
 
 
 def test_cpus_of_verl_and_transfer_queue_are_counted(tmp_path):

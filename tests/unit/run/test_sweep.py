@@ -257,7 +257,7 @@ def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path):
     assert "run 3/4: grpo bf16 seed 1" in text and "run 4/4" not in text
     assert "interrupted: ending verl, Ray and vLLM" in text, "run.py ended it itself"
     assert "interrupted, 2 of 4 runs are finished" in text
-    assert lines[-1] == f"to go on:  {shlex.join([*COMPARE, *words])}"
+    assert lines[-1] == f"to resume:  {shlex.join([*COMPARE, *words])}"
     table = (tmp_path / "grpo" / "report").glob("**/*.csv")
     assert any("fp16" in file.read_text() for file in table)
     assert not is_finished(tmp_path / "grpo" / "bf16-seed1")

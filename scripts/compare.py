@@ -1,7 +1,7 @@
 """Compare runs: ``scripts/compare.py NAME=VALUE ...`` with the variables of ``make compare``.
 
 Takes existing runs, ``RUNS="LABEL=FOLDER …"``: folders of ``make run``, finished or not, verl's file logger,
-TensorBoard events and wandb's files. Or does them first, ``PRECISION="fp16 bf16" SEED="1 2 3"``, with all that ``make
+TensorBoard events and wandb's files. Or makes them first, ``PRECISION="fp16 bf16" SEED="1 2 3"``, with all that ``make
 run`` takes. Writes a report that works offline, with figures, tables and the runs that it was made from.
 
 Exit code 0: done; 1: refused, or a run failed; 130: interrupted, with the report on what was finished.
@@ -22,10 +22,10 @@ from lib.report.tables import on_screen
 from lib.run import sweep
 
 REPORT_VARIABLES = {
-    "RUNS": "LABEL=FOLDER …, a label again for each seed: folders of make run, TensorBoard, .jsonl, .wandb, .csv",
-    "OUT": "with RUNS the report's folder, default report; else that of runs and reports, default outputs/compare/…",
+    "RUNS": "LABEL=FOLDER …, the label repeated for each seed: folders of make run, TensorBoard, .jsonl, .wandb, .csv",
+    "OUT": "with RUNS the report's folder, default report; else of runs and reports, default outputs/compare/…",
     "THRESHOLD": "the reward that the mean of five steps must exceed, default 0.95",
-    "TITLE": "of the report, default: Runs compared",
+    "TITLE": "title of the report, default: Runs compared",
     "NOSPEED": "a reason to claim no speed for any run, e.g. 'the machine was shared', default none",
 }
 VARIABLES = REPORT_VARIABLES | {name: text for name, text in sweep.VARIABLES.items() if name not in REPORT_VARIABLES}
@@ -67,7 +67,7 @@ def compare_runs(values: Mapping[str, str]) -> int:
 
 
 def sweep_and_compare(values: Mapping[str, str], words: list[str]) -> int:
-    """Do the runs that are not finished, and report on those that are. Return the exit code."""
+    """Start the unfinished runs, and report on the finished ones. Return the exit code."""
     plan = sweep.plan_sweep({name: value for name, value in values.items() if name in sweep.VARIABLES})
     outcome = sweep.run_sweep(plan)
     expected = list(dict.fromkeys(run.label for run in plan.runs))

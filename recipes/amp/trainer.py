@@ -178,7 +178,7 @@ class FP16Trainer:
         self.consecutive_skips = self.consecutive_skips + 1 if self.skipped else 0
 
     def _check_storm(self) -> None:
-        """Raise after too many skips in a row, as the scaler does, where there is no scale."""
+        """Raise after too many consecutive skips, as the scaler does, in dtypes without a loss scale."""
         if self.consecutive_skips >= self.config.max_consecutive_skips:
             where = first_nonfinite_gradient(self.module.named_parameters())
             raise FloatingPointError(
@@ -187,7 +187,7 @@ class FP16Trainer:
             )
 
     def _clip_and_step(self) -> float:
-        """Clip, step unless the norm is not finite, and return it, as the scaler does, where there is no scale."""
+        """Clip, step unless the norm is not finite, and return the norm, in dtypes without a loss scale."""
         norm = gradient_norm(self.module, self.device)
         result = norm.item()
         if math.isfinite(result):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Joins this machine to a Ray cluster, without ssh: run it on each machine but the head's (head.sh), and anew for one
-# that comes in the place of a lost one.
+# Joins this machine to a Ray cluster, without ssh: run it on each machine but the head's (head.sh), and on a machine
+# that replaces a lost one.
 #   HEAD=10.0.0.1:6379 scripts/launch/worker.sh
 #   HEAD=10.0.0.1:6379 scripts/launch/worker.sh --dry-run    shows what would be run
 # Stays in the foreground; Ctrl-C ends the node and all that runs on it. Its environment is that of the job's processes

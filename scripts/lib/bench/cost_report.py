@@ -37,7 +37,7 @@ class RegimeTiming:
 def timings_of(
     times: dict[str, list[float]], peaks: dict[str, float] | None = None, **configuration
 ) -> list[RegimeTiming]:
-    """Summarize the seconds of each regime, by round."""
+    """Summarize the seconds of each regime by round."""
     ratios = {name: [t / base for t, base in zip(times[name], times["bf16"], strict=True)] for name in times}
     return [
         RegimeTiming(

@@ -68,7 +68,7 @@ class Rule:
         at: line numbers in the releases' wheels, ``0.4.1:298 0.5.0:343``.
         text: the content of that line, or a part of it.
         reads: what it reads; the first that applies decides.
-        patch: the patch that makes it read what a user sets; "" where nothing is ignored.
+        patch: the patch that makes it read the user's keys; "" where nothing is ignored.
     """
 
     hop: str

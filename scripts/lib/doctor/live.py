@@ -293,7 +293,7 @@ def is_verl_actor(name: str) -> bool:
 
 
 def query_actors(actors: Mapping[str, Any]) -> Answers:
-    """Query all actors at once; each answers as it ends its call."""
+    """Query all actors at once; each answers when its current call ends."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     # By keyword: where verl cannot be imported here, Ray knows the names of an actor's methods alone.
     waiting = {actor.__ray_call__.remote(fn=actor_models): name for name, actor in actors.items()}

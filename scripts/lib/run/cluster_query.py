@@ -31,7 +31,7 @@ def node_name(node: Mapping[str, Any]) -> str:
 def missing_resources(
     free: Iterable[tuple[dict, Mapping[str, float]]], nnodes: int, gpus: int, cpus: int
 ) -> str | None:
-    """Return in words what is missing of ``nnodes`` nodes with so many GPUs and CPUs free each; None: nothing.
+    """Describe the resources that are missing for ``nnodes`` nodes with so many free GPUs and CPUs; None if none are.
 
     Args:
         free: the nodes that are alive, and their free resources.

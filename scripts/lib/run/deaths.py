@@ -37,7 +37,7 @@ class Death:
     """Evidence that a job cannot go on.
 
     Attributes:
-        cause: what happened, with the process where it is known.
+        cause: the event, with the process where it is known.
         certain: no step can complete any more. Otherwise a process ended that may have belonged to a task of Ray, which
             Ray tries again.
         line: of the log.
@@ -105,7 +105,7 @@ class DeathReader:
 
 
 def lost_worker(lines: Iterable[str], nodes: Iterable[dict] = ()) -> str | None:
-    """Return in words the first worker whose process ended, as Ray reports it in a log; None: it reports none.
+    """Describe the first worker whose process ended, by Ray's report in a log; None if there is no report.
 
     Args:
         nodes: the facts of the cluster's nodes, for their names.

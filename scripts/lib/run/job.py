@@ -263,7 +263,7 @@ def try_to_compose(job: Job, out: Path) -> "tuple[DictConfig, None] | tuple[None
 
 
 def culprit(job: Job, why: str, reasons: Callable[[list[Job]], Iterable[str | None]]) -> str:
-    """Return what a refusal is for: the last of the fewest first words of ARGS that are refused for the same reason.
+    """Return the word to blame for a refusal: the last word of the shortest prefix of ARGS that is refused likewise.
 
     Args:
         why: the reason for which ``job`` is refused.

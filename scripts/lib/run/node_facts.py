@@ -81,7 +81,7 @@ def effective_dtypes(root: Path, engines: Mapping[str, Mapping], device: str) ->
 
 
 def difference(node: Mapping[str, Any], driver: Mapping[str, Any]) -> str | None:
-    """Return in words what keeps a node from training with the driver; None: nothing."""
+    """Describe the difference that keeps a node from training with the driver; None if there is none."""
     if node["verl"] != driver["verl"]:
         return f"has {'verl ' + node['verl'] if node['verl'] else 'no verl'}, the driver {driver['verl']}"
     if not node["stack"]:

@@ -226,7 +226,7 @@ def run_one(run: SweepRun, progress: SweepProgress) -> tuple[int, deque[str]]:
 
 
 def run_sweep(plan: SweepPlan) -> SweepOutcome:
-    """Do the planned runs that are not finished, until all are done or the sweep is interrupted."""
+    """Start the planned runs that are not finished, until all are done or the sweep is interrupted."""
     interrupt_on_signals()
     progress, failed, interrupted = SweepProgress(plan), [], False
     total = len(plan.runs)

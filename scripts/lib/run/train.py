@@ -116,7 +116,7 @@ def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgres
     progress.begin(earlier)
 
     def note(peak: float) -> None:
-        """Write what the run took so far: this process itself may be killed."""
+        """Write the time and memory used so far, since this process itself may be killed."""
         record["wall_s"] = spent + progress.elapsed()
         if not job.cluster:  # whose nodes have processes that cannot be measured from here
             record["peak_memory_gib"] = max(peak_gib or 0.0, peak)
@@ -128,7 +128,7 @@ def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgres
 
 
 def find_loss(job: Job, out: Path, record: dict, lines: list[str]) -> str | None:
-    """Return in words the nodes or the worker that a run lost; None: it failed by itself.
+    """Describe the nodes or the worker that a run lost; None if it failed by itself.
 
     Args:
         lines: the last lines of its log.

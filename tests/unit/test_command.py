@@ -109,7 +109,7 @@ def test_python_makes_the_environment_and_device_picks_it(started):
         (["sanity", "ALGO=pg"], "ALGO=pg: must be one of"),
         (["plan-memory", "EXPERIMENT=dense_7b none"], "EXPERIMENT=none: must be one of"),
         (["probe", "ROWS=1"], "ROWS=1: must be a whole number of at least 2"),
-        (["report"], "FROM: is missing"),
+        (["report"], "FROM: is not set"),
         (["doctor", "VERL=/nowhere"], "VERL=/nowhere: is not a folder"),
         (["doctor", "SEED=1"], "SEED: is not a variable of this command; the variables are ARGS, VERL"),
         (["bench", "SIZES=10"], "SIZES: is not a variable of this command; the variables are ARGS"),

@@ -146,8 +146,8 @@ INVALID = {
     "weights alone": (lambda path: torch.save(network().state_dict(), path), "no model or no optimizer"),
     "a number": (lambda path: torch.save(1, path), "no model or no optimizer"),
     "newer": (edited(lambda saved: saved.update(version=2)), "version 2, but this trainer reads up to 1"),
-    "odd version": (edited(lambda saved: saved.update(version="1.0")), "version 1.0, this trainer"),
-    "version 0": (edited(lambda saved: saved.update(version=0)), "version 0, this trainer"),
+    "odd version": (edited(lambda saved: saved.update(version="1.0")), "version 1.0, but this trainer"),
+    "version 0": (edited(lambda saved: saved.update(version=0)), "version 0, but this trainer"),
     **{
         f"{part} that are none": (
             edited(lambda saved, part=part: saved.update({part: None})),

@@ -100,7 +100,7 @@ def test_command_rebuilds_a_recorded_report(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "FROM: is missing"),
+        ([], "FROM: is not set"),
         (["FROM={tmp}/nowhere"], "FROM=.*nowhere: contains no report.json; give the folder of a report"),
         (["FROM={docs}/sanity"], "contains no report.json; below it are .*sanity/grpo, .*sanity/pg_is, .*sanity/ppo; "),
         (["FROM={tmp}/torn"], "report.json: is not JSON"),

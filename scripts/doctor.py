@@ -2,7 +2,7 @@
 
 Takes ``main_ppo``'s own overrides, composes the configuration of the verl in DIR and resolves the dtypes of its
 trainer, wire and rollout, without importing it. Exit code 0: trainer and rollout agree, or differ as requested; 1: they
-differ and nobody requested it, this verl refuses the config, a dtype is unknown, or the input is bad.
+differ without a request for it, this verl refuses the config, a dtype is unknown, or the input is bad.
 """
 
 import argparse

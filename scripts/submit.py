@@ -8,7 +8,7 @@ the data must lie on storage that every node and the submitting machine mount at
 without a GPU set DEVICE=cuda. A secret (HF_TOKEN, WANDB_API_KEY, …) is never sent: set it where the nodes start Ray.
 ``--dry-run`` prints what would be submitted.
 
-Exit code 0: trained all steps; 1: refused or failed; 130: no longer watched, and the job goes on.
+Exit code 0: trained all steps; 1: refused or failed; 130: no longer watched; the job continues.
 """
 
 import asyncio

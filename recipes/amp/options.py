@@ -112,7 +112,7 @@ def parse(
     """Return a config, and who set each of its values: command line over environment over YAML file over default.
 
     Every field is an option, ``total_steps`` as ``--total-steps``; switches have ``--no-…`` too; ``--config`` names the
-    file. A refused value, wherever it stands, ends the process with one line and exit code 1. From here on a warning,
+    file. A refused value, from any source, ends the process with one line and exit code 1. From here on a warning,
     too, is one line, without the line of source that Python adds.
 
     Args:

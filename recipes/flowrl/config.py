@@ -54,7 +54,7 @@ class FlowRLConfig:
         beta: inverse temperature of the reward.
         reward: "advantage": GRPO's, normalised by the group, as in the paper; "score": the reward itself.
         log_z: "learned" by the head; "group": the mean of the group (VarGrad); "none": 0.
-        anchor: the policy in the place of πref: "ref", or "old", the policy before the update.
+        anchor: the reference policy πref: "ref", or "old", the policy before the update.
         importance_weight: one per "sequence", one per "token" (CISPO), or "none".
         importance_clip: ``[least, largest]`` weight, the largest alone, or ``None``.
         length_normalization: whether log-probabilities are averaged or summed over an answer's tokens.

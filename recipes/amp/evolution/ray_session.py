@@ -34,7 +34,7 @@ def choose_device(config: EvolutionConfig, nodes: Sequence[dict[str, float]]) ->
 
 @contextmanager
 def ray_session(config: EvolutionConfig) -> Iterator[str]:
-    """Run the body with Ray, started here or at ``config.address``; a session that runs already is used, and left.
+    """Run the body with Ray, started here or at ``config.address``; a running session is used, and left running.
 
     Yields:
         the workers' device.

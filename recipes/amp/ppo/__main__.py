@@ -10,7 +10,7 @@ probabilities starts at 1. What follows the networks (softmax, ratio, losses, ad
 :class:`recipes.amp.trainer.FP16Trainer`'s.
 
 DIR gets ``metrics.jsonl`` and TensorBoard's events (one record an update, the same names), ``checkpoint.pt`` and
-``curves.png``. After an interrupt, the same command with ``--resume`` goes on.
+``curves.png``. After an interrupt, the same command with ``--resume`` continues.
 
 Schulman et al. 2017, arXiv 1707.06347; generalised advantages: Schulman et al. 2016, arXiv 1506.02438.
 """

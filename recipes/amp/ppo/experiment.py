@@ -1,7 +1,7 @@
 """Train PPO on CartPole-v1 with three seeds in each dtype, on a CPU, with the default settings.
 
     python -m recipes.amp.ppo.experiment                                all nine runs, into docs/results
-    python -m recipes.amp.ppo.experiment --dtypes float16 --seeds 3     one run, in the place of its older rows
+    python -m recipes.amp.ppo.experiment --dtypes float16 --seeds 3     one run, which replaces its older rows
 
 Writes ``amp-ppo.csv`` (a row an update), ``amp-ppo.md`` and ``amp-ppo.png`` after every run. A run takes 10 s in
 fp32 and 22 s in fp16 on two cores.

@@ -271,7 +271,7 @@ def cluster_address() -> str:
     """Return the address of the cluster to query: RAY_ADDRESS, else the one whose processes run on this machine.
 
     Raises:
-        Refused: there is none, there are several, or nothing listens there (Ray would go on trying for an hour).
+        Refused: there is none, there are several, or nothing listens there (Ray would keep trying for an hour).
     """
     address = os.environ.get("RAY_ADDRESS")
     arguments = [word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()]

@@ -238,7 +238,7 @@ def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
     if done.returncode:
         lines += [
             f"{folder}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
-            f"  then go on: make pr-branch VERL={verl} DIR={folder}",
+            f"  then continue: make pr-branch VERL={verl} DIR={folder}",
         ]
     return lines, not done.returncode
 

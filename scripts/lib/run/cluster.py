@@ -133,7 +133,7 @@ def query_cluster(
 
 
 def check_address(address: str) -> None:
-    """Check that something listens at the address of a cluster's GCS: Ray itself would go on trying for minutes.
+    """Check that something listens at the address of a cluster's GCS: Ray itself would keep trying for minutes.
 
     Raises:
         Refused: not an address that a process on a node can join, or nothing answers.

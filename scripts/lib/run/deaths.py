@@ -34,7 +34,7 @@ VERLS_OWN = re.compile(
 
 @dataclass(frozen=True)
 class Death:
-    """Evidence that a job cannot go on.
+    """Evidence that a job cannot continue.
 
     Attributes:
         cause: the event, with the process where it is known.

@@ -27,7 +27,7 @@ START_UP = {  # markers in verl's log, and what starts after each
     "all initialize finished": "the first step",
 }
 HEARTBEAT_S = 20
-# How long main_ppo may go on after a death that may be of no consequence: at least, and in lengths of the longest step.
+# How long main_ppo may continue after a death that may be harmless: at least, and in lengths of the longest step.
 LINGERS_S, LINGERS = 600, 3
 
 
@@ -36,7 +36,7 @@ class RunProgress:
 
     Attributes:
         shown: steps shown since ``begin``.
-        patience: seconds without a further step after which a death that may be of no consequence ends the run.
+        patience: seconds without a further step after which a possibly harmless death ends the run.
     """
 
     def __init__(self, out: Path, steps: int):
@@ -44,7 +44,7 @@ class RunProgress:
         self.started = time.monotonic()
 
     def begin(self, earlier: list[dict]) -> None:
-        """Start showing an attempt that goes on after the steps whose metrics are ``earlier``."""
+        """Start showing an attempt that continues after the steps whose metrics are ``earlier``."""
         self.earlier, self.shown, self.size, self.patience = earlier, 0, 0, LINGERS_S
         self.start_phase("Python and verl")
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 POLL_S, MEASURE_S = 0.5, 5
 TAIL = 2000  # last lines of the log in which a failure is looked for
-DEAD_S = 20  # how long main_ppo may go on after a certain death: verl asks a dead rollout server for ever
-REJOIN_S = 1800  # how long to wait for nodes in the place of lost ones
+DEAD_S = 20  # how long main_ppo may continue after a certain death: verl queries a dead rollout server for ever
+REJOIN_S = 1800  # how long to wait for nodes that replace lost ones
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
 
 

@@ -299,7 +299,7 @@ def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: P
     assert re.fullmatch(rf"    conflict {ENGINE}: line \d+ in def _build_fsdp_module.*", lines[at + 2]), lines
     assert lines[-2:] == [
         f"{work}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
-        f"  then go on: make pr-branch VERL={verl} DIR={work}",
+        f"  then continue: make pr-branch VERL={verl} DIR={work}",
     ]
     assert contents(verl / ".git") == before
 

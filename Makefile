@@ -37,32 +37,32 @@ test: python    ## set up and run all tests
 .PHONY: apply-patches unapply-patches status check port drift
 apply-patches: python    ## apply the patches:  make apply-patches VERL=/path/to/verl   (or OAT=…)
 	$(COMMAND)
-unapply-patches: python  ## remove them, to the byte
+unapply-patches: python  ## remove the patches and restore every file exactly
 	$(COMMAND)
 status: python           ## report which release a tree contains, and whether it is patched
 	$(COMMAND)
 check: python            ## check that every release's patches apply and reverse exactly
 	$(COMMAND)
-port: python             ## carry a release's patches to another:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=…; FRAMEWORK=oat)
+port: python             ## port a release's patches to another release:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=…; FRAMEWORK=oat)
 	$(COMMAND)
-drift: python            ## list the hooked files that differ in a verl:  make drift VERL=/path/to/verl
+drift: python            ## list the files to patch that differ in a tree of verl:  make drift VERL=/path/to/verl
 	$(COMMAND)
 
-##@ Which regime, on this model, on this cluster
+##@ Choose a regime for a model and a cluster
 .PHONY: doctor preflight probe plan-memory compare report sanity
-doctor: python       ## report the dtype at each hop of a verl:  make doctor ARGS='…' VERL=/path/to/verl   (PYTHON=its/python3)
+doctor: python       ## report the dtype of each hop of a job:  make doctor ARGS='…' VERL=/path/to/verl   (PYTHON=its/python3)
 	$(COMMAND)
 probe: python        ## measure the mismatch of a model for every regime, before training:  make probe MODEL=… DATA=….parquet
 	$(COMMAND)
-preflight: python    ## predict what fp16 does to a model:  make preflight MODEL=… DATA=….parquet
+preflight: python    ## predict the effect of fp16 on a model:  make preflight MODEL=… DATA=….parquet
 	$(COMMAND)
 plan-memory: python  ## plan the memory of a job on each GPU, without one:  make plan-memory EXPERIMENT=dense_7b PRECISION='fp16 bf16'
 	$(COMMAND)
-compare: python      ## run and compare, as a report:  make compare PRECISION='fp16 bf16' SEED='1 2 3'  (or RUNS='fp16=FOLDER …')
+compare: python      ## train and compare regimes, and write a report:  make compare PRECISION='fp16 bf16' SEED='1 2 3'  (or RUNS='fp16=FOLDER …')
 	$(COMMAND)
-report: python       ## write a report anew from the runs that it keeps:  make report FROM=docs/results/sanity/grpo
+report: python       ## rebuild a report from the runs in its folder:  make report FROM=docs/results/sanity/grpo
 	$(COMMAND)
-sanity: python       ## the sanity test: four regimes, three seeds, three objectives; the same command goes on
+sanity: python       ## run the sanity test: four regimes, three seeds, three objectives; repeat the command to resume
 	$(COMMAND)
 
 ##@ The rest
@@ -73,7 +73,7 @@ help-%: python
 	@exec $(TOOLS) scripts/command.py $* --help
 setup: python        ## install what is missing and patch the installed verl
 	$(COMMAND)
-submit: python       ## make run on a running Ray cluster:  RAY_ADDRESS=http://HEAD:8265 make submit …
+submit: python       ## run `make run` on a running Ray cluster:  RAY_ADDRESS=http://HEAD:8265 make submit …
 	$(COMMAND)
 gsm8k: python        ## download GSM8K and write data/gsm8k/{train,test}.parquet
 	$(COMMAND)
@@ -85,32 +85,32 @@ bench: python        ## measure the cost of fp16, into docs/results:  make bench
 	$(COMMAND)
 bench-amp: python    ## measure fp16 and bf16 outside verl, into docs/results:  make bench-amp ARGS='--only ppo'
 	$(COMMAND)
-pr-branch: python    ## make branches of a clone of verl for upstream, and check them:  make pr-branch VERL=/path/to/clone
+pr-branch: python    ## split the patches into branches for upstream in a clone of verl, and check them:  make pr-branch VERL=/path/to/clone
 	$(COMMAND)
-mutants: python      ## put known defects into patched verl, one at a time: each must fail a test  (ONLY=name: one)
+mutants: python      ## put known defects into patched verl, one at a time; each must fail a test  (ONLY=NAME: one of them)
 	$(COMMAND)
 matrix: python       ## write the recorded outcomes into README.md as the support matrices
 	$(COMMAND)
 
-test-quick: python    ## the tests without the end-to-end runs and the other releases
+test-quick: python    ## run the tests without the end-to-end runs and the other releases
 	$(SETUP) browser $(DEVICE)
 	@exec $(PYTEST) -m "not slow and not gpu and not e2e and not releases"
-test-releases: python ## the conformance suite on every release of verl; records its outcome
+test-releases: python ## run the conformance suite on every release of verl, and record the outcome
 	$(SETUP) $(DEVICE) workers
 	@exec $(BIN)/python -m pytest tests/conformance/verl --write-results
-test-oat: python      ## the same on every release of OAT
+test-oat: python      ## run the conformance suite on every release of OAT, and record the outcome
 	$(SETUP) $(DEVICE) workers
 	@exec $(BIN)/python -m pytest tests/conformance/oat --write-results
-e2e-releases: python  ## two steps of main_ppo in fp16 on every release; records their outcome
+e2e-releases: python  ## run two steps of main_ppo in fp16 on every release, and record the outcome
 	$(SETUP) $(DEVICE) workers
 	@exec $(BIN)/python -m pytest -m slow tests/e2e/test_releases.py --write-results
-lint: python          ## ruff and shellcheck
+lint: python          ## run ruff and shellcheck
 	$(SETUP) $(DEVICE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck .ci/run scripts/launch/*.sh
-lock: python          ## resolve requirements/*.in into *.lock again, for Python 3.11 and 3.12 alike; pins that still fit stay
+lock: python          ## resolve requirements/*.in into *.lock again, for Python 3.11 and 3.12 alike; keep the pins that are still valid
 	@exec $(TOOLS) scripts/lock.py
-clean:                ## remove the environments and the caches; runs and data stay
+clean:                ## remove the environments and the caches, but not runs and data
 	rm -rf .venv .venv-cuda .venv-workers .cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

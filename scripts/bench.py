@@ -1,4 +1,4 @@
-"""Measure what a precision costs: the optimizer step of verl's FSDP engine, and on a GPU the whole training step.
+"""Measure the cost of a precision: the optimizer step of verl's FSDP engine, and on a GPU the whole training step.
 
 The regimes alternate in one process on the same parameters, so that a slow machine slows all of them. A ratio is the
 median over the rounds of a regime's time over bf16's in the same round. Writes cost-DEVICE.csv, .md and .png.
@@ -16,16 +16,16 @@ def above_zero(text: str) -> list[int]:
     """Parse whole numbers above 0, separated by commas."""
     values = [int(word) for word in text.split(",")]
     if min(values) <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: whole numbers above 0, separated by commas")
+        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers above 0, separated by commas")
     return values
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sizes", type=above_zero, default=[10, 30, 100, 300], help="million parameters")
-    parser.add_argument("--ranks", type=above_zero, default=[1, 2], help="on a GPU always 1")
-    parser.add_argument("--seconds", type=float, default=25.0, help="per configuration, at least 41 rounds")
+    parser.add_argument("--sizes", type=above_zero, default=[10, 30, 100, 300], help="model sizes, in millions")
+    parser.add_argument("--ranks", type=above_zero, default=[1, 2], help="numbers of processes; always 1 on a GPU")
+    parser.add_argument("--seconds", type=float, default=25.0, help="time per configuration; at least 41 rounds")
     parser.add_argument("--out", type=Path, default=REPO / "docs" / "results")
     return parser.parse_args(words)
 

@@ -1,12 +1,12 @@
-"""Measure what fp16 and bf16 give to training outside verl, against fp32: time, memory and what is learned.
+"""Compare training in fp16 and bf16 outside verl with fp32: time, memory and learning outcome.
 
     scripts/bench_amp.py                                       all scenarios, into docs/results; 3 minutes on 2 cores
     scripts/bench_amp.py --only mlp,ppo --repeats 7 --out DIR
 
 Three arms of a scenario train side by side from the same weights, on the same data, clipped alike, and take turns at
-every update, each round in an order of its own. A repeat has a seed of its own. What an arm computes in is observed by
-``FP16Trainer``, not read from a config, and where it is not what was asked for there is no speed-up. The first two
-updates are not timed. Writes CSV, Markdown and PNG.
+every update, each round in a different order. Each repeat has its own seed. ``FP16Trainer`` observes the dtype that an
+arm computes in; if it is not the requested one, no speed-up is reported. The first two updates are not timed.
+Writes CSV, Markdown and PNG.
 """
 
 import csv
@@ -85,12 +85,12 @@ class AmpBenchOptions:
         ValueError: naming the key, its value and what is allowed.
     """
 
-    repeats: int = option(LEAST_REPEATS, f"of every scenario, each with its own seed, at least {LEAST_REPEATS}")
-    only: Optional[str] = option(None, f"scenarios, separated by commas, of {','.join(SCENARIOS)}")
-    size: Optional[str] = option(None, "cpu, cuda, or small, which is for tests; that of the device where not given")
-    device: str = option("auto", "auto, cpu or cuda; auto: CUDA where there is one")
-    seed: int = option(0, "of the first repeat; the next ones count on")
-    out: Optional[str] = option(None, "folder for amp-bench-MACHINE.csv, .md and .png; docs/results where not given")
+    repeats: int = option(LEAST_REPEATS, f"repeats of every scenario, each with its own seed; at least {LEAST_REPEATS}")
+    only: Optional[str] = option(None, f"scenarios, separated by commas; default all: {','.join(SCENARIOS)}")
+    size: Optional[str] = option(None, "cpu, cuda, or small for tests; default: the size for the device")
+    device: str = option("auto", "auto, cpu or cuda; auto: CUDA if available")
+    seed: int = option(0, "seed of the first repeat; each further repeat adds 1")
+    out: Optional[str] = option(None, "folder for amp-bench-MACHINE.csv, .md and .png; default docs/results")
 
     def __post_init__(self):
         rules = {
@@ -102,7 +102,7 @@ class AmpBenchOptions:
         within(self, rules)
         flag(KILL_SWITCH)  # PPO reads it, after the other scenarios
         if self.out is None and self.size not in (None, self.where):
-            raise ValueError(f"size={self.size} must go with --out: docs/results is for size {self.where} here")
+            raise ValueError(f"size={self.size} requires --out: docs/results is for size={self.where} on this machine")
 
     @property
     def names(self) -> list[str]:

@@ -83,7 +83,7 @@ def target(values: Mapping[str, str]) -> list[str]:
         Refused: both are set, or one is empty.
     """
     if "VERL" in values and "OAT" in values:
-        raise Refused(f"VERL={values['VERL']} OAT={values['OAT']}: give one of the two")
+        raise Refused(f"VERL={values['VERL']} OAT={values['OAT']}: set only one of the two")
     name = "OAT" if "OAT" in values else "VERL"
     if not values[name]:
         raise Refused(f"{name}= is empty: it must be a folder that contains {name.lower()}/")
@@ -93,7 +93,7 @@ def target(values: Mapping[str, str]) -> list[str]:
 def port(values: Mapping[str, str]) -> list[str]:
     for name in ("FROM", "TO"):
         if not values.get(name):
-            raise Refused(f"{name}: is not set: make port FROM=0.9.1 TO=0.9.2")
+            raise Refused(f"{name}: is not set; example: make port FROM=0.9.1 TO=0.9.2")
     framework = one_of(values, "FRAMEWORK", ["verl", "oat"], "verl")
     folder = values.get("DIR") or f"outputs/{framework}-{Path(values['TO']).name}"
     return ["port", "--framework", framework, values["FROM"], values["TO"], folder]
@@ -217,7 +217,7 @@ def main(arguments: list[str]) -> None:
     name, *typed = arguments
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {nearest[0]}? They are" if nearest else "they are"
+        hint = f"did you mean {nearest[0]}? The commands are" if nearest else "the commands are"
         raise Refused(f"is not a command; {hint} {', '.join(COMMANDS)}")
     command = COMMANDS[name]
     if help_requested(typed):

@@ -1,7 +1,7 @@
 """Compare runs: ``scripts/compare.py NAME=VALUE ...`` with the variables of ``make compare``.
 
 Takes existing runs, ``RUNS="LABEL=FOLDER …"``: folders of ``make run``, finished or not, verl's file logger,
-TensorBoard events and wandb's files. Or does them first, ``PRECISION="fp16 bf16" SEED="1 2 3"``, with all that ``make
+TensorBoard events and wandb's files. Or makes them first, ``PRECISION="fp16 bf16" SEED="1 2 3"``, with all that ``make
 run`` takes. Writes a report that works offline, with figures, tables and the runs that it was made from.
 
 Exit code 0: done; 1: refused, or a run failed; 130: interrupted, with the report on what was finished.
@@ -22,11 +22,11 @@ from lib.report.tables import on_screen
 from lib.run import sweep
 
 REPORT_VARIABLES = {
-    "RUNS": "LABEL=FOLDER …, a label again for each seed: folders of make run, TensorBoard, .jsonl, .wandb, .csv",
-    "OUT": "with RUNS the report's folder, default report; else that of runs and reports, default outputs/compare/…",
-    "THRESHOLD": "the reward that the mean of five steps has to exceed, default 0.95",
-    "TITLE": "of the report, default: Runs compared",
-    "NOSPEED": "why no speed may be claimed for any run, as 'the machine was shared', default none",
+    "RUNS": "LABEL=FOLDER …, the label repeated for each seed: folders of make run, TensorBoard, .jsonl, .wandb, .csv",
+    "OUT": "with RUNS the report's folder, default report; else of runs and reports, default outputs/compare/…",
+    "THRESHOLD": "the reward that the mean of five steps must exceed, default 0.95",
+    "TITLE": "title of the report, default: Runs compared",
+    "NOSPEED": "a reason to claim no speed for any run, e.g. 'the machine was shared', default none",
 }
 VARIABLES = REPORT_VARIABLES | {name: text for name, text in sweep.VARIABLES.items() if name not in REPORT_VARIABLES}
 
@@ -67,7 +67,7 @@ def compare_runs(values: Mapping[str, str]) -> int:
 
 
 def sweep_and_compare(values: Mapping[str, str], words: list[str]) -> int:
-    """Do the runs that are not finished, and report on those that are. Return the exit code."""
+    """Start the unfinished runs, and report on the finished ones. Return the exit code."""
     plan = sweep.plan_sweep({name: value for name, value in values.items() if name in sweep.VARIABLES})
     outcome = sweep.run_sweep(plan)
     expected = list(dict.fromkeys(run.label for run in plan.runs))
@@ -77,7 +77,7 @@ def sweep_and_compare(values: Mapping[str, str], words: list[str]) -> int:
     for run in outcome.failed:
         print(f"failed, and not in the report: {run}, {run.out / 'train.log'}")
     if outcome.code:
-        print(f"to go on:  {shlex.join([sys.executable, str(Path(__file__).resolve()), *words])}")
+        print(f"to resume:  {shlex.join([sys.executable, str(Path(__file__).resolve()), *words])}")
     return outcome.code
 
 
@@ -91,10 +91,10 @@ def parse(words: list[str]) -> dict[str, str]:
     number(values, "THRESHOLD", THRESHOLD)
     if "RUNS" in values:
         if others := [name for name in values if name not in (*REPORT_VARIABLES, "DEVICE")]:
-            raise Refused(f"{others[0]}={values[others[0]]}: RUNS takes existing runs; leave one of the two out")
+            raise Refused(f"{others[0]}={values[others[0]]}: cannot be set with RUNS, which takes existing runs")
     elif not values.keys() - {*REPORT_VARIABLES, "DEVICE"}:
         raise Refused(
-            "RUNS: there is no run; give RUNS='LABEL=FOLDER …', or what to run, as PRECISION='fp16 bf16' SEED='1 2 3'"
+            "RUNS: is not set; give RUNS='LABEL=FOLDER …', or the runs to make: PRECISION='fp16 bf16' SEED='1 2 3'"
         )
     else:
         sweep.check_words({name: value for name, value in values.items() if name in sweep.VARIABLES})

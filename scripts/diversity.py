@@ -1,4 +1,4 @@
-"""Compare how many different right answers finished runs give: ``scripts/diversity.py RUNS="LABEL=FOLDER …" OUT=FILE``.
+"""Compare how many distinct right answers finished runs give: ``scripts/diversity.py RUNS="LABEL=FOLDER …" OUT=FILE``.
 
 Reads the answers of their validations, ``FOLDER/validation/STEP.jsonl``, so that every run is measured alike: the same
 prompts, as many samples to each, before the first step too (``trainer.val_before_train=true``). Writes ``OUT.png``
@@ -38,7 +38,7 @@ def read_validations(folder: Path) -> dict[int, Answers]:
             step.setdefault(row["input"], []).append(row.get("answer", row["output"]) if row["score"] > 0 else None)
     if 0 not in steps or len(steps) == 1:
         raise Refused(
-            f"{folder}: has no validations before and after training; set trainer.val_before_train, test_freq"
+            f"{folder}: has no validations before and after training; set trainer.val_before_train, trainer.test_freq"
         )
     return steps
 
@@ -50,7 +50,7 @@ def run_facts(folder: Path) -> dict:
         Refused: the run is not finished.
     """
     if not finished(folder):
-        raise Refused(f"{folder}: must be the folder of a finished run")
+        raise Refused(f"{folder}: is not the folder of a finished run")
     settings = json.loads((folder / "run.json").read_text())["settings"]
     summary = json.loads((folder / "summary.json").read_text())
     return {"asked": {name: value for name, value in settings.items() if value}, "wall_s": summary["wall_s"]}

@@ -2,7 +2,7 @@
 
 Takes ``main_ppo``'s own overrides, composes the configuration of the verl in DIR and resolves the dtypes of its
 trainer, wire and rollout, without importing it. Exit code 0: trainer and rollout agree, or differ as requested; 1: they
-differ and nobody requested it, this verl refuses the config, a dtype is unknown, or the input is bad.
+differ without a request for it, this verl refuses the config, a dtype is unknown, or the input is bad.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def installed() -> Path:
     """
     spec = importlib.util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
-        raise Refused("no verl is installed here: name one, VERL=DIR or --verl DIR")
+        raise Refused("no verl is installed in this environment; give one: VERL=DIR or --verl DIR")
     return Path(spec.submodule_search_locations[0]).parent
 
 
@@ -41,7 +41,7 @@ def examined(verl: Path | None) -> Tree:
     """
     tree = identify_tree(verl or installed())
     if lacking := missing(tree.root):
-        ways = f"install it there, or name another Python: make doctor VERL={tree.root} PYTHON=/path/to/python3"
+        ways = f"install it there, or give another Python: make doctor VERL={tree.root} PYTHON=/path/to/python3"
         raise Refused(f"{sys.executable} lacks {', '.join(lacking)}: {ways}")
     return tree
 
@@ -62,7 +62,7 @@ def scaler_lines(scalers: Mapping[str, Mapping | None]) -> list[str]:
 
 
 def text(diagnosis: Diagnosis) -> str:
-    """Return the diagnosis for people: a table of the hops, the scalers, the findings and the verdict."""
+    """Return the diagnosis as text: a table of the hops, the scalers, the findings and the verdict."""
     tree = diagnosis.tree
     parts = [f"{tree.name}, {tree.state}" + (f", stack {tree.stack}" if tree.stack else "") + f", in {tree.root}"]
     if not diagnosis.refused:
@@ -79,7 +79,7 @@ def text(diagnosis: Diagnosis) -> str:
 
 
 def live_text(diagnosis: Mapping) -> str:
-    """Return the diagnosis of a running job for people."""
+    """Return the diagnosis of a running job as text."""
     code = "; ".join(f"verl {each['release']}, stack {each['stack']}" for each in diagnosis["verl"])
     width = max(map(len, diagnosis["hops"]))
     parts = [f"{code}, running"]
@@ -97,7 +97,7 @@ def wrapped(line: str, indent: str = "") -> str:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise Refused(f"{message}; --help shows what it takes")
+        raise Refused(f"{message}; --help lists the options")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,11 +105,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--verl", type=Path, metavar="DIR", help="a checkout, an unpacked release or site-packages")
     made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument(
-        "--live", action="store_true", help="query the running workers: RAY_ADDRESS, else this machine's cluster"
+        "--live", action="store_true", help="query running workers: of RAY_ADDRESS, else of this machine's cluster"
     )
-    made.add_argument("--config-name", default="ppo_trainer", metavar="NAME", help="as main_ppo takes it")
-    made.add_argument("--args", default="", metavar="WORDS", help="further overrides as one word, as make has them")
-    made.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as main_ppo takes them")
+    made.add_argument("--config-name", default="ppo_trainer", metavar="NAME", help="main_ppo's --config-name")
+    made.add_argument(
+        "--args", default="", metavar="WORDS", help="further overrides in one string, as make passes them"
+    )
+    made.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="an override of main_ppo")
     return made
 
 
@@ -138,7 +140,7 @@ def live(args: argparse.Namespace, overrides: list[str]) -> int:
 
     static = diagnose(examined(args.verl), overrides, args.config_name).json() if overrides else None
     if static and static["refused"]:
-        raise Refused(f"--live: no job runs this config: {static['refused']}")
+        raise Refused(f"--live: no job can run this config: {static['refused']}")
     diagnosis = diagnose_live(query_job(), HOPS, static)
     print(json.dumps(diagnosis, indent=2) if args.json else live_text(diagnosis))
     return 0 if diagnosis["verdict"] in ("agree", "asked") else 1

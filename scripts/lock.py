@@ -1,4 +1,4 @@
-"""Resolve requirements/*.in into *.lock with uv, once for Python 3.11 and 3.12: pins that still fit stay.
+"""Resolve requirements/*.in into *.lock with uv, once for Python 3.11 and 3.12: pins that are still valid stay.
 
 Exit code 1: Python 3.12 would take other versions, which are listed. Bound them in the .in file, so that one lock
 serves both.

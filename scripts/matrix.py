@@ -19,7 +19,7 @@ MARKERS = {
     "verl": ("<!-- written by make matrix -->\n", "<!-- end of the matrix -->\n"),
     "oat": ("<!-- OAT's, written by make matrix -->\n", "<!-- end of OAT's matrix -->\n"),
 }
-LEGEND = "✓ seen on the patched release; ° the unpatched one has it too, (°) in part; – cannot be there."
+LEGEND = "✓ observed on the patched release; ° on the unpatched one too, (°) in part; – cannot occur."
 NOTES = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖ"
 # The releases that the FlowRL recipe cannot run on, and why.
 WITHOUT_FLOWRL = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Put known defects of fp16 training back into patched verl, one at a time, and show which test fails on each.
+"""Put known defects of fp16 training back into patched verl, one at a time, and report the test that fails on each.
 
 tests/mutants.toml lists them. All tests first pass on the patched tree; then each mutant's tests run on the tree with
 one text replaced. A run of all mutants writes docs/mutants.md. Exit code: 0 every mutant was killed, 1 a mutant
@@ -46,7 +46,7 @@ class Mutant:
         """
         text = (tree / self.file).read_text()
         if (count := text.count(self.replace)) != 1:
-            raise Refused(f"{self.name}: its text occurs {count} times in {self.file}; correct it in {TABLE.name}")
+            raise Refused(f"{self.name}: its text occurs {count} times in {self.file}, not once; edit {TABLE.name}")
         return text.replace(self.replace, self.by)
 
 
@@ -69,7 +69,7 @@ def first_failure(tests: Iterable[str], tree: Path) -> str | None:
     """Run tests on the tree until one fails.
 
     Returns:
-        Its id, with "(stuck)" if one rank waited for another in vain; None if all passed.
+        Its id, with "(stuck)" if one rank waited for another that never came; None if all passed.
 
     Raises:
         Refused: the tests did not run, e.g. because a test does not exist.
@@ -116,8 +116,8 @@ def document(mutants: list[Mutant], killed_by: dict[str, str | None]) -> str:
         "# Mutants",
         "",
         f"Written by `make mutants` on verl {RELEASE}: {len(mutants)} mutants, {survivors} survivors. Each is the",
-        "patched tree with one text replaced by a defect, as `tests/mutants.toml` says; the test is the first of those",
-        "named there to fail on it. Without a mutant all of them pass. (stuck): a rank waited for the other in vain.",
+        "patched tree with one text replaced by a defect, as in `tests/mutants.toml`; the test is the first of those",
+        "named there to fail on it. Without a mutant all of them pass. (stuck): one rank waited for the other forever.",
         "",
         "| mutant | defect | seen in | killed by |",
         "|---|---|---|---|",
@@ -141,7 +141,7 @@ def main(words: list[str]) -> int:
     mutants = [mutant for mutant in table if only in (None, mutant.name)]
     try:
         if not mutants:
-            raise Refused(f"{only}: is not a mutant; they are {', '.join(mutant.name for mutant in table)}")
+            raise Refused(f"{only}: is not a mutant; the mutants are {', '.join(mutant.name for mutant in table)}")
         with tempfile.TemporaryDirectory() as folder:
             killed_by = killers(mutants, patched_tree(Path(folder)))
     except Refused as fault:

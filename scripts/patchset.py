@@ -1,4 +1,4 @@
-"""Apply the precision stack to a tree of verl or OAT, take it off, and work on its patches.
+"""Apply the precision stack to a tree of verl or OAT, remove it, and work on its patches.
 
 TARGET is a git checkout, an unpacked release or a site-packages folder. Exit code: 0 done, 1 refused or failed
 (for status: the target is neither pristine nor patched; for port: there are conflicts to resolve), 2 usage.
@@ -121,10 +121,10 @@ def parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    listing = command(run_list, "list", "show the releases that have a stack, and its patches")
+    listing = command(run_list, "list", "list the releases that have a stack, and their patches")
     state = command(run_status, "status", "report which release TARGET is and whether it is patched; changes nothing")
     putting = command(run_apply, "apply", "apply the stack to TARGET")
-    taking = command(run_unapply, "unapply", "take the stack off TARGET, to the byte")
+    taking = command(run_unapply, "unapply", "remove the stack from TARGET and restore its files exactly")
     checking = command(
         run_check, "check", "check the stack of one or all releases (the default) on the wheel from PyPI"
     )
@@ -134,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
         run_port, "port", "carry the stack of RELEASE to another one, as commits in DIR, and report on it"
     )
     drifting = command(
-        run_drift, "drift", "report the files of TARGET that the closest release's stack hooks and that differ"
+        run_drift, "drift", "list the files of TARGET that the stack patches and that differ from the closest release"
     )
     for each in (state, putting, taking, drifting):
         each.add_argument("target", type=Path, metavar="TARGET")
@@ -144,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
     for each in (checking_out, porting):
         each.add_argument("release", metavar="RELEASE")
     porting.add_argument(
-        "to", metavar="TO", help="a release, known or on PyPI, or a folder that contains the framework"
+        "to", metavar="TO", help="a release in versions.toml or on PyPI, or a folder that contains the framework"
     )
     for each in (checking_out, exporting, porting):
         each.add_argument("folder", type=Path, metavar="DIR")
@@ -156,7 +156,7 @@ def parser() -> argparse.ArgumentParser:
         **dict.fromkeys((checking_out, porting), "verl"),
         **dict.fromkeys((state, putting, taking, drifting), "the one that TARGET contains"),
     }.items():
-        each.add_argument("--framework", choices=FRAMEWORKS, help=f"whose stacks; the default is {default}")
+        each.add_argument("--framework", choices=FRAMEWORKS, help=f"framework of the stacks; the default is {default}")
     return top
 
 

@@ -26,9 +26,9 @@ VARIABLES = {
     "ALGO": "default grpo; ppo has a critic: {algo}",
     "RECIPE": "another objective than ALGO's, default none: {recipe}",
     "MODEL": "a folder with a config.json, or a model whose dimensions are built in, default the experiment's",
-    "DEVICE": "cuda, or cpu for the whole job on one machine without a GPU; default cuda, whatever is here",
+    "DEVICE": "cuda, or cpu for the whole job on one machine without a GPU; default cuda, on any machine",
     "MEMORY": "GiB of one GPU, or of that machine, default 80",
-    "LENGTH": "tokens of a prompt and its answer, default the most that the experiment allows",
+    "LENGTH": "tokens of a prompt and its answer, default the experiment's maximum",
     "OUT": "a folder for table and figure, default none",
     "ARGS": "further Hydra overrides of verl, e.g. ARGS='trainer.nnodes=4 trainer.n_gpus_per_node=4'",
 }

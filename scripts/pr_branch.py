@@ -1,4 +1,4 @@
-"""Make the stack branches of a clone of verl, ready for a human to review and submit; see docs/upstreaming.md.
+"""Split the stack into branches of a clone of verl for a human to review and submit (docs/upstreaming.md).
 
 Each branch is checked as upstream would: its own pre-commit hooks, the check of the title, and the CPU tests that the
 branch's changes touch. Exit code: 0 all branches are green, 1 refused, or a conflict or a failed check, 2 usage.
@@ -165,8 +165,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="pr_branch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("verl", type=Path, metavar="VERL", help="a git clone of verl, clean, with a branch main")
-    parser.add_argument("--dir", type=Path, default=DEFAULT, help="where to work; it stays where there is a conflict")
+    parser.add_argument("verl", type=Path, metavar="VERL", help="a clean git clone of verl with a branch main")
+    parser.add_argument("--dir", type=Path, default=DEFAULT, help="working folder; kept if there is a conflict")
     return parser.parse_args(words)
 
 

@@ -1,4 +1,4 @@
-"""Predict what fp16 does to a model: ``scripts/preflight.py [NAME=VALUE ...]``.
+"""Predict the effect of fp16 on a model: ``scripts/preflight.py [NAME=VALUE ...]``.
 
 Samples answers to prompts, as a rollout does, and runs forward and backward passes over them in fp32. Reports which
 modules exceed fp16's range, how many gradients would vanish, a first loss scale, and which modules to keep in fp32.
@@ -117,7 +117,7 @@ def main(words: list[str]) -> int:
         ranges = measure(model, answers, progress_of_pass)
         assessment = assess(ranges)
     except ValueError as error:
-        raise Refused(f"MODEL={options.model}: {error}: there is nothing to predict") from error
+        raise Refused(f"MODEL={options.model}: {error}, so nothing can be predicted") from error
 
     findings, overrides = conclusions(ranges, assessment, rollout)
     tokens = sum(ids.shape[1] for ids, _ in answers)

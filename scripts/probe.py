@@ -31,8 +31,8 @@ def answer_length(options: ProbeOptions, model: "PreTrainedModel", longest_promp
     positions = model.config.max_position_embeddings
     if options.length is not None and longest_prompt + options.length > positions:
         raise Refused(
-            f"LENGTH={options.length}: with a prompt of {longest_prompt} tokens that is more than the model's "
-            f"{positions} positions; ask for at most {positions - longest_prompt}"
+            f"LENGTH={options.length}: with a prompt of {longest_prompt} tokens, that exceeds the model's "
+            f"{positions} positions; set at most {positions - longest_prompt}"
         )
     return options.length or min(LONGEST, positions - longest_prompt)
 

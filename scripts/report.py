@@ -15,7 +15,7 @@ from lib.report.build import rebuild
 from lib.report.tables import on_screen
 
 VARIABLES = {
-    "FROM": "a report's folder, with report.json, as docs/results/sanity/grpo",
+    "FROM": "a report's folder, with report.json, e.g. docs/results/sanity/grpo",
     "OUT": "the folder of the new report, default outputs/report/NAME",
 }
 
@@ -28,7 +28,7 @@ def parse(words: list[str]) -> dict[str, str]:
     """
     variables = parse_words(words, VARIABLES)
     if "FROM" not in variables:
-        raise Refused("FROM: is missing; give a report's folder, as FROM=docs/results/sanity/grpo")
+        raise Refused("FROM: is not set; give a report's folder, e.g. FROM=docs/results/sanity/grpo")
     return variables
 
 

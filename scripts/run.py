@@ -1,10 +1,11 @@
-"""Train: ``scripts/run.py [NAME=VALUE ...]`` with the variables of ``make run``.
+"""Train with verl: ``scripts/run.py [NAME=VALUE ...]`` with the variables of ``make run``.
 
 Starts verl's own ``main_ppo`` and shows its progress. Everything goes to the folder OUT, and the same command resumes a
-run that was interrupted. With RAY_ADDRESS in the environment it trains on that running Ray cluster, whose nodes first
-prove what they run. A run that lost a worker or a node waits until the cluster has again what it needs and goes on from
-the last whole checkpoint, RETRIES times; any other failure ends it. Exit code 0: trained all steps; 1: refused or
-failed; 75: gave up after a worker or node was lost, so that whoever started it may start it again; 130: interrupted.
+run that was interrupted. With RAY_ADDRESS in the environment it trains on that running Ray cluster, after checking the
+code and dtypes of its nodes. A run that lost a worker or a node waits until the cluster has the resources again and
+resumes from the last complete checkpoint, RETRIES times; any other failure ends it. Exit code 0:
+trained all steps; 1: refused or failed; 75: gave up after a worker or node was lost, so that the caller may start it
+again; 130: interrupted.
 
 ``scripts/run.py --check [NAME=VALUE ...] [-- NAME=VALUE ...]`` checks one run, or several with ``--`` between them, and
 starts and writes nothing. Exit code 0: each could start or resume, or is finished; stdout has a JSON list with OUT,

@@ -78,8 +78,8 @@ def setup(name: str, python: str | None = None, advice: str = "") -> Path:
     if not stamp.exists():
         if environment.path.is_symlink():
             raise Refused(
-                f"{environment.folder} is a link to an environment that is not up to date: "
-                "run make where it points to, or remove the link"
+                f"{environment.folder} is a symbolic link to an environment that is not up to date; "
+                "run make in the checkout that it points to, or remove the link"
             )
         files = " and ".join(environment.requirements)
         print(f"setting up {environment.folder} from {files}: {environment.cost}, once", flush=True)
@@ -136,9 +136,9 @@ def setup_browser() -> None:
     if shutil.which("chromium"):
         return
     if os.geteuid() or not shutil.which("apt-get"):
-        raise Refused("chromium is missing, in which the tests load a report: install your system's package chromium")
+        raise Refused("chromium, in which the tests load a report, is missing; install your system's package chromium")
     print(
-        "installing chromium with apt-get, in which the tests load a report: 400 MB on disk, a minute, once", flush=True
+        "installing chromium with apt-get for the tests of the report page: 400 MB on disk, a minute, once", flush=True
     )
     subprocess.run(["apt-get", "update", "-qq"], check=True)
     packages = ["chromium", "fonts-dejavu-core"]
@@ -150,7 +150,7 @@ def setup_browser() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=[*ENVIRONMENTS, "browser"], metavar="NAME")
-    parser.add_argument("--python", help="the Python 3.11 or 3.12 to make environments with")
+    parser.add_argument("--python", help="Python 3.11 or 3.12 for new environments")
     options = parser.parse_args()
     for name in options.names:
         if name == "browser":

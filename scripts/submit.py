@@ -2,13 +2,13 @@
 
 The variables are ``make run``'s. Submits ``scripts/run.py`` as a job of Ray and shows its output. The job carries the
 patched verl of this environment and this checkout's recipes, configs, scripts and patches to every node, so that a node
-needs what verl depends on (torch, vllm, …) alone, and ``python3`` on the head's PATH. With CARRY=no every node must
+needs only the dependencies of verl (torch, vllm, …), and ``python3`` on the head's PATH. With CARRY=no every node must
 have this checkout and its environment at the same paths and have started Ray from that. Either way OUT, the model and
-the data must lie where every node, and the machine that submits, sees them at the same path. From one without a GPU set
-DEVICE=cuda. A secret (HF_TOKEN, WANDB_API_KEY, …) is never sent: set it where the nodes start Ray. ``--dry-run`` shows
-what would be submitted.
+the data must lie on storage that every node and the submitting machine mount at the same path. On a submitting machine
+without a GPU set DEVICE=cuda. A secret (HF_TOKEN, WANDB_API_KEY, …) is never sent: set it where the nodes start Ray.
+``--dry-run`` prints what would be submitted.
 
-Exit code 0: trained all steps; 1: refused or failed; 130: no longer watched, and the job goes on.
+Exit code 0: trained all steps; 1: refused or failed; 130: no longer watched; the job continues.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def check_dashboard(address: str) -> None:
         Refused: it is not.
     """
     if not address.startswith(("http://", "https://")):
-        raise Refused(f"RAY_ADDRESS={address}: must be the cluster's dashboard, like http://HEAD:8265")
+        raise Refused(f"RAY_ADDRESS={address}: must be the URL of the cluster's dashboard, like http://HEAD:8265")
 
 
 def connect(address: str) -> "JobSubmissionClient":
@@ -77,14 +77,14 @@ def connect(address: str) -> "JobSubmissionClient":
 
 
 def refuse_secrets(words: list[str]) -> None:
-    """Check that no secret is submitted: Ray shows a job's command to whoever sees its dashboard, and keeps it.
+    """Check that no secret is submitted: Ray keeps a job's command and shows it on its dashboard.
 
     Raises:
         Refused: the value of a secret in this environment is in one of the words; the message does not repeat it.
     """
     for name, value in os.environ.items():
         if SECRET.search(name.upper()) and len(value) >= 8 and any(value in word for word in words):
-            raise Refused(f"{name}: its value stands on the command line; set it where the nodes start Ray")
+            raise Refused(f"{name}: its value is part of the command line; set it where the nodes start Ray")
 
 
 def patched_verl() -> tuple[Path, str]:
@@ -132,7 +132,7 @@ def check_submission(job: Job, words: list[str]) -> Job:
     """
     out = dict(word.partition("=")[::2] for word in words).get("OUT", "")
     if job.carry and not out.startswith("/"):
-        raise Refused(f"OUT={out}: must be an absolute path that every node of the cluster sees")
+        raise Refused(f"OUT={out}: must be an absolute path on storage shared by all nodes of the cluster")
     job = replace(job, out=choose_folder(job))
     config = compose(job, job.out)
     check_job(job, config, job.out)
@@ -164,7 +164,7 @@ def submit(client: "JobSubmissionClient", submission: Submission, address: str) 
         return 130
     except (RuntimeError, OSError, aiohttp.ClientError) as error:
         cause = " ".join(str(error).split())[:200]
-        raise Refused(f"RAY_ADDRESS={address}: fails ({cause}); ray job list shows the job's state") from error
+        raise Refused(f"RAY_ADDRESS={address}: connection failed ({cause}); ray job list reports the state") from error
 
 
 def main(words: list[str]) -> int:

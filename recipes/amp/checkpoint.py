@@ -1,4 +1,4 @@
-"""The file format of :class:`recipes.amp.trainer.FP16Trainer`'s checkpoints: write, read, and check what was read."""
+"""Write, read and check the checkpoint files of :class:`recipes.amp.trainer.FP16Trainer`."""
 
 import os
 from collections import Counter, OrderedDict
@@ -14,7 +14,7 @@ PARAMETER_SHAPED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"
 
 
 class InvalidCheckpointError(ValueError):
-    """A file that the trainer cannot load a checkpoint from; the message names the file and the reason."""
+    """Raised for a file that is not a checkpoint of this trainer; the message names the file and the reason."""
 
 
 def write_checkpoint(path: Path, saved: Mapping[str, Any]) -> None:
@@ -38,17 +38,17 @@ def read_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
         try:
             saved = torch.load(file, map_location=device, weights_only=True)
         except Exception as error:  # whatever the bytes lead torch's reader to, OSError among it
-            raise InvalidCheckpointError(f"{path}: truncated, or no checkpoint") from error
+            raise InvalidCheckpointError(f"{path}: truncated, or not a checkpoint") from error
     complete = isinstance(saved, dict) and all(isinstance(saved.get(part), Mapping) for part in ("model", "optimizer"))
     if not complete or not saved["optimizer"].keys() >= {"state", "param_groups"}:
-        raise InvalidCheckpointError(f"{path}: no checkpoint of this trainer: it has no model or no optimizer")
+        raise InvalidCheckpointError(f"{path}: not a checkpoint of this trainer: it has no model or no optimizer")
     version = saved.get("version", VERSION)
     if not isinstance(version, int) or not 1 <= version <= VERSION:
-        raise InvalidCheckpointError(f"{path}: version {version}, this trainer reads up to {VERSION}: update it")
+        raise InvalidCheckpointError(f"{path}: version {version}, but this trainer reads up to {VERSION}: update it")
     for part in ("optimizer_of", "counters", "extra", "provenance"):  # other trainers' checkpoints may lack them
         if not isinstance(saved.setdefault(part, {}), Mapping):
             kind = type(saved[part]).__name__
-            raise InvalidCheckpointError(f"{path}: no checkpoint of this trainer: its {part} is {kind}")
+            raise InvalidCheckpointError(f"{path}: not a checkpoint of this trainer: its {part} is {kind}")
     return saved
 
 
@@ -59,8 +59,8 @@ def check_model(saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tenso
         InvalidCheckpointError: naming the first difference.
     """
     for name in sorted(saved.keys() ^ own.keys()):
-        owner = "it" if name in saved else "this model"
-        raise InvalidCheckpointError(f"{path}: of another model: {name} is in {owner} alone")
+        owner = "the checkpoint" if name in saved else "this model"
+        raise InvalidCheckpointError(f"{path}: of another model: only {owner} has {name}")
     for name, tensor in own.items():
         shape, own_shape = (getattr(value, "shape", None) for value in (saved[name], tensor))  # extra state has none
         if shape != own_shape:
@@ -109,7 +109,7 @@ def check_optimizer(
         message = f"{identity['class']}, here {own_identity['class']}"
         raise InvalidCheckpointError(f"{path}: of another optimizer: {message}")
     if identity["groups"] != own_identity["groups"]:
-        message = "its parameters are in another order or other groups"
+        message = "its parameters are in a different order or in different groups"
         raise InvalidCheckpointError(f"{path}: of another optimizer: {message}")
     places = [place for group in state["param_groups"] for place in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

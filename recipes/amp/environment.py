@@ -1,4 +1,4 @@
-"""Gymnasium environments as the recipes use them: made by name, observed as flat vectors."""
+"""Create Gymnasium environments by name, and flatten their observations into vectors."""
 
 import difflib
 from collections.abc import Callable
@@ -25,10 +25,10 @@ def make_env(name: str, make: Callable[..., Any] = gymnasium.make, **settings: A
         return make(name, **settings)
     except gymnasium.error.UnregisteredEnv:
         near = difflib.get_close_matches(name, gymnasium.registry, cutoff=0.7)
-        hint = f"; near it: {', '.join(near)}" if near else ""
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"env={name} is unknown to Gymnasium{hint}") from None
     except (gymnasium.error.Error, ImportError) as error:
-        raise ValueError(f"env={name} cannot be made: {' '.join(str(error).split())}") from None
+        raise ValueError(f"env={name} cannot be created: {' '.join(str(error).split())}") from None
 
 
 def flat_observation(space: gymnasium.Space, value: Any, where: str) -> np.ndarray:

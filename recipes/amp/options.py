@@ -1,4 +1,4 @@
-"""A recipe's config: a dataclass whose values come from the command line, the environment or a YAML file."""
+"""Parse a recipe's config, a dataclass, from the command line, the environment and a YAML file."""
 
 import argparse
 import math
@@ -88,10 +88,10 @@ def new_folder(out: str | os.PathLike) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"out={out} must be a folder that can be written to: {error.strerror}") from None
+        raise ValueError(f"out={out} must be a writable folder: {error.strerror}") from None
     if taken:
         raise ValueError(
-            f"out={out} must be a folder without results: it has metrics.jsonl of another run; choose another"
+            f"out={out} must be a folder without results: it has metrics.jsonl of another run; choose another folder"
         )
     return folder
 
@@ -112,7 +112,7 @@ def parse(
     """Return a config, and who set each of its values: command line over environment over YAML file over default.
 
     Every field is an option, ``total_steps`` as ``--total-steps``; switches have ``--no-…`` too; ``--config`` names the
-    file. A refused value, wherever it stands, ends the process with one line and exit code 1. From here on a warning,
+    file. A refused value, from any source, ends the process with one line and exit code 1. From here on a warning,
     too, is one line, without the line of source that Python adds.
 
     Args:
@@ -123,7 +123,7 @@ def parse(
     """
     warnings.formatwarning = lambda message, *_, **__: f"{program}: {message}\n"
     parser = _OneLine(prog=program, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of these options, with _ for -")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of these options, with _ instead of -")
     for each in fields(config):
         kind = next((kind for kind in get_args(each.type) if kind is not type(None)), each.type)
         how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": kind.__name__}
@@ -132,7 +132,8 @@ def parse(
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
         near = get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions)
-        parser.error(f"{unknown[0]} is unknown{'; near it: ' + ', '.join(near) if near else ': see --help'}")
+        hint = f"did you mean {' or '.join(near)}?" if near else "see --help"
+        parser.error(f"{unknown[0]} is not an option; {hint}")
     typed = vars(parsed)
     path = typed.pop("config", None)
     try:
@@ -165,11 +166,11 @@ def _read(path: Optional[Path], config: type) -> dict[str, Any]:
     for key, value in read.items():
         if key not in kinds:
             near = get_close_matches(str(key), kinds) or kinds
-            raise ValueError(f"--config {path}: {key} is unknown: choose from {', '.join(near)}")
+            raise ValueError(f"--config {path}: {key} is not an option; choose from {', '.join(near)}")
         allowed = get_args(kinds[key]) or (kinds[key],)
         fits = float in allowed and type(value) is int and abs(value) < 2**63
         if type(value) not in allowed and not fits:
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
-            hint = " (YAML wants the dot in 3.0e-4)" if float in allowed and isinstance(value, str) else ""
+            hint = " (YAML needs the dot in 3.0e-4)" if float in allowed and isinstance(value, str) else ""
             raise ValueError(f"--config {path}: {key}={value!r} must be {names}{hint}")
     return read

@@ -50,7 +50,7 @@ LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 
 
 class FP16Trainer:
-    """Owns an optimizer's steps: autocast, loss scale, accumulation, clipping, skipping, and their statistics.
+    """Train a module with autocast, loss scaling, gradient accumulation, clipping and skipped steps, with statistics.
 
     Args:
         model: a module, or one in ``DistributedDataParallel``, ``torch.compile`` or both; its parameters are the fp32
@@ -178,7 +178,7 @@ class FP16Trainer:
         self.consecutive_skips = self.consecutive_skips + 1 if self.skipped else 0
 
     def _check_storm(self) -> None:
-        """Raise after too many skips in a row, as the scaler does, where there is no scale."""
+        """Raise after too many consecutive skips, as the scaler does, in dtypes without a loss scale."""
         if self.consecutive_skips >= self.config.max_consecutive_skips:
             where = first_nonfinite_gradient(self.module.named_parameters())
             raise FloatingPointError(
@@ -187,7 +187,7 @@ class FP16Trainer:
             )
 
     def _clip_and_step(self) -> float:
-        """Clip, step unless the norm is not finite, and return it, as the scaler does, where there is no scale."""
+        """Clip, step unless the norm is not finite, and return the norm, in dtypes without a loss scale."""
         norm = gradient_norm(self.module, self.device)
         result = norm.item()
         if math.isfinite(result):
@@ -225,8 +225,8 @@ class FP16Trainer:
         """
         if self.scaler is not None:
             raise ValueError(
-                "cast_model_to_fp16 with a loss scaler: these weights are the optimizer's masters, in float16 small "
-                "updates are lost and Adam's epsilon is 0; autocast computes in float16 already. Cast a copy instead"
+                "cast_model_to_fp16 with a loss scaler: these weights are the optimizer's masters; in float16 they "
+                "lose small updates, and Adam's epsilon is 0. Autocast computes in float16 already; cast a copy instead"
             )
         self._for_inference = True
         return self.module.half()
@@ -316,7 +316,7 @@ def _checked_names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     names = {parameter: name for name, parameter in module.named_parameters()}
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if not trained <= names.keys():
-        raise ValueError("the optimizer has parameters that are not the model's: their overflows would go unnoticed")
+        raise ValueError("the optimizer has parameters that are not the model's, whose overflows would go unnoticed")
     for parameter, name in names.items():
         if parameter.requires_grad and parameter not in trained:
             raise ValueError(
@@ -326,6 +326,6 @@ def _checked_names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
         if parameter in trained and parameter.dtype != torch.float32:
             raise ValueError(
                 f"{name} is {dtype_name(parameter.dtype)}: the optimizer's weights are the masters and must be "
-                "float32; leave out .half(), autocast casts where it pays"
+                "float32; leave out .half(), since autocast casts where it pays"
             )
     return names

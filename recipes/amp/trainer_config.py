@@ -10,7 +10,7 @@ from verl.utils.precision import GradScalerConfig, Precision, dtype_name, to_dty
 
 @dataclass(frozen=True)
 class FP16TrainingConfig:
-    """How to train; the scaler's settings are those of ``verl.utils.precision.GradScalerConfig``.
+    """Settings of training; the scaler's are those of ``verl.utils.precision.GradScalerConfig``.
 
     Args:
         enabled: ``False`` trains in float32.
@@ -75,8 +75,8 @@ def resolve_precision(config: FP16TrainingConfig, device: torch.device) -> tuple
     """Return the precision on ``device`` and, where it is not the requested one, the reason."""
     compute, fallback = to_dtype(config.dtype if config.enabled else "float32", "dtype"), None
     if compute != torch.float32 and device.type == "cpu" and not config.on_cpu:
-        fallback = f"the model is on the CPU: training in float32, not {dtype_name(compute)} (on_cpu=True insists; "
-        fallback += "a recipe's --device cpu)"
+        fallback = f"the model is on the CPU: training in float32, not {dtype_name(compute)} (to train in "
+        fallback += f"{dtype_name(compute)} anyway: on_cpu=True, or a recipe's --device cpu)"
     elif compute == torch.bfloat16 and device.type == "cuda":
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             name = torch.cuda.get_device_name(device)

@@ -41,7 +41,7 @@ def unique(source: str) -> tuple[datasets.Dataset, int]:
             text, answer = "\n".join(message["content"] for message in prompt), reward["ground_truth"]
             if text not in answers:
                 if not isinstance(answer, str) or not answer:
-                    raise ValueError(f"row {index}: its ground truth is {answer!r}, not a text")
+                    raise ValueError(f"row {index}: its ground truth is {answer!r}, not a string")
                 try:
                     scored = default_compute_score(data_source, f"Answer: {answer}", answer)
                 except NotImplementedError as error:
@@ -57,7 +57,7 @@ def unique(source: str) -> tuple[datasets.Dataset, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write to")
+    parser.add_argument("--out", type=Path, required=True, help="output folder")
     for option, split, name in (("source", "train", "DAPO-Math-17k"), ("test-source", "test", "AIME-2024")):
         help = f"of {split}.parquet: a Hub name or a local copy (default: %(default)s)"
         parser.add_argument(f"--{option}", default=f"BytedTsinghua-SIA/{name}", help=help)

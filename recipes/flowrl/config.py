@@ -1,4 +1,4 @@
-"""FlowRL's settings, ``actor_rollout_ref.actor.flowrl``, checked in the driver together with the actor's.
+"""Define FlowRL's settings, ``actor_rollout_ref.actor.flowrl``, and check them in the driver with the actor's.
 
 ``configs/recipe/flowrl.yaml`` sets ``actor_rollout_ref.actor._target_`` to :func:`flowrl_actor`.
 """
@@ -54,7 +54,7 @@ class FlowRLConfig:
         beta: inverse temperature of the reward.
         reward: "advantage": GRPO's, normalised by the group, as in the paper; "score": the reward itself.
         log_z: "learned" by the head; "group": the mean of the group (VarGrad); "none": 0.
-        anchor: the policy in the place of πref: "ref", or "old", the policy before the update.
+        anchor: the reference policy πref: "ref", or "old", the policy before the update.
         importance_weight: one per "sequence", one per "token" (CISPO), or "none".
         importance_clip: ``[least, largest]`` weight, the largest alone, or ``None``.
         length_normalization: whether log-probabilities are averaged or summed over an answer's tokens.
@@ -95,10 +95,10 @@ class FlowRLActorConfig(FSDPActorConfig):
         flowrl, given = self.flowrl, self.flowrl.given
         for name in UNUSED_KEYS:
             value, default = getattr(self, name), FSDPActorConfig.__dataclass_fields__[name].default
-            reason = f"is not read by FlowRL; leave {default}, and see {KEY}.flowrl, configs/recipe/flowrl.yaml"
+            reason = f"is not read by FlowRL; leave it at {default} and set {KEY}.flowrl (configs/recipe/flowrl.yaml)"
             _require(value == default, f"{KEY}.{name}", value, reason)
         loss = self.policy_loss.loss_mode
-        _require(loss == "vanilla", f"{KEY}.policy_loss.loss_mode", loss, "FlowRL has its own loss; leave vanilla")
+        _require(loss == "vanilla", f"{KEY}.policy_loss.loss_mode", loss, "FlowRL has its own loss; keep vanilla")
         grouped = flowrl.reward == "advantage" or flowrl.log_z == "group"
         for key, value, needed in (
             ("trainer.use_v1", given["use_v1"], True),
@@ -110,14 +110,14 @@ class FlowRLActorConfig(FSDPActorConfig):
             _require(value == needed, key, value, f"FlowRL needs {needed}")
         reason = f"a group of one has no mean; set 2 or more, or {KEY}.flowrl.reward=score with log_z=learned or none"
         _require(self.rollout_n > 1 or not grouped, "actor_rollout_ref.rollout.n", self.rollout_n, reason)
-        reason = f"no reference policy is loaded, which {KEY}.flowrl.anchor=ref needs; set true, or anchor=old"
+        reason = f"{KEY}.flowrl.anchor=ref needs the reference policy; set true, or anchor=old"
         _require(self.use_kl_loss or flowrl.anchor == "old", f"{KEY}.use_kl_loss", self.use_kl_loss, reason)
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Optional[dict] = None) -> None:
         super().validate(n_gpus, train_batch_size, model_config)
         dtype = self.flowrl.given["rollout_dtype"]
         rounded_twice = model_config["lora"].get("merge") and dtype in ("float16", "half")
-        reason = f"merged in the trainer's dtype, adapters are rounded again for rollout.dtype={dtype}; set merge=false"
+        reason = f"adapters merged in the trainer's dtype are rounded again for rollout.dtype={dtype}; set merge=false"
         _require(not rounded_twice, "actor_rollout_ref.model.lora.merge", True, reason)
 
 
@@ -127,7 +127,7 @@ def flowrl_actor(strategy: str, **settings: Any) -> FlowRLActorConfig:
     Raises:
         ValueError: the strategy does not support the head, or FlowRL cannot use a setting; the message names the key.
     """
-    _require(strategy in ("fsdp", "fsdp2"), f"{KEY}.strategy", strategy, "FlowRL runs with fsdp and fsdp2")
+    _require(strategy in ("fsdp", "fsdp2"), f"{KEY}.strategy", strategy, "FlowRL requires fsdp or fsdp2")
     return FlowRLActorConfig(strategy=strategy, **settings)
 
 

@@ -1,4 +1,4 @@
-"""verl's FSDP engine with the partition head beside the model: fed by a hook, stepped and saved with the model."""
+"""Extend verl's FSDP engine by the partition head, which a hook feeds and which is stepped and saved with the model."""
 
 import math
 import os
@@ -111,7 +111,7 @@ class FlowRLEngine(FSDPEngineWithLMHead):
             dist.broadcast_object_list(received, src=0)
             (state,) = received
             if state is None:
-                raise ValueError(f"{file} is missing: a run with actor_rollout_ref.actor.flowrl.log_z=learned wrote it")
+                raise ValueError(f"{file} is missing: only actor_rollout_ref.actor.flowrl.log_z=learned saves it")
             self.partition.load_state_dict(state, file, self.checkpoint_manager.should_load_optimizer)
             if self.checkpoint_manager.should_load_extra:  # includes the model's schedule in verl
                 self.partition_schedule.load_state_dict(state["schedule"])

@@ -89,7 +89,7 @@ class PartitionTraining:
         """
         saved, width = state["head"]["layers.0.weight"].shape[0], self.head.layers[0].in_features
         if saved != width:
-            raise ValueError(f"{file}: its head of log Z has hidden_size={saved}, this model {width}")
+            raise ValueError(f"{file}: its log Z head has hidden_size={saved}, but this model has {width}")
         self.head.load_state_dict(state["head"])
         if with_optimizer:
             self.optimizer.load_state_dict(state["optimizer"])

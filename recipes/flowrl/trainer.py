@@ -48,7 +48,7 @@ class FlowRLTrainer(PPOTrainerSync):
 
     def __init__(self, config: DictConfig):
         if "flowrl" not in config.actor_rollout_ref.actor:
-            raise ValueError("trainer.v1.trainer_mode=flowrl: its settings are missing; add +recipe=flowrl")
+            raise ValueError("trainer.v1.trainer_mode=flowrl: FlowRL's settings are missing; add +recipe=flowrl")
         config.trainer.v1.trainer_mode = "sync"  # verl treats FlowRL as synchronous from here on
         super().__init__(config)
         self.flowrl = config.actor_rollout_ref.actor.flowrl

@@ -46,7 +46,7 @@ def prepare(source: str, out: Path) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write to")
+    parser.add_argument("--out", type=Path, required=True, help="output folder")
     parser.add_argument("--source", default="openai/gsm8k", help="a Hub name or a local copy (default: %(default)s)")
     arguments = parser.parse_args()
     try:

@@ -1,4 +1,4 @@
-"""Record the rollouts of a run and train another run on them: vLLM's samples do not repeat from run to run.
+"""Record the rollouts of a run and train another run on them, since vLLM's samples differ from run to run.
 
 Enabled by ``configs/rollouts/{record,replay}.yaml``, for verl's v1 trainers in sync mode. A recording contains the
 responses of the rollout server: token ids, log-probabilities and the versions of the weights. Prompts, rewards and all
@@ -53,7 +53,7 @@ class Recording:
         if mode == "record":
             Path(file).parent.mkdir(parents=True, exist_ok=True)
         elif not Path(file).is_file():
-            raise RolloutError(f"rollouts.file={file}: no such recording")
+            raise RolloutError(f"rollouts.file={file}: there is no such recording")
         self.connection = sqlite3.connect(file, timeout=60, isolation_level=None)
         self.connection.execute("PRAGMA synchronous = OFF")  # no fsync: if the machine dies, so does the run
         if mode == "record":
@@ -141,7 +141,7 @@ class OrderedReplayBuffer(QuickReplayBuffer):
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         if self.failure_keys[partition_id]:
             failed = len(self.failure_keys[partition_id])
-            raise RolloutError(f"step {global_steps}: rollouts of {failed} prompts failed, see the errors above")
+            raise RolloutError(f"step {global_steps}: rollouts of {failed} prompts failed; see the errors above")
         order = {uid: place for place, uid in enumerate(self.prompt_global_steps[partition_id])}
 
         def place(index: int) -> tuple[int, int, int]:

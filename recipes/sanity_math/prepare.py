@@ -46,7 +46,7 @@ def scored(rows: datasets.Dataset) -> tuple[datasets.Dataset, int]:
     for index, row in enumerate(rows):
         answer = row["reward_model"].get("ground_truth")
         if not isinstance(answer, str) or not answer:
-            raise ValueError(f"row {index}: its ground truth is {answer!r}, not a text")
+            raise ValueError(f"row {index}: its ground truth is {answer!r}, not a string")
         if default_compute_score(SCORER, rf"\boxed{{{answer}}}", answer) == 1:
             verl = {"data_source": SCORER, "ability": "math", "reward_model": {"style": "rule", "ground_truth": answer}}
             kept.append({"prompt": row["prompt"], "extra_info": {"index": index}} | verl)
@@ -72,7 +72,7 @@ def for_oat(rows: datasets.Dataset) -> tuple[datasets.Dataset, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write to")
+    parser.add_argument("--out", type=Path, required=True, help="output folder")
     parser.add_argument("--source", default=SOURCE, help="a Hub name or a local copy (default: %(default)s)")
     arguments = parser.parse_args()
     try:

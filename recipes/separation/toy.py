@@ -1,4 +1,4 @@
-"""Train one linear layer with the mismatch per token of a large model, to see when precision affects the outcome.
+"""Train one linear layer with the mismatch per token of a large model, to show when precision affects the outcome.
 
     python -m recipes.separation.toy --out docs/results          all regimes, objectives and lengths, three seeds
     python -m recipes.separation.toy --out /tmp/toy --lengths 64 --seeds 1
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--offset", type=float, default=32.0, help="added to all logits")
     options = parser.parse_args()
     if min(options.lengths) < KEYS:
-        sys.exit(f"--lengths: {min(options.lengths)} is less than the {KEYS} tokens that decide")
+        sys.exit(f"--lengths: {min(options.lengths)} must be at least {KEYS}, the tokens that decide the reward")
     torch.set_num_threads(1)  # more threads are slower on tensors this small
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "separation.csv"

@@ -1,4 +1,4 @@
-"""``fill.py FILE``: print a YAML file with the environment's values in the place of ``${NAME}``.
+"""Print a YAML file with ``${NAME}`` replaced by the environment's values: ``fill.py FILE``.
 
 ``'${NAME}'`` becomes a quoted string, whatever the value contains, and so does ``'${NAME}/more'``; a bare ``${NAME}``
 must be a whole number.

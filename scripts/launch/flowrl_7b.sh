@@ -16,7 +16,7 @@ NNODES=${NNODES:-1}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 STEPS=${STEPS:-}                         # default: the experiment's
 SEED=${SEED:-1}
-OUT=${OUT:-}                             # default on this node: under outputs/; on a cluster where all nodes see it. The same command resumes
+OUT=${OUT:-}                             # default on this node: under outputs/; on a cluster on shared storage. The same command resumes
 RAY_ADDRESS=${RAY_ADDRESS:-}             # a running cluster's dashboard; none: Ray is started on this node
 EXPERIMENT=${EXPERIMENT:-flowrl_7b}
 
@@ -25,10 +25,10 @@ source "$(dirname "$0")/knobs.sh"
 whole NNODES GPUS_PER_NODE
 DATA=${DATA:-$checkout/data/dapo-math}
 for split in train test; do
-  [[ -f $DATA/$split.parquet ]] || refuse "DATA=$DATA: has no $split.parquet; make dapo-math writes data/dapo-math"
+  [[ -f $DATA/$split.parquet ]] || refuse "DATA=$DATA: contains no $split.parquet; make dapo-math writes data/dapo-math"
 done
-[[ $NNODES == 1 || $RAY_ADDRESS ]] || refuse "NNODES=$NNODES: RAY_ADDRESS is needed, the dashboard of a running Ray cluster"
-[[ ! $RAY_ADDRESS || $OUT ]] || refuse "OUT: is not set; on a cluster it is an absolute path that every node sees"
+[[ $NNODES == 1 || $RAY_ADDRESS ]] || refuse "NNODES=$NNODES: requires RAY_ADDRESS, the dashboard of a running Ray cluster"
+[[ ! $RAY_ADDRESS || $OUT ]] || refuse "OUT: is not set; on a cluster it must be an absolute path on storage that all nodes share"
 if [[ -d $MODEL ]]; then MODEL=$(realpath "$MODEL"); fi
 if [[ $OUT ]]; then OUT=$(realpath -m "$OUT"); fi
 

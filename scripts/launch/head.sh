@@ -23,13 +23,13 @@ RAY=${RAY:-ray}                              # of the environment that has torch
 # shellcheck source=/dev/null
 source "$(dirname "$0")/node.sh"
 port PORT DASHBOARD_PORT
-[[ $PORT != "$DASHBOARD_PORT" ]] || refuse "DASHBOARD_PORT=$DASHBOARD_PORT: is PORT; choose another"
+[[ $PORT != "$DASHBOARD_PORT" ]] || refuse "DASHBOARD_PORT=$DASHBOARD_PORT: must differ from PORT"
 [[ $BIND != 0.0.0.0 && $BIND != localhost ]] ||
   refuse "BIND=$BIND: must be 127.0.0.1, or the address of this machine that the others reach"
 if [[ $BIND == 127.0.0.1 ]]; then
   environment+=(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0) # or Ray takes this machine's outward address in its place
 elif ((! ${#environment[@]})); then
-  echo "head: Ray listens on every interface of this machine and lets everybody in; where that is not a closed network:" \
+  echo "head: Ray listens on every interface of this machine and accepts every client; unless the network is closed:" \
     "ray get-auth-token --generate, the same ~/.ray/auth_token on each machine, and RAY_AUTH_MODE=token make run …" >&2
 fi
 start --head "--node-ip-address=$BIND" "--port=$PORT" "--dashboard-host=$DASHBOARD_BIND" "--dashboard-port=$DASHBOARD_PORT"

@@ -19,7 +19,7 @@ shared() { # shared FOLDER NAME…: each that has a value must lie under FOLDER;
   local folder=$1 path
   for path in "${@:2}"; do
     [[ ! ${!path} || ${!path} == "$folder"/* || ($path == MODEL && ${!path} =~ ^[A-Za-z0-9]) ]] ||
-      refuse "$path=${!path}: must lie under $folder, which every node sees"
+      refuse "$path=${!path}: must lie under $folder, which all nodes share"
   done
 }
 
@@ -54,9 +54,9 @@ read_variables() { # set run to the names of the variables that run.py takes, an
 
 check() { # check NAME…: refuse as `make run` would, before anything is queued; takes the paths that this machine can judge
   local name generated judged=()
-  [[ $NNODES ]] || refuse "NNODES: is not set; how many nodes of GPUS_PER_NODE=$GPUS_PER_NODE GPUs?"
+  [[ $NNODES ]] || refuse "NNODES: is not set; give the number of nodes with GPUS_PER_NODE=$GPUS_PER_NODE GPUs each"
   whole NNODES GPUS_PER_NODE
-  [[ $OUT == /* ]] || refuse "OUT=$OUT: must be an absolute path, on storage that every node sees"
+  [[ $OUT == /* ]] || refuse "OUT=$OUT: must be an absolute path on storage that all nodes share"
   read_variables
   for name in "${run[@]}"; do
     case $name in
@@ -69,7 +69,7 @@ check() { # check NAME…: refuse as `make run` would, before anything is queued
   job_module "${judged[@]}" DEVICE=cpu || exit 1
   generated=$(job_module --generated) || exit 1
   [[ $TRAIN || " $generated " == *" $EXPERIMENT "* ]] ||
-    refuse "TRAIN: is not set; EXPERIMENT=$EXPERIMENT needs a parquet file that every node sees"
+    refuse "TRAIN: is not set; EXPERIMENT=$EXPERIMENT needs a parquet file on storage that all nodes share"
 }
 
 show() { # a command as one line for a shell
@@ -84,7 +84,7 @@ if [[ ${1-} == --dry-run ]]; then
   shift
 fi
 for word in "$@"; do
-  [[ $word == [!-]*=* || $word == '~'* ]] || refuse "$word: takes --dry-run, then Hydra overrides (key=value)"
+  [[ $word == [!-]*=* || $word == '~'* ]] || refuse "$word: must be --dry-run, in the first place, or a Hydra override (key=value)"
 done
 mark="'" quoted="'\\''"
 for word in "$@"; do ARGS="${ARGS:+$ARGS }'${word//$mark/$quoted}'"; done # %q would write what Python's shlex does not read

@@ -12,7 +12,7 @@ port() { # port NAME…: each must be one that Ray's head can have
   for number in "$@"; do
     [[ ${!number} =~ ^[1-9][0-9]{3,4}$ ]] || refuse "$number=${!number}: must be a port from 1024 to 65535"
     ((${!number} >= 1024 && ${!number} <= 65535)) || refuse "$number=${!number}: must be a port from 1024 to 65535"
-    ((${!number} < 10002 || ${!number} > 19999)) || refuse "$number=${!number}: Ray's workers have 10002 to 19999"
+    ((${!number} < 10002 || ${!number} > 19999)) || refuse "$number=${!number}: must not be from 10002 to 19999, the ports of Ray's workers"
   done
 }
 
@@ -23,7 +23,7 @@ start() { # start WORD…: become `ray start` with these further words
     show "${ray[@]}"
     exit
   fi
-  command -v "$RAY" >/dev/null || refuse "RAY=$RAY: no such program; name that of your environment, like .venv-cuda/bin/ray"
+  command -v "$RAY" >/dev/null || refuse "RAY=$RAY: there is no such program; give that of your environment, like .venv-cuda/bin/ray"
   exec "${ray[@]}"
 }
 
@@ -31,4 +31,4 @@ for count in GPUS CPUS; do
   [[ ${!count} =~ ^[0-9]*$ ]] || refuse "$count=${!count}: must be a whole number"
 done
 [[ $TEMP == /* ]] || refuse "TEMP=$TEMP: must be an absolute path"
-((${#TEMP} <= temp_most)) || refuse "TEMP=$TEMP: has ${#TEMP} characters, and Ray's sockets below it leave $temp_most"
+((${#TEMP} <= temp_most)) || refuse "TEMP=$TEMP: has ${#TEMP} characters; the paths of Ray's sockets below it allow at most $temp_most"

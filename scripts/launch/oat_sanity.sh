@@ -33,12 +33,12 @@ else
 fi
 # shellcheck source=scripts/launch/knobs.sh
 source "$(dirname "$0")/knobs.sh"
-[[ ${further[0]-} != [!-]* ]] || refuse "${further[0]}: takes --dry-run, then arguments of OAT's, as --use-wb"
+[[ ${further[0]-} != [!-]* ]] || refuse "${further[0]}: must be --dry-run, in the first place, or an argument of OAT, like --use-wb"
 for word in "${further[@]}"; do
   name=${word%%=*}
   case ${name//_/-} in
-    --dry-run) refuse "$word: must come first, as --dry-run" ;;
-    --help | -h) refuse "$word: the knobs stand on top of the script; docs/oat.md has the rest" ;;
+    --dry-run) refuse "$word: must be --dry-run, as the first argument" ;;
+    --help | -h) refuse "$word: the knobs are listed at the top of the script; docs/oat.md describes the rest" ;;
     --critic-type | --reinforce-update | --no-reinforce-update | --tis-c | --rollout-is | --rollout-is-threshold | --rollout-rs | --rollout-rs-threshold)
       refuse "$word: set ALGO" ;;
     --gpus) refuse "$word: set GPUS" ;;
@@ -56,11 +56,11 @@ TRAIN=$(realpath -m "${TRAIN:-$checkout/data/sanity-math/oat}")
 EVAL=$(realpath -m "${EVAL:-$TRAIN}")
 OUT=$(realpath -m "${OUT:-$checkout/outputs/oat-sanity}")
 if [[ $MODEL == [./]* ]]; then
-  [[ -f $MODEL/config.json ]] || refuse "MODEL=$MODEL: no config.json there"
+  [[ -f $MODEL/config.json ]] || refuse "MODEL=$MODEL: contains no config.json"
   MODEL=$(realpath "$MODEL")
 fi
 
-split() { # split NAME SPLIT: the folder must hold it, with problems and answers
+split() { # split NAME SPLIT: the folder must contain it, with problems and answers
   local facts=${!1}/$2/dataset_info.json
   [[ -f $facts ]] || refuse "$1=${!1}: has no split $2 as datasets' save_to_disk writes it; make sanity-math writes data/sanity-math/oat"
   for column in problem answer; do
@@ -73,7 +73,7 @@ for each in "${splits[@]}"; do split EVAL "$each"; done
 
 oat=$("$OAT_PYTHON" -c 'from importlib.util import find_spec; print(find_spec("oat").origin)' 2>/dev/null) || oat=''
 oat=${oat%/__init__.py}
-[[ -d $oat ]] || refuse "OAT_PYTHON=$OAT_PYTHON: has no OAT; name the Python that has it"
+[[ -d $oat ]] || refuse "OAT_PYTHON=$OAT_PYTHON: has no OAT; give a Python that has it"
 find_python
 facts=$("$PYTHON" "$checkout/scripts/patchset.py" status --framework oat --json "${oat%/*}") || [[ $facts ]] || exit 1
 mapfile -t facts < <("$PYTHON" -c 'import json, sys; print(*map(json.load(sys.stdin).get, ("state", "release", "detail")), sep="\n")' <<<"$facts")
@@ -129,14 +129,14 @@ for seed in $SEED; do
       regimes=$(basename -s .yaml "$checkout"/configs/precision/*.yaml | paste -sd, | sed 's/,/, /g')
       [[ ", $regimes," == *", $precision,"* ]] || refuse "PRECISION=$precision: must be one of $regimes"
       name=$algo-$precision-seed$seed
-      there=$(compgen -G "$OUT/${name}_*") && refuse "OUT=$OUT: contains ${there%%$'\n'*} already; another OUT, or leave $name out"
-      [[ " ${names[*]} " != *" $name "* ]] || refuse "$name: is asked for twice"
+      there=$(compgen -G "$OUT/${name}_*") && refuse "OUT=$OUT: contains ${there%%$'\n'*} already; choose another OUT, or leave out $name"
+      [[ " ${names[*]} " != *" $name "* ]] || refuse "$name: is requested twice"
       names+=("$name")
     done
   done
 done
 
-((${#names[@]})) || refuse "PRECISION=$PRECISION ALGO=$ALGO SEED=$SEED: must have a value each"
+((${#names[@]})) || refuse "PRECISION=$PRECISION ALGO=$ALGO SEED=$SEED: must each have a value"
 
 ended() { # ended NAME: OAT repeats its last round with the evaluation after it; its exit code is no evidence, launchpad's is 0
   tail -qn2 "$OUT/$1"_*/metrics.jsonl 2>/dev/null | cut -d, -f1 | uniq -d | grep -q step
@@ -158,4 +158,4 @@ for name in "${names[@]}"; do
     "${command[@]}" && ended "$name" || failed+=("$name")
   fi
 done
-((!${#failed[@]})) || refuse "did not come to their end: ${failed[*]}"
+((!${#failed[@]})) || refuse "these runs failed: ${failed[*]}"

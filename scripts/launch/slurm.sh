@@ -2,7 +2,7 @@
 # Training on Slurm: this script puts itself into the queue, and in the job starts Ray on every node by `ray symmetric-run`.
 #   NNODES=4 EXPERIMENT=gsm8k_8gpu TRAIN=/shared/gsm8k/train.parquet scripts/launch/slurm.sh
 #   RECIPE=flowrl PRECISION=bf16 … scripts/launch/slurm.sh --dry-run trainer.save_freq=10 …      further Hydra overrides
-# The checkout, its environment, MODEL, TRAIN, VAL and OUT lie on storage that every node sees. docs/launch.md
+# The checkout, its environment, MODEL, TRAIN, VAL and OUT lie on storage that all nodes share. docs/launch.md
 set -euo pipefail
 
 # The knobs: set them here or in the environment.
@@ -17,7 +17,7 @@ STEPS=${STEPS:-}                       # default the experiment's
 SEED=${SEED:-1}
 OUT=${OUT:-}                           # default outputs/slurm/…; the same OUT resumes
 RETRIES=${RETRIES:-}                   # resumes after a lost worker, within one job; default run.py's
-NNODES=${NNODES:-}                     # what an experiment is planned for stands in its file
+NNODES=${NNODES:-}                     # the experiment's file names the number that it is planned for
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 DEVICE=${DEVICE:-cuda}                 # cpu: GPUS_PER_NODE counts the trainer's workers on a node
 CPUS_PER_NODE=${CPUS_PER_NODE:-}       # default: what Slurm gives and Ray counts
@@ -36,13 +36,13 @@ source "$(dirname "$0")/knobs.sh"
 whole PORT START_S ${CPUS_PER_NODE:+CPUS_PER_NODE}
 [[ $REQUEUES =~ ^[0-9]+$ ]] || refuse "REQUEUES=$REQUEUES: must be a whole number of at least 0"
 ((PORT >= 1024 && PORT <= 65535 && (PORT < 10002 || PORT > 19999))) ||
-  refuse "PORT=$PORT: must be a port from 1024 to 65535, but for Ray's workers' own, 10002 to 19999"
+  refuse "PORT=$PORT: must be a port from 1024 to 65535, but not from 10002 to 19999, the ports of Ray's workers"
 [[ $DEVICE == cpu || $DEVICE == cuda ]] || refuse "DEVICE=$DEVICE: must be one of cpu, cuda"
 name=$EXPERIMENT-${RECIPE:-$ALGO}-$PRECISION-seed$SEED
 OUT=${OUT:-$checkout/outputs/slurm/$name}
 if [[ $VENV ]]; then
   [[ $VENV == /* ]] || VENV=$checkout/$VENV
-  [[ -x $VENV/bin/ray ]] || refuse "VENV=$VENV: has no bin/ray; make setup DEVICE=$DEVICE makes one, VENV= takes what is on PATH"
+  [[ -x $VENV/bin/ray ]] || refuse "VENV=$VENV: has no bin/ray; make setup DEVICE=$DEVICE creates it, and VENV= uses the PATH instead"
   PATH=$VENV/bin:$PATH # ray symmetric-run calls ray by its name
 fi
 unset RAY_ADDRESS # of another cluster
@@ -81,8 +81,8 @@ fi
 
 # In the job, on its first node.
 requeue() {
-  ((${SLURM_RESTART_COUNT:-0} < REQUEUES)) || refuse "$1, and REQUEUES=$REQUEUES are used up; the same OUT=$OUT resumes"
-  echo "slurm: $1: back into the queue, to resume from OUT=$OUT"
+  ((${SLURM_RESTART_COUNT:-0} < REQUEUES)) || refuse "$1, and all REQUEUES=$REQUEUES are used up; a run with the same OUT=$OUT resumes"
+  echo "slurm: $1: requeued, to resume from OUT=$OUT"
   exec scontrol requeue "$SLURM_JOB_ID"
 }
 summary() { stat -c '%i %Y' "$OUT/summary.json" 2>/dev/null || true; }
@@ -90,7 +90,7 @@ summary() { stat -c '%i %Y' "$OUT/summary.json" 2>/dev/null || true; }
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes%%$'\n'*}
 HEAD_IP=${HEAD_IP:-$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname -I | awk '{print $1}')}
-[[ $HEAD_IP ]] || refuse "HEAD_IP: hostname -I knows no address of $head; give one"
+[[ $HEAD_IP ]] || refuse "HEAD_IP: is not set, and hostname -I lists no address of $head; give one"
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=$START_S
 training "$HEAD_IP"
 before=$(summary)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Joins this machine to a Ray cluster, without ssh: run it on each machine but the head's (head.sh), and anew for one
-# that comes in the place of a lost one.
+# Joins this machine to a Ray cluster, without ssh: run it on each machine but the head's (head.sh), and on a machine
+# that replaces a lost one.
 #   HEAD=10.0.0.1:6379 scripts/launch/worker.sh
 #   HEAD=10.0.0.1:6379 scripts/launch/worker.sh --dry-run    shows what would be run
 # Stays in the foreground; Ctrl-C ends the node and all that runs on it. Its environment is that of the job's processes
@@ -20,8 +20,8 @@ RAY=${RAY:-ray}            # of the environment that has torch and vLLM, like .v
 source "$(dirname "$0")/node.sh"
 [[ $HEAD =~ ^[^:/]+:[0-9]+$ ]] || refuse "HEAD=$HEAD: must be the address and port of the head, like 10.0.0.1:6379"
 [[ ! $HEAD =~ ^(127\.0\.0\.1|localhost): ]] ||
-  refuse "HEAD=$HEAD: is this machine's own; start the head with BIND=, an address that all machines reach"
-((${HEAD##*:} <= 65535)) || refuse "HEAD=$HEAD: ports end at 65535"
+  refuse "HEAD=$HEAD: is a loopback address; start the head with BIND=, an address that all machines reach"
+((${HEAD##*:} <= 65535)) || refuse "HEAD=$HEAD: the port must be at most 65535"
 if [[ ! $dry_run ]]; then
   # shellcheck disable=SC2016
   timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "${HEAD%:*}" "${HEAD##*:}" 2>/dev/null ||

@@ -1,1 +1,1 @@
-"""What the commands share, a room a topic. Nothing here is imported by recipes or by verl."""
+"""Code of the commands in scripts/, one package per topic. Neither recipes nor verl import it."""

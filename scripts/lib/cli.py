@@ -48,7 +48,7 @@ def parse_words(words: Iterable[str], variables: Iterable[str]) -> dict[str, str
     for name in values:
         if name not in names:
             nearest = difflib.get_close_matches(name.upper(), names, n=1)
-            hint = f"did you mean {nearest[0]}? They are" if nearest else "they are"
+            hint = f"did you mean {nearest[0]}? The variables are" if nearest else "the variables are"
             raise Refused(f"{name}: is not a variable of this command; {hint} {', '.join(names)}")
     return {name: value for name, value in values.items() if value}
 
@@ -156,4 +156,4 @@ def model_path(value: str) -> str:
         return str(path.resolve())
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) and not path.parent.exists():
         return value
-    raise Refused(f"MODEL={value}: no config.json there; give a model's folder or a name on the Hub (owner/name)")
+    raise Refused(f"MODEL={value}: contains no config.json; give a model's folder or a name on the Hub (owner/name)")

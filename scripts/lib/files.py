@@ -47,4 +47,4 @@ def check_room(out: Path) -> None:
         raise Refused(f"OUT={out}: cannot be written to ({error.strerror}); choose another folder") from error
     free = shutil.disk_usage(folder).free / 2**30
     if free < FREE_GIB:
-        raise Refused(f"OUT={out}: {free:.2f} GiB free on that disk, {FREE_GIB} needed; make room or choose another")
+        raise Refused(f"OUT={out}: {free:.2f} GiB free on its disk, {FREE_GIB} needed; free space or choose another")

@@ -37,7 +37,7 @@ INFEASIBLE = "ray.get(ray.remote(num_gpus=64)(lambda: None).remote())"
     ("body", "why", "line"),
     [
         pytest.param(
-            *(INFEASIBLE, "Ray has not the resources that verl requests", "No available node types can fulfill"),
+            *(INFEASIBLE, "Ray lacks the resources that verl requests", "No available node types can fulfill"),
             marks=pytest.mark.slow,  # Ray reports it two minutes later
         ),
         (KILLED, "vLLMHttpServer (pid ", "A worker died or was killed"),

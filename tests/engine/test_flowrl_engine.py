@@ -113,8 +113,8 @@ def test_manifest_lists_the_heads_file(outcome, strategy):
 def test_checkpoint_with_another_head_or_none_is_refused_on_all_ranks(outcome, strategy):
     for rank in outcome(strategy, "resume"):
         file = rank["file"]
-        width = f"{file}: its head of log Z has hidden_size=64, this model 128"
-        missing = f"{file} is missing: a run with actor_rollout_ref.actor.flowrl.log_z=learned wrote it"
+        width = f"{file}: its log Z head has hidden_size=64, but this model has 128"
+        missing = f"{file} is missing: only actor_rollout_ref.actor.flowrl.log_z=learned saves it"
         assert rank["width"] == [width, True] and rank["missing"] == [missing, True]
 
 

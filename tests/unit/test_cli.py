@@ -17,14 +17,17 @@ from lib.run.job import VARIABLES
 @pytest.mark.parametrize(
     ("word", "refusal"),
     [
-        ("PRECISON=fp16", "PRECISON: is not a variable of this command; did you mean PRECISION? They are EXPERIMENT, "),
+        (
+            "PRECISON=fp16",
+            "PRECISON: is not a variable of this command; did you mean PRECISION? The variables are EXPERIMENT, ",
+        ),
         (
             "precision=fp16",
-            "precision: is not a variable of this command; did you mean PRECISION? They are EXPERIMENT, ",
+            "precision: is not a variable of this command; did you mean PRECISION? The variables are EXPERIMENT, ",
         ),
-        ("ARG=x=1", "ARG: is not a variable of this command; did you mean ARGS? They are EXPERIMENT, "),
-        ("COLOUR=red", "COLOUR: is not a variable of this command; they are EXPERIMENT, "),
-        ("--", "--: is not a variable of this command; they are EXPERIMENT, "),
+        ("ARG=x=1", "ARG: is not a variable of this command; did you mean ARGS? The variables are EXPERIMENT, "),
+        ("COLOUR=red", "COLOUR: is not a variable of this command; the variables are EXPERIMENT, "),
+        ("--", "--: is not a variable of this command; the variables are EXPERIMENT, "),
     ],
 )
 def test_unknown_name_is_refused_with_the_nearest_one(word, refusal):

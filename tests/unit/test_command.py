@@ -158,20 +158,20 @@ def test_python_makes_the_environment_and_device_picks_it(started):
         (["run", "ARGS=it's"], "ARGS=it's: No closing quotation"),
         (["run", "ARGS=trainer.save_freq"], "ARGS=trainer.save_freq: is not a Hydra override"),
         (["compare", "PRECISION=fp16 fp18"], "PRECISION=fp18: must be one of"),
-        (["compare", "SEED=1 1"], "SEED=1 1: has 1 more than once"),
+        (["compare", "SEED=1 1"], "SEED=1 1: contains 1 more than once"),
         (["sanity", "ALGO=pg"], "ALGO=pg: must be one of"),
         (["plan-memory", "EXPERIMENT=dense_7b none"], "EXPERIMENT=none: must be one of"),
         (["probe", "ROWS=1"], "ROWS=1: must be a whole number of at least 2"),
-        (["report"], "FROM: is missing"),
+        (["report"], "FROM: is not set"),
         (["doctor", "VERL=/nowhere"], "VERL=/nowhere: is not a folder"),
         (["doctor", "VERL="], "VERL=: is not a folder"),
-        (["setup", "VERL=/a"], "VERL: is not a variable of this command; they are DEVICE"),
-        (["doctor", "SEED=1"], "SEED: is not a variable of this command; they are ARGS, VERL"),
-        (["bench", "SIZES=10"], "SIZES: is not a variable of this command; they are ARGS"),
+        (["setup", "VERL=/a"], "VERL: is not a variable of this command; the variables are DEVICE"),
+        (["doctor", "SEED=1"], "SEED: is not a variable of this command; the variables are ARGS, VERL"),
+        (["bench", "SIZES=10"], "SIZES: is not a variable of this command; the variables are ARGS"),
         (["bench-amp", "ARGS=it's"], "ARGS=it's: No closing quotation"),
-        (["status", "VERL=/a", "OAT=/b"], "VERL=/a OAT=/b: give one of the two"),
+        (["status", "VERL=/a", "OAT=/b"], "VERL=/a OAT=/b: set only one of the two"),
         (["status", "OAT="], "OAT= is empty: it must be a folder that contains oat/"),
-        (["port", "FROM=0.9.1"], "TO: is not set: make port FROM=0.9.1 TO=0.9.2"),
+        (["port", "FROM=0.9.1"], "TO: is not set; example: make port FROM=0.9.1 TO=0.9.2"),
         (["port", "FROM=0.9.1", "TO=0.9.2", "FRAMEWORK=trl"], "FRAMEWORK=trl: must be one of verl, oat"),
     ],
 )
@@ -249,7 +249,7 @@ def test_make_refuses_without_a_recent_python(tmp_path, words):
 
 def test_tree_of_the_environment_counts_like_one_of_the_command_line(started, monkeypatch):
     monkeypatch.setenv("VERL", "/verl")
-    with pytest.raises(Refused, match="VERL=/verl OAT=/oat: give one of the two"):
+    with pytest.raises(Refused, match="VERL=/verl OAT=/oat: set only one of the two"):
         started("status", "OAT=/oat")
 
 

@@ -133,7 +133,7 @@ def test_linked_environment_that_is_outdated_is_left_alone(environment, on_path,
     shared.mkdir()
     (shared / "in-use").touch()
     environment.path.symlink_to(shared)
-    with pytest.raises(Refused, match="^.venv is a link to an environment that is not up to date"):
+    with pytest.raises(Refused, match="^.venv is a symbolic link to an environment that is not up to date"):
         setup_env.setup("cpu")
     assert [path.name for path in shared.iterdir()] == ["in-use"]
 

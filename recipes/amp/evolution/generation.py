@@ -1,4 +1,4 @@
-"""A generation of one member, as a Ray task runs it: learn, play, revise, recombine."""
+"""Run one member's generation in a Ray task: learn, play, revise, recombine."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""A member of the population: how it learns from trajectories, and its mutations."""
+"""Train a member of the population on trajectories, and mutate it."""
 
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Member:
-    """An agent: its policy's weights, the checkpoint that its training goes on from, and its first generation."""
+    """An agent: its policy's weights, the checkpoint from which its training continues, and its first generation."""
 
     weights: Weights
     checkpoint: Optional[bytes] = None

@@ -1,4 +1,4 @@
-"""A generation's metrics: its row of metrics.jsonl, its line on the terminal and the figure of all of them."""
+"""Report a generation: its row of metrics.jsonl, its line on the terminal, and the figure of all generations."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ def generation_row(generation: int, members: Sequence[dict[str, Any]], pool: Seq
 
 
 def print_generation(row: dict[str, Any], config: EvolutionConfig, source: str) -> None:
-    """Print a generation's line, and before the first that trains the reason of a fallback."""
+    """Print a generation's line; before the first one that trains, print the reason of a fallback."""
     tried = ", ".join(
         f"{origin} {row[origin]['kept']}/{row[origin]['tried']} +{row[origin]['gained']:.0f}" for origin in ORIGINS[1:]
     )

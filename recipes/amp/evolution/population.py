@@ -1,4 +1,4 @@
-"""The population's evolution: a generation of every member as Ray tasks, selection and succession."""
+"""Evolve the population: run each generation of its members as Ray tasks, select, and replace the worst members."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The Ray that runs the members' tasks, and the device that it has for them."""
+"""Connect to the Ray cluster that runs the members' tasks, or start one, and choose the tasks' device."""
 
 import socket
 from collections.abc import Iterator, Sequence
@@ -22,19 +22,19 @@ def choose_device(config: EvolutionConfig, nodes: Sequence[dict[str, float]]) ->
     """
     gpus = max((node.get("GPU", 0) for node in nodes if node.get("CPU", 0) >= 1), default=None)
     if gpus is None:
-        raise ValueError(f"address={config.address} must be a Ray cluster with a CPU to work on")
+        raise ValueError(f"address={config.address} must be a Ray cluster with at least one CPU")
     if config.device == "cuda" and not gpus:
         raise ValueError("device=cuda must be auto or cpu: Ray has no GPU here")
     if config.device == "cpu" or not gpus:
         return "cpu"
     if config.gpus > gpus:
-        raise ValueError(f"gpus={config.gpus} must be at most {gpus:g}, what one node of this Ray has")
+        raise ValueError(f"gpus={config.gpus} must be at most {gpus:g}, the GPUs of one node of this Ray cluster")
     return "cuda"
 
 
 @contextmanager
 def ray_session(config: EvolutionConfig) -> Iterator[str]:
-    """Run the body with Ray, started here or at ``config.address``; a session that runs already is used, and left.
+    """Run the body with Ray, started here or at ``config.address``; a running session is used, and left running.
 
     Yields:
         the workers' device.

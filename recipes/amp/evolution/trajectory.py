@@ -1,4 +1,4 @@
-"""Policies and the trajectories that they play: recorded, replayed up to a step, and selected by their return."""
+"""Play the trajectories of a policy, replay them up to a step, and select them by their return."""
 
 import math
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ def branch(env: gymnasium.Env, policy: Policy, parent: Trajectory, rng: np.rando
     child = play(env, policy, parent.seed, rng, parent.actions[:step], origin)
     same_observations = np.array_equal(child.observations[: step + 1], parent.observations[: step + 1])
     if not (same_observations and np.array_equal(child.rewards[:step], parent.rewards[:step])):
-        raise ValueError(f"env={env.spec.id} is not deterministic: seed {parent.seed} and its actions led elsewhere")
+        raise ValueError(f"env={env.spec.id} is not deterministic: replaying seed {parent.seed} gave other steps")
     return child
 
 
@@ -106,15 +106,15 @@ def replayable_env(name: str, seed: int) -> gymnasium.Env:
     """
     first, second = make_env(name), make_env(name)
     if not isinstance(first.action_space, gymnasium.spaces.Discrete):
-        raise ValueError(f"env={name} has actions {first.action_space}: choose one of discrete actions")
+        raise ValueError(f"env={name} has actions {first.action_space}: choose an environment with discrete actions")
     policy, rng = Policy(first, 1), np.random.default_rng(seed)
     for each in (seed, seed + 1):
         one = play(first, policy, each, rng)
         two = play(second, policy, each, rng, one.actions)
         if not all(np.array_equal(getattr(one, of), getattr(two, of)) for of in ("observations", "actions", "rewards")):
             raise ValueError(
-                f"env={name} is not deterministic: seed {each} and the same actions led elsewhere, so its "
-                "trajectories cannot be replayed"
+                f"env={name} is not deterministic: replaying seed {each} with the same actions gave another "
+                "trajectory; choose a deterministic environment"
             )
     return first
 

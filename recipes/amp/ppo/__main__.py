@@ -1,4 +1,4 @@
-"""PPO on Gymnasium's vector environments, in fp32 or with autocast to 16 bits.
+"""Train PPO on Gymnasium's vector environments, in fp32 or with autocast to 16 bits.
 
     python -m recipes.amp.ppo --env CartPole-v1 --out DIR                                   float32
     python -m recipes.amp.ppo --env CartPole-v1 --use-amp --out DIR                         float16, on a GPU
@@ -10,7 +10,7 @@ probabilities starts at 1. What follows the networks (softmax, ratio, losses, ad
 :class:`recipes.amp.trainer.FP16Trainer`'s.
 
 DIR gets ``metrics.jsonl`` and TensorBoard's events (one record an update, the same names), ``checkpoint.pt`` and
-``curves.png``. After an interrupt, the same command with ``--resume`` goes on.
+``curves.png``. After an interrupt, the same command with ``--resume`` continues.
 
 Schulman et al. 2017, arXiv 1707.06347; generalised advantages: Schulman et al. 2016, arXiv 1506.02438.
 """
@@ -35,11 +35,11 @@ def main(words: Optional[Sequence[str]] = None) -> None:
     """Run the command line ``words`` (``sys.argv`` by default); an error ends the process with one line and code 1."""
     config, sources = parse(PPOConfig, PROGRAM, __doc__.splitlines()[0], words)
     if config.out is None:
-        sys.exit(f"{PROGRAM}: --out is missing: a folder for metrics, checkpoint and figure")
+        sys.exit(f"{PROGRAM}: --out is missing; give a folder for metrics, checkpoint and figure")
     out = Path(config.out)
     try:
         if not config.resume and any((out / name).exists() for name in (METRICS, CHECKPOINT)):
-            raise ValueError(f"out={out} must be a folder without results, or --resume: it has another run's")
+            raise ValueError(f"out={out} must be a folder without results: it contains a run, which --resume continues")
         ppo = PPO(config, sources)
         if config.resume:
             dtype_before = resume(ppo, out / CHECKPOINT)
@@ -54,14 +54,14 @@ def main(words: Optional[Sequence[str]] = None) -> None:
         f"{ppo.device.type}, AMP {'on' if precision['amp_enabled'] else 'off'} ({reason})"
     )
     if config.resume:
-        changed = "" if dtype_before == compute else f" in {compute}, before in {dtype_before}"
-        print(f"going on after step {ppo.steps}{changed}; the environments start anew")
+        changed = "" if dtype_before == compute else f" in {compute}, previously in {dtype_before}"
+        print(f"resuming after step {ppo.steps}{changed}; the environments start anew")
     try:
         train(ppo, out)
     except (ResumeError, InvalidEnvironmentError, LossScaleError, FloatingPointError) as error:
         sys.exit(f"{PROGRAM}: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"{PROGRAM}: interrupted; the same command with --resume goes on from the last checkpoint")
+        sys.exit(f"{PROGRAM}: interrupted; the same command with --resume continues from the last checkpoint")
     ppo.envs.vector.close()
     print(f"{out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
 

@@ -1,4 +1,4 @@
-"""A run's checkpoint: the trainer's, with progress and provenance."""
+"""Save and resume a run: the trainer's checkpoint, with progress and provenance."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -34,16 +34,16 @@ def resume(ppo: PPO, path: Path) -> str:
         InvalidCheckpointError: truncated, from a newer version, or of another model.
     """
     if not path.exists():
-        raise ResumeError(f"{path}: there is no such checkpoint to resume from; leave out --resume")
+        raise ResumeError(f"{path}: there is no checkpoint to resume from; leave out --resume")
     saved = read_checkpoint(path)["extra"]
     if saved.get("recipe") != "ppo" or not {"config", "precision", *PROGRESS} <= saved.keys():
-        raise ResumeError(f"{path}: no checkpoint of PPO")
+        raise ResumeError(f"{path}: not a checkpoint of PPO")
     for key, value in asdict(ppo.config).items():
         if key not in MAY_CHANGE and saved["config"].get(key) != value:
-            raise ResumeError(f"{path}: made with {key}={saved['config'].get(key)}, not {value}: resume with that")
+            raise ResumeError(f"{path}: made with {key}={saved['config'].get(key)}, not {value}; resume with that")
     made_on, updates, episodes, returns, generator = (saved[name] for name in PROGRESS)
     if made_on != ppo.device.type:  # whose random numbers are others
-        raise ResumeError(f"{path}: made on {made_on}, not {ppo.device.type}: resume with --device {made_on}")
+        raise ResumeError(f"{path}: made on {made_on}, not {ppo.device.type}; resume with --device {made_on}")
     ppo.trainer.load_checkpoint(path)
     ppo.updates, ppo.episodes = updates, episodes
     ppo.returns.extend(returns)

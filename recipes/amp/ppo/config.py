@@ -13,40 +13,40 @@ RETURN_WINDOW = 100  # episodes that return_mean is the mean of
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """All that a run depends on; every field is an option of the command line.
+    """All settings of a run; every field is an option of the command line.
 
     Raises:
         ValueError: naming the key, its value and what is allowed; a malformed ``DISABLE_AMP``.
     """
 
-    env: str = option("CartPole-v1", "Gymnasium's name of it, or module:name; Discrete or MultiDiscrete actions")
-    out: Optional[str] = option(None, "folder for metrics, checkpoint and figure; new, or --resume")
+    env: str = option("CartPole-v1", "Gymnasium's name, or module:name; with Discrete or MultiDiscrete actions")
+    out: Optional[str] = option(None, "folder for metrics, checkpoint and figure; a new one unless --resume is given")
     use_amp: bool = option(False, f"autocast to --dtype; {KILL_SWITCH}=1 in the environment overrules it")
-    dtype: str = option("float16", "with --use-amp: float16 or bfloat16")
-    device: str = option("auto", "auto, cpu or cuda; 16 bits on a CPU need an explicit cpu")
-    compile: bool = option(False, "torch.compile the networks")
-    seed: int = option(1, "of weights, actions, minibatches and environments")
+    dtype: str = option("float16", "dtype of --use-amp: float16 or bfloat16")
+    device: str = option("auto", "auto, cpu or cuda; auto trains in float32 on a CPU")
+    compile: bool = option(False, "compile the networks with torch.compile")
+    seed: int = option(1, "seed of weights, actions, minibatches and environments")
     total_steps: int = option(150_000, "steps of all environments together, in whole updates of num_envs * num_steps")
     stop_at: Optional[float] = option(None, f"end at this mean return of the last {RETURN_WINDOW} episodes")
-    eval_episodes: int = option(100, "episodes with the most probable actions, after training")
-    save_every: int = option(50, "updates between checkpoints; one at the end always")
-    resume: bool = option(False, "go on from --out's checkpoint; the environments start anew")
-    num_envs: int = option(32, "environments side by side")
-    vectorize: str = option("auto", "native (CartPole), sync, async (a process each); auto: native, or else sync")
+    eval_episodes: int = option(100, "episodes of the evaluation after training, by the most probable actions")
+    save_every: int = option(50, "updates between checkpoints; the end is always saved")
+    resume: bool = option(False, "continue from the checkpoint in --out; the environments are reset")
+    num_envs: int = option(32, "number of environments")
+    vectorize: str = option("auto", "native (CartPole alone), sync or async; auto: native if there is one, else sync")
     num_steps: int = option(64, "steps of each environment between updates")
-    minibatches: int = option(4, "an epoch")
-    epochs: int = option(10, "over each batch")
+    minibatches: int = option(4, "minibatches per epoch")
+    epochs: int = option(10, "passes over each batch")
     hidden: int = option(64, "width of the hidden layers")
-    layers: int = option(2, "hidden layers, of the policy and of the value each")
-    learning_rate: float = option(1e-3, "of Adam, at first")
-    anneal: bool = option(True, "learning rate falls linearly to 0 over total_steps")
-    gamma: float = option(0.98, "discount a step")
-    gae_lambda: float = option(0.9, "of generalised advantages")
-    clip: float = option(0.2, "largest change of a probability's ratio that is rewarded")
-    entropy_coefficient: float = option(0.0, "of the entropy in the objective")
-    value_coefficient: float = option(0.5, "of the value loss")
+    layers: int = option(2, "hidden layers of the policy, and of the value network")
+    learning_rate: float = option(1e-3, "initial learning rate of Adam")
+    anneal: bool = option(True, "decay the learning rate linearly to 0 over total_steps")
+    gamma: float = option(0.98, "discount factor per step")
+    gae_lambda: float = option(0.9, "lambda of generalised advantages")
+    clip: float = option(0.2, "clipping range of the probability ratio")
+    entropy_coefficient: float = option(0.0, "weight of the entropy in the objective")
+    value_coefficient: float = option(0.5, "weight of the value loss")
     max_grad_norm: float = option(0.5, "clip the unscaled gradients to this L2 norm")
-    loss_scale: float = option(65536.0, "first loss scale, in float16")
+    loss_scale: float = option(65536.0, "initial loss scale, in float16")
 
     def __post_init__(self):
         batch, each = self.num_envs * self.num_steps, "between 0 and 1"
@@ -54,7 +54,7 @@ class PPOConfig:
         within(
             self,
             {
-                "dtype": (self.dtype in ("float16", "bfloat16"), "float16 or bfloat16; float32 is without --use-amp"),
+                "dtype": (self.dtype in ("float16", "bfloat16"), "float16 or bfloat16; float32: without --use-amp"),
                 "vectorize": (self.vectorize in ("auto", "native", "sync", "async"), "auto, native, sync or async"),
                 "seed": (0 <= self.seed < 2**32, "at least 0 and below 2**32"),
                 **{key: (getattr(self, key) >= 1, "at least 1") for key in counts},
@@ -68,7 +68,7 @@ class PPOConfig:
                 "clip": (0 < self.clip < 1, each),
                 "entropy_coefficient": (0 <= self.entropy_coefficient < math.inf, "at least 0"),
                 "value_coefficient": (0 < self.value_coefficient < math.inf, "positive"),
-                "resume": (self.out is not None or not self.resume, "left out without --out"),
+                "resume": (self.out is not None or not self.resume, "unset without --out"),
             },
         )
         parts = f"a divisor of num_envs * num_steps = {batch} into parts of at least 4"

@@ -19,7 +19,7 @@ class InvalidEnvironmentError(ValueError):
 
 
 class EnvironmentState(NamedTuple):
-    """What N environments return before the policy acts."""
+    """State of N environments before the policy acts."""
 
     observations: torch.Tensor  # (N, inputs), fp32, flat; of a Discrete space one-hot
     allowed: torch.Tensor  # (N, sum of factors), bool: info's action_mask, all True where there is none
@@ -28,8 +28,8 @@ class EnvironmentState(NamedTuple):
 class Environments:
     """A vector environment of tensors; the step after an episode's last is a reset (NEXT_STEP).
 
-    That mode, because Gymnasium's native vector environments know no other, and because an episode's last observation
-    is then one of the rollout's own: to bootstrap from it takes no forward of its own.
+    NEXT_STEP is the only mode of Gymnasium's native vector environments. It also makes an episode's last observation
+    part of the rollout, so that bootstrapping from it needs no extra forward.
 
     Args:
         env: Gymnasium's name, or ``module:name``.
@@ -49,16 +49,16 @@ class Environments:
         self.mode = ("native" if env in NATIVE else "sync") if vectorize == "auto" else vectorize
         if self.mode == "native" and env not in NATIVE:
             raise InvalidEnvironmentError(
-                f"vectorize=native must be auto, sync or async with env={env}: native is CartPole alone"
+                f"vectorize=native must be auto, sync or async with env={env}: only CartPole has native environments"
             )
         reset = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
         mode, reset = ("vector_entry_point", {}) if self.mode == "native" else (self.mode, reset)
         self.vector = make_env(env, gymnasium.make_vec, num_envs=number, vectorization_mode=mode, vector_kwargs=reset)
         observed, acted = self.vector.single_observation_space, self.vector.single_action_space
         if not isinstance(observed, Box | Discrete):
-            raise InvalidEnvironmentError(f"env={env}: observations are {observed}, must be Box or Discrete")
+            raise InvalidEnvironmentError(f"env={env}: observations are {observed}, but must be Box or Discrete")
         if not isinstance(acted, Discrete | MultiDiscrete):
-            raise InvalidEnvironmentError(f"env={env}: actions are {acted}, must be Discrete or MultiDiscrete")
+            raise InvalidEnvironmentError(f"env={env}: actions are {acted}, but must be Discrete or MultiDiscrete")
         self.observation_space, self.action_space = observed, acted
         self.inputs = flatdim(observed)
         choices = acted.n if isinstance(acted, Discrete) else acted.nvec.ravel()
@@ -94,7 +94,7 @@ class Environments:
         if "action_mask" in infos:
             if not isinstance(self.action_space, Discrete):
                 raise InvalidEnvironmentError(
-                    f"env={self.env}: an action_mask goes with Discrete actions, these are {self.action_space}"
+                    f"env={self.env}: an action_mask requires Discrete actions, but these are {self.action_space}"
                 )
             allowed = np.asarray(infos["action_mask"]).astype(bool) | ~infos["_action_mask"][:, None]
             self._check("number of actions that action_mask allows", allowed.sum(-1), allowed.any(-1), "1 at least")

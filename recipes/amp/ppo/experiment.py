@@ -1,7 +1,7 @@
-"""PPO on CartPole-v1 with three seeds in each dtype, on a CPU, with the default settings.
+"""Train PPO on CartPole-v1 with three seeds in each dtype, on a CPU, with the default settings.
 
     python -m recipes.amp.ppo.experiment                                all nine runs, into docs/results
-    python -m recipes.amp.ppo.experiment --dtypes float16 --seeds 3     one run, in the place of its older rows
+    python -m recipes.amp.ppo.experiment --dtypes float16 --seeds 3     one run, which replaces its older rows
 
 Writes ``amp-ppo.csv`` (a row an update), ``amp-ppo.md`` and ``amp-ppo.png`` after every run. A run takes 10 s in
 fp32 and 22 s in fp16 on two cores.
@@ -28,14 +28,14 @@ PROGRAM = "recipes.amp.ppo.experiment"
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    """Which runs to make, and where their results go.
+    """Runs of the experiment, and the folder of their results.
 
     Raises:
         ValueError: naming the key, its value and what is allowed.
     """
 
-    dtypes: str = option(",".join(DTYPES), "to train in, separated by commas")
-    seeds: str = option(",".join(map(str, SEEDS)), "to train with in each dtype, separated by commas")
+    dtypes: str = option(",".join(DTYPES), "dtypes to train in, separated by commas")
+    seeds: str = option(",".join(map(str, SEEDS)), "seeds to train each dtype with, separated by commas")
     out: Optional[str] = option(None, "folder for amp-ppo.csv, .md and .png; docs/results by default")
 
     def __post_init__(self):

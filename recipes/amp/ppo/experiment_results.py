@@ -38,7 +38,7 @@ def read_runs(folder: Path) -> Runs:
 
 
 def record_run(folder: Path, rows: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any]) -> list[Path]:
-    """Write one run's rows in the place of its older ones, and report and figure of all runs anew.
+    """Replace one run's rows, and write the report and the figure of all runs again.
 
     Args:
         evaluation: the content of the run's ``evaluation.json``.

@@ -1,4 +1,4 @@
-"""A run's records: metrics.jsonl, TensorBoard's events and the figure of both."""
+"""Write a run's records to metrics.jsonl and TensorBoard, and plot them."""
 
 import json
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def truncate_records(metrics: Path, updates: int) -> None:
     try:
         whole = {line: json.loads(line)["update"] for line in lines if line.endswith("\n")}
     except (ValueError, KeyError, TypeError):
-        raise ResumeError(f"{metrics}: a line is no record of an update: mend or remove the file") from None
+        raise ResumeError(f"{metrics}: a line is not the record of an update; repair or remove the file") from None
     metrics.write_text("".join(line for line, update in whole.items() if update <= updates))
 
 

@@ -1,4 +1,4 @@
-"""The training loop: updates, records, checkpoints and the final evaluation, in a folder."""
+"""Run the training loop in a folder: updates, records, checkpoints and the final evaluation."""
 
 import json
 import time

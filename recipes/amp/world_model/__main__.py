@@ -1,12 +1,13 @@
-"""A recurrent world model of what an environment does, trained in 16 bits.
+"""Train a recurrent world model of an environment in 16 bits.
 
     python -m recipes.amp.world_model --env Pendulum-v1 --out /tmp/world                 fp16 on a GPU, fp32 on a CPU
     python -m recipes.amp.world_model --env Pendulum-v1 --out /tmp/world --device cpu    fp16 on a CPU too, slowly
 
 ``h[t+1] = GRU(h[t], [z[t], a[t]])`` with ``z[t]`` the encoded observation, and a learned vector in its place where
-none is seen. From ``h[t+1]`` three heads read the next observation, the reward and whether the episode ended. A
-trajectory's first ``context`` observations are seen, what follows is predicted from the actions alone. OUT gets
-metrics.jsonl, predictions.png and checkpoint.pt, from which :meth:`WorldModel.load` makes a model that predicts.
+no observation is given. From ``h[t+1]`` three heads predict the next observation, the reward and the end of the
+episode. The first ``context`` observations of a trajectory are given; all later ones are predicted from the actions
+alone. OUT gets metrics.jsonl, predictions.png and checkpoint.pt, from which :meth:`WorldModel.load` makes a model that
+predicts.
 """
 
 import sys

@@ -7,32 +7,32 @@ from recipes.amp.options import device, option, within
 from recipes.amp.trainer_config import FP16TrainingConfig
 from verl.utils.precision import to_dtype
 
-CONTEXT = 10  # observations seen by default
+CONTEXT = 10  # observations given by default
 
 
 @dataclass(frozen=True)
 class WorldModelConfig:
-    """What to collect, and how to learn from it.
+    """Settings of the collection of trajectories and of the training on them.
 
     Raises:
         ValueError: naming the key, its value and what is allowed.
     """
 
     env: str = option("Pendulum-v1", "a Gymnasium environment")
-    out: str = option("", "folder for the results, a new one")
-    seed: int = option(0, "of the environment, the policy, the weights and the batches")
-    device: str = option("auto", "auto, cpu or cuda; 16 bits on a CPU where cpu is asked for by name")
+    out: str = option("", "a new folder for the results")
+    seed: int = option(0, "seed of the environment, the policy, the weights and the batches")
+    device: str = option("auto", "auto, cpu or cuda; auto trains in float32 on a CPU")
     dtype: str = option("float16", "float16, bfloat16 or float32")
-    steps: int = option(40000, "of the environment, to learn from")
-    held_out_steps: int = option(4000, "of the environment, to judge by")
-    length: int = option(50, "steps of a trajectory at most; a longer episode makes several")
-    context: int = option(CONTEXT, "observations that are seen before the model predicts alone")
+    steps: int = option(40000, "environment steps to train on")
+    held_out_steps: int = option(4000, "environment steps to evaluate on")
+    length: int = option(50, "most steps of a trajectory; a longer episode is split")
+    context: int = option(CONTEXT, "observations given to the model before it predicts from the actions alone")
     hidden: int = option(128, "size of the recurrent state and of the hidden layers")
     latent: int = option(32, "size of an encoded observation")
     epochs: int = option(30, "passes over the trajectories")
-    batch_size: int = option(16, "trajectories a step")
-    lr: float = option(4e-3, "of Adam in the first epoch; it falls linearly towards 0")
-    loss_scale: float = option(65536.0, "the first one, in float16")
+    batch_size: int = option(16, "trajectories per training step")
+    lr: float = option(4e-3, "learning rate of Adam in the first epoch; it falls linearly towards 0")
+    loss_scale: float = option(65536.0, "initial loss scale, in float16")
 
     def __post_init__(self):
         to_dtype(self.dtype, "dtype")

@@ -1,4 +1,4 @@
-"""The figure of a run: predictions beside what happened, and the training."""
+"""Plot a run: predicted and true observations, and the training curves."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def plot_predictions(
             panel = panels[component][column]
             panel.plot(some.observations[column, : steps + 1, component], "k", lw=1, label="true")
             panel.plot(range(1, steps + 1), predicted[column, :steps, component], "C1--", label="predicted")
-            panel.axvline(context - 1, color="grey", ls=":", label="last one seen")
+            panel.axvline(context - 1, color="grey", ls=":", label="last one given")
         panels[0][column].set_title(f"held-out trajectory {longest[column]}", fontsize=9)
         panels[-1][column].set_xlabel("step")
     for component in range(components):

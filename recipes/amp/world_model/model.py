@@ -11,7 +11,7 @@ from recipes.amp.world_model.trajectories import Trajectories
 
 
 class Prediction(NamedTuple):
-    """What follows each action."""
+    """Predicted observation, reward and end of the episode after each action."""
 
     observations: torch.Tensor  # (N, T, O)
     rewards: torch.Tensor  # (N, T)
@@ -65,10 +65,10 @@ class WorldModel(nn.Module):
             observations: (N, at least context, O); those from ``context`` on are not read.
             actions: (N, T, A), T at least ``context``.
         """
-        seen = self.encoder((observations[:, :context] - self.observation_mean) / self.observation_std)
-        unseen = self.unseen.to(seen.dtype).expand(len(actions), actions.shape[1] - context, -1)
+        encoded = self.encoder((observations[:, :context] - self.observation_mean) / self.observation_std)
+        unseen = self.unseen.to(encoded.dtype).expand(len(actions), actions.shape[1] - context, -1)
         taken = (actions - self.action_mean) / self.action_std
-        states, _ = self.dynamics(torch.cat([torch.cat([seen, unseen], 1), taken.to(seen.dtype)], -1))
+        states, _ = self.dynamics(torch.cat([torch.cat([encoded, unseen], 1), taken.to(encoded.dtype)], -1))
         observation, reward, end = (head(states).float() for head in self.heads.values())
         return Prediction(observation, reward.squeeze(-1), end.squeeze(-1))
 
@@ -77,7 +77,7 @@ class WorldModel(nn.Module):
         """Predict what follows each action, in the environment's units, ends as probabilities.
 
         Args:
-            observations: (N, at least context, O); the first ``context`` are seen.
+            observations: (N, at least context, O); the first ``context`` are given to the model.
             actions: (N, T, A).
 
         Raises:
@@ -103,7 +103,7 @@ class WorldModel(nn.Module):
         """
         saved = read_checkpoint(path)
         if "sizes" not in saved["extra"]:
-            raise InvalidCheckpointError(f"{path}: no checkpoint of a world model")
+            raise InvalidCheckpointError(f"{path}: not a checkpoint of a world model")
         model = cls(**saved["extra"]["sizes"])
         model.load_state_dict(saved["model"])
         return model

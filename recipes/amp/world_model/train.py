@@ -1,4 +1,4 @@
-"""A run: collect trajectories, train on them, evaluate each epoch, write the results."""
+"""Run the recipe: collect trajectories, train on them, evaluate each epoch, write the results."""
 
 import json
 import time
@@ -96,7 +96,7 @@ def run(config: WorldModelConfig) -> list[dict[str, Any]]:
             )
     model = trainer.module
     trainer.save_checkpoint(out / "checkpoint.pt", {"config": asdict(config), "sizes": model.sizes})
-    title = f"{config.env}, trained in {rows[-1]['effective_dtype']}, {config.context} observations seen"
+    title = f"{config.env}, trained in {rows[-1]['effective_dtype']}, {config.context} observations given"
     plot_predictions(model.cpu(), held_out, config.context, rows, title, out / "predictions.png")
     print(f"{out / 'metrics.jsonl'}, {out / 'predictions.png'}, {out / 'checkpoint.pt'}")
     return rows

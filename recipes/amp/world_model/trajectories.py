@@ -1,4 +1,4 @@
-"""Trajectories of an environment, as the world model learns from them."""
+"""Collect trajectories of an environment for the training of the world model."""
 
 import math
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def collect(
 
     Args:
         env: a Gymnasium environment, or its name; spaces other than boxes are flattened as Gymnasium does.
-        length: T; a longer episode goes on in the next trajectory.
+        length: T; a longer episode continues in the next trajectory.
         policy: observation -> action; ``None`` samples the action space.
 
     Raises:

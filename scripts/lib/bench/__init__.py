@@ -1,1 +1,1 @@
-"""Model the memory of a job, and measure what a precision costs."""
+"""Model the memory of a job, and measure the cost of a precision."""

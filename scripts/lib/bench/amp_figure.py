@@ -1,4 +1,4 @@
-"""The figure of bench_amp: speed-up and saved memory of each arm."""
+"""Plot the figure of bench_amp: speed-up and saved memory of each arm."""
 
 from pathlib import Path
 

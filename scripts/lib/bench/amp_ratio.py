@@ -1,4 +1,4 @@
-"""Speed-up and saving of an arm: ratios to fp32 in the same repeat."""
+"""Compute the speed-up and the saved memory of an arm: ratios to fp32 in the same repeat."""
 
 import math
 from collections.abc import Callable

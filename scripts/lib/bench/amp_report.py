@@ -1,4 +1,4 @@
-"""The report of bench_amp, in Markdown: table, sizes, goals and what was not measured."""
+"""Write the report of bench_amp in Markdown: table, sizes, goals, and the scenarios that were not measured."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""The scenarios of bench_amp: what is trained, in which sizes, and the arms that differ in dtype alone."""
+"""Define the scenarios of bench_amp: models, sizes, and the arms that differ only in dtype."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ CLIP = 1.0
 
 @dataclass(frozen=True)
 class Arm:
-    """How a scenario trains in one repeat: dtype, seed and device.
+    """Settings of a scenario in one repeat: dtype, seed and device.
 
     Args:
         on_cpu: whether to compute in 16 bits on a CPU too.

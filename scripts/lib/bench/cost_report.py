@@ -1,4 +1,4 @@
-"""What a regime costs, as a line for the screen, CSV, Markdown and a figure."""
+"""Report the cost of each regime as a line on the screen, CSV, Markdown and a figure."""
 
 import csv
 import importlib.metadata
@@ -37,7 +37,7 @@ class RegimeTiming:
 def timings_of(
     times: dict[str, list[float]], peaks: dict[str, float] | None = None, **configuration
 ) -> list[RegimeTiming]:
-    """Summarize the seconds of each regime, by round."""
+    """Summarize the seconds of each regime by round."""
     ratios = {name: [t / base for t, base in zip(times[name], times["bf16"], strict=True)] for name in times}
     return [
         RegimeTiming(

@@ -1,4 +1,4 @@
-"""The memory of training one model on one rank: what is resident, and what each moment of a step adds.
+"""Model the memory of training one model on one rank: the resident parts, and those of each moment of a step.
 
 Follows the engine of verl 0.9 (``workers/engine/fsdp``) and torch's FSDP1 and FSDP2. All sizes are in bytes and of one
 rank. docs/scale.md lists what is exact, what is assumed and what is unknown.
@@ -68,7 +68,7 @@ class TrainedModel:
 
     @property
     def idle(self) -> dict[str, int]:
-        """What stays on the device while another model, or the rollout, is at work."""
+        """Return the parts that stay on the device while another model, or the rollout, is at work."""
         return {
             "weights": 0 if self.offload_params else self.weights,
             "Adam": 0 if self.offload_adam else 2 * self.weights,

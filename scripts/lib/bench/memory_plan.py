@@ -1,4 +1,4 @@
-"""The memory of a whole job on each GPU: the actor, its reference and critic, and the rollout, moment by moment.
+"""Plan the memory of a whole job on each GPU: the actor, its reference and critic, and the rollout, moment by moment.
 
 Reads a composed configuration of verl 0.9; refuses what :mod:`lib.bench.memory_model` does not cover.
 """
@@ -125,7 +125,7 @@ def check_supported(config: "DictConfig") -> None:
     divisors += [f"{role}.{engine}.{key}" for role, engine in roles.items() for key in PARALLEL]
     for key in divisors:
         if 0 < (value := OmegaConf.select(config, key)) < world and world % value or value > world:
-            raise Refused(f"{key}={value}: does not divide {world} GPUs")
+            raise Refused(f"{key}={value}: must divide the {world} GPUs")
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
     if not 0 < share <= 1:
         raise Refused(f"{ours}.rollout.gpu_memory_utilization={share}: must be above 0 and at most 1")
@@ -206,7 +206,7 @@ def rollout_memory(config: "DictConfig", shape: ModelShape, memory: int) -> Roll
     if weights + BESIDE_TENSORS // 4 > limit:
         raise Refused(
             f"actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}: "
-            f"{limit / GIB:.1f} GiB are too few for {weights / GIB:.1f} of weights and a KV cache"
+            f"{limit / GIB:.1f} GiB are too few for {weights / GIB:.1f} GiB of weights and a KV cache"
         )
     return RolloutMemory(
         weights=weights,

@@ -1,4 +1,4 @@
-"""A memory plan as a table for the screen and for Markdown, and as a figure."""
+"""Report a memory plan as a table for the screen and for Markdown, and as a figure."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The shape of a decoder of Llama's kind: what its ``config.json`` gives, and how many parameters follow from it."""
+"""Read the dimensions of a decoder of Llama's kind from its ``config.json``, and count its parameters."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The optimizer step of verl's FSDP engine by regime: its time, and the bytes that it moves."""
+"""Measure the optimizer step of verl's FSDP engine in each regime: its time, and the bytes that it moves."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Processes of a benchmark: spawn the ranks, join a process group, and time alternating rounds on all of them."""
+"""Spawn the ranks of a benchmark, join a process group, and time alternating rounds on all of them."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""What a training uses: bytes of tensors, the GPU's time, the cores' time."""
+"""Measure the resources that a training uses: bytes of tensors, GPU time and CPU time."""
 
 import gc
 import os

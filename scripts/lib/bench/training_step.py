@@ -1,4 +1,4 @@
-"""The training step of verl's worker by regime: forward, backward and optimizer step of a Qwen2 model."""
+"""Time the training step of verl's worker in each regime: forward, backward and optimizer step of a Qwen2 model."""
 
 import tempfile
 

@@ -1,1 +1,1 @@
-"""Which dtype each hop of a verl command computes in, resolved without running it."""
+"""Resolve the dtype that each hop of a verl job computes in, without running the job."""

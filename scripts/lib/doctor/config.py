@@ -1,4 +1,4 @@
-"""The configuration that a verl's ``main_ppo`` would see, and which of its keys the user set."""
+"""Compose the configuration of a verl's ``main_ppo``, and record which of its keys the user set."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ def parse_overrides(overrides: Sequence[str]) -> "list[Override]":
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise Refused(f"ARGS: {Uncomposable(error)}: give key=value words, as main_ppo takes them") from error
+        raise Refused(f"ARGS: {Uncomposable(error)}; give overrides of main_ppo: key=value") from error
 
 
 def is_group(name: str, folders: Sequence[Path]) -> bool:

@@ -1,4 +1,4 @@
-"""Diagnose a job before it runs: each hop's dtype, what is ignored or refused, whether trainer and rollout agree."""
+"""Diagnose a job before it runs: each hop's dtype, ignored and refused keys, and whether trainer and rollout agree."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +20,14 @@ from lib.run.compose import Uncomposable
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a configuration results in on a tree.
+    """Diagnosis of a configuration on a tree.
 
     Args:
         hops: by name, in the order of HOPS.
         scaler: the settings of the loss scalers of actor and critic; None where the loss is not scaled.
         refused: the line with which this verl would refuse the configuration.
         verdict: agree, asked, ignored, differ, refused or unknown.
-        sentence: the verdict for people.
+        sentence: the verdict in one sentence.
     """
 
     tree: Tree
@@ -40,11 +40,11 @@ class Diagnosis:
 
     @property
     def sound(self) -> bool:
-        """Whether the job may run: trainer and rollout compute as requested."""
+        """Return whether the job may run: trainer and rollout compute as requested."""
         return self.verdict in ("agree", "asked")
 
     def json(self) -> dict:
-        """Return the diagnosis as ``doctor --json`` prints it."""
+        """Return the content of ``doctor --json``."""
         tree = self.tree
         foreign = tree.state == "foreign"
         verl = {

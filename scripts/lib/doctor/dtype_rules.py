@@ -1,4 +1,4 @@
-"""Which line of which release decides the dtype of a hop of verl's ``main_ppo``, as a table, and what it reads.
+"""List, for each release of verl, the line that decides the dtype of each hop, and the key that it reads.
 
 ``resolver.py`` applies it to a config. A release of which the table has no lines gets those of the release from which
 its stack was ported (``ported_from`` in versions.toml), wherever its files contain what they quote.
@@ -68,7 +68,7 @@ class Rule:
         at: line numbers in the releases' wheels, ``0.4.1:298 0.5.0:343``.
         text: the content of that line, or a part of it.
         reads: what it reads; the first that applies decides.
-        patch: the patch that makes it read what a user sets; "" where nothing is ignored.
+        patch: the patch that makes it read the user's keys; "" where nothing is ignored.
     """
 
     hop: str

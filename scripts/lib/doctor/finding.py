@@ -1,4 +1,4 @@
-"""A finding: something about a configuration that is wrong or not known, and what mends it."""
+"""Define a finding: a part of a configuration that is wrong or unknown, and the change that corrects it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,6 @@ class Finding:
 
     @property
     def unheeded(self) -> bool:
-        """Whether a dtype was requested, by a key of its own or by a regime, misspelt or not, and does not apply."""
+        """True if a dtype was requested, by a key of its own or by a regime, misspelt or not, and does not apply."""
         requests_dtype = self.key.rpartition(".")[2] in DTYPE_KEYS or self.value in options("precision")
         return requests_dtype and self.effect.startswith(UNHEEDED)

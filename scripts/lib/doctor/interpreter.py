@@ -1,4 +1,4 @@
-"""Which Python the doctor runs in: that of the verl that it examines, where it has the packages."""
+"""Find the Python to run the doctor in: that of the examined verl, if it has the packages."""
 
 import os
 import shutil

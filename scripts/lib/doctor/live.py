@@ -271,14 +271,14 @@ def cluster_address() -> str:
     """Return the address of the cluster to query: RAY_ADDRESS, else the one whose processes run on this machine.
 
     Raises:
-        Refused: there is none, there are several, or nothing listens there (Ray would go on trying for an hour).
+        Refused: there is none, there are several, or nothing listens there (Ray would keep trying for an hour).
     """
     address = os.environ.get("RAY_ADDRESS")
     arguments = [word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()]
     running = {word.partition("=")[2] for word in arguments if word.startswith("--gcs-address=")}
     if not address and len(running) != 1:
-        which = f"several run on this machine: {', '.join(sorted(running))}" if running else "none runs on this machine"
-        raise Refused(f"--live: which Ray cluster? {which}; name one, RAY_ADDRESS=host:port")
+        found = f"several clusters run here ({', '.join(sorted(running))})" if running else "no Ray cluster runs here"
+        raise Refused(f"--live: {found}; set RAY_ADDRESS=host:port")
     where = address or running.pop()
     host, _, port = where.rpartition(":")
     try:
@@ -293,7 +293,7 @@ def is_verl_actor(name: str) -> bool:
 
 
 def query_actors(actors: Mapping[str, Any]) -> Answers:
-    """Query all actors at once; each answers as it ends its call."""
+    """Query all actors at once; each answers when its current call ends."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     # By keyword: where verl cannot be imported here, Ray knows the names of an actor's methods alone.
     waiting = {actor.__ray_call__.remote(fn=actor_models): name for name, actor in actors.items()}

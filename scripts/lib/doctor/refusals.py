@@ -1,4 +1,4 @@
-"""The line with which a verl would refuse a configuration, and what mends that."""
+"""Predict the error with which a verl would refuse a configuration, and suggest a correction."""
 
 import ast
 import difflib

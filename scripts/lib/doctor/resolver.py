@@ -154,7 +154,7 @@ class DtypeResolver:
 
     @property
     def ref_in_actor(self) -> bool:
-        """Whether the ref is the actor without its adapters."""
+        """Return whether the ref is the actor without its adapters."""
         adapter = self.release.has("lora_adapter_path") and self.config.has(f"{MODEL}.lora_adapter_path")
         return self.lora_rank > 0 or adapter
 
@@ -270,7 +270,7 @@ class DtypeResolver:
 
     @property
     def sender(self) -> str:
-        """What sends the weights to the rollout, by its name in the table."""
+        """Return the implementation that sends the weights to the rollout, by its name in the table."""
         backend = self.config.get(f"{ROLLOUT}.checkpoint_engine.backend", "naive")
         if rule_for("wire", backend, self.tree.table):
             return backend
@@ -296,12 +296,12 @@ class DtypeResolver:
 
     @property
     def served(self) -> bool:
-        """Whether the rollout is a server beside the trainer, not an engine in its process."""
+        """Return whether the rollout is a server beside the trainer, not an engine in its process."""
         return self.config.get(f"{ROLLOUT}.mode") == "async" or not self.release.has("sync_rollout")
 
     @property
     def reads_engine_kwargs(self) -> bool:
-        """Whether ``engine_kwargs`` reach the rollout."""
+        """Return whether ``engine_kwargs`` reach the rollout."""
         return not self.served or self.release.has("server_engine_kwargs")
 
     @property

@@ -1,4 +1,4 @@
-"""Findings on what samples: the rollout's dtype, its quantization, its KV cache, and the wire that fills it."""
+"""Findings on the rollout: its dtype, quantization and KV cache, and the wire that sends its weights."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ def requested_dtype(resolver: DtypeResolver) -> Iterator[Finding]:
         which = f"here {weights}" if weights != UNKNOWN else "not known before it is loaded"
         yield Finding(key, value, f"takes the dtype of the model's config.json, {which}", f"{key}=float16 or bfloat16")
     elif server_dtype(value) not in SPELLINGS:
-        effect = f"is no dtype that a rollout server takes, and {tree.name} does not check it"
+        effect = f"is not a dtype that a rollout server takes, and {tree.name} does not check it"
         yield Finding(key, value, effect, f"{key}=float16")
 
 

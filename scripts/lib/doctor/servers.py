@@ -1,4 +1,4 @@
-"""The vLLM servers that a job starts in float16, and whether they run their models in it."""
+"""Find the vLLM servers that a job starts in float16, and report whether vLLM runs their models in it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Findings on what trains: requested dtypes that do not apply, masters, loss scaling, ref, critic and export."""
+"""Findings on the trainer: requested dtypes that do not apply, masters, loss scaling, ref, critic and export."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -72,7 +72,7 @@ def split_dtypes(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
         yield Finding(
             key,
             value,
-            f"reaches one half of {resolver.tree.name}: the {role}'s weights are cast to {compute} and its "
+            f"reaches only one half of {resolver.tree.name}: the {role}'s weights are cast to {compute} and its "
             f"autocast computes in {autocast}",
             f"{dtype_rules.COMPUTE}: {resolver.tree.apply_command}",
         )
@@ -111,7 +111,7 @@ def loss_scaling(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
         yield Finding(
             f"{node}.grad_scaler",
             None,
-            f"is no key of {name}, which scales the {role}'s loss by fixed settings and neither saves the scale nor "
+            f"is not a key of {name}, which scales the {role}'s loss by fixed settings and neither saves the scale nor "
             "reports it or a skipped step",
             f"{dtype_rules.SCALER}, {dtype_rules.SAVED}, {dtype_rules.COUNTED}: {resolver.tree.apply_command}",
         )

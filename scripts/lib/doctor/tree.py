@@ -1,4 +1,4 @@
-"""The verl that a job would run on, identified by its files; nothing of it is imported but its precision module."""
+"""Identify the verl that a job would run on by its files; only its precision module is imported."""
 
 import itertools
 import json

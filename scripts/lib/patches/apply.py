@@ -1,4 +1,4 @@
-"""Apply a stack to a tree of its framework, and take it off again.
+"""Apply a stack to a tree of its framework, and remove it again.
 
 A patched tree has, in its package, the folder ``.precision`` with the originals of the files that were replaced and
 ``record.json`` with each file's blob id before and after:
@@ -60,7 +60,7 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
         done = []
         if record:
             roll_back(target, record, blobs)
-            done = [f"{framework.name} {record.release}: stack {record.stack} taken off first"]
+            done = [f"{framework.name} {record.release}: stack {record.stack} removed first"]
         put_on(target, new, {**hooked, **stack.added})
     counts = f"{len(new.replaced)} files hooked, {len(new.added)} copied, stamp {new.stack} in {framework.stamp}"
     return [*done, f"{stack.release}: {counts}"]
@@ -79,8 +79,8 @@ def unapply(path: Path, project: Path = REPO, framework: Framework = VERL) -> li
         blobs, record = target.blobs(), read_record(target)
         if record and not record.edited(blobs):
             roll_back(target, record, blobs)
-            counts = f"{len(record.replaced)} files restored, {len(record.added)} removed"
-            return [f"{framework.name} {record.release}: stack {record.stack} taken off, {counts}"]
+            counts = f"{len(record.replaced)} files restored, {len(record.added)} deleted"
+            return [f"{framework.name} {record.release}: stack {record.stack} removed, {counts}"]
         status = examine(target, blobs, record, load_stacks(project, framework))
         if status.state != "pristine":
             raise Refused(f"{target.root}: {status.state}: {status.detail}")
@@ -100,7 +100,7 @@ def hooked_files(stack: Stack, pristine: Callable[[str], bytes]) -> dict[str, by
             content = pristine(path)
             if blob_id(content) != before:
                 again = f"reinstall {stack.release.framework.name}"
-                raise Refused(f"{path} is not the file that the patches of {stack.release} start from; {again}")
+                raise Refused(f"{path} is not the file that the patches of {stack.release} were made for; {again}")
             write(scratch / path, content)
         for patch in stack.patches:
             git("apply", "--whitespace=nowarn", "-", cwd=scratch, stdin=patch.text)

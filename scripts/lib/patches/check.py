@@ -20,7 +20,7 @@ from lib.paths import REPO
 def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
     """Check the stack of a release on its wheel and return its counts in one line.
 
-    The headers are complete; the wheel is the known one; apply makes the tree it should, and every file that it writes
+    The headers are complete; the wheel is the known one; apply makes the recorded tree, and every file that it writes
     compiles; unapply restores the wheel, byte for byte; the patches are what export writes.
 
     Raises:

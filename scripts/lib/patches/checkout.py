@@ -48,7 +48,7 @@ def commit_stack(stack: Stack, scratch: Path) -> Path:
     root = unpacked_wheel(name, scratch / "wheel", framework)
     if (actual := package_tree_id(package_blobs(root, framework))) != stack.release.tree_before:
         expected = stack.release.tree_before
-        raise Refused(f"{framework.name}/ in the wheel of {name} is tree {actual}; versions.toml has {expected}")
+        raise Refused(f"{framework.name}/ in the wheel of {name} is tree {actual}; versions.toml records {expected}")
     return commit_patches(stack, commit_base(name, root, stack.added, scratch, framework))
 
 

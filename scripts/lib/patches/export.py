@@ -1,4 +1,4 @@
-"""Export the commits of a git tree made by checkout as patches, and check that a re-export gives the same again."""
+"""Export the commits of a git tree made by checkout as patches, and check that a re-export gives the same."""
 
 import os
 import re
@@ -23,7 +23,7 @@ UNFINISHED = {"cherry-pick": "sequencer", "rebase": "rebase-merge"}
 # As upstream has it: [modules] type: description
 SUBJECT = re.compile(r"\[([a-z_]+)(?:, ?[a-z_]+)*\] (?:feat|fix|refactor|chore|test): (\S.*)")
 
-# One line of context is the least with which git places an insertion without being told to trust line numbers.
+# One line of context is the least with which git places an insertion without an option to trust line numbers.
 # Everything that a user's configuration could change is given.
 DIFF_OPTIONS = (
     *("--patch", "--unified=1", "--inter-hunk-context=0", "--full-index", "--no-renames", "--no-ext-diff"),
@@ -80,7 +80,7 @@ def read_commits(tree: Path) -> Export:
         patch = Patch(file_name(subject), f"Subject: {message}\n---\n{diff}")
         trailers(patch)
         if patch.name in patches:
-            raise Refused(f"two commits would both be {patch.name}")
+            raise Refused(f"two commits would both become {patch.name}")
         patches[patch.name] = patch
         hooked |= {path: after for path, _, after in patch.blobs}
     verbatim = verbatim_edits(tree, base, pristine)
@@ -97,7 +97,7 @@ def base_of(tree: Path) -> str:
         raise Refused(f"{tree} is not a git tree made by checkout")
     tags = git("tag", "--list", f"{BASE}*", cwd=tree).split()
     if len(tags) != 1:
-        raise Refused(f"{tree} has {len(tags)} tags {BASE}<release> where checkout leaves one")
+        raise Refused(f"{tree} has {len(tags)} tags {BASE}<release>; checkout creates exactly one")
     if begun := [step for step, state in UNFINISHED.items() if (tree / ".git" / state).exists()]:
         raise Refused(f"{tree} has a {begun[0]} to finish: git -C {tree} {begun[0]} --continue")
     if changed := git("status", "--porcelain", cwd=tree).splitlines():
@@ -149,7 +149,7 @@ def export(tree: Path, project: Path = REPO) -> list[str]:
     edits = {project_file(path, project, commits.framework): contents for path, contents in commits.verbatim.items()}
     for path, contents in edits.items():
         if (path.read_bytes() if path.exists() else None) not in contents:
-            raise Refused(f"{path} changed since the checkout, and the commits change it too; bring the two together")
+            raise Refused(f"{path} changed since the checkout, and the commits change it too; merge the two changes")
     with tempfile.TemporaryDirectory() as scratch:
         pristine = unpacked_wheel(release.name, Path(scratch), commits.framework)
         check_re_export(make_stack(release, commits.patches, {}), pristine, commits.tree_after)
@@ -186,6 +186,6 @@ def check_re_export(stack: Stack, root: Path, tree_after: str) -> None:
         base = commit_base(stack.release.name, scratch, {}, scratch, framework)
         again = read_commits(commit_patches(stack, base))
     if differing := sorted({patch.name for patch in set(stack.patches) ^ set(again.patches)}):
-        raise Refused(f"export would write {', '.join(differing)} differently")
+        raise Refused(f"a re-export would change {', '.join(differing)}")
     if (actual := package_tree_id({**package_blobs(root, framework), **stack.after})) != tree_after:
-        raise Refused(f"the series makes tree {actual}, versions.toml has {tree_after}; checkout and export")
+        raise Refused(f"the series makes tree {actual}, but versions.toml records {tree_after}; checkout and export")

@@ -1,4 +1,4 @@
-"""Ids that git gives the files and the tree of a package, computed without git."""
+"""Compute git's ids of the files and of the tree of a package, without git."""
 
 import hashlib
 import os

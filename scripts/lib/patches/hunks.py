@@ -1,4 +1,4 @@
-"""Merge the hunks of a stack one by one into another tree, and report what became of each."""
+"""Merge the hunks of a stack one by one into another tree, and report the outcome of each."""
 
 import re
 import tempfile
@@ -97,7 +97,7 @@ def reason(hunk: str, ours: str) -> str:
         return "its new lines are in the file, here or elsewhere"
     if lost := [line for line in old if line not in lines]:
         return f"{len(lost)} of its {len(old)} old lines are gone, first: {lost[0]}"
-    return "what surrounds it changed"
+    return "the lines around it changed"
 
 
 def report(stack: Stack, target: str, outcomes: dict[Patch, list[MergedHunk]]) -> Iterator[str]:

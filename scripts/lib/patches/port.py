@@ -1,4 +1,4 @@
-"""Carry a release's stack to another release, as commits.
+"""Port a release's stack to another release, as commits.
 
 The merge base is the release that the stack was made for, so that a hook is placed by what it hooks and not by line
 numbers; one whose own lines changed is a conflict. A file that git detects as renamed is followed.
@@ -39,7 +39,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     """
     stack = load_stack(find_release(name, project, framework), project)
     if not stack.patches:
-        raise Refused(f"{stack.release} has no patches to carry")
+        raise Refused(f"{stack.release} has no patches to port")
     with scratch_beside(folder) as (scratch, folder):
         target, root, new_release = destination(to, stack, project, scratch)
         tree = commit_base(target, root, stack.added, scratch, framework)
@@ -57,7 +57,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     lines = []
     if new_release:
         entry = add_release(new_release, framework.home(project) / "versions.toml")
-        lines = [f"new in versions.toml, family, dependencies and features as {name} has them:", entry]
+        lines = [f"added to versions.toml, with the family, dependencies and features of {name}:", entry]
     lines += report(stack, target, outcomes)
     lines += [f"{folder}: {carried} of {len(stack.patches)} patches are commits after the tag {new}"]
     if done.returncode:
@@ -66,9 +66,9 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         ]
     lines += [f"  to review them: git range-diff {base}..{branch} {new}..HEAD"]
     if target in load_releases(project, framework):
-        lines += [f"  to take them over: python scripts/patchset.py export {folder}"]
+        lines += [f"  to export them: python scripts/patchset.py export {folder}"]
     else:
-        lines += [f"  {to} is no release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
+        lines += [f"  {to} is not a release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
     return lines, not done.returncode
 
 
@@ -93,7 +93,7 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         tree = package_tree_id(blobs := package_blobs(root, framework))
         if added := [path for path in (*stack.added, *stack.shadowed) if path in blobs]:
             raise Refused(
-                f"{to} has {added[0]} already; take its patches out first: make unapply-patches {source.variable}"
+                f"{to} contains {added[0]} already; remove its patches first: make unapply-patches {source.variable}"
             )
         if not (root / framework.version_file).exists():
             raise Refused(f"{to} has no {framework.version_file}, as every release has; give a checkout or a release")

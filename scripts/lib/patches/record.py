@@ -1,4 +1,4 @@
-"""The record that apply keeps in a patched tree, from which unapply restores it."""
+"""Make and read the record that apply keeps in a patched tree, from which unapply restores it."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from lib.patches.target import Target
 
 @dataclass(frozen=True)
 class Record:
-    """What apply did: blob ids before and after of the files replaced, blob ids of those added, folders created."""
+    """Record of an apply: blob ids before and after of the files replaced, blob ids of those added, folders created."""
 
     release: str
     stack: str

@@ -1,4 +1,4 @@
-"""Releases of each framework that have a stack: one entry of versions.toml each."""
+"""Load the releases that have a stack from each framework's versions.toml, and write their entries."""
 
 import json
 import re
@@ -66,7 +66,7 @@ class Release:
     ``tree_before`` is the git tree id of the package as the wheel ships it, ``tree_after`` the same with the hooks of
     the series. The files that are copied in verbatim do not count, so that editing them changes no release's entry.
     ``features`` are what code asks of a release, in words that versions.toml explains. ``ported_from`` is the release
-    whose stack was carried to this one: what a table knows of that one holds until the table has this one too.
+    whose stack was ported to this one: tables without an entry for this release use that release's.
 
     Raises:
         Refused: a feature is not among the framework's.

@@ -1,4 +1,4 @@
-"""The stack of a release: its series of hook patches and the files that are copied in verbatim."""
+"""Load the stack of a release: its series of hook patches and the files that are copied in verbatim."""
 
 import hashlib
 import re
@@ -61,7 +61,7 @@ def trailers(patch: Patch) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Stack:
-    """What apply does to one release: ``before`` and ``after`` are blob ids by path, ``added`` the files copied in."""
+    """Changes of one apply: ``before`` and ``after`` are blob ids by path, ``added`` the files copied in."""
 
     release: Release
     patches: tuple[Patch, ...]
@@ -136,7 +136,7 @@ def make_stack(release: Release, patches: tuple[Patch, ...], added: Mapping[str,
         for path, old, new in patch.blobs:
             before.setdefault(path, old)
             if after.get(path, old) != old:
-                raise Refused(f"{patch.name} does not start from the {path} that the patches before it end with")
+                raise Refused(f"{patch.name} does not start from the {path} that the preceding patches produce")
             after[path] = new
     digest = hashlib.sha256()
     for name, content in [*((patch.name, patch.text.encode()) for patch in patches), *added.items()]:

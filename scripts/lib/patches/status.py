@@ -1,4 +1,4 @@
-"""The state of a target: which release it is, whether it is patched, and what differs."""
+"""Determine the state of a target: its release, whether it is patched, and the files that differ."""
 
 import json
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ def unmatched(
     by_name = {stack.release.name: stack for stack in stacks}
     if record and record.release not in by_name:
         origin = f"another version of this project, for {framework} {record.release}, stack {record.stack}"
-        return "foreign", f"patched by {origin}; make unapply-patches {target.variable} takes that off"
+        return "foreign", f"patched by {origin}; make unapply-patches {target.variable} removes that"
     stamp = None if record or not target.stamp.exists() else json.loads(target.stamp.read_bytes())
     recorded = record.release if record else stamp and stamp["release"]
     stack = by_name[recorded] if recorded in by_name else closest(pristine, stacks)
@@ -103,7 +103,7 @@ def unmatched(
     if record:
         return "dirty", f"{name}, but for {first_three(unknown)}; save your edits, then {reset}"
     carry = f"make port FRAMEWORK={framework} FROM={stack.release.name} TO={target.root}"
-    remedy = f"make drift {target.variable} lists them, {carry} carries the stack over"
+    remedy = f"make drift {target.variable} lists them, {carry} ports the stack"
     if stack.rest_is_pristine(pristine):
         commit = f"if they are a later commit's, {remedy}"
         return "dirty", f"{name}, but for {first_three(unknown)}; save your edits, then {reset}; {commit}"

@@ -1,4 +1,4 @@
-"""The tree to patch: find it, and lock it."""
+"""Find the tree to patch, and lock it."""
 
 import contextlib
 import fcntl

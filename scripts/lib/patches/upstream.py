@@ -1,4 +1,4 @@
-"""The stack as branches of upstream verl: what each takes of the series, and the commits that come of it.
+"""Split the stack into branches of upstream verl, as planned in patches/upstream/branches.toml.
 
 Two lines of commits. The first is made on the release that the series is made for, where every hunk must fit: a commit
 for each patch that a branch picks from. git's own cherry-pick carries it onto the main of the clone, so that a conflict
@@ -160,8 +160,8 @@ def pick_hunks(branch: Branch, pick: Pick, patch: Patch, tree: Path) -> None:
                 merged = merge((tree / path).read_bytes(), base, hunk, Path(scratch))
                 if merged is None:
                     raise Refused(
-                        f"branches.toml: {branch.slug} cannot take {path}#{number} ({at}) of {patch.name} without what "
-                        "it leaves out: leave that hunk out too and put what stands in for it into its adapt.patch"
+                        f"branches.toml: {branch.slug} cannot take {path}#{number} ({at}) of {patch.name} without the "
+                        "hunks that it leaves out: leave this one out too, and add its replacement to adapt.patch"
                     )
                 write(tree / path, merged)
 
@@ -188,17 +188,17 @@ def check_clone(verl: Path, plan: BranchPlan) -> None:
     if git("rev-parse", "--is-shallow-repository", cwd=verl).strip() == "true":
         raise Refused(f"VERL={verl} is a shallow clone, whose branches cannot be pushed: git fetch --unshallow")
     if run_git("rev-parse", "--verify", "--quiet", "refs/heads/main", cwd=verl).returncode:
-        raise Refused(f"VERL={verl} has no branch main, where the branches start")
+        raise Refused(f"VERL={verl} has no branch main, on which the branches are based")
     there = set(git("ls-tree", "-r", "--name-only", "refs/heads/main", cwd=verl).splitlines())
     if lacking := [path for path in NEEDED if path not in there]:
-        raise Refused(f"VERL={verl} is no clone of verl: its main has no {lacking[0]}")
+        raise Refused(f"VERL={verl} is not a clone of verl: its main has no {lacking[0]}")
     if present := [path for path in (PACKAGE, MODULE) if path in there]:
-        raise Refused(f"VERL={verl} has {present[0]} in its main already; give a main that has none of the stack")
+        raise Refused(f"VERL={verl} has {present[0]} in its main already; give a clone without the stack in its main")
     if changed := git("--no-optional-locks", "status", "--porcelain", cwd=verl).splitlines():
         raise Refused(f"VERL={verl} has uncommitted changes: {changed[0][3:]}; commit, stash or remove them")
     heads = git("for-each-ref", "--format=%(refname:lstrip=2)", "refs/heads/", cwd=verl).split()
     if taken := [name for name in (PREFIX.rstrip("/"), *(branch.name for branch in plan.branches)) if name in heads]:
-        raise Refused(f"VERL={verl} has these branches already: git branch -D {' '.join(taken)}")
+        raise Refused(f"VERL={verl} has these branches already; delete them: git branch -D {' '.join(taken)}")
 
 
 def author(verl: Path) -> tuple[str, str]:
@@ -207,7 +207,7 @@ def author(verl: Path) -> tuple[str, str]:
         ["git", "-c", "user.useConfigOnly=true", "var", "GIT_AUTHOR_IDENT"], cwd=verl, capture_output=True, text=True
     )
     if ident.returncode:
-        raise Refused(f"git knows no author for the commits: git -C {verl} config user.name NAME, and user.email")
+        raise Refused(f"git has no author for the commits; set one: git -C {verl} config user.name NAME; user.email")
     return re.fullmatch(r"(.*) <(.*)> \S+ \S+", ident.stdout.strip()).groups()
 
 
@@ -238,7 +238,7 @@ def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
     if done.returncode:
         lines += [
             f"{folder}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
-            f"  then go on: make pr-branch VERL={verl} DIR={folder}",
+            f"  then continue: make pr-branch VERL={verl} DIR={folder}",
         ]
     return lines, not done.returncode
 
@@ -246,7 +246,7 @@ def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
 def check_line(verl: Path, folder: Path, plan: BranchPlan) -> None:
     """Raise Refused where ``folder`` is not what `start` made of this clone and plan, with every conflict resolved."""
     if not (folder / ".git").is_dir() or run_git("rev-parse", "--verify", "--quiet", ONTO, cwd=folder).returncode:
-        raise Refused(f"DIR={folder} exists and is none of make pr-branch's; name another")
+        raise Refused(f"DIR={folder} exists and was not made by make pr-branch; choose another folder")
     if begun := [step for step, state in UNFINISHED.items() if (folder / ".git" / state).exists()]:
         raise Refused(f"DIR={folder} has a {begun[0]} to finish: git -C {folder} {begun[0]} --continue; or remove it")
     at = run_git("symbolic-ref", "HEAD", cwd=folder).stdout.decode().strip()
@@ -331,7 +331,7 @@ def add_to_index(index: Path) -> None:
     lines = index.read_text().splitlines(keepends=True)
     pages = [number for number, line in enumerate(lines) if line.strip().startswith("advance/")]
     if not pages:
-        raise Refused(f"{INDEX} of main names no page of advance/, below which {PAGE} would stand")
+        raise Refused(f"{INDEX} of main lists no page of advance/, below which {PAGE} could be added")
     lines.insert(pages[-1] + 1, f"   {PAGE}\n")
     index.write_text("".join(lines))
 

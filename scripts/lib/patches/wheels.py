@@ -1,4 +1,4 @@
-"""Wheels of releases: download, check and unpack them."""
+"""Download, check and unpack the wheels of releases."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ def wheel(release: str, framework: Framework = VERL) -> Path:
     """
     expected, path = find_release(release, framework=framework).wheel_sha256, download(release, framework)
     if (actual := sha256(path)) != expected:
-        raise Refused(f"{path} has sha256 {actual}, versions.toml has {expected}; delete the file")
+        raise Refused(f"{path} has sha256 {actual}, but versions.toml records {expected}; delete the file")
     return path
 
 
@@ -52,7 +52,7 @@ def download(release: str, framework: Framework = VERL) -> Path:
 
 
 def unpacked_wheel(release: str, into: Path, framework: Framework = VERL) -> Path:
-    """Unpack the release's pristine wheel into the folder ``into`` and return that folder, which holds the package."""
+    """Unpack the release's pristine wheel into ``into`` and return that folder, which contains the package."""
     return unpack(wheel(release, framework), into)
 
 

@@ -1,4 +1,4 @@
-"""The figure of a probe: the mismatch of every variant, and the effective sample size against response length."""
+"""Plot the figure of a probe: the mismatch of every variant, and the effective sample size against response length."""
 
 import textwrap
 from pathlib import Path

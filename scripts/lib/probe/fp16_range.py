@@ -43,7 +43,7 @@ class ModuleRange:
 
     @property
     def fits_if_kept(self) -> bool:
-        """Whether it fits if kept in fp32: input and output still pass through fp16, except the output of a head."""
+        """True if it fits when kept in fp32: input and output still pass through fp16, except the output of a head."""
         return (self.input if self.head else self.activation) <= LARGEST and not self.shared
 
 

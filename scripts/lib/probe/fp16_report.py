@@ -1,4 +1,4 @@
-"""The fp16 assessment of a model as text, tables and a figure."""
+"""Report the fp16 assessment of a model as text, tables and a figure."""
 
 import csv
 import io

@@ -35,7 +35,7 @@ POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Task:
-    """What all rollouts and trainers of a probe share.
+    """Model, prompts and settings that all rollouts and trainers of a probe share.
 
     Args:
         masters: the model in fp32.

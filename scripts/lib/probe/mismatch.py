@@ -1,4 +1,4 @@
-"""Statistics of the mismatch: the differences between trainer and rollout log-probabilities of the same tokens.
+"""Compute statistics of the mismatch between trainer and rollout log-probabilities of the same tokens.
 
 d is the trainer's minus the rollout's, as in verl's ``rollout_corr_helper.py``, so that exp(d) is the importance weight
 of a sampled token. Intervals are of 95 %, by bootstrap over prompts, since answers to one prompt are correlated.

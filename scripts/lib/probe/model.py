@@ -1,4 +1,4 @@
-"""A causal language model and the prompts that it answers, for the commands that measure a model before training."""
+"""Load the model and the prompts of the commands that measure a model before training."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ def load(path: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise Refused(f"MODEL={path}: has weights that are inf or NaN")
     if tokenizer.chat_template is None:
-        raise Refused(f"MODEL={path}: its tokenizer has no chat template, which verl formats prompts with")
+        raise Refused(f"MODEL={path}: its tokenizer has no chat template, which verl needs to format prompts")
     return model.eval(), tokenizer
 
 
@@ -77,7 +77,7 @@ def prompts(data: str, rows: int) -> list[list[dict]]:
 
     present = parquet_rows("DATA", Path(data), ["prompt"])
     if present < rows:
-        raise Refused(f"ROWS={rows}: {data} has {present}; ask for fewer or give more DATA")
+        raise Refused(f"ROWS={rows}: {data} has {present} rows; set fewer ROWS or give more DATA")
     return pyarrow.parquet.read_table(data, columns=["prompt"])["prompt"].slice(0, rows).to_pylist()
 
 
@@ -94,7 +94,7 @@ def check_positions(model: "PreTrainedModel", longest: int) -> None:
         Refused: it does not.
     """
     if longest >= (positions := model.config.max_position_embeddings):
-        raise Refused(f"DATA: a prompt has {longest} tokens, but the model takes {positions}; give shorter ones")
+        raise Refused(f"DATA: a prompt has {longest} tokens, but the model has {positions} positions; shorten it")
 
 
 def sample_answer(

@@ -1,4 +1,4 @@
-"""The arithmetic of a rollout, which samples answers, and of a trainer, which computes the log-probabilities again.
+"""Compute in the dtypes of a rollout, which samples answers, and of a trainer, which scores the same tokens.
 
 Both are HuggingFace models made from the same fp32 masters. On a CPU, autocast must round as on CUDA: the command calls
 ``recipes.cpu.host.autocast_as_cuda`` once.

@@ -1,4 +1,4 @@
-"""The options of ``scripts/probe.py``, parsed from ``NAME=VALUE`` words."""
+"""Parse the options of ``scripts/probe.py`` from ``NAME=VALUE`` words."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +13,13 @@ VARIABLES = {
     "DATA": "a parquet file of prompts in verl's schema, default the sanity task's for its own model",
     "PRECISION": "the regimes, default all: {precision}",
     "WIRE": "the dtypes in which weights are sent to the rollout, default all: fp32, bf16, fp16",
-    "HEAD": "which of the two computes its head in fp32, default all: none, both, trainer, rollout",
+    "HEAD": "which sides compute the head in fp32, default all: none, both, trainer, rollout",
     "ROWS": "number of prompts, default 32",
     "SAMPLES": "answers per prompt, default 8",
-    "LENGTH": "most tokens of an answer, default what the model's positions leave, and at most 1024",
-    "BACKEND": "what generates: hf, vllm; default hf",
+    "LENGTH": "most tokens of an answer, default as many as the model's positions allow, up to 1024",
+    "BACKEND": "the backend that generates: hf, vllm; default hf",
     "DEVICE": "default: a GPU where there is one: cpu, cuda",
-    "SEED": "of the answers, default 1; vLLM's still differ from run to run",
+    "SEED": "seed of the answers, default 1; vLLM's still differ from run to run",
     "OUT": "the folder of the report, default outputs/probe/MODEL-BACKEND",
 }
 WIRES = ["fp32", "bf16", "fp16"]

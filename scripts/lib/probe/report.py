@@ -1,4 +1,4 @@
-"""The report of a probe: Markdown, JSON and a figure in OUT, and the table on the screen."""
+"""Write the report of a probe: Markdown, JSON and a figure in OUT, and the table on the screen."""
 
 import dataclasses
 import importlib.metadata

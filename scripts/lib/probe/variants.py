@@ -1,4 +1,4 @@
-"""The pairs of trainer and rollout that a probe compares: a regime, the dtype of its weight sync, fp32 heads."""
+"""List the pairs of trainer and rollout that a probe compares: a regime, the dtype of its weight sync, fp32 heads."""
 
 import shlex
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The folder of a probe's log-probabilities, one line of JSON per prompt, from which an interrupted probe resumes.
+"""Store a probe's log-probabilities, one line of JSON per prompt, so that an interrupted probe can resume.
 
 ``ROLLOUT.jsonl`` contains a rollout's ``answers`` (token ids) and their ``log_probs``; ``TRAINER-on-ROLLOUT.jsonl`` the
 ``log_probs`` of the same tokens by a trainer. A line with ``overflow`` is the last one of its file.

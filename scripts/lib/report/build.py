@@ -37,7 +37,7 @@ def build_report(
     Args:
         threshold: the reward that the moving mean has to exceed.
         expected: labels that should have runs; those without are named.
-        nospeed: why no speed may be claimed for any run, as of a machine that others used too.
+        nospeed: why no speed may be claimed for any run, such as a machine that was shared.
 
     Raises:
         Refused: the runs have no step in common.
@@ -172,7 +172,7 @@ def rebuild(folder: Path, out: Path) -> Report:
     """Write the report of ``folder`` anew, from the runs that its ``report.json`` names.
 
     Raises:
-        Refused: ``folder`` contains no report, or see ``write_report``.
+        Refused: ``folder`` contains no report; as :func:`write_report`.
     """
     file = folder / SETTINGS
     if not file.is_file():

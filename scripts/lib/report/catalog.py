@@ -1,4 +1,4 @@
-"""What a report shows of a run: the series over the steps, and the outcomes that are computed from them."""
+"""List what a report shows of a run: the series over the steps, and the outcomes that are computed from them."""
 
 import math
 import re

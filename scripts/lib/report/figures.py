@@ -1,4 +1,4 @@
-"""The figures of a report: each series over the steps, and the outcomes of each run, as SVG and PNG."""
+"""Draw the figures of a report: each series over the steps, and the outcomes of each run, as SVG and PNG."""
 
 import io
 import math

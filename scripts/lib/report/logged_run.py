@@ -1,4 +1,4 @@
-"""A run as a report uses it, whatever logged it, and whether it counts as a run of its regime."""
+"""Represent a logged run in the same form for every logger, and check that it ran in its regime's dtypes."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -49,7 +49,7 @@ class LoggedRun:
 
     @property
     def finished(self) -> bool | None:
-        """Whether the run made all the steps that it was started for; None where that is not recorded."""
+        """Return whether the run made all the steps that it was started for; None where that is not recorded."""
         return bool(self.summary) if "steps" in self.run else None
 
     @property

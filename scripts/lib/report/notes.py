@@ -1,4 +1,4 @@
-"""Notes on a report's input: what is missing, cut off, doubtful, or different within a label."""
+"""Write notes on a report's input: missing, truncated and doubtful values, and differences within a label."""
 
 import json
 from collections import Counter

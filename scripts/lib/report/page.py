@@ -1,4 +1,4 @@
-"""The page of a report, ``index.html``, rendered from ``page.html.jinja``."""
+"""Render the page of a report, ``index.html``, from ``page.html.jinja``."""
 
 import json
 from pathlib import Path

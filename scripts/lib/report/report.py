@@ -1,4 +1,4 @@
-"""The content of a report: its runs, aligned by step, and their statistics."""
+"""Define the content of a report: its runs, aligned by step, and their statistics."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

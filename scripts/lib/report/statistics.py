@@ -1,4 +1,4 @@
-"""Statistics of a report: passing and collapse of a run, spread over seeds, and verdicts on two labels."""
+"""Compute the statistics of a report: passing and collapse of a run, spread over seeds, verdicts on two labels."""
 
 import math
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the seeds separate two labels in one outcome.
+    """Verdict on whether the seeds separate two labels in one outcome.
 
     Attributes:
         effect: mean of ``first`` minus mean of ``second``; with scale "log" the ratio of their geometric means.

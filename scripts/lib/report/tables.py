@@ -1,4 +1,4 @@
-"""The tables of a report: by label, by run, and of verdicts, as CSV, as Markdown, for the page and for the terminal."""
+"""Write the tables of a report, by label, by run and of verdicts, as CSV and Markdown, for page and terminal."""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -181,7 +181,7 @@ class VerdictRow:
 
     @property
     def separates(self) -> bool:
-        """Whether the outcome separates any two labels."""
+        """Return whether the outcome separates any two labels."""
         return any(each.holds for each in self.verdicts if each)
 
 

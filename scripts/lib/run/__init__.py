@@ -1,1 +1,1 @@
-"""One training run of verl: its job, its folder, its log, the cluster that it runs on, and sweeps of runs."""
+"""Start and watch training runs of verl: jobs, folders, logs, clusters and sweeps."""

@@ -1,4 +1,4 @@
-"""Check what a job needs before it starts: its data, a model that vLLM runs in the rollout's dtype, and disk space."""
+"""Check a job before it starts: its data, a model that vLLM runs in the rollout's dtype, and disk space."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
         Refused: STEPS is not set, a data file cannot be used, vLLM refuses the model, or there is no room for ``out``.
     """
     if config.trainer.total_training_steps is None:
-        raise Refused("STEPS: is not set, neither here nor in the experiment's file")
+        raise Refused("STEPS: is not set, neither on the command line nor in the experiment's file")
     columns = [config.data.prompt_key, config.data.reward_fn_key, "reward_model"]
     for name, key, least in (("TRAIN", "train_files", config.data.train_batch_size), ("VAL", "val_files", 1)):
         files = [config.data[key]] if isinstance(config.data[key], str) else config.data[key]
@@ -35,7 +35,9 @@ def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
             continue  # generated before the run starts
         rows = sum(parquet_rows(name, path, columns) for path in paths)
         if rows < least:
-            raise Refused(f"{name}={files[0]}: {rows} rows, but a batch has {least}; give more or a smaller batch")
+            raise Refused(
+                f"{name}={files[0]}: has {rows} rows, but a batch needs {least}; give more or a smaller batch"
+            )
     check_rollout(job, config)
     check_room(out)
 

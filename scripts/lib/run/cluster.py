@@ -1,4 +1,4 @@
-"""Admit a job to a running Ray cluster: enough nodes and GPUs, and every node proves what it runs.
+"""Admit a job to a running Ray cluster that has enough nodes and GPUs, all with the driver's code and dtypes.
 
 Each query runs in a process of its own, ``python -m lib.run.cluster_query``, which joins the cluster as ``main_ppo``
 will, with its environment and from its folder. So nothing of Ray stays behind in this process, and a lost head cannot
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def admit(
     job: Job, config: "DictConfig", out: Path, wait_s: float = 10, show: Callable[[str], None] = print
 ) -> dict[str, list[dict]]:
-    """Let the cluster ``job.cluster`` prove that it can train the job.
+    """Check that the cluster ``job.cluster`` can train the job.
 
     Args:
         config: the job's whole configuration (``job.compose``).
@@ -133,7 +133,7 @@ def query_cluster(
 
 
 def check_address(address: str) -> None:
-    """Check that something listens at the address of a cluster's GCS: Ray itself would go on trying for minutes.
+    """Check that something listens at the address of a cluster's GCS: Ray itself would keep trying for minutes.
 
     Raises:
         Refused: not an address that a process on a node can join, or nothing answers.

@@ -31,7 +31,7 @@ def node_name(node: Mapping[str, Any]) -> str:
 def missing_resources(
     free: Iterable[tuple[dict, Mapping[str, float]]], nnodes: int, gpus: int, cpus: int
 ) -> str | None:
-    """Return in words what is missing of ``nnodes`` nodes with so many GPUs and CPUs free each; None: nothing.
+    """Describe the resources that are missing for ``nnodes`` nodes with so many free GPUs and CPUs; None if none are.
 
     Args:
         free: the nodes that are alive, and their free resources.
@@ -47,7 +47,7 @@ def missing_resources(
     want = (
         f"trainer.nnodes={nnodes} trainer.n_gpus_per_node={gpus}: {nnodes} nodes with {gpus} GPUs and {cpus} CPUs free"
     )
-    return f"{want} are needed, {len(able)} of {len(nodes)} have that; {'; '.join(nodes)}"
+    return f"{want} are needed, but only {len(able)} of {len(nodes)} nodes qualify; {'; '.join(nodes)}"
 
 
 def wait_for_nodes(
@@ -110,7 +110,7 @@ def prove_nodes(nodes: list[tuple[dict, bool]], query: Mapping[str, Any], driver
         try:
             facts = ray.get(reference)
         except (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.RayTaskError) as error:
-            odd.append(f"node {name} cannot report what it runs: {str(error).strip().splitlines()[-1]}")
+            odd.append(f"node {name} cannot report its code and dtypes: {str(error).strip().splitlines()[-1]}")
             continue
         if different := difference(facts, driver):
             odd.append(f"node {name}: {different}")
@@ -165,7 +165,7 @@ def answer(address: str, request: Mapping[str, Any], show: Callable[[str], None]
             "accelerator_type:" in str(node["Resources"]) for node, _ in nodes
         ):
             show("DEVICE=cpu: the GPUs of these nodes will not be used")
-        show(f"asking {len(nodes)} nodes what they run")
+        show(f"checking the code and dtypes of {len(nodes)} nodes")
         try:
             return prove_nodes(nodes, request["query"], driver)
         except (NodeDiedError, TaskUnschedulableError, WorkerCrashedError) as error:

@@ -1,4 +1,4 @@
-"""Versions of the code that ``make compare`` puts side by side: patched trees (TREES) or this project's branches."""
+"""Prepare the versions of the code that ``make compare`` compares: patched trees (TREES) or this project's branches."""
 
 import importlib.util
 import io
@@ -54,7 +54,7 @@ def find_versions(values: Mapping[str, str]) -> list[CodeVersion]:
         Refused: one cannot be used.
     """
     if "TREES" in values and "BRANCHES" in values:
-        raise Refused("TREES, BRANCHES: give one of them; a branch brings its own verl")
+        raise Refused("TREES, BRANCHES: set only one; each branch has its own verl")
     if "TREES" in values:
         pairs = [word.partition("=")[::2] for word in shell_words("TREES", values["TREES"])]
         distinct("TREES", " ".join(name for name, _ in pairs))
@@ -73,7 +73,7 @@ def distinct(name: str, value: str) -> list[str]:
     """
     values = value.split()
     if repeated := [item for item in values if values.count(item) > 1]:
-        raise Refused(f"{name}={value}: has {repeated[0]} more than once")
+        raise Refused(f"{name}={value}: contains {repeated[0]} more than once")
     return values
 
 
@@ -85,7 +85,7 @@ def tree_version(name: str, folder: str) -> CodeVersion:
     """
     word = f"TREES={name}={folder}"
     if not folder or not NAME.fullmatch(name):
-        raise Refused(f"{word}: must be NAME=FOLDER; a name is letters, digits and . _ + - alone")
+        raise Refused(f"{word}: must be NAME=FOLDER; a name may contain letters, digits and . _ + -")
     try:
         root = find_target(Path(folder).expanduser().resolve(), VERL).root
         state = status(root)
@@ -109,7 +109,7 @@ def branch_commit(name: str) -> str:
     parsed = run_git("rev-parse", "--verify", "--quiet", f"refs/heads/{name}^{{commit}}", cwd=REPO)
     if parsed.returncode:
         known = run_git("for-each-ref", "--format=%(refname:short)", "refs/heads", cwd=REPO).stdout.decode()
-        raise Refused(f"BRANCHES={name}: no such branch here; there are {', '.join(known.split()) or 'none'}")
+        raise Refused(f"BRANCHES={name}: there is no such branch; there are {', '.join(known.split()) or 'none'}")
     checkouts = git("worktree", "list", "--porcelain", cwd=REPO).split("\n\n")
     for lines in map(str.splitlines, checkouts):
         if f"branch refs/heads/{name}" in lines:
@@ -131,8 +131,8 @@ def branch_version(name: str, commit: str) -> CodeVersion:
     """
     if b'"--check"' not in run_git("show", f"{commit}:scripts/run.py", cwd=REPO).stdout:
         raise Refused(
-            f"BRANCHES={name}: its scripts/run.py is older than --check, by which runs are checked before they start; "
-            "merge the branch that you compare from into it, or rebase it"
+            f"BRANCHES={name}: its scripts/run.py lacks the option --check, which checks runs before they start; "
+            "merge the current branch into it, or rebase it"
         )
     project = CACHE / "branches" / commit
     if not project.exists():

@@ -1,4 +1,4 @@
-"""Find evidence in the log of ``main_ppo`` that the run cannot go on: processes that died, requests without room."""
+"""Find evidence in the log of ``main_ppo`` that the run cannot continue: dead processes, unmet requests."""
 
 import re
 from collections.abc import Iterable
@@ -39,10 +39,10 @@ def is_class(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Death:
-    """Evidence that a job cannot go on.
+    """Evidence that a job cannot continue.
 
     Attributes:
-        cause: what happened, with the process where it is known.
+        cause: the event, with the process where it is known.
         certain: no step can complete any more. Otherwise a process ended that may have belonged to a task of Ray, which
             Ray tries again.
         line: of the log.
@@ -89,7 +89,7 @@ class DeathReader:
         if cause := next((cause for pattern, cause in FATAL.items() if re.match(pattern, text)), None):
             return Death(cause, True, short(line))
         if NO_ROOM.match(COLOUR.sub("", line)):
-            return Death("Ray has not the resources that verl requests", not self.shared_ray, short(line))
+            return Death("Ray lacks the resources that verl requests", not self.shared_ray, short(line))
         if died:
             address, pid = died.groups()
             name = self.name_of(address, pid)
@@ -111,7 +111,7 @@ class DeathReader:
 
 
 def lost_worker(lines: Iterable[str], nodes: Iterable[dict] = ()) -> str | None:
-    """Return in words the first worker whose process ended, as Ray reports it in a log; None: it reports none.
+    """Describe the first worker whose process ended, by Ray's report in a log; None if there is no report.
 
     Args:
         nodes: the facts of the cluster's nodes, for their names.

@@ -1,4 +1,4 @@
-"""The folder of one run: which one it is, whether a run may start or resume there, and its lock.
+"""Choose and lock the folder of a run, and check that the run may start or resume there.
 
 It contains ``run.json``, the settings and what the run took so far; ``metrics.jsonl``, verl's metrics, a step a line;
 ``train.log``, all output; ``checkpoints/``; and, of a finished run, ``summary.json`` and ``curves.png``.

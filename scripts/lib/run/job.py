@@ -1,4 +1,4 @@
-"""A run of verl's ``main_ppo``: the variables of ``make run`` as a ``Job``, and the overrides and command it becomes.
+"""Turn the variables of ``make run`` into a ``Job``, and that into the overrides and the command of ``main_ppo``.
 
 ``python -m lib.run.job [NAME=VALUE ...]`` refuses bad variables with the standard library of Python 3.10 alone:
 ``make`` and the launch scripts call it before they install or queue anything. ``--names`` prints the names of the
@@ -59,14 +59,14 @@ VARIABLES = {
     "RECIPE": "another objective than ALGO's, default none: {recipe}",
     "DEVICE": "default: a GPU where there is one: cpu, cuda",
     "STEPS": "training steps, default the experiment's (arithmetic: 26)",
-    "SEED": "of the order of the data and of sampling, default 1; vLLM's samples still differ from run to run",
+    "SEED": "seed of the data order and of sampling, default 1; vLLM's samples still differ from run to run",
     "MODEL": "a folder or a name on the Hugging Face Hub, default the experiment's",
     "TRAIN": "a parquet file in verl's schema, default the experiment's",
     "VAL": "the same for validation, default TRAIN's",
     "OUT": "the run's folder, default outputs/EXPERIMENT/ALGO-PRECISION-seedSEED (RECIPE where there is one), then …-2",
-    "RETRIES": "how often a run that lost a worker or a node resumes by itself, default 2 on a cluster, else 0",
+    "RETRIES": "number of automatic resumes after a lost worker or node, default 2 on a cluster, else 0",
     "ARGS": "further Hydra overrides of verl, e.g. ARGS='trainer.n_gpus_per_node=2 trainer.save_freq=5'",
-    "CARRY": "of make submit: whether the job brings patched verl and this checkout to the nodes: yes (default), no",
+    "CARRY": "for make submit: yes (default) copies patched verl and this checkout to the nodes, no does not",
 }
 
 
@@ -77,7 +77,7 @@ def usage() -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What to run. ``None`` leaves a value to the experiment's file."""
+    """Settings of a run. ``None`` leaves a value to the experiment's file."""
 
     experiment: str
     precision: str
@@ -234,14 +234,14 @@ def parse_job(words: list[str]) -> Job:
         carry=one_of(values, "CARRY", ["yes", "no"], "yes") == "yes",
     )
     if job.recipe and job.algo != "grpo":  # whose advantages the recipe would silently replace
-        raise Refused(f"ALGO={job.algo}: RECIPE={job.recipe} goes with grpo")
+        raise Refused(f"ALGO={job.algo}: RECIPE={job.recipe} requires grpo")
     if job.out:
         check_room(job.out)
     return job
 
 
 def compose(job: Job, out: Path) -> "DictConfig":
-    """Return the job's whole configuration, resolved, as ``main_ppo`` will see it.
+    """Return the job's whole configuration, resolved as by ``main_ppo``.
 
     Raises:
         Refused: an override does not fit verl's configuration.
@@ -263,7 +263,7 @@ def try_to_compose(job: Job, out: Path) -> "tuple[DictConfig, None] | tuple[None
 
 
 def culprit(job: Job, why: str, reasons: Callable[[list[Job]], Iterable[str | None]]) -> str:
-    """Return what a refusal is for: the last of the fewest first words of ARGS that are refused for the same reason.
+    """Return the word to blame for a refusal: the last word of the shortest prefix of ARGS that is refused likewise.
 
     Args:
         why: the reason for which ``job`` is refused.

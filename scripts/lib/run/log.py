@@ -1,4 +1,4 @@
-"""Read the log of ``main_ppo``: what its workers report of their precision, and the exceptions for which it failed.
+"""Read the log of ``main_ppo``: the precision that its workers report, and the exceptions that ended it.
 
 Ray writes the output of every process to this log, each line after ``(NAME pid=PID)``, so lines of several processes
 interleave. A traceback is read along the lines of its own process.

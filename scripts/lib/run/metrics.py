@@ -1,4 +1,4 @@
-"""verl's metrics of one run: their names, the rows of ``metrics.jsonl``, and sums over the steps.
+"""Read verl's metrics of one run: their names, the rows of ``metrics.jsonl``, and sums over the steps.
 
 verl's file logger overwrites its file when a run resumes. It writes ``verl.jsonl``, which :func:`merge_metrics` merges
 into ``metrics.jsonl``.

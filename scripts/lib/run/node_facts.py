@@ -1,4 +1,4 @@
-"""Report what a node of a Ray cluster would train with, and compare it with the driver's.
+"""Report the code and dtypes that a node of a Ray cluster would train with, and compare them with the driver's.
 
 Ray's tasks get ``node_facts`` by value: an unpatched node need not have this project.
 """
@@ -24,7 +24,7 @@ SAME_VERSIONS = ("python", "ray", "torch", "vllm", "transformers")
 
 
 def node_facts(query: Mapping[str, Any], device: str) -> dict:
-    """Return what this process would train with.
+    """Return the code and dtypes that this process would train with.
 
     Args:
         query: ``engines``, the settings of each role's engine, ``rollout``, its dtype, and ``paths`` to look for.
@@ -81,7 +81,7 @@ def effective_dtypes(root: Path, engines: Mapping[str, Mapping], device: str) ->
 
 
 def difference(node: Mapping[str, Any], driver: Mapping[str, Any]) -> str | None:
-    """Return in words what keeps a node from training with the driver; None: nothing."""
+    """Describe the difference that keeps a node from training with the driver; None if there is none."""
     if node["verl"] != driver["verl"]:
         return f"has {'verl ' + node['verl'] if node['verl'] else 'no verl'}, the driver {driver['verl']}"
     if not node["stack"]:
@@ -98,7 +98,7 @@ def difference(node: Mapping[str, Any], driver: Mapping[str, Any]) -> str | None
         if node["dtypes"][role] != dtypes:
             return f"resolves the {role}'s config to {node['dtypes'][role]}, the driver to {dtypes}"
     if node["unseen"]:
-        return f"does not see {node['unseen'][0]}: OUT, the model and the data must be on a disk that all nodes share"
+        return f"cannot access {node['unseen'][0]}: OUT, the model and the data must be on storage that all nodes share"
     return None
 
 
@@ -109,7 +109,7 @@ def refuse_driver(driver: Mapping[str, Any]) -> None:
         Refused: there is none, or it is not patched, edited since, or has another version of the stack.
     """
     if not driver["verl"]:
-        raise Refused("the driver has no verl")
+        raise Refused("verl is not installed in the driver's environment")
     advice = f"make status VERL={driver['root']} reports more"
     if not driver["stack"]:
         raise Refused(f"the driver's verl {driver['verl']} is not patched; {advice}")

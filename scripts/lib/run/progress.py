@@ -27,16 +27,16 @@ START_UP = {  # markers in verl's log, and what starts after each
     "all initialize finished": "the first step",
 }
 HEARTBEAT_S = 20
-# How long main_ppo may go on after a death that may be of no consequence: at least, and in lengths of the longest step.
+# How long main_ppo may continue after a death that may be harmless: at least, and in lengths of the longest step.
 LINGERS_S, LINGERS = 600, 3
 
 
 class RunProgress:
-    """Prints what the user sees of a run.
+    """Print the progress of a run: start-up phases, then a line a step.
 
     Attributes:
         shown: steps shown since ``begin``.
-        patience: seconds without a further step after which a death that may be of no consequence ends the run.
+        patience: seconds without a further step after which a possibly harmless death ends the run.
     """
 
     def __init__(self, out: Path, steps: int):
@@ -44,13 +44,13 @@ class RunProgress:
         self.started = time.monotonic()
 
     def begin(self, earlier: list[dict]) -> None:
-        """Start showing an attempt that goes on after the steps whose metrics are ``earlier``."""
+        """Start showing an attempt that continues after the steps whose metrics are ``earlier``."""
         self.earlier, self.shown, self.size, self.patience = earlier, 0, 0, LINGERS_S
         self.start_phase("Python and verl")
 
     @property
     def finished(self) -> bool:
-        """Whether the last step was completed."""
+        """Return whether the last step was completed."""
         return len(self.earlier) + self.shown >= self.steps
 
     def elapsed(self) -> float:

@@ -1,6 +1,6 @@
 """Check a run before it starts: all that ``scripts/run.py`` checks on this machine, for one run or for several.
 
-What takes longest, verl's own validation, comes last. Nothing is written.
+The slowest check, verl's own validation, comes last. Nothing is written.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Summarize a finished run: the content of ``summary.json``, and the same as a table for the terminal."""
+"""Summarize a finished run as the content of ``summary.json`` and as a table for the terminal."""
 
 import importlib.util
 import sys

@@ -36,7 +36,7 @@ VARIABLES = RUN_VARIABLES | {
     "ALGO": "the objectives, default grpo: a report each",
     "SEED": "the seeds, default 1",
     "OUT": "the folder of all runs and reports, default outputs/compare/EXPERIMENT",
-    "TREES": "patched verls to compare, each a folder that holds verl/: TREES='old=/path/to/verl new=/other/verl'",
+    "TREES": "patched verls to compare, each a folder that contains verl/: TREES='old=/path/to/verl new=/other/verl'",
     "BRANCHES": "branches of this project to compare, each on its own patched verl: BRANCHES='main mine'",
 }
 TAIL = 4  # lines of a run that failed which are shown
@@ -226,7 +226,7 @@ def run_one(run: SweepRun, progress: SweepProgress) -> tuple[int, deque[str]]:
 
 
 def run_sweep(plan: SweepPlan) -> SweepOutcome:
-    """Do the planned runs that are not finished, until all are done or the sweep is interrupted."""
+    """Start the planned runs that are not finished, until all are done or the sweep is interrupted."""
     interrupt_on_signals()
     progress, failed, interrupted = SweepProgress(plan), [], False
     total = len(plan.runs)

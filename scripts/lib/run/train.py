@@ -1,4 +1,4 @@
-"""Train: run ``main_ppo`` to its end, end it where it cannot go on, and resume it where a worker or a node was lost."""
+"""Run ``main_ppo`` to its end, end it if it cannot continue, and resume it after the loss of a worker or a node."""
 
 import os
 import time
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 POLL_S, MEASURE_S = 0.5, 5
 TAIL = 2000  # last lines of the log in which a failure is looked for
-DEAD_S = 20  # how long main_ppo may go on after a certain death: verl asks a dead rollout server for ever
-REJOIN_S = 1800  # how long to wait for nodes in the place of lost ones
+DEAD_S = 20  # how long main_ppo may continue after a certain death: verl queries a dead rollout server for ever
+REJOIN_S = 1800  # how long to wait for nodes that replace lost ones
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
 
 
@@ -116,7 +116,7 @@ def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgres
     progress.begin(earlier)
 
     def note(peak: float) -> None:
-        """Write what the run took so far: this process itself may be killed."""
+        """Write the time and memory used so far, since this process itself may be killed."""
         record["wall_s"] = spent + progress.elapsed()
         if not job.cluster:  # whose nodes have processes that cannot be measured from here
             record["peak_memory_gib"] = max(peak_gib or 0.0, peak)
@@ -128,7 +128,7 @@ def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgres
 
 
 def find_loss(job: Job, out: Path, record: dict, lines: list[str]) -> str | None:
-    """Return in words the nodes or the worker that a run lost; None: it failed by itself.
+    """Describe the nodes or the worker that a run lost; None if it failed by itself.
 
     Args:
         lines: the last lines of its log.
@@ -158,7 +158,7 @@ def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) 
         if result["code"] == 0 and reached >= steps:
             return 0, result["reports"]
         saved = checkpoint_step(out)
-        again = f"the same command {f'resumes after step {saved}' if saved else 'starts again'}"
+        again = f"the same command {f'resumes after step {saved}' if saved else 'starts from the beginning'}"
         try:
             if result["code"] is None:
                 raise KeyboardInterrupt
@@ -172,7 +172,7 @@ def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) 
                 return 1, []
             progress.print(f"lost {loss} after step {reached} of {steps}")
             if not left:
-                raise Refused(f"RETRIES={job.retries}: none is left")
+                raise Refused(f"RETRIES={job.retries}: no retry is left")
             if job.cluster:
                 record |= cluster.admit(job, config, out, wait_s=REJOIN_S, show=progress.print)
         except Refused as refusal:

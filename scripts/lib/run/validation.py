@@ -57,7 +57,7 @@ def platform_variables(job: Job) -> dict[str, str]:
 
 
 def refusal(config: "DictConfig") -> str | None:
-    """Return in one line what ``main_ppo`` would refuse of ``config``; ``None`` if it would train.
+    """Return in one line why ``main_ppo`` would refuse ``config``; ``None`` if it would train.
 
     The critic is not checked: its model may not be generated yet.
     """

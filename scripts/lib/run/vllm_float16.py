@@ -102,8 +102,8 @@ def ways_out(override: str = "", regime: str = "+precision=", key: str = ROLLOUT
     """Return the settings to choose from where vLLM refuses float16, with their costs.
 
     Args:
-        override: what stands before an override of verl in the command that is advised, ``ARGS=`` for make.
-        regime: the same before the name of a regime, which is advised for the rollout alone.
+        override: prefix of an override of verl in the suggested command, ``ARGS=`` for make.
+        regime: prefix of the name of a regime, which is suggested for the rollout alone.
         key: the dtype key of the server.
     """
     ways = f"give {override}{key}=bfloat16 ({BF16_COST}) or {override}{key}=float32 ({FP32_COST})"

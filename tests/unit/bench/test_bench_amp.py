@@ -186,10 +186,10 @@ def test_peak_memory_is_of_tensors_alive_at_once():
         (["--repeats", "4"], "repeats=4 must be at least 5"),
         (["--only", "mlp,nlp"], "only=mlp,nlp must be of mlp,transformer,world_model,evolution,ppo"),
         (["--size", "huge"], "size=huge must be small, cpu or cuda"),
-        (["--size", "small"], "size=small must go with --out: docs/results is for size "),
-        (["--out", __file__], "test_bench_amp.py must be a folder"),
+        (["--size", "small"], "size=small requires --out: docs/results is for size="),
+        (["--out", __file__], "test_bench_amp.py must be a writable folder"),
         (["--device", "tpu"], "device=tpu must be auto, cpu or cuda"),
-        (["--repeat", "5"], "--repeat is unknown; near it: --repeats"),
+        (["--repeat", "5"], "--repeat is not an option; did you mean --repeats?"),
     ],
 )
 def test_invalid_words_are_refused_in_one_line(words, message, capsys):

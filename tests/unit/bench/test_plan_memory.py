@@ -341,7 +341,7 @@ def test_plan_follows_the_configuration():
         (["PRECISION=fp16 fp8"], "PRECISION=fp8: must be one of "),
         (["MEMORY=0"], "MEMORY=0: must be a whole number of at least 1"),
         (["LENGTH=long"], "LENGTH=long: must be a whole number of at least 1"),
-        (["GPUS=8"], "GPUS: is not a variable of this command; they are EXPERIMENT, "),
+        (["GPUS=8"], "GPUS: is not a variable of this command; the variables are EXPERIMENT, "),
         (["MODEL=Some/Model"], "MODEL=Some/Model: give a folder with its config.json, or one of Qwen/"),
         (["ARGS=trainer.nodes=2"], "ARGS=trainer.nodes=2: Could not override 'trainer.nodes'."),
         (["ARGS=actor_rollout_ref.model.lora_rank=32"], "actor_rollout_ref.model.lora_rank=32: plan-memory supports 0"),
@@ -351,7 +351,7 @@ def test_plan_follows_the_configuration():
         ),
         (
             ["ARGS=actor_rollout_ref.rollout.tensor_model_parallel_size=3"],
-            "actor_rollout_ref.rollout.tensor_model_parallel_size=3: does not divide 16 GPUs",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=3: must divide the 16 GPUs",
         ),
         (
             ["ALGO=ppo", "ARGS=critic.fsdp.reshard_after_forward=false"],
@@ -368,7 +368,7 @@ def test_plan_follows_the_configuration():
         (["ARGS=trainer.nnodes=0"], "trainer.nnodes=0: must be at least 1"),
         (
             ["ARGS=actor_rollout_ref.actor.fsdp_config.fsdp_size=3"],
-            "actor_rollout_ref.actor.fsdp_config.fsdp_size=3: does not divide 16 GPUs",
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size=3: must divide the 16 GPUs",
         ),
         (
             ["ARGS=actor_rollout_ref.rollout.gpu_memory_utilization=1.5"],
@@ -376,7 +376,7 @@ def test_plan_follows_the_configuration():
         ),
         (
             ["EXPERIMENT=dense_32b", "ARGS=actor_rollout_ref.rollout.gpu_memory_utilization=0.1"],
-            "actor_rollout_ref.rollout.gpu_memory_utilization=0.1: 8.0 GiB are too few for 15.3 of weights and a KV ",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.1: 8.0 GiB are too few for 15.3 GiB of weights",
         ),
     ],
 )

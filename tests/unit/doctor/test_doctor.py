@@ -181,7 +181,7 @@ def test_param_dtype_reaches_one_half_of_legacy_workers(release: str, examine: E
     else:
         assert diagnosis.verdict == "differ" and diagnosis.scaler["actor"] is None
         texts = " ".join(finding.effect for finding in diagnosis.findings if finding.key == word)
-        assert "reaches one half" in texts and "without a loss scaler" in texts
+        assert "reaches only one half" in texts and "without a loss scaler" in texts
     assert examine(release, "patched", f"+{word}=fp16", f"{ROLLOUT}.dtype=float16").verdict == "agree"
 
 
@@ -219,7 +219,9 @@ def test_critic_param_dtype_reaches_one_half_of_legacy_workers(release: str, exa
     word = "critic.model.fsdp_config.mixed_precision.param_dtype"
     diagnosis = examine(release, "unpatched", f"+{word}=fp16")
     assert dtypes(diagnosis, "critic.compute", "critic.autocast") == ["float16", "bfloat16"]
-    assert diagnosis.verdict == "ignored" and "reaches one half" in effects(diagnosis)[word] + str(diagnosis.findings)
+    assert diagnosis.verdict == "ignored" and "reaches only one half" in effects(diagnosis)[word] + str(
+        diagnosis.findings
+    )
 
 
 @pytest.mark.parametrize("release", SOME)

@@ -54,20 +54,23 @@ ON_CLUSTER = {"RAY_ADDRESS": "http://127.0.0.1:9", "OUT": "/tmp/flowrl"}
     [
         ({"NNODES": "0"}, "flowrl_7b: NNODES=0: must be a whole number of at least 1"),
         ({"GPUS_PER_NODE": "all"}, "flowrl_7b: GPUS_PER_NODE=all: must be a whole number of at least 1"),
-        ({"DATA": "/no/data"}, "flowrl_7b: DATA=/no/data: has no train.parquet; make dapo-math writes data/dapo-math"),
-        ({"NNODES": "2"}, "flowrl_7b: NNODES=2: RAY_ADDRESS is needed, the dashboard of a running Ray cluster"),
+        (
+            {"DATA": "/no/data"},
+            "flowrl_7b: DATA=/no/data: contains no train.parquet; make dapo-math writes data/dapo-math",
+        ),
+        ({"NNODES": "2"}, "flowrl_7b: NNODES=2: requires RAY_ADDRESS, the dashboard of a running Ray cluster"),
         ({"PRECISION": "fp61"}, "run: PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer, fp16, fp32"),
         ({"RECIPE": "flow"}, "run: RECIPE=flow: must be one of flowrl, flowrl_paper"),
-        ({"MODEL": "/no/model"}, "run: MODEL=/no/model: no config.json there"),
+        ({"MODEL": "/no/model"}, "run: MODEL=/no/model: contains no config.json"),
         (
             {"RAY_ADDRESS": "http://head:8265"},
-            "flowrl_7b: OUT: is not set; on a cluster it is an absolute path that every",
+            "flowrl_7b: OUT: is not set; on a cluster it must be an absolute path on storage",
         ),
         (ON_CLUSTER | {"CARRY": "maybe"}, "submit: CARRY=maybe: must be one of yes, no"),
         (ON_CLUSTER, "submit: RAY_ADDRESS=http://127.0.0.1:9: no Ray cluster answers there"),
         (
             ON_CLUSTER | {"RAY_ADDRESS": "auto"},
-            "submit: RAY_ADDRESS=auto: must be the cluster's dashboard, like http://",
+            "submit: RAY_ADDRESS=auto: must be the URL of the cluster's dashboard, like http://",
         ),
     ],
 )
@@ -255,26 +258,26 @@ def test_script_takes_the_first_python_that_fits(name, machine):
 
 IMAGE = {"IMAGE": "registry/verl-precision:0.9.1"}
 REFUSED = [
-    ("slurm", [], {"NNODES": ""}, "slurm: NNODES: is not set; how many nodes of GPUS_PER_NODE=8 GPUs?"),
+    ("slurm", [], {"NNODES": ""}, "slurm: NNODES: is not set; give the number of nodes with GPUS_PER_NODE=8 GPUs"),
     ("slurm", [], {"NNODES": "0"}, "slurm: NNODES=0: must be a whole number of at least 1"),
     ("slurm", [], {"GPUS_PER_NODE": "all"}, "slurm: GPUS_PER_NODE=all: must be a whole number of at least 1"),
     ("slurm", [], {"PORT": "ray"}, "slurm: PORT=ray: must be a whole number of at least 1"),
-    ("slurm", [], {"PORT": "12000"}, "slurm: PORT=12000: must be a port from 1024 to 65535, but for Ray's workers'"),
+    ("slurm", [], {"PORT": "12000"}, "slurm: PORT=12000: must be a port from 1024 to 65535, but not from 10002"),
     ("slurm", [], {"REQUEUES": "many"}, "slurm: REQUEUES=many: must be a whole number of at least 0"),
     ("slurm", [], {"CPUS_PER_NODE": "half"}, "slurm: CPUS_PER_NODE=half: must be a whole number of at least 1"),
-    ("slurm", [], {"OUT": "runs/1"}, "slurm: OUT=runs/1: must be an absolute path, on storage that every node sees"),
+    ("slurm", [], {"OUT": "runs/1"}, "slurm: OUT=runs/1: must be an absolute path on storage that all nodes share"),
     ("slurm", [], {"EXPERIMENT": "gsm8k_8gpu"}, "slurm: TRAIN: is not set; EXPERIMENT=gsm8k_8gpu needs a parquet file"),
     ("slurm", [], {"VENV": "/no/venv"}, "slurm: VENV=/no/venv: has no bin/ray; make setup DEVICE=cuda makes"),
     ("slurm", [], {"TRAIN": "/no.parquet"}, "run: TRAIN=/no.parquet: is not a readable parquet file"),
-    ("slurm", ["--dryrun"], {}, "slurm: --dryrun: takes --dry-run, then Hydra overrides (key=value)"),
-    ("slurm", ["trainer.save_freq"], {}, "slurm: trainer.save_freq: takes --dry-run, then Hydra overrides (key=value)"),
+    ("slurm", ["--dryrun"], {}, "slurm: --dryrun: must be --dry-run, in the first place, or a Hydra override"),
+    ("slurm", ["trainer.save_freq"], {}, "slurm: trainer.save_freq: must be --dry-run, in the first place, or a Hydra"),
     ("kuberay", [], {}, "kuberay: IMAGE: is not set; build one with configs/launch/Dockerfile and push it"),
     ("kuberay", [], IMAGE | {"BACKOFF": "-1"}, "kuberay: BACKOFF=-1: must be a whole number of at least 0"),
     (
         "kuberay",
         [],
         IMAGE | {"OUT": "/tmp/out"},
-        "kuberay: OUT=/tmp/out: must lie under /shared, which every node sees",
+        "kuberay: OUT=/tmp/out: must lie under /shared, which all nodes share",
     ),
     (
         "kuberay",
@@ -285,9 +288,9 @@ REFUSED = [
     ("kuberay", [], IMAGE | {"PYTHON": "python9"}, "kuberay: PYTHON=python9: must be Python 3.10 or later"),
     ("kuberay", [], IMAGE | {"PYTHON": "false"}, "kuberay: PYTHON=false: must be Python 3.10 or later"),
     ("kuberay", [], IMAGE | {"PRECISION": "fp61"}, "run: PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer"),
-    ("kuberay", [], IMAGE | {"RECIPE": "flowrl", "ALGO": "ppo"}, "run: ALGO=ppo: RECIPE=flowrl goes with grpo"),
+    ("kuberay", [], IMAGE | {"RECIPE": "flowrl", "ALGO": "ppo"}, "run: ALGO=ppo: RECIPE=flowrl requires grpo"),
     ("sky", [], {}, "sky: IMAGE: is not set; build one with configs/launch/Dockerfile and push it"),
-    ("sky", [], IMAGE | {"OUT": "/tmp/out"}, "sky: OUT=/tmp/out: must lie under /shared, which every node sees"),
+    ("sky", [], IMAGE | {"OUT": "/tmp/out"}, "sky: OUT=/tmp/out: must lie under /shared, which all nodes share"),
     (
         "sky",
         [],
@@ -396,8 +399,8 @@ IN_JOB = KNOBS | {"IN_JOB": "yes", "SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "nod
 @pytest.mark.parametrize(
     ("body", "count", "code", "message"),
     [
-        ("exit 75", 0, 0, "slurm: the cluster was lost: back into the queue, to resume from OUT="),
-        ("exit 75", 20, 1, "slurm: the cluster was lost, and REQUEUES=20 are used up; the same OUT="),
+        ("exit 75", 0, 0, "slurm: the cluster was lost: requeued, to resume from OUT="),
+        ("exit 75", 20, 1, "slurm: the cluster was lost, and all REQUEUES=20 are used up; a run with the same OUT="),
         ("exit 1", 0, 1, ""),
         ("exit 130", 0, 130, ""),
         ("exit 0", 0, 1, "slurm: Ray did not start on node1; see above"),
@@ -425,7 +428,7 @@ def test_slurm_requeues_before_the_time_limit(slurm, tmp_path):
         assert job.stdout.readline() == "started\n"
         job.send_signal(signal.SIGUSR1)  # as sbatch --signal=B:USR1@120 does, only to the batch shell
         assert job.wait(timeout=30) == 0
-        assert job.stdout.readline().startswith("slurm: the time limit is near: back into the queue")
+        assert job.stdout.readline().startswith("slurm: the time limit is near: requeued, to resume")
         assert slurm.words("scontrol") == ["requeue", "7"]
     finally:
         os.killpg(job.pid, signal.SIGKILL)

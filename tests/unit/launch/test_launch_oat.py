@@ -67,8 +67,8 @@ def arguments(command: str) -> list[str]:
         ({"ALGO": "ppo"}, "ALGO=ppo: must be one of grpo, dr_grpo, tis, mis, pg_is"),
         ({"SEED": "one"}, "SEED=one: must be a whole number"),
         ({"SEED": "1 01"}, "SEED=01: must be a whole number"),
-        ({"SEED": " "}, "PRECISION=fp16 ALGO=dr_grpo SEED= : must have a value each"),
-        ({"SEED": "1 2 1"}, "dr_grpo-fp16-seed1: is asked for twice"),
+        ({"SEED": " "}, "PRECISION=fp16 ALGO=dr_grpo SEED= : must each have a value"),
+        ({"SEED": "1 2 1"}, "dr_grpo-fp16-seed1: is requested twice"),
         ({"GPUS": "0"}, "GPUS=0: must be a whole number of at least 1"),
         ({"GPUS": "2.5"}, "GPUS=2.5: must be a whole number of at least 1"),
         ({"GPUS": "6"}, "GPUS=6: must divide the 64 prompts of a round"),
@@ -78,9 +78,9 @@ def arguments(command: str) -> list[str]:
         ({"TEST_SPLIT": "test,aime"}, f"EVAL={{data}}: has no split aime {WRITTEN}"),
         ({"TEST_SPLIT": "unanswered"}, "EVAL={data}: its split unanswered has no column answer"),
         ({"TEMPLATE": "llama3"}, "TEMPLATE=llama3: OAT 0.2.4 has qwen_math, r1, no, r1_distill_qwen, qwen3"),
-        ({"MODEL": "/no/model"}, "MODEL=/no/model: no config.json there"),
+        ({"MODEL": "/no/model"}, "MODEL=/no/model: contains no config.json"),
         ({"PYTHON": "/no/python"}, "PYTHON=/no/python: must be Python 3.10 or later"),
-        ({"OAT_PYTHON": "/no/python"}, "OAT_PYTHON=/no/python: has no OAT; name the Python that has it"),
+        ({"OAT_PYTHON": "/no/python"}, "OAT_PYTHON=/no/python: has no OAT; give a Python that has it"),
     ],
 )
 def test_refused_in_one_line_before_anything_starts(oats, data, tmp_path, knobs, refusal):
@@ -99,15 +99,15 @@ def test_refused_in_one_line_before_anything_starts(oats, data, tmp_path, knobs,
         (["--eval_steps", "32"], "--eval_steps: set EVAL_STEPS"),
         (["--wb-run-name", "x"], "--wb-run-name: set OUT; a run is named by ALGO, PRECISION and SEED"),
         (["--save_path", "x"], "--save_path: set OUT; a run is named by ALGO, PRECISION and SEED"),
-        (["--use-wb", "--dry-run"], "--dry-run: must come first, as --dry-run"),
-        (["--dry_run"], "--dry_run: must come first, as --dry-run"),
-        (["--help"], "--help: the knobs stand on top of the script; docs/oat.md has the rest"),
+        (["--use-wb", "--dry-run"], "--dry-run: must be --dry-run, as the first argument"),
+        (["--dry_run"], "--dry_run: must be --dry-run, as the first argument"),
+        (["--help"], "--help: the knobs are listed at the top of the script; docs/oat.md describes"),
         (["--use-wb", "--critic_type", "grpo"], "--critic_type: set ALGO"),
         (["--no-reinforce-update"], "--no-reinforce-update: set ALGO"),
         (["--rollout_rs=None"], "--rollout_rs=None: set ALGO"),
         (["--gpus", "4"], "--gpus: set GPUS"),
         (["--num_prompt_epoch", "9"], "--num_prompt_epoch: set EPOCHS"),
-        (["trainer.save_freq=3"], "trainer.save_freq=3: takes --dry-run, then arguments of OAT's, as --use-wb"),
+        (["trainer.save_freq=3"], "trainer.save_freq=3: must be --dry-run, in the first place, or an argument of OAT"),
     ],
 )
 def test_settings_in_the_name_of_a_run_cannot_be_overridden(oats, data, tmp_path, words, refusal):
@@ -129,7 +129,7 @@ def test_unpatched_oat_is_refused(oats, data, tmp_path):
     (tmp_path / "nothing/oat").mkdir(parents=True)
     for folder in (tmp_path, tmp_path / "nothing"):
         done = launch(folder, data, OUT=tmp_path / "out")
-        message = f"oat_sanity: OAT_PYTHON={sys.executable}: has no OAT; name the Python that has it\n"
+        message = f"oat_sanity: OAT_PYTHON={sys.executable}: has no OAT; give a Python that has it\n"
         assert (done.returncode, done.stderr) == (1, message)
 
 
@@ -138,7 +138,7 @@ def test_existing_run_is_refused_before_any_starts(oats, data, tmp_path):
     there.mkdir()
     knobs = {"OUT": tmp_path, "ALGO": "grpo tis", "PRECISION": "fp16 bf16", "SEED": "1 2"}
     done = launch(oats["patched"], data, "--dry-run", **knobs)
-    message = f"oat_sanity: OUT={tmp_path}: contains {there} already; another OUT, or leave tis-bf16-seed2 out\n"
+    message = f"oat_sanity: OUT={tmp_path}: contains {there} already; choose another OUT, or leave out tis-bf16-seed2\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
     assert launch(oats["patched"], data, "--dry-run", **knobs | {"SEED": "1 3"}).returncode == 0
 
@@ -243,7 +243,7 @@ for round in $rounds; do echo "{{\\"step\\": $round, \\"data\\": {{}}}}" >> "$fo
     knobs = {"PRECISION": "bf16 fp16", "ALGO": "grpo mis", "OAT_PYTHON": oat, "OUT": tmp_path / "out"}
     done = launch(oats["patched"], data, "--use-wb", "--learning_rate", "2e-6", **knobs)
     assert done.returncode == 1
-    assert done.stderr == "oat_sanity: did not come to their end: grpo-fp16-seed1 mis-fp16-seed1\n"
+    assert done.stderr == "oat_sanity: these runs failed: grpo-fp16-seed1 mis-fp16-seed1\n"
     names = ["grpo-bf16-seed1", "grpo-fp16-seed1", "mis-bf16-seed1", "mis-fp16-seed1"]
     assert done.stdout.splitlines() == [f"oat_sanity: {name}" for name in names]
     given = (tmp_path / "given").read_text().splitlines()

@@ -44,7 +44,7 @@ def test_unapply_restores_the_wheel(tiny: Path, pristine: Path, patched: Path):
     subprocess.run([sys.executable, "-m", "compileall", "-q", *(patched / path for path in (MODULE, PART))], check=True)
     done = patchset(tiny, "unapply", patched)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "3 files restored, 3 removed" in done.stdout
+    assert "3 files restored, 3 deleted" in done.stdout
     assert contents(patched) == contents(pristine)
     for path in (ENGINE, CONFIG, PROTOCOL):
         old, new = (pristine / path).stat(), (patched / path).stat()
@@ -81,7 +81,7 @@ def test_apply_upgrades_an_older_stack(project: Path, pristine: Path, patched: P
     export(tree, project)
     assert status(patched, project).state == "outdated"
     done = patchset(project, "apply", patched)
-    assert done.returncode == 0 and "taken off first" in done.stdout
+    assert done.returncode == 0 and "removed first" in done.stdout
     fresh = shutil.copytree(pristine, tmp_path / "fresh")
     apply(fresh, project)
     assert contents(patched) == contents(fresh)

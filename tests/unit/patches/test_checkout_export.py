@@ -94,7 +94,7 @@ def test_incomplete_header_is_refused(project: Path, tree: Path):
         message("[fsdp] wip: read"): "'[fsdp] wip: read' needs a subject like",
         message("[fsdp] feat: read", Origin=None, Forwarded=None): "lacks the trailer Origin and Forwarded",
         message("[fsdp] feat: read", Reason="none"): "Reason: none; allowed: backport, pending, local",
-        message("[fsdp] fix: read the configured dtype"): "two commits would both be fsdp-read-the-configured-dtype",
+        message("[fsdp] fix: read the configured dtype"): "both become fsdp-read-the-configured-dtype",
         message("[fsdp] feat: read").replace("It exists", "---\nIt exists"): "lacks the trailer Reason",
     }.items():
         git("commit", "--amend", "-m", text, cwd=tree)

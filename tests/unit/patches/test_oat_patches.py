@@ -88,7 +88,7 @@ def test_unapply_restores_what_apply_changed(both: Path, wheel_of_oat: Path, tar
     assert (found["framework"], found["release"], found["state"]) == ("oat", RELEASE, "patched")
     assert "nothing to do" in patchset(both, "apply", "--framework", "oat", target).stdout
     done = patchset(both, "unapply", target)
-    assert done.stdout == f"oat 0.2.3: stack {own.id} taken off, 2 files restored, 1 removed\n"
+    assert done.stdout == f"oat 0.2.3: stack {own.id} removed, 2 files restored, 1 deleted\n"
     assert contents(target) == contents(wheel_of_oat)
 
 
@@ -170,7 +170,7 @@ def test_stack_of_another_project_version_is_named(project: Path, wheel_of_oat: 
     (project / "patches/oat/versions.toml").write_text(text[text.index('["0.2.4"]') :])
     line = refused(project, "apply", patched, unchanged=patched)
     assert "patched by another version of this project, for oat 0.2.3, stack " in line
-    assert f"make unapply-patches OAT={patched} takes that off" in line
+    assert f"make unapply-patches OAT={patched} removes that" in line
     assert patchset(project, "unapply", patched).returncode == 0
     assert contents(patched) == contents(wheel_of_oat)
 
@@ -218,7 +218,7 @@ def test_command_killed_at_any_change_can_be_repaired(both: Path, wheel_of_oat: 
         (("status", "empty"), "empty contains no verl/__init__.py or oat/__init__.py; give a checkout of verl or oat"),
         (("status", "missing"), "missing is not a folder; give a checkout of verl or oat, an"),
         (("port", "--framework", "oat", "0.2.3", "empty", "tree"), "empty contains no oat/__init__.py"),
-        (("port", "--framework", "oat", "0.2.4", "0.2.3", "tree"), "oat 0.2.4 has no patches to carry"),
+        (("port", "--framework", "oat", "0.2.4", "0.2.3", "tree"), "oat 0.2.4 has no patches to port"),
         (("port", "--framework", "oat", "0.2.3", "target", "tree"), "target is oat 0.2.3 itself"),
     ],
 )
@@ -283,7 +283,7 @@ def test_commit_is_named_by_its_version(both: Path, tmp_path: Path):
     commit = unpacked_wheel(NEWER, tmp_path / "commit", OAT)
     (commit / "oat/later.py").write_text("")
     done = patchset(both, "port", "--framework", "oat", RELEASE, commit, tmp_path / "tree")
-    assert done.returncode == 0 and "is no release, so they cannot be exported" in done.stdout
+    assert done.returncode == 0 and "is not a release, so they cannot be exported" in done.stdout
     assert git("tag", cwd=tmp_path / "tree").startswith("base/0.2.4+")
 
 
@@ -321,7 +321,7 @@ def test_port_adds_a_new_release_to_versions_toml(project: Path, tmp_path: Path)
             archive.write(path, path.relative_to(newer))
         archive.writestr("oat/new.py", "")
     done = patchset(project, "port", "--framework", "oat", RELEASE, "0.2.5", tmp_path / "tree")
-    assert done.returncode == 0 and 'family, dependencies and features as 0.2.3 has them:\n["0.2.5"]' in done.stdout
+    assert done.returncode == 0 and 'with the family, dependencies and features of 0.2.3:\n["0.2.5"]' in done.stdout
     assert find_release("0.2.5", project, OAT).wheel_sha256 == sha256(made)
     assert patchset(project, "export", tmp_path / "tree").returncode == 0
     assert patchset(project, "check", "--framework", "oat", "--release", "0.2.5").returncode == 0

@@ -152,7 +152,7 @@ def test_renamed_file_is_followed_and_missing_file_conflicts(smooth: Path, newer
     assert done.returncode == 1 and contents(checkout) == before
     assert f"    merged   {ENGINE} -> verl/workers/engine/fsdp/moved.py: 1\n" in done.stdout
     assert f"    conflict {SAME}: line 16: there is no such file\n" in done.stdout
-    assert f"is no release, so they cannot be exported; to use them: PYTHONPATH={tmp_path / 'tree'}" in done.stdout
+    assert f"is not a release, so they cannot be exported; to use them: PYTHONPATH={tmp_path / 'tree'}" in done.stdout
     assert "export" not in done.stdout.replace("exported", "")
     (name,) = git("tag", cwd=tmp_path / "tree").split()
     assert name.startswith("base/0.9.1+")
@@ -174,7 +174,7 @@ def test_port_adds_a_new_release_to_versions_toml(smooth: Path, newer: Path, tmp
     before = (smooth / "patches/verl/versions.toml").read_text()
     done = patchset(smooth, "port", OLD, "0.9.2", tmp_path / "tree")
     assert done.returncode == 0
-    assert 'new in versions.toml, family, dependencies and features as 0.9.0 has them:\n["0.9.2"]' in done.stdout
+    assert 'added to versions.toml, with the family, dependencies and features of 0.9.0:\n["0.9.2"]' in done.stdout
     assert (smooth / "patches/verl/versions.toml").read_text().startswith(before)
     release = load_releases(smooth)["0.9.2"]
     assert (release.wheel_sha256, release.family) == (sha256(made), find_release(OLD, smooth).family)
@@ -188,11 +188,11 @@ def test_port_adds_a_new_release_to_versions_toml(smooth: Path, newer: Path, tmp
     ("args", "named"),
     [
         (("0.1", NEW), "unknown verl release '0.1'; known: 0.9.0, 0.9.1"),
-        ((NEW, OLD), "verl 0.9.1 has no patches to carry"),
+        ((NEW, OLD), "verl 0.9.1 has no patches to port"),
         ((OLD, OLD), "0.9.0 is verl 0.9.0 itself"),
         ((OLD, "master"), "master is neither a release (0.9.0, 0.9.1, or a newer one on PyPI) nor a folder"),
         ((OLD, "project"), "project contains no verl/__init__.py"),
-        ((OLD, "patched"), "patched has verl/utils/precision.py already; take its patches out first"),
+        ((OLD, "patched"), "patched contains verl/utils/precision.py already; remove its patches first"),
         ((OLD, NEW, "project"), "project exists and is not an empty folder"),
     ],
 )
@@ -207,7 +207,7 @@ def test_bad_input_is_refused(project: Path, tmp_path: Path, args: tuple[str, ..
     ("ours", "why"),
     [
         ("b\nc\n", "its new lines are in the file, here or elsewhere"),
-        ("a\nc\n", "what surrounds it changed"),
+        ("a\nc\n", "the lines around it changed"),
         ("c\n", "1 of its 1 old lines are gone, first: a"),
     ],
 )

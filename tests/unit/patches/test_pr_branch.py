@@ -299,7 +299,7 @@ def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: P
     assert re.fullmatch(rf"    conflict {ENGINE}: line \d+ in def _build_fsdp_module.*", lines[at + 2]), lines
     assert lines[-2:] == [
         f"{work}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
-        f"  then go on: make pr-branch VERL={verl} DIR={work}",
+        f"  then continue: make pr-branch VERL={verl} DIR={work}",
     ]
     assert contents(verl / ".git") == before
 
@@ -457,7 +457,7 @@ def test_folders_that_are_not_verl_clones_are_refused(small: Path, tmp_path: Pat
     (tmp_path / "plain").mkdir()
     assert "is not the folder of a git clone" in refused(tmp_path / "plain", tmp_path)
     assert "is not the folder of a git clone" in refused(small / "verl", tmp_path)
-    assert "is no clone of verl: its main has no scripts/generate_trainer_config.sh" in refused(small, tmp_path)
+    assert "is not a clone of verl: its main has no scripts/generate_trainer_config.sh" in refused(small, tmp_path)
     git("branch", "--move", "main", "master", cwd=small)
     assert "has no branch main" in refused(small, tmp_path)
 
@@ -468,14 +468,14 @@ def test_a_clone_that_is_dirty_or_has_the_branches_is_refused(verl: Path, tmp_pa
     (verl / "new.py").unlink()
     for name in (NAMES[4], NAMES[1]):
         git("branch", name, cwd=verl)
-    assert f"has these branches already: git branch -D {NAMES[1]} {NAMES[4]}\n" in refused(verl, tmp_path)
+    assert f"has these branches already; delete them: git branch -D {NAMES[1]} {NAMES[4]}\n" in refused(verl, tmp_path)
     git("branch", "--delete", "--force", NAMES[1], NAMES[4], cwd=verl)
     git("config", "--unset", "user.email", cwd=verl)
     if subprocess.run(["git", "config", "user.email"], cwd=verl, capture_output=True).returncode:
-        assert "git knows no author for the commits" in refused(verl, tmp_path)
+        assert "git has no author for the commits" in refused(verl, tmp_path)
     (tmp_path / "work").mkdir()
     (tmp_path / "work/mine.txt").write_text("")
-    assert "exists and is none of make pr-branch's" in refused(verl, tmp_path)
+    assert "exists and was not made by make pr-branch" in refused(verl, tmp_path)
     shutil.rmtree(tmp_path / "work")
     for path in (MODULE, PACKAGE):  # of a stack before the package, and of this one
         write(verl / path, b"")

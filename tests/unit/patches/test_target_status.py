@@ -70,7 +70,7 @@ def test_tree_of_another_release_is_foreign(tiny: Path, target: Path, command: s
     line = refused(tiny, command, target, unchanged=target)
     assert f"of the 3 files that its stack hooks, 1 differ: {ENGINE};" in line
     assert "matches none of verl 0.9.1; the closest is 0.9.1" in line
-    carry = f"make port FRAMEWORK=verl FROM=0.9.1 TO={target} carries the stack over"
+    carry = f"make port FRAMEWORK=verl FROM=0.9.1 TO={target} ports the stack"
     assert f"make drift VERL={target} lists them, {carry}" in line
 
 
@@ -99,7 +99,7 @@ def test_stack_of_another_project_version_is_named(project: Path, pristine: Path
     line = refused(project, "apply", patched, unchanged=patched)
     if kept:
         assert "patched by another version of this project, for verl 0.9.1, stack " in line
-        assert f"make unapply-patches VERL={patched} takes that off" in line
+        assert f"make unapply-patches VERL={patched} removes that" in line
         assert patchset(project, "unapply", patched).returncode == 0
         assert contents(patched) == contents(pristine)
     else:

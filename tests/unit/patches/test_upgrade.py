@@ -66,7 +66,7 @@ def test_older_stack_is_reported_and_upgraded_in_one_step(older: Path, pristine:
 
     line = [sys.executable, "-S", "-B", REPO / "scripts/patchset.py", "apply", patched]
     done = subprocess.run(line, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and f"stack {theirs.stack} taken off first" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and f"stack {theirs.stack} removed first" in done.stdout
     fresh = shutil.copytree(pristine, tmp_path / "fresh")
     apply(fresh)
     assert contents(patched) == contents(fresh)

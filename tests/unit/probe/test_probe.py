@@ -147,7 +147,7 @@ def test_overflowing_regime_is_named(folder, tmp_path):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["MODEL=./no/such/model", "DATA={folder}/data.parquet"], "no config.json there"),
+        (["MODEL=./no/such/model", "DATA={folder}/data.parquet"], "contains no config.json"),
         (["DATA", "MODEL={folder}/model"], "is not set"),
         (["DATA={folder}/data.csv", "MODEL={folder}/model"], "is not a readable parquet file"),
         (["PRECISION=fp16 fp8"], "PRECISION=fp8: must be one of bf16, bf16_train_fp16_infer, fp16, fp32"),
@@ -155,9 +155,9 @@ def test_overflowing_regime_is_named(folder, tmp_path):
         (["HEAD=left"], "must be one of none, both, trainer, rollout"),
         (["BACKEND=sglang"], "must be one of hf, vllm"),
         (["ROWS=1"], "must be a whole number of at least 2"),
-        (["ROWS=9", "MODEL={folder}/model", "DATA={folder}/data.parquet"], "has 8; ask for fewer"),
+        (["ROWS=9", "MODEL={folder}/model", "DATA={folder}/data.parquet"], "has 8 rows; set fewer ROWS"),
         (["LENGHT=8"], "is not a variable of this command"),
-        (["LENGTH=122", "MODEL={folder}/model", "DATA={folder}/data.parquet", "ROWS=8"], "ask for at most 121"),
+        (["LENGTH=122", "MODEL={folder}/model", "DATA={folder}/data.parquet", "ROWS=8"], "set at most 121"),
         (["MODEL={folder}/bare", "DATA={folder}/data.parquet", "ROWS=8"], "tokenizer"),
     ],
 )

@@ -136,22 +136,22 @@ INVALID = {
     **{
         f"{share:.0%} of it": (
             lambda path, share=share: path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)]),
-            "truncated, or no checkpoint",
+            "truncated, or not a checkpoint",
         )
         for share in (0.0, 0.01, 0.5, 0.99)
     },
-    "text": (lambda path: path.write_text("epoch,loss\n1,0.5\n"), "truncated, or no checkpoint"),
-    "other text": (lambda path: path.write_text("import torch\n"), "truncated, or no checkpoint"),
-    "a module": (lambda path: torch.save(network(), path), "truncated, or no checkpoint"),
+    "text": (lambda path: path.write_text("epoch,loss\n1,0.5\n"), "truncated, or not a checkpoint"),
+    "other text": (lambda path: path.write_text("import torch\n"), "truncated, or not a checkpoint"),
+    "a module": (lambda path: torch.save(network(), path), "truncated, or not a checkpoint"),
     "weights alone": (lambda path: torch.save(network().state_dict(), path), "no model or no optimizer"),
     "a number": (lambda path: torch.save(1, path), "no model or no optimizer"),
-    "newer": (edited(lambda saved: saved.update(version=2)), "version 2, this trainer reads up to 1"),
-    "odd version": (edited(lambda saved: saved.update(version="1.0")), "version 1.0, this trainer"),
-    "version 0": (edited(lambda saved: saved.update(version=0)), "version 0, this trainer"),
+    "newer": (edited(lambda saved: saved.update(version=2)), "version 2, but this trainer reads up to 1"),
+    "odd version": (edited(lambda saved: saved.update(version="1.0")), "version 1.0, but this trainer"),
+    "version 0": (edited(lambda saved: saved.update(version=0)), "version 0, but this trainer"),
     **{
         f"{part} that are none": (
             edited(lambda saved, part=part: saved.update({part: None})),
-            f"no checkpoint of this trainer: its {part} is NoneType",
+            f"not a checkpoint of this trainer: its {part} is NoneType",
         )
         for part in ("optimizer_of", "counters", "extra")
     },
@@ -161,9 +161,9 @@ INVALID = {
     ),
     "a layer more": (
         edited(lambda saved: saved["model"].update({"4.weight": torch.ones(1)})),
-        "of another model: 4.weight is in it alone",
+        "of another model: only the checkpoint has 4.weight",
     ),
-    "a layer less": (edited(lambda saved: saved["model"].pop("2.bias")), "2.bias is in this model alone"),
+    "a layer less": (edited(lambda saved: saved["model"].pop("2.bias")), "only this model has 2.bias"),
     "no groups": (edited(lambda saved: saved["optimizer"].pop("param_groups")), "no model or no optimizer"),
     "two groups": (
         edited(lambda saved: saved["optimizer"]["param_groups"].append({"params": [4]})),
@@ -175,7 +175,7 @@ INVALID = {
     ),
     "another order": (
         edited(lambda saved: saved["optimizer_of"]["groups"][0].reverse()),
-        "of another optimizer: its parameters are in another order",
+        "of another optimizer: its parameters are in a different order",
     ),
     "other moments": (
         edited(lambda saved: state_of(saved).update(exp_avg=torch.ones(2))),

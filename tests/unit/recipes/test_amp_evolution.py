@@ -282,9 +282,7 @@ def test_branch_replays_a_prefix(env):
 
 def refuse_replay(env, policy, wrong):
     rng = np.random.default_rng(3)  # a prefix of some steps
-    with pytest.raises(
-        ValueError, match="^env=CartPole-v1 is not deterministic: seed 5 and its actions led elsewhere$"
-    ):
+    with pytest.raises(ValueError, match="^env=CartPole-v1 is not deterministic: replaying seed 5 gave other steps$"):
         branch(env, policy, wrong, rng, "revised")
 
 
@@ -390,9 +388,9 @@ def test_mutated_copies_of_the_best_replace_the_worst(env):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--env", "Restless-v0"], "env=Restless-v0 is not deterministic: seed 0 and the same actions led elsewhere"),
-        (["--env", "Pendulum-v1"], "env=Pendulum-v1 has actions Box(-2.0, 2.0, (1,), float32): choose one of discrete"),
-        (["--env", "CartPol-v1"], "env=CartPol-v1 is unknown to Gymnasium; near it: CartPole-v1"),
+        (["--env", "Restless-v0"], "env=Restless-v0 is not deterministic: replaying seed 0 with the same actions gave"),
+        (["--env", "Pendulum-v1"], "env=Pendulum-v1 has actions Box(-2.0, 2.0, (1,), float32): choose an env"),
+        (["--env", "CartPol-v1"], "env=CartPol-v1 is unknown to Gymnasium; did you mean CartPole-v1?"),
         (["--population", "1"], "population=1 must be at least 2"),
         (["--replaced", "8"], "replaced=8 must be at least 0 and below population=8"),
         (["--generations", "0"], "generations=0 must be at least 1"),
@@ -430,9 +428,9 @@ def test_address_without_a_cluster_is_refused_at_once(monkeypatch, tmp_path):
         ({}, [{"CPU": 2}, {"CPU": 8, "GPU": 2}], "cuda"),
         ({"device": "cpu"}, [{"CPU": 2, "GPU": 2}], "cpu"),
         ({"device": "cpu", "gpus": 4.0}, [{"CPU": 2, "GPU": 2}], "cpu"),
-        ({"gpus": 4.0}, [{"CPU": 2, "GPU": 2}] * 2, "gpus=4.0 must be at most 2, what one node of this Ray has"),
+        ({"gpus": 4.0}, [{"CPU": 2, "GPU": 2}] * 2, "gpus=4.0 must be at most 2, the GPUs of one node of this Ray"),
         ({"device": "cuda"}, [{"CPU": 2}, {"GPU": 2}], "device=cuda must be auto or cpu: Ray has no GPU here"),
-        ({}, [{"GPU": 2}], "address=None must be a Ray cluster with a CPU to work on"),
+        ({}, [{"GPU": 2}], "address=None must be a Ray cluster with at least one CPU"),
     ],
 )
 def test_device_is_one_that_a_task_can_have(settings, nodes, chosen):

@@ -99,9 +99,9 @@ def refused(capsys, *words: str) -> str:
         (["--steps", "0"], "steps=0 must be at least 1"),
         (["--steps", "1.5"], "--steps: invalid int value: '1.5'"),
         (["--steps"], "--steps: expected one argument"),
-        (["--ste", "5"], "--ste is unknown; near it: --steps"),
+        (["--ste", "5"], "--ste is not an option; did you mean --steps?"),
         (["--use-amp=1"], "ignored explicit argument '1'"),
-        (["more"], "more is unknown: see --help"),
+        (["more"], "more is not an option; see --help"),
         (["--config", "none.yaml"], "--config none.yaml: No such file"),
     ],
 )
@@ -119,12 +119,12 @@ def test_malformed_variable_is_refused_even_if_overridden(words, value, monkeypa
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("step: 3\n", "step is unknown: choose from steps"),
-        ("momentum: 3\n", "momentum is unknown: choose from steps, lr, name, use_amp"),
+        ("step: 3\n", "step is not an option; choose from steps"),
+        ("momentum: 3\n", "momentum is not an option; choose from steps, lr, name, use_amp"),
         ("steps: 1.5\n", "steps=1.5 must be int"),
         ("steps: true\n", "steps=True must be int"),
         ("steps: null\n", "steps=None must be int"),
-        ("lr: 3e-4\n", "lr='3e-4' must be float (YAML wants the dot in 3.0e-4)"),
+        ("lr: 3e-4\n", "lr='3e-4' must be float (YAML needs the dot in 3.0e-4)"),
         ("lr: .nan\n", "lr=nan must be between 0 and 1"),
         ("name: 3\n", "name=3 must be str or null"),
         ("use_amp: 1\n", "use_amp=1 must be bool"),
@@ -174,7 +174,7 @@ def test_folder_with_results_is_refused(tmp_path):
         options.new_folder(folder)
     # A file, a path below a file, an overlong name, a read-only folder.
     for path in (folder / "metrics.jsonl", folder / "metrics.jsonl" / "c", folder / ("c" * 300), Path("/proc/self")):
-        with pytest.raises(ValueError, match=f"out={path} must be a folder that can be written to: "):
+        with pytest.raises(ValueError, match=f"out={path} must be a writable folder: "):
             options.new_folder(path)
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl"]
 

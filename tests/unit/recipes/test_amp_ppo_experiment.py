@@ -63,7 +63,7 @@ def test_recorded_run_replaces_its_older_rows(tmp_path):
         (["--dtypes", "float16,float8"], "dtypes=float16,float8 must be of float32,float16,bfloat16"),
         (["--seeds", "4"], "seeds=4 must be of 1,2,3"),
         (["--seeds", ""], "seeds= must be of 1,2,3"),
-        (["--out", __file__], "must be a folder that can be written to"),
+        (["--out", __file__], "must be a writable folder"),
     ],
 )
 def test_invalid_words_are_refused_in_one_line(words, message, monkeypatch):

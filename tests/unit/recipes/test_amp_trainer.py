@@ -311,7 +311,7 @@ def test_parameter_groups_share_one_clipping_norm():
 
 
 def test_cast_to_fp16_is_refused_with_a_scaler():
-    with pytest.raises(ValueError, match="optimizer's masters, in float16 small updates are lost"):
+    with pytest.raises(ValueError, match="optimizer's masters; in float16 they lose small updates"):
         trainer().cast_model_to_fp16()
 
 

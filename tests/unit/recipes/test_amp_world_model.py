@@ -220,7 +220,7 @@ def test_model_of_the_checkpoint_predicts(learned, tmp_path):
         WorldModel.load(half)
     other = torch.nn.Linear(2, 2)
     FP16Trainer(other, torch.optim.Adam(other.parameters()), FP16TrainingConfig(enabled=False)).save_checkpoint(half)
-    with pytest.raises(InvalidCheckpointError, match="half.pt: no checkpoint of a world model"):
+    with pytest.raises(InvalidCheckpointError, match="half.pt: not a checkpoint of a world model"):
         WorldModel.load(half)
 
 
@@ -257,8 +257,8 @@ def test_same_seed_repeats_the_training(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--env", "CartPol-v1"], "env=CartPol-v1 is unknown to Gymnasium; near it: CartPole-v1"),
-        (["--env", "nowhere:X-v0"], "env=nowhere:X-v0 cannot be made: No module named 'nowhere'"),
+        (["--env", "CartPol-v1"], "env=CartPol-v1 is unknown to Gymnasium; did you mean CartPole-v1?"),
+        (["--env", "nowhere:X-v0"], "env=nowhere:X-v0 cannot be created: No module named 'nowhere'"),
         (["--env", "a:b:C-v1"], "env=a:b:C-v1 must be NAME or MODULE:NAME"),
         (["--env", ":CartPole-v1"], "env=:CartPole-v1 must be NAME or MODULE:NAME"),
         (["--env", ".x:Foo-v1"], "env=.x:Foo-v1 must be NAME or MODULE:NAME"),

@@ -56,7 +56,7 @@ def test_each_problem_is_kept_once_and_scored(tmp_path):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"reward_model": {"ground_truth": None, "style": "rule"}}, "row 1: its ground truth is None, not a text"),
+        ({"reward_model": {"ground_truth": None, "style": "rule"}}, "row 1: its ground truth is None, not a string"),
         (
             {"reward_model": {"ground_truth": "2\n3", "style": "rule"}},
             "row 1: verl scores its ground truth '2\\n3' as wrong",

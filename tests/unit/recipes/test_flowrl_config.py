@@ -98,7 +98,7 @@ def test_valid_settings_are_accepted(actor, name):
 def unread(name: str, value: str, default: str) -> tuple[list[str], str]:
     return [
         f"{ACTOR}.{name}={value}"
-    ], f"{ACTOR}.{name}={value}: is not read by FlowRL; leave {default}, and see {FLOWRL}"
+    ], f"{ACTOR}.{name}={value}: is not read by FlowRL; leave it at {default} and set {FLOWRL}"
 
 
 SETTINGS = {
@@ -153,7 +153,7 @@ MERGED = ["actor_rollout_ref.model.lora.merge=true", "actor_rollout_ref.model.lo
 REFUSED = {
     "no reference policy": (
         [f"{ACTOR}.use_kl_loss=false"],
-        f"{ACTOR}.use_kl_loss=False: no reference policy is loaded.*set true, or anchor=old",
+        f"{ACTOR}.use_kl_loss=False: .*anchor=ref needs the reference policy; set true, or anchor=old",
     ),
     "fp16 masters": ([f"{ACTOR}.fsdp_config.model_dtype=fp16"], "model_dtype=fp16.*set model_dtype=fp32"),
     "a group of one": ([GROUP_OF_ONE], f"{GROUP_OF_ONE}: a group of one.*reward=score with log_z=learned or none"),
@@ -162,9 +162,9 @@ REFUSED = {
         f"{GROUP_OF_ONE}: a group of one",
     ),
     "merged adapters": (MERGED, "actor_rollout_ref.model.lora.merge=True: .*rollout.dtype=float16; set merge=false"),
-    "Megatron": (["model_engine=megatron"], f"{ACTOR}.strategy=megatron: FlowRL runs with fsdp and fsdp2"),
+    "Megatron": (["model_engine=megatron"], f"{ACTOR}.strategy=megatron: FlowRL requires fsdp or fsdp2"),
     "Megatron's name alone": ([f"{ACTOR}.strategy=megatron"], "actor_rollout_ref.actor.megatron"),  # verl looks for it
-    "an unknown strategy": ([f"{ACTOR}.strategy=ddp"], f"{ACTOR}.strategy=ddp: FlowRL runs with fsdp and fsdp2"),
+    "an unknown strategy": ([f"{ACTOR}.strategy=ddp"], f"{ACTOR}.strategy=ddp: FlowRL requires fsdp or fsdp2"),
     "GAE": (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator=gae: FlowRL needs grpo"),
     "another trainer": (["trainer.v1.trainer_mode=sync"], "trainer.v1.trainer_mode=sync: FlowRL needs flowrl"),
     "the legacy trainer": (["trainer.use_v1=false"], "trainer.use_v1=False: FlowRL needs True"),
@@ -172,7 +172,7 @@ REFUSED = {
     "distillation": (["distillation.enabled=true"], "distillation.enabled=True: FlowRL needs False"),
     "another loss": (
         [f"{ACTOR}.policy_loss.loss_mode=gspo"],
-        f"{ACTOR}.policy_loss.loss_mode=gspo: FlowRL has its own loss; leave vanilla",
+        f"{ACTOR}.policy_loss.loss_mode=gspo: FlowRL has its own loss; keep vanilla",
     ),
     "PPO's clip": unread("clip_ratio", "0.3", "0.2"),
     "PPO's lower clip": unread("clip_ratio_low", "0.1", "0.2"),

@@ -57,7 +57,7 @@ def test_unrecorded_request_is_an_error(file, key, changed):
 
 
 def test_missing_recording_is_refused(file):
-    with pytest.raises(RolloutError, match="rollouts.sqlite: no such recording"):
+    with pytest.raises(RolloutError, match="rollouts.sqlite: there is no such recording"):
         Recording(file, "replay")
 
 

@@ -105,7 +105,9 @@ def test_unscorable_test_split_is_left_out(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row("AIME?", None)]), given / "test" / "rows.parquet")
     done = prepare(given, tmp_path / "out", tmp_path / "cache")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{tmp_path}/out/oat: test: left out: row 0: its ground truth is None, not a text\n")
+    assert done.stdout.startswith(
+        f"{tmp_path}/out/oat: test: left out: row 0: its ground truth is None, not a string\n"
+    )
     assert (tmp_path / "out/train.parquet").exists() and not (tmp_path / "out/oat/test").exists()
 
 
@@ -119,7 +121,7 @@ def test_prompts_without_common_instruction_are_unchanged(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([row("2+2?", "4"), row("2+2?", None)], "row 1: its ground truth is None, not a text"),
+        ([row("2+2?", "4"), row("2+2?", None)], "row 1: its ground truth is None, not a string"),
         ([{"prompt": "2+2?", "answer": "4"}], "lacks the column 'reward_model'; it has prompt, answer"),
         ([row("set?", r"\left\{1")], "verl scores all its ground truths as wrong"),
     ],

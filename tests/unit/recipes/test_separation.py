@@ -86,7 +86,7 @@ def test_repeated_command_resumes(tmp_path, monkeypatch, capsys):
 
 def test_too_short_length_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["toy", "--out", str(tmp_path / "new"), "--lengths", "8"])
-    with pytest.raises(SystemExit, match="--lengths: 8 is less than the 16 tokens that decide"):
+    with pytest.raises(SystemExit, match="--lengths: 8 must be at least 16, the tokens that decide"):
         toy.main()
     assert not (tmp_path / "new").exists()
 

@@ -80,7 +80,7 @@ def test_unfinished_run_and_missing_words_are_refused(tmp_path):
     folder = validated(tmp_path / "run", {0: BEFORE, 10: MANY})
     (folder / "summary.json").unlink()
     for words, message in (
-        ([f"RUNS=run={folder}", f"OUT={tmp_path}/out"], "must be the folder of a finished run"),
+        ([f"RUNS=run={folder}", f"OUT={tmp_path}/out"], "is not the folder of a finished run"),
         ([f"OUT={tmp_path}/out"], "RUNS: is missing"),
         ([f"RUNS=run={folder}"], "OUT: is missing"),
         ([str(tmp_path), f"run={folder}"], "is not a variable"),

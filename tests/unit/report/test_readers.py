@@ -165,7 +165,7 @@ def test_broken_line_is_refused_by_its_number(logged, tmp_path):
         (2, '{"step": "x", "data": {}}\n'),
     ):
         (tmp_path / "a.jsonl").write_text("".join([*lines[: number - 1], line, *lines[number:]]))
-        with pytest.raises(Refused, match=f"a.jsonl: line {number} is no line of metrics"):
+        with pytest.raises(Refused, match=f"a.jsonl: line {number} is not a line of metrics"):
             read("fp16", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": "high"}}\n')
     with pytest.raises(Refused, match="line 1: critic/score/mean is 'high', not a number"):
@@ -177,10 +177,10 @@ def test_broken_line_is_refused_by_its_number(logged, tmp_path):
         with pytest.raises(Refused, match="damaged"):
             read("fp16", tmp_path / file.name)
     (tmp_path / "events.out.tfevents.1").write_bytes(b"junk" * 100)
-    with pytest.raises(Refused, match="is no event file, or damaged"):
+    with pytest.raises(Refused, match="is not an event file, or its first record is damaged"):
         read("fp16", tmp_path / "events.out.tfevents.1")
     (tmp_path / "other.wandb").write_bytes(b"not wandb's")
-    with pytest.raises(Refused, match="is not a file of wandb's"):
+    with pytest.raises(Refused, match="is not a wandb file"):
         read("fp16", tmp_path / "other.wandb")
 
 
@@ -206,7 +206,7 @@ def test_wandbs_csv_exports_are_read(tmp_path):
     assert run.name == "a - run"
 
     two = history(tmp_path / "two.csv", ["Step", f"a - {REWARD}", f"b - {REWARD}"], [[1, 0.5, 0.25], [2, 1, ""]])
-    with pytest.raises(Refused, match="two.csv: contains 2 runs, a, b; name one"):
+    with pytest.raises(Refused, match="two.csv: contains 2 runs, a, b; choose one"):
         read("fp16", two)
     assert read("fp16", Path(f"{two}#b")).steps == {1: {REWARD: 0.25}}
     ((label, path),) = labelled_paths(f"fp16={two}#b")
@@ -261,8 +261,8 @@ def test_folder_or_file_without_a_run_is_refused(tmp_path):
         ("started", {"metrics.jsonl": "", "run.json": json.dumps({"settings": {"SEED": 1}})}, "has no training step"),
         ("validated", {"a.jsonl": '{"step": 0, "data": {"val-core/acc": 1}}\n'}, "has no training step"),
         ("torn", {"metrics.jsonl": "", "run.json": '{"settings": '}, "run.json: is not JSON"),
-        ("binary", {"a.jsonl": "\udc80\n\n"}, "line 1 is no line of metrics"),
-        ("several", {"a.jsonl": "", "b.jsonl": ""}, "contains 2 .jsonl files, each a run; name one"),
+        ("binary", {"a.jsonl": "\udc80\n\n"}, "line 1 is not a line of metrics"),
+        ("several", {"a.jsonl": "", "b.jsonl": ""}, "contains 2 .jsonl files, each a run; give one of them"),
     ):
         (tmp_path / name).mkdir()
         for file, content in files.items():
@@ -270,7 +270,7 @@ def test_folder_or_file_without_a_run_is_refused(tmp_path):
         with pytest.raises(Refused, match=message) as refusal:
             read("fp16", tmp_path / name)
         assert name in str(refusal.value) and "\n" not in str(refusal.value)
-    with pytest.raises(Refused, match="notes.txt: is no run; known are"):
+    with pytest.raises(Refused, match="notes.txt: is not a run; give a run's folder"):
         read("fp16", tmp_path / "other" / "notes.txt")
     with pytest.raises(Refused, match="does not exist"):
         read("fp16", tmp_path / "nowhere")
@@ -288,10 +288,10 @@ def test_broken_configuration_is_refused(tmp_path):
 def test_run_that_occurs_twice_is_refused(tmp_path):
     folder = run_folder(tmp_path / "run")
     (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(Refused, match="b=.*link: occurs twice, as a too"):
+    with pytest.raises(Refused, match="b=.*link: is the same path as that of a; leave"):
         read_all([("a", folder), ("b", tmp_path / "link")])
     shutil.copytree(folder, tmp_path / "copy")
-    with pytest.raises(Refused, match="b=.*copy: has the very numbers of a=run"):
+    with pytest.raises(Refused, match="b=.*copy: has exactly the metrics of a=run"):
         read_all([("a", folder), ("b", tmp_path / "copy")])
 
 

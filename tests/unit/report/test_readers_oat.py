@@ -152,7 +152,7 @@ def test_regime_is_the_settings_and_dtypes_are_the_engines(regime, compute, why,
     run = read("any-name", folder)
     assert run.regime == regime and departure(run) == why
     other = "bf16" if regime != "bf16" else "fp16"
-    with pytest.raises(Refused, match=f"is a run with PRECISION={regime}; name it so"):
+    with pytest.raises(Refused, match=f"is a run with PRECISION={regime}; label it so"):
         read(other, folder)
 
 

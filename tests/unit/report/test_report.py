@@ -100,7 +100,7 @@ def test_command_rebuilds_a_recorded_report(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "FROM: is missing"),
+        ([], "FROM: is not set"),
         (["FROM={tmp}/nowhere"], "FROM=.*nowhere: contains no report.json; give the folder of a report"),
         (["FROM={docs}/sanity"], "contains no report.json; below it are .*sanity/grpo, .*sanity/pg_is, .*sanity/ppo; "),
         (["FROM={tmp}/torn"], "report.json: is not JSON"),
@@ -323,7 +323,7 @@ def test_refusal_leaves_the_existing_report(tmp_path):
     write_report(pairs, tmp_path / "out")
     before = contents(tmp_path / "out")
     (tmp_path / "a" / "metrics.jsonl").write_text("{\n{}\n")
-    with pytest.raises(Refused, match="metrics.jsonl: line 1 is no line of metrics"):
+    with pytest.raises(Refused, match="metrics.jsonl: line 1 is not a line of metrics"):
         write_report(pairs, tmp_path / "out")
     with pytest.raises(Refused, match="there is no run"):
         write_report([], tmp_path / "out")

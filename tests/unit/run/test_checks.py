@@ -37,7 +37,9 @@ def test_unusable_data_is_refused(tmp_path):
     for column in ROW:
         lacking = parquet(tmp_path / "lacking.parquet", without=column)
         assert f"lacks the column '{column}'" in refusal_of_check([f"TRAIN={lacking}"], out)
-    assert "3 rows, but a batch has 32" in refusal_of_check([f"TRAIN={parquet(tmp_path / 'few.parquet', rows=3)}"], out)
+    assert "3 rows, but a batch needs 32" in refusal_of_check(
+        [f"TRAIN={parquet(tmp_path / 'few.parquet', rows=3)}"], out
+    )
     assert refusal_of_check(["ARGS=data.train_files=null"], out).startswith("TRAIN: is not set")
     assert not out.exists()
 

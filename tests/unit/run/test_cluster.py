@@ -176,7 +176,7 @@ DRIVER = {
             {"dtypes": {"actor": {"compute": "float16", "product": "float32"}}},
             "resolves the actor's config to {'compute'",
         ),
-        ({"unseen": ["/data/.seen-x"]}, "does not see /data/.seen-x: OUT, the model and the data must be on a disk"),
+        ({"unseen": ["/data/.seen-x"]}, "cannot access /data/.seen-x: OUT, the model and the data must be on storage"),
     ],
 )
 def test_difference_is_described(odd, message):
@@ -200,11 +200,11 @@ def test_missing_gpus_are_counted_by_node():
     assert missing_resources(free, nnodes=1, gpus=8, cpus=64) is None
     assert missing_resources(free, nnodes=2, gpus=2, cpus=64) is None
     assert missing_resources(free, nnodes=2, gpus=8, cpus=29) == (
-        "trainer.nnodes=2 trainer.n_gpus_per_node=8: 2 nodes with 8 GPUs and 29 CPUs free are needed, 1 of 2 have "
-        "that; worker-1 (10.0.0.3) has 8 of 8 GPUs and 64 of 64 CPUs free; "
+        "trainer.nnodes=2 trainer.n_gpus_per_node=8: 2 nodes with 8 GPUs and 29 CPUs free are needed, but only 1 of 2 "
+        "nodes qualify; worker-1 (10.0.0.3) has 8 of 8 GPUs and 64 of 64 CPUs free; "
         "host (10.0.0.3) has 2 of 8 GPUs and 64 of 64 CPUs free"
     )
-    assert "0 of 1 have that" in missing_resources([(full, {"GPU": 8, "CPU": 28})], nnodes=1, gpus=8, cpus=29)
+    assert "0 of 1 nodes qualify" in missing_resources([(full, {"GPU": 8, "CPU": 28})], nnodes=1, gpus=8, cpus=29)
 
 
 def test_cpus_of_verl_and_transfer_queue_are_counted(tmp_path):
@@ -342,7 +342,7 @@ def test_dry_run_shows_the_submission_and_does_nothing(tmp_path, monkeypatch, ca
 )
 def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     monkeypatch.setenv(name, "hf_of_nobody_else")
-    with pytest.raises(Refused, match=f"^{name}: its value stands on the command line") as refusal:
+    with pytest.raises(Refused, match=f"^{name}: its value is part of the command line") as refusal:
         submit.main(["DEVICE=cpu", "ARGS=+trainer.token=hf_of_nobody_else"])
     assert "hf_of_nobody_else" not in str(refusal.value)
 
@@ -350,7 +350,7 @@ def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
 @pytest.mark.parametrize("address", ["", "auto", "127.0.0.1:6379"])
 def test_address_without_a_dashboard_is_refused(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be the cluster's dashboard"):
+    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be the URL of the cluster's dashboard"):
         submit.main(["--dry-run", "DEVICE=cpu", "OUT=/out"])
 
 
@@ -386,7 +386,7 @@ def test_head_that_fails_during_submission_is_reported_in_one_line(tmp_path, mon
 @pytest.mark.parametrize("out", ["", "outputs/run"])
 def test_carried_job_needs_an_absolute_out(out, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", HEAD)
-    with pytest.raises(Refused, match=f"^OUT={out}: must be an absolute path that every node"):
+    with pytest.raises(Refused, match=f"^OUT={out}: must be an absolute path on storage shared by all nodes"):
         submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"])
 
 

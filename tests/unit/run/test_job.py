@@ -92,7 +92,7 @@ def test_recipe_adds_a_config_group_and_a_module(recipe, tmp_path):
 
 
 def test_recipe_with_another_algorithm_is_refused():
-    with pytest.raises(Refused, match="^ALGO=ppo: RECIPE=flowrl goes with grpo$"):
+    with pytest.raises(Refused, match="^ALGO=ppo: RECIPE=flowrl requires grpo$"):
         parse_job(["DEVICE=cpu", "ALGO=ppo", "RECIPE=flowrl"])
 
 

@@ -91,7 +91,7 @@ def test_lost_worker_is_distinguished_from_a_failed_job():
             Death("vLLM failed", certain=True),
             ["StopIteration in _create_merged_loras_inplace (vllm/lora/model_manager.py:833)"],
         ),
-        ("ray-has-no-room", Death("Ray has not the resources that verl requests", certain=True), []),
+        ("ray-has-no-room", Death("Ray lacks the resources that verl requests", certain=True), []),
     ],
 )
 def test_recorded_failure_shows_its_root_cause(name, death, causes):
@@ -163,7 +163,7 @@ def test_process_id_identifies_an_actor_only_on_its_own_node():
 
 def test_request_without_room_may_be_another_jobs_on_a_shared_ray():
     death = DeathReader(shared_ray=True).read(recorded("ray-has-no-room"))
-    assert death == Death("Ray has not the resources that verl requests", certain=False)
+    assert death == Death("Ray lacks the resources that verl requests", certain=False)
 
 
 def test_text_of_a_response_is_not_evidence():

@@ -89,7 +89,7 @@ def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, cap
     [
         ({"ARGS": "trainer.n_gpu=2"}, "ARGS=trainer.n_gpu=2: "),
         ({"PRECISION": "fp16 fp61"}, "PRECISION=fp61: must be one of bf16"),
-        ({"ALGO": "grpo ppo", "RECIPE": "flowrl"}, "ALGO=ppo: RECIPE=flowrl goes with grpo"),
+        ({"ALGO": "grpo ppo", "RECIPE": "flowrl"}, "ALGO=ppo: RECIPE=flowrl requires grpo"),
         ({"STEPS": "30"}, "STEPS=30: .* contains a finished run of 40"),
         ({"ARGS": "data.shuffle=false"}, "ARGS=data.shuffle=false: .* contains a run with ARGS=;"),
     ],
@@ -105,13 +105,13 @@ def test_refusal_of_one_run_starts_none(words, refusal, tmp_path):
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        ({"SEED": "1 2 1"}, "SEED=1 2 1: has 1 more than once"),
-        ({"TREES": "a=/x", "BRANCHES": "main"}, "TREES, BRANCHES: give one"),
+        ({"SEED": "1 2 1"}, "SEED=1 2 1: contains 1 more than once"),
+        ({"TREES": "a=/x", "BRANCHES": "main"}, "TREES, BRANCHES: set only one"),
         ({"TREES": "/x"}, "TREES=/x=: must be NAME=FOLDER"),
         ({"TREES": "a='/x"}, "TREES=a='/x: No closing quotation"),
-        ({"TREES": "a=/x a=/y"}, "TREES=a a: has a more than once"),
+        ({"TREES": "a=/x a=/y"}, "TREES=a a: contains a more than once"),
         ({"TREES": "a=/no/such"}, "TREES=a=/no/such: /no/such is not a folder"),
-        ({"BRANCHES": "no-such-branch"}, "BRANCHES=no-such-branch: no such branch here; there are "),
+        ({"BRANCHES": "no-such-branch"}, "BRANCHES=no-such-branch: there is no such branch; there are "),
     ],
 )
 def test_bad_words_are_refused(words, refusal, tmp_path):
@@ -158,7 +158,7 @@ def test_branch_is_its_last_commit_without_uncommitted_changes(tmp_path, monkeyp
     with pytest.raises(Refused, match=f"BRANCHES=main: {tmp_path} has changes that are not committed: a.txt"):
         branch_commit("main")
     assert branch_commit("mine") == head
-    with pytest.raises(Refused, match="BRANCHES=v1: no such branch here; there are main, mine"):
+    with pytest.raises(Refused, match="BRANCHES=v1: there is no such branch; there are main, mine"):
         branch_commit("v1")
 
 
@@ -182,7 +182,7 @@ def test_branch_without_check_is_refused_before_a_checkout_is_created(tmp_path, 
     git(tmp_path, "commit", "--quiet", "-m", "first")
     monkeypatch.setattr(code_versions, "REPO", tmp_path)
     monkeypatch.setattr(code_versions, "CACHE", tmp_path / ".cache")
-    with pytest.raises(Refused, match="^BRANCHES=old: its scripts/run.py is older than --check, .*; merge ") as refusal:
+    with pytest.raises(Refused, match="^BRANCHES=old: its scripts/run.py lacks .*--check, .*; merge ") as refusal:
         branch_version("old", branch_commit("old"))
     assert "\n" not in str(refusal.value) and not (tmp_path / ".cache").exists()
 
@@ -257,7 +257,7 @@ def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path):
     assert "run 3/4: grpo bf16 seed 1" in text and "run 4/4" not in text
     assert "interrupted: ending verl, Ray and vLLM" in text, "run.py ended it itself"
     assert "interrupted, 2 of 4 runs are finished" in text
-    assert lines[-1] == f"to go on:  {shlex.join([*COMPARE, *words])}"
+    assert lines[-1] == f"to resume:  {shlex.join([*COMPARE, *words])}"
     table = (tmp_path / "grpo" / "report").glob("**/*.csv")
     assert any("fp16" in file.read_text() for file in table)
     assert not is_finished(tmp_path / "grpo" / "bf16-seed1")

@@ -169,7 +169,7 @@ def test_shared_memory_is_removed_and_that_of_another_run_is_left(end, run_progr
     ("programs", "code", "message"),
     [
         ([LOSES_A_WORKER, TRAINS], 0, "lost a worker (pid 207) on node 10.0.0.3 after step 0 of 2"),
-        ([LOSES_A_WORKER, LOSES_A_WORKER], 75, "gave up: RETRIES=1: none is left; the same command starts"),
+        ([LOSES_A_WORKER, LOSES_A_WORKER], 75, "gave up: RETRIES=1: no retry is left; the same command starts"),
         ([FAILS], 1, "failed after step 0 of 2, exit code 1"),
         ([LOSES_A_WORKER, FAILS], 1, "ValueError: no such thing"),
     ],

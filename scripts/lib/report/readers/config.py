@@ -1,4 +1,4 @@
-"""The recorded configuration of a run, flat and without what is of that run alone, and its hash."""
+"""Read the recorded configuration of a run as flat keys, without seeds, names and folders, and hash it."""
 
 import hashlib
 import json

@@ -33,7 +33,7 @@ def labelled_paths(value: str) -> list[tuple[str, Path]]:
     for word in shell_words("RUNS", value):
         label, sign, path = word.partition("=")
         if not sign or not LABEL.fullmatch(label):
-            raise Refused(f"{word}: must be LABEL=FOLDER; a label is letters, digits and . _ + - alone")
+            raise Refused(f"{word}: must be LABEL=FOLDER; a label may contain letters, digits and . _ + -")
         if not path:
             raise Refused(f"{word}: {label} has no run; give its folder, or leave it out")
         pattern = str(Path(path).expanduser())
@@ -55,12 +55,12 @@ def read_all(pairs: list[tuple[str, Path]]) -> list[LoggedRun]:
     for label, path in pairs:
         place = path.resolve()
         if place in labels:
-            raise Refused(f"{label}={path}: occurs twice, as {labels[place]} too; leave one out")
+            raise Refused(f"{label}={path}: is the same path as that of {labels[place]}; leave one out")
         labels[place] = label
         run = read(label, path)
         for other in runs:
             if repr(other.steps) == repr(run.steps):  # NaN is not equal to itself
-                raise Refused(f"{label}={path}: has the very numbers of {other.label}={other.name}; leave one out")
+                raise Refused(f"{label}={path}: has exactly the metrics of {other.label}={other.name}; leave one out")
         runs.append(run)
     return runs
 
@@ -74,10 +74,10 @@ def read(label: str, path: Path) -> LoggedRun:
     run = choose_reader(path)(label, path)
     run = replace(run, steps={step: data for step, data in run.steps.items() if data.keys() - UNTRAINED})
     if not run.steps:
-        raise Refused(f"{label}={path}: has no training step; none of its metrics is one of a report's")
+        raise Refused(f"{label}={path}: has no training step; a report uses none of its metrics")
     precision = run.settings.get("PRECISION")
     if precision and label in options("precision") and precision != label:
-        raise Refused(f"{label}={path}: is a run with PRECISION={precision}; name it so, or as no regime is named")
+        raise Refused(f"{label}={path}: is a run with PRECISION={precision}; label it so, or unlike any regime")
     return note_non_finite(run)
 
 
@@ -108,7 +108,7 @@ def choose_reader(path: Path) -> Reader:
         return BY_SUFFIX[file.suffix]
     if "tfevents" in file.name:
         return read_tensorboard
-    raise Refused(f"{path}: is no run; known are a run's folder, TensorBoard events, .jsonl, .wandb and .csv files")
+    raise Refused(f"{path}: is not a run; give a run's folder, TensorBoard events or a .jsonl, .wandb or .csv file")
 
 
 def note_non_finite(run: LoggedRun) -> LoggedRun:

@@ -1,4 +1,4 @@
-"""Metrics by step: selection by name, and the JSON lines that verl's file logger, ``make run`` and OAT write."""
+"""Read metrics by step from JSON lines, as verl's file logger, ``make run`` and OAT write them, and select by name."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def read_metric_lines(file: Path) -> tuple[Steps, tuple[str, ...]]:
         except (ValueError, KeyError, TypeError) as error:
             if not line.endswith("\n"):
                 return steps, (f"the last line of {file.name}, line {number}, is half-written: left out",)
-            raise Refused(f"{file}: line {number} is no line of metrics: {line.strip()[:60]!r}") from error
+            raise Refused(f"{file}: line {number} is not a line of metrics: {line.strip()[:60]!r}") from error
         if selected := select_metrics(data, f"{file}: line {number}"):
             steps.setdefault(step, {}).update(selected)
     return steps, ()
@@ -64,5 +64,5 @@ def single_file(path: Path, suffix: str) -> Path:
         return path
     files = sorted(path.glob(f"*{suffix}"))
     if len(files) > 1:
-        raise Refused(f"{path}: contains {len(files)} {suffix} files, each a run; name one")
+        raise Refused(f"{path}: contains {len(files)} {suffix} files, each a run; give one of them")
     return files[0]

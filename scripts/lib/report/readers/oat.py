@@ -1,4 +1,4 @@
-"""Runs of OAT: the folder that a patched one writes, and what holds for OAT's metrics wherever they were logged."""
+"""Read the run folder of a patched OAT, and adapt OAT's metrics to a report, whatever logged them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Runs of ``make run``: their own folder, finished or not, and the copy that a report keeps in ``runs/``."""
+"""Read runs of ``make run`` from their folder, finished or not, or from the copy that a report keeps in ``runs/``."""
 
 from pathlib import Path
 

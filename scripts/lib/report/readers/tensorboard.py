@@ -1,4 +1,4 @@
-"""TensorBoard's event files, as verl's ``trainer.logger=[tensorboard]`` writes them: scalars in float32."""
+"""Read TensorBoard's event files, as verl's ``trainer.logger=[tensorboard]`` writes them: scalars in float32."""
 
 import struct
 from pathlib import Path
@@ -23,11 +23,11 @@ def read_tensorboard(label: str, path: Path) -> LoggedRun:
     notes: tuple[str, ...] = ()
     folders = {file.parent for file in files}
     if len(folders) > 1:
-        raise Refused(f"{path}: contains events in {len(folders)} folders, each a run; name one")
+        raise Refused(f"{path}: contains events in {len(folders)} folders, each a run; give one of them")
     for file in files:
         whole, left = count_records(file)
         if left and not whole:
-            raise Refused(f"{file}: is no event file, or damaged from its first record on")
+            raise Refused(f"{file}: is not an event file, or its first record is damaged")
         events = list(EventFileLoader(str(file)).Load())
         if len(events) < whole:
             raise Refused(f"{file}: record {len(events) + 1} of {whole} is damaged")

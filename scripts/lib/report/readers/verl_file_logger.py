@@ -1,4 +1,4 @@
-"""Files of verl's ``trainer.logger=[file]``, and of OAT's metrics without their folder."""
+"""Read the files of verl's ``trainer.logger=[file]``, and OAT's ``metrics.jsonl`` without its folder."""
 
 from pathlib import Path
 

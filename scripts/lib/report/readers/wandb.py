@@ -1,4 +1,4 @@
-"""wandb's own log of a run, ``run-ID.wandb``, which it writes offline as online.
+"""Read wandb's own log of a run, ``run-ID.wandb``, which it writes online and offline.
 
 wandb 0.31 has no reader of it in Python: the records are read here, their content by wandb's own protobuf.
 """
@@ -73,7 +73,7 @@ def wandb_records(file: Path) -> Iterator[bytes]:
     """
     content, at, parts = file.read_bytes(), 7, b""
     if content[:4] != b":W&B":
-        raise Refused(f"{file}: is not a file of wandb's")
+        raise Refused(f"{file}: is not a wandb file")
     while at < len(content):
         if BLOCK - at % BLOCK < 7:  # no room for a chunk's head: padding
             at += BLOCK - at % BLOCK

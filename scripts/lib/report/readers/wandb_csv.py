@@ -1,4 +1,4 @@
-"""wandb's CSV exports.
+"""Read wandb's CSV exports.
 
 A run's history has ``_step`` and a column a metric; a chart has ``Step`` and columns ``RUN - METRIC``, and a folder may
 contain one chart a metric. ``FILE.csv#RUN`` names one of several runs.
@@ -41,7 +41,7 @@ def read_csv(label: str, path: Path) -> LoggedRun:
             of_oat |= OAT_ROUND in data
             logged.setdefault(int(data.get(OAT_ROUND, step)), {}).update(data)
     if len(names) > 1:
-        raise Refused(f"{path}: contains {len(names)} runs, {', '.join(sorted(names))}; name one: FILE.csv#RUN")
+        raise Refused(f"{path}: contains {len(names)} runs, {', '.join(sorted(names))}; choose one: FILE.csv#RUN")
     if not names:
         raise Refused(f"{path}: contains no run {wanted or 'at all'}")
     steps = {step: select_metrics(data, str(path)) for step, data in logged.items()}

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.trees import patched_tree
 from xdist.scheduler import LoadScopeScheduling
 
-from lib.patches.apply import apply
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 from lib.run.job import CPU_PLATFORM
@@ -21,12 +21,13 @@ RELEASE = "0.9.1"
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--verl-tree",
-        type=lambda given: Path(given).resolve(),
-        metavar="DIR",
-        help="test this patched verl instead of a freshly patched one",
-    )
+    for framework in ("verl", "oat"):
+        parser.addoption(
+            f"--{framework}-tree",
+            type=lambda folder: Path(folder).resolve(),
+            metavar="DIR",
+            help=f"test this patched {framework} instead of a freshly patched one of its release",
+        )
     parser.addoption(
         "--write-results",
         action="store_true",
@@ -63,12 +64,8 @@ def pytest_xdist_make_scheduler(config, log):
 def trees(tmp_path_factory, pytestconfig) -> dict[str, Path]:
     """Folders that contain ``verl/``: "pristine" and "patched"."""
     root = tmp_path_factory.mktemp("verl")
-    pristine, given = unpacked_wheel(RELEASE, root / "pristine"), pytestconfig.getoption("verl_tree")
-    if given:
-        return {"pristine": pristine, "patched": given}
-    patched = unpacked_wheel(RELEASE, root / "patched")
-    apply(patched)
-    return {"pristine": pristine, "patched": patched}
+    patched = patched_tree(RELEASE, root / "patched", pytestconfig.getoption("verl_tree"))
+    return {"pristine": unpacked_wheel(RELEASE, root / "pristine"), "patched": patched}
 
 
 @pytest.fixture(scope="session")

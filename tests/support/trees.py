@@ -1,12 +1,27 @@
 """Read, edit and compare the folders and git trees of tests."""
 
+import json
 import subprocess
 from pathlib import Path
+
+from lib.patches.apply import apply
+from lib.patches.releases import VERL, Framework
+from lib.patches.wheels import unpacked_wheel
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
     """Return the bytes of every file below ``root`` by path, None for a folder."""
     return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
+
+
+def patched_tree(release: str, folder: Path, given: Path | None, framework: Framework = VERL) -> Path:
+    """Return a patched tree of a release: ``given``, an option of pytest, if its stamp names the release, else a new
+    one in ``folder``."""
+    if given and json.loads((given / framework.stamp).read_text())["release"] == release:
+        return given
+    tree = unpacked_wheel(release, folder, framework)
+    apply(tree, framework=framework)
+    return tree
 
 
 def edit(path: Path, old: str, new: str) -> None:

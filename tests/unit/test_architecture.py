@@ -21,6 +21,7 @@ ROOMS = {
     "probe": {"run"},
     "report": {"run"},
     "bench": set(),
+    "mutants": {"patches"},
 }
 
 

@@ -1,24 +1,25 @@
-"""``scripts/mutants.py``: its table fits the patched tree, and it reports survivors."""
+"""``scripts/mutants.py``: the tables fit the files, tests are selected by imports, and survivors are reported."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import chain
+from pathlib import Path
 
 import pytest
 
 import mutants
 from lib.errors import Refused
+from lib.mutants import trial
+from lib.mutants.document import document
+from lib.mutants.selection import select_tests
+from lib.mutants.table import Mutant, choose, load
+from lib.mutants.trial import Outcome, Outcomes, try_mutants
+from lib.mutants.workspace import Workspace
 from lib.paths import REPO
 
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory):
-    return mutants.patched_tree(tmp_path_factory.mktemp("patched"))
-
-
-HARMLESS = mutants.Mutant(
+TABLE = load()
+HARMLESS = Mutant(
+    area="verl",
     name="harmless",
     defect="none",
     seen_in="nowhere",
@@ -28,48 +29,119 @@ HARMLESS = mutants.Mutant(
     tests=("tests/engine/test_accounting.py::test_an_engine_without_accounted_steps_has_no_metrics",),
 )
 DEADLY = replace(HARMLESS, name="deadly", by="if taken == skipped == 1:")
+OF_THIS_CHECKOUT = replace(
+    HARMLESS,
+    name="separator",
+    file="scripts/lib/mutants/table.py",
+    replace='only.replace(",", " ")',
+    by='only.replace(";", " ")',
+    tests=("tests/unit/test_mutants.py::test_areas_and_names_are_chosen",),
+)
 
 
-@pytest.mark.parametrize("mutant", mutants.load(mutants.TABLE), ids=lambda mutant: mutant.name)
-def test_every_mutant_changes_the_program(mutant, tree):
-    source = mutant.source(tree)
-    assert source != (tree / mutant.file).read_text()
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Workspace:
+    return Workspace(tmp_path_factory.mktemp("workspace"))
+
+
+@pytest.mark.parametrize("mutant", TABLE, ids=lambda mutant: mutant.name)
+def test_every_mutant_changes_the_program(mutant, workspace):
+    file = workspace.file(mutant)
+    source = mutant.source(file)
+    assert source != file.read_text()
     if mutant.file.endswith(".py"):
         compile(source, mutant.file, "exec")
+    assert mutant.tests or select_tests(mutant.file, REPO)
 
 
 def test_mutants_are_distinct():
-    table = mutants.load(mutants.TABLE)
-    assert len(table) >= 20
-    assert len({(mutant.file, mutant.replace, mutant.by) for mutant in table}) == len(table)
+    assert len({(mutant.file, mutant.release, mutant.replace, mutant.by) for mutant in TABLE}) == len(TABLE)
 
 
-def test_every_test_of_the_table_exists():
-    tests = {test for mutant in mutants.load(mutants.TABLE) for test in mutant.tests}
+def test_every_test_of_the_tables_exists():
+    tests = {test for mutant in TABLE for test in mutant.tests}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests], cwd=REPO, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
 
 
-def test_command_reports_a_survivor_and_fails(monkeypatch, tmp_path, capsys):
-    entries = [vars(mutant) | {"tests": list(mutant.tests)} for mutant in (HARMLESS, DEADLY)]
-    lines = [
-        [f"[{one.pop('name')}]", *(f"{key} = {json.dumps(value)}" for key, value in one.items())] for one in entries
-    ]
-    (tmp_path / "mutants.toml").write_text("\n".join(chain(*lines)))
-    monkeypatch.setattr(mutants, "TABLE", tmp_path / "mutants.toml")
+def test_areas_and_names_are_chosen():
+    other = replace(HARMLESS, area="oat", name="other")
+    assert choose([HARMLESS, DEADLY, other], "") == [HARMLESS, DEADLY, other]
+    assert choose([HARMLESS, DEADLY, other], "oat,deadly") == [DEADLY, other]
+    with pytest.raises(Refused, match="ONLY=nothing: is neither a mutant nor an area; the areas are verl, oat"):
+        choose([HARMLESS, DEADLY, other], "oat nothing")
+
+
+def test_tests_are_selected_by_imports_the_nearest_first():
+    tests = select_tests("scripts/lib/patches/git_objects.py", REPO)
+    assert tests[0] == "tests/unit/patches/test_git_objects.py"
+    assert "tests/unit/patches/test_apply.py" in tests and "tests/unit/report/test_statistics.py" not in tests
+    assert "tests/unit/patches/test_pythons.py" in tests, "it starts scripts/patchset.py"
+    with pytest.raises(Refused, match="Makefile: no test's imports lead to it; name its tests"):
+        select_tests("Makefile", REPO)
+
+
+def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypatch):
+    kept, shown = Outcomes(tmp_path / "outcomes.json"), []
+    expected = {"harmless": "", "deadly": DEADLY.tests[0], "separator": OF_THIS_CHECKOUT.tests[0]}
+    pool = [HARMLESS, DEADLY, OF_THIS_CHECKOUT]
+    outcomes = try_mutants(pool, 1, lambda mutant, outcome: shown.append(mutant.name), kept)
+    assert {name: outcome.killer for name, outcome in outcomes.items()} == expected and shown == list(expected)
+
+    monkeypatch.setattr(Workspace, "first_failure", lambda *_: pytest.fail("is tried again"))
+    again = try_mutants(pool, 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json"))
+    assert again == outcomes
+    with pytest.raises(pytest.fail.Exception):
+        try_mutants([replace(DEADLY, by="if taken == skipped == 2:")], 1, lambda *_: None, kept)
+
+
+def test_command_fails_on_a_survivor_that_is_not_equivalent(monkeypatch, tmp_path, capsys):
+    table = [HARMLESS, DEADLY, replace(HARMLESS, name="same", equivalent="the order of a comparison")]
+    monkeypatch.setattr(mutants, "load", lambda: table)
     monkeypatch.setattr(mutants, "DOCUMENT", tmp_path / "mutants.md")
+    known = {"harmless": "", "deadly": "tests/a.py::test_b", "same": ""}
+
+    def tried(chosen, jobs, show):
+        outcomes = {mutant.name: Outcome(known[mutant.name], 1) for mutant in chosen}
+        for mutant in chosen:
+            show(mutant, outcomes[mutant.name])
+        return outcomes
+
+    monkeypatch.setattr(mutants, "try_mutants", tried)
     assert mutants.main([]) == 1
     out = capsys.readouterr().out
-    assert "1/2 harmless: SURVIVED" in out and f"2/2 deadly: killed by {DEADLY.tests[0]}" in out
+    assert "1/3 verl/harmless: SURVIVED" in out and "2/3 verl/deadly: killed by tests/a.py::test_b" in out
+    assert out.endswith("3 mutants, 1 survivors: harmless\n")
     written = (tmp_path / "mutants.md").read_text()
-    assert "2 mutants, 1 survivors" in written and "| harmless | none | nowhere | **survived** |" in written
+    assert "| [verl](#verl) | 3 | 1 | 1 | 1 |" in written and "| harmless | none | nowhere | **survived** |" in written
+    (tmp_path / "mutants.md").unlink()
+    assert mutants.main(["deadly same"]) == 0
+    assert not (tmp_path / "mutants.md").exists(), "a part of the mutants does not write the document of all"
 
 
-def test_unknown_mutant_is_refused(capsys):
-    assert mutants.main(["none-of-these"]) == 1
-    assert "mutants: none-of-these: is not a mutant; the mutants are unknown-dtype-accept" in capsys.readouterr().err
+def test_document_escapes_the_columns_of_its_tables():
+    text = document([replace(HARMLESS, defect="`a | b`")], {"harmless": Outcome("tests/a.py::test_b[x|y]", 1)})
+    assert "| harmless | `a \\| b` | nowhere | `a.py::test_b[x\\|y]` |" in text
+
+
+@pytest.mark.parametrize(
+    ("entries", "refusal"),
+    [
+        ({"a": "[one]\ndefect = 'x'\n"}, "a.toml: one: .*missing"),
+        ({"a": "[one]\nkills = 'x'\n"}, "a.toml: one: .*kills"),
+        (
+            {name: "[one]\ndefect='x'\nseen_in=''\nfile='f'\nreplace='a'\nby='b'\n" for name in "ab"},
+            "b.toml: one is in a",
+        ),
+    ],
+)
+def test_wrong_tables_are_refused(entries, refusal, tmp_path):
+    for name, text in entries.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    with pytest.raises(Refused, match=refusal):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -77,25 +149,25 @@ def test_unknown_mutant_is_refused(capsys):
     [
         (
             replace(HARMLESS, replace="no such text"),
-            "harmless: its text occurs 0 times in verl/utils/precision/accounting.py, not once",
+            "harmless: its text occurs 0 times in verl/utils/",
         ),
         (replace(HARMLESS, replace="skipped"), r"harmless: its text occurs \d\d+ times"),
         (replace(HARMLESS, tests=("tests/engine/test_accounting.py::test_of_no_such_name",)), "pytest ended with 4"),
     ],
 )
-def test_mutant_that_cannot_be_judged_is_refused(mutant, refusal, tree):
+def test_mutant_that_cannot_be_judged_is_refused(mutant, refusal, tmp_path):
     with pytest.raises(Refused, match=refusal):
-        mutants.killers([mutant], tree)
+        try_mutants([mutant], 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json"))
 
 
-def test_failing_tree_is_refused(tree):
-    file = tree / DEADLY.file
-    original = file.read_text()
-    file.write_text(DEADLY.source(tree))
-    try:
-        with pytest.raises(Refused, match="has_no_metrics fails on the tree without a mutant"):
-            mutants.killers(
-                [replace(HARMLESS, replace="# an engine whose own", by="# an engine of which the own")], tree
-            )
-    finally:
-        file.write_text(original)
+def test_killer_that_fails_without_the_mutant_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tests[0])
+    with pytest.raises(Refused, match="has_no_metrics fails without the mutant, too"):
+        try_mutants([HARMLESS], 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json"))
+
+
+def test_workspace_contains_changes_that_are_not_committed(workspace):
+    changed = subprocess.run(["git", "diff", "--name-only", "HEAD"], cwd=REPO, capture_output=True, text=True).stdout
+    for name in [*changed.splitlines(), "scripts/mutants.py"]:
+        assert (workspace.root / name).read_bytes() == Path(REPO / name).read_bytes()
+    assert trial.OUTCOMES.is_relative_to(REPO / ".cache")

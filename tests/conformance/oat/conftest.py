@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from behaviours import entry
 from oat_behaviours import RELEASES, RESULTS, verdicts
+from support.trees import patched_tree
 
-from lib.patches.apply import apply
 from lib.patches.releases import OAT, find_release
 from lib.patches.stack import load_stack
 from lib.patches.wheels import unpacked_wheel
@@ -41,9 +41,11 @@ def outcomes(tmp_path_factory, pytestconfig) -> Iterator[Outcomes]:
 
     def of(release: str, patched: bool) -> dict[str, str]:
         if (release, patched) not in done:
-            tree = unpacked_wheel(release, tmp_path_factory.mktemp(f"oat-{release}"), OAT)
+            tree = tmp_path_factory.mktemp(f"oat-{release}")
             if patched:
-                apply(tree, framework=OAT)
+                tree = patched_tree(release, tree, pytestconfig.getoption("oat_tree"), OAT)
+            else:
+                unpacked_wheel(release, tree, OAT)
             done[release, patched] = run(runner, tree, tmp_path_factory.mktemp(f"oat-{release}-out"))
         return done[release, patched]
 

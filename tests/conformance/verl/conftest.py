@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from behaviours import RELEASES, entry, verdicts
+from support.trees import patched_tree
 from worker_process import save_model, worker_environment, worker_python
 
-from lib.patches.apply import apply
 from lib.patches.releases import find_release
 from lib.patches.stack import load_stack
 from lib.patches.wheels import unpacked_wheel
@@ -37,8 +37,9 @@ def outcomes(model, tmp_path_factory, pytestconfig) -> Iterator[Callable[[str], 
 
     def of(release: str) -> tuple[Outcomes, Outcomes]:
         if release not in done:
-            patched, upstream = (unpacked_wheel(release, tmp_path_factory.mktemp(f"{release}-tree")) for _ in range(2))
-            apply(patched)
+            folder = tmp_path_factory.mktemp(f"{release}-trees")
+            patched = patched_tree(release, folder / "patched", pytestconfig.getoption("verl_tree"))
+            upstream = unpacked_wheel(release, folder / "upstream")
             done[release] = tuple(run(release, tree, model, tmp_path_factory) for tree in (patched, upstream))
         return done[release]
 

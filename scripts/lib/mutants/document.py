@@ -1,0 +1,46 @@
+"""Format the outcomes of all mutants as docs/mutants.md."""
+
+from collections.abc import Mapping, Sequence
+
+from lib.mutants.table import Mutant
+from lib.mutants.trial import Outcome
+
+HEAD = """\
+# Mutants
+
+Written by `make mutants`. Each mutant is one text of the project replaced by a defect (`tests/mutants/AREA.toml`); the
+test is the first to fail on it, and passes without it. (stuck): one rank waited for the other forever. Unless the
+mutant names its tests, those are tried from whose imports its file can be reached, the nearest first.
+"""
+
+
+def survived(mutant: Mutant, outcome: Outcome) -> bool:
+    """Return whether a mutant lives that is not shown to be equivalent."""
+    return not outcome.killer and not mutant.equivalent
+
+
+def verdict(mutant: Mutant, outcome: Outcome) -> str:
+    """Return the last column of a mutant's row."""
+    if outcome.killer:
+        return f"`{outcome.killer.removeprefix('tests/')}`"
+    return f"equivalent: {mutant.equivalent}" if mutant.equivalent else "**survived**"
+
+
+def document(mutants: Sequence[Mutant], outcomes: Mapping[str, Outcome]) -> str:
+    """Return the table of areas and a table of mutants for each, as Markdown."""
+    areas = dict.fromkeys(mutant.area for mutant in mutants)
+    lines = [HEAD, "| area | mutants | killed | equivalent | survivors |", "|---|---|---|---|---|"]
+    sections = []
+    total = [0, 0, 0, 0]
+    for area in areas:
+        of_area = [mutant for mutant in mutants if mutant.area == area]
+        killed = sum(bool(outcomes[mutant.name].killer) for mutant in of_area)
+        left = sum(survived(mutant, outcomes[mutant.name]) for mutant in of_area)
+        counts = [len(of_area), killed, len(of_area) - killed - left, left]
+        total = [one + other for one, other in zip(total, counts, strict=True)]
+        lines.append(f"| [{area}](#{area}) | {' | '.join(map(str, counts))} |")
+        sections += ["", f"## {area}", "", "| mutant | defect | seen in | killed by |", "|---|---|---|---|"]
+        for mutant in of_area:
+            row = [mutant.name, mutant.defect, mutant.seen_in, verdict(mutant, outcomes[mutant.name])]
+            sections.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |")
+    return "\n".join([*lines, f"| all | {' | '.join(map(str, total))} |", *sections]) + "\n"

@@ -1,0 +1,100 @@
+"""A copy of the checkout with patched releases beside it, in which a mutant can be put and tests be run."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from lib.errors import Refused
+from lib.mutants.table import Mutant
+from lib.patches.apply import apply
+from lib.patches.releases import OAT, VERL, Framework, load_releases
+from lib.patches.wheels import unpacked_wheel
+from lib.paths import REPO
+
+NO_FAILURE, FAILURES = 0, (1, 2)  # pytest's exit codes, 2: of an import; with any other the tests did not run
+HANGS_S = 1800
+SHARED = (".venv", ".venv-workers", ".cache")  # linked, not copied
+MARKERS = "not slow and not gpu and not e2e"
+
+
+class Workspace:
+    """A copy of the checkout, changes that are not committed included, in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "checkout"
+        self.trees = folder / "trees"
+        subprocess.run(["git", "clone", "--quiet", "--shared", REPO, self.root], check=True)
+        for listing in (["diff", "--name-only", "HEAD"], ["ls-files", "--others", "--exclude-standard"]):
+            changed = subprocess.run(["git", *listing], cwd=REPO, check=True, capture_output=True, text=True).stdout
+            for name in changed.splitlines():
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                if (REPO / name).exists():
+                    shutil.copy2(REPO / name, self.root / name)
+                else:
+                    (self.root / name).unlink()
+        for name in SHARED:
+            if (REPO / name).exists():
+                (self.root / name).symlink_to(REPO / name)
+
+    def tree(self, framework: Framework, release: str) -> Path:
+        """Return the folder of a patched release; the newest by default."""
+        release = release or list(load_releases(framework=framework))[-1]
+        folder = self.trees / f"{framework.name}-{release}"
+        if not folder.exists():
+            apply(unpacked_wheel(release, folder, framework), framework=framework)
+        return folder
+
+    def file(self, mutant: Mutant) -> Path:
+        """Return the file to mutate."""
+        framework = {"verl": VERL, "oat": OAT}.get(mutant.file.partition("/")[0])
+        root = self.tree(framework, mutant.release) if framework else self.root
+        return root / mutant.file
+
+    @contextmanager
+    def mutated(self, mutant: Mutant) -> Iterator[None]:
+        """Put the mutant in for the body of the statement.
+
+        Raises:
+            Refused: its text does not occur exactly once.
+        """
+        file = self.file(mutant)
+        original = file.read_text()
+        file.write_text(mutant.source(file))
+        try:
+            yield
+        finally:
+            file.write_text(original)
+
+    def first_failure(self, tests: Sequence[str], mutant: Mutant) -> str | None:
+        """Run tests, on the mutant's patched release if its file is in one, until one fails.
+
+        Returns:
+            Its id, with "(stuck)" if a rank waited for another that never came or no test ended for half an hour;
+            None if all passed.
+
+        Raises:
+            Refused: the tests did not run, e.g. because a test does not exist.
+        """
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "-m", MARKERS]
+        for framework in (VERL, OAT):
+            if mutant.file.startswith(f"{framework.name}/"):
+                command.append(f"--{framework.name}-tree={self.tree(framework, mutant.release)}")
+        # pytest cuts its summary to the terminal's width
+        environment = os.environ | {"COLUMNS": "1000", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = subprocess.run(
+                [*command, *tests], cwd=self.root, env=environment, capture_output=True, text=True, timeout=HANGS_S
+            )
+        except subprocess.TimeoutExpired:
+            return f"{tests[0]} (stuck)"
+        if done.returncode == NO_FAILURE:
+            return None
+        summary = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        if done.returncode not in FAILURES or not summary:
+            raise Refused(f"{mutant.name}: pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+        test, _, reason = summary[0].partition(" ")[2].partition(" - ")
+        return f"{test} (stuck)" if "stuck:" in reason else test

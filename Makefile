@@ -29,9 +29,9 @@ python:
 .PHONY: run test
 run: python     ## set up and train in fp16 with verl, on this machine's GPU or CPU
 	$(COMMAND)
-test: python    ## set up and run all tests
+test: python    ## set up and run the tests of this checkout
 	$(SETUP) browser $(DEVICE) workers
-	@exec $(PYTEST) -m "not slow and not gpu"
+	@exec $(PYTEST) -m "not slow and not gpu and not recorded"
 
 ##@ Patch verl or OAT elsewhere (VERL= or OAT=: a git checkout, an unpacked release or site-packages), with Python 3.10 and git alone
 .PHONY: apply-patches unapply-patches status check port drift
@@ -66,7 +66,7 @@ sanity: python       ## run the sanity test: four regimes, three seeds, three ob
 	$(COMMAND)
 
 ##@ The rest
-.PHONY: help setup submit gsm8k dapo-math sanity-math bench bench-amp pr-branch mutants test-quick test-releases test-oat e2e-releases matrix lint lock clean
+.PHONY: help setup submit gsm8k dapo-math sanity-math bench bench-amp pr-branch mutants test-all test-quick test-releases test-oat e2e-releases matrix lint lock clean
 help: python         ## list the targets;  make help-run: the variables of a command
 	@awk -F ': *[a-z]* *## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 help-%: python
@@ -92,6 +92,9 @@ mutants: python      ## put known defects into patched verl, one at a time; each
 matrix: python       ## write the recorded outcomes into README.md as the support matrices
 	$(COMMAND)
 
+test-all: python      ## run every test: all releases, all configurations of the doctor, whole jobs
+	$(SETUP) browser $(DEVICE) workers
+	@exec $(PYTEST) -m "$(if $(filter cuda,$(DEVICE)),slow or not slow,not gpu)"
 test-quick: python    ## run the tests without the end-to-end runs and the other releases
 	$(SETUP) browser $(DEVICE)
 	@exec $(PYTEST) -m "not slow and not gpu and not e2e and not releases"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from behaviours import entry
 from oat_behaviours import RELEASES, RESULTS, verdicts
+from support.recorded import fingerprint, mark_recorded
 from support.trees import patched_tree
 
 from lib.patches.releases import OAT, find_release
@@ -21,6 +22,11 @@ PYTHON = REPO / ".venv-workers/bin/python"
 RUNNER = Path(__file__).with_name("oat_runner.py")
 
 Outcomes = Callable[[str, bool], dict[str, str]]
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is applied
+def pytest_collection_modifyitems(items):
+    mark_recorded(items, OAT, RESULTS, RUNNER.parent)
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +79,7 @@ def write_results(results: dict[str, dict]) -> None:
     """Write the verdicts on these releases into tests/expected/oat.json; keep those of other releases."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for release in results:
-        known[release] = entry(load_stack(find_release(release, framework=OAT)), results[release])
+        found = find_release(release, framework=OAT)
+        known[release] = entry(load_stack(found), results[release], fingerprint(found, RUNNER.parent))
     ordered = {release: known[release] for release in RELEASES if release in known}
     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")

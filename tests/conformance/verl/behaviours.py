@@ -219,12 +219,14 @@ BEHAVIOURS = {
 }
 
 
-def entry(stack: Stack, results: dict[str, dict]) -> dict:
-    """Return a release's entry in tests/expected: its stack, the number of lines that it changes, and the results."""
+def entry(stack: Stack, results: dict[str, dict], fingerprint: str) -> dict:
+    """Return a release's entry in tests/expected: its stack, the number of lines that it changes, and the results, with
+    the fingerprint of what they depend on."""
     changed = [re.findall(r"^[+-](?![+-]{2} )", patch.text.partition("\n---\n")[2], re.M) for patch in stack.patches]
     signs = [sign for signs in changed for sign in signs]
     lines = {"added": signs.count("+"), "removed": signs.count("-")}
-    return {"stack": stack.id, "patches": len(stack.patches), "lines": lines, "seen": results}
+    counts = {"patches": len(stack.patches), "lines": lines}
+    return {"stack": stack.id, "fingerprint": fingerprint, **counts, "seen": results}
 
 
 def outcome(outcomes: dict[str, dict[str, str]], case: str) -> str:

@@ -7,16 +7,22 @@ from pathlib import Path
 
 import pytest
 from behaviours import RELEASES, entry, verdicts
+from support.recorded import fingerprint, mark_recorded
 from support.trees import patched_tree
 from worker_process import save_model, worker_environment, worker_python
 
-from lib.patches.releases import find_release
+from lib.patches.releases import VERL, find_release
 from lib.patches.stack import load_stack
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 RESULTS = REPO / "tests/expected/releases.json"
 CASES = Path(__file__).with_name("cases.py")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is applied
+def pytest_collection_modifyitems(items):
+    mark_recorded(items, VERL, RESULTS, CASES.parent)
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +70,7 @@ def write_results(results: dict[str, dict]) -> None:
     """Write the verdicts on these releases into tests/expected/releases.json; keep those of other releases."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for release in results:
-        known[release] = entry(load_stack(find_release(release)), results[release])
+        found = find_release(release)
+        known[release] = entry(load_stack(found), results[release], fingerprint(found, CASES.parent))
     ordered = {release: known[release] for release in RELEASES if release in known}
     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")

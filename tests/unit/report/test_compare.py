@@ -18,7 +18,7 @@ def test_runs_by_label_make_a_report(tmp_path, capsys):
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("RUNS=", "there is no run"),
+        ("RUNS=", "RUNS: is not set"),
         ("RUNS={run}", "must be LABEL=FOLDER"),
         ("RUNS=a/b={run}", "must be LABEL=FOLDER"),
         ("RUNS==x", "must be LABEL=FOLDER"),

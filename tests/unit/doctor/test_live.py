@@ -1,4 +1,4 @@
-"""``doctor --live`` on recorded answers and on a real engine; tests/e2e/test_make_run.py queries a running job."""
+"""``doctor --live`` on recorded answers and on a real engine; tests/e2e/test_resume.py queries a running job."""
 
 import os
 import subprocess

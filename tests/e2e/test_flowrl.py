@@ -45,17 +45,28 @@ def share_of_mixed_groups(dump: Path) -> float:
     return sum(len(scores) > 1 for scores in rewards.values()) / len(rewards)
 
 
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("flowrl") / "rollouts.sqlite"
+
+
+@pytest.fixture(scope="module")
+def whole(rollouts) -> tuple[Path, str]:
+    """The run that records its rollouts, and what it printed."""
+    out = rollouts.with_name("whole")
+    dumps = f"trainer.rollout_data_dir={rollouts.with_name('dumps')}"
+    return out, train(out, f"+rollouts=record rollouts.file={rollouts}", dumps)
+
+
 @pytest.mark.e2e
-def test_train_and_resume(tmp_path):
-    whole, rest, rollouts = tmp_path / "whole", tmp_path / "rest", tmp_path / "rollouts.sqlite"
-    dumps = f"trainer.rollout_data_dir={tmp_path}/dumps"
-    screen = train(whole, f"+rollouts=record rollouts.file={rollouts}", dumps)
+def test_flowrl_trains_in_fp16(whole, rollouts):
+    whole, screen = whole
     steps = training_metrics(whole)
 
     # Before any update the policy is the reference and log Z is 0: each mixed group contributes β²·(n−1)/n.
     first = steps[1]
     assert first["actor/flowrl/log_z"] == 0 and first["actor/flowrl/reference_kl"] == pytest.approx(0, abs=1e-6)
-    expected = 15**2 * 7 / 8 * share_of_mixed_groups(tmp_path / "dumps" / "1.jsonl")
+    expected = 15**2 * 7 / 8 * share_of_mixed_groups(rollouts.with_name("dumps") / "1.jsonl")
     assert first["actor/pg_loss"] == pytest.approx(expected, rel=1e-3)
     # Importance weights between trainer and rollout, whose mismatch is about 1e-5 per token.
     assert 0 < abs(first["actor/flowrl/weight"] - 1) < 1e-3
@@ -87,8 +98,13 @@ def test_train_and_resume(tmp_path):
     assert {tensor.dtype for tensor in head["head"].values()} == {torch.float32}
     assert {int(state["step"]) for state in head["optimizer"]["state"].values()} == {STEPS}
 
-    # Resumed after step 2, step 3 is bit-exact: model, Adam, head, its Adam, loss scale, RNG and data.
-    resumed = tmp_path / "checkpoints"
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_resumed_step_is_bit_exact(whole, rollouts, tmp_path):
+    """Model, Adam, head, its Adam, loss scale, RNG and data of step 3, resumed after step 2."""
+    (whole, _), rest, resumed = whole, tmp_path / "rest", tmp_path / "checkpoints"
+    steps, saved = training_metrics(whole), whole / "checkpoints" / f"global_step_{STEPS}"
     shutil.copytree(whole / "checkpoints" / "global_step_2", resumed / "global_step_2")
     (resumed / "latest_checkpointed_iteration.txt").write_text("2")
     train(rest, f"+rollouts=replay rollouts.file={rollouts} trainer.default_local_dir={resumed}")

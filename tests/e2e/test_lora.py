@@ -16,14 +16,8 @@ LORA = [
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("strategy", "merge"),
-    [
-        ("fsdp", "false"),
-        pytest.param("fsdp2", "false", marks=pytest.mark.slow),
-        pytest.param("fsdp2", "true", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "merge"), [("fsdp", "false"), ("fsdp2", "false"), ("fsdp2", "true")])
 def test_lora_trains_in_fp16(strategy, merge, tmp_path):
     overrides = [*small_batch(), *LORA, f"{ACTOR}.strategy={strategy}", f"{MODEL}.lora.merge={merge}"]
     code, output = finish_run(tmp_path, 3, overrides)

@@ -24,9 +24,8 @@ K3 = {"llama": 1e-6, "qwen3": 1e-6, "qwen3_moe": 5e-5}
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", K3)
 def test_family_trains_in_fp16(tmp_path, family):
     code, output = finish_run(tmp_path / "run", 3, small_batch(), f"MODEL={make_model(tmp_path, family)}")
     assert code == 0, output

@@ -34,6 +34,15 @@ def representatives(framework: Framework) -> set[str]:
     return set({release.family: name for name, release in load_releases(framework=framework).items()}.values())
 
 
+def every_release(framework: Framework) -> list:
+    """Return all releases as parameters of a test; `make test` runs the newest of each family."""
+    newest = representatives(framework)
+    return [
+        pytest.param(name, marks=[] if name in newest else [pytest.mark.slow])
+        for name in load_releases(framework=framework)
+    ]
+
+
 def recorded(framework: Framework, results: Path, suite: Path) -> set[str]:
     """Return the releases whose outcomes in the file ``results`` are valid for this checkout."""
     entries = json.loads(results.read_text())

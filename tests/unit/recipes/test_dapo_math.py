@@ -1,15 +1,11 @@
 """DAPO-Math-17k and AIME 2024, converted from the Hub's schema: each problem once, scored by verl itself."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lib.paths import REPO
 from verl.utils.reward_score import default_compute_score
 
 
@@ -29,18 +25,11 @@ def source(folder: Path, rows: list[dict]) -> Path:
     return folder
 
 
-def prepare(train: Path, test: Path, out: Path, cache: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "recipes.dapo_math.prepare", "--out", str(out)]
-    command += ["--source", str(train), "--test-source", str(test)]
-    environment = os.environ | {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
-
-
-def test_each_problem_is_kept_once_and_scored(tmp_path):
+def test_each_problem_is_kept_once_and_scored(tmp_path, prepare):
     three = [row("1+1?", "2", 0), row("2+2?", "4", 1), row("1+1?", "3", 2)]
     train = source(tmp_path / "train", three * 4000)  # more than are read at a time
     test = source(tmp_path / "test", [row("AIME?", "033", 0, raw_problem="AIME?")] * 32)
-    done = prepare(train, test, tmp_path / "out", tmp_path / "cache")
+    done = prepare("dapo_math", "--out", tmp_path / "out", "--source", train, "--test-source", test)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         f"{tmp_path}/out/train.parquet: 2 prompts; 1 occurred with another answer too; the first is kept",
@@ -64,19 +53,19 @@ def test_each_problem_is_kept_once_and_scored(tmp_path):
         ({"data_source": "math_other"}, "row 1: Reward function is not implemented for data_source='math_other'"),
     ],
 )
-def test_unscorable_row_is_refused_in_one_line(bad, message, tmp_path):
+def test_unscorable_row_is_refused_in_one_line(bad, message, tmp_path, prepare):
     good = source(tmp_path / "good", [row("1+1?", "2", 0)])
     other = source(tmp_path / "other", [row("1+1?", "2", 0), row("2+2?", "4", 1, **bad)])
-    done = prepare(good, other, tmp_path / "out", tmp_path / "cache")
+    done = prepare("dapo_math", "--out", tmp_path / "out", "--source", good, "--test-source", other)
     assert done.returncode == 1 and not (tmp_path / "out").exists()
     assert done.stderr.splitlines()[-1] == f"--test-source {other}: {message}"
 
 
-def test_other_and_missing_datasets_are_refused_in_one_line(tmp_path):
+def test_other_and_missing_datasets_are_refused_in_one_line(tmp_path, prepare):
     lacking = source(tmp_path / "lacking", [{"prompt": [{"content": "1+1?", "role": "user"}], "data_source": "math"}])
-    done = prepare(lacking, lacking, tmp_path / "out", tmp_path / "cache")
+    done = prepare("dapo_math", "--out", tmp_path / "out", "--source", lacking, "--test-source", lacking)
     assert done.returncode == 1 and not (tmp_path / "out").exists()
     message = f"--source {lacking}: lacks the column 'ability'; it has prompt, data_source"
     assert done.stderr.splitlines()[-1] == message
-    done = prepare(tmp_path / "none", lacking, tmp_path / "out", tmp_path / "cache")
+    done = prepare("dapo_math", "--out", tmp_path / "out", "--source", tmp_path / "none", "--test-source", lacking)
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(f"--source {tmp_path}/none: ")

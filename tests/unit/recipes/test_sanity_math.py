@@ -3,14 +3,14 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from support.recorded import every_release
 
-from lib.patches.releases import OAT, load_releases
+from lib.patches.releases import OAT
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 from verl.utils.reward_score import default_compute_score
@@ -32,16 +32,10 @@ def source(folder: Path, rows: list[dict]) -> Path:
     return folder
 
 
-def prepare(given: Path, out: Path, cache: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "recipes.sanity_math.prepare", "--out", str(out), "--source", str(given)]
-    environment = os.environ | {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
-
-
-def test_problems_that_verl_cannot_score_are_left_out(tmp_path):
+def test_problems_that_verl_cannot_score_are_left_out(tmp_path, prepare):
     unclosed = row("set?", r"\left\{1")  # its box does not close
     given = source(tmp_path / "given", [row("1/2?", r"\frac{1}{2}"), unclosed, row("2+2?", "4")])
-    done = prepare(given, tmp_path / "out", tmp_path / "cache")
+    done = prepare("sanity_math", "--out", tmp_path / "out", "--source", given)
     assert done.returncode == 0, done.stderr
     file = tmp_path / "out" / "train.parquet"
     summary = f"{file}: 2 problems; 1 left out, whose ground truth verl scores as wrong"
@@ -77,11 +71,11 @@ print(json.dumps([splits, formatted, problems, answers, graded]))
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("release", load_releases(framework=OAT))
-def test_oat_reads_the_same_problems_without_the_instruction(release, tmp_path):
+@pytest.mark.parametrize("release", every_release(OAT))
+def test_oat_reads_the_same_problems_without_the_instruction(release, tmp_path, prepare):
     """Use the release's own loader, template, evaluation and grader."""
     given = source(tmp_path / "given", [row("1/2?", r"\frac{1}{2}"), row("set?", r"\left\{1"), row("2+2?", "4")])
-    done = prepare(given, tmp_path / "out", tmp_path / "cache")
+    done = prepare("sanity_math", "--out", tmp_path / "out", "--source", given)
     assert done.returncode == 0, done.stderr
     tree = unpacked_wheel(release, tmp_path / "tree", OAT)
     paths = [tree, REPO / "tests/conformance/oat", REPO]
@@ -100,10 +94,10 @@ def test_oat_reads_the_same_problems_without_the_instruction(release, tmp_path):
     assert graded == [1.0, 1.0], "OAT's grader accepts the ground truths, too"
 
 
-def test_unscorable_test_split_is_left_out(tmp_path):
+def test_unscorable_test_split_is_left_out(tmp_path, prepare):
     given = source(tmp_path / "given", [row("1/2?", r"\frac{1}{2}")])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row("AIME?", None)]), given / "test" / "rows.parquet")
-    done = prepare(given, tmp_path / "out", tmp_path / "cache")
+    done = prepare("sanity_math", "--out", tmp_path / "out", "--source", given)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
         f"{tmp_path}/out/oat: test: left out: row 0: its ground truth is None, not a string\n"
@@ -111,9 +105,9 @@ def test_unscorable_test_split_is_left_out(tmp_path):
     assert (tmp_path / "out/train.parquet").exists() and not (tmp_path / "out/oat/test").exists()
 
 
-def test_prompts_without_common_instruction_are_unchanged(tmp_path):
+def test_prompts_without_common_instruction_are_unchanged(tmp_path, prepare):
     given = [row("", "4") | {"prompt": [{"role": "user", "content": problem}]} for problem in ("2+2?", "1+3?")]
-    done = prepare(source(tmp_path / "given", given), tmp_path / "out", tmp_path / "cache")
+    done = prepare("sanity_math", "--out", tmp_path / "out", "--source", source(tmp_path / "given", given))
     assert done.returncode == 0, done.stderr
     assert "oat: train: 2 problems; instruction removed: none in common" in done.stdout
 
@@ -126,9 +120,9 @@ def test_prompts_without_common_instruction_are_unchanged(tmp_path):
         ([row("set?", r"\left\{1")], "verl scores all its ground truths as wrong"),
     ],
 )
-def test_other_datasets_are_refused_in_one_line(rows, message, tmp_path):
+def test_other_datasets_are_refused_in_one_line(rows, message, tmp_path, prepare):
     (tmp_path / "given" / "train").mkdir(parents=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "given" / "train" / "rows.parquet")
-    done = prepare(tmp_path / "given", tmp_path / "out", tmp_path / "cache")
+    done = prepare("sanity_math", "--out", tmp_path / "out", "--source", tmp_path / "given")
     assert done.returncode == 1 and not (tmp_path / "out").exists()
     assert done.stderr.splitlines()[-1] == f"--source {tmp_path}/given: {message}"

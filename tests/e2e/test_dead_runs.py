@@ -13,7 +13,6 @@ DATASET = """
 import os, signal, time
 import ray
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from lib.paths import REPO
 
 class Waits(RLHFDataset):
     def __init__(self, *_, **__):

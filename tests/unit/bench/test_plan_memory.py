@@ -17,7 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 import plan_memory
 from lib.bench.memory_model import TrainedModel
-from lib.bench.memory_plan import BESIDE_TENSORS, CPU_PROCESSES, GIB, MemoryPlan, micro_batch, peak, plan_job
+from lib.bench.memory_plan import (
+    BESIDE_TENSORS,
+    CPU_PROCESSES,
+    GIB,
+    MemoryPlan,
+    micro_batch,
+    peak,
+    plan_job,
+    sequence_parallel,
+)
 from lib.bench.model_shape import MODELS, ModelShape
 from lib.cli import options
 from lib.errors import Refused
@@ -370,6 +379,13 @@ def test_answers_that_ranks_share_unevenly(mini_batch, dynamic, expected):
     job = {"trainer": {"nnodes": 1, "n_gpus_per_node": 2}}
     job["actor_rollout_ref"] = {"rollout": {"n": 1}, "actor": {"use_dynamic_bsz": dynamic}}
     assert micro_batch(OmegaConf.create(job), mini_batch, 256, 2, 100, parallel=1) == expected
+
+
+@pytest.mark.parametrize(("older", "newer", "expected"), [(1, 1, 1), (1, 2, 2), (2, 1, 2), (4, 2, 4)])
+def test_older_key_of_sequence_parallelism_wins_if_set(older, newer, expected):
+    key = "ulysses_sequence_parallel_size"
+    actor = {key: older, "fsdp_config": {key: newer}}
+    assert sequence_parallel(OmegaConf.create({"actor_rollout_ref": {"actor": actor}})) == expected
 
 
 def test_largest_tensor_is_of_the_experts_or_the_embedding():

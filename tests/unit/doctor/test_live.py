@@ -121,7 +121,7 @@ def test_models_of_each_kind_of_actor(one_rank):
         "critic": SimpleNamespace(engine=engine),
     }
     colocated = actor_models(SimpleNamespace(worker_dict=workers | {"rm": reward}))
-    assert [each["role"] for each in colocated] == ["actor", "ref", "reward_model", "critic"]
+    assert [each["role"] for each in colocated] == ["actor", "ref", "critic", "reward_model"]
     assert {each["compute"] for each in colocated} == {"float16"} and colocated[0]["autocast"] == "float16"
     newer = SimpleNamespace(actor=SimpleNamespace(engine=engine), ref=SimpleNamespace(engine=engine))
     assert [(each["role"], each["compute"]) for each in actor_models(newer)] == [

@@ -17,7 +17,8 @@ class ModelShape:
     """Dimensions of a decoder of Llama's kind, from its ``config.json``.
 
     Args:
-        bias: whether the query, key and value projections have a bias (Qwen2).
+        bias: whether the query, key and value projections have a bias (Qwen2, and the others with ``attention_bias``).
+        output_bias: whether the output projection of the attention has one, too (the others alone).
         qk_norm: whether queries and keys are normalized (Qwen3).
         intermediate: width of the MLP, or of each expert.
         experts: experts per layer, 0 for a dense model; ``active`` of them compute each token.
@@ -35,6 +36,7 @@ class ModelShape:
     qk_norm: bool
     experts: int = 0
     active: int = 1
+    output_bias: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any], name: str) -> "ModelShape":
@@ -69,6 +71,7 @@ class ModelShape:
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             tied=bool(config.get("tie_word_embeddings", False)),
             bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+            output_bias=kind != "qwen2" and bool(config.get("attention_bias", False)),
             qk_norm=kind.startswith("qwen3"),
             **({"experts": config["num_experts"], "active": config["num_experts_per_tok"]} if moe else {}),
         )
@@ -95,7 +98,8 @@ class ModelShape:
     def block(self) -> int:
         """Parameters of one layer."""
         attention = 2 * self.hidden * (self.query_width + self.key_width)
-        attention += (self.query_width + 2 * self.key_width) * self.bias + 2 * self.head_dim * self.qk_norm
+        attention += (self.query_width + 2 * self.key_width) * self.bias + self.hidden * self.output_bias
+        attention += 2 * self.head_dim * self.qk_norm
         mlp = 3 * self.hidden * self.intermediate * max(1, self.experts) + self.hidden * self.experts
         return attention + mlp + 2 * self.hidden
 

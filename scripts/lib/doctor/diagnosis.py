@@ -7,7 +7,7 @@ from typing import Any
 
 from lib.doctor.config import leaves, load_config
 from lib.doctor.dtype_rules import KEYS, UNKNOWN
-from lib.doctor.finding import Finding
+from lib.doctor.finding import UNREAD, Finding
 from lib.doctor.refusals import refusal, unknown_keys
 from lib.doctor.resolver import HOPS, ROLLOUT, SPELLINGS, DtypeResolver, Hop
 from lib.doctor.rollout_findings import rollout_findings, wire_is_lossy
@@ -119,7 +119,7 @@ def unread_keys(resolver: DtypeResolver) -> Iterator[Finding]:
     tree, groups = resolver.tree, sorted(each.name for each in CONFIGS.iterdir())
     for key in sorted(resolver.config.unread_keys):
         value = resolver.config.get(key)
-        effect = f"is a key that nothing reads in {tree.name}"
+        effect = f"{UNREAD} in {tree.name}"
         near = difflib.get_close_matches(key, groups, n=1)
         mend = f"hydra.searchpath=['file://{CONFIGS}']" if key in groups else f"remove +{key}={value}"
         if key not in groups and near:

@@ -69,6 +69,7 @@ class Rule:
         text: the content of that line, or a part of it.
         reads: what it reads; the first that applies decides.
         patch: the patch that makes it read the user's keys; "" where nothing is ignored.
+        hook: the file below ``verl/`` that the patch changes, where that is not ``path``.
     """
 
     hop: str
@@ -79,6 +80,7 @@ class Rule:
     reads: tuple[Key | Fixed | SameAs | Sharded, ...]
     patch: str = ""
     roles: tuple[str, ...] = ("",)
+    hook: str = ""
 
     @cached_property
     def lines(self) -> dict[str, int]:
@@ -103,6 +105,7 @@ SGLANG, SGLANG_SERVER = (
 )
 TRTLLM_SERVER = "workers/rollout/trtllm_rollout/trtllm_async_server.py"
 HF = "workers/rollout/hf_rollout.py"
+ENGINE_MAKER = "checkpoint_engine/base.py"  # makes the receiver's checkpoint engine with its arguments
 
 LOADED = "torch_dtype = torch.float32 if self._is_actor else torch.bfloat16"
 ENGINE_LOADED = "torch_dtype = self.engine_config.model_dtype"
@@ -183,9 +186,10 @@ RULES = (
     Rule("wire", "delta_sharded", ENGINE, "0.9.0:916 0.9.1:944", "p = p.to(torch.bfloat16, non_blocking=True)",
          (BF16,), SEND),
     Rule("wire", "kimi_ckpt_engine", "checkpoint_engine/kimi_checkpoint_engine.py",
-         "0.7.1:42 0.8.0:42 0.9.0:42 0.9.1:42", "rollout_dtype: torch.dtype = torch.bfloat16,", (BF16,), SEND),
+         "0.7.1:42 0.8.0:42 0.9.0:42 0.9.1:42", "rollout_dtype: torch.dtype = torch.bfloat16,", (BF16,), SEND,
+         hook=ENGINE_MAKER),
     Rule("wire", "mooncake", "checkpoint_engine/mooncake_checkpoint_engine.py", "0.7.1:49 0.8.0:49 0.9.0:53 0.9.1:53",
-         "rollout_dtype: torch.dtype = torch.bfloat16,", (BF16,), SEND),
+         "rollout_dtype: torch.dtype = torch.bfloat16,", (BF16,), SEND, hook=ENGINE_MAKER),
     # The rollout.
     Rule("rollout.weights", "vllm", VLLM_SPMD, "0.4.1:154 0.5.0:170 0.6.0:197 0.6.1:236", "dtype=config.dtype,",
          (ROLLOUT,)),

@@ -6,7 +6,7 @@ from typing import Any
 from lib.cli import options
 
 # How the effect of a requested dtype that does not apply begins.
-UNHEEDED = ("is ignored by", "is a key that nothing reads", "reaches only one half")
+IGNORED, UNREAD, HALF = UNHEEDED = ("is ignored by", "is a key that nothing reads", "reaches only one half")
 # The ends of the keys that request a dtype to compute in, or a regime.
 DTYPE_KEYS = ("dtype", "param_dtype", "precision")
 

@@ -201,16 +201,17 @@ class DtypeResolver:
         rule = rule_for(name, implementation, self.tree.table)
         if rule is None:
             return UNKNOWN, f"no rule for {implementation} in verl {self.release.name}"
-        state = self.tree.files[f"verl/{rule.path}"]
-        if state == UNKNOWN:
-            return UNKNOWN, f"{rule.path} is not verl {self.release.name}'s"
-        if state == "release":
+        for path in (rule.path, rule.hook or rule.path):
+            if self.tree.files[f"verl/{path}"] == UNKNOWN:
+                return UNKNOWN, f"{path} is not verl {self.release.name}'s"
+        path = rule.hook or rule.path
+        if self.tree.files[f"verl/{path}"] == "release":
             line = self.tree.line(rule)
             if line is None:
                 return UNKNOWN, f"{rule.path} has no line {rule.text!r}"
             return self.read(rule, role), f"{rule.path}:{line}"
         if rule.patch:
-            return patched(), f"{rule.path}, patched by {rule.patch}"
+            return patched(), f"{path}, patched by {rule.patch}"
         return self.read(rule, role), f"{rule.path}, patched"
 
     # The hops.

@@ -114,7 +114,7 @@ def table_release(release: Release, releases: Mapping[str, Release]) -> str:
 
 def rule_files() -> list[str]:
     """Return the path below the tree of every file that a rule names."""
-    return sorted({f"verl/{rule.path}" for rule in RULES})
+    return sorted({f"verl/{path}" for rule in RULES for path in (rule.path, rule.hook) if path})
 
 
 def compare_files(blobs: Mapping[str, str], stack: Stack) -> dict[str, str]:

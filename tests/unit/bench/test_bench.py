@@ -1,5 +1,7 @@
 """``scripts/bench.py`` runs, counts and writes; timings are not asserted, since machines are noisy."""
 
+import csv
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import bench
+from lib.bench.cost_report import timings_of
+from lib.bench.interleave import rounds
 from lib.bench.ranks import spawn
 from lib.bench.training_step import measure_training
 from lib.run.job import CPU_PLATFORM
@@ -36,6 +40,8 @@ def test_optimizer_steps_are_timed_and_reported(tmp_path):
     assert "| fused AdamW | 44.0 | 36.0 | 52.0 | 44.0 |" in report
     table = (tmp_path / "cost-cpu.csv").read_text().splitlines()
     assert len(table) == 1 + 2 * 2 * 4
+    rows = list(csv.DictReader(table))
+    assert all(int(row["rounds"]) >= 41 for row in rows), "even where the time is over before"
     assert (tmp_path / "cost-cpu.png").stat().st_size > 1000
 
 
@@ -49,3 +55,18 @@ def test_sizes_must_be_whole_numbers_above_zero(tmp_path):
     run = [sys.executable, SCRIPT, "--sizes", "0", "--out", tmp_path / "out"]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 2 and "whole numbers above 0" in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_take_is_timed_until_the_device_is_done():
+    calls = []
+    takes = {name: lambda name=name: calls.append(name) for name in "ab"}
+    timed = rounds(takes, lambda: calls.append("wait"), lambda name: calls.append(f"prepare {name}"))
+    orders = ["".join(times) for times in itertools.islice(timed, 20)]
+    expected = [f"prepare {name},wait,{name},wait" for order in orders for name in order]
+    assert ",".join(calls) == ",".join(expected) and set(orders) == {"ab", "ba"}
+
+
+def test_ratio_is_the_median_over_the_rounds():
+    times = {"bf16": [1.0, 2.0, 3.0], "fp16": [3.0, 1.0, 2.25]}
+    bf16, fp16 = timings_of(times, what="optimizer step", optimizer="foreach AdamW", parameters_m=1, ranks=1)
+    assert (bf16.ratio, bf16.seconds, fp16.ratio, fp16.seconds, fp16.rounds) == (1.0, 2.0, 0.75, 2.25, 3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bench_amp
-from bench_amp import bench, main, write
+from bench_amp import AmpBenchOptions, bench, main, write
 from lib.bench.amp_measure import ArmResult, measure
 from lib.bench.amp_ratio import ratio, seconds_of
 from lib.bench.amp_report import Conditions, goals, markdown
@@ -110,11 +110,15 @@ def test_figure_has_coloured_points(written):
 def test_speed_up_is_the_median_ratio_over_the_repeats():
     row = measure("mlp", "small", 0, 0, CPU)[0]
     times = {"fp32": [4.0, 4.0, 40.0], "fp16": [2.0, 1.0, 20.0], "bf16": [4.0, 8.0, 40.0]}
+    memory = {"fp32": 8.0, "fp16": 2.0, "bf16": 6.0}
     rows = [
-        replace(row, arm=arm, repeat=repeat, requested_dtype=dtype, effective_dtype=dtype, seconds=times[arm][repeat])
+        replace(row, arm=arm, repeat=repeat, requested_dtype=dtype, effective_dtype=dtype)
         for repeat in range(3)
         for arm, dtype in ARMS.items()
     ]
+    rows = [replace(row, seconds=times[row.arm][row.repeat], memory_mib=memory[row.arm]) for row in rows]
+    report = markdown(rows, conditions())
+    assert "| 2 (2–4) | 2 | 75% |" in report and "| 1 (0.500–1) | 6 | 25% |" in report
     speed_up = ratio(rows, "mlp", "fp16", seconds_of)
     assert (speed_up.median, speed_up.low, speed_up.high) == (2.0, 2.0, 4.0)
     assert str(ratio(rows, "mlp", "bf16", seconds_of)) == "1 (0.500–1)"
@@ -123,6 +127,10 @@ def test_speed_up_is_the_median_ratio_over_the_repeats():
     assert ratio(fell_back, "mlp", "bf16", seconds_of).median == 1.0
     base = [replace(row, effective_dtype="float16") if row.arm == "fp32" else row for row in rows]
     assert ratio(base, "mlp", "bf16", seconds_of).reason.startswith("fp32: it ran in float16")
+
+
+def test_scenario_that_is_named_twice_is_measured_once():
+    assert AmpBenchOptions(only="ppo,mlp,ppo").names == ["ppo", "mlp"]
 
 
 def test_arm_that_fell_back_has_no_speed_up(tmp_path, capsys):

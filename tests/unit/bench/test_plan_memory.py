@@ -17,7 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 import plan_memory
 from lib.bench.memory_model import TrainedModel
-from lib.bench.memory_plan import CPU_PROCESSES, GIB, MemoryPlan, peak, plan_job
+from lib.bench.memory_plan import (
+    BESIDE_TENSORS,
+    CPU_PROCESSES,
+    GIB,
+    MemoryPlan,
+    micro_batch,
+    peak,
+    plan_job,
+    sequence_parallel,
+)
 from lib.bench.model_shape import MODELS, ModelShape
 from lib.cli import options
 from lib.errors import Refused
@@ -33,6 +42,8 @@ KINDS = {
     "qwen2": DENSE | {"model_type": "qwen2"},
     "tied": DENSE | {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": DENSE | {"model_type": "qwen3", "head_dim": 96, "num_key_value_heads": 2},
+    "heads": {name: size for name, size in DENSE.items() if name != "num_key_value_heads"} | {"model_type": "llama"},
+    "biased": DENSE | {"model_type": "llama", "attention_bias": True},
     "moe": DENSE
     | {"model_type": "qwen3_moe", "head_dim": 64, "num_key_value_heads": 2, "moe_intermediate_size": 256}
     | {"num_experts": 16, "num_experts_per_tok": 4},
@@ -319,9 +330,24 @@ def test_plan_follows_the_configuration():
     assert full.moments["actor, loss"]["logits"] == 2 * usual.moments["actor, loss"]["logits"]
     assert full.moments["actor, loss"]["weights"] == usual.moments["actor, loss"]["weights"], "masters are fp32 in all"
     assert plan_one("EXPERIMENT=dense_7b", "PRECISION=bf16_train_fp16_infer").moments == usual.moments
-    offload = "actor_rollout_ref.actor.fsdp_config.{}_offload=true"
-    gone = plan_one("EXPERIMENT=dense_7b", f"ARGS={offload.format('param')} {offload.format('optimizer')}")
-    assert gone.moments["rollout"]["weights"] == gone.moments["rollout"]["Adam"] == 0
+    actor = "actor_rollout_ref.actor"
+    for offload, part, other in (("param_offload", "weights", "Adam"), ("optimizer_offload", "Adam", "weights")):
+        gone = plan_one("EXPERIMENT=dense_7b", f"ARGS={actor}.fsdp_config.{offload}=true").moments
+        assert (gone["rollout"][part], gone["rollout"][other]) == (0, usual.moments["rollout"][other])
+        assert gone["actor, step"] == usual.moments["actor, step"], "it is loaded for the update"
+    for strategy, sent in (("fsdp", usual.moments["rollout"]["weights"]), ("fsdp2", 0)):
+        words = f"ARGS={actor}.fsdp_config.param_offload=true {actor}.strategy={strategy}"
+        sending = plan_one("EXPERIMENT=dense_7b", words).moments["weights to the rollout"]
+        assert sending["weights"] == sent, "FSDP1 loads its shards to send them"
+    hybrid = plan_one("EXPERIMENT=dense_7b", f"ARGS={actor}.fsdp_config.fsdp_size=8")
+    assert hybrid.moments["actor, step"]["Adam"] == 2 * usual.moments["actor, step"]["Adam"]
+    for parallel, heads in ((2, 2), (8, 1)):  # of 4 heads of keys; a GPU has at least one
+        of = plan_one("EXPERIMENT=dense_7b", f"ARGS=actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}")
+        assert of.rollout.cache_per_token == 2 * 28 * heads * 128 * 2
+    spelled = plan_one("EXPERIMENT=dense_7b", "ARGS=actor_rollout_ref.rollout.dtype=half")
+    assert spelled.rollout == usual.rollout
+    least = peak(usual.moments)[1] + BESIDE_TENSORS
+    assert replace(usual, memory=least).fits and not replace(usual, memory=least - 1).fits
     short = plan_one("EXPERIMENT=dense_7b", "LENGTH=64")
     assert short.tokens < usual.tokens and short.training_peak < usual.training_peak
     more = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=40960"
@@ -332,6 +358,39 @@ def test_plan_follows_the_configuration():
     assert other.moments["critic, step"]["gradients"] > 4 * critic.moments["critic, step"]["gradients"]
     reference = plan_one("EXPERIMENT=dense_7b", "RECIPE=flowrl")
     assert "reference, words" in reference.moments and "reference, words" not in usual.moments
+
+
+def test_servers_of_several_gpus_are_counted_once():
+    plan = plan_one("DEVICE=cpu", "EXPERIMENT=sanity_cpu")
+    rollout = replace(plan.rollout, tensor_parallel=2)
+    size = replace(plan, nodes=2, gpus=2, rollout=rollout).host_memory["rollout servers"]
+    assert size == 2 * (CPU_PROCESSES["server"] + 2 * rollout.limit)
+
+
+def test_one_micro_batch_defers_nothing():
+    assert planned(setting(deferred=True)).update_moments() == planned(setting()).update_moments()
+
+
+@pytest.mark.parametrize(
+    ("mini_batch", "dynamic", "expected"),
+    [(3, False, (200, 1)), (8, False, (200, 2)), (9, False, (200, 3)), (3, True, (200, 1)), (7, True, (256, 2))],
+)
+def test_answers_that_ranks_share_unevenly(mini_batch, dynamic, expected):
+    job = {"trainer": {"nnodes": 1, "n_gpus_per_node": 2}}
+    job["actor_rollout_ref"] = {"rollout": {"n": 1}, "actor": {"use_dynamic_bsz": dynamic}}
+    assert micro_batch(OmegaConf.create(job), mini_batch, 256, 2, 100, parallel=1) == expected
+
+
+@pytest.mark.parametrize(("older", "newer", "expected"), [(1, 1, 1), (1, 2, 2), (2, 1, 2), (4, 2, 4)])
+def test_older_key_of_sequence_parallelism_wins_if_set(older, newer, expected):
+    key = "ulysses_sequence_parallel_size"
+    actor = {key: older, "fsdp_config": {key: newer}}
+    assert sequence_parallel(OmegaConf.create({"actor_rollout_ref": {"actor": actor}})) == expected
+
+
+def test_largest_tensor_is_of_the_experts_or_the_embedding():
+    shapes = [ModelShape.of(MODELS[name], name) for name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-7B")]
+    assert [shape.largest_tensor for shape in shapes] == [2 * 2048 * 768 * 128, 152064 * 3584]
 
 
 @pytest.mark.parametrize(
@@ -369,6 +428,11 @@ def test_plan_follows_the_configuration():
         (
             ["ARGS=actor_rollout_ref.actor.fsdp_config.fsdp_size=3"],
             "actor_rollout_ref.actor.fsdp_config.fsdp_size=3: must divide the 16 GPUs",
+        ),
+        (["ALGO=ppo", "ARGS=critic.fsdp.fsdp_size=3"], "critic.fsdp.fsdp_size=3: must divide the 16 GPUs"),
+        (
+            ["ARGS=actor_rollout_ref.rollout.dtype=banana"],
+            "ARGS=actor_rollout_ref.rollout.dtype=banana: dtype=banana is unknown to the rollout",
         ),
         (
             ["ARGS=actor_rollout_ref.rollout.gpu_memory_utilization=1.5"],

@@ -175,9 +175,13 @@ def test_param_dtype_reaches_one_half_of_legacy_workers(release: str, examine: E
     diagnosis = examine(release, "unpatched", f"+{word}=fp16", f"{ROLLOUT}.dtype=float16")
     compute, autocast = dtypes(diagnosis, "actor.compute", "actor.autocast")
     assert compute == "float16" and autocast == ("float16" if release in C else "bfloat16")
+    assert dtypes(diagnosis, "actor.reduce") == ["float32"], "the default of a mixed_precision without it"
+    mapping = f"++{ENGINE}.mixed_precision={{param_dtype:fp16}}"
+    assert examine(release, "unpatched", mapping, f"{ROLLOUT}.dtype=float16").json() == diagnosis.json()
     if release in C:
         assert diagnosis.verdict == ("differ" if rounds_weights(release) else "agree")
         assert diagnosis.scaler["actor"] == UPSTREAM_SCALER
+        assert "makes bfloat16 of a model trained in float16" in effects(diagnosis)["hf_export"]
     else:
         assert diagnosis.verdict == "differ" and diagnosis.scaler["actor"] is None
         texts = " ".join(finding.effect for finding in diagnosis.findings if finding.key == word)
@@ -219,9 +223,9 @@ def test_critic_param_dtype_reaches_one_half_of_legacy_workers(release: str, exa
     word = "critic.model.fsdp_config.mixed_precision.param_dtype"
     diagnosis = examine(release, "unpatched", f"+{word}=fp16")
     assert dtypes(diagnosis, "critic.compute", "critic.autocast") == ["float16", "bfloat16"]
-    assert diagnosis.verdict == "ignored" and "reaches only one half" in effects(diagnosis)[word] + str(
-        diagnosis.findings
-    )
+    texts = " ".join(finding.effect for finding in diagnosis.findings if finding.key == word)
+    assert "reaches only one half" in texts and "puts the critic into fp16 without a loss scaler" in texts
+    assert diagnosis.verdict == "ignored"
 
 
 @pytest.mark.parametrize("release", SOME)
@@ -262,6 +266,10 @@ def test_masters_in_16_bits_are_a_finding(release: str, examine: Examine):
         assert dtypes(diagnosis, "actor.master", "actor.optimizer", "wire") == ["bfloat16"] * 3
         assert "updates below 1/256" in effects(diagnosis)[key] and mends(diagnosis)[key] == f"{key}=fp32"
         assert diagnosis.verdict == "agree"
+        whole = examine(release, state, f"++{key}=bf16", f"{ROLLOUT}.dtype=float16")
+        assert f"{ROLLOUT}.dtype" not in effects(whole), "a wire in the masters' dtype rounds nothing"
+        of_critic = f"{'critic.fsdp' if release in C else 'critic.model.fsdp_config'}.model_dtype"
+        assert "updates below 1/256" in effects(examine(release, state, f"++{of_critic}=bf16"))[of_critic]
     refused = examine(release, "patched", "+precision=fp16", f"++{key}=fp16").refused
     assert "model_dtype=fp16 with dtype=float16 makes the optimizer's weights half precision" in refused
     assert "AdamW turns them to NaN" in effects(examine(release, "unpatched", f"++{key}=fp16"))[key]
@@ -294,6 +302,30 @@ def test_ref_in_another_dtype_is_a_finding(release: str, examine: Examine):
     assert diagnosis.hops["ref.compute"].effective_dtype == ("float16" if release in B else "bfloat16")
     assert key in effects(diagnosis)
     assert examine(release, "patched", f"{key}=float16").hops["ref.compute"].effective_dtype is None  # not used
+
+
+@pytest.mark.parametrize(
+    ("words", "used", "unused"),
+    [
+        ((), ["critic"], ["ref", "reward_model"]),
+        (("algorithm.use_kl_in_reward=true",), ["ref", "critic"], []),
+        ((f"{ACTOR}.use_kl_loss=true",), ["ref", "critic"], []),
+        (("critic.enable=false",), [], ["critic"]),
+        (("algorithm.adv_estimator=grpo", "critic.enable=true"), ["critic"], []),
+    ],
+)
+def test_roles_of_an_algorithm(words: tuple[str, ...], used: list[str], unused: list[str], examine: Examine):
+    diagnosis = examine(NEWEST, "unpatched", *words)
+    assert dtypes(diagnosis, *(f"{role}.compute" for role in used)) == ["bfloat16"] * len(used)
+    assert dtypes(diagnosis, *(f"{role}.compute" for role in unused)) == [None] * len(unused)
+
+
+@pytest.mark.parametrize("word", ["lora_rank=4", "lora_adapter_path=/adapter", "lora.rank=4"])
+def test_ref_of_an_adapter_is_the_actor(word: str, examine: Examine):
+    words = [f"{ACTOR}.use_kl_loss=true", f"{REF}.fsdp_config.dtype=float16", f"++actor_rollout_ref.model.{word}"]
+    diagnosis = examine(NEWEST, "unpatched", *words)
+    assert diagnosis.hops["ref.compute"].reason == "the actor without its adapters"
+    assert diagnosis.verdict == "agree" and not diagnosis.findings
 
 
 @pytest.mark.parametrize("release", [*A[1:], *B])
@@ -348,9 +380,37 @@ def test_sharded_weights_pass_through_bfloat16(release: str, examine: Examine):
 
 @pytest.mark.parametrize("release", C)
 def test_merged_adapters_pass_through_bfloat16(release: str, examine: Examine):
-    words = ["actor_rollout_ref.model.lora_rank=4", "++actor_rollout_ref.model.lora.merge=true"]
-    assert examine(release, "unpatched", *words).hops["wire"].effective_dtype == "bfloat16"
-    assert examine(release, "patched", *words).hops["wire"].effective_dtype == "float32"
+    for rank in ("lora_rank", "lora.rank"):
+        words = [f"++actor_rollout_ref.model.{rank}=4", "++actor_rollout_ref.model.lora.merge=true"]
+        assert examine(release, "unpatched", *words).hops["wire"].effective_dtype == "bfloat16"
+        assert examine(release, "patched", *words).hops["wire"].effective_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("words", "wire"),
+    [
+        (("trainer.n_gpus_per_node=1",), "float32"),  # FSDP1 on one worker sends whole tensors
+        (("trainer.n_gpus_per_node=1", "trainer.nnodes=2"), "bfloat16"),
+        (("trainer.n_gpus_per_node=1", f"{ACTOR}.strategy=fsdp2"), "bfloat16"),
+        (("trainer.n_gpus_per_node=2",), "bfloat16"),
+    ],
+)
+def test_only_sharded_weights_pass_through_bfloat16(words: tuple[str, ...], wire: str, examine: Examine):
+    release = next(filter(rounds_weights, RELEASES))
+    assert examine(release, "unpatched", *words).hops["wire"].effective_dtype == wire
+
+
+@pytest.mark.parametrize("backend", ["kimi_ckpt_engine", "mooncake"])
+def test_checkpoint_engine_sends_in_the_rollouts_dtype_if_patched(backend: str, examine: Examine):
+    engine = f"{ROLLOUT}.checkpoint_engine"
+    words = [f"{engine}.backend={backend}", f"{ACTOR}.fsdp_config.dtype=float16", f"{ROLLOUT}.dtype=float16"]
+    assert examine(NEWEST, "unpatched", *words).hops["wire"].effective_dtype == "bfloat16"
+    diagnosis = examine(NEWEST, "patched", *words)
+    assert diagnosis.hops["wire"].effective_dtype == "float16" and diagnosis.verdict == "agree"
+    own = examine(NEWEST, "patched", *words, f"+{engine}.engine_kwargs.{backend}.rollout_dtype=bfloat16")
+    assert own.hops["wire"].effective_dtype == "bfloat16" and own.verdict == "differ"
+    auto = examine(NEWEST, "patched", *words[:2], f"{ROLLOUT}.dtype=auto")
+    assert auto.hops["wire"].effective_dtype == "bfloat16", "the engine's own default"
 
 
 @pytest.mark.parametrize("release", having("reward_worker"))
@@ -414,6 +474,8 @@ def test_contradicting_keys_are_refused(examine: Examine):
     assert diagnosis.refused.startswith(
         "ValueError: dtype=bfloat16 and fsdp_config.dtype=float16 contradict each other"
     )
+    of_critic = examine(NEWEST, "patched", "critic.dtype=bfloat16", "critic.fsdp.dtype=float16")
+    assert of_critic.refused.startswith("ValueError: dtype=bfloat16 and fsdp.dtype=float16 contradict each other")
     word = f"+{ENGINE}.mixed_precision.param_dtype=bf16"
     assert "contradict" in examine(NEWEST, "patched", f"{ENGINE}.dtype=float16", word).refused
     assert "contradict" in examine(B[-1], "patched", f"{ENGINE}.dtype=float16", word).refused
@@ -443,7 +505,13 @@ def test_quantized_rollout_differs_as_requested(examine: Examine):
     cache = f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8"
     diagnosis = examine(NEWEST, "patched", "+precision=fp16", f"{ROLLOUT}.name=vllm", cache)
     assert dtypes(diagnosis, "rollout.weights", "rollout.kv_cache") == ["float16", "float8_e4m3fn"]
-    assert diagnosis.verdict == "asked"
+    assert diagnosis.verdict == "asked" and "rounds keys and values" in effects(diagnosis)[cache[1:].partition("=")[0]]
+
+
+@pytest.mark.parametrize(("mode", "cache"), [("sync", "float8_e4m3fn"), ("async", "bfloat16")])
+def test_engine_arguments_that_a_server_does_not_read(mode: str, cache: str, examine: Examine):
+    words = [f"{ROLLOUT}.mode={mode}", f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8"]
+    assert examine(A[0], "unpatched", *words).hops["rollout.kv_cache"].effective_dtype == cache
 
 
 def test_auto_resolves_to_the_models_dtype(examine: Examine, tmp_path: Path):
@@ -459,6 +527,11 @@ def test_auto_resolves_to_the_models_dtype(examine: Examine, tmp_path: Path):
 def test_head_kept_in_fp32_returns_fp32_logits(examine: Examine):
     diagnosis = examine(NEWEST, "patched", "+precision=fp16", f"{ENGINE}.keep_fp32_modules=[lm_head]")
     assert dtypes(diagnosis, "actor.compute", "actor.logits") == ["float16", "float32"]
+    text = examine(NEWEST, "patched", f"{ENGINE}.keep_fp32_modules=lm_head").refused
+    assert "keep_fp32_modules=lm_head must be a list of module names" in text
+    for release in (B[-1], NEWEST):
+        advice = mends(examine(release, "unpatched", f"{ENGINE}.keep_fp32_modules=[lm_head]")).values()
+        assert any(dtype_rules.KEEP in each for each in advice) == (release in C), "legacy workers have no such patch"
 
 
 def test_groups_of_this_repository(examine: Examine, tmp_path: Path):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +48,8 @@ def test_named_python_is_used_for_a_tree_without_one(environments, trees):
     assert find_interpreter(trees["pristine"], python) == python
     assert find_interpreter(None, python) == python
     assert find_interpreter(trees["pristine"], None) is None
+    beside = str(environments["whole"].parents[2] / "bin/python3")
+    assert find_interpreter(environments["whole"], sys.executable) == beside, "the Python beside the verl comes first"
 
 
 def test_environment_without_hydra_is_named_and_not_used(environments, capfd):
@@ -64,6 +67,9 @@ def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch
     monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     assert requirements.missing(trees["pristine"]) == []
     assert requirements.missing(trees["patched"]) == ["torch (for a patched verl)"]
+    own = SimpleNamespace(submodule_search_locations=[str(trees["patched"] / "verl")])
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", {"hydra": 1, "omegaconf": 1, "verl": own}.get)
+    assert requirements.missing(None) == ["torch (for a patched verl)"], "this Python's own verl is patched, too"
     monkeypatch.setattr(requirements, "PYTHON", (4, 0))
     assert requirements.missing(trees["pristine"]) == ["Python 4.0"]
 

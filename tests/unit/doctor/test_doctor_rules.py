@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from lib.patches.wheels import unpacked_wheel, wheel
 from lib.paths import REPO
 
 RELEASES = load_releases()
+OLD, NEW = "0.9.1", "0.9.2"
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -38,6 +40,8 @@ def test_patch_of_a_rule_is_in_the_series_of_its_releases():
         series = {patch.name.removesuffix(".patch") for patch in load_stack(release).patches}
         patches = {rule.patch for rule in RULES if name in rule.lines and rule.patch}
         assert patches <= series, f"verl {name} has no {patches - series}"
+        hooks = {f"verl/{rule.hook}" for rule in RULES if name in rule.lines and rule.hook}
+        assert hooks <= load_stack(release).after.keys()
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -54,11 +58,13 @@ def test_each_hop_has_at_most_one_rule(release: str):
 def test_rules_name_only_releases_of_versions_toml():
     assert KNOWN <= set(RELEASES)
     assert {table_release(release, RELEASES) for release in RELEASES.values()} <= KNOWN
+    once = replace(RELEASES[OLD], name=NEW, ported_from=OLD)
+    twice = replace(once, name="0.9.3", ported_from=NEW)
+    assert table_release(twice, RELEASES | {NEW: once, twice.name: twice}) == OLD
 
 
 # --- a new release is one entry of versions.toml and one folder -------------------------------------------------------
 
-OLD, NEW = "0.9.1", "0.9.2"
 ROLLOUT = "actor_rollout_ref.rollout"
 SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"  # named by rules, hooked by no patch
 WORDS = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=float16", "actor_rollout_ref.actor.fsdp_config.dtype=float16"]
@@ -125,6 +131,15 @@ def test_new_release_has_the_rules_of_the_one_it_was_ported_from(project: Path, 
     stack = load_stack(find_release(NEW, project), project).id
     assert diagnosis.json()["verl"] == {"release": NEW, "state": "patched", "stack": stack, "nearest": None}
     assert diagnosis.hops["actor.compute"].effective_dtype == "float16" and diagnosis.verdict == "agree"
+
+    overlay = project / "configs/precision/fp16.yaml"
+    text = overlay.read_text()
+    overlay.write_text(f"{text}# another version of the stack\n")
+    try:
+        outdated = identify_tree(tree, project)
+    finally:
+        overlay.write_text(text)
+    assert (outdated.state, outdated.stack) == ("patched", stack)
 
 
 def test_hop_is_unknown_where_the_quoted_line_is_gone(project: Path, tree: Path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import doctor as command
 from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.tree import identify_tree
 from lib.patches.releases import VERL
@@ -108,6 +109,10 @@ def test_bad_input_ends_in_one_line(words: list[str], reason: str, trees: dict[s
     done = doctor(*(words if "--verl" in words else ["--verl", str(trees["pristine"]), *words]))
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("doctor: ") and reason in done.stderr
+
+
+def test_overrides_follow_those_of_args():
+    assert command.parse(["a=1", "--args", "a=2 b=3", "--json", "c=4"])[1] == ["a=2", "b=3", "a=1", "c=4"]
 
 
 @pytest.mark.parametrize("state", ["pristine", "patched"])

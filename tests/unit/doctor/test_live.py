@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from lib.doctor.live import Answers, diagnose_live, is_verl_actor, model_dtypes
+from lib.doctor.live import Answers, actor_models, diagnose_live, is_verl_actor, model_dtypes
 from lib.paths import REPO
 
 DOCTOR = REPO / "scripts/doctor.py"
@@ -68,6 +68,8 @@ def test_fixed_autocast_is_that_of_the_config():
     static = {"hops": dict.fromkeys(HOPS, "bfloat16"), "verdict": "agree"}
     diagnosis = diagnosed(actor(dtype="bfloat16", autocast=None), rollout("bfloat16"), static=static)
     assert (diagnosis["verdict"], diagnosis["hops"]["actor.autocast"]) == ("agree", None)
+    other = diagnosed(actor(dtype="float16", autocast=None), rollout("bfloat16"), static=static)
+    assert other["verdict"] == "unknown", "the job runs another config"
 
 
 @pytest.mark.parametrize(
@@ -105,10 +107,48 @@ def test_dtypes_of_an_engine(one_rank):
     ]
     assert [dtypes["scaler"][key] for key in ("scale", "growth_interval", "min_scale")] == [8.0, 3, None]
 
+    patched = SimpleNamespace(module=module, optimizer=optimizer, precision=SimpleNamespace(compute=torch.bfloat16))
+    assert model_dtypes("actor", patched)["autocast"] == "bfloat16", "of a patched engine"
+
+
+def test_models_of_each_kind_of_actor(one_rank):
+    module = fully_shard(torch.nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
+    legacy = SimpleNamespace(actor_module=module, actor_optimizer=None, param_dtype=torch.float16)
+    engine = SimpleNamespace(module=module, optimizer=None)
+    reward = SimpleNamespace(reward_module=torch.nn.Linear(4, 4).half())
+    workers = {
+        "actor_rollout": SimpleNamespace(actor=legacy, ref_policy=legacy),
+        "critic": SimpleNamespace(engine=engine),
+    }
+    colocated = actor_models(SimpleNamespace(worker_dict=workers | {"rm": reward}))
+    assert [each["role"] for each in colocated] == ["actor", "ref", "critic", "reward_model"]
+    assert {each["compute"] for each in colocated} == {"float16"} and colocated[0]["autocast"] == "float16"
+    newer = SimpleNamespace(actor=SimpleNamespace(engine=engine), ref=SimpleNamespace(engine=engine))
+    assert [(each["role"], each["compute"]) for each in actor_models(newer)] == [
+        ("actor", "float16"),
+        ("ref", "float16"),
+    ]
+    for cache, expected in (("auto", "float16"), ("fp8", "fp8")):
+        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16))
+        config.cache_config = SimpleNamespace(cache_dtype=cache)
+        (server,) = actor_models(SimpleNamespace(engine=SimpleNamespace(vllm_config=config)))
+        assert (server["role"], server["weights"], server["kv_cache"]) == ("rollout", "float16", expected)
+        assert {"rank", "verl", "stack"} <= server.keys()
+
+
+def doctor_live(*words: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
+    return subprocess.run([sys.executable, DOCTOR, "--live", *words], env=environment, capture_output=True, text=True)
+
 
 def test_no_cluster_is_one_line():
-    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
-    done = subprocess.run([sys.executable, DOCTOR, "--live"], env=environment, capture_output=True, text=True)
+    done = doctor_live()
     assert done.returncode == 1
     assert done.stderr.startswith("doctor: --live: RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers there (")
     assert done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_config_that_no_job_can_run_is_refused(trees):
+    done = doctor_live("--verl", str(trees["pristine"]), "actor_rollout_ref.actor.dtype=float16")
+    reason = "Could not override 'actor_rollout_ref.actor.dtype'."
+    assert (done.returncode, done.stderr) == (1, f"doctor: --live: no job can run this config: {reason}\n")

@@ -66,6 +66,9 @@ def test_independent_terms_lose_their_variance(scale):
     for length in mismatch.LENGTHS:
         point = points[length]
         assert not point["measured"] and point["ess"].low <= math.exp(-(scale**2) * length) <= point["ess"].high
+    for length in (1, 8, 64):
+        ess = points[length]["ess"]
+        assert ess.low < math.exp(-(scale**2) * length) < ess.high, "of an answer's first tokens, not of all"
 
 
 def test_extrapolation_matches_longer_answers():
@@ -91,6 +94,22 @@ def test_every_length_counts_the_answers_that_are_long_enough():
     assert points[8]["sequences"] == 160 and points[16]["sequences"] == 80 and points[512]["sequences"] == 80
     assert points[512]["measured"] and not points[1024]["measured"]
     assert result["tokens"] == 80 * 608
+
+
+def test_length_is_measured_from_64_answers_on():
+    for number, measured in ((64, [1, 2, 4, 8, 16]), (63, [])):
+        curve = mismatch.measure(independent(1e-3, number, 16))["curve"]
+        assert [point["length"] for point in curve if point["measured"]] == measured
+
+
+def test_loss_rate_is_kishs_of_weights_with_any_mean():
+    weights = np.array([1.0, 3.0])
+    rate = mismatch.loss_rate((weights - 1).sum(), ((weights - 1) ** 2).sum(), 2, 2)
+    assert math.exp(-rate) == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / 2)
+
+
+def test_log_weights_are_clamped_as_by_verl():
+    assert mismatch.weights(np.array([1.0, 800.0, -800.0])) == pytest.approx(np.expm1([1.0, 20.0, -20.0]))
 
 
 def test_clipped_share_matches_normal_log_weights():

@@ -21,8 +21,18 @@ import preflight
 from lib.errors import Refused
 from lib.patches.precision_module import load_precision
 from lib.paths import REPO
-from lib.probe.fp16_range import HEADROOM, Fp16Assessment, assess, flushed_share, measure, overrides, verdict
-from lib.probe.fp16_report import conclusions
+from lib.probe.fp16_range import (
+    HEADROOM,
+    Fp16Assessment,
+    ModuleRange,
+    assess,
+    exponent_counts,
+    flushed_share,
+    measure,
+    overrides,
+    verdict,
+)
+from lib.probe.fp16_report import conclusions, findings
 from lib.run.vllm_float16 import Float16Support
 
 precision = load_precision(REPO / "patches/verl/files", "precision_of_the_stack")
@@ -203,7 +213,9 @@ def shrink(model: torch.nn.Module) -> None:
 
 def test_flushed_share_and_loss_scale_match_fp16(model):
     model = changed(model, shrink)
-    _, assessment = assessed(model)
+    ranges, assessment = assessed(model)
+    for kind, counts in (("weights", assessment.weights), ("activations", assessment.activations)):
+        assert findings(ranges, assessment)[f"flushed, {kind}"].startswith(f"{flushed_share(counts, 0):.2%} of ")
     weights, outputs = gradients(model)
     for kind, tensors, counts in (("w", weights, assessment.weights), ("a", outputs, assessment.activations)):
         at_1, at_scale = (share_flushed(tensors, scale) for scale in (1.0, assessment.scale))
@@ -213,6 +225,24 @@ def test_flushed_share_and_loss_scale_match_fp16(model):
     largest = max(tensor.abs().max().item() for tensor in weights + outputs)
     assert assessment.gradient[0] == pytest.approx(largest, rel=1e-4)
     assert largest * assessment.scale * HEADROOM <= 65504 < 2 * largest * assessment.scale * HEADROOM
+
+
+@pytest.mark.parametrize(("gradient", "scale", "words"), [(8.0, 256, 3), (1e5, 0.03125, 4)])
+def test_gradient_at_a_kept_module_counts_and_those_inside_do_not(gradient, scale, words):
+    def record(**other) -> ModuleRange:
+        usual = {"block": False, "head": False, "leaf": True, "shared": False, "weight": 1.0, "output": 1.0}
+        return ModuleRange(**usual | {"output_gradient": 1e-3, "weight_gradient": 1e-3} | other)
+
+    ranges = {
+        "layers.0": record(block=True, leaf=False),
+        "layers.0.mlp": record(leaf=False, output_gradient=gradient),
+        "layers.0.mlp.down": record(output=1e5, output_gradient=1e7, weight_gradient=1e7),
+    }
+    assessment = assess(ranges)
+    assert (assessment.keep, assessment.gradient) == (("layers.0.mlp",), (gradient, "layers.0.mlp"))
+    assert assessment.scale == scale and len(overrides(assessment)) == words
+    least = f"actor_rollout_ref.actor.fsdp_config.grad_scaler.min_scale={scale:g}"
+    assert (least in overrides(assessment)) == (scale < 1), "a scale below 1 is below the default of min_scale"
 
 
 def command(*words: str) -> subprocess.CompletedProcess:
@@ -303,3 +333,5 @@ def test_weights_of_nan_are_refused(folder, tmp_path, model):
 def test_overflow_in_fp32_is_an_error(model):
     with pytest.raises(ValueError, match="the loss of row 1 is nan in fp32"):
         assessed(changed(model, lambda model: model.lm_head.weight.fill_(3e38)))
+    with pytest.raises(ValueError, match="a gradient is not finite in fp32"):
+        exponent_counts(torch.tensor([1.0, float("inf")]))

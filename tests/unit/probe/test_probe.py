@@ -1,12 +1,14 @@
 """``scripts/probe.py`` on real small models: its measurements, its report and its refusals."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -18,6 +20,13 @@ import probe
 from lib.errors import Refused
 from lib.files import read_jsonl
 from lib.paths import REPO
+from lib.probe import log_probs, vllm_generate
+from lib.probe.comparison import compare
+from lib.probe.log_probs import Task
+from lib.probe.model import load
+from lib.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate
+from lib.probe.variants import Variant
+from lib.probe.work_folder import append_missing, is_complete, rollout_file, trainer_file
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 PLAIN = ["WIRE=fp32", "HEAD=none"]
@@ -122,8 +131,9 @@ def test_interrupted_probe_reports_and_resumes(folder, tmp_path, measured):
     assert list(rows_of(out)) == [("bf16", "fp32", "none")] and (out / "probe-model.md").exists()
     before = {file.name: file.read_bytes() for file in out.glob("work/*.jsonl")}
 
-    with pytest.raises(Refused, match="LENGTH=16: .* contains a probe with LENGTH=32; repeat its settings"):
-        probe.main([*map(str, words_of(folder, out, *words)[2:]), "LENGTH=16"])
+    for other, recorded in (("LENGTH=16", "LENGTH=32"), ("SEED=2", "SEED=1")):
+        with pytest.raises(Refused, match=f"{other}: .* contains a probe with {recorded}; repeat its settings"):
+            probe.main([*map(str, words_of(folder, out, *words)[2:]), other])
     assert {file.name: file.read_bytes() for file in out.glob("work/*.jsonl")} == before
 
     assert command(folder, out, *words).returncode == 0
@@ -142,6 +152,96 @@ def test_overflowing_regime_is_named(folder, tmp_path):
     assert rows["fp16", "fp32", "none"]["overflow"] == "the rollout's logits are not finite in fp16"
     assert rows["bf16", "fp32", "none"]["k3"]["value"] >= 0
     assert "fp16 overflows: the rollout's logits are not finite in fp16 (make preflight)" in done.stdout
+
+
+def test_variants_of_unfinished_work_are_compared(tmp_path):
+    fp16 = Variant("fp16", "fp32", "none", TrainerNumerics("fp16", False), RolloutNumerics("fp16", "fp32", False))
+    rollout, trainer = rollout_file(tmp_path, fp16.rollout), trainer_file(tmp_path, fp16.trainer, fp16.rollout)
+    assert compare([fp16], tmp_path) == []
+    line = {"answers": [[1, 2], [3]], "log_probs": [[-0.5, -1.0], [-0.25]]}
+    rollout.write_text(f"{json.dumps(line)}\n" * 3)
+    trainer.write_text(f"{json.dumps({'log_probs': line['log_probs']})}\n")
+    assert compare([fp16], tmp_path) == [], "the answers to one prompt have no spread"
+    trainer.write_text(trainer.read_text() * 2)
+    (found,) = compare([fp16], tmp_path)
+    assert (found.mismatch["prompts"], found.mismatch["sequences"], found.overflow) == (2, 4, None)
+    with trainer.open("a") as file:
+        file.write('{"overflow": "the trainer\'s"}\n')
+    (found,) = compare([fp16], tmp_path)
+    assert found.overflow == "the trainer's", "the rollout did not overflow"
+    assert is_complete(trainer, 8) and not is_complete(rollout, 8)
+
+
+def test_half_written_line_is_made_anew(tmp_path):
+    file = tmp_path / "rollout.jsonl"
+    file.write_text('{"index": 0}\n{"ind')
+    append_missing(file, 3, lambda index: {"index": index}, "prompts")
+    assert file.read_text() == "".join(f'{{"index": {index}}}\n' for index in range(3))
+
+
+@pytest.mark.parametrize(("length", "prompt", "expected"), [(None, 28, 100), (64, 28, 64), (100, 28, 100)])
+def test_answers_end_at_the_models_positions(length, prompt, expected):
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=128))
+    assert probe.answer_length(SimpleNamespace(length=length), model, prompt) == expected
+    with pytest.raises(Refused, match="DATA: a prompt has 128 tokens, but the model has 128 positions; shorten it"):
+        probe.answer_length(SimpleNamespace(length=length), model, 128)
+
+
+def test_answers_end_with_the_first_end_token(folder):
+    masters, _ = load(str(folder / "model"))
+    rollout, ends = RolloutNumerics("bf16", "fp32", True), set(range(64))
+    model = build(masters, rollout, "cpu")
+    answers, rows = generate(model, rollout, [1, 2, 3], 16, 12, ends, seed=1)
+    assert [len(answer) for answer in answers] == [len(row) for row in rows]
+    ended = [answer for answer in answers if answer[-1] in ends]
+    assert ended and all(ends.isdisjoint(answer[:-1]) for answer in answers)
+    assert all(len(answer) == 12 for answer in answers if answer[-1] not in ends)
+
+
+def test_weights_are_loaded_in_fp32_and_a_rollouts_head_keeps_its_own(folder):
+    masters, _ = load(str(folder / "half-0.5B"))
+    assert {weight.dtype for weight in masters.parameters()} == {torch.float32}
+    masters, _ = load(str(folder / "model"))
+    rounded = {True: RolloutNumerics("bf16", "fp32", True), False: TrainerNumerics("bf16", True)}
+    for expected, numerics in rounded.items():
+        head = build(masters, numerics, "cpu").get_output_embeddings().weight
+        assert head.dtype == torch.float32
+        assert torch.equal(head, head.bfloat16().float()) == expected, "a trainer's is made from the masters"
+
+
+def test_vllm_resumes_after_the_answered_prompts(tmp_path, monkeypatch):
+    options = SimpleNamespace(model="m", samples=2, seed=1, device="cpu")
+    task, rollout = Task(options, None, None, [[1], [2], [3]], 8, tmp_path), RolloutNumerics("fp16", "fp32", False)
+    rollout_file(tmp_path, rollout).write_text('{"answers": []}\n{"answ')
+    calls = []
+    called = lambda request, *more: calls.append((json.loads(request.read_text()), more))
+    monkeypatch.setattr(log_probs, "run_vllm", called)
+    log_probs.generate_by_vllm(task, rollout)
+    ((content, (*_, number, done)),) = calls
+    assert (content["prompts"], content["dtype"], number, done) == ([[2], [3]], "fp16", 3, 1)
+
+
+def test_vllms_answers_are_written_up_to_an_overflow(tmp_path, monkeypatch):
+    made, asked = [], []
+
+    def answer(parts: list[dict], sampling, use_tqdm: bool) -> list:
+        asked.append(len(parts))
+        log_prob = -math.inf if len(asked) == 2 else -0.5
+        chosen = {7: SimpleNamespace(logprob=log_prob), 8: SimpleNamespace(logprob=-3.0)}
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7], logprobs=[chosen])]) for _ in parts]
+
+    fake = SimpleNamespace(
+        LLM=lambda **given: made.append(given) or SimpleNamespace(generate=answer),
+        SamplingParams=lambda **given: given,
+    )
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    request = {"model": "m", "dtype": "fp16", "head": True, "prompts": [[1, 2]] * 69 + [[1, 2, 3]], "samples": 1}
+    vllm_generate.generate(request | {"length": 5, "seed": 1, "device": "cuda", "file": str(tmp_path / "answers")})
+    assert made[0]["max_model_len"] == 8 and made[0]["hf_overrides"] == {"head_dtype": "float32"}
+    lines = read_jsonl(tmp_path / "answers")
+    assert asked == [32, 32] and len(lines) == 33 and lines[0] == {"answers": [[7]], "log_probs": [[-0.5]]}
+    assert lines[-1] == {"overflow": "the rollout's log-probabilities are not finite in fp16"}
 
 
 @pytest.mark.parametrize(

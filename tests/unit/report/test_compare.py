@@ -9,8 +9,12 @@ from lib.errors import Refused
 
 def test_runs_by_label_make_a_report(tmp_path, capsys):
     one, two, three = (finished_run(tmp_path / str(seed), f"SEED={seed}") for seed in (1, 2, 3))
-    assert compare.main([f"RUNS=one={one} one={two} other={three}", f"OUT={tmp_path}/out", "DEVICE=cpu"]) == 0
+    words = [f"RUNS=one={one} one={two} other={three}", f"OUT={tmp_path}/out", "DEVICE=cpu"]
+    assert compare.main([*words, "THRESHOLD=0.4", "TITLE=One and another", "NOSPEED=the machine was shared"]) == 0
     output = capsys.readouterr().out
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "passes 0.4" in output and "<h1>One and another</h1>" in page
+    assert "No speed is claimed for any run: the machine was shared." in page
     assert "reward, last 5 steps" in output and str(tmp_path / "out" / "index.html") in output
     assert (tmp_path / "out" / "figures" / "reward.png").read_bytes().startswith(b"\x89PNG")
 
@@ -28,11 +32,12 @@ def test_runs_by_label_make_a_report(tmp_path, capsys):
         ("FOLDERS=a={run}", "is not a variable"),
         ("THRESHOLD=high", "must be a number"),
         ("THRESHOLD=nan", "must be a number"),
+        ("PRECISION=fp16", "PRECISION=fp16: cannot be set with RUNS, which takes existing runs"),
     ],
 )
 def test_bad_words_are_refused_and_nothing_is_written(word, message, tmp_path):
     folder = finished_run(tmp_path / "run")
-    words = [f"RUNS=a={folder}", f"OUT={tmp_path}/out"] if word.startswith("THRESHOLD") else [f"OUT={tmp_path}/out"]
+    words = [f"OUT={tmp_path}/out"] + ([] if word.startswith(("RUNS", "FOLDERS")) else [f"RUNS=a={folder}"])
     with pytest.raises(Refused, match=message) as refusal:
         compare.main([*words, word.format(run=folder)])
     assert "\n" not in str(refusal.value)

@@ -200,7 +200,7 @@ def test_wandbs_csv_exports_are_read(tmp_path):
     for name in names:
         columns = ["Step", *(f"a - run - {name}{bound}" for bound in ("", "__MIN", "__MAX"))]
         file = charts / f"{name.replace('/', '_')}.csv"
-        history(file, columns, [[step, *[metrics(step)[name]] * 3] for step in STEPS])
+        history(file, columns, [[step, metrics(step)[name], -1, 99] for step in STEPS])
     run = read("fp16", charts)
     assert_same(run.steps)
     assert run.name == "a - run"
@@ -241,10 +241,12 @@ def test_folder_of_make_run_is_read_and_left_as_it_is(tmp_path):
 
 def test_unfinished_run_is_read_with_the_reports_of_its_log(tmp_path):
     folder = run_folder(tmp_path / "run", finished=False)
-    (folder / "verl.jsonl").write_text(json.dumps({"step": 7, "data": {REWARD: 0.9}}) + '\n{"step": 8, "da')
+    rows = [{"step": step, "data": {REWARD: 0.9}} for step in (6, 7)]
+    (folder / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 8, "da')
     run = read("fp16", folder)
     assert max(run.steps) == 7 and run.finished is False
-    assert run.notes[0] == "the last line of verl.jsonl, line 2, is half-written: left out"
+    assert (run.steps[6][REWARD], run.steps[6][LOSS_SCALE]) == (0.9, 65536.0), "a step that was made again"
+    assert run.notes[0] == "the last line of verl.jsonl, line 3, is half-written: left out"
     assert run.effective_dtypes["rollout"]["rollout"] == "float16" and departure(run) == "", "from its log"
 
 
@@ -270,6 +272,11 @@ def test_folder_or_file_without_a_run_is_refused(tmp_path):
         with pytest.raises(Refused, match=message) as refusal:
             read("fp16", tmp_path / name)
         assert name in str(refusal.value) and "\n" not in str(refusal.value)
+    for name in ("one", "two"):
+        (tmp_path / "both" / name).mkdir(parents=True)
+        (tmp_path / "both" / name / "events.out.tfevents.1").touch()
+    with pytest.raises(Refused, match="both: contains events in 2 folders, each a run; give one of them"):
+        read("fp16", tmp_path / "both")
     with pytest.raises(Refused, match="notes.txt: is not a run; give a run's folder"):
         read("fp16", tmp_path / "other" / "notes.txt")
     with pytest.raises(Refused, match="does not exist"):

@@ -6,8 +6,10 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from matplotlib.figure import Figure
 from support.report_runs import RECORDED, contents, made, several
 
 import report as command
@@ -15,13 +17,14 @@ from lib.errors import Refused
 from lib.files import read_jsonl, write_json
 from lib.paths import REPO
 from lib.report.build import SETTINGS, build_report, rebuild, write_report, write_runs
-from lib.report.figures import write_figures
-from lib.report.page import page
+from lib.report.catalog import SERIES
+from lib.report.figures import centre, curve, draw, write_figures
+from lib.report.page import page, state
 from lib.report.readers.dispatch import read_all
 from lib.report.readers.run_folder import RECORD
 from lib.report.report import Report
 from lib.report.statistics import THRESHOLD
-from lib.report.tables import markdown, pairs_with_verdicts, run_rows, write_tables
+from lib.report.tables import at_step, markdown, pairs_with_verdicts, run_rows, write_tables
 from lib.run.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS, SKIPPED
 
 RESULTS = REPO / "docs" / "results"
@@ -156,6 +159,7 @@ def test_means_and_verdicts_over_seeds(tmp_path):
     texts = {each.outcome: each.text for each in report.verdicts}
     assert texts["reward_last"].startswith("no verdict: ")
     assert texts["k3_mean"].startswith("no verdict: 1.00×") or texts["k3_mean"].startswith("no verdict: 1×")
+    assert pairs_with_verdicts(report) == [("fp16", "bf16")]
     markdown = (tmp_path / "table.md").read_text()
     assert "| entropy, last 5 steps | 4.20 ± 0.10 | 4.20 ± 0.10 |" in markdown
     assert report.notes == ()
@@ -173,6 +177,36 @@ def test_runs_of_different_length_are_compared_on_the_common_steps(tmp_path):
     assert "compared on the common ones, steps 3 to 10. " in notes
     assert "More have fp16-seed1 steps 1 to 10, bf16-seed2 steps 3 to 15." in notes
     assert "No verdict on fp16 (1), bf16 (2): 3 different seeds are needed." in notes
+
+
+def rewarded(out: Path, label: str, rewards: list[float], **more: list[float]) -> tuple[str, Path]:
+    """Make the folder of a finished run with a reward, and further metrics, by step."""
+    label, folder = made(out, label, 1, range(1, len(rewards) + 1))
+    rows = [
+        {"step": step, "data": {REWARD: reward} | {name: values[step - 1] for name, values in more.items()}}
+        for step, reward in enumerate(rewards, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return label, folder
+
+
+def test_passing_and_collapse_are_looked_for_in_all_steps(tmp_path):
+    pairs = [
+        rewarded(tmp_path / "a", "fp16", [1.0] * 10 + [0.0] * 10),
+        rewarded(tmp_path / "b", "bf16", [0.0] * 10 + [1.0] * 10),
+        rewarded(tmp_path / "c", "fp32", [0.0] * 10),
+    ]
+    report = built(pairs)
+    assert report.common == tuple(range(1, 11))
+    assert [(entry.passed, entry.collapsed) for entry in report.entries] == [(5, 13), (15, None), (None, None)]
+
+
+def test_steps_at_which_runs_passed():
+    texts = [
+        at_step([SimpleNamespace(passed=step) for step in steps], "passed")
+        for steps in ((20, 22), (20,), (None, 20, 24), (None,))
+    ]
+    assert texts == ["at 21 ± 1.4", "at 20", "2 of 3, at 20, 24", "never"]
 
 
 def test_runs_without_a_common_step_are_refused(tmp_path):
@@ -206,13 +240,30 @@ def test_metric_that_is_always_nan_has_no_mean_and_a_note(tmp_path):
     assert "4.15 ± 0.071 (2 of 3)" in markdown(report)
     (verdict,) = [each for each in report.verdicts if each.outcome == "entropy_last"]
     assert verdict.text == "no verdict: fp16 has 2 of at least 3 seeds"
+    assert is_rebuilt_from(tmp_path / "out", report)
+    kept = (tmp_path / "out" / "runs" / "fp16-seed3" / "metrics.jsonl").read_text()
+    assert '"actor/entropy": null' in kept and "NaN" not in kept, "which is not JSON"
+
+
+def compute_in(folder: Path, dtype: str) -> None:
+    """Change what the actor of a finished run reported."""
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["effective_dtypes"]["actor"]["compute"] = dtype
+    write_json(folder / "summary.json", summary)
+
+
+def test_speed_is_not_claimed_beside_a_run_in_another_dtype(tmp_path):
+    pairs = several(tmp_path / "in")
+    compute_in(pairs[-1][1], "float16")
+    report = built(pairs)
+    assert report.unclaimed == {"fp16": "", "bf16": "bf16-seed3: trained in float16"}
+    texts = {each.text for each in report.verdicts if each.outcome in ("throughput_median", "seconds_median")}
+    assert texts == {"not claimed: bf16-seed3: trained in float16"}
 
 
 def test_speed_is_not_claimed_for_a_dtype_other_than_the_regimes(tmp_path):
     pairs = several(tmp_path / "in")
-    summary = json.loads((pairs[0][1] / "summary.json").read_text())
-    summary["effective_dtypes"]["actor"]["compute"] = "bfloat16"
-    write_json(pairs[0][1] / "summary.json", summary)
+    compute_in(pairs[0][1], "bfloat16")
     report = built(pairs)
     why = "not claimed: fp16-seed1: trained in bfloat16"
     assert {each.text for each in report.verdicts if each.outcome == "throughput_median"} == {why}
@@ -231,6 +282,7 @@ def test_speed_is_not_claimed_on_a_shared_machine(tmp_path):
     assert {each.text for each in report.verdicts if each.outcome == "throughput_median"} == {why}
     html = page(report)
     assert f'<s>102 ± 1</s><span class="why">{why}</span>' in html and "dtypes as named" in html
+    assert [html.count(f"<s>{value}</s>") for value in (101, 102, 103)] == [2, 2, 2], "in the table of runs, too"
     assert "No speed is claimed for any run: others used the machine." in report.notes
     assert is_rebuilt_from(tmp_path / "out", report)
 
@@ -254,6 +306,7 @@ def test_dtypes_of_a_foreign_run_are_unknown(tmp_path):
     file.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step in (1, 2)))
     report = built([("fp16", file)])
     assert report.entries[0].id == "fp16-1"
+    assert "2 common steps are fewer than the 5 of a moving mean." in report.notes
     html = page(report)
     assert "effective dtypes unknown: verl&#39;s file logger records none" in html and "<s>9</s>" in html
     assert is_rebuilt_from(tmp_path / "out", report)
@@ -269,6 +322,7 @@ def test_unfinished_run_has_a_note_and_stays_unfinished(tmp_path):
         file.write('{"step": 11, "da')
     report = built([(label, folder)])
     assert "fp16-seed1 is not finished: 10 of 40 steps." in report.notes
+    assert state(report.entries[0]) == "10 of 40 steps"
     assert "fp16-seed1: the last line of metrics.jsonl, line 11, is half-written: left out." in report.notes
     assert report.entries[0].departure == "trained in bfloat16"
     assert is_rebuilt_from(tmp_path / "out", report)
@@ -303,6 +357,33 @@ def test_figures_accept_equal_and_nonpositive_values(k3, tmp_path):
     drawn = {file.stem for file in (tmp_path / "figures").iterdir()}
     assert ("k3" in drawn) == (k3 > 0) and {"reward", "loss_scale", "outcomes"} <= drawn and "skipped" not in drawn
     assert set(re.findall(r"figures/(\w+)\.svg", page(report))) == drawn
+
+
+def test_mean_of_a_logarithmic_figure_is_geometric():
+    for scale in ("log", "log2"):
+        assert centre([1.0, 100.0], scale)[0] == pytest.approx(10)
+        assert centre([8.0], scale) == pytest.approx((8, 8, 8))
+    assert centre([1.0, 3.0], "linear") == pytest.approx((2, 2 - 2**0.5, 2 + 2**0.5))
+
+
+def test_skipped_steps_are_marked_and_counted(tmp_path):
+    skipped = {SKIPPED: [0.0, 2.0, 0.0, 1.0], LOSS_SCALE: [8.0, 4.0, 4.0, 2.0]}
+    report = built([rewarded(tmp_path / "a", "fp16", [0.5] * 4, **skipped)])
+    by_metric = {series.metric: series for series in SERIES}
+    assert curve(report.entries[0].run.steps, by_metric[SKIPPED]) == {1: 0.0, 2: 2.0, 3: 2.0, 4: 3.0}
+    axis = Figure().add_subplot()
+    draw(report, by_metric[LOSS_SCALE], axis)
+    (crosses,) = [line for line in axis.lines if line.get_marker() == "x"]
+    assert (list(crosses.get_xdata()), list(crosses.get_ydata())) == ([2, 4], [4.0, 2.0])
+
+
+def test_report_goes_to_a_folder_of_the_sources_name(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(command, "rebuild", lambda source, out: calls.append(out))
+    monkeypatch.setattr(command, "on_screen", str)
+    (tmp_path / "grpo").mkdir()
+    monkeypatch.chdir(tmp_path / "grpo")
+    assert command.main(["FROM=."]) == 0 and calls == [Path("outputs/report/grpo")]
 
 
 def test_folder_with_other_content_is_not_written_to(tmp_path):

@@ -2,13 +2,15 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from lib.format import significant
 from lib.report.catalog import OUTCOMES, CatalogOutcome, Steps, outcomes
+from lib.report.report import spread_over
 from lib.report.statistics import Spread, Verdict, collapsed, moving_means, passed, verdict, verdicts, welch
-from lib.run.metrics import K3_KL, LOSS_SCALE, REWARD, SKIPPED
+from lib.run.metrics import CRITIC_SKIPPED, K3_KL, LOSS_SCALE, REWARD, SKIPPED
 
 
 def steps(*rewards: float) -> Steps:
@@ -54,6 +56,7 @@ def test_outcomes_of_a_run():
             K3_KL: 10.0**-step,
             LOSS_SCALE: 2.0**step,
             SKIPPED: float(step == 2),
+            CRITIC_SKIPPED: 2.0 * (step == 3),
             "perf/throughput": 100.0 * step,
             "actor/grad_norm": math.nan if step == 3 else 1.0,
             "actor/entropy": math.nan,
@@ -64,6 +67,7 @@ def test_outcomes_of_a_run():
     assert values["reward_first"] == 0.1 and values["reward_last"] == pytest.approx(0.5)
     assert values["k3_mean"] == pytest.approx(0.1111111 / 7) and values["k3_median"] == 1e-4
     assert values["loss_scale_last"] == 128 and values["skipped_total"] == 1
+    assert values["critic_skipped_total"] == 2
     assert values["throughput_median"] == 400 and values["grad_norm_mean"] == 1.0
     assert values["entropy_last"] is None and values["memory_peak"] is None
 
@@ -71,6 +75,12 @@ def test_outcomes_of_a_run():
 def test_spread_is_the_standard_deviation_of_the_sample():
     assert Spread((1.0, 2.0, 3.0), 3, 3).std == 1.0
     assert Spread((1.0,), 3, 1).std is None and Spread((), 3, 0).mean is None
+
+
+def test_runs_without_a_recorded_seed_count_as_different_seeds():
+    members = [SimpleNamespace(run=SimpleNamespace(seed=seed)) for seed in (1, 1, None, None)]
+    assert spread_over(members, [1.0, 2.0, 3.0, 4.0]) == Spread((1.0, 2.0, 3.0, 4.0), 4, 3)
+    assert spread_over(members, [1.0, 2.0, 3.0, None]) == Spread((1.0, 2.0, 3.0), 4, 2), "of those with a value"
 
 
 def test_welchs_interval():

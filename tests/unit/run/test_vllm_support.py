@@ -158,6 +158,7 @@ def test_doctor_checks_a_reward_models_server_too(trees, gemma):
     assert found.verdict == "refused" and [finding.key for finding in found.findings] == [f"{REWARD}.rollout.dtype"]
     assert "precision" not in found.findings[0].mend
     assert asked(trees, *words).verdict == "agree"
+    assert asked(trees, *words[1:], f"{REWARD}.rollout.dtype=float16").verdict == "agree", "it is not enabled"
 
 
 def test_doctor_reports_unknown_support(trees):

@@ -65,7 +65,9 @@ def test_log_z_of_a_group_is_the_mean_of_its_answers(anchor, expected, monkeypat
     written = {}
     given = SimpleNamespace(keys=["0", "1", "2"], partition_id="train", tags=[{}, {}, {}])
     monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics: batch)
-    monkeypatch.setattr(flowrl_trainer.tq, "kv_batch_get", lambda select_fields, **_: rows.select(*select_fields, strict=False))
+    monkeypatch.setattr(
+        flowrl_trainer.tq, "kv_batch_get", lambda select_fields, **_: rows.select(*select_fields, strict=False)
+    )
     monkeypatch.setattr(flowrl_trainer.tq, "kv_batch_put", lambda fields, **_: written.update(fields.items()))
     trainer = object.__new__(FlowRLTrainer)
     trainer.flowrl = SimpleNamespace(log_z="group", anchor=anchor, reward="score", beta=3.0, length_normalization=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
+from transfer_queue import KVBatchMeta
 
 from recipes.flowrl import trainer as flowrl_trainer
 from recipes.flowrl.trainer import FlowRLTrainer, diversity
@@ -63,7 +64,7 @@ def test_log_z_of_a_group_is_the_mean_of_its_answers(anchor, expected, monkeypat
     rows["old_log_probs"] = nested([[-1.0, -2.0], [-3.0], [-1.0]])
     rows["ref_log_prob"] = nested([[-1.0, -1.0], [-1.5], [-0.5]])
     written = {}
-    given = SimpleNamespace(keys=["0", "1", "2"], partition_id="train", tags=[{}, {}, {}])
+    given = KVBatchMeta(keys=["0", "1", "2"], partition_id="train", tags=[{}, {}, {}])
     monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics: batch)
     monkeypatch.setattr(
         flowrl_trainer.tq, "kv_batch_get", lambda select_fields, **_: rows.select(*select_fields, strict=False)

@@ -431,7 +431,7 @@ def test_mutated_copies_of_the_best_replace_the_worst(env):
     [
         (["--env", "Restless-v0"], "env=Restless-v0 is not deterministic: replaying seed 0 with the same actions gave"),
         (["--env", "Pendulum-v1"], "env=Pendulum-v1 has actions Box(-2.0, 2.0, (1,), float32): choose an env"),
-        (["--env", "CartPol-v1"], "env=CartPol-v1 is unknown to Gymnasium; did you mean CartPole-v1?"),
+        (["--env", "CartPol-v1"], "env=CartPol-v1 is unknown to Gymnasium; did you mean CartPole-v1"),
         (["--population", "1"], "population=1 must be at least 2"),
         (["--replaced", "8"], "replaced=8 must be at least 0 and below population=8"),
         (["--generations", "0"], "generations=0 must be at least 1"),
@@ -469,7 +469,11 @@ def test_address_without_a_cluster_is_refused_at_once(monkeypatch, tmp_path):
         ({}, [{"CPU": 2}, {"CPU": 8, "GPU": 2}], "cuda"),
         ({"device": "cpu"}, [{"CPU": 2, "GPU": 2}], "cpu"),
         ({"device": "cpu", "gpus": 4.0}, [{"CPU": 2, "GPU": 2}], "cpu"),
-        ({"gpus": 4.0}, [{"CPU": 2, "GPU": 2}] * 2, "gpus=4.0 must be at most 2, the GPUs of one node of this Ray"),
+        (
+            {"gpus": 4.0},
+            [{"CPU": 2, "GPU": 2}] * 2,
+            "gpus=4.0 must be at most 2, the GPUs of one node of this Ray cluster",
+        ),
         ({"device": "cuda"}, [{"CPU": 2}, {"GPU": 2}], "device=cuda must be auto or cpu: Ray has no GPU here"),
         ({}, [{"GPU": 2}], "address=None must be a Ray cluster with at least one CPU"),
     ],

@@ -263,7 +263,7 @@ def test_same_seed_repeats_the_training(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--env", "CartPol-v1"], "env=CartPol-v1 is unknown to Gymnasium; did you mean CartPole-v1?"),
+        (["--env", "CartPol-v1"], "env=CartPol-v1 is unknown to Gymnasium; did you mean CartPole-v1"),
         (["--env", "nowhere:X-v0"], "env=nowhere:X-v0 cannot be created: No module named 'nowhere'"),
         (["--env", "a:b:C-v1"], "env=a:b:C-v1 must be NAME or MODULE:NAME"),
         (["--env", ":CartPole-v1"], "env=:CartPole-v1 must be NAME or MODULE:NAME"),

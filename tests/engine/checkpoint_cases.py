@@ -68,6 +68,18 @@ def checkpoint():
     return result
 
 
+def scales_of_two_roles():
+    """Save an actor and a critic of one process; return the loss scale in the checkpoint of each."""
+    scales = {"actor": 1024.0, "critic": 4096.0}
+    workers = {role: make_worker(role, grad_scaler=settings(init_scale=scale)) for role, scale in scales.items()}
+    for role, worker in workers.items():
+        directory = shared_directory()
+        worker.save_checkpoint(directory, global_step=1)
+        extra = torch.load(Path(directory) / f"extra_state_world_size_2_rank_{RANK}.pt", weights_only=False)
+        scales[role] = extra["grad_scaler"]["scale"]
+    return scales
+
+
 def regime_change(saved_in: str, resumed_in: str):
     """Save in one dtype, resume in another, take steps: warnings, weights and Adam state."""
     directory = shared_directory()
@@ -266,6 +278,15 @@ def ppo_checkpoints(trainer_class):
     torn._load_checkpoint()
     result |= {"resumed_of_torn": torn.global_steps, "state": same(saved, state(worker))}
 
+    def resumed_by_path(step: int) -> int | str:
+        made = trainer("trainer.resume_mode=resume_path", f"trainer.resume_from_path={directory}/global_step_{step}")
+        try:
+            made._load_checkpoint()
+        except RuntimeError as error:
+            return type(error).__name__
+        return made.global_steps
+
+    result |= {"torn_by_path": resumed_by_path(3)}
     (directory / "latest_checkpointed_iteration.txt").write_text("9")
     for manifest in directory.glob("*/manifest.json"):
         manifest.unlink()
@@ -275,9 +296,7 @@ def ppo_checkpoints(trainer_class):
         result["resumed_of_lost"] = lost.global_steps
     except RuntimeError as error:
         result["resumed_of_lost"] = type(error).__name__
-    named = trainer("trainer.resume_mode=resume_path", f"trainer.resume_from_path={directory}/global_step_1")
-    named._load_checkpoint()
-    return result | {"resumed_by_path": named.global_steps}
+    return result | {"resumed_by_path": resumed_by_path(1)}
 
 
 def ppo_checkpoints_v1():

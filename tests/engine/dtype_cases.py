@@ -19,7 +19,12 @@ def dtype_per_hop(role="actor"):
 
         return hook
 
+    def watch_buffer(module, args, output):
+        hops["buffer"] = str(module.inv_freq.dtype).removeprefix("torch.")
+
     for name, module in worker.engine.module.named_modules():
+        if name.endswith("rotary_emb"):
+            module.register_forward_hook(watch_buffer)
         if name.endswith("layers.0.mlp.up_proj") or name.endswith("layers.0._fsdp_wrapped_module.mlp.up_proj"):
             module.register_forward_hook(watch("linear"), with_kwargs=True)
     if role == "ref":

@@ -60,6 +60,9 @@ if PATCHED:  # upstream's first fused step raises, see dtype_cases.trajectory_fp
         scaler_cases.faults_actor_fused,
         scaler_cases.faults_critic_fused,
         scaler_cases.overflow_on_all_ranks_fused,
+        scaler_cases.nan_loss,
+        scaler_cases.torchs_sequence,
+        checkpoint_cases.scales_of_two_roles,
     ]
 if STRATEGY == "fsdp2":
     CASES.append(wire_cases.export)

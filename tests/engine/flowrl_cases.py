@@ -281,6 +281,14 @@ def in_sync():
     }
 
 
+def clipped():
+    """Take a step of a head whose gradient may have a norm of 1e-3; Adam's first moment is a tenth of it."""
+    worker = make_worker(FlowRLConfig(partition=PartitionConfig(zero_init=False, clip_grad=1e-3)))
+    norm = metrics_of(worker.train_batch(batch(rollouts(0))))["flowrl/partition_grad_norm"]
+    moments = [entry["exp_avg"].flatten() for entry in worker.engine.partition.optimizer.state.values()]
+    return {"reported": norm, "applied": 10 * torch.cat(moments).norm().item()}
+
+
 def overflows(dtype: str):
     """Overflow a trunk gradient, a head gradient, or both; record the weights that changed, and the next step."""
     worker, spared = make_worker(dtype=dtype), make_worker(dtype=dtype)
@@ -427,6 +435,7 @@ CASES = [
     mini_batches,
     at_the_start,
     in_sync,
+    clipped,
     overflows_fp16,
     overflows_bf16,
     resume,

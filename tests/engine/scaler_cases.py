@@ -1,5 +1,6 @@
 """Cases of verl's FSDP engine: overflows, the loss scale, skipped steps, storms, and the cost of a step."""
 
+import itertools
 import math
 import warnings
 
@@ -18,6 +19,7 @@ from fsdp_worker import (
     scale_of,
     settings,
     state,
+    token_loss,
     upstream_scaler_defaults,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -97,6 +99,47 @@ def overflow_on_all_ranks_foreach():
 
 def overflow_on_all_ranks_fused():
     return overflow_on_all_ranks("fused")
+
+
+def nan_loss():
+    """Return a NaN for the loss of one of rank 1's two micro-batches: what the step changes, and its metrics."""
+    worker = make_worker(grad_scaler=settings(init_scale=1024.0))
+    worker.train_batch(batch(0))
+    before, micro_batch = state(worker), itertools.count()
+
+    def spoilt(model_output, data, dp_group=None):
+        loss, metrics = token_loss(model_output, data, dp_group)
+        return (loss * math.nan if RANK == 1 and next(micro_batch) == 0 else loss), metrics
+
+    worker.set_loss_fn(spoilt)
+    metrics = metrics_of(worker.train_batch(batch(1)))
+    return {
+        "unchanged": same(before, state(worker)),
+        "metrics": {key: metrics.get(key) for key in ("grad_norm", "skipped_steps", "loss_scale")},
+    }
+
+
+def torchs_sequence():
+    """Take fused steps by unscale_, step and update: without an overflow, with one on rank 1, with one on both ranks.
+
+    torch adds up found_inf over the ranks; its fused optimizers skip at exactly 1.
+    """
+    from verl.utils.precision import LossScaler
+
+    torch.manual_seed(0)
+    module = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    scaler = LossScaler(settings(init_scale=1024.0), device="cpu")
+    steps = []
+    for overflows in (False, RANK == 1, True):
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        scaler.scale(module(torch.ones(2)).sum() * (math.inf if overflows else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        steps.append([same(before, list(module.parameters())), scaler.skipped, scaler.get_scale()])
+    return steps
 
 
 def growth():

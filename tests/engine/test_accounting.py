@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from precision import GradScalerConfig, LossScaleError, StepAccounting, save_after_storm
 
 
@@ -47,11 +48,15 @@ def test_a_storm_is_saved_and_raised():
     with pytest.raises(LossScaleError, match="the storm"):
         with save_after_storm(lambda: saved.append("storm")):
             raise LossScaleError("the storm")
-    with pytest.raises(ValueError), save_after_storm(lambda: saved.append("no storm")):
-        raise ValueError
     with save_after_storm(lambda: saved.append("no error")):
         pass
     assert saved == ["storm"]
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, torch.OutOfMemoryError, dist.DistBackendError])
+def test_no_other_error_saves_a_checkpoint(error):
+    with pytest.raises(error), save_after_storm(lambda: pytest.fail("saved")):
+        raise error("no storm")
 
 
 def test_a_failing_save_does_not_hide_the_storm():

@@ -25,6 +25,7 @@ def outcome(cases, tree: str, strategy: str, name: str, ranks: int = 2) -> list[
 @case("dtype_per_hop", "dtype_per_hop_critic", "dtype_per_hop_ref")
 def test_dtype_key_alone_sets_every_hop(cases, strategy, case):
     half = {"linear": "float16", "linear.weight": "float16", "autocast": "float16", "master": "float32"}
+    half |= {"buffer": "float32"}
     trained = not case.endswith("ref")
     adam = {"adam": "float32"} if trained else {}
     for rank in outcome(cases, "patched", strategy, case):
@@ -75,6 +76,28 @@ def test_skipped_step_is_reported_and_keeps_the_learning_rate(cases, strategy, c
 def test_an_overflow_on_all_ranks_skips_the_step(cases, strategy, case):
     for rank in outcome(cases, "patched", strategy, case):
         assert rank == {"unchanged": True, "finite": True, "scale_factor": 0.5}
+
+
+@both
+@case("nan_loss")
+def test_nan_loss_of_one_rank_skips_the_step_on_both(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
+        skipped = {"grad_norm": None, "skipped_steps": 1.0, "loss_scale": 512.0}
+        assert rank == {"unchanged": True, "metrics": skipped}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2"])
+@case("torchs_sequence")
+def test_torchs_own_sequence_skips_on_all_ranks(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
+        assert rank == [[False, False, 1024.0], [True, True, 512.0], [True, True, 256.0]]
+
+
+@both
+@case("scales_of_two_roles")
+def test_checkpoint_contains_the_scale_of_its_own_role(cases, strategy, case):
+    for rank in outcome(cases, "patched", strategy, case):
+        assert rank == {"actor": 1024.0, "critic": 4096.0}
 
 
 @both
@@ -226,10 +249,11 @@ def test_the_scaler_works_on_the_workers_own_device(cases, strategy, case):
 
 @case("export")
 def test_export_and_merger_keep_the_training_dtype(cases, case):
-    lossless = {"export_lossless": True, "merged_lossless": True}
-    assert outcome(cases, "patched", "fsdp2", case)[0] == {"config": "float16", "merged": ["float16"]} | lossless
-    lossy = {"export_lossless": False, "merged_lossless": False}
-    assert outcome(cases, "pristine", "fsdp2", case)[0] == {"config": "bfloat16", "merged": ["bfloat16"]} | lossy
+    for tree, dtype in (("patched", "float16"), ("pristine", "bfloat16")):
+        lossless = dtype == "float16"
+        merged = {"dtypes": [dtype], "lossless": lossless}
+        expected = {"config": dtype, "export_lossless": lossless, "merged": merged, "merged_of_one_worker": merged}
+        assert outcome(cases, tree, "fsdp2", case)[0] == expected
 
 
 @case("accumulation")
@@ -372,9 +396,10 @@ def test_trainer_resumes_from_a_whole_checkpoint_and_restores_the_data_order(cas
     ppo = case != "sft_checkpoints"
     for rank in outcome(cases, "patched", strategy, case):
         lost = {"resumed_of_lost": "CheckpointError", "resumed_by_path": 1} if ppo else {}
+        lost |= {"torn_by_path": "CheckpointError"} if ppo else {}
         assert rank == {"resumed": 3, "data": True, "resumed_of_torn": 2, "state": True} | lost
     for rank in outcome(cases, "pristine", strategy, case):  # upstream starts from scratch if the newest is lost
-        lost = {"resumed_of_lost": 0, "resumed_by_path": 1} if ppo else {}
+        lost = {"resumed_of_lost": 0, "resumed_by_path": 1, "torn_by_path": 3} if ppo else {}
         assert rank == {"resumed": 3, "data": theirs, "resumed_of_torn": 3, "state": False} | lost
 
 

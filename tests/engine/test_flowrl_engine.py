@@ -80,6 +80,11 @@ def test_heads_stay_identical_on_all_ranks(outcome, strategy):
         assert rank["same"] and rank["moved"] and all(map(math.isfinite, rank["norms"]))
 
 
+def test_gradient_of_the_head_is_clipped_by_its_own_setting(outcome, strategy):
+    for rank in outcome(strategy, "clipped"):
+        assert rank["reported"] > 1e-2 and rank["applied"] == pytest.approx(1e-3, rel=1e-3)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("where", ["trunk", "head", "both"])
 def test_overflow_skips_trunk_and_head_on_all_ranks(outcome, strategy, dtype, where):

@@ -21,6 +21,21 @@ def test_the_first_nonfinite_gradient_is_described(one_rank):
     assert storm_of(torch.full((2,), 3e38)) == "none, but their norm leaves fp32"
 
 
+def test_the_first_gradient_of_all_ranks_is_described(one_rank, monkeypatch):
+    """By its place in the model, not by its rank or its name."""
+    inf = torch.tensor([float("inf")])
+    others = [(1, 0, "zero in the shard of rank 1"), None, (3, 0, "a in the shard of rank 3")]
+
+    def gather(into: list, own: tuple) -> None:
+        into[:] = [own, *others]
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    assert storm_of(torch.ones(1), torch.ones(1), inf) == "zero in the shard of rank 1"
+    assert storm_of(inf, inf).startswith("layer0 in the shard of rank 0")
+    assert storm_of(torch.ones(1)) == "zero in the shard of rank 1"
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_storm_without_a_process_group_is_described(fused):
     assert storm_of(torch.ones(2), torch.tensor([float("nan")])).startswith("layer1 in the shard of rank 0, 1 of 1")

@@ -174,6 +174,16 @@ def test_checkpoint_resumed_by_path_is_checked(tmp_path):
         manifest.check_whole(folder)
 
 
+@pytest.mark.parametrize(("saved", "workers"), [(4, 2), (2, 4), (2, 1), (1, 2)])
+def test_shards_of_fewer_or_more_workers_are_refused(tmp_path, saved, workers):
+    for rank in range(saved):
+        (tmp_path / f"model_world_size_{saved}_rank_{rank}.pt").touch()
+    manifest.check_world_size(tmp_path, saved)
+    manifest.check_world_size(tmp_path / "missing", workers)  # a remote folder
+    with pytest.raises(manifest.CheckpointError, match=f"saved by {saved} workers and this run has {workers}: resume"):
+        manifest.check_world_size(tmp_path, workers)
+
+
 def test_only_checkpoints_of_this_process_are_removed(tmp_path):
     earlier = save(tmp_path, 1)
     for keep, left in ((1, [2]), (1, [3]), (2, [3, 4]), (None, [3, 4, 5]), (1, [3, 4, 6])):

@@ -1,23 +1,20 @@
-"""Megatron's loss scaler gets its settings, and verl's own methods for step and LR report it."""
+"""Megatron's loss scaler gets its settings, and verl's own methods for step, LR and loss handle skips and masks."""
 
-import ast
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from precision import GradScalerConfig, LossScaleError, StepAccounting, megatron_scaler
+from support.methods import method
 
 
-def method(tree: Path, name: str):
-    """Return a method of ``MegatronEngine``, whose module cannot be imported without Megatron."""
-    source = (tree / "verl/workers/engine/megatron/transformer_impl.py").read_text()
-    engine = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "MegatronEngine")
-    function = next(n for n in engine.body if isinstance(n, ast.FunctionDef) and n.name == name)
-    namespace = {"torch": torch}
-    exec(compile(ast.Module([function], []), source, "exec"), namespace)
-    return namespace[name]
+def of_engine(tree: Path, name: str, **names: Any):
+    """Return a method of ``MegatronEngine``."""
+    file = tree / "verl/workers/engine/megatron/transformer_impl.py"
+    return method(file, "MegatronEngine", name, torch=torch, **names)
 
 
 class Optimizer:
@@ -40,7 +37,7 @@ def engine(trees, monkeypatch):
     """``engine(tree, taken)``: an engine whose optimizer takes or skips steps as given by ``taken``."""
 
     def of(tree: str, taken: list[bool]):
-        names = {name: method(trees[tree], name) for name in ("optimizer_step", "lr_scheduler_step")}
+        names = {name: of_engine(trees[tree], name) for name in ("optimizer_step", "lr_scheduler_step")}
         names["optimizer_zero_grad"] = lambda self: self.cleared.append(True)
         made = type("Engine", (StepAccounting,), names)()
         made.optimizer, made.param_dtype, made.cleared, made.lr = Optimizer(taken), torch.float16, [], 0
@@ -94,3 +91,33 @@ def test_megatron_gets_its_settings_and_refuses_others():
     for key, value in (("growth_factor", 4.0), ("backoff_factor", 0.25)):
         with pytest.raises(ValueError, match=f"grad_scaler.{key}={value}: Megatron's loss scaler knows"):
             megatron_scaler(GradScalerConfig(**{key: value}))
+
+
+class DivisorIsKnownError(Exception):
+    """Ends the method under test where it has counted the tokens."""
+
+
+@pytest.mark.parametrize(("mask", "divisors"), [([1, 1, 0], (2, 2)), ([0, 0, 0], (1, 0))])
+def test_loss_of_an_all_masked_batch_is_not_divided_by_zero(trees, one_rank, mask, divisors):
+    """Upstream divides by 0."""
+    data = {"loss_mask": torch.tensor(mask)}
+    tu = SimpleNamespace(
+        get_non_tensor_data=lambda data, key, default: default,
+        assign_non_tensor=lambda data, **values: data.update(values),
+    )
+
+    def data_parallel_size():
+        raise DivisorIsKnownError
+
+    config = SimpleNamespace(context_parallel_size=1, dynamic_context_parallel=False)
+    engine = SimpleNamespace(
+        engine_config=config,
+        model_config=None,
+        get_data_parallel_group=lambda: None,
+        get_data_parallel_size=data_parallel_size,
+    )
+    names = {"tu": tu, "get_device_id": lambda: "cpu", "_check_dcp_unsupported_features": lambda *_, **__: None}
+    for tree, divisor in zip(("patched", "pristine"), divisors, strict=True):
+        with pytest.raises(DivisorIsKnownError):
+            of_engine(trees[tree], "forward_backward_batch", **names)(engine, data, None)
+        assert data["batch_num_tokens"] == divisor

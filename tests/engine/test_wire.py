@@ -1,10 +1,12 @@
 """Checkpoint engines and exports get the rollout's dtype."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 import torch
 from precision import set_wire_dtype, wire_kwargs
+from support.methods import method
 
 
 class AcceptsDtype:
@@ -45,3 +47,15 @@ def test_an_engine_that_exports_only_bfloat16_is_refused():
     set_wire_dtype(object(), torch.bfloat16)
     with pytest.raises(ValueError, match="rollout.dtype=float16 with checkpoint_engine.backend=delta_sharded"):
         set_wire_dtype(object(), torch.float16)
+
+
+@pytest.mark.parametrize(("tree", "sent"), [("patched", torch.float16), ("pristine", torch.bfloat16)])
+def test_the_delta_engine_exports_in_the_rollouts_dtype(trees, tree, sent):
+    file = trees[tree] / "verl/checkpoint_engine/delta_checkpoint_engine.py"
+    send = method(file, "DeltaShardedCheckpointEngine", "send_weights", torch=torch, set_wire_dtype=set_wire_dtype)
+    engine = SimpleNamespace(
+        wire_dtype=torch.bfloat16, get_per_tensor_param=lambda: (None, None), prime_delta_snapshots=lambda: None
+    )
+    sender = SimpleNamespace(rank=0, rollout_dtype=torch.float16, _shard_seeded=False)
+    sender._send_full_seed = lambda weights, step: engine.wire_dtype
+    assert asyncio.run(send(sender, engine)) == sent

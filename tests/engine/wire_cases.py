@@ -78,18 +78,24 @@ def export():
     exported = AutoModelForCausalLM.from_pretrained(huggingface, dtype="auto").state_dict()
     config = json.loads((huggingface / "config.json").read_text())
     result = {"config": config["dtype"], "export_lossless": lossless(exported)}
-    merged = str(Path(directory) / "merged")
-    config = ModelMergerConfig(
-        operation="merge",
-        backend="fsdp",
-        local_dir=directory,
-        target_dir=merged,
-        hf_model_config_path=str(huggingface),
-    )
-    FSDPModelMerger(config).merge_and_save()
-    tensors = load_file(Path(merged) / "model.safetensors")
-    result["merged"] = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
-    result["merged_lossless"] = lossless(tensors)
+    # One worker's FSDP1 does not shard: its checkpoint contains plain tensors.
+    alone = Path(directory) / "one_worker"
+    alone.mkdir()
+    torch.save(weights, alone / "model_world_size_1_rank_0.pt")
+    recorded = json.loads((Path(directory) / "fsdp_config.json").read_text())
+    (alone / "fsdp_config.json").write_text(json.dumps(recorded | {"world_size": 1}))
+    for name, folder in {"merged": Path(directory), "merged_of_one_worker": alone}.items():
+        config = ModelMergerConfig(
+            operation="merge",
+            backend="fsdp",
+            local_dir=str(folder),
+            target_dir=str(folder / "merged"),
+            hf_model_config_path=str(huggingface),
+        )
+        FSDPModelMerger(config).merge_and_save()
+        tensors = load_file(folder / "merged/model.safetensors")
+        dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
+        result[name] = {"dtypes": dtypes, "lossless": lossless(tensors)}
     return result
 
 

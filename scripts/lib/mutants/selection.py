@@ -64,9 +64,9 @@ def select_tests(file: str, root: Path) -> tuple[str, ...]:
         Refused: there is none, e.g. because ``file`` is not a Python file of this repository.
     """
     tests = [test for folder in TIERS for test in sorted((root / folder).rglob("test_*.py"))]
-    mirrored = f"test_{Path(file).stem}"
+    mirrored = f"_{Path(file).stem}"  # test_trainer.py, test_amp_trainer.py
     found = [
-        (steps, test.stem != mirrored, str(test.relative_to(root)))
+        (steps, not test.stem.endswith(mirrored), str(test.relative_to(root)))
         for test in tests
         if (steps := distance(test, root / file, root)) is not None
     ]

@@ -119,11 +119,17 @@ def overflow(role: str) -> str:
         worker.update(batch(seed))
         facts.append("skipped" if same(before, state(worker)) else "STEPPED")
         facts.append("no scale" if scale is None else f"scale times {scale_of(worker) / scale:g}")
-    before = state(worker)
+    before, steps = state(worker), adam_steps(worker)
     worker.update(batch(3))
     after = state(worker)
     moves = not same(before, after) and all(bool(tensor.isfinite().all()) for tensor in after)
+    if adam_steps(worker) != steps + 1:
+        facts.append(f"{adam_steps(worker) - steps} STEPS AT ONCE")
     return ", ".join([*facts, "next step taken" if moves else "NEXT STEP NOT TAKEN"])
+
+
+def adam_steps(worker: Worker) -> int:
+    return max(int(entry["step"]) for entry in worker.optimizer.state.values())
 
 
 def scaler_keys(role: str) -> str:
@@ -141,7 +147,8 @@ def scaler_keys(role: str) -> str:
 
 
 def metrics(role: str) -> str:
-    """Return the metrics of a taken and of a skipped update."""
+    """Return the metrics of a taken and of a skipped update; a patched tree's norm must be near that in bf16."""
+    torch.manual_seed(0)  # the critic's head
     worker = fp16(role, init_scale=1024.0)
     facts = []
     for kind in ("taken", "skipped"):
@@ -152,8 +159,16 @@ def metrics(role: str) -> str:
         if "grad_norm" in update:
             finite = all(map(math.isfinite, numbers(update["grad_norm"])))
             shown.append("grad_norm finite" if finite else "grad_norm NOT FINITE")
+            if PATCHED and not 0.5 < numbers(update["grad_norm"])[0] / norm_in_bf16(role) < 2:
+                shown.append("NOT THAT OF THE LOSS")
         facts.append(f"{kind}: {', '.join(shown)}")
     return "; ".join(facts)
+
+
+def norm_in_bf16(role: str) -> float:
+    """Return the norm of an update of the same weights by the same batch, without a loss scale."""
+    torch.manual_seed(0)  # the critic's head
+    return numbers(Worker(role, composed()).update(batch(0))["grad_norm"])[0]
 
 
 def learning_rate(role: str) -> str:

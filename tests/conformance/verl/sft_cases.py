@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import harness
 import torch
-from harness import LEGACY, MODEL, OUT, PATCHED, RANK, VERL, batch, digest, local, same, state, watch
+from harness import LEGACY, MODEL, OUT, PATCHED, RANK, VERL, batch, digest, local, same, shared_folder, state, watch
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,7 +57,10 @@ def sft_state(trainer) -> list[torch.Tensor]:
 
 
 def overflow_sft() -> str:
-    """Put inf into one gradient of rank 1 and follow weights, Adam state, the scale, the LR and the metric."""
+    """Put inf into one gradient of rank 1 and follow weights, Adam state, the scale, the LR and the metric.
+
+    A patched tree's checkpoint must contain the scale; 0.4.1's is of the weights alone.
+    """
     scaler = ["model.fsdp_config.grad_scaler.init_scale=1024"] if PATCHED else []
     trainer = legacy_sft_trainer("+precision=fp16", *scaler)
     trainer.training_step(sft_batch(0))
@@ -74,14 +77,22 @@ def overflow_sft() -> str:
     trainer._compute_loss_and_backward = poisoned
     metrics = trainer.training_step(sft_batch(1))
     scaler = vars(trainer).get("scaler")
+    lost = PATCHED and hasattr(trainer, "checkpoint_manager") and saved_scaler(trainer) != scaler.state_dict()
     return ", ".join(
         [
             "skipped" if same(before, sft_state(trainer)) else "STEPPED",
-            "no scale" if scaler is None else f"scale {scaler.get_scale():g}",
+            "no scale" if scaler is None else f"scale {scaler.get_scale():g}{' NOT SAVED' if lost else ''}",
             f"LR {'held' if trainer.optimizer.param_groups[0]['lr'] == lr else 'moves on'}",
             f"skipped_steps {metrics.get('train/skipped_steps')}",
         ]
     )
+
+
+def saved_scaler(trainer) -> dict | None:
+    """Return the state of the loss scaler in a checkpoint of the trainer's manager."""
+    folder = shared_folder()
+    trainer.checkpoint_manager.save_checkpoint(folder, global_step=1)
+    return torch.load(f"{folder}/extra_state_world_size_2_rank_{RANK}.pt", weights_only=False)["grad_scaler"]
 
 
 def bf16_sft() -> str:

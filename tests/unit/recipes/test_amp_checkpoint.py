@@ -108,6 +108,8 @@ def test_extra_that_torch_cannot_load_is_refused(value, named, tmp_path):
     trained.save_checkpoint(tmp_path / "a.pt", {"epoch": 1})
     with pytest.raises(ValueError, match=rf"extra.returns.1 is of {named}"):
         trained.save_checkpoint(tmp_path / "a.pt", {"returns": [1.0, value]})
+    with pytest.raises(ValueError, match=rf"extra.returns \(a key\) is of {named}"):
+        trained.save_checkpoint(tmp_path / "a.pt", {"returns": {value: 1.0}})
     assert trained.load_checkpoint(tmp_path / "a.pt") == {"epoch": 1}  # the existing file stays
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
@@ -117,6 +119,22 @@ def test_failed_write_leaves_no_file(tmp_path):
     with pytest.raises(OSError):
         trainer().save_checkpoint(tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_interrupted_write_keeps_the_older_checkpoint(tmp_path, monkeypatch):
+    trained = trainer()
+    trained.save_checkpoint(tmp_path / "a.pt", {"epoch": 1})
+
+    def interrupted(saved: dict, file: Path) -> None:
+        Path(file).write_bytes(b"half of it")
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", interrupted)
+        with pytest.raises(OSError, match="disk full"):
+            trained.save_checkpoint(tmp_path / "a.pt", {"epoch": 2})
+    assert trained.load_checkpoint(tmp_path / "a.pt") == {"epoch": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
 def edited(change: Callable[[dict], None]) -> Callable[[Path], None]:

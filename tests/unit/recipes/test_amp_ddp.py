@@ -1,6 +1,7 @@
 """The trainer in two processes under DDP: synchronisation, skips and checkpoints."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def after_an_update(model: torch.nn.Module, rank: int) -> list[list[float]]:
 def one_rank(rank: int, folder: Path) -> None:
     """All cases, in one process group; writes ``rank_R.json``."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    # A rank that waits for one that gave up fails after this, not after half an hour.
+    limit = timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=limit)
     found: dict[str, Any] = {}
     for dtype in ("float16", "float32"):
         ddp = DistributedDataParallel(network(seed=rank))  # synchronises rank 0's weights
@@ -68,6 +71,11 @@ def one_rank(rank: int, folder: Path) -> None:
         found[dtype] |= {"skipped": trained.skipped, "after": weights(trained), "stats": trained.get_stats()}
 
         trained.save_checkpoint(folder / f"{dtype}_by_{rank}.pt", {"epoch": 1})
+        try:
+            trained.save_checkpoint(folder / "missing" / "a.pt")
+            found[dtype]["refused"] = False
+        except (OSError, RuntimeError):
+            found[dtype]["refused"] = True
         loaded = trainer(DistributedDataParallel(network(seed=7)), dtype)
         found[dtype]["extra"] = loaded.load_checkpoint(folder / f"{dtype}_by_0.pt")
         found[dtype]["loaded"] = weights(loaded)
@@ -136,6 +144,10 @@ def test_checkpoint_is_written_once_and_loaded_by_both_ranks(folder, ranks, dtyp
     for rank in ranks:
         assert rank["extra"] == {"epoch": 1} and rank["loaded"] == rank["after"]
         assert rank["resumed"] == rank["went on"] != rank["loaded"]
+
+
+def test_failed_write_is_raised_by_its_rank_and_the_other_goes_on(ranks):
+    assert [rank["refused"] for rank in ranks] == [True, False]
 
 
 def test_ddp_checkpoint_loads_in_one_process(folder, ranks, dtype):

@@ -16,10 +16,13 @@ import torch
 
 from lib.paths import REPO
 from recipes.amp.checkpoint import read_checkpoint
+from recipes.amp.evolution import generation as generation_module
+from recipes.amp.evolution import population as population_module
 from recipes.amp.evolution.__main__ import main
 from recipes.amp.evolution.config import EvolutionConfig
 from recipes.amp.evolution.generation import run_generation
 from recipes.amp.evolution.member import Member, cloning_loss, learn, mutated
+from recipes.amp.evolution.metrics import generation_row
 from recipes.amp.evolution.population import evolve, next_generation
 from recipes.amp.evolution.ray_session import QUIET, choose_device
 from recipes.amp.evolution.trajectory import Policy, Trajectory, branch, play, select
@@ -174,6 +177,19 @@ def test_fallback_is_reported(session, tmp_path, capsys):
     assert "training in float32, not float16" in capsys.readouterr().out
 
 
+def test_pool_is_selected_from_the_newest_trajectories_first(session, tmp_path, monkeypatch):
+    calls = []
+
+    def recorded(trajectories, number):
+        calls.append((trajectories, select(trajectories, number)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(population_module, "select", recorded)
+    evolve(replace(TINY, out=str(tmp_path / "run"), generations=1))
+    (_, pool), (trajectories, _) = calls
+    assert all(one is other for one, other in zip(trajectories[-len(pool) :], pool, strict=True))
+
+
 def test_same_seed_repeats_the_evolution(session, tmp_path):
     def run(name, seed):
         rows = evolve(replace(TINY, out=str(tmp_path / name), seed=seed))
@@ -286,11 +302,19 @@ def refuse_replay(env, policy, wrong):
         branch(env, policy, wrong, rng, "revised")
 
 
-def test_recombination_uses_another_policy_and_keeps_improvements(env):
+def test_recombination_uses_another_policy_and_keeps_improvements(env, monkeypatch):
     """Both members always push to one side: revisions change nothing, the other member's push improves the return."""
+    used = set()
+
+    def recorded(env, policy, parent, rng, origin):
+        used.add((origin, int(policy[2].bias.argmax())))
+        return branch(env, policy, parent, rng, origin)
+
+    monkeypatch.setattr(generation_module, "branch", recorded)
     population = [Member(pushing(env, action).state_dict()) for action in (0, 1)]
     config = replace(TINY, population=2, hidden=2, episodes=3, revisions=10, recombinations=20)
     _, trajectories, row = run_generation(config, "test", "cpu", 0, 0, population, [])
+    assert used == {("revised", 0), ("recombined", 1)}
     assert [each.origin for each in trajectories[:3]] == ["collected"] * 3 and not any(
         each.actions.any() for each in trajectories[:3]
     )
@@ -324,6 +348,21 @@ def test_pool_keeps_the_best_and_prefers_the_newest():
     pool = [trajectory(0, total) for total in (3.0, 9.0, 9.0, 1.0, 5.0)]
     assert [each.total for each in select(pool, 3)] == pytest.approx([9.0, 9.0, 5.0])
     assert select(pool, 3)[0] is pool[1] and len(select(pool, 9)) == 5
+
+
+def test_row_of_a_generation_by_hand():
+    tries = {"revised": {"tried": 4, "kept": 1, "gained": 2.0}, "recombined": {"tried": 3, "kept": 2, "gained": 5.0}}
+    worker = {"host": "a", "fallback": None, "overflow_steps": 1, **tries}
+    members = [
+        worker | {"return_mean": value, "pid": pid, "effective_dtype": dtype}
+        for value, pid, dtype in ((9.0, 1, "float16"), (1.0, 2, None), (2.0, 1, "float32"))
+    ]
+    row = generation_row(3, members, select([trajectory(0, 4.0), replace(trajectory(0, 6.0), origin="revised")], 2))
+    assert (row["best"], row["median"], row["worst"], row["pool_worst"]) == (9.0, 2.0, 1.0, pytest.approx(4.0))
+    assert row["pool"] == {"collected": 1, "revised": 1, "recombined": 0}
+    assert row["revised"] == {"tried": 12, "kept": 3, "gained": 6.0}
+    assert row["recombined"] == {"tried": 9, "kept": 6, "gained": 15.0}
+    assert (row["overflow_steps"], row["effective_dtypes"], row["workers"]) == (3, ["float16", "float32"], 2)
 
 
 @pytest.mark.parametrize("fp16", [False, True])
@@ -383,6 +422,8 @@ def test_mutated_copies_of_the_best_replace_the_worst(env):
     assert best is members[2]
     assert [each is member for each, member in zip(following, members, strict=True)] == [True, False, True, False]
     assert [each.checkpoint for each in following] == [b"\0", None, b"\2", None]
+    _, following = next_generation(replace(TINY, population=4, replaced=0), 0, members, [5.0, 1.0, 9.0, 3.0])
+    assert following == members
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def test_resume_continues_with_the_same_command(tmp_path, capsys):
     before = records(out)
     with (out / "metrics.jsonl").open("a") as file:  # of an update after the last checkpoint
         file.write(json.dumps({**before[-1], "update": 4, "steps": 128}) + "\n")
+        file.write('{"update": 5, "st')  # the run was killed here
     capsys.readouterr()
     main([*WORDS, f"--out={out}", "--resume", "--total-steps=192"])
     assert "resuming after step 96; the environments start anew" in capsys.readouterr().out

@@ -92,6 +92,7 @@ def test_rollout_batch_and_loss_are_fp32(dtype):
         loss = ppo.loss(ppo.agent, batch)
     losses.add(loss.dtype)
     losses |= {value.dtype for value in ppo.loss_terms[-1].values()}
+    ppo.evaluate(1)
     assert heads == {getattr(torch, dtype)} and losses == {torch.float32}
     floats = [each for each in batch if each.is_floating_point()]
     assert {each.dtype for each in floats} == {torch.float32} and len(floats) == 4

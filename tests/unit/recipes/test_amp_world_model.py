@@ -43,7 +43,8 @@ class Counter(gymnasium.Env):
     def step(self, action):
         self.count += 1
         spoilt = self.count == self.at
-        observation = np.array([self.count, np.nan if spoilt and self.spoil == "observation" else action], np.float32)
+        spoil = {"nan": np.nan, "inf": np.inf}.get(self.spoil) if spoilt else None
+        observation = np.array([self.count, action if spoil is None else spoil], np.float32)
         reward = float("inf") if spoilt and self.spoil == "reward" else float(self.count)
         return observation, reward, self.count == 7, False, {}
 
@@ -79,6 +80,7 @@ def test_time_limit_is_not_an_end():
     assert data.observations[:, :5, 0].tolist() == [[0, 1, 2, 3, 4]] * 2 and not data.ends.any()
     cart = collect("CartPole-v1", 400, 0)
     assert cart.ends.sum() > 10 and cart.ends[cart.valid == 0].eq(0).all()
+    assert len(cart.observations[:, 0].unique(dim=0)) == len(cart.observations), "episodes begin in different states"
 
 
 def test_same_seed_collects_the_same_trajectories():
@@ -89,7 +91,8 @@ def test_same_seed_collects_the_same_trajectories():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        ("observation", "env=Counter, step 5: component 1 of the observation is nan"),
+        ("nan", "env=Counter, step 5: component 1 of the observation is nan"),
+        ("inf", "env=Counter, step 5: component 1 of the observation is inf"),
         ("reward", "env=Counter, step 5: the reward is inf"),
     ],
 )
@@ -166,6 +169,8 @@ def test_open_loop_errors_by_hand():
         torch.nn.init.zeros_(parameter)
     model.observation_mean += 3.0
     model.observation_std *= 2.0
+    model.reward_mean += 1.0
+    model.reward_std *= 0.5
     errors = open_loop_errors(model, data, 2)  # of step 2 alone, which leads from 4 to 8; 2 was the last of the context
     assert errors == {"model": 2.5, "mean": 2.5, "last_value": 3.0, "reward": 2.0}
 
@@ -194,6 +199,7 @@ def test_training_and_evaluation_share_one_dtype():
     with MultiplicationDtypes() as observed:
         rows = list(epochs)
     assert observed.shares() == {"bfloat16": 1.0} == rows[-1]["effective_dtype_share"]
+    assert trainer.optimizer.param_groups[0]["lr"] == config.lr / 2, "it falls linearly, over two epochs"
 
 
 def test_training_lowers_the_open_loop_error(learned):

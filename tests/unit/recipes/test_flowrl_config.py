@@ -162,6 +162,10 @@ REFUSED = {
         f"{GROUP_OF_ONE}: a group of one",
     ),
     "merged adapters": (MERGED, "actor_rollout_ref.model.lora.merge=True: .*rollout.dtype=float16; set merge=false"),
+    "merged adapters for half": (
+        [*MERGED, "actor_rollout_ref.rollout.dtype=half"],
+        "actor_rollout_ref.model.lora.merge=True: .*rollout.dtype=half; set merge=false",
+    ),
     "Megatron": (["model_engine=megatron"], f"{ACTOR}.strategy=megatron: FlowRL requires fsdp or fsdp2"),
     "Megatron's name alone": ([f"{ACTOR}.strategy=megatron"], "actor_rollout_ref.actor.megatron"),  # verl looks for it
     "an unknown strategy": ([f"{ACTOR}.strategy=ddp"], f"{ACTOR}.strategy=ddp: FlowRL requires fsdp or fsdp2"),

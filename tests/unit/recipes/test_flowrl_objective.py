@@ -1,4 +1,4 @@
-"""FlowRL's objective against its formulas, evaluated row by row in fp64."""
+"""FlowRL's objective against its formulas, evaluated row by row in fp64, and the mean that log Z is computed from."""
 
 import math
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from recipes.flowrl.objective import group_log_z, importance_weights, mean_of_tokens, trajectory_balance
+from recipes.flowrl.partition import mean_over_prompts
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 BETA, ROWS, TOKENS = 15.0, 6, 7
@@ -240,3 +241,9 @@ def test_group_log_z_is_vargrads(batch, mean):
     losses, slope, _ = gradients(batch, length_normalization=mean)
     (wanted,) = torch.autograd.grad(sum(variances), log_prob)
     assert_equal((losses.sum(), slope), (sum(variances).detach(), wanted))
+
+
+@pytest.mark.parametrize(("drop_last", "means"), [(False, [1.5, 4.0]), (True, [1.0, 4.0])])
+def test_last_token_of_a_prompt_is_excluded_unless_it_is_the_only_one(drop_last, means):
+    rows = [torch.tensor([[1.0], [2.0], [9.0]]), torch.tensor([[4.0], [9.0], [9.0]])]  # 9 is in the answers
+    assert mean_over_prompts(rows, [2, 1], drop_last).flatten().tolist() == means

@@ -44,6 +44,10 @@ def test_flowrl_matches_the_target(bandit, method):
             assert abs(seed["log_z"] - target["log_z"]) < 1e-3
 
 
+def test_four_epochs_train_on_older_samples(bandit):
+    assert bandit["FlowRL, 4 epochs"] != bandit["FlowRL"]
+
+
 def test_target_matches_the_formula(bandit):
     modes, heights = [math.exp(-4), math.exp(-1), 1.0, math.exp(-1)], [1.0, 0.9, 1.0, 0.9]
     weights = [math.exp(-arm / 16 + 3.0 * heights[arm // 4] * modes[arm % 4]) for arm in range(16)]

@@ -1,11 +1,16 @@
-"""FlowRL's trainer without its workers: the diversity metrics and the refusal of a config without settings."""
+"""FlowRL's trainer without its workers: metrics, log Z of groups, and the refusal of a config without settings."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
+from transfer_queue import KVBatchMeta
 
+from recipes.flowrl import trainer as flowrl_trainer
 from recipes.flowrl.trainer import FlowRLTrainer, diversity
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 # Prompt, tokens, score, extra information of the reward function.
 ROWS = [
@@ -21,9 +26,12 @@ ROWS = [
 ]
 
 
+def nested(rows: list[list]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
 def batch(rows: list[tuple]) -> TensorDict:
     """Return the rows as TransferQueue does."""
-    nested = lambda rows: torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)  # noqa: E731
     fields = {
         "responses": nested([tokens for _, tokens, *_ in rows]),
         "rm_scores": nested([[0.0] * (len(tokens) - 1) + [score] for _, tokens, score, _ in rows]),
@@ -44,3 +52,37 @@ def test_trainer_without_settings_names_the_override_that_adds_them():
     config = OmegaConf.create({"actor_rollout_ref": {"actor": {}}, "trainer": {"v1": {"trainer_mode": "flowrl"}}})
     with pytest.raises(ValueError, match=r"^trainer.v1.trainer_mode=flowrl: .* add \+recipe=flowrl$"):
         FlowRLTrainer(config)
+
+
+@pytest.mark.parametrize(("anchor", "expected"), [("ref", [2.0, 2.0, 4.5]), ("old", [1.5, 1.5, 3.0])])
+def test_log_z_of_a_group_is_the_mean_of_its_answers(anchor, expected, monkeypatch):
+    """Of βr - mean(old - anchor), by hand: two answers of prompt a, with rewards of 1 and 0, and one of prompt b."""
+    rows = batch([("a", [1, 2], 1.0, {}), ("b", [3], 1.0, {}), ("a", [4], 0.0, {})])
+    rows["uid"] = NonTensorStack("a", "b", "a")
+    rows["response_mask"] = nested([[1, 1], [1], [1]])
+    rows["advantages"] = rows["rm_scores"]
+    rows["old_log_probs"] = nested([[-1.0, -2.0], [-3.0], [-1.0]])
+    rows["ref_log_prob"] = nested([[-1.0, -1.0], [-1.5], [-0.5]])
+    written = {}
+    given = KVBatchMeta(keys=["0", "1", "2"], partition_id="train", tags=[{}, {}, {}])
+    monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics: batch)
+    monkeypatch.setattr(
+        flowrl_trainer.tq, "kv_batch_get", lambda select_fields, **_: rows.select(*select_fields, strict=False)
+    )
+    monkeypatch.setattr(flowrl_trainer.tq, "kv_batch_put", lambda fields, **_: written.update(fields.items()))
+    trainer = object.__new__(FlowRLTrainer)
+    trainer.flowrl = SimpleNamespace(log_z="group", anchor=anchor, reward="score", beta=3.0, length_normalization=True)
+    metrics = {}
+    trainer._compute_advantage(given, metrics)
+    first, second, third = expected
+    assert written["group_log_z"].tolist() == [first, third, second]
+    assert metrics["flowrl/right_answers"] == pytest.approx(2 / 3)
+
+
+def test_spread_of_the_residual_and_effective_samples_are_reported(monkeypatch):
+    means = {"delta": 3.0, "delta_square": 25.0, "weight": 2.0, "weight_square": 8.0}
+    metrics = {f"actor/flowrl/{name}": mean for name, mean in means.items()}
+    monkeypatch.setattr(PPOTrainerSync, "_update_actor", lambda self, batch, metrics: batch)
+    object.__new__(FlowRLTrainer)._update_actor(None, metrics)
+    reported = {"delta": 3.0, "delta_std": 4.0, "weight": 2.0, "effective_samples": 0.5}
+    assert metrics == {f"actor/flowrl/{name}": value for name, value in reported.items()}

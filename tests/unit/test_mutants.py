@@ -14,7 +14,7 @@ from lib.mutants.document import document
 from lib.mutants.selection import select_tests
 from lib.mutants.table import Mutant, choose, load
 from lib.mutants.trial import Outcome, Outcomes, try_mutants
-from lib.mutants.workspace import Workspace
+from lib.mutants.workspace import OF_THE_TABLES, Workspace
 from lib.paths import REPO
 
 TABLE = load()
@@ -153,6 +153,7 @@ def test_wrong_tables_are_refused(entries, refusal, tmp_path):
         ),
         (replace(HARMLESS, replace="skipped"), r"harmless: its text occurs \d\d+ times"),
         (replace(HARMLESS, tests=("tests/engine/test_accounting.py::test_of_no_such_name",)), "pytest ended with 4"),
+        (replace(OF_THIS_CHECKOUT, tests=(OF_THE_TABLES,)), "pytest ended with 5"),
     ],
 )
 def test_mutant_that_cannot_be_judged_is_refused(mutant, refusal, tmp_path):

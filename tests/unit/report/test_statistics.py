@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lib.format import significant
+from lib.format import duration, significant
 from lib.report.catalog import OUTCOMES, CatalogOutcome, Steps, outcomes
 from lib.report.statistics import Spread, Verdict, collapsed, moving_means, passed, verdict, verdicts, welch
 from lib.run.metrics import K3_KL, LOSS_SCALE, REWARD, SKIPPED
@@ -165,3 +165,8 @@ def test_verdicts_between_equal_labels_are_rare():
 )  # fmt: skip
 def test_numbers_have_three_significant_digits(value, text):
     assert significant(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.4, "0:59"), (59.7, "1:00"), (3661, "61:01")])
+def test_durations_are_whole_seconds(seconds, text):
+    assert duration(seconds) == text

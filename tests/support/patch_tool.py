@@ -51,7 +51,7 @@ CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile")
 
 
 def cut_short(target: Path, run: Callable[[], object], number: int, how: str) -> bool:
-    """Run in a child that is killed, or gets an error, before change ``number`` in ``target``.
+    """Run in a child that is killed, gets an error or is interrupted, before change ``number`` in ``target``.
 
     Returns:
         Whether the child was cut short; False if it makes fewer changes.
@@ -66,13 +66,13 @@ def cut_short(target: Path, run: Callable[[], object], number: int, how: str) ->
             if number == -1:
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
-                raise OSError("the disk is gone")
+                raise KeyboardInterrupt if how == "interrupted" else OSError("the disk is gone")
 
     child = os.fork()
     if child == 0:
         tempfile.tempdir = str(target.parent)
         sys.addaudithook(watch)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, KeyboardInterrupt):
             run()
         os._exit(1 if number < 0 else 0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -16,7 +16,7 @@ CONFIG = "verl/trainer/config/ppo_trainer.yaml"
 PROTOCOL = "verl/protocol.py"
 UNTOUCHED = "verl/utils/device.py"
 MODULE = "verl/utils/precision.py"
-PART = "verl/new_room/part.py"
+PART = "verl/new_room/inner/part.py"
 OVERLAY = "verl/trainer/config/precision/fp16.yaml"
 STAMP = "verl/utils/precision_stamp.json"
 

@@ -1,8 +1,11 @@
 """The ``NAME=VALUE`` words of the commands: values, refusals, and the output of ``--help``."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +14,7 @@ import run
 import submit
 from lib import cli
 from lib.errors import Refused
+from lib.files import check_room
 from lib.run.job import VARIABLES
 
 
@@ -45,6 +49,45 @@ def test_unclosed_quotation_mark_is_refused_with_the_advice():
     assert cli.shell_words("RUNS", "a='x y' b=z") == ["a=x y", "b=z"]
     with pytest.raises(Refused, match="^RUNS=a='x: No closing quotation; quote it$"):
         cli.shell_words("RUNS", "a='x", "; quote it")
+
+
+def test_overrides_have_up_to_two_plus_signs_or_a_tilde():
+    assert cli.override_words("ARGS", "a.b=1 +a=x=y ++a= ~a.b") == ["a.b=1", "+a=x=y", "++a=", "~a.b"]
+    for word in ("+++a=1", "+a", "--a=1", "=1"):
+        with pytest.raises(Refused, match=f"^ARGS={re.escape(word)}: is not a Hydra override"):
+            cli.override_words("ARGS", f"a=1 {word}")
+
+
+@pytest.mark.parametrize("code", [0, 9])
+def test_gpu_is_present_where_nvidia_smi_lists_it(code, tmp_path, monkeypatch):
+    """It fails without a driver, or without a GPU."""
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nexit {code}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.gpu_present() == (code == 0)
+
+
+def test_paths_of_models_and_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "outputs/run").mkdir(parents=True)
+    assert cli.file_path({"OUT": "~/run"}, "OUT") == str(tmp_path / "home/run")
+    assert cli.file_path({"OUT": "run"}, "OUT") == str(tmp_path / "run") and cli.file_path({}, "OUT") is None
+    assert cli.model_path("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    with pytest.raises(Refused, match="^MODEL=outputs/run: contains no config.json"):
+        cli.model_path("outputs/run")
+    (tmp_path / "outputs/run/config.json").write_text("{}")
+    assert cli.model_path("outputs/run") == str(tmp_path / "outputs/run")
+
+
+def test_room_is_checked_in_the_folder_itself(tmp_path, monkeypatch):
+    check_room(tmp_path / "new/folder")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match=f"^OUT={tmp_path}/file: cannot be written to"):
+        check_room(tmp_path / "file")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**29))
+    with pytest.raises(Refused, match=f"^OUT={tmp_path}: 0.50 GiB free on its disk, 1.0 needed"):
+        check_room(tmp_path)
 
 
 @pytest.mark.parametrize("value", ["2", "-3", "3.5", "three", ""])

@@ -97,6 +97,31 @@ def test_commands_that_take_a_few_variables_read_them_from_the_environment_too(s
     assert started("doctor")[1] == ["doctor.py", "--args=+precision=fp16"]
 
 
+def test_variable_of_the_command_line_wins_over_that_of_the_environment(started, monkeypatch):
+    monkeypatch.setenv("ARGS", "+precision=fp16")
+    assert started("doctor", "ARGS=+precision=bf16")[1] == ["doctor.py", "--args=+precision=bf16"]
+
+
+@pytest.mark.parametrize(("name", "device"), [("probe", "cuda"), ("bench", "cuda"), ("mutants", "cpu")])
+def test_machine_with_a_gpu_uses_it(started, monkeypatch, name, device):
+    monkeypatch.delenv("DEVICE", raising=False)
+    monkeypatch.setattr(command, "gpu_present", lambda: True)
+    assert started(name)[0] == f"PYTHON of {device} None"
+
+
+def test_device_of_the_environment_reaches_the_command(started, monkeypatch):
+    monkeypatch.setenv("DEVICE", "cpu")
+    assert started("preflight")[1] == ["preflight.py", "DEVICE=cpu"]
+
+
+def test_recipe_is_found_and_installed_from_the_index_of_the_command_line(started, monkeypatch):
+    monkeypatch.setenv("TORCH_INDEX_URL", "https://a")
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    started("gsm8k", "TORCH_INDEX_URL=https://b")
+    assert os.environ["TORCH_INDEX_URL"] == "https://b"
+    assert os.environ["PYTHONPATH"] == f"{REPO}{os.pathsep}/mine"
+
+
 @pytest.mark.parametrize(
     "words",
     [

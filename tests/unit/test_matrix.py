@@ -44,6 +44,12 @@ def test_cell_marks_the_outcome(cases, cell):
         assert ("ᵃ" in cell) == notes.startswith(" ᵃ No such thing ")
 
 
+def test_note_of_several_cells_is_written_once():
+    results = {"1.0": release(case(absent="no such thing")), "1.1": release(case(absent="no such thing"))}
+    *_, notes = (lines := matrix.oat_table(results, {}).splitlines())
+    assert "| a behaviour | –ᵃ | –ᵃ |" in lines and notes == f"{matrix.LEGEND} ᵃ No such thing."
+
+
 def test_run_counts_only_for_its_stack():
     def last(stack: str) -> list[str]:
         runs = {"1.0": {"stack": stack, "rollout": "vLLM", "flowrl": {"stack": stack}}}

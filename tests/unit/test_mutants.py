@@ -6,15 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.trees import git
 
 import mutants
 from lib.errors import Refused
 from lib.mutants import trial
+from lib.mutants import workspace as workspace_module
 from lib.mutants.document import document
 from lib.mutants.selection import select_tests
 from lib.mutants.table import Mutant, choose, load
 from lib.mutants.trial import Outcome, Outcomes, try_mutants
-from lib.mutants.workspace import Workspace
+from lib.mutants.workspace import OF_THE_TABLES, Workspace
 from lib.paths import REPO
 
 TABLE = load()
@@ -97,6 +99,19 @@ def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypat
         try_mutants([replace(DEADLY, by="if taken == skipped == 2:")], 1, lambda *_: None, kept)
 
 
+def test_outcome_depends_on_mutant_file_and_tests(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "REPO", tmp_path)
+    for name in ("file.py", "test_a.py", "folder/test_b.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    keys = [trial.key(HARMLESS, tmp_path / "file.py", tests := ["test_a.py::test_it", "folder"])]
+    for name in ("file.py", "test_a.py", "folder/test_b.py"):
+        (tmp_path / name).write_text("A = 1\n")
+        keys.append(trial.key(HARMLESS, tmp_path / "file.py", tests))
+    keys.append(trial.key(DEADLY, tmp_path / "file.py", tests))
+    assert len(set(keys)) == 5
+
+
 def test_command_fails_on_a_survivor_that_is_not_equivalent(monkeypatch, tmp_path, capsys):
     table = [HARMLESS, DEADLY, replace(HARMLESS, name="same", equivalent="the order of a comparison")]
     monkeypatch.setattr(mutants, "load", lambda: table)
@@ -153,6 +168,7 @@ def test_wrong_tables_are_refused(entries, refusal, tmp_path):
         ),
         (replace(HARMLESS, replace="skipped"), r"harmless: its text occurs \d\d+ times"),
         (replace(HARMLESS, tests=("tests/engine/test_accounting.py::test_of_no_such_name",)), "pytest ended with 4"),
+        (replace(OF_THIS_CHECKOUT, tests=(OF_THE_TABLES,)), "pytest ended with 5"),
     ],
 )
 def test_mutant_that_cannot_be_judged_is_refused(mutant, refusal, tmp_path):
@@ -164,6 +180,30 @@ def test_killer_that_fails_without_the_mutant_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tests[0])
     with pytest.raises(Refused, match="has_no_metrics fails without the mutant, too"):
         try_mutants([HARMLESS], 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json"))
+
+
+def test_workspace_is_the_checkout_as_it_is(tmp_path, monkeypatch):
+    repo = tmp_path / "repo"
+    repo.mkdir()
+    for name in ("changed.py", "deleted.py", "same.py"):
+        (repo / name).write_text("")
+    git("init", "--quiet", cwd=repo)
+    git("add", "--all", cwd=repo)
+    git("commit", "--quiet", "--message=all", cwd=repo)
+    (repo / "changed.py").write_text("A = 1\n")
+    (repo / "deleted.py").unlink()
+    (repo / "new.py").write_text("B = 1\n")
+    monkeypatch.setattr(workspace_module, "REPO", repo)
+    root = Workspace(tmp_path).root
+    found = {path.name: path.read_text() for path in root.glob("*.py")}
+    assert found == {"changed.py": "A = 1\n", "new.py": "B = 1\n", "same.py": ""}
+
+
+@pytest.mark.parametrize("name", ["", "::test_mutants_are_distinct"])
+def test_mutant_that_breaks_an_import_is_killed(workspace, name):
+    mutant = replace(OF_THIS_CHECKOUT, name="import", replace="def load(", by="def no_load(")
+    with workspace.mutated(mutant):
+        assert workspace.first_failure([f"tests/unit/test_mutants.py{name}"], mutant) == "tests/unit/test_mutants.py"
 
 
 def test_workspace_contains_changes_that_are_not_committed(workspace):

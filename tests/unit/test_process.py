@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from lib.paths import REPO
-from lib.process import start_child
+from lib.process import ENDING_SIGNALS, ignore_signals, start_child
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPO / "scripts")}
 # Starts a child that would sleep for a minute, and prints its process id.
@@ -48,6 +48,20 @@ def test_child_does_not_outlive_a_killed_parent():
         assert child.is_running()
         parent.kill()
     assert psutil.wait_procs([child], timeout=10)[1] == []
+
+
+def test_signals_are_ignored_during_an_orderly_end():
+    seen, before = [], {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    try:
+        for number in ENDING_SIGNALS:
+            signal.signal(number, lambda number, frame: seen.append(number))
+        ignore_signals()
+        for number in ENDING_SIGNALS:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

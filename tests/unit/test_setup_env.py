@@ -1,5 +1,6 @@
 """``scripts/setup_env.py``: the choice of an environment's Python, and when it is created again."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,46 @@ def test_changed_lock_and_interrupted_setup_start_anew(environment, on_path, mon
     (setup_env.REPO / "requirements/cpu.lock").write_text("verl==2\n")
     setup_env.setup("cpu")
     assert not mark.exists()
+    mark.touch()
+    (setup_env.REPO / "requirements/cpu.torch").write_text("torch==2\n")
+    setup_env.setup("cpu")
+    assert not mark.exists()
+
+
+def test_patched_environment_is_patched_each_time(environment, on_path, monkeypatch, capsys):
+    on_path("python3.11")
+    monkeypatch.setitem(setup_env.ENVIRONMENTS, "cpu", replace(environment, patched=True))
+    monkeypatch.setattr(setup_env, "apply", lambda root: [f"patched {root}"])
+    for _ in range(2):
+        setup_env.setup("cpu")
+        assert capsys.readouterr().out.endswith(f"patched {environment.path}/site-packages\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cpu", ["-r cpu.torch -c cpu.lock --extra-index-url https://torch", "--no-deps -r cpu.lock"]),
+        ("cuda", ["--no-deps -r cuda.lock", "--no-deps --no-build-isolation -r cuda.flash-attn"]),
+    ],
+)
+def test_locks_are_installed_without_further_packages(monkeypatch, name, expected):
+    commands = []
+    monkeypatch.setenv("TORCH_INDEX_URL", "https://torch")
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(" ".join(map(str, command))))
+    environment = setup_env.ENVIRONMENTS[name]
+    setup_env.install(environment)
+    pip = f"{environment.python} -m pip install --quiet "
+    assert [command.replace(f"{setup_env.REPO}/requirements/", "") for command in commands] == [
+        f"{pip}{words}" for words in expected
+    ]
+
+
+@pytest.mark.parametrize(("user", "programs"), [(1000, ["apt-get"]), (0, [])])
+def test_browser_that_cannot_be_installed_is_refused(on_path, monkeypatch, user, programs):
+    on_path(**dict.fromkeys(programs, ""))
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    with pytest.raises(Refused, match="^chromium, in which the tests load a report, is missing; install"):
+        setup_env.setup_browser()
 
 
 def test_linked_environment_that_is_outdated_is_left_alone(environment, on_path, tmp_path):

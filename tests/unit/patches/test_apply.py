@@ -129,7 +129,7 @@ def test_apply_and_unapply_work_on_a_git_checkout(tiny: Path, pristine: Path, tm
     assert (found.state, found.release, found.exact) == ("pristine", RELEASE, False)
     assert patchset(tiny, "apply", clone).returncode == 0
     expected = {f" M {path}" for path in (ENGINE, CONFIG, PROTOCOL)} | {f"?? {path}" for path in (MODULE, STAMP)}
-    expected |= {f"?? {path.rpartition('/')[0]}/" for path in (PART, OVERLAY)}
+    expected |= {"?? verl/new_room/", f"?? {OVERLAY.rpartition('/')[0]}/"}
     assert set(git("status", "--porcelain", cwd=clone).splitlines()) == expected
     assert patchset(tiny, "unapply", clone).returncode == 0
     assert git("status", "--porcelain", "--ignored", cwd=clone) == ""
@@ -157,8 +157,13 @@ def test_lock_serializes_concurrent_applies(tiny: Path, target: Path):
     assert status(target, tiny).state == "patched"
 
 
-@pytest.mark.parametrize("folder", ["verl", "verl/trainer/config"])
-@pytest.mark.parametrize("command", ["apply", "unapply"])
+@pytest.mark.parametrize(
+    ("command", "folder"),
+    [
+        *(("apply", folder) for folder in ("verl", "verl/trainer/config")),
+        *(("unapply", folder) for folder in ("verl", "verl/trainer/config", "verl/new_room/inner")),
+    ],
+)
 def test_read_only_folder_is_refused(tiny: Path, target: Path, command: str, folder: str):
     if command == "unapply":
         apply(target, tiny)
@@ -212,9 +217,10 @@ def copy(root: Path, name: str) -> Path:
     return shutil.copytree(root, root.parent / name, copy_function=os.link)
 
 
-def test_failed_apply_changes_nothing(tiny: Path, bare: Path):
+@pytest.mark.parametrize("how", ["failed", "interrupted"])
+def test_failed_apply_changes_nothing(tiny: Path, bare: Path, how: str):
     number = 0
-    while cut_short(target := copy(bare, f"{number}"), lambda: apply(target, tiny), number, "failed"):
+    while cut_short(target := copy(bare, f"{number}"), lambda: apply(target, tiny), number, how):
         assert contents(target) == contents(bare)
         number += 1
     assert number > 20

@@ -1,7 +1,10 @@
 """A stack as commits: checkout and export of the tiny stack."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,8 +39,20 @@ def test_export_of_a_checkout_changes_nothing(project: Path, tree: Path):
     before = contents(project)
     git("config", "diff.noprefix", "true", cwd=tree)
     git("config", "diff.context", "9", cwd=tree)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", tree / PROTOCOL], check=True)
     assert patchset(project, "export", tree).returncode == 0
     assert contents(project) == before
+
+
+def test_git_configuration_of_the_user_is_not_read(tiny: Path, tmp_path: Path):
+    (tmp_path / ".gitconfig").write_text("[commit]\n\tgpgsign = true\n[gpg]\n\tprogram = false\n")
+    done = patchset(tiny, "checkout", RELEASE, tmp_path / "tree", env=os.environ | {"HOME": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_checkout_of_another_tree_than_the_recorded_one_is_refused(project: Path, tmp_path: Path):
+    edit(project / "patches/verl/versions.toml", 'tree_before = "', 'tree_before = "0')
+    assert "; versions.toml records 0" in refused(project, "checkout", RELEASE, tmp_path / "tree", unchanged=tmp_path)
 
 
 def test_exported_patch_has_one_line_of_context(tiny: Path):
@@ -73,6 +88,9 @@ def test_export_writes_verbatim_files_back(project: Path, tree: Path):
     assert (project / "configs/precision/fp16.yaml").read_text() == "# changed\n"
     assert (project / "patches/verl/v0.9.1/series").read_text().splitlines()[2] == "worker-use-another-module.patch"
     assert find_release(RELEASE, project).tree_after != before
+    written = contents(project)
+    assert patchset(project, "export", tree).returncode == 0
+    assert contents(project) == written
     assert patchset(project, "check").returncode == 0
 
 
@@ -93,6 +111,7 @@ def test_incomplete_header_is_refused(project: Path, tree: Path):
         "read the dtype": "'read the dtype' needs a subject like",
         message("[fsdp] wip: read"): "'[fsdp] wip: read' needs a subject like",
         message("[fsdp] feat: read", Origin=None, Forwarded=None): "lacks the trailer Origin and Forwarded",
+        message("[fsdp] feat: read", Origin=""): "lacks the trailer Origin",
         message("[fsdp] feat: read", Reason="none"): "Reason: none; allowed: backport, pending, local",
         message("[fsdp] fix: read the configured dtype"): "both become fsdp-read-the-configured-dtype",
         message("[fsdp] feat: read").replace("It exists", "---\nIt exists"): "lacks the trailer Reason",
@@ -117,3 +136,15 @@ def test_export_requires_a_clean_linear_tree(project: Path, tree: Path, target: 
     git("mv", UNTOUCHED, "verl/utils/moved.py", cwd=tree)
     git("commit", "-m", message("[worker] feat: move"), cwd=tree)
     assert f"removes {UNTOUCHED}" in refused(project, "export", tree, unchanged=project)
+    git("reset", "--hard", "--quiet", "HEAD~1", cwd=tree)
+    edit(tree / CONFIG, "# Format", ">>>>>>> theirs\n# Format")
+    git("commit", "-am", message("[cfg] feat: resolve in part"), cwd=tree)
+    assert "has a conflict marker, >>>>>>>;" in refused(project, "export", tree, unchanged=project)
+    git("reset", "--hard", "--quiet", "HEAD~1", cwd=tree)
+    git("checkout", "--quiet", "-b", "side", "HEAD~1", cwd=tree)
+    git("commit", "--quiet", "--allow-empty", "-m", message("[misc] feat: stand beside"), cwd=tree)
+    git("merge", "--quiet", "--no-edit", "stack", cwd=tree)
+    assert "without merges" in refused(project, "export", tree, unchanged=project)
+    git("checkout", "--quiet", "stack", cwd=tree)
+    git("-c", "sequence.editor=sed -i 1s/pick/edit/", "rebase", "--quiet", "--interactive", "base/0.9.1", cwd=tree)
+    assert "has a rebase to finish: " in refused(project, "export", tree, unchanged=project)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from support.patch_tool import AS_A_USER, cut_short, entry, message, patchset, refused
 from support.trees import contents, edit, git
 
+from lib.errors import Refused
+from lib.patches import wheels
 from lib.patches.apply import apply, unapply
 from lib.patches.git_objects import package_blobs
 from lib.patches.port import destination
@@ -310,6 +313,16 @@ def test_commit_without_a_version_is_refused(both: Path, target: Path, tmp_path:
     (target / "oat/__about__.py").write_text("__version__ = read()\n")
     line = refused(both, "port", "--framework", "oat", RELEASE, target, tmp_path / "tree", unchanged=tmp_path)
     assert line == f"patchset: {target}: oat/__about__.py contains no version; give a checkout or a release\n"
+
+
+def test_wheel_of_a_longer_version_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels/oat_llm-0.2.1.post1-py3-none-any.whl").write_bytes(b"")
+    monkeypatch.setattr(wheels, "CACHE", tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 1, "", "not there"))
+    assert wheels.download("0.2.1.post1", OAT).name == "oat_llm-0.2.1.post1-py3-none-any.whl"
+    with pytest.raises(Refused, match="cannot download the wheel of oat-llm 0.2.1: not there"):
+        wheels.download("0.2.1", OAT)
 
 
 def test_port_adds_a_new_release_to_versions_toml(project: Path, tmp_path: Path):

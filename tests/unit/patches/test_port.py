@@ -159,6 +159,13 @@ def test_renamed_file_is_followed_and_missing_file_conflicts(smooth: Path, newer
     assert "import verl.utils.precision" in (tmp_path / "tree/verl/workers/engine/fsdp/moved.py").read_text()
 
 
+def test_file_that_only_moved_is_merged(smooth: Path, newer: Path, tmp_path: Path):
+    checkout = shutil.copytree(newer, tmp_path / "checkout")
+    (checkout / SAME).rename(checkout / "verl/utils/checkpoint/moved.py")
+    done = patchset(smooth, "port", OLD, checkout, tmp_path / "tree")
+    assert f"    merged   {SAME} -> verl/utils/checkpoint/moved.py: 1\n" in done.stdout and "same" not in done.stdout
+
+
 def test_release_is_identified_by_its_content(smooth: Path, newer: Path, tmp_path: Path):
     assert patchset(smooth, "port", OLD, newer, tmp_path / "tree").returncode == 0
     assert git("tag", cwd=tmp_path / "tree").split() == ["base/0.9.1"]
@@ -204,15 +211,16 @@ def test_bad_input_is_refused(project: Path, tmp_path: Path, args: tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    ("ours", "why"),
+    ("hunk", "ours", "why"),
     [
-        ("b\nc\n", "its new lines are in the file, here or elsewhere"),
-        ("a\nc\n", "the lines around it changed"),
-        ("c\n", "1 of its 1 old lines are gone, first: a"),
+        ("-  a\n+  b\n c\n", "b\nc\n", "its new lines are in the file, here or elsewhere"),
+        ("-  a\n+  b\n c\n", "a\nc\n", "the lines around it changed"),
+        ("-  a\n+  b\n c\n", "c\n", "1 of its 1 old lines are gone, first: a"),
+        ("-  a\n c\n", "c\n", "1 of its 1 old lines are gone, first: a"),
     ],
 )
-def test_conflict_has_a_reason(ours: str, why: str):
-    assert reason("@@ -1,2 +1,2 @@\n-  a\n+  b\n c\n", ours) == why
+def test_conflict_has_a_reason(hunk: str, ours: str, why: str):
+    assert reason(f"@@ -1,2 +1,2 @@\n{hunk}", ours) == why
 
 
 # --- drift ----------------------------------------------------------------------------------------------------------

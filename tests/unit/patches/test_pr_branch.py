@@ -217,10 +217,14 @@ def small(tmp_path: Path) -> Path:
         "verl/config/__init__.py": "from .engine import A\n",
         "verl/config/engine.py": "A = 1\n",
         "verl/other.py": "",
+        "verl/outer/__init__.py": "from .inner import A\n",
+        "verl/outer/inner/__init__.py": "from .module import A\n",
+        "verl/outer/inner/module.py": "A = 1\n",
         "verl/trainer/config/a.yaml": "a: 1\n",
         "tests/test_package_on_cpu.py": "from verl.config import A\n\n\ndef test_it():\n    assert A < 3\n",
         "tests/config/test_module_on_cpu.py": "from verl.config.engine import A\n\ndef test_it():\n    assert A < 2\n",
         "tests/config/test_other_on_cpu.py": "import verl.other\n",
+        "tests/config/test_nested_on_cpu.py": "from verl.outer import A\n",
         "tests/config/test_yaml_on_cpu.py": "FOLDER = 'verl/trainer/config'\n",
         "tests/config/test_gpu.py": "import verl.config.engine\n",
         "tests/config/test_broken_on_cpu.py": "import verl.config.engine\n\n\ndef test_it():\n    assert False\n",
@@ -241,6 +245,8 @@ def test_tests_that_import_changed_modules_are_run(small: Path):
     ]
     found = pr_branch_module.touched_tests(small, ["verl/trainer/config/a.yaml"])
     assert found == ["tests/config/test_yaml_on_cpu.py"]
+    found = pr_branch_module.touched_tests(small, ["verl/outer/inner/module.py"])
+    assert found == ["tests/config/test_nested_on_cpu.py"]
 
 
 def test_failures_that_main_has_too_do_not_fail_a_branch(small: Path):
@@ -258,6 +264,27 @@ def test_failures_that_main_has_too_do_not_fail_a_branch(small: Path):
     assert "assert 2 < 2" in found.output
     assert (small / "verl/config/engine.py").read_text() == "A = 2  # still\n"
     assert not pr_branch_module.tests(small, ["docs/page.md"]).passed  # nothing was tested
+    assert not pr_branch_module.tests(small, ["verl/other.py"]).passed  # a file without a test
+
+    edit(small / "tests/config/test_broken_on_cpu.py", "assert False", "assert 1 == 2")
+    commit(small, "one that changes a test, which still fails")
+    assert not pr_branch_module.tests(small, ["tests/config/test_broken_on_cpu.py"]).passed
+
+
+def test_a_failed_check_fails_the_command(small: Path, tmp_path: Path, monkeypatch, capsys):
+    git("commit", "--quiet", "--allow-empty", "--message=a branch", cwd=small)
+    branch = upstream.Branch("a", "a title", (), (), small)
+    plan = replace(upstream.load_plan(), branches=(branch,))
+    monkeypatch.setattr(upstream, "load_plan", lambda: plan)
+    monkeypatch.setattr(upstream, "check_clone", lambda *_: None)
+    monkeypatch.setattr(upstream, "start", lambda verl, folder, _: (shutil.copytree(verl, folder) and [], True))
+    monkeypatch.setattr(upstream, "commit_branches", lambda *_: [branch])
+    monkeypatch.setattr(upstream, "deliver", lambda *_: None)
+    for passed, code in ((True, 0), (False, 1)):
+        check = pr_branch_module.Check("title", passed, "a result", "its output")
+        monkeypatch.setattr(pr_branch_module, "checks", lambda *_, check=check: [check])
+        assert pr_branch_module.main([str(small), "--dir", str(tmp_path / "work")]) == code
+        assert ("--- precision/a: title: a result\nits output" in capsys.readouterr().out) == (not passed)
 
 
 def test_failed_hooks_and_titles_are_reported(small: Path):
@@ -324,7 +351,8 @@ def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: P
     upstream.check_line(verl, work, plan)
     with pytest.raises(Refused, match="made from other patches than these"):
         upstream.check_line(verl, work, replace(plan, id="another"))
-    assert [branch.slug for branch, _ in upstream.ends(plan, work)] == SLUGS
+    found = {branch.slug: at for branch, at in upstream.ends(plan, work)}
+    assert list(found) == SLUGS and found[SLUGS[-1]] == git("rev-parse", "HEAD", cwd=work).strip()
     shutil.copytree(verl, tmp_path / "moved")
     git("commit", "--quiet", "--allow-empty", "--message=more", cwd=tmp_path / "moved")
     with pytest.raises(Refused, match="another main"):
@@ -380,6 +408,18 @@ def test_hunk_that_depends_on_another_is_refused(line: Path, tmp_path: Path):
     )
     with pytest.raises(Refused, match=fault):
         upstream.pick_hunks(plan.branches[-1], pick, patch, tmp_path / "tree")
+
+
+def test_plan_changes_with_its_patches_and_contains_no_bytecode(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(upstream, "REPO", copy_of_project(tmp_path))
+    before = upstream.load_plan()
+    cache = before.branches[0].folder / "files/tests/utils/__pycache__"
+    write(cache / "test_precision_on_cpu.cpython-311.pyc", b"")
+    assert before.branches[0].own_files == upstream.load_plan().branches[0].own_files
+    assert not any("__pycache__" in path for path in before.branches[0].own_files)
+    assert upstream.load_plan().id == before.id
+    edit(tmp_path / "patches/upstream/wire/adapt.patch", "Older checkpoints", "Earlier checkpoints")
+    assert upstream.load_plan().id != before.id
 
 
 def test_texts_that_are_replaced_are_in_the_files():
@@ -470,6 +510,9 @@ def test_a_clone_that_is_dirty_or_has_the_branches_is_refused(verl: Path, tmp_pa
         git("branch", name, cwd=verl)
     assert f"has these branches already; delete them: git branch -D {NAMES[1]} {NAMES[4]}\n" in refused(verl, tmp_path)
     git("branch", "--delete", "--force", NAMES[1], NAMES[4], cwd=verl)
+    git("branch", "precision", cwd=verl)
+    assert "has these branches already; delete them: git branch -D precision\n" in refused(verl, tmp_path)
+    git("branch", "--delete", "--force", "precision", cwd=verl)
     git("config", "--unset", "user.email", cwd=verl)
     if subprocess.run(["git", "config", "user.email"], cwd=verl, capture_output=True).returncode:
         assert "git has no author for the commits" in refused(verl, tmp_path)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 from support.patch_tool import patchset, refused
-from support.tiny_stack import CONFIG, ENGINE, MODULE, PROTOCOL, RELEASE, UNTOUCHED
+from support.tiny_stack import CONFIG, ENGINE, MODULE, PROTOCOL, RELEASE, STAMP, UNTOUCHED
 from support.trees import contents, edit
 
+from lib.patches.apply import apply, unapply
 from lib.patches.git_objects import package_blobs
 from lib.patches.stack import closest, load_stacks
-from lib.patches.status import status
+from lib.patches.status import examine, status
+from lib.patches.target import locked
 
 
 @pytest.mark.parametrize("command", ["apply", "unapply"])
@@ -46,10 +48,13 @@ def test_existing_file_at_an_added_path_is_dirty(tiny: Path, target: Path):
     assert "dirty" in line and MODULE in line
 
 
-def test_partly_restored_tree_is_half_patched(tiny: Path, pristine: Path, patched: Path):
-    shutil.copy(pristine / CONFIG, patched / CONFIG)
+@pytest.mark.parametrize("path", [CONFIG, MODULE])
+def test_partly_restored_tree_is_half_patched(tiny: Path, pristine: Path, patched: Path, path: str):
+    (patched / path).unlink()
+    if path == CONFIG:
+        shutil.copy(pristine / path, patched / path)
     line = refused(tiny, "apply", patched, unchanged=patched)
-    assert "half-patched" in line and CONFIG in line and "unapply" in line
+    assert "half-patched" in line and path in line and "unapply" in line
     assert patchset(tiny, "unapply", patched).returncode == 0
     assert contents(patched) == contents(pristine)
 
@@ -82,6 +87,8 @@ def test_closest_release_has_the_largest_share(tiny: Path, target: Path):
     edit(target / CONFIG, "# Format", "# format")
     blobs = package_blobs(target)
     assert closest(blobs, [other, own]) is closest(blobs, [own, other]) is own
+    newer = replace(own, release=replace(own.release, name="0.9.2"))
+    assert closest(blobs, [own, newer]) is newer
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -110,6 +117,40 @@ def test_stack_of_another_project_version_is_named(project: Path, pristine: Path
 def test_version_string_does_not_identify_a_release(tiny: Path, target: Path):
     (target / "verl/version/version").write_text("0.4.1\n")
     assert status(target, tiny).release == RELEASE
+
+
+def test_files_that_no_hook_touches_decide_between_releases(tiny: Path, target: Path):
+    (own,) = load_stacks(tiny)
+    other = replace(own, release=replace(own.release, name="0.1", tree_before="0" * 40))
+    with locked(target) as found:
+        assert examine(found, package_blobs(target), None, [other, own]).release == RELEASE
+
+
+def test_stamp_of_another_stack_is_replaced(tiny: Path, patched: Path):
+    before = contents(patched)
+    (patched / STAMP).write_text("{}\n")
+    assert status(patched, tiny).state == "interrupted"
+    apply(patched, tiny)
+    assert contents(patched) == before
+
+
+def test_stamp_without_a_record_is_removed(tiny: Path, pristine: Path, target: Path):
+    (target / STAMP).write_text("{}\n")
+    unapply(target, tiny)
+    assert contents(target) == contents(pristine)
+
+
+def test_bytecode_in_the_project_is_not_copied(project: Path, patched: Path):
+    (project / "patches/verl/files/verl/utils/__pycache__").mkdir()
+    (project / "patches/verl/files/verl/utils/__pycache__/precision.cpython-311.pyc").write_bytes(b"")
+    assert status(patched, project).state == "patched"
+
+
+def test_folder_beside_the_package_is_refused(tiny: Path, target: Path):
+    (target / "numpy").mkdir()
+    assert "numpy contains no verl/__init__.py" in refused(
+        tiny, "apply", "--framework", "verl", target / "numpy", unchanged=target
+    )
 
 
 @pytest.mark.parametrize("name", ["missing", "file", "empty"])

@@ -1,5 +1,6 @@
 """Trees patched when ``verl.utils.precision`` was one module, not a package: recognised, upgraded, restored."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,9 @@ from support.trees import contents
 
 from lib.errors import Refused
 from lib.patches.apply import apply, unapply
+from lib.patches.port import port
 from lib.patches.precision_module import MODULE, PACKAGE, load_precision, precision_file
+from lib.patches.releases import VERL
 from lib.patches.status import status
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
@@ -119,7 +122,26 @@ def test_leftover_module_that_the_package_would_hide_is_refused(pristine: Path, 
     for command in (apply, unapply):
         with pytest.raises(Refused, match=f"dirty: verl .*, but for {MODULE}; save your edits"):
             command(root)
+    with pytest.raises(Refused, match=f"contains {MODULE} already; remove its patches first"):
+        port("0.9.0", str(root), tmp_path / "tree")
     assert contents(root) == before
+
+
+def test_release_installed_over_a_patched_one_is_patched(pristine: Path, tmp_path: Path):
+    """As pip does, which leaves what it did not install."""
+    older = unpacked_wheel("0.9.0", tmp_path / "older")
+    apply(older)
+    root = shutil.copytree(pristine, tmp_path / "root")
+    added = json.loads((older / VERL.bookkeeping / "record.json").read_text())["added"]
+    shutil.copytree(older / VERL.bookkeeping, root / VERL.bookkeeping)
+    for path in (VERL.stamp, *added):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(older / path, root / path)
+    assert (status(root).state, status(root).release) == ("interrupted", status(pristine).release)
+    apply(root)
+    assert status(root).state == "patched"
+    unapply(root)
+    assert contents(root) == contents(pristine)
 
 
 def test_edited_module_of_an_older_stack_is_refused(patched: Path):
@@ -128,7 +150,7 @@ def test_edited_module_of_an_older_stack_is_refused(patched: Path):
         apply(patched)
 
 
-def test_module_and_package_load_alike_and_leave_no_bytecode(pristine: Path, patched: Path):
+def test_module_and_package_load_alike_and_leave_no_bytecode(pristine: Path, patched: Path, tmp_path: Path):
     assert precision_file(pristine) is None
     with pytest.raises(FileNotFoundError, match="has no verl/utils/precision"):
         load_precision(pristine, "precision_of_test")
@@ -144,5 +166,8 @@ def test_module_and_package_load_alike_and_leave_no_bytecode(pristine: Path, pat
         stamps.append(loaded.patch_stamp()["stack"])
         apply(patched)
     assert stamps[0] != stamps[1] == status(patched).stack
+    other = shutil.copytree(patched, tmp_path / "other")
+    load_precision(other, "precision_of_test")
+    assert Path(sys.modules["precision_of_test.dtypes"].__file__).is_relative_to(other)
     (patched / MODULE).write_text("")  # Python imports the package
     assert precision_file(patched) == patched / PACKAGE

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lib.format import significant
+from lib.format import duration, significant
 from lib.report.catalog import OUTCOMES, CatalogOutcome, Steps, outcomes
 from lib.report.report import spread_over
 from lib.report.statistics import Spread, Verdict, collapsed, moving_means, passed, verdict, verdicts, welch
@@ -175,3 +175,8 @@ def test_verdicts_between_equal_labels_are_rare():
 )  # fmt: skip
 def test_numbers_have_three_significant_digits(value, text):
     assert significant(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.4, "0:59"), (59.7, "1:00"), (3661, "61:01")])
+def test_durations_are_whole_seconds(seconds, text):
+    assert duration(seconds) == text

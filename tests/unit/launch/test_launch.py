@@ -267,7 +267,7 @@ REFUSED = [
     ("slurm", [], {"CPUS_PER_NODE": "half"}, "slurm: CPUS_PER_NODE=half: must be a whole number of at least 1"),
     ("slurm", [], {"OUT": "runs/1"}, "slurm: OUT=runs/1: must be an absolute path on storage that all nodes share"),
     ("slurm", [], {"EXPERIMENT": "gsm8k_8gpu"}, "slurm: TRAIN: is not set; EXPERIMENT=gsm8k_8gpu needs a parquet file"),
-    ("slurm", [], {"VENV": "/no/venv"}, "slurm: VENV=/no/venv: has no bin/ray; make setup DEVICE=cuda makes"),
+    ("slurm", [], {"VENV": "/no/venv"}, "slurm: VENV=/no/venv: has no bin/ray; make setup DEVICE=cuda creates"),
     ("slurm", [], {"TRAIN": "/no.parquet"}, "run: TRAIN=/no.parquet: is not a readable parquet file"),
     ("slurm", ["--dryrun"], {}, "slurm: --dryrun: must be --dry-run, in the first place, or a Hydra override"),
     ("slurm", ["trainer.save_freq"], {}, "slurm: trainer.save_freq: must be --dry-run, in the first place, or a Hydra"),
@@ -283,7 +283,7 @@ REFUSED = [
         "kuberay",
         [],
         IMAGE | {"TRAIN": "a.parquet"},
-        "kuberay: TRAIN=a.parquet: must lie under /shared, which every",
+        "kuberay: TRAIN=a.parquet: must lie under /shared, which all",
     ),
     ("kuberay", [], IMAGE | {"PYTHON": "python9"}, "kuberay: PYTHON=python9: must be Python 3.10 or later"),
     ("kuberay", [], IMAGE | {"PYTHON": "false"}, "kuberay: PYTHON=false: must be Python 3.10 or later"),
@@ -295,7 +295,7 @@ REFUSED = [
         "sky",
         [],
         IMAGE | {"MODEL": "/tmp/model"},
-        "sky: MODEL=/tmp/model: must lie under /shared, which every",
+        "sky: MODEL=/tmp/model: must lie under /shared, which all",
     ),
     ("slurm", [], {"DEVICE": "tpu"}, "slurm: DEVICE=tpu: must be one of cpu, cuda"),
     ("sky", [], IMAGE | {"STEPS": "many"}, "run: STEPS=many: must be a whole number of at least 1"),
@@ -418,7 +418,7 @@ def test_slurm_requeues_a_lost_cluster_and_nothing_else(body, count, code, messa
     assert done.returncode == code
     (line,) = (done.stdout + done.stderr).splitlines() or [""]
     assert line.startswith(message)
-    assert (slurm.words("scontrol") == ["requeue", "7"]) == ("back into the queue" in message)
+    assert (slurm.words("scontrol") == ["requeue", "7"]) == ("requeued" in message)
 
 
 def test_slurm_requeues_before_the_time_limit(slurm, tmp_path):

@@ -377,7 +377,7 @@ def test_head_that_fails_during_submission_is_reported_in_one_line(tmp_path, mon
         threading.Thread(target=head.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{head.server_port}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: fails ") as refusal:
+        with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: connection failed ") as refusal:
             submit.main(["DEVICE=cpu", "CARRY=no", f"OUT={tmp_path}/run"])
         head.shutdown()
     assert "\n" not in str(refusal.value)

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,16 +23,18 @@ import psutil
 import pytest
 import ray
 import torch
+from ray.job_submission import JobStatus
 
 import lib
 import submit
 from lib.errors import Refused
+from lib.files import write
 from lib.patches.apply import apply
 from lib.patches.releases import VERL, find_release
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 from lib.run import cluster
-from lib.run.cluster_query import missing_resources
+from lib.run.cluster_query import join, missing_resources, wait_for_nodes
 from lib.run.job import Job, compose, parse_job
 from lib.run.machine import cpus_per_node
 from lib.run.node_facts import SAME_VERSIONS, difference, node_facts, refuse_driver
@@ -131,6 +134,14 @@ def test_node_with_an_unpatched_verl_or_none_reports_it(pristine, imported):
     assert node_facts(QUERY, "cpu")["verl"] is None
 
 
+def test_stamp_alone_does_not_make_a_verl_patched(pristine, imported, tmp_path):
+    """pip leaves it where it reinstalls verl over a patched one."""
+    root = shutil.copytree(pristine, tmp_path / "reinstalled")
+    write(root / VERL.stamp, json.dumps({"release": "0.9.1", "stack": "54ad"}).encode())
+    imported(root)
+    assert node_facts(QUERY, "cpu")["stack"] is None
+
+
 def test_edited_driver_and_another_stack_are_refused(patched, imported):
     imported(patched)
     (patched / "verl/utils/tracking.py").write_text("# mine\n")
@@ -148,6 +159,14 @@ def test_nodes_resolve_the_dtype_of_each_roles_engine(words, tmp_path):
     config = compose(parse_job(["DEVICE=cpu", "ALGO=ppo", f"ARGS={words}"]), tmp_path)
     for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
         assert cluster.engine_settings(role)["dtype"] == "float16"
+
+
+def test_nodes_get_every_key_that_may_decide_a_dtype(tmp_path):
+    word = "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
+    config = compose(parse_job(["DEVICE=cpu", f"ARGS={word}"]), tmp_path)
+    settings = cluster.engine_settings(config.actor_rollout_ref.actor)
+    assert set(settings) == {"dtype", "mixed_precision", "model_dtype"}
+    assert settings["mixed_precision"] == {"param_dtype": "bf16"}
 
 
 DRIVER = {
@@ -172,6 +191,7 @@ DRIVER = {
         ({"blobs": DRIVER["blobs"] | {"verl/c.py": "3"}}, "verl 0.9.1 is edited: verl/c.py"),
         ({"torch": "2.12.0"}, "has torch 2.12.0, the driver 1.0"),
         ({"vllm": None}, "has vllm None, the driver 1.0"),
+        ({"transformers": "4.57.6"}, "has transformers 4.57.6, the driver 1.0"),
         (
             {"dtypes": {"actor": {"compute": "float16", "product": "float32"}}},
             "resolves the actor's config to {'compute'",
@@ -207,6 +227,26 @@ def test_missing_gpus_are_counted_by_node():
     assert "0 of 1 nodes qualify" in missing_resources([(full, {"GPU": 8, "CPU": 28})], nnodes=1, gpus=8, cpus=29)
 
 
+def test_nodes_that_may_get_a_worker_are_waited_for(monkeypatch):
+    """A node without GPUs may get verl's trainer; a head without CPUs and a node that is gone get nothing."""
+    nodes = [node("free", GPU=8, CPU=64), node("busy", GPU=8, CPU=64), node("cpus", CPU=64), node("head")]
+    nodes = [each | {"Alive": True} for each in nodes] + [node("gone", GPU=8, CPU=64) | {"Alive": False}]
+    left = {"free": {"GPU": 1, "CPU": 64}, "busy": {"CPU": 64}, "cpus": {"CPU": 64}, "gone": {"GPU": 8, "CPU": 64}}
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: left)
+    found = {each["NodeID"]: gpu_free for each, gpu_free in wait_for_nodes(1, 1, 4, time.monotonic(), print)}
+    assert found == {"free": True, "busy": False, "cpus": False}
+    with pytest.raises(Refused, match="only 0 of 4 nodes qualify"):
+        wait_for_nodes(1, 8, 4, time.monotonic() - 1, print)
+
+
+def test_alarm_is_off_once_the_cluster_is_joined(monkeypatch):
+    """The query may wait for nodes for hours."""
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    join("auto", {"env_vars": None})
+    assert signal.alarm(0) == 0
+
+
 def test_cpus_of_verl_and_transfer_queue_are_counted(tmp_path):
     words = [
         "trainer.nnodes=2",
@@ -217,25 +257,51 @@ def test_cpus_of_verl_and_transfer_queue_are_counted(tmp_path):
     assert cpus_per_node(config) == 3 * 8 + 4 + 1
 
 
-def test_nodes_look_for_a_new_file_beside_out_and_for_the_model(tmp_path, monkeypatch):
-    """They look for a new file beside OUT, and for the model and the data if these are files."""
+@pytest.fixture
+def query_of(tmp_path, monkeypatch):
+    """``query_of(*words)``: what a job in ``tmp_path/a/run`` asks the nodes, and which of its paths exist meanwhile."""
     queries = []
 
     def query_cluster(job, out, request, show):
-        queries.append([(path, Path(path).exists()) for path in request["query"]["paths"]])
+        queries.append((request["query"], [path for path in request["query"]["paths"] if Path(path).exists()]))
         raise Refused("enough")
 
     monkeypatch.setattr(cluster, "query_cluster", query_cluster)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").touch()
-    job = replace(parse_job(["DEVICE=cpu", f"MODEL={tmp_path}/model", f"OUT={tmp_path}/a/run"]), cluster="auto")
-    for _ in range(2):
+
+    def query_of(*words: str) -> tuple[dict, list[str]]:
+        job = replace(parse_job(["DEVICE=cpu", f"OUT={tmp_path}/a/run", *words]), cluster="auto")
         with pytest.raises(Refused, match="enough"):
             cluster.admit(job, compose(job, job.out), job.out)
-    (mark, there), (model, _) = queries[0]
-    assert there and Path(mark).parent == tmp_path and model == str(tmp_path / "model")
-    assert queries[1][0][0] != mark, "each path must be new to every node"
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        return queries[-1]
+
+    return query_of
+
+
+def test_nodes_look_for_a_new_file_beside_out_and_for_the_model(query_of, tmp_path):
+    """They look for a new file beside OUT, and for the model and the data if these are files."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
+    (tmp_path / "val.parquet").write_bytes(b"PAR1")
+    query, there = query_of(f"MODEL={tmp_path}/model", f"VAL={tmp_path}/val.parquet")
+    mark, *given = query["paths"]
+    assert mark in there and Path(mark).parent == tmp_path
+    assert given == [f"{tmp_path}/model", f"{tmp_path}/val.parquet"]
+    (another,) = query_of("MODEL=Qwen/Qwen3-0.6B")[0]["paths"]
+    assert another != mark, "each path must be new to every node"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "val.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("words", "roles"),
+    [
+        ([], ["actor"]),
+        (["ALGO=ppo"], ["actor", "critic"]),
+        (["ARGS=actor_rollout_ref.actor.use_kl_loss=true"], ["actor", "ref"]),
+    ],
+)
+def test_nodes_resolve_the_dtypes_of_the_roles_that_exist(words, roles, query_of):
+    query, _ = query_of(*words)
+    assert list(query["engines"]) == roles and query["rollout"] == "float16"
 
 
 @pytest.fixture
@@ -266,6 +332,28 @@ def test_failed_query_is_refused_with_its_cause(query_by, tmp_path):
         cluster.query_cluster(query_by("echo 'OSError: no room' >&2; exit 1"), tmp_path, {}, print)
     with pytest.raises(Refused, match="^RAY_ADDRESS=auto: no Ray cluster answers there within 60 s$"):
         cluster.query_cluster(query_by("kill -ALRM $$"), tmp_path, {}, print)
+
+
+def test_output_of_ray_is_not_taken_for_an_answer(query_by, tmp_path):
+    noisy = """echo 'ray: connected'; echo '{"answer": ["1"]}'"""
+    assert cluster.query_cluster(query_by(noisy), tmp_path, {}, print) == ["1"]
+
+
+def test_nodes_that_the_cluster_no_longer_has_are_lost(query_by, tmp_path):
+    nodes = [{"node": "first", "id": "1"}, {"node": "second", "id": "2"}]
+    assert cluster.lost_nodes(query_by("""echo '{"answer": ["1", "3"]}'"""), tmp_path, nodes) == ["second"]
+
+
+def test_interruption_ends_the_query(query_by, tmp_path):
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    waits = f"""echo $$ > {tmp_path}/pid; echo '{{"progress": "waiting"}}'; exec sleep 60"""
+    with pytest.raises(KeyboardInterrupt):
+        cluster.query_cluster(query_by(waits), tmp_path, {}, interrupt)
+    pid = int((tmp_path / "pid").read_text())
+    _, left = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
+    assert not left
 
 
 # --- a missing head -----------------------------------------------------------------------------------------
@@ -321,8 +409,9 @@ def test_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
     imported(pristine)
     with pytest.raises(Refused, match=f"^CARRY=yes: {pristine}/verl: pristine: "):
         submit.prepare(job, tmp_path)
-    own = submit.prepare(replace(job, carry=False), tmp_path)
+    own = submit.prepare(replace(job, carry=False, seed=0, retries=0), tmp_path)
     assert own.runtime_env == {} and own.entrypoint.startswith(f"{sys.executable} {REPO}/scripts/run.py ")
+    assert {"SEED=0", "RETRIES=0"} <= {*shlex.split(own.entrypoint)}, "0 is a value, not a missing one"
 
 
 def test_dry_run_shows_the_submission_and_does_nothing(tmp_path, monkeypatch, capsys):
@@ -381,6 +470,43 @@ def test_head_that_fails_during_submission_is_reported_in_one_line(tmp_path, mon
             submit.main(["DEVICE=cpu", "CARRY=no", f"OUT={tmp_path}/run"])
         head.shutdown()
     assert "\n" not in str(refusal.value)
+
+
+def test_submission_is_refused_as_the_run_would_be(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", HEAD)
+    (tmp_path / "thesis.tex").touch()
+    word = "ARGS=actor_rollout_ref.actor.ppo_mini_batch_size=64"
+    for words, refusal in (
+        ([f"OUT={tmp_path}"], f"^OUT={tmp_path}: is not empty and contains no run"),
+        ([f"OUT={tmp_path}/run", word], f"^{word}: train_batch_size .32. must be >="),
+    ):
+        with pytest.raises(Refused, match=refusal):
+            submit.main(["--dry-run", "DEVICE=cpu", "CARRY=no", *words])
+
+
+class Client:
+    """A client of a cluster on which each job has the same end."""
+
+    def __init__(self, end: JobStatus):
+        self.end = end
+
+    def submit_job(self, entrypoint: str, runtime_env: dict) -> str:
+        return "job-1"
+
+    def get_address(self) -> str:
+        return HEAD
+
+    async def tail_job_logs(self, job_id: str):
+        yield f"log of {job_id}\n"
+
+    def get_job_status(self, job_id: str) -> JobStatus:
+        return self.end
+
+
+@pytest.mark.parametrize(("end", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("STOPPED", 1)])
+def test_exit_code_is_the_jobs(end, code, capsys):
+    assert submit.submit(Client(JobStatus(end)), submit.Submission("true", {}, ()), HEAD) == code
+    assert capsys.readouterr().out.splitlines()[1:] == ["log of job-1"]
 
 
 @pytest.mark.parametrize("out", ["", "outputs/run"])

@@ -9,7 +9,7 @@ source "$(dirname "$0")/knobs.sh"
 whole NNODES GPUS_PER_NODE
 [[ ${RAY_ADDRESS-} ]] || refuse "RAY_ADDRESS: is not set; it is the running cluster's HEAD:PORT"
 ARGS="trainer.nnodes=$NNODES trainer.n_gpus_per_node=$GPUS_PER_NODE ${ARGS-}"
-PYTHON=python3 read_variables # of this node; PYTHON may name one of the node that submitted the job
+PYTHON="" read_variables # by a Python of this node: PYTHON may name one of the node that submitted the job
 mapfile -d '' -t values < <(words "${run[@]}")
 command=(python3 "$checkout/scripts/run.py" "${values[@]}")
 if [[ $dry_run ]]; then

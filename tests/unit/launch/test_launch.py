@@ -275,7 +275,7 @@ REFUSED = [
     ("slurm", [], {"CPUS_PER_NODE": "half"}, "slurm: CPUS_PER_NODE=half: must be a whole number of at least 1"),
     ("slurm", [], {"OUT": "runs/1"}, "slurm: OUT=runs/1: must be an absolute path on storage that all nodes share"),
     ("slurm", [], {"EXPERIMENT": "gsm8k_8gpu"}, "slurm: TRAIN: is not set; EXPERIMENT=gsm8k_8gpu needs a parquet file"),
-    ("slurm", [], {"VENV": "/no/venv"}, "slurm: VENV=/no/venv: has no bin/ray; make setup DEVICE=cuda creates"),
+    ("slurm", [], {"VENV": "/no/venv"}, "slurm: VENV=/no/venv: has no bin/ray; make setup DEVICE=cuda creates it"),
     ("slurm", [], {"TRAIN": "/no.parquet"}, "run: TRAIN=/no.parquet: is not a readable parquet file"),
     ("slurm", ["--dryrun"], {}, "slurm: --dryrun: must be --dry-run, in the first place, or a Hydra override"),
     ("slurm", ["trainer.save_freq"], {}, "slurm: trainer.save_freq: must be --dry-run, in the first place, or a Hydra"),
@@ -291,7 +291,7 @@ REFUSED = [
         "kuberay",
         [],
         IMAGE | {"TRAIN": "a.parquet"},
-        "kuberay: TRAIN=a.parquet: must lie under /shared, which all",
+        "kuberay: TRAIN=a.parquet: must lie under /shared, which all nodes",
     ),
     ("kuberay", [], IMAGE | {"VAL": "/tmp/v.parquet"}, "kuberay: VAL=/tmp/v.parquet: must lie under /shared, which"),
     ("kuberay", [], IMAGE | {"OUT": "/shared2/out"}, "kuberay: OUT=/shared2/out: must lie under /shared, which all"),
@@ -305,7 +305,7 @@ REFUSED = [
         "sky",
         [],
         IMAGE | {"MODEL": "/tmp/model"},
-        "sky: MODEL=/tmp/model: must lie under /shared, which all",
+        "sky: MODEL=/tmp/model: must lie under /shared, which all nodes",
     ),
     ("slurm", [], {"DEVICE": "tpu"}, "slurm: DEVICE=tpu: must be one of cpu, cuda"),
     ("sky", [], IMAGE | {"STEPS": "many"}, "run: STEPS=many: must be a whole number of at least 1"),
@@ -429,7 +429,7 @@ def test_slurm_requeues_a_lost_cluster_and_nothing_else(body, count, code, messa
     assert done.returncode == code
     (line,) = (done.stdout + done.stderr).splitlines() or [""]
     assert line.startswith(message)
-    assert (slurm.words("scontrol") == ["requeue", "7"]) == ("requeued" in message)
+    assert (slurm.words("scontrol") == ["requeue", "7"]) == ("requeued, to resume" in message)
 
 
 def test_slurm_requeues_before_the_time_limit(slurm, tmp_path):

@@ -101,13 +101,16 @@ def test_refused_in_one_line_before_anything_starts(oats, data, tmp_path, knobs,
         (["--save_path", "x"], "--save_path: set OUT; a run is named by ALGO, PRECISION and SEED"),
         (["--use-wb", "--dry-run"], "--dry-run: must be --dry-run, as the first argument"),
         (["--dry_run"], "--dry_run: must be --dry-run, as the first argument"),
-        (["--help"], "--help: the knobs are listed at the top of the script; docs/oat.md describes"),
+        (["--help"], "--help: the knobs are listed at the top of the script; docs/oat.md describes the rest"),
         (["--use-wb", "--critic_type", "grpo"], "--critic_type: set ALGO"),
         (["--no-reinforce-update"], "--no-reinforce-update: set ALGO"),
         (["--rollout_rs=None"], "--rollout_rs=None: set ALGO"),
         (["--gpus", "4"], "--gpus: set GPUS"),
         (["--num_prompt_epoch", "9"], "--num_prompt_epoch: set EPOCHS"),
-        (["trainer.save_freq=3"], "trainer.save_freq=3: must be --dry-run, in the first place, or an argument of OAT"),
+        (
+            ["trainer.save_freq=3"],
+            "trainer.save_freq=3: must be --dry-run, in the first place, or an argument of OAT, like --use-wb",
+        ),
     ],
 )
 def test_settings_in_the_name_of_a_run_cannot_be_overridden(oats, data, tmp_path, words, refusal):

@@ -256,6 +256,14 @@ def test_script_takes_the_first_python_that_fits(name, machine):
     assert machine.called("python3") and machine.called("python3.14")
 
 
+def test_job_takes_the_python_of_its_own_node(machine):
+    """Slurm hands on the environment of the machine that submitted the job, PYTHON too."""
+    machine.program("python3", f'[[ $1 == */run.py ]] || exec {sys.executable} "$@"')
+    knobs = {"RAY_ADDRESS": "head:6379", "NNODES": 2, "GPUS_PER_NODE": 8, "PYTHON": "/not/here/python"}
+    done = machine.run(LAUNCH / "train.sh", **knobs)
+    assert done.returncode == 0 and machine.words("python3")[0] == str(REPO / "scripts/run.py"), done.stderr
+
+
 IMAGE = {"IMAGE": "registry/verl-precision:0.9.1"}
 REFUSED = [
     ("slurm", [], {"NNODES": ""}, "slurm: NNODES: is not set; give the number of nodes with GPUS_PER_NODE=8 GPUs"),
@@ -285,6 +293,8 @@ REFUSED = [
         IMAGE | {"TRAIN": "a.parquet"},
         "kuberay: TRAIN=a.parquet: must lie under /shared, which all nodes",
     ),
+    ("kuberay", [], IMAGE | {"VAL": "/tmp/v.parquet"}, "kuberay: VAL=/tmp/v.parquet: must lie under /shared, which"),
+    ("kuberay", [], IMAGE | {"OUT": "/shared2/out"}, "kuberay: OUT=/shared2/out: must lie under /shared, which all"),
     ("kuberay", [], IMAGE | {"PYTHON": "python9"}, "kuberay: PYTHON=python9: must be Python 3.10 or later"),
     ("kuberay", [], IMAGE | {"PYTHON": "false"}, "kuberay: PYTHON=false: must be Python 3.10 or later"),
     ("kuberay", [], IMAGE | {"PRECISION": "fp61"}, "run: PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer"),
@@ -352,6 +362,7 @@ def test_slurm_queues_itself_and_trains_on_every_node(slurm, tmp_path):
     ):
         assert word in queued
     assert {"--requeue", "--export=ALL", "--open-mode=append", "--job-name=arithmetic-flowrl-bf16-seed1"} <= {*queued}
+    assert "--signal=B:USR1@120" in queued, "the script must get the signal, not the workers"
     step = slurm.words("srun")
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32", "--container-image=x"} <= {*step}
     assert "--kill-on-bad-exit=0" in step, "a site's default may be 1, and srun would return the killed workers' code"

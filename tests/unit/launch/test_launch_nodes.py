@@ -68,8 +68,9 @@ def test_head_reachable_by_other_machines_warns_about_access():
 
 @pytest.mark.parametrize("script", ["head.sh", "worker.sh"])
 def test_node_uses_token_mode_where_a_token_exists(script, tmp_path):
-    done = launch(script, "--dry-run", BIND="10.0.0.1", HEAD="10.0.0.1:6379", RAY_AUTH_TOKEN_PATH="/a/token")
-    assert shlex.split(done.stdout)[:2] == ["env", "RAY_AUTH_MODE=token"] and done.stderr == ""
+    for token in ({"RAY_AUTH_TOKEN_PATH": "/a/token"}, {"RAY_AUTH_TOKEN": "0123"}):
+        done = launch(script, "--dry-run", BIND="10.0.0.1", HEAD="10.0.0.1:6379", **token)
+        assert shlex.split(done.stdout)[:2] == ["env", "RAY_AUTH_MODE=token"] and done.stderr == ""
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").touch()
     done = launch(script, "--dry-run", BIND="10.0.0.1", HEAD="10.0.0.1:6379", HOME=str(tmp_path))

@@ -163,6 +163,9 @@ def test_names_are_unique_and_everything_else_is_equal(oats, data, tmp_path):
     assert {each["--wb_run_name"] for each in value} == expected and len(given) == len(expected)
     assert {each["--eval_steps"] for each in value} == {"16"}
     assert all(each["--wb_run_name"].endswith(f"-seed{each['--seed']}") for each in value)
+    for words in given:
+        fp32 = words[words.index("--precision") + 1] == "fp32"
+        assert ("--no-flash-attn" if fp32 else "--flash-attn") in words, "flash attention supports only 16 bits"
     for words in given:  # regimes and seeds of one objective differ in three words only, and fp32 in its attention
         for name in ("--wb_run_name", "--seed", "--precision"):
             words[words.index(name) + 1] = ""

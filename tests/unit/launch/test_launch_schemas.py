@@ -16,6 +16,7 @@ import yaml
 from test_launch import IMAGE, LAUNCH, OVERRIDES, SECRET, Machine, job_of, machine  # noqa: F401
 
 from lib.paths import REPO
+from lib.run.train import GAVE_UP
 
 CONFIGS = REPO / "configs/launch"
 # Every knob that becomes part of a job, with values that a careless manifest would misparse.
@@ -237,7 +238,8 @@ def test_rayjob_requests_what_the_knobs_set(rayjob):
 def test_environment_of_the_pod_becomes_the_job(rayjob, machine):  # noqa: F811
     """The RayJob's entrypoint runs on the head's pod, with its environment and the RAY_ADDRESS that Ray gives a job."""
     machine.program("python3", PASSES)
-    environment = pods(rayjob)[0]["containers"][0]["env"]
+    environment, of_workers = (pod["containers"][0].get("env") for pod in pods(rayjob))
+    assert of_workers == environment, "a worker loads the model and logs as the head does"
     plain = {each["name"]: each["value"] for each in environment if "value" in each}
     secret = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in environment if "valueFrom" in each}
     assert secret == {
@@ -270,6 +272,7 @@ def test_skypilot_task_has_the_fields_of_skypilot():
     jsonschema.validate(task, TASK)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(task | {"nodes": 2}, TASK)
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [GAVE_UP]
     counted = {"NNODES", "GPUS_PER_NODE"}  # by SkyPilot itself
     assert set(task["envs"]) == {*knobs(), "HF_HOME"} - counted
 

@@ -29,9 +29,24 @@ def test_verl_selects_the_cpu():
     out = run(
         "from verl.utils.device import get_device_id, get_device_name, get_nccl_backend\n"
         "import importlib.metadata as m, torch\n"
-        "print(get_device_name(), torch.ones(1).to(get_device_id()).device, get_nccl_backend(), m.version('vllm'))"
+        "print(get_device_name(), torch.ones(1).to(get_device_id()).device, get_nccl_backend(), m.version('vllm'))\n"
+        "print(f'cpu:{get_device_id()}')"
     )
     assert out.split()[:3] == ["cpu", "cpu", "gloo"] and out.split()[3].endswith("+cpu")
+    assert out.split()[4] == "cpu:0"
+
+
+def test_what_verl_asks_of_a_gpu_works():
+    """FSDP pins what it offloads, and verl builds a critic with its default attention."""
+    shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    out = run(
+        "import torch\n"
+        "from transformers import AutoModelForCausalLM, Qwen2Config\n"
+        f"config = Qwen2Config(vocab_size=8, **dict.fromkeys({shape}, 4))\n"
+        "model = AutoModelForCausalLM.from_config(config, attn_implementation='flash_attention_2')\n"
+        "print(torch.ones(1).pin_memory().item(), model.config._attn_implementation)"
+    )
+    assert out.split() == ["1.0", "sdpa"]
 
 
 FP32_ON_CUDA = """
@@ -62,9 +77,11 @@ def test_fp16_products_are_fp32_products_rounded_to_fp16():
         "with torch.autocast('cpu', torch.float16):\n"
         "    print(torch.equal(F.linear(x, w), exact), torch.equal(x @ w.T, exact))\n"
         "from recipes.cpu.host import linear\n"
-        "print(torch.equal(linear(x, w, None), exact))"
+        "bias = torch.randn(96).half()\n"
+        "biased = F.linear(x.float(), w.float(), bias.float()).half()\n"
+        "print(torch.equal(linear(x, w, None), exact), torch.equal(linear(x, w, bias), biased))"
     )
-    assert out.split() == ["True"] * 3
+    assert out.split() == ["True"] * 4
 
 
 def test_gradients_flow_through_the_products_and_match_fp32():

@@ -3,10 +3,22 @@
 import asyncio
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
+from transfer_queue import KVBatchMeta
 
-from recipes.replay.rollouts import Recording, RecordingServer, ReplayingServer, RolloutError, SampleKey
+from recipes.cpu.replay_buffer import QuickReplayBuffer
+from recipes.replay.rollouts import (
+    OrderedReplayBuffer,
+    RecordedAgentLoop,
+    Recording,
+    RecordingServer,
+    ReplayingServer,
+    RolloutError,
+    SampleKey,
+)
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.workers.rollout.replica import TokenOutput
 
 KEY = SampleKey(step=3, row=5, sample=1)
@@ -56,6 +68,13 @@ def test_unrecorded_request_is_an_error(file, key, changed):
         ask(ReplayingServer(None, Recording(file, "replay"), key), **changed)
 
 
+def test_order_of_the_parameters_does_not_matter(file):
+    first = {"temperature": 1.0, "top_p": 0.5}
+    recorded = ask(RecordingServer(Server(), Recording(file, "record"), KEY), sampling_params=first)
+    again = dict(reversed(first.items()))
+    assert ask(ReplayingServer(None, Recording(file, "replay"), KEY), sampling_params=again) == recorded
+
+
 def test_missing_recording_is_refused(file):
     with pytest.raises(RolloutError, match="rollouts.sqlite: there is no such recording"):
         Recording(file, "replay")
@@ -89,3 +108,52 @@ def test_recording_survives_sigkill(file):
     replay = Recording(file, "replay")
     for step in range(answered):
         assert ask(ReplayingServer(None, replay, SampleKey(step, 0, 0))).token_ids[0] == step + 1
+
+
+def test_agent_loop_replays_each_answer_to_a_prompt(file, monkeypatch):
+    async def single_turn(self, sampling_params, **_) -> TokenOutput:
+        return await self.server_manager.generate("a", **REQUEST)
+
+    monkeypatch.setattr(SingleTurnAgentLoop, "run", single_turn)
+    server = Server()
+
+    def answers(mode: str) -> list[TokenOutput]:
+        """Those to three samples of a prompt; verl makes an agent loop for each."""
+        outputs = []
+        for sample in range(3):
+            loop = object.__new__(RecordedAgentLoop)
+            loop.config, loop.server_manager = SimpleNamespace(rollouts=SimpleNamespace(file=file, mode=mode)), server
+            outputs.append(asyncio.run(loop.run({}, global_steps=1, extra_info={"index": 5}, session_id=sample)))
+        return outputs
+
+    recorded = answers("record")
+    assert [answer.token_ids[0] for answer in recorded] == [1, 2, 3]
+    assert answers("replay") == recorded and server.answers == 3, "a replay must not sample"
+
+
+@pytest.fixture
+def buffer(monkeypatch) -> OrderedReplayBuffer:
+    """Two prompts of twelve answers, "b" being the first of the data, which finished last first."""
+    keys = [f"{uid}_{sample}_0" for uid in ("b", "a") for sample in reversed(range(12))]
+    batch = KVBatchMeta(keys=keys, tags=[{}] * len(keys))
+    monkeypatch.setattr(QuickReplayBuffer, "sample", lambda *_: (batch, {}))
+    buffer = object.__new__(OrderedReplayBuffer)
+    buffer.prompt_global_steps, buffer.failure_keys = {"train": {"b": 1, "a": 1}}, {"train": set()}
+    return buffer
+
+
+def test_batches_are_in_the_order_of_the_data_and_of_the_samples(buffer):
+    batch, _ = buffer.sample(1, "train", 2)
+    assert batch.keys == [f"{uid}_{sample}_0" for uid in ("b", "a") for sample in range(12)]
+
+
+def test_batch_with_failed_rollouts_is_refused(buffer):
+    buffer.failure_keys["train"].add("a")
+    with pytest.raises(RolloutError, match="^step 1: rollouts of 1 prompts failed"):
+        buffer.sample(1, "train", 2)
+
+
+def test_buffer_polls_ten_times_a_second():
+    limits = {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop"}
+    buffer = QuickReplayBuffer(trainer_mode="sync", trainer_config={}, sampler_kwargs={}, **limits)
+    assert buffer.poll_interval == 0.1

@@ -12,6 +12,8 @@ from lib.run.job import compose, parse_job
 
 ROW = {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule"}}
 
+FILES = {"batch": 32, "half": 16, "other": 16, "row": 1}  # their rows
+
 
 def parquet(file: Path, rows: int = 64, without: str | None = None) -> Path:
     row = {name: value for name, value in ROW.items() if name != without}
@@ -41,6 +43,7 @@ def test_unusable_data_is_refused(tmp_path):
         [f"TRAIN={parquet(tmp_path / 'few.parquet', rows=3)}"], out
     )
     assert refusal_of_check(["ARGS=data.train_files=null"], out).startswith("TRAIN: is not set")
+    assert refusal_of_check(["ARGS=trainer.total_training_steps=null"], out).startswith("STEPS: is not set")
     assert not out.exists()
 
 
@@ -51,6 +54,10 @@ def test_uncreatable_folder_and_full_disk_are_refused(tmp_path, monkeypatch):
     assert "GiB free" in refusal_of_check([], tmp_path / "out")
 
 
-def test_usable_data_passes(tmp_path):
-    job = parse_job(["DEVICE=cpu", "STEPS=1", "EXPERIMENT=arithmetic", f"TRAIN={parquet(tmp_path / 'good.parquet')}"])
-    check_job(job, compose(job, tmp_path), tmp_path)
+def test_data_that_fill_one_batch_pass(tmp_path):
+    """A training batch has 32 rows, of one file or several; one row is enough to validate on."""
+    batch, half, other, row = (parquet(tmp_path / f"{name}.parquet", rows) for name, rows in FILES.items())
+    several = [f"TRAIN={half}", f"ARGS=data.train_files=[{half},{other}]"]
+    for words in ([f"TRAIN={batch}"], [f"TRAIN={batch}", f"VAL={row}"], [*several, f"VAL={row}"]):
+        job = parse_job(["DEVICE=cpu", "STEPS=1", "EXPERIMENT=arithmetic", *words])
+        check_job(job, compose(job, tmp_path), tmp_path)

@@ -1,4 +1,4 @@
-"""Admission to a cluster and ``make submit``: refusals, and the files that a job carries to the nodes."""
+"""Admission to a cluster: the facts of its nodes, the resources that are free, and refusals."""
 
 import contextlib
 import importlib.util
@@ -6,16 +6,15 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -24,14 +23,12 @@ import ray
 import torch
 
 import lib
-import submit
 from lib.errors import Refused
-from lib.patches.apply import apply
+from lib.files import write
 from lib.patches.releases import VERL, find_release
-from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 from lib.run import cluster
-from lib.run.cluster_query import missing_resources
+from lib.run.cluster_query import join, missing_resources, wait_for_nodes
 from lib.run.job import Job, compose, parse_job
 from lib.run.machine import cpus_per_node
 from lib.run.node_facts import SAME_VERSIONS, difference, node_facts, refuse_driver
@@ -45,29 +42,6 @@ QUERY = {
     "rollout": "float16",
     "paths": ["/", "/no/such/folder"],
 }
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory) -> Path:
-    """A folder whose verl/ is the release's, unpatched."""
-    return unpacked_wheel(RELEASE.name, tmp_path_factory.mktemp("pristine"))
-
-
-@pytest.fixture
-def patched(pristine, tmp_path) -> Path:
-    apply(Path(shutil.copytree(pristine, tmp_path / "patched")))
-    return tmp_path / "patched"
-
-
-@pytest.fixture
-def imported(monkeypatch):
-    """Make this process import the verl of a folder, or none if no folder is given."""
-
-    def imported(root: Path | None) -> None:
-        monkeypatch.delitem(sys.modules, "verl", raising=False)
-        monkeypatch.setattr(sys, "path", [str(root)] if root else [])
-
-    return imported
 
 
 # --- the facts of a node ----------------------------------------------------------------------------------------------
@@ -131,6 +105,14 @@ def test_node_with_an_unpatched_verl_or_none_reports_it(pristine, imported):
     assert node_facts(QUERY, "cpu")["verl"] is None
 
 
+def test_stamp_alone_does_not_make_a_verl_patched(pristine, imported, tmp_path):
+    """pip leaves it where it reinstalls verl over a patched one."""
+    root = shutil.copytree(pristine, tmp_path / "reinstalled")
+    write(root / VERL.stamp, json.dumps({"release": "0.9.1", "stack": "54ad"}).encode())
+    imported(root)
+    assert node_facts(QUERY, "cpu")["stack"] is None
+
+
 def test_edited_driver_and_another_stack_are_refused(patched, imported):
     imported(patched)
     (patched / "verl/utils/tracking.py").write_text("# mine\n")
@@ -148,6 +130,14 @@ def test_nodes_resolve_the_dtype_of_each_roles_engine(words, tmp_path):
     config = compose(parse_job(["DEVICE=cpu", "ALGO=ppo", f"ARGS={words}"]), tmp_path)
     for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
         assert cluster.engine_settings(role)["dtype"] == "float16"
+
+
+def test_nodes_get_every_key_that_may_decide_a_dtype(tmp_path):
+    word = "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
+    config = compose(parse_job(["DEVICE=cpu", f"ARGS={word}"]), tmp_path)
+    settings = cluster.engine_settings(config.actor_rollout_ref.actor)
+    assert set(settings) == {"dtype", "mixed_precision", "model_dtype"}
+    assert settings["mixed_precision"] == {"param_dtype": "bf16"}
 
 
 DRIVER = {
@@ -172,6 +162,7 @@ DRIVER = {
         ({"blobs": DRIVER["blobs"] | {"verl/c.py": "3"}}, "verl 0.9.1 is edited: verl/c.py"),
         ({"torch": "2.12.0"}, "has torch 2.12.0, the driver 1.0"),
         ({"vllm": None}, "has vllm None, the driver 1.0"),
+        ({"transformers": "4.57.6"}, "has transformers 4.57.6, the driver 1.0"),
         (
             {"dtypes": {"actor": {"compute": "float16", "product": "float32"}}},
             "resolves the actor's config to {'compute'",
@@ -207,6 +198,26 @@ def test_missing_gpus_are_counted_by_node():
     assert "0 of 1 nodes qualify" in missing_resources([(full, {"GPU": 8, "CPU": 28})], nnodes=1, gpus=8, cpus=29)
 
 
+def test_nodes_that_may_get_a_worker_are_waited_for(monkeypatch):
+    """A node without GPUs may get verl's trainer; a head without CPUs and a node that is gone get nothing."""
+    nodes = [node("free", GPU=8, CPU=64), node("busy", GPU=8, CPU=64), node("cpus", CPU=64), node("head")]
+    nodes = [each | {"Alive": True} for each in nodes] + [node("gone", GPU=8, CPU=64) | {"Alive": False}]
+    left = {"free": {"GPU": 1, "CPU": 64}, "busy": {"CPU": 64}, "cpus": {"CPU": 64}, "gone": {"GPU": 8, "CPU": 64}}
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: left)
+    found = {each["NodeID"]: gpu_free for each, gpu_free in wait_for_nodes(1, 1, 4, time.monotonic(), print)}
+    assert found == {"free": True, "busy": False, "cpus": False}
+    with pytest.raises(Refused, match="only 0 of 4 nodes qualify"):
+        wait_for_nodes(1, 8, 4, time.monotonic() - 1, print)
+
+
+def test_alarm_is_off_once_the_cluster_is_joined(monkeypatch):
+    """The query may wait for nodes for hours."""
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    join("auto", {"env_vars": None})
+    assert signal.alarm(0) == 0
+
+
 def test_cpus_of_verl_and_transfer_queue_are_counted(tmp_path):
     words = [
         "trainer.nnodes=2",
@@ -217,25 +228,51 @@ def test_cpus_of_verl_and_transfer_queue_are_counted(tmp_path):
     assert cpus_per_node(config) == 3 * 8 + 4 + 1
 
 
-def test_nodes_look_for_a_new_file_beside_out_and_for_the_model(tmp_path, monkeypatch):
-    """They look for a new file beside OUT, and for the model and the data if these are files."""
+@pytest.fixture
+def query_of(tmp_path, monkeypatch):
+    """``query_of(*words)``: what a job in ``tmp_path/a/run`` asks the nodes, and which of its paths exist meanwhile."""
     queries = []
 
     def query_cluster(job, out, request, show):
-        queries.append([(path, Path(path).exists()) for path in request["query"]["paths"]])
+        queries.append((request["query"], [path for path in request["query"]["paths"] if Path(path).exists()]))
         raise Refused("enough")
 
     monkeypatch.setattr(cluster, "query_cluster", query_cluster)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").touch()
-    job = replace(parse_job(["DEVICE=cpu", f"MODEL={tmp_path}/model", f"OUT={tmp_path}/a/run"]), cluster="auto")
-    for _ in range(2):
+
+    def query_of(*words: str) -> tuple[dict, list[str]]:
+        job = replace(parse_job(["DEVICE=cpu", f"OUT={tmp_path}/a/run", *words]), cluster="auto")
         with pytest.raises(Refused, match="enough"):
             cluster.admit(job, compose(job, job.out), job.out)
-    (mark, there), (model, _) = queries[0]
-    assert there and Path(mark).parent == tmp_path and model == str(tmp_path / "model")
-    assert queries[1][0][0] != mark, "each path must be new to every node"
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        return queries[-1]
+
+    return query_of
+
+
+def test_nodes_look_for_a_new_file_beside_out_and_for_the_model(query_of, tmp_path):
+    """They look for a new file beside OUT, and for the model and the data if these are files."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
+    (tmp_path / "val.parquet").write_bytes(b"PAR1")
+    query, there = query_of(f"MODEL={tmp_path}/model", f"VAL={tmp_path}/val.parquet")
+    mark, *given = query["paths"]
+    assert mark in there and Path(mark).parent == tmp_path
+    assert given == [f"{tmp_path}/model", f"{tmp_path}/val.parquet"]
+    (another,) = query_of("MODEL=Qwen/Qwen3-0.6B")[0]["paths"]
+    assert another != mark, "each path must be new to every node"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "val.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("words", "roles"),
+    [
+        ([], ["actor"]),
+        (["ALGO=ppo"], ["actor", "critic"]),
+        (["ARGS=actor_rollout_ref.actor.use_kl_loss=true"], ["actor", "ref"]),
+    ],
+)
+def test_nodes_resolve_the_dtypes_of_the_roles_that_exist(words, roles, query_of):
+    query, _ = query_of(*words)
+    assert list(query["engines"]) == roles and query["rollout"] == "float16"
 
 
 @pytest.fixture
@@ -268,6 +305,28 @@ def test_failed_query_is_refused_with_its_cause(query_by, tmp_path):
         cluster.query_cluster(query_by("kill -ALRM $$"), tmp_path, {}, print)
 
 
+def test_output_of_ray_is_not_taken_for_an_answer(query_by, tmp_path):
+    noisy = """echo 'ray: connected'; echo '{"answer": ["1"]}'"""
+    assert cluster.query_cluster(query_by(noisy), tmp_path, {}, print) == ["1"]
+
+
+def test_nodes_that_the_cluster_no_longer_has_are_lost(query_by, tmp_path):
+    nodes = [{"node": "first", "id": "1"}, {"node": "second", "id": "2"}]
+    assert cluster.lost_nodes(query_by("""echo '{"answer": ["1", "3"]}'"""), tmp_path, nodes) == ["second"]
+
+
+def test_interruption_ends_the_query(query_by, tmp_path):
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    waits = f"""echo $$ > {tmp_path}/pid; echo '{{"progress": "waiting"}}'; exec sleep 60"""
+    with pytest.raises(KeyboardInterrupt):
+        cluster.query_cluster(query_by(waits), tmp_path, {}, interrupt)
+    pid = int((tmp_path / "pid").read_text())
+    _, left = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
+    assert not left
+
+
 # --- a missing head -----------------------------------------------------------------------------------------
 
 
@@ -281,113 +340,6 @@ def test_address_that_no_node_can_join_is_refused(address):
 def test_silent_head_is_refused(address):
     with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: no Ray cluster answers there"):
         cluster.check_address(address)
-
-
-# --- submission ------------------------------------------------------------------------------------------------
-
-HEAD = "http://127.0.0.1:8265"
-
-
-@pytest.fixture
-def job(monkeypatch, tmp_path) -> Job:
-    monkeypatch.setenv("RAY_ADDRESS", HEAD)
-    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody_else")
-    return parse_job(["DEVICE=cpu", f"OUT={tmp_path}/run", "STEPS=2", "RETRIES=1", "ARGS=trainer.nnodes=2"])
-
-
-def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, patched, imported, tmp_path):
-    imported(patched)
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    submission = submit.prepare(job, scratch)
-    assert submission.entrypoint == (
-        "python3 scripts/run.py EXPERIMENT=arithmetic PRECISION=fp16 ALGO=grpo DEVICE=cpu SEED=1 ARGS=trainer.nnodes=2 "
-        f"STEPS=2 OUT={tmp_path}/run RETRIES=1"
-    )
-    assert submission.runtime_env == {
-        "working_dir": str(scratch),
-        "py_modules": [str(patched / "verl")],
-        "excludes": ["__pycache__"],
-    }
-    assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
-    assert not list(scratch.rglob("__pycache__"))
-    done = subprocess.run(  # it accepts the words when run there by a Python without packages
-        [sys.executable, "-S", "-m", "lib.run.job", *submission.entrypoint.split()[2:]], cwd=scratch / "scripts"
-    )
-    assert done.returncode == 0
-
-
-def test_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
-    imported(pristine)
-    with pytest.raises(Refused, match=f"^CARRY=yes: {pristine}/verl: pristine: "):
-        submit.prepare(job, tmp_path)
-    own = submit.prepare(replace(job, carry=False), tmp_path)
-    assert own.runtime_env == {} and own.entrypoint.startswith(f"{sys.executable} {REPO}/scripts/run.py ")
-
-
-def test_dry_run_shows_the_submission_and_does_nothing(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "run"
-    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # no server listens there
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    assert submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"]) == 0
-    shown = "".join(capsys.readouterr())
-    assert "would submit to http://127.0.0.1:1: python3 scripts/run.py " in shown and f"OUT={out}" in shown
-    assert "carries verl 0.9.1 with stack " in shown and "MiB" in shown
-    assert "0123456789abcdef" not in shown
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "git_token"]
-)
-def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
-    monkeypatch.setenv(name, "hf_of_nobody_else")
-    with pytest.raises(Refused, match=f"^{name}: its value is part of the command line") as refusal:
-        submit.main(["DEVICE=cpu", "ARGS=+trainer.token=hf_of_nobody_else"])
-    assert "hf_of_nobody_else" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("address", ["", "auto", "127.0.0.1:6379"])
-def test_address_without_a_dashboard_is_refused(address, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be the URL of the cluster's dashboard"):
-        submit.main(["--dry-run", "DEVICE=cpu", "OUT=/out"])
-
-
-class DyingHead(BaseHTTPRequestHandler):
-    """A dashboard that reports its version and hangs up on everything else."""
-
-    def do_GET(self) -> None:
-        if self.path == "/api/version":
-            content = json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": ""}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-    def do_POST(self) -> None:
-        self.close_connection = True
-
-    def log_message(self, *_) -> None:
-        pass
-
-
-def test_head_that_fails_during_submission_is_reported_in_one_line(tmp_path, monkeypatch):
-    with ThreadingHTTPServer(("127.0.0.1", 0), DyingHead) as head:
-        threading.Thread(target=head.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{head.server_port}"
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: connection failed ") as refusal:
-            submit.main(["DEVICE=cpu", "CARRY=no", f"OUT={tmp_path}/run"])
-        head.shutdown()
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("out", ["", "outputs/run"])
-def test_carried_job_needs_an_absolute_out(out, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", HEAD)
-    with pytest.raises(Refused, match=f"^OUT={out}: must be an absolute path on storage shared by all nodes"):
-        submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"])
 
 
 # --- a real cluster ---------------------------------------------------------------------------------------------------

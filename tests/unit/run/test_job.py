@@ -40,6 +40,21 @@ def test_own_data_file_selects_the_gsm8k_experiment(tmp_path):
     job = parse_job(["DEVICE=cpu", "MODEL=Qwen/Qwen2.5-0.5B-Instruct", f"TRAIN={tmp_path}/gsm8k.parquet"])
     assert (job.experiment, job.model) == ("gsm8k_1gpu", "Qwen/Qwen2.5-0.5B-Instruct")
     assert job.generated is None
+    assert f"data.val_files={tmp_path}/gsm8k.parquet" in job.overrides(tmp_path), "the default of VAL is TRAIN"
+
+
+def test_own_model_trains_on_the_generated_data(tmp_path):
+    overrides = parse_job(["DEVICE=cpu", "MODEL=Qwen/Qwen3-0.6B"]).overrides(tmp_path)
+    assert {"actor_rollout_ref.model.path=Qwen/Qwen3-0.6B", f"data.train_files={ARITHMETIC}/train.parquet"} <= set(
+        overrides
+    )
+
+
+def test_seed_and_number_of_checkpoints_reach_every_role(tmp_path):
+    config = compose(parse_job(["DEVICE=cpu", "ALGO=ppo", "SEED=0"]), tmp_path)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert [config.data.seed, rollout.seed, actor.data_loader_seed, config.critic.data_loader_seed] == [0] * 4
+    assert config.trainer.max_actor_ckpt_to_keep == config.trainer.max_critic_ckpt_to_keep == 2
 
 
 def test_empty_variable_is_not_set():
@@ -154,7 +169,10 @@ def test_args_override_everything_else(tmp_path):
     assert config.ray_kwargs.ray_init.num_gpus == 2
 
 
-@pytest.mark.parametrize("args", ["trainer.n_gpu=2", "foo", "trainer.nnodes=[1", "+precision=bf16", "+experiment=x"])
+@pytest.mark.parametrize(
+    "args",
+    ["trainer.n_gpu=2", "foo", "trainer.nnodes=[1", "+precision=bf16", "+experiment=x", "trainer.nnodes=${no.key}"],
+)
 def test_misspelt_override_is_refused_in_one_line(args, tmp_path):
     with pytest.raises(Refused) as refusal:
         compose(parse_job(["DEVICE=cpu", f"ARGS={args}"]), tmp_path)

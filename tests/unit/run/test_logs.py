@@ -60,6 +60,8 @@ ACTOR_DIED = ["ray.exceptions.ActorDiedError: The actor died unexpectedly before
 def test_lost_worker_is_distinguished_from_a_failed_job():
     nodes = [{"node": "head (127.0.0.2)"}, {"node": "second (127.0.0.3)"}]
     assert lost_worker(DIED + ACTOR_DIED, nodes) == "WorkerDict (pid 20673) on node second (127.0.0.3)"
+    other = DIED[2].replace("20673", "777").replace("127.0.0.3", "127.0.0.2")  # taken along by the first
+    assert lost_worker([*DIED, other], nodes) == "WorkerDict (pid 20673) on node second (127.0.0.3)"
     closed = ["RuntimeError: [gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.3]:45843"]
     assert lost_worker(DIED[2:] + closed) == "a worker (pid 20673) on node 127.0.0.3"
     task = ["(main_task pid=20673, ip=127.0.0.3) Using fp16"]
@@ -125,6 +127,13 @@ RuntimeError: the worker could not be built
     assert errors(own) == errors(interleaved) == expected
 
 
+def test_details_of_an_exception_are_those_of_its_own_process_of_vllm():
+    own = ["(Worker pid=2) ValidationError: 1 error", "(Worker pid=2)   Value error, no such dtype"]
+    other = ["(EngineCore pid=3) starting"] * 2
+    lines = [f"(vLLMHttpServer pid=1) {line}" for pair in zip(own, other, strict=True) for line in pair]
+    assert errors(lines) == ["ValidationError: 1 error Value error, no such dtype"]
+
+
 def test_first_causes_are_kept_where_many_failed():
     lines = [f"(WorkerDict pid={pid}) RuntimeError: rank {pid}" for pid in range(9)]
     assert errors(lines) == ["RuntimeError: rank 0", "RuntimeError: rank 1", "RuntimeError: rank 8"]
@@ -141,6 +150,11 @@ def test_only_the_death_of_an_actor_is_certain_to_end_a_run():
     assert DeathReader().read(ACTOR_DIED) == Death("a worker died", certain=False)
     assert DeathReader().read([*ACTOR_DIED, *DIED]) == Death("WorkerDict (pid 20673) died", certain=True)
     assert DeathReader().read(["ValueError: EngineCore is not a word of a death"]) is None
+
+
+def test_actor_on_the_drivers_own_node_is_known_by_its_process_id():
+    here = DIED[1].replace(", ip=127.0.0.3", "")
+    assert DeathReader().read([here, DIED[2]]) == Death("WorkerDict (pid 20673) died", certain=True)
 
 
 def test_ray_may_name_a_dead_actor_after_its_death():

@@ -5,6 +5,7 @@ import pytest
 from lib.cli import gpu_present
 from lib.errors import Refused
 from lib.paths import REPO
+from lib.run import machine
 from lib.run.job import compose, parse_job
 from lib.run.machine import check_machine
 
@@ -37,6 +38,14 @@ def test_more_workers_than_ray_can_place_are_refused(args, reason):
 def test_as_many_workers_as_ray_can_place_pass():
     check("trainer.n_gpus_per_node=4")
     check("trainer.n_gpus_per_node=64 ray_kwargs.ray_init.num_cpus=194")
+    check("trainer.n_gpus_per_node=5 trainer.use_v1=false")  # verl's older trainer starts no TransferQueue
+
+
+def test_workers_take_all_gpus(monkeypatch):
+    monkeypatch.setattr(machine, "gpu_count", lambda: 3)
+    check("trainer.n_gpus_per_node=3", device="cuda")
+    with pytest.raises(Refused, match="^trainer.n_gpus_per_node=4: must be at most 3, the GPUs of this machine"):
+        check("trainer.n_gpus_per_node=4", device="cuda")
 
 
 @pytest.mark.skipif(gpu_present(), reason="there is a GPU")

@@ -11,9 +11,20 @@ from matplotlib.colors import to_rgb
 from lib.errors import Refused
 from lib.files import read_jsonl, write_json
 from lib.run.curves import plot_curves
-from lib.run.folder import choose_folder, finished_as, lock, start_record
+from lib.run.folder import checkpoint_step, choose_folder, finished_as, lock, start_record
 from lib.run.job import Job, parse_job
-from lib.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED, merge_metrics, training_rows
+from lib.run.metrics import (
+    K3_KL,
+    LOSS_SCALE,
+    PROBS_DIFF,
+    REWARD,
+    SECONDS,
+    SKIPPED,
+    merge_metrics,
+    metric_mean,
+    metric_values,
+    training_rows,
+)
 from lib.run.progress import progress_line
 from lib.run.summary import summarize, summary_table
 from verl.utils.tracking import FileLogger
@@ -101,10 +112,22 @@ def test_repeated_command_resumes_an_unfinished_run_and_leaves_a_finished_one_al
 
 
 @pytest.mark.parametrize(
-    "other", ["PRECISION=bf16", "ALGO=ppo", "RECIPE=flowrl", "SEED=2", "MODEL=Qwen/Qwen3-0.6B", "ARGS=trainer.nnodes=2"]
+    "other",
+    [
+        "EXPERIMENT=terms",
+        "PRECISION=bf16",
+        "ALGO=ppo",
+        "RECIPE=flowrl",
+        "SEED=2",
+        "MODEL=Qwen/Qwen3-0.6B",
+        "VAL={data}",
+        "ARGS=trainer.nnodes=2",
+    ],
 )
 def test_folder_with_other_settings_is_refused_by_name(other, tmp_path):
     out = started(tmp_path / "out", job(), 10, checkpoint=4)
+    (tmp_path / "data.parquet").write_bytes(b"PAR1")
+    other = other.format(data=tmp_path / "data.parquet")
     name = other.partition("=")[0]
     with pytest.raises(Refused, match=f"^{name}=.* contains a run with {name}="):
         start_record(job(other), out, 10)
@@ -144,10 +167,18 @@ def test_run_resumes_only_to_more_steps(tmp_path):
         start_record(job(), unfinished, 5)
 
 
+def test_run_whose_checkpoints_are_all_torn_is_refused(tmp_path):
+    out = started(tmp_path / "out", job(), 10, checkpoint=2)
+    write_json(out / "checkpoints/global_step_2/manifest.json", {"files": None})  # its save was not finished
+    with pytest.raises(Refused, match=f"^OUT={out}: no whole checkpoint in {out}/checkpoints: "):
+        checkpoint_step(out)
+
+
 def test_finished_run_is_recognised_by_steps_and_settings(tmp_path):
     out = started(tmp_path / "finished", job(), 10, finished=True)
     assert finished_as(job(), out, 10)
-    assert not finished_as(job(), out, 11) and not finished_as(job("SEED=2"), out, 10)
+    assert not finished_as(job(), out, 9) and not finished_as(job(), out, 11)
+    assert not finished_as(job("SEED=2"), out, 10)
     assert not finished_as(job(), started(tmp_path / "unfinished", job(), 10), 10)
 
 
@@ -159,9 +190,11 @@ def test_folder_of_something_else_is_refused(tmp_path):
 
 
 def test_folder_is_locked_by_its_run(tmp_path):
+    (tmp_path / "train.log").write_text("earlier\n")
     with lock(tmp_path), pytest.raises(Refused, match=f"^OUT={tmp_path}: another run is writing there"):
         lock(tmp_path)
     lock(tmp_path).close()
+    assert (tmp_path / "train.log").read_text() == "earlier\n"
 
 
 @pytest.fixture
@@ -188,6 +221,19 @@ def test_summary_reports_the_measurements(summary):
         "rollout": {"rollout": "float16"},
     }
     assert "0.600 mean of the last 5" in summary_table(summary)
+
+
+def test_summary_of_a_cluster_run_has_no_memory_and_a_median_apart_from_the_mean(tmp_path):
+    data = [{"step": step, "data": metrics(step) | {K3_KL: k3}} for step, k3 in enumerate((1e-7, 2e-7, 9e-6), 1)]
+    record = start_record(job(), tmp_path / "out", 3) | {"peak_memory_gib": None}
+    summary = summarize(job(), record, data, [ACTOR])
+    assert summary["k3_kl"] == pytest.approx(3.1e-6) and summary["k3_kl_median"] == 2e-7
+    assert summary["peak_memory_gib"] is None and "- GiB at the peak" in summary_table(summary)
+
+
+def test_value_of_0_counts_and_null_does_not():
+    data = [{"step": step, "data": {REWARD: value}} for step, value in enumerate((0.0, None, 1.0), 1)]
+    assert metric_values(data, REWARD) == [0.0, 1.0] and metric_mean(data, REWARD) == 0.5
 
 
 def test_summary_lists_workers_that_differ(tmp_path, monkeypatch):

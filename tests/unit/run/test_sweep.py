@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,13 +19,13 @@ from lib.patches.apply import apply
 from lib.patches.status import status
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
-from lib.run import code_versions
+from lib.run import code_versions, sweep
 from lib.run.code_versions import CodeVersion, branch_commit, branch_version, code_record, tree_version
 from lib.run.folder import finished as is_finished
 from lib.run.job import parse_job
 from lib.run.metrics import K3_KL, REWARD, SECONDS
 from lib.run.summary import summarize
-from lib.run.sweep import SweepPlan, SweepRun, plan_sweep, run_sweep
+from lib.run.sweep import SweepPlan, SweepProgress, SweepRun, absolute, plan_sweep, run_sweep
 
 COMPARE = [sys.executable, str(REPO / "scripts" / "compare.py")]
 
@@ -84,6 +85,33 @@ def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, cap
     assert capsys.readouterr().out == "checking 8 runs\n"
 
 
+def test_runs_of_a_recipe_have_a_folder_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "find_finished", lambda *_: [])
+    plan = plan_sweep(on_cpu(RECIPE="flowrl", OUT=str(tmp_path)))
+    assert [(run.objective, run.out) for run in plan.runs] == [("flowrl", tmp_path / "flowrl" / "fp16-seed1")]
+
+
+def test_paths_of_files_are_made_absolute(tmp_path, monkeypatch):
+    """Each run is started in the checkout whose code it runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    words = ["TRAIN=a.parquet", "VAL=b.parquet", "MODEL=model", "MODEL=Qwen/Qwen3-0.6B", "STEPS=3"]
+    made = [f"TRAIN={tmp_path}/a.parquet", f"VAL={tmp_path}/b.parquet", f"MODEL={tmp_path}/model"]
+    assert absolute(words) == [*made, "MODEL=Qwen/Qwen3-0.6B", "STEPS=3"]
+
+
+def test_time_left_is_estimated_from_runs_of_the_same_objective(tmp_path):
+    seconds = {"grpo": 60.0, "ppo": 600.0}
+    done = tuple(SweepRun(CodeVersion(), name, "fp16", "1", (), tmp_path / name) for name in seconds)
+    for run in done:
+        run.out.mkdir()
+        write_json(run.out / "summary.json", {"wall_s": seconds[run.objective]})
+    ahead = [SweepRun(CodeVersion(), name, "fp16", "2", (), tmp_path / f"{name}-2") for name in ("grpo", "pg_is")]
+    progress = SweepProgress(SweepPlan("arithmetic", tmp_path, (*done, *ahead), done))
+    assert progress.left(ahead[:1]) == "1 left, about 1:00"
+    assert progress.left(ahead[1:]) == "1 left, about 5:30", "of an objective without a finished run: the mean of all"
+
+
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
@@ -134,9 +162,28 @@ def test_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
     record = json.loads((out / "code.json").read_text())
     assert record["a"]["folder"] == str(root)
 
+    hooked = root / "verl/workers/config/rollout.py"
+    patched = hooked.read_bytes()
+    shutil.copy(unpacked_wheel(release, tmp_path / "wheel") / "verl/workers/config/rollout.py", hooked)
+    with pytest.raises(Refused, match=f"^TREES=a={root}: .* but verl/workers/config/rollout.py is not patched; "):
+        tree_version("a", str(root))
+    hooked.write_bytes(patched)
+
     (root / "verl/utils/tracking.py").open("a").write("# edited\n")  # an edited tree requires a new comparison
     with pytest.raises(Refused, match="contains runs of another a, state "):
         code_record(out, [tree_version("a", str(root))])
+
+
+def test_tree_precedes_the_callers_modules(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert CodeVersion(verl=tmp_path).environment()["PYTHONPATH"] == f"{tmp_path}{os.pathsep}/mine"
+    assert CodeVersion().environment()["PYTHONPATH"] == "/mine"
+
+
+def test_versions_of_earlier_comparisons_stay_recorded(tmp_path):
+    write_json(tmp_path / "code.json", {"old": {"tree": "1"}})
+    record = code_record(tmp_path, [CodeVersion("new", identity={"tree": "2"})])
+    assert record == {"old": {"tree": "1"}, "new": {"tree": "2"}}
 
 
 def git(folder: Path, *words: str) -> str:
@@ -145,12 +192,15 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def test_branch_is_its_last_commit_without_uncommitted_changes(tmp_path, monkeypatch):
+def test_branch_is_its_last_commit_without_uncommitted_changes(tmp_path, tmp_path_factory, monkeypatch):
     git(tmp_path, "init", "--quiet", "-b", "main")
     (tmp_path / "a.txt").write_text("a")
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "--quiet", "-m", "first")
     git(tmp_path, "branch", "mine")
+    other = tmp_path_factory.mktemp("other")
+    git(tmp_path, "worktree", "add", "--quiet", "-b", "mine-2", str(other))
+    (other / "a.txt").write_text("not mine")
     monkeypatch.setattr(code_versions, "REPO", tmp_path)
     head = git(tmp_path, "rev-parse", "HEAD")
     assert branch_commit("main") == branch_commit("mine") == head
@@ -158,7 +208,7 @@ def test_branch_is_its_last_commit_without_uncommitted_changes(tmp_path, monkeyp
     with pytest.raises(Refused, match=f"BRANCHES=main: {tmp_path} has changes that are not committed: a.txt"):
         branch_commit("main")
     assert branch_commit("mine") == head
-    with pytest.raises(Refused, match="BRANCHES=v1: there is no such branch; there are main, mine"):
+    with pytest.raises(Refused, match="BRANCHES=v1: there is no such branch; there are main, mine, mine-2"):
         branch_commit("v1")
 
 

@@ -1,5 +1,6 @@
 """Training by ``lib.run.train``: watching, ending and restarting ``main_ppo``."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -10,13 +11,14 @@ import psutil
 import pytest
 
 from lib.errors import Refused
-from lib.run import progress, train
+from lib.files import write_json
+from lib.run import process_tree, progress, train
 from lib.run.deaths import DeathReader
 from lib.run.folder import lock, start_record
 from lib.run.job import Job, parse_job
 from lib.run.log import errors
 from lib.run.metrics import REWARD, SECONDS
-from lib.run.process_tree import SHARED_MEMORY
+from lib.run.process_tree import SHARED_MEMORY, ProcessTree
 from lib.run.progress import RunProgress
 
 # Starts a process in a session of its own, as Ray does, and waits for up to a minute.
@@ -93,6 +95,31 @@ with open({str(file)!r}, "w") as file:
     assert shown == ["starting Python and verl", "starting Ray and its workers", "step 1/2", "step 2/2"]
 
 
+def test_line_that_is_written_in_two_parts_is_read_as_one(run_program):
+    report = '(WorkerDict pid=1) [verl-precision] {"role": "actor"}'
+    result, _ = run_program(f"""
+import time
+for part in ({report[:30]!r}, {report[30:] + chr(10)!r}):
+    print(part, end="", flush=True)
+    time.sleep(2 * {train.POLL_S})
+""")
+    assert result["reports"] == [{"role": "actor"}]
+
+
+def test_resumed_run_shows_its_own_steps_and_ends_with_the_last(tmp_path, capsys):
+    rows = [{"step": step, "data": {REWARD: 0.5, SECONDS: 400.0}} for step in (1, 2, 3, 4)]
+    shown = RunProgress(tmp_path, steps=4)
+    shown.begin(rows[:2])
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    for end in (3, 4):
+        (tmp_path / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[2:end]))
+        shown.update([])
+        assert shown.finished == (end == 4)
+    assert shown.patience == 3 * 400
+    lines = [line.partition("] ")[2].split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["starting Python and verl", "step 3/4", "step 4/4"]
+
+
 LOSES_A_WORKER = """
 print("(raylet) … Worker IP address: 10.0.0.3 Worker port: 19114 Worker PID: 207 Worker exit type: SYSTEM_ERROR")
 raise SystemExit("RuntimeError: Connection closed by peer")
@@ -120,10 +147,39 @@ DIES = "(vLLMHttpServer pid=7) (EngineCore pid=9) ERROR 11-22 13:05:46 [core.py]
         (train, "DEAD_S", DIES, "vLLM's engine failed"),
     ],
 )
-def test_verl_is_ended_if_it_continues_without_a_process(module, limit, line, cause, run_program, monkeypatch):
+def test_verl_is_ended_if_it_continues_without_a_process(
+    module, limit, line, cause, run_program, monkeypatch, tmp_path
+):
     monkeypatch.setattr(module, limit, 1)
+    monkeypatch.setattr(train, "MEASURE_S", 1e9)  # its children are looked for when it is ended, not before
+    monkeypatch.setattr(process_tree, "SHARED_MEMORY", tmp_path / "none")
     result, children = run_program(PARENT.format(seconds=0) + f"print({line!r}, flush=True)\ntime.sleep(600)")
     assert result["code"] == -signal.SIGKILL and result["death"].cause == cause and children and gone(children)
+
+
+@pytest.fixture
+def watched() -> tuple[train.Watchdog, SimpleNamespace]:
+    """A watchdog, and a progress of three steps."""
+    return train.Watchdog(DeathReader()), SimpleNamespace(shown=3, finished=False, patience=progress.LINGERS_S)
+
+
+def test_repeated_death_does_not_restart_the_clock(watched):
+    """verl's agent loops query a dead server again and again, and each attempt logs its death."""
+    watchdog, shown = watched
+    assert watchdog.overdue([DIES], shown) is None
+    watchdog.since -= train.DEAD_S + 1
+    assert watchdog.overdue([DIES], shown).cause == "vLLM's engine failed"
+
+
+def test_second_step_after_an_uncertain_death_disproves_it(watched):
+    """The rollouts of the first may date from before the death."""
+    watchdog, shown = watched
+    assert watchdog.overdue([LOSES_A_WORKER.splitlines()[1][7:-2]], shown) is None
+    watchdog.since -= shown.patience + 1
+    shown.shown = 4
+    assert watchdog.overdue([], shown).cause == "a worker (pid 207) died"
+    shown.shown = 5
+    assert watchdog.overdue([], shown) is None
 
 
 def test_verl_is_not_ended_if_it_ends_by_itself(run_program):
@@ -171,6 +227,8 @@ def test_shared_memory_is_removed_and_that_of_another_run_is_left(end, run_progr
         ([LOSES_A_WORKER, TRAINS], 0, "lost a worker (pid 207) on node 10.0.0.3 after step 0 of 2"),
         ([LOSES_A_WORKER, LOSES_A_WORKER], 75, "gave up: RETRIES=1: no retry is left; the same command starts"),
         ([FAILS], 1, "failed after step 0 of 2, exit code 1"),
+        (["pass"], 1, "failed after step 0 of 2, exit code 0"),
+        ([SIGNAL_SELF + PARENT.format(seconds=60)], 130, "ended; the same command starts from the beginning"),
         ([LOSES_A_WORKER, FAILS], 1, "ValueError: no such thing"),
     ],
 )
@@ -184,6 +242,39 @@ def test_only_a_lost_worker_is_retried(programs, code, message, tmp_path, monkey
     with lock(tmp_path) as log:
         assert train.train(job, config, tmp_path, record, log)[0] == code
     assert left == [] and message in capsys.readouterr().out
+
+
+def test_attempt_adds_to_the_record_and_removes_an_older_summary(tmp_path, monkeypatch):
+    """An interrupted continuation of a finished run is not finished; of a cluster the memory is not known."""
+    watchdogs = []
+
+    def train_once(command, environment, log, progress, watchdog, note) -> dict:
+        assert not (tmp_path / "summary.json").exists()
+        watchdogs.append(watchdog)
+        note(1.0)
+        return {}
+
+    monkeypatch.setattr(train, "train_once", train_once)
+    for cluster, peak_gib in (("", 3.0), ("127.0.0.1:6379", None)):
+        monkeypatch.setenv("RAY_ADDRESS", cluster)
+        write_json(tmp_path / "summary.json", {})
+        shown = RunProgress(tmp_path, 2)
+        shown.started -= 50  # an attempt before, whose time the record has
+        record = {"wall_s": 150.0, "peak_memory_gib": peak_gib}
+        train.attempt(parse_job(["DEVICE=cpu"]), tmp_path, record, None, shown)
+        assert 150 <= record["wall_s"] < 170 and record["peak_memory_gib"] == peak_gib
+    assert [watchdog.reader.shared_ray for watchdog in watchdogs] == [False, True]
+
+
+def test_peak_memory_never_falls():
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        tree = ProcessTree(process, set(SHARED_MEMORY.glob("*")))
+        tree.measure()
+        assert tree.peak_gib > 0
+        tree.peak_gib = 1000.0
+        tree.measure()
+        process.kill()
+    assert tree.peak_gib == 1000
 
 
 def test_time_and_memory_are_recorded_while_the_run_goes_on(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from lib.run.validation import platform_variables, refusal, validate
     "words, args, reason",
     [
         ([], "actor_rollout_ref.actor.ppo_mini_batch_size=64", "train_batch_size (32) must be >="),
+        ([], "trainer.n_gpus_per_node=3", "real_train_batch_size (256) must be divisible by"),  # an assertion of verl
         ([], "actor_rollout_ref.actor.fsdp_config.model_dtype=float16", "model_dtype=float16 with dtype=float16 makes"),
         (["RECIPE=flowrl"], "actor_rollout_ref.actor.flowrl.beta=0", "actor_rollout_ref.actor.flowrl.beta=0: must be"),
         (["RECIPE=flowrl_paper"], "actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.use_kl_loss="),

@@ -71,9 +71,10 @@ def test_table_lists_the_models_that_the_installed_vllm_refuses(tmp_path):
             assert support.reason.partition(": ")[2] == in_float16.partition(" Reason: ")[2].rstrip(".")
 
 
+@pytest.mark.parametrize("table", [LISTED, LISTED.replace(" =", ": dict[str, str] =")], ids=["plain", "annotated"])
 @pytest.mark.parametrize("file", ["config.py", "config/__init__.py", "config/model.py"])
-def test_table_is_read_from_each_layout_of_vllm(file, tmp_path):
-    root = site(tmp_path / "site", LISTED, file)
+def test_table_is_read_from_each_layout_of_vllm(file, table, tmp_path):
+    root = site(tmp_path / "site", table, file)
     refused = float16_support(str(folder(tmp_path / "glm", "glm4")), root)
     assert refused == Float16Support(False, "vLLM 0.9.1 refuses glm4 models in float16: Unstable")
     assert float16_support(str(folder(tmp_path / "qwen", "qwen2")), root).supported is True
@@ -94,14 +95,16 @@ def test_support_is_unknown_without_a_config_or_vllm(tmp_path, monkeypatch):
     assert float16_support(model, tmp_path) == Float16Support(None, "no vLLM is installed here")
 
 
-def test_hub_model_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("variable", "place"), [("HF_HOME", "."), ("HF_HUB_CACHE", "hub")])
+def test_hub_model_is_looked_up_in_the_local_cache(variable, place, tmp_path, monkeypatch):
     cached = tmp_path / "hub/models--google--gemma-2-2b"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text("abc123")
     (cached / "snapshots").mkdir()
     folder(cached / "snapshots/abc123", "gemma2")
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for name in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / place))
     assert float16_support("google/gemma-2-2b").supported is False
 
 
@@ -183,11 +186,24 @@ def test_run_is_refused_before_anything_starts(words, gemma, tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    [["PRECISION=bf16"], ["PRECISION=fp32"], [f"ARGS={ROLLOUT}.dtype=bfloat16"], [f"ARGS={ROLLOUT}.name=sglang"]],
+    [
+        ["PRECISION=bf16"],
+        ["PRECISION=fp32"],
+        [f"ARGS={ROLLOUT}.dtype=bfloat16"],
+        [f"ARGS={ROLLOUT}.name=sglang"],
+        [f"ARGS=+{ROLLOUT}.engine_kwargs.vllm.dtype=bfloat16"],
+    ],
 )
 def test_run_that_vllm_supports_is_not_refused(words, gemma, tmp_path):
     job = parse_job(["DEVICE=cpu", "STEPS=1", f"MODEL={gemma}", *words])
     check_rollout(job, compose(job, tmp_path))
+
+
+def test_dtype_among_vllms_own_arguments_is_checked(gemma, tmp_path):
+    args = f"ARGS=+{ROLLOUT}.engine_kwargs.vllm.dtype=half"
+    job = parse_job(["DEVICE=cpu", f"MODEL={gemma}", "PRECISION=bf16", args])
+    with pytest.raises(Refused, match=f"^MODEL={gemma}: vLLM .* refuses gemma2 models in float16"):
+        check_rollout(job, compose(job, tmp_path))
 
 
 def test_probe_by_vllm_is_refused_and_one_by_hf_reports_it(gemma, tmp_path, capsys):

@@ -1,0 +1,160 @@
+"""``make submit``: refusals, the files that a job carries to the nodes, and its end."""
+
+import json
+import shlex
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import ray
+from ray.job_submission import JobStatus
+
+import submit
+from lib.errors import Refused
+from lib.paths import REPO
+from lib.run.job import Job, parse_job
+
+HEAD = "http://127.0.0.1:8265"
+
+
+@pytest.fixture
+def job(monkeypatch, tmp_path) -> Job:
+    monkeypatch.setenv("RAY_ADDRESS", HEAD)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody_else")
+    return parse_job(["DEVICE=cpu", f"OUT={tmp_path}/run", "STEPS=2", "RETRIES=1", "ARGS=trainer.nnodes=2"])
+
+
+def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, patched, imported, tmp_path):
+    imported(patched)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    submission = submit.prepare(job, scratch)
+    assert submission.entrypoint == (
+        "python3 scripts/run.py EXPERIMENT=arithmetic PRECISION=fp16 ALGO=grpo DEVICE=cpu SEED=1 ARGS=trainer.nnodes=2 "
+        f"STEPS=2 OUT={tmp_path}/run RETRIES=1"
+    )
+    assert submission.runtime_env == {
+        "working_dir": str(scratch),
+        "py_modules": [str(patched / "verl")],
+        "excludes": ["__pycache__"],
+    }
+    assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
+    assert not list(scratch.rglob("__pycache__"))
+    done = subprocess.run(  # it accepts the words when run there by a Python without packages
+        [sys.executable, "-S", "-m", "lib.run.job", *submission.entrypoint.split()[2:]], cwd=scratch / "scripts"
+    )
+    assert done.returncode == 0
+
+
+def test_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
+    imported(pristine)
+    with pytest.raises(Refused, match=f"^CARRY=yes: {pristine}/verl: pristine: "):
+        submit.prepare(job, tmp_path)
+    own = submit.prepare(replace(job, carry=False, seed=0, retries=0), tmp_path)
+    assert own.runtime_env == {} and own.entrypoint.startswith(f"{sys.executable} {REPO}/scripts/run.py ")
+    assert {"SEED=0", "RETRIES=0"} <= {*shlex.split(own.entrypoint)}, "0 is a value, not a missing one"
+
+
+def test_dry_run_shows_the_submission_and_does_nothing(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # no server listens there
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    assert submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"]) == 0
+    shown = "".join(capsys.readouterr())
+    assert "would submit to http://127.0.0.1:1: python3 scripts/run.py " in shown and f"OUT={out}" in shown
+    assert "carries verl 0.9.1 with stack " in shown and "MiB" in shown
+    assert "0123456789abcdef" not in shown
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "git_token"]
+)
+def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
+    monkeypatch.setenv(name, "hf_of_nobody_else")
+    with pytest.raises(Refused, match=f"^{name}: its value is part of the command line") as refusal:
+        submit.main(["DEVICE=cpu", "ARGS=+trainer.token=hf_of_nobody_else"])
+    assert "hf_of_nobody_else" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("address", ["", "auto", "127.0.0.1:6379"])
+def test_address_without_a_dashboard_is_refused(address, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be the URL of the cluster's dashboard"):
+        submit.main(["--dry-run", "DEVICE=cpu", "OUT=/out"])
+
+
+class DyingHead(BaseHTTPRequestHandler):
+    """A dashboard that reports its version and hangs up on everything else."""
+
+    def do_GET(self) -> None:
+        if self.path == "/api/version":
+            content = json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": ""}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    def do_POST(self) -> None:
+        self.close_connection = True
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+def test_head_that_fails_during_submission_is_reported_in_one_line(tmp_path, monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), DyingHead) as head:
+        threading.Thread(target=head.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{head.server_port}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: connection failed ") as refusal:
+            submit.main(["DEVICE=cpu", "CARRY=no", f"OUT={tmp_path}/run"])
+        head.shutdown()
+    assert "\n" not in str(refusal.value)
+
+
+def test_submission_is_refused_as_the_run_would_be(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", HEAD)
+    (tmp_path / "thesis.tex").touch()
+    word = "ARGS=actor_rollout_ref.actor.ppo_mini_batch_size=64"
+    for words, refusal in (
+        ([f"OUT={tmp_path}"], f"^OUT={tmp_path}: is not empty and contains no run"),
+        ([f"OUT={tmp_path}/run", word], f"^{word}: train_batch_size .32. must be >="),
+    ):
+        with pytest.raises(Refused, match=refusal):
+            submit.main(["--dry-run", "DEVICE=cpu", "CARRY=no", *words])
+
+
+class Client:
+    """A client of a cluster on which each job has the same end."""
+
+    def __init__(self, end: JobStatus):
+        self.end = end
+
+    def submit_job(self, entrypoint: str, runtime_env: dict) -> str:
+        return "job-1"
+
+    def get_address(self) -> str:
+        return HEAD
+
+    async def tail_job_logs(self, job_id: str):
+        yield f"log of {job_id}\n"
+
+    def get_job_status(self, job_id: str) -> JobStatus:
+        return self.end
+
+
+@pytest.mark.parametrize(("end", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("STOPPED", 1)])
+def test_exit_code_is_the_jobs(end, code, capsys):
+    assert submit.submit(Client(JobStatus(end)), submit.Submission("true", {}, ()), HEAD) == code
+    assert capsys.readouterr().out.splitlines()[1:] == ["log of job-1"]
+
+
+@pytest.mark.parametrize("out", ["", "outputs/run"])
+def test_carried_job_needs_an_absolute_out(out, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", HEAD)
+    with pytest.raises(Refused, match=f"^OUT={out}: must be an absolute path on storage shared by all nodes"):
+        submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"])

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lib.doctor.config import leaves, load_config
@@ -57,7 +57,7 @@ class Diagnosis:
             "verl": verl,
             "hops": {name: hop.effective_dtype for name, hop in self.hops.items()},
             "scaler": dict(self.scaler),
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [finding.json() for finding in self.findings],
             "refused": self.refused,
             "verdict": self.verdict,
             "sentence": self.sentence,
@@ -128,7 +128,7 @@ def unread_keys(resolver: DtypeResolver) -> Iterator[Finding]:
             actor, rollout = (resolver.effective_dtype(name) for name in ("actor.compute", "rollout.weights"))
             effect += f": trains in {actor}, rolls out in {rollout}"
             mend = f"{KEYS} brings the overlay: {tree.apply_command}"
-        yield Finding(key, value, effect, mend)
+        yield Finding(key, value, effect, mend, applies=False)
 
 
 def judge(resolver: DtypeResolver) -> tuple[str, str]:

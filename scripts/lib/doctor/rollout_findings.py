@@ -21,7 +21,7 @@ def requested_dtype(resolver: DtypeResolver) -> Iterator[Finding]:
     value, requested = get(key), key in resolver.config.user_keys
     if get(f"{ROLLOUT}.name") == "hf" and logits not in (UNKNOWN, server_dtype(value)) and requested:
         effect = f"is ignored by the hf rollout of {tree.name}: samples in {logits}"
-        yield Finding(key, value, effect, f"{GENERATE}: {tree.apply_command}")
+        yield Finding(key, value, effect, f"{GENERATE}: {tree.apply_command}", applies=False)
     elif value == "auto":
         which = f"here {weights}" if weights != UNKNOWN else "not known before it is loaded"
         yield Finding(key, value, f"takes the dtype of the model's config.json, {which}", f"{key}=float16 or bfloat16")

@@ -11,7 +11,6 @@ that take a fixed few.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import os
 import signal
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import setup_env
-from lib.cli import gpu_present, help_requested, one_of, parse_words, shell_words
+from lib.cli import alternatives, gpu_present, help_requested, one_of, parse_words, shell_words
 from lib.doctor.interpreter import find_interpreter
 from lib.errors import Refused
 from lib.paths import REPO
@@ -52,6 +51,13 @@ class Command:
     takes: tuple[str, ...] | None = None
     device: bool = False
     environment: bool = True
+
+    @property
+    def file(self) -> Path:
+        """Return the path of ``script``."""
+        if self.script.endswith(".py"):
+            return REPO / "scripts" / self.script
+        return REPO / f"{self.script.replace('.', '/')}.py"
 
 
 def words(values: Mapping[str, str]) -> list[str]:
@@ -197,12 +203,9 @@ def help_command(name: str) -> None:
     if command.takes is not None:
         variables = [f"{each}=…" for each in command.takes]
         print(" ".join(["usage: make", name, *variables]), flush=True)
-    file = REPO / "scripts" / command.script
-    if not command.script.endswith(".py"):
-        file = REPO / f"{command.script.replace('.', '/')}.py"
     if command.parser or not command.environment:
-        os.execv(sys.executable, [sys.executable, str(file), "--help"])
-    print(ast.get_docstring(ast.parse(file.read_text())))  # its own parser imports packages of the environment
+        os.execv(sys.executable, [sys.executable, str(command.file), "--help"])
+    print(ast.get_docstring(ast.parse(command.file.read_text())))  # its own parser imports packages of the environment
 
 
 def main(arguments: list[str]) -> None:
@@ -216,9 +219,7 @@ def main(arguments: list[str]) -> None:
         return
     name, *typed = arguments
     if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {nearest[0]}? The commands are" if nearest else "the commands are"
-        raise Refused(f"is not a command; {hint} {', '.join(COMMANDS)}")
+        raise Refused(f"is not a command; {alternatives(name, COMMANDS, 'commands')}")
     command = COMMANDS[name]
     if help_requested(typed):
         help_command(name)
@@ -245,7 +246,7 @@ def main(arguments: list[str]) -> None:
     if name == "setup":
         return
     if command.script.endswith(".py"):
-        target = [str(REPO / "scripts" / command.script)]
+        target = [str(command.file)]
     else:
         target = ["-m", command.script]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))

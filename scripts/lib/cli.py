@@ -37,6 +37,13 @@ def help_requested(words: Iterable[str]) -> bool:
     return not {"--help", "-h"}.isdisjoint(words)
 
 
+def alternatives(word: str, allowed: Iterable[str], kind: str) -> str:
+    """Return the end of a refusal: the nearest to ``word``, if one is near, and all that are allowed."""
+    names = list(allowed)
+    nearest = difflib.get_close_matches(word, names, n=1)
+    return f"{f'did you mean {nearest[0]}? The' if nearest else 'the'} {kind} are {', '.join(names)}"
+
+
 def parse_words(words: Iterable[str], variables: Iterable[str]) -> dict[str, str]:
     """Return the values of ``NAME=VALUE`` words by name; an empty value counts as not set.
 
@@ -47,9 +54,8 @@ def parse_words(words: Iterable[str], variables: Iterable[str]) -> dict[str, str
     names = list(variables)
     for name in values:
         if name not in names:
-            nearest = difflib.get_close_matches(name.upper(), names, n=1)
-            hint = f"did you mean {nearest[0]}? The variables are" if nearest else "the variables are"
-            raise Refused(f"{name}: is not a variable of this command; {hint} {', '.join(names)}")
+            allowed = alternatives(name.upper(), names, "variables")
+            raise Refused(f"{name}: is not a variable of this command; {allowed}")
     return {name: value for name, value in values.items() if value}
 
 

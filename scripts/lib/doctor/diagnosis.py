@@ -2,12 +2,12 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lib.doctor.config import leaves, load_config
 from lib.doctor.dtype_rules import KEYS, UNKNOWN
-from lib.doctor.finding import UNREAD, Finding
+from lib.doctor.finding import Finding
 from lib.doctor.refusals import refusal, unknown_keys
 from lib.doctor.resolver import HOPS, ROLLOUT, SPELLINGS, DtypeResolver, Hop
 from lib.doctor.rollout_findings import rollout_findings, wire_is_lossy
@@ -57,7 +57,7 @@ class Diagnosis:
             "verl": verl,
             "hops": {name: hop.effective_dtype for name, hop in self.hops.items()},
             "scaler": dict(self.scaler),
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [finding.json() for finding in self.findings],
             "refused": self.refused,
             "verdict": self.verdict,
             "sentence": self.sentence,
@@ -119,7 +119,7 @@ def unread_keys(resolver: DtypeResolver) -> Iterator[Finding]:
     tree, groups = resolver.tree, sorted(each.name for each in CONFIGS.iterdir())
     for key in sorted(resolver.config.unread_keys):
         value = resolver.config.get(key)
-        effect = f"{UNREAD} in {tree.name}"
+        effect = f"is a key that nothing reads in {tree.name}"
         near = difflib.get_close_matches(key, groups, n=1)
         mend = f"hydra.searchpath=['file://{CONFIGS}']" if key in groups else f"remove +{key}={value}"
         if key not in groups and near:
@@ -128,7 +128,7 @@ def unread_keys(resolver: DtypeResolver) -> Iterator[Finding]:
             actor, rollout = (resolver.effective_dtype(name) for name in ("actor.compute", "rollout.weights"))
             effect += f": trains in {actor}, rolls out in {rollout}"
             mend = f"{KEYS} brings the overlay: {tree.apply_command}"
-        yield Finding(key, value, effect, mend)
+        yield Finding(key, value, effect, mend, applies=False)
 
 
 def judge(resolver: DtypeResolver) -> tuple[str, str]:

@@ -5,8 +5,6 @@ from typing import Any
 
 from lib.cli import options
 
-# How the effect of a requested dtype that does not apply begins.
-IGNORED, UNREAD, HALF = UNHEEDED = ("is ignored by", "is a key that nothing reads", "reaches only one half")
 # The ends of the keys that request a dtype to compute in, or a regime.
 DTYPE_KEYS = ("dtype", "param_dtype", "precision")
 
@@ -19,15 +17,21 @@ class Finding:
         key, value: what it is about.
         effect: what that does, a clause whose subject they are.
         mend: the command or the override that mends it.
+        applies: whether verl does with ``value`` what it requests.
     """
 
     key: str
     value: Any
     effect: str
     mend: str
+    applies: bool = True
 
     @property
     def unheeded(self) -> bool:
         """True if a dtype was requested, by a key of its own or by a regime, misspelt or not, and does not apply."""
         requests_dtype = self.key.rpartition(".")[2] in DTYPE_KEYS or self.value in options("precision")
-        return requests_dtype and self.effect.startswith(UNHEEDED)
+        return requests_dtype and not self.applies
+
+    def json(self) -> dict[str, Any]:
+        """Return the finding in ``doctor --json``."""
+        return {"key": self.key, "value": self.value, "effect": self.effect, "mend": self.mend}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lib.doctor.dtype_rules import GENERATE, SEND, UNKNOWN
-from lib.doctor.finding import IGNORED, Finding
+from lib.doctor.finding import Finding
 from lib.doctor.resolver import ROLLOUT, SIXTEEN_BITS, SPELLINGS, DtypeResolver, server_dtype
 
 
@@ -20,8 +20,8 @@ def requested_dtype(resolver: DtypeResolver) -> Iterator[Finding]:
     weights, logits = (resolver.effective_dtype(f"rollout.{what}") for what in ("weights", "logits"))
     value, requested = get(key), key in resolver.config.user_keys
     if get(f"{ROLLOUT}.name") == "hf" and logits not in (UNKNOWN, server_dtype(value)) and requested:
-        effect = f"{IGNORED} the hf rollout of {tree.name}: samples in {logits}"
-        yield Finding(key, value, effect, f"{GENERATE}: {tree.apply_command}")
+        effect = f"is ignored by the hf rollout of {tree.name}: samples in {logits}"
+        yield Finding(key, value, effect, f"{GENERATE}: {tree.apply_command}", applies=False)
     elif value == "auto":
         which = f"here {weights}" if weights != UNKNOWN else "not known before it is loaded"
         yield Finding(key, value, f"takes the dtype of the model's config.json, {which}", f"{key}=float16 or bfloat16")

@@ -6,7 +6,7 @@ from typing import Any
 from lib.doctor import dtype_rules
 from lib.doctor.config import select
 from lib.doctor.dtype_rules import UNKNOWN, rule_for
-from lib.doctor.finding import HALF, IGNORED, Finding
+from lib.doctor.finding import Finding
 from lib.doctor.resolver import ROLES, SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS, DtypeResolver
 
 WORK = {"actor": "trains", "critic": "trains", "ref": "computes", "reward_model": "scores"}
@@ -44,7 +44,8 @@ def ignored_dtypes(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
     if role == "reward_model" and (server_key := resolver.reward_server_key()):
         dtype = resolver.effective_dtype("reward_model.compute")
         for key, value in requested.items():
-            yield Finding(key, value, f"{IGNORED} {name}: a server scores in {dtype}", f"{server_key}={value}")
+            effect = f"is ignored by {name}: a server scores in {dtype}"
+            yield Finding(key, value, effect, f"{server_key}={value}", applies=False)
         return
     compute = resolver.effective_dtype(f"{role}.compute")
     autocast = resolver.effective_dtype(f"{role}.autocast") if role != "reward_model" else compute
@@ -58,7 +59,7 @@ def ignored_dtypes(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
         mend = f"{rule.patch or dtype_rules.COMPUTE}: {resolver.tree.apply_command}"
         if not resolver.legacy and resolver.implementation(role) == "engine" and dtype:
             mend += f"; or +{resolver.engine_node(role)}.mixed_precision.param_dtype={value}"
-        yield Finding(key, value, f"{IGNORED} {name}: {WORK[role]} in {compute}", mend)
+        yield Finding(key, value, f"is ignored by {name}: {WORK[role]} in {compute}", mend, applies=False)
 
 
 def split_dtypes(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
@@ -72,9 +73,10 @@ def split_dtypes(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
         yield Finding(
             key,
             value,
-            f"{HALF} of {resolver.tree.name}: the {role}'s weights are cast to {compute} and its "
+            f"reaches only one half of {resolver.tree.name}: the {role}'s weights are cast to {compute} and its "
             f"autocast computes in {autocast}",
             f"{dtype_rules.COMPUTE}: {resolver.tree.apply_command}",
+            applies=False,
         )
 
 
@@ -101,7 +103,8 @@ def loss_scaling(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
     for key in sorted(key for key in resolver.config.user_keys if key.startswith(f"{node}.grad_scaler")):
         if scaler is None or not scaler["saved"]:
             why = "the loss is not scaled" if scaler is None else "its scaler's settings are fixed"
-            yield Finding(key, select(resolver.config.values, key), f"{IGNORED} {name}: {why}", mend)
+            value = select(resolver.config.values, key)
+            yield Finding(key, value, f"is ignored by {name}: {why}", mend, applies=False)
     dtypes = [resolver.effective_dtype(f"{role}.{what}") for what in ("compute", "autocast")]
     if "float16" in dtypes and scaler is None:
         key, value = next(iter(resolver.requested_dtypes(role).items()), (f"{node}.dtype", "float16"))

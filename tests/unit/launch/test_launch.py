@@ -124,6 +124,9 @@ def test_preset_has_the_papers_settings(data):
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
+ALL_BUT_THE_JOB = f'[[ $1 == */run.py ]] || exec {sys.executable} "$@"'  # the body of a python3
+
+
 class Machine:
     """A folder of stubs on PATH. Each writes its arguments and environment to ``NAME.json`` and runs its body."""
 
@@ -192,7 +195,7 @@ SLURM_JOB_ID=7 SLURM_JOB_NODELIST='node[1-2]' exec sh {spool}/slurm_script""",
     )
     machine.program(
         "python3",
-        f"""[[ $1 == */run.py ]] || exec {sys.executable} "$@"
+        f"""{ALL_BUT_THE_JOB}
 for word in "$@"; do
   case "$word" in OUT=*) mkdir -p "${{word#OUT=}}"; echo {{}} > "${{word#OUT=}}/summary.json" ;; esac
 done""",
@@ -394,7 +397,7 @@ def test_slurm_passes_on_the_token_that_the_head_requires(token, slurm, tmp_path
 
 def test_slurm_derives_the_same_default_out_from_the_same_knobs(slurm):
     """The same command and a requeued job resume: the folder follows from the knobs."""
-    slurm.program("python3", f'[[ $1 == */run.py ]] || exec {sys.executable} "$@"; exit 1')
+    slurm.program("python3", f"{ALL_BUT_THE_JOB}; exit 1")
     folders = []
     for seed in (1, 1, 2):
         slurm.run("rm", "-rf", slurm.folder / "spool")

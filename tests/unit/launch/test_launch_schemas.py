@@ -7,13 +7,12 @@ import copy
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
-from test_launch import IMAGE, LAUNCH, OVERRIDES, SECRET, Machine, job_of, machine  # noqa: F401
+from test_launch import ALL_BUT_THE_JOB, IMAGE, LAUNCH, OVERRIDES, SECRET, Machine, job_of, machine  # noqa: F401
 
 from lib.paths import REPO
 from lib.run.train import GAVE_UP
@@ -237,7 +236,7 @@ def test_rayjob_requests_what_the_knobs_set(rayjob):
 
 def test_environment_of_the_pod_becomes_the_job(rayjob, machine):  # noqa: F811
     """The RayJob's entrypoint runs on the head's pod, with its environment and the RAY_ADDRESS that Ray gives a job."""
-    machine.program("python3", PASSES)
+    machine.program("python3", ALL_BUT_THE_JOB)
     environment, of_workers = (pod["containers"][0].get("env") for pod in pods(rayjob))
     assert of_workers == environment, "a worker loads the model and logs as the head does"
     plain = {each["name"]: each["value"] for each in environment if "value" in each}
@@ -248,10 +247,6 @@ def test_environment_of_the_pod_becomes_the_job(rayjob, machine):  # noqa: F811
     assert {*plain} == {*knobs(), "HF_HOME"}, "an omitted knob would silently have its default"
     assert rayjob["spec"]["entrypoint"] == "/opt/verl-precision/scripts/launch/train.sh"
     check_the_job(machine, LAUNCH / "train.sh", plain | {"RAY_ADDRESS": "10.0.0.7:6379"})
-
-
-# A ``python3`` that runs all but the job.
-PASSES = f'[[ $1 == */run.py ]] || exec {sys.executable} "$@"'
 
 
 def check_the_job(machine: Machine, script: Path | str, environment: dict[str, str]) -> None:  # noqa: F811
@@ -302,7 +297,7 @@ def test_skypilot_task_trains_on_its_head(rank, machine):  # noqa: F811
     started.parent.mkdir(parents=True)
     started.write_text("#!/bin/bash\necho started\n")
     started.chmod(0o755)
-    machine.program("python3", PASSES)
+    machine.program("python3", ALL_BUT_THE_JOB)
     run = machine.folder / "run.sh"  # as SkyPilot does on every node
     run.write_text("#!/bin/bash\n" + task["run"].replace("/opt/verl-precision/scripts", str(REPO / "scripts")))
     run.chmod(0o755)

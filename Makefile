@@ -95,9 +95,9 @@ matrix: python       ## write the recorded outcomes into README.md as the suppor
 test-all: python      ## run every test: all releases, all configurations of the doctor, whole jobs
 	$(SETUP) browser $(DEVICE) workers
 	@exec $(PYTEST) -m "$(if $(filter cuda,$(DEVICE)),slow or not slow,not gpu)"
-test-quick: python    ## run the tests without the end-to-end runs and the other releases
-	$(SETUP) browser $(DEVICE)
-	@exec $(PYTEST) -m "not slow and not gpu and not e2e and not releases"
+test-quick: python    ## run the tests that start neither torch nor Ray
+	$(SETUP) $(DEVICE)
+	@exec $(PYTEST) -m "not slow and not gpu and not subprocess" tests/unit
 test-releases: python ## run the conformance suite on every release of verl, and record the outcome
 	$(SETUP) $(DEVICE) workers
 	@exec $(BIN)/python -m pytest tests/conformance/verl --write-results

@@ -1,18 +1,18 @@
 """Put known defects into the project, one at a time: each must fail a test.
 
 tests/mutants/AREA.toml lists them. A mutant is tried in a copy of the checkout, or in a patched release, against the
-tests that it names or that import its file. An interrupted run goes on where it was; a mutant is tried again when it,
-its file or its tests have changed. A run of all mutants writes docs/mutants.md. Exit code: 0 every mutant was killed or
-is shown to be equivalent, 1 one survived or could not be tried, 2 usage.
+tests that it names or that import its file; the one that killed it last goes first. An interrupted run goes on where it
+was; a mutant is tried again when it, its file or its tests have changed. A run of all mutants writes docs/mutants.md.
+Exit code: 0 every mutant was killed or is shown to be equivalent, 1 one survived or could not be tried, 2 usage.
 """
 
 import argparse
 import sys
 
 from lib.errors import Refused
-from lib.mutants.document import document, survived
+from lib.mutants.document import document, killers, survived
 from lib.mutants.table import Mutant, choose, load
-from lib.mutants.trial import Outcome, try_mutants
+from lib.mutants.trial import Outcome, Outcomes, try_mutants
 from lib.paths import REPO
 
 DOCUMENT = REPO / "docs/mutants.md"
@@ -34,13 +34,14 @@ def main(words: list[str]) -> int:
 
         def show(mutant: Mutant, outcome: Outcome) -> None:
             tried.append(mutant.name)
-            result = f"killed by {outcome.killer}" if outcome.killer else "survived"
+            result = f"killed by {outcome.killer}" if outcome.killer else "survived, equivalent"
             if survived(mutant, outcome):
-                result = "SURVIVED"
+                result = f"NOT TRIED: {outcome.problem}" if outcome.problem else "SURVIVED"
             name = f"{mutant.area}/{mutant.name}"
             print(f"{len(tried)}/{len(mutants)} {name}: {result} ({outcome.seconds:.0f} s)", flush=True)
 
-        outcomes = try_mutants(mutants, min(options.jobs, len(mutants)), show)
+        known = Outcomes(hints=killers(DOCUMENT.read_text()) if DOCUMENT.exists() else {})
+        outcomes = try_mutants(mutants, min(options.jobs, len(mutants)), show, known)
     except Refused as refusal:
         print(f"mutants: {refusal}", file=sys.stderr)
         return 1

@@ -1,5 +1,6 @@
 """``scripts/mutants.py``: the tables fit the files, tests are selected by imports, and survivors are reported."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,11 +13,11 @@ import mutants
 from lib.errors import Refused
 from lib.mutants import trial
 from lib.mutants import workspace as workspace_module
-from lib.mutants.document import document
+from lib.mutants.document import document, killers, survived
 from lib.mutants.selection import select_tests
 from lib.mutants.table import Mutant, choose, load
 from lib.mutants.trial import Outcome, Outcomes, try_mutants
-from lib.mutants.workspace import OF_THE_TABLES, Workspace
+from lib.mutants.workspace import LATE, OF_THE_TABLES, Workspace
 from lib.paths import REPO
 
 TABLE = load()
@@ -46,20 +47,22 @@ def workspace(tmp_path_factory) -> Workspace:
     return Workspace(tmp_path_factory.mktemp("workspace"))
 
 
-@pytest.mark.parametrize("mutant", TABLE, ids=lambda mutant: mutant.name)
-def test_every_mutant_changes_the_program(mutant, workspace):
-    file = workspace.file(mutant)
-    source = mutant.source(file)
-    assert source != file.read_text()
-    if mutant.file.endswith(".py"):
-        compile(source, mutant.file, "exec")
-    assert mutant.tests or select_tests(mutant.file, REPO)
+@pytest.mark.parametrize("area", dict.fromkeys(mutant.area for mutant in TABLE))
+def test_every_mutant_changes_the_program(area, workspace):
+    for mutant in choose(TABLE, area):
+        file = workspace.file(mutant)
+        source = mutant.source(file)
+        assert source != file.read_text(), mutant.name
+        if mutant.file.endswith(".py"):
+            compile(source, mutant.name, "exec")
+        assert mutant.tests or select_tests(mutant.file, REPO)
 
 
 def test_mutants_are_distinct():
     assert len({(mutant.file, mutant.release, mutant.replace, mutant.by) for mutant in TABLE}) == len(TABLE)
 
 
+@pytest.mark.subprocess
 def test_every_test_of_the_tables_exists():
     tests = {test for mutant in TABLE for test in mutant.tests}
     done = subprocess.run(
@@ -85,6 +88,7 @@ def test_tests_are_selected_by_imports_the_nearest_first():
         select_tests("Makefile", REPO)
 
 
+@pytest.mark.subprocess
 def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypatch):
     kept, shown = Outcomes(tmp_path / "outcomes.json"), []
     expected = {"harmless": "", "deadly": DEADLY.tests[0], "separator": OF_THIS_CHECKOUT.tests[0]}
@@ -95,7 +99,7 @@ def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypat
     monkeypatch.setattr(Workspace, "first_failure", lambda *_: pytest.fail("is tried again"))
     again = try_mutants(pool, 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json"))
     assert again == outcomes
-    with pytest.raises(pytest.fail.Exception):
+    with pytest.raises(pytest.fail.Exception, match="is tried again"):
         try_mutants([replace(DEADLY, by="if taken == skipped == 2:")], 1, lambda *_: None, kept)
 
 
@@ -118,7 +122,7 @@ def test_command_fails_on_a_survivor_that_is_not_equivalent(monkeypatch, tmp_pat
     monkeypatch.setattr(mutants, "DOCUMENT", tmp_path / "mutants.md")
     known = {"harmless": "", "deadly": "tests/a.py::test_b", "same": ""}
 
-    def tried(chosen, jobs, show):
+    def tried(chosen, jobs, show, outcomes):
         outcomes = {mutant.name: Outcome(known[mutant.name], 1) for mutant in chosen}
         for mutant in chosen:
             show(mutant, outcomes[mutant.name])
@@ -137,8 +141,11 @@ def test_command_fails_on_a_survivor_that_is_not_equivalent(monkeypatch, tmp_pat
 
 
 def test_document_escapes_the_columns_of_its_tables():
-    text = document([replace(HARMLESS, defect="`a | b`")], {"harmless": Outcome("tests/a.py::test_b[x|y]", 1)})
+    killed = {"harmless": Outcome("tests/a.py::test_b[x|y]", 1), "deadly": Outcome("", 0, "pytest ended with 4")}
+    text = document([replace(HARMLESS, defect="`a | b`"), DEADLY], killed)
     assert "| harmless | `a \\| b` | nowhere | `a.py::test_b[x\\|y]` |" in text
+    assert "| deadly | none | nowhere | **not tried** |" in text and "| [verl](#verl) | 2 | 1 | 0 | 1 |" in text
+    assert killers(text) == {"harmless": "tests/a.py::test_b[x|y]"}
 
 
 @pytest.mark.parametrize(
@@ -159,27 +166,40 @@ def test_wrong_tables_are_refused(entries, refusal, tmp_path):
         load(tmp_path)
 
 
+def trial_of(mutant: Mutant, tmp_path: Path, hints: dict[str, str] | None = None) -> Outcome:
+    """Try one mutant that nothing is known of but ``hints``."""
+    return try_mutants([mutant], 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json", hints))[mutant.name]
+
+
 @pytest.mark.parametrize(
-    ("mutant", "refusal"),
+    ("mutant", "problem"),
     [
-        (
-            replace(HARMLESS, replace="no such text"),
-            "harmless: its text occurs 0 times in verl/utils/",
-        ),
+        (replace(HARMLESS, replace="no such text"), "harmless: its text occurs 0 times in verl/utils/"),
         (replace(HARMLESS, replace="skipped"), r"harmless: its text occurs \d\d+ times"),
         (replace(HARMLESS, tests=("tests/engine/test_accounting.py::test_of_no_such_name",)), "pytest ended with 4"),
         (replace(OF_THIS_CHECKOUT, tests=(OF_THE_TABLES,)), "pytest ended with 5"),
     ],
 )
-def test_mutant_that_cannot_be_judged_is_refused(mutant, refusal, tmp_path):
-    with pytest.raises(Refused, match=refusal):
-        try_mutants([mutant], 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json"))
+def test_mutant_that_cannot_be_judged_is_a_problem(mutant, problem, tmp_path):
+    outcome = trial_of(mutant, tmp_path)
+    assert re.search(problem, outcome.problem) and survived(mutant, outcome)
+    assert not (tmp_path / "outcomes.json").exists(), "it is tried again"
 
 
-def test_killer_that_fails_without_the_mutant_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tests[0])
-    with pytest.raises(Refused, match="has_no_metrics fails without the mutant, too"):
-        try_mutants([HARMLESS], 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json"))
+@pytest.mark.parametrize("end", ["", " (stuck)", LATE])
+def test_killer_that_fails_without_the_mutant_is_a_problem(end, tmp_path, monkeypatch):
+    monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tests[0] + end)
+    assert f"has_no_metrics{end} fails without the mutant, too" in trial_of(HARMLESS, tmp_path).problem
+
+
+def test_last_killer_goes_first_if_it_exists_and_others_follow(tmp_path, monkeypatch):
+    tried, (test,) = [], HARMLESS.tests
+    other, renamed = "tests/unit/test_mutants.py::test_mutants_are_distinct", "tests/unit/test_mutants.py::test_gone[1]"
+    monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tried.append(tuple(tests)))
+    for number, hint in enumerate((other, f"{other}[a]{LATE}", renamed, "tests/gone.py::test_a", "")):
+        (tmp_path / str(number)).mkdir()
+        trial_of(HARMLESS, tmp_path / str(number), {"harmless": hint})
+    assert tried == [(other,), (test,), (f"{other}[a]",), (test,), (test,), (test,), (test,)]
 
 
 def test_workspace_is_the_checkout_as_it_is(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Format the outcomes of all mutants as docs/mutants.md."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from lib.mutants.table import Mutant
@@ -9,18 +10,28 @@ HEAD = """\
 # Mutants
 
 Written by `make mutants`. Each mutant is one text of the project replaced by a defect (`tests/mutants/AREA.toml`); the
-test is the first to fail on it, and passes without it. (stuck): one rank waited for the other forever. Unless the
-mutant names its tests, those are tried from whose imports its file can be reached, the nearest first.
+test is the first to fail on it, and passes without it. (stuck): one rank waited for the other forever; (no end): the
+tests did not end within half an hour. Unless the mutant names its tests, those are tried from whose imports its file
+can be reached, the nearest first; the test that killed it last goes before all.
 """
+ROW = re.compile(r"\| ([a-z0-9-]+) \|.*\| `([^`]+)` \|")
 
 
 def survived(mutant: Mutant, outcome: Outcome) -> bool:
-    """Return whether a mutant lives that is not shown to be equivalent."""
-    return not outcome.killer and not mutant.equivalent
+    """Return whether a mutant lives that is not shown to be equivalent, or could not be tried."""
+    return bool(outcome.problem) or not outcome.killer and not mutant.equivalent
+
+
+def killers(text: str) -> dict[str, str]:
+    """Return the killer of each mutant by name from a document."""
+    rows = (ROW.fullmatch(line.replace("\\|", "|")) for line in text.splitlines())
+    return {row[1]: f"tests/{row[2]}" for row in rows if row}
 
 
 def verdict(mutant: Mutant, outcome: Outcome) -> str:
     """Return the last column of a mutant's row."""
+    if outcome.problem:
+        return "**not tried**"
     if outcome.killer:
         return f"`{outcome.killer.removeprefix('tests/')}`"
     return f"equivalent: {mutant.equivalent}" if mutant.equivalent else "**survived**"

@@ -4,7 +4,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from lib.errors import Refused
 from lib.files import write_json
 from lib.mutants.selection import select_tests
 from lib.mutants.table import Mutant
-from lib.mutants.workspace import Workspace
+from lib.mutants.workspace import LATE, Workspace
 from lib.paths import CACHE, REPO
 
 OUTCOMES = CACHE / "mutants/outcomes.json"
@@ -24,10 +24,17 @@ OUTCOMES = CACHE / "mutants/outcomes.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: the test that ``killer`` names fails on it and passes without it; empty: none does."""
+    """What became of a mutant.
+
+    Attributes:
+        killer: the test that fails on it and passes without it; empty: all pass.
+        seconds: how long that took.
+        problem: why it could not be tried; empty: it was.
+    """
 
     killer: str
     seconds: float
+    problem: str = ""
 
 
 def key(mutant: Mutant, file: Path, tests: Sequence[str]) -> str:
@@ -40,23 +47,49 @@ def key(mutant: Mutant, file: Path, tests: Sequence[str]) -> str:
 
 
 class Outcomes:
-    """The outcomes of earlier trials by key, in a file."""
+    """The latest outcome of every mutant by name, in a file, each with the key that it is valid under.
 
-    def __init__(self, file: Path = OUTCOMES) -> None:
-        self.file, self.lock = file, Lock()
+    Args:
+        hints: killers of earlier runs by name, to try first where the file has no outcome of a mutant.
+    """
+
+    def __init__(self, file: Path = OUTCOMES, hints: Mapping[str, str] | None = None) -> None:
+        self.file, self.lock, self.hints = file, Lock(), hints or {}
         self.known = json.loads(file.read_text()) if file.exists() else {}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.known
+    def get(self, name: str, key: str) -> Outcome | None:
+        """Return the outcome of a mutant; None: there is none, or under another key."""
+        entry = self.known.get(name, {})
+        return Outcome(entry["killer"], entry["seconds"]) if entry.get("key") == key else None
 
-    def __getitem__(self, name: str) -> Outcome:
-        return Outcome(**self.known[name])
+    def last_killer(self, name: str) -> str:
+        """Return the test that killed a mutant last, under whatever key; empty: none did."""
+        return self.known.get(name, {}).get("killer") or self.hints.get(name, "")
 
-    def __setitem__(self, name: str, outcome: Outcome) -> None:
+    def keep(self, name: str, key: str, outcome: Outcome) -> None:
+        """Write an outcome to the file."""
         with self.lock:
-            self.known[name] = asdict(outcome)
+            self.known[name] = {"key": key, "killer": outcome.killer, "seconds": outcome.seconds}
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.file, self.known)
+
+
+def find_killer(mutant: Mutant, space: Workspace, tests: Sequence[str], last: str) -> str:
+    """Return the first of ``tests`` that fails on a mutant, empty if all pass; the one that killed it last goes first.
+
+    Raises:
+        Refused: the mutant's text does not occur exactly once, or its tests did not run.
+    """
+    last = bare(last)
+    with space.mutated(mutant):
+        if last and space.contains(last) and (killer := space.first_failure([last], mutant)):
+            return killer
+        return space.first_failure(tests, mutant) or ""
+
+
+def bare(killer: str) -> str:
+    """Return the test of a killer, without what follows its id in parentheses."""
+    return killer.partition(" (")[0]
 
 
 def try_mutants(
@@ -67,16 +100,13 @@ def try_mutants(
     Args:
         jobs: the number of mutants that are tried at once.
         show: called for each outcome as it comes.
-
-    Raises:
-        Refused: a mutant's text does not occur exactly once, its tests did not run, or its killer fails without it.
     """
     outcomes = outcomes or Outcomes()
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
         workspaces = SimpleQueue()
         for number in range(jobs):
             workspaces.put(Workspace(Path(scratch) / str(number)))
-        passes: dict[str, bool] = {}  # by test: whether it passes without a mutant
+        passes: dict[str, bool] = {}  # by tests: whether they pass without a mutant
 
         @contextmanager
         def workspace() -> Iterator[Workspace]:
@@ -86,20 +116,29 @@ def try_mutants(
             finally:
                 workspaces.put(taken)
 
+        def judge(mutant: Mutant, space: Workspace) -> Outcome:
+            tests, begin = mutant.tests or select_tests(mutant.file, REPO), time.monotonic()
+            name = key(mutant, space.file(mutant), tests)
+            if known := outcomes.get(mutant.name, name):
+                return known
+            killer = find_killer(mutant, space, tests, outcomes.last_killer(mutant.name))
+            # All of them must end in time, where none did; else the killer alone.
+            again = tuple(tests) if killer.endswith(LATE) else (bare(killer),) if killer else ()
+            if again and again not in passes:
+                passes[again] = space.first_failure(again, mutant) is None
+            if again and not passes[again]:
+                raise Refused(f"{mutant.name}: {killer} fails without the mutant, too")
+            outcome = Outcome(killer, round(time.monotonic() - begin, 1))
+            outcomes.keep(mutant.name, name, outcome)
+            return outcome
+
         def try_one(mutant: Mutant) -> Outcome:
             with workspace() as space:
-                tests, begin = mutant.tests or select_tests(mutant.file, REPO), time.monotonic()
-                name = key(mutant, space.file(mutant), tests)
-                if name not in outcomes:
-                    with space.mutated(mutant):
-                        killer = space.first_failure(tests, mutant)
-                    test = (killer or "").removesuffix(" (stuck)")
-                    if test and test not in passes:
-                        passes[test] = space.first_failure([test], mutant) is None
-                    if test and not passes[test]:
-                        raise Refused(f"{mutant.name}: {test} fails without the mutant, too")
-                    outcomes[name] = Outcome(killer or "", round(time.monotonic() - begin, 1))
-                show(mutant, outcomes[name])
-                return outcomes[name]
+                try:
+                    outcome = judge(mutant, space)
+                except Refused as refusal:  # the others are tried all the same
+                    outcome = Outcome("", 0, str(refusal))
+                show(mutant, outcome)
+                return outcome
 
         return dict(zip((mutant.name for mutant in mutants), pool.map(try_one, mutants), strict=True))

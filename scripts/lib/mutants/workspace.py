@@ -17,7 +17,8 @@ from lib.paths import REPO
 
 # pytest's exit codes, 2 and (where a test is named) 4: of an import; with any other the tests did not run.
 NO_FAILURE, FAILURES = 0, (1, 2, 4)
-HANGS_S = 1800
+LIMIT_S = 1800
+LATE = " (no end)"  # what follows the id of a test that did not end within LIMIT_S
 SHARED = (".venv", ".venv-workers", ".cache")  # linked, not copied
 MARKERS = "not slow and not gpu and not e2e"
 # It fails on every mutant of this repository, whose text it does not find any more.
@@ -72,12 +73,18 @@ class Workspace:
         finally:
             file.write_text(original)
 
+    def contains(self, test: str) -> bool:
+        """Return whether the file of a test exists, and the function whose name its id has."""
+        file, _, name = test.partition("::")
+        function = name.partition("[")[0].rpartition("::")[2]
+        return (self.root / file).exists() and f"def {function}" in (self.root / file).read_text()
+
     def first_failure(self, tests: Sequence[str], mutant: Mutant) -> str | None:
         """Run tests, on the mutant's patched release if its file is in one, until one fails.
 
         Returns:
-            Its id, with "(stuck)" if a rank waited for another that never came or no test ended for half an hour;
-            None if all passed.
+            Its id, with " (stuck)" if a rank waited for another that never came, or that of the first with ``LATE`` if
+            they did not end within ``LIMIT_S``; None if all passed.
 
         Raises:
             Refused: the tests did not run, e.g. because a test does not exist.
@@ -91,10 +98,10 @@ class Workspace:
         environment = os.environ | {"COLUMNS": "1000", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(
-                [*command, *tests], cwd=self.root, env=environment, capture_output=True, text=True, timeout=HANGS_S
+                [*command, *tests], cwd=self.root, env=environment, capture_output=True, text=True, timeout=LIMIT_S
             )
         except subprocess.TimeoutExpired:
-            return f"{tests[0]} (stuck)"
+            return tests[0] + LATE
         if done.returncode == NO_FAILURE:
             return None
         summary = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]

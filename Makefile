@@ -30,7 +30,7 @@ python:
 run: python     ## set up and train in fp16 with verl, on this machine's GPU or CPU
 	$(COMMAND)
 test: python    ## set up and run the tests of this checkout
-	$(SETUP) browser $(DEVICE) workers
+	$(SETUP) $(DEVICE) workers
 	@exec $(PYTEST) -m "not slow and not gpu and not recorded"
 
 ##@ Patch verl or OAT elsewhere (VERL= or OAT=: a git checkout, an unpacked release or site-packages), with Python 3.10 and git alone
@@ -87,15 +87,15 @@ bench-amp: python    ## measure fp16 and bf16 outside verl, into docs/results:  
 	$(COMMAND)
 pr-branch: python    ## split the patches into branches for upstream in a clone of verl, and check them:  make pr-branch VERL=/path/to/clone
 	$(COMMAND)
-mutants: python      ## put known defects into patched verl, one at a time; each must fail a test  (ONLY=NAME: one of them)
+mutants: python      ## put known defects into the project, one at a time; each must fail a test:  make mutants ONLY='doctor probe'  (areas or names)
 	$(COMMAND)
 matrix: python       ## write the recorded outcomes into README.md as the support matrices
 	$(COMMAND)
 
-test-all: python      ## run every test: all releases, all configurations of the doctor, whole jobs
+test-all: python      ## run every test, in about an hour: all releases, all configurations of the doctor, whole jobs, a browser
 	$(SETUP) browser $(DEVICE) workers
 	@exec $(PYTEST) -m "$(if $(filter cuda,$(DEVICE)),slow or not slow,not gpu)"
-test-quick: python    ## run the tests that start neither torch nor Ray
+test-quick: python    ## run the tests that start no process of torch, verl or Ray, in two minutes
 	$(SETUP) $(DEVICE)
 	@exec $(PYTEST) -m "not slow and not gpu and not subprocess" tests/unit
 test-releases: python ## run the conformance suite on every release of verl, and record the outcome

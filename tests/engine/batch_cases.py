@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import torch
 from fsdp_worker import (
-    MODEL,
     RANK,
     batch,
     composed,
@@ -33,8 +32,7 @@ MASKED = [("all", "sft_loss"), ("all", "ppo_loss"), ("all", "value_loss"), ("ran
 def masked(where: str, loss: str):
     """Train with verl's own ``loss`` where no token of one micro-batch, of one rank or of all is in the loss mask."""
     worker = make_worker("critic" if loss == "value_loss" else "actor", grad_scaler=settings(init_scale=1024.0))
-    role = composed(f"critic.model.path={MODEL}", "critic.ppo_micro_batch_size_per_gpu=1")
-    config = role.critic if loss == "value_loss" else role.actor_rollout_ref.actor
+    config = composed().critic if loss == "value_loss" else composed().actor_rollout_ref.actor
     config = None if loss == "sft_loss" else omega_conf_to_dataclass(config)
     worker.set_loss_fn(partial(getattr(losses, loss), config=config))
 
@@ -72,10 +70,6 @@ def numbers(values) -> list[float]:
     return [float(values)] if not hasattr(values, "__iter__") else [n for value in values for n in numbers(value)]
 
 
-def masked_batches():
-    return {f"{where} {loss}": masked(where, loss) for where, loss in MASKED}
-
-
 def learning_rate_of_zero():
     worker = make_worker(lr=0.0)
     parameters = len(list(worker.engine.module.parameters()))
@@ -111,3 +105,10 @@ def nan_reward():
         return int(data.batch["advantages"].isnan().any(dim=-1).sum())
 
     return {f"{t} {e}": advantages(t == "v1", e) for t in ("legacy", "v1") for e in ("gae", "grpo")}
+
+
+CASES = {
+    "masked_batches": lambda: {f"{where} {loss}": masked(where, loss) for where, loss in MASKED},
+    "learning_rate_of_zero": learning_rate_of_zero,
+    "nan_reward": nan_reward,
+}

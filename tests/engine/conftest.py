@@ -8,9 +8,15 @@ from types import ModuleType
 
 import pytest
 import torch.distributed as dist
+from support.engine_rows import Row
+from support.trees import RELEASE
+from support.upstream_outcomes import UpstreamOutcomes, fingerprint
 
 from lib.patches.precision_module import load_precision
+from lib.patches.releases import find_release
 from lib.paths import REPO
+
+UPSTREAM = REPO / "tests/expected/engine-upstream.json"
 
 
 def load(file: Path) -> ModuleType:
@@ -40,20 +46,44 @@ def one_rank(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def cases(run_ranks, request) -> Callable[..., list[dict]]:
-    """``cases(tree, strategy, ranks=2)``: the outcomes of engine_cases.py, one dict per rank; run once per session.
+def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
+    """``outcomes(tree, row)``: what each rank returned; the rows of all tests that differ in the case are one job.
 
-    Only cases named by the parameter ``case`` of the session's tests are run, or all if a test has no such parameter.
+    What the pristine tree does is read from tests/expected as long as it is valid, see ``Row.live``.
     """
-    done: dict[tuple[str, str, int], list[dict]] = {}
-    readers = [item for item in request.session.items if "cases" in item.fixturenames]
-    named = {item.callspec.params["case"] for item in readers if "case" in item.fixturenames}
-    names = sorted(named) if all("case" in item.fixturenames for item in readers) else []
-    script = Path(__file__).with_name("engine_cases.py")
+    folder, done = Path(__file__).parent, {}
+    code = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith(("test_", "flowrl", "conftest"))]
+    beneath = [REPO / name for name in ("recipes/cpu", "recipes/arithmetic", "requirements")]
+    valid_for = fingerprint(find_release(RELEASE).wheel_sha256, *code, *beneath)
+    upstream = UpstreamOutcomes(UPSTREAM, valid_for, pytestconfig.getoption("write_results"))
 
-    def of(state: str, strategy: str, ranks: int = 2) -> list[dict]:
-        if (state, strategy, ranks) not in done:
-            done[state, strategy, ranks] = run_ranks(state, script, strategy, *names, ranks=ranks)
-        return done[state, strategy, ranks]
+    def of(tree: str, row: Row) -> list:
+        if (tree, row) not in done and tree == "pristine" and not row.live and upstream.recorded(row.key):
+            done[tree, row] = upstream.known[row.key]
+        if (tree, row) not in done:
+            readers = [item for item in request.session.items if {tree, "row"} <= set(item.fixturenames)]
+            rows = {item.callspec.params["row"] for item in readers}
+            rows = {each for each in rows if (each.strategy, each.ranks) == (row.strategy, row.ranks)}
+            if tree == "pristine":
+                rows = {each for each in rows if each.live or not upstream.recorded(each.key)}
+            names = sorted(each.case for each in rows)
+            ranks = run_ranks(tree, folder / "engine_cases.py", row.strategy, *names, ranks=row.ranks)
+            for each in rows:
+                done[tree, each] = [rank[each.case] for rank in ranks]
+                if tree == "pristine" and not each.live:
+                    upstream.add(each.key, done[tree, each])
+        return done[tree, row]
 
     return of
+
+
+@pytest.fixture
+def patched(outcomes, row) -> list:
+    """The outcomes of the test's row on the patched tree, by rank."""
+    return outcomes("patched", row)
+
+
+@pytest.fixture
+def pristine(outcomes, row) -> list:
+    """The outcomes of the test's row on the pristine tree, by rank."""
+    return outcomes("pristine", row)

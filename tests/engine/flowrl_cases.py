@@ -1,16 +1,8 @@
-"""FlowRL's worker on gloo ranks, compared with the same computation in plain torch; run on forked ranks.
-
-flowrl_cases.py STRATEGY MODEL_DIR OUT_DIR
-
-Each case returns plain values, which rank r writes to OUT_DIR/rank_r.json; test_flowrl_engine.py asserts on them.
-"""
+"""Cases of FlowRL's worker on gloo ranks, compared with the same computation in plain torch."""
 
 import json
 import math
-import sys
-import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -25,11 +17,11 @@ from flowrl_reference import (
     set_loss,
 )
 from fsdp_worker import (
-    OUT,
     RANK,
     STRATEGY,
     gradients,
     metrics_of,
+    name_of,
     same,
     scale_of,
     shared_directory,
@@ -129,7 +121,7 @@ def poison(worker: FlowRLTrainingWorker, trunk: bool, head: bool, ranks: tuple[i
     engine.forward_backward_batch = poisoned
 
 
-def dtypes():
+def head_dtypes():
     """Record the dtypes of weights, input, output and gradient in the head and in the trunk's last layer, in fp16."""
     worker = make_worker(dtype="float16")
     dtypes_of: dict[str, list[str]] = {}
@@ -137,8 +129,8 @@ def dtypes():
     def watch(name):
         def hook(module, args, output):
             tensors = (module.weight, *args, output)
-            dtypes_of[name] = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-            output.register_hook(lambda grad: dtypes_of[name].append(str(grad.dtype).removeprefix("torch.")))
+            dtypes_of[name] = [name_of(tensor) for tensor in tensors]
+            output.register_hook(lambda grad: dtypes_of[name].append(name_of(grad)))
 
         return hook
 
@@ -149,39 +141,51 @@ def dtypes():
     loss = worker.loss_fn
 
     def with_log_z(model_output, **given):
-        dtypes_of["log_z"] = str(model_output["log_z"].dtype).removeprefix("torch.")
+        dtypes_of["log_z"] = name_of(model_output["log_z"])
         return loss(model_output=model_output, **given)
 
     worker.set_loss_fn(with_log_z)
     worker.train_batch(batch(rollouts(0)))
     adam = next(iter(worker.engine.partition.optimizer.state.values()))
-    return dtypes_of | {"adam": str(adam["exp_avg"].dtype).removeprefix("torch.")}
+    return dtypes_of | {"adam": name_of(adam["exp_avg"])}
 
 
-def beside_plain_torch():
-    """Compare every layout and split of a batch with plain torch."""
+LAYOUTS = {
+    "micro-batches of 4": {"micro": 4},
+    "packed, by tokens": {"packed": True, "use_dynamic_bsz": True},
+    "offloaded": {"param_offload": True, "optimizer_offload": True},
+    "without the prompt's last token": {"drop_last_prompt_token": True},
+    "fp16": {"dtype": "float16"},
+}
+MORE_LAYOUTS = {
+    "micro-batches of 1": {"micro": 1},
+    "the whole": {"micro": 8},
+    "packed": {"packed": True},
+    "packed to a bucket": {"packed": True, "pad_to_length": True, "pad_to_length_bucket": 64},
+    "without gradient checkpointing": {"model": {"enable_gradient_checkpointing": False}},
+}
+
+
+def compare_layouts(layouts: dict[str, dict]):
+    """Compare layouts and splits of a batch with plain torch."""
     rows, errors = rollouts(1, right=(1, 2, 3, 0)), {}
-    layouts = {
-        "micro-batches of 4": {"micro": 4},
-        "micro-batches of 1": {"micro": 1},
-        "the whole": {"micro": 8},
-        "packed": {"packed": True},
-        "packed, by tokens": {"packed": True, "use_dynamic_bsz": True},
-        "packed to a bucket": {"packed": True, "pad_to_length": True, "pad_to_length_bucket": 64},
-        "without gradient checkpointing": {"model": {"enable_gradient_checkpointing": False}},
-        "offloaded": {"param_offload": True, "optimizer_offload": True},
-        "without the prompt's last token": {"drop_last_prompt_token": True},
-        "fp16": {"dtype": "float16"},
-    }
     for name, layout in layouts.items():
+        layout = dict(layout)
         head = PartitionConfig(zero_init=False, drop_last_prompt_token=layout.pop("drop_last_prompt_token", False))
         flowrl = FlowRLConfig(partition=head)
         worker = make_worker(flowrl, **layout)
         errors[name] = relative_errors(worker_update(worker, batch(rows)), reference_update(worker, rows, flowrl))
         assert worker.engine._hidden is None, "a hidden state is kept after the step"
     detached = reference_update(worker, rows, flowrl, detached=True)
-    assert worker.engine.scaler is not None
     return {"errors": errors, "detached": relative_errors(detached, reference_update(worker, rows, flowrl))["trunk"]}
+
+
+def beside_plain_torch():
+    return compare_layouts(LAYOUTS)
+
+
+def layouts_beside_plain_torch():
+    return compare_layouts(MORE_LAYOUTS)
 
 
 def variants():
@@ -427,34 +431,10 @@ def lora():
     }
 
 
-CASES = [
-    dtypes,
-    beside_plain_torch,
-    variants,
-    padding,
-    mini_batches,
-    at_the_start,
-    in_sync,
-    clipped,
-    overflows_fp16,
-    overflows_bf16,
-    resume,
-    lora,
-]
-
-
-def main() -> None:
-    # A rank that waits for a dead peer fails after 90 s, not after half an hour.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=90))
-    results = {}
-    for case in CASES:
-        if case.__name__ in sys.argv[4:] or not sys.argv[4:]:
-            start = time.monotonic()
-            results[case.__name__] = case()
-            if RANK == 0:
-                print(f"{case.__name__}: {time.monotonic() - start:.1f} s", flush=True)
-    (OUT / f"rank_{RANK}.json").write_text(json.dumps(results, default=str))
-
-
-if __name__ == "__main__":
-    main()
+CASES = {
+    case.__name__: case
+    for case in (
+        *(head_dtypes, beside_plain_torch, layouts_beside_plain_torch, variants, padding, mini_batches),
+        *(at_the_start, in_sync, clipped, overflows_fp16, overflows_bf16, resume, lora),
+    )
+}

@@ -3,6 +3,8 @@
 Import it on a rank whose arguments are STRATEGY MODEL_DIR OUT_DIR, against the verl on PYTHONPATH.
 """
 
+import copy
+import functools
 import itertools
 import os
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
@@ -41,51 +44,51 @@ def settings(**overrides):
     return GradScalerConfig(**overrides)
 
 
-def make_worker(
+def worker_config(
     role="actor",
     dtype="float16",
-    by_dtype_alone=False,
+    path=MODEL,
     model=None,
     checkpoint=None,
     optimizer=None,
-    warmup=4,
-    path=MODEL,
     lr=1e-2,
+    warmup=4,
     **engine,
-) -> TrainingWorker:
-    """Return a worker with its engine built, in ``dtype``, set by ``mixed_precision`` if the tree ignores ``dtype``."""
-    if not by_dtype_alone and not PATCHED:
-        engine["mixed_precision"] = {"param_dtype": dtype}
-    upstream_settings = engine.pop("grad_scaler", {}) if not PATCHED else {}
-    worker = TrainingWorker(
-        TrainingWorkerConfig(
-            model_type="value_model" if role == "critic" else "language_model",
-            model_config=HFModelConfig(
-                path=path,
-                use_remove_padding=False,
-                override_config={"attn_implementation": "sdpa"},
-                **(model or {}),
-            ),
-            engine_config=FSDPEngineConfig(
-                strategy=STRATEGY,
-                dtype=dtype,
-                forward_only=role == "ref",
-                use_dynamic_bsz=False,
-                micro_batch_size_per_gpu=2,
-                infer_micro_batch_size_per_gpu=2,
-                use_torch_compile=False,
-                **engine,
-            ),
-            optimizer_config=FSDPOptimizerConfig(
-                lr=lr,
-                lr_warmup_steps=warmup,
-                total_training_steps=100,
-                clip_grad=1.0,
-                override_optimizer_config=optimizer,
-            ),
-            checkpoint_config=checkpoint or CheckpointConfig(),
-        )
+) -> TrainingWorkerConfig:
+    return TrainingWorkerConfig(
+        model_type="value_model" if role == "critic" else "language_model",
+        model_config=HFModelConfig(
+            path=path,
+            override_config={"attn_implementation": "sdpa"},
+            **{"use_remove_padding": False, **(model or {})},
+        ),
+        engine_config=FSDPEngineConfig(
+            strategy=STRATEGY,
+            dtype=dtype,
+            forward_only=role == "ref",
+            infer_micro_batch_size_per_gpu=2,
+            use_torch_compile=False,
+            **{"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, **engine},
+        ),
+        optimizer_config=FSDPOptimizerConfig(
+            lr=lr,
+            lr_warmup_steps=warmup,
+            total_training_steps=100,
+            clip_grad=1.0,
+            override_optimizer_config=optimizer,
+        ),
+        checkpoint_config=checkpoint or CheckpointConfig(),
     )
+
+
+def make_worker(role="actor", dtype="float16", by_dtype_alone=False, **config) -> TrainingWorker:
+    """Return a worker with its engine built, in ``dtype``, set by ``mixed_precision`` if the tree ignores ``dtype``."""
+    upstream_settings = {}
+    if not PATCHED:
+        upstream_settings = config.pop("grad_scaler", {})
+        if not by_dtype_alone:
+            config["mixed_precision"] = {"param_dtype": dtype}
+    worker = TrainingWorker(worker_config(role, dtype, **config))
     worker.reset()
     if "init_scale" in upstream_settings and worker.engine.scaler is not None:
         worker.engine.scaler._init_scale = upstream_settings["init_scale"]
@@ -93,8 +96,8 @@ def make_worker(
     return worker
 
 
-def composed(*overrides: str):
-    """Compose ``ppo_trainer.yaml`` for a CPU, with the probe of wire_cases.py as checkpoint engine."""
+@functools.cache
+def compose_once(*overrides: str) -> DictConfig:
     base = [
         f"actor_rollout_ref.model.path={MODEL}",
         "actor_rollout_ref.model.use_remove_padding=false",
@@ -106,9 +109,16 @@ def composed(*overrides: str):
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=probe",
+        f"critic.model.path={MODEL}",
+        "critic.ppo_micro_batch_size_per_gpu=1",
     ]
     with initialize_config_dir(f"{verl.__path__[0]}/trainer/config", version_base=None):
         return compose("ppo_trainer", overrides=[*base, *overrides])
+
+
+def composed(*overrides: str) -> DictConfig:
+    """Compose ``ppo_trainer.yaml`` for a CPU, with the probe of wire_cases.py as checkpoint engine."""
+    return copy.deepcopy(compose_once(*overrides))
 
 
 def batch(seed: int = 0, size: int = 4, distinct: bool = True):
@@ -177,6 +187,17 @@ def poison_micro_batch(worker: TrainingWorker, which: int, value: float, rank: i
     forward = head.register_forward_pre_hook(watch)
 
 
+def poison_loss(worker: TrainingWorker):
+    """Return NaN for the loss of the first micro-batch of rank 1 in the next batch."""
+    loss_fn, micro_batch = worker.loss_fn, itertools.count()
+
+    def poisoned(*args, **kwargs):
+        loss, metrics = loss_fn(*args, **kwargs)
+        return (loss * float("nan") if RANK == 1 and next(micro_batch) == 0 else loss), metrics
+
+    worker.set_loss_fn(poisoned)
+
+
 def gradients(worker: TrainingWorker) -> list[torch.Tensor]:
     grads = [p.grad for p in worker.engine.module.parameters() if p.grad is not None]
     return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
@@ -207,6 +228,11 @@ def state(worker: TrainingWorker) -> list[torch.Tensor]:
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def name_of(tensor: torch.Tensor) -> str:
+    """Return the name of a tensor's dtype."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def metrics_of(output) -> dict:

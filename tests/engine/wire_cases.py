@@ -6,7 +6,7 @@ from unittest import mock
 
 import peft.utils.save_and_load
 import torch
-from fsdp_worker import RANK, STRATEGY, composed, make_worker, shared_directory
+from fsdp_worker import RANK, STRATEGY, composed, make_worker, name_of, shared_directory
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ def wire():
     """
 
     def dtypes(tensors):
-        return sorted({str(entry[1].dtype).removeprefix("torch.") for entry in tensors})
+        return sorted({name_of(entry[1]) for entry in tensors})
 
     worker = make_worker()
     config = composed("actor_rollout_ref.rollout.dtype=float16").actor_rollout_ref
@@ -94,7 +94,7 @@ def export():
         )
         FSDPModelMerger(config).merge_and_save()
         tensors = load_file(folder / "merged/model.safetensors")
-        dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
+        dtypes = sorted({name_of(t) for t in tensors.values()})
         result[name] = {"dtypes": dtypes, "lossless": lossless(tensors)}
     return result
 
@@ -114,3 +114,6 @@ def lora_adapter():
         except ValueError as error:
             result["empty"] = str(error)
     return result
+
+
+CASES = {"wire": wire, "export": export, "lora_adapter": lora_adapter}

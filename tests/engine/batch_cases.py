@@ -1,4 +1,4 @@
-"""Cases of verl's FSDP engine and trainers: batches without a loss, a learning rate of 0, a reward of NaN."""
+"""Cases of verl's FSDP engine and trainers: batches without a loss, a reward of NaN."""
 
 import math
 from functools import partial
@@ -11,10 +11,8 @@ from fsdp_worker import (
     composed,
     make_worker,
     metrics_of,
-    same,
     scale_of,
     settings,
-    state,
 )
 
 from verl.protocol import DataProto
@@ -70,20 +68,6 @@ def numbers(values) -> list[float]:
     return [float(values)] if not hasattr(values, "__iter__") else [n for value in values for n in numbers(value)]
 
 
-def learning_rate_of_zero():
-    worker = make_worker(lr=0.0)
-    parameters = len(list(worker.engine.module.parameters()))
-    before = state(worker)[:parameters]
-    metrics = [metrics_of(worker.train_batch(batch(seed))) for seed in range(2)]
-    after = state(worker)
-    return {
-        "weights_unchanged": same(before, after[:parameters]),
-        "finite": all(bool(t.isfinite().all()) for t in after),
-        "lr": [m["lr"] for m in metrics],
-        "grad_norm": [m["grad_norm"] for m in metrics],
-    }
-
-
 def nan_reward():
     """Compute the legacy and the v1 trainer's advantages of four rewards, one of them NaN: errors, or rows with NaN."""
 
@@ -109,6 +93,5 @@ def nan_reward():
 
 CASES = {
     "masked_batches": lambda: {f"{where} {loss}": masked(where, loss) for where, loss in MASKED},
-    "learning_rate_of_zero": learning_rate_of_zero,
     "nan_reward": nan_reward,
 }

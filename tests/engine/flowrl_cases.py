@@ -20,8 +20,10 @@ from fsdp_worker import (
     RANK,
     STRATEGY,
     gradients,
+    merge,
     metrics_of,
     name_of,
+    poison_gradient,
     same,
     scale_of,
     shared_directory,
@@ -35,8 +37,6 @@ from recipes.flowrl.config import FlowRLConfig, PartitionConfig
 from recipes.flowrl.engine import FILE
 from recipes.flowrl.partition import PartitionHead
 from recipes.flowrl.worker import FlowRLTrainingWorker
-from verl.model_merger.base_model_merger import ModelMergerConfig
-from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint import manifest
@@ -105,20 +105,16 @@ def alike(one: tuple, other: tuple) -> bool:
     return same(one[0], other[0]) and one[1] == other[1]
 
 
-def poison(worker: FlowRLTrainingWorker, trunk: bool, head: bool, ranks: tuple[int, ...] = (1,)) -> None:
-    """Set one element of a gradient of the trunk or the head to inf after the next backward pass, on ``ranks``."""
-    engine, forward_backward_batch = worker.engine, worker.engine.forward_backward_batch
+def first_of_trunk(worker: FlowRLTrainingWorker) -> list[torch.Tensor]:
+    return gradients(worker)[:1]
 
-    def poisoned(*args, **kwargs):
-        output = forward_backward_batch(*args, **kwargs)
-        if RANK in ranks and trunk:
-            gradients(worker)[0].view(-1)[0] = math.inf
-        if RANK in ranks and head:
-            next(head_of(worker).parameters()).grad.view(-1)[0] = math.inf
-        engine.forward_backward_batch = forward_backward_batch
-        return output
 
-    engine.forward_backward_batch = poisoned
+def first_of_head(worker: FlowRLTrainingWorker) -> list[torch.Tensor]:
+    return [next(head_of(worker).parameters()).grad]
+
+
+def first_of_both(worker: FlowRLTrainingWorker) -> list[torch.Tensor]:
+    return first_of_trunk(worker) + first_of_head(worker)
 
 
 def head_dtypes():
@@ -301,12 +297,12 @@ def overflows(dtype: str):
             one.train_batch(batch(rollouts(seed)))
     outcomes = {}
     for name, where in {
-        "trunk": {"trunk": True, "head": False},
-        "head": {"trunk": False, "head": True},
-        "both": {"trunk": True, "head": True, "ranks": (0, 1)},
+        "trunk": {"of": first_of_trunk},
+        "head": {"of": first_of_head},
+        "both": {"of": first_of_both, "ranks": (0, 1)},
     }.items():
         (tensors, others), scale = everything(worker), scale_of(worker)
-        poison(worker, **where)
+        poison_gradient(worker, **where)
         metrics = metrics_of(worker.train_batch(batch(rollouts(30))))
         after, others_after = everything(worker)
         outcomes[name] = {
@@ -344,7 +340,7 @@ def resume():
     if RANK == 0:
         manifest.begin(directory)
     worker.train_batch(batch(rollouts(50)))
-    poison(worker, trunk=True, head=True)
+    poison_gradient(worker, of=first_of_both)
     worker.train_batch(batch(rollouts(51)))  # the scale differs from the initial one
     worker.save_checkpoint(str(file.parent), global_step=1)
     result = {"there": file.exists()}
@@ -402,18 +398,9 @@ def exported_names(worker: FlowRLTrainingWorker, folder: Path) -> dict:
         == names,
     }
     if STRATEGY == "fsdp2" and RANK == 0:  # torch cannot gather FSDP1's full state dict on a CPU
-        huggingface, merged = folder / "huggingface", folder / "merged"
-        FSDPModelMerger(
-            ModelMergerConfig(
-                operation="merge",
-                backend="fsdp",
-                local_dir=str(folder),
-                target_dir=str(merged),
-                hf_model_config_path=str(huggingface),
-            )
-        ).merge_and_save()
+        huggingface = folder / "huggingface"
+        result["merged"] = set(merge(folder, huggingface)) == names
         result["export"] = set(load_file(huggingface / "model.safetensors")) == names
-        result["merged"] = set(load_file(merged / "model.safetensors")) == names
     return result
 
 

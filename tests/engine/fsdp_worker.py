@@ -9,16 +9,20 @@ import itertools
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from safetensors.torch import load_file
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 import verl
+from verl.model_merger.base_model_merger import ModelMergerConfig
+from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
@@ -29,10 +33,9 @@ PATCHED = "grad_scaler" in FSDPEngineConfig.__dataclass_fields__
 RANK = int(os.environ["RANK"])
 
 # Upstream builds its scaler for "cuda"; on a CPU torch then disables it, which would mask every other fp16 defect.
-# The pristine tree gets an enabled scaler, as on a GPU; `scaler_device` tests the defect itself.
-upstream_scaler_defaults = ShardedGradScaler.__init__.__defaults__
+# The pristine tree gets an enabled scaler, as on a GPU.
 if not PATCHED:
-    ShardedGradScaler.__init__.__defaults__ = ("cpu", *upstream_scaler_defaults[1:])
+    ShardedGradScaler.__init__.__defaults__ = ("cpu", *ShardedGradScaler.__init__.__defaults__[1:])
 
 
 def settings(**overrides):
@@ -148,14 +151,20 @@ def value_loss(model_output, data, dp_group=None):
     return (rows * data["weight"]).sum() / data["batch_num_tokens"] * data["dp_size"], {}
 
 
-def poison_gradient(worker: TrainingWorker, value: float, rank: int = 1, which: int = 0):
-    """Put ``value`` into one element of one gradient of one rank after the next backward pass."""
+def poison_gradient(
+    worker: TrainingWorker,
+    value: float = float("inf"),
+    ranks: Collection[int] = (1,),
+    of: Callable[[TrainingWorker], list[torch.Tensor]] = lambda worker: gradients(worker)[:1],
+):
+    """Put ``value`` into one element of each gradient that ``of`` returns, after the next backward pass."""
     engine, forward_backward_batch = worker.engine, worker.engine.forward_backward_batch
 
     def poisoned(*args, **kwargs):
         output = forward_backward_batch(*args, **kwargs)
-        if RANK == rank:
-            gradients(worker)[which].view(-1)[0] = value
+        if RANK in ranks:
+            for gradient in of(worker):
+                gradient.view(-1)[0] = value
         engine.forward_backward_batch = forward_backward_batch
         return output
 
@@ -249,6 +258,19 @@ def scale_of(worker) -> float | None:
 
 def weights_of(worker: TrainingWorker) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in worker.engine.get_per_tensor_param()[0]}
+
+
+def merge(folder: Path, huggingface: Path) -> dict[str, torch.Tensor]:
+    """Merge the shards in ``folder`` by verl's model merger and return the tensors."""
+    config = ModelMergerConfig(
+        operation="merge",
+        backend="fsdp",
+        local_dir=str(folder),
+        target_dir=str(folder / "merged"),
+        hf_model_config_path=str(huggingface),
+    )
+    FSDPModelMerger(config).merge_and_save()
+    return load_file(folder / "merged/model.safetensors")
 
 
 def shared_directory() -> str:

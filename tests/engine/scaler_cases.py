@@ -1,7 +1,6 @@
 """Cases of verl's FSDP engine: overflows, the loss scale, skipped steps, storms, and the cost of a step."""
 
 import math
-import warnings
 from functools import partial
 
 import torch
@@ -9,6 +8,7 @@ from fsdp_worker import (
     PATCHED,
     RANK,
     batch,
+    gradients,
     gradients_after_step,
     lr_of,
     make_worker,
@@ -20,9 +20,7 @@ from fsdp_worker import (
     scale_of,
     settings,
     state,
-    upstream_scaler_defaults,
 )
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.profiler import ProfilerActivity, profile
 
 FAULTS = {
@@ -30,7 +28,7 @@ FAULTS = {
     "NaN in the second micro-batch": partial(poison_micro_batch, which=1, value=math.nan),
     "inf in the last micro-batch": partial(poison_micro_batch, which=2, value=math.inf),
     # As after a loss that overflowed: torch's count of ranks with an overflow is then 2.
-    "inf on both ranks": partial(poison_gradient, value=math.inf, rank=RANK),
+    "inf on both ranks": partial(poison_gradient, ranks=(0, 1)),
     "a loss of NaN": poison_loss,
 }
 
@@ -99,7 +97,7 @@ def storm():
     scales, skips = [], []
     try:
         for seed in range(8):
-            poison_gradient(worker, math.inf, which=-1)
+            poison_gradient(worker, of=lambda worker: gradients(worker)[-1:])
             skips.append(metrics_of(worker.train_batch(batch(seed))).get("skipped_steps"))
             scales.append(scale_of(worker))
     except RuntimeError as error:
@@ -138,25 +136,9 @@ def replicated():
     worker = make_worker(fsdp_size=2, grad_scaler=settings(init_scale=1024.0))
     result = {"sharded": sharded, "replicated": metrics_of(worker.train_batch(batch(1)))["grad_norm"]}
     before = state(worker)
-    poison_gradient(worker, float("inf"))
+    poison_gradient(worker)
     metrics = metrics_of(worker.train_batch(batch(2)))
     return result | {"unchanged": same(before, state(worker)), "skipped": metrics.get("skipped_steps")}
-
-
-def scaler_device():
-    """Return whether the scaler of a CPU worker is enabled and skips; upstream's default device is "cuda"."""
-    defaults = ShardedGradScaler.__init__.__defaults__
-    ShardedGradScaler.__init__.__defaults__ = upstream_scaler_defaults
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        worker = make_worker()
-    ShardedGradScaler.__init__.__defaults__ = defaults
-    poison_gradient(worker, float("inf"))
-    worker.train_batch(batch(1))
-    return {
-        "enabled": worker.engine.scaler.is_enabled(),
-        "weights_finite": all(bool(t.isfinite().all()) for t in state(worker)),
-    }
 
 
 CASES = {
@@ -168,5 +150,4 @@ CASES = {
     "storm": storm,
     "cost_of_a_step": cost_of_a_step,
     "replicated": replicated,
-    "scaler_device": scaler_device,
 }

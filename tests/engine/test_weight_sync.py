@@ -8,10 +8,11 @@ import hydra
 import pytest
 import torch
 from omegaconf import OmegaConf
+from support.recorded import every_release
 from weight_sync import WeightSyncCheck, WeightSyncError, check_weight_sync
 
 from lib.patches.apply import apply
-from lib.patches.releases import load_releases
+from lib.patches.releases import VERL
 from lib.patches.wheels import unpacked_wheel
 
 CONFIG = {
@@ -124,7 +125,7 @@ def test_check_is_on_if_the_server_applies_the_temperature():
     pytest.raises(WeightSyncError, check(**scaled), make_batch(noise=1.0))
 
 
-@pytest.mark.parametrize("release", load_releases())
+@pytest.mark.parametrize("release", every_release(VERL))
 def test_every_trainer_of_a_release_checks_its_first_batch(release, tmp_path):
     tree = unpacked_wheel(release, tmp_path)
     apply(tree)

@@ -118,7 +118,7 @@ REQUESTS |= {override: ("validation", [override]) for override in INVALID_WORKER
 
 
 @pytest.fixture(scope="module")
-def outcomes(fork_server, environment, tiny_model, request, tmp_path_factory) -> dict[str, dict]:
+def composed(fork_server, environment, tiny_model, request, tmp_path_factory) -> dict[str, dict]:
     """The outcomes by name on the patched tree, for the session's tests of this file."""
     folder = tmp_path_factory.mktemp("config")
     names = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
@@ -130,24 +130,24 @@ def outcomes(fork_server, environment, tiny_model, request, tmp_path_factory) ->
 
 
 @pytest.mark.parametrize("name", RESOLVED)
-def test_overrides_resolve_to_dtypes(outcomes, name):
-    assert outcomes[name] == RESOLVED[name][1]
+def test_overrides_resolve_to_dtypes(composed, name):
+    assert composed[name] == RESOLVED[name][1]
 
 
 @pytest.mark.parametrize("name", SCALERS)
-def test_scaler_settings_reach_the_engine_configs(outcomes, name):
-    settings = outcomes[name]
+def test_scaler_settings_reach_the_engine_configs(composed, name):
+    settings = composed[name]
     assert (settings["actor"]["init_scale"], settings["actor"]["growth_interval"]) == (1024, 7)
     assert (settings["critic"]["min_scale"], settings["critic"]["max_consecutive_skips"]) == (2, 3)
     assert settings["actor"]["min_scale"] == 1 and settings["critic"]["init_scale"] == 65536
 
 
 @pytest.mark.parametrize("name", INVALID_WORKERS)
-def test_driver_validates_rollout_and_ref_too(outcomes, name):
-    assert name.partition(".dtype")[2] in outcomes[name]["error"]
+def test_driver_validates_rollout_and_ref_too(composed, name):
+    assert name.partition(".dtype")[2] in composed[name]["error"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_invalid_overrides_are_refused_by_key_and_value(outcomes, name):
+def test_invalid_overrides_are_refused_by_key_and_value(composed, name):
     for part in REFUSED[name][1]:
-        assert part in outcomes[name]["error"]
+        assert part in composed[name]["error"]

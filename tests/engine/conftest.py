@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 from support.engine_rows import Row
+from support.fork_server import JobError
 from support.trees import RELEASE
 from support.upstream_outcomes import UpstreamOutcomes, fingerprint
 
@@ -51,13 +52,15 @@ def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
 
     What the pristine tree does is read from tests/expected as long as it is valid, see ``Row.live``.
     """
-    folder, done = Path(__file__).parent, {}
-    code = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith(("test_", "flowrl", "conftest"))]
+    folder, done, failed = Path(__file__).parent, {}, {}
+    code = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith(("test_", "flowrl", "conf"))]
     beneath = [REPO / name for name in ("recipes/cpu", "recipes/arithmetic", "requirements")]
     valid_for = fingerprint(find_release(RELEASE).wheel_sha256, *code, *beneath)
     upstream = UpstreamOutcomes(UPSTREAM, valid_for, pytestconfig.getoption("write_results"))
 
     def of(tree: str, row: Row) -> list:
+        if (tree, row.strategy, row.ranks) in failed:
+            raise failed[tree, row.strategy, row.ranks]
         if (tree, row) not in done and tree == "pristine" and not row.live and upstream.recorded(row.key):
             done[tree, row] = upstream.known[row.key]
         if (tree, row) not in done:
@@ -67,7 +70,11 @@ def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
             if tree == "pristine":
                 rows = {each for each in rows if each.live or not upstream.recorded(each.key)}
             names = sorted(each.case for each in rows)
-            ranks = run_ranks(tree, folder / "engine_cases.py", row.strategy, *names, ranks=row.ranks)
+            try:
+                ranks = run_ranks(tree, folder / "engine_cases.py", row.strategy, *names, ranks=row.ranks)
+            except JobError as error:
+                failed[tree, row.strategy, row.ranks] = error
+                raise
             for each in rows:
                 done[tree, each] = [rank[each.case] for rank in ranks]
                 if tree == "pristine" and not each.live:

@@ -46,9 +46,9 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
-    """``outcomes(tree, row)``: what each rank returned; the rows of all tests that differ in the case are one job.
+    """``outcomes(tree, row)``: what each rank returned; all rows of a file that differ in the case are one job.
 
     What the pristine tree does is read from tests/expected as long as it is valid, see ``Row.live``.
     """
@@ -58,27 +58,33 @@ def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
     valid_for = fingerprint(find_release(RELEASE).wheel_sha256, *code, *beneath)
     upstream = UpstreamOutcomes(UPSTREAM, valid_for, pytestconfig.getoption("write_results"))
 
+    def is_recorded(tree: str, row: Row) -> bool:
+        return tree == "pristine" and not row.live and upstream.recorded(row.key)
+
+    def run(tree: str, row: Row) -> None:
+        """Run the job of a row and keep the outcomes of all its cases."""
+        tests = [item for item in request.session.items if item.path == request.path]
+        rows = {item.callspec.params["row"] for item in tests if tree in item.fixturenames}
+        job = [each for each in rows if (each.strategy, each.ranks) == (row.strategy, row.ranks)]
+        job = [each for each in job if not is_recorded(tree, each)]
+        cases = sorted(each.case for each in job)
+        try:
+            ranks = run_ranks(tree, folder / "engine_cases.py", row.strategy, *cases, ranks=row.ranks)
+        except JobError as error:
+            failed.update({(tree, each): error for each in job})
+            raise
+        for each in job:
+            done[tree, each] = [rank[each.case] for rank in ranks]
+            if tree == "pristine" and not each.live:
+                upstream.add(each.key, done[tree, each])
+
     def of(tree: str, row: Row) -> list:
-        if (tree, row.strategy, row.ranks) in failed:
-            raise failed[tree, row.strategy, row.ranks]
-        if (tree, row) not in done and tree == "pristine" and not row.live and upstream.recorded(row.key):
-            done[tree, row] = upstream.known[row.key]
+        if is_recorded(tree, row):
+            return upstream.known[row.key]
+        if (tree, row) in failed:
+            raise failed[tree, row]
         if (tree, row) not in done:
-            readers = [item for item in request.session.items if {tree, "row"} <= set(item.fixturenames)]
-            rows = {item.callspec.params["row"] for item in readers}
-            rows = {each for each in rows if (each.strategy, each.ranks) == (row.strategy, row.ranks)}
-            if tree == "pristine":
-                rows = {each for each in rows if each.live or not upstream.recorded(each.key)}
-            names = sorted(each.case for each in rows)
-            try:
-                ranks = run_ranks(tree, folder / "engine_cases.py", row.strategy, *names, ranks=row.ranks)
-            except JobError as error:
-                failed[tree, row.strategy, row.ranks] = error
-                raise
-            for each in rows:
-                done[tree, each] = [rank[each.case] for rank in ranks]
-                if tree == "pristine" and not each.live:
-                    upstream.add(each.key, done[tree, each])
+            run(tree, row)
         return done[tree, row]
 
     return of

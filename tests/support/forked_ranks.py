@@ -6,6 +6,7 @@ It imports the modules, reads a job a line, and answers with a line on how it en
 not survive a fork: it opens no process group, and OMP_NUM_THREADS is 1. ``support.fork_server`` starts it.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -18,6 +19,8 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ def start(job: Job, number: int, port: int) -> int:
     code = 1
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank must not outlive a server that was killed
         log = os.open(f"{job.logs}/rank_{number}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
             os.dup2(source, target)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -31,13 +30,6 @@ PRELOAD = (
     *("transformers.trainer_pt_utils", "tensordict", "torchdata.stateful_dataloader", "pandas", "datasets", "hydra"),
     *("ray.util.collective", "codetiming", "fastapi", "uvicorn", "aiohttp", "cachetools", "zmq", "openai"),
 )
-MAKE_MODEL = """
-import sys
-from recipes.arithmetic.model import build_model, build_tokenizer
-tokenizer = build_tokenizer()
-for part in (tokenizer, build_model(tokenizer, seed=0)):
-    part.save_pretrained(sys.argv[1])
-"""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
@@ -46,11 +38,17 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory) -> Path:
-    """The sanity task's model with its first weights, saved by the transformers that the releases will load it with."""
+def server(tmp_path_factory) -> Iterator[ForkServer]:
+    """The process from which workers are forked."""
+    with ForkServer(PRELOAD, tmp_path_factory.mktemp("fork-server") / "server.log", PYTHON) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def model(server, tmp_path_factory) -> Path:
+    """The sanity task's model, saved by the transformers that the releases will load it with."""
     folder = tmp_path_factory.mktemp("model")
-    variables = {**os.environ, "PYTHONPATH": str(REPO)}
-    subprocess.run([PYTHON, "-c", MAKE_MODEL, folder], env=variables, check=True, capture_output=True)
+    server.check([SUITE / "make_model.py", folder], {**os.environ, "PYTHONPATH": str(REPO)}, folder, ranks=1)
     return folder
 
 
@@ -70,35 +68,31 @@ def tree_of(tmp_path_factory, pytestconfig) -> Callable[[str, bool], Path]:
     return of
 
 
-Run = Callable[..., list]
-
-
 @pytest.fixture(scope="session")
-def run_workers(model, tree_of, tmp_path_factory) -> Iterator[Run]:
+def run_workers(server, model, tree_of, tmp_path_factory) -> Callable[..., list]:
     """``run_workers(script, release, patched, *names, ranks=2)``: what each rank of a script of cases wrote.
 
     The script is called with RELEASE MODEL_DIR OUT_DIR [CASE ...], and rank r writes OUT_DIR/rank_r.json.
     """
     begun: set[tuple[str, str, bool]] = set()
-    with ForkServer(PRELOAD, tmp_path_factory.mktemp("fork-server") / "server.log", PYTHON) as server:
 
-        def run(script: str, release: str, patched: bool, *names: str, ranks: int = 2) -> list:
-            assert (script, release, patched) not in begun, "they did not run: the first of these tests shows why"
-            begun.add((script, release, patched))
-            lock = "requirements/workers.lock"
-            assert "workers" in find_release(release).dependencies, f"verl {release} does not run with {lock}"
-            variables = {
-                **os.environ,
-                "PYTHONPATH": f"{tree_of(release, patched)}:{REPO}:{REPO / 'scripts'}",
-                "OMP_NUM_THREADS": "1",
-                "VERL_PLATFORM": "cpu",  # this and the next are read only by verl 0.9
-                "VERL_ENGINE_DEVICE": "cuda",
-            }
-            out = tmp_path_factory.mktemp(f"{release}-outcomes")
-            server.check([SUITE / script, release, model, out, *names], variables, out, ranks=ranks)
-            return [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
+    def run(script: str, release: str, patched: bool, *names: str, ranks: int = 2) -> list:
+        assert (script, release, patched) not in begun, "they did not run: the first of these tests shows why"
+        begun.add((script, release, patched))
+        lock = "requirements/workers.lock"
+        assert "workers" in find_release(release).dependencies, f"verl {release} does not run with {lock}"
+        variables = {
+            **os.environ,
+            "PYTHONPATH": f"{tree_of(release, patched)}:{REPO}:{REPO / 'scripts'}",
+            "OMP_NUM_THREADS": "1",
+            "VERL_PLATFORM": "cpu",  # this and the next are read only by verl 0.9
+            "VERL_ENGINE_DEVICE": "cuda",
+        }
+        out = tmp_path_factory.mktemp(f"{release}-outcomes")
+        server.check([SUITE / script, release, model, out, *names], variables, out, ranks=ranks)
+        return [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
 
-        yield run
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,13 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
+def spoil(module: torch.nn.Module, value: float, which: int = 0) -> None:
+    """Put ``value`` into one element of a gradient of rank 1."""
+    if RANK == 1:
+        gradients = [local(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
+        [gradient for gradient in gradients if gradient.numel()][which].view(-1)[0] = value
+
+
 def poison(worker: Worker, value: float = math.inf, which: int = 0, times: int = 1) -> None:
     """Before each of the next ``times`` optimizer steps, put ``value`` into one element of a gradient of rank 1."""
     step, steps = getattr(worker.policy, worker.step_name), itertools.count(1)
@@ -34,9 +41,7 @@ def poison(worker: Worker, value: float = math.inf, which: int = 0, times: int =
     def poisoned(*args, **kwargs):
         if next(steps) == times:
             setattr(worker.policy, worker.step_name, step)
-        if RANK == 1:
-            gradients = [local(p.grad) for p in worker.module.parameters() if p.grad is not None]
-            [gradient for gradient in gradients if gradient.numel()][which].view(-1)[0] = value
+        spoil(worker.module, value, which)
         return step(*args, **kwargs)
 
     setattr(worker.policy, worker.step_name, poisoned)

@@ -7,7 +7,7 @@ import harness
 import torch
 from harness import LEGACY, MODEL, OUT, PATCHED, RANK, VERL, batch, shared_folder
 from hydra import compose, initialize_config_dir
-from observations import digest, inner_dtypes, local, same, state, watch
+from observations import digest, inner_dtypes, same, spoil, state, watch
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer
@@ -69,9 +69,7 @@ def overflow_sft() -> str:
 
     def poisoned(*args, **kwargs):
         loss = backward(*args, **kwargs)
-        if RANK == 1:
-            gradients = [local(p.grad) for p in trainer.fsdp_model.parameters() if p.grad is not None]
-            next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = math.inf
+        spoil(trainer.fsdp_model, math.inf)
         return loss
 
     before, lr = sft_state(trainer), trainer.optimizer.param_groups[0]["lr"]

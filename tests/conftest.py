@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 from support.fork_server import ForkServer
-from support.trees import patched_tree
+from support.trees import RELEASE, patched_tree
 from xdist.scheduler import LoadScopeScheduling
 
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 from lib.run.job import CPU_PLATFORM
 
-RELEASE = "0.9.1"
 # What verl and the cases import, except verl itself.
 PRELOAD = (
     *("torch.distributed._tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.profiler"),

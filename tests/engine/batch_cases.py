@@ -1,4 +1,4 @@
-"""Cases of verl's FSDP engine and trainers: batches without a loss, a learning rate of 0, a reward of NaN."""
+"""Cases of verl's FSDP engine and trainers: batches without a loss, a reward of NaN."""
 
 import math
 from functools import partial
@@ -6,16 +6,13 @@ from functools import partial
 import numpy as np
 import torch
 from fsdp_worker import (
-    MODEL,
     RANK,
     batch,
     composed,
     make_worker,
     metrics_of,
-    same,
     scale_of,
     settings,
-    state,
 )
 
 from verl.protocol import DataProto
@@ -33,8 +30,7 @@ MASKED = [("all", "sft_loss"), ("all", "ppo_loss"), ("all", "value_loss"), ("ran
 def masked(where: str, loss: str):
     """Train with verl's own ``loss`` where no token of one micro-batch, of one rank or of all is in the loss mask."""
     worker = make_worker("critic" if loss == "value_loss" else "actor", grad_scaler=settings(init_scale=1024.0))
-    role = composed(f"critic.model.path={MODEL}", "critic.ppo_micro_batch_size_per_gpu=1")
-    config = role.critic if loss == "value_loss" else role.actor_rollout_ref.actor
+    config = composed().critic if loss == "value_loss" else composed().actor_rollout_ref.actor
     config = None if loss == "sft_loss" else omega_conf_to_dataclass(config)
     worker.set_loss_fn(partial(getattr(losses, loss), config=config))
 
@@ -72,24 +68,6 @@ def numbers(values) -> list[float]:
     return [float(values)] if not hasattr(values, "__iter__") else [n for value in values for n in numbers(value)]
 
 
-def masked_batches():
-    return {f"{where} {loss}": masked(where, loss) for where, loss in MASKED}
-
-
-def learning_rate_of_zero():
-    worker = make_worker(lr=0.0)
-    parameters = len(list(worker.engine.module.parameters()))
-    before = state(worker)[:parameters]
-    metrics = [metrics_of(worker.train_batch(batch(seed))) for seed in range(2)]
-    after = state(worker)
-    return {
-        "weights_unchanged": same(before, after[:parameters]),
-        "finite": all(bool(t.isfinite().all()) for t in after),
-        "lr": [m["lr"] for m in metrics],
-        "grad_norm": [m["grad_norm"] for m in metrics],
-    }
-
-
 def nan_reward():
     """Compute the legacy and the v1 trainer's advantages of four rewards, one of them NaN: errors, or rows with NaN."""
 
@@ -111,3 +89,9 @@ def nan_reward():
         return int(data.batch["advantages"].isnan().any(dim=-1).sum())
 
     return {f"{t} {e}": advantages(t == "v1", e) for t in ("legacy", "v1") for e in ("gae", "grpo")}
+
+
+CASES = {
+    "masked_batches": lambda: {f"{where} {loss}": masked(where, loss) for where, loss in MASKED},
+    "nan_reward": nan_reward,
+}

@@ -1,10 +1,13 @@
 """Compose verl's ppo_trainer.yaml for lists of overrides and build the dataclasses of its driver and workers.
 
-config_cases.py MODEL_DIR < overrides.json    (a list of lists; one JSON outcome a line)
+    config_cases.py MODEL_DIR REQUESTS_JSON OUT_JSON
+
+A request is a name, with what to build ("dtypes", "scalers" or the driver's "validation") and the overrides.
 """
 
 import json
 import sys
+from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
@@ -34,10 +37,10 @@ def ref_as_actor(ref: DictConfig) -> DictConfig:
     return ref
 
 
-def outcome(overrides: list[str]) -> dict:
+def outcome(what: str, overrides: list[str]) -> dict:
     try:
         config = compose("ppo_trainer", overrides=[*BASE, *overrides])
-        if sys.argv[2] == "validate":
+        if what == "validation":
             validate_config(config, use_reference_policy=True, use_critic=True)
             return {}
         role = config.actor_rollout_ref
@@ -46,7 +49,7 @@ def outcome(overrides: list[str]) -> dict:
             "ref": omega_conf_to_dataclass(ref_as_actor(role.ref)).engine,
             "critic": omega_conf_to_dataclass(config.critic).engine,
         }
-        if sys.argv[2] == "scaler":
+        if what == "scalers":
             return {name: vars(engine.grad_scaler) for name, engine in engines.items()}
         dtypes = {name: engine.dtype for name, engine in engines.items()}
         return dtypes | {"rollout": omega_conf_to_dataclass(role.rollout).dtype}
@@ -55,5 +58,5 @@ def outcome(overrides: list[str]) -> dict:
 
 
 with initialize_config_dir(f"{verl.__path__[0]}/trainer/config", version_base=None):
-    for one in json.load(sys.stdin):
-        print("outcome", json.dumps(outcome(one)), flush=True)
+    requests = json.loads(Path(sys.argv[2]).read_text())
+    Path(sys.argv[3]).write_text(json.dumps({name: outcome(*request) for name, request in requests.items()}))

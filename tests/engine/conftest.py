@@ -8,9 +8,16 @@ from types import ModuleType
 
 import pytest
 import torch.distributed as dist
+from support.engine_rows import Row
+from support.fork_server import JobError
+from support.trees import RELEASE
+from support.upstream_outcomes import UpstreamOutcomes, fingerprint
 
 from lib.patches.precision_module import load_precision
+from lib.patches.releases import find_release
 from lib.paths import REPO
+
+UPSTREAM = REPO / "tests/expected/engine-upstream.json"
 
 
 def load(file: Path) -> ModuleType:
@@ -39,21 +46,57 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
-def cases(run_ranks, request) -> Callable[..., list[dict]]:
-    """``cases(tree, strategy, ranks=2)``: the outcomes of engine_cases.py, one dict per rank; run once per session.
+@pytest.fixture(scope="module")
+def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
+    """``outcomes(tree, row)``: what each rank returned; all rows of a file that differ in the case are one job.
 
-    Only cases named by the parameter ``case`` of the session's tests are run, or all if a test has no such parameter.
+    What the pristine tree does is read from tests/expected as long as it is valid, see ``Row.live``.
     """
-    done: dict[tuple[str, str, int], list[dict]] = {}
-    readers = [item for item in request.session.items if "cases" in item.fixturenames]
-    named = {item.callspec.params["case"] for item in readers if "case" in item.fixturenames}
-    names = sorted(named) if all("case" in item.fixturenames for item in readers) else []
-    script = Path(__file__).with_name("engine_cases.py")
+    folder, done, failed = Path(__file__).parent, {}, {}
+    code = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith(("test_", "flowrl", "conf"))]
+    beneath = [REPO / name for name in ("recipes/cpu", "recipes/arithmetic", "requirements")]
+    valid_for = fingerprint(find_release(RELEASE).wheel_sha256, *code, *beneath)
+    upstream = UpstreamOutcomes(UPSTREAM, valid_for, pytestconfig.getoption("write_results"))
 
-    def of(state: str, strategy: str, ranks: int = 2) -> list[dict]:
-        if (state, strategy, ranks) not in done:
-            done[state, strategy, ranks] = run_ranks(state, script, strategy, *names, ranks=ranks)
-        return done[state, strategy, ranks]
+    def is_recorded(tree: str, row: Row) -> bool:
+        return tree == "pristine" and not row.live and upstream.recorded(row.key)
+
+    def run(tree: str, row: Row) -> None:
+        """Run the job of a row and keep the outcomes of all its cases."""
+        tests = [item for item in request.session.items if item.path == request.path]
+        rows = {item.callspec.params["row"] for item in tests if tree in item.fixturenames}
+        job = [each for each in rows if (each.strategy, each.ranks) == (row.strategy, row.ranks)]
+        job = [each for each in job if not is_recorded(tree, each)]
+        cases = sorted(each.case for each in job)
+        try:
+            ranks = run_ranks(tree, folder / "engine_cases.py", row.strategy, *cases, ranks=row.ranks)
+        except JobError as error:
+            failed.update({(tree, each): error for each in job})
+            raise
+        for each in job:
+            done[tree, each] = [rank[each.case] for rank in ranks]
+            if tree == "pristine" and not each.live:
+                upstream.add(each.key, done[tree, each])
+
+    def of(tree: str, row: Row) -> list:
+        if is_recorded(tree, row):
+            return upstream.known[row.key]
+        if (tree, row) in failed:
+            raise failed[tree, row]
+        if (tree, row) not in done:
+            run(tree, row)
+        return done[tree, row]
 
     return of
+
+
+@pytest.fixture
+def patched(outcomes, row) -> list:
+    """The outcomes of the test's row on the patched tree, by rank."""
+    return outcomes("patched", row)
+
+
+@pytest.fixture
+def pristine(outcomes, row) -> list:
+    """The outcomes of the test's row on the pristine tree, by rank."""
+    return outcomes("pristine", row)

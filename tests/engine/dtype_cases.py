@@ -1,54 +1,37 @@
 """Cases of verl's FSDP engine: the dtype of every hop, and the training trajectory in each regime."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
-from fsdp_worker import batch, gradients, make_worker, metrics_of, settings, state
-
-from verl.utils import tensordict_utils as tu
+from fsdp_worker import batch, gradients, make_worker, metrics_of, name_of, settings, state
 
 
-def dtype_per_hop(role="actor"):
-    """Return the dtype of every hop of a worker with only ``dtype=float16`` set."""
-    worker = make_worker(role, by_dtype_alone=True)
+def dtype_per_hop():
+    """Return the dtype of every hop of an actor with only ``dtype=float16`` set."""
+    worker = make_worker(by_dtype_alone=True, grad_scaler=settings(init_scale=1024.0))
     hops = {}
 
-    def watch(name):
-        def hook(module, args, kwargs, output):
-            hops[name] = str(output.dtype).removeprefix("torch.")
-            hops[name + ".weight"] = str(module.weight.dtype).removeprefix("torch.")
-
-        return hook
+    def watch_linear(module, args, output):
+        hops["linear"] = name_of(output)
+        hops["linear.weight"] = name_of(module.weight)
 
     def watch_buffer(module, args, output):
-        hops["buffer"] = str(module.inv_freq.dtype).removeprefix("torch.")
+        hops["buffer"] = name_of(module.inv_freq)
 
     for name, module in worker.engine.module.named_modules():
         if name.endswith("rotary_emb"):
             module.register_forward_hook(watch_buffer)
-        if name.endswith("layers.0.mlp.up_proj") or name.endswith("layers.0._fsdp_wrapped_module.mlp.up_proj"):
-            module.register_forward_hook(watch("linear"), with_kwargs=True)
-    if role == "ref":
-        data = batch()
-        tu.assign_non_tensor(data, compute_loss=False)
-        worker.infer_batch(data)
-    else:
-        for seed in range(8):  # the first steps may overflow at the initial scale
-            worker.train_batch(batch(seed))
-    hops["scaler"] = worker.engine.scaler is not None
-    hops["autocast"] = str(worker.engine._autocast_dtype).removeprefix("torch.")
-    hops["master"] = str(next(worker.engine.module.parameters()).dtype).removeprefix("torch.")
-    if role != "ref":
-        entry = next(iter(worker.engine.optimizer.state.values()))
-        hops["adam"] = str(entry["exp_avg"].dtype).removeprefix("torch.")
-    return hops
-
-
-def dtype_per_hop_critic():
-    return dtype_per_hop("critic")
-
-
-def dtype_per_hop_ref():
-    return dtype_per_hop("ref")
+        if name.endswith(("layers.0.mlp.up_proj", "layers.0._fsdp_wrapped_module.mlp.up_proj")):
+            module.register_forward_hook(watch_linear)
+    worker.train_batch(batch(0))
+    entry = next(iter(worker.engine.optimizer.state.values()))
+    return hops | {
+        "scaler": worker.engine.scaler is not None,
+        "autocast": str(worker.engine._autocast_dtype).removeprefix("torch."),
+        "master": name_of(next(worker.engine.module.parameters())),
+        "adam": name_of(entry["exp_avg"]),
+    }
 
 
 def trajectory(dtype: str, **engine):
@@ -62,23 +45,13 @@ def trajectory(dtype: str, **engine):
     }
 
 
-def trajectory_bf16():
-    return trajectory("bfloat16")
-
-
-def trajectory_fp32():
-    return trajectory("float32")
-
-
 def trajectory_fp16():
-    return trajectory("float16")
-
-
-def trajectory_fp16_fused():
+    """Train with both of torch's implementations of Adam; upstream's fused one raises on every rank."""
     try:
-        return trajectory("float16", optimizer={"fused": True})
-    except RuntimeError as error:  # on every rank alike
-        return {"error": str(error)}
+        fused = trajectory("float16", optimizer={"fused": True})
+    except RuntimeError as error:
+        fused = {"error": str(error)}
+    return {"foreach": trajectory("float16"), "fused": fused}
 
 
 def accumulation():
@@ -109,3 +82,12 @@ def accumulation():
         "deferred": grad_norm(weight, True, grad_scaler=scaler)[1],
         "fp32": grad_norm(weight, True, dtype="float32")[1],
     }
+
+
+CASES = {
+    "dtype_per_hop": dtype_per_hop,
+    "trajectory_bf16": partial(trajectory, "bfloat16"),
+    "trajectory_fp32": partial(trajectory, "float32"),
+    "trajectory_fp16": trajectory_fp16,
+    "accumulation": accumulation,
+}

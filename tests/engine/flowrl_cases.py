@@ -1,16 +1,9 @@
-"""FlowRL's worker on gloo ranks, compared with the same computation in plain torch; run on forked ranks.
-
-flowrl_cases.py STRATEGY MODEL_DIR OUT_DIR
-
-Each case returns plain values, which rank r writes to OUT_DIR/rank_r.json; test_flowrl_engine.py asserts on them.
-"""
+"""Cases of FlowRL's worker on gloo ranks, compared with the same computation in plain torch."""
 
 import json
 import math
-import sys
-import time
 from dataclasses import replace
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,11 +18,13 @@ from flowrl_reference import (
     set_loss,
 )
 from fsdp_worker import (
-    OUT,
     RANK,
     STRATEGY,
     gradients,
+    merge,
     metrics_of,
+    name_of,
+    poison_gradient,
     same,
     scale_of,
     shared_directory,
@@ -43,8 +38,6 @@ from recipes.flowrl.config import FlowRLConfig, PartitionConfig
 from recipes.flowrl.engine import FILE
 from recipes.flowrl.partition import PartitionHead
 from recipes.flowrl.worker import FlowRLTrainingWorker
-from verl.model_merger.base_model_merger import ModelMergerConfig
-from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint import manifest
@@ -113,23 +106,19 @@ def alike(one: tuple, other: tuple) -> bool:
     return same(one[0], other[0]) and one[1] == other[1]
 
 
-def poison(worker: FlowRLTrainingWorker, trunk: bool, head: bool, ranks: tuple[int, ...] = (1,)) -> None:
-    """Set one element of a gradient of the trunk or the head to inf after the next backward pass, on ``ranks``."""
-    engine, forward_backward_batch = worker.engine, worker.engine.forward_backward_batch
-
-    def poisoned(*args, **kwargs):
-        output = forward_backward_batch(*args, **kwargs)
-        if RANK in ranks and trunk:
-            gradients(worker)[0].view(-1)[0] = math.inf
-        if RANK in ranks and head:
-            next(head_of(worker).parameters()).grad.view(-1)[0] = math.inf
-        engine.forward_backward_batch = forward_backward_batch
-        return output
-
-    engine.forward_backward_batch = poisoned
+def first_of_trunk(worker: FlowRLTrainingWorker) -> list[torch.Tensor]:
+    return gradients(worker)[:1]
 
 
-def dtypes():
+def first_of_head(worker: FlowRLTrainingWorker) -> list[torch.Tensor]:
+    return [next(head_of(worker).parameters()).grad]
+
+
+def first_of_both(worker: FlowRLTrainingWorker) -> list[torch.Tensor]:
+    return first_of_trunk(worker) + first_of_head(worker)
+
+
+def head_dtypes():
     """Record the dtypes of weights, input, output and gradient in the head and in the trunk's last layer, in fp16."""
     worker = make_worker(dtype="float16")
     dtypes_of: dict[str, list[str]] = {}
@@ -137,8 +126,8 @@ def dtypes():
     def watch(name):
         def hook(module, args, output):
             tensors = (module.weight, *args, output)
-            dtypes_of[name] = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-            output.register_hook(lambda grad: dtypes_of[name].append(str(grad.dtype).removeprefix("torch.")))
+            dtypes_of[name] = [name_of(tensor) for tensor in tensors]
+            output.register_hook(lambda grad: dtypes_of[name].append(name_of(grad)))
 
         return hook
 
@@ -149,38 +138,42 @@ def dtypes():
     loss = worker.loss_fn
 
     def with_log_z(model_output, **given):
-        dtypes_of["log_z"] = str(model_output["log_z"].dtype).removeprefix("torch.")
+        dtypes_of["log_z"] = name_of(model_output["log_z"])
         return loss(model_output=model_output, **given)
 
     worker.set_loss_fn(with_log_z)
     worker.train_batch(batch(rollouts(0)))
     adam = next(iter(worker.engine.partition.optimizer.state.values()))
-    return dtypes_of | {"adam": str(adam["exp_avg"].dtype).removeprefix("torch.")}
+    return dtypes_of | {"adam": name_of(adam["exp_avg"])}
 
 
-def beside_plain_torch():
-    """Compare every layout and split of a batch with plain torch."""
+LAYOUTS = {
+    "micro-batches of 4": {"micro": 4},
+    "packed, by tokens": {"packed": True, "use_dynamic_bsz": True},
+    "offloaded": {"param_offload": True, "optimizer_offload": True},
+    "without the prompt's last token": {"drop_last_prompt_token": True},
+    "fp16": {"dtype": "float16"},
+}
+MORE_LAYOUTS = {
+    "micro-batches of 1": {"micro": 1},
+    "the whole": {"micro": 8},
+    "packed": {"packed": True},
+    "packed to a bucket": {"packed": True, "pad_to_length": True, "pad_to_length_bucket": 64},
+    "without gradient checkpointing": {"model": {"enable_gradient_checkpointing": False}},
+}
+
+
+def compare_layouts(layouts: dict[str, dict]):
+    """Compare layouts and splits of a batch with plain torch."""
     rows, errors = rollouts(1, right=(1, 2, 3, 0)), {}
-    layouts = {
-        "micro-batches of 4": {"micro": 4},
-        "micro-batches of 1": {"micro": 1},
-        "the whole": {"micro": 8},
-        "packed": {"packed": True},
-        "packed, by tokens": {"packed": True, "use_dynamic_bsz": True},
-        "packed to a bucket": {"packed": True, "pad_to_length": True, "pad_to_length_bucket": 64},
-        "without gradient checkpointing": {"model": {"enable_gradient_checkpointing": False}},
-        "offloaded": {"param_offload": True, "optimizer_offload": True},
-        "without the prompt's last token": {"drop_last_prompt_token": True},
-        "fp16": {"dtype": "float16"},
-    }
     for name, layout in layouts.items():
+        layout = dict(layout)
         head = PartitionConfig(zero_init=False, drop_last_prompt_token=layout.pop("drop_last_prompt_token", False))
         flowrl = FlowRLConfig(partition=head)
         worker = make_worker(flowrl, **layout)
         errors[name] = relative_errors(worker_update(worker, batch(rows)), reference_update(worker, rows, flowrl))
         assert worker.engine._hidden is None, "a hidden state is kept after the step"
     detached = reference_update(worker, rows, flowrl, detached=True)
-    assert worker.engine.scaler is not None
     return {"errors": errors, "detached": relative_errors(detached, reference_update(worker, rows, flowrl))["trunk"]}
 
 
@@ -297,12 +290,12 @@ def overflows(dtype: str):
             one.train_batch(batch(rollouts(seed)))
     outcomes = {}
     for name, where in {
-        "trunk": {"trunk": True, "head": False},
-        "head": {"trunk": False, "head": True},
-        "both": {"trunk": True, "head": True, "ranks": (0, 1)},
+        "trunk": {"of": first_of_trunk},
+        "head": {"of": first_of_head},
+        "both": {"of": first_of_both, "ranks": (0, 1)},
     }.items():
         (tensors, others), scale = everything(worker), scale_of(worker)
-        poison(worker, **where)
+        poison_gradient(worker, **where)
         metrics = metrics_of(worker.train_batch(batch(rollouts(30))))
         after, others_after = everything(worker)
         outcomes[name] = {
@@ -321,14 +314,6 @@ def overflows(dtype: str):
     return outcomes
 
 
-def overflows_fp16():
-    return overflows("float16")
-
-
-def overflows_bf16():
-    return overflows("bfloat16")
-
-
 def resume():
     """Save and take two steps; load into a fresh worker and take the same two; then load invalid heads."""
     directory = shared_directory()
@@ -340,7 +325,7 @@ def resume():
     if RANK == 0:
         manifest.begin(directory)
     worker.train_batch(batch(rollouts(50)))
-    poison(worker, trunk=True, head=True)
+    poison_gradient(worker, of=first_of_both)
     worker.train_batch(batch(rollouts(51)))  # the scale differs from the initial one
     worker.save_checkpoint(str(file.parent), global_step=1)
     result = {"there": file.exists()}
@@ -398,18 +383,9 @@ def exported_names(worker: FlowRLTrainingWorker, folder: Path) -> dict:
         == names,
     }
     if STRATEGY == "fsdp2" and RANK == 0:  # torch cannot gather FSDP1's full state dict on a CPU
-        huggingface, merged = folder / "huggingface", folder / "merged"
-        FSDPModelMerger(
-            ModelMergerConfig(
-                operation="merge",
-                backend="fsdp",
-                local_dir=str(folder),
-                target_dir=str(merged),
-                hf_model_config_path=str(huggingface),
-            )
-        ).merge_and_save()
+        huggingface = folder / "huggingface"
+        result["merged"] = set(merge(folder, huggingface)) == names
         result["export"] = set(load_file(huggingface / "model.safetensors")) == names
-        result["merged"] = set(load_file(merged / "model.safetensors")) == names
     return result
 
 
@@ -427,34 +403,18 @@ def lora():
     }
 
 
-CASES = [
-    dtypes,
-    beside_plain_torch,
-    variants,
-    padding,
-    mini_batches,
-    at_the_start,
-    in_sync,
-    clipped,
-    overflows_fp16,
-    overflows_bf16,
-    resume,
-    lora,
-]
-
-
-def main() -> None:
-    # A rank that waits for a dead peer fails after 90 s, not after half an hour.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=90))
-    results = {}
-    for case in CASES:
-        if case.__name__ in sys.argv[4:] or not sys.argv[4:]:
-            start = time.monotonic()
-            results[case.__name__] = case()
-            if RANK == 0:
-                print(f"{case.__name__}: {time.monotonic() - start:.1f} s", flush=True)
-    (OUT / f"rank_{RANK}.json").write_text(json.dumps(results, default=str))
-
-
-if __name__ == "__main__":
-    main()
+CASES = {
+    "head_dtypes": head_dtypes,
+    "beside_plain_torch": partial(compare_layouts, LAYOUTS),
+    "layouts_beside_plain_torch": partial(compare_layouts, MORE_LAYOUTS),
+    "variants": variants,
+    "padding": padding,
+    "mini_batches": mini_batches,
+    "at_the_start": at_the_start,
+    "in_sync": in_sync,
+    "clipped": clipped,
+    "overflows_fp16": partial(overflows, "float16"),
+    "overflows_bf16": partial(overflows, "bfloat16"),
+    "resume": resume,
+    "lora": lora,
+}

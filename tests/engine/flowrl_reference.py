@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from fsdp_worker import MODEL, RANK, STRATEGY, settings
+from fsdp_worker import MODEL, RANK, settings, worker_config
 from transformers import AutoModelForCausalLM
 
 from recipes.flowrl.config import FlowRLConfig, PartitionConfig
@@ -14,7 +14,6 @@ from recipes.flowrl.worker import FlowRLTrainingWorker, flowrl_loss
 from verl.trainer.config import CheckpointConfig
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 
 PLAIN_MODEL = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="sdpa")
 
@@ -31,30 +30,15 @@ def make_worker(
     """Return a worker with its engine built; by default the head starts at random, so that log Z reaches the trunk."""
     flowrl = flowrl or FlowRLConfig(partition=PartitionConfig(zero_init=False))
     torch.manual_seed(RANK)  # the ranks' heads start differently and must be synchronized
-    worker = FlowRLTrainingWorker(
-        TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=HFModelConfig(
-                path=MODEL,
-                use_remove_padding=packed,
-                override_config={"attn_implementation": "sdpa"},
-                **(model or {}),
-            ),
-            engine_config=FSDPEngineConfig(
-                strategy=STRATEGY,
-                dtype=dtype,
-                use_dynamic_bsz=engine.pop("use_dynamic_bsz", False),
-                micro_batch_size_per_gpu=micro,
-                infer_micro_batch_size_per_gpu=2,
-                use_torch_compile=False,
-                grad_scaler=settings(init_scale=16.0),
-                **engine,
-            ),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=4, total_training_steps=100, clip_grad=1.0),
-            checkpoint_config=checkpoint or CheckpointConfig(),
-        ),
-        flowrl,
+    config = worker_config(
+        dtype=dtype,
+        model={"use_remove_padding": packed, **(model or {})},
+        checkpoint=checkpoint,
+        micro_batch_size_per_gpu=micro,
+        grad_scaler=settings(init_scale=16.0),
+        **engine,
     )
+    worker = FlowRLTrainingWorker(config, flowrl)
     worker.reset()
     set_loss(worker, flowrl)
     return worker

@@ -3,19 +3,26 @@
 Import it on a rank whose arguments are STRATEGY MODEL_DIR OUT_DIR, against the verl on PYTHONPATH.
 """
 
+import copy
+import functools
 import itertools
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from safetensors.torch import load_file
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 import verl
+from verl.model_merger.base_model_merger import ModelMergerConfig
+from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
@@ -26,10 +33,9 @@ PATCHED = "grad_scaler" in FSDPEngineConfig.__dataclass_fields__
 RANK = int(os.environ["RANK"])
 
 # Upstream builds its scaler for "cuda"; on a CPU torch then disables it, which would mask every other fp16 defect.
-# The pristine tree gets an enabled scaler, as on a GPU; `scaler_device` tests the defect itself.
-upstream_scaler_defaults = ShardedGradScaler.__init__.__defaults__
+# The pristine tree gets an enabled scaler, as on a GPU.
 if not PATCHED:
-    ShardedGradScaler.__init__.__defaults__ = ("cpu", *upstream_scaler_defaults[1:])
+    ShardedGradScaler.__init__.__defaults__ = ("cpu", *ShardedGradScaler.__init__.__defaults__[1:])
 
 
 def settings(**overrides):
@@ -41,51 +47,51 @@ def settings(**overrides):
     return GradScalerConfig(**overrides)
 
 
-def make_worker(
+def worker_config(
     role="actor",
     dtype="float16",
-    by_dtype_alone=False,
+    path=MODEL,
     model=None,
     checkpoint=None,
     optimizer=None,
-    warmup=4,
-    path=MODEL,
     lr=1e-2,
+    warmup=4,
     **engine,
-) -> TrainingWorker:
-    """Return a worker with its engine built, in ``dtype``, set by ``mixed_precision`` if the tree ignores ``dtype``."""
-    if not by_dtype_alone and not PATCHED:
-        engine["mixed_precision"] = {"param_dtype": dtype}
-    upstream_settings = engine.pop("grad_scaler", {}) if not PATCHED else {}
-    worker = TrainingWorker(
-        TrainingWorkerConfig(
-            model_type="value_model" if role == "critic" else "language_model",
-            model_config=HFModelConfig(
-                path=path,
-                use_remove_padding=False,
-                override_config={"attn_implementation": "sdpa"},
-                **(model or {}),
-            ),
-            engine_config=FSDPEngineConfig(
-                strategy=STRATEGY,
-                dtype=dtype,
-                forward_only=role == "ref",
-                use_dynamic_bsz=False,
-                micro_batch_size_per_gpu=2,
-                infer_micro_batch_size_per_gpu=2,
-                use_torch_compile=False,
-                **engine,
-            ),
-            optimizer_config=FSDPOptimizerConfig(
-                lr=lr,
-                lr_warmup_steps=warmup,
-                total_training_steps=100,
-                clip_grad=1.0,
-                override_optimizer_config=optimizer,
-            ),
-            checkpoint_config=checkpoint or CheckpointConfig(),
-        )
+) -> TrainingWorkerConfig:
+    return TrainingWorkerConfig(
+        model_type="value_model" if role == "critic" else "language_model",
+        model_config=HFModelConfig(
+            path=path,
+            override_config={"attn_implementation": "sdpa"},
+            **{"use_remove_padding": False, **(model or {})},
+        ),
+        engine_config=FSDPEngineConfig(
+            strategy=STRATEGY,
+            dtype=dtype,
+            forward_only=role == "ref",
+            infer_micro_batch_size_per_gpu=2,
+            use_torch_compile=False,
+            **{"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, **engine},
+        ),
+        optimizer_config=FSDPOptimizerConfig(
+            lr=lr,
+            lr_warmup_steps=warmup,
+            total_training_steps=100,
+            clip_grad=1.0,
+            override_optimizer_config=optimizer,
+        ),
+        checkpoint_config=checkpoint or CheckpointConfig(),
     )
+
+
+def make_worker(role="actor", dtype="float16", by_dtype_alone=False, **config) -> TrainingWorker:
+    """Return a worker with its engine built, in ``dtype``, set by ``mixed_precision`` if the tree ignores ``dtype``."""
+    upstream_settings = {}
+    if not PATCHED:
+        upstream_settings = config.pop("grad_scaler", {})
+        if not by_dtype_alone:
+            config["mixed_precision"] = {"param_dtype": dtype}
+    worker = TrainingWorker(worker_config(role, dtype, **config))
     worker.reset()
     if "init_scale" in upstream_settings and worker.engine.scaler is not None:
         worker.engine.scaler._init_scale = upstream_settings["init_scale"]
@@ -93,8 +99,8 @@ def make_worker(
     return worker
 
 
-def composed(*overrides: str):
-    """Compose ``ppo_trainer.yaml`` for a CPU, with the probe of wire_cases.py as checkpoint engine."""
+@functools.cache
+def compose_once(*overrides: str) -> DictConfig:
     base = [
         f"actor_rollout_ref.model.path={MODEL}",
         "actor_rollout_ref.model.use_remove_padding=false",
@@ -106,9 +112,16 @@ def composed(*overrides: str):
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=probe",
+        f"critic.model.path={MODEL}",
+        "critic.ppo_micro_batch_size_per_gpu=1",
     ]
     with initialize_config_dir(f"{verl.__path__[0]}/trainer/config", version_base=None):
         return compose("ppo_trainer", overrides=[*base, *overrides])
+
+
+def composed(*overrides: str) -> DictConfig:
+    """Compose ``ppo_trainer.yaml`` for a CPU, with the probe of wire_cases.py as checkpoint engine."""
+    return copy.deepcopy(compose_once(*overrides))
 
 
 def batch(seed: int = 0, size: int = 4, distinct: bool = True):
@@ -138,14 +151,20 @@ def value_loss(model_output, data, dp_group=None):
     return (rows * data["weight"]).sum() / data["batch_num_tokens"] * data["dp_size"], {}
 
 
-def poison_gradient(worker: TrainingWorker, value: float, rank: int = 1, which: int = 0):
-    """Put ``value`` into one element of one gradient of one rank after the next backward pass."""
+def poison_gradient(
+    worker: TrainingWorker,
+    value: float = float("inf"),
+    ranks: Collection[int] = (1,),
+    of: Callable[[TrainingWorker], list[torch.Tensor]] = lambda worker: gradients(worker)[:1],
+):
+    """Put ``value`` into one element of each gradient that ``of`` returns, after the next backward pass."""
     engine, forward_backward_batch = worker.engine, worker.engine.forward_backward_batch
 
     def poisoned(*args, **kwargs):
         output = forward_backward_batch(*args, **kwargs)
-        if RANK == rank:
-            gradients(worker)[which].view(-1)[0] = value
+        if RANK in ranks:
+            for gradient in of(worker):
+                gradient.view(-1)[0] = value
         engine.forward_backward_batch = forward_backward_batch
         return output
 
@@ -175,6 +194,17 @@ def poison_micro_batch(worker: TrainingWorker, which: int, value: float, rank: i
 
     backward = []
     forward = head.register_forward_pre_hook(watch)
+
+
+def poison_loss(worker: TrainingWorker):
+    """Return NaN for the loss of the first micro-batch of rank 1 in the next batch."""
+    loss_fn, micro_batch = worker.loss_fn, itertools.count()
+
+    def poisoned(*args, **kwargs):
+        loss, metrics = loss_fn(*args, **kwargs)
+        return (loss * float("nan") if RANK == 1 and next(micro_batch) == 0 else loss), metrics
+
+    worker.set_loss_fn(poisoned)
 
 
 def gradients(worker: TrainingWorker) -> list[torch.Tensor]:
@@ -209,6 +239,11 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def name_of(tensor: torch.Tensor) -> str:
+    """Return the name of a tensor's dtype."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def metrics_of(output) -> dict:
     return dict(tu.get(output, "metrics"))
 
@@ -223,6 +258,19 @@ def scale_of(worker) -> float | None:
 
 def weights_of(worker: TrainingWorker) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in worker.engine.get_per_tensor_param()[0]}
+
+
+def merge(folder: Path, huggingface: Path) -> dict[str, torch.Tensor]:
+    """Merge the shards in ``folder`` by verl's model merger and return the tensors."""
+    config = ModelMergerConfig(
+        operation="merge",
+        backend="fsdp",
+        local_dir=str(folder),
+        target_dir=str(folder / "merged"),
+        hf_model_config_path=str(huggingface),
+    )
+    FSDPModelMerger(config).merge_and_save()
+    return load_file(folder / "merged/model.safetensors")
 
 
 def shared_directory() -> str:

@@ -135,3 +135,8 @@ def keep_fp32_checkpoint():
     for each in (worker, fresh):
         each.train_batch(batch(2))
     return result | {"next_step": same(state(worker), state(fresh)), "stepped": not same(before, state(worker))}
+
+
+CASES = {
+    case.__name__: case for case in (keep_fp32, keep_fp32_critic, keep_fp32_ref, keep_fp32_lora, keep_fp32_checkpoint)
+}

@@ -1,16 +1,16 @@
 """The choice of the checkpoint to resume from, on files written by torch; pristine verl trusts its tracker."""
 
 import os
+import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import manifest
 import pytest
 import torch
+from support.methods import function
 
 from lib.errors import Refused
 from lib.run import folder as runs
@@ -70,27 +70,19 @@ DAMAGE = {
 }
 
 
-@pytest.fixture(scope="module")
-def upstream(environment) -> Callable[[Path], str]:
+@pytest.fixture
+def upstream(trees) -> Callable[[Path], str]:
     """``upstream(root)``: the folder that pristine verl resumes from, ``scratch``, or the error's type."""
-    program = (
-        "import sys; from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path\n"
-        "print('ready', flush=True)\n"
-        "for root in sys.stdin:\n"
-        "    try: found = find_latest_ckpt_path(root.strip())\n"
-        "    except Exception as error: found = type(error).__name__\n"
-        "    print('outcome', (found or 'scratch').split('/')[-1], flush=True)\n"
-    )
-    words, pipe = [sys.executable, "-c", program], subprocess.PIPE
-    with subprocess.Popen(words, env=environment("pristine"), stdin=pipe, stdout=pipe, text=True) as process:
+    file = trees["pristine"] / "verl/utils/checkpoint/checkpoint_manager.py"
+    find = function(file, "find_latest_ckpt_path", "get_checkpoint_tracker_filename", os=os, torch=torch)
 
-        def of(root: Path) -> str:
-            process.stdin.write(f"{root}\n")
-            process.stdin.flush()
-            return next(line for line in process.stdout if line.startswith("outcome")).split()[1]
+    def of(root: Path) -> str:
+        try:
+            return Path(find(str(root)) or "scratch").name
+        except ValueError as error:
+            return type(error).__name__
 
-        yield of
-        process.stdin.close()
+    return of
 
 
 def test_newest_checkpoint_is_resumed(tmp_path):
@@ -101,20 +93,18 @@ def test_newest_checkpoint_is_resumed(tmp_path):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_torn_checkpoint_falls_back_to_the_previous_one(tmp_path, damage, upstream):
-    whole, torn = save(tmp_path, 1), save(tmp_path, 2)
+def test_torn_checkpoint_is_refused_or_falls_back_to_the_previous_one(tmp_path, damage, upstream):
+    torn = save(tmp_path, 2)
     damage(torn)
-    folder, (note,) = manifest.choose(tmp_path)
-    assert folder == whole and note.startswith(f"{torn} {DAMAGE[damage]}")
-    assert upstream(tmp_path) == ("scratch" if damage is lose_everything else "global_step_2")
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_run_without_a_whole_checkpoint_is_refused(tmp_path, damage, upstream):
-    damage(save(tmp_path, 2))
     with pytest.raises(manifest.CheckpointError, match=f"global_step_2 {DAMAGE[damage]}") as refusal:
         manifest.choose(tmp_path)
     assert "resume_from_path" in str(refusal.value) and "\n" not in str(refusal.value)
+    assert upstream(tmp_path) == ("scratch" if damage is lose_everything else "global_step_2")
+
+    whole = save(tmp_path, 1)
+    (tmp_path / TRACKER).write_text("2")
+    folder, (note,) = manifest.choose(tmp_path)
+    assert folder == whole and note.startswith(f"{torn} {DAMAGE[damage]}")
     assert upstream(tmp_path) == ("scratch" if damage is lose_everything else "global_step_2")
 
 
@@ -204,26 +194,39 @@ def test_role_that_keeps_all_checkpoints_loses_none(tmp_path):
     assert manifest.choose(tmp_path).folder == folder
 
 
+def save_until_killed(root: Path, keep: int | None, lines: int, writer: int) -> None:
+    """Save steps 2, 3, … and write the number of each that is finished, until SIGKILL after a number of lines."""
+    left = iter(range(lines))
+
+    def count(frame, event, _):
+        if frame.f_code.co_filename not in (__file__, manifest.__file__, shutil.__file__):
+            return None
+        if event == "line" and next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return count
+
+    sys.settrace(count)
+    for step in range(2, 1_000_000):
+        manifest.remove_previous(save(root, step), "", keep)
+        os.write(writer, step.to_bytes(8))
+
+
 @pytest.mark.parametrize("keep", [None, 1])
-def test_sigkill_at_any_time_leaves_the_last_finished_checkpoint(tmp_path, keep):
+def test_sigkill_at_any_line_leaves_the_last_finished_checkpoint(tmp_path, keep):
     interrupted = 0
     for attempt in range(20):
         root, reader, writer = tmp_path / str(attempt), *os.pipe()
+        manifest.remove_previous(save(root, 1), "", keep)
         child = os.fork()
         if child == 0:
             try:
-                for step in range(1, 1_000_000):
-                    manifest.remove_previous(save(root, step), "", keep)
-                    os.write(writer, step.to_bytes(8))
+                save_until_killed(root, keep, 11 * attempt, writer)
             finally:
                 os._exit(1)
         os.close(writer)
-        finished = int.from_bytes(os.read(reader, 8))
-        time.sleep(0.001 * attempt)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        with os.fdopen(reader, "rb") as rest:
-            finished = int.from_bytes(rest.read()[-8:]) or finished
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        with os.fdopen(reader, "rb") as steps:
+            finished = int.from_bytes(steps.read()[-8:]) or 1
         folder = manifest.choose(root).folder
         assert int(folder.name.removeprefix("global_step_")) in (finished, finished + 1)
         for name in [*FILES, "data.pt"]:

@@ -6,13 +6,10 @@ from unittest import mock
 
 import peft.utils.save_and_load
 import torch
-from fsdp_worker import RANK, STRATEGY, composed, make_worker, shared_directory
-from safetensors.torch import load_file
+from fsdp_worker import RANK, STRATEGY, composed, make_worker, merge, name_of, shared_directory
 from transformers import AutoModelForCausalLM
 
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWorker, ColocatedCheckpointEngine
-from verl.model_merger.base_model_merger import ModelMergerConfig
-from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 from verl.trainer.config import CheckpointConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -34,7 +31,7 @@ def wire():
     """
 
     def dtypes(tensors):
-        return sorted({str(entry[1].dtype).removeprefix("torch.") for entry in tensors})
+        return sorted({name_of(entry[1]) for entry in tensors})
 
     worker = make_worker()
     config = composed("actor_rollout_ref.rollout.dtype=float16").actor_rollout_ref
@@ -85,16 +82,8 @@ def export():
     recorded = json.loads((Path(directory) / "fsdp_config.json").read_text())
     (alone / "fsdp_config.json").write_text(json.dumps(recorded | {"world_size": 1}))
     for name, folder in {"merged": Path(directory), "merged_of_one_worker": alone}.items():
-        config = ModelMergerConfig(
-            operation="merge",
-            backend="fsdp",
-            local_dir=str(folder),
-            target_dir=str(folder / "merged"),
-            hf_model_config_path=str(huggingface),
-        )
-        FSDPModelMerger(config).merge_and_save()
-        tensors = load_file(folder / "merged/model.safetensors")
-        dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
+        tensors = merge(folder, huggingface)
+        dtypes = sorted({name_of(t) for t in tensors.values()})
         result[name] = {"dtypes": dtypes, "lossless": lossless(tensors)}
     return result
 
@@ -114,3 +103,6 @@ def lora_adapter():
         except ValueError as error:
             result["empty"] = str(error)
     return result
+
+
+CASES = {"wire": wire, "export": export, "lora_adapter": lora_adapter}

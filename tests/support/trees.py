@@ -8,6 +8,8 @@ from lib.patches.apply import apply
 from lib.patches.releases import VERL, Framework
 from lib.patches.wheels import unpacked_wheel
 
+RELEASE = "0.9.1"  # of verl, which most tests run
+
 
 def contents(root: Path) -> dict[str, bytes | None]:
     """Return the bytes of every file below ``root`` by path, None for a folder."""

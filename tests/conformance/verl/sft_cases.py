@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import harness
 import torch
-from harness import LEGACY, MODEL, OUT, PATCHED, RANK, VERL, batch, digest, local, same, shared_folder, state, watch
+from harness import LEGACY, MODEL, OUT, PATCHED, RANK, VERL, batch, shared_folder
 from hydra import compose, initialize_config_dir
+from observations import digest, inner_dtypes, same, spoil, state, watch
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer
@@ -68,9 +69,7 @@ def overflow_sft() -> str:
 
     def poisoned(*args, **kwargs):
         loss = backward(*args, **kwargs)
-        if RANK == 1:
-            gradients = [local(p.grad) for p in trainer.fsdp_model.parameters() if p.grad is not None]
-            next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = math.inf
+        spoil(trainer.fsdp_model, math.inf)
         return loss
 
     before, lr = sft_state(trainer), trainer.optimizer.param_groups[0]["lr"]
@@ -127,5 +126,4 @@ def engine_sft(*overrides: str) -> str:
 
 
 def sft_facts(observed: dict[str, str], scaler) -> str:
-    facts = [f"{key} {value}" for key, value in observed.items()]
-    return ", ".join([*facts, "scaler" if scaler is not None else "no scaler"])
+    return f"{inner_dtypes(observed)}, {'scaler' if scaler is not None else 'no scaler'}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from test_launch import ALL_BUT_THE_JOB, IMAGE, LAUNCH, OVERRIDES, SECRET, Machine, job_of, machine  # noqa: F401
+from support.launch_machine import ALL_BUT_THE_JOB, IMAGE, LAUNCH, OVERRIDES, SECRET, Machine, job_of
 
 from lib.paths import REPO
 from lib.run.train import GAVE_UP
@@ -149,15 +149,15 @@ TASK = fields(
 )
 
 
-@pytest.fixture
-def rayjob(machine) -> dict:  # noqa: F811
+@pytest.fixture(scope="module")
+def rayjob(tmp_path_factory) -> dict:
     """The manifest that ``kuberay.sh`` passes to kubectl."""
+    machine = Machine(tmp_path_factory.mktemp("kuberay"))
     machine.program("kubectl", f"cat > {machine.folder}/manifest.yaml")
-    done = machine.run(LAUNCH / "kuberay.sh", *OVERRIDES, **KNOBS)
-    assert done.returncode == 0, done.stderr
+    done = machine.succeed("kuberay.sh", *OVERRIDES, **KNOBS)
     assert machine.words("kubectl") == ["create", "-f", "-"]
     manifest = (machine.folder / "manifest.yaml").read_text()
-    dry = machine.run(LAUNCH / "kuberay.sh", "--dry-run", *OVERRIDES, **KNOBS)
+    dry = machine.succeed("kuberay.sh", "--dry-run", *OVERRIDES, **KNOBS)
     assert dry.stdout == manifest, "a dry run shows what would be created"
     assert SECRET not in manifest + done.stdout + done.stderr
     return yaml.safe_load(manifest)
@@ -210,7 +210,7 @@ def names(value: object) -> object:
 @pytest.mark.parametrize("field", [None, "envs"])
 def test_kubernetes_has_every_field_of_the_pods(field, rayjob):
     """kubectl decodes a pod into Kubernetes' own types and encodes it again, which drops unknown fields."""
-    for pod in pods(rayjob):
+    for pod in pods(copy.deepcopy(rayjob)):
         if field:
             pod["containers"][0][field] = "wrong"
         manifest = json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod})
@@ -234,7 +234,7 @@ def test_rayjob_requests_what_the_knobs_set(rayjob):
     assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "only run.py"
 
 
-def test_environment_of_the_pod_becomes_the_job(rayjob, machine):  # noqa: F811
+def test_environment_of_the_pod_becomes_the_job(rayjob, machine):
     """The RayJob's entrypoint runs on the head's pod, with its environment and the RAY_ADDRESS that Ray gives a job."""
     machine.program("python3", ALL_BUT_THE_JOB)
     environment, of_workers = (pod["containers"][0].get("env") for pod in pods(rayjob))
@@ -246,13 +246,12 @@ def test_environment_of_the_pod_becomes_the_job(rayjob, machine):  # noqa: F811
     }
     assert {*plain} == {*knobs(), "HF_HOME"}, "an omitted knob would silently have its default"
     assert rayjob["spec"]["entrypoint"] == "/opt/verl-precision/scripts/launch/train.sh"
-    check_the_job(machine, LAUNCH / "train.sh", plain | {"RAY_ADDRESS": "10.0.0.7:6379"})
+    check_the_job(machine, "train.sh", plain | {"RAY_ADDRESS": "10.0.0.7:6379"})
 
 
-def check_the_job(machine: Machine, script: Path | str, environment: dict[str, str]) -> None:  # noqa: F811
+def check_the_job(machine: Machine, script: str | Path, environment: dict[str, str]) -> None:
     """Check that ``script``, in the job's ``environment``, starts the run that ``KNOBS`` and ``OVERRIDES`` describe."""
-    done = machine.run(script, **environment)
-    assert done.returncode == 0, done.stderr
+    machine.succeed(script, **environment)
     words = machine.words("python3")
     assert "MODEL=owner/it's: a #model" in words
     job = job_of([word for word in words if not word.startswith("MODEL=")])
@@ -272,39 +271,36 @@ def test_skypilot_task_has_the_fields_of_skypilot():
     assert set(task["envs"]) == {*knobs(), "HF_HOME"} - counted
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_skypilot_task_trains_on_its_head(rank, machine):  # noqa: F811
+def test_skypilot_launches_the_task(machine):
     machine.program("sky")
-    done = machine.run(LAUNCH / "sky.sh", *OVERRIDES, INFRA="k8s", SKY_ARGS="--use-spot", **KNOBS)
-    assert done.returncode == 0, done.stderr
+    machine.succeed("sky.sh", *OVERRIDES, INFRA="k8s", SKY_ARGS="--use-spot", **KNOBS)
     words = machine.words("sky")
     assert words[:2] == ["jobs", "launch"] and words[-1] == str(CONFIGS / "sky.yaml")
-    for option in (
-        "--num-nodes 3",
-        "--gpus H100:4",
-        f"--image-id docker:{IMAGE['IMAGE']}",
-        "--infra k8s",
-        "--use-spot",
-    ):
-        assert option in " ".join(words)
-    assert SECRET not in " ".join(words)
+    options = " ".join(words)
+    for option in ("--num-nodes 3", "--gpus H100:4", f"--image-id docker:{IMAGE['IMAGE']}", "--infra k8s", "--use-spot"):
+        assert option in options
+    assert SECRET not in options
     assert [words[at + 1] for at, word in enumerate(words) if word == "--secret"] == ["HF_TOKEN", "WANDB_API_KEY"]
 
-    task = yaml.safe_load((CONFIGS / "sky.yaml").read_text())
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_skypilot_task_trains_on_its_head(rank, machine):
+    machine.program("sky")
+    machine.succeed("sky.sh", *OVERRIDES, **KNOBS)
+    words = machine.words("sky")
     values = dict(words[at + 1].split("=", 1) for at, word in enumerate(words) if word == "--env")
+    task = yaml.safe_load((CONFIGS / "sky.yaml").read_text())
     assert set(values) <= set(task["envs"]) | {"NNODES", "GPUS_PER_NODE"}
-    started = machine.home / "sky_templates/ray/start_cluster"
-    started.parent.mkdir(parents=True)
-    started.write_text("#!/bin/bash\necho started\n")
-    started.chmod(0o755)
+    template = machine.home / "sky_templates/ray/start_cluster"
+    template.parent.mkdir(parents=True)
+    machine.program("start_cluster", "echo started").rename(template)
     machine.program("python3", ALL_BUT_THE_JOB)
-    run = machine.folder / "run.sh"  # as SkyPilot does on every node
-    run.write_text("#!/bin/bash\n" + task["run"].replace("/opt/verl-precision/scripts", str(REPO / "scripts")))
-    run.chmod(0o755)
+    # As SkyPilot does on every node.
+    commands = task["run"].replace("/opt/verl-precision/scripts", str(REPO / "scripts"))
+    run = machine.program("run.sh", commands)
     node = {"SKYPILOT_NODE_RANK": rank, "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9", "SKYPILOT_NUM_NODES": 3}
     environment = task["envs"] | values | node | {"SKYPILOT_NUM_GPUS_PER_NODE": 4}
     if rank:
-        done = machine.run(run, **environment)
-        assert (done.returncode, done.stdout) == (0, "started\n") and not machine.called("python3")
+        assert machine.succeed(run, **environment).stdout == "started\n" and not machine.called("python3")
     else:
         check_the_job(machine, run, environment)

@@ -4,12 +4,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.fork_server import ForkServer
 from support.trees import patched_tree
 from xdist.scheduler import LoadScopeScheduling
 
@@ -18,6 +17,13 @@ from lib.paths import REPO
 from lib.run.job import CPU_PLATFORM
 
 RELEASE = "0.9.1"
+# What verl and the cases import, except verl itself.
+PRELOAD = (
+    *("torch.distributed._tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.profiler"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2", "peft"),
+    *("transformers.trainer_pt_utils", "tensordict", "torchdata.stateful_dataloader", "pandas", "datasets", "hydra"),
+    *("ray.util.collective", "transfer_queue", "codetiming", "orjson", "fastapi", "uvicorn", "aiohttp", "cachetools"),
+)
 
 
 def pytest_addoption(parser):
@@ -96,25 +102,22 @@ def tiny_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def torchrun(environment, tiny_model, tmp_path_factory) -> Callable[..., list[dict]]:
-    """``torchrun(tree, script, strategy, *names, ranks=2)``: the outcomes that each rank of a script of cases wrote.
+def fork_server(tmp_path_factory) -> Iterator[ForkServer]:
+    """The process from which ranks are forked; it has imported what verl and the cases import of others."""
+    with ForkServer(PRELOAD, tmp_path_factory.mktemp("fork-server") / "server.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def run_ranks(fork_server, environment, tiny_model, tmp_path_factory) -> Callable[..., list[dict]]:
+    """``run_ranks(tree, script, strategy, *names, ranks=2)``: the outcomes that each rank of a script of cases wrote.
 
     The script is called with STRATEGY MODEL_DIR OUT_DIR [CASE ...], and rank r writes OUT_DIR/rank_r.json.
     """
 
     def run(state: str, script: Path, strategy: str, *names: str, ranks: int = 2) -> list[dict]:
         out = tmp_path_factory.mktemp(f"{state}-{strategy}")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-        torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        run = subprocess.run(
-            [*torchrun, script, strategy, tiny_model, out, *names],
-            env=environment(state),
-            capture_output=True,
-            text=True,
-            timeout=1800,
-        )
-        assert "Timed out" not in run.stderr, "stuck: one rank waited for the other\n" + run.stderr[-4000:]
-        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+        fork_server.check([script, strategy, tiny_model, out, *names], environment(state), out, ranks=ranks)
         return [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
 
     return run

@@ -40,7 +40,7 @@ def one_rank(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def cases(torchrun, request) -> Callable[..., list[dict]]:
+def cases(run_ranks, request) -> Callable[..., list[dict]]:
     """``cases(tree, strategy, ranks=2)``: the outcomes of engine_cases.py, one dict per rank; run once per session.
 
     Only cases named by the parameter ``case`` of the session's tests are run, or all if a test has no such parameter.
@@ -53,7 +53,7 @@ def cases(torchrun, request) -> Callable[..., list[dict]]:
 
     def of(state: str, strategy: str, ranks: int = 2) -> list[dict]:
         if (state, strategy, ranks) not in done:
-            done[state, strategy, ranks] = torchrun(state, script, strategy, *names, ranks=ranks)
+            done[state, strategy, ranks] = run_ranks(state, script, strategy, *names, ranks=ranks)
         return done[state, strategy, ranks]
 
     return of

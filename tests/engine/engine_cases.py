@@ -1,6 +1,6 @@
 """Run cases of verl's real FSDP engine on gloo ranks, against the verl tree on PYTHONPATH.
 
-    torchrun --nproc-per-node RANKS engine_cases.py STRATEGY MODEL_DIR OUT_DIR [CASE ...]
+engine_cases.py STRATEGY MODEL_DIR OUT_DIR [CASE ...]
 
 Without a name, all cases run. Each returns plain values, which rank r writes to OUT_DIR/rank_r.json; test_engine.py
 asserts on them. The cases use only APIs of upstream's 0.9.1, so that a pristine tree runs them too.

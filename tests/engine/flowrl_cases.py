@@ -1,6 +1,6 @@
-"""FlowRL's worker on gloo ranks, compared with the same computation in plain torch; run by ``torchrun``.
+"""FlowRL's worker on gloo ranks, compared with the same computation in plain torch; run on forked ranks.
 
-    torchrun --nproc-per-node RANKS flowrl_cases.py STRATEGY MODEL_DIR OUT_DIR
+flowrl_cases.py STRATEGY MODEL_DIR OUT_DIR
 
 Each case returns plain values, which rank r writes to OUT_DIR/rank_r.json; test_flowrl_engine.py asserts on them.
 """

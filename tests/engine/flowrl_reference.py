@@ -1,4 +1,4 @@
-"""FlowRL's worker, its batches, and the same update in plain torch; imported by flowrl_cases.py under ``torchrun``."""
+"""FlowRL's worker, its batches, and the same update in plain torch; imported by flowrl_cases.py."""
 
 from types import SimpleNamespace
 

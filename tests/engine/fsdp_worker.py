@@ -1,6 +1,6 @@
 """Create, train, poison and inspect a worker with verl's FSDP engine on a gloo rank.
 
-Import it in a process of ``torchrun`` whose arguments are STRATEGY MODEL_DIR OUT_DIR, against the verl on PYTHONPATH.
+Import it on a rank whose arguments are STRATEGY MODEL_DIR OUT_DIR, against the verl on PYTHONPATH.
 """
 
 import itertools

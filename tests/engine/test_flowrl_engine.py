@@ -9,13 +9,13 @@ pytestmark = pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 
 
 @pytest.fixture(scope="module")
-def outcome(torchrun):
+def outcome(run_ranks):
     """Return ``outcome(strategy, case)``: the case's result on each rank; all cases of a strategy run in one job."""
     done: dict[str, list[dict]] = {}
 
     def of(strategy: str, case: str) -> list:
         if strategy not in done:
-            done[strategy] = torchrun("patched", Path(__file__).with_name("flowrl_cases.py"), strategy)
+            done[strategy] = run_ranks("patched", Path(__file__).with_name("flowrl_cases.py"), strategy)
         return [rank[case] for rank in done[strategy]]
 
     return of

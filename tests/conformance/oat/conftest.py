@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from behaviours import entry
-from oat_behaviours import RELEASES, RESULTS, verdicts
-from support.recorded import fingerprint, mark_recorded
+from oat_behaviours import BEHAVIOURS, RELEASES, RESULTS, not_run
+from support.conformance import verdicts, write_results
+from support.recorded import mark_recorded
 from support.trees import patched_tree
 
-from lib.patches.releases import OAT, find_release
-from lib.patches.stack import load_stack
+from lib.patches.releases import OAT
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
@@ -59,7 +58,9 @@ def outcomes(tmp_path_factory, pytestconfig) -> Iterator[Outcomes]:
     runner.stdin.close()
     assert runner.wait(timeout=60) == 0, (folder / "runner.log").read_text()[-4000:]
     if pytestconfig.getoption("write_results"):
-        write_results({release: verdicts(release, of) for release in RELEASES if (release, True) in done})
+        ran = [release for release in RELEASES if (release, True) in done]
+        seen = {release: verdicts(release, BEHAVIOURS, of) | not_run() for release in ran}
+        write_results(seen, RESULTS, OAT, RUNNER.parent)
 
 
 def run(runner: subprocess.Popen, tree: Path, out: Path) -> dict[str, str]:
@@ -73,13 +74,3 @@ def run(runner: subprocess.Popen, tree: Path, out: Path) -> dict[str, str]:
     first, second = (json.loads((out / f"rank_{rank}.json").read_text()) for rank in (0, 1))
     both = {case: (text, second[case]) for case, text in first.items()}
     return {case: one if one == two else f"rank 0: {one}; rank 1: {two}" for case, (one, two) in both.items()}
-
-
-def write_results(results: dict[str, dict]) -> None:
-    """Write the verdicts on these releases into tests/expected/oat.json; keep those of other releases."""
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for release in results:
-        found = find_release(release, framework=OAT)
-        known[release] = entry(load_stack(found), results[release], fingerprint(found, RUNNER.parent))
-    ordered = {release: known[release] for release in RELEASES if release in known}
-    RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")

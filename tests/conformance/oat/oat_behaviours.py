@@ -5,9 +5,7 @@ The texts are outcomes of ``oat_cases.py``, word for word. ``upstream`` is a pre
 anything else, better or worse, fails a test.
 """
 
-from collections.abc import Callable
-
-from behaviours import Behaviour, compared
+from support.conformance import IDENTICAL, REFERENCE, Behaviour
 
 from lib.patches.releases import OAT, load_releases
 from lib.paths import REPO
@@ -73,7 +71,6 @@ GPU = "on a GPU: vLLM's CUDA kernels, flash attention, FusedAdam, nccl"
 BY_HAND = "loss as by hand, gradient as by hand"
 NORMS = "taken: as in fp32, skipped: absent, taken again: finite"
 CLOSE = "beta trains, kl_penalty_coef trains"
-IDENTICAL, REFERENCE = "to the bit as the unpatched release", "what the patched one is compared with"
 MISMATCHES = ("rollout_probs_diff_mean", "rollout_probs_diff_max", "rollout_k3_kl")
 KL = ("kl_sample_train_v1", "kl_sample_train_v2")
 
@@ -199,18 +196,6 @@ BEHAVIOURS = {
 NOT_RUN = {GPU: "there was no GPU with OAT's CUDA dependencies"}
 
 
-def verdicts(release: str, outcomes: Callable[[str, bool], dict[str, str]]) -> dict[str, dict]:
-    """Return the outcome of each behaviour on one release, for the support matrix; ``outcomes`` is the fixture."""
-    results = {}
-    for case, behaviour in BEHAVIOURS.items():
-        if why := behaviour.why_absent(release):
-            results[case] = {"row": behaviour.row, "absent": why}
-            continue
-        ours, theirs = compared(outcomes(release, True)[case], outcomes(release, False)[case])
-        results[case] = {
-            "row": behaviour.row,
-            "passed": ours == behaviour.patched,
-            "upstream_has_it": theirs == behaviour.patched,
-            "upstream": theirs,
-        }
-    return results | {f"not_run_{i}": {"row": row, "not_run": why} for i, (row, why) in enumerate(NOT_RUN.items())}
+def not_run() -> dict[str, dict]:
+    """Return the entries of ``NOT_RUN`` for the support matrix."""
+    return {f"not_run_{i}": {"row": row, "not_run": why} for i, (row, why) in enumerate(NOT_RUN.items())}

@@ -5,12 +5,11 @@ The texts are outcomes of ``cases.py``, word for word. ``UPSTREAM`` is a predict
 anything else, better or worse, fails a test.
 """
 
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+from support.conformance import IDENTICAL, REFERENCE, Behaviour
 
 from lib.patches.releases import load_releases
-from lib.patches.stack import Stack
 
 ENTRIES = load_releases()
 RELEASES = tuple(ENTRIES)
@@ -30,37 +29,9 @@ A, B, C = (tuple(name for name in RELEASES if ENTRIES[name].family == family) fo
 LEGACY = having("legacy_workers")
 
 
-@dataclass(frozen=True)
-class Behaviour:
-    """One case of ``cases.py`` or of the modules that it imports.
-
-    Args:
-        row: its row of the support matrix.
-        patched: the outcome on a patched tree, the same on every release.
-        upstream: the outcomes on unpatched trees, and the releases of each.
-        absent: releases that cannot have it, by reason.
-    """
-
-    row: str
-    patched: str
-    upstream: dict[str, tuple[str, ...]]
-    absent: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def predicted(self, release: str) -> str:
-        """Return the outcome on the unpatched release."""
-        (text,) = (text for text, releases in self.upstream.items() if release in releases)
-        return text
-
-    def why_absent(self, release: str) -> str | None:
-        return next((why for why, releases in self.absent.items() if release in releases), None)
-
-
 def not_in(key: str) -> str:
     return f"ConfigCompositionException: Could not override '{key}'."
 
-
-# Placeholders for the digests of a patched and an unpatched tree where they are the same.
-IDENTICAL, REFERENCE = "to the bit as the unpatched release", "what the patched one is compared with"
 
 FP16 = "linear float16, autocast float16, weight float16"
 BF16 = "linear bfloat16, autocast bfloat16, weight bfloat16"
@@ -217,45 +188,3 @@ BEHAVIOURS = {
     "bf16_reward_model": Behaviour(BITS, IDENTICAL, {REFERENCE: OWN_REWARD}, {ON_ENGINE: REWARD_SERVED}),
     "bf16_sft": Behaviour(BITS, IDENTICAL, {REFERENCE: OWN_SFT}, {ON_ENGINE: ENGINE_SFT}),
 }
-
-
-def entry(stack: Stack, results: dict[str, dict], fingerprint: str) -> dict:
-    """Return a release's entry in tests/expected: its stack, the number of lines that it changes, and the results, with
-    the fingerprint of what they depend on."""
-    changed = [re.findall(r"^[+-](?![+-]{2} )", patch.text.partition("\n---\n")[2], re.M) for patch in stack.patches]
-    signs = [sign for signs in changed for sign in signs]
-    lines = {"added": signs.count("+"), "removed": signs.count("-")}
-    counts = {"patches": len(stack.patches), "lines": lines}
-    return {"stack": stack.id, "fingerprint": fingerprint, **counts, "seen": results}
-
-
-def outcome(outcomes: dict[str, dict[str, str]], case: str) -> str:
-    """Return the common outcome of the strategies that a case ran under, or each strategy's where they differ."""
-    texts = {strategy: cases[case] for strategy, cases in outcomes.items() if case in cases}
-    if len(set(texts.values())) == 1:
-        return next(iter(texts.values()))
-    return "; ".join(f"{strategy}: {text}" for strategy, text in texts.items())
-
-
-def compared(patched: str, upstream: str) -> tuple[str, str]:
-    """Return the outcomes of two trees; digests become ``IDENTICAL`` and ``REFERENCE`` where they are the same."""
-    digest = "[0-9a-f]{64} [0-9a-f]{64}"
-    digests = re.fullmatch(f"{digest}|fsdp: {digest}; fsdp2: {digest}", upstream)
-    return (IDENTICAL, REFERENCE) if digests and patched == upstream else (patched, upstream)
-
-
-def verdicts(release: str, patched: dict, upstream: dict) -> dict[str, dict]:
-    """Return the outcome of each behaviour on one release, for the support matrix; arguments as from the fixture."""
-    results = {}
-    for case, behaviour in BEHAVIOURS.items():
-        if why := behaviour.why_absent(release):
-            results[case] = {"row": behaviour.row, "absent": why}
-            continue
-        ours, theirs = compared(outcome(patched, case), outcome(upstream, case))
-        results[case] = {
-            "row": behaviour.row,
-            "passed": ours == behaviour.patched,
-            "upstream_has_it": theirs == behaviour.patched,
-            "upstream": theirs,
-        }
-    return results

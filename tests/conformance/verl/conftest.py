@@ -1,76 +1,141 @@
 """Every release, as its wheel ships it and with its stack, run once through ``cases.py`` by its own workers."""
 
 import json
+import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from behaviours import RELEASES, entry, verdicts
-from support.recorded import fingerprint, mark_recorded
+from behaviours import BEHAVIOURS, RELEASES
+from support.conformance import IDENTICAL, Outcomes, verdicts, write_results
+from support.fork_server import ForkServer
+from support.recorded import UpstreamOutcomes, mark_recorded
 from support.trees import patched_tree
-from worker_process import save_model, worker_environment, worker_python
 
 from lib.patches.releases import VERL, find_release
-from lib.patches.stack import load_stack
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 RESULTS = REPO / "tests/expected/releases.json"
-CASES = Path(__file__).with_name("cases.py")
+UPSTREAM = REPO / "tests/expected/releases-upstream.json"
+SUITE = Path(__file__).parent
+PYTHON = REPO / ".venv-workers/bin/python"
+# Cases whose outcome depends on the CPU: an unpatched tree always runs them.
+DIGESTS = {case for case, behaviour in BEHAVIOURS.items() if behaviour.patched == IDENTICAL}
+# What every release's workers import, except verl itself.
+PRELOAD = (
+    *("torch.distributed._tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.profiler"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2", "peft", "accelerate"),
+    *("transformers.trainer_pt_utils", "tensordict", "torchdata.stateful_dataloader", "pandas", "datasets", "hydra"),
+    *("ray.util.collective", "codetiming", "fastapi", "uvicorn", "aiohttp", "cachetools", "zmq", "openai"),
+)
+MAKE_MODEL = """
+import sys
+from recipes.arithmetic.model import build_model, build_tokenizer
+tokenizer = build_tokenizer()
+for part in (tokenizer, build_model(tokenizer, seed=0)):
+    part.save_pretrained(sys.argv[1])
+"""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items):
-    mark_recorded(items, VERL, RESULTS, CASES.parent)
+    mark_recorded(items, VERL, RESULTS, SUITE)
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    """The sanity task's model with its first weights."""
+    """The sanity task's model with its first weights, saved by the transformers that the releases will load it with."""
     folder = tmp_path_factory.mktemp("model")
-    save_model(RELEASES[-1], folder)
+    variables = {**os.environ, "PYTHONPATH": str(REPO)}
+    subprocess.run([PYTHON, "-c", MAKE_MODEL, folder], env=variables, check=True, capture_output=True)
     return folder
 
 
-Outcomes = dict[str, dict[str, str]]
+@pytest.fixture(scope="session")
+def tree_of(tmp_path_factory, pytestconfig) -> Callable[[str, bool], Path]:
+    """``tree_of(release, patched)``: a folder that contains that ``verl/``."""
+    done: dict[tuple[str, bool], Path] = {}
+
+    def of(release: str, patched: bool) -> Path:
+        if (release, patched) not in done:
+            folder = tmp_path_factory.mktemp(f"{release}-{'patched' if patched else 'upstream'}")
+            given = pytestconfig.getoption("verl_tree")
+            tree = patched_tree(release, folder, given) if patched else unpacked_wheel(release, folder)
+            done[release, patched] = tree
+        return done[release, patched]
+
+    return of
+
+
+Run = Callable[..., list]
 
 
 @pytest.fixture(scope="session")
-def outcomes(model, tmp_path_factory, pytestconfig) -> Iterator[Callable[[str], tuple[Outcomes, Outcomes]]]:
-    """``outcomes(release)``: the outcomes of its patched and its unpatched tree, by strategy and case."""
-    done: dict[str, tuple[Outcomes, Outcomes]] = {}
+def run_workers(model, tree_of, tmp_path_factory) -> Iterator[Run]:
+    """``run_workers(script, release, patched, *names, ranks=2)``: what each rank of a script of cases wrote.
 
-    def of(release: str) -> tuple[Outcomes, Outcomes]:
-        if release not in done:
-            folder = tmp_path_factory.mktemp(f"{release}-trees")
-            patched = patched_tree(release, folder / "patched", pytestconfig.getoption("verl_tree"))
-            upstream = unpacked_wheel(release, folder / "upstream")
-            done[release] = tuple(run(release, tree, model, tmp_path_factory) for tree in (patched, upstream))
-        return done[release]
+    The script is called with RELEASE MODEL_DIR OUT_DIR [CASE ...], and rank r writes OUT_DIR/rank_r.json.
+    """
+    with ForkServer(PRELOAD, tmp_path_factory.mktemp("fork-server") / "server.log", PYTHON) as server:
+
+        def run(script: str, release: str, patched: bool, *names: str, ranks: int = 2) -> list:
+            lock = "requirements/workers.lock"
+            assert "workers" in find_release(release).dependencies, f"verl {release} does not run with {lock}"
+            variables = {
+                **os.environ,
+                "PYTHONPATH": f"{tree_of(release, patched)}:{REPO}:{REPO / 'scripts'}",
+                "OMP_NUM_THREADS": "1",
+                "VERL_PLATFORM": "cpu",  # this and the next are read only by verl 0.9
+                "VERL_ENGINE_DEVICE": "cuda",
+            }
+            out = tmp_path_factory.mktemp(f"{release}-outcomes")
+            server.check([SUITE / script, release, model, out, *names], variables, out, ranks=ranks)
+            return [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
+
+        yield run
+
+
+@pytest.fixture(scope="session")
+def outcomes(run_workers, request, pytestconfig) -> Iterator[Outcomes]:
+    """``outcomes(release, patched)``: the outcomes of that tree by case.
+
+    Only the cases that the session's tests name are run, and on an unpatched tree those that are not recorded.
+    """
+    items = [item for item in request.session.items if "outcomes" in getattr(item, "fixturenames", ())]
+    named = {item.callspec.params["case"] for item in items}
+    recorded = UpstreamOutcomes(UPSTREAM, SUITE, DIGESTS)
+    done: dict[tuple[str, bool], Mapping[str, str]] = {}
+
+    def of(release: str, patched: bool) -> Mapping[str, str]:
+        if (release, patched) not in done:
+            known = {} if patched or pytestconfig.getoption("write_results") else recorded.of(release)
+            wanted = sorted(named - known.keys())
+            ran = joined(run_workers("cases.py", release, patched, *wanted)) if wanted else {}
+            done[release, patched] = known | ran
+        return done[release, patched]
 
     yield of
-    if pytestconfig.getoption("write_results"):
-        write_results({release: verdicts(release, *trees) for release, trees in done.items()})
+    if pytestconfig.getoption("write_results") and named == set(BEHAVIOURS):
+        ran = [release for release in RELEASES if (release, True) in done and (release, False) in done]
+        write_results({release: verdicts(release, BEHAVIOURS, of) for release in ran}, RESULTS, VERL, SUITE)
+        recorded.write({release: of(release, False) for release in ran})
 
 
-def run(release: str, tree: Path, model: Path, tmp_path_factory) -> Outcomes:
-    """Run all cases on two ranks against the verl in ``tree``; both must have the same outcomes."""
-    out = tmp_path_factory.mktemp(f"{release}-outcomes")
-    command = [worker_python(release), "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", CASES, release, model, out]
-    done = subprocess.run(command, env=worker_environment(tree), capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    first, second = (json.loads((out / f"rank_{rank}.json").read_text()) for rank in (0, 1))
-    assert first == second, f"verl {release}: the ranks differ\n{first}\n{second}\n{done.stderr[-4000:]}"
-    return first
+def joined(ranks: list[dict[str, dict[str, str]]]) -> dict[str, str]:
+    """Return the outcome of each case, the same on both ranks; each strategy's where they differ."""
+    first, second = ranks
+    assert first == second, f"the ranks differ\n{first}\n{second}"
+    texts: dict[str, dict[str, str]] = {}
+    for strategy, cases in first.items():
+        for case, text in cases.items():
+            texts.setdefault(case, {})[strategy] = text
+    return {case: common(of_strategies) for case, of_strategies in texts.items()}
 
 
-def write_results(results: dict[str, dict]) -> None:
-    """Write the verdicts on these releases into tests/expected/releases.json; keep those of other releases."""
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for release in results:
-        found = find_release(release)
-        known[release] = entry(load_stack(found), results[release], fingerprint(found, CASES.parent))
-    ordered = {release: known[release] for release in RELEASES if release in known}
-    RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+def common(texts: dict[str, str]) -> str:
+    """Return the outcome under all strategies, or each strategy's where they differ."""
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{strategy}: {text}" for strategy, text in texts.items())

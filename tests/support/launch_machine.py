@@ -1,4 +1,4 @@
-"""A machine whose programs are stubs, on which tests run the scripts of ``scripts/launch``, and the words they share."""
+"""A machine whose programs are stubs, on which tests run the scripts of ``scripts/launch``."""
 
 import re
 import shlex

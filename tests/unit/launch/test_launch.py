@@ -27,9 +27,7 @@ def test_scripts_pass_shellcheck():
 def test_knobs_and_overrides_reach_verl(where, goal, machine, parquet):
     """Each word reaches the command of make as typed, with blanks, quotes, dollars and commas."""
     knobs = {"DATA": parquet, "NNODES": 4 if where else 1, "OUT": machine.folder / "out", "STEPS": 7}
-    done = machine.succeed(
-        "flowrl_7b.sh", *OVERRIDES, MAKEFLAGS="n", DEVICE="cpu", PRECISION="bf16", **knobs, **where
-    )
+    done = machine.succeed("flowrl_7b.sh", *OVERRIDES, MAKEFLAGS="n", DEVICE="cpu", PRECISION="bf16", **knobs, **where)
     (line,) = (line for line in done.stdout.splitlines() if f"scripts/command.py {goal} " in line)
     job = parse_job(shlex.split(line)[4:])
     assert job.args == (f"trainer.nnodes={knobs['NNODES']}", "trainer.n_gpus_per_node=8", *OVERRIDES)

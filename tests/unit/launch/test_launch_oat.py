@@ -1,25 +1,26 @@
 """``scripts/launch/oat_sanity.sh``: refusals, and the commands that it runs, parsed by OAT's own parser."""
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
+from support.fork_server import ForkServer
 from support.launch_machine import knobs_and_arguments
+from support.oat_server import oat_server, oat_variables
 from support.recorded import every_release
+from support.trees import patched_tree
 
 from lib.patches.apply import apply
 from lib.patches.releases import OAT, load_releases
 from lib.patches.wheels import unpacked_wheel
-from lib.paths import REPO
 
-WORKERS = REPO / ".venv-workers/bin/python"
+PARSER = Path(__file__).with_name("oat_parser.py")
 NEWEST = list(load_releases(framework=OAT))[-1]
 ALGOS = ("grpo", "dr_grpo", "tis", "mis", "pg_is")
 WRITTEN = "as datasets' save_to_disk writes it; make sanity-math writes data/sanity-math/oat"
@@ -49,7 +50,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def launch(oats, data, machine) -> Launch:
-    """``launch(*words, tree=…, **knobs)``: run the script with a Python that has a tree's OAT, the patched newest one."""
+    """``launch(*words, tree=…, **knobs)``: run the script with a Python that has the OAT of a tree."""
 
     def run(*words: str, tree: Path = oats["patched"], **knobs: object) -> subprocess.CompletedProcess:
         usual = {"PYTHONPATH": tree, "TRAIN": data, "OAT_PYTHON": sys.executable, "OUT": machine.folder / "out"}
@@ -168,22 +169,6 @@ def test_names_are_unique_and_everything_else_is_equal(launch):
     assert len(alike) == len(ALGOS)
 
 
-PARSE = """
-import dataclasses, json, sys
-import oat_cpu
-from oat.args import default_args_validation, get_default_args
-from oat.experiment.run_math_rl import TEMPLATE_FACTORY, ZeroMathArgs
-settled = []
-for words in json.load(sys.stdin):
-    sys.argv = ["oat", *words]
-    args = get_default_args(ZeroMathArgs)
-    args.algo = "PPO"  # as run_math_rl itself does
-    args = default_args_validation(args)
-    assert args.prompt_template in TEMPLATE_FACTORY
-    settled.append({name: str(value) for name, value in vars(args).items()})
-print(json.dumps(settled))
-"""
-
 WEIGHTS = {  # of each objective: rollout_is, its threshold, rollout_rs, its threshold, reinforce_update, critic_type
     "grpo": ("None", "2.0", "None", "None", "False", "grpo"),
     "dr_grpo": ("None", "2.0", "None", "None", "False", "drgrpo"),
@@ -193,23 +178,23 @@ WEIGHTS = {  # of each objective: rollout_is, its threshold, rollout_rs, its thr
 }
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[ForkServer]:
+    with oat_server(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
 @pytest.mark.releases
+@pytest.mark.subprocess
 @pytest.mark.parametrize("release", every_release(OAT))
-def test_oats_own_parser_accepts_every_command(release, data, tmp_path):
+def test_oats_own_parser_accepts_every_command(release, launch, server, data, tmp_path):
     """The patched release's parser and validation, with every objective in every regime."""
-    tree = unpacked_wheel(release, tmp_path / "tree", OAT)
-    apply(tree, framework=OAT)
-    commands = every_command(tree, data, tmp_path / "out")
-    paths = [tree, REPO / "tests/conformance/oat", REPO]
-    done = subprocess.run(
-        [WORKERS, "-c", PARSE],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"},
-        input=json.dumps([arguments(command) for command in commands]),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    settled = json.loads(done.stdout.splitlines()[-1])
+    tree = patched_tree(release, tmp_path / "tree", None, OAT)
+    commands = every_command(launch, tree=tree)
+    given = tmp_path / "commands"
+    given.write_text(json.dumps(commands))
+    server.check([PARSER, given], oat_variables(tree), tmp_path, ranks=1)
+    settled = json.loads(given.with_suffix(".settled").read_text())
     assert len(settled) == len(commands) == len(ALGOS) * len(REGIMES)
     for args in settled:
         algo, precision, seed = args["wb_run_name"].split("-")

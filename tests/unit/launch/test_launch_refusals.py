@@ -58,7 +58,7 @@ REFUSED = {
         "IMAGE=": "sky: IMAGE: is not set; build one with configs/launch/Dockerfile and push it",
         "OUT=/tmp/out": "sky: OUT=/tmp/out: must lie under /shared, which all nodes share",
         "MODEL=/tmp/model": "sky: MODEL=/tmp/model: must lie under /shared, which all nodes",
-        "ARGS=\"a='b\"": "run: ARGS=a='b: No closing quotation",
+        'ARGS="a=\'b"': "run: ARGS=a='b: No closing quotation",
     },
     "train": {
         "": "train: GPUS_PER_NODE=: must be a whole number of at least 1",

@@ -34,119 +34,96 @@ KNOBS = IMAGE | {
 }
 
 
-def fields(required: tuple[str, ...] = (), **properties: dict) -> dict:
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+def schema(of: object) -> dict:
+    """Return the JSON schema of a type: a class, a list of one item, or a dict of fields, required where the name ends
+    in "!"; a tuple has one of its types, and ``Schema`` is one already."""
+    if isinstance(of, Schema):
+        return of
+    if isinstance(of, tuple):
+        return {"oneOf": [schema(each) for each in of]}
+    if isinstance(of, list):
+        return {"type": "array", "items": schema(of[0]), "minItems": 1}
+    if isinstance(of, dict):
+        properties = {name.rstrip("!"): schema(value) for name, value in of.items()}
+        required = [name.rstrip("!") for name in of if name.endswith("!")]
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {"type": {str: "string", bool: "boolean", int: "integer"}[of]}
 
 
-def listed(item: dict) -> dict:
-    return {"type": "array", "items": item, "minItems": 1}
+class Schema(dict):
+    """A JSON schema."""
 
 
-def mapping(value: dict) -> dict:
-    return {"type": "object", "additionalProperties": value}
+def mapping(value: object) -> Schema:
+    return Schema(type="object", additionalProperties=schema(value))
 
 
-STRING, BOOLEAN, COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
+def one_of(*values: object) -> Schema:
+    return Schema(enum=list(values))
+
+
+COUNT = Schema(type="integer", minimum=0)
 # Kubernetes v1: a quantity is a whole number or a string of this form (the CRD's own pattern).
-QUANTITY = {
-    "type": ["integer", "string"],
-    "pattern": r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))))?$",  # noqa: E501
+NUMBER = r"(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))"
+SUFFIX = rf"(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?{NUMBER}))?"
+QUANTITY = Schema(type=["integer", "string"], pattern=rf"^(\+|-)?{NUMBER}{SUFFIX}$")
+SECRET_KEY = {"secretKeyRef": {"name": str, "key!": str, "optional": bool}}
+CONTAINER = {
+    "name!": str,
+    "image!": str,
+    "env": [({"name!": str, "value!": str}, {"name!": str, "valueFrom!": SECRET_KEY})],
+    "resources": {"requests": mapping(QUANTITY), "limits": mapping(QUANTITY)},
+    "volumeMounts": [{"name!": str, "mountPath!": str}],
 }
-POD = fields(
-    ("containers",),
-    containers=listed(
-        fields(
-            ("name", "image"),
-            name=STRING,
-            image=STRING,
-            env=listed(
-                {
-                    "oneOf": [
-                        fields(("name", "value"), name=STRING, value=STRING),
-                        fields(
-                            ("name", "valueFrom"),
-                            name=STRING,
-                            valueFrom=fields(secretKeyRef=fields(("key",), name=STRING, key=STRING, optional=BOOLEAN)),
-                        ),
-                    ]
-                }
-            ),
-            resources=fields(requests=mapping(QUANTITY), limits=mapping(QUANTITY)),
-            volumeMounts=listed(fields(("name", "mountPath"), name=STRING, mountPath=STRING)),
-        )
-    ),
-    volumes=listed(
-        {
-            "oneOf": [
-                fields(
-                    ("name", "persistentVolumeClaim"),
-                    name=STRING,
-                    persistentVolumeClaim=fields(("claimName",), claimName=STRING),
-                ),
-                fields(
-                    ("name", "emptyDir"),
-                    name=STRING,
-                    emptyDir=fields(medium={"enum": ["", "Memory"]}, sizeLimit=QUANTITY),
-                ),
-            ]
-        }
-    ),
-)
+CLAIM = {"name!": str, "persistentVolumeClaim!": {"claimName!": str}}
+EMPTY = {"name!": str, "emptyDir!": {"medium": one_of("", "Memory"), "sizeLimit": QUANTITY}}
+PODS = {
+    "rayStartParams!": mapping(str),
+    "template!": {"spec!": {"containers!": [CONTAINER], "volumes": [(CLAIM, EMPTY)]}},
+}
 # KubeRay's ray.io/v1: ray-operator/apis/ray/v1/rayjob_types.go at 0057210 and raycluster_types.go at 026f143 of
 # ray-project/kuberay, of which its CRD, ray.io_rayjobs.yaml, is generated; the same fields in its reference for 1.7.1.
-RAYJOB = fields(
-    ("apiVersion", "kind", "metadata", "spec"),
-    apiVersion={"const": "ray.io/v1"},
-    kind={"const": "RayJob"},
-    metadata=fields(("generateName",), generateName=STRING, namespace=STRING),
-    spec=fields(
-        ("entrypoint", "rayClusterSpec"),
-        entrypoint=STRING,
-        submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
-        backoffLimit=COUNT,
-        shutdownAfterJobFinishes=BOOLEAN,
-        ttlSecondsAfterFinished=COUNT,
-        rayClusterSpec=fields(
-            ("headGroupSpec",),
-            headGroupSpec=fields(
-                ("rayStartParams", "template"),
-                serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
-                rayStartParams=mapping(STRING),
-                template=fields(("spec",), spec=POD),
-            ),
-            workerGroupSpecs=listed(
-                fields(
-                    ("groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"),
-                    groupName=STRING,
-                    replicas=COUNT,
-                    minReplicas=COUNT,
-                    maxReplicas=COUNT,
-                    rayStartParams=mapping(STRING),
-                    template=fields(("spec",), spec=POD),
-                )
-            ),
-        ),
-    ),
-)
-# SkyPilot 0.14.1: sky/utils/schemas.py, get_task_schema and get_resources_schema.
-TASK = fields(
-    name=STRING,
-    num_nodes={"type": "integer"},
-    resources=fields(
-        accelerators=STRING,
-        image_id=STRING,
-        job_recovery=fields(
-            strategy=STRING, max_restarts_on_errors=COUNT, recover_on_exit_codes=listed(COUNT | {"maximum": 255})
-        ),
-    ),
-    volumes={"type": "object"},
-    envs={
-        "type": "object",
-        "patternProperties": {"^[a-zA-Z_][a-zA-Z0-9_]*$": {"type": ["string", "null"]}},
-        "additionalProperties": False,
+RAYJOB = {
+    "apiVersion!": one_of("ray.io/v1"),
+    "kind!": one_of("RayJob"),
+    "metadata!": {"generateName!": str, "namespace": str},
+    "spec!": {
+        "entrypoint!": str,
+        "submissionMode": one_of("K8sJobMode", "HTTPMode", "InteractiveMode"),
+        "backoffLimit": COUNT,
+        "shutdownAfterJobFinishes": bool,
+        "ttlSecondsAfterFinished": COUNT,
+        "rayClusterSpec!": {
+            "headGroupSpec!": PODS | {"serviceType": one_of("ClusterIP", "NodePort", "LoadBalancer")},
+            "workerGroupSpecs": [
+                PODS | {"groupName!": str, "replicas": COUNT, "minReplicas!": COUNT, "maxReplicas!": COUNT}
+            ],
+        },
     },
-    run=STRING,
+}
+# SkyPilot 0.14.1: sky/utils/schemas.py, get_task_schema and get_resources_schema.
+VARIABLES = Schema(
+    type="object",
+    patternProperties={"^[a-zA-Z_][a-zA-Z0-9_]*$": {"type": ["string", "null"]}},
+    additionalProperties=False,
 )
+RECOVERY = {
+    "strategy": str,
+    "max_restarts_on_errors": COUNT,
+    "recover_on_exit_codes": [Schema(type="integer", minimum=0, maximum=255)],
+}
+TASK = {
+    "name": str,
+    "num_nodes": int,
+    "resources": {"accelerators": str, "image_id": str, "job_recovery": RECOVERY},
+    "volumes": Schema(type="object"),
+    "envs": VARIABLES,
+    "run": str,
+}
+
+
+def check(document: dict, of: dict) -> None:
+    jsonschema.validate(document, schema(of))
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +152,7 @@ def pods(rayjob: dict) -> list[dict]:
 
 
 def test_rayjob_has_the_fields_of_kuberay(rayjob):
-    jsonschema.validate(rayjob, RAYJOB)
+    check(rayjob, RAYJOB)
     for pod in pods(rayjob):
         volumes = {volume["name"] for volume in pod["volumes"]}
         assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
@@ -196,7 +173,7 @@ def test_wrong_field_is_rejected(wrong, rayjob):
     broken = copy.deepcopy(rayjob)
     wrong(broken)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(broken, RAYJOB)
+        check(broken, RAYJOB)
 
 
 def names(value: object) -> object:
@@ -263,9 +240,9 @@ def check_the_job(machine: Machine, script: str | Path, environment: dict[str, s
 
 def test_skypilot_task_has_the_fields_of_skypilot():
     task = yaml.safe_load((CONFIGS / "sky.yaml").read_text())
-    jsonschema.validate(task, TASK)
+    check(task, TASK)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(task | {"nodes": 2}, TASK)
+        check(task | {"nodes": 2}, TASK)
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [GAVE_UP]
     counted = {"NNODES", "GPUS_PER_NODE"}  # by SkyPilot itself
     assert set(task["envs"]) == {*knobs(), "HF_HOME"} - counted
@@ -277,7 +254,13 @@ def test_skypilot_launches_the_task(machine):
     words = machine.words("sky")
     assert words[:2] == ["jobs", "launch"] and words[-1] == str(CONFIGS / "sky.yaml")
     options = " ".join(words)
-    for option in ("--num-nodes 3", "--gpus H100:4", f"--image-id docker:{IMAGE['IMAGE']}", "--infra k8s", "--use-spot"):
+    for option in (
+        "--num-nodes 3",
+        "--gpus H100:4",
+        f"--image-id docker:{IMAGE['IMAGE']}",
+        "--infra k8s",
+        "--use-spot",
+    ):
         assert option in options
     assert SECRET not in options
     assert [words[at + 1] for at, word in enumerate(words) if word == "--secret"] == ["HF_TOKEN", "WANDB_API_KEY"]

@@ -1,43 +1,85 @@
 """``support.recorded``: recorded outcomes are valid for what they were taken from, and no longer."""
 
-from dataclasses import replace
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import recorded
-from support.recorded import fingerprint, representatives
+from support.recorded import UpstreamOutcomes, fingerprint, mark_recorded, representatives
+from support.trees import edit
 
-from lib.patches.releases import OAT, VERL, Framework
+from lib.patches.releases import OAT, VERL, load_releases
 from lib.paths import REPO
 
 SUITES = {VERL: ("releases", "verl"), OAT: ("oat", "oat")}
-
-
-def valid(framework: Framework) -> set[str]:
-    """Return the releases whose outcomes are valid."""
-    results, suite = SUITES[framework]
-    return recorded.recorded(framework, REPO / f"tests/expected/{results}.json", REPO / f"tests/conformance/{suite}")
+HOOK = "fsdp-compute-in-the-configured-dtype.patch"
 
 
 @pytest.mark.parametrize("framework", SUITES, ids=lambda framework: framework.name)
 def test_outcomes_of_every_release_are_valid(framework):
-    assert valid(framework) == set(recorded.load_releases(framework=framework)), "make test-releases test-oat"
+    results, suite = SUITES[framework]
+    valid = recorded.recorded(framework, REPO / f"tests/expected/{results}.json", REPO / f"tests/conformance/{suite}")
+    assert valid == set(load_releases(framework=framework)), "make test-releases test-oat"
 
 
-def test_changed_stack_runs_its_release_again(monkeypatch):
-    load = recorded.load_stack
-    changed = lambda release: replace(load(release), id="0" * 12) if release.name == "0.6.1" else load(release)
-    monkeypatch.setattr(recorded, "load_stack", changed)
-    assert set(recorded.load_releases(framework=VERL)) - valid(VERL) == {"0.6.1"}
+@pytest.fixture
+def suite(tmp_path) -> Path:
+    """A folder of test code, with the recorded outcomes of all releases beside it."""
+    folder = tmp_path / "suite"
+    folder.mkdir()
+    (folder / "cases.py").write_text("one")
+    entries = {name: {"fingerprint": fingerprint(release, folder)} for name, release in load_releases().items()}
+    (tmp_path / "results.json").write_text(json.dumps(entries))
+    return folder
 
 
-def test_changed_test_code_runs_every_release_again(tmp_path):
-    (tmp_path / "cases.py").write_text("one")
-    release = recorded.load_releases()["0.6.1"]
-    before = fingerprint(release, tmp_path)
-    (tmp_path / "cases.py").write_text("two")
-    assert fingerprint(release, tmp_path) != before
+def live(suite: Path) -> set[str]:
+    """Return the releases whose tests are not marked ``recorded``."""
+    marked = {name: [] for name in load_releases()}
+    items = [
+        SimpleNamespace(
+            path=suite / "test_it.py",
+            fixturenames=["outcomes"],
+            callspec=SimpleNamespace(params={"release": name}),
+            add_marker=marks.append,
+        )
+        for name, marks in marked.items()
+    ]
+    mark_recorded(items, VERL, suite.parent / "results.json", suite)
+    return {name for name, marks in marked.items() if marks != ["recorded"]}
 
 
-def test_newest_release_of_each_family_always_runs():
-    assert representatives(VERL) == {"0.5.0", "0.7.1", "0.9.1"}
+def test_only_the_newest_release_of_each_family_runs(suite):
+    assert live(suite) == representatives(VERL) == {"0.5.0", "0.7.1", "0.9.1"}
     assert representatives(OAT) == {"0.2.2", "0.2.4"}
+
+
+def test_changed_hook_runs_its_release_again(suite, tmp_path, monkeypatch):
+    for folder in ("patches/verl", "configs/precision"):
+        shutil.copytree(REPO / folder, tmp_path / folder)
+    monkeypatch.setattr(recorded, "load_stack", partial(recorded.load_stack, project=tmp_path))
+    assert live(suite) == representatives(VERL)
+    (hook,) = (tmp_path / "patches/verl/v0.6.1").glob(f"*{HOOK}")
+    edit(hook, "Precision.of_worker(", "Precision.of_worker( ")
+    assert live(suite) == representatives(VERL) | {"0.6.1"}
+
+
+def test_changed_test_code_runs_every_release_again(suite):
+    (suite / "cases.py").write_text("two")
+    assert live(suite) == set(load_releases())
+
+
+def test_upstream_outcomes_are_valid_for_the_test_code_alone(suite, tmp_path, monkeypatch):
+    """A changed stack keeps them; a digest is never recorded."""
+    file = tmp_path / "upstream.json"
+    outcomes = {"0.6.1": {"dtype": "bfloat16", "digest": "4f"}, "0.7.1": {"dtype": "bfloat16"}}
+    UpstreamOutcomes(file, suite, ["digest"]).write(outcomes)
+    monkeypatch.setattr(recorded, "load_stack", lambda release: SimpleNamespace(id="0" * 12))
+    upstream = UpstreamOutcomes(file, suite, ["digest"])
+    assert upstream.of("0.6.1") == upstream.of("0.7.1") == {"dtype": "bfloat16"}
+    assert upstream.of("0.9.1") == {}
+    (suite / "cases.py").write_text("two")
+    assert upstream.of("0.6.1") == {}

@@ -1,14 +1,13 @@
-"""The cases of one release: its own workers on two gloo ranks; run by ``torchrun`` with the tree on PYTHONPATH.
+"""The cases of one release: its own workers, on two gloo ranks with the tree on PYTHONPATH.
 
-    torchrun --nproc-per-node=2 cases.py RELEASE MODEL_DIR OUT_DIR [CASE ...]
+    cases.py RELEASE MODEL_DIR OUT_DIR CASE ...
 
 Each case is a behaviour of ``behaviours.py`` and returns a short text of discrete facts, which rank r writes to
-OUT_DIR/rank_r.json under each strategy's name. A text, not a verdict: a pristine tree runs the same cases, and its
-outcomes are compared with the predicted ones.
+OUT_DIR/rank_r.json. A text, not a verdict: an unpatched tree runs the same cases, and its outcomes are compared with
+the predicted ones.
 """
 
 import contextlib
-import functools
 import gc
 import io
 import itertools
@@ -21,55 +20,37 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import harness
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import (
-    ENGINE,
-    LEGACY,
-    MODEL,
-    OUT,
-    OWN_FP16,
-    PATCHED,
-    RANK,
-    RELEASE,
-    Worker,
-    batch,
-    composed,
-    digest,
-    fp16,
-    name,
-    numbers,
-    poison,
-    reference_log_probs,
-    same,
-    scale_of,
-    shared_folder,
-    state,
-    watch,
-)
+from harness import ENGINE, LEGACY, OUT, OWN_FP16, PATCHED, RANK, RELEASE, REWARD_MODEL, Worker, batch, composed, fp16
+from observations import digest, inner_dtypes, name, numbers, poison, same, scale_of, state, watch
 from omegaconf import OmegaConf
-from rollout_cases import empty_adapter, hf_rollout_bf16_train_fp16_infer, hf_rollout_fp16, wire, wire_merged_lora
+from rollout_cases import empty_adapter, hf_rollout, wire, wire_merged_lora
 from sft_cases import bf16_sft, engine_sft_trainer, overflow_sft, sft
 from transformers import AutoModelForCausalLM
 
+from lib.patches.releases import Release
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 
 
-def dtypes(role: str, *overrides: str) -> str:
-    worker = Worker(role, composed(*overrides))
+def dtype(role: str) -> str:
+    """Return the dtypes of a role in the regime fp16."""
+    worker = Worker(role, composed("+precision=fp16"))
     observed = watch(worker.module)
     output = worker.forward(batch(0))
-    facts = [f"{key} {value}" for key, value in observed.items()]
+    facts = [inner_dtypes(observed)]
     if role != "critic":  # its head is newly initialized
-        error = (output - reference_log_probs()).abs().max().item()
+        error = (output - harness.reference_log_probs()).abs().max().item()
         facts.append("log-probs as " + ("float32" if error < 1e-4 else "float16" if error < 0.005 else "bfloat16"))
     if role != "ref":
-        for seed in range(4):  # the first steps may overflow at the initial scale
-            worker.update(batch(seed))
+        seeds = itertools.count()
+        while not worker.optimizer.state:  # the first steps may overflow at the initial scale
+            worker.update(batch(next(seeds)))
         facts.append(f"masters {name(next(worker.module.parameters()).dtype)}")
         adam = {name(entry["exp_avg"].dtype) for entry in worker.optimizer.state.values()}
         facts.append(f"Adam {', '.join(adam)}")
@@ -77,35 +58,16 @@ def dtypes(role: str, *overrides: str) -> str:
     return ", ".join(facts)
 
 
-def dtype_actor() -> str:
-    return dtypes("actor", "+precision=fp16")
-
-
-def dtype_ref() -> str:
-    return dtypes("ref", "+precision=fp16")
-
-
-def dtype_critic() -> str:
-    return dtypes("critic", "+precision=fp16")
-
-
-def flowrl(overlay: str, actor: str, ref: str, rollout: str) -> str:
+def flowrl(overlay: str) -> str:
     """Compare FlowRL's own spelling of a regime with the overlay, in every key."""
-    roles = {"actor": actor, "ref": ref, "rollout": rollout}
+    trained = "float16" if overlay == "fp16" else "bfloat16"
+    roles = {"actor": trained, "ref": trained, "rollout": "float16"}
     spelled = composed(*(f"actor_rollout_ref.{role}.dtype={dtype}" for role, dtype in roles.items()))
     ours, theirs = (
         OmegaConf.to_container(OmegaConf.masked_copy(config, ["actor_rollout_ref", "critic", "data"]), resolve=True)
         for config in (spelled, composed(f"+precision={overlay}"))
     )
     return "as the overlay" if ours == theirs else "ANOTHER CONFIG"
-
-
-def flowrl_fp16() -> str:
-    return flowrl("fp16", "float16", "float16", "float16")
-
-
-def flowrl_bf16_train_fp16_infer() -> str:
-    return flowrl("bf16_train_fp16_infer", "bfloat16", "bfloat16", "float16")
 
 
 def overflow(role: str) -> str:
@@ -186,7 +148,7 @@ def learning_rate(role: str) -> str:
 
 def checkpoint(role: str) -> str:
     """Save after an overflow and a clean step and load into a fresh worker, then load without the scaler's state."""
-    folder = shared_folder()
+    folder = harness.shared_folder()
     worker = fp16(role, init_scale=1024.0)
     worker.update(batch(0))
     poison(worker)
@@ -235,17 +197,15 @@ def storm(role: str) -> str:
 
 
 def bf16(role: str) -> str:
-    """Digest metrics, outputs, weights, Adam state and LR after two updates in bf16."""
+    """Digest outputs in bf16, and of a trained role metrics, weights, Adam state and LR after each of two updates."""
     torch.manual_seed(0)  # the critic's head
     worker = Worker(role, composed())
+    if role == "ref":
+        return digest(worker.forward(batch(9)))
     observed = []
     for seed in range(2):
         observed += [worker.update(batch(seed)), worker.forward(batch(9)), *state(worker)]
     return digest(*observed)
-
-
-def bf16_ref() -> str:
-    return digest(Worker("ref", composed()).forward(batch(9)))
 
 
 ACTOR = "actor_rollout_ref.actor"
@@ -312,26 +272,17 @@ def refusals() -> str:
     return f"takes {', '.join(accepted)}" if accepted else "refuses all"
 
 
-def made_reward_model(*overrides: str):
-    from verl.workers.fsdp_workers import RewardModelWorker
-
-    given = ["enable=true", f"model.path={MODEL}", "model.input_tokenizer=null", "micro_batch_size_per_gpu=2"]
-    worker = RewardModelWorker(composed(*overrides, *(f"reward_model.{key}" for key in given)).reward_model)
-    worker.init_model()
-    return worker
-
-
 def reward_model() -> str:
     """Return the dtypes in which the reward model scores."""
-    worker = made_reward_model("+precision=fp16")
+    worker = harness.reward_worker(composed("+precision=fp16", *REWARD_MODEL))
     observed = watch(worker.reward_module)
     worker.compute_rm_score(batch(0))
-    return ", ".join(f"{key} {value}" for key, value in observed.items())
+    return inner_dtypes(observed)
 
 
 def bf16_reward_model() -> str:
     torch.manual_seed(0)  # its head
-    return digest(made_reward_model().compute_rm_score(batch(0)).batch["rm_scores"])
+    return digest(harness.reward_worker(composed(*REWARD_MODEL)).compute_rm_score(batch(0)).batch["rm_scores"])
 
 
 def export() -> str:
@@ -339,7 +290,7 @@ def export() -> str:
     from verl.model_merger.base_model_merger import ModelMergerConfig
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
-    folder = Path(shared_folder())
+    folder = Path(harness.shared_folder())
     contents = f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
     own = ["+precision=fp16"] if PATCHED else OWN_FP16
     worker = Worker("actor", composed(*own, contents))
@@ -400,60 +351,72 @@ def reports() -> str:
     return ", ".join(facts) or "nothing"
 
 
-def of_trained_roles(*cases: Callable[[str], str]) -> list[Callable[[], str]]:
-    """Return each case for the actor and for the critic, named after both."""
-    made = []
-    for case, role in itertools.product(cases, ("actor", "critic")):
-        made.append(functools.partial(case, role))
-        made[-1].__name__ = f"{case.__name__}_{role}"
-    return made
+Case = Callable[..., str]
+ROLES, TRAINED, REGIMES = ("actor", "ref", "critic"), ("actor", "critic"), ("fp16", "bf16_train_fp16_infer")
 
 
-BF16 = [*of_trained_roles(bf16), bf16_ref]
-CASES = [
-    *(dtype_actor, dtype_ref, dtype_critic, reports),
-    *of_trained_roles(overflow, scaler_keys, metrics, learning_rate, storm, checkpoint),
-]
-# FSDP2 only: independent of the strategy, or gathering all weights, which fails under FSDP1 on a CPU.
-ONCE = [flowrl_fp16, flowrl_bf16_train_fp16_infer, refusals, nan_reward, export]
-if RELEASE.has("hf_rollout"):
-    CASES += [hf_rollout_fp16, hf_rollout_bf16_train_fp16_infer]
-if not RELEASE.has("sharding_manager"):  # imports a vLLM that has no CPU build
-    ONCE += [wire, empty_adapter]
-if not LEGACY:
-    ONCE.append(wire_merged_lora)
-if RELEASE.has("reward_worker"):
-    CASES.append(reward_model)
-    BF16.append(bf16_reward_model)
-if RELEASE.has("sft_trainer"):
-    CASES.append(overflow_sft)
-    BF16.append(bf16_sft)
-if RELEASE.has("sft_trainer") or not LEGACY:  # elsewhere the model engine trains only in bf16
-    CASES.append(sft)
-CASES += BF16
+def named(*cases: Case, each: tuple[str, ...] = ()) -> dict[str, Case]:
+    """Return the cases by name; if ``each`` of some words is an argument of theirs, named after both."""
+    if not each:
+        return {case.__name__: case for case in cases}
+    return {f"{case.__name__}_{word}": partial(case, word) for case, word in itertools.product(cases, each)}
+
+
+def cases_of(release: Release) -> tuple[dict[str, Case], dict[str, Case], dict[str, Case]]:
+    """Return the cases of a release: of bf16, all others, and those of FSDP2 alone.
+
+    The last are independent of the strategy, or gather all weights, which fails under FSDP1 on a CPU.
+    """
+    bits = named(bf16, each=ROLES)
+    both = named(dtype, each=ROLES) | named(overflow, metrics, storm, checkpoint, each=TRAINED)
+    once = named(scaler_keys, learning_rate, each=TRAINED) | named(flowrl, each=REGIMES)
+    once |= named(reports, refusals, nan_reward, export)
+    if release.has("hf_rollout"):
+        both |= named(hf_rollout, each=REGIMES)
+    if not release.has("sharding_manager"):  # imports a vLLM that has no CPU build
+        once |= named(wire, empty_adapter)
+    if not LEGACY:
+        once |= named(wire_merged_lora)
+    if release.has("reward_worker"):
+        both |= named(reward_model)
+        bits |= named(bf16_reward_model)
+    if release.has("sft_trainer"):
+        both |= named(overflow_sft)
+        bits |= named(bf16_sft)
+    if release.has("sft_trainer") or not LEGACY:  # elsewhere the model engine trains only in bf16
+        both |= named(sft)
+    return bits, both, once
 
 
 def main() -> None:
     # A rank that waits for a dead peer fails after this, not after half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    harness.parse_yaml_once()
     gc.freeze()  # verl calls gc.collect() often: exclude everything imported so far
-    results = {}
-    for strategy in ("fsdp", "fsdp2"):
+    bits, both, once = cases_of(RELEASE)
+    # An unpatched tree runs under FSDP2 only, except bf16, which is compared under both strategies.
+    cases = {"fsdp": bits | both if PATCHED else bits, "fsdp2": bits | both | once}
+    outcomes: dict[str, dict[str, str]] = {}
+    for strategy, of_strategy in cases.items():
         harness.STRATEGY = strategy
-        # An unpatched tree runs under FSDP2 only, except bf16, which is compared under both strategies.
-        cases = CASES + ONCE if strategy == "fsdp2" else CASES if PATCHED else BF16
-        wanted = [case for case in cases if case.__name__ in sys.argv[4:] or not sys.argv[4:]]
-        results[strategy] = {case.__name__: attempt(case) for case in wanted}
-    (OUT / f"rank_{RANK}.json").write_text(json.dumps(results))
+        for case in sorted(set(sys.argv[4:]) & of_strategy.keys()):
+            outcomes.setdefault(case, {})[strategy] = attempt(case, of_strategy[case])
+    (OUT / f"rank_{RANK}.json").write_text(json.dumps({case: common(texts) for case, texts in outcomes.items()}))
 
 
-def attempt(case) -> str:
+def common(texts: dict[str, str]) -> str:
+    """Return the outcome under all strategies, or each strategy's where they differ."""
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{strategy}: {text}" for strategy, text in texts.items())
+
+
+def attempt(name: str, case: Case) -> str:
     """Return the outcome of a case, the same on every rank; errors are outcomes too, since some are predicted."""
     start = time.monotonic()
     try:
         outcome = case()
-        if RANK == 0:
-            print(f"{harness.STRATEGY} {case.__name__} {time.monotonic() - start:.1f} s", flush=True)
+        print(f"{harness.STRATEGY} {name} {time.monotonic() - start:.1f} s", flush=True)
         return outcome
     except Exception as error:
         traceback.print_exc()

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from behaviours import BEHAVIOURS, RELEASES
+from behaviours import BEHAVIOURS
 from support.conformance import IDENTICAL, Outcomes, verdicts, write_results
 from support.fork_server import ForkServer
 from support.recorded import UpstreamOutcomes, mark_recorded
 from support.trees import patched_tree
+from verl_releases import RELEASES
 
 from lib.patches.releases import VERL, find_release
 from lib.patches.wheels import unpacked_wheel
@@ -78,9 +79,12 @@ def run_workers(model, tree_of, tmp_path_factory) -> Iterator[Run]:
 
     The script is called with RELEASE MODEL_DIR OUT_DIR [CASE ...], and rank r writes OUT_DIR/rank_r.json.
     """
+    begun: set[tuple[str, str, bool]] = set()
     with ForkServer(PRELOAD, tmp_path_factory.mktemp("fork-server") / "server.log", PYTHON) as server:
 
         def run(script: str, release: str, patched: bool, *names: str, ranks: int = 2) -> list:
+            assert (script, release, patched) not in begun, "they did not run: the first of these tests shows why"
+            begun.add((script, release, patched))
             lock = "requirements/workers.lock"
             assert "workers" in find_release(release).dependencies, f"verl {release} does not run with {lock}"
             variables = {
@@ -112,8 +116,9 @@ def outcomes(run_workers, request, pytestconfig) -> Iterator[Outcomes]:
         if (release, patched) not in done:
             known = {} if patched or pytestconfig.getoption("write_results") else recorded.of(release)
             wanted = sorted(named - known.keys())
-            ran = joined(run_workers("cases.py", release, patched, *wanted)) if wanted else {}
-            done[release, patched] = known | ran
+            first, second = run_workers("cases.py", release, patched, *wanted) if wanted else ({}, {})
+            assert first == second, f"the ranks differ\n{first}\n{second}"
+            done[release, patched] = known | first
         return done[release, patched]
 
     yield of
@@ -121,21 +126,3 @@ def outcomes(run_workers, request, pytestconfig) -> Iterator[Outcomes]:
         ran = [release for release in RELEASES if (release, True) in done and (release, False) in done]
         write_results({release: verdicts(release, BEHAVIOURS, of) for release in ran}, RESULTS, VERL, SUITE)
         recorded.write({release: of(release, False) for release in ran})
-
-
-def joined(ranks: list[dict[str, dict[str, str]]]) -> dict[str, str]:
-    """Return the outcome of each case, the same on both ranks; each strategy's where they differ."""
-    first, second = ranks
-    assert first == second, f"the ranks differ\n{first}\n{second}"
-    texts: dict[str, dict[str, str]] = {}
-    for strategy, cases in first.items():
-        for case, text in cases.items():
-            texts.setdefault(case, {})[strategy] = text
-    return {case: common(of_strategies) for case, of_strategies in texts.items()}
-
-
-def common(texts: dict[str, str]) -> str:
-    """Return the outcome under all strategies, or each strategy's where they differ."""
-    if len(set(texts.values())) == 1:
-        return next(iter(texts.values()))
-    return "; ".join(f"{strategy}: {text}" for strategy, text in texts.items())

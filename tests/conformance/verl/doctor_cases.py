@@ -1,13 +1,12 @@
-"""The dtypes of one release's workers under each of ``doctor_configs``, in one process with the tree on PYTHONPATH.
+"""The dtypes of one release's workers under each of ``doctor_configs``, on one rank with the tree on PYTHONPATH.
 
-    doctor_cases.py RELEASE MODEL_DIR OUT_DIR [CONFIG ...]
+    doctor_cases.py RELEASE MODEL_DIR OUT_DIR CONFIG ...
 
-Writes OUT_DIR/records.json: for each configuration its overrides, the dtype of each observed hop (by the names of
+Writes OUT_DIR/rank_0.json: for each configuration its overrides, the dtype of each observed hop (by the names of
 ``scripts/doctor.py --json``), the settings of the loss scalers, the dtypes that the workers logged, and any
 refusal: the error, and whether composing, the driver or which worker raised it.
 """
 
-# ruff: noqa: E402 (the variables of a one-rank process group must be set before the imports)
 import contextlib
 import gc
 import io
@@ -19,23 +18,19 @@ import time
 import traceback
 from pathlib import Path
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # read, but not used, by verl's workers
-
 import harness
 import torch
 import torch.distributed as dist
 from cases import validate
-from doctor_configs import CONFIGS, Given, parse_yaml_once
-from harness import MODEL, OUT, PATCHED, RELEASE, VERL, Worker, batch, name, usual
+from doctor_configs import CONFIGS, Given
+from harness import OUT, RELEASE, REWARD_MODEL, VERL, Worker, batch, parse_yaml_once, reward_worker, usual
 from hydra import compose, initialize_config_dir
-from rollout_cases import leaves
+from observations import name, watch
+from rollout_cases import SAMPLED, leaves, sampled
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 LINE = "[verl-precision] "
 ALONE = ("wire", "hf_export")  # hops of no role
-# The hf rollout samples from the actor's module.
-SAMPLED = ["actor_rollout_ref.rollout.response_length=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"]
 
 
 class Refusal(Exception):
@@ -54,26 +49,6 @@ def refused_in(where: str):
         yield
     except Exception as error:
         raise Refusal(where, error) from error
-
-
-def watch(module: torch.nn.Module) -> dict[str, str]:
-    """Return a dict that a forward pass fills: dtypes of weights and autocast inside, and of the head's output."""
-    observed: dict[str, str] = {}
-
-    def inside(linear, args, output):
-        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-        observed.update(compute=name(linear.weight.dtype), autocast=name(autocast))
-
-    def head(linear, args, output):
-        observed.update(logits=name(output.dtype))
-
-    parts = dict(module.named_modules())
-    linear = [part for path, part in parts.items() if ".0." in path and "mlp.up_proj" in path]
-    next(part for part in linear if isinstance(part, torch.nn.Linear)).register_forward_hook(inside)
-    for path, part in parts.items():
-        if path.endswith("lm_head"):
-            part.register_forward_hook(head)
-    return observed
 
 
 def reduced_in(module: torch.nn.Module) -> str:
@@ -106,19 +81,27 @@ def observe_role(role: str, given: Given, config) -> tuple[dict, dict | None]:
         worker = made(role, config)
     hops = {"master": name(next(worker.module.parameters()).dtype), "reduce": reduced_in(worker.module)}
     scaler = settings(worker.scaler) if role != "ref" else None
-    if role == "actor" and sends_weights(given):
+    # Sharding managers import a vLLM that has no CPU build.
+    if role == "actor" and not RELEASE.has("sharding_manager") and "hf" not in given.more:
         hops["wire"] = leaves(worker)
     observed = watch(worker.module)
     with refused_in(role):
         worker.forward(batch(0))
-    hops |= observed
+    hops |= hops_of(observed)
     if role != "ref":
         updates(role, worker, hops, scaler)
     if "saved" in given.more:
         saved(worker, hops, scaler)
     if "hf" in given.more:
-        hops["rollout.weights"], hops["rollout.logits"] = sampled(config)
+        observed = sampled(config)
+        hops |= {"rollout.weights": observed["weight"], "rollout.logits": observed["logits"]}
     return {key if key in ALONE or "." in key else f"{role}.{key}": value for key, value in hops.items()}, scaler
+
+
+def hops_of(observed: dict[str, str]) -> dict[str, str]:
+    """Return what ``watch`` observed by the doctor's names of the hops."""
+    names = {"weight": "compute", "autocast": "autocast", "logits": "logits"}
+    return {names[key]: value for key, value in observed.items() if key in names}
 
 
 def made(role: str, config) -> Worker:
@@ -146,11 +129,6 @@ class RolesCritic:
         return self.worker.update_critic(data).meta_info["metrics"]
 
 
-def sends_weights(given: Given) -> bool:
-    """Return whether the release can send weights here; sharding managers import a vLLM without a CPU build."""
-    return not RELEASE.has("sharding_manager") and "hf" not in given.more
-
-
 def updates(role: str, worker, hops: dict, scaler: dict | None) -> None:
     """Take steps until the optimizer has a state; the first may overflow at the initial scale."""
     for seed in range(8):
@@ -165,7 +143,7 @@ def updates(role: str, worker, hops: dict, scaler: dict | None) -> None:
 
 
 def saved(worker, hops: dict, scaler: dict | None) -> None:
-    """Save a checkpoint; return whether it contains the scaler, and the dtype of the HF export's config."""
+    """Save a checkpoint; record whether it contains the scaler, and the dtype of the HF export's config."""
     folder = Path(tempfile.mkdtemp(dir=OUT))
     worker.save(str(folder))
     config = json.loads((folder / "huggingface/config.json").read_text())
@@ -177,47 +155,30 @@ def saved(worker, hops: dict, scaler: dict | None) -> None:
 
 def scored_in(config) -> str:
     """Return the dtype in which the legacy reward model computes."""
-    from verl.workers.fsdp_workers import RewardModelWorker
-
     with refused_in("reward_model"):
-        worker = RewardModelWorker(config.reward_model)
-        worker.init_model()
+        worker = reward_worker(config)
     observed = watch(worker.reward_module)
     worker.compute_rm_score(batch(0))
-    compute, autocast = observed["compute"], observed["autocast"]
+    compute, autocast = observed["weight"], observed["autocast"]
     return compute if compute == autocast else f"{compute}, autocast {autocast}"
 
 
-def sampled(config) -> tuple[str, str]:
-    """Return the dtypes of weights and logits of the hf rollout, which samples from the trained module."""
-    from verl.workers.fsdp_workers import ActorRolloutRefWorker
-
-    worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor_rollout")
-    worker.init_model()
-    observed = watch(worker.actor_module_fsdp)
-    worker.generate_sequences(batch(0).select(["input_ids", "attention_mask", "position_ids"]))
-    return observed["compute"], observed["logits"]
-
-
-def observe(given: Given) -> dict:
-    # One process, and a rollout that only receives weights and is never offloaded.
-    words = [
-        "trainer.n_gpus_per_node=1",
-        "actor_rollout_ref.rollout.free_cache_engine=false",
-        *given.words(RELEASE.name),
-    ]
+def overrides(given: Given) -> list[str]:
+    """Return all overrides of a configuration, for one process and a rollout that is never offloaded."""
+    words = ["trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.free_cache_engine=false"]
+    words += given.words(RELEASE.name)
     if "ref" in given.roles:
         words.append("actor_rollout_ref.actor.use_kl_loss=true")
     if "reward_model" in given.roles:
-        own = ["enable=true", f"model.path={MODEL}", "model.input_tokenizer=null", "micro_batch_size_per_gpu=2"]
-        words += [f"reward_model.{key}" for key in own]
+        words += REWARD_MODEL
         if RELEASE.has("reward_loop"):
             words.append("reward_model.use_reward_loop=false")  # else it would run as a server
-    if "hf" in given.more:
-        words += SAMPLED
-    record = {"overrides": [*usual(harness.STRATEGY), *words], "roles": given.roles}
-    record |= {"hops": {}, "scaler": {}, "reports": [], "refused": []}
-    printed = io.StringIO()
+    return [*usual(harness.STRATEGY), *words, *(SAMPLED if "hf" in given.more else [])]
+
+
+def observe(given: Given) -> dict:
+    """Return the record of one configuration."""
+    record = {"overrides": overrides(given), "hops": {}, "scaler": {}, "reports": [], "refused": []}
     try:
         with refused_in("compose"), initialize_config_dir(str(VERL / "trainer/config"), version_base=None):
             config = compose("ppo_trainer", overrides=record["overrides"])
@@ -226,6 +187,7 @@ def observe(given: Given) -> dict:
     except Refusal as refusal:
         record["refused"].append(refusal.record)
         return record
+    printed = io.StringIO()
     for role in given.roles:
         try:
             with contextlib.redirect_stdout(printed):
@@ -245,15 +207,12 @@ def main() -> None:
     parse_yaml_once()
     gc.freeze()  # verl calls gc.collect() often: exclude everything imported so far
     harness.STRATEGY = "fsdp"
-    wanted = {key: given for key, given in CONFIGS.items() if RELEASE.name in given.releases}
-    if sys.argv[4:]:
-        wanted = {key: wanted[key] for key in sys.argv[4:]}
     records = {}
-    for key, given in wanted.items():
+    for key in sys.argv[4:]:
         start = time.monotonic()
-        records[key] = observe(given)
+        records[key] = observe(CONFIGS[key])
         print(f"{key} {time.monotonic() - start:.2f} s", flush=True)
-    (OUT / "records.json").write_text(json.dumps({"patched": PATCHED, "configs": records}, indent=1))
+    (OUT / "rank_0.json").write_text(json.dumps(records))
 
 
 if __name__ == "__main__":

@@ -32,9 +32,8 @@ class Worker:
         self.role = role
         if role == "critic":
             critic = omega_conf_to_dataclass(config.critic)
-            critic.engine.infer_max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
-            critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
-            critic.engine.micro_batch_size_per_gpu = critic.ppo_micro_batch_size_per_gpu
+            for key in ("infer_max_token_len_per_gpu", "max_token_len_per_gpu", "micro_batch_size_per_gpu"):
+                setattr(critic.engine, key, getattr(critic, f"ppo_{key}"))
             critic.engine.infer_micro_batch_size_per_gpu = critic.ppo_micro_batch_size_per_gpu
             self.worker = TrainingWorker(
                 TrainingWorkerConfig(

@@ -7,17 +7,14 @@ the tree, this repository and its scripts on PYTHONPATH.
 # ruff: noqa: E402 (the CPU platform must be loaded before verl)
 import copy
 import functools
-import hashlib
 import importlib
 import importlib.util
-import itertools
-import json
-import math
 import os
 import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO, Any
 
 from lib.patches.releases import find_release
 
@@ -27,12 +24,13 @@ importlib.import_module("recipes.cpu.platform" if RELEASE.has("platforms") else 
 # 0.7.0's SFT imports it for images, unused here; it requires torchvision, which has no CPU build on PyPI.
 sys.modules.setdefault("qwen_vl_utils", SimpleNamespace(fetch_image=None, fetch_video=None))
 
+import omegaconf
 import torch
 import torch.distributed as dist
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import verl
@@ -55,6 +53,12 @@ if not PATCHED:
 ENGINE = {role: f"actor_rollout_ref.{role}.fsdp_config" for role in ("actor", "ref")}
 ENGINE["critic"] = "critic.model.fsdp_config" if LEGACY else "critic.fsdp"
 
+REWARD_MODEL = [
+    "reward_model.enable=true",
+    f"reward_model.model.path={MODEL}",
+    "reward_model.model.input_tokenizer=null",
+    "reward_model.micro_batch_size_per_gpu=2",
+]
 # fp16 by the keys of an unpatched release.
 OWN_FP16 = [f"+{ENGINE[role]}.mixed_precision.param_dtype=fp16" for role in ("actor", "critic")]
 if LEGACY and RELEASE.has("engine_dtype"):
@@ -68,27 +72,18 @@ def composed(*overrides: str) -> DictConfig:
 
 def usual(strategy: str) -> list[str]:
     """Return the overrides that every case has, for the tiny model on a CPU."""
-    ours = [
-        f"actor_rollout_ref.model.path={MODEL}",
-        "actor_rollout_ref.model.use_remove_padding=false",
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.actor.optim.lr=1e-2",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.5",
-        "actor_rollout_ref.actor.optim.total_training_steps=100",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
-        f"critic.model.path={MODEL}",
-        f"critic.strategy={strategy}",
-        "critic.ppo_mini_batch_size=8",
-        "critic.ppo_micro_batch_size_per_gpu=2",
-        "critic.optim.lr=1e-2",
-        "critic.optim.lr_warmup_steps_ratio=0.5",
-        "critic.optim.total_training_steps=100",
-        "data.train_batch_size=8",
-        "trainer.n_gpus_per_node=2",
+    trained = [
+        f"strategy={strategy}",
+        "ppo_mini_batch_size=8",
+        "ppo_micro_batch_size_per_gpu=2",
+        "optim.lr=1e-2",
+        "optim.lr_warmup_steps_ratio=0.5",
+        "optim.total_training_steps=100",
     ]
+    ours = [f"{role}.{setting}" for role in ("actor_rollout_ref.actor", "critic") for setting in trained]
+    ours += [f"actor_rollout_ref.{role}.log_prob_micro_batch_size_per_gpu=2" for role in ("ref", "rollout")]
+    ours += [f"{owner}.model.path={MODEL}" for owner in ("actor_rollout_ref", "critic")]
+    ours += ["actor_rollout_ref.model.use_remove_padding=false", "data.train_batch_size=8", "trainer.n_gpus_per_node=2"]
     if LEGACY:
         return [*ours, "actor_rollout_ref.actor.use_torch_compile=false", "critic.model.use_remove_padding=false"]
     ours += [f"{engine}.use_torch_compile=false" for engine in ENGINE.values()]
@@ -101,6 +96,15 @@ def _composed(strategy: str, *overrides: str) -> DictConfig:
         return compose("ppo_trainer", overrides=[*usual(strategy), *overrides])
 
 
+def reward_worker(config: DictConfig):
+    """Return the worker of a release that has one for reward models."""
+    from verl.workers.fsdp_workers import RewardModelWorker
+
+    worker = RewardModelWorker(config.reward_model)
+    worker.init_model()
+    return worker
+
+
 def fp16(role: str, **scaler: float) -> Worker:
     """Return a worker in fp16 with settings of its scaler: by their keys on a patched tree, else by
     the release's own keys, so that a pristine tree runs its own scaler."""
@@ -111,6 +115,19 @@ def fp16(role: str, **scaler: float) -> Worker:
     if worker.scaler is not None and "init_scale" in scaler:
         worker.scaler._init_scale = scaler["init_scale"]
     return worker
+
+
+def parse_yaml_once() -> None:
+    """Cache parsed YAML: Hydra spends most of its time parsing the same thirty files for every configuration."""
+
+    def load(stream: IO, Loader: type) -> Any:
+        text = stream.read()
+        if text not in parsed:
+            parsed[text] = yaml.load(text, Loader)
+        return parsed[text]
+
+    parsed: dict[str, Any] = {}
+    omegaconf.omegaconf.yaml = SimpleNamespace(**vars(yaml) | {"load": load})
 
 
 def batch(seed: int, rows: int = 4) -> DataProto:
@@ -136,69 +153,10 @@ def batch(seed: int, rows: int = 4) -> DataProto:
     return DataProto.from_dict(tensors, meta_info=meta)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def state(worker: Worker) -> list[torch.Tensor]:
-    """Return weights and Adam state of this rank, as clones."""
-    tensors = [local(parameter).detach().clone() for parameter in worker.module.parameters()]
-    for entry in worker.optimizer.state.values():
-        tensors += [local(value).detach().clone() for value in entry.values()]
-    return tensors
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
-def poison(worker: Worker, value: float = math.inf, which: int = 0, times: int = 1) -> None:
-    """Before each of the next ``times`` optimizer steps, put ``value`` into one element of a gradient of rank 1."""
-    step, steps = getattr(worker.policy, worker.step_name), itertools.count(1)
-
-    def poisoned(*args, **kwargs):
-        if next(steps) == times:
-            setattr(worker.policy, worker.step_name, step)
-        if RANK == 1:
-            gradients = [local(p.grad) for p in worker.module.parameters() if p.grad is not None]
-            [gradient for gradient in gradients if gradient.numel()][which].view(-1)[0] = value
-        return step(*args, **kwargs)
-
-    setattr(worker.policy, worker.step_name, poisoned)
-
-
-def scale_of(worker: Worker) -> float | None:
-    return None if worker.scaler is None else worker.scaler.get_scale()
-
-
-def numbers(value) -> list[float]:
-    """Return all numbers in a metric, which is a number, a list or an object that aggregates some."""
-    if hasattr(value, "aggregate"):
-        value = value.aggregate()
-    return [float(value)] if not hasattr(value, "__iter__") else [n for each in value for n in numbers(each)]
-
-
-def name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def shared_folder() -> str:
     folder = [tempfile.mkdtemp(dir=OUT)]
     dist.broadcast_object_list(folder)
     return folder[0]
-
-
-def watch(module: torch.nn.Module) -> dict[str, str]:
-    """Return a dict that a forward pass fills: the dtypes in which the first block's up_proj computes."""
-    observed: dict[str, str] = {}
-
-    def hook(linear, args, output):
-        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-        observed.update(linear=name(output.dtype), autocast=name(autocast), weight=name(linear.weight.dtype))
-
-    (linear,) = (part for path, part in module.named_modules() if path.endswith("mlp.up_proj") and ".0." in path)
-    linear.register_forward_hook(hook)
-    return observed
 
 
 def reference_log_probs() -> torch.Tensor:
@@ -207,18 +165,3 @@ def reference_log_probs() -> torch.Tensor:
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)(data["input_ids"]).logits
     return logits[:, 3:-1].log_softmax(-1).gather(-1, data["responses"][..., None])[..., 0]
-
-
-def digest(*values: torch.Tensor | dict) -> str:
-    """Return a digest of tensors and metrics for each rank, the same on two trees that compute the same."""
-    whole = hashlib.sha256()
-    for each in values:
-        if isinstance(each, dict):
-            left_out = ("skipped_steps", "mfu")  # metrics that the patches add, and a duration
-            kept = {key: numbers(each[key]) for key in sorted(each) if key not in left_out and "/" not in key}
-            whole.update(json.dumps(kept).encode())
-        else:
-            whole.update(each.float().contiguous().numpy().tobytes())
-    digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, whole.hexdigest())
-    return " ".join(digests)

@@ -6,7 +6,9 @@ from unittest import mock
 
 import peft.utils.save_and_load
 import torch
-from harness import LEGACY, Worker, batch, composed, name, watch
+from harness import LEGACY, Worker, batch, composed
+from observations import inner_dtypes, name, watch
+from omegaconf import DictConfig
 
 WIRE = ["actor_rollout_ref.rollout.dtype=float16", "actor_rollout_ref.rollout.free_cache_engine=false"]
 
@@ -60,22 +62,21 @@ def sent(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     return ", ".join(sorted({name(tensor.dtype) for _, tensor in weights}))
 
 
-def hf_samples(overlay: str) -> str:
+# The hf rollout samples from the actor's module.
+SAMPLED = ["actor_rollout_ref.rollout.response_length=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"]
+
+
+def sampled(config: DictConfig) -> dict[str, str]:
     """Return the dtypes in which the hf rollout computes, which samples from the trained module itself."""
     from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
-    keys = ["name=hf", "dtype=float16", "response_length=2", "tensor_model_parallel_size=1"]
-    config = composed(f"+precision={overlay}", *(f"actor_rollout_ref.rollout.{key}" for key in keys))
     worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor_rollout")
     worker.init_model()
     observed = watch(worker.actor_module_fsdp)
     worker.generate_sequences(batch(0).select(["input_ids", "attention_mask", "position_ids"]))
-    return ", ".join(f"{key} {value}" for key, value in observed.items())
+    return observed
 
 
-def hf_rollout_fp16() -> str:
-    return hf_samples("fp16")
-
-
-def hf_rollout_bf16_train_fp16_infer() -> str:
-    return hf_samples("bf16_train_fp16_infer")
+def hf_rollout(overlay: str) -> str:
+    keys = ["actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.dtype=float16"]
+    return inner_dtypes(sampled(composed(f"+precision={overlay}", *keys, *SAMPLED)))

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import harness
 import torch
-from harness import LEGACY, MODEL, OUT, PATCHED, RANK, VERL, batch, digest, local, same, shared_folder, state, watch
+from harness import LEGACY, MODEL, OUT, PATCHED, RANK, VERL, batch, shared_folder
 from hydra import compose, initialize_config_dir
+from observations import digest, inner_dtypes, local, same, state, watch
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer
@@ -127,5 +128,4 @@ def engine_sft(*overrides: str) -> str:
 
 
 def sft_facts(observed: dict[str, str], scaler) -> str:
-    facts = [f"{key} {value}" for key, value in observed.items()]
-    return ", ".join([*facts, "scaler" if scaler is not None else "no scaler"])
+    return f"{inner_dtypes(observed)}, {'scaler' if scaler is not None else 'no scaler'}"

@@ -1,11 +1,13 @@
 """One conformance suite for all releases: behaviours of patched trees, predicted outcomes of unpatched ones."""
 
 import pytest
-from behaviours import BEHAVIOURS, RELEASES
+from behaviours import BEHAVIOURS
 from support.conformance import outcome
+from verl_releases import RELEASES
 
 pytestmark = [
     pytest.mark.releases,
+    pytest.mark.subprocess,
     pytest.mark.parametrize("case", BEHAVIOURS),
     pytest.mark.parametrize("release", RELEASES),
 ]

@@ -1,0 +1,96 @@
+"""What a rank reads from a worker: its state, dtypes and metrics; and what puts an overflow into its gradients."""
+
+import hashlib
+import itertools
+import json
+import math
+
+import torch
+import torch.distributed as dist
+from harness import RANK, Worker
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def state(worker: Worker) -> list[torch.Tensor]:
+    """Return weights and Adam state of this rank, as clones."""
+    tensors = [local(parameter).detach().clone() for parameter in worker.module.parameters()]
+    for entry in worker.optimizer.state.values():
+        tensors += [local(value).detach().clone() for value in entry.values()]
+    return tensors
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def poison(worker: Worker, value: float = math.inf, which: int = 0, times: int = 1) -> None:
+    """Before each of the next ``times`` optimizer steps, put ``value`` into one element of a gradient of rank 1."""
+    step, steps = getattr(worker.policy, worker.step_name), itertools.count(1)
+
+    def poisoned(*args, **kwargs):
+        if next(steps) == times:
+            setattr(worker.policy, worker.step_name, step)
+        if RANK == 1:
+            gradients = [local(p.grad) for p in worker.module.parameters() if p.grad is not None]
+            [gradient for gradient in gradients if gradient.numel()][which].view(-1)[0] = value
+        return step(*args, **kwargs)
+
+    setattr(worker.policy, worker.step_name, poisoned)
+
+
+def scale_of(worker: Worker) -> float | None:
+    return None if worker.scaler is None else worker.scaler.get_scale()
+
+
+def numbers(value) -> list[float]:
+    """Return all numbers in a metric, which is a number, a list or an object that aggregates some."""
+    if hasattr(value, "aggregate"):
+        value = value.aggregate()
+    return [float(value)] if not hasattr(value, "__iter__") else [n for each in value for n in numbers(each)]
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def watch(module: torch.nn.Module) -> dict[str, str]:
+    """Return a dict that a forward pass fills: the dtypes of the first block's up_proj, and of the head's logits."""
+    observed: dict[str, str] = {}
+
+    def inside(linear, args, output):
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        observed.update(linear=name(output.dtype), autocast=name(autocast), weight=name(linear.weight.dtype))
+
+    def head(linear, args, output):
+        observed.update(logits=name(output.dtype))
+
+    first = [part for path, part in module.named_modules() if ".0." in path and "mlp.up_proj" in path]
+    # Under LoRA the layer is a part of an adapted one.
+    next(part for part in first if isinstance(part, torch.nn.Linear)).register_forward_hook(inside)
+    for path, part in module.named_modules():
+        if path.endswith("lm_head"):
+            part.register_forward_hook(head)
+    return observed
+
+
+def inner_dtypes(observed: dict[str, str]) -> str:
+    return ", ".join(f"{key} {observed[key]}" for key in ("linear", "autocast", "weight"))
+
+
+def digest(*values: torch.Tensor | dict) -> str:
+    """Return a digest of tensors and metrics for each rank, the same on two trees that compute the same."""
+    whole = hashlib.sha256()
+    for each in values:
+        if isinstance(each, dict):
+            left_out = ("skipped_steps", "mfu")  # metrics that the patches add, and a duration
+            kept = {key: numbers(each[key]) for key in sorted(each) if key not in left_out and "/" not in key}
+            whole.update(json.dumps(kept).encode())
+        else:
+            whole.update(each.float().contiguous().numpy().tobytes())
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, whole.hexdigest())
+    return " ".join(digests)

@@ -31,10 +31,13 @@ def pytest_collection_modifyitems(items):
 def run_learner(tmp_path_factory, pytestconfig) -> Iterator[Run]:
     """``run_learner(release, patched, *names)``: the outcomes of these cases on that tree, in forks of one process."""
     task = tmp_path_factory.mktemp("oat")
+    begun: set[tuple[str, bool]] = set()
     with oat_server(task) as server:
         server.check([SUITE / "oat_task.py", task], oat_variables(task), task, ranks=1)
 
         def run(release: str, patched: bool, *names: str) -> dict[str, str]:
+            assert (release, patched) not in begun, "it did not run: the first of these tests shows why"
+            begun.add((release, patched))
             tree, out = (tmp_path_factory.mktemp(f"oat-{release}-{what}") for what in ("tree", "outcomes"))
             if patched:
                 tree = patched_tree(release, tree, pytestconfig.getoption("oat_tree"), OAT)

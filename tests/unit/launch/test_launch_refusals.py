@@ -16,6 +16,7 @@ USUAL = {
     "head": {"NAME": "node", "RAY": "/no/such/ray"},
     "worker": {"NAME": "node", "RAY": "/no/such/ray"},
 }
+STARTS_RAY = "RAY_ADDRESS=http://127.0.0.1:9 OUT=/tmp/flowrl"
 # By script: knobs and arguments that are added to these, and how the refusal begins.
 REFUSED = {
     "flowrl_7b": {
@@ -25,7 +26,7 @@ REFUSED = {
         "NNODES=2": "flowrl_7b: NNODES=2: requires RAY_ADDRESS, the dashboard of a running Ray cluster",
         "RAY_ADDRESS=http://head:8265": "flowrl_7b: OUT: is not set; on a cluster it must be an absolute path on",
         "PRECISION=fp61": "run: PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer, fp16, fp32",
-        "RAY_ADDRESS=http://127.0.0.1:9 OUT=/tmp/flowrl": "submit: RAY_ADDRESS=http://127.0.0.1:9: no Ray cluster",
+        STARTS_RAY: "submit: RAY_ADDRESS=http://127.0.0.1:9: no Ray cluster",
     },
     "slurm": {
         "NNODES=": "slurm: NNODES: is not set; give the number of nodes with GPUS_PER_NODE=8 GPUs",
@@ -88,7 +89,11 @@ REFUSED = {
         f"HEAD=127.0.0.2:9 TEMP={LONG}": f"worker: TEMP={LONG}: has 41",
     },
 }
-ROWS = [(script, words, refusal) for script, rows in REFUSED.items() for words, refusal in rows.items()]
+ROWS = [
+    pytest.param(script, words, refusal, marks=[pytest.mark.subprocess] if words == STARTS_RAY else [])
+    for script, rows in REFUSED.items()
+    for words, refusal in rows.items()
+]
 
 
 @pytest.mark.parametrize(("script", "words", "refusal"), ROWS)

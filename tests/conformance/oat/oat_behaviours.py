@@ -34,6 +34,11 @@ def without_fp16(instead: str) -> dict[str, tuple[str, ...]]:
     return {no("fp16"): OLD, instead: NEW}
 
 
+def from_upstream(row: str, outcome: str) -> Behaviour:
+    """Return a behaviour that unpatched releases with fp16 have, too."""
+    return Behaviour(row, outcome, without_fp16(outcome))
+
+
 def without(option: str) -> dict[str, tuple[str, ...]]:
     return {no(option): RELEASES}
 
@@ -80,7 +85,7 @@ def reported(what: dict[str, tuple[str, ...]]) -> str:
 
 
 BEHAVIOURS = {
-    "dtype_fp16": Behaviour(KEY, role_dtypes("float16", "float16"), without_fp16(role_dtypes("float16", "float16"))),
+    "dtype_fp16": from_upstream(KEY, role_dtypes("float16", "float16")),
     "dtype_bf16": Behaviour(KEY, role_dtypes("bfloat16", "bfloat16"), {role_dtypes("bfloat16", "bfloat16"): RELEASES}),
     "dtype_fp32": Behaviour(
         KEY,
@@ -100,17 +105,9 @@ BEHAVIOURS = {
         "actor 4096, 7, 3, 1, 4; critic 4096, 7, 3, 1, 4; fixed 128, not dynamic",
         {no("fp16"): OLD, no("consecutive_hysteresis"): NEW},
     ),
-    "overflow_actor": Behaviour(
-        OVERFLOW,
-        "taken x1, skipped x0.5, taken x1, taken x1, skipped x0.5, taken x1",
-        without_fp16("taken x1, skipped x0.5, taken x1, taken x1, skipped x0.5, taken x1"),
-    ),
-    "overflow_critic": Behaviour(
-        OVERFLOW,
-        "taken x1, taken x1, taken x1, skipped x0.5, taken x1, taken x1",
-        without_fp16("taken x1, taken x1, taken x1, skipped x0.5, taken x1, taken x1"),
-    ),
-    "learning_rate": Behaviour(OVERFLOW, "actor held, critic held", without_fp16("actor held, critic held")),
+    "overflow_actor": from_upstream(OVERFLOW, "taken x1, skipped x0.5, taken x1, taken x1, skipped x0.5, taken x1"),
+    "overflow_critic": from_upstream(OVERFLOW, "taken x1, taken x1, taken x1, skipped x0.5, taken x1, taken x1"),
+    "learning_rate": from_upstream(OVERFLOW, "actor held, critic held"),
     "scaler_metrics": Behaviour(
         METRICS,
         "actor 1024/0/0, 512/1/1, 512/0/0, 512/0/0, 256/1/1, 256/0/0; "
@@ -124,22 +121,14 @@ BEHAVIOURS = {
     ),
     "gradient_norm_zero_0": Behaviour(NORM, NORMS, {no("fp16"): OLD, no("initial_scale_power"): NEW}),
     "gradient_norm_zero_1": Behaviour(NORM, NORMS, {no("fp16"): OLD, no("initial_scale_power"): NEW}),
-    "storm": Behaviour(
-        ENDS,
-        "ends in update 3: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.",
-        without_fp16(
-            "ends in update 3: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
-        ),
+    "storm": from_upstream(
+        ENDS, "ends in update 3: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
     ),
-    "checkpoint": Behaviour(
-        CHECKPOINT,
-        "state comes back, scale comes back, same next step",
-        without_fp16("state comes back, scale comes back, same next step"),
-    ),
+    "checkpoint": from_upstream(CHECKPOINT, "state comes back, scale comes back, same next step"),
     "resumed": Behaviour(
         CHECKPOINT, "scale 1024, window 7, least 4", {no("fp16"): OLD, no("initial_scale_power"): NEW}
     ),
-    "wire_fp16": Behaviour(WIRE, "float16, exactly", without_fp16("float16, exactly")),
+    "wire_fp16": from_upstream(WIRE, "float16, exactly"),
     "wire_fp32": Behaviour(
         WIRE,
         "float32, exactly",

@@ -5,18 +5,13 @@ They are empty modules here; nothing in them is called, except where a case inst
 real: OAT's learner and strategy, DeepSpeed's engines, torch, transformers, gloo.
 """
 
-import importlib
-import os
 import sys
 from types import ModuleType, SimpleNamespace
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-
-import deepspeed.ops.adam
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
-from torch.overrides import TorchFunctionMode
+
+import recipes.oat_cpu.host  # noqa: F401
 
 NAMES = {
     "vllm": {"SamplingParams": None, "__version__": "0.8.4"},
@@ -37,22 +32,7 @@ def name_modules() -> None:
         vars(sys.modules[name]).update(contents)
 
 
-def take_the_cpu() -> None:
-    """Answer OAT's queries of ``torch.cuda`` for the CPU. DeepSpeed queries its accelerator, which is the CPU here.
-
-    DeepSpeed reports fp16 as unsupported on a CPU without fp16 instructions; torch emulates it. The extensions that
-    DeepSpeed would compile at first use, which takes two minutes, are replaced: FusedAdam by torch's AdamW, which
-    computes the same update, and the shared-memory collectives by gloo's.
-    """
-    type(get_accelerator()).is_fp16_supported = lambda self: True
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # as an attribute it is torch itself
-    deepspeed.ops.adam.FusedAdam = torch.optim.AdamW
-    torch.cuda.current_device = lambda: "cpu"
-    torch.cuda.set_device = torch.cuda.synchronize = lambda *device: None
-    torch.cuda.device_count = lambda: 8
-
-
-def know_torch() -> None:
+def rename_argument() -> None:
     """Accept an argument's old name, which OAT uses: it compares torch's versions as strings, so 2.13 is below 2.6."""
     make = distributed_c10d._new_process_group_helper
 
@@ -62,14 +42,6 @@ def know_torch() -> None:
     distributed_c10d._new_process_group_helper = make_group
 
 
-class CudaIsTheCpu(TorchFunctionMode):
-    """Create tensors requested on "cuda", as by WorkerWrap, on the CPU."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        return function(*args, **({**kwargs, "device": "cpu"} if kwargs.get("device") == "cuda" else kwargs))
-
-
 name_modules()
-take_the_cpu()
-know_torch()
+rename_argument()
+torch.cuda.device_count = lambda: 8  # of the node, for OAT's program

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from oat_learner import FP16, NO_TIS, learned, logged, made, name, near, same, state, transitions
+from oat_learner import learned, logged, made, name, near, same, state, transitions
 
 
 def by_hand(learner, rows: list) -> list[dict[str, torch.Tensor]]:
@@ -50,14 +50,8 @@ def mismatch() -> str:
 
 def objective(weigh: Callable[[torch.Tensor], torch.Tensor], *options: str) -> str:
     """Compare loss and gradient of one update with those by hand, where ``weigh`` maps a response's log-ratios."""
-    options = [
-        "--no-bf16",
-        "--no-use_fused_lm_head",
-        "--critic_type=drgrpo",
-        "--train_batch_size_per_device=2",
-        *options,
-    ]
-    learner = made(*options)
+    usual = ["--no-bf16", "--no-use_fused_lm_head", "--critic_type=drgrpo", "--train_batch_size_per_device=2"]
+    learner = made(*usual, *options)
     rows = drifted(0)
     answers = by_hand(learner, rows)
     reinforce = learner.args.reinforce_update
@@ -91,42 +85,23 @@ def drifted(seed: int) -> list:
     return rows
 
 
-def truncated(log_ratio: torch.Tensor, threshold: float) -> torch.Tensor:
-    return log_ratio.exp().clamp(max=threshold)
+# Weights of a response's tokens by their log-ratios, learner to actor.
 
 
-def weights_tis_c() -> str:
-    return objective(lambda log_ratio: truncated(log_ratio, 2.0))
+def token(log_ratio: torch.Tensor, most: float) -> torch.Tensor:
+    return log_ratio.exp().clamp(max=most)
 
 
-def weights_none() -> str:
-    return objective(torch.ones_like, *NO_TIS)
+def sequence(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.sum().exp().expand_as(log_ratio)
 
 
-def weights_token() -> str:
-    given = ["--rollout_is=token", "--rollout_is_threshold=1.5", *NO_TIS]
-    return objective(lambda r: truncated(r, 1.5), *given)
+def clamped_sequence(log_ratio: torch.Tensor, most: float) -> torch.Tensor:
+    return sequence(log_ratio).clamp(max=most)
 
 
-def weights_sequence() -> str:
-    given = ["--rollout_is=sequence", "--rollout_is_threshold=3", *NO_TIS]
-    return objective(lambda r: truncated(r.sum(), 3.0) * torch.ones_like(r), *given)
-
-
-def weights_masked() -> str:
-    given = ["--rollout_is=sequence", "--rollout_is_threshold=inf", "--rollout_rs=sequence"]
-    given += ["--rollout_rs_threshold=3", *NO_TIS]
-    return objective(lambda r: (r.sum().exp() * (r.sum().exp() <= 3)) * torch.ones_like(r), *given)
-
-
-def weights_reinforce() -> str:
-    """Weigh the policy gradient by the sequence's weight, as the paper does."""
-    given = ["--reinforce_update", "--rollout_is=sequence", "--rollout_is_threshold=inf"]
-    return objective(lambda r: r.sum().exp() * torch.ones_like(r), *given)
-
-
-def reinforce() -> str:
-    return objective(torch.ones_like, "--reinforce_update")
+def masked(log_ratio: torch.Tensor, most: float) -> torch.Tensor:
+    return sequence(log_ratio) * (sequence(log_ratio) <= most)
 
 
 def head(*options: str) -> str:
@@ -142,14 +117,6 @@ def head(*options: str) -> str:
     return ", ".join(facts)
 
 
-def head_bf16() -> str:
-    return head()
-
-
-def head_fp16() -> str:
-    return head(*FP16)
-
-
 def reference(*options: str) -> str:
     """Train two rounds with the fused head under each of OAT's two penalties on the distance to a reference model."""
     facts = []
@@ -161,14 +128,6 @@ def reference(*options: str) -> str:
         moved = not same(before, state(learner.model.model)) and math.isfinite(metrics["train/pg_loss"])
         facts.append(f"{key} {'trains' if moved else 'DOES NOT TRAIN'}")
     return ", ".join(facts)
-
-
-def reference_bf16() -> str:
-    return reference()
-
-
-def reference_fp16() -> str:
-    return reference(*FP16)
 
 
 def head_batch() -> str:

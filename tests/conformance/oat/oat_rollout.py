@@ -1,20 +1,17 @@
 """The receiving end of the weight sync: a release's own ``WorkerWrap``, with a model that records what it loads.
 
-Runs in a process of its own, as vLLM's worker does, and answers ``oat_cases.Actor`` over a connection.
+Runs in a process of its own, as vLLM's worker does, and answers ``oat_wire_cases.Actor`` over a connection.
 """
 
-import hashlib
+import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
-import oat_cpu
 import torch
 import torch.distributed as dist
-
-
-def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+from oat.utils.distributed import WorkerWrap
+from oat_learner import digest
 
 
 class Model:
@@ -27,35 +24,42 @@ class Model:
         self.digests.update({name: f"{tensor.dtype} {digest(tensor)}" for name, tensor in weights})
 
 
-def serve(connection: Connection, out: Path) -> None:
+class Worker(WorkerWrap):
+    """A worker with ``WorkerWrap`` mixed in, as in vLLM, whose model has ``dtype``."""
+
+    def __init__(self, dtype: str):
+        self.model_config = SimpleNamespace(dtype=getattr(torch, dtype))
+        self.model_runner = SimpleNamespace(model=Model())
+
+
+def start_rollout(out: Path) -> Connection:
+    """Fork the process; return the connection to it, with which it ends."""
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context("fork").Process(target=serve, args=(theirs, ours, out)).start()
+    theirs.close()
+    return ours
+
+
+def serve(connection: Connection, other_end: Connection, out: Path) -> None:
     """Call methods of ``WorkerWrap`` as requested until the connection closes."""
-    from oat.utils.distributed import WorkerWrap
-
-    class Worker(WorkerWrap):
-        """A worker with ``WorkerWrap`` mixed in, as in vLLM, whose model has ``dtype``."""
-
-        def __init__(self, dtype: str):
-            self.model_config = SimpleNamespace(dtype=getattr(torch, dtype))
-            self.model_runner = SimpleNamespace(model=Model())
-
+    other_end.close()
     dist.init_process_group("gloo", init_method=f"file://{out}/rollout-store", rank=0, world_size=1)
     worker = None
-    with oat_cpu.CudaIsTheCpu():
-        while True:
-            try:
-                method, args, kwargs = connection.recv()
-            except EOFError:
-                return
-            try:
-                if method == "start":
-                    worker, answer = Worker(*args), None
-                elif method == "received":
-                    answer = worker.model_runner.model.digests
-                else:
-                    getattr(worker, method)(*args, **kwargs)
-                    answer = None
-                connection.send((answer, None))
-            except Exception as error:
-                connection.send((None, f"{type(error).__name__}: {error}"))
-                dist.destroy_process_group(worker._model_update_group)
-                worker = None  # closes the connection, which the sender notices
+    while True:
+        try:
+            method, args, kwargs = connection.recv()
+        except EOFError:
+            return
+        answer = None
+        try:
+            if method == "start":
+                worker = Worker(*args)
+            elif method == "received":
+                answer = worker.model_runner.model.digests
+            else:
+                getattr(worker, method)(*args, **kwargs)
+            connection.send((answer, None))
+        except Exception as error:
+            connection.send((None, f"{type(error).__name__}: {error}"))
+            dist.destroy_process_group(worker._model_update_group)
+            worker = None  # closes the connection, which the sender notices

@@ -3,9 +3,11 @@
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
+from oat.algorithms.ppo import PPOLearner
 from oat_learner import (
     FP16,
     NO_TIS,
@@ -35,22 +37,6 @@ def dtypes(*options: str) -> str:
         facts.append(f"{role} {', '.join(sorted({name(p.dtype) for p in model.parameters()}))}")
     masters = {name(p.dtype) for group in learner.optimizer.param_groups for p in group["params"]}
     return ", ".join([*facts, f"rollout {rollout_dtype(learner.args)}", f"masters {', '.join(masters)}"])
-
-
-def dtype_fp16() -> str:
-    return dtypes(*FP16)
-
-
-def dtype_bf16() -> str:
-    return dtypes()
-
-
-def dtype_fp32() -> str:
-    return dtypes("--no-bf16")
-
-
-def dtype_bf16_train_fp16_infer() -> str:
-    return dtypes("--precision=bf16_train_fp16_infer")
 
 
 def one_key() -> str:
@@ -149,14 +135,6 @@ def overflow(role: str) -> str:
     return ", ".join(facts)
 
 
-def overflow_actor() -> str:
-    return overflow("actor")
-
-
-def overflow_critic() -> str:
-    return overflow("critic")
-
-
 def learning_rate() -> str:
     """Return whether the schedule advances after a skipped update."""
     facts = []
@@ -180,9 +158,10 @@ def scaler_metrics() -> str:
     return "; ".join(facts)
 
 
-def norms(learner) -> str:
+def norms(make: Callable[[], PPOLearner]) -> str:
     """Compare an fp16 learner's reported norm with that of an fp32 learner of the same weights and transitions."""
-    reference, facts = logged(made("--no-bf16"), 0)["train/policy_grad_norm"], []
+    learner, facts = make(), []
+    reference = logged(made("--no-bf16"), 0)["train/policy_grad_norm"]
     for what in ("taken", "skipped", "taken again"):
         with poisoned(learner.model.model) if what == "skipped" else contextlib.nullcontext():
             norm = logged(learner, 0).get("train/policy_grad_norm")
@@ -196,18 +175,6 @@ def norms(learner) -> str:
         else:
             facts.append(f"{what}: finite")
     return ", ".join(facts)
-
-
-def gradient_norm() -> str:
-    return norms(fp16())
-
-
-def gradient_norm_zero_0() -> str:
-    return norms(made(*FP16, "--initial_scale_power=10", "--hysteresis=1", "--zero_stage=0"))
-
-
-def gradient_norm_zero_1() -> str:
-    return norms(made(*FP16, "--initial_scale_power=10", "--hysteresis=1", "--zero_stage=1"))
 
 
 def storm() -> str:

@@ -15,6 +15,7 @@ from oat.algorithms import ppo
 from oat.learners import base
 from oat.utils import distributed
 from oat_learner import FP16, PATCHED, PATHS, RANK, digest, made, name, new, rollout_dtype, transitions
+from support.waiting import TIMEOUT_S
 
 
 class Actor:
@@ -57,7 +58,7 @@ def wired(learner) -> Actor:
         world_size=2,
         rank=0,
         group_name=group,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
     joined.result()
     learner.actors = [actor]
@@ -88,18 +89,6 @@ def wire(*options: str) -> str:
         learner._broadcast_to_vllm()
     dist.broadcast_object_list(outcome)
     return outcome[0]
-
-
-def wire_fp16() -> str:
-    return wire(*FP16)
-
-
-def wire_fp32() -> str:
-    return wire("--no-bf16")
-
-
-def wire_bf16_train_fp16_infer() -> str:
-    return wire("--precision=bf16_train_fp16_infer")
 
 
 class Rounds(ppo.PPOLearner):
@@ -166,11 +155,3 @@ def reports(*options: str) -> str:
             text[0] = "; ".join(f"{role} {', '.join(fact)}" for role, fact in facts.items())
     dist.broadcast_object_list(text)
     return text[0] or "nothing"
-
-
-def reports_zero_2() -> str:
-    return reports("--critic_type=ppo")
-
-
-def reports_zero_3() -> str:
-    return reports("--zero_stage=3")

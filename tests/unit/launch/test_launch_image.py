@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.launch_machine import Machine
 
 from lib.patches.status import status
 from lib.patches.wheels import unpacked_wheel
@@ -21,25 +22,20 @@ def instructions() -> list[tuple[str, str]]:
     return [tuple(line.split(maxsplit=1)) for line in text.splitlines()]
 
 
-class Image:
+class Image(Machine):
     """Folders that stand for /opt/verl-precision and for the image's site-packages.
 
     ``python3`` is this environment's, whose verl is the wheel's; pip is a stub that records its arguments.
     """
 
     def __init__(self, folder: Path):
-        self.project, self.site, self.bin = folder / "project", folder / "site", folder / "bin"
+        super().__init__(folder)
+        self.project, self.site, self.installed = folder / "project", folder / "site", folder / "installed"
         self.project.mkdir()
-        self.bin.mkdir()
         unpacked_wheel("0.9.1", self.site)
-        self.installed = folder / "installed"
         python = f'PYTHONPATH={self.site}${{PYTHONPATH:+:$PYTHONPATH}} exec {sys.executable} "$@"'
-        self.program("python3", f'if [ "$1 $2" = "-m pip" ]; then echo "$@" >> {self.installed}; else {python}; fi')
-        self.program("ray", "")
-
-    def program(self, name: str, body: str) -> None:
-        (self.bin / name).write_text(f"#!/bin/sh\n{body}\n")
-        (self.bin / name).chmod(0o755)
+        self.program("python3", f'if [[ "$1 $2" == "-m pip" ]]; then echo "$@" >> {self.installed}; else {python}; fi')
+        self.program("ray")
 
     def build(self) -> subprocess.CompletedProcess:
         """Run all instructions; stop at the first step that fails, as docker does."""
@@ -51,14 +47,12 @@ class Image:
                 source, target = rest.split()
                 source = REPO / source
                 if source.is_dir():
-                    ignored = shutil.ignore_patterns("__pycache__")
-                    shutil.copytree(source, self.project / target, ignore=ignored)
+                    shutil.copytree(source, self.project / target, ignore=shutil.ignore_patterns("__pycache__"))
                 else:
                     shutil.copy(source, self.project / target)
             elif name == "RUN":
-                done = subprocess.run(
-                    ["sh", "-c", rest], cwd=self.project, env=environment, capture_output=True, text=True
-                )
+                command = ["sh", "-c", rest]
+                done = subprocess.run(command, cwd=self.project, env=environment, capture_output=True, text=True)
                 if done.returncode:
                     return done
         return done

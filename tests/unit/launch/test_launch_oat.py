@@ -1,35 +1,37 @@
 """``scripts/launch/oat_sanity.sh``: refusals, and the commands that it runs, parsed by OAT's own parser."""
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
+from support.fork_server import ForkServer
+from support.launch_machine import knobs_and_arguments
+from support.oat_server import oat_server, oat_variables
 from support.recorded import every_release
+from support.trees import patched_tree
 
 from lib.patches.apply import apply
 from lib.patches.releases import OAT, load_releases
 from lib.patches.wheels import unpacked_wheel
-from lib.paths import REPO
 
-SCRIPT = REPO / "scripts/launch/oat_sanity.sh"
-WORKERS = REPO / ".venv-workers/bin/python"
-RELEASES = list(load_releases(framework=OAT))
+PARSER = Path(__file__).with_name("oat_parser.py")
+NEWEST = list(load_releases(framework=OAT))[-1]
 ALGOS = ("grpo", "dr_grpo", "tis", "mis", "pg_is")
 WRITTEN = "as datasets' save_to_disk writes it; make sanity-math writes data/sanity-math/oat"
 REGIMES = ("bf16", "bf16_train_fp16_infer", "fp16", "fp32")
+Launch = Callable[..., subprocess.CompletedProcess]
 
 
 @pytest.fixture(scope="session")
 def oats(tmp_path_factory) -> dict[str, Path]:
     """Trees of the newest OAT, "pristine" and "patched"."""
-    states = ("pristine", "patched")
-    trees = {state: unpacked_wheel(RELEASES[-1], tmp_path_factory.mktemp(state), OAT) for state in states}
+    trees = {state: unpacked_wheel(NEWEST, tmp_path_factory.mktemp(state), OAT) for state in ("pristine", "patched")}
     apply(trees["patched"], framework=OAT)
     return trees
 
@@ -46,12 +48,15 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-def launch(tree: Path | str, data: Path, *words: str, **knobs: object) -> subprocess.CompletedProcess:
-    """Run the script with a Python that has ``tree``'s OAT on its path."""
-    environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONPATH": str(tree)}
-    given = {"TRAIN": data, "OAT_PYTHON": sys.executable, "PYTHON": sys.executable} | knobs
-    environment |= {name: str(value) for name, value in given.items()}
-    return subprocess.run([SCRIPT, *words], cwd="/", env=environment, capture_output=True, text=True)
+@pytest.fixture
+def launch(oats, data, machine) -> Launch:
+    """``launch(*words, tree=…, **knobs)``: run the script with a Python that has the OAT of a tree."""
+
+    def run(*words: str, tree: Path = oats["patched"], **knobs: object) -> subprocess.CompletedProcess:
+        usual = {"PYTHONPATH": tree, "TRAIN": data, "OAT_PYTHON": sys.executable, "OUT": machine.folder / "out"}
+        return machine.run("oat_sanity.sh", *words, **usual | knobs)
+
+    return run
 
 
 def arguments(command: str) -> list[str]:
@@ -61,102 +66,93 @@ def arguments(command: str) -> list[str]:
     return words[3:]
 
 
-@pytest.mark.parametrize(
-    ("knobs", "refusal"),
-    [
-        ({"PRECISION": "fp16 fp61"}, "PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer, fp16, fp32"),
-        ({"ALGO": "ppo"}, "ALGO=ppo: must be one of grpo, dr_grpo, tis, mis, pg_is"),
-        ({"SEED": "one"}, "SEED=one: must be a whole number"),
-        ({"SEED": "1 01"}, "SEED=01: must be a whole number"),
-        ({"SEED": " "}, "PRECISION=fp16 ALGO=dr_grpo SEED= : must each have a value"),
-        ({"SEED": "1 2 1"}, "dr_grpo-fp16-seed1: is requested twice"),
-        ({"GPUS": "0"}, "GPUS=0: must be a whole number of at least 1"),
-        ({"GPUS": "2.5"}, "GPUS=2.5: must be a whole number of at least 1"),
-        ({"GPUS": "6"}, "GPUS=6: must divide the 64 prompts of a round"),
-        ({"EVAL_STEPS": "0"}, "EVAL_STEPS=0: must be a whole number of at least 1"),
-        ({"TRAIN": "/no/data"}, f"TRAIN=/no/data: has no split train {WRITTEN}"),
-        ({"EVAL": "/no/data"}, f"EVAL=/no/data: has no split test {WRITTEN}"),
-        ({"TEST_SPLIT": "test,aime"}, f"EVAL={{data}}: has no split aime {WRITTEN}"),
-        ({"TEST_SPLIT": "unanswered"}, "EVAL={data}: its split unanswered has no column answer"),
-        ({"TEMPLATE": "llama3"}, "TEMPLATE=llama3: OAT 0.2.4 has qwen_math, r1, no, r1_distill_qwen, qwen3"),
-        ({"MODEL": "/no/model"}, "MODEL=/no/model: contains no config.json"),
-        ({"PYTHON": "/no/python"}, "PYTHON=/no/python: must be Python 3.10 or later"),
-        ({"OAT_PYTHON": "/no/python"}, "OAT_PYTHON=/no/python: has no OAT; give a Python that has it"),
-    ],
-)
-def test_refused_in_one_line_before_anything_starts(oats, data, tmp_path, knobs, refusal):
-    done = launch(oats["patched"], data, OUT=tmp_path / "out", **knobs)
-    message = f"oat_sanity: {refusal.format(data=data)}\n"
+# By knobs and arguments; {data} is the folder of the data.
+REFUSED = {
+    "PRECISION='fp16 fp61'": "PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer, fp16, fp32",
+    "ALGO=ppo": "ALGO=ppo: must be one of grpo, dr_grpo, tis, mis, pg_is",
+    "SEED=one": "SEED=one: must be a whole number",
+    "SEED='1 01'": "SEED=01: must be a whole number",
+    "SEED=' '": "PRECISION=fp16 ALGO=dr_grpo SEED= : must each have a value",
+    "SEED='1 2 1'": "dr_grpo-fp16-seed1: is requested twice",
+    "GPUS=0": "GPUS=0: must be a whole number of at least 1",
+    "GPUS=2.5": "GPUS=2.5: must be a whole number of at least 1",
+    "GPUS=6": "GPUS=6: must divide the 64 prompts of a round",
+    "EVAL_STEPS=0": "EVAL_STEPS=0: must be a whole number of at least 1",
+    "TRAIN=/no/data": f"TRAIN=/no/data: has no split train {WRITTEN}",
+    "EVAL=/no/data": f"EVAL=/no/data: has no split test {WRITTEN}",
+    "TEST_SPLIT=test,aime": f"EVAL={{data}}: has no split aime {WRITTEN}",
+    "TEST_SPLIT=unanswered": "EVAL={data}: its split unanswered has no column answer",
+    "TEMPLATE=llama3": f"TEMPLATE=llama3: OAT {NEWEST} has qwen_math, r1, no, r1_distill_qwen, qwen3",
+    "MODEL=/no/model": "MODEL=/no/model: contains no config.json",
+    "PYTHON=/no/python": "PYTHON=/no/python: must be Python 3.10 or later",
+    "OAT_PYTHON=/no/python": "OAT_PYTHON=/no/python: has no OAT; give a Python that has it",
+    # What the name of a run contains cannot be overridden.
+    "--precision bf16": "--precision: set PRECISION",
+    "--dry-run --precision bf16": "--precision: set PRECISION",
+    "--use-wb --no-bf16 --fp16": "--no-bf16: set PRECISION",
+    "--seed=9": "--seed=9: set SEED",
+    "--eval_steps 32": "--eval_steps: set EVAL_STEPS",
+    "--wb-run-name x": "--wb-run-name: set OUT; a run is named by ALGO, PRECISION and SEED",
+    "--save_path x": "--save_path: set OUT; a run is named by ALGO, PRECISION and SEED",
+    "--use-wb --dry-run": "--dry-run: must be --dry-run, as the first argument",
+    "--dry_run": "--dry_run: must be --dry-run, as the first argument",
+    "--help": "--help: the knobs are listed at the top of the script; docs/oat.md describes the rest",
+    "--use-wb --critic_type grpo": "--critic_type: set ALGO",
+    "--no-reinforce-update": "--no-reinforce-update: set ALGO",
+    "--rollout_rs=None": "--rollout_rs=None: set ALGO",
+    "--gpus 4": "--gpus: set GPUS",
+    "--num_prompt_epoch 9": "--num_prompt_epoch: set EPOCHS",
+    "trainer.save_freq=3": "trainer.save_freq=3: must be --dry-run, in the first place, or an argument of OAT, like "
+    "--use-wb",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused_in_one_line_before_anything_starts(words, launch, data, machine):
+    knobs, options = knobs_and_arguments(words)
+    done = launch(*options, **knobs)
+    message = f"oat_sanity: {REFUSED[words].format(data=data)}\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
-    assert not (tmp_path / "out").exists()
+    assert not (machine.folder / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "refusal"),
-    [
-        (["--precision", "bf16"], "--precision: set PRECISION"),
-        (["--use-wb", "--no-bf16", "--fp16"], "--no-bf16: set PRECISION"),
-        (["--seed=9"], "--seed=9: set SEED"),
-        (["--eval_steps", "32"], "--eval_steps: set EVAL_STEPS"),
-        (["--wb-run-name", "x"], "--wb-run-name: set OUT; a run is named by ALGO, PRECISION and SEED"),
-        (["--save_path", "x"], "--save_path: set OUT; a run is named by ALGO, PRECISION and SEED"),
-        (["--use-wb", "--dry-run"], "--dry-run: must be --dry-run, as the first argument"),
-        (["--dry_run"], "--dry_run: must be --dry-run, as the first argument"),
-        (["--help"], "--help: the knobs are listed at the top of the script; docs/oat.md describes the rest"),
-        (["--use-wb", "--critic_type", "grpo"], "--critic_type: set ALGO"),
-        (["--no-reinforce-update"], "--no-reinforce-update: set ALGO"),
-        (["--rollout_rs=None"], "--rollout_rs=None: set ALGO"),
-        (["--gpus", "4"], "--gpus: set GPUS"),
-        (["--num_prompt_epoch", "9"], "--num_prompt_epoch: set EPOCHS"),
-        (
-            ["trainer.save_freq=3"],
-            "trainer.save_freq=3: must be --dry-run, in the first place, or an argument of OAT, like --use-wb",
-        ),
-    ],
-)
-def test_settings_in_the_name_of_a_run_cannot_be_overridden(oats, data, tmp_path, words, refusal):
-    for first in ([], ["--dry-run"]):
-        done = launch(oats["patched"], data, *first, *words, OUT=tmp_path / "out")
-        assert (done.returncode, done.stdout, done.stderr) == (1, "", f"oat_sanity: {refusal}\n")
-
-
-def test_unpatched_oat_is_refused(oats, data, tmp_path):
-    done = launch(oats["pristine"], data, OUT=tmp_path / "out")
+def test_unpatched_oat_is_refused(oats, launch, tmp_path):
+    done = launch(tree=oats["pristine"])
     message = f"its OAT is pristine; make apply-patches OAT={oats['pristine']}"
     assert (done.returncode, done.stderr) == (1, f"oat_sanity: OAT_PYTHON={sys.executable}: {message}\n")
     changed = shutil.copytree(oats["pristine"], tmp_path / "changed")
     with (changed / "oat/args.py").open("a") as file:
         file.write("# mine\n")
-    done = launch(changed, data, OUT=tmp_path / "out")
+    done = launch(tree=changed)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "its OAT is" in done.stderr and "make apply-patches" not in done.stderr, done.stderr
     (tmp_path / "nothing/oat").mkdir(parents=True)
     for folder in (tmp_path, tmp_path / "nothing"):
-        done = launch(folder, data, OUT=tmp_path / "out")
+        done = launch(tree=folder)
         message = f"oat_sanity: OAT_PYTHON={sys.executable}: has no OAT; give a Python that has it\n"
         assert (done.returncode, done.stderr) == (1, message)
 
 
-def test_existing_run_is_refused_before_any_starts(oats, data, tmp_path):
+def test_existing_run_is_refused_before_any_starts(launch, tmp_path):
     there = tmp_path / "tis-bf16-seed2_1122T03:00:00"
     there.mkdir()
     knobs = {"OUT": tmp_path, "ALGO": "grpo tis", "PRECISION": "fp16 bf16", "SEED": "1 2"}
-    done = launch(oats["patched"], data, "--dry-run", **knobs)
+    done = launch("--dry-run", **knobs)
     message = f"oat_sanity: OUT={tmp_path}: contains {there} already; choose another OUT, or leave out tis-bf16-seed2\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
-    assert launch(oats["patched"], data, "--dry-run", **knobs | {"SEED": "1 3"}).returncode == 0
+    assert launch("--dry-run", **knobs | {"SEED": "1 3"}).returncode == 0
 
 
-def every_command(tree: Path, data: Path, out: Path, seeds: str = "1") -> list[str]:
-    knobs = {"ALGO": " ".join(ALGOS), "PRECISION": " ".join(REGIMES), "SEED": seeds, "GPUS": 4, "OUT": out}
-    done = launch(tree, data, "--dry-run", **knobs)
+def every_command(launch: Launch, **knobs: object) -> list[list[str]]:
+    """Return OAT's arguments of every objective in every regime."""
+    done = launch("--dry-run", ALGO=" ".join(ALGOS), PRECISION=" ".join(REGIMES), GPUS=4, **knobs)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return [arguments(command) for command in done.stdout.splitlines()]
 
 
-def test_names_are_unique_and_everything_else_is_equal(oats, data, tmp_path):
+def test_names_are_unique_and_everything_else_is_equal(launch):
     """The authors' scripts share names between objectives, and evaluate every 16 or 32 rounds."""
-    given = [arguments(command) for command in every_command(oats["patched"], data, tmp_path / "out", "1 2")]
+    given = every_command(launch, SEED="1 2")
     names = ("--wb_run_name", "--eval_steps", "--seed")
     value = [{name: words[words.index(name) + 1] for name in names} for words in given]
     expected = {f"{algo}-{of}-seed{seed}" for algo, of, seed in product(ALGOS, REGIMES, (1, 2))}
@@ -173,22 +169,6 @@ def test_names_are_unique_and_everything_else_is_equal(oats, data, tmp_path):
     assert len(alike) == len(ALGOS)
 
 
-PARSE = """
-import dataclasses, json, sys
-import oat_cpu
-from oat.args import default_args_validation, get_default_args
-from oat.experiment.run_math_rl import TEMPLATE_FACTORY, ZeroMathArgs
-settled = []
-for words in json.load(sys.stdin):
-    sys.argv = ["oat", *words]
-    args = get_default_args(ZeroMathArgs)
-    args.algo = "PPO"  # as run_math_rl itself does
-    args = default_args_validation(args)
-    assert args.prompt_template in TEMPLATE_FACTORY
-    settled.append({name: str(value) for name, value in vars(args).items()})
-print(json.dumps(settled))
-"""
-
 WEIGHTS = {  # of each objective: rollout_is, its threshold, rollout_rs, its threshold, reinforce_update, critic_type
     "grpo": ("None", "2.0", "None", "None", "False", "grpo"),
     "dr_grpo": ("None", "2.0", "None", "None", "False", "drgrpo"),
@@ -198,23 +178,23 @@ WEIGHTS = {  # of each objective: rollout_is, its threshold, rollout_rs, its thr
 }
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[ForkServer]:
+    with oat_server(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
 @pytest.mark.releases
+@pytest.mark.subprocess
 @pytest.mark.parametrize("release", every_release(OAT))
-def test_oats_own_parser_accepts_every_command(release, data, tmp_path):
+def test_oats_own_parser_accepts_every_command(release, launch, server, data, tmp_path):
     """The patched release's parser and validation, with every objective in every regime."""
-    tree = unpacked_wheel(release, tmp_path / "tree", OAT)
-    apply(tree, framework=OAT)
-    commands = every_command(tree, data, tmp_path / "out")
-    paths = [tree, REPO / "tests/conformance/oat", REPO]
-    done = subprocess.run(
-        [WORKERS, "-c", PARSE],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"},
-        input=json.dumps([arguments(command) for command in commands]),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    settled = json.loads(done.stdout.splitlines()[-1])
+    tree = patched_tree(release, tmp_path / "tree", None, OAT)
+    commands = every_command(launch, tree=tree)
+    given = tmp_path / "commands"
+    given.write_text(json.dumps(commands))
+    server.check([PARSER, given], oat_variables(tree), tmp_path, ranks=1)
+    settled = json.loads(given.with_suffix(".settled").read_text())
     assert len(settled) == len(commands) == len(ALGOS) * len(REGIMES)
     for args in settled:
         algo, precision, seed = args["wb_run_name"].split("-")
@@ -230,31 +210,29 @@ def test_oats_own_parser_accepts_every_command(release, data, tmp_path):
         assert (args["prompt_data"], args["eval_data"], args["test_split"]) == (str(data), str(data), "test")
 
 
-def test_runs_are_sequential_and_an_unfinished_one_is_named(oats, data, tmp_path):
+def test_runs_are_sequential_and_an_unfinished_one_is_named(launch, machine):
     """OAT is a stub here: it records its arguments, writes metrics and exits with 0, as launchpad always does."""
-    oat = tmp_path / "oat-python"
-    oat.write_text(
-        f"""#!/usr/bin/env bash
-if [[ $1 == -c ]]; then exec {shlex.quote(sys.executable)} "$@"; fi
-printf '%s\\n' "$*" >> {tmp_path}/given
+    folder = machine.folder
+    oat = machine.program(
+        "oat-python",
+        f"""if [[ $1 == -c ]]; then exec {shlex.quote(sys.executable)} "$@"; fi
+printf '%s\\n' "$*" >> {folder}/given
 given=$*
 name=${{given#*--wb_run_name }}
-folder={tmp_path}/out/${{name%% *}}_1122T03:00:00
+folder={folder}/out/${{name%% *}}_1122T03:00:00
 mkdir -p "$folder"
 rounds="1 2"
 if [[ $* != *--precision\\ fp16* ]]; then rounds="1 2 2"; fi
-for round in $rounds; do echo "{{\\"step\\": $round, \\"data\\": {{}}}}" >> "$folder/metrics.jsonl"; done
-"""
+for round in $rounds; do echo "{{\\"step\\": $round, \\"data\\": {{}}}}" >> "$folder/metrics.jsonl"; done""",
     )
-    oat.chmod(0o755)
-    knobs = {"PRECISION": "bf16 fp16", "ALGO": "grpo mis", "OAT_PYTHON": oat, "OUT": tmp_path / "out"}
-    done = launch(oats["patched"], data, "--use-wb", "--learning_rate", "2e-6", **knobs)
+    knobs = {"PRECISION": "bf16 fp16", "ALGO": "grpo mis", "OAT_PYTHON": oat}
+    done = launch("--use-wb", "--learning_rate", "2e-6", **knobs)
     assert done.returncode == 1
     assert done.stderr == "oat_sanity: these runs failed: grpo-fp16-seed1 mis-fp16-seed1\n"
     names = ["grpo-bf16-seed1", "grpo-fp16-seed1", "mis-bf16-seed1", "mis-fp16-seed1"]
     assert done.stdout.splitlines() == [f"oat_sanity: {name}" for name in names]
-    given = (tmp_path / "given").read_text().splitlines()
+    given = (folder / "given").read_text().splitlines()
     ends = [line.partition("--wb_run_name ")[2] for line in given]
     assert ends == [f"{name} --use-wb --learning_rate 2e-6" for name in names]
-    done = launch(oats["patched"], data, **knobs | {"PRECISION": "bf16", "ALGO": "grpo", "SEED": "2"})
+    done = launch(**knobs | {"PRECISION": "bf16", "ALGO": "grpo", "SEED": "2"})
     assert (done.returncode, done.stderr) == (0, "")

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_launch import LAUNCH
+from support.launch_machine import LAUNCH
+from support.waiting import TIMEOUT_S
 
 from lib.paths import ARITHMETIC, REPO
 
 NODES = {"vpnode1": "10.231.47.1", "vpnode2": "10.231.47.2"}
-HANGS_S = 1800
 OVERRIDES = [
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
@@ -114,7 +114,7 @@ def test_two_nodes_train_by_symmetric_run(spool, tmp_path):
     }
     environment = os.environ | {name: str(value) for name, value in knobs.items()}
     done = subprocess.run(
-        [LAUNCH / "slurm.sh", *OVERRIDES], env=environment, cwd="/", capture_output=True, text=True, timeout=HANGS_S
+        [LAUNCH / "slurm.sh", *OVERRIDES], env=environment, cwd="/", capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (spool / "scontrol").exists(), "nothing must be requeued"

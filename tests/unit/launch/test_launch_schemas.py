@@ -12,7 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from test_launch import ALL_BUT_THE_JOB, IMAGE, LAUNCH, OVERRIDES, SECRET, Machine, job_of, machine  # noqa: F401
+from support.launch_machine import ALL_BUT_THE_JOB, IMAGE, LAUNCH, OVERRIDES, SECRET, Machine, job_of
 
 from lib.paths import REPO
 from lib.run.train import GAVE_UP
@@ -34,130 +34,107 @@ KNOBS = IMAGE | {
 }
 
 
-def fields(required: tuple[str, ...] = (), **properties: dict) -> dict:
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+def schema(of: object) -> dict:
+    """Return the JSON schema of a type: a class, a list of one item, or a dict of fields, required where the name ends
+    in "!"; a tuple has one of its types, and ``Schema`` is one already."""
+    if isinstance(of, Schema):
+        return of
+    if isinstance(of, tuple):
+        return {"oneOf": [schema(each) for each in of]}
+    if isinstance(of, list):
+        return {"type": "array", "items": schema(of[0]), "minItems": 1}
+    if isinstance(of, dict):
+        properties = {name.rstrip("!"): schema(value) for name, value in of.items()}
+        required = [name.rstrip("!") for name in of if name.endswith("!")]
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {"type": {str: "string", bool: "boolean", int: "integer"}[of]}
 
 
-def listed(item: dict) -> dict:
-    return {"type": "array", "items": item, "minItems": 1}
+class Schema(dict):
+    """A JSON schema."""
 
 
-def mapping(value: dict) -> dict:
-    return {"type": "object", "additionalProperties": value}
+def mapping(value: object) -> Schema:
+    return Schema(type="object", additionalProperties=schema(value))
 
 
-STRING, BOOLEAN, COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
+def one_of(*values: object) -> Schema:
+    return Schema(enum=list(values))
+
+
+COUNT = Schema(type="integer", minimum=0)
 # Kubernetes v1: a quantity is a whole number or a string of this form (the CRD's own pattern).
-QUANTITY = {
-    "type": ["integer", "string"],
-    "pattern": r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))))?$",  # noqa: E501
+NUMBER = r"(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))"
+SUFFIX = rf"(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?{NUMBER}))?"
+QUANTITY = Schema(type=["integer", "string"], pattern=rf"^(\+|-)?{NUMBER}{SUFFIX}$")
+SECRET_KEY = {"secretKeyRef": {"name": str, "key!": str, "optional": bool}}
+CONTAINER = {
+    "name!": str,
+    "image!": str,
+    "env": [({"name!": str, "value!": str}, {"name!": str, "valueFrom!": SECRET_KEY})],
+    "resources": {"requests": mapping(QUANTITY), "limits": mapping(QUANTITY)},
+    "volumeMounts": [{"name!": str, "mountPath!": str}],
 }
-POD = fields(
-    ("containers",),
-    containers=listed(
-        fields(
-            ("name", "image"),
-            name=STRING,
-            image=STRING,
-            env=listed(
-                {
-                    "oneOf": [
-                        fields(("name", "value"), name=STRING, value=STRING),
-                        fields(
-                            ("name", "valueFrom"),
-                            name=STRING,
-                            valueFrom=fields(secretKeyRef=fields(("key",), name=STRING, key=STRING, optional=BOOLEAN)),
-                        ),
-                    ]
-                }
-            ),
-            resources=fields(requests=mapping(QUANTITY), limits=mapping(QUANTITY)),
-            volumeMounts=listed(fields(("name", "mountPath"), name=STRING, mountPath=STRING)),
-        )
-    ),
-    volumes=listed(
-        {
-            "oneOf": [
-                fields(
-                    ("name", "persistentVolumeClaim"),
-                    name=STRING,
-                    persistentVolumeClaim=fields(("claimName",), claimName=STRING),
-                ),
-                fields(
-                    ("name", "emptyDir"),
-                    name=STRING,
-                    emptyDir=fields(medium={"enum": ["", "Memory"]}, sizeLimit=QUANTITY),
-                ),
-            ]
-        }
-    ),
-)
+CLAIM = {"name!": str, "persistentVolumeClaim!": {"claimName!": str}}
+EMPTY = {"name!": str, "emptyDir!": {"medium": one_of("", "Memory"), "sizeLimit": QUANTITY}}
+PODS = {
+    "rayStartParams!": mapping(str),
+    "template!": {"spec!": {"containers!": [CONTAINER], "volumes": [(CLAIM, EMPTY)]}},
+}
 # KubeRay's ray.io/v1: ray-operator/apis/ray/v1/rayjob_types.go at 0057210 and raycluster_types.go at 026f143 of
 # ray-project/kuberay, of which its CRD, ray.io_rayjobs.yaml, is generated; the same fields in its reference for 1.7.1.
-RAYJOB = fields(
-    ("apiVersion", "kind", "metadata", "spec"),
-    apiVersion={"const": "ray.io/v1"},
-    kind={"const": "RayJob"},
-    metadata=fields(("generateName",), generateName=STRING, namespace=STRING),
-    spec=fields(
-        ("entrypoint", "rayClusterSpec"),
-        entrypoint=STRING,
-        submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
-        backoffLimit=COUNT,
-        shutdownAfterJobFinishes=BOOLEAN,
-        ttlSecondsAfterFinished=COUNT,
-        rayClusterSpec=fields(
-            ("headGroupSpec",),
-            headGroupSpec=fields(
-                ("rayStartParams", "template"),
-                serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
-                rayStartParams=mapping(STRING),
-                template=fields(("spec",), spec=POD),
-            ),
-            workerGroupSpecs=listed(
-                fields(
-                    ("groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"),
-                    groupName=STRING,
-                    replicas=COUNT,
-                    minReplicas=COUNT,
-                    maxReplicas=COUNT,
-                    rayStartParams=mapping(STRING),
-                    template=fields(("spec",), spec=POD),
-                )
-            ),
-        ),
-    ),
-)
-# SkyPilot 0.14.1: sky/utils/schemas.py, get_task_schema and get_resources_schema.
-TASK = fields(
-    name=STRING,
-    num_nodes={"type": "integer"},
-    resources=fields(
-        accelerators=STRING,
-        image_id=STRING,
-        job_recovery=fields(
-            strategy=STRING, max_restarts_on_errors=COUNT, recover_on_exit_codes=listed(COUNT | {"maximum": 255})
-        ),
-    ),
-    volumes={"type": "object"},
-    envs={
-        "type": "object",
-        "patternProperties": {"^[a-zA-Z_][a-zA-Z0-9_]*$": {"type": ["string", "null"]}},
-        "additionalProperties": False,
+RAYJOB = {
+    "apiVersion!": one_of("ray.io/v1"),
+    "kind!": one_of("RayJob"),
+    "metadata!": {"generateName!": str, "namespace": str},
+    "spec!": {
+        "entrypoint!": str,
+        "submissionMode": one_of("K8sJobMode", "HTTPMode", "InteractiveMode"),
+        "backoffLimit": COUNT,
+        "shutdownAfterJobFinishes": bool,
+        "ttlSecondsAfterFinished": COUNT,
+        "rayClusterSpec!": {
+            "headGroupSpec!": PODS | {"serviceType": one_of("ClusterIP", "NodePort", "LoadBalancer")},
+            "workerGroupSpecs": [
+                PODS | {"groupName!": str, "replicas": COUNT, "minReplicas!": COUNT, "maxReplicas!": COUNT}
+            ],
+        },
     },
-    run=STRING,
+}
+# SkyPilot 0.14.1: sky/utils/schemas.py, get_task_schema and get_resources_schema.
+VARIABLES = Schema(
+    type="object",
+    patternProperties={"^[a-zA-Z_][a-zA-Z0-9_]*$": {"type": ["string", "null"]}},
+    additionalProperties=False,
 )
+RECOVERY = {
+    "strategy": str,
+    "max_restarts_on_errors": COUNT,
+    "recover_on_exit_codes": [Schema(type="integer", minimum=0, maximum=255)],
+}
+TASK = {
+    "name": str,
+    "num_nodes": int,
+    "resources": {"accelerators": str, "image_id": str, "job_recovery": RECOVERY},
+    "volumes": Schema(type="object"),
+    "envs": VARIABLES,
+    "run": str,
+}
 
 
-@pytest.fixture
-def rayjob(machine) -> dict:  # noqa: F811
+def check(document: dict, of: dict) -> None:
+    jsonschema.validate(document, schema(of))
+
+
+@pytest.fixture(scope="module")
+def rayjob(tmp_path_factory) -> dict:
     """The manifest that ``kuberay.sh`` passes to kubectl."""
+    machine = Machine(tmp_path_factory.mktemp("kuberay"))
     machine.program("kubectl", f"cat > {machine.folder}/manifest.yaml")
-    done = machine.run(LAUNCH / "kuberay.sh", *OVERRIDES, **KNOBS)
-    assert done.returncode == 0, done.stderr
+    done = machine.succeed("kuberay.sh", *OVERRIDES, **KNOBS)
     assert machine.words("kubectl") == ["create", "-f", "-"]
     manifest = (machine.folder / "manifest.yaml").read_text()
-    dry = machine.run(LAUNCH / "kuberay.sh", "--dry-run", *OVERRIDES, **KNOBS)
+    dry = machine.succeed("kuberay.sh", "--dry-run", *OVERRIDES, **KNOBS)
     assert dry.stdout == manifest, "a dry run shows what would be created"
     assert SECRET not in manifest + done.stdout + done.stderr
     return yaml.safe_load(manifest)
@@ -175,7 +152,7 @@ def pods(rayjob: dict) -> list[dict]:
 
 
 def test_rayjob_has_the_fields_of_kuberay(rayjob):
-    jsonschema.validate(rayjob, RAYJOB)
+    check(rayjob, RAYJOB)
     for pod in pods(rayjob):
         volumes = {volume["name"] for volume in pod["volumes"]}
         assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
@@ -196,7 +173,7 @@ def test_wrong_field_is_rejected(wrong, rayjob):
     broken = copy.deepcopy(rayjob)
     wrong(broken)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(broken, RAYJOB)
+        check(broken, RAYJOB)
 
 
 def names(value: object) -> object:
@@ -210,7 +187,7 @@ def names(value: object) -> object:
 @pytest.mark.parametrize("field", [None, "envs"])
 def test_kubernetes_has_every_field_of_the_pods(field, rayjob):
     """kubectl decodes a pod into Kubernetes' own types and encodes it again, which drops unknown fields."""
-    for pod in pods(rayjob):
+    for pod in pods(copy.deepcopy(rayjob)):
         if field:
             pod["containers"][0][field] = "wrong"
         manifest = json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod})
@@ -234,25 +211,24 @@ def test_rayjob_requests_what_the_knobs_set(rayjob):
     assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "only run.py"
 
 
-def test_environment_of_the_pod_becomes_the_job(rayjob, machine):  # noqa: F811
+def test_environment_of_the_pod_becomes_the_job(rayjob, machine):
     """The RayJob's entrypoint runs on the head's pod, with its environment and the RAY_ADDRESS that Ray gives a job."""
     machine.program("python3", ALL_BUT_THE_JOB)
     environment, of_workers = (pod["containers"][0].get("env") for pod in pods(rayjob))
     assert of_workers == environment, "a worker loads the model and logs as the head does"
     plain = {each["name"]: each["value"] for each in environment if "value" in each}
     secret = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in environment if "valueFrom" in each}
-    assert secret == {
-        name: {"name": "verl-precision", "key": name, "optional": True} for name in ("HF_TOKEN", "WANDB_API_KEY")
-    }
+    for name in ("HF_TOKEN", "WANDB_API_KEY"):
+        assert secret.pop(name) == {"name": "verl-precision", "key": name, "optional": True}
+    assert not secret
     assert {*plain} == {*knobs(), "HF_HOME"}, "an omitted knob would silently have its default"
     assert rayjob["spec"]["entrypoint"] == "/opt/verl-precision/scripts/launch/train.sh"
-    check_the_job(machine, LAUNCH / "train.sh", plain | {"RAY_ADDRESS": "10.0.0.7:6379"})
+    check_the_job(machine, "train.sh", plain | {"RAY_ADDRESS": "10.0.0.7:6379"})
 
 
-def check_the_job(machine: Machine, script: Path | str, environment: dict[str, str]) -> None:  # noqa: F811
+def check_the_job(machine: Machine, script: str | Path, environment: dict[str, str]) -> None:
     """Check that ``script``, in the job's ``environment``, starts the run that ``KNOBS`` and ``OVERRIDES`` describe."""
-    done = machine.run(script, **environment)
-    assert done.returncode == 0, done.stderr
+    machine.succeed(script, **environment)
     words = machine.words("python3")
     assert "MODEL=owner/it's: a #model" in words
     job = job_of([word for word in words if not word.startswith("MODEL=")])
@@ -264,47 +240,48 @@ def check_the_job(machine: Machine, script: Path | str, environment: dict[str, s
 
 def test_skypilot_task_has_the_fields_of_skypilot():
     task = yaml.safe_load((CONFIGS / "sky.yaml").read_text())
-    jsonschema.validate(task, TASK)
+    check(task, TASK)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(task | {"nodes": 2}, TASK)
+        check(task | {"nodes": 2}, TASK)
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [GAVE_UP]
     counted = {"NNODES", "GPUS_PER_NODE"}  # by SkyPilot itself
     assert set(task["envs"]) == {*knobs(), "HF_HOME"} - counted
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_skypilot_task_trains_on_its_head(rank, machine):  # noqa: F811
+@pytest.fixture(scope="module")
+def sky_words(tmp_path_factory) -> list[str]:
+    """The arguments that ``sky.sh`` passes to sky."""
+    machine = Machine(tmp_path_factory.mktemp("sky"))
     machine.program("sky")
-    done = machine.run(LAUNCH / "sky.sh", *OVERRIDES, INFRA="k8s", SKY_ARGS="--use-spot", **KNOBS)
-    assert done.returncode == 0, done.stderr
-    words = machine.words("sky")
-    assert words[:2] == ["jobs", "launch"] and words[-1] == str(CONFIGS / "sky.yaml")
-    for option in (
-        "--num-nodes 3",
-        "--gpus H100:4",
-        f"--image-id docker:{IMAGE['IMAGE']}",
-        "--infra k8s",
-        "--use-spot",
-    ):
-        assert option in " ".join(words)
-    assert SECRET not in " ".join(words)
-    assert [words[at + 1] for at, word in enumerate(words) if word == "--secret"] == ["HF_TOKEN", "WANDB_API_KEY"]
+    machine.succeed("sky.sh", *OVERRIDES, INFRA="k8s", SKY_ARGS="--use-spot", **KNOBS)
+    return machine.words("sky")
 
+
+def test_skypilot_launches_the_task(sky_words):
+    assert sky_words[:2] == ["jobs", "launch"] and sky_words[-1] == str(CONFIGS / "sky.yaml")
+    options = " ".join(sky_words)
+    expected = ("--num-nodes 3", "--gpus H100:4", "--infra k8s", "--use-spot", f"--image-id docker:{IMAGE['IMAGE']}")
+    assert [option for option in expected if option not in options] == []
+    assert SECRET not in options
+    secrets = [sky_words[at + 1] for at, word in enumerate(sky_words) if word == "--secret"]
+    assert secrets == ["HF_TOKEN", "WANDB_API_KEY"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_skypilot_task_trains_on_its_head(rank, sky_words, machine):
+    values = dict(sky_words[at + 1].split("=", 1) for at, word in enumerate(sky_words) if word == "--env")
     task = yaml.safe_load((CONFIGS / "sky.yaml").read_text())
-    values = dict(words[at + 1].split("=", 1) for at, word in enumerate(words) if word == "--env")
     assert set(values) <= set(task["envs"]) | {"NNODES", "GPUS_PER_NODE"}
-    started = machine.home / "sky_templates/ray/start_cluster"
-    started.parent.mkdir(parents=True)
-    started.write_text("#!/bin/bash\necho started\n")
-    started.chmod(0o755)
+    template = machine.home / "sky_templates/ray/start_cluster"
+    template.parent.mkdir(parents=True)
+    machine.program("start_cluster", "echo started").rename(template)
     machine.program("python3", ALL_BUT_THE_JOB)
-    run = machine.folder / "run.sh"  # as SkyPilot does on every node
-    run.write_text("#!/bin/bash\n" + task["run"].replace("/opt/verl-precision/scripts", str(REPO / "scripts")))
-    run.chmod(0o755)
+    # As SkyPilot does on every node.
+    commands = task["run"].replace("/opt/verl-precision/scripts", str(REPO / "scripts"))
+    run = machine.program("run.sh", commands)
     node = {"SKYPILOT_NODE_RANK": rank, "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9", "SKYPILOT_NUM_NODES": 3}
     environment = task["envs"] | values | node | {"SKYPILOT_NUM_GPUS_PER_NODE": 4}
     if rank:
-        done = machine.run(run, **environment)
-        assert (done.returncode, done.stdout) == (0, "started\n") and not machine.called("python3")
+        assert machine.succeed(run, **environment).stdout == "started\n" and not machine.called("python3")
     else:
         check_the_job(machine, run, environment)

@@ -29,19 +29,9 @@ def test_precision_key_sets_dtypes_of_learner_and_actors(regime):
     assert precision.model_dtype(args.bf16, args.fp16) == trained
     assert precision.rollout_dtype(args) == sampled
     assert precision.vllm_dtype(args) == str(sampled).removeprefix("torch.")
-
-
-@pytest.mark.parametrize("allowed", [{"zero_stage": 2}, {"grad_accum_dtype": None}, {"precision": "bf16"}])
-def test_averaged_gradients_may_accumulate_in_fp32(allowed):
-    settled(**{"precision": "fp16", "zero_stage": 1, "grad_accum_dtype": "fp32"} | allowed)
-
-
-def test_resolving_twice_changes_nothing():
-    for regime in REGIMES:
-        args = settled(precision=regime)
-        before = vars(args).copy()
-        precision.settle_precision(args)
-        assert vars(args) == before
+    before = vars(args).copy()
+    precision.settle_precision(args)
+    assert vars(args) == before, "settling twice changes nothing"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +52,21 @@ def test_oats_own_flags_resolve_to_a_regime(given, regime):
 def test_unresolved_arguments_map_to_vllms_dtype():
     assert precision.vllm_dtype(Args()) == "bfloat16"
     assert precision.vllm_dtype(Args(bf16=False, fp16=True)) == "float16"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        # Averaged gradients may accumulate in fp32 under ZeRO-2, and under ZeRO-1 where there is no fp16.
+        {"precision": "fp16", "zero_stage": 2, "grad_accum_dtype": "fp32"},
+        {"precision": "fp16", "zero_stage": 1, "grad_accum_dtype": None},
+        {"precision": "bf16", "zero_stage": 1, "grad_accum_dtype": "fp32"},
+        # A fixed scale has no first value.
+        {"loss_scale": 2.0, "min_loss_scale": 32.0, "initial_scale_power": 4},
+    ],
+)
+def test_valid_arguments_are_accepted(given):
+    settled(**given)
 
 
 @pytest.mark.parametrize(
@@ -99,28 +104,14 @@ def test_invalid_arguments_are_refused_in_one_line(given, words):
     assert "\n" not in message and all(word in message for word in words), message
 
 
-def test_fixed_loss_scale_ignores_initial_scale_power():
-    settled(loss_scale=2.0, min_loss_scale=32.0, initial_scale_power=4)
-
-
 def test_deepspeed_sections_match_the_regime():
-    assert precision.deepspeed_sections(settled()) == {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
-    assert precision.deepspeed_sections(settled(precision="fp32")) == {
-        "bf16": {"enabled": False},
-        "fp16": {"enabled": False},
-    }
-    assert precision.deepspeed_sections(settled(precision="fp16", hysteresis=3)) == {
-        "bf16": {"enabled": False},
-        "fp16": {
-            "enabled": True,
-            "loss_scale": 0.0,
-            "initial_scale_power": 16,
-            "loss_scale_window": 1000,
-            "hysteresis": 3,
-            "consecutive_hysteresis": False,
-            "min_loss_scale": 1.0,
-        },
-    }
+    off = {"enabled": False}
+    assert precision.deepspeed_sections(settled()) == {"bf16": {"enabled": True}, "fp16": off}
+    assert precision.deepspeed_sections(settled(precision="fp32")) == {"bf16": off, "fp16": off}
+    scaler = {"loss_scale": 0.0, "initial_scale_power": 16, "loss_scale_window": 1000, "min_loss_scale": 1.0}
+    scaler |= {"hysteresis": 3, "consecutive_hysteresis": False}
+    sections = precision.deepspeed_sections(settled(precision="fp16", hysteresis=3))
+    assert sections == {"bf16": off, "fp16": {"enabled": True, **scaler}}
 
 
 @pytest.mark.parametrize("regime", ["fp16", "bf16", "fp32"])
@@ -142,17 +133,18 @@ def test_bf16_to_fp16_is_exact_in_the_documented_range():
     assert (sent[small.double() < 2**-25] == 0).all()
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_nonfinite_weight_is_refused_by_name(value):
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (math.inf, "has an inf or NaN already in bfloat16"),
+        (math.nan, "has an inf or NaN already in bfloat16"),
+        (65536.0, ".*float16.*65504.*precision=bf16_train_fp16_infer"),
+        (-1e30, ".*float16.*65504.*precision=bf16_train_fp16_infer"),
+    ],
+)
+def test_weight_that_fp16_cannot_represent_is_refused_by_name(value, words):
     weight = torch.tensor([1.0, value], dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"layers\.0\.w: has an inf or NaN already in bfloat16"):
-        precision.on_the_wire("layers.0.w", weight, settled(precision="bf16_train_fp16_infer"))
-
-
-@pytest.mark.parametrize("value", [65536.0, -1e30])
-def test_weight_out_of_range_is_refused_by_name(value):
-    weight = torch.tensor([1.0, value], dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"layers\.0\.w: .*float16.*65504.*precision=bf16_train_fp16_infer"):
+    with pytest.raises(ValueError, match=rf"layers\.0\.w: {words}"):
         precision.on_the_wire("layers.0.w", weight, settled(precision="bf16_train_fp16_infer"))
 
 
@@ -173,11 +165,8 @@ def test_scalers_are_reported_once_per_update():
     learner = SimpleNamespace(model=SimpleNamespace(model=policy), critic=critic)
     assert precision.scaler_metrics(learner) == {}
     policy.global_steps, policy.skipped_steps, policy.optimizer.overflow = 5, 2, True
-    assert precision.scaler_metrics(learner) == {
-        "train/loss_scale": 1024.0,
-        "train/skipped_steps": 2.0,
-        "train/overflow": 1.0,
-    }
+    first = {"train/loss_scale": 1024.0, "train/skipped_steps": 2.0, "train/overflow": 1.0}
+    assert precision.scaler_metrics(learner) == first
     assert precision.scaler_metrics(learner) == {}
     policy.global_steps, policy.skipped_steps, policy.optimizer.overflow = 8, 3, False
     critic.global_steps = 1
@@ -197,55 +186,54 @@ def scaler(dynamic: bool = True, **values) -> SimpleNamespace:
     return SimpleNamespace(dynamic=dynamic, **{**known, **settings, **values})
 
 
+def resumed(loaded: SimpleNamespace, configured: SimpleNamespace, **counts) -> SimpleNamespace:
+    """Return an engine that was loaded with one scaler and resumed with another."""
+    found = engine(**counts)
+    found.optimizer.loss_scaler = loaded
+    precision.resume_scaler(found, configured)
+    return found
+
+
 def test_resumed_scaler_has_the_checkpoints_state_and_the_runs_settings():
     loaded = scaler(cur_scale=256.0, cur_iter=40, last_overflow_iter=39, cur_hysteresis=4, scale_window=7)
-    resumed, configured = engine(global_steps=40, skipped_steps=9), scaler(scale_window=3)
-    resumed.optimizer.loss_scaler = loaded
-    precision.resume_scaler(resumed, configured)
-    now = resumed.optimizer.loss_scaler
+    found = resumed(loaded, scaler(scale_window=3), global_steps=40, skipped_steps=9)
+    now = found.optimizer.loss_scaler
     assert (now.cur_scale, now.cur_iter, now.last_overflow_iter, now.cur_hysteresis) == (256.0, 40, 39, 2)
-    assert (now.scale_window, resumed.optimizer.dynamic_loss_scale) == (3, True)
-    resumed.global_steps = 41  # skips before the checkpoint are not reported again
-    learner = SimpleNamespace(model=SimpleNamespace(model=resumed))
+    assert (now.scale_window, found.optimizer.dynamic_loss_scale) == (3, True)
+    found.global_steps = 41  # skips before the checkpoint are not reported again
+    learner = SimpleNamespace(model=SimpleNamespace(model=found))
     assert precision.scaler_metrics(learner)["train/skipped_steps"] == 0.0
 
 
 def test_resumed_scale_is_at_least_min_loss_scale():
-    resumed, configured = engine(), scaler(min_scale=512.0)
-    resumed.optimizer.loss_scaler = scaler(cur_scale=256.0)
-    precision.resume_scaler(resumed, configured)
-    assert resumed.optimizer.loss_scaler.cur_scale == 512.0
+    found = resumed(scaler(cur_scale=256.0), scaler(min_scale=512.0))
+    assert found.optimizer.loss_scaler.cur_scale == 512.0
 
 
 def test_scaler_of_another_kind_is_not_resumed(capsys):
-    resumed, configured = engine(), scaler()
-    resumed.optimizer.loss_scaler = scaler(dynamic=False, cur_scale=64.0)
-    precision.resume_scaler(resumed, configured)
-    assert resumed.optimizer.loss_scaler is configured and configured.cur_scale == 65536.0
-    assert resumed.optimizer.dynamic_loss_scale is True
+    configured = scaler()
+    found = resumed(scaler(dynamic=False, cur_scale=64.0), configured)
+    assert found.optimizer.loss_scaler is configured and configured.cur_scale == 65536.0
+    assert found.optimizer.dynamic_loss_scale is True
     assert "fixed loss scale of 64.0" in capsys.readouterr().out
 
 
 def test_fixed_scale_is_the_runs_own():
-    resumed, configured = engine(), scaler(dynamic=False, cur_scale=128.0)
-    resumed.optimizer.loss_scaler = scaler(dynamic=False, cur_scale=1.0)
-    precision.resume_scaler(resumed, configured)
-    assert resumed.optimizer.loss_scaler.cur_scale == 128.0
+    found = resumed(scaler(dynamic=False, cur_scale=1.0), scaler(dynamic=False, cur_scale=128.0))
+    assert found.optimizer.loss_scaler.cur_scale == 128.0
 
 
 def test_largest_norm_excludes_skipped_updates():
     norms = [torch.tensor(value) for value in (1.0, math.nan, 3.0, math.inf)]
     assert precision.largest_norm(norms, settled(precision="fp16")) == {"policy_grad_norm": torch.tensor(3.0)}
     assert precision.largest_norm(norms[1::2], settled(precision="fp16")) == {}
-    assert precision.largest_norm(norms, settled())[
-        "policy_grad_norm"
-    ].isnan()  # without a scaler, NaN counts as a norm
+    largest = precision.largest_norm(norms, settled())["policy_grad_norm"]
+    assert largest.isnan(), "without a scaler, NaN counts as a norm"
 
 
 def test_run_writes_args_json_and_metrics_jsonl(tmp_path, monkeypatch):
     args = settled(precision="fp16")
     args.max_sgd_steps, args.target_modules = math.inf, ["q_proj"]
-    strategy = SimpleNamespace(is_rank_0=lambda: True)
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
     policy = engine(
         module=SimpleNamespace(parameters=lambda: [weight]),
@@ -254,25 +242,16 @@ def test_run_writes_args_json_and_metrics_jsonl(tmp_path, monkeypatch):
         communication_data_type=torch.float16,
     )
     policy.optimizer.param_groups = [{"params": [torch.zeros(1)]}]
-    learner = SimpleNamespace(
-        args=args, strategy=strategy, model=SimpleNamespace(model=policy), actors=[1], save_path=tmp_path, steps=0
-    )
+    learner = SimpleNamespace(args=args, strategy=SimpleNamespace(is_rank_0=lambda: True), save_path=tmp_path, steps=0)
+    learner.model, learner.actors = SimpleNamespace(model=policy), [1]
     monkeypatch.setattr(precision, "patch_stamp", lambda: {"release": "0.2.4"})
     precision.report_precision(learner)
     report = json.loads((tmp_path / "args.json").read_text(), parse_constant=pytest.fail)
     assert report["precision"] == "fp16" and report["stamp"] == {"release": "0.2.4"}
     assert report["args"]["max_sgd_steps"] == "inf" and report["args"]["target_modules"] == ["q_proj"]
-    assert report["effective"] == {
-        "actor": {
-            "strategy": "zero2",
-            "compute": "float16",
-            "accumulate": "float32",
-            "reduce": "float16",
-            "master": "float32",
-            "loss_scaling": True,
-        },
-        "rollout": {"strategy": "vllm", "wire": "float16", "rollout": "float16"},
-    }
+    actor = {"strategy": "zero2", "compute": "float16", "accumulate": "float32", "reduce": "float16"}
+    rollout = {"strategy": "vllm", "wire": "float16", "rollout": "float16"}
+    assert report["effective"] == {"actor": actor | {"master": "float32", "loss_scaling": True}, "rollout": rollout}
     precision.write_metrics(learner, {"eval/score": 0.5})
     precision.write_metrics(learner, {"train/learning_round": 1.0, "train/x": math.nan, "train/y": math.inf})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -40,12 +40,7 @@ def test_loss_without_weights_is_returned_unchanged():
         ({"rollout_rs": "sequence", "rollout_rs_threshold": 3.0}, [1.0, 1.0, 0.0]),
         ({"rollout_rs": "sequence", "rollout_rs_threshold": 8.0}, [1.0, 1.0, 1.0]),
         (
-            {
-                "rollout_is": "sequence",
-                "rollout_is_threshold": 3.0,
-                "rollout_rs": "sequence",
-                "rollout_rs_threshold": 3.0,
-            },
+            {"rollout_is": "sequence", "rollout_rs": "sequence", "rollout_rs_threshold": 3.0},
             [math.exp(0.3), math.exp(0.3), 0.0],
         ),
     ],
@@ -114,6 +109,7 @@ def rank(of: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.subprocess
 def test_metrics_of_two_ranks_are_averaged_over_tokens(tmp_path):
     mp.spawn(rank, (str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / str(of)) for of in range(2))

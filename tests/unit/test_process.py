@@ -7,19 +7,20 @@ import sys
 
 import psutil
 import pytest
+from support.waiting import TIMEOUT_S
 
 from lib.paths import REPO
 from lib.process import ENDING_SIGNALS, ignore_signals, start_child
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPO / "scripts")}
-# Starts a child that would sleep for a minute, and prints its process id.
+# Starts a child that would sleep for an hour, and prints its process id.
 PARENT = """
 import os, sys, time
 from pathlib import Path
 from lib.process import start_child
-child = start_child([sys.executable, "-c", "import time; time.sleep(60)"], Path("/"), os.environ, sys.stdout)
+child = start_child([sys.executable, "-c", "import time; time.sleep(3600)"], Path("/"), os.environ, sys.stdout)
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 INTERRUPTED = """
 import signal, time
@@ -28,7 +29,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a process that a shell sta
 interrupt_on_signals()
 try:
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -47,7 +48,7 @@ def test_child_does_not_outlive_a_killed_parent():
         child = psutil.Process(int(parent.stdout.readline()))
         assert child.is_running()
         parent.kill()
-    assert psutil.wait_procs([child], timeout=10)[1] == []
+    assert psutil.wait_procs([child], timeout=TIMEOUT_S)[1] == []
 
 
 def test_signals_are_ignored_during_an_orderly_end():
@@ -70,4 +71,4 @@ def test_ending_signals_interrupt(number):
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.communicate(timeout=10)[0] == "interrupted\n"
+        assert process.communicate(timeout=TIMEOUT_S)[0] == "interrupted\n"

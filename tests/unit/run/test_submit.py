@@ -1,6 +1,7 @@
 """``make submit``: refusals, the files that a job carries to the nodes, and its end."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -27,8 +28,8 @@ def job(monkeypatch, tmp_path) -> Job:
     return parse_job(["DEVICE=cpu", f"OUT={tmp_path}/run", "STEPS=2", "RETRIES=1", "ARGS=trainer.nnodes=2"])
 
 
-def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, patched, imported, tmp_path):
-    imported(patched)
+def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, trees, imported, tmp_path):
+    imported(trees["patched"])
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     submission = submit.prepare(job, scratch)
@@ -38,7 +39,7 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, patched, im
     )
     assert submission.runtime_env == {
         "working_dir": str(scratch),
-        "py_modules": [str(patched / "verl")],
+        "py_modules": [str(trees["patched"] / "verl")],
         "excludes": ["__pycache__"],
     }
     assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
@@ -49,16 +50,16 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, patched, im
     assert done.returncode == 0
 
 
-def test_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
-    imported(pristine)
-    with pytest.raises(Refused, match=f"^CARRY=yes: {pristine}/verl: pristine: "):
+def test_unpatched_verl_is_not_carried(job, trees, imported, tmp_path):
+    imported(trees["pristine"])
+    with pytest.raises(Refused, match=f"^CARRY=yes: {trees['pristine']}/verl: pristine: "):
         submit.prepare(job, tmp_path)
     own = submit.prepare(replace(job, carry=False, seed=0, retries=0), tmp_path)
     assert own.runtime_env == {} and own.entrypoint.startswith(f"{sys.executable} {REPO}/scripts/run.py ")
     assert {"SEED=0", "RETRIES=0"} <= {*shlex.split(own.entrypoint)}, "0 is a value, not a missing one"
 
 
-def test_dry_run_shows_the_submission_and_does_nothing(tmp_path, monkeypatch, capsys):
+def test_dry_run_shows_the_submission_and_does_nothing(validated_here, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # no server listens there
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
@@ -70,6 +71,30 @@ def test_dry_run_shows_the_submission_and_does_nothing(tmp_path, monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
+MINI_BATCH = "ARGS=actor_rollout_ref.actor.ppo_mini_batch_size=64"
+NO_DASHBOARD = "must be the URL of the cluster's dashboard"
+NOT_SHARED = "must be an absolute path on storage shared by all nodes"
+
+
+@pytest.mark.parametrize(
+    ("address", "words", "refusal"),
+    [
+        ("", "OUT=/out", f"RAY_ADDRESS=: {NO_DASHBOARD}"),
+        ("auto", "OUT=/out", f"RAY_ADDRESS=auto: {NO_DASHBOARD}"),
+        ("127.0.0.1:6379", "OUT=/out", f"RAY_ADDRESS=127.0.0.1:6379: {NO_DASHBOARD}"),
+        (HEAD, "OUT=", f"OUT=: {NOT_SHARED}"),
+        (HEAD, "OUT=outputs/run", f"OUT=outputs/run: {NOT_SHARED}"),
+        (HEAD, "CARRY=no OUT={}", "OUT={}: is not empty and contains no run"),
+        (HEAD, f"CARRY=no OUT={{}}/run {MINI_BATCH}", f"{MINI_BATCH}: train_batch_size (32) must be >="),
+    ],
+)
+def test_submission_is_refused_as_the_run_would_be(address, words, refusal, validated_here, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(Refused, match=f"^{re.escape(refusal.format(tmp_path))}"):
+        submit.main(["--dry-run", "DEVICE=cpu", *words.format(tmp_path).split()])
+
+
 @pytest.mark.parametrize(
     "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "git_token"]
 )
@@ -78,13 +103,6 @@ def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     with pytest.raises(Refused, match=f"^{name}: its value is part of the command line") as refusal:
         submit.main(["DEVICE=cpu", "ARGS=+trainer.token=hf_of_nobody_else"])
     assert "hf_of_nobody_else" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("address", ["", "auto", "127.0.0.1:6379"])
-def test_address_without_a_dashboard_is_refused(address, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be the URL of the cluster's dashboard"):
-        submit.main(["--dry-run", "DEVICE=cpu", "OUT=/out"])
 
 
 class DyingHead(BaseHTTPRequestHandler):
@@ -105,7 +123,7 @@ class DyingHead(BaseHTTPRequestHandler):
         pass
 
 
-def test_head_that_fails_during_submission_is_reported_in_one_line(tmp_path, monkeypatch):
+def test_head_that_fails_during_submission_is_reported_in_one_line(validated_here, tmp_path, monkeypatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), DyingHead) as head:
         threading.Thread(target=head.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{head.server_port}"
@@ -114,18 +132,6 @@ def test_head_that_fails_during_submission_is_reported_in_one_line(tmp_path, mon
             submit.main(["DEVICE=cpu", "CARRY=no", f"OUT={tmp_path}/run"])
         head.shutdown()
     assert "\n" not in str(refusal.value)
-
-
-def test_submission_is_refused_as_the_run_would_be(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", HEAD)
-    (tmp_path / "thesis.tex").touch()
-    word = "ARGS=actor_rollout_ref.actor.ppo_mini_batch_size=64"
-    for words, refusal in (
-        ([f"OUT={tmp_path}"], f"^OUT={tmp_path}: is not empty and contains no run"),
-        ([f"OUT={tmp_path}/run", word], f"^{word}: train_batch_size .32. must be >="),
-    ):
-        with pytest.raises(Refused, match=refusal):
-            submit.main(["--dry-run", "DEVICE=cpu", "CARRY=no", *words])
 
 
 class Client:
@@ -151,10 +157,3 @@ class Client:
 def test_exit_code_is_the_jobs(end, code, capsys):
     assert submit.submit(Client(JobStatus(end)), submit.Submission("true", {}, ()), HEAD) == code
     assert capsys.readouterr().out.splitlines()[1:] == ["log of job-1"]
-
-
-@pytest.mark.parametrize("out", ["", "outputs/run"])
-def test_carried_job_needs_an_absolute_out(out, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", HEAD)
-    with pytest.raises(Refused, match=f"^OUT={out}: must be an absolute path on storage shared by all nodes"):
-        submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"])

@@ -133,13 +133,17 @@ def test_device_picks_the_environment_of_every_command(started, monkeypatch, nam
     assert started(*words)[0] in (f"PYTHON of {device} None", sys.executable)
 
 
-def test_setup_ends_with_the_environment_that_is_patched(monkeypatch):
-    calls = []
+@pytest.mark.parametrize(
+    ("name", "environments", "starts"), [("setup", ["cpu"], False), ("mutants", ["workers", "cpu"], True)]
+)
+def test_environments_of_a_command_are_made_with_the_python_that_is_named(monkeypatch, name, environments, starts):
+    calls, programs = [], []
     monkeypatch.setenv("VERL", "/verl")
     monkeypatch.setattr(command.setup_env, "setup", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("a command follows"))
-    command.main(["setup", "DEVICE=cpu", "PYTHON=python3.12"])
-    assert calls == [("cpu", "python3.12")]
+    monkeypatch.setattr(os, "execv", lambda *_: programs.append("the command"))
+    command.main([name, "DEVICE=cpu", "PYTHON=python3.12"])
+    assert calls == [(environment, "python3.12") for environment in environments]
+    assert bool(programs) == starts
 
 
 def test_of_the_words_of_several_goals_each_takes_its_own(started):

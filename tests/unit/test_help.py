@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import command
 import compare
 import run
@@ -56,30 +54,20 @@ def changes(folder: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in files if file.is_file()}
 
 
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory) -> dict[str, str]:
-    """The text of each request by its words, from a process without any installed package."""
-    folder = tmp_path_factory.mktemp("empty")
+def test_help_of_every_command_is_a_text_about_it(tmp_path):
     before = {name: changes(REPO / name) for name in ("scripts", "configs", "docs")}
     line = [sys.executable, "-S", "-B", "-c", PROGRAM, REPO / "scripts", json.dumps(REQUESTS)]
-    done = subprocess.run(line, cwd=folder, env={}, capture_output=True, text=True)
+    done = subprocess.run(line, cwd=tmp_path, env={}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert list(folder.iterdir()) == [] and {name: changes(REPO / name) for name in before} == before
-    return dict(zip(map(" ".join, REQUESTS), json.loads(done.stdout), strict=True))
-
-
-@pytest.mark.parametrize("words", [" ".join(request) for request in REQUESTS])
-def test_help_is_a_text_about_the_command(shown, words):
-    name = words.split()[0]
-    assert len(shown[words]) > 50 and WORDS.get(name, "") in shown[words]
-
-
-@pytest.mark.parametrize(("module", "variables"), [(run, VARIABLES), (submit, VARIABLES), (compare, compare.VARIABLES)])
-def test_help_lists_every_variable_and_its_options(shown, module, variables):
-    for words in ("--help", "-h", "PRECISION=bf16 --help"):
-        text = shown[f"{module.__name__} {words}"]
-        assert text.startswith(module.__doc__) and "sanity_cpu" in text
-        assert all(f"\n  {name} " in text for name in variables)
+    assert list(tmp_path.iterdir()) == [] and {name: changes(REPO / name) for name in before} == before
+    texts = dict(zip(map(" ".join, REQUESTS), json.loads(done.stdout), strict=True))
+    for words, text in texts.items():
+        assert len(text) > 50 and WORDS.get(words.split()[0], "") in text, words
+    for module, variables in ((run, VARIABLES), (submit, VARIABLES), (compare, compare.VARIABLES)):
+        for words in ("--help", "-h", "PRECISION=bf16 --help"):
+            text = texts[f"{module.__name__} {words}"]
+            assert text.startswith(module.__doc__) and "sanity_cpu" in text
+            assert all(f"\n  {name} " in text for name in variables)
 
 
 def test_help_replaces_the_process_by_the_script():

@@ -26,19 +26,19 @@ HARMLESS = Mutant(
     name="harmless",
     defect="none",
     seen_in="nowhere",
-    file="verl/utils/precision/accounting.py",
-    replace="if taken == skipped == 0:",
-    by="if 0 == taken == skipped:",
-    tests=("tests/engine/test_accounting.py::test_an_engine_without_accounted_steps_has_no_metrics",),
-)
-DEADLY = replace(HARMLESS, name="deadly", by="if taken == skipped == 1:")
-OF_THIS_CHECKOUT = replace(
-    HARMLESS,
-    name="separator",
     file="scripts/lib/mutants/table.py",
     replace='only.replace(",", " ")',
-    by='only.replace(";", " ")',
+    by='only.replace(",", "  ")',
     tests=("tests/unit/test_mutants.py::test_areas_and_names_are_chosen",),
+)
+DEADLY = replace(HARMLESS, name="deadly", by='only.replace(";", " ")')
+OF_VERL = replace(
+    HARMLESS,
+    name="of-verl",
+    file="verl/utils/precision/accounting.py",
+    replace="if taken == skipped == 0:",
+    by="if taken == skipped == 1:",
+    tests=("tests/engine/test_accounting.py::test_an_engine_without_accounted_steps_has_no_metrics",),
 )
 
 
@@ -91,8 +91,8 @@ def test_tests_are_selected_by_imports_the_nearest_first():
 @pytest.mark.subprocess
 def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypatch):
     kept, shown = Outcomes(tmp_path / "outcomes.json"), []
-    expected = {"harmless": "", "deadly": DEADLY.tests[0], "separator": OF_THIS_CHECKOUT.tests[0]}
-    pool = [HARMLESS, DEADLY, OF_THIS_CHECKOUT]
+    expected = {"harmless": "", "deadly": DEADLY.tests[0], "of-verl": OF_VERL.tests[0]}
+    pool = [HARMLESS, DEADLY, OF_VERL]
     outcomes = try_mutants(pool, 1, lambda mutant, outcome: shown.append(mutant.name), kept)
     assert {name: outcome.killer for name, outcome in outcomes.items()} == expected and shown == list(expected)
 
@@ -100,7 +100,7 @@ def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypat
     again = try_mutants(pool, 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json"))
     assert again == outcomes
     with pytest.raises(pytest.fail.Exception, match="is tried again"):
-        try_mutants([replace(DEADLY, by="if taken == skipped == 2:")], 1, lambda *_: None, kept)
+        try_mutants([replace(DEADLY, by="only")], 1, lambda *_: None, kept)
 
 
 def test_outcome_depends_on_mutant_file_and_tests(tmp_path, monkeypatch):
@@ -174,10 +174,10 @@ def trial_of(mutant: Mutant, tmp_path: Path, hints: dict[str, str] | None = None
 @pytest.mark.parametrize(
     ("mutant", "problem"),
     [
-        (replace(HARMLESS, replace="no such text"), "harmless: its text occurs 0 times in verl/utils/"),
-        (replace(HARMLESS, replace="skipped"), r"harmless: its text occurs \d\d+ times"),
-        (replace(HARMLESS, tests=("tests/engine/test_accounting.py::test_of_no_such_name",)), "pytest ended with 4"),
-        (replace(OF_THIS_CHECKOUT, tests=(OF_THE_TABLES,)), "pytest ended with 5"),
+        (replace(HARMLESS, replace="no such text"), "harmless: its text occurs 0 times in scripts/lib/mutants/"),
+        (replace(HARMLESS, replace="mutant"), r"harmless: its text occurs \d\d+ times"),
+        (replace(HARMLESS, tests=("tests/unit/test_mutants.py::test_of_no_such_name",)), "pytest ended with 4"),
+        (replace(HARMLESS, tests=(OF_THE_TABLES,)), "pytest ended with 5"),
     ],
 )
 def test_mutant_that_cannot_be_judged_is_a_problem(mutant, problem, tmp_path):
@@ -189,7 +189,7 @@ def test_mutant_that_cannot_be_judged_is_a_problem(mutant, problem, tmp_path):
 @pytest.mark.parametrize("end", ["", " (stuck)", LATE])
 def test_killer_that_fails_without_the_mutant_is_a_problem(end, tmp_path, monkeypatch):
     monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tests[0] + end)
-    assert f"has_no_metrics{end} fails without the mutant, too" in trial_of(HARMLESS, tmp_path).problem
+    assert f"are_chosen{end} fails without the mutant, too" in trial_of(HARMLESS, tmp_path).problem
 
 
 def test_last_killer_goes_first_if_it_exists_and_others_follow(tmp_path, monkeypatch):
@@ -221,13 +221,6 @@ def test_workspace_is_the_checkout_as_it_is(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["", "::test_mutants_are_distinct"])
 def test_mutant_that_breaks_an_import_is_killed(workspace, name):
-    mutant = replace(OF_THIS_CHECKOUT, name="import", replace="def load(", by="def no_load(")
+    mutant = replace(HARMLESS, name="import", replace="def load(", by="def no_load(")
     with workspace.mutated(mutant):
         assert workspace.first_failure([f"tests/unit/test_mutants.py{name}"], mutant) == "tests/unit/test_mutants.py"
-
-
-def test_workspace_contains_changes_that_are_not_committed(workspace):
-    changed = subprocess.run(["git", "diff", "--name-only", "HEAD"], cwd=REPO, capture_output=True, text=True).stdout
-    for name in [*changed.splitlines(), "scripts/mutants.py"]:
-        assert (workspace.root / name).read_bytes() == Path(REPO / name).read_bytes()
-    assert trial.OUTCOMES.is_relative_to(REPO / ".cache")

@@ -1,29 +1,23 @@
 """Admission to a cluster: the facts of its nodes, the resources that are free, and refusals."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
 import torch
-from support.waiting import TIMEOUT_S, wait_until
+from support.waiting import wait_until
 
 import lib
 from lib.errors import Refused
@@ -334,72 +328,3 @@ def test_address_that_no_node_can_join_or_whose_head_is_silent_is_refused(addres
     for address in addresses.split():
         with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: {refusal}"):
             cluster.check_address(address)
-
-
-# --- a real cluster ---------------------------------------------------------------------------------------------------
-
-SECRET = "hf_of_nobody_else"
-
-
-def has_joined(node: psutil.Popen, shown: Path) -> bool:
-    assert node.poll() is None, shown.read_text()
-    return "Ray runtime started" in shown.read_text()
-
-
-@pytest.fixture
-def unpatched_cluster(trees, monkeypatch) -> Iterator[tuple[Path, str]]:
-    """The folder and the address of two nodes with one "GPU" each, whose Python has an unpatched verl."""
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need a short path
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    (site,) = folder.glob("venv/lib/python*/site-packages")
-    (site / "others.pth").write_text(f"{trees['pristine']}\n{sysconfig.get_paths()['purelib']}\n")
-    monkeypatch.setenv("HOME", str(folder))  # Ray looks for a token here and must, like the nodes, find none
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)  # set by ray.init in other tests of this process
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    head = ["--head", f"--port={address.partition(':')[2]}", "--include-dashboard=false"]
-    environment = {"PATH": f"{folder}/venv/bin:/usr/bin:/bin", "HOME": str(folder), "HF_TOKEN": SECRET}
-    environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    started = []
-    try:
-        for name, words in (("head-1", head), ("worker-2", [f"--address={address}"])):
-            options = ["--block", f"--node-name={name}", "--num-gpus=1", "--num-cpus=16"]
-            # A fresh one: a node removes a job's files once its last process there has ended.
-            options += [f"--temp-dir={folder}/{name}"]
-            command = [folder / "venv/bin/python", "-m", "ray.scripts.scripts", "start", *options, *words]
-            shown = folder / f"{name}.log"
-            with shown.open("w") as log:
-                started.append(psutil.Popen(command, cwd="/", env=environment, stdout=log))
-            wait_until(partial(has_joined, started[-1], shown), f"{name} has joined")
-        yield folder, address
-    finally:
-        processes = started + [child for node in started for child in node.children(recursive=True)]
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(processes, timeout=TIMEOUT_S)
-        shutil.rmtree(folder)
-
-
-@pytest.mark.slow
-def test_unpatched_nodes_are_admitted_if_the_job_carries_verl(unpatched_cluster, trees, tmp_path, monkeypatch):
-    """tests/e2e/test_cluster_faults.py tests the refusal of such nodes, test_launched_runs.py the training on them."""
-    folder, address = unpatched_cluster
-    where = "import importlib.util; print(importlib.util.find_spec('verl').submodule_search_locations[0])"
-    without = subprocess.run([folder / "venv/bin/python", "-c", where], capture_output=True, text=True)
-    assert without.stdout.strip() == str(trees["pristine"] / "verl")
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setenv("HF_TOKEN", SECRET)
-    verl = importlib.util.find_spec("verl").submodule_search_locations[0]
-    carried = shlex.quote(f"++ray_kwargs.ray_init.runtime_env.py_modules=['{verl}']")
-    job, shown = parse_job(["DEVICE=cpu", f"OUT={tmp_path}/run", f"ARGS=trainer.nnodes=2 {carried}"]), []
-    nodes = cluster.admit(job, compose(job, job.out), job.out, TIMEOUT_S, shown.append)["nodes"]
-    assert [each["node"].split()[0] for each in nodes] == ["head-1", "worker-2"]
-    for each in nodes:
-        assert each["root"].startswith(str(folder)), "that of the job, not the interpreter's"
-        assert each["dtypes"]["actor"]["product"] == "float16"
-    assert any(line.startswith("2 nodes run verl 0.9.1 with stack ") for line in shown)
-    assert not list(tmp_path.iterdir()), "nothing is left beside OUT"
-    logs = [path for path in folder.rglob("*") if path.is_file() and "/logs/" in str(path)]
-    assert logs and not [path for path in logs if SECRET.encode() in path.read_bytes()]

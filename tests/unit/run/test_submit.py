@@ -1,16 +1,14 @@
 """``make submit``: refusals, the files that a job carries to the nodes, and its end."""
 
-import json
 import re
 import shlex
 import subprocess
 import sys
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import aiohttp
 import pytest
-import ray
+import requests
 from ray.job_submission import JobStatus
 
 import submit
@@ -105,42 +103,15 @@ def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     assert "hf_of_nobody_else" not in str(refusal.value)
 
 
-class DyingHead(BaseHTTPRequestHandler):
-    """A dashboard that reports its version and hangs up on everything else."""
-
-    def do_GET(self) -> None:
-        if self.path == "/api/version":
-            content = json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": ""}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-    def do_POST(self) -> None:
-        self.close_connection = True
-
-    def log_message(self, *_) -> None:
-        pass
-
-
-def test_head_that_fails_during_submission_is_reported_in_one_line(validated_here, tmp_path, monkeypatch):
-    with ThreadingHTTPServer(("127.0.0.1", 0), DyingHead) as head:
-        threading.Thread(target=head.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{head.server_port}"
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: connection failed ") as refusal:
-            submit.main(["DEVICE=cpu", "CARRY=no", f"OUT={tmp_path}/run"])
-        head.shutdown()
-    assert "\n" not in str(refusal.value)
-
-
 class Client:
-    """A client of a cluster on which each job has the same end."""
+    """A client of a cluster on which each job has the same end, or none because the connection fails."""
 
-    def __init__(self, end: JobStatus):
+    def __init__(self, end: JobStatus | Exception):
         self.end = end
 
     def submit_job(self, entrypoint: str, runtime_env: dict) -> str:
+        if isinstance(self.end, Exception):
+            raise self.end
         return "job-1"
 
     def get_address(self) -> str:
@@ -153,7 +124,19 @@ class Client:
         return self.end
 
 
+SUBMISSION = submit.Submission("true", {}, ())
+
+
 @pytest.mark.parametrize(("end", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("STOPPED", 1)])
 def test_exit_code_is_the_jobs(end, code, capsys):
-    assert submit.submit(Client(JobStatus(end)), submit.Submission("true", {}, ()), HEAD) == code
+    assert submit.submit(Client(JobStatus(end)), SUBMISSION, HEAD) == code
     assert capsys.readouterr().out.splitlines()[1:] == ["log of job-1"]
+
+
+@pytest.mark.parametrize("error", [requests.ConnectionError("Connection\naborted"), aiohttp.ServerDisconnectedError()])
+def test_head_that_fails_or_is_silent_is_reported_in_one_line(error):
+    with pytest.raises(Refused, match=f"^RAY_ADDRESS={HEAD}: connection failed ") as refusal:
+        submit.submit(Client(error), SUBMISSION, HEAD)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(Refused, match="^RAY_ADDRESS=http://127.0.0.1:1: no Ray cluster answers there"):
+        submit.connect("http://127.0.0.1:1")

@@ -6,15 +6,14 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.report_runs import finished_run
 from support.trees import git
-from support.waiting import TIMEOUT_S, wait_until
 
+import compare
 from lib.errors import Refused
 from lib.files import write_json
 from lib.patches.apply import apply
@@ -26,8 +25,6 @@ from lib.run.code_versions import CodeVersion, branch_commit, branch_version, co
 from lib.run.folder import finished as is_finished
 from lib.run.job import parse_job
 from lib.run.sweep import SweepPlan, SweepProgress, SweepRun, absolute, plan_sweep, run_sweep
-
-COMPARE = [sys.executable, str(REPO / "scripts" / "compare.py")]
 
 # Replaces scripts/run.py: three quick steps, the second of which fails in bf16 with seed 1.
 RUN = """
@@ -147,8 +144,9 @@ def test_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
     code = tree_version("a", str(root / "verl"))
     assert code.verl == root and code.environment()["PYTHONPATH"].startswith(f"{root}")
     out = tmp_path / "out"
+    folder = finished_run(out / "grpo/a-bf16-seed1", "EXPERIMENT=sanity_cpu", "PRECISION=bf16", steps=40)
     plan = plan_sweep(on_cpu(TREES=f"a={root}", PRECISION="bf16", OUT=str(out), EXPERIMENT="sanity_cpu"))
-    assert [(run.label, run.out) for run in plan.runs] == [("a-bf16", out / "grpo" / "a-bf16-seed1")]
+    assert [(run.label, run.out) for run in plan.runs] == [("a-bf16", folder)] and plan.finished == plan.runs
     record = json.loads((out / "code.json").read_text())
     assert record["a"]["folder"] == str(root)
 
@@ -273,30 +271,38 @@ def test_failed_run_is_named_and_does_not_stop_the_others(stand_in, tmp_path, ca
     assert attempts == {"fp16-seed1": 1, "bf16-seed1": 2, "fp16-seed2": 1, "bf16-seed2": 1}, "finished, not repeated"
 
 
-def watched(record: Path) -> bool:
-    """Return whether the run with this record has looked at its main_ppo."""
-    return record.exists() and json.loads(record.read_text())["wall_s"] > 0
+# Replaces scripts/run.py, which ends verl, Ray and vLLM when it is interrupted.
+ENDS_IN_ORDER = """
+import sys, time
+try:
+    print("training", flush=True)
+    time.sleep(600)
+except KeyboardInterrupt:
+    sys.exit("interrupted: ended in order")
+"""
 
 
-@pytest.mark.subprocess
-def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path):
+def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(stand_in, tmp_path, monkeypatch, capsys):
+    """tests/e2e/test_resume.py interrupts scripts/run.py itself."""
+    (stand_in.project / "scripts/run.py").write_text(ENDS_IN_ORDER)
     finished(tmp_path, seed=1)
     finished(tmp_path, seed=2)
+    show = SweepProgress.show
+
+    def show_and_interrupt(progress: SweepProgress, line: str) -> None:
+        show(progress, line)
+        if line == "training":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
+    monkeypatch.setattr(SweepProgress, "show", show_and_interrupt)
+    monkeypatch.setattr(sweep, "plan_sweep", lambda values: planned(stand_in, tmp_path))
     words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "SEED=1 2", f"OUT={tmp_path}"]
-    record = tmp_path / "grpo/bf16-seed1/run.json"
-    with (tmp_path / "shown").open("w") as shown:
-        process = subprocess.Popen([*COMPARE, *words], stdout=shown, stderr=subprocess.STDOUT)
-    try:
-        wait_until(lambda: process.poll() is not None or watched(record), "run.py watches main_ppo")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(TIMEOUT_S) == 130
-    finally:
-        process.kill()
-    text = (tmp_path / "shown").read_text()
+    assert compare.main(words) == 130
+    text = capsys.readouterr().out
     assert "run 3/4: grpo bf16 seed 1" in text and "run 4/4" not in text
-    assert "interrupted: ending verl, Ray and vLLM" in text, "run.py ended it itself"
-    assert "interrupted, 2 of 4 runs are finished" in text
-    assert text.endswith(f"\nto resume:  {shlex.join([*COMPARE, *words])}\n")
+    assert "interrupted: ended in order" in text and "interrupted, 2 of 4 runs are finished" in text
+    assert text.endswith(f"\nto resume:  {shlex.join([sys.executable, compare.__file__, *words])}\n")
     table = (tmp_path / "grpo" / "report").glob("**/*.csv")
     assert any("fp16" in file.read_text() for file in table)
     assert not is_finished(tmp_path / "grpo" / "bf16-seed1")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from support.waiting import TIMEOUT_S
+from support.waiting import TIMEOUT_S, wait_until
 
 from lib.errors import Refused
 from lib.files import write_json
@@ -40,9 +40,10 @@ def interrupt():  # the process of these tests, in which run.py's code runs
     os.kill(os.getppid(), signal.SIGINT)
     time.sleep(600)
 """
-# Starts a process in a session of its own, as Ray does.
+# Starts a process in a session of its own, as Ray does, that would write a file after a minute.
 PARENT = """
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+writes = f"import pathlib, time; time.sleep(60); pathlib.Path({str(metrics)!r}).with_name('outlived').touch()"
+child = subprocess.Popen([sys.executable, "-c", writes], start_new_session=True)
 print("child", child.pid, flush=True)
 """
 MAPS = """
@@ -77,10 +78,13 @@ def program(*parts: str) -> list[str]:
 
 
 @pytest.fixture
-def run_program(tmp_path) -> Callable[..., tuple[dict, list[int]]]:
-    """``run_program(*parts)``: the result of a program in the place of ``main_ppo``, and the processes it started."""
+def run_program(tmp_path) -> Callable[..., dict]:
+    """``run_program(*parts)``: the result of a program in the place of ``main_ppo``.
 
-    def run_program(*parts: str) -> tuple[dict, list[int]]:
+    ``gone``: whether it started processes, and they were ended.
+    """
+
+    def run_program(*parts: str) -> dict:
         peaks = []
 
         def note(peak: float) -> None:
@@ -95,20 +99,17 @@ def run_program(tmp_path) -> Callable[..., tuple[dict, list[int]]]:
             watchdog = train.Watchdog(DeathReader())
             result = train.train_once(program(*parts), environment, log, progress, watchdog, note)
         children = [int(line.split()[1]) for line in result["tail"] if line.startswith("child ")]
-        return result | {"peaks": peaks}, children
+        wait_until(lambda: not any(map(psutil.pid_exists, children)), "the processes that it started have ended")
+        gone = bool(children) and not (tmp_path / "outlived").exists()
+        return result | {"peaks": peaks, "gone": gone}
 
     return run_program
 
 
-def gone(pids: list[int]) -> bool:
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return bool(pids) and not psutil.wait_procs(processes, timeout=TIMEOUT_S)[1]
-
-
 @pytest.mark.parametrize(("end", "code"), [("watched()", 0), (INTERRUPTS, None)], ids=["by itself", "interrupted"])
 def test_processes_left_behind_are_ended(end, code, run_program):
-    result, children = run_program(PARENT, end)
-    assert result["code"] == code and max(result["peaks"]) > 0 and gone(children)
+    result = run_program(PARENT, end)
+    assert result["code"] == code and max(result["peaks"]) > 0 and result["gone"]
 
 
 def test_progress_appears_as_verl_logs_it(run_program, capsys):
@@ -120,7 +121,7 @@ def test_progress_appears_as_verl_logs_it(run_program, capsys):
 def test_line_that_is_written_in_two_parts_is_read_as_one(run_program):
     report = '(WorkerDict pid=1) [verl-precision] {"role": "actor"}'
     first, second = (f"print({part!r}, end='', flush=True)" for part in (report[:30], report[30:] + "\n"))
-    assert run_program(first, "watched()", second)[0]["reports"] == [{"role": "actor"}]
+    assert run_program(first, "watched()", second)["reports"] == [{"role": "actor"}]
 
 
 def test_resumed_run_shows_its_own_steps_and_ends_with_the_last(tmp_path, capsys):
@@ -150,8 +151,8 @@ def test_verl_is_ended_if_it_continues_without_a_process(
     monkeypatch.setattr(module, limit, 0.1)
     monkeypatch.setattr(train, "MEASURE_S", 1e9)  # its children are looked for when it is ended, not before
     monkeypatch.setattr(process_tree, "SHARED_MEMORY", tmp_path / "none")
-    result, children = run_program(PARENT, f"print({line!r}, flush=True)\ntime.sleep(600)")
-    assert result["code"] == -signal.SIGKILL and result["death"].cause == cause and gone(children)
+    result = run_program(PARENT, f"print({line!r}, flush=True)\ntime.sleep(600)")
+    assert result["code"] == -signal.SIGKILL and result["death"].cause == cause and result["gone"]
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_second_step_after_an_uncertain_death_disproves_it(watched):
 
 def test_verl_is_not_ended_if_all_steps_are_completed(run_program, monkeypatch):
     monkeypatch.setattr(train, "DEAD_S", 0)
-    result, _ = run_program(TRAINS, DIES, "watched(5)")
+    result = run_program(TRAINS, DIES, "watched(5)")
     assert (result["code"], result["death"]) == (0, None)
 
 
@@ -191,7 +192,7 @@ def test_shared_memory_is_removed_and_that_of_another_run_is_left(end, run_progr
     before = {file.name for file in SHARED_MEMORY.iterdir()}
     other = [sys.executable, "-c", f"{MAPS}\nimport time; time.sleep(600)"]
     with subprocess.Popen(other, stdout=subprocess.PIPE, text=True) as beside:
-        result, _ = run_program(MAPS, end)
+        result = run_program(MAPS, end)
         theirs = beside.stdout.readline().split()[1]
         beside.kill()
     (ours,) = (line.split()[1] for line in result["tail"] if line.startswith("shared "))

@@ -49,12 +49,12 @@ def compose(tiny_model) -> Callable[..., DictConfig]:
 def combined(group: str, least: str) -> list:
     """Return the combinations of an experiment, an option of a group and a device.
 
-    `make test` takes each experiment with ``least`` and each option with "arithmetic": the groups are merged one after
-    another, so that the other combinations have no key that these lack.
+    `make test` takes each experiment with ``least`` on a GPU, and each option with "arithmetic": the groups are merged
+    one after another, so that the other combinations have no key that these lack.
     """
     everything = product(cli.options("experiment"), cli.options(group), ["cpu", "cuda"])
     return [
-        pytest.param(*each, marks=[] if "arithmetic" in each or least in each else [pytest.mark.slow])
+        pytest.param(*each, marks=[] if "arithmetic" in each or {least, "cuda"} <= {*each} else [pytest.mark.slow])
         for each in everything
     ]
 

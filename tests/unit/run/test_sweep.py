@@ -134,7 +134,6 @@ def test_bad_words_are_refused(words, refusal, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.subprocess
 def test_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
     release = code_versions.installed_release()
     root = unpacked_wheel(release, tmp_path / "tree")

@@ -69,7 +69,8 @@ def test_node_reports_its_verl_and_dtypes(trees, facts):
     dtypes = seen["dtypes"]
     assert dtypes["actor"]["compute"] == dtypes["actor"]["product"] == "float16"
     assert dtypes["ref"]["product"] == "bfloat16", "observed, not copied from the rollout or the actor"
-    assert dtypes["actor"]["loss_scaling"] and not dtypes["ref"]["loss_scaling"]
+    in_float16 = facts(root, QUERY | {"engines": {"ref": QUERY["engines"]["actor"]}})["dtypes"]
+    assert dtypes["actor"]["loss_scaling"] and not in_float16["ref"]["loss_scaling"], "the reference is not trained"
     assert all(seen[name] for name in SAME_VERSIONS) and seen["unseen"] == ["/no/such/folder"]
     refuse_driver(seen)
 

@@ -177,6 +177,8 @@ def interpreter(name: str, values: Mapping[str, str], device: str, python: str |
             return found
         # PYTHON is the Python to run in, not one to make .venv with
         return setup_env.setup(device, None, f"the doctor also runs in PYTHON= of {DOCTOR_NEEDS}")
+    if name == "mutants":  # some of their tests run the workers of other releases
+        setup_env.setup("workers", python)
     return setup_env.setup(device, python)
 
 

@@ -3,8 +3,10 @@
 ``pytest -m slow tests/e2e/test_cluster_faults.py`` kills a worker and a node, seven minutes.
 """
 
+import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 import venv
@@ -15,12 +17,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from nodes import HEAD, Cluster, below, end, running
+from nodes import HEAD, STARTS_S, Cluster, below, end, running
 from processes import kill, of_this_run, wait_for
 from small_runs import HANGS_S, ROLLOUT, SCALER, generate_task, small_batch, start_run
 
 from lib.patches.apply import apply
 from lib.patches.wheels import unpacked_wheel
+from lib.run.cluster import admit
+from lib.run.job import compose, parse_job
 
 SECOND, THIRD = "127.0.0.3", "127.0.0.4"
 STEPS = 5
@@ -99,6 +103,24 @@ def test_nodes_with_another_verl_are_refused_by_name(cluster, task, trees, tmp_p
     assert f"node unpatched ({SECOND}): verl 0.9.1 is not patched; the driver has stack " in line
     assert f"node older ({THIRD}): has verl 0.8.0, the driver 0.9.1" in line
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_unpatched_node_is_admitted_if_the_job_carries_verl(cluster, trees, tmp_path, monkeypatch):
+    node = cluster.join("unpatched", SECOND, RAY=ray_with(trees["pristine"], tmp_path / "one"))
+    for name, value in (cluster.token | {"RAY_ADDRESS": cluster.address}).items():
+        monkeypatch.setenv(name, value)
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    carried = f"++ray_kwargs.ray_init.runtime_env.py_modules=['{verl}']"
+    job, shown = parse_job(["DEVICE=cpu", f"OUT={tmp_path}/run", f"ARGS=trainer.nnodes=2 {shlex.quote(carried)}"]), []
+    facts = admit(job, compose(job, job.out), job.out, STARTS_S, shown.append)["nodes"]
+    end(node)
+    assert [each["node"].split()[0] for each in facts] == ["head", "unpatched"]
+    for each in facts:
+        assert each["root"].startswith(str(cluster.folder)), "that of the job, not the interpreter's"
+        assert each["dtypes"]["actor"]["product"] == "float16"
+    assert any(line.startswith("2 nodes run verl 0.9.1 with stack ") for line in shown)
+    assert {path.name for path in tmp_path.iterdir()} == {"one"}, "nothing is left beside OUT"
 
 
 @pytest.mark.slow

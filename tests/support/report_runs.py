@@ -49,7 +49,7 @@ def finished_run(out: Path, *words: str, steps: int = 3) -> Path:
         {"step": step, "data": {REWARD: step / 4, K3_KL: 1e-7, SECONDS: 2.0 + job.seed}} for step in range(1, steps + 1)
     ]
     record = start_record(job, out, steps)
-    out.mkdir()
+    out.mkdir(parents=True)
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
     write_json(out / "run.json", record)
     write_json(out / "summary.json", summarize(job, record, data, []))

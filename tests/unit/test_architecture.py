@@ -12,6 +12,7 @@ import pytest
 from lib.paths import REPO
 
 LIB = REPO / "scripts/lib"
+MOST_TESTS = 0.8  # lines of tests for each line of the product
 LIMITS = {"scripts": 500, "recipes": 500, "patches": 500, "tests": 600}  # lines of a Python file, by its first folder
 # Below the commands: a package may import those after its colon, the modules at the top of scripts/lib, and itself.
 ROOMS = {
@@ -25,11 +26,16 @@ ROOMS = {
 }
 
 
-def tracked(*folders: str) -> list[Path]:
-    """Return the project's Python files in these folders, committed or about to be."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *folders]
+def tracked(*paths: str, suffix: str = ".py") -> list[Path]:
+    """Return the project's files below these paths, committed or about to be."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths]
     names = subprocess.run(listed, cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
-    return [REPO / name for name in names if name.endswith(".py") and (REPO / name).exists()]
+    return [REPO / name for name in names if name.endswith(suffix) and (REPO / name).exists()]
+
+
+def lines(files: list[Path], prefix: str = "") -> int:
+    """Return the number of lines of all files that begin with ``prefix``."""
+    return sum(line.startswith(prefix) for file in files for line in file.read_text().splitlines())
 
 
 def imports(file: Path) -> set[str]:
@@ -59,8 +65,20 @@ def room(module: str) -> str:
 
 @pytest.mark.parametrize("folder", LIMITS)
 def test_files_stay_within_their_limit(folder):
-    lengths = {str(file.relative_to(REPO)): len(file.read_text().splitlines()) for file in tracked(folder)}
-    assert {name: lines for name, lines in lengths.items() if lines > LIMITS[folder]} == {}
+    lengths = {str(file.relative_to(REPO)): lines([file]) for file in tracked(folder)}
+    assert {name: length for name, length in lengths.items() if length > LIMITS[folder]} == {}
+
+
+def test_tests_are_shorter_than_the_product():
+    parts = {
+        "Python": lines(tracked("scripts", "recipes", "patches/verl/files", "patches/oat/files")),
+        "shell": lines(tracked("scripts/launch", suffix=".sh") + tracked(".ci/run", suffix="run")),
+        "configurations": lines(tracked("configs", suffix=".yaml")),
+        "targets": lines([REPO / "Makefile"]),
+        "hooks": lines(hooks := tracked("patches", suffix=".patch"), "+") - lines(hooks, "+++ "),
+    }
+    tests, product = lines(tracked("tests")), sum(parts.values())
+    assert tests <= MOST_TESTS * product, f"{tests} lines of tests, {tests / product:.2f} of {product}: {parts}"
 
 
 def test_rooms_import_only_the_rooms_below_them():
@@ -139,3 +157,17 @@ def test_the_root_is_computed_once():
     computed = re.compile(r"Path\(__file__\)(?:\.resolve\(\))?.parents\[[23]")
     files = [file for file in tracked("scripts", "tests") if computed.search(file.read_text())]
     assert [str(file.relative_to(REPO)) for file in files] == ["scripts/lib/paths.py"]
+
+
+def test_tests_import_their_helpers_from_support():
+    """A file beside the tests of a folder may be imported there, and in no other folder."""
+    helpers = defaultdict(set)
+    for file in tracked("tests"):
+        if not file.is_relative_to(REPO / "tests/support"):
+            helpers[file.stem].add(file.parent)
+    wrong = []
+    for file in tracked("tests"):
+        for name in sorted({name.split(".")[0] for name in imports(file)} & helpers.keys()):
+            if name.startswith(("test_", "conftest")) or file.parent not in helpers[name]:
+                wrong.append(f"{file.relative_to(REPO)} imports {name}")
+    assert wrong == []

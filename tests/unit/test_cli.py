@@ -1,17 +1,11 @@
-"""The ``NAME=VALUE`` words of the commands: values, refusals, and the output of ``--help``."""
+"""The ``NAME=VALUE`` words of the commands: values, refusals, and their usage."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-import compare
-import run
-import submit
 from lib import cli
 from lib.errors import Refused
 from lib.files import check_room
@@ -19,25 +13,21 @@ from lib.run.job import VARIABLES
 
 
 @pytest.mark.parametrize(
-    ("word", "refusal"),
+    ("word", "nearest"),
     [
-        (
-            "PRECISON=fp16",
-            "PRECISON: is not a variable of this command; did you mean PRECISION? The variables are EXPERIMENT, ",
-        ),
-        (
-            "precision=fp16",
-            "precision: is not a variable of this command; did you mean PRECISION? The variables are EXPERIMENT, ",
-        ),
-        ("ARG=x=1", "ARG: is not a variable of this command; did you mean ARGS? The variables are EXPERIMENT, "),
-        ("COLOUR=red", "COLOUR: is not a variable of this command; the variables are EXPERIMENT, "),
-        ("--", "--: is not a variable of this command; the variables are EXPERIMENT, "),
+        ("PRECISON=fp16", "did you mean PRECISION? The"),
+        ("precision=fp16", "did you mean PRECISION? The"),
+        ("ARG=x=1", "did you mean ARGS? The"),
+        ("COLOUR=red", "the"),
+        ("--", "the"),
     ],
 )
-def test_unknown_name_is_refused_with_the_nearest_one(word, refusal):
+def test_unknown_name_is_refused_with_the_nearest_one(word, nearest):
     with pytest.raises(Refused) as refused:
         cli.parse_words(["STEPS=3", word], VARIABLES)
-    assert str(refused.value).startswith(refusal) and str(refused.value).endswith(", CARRY")
+    name = word.partition("=")[0]
+    assert str(refused.value).startswith(f"{name}: is not a variable of this command; {nearest} variables are EXPERIM")
+    assert str(refused.value).endswith(", CARRY")
 
 
 def test_value_may_contain_an_equals_sign_and_an_empty_one_is_not_set():
@@ -101,23 +91,3 @@ def test_value_that_is_no_whole_number_or_too_small_is_refused(value):
 def test_usage_lists_each_variable_with_its_options():
     lines = cli.usage({"A": "one of {precision}", "LONGER": "text"}).splitlines()
     assert lines == ["  A      one of bf16, bf16_train_fp16_infer, fp16, fp32", "  LONGER text"]
-
-
-@pytest.mark.parametrize(
-    ("command", "variables"),
-    [(run, VARIABLES), (submit, VARIABLES), (compare, compare.VARIABLES)],
-    ids=["run", "submit", "compare"],
-)
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["PRECISION=bf16", "--help"]], ids=" ".join)
-def test_help_needs_no_package_and_writes_nothing(command, variables, words, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-S", "-B", command.__file__, *words],  # -S: no installed package
-        cwd=tmp_path,
-        env={"PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith(command.__doc__) and "sanity_cpu" in done.stdout
-    assert all(f"\n  {name} " in done.stdout for name in variables)
-    assert list(tmp_path.iterdir()) == []

@@ -36,40 +36,41 @@ def started(monkeypatch):
     return start
 
 
-@pytest.mark.parametrize(
-    ("words", "arguments"),
-    [
-        (["run", "SEED=2", "PRECISION=bf16"], ["run.py", "SEED=2", "PRECISION=bf16"]),
-        (["preflight", "ROWS=4", "DEVICE=cpu"], ["preflight.py", "ROWS=4", "DEVICE=cpu"]),
-        (["compare", "PRECISION=fp16 bf16"], ["compare.py", "PRECISION=fp16 bf16"]),
-        (["doctor", "ARGS=a.b=1"], ["doctor.py", "--args=a.b=1"]),
-        (["bench", "ARGS=--sizes 10,30 --ranks 1"], ["bench.py", "--sizes", "10,30", "--ranks", "1"]),
-        (["mutants", "ONLY=one"], ["mutants.py", "one"]),
-        (["mutants"], ["mutants.py"]),
-        (["gsm8k"], ["-m", "recipes.gsm8k.prepare", "--out", "data/gsm8k"]),
-        (["pr-branch", "VERL=/clone"], ["pr_branch.py", "/clone", "--dir", "outputs/pr-branch"]),
-    ],
-)
-def test_command_runs_in_its_environment(started, words, arguments):
-    assert started(*words) == ("PYTHON of cpu None", arguments)
+IN_ITS_ENVIRONMENT, HERE = "PYTHON of cpu None", sys.executable
 
 
 @pytest.mark.parametrize(
-    ("words", "arguments"),
+    ("words", "program", "arguments"),
     [
-        (["apply-patches", "VERL=/a b"], ["patchset.py", "apply", "--framework", "verl", "/a b"]),
-        (["status", "OAT=/oat"], ["patchset.py", "status", "--framework", "oat", "/oat"]),
-        (["drift"], ["patchset.py", "drift", "--framework", "verl", f"{REPO}/.venv/site-packages"]),
-        (["drift", "DEVICE=cuda"], ["patchset.py", "drift", "--framework", "verl", f"{REPO}/.venv-cuda/site-packages"]),
-        (["check"], ["patchset.py", "check", "--all"]),
+        (["run", "SEED=2", "PRECISION=bf16"], IN_ITS_ENVIRONMENT, ["run.py", "SEED=2", "PRECISION=bf16"]),
+        (["preflight", "ROWS=4", "DEVICE=cpu"], IN_ITS_ENVIRONMENT, ["preflight.py", "ROWS=4", "DEVICE=cpu"]),
+        (["compare", "PRECISION=fp16 bf16"], IN_ITS_ENVIRONMENT, ["compare.py", "PRECISION=fp16 bf16"]),
+        (["doctor", "ARGS=a.b=1"], IN_ITS_ENVIRONMENT, ["doctor.py", "--args=a.b=1"]),
+        (["bench", "ARGS=--sizes 10,30"], IN_ITS_ENVIRONMENT, ["bench.py", "--sizes", "10,30"]),
+        (["mutants", "ONLY=one"], IN_ITS_ENVIRONMENT, ["mutants.py", "one"]),
+        (["mutants"], IN_ITS_ENVIRONMENT, ["mutants.py"]),
+        (["gsm8k"], IN_ITS_ENVIRONMENT, ["-m", "recipes.gsm8k.prepare", "--out", "data/gsm8k"]),
+        (["pr-branch", "VERL=/clone"], IN_ITS_ENVIRONMENT, ["pr_branch.py", "/clone", "--dir", "outputs/pr-branch"]),
+        (["probe", "PYTHON=python3.12", "DEVICE=cpu"], "PYTHON of cpu python3.12", ["probe.py", "DEVICE=cpu"]),
+        # the patch tool needs no environment
+        (["apply-patches", "VERL=/a b"], HERE, ["patchset.py", "apply", "--framework", "verl", "/a b"]),
+        (["status", "OAT=/oat"], HERE, ["patchset.py", "status", "--framework", "oat", "/oat"]),
+        (["drift"], HERE, ["patchset.py", "drift", "--framework", "verl", f"{REPO}/.venv/site-packages"]),
+        (
+            ["drift", "DEVICE=cuda"],
+            HERE,
+            ["patchset.py", "drift", "--framework", "verl", f"{REPO}/.venv-cuda/site-packages"],
+        ),
+        (["check"], HERE, ["patchset.py", "check", "--all"]),
         (
             ["port", "FROM=0.9.1", "TO=/fork/verl/"],
+            HERE,
             ["patchset.py", "port", "--framework", "verl", "0.9.1", "/fork/verl/", "outputs/verl-verl"],
         ),
     ],
 )
-def test_patch_tool_needs_no_environment(started, words, arguments):
-    assert started(*words) == (sys.executable, arguments)
+def test_command_starts_its_script(started, words, program, arguments):
+    assert started(*words) == (program, arguments)
 
 
 def test_sanity_is_a_grid_whose_values_the_command_line_overrides(started):
@@ -86,20 +87,19 @@ def test_sanity_is_a_grid_whose_values_the_command_line_overrides(started):
     }
 
 
-def test_run_reads_its_variables_from_the_environment_too(started, monkeypatch):
-    monkeypatch.setenv("SEED", "3")
-    monkeypatch.setenv("PRECISION", "bf16")
-    assert set(started("run", "SEED=2")[1]) == {"run.py", "SEED=2", "PRECISION=bf16"}
-
-
-def test_commands_that_take_a_few_variables_read_them_from_the_environment_too(started, monkeypatch):
-    monkeypatch.setenv("ARGS", "+precision=fp16")
-    assert started("doctor")[1] == ["doctor.py", "--args=+precision=fp16"]
-
-
-def test_variable_of_the_command_line_wins_over_that_of_the_environment(started, monkeypatch):
-    monkeypatch.setenv("ARGS", "+precision=fp16")
-    assert started("doctor", "ARGS=+precision=bf16")[1] == ["doctor.py", "--args=+precision=bf16"]
+@pytest.mark.parametrize(
+    ("environment", "words", "arguments"),
+    [
+        ({"SEED": "3", "PRECISION": "bf16"}, ["run", "SEED=2"], ["run.py", "PRECISION=bf16", "SEED=2"]),
+        ({"ARGS": "+precision=fp16"}, ["doctor"], ["doctor.py", "--args=+precision=fp16"]),
+        ({"ARGS": "+precision=fp16"}, ["doctor", "ARGS=+precision=bf16"], ["doctor.py", "--args=+precision=bf16"]),
+        ({"DEVICE": "cpu"}, ["preflight"], ["preflight.py", "DEVICE=cpu"]),
+    ],
+)
+def test_command_line_wins_over_the_environment(started, monkeypatch, environment, words, arguments):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert sorted(started(*words)[1]) == sorted(arguments)
 
 
 @pytest.mark.parametrize(("name", "device"), [("probe", "cuda"), ("bench", "cuda"), ("mutants", "cpu")])
@@ -107,11 +107,6 @@ def test_machine_with_a_gpu_uses_it(started, monkeypatch, name, device):
     monkeypatch.delenv("DEVICE", raising=False)
     monkeypatch.setattr(command, "gpu_present", lambda: True)
     assert started(name)[0] == f"PYTHON of {device} None"
-
-
-def test_device_of_the_environment_reaches_the_command(started, monkeypatch):
-    monkeypatch.setenv("DEVICE", "cpu")
-    assert started("preflight")[1] == ["preflight.py", "DEVICE=cpu"]
 
 
 def test_recipe_is_found_and_installed_from_the_index_of_the_command_line(started, monkeypatch):
@@ -122,55 +117,39 @@ def test_recipe_is_found_and_installed_from_the_index_of_the_command_line(starte
     assert os.environ["PYTHONPATH"] == f"{REPO}{os.pathsep}/mine"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["run"],
-        ["preflight"],
-        ["probe"],
-        ["compare", "PRECISION=fp16 bf16"],
-        ["sanity"],
-        ["report", "FROM=docs/results/sanity/grpo"],
-        ["plan-memory", "EXPERIMENT=dense_7b"],
-        ["doctor"],
-        ["bench"],
-        ["bench-amp"],
-        ["mutants"],
-        ["pr-branch"],
-        ["gsm8k"],
-        ["status"],
-        ["check"],
-    ],
-    ids=lambda words: words[0],
-)
+REQUIRED = {"compare": ["PRECISION=fp16 bf16"], "report": ["FROM=docs"], "plan-memory": ["EXPERIMENT=dense_7b"]}
+
+
+@pytest.mark.parametrize("name", sorted(command.COMMANDS.keys() - {"setup", "port"}))
 @pytest.mark.parametrize("source", ["environment", "command line"])
-def test_device_picks_the_environment_of_every_command(started, monkeypatch, words, source):
-    if source == "environment":
-        monkeypatch.setenv("DEVICE", "cpu")
-    elif words[0] == "plan-memory":
-        pytest.skip("its DEVICE is the planned one")
+def test_device_picks_the_environment_of_every_command(started, monkeypatch, name, source):
+    monkeypatch.setattr(command, "gpu_present", lambda: True)
+    words = [name, *REQUIRED.get(name, [])]
+    if source == "command line":
+        words.append("DEVICE=cpu")
     else:
-        words = [*words, "DEVICE=cpu"]
-    assert started(*words)[0] in ("PYTHON of cpu None", sys.executable)
+        monkeypatch.setenv("DEVICE", "cpu")
+    device = "cuda" if name == "plan-memory" else "cpu"  # its DEVICE is the planned one
+    assert started(*words)[0] in (f"PYTHON of {device} None", sys.executable)
 
 
-def test_setup_ends_with_the_environment_that_is_patched(monkeypatch):
-    calls = []
+@pytest.mark.parametrize(
+    ("name", "environments", "starts"), [("setup", ["cpu"], False), ("mutants", ["workers", "cpu"], True)]
+)
+def test_environments_of_a_command_are_made_with_the_python_that_is_named(monkeypatch, name, environments, starts):
+    calls, programs = [], []
     monkeypatch.setenv("VERL", "/verl")
     monkeypatch.setattr(command.setup_env, "setup", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("a command follows"))
-    command.main(["setup", "DEVICE=cpu", "PYTHON=python3.12"])
-    assert calls == [("cpu", "python3.12")]
+    monkeypatch.setattr(os, "execv", lambda *_: programs.append("the command"))
+    command.main([name, "DEVICE=cpu", "PYTHON=python3.12"])
+    assert calls == [(environment, "python3.12") for environment in environments]
+    assert bool(programs) == starts
 
 
 def test_of_the_words_of_several_goals_each_takes_its_own(started):
     assert started("status", "VERL=/a", "STEPS=2", "--shared")[1][2:] == ["--framework", "verl", "/a"]
     with pytest.raises(Refused, match="VERL: is not a variable of this command"):
         started("run", "VERL=/a", "STEPS=2", "--shared")
-
-
-def test_python_makes_the_environment_and_device_picks_it(started):
-    assert started("probe", "PYTHON=python3.12", "DEVICE=cpu")[0] == "PYTHON of cpu python3.12"
 
 
 @pytest.mark.parametrize(
@@ -206,17 +185,11 @@ def test_bad_words_are_refused_before_any_setup(started, words, message):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", command.COMMANDS)
-def test_help_requires_only_the_standard_library(name):
-    line = [sys.executable, "-S", "-B", REPO / "scripts/command.py", name, "--help"]
-    done = subprocess.run(line, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
-    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout) > 50
-
-
-def make(*words: str, **environment: str) -> subprocess.CompletedProcess:
+def make(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     """Run ``make`` as a user does, without the variables of a make that runs these tests."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    return subprocess.run(["make", *words], cwd=REPO, env=inherited | environment, capture_output=True, text=True)
+    line = [shutil.which("make"), *words]
+    return subprocess.run(line, cwd=REPO, env=environment or inherited, capture_output=True, text=True)
 
 
 def test_make_passes_every_word_on_as_it_was_typed():
@@ -237,37 +210,27 @@ def test_make_alone_lists_every_target():
     assert all(f"make {target} " in text for target in set(TARGETS) - {"python"})
 
 
-def test_every_command_is_a_target():
-    assert set(command.COMMANDS) <= set(TARGETS)
-
-
 def test_makefile_is_a_list_of_targets():
+    assert set(command.COMMANDS) <= set(TARGETS)
     assert len(MAKEFILE.splitlines()) <= 120
 
 
 @pytest.mark.parametrize(
-    ("pythons", "chosen"), [(["python3", "python3.10"], "python3.10"), (["python3.13"], "python3.13")]
+    ("pythons", "chosen"), [(["python3", "python3.10"], "python3.10"), (["python3.13"], "python3.13"), ([], None)]
 )
-def test_make_uses_the_first_recent_python(tmp_path, pythons, chosen):
+@pytest.mark.parametrize("words", [[], ["PYTHON=python2"]], ids=["", "PYTHON=python2"])
+def test_make_uses_the_first_recent_python(tmp_path, pythons, chosen, words):
     """``python3`` is too old here, as on older systems."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "bash").symlink_to(shutil.which("bash"))
-    for name in pythons:
-        program = programs / name
-        program.write_text(f"#!/bin/sh\nexit {int(name == 'python3')}\n")
-        program.chmod(0o755)
-    line = [shutil.which("make"), "--dry-run", "check"]
-    done = subprocess.run(line, cwd=REPO, env={"PATH": str(programs)}, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1].split()[:3] == ["exec", chosen, "scripts/command.py"]
-
-
-@pytest.mark.parametrize("words", [[], ["PYTHON=python2"]])
-def test_make_refuses_without_a_recent_python(tmp_path, words):
     (tmp_path / "bash").symlink_to(shutil.which("bash"))
-    line = [shutil.which("make"), "check", *words]
-    done = subprocess.run(line, cwd=REPO, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    named = "PYTHON=python2: " if words else ""
+    for name in pythons:
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {int(name == 'python3')}\n")
+        (tmp_path / name).chmod(0o755)
+    if chosen and not words:
+        done = make("--dry-run", "check", environment={"PATH": str(tmp_path)})
+        assert done.stdout.splitlines()[-1].split()[:3] == ["exec", chosen, "scripts/command.py"]
+        return
+    done = make("check", *words, environment={"PATH": str(tmp_path)})
+    named = "".join(f"{word}: " for word in words)
     assert done.returncode == 2
     assert done.stderr.startswith(f"{named}Python 3.10 or later is needed; install it, or name it: make PYTHON=")
 
@@ -282,7 +245,7 @@ def test_tree_of_the_environment_counts_like_one_of_the_command_line(started, mo
     ("words", "environments", "python"),
     [
         (["lint"], "cpu", ".venv"),
-        (["test-quick"], "browser cpu", ".venv"),
+        (["test-quick"], "cpu", ".venv"),
         (["test-releases"], "cpu workers", ".venv"),
         (["test"], "browser cpu workers", ".venv"),
         (["test", "DEVICE=cuda"], "browser cuda workers", ".venv-cuda"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import hydra
@@ -12,7 +13,6 @@ from lib import cli
 from lib.paths import CONFIGS, REPO
 from lib.run.job import compose as compose_job
 from lib.run.job import parse_job
-from recipes.arithmetic.model import build_model, build_tokenizer
 from recipes.replay.rollouts import OrderedReplayBuffer
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -30,15 +30,14 @@ DTYPES = {
 
 
 @pytest.fixture(scope="session")
-def compose(tmp_path_factory) -> Callable[..., DictConfig]:
-    """``compose(**choices)``: the default job's configuration with ``choices``, after verl's own checks."""
-    model = tmp_path_factory.mktemp("model")  # verl's checks load the critic's tokenizer and configuration
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(model)
-    build_model(tokenizer, seed=0).save_pretrained(model)
+def compose(tiny_model) -> Callable[..., DictConfig]:
+    """``compose(**choices)``: the default job's configuration with ``choices``, after verl's own checks.
+
+    These load the critic's tokenizer and configuration.
+    """
 
     def of(**choices) -> DictConfig:
-        job = replace(parse_job(["DEVICE=cpu"]), model=str(model), **choices)
+        job = replace(parse_job(["DEVICE=cpu"]), model=str(tiny_model), **choices)
         config = compose_job(job, Path("out"))
         validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
         omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
@@ -47,9 +46,20 @@ def compose(tmp_path_factory) -> Callable[..., DictConfig]:
     return of
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("algo", cli.options("algo"))
-@pytest.mark.parametrize("experiment", cli.options("experiment"))
+def combined(group: str, least: str) -> list:
+    """Return the combinations of an experiment, an option of a group and a device.
+
+    `make test` takes each experiment with ``least`` on a GPU, and each option with "arithmetic": the groups are merged
+    one after another, so that the other combinations have no key that these lack.
+    """
+    everything = product(cli.options("experiment"), cli.options(group), ["cpu", "cuda"])
+    return [
+        pytest.param(*each, marks=[] if "arithmetic" in each or {least, "cuda"} <= {*each} else [pytest.mark.slow])
+        for each in everything
+    ]
+
+
+@pytest.mark.parametrize(("experiment", "algo", "device"), combined("algo", least="ppo"))
 def test_an_experiment_is_complete(experiment, algo, device, compose):
     config = compose(experiment=experiment, algo=algo, device=device)
     assert need_critic(config) == (algo == "ppo")
@@ -59,9 +69,7 @@ def test_an_experiment_is_complete(experiment, algo, device, compose):
     assert config.trainer.save_freq > 0, "without checkpoints nothing can be resumed"
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("recipe", cli.options("recipe"))
-@pytest.mark.parametrize("experiment", cli.options("experiment"))
+@pytest.mark.parametrize(("experiment", "recipe", "device"), combined("recipe", least="flowrl_paper"))
 def test_recipe_accepts_every_experiment(experiment, recipe, device, compose):
     config = compose(experiment=experiment, recipe=recipe, device=device)
     assert need_reference_policy(config) and not need_critic(config)
@@ -70,11 +78,7 @@ def test_recipe_accepts_every_experiment(experiment, recipe, device, compose):
     assert type(actor).__module__ == "recipes.flowrl.config" and actor.flowrl.beta == 15
 
 
-def test_every_regime_has_its_test():
-    assert sorted(DTYPES) == cli.options("precision")
-
-
-@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("precision", cli.options("precision"))
 def test_a_regime_sets_every_role(precision, compose):
     config = compose(precision=precision, algo="ppo")
     roles = config.actor_rollout_ref

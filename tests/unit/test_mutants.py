@@ -17,7 +17,7 @@ from lib.mutants.document import document, killers, survived
 from lib.mutants.selection import select_tests
 from lib.mutants.table import Mutant, choose, load
 from lib.mutants.trial import Outcome, Outcomes, try_mutants
-from lib.mutants.workspace import LATE, OF_THE_TABLES, Workspace
+from lib.mutants.workspace import LATE, OF_THE_TABLES, STUCK, Workspace
 from lib.paths import REPO
 
 TABLE = load()
@@ -26,19 +26,19 @@ HARMLESS = Mutant(
     name="harmless",
     defect="none",
     seen_in="nowhere",
-    file="verl/utils/precision/accounting.py",
-    replace="if taken == skipped == 0:",
-    by="if 0 == taken == skipped:",
-    tests=("tests/engine/test_accounting.py::test_an_engine_without_accounted_steps_has_no_metrics",),
-)
-DEADLY = replace(HARMLESS, name="deadly", by="if taken == skipped == 1:")
-OF_THIS_CHECKOUT = replace(
-    HARMLESS,
-    name="separator",
     file="scripts/lib/mutants/table.py",
     replace='only.replace(",", " ")',
-    by='only.replace(";", " ")',
+    by='only.replace(",", "  ")',
     tests=("tests/unit/test_mutants.py::test_areas_and_names_are_chosen",),
+)
+DEADLY = replace(HARMLESS, name="deadly", by='only.replace(";", " ")')
+OF_VERL = replace(
+    HARMLESS,
+    name="of-verl",
+    file="verl/utils/precision/accounting.py",
+    replace="if taken == skipped == 0:",
+    by="if taken == skipped == 1:",
+    tests=("tests/engine/test_accounting.py::test_an_engine_without_accounted_steps_has_no_metrics",),
 )
 
 
@@ -62,9 +62,16 @@ def test_mutants_are_distinct():
     assert len({(mutant.file, mutant.release, mutant.replace, mutant.by) for mutant in TABLE}) == len(TABLE)
 
 
-@pytest.mark.subprocess
 def test_every_test_of_the_tables_exists():
-    tests = {test for mutant in TABLE for test in mutant.tests}
+    for test in {test for mutant in TABLE for test in mutant.tests}:
+        file, _, name = test.partition("::")
+        function = name.partition("[")[0].rpartition("::")[2]
+        assert re.search(rf"^ *def {function}\(" if name else "", (REPO / file).read_text(), re.M), test
+
+
+@pytest.mark.subprocess
+def test_every_parameter_in_the_tables_exists():
+    tests = {test for mutant in TABLE for test in mutant.tests if "[" in test}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests], cwd=REPO, capture_output=True, text=True
     )
@@ -83,7 +90,7 @@ def test_tests_are_selected_by_imports_the_nearest_first():
     tests = select_tests("scripts/lib/patches/git_objects.py", REPO)
     assert tests[0] == "tests/unit/patches/test_git_objects.py"
     assert "tests/unit/patches/test_apply.py" in tests and "tests/unit/report/test_statistics.py" not in tests
-    assert "tests/unit/patches/test_pythons.py" in tests, "it starts scripts/patchset.py"
+    assert "tests/unit/patches/test_patchset_command.py" in select_tests("scripts/patchset.py", REPO), "it starts it"
     with pytest.raises(Refused, match="Makefile: no test's imports lead to it; name its tests"):
         select_tests("Makefile", REPO)
 
@@ -91,8 +98,8 @@ def test_tests_are_selected_by_imports_the_nearest_first():
 @pytest.mark.subprocess
 def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypatch):
     kept, shown = Outcomes(tmp_path / "outcomes.json"), []
-    expected = {"harmless": "", "deadly": DEADLY.tests[0], "separator": OF_THIS_CHECKOUT.tests[0]}
-    pool = [HARMLESS, DEADLY, OF_THIS_CHECKOUT]
+    expected = {"harmless": "", "deadly": DEADLY.tests[0], "of-verl": OF_VERL.tests[0]}
+    pool = [HARMLESS, DEADLY, OF_VERL]
     outcomes = try_mutants(pool, 1, lambda mutant, outcome: shown.append(mutant.name), kept)
     assert {name: outcome.killer for name, outcome in outcomes.items()} == expected and shown == list(expected)
 
@@ -100,7 +107,7 @@ def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypat
     again = try_mutants(pool, 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json"))
     assert again == outcomes
     with pytest.raises(pytest.fail.Exception, match="is tried again"):
-        try_mutants([replace(DEADLY, by="if taken == skipped == 2:")], 1, lambda *_: None, kept)
+        try_mutants([replace(DEADLY, by="only")], 1, lambda *_: None, kept)
 
 
 def test_outcome_depends_on_mutant_file_and_tests(tmp_path, monkeypatch):
@@ -166,40 +173,43 @@ def test_wrong_tables_are_refused(entries, refusal, tmp_path):
         load(tmp_path)
 
 
-def trial_of(mutant: Mutant, tmp_path: Path, hints: dict[str, str] | None = None) -> Outcome:
-    """Try one mutant that nothing is known of but ``hints``."""
-    return try_mutants([mutant], 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json", hints))[mutant.name]
+def trial_of(mutants: dict[str, Mutant], tmp_path: Path, hints: dict[str, str] | None = None) -> dict[str, Outcome]:
+    """Try mutants under these names of which nothing is known but ``hints``, and return their outcomes by name."""
+    named = [replace(mutant, name=name) for name, mutant in mutants.items()]
+    return try_mutants(named, 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json", hints))
 
 
-@pytest.mark.parametrize(
-    ("mutant", "problem"),
-    [
-        (replace(HARMLESS, replace="no such text"), "harmless: its text occurs 0 times in verl/utils/"),
-        (replace(HARMLESS, replace="skipped"), r"harmless: its text occurs \d\d+ times"),
-        (replace(HARMLESS, tests=("tests/engine/test_accounting.py::test_of_no_such_name",)), "pytest ended with 4"),
-        (replace(OF_THIS_CHECKOUT, tests=(OF_THE_TABLES,)), "pytest ended with 5"),
-    ],
-)
-def test_mutant_that_cannot_be_judged_is_a_problem(mutant, problem, tmp_path):
-    outcome = trial_of(mutant, tmp_path)
-    assert re.search(problem, outcome.problem) and survived(mutant, outcome)
-    assert not (tmp_path / "outcomes.json").exists(), "it is tried again"
+def test_mutant_that_cannot_be_judged_is_a_problem(tmp_path):
+    mutants = {
+        "none: its text occurs 0 times in scripts/lib/mutants/": replace(HARMLESS, replace="no such text"),
+        r"many: its text occurs \d\d+ times": replace(HARMLESS, replace="mutant"),
+        "pytest ended with 4": replace(HARMLESS, tests=("tests/unit/test_mutants.py::test_of_no_such_name",)),
+        "pytest ended with 5": replace(HARMLESS, tests=(OF_THE_TABLES,)),
+    }
+    named = {problem.partition(":")[0]: mutant for problem, mutant in mutants.items()}
+    outcomes = trial_of(named, tmp_path)
+    for problem, outcome in zip(mutants, outcomes.values(), strict=True):
+        assert re.search(problem, outcome.problem) and survived(HARMLESS, outcome)
+    assert not (tmp_path / "outcomes.json").exists(), "they are tried again"
 
 
-@pytest.mark.parametrize("end", ["", " (stuck)", LATE])
-def test_killer_that_fails_without_the_mutant_is_a_problem(end, tmp_path, monkeypatch):
-    monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tests[0] + end)
-    assert f"has_no_metrics{end} fails without the mutant, too" in trial_of(HARMLESS, tmp_path).problem
+def test_killer_that_fails_without_the_mutant_is_a_problem(tmp_path, monkeypatch):
+    ends = {"fails": "", "gets stuck": STUCK, "does not end": LATE}
+    monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tests[0] + ends[mutant.name])
+    outcomes = trial_of(dict.fromkeys(ends, HARMLESS), tmp_path)
+    for name, end in ends.items():
+        assert f"are_chosen{end} fails without the mutant, too" in outcomes[name].problem
 
 
 def test_last_killer_goes_first_if_it_exists_and_others_follow(tmp_path, monkeypatch):
     tried, (test,) = [], HARMLESS.tests
     other, renamed = "tests/unit/test_mutants.py::test_mutants_are_distinct", "tests/unit/test_mutants.py::test_gone[1]"
+    known = (other, f"{other}[a (1)]{LATE}", f"{other}[b]{STUCK}", renamed, "tests/gone.py::test_a", "")
+    hints = dict(zip("abcdef", known, strict=True))
     monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tried.append(tuple(tests)))
-    for number, hint in enumerate((other, f"{other}[a]{LATE}", renamed, "tests/gone.py::test_a", "")):
-        (tmp_path / str(number)).mkdir()
-        trial_of(HARMLESS, tmp_path / str(number), {"harmless": hint})
-    assert tried == [(other,), (test,), (f"{other}[a]",), (test,), (test,), (test,), (test,)]
+    trial_of(dict.fromkeys(hints, HARMLESS), tmp_path, hints)
+    first = [(other,), (test,), (f"{other}[a (1)]",), (test,), (f"{other}[b]",), (test,)]
+    assert tried == first + [(test,)] * 3
 
 
 def test_workspace_is_the_checkout_as_it_is(tmp_path, monkeypatch):
@@ -221,13 +231,6 @@ def test_workspace_is_the_checkout_as_it_is(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["", "::test_mutants_are_distinct"])
 def test_mutant_that_breaks_an_import_is_killed(workspace, name):
-    mutant = replace(OF_THIS_CHECKOUT, name="import", replace="def load(", by="def no_load(")
+    mutant = replace(HARMLESS, name="import", replace="def load(", by="def no_load(")
     with workspace.mutated(mutant):
         assert workspace.first_failure([f"tests/unit/test_mutants.py{name}"], mutant) == "tests/unit/test_mutants.py"
-
-
-def test_workspace_contains_changes_that_are_not_committed(workspace):
-    changed = subprocess.run(["git", "diff", "--name-only", "HEAD"], cwd=REPO, capture_output=True, text=True).stdout
-    for name in [*changed.splitlines(), "scripts/mutants.py"]:
-        assert (workspace.root / name).read_bytes() == Path(REPO / name).read_bytes()
-    assert trial.OUTCOMES.is_relative_to(REPO / ".cache")

@@ -7,19 +7,21 @@ import sys
 
 import psutil
 import pytest
+from support.waiting import TIMEOUT_S
 
 from lib.paths import REPO
 from lib.process import ENDING_SIGNALS, ignore_signals, start_child
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPO / "scripts")}
-# Starts a child that would sleep for a minute, and prints its process id.
+# Starts a child that would write a file after a minute, and prints its process id.
 PARENT = """
 import os, sys, time
 from pathlib import Path
 from lib.process import start_child
-child = start_child([sys.executable, "-c", "import time; time.sleep(60)"], Path("/"), os.environ, sys.stdout)
+writes = "import pathlib, time; time.sleep(60); pathlib.Path('outlived').touch()"
+child = start_child([sys.executable, "-c", writes], Path.cwd(), os.environ, sys.stdout)
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 INTERRUPTED = """
 import signal, time
@@ -28,7 +30,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a process that a shell sta
 interrupt_on_signals()
 try:
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -42,12 +44,13 @@ def test_child_has_its_own_session_no_stdin_and_one_output(tmp_path):
     assert child.communicate()[0] == f"True {tmp_path}\n\n"
 
 
-def test_child_does_not_outlive_a_killed_parent():
-    with subprocess.Popen([sys.executable, "-c", PARENT], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as parent:
+def test_child_does_not_outlive_a_killed_parent(tmp_path):
+    line = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
         assert child.is_running()
         parent.kill()
-    assert psutil.wait_procs([child], timeout=10)[1] == []
+    assert psutil.wait_procs([child], timeout=TIMEOUT_S)[1] == [] and not (tmp_path / "outlived").exists()
 
 
 def test_signals_are_ignored_during_an_orderly_end():
@@ -70,4 +73,4 @@ def test_ending_signals_interrupt(number):
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.communicate(timeout=10)[0] == "interrupted\n"
+        assert process.communicate(timeout=TIMEOUT_S)[0] == "interrupted\n"

@@ -16,7 +16,7 @@ from lib.errors import Refused
 from lib.files import write_json
 from lib.mutants.selection import select_tests
 from lib.mutants.table import Mutant
-from lib.mutants.workspace import LATE, Workspace
+from lib.mutants.workspace import LATE, STUCK, Workspace
 from lib.paths import CACHE, REPO
 
 OUTCOMES = CACHE / "mutants/outcomes.json"
@@ -88,8 +88,8 @@ def find_killer(mutant: Mutant, space: Workspace, tests: Sequence[str], last: st
 
 
 def bare(killer: str) -> str:
-    """Return the test of a killer, without what follows its id in parentheses."""
-    return killer.partition(" (")[0]
+    """Return the test of a killer, without ``LATE`` and ``STUCK``; its own id may have parentheses."""
+    return killer.removesuffix(LATE).removesuffix(STUCK)
 
 
 def try_mutants(

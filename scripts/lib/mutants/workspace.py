@@ -19,6 +19,7 @@ from lib.paths import REPO
 NO_FAILURE, FAILURES = 0, (1, 2, 4)
 LIMIT_S = 1800
 LATE = " (no end)"  # what follows the id of a test that did not end within LIMIT_S
+STUCK = " (stuck)"  # … of one in which a rank waited for another that never came
 SHARED = (".venv", ".venv-workers", ".cache")  # linked, not copied
 MARKERS = "not slow and not gpu and not e2e"
 # It fails on every mutant of this repository, whose text it does not find any more.
@@ -83,7 +84,7 @@ class Workspace:
         """Run tests, on the mutant's patched release if its file is in one, until one fails.
 
         Returns:
-            Its id, with " (stuck)" if a rank waited for another that never came, or that of the first with ``LATE`` if
+            Its id, with ``STUCK`` if a rank waited for another that never came, or that of the first with ``LATE`` if
             they did not end within ``LIMIT_S``; None if all passed.
 
         Raises:
@@ -108,4 +109,4 @@ class Workspace:
         if done.returncode not in FAILURES or not summary:
             raise Refused(f"{mutant.name}: pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
         test, _, reason = summary[0].partition(" ")[2].partition(" - ")
-        return f"{test} (stuck)" if "stuck:" in reason else test
+        return f"{test}{STUCK}" if "stuck:" in reason else test

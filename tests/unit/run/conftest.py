@@ -1,34 +1,29 @@
-"""Fixtures of the tests of a cluster: trees of verl and a process that imports one of them."""
+"""Fixtures of the tests of runs: verl's own checks in this process, and a process that imports another verl."""
 
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lib.patches.apply import apply
-from lib.patches.wheels import unpacked_wheel
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory) -> Path:
-    """A folder whose verl/ is the release's, unpatched."""
-    return unpacked_wheel("0.9.1", tmp_path_factory.mktemp("pristine"))
+from lib.run import validation
 
 
 @pytest.fixture
-def patched(pristine, tmp_path) -> Path:
-    apply(Path(shutil.copytree(pristine, tmp_path / "patched")))
-    return tmp_path / "patched"
+def imported(monkeypatch) -> Callable[..., None]:
+    """``imported(root)``: make this process import the verl of a folder, or none.
 
+    With ``others`` it imports everything else as before.
+    """
 
-@pytest.fixture
-def imported(monkeypatch) -> Callable[[Path | None], None]:
-    """Make this process import the verl of a folder, or none if no folder is given."""
-
-    def imported(root: Path | None) -> None:
+    def imported(root: Path | None, others: bool = False) -> None:
         monkeypatch.delitem(sys.modules, "verl", raising=False)
-        monkeypatch.setattr(sys, "path", [str(root)] if root else [])
+        monkeypatch.setattr(sys, "path", ([str(root)] if root else []) + (sys.path if others else []))
 
     return imported
+
+
+@pytest.fixture
+def validated_here(monkeypatch) -> None:
+    """Let verl check each job in this process, which takes seconds less than one with the job's platform."""
+    monkeypatch.setattr(validation, "platform_variables", lambda job: {})

@@ -1,36 +1,31 @@
 """Admission to a cluster: the facts of its nodes, the resources that are free, and refusals."""
 
 import contextlib
-import importlib.util
 import json
 import os
-import shlex
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
 import torch
+from support.waiting import wait_until
 
 import lib
 from lib.errors import Refused
 from lib.files import write
 from lib.patches.releases import VERL, find_release
-from lib.paths import REPO
 from lib.run import cluster
 from lib.run.cluster_query import join, missing_resources, wait_for_nodes
 from lib.run.job import Job, compose, parse_job
-from lib.run.machine import cpus_per_node
 from lib.run.node_facts import SAME_VERSIONS, difference, node_facts, refuse_driver
 
 RELEASE = find_release("0.9.1")
@@ -47,27 +42,41 @@ QUERY = {
 # --- the facts of a node ----------------------------------------------------------------------------------------------
 
 
-def test_node_reports_its_verl_and_dtypes(patched, imported):
-    path = list(sys.path)
-    imported(patched)
-    sys.path += path
-    facts = node_facts(QUERY, "cpu")
-    stamp = json.loads((patched / VERL.stamp).read_text())
-    assert (facts["verl"], facts["root"], facts["stack"], facts["tree"]) == (
+@pytest.fixture
+def facts(imported) -> Callable[..., dict]:
+    """``facts(root)``: what a node reports that imports the verl of a folder, or none."""
+
+    def facts(root: Path | None, query: dict = QUERY) -> dict:
+        imported(root, others=root is not None)
+        return node_facts(query, "cpu")
+
+    return facts
+
+
+def stamp_of(root: Path) -> dict:
+    return json.loads((root / VERL.stamp).read_text())
+
+
+def test_node_reports_its_verl_and_dtypes(trees, facts):
+    root, seen = trees["patched"], facts(trees["patched"])
+    stamp = stamp_of(root)
+    assert (seen["verl"], seen["root"], seen["stack"], seen["tree"]) == (
         "0.9.1",
-        str(patched),
+        str(root),
         stamp["stack"],
         stamp["tree"],
     )
-    dtypes = facts["dtypes"]
+    dtypes = seen["dtypes"]
     assert dtypes["actor"]["compute"] == dtypes["actor"]["product"] == "float16"
     assert dtypes["ref"]["product"] == "bfloat16", "observed, not copied from the rollout or the actor"
-    assert dtypes["actor"]["loss_scaling"] and not dtypes["ref"]["loss_scaling"]
-    assert all(facts[name] for name in SAME_VERSIONS) and facts["unseen"] == ["/no/such/folder"]
-    refuse_driver(facts)
+    in_float16 = facts(root, QUERY | {"engines": {"ref": QUERY["engines"]["actor"]}})["dtypes"]
+    assert dtypes["actor"]["loss_scaling"] and not in_float16["ref"]["loss_scaling"], "the reference is not trained"
+    assert all(seen[name] for name in SAME_VERSIONS) and seen["unseen"] == ["/no/such/folder"]
+    refuse_driver(seen)
 
 
-def test_node_gets_the_function_by_value_and_needs_no_checkout(patched, tmp_path):
+@pytest.mark.subprocess
+def test_node_gets_the_function_by_value_and_needs_no_checkout(trees, tmp_path):
     ray.cloudpickle.register_pickle_by_value(lib)
     (tmp_path / "function").write_bytes(ray.cloudpickle.dumps(node_facts))
     ray.cloudpickle.unregister_pickle_by_value(lib)
@@ -77,75 +86,68 @@ node_facts = pickle.load(open(sys.argv[1], "rb"))
 print(node_facts(json.loads(sys.argv[2]), "cpu")["stack"], "lib" in sys.modules)
 """
     command = [sys.executable, "-c", program, tmp_path / "function", json.dumps(QUERY)]
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(patched)}
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(trees["patched"])}
     done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
-    stack = json.loads((patched / VERL.stamp).read_text())["stack"]
-    assert done.stdout == f"{stack} False\n", done.stderr
+    assert done.stdout == f"{stamp_of(trees['patched'])['stack']} False\n", done.stderr
 
 
-def test_product_in_another_dtype_than_the_configs_is_reported(patched, imported, monkeypatch):
-    path = list(sys.path)
-    imported(patched)
-    sys.path += path
-    sound = node_facts(QUERY, "cpu")
+def test_product_in_another_dtype_than_the_configs_is_reported(trees, facts, monkeypatch):
+    sound = facts(trees["patched"])
     monkeypatch.setattr(torch, "autocast", lambda **_: contextlib.nullcontext())
-    facts = node_facts(QUERY, "cpu")
-    assert (facts["dtypes"]["actor"]["compute"], facts["dtypes"]["actor"]["product"]) == ("float16", "float32")
-    assert difference(facts, sound).startswith("resolves the actor's config to ")
+    odd = facts(trees["patched"])
+    assert (odd["dtypes"]["actor"]["compute"], odd["dtypes"]["actor"]["product"]) == ("float16", "float32")
+    assert difference(odd, sound).startswith("resolves the actor's config to ")
 
 
-def test_node_with_an_unpatched_verl_or_none_reports_it(pristine, imported):
-    imported(pristine)
-    facts = node_facts(QUERY, "cpu")
-    assert (facts["verl"], facts["stack"], facts["tree"], facts["dtypes"]) == ("0.9.1", None, RELEASE.tree_before, {})
-    with pytest.raises(Refused, match="the driver's verl 0.9.1 is not patched; make status VERL=") as refusal:
-        refuse_driver(facts)
-    assert str(pristine) in str(refusal.value)
-    imported(None)
-    assert node_facts(QUERY, "cpu")["verl"] is None
+def test_node_with_an_unpatched_verl_or_none_reports_it(trees, facts):
+    seen = facts(trees["pristine"])
+    assert (seen["verl"], seen["stack"], seen["tree"], seen["dtypes"]) == ("0.9.1", None, RELEASE.tree_before, {})
+    advice = re.escape(f"make status VERL={trees['pristine']}")
+    with pytest.raises(Refused, match=f"the driver's verl 0.9.1 is not patched; {advice}"):
+        refuse_driver(seen)
+    assert facts(None)["verl"] is None
 
 
-def test_stamp_alone_does_not_make_a_verl_patched(pristine, imported, tmp_path):
+def test_stamp_alone_does_not_make_a_verl_patched(trees, facts, tmp_path):
     """pip leaves it where it reinstalls verl over a patched one."""
-    root = shutil.copytree(pristine, tmp_path / "reinstalled")
+    root = shutil.copytree(trees["pristine"], tmp_path / "reinstalled")
     write(root / VERL.stamp, json.dumps({"release": "0.9.1", "stack": "54ad"}).encode())
-    imported(root)
-    assert node_facts(QUERY, "cpu")["stack"] is None
+    assert facts(root)["stack"] is None
 
 
-def test_edited_driver_and_another_stack_are_refused(patched, imported):
-    imported(patched)
-    (patched / "verl/utils/tracking.py").write_text("# mine\n")
-    facts = node_facts(QUERY | {"engines": {}}, "cpu")
+def test_edited_driver_and_another_stack_are_refused(trees, facts, tmp_path):
+    root = shutil.copytree(trees["patched"], tmp_path / "edited")
+    (root / "verl/utils/tracking.py").write_text("# mine\n")
+    seen = facts(root, QUERY | {"engines": {}})
     with pytest.raises(Refused, match="was edited after it was patched"):
-        refuse_driver(facts)
-    with pytest.raises(Refused, match=f"has stack 0123, this checkout {facts['stack']}"):
-        refuse_driver(facts | {"stack": "0123"})
+        refuse_driver(seen)
+    with pytest.raises(Refused, match=f"has stack 0123, this checkout {seen['stack']}"):
+        refuse_driver(seen | {"stack": "0123"})
 
 
-@pytest.mark.parametrize(
-    "words", ["", "model_engine=megatron", "actor_rollout_ref.actor.strategy=fsdp2 critic.strategy=fsdp2"]
-)
-def test_nodes_resolve_the_dtype_of_each_roles_engine(words, tmp_path):
-    config = compose(parse_job(["DEVICE=cpu", "ALGO=ppo", f"ARGS={words}"]), tmp_path)
-    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
-        assert cluster.engine_settings(role)["dtype"] == "float16"
+ENGINES = {
+    "model_engine=megatron": {"dtype": "float16"},
+    "actor_rollout_ref.actor.strategy=fsdp2 critic.strategy=fsdp2": {"dtype": "float16", "model_dtype": "fp32"},
+    "++{}.mixed_precision.param_dtype=bf16": {"dtype": "float16", "mixed_precision": {"param_dtype": "bf16"}},
+}
 
 
-def test_nodes_get_every_key_that_may_decide_a_dtype(tmp_path):
-    word = "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
-    config = compose(parse_job(["DEVICE=cpu", f"ARGS={word}"]), tmp_path)
-    settings = cluster.engine_settings(config.actor_rollout_ref.actor)
-    assert set(settings) == {"dtype", "mixed_precision", "model_dtype"}
-    assert settings["mixed_precision"] == {"param_dtype": "bf16"}
+@pytest.mark.parametrize("words", ENGINES)
+def test_nodes_get_every_key_of_an_engine_that_may_decide_its_dtype(words, tmp_path):
+    args = " ".join(words.format(key) for key in ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp"))
+    config = compose(parse_job(["DEVICE=cpu", "ALGO=ppo", f"ARGS={args if '{' in words else words}"]), tmp_path)
+    for role in (config.actor_rollout_ref.actor, config.critic):
+        assert cluster.engine_settings(role).items() >= ENGINES[words].items()
+    assert cluster.engine_settings(config.actor_rollout_ref.ref)["dtype"] == "float16"
 
 
+DTYPES = {"compute": "float16", "product": "float16"}
 DRIVER = {
     "verl": "0.9.1",
     "stack": "54ad",
     "blobs": {"verl/a.py": "1", "verl/b.py": "2"},
     **dict.fromkeys(SAME_VERSIONS, "1.0"),
-    "dtypes": {"actor": {"compute": "float16", "product": "float16"}},
+    "dtypes": {"actor": DTYPES},
     "unseen": [],
 }
 
@@ -163,10 +165,7 @@ DRIVER = {
         ({"torch": "2.12.0"}, "has torch 2.12.0, the driver 1.0"),
         ({"vllm": None}, "has vllm None, the driver 1.0"),
         ({"transformers": "4.57.6"}, "has transformers 4.57.6, the driver 1.0"),
-        (
-            {"dtypes": {"actor": {"compute": "float16", "product": "float32"}}},
-            "resolves the actor's config to {'compute'",
-        ),
+        ({"dtypes": {"actor": DTYPES | {"product": "float32"}}}, "resolves the actor's config to {'compute'"),
         ({"unseen": ["/data/.seen-x"]}, "cannot access /data/.seen-x: OUT, the model and the data must be on storage"),
     ],
 )
@@ -216,16 +215,6 @@ def test_alarm_is_off_once_the_cluster_is_joined(monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **_: None)
     join("auto", {"env_vars": None})
     assert signal.alarm(0) == 0
-
-
-def test_cpus_of_verl_and_transfer_queue_are_counted(tmp_path):
-    words = [
-        "trainer.nnodes=2",
-        "trainer.n_gpus_per_node=8",
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units=7",
-    ]
-    config = compose(parse_job(["DEVICE=cpu", f"ARGS={' '.join(words)}"]), tmp_path)
-    assert cpus_per_node(config) == 3 * 8 + 4 + 1
 
 
 @pytest.fixture
@@ -294,147 +283,51 @@ def test_crash_of_ray_is_retried_once(query_by, tmp_path):
     shown = []
     assert cluster.query_cluster(query_by(once), tmp_path, {}, shown.append) == ["1"]
     assert shown == ["Ray crashed the process that queries the cluster (SIGSEGV): trying again"]
-    with pytest.raises(Refused, match="^RAY_ADDRESS=auto: the cluster could not be queried: exit code -11$"):
-        cluster.query_cluster(query_by("kill -SEGV $$"), tmp_path, {}, shown.append)
 
 
-def test_failed_query_is_refused_with_its_cause(query_by, tmp_path):
-    with pytest.raises(Refused, match="^RAY_ADDRESS=auto: the cluster could not be queried: OSError: no room$"):
-        cluster.query_cluster(query_by("echo 'OSError: no room' >&2; exit 1"), tmp_path, {}, print)
-    with pytest.raises(Refused, match="^RAY_ADDRESS=auto: no Ray cluster answers there within 60 s$"):
-        cluster.query_cluster(query_by("kill -ALRM $$"), tmp_path, {}, print)
-
-
-def test_output_of_ray_is_not_taken_for_an_answer(query_by, tmp_path):
-    noisy = """echo 'ray: connected'; echo '{"answer": ["1"]}'"""
-    assert cluster.query_cluster(query_by(noisy), tmp_path, {}, print) == ["1"]
+@pytest.mark.parametrize(
+    ("script", "refusal"),
+    [
+        ("kill -SEGV $$", "the cluster could not be queried: exit code -11"),
+        ("echo 'OSError: no room' >&2; exit 1", "the cluster could not be queried: OSError: no room"),
+        ("kill -ALRM $$", "no Ray cluster answers there within 60 s"),
+    ],
+)
+def test_failed_query_is_refused_with_its_cause(script, refusal, query_by, tmp_path):
+    with pytest.raises(Refused, match=f"^RAY_ADDRESS=auto: {refusal}$"):
+        cluster.query_cluster(query_by(script), tmp_path, {}, print)
 
 
 def test_nodes_that_the_cluster_no_longer_has_are_lost(query_by, tmp_path):
+    """What Ray itself prints is not taken for an answer."""
     nodes = [{"node": "first", "id": "1"}, {"node": "second", "id": "2"}]
-    assert cluster.lost_nodes(query_by("""echo '{"answer": ["1", "3"]}'"""), tmp_path, nodes) == ["second"]
+    noisy = """echo 'ray: connected'; echo '{"answer": ["1", "3"]}'"""
+    assert cluster.lost_nodes(query_by(noisy), tmp_path, nodes) == ["second"]
 
 
 def test_interruption_ends_the_query(query_by, tmp_path):
     def interrupt(_: str) -> None:
         raise KeyboardInterrupt
 
-    waits = f"""echo $$ > {tmp_path}/pid; echo '{{"progress": "waiting"}}'; exec sleep 60"""
+    pid, outlived = tmp_path / "pid", tmp_path / "outlived"
+    waits = f"""echo $$ > {pid}; echo '{{"progress": "waiting"}}'; sleep 60; touch {outlived}"""
     with pytest.raises(KeyboardInterrupt):
         cluster.query_cluster(query_by(waits), tmp_path, {}, interrupt)
-    pid = int((tmp_path / "pid").read_text())
-    _, left = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
-    assert not left
+    wait_until(lambda: outlived.exists() or not psutil.pid_exists(int(pid.read_text())), "the query has ended")
+    assert not outlived.exists()
 
 
 # --- a missing head -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:10001", "head", "head:", ":6379"])
-def test_address_that_no_node_can_join_is_refused(address):
-    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be HOST:PORT of a cluster"):
-        cluster.check_address(address)
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:6379", "127.0.0.1:99999"])
-def test_silent_head_is_refused(address):
-    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: no Ray cluster answers there"):
-        cluster.check_address(address)
-
-
-# --- a real cluster ---------------------------------------------------------------------------------------------------
-
-STARTS_S = 180
-SECRET = "hf_of_nobody_else"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-@dataclass(frozen=True)
-class UnpatchedCluster:
-    folder: Path  # of all that Ray writes
-    gcs: str
-    dashboard: str
-
-
-@pytest.fixture
-def unpatched_cluster(pristine, monkeypatch) -> Iterator[UnpatchedCluster]:
-    """Two nodes with one "GPU" each, whose Python has all packages of this one, but an unpatched verl."""
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need a short path
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    (site,) = folder.glob("venv/lib/python*/site-packages")
-    (site / "others.pth").write_text(f"{pristine}\n{sysconfig.get_paths()['purelib']}\n")
-    monkeypatch.setenv("HOME", str(folder))  # Ray looks for a token here and must, like the nodes, find none
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)  # set by ray.init in other tests of this process
-    gcs, dashboard = free_port(), free_port()
-    head = ["--head", f"--port={gcs}", f"--dashboard-port={dashboard}"]
-    environment = {"PATH": f"{folder}/venv/bin:/usr/bin:/bin", "HOME": str(folder), "HF_TOKEN": SECRET}
-    environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    started = []
-    try:
-        for name, words in (("head-1", head), ("worker-2", [f"--address=127.0.0.1:{gcs}"])):
-            options = ["--block", f"--node-name={name}", "--num-gpus=1", "--num-cpus=16"]
-            # A fresh one: a node removes a job's files once its last process there has ended.
-            options += [f"--temp-dir={folder}/{name}"]
-            command = [folder / "venv/bin/python", "-m", "ray.scripts.scripts", "start", *options, *words]
-            shown = folder / f"{name}.log"
-            with shown.open("w") as log:
-                started.append(subprocess.Popen(command, cwd="/", env=environment, stdout=log))
-            until = time.monotonic() + STARTS_S
-            while "Ray runtime started" not in shown.read_text():
-                assert time.monotonic() < until and started[-1].poll() is None, "Ray did not start"
-                time.sleep(0.5)
-        yield UnpatchedCluster(folder, f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}")
-    finally:
-        processes = [psutil.Process(node.pid) for node in started]
-        processes += [child for process in processes for child in process.children(recursive=True)]
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(processes, timeout=10)
-        shutil.rmtree(folder)
-
-
-@pytest.mark.e2e
-def test_unpatched_nodes_are_admitted_if_the_job_carries_verl(unpatched_cluster, pristine, tmp_path, monkeypatch):
-    """tests/e2e/test_cluster_faults.py tests the refusal of such nodes."""
-    where = "import importlib.util; print(importlib.util.find_spec('verl').submodule_search_locations[0])"
-    without = subprocess.run(
-        [unpatched_cluster.folder / "venv/bin/python", "-c", where], capture_output=True, text=True
-    )
-    assert without.stdout.strip() == str(pristine / "verl")
-    monkeypatch.setenv("RAY_ADDRESS", unpatched_cluster.gcs)
-    words, shown = ["DEVICE=cpu", f"OUT={tmp_path}/run", "ARGS=trainer.nnodes=2"], []
-    verl = importlib.util.find_spec("verl").submodule_search_locations[0]
-    carried = shlex.quote(f"++ray_kwargs.ray_init.runtime_env.py_modules=['{verl}']")
-    job = parse_job([*words[:-1], f"{words[-1]} {carried}"])
-    nodes = cluster.admit(job, compose(job, job.out), job.out, STARTS_S, shown.append)["nodes"]
-    assert [each["node"].split()[0] for each in nodes] == ["head-1", "worker-2"]
-    for each in nodes:
-        assert each["root"].startswith(str(unpatched_cluster.folder)), "that of the job, not the interpreter's"
-        assert each["dtypes"]["actor"]["product"] == "float16"
-    assert any(line.startswith("2 nodes run verl 0.9.1 with stack ") for line in shown)
-    assert not list(tmp_path.iterdir()), "nothing is left beside OUT"
-
-
-@pytest.mark.slow
-def test_submitted_job_trains_patched_on_unpatched_nodes(unpatched_cluster, tmp_path):
-    small = (
-        "trainer.nnodes=2 data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8"
-        " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32"  # of a worker: half of 8 prompts, 8 answers each
-        " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32"
-    )
-    words = ["DEVICE=cpu", "STEPS=1", f"OUT={tmp_path}/run", f"ARGS={small}"]
-    environment = os.environ | {"RAY_ADDRESS": unpatched_cluster.dashboard, "HF_TOKEN": SECRET}
-    command = [sys.executable, REPO / "scripts/submit.py", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
-    assert summary["patch_stamp"] == json.loads((Path(verl).parent / VERL.stamp).read_text())
-    logs = [path for path in unpatched_cluster.folder.rglob("*") if path.is_file() and "/logs/" in str(path)]
-    assert logs and not [path for path in logs if SECRET.encode() in path.read_bytes()]
+@pytest.mark.parametrize(
+    ("addresses", "refusal"),
+    [
+        ("http://127.0.0.1:8265 ray://127.0.0.1:10001 head head: :6379", "must be HOST:PORT of a cluster"),
+        ("127.0.0.1:1 no.such.host.invalid:6379 127.0.0.1:99999", "no Ray cluster answers there"),
+    ],
+)
+def test_address_that_no_node_can_join_or_whose_head_is_silent_is_refused(addresses, refusal):
+    for address in addresses.split():
+        with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: {refusal}"):
+            cluster.check_address(address)

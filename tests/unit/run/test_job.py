@@ -13,19 +13,23 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lib.cli import gpu_present, options
 from lib.errors import Refused
 from lib.paths import ARITHMETIC, CACHE, REPO
-from lib.run.job import GENERATED, MODULES, VARIABLES, compose, parse_job, quoted
+from lib.run.job import GENERATED, MODULES, VARIABLES, Job, compose, parse_job, quoted
 from lib.run.validation import validate
 
 
+def parsed(*words: str) -> Job:
+    return parse_job(["DEVICE=cpu", *words])
+
+
 def test_bare_command_is_the_sanity_task_in_fp16():
-    job = parse_job(["DEVICE=cpu"])
+    job = parsed()
     assert (job.experiment, job.precision, job.algo, job.seed) == ("arithmetic", "fp16", "grpo", 1)
     assert job.generated == ARITHMETIC
 
 
 @pytest.mark.parametrize("experiment", GENERATED)
 def test_experiments_without_a_model_generate_one_and_its_data(experiment, tmp_path):
-    job = parse_job(["DEVICE=cpu", f"EXPERIMENT={experiment}"])
+    job = parsed(f"EXPERIMENT={experiment}")
     assert job.generated == CACHE / GENERATED[experiment]
     assert {
         f"actor_rollout_ref.model.path={job.generated}/model",
@@ -37,55 +41,43 @@ def test_experiments_without_a_model_generate_one_and_its_data(experiment, tmp_p
 
 def test_own_data_file_selects_the_gsm8k_experiment(tmp_path):
     (tmp_path / "gsm8k.parquet").write_bytes(b"PAR1")
-    job = parse_job(["DEVICE=cpu", "MODEL=Qwen/Qwen2.5-0.5B-Instruct", f"TRAIN={tmp_path}/gsm8k.parquet"])
+    job = parsed("MODEL=Qwen/Qwen2.5-0.5B-Instruct", f"TRAIN={tmp_path}/gsm8k.parquet")
     assert (job.experiment, job.model) == ("gsm8k_1gpu", "Qwen/Qwen2.5-0.5B-Instruct")
     assert job.generated is None
     assert f"data.val_files={tmp_path}/gsm8k.parquet" in job.overrides(tmp_path), "the default of VAL is TRAIN"
 
 
 def test_own_model_trains_on_the_generated_data(tmp_path):
-    overrides = parse_job(["DEVICE=cpu", "MODEL=Qwen/Qwen3-0.6B"]).overrides(tmp_path)
-    assert {"actor_rollout_ref.model.path=Qwen/Qwen3-0.6B", f"data.train_files={ARITHMETIC}/train.parquet"} <= set(
-        overrides
-    )
+    own = {"actor_rollout_ref.model.path=Qwen/Qwen3-0.6B", f"data.train_files={ARITHMETIC}/train.parquet"}
+    assert own <= set(parsed("MODEL=Qwen/Qwen3-0.6B").overrides(tmp_path))
 
 
-def test_seed_and_number_of_checkpoints_reach_every_role(tmp_path):
-    config = compose(parse_job(["DEVICE=cpu", "ALGO=ppo", "SEED=0"]), tmp_path)
+def test_seed_and_number_of_checkpoints_reach_every_role_and_args_win(tmp_path):
+    args = "ARGS=trainer.total_training_steps=5 trainer.n_gpus_per_node=2"
+    config = compose(parsed("ALGO=ppo", "SEED=0", "STEPS=3", args), tmp_path)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert [config.data.seed, rollout.seed, actor.data_loader_seed, config.critic.data_loader_seed] == [0] * 4
     assert config.trainer.max_actor_ckpt_to_keep == config.trainer.max_critic_ckpt_to_keep == 2
+    assert (config.trainer.total_training_steps, config.ray_kwargs.ray_init.num_gpus) == (5, 2)
 
 
 def test_empty_variable_is_not_set():
-    assert parse_job(["DEVICE=cpu", "STEPS=", "PRECISION="]) == parse_job(["DEVICE=cpu"])
+    assert parsed("STEPS=", "PRECISION=") == parsed()
 
 
 @pytest.mark.parametrize(
     "word",
     [
-        "PRECISION=fp61",
-        "ALGO=reinforce",
-        "RECIPE=flow",
-        "EXPERIMENT=math",
-        "DEVICE=tpu",
-        "STEPS=0",
-        "STEPS=ten",
-        "STEPS=-3",
-        "SEED=1.5",
-        "RETRIES=-1",
-        "CARRY=maybe",
-        "MODEL=./no/such/model",
-        "MODEL=/no/such/model",
-        "MODEL=no-such-model",
-        "ARGS='trainer.nnodes=1",
-        "PRECISON=fp16",
+        *("PRECISION=fp61", "ALGO=reinforce", "RECIPE=flow", "EXPERIMENT=math", "DEVICE=tpu", "CARRY=maybe"),
+        *("STEPS=0", "STEPS=ten", "STEPS=-3", "SEED=1.5", "RETRIES=-1"),
+        *("MODEL=./no/such/model", "MODEL=/no/such/model", "MODEL=no-such-model"),
+        *("ARGS='trainer.nnodes=1", "PRECISON=fp16"),
     ],
 )
 def test_bad_value_is_refused_by_name(word):
     name, _, value = word.partition("=")
     with pytest.raises(Refused) as refusal:
-        parse_job(["DEVICE=cpu", word])
+        parsed(word)
     message = str(refusal.value)
     assert message.startswith(name) and "\n" not in message
     assert value in message or name == "PRECISON"
@@ -93,7 +85,7 @@ def test_bad_value_is_refused_by_name(word):
 
 @pytest.mark.parametrize("recipe", options("recipe"))
 def test_recipe_adds_a_config_group_and_a_module(recipe, tmp_path):
-    plain, job = parse_job(["DEVICE=cpu"]), parse_job(["DEVICE=cpu", f"RECIPE={recipe}"])
+    plain, job = parsed(), parsed(f"RECIPE={recipe}")
     assert set(job.overrides(tmp_path)) - set(plain.overrides(tmp_path)) == {
         f"+recipe={recipe}",
         f"trainer.experiment_name={recipe}-fp16-seed1",
@@ -108,21 +100,21 @@ def test_recipe_adds_a_config_group_and_a_module(recipe, tmp_path):
 
 def test_recipe_with_another_algorithm_is_refused():
     with pytest.raises(Refused, match="^ALGO=ppo: RECIPE=flowrl requires grpo$"):
-        parse_job(["DEVICE=cpu", "ALGO=ppo", "RECIPE=flowrl"])
+        parsed("ALGO=ppo", "RECIPE=flowrl")
 
 
 def test_cluster_default_is_two_retries_and_a_model_beside_out(monkeypatch):
-    assert parse_job(["DEVICE=cpu"]).retries == 0
-    assert parse_job(["DEVICE=cpu", "OUT=/tmp/run"]).generated == CACHE / "addition"
+    assert parsed().retries == 0
+    assert parsed("OUT=/tmp/run").generated == CACHE / "addition"
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
-    job = parse_job(["DEVICE=cpu"])
-    assert (job.cluster, job.retries, parse_job(["DEVICE=cpu", "RETRIES=0"]).retries) == ("127.0.0.1:6379", 2, 0)
+    job = parsed()
+    assert (job.cluster, job.retries, parsed("RETRIES=0").retries) == ("127.0.0.1:6379", 2, 0)
     assert job.settings() == replace(job, cluster=None, retries=5).settings(), "a run must be resumable on any node"
 
 
 def test_cluster_run_passes_its_environment_to_every_node_and_counts_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
-    job = parse_job(["DEVICE=cpu", "RECIPE=flowrl", f"OUT={tmp_path}/it's a run"])
+    job = parsed("RECIPE=flowrl", f"OUT={tmp_path}/it's a run")
     config = compose(job, job.out)
     handed = config.ray_kwargs.ray_init.runtime_env.env_vars
     assert {name: handed[name] for name in job.environment(job.out)} == job.environment(job.out)
@@ -131,7 +123,7 @@ def test_cluster_run_passes_its_environment_to_every_node_and_counts_nothing(tmp
     assert config.ray_kwargs.ray_init.num_cpus is None and config.ray_kwargs.ray_init.num_gpus is None
     assert config.transfer_queue.backend.SimpleStorage.required_node_resource == "GPU", "never a head without a CPU"
     assert job.generated == tmp_path / ".cache/addition", "every node mounts OUT, but not this checkout"
-    validate(job, config)
+    validate(job, config, here=True)
 
 
 def test_cuda_on_a_cluster_needs_no_gpu_here(monkeypatch):
@@ -154,19 +146,12 @@ def test_hydra_reads_back_quoted_values(value):
 def test_printed_line_starts_the_same_command(tmp_path):
     """A shell splits the line into the environment and the words with which ``main_ppo`` is started."""
     out = tmp_path / "it's a run"
-    job = parse_job(["DEVICE=cpu", "ARGS=trainer.nnodes=1 '+note={a: 1}'"])
+    job = parsed("ARGS=trainer.nnodes=1 '+note={a: 1}'")
     program = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['VERL_FILE_LOGGER_PATH']]))"
     line = job.shell_line(out).replace(" -m ", f" -c {shlex.quote(program)} ")
     words, metrics = json.loads(subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout)
     assert words == job.command(out)[2:]
     assert metrics == str(out / "verl.jsonl")
-
-
-def test_args_override_everything_else(tmp_path):
-    job = parse_job(["DEVICE=cpu", "STEPS=3", "ARGS=trainer.total_training_steps=5 trainer.n_gpus_per_node=2"])
-    config = compose(job, tmp_path)
-    assert config.trainer.total_training_steps == 5
-    assert config.ray_kwargs.ray_init.num_gpus == 2
 
 
 @pytest.mark.parametrize(
@@ -175,37 +160,37 @@ def test_args_override_everything_else(tmp_path):
 )
 def test_misspelt_override_is_refused_in_one_line(args, tmp_path):
     with pytest.raises(Refused) as refusal:
-        compose(parse_job(["DEVICE=cpu", f"ARGS={args}"]), tmp_path)
+        compose(parsed(f"ARGS={args}"), tmp_path)
     assert str(refusal.value).startswith(f"ARGS={shlex.join([args])}: ") and "\n" not in str(refusal.value)
 
 
 def test_refusal_without_a_word_at_fault_names_the_configuration(tmp_path):
-    job = replace(parse_job(["DEVICE=cpu", "ARGS=trainer.save_freq=1"]), experiment="none")
+    job = replace(parsed("ARGS=trainer.save_freq=1"), experiment="none")
     with pytest.raises(Refused, match="^configuration: "):
         compose(job, tmp_path)
 
 
 def test_rays_workers_have_the_niceness_of_the_run(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_worker_niceness", raising=False)
-    assert parse_job(["DEVICE=cpu"]).environment(tmp_path)["RAY_worker_niceness"] == "0"
+    assert parsed().environment(tmp_path)["RAY_worker_niceness"] == "0"
     monkeypatch.setenv("RAY_worker_niceness", "10")
-    assert parse_job(["DEVICE=cpu"]).environment(tmp_path)["RAY_worker_niceness"] == "10"
+    assert parsed().environment(tmp_path)["RAY_worker_niceness"] == "10"
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # its nodes were started elsewhere
-    assert "RAY_worker_niceness" not in parse_job(["DEVICE=cpu"]).environment(tmp_path)
+    assert "RAY_worker_niceness" not in parsed().environment(tmp_path)
 
 
-@pytest.mark.parametrize("words", ["TRAIN=/etc/hostname", "VAL=/none.parquet", "OUT=/proc/out", "PRECISION=fp61"])
-def test_bad_input_is_refused_without_an_installed_package(words):
-    """``make run`` checks with a Python without packages before it creates the environment."""
-    command = [sys.executable, "-S", "-m", "lib.run.job", words]  # -S: no installed package
-    done = subprocess.run(command, cwd=REPO / "scripts", capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith(f"run: {words}: ") and done.stderr.count("\n") == 1
+def started(*words: str) -> subprocess.CompletedProcess:
+    """Run the module with a Python without packages, as ``make`` and the launch scripts do before they install any."""
+    command = [sys.executable, "-S", "-m", "lib.run.job", *words]  # -S: no installed package
+    return subprocess.run(command, cwd=REPO / "scripts", capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("word", ["TRAIN=/etc/hostname", "VAL=/none.parquet", "OUT=/proc/out", "PRECISION=fp61"])
+def test_bad_input_is_refused_without_an_installed_package(word):
+    done = started(word)
+    assert done.returncode == 1 and done.stderr.startswith(f"run: {word}: ") and done.stderr.count("\n") == 1
 
 
 def test_launch_scripts_read_the_variables_and_the_generated_experiments():
-    command = [sys.executable, "-S", "-m", "lib.run.job"]
-    printed = {
-        option: subprocess.run([*command, option], cwd=REPO / "scripts", capture_output=True, text=True).stdout.split()
-        for option in ("--names", "--generated")
-    }
-    assert printed == {"--names": list(VARIABLES), "--generated": list(GENERATED)}
+    assert started("--names").stdout.split() == list(VARIABLES)
+    assert started("--generated").stdout.split() == list(GENERATED)

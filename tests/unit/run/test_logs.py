@@ -12,9 +12,8 @@ from lib.run.deaths import Death, DeathReader, lost_worker
 from lib.run.log import errors, reports
 
 RECORDED = Path(__file__).parent / "train_logs"
-STAMP = {"release": "0.9.1", "stack": "0123456789ab", "tree": "f" * 40}
-ACTOR = {"role": "actor", "rank": 0, "compute": "float16", "loss_scaling": True, "stamp": STAMP}
-ROLLOUT = {"role": "rollout", "rank": 0, "rollout": "float16", "stamp": STAMP}
+ACTOR = {"role": "actor", "rank": 0, "compute": "float16", "loss_scaling": True}
+ROLLOUT = {"role": "rollout", "rank": 0, "rollout": "float16"}
 
 
 def recorded(name: str) -> list[str]:
@@ -57,24 +56,35 @@ DIED = [
 ACTOR_DIED = ["ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", "\tpid: 20673"]
 
 
-def test_lost_worker_is_distinguished_from_a_failed_job():
-    nodes = [{"node": "head (127.0.0.2)"}, {"node": "second (127.0.0.3)"}]
-    assert lost_worker(DIED + ACTOR_DIED, nodes) == "WorkerDict (pid 20673) on node second (127.0.0.3)"
-    other = DIED[2].replace("20673", "777").replace("127.0.0.3", "127.0.0.2")  # taken along by the first
-    assert lost_worker([*DIED, other], nodes) == "WorkerDict (pid 20673) on node second (127.0.0.3)"
-    closed = ["RuntimeError: [gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.3]:45843"]
-    assert lost_worker(DIED[2:] + closed) == "a worker (pid 20673) on node 127.0.0.3"
-    task = ["(main_task pid=20673, ip=127.0.0.3) Using fp16"]
-    assert lost_worker(task + DIED[2:], nodes) == "main_task (pid 20673) on node second (127.0.0.3)"
-    assert lost_worker(ACTOR_DIED, nodes) == "a worker"
-    for error in ("OutOfMemory", "ActorUnavailable", "NodeDied", "WorkerCrashed"):
-        assert lost_worker([f"ray.exceptions.{error}Error: The task was killed."]) == "a worker"
-    assert lost_worker(["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."]) is None
-    assert lost_worker(["ValueError: Total available GPUs 1.0 is less than total desired GPUs 2"], nodes) is None
-    created = (
-        "ActorDiedError: The actor died because of an error raised in its creation task, ray::WorkerDict.__init__()"
-    )
-    assert lost_worker([f"ray.exceptions.{created}", "ValueError: no such key"], nodes) is None
+NODES = [{"node": "head (127.0.0.2)"}, {"node": "second (127.0.0.3)"}]
+TASK = "(main_task pid=20673, ip=127.0.0.3) Using fp16"
+TAKEN_ALONG = DIED[2].replace("20673", "777").replace("127.0.0.3", "127.0.0.2")
+CREATION = "The actor died because of an error raised in its creation task, ray::WorkerDict.__init__()"
+
+
+@pytest.mark.parametrize(
+    ("lines", "lost"),
+    [
+        (DIED + ACTOR_DIED, "WorkerDict (pid 20673) on node second (127.0.0.3)"),
+        ([*DIED, TAKEN_ALONG], "WorkerDict (pid 20673) on node second (127.0.0.3)"),
+        ([TASK, DIED[2]], "main_task (pid 20673) on node second (127.0.0.3)"),
+        (ACTOR_DIED, "a worker"),
+        *(
+            ([f"ray.exceptions.{error}Error: The task was killed."], "a worker")
+            for error in ("OutOfMemory", "ActorUnavailable", "NodeDied", "WorkerCrashed")
+        ),
+        (["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."], None),
+        (["ValueError: Total available GPUs 1.0 is less than total desired GPUs 2"], None),
+        ([f"ray.exceptions.ActorDiedError: {CREATION}", "ValueError: no such key"], None),
+    ],
+)
+def test_lost_worker_is_distinguished_from_a_failed_job(lines, lost):
+    assert lost_worker(lines, NODES) == lost
+
+
+def test_lost_worker_of_an_unknown_node_has_its_address():
+    closed = "RuntimeError: [gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.3]:45843"
+    assert lost_worker([DIED[2], closed]) == "a worker (pid 20673) on node 127.0.0.3"
 
 
 @pytest.mark.parametrize(
@@ -139,40 +149,30 @@ def test_first_causes_are_kept_where_many_failed():
     assert errors(lines) == ["RuntimeError: rank 0", "RuntimeError: rank 1", "RuntimeError: rank 8"]
 
 
-def test_only_the_death_of_an_actor_is_certain_to_end_a_run():
-    died = DIED[2]
-    assert DeathReader().read(DIED) == Death("WorkerDict (pid 20673) died", certain=True)
-    task = DIED[1].replace("WorkerDict", "get_master_addr_port")
-    assert DeathReader().read([task, died]) == Death("a worker (pid 20673) died", certain=False)
+ACTOR_OF_VERL = Death("WorkerDict (pid 20673) died", certain=True)
+UNKNOWN = Death("a worker (pid 20673) died", certain=False)
+
+
+@pytest.mark.parametrize(
+    ("parts", "deaths"),
+    [
+        ([DIED], [ACTOR_OF_VERL]),
+        ([DIED[:2], DIED[2:]], [None, ACTOR_OF_VERL]),
+        # Ray may name a dead actor after its death, and prefixes those on the driver's own node without an address
+        ([DIED[2:], DIED[:2], DIED[:2]], [UNKNOWN, ACTOR_OF_VERL, None]),
+        ([[DIED[1].replace(", ip=127.0.0.3", ""), DIED[2]]], [ACTOR_OF_VERL]),
+        # a process id identifies an actor only on its own node; a task and a user's own actor are not verl's
+        ([[DIED[1].replace("ip=127.0.0.3", "ip=10.0.0.9"), DIED[2]]], [UNKNOWN]),
+        ([[DIED[1].replace("WorkerDict", "get_master_addr_port"), DIED[2]]], [UNKNOWN]),
+        ([[DIED[1].replace("WorkerDict", "SandboxPool"), DIED[2]]], [Death("SandboxPool (pid 20673) died", False)]),
+        ([ACTOR_DIED], [Death("a worker died", certain=False)]),
+        ([[*ACTOR_DIED, *DIED]], [ACTOR_OF_VERL]),
+        ([["ValueError: EngineCore is not a word of a death"]], [None]),
+    ],
+)
+def test_only_the_death_of_an_actor_of_verl_is_certain_to_end_a_run(parts, deaths):
     reader = DeathReader()
-    assert reader.read(DIED[:2]) is None
-    assert reader.read([died]) == Death("WorkerDict (pid 20673) died", certain=True)
-    assert DeathReader().read(ACTOR_DIED) == Death("a worker died", certain=False)
-    assert DeathReader().read([*ACTOR_DIED, *DIED]) == Death("WorkerDict (pid 20673) died", certain=True)
-    assert DeathReader().read(["ValueError: EngineCore is not a word of a death"]) is None
-
-
-def test_actor_on_the_drivers_own_node_is_known_by_its_process_id():
-    here = DIED[1].replace(", ip=127.0.0.3", "")
-    assert DeathReader().read([here, DIED[2]]) == Death("WorkerDict (pid 20673) died", certain=True)
-
-
-def test_ray_may_name_a_dead_actor_after_its_death():
-    reader = DeathReader()
-    assert reader.read([DIED[2]]) == Death("a worker (pid 20673) died", certain=False)
-    assert reader.read(DIED[:2]) == Death("WorkerDict (pid 20673) died", certain=True)
-    assert reader.read(DIED[:2]) is None
-
-
-def test_death_of_a_users_own_actor_is_uncertain():
-    own = [line.replace("WorkerDict", "SandboxPool") for line in DIED[1:3]]
-    assert DeathReader().read(own) == Death("SandboxPool (pid 20673) died", certain=False)
-
-
-def test_process_id_identifies_an_actor_only_on_its_own_node():
-    elsewhere = DIED[1].replace("ip=127.0.0.3", "ip=10.0.0.9")
-    assert "ip=10.0.0.9" in elsewhere
-    assert DeathReader().read([elsewhere, DIED[2]]) == Death("a worker (pid 20673) died", certain=False)
+    assert [reader.read(lines) for lines in parts] == deaths
 
 
 def test_request_without_room_may_be_another_jobs_on_a_shared_ray():

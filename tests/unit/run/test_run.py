@@ -1,94 +1,66 @@
 """The command ``scripts/run.py``, and its use by ``make run``."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from support.report_runs import finished_run
 
 import run
 from lib.errors import Refused
 from lib.files import write_json
 from lib.paths import REPO
 from lib.run import train
-from lib.run.folder import start_record
 from lib.run.job import Job, compose, parse_job
 from lib.run.start_checks import check_start
 
-
-def command(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, REPO / "scripts" / "run.py", *words], capture_output=True, text=True)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["PRECISION=fp61"],
-        ["PRECISON=fp16"],
-        ["STEPS=none"],
-        ["MODEL=./no/such/model"],
-        ["TRAIN=no-such.parquet"],
-        ["ARGS=trainer.n_gpu=2"],
-        ["ALGO=ppo", "RECIPE=flowrl"],
-        ["ARGS=actor_rollout_ref.actor.flowrl.beta=0", "RECIPE=flowrl"],
-    ],
-)
-def test_bad_input_is_refused_in_one_line_and_leaves_nothing(words, tmp_path):
-    refused(words, words[0].partition("=")[0], tmp_path)
-
-
-def test_workers_that_ray_cannot_place_are_refused_before_it_starts(tmp_path):
-    refused(["ARGS=trainer.n_gpus_per_node=64"], "trainer.n_gpus_per_node=64: must be at most 4: ", tmp_path)
-
-
-def refused(words: list[str], begin: str, folder: Path) -> None:
-    """Assert that the command refuses the words in one line with this beginning and leaves the folder empty."""
-    done = command("DEVICE=cpu", f"OUT={folder / 'out'}", *words)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"run: {begin}")
-    assert list(folder.iterdir()) == []
-
-
 SANITY = ["EXPERIMENT=sanity_cpu", "DEVICE=cpu", "STEPS=40"]
-REFUSED_BY_VERL = "actor_rollout_ref.actor.ppo_mini_batch_size=64"
-
-
-def finished(out: Path, *words: str) -> Path:
-    """Create the folder of a finished run of 40 steps."""
-    job = parse_job([*SANITY, *words, f"OUT={out}"])
-    record = start_record(job, out, 40)
-    out.mkdir(parents=True)
-    write_json(out / "run.json", record)
-    (out / "metrics.jsonl").write_text('{"step": 1, "data": {}}\n')
-    write_json(out / "summary.json", {})
-    return out
-
-
-def test_check_reports_which_runs_are_finished_and_writes_nothing(tmp_path):
-    done, ahead = finished(tmp_path / "done"), tmp_path / "ahead"
-    before = sorted(tmp_path.rglob("*"))
-    checked = command("--check", "--", *SANITY, f"OUT={done}", "--", *SANITY, "SEED=2", f"OUT={ahead}")
-    assert checked.returncode == 0, checked.stderr
-    assert json.loads(checked.stdout.splitlines()[-1]) == [
-        {"out": str(done), "steps": 40, "finished": True},
-        {"out": str(ahead), "steps": 40, "finished": False},
-    ]
-    assert sorted(tmp_path.rglob("*")) == before
+MINI_BATCH, BETA = (f"actor_rollout_ref.actor.{key}" for key in ("ppo_mini_batch_size", "flowrl.beta"))
 
 
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        (["PRECISON=fp16"], "PRECISON: is not a variable of this command; did you mean PRECISION?"),
+        (["PRECISION=fp61"], "PRECISION=fp61: "),
+        (["STEPS=none"], "STEPS=none: "),
+        (["MODEL=./no/such/model"], "MODEL=./no/such/model: "),
+        (["TRAIN=no-such.parquet"], "TRAIN=no-such.parquet: "),
+        (["ARGS=trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
+        (["ALGO=ppo", "RECIPE=flowrl"], "ALGO=ppo: "),
+        ([f"ARGS={BETA}=0", "RECIPE=flowrl"], f"ARGS={BETA}=0: "),
         (["ARGS=trainer.n_gpus_per_node=64"], "trainer.n_gpus_per_node=64: must be at most 4: "),
-        (["SEED=2", "--", "ARGS=trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
-        ([f"ARGS={REFUSED_BY_VERL}"], f"ARGS={REFUSED_BY_VERL}: train_batch_size (32) must be >="),
+        (["--check", "PRECISON=fp16"], "PRECISON: is not a variable of this command; did you mean PRECISION?"),
+        (["--check", "ARGS=trainer.n_gpus_per_node=64"], "trainer.n_gpus_per_node=64: must be at most 4: "),
+        (["--check", "SEED=2", "--", "ARGS=trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
+        (["--check", f"ARGS={MINI_BATCH}=64"], f"ARGS={MINI_BATCH}=64: train_batch_size (32) must be >="),
     ],
 )
-def test_check_refuses_as_the_run_would(words, refusal, tmp_path):
-    refused(["--check", *words], refusal, tmp_path)
+def test_bad_input_is_refused_in_one_line_and_leaves_nothing(words, refusal, validated_here, monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "interrupt_on_signals", lambda: None)
+    with pytest.raises(Refused, match=f"^{re.escape(refusal)}") as refused:
+        run.main(["DEVICE=cpu", f"OUT={tmp_path / 'out'}", *words])
+    assert "\n" not in str(refused.value) and list(tmp_path.iterdir()) == []
+
+
+def test_refusal_is_all_that_the_command_prints():
+    line = [sys.executable, REPO / "scripts/run.py", "DEVICE=cpu", "PRECISON=fp16"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("run: PRECISON: is not a variable of this command; did you mean PRECISION?")
+
+
+def test_check_reports_which_runs_are_finished_and_writes_nothing(validated_here, tmp_path, capsys):
+    done, ahead = finished_run(tmp_path / "done", *SANITY, steps=40), tmp_path / "ahead"
+    before = sorted(tmp_path.rglob("*"))
+    run.main(["--check", "--", *SANITY, f"OUT={done}", "--", *SANITY, "SEED=2", f"OUT={ahead}"])
+    assert json.loads(capsys.readouterr().out) == [
+        {"out": str(done), "steps": 40, "finished": True},
+        {"out": str(ahead), "steps": 40, "finished": False},
+    ]
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_run_on_a_cluster_is_not_compared_with_this_machine(tmp_path, monkeypatch):
@@ -135,7 +107,7 @@ def test_failed_run_leaves_no_summary(code, trained, tmp_path):
 
 @pytest.mark.parametrize(("checkpoint", "wall_s"), [(0, 0.0), (2, 100.0)])
 def test_time_counts_from_the_attempts_that_left_a_checkpoint(checkpoint, wall_s, trained, tmp_path):
-    out = finished(tmp_path / "out")
+    out = finished_run(tmp_path / "out", *SANITY, steps=40)
     (out / "summary.json").unlink()
     write_json(out / "run.json", json.loads((out / "run.json").read_text()) | {"wall_s": 100.0})
     if checkpoint:

@@ -32,6 +32,12 @@ from verl.utils.tracking import FileLogger
 STAMP = {"release": "0.9.1", "stack": "0123456789ab", "tree": "f" * 40}
 ACTOR = {"role": "actor", "rank": 0, "compute": "float16", "loss_scaling": True, "stamp": STAMP}
 ROLLOUT = {"role": "rollout", "rank": 0, "rollout": "float16", "stamp": STAMP}
+FLOWRL = {
+    "actor/flowrl/log_z": -0.5,
+    "actor/flowrl/delta_std": 13.81,
+    "flowrl/distinct_right_answers": 1.25,
+    "actor/flowrl/effective_samples": 0.875,
+}
 
 
 def metrics(step: int, **more: float) -> dict:
@@ -47,6 +53,10 @@ def metrics(step: int, **more: float) -> dict:
     }
 
 
+def rows(last: int, **more: float) -> list[dict]:
+    return [{"step": step, "data": metrics(step, **more)} for step in range(1, last + 1)]
+
+
 def verl_logs(out: Path, steps: range, monkeypatch) -> None:
     """Write the file of one attempt of verl, whose logger truncates it first."""
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(out / "verl.jsonl"))
@@ -60,11 +70,11 @@ def job(*words: str) -> Job:
     return parse_job(["DEVICE=cpu", *words])
 
 
-def started(out: Path, request: Job, steps: int, checkpoint: int = 0, finished: bool = False) -> Path:
+def started(out: Path, *words: str, steps: int = 10, checkpoint: int = 0, finished: bool = False) -> Path:
     """Create a run's folder as ``scripts/run.py`` leaves it."""
-    record = start_record(request, out, steps)
+    record = start_record(job(*words), out, steps)
     (out / "checkpoints").mkdir(parents=True)
-    (out / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": metrics(1)}) + "\n")
+    (out / "metrics.jsonl").write_text(json.dumps(rows(1)[0]) + "\n")
     write_json(out / "run.json", record)
     if checkpoint:
         (out / "checkpoints" / f"global_step_{checkpoint}").mkdir()
@@ -88,24 +98,18 @@ def test_resumed_run_has_every_step_once(tmp_path, monkeypatch):
 
 def test_validation_before_a_resumed_run_does_not_replace_the_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, "data": metrics(3)}) + "\n")
-    (tmp_path / "verl.jsonl").write_text(json.dumps({"step": 3, "data": {"val-core/acc": 0.5}}) + "\n")
+    (tmp_path / "verl.jsonl").write_text(json.dumps({"step": 3, "data": {"val-core/acc": 0.5}}) + '\n{"step": 4, "da')
     (row,) = training_rows(merge_metrics(tmp_path))
-    assert row["data"] == metrics(3) | {"val-core/acc": 0.5}
-
-
-def test_incomplete_line_is_left_out(tmp_path):
-    (tmp_path / "verl.jsonl").write_text(json.dumps({"step": 1, "data": metrics(1)}) + '\n{"step": 2, "da')
-    assert [row["step"] for row in merge_metrics(tmp_path)] == [1]
+    assert row == {"step": 3, "data": metrics(3) | {"val-core/acc": 0.5}}, "an incomplete line is left out"
 
 
 def test_repeated_command_resumes_an_unfinished_run_and_leaves_a_finished_one_alone(tmp_path):
-    request = job()
-    first = choose_folder(request, tmp_path)
+    first = choose_folder(job(), tmp_path)
     assert first == tmp_path / "arithmetic" / "grpo-fp16-seed1"
-    started(first, request, 10, checkpoint=4)
-    assert choose_folder(request, tmp_path) == first
+    started(first, checkpoint=4)
+    assert choose_folder(job(), tmp_path) == first
     write_json(first / "summary.json", {})
-    assert choose_folder(request, tmp_path) == first.with_name("grpo-fp16-seed1-2")
+    assert choose_folder(job(), tmp_path) == first.with_name("grpo-fp16-seed1-2")
     assert choose_folder(job("SEED=2"), tmp_path) == first.with_name("grpo-fp16-seed2")
     assert choose_folder(job("RECIPE=flowrl"), tmp_path) == first.with_name("flowrl-fp16-seed1")
     assert choose_folder(job(f"OUT={first}"), tmp_path) == first
@@ -113,34 +117,24 @@ def test_repeated_command_resumes_an_unfinished_run_and_leaves_a_finished_one_al
 
 @pytest.mark.parametrize(
     "other",
-    [
-        "EXPERIMENT=terms",
-        "PRECISION=bf16",
-        "ALGO=ppo",
-        "RECIPE=flowrl",
-        "SEED=2",
-        "MODEL=Qwen/Qwen3-0.6B",
-        "VAL={data}",
-        "ARGS=trainer.nnodes=2",
-    ],
+    ["EXPERIMENT=terms", "PRECISION=bf16", "ALGO=ppo", "SEED=2", "MODEL=Qwen/Qwen3-0.6B", "VAL={}/data.parquet"],
 )
 def test_folder_with_other_settings_is_refused_by_name(other, tmp_path):
-    out = started(tmp_path / "out", job(), 10, checkpoint=4)
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
-    other = other.format(data=tmp_path / "data.parquet")
+    out = started(tmp_path / "out", checkpoint=4)
     name = other.partition("=")[0]
     with pytest.raises(Refused, match=f"^{name}=.* contains a run with {name}="):
-        start_record(job(other), out, 10)
+        start_record(job(other.format(tmp_path)), out, 10)
 
 
 def test_refusal_of_other_args_names_the_words_that_differ(tmp_path):
-    out = started(tmp_path / "out", job("ARGS=trainer.save_freq=1 trainer.nnodes=1"), 10, checkpoint=4)
+    out = started(tmp_path / "out", "ARGS=trainer.save_freq=1 trainer.nnodes=1", checkpoint=4)
     with pytest.raises(Refused, match=f"^ARGS=trainer.nnodes=2: {out} contains a run with ARGS=trainer.nnodes=1; "):
         start_record(job("ARGS=trainer.save_freq=1 trainer.nnodes=2"), out, 10)
 
 
 def test_variable_that_an_older_run_predates_counts_as_unset(tmp_path):
-    out = started(tmp_path / "out", job(), 10, checkpoint=4)
+    out = started(tmp_path / "out", checkpoint=4)
     record = json.loads((out / "run.json").read_text())
     del record["settings"]["RECIPE"]
     write_json(out / "run.json", record)
@@ -150,36 +144,35 @@ def test_variable_that_an_older_run_predates_counts_as_unset(tmp_path):
 
 
 def test_run_that_failed_before_its_first_step_is_replaced(tmp_path):
-    out = started(tmp_path / "out", job("ARGS=trainer.nnodes=7"), 10)
+    out = started(tmp_path / "out", "ARGS=trainer.nnodes=7")
     (out / "metrics.jsonl").write_text("")
     assert start_record(job(), out, 10)["settings"]["ARGS"] == ""
 
 
 def test_run_resumes_only_to_more_steps(tmp_path):
-    finished = started(tmp_path / "finished", job(), 10, checkpoint=10, finished=True)
+    finished = started(tmp_path / "finished", checkpoint=10, finished=True)
     assert start_record(job(), finished, 11)["steps"] == 11
     for steps in (10, 9):
         with pytest.raises(Refused, match=f"^STEPS={steps}: .* finished run of 10"):
             start_record(job(), finished, steps)
-    unfinished = started(tmp_path / "unfinished", job(), 10, checkpoint=6)
+    unfinished = started(tmp_path / "unfinished", checkpoint=6)
     assert start_record(job(), unfinished, 6)["steps"] == 6
     with pytest.raises(Refused, match="^STEPS=5: .* already at step 6"):
         start_record(job(), unfinished, 5)
 
 
 def test_run_whose_checkpoints_are_all_torn_is_refused(tmp_path):
-    out = started(tmp_path / "out", job(), 10, checkpoint=2)
+    out = started(tmp_path / "out", checkpoint=2)
     write_json(out / "checkpoints/global_step_2/manifest.json", {"files": None})  # its save was not finished
     with pytest.raises(Refused, match=f"^OUT={out}: no whole checkpoint in {out}/checkpoints: "):
         checkpoint_step(out)
 
 
 def test_finished_run_is_recognised_by_steps_and_settings(tmp_path):
-    out = started(tmp_path / "finished", job(), 10, finished=True)
-    assert finished_as(job(), out, 10)
-    assert not finished_as(job(), out, 9) and not finished_as(job(), out, 11)
+    out = started(tmp_path / "finished", finished=True)
+    assert [finished_as(job(), out, steps) for steps in (9, 10, 11)] == [False, True, False]
     assert not finished_as(job("SEED=2"), out, 10)
-    assert not finished_as(job(), started(tmp_path / "unfinished", job(), 10), 10)
+    assert not finished_as(job(), started(tmp_path / "unfinished"), 10)
 
 
 def test_folder_of_something_else_is_refused(tmp_path):
@@ -197,14 +190,14 @@ def test_folder_is_locked_by_its_run(tmp_path):
     assert (tmp_path / "train.log").read_text() == "earlier\n"
 
 
-@pytest.fixture
-def summary(tmp_path, monkeypatch) -> dict:
-    verl_logs(tmp_path, range(1, 9), monkeypatch)
-    record = start_record(job(), tmp_path / "out", 8) | {"wall_s": 83.25, "peak_memory_gib": 6.5}
-    return summarize(job(), record, merge_metrics(tmp_path), [ACTOR, ROLLOUT, ACTOR | {"rank": 1}])
+def summary_of(data: list[dict], reports: list[dict], *words: str, **record: float | None) -> dict:
+    begun = start_record(job(*words), Path("/no/such/run"), len(data))
+    return summarize(job(*words), begun | record, data, reports)
 
 
-def test_summary_reports_the_measurements(summary):
+def test_summary_reports_the_measurements():
+    reports = [ACTOR, ROLLOUT, ACTOR | {"rank": 1}]
+    summary = summary_of(rows(8), reports, wall_s=83.25, peak_memory_gib=6.5)
     assert summary["release"] == summary["versions"]["verl"] == "0.9.1"
     assert set(summary["versions"]) == {"python", "torch", "vllm", "verl", "ray", "transformers"}
     assert (summary["precision"], summary["algo"], summary["device"], summary["steps"]) == ("fp16", "grpo", "cpu", 8)
@@ -223,10 +216,9 @@ def test_summary_reports_the_measurements(summary):
     assert "0.600 mean of the last 5" in summary_table(summary)
 
 
-def test_summary_of_a_cluster_run_has_no_memory_and_a_median_apart_from_the_mean(tmp_path):
+def test_summary_of_a_cluster_run_has_no_memory_and_a_median_apart_from_the_mean():
     data = [{"step": step, "data": metrics(step) | {K3_KL: k3}} for step, k3 in enumerate((1e-7, 2e-7, 9e-6), 1)]
-    record = start_record(job(), tmp_path / "out", 3) | {"peak_memory_gib": None}
-    summary = summarize(job(), record, data, [ACTOR])
+    summary = summary_of(data, [ACTOR], peak_memory_gib=None)
     assert summary["k3_kl"] == pytest.approx(3.1e-6) and summary["k3_kl_median"] == 2e-7
     assert summary["peak_memory_gib"] is None and "- GiB at the peak" in summary_table(summary)
 
@@ -236,40 +228,26 @@ def test_value_of_0_counts_and_null_does_not():
     assert metric_values(data, REWARD) == [0.0, 1.0] and metric_mean(data, REWARD) == 0.5
 
 
-def test_summary_lists_workers_that_differ(tmp_path, monkeypatch):
-    verl_logs(tmp_path, range(1, 3), monkeypatch)
-    record = start_record(job(), tmp_path / "out", 2)
-    unpatched = ACTOR | {"rank": 1, "compute": "bfloat16", "stamp": None}
-    summary = summarize(job(), record, merge_metrics(tmp_path), [ACTOR, unpatched])
+def test_summary_lists_workers_that_differ():
+    summary = summary_of(rows(2), [ACTOR, ACTOR | {"rank": 1, "compute": "bfloat16", "stamp": None}])
     assert summary["patch_stamp"] == [STAMP, None]
     assert [report["compute"] for report in summary["effective_dtypes"]["actor"]] == ["float16", "bfloat16"]
     assert "workers differ" in summary_table(summary)
 
 
 def test_progress_is_one_line():
-    data = [{"step": step, "data": metrics(step)} for step in (1, 2, 3)]
-    assert progress_line(data, 40) == (
+    assert progress_line(rows(3), 40) == (
         "step  3/40  reward 0.300  mismatch: probs 3.0e-05 k3 3.0e-07  loss scale 21845.3  skipped 1"
         "  2.0 s/step  left 1:14"
     )
 
 
-FLOWRL = {
-    "actor/flowrl/log_z": -0.5,
-    "actor/flowrl/delta_std": 13.81,
-    "flowrl/distinct_right_answers": 1.25,
-    "actor/flowrl/effective_samples": 0.875,
-}
-
-
-def test_flowrl_metrics_are_shown(tmp_path):
-    data = [{"step": step, "data": metrics(step) | FLOWRL} for step in (1, 2)]
+def test_flowrl_metrics_are_shown():
     assert (
         "k3 2.0e-07  log_z -0.5  delta_std 13.8  distinct_right_answers 1.25  effective_samples 0.875  loss scale 32768"
-        in progress_line(data, 2)
+        in progress_line(rows(2, **FLOWRL), 2)
     )
-    request = job("RECIPE=flowrl")
-    summary = summarize(request, start_record(request, tmp_path / "out", 2), data, [ACTOR])
+    summary = summary_of(rows(2, **FLOWRL), [ACTOR], "RECIPE=flowrl")
     assert summary["recipe"] == "flowrl"
     assert summary["flowrl"]["delta_std"] == {"first": 13.81, "last": 13.81}
     assert "log_z                  -0.5 at the first step, -0.5 mean of the last 2" in summary_table(summary)
@@ -281,27 +259,21 @@ def picture(file: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("missing", [(), (LOSS_SCALE, SKIPPED)], ids=["fp16", "bf16"])
 def test_curves_are_a_picture(missing, tmp_path):
-    data = [{"step": step, "data": metrics(step)} for step in range(1, 6)]
-    for row in data:
+    data, with_flowrl = rows(5), rows(5, **FLOWRL)
+    for row in (*data, *with_flowrl):
         for name in missing:
             del row["data"][name]
     plot_curves([("run", data)], "title", tmp_path / "curves.png")
     plain = picture(tmp_path / "curves.png")
     assert plain.shape[:2] == (720, 1200) and plain.min() < plain.max()
-    with_flowrl = [{"step": row["step"], "data": row["data"] | FLOWRL} for row in data]
     plot_curves([("flowrl", with_flowrl), ("grpo", data)], "title", tmp_path / "both.png")
     assert picture(tmp_path / "both.png").shape[:2] == (1440, 1200)
 
 
-def colours(file: Path) -> set[int]:
-    """Return the numbers of the colours of matplotlib's cycle that the picture has."""
-    pixels = {tuple(pixel) for pixel in (picture(file) * 255).round().astype(int).reshape(-1, 3)}
-    return {n for n in range(4) if tuple(round(255 * part) for part in to_rgb(f"C{n}")) in pixels}
-
-
 def test_runs_of_one_label_have_one_colour(tmp_path):
-    def data(slope: float) -> list[dict]:
-        return [{"step": s, "data": metrics(s) | {REWARD: slope * s, SKIPPED: 0}} for s in range(1, 6)]
-
-    plot_curves([("a", data(1)), ("a", data(2)), ("b", data(3))], "title", tmp_path / "three.png")
-    assert colours(tmp_path / "three.png") == {0, 1}
+    """The picture has the first two colours of matplotlib's cycle, and not the third."""
+    runs = [(label, rows(5, **{REWARD: number, SKIPPED: 0})) for number, label in enumerate("aab")]
+    plot_curves(runs, "title", tmp_path / "three.png")
+    pixels = {tuple(pixel) for pixel in (picture(tmp_path / "three.png") * 255).round().astype(int).reshape(-1, 3)}
+    cycle = [tuple(round(255 * part) for part in to_rgb(f"C{number}")) for number in range(3)]
+    assert [colour in pixels for colour in cycle] == [True, True, False]

@@ -1,15 +1,14 @@
 """``make submit``: refusals, the files that a job carries to the nodes, and its end."""
 
-import json
+import re
 import shlex
 import subprocess
 import sys
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import aiohttp
 import pytest
-import ray
+import requests
 from ray.job_submission import JobStatus
 
 import submit
@@ -27,8 +26,8 @@ def job(monkeypatch, tmp_path) -> Job:
     return parse_job(["DEVICE=cpu", f"OUT={tmp_path}/run", "STEPS=2", "RETRIES=1", "ARGS=trainer.nnodes=2"])
 
 
-def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, patched, imported, tmp_path):
-    imported(patched)
+def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, trees, imported, tmp_path):
+    imported(trees["patched"])
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     submission = submit.prepare(job, scratch)
@@ -38,7 +37,7 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, patched, im
     )
     assert submission.runtime_env == {
         "working_dir": str(scratch),
-        "py_modules": [str(patched / "verl")],
+        "py_modules": [str(trees["patched"] / "verl")],
         "excludes": ["__pycache__"],
     }
     assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
@@ -49,16 +48,16 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, patched, im
     assert done.returncode == 0
 
 
-def test_unpatched_verl_is_not_carried(job, pristine, imported, tmp_path):
-    imported(pristine)
-    with pytest.raises(Refused, match=f"^CARRY=yes: {pristine}/verl: pristine: "):
+def test_unpatched_verl_is_not_carried(job, trees, imported, tmp_path):
+    imported(trees["pristine"])
+    with pytest.raises(Refused, match=f"^CARRY=yes: {trees['pristine']}/verl: pristine: "):
         submit.prepare(job, tmp_path)
     own = submit.prepare(replace(job, carry=False, seed=0, retries=0), tmp_path)
     assert own.runtime_env == {} and own.entrypoint.startswith(f"{sys.executable} {REPO}/scripts/run.py ")
     assert {"SEED=0", "RETRIES=0"} <= {*shlex.split(own.entrypoint)}, "0 is a value, not a missing one"
 
 
-def test_dry_run_shows_the_submission_and_does_nothing(tmp_path, monkeypatch, capsys):
+def test_dry_run_shows_the_submission_and_does_nothing(validated_here, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # no server listens there
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
@@ -68,6 +67,30 @@ def test_dry_run_shows_the_submission_and_does_nothing(tmp_path, monkeypatch, ca
     assert "carries verl 0.9.1 with stack " in shown and "MiB" in shown
     assert "0123456789abcdef" not in shown
     assert not list(tmp_path.iterdir())
+
+
+MINI_BATCH = "ARGS=actor_rollout_ref.actor.ppo_mini_batch_size=64"
+NO_DASHBOARD = "must be the URL of the cluster's dashboard"
+NOT_SHARED = "must be an absolute path on storage shared by all nodes"
+
+
+@pytest.mark.parametrize(
+    ("address", "words", "refusal"),
+    [
+        ("", "OUT=/out", f"RAY_ADDRESS=: {NO_DASHBOARD}"),
+        ("auto", "OUT=/out", f"RAY_ADDRESS=auto: {NO_DASHBOARD}"),
+        ("127.0.0.1:6379", "OUT=/out", f"RAY_ADDRESS=127.0.0.1:6379: {NO_DASHBOARD}"),
+        (HEAD, "OUT=", f"OUT=: {NOT_SHARED}"),
+        (HEAD, "OUT=outputs/run", f"OUT=outputs/run: {NOT_SHARED}"),
+        (HEAD, "CARRY=no OUT={}", "OUT={}: is not empty and contains no run"),
+        (HEAD, f"CARRY=no OUT={{}}/run {MINI_BATCH}", f"{MINI_BATCH}: train_batch_size (32) must be >="),
+    ],
+)
+def test_submission_is_refused_as_the_run_would_be(address, words, refusal, validated_here, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(Refused, match=f"^{re.escape(refusal.format(tmp_path))}"):
+        submit.main(["--dry-run", "DEVICE=cpu", *words.format(tmp_path).split()])
 
 
 @pytest.mark.parametrize(
@@ -80,61 +103,15 @@ def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     assert "hf_of_nobody_else" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("address", ["", "auto", "127.0.0.1:6379"])
-def test_address_without_a_dashboard_is_refused(address, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: must be the URL of the cluster's dashboard"):
-        submit.main(["--dry-run", "DEVICE=cpu", "OUT=/out"])
-
-
-class DyingHead(BaseHTTPRequestHandler):
-    """A dashboard that reports its version and hangs up on everything else."""
-
-    def do_GET(self) -> None:
-        if self.path == "/api/version":
-            content = json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": ""}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-    def do_POST(self) -> None:
-        self.close_connection = True
-
-    def log_message(self, *_) -> None:
-        pass
-
-
-def test_head_that_fails_during_submission_is_reported_in_one_line(tmp_path, monkeypatch):
-    with ThreadingHTTPServer(("127.0.0.1", 0), DyingHead) as head:
-        threading.Thread(target=head.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{head.server_port}"
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(Refused, match=f"^RAY_ADDRESS={address}: connection failed ") as refusal:
-            submit.main(["DEVICE=cpu", "CARRY=no", f"OUT={tmp_path}/run"])
-        head.shutdown()
-    assert "\n" not in str(refusal.value)
-
-
-def test_submission_is_refused_as_the_run_would_be(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", HEAD)
-    (tmp_path / "thesis.tex").touch()
-    word = "ARGS=actor_rollout_ref.actor.ppo_mini_batch_size=64"
-    for words, refusal in (
-        ([f"OUT={tmp_path}"], f"^OUT={tmp_path}: is not empty and contains no run"),
-        ([f"OUT={tmp_path}/run", word], f"^{word}: train_batch_size .32. must be >="),
-    ):
-        with pytest.raises(Refused, match=refusal):
-            submit.main(["--dry-run", "DEVICE=cpu", "CARRY=no", *words])
-
-
 class Client:
-    """A client of a cluster on which each job has the same end."""
+    """A client of a cluster on which each job has the same end, or none because the connection fails."""
 
-    def __init__(self, end: JobStatus):
+    def __init__(self, end: JobStatus | Exception):
         self.end = end
 
     def submit_job(self, entrypoint: str, runtime_env: dict) -> str:
+        if isinstance(self.end, Exception):
+            raise self.end
         return "job-1"
 
     def get_address(self) -> str:
@@ -147,14 +124,19 @@ class Client:
         return self.end
 
 
+SUBMISSION = submit.Submission("true", {}, ())
+
+
 @pytest.mark.parametrize(("end", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("STOPPED", 1)])
 def test_exit_code_is_the_jobs(end, code, capsys):
-    assert submit.submit(Client(JobStatus(end)), submit.Submission("true", {}, ()), HEAD) == code
+    assert submit.submit(Client(JobStatus(end)), SUBMISSION, HEAD) == code
     assert capsys.readouterr().out.splitlines()[1:] == ["log of job-1"]
 
 
-@pytest.mark.parametrize("out", ["", "outputs/run"])
-def test_carried_job_needs_an_absolute_out(out, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", HEAD)
-    with pytest.raises(Refused, match=f"^OUT={out}: must be an absolute path on storage shared by all nodes"):
-        submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"])
+@pytest.mark.parametrize("error", [requests.ConnectionError("Connection\naborted"), aiohttp.ServerDisconnectedError()])
+def test_head_that_fails_or_is_silent_is_reported_in_one_line(error):
+    with pytest.raises(Refused, match=f"^RAY_ADDRESS={HEAD}: connection failed ") as refusal:
+        submit.submit(Client(error), SUBMISSION, HEAD)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(Refused, match="^RAY_ADDRESS=http://127.0.0.1:1: no Ray cluster answers there"):
+        submit.connect("http://127.0.0.1:1")

@@ -6,13 +6,14 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.report_runs import finished_run
+from support.trees import git
 
+import compare
 from lib.errors import Refused
 from lib.files import write_json
 from lib.patches.apply import apply
@@ -23,11 +24,7 @@ from lib.run import code_versions, sweep
 from lib.run.code_versions import CodeVersion, branch_commit, branch_version, code_record, tree_version
 from lib.run.folder import finished as is_finished
 from lib.run.job import parse_job
-from lib.run.metrics import K3_KL, REWARD, SECONDS
-from lib.run.summary import summarize
 from lib.run.sweep import SweepPlan, SweepProgress, SweepRun, absolute, plan_sweep, run_sweep
-
-COMPARE = [sys.executable, str(REPO / "scripts" / "compare.py")]
 
 # Replaces scripts/run.py: three quick steps, the second of which fails in bf16 with seed 1.
 RUN = """
@@ -51,22 +48,15 @@ def on_cpu(**words: str) -> dict[str, str]:
     return {"DEVICE": "cpu", **words}
 
 
-def finished(out: Path, reward: float, steps: int = 40, **words: str) -> Path:
-    """Create a finished run of EXPERIMENT=sanity_cpu as ``make run`` leaves it."""
-    values = {"EXPERIMENT": "sanity_cpu", "DEVICE": "cpu", **words}
-    job = parse_job([f"{name}={value}" for name, value in values.items()])
-    out.mkdir(parents=True)
-    record = {"settings": job.settings(), "steps": steps, "wall_s": 90.0, "peak_memory_gib": 1.0}
-    write_json(out / "run.json", record)
-    data = {REWARD: reward, K3_KL: 1e-7 * (1 + reward), SECONDS: 2.0}
-    rows = [{"step": step, "data": data} for step in range(1, steps + 1)]
-    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_json(out / "summary.json", summarize(job, record, rows, []))
-    return out
+def finished(root: Path, regime: str = "fp16", algo: str = "grpo", seed: int = 1) -> None:
+    """Create a finished run of EXPERIMENT=sanity_cpu in a comparison's folder, as ``make run`` leaves it."""
+    words = ("EXPERIMENT=sanity_cpu", f"PRECISION={regime}", f"ALGO={algo}", f"SEED={seed}")
+    finished_run(root / algo / f"{regime}-seed{seed}", *words, steps=40)
 
 
-def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, capsys):
-    finished(tmp_path / "pg_is" / "bf16-seed2", 0.9, PRECISION="bf16", ALGO="pg_is", SEED="2")
+def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sweep, "find_finished", lambda code, runs: [run for run in runs if is_finished(run.out)])
+    finished(tmp_path, "bf16", "pg_is", seed=2)
     before = sorted(tmp_path.rglob("*"))
     words = {"EXPERIMENT": "sanity_cpu", "PRECISION": "fp16 bf16", "ALGO": "grpo pg_is", "SEED": "2 7"}
     plan = plan_sweep(on_cpu(**words, OUT=str(tmp_path)))
@@ -75,13 +65,9 @@ def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, cap
     ]
     assert [str(run) for run in plan.finished] == ["pg_is bf16 seed 2"]
     assert sorted(tmp_path.rglob("*")) == before, "a plan must change nothing"
-    jobs_of = [parse_job(list(run.words)) for run in plan.runs]
-    assert {job.experiment for job in jobs_of} == {"sanity_cpu"}
-    assert [(job.seed, job.algo, job.precision) for job in jobs_of[:3]] == [
-        (2, "grpo", "fp16"),
-        (2, "grpo", "bf16"),
-        (2, "pg_is", "fp16"),
-    ]
+    jobs = [parse_job(list(run.words)) for run in plan.runs]
+    assert {job.experiment for job in jobs} == {"sanity_cpu"}
+    assert [f"{job.name}" for job in jobs[:3]] == ["grpo-fp16-seed2", "grpo-bf16-seed2", "pg_is-fp16-seed2"]
     assert capsys.readouterr().out == "checking 8 runs\n"
 
 
@@ -123,7 +109,7 @@ def test_time_left_is_estimated_from_runs_of_the_same_objective(tmp_path):
     ],
 )
 def test_refusal_of_one_run_starts_none(words, refusal, tmp_path):
-    finished(tmp_path / "grpo" / "fp16-seed1", 0.9, PRECISION="fp16", ALGO="grpo", SEED="1")
+    finished(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(Refused, match=refusal):
         plan_sweep(on_cpu(EXPERIMENT="sanity_cpu", OUT=str(tmp_path), SEED="2 1") | words)
@@ -157,8 +143,9 @@ def test_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
     code = tree_version("a", str(root / "verl"))
     assert code.verl == root and code.environment()["PYTHONPATH"].startswith(f"{root}")
     out = tmp_path / "out"
+    folder = finished_run(out / "grpo/a-bf16-seed1", "EXPERIMENT=sanity_cpu", "PRECISION=bf16", steps=40)
     plan = plan_sweep(on_cpu(TREES=f"a={root}", PRECISION="bf16", OUT=str(out), EXPERIMENT="sanity_cpu"))
-    assert [(run.label, run.out) for run in plan.runs] == [("a-bf16", out / "grpo" / "a-bf16-seed1")]
+    assert [(run.label, run.out) for run in plan.runs] == [("a-bf16", folder)] and plan.finished == plan.runs
     record = json.loads((out / "code.json").read_text())
     assert record["a"]["folder"] == str(root)
 
@@ -186,26 +173,25 @@ def test_versions_of_earlier_comparisons_stay_recorded(tmp_path):
     assert record == {"old": {"tree": "1"}, "new": {"tree": "2"}}
 
 
-def git(folder: Path, *words: str) -> str:
-    identity = ["-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+def make_project(folder: Path, branch: str) -> str:
+    """Make a repository with one commit on a branch, and return the commit."""
+    (folder / "scripts").mkdir()
+    (folder / "scripts/run.py").write_text("import sys")
+    git("init", "--quiet", "-b", branch, cwd=folder)
+    git("add", "-A", cwd=folder)
+    git("commit", "--quiet", "-m", "first", cwd=folder)
+    return git("rev-parse", "HEAD", cwd=folder).strip()
 
 
 def test_branch_is_its_last_commit_without_uncommitted_changes(tmp_path, tmp_path_factory, monkeypatch):
-    git(tmp_path, "init", "--quiet", "-b", "main")
-    (tmp_path / "a.txt").write_text("a")
-    git(tmp_path, "add", "-A")
-    git(tmp_path, "commit", "--quiet", "-m", "first")
-    git(tmp_path, "branch", "mine")
-    other = tmp_path_factory.mktemp("other")
-    git(tmp_path, "worktree", "add", "--quiet", "-b", "mine-2", str(other))
-    (other / "a.txt").write_text("not mine")
+    head, other = make_project(tmp_path, "main"), tmp_path_factory.mktemp("other")
+    git("branch", "mine", cwd=tmp_path)
+    git("worktree", "add", "--quiet", "-b", "mine-2", str(other), cwd=tmp_path)
+    (other / "scripts/run.py").write_text("not mine")
     monkeypatch.setattr(code_versions, "REPO", tmp_path)
-    head = git(tmp_path, "rev-parse", "HEAD")
     assert branch_commit("main") == branch_commit("mine") == head
-    (tmp_path / "a.txt").write_text("b")
-    with pytest.raises(Refused, match=f"BRANCHES=main: {tmp_path} has changes that are not committed: a.txt"):
+    (tmp_path / "scripts/run.py").write_text("edited")
+    with pytest.raises(Refused, match=f"BRANCHES=main: {tmp_path} has changes that are not committed: scripts/run.py"):
         branch_commit("main")
     assert branch_commit("mine") == head
     with pytest.raises(Refused, match="BRANCHES=v1: there is no such branch; there are main, mine, mine-2"):
@@ -214,7 +200,7 @@ def test_branch_is_its_last_commit_without_uncommitted_changes(tmp_path, tmp_pat
 
 def test_branch_brings_its_own_verl(tmp_path, monkeypatch):
     monkeypatch.setattr(code_versions, "CACHE", tmp_path)
-    commit = git(REPO, "rev-parse", "HEAD")
+    commit = git("rev-parse", "HEAD", cwd=REPO).strip()
     code = branch_version("my/branch", commit)
     assert code.name == "my-branch" and code.identity == {"branch": "my/branch", "commit": commit}
     assert (code.project / "scripts" / "run.py").exists() and code.verl.is_relative_to(code.project)
@@ -225,11 +211,7 @@ def test_branch_brings_its_own_verl(tmp_path, monkeypatch):
 
 
 def test_branch_without_check_is_refused_before_a_checkout_is_created(tmp_path, monkeypatch):
-    git(tmp_path, "init", "--quiet", "-b", "old")
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts/run.py").write_text("import sys")
-    git(tmp_path, "add", "-A")
-    git(tmp_path, "commit", "--quiet", "-m", "first")
+    make_project(tmp_path, "old")
     monkeypatch.setattr(code_versions, "REPO", tmp_path)
     monkeypatch.setattr(code_versions, "CACHE", tmp_path / ".cache")
     with pytest.raises(Refused, match="^BRANCHES=old: its scripts/run.py lacks .*--check, .*; merge ") as refusal:
@@ -288,40 +270,38 @@ def test_failed_run_is_named_and_does_not_stop_the_others(stand_in, tmp_path, ca
     assert attempts == {"fp16-seed1": 1, "bf16-seed1": 2, "fp16-seed2": 1, "bf16-seed2": 1}, "finished, not repeated"
 
 
-def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path):
-    for seed in ("1", "2"):
-        finished(tmp_path / "grpo" / f"fp16-seed{seed}", 0.9 + int(seed) / 100, PRECISION="fp16", SEED=seed)
+# Replaces scripts/run.py, which ends verl, Ray and vLLM when it is interrupted.
+ENDS_IN_ORDER = """
+import sys, time
+try:
+    print("training", flush=True)
+    time.sleep(600)
+except KeyboardInterrupt:
+    sys.exit("interrupted: ended in order")
+"""
+
+
+def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(stand_in, tmp_path, monkeypatch, capsys):
+    """tests/e2e/test_resume.py interrupts scripts/run.py itself."""
+    (stand_in.project / "scripts/run.py").write_text(ENDS_IN_ORDER)
+    finished(tmp_path, seed=1)
+    finished(tmp_path, seed=2)
+    show = SweepProgress.show
+
+    def show_and_interrupt(progress: SweepProgress, line: str) -> None:
+        show(progress, line)
+        if line == "training":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
+    monkeypatch.setattr(SweepProgress, "show", show_and_interrupt)
+    monkeypatch.setattr(sweep, "plan_sweep", lambda values: planned(stand_in, tmp_path))
     words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "SEED=1 2", f"OUT={tmp_path}"]
-    process = subprocess.Popen([*COMPARE, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = []
-    try:
-        for line in process.stdout:
-            lines.append(line.rstrip())
-            if "starting Python and verl" in line:  # run.py has started main_ppo
-                time.sleep(1)
-                os.kill(process.pid, signal.SIGINT)
-        assert process.wait(60) == 130, "\n".join(lines)
-    finally:
-        process.kill()
-    text = "\n".join(lines)
+    assert compare.main(words) == 130
+    text = capsys.readouterr().out
     assert "run 3/4: grpo bf16 seed 1" in text and "run 4/4" not in text
-    assert "interrupted: ending verl, Ray and vLLM" in text, "run.py ended it itself"
-    assert "interrupted, 2 of 4 runs are finished" in text
-    assert lines[-1] == f"to resume:  {shlex.join([*COMPARE, *words])}"
+    assert "interrupted: ended in order" in text and "interrupted, 2 of 4 runs are finished" in text
+    assert text.endswith(f"\nto resume:  {shlex.join([sys.executable, compare.__file__, *words])}\n")
     table = (tmp_path / "grpo" / "report").glob("**/*.csv")
     assert any("fp16" in file.read_text() for file in table)
     assert not is_finished(tmp_path / "grpo" / "bf16-seed1")
-
-
-@pytest.mark.slow
-def test_two_regimes_are_run_and_compared(tmp_path):
-    words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "STEPS=2", f"OUT={tmp_path}"]
-    done = subprocess.run([*COMPARE, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for regime, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
-        summary = json.loads((tmp_path / "grpo" / f"{regime}-seed1" / "summary.json").read_text())
-        assert summary["steps"] == 2 and summary["effective_dtypes"]["actor"]["compute"] == dtype
-    report = tmp_path / "grpo" / "report"
-    assert (report / "index.html").exists() and sorted(path.name for path in (report / "runs").iterdir())
-    again = subprocess.run([*COMPARE, *words], capture_output=True, text=True)
-    assert again.returncode == 0 and "2 of 2 runs are finished, none left" in again.stdout

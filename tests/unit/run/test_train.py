@@ -1,14 +1,16 @@
 """Training by ``lib.run.train``: watching, ending and restarting ``main_ppo``."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from support.waiting import TIMEOUT_S, wait_until
 
 from lib.errors import Refused
 from lib.files import write_json
@@ -16,94 +18,110 @@ from lib.run import process_tree, progress, train
 from lib.run.deaths import DeathReader
 from lib.run.folder import lock, start_record
 from lib.run.job import Job, parse_job
-from lib.run.log import errors
 from lib.run.metrics import REWARD, SECONDS
 from lib.run.process_tree import SHARED_MEMORY, ProcessTree
 from lib.run.progress import RunProgress
 
-# Starts a process in a session of its own, as Ray does, and waits for up to a minute.
-PARENT = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-print("child", child.pid, flush=True)
-time.sleep({seconds})
+# What programs in the place of main_ppo have: run.json, which the process that watches them rewrites at each look.
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+metrics = Path(os.environ["VERL_FILE_LOGGER_PATH"])
+record = metrics.with_name("run.json")
+
+def watched(looks=2):
+    for _ in range(looks):
+        before = record.read_bytes()
+        while record.read_bytes() == before:
+            time.sleep(0.01)
+
+def interrupt():  # the process of these tests, in which run.py's code runs
+    watched()
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(600)
 """
+# Starts a process in a session of its own, as Ray does, that would write a file after a minute.
+PARENT = """
+writes = f"import pathlib, time; time.sleep(60); pathlib.Path({str(metrics)!r}).with_name('outlived').touch()"
+child = subprocess.Popen([sys.executable, "-c", writes], start_new_session=True)
+print("child", child.pid, flush=True)
+"""
+MAPS = """
+from multiprocessing import resource_tracker, shared_memory
+resource_tracker.register = resource_tracker.unregister = lambda *_: None  # as in a process that is killed
+memory = shared_memory.SharedMemory(create=True, size=4096)
+print("shared", memory.name, flush=True)
+"""
+INTERRUPTS = "interrupt()"
+FAILS = "raise SystemExit('ValueError: no such thing')"
+TRAINS = """
+with metrics.open("w") as file:
+    for step in (1, 2):
+        print(json.dumps({"step": step, "data": {"critic/score/mean": 0.5, "timing_s/step": 1.0}}), file=file)
+"""
+LOST = "(raylet) … Worker IP address: 10.0.0.3 Worker port: 19114 Worker PID: 207 Worker exit type: SYSTEM_ERROR"
+LOSES_A_WORKER = f"print({LOST!r})\nraise SystemExit('RuntimeError: Connection closed by peer')"
+DEAD = "(vLLMHttpServer pid=7) (EngineCore pid=9) ERROR 11-22 13:05:46 [core.py] EngineCore encountered a fatal error."
+DIES = f"print({DEAD!r}, flush=True)\n"
 
 
-# Has the process of these tests, in which run.py's code runs, interrupted.
-SIGNAL_SELF = "import os, signal, threading; "
+@pytest.fixture(autouse=True)
+def quick(monkeypatch) -> None:
+    """Look at a program twenty times a second, and measure it each time; pytest keeps its own signal handlers."""
+    monkeypatch.setattr(train, "POLL_S", 0.05)
+    monkeypatch.setattr(train, "MEASURE_S", 0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
-SIGNAL_SELF += "threading.Timer(2, os.kill, (os.getppid(), signal.SIGINT)).start()\n"
+def program(*parts: str) -> list[str]:
+    return [sys.executable, "-c", "\n".join([PRELUDE, *parts])]
 
 
 @pytest.fixture
-def run_program(tmp_path, monkeypatch):
-    """Run a Python program in the place of ``main_ppo``. Return the result and the ids of the processes it started."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
+def run_program(tmp_path) -> Callable[..., dict]:
+    """``run_program(*parts)``: the result of a program in the place of ``main_ppo``.
 
-    def run_program(program: str) -> tuple[dict, list[int]]:
+    ``gone``: whether it started processes, and they were ended.
+    """
+
+    def run_program(*parts: str) -> dict:
+        peaks = []
+
+        def note(peak: float) -> None:
+            peaks.append(peak)
+            write_json(tmp_path / "run.json", len(peaks))
+
+        note(0.0)
+        progress = RunProgress(tmp_path, 2)
+        progress.begin([])
+        environment = {"VERL_FILE_LOGGER_PATH": str(tmp_path / "verl.jsonl")}
         with lock(tmp_path) as log:
-            progress, peaks = RunProgress(tmp_path, 2), []
-            progress.begin([])
             watchdog = train.Watchdog(DeathReader())
-            command = [sys.executable, "-c", program]
-            result = train.train_once(command, {}, log, progress, watchdog, peaks.append)
+            result = train.train_once(program(*parts), environment, log, progress, watchdog, note)
         children = [int(line.split()[1]) for line in result["tail"] if line.startswith("child ")]
-        return result | {"peaks": peaks}, children
+        wait_until(lambda: not any(map(psutil.pid_exists, children)), "the processes that it started have ended")
+        gone = bool(children) and not (tmp_path / "outlived").exists()
+        return result | {"peaks": peaks, "gone": gone}
 
     return run_program
 
 
-def gone(pids: list[int]) -> bool:
-    _, left = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
-    return not left
+@pytest.mark.parametrize(("end", "code"), [("watched()", 0), (INTERRUPTS, None)], ids=["by itself", "interrupted"])
+def test_processes_left_behind_are_ended(end, code, run_program):
+    result = run_program(PARENT, end)
+    assert result["code"] == code and max(result["peaks"]) > 0 and result["gone"]
 
 
-def test_processes_left_behind_are_ended(run_program):
-    result, children = run_program(PARENT.format(seconds=1.5))
-    assert result["code"] == 0 and max(result["peaks"]) > 0
-    assert children and gone(children)
-
-
-def test_interruption_ends_everything(run_program):
-    before = time.monotonic()
-    result, children = run_program(SIGNAL_SELF + PARENT.format(seconds=60))
-    assert result["code"] is None and time.monotonic() - before < 50
-    assert children and gone(children)
-
-
-def test_failure_keeps_its_exit_code_and_its_exception(run_program):
-    result, _ = run_program("raise SystemExit('ValueError: no such thing')")
-    assert result["code"] == 1
-    assert errors(result["tail"]) == ["ValueError: no such thing"]
-
-
-def test_progress_appears_as_verl_logs_it(run_program, tmp_path, capsys):
-    row = {REWARD: 0.25, SECONDS: 2.0}
-    lines = [f'{{"step": {step}, "data": {row}}}'.replace("'", '"') for step in (1, 2)]
-    file = tmp_path / "verl.jsonl"
-    run_program(f"""
-import time
-print("ray init kwargs: ...", flush=True)
-with open({str(file)!r}, "w") as file:
-    for line in {lines!r}:
-        print(line, file=file, flush=True)
-        time.sleep(1)
-""")
+def test_progress_appears_as_verl_logs_it(run_program, capsys):
+    run_program("print('ray init kwargs: ...', flush=True)", TRAINS)
     shown = [line.partition("] ")[2].split("  ")[0] for line in capsys.readouterr().out.splitlines()]
     assert shown == ["starting Python and verl", "starting Ray and its workers", "step 1/2", "step 2/2"]
 
 
 def test_line_that_is_written_in_two_parts_is_read_as_one(run_program):
     report = '(WorkerDict pid=1) [verl-precision] {"role": "actor"}'
-    result, _ = run_program(f"""
-import time
-for part in ({report[:30]!r}, {report[30:] + chr(10)!r}):
-    print(part, end="", flush=True)
-    time.sleep(2 * {train.POLL_S})
-""")
-    assert result["reports"] == [{"role": "actor"}]
+    first, second = (f"print({part!r}, end='', flush=True)" for part in (report[:30], report[30:] + "\n"))
+    assert run_program(first, "watched()", second)["reports"] == [{"role": "actor"}]
 
 
 def test_resumed_run_shows_its_own_steps_and_ends_with_the_last(tmp_path, capsys):
@@ -120,41 +138,21 @@ def test_resumed_run_shows_its_own_steps_and_ends_with_the_last(tmp_path, capsys
     assert lines == ["starting Python and verl", "step 3/4", "step 4/4"]
 
 
-LOSES_A_WORKER = """
-print("(raylet) … Worker IP address: 10.0.0.3 Worker port: 19114 Worker PID: 207 Worker exit type: SYSTEM_ERROR")
-raise SystemExit("RuntimeError: Connection closed by peer")
-"""
-
-
-FAILS = "raise SystemExit('ValueError: no such thing')"
-
-
-TRAINS = """
-import os, json
-with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
-    for step in (1, 2):
-        print(json.dumps({"step": step, "data": {"critic/score/mean": 0.5, "timing_s/step": 1.0}}), file=file)
-"""
-
-
-DIES = "(vLLMHttpServer pid=7) (EngineCore pid=9) ERROR 11-22 13:05:46 [core.py] EngineCore encountered a fatal error."
-
-
 @pytest.mark.parametrize(
     ("module", "limit", "line", "cause"),
     [
-        (progress, "LINGERS_S", LOSES_A_WORKER.splitlines()[1][7:-2], "a worker (pid 207) died"),
-        (train, "DEAD_S", DIES, "vLLM's engine failed"),
+        (progress, "LINGERS_S", LOST, "a worker (pid 207) died"),
+        (train, "DEAD_S", DEAD, "vLLM's engine failed"),
     ],
 )
 def test_verl_is_ended_if_it_continues_without_a_process(
     module, limit, line, cause, run_program, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(module, limit, 1)
+    monkeypatch.setattr(module, limit, 0.1)
     monkeypatch.setattr(train, "MEASURE_S", 1e9)  # its children are looked for when it is ended, not before
     monkeypatch.setattr(process_tree, "SHARED_MEMORY", tmp_path / "none")
-    result, children = run_program(PARENT.format(seconds=0) + f"print({line!r}, flush=True)\ntime.sleep(600)")
-    assert result["code"] == -signal.SIGKILL and result["death"].cause == cause and children and gone(children)
+    result = run_program(PARENT, f"print({line!r}, flush=True)\ntime.sleep(600)")
+    assert result["code"] == -signal.SIGKILL and result["death"].cause == cause and result["gone"]
 
 
 @pytest.fixture
@@ -166,15 +164,15 @@ def watched() -> tuple[train.Watchdog, SimpleNamespace]:
 def test_repeated_death_does_not_restart_the_clock(watched):
     """verl's agent loops query a dead server again and again, and each attempt logs its death."""
     watchdog, shown = watched
-    assert watchdog.overdue([DIES], shown) is None
+    assert watchdog.overdue([DEAD], shown) is None
     watchdog.since -= train.DEAD_S + 1
-    assert watchdog.overdue([DIES], shown).cause == "vLLM's engine failed"
+    assert watchdog.overdue([DEAD], shown).cause == "vLLM's engine failed"
 
 
 def test_second_step_after_an_uncertain_death_disproves_it(watched):
     """The rollouts of the first may date from before the death."""
     watchdog, shown = watched
-    assert watchdog.overdue([LOSES_A_WORKER.splitlines()[1][7:-2]], shown) is None
+    assert watchdog.overdue([LOST], shown) is None
     watchdog.since -= shown.patience + 1
     shown.shown = 4
     assert watchdog.overdue([], shown).cause == "a worker (pid 207) died"
@@ -182,37 +180,19 @@ def test_second_step_after_an_uncertain_death_disproves_it(watched):
     assert watchdog.overdue([], shown) is None
 
 
-def test_verl_is_not_ended_if_it_ends_by_itself(run_program):
-    result, _ = run_program(f"print({DIES!r}, flush=True)\nraise SystemExit('ValueError: no such thing')")
-    assert (result["code"], result["death"]) == (1, None)
-
-
-def test_verl_is_not_ended_if_all_steps_are_completed(run_program, tmp_path, monkeypatch):
+def test_verl_is_not_ended_if_all_steps_are_completed(run_program, monkeypatch):
     monkeypatch.setattr(train, "DEAD_S", 0)
-    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "verl.jsonl"))
-    result, _ = run_program(f"{TRAINS}\nprint({DIES!r}, flush=True)\nimport time; time.sleep(2)")
+    result = run_program(TRAINS, DIES, "watched(5)")
     assert (result["code"], result["death"]) == (0, None)
 
 
-MAPS = """
-import sys, time
-from multiprocessing import resource_tracker, shared_memory
-resource_tracker.register = resource_tracker.unregister = lambda *_: None  # as in a process that is killed
-memory = shared_memory.SharedMemory(create=True, size=4096)
-print("shared", memory.name, flush=True)
-time.sleep({seconds})
-"""
-
-
-@pytest.mark.parametrize("end", ["clean", "interrupt", "death"])
+@pytest.mark.parametrize("end", ["watched()", INTERRUPTS, f"watched()\n{DIES}time.sleep(600)"])
 def test_shared_memory_is_removed_and_that_of_another_run_is_left(end, run_program, monkeypatch):
-    monkeypatch.setattr(train, "MEASURE_S", 0.1)
-    monkeypatch.setattr(train, "DEAD_S", 1)
-    last = {"clean": "", "interrupt": SIGNAL_SELF, "death": f"print({DIES!r}, flush=True)"}[end]
-    seconds = 3 if end == "clean" else 60
+    monkeypatch.setattr(train, "DEAD_S", 0.1)
     before = {file.name for file in SHARED_MEMORY.iterdir()}
-    with subprocess.Popen([sys.executable, "-c", MAPS.format(seconds=60)], stdout=subprocess.PIPE, text=True) as beside:
-        result, _ = run_program(last + MAPS.format(seconds=seconds))
+    other = [sys.executable, "-c", f"{MAPS}\nimport time; time.sleep(600)"]
+    with subprocess.Popen(other, stdout=subprocess.PIPE, text=True) as beside:
+        result = run_program(MAPS, end)
         theirs = beside.stdout.readline().split()[1]
         beside.kill()
     (ours,) = (line.split()[1] for line in result["tail"] if line.startswith("shared "))
@@ -221,37 +201,62 @@ def test_shared_memory_is_removed_and_that_of_another_run_is_left(end, run_progr
     assert theirs in left and ours not in left
 
 
+NODE = "second (10.0.0.3)"
+
+
 @pytest.mark.parametrize(
-    ("programs", "code", "message"),
+    ("programs", "answers", "code", "message"),
     [
-        ([LOSES_A_WORKER, TRAINS], 0, "lost a worker (pid 207) on node 10.0.0.3 after step 0 of 2"),
-        ([LOSES_A_WORKER, LOSES_A_WORKER], 75, "gave up: RETRIES=1: no retry is left; the same command starts"),
-        ([FAILS], 1, "failed after step 0 of 2, exit code 1"),
-        (["pass"], 1, "failed after step 0 of 2, exit code 0"),
-        ([SIGNAL_SELF + PARENT.format(seconds=60)], 130, "ended; the same command starts from the beginning"),
-        ([LOSES_A_WORKER, FAILS], 1, "ValueError: no such thing"),
+        ([LOSES_A_WORKER, TRAINS], None, 0, "lost a worker (pid 207) on node 10.0.0.3 after step 0 of 2"),
+        ([LOSES_A_WORKER] * 2, None, 75, "gave up: RETRIES=1: no retry is left; the same command starts"),
+        ([FAILS], None, 1, "failed after step 0 of 2, exit code 1"),
+        ([DIES + FAILS], None, 1, "failed after step 0 of 2, exit code 1"),  # it ends by itself
+        (["pass"], None, 1, "failed after step 0 of 2, exit code 0"),
+        ([INTERRUPTS], None, 130, "ended; the same command starts from the beginning"),
+        ([LOSES_A_WORKER, FAILS], None, 1, "ValueError: no such thing"),
+        # a cluster that may notice late which nodes it has lost, or whose head is lost
+        ([FAILS, TRAINS], [[], [NODE]], 0, f"lost node {NODE} after step 0 of 2"),
+        ([LOSES_A_WORKER, TRAINS], [[], [NODE]], 0, f"lost node {NODE} after step 0 of 2"),
+        ([LOSES_A_WORKER, TRAINS], [[]], 0, f"lost a worker (pid 207) on node {NODE} after step 0 of 2"),
+        ([FAILS], [[]], 1, "ValueError: no such thing"),
+        ([FAILS], [Refused("no Ray cluster answers")], 75, "ValueError: no such thing"),
     ],
 )
-def test_only_a_lost_worker_is_retried(programs, code, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
-    left = list(programs)
-    monkeypatch.setattr(Job, "command", lambda *_: [sys.executable, "-c", left.pop(0)])
+def test_only_a_lost_worker_or_node_is_retried(programs, answers, code, message, tmp_path, monkeypatch, capsys):
+    def lost_nodes(*_) -> list[str]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    admitted, left = {"nodes": [{"node": NODE}]} if answers else {}, list(programs)
+    if answers:
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        monkeypatch.setattr(train, "NOTICED_S", -1 if len(answers) == 1 else TIMEOUT_S)
+        monkeypatch.setattr(train.cluster, "lost_nodes", lost_nodes)
+        monkeypatch.setattr(train.cluster, "admit", lambda *_, **__: admitted)
+    monkeypatch.setattr(Job, "command", lambda *_: program(left.pop(0)))
     job = parse_job(["DEVICE=cpu", "RETRIES=1"])
     config = SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
-    record = start_record(job, tmp_path, 2)
+    record = start_record(job, tmp_path, 2) | admitted
     with lock(tmp_path) as log:
         assert train.train(job, config, tmp_path, record, log)[0] == code
     assert left == [] and message in capsys.readouterr().out
 
 
 def test_attempt_adds_to_the_record_and_removes_an_older_summary(tmp_path, monkeypatch):
-    """An interrupted continuation of a finished run is not finished; of a cluster the memory is not known."""
+    """An interrupted continuation of a finished run is not finished; of a cluster the memory is not known.
+
+    What is written while the run goes on counts: run.py may be killed.
+    """
     watchdogs = []
 
     def train_once(command, environment, log, progress, watchdog, note) -> dict:
         assert not (tmp_path / "summary.json").exists()
         watchdogs.append(watchdog)
+        assert json.loads((tmp_path / "run.json").read_text())["wall_s"] == 150
         note(1.0)
+        assert json.loads((tmp_path / "run.json").read_text()) == record and record["wall_s"] > 150
         return {}
 
     monkeypatch.setattr(train, "train_once", train_once)
@@ -262,67 +267,14 @@ def test_attempt_adds_to_the_record_and_removes_an_older_summary(tmp_path, monke
         shown.started -= 50  # an attempt before, whose time the record has
         record = {"wall_s": 150.0, "peak_memory_gib": peak_gib}
         train.attempt(parse_job(["DEVICE=cpu"]), tmp_path, record, None, shown)
-        assert 150 <= record["wall_s"] < 170 and record["peak_memory_gib"] == peak_gib
+        assert 150 < record["wall_s"] < 170 and record["peak_memory_gib"] == peak_gib
     assert [watchdog.reader.shared_ray for watchdog in watchdogs] == [False, True]
 
 
 def test_peak_memory_never_falls():
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-        tree = ProcessTree(process, set(SHARED_MEMORY.glob("*")))
-        tree.measure()
-        assert tree.peak_gib > 0
-        tree.peak_gib = 1000.0
-        tree.measure()
-        process.kill()
+    tree = ProcessTree(SimpleNamespace(pid=os.getpid()), set(SHARED_MEMORY.glob("*")))
+    tree.measure()
+    assert tree.peak_gib > 0
+    tree.peak_gib = 1000.0
+    tree.measure()
     assert tree.peak_gib == 1000
-
-
-def test_time_and_memory_are_recorded_while_the_run_goes_on(tmp_path, monkeypatch):
-    """run.py may be killed, and the next attempt continues the count."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(train, "MEASURE_S", 0.1)
-    record = {"wall_s": 100.0, "peak_memory_gib": 0.0}
-    reads = (
-        f"import json, time; time.sleep(3); print('took', json.load(open({str(tmp_path / 'run.json')!r}))['wall_s'])"
-    )
-    monkeypatch.setattr(Job, "command", lambda *_: [sys.executable, "-c", reads])
-    with lock(tmp_path) as log:
-        result, _ = train.attempt(parse_job(["DEVICE=cpu"]), tmp_path, record, log, RunProgress(tmp_path, 2))
-    (recorded,) = (float(line.split()[1]) for line in result["tail"] if line.startswith("took "))
-    assert 100 < recorded < record["wall_s"] and record["peak_memory_gib"] > 0
-
-
-@pytest.mark.parametrize(
-    ("fails", "answers", "code", "message"),
-    [
-        (FAILS, [[], ["second (10.0.0.3)"]], 0, "lost node second (10.0.0.3) after step 0 of 2"),
-        (LOSES_A_WORKER, [[], ["second (10.0.0.3)"]], 0, "lost node second (10.0.0.3) after step 0 of 2"),
-        (LOSES_A_WORKER, [[]], 0, "lost a worker (pid 207) on node second (10.0.0.3) after step 0 of 2"),
-        (FAILS, [[]], 1, "ValueError: no such thing"),
-        (FAILS, [Refused("no Ray cluster answers")], 75, "ValueError: no such thing"),
-    ],
-)
-def test_node_may_be_noticed_missing_late_and_the_jobs_own_error_is_shown_first(
-    fails, answers, code, message, tmp_path, monkeypatch, capsys
-):
-    """The cluster's answers simulate a slow Ray and a lost head."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(train, "NOTICED_S", -1 if len(answers) == 1 else 60)
-    left, admitted = [fails, TRAINS], {"nodes": [{"node": "second (10.0.0.3)"}]}
-
-    def lost_nodes(*_):
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(train.cluster, "lost_nodes", lost_nodes)
-    monkeypatch.setattr(train.cluster, "admit", lambda *_, **__: admitted)
-    monkeypatch.setattr(Job, "command", lambda *_: [sys.executable, "-c", left.pop(0)])
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    job = parse_job(["DEVICE=cpu"])
-    config = SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
-    record = start_record(job, tmp_path, 2) | admitted
-    with lock(tmp_path) as log:
-        assert train.train(job, config, tmp_path, record, log)[0] == code
-    assert message in capsys.readouterr().out

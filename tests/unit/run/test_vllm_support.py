@@ -1,8 +1,7 @@
 """Models that vLLM refuses in float16: the table read from its source, vLLM's own check, and commands that use it."""
 
-import functools
 import json
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import probe
-from lib.doctor.diagnosis import Diagnosis, diagnose
+import run
+from lib.doctor.diagnosis import diagnose
 from lib.doctor.tree import identify_tree
 from lib.errors import Refused
-from lib.paths import REPO
 from lib.probe.variants import check_vllm
 from lib.run import vllm_float16
 from lib.run.checks import check_rollout
@@ -58,6 +57,7 @@ def site(path: Path, table: str, file: str = "config/model.py") -> Path:
     return path
 
 
+@pytest.mark.subprocess
 def test_table_lists_the_models_that_the_installed_vllm_refuses(tmp_path):
     done = subprocess.run([sys.executable, "-c", VLLM], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -112,102 +112,98 @@ def test_hub_model_is_looked_up_in_the_local_cache(variable, place, tmp_path, mo
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory) -> Path:
-    return folder(tmp_path_factory.mktemp("models") / "gemma2", "gemma2", dtype="float16")
+def models(tmp_path_factory) -> Path:
+    """A folder of models in float16: gemma2, which vLLM refuses in it, and qwen2."""
+    root = tmp_path_factory.mktemp("models")
+    for name in ("gemma2", "qwen2"):
+        folder(root / name, name, dtype="float16")
+    return root
 
 
-known = functools.cache(identify_tree)
+@pytest.fixture(scope="module")
+def trees_known(trees) -> dict:
+    return {state: identify_tree(tree) for state, tree in trees.items()}
 
 
-def asked(trees: dict[str, Path], *words: str, state: str = "patched") -> Diagnosis:
-    return diagnose(known(trees[state]), list(words))
+MODEL = "actor_rollout_ref.model.path={}"
+GEMMA, QWEN, UNKNOWN = (MODEL.format(name) for name in ("{}/gemma2", "{}/qwen2", "owner/name"))
+SERVER, EXTRA = f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm.dtype"
+REWARD_SERVER = [f"{REWARD}.rollout.name=vllm", f"{REWARD}.model_path={{}}/gemma2", f"{REWARD}.rollout.dtype=float16"]
 
 
-def test_doctor_refuses_a_rollout_in_float16(trees, gemma):
-    model = f"actor_rollout_ref.model.path={gemma}"
-    for words in (["+precision=fp16"], ["+precision=bf16_train_fp16_infer"], [f"{ROLLOUT}.dtype=half"]):
-        found = asked(trees, model, *words)
-        assert found.verdict == "refused" and not found.sound
+@pytest.mark.parametrize(
+    ("words", "verdict", "keys"),
+    [
+        ([GEMMA, "+precision=fp16"], "refused", [f"{ROLLOUT}.dtype"]),
+        ([GEMMA, f"{ROLLOUT}.dtype=half"], "refused", [f"{ROLLOUT}.dtype"]),
+        ([GEMMA, SERVER, f"+{EXTRA}=float16"], "refused", [EXTRA]),
+        ([*REWARD_SERVER, f"{REWARD}.enable=true"], "refused", [f"{REWARD}.rollout.dtype"]),
+        (REWARD_SERVER, "agree", []),  # it is not enabled
+        ([GEMMA, "+precision=bf16"], "agree", []),
+        ([GEMMA, "+precision=fp16", f"{ROLLOUT}.name=sglang"], "agree", []),
+        ([GEMMA, "+precision=fp16", f"{ROLLOUT}.dtype=bfloat16"], "asked", None),
+        ([GEMMA, "+precision=fp16", f"{ROLLOUT}.dtype=float32"], "asked", None),
+        ([GEMMA, "+precision=fp16", f"{ROLLOUT}.dtype=auto", SERVER], "differ", None),  # vLLM makes it bfloat16
+        ([QWEN, "+precision=fp16", f"{ROLLOUT}.dtype=auto", SERVER], "agree", [f"{ROLLOUT}.dtype"]),
+        ([UNKNOWN, "+precision=fp16"], "agree", ["actor_rollout_ref.model.path"]),
+        ([UNKNOWN, "+precision=bf16"], "agree", []),
+    ],
+)
+def test_doctor_refuses_a_server_in_float16(trees_known, models, words, verdict, keys):
+    found = diagnose(trees_known["patched"], [word.format(models) for word in words])
+    assert found.verdict == verdict and (verdict != "agree" or found.sound)
+    assert keys is None or [finding.key for finding in found.findings] == keys
+    if verdict == "refused":
         assert "refuses gemma2 models in float16: Numerical instability" in found.sentence
-        (finding,) = found.findings
-        assert finding.key == f"{ROLLOUT}.dtype" and f"{ROLLOUT}.dtype=bfloat16" in finding.mend
-    assert asked(trees, model, f"{ROLLOUT}.dtype=float16", state="pristine").verdict == "refused"
-    extra = f"{ROLLOUT}.engine_kwargs.vllm.dtype"
-    found = asked(trees, model, f"{ROLLOUT}.name=vllm", f"+{extra}=float16")
-    assert [finding.key for finding in found.findings] == [extra]
+        assert f"{keys[0]}=bfloat16" in found.findings[0].mend
+        assert ("+precision" in found.findings[0].mend) == (keys[0] in (f"{ROLLOUT}.dtype", EXTRA))
+    if verdict == "differ":
+        assert found.hops["rollout.weights"].effective_dtype == "bfloat16"
+    if words == [UNKNOWN, "+precision=fp16"]:
+        assert found.sentence.endswith("is not known: owner/name has no config.json on this machine.")
 
 
-def test_doctor_accepts_the_advised_dtypes_and_other_servers(trees, gemma):
-    words = [f"actor_rollout_ref.model.path={gemma}", "+precision=fp16"]
-    assert asked(trees, *words, f"{ROLLOUT}.dtype=bfloat16").verdict == "asked"
-    assert asked(trees, *words, f"{ROLLOUT}.dtype=float32").verdict == "asked"
-    assert asked(trees, *words, f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.dtype=bfloat16").sound is False
-    assert asked(trees, words[0], "+precision=bf16").verdict == "agree"
-    assert asked(trees, words[0], "+precision=fp32").verdict == "agree"
-    assert asked(trees, *words, f"{ROLLOUT}.name=sglang").verdict == "agree"
-
-
-def test_auto_is_not_the_models_float16_where_vllm_refuses_it(trees, gemma, tmp_path):
-    words = ["+precision=fp16", f"{ROLLOUT}.dtype=auto", f"{ROLLOUT}.name=vllm"]
-    found = asked(trees, *words, f"actor_rollout_ref.model.path={gemma}")
-    assert found.hops["rollout.weights"].effective_dtype == "bfloat16" and found.verdict == "differ"
-    qwen = folder(tmp_path / "qwen2", "qwen2", dtype="float16")
-    assert asked(trees, *words, f"actor_rollout_ref.model.path={qwen}").verdict == "agree"
-
-
-def test_doctor_checks_a_reward_models_server_too(trees, gemma):
-    words = [f"{REWARD}.enable=true", f"{REWARD}.rollout.name=vllm", f"{REWARD}.model_path={gemma}"]
-    found = asked(trees, *words, f"{REWARD}.rollout.dtype=float16")
-    assert found.verdict == "refused" and [finding.key for finding in found.findings] == [f"{REWARD}.rollout.dtype"]
-    assert "precision" not in found.findings[0].mend
-    assert asked(trees, *words).verdict == "agree"
-    assert asked(trees, *words[1:], f"{REWARD}.rollout.dtype=float16").verdict == "agree", "it is not enabled"
-
-
-def test_doctor_reports_unknown_support(trees):
-    found = asked(trees, "+precision=fp16", "actor_rollout_ref.model.path=owner/name")
-    assert found.sound and found.sentence.endswith("is not known: owner/name has no config.json on this machine.")
-    assert [finding.key for finding in found.findings] == ["actor_rollout_ref.model.path"]
-    assert asked(trees, "+precision=bf16", "actor_rollout_ref.model.path=owner/name").findings == ()
+def test_doctor_refuses_a_server_of_pristine_verl(trees_known, models):
+    words = [GEMMA.format(models), f"{ROLLOUT}.dtype=float16"]
+    assert diagnose(trees_known["pristine"], words).verdict == "refused"
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["STEPS=3"], ["STEPS=3", "PRECISION=bf16_train_fp16_infer"]])
-def test_run_is_refused_before_anything_starts(words, gemma, tmp_path):
-    command = [sys.executable, REPO / "scripts/run.py", "DEVICE=cpu", f"MODEL={gemma}", f"OUT={tmp_path / 'out'}"]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"run: MODEL={gemma}: vLLM ")
-    assert f"ARGS={ROLLOUT}.dtype=bfloat16" in done.stderr and "PRECISION=bf16" in done.stderr
+def test_run_is_refused_before_anything_starts(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "interrupt_on_signals", lambda: None)
+    model = f"MODEL={models}/gemma2"
+    with pytest.raises(Refused, match=f"^{re.escape(model)}: vLLM ") as refused:
+        run.main(["DEVICE=cpu", model, f"OUT={tmp_path / 'out'}"])
+    assert f"ARGS={ROLLOUT}.dtype=bfloat16" in str(refused.value) and "PRECISION=bf16" in str(refused.value)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "runs"),
     [
-        ["PRECISION=bf16"],
-        ["PRECISION=fp32"],
-        [f"ARGS={ROLLOUT}.dtype=bfloat16"],
-        [f"ARGS={ROLLOUT}.name=sglang"],
-        [f"ARGS=+{ROLLOUT}.engine_kwargs.vllm.dtype=bfloat16"],
+        (["PRECISION=bf16"], True),
+        (["PRECISION=fp32"], True),
+        ([f"ARGS={ROLLOUT}.dtype=bfloat16"], True),
+        ([f"ARGS={ROLLOUT}.name=sglang"], True),
+        ([f"ARGS=+{EXTRA}=bfloat16"], True),
+        (["PRECISION=bf16", f"ARGS=+{EXTRA}=half"], False),
+        (["PRECISION=bf16_train_fp16_infer"], False),
     ],
 )
-def test_run_that_vllm_supports_is_not_refused(words, gemma, tmp_path):
-    job = parse_job(["DEVICE=cpu", "STEPS=1", f"MODEL={gemma}", *words])
-    check_rollout(job, compose(job, tmp_path))
+def test_run_is_refused_for_the_dtype_that_vllm_would_use(words, runs, models, tmp_path):
+    job = parse_job(["DEVICE=cpu", "STEPS=1", f"MODEL={models}/gemma2", *words])
+    config = compose(job, tmp_path)
+    if runs:
+        check_rollout(job, config)
+        return
+    with pytest.raises(Refused, match=f"^MODEL={models}/gemma2: vLLM .* refuses gemma2 models in float16"):
+        check_rollout(job, config)
 
 
-def test_dtype_among_vllms_own_arguments_is_checked(gemma, tmp_path):
-    args = f"ARGS=+{ROLLOUT}.engine_kwargs.vllm.dtype=half"
-    job = parse_job(["DEVICE=cpu", f"MODEL={gemma}", "PRECISION=bf16", args])
-    with pytest.raises(Refused, match=f"^MODEL={gemma}: vLLM .* refuses gemma2 models in float16"):
-        check_rollout(job, compose(job, tmp_path))
-
-
-def test_probe_by_vllm_is_refused_and_one_by_hf_reports_it(gemma, tmp_path, capsys):
-    words = ["DEVICE=cpu", f"MODEL={gemma}", f"DATA={tmp_path / 'data.parquet'}", f"OUT={tmp_path / 'out'}"]
+def test_probe_by_vllm_is_refused_and_one_by_hf_reports_it(models, tmp_path, capsys):
+    words = ["DEVICE=cpu", f"MODEL={models}/gemma2", f"DATA={tmp_path / 'data.parquet'}", f"OUT={tmp_path / 'out'}"]
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     with pytest.raises(Refused, match="leave out bf16_train_fp16_infer and fp16: PRECISION='bf16 fp32'"):
         probe.main([*words, "BACKEND=vllm"])

@@ -16,12 +16,8 @@ from lib.paths import REPO
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 SCALER = f"{ACTOR}.fsdp_config.grad_scaler"
-# vLLM starts in half the time: it runs its model in the engine's process, and tries out smaller batches.
-QUICK_START = [
-    f"+{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=uni",
-    '+ray_kwargs.ray_init.runtime_env.env_vars.VLLM_ENABLE_V1_MULTIPROCESSING=\\"0\\"',
-    f"{ROLLOUT}.max_num_batched_tokens=1024 {ROLLOUT}.max_num_seqs=128",
-]
+# vLLM tries out smaller batches when it starts.
+SMALL_ENGINE = f"{ROLLOUT}.max_num_batched_tokens=1024 {ROLLOUT}.max_num_seqs=128"
 FLOWRL_STEPS = 3
 FLOWRL = [
     "data.train_batch_size=16",
@@ -30,7 +26,10 @@ FLOWRL = [
     # A loss scale that doubles at every step that is not skipped.
     f"{SCALER}.init_scale=1024",
     f"{SCALER}.growth_interval=1",
-    *QUICK_START,
+    SMALL_ENGINE,
+    # vLLM runs its model in the engine's process, which saves one, and the shared memory between the two.
+    f"+{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=uni",
+    '+ray_kwargs.ray_init.runtime_env.env_vars.VLLM_ENABLE_V1_MULTIPROCESSING=\\"0\\"',
 ]
 
 

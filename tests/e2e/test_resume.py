@@ -18,7 +18,7 @@ import pytest
 import torch
 from checkpoints import assert_same_checkpoint, training_metrics
 from processes import kill, shared_memory
-from small_runs import ACTOR, QUICK_START, ROLLOUT, SCALER, Run, start_run
+from small_runs import ACTOR, ROLLOUT, SCALER, SMALL_ENGINE, Run, start_run
 from support.waiting import TIMEOUT_S
 
 from lib.paths import REPO
@@ -35,7 +35,7 @@ OVERRIDES = [
     f"{SCALER}.growth_interval={2 * (STEPS - 1)} {SCALER}.growth_factor={2.0**110}",
     f"critic.fsdp.grad_scaler.init_scale={2.0**36} critic.fsdp.grad_scaler.backoff_factor={2.0**-10}",
     "critic.fsdp.grad_scaler.growth_interval=3",
-    *QUICK_START,
+    SMALL_ENGINE,
 ]
 for role in (ACTOR, "critic"):
     OVERRIDES += [

@@ -49,9 +49,10 @@ def test_what_verl_asks_of_a_gpu_works(adapted):
 
 
 def test_autocast_rounds_where_cudas_does(adapted, plain):
-    assert adapted["autocast"].pop("product") == plain["autocast"].pop("product") == "torch.float16"
-    assert set(adapted["autocast"].values()) == {"torch.float32"}
-    assert "torch.float16" in plain["autocast"].values(), "torch's own CPU autocast needs no adaptation"
+    dtypes, unadapted = adapted["autocast"], plain["autocast"]
+    assert dtypes == dict.fromkeys(dtypes, "torch.float32") | {"product": "torch.float16"}
+    halves = {name for name, dtype in unadapted.items() if dtype == "torch.float16"}
+    assert halves > {"product"}, "torch's own CPU autocast leaves some of them in half precision"
 
 
 def test_fp16_products_are_fp32_products_rounded_to_fp16(adapted):

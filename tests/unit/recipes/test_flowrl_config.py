@@ -38,7 +38,7 @@ def compose(tiny_model) -> Callable[..., DictConfig]:
 
 @pytest.fixture(scope="module")
 def changed(compose) -> Callable[..., DictConfig]:
-    """``changed(*overrides)``: the same without composing anew, after verl's own checks."""
+    """``changed(*overrides)``: the same with other values of the actor that no other key reads, after verl's checks."""
     config = compose()
 
     def of(*overrides: str) -> DictConfig:
@@ -98,9 +98,9 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_valid_settings_are_accepted(changed, name):
+def test_valid_settings_are_accepted(compose, name):
     overrides, setting, value = ACCEPTED[name]
-    assert getattr(actor(changed(*overrides)).flowrl, setting) == value
+    assert getattr(actor(validated(compose(*overrides))).flowrl, setting) == value
 
 
 INVALID = {
@@ -171,17 +171,21 @@ UNREAD = [
     ("loss_agg_mode", "token-sum", "token-mean"),
     ("loss_scale_factor", "9", "None"),
 ]
-for name, value, default in UNREAD:
-    why = f"is not read by FlowRL; leave it at {default} and set {FLOWRL}"
-    REFUSED[name] = [f"{ACTOR}.{name}={value}"], f"{ACTOR}.{name}={value}: {why}"
 MEGATRON = ["model_engine=megatron"], f"{ACTOR}.strategy=megatron: FlowRL requires fsdp or fsdp2"
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_incompatible_settings_are_refused_in_one_line(changed, name):
+def test_incompatible_settings_are_refused_in_one_line(compose, name):
     overrides, message = REFUSED[name]
     with pytest.raises((ValueError, HydraException), match=message):
-        changed(*overrides)
+        validated(compose(*overrides))
+
+
+@pytest.mark.parametrize(("name", "value", "default"), UNREAD)
+def test_settings_of_ppos_loss_are_refused_in_one_line(changed, name, value, default):
+    message = f"{ACTOR}.{name}={value}: is not read by FlowRL; leave it at {default} and set {FLOWRL}"
+    with pytest.raises(HydraException, match=message):
+        changed(f"{ACTOR}.{name}={value}")
 
 
 def test_megatron_is_refused(compose):

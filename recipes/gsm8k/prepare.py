@@ -35,13 +35,16 @@ def prepare(source: str, out: Path) -> dict[str, int]:
     Raises:
         OSError, ValueError: ``source`` cannot be loaded, or is not GSM8K.
     """
-    problems = datasets.load_dataset(source, "main")
-    out.mkdir(parents=True, exist_ok=True)
+    problems, rows = datasets.load_dataset(source, "main"), {}
     for split in ("train", "test"):
         columns = problems[split].column_names
-        rows = problems[split].map(to_verl, with_indices=True, fn_kwargs={"split": split}, remove_columns=columns)
-        rows.to_parquet(str(out / f"{split}.parquet"))
-    return {split: problems[split].num_rows for split in ("train", "test")}
+        rows[split] = problems[split].map(
+            to_verl, with_indices=True, fn_kwargs={"split": split}, remove_columns=columns
+        )
+    out.mkdir(parents=True, exist_ok=True)  # once nothing can be refused any more
+    for split, converted in rows.items():
+        converted.to_parquet(str(out / f"{split}.parquet"))
+    return {split: converted.num_rows for split, converted in rows.items()}
 
 
 def main() -> None:

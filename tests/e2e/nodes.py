@@ -21,7 +21,6 @@ from lib.paths import REPO
 
 LAUNCH = REPO / "scripts" / "launch"
 HEAD = "127.0.0.2"  # all of 127.0.0.0/8 is local
-STARTS_S = 180
 
 
 def free_port() -> int:
@@ -44,10 +43,8 @@ class Cluster:
         (folder / "token").write_text(secrets.token_hex(16))
         self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
         self.ports = {"PORT": free_port(), "DASHBOARD_PORT": free_port()}
-        self.address, self.dashboard = (
-            f"{HEAD}:{self.ports['PORT']}",
-            f"http://127.0.0.1:{self.ports['DASHBOARD_PORT']}",
-        )
+        self.address = f"{HEAD}:{self.ports['PORT']}"
+        self.dashboard = f"http://127.0.0.1:{self.ports['DASHBOARD_PORT']}"
 
     def start(self, script: str, name: str, address: str, **knobs: object) -> psutil.Process:
         """Start a node, wait until it has joined, and return its process, the parent of its raylet and agents."""
@@ -59,7 +56,7 @@ class Cluster:
         with screen.open("w") as output:
             node = subprocess.Popen([LAUNCH / script], cwd="/", env=environment, stdout=output, stderr=output)
         self.nodes.append(psutil.Process(node.pid))
-        wait_for(lambda: "Ray runtime started." in screen.read_text(), node, screen, STARTS_S)
+        wait_for(lambda: "Ray runtime started." in screen.read_text(), node, screen)
         return self.nodes[-1]
 
     def join(self, name: str, address: str, **knobs: object) -> psutil.Process:

@@ -1,19 +1,24 @@
-"""Find, await and kill the processes of a run, wherever Ray and vLLM start them."""
+"""Start, find, await and kill the processes of a run, wherever Ray and vLLM start them."""
 
+import os
 import subprocess
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
+from support.waiting import TIMEOUT_S, wait_until
+
+from lib.paths import REPO
+
+MARK = "VERL_FILE_LOGGER_PATH"  # the path of a run's metrics, which all its processes inherit
 
 
 def of_this_run(out: Path) -> list[psutil.Process]:
-    """Return the processes of the run in ``out``, which all inherit the path of its metrics."""
+    """Return the processes of the run in ``out``."""
     processes = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("VERL_FILE_LOGGER_PATH") == str(out / "verl.jsonl"):
+            if process.environ().get(MARK) == str(out / "verl.jsonl"):
                 processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -38,12 +43,33 @@ def kill(processes: list[psutil.Process]) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(processes, timeout=10)
+    psutil.wait_procs(processes, timeout=TIMEOUT_S)
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen, log: Path, limit_s: float) -> None:
-    """Wait for the condition. Fail with the log if the process ends or the limit is exceeded."""
-    begin = time.monotonic()
-    while not condition():
-        assert process.poll() is None and time.monotonic() - begin < limit_s, log.read_text()
-        time.sleep(0.02)
+def wait_for(condition: Callable[[], object], process: subprocess.Popen, log: Path) -> None:
+    """Wait for the condition; fail with the log if the process ends before."""
+
+    def met() -> bool:
+        done = bool(condition())
+        assert done or process.poll() is None, log.read_text()
+        return done
+
+    wait_until(met, f"what {log} waits for")
+
+
+def run_to_end(
+    command: list, environment: Mapping[str, object], out: Path, log: Path, cwd: Path | str = REPO
+) -> list[str]:
+    """Run a command that trains into ``out`` to its end, kill what it leaves, and return the lines of its ``log``."""
+    variables = os.environ | {MARK: str(out / "verl.jsonl"), "OMP_NUM_THREADS": "1"}
+    variables |= {name: str(value) for name, value in environment.items()}
+    with log.open("w") as output:
+        main = subprocess.Popen(command, cwd=cwd, env=variables, stdout=output, stderr=output)
+    try:
+        code = main.wait(TIMEOUT_S)  # some never end after one of their processes has died
+    finally:
+        main.kill()
+        kill(of_this_run(out))
+    lines = log.read_text().splitlines()
+    assert code == 0, "\n".join(lines[-60:])
+    return lines

@@ -1,16 +1,36 @@
 """Start ``scripts/run.py`` on the CPU, as ``make run`` does, with batches small enough for a test."""
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from lib.paths import ARITHMETIC, REPO
+from processes import of_this_run, wait_for
+from support.waiting import TIMEOUT_S
+
+from lib.files import read_jsonl
+from lib.paths import REPO
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 SCALER = f"{ACTOR}.fsdp_config.grad_scaler"
-HANGS_S = 1800
+# vLLM tries out smaller batches when it starts.
+SMALL_ENGINE = f"{ROLLOUT}.max_num_batched_tokens=1024 {ROLLOUT}.max_num_seqs=128"
+FLOWRL_STEPS = 3
+FLOWRL = [
+    "data.train_batch_size=16",
+    f"{ACTOR}.ppo_mini_batch_size=16",
+    "algorithm.rollout_correction.rollout_is=token",
+    # A loss scale that doubles at every step that is not skipped.
+    f"{SCALER}.init_scale=1024",
+    f"{SCALER}.growth_interval=1",
+    SMALL_ENGINE,
+    # vLLM runs its model in the engine's process, which saves one, and the shared memory between the two.
+    f"+{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=uni",
+    '+ray_kwargs.ray_init.runtime_env.env_vars.VLLM_ENABLE_V1_MULTIPROCESSING=\\"0\\"',
+]
 
 
 def small_batch(micro_batch: int = 64) -> list[str]:
@@ -27,44 +47,64 @@ def small_batch(micro_batch: int = 64) -> list[str]:
     ]
 
 
-def command(out: Path, steps: int, overrides: Iterable[str], *words: str) -> list[str | Path]:
-    """Return the command of a run of ``steps`` steps into ``out``, with further ``NAME=VALUE`` words."""
-    settings = ["DEVICE=cpu", f"STEPS={steps}", f"OUT={out}", *words, f"ARGS={' '.join(overrides)}"]
-    return [sys.executable, REPO / "scripts" / "run.py", *settings]
+@dataclass(frozen=True)
+class Run:
+    """A run that was started in ``out``.
+
+    Attributes:
+        screen: the file with what it prints.
+    """
+
+    out: Path
+    screen: Path
+    process: subprocess.Popen
+
+    @property
+    def shown(self) -> str:
+        return self.screen.read_text()
+
+    @property
+    def processes(self) -> list:
+        return of_this_run(self.out)
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.out / "summary.json").read_text())
+
+    @property
+    def record(self) -> dict:
+        return json.loads((self.out / "run.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict]:
+        """The rows of its metrics."""
+        return read_jsonl(self.out / "metrics.jsonl")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
+
+    @property
+    def last_saved(self) -> int:
+        """The step of the last whole checkpoint; 0: there is none."""
+        file = self.checkpoints / "latest_checkpointed_iteration.txt"
+        return int(file.read_text()) if file.exists() else 0
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        wait_for(condition, self.process, self.screen)
+
+    def finish(self, code: int = 0) -> str:
+        """Wait for its end with this exit code, and return what it printed."""
+        assert self.process.wait(TIMEOUT_S) == code, self.shown
+        return self.shown
 
 
 def start_run(
-    out: Path,
-    steps: int,
-    overrides: Iterable[str],
-    *words: str,
-    screen: Path,
-    environment: Mapping[str, str] | None = None,
-) -> subprocess.Popen:
-    """Start a run whose output goes to the file ``screen``; ``environment`` is added to this process's."""
+    out: Path, steps: int, overrides: Iterable[str], *words: str, environment: Mapping[str, str] | None = None
+) -> Run:
+    """Start a run of ``steps`` steps, with further ``NAME=VALUE`` words and variables of the environment."""
+    settings = ["DEVICE=cpu", f"STEPS={steps}", f"OUT={out}", *words, f"ARGS={' '.join(overrides)}"]
+    command, screen = [sys.executable, REPO / "scripts" / "run.py", *settings], out.with_suffix(".txt")
     with screen.open("w") as output:
-        return subprocess.Popen(
-            command(out, steps, overrides, *words),
-            env=os.environ | (environment or {}),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def finish_run(out: Path, steps: int, overrides: Iterable[str], *words: str) -> tuple[int, str]:
-    """Run to the end. Return the exit code and the output."""
-    done = subprocess.run(
-        command(out, steps, overrides, *words),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANGS_S,
-    )
-    return done.returncode, done.stdout
-
-
-def generate_task() -> Path:
-    """Generate the sanity task's model and data if missing. Return their folder."""
-    prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--task", "addition", "--out", ARITHMETIC]
-    subprocess.run([*prepare, "--seed", "1"], cwd=REPO, check=True)
-    return ARITHMETIC
+        variables = os.environ | (environment or {})
+        return Run(out, screen, subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT))

@@ -4,10 +4,8 @@
 """
 
 import importlib.util
-import json
 import os
 import shlex
-import subprocess
 import sys
 import venv
 import zipfile
@@ -17,9 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from nodes import HEAD, STARTS_S, Cluster, below, end, running
-from processes import kill, of_this_run, wait_for
-from small_runs import HANGS_S, ROLLOUT, SCALER, generate_task, small_batch, start_run
+from nodes import HEAD, Cluster, below, end, running
+from processes import kill
+from small_runs import ROLLOUT, SCALER, Run, small_batch, start_run
+from support.waiting import TIMEOUT_S
 
 from lib.patches.apply import apply
 from lib.patches.wheels import unpacked_wheel
@@ -47,20 +46,14 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def task() -> list[str]:
+def task(generated) -> list[str]:
     """The ``NAME=VALUE`` words that select the sanity task's model and data."""
-    folder = generate_task()
-    return [
-        "EXPERIMENT=arithmetic",
-        f"MODEL={folder}/model",
-        f"TRAIN={folder}/train.parquet",
-        f"VAL={folder}/val.parquet",
-    ]
+    data = [f"{name}={generated}/{split}.parquet" for name, split in (("TRAIN", "train"), ("VAL", "val"))]
+    return ["EXPERIMENT=arithmetic", f"MODEL={generated}/model", *data]
 
 
-def start(cluster: Cluster, task: list[str], out: Path, screen: Path) -> subprocess.Popen:
-    environment = cluster.token | {"RAY_ADDRESS": cluster.address}
-    return start_run(out, STEPS, OVERRIDES, *task, screen=screen, environment=environment)
+def start(cluster: Cluster, task: list[str], out: Path) -> Run:
+    return start_run(out, STEPS, OVERRIDES, *task, environment=cluster.token | {"RAY_ADDRESS": cluster.address})
 
 
 def ray_with(tree: Path, folder: Path) -> Path:
@@ -92,19 +85,18 @@ def test_nodes_with_another_verl_are_refused_by_name(cluster, task, trees, tmp_p
         cluster.join("unpatched", SECOND, RAY=ray_with(trees["pristine"], tmp_path / "one")),
         cluster.join("older", THIRD, RAY=ray_with(older, tmp_path / "two")),
     ]
-    out, screen = tmp_path / "run", tmp_path / "screen.txt"
-    run = start(cluster, task, out, screen)
-    assert run.wait(HANGS_S) == 1
+    run = start(cluster, task, tmp_path / "run")
+    asking, line = run.finish(code=1).splitlines()
     for node in odd:
         end(node)
-    asking, line = screen.read_text().splitlines()
     assert asking == "checking the code and dtypes of 3 nodes"
     assert line.startswith(f"run: RAY_ADDRESS={cluster.address}: ")
     assert f"node unpatched ({SECOND}): verl 0.9.1 is not patched; the driver has stack " in line
     assert f"node older ({THIRD}): has verl 0.8.0, the driver 0.9.1" in line
-    assert not out.exists()
+    assert not run.out.exists()
 
 
+@pytest.mark.e2e
 @pytest.mark.slow
 def test_unpatched_node_is_admitted_if_the_job_carries_verl(cluster, trees, tmp_path, monkeypatch):
     node = cluster.join("unpatched", SECOND, RAY=ray_with(trees["pristine"], tmp_path / "one"))
@@ -113,7 +105,7 @@ def test_unpatched_node_is_admitted_if_the_job_carries_verl(cluster, trees, tmp_
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations
     carried = f"++ray_kwargs.ray_init.runtime_env.py_modules=['{verl}']"
     job, shown = parse_job(["DEVICE=cpu", f"OUT={tmp_path}/run", f"ARGS=trainer.nnodes=2 {shlex.quote(carried)}"]), []
-    facts = admit(job, compose(job, job.out), job.out, STARTS_S, shown.append)["nodes"]
+    facts = admit(job, compose(job, job.out), job.out, TIMEOUT_S, shown.append)["nodes"]
     end(node)
     assert [each["node"].split()[0] for each in facts] == ["head", "unpatched"]
     for each in facts:
@@ -123,57 +115,57 @@ def test_unpatched_node_is_admitted_if_the_job_carries_verl(cluster, trees, tmp_
     assert {path.name for path in tmp_path.iterdir()} == {"one"}, "nothing is left beside OUT"
 
 
+@pytest.mark.e2e
 @pytest.mark.slow
-def test_killed_worker_and_killed_node(cluster, task, tmp_path):
+def test_killed_worker_and_killed_node(cluster, task, alone, tmp_path):
     """The run resumes by itself, with the checkpoint's weights, Adam and loss scale to the bit.
 
     Worker and node are killed during a save. Each time the next step is a skipped one, so the state saved
     after it is the loaded state.
     """
     second = cluster.join("second", SECOND)
-    out, screen = tmp_path / "run", tmp_path / "screen.txt"
-    checkpoints = out / "checkpoints"
-    run = start(cluster, task, out, screen)
+    run = start(cluster, task, tmp_path / "run")
+    checkpoints = run.checkpoints
     try:
-        wait_for((checkpoints / "latest_checkpointed_iteration.txt").exists, run, screen, HANGS_S)
+        run.wait_for(lambda: run.last_saved)
         blocked = {}
         for step in (3, 5):  # opening a FIFO for writing blocks: the save stops here
             blocked[step] = checkpoints / f"global_step_{step}" / "actor" / "optim_world_size_2_rank_1.pt"
             blocked[step].parent.mkdir(parents=True)
             os.mkfifo(blocked[step])
 
-        wait_for(blocked[3].with_name("model_world_size_2_rank_1.pt").exists, run, screen, HANGS_S)
+        run.wait_for(blocked[3].with_name("model_world_size_2_rank_1.pt").exists)
         worker = below(second, "ray::WorkerDict")
         worker.kill()
-        wait_for(lambda: "] lost " in screen.read_text(), run, screen, HANGS_S)
+        run.wait_for(lambda: "] lost " in run.shown)
         blocked[3].unlink()
 
-        wait_for(blocked[5].with_name("model_world_size_2_rank_1.pt").exists, run, screen, HANGS_S)
+        run.wait_for(blocked[5].with_name("model_world_size_2_rank_1.pt").exists)
         below(second, "raylet").kill()
-        wait_for(lambda: "waiting: " in screen.read_text(), run, screen, HANGS_S)
+        run.wait_for(lambda: "waiting: " in run.shown)
         blocked[5].unlink()
         third = cluster.join("third", THIRD)
-        assert run.wait(HANGS_S) == 0, screen.read_text()
+        shown = run.finish()
         end(third)
     finally:
-        run.kill()
-        kill(of_this_run(out))
-    shown = screen.read_text()
+        run.process.kill()
+        kill(run.processes)
     assert f"lost WorkerDict (pid {worker.pid}) on node second ({SECOND}) after step 2 of {STEPS}" in shown
     assert f"lost node second ({SECOND}) after step 4 of {STEPS}" in shown
     assert [f"resuming after step {step} of" in shown for step in (2, 4)] == [True, True]
 
+    def saved(step: int, kind: str) -> list[Path]:
+        """Each rank's file."""
+        folder = checkpoints / f"global_step_{step}/actor"
+        return [folder / f"{kind}_world_size_2_rank_{rank}.pt" for rank in (0, 1)]
+
     def content(step: int, kind: str) -> list[list[bytes]]:
         """Each rank's tensors."""
-        files = [
-            zipfile.ZipFile(checkpoints / f"global_step_{step}/actor/{kind}_world_size_2_rank_{rank}.pt")
-            for rank in (0, 1)
-        ]
+        files = map(zipfile.ZipFile, saved(step, kind))
         return [[file.read(name) for name in sorted(file.namelist()) if "/data/" in name] for file in files]
 
     def scales(step: int) -> list[float]:
-        files = [checkpoints / f"global_step_{step}/actor/extra_state_world_size_2_rank_{rank}.pt" for rank in (0, 1)]
-        return [torch.load(file, weights_only=False)["grad_scaler"]["scale"] for file in files]
+        return [torch.load(file, weights_only=False)["grad_scaler"]["scale"] for file in saved(step, "extra_state")]
 
     for loaded, left in ((2, 3), (4, 5)):
         assert content(loaded, "model") == content(left, "model")
@@ -181,8 +173,7 @@ def test_killed_worker_and_killed_node(cluster, task, tmp_path):
         assert (scales(loaded), scales(left)) == ([SCALES[0]] * 2, [SCALES[1]] * 2)
     assert content(3, "model") != content(4, "model") and content(3, "optim") != content(4, "optim")
 
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert [row["data"]["actor/skipped_steps"] for row in rows] == [1, 0, 1, 0, 1]
-    nodes = [node["node"] for node in json.loads((out / "run.json").read_text())["nodes"]]
-    assert nodes == [f"head ({HEAD})", f"third ({THIRD})"]
+    assert [(row["step"], row["data"]["actor/skipped_steps"]) for row in run.metrics] == [
+        *((1, 1), (2, 0), (3, 1), (4, 0), (5, 1))
+    ]
+    assert [node["node"] for node in run.record["nodes"]] == [f"head ({HEAD})", f"third ({THIRD})"]

@@ -4,8 +4,8 @@
 """
 
 import pytest
-from processes import of_this_run, shared_memory, wait_for
-from small_runs import HANGS_S, ROLLOUT, small_batch, start_run
+from processes import shared_memory
+from small_runs import ROLLOUT, small_batch, start_run
 
 STEPS = 3
 # A dataset that blocks forever; verl loads it first. Other parts of verl may block likewise.
@@ -44,38 +44,32 @@ INFEASIBLE = "ray.get(ray.remote(num_gpus=64)(lambda: None).remote())"
     ids=["infeasible", "killed"],
 )
 def test_run_that_waits_forever_is_ended_at_its_start(body, why, line, tmp_path):
-    file, out, screen = tmp_path / "waits.py", tmp_path / "run", tmp_path / "screen.txt"
+    file = tmp_path / "waits.py"
     file.write_text(DATASET.format(body=body))
-    overrides = [f"data.custom_cls.path={file}", "data.custom_cls.name=Waits"]
-    run = start_run(out, STEPS, overrides, screen=screen)
-    assert run.wait(HANGS_S) == 1, screen.read_text()
-    shown = screen.read_text()
+    run = start_run(tmp_path / "run", STEPS, [f"data.custom_cls.path={file}", "data.custom_cls.name=Waits"])
+    shown = run.finish(code=1)
     assert f"failed after step 0 of 3, ended because {why}" in shown
     assert line in shown, "the evidence"
-    assert of_this_run(out) == []
+    assert run.processes == []
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_vllms_refusal_of_a_setting_is_shown(tmp_path):
-    screen = tmp_path / "screen.txt"
+def test_vllms_refusal_of_a_setting_is_shown(alone, tmp_path):
     overrides = [*small_batch(), f"+{ROLLOUT}.engine_kwargs.vllm.block_size=-1"]
-    run = start_run(tmp_path / "run", STEPS, overrides, screen=screen)
-    assert run.wait(HANGS_S) == 1
-    shown = screen.read_text()
+    shown = start_run(tmp_path / "run", STEPS, overrides).finish(code=1)
     assert "failed after step 0 of 3" in shown and "block_size" in shown.split("train.log")[-1], shown
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_run_whose_engine_is_killed_in_the_first_step_is_ended(tmp_path):
-    out, screen = tmp_path / "run", tmp_path / "screen.txt"
-    run = start_run(out, STEPS, small_batch(), screen=screen)
-    wait_for(lambda: "starting the first step" in screen.read_text(), run, screen, HANGS_S)
-    engines = [process for process in of_this_run(out) if "EngineCore" in "".join(process.cmdline())]
+def test_run_whose_engine_is_killed_in_the_first_step_is_ended(alone, tmp_path):
+    run = start_run(tmp_path / "run", STEPS, small_batch())
+    run.wait_for(lambda: "starting the first step" in run.shown)
+    engines = [process for process in run.processes if "EngineCore" in "".join(process.cmdline())]
     mapped = shared_memory(engines)
     for process in engines:
         process.kill()
-    assert engines and mapped and run.wait(HANGS_S) == 1, screen.read_text()
-    assert "failed after step 0 of 3, ended because vLLM's engine died" in screen.read_text()
-    assert of_this_run(out) == [] and not any(file.exists() for file in mapped)
+    shown = run.finish(code=1)
+    assert engines and mapped and "failed after step 0 of 3, ended because vLLM's engine died" in shown
+    assert run.processes == [] and not any(file.exists() for file in mapped)

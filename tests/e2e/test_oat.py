@@ -4,12 +4,11 @@ Requires the environment of recipes/oat_cpu/requirements.txt: ``pytest -m slow t
 """
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
-from processes import kill, of_this_run
+from processes import run_to_end
 
 from lib.files import read_jsonl, write_json
 from lib.patches.apply import apply
@@ -22,15 +21,10 @@ PYTHON = REPO / ".venv-oat/bin/python"
 RESULTS = REPO / "tests/expected/oat-e2e.json"
 RELEASE = "0.2.4"
 ROUNDS = 4
-HANGS_S = 900
 BF16 = 3e-4  # rollout_probs_diff_mean of bf16 in the first rounds, measured: docs/results/oat-cpu.md
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not PYTHON.exists(), reason="no .venv-oat: recipes/oat_cpu/requirements.txt describes how to create it"
-    ),
-]
+MISSING = "no .venv-oat: recipes/oat_cpu/requirements.txt describes how to create it"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.exists(), reason=MISSING)]
 
 
 @pytest.fixture(scope="session")
@@ -59,12 +53,7 @@ def library_path() -> str:
 def train(tree: Path, task: Path, out: Path, *further: str) -> Path:
     """Run ``ROUNDS`` learning rounds of 64 answers with the OAT in ``tree``. Return the run's own folder."""
     out.mkdir()
-    environment = {
-        "PYTHONPATH": f"{tree}:{REPO}",
-        "LD_LIBRARY_PATH": library_path(),
-        "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),  # not written; of_this_run finds the processes by it
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {"PYTHONPATH": f"{tree}:{REPO}", "LD_LIBRARY_PATH": library_path()}
     settings = {
         "gpus": 1,
         "pretrain": task / "oat-model",
@@ -84,13 +73,7 @@ def train(tree: Path, task: Path, out: Path, *further: str) -> Path:
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     command = [PYTHON, "-m", "recipes.oat_cpu.run", "--collocate", "--no-flash-attn", *words, *further]
-    with (out / "train.log").open("w") as log:
-        main = subprocess.Popen(command, cwd=REPO, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            code = main.wait(HANGS_S)  # OAT never ends after one of its processes has died
-        finally:
-            kill(of_this_run(out))
-    assert code == 0, "\n".join((out / "train.log").read_text().splitlines()[-60:])
+    run_to_end(command, environment, out, out / "train.log")
     (run,) = out.glob("debug_*")
     return run
 

@@ -1,10 +1,12 @@
 """``make run ALGO=ppo``: a run that is diagnosed, interrupted, killed and resumed equals one in one go, bit for bit.
 
-The first run records its rollouts, the others replay them. Steps that need a busy or an idle job wait for its files.
+The first run records its rollouts and goes on into a storm of overflows, the others replay them up to ``STEPS``. Steps
+that need a busy or an idle job wait for its files.
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,76 +15,64 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from checkpoints import assert_same_checkpoint, training_metrics
-from processes import kill, of_this_run, shared_memory, wait_for
-from small_runs import ACTOR, HANGS_S, ROLLOUT, SCALER, finish_run, start_run
+from processes import kill, shared_memory
+from small_runs import ACTOR, ROLLOUT, SCALER, SMALL_ENGINE, Run, start_run
+from support.waiting import TIMEOUT_S
 
-from lib.files import read_jsonl
 from lib.paths import REPO
 
 STEPS, EPOCH = 9, 3
+WORDS = "ALGO=ppo"
 OVERRIDES = [
     # The data is reshuffled for every epoch.
     f"data.train_batch_size=8 data.train_max_samples={8 * EPOCH}",
     f"{ROLLOUT}.n=4 {ROLLOUT}.log_prob_micro_batch_size_per_gpu=32",
-    "trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=1",
+    # Every gradient of the actor overflows from 2^40 on, none at 2^10. The first step's two updates are skipped, the
+    # next 16 taken; at the end of step 9 the scale grows so much that three more overflow, and the third is an error.
+    f"{SCALER}.init_scale={2.0**70} {SCALER}.backoff_factor={2.0**-30} {SCALER}.max_consecutive_skips=3",
+    f"{SCALER}.growth_interval={2 * (STEPS - 1)} {SCALER}.growth_factor={2.0**110}",
+    f"critic.fsdp.grad_scaler.init_scale={2.0**36} critic.fsdp.grad_scaler.backoff_factor={2.0**-10}",
+    "critic.fsdp.grad_scaler.growth_interval=3",
+    SMALL_ENGINE,
 ]
-for role, scaler in ((ACTOR, "fsdp_config.grad_scaler"), ("critic", "fsdp.grad_scaler")):
+for role in (ACTOR, "critic"):
     OVERRIDES += [
         # Two mini-batches a step, shuffled by the seed, and a learning rate that every step changes.
         f"{role}.ppo_mini_batch_size=4 {role}.ppo_micro_batch_size_per_gpu=16 {role}.shuffle=true",
-        f"{role}.optim.lr_scheduler_type=cosine {role}.optim.lr_warmup_steps=3",
-        # The first steps overflow, then the scale doubles after every third.
-        f"{role}.{scaler}.init_scale={2.0**36} {role}.{scaler}.backoff_factor={2.0**-10}",
-        f"{role}.{scaler}.growth_interval=3",
+        f"{role}.optim.lr_warmup_steps={2 * STEPS}",
     ]
 
 
-WORDS = "ALGO=ppo"
-
-
-def start(out: Path, rollouts: str, screen: Path) -> subprocess.Popen:
-    return start_run(out, STEPS, [*OVERRIDES, rollouts], WORDS, screen=screen)
-
-
-def steps_logged(out: Path) -> int:
-    return len(read_jsonl(out / "metrics.jsonl"))
-
-
-def last_saved(out: Path) -> int:
-    """Return the step of the last whole checkpoint; 0: there is none."""
-    file = out / "checkpoints/latest_checkpointed_iteration.txt"
-    return int(file.read_text()) if file.exists() else 0
+def keeping(checkpoints: int) -> str:
+    return f"trainer.max_actor_ckpt_to_keep={checkpoints} trainer.max_critic_ckpt_to_keep={checkpoints}"
 
 
 def diagnose_live(running: list[psutil.Process]) -> dict:
     """Return the report of ``doctor --live`` on the job of these processes, whose trainer makes no call meanwhile."""
     words = [word for process in running for word in process.cmdline() if word.startswith("--gcs-address=")]
     environment = os.environ | {"RAY_ADDRESS": words[0].partition("=")[2], "RAY_AUTH_MODE": "token"}
-    config = ["+precision=fp16", "algorithm.adv_estimator=gae", f"{SCALER}.init_scale={2.0**36}"]
+    config = ["+precision=fp16", "algorithm.adv_estimator=gae", f"{SCALER}.init_scale={2.0**70}"]
     command = [sys.executable, REPO / "scripts/doctor.py", "--live", "--json", *config]
     (trainer,) = (process for process in running if "TaskRunner" in process.cmdline()[0])
     trainer.suspend()
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANGS_S)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     finally:
         trainer.resume()
     assert done.returncode == 0, done.stderr + done.stdout
     return json.loads(done.stdout)
 
 
-def kill_when(condition: Callable[[], bool], run: subprocess.Popen, out: Path, screen: Path) -> None:
+def kill_when(condition: Callable[[], bool], run: Run) -> None:
     """Kill every process of a run as soon as the condition holds."""
-    wait_for(condition, run, screen, HANGS_S)
-    run.send_signal(signal.SIGSTOP)  # or it would tidy up after verl's end
-    while left := of_this_run(out):
+    run.wait_for(condition)
+    run.process.send_signal(signal.SIGSTOP)  # or it would tidy up after verl's end
+    while left := run.processes:
         kill(left)
-    run.kill()
-    run.wait()
-
-
-def wall_s(file: Path) -> float:
-    return json.loads(file.read_text())["wall_s"]
+    run.process.kill()
+    run.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -91,88 +81,85 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rollouts(folder) -> Path:
-    return folder / "rollouts.sqlite"
-
-
-@pytest.fixture(scope="module")
-def whole(folder, rollouts) -> tuple[Path, str]:
-    """A run in one go, and what it printed."""
-    out, screen, mapped = folder / "whole", folder / "whole.txt", set()
-    run = start(out, f"+rollouts=record rollouts.file={rollouts}", screen)
-
-    def ended() -> bool:
-        mapped.update(shared_memory(of_this_run(out)))
-        return run.poll() is not None
-
-    while not ended():
+def whole(folder, alone) -> Run:
+    """A run in one go, which ends in a storm of overflows in the second step after ``STEPS``."""
+    records = f"+rollouts=record rollouts.file={folder}/rollouts.sqlite"
+    run, mapped = start_run(folder / "whole", STEPS + 3, [*OVERRIDES, keeping(3), records], WORDS, "RETRIES=2"), set()
+    while run.process.poll() is None:
+        mapped.update(shared_memory(run.processes))
         try:
-            run.wait(1)
+            run.process.wait(1)
         except subprocess.TimeoutExpired:
             continue
-    assert run.returncode == 0, screen.read_text()
-    assert of_this_run(out) == [] and mapped and not any(file.exists() for file in mapped), "a clean end"
-    return out, screen.read_text()
+    run.finish(code=1)
+    assert run.processes == [] and mapped and not any(file.exists() for file in mapped), "a clean end"
+    return run
 
 
 @pytest.fixture(scope="module")
-def parts(folder, rollouts, whole) -> tuple[Path, dict]:
-    """The same run in three attempts: diagnosed and interrupted, killed while it saves, resumed; and the diagnosis."""
-    out, screen = folder / "parts", folder / "parts.txt"
-    replay, checkpoints, took = f"+rollouts=replay rollouts.file={rollouts}", out / "checkpoints", []
+def replay(folder) -> Callable[[], Run]:
+    """``replay()``: the same run, started or resumed in another folder."""
+    replays = f"+rollouts=replay rollouts.file={folder}/rollouts.sqlite"
+    return lambda: start_run(folder / "parts", STEPS, [*OVERRIDES, keeping(1), replays], WORDS)
 
-    run = start(out, replay, screen)
-    wait_for(lambda: steps_logged(out) >= 2, run, screen, HANGS_S)
-    running = of_this_run(out)
+
+@pytest.fixture(scope="module")
+def parts(whole, replay) -> tuple[Run, dict]:
+    """The same run in three attempts: diagnosed and interrupted, killed while it saves, resumed; and the diagnosis."""
+    took = []
+    run = replay()
+    run.wait_for(lambda: len(run.metrics) >= 2)
+    running = run.processes
     niceness, mapped = {process.nice() for process in running}, shared_memory(running)
-    before, diagnosis = steps_logged(out), diagnose_live(running)
-    wait_for(lambda: steps_logged(out) > before, run, screen, HANGS_S)  # it survived the diagnosis
-    run.send_signal(signal.SIGINT)
-    assert run.wait(HANGS_S) == 130, screen.read_text()
+    before, diagnosis = len(run.metrics), diagnose_live(running)
+    run.wait_for(lambda: len(run.metrics) > before)  # it survived the diagnosis
+    run.process.send_signal(signal.SIGINT)
+    run.finish(code=130)
     assert len(running) > 5, "Ray, the trainer and vLLM run in processes of their own"
     assert niceness == {psutil.Process().nice()}, "the run must keep its parent's niceness"
-    assert of_this_run(out) == [] and mapped and not any(file.exists() for file in mapped), "interrupted"
-    saved = last_saved(out)
-    assert f"resumes after step {saved}" in screen.read_text()
-    took.append(wall_s(out / "run.json"))
+    assert run.processes == [] and mapped and not any(file.exists() for file in mapped), "interrupted"
+    saved = run.last_saved
+    assert f"resumes after step {saved}" in run.shown
+    took.append(run.record["wall_s"])
 
     good = saved // EPOCH * EPOCH + EPOCH  # resumed between two epochs
     step = good + 1
     assert step < STEPS, "the first attempt took too many steps for what follows"
-    torn = checkpoints / f"global_step_{step}" / "critic" / "optim_world_size_1_rank_0.pt"
+    torn = run.checkpoints / f"global_step_{step}" / "critic" / "optim_world_size_1_rank_0.pt"
     torn.parent.mkdir(parents=True)
     os.mkfifo(torn)  # writing to it waits for a reader: the save stops here
-    run = start(out, replay, screen)
-    kill_when(torn.with_name("model_world_size_1_rank_0.pt").exists, run, out, screen)
-    assert f"resuming after step {saved} of" in screen.read_text() and last_saved(out) == good
-    took.append(wall_s(out / "run.json"))
+    run = replay()
+    kill_when(torn.with_name("model_world_size_1_rank_0.pt").exists, run)
+    assert f"resuming after step {saved} of" in run.shown and run.last_saved == good
+    took.append(run.record["wall_s"])
     torn.unlink()
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(step))  # as a crash may leave it
+    (run.checkpoints / "latest_checkpointed_iteration.txt").write_text(str(step))  # as a crash may leave it
 
-    assert start(out, replay, screen).wait(HANGS_S) == 0, screen.read_text()
-    assert f"resuming after step {good} of" in screen.read_text()
-    took.append(wall_s(out / "summary.json"))
+    run = replay()
+    assert f"resuming after step {good} of" in run.finish()
+    took.append(run.summary["wall_s"])
     assert 0 < took[0] < took[1] < took[2], "an attempt that was killed counts, too"
-    assert f"global_step_{step} is torn: its save was not finished" in (out / "train.log").read_text()
-    return out, diagnosis
+    assert f"global_step_{step} is torn: its save was not finished" in (run.out / "train.log").read_text()
+    return run, diagnosis
 
 
 @pytest.mark.e2e
 def test_resumed_run_equals_one_go_bit_for_bit(whole, parts):
-    (whole, _), (parts, _) = whole, parts
-    left = {path.parents[1].name for path in (whole / "checkpoints").glob("*/*/model_world_size_*.pt")}
+    parts, _ = parts
+    left = {path.parents[1].name for path in parts.checkpoints.glob("*/*/model_world_size_*.pt")}
     assert left == {f"global_step_{STEPS}"}, "one checkpoint was to be kept"
     # Model, optimizer and extra state of actor and critic, and the data loader's.
-    assert_same_checkpoint(*(out / "checkpoints" / f"global_step_{STEPS}" for out in (whole, parts)), files=7)
+    assert_same_checkpoint(*(run.checkpoints / f"global_step_{STEPS}" for run in (whole, parts)), files=7)
 
-    one, other = training_metrics(whole), training_metrics(parts)
-    assert set(one) == set(range(1, STEPS + 1))
-    assert len(set(one) - set(other)) <= 1, "only the step in which the run was killed may lack its metrics"
+    one, other = training_metrics(whole.out), training_metrics(parts.out)
+    assert set(one) == set(range(1, STEPS + 2)) and set(other) <= set(range(1, STEPS + 1))
+    assert len(other) >= STEPS - 1, "only the step in which the run was interrupted may lack its metrics"
     for step in other:
         assert {name for name in one[step] if one[step][name] != other[step].get(name)} == set(), step
     for role in ("actor", "critic"):
-        assert sum(row[f"{role}/skipped_steps"] for row in one.values()) >= 2, "nothing overflowed"
-        assert len({row[f"{role}/loss_scale"] for row in one.values()}) > 1, "the scale never grew"
+        assert sum(row[f"{role}/skipped_steps"] for row in other.values()) >= 2, "nothing overflowed"
+        assert len({row[f"{role}/loss_scale"] for row in other.values()}) > 1, "the scale never changed"
+    assert one[STEPS]["actor/loss_scale"] == 2.0**120, "the scale never grew"
 
 
 @pytest.mark.e2e
@@ -183,15 +170,16 @@ def test_doctor_reports_the_dtypes_of_the_running_job(parts):
     assert {hops[hop] for hop in ("actor.compute", "actor.autocast", "rollout.weights")} == {"float16"}
     assert {hops[hop] for hop in ("actor.master", "actor.optimizer", "actor.reduce")} == {"float32"}
     scaler = diagnosis["scaler"]["actor"]
-    assert scaler["growth_interval"] == 3 and scaler["backoff_factor"] == 2.0**-10 and scaler["scale"] < 2.0**36
+    assert scaler["growth_interval"] == 2 * (STEPS - 1)
+    assert scaler["backoff_factor"] == 2.0**-30 and scaler["scale"] == 2.0**10
 
 
 @pytest.mark.e2e
-def test_summary_reports_the_run(whole):
-    out, shown = whole
-    summary, rows = json.loads((out / "summary.json").read_text()), read_jsonl(out / "metrics.jsonl")
+def test_summary_reports_the_run_which_is_not_repeated(parts, replay):
+    run, _ = parts
+    summary, rows = run.summary, run.metrics
     assert (summary["release"], summary["precision"], summary["algo"]) == ("0.9.1", "fp16", "ppo")
-    assert summary["steps"] == STEPS and [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert summary["steps"] == STEPS and rows[-1]["step"] == STEPS
     assert summary["skipped_steps"] == sum(row["data"]["actor/skipped_steps"] for row in rows)
     assert 0.2 <= summary["reward_first"] <= 0.8
     assert 0 <= summary["k3_kl"] < 1e-4 and 0 < summary["rollout_probs_diff_mean"] < 1e-2
@@ -201,13 +189,53 @@ def test_summary_reports_the_run(whole):
     assert summary["effective_dtypes"]["rollout"]["rollout"] == "float16"
     assert summary["patch_stamp"]["release"] == "0.9.1"
     assert {"wall_s", "peak_memory_gib", "versions", "reward_last", "loss_scale"} <= summary.keys()
-    assert (out / "curves.png").stat().st_size > 10_000
-    assert str(out / "curves.png") in shown
+    assert (run.out / "curves.png").stat().st_size > 10_000
+    assert str(run.out / "curves.png") in run.shown
+
+    refusal = replay().finish(code=1)
+    assert refusal.startswith(f"run: STEPS={STEPS}: ") and refusal.count("\n") == 1
+
+
+def actor_weights(checkpoints: Path, step: int) -> dict[str, torch.Tensor]:
+    return torch.load(checkpoints / f"global_step_{step}/actor/model_world_size_1_rank_0.pt", weights_only=False)
+
+
+def check_storm(run: Run, skips: int, scale: float, step: int) -> None:
+    """Check the error and the last step's metrics of a run that ended at ``scale`` in the step after ``step``."""
+    error = f"LossScaleError: {skips} optimizer steps in a row overflowed (grad_scaler.max_consecutive_skips)"
+    assert error in run.shown and run.shown.count("\ntraining ") == 1, "an error of the job is not tried again"
+    assert f"loss scale {scale:g}, first non-finite gradient: " in run.shown
+    row = run.metrics[-1]
+    assert row["step"] == step and row["data"]["actor/loss_scale"] == pytest.approx(scale)
+    assert row["data"]["actor/skipped_steps"] == skips - 1 and "actor/grad_norm" not in row["data"]
 
 
 @pytest.mark.e2e
-def test_finished_run_is_not_repeated(whole, rollouts):
-    out, _ = whole
-    overrides = [*OVERRIDES, f"+rollouts=record rollouts.file={rollouts}"]
-    code, refusal = finish_run(out, STEPS, overrides, WORDS)
-    assert code == 1 and refusal.startswith(f"run: STEPS={STEPS}: ") and refusal.count("\n") == 1
+def test_storm_leaves_a_checkpoint_of_the_unfinished_step(whole):
+    check_storm(whole, skips=3, scale=2.0**60, step=STEPS + 1)
+    saved = {int(folder.name.rpartition("_")[2]) for folder in whole.checkpoints.glob("global_step_*")}
+    assert max(saved) == whole.last_saved == STEPS + 2
+    # The actor's weights are those after the last step that was taken.
+    weights = [actor_weights(whole.checkpoints, step) for step in (STEPS, STEPS + 2)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_other_trainer_resumes_from_the_storms_checkpoint(whole, tmp_path):
+    """The steps up to its own storm are not to be saved, but the unfinished one is."""
+    checkpoints, scale, last = tmp_path / "checkpoints", 1e29, STEPS + 2
+    shutil.copytree(whole.checkpoints, checkpoints)
+    saved = {folder.name for folder in checkpoints.glob("global_step_*")}
+    storm = f"{SCALER}.init_scale={scale} {SCALER}.min_scale={scale} {SCALER}.max_consecutive_skips=3"
+    trainer = f"trainer.use_v1=false trainer.default_local_dir={checkpoints} trainer.save_freq=-1"
+    run = start_run(tmp_path / "v0", last + 9, [*OVERRIDES, keeping(9), storm, trainer], WORDS, "RETRIES=2")
+    run.finish(code=1)
+    check_storm(run, skips=3, scale=scale, step=last + 1)
+    assert {folder.name for folder in checkpoints.glob("global_step_*")} == saved | {f"global_step_{last + 2}"}
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(last + 2)
+    # The actor's weights are unchanged: every step was skipped.
+    weights = [actor_weights(checkpoints, step) for step in (last, last + 2)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    # It started from its own scale and count, not from those of the storm.
+    assert f"holds no loss scale: starting at {scale:g}" in (run.out / "train.log").read_text()

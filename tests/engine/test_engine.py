@@ -304,7 +304,7 @@ def test_trainer_resumes_from_a_whole_checkpoint_and_restores_the_data_order(pat
 
 @by_case("storm_checkpoint")
 def test_storm_is_saved_as_the_last_good_state(patched, pristine):
-    """With offloading, which the storm's error interrupts; tests/e2e/test_storm.py tests the trainers."""
+    """With offloading, which the storm's error interrupts; tests/e2e/test_resume.py tests the trainer."""
     for rank in patched:
         assert rank["outcome"] == "LossScaleError" and rank["good"] and rank["lr_unchanged"]
         # The scale of the storm is not restored.

@@ -5,13 +5,13 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 
 import pyarrow.parquet
 import pytest
 import torch
+from support.waiting import TIMEOUT_S, wait_until
 
 from lib.paths import REPO
 from recipes.arithmetic import addition, prepare, terms
@@ -21,41 +21,19 @@ SHORT = prepare.PreparationSettings("addition", seed=1, steps=3)
 TASKS = list(prepare.TASKS)
 
 
-@pytest.mark.parametrize(
-    ("response", "score"),
-    [
-        ("400:04,020:02,720:09=0924", 1.0),
-        ("=0924", 1.0),
-        ("400:04,020:02,720:09=0925", 0.0),
-        ("400:04,020:02,720:09=924", 0.0),
-        ("=0924=", 0.0),
-        ("0924", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_reward_depends_on_the_text_after_the_last_equals_sign(response, score):
-    assert addition.compute_score("addition", response, addition.answer(704, 220)) == score
+def test_reward_depends_on_the_text_after_the_last_equals_sign():
+    right = ["400:04,020:02,720:09=0924", "=0924"]
+    wrong = ["400:04,020:02,720:09=0925", "400:04,020:02,720:09=924", "=0924=", "0924", ""]
+    scores = {text: addition.compute_score("addition", text, addition.answer(704, 220)) for text in right + wrong}
+    assert scores == dict.fromkeys(right, 1.0) | dict.fromkeys(wrong, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("response", "score", "answer"),
-    [
-        ("12+35", 1.0, "12+35"),
-        ("35+12", 1.0, "12+35"),
-        ("07+40", 1.0, "7+40"),
-        ("7+40", 1.0, "7+40"),
-        ("40+07", 1.0, "7+40"),
-        ("00+47", 1.0, "0+47"),
-        ("12+36", 0.0, "12+36"),
-        ("12+35+0", 0.0, ""),
-        ("47", 0.0, ""),
-        ("-1+48", 0.0, ""),
-        ("12+35=", 0.0, ""),
-        ("", 0.0, ""),
-    ],
-)
-def test_terms_that_add_up_are_right_and_equal_answers_have_one_name(response, score, answer):
-    assert terms.compute_score("terms", response, terms.answer(47)) == {"score": score, "answer": answer}
+def test_terms_that_add_up_are_right_and_equal_answers_have_one_name():
+    right = {"12+35": "12+35", "35+12": "12+35", "07+40": "7+40", "7+40": "7+40", "40+07": "7+40", "00+47": "0+47"}
+    wrong = {"12+36": "12+36", "12+35+0": "", "47": "", "-1+48": "", "12+35=": "", "": ""}
+    expected = {response: {"score": 1.0, "answer": answer} for response, answer in right.items()}
+    expected |= {response: {"score": 0.0, "answer": answer} for response, answer in wrong.items()}
+    assert {response: terms.compute_score("terms", response, terms.answer(47)) for response in expected} == expected
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -105,10 +83,10 @@ def test_weights_depend_on_the_seed_alone():
 @pytest.mark.parametrize("name", TASKS)
 def test_data_have_verls_schema_and_no_problem_is_in_both_files(name, tmp_path):
     prepare.write_data(tmp_path, replace(SHORT, task=name))
-    splits = {
-        split: pyarrow.parquet.read_table(tmp_path / f"{split}.parquet").to_pylist() for split in ("train", "val")
-    }
-    for split, rows in splits.items():
+    prompts = {}
+    for split in ("train", "val"):
+        rows = pyarrow.parquet.read_table(tmp_path / f"{split}.parquet").to_pylist()
+        prompts[split] = {row["prompt"][0]["content"] for row in rows}
         assert len(rows) == prepare.TASKS[name].PROBLEMS
         for index, row in enumerate(rows):
             (message,) = row["prompt"]
@@ -116,8 +94,7 @@ def test_data_have_verls_schema_and_no_problem_is_in_both_files(name, tmp_path):
             truth = {"addition": f"{total:04d}", "terms": str(total)}[name]
             assert row["reward_model"] == {"style": "rule", "ground_truth": truth}
             assert row["extra_info"] == {"split": split, "index": index} and row["data_source"] == name
-    prompts = [{row["prompt"][0]["content"] for row in rows} for rows in splits.values()]
-    assert not prompts[0] & prompts[1]
+    assert not prompts["train"] & prompts["val"]
 
 
 def test_useless_model_is_refused_and_leaves_nothing(tmp_path):
@@ -145,13 +122,12 @@ def test_finished_folder_is_reused_only_with_the_same_settings(tmp_path, monkeyp
         made = again
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.subprocess
+@pytest.mark.parametrize("end", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_interrupted_preparation_leaves_nothing(tmp_path, end):
     command = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", tmp_path / "made", "--seed", "1"]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not list(tmp_path.iterdir()):  # until it has begun
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: process.poll() is not None or list(tmp_path.iterdir()), "the preparation's begin")
     process.send_signal(end)
-    assert process.wait(timeout=60) != 0
+    assert process.wait(TIMEOUT_S) != 0
     assert list(tmp_path.iterdir()) == []

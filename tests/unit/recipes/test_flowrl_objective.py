@@ -11,8 +11,9 @@ from recipes.flowrl.partition import mean_over_prompts
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 BETA, ROWS, TOKENS = 15.0, 6, 7
-CLIPS = [None, (0.8, 1.28), (0.0, 1.1), (0.0, 10.0)]
-LEVELS = ["sequence", "token", "none"]
+clips = pytest.mark.parametrize("clip", [None, (0.8, 1.28), (0.0, 1.1), (0.0, 10.0)], ids=str)
+levels = pytest.mark.parametrize("level", ["sequence", "token", "none"])
+means_and_sums = pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
 # Lengths differ, and the mask of the last row has a hole, as in an answer that contains a tool's output.
 LENGTHS = [7, 1, 4, 6, 3, 5]
 
@@ -78,15 +79,15 @@ def assert_equal(got, wanted, tolerance=1e-6):
         torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=tolerance * other.abs().max().item())
 
 
-@pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
-@pytest.mark.parametrize("clip", CLIPS, ids=str)
-@pytest.mark.parametrize("level", LEVELS)
+@means_and_sums
+@clips
+@levels
 def test_loss_and_gradient_match_the_advantage_formula(batch, level, clip, mean):
     got = gradients(batch, level=level, clip=clip, length_normalization=mean)
     assert_equal(got, by_formula(batch, level, clip, mean))
 
 
-@pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
+@means_and_sums
 def test_sequence_gradient_matches_the_squared_residual(batch, mean):
     """Differentiate w·δ² with constant w directly."""
     leaves = log_prob, log_z = [batch[name].double().requires_grad_() for name in ("log_prob", "log_z")]
@@ -98,10 +99,10 @@ def test_sequence_gradient_matches_the_squared_residual(batch, mean):
     assert_equal(gradients(batch, clip=(0.8, 1.28), length_normalization=mean), wanted)
 
 
-@pytest.mark.parametrize("by", ["token", "sequence"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_rollout_weights_scale_the_loss(batch, level, by):
-    weights = 0.5 + torch.rand(ROWS, TOKENS if by == "token" else 1).expand(ROWS, TOKENS)
+@pytest.mark.parametrize("width", [TOKENS, 1], ids=["token", "sequence"])
+@levels
+def test_rollout_weights_scale_the_loss(batch, level, width):
+    weights = 0.5 + torch.rand(ROWS, width).expand(ROWS, TOKENS)
     got = gradients(batch, level=level, clip=(0.8, 1.28), rollout_weights=weights)
     assert_equal(got, by_formula(batch, level, (0.8, 1.28), rollout_weights=weights))
     assert not torch.allclose(got[1], gradients(batch, level=level, clip=(0.8, 1.28))[1], rtol=1e-2)
@@ -121,15 +122,10 @@ def test_metrics_match_their_definitions(batch):
     losses, *_ = by_formula(batch, "token", (0.8, 1.28))
     ratio = (batch["log_prob"] - batch["old_log_prob"]).exp()
     clipped = ((ratio < 0.8) | (ratio > 1.28)) & batch["mask"]
-    assert_equal(
-        [
-            metrics["clipped"],
-            metrics["weight"] * metrics["delta_square"],
-            metrics["weight"] ** 2,
-            metrics["delta"] ** 2,
-        ],
-        [clipped.sum(-1) / batch["mask"].sum(-1), losses, metrics["weight_square"], metrics["delta_square"]],
-    )
+    assert_equal([metrics["clipped"]], [clipped.sum(-1) / batch["mask"].sum(-1)])
+    assert_equal([metrics["weight"] * metrics["delta_square"]], [losses])
+    for name in ("weight", "delta"):
+        assert_equal([metrics[name] ** 2], [metrics[f"{name}_square"]])
     assert 0 < metrics["clipped"].sum() < ROWS and torch.equal(metrics["log_z"], batch["log_z"])
 
 
@@ -154,8 +150,8 @@ def test_initial_loss_is_197_times_the_share_of_mixed_groups(batch, right):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("log_weight", [200.0, -200.0])
-@pytest.mark.parametrize("clip", CLIPS, ids=str)
-@pytest.mark.parametrize("level", LEVELS)
+@clips
+@levels
 def test_extreme_weights_stay_finite(batch, level, clip, log_weight, dtype):
     batch["old_log_prob"] = batch["log_prob"] - (log_weight if level == "token" else log_weight / 4)
     half = {name: value if name == "mask" else value.to(dtype) for name, value in batch.items()}
@@ -185,7 +181,7 @@ def test_half_precision_inputs_are_subtracted_in_fp32(batch):
     assert metrics["delta"] == -log_z == one * (9.0078125 + 0.0009765625)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@levels
 def test_split_into_micro_batches_has_no_effect(batch, level):
     settings = {"level": level, "clip": (0.8, 1.28)}
     losses, *slopes = gradients(batch, **settings)
@@ -200,8 +196,8 @@ def test_split_into_micro_batches_has_no_effect(batch, level):
 
 
 @pytest.mark.parametrize("outside", [math.nan, math.inf, -math.inf, 1e38])
-@pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
-@pytest.mark.parametrize("level", LEVELS)
+@means_and_sums
+@levels
 def test_values_outside_the_mask_have_no_effect(batch, level, mean, outside):
     weights = 0.5 + torch.rand(ROWS, TOKENS)
     batch["mask"][3] = False  # a row without tokens has no effect either
@@ -220,7 +216,7 @@ def test_values_outside_the_mask_have_no_effect(batch, level, mean, outside):
         assert torch.equal(group_log_z(*inputs, beta=BETA, length_normalization=mean), log_z)
 
 
-@pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
+@means_and_sums
 def test_group_log_z_is_vargrads(batch, mean):
     """δ has mean 0 in each group, and the gradient is that of the variance of ``log π/πref − β·r`` within groups."""
     group, settings = torch.tensor([2, 0, 2, 0, 2, 0]), {"beta": BETA, "length_normalization": mean}

@@ -41,15 +41,23 @@ def ask(server, request_id="a", **changed) -> TokenOutput:
     return asyncio.run(server.generate(request_id=request_id, **REQUEST | changed))
 
 
+def record(file: str, server: Server | None = None, **changed) -> TokenOutput:
+    return ask(RecordingServer(server or Server(), Recording(file, "record"), KEY), **changed)
+
+
+def replay(file: str, key: SampleKey = KEY, **changed) -> TokenOutput:
+    return ask(ReplayingServer(None, Recording(file, "replay"), key), **changed)
+
+
 @pytest.fixture
 def file(tmp_path) -> str:
     return str(tmp_path / "made" / "rollouts.sqlite")
 
 
 def test_replayed_answer_is_bit_exact(file):
-    recorded = ask(RecordingServer(Server(), Recording(file, "record"), KEY), priority=7)
+    recorded = record(file, priority=7)
     assert recorded.extra_fields == {"request_id": "a", "priority": 7}
-    assert ask(ReplayingServer(None, Recording(file, "replay"), KEY), "b", priority=8) == recorded
+    assert replay(file, request_id="b", priority=8) == recorded
 
 
 @pytest.mark.parametrize(
@@ -63,16 +71,15 @@ def test_replayed_answer_is_bit_exact(file):
     ],
 )
 def test_unrecorded_request_is_an_error(file, key, changed):
-    ask(RecordingServer(Server(), Recording(file, "record"), KEY))
+    record(file)
     with pytest.raises(RolloutError, match=r"rollouts.sqlite has no answer for SampleKey\(step="):
-        ask(ReplayingServer(None, Recording(file, "replay"), key), **changed)
+        replay(file, key, **changed)
 
 
 def test_order_of_the_parameters_does_not_matter(file):
     first = {"temperature": 1.0, "top_p": 0.5}
-    recorded = ask(RecordingServer(Server(), Recording(file, "record"), KEY), sampling_params=first)
-    again = dict(reversed(first.items()))
-    assert ask(ReplayingServer(None, Recording(file, "replay"), KEY), sampling_params=again) == recorded
+    recorded = record(file, sampling_params=first)
+    assert replay(file, sampling_params=dict(reversed(first.items()))) == recorded
 
 
 def test_missing_recording_is_refused(file):
@@ -82,10 +89,8 @@ def test_missing_recording_is_refused(file):
 
 def test_repeated_step_replaces_its_answers(file):
     server = Server()
-    for _ in range(2):
-        last = ask(RecordingServer(server, Recording(file, "record"), KEY))
-    assert last.token_ids[0] == 2
-    assert ask(ReplayingServer(None, Recording(file, "replay"), KEY)) == last
+    first, last = record(file, server), record(file, server)
+    assert replay(file) == last != first
 
 
 def test_recording_survives_sigkill(file):
@@ -105,9 +110,8 @@ def test_recording_survives_sigkill(file):
     os.waitpid(child, 0)
     with os.fdopen(reader, "rb") as rest:
         answered += len(rest.read())
-    replay = Recording(file, "replay")
     for step in range(answered):
-        assert ask(ReplayingServer(None, replay, SampleKey(step, 0, 0))).token_ids[0] == step + 1
+        assert replay(file, SampleKey(step, 0, 0)).token_ids[0] == step + 1
 
 
 def test_agent_loop_replays_each_answer_to_a_prompt(file, monkeypatch):

@@ -1,0 +1,140 @@
+"""Print what torch, verl and vLLM do in this process, as JSON: ``cpu_platform_cases.py CASE...``.
+
+``test_cpu_platform.py`` starts it with and without the CPU platform. A case that fails returns the error's text.
+"""
+
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+if "VERL_USE_EXTERNAL_MODULES" in os.environ:
+    import verl  # noqa: F401  loads the platform, as in verl's workers
+RANKS = 2
+
+
+def selected() -> list[str]:
+    from verl.utils.device import get_device_id, get_device_name, get_nccl_backend
+
+    moved = torch.ones(1).to(get_device_id()).device
+    version = importlib.metadata.version("vllm")
+    return [get_device_name(), str(moved), f"cpu:{get_device_id()}", get_nccl_backend(), version.partition("+")[2]]
+
+
+def pinned() -> float:
+    return torch.ones(1).pin_memory().item()
+
+
+def attention() -> str:
+    """Build a model with verl's default attention."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = Qwen2Config(vocab_size=8, **dict.fromkeys(shape, 4))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flash_attention_2")
+    return model.config._attn_implementation
+
+
+def autocast() -> dict[str, str]:
+    """Return the dtypes of operators that CUDA's autocast runs in fp32, and that of a product."""
+    x, weight = torch.rand(4, 8, dtype=torch.float16), torch.rand(3, 8)
+    operators = {
+        "log_softmax": lambda: F.log_softmax(x, -1),
+        "softmax": lambda: F.softmax(x, -1),
+        "logsumexp": lambda: torch.logsumexp(x, -1),
+        "exp": x.exp,
+        "pow": lambda: x.pow(2),
+        "sum": lambda: x.sum(-1),
+        "log": x.log,
+        "product": lambda: F.linear(x, weight),
+    }
+    with torch.autocast("cpu", torch.float16):
+        return {name: str(operator().dtype) for name, operator in operators.items()}
+
+
+def products() -> dict[str, bool]:
+    """Compare fp16 products, under autocast and of the rollout's layers, with rounded fp32 products."""
+    from recipes.cpu.host import linear
+
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape).half() for shape in ((64, 512), (96, 512), (96,)))
+    exact = (x.float() @ weight.float().T).half()
+    biased = F.linear(x.float(), weight.float(), bias.float()).half()
+    with torch.autocast("cpu", torch.float16):
+        found = {"linear": (F.linear(x, weight), exact), "matmul": (x @ weight.T, exact)}
+    found |= {"rollout": (linear(x, weight, None), exact), "bias": (linear(x, weight, bias), biased)}
+    return {name: torch.equal(*pair) for name, pair in found.items()}
+
+
+def gradients() -> tuple[str, float]:
+    """Return the dtype of a gradient through an fp16 product, and its distance from fp32's."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(16, 32), torch.randn(8, 32, requires_grad=True)
+    (exact,) = torch.autograd.grad(F.linear(x, weight).square().sum(), weight)
+    with torch.autocast("cpu", torch.float16):
+        loss = F.linear(x, weight).square().sum()
+    (gradient,) = torch.autograd.grad(loss, weight)
+    return str(gradient.dtype), ((gradient - exact).norm() / exact.norm()).item()
+
+
+def wrap_rank(rank: int, folder: str) -> None:
+    """Wrap a layer whose weights differ between ranks in FSDP1, and compare the ranks' weights."""
+    dist.init_process_group("cpu:gloo,cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    torch.manual_seed(rank)
+    module = FSDP(torch.nn.Linear(4, 4), device_id=torch.device("cpu"), sync_module_states=True)
+    with FSDP.summon_full_params(module):
+        weights = [torch.zeros(4, 4) for _ in range(RANKS)]
+        dist.all_gather(weights, module.weight.detach().contiguous())
+    assert torch.equal(*weights), "the ranks' weights differ"
+    dist.destroy_process_group()
+
+
+def fsdp1() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(wrap_rank, (folder,), nprocs=RANKS, start_method="fork")
+    return "synchronised"
+
+
+def missing_attribute() -> None:
+    from recipes.cpu import host
+
+    host.wrap_attribute(SimpleNamespace(__name__="vllm"), "gone", lambda old: old)
+
+
+def experts() -> float:
+    """Return the error of a mixture of experts in vLLM whose weights are loaded as verl loads them."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    torch.manual_seed(0)
+    x, w13, w2 = (torch.randn(shape).half() / 8 for shape in ((16, 64), (4, 128, 64), (4, 64, 64)))
+    weights, chosen = torch.rand(16, 2), torch.stack([torch.randperm(4)[:2] for _ in range(16)]).int()
+    loaded = [cpu_moe.cpu_prepack_moe_weight(torch.zeros_like(each), "vec").copy_(each) for each in (w13, w2)]
+    out = cpu_moe.cpu_fused_moe(x, *loaded, None, None, weights, chosen, "silu", "vec", False).float()
+
+    def expert(row: torch.Tensor, index: int) -> torch.Tensor:
+        gate, up = F.linear(row, w13[index].float()).chunk(2)
+        return F.linear(F.silu(gate) * up, w2[index].float())
+
+    exact = torch.zeros(16, 64)
+    for row, indices in enumerate(chosen.tolist()):
+        for weight, index in zip(weights[row], indices, strict=True):
+            exact[row] += weight * expert(x[row].float(), index)
+    return ((out - exact).norm() / exact.norm()).item()
+
+
+def outcome(name: str) -> object:
+    try:
+        return globals()[name]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: outcome(name) for name in sys.argv[1:]}))

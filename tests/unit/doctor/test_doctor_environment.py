@@ -58,12 +58,8 @@ def test_environment_without_hydra_is_named_and_not_used(environments, capfd):
 
 
 def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch):
-    assert (
-        requirements.missing(trees["pristine"])
-        == requirements.missing(trees["patched"])
-        == requirements.missing(None)
-        == []
-    )
+    for tree in (trees["pristine"], trees["patched"], None):
+        assert requirements.missing(tree) == []
     monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     assert requirements.missing(trees["pristine"]) == []
     assert requirements.missing(trees["patched"]) == ["torch (for a patched verl)"]

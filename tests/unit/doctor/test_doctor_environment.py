@@ -32,6 +32,7 @@ def environments(trees, tmp_path_factory) -> dict[str, Path]:
     return made
 
 
+@pytest.mark.subprocess
 def test_environment_of_the_verl_is_used(environments):
     verl = environments["whole"]
     line = [sys.executable, "scripts/command.py", "doctor", f"VERL={verl}", f"ARGS={WORDS}"]

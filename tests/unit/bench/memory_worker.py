@@ -1,6 +1,6 @@
 """Measure the peak memory of real training workers on gloo ranks; run by ``torchrun`` with verl on PYTHONPATH.
 
-    torchrun --nproc-per-node RANKS memory_worker.py SETTINGS_JSON TOKENIZER_DIR OUT_DIR
+    torchrun --nproc-per-node RANKS memory_worker.py NAME TOKENIZER_DIR OUT_DIR SETTINGS_JSON
 
 Builds verl's ``TrainingWorker`` around a model for each setting of a list, trains two steps and writes the largest sum
 of live tensors, in bytes, to OUT_DIR/rank_r.json.
@@ -31,7 +31,7 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import TrainingWorker
 
-SETTINGS, TOKENIZER, OUT = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+TOKENIZER, OUT, SETTINGS = sys.argv[2], Path(sys.argv[3]), json.loads(sys.argv[4])
 RANK = int(os.environ["RANK"])
 logprobs_from_logits = transformer_impl.logprobs_from_logits
 

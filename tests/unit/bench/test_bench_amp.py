@@ -40,15 +40,20 @@ def written(rows, tmp_path_factory) -> dict[str, Path]:
     return {file.suffix: file for file in files}
 
 
-def repeats(table: list) -> dict[tuple, list]:
+@pytest.fixture(scope="module")
+def table(written) -> list[dict[str, str]]:
+    return list(csv.DictReader(written[".csv"].open()))
+
+
+def repeats(table: list[dict[str, str]]) -> list[list[dict[str, str]]]:
+    """Return the rows of the arms that took turns, by scenario and repeat."""
     by_repeat: dict[tuple, list] = {}
     for row in table:
         by_repeat.setdefault((row["scenario"], row["repeat"]), []).append(row)
-    return by_repeat
+    return list(by_repeat.values())
 
 
-def test_every_arm_of_every_scenario_runs_in_its_dtype(written):
-    table = list(csv.DictReader(written[".csv"].open()))
+def test_every_arm_of_every_scenario_runs_in_its_dtype(table):
     assert [row["scenario"] for row in table] == [name for name in SCENARIOS for _ in range(2 * len(ARMS))]
     for row in table:
         assert row["requested_dtype"] == row["effective_dtype"] == ARMS[row["arm"]] and row["fallback"] == ""
@@ -58,65 +63,52 @@ def test_every_arm_of_every_scenario_runs_in_its_dtype(written):
         assert int(row["optimizer_steps"]) >= int(row["updates"]) + 2 and row["gpu_busy"] == ""
 
 
-def test_arms_of_a_repeat_share_weights_and_clipping(written):
+def test_arms_of_a_repeat_share_weights_and_clipping_and_take_turns(table):
     digests = {}
-    for (scenario, _), arms in repeats(list(csv.DictReader(written[".csv"].open()))).items():
+    for arms in repeats(table):
         assert [row["arm"] for row in arms] == list(ARMS)
         for key in ("seed", "weights", "max_grad_norm", "updates", "optimizer_steps"):
-            assert len({row[key] for row in arms}) == 1, (scenario, key)
+            assert len({row[key] for row in arms}) == 1, (arms[0]["scenario"], key)
         if arms[0]["outcome"] == "loss":  # same weights and data, so equal up to rounding
             base, *others = (float(row["first"]) for row in arms)
             assert others == pytest.approx([base] * len(others), rel=1e-2)
-        digests.setdefault(scenario, set()).add((arms[0]["seed"], arms[0]["weights"]))
+        digests.setdefault(arms[0]["scenario"], set()).add((arms[0]["seed"], arms[0]["weights"]))
+        rounds = list(zip(*(map(int, row["order"].split()) for row in arms), strict=True))
+        assert len(rounds) == int(arms[0]["updates"]) and len(set(rounds)) > 1, "in a shuffled order"
+        assert all(sorted(places) == list(range(len(ARMS))) for places in rounds)
     assert all(len({seed for seed, _ in of}) == len({weights for _, weights in of}) == 2 for of in digests.values())
 
 
-def test_arms_take_turns_in_a_shuffled_order(written):
-    for arms in repeats(list(csv.DictReader(written[".csv"].open()))).values():
-        rounds = list(zip(*(map(int, row["order"].split()) for row in arms), strict=True))
-        assert len(rounds) == int(arms[0]["updates"])
-        assert all(sorted(places) == list(range(len(ARMS))) for places in rounds)
-        assert len(set(rounds)) > 1
-
-
 def test_report_lists_every_scenario_and_arm(written, rows):
+    from matplotlib.image import imread
+
     report = written[".md"].read_text()
     for name in SCENARIOS:
         for arm, dtype in ARMS.items():
             assert f"| {name} | {arm} | {dtype} " in report
-    goals = report.partition("## Goals on a GPU")[2].strip().splitlines()
-    assert len(goals) == 3 and all(line.endswith(": not measured, no CUDA device.") for line in goals)
+    unmeasured = report.partition("## Goals on a GPU")[2].strip().splitlines()
+    assert len(unmeasured) == 3 and all(line.endswith(": not measured, no CUDA device.") for line in unmeasured)
     assert "n/a |" not in report and "busy with other work" not in report
     busy = markdown(rows, replace(conditions(), others=1.5))
     assert "other processes used 1.50 of" in busy and "busy with other work" in busy
-
-
-def test_goals_are_reported_as_measured_on_a_gpu(rows):
-    gpu = [replace(row, seconds=row.seconds, gpu_busy=0.9) for row in rows if row.scenario == "mlp"]
+    gpu = [replace(row, gpu_busy=0.9) for row in rows if row.scenario == "mlp"]
     lines = goals(gpu, conditions("cuda"))
     assert f"mlp fp16 {ratio(gpu, 'mlp', 'fp16', seconds_of)}" in lines[1]
     assert lines[0].endswith(": not measured.") and lines[3].endswith("mlp 90%.")
-
-
-def test_figure_has_coloured_points(written):
-    from matplotlib.image import imread
-
     pixels = imread(written[".png"])
-    assert pixels.shape[1] == 1200
     coloured = pixels[..., :3].max(-1) - pixels[..., :3].min(-1) > 0.3  # blue and orange
-    assert 0.001 < coloured.mean() < 0.5
+    assert pixels.shape[1] == 1200 and 0.001 < coloured.mean() < 0.5
 
 
 def test_speed_up_is_the_median_ratio_over_the_repeats():
     row = measure("mlp", "small", 0, 0, CPU)[0]
     times = {"fp32": [4.0, 4.0, 40.0], "fp16": [2.0, 1.0, 20.0], "bf16": [4.0, 8.0, 40.0]}
     memory = {"fp32": 8.0, "fp16": 2.0, "bf16": 6.0}
-    rows = [
-        replace(row, arm=arm, repeat=repeat, requested_dtype=dtype, effective_dtype=dtype)
-        for repeat in range(3)
-        for arm, dtype in ARMS.items()
-    ]
-    rows = [replace(row, seconds=times[row.arm][row.repeat], memory_mib=memory[row.arm]) for row in rows]
+    rows = []
+    for repeat in range(3):
+        for arm, dtype in ARMS.items():
+            measured = {"seconds": times[arm][repeat], "memory_mib": memory[arm]}
+            rows.append(replace(row, arm=arm, repeat=repeat, requested_dtype=dtype, effective_dtype=dtype, **measured))
     report = markdown(rows, conditions())
     assert "| 2 (2–4) | 2 | 75% |" in report and "| 1 (0.500–1) | 6 | 25% |" in report
     speed_up = ratio(rows, "mlp", "fp16", seconds_of)
@@ -139,8 +131,7 @@ def test_arm_that_fell_back_has_no_speed_up(tmp_path, capsys):
     assert "n/a: the model is on the CPU: training in float32, not float16" in capsys.readouterr().out
     _, report, figure = write(rows, conditions(), tmp_path)
     lines = {line.split(" | ")[1]: line for line in report.read_text().splitlines() if line.startswith("| mlp")}
-    assert "float32" in lines["fp16"] and lines["fp16"].count("| n/a |") == 2
-    assert "float32" in lines["bf16"] and lines["bf16"].count("| n/a |") == 2
+    assert all("float32" in lines[arm] and lines[arm].count("| n/a |") == 2 for arm in ("fp16", "bf16"))
     assert "- mlp, fp16: the model is on the CPU" in report.read_text()
     assert "- transformer: left out of this run" in report.read_text() and figure.stat().st_size > 1000
 
@@ -206,14 +197,14 @@ def test_invalid_words_are_refused_in_one_line(words, message, capsys):
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.subprocess
 def test_command_writes_csv_report_and_figure(tmp_path):
     words = ["--size", "small", "--only", "mlp", "--device", "cpu", "--out", tmp_path / "out"]
     done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()[:-3]] == [f"mlp {n}/5" for n in range(1, 6)]
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        f"amp-bench-cpu.{s}" for s in ("csv", "md", "png")
-    ]
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names == {f"amp-bench-cpu.{suffix}" for suffix in ("csv", "md", "png")}
     assert "make bench-amp ARGS='--size small --only mlp" in (tmp_path / "out" / "amp-bench-cpu.md").read_text()
 
 

@@ -3,396 +3,259 @@
 import pytest
 from support.diagnoses import (
     ACTOR,
+    ALL,
     ENGINE,
-    NEWEST,
-    REF,
     RELEASES,
     ROLLOUT,
-    SOME,
     A,
     B,
     C,
+    Case,
     Examine,
-    dtypes,
-    effects,
     having,
-    mends,
+    of_cases,
+    of_states,
     rounds_weights,
+    without,
 )
 
-from lib.doctor import dtype_rules
-from lib.doctor.resolver import UPSTREAM_SCALER
+from lib.doctor.dtype_rules import COMPUTE, KEYS, SCALER, SEND
 from lib.patches.stack import load_stack
 
-# --- each release -------------------------------------------------------------------------------------------------
+# Configs of family A that are plain dictionaries, which accept any key, and dataclasses without dtype.
+DICTIONARIES, DATACLASSES = A[:2], A[2:]
+ROUNDING = [name for name in ALL if rounds_weights(name)]
+EXACT = [name for name in ALL if name not in ROUNDING]
+IGNORED = "is ignored by verl {release}: trains in bfloat16"
+ROUNDED = {"{rollout}.dtype": "gets weights that passed through bfloat16*"}
+EXPORT = {"hf_export": "*makes bfloat16 of a model trained in float16*"}
+UNEXPECTED = "TypeError: FSDPEngineConfig.__init__() got an unexpected keyword argument"
 
+BFLOAT16 = "actor.compute actor.autocast actor.logits critic.compute critic.autocast hf_export"
+BFLOAT16 += " rollout.weights rollout.kv_cache rollout.logits"
+FLOAT32 = "actor.master actor.reduce actor.optimizer critic.master critic.reduce wire"
+UNUSED = "ref.compute ref.autocast reward_model.compute"
 DEFAULT = {
-    "actor.master": "float32",
-    "actor.compute": "bfloat16",
-    "actor.autocast": "bfloat16",
-    "actor.reduce": "float32",
-    "actor.optimizer": "float32",
-    "actor.logits": "bfloat16",
-    "wire": "float32",
-    "rollout.weights": "bfloat16",
-    "rollout.kv_cache": "bfloat16",
-    "rollout.logits": "bfloat16",
-    "ref.compute": None,
-    "ref.autocast": None,
-    "critic.master": "float32",
-    "critic.compute": "bfloat16",
-    "critic.autocast": "bfloat16",
-    "critic.reduce": "float32",
-    "reward_model.compute": None,
-    "hf_export": "bfloat16",
+    **dict.fromkeys(BFLOAT16.split(), "bfloat16"),
+    **dict.fromkeys(FLOAT32.split(), "float32"),
+    **dict.fromkeys(UNUSED.split(), None),
 }
 
 
-@pytest.mark.parametrize("state", ["unpatched", "patched"])
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    ("release", "state"), [*of_states(EXACT, "unpatched patched"), *of_states(ROUNDING, "unpatched patched")]
+)
 def test_defaults_agree_in_bfloat16(release: str, state: str, examine: Examine):
     diagnosis = examine(release, state)
-    expected = DEFAULT | ({"wire": "bfloat16"} if state == "unpatched" and rounds_weights(release) else {})
+    expected = DEFAULT | ({"wire": "bfloat16"} if state == "unpatched" and release in ROUNDING else {})
     assert {name: hop.effective_dtype for name, hop in diagnosis.hops.items()} == expected
-    assert diagnosis.json()["verl"] == {
-        "release": release,
-        "state": state,
-        "stack": load_stack(RELEASES[release]).id if state == "patched" else None,
-        "nearest": None,
-    }
+    stack = load_stack(RELEASES[release]).id if state == "patched" else None
+    assert diagnosis.json()["verl"] == {"release": release, "state": state, "stack": stack, "nearest": None}
     assert (diagnosis.verdict, diagnosis.findings, diagnosis.scaler) == ("agree", (), {"actor": None, "critic": None})
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_patched_tree_computes_in_fp16_by_one_key(release: str, examine: Examine):
-    diagnosis = examine(release, "patched", "+precision=fp16", f"{ACTOR}.use_kl_loss=true")
-    roles = [f"{role}.{what}" for role in ("actor", "ref", "critic") for what in ("compute", "autocast")]
-    assert set(dtypes(diagnosis, *roles, "actor.logits", "rollout.weights", "rollout.kv_cache", "hf_export")) == {
-        "float16"
-    }
-    assert set(dtypes(diagnosis, "actor.master", "actor.optimizer", "actor.reduce", "wire", "critic.master")) == {
-        "float32"
-    }
+@pytest.mark.parametrize(("release", "state"), of_states(ALL, "patched"))
+def test_patched_tree_computes_in_fp16_by_one_key(release: str, state: str, examine: Examine):
+    diagnosis = examine(release, state, "+precision=fp16", f"{ACTOR}.use_kl_loss=true")
+    used = [*BFLOAT16.split(), "ref.compute", "ref.autocast"]
+    assert diagnosis.json()["hops"] == DEFAULT | dict.fromkeys(used, "float16")
     assert diagnosis.verdict == "agree" and not diagnosis.findings
     settings = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 400}
     settings |= {"min_scale": 1.0, "max_consecutive_skips": 32, "saved": True, "reported": True}
     assert diagnosis.scaler == {"actor": settings, "critic": settings}
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_unpatched_tree_ignores_precision_key(release: str, examine: Examine):
-    diagnosis = examine(release, "unpatched", "+precision=fp16")
-    assert dtypes(diagnosis, "actor.compute", "rollout.weights") == ["bfloat16", "bfloat16"]
-    assert diagnosis.sentence.endswith("both compute in bfloat16. Not as requested: precision=fp16.")
-    assert "nothing reads" in effects(diagnosis)["precision"] and dtype_rules.KEYS in mends(diagnosis)["precision"]
-    assert diagnosis.verdict == "ignored" and not diagnosis.sound
+# fmt: off
+TRAINER = (
+    Case("precision key", ALL, "unpatched", "+precision=fp16",
+         "actor.compute=bfloat16 rollout.weights=bfloat16", "ignored",
+         sentence="*both compute in bfloat16. Not as requested: precision=fp16.",
+         effect={"precision": "*nothing reads*"}, mend={"precision": f"*{KEYS}*"}),
 
+    Case("engine dtype", ALL, "patched", "{engine}.dtype=float16 {fp16_rollout}",
+         "actor.compute=float16 actor.autocast=float16 critic.compute=float16", "agree", scaled="actor critic"),
+    Case("engine dtype", A, "unpatched", "{engine}.dtype=float16 {fp16_rollout}",
+         refused="Could not override '{engine}.dtype'.", mend={"{engine}.dtype": f"*{KEYS}*"}),
+    Case("engine dtype", B, "unpatched", "{engine}.dtype=float16 {fp16_rollout}",  # the actor alone reads it
+         "actor.compute=float16 actor.autocast=float16 critic.compute=bfloat16", "agree", scaled="actor",
+         effect={"{engine}.dtype": "does not reach the critic, which trains in bfloat16",
+                 "{engine}.grad_scaler": "*neither saves*", **EXPORT}),
+    *(Case("engine dtype", releases, "unpatched", "{engine}.dtype=float16 {fp16_rollout}",
+           "actor.compute=bfloat16", "differ", sentence="*float16 was requested for the trainer*", scaled="",
+           effect={"{engine}.dtype": IGNORED, **rounding}, mend={"{engine}.dtype": f"*{COMPUTE}*"})
+      for releases, rounding in ((ROUNDING, ROUNDED), (C[1:], {}))),
+    Case("unknown dtype", [*B, *C], "patched", "{engine}.dtype=banana",
+         refused="*dtype=banana is not a dtype to compute in*"),
+    Case("unknown dtype", B, "unpatched", "{engine}.dtype=banana",
+         refused="RuntimeError: unexpected precision: banana"),
+    Case("unknown dtype", C, "unpatched", "{engine}.dtype=banana", effect={"{engine}.dtype": IGNORED}),
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_engine_dtype_key(release: str, examine: Examine):
-    patched = examine(release, "patched", f"{ENGINE}.dtype=float16", f"{ROLLOUT}.dtype=float16")
-    assert dtypes(patched, "actor.compute", "actor.autocast", "critic.compute") == ["float16"] * 3
-    assert patched.verdict == "agree" and patched.scaler["actor"]["saved"]
+    # float32 is the default of a mixed_precision without reduce_dtype, bfloat16 that of one without param_dtype.
+    Case("param_dtype", [*A, *B], "unpatched", "+{engine}.mixed_precision.param_dtype=fp16 {fp16_rollout}",
+         "actor.compute=float16 actor.autocast=bfloat16 actor.reduce=float32", "differ", scaled="",
+         effect={"{engine}.mixed_precision.param_dtype": "*reaches only one half*without a loss scaler*", **EXPORT}),
+    *(Case("param_dtype", releases, "unpatched", "+{engine}.mixed_precision.param_dtype=fp16 {fp16_rollout}",
+           "actor.compute=float16 actor.autocast=float16 actor.reduce=float32", verdict, scaled="actor",
+           effect={"{engine}.mixed_precision.param_dtype": "does not reach the critic, which trains in bfloat16",
+                   "{engine}.grad_scaler": "*neither saves*", **EXPORT, **rounding})
+      for releases, verdict, rounding in ((ROUNDING, "differ", ROUNDED), (C[1:], "agree", {}))),
+    Case("param_dtype", ALL, "patched", "+{engine}.mixed_precision.param_dtype=fp16 {fp16_rollout}", verdict="agree"),
+    Case("reduce_dtype", B, "unpatched", "{engine}.dtype=float16 +{engine}.mixed_precision.reduce_dtype=fp16",
+         "actor.compute=bfloat16 actor.autocast=float16 actor.reduce=float16", "differ",
+         effect={"{engine}.mixed_precision.reduce_dtype": "*sums the actor's gradients*",
+                 "{engine}.dtype": "*reaches only one half*", "{engine}.grad_scaler": "*neither saves*"}),
+    Case("contradiction", [*B, *C], "patched", "{engine}.dtype=float16 +{engine}.mixed_precision.param_dtype=bf16",
+         refused="*contradict*"),
+    Case("contradiction", B, "unpatched", "{engine}.dtype=float16 +{engine}.mixed_precision.param_dtype=bf16",
+         "actor.compute=bfloat16 actor.autocast=float16 actor.logits=float16", "differ", scaled="actor"),
 
-    diagnosis = examine(release, "unpatched", f"{ENGINE}.dtype=float16", f"{ROLLOUT}.dtype=float16")
-    if release in A:  # has no such key
-        assert diagnosis.refused == f"Could not override '{ENGINE}.dtype'." and diagnosis.verdict == "refused"
-        assert dtype_rules.KEYS in mends(diagnosis)[f"{ENGINE}.dtype"]
-    elif release in B:  # the actor reads it; the critic's own key is never read
-        assert dtypes(diagnosis, "actor.compute", "actor.autocast", "critic.compute") == [
-            "float16",
-            "float16",
-            "bfloat16",
-        ]
-        assert diagnosis.verdict == "agree" and diagnosis.scaler == {"actor": UPSTREAM_SCALER, "critic": None}
-        assert "neither saves" in effects(diagnosis)[f"{ENGINE}.grad_scaler"]
-        assert effects(diagnosis)[f"{ENGINE}.dtype"] == "does not reach the critic, which trains in bfloat16"
-    else:
-        assert diagnosis.verdict == "differ" and diagnosis.scaler["actor"] is None
-        assert "float16 was requested for the trainer" in diagnosis.sentence
-        text = effects(diagnosis)[f"{ENGINE}.dtype"]
-        assert text == f"is ignored by verl {release}: trains in bfloat16"
-        assert dtype_rules.COMPUTE in mends(diagnosis)[f"{ENGINE}.dtype"]
+    Case("critic's engine dtype", DICTIONARIES, "unpatched", "++{critic}.dtype=float16", "", "ignored",
+         sentence="*both compute in bfloat16. Not as requested: critic.*", effect={"{critic}.dtype": IGNORED}),
+    Case("critic's engine dtype", DATACLASSES, "unpatched", "++{critic}.dtype=float16",
+         refused=f"{UNEXPECTED} 'dtype'"),
+    Case("critic's engine dtype", [*B, *C], "unpatched", "{critic}.dtype=float16", "", "ignored",
+         sentence="*both compute in bfloat16. Not as requested: critic.*", effect={"{critic}.dtype": IGNORED}),
+    Case("critic's engine dtype", ALL, "patched", "{critic}.dtype=float16",
+         "actor.compute=bfloat16 critic.compute=float16"),
+    Case("critic's param_dtype", [*A, *B], "unpatched", "+{critic}.mixed_precision.param_dtype=fp16",
+         "critic.compute=float16 critic.autocast=bfloat16", "ignored",
+         effect={"{critic}.mixed_precision.param_dtype":
+                 "*reaches only one half*puts the critic into fp16 without a loss scaler*"}),
 
+    # FlowRL's spelling: keys of a patched verl, none of upstream's.
+    Case("role's dtype", ALL, "patched", "{actor}.dtype=float16 {fp16_rollout}", "", "agree"),
+    Case("role's dtype", ALL, "unpatched", "{actor}.dtype=float16 {fp16_rollout}",
+         refused="Could not override '{actor}.dtype'.",
+         mend={"{actor}.dtype": f"{KEYS}: make apply-patches VERL={{root}}"}),
+    Case("role's dtype, forced", DICTIONARIES, "unpatched", "+{actor}.dtype=float16 {fp16_rollout}",
+         effect={"{actor}.dtype": IGNORED}),
+    Case("role's dtype, forced", having("validate_config"), "unpatched", "+{actor}.dtype=float16 {fp16_rollout}",
+         refused="*got an unexpected keyword argument 'dtype'*"),
+    Case("role's dtype alone", ALL, "patched", "{actor}.dtype=float16", "", "differ", sentence="*nobody requested*"),
+    Case("rollout's dtype alone", ALL, "unpatched patched", "{fp16_rollout}",
+         "actor.logits=bfloat16 rollout.weights=float16 rollout.kv_cache=float16", "differ"),
+    Case("rollout's dtype, spelt half", ALL, "unpatched patched", "{rollout}.dtype=half", "rollout.weights=float16"),
 
-@pytest.mark.parametrize("release", [B[0], B[-1], C[0], C[-1]])
-def test_unknown_engine_dtype_is_refused_or_ignored(release: str, examine: Examine):
-    patched = examine(release, "patched", f"{ENGINE}.dtype=banana")
-    assert "dtype=banana is not a dtype to compute in" in patched.refused and patched.verdict == "refused"
-    diagnosis = examine(release, "unpatched", f"{ENGINE}.dtype=banana")
-    if release in B:
-        assert diagnosis.refused == "RuntimeError: unexpected precision: banana"
-    else:
-        assert effects(diagnosis)[f"{ENGINE}.dtype"] == f"is ignored by verl {release}: trains in bfloat16"
-        assert not diagnosis.refused
+    Case("masters in bf16", ALL, "unpatched patched", "++{engine}.model_dtype=bf16",
+         "actor.master=bfloat16 actor.optimizer=bfloat16 wire=bfloat16", "agree",
+         effect={"{engine}.model_dtype": "*updates below 1/256*"},
+         mend={"{engine}.model_dtype": "{engine}.model_dtype=fp32"}),
+    Case("critic's masters in bf16", ALL, "unpatched patched", "++{critic}.model_dtype=bf16",
+         effect={"{critic}.model_dtype": "*updates below 1/256*"}),
+    Case("masters in fp16", ALL, "patched", "+precision=fp16 ++{engine}.model_dtype=fp16",
+         refused="*model_dtype=fp16 with dtype=float16 makes the optimizer's weights half precision*"),
+    Case("masters in fp16", ALL, "unpatched", "++{engine}.model_dtype=fp16",
+         effect={"{engine}.model_dtype": "*AdamW turns them to NaN*"}),
 
+    Case("scaler", ALL, "patched", "{engine}.grad_scaler.growth_factor=0.5",
+         refused="*grad_scaler.growth_factor=0.5 must be above 1*"),
+    Case("scaler", ALL, "unpatched", "{engine}.grad_scaler.init_scale=1024",
+         refused="Could not override*", mend={"{engine}.grad_scaler.init_scale": f"*{SCALER}*"}),
+    Case("scaler, forced", DICTIONARIES, "unpatched", "+{engine}.grad_scaler.init_scale=1024",
+         effect={"{engine}.grad_scaler.init_scale": "is ignored by verl {release}: the loss is not scaled"}),
+    Case("scaler, forced", having("validate_config"), "unpatched", "+{engine}.grad_scaler.init_scale=1024",
+         refused=f"{UNEXPECTED} 'grad_scaler'"),
 
-@pytest.mark.parametrize("release", SOME)
-def test_param_dtype_reaches_one_half_of_legacy_workers(release: str, examine: Examine):
-    word = f"{ENGINE}.mixed_precision.param_dtype"
-    diagnosis = examine(release, "unpatched", f"+{word}=fp16", f"{ROLLOUT}.dtype=float16")
-    compute, autocast = dtypes(diagnosis, "actor.compute", "actor.autocast")
-    assert compute == "float16" and autocast == ("float16" if release in C else "bfloat16")
-    assert dtypes(diagnosis, "actor.reduce") == ["float32"], "the default of a mixed_precision without it"
-    mapping = f"++{ENGINE}.mixed_precision={{param_dtype:fp16}}"
-    assert examine(release, "unpatched", mapping, f"{ROLLOUT}.dtype=float16").json() == diagnosis.json()
-    if release in C:
-        assert diagnosis.verdict == ("differ" if rounds_weights(release) else "agree")
-        assert diagnosis.scaler["actor"] == UPSTREAM_SCALER
-        assert "makes bfloat16 of a model trained in float16" in effects(diagnosis)["hf_export"]
-    else:
-        assert diagnosis.verdict == "differ" and diagnosis.scaler["actor"] is None
-        texts = " ".join(finding.effect for finding in diagnosis.findings if finding.key == word)
-        assert "reaches only one half" in texts and "without a loss scaler" in texts
-    assert examine(release, "patched", f"+{word}=fp16", f"{ROLLOUT}.dtype=float16").verdict == "agree"
-
-
-@pytest.mark.parametrize("release", B)
-def test_reduce_dtype_alone_turns_the_weights_back_to_bf16(release: str, examine: Examine):
-    """Keys missing from an explicit ``mixed_precision`` have defaults of their own, whatever ``dtype`` is."""
-    diagnosis = examine(release, "unpatched", f"{ENGINE}.dtype=float16", f"+{ENGINE}.mixed_precision.reduce_dtype=fp16")
-    assert dtypes(diagnosis, "actor.compute", "actor.autocast", "actor.reduce") == [
-        "bfloat16",
-        "float16",
-        "float16",
-    ]
-    assert "sums the actor's gradients" in effects(diagnosis)[f"{ENGINE}.mixed_precision.reduce_dtype"]
-    assert diagnosis.verdict == "differ"
-
-
-@pytest.mark.parametrize("release", SOME)
-def test_critic_engine_dtype_reaches_only_patched_critics(release: str, examine: Examine):
-    engine = "critic.fsdp" if release in C else "critic.model.fsdp_config"
-    plus = "++" if release in A else ""
-    diagnosis = examine(release, "unpatched", f"{plus}{engine}.dtype=float16")
-    if release in A and RELEASES[release].has("validate_config"):  # its FSDP config is a dataclass without dtype
-        assert diagnosis.refused == "TypeError: FSDPEngineConfig.__init__() got an unexpected keyword argument 'dtype'"
-        return
-    assert effects(diagnosis)[f"{engine}.dtype"] == f"is ignored by verl {release}: trains in bfloat16"
-    assert (
-        diagnosis.verdict == "ignored" and "both compute in bfloat16. Not as requested: critic." in diagnosis.sentence
-    )
-    patched = examine(release, "patched", f"{engine}.dtype=float16")
-    assert dtypes(patched, "actor.compute", "critic.compute") == ["bfloat16", "float16"]
-
-
-@pytest.mark.parametrize("release", [A[0], B[-1]])
-def test_critic_param_dtype_reaches_one_half_of_legacy_workers(release: str, examine: Examine):
-    word = "critic.model.fsdp_config.mixed_precision.param_dtype"
-    diagnosis = examine(release, "unpatched", f"+{word}=fp16")
-    assert dtypes(diagnosis, "critic.compute", "critic.autocast") == ["float16", "bfloat16"]
-    texts = " ".join(finding.effect for finding in diagnosis.findings if finding.key == word)
-    assert "reaches only one half" in texts and "puts the critic into fp16 without a loss scaler" in texts
-    assert diagnosis.verdict == "ignored"
-
-
-@pytest.mark.parametrize("release", SOME)
-def test_role_dtype_keys_exist_only_on_patched_trees(release: str, examine: Examine):
-    """FlowRL's spelling: keys of a patched verl, none of upstream's."""
-    words = [f"{ACTOR}.dtype=float16", f"{ROLLOUT}.dtype=float16"]
-    assert examine(release, "patched", *words).verdict == "agree"
-    diagnosis = examine(release, "unpatched", *words)
-    assert diagnosis.refused == f"Could not override '{ACTOR}.dtype'."
-    assert mends(diagnosis)[f"{ACTOR}.dtype"] == f"{dtype_rules.KEYS}: make apply-patches VERL={diagnosis.tree.root}"
-    forced = examine(release, "unpatched", f"+{words[0]}", words[1])
-    if release in A[:2]:  # plain dictionaries accept any key
-        assert effects(forced)[f"{ACTOR}.dtype"] == f"is ignored by verl {release}: trains in bfloat16"
-    else:
-        assert "got an unexpected keyword argument 'dtype'" in forced.refused
-    alone = examine(release, "patched", words[0])
-    assert alone.verdict == "differ" and "nobody requested" in alone.sentence
-
-
-@pytest.mark.parametrize("release", SOME)
-def test_rollout_dtype_alone_differs(release: str, examine: Examine):
-    for state in ("unpatched", "patched"):
-        diagnosis = examine(release, state, f"{ROLLOUT}.dtype=float16")
-        assert dtypes(diagnosis, "actor.logits", "rollout.weights", "rollout.kv_cache") == [
-            "bfloat16",
-            "float16",
-            "float16",
-        ]
-        assert diagnosis.verdict == "differ"
-        assert examine(release, state, f"{ROLLOUT}.dtype=half").hops["rollout.weights"].effective_dtype == "float16"
-
-
-@pytest.mark.parametrize("release", SOME)
-def test_masters_in_16_bits_are_a_finding(release: str, examine: Examine):
-    key = f"{ENGINE}.model_dtype"
-    for state in ("unpatched", "patched"):
-        diagnosis = examine(release, state, f"++{key}=bf16")
-        assert dtypes(diagnosis, "actor.master", "actor.optimizer", "wire") == ["bfloat16"] * 3
-        assert "updates below 1/256" in effects(diagnosis)[key] and mends(diagnosis)[key] == f"{key}=fp32"
-        assert diagnosis.verdict == "agree"
-        whole = examine(release, state, f"++{key}=bf16", f"{ROLLOUT}.dtype=float16")
-        assert f"{ROLLOUT}.dtype" not in effects(whole), "a wire in the masters' dtype rounds nothing"
-        of_critic = f"{'critic.fsdp' if release in C else 'critic.model.fsdp_config'}.model_dtype"
-        assert "updates below 1/256" in effects(examine(release, state, f"++{of_critic}=bf16"))[of_critic]
-    refused = examine(release, "patched", "+precision=fp16", f"++{key}=fp16").refused
-    assert "model_dtype=fp16 with dtype=float16 makes the optimizer's weights half precision" in refused
-    assert "AdamW turns them to NaN" in effects(examine(release, "unpatched", f"++{key}=fp16"))[key]
-
-
-@pytest.mark.parametrize("release", SOME)
-def test_grad_scaler_keys(release: str, examine: Examine):
-    key = f"{ENGINE}.grad_scaler.init_scale"
-    diagnosis = examine(release, "patched", "+precision=fp16", f"{key}=1024")
-    assert diagnosis.scaler["actor"]["init_scale"] == 1024 and diagnosis.scaler["critic"]["init_scale"] == 65536
-    refused = examine(release, "patched", f"{ENGINE}.grad_scaler.growth_factor=0.5").refused
-    assert "grad_scaler.growth_factor=0.5 must be above 1" in refused
-    assert dtype_rules.SCALER in mends(examine(release, "unpatched", f"{key}=1024"))[key]
-    forced = examine(release, "unpatched", f"+{key}=1024")
-    if release in A[:2]:
-        assert effects(forced)[key] == f"is ignored by verl {release}: the loss is not scaled"
-    else:
-        assert (
-            forced.refused == "TypeError: FSDPEngineConfig.__init__() got an unexpected keyword argument 'grad_scaler'"
-        )
-
-
-@pytest.mark.parametrize("release", [B[1], NEWEST])
-def test_ref_in_another_dtype_is_a_finding(release: str, examine: Examine):
-    key = f"{REF}.fsdp_config.dtype"
-    patched = examine(release, "patched", f"{ACTOR}.use_kl_loss=true", f"{key}=float16")
-    assert dtypes(patched, "actor.compute", "ref.compute") == ["bfloat16", "float16"]
-    assert "their KL is not that of the policies" in effects(patched)[key]
-    diagnosis = examine(release, "unpatched", f"{ACTOR}.use_kl_loss=true", f"{key}=float16")
-    assert diagnosis.hops["ref.compute"].effective_dtype == ("float16" if release in B else "bfloat16")
-    assert key in effects(diagnosis)
-    assert examine(release, "patched", f"{key}=float16").hops["ref.compute"].effective_dtype is None  # not used
-
-
-@pytest.mark.parametrize(
-    ("words", "used", "unused"),
-    [
-        ((), ["critic"], ["ref", "reward_model"]),
-        (("algorithm.use_kl_in_reward=true",), ["ref", "critic"], []),
-        ((f"{ACTOR}.use_kl_loss=true",), ["ref", "critic"], []),
-        (("critic.enable=false",), [], ["critic"]),
-        (("algorithm.adv_estimator=grpo", "critic.enable=true"), ["critic"], []),
-    ],
+    Case("ref's dtype", [*B, *C], "patched", "{actor}.use_kl_loss=true {ref}.fsdp_config.dtype=float16",
+         "actor.compute=bfloat16 ref.compute=float16",
+         effect={"{ref}.fsdp_config.dtype": "*their KL is not that of the policies*"}),
+    Case("ref's dtype", B, "unpatched", "{actor}.use_kl_loss=true {ref}.fsdp_config.dtype=float16",
+         "ref.compute=float16", effect={"{ref}.fsdp_config.dtype": "*"}),
+    Case("ref's dtype", C, "unpatched", "{actor}.use_kl_loss=true {ref}.fsdp_config.dtype=float16",
+         "ref.compute=bfloat16", effect={"{ref}.fsdp_config.dtype": "*"}),
+    Case("dtype of no ref", [*B, *C], "patched", "{ref}.fsdp_config.dtype=float16", "ref.compute=None"),
 )
-def test_roles_of_an_algorithm(words: tuple[str, ...], used: list[str], unused: list[str], examine: Examine):
-    diagnosis = examine(NEWEST, "unpatched", *words)
-    assert dtypes(diagnosis, *(f"{role}.compute" for role in used)) == ["bfloat16"] * len(used)
-    assert dtypes(diagnosis, *(f"{role}.compute" for role in unused)) == [None] * len(unused)
+
+OFF = "trainer.use_legacy_worker_impl=disable"
+GRPO = f"algorithm.adv_estimator=grpo {OFF}"
+ENGINES_OF_LEGACY_RELEASES = (
+    Case("fp16", [*A[1:], *B], "patched", f"+precision=fp16 {OFF}",
+         refused="*trainer.use_legacy_worker_impl=disable trains in on this release*"),
+    Case("defaults", [*A[1:], *B], "patched", GRPO, "", "agree"),
+    Case("critic", having("engine_critic_fails"), "unpatched", OFF, refused="*no attribute 'hf_config'*"),
+    # The first one's actor stays a legacy worker.
+    Case("dtype", B[:1], "unpatched", f"{GRPO} {{engine}}.dtype=float16 {{fp16_rollout}}",
+         "actor.compute=float16 wire=float32", "agree"),
+    Case("dtype", B[1:2], "unpatched", f"{GRPO} {{engine}}.dtype=float16 {{fp16_rollout}}",
+         "actor.compute=bfloat16 wire=float32", "differ"),
+    Case("dtype", B[2:], "unpatched", f"{GRPO} {{engine}}.dtype=float16 {{fp16_rollout}}",
+         "actor.compute=bfloat16 wire=bfloat16", "differ"),
+)
+
+HF = having("hf_rollout")
+WIRE_AND_SERVERS = (
+    Case("hf rollout", HF, "unpatched", "{rollout}.name=hf {fp16_rollout}",
+         "wire=None rollout.weights=float32 rollout.logits=bfloat16", "ignored", sentence="*both compute in bfloat16*",
+         effect={"{rollout}.dtype": "is ignored by the hf rollout of verl {release}: samples in bfloat16"}),
+    Case("hf rollout", HF, "patched", "{rollout}.name=hf {fp16_rollout} +precision=fp16",
+         "rollout.weights=float32 rollout.logits=float16", "agree"),
+    Case("hf rollout of FSDP2", HF, "patched",
+         "{rollout}.name=hf {fp16_rollout} {actor}.strategy=fsdp2",
+         refused="*name=hf, whose weights FSDP2 rounds to the actor's bfloat16*"),
+    Case("no hf rollout", without("hf_rollout"), "unpatched", "{rollout}.name=hf", refused="*Rollout hf with mode*"),
+
+    Case("rounded wire", ROUNDING, "unpatched", "+{engine}.mixed_precision.param_dtype=fp16 {fp16_rollout}",
+         "wire=bfloat16", "differ", mend={"{rollout}.dtype": f"*{SEND}*"}),
+    Case("rounded wire", ROUNDING, "patched", "+{engine}.mixed_precision.param_dtype=fp16 {fp16_rollout}",
+         "wire=float32"),
+    # FSDP1 on one worker sends whole tensors.
+    Case("whole weights", ROUNDING, "unpatched", "trainer.n_gpus_per_node=1", "wire=float32"),
+    Case("two nodes", ROUNDING, "unpatched", "trainer.n_gpus_per_node=1 trainer.nnodes=2", "wire=bfloat16"),
+    Case("FSDP2", ROUNDING, "unpatched", "trainer.n_gpus_per_node=1 {actor}.strategy=fsdp2", "wire=bfloat16"),
+    Case("two workers", ROUNDING, "unpatched", "trainer.n_gpus_per_node=2", "wire=bfloat16"),
+    *(Case(f"merged adapters by {rank}", C, state,
+           f"++actor_rollout_ref.model.{rank}=4 ++actor_rollout_ref.model.lora.merge=true", f"wire={wire}")
+      for rank in ("lora_rank", "lora.rank") for state, wire in (("unpatched", "bfloat16"), ("patched", "float32"))),
+
+    Case("reward worker", having("reward_worker"), "patched",
+         "reward_model.enable=true ++reward_model.use_reward_loop=false reward_model.dtype=float16",
+         "reward_model.compute=float16"),
+    Case("reward worker", having("reward_worker"), "unpatched",
+         "reward_model.enable=true ++reward_model.use_reward_loop=false +reward_model.dtype=float16",
+         effect={"reward_model.dtype": "is ignored by verl {release}: scores in bfloat16"}),
+    Case("reward loop", having("reward_loop"), "patched",
+         "reward_model.enable=true reward_model.rollout.name=vllm reward_model.dtype=float16",
+         "reward_model.compute=bfloat16", "ignored", mend={"reward_model.dtype": "reward_model.rollout.dtype=float16"}),
+    Case("reward server", without("reward_worker"), "unpatched",
+         "reward.reward_model.enable=true reward.reward_model.rollout.dtype=float16", "reward_model.compute=float16"),
+)
+# fmt: on
 
 
-@pytest.mark.parametrize("word", ["lora_rank=4", "lora_adapter_path=/adapter", "lora.rank=4"])
-def test_ref_of_an_adapter_is_the_actor(word: str, examine: Examine):
-    words = [f"{ACTOR}.use_kl_loss=true", f"{REF}.fsdp_config.dtype=float16", f"++actor_rollout_ref.model.{word}"]
-    diagnosis = examine(NEWEST, "unpatched", *words)
-    assert diagnosis.hops["ref.compute"].reason == "the actor without its adapters"
-    assert diagnosis.verdict == "agree" and not diagnosis.findings
+@of_cases(*TRAINER)
+def test_trainer(case: Case, release: str, state: str, examine: Examine):
+    case.check(release, state, examine)
 
 
-@pytest.mark.parametrize("release", [*A[1:], *B])
-def test_model_engine_of_legacy_releases(release: str, examine: Examine):
-    off = "trainer.use_legacy_worker_impl=disable"
-    diagnosis = examine(release, "patched", "+precision=fp16", off)
-    assert "trainer.use_legacy_worker_impl=disable trains in on this release" in diagnosis.refused
-    grpo = ["algorithm.adv_estimator=grpo", off]
-    assert examine(release, "patched", *grpo).verdict == "agree"
-    if RELEASES[release].has("engine_critic_fails"):
-        assert "no attribute 'hf_config'" in examine(release, "unpatched", off).refused
-    if release in B:
-        diagnosis = examine(release, "unpatched", *grpo, f"{ENGINE}.dtype=float16", f"{ROLLOUT}.dtype=float16")
-        ignored = RELEASES[release].has("engine_policy")  # else the actor stays a legacy worker
-        assert diagnosis.hops["actor.compute"].effective_dtype == ("bfloat16" if ignored else "float16")
-        assert diagnosis.verdict == ("differ" if ignored else "agree")
-        assert diagnosis.hops["wire"].effective_dtype == (
-            "bfloat16" if RELEASES[release].has("bfloat16_wire") else "float32"
-        )
+@of_cases(*ENGINES_OF_LEGACY_RELEASES)
+def test_model_engine_of_legacy_releases(case: Case, release: str, state: str, examine: Examine):
+    case.check(release, state, examine)
 
 
-@pytest.mark.parametrize("release", having("hf_rollout"))
-def test_hf_rollout_computes_in_bfloat16_unless_patched(release: str, examine: Examine):
-    words = [f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float16"]
-    diagnosis = examine(release, "unpatched", *words)
-    assert dtypes(diagnosis, "wire", "rollout.weights", "rollout.logits") == [None, "float32", "bfloat16"]
-    effect = f"is ignored by the hf rollout of verl {release}: samples in bfloat16"
-    assert effects(diagnosis)[f"{ROLLOUT}.dtype"] == effect
-    assert diagnosis.verdict == "ignored" and "both compute in bfloat16" in diagnosis.sentence
-    patched = examine(release, "patched", *words, "+precision=fp16")
-    assert dtypes(patched, "rollout.weights", "rollout.logits") == ["float32", "float16"]
-    assert patched.verdict == "agree"
-    sharded = examine(release, "patched", *words, f"{ACTOR}.strategy=fsdp2")
-    assert "name=hf, whose weights FSDP2 rounds to the actor's bfloat16" in sharded.refused
+@of_cases(*WIRE_AND_SERVERS)
+def test_wire_and_servers(case: Case, release: str, state: str, examine: Examine):
+    case.check(release, state, examine)
 
 
-@pytest.mark.parametrize("release", [name for name in RELEASES if name not in having("hf_rollout")])
-def test_hf_rollout_is_refused_where_upstream_has_none(release: str, examine: Examine):
-    assert "Rollout hf with mode" in examine(release, "unpatched", f"{ROLLOUT}.name=hf").refused
+@pytest.mark.parametrize(("release", "state"), of_states(ALL, "unpatched"))
+def test_mapping_requests_its_keys(release: str, state: str, examine: Examine):
+    node, rollout = f"{ENGINE}.mixed_precision", f"{ROLLOUT}.dtype=float16"
+    by_key = examine(release, state, f"+{node}.param_dtype=fp16", rollout)
+    assert examine(release, state, f"++{node}={{param_dtype:fp16}}", rollout).json() == by_key.json()
 
 
-@pytest.mark.parametrize("release", list(filter(rounds_weights, RELEASES)))
-def test_sharded_weights_pass_through_bfloat16(release: str, examine: Examine):
-    words = [f"+{ENGINE}.mixed_precision.param_dtype=fp16", f"{ROLLOUT}.dtype=float16"]
-    diagnosis = examine(release, "unpatched", *words)
-    wire = diagnosis.hops["wire"]
-    assert wire.effective_dtype == "bfloat16" and diagnosis.verdict == "differ"
+@pytest.mark.parametrize(("release", "state"), of_states(ALL, "patched"))
+def test_settings_of_the_actors_scaler_are_its_own(release: str, state: str, examine: Examine):
+    scaler = examine(release, state, "+precision=fp16", f"{ENGINE}.grad_scaler.init_scale=1024").scaler
+    assert scaler["actor"]["init_scale"] == 1024 and scaler["critic"]["init_scale"] == 65536
+
+
+@pytest.mark.parametrize(("release", "state"), of_states(ALL, "unpatched patched"))
+def test_wire_in_the_masters_dtype_rounds_nothing(release: str, state: str, examine: Examine):
+    diagnosis = examine(release, state, f"++{ENGINE}.model_dtype=bf16", f"{ROLLOUT}.dtype=float16")
+    assert f"{ROLLOUT}.dtype" not in {finding.key for finding in diagnosis.findings}
+
+
+def test_rounded_wire_is_that_of_its_line(examine: Examine):
+    wire = examine(ROUNDING[-1], "unpatched").hops["wire"]
     assert wire.reason.startswith("workers/engine/fsdp/transformer_impl.py:")
-    assert dtype_rules.SEND in mends(diagnosis)[f"{ROLLOUT}.dtype"]
-    assert examine(release, "patched", *words).hops["wire"].effective_dtype == "float32"
-
-
-@pytest.mark.parametrize("release", C)
-def test_merged_adapters_pass_through_bfloat16(release: str, examine: Examine):
-    for rank in ("lora_rank", "lora.rank"):
-        words = [f"++actor_rollout_ref.model.{rank}=4", "++actor_rollout_ref.model.lora.merge=true"]
-        assert examine(release, "unpatched", *words).hops["wire"].effective_dtype == "bfloat16"
-        assert examine(release, "patched", *words).hops["wire"].effective_dtype == "float32"
-
-
-@pytest.mark.parametrize(
-    ("words", "wire"),
-    [
-        (("trainer.n_gpus_per_node=1",), "float32"),  # FSDP1 on one worker sends whole tensors
-        (("trainer.n_gpus_per_node=1", "trainer.nnodes=2"), "bfloat16"),
-        (("trainer.n_gpus_per_node=1", f"{ACTOR}.strategy=fsdp2"), "bfloat16"),
-        (("trainer.n_gpus_per_node=2",), "bfloat16"),
-    ],
-)
-def test_only_sharded_weights_pass_through_bfloat16(words: tuple[str, ...], wire: str, examine: Examine):
-    release = next(filter(rounds_weights, RELEASES))
-    assert examine(release, "unpatched", *words).hops["wire"].effective_dtype == wire
-
-
-@pytest.mark.parametrize("backend", ["kimi_ckpt_engine", "mooncake"])
-def test_checkpoint_engine_sends_in_the_rollouts_dtype_if_patched(backend: str, examine: Examine):
-    engine = f"{ROLLOUT}.checkpoint_engine"
-    words = [f"{engine}.backend={backend}", f"{ACTOR}.fsdp_config.dtype=float16", f"{ROLLOUT}.dtype=float16"]
-    assert examine(NEWEST, "unpatched", *words).hops["wire"].effective_dtype == "bfloat16"
-    diagnosis = examine(NEWEST, "patched", *words)
-    assert diagnosis.hops["wire"].effective_dtype == "float16" and diagnosis.verdict == "agree"
-    own = examine(NEWEST, "patched", *words, f"+{engine}.engine_kwargs.{backend}.rollout_dtype=bfloat16")
-    assert own.hops["wire"].effective_dtype == "bfloat16" and own.verdict == "differ"
-    auto = examine(NEWEST, "patched", *words[:2], f"{ROLLOUT}.dtype=auto")
-    assert auto.hops["wire"].effective_dtype == "bfloat16", "the engine's own default"
-
-
-@pytest.mark.parametrize("release", having("reward_worker"))
-def test_reward_model_worker(release: str, examine: Examine):
-    words = ["reward_model.enable=true", "reward_model.dtype=float16"]
-    words += ["reward_model.use_reward_loop=false"] if RELEASES[release].has("reward_loop") else []
-    assert examine(release, "patched", *words).hops["reward_model.compute"].effective_dtype == "float16"
-    forced = [words[0], f"+{words[1]}", *words[2:]]
-    diagnosis = examine(release, "unpatched", *forced)
-    assert (
-        diagnosis.refused
-        or effects(diagnosis)["reward_model.dtype"] == f"is ignored by verl {release}: scores in bfloat16"
-    )
-
-
-@pytest.mark.parametrize("release", having("reward_loop"))
-def test_reward_loop_serves_the_reward_model(release: str, examine: Examine):
-    word = "reward_model.dtype=float16"
-    diagnosis = examine(release, "patched", "reward_model.enable=true", "reward_model.rollout.name=vllm", word)
-    assert diagnosis.hops["reward_model.compute"].effective_dtype == "bfloat16" and diagnosis.verdict == "ignored"
-    assert mends(diagnosis)["reward_model.dtype"] == "reward_model.rollout.dtype=float16"
-
-
-@pytest.mark.parametrize("release", [name for name in RELEASES if name not in having("reward_worker")])
-def test_reward_model_is_a_server_where_it_has_no_worker(release: str, examine: Examine):
-    words = ["reward.reward_model.enable=true", "reward.reward_model.rollout.dtype=float16"]
-    assert examine(release, "unpatched", *words).hops["reward_model.compute"].effective_dtype == "float16"

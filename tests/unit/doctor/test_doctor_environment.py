@@ -32,6 +32,7 @@ def environments(trees, tmp_path_factory) -> dict[str, Path]:
     return made
 
 
+@pytest.mark.subprocess
 def test_environment_of_the_verl_is_used(environments):
     verl = environments["whole"]
     line = [sys.executable, "scripts/command.py", "doctor", f"VERL={verl}", f"ARGS={WORDS}"]
@@ -58,12 +59,8 @@ def test_environment_without_hydra_is_named_and_not_used(environments, capfd):
 
 
 def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch):
-    assert (
-        requirements.missing(trees["pristine"])
-        == requirements.missing(trees["patched"])
-        == requirements.missing(None)
-        == []
-    )
+    for tree in (trees["pristine"], trees["patched"], None):
+        assert requirements.missing(tree) == []
     monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     assert requirements.missing(trees["pristine"]) == []
     assert requirements.missing(trees["patched"]) == ["torch (for a patched verl)"]

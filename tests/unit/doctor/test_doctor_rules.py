@@ -5,16 +5,19 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.trees import edit
 
 from lib.doctor.diagnosis import diagnose
 from lib.doctor.dtype_rules import KNOWN, RULES
 from lib.doctor.tree import identify_tree, table_release
 from lib.errors import Refused
-from lib.patches.apply import apply, unapply
+from lib.patches.apply import apply
 from lib.patches.git_objects import package_blobs, package_tree_id
 from lib.patches.releases import VERL, Release, add_release, find_release, load_releases
 from lib.patches.stack import load_stack
@@ -46,12 +49,8 @@ def test_patch_of_a_rule_is_in_the_series_of_its_releases():
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_each_hop_has_at_most_one_rule(release: str):
-    decided = [
-        (rule.hop.format(role=role), rule.implementation)
-        for rule in RULES
-        if release in rule.lines
-        for role in rule.roles
-    ]
+    rules = [rule for rule in RULES if release in rule.lines]
+    decided = [(rule.hop.format(role=role), rule.implementation) for rule in rules for role in rule.roles]
     assert len(decided) == len(set(decided))
 
 
@@ -94,6 +93,17 @@ def project(tmp_path_factory) -> Path:
     return project
 
 
+@contextmanager
+def changed(file: Path, old: str, new: str) -> Iterator[None]:
+    """Replace a text of a file of the project that tests share, for a moment."""
+    text = file.read_text()
+    edit(file, old, new)
+    try:
+        yield
+    finally:
+        file.write_text(text)
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     return new_tree(tmp_path / "tree")
@@ -108,16 +118,8 @@ def test_new_release_is_loaded_with_its_features(project: Path):
         new.has("legacy_worker")
 
 
-def test_new_release_is_identified_patched_and_unpatched(project: Path, tree: Path):
-    assert (status(tree, project).state, status(tree, project).release) == ("pristine", NEW)
-    assert status(tree).release != NEW, "this project does not have it"
-    apply(tree, project)
-    assert (status(tree, project).state, status(tree, project).release) == ("patched", NEW)
-    unapply(tree, project)
-    assert package_tree_id(package_blobs(tree)) == find_release(NEW, project).tree_before
-
-
 def test_new_release_has_the_rules_of_the_one_it_was_ported_from(project: Path, tree: Path):
+    assert status(tree).release != NEW, "this project does not have it"
     diagnosis = diagnose(identify_tree(tree, project), WORDS)
     compute, weights = (diagnosis.hops[name] for name in ("actor.compute", "rollout.weights"))
     assert diagnosis.json()["verl"] == {"release": NEW, "state": "unpatched", "stack": None, "nearest": None}
@@ -132,39 +134,25 @@ def test_new_release_has_the_rules_of_the_one_it_was_ported_from(project: Path, 
     assert diagnosis.json()["verl"] == {"release": NEW, "state": "patched", "stack": stack, "nearest": None}
     assert diagnosis.hops["actor.compute"].effective_dtype == "float16" and diagnosis.verdict == "agree"
 
-    overlay = project / "configs/precision/fp16.yaml"
-    text = overlay.read_text()
-    overlay.write_text(f"{text}# another version of the stack\n")
-    try:
+    with changed(project / "configs/precision/fp16.yaml", "# @package", "# another version of the stack\n# @package"):
         outdated = identify_tree(tree, project)
-    finally:
-        overlay.write_text(text)
     assert (outdated.state, outdated.stack) == ("patched", stack)
 
 
 def test_hop_is_unknown_where_the_quoted_line_is_gone(project: Path, tree: Path):
-    server = tree / SERVER
-    server.write_text(server.read_text().replace('"dtype": self.config.dtype,', '"dtype": "bfloat16",'))
-    home = VERL.home(project) / "versions.toml"
-    text, before = home.read_text(), find_release(NEW, project).tree_before
-    home.write_text(text.replace(before, package_tree_id(package_blobs(tree))))  # as if that were the wheel
-    try:
+    edit(tree / SERVER, '"dtype": self.config.dtype,', '"dtype": "bfloat16",')
+    wheel_id = package_tree_id(package_blobs(tree))  # as if that were the wheel
+    versions = VERL.home(project) / "versions.toml"
+    with changed(versions, f'before = "{find_release(NEW, project).tree_before}"', f'before = "{wheel_id}"'):
         diagnosis = diagnose(identify_tree(tree, project), WORDS)
-    finally:
-        home.write_text(text)
     assert diagnosis.json()["verl"]["release"] == NEW
     assert diagnosis.hops["rollout.weights"].effective_dtype == "unknown"
     assert diagnosis.hops["actor.compute"].effective_dtype == "bfloat16"
 
 
 def test_new_release_without_rules_is_unknown(project: Path, tree: Path):
-    home = VERL.home(project) / "versions.toml"
-    text = home.read_text()
-    home.write_text(text.replace(f'ported_from = "{OLD}"', 'ported_from = ""'))
-    try:
+    with changed(VERL.home(project) / "versions.toml", f'ported_from = "{OLD}"', 'ported_from = ""'):
         diagnosis = diagnose(identify_tree(tree, project), [f"{ROLLOUT}.name=vllm"])
-    finally:
-        home.write_text(text)
     assert diagnosis.hops["actor.compute"].reason == f"no rule for engine in verl {NEW}"
     assert diagnosis.verdict == "unknown"
 

@@ -1,7 +1,6 @@
 """The doctor on trees that are not releases, on bad input, and as a command."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 import doctor as command
 from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.tree import identify_tree
+from lib.errors import Refused
 from lib.patches.releases import VERL
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
@@ -39,9 +39,7 @@ def test_foreign_tree_has_the_rules_of_the_nearest_release(foreign: Path):
     diagnosis = diagnose(identify_tree(foreign), [f"{ROLLOUT}.dtype=float16"])
     assert diagnosis.json()["verl"] == NEAREST
     assert dtypes(diagnosis, "actor.compute", "wire", "critic.master") == ["unknown"] * 3, "their file differs"
-    assert dtypes(diagnosis, "rollout.weights", "hf_export") == ["float16", "bfloat16"], (
-        "their files match the release's"
-    )
+    assert dtypes(diagnosis, "rollout.weights", "hf_export") == ["float16", "bfloat16"], "their files are the release's"
     assert diagnosis.verdict == "unknown" and not diagnosis.sound
     (finding,) = (finding for finding in diagnosis.findings if finding.key == "verl")
     assert "transformer_impl.py" in finding.effect and "make drift" in finding.mend
@@ -71,22 +69,17 @@ def test_changed_file_of_a_release_is_unknown(tmp_path: Path):
     assert dtypes(diagnosis, "rollout.weights", "actor.compute") == ["unknown", "bfloat16"]
 
 
-def doctor(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, REPO / "scripts/doctor.py", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
-def test_command_prints_json_and_text(trees: dict[str, Path]):
-    verl, rollout = ("--verl", str(trees["pristine"])), f"{ROLLOUT}.dtype=float16"
-    done = doctor(*verl, "actor_rollout_ref.actor.fsdp_config.dtype=float16", rollout, "--json")
+def test_command_prints_json_and_text(trees: dict[str, Path], capsys):
+    words = ["--verl", str(trees["pristine"]), f"{ROLLOUT}.dtype=float16"]
+    asked = [*words, "actor_rollout_ref.actor.fsdp_config.dtype=float16", "--json"]
+    done = subprocess.run([sys.executable, REPO / "scripts/doctor.py", *asked], capture_output=True, text=True)
     printed = json.loads(done.stdout)
     assert done.returncode == 1 and done.stderr == "" and printed["verdict"] == "differ"
     assert set(printed) == {"verl", "hops", "scaler", "findings", "refused", "verdict", "sentence"}
     assert set(printed["findings"][0]) == {"key", "value", "effect", "mend"}
 
-    done = doctor(*verl, rollout)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 1
+    assert command.main(words) == 1
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"verl {RELEASE}, unpatched")
     assert ["hop", "requested", "effective", "because"] in map(str.split, lines)
     assert ["actor.compute", "-", "bfloat16", "workers/engine/fsdp/transformer_impl.py:397"] in map(str.split, lines)
@@ -94,21 +87,27 @@ def test_command_prints_json_and_text(trees: dict[str, Path]):
     assert lines[-1].startswith("differ: ") and "nobody requested" in lines[-1]
 
 
+def test_bad_input_ends_in_one_line():
+    script = [sys.executable, REPO / "scripts/doctor.py"]
+    done = subprocess.run([*script, "--verl", "/nowhere"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("doctor: ") and "is not a folder" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         (["--verl", "/tmp"], "no verl/__init__.py"),
-        (["--verl", "/nowhere"], "is not a folder"),
         (["actor.dtype"], "ARGS"),
         (["--args", "a='b"], "No closing quotation"),
         (["--misspelt"], "unrecognized arguments: --misspelt"),
         (["--config-name", "nothing"], "has no nothing.yaml"),
     ],
 )
-def test_bad_input_ends_in_one_line(words: list[str], reason: str, trees: dict[str, Path]):
-    done = doctor(*(words if "--verl" in words else ["--verl", str(trees["pristine"]), *words]))
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("doctor: ") and reason in done.stderr
+def test_bad_input_is_refused(words: list[str], reason: str, trees: dict[str, Path]):
+    with pytest.raises(Refused) as refused:
+        command.main(words if "--verl" in words else ["--verl", str(trees["pristine"]), *words])
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_overrides_follow_those_of_args():
@@ -119,5 +118,5 @@ def test_overrides_follow_those_of_args():
 def test_tree_is_unchanged(state: str, trees: dict[str, Path], tmp_path: Path):
     copy = shutil.copytree(trees[state], tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
     before = sorted((str(path), path.stat().st_mtime_ns) for path in copy.rglob("*"))
-    assert doctor("--verl", str(copy), "--json").returncode == 0
+    assert command.main(["--verl", str(copy), "--json"]) == 0
     assert sorted((str(path), path.stat().st_mtime_ns) for path in copy.rglob("*")) == before

@@ -36,13 +36,12 @@ def test_metrics_match_those_that_verl_logs():
     theirs = compute_offpolicy_metrics(trainer, rollout, mask)
     _, by_token = compute_rollout_correction_weights(trainer - rollout, mask, "token", mismatch.THRESHOLD)
     _, by_sequence = compute_rollout_correction_weights(trainer - rollout, mask, "sequence", mismatch.THRESHOLD)
-    ours = mismatch.measure(answers)
+    ours, sums = mismatch.measure(answers), np.array([answer.log_ratio.sum() for answer in answers])
     assert ours["k3"].value == pytest.approx(theirs["k3_kl"], rel=1e-4)
     assert ours["k3_as_logged"] == pytest.approx(theirs["k3_kl"], rel=1e-4)
     assert 0 < ours["clipped_tokens"].value == pytest.approx(by_token["rollout_is_ratio_fraction_high"], rel=1e-5)
     difference = ((trainer.exp() - rollout.exp()).abs() * mask).sum() / mask.sum()  # verl's rollout_probs_diff_mean
     assert ours["probs_diff"].value == pytest.approx(difference.item(), rel=1e-5)
-    sums = np.array([answer.log_ratio.sum() for answer in answers])
     assert (sums > math.log(2)).mean() == pytest.approx(by_sequence["rollout_is_ratio_fraction_high"])
 
 

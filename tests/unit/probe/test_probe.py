@@ -6,15 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from support.waiting import wait_until
 
 import probe
 from lib.errors import Refused
@@ -36,35 +33,22 @@ PLAIN = ["WIRE=fp32", "HEAD=none"]
 RECORDED = {"bf16": 8.6e-06, "fp16": 1.34e-07}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """``model``, the same in bf16, without a tokenizer, and too large for fp16; ``data.parquet`` with eight prompts."""
-    from recipes.arithmetic.model import build_model, build_tokenizer
-
-    folder = tmp_path_factory.mktemp("probe")
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=0)
-    model.save_pretrained(folder / "bare")
-    model.save_pretrained(folder / "model")
-    AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).save_pretrained(folder / "half-0.5B")
-    with torch.no_grad():
-        model.lm_head.weight *= 1e5
-    model.save_pretrained(folder / "large")
-    for name in ("model", "half-0.5B", "large"):
-        tokenizer.save_pretrained(folder / name)
-    rows = [{"prompt": [{"role": "user", "content": f"{number}+1="}]} for number in (1, 22, 333, 4, 55, 666, 7, 88)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "data.parquet")
-    (folder / "data.csv").write_text("prompt\n1+1=\n")
-    return folder
+SIZE = ["ROWS=8", "SAMPLES=16", "LENGTH=32"]
+# Probes that one process makes, by the folder of their report: a model and variables.
+PROBES = {
+    "every": ("model", *SIZE),
+    "overflowing": ("large", "ROWS=3", "SAMPLES=4", "LENGTH=4", "PRECISION=fp16 bf16", *PLAIN),
+    "exact": ("half-0.5B", "ROWS=2", "SAMPLES=2", "LENGTH=4", "PRECISION=fp16", "WIRE=fp32 bf16", "HEAD=none"),
+}
+SEVERAL = "import json, sys, probe; sys.exit(max(probe.main(words) for words in json.loads(sys.argv[1])))"
 
 
-def words_of(folder: Path, out: Path, *words: str, model: str = "model") -> list:
-    arguments = ["DEVICE=cpu", f"MODEL={folder / model}", f"DATA={folder / 'data.parquet'}", f"OUT={out}", *words]
-    return [sys.executable, REPO / "scripts" / "probe.py", *arguments]
+def words_of(folder: Path, out: Path, model: str, *words: str) -> list[str]:
+    return ["DEVICE=cpu", f"MODEL={folder / model}", f"DATA={folder / 'data.parquet'}", f"OUT={out}", *words]
 
 
-def command(*arguments, **words) -> subprocess.CompletedProcess:
-    return subprocess.run(words_of(*arguments, **words), capture_output=True, text=True, env=ENVIRONMENT)
+def command(*words: str) -> list:
+    return [sys.executable, REPO / "scripts" / "probe.py", *words]
 
 
 def rows_of(out: Path) -> dict[tuple, dict]:
@@ -73,34 +57,37 @@ def rows_of(out: Path) -> dict[tuple, dict]:
 
 
 @pytest.fixture(scope="module")
-def measured(folder, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    out = tmp_path_factory.mktemp("probe") / "out"
-    done = command(folder, out, "ROWS=8", "SAMPLES=16", "LENGTH=32")
+def probes(folder, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """The folder of the reports of ``PROBES``, and their process."""
+    out = tmp_path_factory.mktemp("probes")
+    words = [words_of(folder, out / name, *each) for name, each in PROBES.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL, json.dumps(words)],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT | {"PYTHONPATH": str(REPO / "scripts")},
+    )
     assert done.returncode == 0, done.stderr
     return out, done
 
 
-def test_fp32_mismatches_far_less_than_fp16_and_fp16_than_bf16(measured):
-    rows = rows_of(measured[0])
-    fp32, fp16, bf16, mixed = (
-        rows[name, "fp32", "none"]["k3"]["value"] for name in ("fp32", "fp16", "bf16", "bf16_train_fp16_infer")
-    )
+@pytest.mark.subprocess
+def test_fp32_mismatches_far_less_than_fp16_and_fp16_than_bf16(probes):
+    k3 = {key: row["k3"]["value"] for key, row in rows_of(probes[0] / "every").items()}
+    fp32, fp16, bf16, mixed = (k3[name, "fp32", "none"] for name in ("fp32", "fp16", "bf16", "bf16_train_fp16_infer"))
     assert fp32 * 1e3 < fp16 and fp16 * 10 < bf16, "at least one order of magnitude each"
     assert mixed > bf16 / 4, "an fp16 rollout alone does not help"
-
-
-def test_wire_or_head_of_trainer_or_rollout_alone_increases_the_mismatch(measured):
-    rows = rows_of(measured[0])
-    k3 = {key: row["k3"]["value"] for key, row in rows.items()}
-    assert k3["fp16", "bf16", "none"] > 5 * k3["fp16", "fp32", "none"]
-    assert k3["fp32", "bf16", "none"] > k3["fp32", "fp16", "none"] > 100 * k3["fp32", "fp32", "none"]
+    # A wire in 16 bits, or the head of the trainer or of the rollout alone, increases the mismatch.
+    assert k3["fp16", "bf16", "none"] > 5 * fp16
+    assert k3["fp32", "bf16", "none"] > k3["fp32", "fp16", "none"] > 100 * fp32
     for regime in ("fp16", "bf16"):
         both, *one = (k3[regime, "fp32", head] for head in ("both", "trainer", "rollout"))
         assert both < k3[regime, "fp32", "none"] and both < min(one)
 
 
-def test_report_covers_every_variant(measured):
-    out, done = measured
+@pytest.mark.subprocess
+def test_report_covers_every_variant(probes):
+    out, done = probes[0] / "every", probes[1]
     rows = rows_of(out)
     assert ("fp16", "fp16", "none") not in rows, "an fp16 rollout rounds like an fp16 wire"
     assert len(rows) == 18 and done.stderr.count("8/8") >= len(rows), "a bar for each"
@@ -117,14 +104,14 @@ def test_report_covers_every_variant(measured):
     assert (out / "probe-model.png").stat().st_size > 20_000
 
 
-def test_interrupted_probe_reports_and_resumes(folder, tmp_path, measured):
+@pytest.mark.subprocess
+def test_interrupted_probe_reports_and_resumes(folder, tmp_path, probes):
     out = tmp_path / "out"
-    words = ["ROWS=8", "SAMPLES=16", "LENGTH=32", "PRECISION=bf16 fp16 fp32", *PLAIN]
+    words = words_of(folder, out, "model", *SIZE, "PRECISION=bf16 fp16 fp32", *PLAIN)
     with (tmp_path / "screen").open("w") as screen:
-        process = subprocess.Popen(words_of(folder, out, *words), stdout=screen, stderr=screen, env=ENVIRONMENT)
+        process = subprocess.Popen(command(*words), stdout=screen, stderr=screen, env=ENVIRONMENT)
         first = out / "work" / "trainer-bf16-on-rollout-bf16-wire-fp32.jsonl"
-        while len(read_jsonl(first)) < 8 and process.poll() is None:
-            time.sleep(0.02)
+        wait_until(lambda: len(read_jsonl(first)) == 8 or process.poll() is not None, "the first variant")
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
     assert "1 of 3 variants have results; repeat the command to resume" in (tmp_path / "screen").read_text()
@@ -133,25 +120,32 @@ def test_interrupted_probe_reports_and_resumes(folder, tmp_path, measured):
 
     for other, recorded in (("LENGTH=16", "LENGTH=32"), ("SEED=2", "SEED=1")):
         with pytest.raises(Refused, match=f"{other}: .* contains a probe with {recorded}; repeat its settings"):
-            probe.main([*map(str, words_of(folder, out, *words)[2:]), other])
+            probe.main([*words, other])
     assert {file.name: file.read_bytes() for file in out.glob("work/*.jsonl")} == before
 
-    assert command(folder, out, *words).returncode == 0
+    assert subprocess.run(command(*words), capture_output=True, env=ENVIRONMENT).returncode == 0
     for name, content in before.items():
         assert (out / "work" / name).read_bytes().startswith(content), "nothing was measured twice"
-    whole = rows_of(measured[0])
-    assert rows_of(out) == {(name, "fp32", "none"): whole[name, "fp32", "none"] for name in ("bf16", "fp16", "fp32")}
+    every = rows_of(probes[0] / "every")
+    assert rows_of(out) == {(name, "fp32", "none"): every[name, "fp32", "none"] for name in ("bf16", "fp16", "fp32")}
 
 
-def test_overflowing_regime_is_named(folder, tmp_path):
-    done = command(
-        folder, tmp_path / "out", "ROWS=3", "SAMPLES=4", "LENGTH=4", "PRECISION=fp16 bf16", *PLAIN, model="large"
-    )
-    assert done.returncode == 0, done.stderr
-    rows = rows_of(tmp_path / "out")
+@pytest.mark.subprocess
+def test_overflowing_regime_is_named(probes):
+    out, done = probes
+    rows = rows_of(out / "overflowing")
     assert rows["fp16", "fp32", "none"]["overflow"] == "the rollout's logits are not finite in fp16"
     assert rows["bf16", "fp32", "none"]["k3"]["value"] >= 0
     assert "fp16 overflows: the rollout's logits are not finite in fp16 (make preflight)" in done.stdout
+
+
+@pytest.mark.subprocess
+def test_weights_exact_in_16_bits_are_reported(probes):
+    """A bf16 wire rounds nothing if the checkpoint is in bf16, as most are, until training moves the masters."""
+    out, done = probes
+    fp32, bf16 = rows_of(out / "exact").values()
+    assert (out / "exact" / "probe-half-0.5B.md").exists(), "the part after the dot is not a suffix"
+    assert fp32["k3"] == bf16["k3"] and done.stdout.count("every weight of the checkpoint is exact in bf16") == 1
 
 
 def test_variants_of_unfinished_work_are_compared(tmp_path):
@@ -270,27 +264,17 @@ def test_bad_input_is_one_line_and_leaves_nothing(folder, tmp_path, words, expec
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_exact_in_16_bits_are_reported(folder, tmp_path):
-    """A bf16 wire rounds nothing if the checkpoint is in bf16, as most are, until training moves the masters."""
-    words = ["ROWS=2", "SAMPLES=2", "LENGTH=4", "PRECISION=fp16", "WIRE=fp32 bf16", "HEAD=none"]
-    done = command(folder, tmp_path / "out", *words, model="half-0.5B")
-    assert done.returncode == 0, done.stderr
-    fp32, bf16 = rows_of(tmp_path / "out").values()
-    assert (tmp_path / "out" / "probe-half-0.5B.md").exists(), "the part after the dot is not a suffix"
-    assert fp32["k3"] == bf16["k3"] and "every weight of the checkpoint is exact in bf16" in done.stdout
-
-
 @pytest.mark.e2e
-def test_vllm_mismatch_matches_recorded_runs(tmp_path):
+@pytest.mark.subprocess
+@pytest.mark.parametrize("regimes", ["bf16", pytest.param("fp16 bf16", marks=pytest.mark.slow)])
+def test_vllm_mismatch_matches_recorded_runs(regimes, tmp_path):
     """Probe the sanity task's model, whose runs are recorded."""
-    words = ["DEVICE=cpu", "BACKEND=vllm", f"OUT={tmp_path / 'out'}", "SAMPLES=16", "PRECISION=fp16 bf16", *PLAIN]
-    done = subprocess.run(
-        [sys.executable, REPO / "scripts" / "probe.py", *words], capture_output=True, text=True, env=ENVIRONMENT
-    )
+    words = ["DEVICE=cpu", "BACKEND=vllm", f"OUT={tmp_path / 'out'}", "SAMPLES=16", f"PRECISION={regimes}", *PLAIN]
+    done = subprocess.run(command(*words), capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
-    rows = rows_of(tmp_path / "out")
-    for regime, logged in RECORDED.items():
-        row = rows[regime, "fp32", "none"]
+    rows = {regime: row for (regime, *_), row in rows_of(tmp_path / "out").items()}
+    assert list(rows) == regimes.split()
+    for regime, row in rows.items():
         assert row["sequences"] == 512 and row["tokens"] / 512 == pytest.approx(26, abs=0.5)
-        assert logged / 2 < row["k3_as_logged"] < logged * 2, regime
-    assert rows["fp16", "fp32", "none"]["k3"]["high"] < rows["bf16", "fp32", "none"]["k3"]["low"]
+        assert RECORDED[regime] / 2 < row["k3_as_logged"] < RECORDED[regime] * 2, regime
+    assert len(rows) == 1 or rows["fp16"]["k3"]["high"] < rows["bf16"]["k3"]["low"]

@@ -57,27 +57,20 @@ def test_file_overrides_defaults(file):
 
 
 @pytest.mark.parametrize("value, expected", [("1", True), ("TRUE", True), ("0", False), ("false", False)])
-def test_environment_overrides_file(file, monkeypatch, value, expected):
+def test_command_line_overrides_environment_overrides_file(file, monkeypatch, value, expected):
     file.write_text(f"use_amp: {str(not expected).lower()}\n")
     monkeypatch.setenv("TEST_USE_AMP", value)
     config, sources = parse("--config", str(file))
     assert config.use_amp is expected and sources["use_amp"] == "environment (TEST_USE_AMP)"
-
-
-@pytest.mark.parametrize("word, expected", [("--use-amp", True), ("--no-use-amp", False)])
-def test_command_line_overrides_all(file, monkeypatch, word, expected):
-    monkeypatch.setenv("TEST_USE_AMP", str(int(not expected)))
+    word = "--no-use-amp" if expected else "--use-amp"
     config, sources = parse("--config", str(file), word, "--steps", "30", "--lr", "1e-3", "--name", "x")
-    assert config == ExampleConfig(steps=30, lr=1e-3, name="x", use_amp=expected)
+    assert config == ExampleConfig(steps=30, lr=1e-3, name="x", use_amp=not expected)
     assert set(sources.values()) == {"command line"}
 
 
-def test_whole_number_in_a_file_is_accepted_as_float(file):
+def test_number_in_a_file_is_accepted_as_float(file):
     file.write_text("lr: 1.0e-2\n")
     assert parse("--config", str(file))[0].lr == 0.01
-    with pytest.raises(SystemExit, match="lr=1 must be between 0 and 1"):  # parsed as a number, and out of range
-        file.write_text("lr: 1\n")
-        parse("--config", str(file))
 
 
 def refused(capsys, *words: str) -> str:
@@ -126,6 +119,7 @@ def test_malformed_variable_is_refused_even_if_overridden(words, value, monkeypa
         ("steps: null\n", "steps=None must be int"),
         ("lr: 3e-4\n", "lr='3e-4' must be float (YAML needs the dot in 3.0e-4)"),
         ("lr: .nan\n", "lr=nan must be between 0 and 1"),
+        ("lr: 1\n", "lr=1 must be between 0 and 1"),  # accepted as a number, and out of range
         ("name: 3\n", "name=3 must be str or null"),
         ("use_amp: 1\n", "use_amp=1 must be bool"),
         ("use_amp: [\n", "must be YAML: "),

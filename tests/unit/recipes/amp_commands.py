@@ -1,6 +1,8 @@
-"""The commands of recipes/amp, run in this process: shared by their tests."""
+"""The commands of recipes/amp, run in this process or in one of their own: shared by their tests."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,18 +11,34 @@ from unittest.mock import patch
 
 import amp_environments  # noqa: F401  registers them
 import pytest
+from support.waiting import TIMEOUT_S
+
+from lib.paths import REPO
 
 
 def words(**settings: Any) -> list[str]:
-    """Return a command's words: ``--num-envs=4`` of ``num_envs=4``, ``--use-amp`` of ``use_amp=True``."""
-    options = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
-    return [option if value is True else f"{option}={value}" for option, value in options.items()]
+    """Return the words of a command: ``--num-envs=4`` for ``num_envs=4``."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
 
 
 def run(command: ModuleType, *given: object) -> None:
-    """Run a command's ``main`` on its words."""
+    """Run a command's ``main`` with these words."""
     with patch.object(sys, "argv", [command.PROGRAM, *map(str, given)]):
         command.main()
+
+
+def spawn(program: str, *given: object, **environment: str) -> subprocess.CompletedProcess:
+    """Run a command in a process of its own, which succeeds."""
+    done = subprocess.run(
+        [sys.executable, "-m", program, *map(str, given)],
+        cwd=REPO,
+        env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def refusal(command: ModuleType, *given: object) -> str:

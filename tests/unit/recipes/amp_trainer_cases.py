@@ -1,6 +1,7 @@
 """A small network, its data and its trainer, and the comparison of states: shared by the tests of recipes/amp."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,3 +68,14 @@ def same_bits(one: Any, other: Any) -> bool:
 def same_weights_and_moments(before: dict[str, Any], after: dict[str, Any]) -> bool:
     """Compare model and optimizer of two snapshots bit for bit."""
     return all(same_bits(before[part], after[part]) for part in ("model", "optimizer"))
+
+
+def edited(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """Return what writes a checkpoint again after ``change``."""
+
+    def write(path: Path) -> None:
+        saved = torch.load(path, weights_only=True)
+        change(saved)
+        torch.save(saved, path)
+
+    return write

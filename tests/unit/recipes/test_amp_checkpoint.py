@@ -15,6 +15,7 @@ from amp_trainer_cases import (
     NAN,
     adamw,
     batches,
+    edited,
     network,
     same_bits,
     snapshot,
@@ -141,17 +142,6 @@ def test_interrupted_write_keeps_the_older_checkpoint(tmp_path, monkeypatch):
             trained.save_checkpoint(tmp_path / "a.pt", {"epoch": 2})
     assert trained.load_checkpoint(tmp_path / "a.pt") == {"epoch": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
-
-
-def edited(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    """Return what writes a checkpoint again after ``change``."""
-
-    def write(path: Path) -> None:
-        saved = torch.load(path, weights_only=True)
-        change(saved)
-        torch.save(saved, path)
-
-    return write
 
 
 def cut(share: float) -> Callable[[Path], object]:

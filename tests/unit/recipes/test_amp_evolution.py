@@ -42,7 +42,7 @@ def local():
 
 @pytest.fixture(scope="module")
 def evolved(local, tmp_path_factory):
-    """A run that learns CartPole in fp32, and its folder."""
+    """A run that learns CartPole in fp32, and its folder; the tests that need it are marked for its seconds."""
     out = tmp_path_factory.mktemp("evolved")
     config = EvolutionConfig(out=str(out), generations=5, population=5, seed=2)
     return config, evolve(config, "the driver"), out
@@ -66,6 +66,7 @@ def of_kind(rows, kind):
     return [row for row in rows if row["kind"] == kind]
 
 
+@pytest.mark.subprocess
 def test_evolution_raises_the_return(evolved):
     config, rows, out = evolved
     assert records(out) == rows
@@ -113,7 +114,7 @@ def test_pool_is_selected_from_the_newest_trajectories_first(local, tmp_path, mo
 
 def test_same_seed_repeats_the_evolution(local, tmp_path):
     def run(name, seed):
-        rows = evolve(replace(TINY, out=str(tmp_path / name), seed=seed))
+        rows = evolve(replace(TINY, out=str(tmp_path / name), seed=seed, generations=2))
         return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
     one, two, other = (run(name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
@@ -122,6 +123,7 @@ def test_same_seed_repeats_the_evolution(local, tmp_path):
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.subprocess
 def test_worst_members_are_replaced(evolved):
     config, rows, _ = evolved
     for generation in range(config.generations):
@@ -132,6 +134,7 @@ def test_worst_members_are_replaced(evolved):
         assert born == {row["member"] for row in worst}
 
 
+@pytest.mark.subprocess
 def test_best_pt_is_the_best_member(evolved, env):
     config, rows, out = evolved
     saved = read_checkpoint(out / "best.pt")
@@ -144,6 +147,7 @@ def test_best_pt_is_the_best_member(evolved, env):
     assert np.mean(totals) > 0.5 * best["return_mean"]
 
 
+@pytest.mark.subprocess
 def test_figure_shows_the_returns(evolved):
     picture = (matplotlib.image.imread(evolved[2] / "evolution.png")[..., :3] * 255).round().astype(int)
     assert min(picture.shape[:2]) > 300
@@ -276,7 +280,7 @@ def test_members_clone_the_better_trajectories(env, fp16):
     policy.load_state_dict(after.weights)
     left, right = policy(torch.ones(4)).softmax(-1)[0], policy(-torch.ones(4)).softmax(-1)[1]
     assert left > 0.9 and right > 0.9
-    again, more = learn(config, torch.device("cpu"), Policy(env, config.hidden), after, pool, seed=1)
+    _, more = learn(config, torch.device("cpu"), Policy(env, config.hidden), after, pool, seed=1)
     assert more["training_steps"] == 2 * statistics["training_steps"], "training must continue from the checkpoint"
 
 

@@ -204,6 +204,7 @@ def test_learning_rate_falls_to_zero():
     assert rates[True] == pytest.approx([0.003, 0.002, 0.001]) and rates[False] == [0.003] * 3
 
 
+@pytest.mark.subprocess
 def test_factors_are_learned():
     """The best action is (last, first, last), of the factors' own starts: worth 3 - 0 + 8 a step, 33 an episode."""
     ppo = small_ppo(env="Factors-v0", num_envs=16, num_steps=16, total_steps=256 * 40, epochs=8, learning_rate=0.01)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from amp_commands import records, spawn, words
 from amp_environments import Counter
+from amp_trainer_cases import DTYPES, trainer
 
 from recipes.amp.checkpoint import InvalidCheckpointError
 from recipes.amp.multiplication_dtypes import MultiplicationDtypes
-from recipes.amp.trainer import FP16Trainer
-from recipes.amp.trainer_config import FP16TrainingConfig
 from recipes.amp.world_model.config import WorldModelConfig
 from recipes.amp.world_model.model import WorldModel
 from recipes.amp.world_model.objective import open_loop_errors, world_model_loss
@@ -146,18 +145,17 @@ def test_open_loop_errors_by_hand():
     assert errors == {"model": 2.5, "mean": 2.5, "last_value": 3.0, "reward": 2.0}
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_weight_gets_a_gradient(dtype, data):
     torch.manual_seed(0)
     model = WorldModel(2, 3, 16, 4)
     model.set_statistics(data)
-    config = FP16TrainingConfig(dtype=dtype, on_cpu=True, loss_scale=1024.0)
-    trainer = FP16Trainer(model, torch.optim.SGD(model.parameters(), 0.0), config)
+    trained = trainer(model, torch.optim.SGD, lr=0.0, dtype=dtype)
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: gradients.update({name: p.grad.clone()}))
-    trainer.training_step(data, lambda model, batch: world_model_loss(model, batch, 3))
-    assert trainer.get_stats()["effective_dtype_share"] == {dtype: 1.0} and not trainer.skipped
+    trained.training_step(data, lambda model, batch: world_model_loss(model, batch, 3))
+    assert trained.get_stats()["effective_dtype_share"] == {dtype: 1.0} and not trained.skipped
     assert gradients.keys() == dict(model.named_parameters()).keys()
     assert {name.split(".")[1] for name in gradients if name.startswith("heads.")} == {"observation", "reward", "end"}
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients.values())
@@ -165,11 +163,11 @@ def test_every_weight_gets_a_gradient(dtype, data):
 
 def test_training_and_evaluation_share_one_dtype(data):
     config = replace(TINY, dtype="bfloat16", epochs=2)
-    trainer, epochs = train(config, data, data)
+    trained, epochs = train(config, data, data)
     with MultiplicationDtypes() as observed:
         rows = list(epochs)
     assert observed.shares() == {"bfloat16": 1.0} == rows[-1]["effective_dtype_share"]
-    assert trainer.optimizer.param_groups[0]["lr"] == config.lr / 2, "it falls linearly, over two epochs"
+    assert trained.optimizer.param_groups[0]["lr"] == config.lr / 2, "it falls linearly, over two epochs"
 
 
 def test_training_lowers_the_open_loop_error(learned):
@@ -190,14 +188,9 @@ def test_model_of_the_checkpoint_predicts(learned, tmp_path):
     assert errors == pytest.approx({name: rows[-1][f"error/{name}"] for name in errors})
     ends = model.predict(held_out.observations, held_out.actions, config.context).ends
     assert ((0 <= ends) & (ends <= 1)).all()
-    half = tmp_path / "half.pt"
-    half.write_bytes((out / "checkpoint.pt").read_bytes()[:5000])
-    with pytest.raises(InvalidCheckpointError, match="half.pt: truncated"):
-        WorldModel.load(half)
-    other = torch.nn.Linear(2, 2)
-    FP16Trainer(other, torch.optim.Adam(other.parameters()), FP16TrainingConfig(enabled=False)).save_checkpoint(half)
-    with pytest.raises(InvalidCheckpointError, match="half.pt: not a checkpoint of a world model"):
-        WorldModel.load(half)
+    trainer().save_checkpoint(tmp_path / "other.pt")
+    with pytest.raises(InvalidCheckpointError, match="other.pt: not a checkpoint of a world model"):
+        WorldModel.load(tmp_path / "other.pt")
 
 
 def test_figure_shows_both_curves(learned):

@@ -15,6 +15,8 @@ from recipes.amp.ppo.environments import Environments
 from recipes.amp.ppo.objective import RolloutBatch, generalised_advantages, ppo_loss
 from recipes.amp.trainer import FP16Trainer
 
+EVALUATION_STEPS = 10_000  # of an episode at most, where the environment has no time limit
+
 
 class PPO:
     """A run in memory: networks, optimizer, environments and progress. It writes no file.
@@ -166,14 +168,14 @@ class PPO:
     def evaluate(self, episodes: int) -> list[float]:
         """Return the returns of ``episodes`` episodes, side by side, by the most probable actions, in the same dtype.
 
-        Where the environment has no time limit, they are cut off after 10 000 steps.
+        Where the environment has no time limit, they are cut off after ``EVALUATION_STEPS``.
         """
         config, returns = self.config, np.zeros(episodes)
         envs = Environments(config.env, episodes, self.envs.mode.replace("async", "sync"), self.device)
         envs.largest = self.envs.largest
         state, running = envs.reset(config.seed + 2**31), np.ones(episodes, dtype=bool)
         with torch.no_grad(), self.trainer.precision.autocast(self.device.type):
-            for _ in range(envs.vector.spec.max_episode_steps or 10_000):
+            for _ in range(envs.vector.spec.max_episode_steps or EVALUATION_STEPS):
                 log_probs = masked_log_softmax(self.agent(state.observations)[0], state.allowed, envs.factors)
                 actions = torch.stack([each.argmax(-1) for each in log_probs], -1)
                 state, rewards, terminated, truncated = envs.step(actions)

@@ -1,6 +1,7 @@
 """A small network, its data and its trainer, and the comparison of states: shared by the tests of recipes/amp."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from recipes.amp.trainer import FP16Trainer
 from recipes.amp.trainer_config import FP16TrainingConfig
 
 INF, NAN = float("inf"), float("nan")
+DTYPES = ("float16", "bfloat16", "float32")
 ADAMW_KINDS = ("loop", "foreach", "fused")
 
 
@@ -38,6 +40,11 @@ def trainer(
     return FP16Trainer(model, make(model.parameters(), lr=lr), FP16TrainingConfig(**chosen))
 
 
+def train(trained: FP16Trainer, data: Iterable[torch.Tensor]) -> list[float]:
+    """Train on each batch, and return the losses."""
+    return [trained.training_step(batch, loss_of).item() for batch in data]
+
+
 def adamw(kind: str) -> Callable[..., torch.optim.Optimizer]:
     """Return a factory of AdamW in one of its implementations, ``ADAMW_KINDS``."""
     return lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, **{kind: True} if kind != "loop" else {})
@@ -56,3 +63,19 @@ def same_bits(one: Any, other: Any) -> bool:
     (leaves, tree), (others, other_tree) = tree_flatten(one), tree_flatten(other)
     equal = lambda a, b: torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     return tree == other_tree and all(equal(a, b) for a, b in zip(leaves, others, strict=True))
+
+
+def same_weights_and_moments(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Compare model and optimizer of two snapshots bit for bit."""
+    return all(same_bits(before[part], after[part]) for part in ("model", "optimizer"))
+
+
+def edited(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """Return what writes a checkpoint again after ``change``."""
+
+    def write(path: Path) -> None:
+        saved = torch.load(path, weights_only=True)
+        change(saved)
+        torch.save(saved, path)
+
+    return write

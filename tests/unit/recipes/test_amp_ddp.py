@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from amp_trainer_cases import loss_of, network
+from amp_trainer_cases import INF, loss_of, network, train
+from support.waiting import TIMEOUT_S
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.amp.trainer import FP16Trainer
 from recipes.amp.trainer_config import FP16TrainingConfig
 
+pytestmark = pytest.mark.subprocess
 RANKS, PARTS = 2, 3
 
 
@@ -29,23 +31,22 @@ def trainer(model: torch.nn.Module, dtype: str, parts: int = PARTS) -> FP16Train
     return FP16Trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), config)
 
 
-def weights(trained: FP16Trainer) -> list[list[float]]:
-    return [parameter.flatten().tolist() for parameter in trained.module.parameters()]
+def weights(module: torch.nn.Module) -> list[list[float]]:
+    return [parameter.flatten().tolist() for parameter in module.parameters()]
 
 
 def after_an_update(model: torch.nn.Module, rank: int) -> list[list[float]]:
     trained = trainer(model, "float16")
-    for part in data(1)[0]:
-        trained.training_step(part[rank], loss_of)
+    train(trained, data(1)[0][:, rank])
     assert set(trained.module.state_dict()) == set(network().state_dict())
-    return weights(trained)
+    return weights(trained.module)
 
 
 def one_rank(rank: int, folder: Path) -> None:
     """All cases, in one process group; writes ``rank_R.json``."""
     torch.set_num_threads(1)
     # A rank that waits for one that gave up fails after this, not after half an hour.
-    limit = timedelta(seconds=120)
+    limit = timedelta(seconds=TIMEOUT_S / 6)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=limit)
     found: dict[str, Any] = {}
     for dtype in ("float16", "float32"):
@@ -58,17 +59,17 @@ def one_rank(rank: int, folder: Path) -> None:
             return averaged.then(lambda done: done.value()[0])
 
         ddp.register_comm_hook(None, reduce)
-        trained = trainer(ddp, dtype)
-        counts = []
+        trained, counts = trainer(ddp, dtype), []
         for part in data(1)[0]:
             trained.training_step(part[rank], loss_of)
             counts.append(len(reductions))
-        found[dtype] = {"reductions": counts, "updated": weights(trained)}
+        found[dtype] = {"reductions": counts, "updated": weights(trained.module)}
 
-        for place, part in enumerate(data(2)[1]):  # an overflow on rank 1 only, in one of its micro-batches
-            bad = rank == 1 and place == 1
-            trained.training_step(part[rank] * float("inf") if bad else part[rank], loss_of)
-        found[dtype] |= {"skipped": trained.skipped, "after": weights(trained), "stats": trained.get_stats()}
+        second = data(2)[1][:, rank]
+        if rank == 1:  # an overflow on this rank only, in one of its micro-batches
+            second[1] *= INF
+        train(trained, second)
+        found[dtype] |= {"skipped": trained.skipped, "after": weights(trained.module), "stats": trained.get_stats()}
 
         trained.save_checkpoint(folder / f"{dtype}_by_{rank}.pt", {"epoch": 1})
         try:
@@ -78,11 +79,10 @@ def one_rank(rank: int, folder: Path) -> None:
             found[dtype]["refused"] = True
         loaded = trainer(DistributedDataParallel(network(seed=7)), dtype)
         found[dtype]["extra"] = loaded.load_checkpoint(folder / f"{dtype}_by_0.pt")
-        found[dtype]["loaded"] = weights(loaded)
-        for each in (trained, loaded):
-            for part in data(3)[2]:
-                each.training_step(part[rank], loss_of)
-        found[dtype] |= {"went on": weights(trained), "resumed": weights(loaded)}
+        found[dtype]["loaded"] = weights(loaded.module)
+        for name, each in (("went on", trained), ("resumed", loaded)):
+            train(each, data(3)[2][:, rank])
+            found[dtype][name] = weights(each.module)
     found["compiled"] = {
         "around": after_an_update(torch.compile(DistributedDataParallel(network()), backend="eager"), rank),
         "inside": after_an_update(DistributedDataParallel(torch.compile(network(), backend="eager")), rank),
@@ -91,15 +91,12 @@ def one_rank(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def read(folder: Path, rank: int) -> dict[str, Any]:
-    return json.loads((folder / f"rank_{rank}.json").read_text())
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def outcomes(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """Return the folder of the checkpoints, and what each rank found."""
     folder = tmp_path_factory.mktemp("ddp")
     torch.multiprocessing.spawn(one_rank, (folder,), nprocs=RANKS)
-    return folder
+    return folder, [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 @pytest.fixture(params=["float16", "float32"])
@@ -108,27 +105,21 @@ def dtype(request) -> str:
 
 
 @pytest.fixture
-def ranks(folder, dtype) -> list[dict[str, Any]]:
-    return [read(folder, rank)[dtype] for rank in range(RANKS)]
-
-
-def test_gradients_are_synchronised_with_the_last_micro_batch_only(ranks):
-    assert [rank["reductions"] for rank in ranks] == [[0, 0, 1]] * RANKS
+def ranks(outcomes, dtype) -> list[dict[str, Any]]:
+    return [found[dtype] for found in outcomes[1]]
 
 
 def test_update_equals_one_process_with_all_the_data(ranks, dtype):
+    """Gradients are synchronised with the last micro-batch only."""
+    assert [rank["reductions"] for rank in ranks] == [[0, 0, 1]] * RANKS
     assert ranks[0]["updated"] == ranks[1]["updated"]
     alone = trainer(network(), "float32", parts=1)
-    alone.training_step(data(1)[0].flatten(0, 2), loss_of)
+    train(alone, [data(1)[0].flatten(0, 2)])
     moved = 0.0
-    for found, expected, first in zip(ranks[0]["updated"], weights(alone), weights_of(network()), strict=True):
+    for found, expected, first in zip(ranks[0]["updated"], weights(alone.module), weights(network()), strict=True):
         assert found == pytest.approx(expected, abs=5e-4 if dtype == "float16" else 1e-6)
         moved += sum((one - other) ** 2 for one, other in zip(expected, first, strict=True))
     assert moved**0.5 == pytest.approx(0.25, rel=1e-3)  # max_grad_norm, of the mean gradient of both ranks
-
-
-def weights_of(model: torch.nn.Module) -> list[list[float]]:
-    return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
 def test_overflow_on_one_rank_skips_the_update_on_both(ranks, dtype):
@@ -139,25 +130,21 @@ def test_overflow_on_one_rank_skips_the_update_on_both(ranks, dtype):
         assert rank["stats"]["effective_dtype"] == dtype
 
 
-def test_checkpoint_is_written_once_and_loaded_by_both_ranks(folder, ranks, dtype):
-    assert sorted(path.name for path in folder.glob(f"{dtype}_*")) == [f"{dtype}_by_0.pt"]
+def test_checkpoint_is_written_once_and_loaded_by_both_ranks_and_by_one_process(outcomes, ranks, dtype):
+    folder, _ = outcomes
+    assert [path.name for path in folder.glob(f"{dtype}_*")] == [f"{dtype}_by_0.pt"]
     for rank in ranks:
         assert rank["extra"] == {"epoch": 1} and rank["loaded"] == rank["after"]
         assert rank["resumed"] == rank["went on"] != rank["loaded"]
-
-
-def test_failed_write_is_raised_by_its_rank_and_the_other_goes_on(ranks):
+    alone = trainer(network(seed=7), dtype)
+    alone.load_checkpoint(folder / f"{dtype}_by_0.pt")
+    assert weights(alone.module) == ranks[0]["after"]
+    # A failed write is raised by its rank, and the other goes on.
     assert [rank["refused"] for rank in ranks] == [True, False]
 
 
-def test_ddp_checkpoint_loads_in_one_process(folder, ranks, dtype):
-    alone = trainer(network(seed=7), dtype)
-    alone.load_checkpoint(folder / f"{dtype}_by_0.pt")
-    assert weights(alone) == ranks[0]["after"]
-
-
-def test_torch_compile_wraps_ddp_or_is_wrapped_by_it(folder):
-    for rank in (read(folder, rank) for rank in range(RANKS)):
+def test_torch_compile_wraps_ddp_or_is_wrapped_by_it(outcomes):
+    for rank in outcomes[1]:
         for found in rank["compiled"].values():
             for one, other in zip(found, rank["float16"]["updated"], strict=True):
                 assert one == pytest.approx(other, abs=1e-6)

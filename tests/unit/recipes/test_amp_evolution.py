@@ -1,30 +1,26 @@
-"""Evolution: trajectories are replayed and scored by playing, members learn from the best, the driver selects fp16."""
+"""Evolution, its tasks in this process: replayed trajectories, members that learn from the best, the choice of fp16."""
 
-import json
-import os
-import shlex
-import subprocess
-import sys
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium
+import matplotlib.image
 import numpy as np
 import pytest
 import ray
 import torch
+from amp_commands import records
 
-from lib.paths import REPO
 from recipes.amp.checkpoint import read_checkpoint
 from recipes.amp.evolution import generation as generation_module
 from recipes.amp.evolution import population as population_module
-from recipes.amp.evolution.__main__ import main
 from recipes.amp.evolution.config import EvolutionConfig
 from recipes.amp.evolution.generation import run_generation
 from recipes.amp.evolution.member import Member, cloning_loss, learn, mutated
 from recipes.amp.evolution.metrics import generation_row
 from recipes.amp.evolution.population import evolve, next_generation
-from recipes.amp.evolution.ray_session import QUIET, choose_device
+from recipes.amp.evolution.ray_session import choose_device, ray_session
 from recipes.amp.evolution.trajectory import Policy, Trajectory, branch, play, select
 from recipes.amp.options import parse
 
@@ -32,62 +28,21 @@ TINY = EvolutionConfig(
     out="-", generations=3, population=3, episodes=2, revisions=2, recombinations=2, elites=6, replaced=1, hidden=8,
     device="cpu",
 )  # fmt: skip
-VARIABLE = "ENABLE_FP16_TRAINING"
-
-
-class Restless(gymnasium.Env):
-    """Counts to 5 from a start that no seed determines."""
-
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        self.count = 0
-        return np.random.rand(1).astype(np.float32), {}
-
-    def step(self, action):
-        self.count += 1
-        return np.array([self.count], np.float32), 1.0, self.count == 5, False, {}
-
-
-class Steady(Restless):
-    """An environment registered in this process only; its third step may be invalid."""
-
-    def __init__(self, spoil: str = ""):
-        self.spoil = spoil
-
-    def reset(self, *, seed=None, options=None):
-        self.count = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        observation, reward, *ended = super().step(action)
-        if self.count == 3 and self.spoil:
-            observation, reward = (
-                (observation * np.nan, reward) if self.spoil == "observation" else (observation, np.inf)
-            )
-        return observation, reward, *ended
-
-
-gymnasium.register("Restless-v0", Restless)
-gymnasium.register("Steady-v0", Steady)
 
 
 @pytest.fixture(scope="module")
-def session():
-    """A local Ray cluster whose workers have the variable set to the opposite of the driver's choice."""
-    os.environ[VARIABLE] = "1"
-    try:
-        context = ray.init(address="local", num_cpus=2, include_dashboard=False, **QUIET)
-    finally:
-        del os.environ[VARIABLE]
-    yield context.address_info
-    ray.shutdown()
+def local():
+    """Run the tasks of an evolution in this process, at once, on the CPU."""
+    task = lambda function: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=function))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(population_module, "ray", SimpleNamespace(remote=task, put=lambda value: value, get=list))
+        patch.setattr(population_module, "ray_session", lambda config: nullcontext("cpu"))
+        yield
 
 
 @pytest.fixture(scope="module")
-def evolved(session, tmp_path_factory):
-    """A run that learns CartPole in fp32, and its folder."""
+def evolved(local, tmp_path_factory):
+    """A run that learns CartPole in fp32, and its folder; the tests that need it are marked for its seconds."""
     out = tmp_path_factory.mktemp("evolved")
     config = EvolutionConfig(out=str(out), generations=5, population=5, seed=2)
     return config, evolve(config, "the driver"), out
@@ -111,9 +66,10 @@ def of_kind(rows, kind):
     return [row for row in rows if row["kind"] == kind]
 
 
+@pytest.mark.subprocess
 def test_evolution_raises_the_return(evolved):
     config, rows, out = evolved
-    assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == rows
+    assert records(out) == rows
     summaries = of_kind(rows, "generation")
     assert [row["generation"] for row in summaries] == list(range(config.generations + 1))
     assert max(row["median"] for row in summaries) > 3 * summaries[0]["median"]
@@ -122,62 +78,28 @@ def test_evolution_raises_the_return(evolved):
     assert floors == sorted(floors), "the pool never gets worse"
     assert all(sum(row["pool"].values()) == config.elites for row in summaries[2:])
     assert all(sum(row[origin]["kept"] for row in summaries) > 0 for origin in ("revised", "recombined"))
+    assert len(of_kind(rows, "member")) == config.population * (config.generations + 1)
 
 
-def test_every_worker_logs_the_drivers_choice(session, evolved):
-    """Their own environment has the variable at 1."""
-    assert ray.get(ray.remote(lambda: os.environ[VARIABLE]).remote()) == "1"
-    config, rows, _ = evolved
-    members = of_kind(rows, "member")
-    assert len(members) == config.population * (config.generations + 1)
-    assert {(row["fp16_training"], row["fp16_training_source"]) for row in members} == {(False, "the driver")}
-    assert {row["effective_dtype"] for row in members if row["generation"]} == {"float32"}
-    workers = {row["pid"] for row in members}
-    assert os.getpid() not in workers
-    for pid in workers:
-        (log,) = (Path(session["session_dir"]) / "logs").glob(f"worker-*-{pid}.out")
-        lines = [line for line in log.read_text().splitlines() if line.startswith("[verl-precision]")]
-        reports = [json.loads(line.removeprefix("[verl-precision] ")) for line in lines]
-        assert {(each["fp16_training"], each["fp16_training_source"]) for each in reports if each["pid"] == pid} >= {
-            (False, "the driver")
-        }
-        assert {each["effective_dtype"] for each in reports} >= {"float32"}
-
-
-def test_workers_train_in_fp16_when_the_driver_chooses_it(session, tmp_path, capsys):
-    config = replace(TINY, out=str(tmp_path / "run"), fp16_training=True, loss_scale=2.0**30)
+@pytest.mark.parametrize(
+    "device, dtype, line",
+    [
+        ("cpu", "float16", "fp16_training=True by command line, float16"),
+        ("auto", "float32", "training in float32, not float16"),
+    ],
+)
+def test_effective_dtype_and_fallback_are_reported(device, dtype, line, local, tmp_path, capsys):
+    config = replace(TINY, out=str(tmp_path), fp16_training=True, loss_scale=2.0**30, device=device, generations=1)
     rows = evolve(config, "command line")
     trained = [row for row in of_kind(rows, "member") if row["generation"]]
-    assert {(row["effective_dtype"], row["fallback"]) for row in trained} == {("float16", None)}
-    assert sum(row["overflow_steps"] for row in trained if row["generation"] == 1) > 0
-    assert "fp16_training=True by command line, float16" in capsys.readouterr().out
+    assert {row["effective_dtype"] for row in trained} == {dtype}
+    assert (sum(row["overflow_steps"] for row in trained) > 0) == (dtype == "float16")
+    fallback = of_kind(rows, "generation")[1]["fallback"]
+    assert fallback is None if dtype == "float16" else line in fallback
+    assert line in capsys.readouterr().out
 
 
-def test_command_joins_a_cluster(session, tmp_path):
-    """The command joins this process's Ray and sets the variable differently from its workers."""
-    command = [sys.executable, "-m", "recipes.amp.evolution", "--address", session["address"], "--out", tmp_path]
-    done = subprocess.run(
-        [*command, "--generations", "1", "--population", "3", "--device", "cpu"],
-        cwd=REPO,
-        env=os.environ | {VARIABLE: "0", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"fp16_training=False by environment ({VARIABLE}), float32" in done.stdout
-    assert ray.get(ray.remote(lambda: True).remote()), "the cluster is left running"
-
-
-def test_fallback_is_reported(session, tmp_path, capsys):
-    config = replace(TINY, out=str(tmp_path / "run"), fp16_training=True, device="auto", generations=1)
-    rows = evolve(config, "command line")
-    assert {row["effective_dtype"] for row in of_kind(rows, "member") if row["generation"]} == {"float32"}
-    assert "training in float32, not float16" in of_kind(rows, "generation")[1]["fallback"]
-    assert "training in float32, not float16" in capsys.readouterr().out
-
-
-def test_pool_is_selected_from_the_newest_trajectories_first(session, tmp_path, monkeypatch):
+def test_pool_is_selected_from_the_newest_trajectories_first(local, tmp_path, monkeypatch):
     calls = []
 
     def recorded(trajectories, number):
@@ -185,15 +107,15 @@ def test_pool_is_selected_from_the_newest_trajectories_first(session, tmp_path, 
         return calls[-1][1]
 
     monkeypatch.setattr(population_module, "select", recorded)
-    evolve(replace(TINY, out=str(tmp_path / "run"), generations=1))
+    evolve(replace(TINY, out=str(tmp_path), generations=1))
     (_, pool), (trajectories, _) = calls
     assert all(one is other for one, other in zip(trajectories[-len(pool) :], pool, strict=True))
 
 
-def test_same_seed_repeats_the_evolution(session, tmp_path):
+def test_same_seed_repeats_the_evolution(local, tmp_path):
     def run(name, seed):
-        rows = evolve(replace(TINY, out=str(tmp_path / name), seed=seed))
-        return [{key: value for key, value in row.items() if key not in ("pid", "seconds", "workers")} for row in rows]
+        rows = evolve(replace(TINY, out=str(tmp_path / name), seed=seed, generations=2))
+        return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
     one, two, other = (run(name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
     assert one == two and one != other
@@ -201,50 +123,39 @@ def test_same_seed_repeats_the_evolution(session, tmp_path):
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.subprocess
 def test_worst_members_are_replaced(evolved):
     config, rows, _ = evolved
     for generation in range(config.generations):
-        now, then = (
-            [row for row in of_kind(rows, "member") if row["generation"] == generation + ahead] for ahead in (0, 1)
-        )
-        worst = sorted(now, key=lambda row: -row["return_mean"])[-config.replaced :]
-        born = {row["member"] for row in then if row["born"] == generation + 1}
+        members = [row for row in of_kind(rows, "member") if row["generation"] == generation]
+        worst = sorted(members, key=lambda row: -row["return_mean"])[-config.replaced :]
+        following = [row for row in of_kind(rows, "member") if row["generation"] == generation + 1]
+        born = {row["member"] for row in following if row["born"] == generation + 1}
         assert born == {row["member"] for row in worst}
 
 
+@pytest.mark.subprocess
 def test_best_pt_is_the_best_member(evolved, env):
     config, rows, out = evolved
     saved = read_checkpoint(out / "best.pt")
     policy = Policy(env, config.hidden)
     policy.load_state_dict(saved["model"])
-    best = max(
-        (row for row in of_kind(rows, "member") if row["generation"] == config.generations),
-        key=lambda row: row["return_mean"],
-    )
+    last = [row for row in of_kind(rows, "member") if row["generation"] == config.generations]
+    best = max(last, key=lambda row: row["return_mean"])
     assert saved["counters"]["training_steps"] == best["training_steps"]
     totals = [play(env, policy, seed, np.random.default_rng(seed)).total for seed in range(20)]
     assert np.mean(totals) > 0.5 * best["return_mean"]
 
 
+@pytest.mark.subprocess
 def test_figure_shows_the_returns(evolved):
-    import matplotlib.image
-
     picture = (matplotlib.image.imread(evolved[2] / "evolution.png")[..., :3] * 255).round().astype(int)
     assert min(picture.shape[:2]) > 300
     for color in ((44, 160, 44), (31, 119, 180), (214, 39, 40), (255, 127, 14)):  # best, median, worst, recombined
         assert (np.abs(picture - color).sum(-1) < 12).sum() > 100
 
 
-def test_error_of_a_worker_is_one_line(session, monkeypatch, tmp_path):
-    """The environment is registered in the driver, but not in its workers."""
-    monkeypatch.setattr(sys, "argv", ["evolution", "--env", "Steady-v0", "--out", str(tmp_path / "run")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert str(ended.value).startswith("recipes.amp.evolution: env=Steady-v0 is unknown to Gymnasium")
-    assert "\n" not in str(ended.value) and ray.is_initialized()
-
-
-# --- without Ray -----------------------------------------------------------------------------------------------------
+# --- trajectories and members
 
 
 def test_seed_and_actions_replay_a_trajectory(env):
@@ -258,16 +169,12 @@ def test_seed_and_actions_replay_a_trajectory(env):
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [
-        ("observation", "env=Steady-v0, seed 7, step 3: component 0 of the observation is nan"),
-        ("reward", "env=Steady-v0, seed 7, step 3: the reward is inf"),
-    ],
+    [({"observed": np.nan}, "component 1 of the observation is nan"), ({"rewarded": np.inf}, "the reward is inf")],
 )
 def test_nonfinite_value_is_refused_by_seed_and_step(spoil, message):
-    spoilt = gymnasium.make("Steady-v0", spoil=spoil)
-    with pytest.raises(ValueError) as refused:
+    spoilt = gymnasium.make("Counter-v0", **spoil)
+    with pytest.raises(ValueError, match=f"^env=Counter-v0, seed 7, step 5: {message}$"):
         play(spoilt, Policy(spoilt, 2), 7, np.random.default_rng(0))
-    assert str(refused.value) == message
 
 
 def test_policy_samples_by_its_probabilities(env):
@@ -289,17 +196,10 @@ def test_branch_replays_a_prefix(env):
         ours, theirs = made.actions, parent.actions
         cuts.add(next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours)))
     assert len(cuts) > 3
-    for wrong in (
-        replace(parent, observations=parent.observations + 1e-3),
-        replace(parent, rewards=parent.rewards + 1e-3),
-    ):
-        refuse_replay(env, policy, wrong)
-
-
-def refuse_replay(env, policy, wrong):
-    rng = np.random.default_rng(3)  # a prefix of some steps
-    with pytest.raises(ValueError, match="^env=CartPole-v1 is not deterministic: replaying seed 5 gave other steps$"):
-        branch(env, policy, wrong, rng, "revised")
+    for part in ("observations", "rewards"):
+        wrong = replace(parent, **{part: getattr(parent, part) + 1e-3})
+        with pytest.raises(ValueError, match="^env=CartPole-v1 is not deterministic: replaying seed 5 gave other"):
+            branch(env, policy, wrong, np.random.default_rng(3), "revised")  # of a prefix of some steps
 
 
 def test_recombination_uses_another_policy_and_keeps_improvements(env, monkeypatch):
@@ -315,11 +215,10 @@ def test_recombination_uses_another_policy_and_keeps_improvements(env, monkeypat
     config = replace(TINY, population=2, hidden=2, episodes=3, revisions=10, recombinations=20)
     _, trajectories, row = run_generation(config, "test", "cpu", 0, 0, population, [])
     assert used == {("revised", 0), ("recombined", 1)}
-    assert [each.origin for each in trajectories[:3]] == ["collected"] * 3 and not any(
-        each.actions.any() for each in trajectories[:3]
-    )
+    collected, rescued = trajectories[:3], trajectories[3:]
+    assert all(each.origin == "collected" and not each.actions.any() for each in collected)
     assert row["revised"] == {"tried": 10, "kept": 0, "gained": 0}
-    rescued, first = trajectories[3:], {each.seed: each.total for each in trajectories[:3]}
+    first = {each.seed: each.total for each in collected}
     assert row["recombined"]["tried"] == 20 and 0 < row["recombined"]["kept"] == len(rescued) < 20
     for each in rescued:
         assert each.origin == "recombined" and each.total > first[each.seed]
@@ -381,7 +280,7 @@ def test_members_clone_the_better_trajectories(env, fp16):
     policy.load_state_dict(after.weights)
     left, right = policy(torch.ones(4)).softmax(-1)[0], policy(-torch.ones(4)).softmax(-1)[1]
     assert left > 0.9 and right > 0.9
-    again, more = learn(config, torch.device("cpu"), Policy(env, config.hidden), after, pool, seed=1)
+    _, more = learn(config, torch.device("cpu"), Policy(env, config.hidden), after, pool, seed=1)
     assert more["training_steps"] == 2 * statistics["training_steps"], "training must continue from the checkpoint"
 
 
@@ -426,56 +325,27 @@ def test_mutated_copies_of_the_best_replace_the_worst(env):
     assert following == members
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--env", "Restless-v0"], "env=Restless-v0 is not deterministic: replaying seed 0 with the same actions gave"),
-        (["--env", "Pendulum-v1"], "env=Pendulum-v1 has actions Box(-2.0, 2.0, (1,), float32): choose an env"),
-        (["--env", "CartPol-v1"], "env=CartPol-v1 is unknown to Gymnasium; did you mean CartPole-v1"),
-        (["--population", "1"], "population=1 must be at least 2"),
-        (["--replaced", "8"], "replaced=8 must be at least 0 and below population=8"),
-        (["--generations", "0"], "generations=0 must be at least 1"),
-        (["--revisions", "-1"], "revisions=-1 must be at least 0"),
-        (["--temperature", "0"], "temperature=0.0 must be positive"),
-        (["--mutation", "nan"], "mutation=nan must be at least 0"),
-        (["--gpus", "1.5"], "gpus=1.5 must be a share of one, or a whole number"),
-        (["--device", "tpu"], "device=tpu must be auto, cpu or cuda"),
-        (["--loss-scale", "inf"], "loss_scale=inf must be positive"),
-        (["--out", ""], "out= must be a folder: --out DIR"),
-    ],
-)
-def test_invalid_setting_is_one_line_and_starts_nothing(words, message, monkeypatch, tmp_path):
-    monkeypatch.setattr(ray, "init", lambda **settings: pytest.fail("Ray was started"))
+def test_address_without_a_cluster_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["evolution", "--out", str(tmp_path / "run"), *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert str(ended.value).startswith(f"recipes.amp.evolution: {message}") and "\n" not in str(ended.value)
-    assert not (tmp_path / "run").exists()
-
-
-def test_address_without_a_cluster_is_refused_at_once(monkeypatch, tmp_path):
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    config = replace(TINY, out=str(tmp_path / "run"), address="127.0.0.1:1")
     with pytest.raises(ValueError, match="^address=127.0.0.1:1 must be a Ray cluster: .*refused$"):
-        evolve(config)
-    assert not (tmp_path / "run").exists()
+        ray_session(replace(TINY, address="127.0.0.1:1")).__enter__()
+
+
+NO_CPU = "address=None must be a Ray cluster with at least one CPU"
+NO_GPU = "device=cuda must be auto or cpu: Ray has no GPU here"
+TOO_MANY = "gpus=4.0 must be at most 2, the GPUs of one node of this Ray cluster"
 
 
 @pytest.mark.parametrize(
-    ("settings", "nodes", "chosen"),
+    "settings, nodes, chosen",
     [
         ({}, [{"CPU": 2}], "cpu"),
         ({}, [{"CPU": 2}, {"CPU": 8, "GPU": 2}], "cuda"),
         ({"device": "cpu"}, [{"CPU": 2, "GPU": 2}], "cpu"),
         ({"device": "cpu", "gpus": 4.0}, [{"CPU": 2, "GPU": 2}], "cpu"),
-        (
-            {"gpus": 4.0},
-            [{"CPU": 2, "GPU": 2}] * 2,
-            "gpus=4.0 must be at most 2, the GPUs of one node of this Ray cluster",
-        ),
-        ({"device": "cuda"}, [{"CPU": 2}, {"GPU": 2}], "device=cuda must be auto or cpu: Ray has no GPU here"),
-        ({}, [{"GPU": 2}], "address=None must be a Ray cluster with at least one CPU"),
+        ({"gpus": 4.0}, [{"CPU": 2, "GPU": 2}, {"CPU": 2, "GPU": 2}], TOO_MANY),
+        ({"device": "cuda"}, [{"CPU": 2}, {"GPU": 2}], NO_GPU),
+        ({}, [{"GPU": 2}], NO_CPU),
     ],
 )
 def test_device_is_one_that_a_task_can_have(settings, nodes, chosen):
@@ -487,76 +357,13 @@ def test_device_is_one_that_a_task_can_have(settings, nodes, chosen):
             choose_device(config, nodes)
 
 
-def test_consecutive_overflows_in_a_worker_are_one_line(session, monkeypatch, tmp_path):
-    command = [
-        "evolution",
-        "--out",
-        str(tmp_path / "run"),
-        "--device",
-        "cpu",
-        "--fp16-training",
-        "--loss-scale",
-        "3e38",
-    ]
-    monkeypatch.setattr(sys, "argv", [*command, "--batch-size", "4", "--epochs", "9"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert str(ended.value).startswith("recipes.amp.evolution: 32 optimizer steps in a row overflowed")
-    assert "\n" not in str(ended.value)
-
-
-def test_missing_gpu_of_the_cluster_is_refused(session, tmp_path):
-    with pytest.raises(ValueError, match="^device=cuda must be auto or cpu: Ray has no GPU here$"):
-        evolve(replace(TINY, out=str(tmp_path / "run"), device="cuda"))
-    assert not (tmp_path / "run").exists()
-
-
-def test_results_are_not_overwritten(evolved):
-    config, _, out = evolved
-    before = (out / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="must be a folder without results"):
-        evolve(config)
-    assert (out / "metrics.jsonl").read_bytes() == before
-
-
-# --- selection of fp16 -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("words", "variable", "chosen", "source"),
-    [
-        ([], None, False, "default"),
-        (["--config", "{on}"], None, True, "config ({on})"),
-        (["--config", "{on}"], "0", False, f"environment ({VARIABLE})"),
-        ([], "TRUE", True, f"environment ({VARIABLE})"),
-        (["--config", "{on}", "--no-fp16-training"], "1", False, "command line"),
-        (["--fp16-training"], "0", True, "command line"),
-    ],
+    "words, chosen, source",
+    [([], False, "environment (ENABLE_FP16_TRAINING)"), (["--fp16-training"], True, "command line")],
 )
-def test_command_line_overrides_environment_overrides_config(words, variable, chosen, source, monkeypatch, tmp_path):
+def test_variable_chooses_fp16_between_config_and_command_line(words, chosen, source, monkeypatch, tmp_path):
     on = tmp_path / "on.yaml"
     on.write_text("fp16_training: true\n")
-    monkeypatch.delenv(VARIABLE, raising=False)
-    if variable is not None:
-        monkeypatch.setenv(VARIABLE, variable)
-    words = ["--out", "x", *(word.format(on=on) for word in words)]
-    config, sources = parse(EvolutionConfig, "evolution", "", words)
-    assert (config.fp16_training, sources["fp16_training"]) == (chosen, source.format(on=on))
-    assert config.trainer.enabled == chosen
-
-
-@pytest.mark.parametrize("value", ["", "yes", "2", "on", " 1"])
-def test_malformed_variable_is_refused_even_if_overridden(value, monkeypatch):
-    monkeypatch.setenv(VARIABLE, value)
-    with pytest.raises(SystemExit, match=f"{VARIABLE}='{value}' in the environment must be 1, 0, true or false"):
-        parse(EvolutionConfig, "evolution", "", ["--out", "x", "--fp16-training"])
-
-
-def test_committed_config_opens_with_its_command(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.chdir(REPO)
-    first = Path("configs/amp/evolution.yaml").read_text().splitlines()[0]
-    python, dash_m, module, *words = shlex.split(first.removeprefix("#"))
-    assert (python, dash_m, module) == ("python", "-m", "recipes.amp.evolution")
-    config, sources = parse(EvolutionConfig, module, "", words)
-    assert config.population == 16 and sources["fp16_training"] == "config (configs/amp/evolution.yaml)"
+    monkeypatch.setenv("ENABLE_FP16_TRAINING", "0")
+    config, sources = parse(EvolutionConfig, "evolution", "", ["--out=x", f"--config={on}", *words])
+    assert (config.fp16_training, config.trainer.enabled, sources["fp16_training"]) == (chosen, chosen, source)

@@ -1,16 +1,13 @@
 """A recipe's config: the precedence of its sources, and the refusal of malformed values."""
 
-import importlib
 import re
-import sys
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
 import pytest
 import torch
 
-from lib.paths import REPO
 from recipes.amp import options
 
 
@@ -40,7 +37,7 @@ def parse(*words: str) -> tuple[ExampleConfig, dict[str, str]]:
 @pytest.fixture
 def file(tmp_path) -> Path:
     path = tmp_path / "config.yaml"
-    path.write_text("steps: 20\nuse_amp: true\nname: null\n")
+    path.write_text("steps: 20\nlr: 1.0e-2\nname: null\n")
     return path
 
 
@@ -51,33 +48,21 @@ def test_default_is_used_without_other_sources():
 
 def test_file_overrides_defaults(file):
     config, sources = parse("--config", str(file))
-    assert config == ExampleConfig(steps=20, use_amp=True)
+    assert config == ExampleConfig(steps=20, lr=0.01)
     source = f"config ({file})"
-    assert sources == {"steps": source, "lr": "default", "name": source, "use_amp": source}
+    assert sources == {"steps": source, "lr": source, "name": source, "use_amp": "default"}
 
 
 @pytest.mark.parametrize("value, expected", [("1", True), ("TRUE", True), ("0", False), ("false", False)])
-def test_environment_overrides_file(file, monkeypatch, value, expected):
+def test_command_line_overrides_environment_overrides_file(file, monkeypatch, value, expected):
     file.write_text(f"use_amp: {str(not expected).lower()}\n")
     monkeypatch.setenv("TEST_USE_AMP", value)
     config, sources = parse("--config", str(file))
     assert config.use_amp is expected and sources["use_amp"] == "environment (TEST_USE_AMP)"
-
-
-@pytest.mark.parametrize("word, expected", [("--use-amp", True), ("--no-use-amp", False)])
-def test_command_line_overrides_all(file, monkeypatch, word, expected):
-    monkeypatch.setenv("TEST_USE_AMP", str(int(not expected)))
+    word = "--no-use-amp" if expected else "--use-amp"
     config, sources = parse("--config", str(file), word, "--steps", "30", "--lr", "1e-3", "--name", "x")
-    assert config == ExampleConfig(steps=30, lr=1e-3, name="x", use_amp=expected)
+    assert config == ExampleConfig(steps=30, lr=1e-3, name="x", use_amp=not expected)
     assert set(sources.values()) == {"command line"}
-
-
-def test_whole_number_in_a_file_is_accepted_as_float(file):
-    file.write_text("lr: 1.0e-2\n")
-    assert parse("--config", str(file))[0].lr == 0.01
-    with pytest.raises(SystemExit, match="lr=1 must be between 0 and 1"):  # parsed as a number, and out of range
-        file.write_text("lr: 1\n")
-        parse("--config", str(file))
 
 
 def refused(capsys, *words: str) -> str:
@@ -126,12 +111,13 @@ def test_malformed_variable_is_refused_even_if_overridden(words, value, monkeypa
         ("steps: null\n", "steps=None must be int"),
         ("lr: 3e-4\n", "lr='3e-4' must be float (YAML needs the dot in 3.0e-4)"),
         ("lr: .nan\n", "lr=nan must be between 0 and 1"),
+        ("lr: 1\n", "lr=1 must be between 0 and 1"),  # accepted as a number, and out of range
         ("name: 3\n", "name=3 must be str or null"),
         ("use_amp: 1\n", "use_amp=1 must be bool"),
         ("use_amp: [\n", "must be YAML: "),
         ("a: b: c\n", "must be YAML: "),
         ("a: 2024-13-45\n", "must be YAML: month"),
-        ("[" * 3000, "must be YAML: "),
+        ("[" * 1000, "must be YAML: "),
         (f"lr: 1{'0' * 400}\n", "must be float"),
         ("- steps\n", "must be a mapping of steps, lr, name, use_amp"),
         ("", "must be a mapping of steps"),
@@ -182,22 +168,3 @@ def test_folder_with_results_is_refused(tmp_path):
 def test_nonfinite_numbers_of_a_record_become_null():
     record = options.finite({"loss": float("nan"), "scale": float("inf"), "steps": 3, "dtype": "float16", "none": None})
     assert record == {"loss": None, "scale": None, "steps": 3, "dtype": "float16", "none": None}
-
-
-def commands() -> list[tuple[str, str]]:
-    """Return the recipes' commands in the guide: module and words."""
-    guide = (REPO / "docs" / "amp.md").read_text()
-    return [(module, words.strip()) for module, words in re.findall(r"python -m (recipes\.amp\.\w+) ([^#\n]*)", guide)]
-
-
-@pytest.mark.parametrize("module, words", commands())
-def test_command_of_the_guide_is_accepted(module, words):
-    members = vars(sys.modules[importlib.import_module(f"{module}.__main__").main.__module__]).values()
-    own = [each for each in members if is_dataclass(each) and each.__module__.startswith(f"{module}.")]
-    (config,) = (each for each in own if each.__name__.endswith("Config"))
-    _, sources = options.parse(config, module, "", words.split())
-    assert "command line" in sources.values()
-
-
-def test_guide_has_a_command_of_every_recipe():
-    assert {module.rpartition(".")[2] for module, _ in commands()} == {"evolution", "ppo", "world_model"}

@@ -1,52 +1,52 @@
 """PPO in 16 bits: when autocast is on, the code that it covers, tensors that stay fp32, and the initial ratio of 1."""
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from amp_ppo_cases import DTYPES, SMALL, WORDS, amp_settings, config, weights
+from amp_commands import records, run, words
+from amp_ppo_cases import DTYPES, SMALL, amp_settings, small_ppo, weights
 
-from recipes.amp.ppo.__main__ import main
+from recipes.amp.ppo import __main__ as command
 from recipes.amp.ppo.agent import masked_log_softmax
 from recipes.amp.ppo.algorithm import PPO
 from recipes.amp.ppo.config import PPOConfig
 from recipes.amp.ppo.objective import ppo_loss
 
+BY_WORD, KILLED = "command line", "environment (DISABLE_AMP)"
+
 # --- when autocast is on
 
 
-def test_amp_is_off_by_default():
-    record = PPO(PPOConfig(**SMALL)).iterate()
-    assert (record["amp_enabled"], record["effective_dtype"], record["amp_source"]) == (False, "float32", "default")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_effective_dtype_is_the_requested_one(dtype):
-    record = PPO(config(dtype), {"use_amp": "command line"}).iterate()
-    assert record["effective_dtype"] == dtype and record["effective_dtype_share"] == {dtype: 1.0}
-    assert (record["amp_enabled"], record["amp_source"]) == (dtype != "float32", "command line")
-
-
 @pytest.mark.parametrize(
-    "value, dtype", [("1", "float32"), ("true", "float32"), ("0", "float16"), ("FALSE", "float16")]
+    "requested, sources, switch, effective, source",
+    [
+        ("float32", {}, None, "float32", "default"),
+        *((dtype, {"use_amp": BY_WORD}, None, dtype, BY_WORD) for dtype in DTYPES),
+        *(("float16", {"use_amp": BY_WORD}, value, "float32", KILLED) for value in ("1", "true")),
+        *(("float16", {"use_amp": BY_WORD}, value, "float16", BY_WORD) for value in ("0", "FALSE")),
+    ],
 )
-def test_kill_switch_overrides_the_command_line(value, dtype, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("DISABLE_AMP", value)
-    main([*WORDS, "--use-amp", f"--out={tmp_path / 'run'}"])
-    record = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
-    off = dtype == "float32"
-    source = "environment (DISABLE_AMP)" if off else "command line"
-    assert (record["effective_dtype"], record["amp_enabled"], record["amp_source"]) == (dtype, not off, source)
-    assert f"AMP {'off' if off else 'on'} ({source})" in capsys.readouterr().out.splitlines()[0]
+def test_amp_is_on_as_requested_unless_it_is_killed(requested, sources, switch, effective, source, monkeypatch):
+    if switch is not None:
+        monkeypatch.setenv("DISABLE_AMP", switch)
+    record = small_ppo(requested, sources).iterate()
+    assert record["effective_dtype"] == effective and record["effective_dtype_share"] == {effective: 1.0}
+    assert (record["amp_enabled"], record["amp_source"]) == (effective != "float32", source)
 
 
-def test_unnamed_cpu_falls_back_to_fp32():
-    if torch.cuda.is_available():
-        pytest.skip("auto is CUDA here")
+def test_kill_switch_overrides_the_command_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("DISABLE_AMP", "1")
+    run(command, *words(**SMALL), "--use-amp", f"--out={tmp_path}")
+    assert {record["effective_dtype"] for record in records(tmp_path)} == {"float32"}
+    assert f"AMP off ({KILLED})" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_unnamed_cpu_falls_back_to_fp32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.warns(UserWarning, match="training in float32"):
-        record = PPO(config("float16", device="auto")).iterate()
+        record = small_ppo("float16", device="auto").iterate()
     assert (record["amp_enabled"], record["effective_dtype"]) == (False, "float32")
     assert record["fallback"].startswith("the model is on the CPU: training in float32, not float16")
 
@@ -56,42 +56,27 @@ def test_unnamed_cpu_falls_back_to_fp32():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_forward_runs_in_autocast_and_backward_outside(dtype):
-    ppo, autocast = PPO(config(dtype)), {"forward": set(), "backward": set()}
+    """The update's effective dtype is reported, not the rollout's."""
+    ppo, autocast = small_ppo(dtype), {"forward": set(), "backward": set()}
     batch = ppo.collect()
+    assert ppo.precision()["effective_dtype"] is None
     head = ppo.agent.policy_heads[0]
     head.register_forward_hook(lambda *_: autocast["forward"].add(torch.is_autocast_enabled("cpu")))
     head.weight.register_hook(lambda _: autocast["backward"].add(torch.is_autocast_enabled("cpu")))
     ppo.learn(batch)
     assert autocast == {"forward": {dtype != "float32"}, "backward": {False}}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_effective_dtype_is_observed_in_the_update(dtype, monkeypatch):
-    """A rollout reports no dtype, and an update without autocast is reported as fp32."""
-    ppo = PPO(config(dtype))
-    batch = ppo.collect()
-    assert ppo.precision()["effective_dtype"] is None
-    loss = ppo.loss
-
-    def in_fp32(agent, batch):
-        with torch.autocast("cpu", enabled=False):
-            return loss(agent, batch)
-
-    monkeypatch.setattr(ppo, "loss", in_fp32)
-    ppo.learn(batch)
-    assert ppo.precision()["effective_dtype"] == "float32"
+    assert ppo.precision()["effective_dtype"] == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rollout_batch_and_loss_are_fp32(dtype):
-    ppo, heads, losses = PPO(config(dtype)), set(), set()
+    ppo, heads = small_ppo(dtype), set()
     for head in (*ppo.agent.policy_heads, ppo.agent.value_head):
         head.register_forward_hook(lambda *passed: heads.add(passed[-1].dtype))
     batch = ppo.collect()
     with ppo.trainer.autocast():
         loss = ppo.loss(ppo.agent, batch)
-    losses.add(loss.dtype)
-    losses |= {value.dtype for value in ppo.loss_terms[-1].values()}
+    losses = {loss.dtype, *(value.dtype for value in ppo.loss_terms[-1].values())}
     ppo.evaluate(1)
     assert heads == {getattr(torch, dtype)} and losses == {torch.float32}
     floats = [each for each in batch if each.is_floating_point()]
@@ -119,7 +104,7 @@ def test_masked_log_softmax_is_finite_in_every_dtype(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_action_is_never_taken(dtype):
-    ppo = PPO(config(dtype, env="Taxi-v4", num_steps=32, total_steps=384))
+    ppo = small_ppo(dtype, env="Taxi-v4", num_steps=32, total_steps=384)
     for _ in range(3):
         batch = ppo.collect()
         assert batch.allowed.gather(-1, batch.actions).all() and not batch.allowed.all()
@@ -127,20 +112,18 @@ def test_masked_action_is_never_taken(dtype):
     assert all(tensor.isfinite().all() for tensor in ppo.agent.state_dict().values())
 
 
-@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_unscaled_gradients_are_clipped(dtype, loss_scale):
+def test_unscaled_gradients_are_clipped(dtype):
     """Adam's first moment after its first step is a tenth of its gradient."""
-    ppo = PPO(config(dtype, loss_scale=loss_scale, epochs=1, minibatches=1, max_grad_norm=0.01))
+    ppo = small_ppo(dtype, loss_scale=1024.0, epochs=1, minibatches=1, max_grad_norm=0.01)
     ppo.learn(ppo.collect())
-    assert ppo.trainer.overflow_steps == 0 and 0.01 < ppo.trainer.grad_norm < 100
     moments = torch.cat([state["exp_avg"].flatten() for state in ppo.trainer.optimizer.state.values()])
     assert moments.norm().item() == pytest.approx(0.1 * 0.01, rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_head_gets_a_gradient(dtype):
-    ppo = PPO(config(dtype, env="Factors-v0"))  # without an entropy bonus, which would reach them too
+    ppo = small_ppo(dtype, env="Factors-v0")  # without an entropy bonus, which would reach them too
     first = weights(ppo)
     for _ in range(3):  # the first loss scale overflows some times
         ppo.iterate()
@@ -153,38 +136,32 @@ def test_every_head_gets_a_gradient(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_observation_is_accepted_in_wide_range_dtypes(dtype):
-    assert math.isfinite(PPO(config(dtype, env="Large-v0")).iterate()["approx_kl"])
+    assert math.isfinite(small_ppo(dtype, env="Large-v0").iterate()["approx_kl"])
 
 
 # --- the ratio of new to old probabilities
 
 
-def deviation(ppo: PPO, rollout: str) -> float:
-    """Return the ratio's deviation from 1 at equal weights, after a rollout in another dtype."""
-    acts = PPO(replace(ppo.config, use_amp=rollout != "float32", dtype="bfloat16" if rollout == "float32" else rollout))
-    acts.agent.load_state_dict(ppo.agent.state_dict())
-    return ppo.learn(acts.collect())["ratio_deviation"]
+def deviation(dtype: str, rollout: str) -> float:
+    """Return the ratio's deviation from 1 at equal weights, after a rollout in ``rollout``."""
+    size = {"num_envs": 16, "num_steps": 16, "total_steps": 256}
+    learns, acts = small_ppo(dtype, **size), small_ppo(rollout, **size)
+    with torch.no_grad():  # as sure of its actions as a trained policy is: rounding shows in its logits
+        learns.agent.policy_heads[0].weight.mul_(300)
+    acts.agent.load_state_dict(learns.agent.state_dict())
+    return learns.learn(acts.collect())["ratio_deviation"]
 
 
-@pytest.fixture
-def sharp() -> dict[str, PPO]:
-    """Policies that are as sure of their actions as trained ones: rounding shows in their logits."""
-    made = {dtype: PPO(config(dtype, num_envs=16, num_steps=16, total_steps=256)) for dtype in DTYPES}
-    for ppo in made.values():
-        with torch.no_grad():
-            ppo.agent.policy_heads[0].weight.mul_(300)
-    return made
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_ratio_is_one_at_equal_weights(dtype, sharp):
-    assert deviation(sharp[dtype], dtype) < {"float32": 1e-6, "float16": 3e-5, "bfloat16": 1e-4}[dtype]  # measured: 0
-
-
-@pytest.mark.parametrize("dtype, least", [("float16", 1e-4), ("bfloat16", 5e-4)])
-def test_fp32_rollout_shows_in_the_ratio(dtype, least, sharp):
-    """The control of the test above. Measured: 2.9e-4 and 1.2e-3."""
-    assert deviation(sharp[dtype], "float32") > least
+@pytest.mark.parametrize(
+    "dtype, rollout, least, most",
+    [
+        *((dtype, dtype, 0.0, most) for dtype, most in zip(DTYPES, (1e-6, 3e-5, 1e-4), strict=True)),  # measured: 0
+        ("float16", "float32", 1e-4, 1e-2),  # the control: 2.9e-4
+        ("bfloat16", "float32", 5e-4, 1e-2),  # 1.2e-3
+    ],
+)
+def test_ratio_is_one_at_equal_weights_and_dtypes(dtype, rollout, least, most):
+    assert least <= deviation(dtype, rollout) < most
 
 
 # --- torch.compile and CUDA
@@ -194,7 +171,7 @@ def test_fp32_rollout_shows_in_the_ratio(dtype, least, sharp):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_networks_match_eager_ones(dtype):
     torch._dynamo.utils.counters.clear()
-    plain, compiled = (PPO(config(dtype, compile=each)) for each in (False, True))
+    plain, compiled = (small_ppo(dtype, compile=each) for each in (False, True))
     batch, gradients = plain.collect(), {}
     for name, ppo in {"plain": plain, "compiled": compiled}.items():
         with ppo.trainer.precision.autocast("cpu"):  # the trainer's own observes the first time, eagerly
@@ -211,12 +188,8 @@ def test_compiled_networks_match_eager_ones(dtype):
     assert distance < {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}[dtype]
     updates = [compiled.iterate() for _ in range(2)]
     assert updates[-1]["effective_dtype"] == dtype and updates[0]["ratio_deviation"] < 1e-2
-    assert read_names(compiled) == read_names(plain)
-
-
-def read_names(ppo: PPO) -> list[str]:
-    """Return the names of a checkpoint's weights."""
-    return list(ppo.trainer.module.state_dict())
+    names, plain_names = (list(ppo.trainer.module.state_dict()) for ppo in (compiled, plain))
+    assert names == plain_names, "a checkpoint's names of the weights"
 
 
 @pytest.mark.gpu

@@ -1,0 +1,57 @@
+"""The commands of recipes/amp, run in this process or in one of their own: shared by their tests."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import amp_environments  # noqa: F401  registers them
+import pytest
+from support.waiting import TIMEOUT_S
+
+from lib.paths import REPO
+
+
+def words(**settings: Any) -> list[str]:
+    """Return the words of a command: ``--num-envs=4`` for ``num_envs=4``."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+
+
+def run(command: ModuleType, *given: object) -> None:
+    """Run a command's ``main`` with these words."""
+    with patch.object(sys, "argv", [command.PROGRAM, *map(str, given)]):
+        command.main()
+
+
+def spawn(program: str, *given: object, **environment: str) -> subprocess.CompletedProcess:
+    """Run a command in a process of its own, which succeeds."""
+    done = subprocess.run(
+        [sys.executable, "-m", program, *map(str, given)],
+        cwd=REPO,
+        env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def refusal(command: ModuleType, *given: object) -> str:
+    """Return the line that ends a command, without the name that it begins with."""
+    with pytest.raises(SystemExit) as ended:
+        run(command, *given)
+    line = ended.value.code
+    assert isinstance(line, str), "Python prints it to stderr and ends with exit code 1"
+    assert line.startswith(f"{command.PROGRAM}: ") and "\n" not in line
+    return line.removeprefix(f"{command.PROGRAM}: ")
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl, which has no NaN or infinity."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]

@@ -1,0 +1,76 @@
+"""Evolution on a Ray cluster: workers follow the driver's choice, and their errors end the command in one line."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import ray
+from amp_commands import records, refusal, run, spawn, words
+
+from recipes.amp.evolution import __main__ as evolution
+from recipes.amp.evolution.ray_session import QUIET
+
+pytestmark = pytest.mark.subprocess
+VARIABLE = "ENABLE_FP16_TRAINING"
+SMALL = words(
+    generations=1, population=2, replaced=1, episodes=1, revisions=0, recombinations=0, hidden=8, device="cpu"
+)
+
+
+@pytest.fixture(scope="module")
+def session():
+    """A local Ray cluster with one worker, in whose environment the variable is set."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "1")
+        context = ray.init(address="local", num_cpus=1, include_dashboard=False, **QUIET)
+    yield context.address_info
+    ray.shutdown()
+
+
+def test_worker_logs_the_drivers_choice(session, tmp_path, monkeypatch, capsys):
+    """Its own environment has the variable at 1. The session, which the command did not start, is left running."""
+    assert ray.get(ray.remote(lambda: os.environ[VARIABLE]).remote()) == "1"
+    monkeypatch.setenv(VARIABLE, "0")
+    run(evolution, *SMALL, f"--out={tmp_path}")
+    assert ray.is_initialized()
+    choice = {"fp16_training": False, "fp16_training_source": f"environment ({VARIABLE})"}
+    assert f"fp16_training=False by environment ({VARIABLE}), float32" in capsys.readouterr().out
+    members = [row for row in records(tmp_path) if row["kind"] == "member"]
+    assert len(members) == 4 and all(choice.items() <= row.items() for row in members)
+    assert {row["effective_dtype"] for row in members if row["generation"]} == {"float32"}
+    (worker,) = {row["pid"] for row in members}
+    assert worker != os.getpid()
+    (log,) = (Path(session["session_dir"]) / "logs").glob(f"worker-*-{worker}.out")
+    reports = [json.loads(line) for line in re.findall(r"^\[verl-precision\] (.*)", log.read_text(), re.MULTILINE)]
+    assert len(reports) == 4 and all(choice.items() <= report.items() for report in reports)
+    assert {report["effective_dtype"] for report in reports} == {None, "float32"}
+
+
+STORM = ["--fp16-training", "--loss-scale=3e38", "--batch-size=1", "--epochs=9"]
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--env=Counter-v0"], "env=Counter-v0 is unknown to Gymnasium"),  # registered in the driver alone
+        (STORM, "32 optimizer steps in a row overflowed"),
+    ],
+)
+def test_error_of_a_worker_is_one_line(session, given, message, tmp_path):
+    assert refusal(evolution, *SMALL, f"--out={tmp_path}", *given).startswith(message)
+    assert ray.is_initialized()
+
+
+def test_missing_gpu_of_the_cluster_is_refused(session, tmp_path):
+    refused = refusal(evolution, *SMALL, "--device=cuda", f"--out={tmp_path / 'run'}")
+    assert refused == "device=cuda must be auto or cpu: Ray has no GPU here"
+    assert ray.is_initialized() and not (tmp_path / "run").exists()
+
+
+def test_command_joins_a_cluster(session, tmp_path):
+    """The command joins this process's Ray and sets the variable differently from its workers."""
+    done = spawn(evolution.PROGRAM, *SMALL, f"--address={session['address']}", f"--out={tmp_path}", **{VARIABLE: "0"})
+    assert f"fp16_training=False by environment ({VARIABLE}), float32" in done.stdout
+    assert ray.get(ray.remote(lambda: True).remote()), "the cluster is left running"

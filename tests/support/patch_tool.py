@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from lib.paths import REPO
 from support.trees import contents
 
 TRAILERS = {"Reason": "local", "Origin": "here", "Forwarded": "no", "Applied-Upstream": "no"}
@@ -21,16 +20,11 @@ def message(subject: str, **trailers: str | None) -> str:
     return "\n".join([subject, "", "It exists for the tests and dies with them.", "", *lines])
 
 
-def entry(release: str, framework: str = "verl") -> str:
-    """Return a release's entry of the project's versions.toml."""
-    text = (REPO / "patches" / framework / "versions.toml").read_text()
-    (part,) = (part for part in text.split("\n\n") if part.startswith(f'["{release}"]'))
-    return part.strip() + "\n"
-
-
-def patchset(project: Path, *args: object, before: tuple = (), **options) -> subprocess.CompletedProcess:
+def patchset(
+    project: Path, *args: object, before: tuple = (), python: str | Path = sys.executable, **options
+) -> subprocess.CompletedProcess:
     """Run the project's own tool with only the standard library available."""
-    line = [*before, sys.executable, "-S", "-B", project / "scripts/patchset.py", *args]
+    line = [*before, python, "-S", "-B", project / "scripts/patchset.py", *args]
     return subprocess.run([str(word) for word in line], capture_output=True, text=True, **options)
 
 

@@ -1,12 +1,18 @@
 """Finished runs and recorded reports for the tests of reports."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
-from lib.files import write_json
+from lib.files import read_jsonl, write_json
 from lib.paths import REPO
-from lib.report.build import SETTINGS
+from lib.report.build import SETTINGS, build_report, write_runs
 from lib.report.logged_run import named_dtypes
+from lib.report.page import page
+from lib.report.readers.dispatch import read_all
+from lib.report.report import Report
+from lib.report.statistics import THRESHOLD
+from lib.report.tables import run_rows
 from lib.run.folder import start_record
 from lib.run.job import parse_job
 from lib.run.metrics import K3_KL, REWARD, SECONDS
@@ -15,21 +21,40 @@ from lib.run.summary import summarize
 RECORDED = sorted(file.parent for file in (REPO / "docs" / "results").rglob(SETTINGS))
 
 
-def made(out: Path, label: str = "fp16", seed: int = 1, steps: range = range(1, 11), **more: float | None) -> tuple:
-    """Make the folder of a finished run with the effective dtypes that its label names; return label and folder.
+def write_metrics(file: Path, steps: Mapping[int, Mapping]) -> Path:
+    """Write metrics by step, a line each, as verl's file logger does."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in steps.items()))
+    return file
+
+
+def made(
+    out: Path,
+    label: str = "fp16",
+    seed: int = 1,
+    steps: range = range(1, 11),
+    *,
+    dtypes: dict | None = None,
+    **more: float | None | list[float],
+) -> tuple[str, Path]:
+    """Make the folder of a finished run; return label and folder.
 
     Args:
-        more: further metrics, the same at every step.
+        dtypes: effective dtypes by role, if not those that the label names.
+        more: further metrics, the same at every step or a list by step.
     """
-    out.mkdir(parents=True)
+    named = named_dtypes(label)
+    if dtypes is None:
+        dtypes = {"actor": {"compute": named["actor"]}, "rollout": {"rollout": named["rollout"]}}
+    data = {REWARD: 0.5 + seed / 100, K3_KL: 1e-7 * seed, "perf/throughput": 100.0 + seed} | more
+    rows = {
+        step: {name: value[place] if isinstance(value, list) else value for name, value in data.items()}
+        for place, step in enumerate(steps)
+    }
+    write_metrics(out / "metrics.jsonl", rows)
     settings = {"EXPERIMENT": "sanity_cpu", "PRECISION": label, "SEED": seed, "ARGS": ""}
     write_json(out / "run.json", {"settings": settings, "steps": len(steps)})
-    named = named_dtypes(label)
-    dtypes = {"actor": {"compute": named["actor"]}, "rollout": {"rollout": named["rollout"]}}
     write_json(out / "summary.json", {"effective_dtypes": dtypes, "wall_s": 9.0, "peak_memory_gib": 1.0})
-    data = {REWARD: 0.5 + seed / 100, K3_KL: 1e-7 * seed, "perf/throughput": 100.0 + seed} | more
-    lines = [json.dumps({"step": step, "data": data}) for step in steps]
-    (out / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return label, out
 
 
@@ -45,15 +70,31 @@ def several(root: Path, labels: str = "fp16 bf16", seeds: range = range(1, 4), *
 def finished_run(out: Path, *words: str, steps: int = 3) -> Path:
     """Make the folder of a finished ``make run`` with these words, using the run's own code."""
     job = parse_job(["DEVICE=cpu", *words])
-    data = [
-        {"step": step, "data": {REWARD: step / 4, K3_KL: 1e-7, SECONDS: 2.0 + job.seed}} for step in range(1, steps + 1)
-    ]
+    data = {step: {REWARD: step / 4, K3_KL: 1e-7, SECONDS: 2.0 + job.seed} for step in range(1, steps + 1)}
     record = start_record(job, out, steps)
-    out.mkdir(parents=True)
-    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    file = write_metrics(out / "metrics.jsonl", data)
     write_json(out / "run.json", record)
-    write_json(out / "summary.json", summarize(job, record, data, []))
+    write_json(out / "summary.json", summarize(job, record, read_jsonl(file), []))
     return out
+
+
+def built(pairs: list[tuple[str, Path]], **more) -> Report:
+    """Return a report without writing it: figures take seconds."""
+    return build_report(read_all(pairs), THRESHOLD, "Runs", **more)
+
+
+def built_from(folder: Path) -> Report:
+    """Return the report of a folder, built from the runs that it keeps, without writing it."""
+    kept = json.loads((folder / SETTINGS).read_text())
+    pairs = [(label, folder / run) for label, run in kept["runs"]]
+    return build_report(read_all(pairs), kept["threshold"], kept["title"], kept["labels"], kept["nospeed"])
+
+
+def is_rebuilt_from(out: Path, original: Report) -> bool:
+    """Return whether the runs that a report keeps give the same page and tables, figures aside."""
+    write_runs(original, out)
+    again = built_from(out)
+    return page(again) == page(original) and run_rows(again) == run_rows(original)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -2,8 +2,10 @@
 
 import json
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
+from lib.files import write
 from lib.patches.apply import apply
 from lib.patches.releases import VERL, Framework
 from lib.patches.wheels import unpacked_wheel
@@ -33,7 +35,27 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
+def write_files(root: Path, files: Mapping[str, str]) -> None:
+    """Write files, from texts by path, with their folders."""
+    for path, text in files.items():
+        write(root / path, text.encode())
+
+
 def git(*args: str, cwd: Path) -> str:
     """Run git as a developer with an identity of their own and return its output."""
     identity = ["-c", "user.name=A Developer", "-c", "user.email=developer@example.org"]
     return subprocess.run(["git", *identity, *args], cwd=cwd, check=True, capture_output=True, text=True).stdout
+
+
+def commit(repo: Path, message: str, *options: str) -> None:
+    """Commit all changes of the files that git knows."""
+    git("commit", "--quiet", "--all", f"--message={message}", *options, cwd=repo)
+
+
+def make_repository(folder: Path) -> None:
+    """Make the folder a git repository with one commit, of all its files, on the branch main."""
+    git("init", "--quiet", "--initial-branch=main", cwd=folder)
+    git("config", "user.name", "A Developer", cwd=folder)
+    git("config", "user.email", "developer@example.org", cwd=folder)
+    git("add", "--all", "--force", cwd=folder)
+    commit(folder, "main")

@@ -1,39 +1,37 @@
-"""Trees and projects of the patch tool's tests: the wheel of verl 0.9.1 and the tiny stack for it."""
+"""Trees and projects of the patch tool's tests: releases of a few files, and the tiny stacks for them."""
 
 import shutil
 from pathlib import Path
 
 import pytest
-from support.tiny_stack import RELEASE, make_project
+from support.small_projects import OAT_RELEASE, RELEASE, make_tiny_project, wheel_of
 
 from lib.patches.apply import apply
-from lib.patches.wheels import unpacked_wheel
-
-
-@pytest.fixture(scope="session")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package of the wheel of 0.9.1, unpacked; read it, do not change it."""
-    root = unpacked_wheel(RELEASE, tmp_path_factory.mktemp("wheel"))
-    for beside in ("scripts", "tests"):  # irrelevant here, and every copy is faster without
-        shutil.rmtree(root / beside)
-    return root
+from lib.patches.releases import OAT
+from lib.patches.wheels import unpack
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project with the tiny stack; read it, do not change it."""
-    return make_project(tmp_path_factory.mktemp("tiny"))
+    """The project with the tiny stacks; read it, do not change it."""
+    return make_tiny_project(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
 def project(tiny: Path, tmp_path: Path) -> Path:
     """A copy of the tiny project to change."""
-    return shutil.copytree(tiny, tmp_path / "project", symlinks=True)
+    return shutil.copytree(tiny, tmp_path / "project")
+
+
+@pytest.fixture(scope="session")
+def pristine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny project's release of verl, unpacked; read it, do not change it."""
+    return unpack(wheel_of(tiny, RELEASE), tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture
 def target(pristine: Path, tmp_path: Path) -> Path:
-    """An unpacked release to change."""
+    """An unpacked release of verl to change."""
     return shutil.copytree(pristine, tmp_path / "target")
 
 
@@ -42,3 +40,15 @@ def patched(tiny: Path, target: Path) -> Path:
     """The target with the tiny stack applied."""
     apply(target, tiny)
     return target
+
+
+@pytest.fixture(scope="session")
+def pristine_oat(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny project's older release of OAT, unpacked; read it, do not change it."""
+    return unpack(wheel_of(tiny, OAT_RELEASE, OAT), tmp_path_factory.mktemp("oat"))
+
+
+@pytest.fixture
+def target_oat(pristine_oat: Path, tmp_path: Path) -> Path:
+    """An unpacked release of OAT to change."""
+    return shutil.copytree(pristine_oat, tmp_path / "oat")

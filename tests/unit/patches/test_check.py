@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 from support.patch_tool import message, patchset
-from support.tiny_stack import ENGINE, MODULE, RELEASE
-from support.trees import edit, git
+from support.small_projects import ENGINE, MODULE, RELEASE, add_patches
+from support.trees import edit
 
 from lib.patches.check import check
-from lib.patches.checkout import checkout
-from lib.patches.export import export
 from lib.patches.releases import FRAMEWORKS, Release, load_releases
 
+HOOK = "cfg-add-a-users-key-twice.patch"
+PATCH, SERIES = f"v0.9.1/{HOOK}", "v0.9.1/series"
 NEW_FILE = f"""\
 diff --git a/verl/new.py b/verl/new.py
 new file mode 100644
@@ -22,59 +22,52 @@ index {"0" * 40}..{"1" * 40}
 @@ -0,0 +1 @@
 +A = 1
 """
+RELEASES = [release for framework in FRAMEWORKS.values() for release in load_releases(framework=framework).values()]
 
 
 @pytest.mark.parametrize(
     ("file", "old", "new", "named"),
     [
-        ("v0.9.1/cfg-add-a-users-key-twice.patch", "+key: 1", "+key: 2", "patched content does not match the blob id"),
-        ("v0.9.1/cfg-add-a-users-key-twice.patch", "Origin: here\n", "", "lacks the trailer Origin"),
-        (
-            "v0.9.1/cfg-add-a-users-key-twice.patch",
-            "Subject: [cfg] fix: add",
-            "Subject: [cfg] fix: put",
-            "re-export would change",
-        ),
-        (
-            "v0.9.1/cfg-add-a-users-key-twice.patch",
-            "---\ndiff",
-            f"---\n{NEW_FILE}diff",
-            "change files that the release",
-        ),
-        ("v0.9.1/series", "cfg-add-a-users-key-twice.patch\n", "", "disagree about cfg-add-a-users-key-twice.patch"),
-        ("v0.9.1/series", "fsdp-", "no.patch\nfsdp-", "disagree about no.patch"),
-        ("v0.9.1/series", "fsdp-", "cfg-add-a-users-key-twice.patch\nfsdp-", "does not start from the verl/"),
+        (PATCH, "+key: 1", "+key: 2", "patched content does not match the blob id"),
+        (PATCH, "Origin: here\n", "", "lacks the trailer Origin"),
+        (PATCH, "Subject: [cfg] fix: add", "Subject: [cfg] fix: put", "re-export would change"),
+        (PATCH, "---\ndiff", f"---\n{NEW_FILE}diff", "change files that the release"),
+        (SERIES, f"{HOOK}\n", "", f"disagree about {HOOK}"),
+        (SERIES, "fsdp-", "no.patch\nfsdp-", "disagree about no.patch"),
+        (SERIES, "fsdp-", f"{HOOK}\nfsdp-", "does not start from the verl/"),
         (f"files/{MODULE}", "42", "= 42", f"{MODULE} of verl 0.9.1 does not compile"),
-        ("versions.toml", 'wheel_sha256 = "d', 'wheel_sha256 = "e', "has sha256 d"),
+        ("versions.toml", 'wheel_sha256 = "', 'wheel_sha256 = "0', "but versions.toml records 0"),
         ("versions.toml", 'tree_after = "', 'tree_after = "0', "the series makes tree"),
         ("versions.toml", 'tree_before = "', 'tree_before = "0', "untouched files differ"),
     ],
 )
 def test_check_reports_each_fault(project: Path, file: str, old: str, new: str, named: str):
     edit(project / "patches/verl" / file, old, new)
-    done = patchset(project, "check", "--json", "--all")
-    found = json.loads(done.stdout)
-    assert (done.returncode, found[f"verl {RELEASE}"]["ok"]) == (1, False)
-    assert named in found[f"verl {RELEASE}"]["detail"]
+    done = patchset(project, "check", "--framework", "verl", "--json")
+    found = json.loads(done.stdout)[f"verl {RELEASE}"]
+    assert (done.returncode, found["ok"]) == (1, False) and named in found["detail"]
 
 
-def test_check_compiles_the_hooked_files(project: Path, tmp_path: Path):
-    checkout(RELEASE, tmp_path / "tree", project)
-    edit(tmp_path / "tree" / ENGINE, "import logging\n", "import logging\nimport\n")
-    git("commit", "-am", message("[fsdp] feat: import nothing"), cwd=tmp_path / "tree")
-    export(tmp_path / "tree", project)
+def test_check_compiles_the_hooked_files(project: Path):
+    broken = {ENGINE: ("import logging\n", "import logging\nimport\n")}
+    add_patches(project, RELEASE, [(message("[fsdp] feat: import nothing"), broken)])
     assert f"{ENGINE} of verl 0.9.1 does not compile" in patchset(project, "check").stderr
 
 
-def test_check_counts_a_good_stack(tiny: Path):
+def test_check_covers_both_frameworks(tiny: Path):
+    done = patchset(tiny, "check", "--all")
+    assert (done.returncode, done.stderr) == (1, "patchset: oat 0.2.4: oat 0.2.4 has no patches yet\n")
+    assert done.stdout.splitlines() == [
+        "verl 0.9.1: 2 patches, 3 files hooked, 3 copied: ok",
+        "oat 0.2.3: 1 patches, 2 files hooked, 1 copied: ok",
+    ]
     done = patchset(tiny, "check", "--release", RELEASE)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "verl 0.9.1: 2 patches, 3 files hooked, 3 copied: ok\n"
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+    found = json.loads(patchset(tiny, "check", "--framework", "oat", "--json").stdout)
+    assert {release: outcome["ok"] for release, outcome in found.items()} == {"oat 0.2.3": True, "oat 0.2.4": False}
 
 
-RELEASES = [release for framework in FRAMEWORKS.values() for release in load_releases(framework=framework).values()]
-
-
+@pytest.mark.subprocess
 @pytest.mark.parametrize("release", RELEASES, ids=str)
 def test_stack_of_the_project_passes(release: Release):
     assert check(release.name, framework=release.framework)

@@ -2,16 +2,16 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.patch_tool import message, patchset, refused
-from support.tiny_stack import CONFIG, ENGINE, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, STAMP, UNTOUCHED
+from support.small_projects import CONFIG, ENGINE, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, STAMP, UNTOUCHED
 from support.trees import contents, edit, git
 
+from lib.patches.git_objects import blob_id
 from lib.patches.releases import find_release
 from lib.patches.stack import load_stacks
 
@@ -31,10 +31,6 @@ def test_checkout_commits_the_wheel_the_files_and_the_patches(tiny: Path, patche
     assert git("rev-parse", "HEAD:verl", cwd=tree).strip() == json.loads((patched / STAMP).read_text())["tree"]
 
 
-def test_checkout_refuses_a_folder_in_use(tiny: Path, target: Path):
-    assert "not an empty folder" in refused(tiny, "checkout", RELEASE, target, unchanged=target)
-
-
 def test_export_of_a_checkout_changes_nothing(project: Path, tree: Path):
     before = contents(project)
     git("config", "diff.noprefix", "true", cwd=tree)
@@ -48,6 +44,7 @@ def test_git_configuration_of_the_user_is_not_read(tiny: Path, tmp_path: Path):
     (tmp_path / ".gitconfig").write_text("[commit]\n\tgpgsign = true\n[gpg]\n\tprogram = false\n")
     done = patchset(tiny, "checkout", RELEASE, tmp_path / "tree", env=os.environ | {"HOME": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")
+    assert "not an empty folder" in refused(tiny, "checkout", RELEASE, tmp_path, unchanged=tmp_path)
 
 
 def test_checkout_of_another_tree_than_the_recorded_one_is_refused(project: Path, tmp_path: Path):
@@ -55,21 +52,17 @@ def test_checkout_of_another_tree_than_the_recorded_one_is_refused(project: Path
     assert "; versions.toml records 0" in refused(project, "checkout", RELEASE, tmp_path / "tree", unchanged=tmp_path)
 
 
-def test_exported_patch_has_one_line_of_context(tiny: Path):
+def test_exported_patch_has_one_line_of_context_and_git_applies_it(tiny: Path, target: Path):
     text = (tiny / "patches/verl/v0.9.1/fsdp-read-the-configured-dtype.patch").read_text()
     header, _, diff = text.partition("\n---\n")
     assert header == "Subject: " + message("[fsdp, worker] feat: read the configured dtype")
     lines = diff.splitlines()
     assert lines[0] == f"diff --git a/{ENGINE} b/{ENGINE}" and lines[4].startswith("@@ -18,2 +18,3 @@")
     assert lines[5:] == [" import logging", "+import verl.utils.precision", " import os"]
-
-
-def test_git_apply_accepts_the_patches(tiny: Path, patched: Path, target: Path, pristine: Path, tmp_path: Path):
-    by_hand = shutil.copytree(pristine, tmp_path / "by-hand")
     for patch in load_stacks(tiny)[0].patches:
-        git("apply", str(tiny / "patches/verl/v0.9.1" / patch.name), cwd=by_hand)
+        git("apply", str(tiny / "patches/verl/v0.9.1" / patch.name), cwd=target)
     for path in (ENGINE, CONFIG, PROTOCOL):
-        assert (by_hand / path).read_bytes() == (patched / path).read_bytes()
+        assert blob_id((target / path).read_bytes()) == load_stacks(tiny)[0].after[path]
 
 
 def test_export_writes_verbatim_files_back(project: Path, tree: Path):
@@ -91,7 +84,7 @@ def test_export_writes_verbatim_files_back(project: Path, tree: Path):
     written = contents(project)
     assert patchset(project, "export", tree).returncode == 0
     assert contents(project) == written
-    assert patchset(project, "check").returncode == 0
+    assert patchset(project, "check", "--release", RELEASE).returncode == 0
 
 
 def test_export_keeps_newer_verbatim_files(project: Path, tree: Path):
@@ -121,26 +114,32 @@ def test_incomplete_header_is_refused(project: Path, tree: Path):
 
 
 def test_export_requires_a_clean_linear_tree(project: Path, tree: Path, target: Path):
+    def refusal() -> str:
+        """Return the refusal of an export and drop the last commit."""
+        line = refused(project, "export", tree, unchanged=project)
+        git("reset", "--hard", "--quiet", "HEAD~1", cwd=tree)
+        return line
+
+    def commit(subject: str) -> None:
+        git("add", "--all", cwd=tree)
+        git("commit", "-m", message(subject), cwd=tree)
+
     assert "is not a git tree made by checkout" in refused(project, "export", target, unchanged=project)
     edit(tree / UNTOUCHED, "import", "# hook\nimport")
     assert f"uncommitted changes: {UNTOUCHED}" in refused(project, "export", tree, unchanged=project)
-    git("commit", "-am", message("[worker] feat: hook"), cwd=tree)
+    commit("[worker] feat: hook")
     git("reset", "--hard", "--quiet", "base/0.9.1~1", cwd=tree)
     assert "on top of base/0.9.1" in refused(project, "export", tree, unchanged=project)
     git("reset", "--hard", "--quiet", "ORIG_HEAD", cwd=tree)
     (tree / "setup.py").write_text("")
-    git("add", "setup.py", cwd=tree)
-    git("commit", "-m", message("[misc] feat: package"), cwd=tree)
-    assert "changes setup.py, which is not in verl/" in refused(project, "export", tree, unchanged=project)
-    git("reset", "--hard", "--quiet", "HEAD~1", cwd=tree)
+    commit("[misc] feat: package")
+    assert "changes setup.py, which is not in verl/" in refusal()
     git("mv", UNTOUCHED, "verl/utils/moved.py", cwd=tree)
-    git("commit", "-m", message("[worker] feat: move"), cwd=tree)
-    assert f"removes {UNTOUCHED}" in refused(project, "export", tree, unchanged=project)
-    git("reset", "--hard", "--quiet", "HEAD~1", cwd=tree)
+    commit("[worker] feat: move")
+    assert f"removes {UNTOUCHED}" in refusal()
     edit(tree / CONFIG, "# Format", ">>>>>>> theirs\n# Format")
-    git("commit", "-am", message("[cfg] feat: resolve in part"), cwd=tree)
-    assert "has a conflict marker, >>>>>>>;" in refused(project, "export", tree, unchanged=project)
-    git("reset", "--hard", "--quiet", "HEAD~1", cwd=tree)
+    commit("[cfg] feat: resolve in part")
+    assert "has a conflict marker, >>>>>>>;" in refusal()
     git("checkout", "--quiet", "-b", "side", "HEAD~1", cwd=tree)
     git("commit", "--quiet", "--allow-empty", "-m", message("[misc] feat: stand beside"), cwd=tree)
     git("merge", "--quiet", "--no-edit", "stack", cwd=tree)

@@ -1,6 +1,5 @@
 """Branches for upstream, on a repository created from the wheel of 0.9.1 with its own hooks and scripts."""
 
-import json
 import os
 import re
 import shutil
@@ -11,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.trees import contents, edit, git
+from support.trees import commit, contents, edit, git, make_repository, write_files
 
-import pr_branch as pr_branch_module
 from lib.errors import Refused
 from lib.files import write
 from lib.patches import upstream
 from lib.patches.hunks import hunks
-from lib.patches.precision_module import MODULE, PACKAGE
+from lib.patches.precision_module import PACKAGE, load_precision
 from lib.patches.wheels import unpacked_wheel, wheel
 from lib.paths import REPO
 
@@ -29,10 +27,18 @@ NAMES = [f"precision/{slug}" for slug in SLUGS]
 
 GENERATE = """\
 #!/usr/bin/env bash
-# One config, as upstream's script writes four.
+# One file of all configs, where upstream's script composes four.
 set -eu
-python3 scripts/print_cfg.py --cfg job > verl/trainer/config/_generated_ppo_trainer.yaml
+python3 scripts/join.py > verl/trainer/config/_generated_ppo_trainer.yaml
 git diff --exit-code -- verl/trainer/config/_generated_ppo_trainer.yaml > /dev/null
+"""
+JOIN = """\
+# The configs of the verl that this Python would import.
+import importlib.util
+from pathlib import Path
+
+configs = Path(importlib.util.find_spec("verl").origin).parent / "trainer/config"
+print(*(path.read_text() for path in sorted(configs.rglob("*.yaml")) if "_generated" not in path.name))
 """
 HOOKS = """\
 repos:
@@ -72,33 +78,26 @@ def test_the_package_compiles():
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def released(tmp_path_factory) -> Path:
     """A repository of 0.9.1; read it, do not change it."""
     repo = unpacked_wheel(RELEASE, tmp_path_factory.mktemp("released") / "verl")
     for path in (*(repo / "tests").iterdir(), *repo.glob("*.dist-info")):  # upstream's own hooks take minutes
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for path, text in {
+    ruff = (REPO / "pyproject.toml").read_text().partition("[tool.ruff]\n")[2].partition("[tool.pytest")[0]
+    ruff = "\n".join(line for line in ruff.splitlines() if not line.startswith("src = "))
+    files = {
         upstream.GENERATE: GENERATE,
+        "scripts/join.py": JOIN,
         ".pre-commit-config.yaml": HOOKS,
-        "ruff.toml": (REPO / "pyproject.toml")
-        .read_text()
-        .partition("[tool.ruff]\n")[2]
-        .partition("[tool.pytest")[0]
-        .replace("tool.ruff.", "")
-        .replace('src = [".", "scripts", "patches/verl/files"]\n', ""),
+        "ruff.toml": ruff.replace("tool.ruff.", ""),
         "tests/special_sanity/rules.py": RULES,
         "tests/special_sanity/check_pr_title.py": TITLES,
         "docs/index.rst": "\n   start/install\n\n.. toctree::\n\n   advance/rope\n   advance/fp8.md\n\nEnd\n",
-    }.items():
-        (repo / path).parent.mkdir(parents=True, exist_ok=True)
-        (repo / path).write_text(text)
+    }
+    write_files(repo, files)
     (repo / upstream.GENERATE).chmod(0o755)
-    subprocess.run(["git", "init", "--quiet", "--initial-branch=main"], cwd=repo, check=True)
-    git("config", "user.name", "A Developer", cwd=repo)
-    git("config", "user.email", "developer@example.org", cwd=repo)
-    git("add", "--all", "--force", cwd=repo)
-    git("commit", "--quiet", "--message=0.9.1", cwd=repo)
+    make_repository(repo)
     return repo
 
 
@@ -108,9 +107,9 @@ def verl(released: Path, tmp_path: Path) -> Path:
     return shutil.copytree(released, tmp_path / "verl", symlinks=True)
 
 
-def pr_branch(project: Path, *args: object) -> subprocess.CompletedProcess[str]:
+def pr_branch(verl: Path, work: Path, project: Path = REPO) -> subprocess.CompletedProcess[str]:
     home = {"PRE_COMMIT_HOME": str(project / ".cache/pre-commit")} if project != REPO else {}
-    line = [sys.executable, "-B", project / "scripts/pr_branch.py", *args]
+    line = [sys.executable, "-B", project / "scripts/pr_branch.py", verl, "--dir", work]
     return subprocess.run(list(map(str, line)), capture_output=True, text=True, env=os.environ | home)
 
 
@@ -123,14 +122,10 @@ def copy_of_project(folder: Path) -> Path:
     return folder
 
 
-def commit(repo: Path, message: str) -> None:
-    git("commit", "--quiet", "--all", f"--message={message}", cwd=repo)
-
-
 # --- six branches ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def made(released: Path, tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Return the tool's output for a main with a later commit, one quick test a branch, and the clone with branches."""
     folder = tmp_path_factory.mktemp("made")
@@ -143,9 +138,10 @@ def made(released: Path, tmp_path_factory) -> tuple[subprocess.CompletedProcess[
     edit(repo / ENGINE, "import logging\n", "import logging\n\n# A later commit.\n\n")
     edit(repo / "verl/workers/config/engine.py", "class EngineConfig(", "# A later commit.\nclass EngineConfig(")
     commit(repo, "later")
-    return pr_branch(project, repo, "--dir", folder / "work"), repo
+    return pr_branch(repo, folder / "work", project), repo
 
 
+@pytest.mark.subprocess
 def test_six_branches_are_green(made):
     done, repo = made
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
@@ -162,6 +158,7 @@ def test_six_branches_are_green(made):
     assert not (repo.parent / "work").exists()
 
 
+@pytest.mark.subprocess
 def test_each_branch_is_one_commit_by_the_user_on_top_of_the_previous_one(made):
     _, repo = made
     for before, name, branch in zip(["main", *NAMES], NAMES, upstream.load_plan().branches, strict=False):
@@ -170,25 +167,31 @@ def test_each_branch_is_one_commit_by_the_user_on_top_of_the_previous_one(made):
         assert commit_line == f"{branch.title}|A Developer|developer@example.org"
 
 
+@pytest.mark.subprocess
 def test_package_grows_by_the_functions_that_a_branch_calls(made):
     _, repo = made
     folder = str(Path(PACKAGE).parent)
-    sources = ["\n".join(git("grep", "-h", "", name, "--", folder, cwd=repo).splitlines()) for name in NAMES]
-    assert "LossScaler" not in sources[0] and "class LossScaler" in sources[1]
-    assert "loss_scaling" not in sources[0] and "loss_scaling" in sources[1]
-    assert "wire_kwargs" not in sources[1] and "def wire_kwargs" in sources[2]
-    assert "check_role_dtype" not in sources[2] and "def check_role_dtype" in sources[3]
-    assert "account_reported_step" not in sources[4] and "def account_reported_step" in sources[5]
+    sources = [git("grep", "-h", "", name, "--", folder, cwd=repo) for name in NAMES]
+    first_branches = {
+        "class LossScaler": 1,
+        "loss_scaling": 1,
+        "def wire_kwargs": 2,
+        "def check_role_dtype": 3,
+        "account_reported_step": 5,
+    }
+    for text, first in first_branches.items():
+        assert [text in source for source in sources] == [number >= first for number in range(len(NAMES))], text
     for gone in ("of_worker", "patch_stamp", "keep_in_fp32", "check_rewards", "_WORKERS", "0.7.1"):
         assert gone not in sources[5]
 
 
+@pytest.mark.subprocess
 def test_configs_are_generated_and_the_docs_name_their_page(made):
     _, repo = made
     generated = "verl/trainer/config/_generated_ppo_trainer.yaml"
     for name, grad_scaler, role in [(NAMES[0], 0, 0), (NAMES[1], 1, 0), (NAMES[3], 1, 1)]:
         text = git("show", f"{name}:{generated}", cwd=repo)
-        assert ("grad_scaler:" in text, "dtype: ${oc.select:..dtype,bfloat16}" in text) == (grad_scaler, role)
+        assert ("@grad_scaler:" in text, "dtype: ${oc.select:..dtype,bfloat16}" in text) == (grad_scaler, role)
     pages = git("show", f"{NAMES[0]}:docs/index.rst", cwd=repo)
     assert "   advance/fp8.md\n   advance/precision.md\n" in pages and pages.count("precision.md") == 1
     assert git("show", f"{NAMES[5]}:docs/index.rst", cwd=repo) == pages
@@ -201,125 +204,21 @@ def test_configs_are_generated_and_the_docs_name_their_page(made):
 
 @pytest.mark.slow
 def test_six_branches_are_green_with_all_their_tests(verl: Path, tmp_path: Path):
-    done = pr_branch(copy_of_project(tmp_path / "project"), verl, "--dir", tmp_path / "work")
+    done = pr_branch(verl, tmp_path / "work", copy_of_project(tmp_path / "project"))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-
-
-# --- checks -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    """A repository with a package `verl` of two modules, one of which the branch changes."""
-    repo = tmp_path / "small"
-    for path, text in {
-        "verl/__init__.py": "",
-        "verl/config/__init__.py": "from .engine import A\n",
-        "verl/config/engine.py": "A = 1\n",
-        "verl/other.py": "",
-        "verl/outer/__init__.py": "from .inner import A\n",
-        "verl/outer/inner/__init__.py": "from .module import A\n",
-        "verl/outer/inner/module.py": "A = 1\n",
-        "verl/trainer/config/a.yaml": "a: 1\n",
-        "tests/test_package_on_cpu.py": "from verl.config import A\n\n\ndef test_it():\n    assert A < 3\n",
-        "tests/config/test_module_on_cpu.py": "from verl.config.engine import A\n\ndef test_it():\n    assert A < 2\n",
-        "tests/config/test_other_on_cpu.py": "import verl.other\n",
-        "tests/config/test_nested_on_cpu.py": "from verl.outer import A\n",
-        "tests/config/test_yaml_on_cpu.py": "FOLDER = 'verl/trainer/config'\n",
-        "tests/config/test_gpu.py": "import verl.config.engine\n",
-        "tests/config/test_broken_on_cpu.py": "import verl.config.engine\n\n\ndef test_it():\n    assert False\n",
-    }.items():
-        (repo / path).parent.mkdir(parents=True, exist_ok=True)
-        (repo / path).write_text(text)
-    subprocess.run(["git", "init", "--quiet", "--initial-branch=main"], cwd=repo, check=True)
-    git("add", "--all", cwd=repo)
-    git("commit", "--quiet", "--message=main", cwd=repo)
-    git("update-ref", upstream.ONTO, "HEAD", cwd=repo)
-    return repo
-
-
-def test_tests_that_import_changed_modules_are_run(small: Path):
-    found = pr_branch_module.touched_tests(small, ["verl/config/engine.py", "tests/config/test_other_on_cpu.py"])
-    assert [Path(path).stem for path in found] == [
-        f"test_{name}_on_cpu" for name in ("broken", "module", "other", "package")
-    ]
-    found = pr_branch_module.touched_tests(small, ["verl/trainer/config/a.yaml"])
-    assert found == ["tests/config/test_yaml_on_cpu.py"]
-    found = pr_branch_module.touched_tests(small, ["verl/outer/inner/module.py"])
-    assert found == ["tests/config/test_nested_on_cpu.py"]
-
-
-def test_failures_that_main_has_too_do_not_fail_a_branch(small: Path):
-    edit(small / "verl/config/engine.py", "A = 1", "A = 1  # still")
-    commit(small, "a branch")
-    found = pr_branch_module.tests(small, ["verl/config/engine.py"])
-    assert found.passed and re.fullmatch(r"3 files: 1 failed, 2 passed in .*; those fail on main too", found.result)
-
-    edit(small / "verl/config/engine.py", "A = 1", "A = 2")
-    commit(small, "one that breaks a test")
-    found = pr_branch_module.tests(small, ["verl/config/engine.py"])
-    assert (
-        not found.passed and "2 failed, 1 passed" in found.result and found.result.endswith("; 1 of them on main too")
-    )
-    assert "assert 2 < 2" in found.output
-    assert (small / "verl/config/engine.py").read_text() == "A = 2  # still\n"
-    assert not pr_branch_module.tests(small, ["docs/page.md"]).passed  # nothing was tested
-    assert not pr_branch_module.tests(small, ["verl/other.py"]).passed  # a file without a test
-
-    edit(small / "tests/config/test_broken_on_cpu.py", "assert False", "assert 1 == 2")
-    commit(small, "one that changes a test, which still fails")
-    assert not pr_branch_module.tests(small, ["tests/config/test_broken_on_cpu.py"]).passed
-
-
-def test_a_failed_check_fails_the_command(small: Path, tmp_path: Path, monkeypatch, capsys):
-    git("commit", "--quiet", "--allow-empty", "--message=a branch", cwd=small)
-    branch = upstream.Branch("a", "a title", (), (), small)
-    plan = replace(upstream.load_plan(), branches=(branch,))
-    monkeypatch.setattr(upstream, "load_plan", lambda: plan)
-    monkeypatch.setattr(upstream, "check_clone", lambda *_: None)
-    monkeypatch.setattr(upstream, "start", lambda verl, folder, _: (shutil.copytree(verl, folder) and [], True))
-    monkeypatch.setattr(upstream, "commit_branches", lambda *_: [branch])
-    monkeypatch.setattr(upstream, "deliver", lambda *_: None)
-    for passed, code in ((True, 0), (False, 1)):
-        check = pr_branch_module.Check("title", passed, "a result", "its output")
-        monkeypatch.setattr(pr_branch_module, "checks", lambda *_, check=check: [check])
-        assert pr_branch_module.main([str(small), "--dir", str(tmp_path / "work")]) == code
-        assert ("--- precision/a: title: a result\nits output" in capsys.readouterr().out) == (not passed)
-
-
-def test_failed_hooks_and_titles_are_reported(small: Path):
-    (small / ".pre-commit-config.yaml").write_text(
-        "repos: [{repo: local, hooks: [{id: a, name: never, entry: 'false', language: system},"
-        " {id: b, name: always, entry: 'true', language: system}]}]\n"
-    )
-    git("add", "--all", cwd=small)
-    found = pr_branch_module.pre_commit(small, ["verl/other.py"])
-    assert not found.passed and found.result == "1 passed, 1 failed: never" and "exit code: 1" in found.output
-    (small / "tests/special_sanity").mkdir()
-    (small / "tests/special_sanity/check_pr_title.py").write_text(TITLES)
-    branch = upstream.Branch("a", "no type", (), (), small)
-    assert not pr_branch_module.title(branch, small).passed
-    (small / "tests/special_sanity/check_pr_title.py").write_text("raise SystemExit(3)")  # no output
-    assert not pr_branch_module.title(replace(branch, title="[cfg] fix: a thing"), small).passed
-
-
-def test_generator_that_fails_silently_is_reported_in_one_line(small: Path):
-    write(small / upstream.GENERATE, b"exit 3")
-    write(small / upstream.CONFIGS / "_generated_a.yaml", b"a: 1")
-    with pytest.raises(Refused, match="generate_trainer_config.sh of main failed with exit code 3: no output"):
-        upstream.generate(small, os.environ)
 
 
 # --- changes in main -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.subprocess
 def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: Path):
     line = "self.scaler = ShardedGradScaler(growth_interval=400)"
     edit(verl / ENGINE, line, line.replace("400", "500"))
     commit(verl, "a hooked line")
     before = contents(verl / ".git")
     work = tmp_path / "work"
-    done = pr_branch(REPO, verl, "--dir", work)
+    done = pr_branch(verl, work)
     assert (done.returncode, done.stderr) == (1, "")
     lines = done.stdout.splitlines()
     at = lines.index("conflict scaler: fsdp-configure-the-loss-scaler.patch: 3 same, 4 merged, 1 conflict")
@@ -331,10 +230,8 @@ def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: P
     assert contents(verl / ".git") == before
 
     plan = upstream.load_plan()
-    again = pr_branch(REPO, verl, "--dir", work)
-    assert again.returncode == 1 and again.stderr == (
-        f"pr_branch: DIR={work} has a cherry-pick to finish: git -C {work} cherry-pick --continue; or remove it\n"
-    )
+    with pytest.raises(Refused, match=f"has a cherry-pick to finish: git -C {work} cherry-pick --continue; or remove"):
+        upstream.check_line(verl, work, plan)
     assert git("diff", "--name-only", "--diff-filter=U", cwd=work).split() == [ENGINE]
     git("add", ENGINE, cwd=work)
     git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=work)
@@ -353,10 +250,9 @@ def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: P
         upstream.check_line(verl, work, replace(plan, id="another"))
     found = {branch.slug: at for branch, at in upstream.ends(plan, work)}
     assert list(found) == SLUGS and found[SLUGS[-1]] == git("rev-parse", "HEAD", cwd=work).strip()
-    shutil.copytree(verl, tmp_path / "moved")
-    git("commit", "--quiet", "--allow-empty", "--message=more", cwd=tmp_path / "moved")
+    commit(verl, "more", "--allow-empty")
     with pytest.raises(Refused, match="another main"):
-        upstream.check_line(tmp_path / "moved", work, plan)
+        upstream.check_line(verl, work, plan)
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -382,12 +278,13 @@ def test_every_hunk_is_picked_once_or_its_patch_stays():
     assert left == {("megatron-skip-an-overflow.patch", "verl/workers/config/engine.py", 1)}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def line(tmp_path_factory) -> Path:
     """The first line of commits; read it, do not change it."""
     return upstream.pick_line(upstream.load_plan(), tmp_path_factory.mktemp("line"))[0]
 
 
+@pytest.mark.subprocess
 def test_the_last_branch_has_the_stacks_own_code(line: Path):
     plan = upstream.load_plan()
     staying = [patch for patch in plan.stack.patches if patch.name.removesuffix(".patch") in plan.stay]
@@ -398,6 +295,7 @@ def test_the_last_branch_has_the_stacks_own_code(line: Path):
     assert len(after.keys() - stay) > 20
 
 
+@pytest.mark.subprocess
 def test_hunk_that_depends_on_another_is_refused(line: Path, tmp_path: Path):
     plan = upstream.load_plan()
     pick = upstream.read_pick("megatron-skip-an-overflow")
@@ -429,42 +327,32 @@ def test_texts_that_are_replaced_are_in_the_files():
         assert any(old in text for text in texts), old
 
 
-def imports(folder: Path) -> list[list[str]]:
+def load_package(folder: Path) -> tuple[set[str], set[str]]:
     """Import only the package in ``folder``; return its ``__all__`` and the definitions of its modules."""
-    code = (
-        "import json, sys; from pathlib import Path; from lib.patches.precision_module import load_precision\n"
-        "package = load_precision(Path(sys.argv[1]), 'alone')\n"
-        "assert all(hasattr(package, name) for name in package.__all__)\n"
-        "defined = [n for m in list(sys.modules) if m.startswith('alone.') for n, v in vars(sys.modules[m]).items()\n"
-        "           if getattr(v, '__module__', '') == m and not n.startswith('_')]\n"
-        "print(json.dumps([package.__all__, defined]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, folder], cwd=REPO / "scripts", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    package = load_precision(folder, "package_of_a_branch")
+    assert all(hasattr(package, name) for name in package.__all__)
+    defined = set()
+    for module in [each for name, each in sys.modules.items() if name.startswith("package_of_a_branch.")]:
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
+                defined.add(name)
+    return set(package.__all__), defined
 
 
-@pytest.fixture(scope="module")
-def packages(tmp_path_factory) -> dict[str, Path]:
-    """Folders with the precision package of each branch and, as ``stack``, of the stack."""
-    plan, folder = upstream.load_plan(), tmp_path_factory.mktemp("packages")
-    files: dict[str, bytes] = {}
+@pytest.mark.subprocess
+def test_each_branchs_package_exports_its_part_of_the_stacks(tmp_path: Path):
+    plan, files = upstream.load_plan(), {}
+    for path, content in plan.stack.added.items():
+        write(tmp_path / "stack" / path, content)
+    exported, defined = load_package(tmp_path / "stack")
+    before: set[str] = set()
     for branch in plan.branches:
         files |= upstream.stack_files(plan, branch) | branch.own_files
         for path, content in files.items():
-            write(folder / branch.slug / path, content)
-    for path, content in plan.stack.added.items():
-        write(folder / "stack" / path, content)
-    return {path.name: path for path in folder.iterdir()}
-
-
-def test_each_branchs_package_exports_its_part_of_the_stacks(packages):
-    exported, defined = imports(packages["stack"])
-    before: set[str] = set()
-    for slug in SLUGS:
-        exported_here, defined_here = map(set, imports(packages[slug]))
-        assert before <= exported_here <= set(exported) and exported_here == set(exported) & defined_here, slug
-        assert defined_here <= set(defined)
+            write(tmp_path / branch.slug / path, content)
+        exported_here, defined_here = load_package(tmp_path / branch.slug)
+        assert before <= exported_here <= exported and exported_here == exported & defined_here, branch.slug
+        assert defined_here <= defined
         before = exported_here
 
 
@@ -475,61 +363,3 @@ def test_a_leave_out_patch_that_does_not_fit_is_refused(tmp_path: Path):
     stale = {path: content.replace(b"of_worker", b"of_a_worker") for path, content in plan.stack.added.items()}
     with pytest.raises(Refused, match=r"^patches/upstream/leave-out.patch does not fit the stack's files: git apply"):
         upstream.stack_files(replace(plan, stack=replace(plan.stack, added=stale)), plan.branches[0])
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
-
-
-def refused(verl: Path, tmp_path: Path) -> str:
-    """Run the tool, which must refuse in one line and change nothing; return that line."""
-    before = contents(tmp_path)
-    done = pr_branch(REPO, verl, "--dir", tmp_path / "work")
-    assert (done.returncode, done.stdout) == (1, "") and done.stderr.count("\n") == 1, done
-    assert contents(tmp_path) == before
-    return done.stderr.removeprefix("pr_branch: ")
-
-
-def test_folders_that_are_not_verl_clones_are_refused(small: Path, tmp_path: Path):
-    assert (
-        refused(tmp_path / "nowhere", tmp_path)
-        == f"VERL={tmp_path / 'nowhere'} is not a folder; give a git clone of verl\n"
-    )
-    (tmp_path / "plain").mkdir()
-    assert "is not the folder of a git clone" in refused(tmp_path / "plain", tmp_path)
-    assert "is not the folder of a git clone" in refused(small / "verl", tmp_path)
-    assert "is not a clone of verl: its main has no scripts/generate_trainer_config.sh" in refused(small, tmp_path)
-    git("branch", "--move", "main", "master", cwd=small)
-    assert "has no branch main" in refused(small, tmp_path)
-
-
-def test_a_clone_that_is_dirty_or_has_the_branches_is_refused(verl: Path, tmp_path: Path):
-    (verl / "new.py").write_text("")
-    assert "has uncommitted changes: new.py;" in refused(verl, tmp_path)
-    (verl / "new.py").unlink()
-    for name in (NAMES[4], NAMES[1]):
-        git("branch", name, cwd=verl)
-    assert f"has these branches already; delete them: git branch -D {NAMES[1]} {NAMES[4]}\n" in refused(verl, tmp_path)
-    git("branch", "--delete", "--force", NAMES[1], NAMES[4], cwd=verl)
-    git("branch", "precision", cwd=verl)
-    assert "has these branches already; delete them: git branch -D precision\n" in refused(verl, tmp_path)
-    git("branch", "--delete", "--force", "precision", cwd=verl)
-    git("config", "--unset", "user.email", cwd=verl)
-    if subprocess.run(["git", "config", "user.email"], cwd=verl, capture_output=True).returncode:
-        assert "git has no author for the commits" in refused(verl, tmp_path)
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work/mine.txt").write_text("")
-    assert "exists and was not made by make pr-branch" in refused(verl, tmp_path)
-    shutil.rmtree(tmp_path / "work")
-    for path in (MODULE, PACKAGE):  # of a stack before the package, and of this one
-        write(verl / path, b"")
-        git("add", path, cwd=verl)
-        commit(verl, "patched")
-        assert f"has {path} in its main already" in refused(verl, tmp_path)
-
-
-def test_a_shallow_clone_is_refused(released: Path, tmp_path: Path):
-    git("clone", "--quiet", "--depth=1", f"file://{released}", str(tmp_path / "shallow"), cwd=tmp_path)
-    git("-C", "shallow", "commit", "--quiet", "--allow-empty", "--message=more", cwd=tmp_path)
-    assert "is a shallow clone, whose branches cannot be pushed: git fetch --unshallow" in refused(
-        tmp_path / "shallow", tmp_path
-    )

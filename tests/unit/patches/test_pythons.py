@@ -9,37 +9,37 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+from support.patch_tool import patchset
+from support.small_projects import OAT_NEWER, OAT_RELEASE, RELEASE
 from support.trees import contents
 
-from lib.patches.releases import FRAMEWORKS, OAT, VERL, Framework, load_releases
-from lib.patches.wheels import unpacked_wheel
+from lib.patches.releases import FRAMEWORKS, load_releases
 from lib.paths import REPO
 
-PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
-NEWEST = [(VERL, "0.9.1"), (OAT, "0.2.4")]
+# `make test` runs the oldest and the newest.
+PYTHONS = ["3.10", *(pytest.param(version, marks=pytest.mark.slow) for version in ("3.11", "3.12")), "3.13"]
 # The project's modules that are imported in verl's own environment, whose packages this test does without.
-MODULES = [
-    "bench",
-    "command",
-    "compare",
-    "doctor",
-    "matrix",
-    "mutants",
-    "patchset",
-    "plan_memory",
-    "pr_branch",
-    "preflight",
-    "probe",
-    "report",
-    "setup_env",
-    "lib.run.job",
-    "lib.run.start_checks",
-    "lib.run.cluster",
-]
+MODULES = (
+    "bench command compare doctor matrix mutants patchset plan_memory pr_branch preflight probe report setup_env "
+    "lib.run.job lib.run.start_checks lib.run.cluster"
+).split()
+COMMANDS = (
+    "list",
+    "apply verl",
+    "apply oat",
+    "status verl --json",
+    "drift oat",
+    "unapply oat",
+    f"check --release {RELEASE} --json",
+    f"checkout {RELEASE} tree",
+    "export tree",
+    f"port --framework oat {OAT_RELEASE} {OAT_NEWER} ported",
+)
 
 
 @cache
@@ -47,7 +47,7 @@ def interpreter(version: str) -> Path:
     """Return the Python of this version; skip the test if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     beside = sorted(pyenv.glob(f"versions/{version}.*/bin/python"))
-    for found in [shutil.which(f"python{version}"), *beside]:
+    for found in [*beside, shutil.which(f"python{version}")]:
         asked = [str(found), "-c", "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"]
         # pyenv's shim is on PATH for every version and fails for those that are not selected
         answer = subprocess.run(asked, capture_output=True, text=True).stdout if found else ""
@@ -56,61 +56,48 @@ def interpreter(version: str) -> Path:
     pytest.skip(f"no Python {version} on PATH or in {pyenv}")
 
 
-def run(version: str, *words: object, **options) -> str:
-    """Run the Python with only the standard library available and return its output."""
-    line = [str(word) for word in (interpreter(version), "-S", "-B", *words)]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=REPO / "scripts", **options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def outcome(tiny: Path, pristine: Path, pristine_oat: Path, tmp_path_factory) -> Callable[[Path], tuple]:
+    """``outcome(python)``: what each command of the patch tool prints, and all files that it leaves but for git's."""
 
+    def run(python: Path) -> tuple[list[str], dict[str, bytes | None]]:
+        folder = tmp_path_factory.mktemp("python")
+        for name, source in {"project": tiny, "verl": pristine, "oat": pristine_oat}.items():
+            shutil.copytree(source, folder / name)
+        printed = []
+        for line in COMMANDS:
+            done = patchset(folder / "project", *line.split(), python=python, cwd=folder)
+            assert done.returncode == 0, (line, done)
+            printed.append(done.stdout.replace(str(folder), "FOLDER"))
+        return printed, {path: content for path, content in contents(folder).items() if "/.git/" not in path}
 
-@pytest.fixture(scope="module", params=NEWEST, ids=lambda newest: newest[0].name)
-def wheel(request, tmp_path_factory) -> tuple[Framework, str, Path]:
-    """A framework, its newest release and the pristine tree of it."""
-    framework, release = request.param
-    return framework, release, unpacked_wheel(release, tmp_path_factory.mktemp("pristine"), framework)
+    return run
 
 
 @pytest.fixture(scope="module")
-def expected(wheel, tmp_path_factory) -> tuple[str, dict[str, bytes | None]]:
-    """The output of this Python's apply, and the tree that it produces."""
-    framework, _, pristine = wheel
-    tree = tmp_path_factory.mktemp("expected") / "tree"
-    shutil.copytree(pristine, tree)
-    line = [sys.executable, "scripts/patchset.py", "apply", tree]
-    printed = subprocess.run(line, cwd=REPO, capture_output=True, text=True, check=True).stdout
-    assert (tree / framework.stamp).is_file()
-    return printed.replace(str(tree), "TREE"), contents(tree)
+def expected(outcome: Callable[[Path], tuple]) -> tuple:
+    return outcome(Path(sys.executable))
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("python", PYTHONS)
+def test_patch_tool_gives_the_same_on_every_python(python: str, outcome: Callable[[Path], tuple], expected: tuple):
+    assert outcome(interpreter(python)) == expected
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_apply_makes_the_same_tree_on_every_python(python, wheel, expected, tmp_path):
-    framework, release, pristine = wheel
-    tree, tool = tmp_path / "tree", "patchset.py"
-    shutil.copytree(pristine, tree)
-    assert run(python, tool, "status", tree).startswith(f"pristine: {framework.name} {release}")
-    printed = run(python, tool, "apply", tree).replace(str(tree), "TREE")
-    assert (printed, contents(tree)) == expected
-    assert run(python, tool, "status", tree).startswith(f"patched: {framework.name} {release}")
-    run(python, tool, "drift", tree)
-    run(python, tool, "unapply", tree)
-    assert contents(tree) == contents(pristine)
-    assert ": ok" in run(python, tool, "check", "--framework", framework.name, "--release", release)
+def test_modules_import_with_only_the_standard_library(python: str):
+    code = f"import {', '.join(MODULES)}; print(lib.run.job.usage()); lib.run.job.parse_job(['PRECISION=fp16'])"
+    line = [interpreter(python), "-S", "-B", "-c", code]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=REPO / "scripts")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("  EXPERIMENT")
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-def test_modules_import_with_only_the_standard_library(python):
-    run(python, "-c", f"import {', '.join(MODULES)}")
-    assert run(python, "-m", "lib.run.job", "PRECISION=fp16", "STEPS=3") == ""
-    assert run(python, "-c", "from lib.run import job; print(job.usage())").startswith("  EXPERIMENT")
-
-
-@pytest.mark.parametrize("python", ["3.6", "3.8", "3.9"])
-def test_older_python_is_refused_in_one_line(python):
-    line = [str(interpreter(python)), "-S", "-B", "patchset.py", "--help"]
-    done = subprocess.run(line, cwd=REPO / "scripts", capture_output=True, text=True)
+def test_older_python_is_refused_in_one_line(tiny: Path):
+    python = interpreter("3.6")
+    done = patchset(tiny, "--help", python=python)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert done.stderr.startswith(f"patchset: Python 3.10 or later is needed; {line[0]} is {python}.")
+    assert done.stderr.startswith(f"patchset: Python 3.10 or later is needed; {python} is 3.6.")
 
 
 def test_version_is_checked_before_anything_newer_is_read():

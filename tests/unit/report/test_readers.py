@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.report_runs import contents, made, write_metrics
 
 from lib.errors import Refused
-from lib.files import write_json
+from lib.files import write
 from lib.report.catalog import METRIC
 from lib.report.logged_run import departure
 from lib.report.readers.dispatch import labelled_paths, read, read_all
 from lib.run.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS
-from lib.run.summary import by_role
 
 STEPS = range(1, 7)
 CONFIG = {  # longer than a block of wandb's log
@@ -70,23 +70,6 @@ def logged(tmp_path_factory) -> Path:
     return out
 
 
-def run_folder(
-    out: Path, *, regime: str = "fp16", seed: int = 1, finished: bool = True, effective: dict | None = None
-) -> Path:
-    """Make a folder of ``make run``."""
-    out.mkdir(parents=True)
-    settings = {"EXPERIMENT": "sanity_cpu", "PRECISION": regime, "SEED": seed, "ARGS": ""}
-    write_json(out / "run.json", {"settings": settings, "steps": len(STEPS), "wall_s": 9.0})
-    lines = [json.dumps({"step": step, "data": metrics(step) | {SECONDS: 2.0 + seed / 10}}) for step in STEPS]
-    (out / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines).replace("NaN", "null"))
-    lines = [line for report in REPORTS for line in (f"(pid=7) [verl-precision] {json.dumps(report)}", "noise")]
-    (out / "train.log").write_text("\n".join(lines))
-    if finished:
-        dtypes = effective if effective is not None else {role: dict(of[0]) for role, of in by_role(REPORTS).items()}
-        write_json(out / "summary.json", {"effective_dtypes": dtypes, "wall_s": 9.0, "versions": {"verl": "0.9.1"}})
-    return out
-
-
 def assert_same(steps: dict, exactly: bool = True) -> None:
     """Check the steps read from ``metrics``: training steps, no other metrics, NaN where it is not finite."""
     assert sorted(steps) == list(STEPS)
@@ -105,6 +88,7 @@ def wandb_folder(logged: Path) -> Path:
     return folder
 
 
+@pytest.mark.subprocess
 def test_files_of_all_loggers_are_read_without_network_or_process(logged, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a connection, or another process")
@@ -136,6 +120,7 @@ def test_files_of_all_loggers_are_read_without_network_or_process(logged, monkey
     }
 
 
+@pytest.mark.subprocess
 def test_half_written_last_line_is_left_out_with_a_note(logged, tmp_path):
     for number, file in enumerate((logged / "sanity" / "one.jsonl", next((logged / "events").iterdir()))):
         cut = tmp_path / str(number) / file.name
@@ -154,34 +139,39 @@ def test_half_written_last_line_is_left_out_with_a_note(logged, tmp_path):
     assert len(lengths) > 1 and cut > 40
 
 
-def test_broken_line_is_refused_by_its_number(logged, tmp_path):
-    lines = (logged / "sanity" / "one.jsonl").read_text().splitlines(keepends=True)
-    for number, line in (
-        (3, lines[2][:30] + "\n"),
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [
+        (3, '{"step": 3, "data": {"cr\n'),
         (3, '{"step": 3}\n'),
-        (7, lines[6][:30] + "\n"),
+        (7, '{"step": 6, "da\n'),
         (2, "[1, 2]\n"),
         (2, '{"step": 2, "data": null}\n'),
         (2, '{"step": "x", "data": {}}\n'),
-    ):
-        (tmp_path / "a.jsonl").write_text("".join([*lines[: number - 1], line, *lines[number:]]))
-        with pytest.raises(Refused, match=f"a.jsonl: line {number} is not a line of metrics"):
-            read("fp16", tmp_path / "a.jsonl")
-    (tmp_path / "a.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": "high"}}\n')
-    with pytest.raises(Refused, match="line 1: critic/score/mean is 'high', not a number"):
+    ],
+)
+def test_broken_line_is_refused_by_its_number(number, line, tmp_path):
+    lines = write_metrics(tmp_path / "a.jsonl", dict.fromkeys(range(7), {REWARD: 0.5})).read_text().splitlines(True)
+    (tmp_path / "a.jsonl").write_text("".join([*lines[: number - 1], line, *lines[number:]]))
+    with pytest.raises(Refused, match=f"a.jsonl: line {number} is not a line of metrics"):
         read("fp16", tmp_path / "a.jsonl")
-    for file in (next((logged / "events").iterdir()), next(wandb_folder(logged).glob("*.wandb"))):
-        damaged = bytearray(file.read_bytes())
-        damaged[len(damaged) // 2] ^= 0xFF
-        (tmp_path / file.name).write_bytes(damaged)
-        with pytest.raises(Refused, match="damaged"):
-            read("fp16", tmp_path / file.name)
-    (tmp_path / "events.out.tfevents.1").write_bytes(b"junk" * 100)
-    with pytest.raises(Refused, match="is not an event file, or its first record is damaged"):
-        read("fp16", tmp_path / "events.out.tfevents.1")
-    (tmp_path / "other.wandb").write_bytes(b"not wandb's")
-    with pytest.raises(Refused, match="is not a wandb file"):
-        read("fp16", tmp_path / "other.wandb")
+
+
+@pytest.mark.subprocess
+def test_damaged_file_is_refused(logged, tmp_path):
+    files = [next((logged / "events").iterdir()), next(wandb_folder(logged).glob("*.wandb"))]
+    damaged = {file.name: bytearray(file.read_bytes()) for file in files}
+    for content in damaged.values():
+        content[len(content) // 2] ^= 0xFF
+    for name, content, message in (
+        *((name, content, "damaged") for name, content in damaged.items()),
+        ("a.jsonl", b'{"step": 1, "data": {"critic/score/mean": "high"}}\n', "line 1: .* is 'high', not a number"),
+        ("events.out.tfevents.1", b"junk" * 100, "is not an event file, or its first record is damaged"),
+        ("other.wandb", b"not wandb's", "is not a wandb file"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(Refused, match=message):
+            read("fp16", tmp_path / name)
 
 
 def history(file: Path, columns: list[str], lines: list[list]) -> Path:
@@ -230,19 +220,21 @@ def test_csv_file_that_is_not_an_export_is_refused(columns, lines, message, tmp_
 
 
 def test_folder_of_make_run_is_read_and_left_as_it_is(tmp_path):
-    folder = run_folder(tmp_path / "run", seed=2)
-    before = {file: file.read_bytes() for file in folder.iterdir()}
-    run = read("fp16", folder)
+    label, folder = made(tmp_path / "run", seed=2, **{"actor/entropy": None})
+    before = contents(folder)
+    run = read(label, folder)
     assert (run.seed, run.regime, run.finished, run.source) == (2, "fp16", True, "make run")
-    assert run.steps[1][REWARD] == 1 / 8 and math.isnan(run.steps[1]["actor/entropy"])
-    assert departure(run) == ""
-    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+    assert run.steps[1][REWARD] == 0.52 and math.isnan(run.steps[1]["actor/entropy"])
+    assert departure(run) == "" and contents(folder) == before
 
 
 def test_unfinished_run_is_read_with_the_reports_of_its_log(tmp_path):
-    folder = run_folder(tmp_path / "run", finished=False)
-    rows = [{"step": step, "data": {REWARD: 0.9}} for step in (6, 7)]
-    (folder / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 8, "da')
+    _, folder = made(tmp_path / "run", steps=STEPS, **{LOSS_SCALE: 65536.0})
+    (folder / "summary.json").unlink()
+    lines = [line for report in REPORTS for line in (f"(pid=7) [verl-precision] {json.dumps(report)}", "noise")]
+    (folder / "train.log").write_text("\n".join(lines))
+    with write_metrics(folder / "verl.jsonl", dict.fromkeys((6, 7), {REWARD: 0.9})).open("a") as file:
+        file.write('{"step": 8, "da')
     run = read("fp16", folder)
     assert max(run.steps) == 7 and run.finished is False
     assert (run.steps[6][REWARD], run.steps[6][LOSS_SCALE]) == (0.9, 65536.0), "a step that was made again"
@@ -252,8 +244,8 @@ def test_unfinished_run_is_read_with_the_reports_of_its_log(tmp_path):
 
 def test_metric_names_of_older_releases_are_read(tmp_path):
     data = {"mismatch/mismatch_k3_kl": 1e-6, "perf/max_memory_allocated_gb": 40.0}
-    (tmp_path / "a.jsonl").write_text(json.dumps({"step": 1, "data": data}) + "\n")
-    assert read("x", tmp_path / "a.jsonl").steps == {1: {K3_KL: 1e-6, "actor/perf/max_memory_allocated_gb": 40.0}}
+    run = read("x", write_metrics(tmp_path / "a.jsonl", {1: data}))
+    assert run.steps == {1: {K3_KL: 1e-6, "actor/perf/max_memory_allocated_gb": 40.0}}
 
 
 def test_folder_or_file_without_a_run_is_refused(tmp_path):
@@ -284,16 +276,15 @@ def test_folder_or_file_without_a_run_is_refused(tmp_path):
 
 
 def test_broken_configuration_is_refused(tmp_path):
-    folder = run_folder(tmp_path / "run")
-    (folder / "hydra").mkdir()
-    (folder / "hydra" / "config.yaml").write_text("a: [1,\nb: {")
+    label, folder = made(tmp_path / "run")
+    write(folder / "hydra/config.yaml", b"a: [1,\nb: {")
     with pytest.raises(Refused, match="config.yaml: is not YAML: ") as refusal:
-        read("fp16", folder)
+        read(label, folder)
     assert "\n" not in str(refusal.value)
 
 
 def test_run_that_occurs_twice_is_refused(tmp_path):
-    folder = run_folder(tmp_path / "run")
+    label, folder = made(tmp_path / "run", **{"actor/entropy": None})
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(Refused, match="b=.*link: is the same path as that of a; leave"):
         read_all([("a", folder), ("b", tmp_path / "link")])
@@ -303,7 +294,7 @@ def test_run_that_occurs_twice_is_refused(tmp_path):
 
 
 def test_label_of_another_regime_than_the_runs_is_refused(tmp_path):
-    folder = run_folder(tmp_path / "run", regime="bf16")
+    _, folder = made(tmp_path / "run", "bf16")
     with pytest.raises(Refused, match="fp16=.*: is a run with PRECISION=bf16"):
         read("fp16", folder)
     assert read("mine", folder).regime == "bf16"
@@ -338,7 +329,7 @@ ACTOR, ROLLOUT = {"compute": "float16"}, {"rollout": "float16"}
     ],
 )
 def test_run_counts_as_its_regime_if_its_workers_reported_the_dtypes(effective, message, tmp_path):
-    run = read("x", run_folder(tmp_path / "run", effective=effective))
+    run = read("x", made(tmp_path / "run", dtypes=effective)[1])
     assert departure(run).startswith(message) and bool(message) == bool(departure(run))
 
 
@@ -346,8 +337,7 @@ def test_config_hash_does_not_depend_on_the_seed(tmp_path):
     text = "data:\n  seed: {0}\ncritic:\n  data_loader_seed: {0}\ntrainer:\n  default_local_dir: /x/{0}\n  lr: {1}\n"
     hashes = []
     for number, (seed, rate) in enumerate(((1, 1.0), (2, 1.0), (1, 2.0))):
-        folder = run_folder(tmp_path / str(number), seed=seed)
-        (folder / "hydra").mkdir()
-        (folder / "hydra" / "config.yaml").write_text(text.format(seed, rate))
-        hashes.append(read("fp16", folder).config_hash)
+        label, folder = made(tmp_path / str(number), seed=seed)
+        write(folder / "hydra/config.yaml", text.format(seed, rate).encode())
+        hashes.append(read(label, folder).config_hash)
     assert hashes[0] == hashes[1] != hashes[2]

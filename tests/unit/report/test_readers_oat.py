@@ -14,14 +14,15 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from support.oat_modules import Args, precision
+from support.report_runs import built, built_from, write_metrics
 
 from lib.errors import Refused
-from lib.report.build import build_report, rebuild, write_report
+from lib.report.build import build_report, write_runs
 from lib.report.catalog import ACCURACY, SERIES
 from lib.report.figures import draw
 from lib.report.logged_run import departure
 from lib.report.notes import TWO_FRAMEWORKS
-from lib.report.page import config_by_label
+from lib.report.page import config_by_label, page
 from lib.report.readers.dispatch import read
 from lib.report.tables import NONE
 from lib.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED
@@ -156,24 +157,22 @@ def test_regime_is_the_settings_and_dtypes_are_the_engines(regime, compute, why,
         read(other, folder)
 
 
-def test_round_of_one_update(tmp_path):
-    run = read("fp16", written(tmp_path, train_batch_size=512))
-    assert run.notes == ("a step is a round of OAT's: 64 prompts of 8 answers, 1 update",)
-
-
 def test_metrics_without_their_folder(tmp_path):
-    run = read("fp16", written(tmp_path) / "metrics.jsonl")
+    folder = written(tmp_path, train_batch_size=512)
+    assert read("fp16", folder).notes == ("a step is a round of OAT's: 64 prompts of 8 answers, 1 update",)
+    run = read("fp16", folder / "metrics.jsonl")
     assert (list(run.steps), run.framework, run.notes) == (list(ROUNDS), "OAT", ())
     assert departure(run) == "effective dtypes unknown: a file of OAT records none"
 
 
-def test_args_json_of_another_program_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [('{"precision": "fp16"}', "has no stamp; it is not what a patched OAT writes"), ("{", "is not JSON")],
+)
+def test_args_json_of_another_program_is_refused(content, why, tmp_path):
     folder = written(tmp_path)
-    (folder / "args.json").write_text('{"precision": "fp16"}')
-    with pytest.raises(Refused, match="args.json: has no stamp; it is not what a patched OAT writes"):
-        read("fp16", folder)
-    (folder / "args.json").write_text("{")
-    with pytest.raises(Refused, match="args.json: is not JSON"):
+    (folder / "args.json").write_text(content)
+    with pytest.raises(Refused, match=f"args.json: {why}"):
         read("fp16", folder)
 
 
@@ -233,17 +232,13 @@ def test_wandb_export_of_an_unpatched_oat_is_read(tmp_path):
     assert run.notes[0].endswith("multiplied by the loss scale in fp16, and the dtype is not recorded")
 
 
-def of_verl(out: Path, seed: int = 1) -> Path:
+def of_verl(out: Path) -> Path:
     """Write a file as verl's own file logger does."""
-    out.mkdir(parents=True, exist_ok=True)
-    before = {"step": 0, "data": {"val-core/lighteval/MATH/reward/mean@1": 0.25}}
-    data = {REWARD: 0.5, K3_KL: 2e-7, "actor/lr": 1e-6, SECONDS: float(seed)}
-    validated = {"val-core/lighteval/MATH/reward/mean@1": 0.25, "val-core/gsm8k/acc/mean@1": 0.75}
-    validated["val-core/gsm8k/acc/maj@4/mean"] = 1.0
-    rows = [before, *({"step": step, "data": data | (validated if step == 5 else {})} for step in range(1, 7))]
-    file = out / f"seed{seed}.jsonl"
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return file
+    data = {REWARD: 0.5, K3_KL: 2e-7, "actor/lr": 1e-6, SECONDS: 1.0}
+    before = {"val-core/lighteval/MATH/reward/mean@1": 0.25}
+    validated = before | {"val-core/gsm8k/acc/mean@1": 0.75, "val-core/gsm8k/acc/maj@4/mean": 1.0}
+    steps = {0: before} | {step: data | (validated if step == 5 else {}) for step in range(1, 7)}
+    return write_metrics(out / "seed1.jsonl", steps)
 
 
 def test_verls_validation_is_an_accuracy_and_no_training_step(tmp_path):
@@ -254,8 +249,7 @@ def test_verls_validation_is_an_accuracy_and_no_training_step(tmp_path):
 
 
 def test_oat_and_verl_share_one_report(tmp_path):
-    pairs = [("oat-fp16", written(tmp_path / "oat")), ("verl", of_verl(tmp_path / "verl"))]
-    found = write_report(pairs, tmp_path / "report")
+    found = built([("oat-fp16", written(tmp_path / "oat")), ("verl", of_verl(tmp_path / "verl"))])
     assert found.common == (1, 2, 3, 4, 5, 6)
     oat, verl = found.entries
     assert oat.outcomes["reward_last"] == pytest.approx(0.5) and verl.outcomes["reward_last"] == 0.5
@@ -267,9 +261,10 @@ def test_oat_and_verl_share_one_report(tmp_path):
     draw(found, next(of for of in SERIES if of.metric == ACCURACY), axis)
     alone = [line.get_marker() for line in axis.lines if len(line.get_xdata()) == 1]
     assert alone == [".", "."], "one evaluation has no line"
-    page = (tmp_path / "report/index.html").read_text()
-    assert "float16" in page and "OAT: dr_grpo-fp16-seed1_1122T03:00:00" in page
-    again = rebuild(tmp_path / "report", tmp_path / "again")
+    html = page(found)
+    assert "float16" in html and "OAT: dr_grpo-fp16-seed1_1122T03:00:00" in html
+    write_runs(found, tmp_path / "again")
+    again = built_from(tmp_path / "again")
     assert (again.notes, again.spreads, again.departures) == (found.notes, found.spreads, found.departures)
     assert TWO_FRAMEWORKS not in build_report([verl.run, verl.run], 0.95, "").notes
 

@@ -1,6 +1,6 @@
 """A report's page in Chromium without a screen: no request leaves the machine, nothing fails, nothing is cut off.
 
-The browser is Debian's package, which ``make test`` installs where it is missing.
+The browser is Debian's package, which ``make test-all`` installs where it is missing.
 """
 
 import shutil
@@ -13,6 +13,7 @@ from support.report_runs import RECORDED, made, several
 
 from lib.report.build import rebuild, write_report
 
+pytestmark = pytest.mark.slow
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 EMPTY_TABLES = """() => [...document.querySelectorAll('table')].filter(

@@ -247,8 +247,8 @@ def test_tree_of_the_environment_counts_like_one_of_the_command_line(started, mo
         (["lint"], "cpu", ".venv"),
         (["test-quick"], "cpu", ".venv"),
         (["test-releases"], "cpu workers", ".venv"),
-        (["test"], "browser cpu workers", ".venv"),
-        (["test", "DEVICE=cuda"], "browser cuda workers", ".venv-cuda"),
+        (["test"], "cpu workers", ".venv"),
+        (["test", "DEVICE=cuda"], "cuda workers", ".venv-cuda"),
     ],
 )
 def test_tests_set_up_what_they_need(words, environments, python):

@@ -37,13 +37,20 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """Kill all processes; some may have ended."""
+    """Kill all processes and wait until they have ended; the parent of some may be stopped and not notice."""
     for process in processes:
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(processes, timeout=TIMEOUT_S)
+    wait_until(lambda: all(map(ended, processes)), "the end of killed processes")
+
+
+def ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen, log: Path) -> None:

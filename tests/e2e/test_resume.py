@@ -147,7 +147,7 @@ def parts(whole, replay) -> tuple[Run, dict]:
 def test_resumed_run_equals_one_go_bit_for_bit(whole, parts):
     parts, _ = parts
     left = {path.parents[1].name for path in parts.checkpoints.glob("*/*/model_world_size_*.pt")}
-    assert left == {f"global_step_{STEPS}"}, "one checkpoint was to be kept"
+    assert len(left) == 3 and f"global_step_{STEPS}" in left, "the last checkpoint of each attempt was to be kept"
     # Model, optimizer and extra state of actor and critic, and the data loader's.
     assert_same_checkpoint(*(run.checkpoints / f"global_step_{STEPS}" for run in (whole, parts)), files=7)
 

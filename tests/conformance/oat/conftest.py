@@ -58,7 +58,8 @@ def outcomes(run_learner, request, pytestconfig) -> Iterator[Outcomes]:
 
     Only the cases that the session's tests name are run, and on an unpatched tree those that are not recorded.
     """
-    items = [item for item in request.session.items if "outcomes" in getattr(item, "fixturenames", ())]
+    of_suite = [item for item in request.session.items if item.path.is_relative_to(SUITE)]
+    items = [item for item in of_suite if "outcomes" in getattr(item, "fixturenames", ())]
     named = {item.callspec.params["case"] for item in items}
     write = pytestconfig.getoption("write_results")
     recorded = UpstreamOutcomes(UPSTREAM, SUITE, DIGESTS, OAT)

@@ -1,4 +1,4 @@
-"""Measure the peak memory of real training workers on gloo ranks; run by ``torchrun`` with verl on PYTHONPATH.
+"""Measure the peak memory of real training workers on gloo ranks; run with verl on PYTHONPATH.
 
     torchrun --nproc-per-node RANKS memory_worker.py NAME TOKENIZER_DIR OUT_DIR SETTINGS_JSON
 

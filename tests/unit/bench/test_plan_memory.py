@@ -86,12 +86,12 @@ def parsed_once():
 
 
 @pytest.fixture(scope="module")
-def measure(torchrun):
+def measure(run_ranks):
     """Return ``measure(settings)``: the bytes of real workers in each setting, of the rank with the largest peak."""
 
     def of(settings: list[dict]) -> list[dict]:
         (ranks,) = {each["ranks"] for each in settings}
-        by_rank = torchrun("patched", WORKER, "memory", json.dumps(settings), ranks=ranks)
+        by_rank = run_ranks("patched", WORKER, "memory", json.dumps(settings), ranks=ranks)
         return [max(results, key=lambda result: result["peak"]) for results in zip(*by_rank, strict=True)]
 
     return of

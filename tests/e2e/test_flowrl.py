@@ -58,11 +58,10 @@ def test_flowrl_trains_in_fp16(whole):
     assert steps[2]["actor/flowrl/log_z"] != 0 and "delta_std" in whole.shown
 
     summary = whole.summary
-    assert (summary["recipe"], summary["precision"], summary["skipped_steps"]) == ("flowrl", "fp16", 0)
     dtypes = summary["effective_dtypes"]
     assert dtypes["actor"]["compute"] == dtypes["ref"]["compute"] == dtypes["rollout"]["rollout"] == "float16"
     assert dtypes["actor"]["master"] == "float32" and dtypes["actor"]["loss_scaling"] is True
-    assert summary["flowrl"]["log_z"]["first"] == 0 and (whole.out / "curves.png").exists()
+    assert summary["flowrl"]["log_z"]["first"] == 0
 
     # The head is saved in a file of its own, not with the model.
     saved = whole.checkpoints / f"global_step_{FLOWRL_STEPS}"
@@ -73,6 +72,22 @@ def test_flowrl_trains_in_fp16(whole):
     head = torch.load(saved / "actor" / "flowrl_partition.pt")
     assert {tensor.dtype for tensor in head["head"].values()} == {torch.float32}
     assert {int(state["step"]) for state in head["optimizer"]["state"].values()} == {FLOWRL_STEPS}
+
+
+@pytest.mark.e2e
+def test_summary_reports_the_run_which_is_not_repeated(whole):
+    summary = whole.summary
+    assert (summary["recipe"], summary["release"], summary["precision"]) == ("flowrl", "0.9.1", "fp16")
+    assert summary["steps"] == whole.metrics[-1]["step"] == FLOWRL_STEPS and summary["skipped_steps"] == 0
+    assert 0.2 <= summary["reward_first"] <= 0.8
+    assert 0 <= summary["k3_kl"] < 1e-4 and 0 < summary["rollout_probs_diff_mean"] < 1e-2
+    assert summary["patch_stamp"]["release"] == "0.9.1"
+    assert {"wall_s", "peak_memory_gib", "versions", "reward_last", "loss_scale"} <= summary.keys()
+    curves = whole.out / "curves.png"
+    assert curves.stat().st_size > 10_000 and str(curves) in whole.shown
+
+    refusal = start_run(whole.out, FLOWRL_STEPS, [], "RECIPE=flowrl").finish(code=1)
+    assert refusal.startswith(f"run: STEPS={FLOWRL_STEPS}: ") and refusal.count("\n") == 1
 
 
 @pytest.mark.e2e

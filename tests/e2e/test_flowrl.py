@@ -6,6 +6,7 @@ The first run records its rollouts; the second resumes from its checkpoint and r
 import json
 import math
 import shutil
+import subprocess
 from collections import defaultdict
 from pathlib import Path
 
@@ -86,8 +87,9 @@ def test_summary_reports_the_run_which_is_not_repeated(whole):
     curves = whole.out / "curves.png"
     assert curves.stat().st_size > 10_000 and str(curves) in whole.shown
 
-    refusal = start_run(whole.out, FLOWRL_STEPS, [], "RECIPE=flowrl").finish(code=1)
-    assert refusal.startswith(f"run: STEPS={FLOWRL_STEPS}: ") and refusal.count("\n") == 1
+    refusal = subprocess.run(whole.process.args, capture_output=True, text=True)
+    assert refusal.returncode == 1 and refusal.stderr.startswith(f"run: STEPS={FLOWRL_STEPS}: ")
+    assert refusal.stdout + refusal.stderr == refusal.stderr and refusal.stderr.count("\n") == 1
 
 
 @pytest.mark.e2e

@@ -22,6 +22,8 @@ from small_runs import ACTOR, ROLLOUT, SCALER, SMALL_ENGINE, Run, start_run
 from support.waiting import TIMEOUT_S
 
 from lib.paths import REPO
+from lib.run.log import reports
+from lib.run.summary import agreed, by_role
 
 STEPS, EPOCH = 9, 3
 WORDS = "ALGO=ppo"
@@ -163,10 +165,19 @@ def test_doctor_reports_the_dtypes_of_the_running_job(parts):
     assert {hops[hop] for hop in ("actor.compute", "actor.autocast", "critic.compute", "rollout.weights")} == {
         "float16"
     }
-    assert {hops[hop] for hop in ("actor.master", "actor.optimizer", "actor.reduce", "critic.master")} == {"float32"}
+    assert {hops[hop] for hop in ("actor.master", "actor.optimizer", "actor.reduce")} == {"float32"}
     scaler = diagnosis["scaler"]["actor"]
     assert scaler["growth_interval"] == 2 * (STEPS - 1)
     assert scaler["backoff_factor"] == 2.0**-30 and scaler["scale"] == 2.0**10
+
+
+@pytest.mark.e2e
+def test_workers_report_the_dtypes_of_both_roles(whole):
+    roles = by_role(reports((whole.out / "train.log").read_text().splitlines()))
+    for role in ("actor", "critic"):
+        dtypes = agreed(roles[role])
+        assert (dtypes["compute"], dtypes["master"], dtypes["loss_scaling"]) == ("float16", "float32", True)
+    assert agreed(roles["rollout"])["rollout"] == "float16"
 
 
 def actor_weights(checkpoints: Path, step: int) -> dict[str, torch.Tensor]:

@@ -57,13 +57,13 @@ BF16 = {"actor__fsdp_config__dtype": "bfloat16"}
 ACCEPTED = {
     "bf16 trainer": (BF16, 0.05, 0.5),
     "rollout in auto": ({"rollout__dtype": "auto"}, 0.05, 0.5),
-    "FSDP2's param_dtype": ({"actor__fsdp_config__mixed_precision": {"param_dtype": "bf16"}, **BF16}, 0.05, 0.5),
     "Megatron's dtype": ({"actor__strategy": "megatron", "actor__dtype": "bfloat16"}, 0.05, 0.5),
     "without spread": ({}, 1e-3, 1e-6),
 }
 REFUSED = {
     "scrambled experts of a tiny Qwen3-MoE": ({}, 0.057, 0.4),
     "fp32 on both sides": ({"actor__fsdp_config__dtype": "fp32", "rollout__dtype": "float32"}, 0.05, 0.5),
+    "param_dtype beside it": ({"actor__fsdp_config__mixed_precision": {"param_dtype": "fp16"}, **BF16}, 0.05, 0.5),
     "without spread": ({}, 0.02, 1e-6),
     "a server that applies the temperature": (APPLIED, 1.0, 0.5),
 }

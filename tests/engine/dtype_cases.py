@@ -134,6 +134,13 @@ def keep_fp32():
     return result | {"update_error": {name: value.item() for name, value in difference.items()}}
 
 
+def keep_fp32_critic():
+    """Train a critic with a kept head: its dtypes, and the grad norm."""
+    worker = make_worker("critic", keep_fp32_modules=["score"], grad_scaler=settings(init_scale=1024.0))
+    recorded = watch_dtypes(worker, "score")
+    return {"grad_norm": metrics_of(worker.train_batch(batch(1)))["grad_norm"]} | recorded
+
+
 def keep_fp32_lora():
     """Train a kept Linear with its LoRA adapter: dtypes, grad norm, exports."""
     exported, result = [], {}
@@ -145,4 +152,7 @@ def keep_fp32_lora():
     return result | {"same_exports": exported[0] == exported[1]}
 
 
-CASES = {case.__name__: case for case in (dtype_per_hop, trajectory_fp32, accumulation, keep_fp32, keep_fp32_lora)}
+CASES = {
+    case.__name__: case
+    for case in (dtype_per_hop, trajectory_fp32, accumulation, keep_fp32, keep_fp32_critic, keep_fp32_lora)
+}

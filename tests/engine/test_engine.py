@@ -138,6 +138,12 @@ def test_modules_kept_in_fp32_neither_overflow_nor_change_the_others(patched):
         assert max(rank["update_error"].values()) < 0.02, rank["update_error"]
 
 
+@by_case("keep_fp32_critic")
+def test_critic_keeps_its_head_in_fp32(patched):
+    for rank in patched:
+        assert rank["score"] == ["float32", "float16", "float32"] and rank["grad_norm"] > 0
+
+
 @by_case("keep_fp32_lora", fsdp="quick")
 def test_kept_module_keeps_its_lora_adapter(patched):
     for rank in patched:

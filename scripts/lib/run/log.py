@@ -27,6 +27,8 @@ PASSES_ON = re.compile(
     r"|Exception: Call to \w+ method failed"
     r"|(\w+\.)*EngineDeadError: "
 )
+# pydantic's message: this line, then for each wrong field a line of its name and indented ones.
+INVALID, FIELD = re.compile(r"\d+ validation errors? for \w+"), re.compile(r"[\w.]+$")
 UNSENDABLE = "TypeError: cannot pickle "  # raised by Ray while it sends the exception before it
 LONGEST = 400  # characters that are shown of an exception or a line
 
@@ -71,7 +73,7 @@ def exceptions(lines: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
             frame, details = f"{at['function']} ({at['file']}:{at['line']})", False
         elif text.startswith(CHAINED):
             chained, details = True, False
-        elif details and line.startswith("  "):
+        elif details and (line.startswith("  ") or (INVALID.search(chains[-1][-1][1]) and FIELD.match(line))):
             first, message = chains[-1][-1]
             chains[-1][-1] = first, f"{message} {text}"
         elif text:

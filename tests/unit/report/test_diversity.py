@@ -1,6 +1,7 @@
 """The right answers of finished runs, by ``scripts/diversity.py``."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -58,38 +59,24 @@ def test_text_counts_if_the_reward_function_returns_no_answer(tmp_path):
     assert diversity.read_validations(folder)[10]["47="] == ["text 7+40", "text 12+35"] * 2
 
 
-@pytest.mark.parametrize("steps", [{}, {0: BEFORE}, {10: MANY}])
-def test_run_without_validations_before_and_after_is_refused(steps, tmp_path):
-    folder = validated(tmp_path / "run", steps)
-    with pytest.raises(Refused, match="has no validations before and after training"):
-        diversity.main([f"RUNS=run={folder}", f"OUT={tmp_path}/out"])
-    assert list(tmp_path.iterdir()) == [folder]
+BOTH = {0: BEFORE, 10: MANY}
+FEWER = {prompt: answers[:2] for prompt, answers in MANY.items()}
 
 
-def test_runs_with_different_prompts_are_refused(tmp_path):
-    folders = [
-        validated(tmp_path / "a", {0: BEFORE, 10: MANY}),
-        validated(tmp_path / "b", {0: BEFORE, 10: {prompt: answers[:2] for prompt, answers in MANY.items()}}),
-    ]
-    with pytest.raises(Refused, match="must have the same prompts, with as many samples to each"):
-        diversity.main([f"RUNS={' '.join(f'run={folder}' for folder in folders)}", f"OUT={tmp_path}/out"])
+@pytest.mark.parametrize(
+    ("steps", "words", "message"),
+    [
+        ({0: BEFORE}, "RUNS=a={tmp}/a OUT={tmp}/out", "has no validations before and after training"),
+        ({10: MANY}, "RUNS=a={tmp}/a OUT={tmp}/out", "has no validations before and after training"),
+        ({0: BEFORE, 10: FEWER}, "RUNS='a={tmp}/a b={tmp}/b' OUT={tmp}/out", "must have the same prompts"),
+        (BOTH, "RUNS=a={tmp} OUT={tmp}/out", "is not the folder of a finished run"),
+        (BOTH, "OUT={tmp}/out", "RUNS: is missing"),
+        (BOTH, "RUNS=a={tmp}/a", "OUT: is missing"),
+        (BOTH, "a={tmp}/a", "is not a variable"),
+    ],
+)
+def test_bad_words_and_runs_are_refused_and_nothing_is_written(steps, words, message, tmp_path):
+    folders = [validated(tmp_path / "a", steps), validated(tmp_path / "b", BOTH)]
+    with pytest.raises(Refused, match=message):
+        diversity.main(shlex.split(words.format(tmp=tmp_path)))
     assert sorted(tmp_path.iterdir()) == folders
-
-
-def test_unfinished_run_and_missing_words_are_refused(tmp_path):
-    folder = validated(tmp_path / "run", {0: BEFORE, 10: MANY})
-    (folder / "summary.json").unlink()
-    for words, message in (
-        ([f"RUNS=run={folder}", f"OUT={tmp_path}/out"], "is not the folder of a finished run"),
-        ([f"OUT={tmp_path}/out"], "RUNS: is missing"),
-        ([f"RUNS=run={folder}"], "OUT: is missing"),
-        ([str(tmp_path), f"run={folder}"], "is not a variable"),
-    ):
-        with pytest.raises(Refused, match=message):
-            diversity.main(words)
-    assert list(tmp_path.iterdir()) == [folder]
-
-
-def test_help_shows_the_usage(capsys):
-    diversity.main(["--help"])
-    assert 'RUNS="LABEL=FOLDER …" OUT=FILE' in capsys.readouterr().out

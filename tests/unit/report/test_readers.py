@@ -60,13 +60,10 @@ logger.finish()
 def logged(tmp_path_factory) -> Path:
     """Log the same steps by verl's three loggers: ``sanity/one.jsonl``, ``events/`` and ``wandb/offline-run-…/``."""
     out = tmp_path_factory.mktemp("logged")
-    places = {"VERL_FILE_LOGGER_ROOT": out, "TENSORBOARD_DIR": out / "events", "WANDB_DIR": out}
+    places = {"VERL_FILE_LOGGER_ROOT": f"{out}", "TENSORBOARD_DIR": f"{out}/events", "WANDB_DIR": f"{out}"}
     command = [sys.executable, "-c", LOG, json.dumps([metrics(step) for step in STEPS]), json.dumps(CONFIG)]
-    environment = {name: str(place) for name, place in places.items()} | {
-        "WANDB_MODE": "offline",
-        "WANDB_SILENT": "true",
-    }
-    subprocess.run(command, env=os.environ | environment, cwd=out, check=True, capture_output=True)
+    environment = os.environ | places | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    subprocess.run(command, env=environment, cwd=out, check=True, capture_output=True)
     return out
 
 
@@ -113,25 +110,19 @@ def test_files_of_all_loggers_are_read_without_network_or_process(logged, monkey
         assert departure(run) == f"effective dtypes unknown: {source} records none"
     run = read("fp16", wandb_folder(logged))
     assert (run.name, run.seed) == ("one", 3)
-    assert run.config == {
-        "data.train_batch_size": 16,
-        "data.prompt": CONFIG["data"]["prompt"],
-        "trainer.save_freq": -1,
-    }
+    assert run.config == {"data.train_batch_size": 16, "data.prompt": "x" * 70_000, "trainer.save_freq": -1}
 
 
 @pytest.mark.subprocess
 def test_half_written_last_line_is_left_out_with_a_note(logged, tmp_path):
-    for number, file in enumerate((logged / "sanity" / "one.jsonl", next((logged / "events").iterdir()))):
-        cut = tmp_path / str(number) / file.name
-        cut.parent.mkdir()
-        cut.write_bytes(file.read_bytes()[:-20])
-        run = read("fp16", cut)
+    for file in (logged / "sanity/one.jsonl", next((logged / "events").iterdir())):
+        write(tmp_path / file.name, file.read_bytes()[:-20])
+        run = read("fp16", tmp_path / file.name)
         assert max(run.steps) in (5, 6) and "half-written: left out" in run.notes[0]
     content = next(wandb_folder(logged).glob("*.wandb")).read_bytes()
     lengths, cut = set(), 0
     for end in range(len(content) - 2000, len(content), 40):  # within a record or between two
-        (tmp_path / "run.wandb").write_bytes(content[:end])
+        write(tmp_path / "run.wandb", content[:end])
         run = read("fp16", tmp_path / "run.wandb")
         assert sorted(run.steps) == list(range(1, len(run.steps) + 1))
         lengths.add(len(run.steps))
@@ -140,36 +131,29 @@ def test_half_written_last_line_is_left_out_with_a_note(logged, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "line"),
-    [
-        (3, '{"step": 3, "data": {"cr\n'),
-        (3, '{"step": 3}\n'),
-        (7, '{"step": 6, "da\n'),
-        (2, "[1, 2]\n"),
-        (2, '{"step": 2, "data": null}\n'),
-        (2, '{"step": "x", "data": {}}\n'),
-    ],
+    ("number", "line"), [(3, '{"step": 3, "data": {"cr\n'), (3, '{"step": 3}\n'), (7, '{"step": 6, "d\n'), (2, "[]\n")]
 )
 def test_broken_line_is_refused_by_its_number(number, line, tmp_path):
-    lines = write_metrics(tmp_path / "a.jsonl", dict.fromkeys(range(7), {REWARD: 0.5})).read_text().splitlines(True)
-    (tmp_path / "a.jsonl").write_text("".join([*lines[: number - 1], line, *lines[number:]]))
+    file = write_metrics(tmp_path / "a.jsonl", dict.fromkeys(range(7), {REWARD: 0.5}))
+    lines = file.read_text().splitlines(True)
+    file.write_text("".join([*lines[: number - 1], line, *lines[number:]]))
     with pytest.raises(Refused, match=f"a.jsonl: line {number} is not a line of metrics"):
-        read("fp16", tmp_path / "a.jsonl")
+        read("fp16", file)
 
 
 @pytest.mark.subprocess
 def test_damaged_file_is_refused(logged, tmp_path):
-    files = [next((logged / "events").iterdir()), next(wandb_folder(logged).glob("*.wandb"))]
-    damaged = {file.name: bytearray(file.read_bytes()) for file in files}
-    for content in damaged.values():
+    cases = {
+        "a.jsonl": (b'{"step": 1, "data": {"critic/score/mean": "high"}}\n', "line 1: .* is 'high', not a number"),
+        "events.out.tfevents.1": (b"junk" * 100, "is not an event file, or its first record is damaged"),
+        "other.wandb": (b"not wandb's", "is not a wandb file"),
+    }
+    for file in (next((logged / "events").iterdir()), next(wandb_folder(logged).glob("*.wandb"))):
+        content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 0xFF
-    for name, content, message in (
-        *((name, content, "damaged") for name, content in damaged.items()),
-        ("a.jsonl", b'{"step": 1, "data": {"critic/score/mean": "high"}}\n', "line 1: .* is 'high', not a number"),
-        ("events.out.tfevents.1", b"junk" * 100, "is not an event file, or its first record is damaged"),
-        ("other.wandb", b"not wandb's", "is not a wandb file"),
-    ):
-        (tmp_path / name).write_bytes(content)
+        cases[file.name] = content, "damaged"
+    for name, (content, message) in cases.items():
+        write(tmp_path / name, content)
         with pytest.raises(Refused, match=message):
             read("fp16", tmp_path / name)
 
@@ -189,20 +173,19 @@ def test_wandbs_csv_exports_are_read(tmp_path):
     charts.mkdir()
     for name in names:
         columns = ["Step", *(f"a - run - {name}{bound}" for bound in ("", "__MIN", "__MAX"))]
-        file = charts / f"{name.replace('/', '_')}.csv"
-        history(file, columns, [[step, metrics(step)[name], -1, 99] for step in STEPS])
+        rows = [[step, metrics(step)[name], -1, 99] for step in STEPS]
+        history(charts / f"{name.replace('/', '_')}.csv", columns, rows)
     run = read("fp16", charts)
     assert_same(run.steps)
     assert run.name == "a - run"
 
     two = history(tmp_path / "two.csv", ["Step", f"a - {REWARD}", f"b - {REWARD}"], [[1, 0.5, 0.25], [2, 1, ""]])
-    with pytest.raises(Refused, match="two.csv: contains 2 runs, a, b; choose one"):
-        read("fp16", two)
-    assert read("fp16", Path(f"{two}#b")).steps == {1: {REWARD: 0.25}}
+    for suffix, message in (("", "two.csv: contains 2 runs, a, b; choose one"), ("#c", "contains no run c")):
+        with pytest.raises(Refused, match=message):
+            read("fp16", Path(f"{two}{suffix}"))
     ((label, path),) = labelled_paths(f"fp16={two}#b")
-    assert read(label, path).name == "b"
-    with pytest.raises(Refused, match="contains no run c"):
-        read("fp16", Path(f"{two}#c"))
+    run = read(label, path)
+    assert run.name == "b" and run.steps == {1: {REWARD: 0.25}}
 
 
 @pytest.mark.parametrize(
@@ -220,9 +203,11 @@ def test_csv_file_that_is_not_an_export_is_refused(columns, lines, message, tmp_
 
 
 def test_folder_of_make_run_is_read_and_left_as_it_is(tmp_path):
-    label, folder = made(tmp_path / "run", seed=2, **{"actor/entropy": None})
+    _, folder = made(tmp_path / "run", seed=2, **{"actor/entropy": None})
     before = contents(folder)
-    run = read(label, folder)
+    run = read("mine", folder)
+    with pytest.raises(Refused, match="bf16=.*: is a run with PRECISION=fp16"):
+        read("bf16", folder)
     assert (run.seed, run.regime, run.finished, run.source) == (2, "fp16", True, "make run")
     assert run.steps[1][REWARD] == 0.52 and math.isnan(run.steps[1]["actor/entropy"])
     assert departure(run) == "" and contents(folder) == before
@@ -248,39 +233,40 @@ def test_metric_names_of_older_releases_are_read(tmp_path):
     assert run.steps == {1: {K3_KL: 1e-6, "actor/perf/max_memory_allocated_gb": 40.0}}
 
 
-def test_folder_or_file_without_a_run_is_refused(tmp_path):
-    for name, files, message in (
-        ("empty", {}, "contains no metrics"),
-        ("other", {"notes.txt": "x"}, "contains no metrics"),
-        ("started", {"metrics.jsonl": "", "run.json": json.dumps({"settings": {"SEED": 1}})}, "has no training step"),
-        ("validated", {"a.jsonl": '{"step": 0, "data": {"val-core/acc": 1}}\n'}, "has no training step"),
-        ("torn", {"metrics.jsonl": "", "run.json": '{"settings": '}, "run.json: is not JSON"),
-        ("binary", {"a.jsonl": "\udc80\n\n"}, "line 1 is not a line of metrics"),
-        ("several", {"a.jsonl": "", "b.jsonl": ""}, "contains 2 .jsonl files, each a run; give one of them"),
-    ):
-        (tmp_path / name).mkdir()
-        for file, content in files.items():
-            (tmp_path / name / file).write_text(content, errors="surrogateescape")
-        with pytest.raises(Refused, match=message) as refusal:
-            read("fp16", tmp_path / name)
-        assert name in str(refusal.value) and "\n" not in str(refusal.value)
-    for name in ("one", "two"):
-        (tmp_path / "both" / name).mkdir(parents=True)
-        (tmp_path / "both" / name / "events.out.tfevents.1").touch()
-    with pytest.raises(Refused, match="both: contains events in 2 folders, each a run; give one of them"):
-        read("fp16", tmp_path / "both")
-    with pytest.raises(Refused, match="notes.txt: is not a run; give a run's folder"):
-        read("fp16", tmp_path / "other" / "notes.txt")
-    with pytest.raises(Refused, match="does not exist"):
-        read("fp16", tmp_path / "nowhere")
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"notes.txt": "x"}, "contains no metrics"),
+        ({"metrics.jsonl": "", "run.json": '{"settings": {"SEED": 1}}'}, "has no training step"),
+        ({"a.jsonl": '{"step": 0, "data": {"val-core/acc": 1}}\n'}, "has no training step"),
+        ({"metrics.jsonl": "", "run.json": '{"settings": '}, "run.json: is not JSON"),
+        ({"a.jsonl": "\udc80\n\n"}, "line 1 is not a line of metrics"),
+        ({"a.jsonl": "", "b.jsonl": ""}, "contains 2 .jsonl files, each a run; give one of them"),
+        (
+            {"1/events.out.tfevents.1": "", "2/events.out.tfevents.1": ""},
+            "contains events in 2 folders, each a run; give one of them",
+        ),
+    ],
+)
+def test_folder_without_a_run_is_refused(files, message, tmp_path):
+    for file, content in files.items():
+        write(tmp_path / file, content.encode(errors="surrogateescape"))
+    with pytest.raises(Refused, match=message) as refusal:
+        read("fp16", tmp_path)
+    assert str(tmp_path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_broken_configuration_is_refused(tmp_path):
+def test_path_without_a_run_and_broken_configuration_are_refused(tmp_path):
     label, folder = made(tmp_path / "run")
     write(folder / "hydra/config.yaml", b"a: [1,\nb: {")
-    with pytest.raises(Refused, match="config.yaml: is not YAML: ") as refusal:
-        read(label, folder)
-    assert "\n" not in str(refusal.value)
+    for path, message in (
+        (folder, "config.yaml: is not YAML: "),
+        (folder / "hydra/config.yaml", "config.yaml: is not a run; give a run's folder"),
+        (tmp_path / "nowhere", "does not exist"),
+    ):
+        with pytest.raises(Refused, match=message) as refusal:
+            read(label, path)
+        assert "\n" not in str(refusal.value)
 
 
 def test_run_that_occurs_twice_is_refused(tmp_path):
@@ -293,21 +279,12 @@ def test_run_that_occurs_twice_is_refused(tmp_path):
         read_all([("a", folder), ("b", tmp_path / "copy")])
 
 
-def test_label_of_another_regime_than_the_runs_is_refused(tmp_path):
-    _, folder = made(tmp_path / "run", "bf16")
-    with pytest.raises(Refused, match="fp16=.*: is a run with PRECISION=bf16"):
-        read("fp16", folder)
-    assert read("mine", folder).regime == "bf16"
-
-
 def test_labels_accept_patterns(tmp_path):
-    for name in ("run-1", "run-2", "other"):
-        (tmp_path / name).mkdir()
-    assert labelled_paths(f"fp16={tmp_path}/run-* b.1={tmp_path}/other") == [
-        ("fp16", tmp_path / "run-1"),
-        ("fp16", tmp_path / "run-2"),
-        ("b.1", tmp_path / "other"),
-    ]
+    one, two, other = (tmp_path / name for name in ("run-1", "run-2", "other"))
+    for folder in (one, two, other):
+        folder.mkdir()
+    found = labelled_paths(f"fp16={tmp_path}/run-* b.1={other}")
+    assert found == [("fp16", one), ("fp16", two), ("b.1", other)]
 
 
 ACTOR, ROLLOUT = {"compute": "float16"}, {"rollout": "float16"}
@@ -316,7 +293,6 @@ ACTOR, ROLLOUT = {"compute": "float16"}, {"rollout": "float16"}
 @pytest.mark.parametrize(
     "effective, message",
     [
-        ({"actor": ACTOR, "rollout": ROLLOUT}, ""),
         ({"actor": ACTOR, "ref": ACTOR, "critic": ACTOR, "rollout": ROLLOUT}, ""),
         ({"actor": {"compute": "bfloat16"}, "rollout": ROLLOUT}, "trained in bfloat16"),
         ({"actor": ACTOR, "rollout": {"rollout": "bfloat16"}}, "rolled out in bfloat16"),

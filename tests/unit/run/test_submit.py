@@ -35,17 +35,12 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, trees, impo
         "python3 scripts/run.py EXPERIMENT=arithmetic PRECISION=fp16 ALGO=grpo DEVICE=cpu SEED=1 ARGS=trainer.nnodes=2 "
         f"STEPS=2 OUT={tmp_path}/run RETRIES=1"
     )
-    assert submission.runtime_env == {
-        "working_dir": str(scratch),
-        "py_modules": [str(trees["patched"] / "verl")],
-        "excludes": ["__pycache__"],
-    }
+    modules = [str(trees["patched"] / "verl")]
+    carried = {"working_dir": str(scratch), "py_modules": modules, "excludes": ["__pycache__"]}
+    assert submission.runtime_env == carried and not list(scratch.rglob("__pycache__"))
     assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
-    assert not list(scratch.rglob("__pycache__"))
-    done = subprocess.run(  # it accepts the words when run there by a Python without packages
-        [sys.executable, "-S", "-m", "lib.run.job", *submission.entrypoint.split()[2:]], cwd=scratch / "scripts"
-    )
-    assert done.returncode == 0
+    words = submission.entrypoint.split()[2:]  # accepted there by a Python without packages
+    subprocess.run([sys.executable, "-S", "-m", "lib.run.job", *words], cwd=scratch / "scripts", check=True)
 
 
 def test_unpatched_verl_is_not_carried(job, trees, imported, tmp_path):
@@ -71,17 +66,14 @@ def test_dry_run_shows_the_submission_and_does_nothing(validated_here, tmp_path,
 
 MINI_BATCH = "ARGS=actor_rollout_ref.actor.ppo_mini_batch_size=64"
 NO_DASHBOARD = "must be the URL of the cluster's dashboard"
-NOT_SHARED = "must be an absolute path on storage shared by all nodes"
 
 
 @pytest.mark.parametrize(
     ("address", "words", "refusal"),
     [
         ("", "OUT=/out", f"RAY_ADDRESS=: {NO_DASHBOARD}"),
-        ("auto", "OUT=/out", f"RAY_ADDRESS=auto: {NO_DASHBOARD}"),
         ("127.0.0.1:6379", "OUT=/out", f"RAY_ADDRESS=127.0.0.1:6379: {NO_DASHBOARD}"),
-        (HEAD, "OUT=", f"OUT=: {NOT_SHARED}"),
-        (HEAD, "OUT=outputs/run", f"OUT=outputs/run: {NOT_SHARED}"),
+        (HEAD, "OUT=outputs/run", "OUT=outputs/run: must be an absolute path on storage shared by all nodes"),
         (HEAD, "CARRY=no OUT={}", "OUT={}: is not empty and contains no run"),
         (HEAD, f"CARRY=no OUT={{}}/run {MINI_BATCH}", f"{MINI_BATCH}: train_batch_size (32) must be >="),
     ],
@@ -93,9 +85,7 @@ def test_submission_is_refused_as_the_run_would_be(address, words, refusal, vali
         submit.main(["--dry-run", "DEVICE=cpu", *words.format(tmp_path).split()])
 
 
-@pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "git_token"]
-)
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "git_token"])
 def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     monkeypatch.setenv(name, "hf_of_nobody_else")
     with pytest.raises(Refused, match=f"^{name}: its value is part of the command line") as refusal:
@@ -127,7 +117,7 @@ class Client:
 SUBMISSION = submit.Submission("true", {}, ())
 
 
-@pytest.mark.parametrize(("end", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("STOPPED", 1)])
+@pytest.mark.parametrize(("end", "code"), [("SUCCEEDED", 0), ("FAILED", 1)])
 def test_exit_code_is_the_jobs(end, code, capsys):
     assert submit.submit(Client(JobStatus(end)), SUBMISSION, HEAD) == code
     assert capsys.readouterr().out.splitlines()[1:] == ["log of job-1"]

@@ -45,10 +45,6 @@ summary = {"wall_s": 60.0, "reward_first": 0.25, "reward_last": 0.5}
 """
 
 
-def on_cpu(**words: str) -> dict[str, str]:
-    return {"DEVICE": "cpu", **words}
-
-
 def finished(root: Path, regime: str = "fp16", algo: str = "grpo", seed: int = 1) -> None:
     """Create a finished run of EXPERIMENT=sanity_cpu in a comparison's folder, as ``make run`` leaves it."""
     words = ("EXPERIMENT=sanity_cpu", f"PRECISION={regime}", f"ALGO={algo}", f"SEED={seed}")
@@ -60,21 +56,20 @@ def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, cap
     finished(tmp_path, "bf16", "pg_is", seed=2)
     before = sorted(tmp_path.rglob("*"))
     words = {"EXPERIMENT": "sanity_cpu", "PRECISION": "fp16 bf16", "ALGO": "grpo pg_is", "SEED": "2 7"}
-    plan = plan_sweep(on_cpu(**words, OUT=str(tmp_path)))
+    plan = plan_sweep(words | {"DEVICE": "cpu", "OUT": str(tmp_path)})
     assert [f"{run.out.relative_to(tmp_path)}" for run in plan.runs] == [
         f"{algo}/{regime}-seed{seed}" for seed in (2, 7) for algo in ("grpo", "pg_is") for regime in ("fp16", "bf16")
     ]
     assert [str(run) for run in plan.finished] == ["pg_is bf16 seed 2"]
     assert sorted(tmp_path.rglob("*")) == before, "a plan must change nothing"
-    jobs = [parse_job(list(run.words)) for run in plan.runs]
-    assert {job.experiment for job in jobs} == {"sanity_cpu"}
-    assert [f"{job.name}" for job in jobs[:3]] == ["grpo-fp16-seed2", "grpo-bf16-seed2", "pg_is-fp16-seed2"]
+    job = parse_job(list(plan.runs[3].words))
+    assert (job.experiment, job.name) == ("sanity_cpu", "pg_is-bf16-seed2")
     assert capsys.readouterr().out == "checking 8 runs\n"
 
 
 def test_runs_of_a_recipe_have_a_folder_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "find_finished", lambda *_: [])
-    plan = plan_sweep(on_cpu(RECIPE="flowrl", OUT=str(tmp_path)))
+    plan = plan_sweep({"DEVICE": "cpu", "RECIPE": "flowrl", "OUT": str(tmp_path)})
     assert [(run.objective, run.out) for run in plan.runs] == [("flowrl", tmp_path / "flowrl" / "fp16-seed1")]
 
 
@@ -102,18 +97,16 @@ def test_time_left_is_estimated_from_runs_of_the_same_objective(tmp_path):
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        ({"ARGS": "trainer.n_gpu=2"}, "ARGS=trainer.n_gpu=2: "),
         ({"PRECISION": "fp16 fp61"}, "PRECISION=fp61: must be one of bf16"),
         ({"ALGO": "grpo ppo", "RECIPE": "flowrl"}, "ALGO=ppo: RECIPE=flowrl requires grpo"),
         ({"STEPS": "30"}, "STEPS=30: .* contains a finished run of 40"),
-        ({"ARGS": "data.shuffle=false"}, "ARGS=data.shuffle=false: .* contains a run with ARGS=;"),
     ],
 )
 def test_refusal_of_one_run_starts_none(words, refusal, tmp_path):
     finished(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(Refused, match=refusal):
-        plan_sweep(on_cpu(EXPERIMENT="sanity_cpu", OUT=str(tmp_path), SEED="2 1") | words)
+        plan_sweep({"DEVICE": "cpu", "EXPERIMENT": "sanity_cpu", "OUT": str(tmp_path), "SEED": "2 1"} | words)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -123,15 +116,13 @@ def test_refusal_of_one_run_starts_none(words, refusal, tmp_path):
         ({"SEED": "1 2 1"}, "SEED=1 2 1: contains 1 more than once"),
         ({"TREES": "a=/x", "BRANCHES": "main"}, "TREES, BRANCHES: set only one"),
         ({"TREES": "/x"}, "TREES=/x=: must be NAME=FOLDER"),
-        ({"TREES": "a='/x"}, "TREES=a='/x: No closing quotation"),
-        ({"TREES": "a=/x a=/y"}, "TREES=a a: contains a more than once"),
         ({"TREES": "a=/no/such"}, "TREES=a=/no/such: /no/such is not a folder"),
         ({"BRANCHES": "no-such-branch"}, "BRANCHES=no-such-branch: there is no such branch; there are "),
     ],
 )
 def test_bad_words_are_refused(words, refusal, tmp_path):
     with pytest.raises(Refused, match=re.escape(refusal)):
-        plan_sweep(on_cpu(OUT=str(tmp_path / "out"), **words))
+        plan_sweep({"DEVICE": "cpu", "OUT": str(tmp_path / "out")} | words)
     assert not (tmp_path / "out").exists()
 
 
@@ -145,10 +136,10 @@ def test_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
     assert code.verl == root and code.environment()["PYTHONPATH"].startswith(f"{root}")
     out = tmp_path / "out"
     folder = finished_run(out / "grpo/a-bf16-seed1", "EXPERIMENT=sanity_cpu", "PRECISION=bf16", steps=40)
-    plan = plan_sweep(on_cpu(TREES=f"a={root}", PRECISION="bf16", OUT=str(out), EXPERIMENT="sanity_cpu"))
+    words = {"DEVICE": "cpu", "EXPERIMENT": "sanity_cpu", "PRECISION": "bf16"}
+    plan = plan_sweep(words | {"TREES": f"a={root}", "OUT": str(out)})
     assert [(run.label, run.out) for run in plan.runs] == [("a-bf16", folder)] and plan.finished == plan.runs
-    record = json.loads((out / "code.json").read_text())
-    assert record["a"]["folder"] == str(root)
+    assert json.loads((out / "code.json").read_text())["a"]["folder"] == str(root)
 
     hooked = root / "verl/workers/config/rollout.py"
     patched = hooked.read_bytes()
@@ -242,29 +233,22 @@ def test_failed_run_is_named_and_does_not_stop_the_others(stand_in, tmp_path, ca
     out = tmp_path / "out"
     outcome = run_sweep(planned(stand_in, out))
     assert [str(run) for run in outcome.failed] == ["grpo bf16 seed 1"] and outcome.code == 1
-    assert outcome.finished == {
-        "grpo": [
-            (label, out / "grpo" / f"{label}-seed{seed}") for label, seed in (("fp16", 1), ("fp16", 2), ("bf16", 2))
-        ]
-    }
+    labels = [("fp16", 1), ("fp16", 2), ("bf16", 2)]
+    assert outcome.finished == {"grpo": [(label, out / f"grpo/{label}-seed{seed}") for label, seed in labels]}
     lines = [re.sub(r"^\[ *\d+:\d+\] ", "", line) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
+    assert [line for line in lines if not line.startswith(" ")] == [
         f"0 of 4 runs are finished, 4 left; all in {out}",
         "run 1/4: grpo fp16 seed 1",
-        *(f"  step {step}/3" for step in (1, 2, 3)),
         "grpo fp16 seed 1: reward 0.250 to 0.500 in 1:00; 3 left, about 3:00",
         "run 2/4: grpo bf16 seed 1",
-        *(f"  step {step}/3" for step in (1, 2)),
-        "  the gradient of lm_head overflows",
         "grpo bf16 seed 1 failed with exit code 1, 2 left, about 2:00",
-        *(f"    {line}" for line in ("step 1/3", "step 2/3", "the gradient of lm_head overflows")),
         "run 3/4: grpo fp16 seed 2",
-        *(f"  step {step}/3" for step in (1, 2, 3)),
         "grpo fp16 seed 2: reward 0.250 to 0.500 in 1:00; 1 left, about 1:00",
         "run 4/4: grpo bf16 seed 2",
-        *(f"  step {step}/3" for step in (1, 2, 3)),
         "grpo bf16 seed 2: reward 0.250 to 0.500 in 1:00; none left",
     ]
+    assert lines.count("  step 3/3") == 3
+    assert lines.count("  the gradient of lm_head overflows") == lines.count("    step 2/3") == 1, "and its end again"
 
     run_sweep(planned(stand_in, out))
     attempts = {file.parent.name: file.read_text().count("\n") for file in out.rglob("attempts")}
@@ -285,8 +269,7 @@ except KeyboardInterrupt:
 def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(stand_in, tmp_path, monkeypatch, capsys):
     """tests/e2e/test_resume.py interrupts scripts/run.py itself."""
     (stand_in.project / "scripts/run.py").write_text(ENDS_IN_ORDER)
-    finished(tmp_path, seed=1)
-    finished(tmp_path, seed=2)
+    finished(tmp_path)
     show = SweepProgress.show
 
     def show_and_interrupt(progress: SweepProgress, line: str) -> None:
@@ -300,12 +283,10 @@ def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(stand_in, tm
     words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "SEED=1 2", f"OUT={tmp_path}"]
     assert compare.main(words) == 130
     text = capsys.readouterr().out
-    assert "run 3/4: grpo bf16 seed 1" in text and "run 4/4" not in text
-    assert "interrupted: ended in order" in text and "interrupted, 2 of 4 runs are finished" in text
+    assert "run 2/4: grpo bf16 seed 1" in text and "run 3/4" not in text
+    assert "interrupted: ended in order" in text and "interrupted, 1 of 4 runs are finished" in text
     assert text.endswith(f"\nto resume:  {shlex.join([sys.executable, compare.__file__, *words])}\n")
-    table = (tmp_path / "grpo" / "report").glob("**/*.csv")
-    assert any("fp16" in file.read_text() for file in table)
-    assert not is_finished(tmp_path / "grpo" / "bf16-seed1")
+    assert "fp16" in (tmp_path / "grpo/report/table.csv").read_text()
 
 
 @pytest.mark.slow
@@ -317,7 +298,6 @@ def test_two_regimes_are_run_and_compared(tmp_path):
     for regime, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
         summary = json.loads((tmp_path / "grpo" / f"{regime}-seed1" / "summary.json").read_text())
         assert summary["steps"] == 2 and summary["effective_dtypes"]["actor"]["compute"] == dtype
-    report = tmp_path / "grpo" / "report"
-    assert (report / "index.html").exists() and sorted(path.name for path in (report / "runs").iterdir())
+    assert (tmp_path / "grpo/report/index.html").exists()
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 0 and "2 of 2 runs are finished, none left" in again.stdout

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import probe
 import run
 from lib.doctor.diagnosis import diagnose
-from lib.doctor.tree import identify_tree
+from lib.doctor.tree import Tree, identify_tree
 from lib.errors import Refused
 from lib.probe.variants import check_vllm
 from lib.run import vllm_float16
@@ -43,7 +44,7 @@ print(json.dumps({config.model_type: [runs(config, dtype) for dtype in ("float16
 
 def folder(path: Path, model_type: str | None, **content) -> Path:
     """A model's folder that contains only its config.json."""
-    path.mkdir(exist_ok=True)
+    path.mkdir(exist_ok=True, parents=True)
     (path / "config.json").write_text(json.dumps({"model_type": model_type} | content))
     return path
 
@@ -71,16 +72,16 @@ def test_table_lists_the_models_that_the_installed_vllm_refuses(tmp_path):
             assert support.reason.partition(": ")[2] == in_float16.partition(" Reason: ")[2].rstrip(".")
 
 
-@pytest.mark.parametrize("table", [LISTED, LISTED.replace(" =", ": dict[str, str] =")], ids=["plain", "annotated"])
 @pytest.mark.parametrize("file", ["config.py", "config/__init__.py", "config/model.py"])
-def test_table_is_read_from_each_layout_of_vllm(file, table, tmp_path):
-    root = site(tmp_path / "site", table, file)
-    refused = float16_support(str(folder(tmp_path / "glm", "glm4")), root)
-    assert refused == Float16Support(False, "vLLM 0.9.1 refuses glm4 models in float16: Unstable")
-    assert float16_support(str(folder(tmp_path / "qwen", "qwen2")), root).supported is True
+def test_table_is_read_from_each_layout_of_vllm(file, tmp_path):
+    for form in (" =", ": dict[str, str] ="):
+        root = site(tmp_path / form, LISTED.replace(" =", form), file)
+        refused = float16_support(str(folder(tmp_path / "glm", "glm4")), root)
+        assert refused == Float16Support(False, "vLLM 0.9.1 refuses glm4 models in float16: Unstable")
+        assert float16_support(str(folder(tmp_path / "qwen", "qwen2")), root).supported is True
 
 
-@pytest.mark.parametrize("table", ["", LISTED.replace("_NOT", "_UN"), f"{LISTED[:-2]}, **more}}", f"{LISTED[:31]}x()"])
+@pytest.mark.parametrize("table", ["", f"{LISTED[:-2]}, **more}}", f"{LISTED[:31]}x()"])
 def test_support_is_unknown_without_the_table(table, tmp_path):
     support = float16_support(str(folder(tmp_path / "model", "gemma2")), site(tmp_path / "site", table))
     assert support.supported is None and "vLLM 0.9.1 has no _FLOAT16_NOT_SUPPORTED_MODELS" in support.reason
@@ -89,10 +90,10 @@ def test_support_is_unknown_without_the_table(table, tmp_path):
 def test_support_is_unknown_without_a_config_or_vllm(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert "owner/name has no config.json" in float16_support("owner/name").reason
-    assert "has no model_type" in float16_support(str(folder(tmp_path / "no-type", None))).reason
-    model = str(folder(tmp_path / "gemma", "gemma2"))
+    assert "has no model_type" in float16_support(str(folder(tmp_path, None))).reason
     monkeypatch.setattr(vllm_float16.importlib.util, "find_spec", lambda name: None)
-    assert float16_support(model, tmp_path) == Float16Support(None, "no vLLM is installed here")
+    unknown = Float16Support(None, "no vLLM is installed here")
+    assert float16_support(str(folder(tmp_path, "gemma2")), tmp_path) == unknown
 
 
 @pytest.mark.parametrize(("variable", "place"), [("HF_HOME", "."), ("HF_HUB_CACHE", "hub")])
@@ -100,7 +101,6 @@ def test_hub_model_is_looked_up_in_the_local_cache(variable, place, tmp_path, mo
     cached = tmp_path / "hub/models--google--gemma-2-2b"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text("abc123")
-    (cached / "snapshots").mkdir()
     folder(cached / "snapshots/abc123", "gemma2")
     for name in ("HF_HOME", "HF_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
@@ -108,7 +108,7 @@ def test_hub_model_is_looked_up_in_the_local_cache(variable, place, tmp_path, mo
     assert float16_support("google/gemma-2-2b").supported is False
 
 
-# --- the doctor -------------------------------------------------------------------------------------------------------
+# --- the commands -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +121,8 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trees_known(trees) -> dict:
-    return {state: identify_tree(tree) for state, tree in trees.items()}
+def patched(trees) -> Tree:
+    return identify_tree(trees["patched"])
 
 
 MODEL = "actor_rollout_ref.model.path={}"
@@ -135,40 +135,26 @@ REWARD_SERVER = [f"{REWARD}.rollout.name=vllm", f"{REWARD}.model_path={{}}/gemma
     ("words", "verdict", "keys"),
     [
         ([GEMMA, "+precision=fp16"], "refused", [f"{ROLLOUT}.dtype"]),
-        ([GEMMA, f"{ROLLOUT}.dtype=half"], "refused", [f"{ROLLOUT}.dtype"]),
         ([GEMMA, SERVER, f"+{EXTRA}=float16"], "refused", [EXTRA]),
         ([*REWARD_SERVER, f"{REWARD}.enable=true"], "refused", [f"{REWARD}.rollout.dtype"]),
         (REWARD_SERVER, "agree", []),  # it is not enabled
-        ([GEMMA, "+precision=bf16"], "agree", []),
         ([GEMMA, "+precision=fp16", f"{ROLLOUT}.name=sglang"], "agree", []),
         ([GEMMA, "+precision=fp16", f"{ROLLOUT}.dtype=bfloat16"], "asked", None),
-        ([GEMMA, "+precision=fp16", f"{ROLLOUT}.dtype=float32"], "asked", None),
         ([GEMMA, "+precision=fp16", f"{ROLLOUT}.dtype=auto", SERVER], "differ", None),  # vLLM makes it bfloat16
         ([QWEN, "+precision=fp16", f"{ROLLOUT}.dtype=auto", SERVER], "agree", [f"{ROLLOUT}.dtype"]),
         ([UNKNOWN, "+precision=fp16"], "agree", ["actor_rollout_ref.model.path"]),
-        ([UNKNOWN, "+precision=bf16"], "agree", []),
     ],
 )
-def test_doctor_refuses_a_server_in_float16(trees_known, models, words, verdict, keys):
-    found = diagnose(trees_known["patched"], [word.format(models) for word in words])
+def test_doctor_refuses_a_server_in_float16(patched, models, words, verdict, keys):
+    found = diagnose(patched, [word.format(models) for word in words])
     assert found.verdict == verdict and (verdict != "agree" or found.sound)
     assert keys is None or [finding.key for finding in found.findings] == keys
     if verdict == "refused":
         assert "refuses gemma2 models in float16: Numerical instability" in found.sentence
         assert f"{keys[0]}=bfloat16" in found.findings[0].mend
         assert ("+precision" in found.findings[0].mend) == (keys[0] in (f"{ROLLOUT}.dtype", EXTRA))
-    if verdict == "differ":
-        assert found.hops["rollout.weights"].effective_dtype == "bfloat16"
     if words == [UNKNOWN, "+precision=fp16"]:
         assert found.sentence.endswith("is not known: owner/name has no config.json on this machine.")
-
-
-def test_doctor_refuses_a_server_of_pristine_verl(trees_known, models):
-    words = [GEMMA.format(models), f"{ROLLOUT}.dtype=float16"]
-    assert diagnose(trees_known["pristine"], words).verdict == "refused"
-
-
-# --- the commands -----------------------------------------------------------------------------------------------------
 
 
 def test_run_is_refused_before_anything_starts(models, tmp_path, monkeypatch):
@@ -183,8 +169,6 @@ def test_run_is_refused_before_anything_starts(models, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "runs"),
     [
-        (["PRECISION=bf16"], True),
-        (["PRECISION=fp32"], True),
         ([f"ARGS={ROLLOUT}.dtype=bfloat16"], True),
         ([f"ARGS={ROLLOUT}.name=sglang"], True),
         ([f"ARGS=+{EXTRA}=bfloat16"], True),
@@ -194,12 +178,9 @@ def test_run_is_refused_before_anything_starts(models, tmp_path, monkeypatch):
 )
 def test_run_is_refused_for_the_dtype_that_vllm_would_use(words, runs, models, tmp_path):
     job = parse_job(["DEVICE=cpu", "STEPS=1", f"MODEL={models}/gemma2", *words])
-    config = compose(job, tmp_path)
-    if runs:
-        check_rollout(job, config)
-        return
-    with pytest.raises(Refused, match=f"^MODEL={models}/gemma2: vLLM .* refuses gemma2 models in float16"):
-        check_rollout(job, config)
+    refusal = pytest.raises(Refused, match=f"^MODEL={models}/gemma2: vLLM .* refuses gemma2 models in float16")
+    with nullcontext() if runs else refusal:
+        check_rollout(job, compose(job, tmp_path))
 
 
 def test_probe_by_vllm_is_refused_and_one_by_hf_reports_it(models, tmp_path, capsys):

@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,62 +52,36 @@ def logs(step: int, *, patched: bool = True, fp16: bool = True) -> dict[str, flo
 FIRST = {ACCURACY: 0.125, "eval/average/score": 0.125, "misc/lr": 0.0}  # the evaluation before the first round
 
 
-class StubEngine:
-    """The attributes of a DeepSpeed engine that the writer reads; tests/conformance/oat uses real engines."""
-
-    def __init__(self, dtype: torch.dtype, fp16: bool):
-        self.module = torch.nn.Linear(2, 2).to(dtype)
-        masters = [{"params": [torch.zeros(6)]}]
-        self.optimizer = SimpleNamespace(param_groups=masters, cur_scale=1024.0)
-        self.fp16, self.communication_data_type = fp16, dtype
-
-    def zero_optimization_stage(self) -> int:
-        return 2
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        return next(self.module.parameters()).dtype, torch.float32
-
-    def fp16_enabled(self) -> bool:
-        return self.fp16
-
-
-def written(out: Path, regime: str = "fp16", seed: int = 1, *, compute: torch.dtype | None = None, **more) -> Path:
-    """Write a run's folder as a patched OAT does.
+def written(out: Path, regime: str = "fp16", *, compute: torch.dtype | None = None, **more) -> Path:
+    """Write a run's folder as a patched OAT does, with a stub of its engine; tests/conformance/oat uses real ones.
 
     Args:
-        compute: its engine's dtype, if not the one that the regime names.
+        compute: the engine's dtype, if not the one that the regime names.
         more: further arguments of OAT's.
     """
-
-    @dataclass
-    class OATArgs(Args):
-        seed: int = 42
-        wb_run_name: str = "debug"
-        rollout_batch_size: int = 64
-        num_samples: int = 8
-        train_batch_size: int = 128
-        num_ppo_epochs: int = 1
-        learning_rate: float = 1e-6
-        max_epochs: float = math.inf
-
-    folder = out / f"dr_grpo-{regime}-seed{seed}_1122T03:00:00"
-    folder.mkdir(parents=True)
-    args = OATArgs(precision=regime, seed=seed, wb_run_name=f"dr_grpo-{regime}-seed{seed}", **more)
+    args = Args(precision=regime)
+    sizes = {"rollout_batch_size": 64, "num_samples": 8, "train_batch_size": 128, "num_ppo_epochs": 1}
+    others = {"seed": 1, "wb_run_name": f"dr_grpo-{regime}-seed1", "learning_rate": 1e-6, "max_epochs": math.inf}
+    vars(args).update(sizes | others | more)
     precision.settle_precision(args)
     dtype = compute or precision.model_dtype(args.bf16, args.fp16)
-    learner = SimpleNamespace(
-        strategy=SimpleNamespace(is_rank_0=lambda: True),
-        model=SimpleNamespace(model=StubEngine(dtype, args.fp16)),
-        actors=[object()],
-        args=args,
-        save_path=str(folder),
-        steps=0,
+    engine = SimpleNamespace(
+        module=torch.nn.Linear(2, 2).to(dtype),
+        optimizer=SimpleNamespace(param_groups=[{"params": [torch.zeros(6)]}], cur_scale=1024.0),
+        communication_data_type=dtype,
+        zero_optimization_stage=lambda: 2,
+        get_data_types=lambda: (dtype, torch.float32),
+        fp16_enabled=lambda: args.fp16,
     )
+    folder = out / f"dr_grpo-{regime}-seed1_1122T03:00:00"
+    folder.mkdir(parents=True)
+    learner = SimpleNamespace(args=args, actors=[object()], save_path=str(folder), steps=0)
+    learner.strategy, learner.model = SimpleNamespace(is_rank_0=lambda: True), SimpleNamespace(model=engine)
     precision.report_precision(learner)
     precision.write_metrics(learner, FIRST)
     for step in ROUNDS:
         learner.steps = step
-        precision.write_metrics(learner, logs(step, fp16=args.fp16) | {"actor/num_data": seed})
+        precision.write_metrics(learner, logs(step, fp16=args.fp16))
     closing = {name: value for name, value in logs(ROUNDS[-1]).items() if "scale" not in name and "skipped" not in name}
     precision.write_metrics(learner, closing | {ACCURACY: 0.625, "actor/total_time": math.nan})
     return folder
@@ -157,7 +131,7 @@ def test_metrics_without_their_folder(tmp_path):
 
 def test_args_json_of_another_program_is_refused(tmp_path):
     folder = written(tmp_path)
-    for content, why in (("{}", "has no stamp; it is not what a patched OAT writes"), ("{", "is not JSON")):
+    for content, why in (("{}", "has no precision; it is not what a patched OAT writes"), ("{", "is not JSON")):
         (folder / "args.json").write_text(content)
         with pytest.raises(Refused, match=f"args.json: {why}"):
             read("fp16", folder)

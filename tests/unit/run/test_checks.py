@@ -12,8 +12,6 @@ from lib.run.job import compose, parse_job
 
 ROW = {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule"}}
 
-FILES = {"batch": 32, "half": 16, "other": 16, "row": 1}  # their rows
-
 
 def parquet(file: Path, rows: int = 64, without: str | None = None) -> Path:
     row = {name: value for name, value in ROW.items() if name != without}
@@ -53,6 +51,6 @@ def test_full_disk_is_refused(tmp_path, monkeypatch):
 
 def test_data_that_fill_one_batch_pass(tmp_path):
     """A training batch has 32 rows, of one file or several; one row is enough to validate on."""
-    batch, half, other, row = (parquet(tmp_path / f"{name}.parquet", rows) for name, rows in FILES.items())
+    batch, half, row = (parquet(tmp_path / f"{rows}.parquet", rows) for rows in (32, 16, 1))
     check([f"TRAIN={batch}"], tmp_path)
-    check([f"TRAIN={half}", f"ARGS=data.train_files=[{half},{other}]", f"VAL={row}"], tmp_path)
+    check([f"TRAIN={half}", f"ARGS=data.train_files=[{half},{half}]", f"VAL={row}"], tmp_path)

@@ -9,7 +9,7 @@ from matplotlib import image
 from matplotlib.colors import to_rgb
 
 from lib.errors import Refused
-from lib.files import read_jsonl, write_json
+from lib.files import read_jsonl, write, write_json
 from lib.run.curves import plot_curves
 from lib.run.folder import checkpoint_step, choose_folder, finished_as, lock, start_record
 from lib.run.job import Job, parse_job
@@ -32,12 +32,7 @@ from verl.utils.tracking import FileLogger
 STAMP = {"release": "0.9.1", "stack": "0123456789ab", "tree": "f" * 40}
 ACTOR = {"role": "actor", "rank": 0, "compute": "float16", "loss_scaling": True, "stamp": STAMP}
 ROLLOUT = {"role": "rollout", "rank": 0, "rollout": "float16", "stamp": STAMP}
-FLOWRL = {
-    "actor/flowrl/log_z": -0.5,
-    "actor/flowrl/delta_std": 13.81,
-    "flowrl/distinct_right_answers": 1.25,
-    "actor/flowrl/effective_samples": 0.875,
-}
+FLOWRL = {"actor/flowrl/log_z": -0.5, "actor/flowrl/delta_std": 13.81, "flowrl/distinct_right_answers": 1.25}
 
 
 def metrics(step: int, **more: float) -> dict:
@@ -77,12 +72,11 @@ def job(*words: str) -> Job:
 def started(out: Path, *words: str, checkpoint: int = 0, finished: bool = False) -> Path:
     """Create the folder of a run of 10 steps as ``scripts/run.py`` leaves it."""
     record = start_record(job(*words), out, 10)
-    (out / "checkpoints").mkdir(parents=True)
-    (out / "metrics.jsonl").write_text(json.dumps(rows(1)[0]) + "\n")
+    write(out / "metrics.jsonl", b'{"step": 1, "data": {}}\n')
     write_json(out / "run.json", record)
     if checkpoint:
-        (out / "checkpoints" / f"global_step_{checkpoint}").mkdir()
-        (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(checkpoint))
+        (out / f"checkpoints/global_step_{checkpoint}").mkdir(parents=True)
+        write(out / "checkpoints/latest_checkpointed_iteration.txt", str(checkpoint).encode())
     if finished:
         write_json(out / "summary.json", {})
     return out
@@ -207,9 +201,8 @@ def test_value_of_0_counts_and_null_does_not():
 
 def test_summary_lists_workers_that_differ():
     summary = summary_of(rows(2), [ACTOR, ACTOR | {"rank": 1, "compute": "bfloat16", "stamp": None}])
-    assert summary["patch_stamp"] == [STAMP, None]
+    assert summary["patch_stamp"] == [STAMP, None] and "workers differ" in summary_table(summary)
     assert [report["compute"] for report in summary["effective_dtypes"]["actor"]] == ["float16", "bfloat16"]
-    assert "workers differ" in summary_table(summary)
 
 
 def test_progress_is_one_line_with_flowrls_metrics():
@@ -217,7 +210,7 @@ def test_progress_is_one_line_with_flowrls_metrics():
         "step  3/40  reward 0.300  mismatch: probs 3.0e-05 k3 3.0e-07  loss scale 21845.3  skipped 1"
         "  2.0 s/step  left 1:14"
     )
-    flowrl = "k3 2.0e-07  log_z -0.5  delta_std 13.8  distinct_right_answers 1.25  effective_samples 0.875  loss scale"
+    flowrl = "k3 2.0e-07  log_z -0.5  delta_std 13.8  distinct_right_answers 1.25  loss scale 32768"
     assert flowrl in progress_line(rows(2, **FLOWRL), 2)
     summary = summary_of(rows(2, **FLOWRL), [ACTOR], "RECIPE=flowrl")
     assert summary["recipe"] == "flowrl" and summary["flowrl"]["delta_std"] == {"first": 13.81, "last": 13.81}

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -53,14 +54,12 @@ def test_unpatched_verl_is_not_carried(job, trees, imported, tmp_path):
 
 
 def test_dry_run_shows_the_submission_and_does_nothing(validated_here, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "run"
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # no server listens there
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    assert submit.main(["--dry-run", "DEVICE=cpu", f"OUT={out}"]) == 0
+    assert submit.main(["--dry-run", "DEVICE=cpu", f"OUT={tmp_path}/run"]) == 0
     shown = "".join(capsys.readouterr())
-    assert "would submit to http://127.0.0.1:1: python3 scripts/run.py " in shown and f"OUT={out}" in shown
-    assert "carries verl 0.9.1 with stack " in shown and "MiB" in shown
-    assert "0123456789abcdef" not in shown
+    assert "would submit to http://127.0.0.1:1: python3 scripts/run.py " in shown and f"OUT={tmp_path}/run" in shown
+    assert "carries verl 0.9.1 with stack " in shown and "MiB" in shown and "0123456789abcdef" not in shown
     assert not list(tmp_path.iterdir())
 
 
@@ -93,40 +92,31 @@ def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     assert "hf_of_nobody_else" not in str(refusal.value)
 
 
-class Client:
-    """A client of a cluster on which each job has the same end, or none because the connection fails."""
-
-    def __init__(self, end: JobStatus | Exception):
-        self.end = end
-
-    def submit_job(self, entrypoint: str, runtime_env: dict) -> str:
-        if isinstance(self.end, Exception):
-            raise self.end
-        return "job-1"
-
-    def get_address(self) -> str:
-        return HEAD
-
-    async def tail_job_logs(self, job_id: str):
-        yield f"log of {job_id}\n"
-
-    def get_job_status(self, job_id: str) -> JobStatus:
-        return self.end
-
-
 SUBMISSION = submit.Submission("true", {}, ())
 
 
-@pytest.mark.parametrize(("end", "code"), [("SUCCEEDED", 0), ("FAILED", 1)])
-def test_exit_code_is_the_jobs(end, code, capsys):
-    assert submit.submit(Client(JobStatus(end)), SUBMISSION, HEAD) == code
+def client(end: JobStatus | None = None, **fails: Exception) -> Mock:
+    """Return a client of a cluster on which each job ends so, or whose connection fails: ``side_effect=``."""
+
+    async def log(job_id: str):
+        yield f"log of {job_id}\n"
+
+    submit_job = Mock(return_value="job-1", **fails)
+    get_address, get_job_status = Mock(return_value=HEAD), Mock(return_value=end)
+    return Mock(submit_job=submit_job, get_address=get_address, tail_job_logs=log, get_job_status=get_job_status)
+
+
+def test_exit_code_is_the_jobs(capsys):
+    assert submit.submit(client(JobStatus("FAILED")), SUBMISSION, HEAD) == 1
+    capsys.readouterr()
+    assert submit.submit(client(JobStatus("SUCCEEDED")), SUBMISSION, HEAD) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["log of job-1"]
 
 
 @pytest.mark.parametrize("error", [requests.ConnectionError("Connection\naborted"), aiohttp.ServerDisconnectedError()])
 def test_head_that_fails_or_is_silent_is_reported_in_one_line(error):
     with pytest.raises(Refused, match=f"^RAY_ADDRESS={HEAD}: connection failed ") as refusal:
-        submit.submit(Client(error), SUBMISSION, HEAD)
+        submit.submit(client(side_effect=error), SUBMISSION, HEAD)
     assert "\n" not in str(refusal.value)
     with pytest.raises(Refused, match="^RAY_ADDRESS=http://127.0.0.1:1: no Ray cluster answers there"):
         submit.connect("http://127.0.0.1:1")

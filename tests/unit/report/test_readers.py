@@ -1,6 +1,5 @@
 """Readers of runs, on files of their real loggers: ``make run``, and verl's for a file, TensorBoard and wandb."""
 
-import csv
 import json
 import math
 import os
@@ -21,23 +20,14 @@ from lib.report.readers.dispatch import labelled_paths, read, read_all
 from lib.run.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS
 
 STEPS = range(1, 7)
-CONFIG = {  # longer than a block of wandb's log
-    "data": {"seed": 3, "train_batch_size": 16, "prompt": "x" * 70_000},
-    "trainer": {"experiment_name": "one", "save_freq": -1},
-}
+PROMPT = "x" * 70_000  # longer than a block of wandb's log
+CONFIG = {"data": {"seed": 3, "batch": 16, "prompt": PROMPT}, "trainer": {"experiment_name": "one", "save_freq": -1}}
 
 
 def metrics(step: int) -> dict[str, float]:
     """Return the metrics that verl logs of a step; the gradient norm of step 4 overflowed."""
-    return {
-        REWARD: step / 8,
-        K3_KL: 1e-7 * step,
-        LOSS_SCALE: 65536.0,
-        SECONDS: 2.5,
-        "actor/grad_norm": math.inf if step == 4 else 0.5,
-        "actor/entropy": math.nan,
-        "perf/total_num_tokens": 4480,
-    }
+    data = {REWARD: step / 8, K3_KL: 1e-7 * step, LOSS_SCALE: 65536.0, SECONDS: 2.5, "perf/total_num_tokens": 4480}
+    return data | {"actor/grad_norm": math.inf if step == 4 else 0.5, "actor/entropy": math.nan}
 
 
 LOG = """
@@ -91,7 +81,7 @@ def test_files_of_all_loggers_are_read_without_network_or_process(logged, monkey
         assert departure(run) == f"effective dtypes unknown: {source} records none"
     run = read("fp16", logged["wandb"])
     assert (run.name, run.seed) == ("one", 3)
-    assert run.config == {"data.train_batch_size": 16, "data.prompt": "x" * 70_000, "trainer.save_freq": -1}
+    assert run.config == {"data.batch": 16, "data.prompt": PROMPT, "trainer.save_freq": -1}
 
 
 @pytest.mark.subprocess
@@ -138,8 +128,7 @@ def test_damaged_file_is_refused(logged, tmp_path):
 
 
 def history(file: Path, columns: list[str], lines: list[list]) -> Path:
-    with file.open("w", newline="") as content:
-        csv.writer(content).writerows([columns, *lines])
+    file.write_text("".join(",".join(map(str, line)) + "\n" for line in [columns, *lines]))
     return file
 
 
@@ -219,10 +208,7 @@ def test_metric_names_of_older_releases_are_read(tmp_path):
         ({"metrics.jsonl": "", "run.json": '{"settings": '}, "run.json: is not JSON"),
         ({"a.jsonl": "\udc80\n\n"}, "line 1 is not a line of metrics"),
         ({"a.jsonl": "", "b.jsonl": ""}, "contains 2 .jsonl files, each a run; give one of them"),
-        (
-            {"1/events.out.tfevents.1": "", "2/events.out.tfevents.1": ""},
-            "contains events in 2 folders, each a run; give one of them",
-        ),
+        ({"1/events.out.tfevents.1": "", "2/events.out.tfevents.1": ""}, "contains events in 2 folders, each a run"),
     ],
 )
 def test_folder_without_a_run_is_refused(files, message, tmp_path):
@@ -257,11 +243,10 @@ def test_run_that_occurs_twice_is_refused(tmp_path):
 
 
 def test_labels_accept_patterns(tmp_path):
-    one, two, other = (tmp_path / name for name in ("run-1", "run-2", "other"))
-    for folder in (one, two, other):
-        folder.mkdir()
-    found = labelled_paths(f"fp16={tmp_path}/run-* b.1={other}")
-    assert found == [("fp16", one), ("fp16", two), ("b.1", other)]
+    for name in ("run-1", "run-2", "other"):
+        (tmp_path / name).mkdir()
+    found = labelled_paths(f"fp16={tmp_path}/run-* b.1={tmp_path}/other")
+    assert [(label, path.name) for label, path in found] == [("fp16", "run-1"), ("fp16", "run-2"), ("b.1", "other")]
 
 
 ACTOR, ROLLOUT = {"compute": "float16"}, {"rollout": "float16"}

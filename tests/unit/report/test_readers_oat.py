@@ -32,14 +32,8 @@ ROUNDS = range(1, 8)
 
 def logs(step: int, *, patched: bool = True, fp16: bool = True) -> dict[str, float]:
     """Return OAT's metrics of a round; round 4 overflowed in each update, so that the patches report no norm."""
-    data = {
-        "train/learning_round": float(step),
-        "train/entropy": 0.5,
-        "actor/rewards": step / 8,
-        "actor/response_tok_len": 100.0 + step,
-        "misc/lr": 1e-6,
-        "misc/vram_allocated": 1.0,
-    }
+    data = {"train/learning_round": float(step), "train/entropy": 0.5, "misc/lr": 1e-6, "misc/vram_allocated": 1.0}
+    data |= {"actor/rewards": step / 8, "actor/response_tok_len": 100.0 + step}
     if not patched:
         return data | {"train/policy_grad_norm": 65536.0 if fp16 else 0.25, "train/kl_sample_train_v1": 1e-3}
     data |= {"train/rollout_k3_kl": 1e-7 * step, "train/rollout_probs_diff_mean": 1e-5}
@@ -88,19 +82,11 @@ def written(out: Path, regime: str = "fp16", *, compute: torch.dtype | None = No
 
 
 def test_patched_run_is_read_under_the_reports_names(tmp_path):
-    run = read("fp16", written(tmp_path))
+    folder = written(tmp_path)
+    run = read("fp16", folder)
     assert list(run.steps) == list(ROUNDS), "not the evaluation before the first round"
-    assert run.steps[2] == {
-        REWARD: 0.25,
-        "response_length/mean": 102.0,
-        "actor/entropy": 0.5,
-        "actor/grad_norm": 0.25,
-        "actor/lr": 1e-6,
-        K3_KL: 2e-7,
-        PROBS_DIFF: 1e-5,
-        LOSS_SCALE: 1024.0,
-        SKIPPED: 0.0,
-    }
+    actor = {"actor/entropy": 0.5, "actor/grad_norm": 0.25, "actor/lr": 1e-6, LOSS_SCALE: 1024.0, SKIPPED: 0.0}
+    assert run.steps[2] == actor | {REWARD: 0.25, "response_length/mean": 102.0, K3_KL: 2e-7, PROBS_DIFF: 1e-5}
     assert run.steps[4][SKIPPED] == 4.0 and "actor/grad_norm" not in run.steps[4]
     assert run.steps[7][ACCURACY] == 0.625 and run.steps[7][LOSS_SCALE] == 1024.0, "both lines of round 7"
     assert (run.regime, run.seed, run.source, run.framework, run.finished) == ("fp16", 1, "OAT", "OAT", None)
@@ -108,6 +94,9 @@ def test_patched_run_is_read_under_the_reports_names(tmp_path):
     assert dtypes["actor"]["compute"] == dtypes["rollout"]["rollout"] == "float16" and departure(run) == ""
     assert run.notes == ("a step is a round of OAT's: 64 prompts of 8 answers, 4 updates",)
     assert run.config["learning_rate"] == 1e-6 and not {"seed", "wb_run_name", "save_path"} & run.config.keys()
+    run = read("fp16", folder / "metrics.jsonl")
+    assert (list(run.steps), run.framework, run.notes) == (list(ROUNDS), "OAT", ())
+    assert departure(run) == "effective dtypes unknown: a file of OAT records none"
 
 
 @pytest.mark.parametrize(
@@ -119,14 +108,6 @@ def test_regime_is_the_settings_and_dtypes_are_the_engines(regime, compute, why,
     assert run.regime == regime and departure(run) == why
     with pytest.raises(Refused, match=f"is a run with PRECISION={regime}; label it so"):
         read("bf16", folder)
-
-
-def test_metrics_without_their_folder(tmp_path):
-    folder = written(tmp_path, train_batch_size=512)
-    assert read("fp16", folder).notes == ("a step is a round of OAT's: 64 prompts of 8 answers, 1 update",)
-    run = read("fp16", folder / "metrics.jsonl")
-    assert (list(run.steps), run.framework, run.notes) == (list(ROUNDS), "OAT", ())
-    assert departure(run) == "effective dtypes unknown: a file of OAT records none"
 
 
 def test_args_json_of_another_program_is_refused(tmp_path):

@@ -14,11 +14,10 @@ from support.report_runs import RECORDED, made, several
 from lib.report.build import rebuild, write_report
 
 pytestmark = pytest.mark.slow
-WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+WIDTHS = {"desktop": 1280, "phone": 390}
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 EMPTY_TABLES = """() => [...document.querySelectorAll('table')].filter(
-    table => !table.tBodies[0] || !table.tBodies[0].rows.length
-        || ![...table.tBodies[0].querySelectorAll('td')].some(cell => cell.textContent.trim())
+    table => [...table.querySelectorAll('tbody td')].every(cell => !cell.textContent.trim())
 ).map(table => table.textContent.trim().slice(0, 60))"""
 MISSING_TARGETS = """() => [...document.querySelectorAll('a[href^="#"]')]
     .map(link => link.getAttribute('href').slice(1)).filter(id => !document.getElementById(id))"""
@@ -36,8 +35,7 @@ def browser() -> Iterator[Browser]:
 
 def faults(browser: Browser, page: Path, width: str) -> tuple[list[str], Page]:
     """Return the faults of a page opened with all its details expanded, and the page."""
-    across, down = WIDTHS[width]
-    view = browser.new_page(viewport={"width": across, "height": down})
+    view = browser.new_page(viewport={"width": WIDTHS[width], "height": 900})
     found: list[str] = []
     view.on("console", lambda message: found.append(f"console: {message.text}") if message.type == "error" else None)
     view.on("pageerror", lambda error: found.append(f"page error: {error}"))
@@ -50,8 +48,8 @@ def faults(browser: Browser, page: Path, width: str) -> tuple[list[str], Page]:
     found += [f"no image: {source}" for source, natural in images if not natural]
     found += [f"empty table: {text}" for text in view.evaluate(EMPTY_TABLES)]
     found += [f"no such place: #{target}" for target in view.evaluate(MISSING_TARGETS)]
-    if (wide := view.evaluate("() => document.documentElement.scrollWidth")) > across:
-        found.append(f"{wide} pixels wide on a screen of {across}")
+    if (wide := view.evaluate("() => document.documentElement.scrollWidth")) > WIDTHS[width]:
+        found.append(f"{wide} pixels wide")
     return found, view
 
 
@@ -60,13 +58,11 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     """Return pages by name: a recorded report, and others of unusual runs."""
     root = tmp_path_factory.mktemp("pages")
     rebuild(max(RECORDED, key=lambda folder: len(list(folder.glob("runs/*")))), root / "recorded")
-    write_report([made(root / "in" / "alone")], root / "one run")
-    short = [made(root / "in" / "short", "fp32", 1, range(1, 3), **{"actor/entropy": None})]
-    write_report([*several(root / "in" / "four"), *short], root / "unequal", expected=["bf16_train_fp16_infer"])
+    write_report([made(root / "in/alone")], root / "one run")
+    short = made(root / "in/short", "fp32", 1, range(1, 3), **{"actor/entropy": None})
+    write_report([*several(root / "in/four"), short], root / "unequal", expected=["bf16_train_fp16_infer"])
     long = "x" * 90  # a label, and a title, longer than a phone is wide
-    file = root / "in" / "foreign.jsonl"
-    shutil.copy(root / "in" / "alone" / "metrics.jsonl", file)
-    write_report([(long, file)], root / "long", title=long)
+    write_report([(long, root / "in/alone/metrics.jsonl")], root / "long", title=long)
     return {name: root / name / "index.html" for name in ("recorded", "one run", "unequal", "long")}
 
 

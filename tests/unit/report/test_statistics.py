@@ -8,7 +8,7 @@ import pytest
 from lib.format import duration, significant
 from lib.report.catalog import OUTCOMES, Steps, outcomes
 from lib.report.report import spread_over
-from lib.report.statistics import Spread, Verdict, collapsed, moving_means, passed, verdict, verdicts, welch
+from lib.report.statistics import Spread, Verdict, collapsed, moving_means, passed, verdict, verdicts
 from lib.run.metrics import CRITIC_SKIPPED, K3_KL, LOSS_SCALE, REWARD, SKIPPED
 
 
@@ -42,19 +42,11 @@ def test_run_collapses_if_it_stays_below_half_of_its_best(rewards, at):
 
 
 def test_outcomes_of_a_run():
-    data = {
-        step: {
-            REWARD: step / 10,
-            K3_KL: 10.0**-step,
-            LOSS_SCALE: 2.0**step,
-            SKIPPED: float(step == 2),
-            CRITIC_SKIPPED: 2.0 * (step == 3),
-            "perf/throughput": 100.0 * step,
-            "actor/grad_norm": math.nan if step == 3 else 1.0,
-            "actor/entropy": math.nan,
-        }
-        for step in range(1, 8)
-    }
+    data = {}
+    for step in range(1, 8):
+        data[step] = {REWARD: step / 10, K3_KL: 10.0**-step, LOSS_SCALE: 2.0**step, "perf/throughput": 100.0 * step}
+        data[step] |= {SKIPPED: float(step == 2), CRITIC_SKIPPED: 2.0 * (step == 3)}
+        data[step] |= {"actor/grad_norm": math.nan if step == 3 else 1.0, "actor/entropy": math.nan}
     expected = {
         **{"reward_first": 0.1, "reward_last": 0.5, "k3_mean": 0.1111111 / 7, "k3_median": 1e-4},
         **{"loss_scale_last": 128, "skipped_total": 1, "critic_skipped_total": 2, "throughput_median": 400},
@@ -70,17 +62,6 @@ def test_runs_without_a_recorded_seed_count_as_different_seeds():
     assert Spread((1.0, 2.0, 3.0), 3, 3).std == 1.0 and Spread((1.0,), 3, 1).std is None, "of the sample"
 
 
-def test_welchs_interval():
-    # Equal sizes and variances: 4 degrees of freedom, t(.975) = 2.776, t(.995) = 4.604, standard error sqrt(2/3)
-    effect, low, high = welch([1, 2, 3], [4, 5, 6], 0.05)
-    assert (effect, low, high) == (-3, pytest.approx(-3 - 2.776 * 0.81650, abs=1e-3), pytest.approx(-0.7333, abs=1e-3))
-    assert welch([1, 2, 3], [4, 5, 6], 0.01)[2] == pytest.approx(-3 + 4.604 * 0.81650, abs=1e-3)
-    # Unequal variances, 2.15 degrees of freedom by Welch and Satterthwaite's formula: wider than with 4
-    _, low, high = welch([10, 10.5, 11], [0, 5, 10], 0.05)
-    error = math.sqrt(0.25 / 3 + 25 / 3)
-    assert 3.9 < (high - low) / 2 / error < 4.303
-
-
 def verdict_on(name: str, first: tuple, second: tuple = (1e-5, 2e-5, 4e-5), seeds: int = 3) -> Verdict:
     of = next(each for each in OUTCOMES if each.name == name)
     spreads = [Spread(values, len(values), min(seeds, len(values))) for values in (first, second)]
@@ -90,6 +71,7 @@ def verdict_on(name: str, first: tuple, second: tuple = (1e-5, 2e-5, 4e-5), seed
 def test_verdict_needs_three_seeds_and_an_interval_that_excludes_equality():
     high, low = (0.9, 0.91, 0.92), (0.5, 0.51, 0.52)
     clear = verdict_on("reward_last", high, low)
+    # 4 degrees of freedom, t(.975) = 2.776: 0.4 ± 2.776 × 0.01 × sqrt(2 / 3)
     assert clear.holds and clear.text.startswith("a higher: +0.400 (+0.377 to +0.423)")
     assert verdict_on("reward_last", low, high).text.startswith("a lower: -0.400")
     assert verdict_on("reward_last", high[:2], low).text == "no verdict: a has 2 of at least 3 seeds"

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import shutil
 import signal
 import sys
@@ -26,14 +25,9 @@ from lib.run.job import Job, compose, parse_job
 from lib.run.node_facts import SAME_VERSIONS, difference, node_facts, refuse_driver
 
 RELEASE = find_release("0.9.1")
-QUERY = {
-    "engines": {
-        "actor": {"dtype": "float16", "mixed_precision": None, "model_dtype": "fp32"},
-        "ref": {"dtype": "bfloat16", "mixed_precision": None, "model_dtype": None},
-    },
-    "rollout": "float16",
-    "paths": ["/", "/no/such/folder"],
-}
+FLOAT16 = {"dtype": "float16", "mixed_precision": None, "model_dtype": "fp32"}
+ENGINES = {"actor": FLOAT16, "ref": FLOAT16 | {"dtype": "bfloat16", "model_dtype": None}}
+QUERY = {"engines": ENGINES, "rollout": "float16", "paths": ["/", "/no/such/folder"]}
 
 
 @pytest.fixture
@@ -55,7 +49,7 @@ def test_node_reports_its_verl_and_dtypes(trees, facts, monkeypatch):
     dtypes = seen["dtypes"]
     assert dtypes["actor"]["compute"] == dtypes["actor"]["product"] == "float16"
     assert dtypes["ref"]["product"] == "bfloat16"
-    in_float16 = facts(root, QUERY | {"engines": {"ref": QUERY["engines"]["actor"]}})["dtypes"]
+    in_float16 = facts(root, QUERY | {"engines": {"ref": FLOAT16}})["dtypes"]
     assert dtypes["actor"]["loss_scaling"] and not in_float16["ref"]["loss_scaling"], "the reference is not trained"
     assert all(seen[name] for name in SAME_VERSIONS) and seen["unseen"] == ["/no/such/folder"]
     refuse_driver(seen)
@@ -64,20 +58,15 @@ def test_node_reports_its_verl_and_dtypes(trees, facts, monkeypatch):
     assert (odd["compute"], odd["product"]) == ("float16", "float32"), "observed, not copied from the config"
 
 
-def test_driver_without_a_patched_verl_is_refused(trees, facts):
-    seen = facts(trees["pristine"])
-    assert (seen["verl"], seen["stack"], seen["tree"], seen["dtypes"]) == ("0.9.1", None, RELEASE.tree_before, {})
-    advice = re.escape(f"make status VERL={trees['pristine']}")
-    with pytest.raises(Refused, match=f"the driver's verl 0.9.1 is not patched; {advice}"):
-        refuse_driver(seen)
-    assert facts(None)["verl"] is None
-
-
-def test_stamp_alone_does_not_make_a_verl_patched(trees, facts, tmp_path):
-    """pip leaves it where it reinstalls verl over a patched one."""
+def test_driver_without_a_patched_verl_is_refused(trees, facts, tmp_path):
     root = shutil.copytree(trees["pristine"], tmp_path / "reinstalled")
+    seen = facts(root)
+    assert (seen["verl"], seen["stack"], seen["tree"], seen["dtypes"]) == ("0.9.1", None, RELEASE.tree_before, {})
+    with pytest.raises(Refused, match=f"the driver's verl 0.9.1 is not patched; make status VERL={root}"):
+        refuse_driver(seen)
     write(root / VERL.stamp, json.dumps({"release": "0.9.1", "stack": "54ad"}).encode())
-    assert facts(root)["stack"] is None
+    assert facts(root)["stack"] is None, "pip leaves the stamp where it reinstalls verl over a patched one"
+    assert facts(None)["verl"] is None
 
 
 def test_edited_driver_and_another_stack_are_refused(trees, facts, tmp_path):
@@ -102,14 +91,8 @@ def test_nodes_get_every_key_of_an_engine_that_may_decide_its_dtype(tmp_path):
 
 
 DTYPES = {"compute": "float16", "product": "float16"}
-DRIVER = {
-    "verl": "0.9.1",
-    "stack": "54ad",
-    "blobs": {"verl/a.py": "1", "verl/b.py": "2"},
-    **dict.fromkeys(SAME_VERSIONS, "1.0"),
-    "dtypes": {"actor": DTYPES},
-    "unseen": [],
-}
+DRIVER = {"verl": "0.9.1", "stack": "54ad", "blobs": {"verl/a.py": "1", "verl/b.py": "2"}}
+DRIVER |= dict.fromkeys(SAME_VERSIONS, "1.0") | {"dtypes": {"actor": DTYPES}, "unseen": []}
 
 
 def test_difference_is_described():

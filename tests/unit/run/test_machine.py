@@ -21,11 +21,6 @@ def configured(args: str) -> DictConfig:
     return OmegaConf.merge(default(), OmegaConf.from_dotlist(args.split()))
 
 
-def test_cpus_of_verl_and_transfer_queue_are_counted():
-    units = "transfer_queue.backend.SimpleStorage.num_data_storage_units=7"
-    assert machine.cpus_per_node(configured(f"trainer.nnodes=2 trainer.n_gpus_per_node=8 {units}")) == 3 * 8 + 4 + 1
-
-
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
@@ -41,10 +36,11 @@ def test_more_workers_than_ray_can_place_are_refused(args, reason):
         machine.check_machine(configured(f"trainer.{args}"), "cpu")
 
 
-@pytest.mark.parametrize("args", ["4", "64 ray_kwargs.ray_init.num_cpus=194", "5 trainer.use_v1=false"])
-def test_as_many_workers_as_ray_can_place_pass(args):
-    """verl's older trainer starts no TransferQueue."""
-    machine.check_machine(configured(f"trainer.n_gpus_per_node={args}"), "cpu")
+def test_as_many_workers_as_ray_can_place_pass():
+    for args in ("4", "64 ray_kwargs.ray_init.num_cpus=194", "5 trainer.use_v1=false"):  # which has no TransferQueue
+        machine.check_machine(configured(f"trainer.n_gpus_per_node={args}"), "cpu")
+    units = "transfer_queue.backend.SimpleStorage.num_data_storage_units=7"
+    assert machine.cpus_per_node(configured(f"trainer.nnodes=2 trainer.n_gpus_per_node=8 {units}")) == 3 * 8 + 4 + 1
 
 
 def test_workers_take_all_gpus(monkeypatch):

@@ -13,18 +13,7 @@ from lib.files import read_jsonl, write, write_json
 from lib.run.curves import plot_curves
 from lib.run.folder import checkpoint_step, choose_folder, finished_as, lock, start_record
 from lib.run.job import Job, parse_job
-from lib.run.metrics import (
-    K3_KL,
-    LOSS_SCALE,
-    PROBS_DIFF,
-    REWARD,
-    SECONDS,
-    SKIPPED,
-    merge_metrics,
-    metric_mean,
-    metric_values,
-    training_rows,
-)
+from lib.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED, merge_metrics, metric_mean
 from lib.run.progress import progress_line
 from lib.run.summary import summarize, summary_table
 from verl.utils.tracking import FileLogger
@@ -36,16 +25,8 @@ FLOWRL = {"actor/flowrl/log_z": -0.5, "actor/flowrl/delta_std": 13.81, "flowrl/d
 
 
 def metrics(step: int, **more: float) -> dict:
-    return {
-        REWARD: step / 10,
-        PROBS_DIFF: 1e-5 * step,
-        K3_KL: 1e-7 * step,
-        LOSS_SCALE: 65536.0 / step,
-        SKIPPED: 1.0 if step == 2 else 0.0,
-        SECONDS: 2.0,
-        "response_length/mean": 26.0,
-        **more,
-    }
+    data = {REWARD: step / 10, PROBS_DIFF: 1e-5 * step, K3_KL: 1e-7 * step, SECONDS: 2.0}
+    return data | {LOSS_SCALE: 65536.0 / step, SKIPPED: 1.0 if step == 2 else 0.0} | more
 
 
 def rows(last: int, **more: float) -> list[dict]:
@@ -94,7 +75,7 @@ def test_resumed_run_has_every_step_once(tmp_path, monkeypatch):
 def test_validation_before_a_resumed_run_does_not_replace_the_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, "data": metrics(3)}) + "\n")
     (tmp_path / "verl.jsonl").write_text(json.dumps({"step": 3, "data": {"val-core/acc": 0.5}}) + '\n{"step": 4, "da')
-    (row,) = training_rows(merge_metrics(tmp_path))
+    (row,) = merge_metrics(tmp_path)
     assert row == {"step": 3, "data": metrics(3) | {"val-core/acc": 0.5}}, "an incomplete line is left out"
 
 
@@ -196,7 +177,7 @@ def test_summary_of_a_cluster_run_has_no_memory_and_a_median_apart_from_the_mean
 
 def test_value_of_0_counts_and_null_does_not():
     data = [{"step": step, "data": {REWARD: value}} for step, value in enumerate((0.0, None, 1.0), 1)]
-    assert metric_values(data, REWARD) == [0.0, 1.0] and metric_mean(data, REWARD) == 0.5
+    assert metric_mean(data, REWARD) == 0.5
 
 
 def test_summary_lists_workers_that_differ():

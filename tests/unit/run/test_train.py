@@ -207,20 +207,15 @@ def test_only_a_lost_worker_or_node_is_retried(programs, answers, code, message,
 
 
 def test_attempt_adds_to_the_record_and_removes_an_older_summary(tmp_path, monkeypatch):
-    """An interrupted continuation of a finished run is not finished; of a cluster the memory is not known.
-
-    What is written while the run goes on counts: run.py may be killed.
-    """
+    """What is written while the run goes on counts: run.py may be killed. Of a cluster the memory is not known."""
     shared = []
 
-    def written() -> dict:
-        return json.loads((tmp_path / "run.json").read_text())
-
     def train_once(command, environment, log, progress, watchdog, note) -> dict:
-        assert not (tmp_path / "summary.json").exists() and written()["wall_s"] == 150
-        shared.append(watchdog.reader.shared_ray)
+        assert not (tmp_path / "summary.json").exists()
+        assert json.loads((tmp_path / "run.json").read_text())["wall_s"] == 150
         note(1.0)
-        assert written() == record and record["wall_s"] > 150
+        assert json.loads((tmp_path / "run.json").read_text()) == record and record["wall_s"] > 150
+        shared.append(watchdog.reader.shared_ray)
         return {}
 
     monkeypatch.setattr(train, "train_once", train_once)

@@ -10,6 +10,7 @@ from lib.errors import Refused
 from lib.run.job import CPU_PLATFORM, MODULES, compose, parse_job
 from lib.run.validation import platform_variables, refusal, validate
 
+pytestmark = pytest.mark.subprocess  # they import verl
 ACTOR = "actor_rollout_ref.actor"
 
 
@@ -28,7 +29,6 @@ def test_settings_that_verl_or_a_recipe_refuses_are_refused_in_one_line(recipe, 
     assert message.startswith(reason) and "\n" not in message
 
 
-@pytest.mark.subprocess
 def test_lora_is_validated_on_the_platform_of_the_job(tmp_path):
     """verl imports vLLM to check a LoRA's rank, and finds its CPU build only on the CPU platform."""
     loaded = sys.modules.keys() & {"recipes.cpu.platform", "vllm"}

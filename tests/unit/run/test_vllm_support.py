@@ -25,18 +25,17 @@ LISTED = '_FLOAT16_NOT_SUPPORTED_MODELS = {"gemma2": "Unstable.", "glm4": "Unsta
 # vLLM's own result for each model type; the last has a text model of another type.
 VLLM = """
 import json, torch
-from transformers import AutoConfig, PaliGemmaConfig
+from transformers import AutoConfig
 from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS, _get_and_verify_dtype
 
 def runs(config):
-    config.dtype = torch.float16
     try:
         return str(_get_and_verify_dtype("model", config, "float16", is_pooling_model=False))
     except ValueError as error:
         return str(error)
 
-configs = [AutoConfig.for_model(each) for each in (*_FLOAT16_NOT_SUPPORTED_MODELS, "qwen2")]
-configs.append(PaliGemmaConfig(text_config={"model_type": "gemma2"}))
+configs = [AutoConfig.for_model(name, dtype=torch.float16) for name in (*_FLOAT16_NOT_SUPPORTED_MODELS, "qwen2")]
+configs.append(AutoConfig.for_model("paligemma", dtype=torch.float16, text_config={"model_type": "gemma2"}))
 print(json.dumps({config.model_type: runs(config) for config in configs}))
 """
 
@@ -78,7 +77,7 @@ def test_table_is_read_from_each_layout_of_vllm(file, tmp_path):
 
 @pytest.mark.parametrize("table", ["", f"{LISTED[:-2]}, **more}}", f"{LISTED[:31]}x()"])
 def test_support_is_unknown_without_the_table(table, tmp_path):
-    support = float16_support(str(folder(tmp_path / "model", "gemma2")), site(tmp_path / "site", table))
+    support = float16_support(str(folder(tmp_path, "gemma2")), site(tmp_path, table))
     assert support.supported is None and "vLLM 0.9.1 has no _FLOAT16_NOT_SUPPORTED_MODELS" in support.reason
 
 
@@ -91,18 +90,14 @@ def test_support_is_unknown_without_a_config_or_vllm(tmp_path, monkeypatch):
     assert float16_support(str(folder(tmp_path, "gemma2")), tmp_path) == unknown
 
 
-@pytest.mark.parametrize(("variable", "place"), [("HF_HOME", "."), ("HF_HUB_CACHE", "hub")])
-def test_hub_model_is_looked_up_in_the_local_cache(variable, place, tmp_path, monkeypatch):
+def test_hub_model_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
     cached = tmp_path / "hub/models--google--gemma-2-2b"
     write(cached / "refs/main", b"abc123")
     folder(cached / "snapshots/abc123", "gemma2")
-    for name in ("HF_HOME", "HF_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, str(tmp_path / place))
-    assert float16_support("google/gemma-2-2b").supported is False
-
-
-# --- the commands -----------------------------------------------------------------------------------------------------
+    for home, cache in ((tmp_path, ""), ("/none", tmp_path / "hub")):
+        monkeypatch.setenv("HF_HOME", str(home))
+        monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+        assert float16_support("google/gemma-2-2b").supported is False
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +120,7 @@ SERVER, EXTRA = f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm.dtype"
 REWARD_SERVER = [f"{REWARD}.rollout.name=vllm", f"{REWARD}.model_path={{}}/gemma2", f"{REWARD}.rollout.dtype=float16"]
 
 
+@pytest.mark.subprocess  # it composes a configuration a row
 @pytest.mark.parametrize(
     ("words", "verdict", "keys"),
     [

@@ -89,6 +89,7 @@ def test_command_refuses_bad_words_and_folders(words, message, tmp_path):
     assert "\n" not in str(refusal.value) and contents(tmp_path) == before
 
 
+@pytest.mark.subprocess  # two reports with figures
 def test_kept_runs_give_the_same_bytes(tmp_path):
     pairs = several(tmp_path / "in", seeds=range(1, 3))
     report = write_report(pairs, tmp_path / "out", 0.4, "Two regimes", ["bf16", "fp32", "fp16"], "a shared machine")

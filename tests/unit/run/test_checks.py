@@ -24,6 +24,7 @@ def check(words: list[str], out: Path) -> None:
     check_job(job, compose(job, out), out)
 
 
+@pytest.mark.subprocess  # a configuration a case
 def test_unusable_data_is_refused(tmp_path):
     broken = tmp_path / "broken.parquet"
     broken.write_text("not a parquet file")

@@ -25,20 +25,15 @@ def test_runs_by_label_make_a_report(tmp_path, capsys):
         ("RUNS=", "RUNS: is not set"),
         ("RUNS={run}", "must be LABEL=FOLDER"),
         ("RUNS=a/b={run}", "must be LABEL=FOLDER"),
-        ("RUNS==x", "must be LABEL=FOLDER"),
         ("RUNS=fp32=", "fp32 has no run"),
         ("RUNS=fp32=/nowhere*", "there is nothing at /nowhere"),
-        ("RUNS='a={run}", "quotation"),
-        ("FOLDERS=a={run}", "is not a variable"),
-        ("THRESHOLD=high", "must be a number"),
         ("THRESHOLD=nan", "must be a number"),
         ("PRECISION=fp16", "PRECISION=fp16: cannot be set with RUNS, which takes existing runs"),
     ],
 )
 def test_bad_words_are_refused_and_nothing_is_written(word, message, tmp_path):
     folder = finished_run(tmp_path / "run")
-    words = [f"OUT={tmp_path}/out"] + ([] if word.startswith(("RUNS", "FOLDERS")) else [f"RUNS=a={folder}"])
     with pytest.raises(Refused, match=message) as refusal:
-        compare.main([*words, word.format(run=folder)])
+        compare.main([f"OUT={tmp_path}/out", f"RUNS=a={folder}", word.format(run=folder)])
     assert "\n" not in str(refusal.value)
     assert list(tmp_path.iterdir()) == [folder]

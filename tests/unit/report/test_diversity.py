@@ -1,6 +1,7 @@
 """The right answers of finished runs, by ``scripts/diversity.py``."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def validated(out: Path, steps: dict[int, Answers]) -> Path:
             for prompt, answers in step.items()
             for answer, score in answers
         ]
-        (out / "validation" / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (out / f"validation/{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return out
 
 
@@ -34,17 +35,14 @@ def test_right_answers_are_counted_in_the_validations(tmp_path, capsys):
     diversity.main([f"RUNS=one={one} many={many}", f"OUT={out}"])
     content = json.loads(out.with_suffix(".json").read_text())
     assert (content["prompts"], content["samples"]) == (2, 4)
-    steps = {run["label"]: run["steps"] for run in content["runs"]}
-    for label in steps:
-        assert steps[label]["0"]["accuracy"] == 0.5 and steps[label]["0"]["distinct_right_answers"] == 1.5
-    assert steps["one"]["10"] == dict.fromkeys(steps["one"]["10"], 1.0)
-    assert steps["many"]["10"]["accuracy"] == 7 / 8 and steps["many"]["10"]["distinct_right_answers"] == 1.5
-    assert steps["many"]["10"]["effective_right_answers"] == pytest.approx(1.5)
-    assert content["shares_of_right_answers"]["47="] == {
-        "before": {"7+40": 0.5, "12+35": 0.5},
-        "one": {"7+40": 1.0},
-        "many": {"7+40": 0.5, "12+35": 0.5},
-    }
+    one, many = (run["steps"] for run in content["runs"])
+    before, after = many["0"], many["10"]
+    assert one["0"] == before and (before["accuracy"], before["distinct_right_answers"]) == (0.5, 1.5)
+    assert one["10"] == dict.fromkeys(after, 1.0)
+    assert (after["accuracy"], after["distinct_right_answers"]) == (7 / 8, 1.5)
+    assert after["effective_right_answers"] == pytest.approx(1.5)
+    half = {"7+40": 0.5, "12+35": 0.5}
+    assert content["shares_of_right_answers"]["47="] == {"before": half, "one": {"7+40": 1.0}, "many": half}
     assert content["runs"][0]["asked"]["SEED"] == 3
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "one                  step  10: 1 accuracy, 1 distinct right answers" in capsys.readouterr().out
@@ -58,38 +56,23 @@ def test_text_counts_if_the_reward_function_returns_no_answer(tmp_path):
     assert diversity.read_validations(folder)[10]["47="] == ["text 7+40", "text 12+35"] * 2
 
 
-@pytest.mark.parametrize("steps", [{}, {0: BEFORE}, {10: MANY}])
-def test_run_without_validations_before_and_after_is_refused(steps, tmp_path):
-    folder = validated(tmp_path / "run", steps)
-    with pytest.raises(Refused, match="has no validations before and after training"):
-        diversity.main([f"RUNS=run={folder}", f"OUT={tmp_path}/out"])
-    assert list(tmp_path.iterdir()) == [folder]
+BOTH = {0: BEFORE, 10: MANY}
+FEWER = {prompt: answers[:2] for prompt, answers in MANY.items()}
 
 
-def test_runs_with_different_prompts_are_refused(tmp_path):
-    folders = [
-        validated(tmp_path / "a", {0: BEFORE, 10: MANY}),
-        validated(tmp_path / "b", {0: BEFORE, 10: {prompt: answers[:2] for prompt, answers in MANY.items()}}),
-    ]
-    with pytest.raises(Refused, match="must have the same prompts, with as many samples to each"):
-        diversity.main([f"RUNS={' '.join(f'run={folder}' for folder in folders)}", f"OUT={tmp_path}/out"])
+@pytest.mark.parametrize(
+    ("steps", "words", "message"),
+    [
+        ({0: BEFORE}, "RUNS=a={tmp}/a OUT={tmp}/out", "has no validations before and after training"),
+        ({0: BEFORE, 10: FEWER}, "RUNS='a={tmp}/a b={tmp}/b' OUT={tmp}/out", "must have the same prompts"),
+        (BOTH, "RUNS=a={tmp} OUT={tmp}/out", "is not the folder of a finished run"),
+        (BOTH, "OUT={tmp}/out", "RUNS: is missing"),
+        (BOTH, "RUNS=a={tmp}/a", "OUT: is missing"),
+        (BOTH, "a={tmp}/a", "is not a variable"),
+    ],
+)
+def test_bad_words_and_runs_are_refused_and_nothing_is_written(steps, words, message, tmp_path):
+    folders = [validated(tmp_path / "a", steps), validated(tmp_path / "b", BOTH)]
+    with pytest.raises(Refused, match=message):
+        diversity.main(shlex.split(words.format(tmp=tmp_path)))
     assert sorted(tmp_path.iterdir()) == folders
-
-
-def test_unfinished_run_and_missing_words_are_refused(tmp_path):
-    folder = validated(tmp_path / "run", {0: BEFORE, 10: MANY})
-    (folder / "summary.json").unlink()
-    for words, message in (
-        ([f"RUNS=run={folder}", f"OUT={tmp_path}/out"], "is not the folder of a finished run"),
-        ([f"OUT={tmp_path}/out"], "RUNS: is missing"),
-        ([f"RUNS=run={folder}"], "OUT: is missing"),
-        ([str(tmp_path), f"run={folder}"], "is not a variable"),
-    ):
-        with pytest.raises(Refused, match=message):
-            diversity.main(words)
-    assert list(tmp_path.iterdir()) == [folder]
-
-
-def test_help_shows_the_usage(capsys):
-    diversity.main(["--help"])
-    assert 'RUNS="LABEL=FOLDER …" OUT=FILE' in capsys.readouterr().out

@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +14,10 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from support.oat_modules import Args, precision
-from support.report_runs import built, built_from, write_metrics
+from support.report_runs import built, is_rebuilt_from, write_metrics
 
 from lib.errors import Refused
-from lib.report.build import build_report, write_runs
+from lib.report.build import build_report
 from lib.report.catalog import ACCURACY, SERIES
 from lib.report.figures import draw
 from lib.report.logged_run import departure
@@ -32,14 +32,8 @@ ROUNDS = range(1, 8)
 
 def logs(step: int, *, patched: bool = True, fp16: bool = True) -> dict[str, float]:
     """Return OAT's metrics of a round; round 4 overflowed in each update, so that the patches report no norm."""
-    data = {
-        "train/learning_round": float(step),
-        "train/entropy": 0.5,
-        "actor/rewards": step / 8,
-        "actor/response_tok_len": 100.0 + step,
-        "misc/lr": 1e-6,
-        "misc/vram_allocated": 1.0,
-    }
+    data = {"train/learning_round": float(step), "train/entropy": 0.5, "misc/lr": 1e-6, "misc/vram_allocated": 1.0}
+    data |= {"actor/rewards": step / 8, "actor/response_tok_len": 100.0 + step}
     if not patched:
         return data | {"train/policy_grad_norm": 65536.0 if fp16 else 0.25, "train/kl_sample_train_v1": 1e-3}
     data |= {"train/rollout_k3_kl": 1e-7 * step, "train/rollout_probs_diff_mean": 1e-5}
@@ -52,128 +46,76 @@ def logs(step: int, *, patched: bool = True, fp16: bool = True) -> dict[str, flo
 FIRST = {ACCURACY: 0.125, "eval/average/score": 0.125, "misc/lr": 0.0}  # the evaluation before the first round
 
 
-class StubEngine:
-    """The attributes of a DeepSpeed engine that the writer reads; tests/conformance/oat uses real engines."""
-
-    def __init__(self, dtype: torch.dtype, fp16: bool):
-        self.module = torch.nn.Linear(2, 2).to(dtype)
-        masters = [{"params": [torch.zeros(6)]}]
-        self.optimizer = SimpleNamespace(param_groups=masters, cur_scale=1024.0)
-        self.fp16, self.communication_data_type = fp16, dtype
-
-    def zero_optimization_stage(self) -> int:
-        return 2
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        return next(self.module.parameters()).dtype, torch.float32
-
-    def fp16_enabled(self) -> bool:
-        return self.fp16
-
-
-def written(out: Path, regime: str = "fp16", seed: int = 1, *, compute: torch.dtype | None = None, **more) -> Path:
-    """Write a run's folder as a patched OAT does.
+def written(out: Path, regime: str = "fp16", *, compute: torch.dtype | None = None, **more) -> Path:
+    """Write a run's folder as a patched OAT does, with a stub of its engine; tests/conformance/oat uses real ones.
 
     Args:
-        compute: its engine's dtype, if not the one that the regime names.
+        compute: the engine's dtype, if not the one that the regime names.
         more: further arguments of OAT's.
     """
-
-    @dataclass
-    class OATArgs(Args):
-        seed: int = 42
-        wb_run_name: str = "debug"
-        rollout_batch_size: int = 64
-        num_samples: int = 8
-        train_batch_size: int = 128
-        num_ppo_epochs: int = 1
-        learning_rate: float = 1e-6
-        max_epochs: float = math.inf
-
-    folder = out / f"dr_grpo-{regime}-seed{seed}_1122T03:00:00"
-    folder.mkdir(parents=True)
-    args = OATArgs(precision=regime, seed=seed, wb_run_name=f"dr_grpo-{regime}-seed{seed}", **more)
+    args = Args(precision=regime)
+    sizes = {"rollout_batch_size": 64, "num_samples": 8, "train_batch_size": 128, "num_ppo_epochs": 1}
+    others = {"seed": 1, "wb_run_name": f"dr_grpo-{regime}-seed1", "learning_rate": 1e-6, "max_epochs": math.inf}
+    vars(args).update(sizes | others | more)
     precision.settle_precision(args)
     dtype = compute or precision.model_dtype(args.bf16, args.fp16)
-    learner = SimpleNamespace(
-        strategy=SimpleNamespace(is_rank_0=lambda: True),
-        model=SimpleNamespace(model=StubEngine(dtype, args.fp16)),
-        actors=[object()],
-        args=args,
-        save_path=str(folder),
-        steps=0,
+    engine = SimpleNamespace(
+        module=torch.nn.Linear(2, 2).to(dtype),
+        optimizer=SimpleNamespace(param_groups=[{"params": [torch.zeros(6)]}], cur_scale=1024.0),
+        communication_data_type=dtype,
+        zero_optimization_stage=lambda: 2,
+        get_data_types=lambda: (dtype, torch.float32),
+        fp16_enabled=lambda: args.fp16,
     )
+    folder = out / f"dr_grpo-{regime}-seed1_1122T03:00:00"
+    folder.mkdir(parents=True)
+    learner = SimpleNamespace(args=args, actors=[object()], save_path=str(folder), steps=0)
+    learner.strategy, learner.model = SimpleNamespace(is_rank_0=lambda: True), SimpleNamespace(model=engine)
     precision.report_precision(learner)
     precision.write_metrics(learner, FIRST)
     for step in ROUNDS:
         learner.steps = step
-        precision.write_metrics(learner, logs(step, fp16=args.fp16) | {"actor/num_data": seed})
+        precision.write_metrics(learner, logs(step, fp16=args.fp16))
     closing = {name: value for name, value in logs(ROUNDS[-1]).items() if "scale" not in name and "skipped" not in name}
     precision.write_metrics(learner, closing | {ACCURACY: 0.625, "actor/total_time": math.nan})
     return folder
 
 
 def test_patched_run_is_read_under_the_reports_names(tmp_path):
-    run = read("fp16", written(tmp_path))
+    folder = written(tmp_path)
+    run = read("fp16", folder)
     assert list(run.steps) == list(ROUNDS), "not the evaluation before the first round"
-    assert run.steps[2] == {
-        REWARD: 0.25,
-        "response_length/mean": 102.0,
-        "actor/entropy": 0.5,
-        "actor/grad_norm": 0.25,
-        "actor/lr": 1e-6,
-        K3_KL: 2e-7,
-        PROBS_DIFF: 1e-5,
-        LOSS_SCALE: 1024.0,
-        SKIPPED: 0.0,
-    }
+    actor = {"actor/entropy": 0.5, "actor/grad_norm": 0.25, "actor/lr": 1e-6, LOSS_SCALE: 1024.0, SKIPPED: 0.0}
+    assert run.steps[2] == actor | {REWARD: 0.25, "response_length/mean": 102.0, K3_KL: 2e-7, PROBS_DIFF: 1e-5}
     assert run.steps[4][SKIPPED] == 4.0 and "actor/grad_norm" not in run.steps[4]
     assert run.steps[7][ACCURACY] == 0.625 and run.steps[7][LOSS_SCALE] == 1024.0, "both lines of round 7"
     assert (run.regime, run.seed, run.source, run.framework, run.finished) == ("fp16", 1, "OAT", "OAT", None)
-    assert (
-        run.effective_dtypes["actor"]["compute"] == "float16"
-        and run.effective_dtypes["rollout"]["rollout"] == "float16"
-    )
-    assert departure(run) == ""
+    dtypes = run.effective_dtypes
+    assert dtypes["actor"]["compute"] == dtypes["rollout"]["rollout"] == "float16" and departure(run) == ""
     assert run.notes == ("a step is a round of OAT's: 64 prompts of 8 answers, 4 updates",)
     assert run.config["learning_rate"] == 1e-6 and not {"seed", "wb_run_name", "save_path"} & run.config.keys()
-
-
-@pytest.mark.parametrize(
-    ("regime", "compute", "why"),
-    [
-        ("bf16", None, ""),
-        ("bf16_train_fp16_infer", None, ""),
-        ("fp32", None, ""),
-        ("fp16", torch.bfloat16, "trained in bfloat16"),
-    ],
-)
-def test_regime_is_the_settings_and_dtypes_are_the_engines(regime, compute, why, tmp_path):
-    folder = written(tmp_path, regime, compute=compute)
-    run = read("any-name", folder)
-    assert run.regime == regime and departure(run) == why
-    other = "bf16" if regime != "bf16" else "fp16"
-    with pytest.raises(Refused, match=f"is a run with PRECISION={regime}; label it so"):
-        read(other, folder)
-
-
-def test_metrics_without_their_folder(tmp_path):
-    folder = written(tmp_path, train_batch_size=512)
-    assert read("fp16", folder).notes == ("a step is a round of OAT's: 64 prompts of 8 answers, 1 update",)
     run = read("fp16", folder / "metrics.jsonl")
     assert (list(run.steps), run.framework, run.notes) == (list(ROUNDS), "OAT", ())
     assert departure(run) == "effective dtypes unknown: a file of OAT records none"
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
-    [('{"precision": "fp16"}', "has no stamp; it is not what a patched OAT writes"), ("{", "is not JSON")],
+    ("regime", "compute", "why"), [("bf16_train_fp16_infer", None, ""), ("fp16", torch.bfloat16, "trained in bfloat16")]
 )
-def test_args_json_of_another_program_is_refused(content, why, tmp_path):
+def test_regime_is_the_settings_and_dtypes_are_the_engines(regime, compute, why, tmp_path):
+    folder = written(tmp_path, regime, compute=compute)
+    run = read("any-name", folder)
+    assert run.regime == regime and departure(run) == why
+    with pytest.raises(Refused, match=f"is a run with PRECISION={regime}; label it so"):
+        read("bf16", folder)
+
+
+def test_args_json_of_another_program_is_refused(tmp_path):
     folder = written(tmp_path)
-    (folder / "args.json").write_text(content)
-    with pytest.raises(Refused, match=f"args.json: {why}"):
-        read("fp16", folder)
+    for content, why in (("{}", "has no precision; it is not what a patched OAT writes"), ("{", "is not JSON")):
+        (folder / "args.json").write_text(content)
+        with pytest.raises(Refused, match=f"args.json: {why}"):
+            read("fp16", folder)
 
 
 WANDB = """
@@ -196,29 +138,20 @@ def unpatched(fp16: bool) -> list[dict]:
 def test_wandb_file_of_an_unpatched_oat_is_read(fp16, tmp_path):
     config = {"pretrain": "m", "critic_type": "drgrpo", "fp16": fp16, "bf16": not fp16, "seed": 5, "wb_run_name": "x"}
     config |= {"rollout_batch_size": 64, "num_samples": 8, "train_batch_size": 64, "num_ppo_epochs": 1}
-    subprocess.run(
-        [sys.executable, "-c", WANDB, json.dumps(config), json.dumps(unpatched(fp16))],
-        env=os.environ | {"WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"},
-        check=True,
-        capture_output=True,
-    )
+    command = [sys.executable, "-c", WANDB, json.dumps(config), json.dumps(unpatched(fp16))]
+    environment = os.environ | {"WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     run = read("fp16" if fp16 else "bf16", folder)
     assert list(run.steps) == list(ROUNDS), "OAT's rounds, not wandb's count of logs"
     assert run.steps[3][REWARD] == 3 / 8 and run.steps[7][ACCURACY] == 0.125
     assert (run.seed, run.source, run.framework) == (5, "wandb, of OAT", "OAT")
     assert run.config["critic_type"] == "drgrpo" and "wb_run_name" not in run.config
-    meaning = "a step is a round of OAT's: 64 prompts of 8 answers, 8 updates"
-    if fp16:
-        left = "actor/grad_norm is left out: an unpatched OAT's is multiplied by the loss scale in fp16"
-        lacks = "rollout_corr/k3_kl, training/rollout_probs_diff_mean, actor/loss_scale, actor/skipped_steps"
-        assert run.notes == (meaning, left, f"OAT recorded no {lacks}; a patched one does")
-        assert all("actor/grad_norm" not in data for data in run.steps.values())
-    else:
-        lacks = "rollout_corr/k3_kl, training/rollout_probs_diff_mean"
-        assert run.notes == (meaning, f"OAT recorded no {lacks}; a patched one does")
-        assert run.steps[3]["actor/grad_norm"] == 0.25
-    assert departure(run) == "effective dtypes unknown: wandb, of OAT records none"
+    assert run.notes[0] == "a step is a round of OAT's: 64 prompts of 8 answers, 8 updates"
+    left = "actor/grad_norm is left out: an unpatched OAT's is multiplied by the loss scale in fp16"
+    lacks = "OAT recorded no rollout_corr/k3_kl, training/rollout_probs_diff_mean"
+    assert (left in run.notes) == fp16 == ("actor/grad_norm" not in run.steps[3])
+    assert run.notes[-1] == f"{lacks}{', actor/loss_scale, actor/skipped_steps' * fp16}; a patched one does"
 
 
 def test_wandb_export_of_an_unpatched_oat_is_read(tmp_path):
@@ -250,10 +183,9 @@ def test_verls_validation_is_an_accuracy_and_no_training_step(tmp_path):
 
 def test_oat_and_verl_share_one_report(tmp_path):
     found = built([("oat-fp16", written(tmp_path / "oat")), ("verl", of_verl(tmp_path / "verl"))])
-    assert found.common == (1, 2, 3, 4, 5, 6)
     oat, verl = found.entries
-    assert oat.outcomes["reward_last"] == pytest.approx(0.5) and verl.outcomes["reward_last"] == 0.5
-    assert (oat.outcomes["skipped_total"], verl.outcomes["skipped_total"]) == (4.0, None)
+    assert found.common == (1, 2, 3, 4, 5, 6)
+    assert (oat.outcomes["reward_last"], oat.outcomes["skipped_total"]) == (pytest.approx(0.5), 4.0)
     assert (oat.outcomes["accuracy_last"], verl.outcomes["accuracy_last"]) == (None, 0.5), "OAT's was in round 7"
     assert TWO_FRAMEWORKS in found.notes
     assert "oat-fp16-seed1: a step is a round of OAT's: 64 prompts of 8 answers, 4 updates." in found.notes
@@ -261,11 +193,8 @@ def test_oat_and_verl_share_one_report(tmp_path):
     draw(found, next(of for of in SERIES if of.metric == ACCURACY), axis)
     alone = [line.get_marker() for line in axis.lines if len(line.get_xdata()) == 1]
     assert alone == [".", "."], "one evaluation has no line"
-    html = page(found)
-    assert "float16" in html and "OAT: dr_grpo-fp16-seed1_1122T03:00:00" in html
-    write_runs(found, tmp_path / "again")
-    again = built_from(tmp_path / "again")
-    assert (again.notes, again.spreads, again.departures) == (found.notes, found.spreads, found.departures)
+    assert "OAT: dr_grpo-fp16-seed1_1122T03:00:00" in page(found)
+    assert is_rebuilt_from(tmp_path / "again", found)
     assert TWO_FRAMEWORKS not in build_report([verl.run, verl.run], 0.95, "").notes
 
 

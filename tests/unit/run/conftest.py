@@ -11,14 +11,11 @@ from lib.run import validation
 
 @pytest.fixture
 def imported(monkeypatch) -> Callable[..., None]:
-    """``imported(root)``: make this process import the verl of a folder, or none.
+    """``imported(root)``: make this process import the verl of a folder, or without one nothing."""
 
-    With ``others`` it imports everything else as before.
-    """
-
-    def imported(root: Path | None, others: bool = False) -> None:
+    def imported(root: Path | None) -> None:
         monkeypatch.delitem(sys.modules, "verl", raising=False)
-        monkeypatch.setattr(sys, "path", ([str(root)] if root else []) + (sys.path if others else []))
+        monkeypatch.setattr(sys, "path", [str(root), *sys.path] if root else [])
 
     return imported
 

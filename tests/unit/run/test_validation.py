@@ -10,29 +10,25 @@ from lib.errors import Refused
 from lib.run.job import CPU_PLATFORM, MODULES, compose, parse_job
 from lib.run.validation import platform_variables, refusal, validate
 
+pytestmark = pytest.mark.subprocess  # they import verl
 ACTOR = "actor_rollout_ref.actor"
 
 
 @pytest.mark.parametrize(
-    "words, args, reason",
+    "recipe, args, reason",
     [
-        ([], f"{ACTOR}.ppo_mini_batch_size=64", "train_batch_size (32) must be >="),
-        ([], "trainer.n_gpus_per_node=3", "real_train_batch_size (256) must be divisible by"),  # an assertion of verl
-        ([], f"{ACTOR}.fsdp_config.model_dtype=float16", "model_dtype=float16 with dtype=float16 makes"),
-        ([], f"{ACTOR}.strategy=megatron", "Key 'megatron' is not in struct"),
-        (["RECIPE=flowrl"], f"{ACTOR}.flowrl.beta=0", f"{ACTOR}.flowrl.beta=0: must be"),
-        (["RECIPE=flowrl"], f"{ACTOR}.strategy=megatron", f"{ACTOR}.strategy=megatron: "),
-        (["RECIPE=flowrl_paper"], f"{ACTOR}.use_kl_loss=false", f"{ACTOR}.use_kl_loss="),
+        ("", f"{ACTOR}.ppo_mini_batch_size=64", "train_batch_size (32) must be >="),
+        ("", "trainer.n_gpus_per_node=3", "real_train_batch_size (256) must be divisible by"),  # an assertion of verl
+        ("", f"{ACTOR}.fsdp_config.model_dtype=float16", "model_dtype=float16 with dtype=float16 makes"),
+        ("", f"{ACTOR}.strategy=megatron", "Key 'megatron' is not in struct"),
+        ("flowrl", f"{ACTOR}.flowrl.beta=0", f"{ACTOR}.flowrl.beta=0: must be"),
     ],
 )
-def test_settings_that_verl_or_a_recipe_refuses_are_refused_in_one_line(words, args, reason, tmp_path):
-    good = parse_job(["DEVICE=cpu", *words])
-    assert refusal(compose(good, tmp_path)) is None
-    message = refusal(compose(replace(good, args=(args,)), tmp_path))
+def test_settings_that_verl_or_a_recipe_refuses_are_refused_in_one_line(recipe, args, reason, tmp_path):
+    message = refusal(compose(parse_job(["DEVICE=cpu", f"RECIPE={recipe}", f"ARGS={args}"]), tmp_path))
     assert message.startswith(reason) and "\n" not in message
 
 
-@pytest.mark.subprocess
 def test_lora_is_validated_on_the_platform_of_the_job(tmp_path):
     """verl imports vLLM to check a LoRA's rank, and finds its CPU build only on the CPU platform."""
     loaded = sys.modules.keys() & {"recipes.cpu.platform", "vllm"}
@@ -43,21 +39,14 @@ def test_lora_is_validated_on_the_platform_of_the_job(tmp_path):
     assert sys.modules.keys() & {"recipes.cpu.platform", "vllm"} == loaded, "this process must be unchanged"
 
 
-@pytest.mark.parametrize(
-    ("args", "word"),
-    [
-        ("trainer.save_freq=1 trainer.n_gpu=2 trainer.test_freq=5", "ARGS=trainer.n_gpu=2: Could not override"),
-        (
-            f"data.train_batch_size=8 {ACTOR}.ppo_mini_batch_size=16 trainer.save_freq=1",
-            f"ARGS={ACTOR}.ppo_mini_batch_size=16: train_batch_size (8) must be >=",
-        ),
-    ],
-)
-def test_refusal_names_only_the_word_at_fault(args, word, tmp_path):
-    job = parse_job(["DEVICE=cpu", f"ARGS={args}"])
-    with pytest.raises(Refused) as refused:
-        validate(job, compose(job, tmp_path), here=True)
-    assert str(refused.value).startswith(word) and "save_freq" not in str(refused.value)
+def test_refusal_names_only_the_word_at_fault(tmp_path):
+    for args, why in (
+        ("trainer.save_freq=1 trainer.n_gpu=2", "trainer.n_gpu=2: Could not override"),
+        (f"trainer.save_freq=1 {ACTOR}.ppo_mini_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64: train_batch_size"),
+    ):
+        job = parse_job(["DEVICE=cpu", f"ARGS={args}"])
+        with pytest.raises(Refused, match=f"^ARGS={why}"):
+            validate(job, compose(job, tmp_path), here=True)
 
 
 def test_job_for_gpu_nodes_is_validated_without_the_cpu_platform(monkeypatch):

@@ -97,9 +97,10 @@ def test_chain_shows_its_first_and_its_last_exception():
 
 
 def test_details_of_an_exception_are_those_of_its_own_process_of_vllm():
-    own = ["(Worker pid=2) ValidationError: 1 error", "(Worker pid=2)   Value error, no such dtype"]
+    own = [f"(Worker pid=2) {text}" for text in ("ValidationError: 1 validation error for C", "size", "  too small")]
     lines = [f"(vLLMHttpServer pid=1) {text}" for line in own for text in (line, "(EngineCore pid=3) starting")]
-    assert errors(lines) == ["ValidationError: 1 error Value error, no such dtype"]
+    assert errors(lines) == ["ValidationError: 1 validation error for C size too small"]
+    assert errors([*own[:1], "(Worker pid=2) shutting down"]) == ["ValidationError: 1 validation error for C"]
 
 
 def test_first_causes_are_kept_where_many_failed():

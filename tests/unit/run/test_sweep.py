@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -253,3 +254,18 @@ def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path, mo
     assert "interrupted: ended in order" in text and "interrupted, 1 of 4 runs are finished" in text
     assert text.endswith(f"\nto resume:  {shlex.join([sys.executable, compare.__file__, *words])}\n")
     assert "fp16" in (tmp_path / "grpo/report/table.csv").read_text()
+
+
+@pytest.mark.slow
+def test_two_regimes_are_run_and_compared(tmp_path):
+    words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "STEPS=2", f"OUT={tmp_path}"]
+    command = [sys.executable, REPO / "scripts/compare.py", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for regime, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
+        summary = json.loads((tmp_path / "grpo" / f"{regime}-seed1" / "summary.json").read_text())
+        assert summary["steps"] == 2 and summary["effective_dtypes"]["actor"]["compute"] == dtype
+    report = tmp_path / "grpo" / "report"
+    assert (report / "index.html").exists() and sorted(path.name for path in (report / "runs").iterdir())
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0 and "2 of 2 runs are finished, none left" in again.stdout

@@ -1,4 +1,4 @@
-"""The commands of recipes/amp, run in this process or in one of their own: shared by their tests."""
+"""The commands of recipes/amp, run in this process or in one of their own, and small PPO runs: for their tests."""
 
 import json
 import os
@@ -14,6 +14,11 @@ import pytest
 from support.waiting import TIMEOUT_S
 
 from lib.paths import REPO
+from recipes.amp.ppo.algorithm import PPO
+from recipes.amp.ppo.config import PPOConfig
+
+DTYPES = ("float32", "float16", "bfloat16")
+SMALL = {"num_envs": 4, "num_steps": 8, "total_steps": 96, "hidden": 16, "epochs": 2, "minibatches": 2, "device": "cpu"}
 
 
 def words(**settings: Any) -> list[str]:
@@ -43,15 +48,22 @@ def spawn(program: str, *given: object, **environment: str) -> subprocess.Comple
 
 def refusal(command: ModuleType, *given: object) -> str:
     """Return the line that ends a command, without the name that it begins with."""
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match=rf"^{command.PROGRAM}: .*\Z") as ended:
         run(command, *given)
-    line = ended.value.code
-    assert isinstance(line, str), "Python prints it to stderr and ends with exit code 1"
-    assert line.startswith(f"{command.PROGRAM}: ") and "\n" not in line
-    return line.removeprefix(f"{command.PROGRAM}: ")
+    return ended.value.code.removeprefix(f"{command.PROGRAM}: ")  # a text, so that the exit code is 1
 
 
 def records(out: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's metrics.jsonl, which has no NaN or infinity."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
+
+
+def amp_settings(dtype: str) -> dict[str, str | bool]:
+    """Return the fields of PPOConfig that train in ``dtype``."""
+    return {} if dtype == "float32" else {"use_amp": True, "dtype": dtype}
+
+
+def small_ppo(dtype: str = "float32", sources: dict[str, str] | None = None, **settings: Any) -> PPO:
+    """Return a small run in ``dtype``, on the CPU."""
+    return PPO(PPOConfig(**{**SMALL, **amp_settings(dtype), **settings}), sources)

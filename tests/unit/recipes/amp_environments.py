@@ -4,7 +4,7 @@ import math
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 
 class Counter(gymnasium.Env):
@@ -112,11 +112,7 @@ class Masked(Hand):
         return {"action_mask": np.eye(2, dtype=np.int8)[self.t % 2]}
 
 
-class Keyed(Hand):
-    observation_space = Dict(x=Box(0.0, 1.0, (1,)))
-
-
-for environment in (Counter, Restless, Hand, Factors, Keyed, Masked):
+for environment in (Counter, Restless, Hand, Factors, Masked):
     gymnasium.register(f"{environment.__name__}-v0", environment)
 for name, broken in {
     "Nan": {"shown": math.nan},

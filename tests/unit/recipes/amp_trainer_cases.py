@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from recipes.amp.trainer import FP16Trainer
 from recipes.amp.trainer_config import FP16TrainingConfig
 
-INF, NAN = float("inf"), float("nan")
+INF = float("inf")
 DTYPES = ("float16", "bfloat16", "float32")
 ADAMW_KINDS = ("loop", "foreach", "fused")
 
@@ -30,14 +30,18 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def trainer(
     model: torch.nn.Module | None = None,
-    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    make: Callable[..., torch.optim.Optimizer] | str = "loop",
     lr: float = 1e-2,
     **config: Any,
 ) -> FP16Trainer:
-    """Return a trainer that computes in 16 bits on the CPU, from a scale at which these losses do not overflow."""
+    """Return a trainer that computes in 16 bits on the CPU, from a scale at which these losses do not overflow.
+
+    ``make`` makes the optimizer, or is the implementation of AdamW, one of ``ADAMW_KINDS``.
+    """
     model = network() if model is None else model
-    chosen = {"on_cpu": True, "loss_scale": 1024.0} | config
-    return FP16Trainer(model, make(model.parameters(), lr=lr), FP16TrainingConfig(**chosen))
+    implementation = {make: True} if make in ("foreach", "fused") else {}
+    optimizer = (torch.optim.AdamW if isinstance(make, str) else make)(model.parameters(), lr=lr, **implementation)
+    return FP16Trainer(model, optimizer, FP16TrainingConfig(**{"on_cpu": True, "loss_scale": 1024.0} | config))
 
 
 def train(trained: FP16Trainer, data: Iterable[torch.Tensor]) -> list[float]:
@@ -45,15 +49,10 @@ def train(trained: FP16Trainer, data: Iterable[torch.Tensor]) -> list[float]:
     return [trained.training_step(batch, loss_of).item() for batch in data]
 
 
-def adamw(kind: str) -> Callable[..., torch.optim.Optimizer]:
-    """Return a factory of AdamW in one of its implementations, ``ADAMW_KINDS``."""
-    return lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, **{kind: True} if kind != "loop" else {})
-
-
 def snapshot(of: FP16Trainer) -> dict[str, Any]:
-    """Return a copy of all that a checkpoint restores."""
-    counters = {name: getattr(of, name) for name in ("training_steps", "overflow_steps", "consecutive_skips")}
-    state = {"model": of.module.state_dict(), "optimizer": of.optimizer.state_dict(), "counters": counters}
+    """Return a copy of all that a checkpoint restores; ``trained`` is the model's and the optimizer's state."""
+    state = {"trained": (of.module.state_dict(), of.optimizer.state_dict())}
+    state["counters"] = (of.training_steps, of.overflow_steps, of.consecutive_skips)
     state["scaler"] = of.scaler.state_dict() if of.scaler is not None else None
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state)
 
@@ -63,11 +62,6 @@ def same_bits(one: Any, other: Any) -> bool:
     (leaves, tree), (others, other_tree) = tree_flatten(one), tree_flatten(other)
     equal = lambda a, b: torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     return tree == other_tree and all(equal(a, b) for a, b in zip(leaves, others, strict=True))
-
-
-def same_weights_and_moments(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Compare model and optimizer of two snapshots bit for bit."""
-    return all(same_bits(before[part], after[part]) for part in ("model", "optimizer"))
 
 
 def edited(change: Callable[[dict], object]) -> Callable[[Path], None]:

@@ -1,5 +1,6 @@
 """Checkpoints of the trainer: a resumed run is the uninterrupted one, and an invalid file is refused whole."""
 
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,20 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from amp_trainer_cases import (
-    ADAMW_KINDS,
-    DTYPES,
-    INF,
-    NAN,
-    adamw,
-    batches,
-    edited,
-    network,
-    same_bits,
-    snapshot,
-    train,
-    trainer,
-)
+from amp_trainer_cases import ADAMW_KINDS, DTYPES, INF, batches, edited, network, same_bits, snapshot, train, trainer
 
 from recipes.amp.checkpoint import InvalidCheckpointError
 
@@ -33,33 +21,26 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(dtype, kind, tmp_path)
     data = batches(16)
     for place in (3, 8, 11):
         data[place] = data[place] * INF
-    straight, first, second = (
-        trainer(network(seed), adamw(kind), dtype=dtype, growth_interval=4) for seed in (0, 0, 1)
-    )
+    straight, first, second = (trainer(network(seed), kind, dtype=dtype, growth_interval=4) for seed in (0, 0, 1))
     losses, part = train(straight, data), train(first, data[:9])
     first.save_checkpoint(tmp_path / "half.pt", {"epoch": 9})
     assert second.load_checkpoint(tmp_path / "half.pt") == {"epoch": 9}
     assert same_bits(snapshot(first), snapshot(second)) and second.consecutive_skips == 1
     assert np.array_equal(losses, part + train(second, data[9:]), equal_nan=True)
     assert same_bits(snapshot(straight), snapshot(second)) and straight.overflow_steps == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["half.pt"]
-
     provenance = torch.load(tmp_path / "half.pt", weights_only=True)["provenance"]
     assert provenance["config"]["dtype"] == provenance["stats"]["effective_dtype"] == dtype
-    assert provenance["torch"] == torch.__version__
 
 
-def test_optimizer_implementation_stays_the_trainers(tmp_path):
+@pytest.mark.parametrize("one, other", [("fused", "foreach"), ("foreach", "fused")])
+def test_optimizer_implementation_stays_the_trainers(one, other, tmp_path):
     """The implementation that a checkpoint restores would not fit the scaler's way of skipping."""
-    for one, other in (("fused", "foreach"), ("foreach", "fused")):
-        saving, loading = trainer(make=adamw(one)), trainer(network(1), make=adamw(other), lr=1.0)
-        train(saving, batches(2))
-        saving.save_checkpoint(tmp_path / "a.pt")
-        loading.load_checkpoint(tmp_path / "a.pt")
-        (group,) = loading.optimizer.param_groups
-        assert group[other] and not group[one] and group["lr"] == 1e-2
-        train(loading, [batches(1)[0], batches(1)[0] * INF])
-        assert (loading.training_steps, loading.overflow_steps) == (4, 1)
+    saving, loading = trainer(make=one), trainer(network(1), make=other, lr=1.0)
+    train(saving, batches(2))
+    saving.save_checkpoint(tmp_path / "a.pt")
+    loading.load_checkpoint(tmp_path / "a.pt")
+    (group,) = loading.optimizer.param_groups
+    assert group[other] and not group[one] and group["lr"] == 1e-2
 
 
 def test_checkpoint_during_accumulation_restarts_the_update(tmp_path):
@@ -83,10 +64,9 @@ def test_checkpoint_without_loss_scale_loads_with_a_warning(tmp_path):
     assert same_bits(half.module.state_dict(), full.module.state_dict())
     with pytest.warns(UserWarning, match="fp16.pt holds a loss scale, which this run does not use"):
         full.load_checkpoint(tmp_path / "fp16.pt")
-    old = torch.load(tmp_path / "fp32.pt", weights_only=True)
-    torch.save({key: old[key] for key in ("model", "optimizer")}, tmp_path / "old.pt")  # of another trainer
-    with pytest.warns(UserWarning, match="old.pt holds no loss scale"):
-        assert half.load_checkpoint(tmp_path / "old.pt") == {}
+    edited(lambda saved: [saved.pop(key) for key in set(saved) - {"model", "optimizer"}])(tmp_path / "fp32.pt")
+    with pytest.warns(UserWarning, match="fp32.pt holds no loss scale"):  # of another trainer
+        assert half.load_checkpoint(tmp_path / "fp32.pt") == {}
     assert half.training_steps == 0
 
 
@@ -94,11 +74,7 @@ def test_checkpoint_of_a_compiled_model_loads_into_a_plain_one(tmp_path):
     runs = []
 
     def backend(graph, inputs):
-        def run(*args):
-            runs.append("compiled")
-            return graph(*args)
-
-        return run
+        return lambda *given: runs.append("compiled") or graph(*given)
 
     trained, plain = trainer(torch.compile(network(), backend=backend)), trainer(network(1))
     train(trained, batches(3))
@@ -112,20 +88,17 @@ def test_checkpoint_of_a_compiled_model_loads_into_a_plain_one(tmp_path):
 def test_extra_round_trips(tmp_path):
     trained = trainer()
     extra = {"rng": torch.get_rng_state(), "epoch": 3, "best": None, "returns": [1.0, (2, "x")], 5: OrderedDict(a=b"b")}
-    extra["schedule"] = torch.optim.lr_scheduler.MultiStepLR(trained.optimizer, [1, 2]).state_dict()
     trained.save_checkpoint(tmp_path / "a.pt", extra)
     assert same_bits(trained.load_checkpoint(tmp_path / "a.pt"), extra)
 
 
-@pytest.mark.parametrize("value, named", [(np.float64(1.0), "numpy.float64"), (Path("x"), "pathlib"), (len, "builtin")])
+@pytest.mark.parametrize("value, named", [(np.float64(1.0), "numpy.float64"), (Path("x"), "pathlib")])
 def test_extra_that_torch_cannot_load_is_refused(value, named, tmp_path):
-    trained = trainer()
-    trained.save_checkpoint(tmp_path / "a.pt", {"epoch": 1})
     with pytest.raises(ValueError, match=rf"extra.returns.1 is of {named}"):
-        trained.save_checkpoint(tmp_path / "a.pt", {"returns": [1.0, value]})
+        trainer().save_checkpoint(tmp_path / "a.pt", {"returns": [1.0, value]})
     with pytest.raises(ValueError, match=rf"extra.returns \(a key\) is of {named}"):
-        trained.save_checkpoint(tmp_path / "a.pt", {"returns": {value: 1.0}})
-    assert trained.load_checkpoint(tmp_path / "a.pt") == {"epoch": 1}  # the existing file stays
+        trainer().save_checkpoint(tmp_path / "a.pt", {"returns": {value: 1.0}})
+    assert not list(tmp_path.iterdir())
 
 
 def test_interrupted_write_keeps_the_older_checkpoint(tmp_path, monkeypatch):
@@ -142,11 +115,8 @@ def test_interrupted_write_keeps_the_older_checkpoint(tmp_path, monkeypatch):
             trained.save_checkpoint(tmp_path / "a.pt", {"epoch": 2})
     assert trained.load_checkpoint(tmp_path / "a.pt") == {"epoch": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
-
-
-def cut(share: float) -> Callable[[Path], object]:
-    """Return what cuts a file to a share of it."""
-    return lambda path: path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(FileNotFoundError, match="none.pt"):
+        trained.load_checkpoint(tmp_path / "none.pt")
 
 
 def replaced(**parts: object) -> Callable[[Path], None]:
@@ -154,70 +124,42 @@ def replaced(**parts: object) -> Callable[[Path], None]:
     return edited(lambda saved: saved.update(parts))
 
 
-def scaler_with(**values: object) -> Callable[[Path], None]:
-    """Return what replaces values of the loss scaler's state."""
-    return edited(lambda saved: saved["grad_scaler"].update(values))
-
-
 MODEL, OPTIMIZER, NOT_ONE = "of another model: ", "of another optimizer: ", "truncated, or not a checkpoint"
-FIRST_LAYER = {"0.weight": torch.ones(3, 6)}
-INVALID = {
-    **{f"{share:.0%} of it": (cut(share), NOT_ONE) for share in (0.0, 0.01, 0.5, 0.99)},
-    "text": (lambda path: path.write_text("epoch,loss\n1,0.5\n"), NOT_ONE),
-    "other text": (lambda path: path.write_text("import torch\n"), NOT_ONE),
-    "a module": (lambda path: torch.save(network(), path), NOT_ONE),
-    "weights alone": (lambda path: torch.save(network().state_dict(), path), "no model or no optimizer"),
-    "a number": (lambda path: torch.save(1, path), "no model or no optimizer"),
-    "newer": (replaced(version=2), "version 2, but this trainer reads up to 1"),
-    "odd version": (replaced(version="1.0"), "version 1.0, but this trainer"),
-    "version 0": (replaced(version=0), "version 0, but this trainer"),
-    **{
-        f"{part} that are none": (replaced(**{part: None}), f"not a checkpoint of this trainer: its {part} is NoneType")
-        for part in ("optimizer_of", "counters", "extra")
-    },
-    "another shape": (
-        edited(lambda saved: saved["model"].update(FIRST_LAYER)),
+INVALID = [
+    (lambda path: path.write_bytes(b""), NOT_ONE),
+    (lambda path: path.write_bytes(path.read_bytes()[:-500]), NOT_ONE),
+    (lambda path: path.write_text("epoch,loss\n1,0.5\n"), NOT_ONE),
+    (lambda path: torch.save(network(), path), NOT_ONE),
+    (lambda path: torch.save(network().state_dict(), path), "no model or no optimizer"),
+    (edited(lambda saved: saved["optimizer"].pop("param_groups")), "no model or no optimizer"),
+    (replaced(version=2), "version 2, but this trainer reads up to 1"),
+    (replaced(version="1.0"), "version 1.0, but this trainer"),
+    (replaced(counters=None), "not a checkpoint of this trainer: its counters is NoneType"),
+    (
+        edited(lambda saved: saved["model"].update({"0.weight": torch.ones(3, 6)})),
         MODEL + r"0.weight has shape \(3, 6\), here \(16, 6\)",
     ),
-    "a layer more": (
-        edited(lambda saved: saved["model"].update({"4.weight": torch.ones(1)})),
-        MODEL + "only the checkpoint has 4.weight",
-    ),
-    "a layer less": (edited(lambda saved: saved["model"].pop("2.bias")), MODEL + "only this model has 2.bias"),
-    "no groups": (edited(lambda saved: saved["optimizer"].pop("param_groups")), "no model or no optimizer"),
-    "two groups": (
+    (edited(lambda saved: saved["model"].update(more=torch.ones(1))), MODEL + "only the checkpoint has more"),
+    (edited(lambda saved: saved["model"].pop("2.bias")), MODEL + "only this model has 2.bias"),
+    (
         edited(lambda saved: saved["optimizer"]["param_groups"].append({"params": [4]})),
         OPTIMIZER + r"groups of \[4, 1\] parameters, here \[4\]",
     ),
-    "another class": (
-        edited(lambda saved: saved["optimizer_of"].update({"class": "SGD"})),
-        OPTIMIZER + "SGD, here AdamW",
-    ),
-    "another order": (
-        edited(lambda saved: saved["optimizer_of"]["groups"][0].reverse()),
-        OPTIMIZER + "its parameters are in a different order",
-    ),
-    "other moments": (
+    (edited(lambda saved: saved["optimizer_of"].update({"class": "SGD"})), OPTIMIZER + "SGD, here AdamW"),
+    (edited(lambda saved: saved["optimizer_of"]["groups"][0].reverse()), OPTIMIZER + "its parameters are in a diff"),
+    (
         edited(lambda saved: saved["optimizer"]["state"][0].update(exp_avg=torch.ones(2))),
         OPTIMIZER + r"exp_avg has shape \(2,\), 0.weight has \(16, 6\)",
     ),
-    "torch's scaler": (
-        edited(lambda saved: saved.update(grad_scaler=torch.amp.GradScaler("cpu").state_dict())),
-        "loss scaler state has keys",
-    ),
-    "a scaler's list": (replaced(grad_scaler=[1.0]), "loss scaler state has keys"),
-    **{
-        f"a scale of {scale}": (scaler_with(scale=scale), "loss scaler state has scale=")
-        for scale in (NAN, INF, 0.0, -1.0, 1e-50, 1e39, "1", None)
-    },
-    "a count of nothing": (scaler_with(_growth_tracker=-1), "loss scaler state has counts"),
-}
+    (replaced(grad_scaler=torch.amp.GradScaler("cpu").state_dict()), "loss scaler state has keys"),
+    (edited(lambda saved: saved["grad_scaler"].update(scale=math.nan)), "loss scaler state has scale="),
+    (edited(lambda saved: saved["grad_scaler"].update(scale=0.0)), "loss scaler state has scale="),
+]
 
 
-@pytest.mark.parametrize("case", INVALID)
-def test_invalid_checkpoint_is_refused_and_nothing_is_loaded(case, tmp_path):
-    (write, message), path = INVALID[case], tmp_path / "a.pt"
-    saving, trained = trainer(), trainer(network(1), accumulation_steps=2)
+@pytest.mark.parametrize("write, message", INVALID)
+def test_invalid_checkpoint_is_refused_and_nothing_is_loaded(write, message, tmp_path):
+    saving, trained, path = trainer(), trainer(network(1), accumulation_steps=2), tmp_path / "a.pt"
     train(saving, batches(1))
     saving.save_checkpoint(path)
     write(path)
@@ -231,12 +173,3 @@ def test_invalid_checkpoint_is_refused_and_nothing_is_loaded(case, tmp_path):
     assert same_bits(before, snapshot(trained)) and torch.equal(gradient, trained.module[0].weight.grad)
     train(trained, batches(1))  # the second half of the update
     assert trained.training_steps == 2
-
-
-def test_missing_file_and_folder_are_errors_of_the_system(tmp_path):
-    with pytest.raises(FileNotFoundError, match="none.pt"):
-        trainer().load_checkpoint(tmp_path / "none.pt")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError):
-        trainer().save_checkpoint(tmp_path / "folder")
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

@@ -5,8 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import ray
-from amp_commands import records, refusal, words
-from amp_ppo_cases import SMALL
+from amp_commands import SMALL, records, refusal, words
 
 from lib.paths import REPO
 from recipes.amp.evolution import __main__ as evolution
@@ -26,52 +25,36 @@ QUICK = {
     "evolution": words(population=3, episodes=1, hidden=8, device="cpu"),
 }
 INVALID = {
-    ("ppo", "world_model", "evolution"): [
+    "ppo world_model evolution": [
         ("--env=CartPle-v1", "env=CartPle-v1 is unknown to Gymnasium; did you mean CartPole-v1"),
         ("--env=nowhere:X-v0", "env=nowhere:X-v0 cannot be created: No module named 'nowhere'"),
         ("--env=a:b:C-v1", "env=a:b:C-v1 must be NAME or MODULE:NAME"),
         ("--device=tpu", "device=tpu must be auto, cpu or cuda"),
-        ("--loss-scale=0", "loss_scale=0.0 must be positive"),
         ("--loss-scale=inf", "loss_scale=inf must be positive"),
         ("--seed=-1", "seed=-1 must be "),
     ],
-    ("ppo",): [
+    "ppo": [
         ("--env=Pendulum-v1", "env=Pendulum-v1: actions are Box(-2.0, 2.0, (1,), float32), but must be Discrete or"),
-        ("--env=Keyed-v0", "env=Keyed-v0: observations are Dict('x': Box(0.0, 1.0, (1,), float32)), but must be Box"),
-        ("--vectorize=threads", "vectorize=threads must be auto, native, sync or async"),
+        (
+            "--env=Blackjack-v1",
+            "env=Blackjack-v1: observations are Tuple(Discrete(32), Discrete(11), Discrete(2))",
+        ),
         ("--dtype=float32", "dtype=float32 must be float16 or bfloat16"),
         ("--minibatches=5", "minibatches=5 must be a divisor of num_envs * num_steps = 32 into parts of"),
         ("--minibatches=16", "minibatches=16 must be a divisor of num_envs * num_steps = 32 into parts of"),
-        ("--minibatches=0", "minibatches=0 must be at least 1"),
         ("--num-steps=1", "num_steps=1 must be at least 2"),
-        ("--num-envs=0", "num_envs=0 must be at least 1"),
         ("--total-steps=31", "total_steps=31 must be at least num_envs * num_steps = 32"),
-        ("--gamma=1.1", "gamma=1.1 must be between 0 and 1"),
-        ("--gae-lambda=-0.1", "gae_lambda=-0.1 must be between 0 and 1"),
-        ("--clip=0", "clip=0.0 must be between 0 and 1"),
-        ("--learning-rate=nan", "learning_rate=nan must be positive"),
-        ("--max-grad-norm=0", "max_grad_norm=0.0 must be "),
-        ("--stop-at=nan", "stop_at=nan must be a finite number"),
-        ("--steps=3", "--steps=3 is not an option; did you mean "),
         ("--resume", "{out}/checkpoint.pt: there is no checkpoint to resume from"),
     ],
-    ("world_model",): [
-        ("--env=.x:Foo-v1", "env=.x:Foo-v1 must be NAME or MODULE:NAME"),
-        ("--length=1", "length=1 must be at least 2"),
+    "world_model": [
         ("--context=10", "context=10 must be at least 1 and below length=10"),
         ("--context=9 --env=Counter-v0", "context=9 must be below 7, the longest held-out trajectory"),
-        ("--steps=0", "steps=0 must be at least 1"),
-        ("--lr=nan", "lr=nan must be positive"),
         ("--dtype=int8", "dtype=int8 is not a dtype to compute in"),
     ],
-    ("evolution",): [
+    "evolution": [
         ("--env=Restless-v0", "env=Restless-v0 is not deterministic: replaying seed 0 with the same actions gave"),
         ("--env=Pendulum-v1", "env=Pendulum-v1 has actions Box(-2.0, 2.0, (1,), float32): choose an env"),
-        ("--population=1", "population=1 must be at least 2"),
         ("--replaced=3", "replaced=3 must be at least 0 and below population=3"),
-        ("--generations=0", "generations=0 must be at least 1"),
-        ("--revisions=-1", "revisions=-1 must be at least 0"),
-        ("--temperature=0", "temperature=0.0 must be positive"),
         ("--mutation=nan", "mutation=nan must be at least 0"),
         ("--gpus=1.5", "gpus=1.5 must be a share of one, or a whole number"),
     ],
@@ -87,7 +70,7 @@ def no_ray(monkeypatch):
 
 @pytest.mark.parametrize(
     "recipe, given, message",
-    [(recipe, *row) for recipes, rows in INVALID.items() for recipe in recipes for row in rows],
+    [(recipe, *row) for recipes, rows in INVALID.items() for recipe in recipes.split() for row in rows],
 )
 def test_invalid_setting_is_refused_and_nothing_is_written(recipe, given, message, no_ray, tmp_path):
     out = tmp_path / "run"
@@ -101,18 +84,9 @@ def test_missing_folder_is_refused(recipe, no_ray):
     assert re.match("--out is missing|out= must be a folder: --out DIR", refusal(COMMANDS[recipe]))
 
 
-@pytest.mark.parametrize("recipe, variable", [("ppo", "DISABLE_AMP"), ("evolution", "ENABLE_FP16_TRAINING")])
-def test_malformed_variable_is_refused(recipe, variable, no_ray, monkeypatch, tmp_path):
-    monkeypatch.setenv(variable, "yes")
-    refused = refusal(COMMANDS[recipe], f"--out={tmp_path / 'run'}")
-    assert refused.startswith(f"{variable}='yes' in the environment must be 1, 0, true or false")
-    assert not (tmp_path / "run").exists()
-
-
-RESULTS = [(recipe, "metrics.jsonl") for recipe in COMMANDS] + [("ppo", "checkpoint.pt")]
-
-
-@pytest.mark.parametrize("recipe, result", RESULTS)
+@pytest.mark.parametrize(
+    "recipe, result", [*((recipe, "metrics.jsonl") for recipe in COMMANDS), ("ppo", "checkpoint.pt")]
+)
 def test_folder_with_results_is_refused_and_kept(recipe, result, monkeypatch, tmp_path):
     monkeypatch.setattr(population, "ray_session", lambda config: nullcontext("cpu"))
     (tmp_path / result).write_text("of another run")
@@ -127,14 +101,14 @@ OVERFLOW = "32 optimizer steps in a row overflowed"
 @pytest.mark.parametrize(
     "recipe, given, message, recorded",
     [
-        ("ppo", ["--env=Nan-v0"], "env=Nan-v0: observation[0] of environment ", None),
-        ("ppo", ["--use-amp", "--loss-scale=3e38", "--total-steps=320"], OVERFLOW, {"overflow_rate": 1.0}),
-        ("world_model", ["--dtype=float16", "--loss-scale=3e38", "--epochs=20"], OVERFLOW, {"overflow_steps": 2}),
-        ("world_model", ["--dtype=float32", "--lr=1e30", "--epochs=40"], "32 updates in a row ", {"train_loss": None}),
+        ("ppo", "--env=Nan-v0", "env=Nan-v0: observation[0] of environment ", None),
+        ("ppo", "--use-amp --loss-scale=3e38 --total-steps=320", OVERFLOW, {"overflow_rate": 1.0}),
+        ("world_model", "--dtype=float16 --loss-scale=3e38 --epochs=20", OVERFLOW, {"overflow_steps": 2}),
+        ("world_model", "--dtype=float32 --lr=1e30 --epochs=40", "32 updates in a row ", {"train_loss": None}),
     ],
 )
 def test_error_of_a_run_ends_it_in_one_line(recipe, given, message, recorded, tmp_path):
-    assert refusal(COMMANDS[recipe], f"--out={tmp_path}", *QUICK[recipe], *given).startswith(message)
+    assert refusal(COMMANDS[recipe], f"--out={tmp_path}", *QUICK[recipe], *given.split()).startswith(message)
     assert recorded is None or any(recorded.items() <= record.items() for record in records(tmp_path))
 
 

@@ -7,21 +7,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from amp_trainer_cases import (
-    ADAMW_KINDS,
-    DTYPES,
-    INF,
-    NAN,
-    adamw,
-    batches,
-    loss_of,
-    network,
-    same_bits,
-    same_weights_and_moments,
-    snapshot,
-    train,
-    trainer,
-)
+from amp_trainer_cases import ADAMW_KINDS, DTYPES, INF, batches, loss_of, network, same_bits, snapshot, train, trainer
 
 from lib.paths import REPO
 from recipes.amp.multiplication_dtypes import MultiplicationDtypes
@@ -32,15 +18,9 @@ from verl.utils.precision import LossScaleError
 GUIDE = REPO / "docs" / "amp.md"
 INVALID = {
     "enabled": ["no"],
-    "on_cpu": [1],
     "dtype": ["float8", None],
-    "loss_scale": [0.0, -1.0, NAN, INF, "65536"],
-    "growth_factor": [1.0, NAN],
-    "backoff_factor": [1.0, 0.0, NAN],
-    "growth_interval": [0, 10.0],
-    "min_scale": [0.0, 131072.0, NAN],
-    "max_consecutive_skips": [0],
-    "max_grad_norm": [0.0, NAN, "1", True],
+    "loss_scale": [0.0, INF, "65536"],  # growth_factor and the like are checked likewise, by the scaler's config
+    "max_grad_norm": [math.nan, "1", True],
     "accumulation_steps": [0, 2.0, True],
 }
 
@@ -53,41 +33,20 @@ def test_invalid_config_value_is_refused_by_key(key, value):
     assert "must be" in str(refused.value) or "choose" in str(refused.value)
 
 
-# Steps
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_step_trains_and_reports_effective_dtype(dtype):
-    trained, batch = trainer(dtype=dtype, lr=3e-2), batches(1)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained = trainer(dtype=dtype, on_cpu=dtype != "float32", lr=3e-2, growth_interval=20)
     assert trained.get_stats()["effective_dtype"] is None  # no forward has run yet
-    losses = [trained.training_step(batch, loss_of) for _ in range(60)]
-    assert losses[-1] < 0.1 * losses[0]
-    assert losses[0].dtype == torch.float32 and losses[0].ndim == 0 and not losses[0].requires_grad
+    losses = [trained.training_step(batches(1)[0], loss_of) for _ in range(60)]
+    assert losses[-1] < 0.1 * losses[0] and losses[0].dtype == torch.float32 and not losses[0].requires_grad
     stats = trained.get_stats()
     assert (stats["training_steps"], stats["overflow_steps"], stats["overflow_rate"]) == (60, 0, 0.0)
-    assert stats["effective_dtype"] == stats["requested_dtype"] == dtype
-    assert stats["effective_dtype_share"] == {dtype: 1.0}
-    assert stats["loss_scaling"] == (dtype == "float16")
-    assert stats["current_scale"] == (1024.0 if dtype == "float16" else 1.0)
+    assert stats["effective_dtype"] == stats["requested_dtype"] == dtype and stats["fallback"] is None
+    assert stats["effective_dtype_share"] == {dtype: 1.0} and stats["loss_scaling"] == (dtype == "float16")
+    assert stats["current_scale"] == (8192.0 if dtype == "float16" else 1.0)  # it has grown three times
     assert all(parameter.dtype == torch.float32 for parameter in trained.module.parameters())
-
-
-def test_scale_grows_after_growth_interval_clean_updates():
-    trained = trainer(growth_interval=3)
-    train(trained, batches(7))
-    assert trained.get_stats()["current_scale"] == 4096.0
-
-
-def plain_update(batch: torch.Tensor, dtype: torch.dtype, max_norm: float) -> tuple[float, list[torch.Tensor]]:
-    """Return plain torch's norm before clipping, and its weights after a step of SGD at lr=1, without a scale."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        loss = loss_of(model, batch)
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    optimizer.step()
-    return norm.item(), [parameter.detach() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("max_norm", [0.25, INF])
@@ -95,34 +54,21 @@ def plain_update(batch: torch.Tensor, dtype: torch.dtype, max_norm: float) -> tu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accumulated_update_equals_one_large_batch_in_fp32(dtype, parts, max_norm):
     trained = trainer(make=torch.optim.SGD, lr=1.0, dtype=dtype, accumulation_steps=parts, max_grad_norm=max_norm)
-    norms = []
-    trained.optimizer.register_step_pre_hook(
-        lambda *_: norms.append(torch.nn.utils.get_total_norm(p.grad for p in trained.module.parameters()))
-    )
     train(trained, batches(parts))
-    norm, expected = plain_update(torch.cat(batches(parts)), torch.float32, max_norm)
+    plain = network()
+    loss_of(plain, torch.cat(batches(parts))).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm).item()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
     assert trained.grad_norm == pytest.approx(norm, rel=2e-2) and norm > 0.5
-    assert len(norms) == 1  # one step, of gradients that are unscaled and clipped once
-    assert norms[0].item() == pytest.approx(min(norm, max_norm), rel=2e-2)
     tolerance = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6}[dtype] * min(norm, max_norm)
-    for one, other in zip(trained.module.parameters(), expected, strict=True):
+    for one, other in zip(trained.module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0.0, atol=tolerance)
-
-
-def test_loss_scale_does_not_change_the_update():
-    """A power of two is exact in fp16, so the gradients are those of the same fp16 arithmetic without a scale."""
-    trained = trainer(make=torch.optim.SGD, lr=1.0, max_grad_norm=0.25)
-    train(trained, batches(1))
-    _, expected = plain_update(batches(1)[0], torch.float16, 0.25)
-    for one, other in zip(trained.module.parameters(), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "loss, message",
     [
         (lambda model, batch: model(batch).square(), r"shape \(8, 1\) is not a scalar tensor"),
-        (lambda model, batch: model(batch).square().mean().reshape(1), r"shape \(1,\) is not a scalar tensor"),
         (lambda model, batch: 0.5, "loss 0.5 is not a scalar tensor"),
         (lambda model, batch: model(batch).detach().mean(), "loss has no gradient"),
     ],
@@ -135,52 +81,34 @@ def test_invalid_loss_is_refused(loss, message):
     assert same_bits(before, snapshot(trained))
 
 
-# Overflow
-
-
-@pytest.mark.parametrize("value", [INF, NAN])
-@pytest.mark.parametrize("bad", [0, 1, 3])
+@pytest.mark.parametrize("value", [INF, math.nan])
+@pytest.mark.parametrize("bad", [0, 3])
 @pytest.mark.parametrize(
     "dtype, kind", [*(("float16", kind) for kind in ADAMW_KINDS), ("bfloat16", "loop"), ("float32", "loop")]
 )
 def test_overflow_leaves_state_unchanged_and_training_recovers(dtype, kind, bad, value):
-    """In the first, a middle or the last of four micro-batches, whose losses the caller computes."""
-    trained, never = (trainer(make=adamw(kind), dtype=dtype, accumulation_steps=4) for _ in range(2))
-    clean, answers = batches(8), []
-    train(trained, clean[:4])
+    """In the first or the last of four micro-batches, whose losses the caller computes."""
+    trained, clean, answers = trainer(make=kind, dtype=dtype, accumulation_steps=4), batches(4), []
+    train(trained, clean)
     before = snapshot(trained)
-    assert before["optimizer"]["state"]  # Adam's moments are there
-    for place, batch in enumerate(clean[4:]):
+    for place, batch in enumerate(clean):
         with trained.autocast():
             loss = loss_of(trained.model, batch)
         answers.append(trained.backward_and_step(loss * value if place == bad else loss))
     assert answers == [True, True, True, False] and trained.skipped
-    assert same_weights_and_moments(before, snapshot(trained))
+    assert same_bits(before["trained"], snapshot(trained)["trained"])
     assert all(parameter.grad is None for parameter in trained.module.parameters())
     stats = trained.get_stats()
     assert (stats["training_steps"], stats["overflow_steps"], stats["overflow_rate"]) == (2, 1, 0.5)
     assert (stats["consecutive_skips"], stats["grad_norm"]) == (1, None)
     assert stats["current_scale"] == (512.0 if dtype == "float16" else 1.0)
-
-    train(trained, clean[4:])
-    train(never, clean)
+    train(trained, clean)
     assert not trained.skipped and trained.consecutive_skips == 0
-    for one, other in zip(trained.module.parameters(), never.module.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-5)
-
-
-def test_too_large_scale_backs_off_until_gradients_are_finite():
-    trained, batch = trainer(loss_scale=2.0**24, lr=3e-2), batches(1)[0]
-    (first,) = train(trained, [batch])
-    assert trained.skipped and same_bits(trained.module.state_dict(), network().state_dict())
-    losses, stats = train(trained, [batch] * 60), trained.get_stats()
-    assert stats["current_scale"] == 2.0 ** (24 - stats["overflow_steps"]) and 1 < stats["overflow_steps"] < 20
-    assert not trained.skipped and losses[-1] < 0.1 * first
 
 
 @pytest.mark.parametrize("kind", ADAMW_KINDS)
 def test_consecutive_overflows_raise_and_the_last_skip_is_counted(kind, tmp_path):
-    trained, batch = trainer(make=adamw(kind), max_consecutive_skips=3), batches(1)[0]
+    trained, batch = trainer(make=kind, max_consecutive_skips=3), batches(1)[0]
     train(trained, [batch])
     before = snapshot(trained)
     with pytest.raises(LossScaleError, match="3 optimizer steps in a row .*first non-finite gradient: 0.weight"):
@@ -188,10 +116,10 @@ def test_consecutive_overflows_raise_and_the_last_skip_is_counted(kind, tmp_path
     stats = trained.get_stats()
     assert (stats["training_steps"], stats["overflow_steps"], stats["consecutive_skips"]) == (4, 3, 3)
     assert all(parameter.grad is None for parameter in trained.module.parameters())
-    assert same_bits(before["model"], snapshot(trained)["model"])
+    assert same_bits(before["trained"], snapshot(trained)["trained"])
 
     trained.save_checkpoint(tmp_path / "storm.pt")
-    resumed = trainer(make=adamw(kind), max_consecutive_skips=3, loss_scale=2048.0)
+    resumed = trainer(make=kind, max_consecutive_skips=3, loss_scale=2048.0)
     with pytest.warns(UserWarning, match="no loss scale: starting at 2048"):  # no scale worked, so none is restored
         resumed.load_checkpoint(tmp_path / "storm.pt")
     assert resumed.consecutive_skips == 0 and resumed.training_steps == 4
@@ -207,44 +135,10 @@ def test_consecutive_nonfinite_updates_raise_without_a_scaler():
     assert all(parameter.grad is None for parameter in trained.module.parameters())
 
 
-# Supported models and fallbacks
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_cpu_falls_back_to_fp32_with_a_warning(dtype):
-    with pytest.warns(UserWarning, match=f"training in float32, not {dtype}"):
-        trained = trainer(dtype=dtype, on_cpu=False)
-    train(trained, batches(1))
-    stats = trained.get_stats()
-    assert (stats["effective_dtype"], stats["requested_dtype"], stats["device"]) == ("float32", dtype, "cpu")
-    assert "on the CPU" in stats["fallback"] and not stats["loss_scaling"] and not trained.skipped
-
-
-@pytest.mark.parametrize("config", [{"on_cpu": True}, {"enabled": False}, {"dtype": "float32"}])
-def test_effective_dtype_as_requested_does_not_warn(config):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trained = trainer(**{"on_cpu": False} | config)
-    train(trained, batches(1))
-    stats = trained.get_stats()
-    assert stats["fallback"] is None and stats["effective_dtype"] == stats["requested_dtype"]
-
-
-def test_effective_dtype_is_observed():
-    def in_fp32(model, batch):
-        with torch.autocast("cpu", enabled=False):
-            return loss_of(model, batch)
-
-    trained = trainer()
-    trained.training_step(batches(1)[0], in_fp32)
-    assert trained.get_stats()["effective_dtype"] == "float32"
-
-
-@pytest.mark.parametrize("config", [{}, {"dtype": "bfloat16"}, {"enabled": False}, {"on_cpu": False}])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_weights_are_refused(dtype, config):
-    with pytest.raises(ValueError, match=r"0.weight is b?float16: the optimizer's weights .* must be float32"):
-        trainer(model=network().to(dtype), **config)
+@pytest.mark.parametrize("config", [{}, {"enabled": False}])
+def test_half_precision_weights_are_refused(config):
+    with pytest.raises(ValueError, match=r"0.weight is float16: the optimizer's weights .* must be float32"):
+        trainer(model=network().half(), **config)
 
 
 def test_parameters_of_model_and_optimizer_must_match():
@@ -259,31 +153,16 @@ def test_parameters_of_model_and_optimizer_must_match():
     assert torch.equal(model[0].weight, network()[0].weight) and not torch.equal(model[2].weight, network()[2].weight)
 
 
-def test_parameter_groups_share_one_clipping_norm():
-    model = network()
-    groups = [{"params": model[0].parameters(), "lr": 1.0}, {"params": model[2].parameters(), "lr": 0.5}]
-    config = FP16TrainingConfig(enabled=False, max_grad_norm=0.25)
-    train(FP16Trainer(model, torch.optim.SGD(groups), config), batches(1))
-    _, expected = plain_update(batches(1)[0], torch.float32, 0.25)
-    torch.testing.assert_close(model[0].weight, expected[0])
-    torch.testing.assert_close(model[2].weight, (network()[2].weight + expected[2]) / 2)
-
-
 def test_model_cast_to_fp16_is_for_inference_only(tmp_path):
     with pytest.raises(ValueError, match="optimizer's masters; in float16 they lose small updates"):
         trainer().cast_model_to_fp16()  # which has a loss scaler
     trained = trainer(enabled=False)
-    cast = trained.cast_model_to_fp16()
-    assert cast is trained.module and all(parameter.dtype == torch.float16 for parameter in cast.parameters())
-    assert cast(batches(1)[0].half()).dtype == torch.float16
+    assert trained.cast_model_to_fp16()(batches(1)[0].half()).dtype == torch.float16
     with pytest.raises(ValueError, match="cast to float16 for inference"):
         trained.backward_and_step(torch.ones((), requires_grad=True))
     with pytest.raises(ValueError, match="cast to float16 for inference"):
         trained.save_checkpoint(tmp_path / "cast.pt")
     assert not list(tmp_path.iterdir())
-
-
-# Dtypes of the multiplications
 
 
 @pytest.mark.parametrize("kind, gates", [(torch.nn.LSTM, 4), (torch.nn.GRU, 3)])
@@ -299,9 +178,10 @@ def test_cudnn_recurrent_layers_are_counted():
     shapes = [(5, 2, 4), (24, 4), (24, 8), (24,), (24,), (1, 2, 8)]  # input, weights and biases, state
     given, *weights, state = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in shapes)
     gru, hidden, layers = 3, 8, 1
-    flags = (False, 0.0, True, False, [], None)
     with MultiplicationDtypes() as counted:
-        torch.ops.aten._cudnn_rnn(given, weights, 4, None, state, None, gru, hidden, 0, layers, *flags)
+        torch.ops.aten._cudnn_rnn(
+            given, weights, 4, None, state, None, gru, hidden, 0, layers, False, 0.0, True, False, [], None
+        )
     assert counted.flops == {"float16": 2 * 2 * 5 * 3 * 8 * (4 + 8)}
 
 
@@ -314,15 +194,14 @@ def test_shares_are_weighted_by_operations():
     assert counted.shares() == {"bfloat16": 0.75, "float32": 0.25}
 
 
-# The guide
-
-
 def test_quick_start_of_the_guide_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
     with pytest.warns(UserWarning, match="on the CPU: training in float32"):
         exec(re.search(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[1], names)
-    assert names["trainer"].training_steps == 10 and (tmp_path / "model.pt").exists()
+    stats = names["trainer"].get_stats()
+    assert (stats["training_steps"], stats["effective_dtype"], stats["requested_dtype"]) == (10, "float32", "float16")
+    assert "on the CPU" in stats["fallback"] and not stats["loss_scaling"] and (tmp_path / "model.pt").exists()
 
 
 def test_guide_lists_every_setting_default_and_statistic():
@@ -333,9 +212,6 @@ def test_guide_lists_every_setting_default_and_statistic():
     assert all(f"`{name}`" in guide for name in trainer().get_stats())
 
 
-# On a GPU
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ADAMW_KINDS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -343,12 +219,12 @@ def test_cuda_computes_in_16_bits_and_skips_on_the_device(dtype, kind):
     data = torch.stack(batches(1)).cuda()[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trained = trainer(network().cuda(), adamw(kind), dtype=dtype, on_cpu=False)
+        trained = trainer(network().cuda(), kind, dtype=dtype, on_cpu=False)
     train(trained, [data])
     before = snapshot(trained)
     train(trained, [data * INF])
     stats = trained.get_stats()
-    assert same_weights_and_moments(before, snapshot(trained))
+    assert same_bits(before["trained"], snapshot(trained)["trained"])
     assert (stats["overflow_steps"], stats["effective_dtype"], stats["device"]) == (1, dtype, "cuda")
     (loss,) = train(trained, [data])
     assert math.isfinite(loss) and not trained.skipped

@@ -15,11 +15,8 @@ ALL = list(RELEASES)
 # By family: legacy workers, legacy workers with an actor in fp16, the model engine.
 A, B, C = ([name for name in RELEASES if RELEASES[name].family == family] for family in "ABC")
 NEWEST = C[-1]
-QUICK = (
-    "0.5.0",
-    "0.7.1",
-    "0.9.1",
-)  # of each family one, in `make test`; tests/conformance/verl runs the workers of all
+# Of each family one, in `make test`; tests/conformance/verl runs the workers of all. `make test-quick` has the newest.
+TRIED = ("0.5.0", "0.7.1", NEWEST)
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
 ENGINE = f"{ACTOR}.fsdp_config"
 Examine = Callable[..., Diagnosis]
@@ -34,7 +31,7 @@ class Case:
 
     Args:
         name: of the test.
-        releases: where it is so; `make test` runs those of ``QUICK``, the last one if none of them is among these.
+        releases: where it is so; `make test` runs those of ``TRIED``, the last one if none of them is among these.
         states: ``patched``, ``unpatched``, or both.
         words: the overrides, with spaces between them.
         dtypes: the effective dtypes of some hops, as words like ``wire=float32``.
@@ -61,7 +58,8 @@ class Case:
     def check(self, release: str, state: str, examine: Examine) -> None:
         """Compare the diagnosis on a release with what is expected of it."""
         names = {"actor": ACTOR, "ref": REF, "rollout": ROLLOUT, "engine": ENGINE, "release": release}
-        names |= {"critic": critic_engine(release), "fp16_rollout": f"{ROLLOUT}.dtype=float16"}
+        names["critic"] = "critic.fsdp" if release in C else "critic.model.fsdp_config"
+        names["fp16_rollout"] = f"{ROLLOUT}.dtype=float16"
         diagnosis = examine(release, state, *self.words.format(**names).split())
         names["root"] = str(diagnosis.tree.root)
         assert_matches(diagnosis.refused or "", self.refused.format(**names))
@@ -94,9 +92,10 @@ def of_cases(*cases: Case) -> pytest.MarkDecorator:
 def of_states(releases: Iterable[str], states: str) -> list:
     """Return parameters, a release and a state each; those that repeat others of the family are slow."""
     releases = list(releases)
-    quick = set(QUICK) & set(releases) or releases[-1:]
+    tried = set(TRIED) & set(releases) or releases[-1:]
+    older = {release: pytest.mark.subprocess if release in tried else pytest.mark.slow for release in releases}
     return [
-        pytest.param(release, state, marks=[] if release in quick else [pytest.mark.slow], id=f"{release}-{state}")
+        pytest.param(release, state, marks=[] if release == NEWEST else older[release], id=f"{release}-{state}")
         for release in releases
         for state in states.split()
     ]
@@ -107,23 +106,15 @@ def having(feature: str) -> list[str]:
 
 
 def without(feature: str) -> list[str]:
-    return [name for name, release in RELEASES.items() if not release.has(feature)]
-
-
-def rounds_weights(release: str) -> bool:
-    """Return whether the wire of the release's default workers casts the weights to bfloat16."""
-    return RELEASES[release].has("bfloat16_wire") and not RELEASES[release].has("legacy_workers")
-
-
-def critic_engine(release: str) -> str:
-    """Return the node of the critic's FSDP settings."""
-    return "critic.fsdp" if release in C else "critic.model.fsdp_config"
+    return [name for name in RELEASES if name not in having(feature)]
 
 
 def effects(diagnosis: Diagnosis) -> dict[str, str]:
     """Return the effect of each finding by its key; those of one key are joined."""
-    keys = dict.fromkeys(finding.key for finding in diagnosis.findings)
-    return {key: "; ".join(each.effect for each in diagnosis.findings if each.key == key) for key in keys}
+    joined: dict[str, str] = {}
+    for finding in diagnosis.findings:
+        joined[finding.key] = "; ".join(filter(None, (joined.get(finding.key), finding.effect)))
+    return joined
 
 
 def mends(diagnosis: Diagnosis) -> dict[str, str]:

@@ -26,7 +26,6 @@ from lib.bench.memory_plan import (
     sequence_parallel,
 )
 from lib.bench.model_shape import MODELS, ModelShape
-from lib.cli import options
 from lib.errors import Refused
 from lib.paths import REPO
 from lib.run.compose import compose_config
@@ -135,6 +134,8 @@ def test_recorded_workers_match_the_plan():
         assert_close(row["setting"], row["measured"])
     moments = {peak(planned(row["setting"]).update_moments())[0] for row in RECORDED["workers"]}
     assert moments == {"loss", "head", "layer"}, "only the published PPO job peaks at the embedding"
+    one_batch = planned(setting(deferred=True)).update_moments()
+    assert one_batch == planned(setting()).update_moments(), "one micro-batch defers nothing"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,7 +156,6 @@ def test_parameters_match_the_model(kind):
     [
         ("Qwen/Qwen2.5-0.5B-Instruct", 0.49),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1.78),
-        ("Qwen/Qwen2.5-7B", 7.62),
         ("Qwen/Qwen2.5-32B", 32.76),
         ("Qwen/Qwen3-8B", 8.19),
         ("Qwen/Qwen3-30B-A3B", 30.53),
@@ -182,23 +182,19 @@ def test_published_peaks_match_the_plan(each):
 
 
 def test_measured_cpu_jobs_match_the_plan(tmp_path):
-    for index, each in enumerate(RECORDED["jobs"]):
+    for each in RECORDED["jobs"]:
         words = ["DEVICE=cpu", *each["words"]]
         if each["model"]:
-            (tmp_path / str(index)).mkdir()
-            (tmp_path / str(index) / "config.json").write_text(json.dumps(each["model"]))
-            words.append(f"MODEL={tmp_path / str(index)}")
+            (tmp_path / "config.json").write_text(json.dumps(each["model"]))
+            words.append(f"MODEL={tmp_path}")
         plan = plan_one(*words)
-        assert sum(plan.host_memory.values()) / GIB == pytest.approx(
-            each["job_gib"], rel=0.02 if each["fitted"] else WITHIN
-        )
+        within = 0.02 if each["fitted"] else WITHIN
+        assert sum(plan.host_memory.values()) / GIB == pytest.approx(each["job_gib"], rel=within)
         trainer = (CPU_PROCESSES["trainer"] + plan.training_peak) / GIB
-        assert trainer == pytest.approx(each["trainer_gib"], rel=0.02 if each["fitted"] else WITHIN)
+        assert trainer == pytest.approx(each["trainer_gib"], rel=within)
 
 
-@pytest.mark.parametrize(
-    "runs", ["grpo/runs/fp16", "grpo/runs/bf16-", "grpo/runs/fp32", "ppo/runs/fp16", "ppo/runs/bf16-"]
-)
+@pytest.mark.parametrize("runs", ["grpo/runs/fp32", "ppo/runs/fp16", "ppo/runs/bf16-"])
 def test_recorded_sanity_runs_match_the_plan(runs):
     algo, _, precision = runs.rstrip("-").split("/")
     plan = plan_one("DEVICE=cpu", "EXPERIMENT=sanity_cpu", f"ALGO={algo}", f"PRECISION={precision}")
@@ -207,19 +203,22 @@ def test_recorded_sanity_runs_match_the_plan(runs):
         measured = json.loads(file.read_text())["peak_memory_gib"]
         assert sum(plan.host_memory.values()) / GIB == pytest.approx(measured, rel=WITHIN), file
     assert files
+    rollout = replace(plan.rollout, tensor_parallel=2)  # each server of two GPUs counts once
+    size = replace(plan, nodes=2, gpus=2, rollout=rollout).host_memory["rollout servers"]
+    assert size == 2 * (CPU_PROCESSES["server"] + 2 * rollout.limit)
 
 
 def test_plans_are_printed_and_written(tmp_path, capsys):
-    assert plan_memory.main(["EXPERIMENT=dense_7b moe_30b", "PRECISION=bf16", f"OUT={tmp_path / 'plan'}"]) == 0
+    assert plan_memory.main(["PRECISION=bf16", f"OUT={tmp_path / 'plan'}"]) == 0
     out = capsys.readouterr().out
     assert "dense_7b, grpo, bf16: Qwen/Qwen2.5-7B, 7.62 G parameters\n2 nodes of 8 GPUs of 80 GiB" in out
     assert "30.53 G parameters, 128 experts, 8 of them active\n4 nodes of 8 GPUs" in out
-    assert out.count("fits into 80") == 2
+    assert out.count("fits into 80") == 3
     written = json.loads((tmp_path / "plan/plan-memory.json").read_text())
-    assert list(written) == ["dense_7b, grpo, bf16", "moe_30b, grpo, bf16"]
+    assert list(written) == [f"{experiment}, grpo, bf16" for experiment in plan_memory.EXPERIMENTS]
     assert written["dense_7b, grpo, bf16"]["moments"]["rollout"]["rollout's weights"] == 2 * 7_615_616_512
     assert (tmp_path / "plan/plan-memory.png").read_bytes()[:4] == b"\x89PNG"
-    assert (tmp_path / "plan/plan-memory.md").read_text().count("| rollout ") == 2
+    assert (tmp_path / "plan/plan-memory.md").read_text().count("| rollout ") == 3
 
 
 def plan_one(*words: str) -> MemoryPlan:
@@ -228,6 +227,7 @@ def plan_one(*words: str) -> MemoryPlan:
     return plan
 
 
+@pytest.mark.subprocess
 def test_plan_follows_the_configuration():
     def changed(*overrides: str, **variables: str) -> MemoryPlan:
         words = {"EXPERIMENT": "dense_7b", "ARGS": " ".join(overrides), **variables}
@@ -269,17 +269,6 @@ def test_plan_follows_the_configuration():
     assert "reference, words" in reference.moments and "reference, words" not in usual.moments
 
 
-def test_servers_of_several_gpus_are_counted_once():
-    plan = plan_one("DEVICE=cpu", "EXPERIMENT=sanity_cpu")
-    rollout = replace(plan.rollout, tensor_parallel=2)
-    size = replace(plan, nodes=2, gpus=2, rollout=rollout).host_memory["rollout servers"]
-    assert size == 2 * (CPU_PROCESSES["server"] + 2 * rollout.limit)
-
-
-def test_one_micro_batch_defers_nothing():
-    assert planned(setting(deferred=True)).update_moments() == planned(setting()).update_moments()
-
-
 @pytest.mark.parametrize(
     ("mini_batch", "dynamic", "expected"),
     [(3, False, (200, 1)), (8, False, (200, 2)), (9, False, (200, 3)), (3, True, (200, 1)), (7, True, (256, 2))],
@@ -313,11 +302,8 @@ def refusal(folder: Path, *words: str) -> str:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("EXPERIMENT=dense_7c", "EXPERIMENT=dense_7c: must be one of "),
         ("PRECISION=fp16 fp8", "PRECISION=fp8: must be one of "),
-        ("MEMORY=0", "MEMORY=0: must be a whole number of at least 1"),
         ("LENGTH=long", "LENGTH=long: must be a whole number of at least 1"),
-        ("GPUS=8", "GPUS: is not a variable of this command; the variables are EXPERIMENT, "),
         ("MODEL=Some/Model", "MODEL=Some/Model: give a folder with its config.json, or one of Qwen/"),
         ("ARGS=trainer.nodes=2", "ARGS=trainer.nodes=2: Could not override 'trainer.nodes'."),
         (f"ARGS={ROLLOUT}.dtype=banana", f"ARGS={ROLLOUT}.dtype=banana: dtype=banana is unknown to the rollout"),
@@ -332,24 +318,16 @@ def test_bad_input_is_refused(word, message, tmp_path):
     [
         ("actor_rollout_ref.model.lora_rank=32", "plan-memory supports 0"),
         (f"{ACTOR}.strategy=megatron", "plan-memory supports fsdp or "),
-        (f"{ACTOR}.entropy_coeff=0.01", "plan-memory supports 0"),
-        (f"{ACTOR}.fsdp_config.fsdp_size=3", "must divide the 16 GPUs"),
         ("critic.fsdp.fsdp_size=3", "must divide the 16 GPUs"),
         ("critic.fsdp.reshard_after_forward=False", "plan-memory supports True"),
         (f"{ROLLOUT}.tensor_model_parallel_size=3", "must divide the 16 GPUs"),
-        (f"{ROLLOUT}.free_cache_engine=False", ""),
         (f"{ROLLOUT}.gpu_memory_utilization=1.5", "must be above 0 and at most 1"),
+        (f"{ROLLOUT}.gpu_memory_utilization=0.02", "1.6 GiB are too few for "),
         ("trainer.nnodes=0", "must be at least 1"),
     ],
 )
 def test_job_that_cannot_be_planned_is_refused(override, message, tmp_path):
     assert refusal(tmp_path, "ALGO=ppo", f"ARGS={override}").startswith(f"{override}: {message}")
-
-
-def test_weights_that_do_not_fit_into_the_server_are_refused(tmp_path):
-    word = f"{ROLLOUT}.gpu_memory_utilization=0.1"
-    message = refusal(tmp_path, "EXPERIMENT=dense_32b", f"ARGS={word}")
-    assert message.startswith(f"{word}: 8.0 GiB are too few for 15.3 GiB of weights")
 
 
 @pytest.mark.parametrize(
@@ -358,7 +336,6 @@ def test_weights_that_do_not_fit_into_the_server_are_refused(tmp_path):
         ("{", "its config.json is not JSON"),
         ({"model_type": "gpt2"}, "its model_type is gpt2; supported are llama, qwen2, qwen3, qwen3_moe"),
         ({"hidden_size": None}, "hidden_size is None; must be a whole number of at least 1"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; must be a whole number of at least 1"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads is 2; must be a whole number of at least 1"),
         ({"mlp_only_layers": [0]}, "some of its layers have no experts; all layers must have the same structure"),
     ],
@@ -368,15 +345,8 @@ def test_unsupported_model_is_refused(config, message, tmp_path):
     assert refusal(tmp_path, f"MODEL={tmp_path}").startswith(f"MODEL={tmp_path}: {message}")
 
 
-def test_command_refuses_in_one_line_and_lists_its_variables(capsys):
+def test_command_refuses_in_one_line():
     command = [sys.executable, REPO / "scripts/plan_memory.py", "EXPERIMENT=dense_7b", "MEMORY=none"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "plan-memory: MEMORY=none: must be a whole number of at least 1\n"
-    assert plan_memory.main(["--help"]) == 0
-    usage = capsys.readouterr().out
-    assert all(name in usage for name in plan_memory.VARIABLES)
-
-
-def test_default_experiments_exist():
-    assert set(plan_memory.EXPERIMENTS) <= set(options("experiment"))
+    line = "plan-memory: MEMORY=none: must be a whole number of at least 1\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)

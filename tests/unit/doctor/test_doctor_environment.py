@@ -44,16 +44,12 @@ def test_environment_of_the_verl_is_used(environments):
         assert find_interpreter(folder, None) == str(verl.parents[2] / "bin/python3")
 
 
-def test_named_python_is_used_for_a_tree_without_one(environments, trees):
+def test_named_python_is_used_for_a_tree_without_one(environments, trees, capfd):
     python = str(environments["whole"].parents[2] / "bin/python")
-    assert find_interpreter(trees["pristine"], python) == python
-    assert find_interpreter(None, python) == python
+    assert find_interpreter(trees["pristine"], python) == find_interpreter(None, python) == python
     assert find_interpreter(trees["pristine"], None) is None
     beside = str(environments["whole"].parents[2] / "bin/python3")
     assert find_interpreter(environments["whole"], sys.executable) == beside, "the Python beside the verl comes first"
-
-
-def test_environment_without_hydra_is_named_and_not_used(environments, capfd):
     assert find_interpreter(environments["bare"], None) is None
     assert "bin/python3 lacks hydra-core, omegaconf, which the doctor needs" in capfd.readouterr().err
 

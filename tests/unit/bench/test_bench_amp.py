@@ -4,13 +4,12 @@ import csv
 import math
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from bench_amp import AmpBenchOptions, bench, main, write
+from bench_amp import bench, main, write
 from lib.bench.amp_measure import ArmResult, measure
 from lib.bench.amp_ratio import ratio, seconds_of
 from lib.bench.amp_report import Conditions, goals, markdown
@@ -99,10 +98,9 @@ def test_arm_that_fell_back_has_no_speed_up(tmp_path, capsys):
     with pytest.warns(UserWarning, match="the model is on the CPU"):
         rows = bench(["mlp"], "small", repeats=1, seed=0, device=CPU, on_cpu=False)
     assert "n/a: the model is on the CPU: training in float32, not float16" in capsys.readouterr().out
-    _, _, figure = write(rows, conditions(), tmp_path)
-    report = markdown(rows, conditions())
-    assert report.count("| n/a |") == 4 and "- mlp, fp16: the model is on the CPU" in report
-    assert "- transformer: left out of this run" in report and figure.stat().st_size > 1000
+    _, report, figure = write(rows, conditions(), tmp_path)
+    assert report.read_text().count("| n/a |") == 4 and figure.stat().st_size > 1000
+    assert "- mlp, fp16: the model is on the CPU" in report.read_text()
 
 
 def test_outcomes_are_the_first_update_and_the_mean_of_the_last_ones(monkeypatch):
@@ -130,16 +128,9 @@ def test_kill_switch_of_ppo_leaves_no_speed_up(monkeypatch, capsys, tmp_path):
 
 def test_core_seconds_of_other_processes_are_counted_apart():
     all_before, own_before = cpu_seconds()
-    other = "import time\nwhile time.process_time() < 0.5: pass"
-    subprocess.run([sys.executable, "-c", other], check=True)
-    while time.process_time() < own_before + 0.5:
-        pass
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
     all_after, own_after = cpu_seconds()
-    assert 0.5 <= own_after - own_before < 1.0 and all_after - all_before > 0.95
-
-
-def test_scenario_that_is_named_twice_is_measured_once():
-    assert AmpBenchOptions(only="ppo,mlp,ppo").names == ["ppo", "mlp"]
+    assert own_after - own_before < 0.3 and all_after - all_before > 0.45
 
 
 def test_peak_memory_is_of_tensors_alive_at_once():
@@ -158,7 +149,6 @@ def test_peak_memory_is_of_tensors_alive_at_once():
         (["--repeats", "4"], "repeats=4 must be at least 5"),
         (["--only", "mlp,nlp"], "only=mlp,nlp must be of mlp,transformer,world_model,evolution,ppo"),
         (["--size", "small"], "size=small requires --out: docs/results is for size="),
-        (["--out", __file__], "test_bench_amp.py must be a writable folder"),
     ],
 )
 def test_invalid_words_are_refused_in_one_line(words, message, capsys):
@@ -168,12 +158,12 @@ def test_invalid_words_are_refused_in_one_line(words, message, capsys):
 
 
 def test_command_writes_csv_report_and_figure(tmp_path, capsys):
-    assert main(["--size", "small", "--only", "mlp", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+    assert main(["--size", "small", "--only", "mlp,mlp", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines[:-3]] == [f"mlp {number}/5" for number in range(1, 6)]
-    names = {file.name for file in (tmp_path / "out").iterdir()}
-    assert names == {f"amp-bench-cpu.{suffix}" for suffix in ("csv", "md", "png")}
-    assert "make bench-amp ARGS='--size small --only mlp" in (tmp_path / "out" / "amp-bench-cpu.md").read_text()
+    assert [line.split(":")[0] for line in lines[:-3]] == [f"mlp {number}/5" for number in range(1, 6)], "named twice"
+    files = {file.suffix: file for file in (tmp_path / "out").iterdir()}
+    assert {file.name for file in files.values()} == {f"amp-bench-cpu{suffix}" for suffix in (".csv", ".md", ".png")}
+    assert "make bench-amp ARGS='--size small --only mlp" in files[".md"].read_text()
 
 
 @pytest.mark.gpu

@@ -1,20 +1,25 @@
-"""The doctor's table of dtype rules: against the wheels, on a new release, on trees that are none; and the command."""
+"""The doctor's table of dtype rules, the trees that it is applied to, the command, and the Python that runs it."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import venv
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.diagnoses import ROLLOUT
 from support.trees import edit
 
 import doctor as command
+from lib.doctor import requirements
 from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.dtype_rules import KNOWN, RULES
+from lib.doctor.interpreter import find_interpreter
 from lib.doctor.tree import identify_tree, table_release
 from lib.errors import Refused
 from lib.patches.apply import apply
@@ -28,6 +33,7 @@ RELEASES = load_releases()
 OLD, NEW = "0.9.1", "0.9.2"
 NEAREST = {"release": None, "state": "foreign", "stack": None, "nearest": OLD}
 SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"  # named by rules, hooked by no patch
+SITE = Path(os.__file__).relative_to(sys.base_prefix).parent / "site-packages"
 WORDS = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=float16", "actor_rollout_ref.actor.fsdp_config.dtype=float16"]
 
 
@@ -69,29 +75,18 @@ def new_tree(folder: Path) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
     """This project's stacks and configs, and the new release: OLD's folder under its name, and an entry."""
-    project = tmp_path_factory.mktemp("project")
+    project = tmp_path / "project"
     shutil.copytree(REPO / "patches", project / "patches")
     shutil.copytree(REPO / "configs", project / "configs")
     home = VERL.home(project)
     shutil.copytree(home / f"v{OLD}", home / f"v{NEW}")
-    tree = package_tree_id(package_blobs(new_tree(tmp_path_factory.mktemp("wheel"))))
+    tree = package_tree_id(package_blobs(new_tree(tmp_path / "wheel")))
     release = replace(find_release(OLD), name=NEW, tree_before=tree, tree_after=tree, ported_from=OLD)
     add_release(release, home / "versions.toml")
     return project
-
-
-@contextmanager
-def changed(file: Path, old: str, new: str) -> Iterator[None]:
-    """Replace a text of a file of the project that tests share, for a moment."""
-    text = file.read_text()
-    edit(file, old, new)
-    try:
-        yield
-    finally:
-        file.write_text(text)
 
 
 @pytest.fixture
@@ -114,24 +109,22 @@ def test_new_release_has_the_rules_of_the_one_it_was_ported_from(project: Path, 
     assert diagnosis.json()["verl"] == {"release": NEW, "state": "patched", "stack": stack, "nearest": None}
     assert dtypes(diagnosis, "actor.compute") == ["float16"] and diagnosis.verdict == "agree"
 
-    with changed(project / "configs/precision/fp16.yaml", "# @package", "# another version of the stack\n# @package"):
-        outdated = identify_tree(tree, project)
+    edit(project / "configs/precision/fp16.yaml", "# @package", "# another version of the stack\n# @package")
+    outdated = identify_tree(tree, project)
     assert (outdated.state, outdated.stack) == ("patched", stack)
 
 
-def test_hop_is_unknown_where_the_quoted_line_is_gone(project: Path, tree: Path):
+def test_hop_is_unknown_where_the_quoted_line_or_all_rules_are_gone(project: Path, tree: Path):
     edit(tree / SERVER, '"dtype": self.config.dtype,', '"dtype": "bfloat16",')
     wheel_id = package_tree_id(package_blobs(tree))  # as if that were the wheel
     versions = VERL.home(project) / "versions.toml"
-    with changed(versions, f'before = "{find_release(NEW, project).tree_before}"', f'before = "{wheel_id}"'):
-        diagnosis = diagnose(identify_tree(tree, project), WORDS)
+    edit(versions, f'before = "{find_release(NEW, project).tree_before}"', f'before = "{wheel_id}"')
+    diagnosis = diagnose(identify_tree(tree, project), WORDS)
     assert diagnosis.json()["verl"]["release"] == NEW
     assert dtypes(diagnosis, "rollout.weights", "actor.compute") == ["unknown", "bfloat16"]
 
-
-def test_new_release_without_rules_is_unknown(project: Path, tree: Path):
-    with changed(VERL.home(project) / "versions.toml", f'ported_from = "{OLD}"', 'ported_from = ""'):
-        diagnosis = diagnose(identify_tree(tree, project), WORDS[:1])
+    edit(versions, f'ported_from = "{OLD}"', 'ported_from = ""')
+    diagnosis = diagnose(identify_tree(tree, project), WORDS[:1])
     assert diagnosis.hops["actor.compute"].reason == f"no rule for engine in verl {NEW}"
     assert diagnosis.verdict == "unknown"
 
@@ -139,9 +132,9 @@ def test_new_release_without_rules_is_unknown(project: Path, tree: Path):
 def test_unknown_feature_is_refused(project: Path):
     with pytest.raises(Refused, match=f"verl {NEW}: unknown feature 'legacy_worker' in versions.toml; known: legacy_w"):
         find_release(NEW, project).has("legacy_worker")
-    with changed(VERL.home(project) / "versions.toml", '"hf_rollout"', '"hf_rolout"'):
-        with pytest.raises(Refused, match="verl 0.4.1: unknown feature 'hf_rolout' in versions.toml; known: "):
-            load_releases(project)
+    edit(VERL.home(project) / "versions.toml", '"hf_rollout"', '"hf_rolout"')
+    with pytest.raises(Refused, match="verl 0.4.1: unknown feature 'hf_rolout' in versions.toml; known: "):
+        load_releases(project)
 
 
 # --- trees that are no release ----------------------------------------------------------------------------------------
@@ -205,7 +198,6 @@ def test_command_prints_json_and_text(trees: dict[str, Path], capsys):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--verl", "/nowhere"], "is not a folder"),
         (["--verl", "/tmp"], "no verl/__init__.py"),
         (["actor.dtype"], "ARGS"),
         (["--args", "a='b"], "No closing quotation"),
@@ -228,3 +220,62 @@ def test_tree_is_unchanged(trees: dict[str, Path], tmp_path: Path):
     before = sorted((str(path), path.stat().st_mtime_ns) for path in copy.rglob("*"))
     assert command.main(["--verl", str(copy), "--json"]) == 0
     assert sorted((str(path), path.stat().st_mtime_ns) for path in copy.rglob("*")) == before
+
+
+# --- the Python that runs it, in which nothing may be installed -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def environments(trees, tmp_path_factory) -> dict[str, Path]:
+    """The site-packages of two environments with only verl; ``whole`` also finds this environment's packages."""
+    made = {}
+    for name in ("whole", "bare"):
+        folder = tmp_path_factory.mktemp(name)
+        venv.create(folder, symlinks=True)
+        made[name] = folder / SITE
+        shutil.copytree(trees["pristine"] / "verl", made[name] / "verl")
+    (hydra,) = requirements.importlib.util.find_spec("hydra").submodule_search_locations
+    (made["whole"] / "packages.pth").write_text(str(Path(hydra).parent))
+    return made
+
+
+@pytest.mark.subprocess
+def test_environment_of_the_verl_is_used(environments):
+    verl = environments["whole"]
+    line = [sys.executable, "scripts/command.py", "doctor", f"VERL={verl}", f"ARGS={WORDS[1]}"]
+    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
+    here = [sys.executable, "scripts/doctor.py", "--verl", str(verl), WORDS[1]]
+    assert done.stdout == subprocess.run(here, cwd=REPO, capture_output=True, text=True).stdout
+    assert f"unpatched, in {verl}" in done.stdout and done.returncode == 1
+    for folder in (verl, verl / "verl"):
+        assert find_interpreter(folder, None) == str(verl.parents[2] / "bin/python3")
+
+
+def test_named_python_is_used_for_a_tree_without_one(environments, trees, capfd):
+    python = str(environments["whole"].parents[2] / "bin/python")
+    assert find_interpreter(trees["pristine"], python) == find_interpreter(None, python) == python
+    assert find_interpreter(trees["pristine"], None) is None
+    beside = str(environments["whole"].parents[2] / "bin/python3")
+    assert find_interpreter(environments["whole"], sys.executable) == beside, "the Python beside the verl comes first"
+    assert find_interpreter(environments["bare"], None) is None
+    assert "bin/python3 lacks hydra-core, omegaconf, which the doctor needs" in capfd.readouterr().err
+
+
+def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch):
+    for tree in (trees["pristine"], trees["patched"], None):
+        assert requirements.missing(tree) == []
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    assert requirements.missing(trees["pristine"]) == []
+    assert requirements.missing(trees["patched"]) == ["torch (for a patched verl)"]
+    own = SimpleNamespace(submodule_search_locations=[str(trees["patched"] / "verl")])
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", {"hydra": 1, "omegaconf": 1, "verl": own}.get)
+    assert requirements.missing(None) == ["torch (for a patched verl)"], "this Python's own verl is patched, too"
+    monkeypatch.setattr(requirements, "PYTHON", (4, 0))
+    assert requirements.missing(trees["pristine"]) == ["Python 4.0"]
+
+
+def test_script_names_packages_that_its_python_lacks(environments):
+    python = environments["bare"].parents[2] / "bin/python"
+    done = subprocess.run([python, "scripts/doctor.py"], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"doctor: {python} lacks hydra-core, omegaconf: install it there")

@@ -35,14 +35,12 @@ def test_metrics_match_those_that_verl_logs():
     trainer, rollout = padded([a.trainer for a in answers]), padded([a.rollout for a in answers])
     theirs = compute_offpolicy_metrics(trainer, rollout, mask)
     _, by_token = compute_rollout_correction_weights(trainer - rollout, mask, "token", mismatch.THRESHOLD)
-    _, by_sequence = compute_rollout_correction_weights(trainer - rollout, mask, "sequence", mismatch.THRESHOLD)
-    ours, sums = mismatch.measure(answers), np.array([answer.log_ratio.sum() for answer in answers])
+    ours = mismatch.measure(answers)
     assert ours["k3"].value == pytest.approx(theirs["k3_kl"], rel=1e-4)
     assert ours["k3_as_logged"] == pytest.approx(theirs["k3_kl"], rel=1e-4)
     assert 0 < ours["clipped_tokens"].value == pytest.approx(by_token["rollout_is_ratio_fraction_high"], rel=1e-5)
     difference = ((trainer.exp() - rollout.exp()).abs() * mask).sum() / mask.sum()  # verl's rollout_probs_diff_mean
     assert ours["probs_diff"].value == pytest.approx(difference.item(), rel=1e-5)
-    assert (sums > math.log(2)).mean() == pytest.approx(by_sequence["rollout_is_ratio_fraction_high"])
 
 
 def test_small_mismatch_keeps_its_digits():
@@ -77,6 +75,7 @@ def test_extrapolation_matches_longer_answers():
     for point in (predicted, measured):
         assert point["ess"].low < math.exp(-(0.02**2) * 1024) < point["ess"].high
         assert point["clipped"].low < mismatch.clipped(0.02**2, 1024) < point["clipped"].high
+    assert mismatch.clipped(0.0, 1024) == 0.0
 
 
 def test_correlated_terms_raise_growth():
@@ -101,12 +100,6 @@ def test_loss_rate_is_kishs_of_weights_with_any_mean_clamped_as_by_verl():
     rate = mismatch.loss_rate((weights - 1).sum(), ((weights - 1) ** 2).sum(), 2, 2)
     assert math.exp(-rate) == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / 2)
     assert mismatch.weights(np.array([1.0, 800.0, -800.0])) == pytest.approx(np.expm1([1.0, 20.0, -20.0]))
-
-
-def test_clipped_share_matches_normal_log_weights():
-    sums = np.random.default_rng(3).normal(-0.4, math.sqrt(0.8), 400_000)
-    assert mismatch.clipped(0.8 / 1000, 1000) == pytest.approx((sums > math.log(2)).mean(), rel=0.02)
-    assert mismatch.clipped(0.0, 1000) == 0.0
 
 
 def test_intervals_cover_the_true_value():

@@ -28,9 +28,9 @@ from lib.probe.work_folder import append_missing, is_complete, rollout_file, tra
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 PLAIN = ["WIRE=fp32", "HEAD=none"]
 
-# rollout_corr/k3_kl of the first step of `make run EXPERIMENT=sanity_cpu`, whose weights are still the model's: means
-# over the recorded runs of docs/probe.md, 128 answers each.
-RECORDED = {"bf16": 8.6e-06, "fp16": 1.34e-07}
+# rollout_corr/k3_kl of the first step of `make run EXPERIMENT=sanity_cpu PRECISION=bf16`, whose weights are still the
+# model's: mean over the recorded runs of docs/probe.md, 128 answers each.
+RECORDED_K3 = 8.6e-06
 
 SIZE = ["ROWS=8", "SAMPLES=16", "LENGTH=32"]
 # Probes that one process makes, by the folder of their report: a model and variables.
@@ -238,9 +238,7 @@ def test_vllms_answers_are_written_up_to_an_overflow(tmp_path, monkeypatch):
         ("DATA=", "is not set"),
         ("DATA={folder}/data.csv", "is not a readable parquet file"),
         ("PRECISION=fp16 fp8", "PRECISION=fp8: must be one of bf16, bf16_train_fp16_infer, fp16, fp32"),
-        ("ROWS=1", "must be a whole number of at least 2"),
         ("ROWS=9", "has 8 rows; set fewer ROWS"),
-        ("LENGHT=8", "is not a variable of this command"),
         ("LENGTH=122", "set at most 121"),
         ("MODEL={folder}/bare", "tokenizer"),
     ],
@@ -255,15 +253,11 @@ def test_bad_input_is_one_line_and_leaves_nothing(folder, tmp_path, words, expec
 
 @pytest.mark.e2e
 @pytest.mark.subprocess
-@pytest.mark.parametrize("regimes", ["bf16", pytest.param("fp16 bf16", marks=pytest.mark.slow)])
-def test_vllm_mismatch_matches_recorded_runs(regimes, tmp_path):
+def test_vllm_mismatch_matches_recorded_runs(tmp_path):
     """Probe the sanity task's model, whose runs are recorded."""
-    words = ["DEVICE=cpu", "BACKEND=vllm", f"OUT={tmp_path / 'out'}", "SAMPLES=16", f"PRECISION={regimes}", *PLAIN]
+    words = ["DEVICE=cpu", "BACKEND=vllm", f"OUT={tmp_path / 'out'}", "SAMPLES=16", "PRECISION=bf16", *PLAIN]
     done = subprocess.run(command(*words), capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
-    rows = {regime: row for (regime, *_), row in rows_of(tmp_path / "out").items()}
-    assert list(rows) == regimes.split()
-    for regime, row in rows.items():
-        assert row["sequences"] == 512 and row["tokens"] / 512 == pytest.approx(26, abs=0.5)
-        assert RECORDED[regime] / 2 < row["k3_as_logged"] < RECORDED[regime] * 2, regime
-    assert len(rows) == 1 or rows["fp16"]["k3"]["high"] < rows["bf16"]["k3"]["low"]
+    (row,) = rows_of(tmp_path / "out").values()
+    assert row["sequences"] == 512 and row["tokens"] / 512 == pytest.approx(26, abs=0.5)
+    assert RECORDED_K3 / 2 < row["k3_as_logged"] < RECORDED_K3 * 2

@@ -15,11 +15,9 @@ ALL = list(RELEASES)
 # By family: legacy workers, legacy workers with an actor in fp16, the model engine.
 A, B, C = ([name for name in RELEASES if RELEASES[name].family == family] for family in "ABC")
 NEWEST = C[-1]
-QUICK = (
-    "0.5.0",
-    "0.7.1",
-    "0.9.1",
-)  # of each family one, in `make test`; tests/conformance/verl runs the workers of all
+# Of each family one, in `make test`; tests/conformance/verl runs the workers of all. `make test-quick` has the newest,
+# and what holds for several releases.
+TRIED = ("0.5.0", "0.7.1", NEWEST)
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
 ENGINE = f"{ACTOR}.fsdp_config"
 Examine = Callable[..., Diagnosis]
@@ -30,18 +28,16 @@ class Case:
     """What the doctor finds with some overrides; what is not given is not compared.
 
     Texts contain names in braces: ``{actor}``, ``{ref}``, ``{rollout}``, the nodes of these roles; ``{engine}`` and
-    ``{critic}``, the FSDP settings of actor and critic; ``{fp16_rollout}``, an override; ``{release}`` and ``{root}``.
+    ``{critic}``, the FSDP settings of actor and critic; ``{fp16_rollout}``, an override; ``{release}``.
 
     Args:
-        name: of the test.
-        releases: where it is so; `make test` runs those of ``QUICK``, the last one if none of them is among these.
-        states: ``patched``, ``unpatched``, or both.
+        releases: where it is so; `make test` runs those of ``TRIED``, the last one if none of them is among these.
         words: the overrides, with spaces between them.
         dtypes: the effective dtypes of some hops, as words like ``wire=float32``.
         verdict: "refused" if ``refused`` is given.
         refused: the line of the refusal; if empty, the config must be accepted. Like those below it is a pattern:
             ``*contradict*`` matches a part.
-        effect: the effects of all findings by their keys.
+        effect: the effects of all findings by their keys; those of one key are joined.
         mend: the mends of some findings by their keys.
         scaled: the roles whose loss is scaled.
     """
@@ -61,18 +57,20 @@ class Case:
     def check(self, release: str, state: str, examine: Examine) -> None:
         """Compare the diagnosis on a release with what is expected of it."""
         names = {"actor": ACTOR, "ref": REF, "rollout": ROLLOUT, "engine": ENGINE, "release": release}
-        names |= {"critic": critic_engine(release), "fp16_rollout": f"{ROLLOUT}.dtype=float16"}
+        names["critic"] = "critic.fsdp" if release in C else "critic.model.fsdp_config"
+        names["fp16_rollout"] = f"{ROLLOUT}.dtype=float16"
         diagnosis = examine(release, state, *self.words.format(**names).split())
-        names["root"] = str(diagnosis.tree.root)
         assert_matches(diagnosis.refused or "", self.refused.format(**names))
         assert_matches(diagnosis.sentence, self.sentence)
         expected = dict(word.split("=") for word in self.dtypes.split())
         assert {name: str(diagnosis.hops[name].effective_dtype) for name in expected} == expected
         if self.verdict or self.refused:
             assert diagnosis.verdict == (self.verdict or "refused"), diagnosis.sentence
-        found = effects(diagnosis)
-        assert self.effect is None or set(found) == {key.format(**names) for key in self.effect}
-        for texts, patterns in ((found, self.effect), (mends(diagnosis), self.mend)):
+        effects, mends = {}, {finding.key: finding.mend for finding in diagnosis.findings}
+        for finding in diagnosis.findings:
+            effects[finding.key] = f"{effects.get(finding.key, '')}{finding.effect}"
+        assert self.effect is None or set(effects) == {key.format(**names) for key in self.effect}
+        for texts, patterns in ((effects, self.effect), (mends, self.mend)):
             for key, pattern in (patterns or {}).items():
                 assert_matches(texts[key.format(**names)], pattern.format(**names))
         scalers = {role: settings for role, settings in diagnosis.scaler.items() if settings}
@@ -94,9 +92,12 @@ def of_cases(*cases: Case) -> pytest.MarkDecorator:
 def of_states(releases: Iterable[str], states: str) -> list:
     """Return parameters, a release and a state each; those that repeat others of the family are slow."""
     releases = list(releases)
-    quick = set(QUICK) & set(releases) or releases[-1:]
+    tried = set(TRIED) & set(releases) or releases[-1:]
+    marks = {release: [pytest.mark.subprocess if release in tried else pytest.mark.slow] for release in releases}
+    if len(releases) > 1:
+        marks[NEWEST] = []
     return [
-        pytest.param(release, state, marks=[] if release in quick else [pytest.mark.slow], id=f"{release}-{state}")
+        pytest.param(release, state, marks=marks[release], id=f"{release}-{state}")
         for release in releases
         for state in states.split()
     ]
@@ -104,30 +105,6 @@ def of_states(releases: Iterable[str], states: str) -> list:
 
 def having(feature: str) -> list[str]:
     return [name for name, release in RELEASES.items() if release.has(feature)]
-
-
-def without(feature: str) -> list[str]:
-    return [name for name, release in RELEASES.items() if not release.has(feature)]
-
-
-def rounds_weights(release: str) -> bool:
-    """Return whether the wire of the release's default workers casts the weights to bfloat16."""
-    return RELEASES[release].has("bfloat16_wire") and not RELEASES[release].has("legacy_workers")
-
-
-def critic_engine(release: str) -> str:
-    """Return the node of the critic's FSDP settings."""
-    return "critic.fsdp" if release in C else "critic.model.fsdp_config"
-
-
-def effects(diagnosis: Diagnosis) -> dict[str, str]:
-    """Return the effect of each finding by its key; those of one key are joined."""
-    keys = dict.fromkeys(finding.key for finding in diagnosis.findings)
-    return {key: "; ".join(each.effect for each in diagnosis.findings if each.key == key) for key in keys}
-
-
-def mends(diagnosis: Diagnosis) -> dict[str, str]:
-    return {finding.key: finding.mend for finding in diagnosis.findings}
 
 
 def assert_matches(text: str, pattern: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lib.bench.memory_model import BYTES, TrainedModel
 from lib.bench.model_shape import ModelShape, model_config
 from lib.errors import Refused
+from lib.server_dtypes import SERVER_SPELLINGS
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -23,7 +24,6 @@ BESIDE_TENSORS = 4 * GIB
 # Proportional set sizes of a job's processes on one machine without a GPU, less tensors and KV cache. Fitted to one run
 # of `make run STEPS=2` (7.17 GiB, its trainer 1.05); a server's share to the processes of another run.
 CPU_PROCESSES = {"job": 3.4 * GIB, "trainer": 0.9 * GIB, "server": 1.7 * GIB}
-SERVER_DTYPES = {"auto": "bfloat16", "half": "float16", "float": "float32"}  # auto: that of most checkpoints
 PARALLEL = ("fsdp_size", "ulysses_sequence_parallel_size")
 
 
@@ -197,7 +197,7 @@ def rollout_memory(config: "DictConfig", shape: ModelShape, memory: int) -> Roll
         Refused: its weights leave no room for a KV cache.
     """
     rollout = config.actor_rollout_ref.rollout
-    dtype = SERVER_DTYPES.get(rollout.dtype, rollout.dtype)
+    dtype = SERVER_SPELLINGS.get(rollout.dtype, "bfloat16")  # auto: that of most checkpoints
     tensor_parallel = rollout.tensor_model_parallel_size
     weights = BYTES[dtype] * shape.total // tensor_parallel
     if config.trainer.device == "cpu":  # vLLM allocates a KV cache of a fixed size there

@@ -16,6 +16,7 @@ from lib.doctor.config import JobConfig
 from lib.doctor.dtype_rules import UNKNOWN, Fixed, Rule, SameAs, Sharded, rule_for
 from lib.doctor.tree import Tree
 from lib.run.vllm_float16 import float16_support
+from lib.server_dtypes import SERVER_SPELLINGS
 
 HOPS = (
     *(f"actor.{what}" for what in ("master", "compute", "autocast", "reduce", "optimizer", "logits")),
@@ -34,7 +35,6 @@ SPELLINGS = {
     "bfloat16": ("bfloat16", "bf16"),
     "float32": ("float32", "fp32", 32, "32"),
 }
-SERVER_SPELLINGS = {"half": "float16", "float": "float32"} | {name: name for name in SPELLINGS}
 KV_SPELLINGS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 SIXTEEN_BITS = ("float16", "bfloat16")
 FSDP, FSDP_IMPLEMENTATIONS = ("fsdp", "fsdp2"), ("worker", "engine")

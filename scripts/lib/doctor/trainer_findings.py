@@ -7,7 +7,8 @@ from lib.doctor import dtype_rules
 from lib.doctor.config import select
 from lib.doctor.dtype_rules import UNKNOWN, rule_for
 from lib.doctor.finding import Finding
-from lib.doctor.resolver import ROLES, SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS, DtypeResolver
+from lib.doctor.resolver import ROLES, SIXTEEN_BITS, SPELLINGS, DtypeResolver
+from lib.server_dtypes import SERVER_SPELLINGS
 
 WORK = {"actor": "trains", "critic": "trains", "ref": "computes", "reward_model": "scores"}
 SPELLED = {spelling: name for name, spellings in SPELLINGS.items() for spelling in spellings} | SERVER_SPELLINGS

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from lib.errors import Refused
 from lib.files import check_room
 from lib.paths import REPO
-from lib.run.vllm_float16 import FLOAT16, float16_support, ways_out
+from lib.run.vllm_float16 import float16_support, ways_out
+from lib.server_dtypes import SERVER_SPELLINGS
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -52,7 +53,7 @@ def check_rollout(job: "Job", config: "DictConfig") -> None:
 
     rollout = config.actor_rollout_ref.rollout
     extra = OmegaConf.select(rollout, "engine_kwargs.vllm.dtype")
-    if OmegaConf.select(rollout, "name") != "vllm" or (extra or rollout.dtype) not in FLOAT16:
+    if OmegaConf.select(rollout, "name") != "vllm" or SERVER_SPELLINGS.get(extra or rollout.dtype) != "float16":
         return
     model = str(config.actor_rollout_ref.model.path)
     support = float16_support(model)

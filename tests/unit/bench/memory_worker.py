@@ -10,7 +10,6 @@ import gc
 import json
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -171,7 +170,6 @@ def measure(setting: dict, folder: Path) -> dict:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
     initialize_global_process_group_ray(timeout_second=600)
     results = []
     for index, setting in enumerate(SETTINGS):

@@ -4,32 +4,20 @@ import csv
 import itertools
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 
 import bench
-from lib.bench import ranks as ranks_module
-from lib.bench.cost_report import REGIMES, timings_of
+from lib.bench.cost_report import timings_of
 from lib.bench.interleave import rounds
-from lib.bench.optimizer_step import OPTIMIZERS, count_traffic, measure_steps
+from lib.bench.ranks import spawn
 from lib.bench.training_step import measure_training
 from lib.run.job import CPU_PLATFORM
-
-SCRIPT = Path(bench.__file__)
-
-
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch):
-    for name, value in CPU_PLATFORM.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.mark.subprocess
 def test_optimizer_steps_are_timed_and_reported(tmp_path):
-    run = [sys.executable, SCRIPT, "--sizes", "1", "--ranks", "2", "--seconds", "0.1", "--out", tmp_path]
+    run = [sys.executable, bench.__file__, "--sizes", "1", "--ranks", "2", "--seconds", "0.1", "--out", tmp_path]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     report = (tmp_path / "cost-cpu.md").read_text()
@@ -46,31 +34,17 @@ def test_optimizer_steps_are_timed_and_reported(tmp_path):
     assert (tmp_path / "cost-cpu.png").stat().st_size > 1000
 
 
-def test_each_number_of_ranks_is_measured(tmp_path, monkeypatch):
-    spawned = []
-
-    def measure(worker, ranks, *args) -> list:
-        spawned.append((worker, ranks))
-        if worker is count_traffic:
-            return [((optimizer, regime), 32.0) for optimizer in OPTIMIZERS for regime in REGIMES]
-        times = dict.fromkeys(REGIMES, [0.1])
-        return timings_of(times, what="optimizer step", optimizer="fused AdamW", parameters_m=1, ranks=ranks)
-
-    monkeypatch.setattr(ranks_module, "spawn", measure)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench.main(["--sizes", "1", "--ranks", "1,2", "--out", str(tmp_path)]) == 0
-    assert spawned == [(measure_steps, 1), (measure_steps, 2), (count_traffic, 1)]
-    assert [row["ranks"] for row in csv.DictReader((tmp_path / "cost-cpu.csv").open())] == ["1"] * 4 + ["2"] * 4
-
-
 @pytest.mark.subprocess
-def test_training_step_runs_in_every_regime():
-    rows = ranks_module.spawn(measure_training, 1, 0.1, "cpu", 1, 32)
+def test_training_step_runs_in_every_regime(monkeypatch):
+    for name, value in {**CPU_PLATFORM, "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    rows = spawn(measure_training, 1, 0.1, "cpu", 1, 32)
     assert [row.regime for row in rows] == ["bf16", "fp16", "fp32"]
     assert {row.what for row in rows} == {"training step"} and rows[0].ratio == 1.0
 
 
 def test_sizes_must_be_whole_numbers_above_zero(capsys):
+    assert bench.parse(["--ranks", "1,2"]).ranks == [1, 2]
     with pytest.raises(SystemExit, match="2"):
         bench.parse(["--sizes", "0"])
     assert "whole numbers above 0" in capsys.readouterr().err

@@ -2,8 +2,7 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,18 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 import plan_memory
 from lib.bench.memory_model import TrainedModel
-from lib.bench.memory_plan import (
-    BESIDE_TENSORS,
-    CPU_PROCESSES,
-    GIB,
-    MemoryPlan,
-    micro_batch,
-    peak,
-    plan_job,
-    sequence_parallel,
-)
+from lib.bench.memory_plan import BESIDE_TENSORS, CPU_PROCESSES, GIB, micro_batch, peak, plan_job, sequence_parallel
 from lib.bench.model_shape import MODELS, ModelShape
-from lib.cli import options
 from lib.errors import Refused
 from lib.paths import REPO
 from lib.run.compose import compose_config
@@ -36,12 +25,13 @@ RECORDED = json.loads(MEASURED.read_text())
 WITHIN = 0.15
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
-SMALL = {"num_hidden_layers": 4, "vocab_size": 8192, "hidden_size": 512, "tie_word_embeddings": False}
-DENSE = SMALL | {"intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 8}
+# Of memory_worker.py: 2 ranks, 8 rows of 224 tokens in one micro-batch, and by "in_place" whether the loss's gradient
+# overwrites the logits, as on a GPU.
+USUAL = RECORDED["workers"][0]["setting"]
+DENSE = USUAL["model"]
 KINDS = {
-    "llama": DENSE | {"model_type": "llama"},
-    "qwen2": DENSE | {"model_type": "qwen2"},
-    "tied": DENSE | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2": DENSE,
+    "tied": DENSE | {"tie_word_embeddings": True},
     "qwen3": DENSE | {"model_type": "qwen3", "head_dim": 96, "num_key_value_heads": 2},
     "heads": {name: size for name, size in DENSE.items() if name != "num_key_value_heads"} | {"model_type": "llama"},
     "biased": DENSE | {"model_type": "llama", "attention_bias": True},
@@ -51,18 +41,11 @@ KINDS = {
 }
 
 
-def setting(ranks: int = 2, model: str | dict = "qwen2", **other) -> dict:
-    """Return a setting of memory_worker.py with its ranks; by default 8 rows of 224 tokens in one micro-batch."""
-    usual = {"role": "actor", "strategy": "fsdp2", "dtype": "bfloat16", "checkpointing": False, "deferred": False}
-    usual["in_place"] = False  # whether the loss's gradient overwrites the logits, as on a GPU
-    shape = KINDS[model] if isinstance(model, str) else model
-    return {"ranks": ranks, "model": shape, "rows": 8, "micro_batch": 8, "length": 224} | usual | other
-
-
-WORKER = Path(__file__).with_name("memory_worker.py")
-FEW = {"rows": 4, "micro_batch": 2, "length": 64}  # gathered and reduced tensors outweigh activations
 # In the default suite; their peaks are in a layer and in the embedding. RECORDED lists all settings.
-QUICK = [setting(strategy="fsdp", checkpointing=True, model="moe"), setting(strategy="fsdp", **FEW)]
+QUICK = [
+    USUAL | {"strategy": "fsdp", "checkpointing": True, "model": KINDS["moe"]},
+    USUAL | {"strategy": "fsdp", "rows": 4, "micro_batch": 2, "length": 64},  # few tokens: what is gathered outweighs
+]
 
 
 def planned(each: dict) -> TrainedModel:
@@ -85,45 +68,41 @@ def parsed_once():
         yield
 
 
-@pytest.fixture(scope="module")
-def measure(run_ranks):
-    """Return ``measure(settings)``: the bytes of real workers in each setting, of the rank with the largest peak."""
-
-    def of(settings: list[dict]) -> list[dict]:
-        (ranks,) = {each["ranks"] for each in settings}
-        by_rank = run_ranks("patched", WORKER, "memory", json.dumps(settings), ranks=ranks)
-        return [max(results, key=lambda result: result["peak"]) for results in zip(*by_rank, strict=True)]
-
-    return of
+def measured(run_ranks: Callable, settings: list[dict]) -> list[dict]:
+    """Return the bytes of real workers in each setting, of the rank with the largest peak."""
+    worker = Path(__file__).with_name("memory_worker.py")
+    by_rank = run_ranks("patched", worker, "memory", json.dumps(settings), ranks=settings[0]["ranks"])
+    return [max(results, key=lambda result: result["peak"]) for results in zip(*by_rank, strict=True)]
 
 
-def assert_close(each: dict, measured: dict) -> None:
+def assert_close(each: dict, result: dict) -> None:
     """Compare the plan of a setting with the measurement: weights and Adam within 1 %, peaks within 15 %."""
     plan = planned(each)
     moment, size = peak(plan.update_moments())
     scoring = replace(plan, logits_twice=False).scoring_moments(entropy=each["role"] == "actor")
     scored = peak(scoring)[1] + 3 * plan.weights
     aside = 64 * len(each) * each["model"]["num_hidden_layers"]  # rotary frequencies, Adam's steps
-    assert abs(measured["parameters"] - plan.weights) <= 0.01 * plan.weights + aside
-    assert abs(measured["Adam"] - 2 * plan.weights) <= 0.01 * plan.weights + aside
-    assert measured["peak"] == pytest.approx(size, rel=WITHIN), (moment, each)
+    assert abs(result["parameters"] - plan.weights) <= 0.01 * plan.weights + aside
+    assert abs(result["Adam"] - 2 * plan.weights) <= 0.01 * plan.weights + aside
+    assert result["peak"] == pytest.approx(size, rel=WITHIN), (moment, each)
     within = 0.25 if each["dtype"] == "float16" else WITHIN  # recipes/cpu multiplies fp32 copies
-    assert measured["scored"] == pytest.approx(scored, rel=within), each
+    assert result["scored"] == pytest.approx(scored, rel=within), each
 
 
 @pytest.mark.subprocess
-def test_workers_peak_at_the_planned_memory(measure):
-    for each, measured in zip(QUICK, measure(QUICK), strict=True):
-        assert_close(each, measured)
+def test_workers_peak_at_the_planned_memory(run_ranks):
+    for each, result in zip(QUICK, measured(run_ranks, QUICK), strict=True):
+        assert_close(each, result)
 
 
 @pytest.mark.slow
-def test_workers_peak_at_the_planned_memory_in_every_setting(measure, pytestconfig):
+def test_workers_peak_at_the_planned_memory_in_every_setting(run_ranks, pytestconfig):
     """A setting to add is a row without ``measured`` in the recorded file; ``--write-results`` measures it."""
     rows = []
     for ranks in (2, 1):
         settings = [row["setting"] for row in RECORDED["workers"] if row["setting"]["ranks"] == ranks]
-        rows += [{"setting": each, "measured": one} for each, one in zip(settings, measure(settings), strict=True)]
+        results = measured(run_ranks, settings)
+        rows += [{"setting": each, "measured": one} for each, one in zip(settings, results, strict=True)]
     if pytestconfig.getoption("--write-results"):
         MEASURED.write_text(json.dumps(RECORDED | {"workers": rows}, indent=1) + "\n")
     for row in rows:
@@ -135,6 +114,8 @@ def test_recorded_workers_match_the_plan():
         assert_close(row["setting"], row["measured"])
     moments = {peak(planned(row["setting"]).update_moments())[0] for row in RECORDED["workers"]}
     assert moments == {"loss", "head", "layer"}, "only the published PPO job peaks at the embedding"
+    one_batch = planned(USUAL | {"deferred": True}).update_moments()
+    assert one_batch == planned(USUAL).update_moments(), "one micro-batch defers nothing"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,33 +127,19 @@ def test_parameters_match_the_model(kind):
     shape = ModelShape.of(KINDS[kind], kind)
     assert shape.total == sum(parameter.numel() for parameter in model.parameters())
     assert shape.block == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
-    of_critic = planned(setting(model=kind, role="critic")).parameters
+    of_critic = planned(USUAL | {"model": KINDS[kind], "role": "critic"}).parameters
     assert of_critic == sum(parameter.numel() for parameter in critic.parameters())
 
 
-@pytest.mark.parametrize(
-    ("model", "parameters"),  # in 10^9, from the model cards
-    [
-        ("Qwen/Qwen2.5-0.5B-Instruct", 0.49),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1.78),
-        ("Qwen/Qwen2.5-7B", 7.62),
-        ("Qwen/Qwen2.5-32B", 32.76),
-        ("Qwen/Qwen3-8B", 8.19),
-        ("Qwen/Qwen3-30B-A3B", 30.53),
-    ],
-)
-def test_built_in_dimensions_match_the_model_cards(model, parameters):
-    assert ModelShape.of(MODELS[model], model).total / 1e9 == pytest.approx(parameters, abs=0.005)
+def test_built_in_dimensions_match_the_model_cards():
+    cards = {"Qwen/Qwen2.5-0.5B-Instruct": 0.49, "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.78}  # 10^9 parameters
+    cards |= {"Qwen/Qwen2.5-7B": 7.62, "Qwen/Qwen2.5-32B": 32.76, "Qwen/Qwen3-8B": 8.19, "Qwen/Qwen3-30B-A3B": 30.53}
+    shapes = {model: ModelShape.of(MODELS[model], model) for model in cards}
+    assert {model: shape.total / 1e9 for model, shape in shapes.items()} == pytest.approx(cards, abs=0.005)
+    assert shapes["Qwen/Qwen3-30B-A3B"].largest_tensor == 2 * 2048 * 768 * 128, "the experts"
+    assert shapes["Qwen/Qwen2.5-7B"].largest_tensor == 152064 * 3584, "the embedding"
 
 
-# The FSDP jobs of verl's nightly tests on 8 Ascend 910B3 of 64 GiB, their settings that affect memory, and the peaks
-# that its project records for them:
-# scripts: github.com/verl-project/verl, tests/special_npu/nightly_ci_ascend/run_gspo_qwen3_8b_fsdp2_npu.sh (4cee2a0,
-# 8 NPUs since pull request 7456) and run_ppo_qwen3-8b_fsdp_npu.sh (1d121e9); actor/perf/max_memory_allocated_gb:
-# github.com/verl-project/verl-ascend-recipe, baseline/a2/nightly_log (2a3edec).
-# The length of the second job is inferred: 68.56 tokens a second and NPU × 74.86 s × 8 NPUs ÷ 32 answers (the same
-# file). The first fills its micro-batches at any length. The third is the first as of a day earlier, from the report
-# of the project's nightly triage of 2026-08-28.
 @pytest.mark.parametrize("each", RECORDED["published"], ids=lambda each: each["job"])
 def test_published_peaks_match_the_plan(each):
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations
@@ -182,54 +149,54 @@ def test_published_peaks_match_the_plan(each):
 
 
 def test_measured_cpu_jobs_match_the_plan(tmp_path):
-    for index, each in enumerate(RECORDED["jobs"]):
+    for each in RECORDED["jobs"]:
         words = ["DEVICE=cpu", *each["words"]]
         if each["model"]:
-            (tmp_path / str(index)).mkdir()
-            (tmp_path / str(index) / "config.json").write_text(json.dumps(each["model"]))
-            words.append(f"MODEL={tmp_path / str(index)}")
+            (tmp_path / "config.json").write_text(json.dumps(each["model"]))
+            words.append(f"MODEL={tmp_path}")
         plan = plan_one(*words)
-        assert sum(plan.host_memory.values()) / GIB == pytest.approx(
-            each["job_gib"], rel=0.02 if each["fitted"] else WITHIN
-        )
+        within = 0.02 if each["fitted"] else WITHIN
+        assert sum(plan.host_memory.values()) / GIB == pytest.approx(each["job_gib"], rel=within)
         trainer = (CPU_PROCESSES["trainer"] + plan.training_peak) / GIB
-        assert trainer == pytest.approx(each["trainer_gib"], rel=0.02 if each["fitted"] else WITHIN)
+        assert trainer == pytest.approx(each["trainer_gib"], rel=within)
 
 
-@pytest.mark.parametrize(
-    "runs", ["grpo/runs/fp16", "grpo/runs/bf16-", "grpo/runs/fp32", "ppo/runs/fp16", "ppo/runs/bf16-"]
-)
+@pytest.mark.parametrize("runs", ["grpo/runs/fp32", "ppo/runs/fp16", "ppo/runs/bf16-"])
 def test_recorded_sanity_runs_match_the_plan(runs):
     algo, _, precision = runs.rstrip("-").split("/")
     plan = plan_one("DEVICE=cpu", "EXPERIMENT=sanity_cpu", f"ALGO={algo}", f"PRECISION={precision}")
     files = list((REPO / "docs/results/sanity").glob(f"{runs}*/summary.json"))
     for file in files:
-        measured = json.loads(file.read_text())["peak_memory_gib"]
-        assert sum(plan.host_memory.values()) / GIB == pytest.approx(measured, rel=WITHIN), file
+        gib = json.loads(file.read_text())["peak_memory_gib"]
+        assert sum(plan.host_memory.values()) / GIB == pytest.approx(gib, rel=WITHIN), file
     assert files
+    rollout = replace(plan.rollout, tensor_parallel=2)  # each server of two GPUs counts once
+    size = replace(plan, nodes=2, gpus=2, rollout=rollout).host_memory["rollout servers"]
+    assert size == 2 * (CPU_PROCESSES["server"] + 2 * rollout.limit)
 
 
 def test_plans_are_printed_and_written(tmp_path, capsys):
-    assert plan_memory.main(["EXPERIMENT=dense_7b moe_30b", "PRECISION=bf16", f"OUT={tmp_path / 'plan'}"]) == 0
+    assert plan_memory.main(["PRECISION=bf16", f"OUT={tmp_path / 'plan'}"]) == 0
     out = capsys.readouterr().out
     assert "dense_7b, grpo, bf16: Qwen/Qwen2.5-7B, 7.62 G parameters\n2 nodes of 8 GPUs of 80 GiB" in out
     assert "30.53 G parameters, 128 experts, 8 of them active\n4 nodes of 8 GPUs" in out
-    assert out.count("fits into 80") == 2
+    assert out.count("fits into 80") == 3
     written = json.loads((tmp_path / "plan/plan-memory.json").read_text())
-    assert list(written) == ["dense_7b, grpo, bf16", "moe_30b, grpo, bf16"]
+    assert list(written) == [f"{experiment}, grpo, bf16" for experiment in plan_memory.EXPERIMENTS]
     assert written["dense_7b, grpo, bf16"]["moments"]["rollout"]["rollout's weights"] == 2 * 7_615_616_512
     assert (tmp_path / "plan/plan-memory.png").read_bytes()[:4] == b"\x89PNG"
-    assert (tmp_path / "plan/plan-memory.md").read_text().count("| rollout ") == 2
+    assert (tmp_path / "plan/plan-memory.md").read_text().count("| rollout ") == 3
 
 
-def plan_one(*words: str) -> MemoryPlan:
+def plan_one(*words: str):
     plans = plan_memory.plan_all(plan_memory.parse(list(words)))
     (plan,) = plans.values()
     return plan
 
 
+@pytest.mark.subprocess
 def test_plan_follows_the_configuration():
-    def changed(*overrides: str, **variables: str) -> MemoryPlan:
+    def changed(*overrides: str, **variables: str):
         words = {"EXPERIMENT": "dense_7b", "ARGS": " ".join(overrides), **variables}
         return plan_one(*(f"{name}={value}" for name, value in words.items()))
 
@@ -269,17 +236,6 @@ def test_plan_follows_the_configuration():
     assert "reference, words" in reference.moments and "reference, words" not in usual.moments
 
 
-def test_servers_of_several_gpus_are_counted_once():
-    plan = plan_one("DEVICE=cpu", "EXPERIMENT=sanity_cpu")
-    rollout = replace(plan.rollout, tensor_parallel=2)
-    size = replace(plan, nodes=2, gpus=2, rollout=rollout).host_memory["rollout servers"]
-    assert size == 2 * (CPU_PROCESSES["server"] + 2 * rollout.limit)
-
-
-def test_one_micro_batch_defers_nothing():
-    assert planned(setting(deferred=True)).update_moments() == planned(setting()).update_moments()
-
-
 @pytest.mark.parametrize(
     ("mini_batch", "dynamic", "expected"),
     [(3, False, (200, 1)), (8, False, (200, 2)), (9, False, (200, 3)), (3, True, (200, 1)), (7, True, (256, 2))],
@@ -297,11 +253,6 @@ def test_older_key_of_sequence_parallelism_wins_if_set(older, newer, expected):
     assert sequence_parallel(OmegaConf.create({"actor_rollout_ref": {"actor": actor}})) == expected
 
 
-def test_largest_tensor_is_of_the_experts_or_the_embedding():
-    shapes = [ModelShape.of(MODELS[name], name) for name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-7B")]
-    assert [shape.largest_tensor for shape in shapes] == [2 * 2048 * 768 * 128, 152064 * 3584]
-
-
 def refusal(folder: Path, *words: str) -> str:
     """Return the line of a refusal, after which nothing is written."""
     with pytest.raises(Refused) as refused:
@@ -313,11 +264,6 @@ def refusal(folder: Path, *words: str) -> str:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("EXPERIMENT=dense_7c", "EXPERIMENT=dense_7c: must be one of "),
-        ("PRECISION=fp16 fp8", "PRECISION=fp8: must be one of "),
-        ("MEMORY=0", "MEMORY=0: must be a whole number of at least 1"),
-        ("LENGTH=long", "LENGTH=long: must be a whole number of at least 1"),
-        ("GPUS=8", "GPUS: is not a variable of this command; the variables are EXPERIMENT, "),
         ("MODEL=Some/Model", "MODEL=Some/Model: give a folder with its config.json, or one of Qwen/"),
         ("ARGS=trainer.nodes=2", "ARGS=trainer.nodes=2: Could not override 'trainer.nodes'."),
         (f"ARGS={ROLLOUT}.dtype=banana", f"ARGS={ROLLOUT}.dtype=banana: dtype=banana is unknown to the rollout"),
@@ -332,24 +278,15 @@ def test_bad_input_is_refused(word, message, tmp_path):
     [
         ("actor_rollout_ref.model.lora_rank=32", "plan-memory supports 0"),
         (f"{ACTOR}.strategy=megatron", "plan-memory supports fsdp or "),
-        (f"{ACTOR}.entropy_coeff=0.01", "plan-memory supports 0"),
-        (f"{ACTOR}.fsdp_config.fsdp_size=3", "must divide the 16 GPUs"),
         ("critic.fsdp.fsdp_size=3", "must divide the 16 GPUs"),
         ("critic.fsdp.reshard_after_forward=False", "plan-memory supports True"),
-        (f"{ROLLOUT}.tensor_model_parallel_size=3", "must divide the 16 GPUs"),
-        (f"{ROLLOUT}.free_cache_engine=False", ""),
         (f"{ROLLOUT}.gpu_memory_utilization=1.5", "must be above 0 and at most 1"),
+        (f"{ROLLOUT}.gpu_memory_utilization=0.02", "1.6 GiB are too few for "),
         ("trainer.nnodes=0", "must be at least 1"),
     ],
 )
 def test_job_that_cannot_be_planned_is_refused(override, message, tmp_path):
     assert refusal(tmp_path, "ALGO=ppo", f"ARGS={override}").startswith(f"{override}: {message}")
-
-
-def test_weights_that_do_not_fit_into_the_server_are_refused(tmp_path):
-    word = f"{ROLLOUT}.gpu_memory_utilization=0.1"
-    message = refusal(tmp_path, "EXPERIMENT=dense_32b", f"ARGS={word}")
-    assert message.startswith(f"{word}: 8.0 GiB are too few for 15.3 GiB of weights")
 
 
 @pytest.mark.parametrize(
@@ -358,7 +295,6 @@ def test_weights_that_do_not_fit_into_the_server_are_refused(tmp_path):
         ("{", "its config.json is not JSON"),
         ({"model_type": "gpt2"}, "its model_type is gpt2; supported are llama, qwen2, qwen3, qwen3_moe"),
         ({"hidden_size": None}, "hidden_size is None; must be a whole number of at least 1"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; must be a whole number of at least 1"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads is 2; must be a whole number of at least 1"),
         ({"mlp_only_layers": [0]}, "some of its layers have no experts; all layers must have the same structure"),
     ],
@@ -366,17 +302,3 @@ def test_weights_that_do_not_fit_into_the_server_are_refused(tmp_path):
 def test_unsupported_model_is_refused(config, message, tmp_path):
     (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(KINDS["moe"] | config))
     assert refusal(tmp_path, f"MODEL={tmp_path}").startswith(f"MODEL={tmp_path}: {message}")
-
-
-def test_command_refuses_in_one_line_and_lists_its_variables(capsys):
-    command = [sys.executable, REPO / "scripts/plan_memory.py", "EXPERIMENT=dense_7b", "MEMORY=none"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "plan-memory: MEMORY=none: must be a whole number of at least 1\n"
-    assert plan_memory.main(["--help"]) == 0
-    usage = capsys.readouterr().out
-    assert all(name in usage for name in plan_memory.VARIABLES)
-
-
-def test_default_experiments_exist():
-    assert set(plan_memory.EXPERIMENTS) <= set(options("experiment"))

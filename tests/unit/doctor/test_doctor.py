@@ -1,30 +1,28 @@
 """The doctor's diagnoses of each release, patched and not; no worker runs here."""
 
+import json
+from functools import cache
+from pathlib import Path
+
 import pytest
-from support.diagnoses import (
-    ACTOR,
-    ALL,
-    ENGINE,
-    RELEASES,
-    ROLLOUT,
-    A,
-    B,
-    C,
-    Case,
-    Examine,
-    having,
-    of_cases,
-    of_states,
-    rounds_weights,
-    without,
-)
+from support.diagnoses import ACTOR, ALL, ENGINE, NEWEST, ROLLOUT, A, B, C, Case, Examine, having, of_cases, of_states
+from support.parsed_once import yaml_parsed_once
 
-from lib.doctor.dtype_rules import COMPUTE, KEYS, SCALER, SEND
+from lib.doctor import refusals
+from lib.doctor.diagnosis import Diagnosis, diagnose
+from lib.doctor.dtype_rules import COMPUTE, KEEP, KEYS, SCALER, SEND, SKIP
+from lib.doctor.tree import identify_tree
+from lib.patches.apply import apply
 from lib.patches.stack import load_stack
+from lib.patches.wheels import unpacked_wheel
+from lib.paths import CONFIGS
 
+NEW = [NEWEST]
 # Configs of family A that are plain dictionaries, which accept any key, and dataclasses without dtype.
 DICTIONARIES, DATACLASSES = A[:2], A[2:]
-ROUNDING = [name for name in ALL if rounds_weights(name)]
+HF, REWARD_WORKER = having("hf_rollout"), having("reward_worker")
+# Releases whose default workers cast the weights to bfloat16 on their way to the rollout.
+ROUNDING = [name for name in having("bfloat16_wire") if name in C]
 EXACT = [name for name in ALL if name not in ROUNDING]
 IGNORED = "is ignored by verl {release}: trains in bfloat16"
 ROUNDED = {"{rollout}.dtype": "gets weights that passed through bfloat16*"}
@@ -42,6 +40,28 @@ DEFAULT = {
 }
 
 
+@pytest.fixture(scope="session")
+def examine(tmp_path_factory: pytest.TempPathFactory) -> Examine:
+    """``examine(release, "patched" | "unpatched", *overrides)``: the diagnosis.
+
+    Each tree is created once, and its files are parsed once, which a diagnosis spends most of its time on.
+    """
+    made = {}
+    classes = cache(refusals.config_classes)
+
+    def of(release: str, state: str, *overrides: str, config_name: str = "ppo_trainer") -> Diagnosis:
+        if (release, state) not in made:
+            root = unpacked_wheel(release, tmp_path_factory.mktemp(f"{release}-{state}"))
+            if state == "patched":
+                apply(root)
+            made[release, state] = identify_tree(root)
+        with yaml_parsed_once() as patch:
+            patch.setattr(refusals, "config_classes", classes)
+            return diagnose(made[release, state], list(overrides), config_name)
+
+    return of
+
+
 @pytest.mark.parametrize(
     ("release", "state"), [*of_states(EXACT, "unpatched patched"), *of_states(ROUNDING, "unpatched patched")]
 )
@@ -49,20 +69,21 @@ def test_defaults_agree_in_bfloat16(release: str, state: str, examine: Examine):
     diagnosis = examine(release, state)
     expected = DEFAULT | ({"wire": "bfloat16"} if state == "unpatched" and release in ROUNDING else {})
     assert {name: hop.effective_dtype for name, hop in diagnosis.hops.items()} == expected
-    stack = load_stack(RELEASES[release]).id if state == "patched" else None
+    stack = load_stack(diagnosis.tree.release).id if state == "patched" else None
     assert diagnosis.json()["verl"] == {"release": release, "state": state, "stack": stack, "nearest": None}
     assert (diagnosis.verdict, diagnosis.findings, diagnosis.scaler) == ("agree", (), {"actor": None, "critic": None})
 
 
 @pytest.mark.parametrize(("release", "state"), of_states(ALL, "patched"))
 def test_patched_tree_computes_in_fp16_by_one_key(release: str, state: str, examine: Examine):
-    diagnosis = examine(release, state, "+precision=fp16", f"{ACTOR}.use_kl_loss=true")
+    scale = f"{ENGINE}.grad_scaler.init_scale=1024"
+    diagnosis = examine(release, state, "+precision=fp16", f"{ACTOR}.use_kl_loss=true", scale)
     used = [*BFLOAT16.split(), "ref.compute", "ref.autocast"]
     assert diagnosis.json()["hops"] == DEFAULT | dict.fromkeys(used, "float16")
     assert diagnosis.verdict == "agree" and not diagnosis.findings
     settings = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 400}
     settings |= {"min_scale": 1.0, "max_consecutive_skips": 32, "saved": True, "reported": True}
-    assert diagnosis.scaler == {"actor": settings, "critic": settings}
+    assert diagnosis.scaler == {"actor": settings | {"init_scale": 1024}, "critic": settings}
 
 
 # fmt: off
@@ -88,7 +109,6 @@ TRAINER = (
          refused="*dtype=banana is not a dtype to compute in*"),
     Case("unknown dtype", B, "unpatched", "{engine}.dtype=banana",
          refused="RuntimeError: unexpected precision: banana"),
-    Case("unknown dtype", C, "unpatched", "{engine}.dtype=banana", effect={"{engine}.dtype": IGNORED}),
 
     # float32 is the default of a mixed_precision without reduce_dtype, bfloat16 that of one without param_dtype.
     Case("param_dtype", [*A, *B], "unpatched", "+{engine}.mixed_precision.param_dtype=fp16 {fp16_rollout}",
@@ -97,8 +117,12 @@ TRAINER = (
     *(Case("param_dtype", releases, "unpatched", "+{engine}.mixed_precision.param_dtype=fp16 {fp16_rollout}",
            "actor.compute=float16 actor.autocast=float16 actor.reduce=float32", verdict, scaled="actor",
            effect={"{engine}.mixed_precision.param_dtype": "does not reach the critic, which trains in bfloat16",
-                   "{engine}.grad_scaler": "*neither saves*", **EXPORT, **rounding})
+                   "{engine}.grad_scaler": "*neither saves*", **EXPORT, **rounding},
+           mend=dict.fromkeys(rounding, f"*{SEND}*"))
       for releases, verdict, rounding in ((ROUNDING, "differ", ROUNDED), (C[1:], "agree", {}))),
+    Case("param_dtype of a mapping", C[1:], "unpatched",
+         "++{engine}.mixed_precision={{param_dtype:fp16}} {fp16_rollout}",
+         effect={"{engine}.mixed_precision.param_dtype": "*", "{engine}.grad_scaler": "*", **EXPORT}),
     Case("param_dtype", ALL, "patched", "+{engine}.mixed_precision.param_dtype=fp16 {fp16_rollout}", verdict="agree"),
     Case("reduce_dtype", B, "unpatched", "{engine}.dtype=float16 +{engine}.mixed_precision.reduce_dtype=fp16",
          "actor.compute=bfloat16 actor.autocast=float16 actor.reduce=float16", "differ",
@@ -106,15 +130,13 @@ TRAINER = (
                  "{engine}.dtype": "*reaches only one half*", "{engine}.grad_scaler": "*neither saves*"}),
     Case("contradiction", [*B, *C], "patched", "{engine}.dtype=float16 +{engine}.mixed_precision.param_dtype=bf16",
          refused="*contradict*"),
-    Case("contradiction", B, "unpatched", "{engine}.dtype=float16 +{engine}.mixed_precision.param_dtype=bf16",
-         "actor.compute=bfloat16 actor.autocast=float16 actor.logits=float16", "differ", scaled="actor"),
+    Case("critic's contradiction", NEW, "patched", "critic.dtype=bfloat16 critic.fsdp.dtype=float16",
+         refused="ValueError: dtype=bfloat16 and fsdp.dtype=float16 contradict each other*"),
 
-    Case("critic's engine dtype", DICTIONARIES, "unpatched", "++{critic}.dtype=float16", "", "ignored",
+    Case("critic's engine dtype", [*DICTIONARIES, *B, *C], "unpatched", "++{critic}.dtype=float16", "", "ignored",
          sentence="*both compute in bfloat16. Not as requested: critic.*", effect={"{critic}.dtype": IGNORED}),
     Case("critic's engine dtype", DATACLASSES, "unpatched", "++{critic}.dtype=float16",
          refused=f"{UNEXPECTED} 'dtype'"),
-    Case("critic's engine dtype", [*B, *C], "unpatched", "{critic}.dtype=float16", "", "ignored",
-         sentence="*both compute in bfloat16. Not as requested: critic.*", effect={"{critic}.dtype": IGNORED}),
     Case("critic's engine dtype", ALL, "patched", "{critic}.dtype=float16",
          "actor.compute=bfloat16 critic.compute=float16"),
     Case("critic's param_dtype", [*A, *B], "unpatched", "+{critic}.mixed_precision.param_dtype=fp16",
@@ -126,24 +148,20 @@ TRAINER = (
     Case("role's dtype", ALL, "patched", "{actor}.dtype=float16 {fp16_rollout}", "", "agree"),
     Case("role's dtype", ALL, "unpatched", "{actor}.dtype=float16 {fp16_rollout}",
          refused="Could not override '{actor}.dtype'.",
-         mend={"{actor}.dtype": f"{KEYS}: make apply-patches VERL={{root}}"}),
-    Case("role's dtype, forced", DICTIONARIES, "unpatched", "+{actor}.dtype=float16 {fp16_rollout}",
-         effect={"{actor}.dtype": IGNORED}),
-    Case("role's dtype, forced", having("validate_config"), "unpatched", "+{actor}.dtype=float16 {fp16_rollout}",
-         refused="*got an unexpected keyword argument 'dtype'*"),
+         mend={"{actor}.dtype": f"{KEYS}: make apply-patches VERL=/*"}),
     Case("role's dtype alone", ALL, "patched", "{actor}.dtype=float16", "", "differ", sentence="*nobody requested*"),
-    Case("rollout's dtype alone", ALL, "unpatched patched", "{fp16_rollout}",
+    Case("rollout's dtype alone", ALL, "unpatched patched", "{rollout}.dtype=half",
          "actor.logits=bfloat16 rollout.weights=float16 rollout.kv_cache=float16", "differ"),
-    Case("rollout's dtype, spelt half", ALL, "unpatched patched", "{rollout}.dtype=half", "rollout.weights=float16"),
 
     Case("masters in bf16", ALL, "unpatched patched", "++{engine}.model_dtype=bf16",
          "actor.master=bfloat16 actor.optimizer=bfloat16 wire=bfloat16", "agree",
          effect={"{engine}.model_dtype": "*updates below 1/256*"},
          mend={"{engine}.model_dtype": "{engine}.model_dtype=fp32"}),
+    # The wire, in the masters' dtype, rounds nothing.
+    Case("masters in bf16, fp16 rollout", ALL, "unpatched", "++{engine}.model_dtype=bf16 {fp16_rollout}",
+         effect={"{engine}.model_dtype": "*"}),
     Case("critic's masters in bf16", ALL, "unpatched patched", "++{critic}.model_dtype=bf16",
          effect={"{critic}.model_dtype": "*updates below 1/256*"}),
-    Case("masters in fp16", ALL, "patched", "+precision=fp16 ++{engine}.model_dtype=fp16",
-         refused="*model_dtype=fp16 with dtype=float16 makes the optimizer's weights half precision*"),
     Case("masters in fp16", ALL, "unpatched", "++{engine}.model_dtype=fp16",
          effect={"{engine}.model_dtype": "*AdamW turns them to NaN*"}),
 
@@ -159,103 +177,146 @@ TRAINER = (
     Case("ref's dtype", [*B, *C], "patched", "{actor}.use_kl_loss=true {ref}.fsdp_config.dtype=float16",
          "actor.compute=bfloat16 ref.compute=float16",
          effect={"{ref}.fsdp_config.dtype": "*their KL is not that of the policies*"}),
-    Case("ref's dtype", B, "unpatched", "{actor}.use_kl_loss=true {ref}.fsdp_config.dtype=float16",
-         "ref.compute=float16", effect={"{ref}.fsdp_config.dtype": "*"}),
     Case("ref's dtype", C, "unpatched", "{actor}.use_kl_loss=true {ref}.fsdp_config.dtype=float16",
          "ref.compute=bfloat16", effect={"{ref}.fsdp_config.dtype": "*"}),
-    Case("dtype of no ref", [*B, *C], "patched", "{ref}.fsdp_config.dtype=float16", "ref.compute=None"),
+
+    *(Case("model engine of a legacy release", releases, "unpatched",
+           "algorithm.adv_estimator=grpo trainer.use_legacy_worker_impl=disable {engine}.dtype=float16 {fp16_rollout}",
+           dtypes, verdict)
+      for releases, dtypes, verdict in (
+          (B[:1], "actor.compute=float16 wire=float32", "agree"),  # its actor stays a legacy worker
+          (B[1:2], "actor.compute=bfloat16 wire=float32", "differ"),
+          (B[2:], "actor.compute=bfloat16 wire=bfloat16", "differ"))),
 )
 
-OFF = "trainer.use_legacy_worker_impl=disable"
-GRPO = f"algorithm.adv_estimator=grpo {OFF}"
-ENGINES_OF_LEGACY_RELEASES = (
-    Case("fp16", [*A[1:], *B], "patched", f"+precision=fp16 {OFF}",
-         refused="*trainer.use_legacy_worker_impl=disable trains in on this release*"),
-    Case("defaults", [*A[1:], *B], "patched", GRPO, "", "agree"),
-    Case("critic", having("engine_critic_fails"), "unpatched", OFF, refused="*no attribute 'hf_config'*"),
-    # The first one's actor stays a legacy worker.
-    Case("dtype", B[:1], "unpatched", f"{GRPO} {{engine}}.dtype=float16 {{fp16_rollout}}",
-         "actor.compute=float16 wire=float32", "agree"),
-    Case("dtype", B[1:2], "unpatched", f"{GRPO} {{engine}}.dtype=float16 {{fp16_rollout}}",
-         "actor.compute=bfloat16 wire=float32", "differ"),
-    Case("dtype", B[2:], "unpatched", f"{GRPO} {{engine}}.dtype=float16 {{fp16_rollout}}",
-         "actor.compute=bfloat16 wire=bfloat16", "differ"),
-)
-
-HF = having("hf_rollout")
-WIRE_AND_SERVERS = (
-    Case("hf rollout", HF, "unpatched", "{rollout}.name=hf {fp16_rollout}",
-         "wire=None rollout.weights=float32 rollout.logits=bfloat16", "ignored", sentence="*both compute in bfloat16*",
-         effect={"{rollout}.dtype": "is ignored by the hf rollout of verl {release}: samples in bfloat16"}),
-    Case("hf rollout", HF, "patched", "{rollout}.name=hf {fp16_rollout} +precision=fp16",
-         "rollout.weights=float32 rollout.logits=float16", "agree"),
-    Case("hf rollout of FSDP2", HF, "patched",
-         "{rollout}.name=hf {fp16_rollout} {actor}.strategy=fsdp2",
-         refused="*name=hf, whose weights FSDP2 rounds to the actor's bfloat16*"),
-    Case("no hf rollout", without("hf_rollout"), "unpatched", "{rollout}.name=hf", refused="*Rollout hf with mode*"),
-
-    Case("rounded wire", ROUNDING, "unpatched", "+{engine}.mixed_precision.param_dtype=fp16 {fp16_rollout}",
-         "wire=bfloat16", "differ", mend={"{rollout}.dtype": f"*{SEND}*"}),
-    Case("rounded wire", ROUNDING, "patched", "+{engine}.mixed_precision.param_dtype=fp16 {fp16_rollout}",
-         "wire=float32"),
-    # FSDP1 on one worker sends whole tensors.
-    Case("whole weights", ROUNDING, "unpatched", "trainer.n_gpus_per_node=1", "wire=float32"),
-    Case("two nodes", ROUNDING, "unpatched", "trainer.n_gpus_per_node=1 trainer.nnodes=2", "wire=bfloat16"),
-    Case("FSDP2", ROUNDING, "unpatched", "trainer.n_gpus_per_node=1 {actor}.strategy=fsdp2", "wire=bfloat16"),
-    Case("two workers", ROUNDING, "unpatched", "trainer.n_gpus_per_node=2", "wire=bfloat16"),
-    *(Case(f"merged adapters by {rank}", C, state,
-           f"++actor_rollout_ref.model.{rank}=4 ++actor_rollout_ref.model.lora.merge=true", f"wire={wire}")
-      for rank in ("lora_rank", "lora.rank") for state, wire in (("unpatched", "bfloat16"), ("patched", "float32"))),
-
-    Case("reward worker", having("reward_worker"), "patched",
-         "reward_model.enable=true ++reward_model.use_reward_loop=false reward_model.dtype=float16",
-         "reward_model.compute=float16"),
-    Case("reward worker", having("reward_worker"), "unpatched",
+ROLES = (
+    Case("KL in the reward", NEW, "unpatched", "algorithm.use_kl_in_reward=true",
+         "ref.compute=bfloat16 critic.compute=bfloat16"),
+    Case("no critic", NEW, "unpatched", "critic.enable=false", "critic.compute=None"),
+    Case("critic of GRPO", NEW, "unpatched", "algorithm.adv_estimator=grpo critic.enable=true",
+         "critic.compute=bfloat16"),
+    # The ref is the actor without its adapters, so its own dtype is ignored.
+    *(Case(f"adapter by {word}", NEW, "unpatched",
+           f"{{actor}}.use_kl_loss=true {{ref}}.fsdp_config.dtype=float16 ++actor_rollout_ref.model.{word}",
+           "ref.compute=bfloat16", "agree", effect={})
+      for word in ("lora_rank=4", "lora_adapter_path=/adapter", "lora.rank=4")),
+    Case("reward worker", REWARD_WORKER, "unpatched",
          "reward_model.enable=true ++reward_model.use_reward_loop=false +reward_model.dtype=float16",
          effect={"reward_model.dtype": "is ignored by verl {release}: scores in bfloat16"}),
     Case("reward loop", having("reward_loop"), "patched",
          "reward_model.enable=true reward_model.rollout.name=vllm reward_model.dtype=float16",
          "reward_model.compute=bfloat16", "ignored", mend={"reward_model.dtype": "reward_model.rollout.dtype=float16"}),
-    Case("reward server", without("reward_worker"), "unpatched",
+    Case("reward server", [name for name in ALL if name not in REWARD_WORKER], "unpatched",
          "reward.reward_model.enable=true reward.reward_model.rollout.dtype=float16", "reward_model.compute=float16"),
+    Case("head that is no list", NEW, "patched", "{engine}.keep_fp32_modules=lm_head",
+         refused="*keep_fp32_modules=lm_head must be a list of module names*"),
+)
+
+WIRE_AND_ROLLOUT = (
+    Case("hf rollout", HF, "unpatched", "{rollout}.name=hf {fp16_rollout}",
+         "wire=None rollout.weights=float32 rollout.logits=bfloat16", "ignored", sentence="*both compute in bfloat16*",
+         effect={"{rollout}.dtype": "is ignored by the hf rollout of verl {release}: samples in bfloat16"}),
+    Case("hf rollout of FSDP2", HF, "patched",
+         "{rollout}.name=hf {fp16_rollout} {actor}.strategy=fsdp2",
+         refused="*name=hf, whose weights FSDP2 rounds to the actor's bfloat16*"),
+    Case("no hf rollout", [name for name in ALL if name not in HF], "unpatched", "{rollout}.name=hf",
+         refused="*Rollout hf with mode*"),
+
+    # FSDP1 on one worker sends whole tensors.
+    Case("whole weights", ROUNDING, "unpatched", "trainer.n_gpus_per_node=1", "wire=float32"),
+    Case("two nodes", ROUNDING, "unpatched", "trainer.n_gpus_per_node=1 trainer.nnodes=2", "wire=bfloat16"),
+    Case("FSDP2", ROUNDING, "unpatched", "trainer.n_gpus_per_node=1 {actor}.strategy=fsdp2", "wire=bfloat16"),
+    Case("merged adapters", C, "unpatched",
+         "++actor_rollout_ref.model.lora.rank=4 ++actor_rollout_ref.model.lora.merge=true", "wire=bfloat16"),
+    *(Case(f"{engine}{which}", NEW, state, f"{{rollout}}.checkpoint_engine.backend={engine} {words}", f"wire={wire}")
+      for engine in ("kimi_ckpt_engine", "mooncake")
+      for own_key in [f"+{{rollout}}.checkpoint_engine.engine_kwargs.{engine}.rollout_dtype=bfloat16"]
+      for which, state, words, wire in (
+          (", unpatched", "unpatched", "{fp16_rollout}", "bfloat16"),
+          ("", "patched", "{fp16_rollout}", "float16"),
+          (", its default", "patched", "{rollout}.dtype=auto", "bfloat16"),
+          (", its own key", "patched", f"{{fp16_rollout}} {own_key}", "bfloat16"))),
+
+    Case("rollout's unknown dtype", NEW, "unpatched", "{rollout}.dtype=banana", "rollout.weights=unknown", "unknown",
+         effect={"{rollout}.dtype": "*does not check it*"}),
+    Case("quantized", NEW, "patched", "+precision=fp16 {rollout}.name=vllm {rollout}.quantization=fp8",
+         "rollout.weights=float8_e4m3fn rollout.logits=float16", "asked",
+         effect={"{rollout}.quantization": "*quantized weights*"}),
+    Case("KV cache", NEW, "patched",
+         "+precision=fp16 {rollout}.name=vllm +{rollout}.engine_kwargs.vllm.kv_cache_dtype=fp8",
+         "rollout.weights=float16 rollout.kv_cache=float8_e4m3fn", "asked",
+         effect={"{rollout}.engine_kwargs.vllm.kv_cache_dtype": "*rounds keys and values*"}),
+    *(Case(f"KV cache, {mode}", A[:1], "unpatched",
+           f"{{rollout}}.mode={mode} +{{rollout}}.engine_kwargs.vllm.kv_cache_dtype=fp8", f"rollout.kv_cache={cache}")
+      for mode, cache in (("sync", "float8_e4m3fn"), ("async", "bfloat16"))),  # that server does not read the key
+)
+
+REGIMES_AND_KEYS = (
+    Case("split regime", NEW, "patched", "+precision=bf16_train_fp16_infer",
+         "actor.autocast=bfloat16 actor.logits=bfloat16 rollout.weights=float16", "asked"),
+    Case("a later key wins", NEW, "patched", "+precision=fp16 {rollout}.dtype=bfloat16",
+         "actor.compute=float16 rollout.weights=bfloat16", "asked"),
+    Case("engine without rules", NEW, "unpatched", "model_engine=veomni {rollout}.name=vllm",
+         "actor.compute=unknown", "unknown"),
+    Case("key of another family", B[-1:], "patched", "critic.fsdp.dtype=float16", refused="Could not override*",
+         mend={"critic.fsdp.dtype": "critic.model.fsdp_config.dtype=float16"}),
+    Case("misspelt key", NEW, "unpatched", "actor_rollout_ref.rolout.dtype=float16", refused="Could not override*",
+         mend={"actor_rollout_ref.rolout.dtype": "the nearest key is {rollout}.dtype"}),
+    Case("unknown regime", NEW, "patched", "+precision=fp17",
+         refused="In 'ppo_trainer': Could not find 'precision/fp17'; there are "
+                 "bf16, bf16_train_fp16_infer, fp16, fp32"),
+    Case("misspelt group", NEW, "patched", "+precison=fp16", "", "ignored", mend={"precison": "+precision=fp16"}),
+)
+
+MEGATRON = "algorithm.adv_estimator=grpo {rollout}.name=vllm"
+FP16_MEGATRON = f"{MEGATRON} {{actor}}.megatron.dtype=float16 {{actor}}.megatron.use_mbridge="
+UNIMPLEMENTED = {"{actor}.megatron.dtype": "*NotImplementedError*"}
+MEGATRON_RULES = (
+    Case("defaults", ALL, "unpatched", MEGATRON,
+         "actor.compute=bfloat16 actor.autocast=unknown actor.master=unknown", "agree"),
+    Case("fp16", B, "unpatched", f"{FP16_MEGATRON}true", "actor.compute=float16", "differ", effect=UNIMPLEMENTED),
+    Case("fp16", C, "unpatched", f"{FP16_MEGATRON}true", "actor.compute=float16", "differ", effect=UNIMPLEMENTED,
+         mend={"{actor}.megatron.dtype": f"*{SKIP}*"}),
+    Case("fp16 without bridge", B, "unpatched", f"{FP16_MEGATRON}false",
+         refused="AssertionError: fp16 mode requires use_mbridge to be True"),
 )
 # fmt: on
 
 
-@of_cases(*TRAINER)
-def test_trainer(case: Case, release: str, state: str, examine: Examine):
+@of_cases(*TRAINER, *ROLES, *WIRE_AND_ROLLOUT, *REGIMES_AND_KEYS)
+def test_diagnosis(case: Case, release: str, state: str, examine: Examine):
     case.check(release, state, examine)
 
 
-@of_cases(*ENGINES_OF_LEGACY_RELEASES)
-def test_model_engine_of_legacy_releases(case: Case, release: str, state: str, examine: Examine):
-    case.check(release, state, examine)
+@of_cases(*MEGATRON_RULES)
+def test_megatron_computes_in_its_own_dtype_key(case: Case, release: str, state: str, examine: Examine):
+    case.check(release, state, lambda *words: examine(*words, config_name="ppo_megatron_trainer"))
 
 
-@of_cases(*WIRE_AND_SERVERS)
-def test_wire_and_servers(case: Case, release: str, state: str, examine: Examine):
-    case.check(release, state, examine)
+@pytest.mark.parametrize(
+    ("dtype", "effective", "verdict"), [("bfloat16", "bfloat16", "agree"), ("float32", "unknown", "unknown")]
+)
+def test_auto_resolves_to_the_models_dtype(dtype, effective, verdict, examine: Examine, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": dtype}))
+    diagnosis = examine(NEWEST, "patched", f"{ROLLOUT}.dtype=auto", f"actor_rollout_ref.model.path={tmp_path}")
+    assert (diagnosis.hops["rollout.weights"].effective_dtype, diagnosis.verdict) == (effective, verdict)
+    assert verdict == "agree" or "config.json" in diagnosis.findings[0].effect
 
 
-@pytest.mark.parametrize(("release", "state"), of_states(ALL, "unpatched"))
-def test_mapping_requests_its_keys(release: str, state: str, examine: Examine):
-    node, rollout = f"{ENGINE}.mixed_precision", f"{ROLLOUT}.dtype=float16"
-    by_key = examine(release, state, f"+{node}.param_dtype=fp16", rollout)
-    assert examine(release, state, f"++{node}={{param_dtype:fp16}}", rollout).json() == by_key.json()
+def test_groups_of_this_repository(examine: Examine, tmp_path: Path):
+    """They are on the search path by default; a search path in the overrides replaces the default."""
+    words = ["+experiment=sanity_cpu", "+algo=grpo", "+device=cpu", "+precision=fp16"]
+    diagnosis = examine(NEWEST, "patched", *words, "+recipe=flowrl")
+    assert diagnosis.verdict == "agree" and diagnosis.hops["critic.compute"].effective_dtype is None  # grpo
+    elsewhere = examine(NEWEST, "patched", *words, f"hydra.searchpath=['file://{tmp_path}']").findings
+    effects = {finding.key: finding.effect for finding in elsewhere}
+    assert effects["experiment"] == f"is a key that nothing reads in verl {NEWEST}" and "precision" not in effects
+    # It composes, but its dataclasses lack the keys.
+    unpatched = examine(NEWEST, "unpatched", f"hydra.searchpath=['file://{CONFIGS}']", "+precision=fp16")
+    assert unpatched.refused == "TypeError: FSDPActorConfig.__init__() got an unexpected keyword argument 'dtype'"
 
 
-@pytest.mark.parametrize(("release", "state"), of_states(ALL, "patched"))
-def test_settings_of_the_actors_scaler_are_its_own(release: str, state: str, examine: Examine):
-    scaler = examine(release, state, "+precision=fp16", f"{ENGINE}.grad_scaler.init_scale=1024").scaler
-    assert scaler["actor"]["init_scale"] == 1024 and scaler["critic"]["init_scale"] == 65536
-
-
-@pytest.mark.parametrize(("release", "state"), of_states(ALL, "unpatched patched"))
-def test_wire_in_the_masters_dtype_rounds_nothing(release: str, state: str, examine: Examine):
-    diagnosis = examine(release, state, f"++{ENGINE}.model_dtype=bf16", f"{ROLLOUT}.dtype=float16")
-    assert f"{ROLLOUT}.dtype" not in {finding.key for finding in diagnosis.findings}
-
-
-def test_rounded_wire_is_that_of_its_line(examine: Examine):
-    wire = examine(ROUNDING[-1], "unpatched").hops["wire"]
-    assert wire.reason.startswith("workers/engine/fsdp/transformer_impl.py:")
+@pytest.mark.parametrize("release", [B[-1], NEWEST])
+def test_legacy_workers_are_not_advised_a_patch_that_they_lack(release: str, examine: Examine):
+    findings = examine(release, "unpatched", f"{ENGINE}.keep_fp32_modules=[lm_head]").findings
+    assert any(KEEP in finding.mend for finding in findings) == (release in C)

@@ -1,55 +1,57 @@
-"""The doctor's table of dtype rules against the wheels, and on a release without rules of its own."""
+"""The doctor's table of dtype rules, the trees that it is applied to, the command, and the Python that runs it."""
 
-import re
+import json
+import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support.diagnoses import ROLLOUT
 from support.trees import edit
 
-from lib.doctor.diagnosis import diagnose
+import doctor as command
+from lib.doctor import requirements
+from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.dtype_rules import KNOWN, RULES
+from lib.doctor.interpreter import find_interpreter
 from lib.doctor.tree import identify_tree, table_release
 from lib.errors import Refused
 from lib.patches.apply import apply
 from lib.patches.git_objects import package_blobs, package_tree_id
-from lib.patches.releases import VERL, Release, add_release, find_release, load_releases
+from lib.patches.releases import VERL, add_release, find_release, load_releases
 from lib.patches.stack import load_stack
-from lib.patches.status import status
 from lib.patches.wheels import unpacked_wheel, wheel
 from lib.paths import REPO
 
 RELEASES = load_releases()
 OLD, NEW = "0.9.1", "0.9.2"
+NEAREST = {"release": None, "state": "foreign", "stack": None, "nearest": OLD}
+SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"  # named by rules, hooked by no patch
+SITE = Path(os.__file__).relative_to(sys.base_prefix).parent / "site-packages"
+WORDS = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=float16", "actor_rollout_ref.actor.fsdp_config.dtype=float16"]
+
+
+def dtypes(diagnosis: Diagnosis, *names: str) -> list[str | None]:
+    return [diagnosis.hops[name].effective_dtype for name in names]
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_rule_quotes_the_line_of_the_wheel(release: str):
-    with zipfile.ZipFile(wheel(release)) as archive:
-        for rule in RULES:
-            if release in rule.lines:
-                line = archive.read(f"verl/{rule.path}").decode().splitlines()[rule.lines[release] - 1]
-                assert rule.text in line, f"{rule.path}:{rule.lines[release]}"
-
-
-def test_patch_of_a_rule_is_in_the_series_of_its_releases():
-    for name, release in RELEASES.items():
-        series = {patch.name.removesuffix(".patch") for patch in load_stack(release).patches}
-        patches = {rule.patch for rule in RULES if name in rule.lines and rule.patch}
-        assert patches <= series, f"verl {name} has no {patches - series}"
-        hooks = {f"verl/{rule.hook}" for rule in RULES if name in rule.lines and rule.hook}
-        assert hooks <= load_stack(release).after.keys()
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_each_hop_has_at_most_one_rule(release: str):
+def test_rules_fit_the_release(release: str):
+    """Each quotes a line of its wheel, names a patch and a hook of its stack, and is the only one of its hop."""
     rules = [rule for rule in RULES if release in rule.lines]
+    with zipfile.ZipFile(wheel(release)) as archive:
+        for rule in rules:
+            line = archive.read(f"verl/{rule.path}").decode().splitlines()[rule.lines[release] - 1]
+            assert rule.text in line, f"{rule.path}:{rule.lines[release]}"
+    stack = load_stack(RELEASES[release])
+    assert {f"{rule.patch}.patch" for rule in rules if rule.patch} <= {patch.name for patch in stack.patches}
+    assert {f"verl/{rule.hook}" for rule in rules if rule.hook} <= stack.after.keys()
     decided = [(rule.hop.format(role=role), rule.implementation) for rule in rules for role in rule.roles]
     assert len(decided) == len(set(decided))
 
@@ -64,10 +66,6 @@ def test_rules_name_only_releases_of_versions_toml():
 
 # --- a new release is one entry of versions.toml and one folder -------------------------------------------------------
 
-ROLLOUT = "actor_rollout_ref.rollout"
-SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"  # named by rules, hooked by no patch
-WORDS = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=float16", "actor_rollout_ref.actor.fsdp_config.dtype=float16"]
-
 
 def new_tree(folder: Path) -> Path:
     """Make the wheel of the release that does not exist: OLD's with another version and a line more in the server."""
@@ -77,31 +75,18 @@ def new_tree(folder: Path) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
     """This project's stacks and configs, and the new release: OLD's folder under its name, and an entry."""
-    project = tmp_path_factory.mktemp("project")
+    project = tmp_path / "project"
     shutil.copytree(REPO / "patches", project / "patches")
     shutil.copytree(REPO / "configs", project / "configs")
     home = VERL.home(project)
     shutil.copytree(home / f"v{OLD}", home / f"v{NEW}")
-    old, root = find_release(OLD), new_tree(tmp_path_factory.mktemp("wheel"))
-    entry = {"wheel_sha256": "0" * 64, "family": old.family, "dependencies": old.dependencies, "features": old.features}
-    before = package_tree_id(package_blobs(root))
-    release = Release(VERL, NEW, tree_before=before, tree_after=before, ported_from=OLD, **entry)
+    tree = package_tree_id(package_blobs(new_tree(tmp_path / "wheel")))
+    release = replace(find_release(OLD), name=NEW, tree_before=tree, tree_after=tree, ported_from=OLD)
     add_release(release, home / "versions.toml")
     return project
-
-
-@contextmanager
-def changed(file: Path, old: str, new: str) -> Iterator[None]:
-    """Replace a text of a file of the project that tests share, for a moment."""
-    text = file.read_text()
-    edit(file, old, new)
-    try:
-        yield
-    finally:
-        file.write_text(text)
 
 
 @pytest.fixture
@@ -109,66 +94,188 @@ def tree(tmp_path: Path) -> Path:
     return new_tree(tmp_path / "tree")
 
 
-def test_new_release_is_loaded_with_its_features(project: Path):
-    new = find_release(NEW, project)
-    assert list(load_releases(project)) == [*RELEASES, NEW]
-    assert (new.ported_from, new.features, new.family) == (OLD, RELEASES[OLD].features, RELEASES[OLD].family)
-    assert new.has("trainer_registry") and not new.has("legacy_workers")
-    with pytest.raises(Refused, match=f"verl {NEW}: unknown feature 'legacy_worker' in versions.toml; known: legacy_w"):
-        new.has("legacy_worker")
-
-
 def test_new_release_has_the_rules_of_the_one_it_was_ported_from(project: Path, tree: Path):
-    assert status(tree).release != NEW, "this project does not have it"
     diagnosis = diagnose(identify_tree(tree, project), WORDS)
-    compute, weights = (diagnosis.hops[name] for name in ("actor.compute", "rollout.weights"))
     assert diagnosis.json()["verl"] == {"release": NEW, "state": "unpatched", "stack": None, "nearest": None}
-    assert (compute.effective_dtype, weights.effective_dtype) == ("bfloat16", "float16")
-    assert compute.reason == "workers/engine/fsdp/transformer_impl.py:397"
-    assert weights.reason == f"{SERVER.removeprefix('verl/')}:327", "one line below 0.9.1's"
+    assert dtypes(diagnosis, "actor.compute", "rollout.weights") == ["bfloat16", "float16"]
+    assert diagnosis.hops["actor.compute"].reason == "workers/engine/fsdp/transformer_impl.py:397"
+    weights = diagnosis.hops["rollout.weights"].reason
+    assert weights == f"{SERVER.removeprefix('verl/')}:327", "one line below 0.9.1's"
     assert diagnosis.verdict == "differ"
 
     apply(tree, project)
     diagnosis = diagnose(identify_tree(tree, project), WORDS)
     stack = load_stack(find_release(NEW, project), project).id
     assert diagnosis.json()["verl"] == {"release": NEW, "state": "patched", "stack": stack, "nearest": None}
-    assert diagnosis.hops["actor.compute"].effective_dtype == "float16" and diagnosis.verdict == "agree"
+    assert dtypes(diagnosis, "actor.compute") == ["float16"] and diagnosis.verdict == "agree"
 
-    with changed(project / "configs/precision/fp16.yaml", "# @package", "# another version of the stack\n# @package"):
-        outdated = identify_tree(tree, project)
+    edit(project / "configs/precision/fp16.yaml", "# @package", "# another version of the stack\n# @package")
+    outdated = identify_tree(tree, project)
     assert (outdated.state, outdated.stack) == ("patched", stack)
 
 
-def test_hop_is_unknown_where_the_quoted_line_is_gone(project: Path, tree: Path):
+def test_hop_is_unknown_where_the_quoted_line_or_all_rules_are_gone(project: Path, tree: Path):
     edit(tree / SERVER, '"dtype": self.config.dtype,', '"dtype": "bfloat16",')
     wheel_id = package_tree_id(package_blobs(tree))  # as if that were the wheel
     versions = VERL.home(project) / "versions.toml"
-    with changed(versions, f'before = "{find_release(NEW, project).tree_before}"', f'before = "{wheel_id}"'):
-        diagnosis = diagnose(identify_tree(tree, project), WORDS)
+    edit(versions, f'before = "{find_release(NEW, project).tree_before}"', f'before = "{wheel_id}"')
+    diagnosis = diagnose(identify_tree(tree, project), WORDS)
     assert diagnosis.json()["verl"]["release"] == NEW
-    assert diagnosis.hops["rollout.weights"].effective_dtype == "unknown"
-    assert diagnosis.hops["actor.compute"].effective_dtype == "bfloat16"
+    assert dtypes(diagnosis, "rollout.weights", "actor.compute") == ["unknown", "bfloat16"]
 
-
-def test_new_release_without_rules_is_unknown(project: Path, tree: Path):
-    with changed(VERL.home(project) / "versions.toml", f'ported_from = "{OLD}"', 'ported_from = ""'):
-        diagnosis = diagnose(identify_tree(tree, project), [f"{ROLLOUT}.name=vllm"])
+    edit(versions, f'ported_from = "{OLD}"', 'ported_from = ""')
+    diagnosis = diagnose(identify_tree(tree, project), WORDS[:1])
     assert diagnosis.hops["actor.compute"].reason == f"no rule for engine in verl {NEW}"
     assert diagnosis.verdict == "unknown"
 
 
-def test_unknown_feature_is_refused(project: Path, tmp_path: Path):
-    home = tmp_path / "patches/verl"
-    home.mkdir(parents=True)
-    text = (VERL.home(project) / "versions.toml").read_text()
-    (home / "versions.toml").write_text(text.replace('"hf_rollout"', '"hf_rolout"', 1))
+def test_unknown_feature_is_refused(project: Path):
+    with pytest.raises(Refused, match=f"verl {NEW}: unknown feature 'legacy_worker' in versions.toml; known: legacy_w"):
+        find_release(NEW, project).has("legacy_worker")
+    edit(VERL.home(project) / "versions.toml", '"hf_rollout"', '"hf_rolout"')
     with pytest.raises(Refused, match="verl 0.4.1: unknown feature 'hf_rolout' in versions.toml; known: "):
-        load_releases(tmp_path)
+        load_releases(project)
 
 
-def test_command_lists_the_new_release(project: Path):
-    """Run the tool of a copy of this project, as a maintainer would."""
-    shutil.copytree(REPO / "scripts", project / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, project / "scripts/patchset.py", "list", "--framework", "verl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert re.search(rf"^verl {re.escape(NEW)}: family C, stack \w{{12}}, \d+ patches", done.stdout, re.M)
+# --- trees that are no release ----------------------------------------------------------------------------------------
+
+
+def test_foreign_tree_has_the_rules_of_the_nearest_release(tmp_path: Path):
+    """A file that a stack hooks and rules name differs, and one that no rule names."""
+    root = unpacked_wheel(OLD, tmp_path)
+    for path in ("workers/engine/fsdp/transformer_impl.py", "workers/config/actor.py"):
+        (root / "verl" / path).open("a").write("\n# of another commit\n")
+    diagnosis = diagnose(identify_tree(root), WORDS[1:2])
+    assert diagnosis.json()["verl"] == NEAREST
+    assert dtypes(diagnosis, "actor.compute", "wire", "critic.master") == ["unknown"] * 3, "their file differs"
+    assert dtypes(diagnosis, "rollout.weights", "hf_export") == ["float16", "bfloat16"], "their files are the release's"
+    assert diagnosis.verdict == "unknown" and not diagnosis.sound
+    (finding,) = (finding for finding in diagnosis.findings if finding.key == "verl")
+    assert "transformer_impl.py" in finding.effect and "make drift" in finding.mend
+
+
+def test_patched_files_of_a_foreign_tree_are_resolved(trees: dict[str, Path], tmp_path: Path):
+    """``make port`` leaves no record, one hooked file merged with the change, and the others as patched."""
+    root = Path(shutil.copytree(trees["patched"], tmp_path / "ported"))
+    shutil.rmtree(root / VERL.bookkeeping)
+    (root / VERL.stamp).unlink()
+    (root / "verl/utils/checkpoint/fsdp_checkpoint_manager.py").open("a").write("\n# of another commit\n")
+    diagnosis = diagnose(identify_tree(root), ["+precision=fp16"])
+    assert diagnosis.json()["verl"] == NEAREST
+    expected = ["float16", "float16", "unknown"]
+    assert dtypes(diagnosis, "actor.compute", "rollout.weights", "hf_export") == expected
+    assert diagnosis.verdict == "agree"
+
+
+def test_changed_file_of_a_release_is_unknown(tmp_path: Path):
+    """A file that no patch hooks differs: the release is identified, and the hops that the file decides are unknown."""
+    root = unpacked_wheel(OLD, tmp_path)
+    edit(root / SERVER, '"dtype": self.config.dtype,', '"dtype": "bfloat16",')
+    diagnosis = diagnose(identify_tree(root), WORDS[:1])
+    assert diagnosis.json()["verl"]["state"] == "unpatched"
+    assert dtypes(diagnosis, "rollout.weights", "actor.compute") == ["unknown", "bfloat16"]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_command_prints_json_and_text(trees: dict[str, Path], capsys):
+    words = ["--verl", str(trees["pristine"]), f"{ROLLOUT}.dtype=float16"]
+    assert command.main([*words, WORDS[2], "--json"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert set(printed) == {"verl", "hops", "scaler", "findings", "refused", "verdict", "sentence"}
+    assert printed["verdict"] == "differ" and set(printed["findings"][0]) == {"key", "value", "effect", "mend"}
+
+    assert command.main(words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"verl {OLD}, unpatched")
+    assert ["hop", "requested", "effective", "because"] in map(str.split, lines)
+    assert ["actor.compute", "-", "bfloat16", "workers/engine/fsdp/transformer_impl.py:397"] in map(str.split, lines)
+    assert ["rollout.weights", "float16", "float16"] in [line.split()[:3] for line in lines]
+    assert lines[-1].startswith("differ: ") and "nobody requested" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--verl", "/tmp"], "no verl/__init__.py"),
+        (["actor.dtype"], "ARGS"),
+        (["--args", "a='b"], "No closing quotation"),
+        (["--misspelt"], "unrecognized arguments: --misspelt"),
+        (["--config-name", "nothing"], "has no nothing.yaml"),
+    ],
+)
+def test_bad_input_is_refused(words: list[str], reason: str, trees: dict[str, Path]):
+    with pytest.raises(Refused) as refused:
+        command.main(["--verl", str(trees["pristine"]), *words])
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_overrides_follow_those_of_args():
+    assert command.parse(["a=1", "--args", "a=2 b=3", "--json", "c=4"])[1] == ["a=2", "b=3", "a=1", "c=4"]
+
+
+def test_tree_is_unchanged(trees: dict[str, Path], tmp_path: Path):
+    copy = shutil.copytree(trees["patched"], tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
+    before = sorted((str(path), path.stat().st_mtime_ns) for path in copy.rglob("*"))
+    assert command.main(["--verl", str(copy), "--json"]) == 0
+    assert sorted((str(path), path.stat().st_mtime_ns) for path in copy.rglob("*")) == before
+
+
+# --- the Python that runs it, in which nothing may be installed -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def environments(trees, tmp_path_factory) -> dict[str, Path]:
+    """The site-packages of two environments with only verl; ``whole`` also finds this environment's packages."""
+    made = {}
+    for name in ("whole", "bare"):
+        folder = tmp_path_factory.mktemp(name)
+        venv.create(folder, symlinks=True)
+        made[name] = folder / SITE
+        shutil.copytree(trees["pristine"] / "verl", made[name] / "verl")
+    (hydra,) = requirements.importlib.util.find_spec("hydra").submodule_search_locations
+    (made["whole"] / "packages.pth").write_text(str(Path(hydra).parent))
+    return made
+
+
+@pytest.mark.subprocess
+def test_environment_of_the_verl_is_used(environments):
+    verl = environments["whole"]
+    line = [sys.executable, "scripts/command.py", "doctor", f"VERL={verl}", f"ARGS={WORDS[1]}"]
+    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
+    here = [sys.executable, "scripts/doctor.py", "--verl", str(verl), WORDS[1]]
+    assert done.stdout == subprocess.run(here, cwd=REPO, capture_output=True, text=True).stdout
+    assert f"unpatched, in {verl}" in done.stdout and done.returncode == 1
+    for folder in (verl, verl / "verl"):
+        assert find_interpreter(folder, None) == str(verl.parents[2] / "bin/python3")
+
+
+def test_named_python_is_used_for_a_tree_without_one(environments, trees, capfd):
+    python = str(environments["whole"].parents[2] / "bin/python")
+    assert find_interpreter(trees["pristine"], python) == find_interpreter(None, python) == python
+    assert find_interpreter(trees["pristine"], None) is None
+    beside = str(environments["whole"].parents[2] / "bin/python3")
+    assert find_interpreter(environments["whole"], sys.executable) == beside, "the Python beside the verl comes first"
+    assert find_interpreter(environments["bare"], None) is None
+    assert "bin/python3 lacks hydra-core, omegaconf, which the doctor needs" in capfd.readouterr().err
+
+
+def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch):
+    for tree in (trees["pristine"], trees["patched"], None):
+        assert requirements.missing(tree) == []
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    assert requirements.missing(trees["pristine"]) == []
+    assert requirements.missing(trees["patched"]) == ["torch (for a patched verl)"]
+    own = SimpleNamespace(submodule_search_locations=[str(trees["patched"] / "verl")])
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", {"hydra": 1, "omegaconf": 1, "verl": own}.get)
+    assert requirements.missing(None) == ["torch (for a patched verl)"], "this Python's own verl is patched, too"
+    monkeypatch.setattr(requirements, "PYTHON", (4, 0))
+    assert requirements.missing(trees["pristine"]) == ["Python 4.0"]
+
+
+def test_script_names_packages_that_its_python_lacks(environments):
+    python = environments["bare"].parents[2] / "bin/python"
+    done = subprocess.run([python, "scripts/doctor.py"], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"doctor: {python} lacks hydra-core, omegaconf: install it there")

@@ -13,8 +13,7 @@ def answers_of(log_ratios: list[np.ndarray], samples: int = 8) -> list[Answer]:
     """Return answers with these log-ratios, ``samples`` per prompt."""
     rng = np.random.default_rng(5)
     rollouts = [np.log(rng.uniform(0.05, 1, len(row))) for row in log_ratios]
-    pairs = zip(rollouts, log_ratios, strict=True)
-    return [Answer(index // samples, rollout + row, rollout) for index, (rollout, row) in enumerate(pairs)]
+    return [Answer(at // samples, rollouts[at] + row, rollouts[at]) for at, row in enumerate(log_ratios)]
 
 
 def independent(scale: float, number: int, length: int, seed: int = 0) -> list[Answer]:
@@ -24,7 +23,8 @@ def independent(scale: float, number: int, length: int, seed: int = 0) -> list[A
 
 
 def test_metrics_match_those_that_verl_logs():
-    torch = pytest.importorskip("torch")
+    import torch
+
     from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
 
     rng = np.random.default_rng(0)
@@ -35,14 +35,12 @@ def test_metrics_match_those_that_verl_logs():
     trainer, rollout = padded([a.trainer for a in answers]), padded([a.rollout for a in answers])
     theirs = compute_offpolicy_metrics(trainer, rollout, mask)
     _, by_token = compute_rollout_correction_weights(trainer - rollout, mask, "token", mismatch.THRESHOLD)
-    _, by_sequence = compute_rollout_correction_weights(trainer - rollout, mask, "sequence", mismatch.THRESHOLD)
-    ours, sums = mismatch.measure(answers), np.array([answer.log_ratio.sum() for answer in answers])
+    ours = mismatch.measure(answers)
     assert ours["k3"].value == pytest.approx(theirs["k3_kl"], rel=1e-4)
     assert ours["k3_as_logged"] == pytest.approx(theirs["k3_kl"], rel=1e-4)
     assert 0 < ours["clipped_tokens"].value == pytest.approx(by_token["rollout_is_ratio_fraction_high"], rel=1e-5)
     difference = ((trainer.exp() - rollout.exp()).abs() * mask).sum() / mask.sum()  # verl's rollout_probs_diff_mean
     assert ours["probs_diff"].value == pytest.approx(difference.item(), rel=1e-5)
-    assert (sums > math.log(2)).mean() == pytest.approx(by_sequence["rollout_is_ratio_fraction_high"])
 
 
 def test_small_mismatch_keeps_its_digits():
@@ -53,7 +51,7 @@ def test_small_mismatch_keeps_its_digits():
     assert 0 <= result["rate"].value < 1e-15, "all weights are alike"
 
 
-@pytest.mark.parametrize("scale", [1e-5, 3e-3, 3e-2])
+@pytest.mark.parametrize("scale", [1e-5, 3e-2])
 def test_independent_terms_lose_their_variance(scale):
     result = mismatch.measure(independent(scale, 512, 64))
     assert result["block"] == 64 and result["longest"] == 64
@@ -77,6 +75,7 @@ def test_extrapolation_matches_longer_answers():
     for point in (predicted, measured):
         assert point["ess"].low < math.exp(-(0.02**2) * 1024) < point["ess"].high
         assert point["clipped"].low < mismatch.clipped(0.02**2, 1024) < point["clipped"].high
+    assert mismatch.clipped(0.0, 1024) == 0.0
 
 
 def test_correlated_terms_raise_growth():
@@ -87,40 +86,26 @@ def test_correlated_terms_raise_growth():
 
 
 def test_every_length_counts_the_answers_that_are_long_enough():
-    rng = np.random.default_rng(2)
-    result = mismatch.measure(answers_of([rng.normal(0, 0.01, 8 if i % 2 else 600) for i in range(160)]))
-    points = {point["length"]: point for point in result["curve"]}
-    assert points[8]["sequences"] == 160 and points[16]["sequences"] == 80 and points[512]["sequences"] == 80
-    assert points[512]["measured"] and not points[1024]["measured"]
-    assert result["tokens"] == 80 * 608
-
-
-def test_length_is_measured_from_64_answers_on():
     for number, measured in ((64, [1, 2, 4, 8, 16]), (63, [])):
         curve = mismatch.measure(independent(1e-3, number, 16))["curve"]
         assert [point["length"] for point in curve if point["measured"]] == measured
+    rows = independent(1e-2, 80, 8) + independent(1e-2, 80, 600)
+    points = {point["length"]: point for point in mismatch.measure(rows)["curve"]}
+    assert points[8]["sequences"] == 160 and points[16]["sequences"] == points[512]["sequences"] == 80
+    assert points[512]["measured"] and not points[1024]["measured"]
 
 
-def test_loss_rate_is_kishs_of_weights_with_any_mean():
+def test_loss_rate_is_kishs_of_weights_with_any_mean_clamped_as_by_verl():
     weights = np.array([1.0, 3.0])
     rate = mismatch.loss_rate((weights - 1).sum(), ((weights - 1) ** 2).sum(), 2, 2)
     assert math.exp(-rate) == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / 2)
-
-
-def test_log_weights_are_clamped_as_by_verl():
     assert mismatch.weights(np.array([1.0, 800.0, -800.0])) == pytest.approx(np.expm1([1.0, 20.0, -20.0]))
-
-
-def test_clipped_share_matches_normal_log_weights():
-    sums = np.random.default_rng(3).normal(-0.4, math.sqrt(0.8), 400_000)
-    assert mismatch.clipped(0.8 / 1000, 1000) == pytest.approx((sums > math.log(2)).mean(), rel=0.02)
-    assert mismatch.clipped(0.0, 1000) == 0.0
 
 
 def test_intervals_cover_the_true_value():
     """Prompts differ in their mismatch, so an interval over tokens would be far too short."""
     rng, hits = np.random.default_rng(4), 0
-    for _ in range(200):
+    for _ in range(100):
         scales = rng.exponential(0.01, 24)  # a prompt's; k3 of a normal d is half its variance
         rows = [rng.normal(0, scale, 10) for scale in scales for _ in range(8)]
         answers = answers_of(rows)
@@ -128,7 +113,7 @@ def test_intervals_cover_the_true_value():
         sums = np.array([mismatch.k3(row).sum() for row in rows])
         result = bootstrap(lambda total, count: total / count, sums, np.array([10] * len(rows)))
         hits += result.low < 0.01**2 < result.high
-    assert 0.75 < hits / 200 <= 0.99, "24 prompts of a heavy tail: somewhat below 95 %"
+    assert 0.75 < hits / 100 <= 0.99, "24 prompts of a heavy tail: somewhat below 95 %"
 
 
 def regime(k3: tuple, ess: float = 0.9, prompts: int = 8) -> dict:
@@ -140,9 +125,7 @@ def test_verdict():
     fp32, fp16, bf16 = regime((1e-13,)), regime((1e-7, 5e-8, 2e-7), 0.99), regime((1e-5, 8e-6, 2e-5), 0.5)
     verdict = mismatch.verdict({"fp32": fp32, "bf16": bf16, "fp16": fp16})
     assert verdict.startswith("fp16 mismatches least: its k3 of 1e-07 is 100 times below bf16's; ")
-    assert (
-        "of 8192-token sequences cost 1 % (0–2) in fp16, 50 % (49–51) in bf16 of the samples (extrapolated" in verdict
-    )
+    assert "of 8192-token sequences cost 1 % (0–2) in fp16, 50 % (49–51) in bf16 of the samples (extrap" in verdict
     unclear = mismatch.verdict({"bf16": bf16, "fp16": regime((1e-7, 5e-8, 9e-6))})
     assert unclear.startswith("the probe does not decide between fp16 and bf16: k3 1e-07 (5e-08–9e-06), 1e-05")
     few = mismatch.verdict({"bf16": regime((1e-5, 8e-6, 2e-5), prompts=7), "fp16": regime((1e-7,) * 3, prompts=7)})

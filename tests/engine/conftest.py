@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from support.engine_rows import Row
 from support.fork_server import JobError
+from support.recorded import UpstreamOutcomes, fingerprint
 from support.trees import RELEASE
-from support.upstream_outcomes import UpstreamOutcomes, fingerprint
 
 from lib.patches.precision_module import load_precision
 from lib.patches.releases import find_release
@@ -56,10 +56,12 @@ def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
     code = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith(("test_", "flowrl", "conf"))]
     beneath = [REPO / name for name in ("recipes/cpu", "recipes/arithmetic", "requirements")]
     valid_for = fingerprint(find_release(RELEASE).wheel_sha256, *code, *beneath)
-    upstream = UpstreamOutcomes(UPSTREAM, valid_for, pytestconfig.getoption("write_results"))
+    write = pytestconfig.getoption("write_results")
+    upstream = UpstreamOutcomes(UPSTREAM, lambda release: valid_for)
+    known = {} if write else upstream.of(RELEASE)
 
     def is_recorded(tree: str, row: Row) -> bool:
-        return tree == "pristine" and not row.live and upstream.recorded(row.key)
+        return tree == "pristine" and not row.live and row.key in known
 
     def run(tree: str, row: Row) -> None:
         """Run the job of a row and keep the outcomes of all its cases."""
@@ -75,12 +77,12 @@ def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
             raise
         for each in job:
             done[tree, each] = [rank[each.case] for rank in ranks]
-            if tree == "pristine" and not each.live:
-                upstream.add(each.key, done[tree, each])
+        if write and tree == "pristine":
+            upstream.write(RELEASE, {each.key: done[tree, each] for each in job if not each.live})
 
     def of(tree: str, row: Row) -> list:
         if is_recorded(tree, row):
-            return upstream.known[row.key]
+            return known[row.key]
         if (tree, row) in failed:
             raise failed[tree, row]
         if (tree, row) not in done:

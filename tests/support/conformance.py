@@ -1,17 +1,19 @@
-"""What the conformance suites share: behaviours, the comparison of outcomes, and the file of results.
-
-A suite's fixture ``outcomes(release, patched)`` returns the outcomes of that tree by case.
-"""
+"""What the conformance suites share: behaviours, the outcomes of all releases, and the file of results."""
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
+import pytest
+
+from lib.files import write_json
 from lib.patches.releases import Framework, load_releases
 from lib.patches.stack import load_stack
-from support.recorded import fingerprint
+from lib.paths import REPO
+from support.recorded import UpstreamOutcomes, mark_recorded, release_fingerprint
 
 # Placeholders for the digests of a patched and an unpatched tree where they are the same.
 IDENTICAL, REFERENCE = "to the bit as the unpatched release", "what the patched one is compared with"
@@ -46,6 +48,90 @@ class Behaviour:
         return next((why for why, releases in self.absent.items() if release in releases), None)
 
 
+@dataclass(frozen=True)
+class Suite:
+    """The cases that run on every release of a framework, patched and unpatched.
+
+    Args:
+        framework: verl or OAT.
+        folder: of the suite's code.
+        name: of the results in tests/expected, ``NAME.json`` and ``NAME-upstream.json``.
+        behaviours: by the name of their case.
+        not_run: further rows of the support matrix, and why they could not be tested.
+    """
+
+    framework: Framework
+    folder: Path
+    name: str
+    behaviours: Mapping[str, Behaviour]
+    not_run: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def results(self) -> Path:
+        return REPO / f"tests/expected/{self.name}.json"
+
+    @cached_property
+    def upstream(self) -> UpstreamOutcomes:
+        """The outcomes of unpatched releases, without digests: these depend on the CPU."""
+        releases = load_releases(framework=self.framework)
+        return UpstreamOutcomes(
+            REPO / f"tests/expected/{self.name}-upstream.json",
+            lambda release: release_fingerprint(releases[release], self.folder, patched=False),
+        )
+
+    def mark_recorded(self, items: Iterable[pytest.Item]) -> None:
+        """Mark the tests whose workers need not run again."""
+        mark_recorded(items, self.framework, self.results, self.folder)
+
+    def outcomes(self, request: pytest.FixtureRequest, run: Callable[..., Mapping[str, str]]) -> Iterator[Outcomes]:
+        """Yield ``outcomes(release, patched)``, the outcomes of that tree by case; record them at the end if asked to.
+
+        Only the cases that the session's tests name are run, and on an unpatched tree those that are not recorded.
+
+        Args:
+            run: ``run(release, patched, *cases)`` returns the outcomes of these cases.
+        """
+        of_suite = [item for item in request.session.items if item.path.is_relative_to(self.folder)]
+        named = {item.callspec.params["case"] for item in of_suite if "outcomes" in item.fixturenames}
+        write = request.config.getoption("write_results")
+        done: dict[tuple[str, bool], Mapping[str, str]] = {}
+
+        def of(release: str, patched: bool) -> Mapping[str, str]:
+            if (release, patched) not in done:
+                known = {} if patched or write else self.upstream.of(release)
+                wanted = sorted(named - known.keys())
+                done[release, patched] = known | (run(release, patched, *wanted) if wanted else {})
+            return done[release, patched]
+
+        yield of
+        if write and named == set(self.behaviours):
+            releases = [release for release, patched in done if patched and (release, False) in done]
+            self.write({release: verdicts(release, self.behaviours, of) for release in releases})
+            for release in releases:
+                lasting = {case: text for case, text in of(release, False).items() if not DIGESTS.fullmatch(text)}
+                self.upstream.write(release, lasting)
+
+    def write(self, results: Mapping[str, dict]) -> None:
+        """Write the verdicts on some releases, and keep those on others.
+
+        Each has the number of lines that the stack changes, and the fingerprint of what the verdicts depend on.
+        """
+        entries = json.loads(self.results.read_text()) if self.results.exists() else {}
+        releases = load_releases(framework=self.framework)
+        not_run = {f"not_run_{i}": {"row": row, "not_run": why} for i, (row, why) in enumerate(self.not_run.items())}
+        for name, seen in results.items():
+            stack = load_stack(releases[name])
+            signs = changed_lines(patch.text for patch in stack.patches)
+            entries[name] = {
+                "stack": stack.id,
+                "fingerprint": release_fingerprint(releases[name], self.folder),
+                "patches": len(stack.patches),
+                "lines": {"added": signs.count("+"), "removed": signs.count("-")},
+                "seen": seen | not_run,
+            }
+        write_json(self.results, {name: entries[name] for name in releases if name in entries})
+
+
 def outcome(outcomes: Outcomes, release: str, case: str, patched: bool) -> str:
     """Return the outcome of a case; a digest becomes ``IDENTICAL`` or ``REFERENCE`` where the other tree's is the same.
 
@@ -72,27 +158,6 @@ def verdicts(release: str, behaviours: Mapping[str, Behaviour], outcomes: Outcom
             "upstream": upstream,
         }
     return results
-
-
-def write_results(results: Mapping[str, dict], file: Path, framework: Framework, suite: Path) -> None:
-    """Write the verdicts on some releases into ``file``, and keep those on others.
-
-    Each has the number of lines that the stack changes, and the fingerprint of what the verdicts depend on.
-    """
-    entries = json.loads(file.read_text()) if file.exists() else {}
-    releases = load_releases(framework=framework)
-    for name, seen in results.items():
-        stack = load_stack(releases[name])
-        signs = changed_lines(patch.text for patch in stack.patches)
-        entries[name] = {
-            "stack": stack.id,
-            "fingerprint": fingerprint(releases[name], suite),
-            "patches": len(stack.patches),
-            "lines": {"added": signs.count("+"), "removed": signs.count("-")},
-            "seen": seen,
-        }
-    ordered = {name: entries[name] for name in releases if name in entries}
-    file.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 def changed_lines(patches: Iterable[str]) -> list[str]:

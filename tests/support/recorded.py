@@ -2,12 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lib.patches.releases import VERL, Framework, Release, load_releases
+from lib.files import write_json
+from lib.patches.releases import Framework, Release, load_releases
 from lib.patches.stack import load_stack
 from lib.paths import REPO
 
@@ -22,18 +24,24 @@ BENEATH = (
 )
 
 
-def fingerprint(release: Release, suite: Path, patched: bool = True) -> str:
+def fingerprint(*parts: str | Path) -> str:
+    """Return the hash of texts, of files, and of the code and locks in folders."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, str):
+            digest.update(part.encode())
+            continue
+        inside = sorted(path for path in part.rglob("*") if path.suffix in (".py", ".lock"))
+        for path in inside if part.is_dir() else [part]:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def release_fingerprint(release: Release, suite: Path, patched: bool = True) -> str:
     """Return the hash of all that a release's outcomes depend on: its wheel, the suite and the locks, and its stack if
     ``patched``."""
     stack = load_stack(release).id if patched else "unpatched"
-    digest = hashlib.sha256(f"{release.wheel_sha256} {stack}".encode())
-    for path in (suite, *(REPO / name for name in BENEATH)):
-        files = (
-            [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in (".py", ".lock"))
-        )
-        for file in files:
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+    return fingerprint(f"{release.wheel_sha256} {stack}", suite, *(REPO / name for name in BENEATH))
 
 
 def representatives(framework: Framework) -> set[str]:
@@ -54,11 +62,10 @@ def every_release(framework: Framework) -> list:
 def recorded(framework: Framework, results: Path, suite: Path) -> set[str]:
     """Return the releases whose outcomes in the file ``results`` are valid for this checkout."""
     entries = json.loads(results.read_text())
-    releases = load_releases(framework=framework)
     return {
         name
-        for name, entry in entries.items()
-        if name in releases and entry.get("fingerprint") == fingerprint(releases[name], suite)
+        for name, release in load_releases(framework=framework).items()
+        if entries.get(name, {}).get("fingerprint") == release_fingerprint(release, suite)
     }
 
 
@@ -72,30 +79,24 @@ def mark_recorded(items: Iterable[pytest.Item], framework: Framework, results: P
 
 
 class UpstreamOutcomes:
-    """The outcomes of unpatched releases in a file, each valid for its wheel, the suite and the locks.
+    """The outcomes of cases on unpatched releases, in a file.
 
     Args:
         file: of JSON, which need not exist.
-        suite: the folder of the code from which the outcomes are taken.
-        live: the cases that are never recorded, because their outcomes depend on the machine.
+        valid_for: returns the fingerprint that a release's outcomes must have been recorded under.
     """
 
-    def __init__(self, file: Path, suite: Path, live: Iterable[str], framework: Framework = VERL) -> None:
-        self.file, self.suite, self.live = file, suite, frozenset(live)
-        self.releases = load_releases(framework=framework)
+    def __init__(self, file: Path, valid_for: Callable[[str], str]) -> None:
+        self.file, self.valid_for = file, valid_for
         self.entries = json.loads(file.read_text()) if file.exists() else {}
 
-    def of(self, release: str) -> dict[str, str]:
+    def of(self, release: str) -> dict[str, Any]:
         """Return a release's recorded outcomes by case; none if they are not valid."""
         entry = self.entries.get(release, {})
-        valid = entry.get("fingerprint") == fingerprint(self.releases[release], self.suite, patched=False)
-        return entry["outcomes"] if valid else {}
+        return entry["outcomes"] if entry.get("fingerprint") == self.valid_for(release) else {}
 
-    def write(self, outcomes: Mapping[str, Mapping[str, str]]) -> None:
-        """Record the outcomes of some releases by case, and keep those of others."""
-        for release, texts in outcomes.items():
-            valid_under = fingerprint(self.releases[release], self.suite, patched=False)
-            kept = {case: text for case, text in texts.items() if case not in self.live}
-            self.entries[release] = {"fingerprint": valid_under, "outcomes": kept}
-        ordered = {name: self.entries[name] for name in self.releases if name in self.entries}
-        self.file.write_text(json.dumps(ordered, indent=1) + "\n")
+    def write(self, release: str, outcomes: Mapping[str, Any]) -> None:
+        """Record outcomes of a release by case; valid ones of other cases and all other releases stay."""
+        known = self.of(release) | outcomes
+        self.entries[release] = {"fingerprint": self.valid_for(release), "outcomes": dict(sorted(known.items()))}
+        write_json(self.file, dict(sorted(self.entries.items())))

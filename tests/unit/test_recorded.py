@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from support import recorded
-from support.recorded import UpstreamOutcomes, fingerprint, mark_recorded, representatives
+from support.recorded import UpstreamOutcomes, mark_recorded, release_fingerprint, representatives
 from support.trees import edit
 
 from lib.patches.releases import OAT, VERL, load_releases
@@ -31,7 +31,7 @@ def suite(tmp_path) -> Path:
     folder = tmp_path / "suite"
     folder.mkdir()
     (folder / "cases.py").write_text("one")
-    entries = {name: {"fingerprint": fingerprint(release, folder)} for name, release in load_releases().items()}
+    entries = {name: {"fingerprint": release_fingerprint(release, folder)} for name, release in load_releases().items()}
     (tmp_path / "results.json").write_text(json.dumps(entries))
     return folder
 
@@ -72,14 +72,24 @@ def test_changed_test_code_runs_every_release_again(suite):
     assert live(suite) == set(load_releases())
 
 
-def test_upstream_outcomes_are_valid_for_the_test_code_alone(suite, tmp_path, monkeypatch):
-    """A changed stack keeps them; a digest is never recorded."""
-    file = tmp_path / "upstream.json"
-    outcomes = {"0.6.1": {"dtype": "bfloat16", "digest": "4f"}, "0.7.1": {"dtype": "bfloat16"}}
-    UpstreamOutcomes(file, suite, ["digest"]).write(outcomes)
+@pytest.mark.parametrize("changed", ["cases.py", "more_cases.py", "all.lock"])
+def test_upstream_outcomes_are_valid_for_the_test_code_alone(suite, tmp_path, monkeypatch, changed):
+    """A changed stack keeps them; a changed, new or locked file does not."""
+    (suite / "all.lock").write_text("one")
+    releases = load_releases()
+
+    def upstream() -> UpstreamOutcomes:
+        valid_for = partial(release_fingerprint, suite=suite, patched=False)
+        return UpstreamOutcomes(tmp_path / "upstream.json", lambda release: valid_for(releases[release]))
+
+    upstream().write("0.6.1", {"dtype": "bfloat16"})
+    upstream().write("0.7.1", {"dtype": "bfloat16"})
+    upstream().write("0.7.1", {"scale": [1, float("inf")]})
     monkeypatch.setattr(recorded, "load_stack", lambda release: SimpleNamespace(id="0" * 12))
-    upstream = UpstreamOutcomes(file, suite, ["digest"])
-    assert upstream.of("0.6.1") == upstream.of("0.7.1") == {"dtype": "bfloat16"}
-    assert upstream.of("0.9.1") == {}
-    (suite / "cases.py").write_text("two")
-    assert upstream.of("0.6.1") == {}
+    assert upstream().of("0.6.1") == {"dtype": "bfloat16"}
+    assert upstream().of("0.7.1") == {"dtype": "bfloat16", "scale": [1, float("inf")]}
+    assert upstream().of("0.9.1") == {}
+    (suite / changed).write_text("two")
+    assert upstream().of("0.6.1") == {}
+    upstream().write("0.7.1", {"growth": None})
+    assert upstream().of("0.7.1") == {"growth": None}

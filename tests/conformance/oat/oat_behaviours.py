@@ -8,9 +8,6 @@ anything else, better or worse, fails a test.
 from support.conformance import IDENTICAL, REFERENCE, Behaviour
 
 from lib.patches.releases import OAT, load_releases
-from lib.paths import REPO
-
-RESULTS = REPO / "tests/expected/oat.json"
 
 ENTRIES = load_releases(framework=OAT)
 RELEASES = tuple(ENTRIES)
@@ -183,8 +180,3 @@ BEHAVIOURS = {
 
 # Rows of the matrix that could not be tested here, with the reason.
 NOT_RUN = {GPU: "there was no GPU with OAT's CUDA dependencies"}
-
-
-def not_run() -> dict[str, dict]:
-    """Return the entries of ``NOT_RUN`` for the support matrix."""
-    return {f"not_run_{i}": {"row": row, "not_run": why} for i, (row, why) in enumerate(NOT_RUN.items())}

@@ -2,27 +2,21 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from behaviours import BEHAVIOURS
-from support.conformance import IDENTICAL, Outcomes, verdicts, write_results
+from support.conformance import Outcomes, Suite
 from support.fork_server import ForkServer
-from support.recorded import UpstreamOutcomes, mark_recorded
 from support.trees import patched_tree
-from verl_releases import RELEASES
 
 from lib.patches.releases import VERL, find_release
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
-RESULTS = REPO / "tests/expected/releases.json"
-UPSTREAM = REPO / "tests/expected/releases-upstream.json"
-SUITE = Path(__file__).parent
+SUITE = Suite(VERL, Path(__file__).parent, "releases", BEHAVIOURS)
 PYTHON = REPO / ".venv-workers/bin/python"
-# Cases whose outcome depends on the CPU: an unpatched tree always runs them.
-DIGESTS = {case for case, behaviour in BEHAVIOURS.items() if behaviour.patched == IDENTICAL}
 # What every release's workers import, except verl itself.
 PRELOAD = (
     *("torch.distributed._tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.profiler"),
@@ -34,7 +28,7 @@ PRELOAD = (
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items):
-    mark_recorded(items, VERL, RESULTS, SUITE)
+    SUITE.mark_recorded(items)
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +42,7 @@ def server(tmp_path_factory) -> Iterator[ForkServer]:
 def model(server, tmp_path_factory) -> Path:
     """The sanity task's model, saved by the transformers that the releases will load it with."""
     folder = tmp_path_factory.mktemp("model")
-    server.check([SUITE / "make_model.py", folder], {**os.environ, "PYTHONPATH": str(REPO)}, folder, ranks=1)
+    server.check([SUITE.folder / "make_model.py", folder], {**os.environ, "PYTHONPATH": str(REPO)}, folder, ranks=1)
     return folder
 
 
@@ -89,35 +83,19 @@ def run_workers(server, model, tree_of, tmp_path_factory) -> Callable[..., list]
             "VERL_ENGINE_DEVICE": "cuda",
         }
         out = tmp_path_factory.mktemp(f"{release}-outcomes")
-        server.check([SUITE / script, release, model, out, *names], variables, out, ranks=ranks)
+        server.check([SUITE.folder / script, release, model, out, *names], variables, out, ranks=ranks)
         return [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
 
     return run
 
 
 @pytest.fixture(scope="session")
-def outcomes(run_workers, request, pytestconfig) -> Iterator[Outcomes]:
-    """``outcomes(release, patched)``: the outcomes of that tree by case.
+def outcomes(run_workers, request) -> Iterator[Outcomes]:
+    """The outcomes of each tree by case, on which both ranks agree."""
 
-    Only the cases that the session's tests name are run, and on an unpatched tree those that are not recorded.
-    """
-    of_suite = [item for item in request.session.items if item.path.is_relative_to(SUITE)]
-    items = [item for item in of_suite if "outcomes" in getattr(item, "fixturenames", ())]
-    named = {item.callspec.params["case"] for item in items}
-    recorded = UpstreamOutcomes(UPSTREAM, SUITE, DIGESTS)
-    done: dict[tuple[str, bool], Mapping[str, str]] = {}
+    def run(release: str, patched: bool, *cases: str) -> dict[str, str]:
+        first, second = run_workers("cases.py", release, patched, *cases)
+        assert first == second, f"the ranks differ\n{first}\n{second}"
+        return first
 
-    def of(release: str, patched: bool) -> Mapping[str, str]:
-        if (release, patched) not in done:
-            known = {} if patched or pytestconfig.getoption("write_results") else recorded.of(release)
-            wanted = sorted(named - known.keys())
-            first, second = run_workers("cases.py", release, patched, *wanted) if wanted else ({}, {})
-            assert first == second, f"the ranks differ\n{first}\n{second}"
-            done[release, patched] = known | first
-        return done[release, patched]
-
-    yield of
-    if pytestconfig.getoption("write_results") and named == set(BEHAVIOURS):
-        ran = [release for release in RELEASES if (release, True) in done and (release, False) in done]
-        write_results({release: verdicts(release, BEHAVIOURS, of) for release in ran}, RESULTS, VERL, SUITE)
-        recorded.write({release: of(release, False) for release in ran})
+    yield from SUITE.outcomes(request, run)

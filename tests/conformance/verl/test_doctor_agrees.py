@@ -13,13 +13,13 @@ from lib.doctor.tree import identify_tree
 UNREPORTED = {"ref.master", "ref.reduce", "ref.logits", "critic.optimizer"}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def observed(run_workers, tree_of, request):
     """``observed(release, patched)``: the tree as the doctor identifies it, and its workers' records by configuration.
 
     Only the configurations that the session's tests name are run.
     """
-    items = [item for item in request.session.items if "observed" in getattr(item, "fixturenames", ())]
+    items = [item for item in request.session.items if item.path == request.path]
     named = {(item.callspec.params["release"], item.callspec.params["config"]) for item in items}
 
     @functools.cache

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -148,10 +147,8 @@ def test_tree_of_the_environment_counts_like_one_of_the_command_line(started, mo
         (["run", "DEVICE=gpu"], "DEVICE=gpu: must be one of cpu, cuda"),
         (["run", "ARGS=trainer.save_freq"], "ARGS=trainer.save_freq: is not a Hydra override"),
         (["compare", "SEED=1 1"], "SEED=1 1: contains 1 more than once"),
-        (["sanity", "ALGO=pg"], "ALGO=pg: must be one of"),
         (["plan-memory", "EXPERIMENT=dense_7b none"], "EXPERIMENT=none: must be one of"),
         (["probe", "ROWS=1"], "ROWS=1: must be a whole number of at least 2"),
-        (["report"], "FROM: is not set"),
         (["doctor", "VERL=/nowhere"], "VERL=/nowhere: is not a folder"),
         (["doctor", "VERL="], "VERL=: is not a folder"),
         (["setup", "VERL=/a"], "VERL: is not a variable of this command; the variables are DEVICE"),
@@ -256,18 +253,11 @@ json.dump(texts, sys.stdout)
 """
 
 
-def changes() -> dict[Path, int]:
-    """Return the time of the last change of every file of the project, except compiled Python."""
-    files = (file for folder in ("scripts", "configs", "docs") for file in (REPO / folder).rglob("*"))
-    return {file: file.stat().st_mtime_ns for file in files if file.is_file() and "__pycache__" not in file.parts}
-
-
 def test_help_of_every_command_is_a_text_about_it(tmp_path):
-    before = changes()
     line = [sys.executable, "-S", "-B", "-c", PROGRAM, REPO / "scripts", json.dumps(REQUESTS)]
     done = subprocess.run(line, cwd=tmp_path, env={}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert list(tmp_path.iterdir()) == [] and changes() == before
+    assert list(tmp_path.iterdir()) == []
     texts = dict(zip(map(" ".join, REQUESTS), json.loads(done.stdout), strict=True))
     for words, text in texts.items():
         assert len(text) > 50 and WORDS.get(words.split()[0], "") in text, words

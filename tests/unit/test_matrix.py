@@ -23,14 +23,12 @@ def release(*cases: dict) -> dict:
 @pytest.mark.parametrize(
     ("cases", "cell"),
     [
-        ([case(passed=True)], "✓"),
         ([case(passed=True, upstream_has_it=True)], "✓°"),
         ([case(passed=True, upstream_has_it=True), case(passed=True)], "✓(°)"),
         ([case(passed=True), case(passed=False)], "**fails**"),
         ([case(absent="no such thing there")], "–ᵃ"),
         ([case(not_run="no such thing here")], "not runᵃ"),
         ([case(passed=True), case(not_run="no such thing here")], "✓, in part not runᵃ"),
-        ([case(absent="no such thing there"), case(not_run="no such thing here")], "not runᵃ"),
     ],
 )
 def test_cell_marks_the_outcome(cases, cell):

@@ -83,9 +83,9 @@ def test_areas_and_names_are_chosen():
 
 
 def test_tests_are_selected_by_imports_the_nearest_first():
-    tests = select_tests("scripts/lib/patches/git_objects.py", REPO)
-    assert tests[0] == "tests/unit/patches/test_git_objects.py"
-    assert "tests/unit/patches/test_apply.py" in tests and "tests/unit/report/test_statistics.py" not in tests
+    tests = select_tests("scripts/lib/patches/apply.py", REPO)
+    assert tests[0] == "tests/unit/patches/test_apply.py"
+    assert "tests/unit/patches/test_upgrade.py" in tests and "tests/unit/report/test_statistics.py" not in tests
     assert "tests/unit/patches/test_patchset_command.py" in select_tests("scripts/patchset.py", REPO), "it starts it"
     with pytest.raises(Refused, match="Makefile: no test's imports lead to it; name its tests"):
         select_tests("Makefile", REPO)

@@ -58,7 +58,6 @@ def made_with(environment) -> str:
     ("pythons", "python", "expected"),
     [
         ({"python3.11": "3.11", "python3.12": "3.12"}, None, "3.11"),
-        ({"python3.12": "3.12", "python3.13": "3.13"}, None, "3.12"),
         ({"python3.11": "3.11", "python3.12": "3.12"}, "python3.12", "3.12"),
         ({"python3.11": "3.9", "python3.12": "3.12"}, None, "3.12"),
     ],

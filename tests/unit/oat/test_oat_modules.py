@@ -54,19 +54,11 @@ def test_oats_own_flags_resolve_to_a_regime(given, regime):
     assert settled(**given).precision == regime
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        # Averaged gradients may accumulate in fp32 under ZeRO-2, and under ZeRO-1 where there is no fp16.
-        {"precision": "fp16", "zero_stage": 2, "grad_accum_dtype": "fp32"},
-        {"precision": "fp16", "zero_stage": 1, "grad_accum_dtype": None},
-        {"precision": "bf16", "zero_stage": 1, "grad_accum_dtype": "fp32"},
-        # A fixed scale has no first value.
-        {"loss_scale": 2.0, "min_loss_scale": 32.0, "initial_scale_power": 4},
-    ],
-)
-def test_valid_arguments_are_accepted(given):
-    settled(**given)
+def test_valid_arguments_are_accepted():
+    # Averaged gradients may accumulate in fp32 under ZeRO-2, and under ZeRO-1 where there is no fp16.
+    settled(precision="fp16", zero_stage=2, grad_accum_dtype="fp32")
+    settled(precision="bf16", zero_stage=1, grad_accum_dtype="fp32")
+    settled(loss_scale=2.0, min_loss_scale=32.0, initial_scale_power=4)  # a fixed scale has no first value
 
 
 @pytest.mark.parametrize(
@@ -184,18 +176,13 @@ def test_resumed_scaler_has_the_checkpoints_state_and_the_runs_settings():
     assert precision.scaler_metrics(learner)["train/skipped_steps"] == 0.0
 
 
-def test_resumed_scale_is_at_least_min_loss_scale_and_a_fixed_one_the_runs_own():
-    scale = resumed(scaler(cur_scale=256.0), scaler(min_scale=512.0)).optimizer.loss_scaler
-    assert scale.cur_scale == 512.0
-    scale = resumed(scaler(dynamic=False, cur_scale=1.0), scaler(dynamic=False, cur_scale=128.0)).optimizer.loss_scaler
-    assert scale.cur_scale == 128.0
-
-
-def test_scaler_of_another_kind_is_not_resumed(capsys):
+def test_resumed_scale_is_at_least_min_loss_scale_and_a_fixed_one_the_runs_own(capsys):
+    assert resumed(scaler(cur_scale=256.0), scaler(min_scale=512.0)).optimizer.loss_scaler.cur_scale == 512.0
+    fixed = scaler(dynamic=False, cur_scale=64.0)
+    assert resumed(fixed, scaler(dynamic=False, cur_scale=128.0)).optimizer.loss_scaler.cur_scale == 128.0
     configured = scaler()
-    found = resumed(scaler(dynamic=False, cur_scale=64.0), configured)
-    assert found.optimizer.loss_scaler is configured and configured.cur_scale == 65536.0
-    assert found.optimizer.dynamic_loss_scale is True
+    found = resumed(fixed, configured).optimizer
+    assert found.loss_scaler is configured and configured.cur_scale == 65536.0 and found.dynamic_loss_scale is True
     assert "fixed loss scale of 64.0" in capsys.readouterr().out
 
 

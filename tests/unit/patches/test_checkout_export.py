@@ -1,6 +1,5 @@
-"""A stack as commits: checkout and export of the tiny stack."""
+"""Ids of git objects, and a stack as commits: checkout and export of the tiny stack."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,11 +8,26 @@ from pathlib import Path
 
 import pytest
 from support.patch_tool import message, patchset, refused
-from support.small_projects import CONFIG, ENGINE, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, STAMP, UNTOUCHED
-from support.trees import contents, edit, git
+from support.small_projects import CONFIG, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, UNTOUCHED
+from support.trees import contents, edit, git, write_files
 
-from lib.patches.releases import find_release
-from lib.patches.stack import load_stacks
+from lib.patches.git_objects import blob_id, package_blobs, package_tree_id
+from lib.patches.releases import VERL
+
+FILES = ("verl/__init__.py", "verl/a.py", "verl/a/b.py", "verl/a-b.py", "verl/a/c/d.yaml")
+
+
+def test_ids_are_those_of_git(tmp_path: Path):
+    """A folder sorts between two files; files of Python's and of apply's own do not count."""
+    ignored = ("verl/a/__pycache__/b.cpython-311.pyc", "verl/c.pyc", VERL.stamp, f"{VERL.bookkeeping}/record.json")
+    write_files(tmp_path, {path: path for path in (*FILES, *ignored)})
+    git("init", "--quiet", cwd=tmp_path)
+    git("add", *FILES, cwd=tmp_path)
+    blobs = package_blobs(tmp_path)
+    assert blobs == {path: git("hash-object", path, cwd=tmp_path).strip() for path in FILES}
+    tree = git("write-tree", "--prefix=verl/", cwd=tmp_path).strip()
+    assert package_tree_id(blobs) == tree
+    assert blob_id(b"") == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
 
 
 @pytest.fixture
@@ -21,14 +35,6 @@ def tree(project: Path, tmp_path: Path) -> Path:
     """The tiny stack as commits."""
     assert patchset(project, "checkout", RELEASE, tmp_path / "tree").returncode == 0
     return tmp_path / "tree"
-
-
-def test_checkout_commits_the_wheel_the_files_and_the_patches(tiny: Path, patched: Path, tree: Path):
-    ids = git("log", "--reverse", "--format=%T", cwd=tree).split()
-    subjects = git("log", "--reverse", "--format=%s", cwd=tree).splitlines()
-    assert len(ids) == 4 and subjects[2:] == [patch.subject for patch in load_stacks(tiny)[0].patches]
-    assert git("rev-parse", f"{ids[0]}:verl", cwd=tree).strip() == find_release(RELEASE, tiny).tree_before
-    assert git("rev-parse", "HEAD:verl", cwd=tree).strip() == json.loads((patched / STAMP).read_text())["tree"]
 
 
 def test_export_of_a_checkout_changes_nothing(project: Path, tree: Path):
@@ -49,15 +55,6 @@ def test_git_configuration_of_the_user_is_not_read(tiny: Path, tmp_path: Path):
 def test_checkout_of_another_tree_than_the_recorded_one_is_refused(project: Path, tmp_path: Path):
     edit(project / "patches/verl/versions.toml", 'tree_before = "', 'tree_before = "0')
     assert "; versions.toml records 0" in refused(project, "checkout", RELEASE, tmp_path / "tree", unchanged=tmp_path)
-
-
-def test_exported_patch_has_one_line_of_context(tiny: Path):
-    text = (tiny / "patches/verl/v0.9.1/fsdp-read-the-configured-dtype.patch").read_text()
-    header, _, diff = text.partition("\n---\n")
-    assert header == "Subject: " + message("[fsdp, worker] feat: read the configured dtype")
-    lines = diff.splitlines()
-    assert lines[0] == f"diff --git a/{ENGINE} b/{ENGINE}" and lines[4].startswith("@@ -18,2 +18,3 @@")
-    assert lines[5:] == [" import logging", "+import verl.utils.precision", " import os"]
 
 
 def test_export_writes_verbatim_files_back(project: Path, tree: Path):

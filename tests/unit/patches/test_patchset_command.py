@@ -25,7 +25,6 @@ def test_bad_usage_exits_with_2(tiny: Path):
         ("checkout 9.9 tree", "unknown verl release '9.9'; known: 0.9.1"),
         ("check --framework oat --release 9.9", "unknown oat release '9.9'; known: 0.2.3, 0.2.4"),
         ("status missing", "missing is not a folder; give a checkout of verl or oat, an unpacked release or"),
-        ("apply file", "file is not a folder; give a checkout of verl or oat"),
         ("unapply empty", "empty contains no verl/__init__.py or oat/__init__.py; give a checkout of verl or oat"),
         ("apply --framework verl target/numpy", "numpy contains no verl/__init__.py; give a checkout of verl, an"),
         ("port --framework oat 0.2.3 empty tree", "empty contains no oat/__init__.py"),
@@ -33,7 +32,6 @@ def test_bad_usage_exits_with_2(tiny: Path):
     ],
 )
 def test_bad_input_is_refused(tiny: Path, target: Path, tmp_path: Path, line: str, named: str):
-    (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     (target / "numpy").mkdir()
     assert named in refused(tiny, *line.split(), unchanged=tmp_path, cwd=tmp_path)

@@ -65,9 +65,6 @@ def newer(small: Path, tmp_path: Path) -> Path:
     return unpack(wheel_of(small, NEW), tmp_path / "newer")
 
 
-# --- port -----------------------------------------------------------------------------------------------------------
-
-
 def test_report_accounts_for_each_hook(small: Path, tmp_path: Path):
     done = patchset(small, "port", OLD, NEW, tmp_path / "tree")
     assert (done.returncode, done.stderr) == (1, "")
@@ -177,9 +174,6 @@ def test_patch_that_upstream_has_in_part_is_merged(small: Path):
     stack = load_stack(find_release(OLD, small), small)
     merged = [MergedHunk(ENGINE, "line 1", "there"), MergedHunk(SAME, "line 1", "same")]
     assert "merged   fsdp-import-the-module.patch: 1 same, 1 there" in report(stack, NEW, {stack.patches[0]: merged})
-
-
-# --- drift ----------------------------------------------------------------------------------------------------------
 
 
 def test_drift_lists_changed_files_by_patch(small: Path, newer: Path):

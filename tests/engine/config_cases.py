@@ -2,7 +2,7 @@
 
     config_cases.py MODEL_DIR REQUESTS_JSON OUT_JSON
 
-A request is a name, with what to build ("dtypes", "scalers" or the driver's "validation") and the overrides.
+A request is a name with overrides, which the driver refuses or the workers build.
 """
 
 import json
@@ -37,26 +37,25 @@ def ref_as_actor(ref: DictConfig) -> DictConfig:
     return ref
 
 
-def outcome(what: str, overrides: list[str]) -> dict:
+def outcome(overrides: list[str]) -> dict:
     try:
         config = compose("ppo_trainer", overrides=[*BASE, *overrides])
-        if what == "validation":
-            validate_config(config, use_reference_policy=True, use_critic=True)
-            return {}
-        role = config.actor_rollout_ref
-        engines = {
-            "actor": omega_conf_to_dataclass(role.actor).engine,
-            "ref": omega_conf_to_dataclass(ref_as_actor(role.ref)).engine,
-            "critic": omega_conf_to_dataclass(config.critic).engine,
-        }
-        if what == "scalers":
-            return {name: vars(engine.grad_scaler) for name, engine in engines.items()}
-        dtypes = {name: engine.dtype for name, engine in engines.items()}
-        return dtypes | {"rollout": omega_conf_to_dataclass(role.rollout).dtype}
+        validate_config(config, use_reference_policy=True, use_critic=True)
     except (HydraException, ValueError) as error:
         return {"error": str(error)}
+    role = config.actor_rollout_ref
+    engines = {
+        "actor": omega_conf_to_dataclass(role.actor).engine,
+        "ref": omega_conf_to_dataclass(ref_as_actor(role.ref)).engine,
+        "critic": omega_conf_to_dataclass(config.critic).engine,
+    }
+    result = {"rollout": {"dtype": omega_conf_to_dataclass(role.rollout).dtype}}
+    for name, engine in engines.items():
+        result[name] = {"dtype": engine.dtype, "grad_scaler": vars(engine.grad_scaler)}
+        result[name]["keep"] = list(getattr(engine, "keep_fp32_modules", []))
+    return result
 
 
 with initialize_config_dir(f"{verl.__path__[0]}/trainer/config", version_base=None):
     requests = json.loads(Path(sys.argv[2]).read_text())
-    Path(sys.argv[3]).write_text(json.dumps({name: outcome(*request) for name, request in requests.items()}))
+    Path(sys.argv[3]).write_text(json.dumps({name: outcome(overrides) for name, overrides in requests.items()}))

@@ -52,7 +52,7 @@ def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
 
     What the pristine tree does is read from tests/expected as long as it is valid, see ``Row.live``.
     """
-    folder, done, failed = Path(__file__).parent, {}, {}
+    folder, done = Path(__file__).parent, {}
     code = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith(("test_", "flowrl", "conf"))]
     beneath = [REPO / name for name in ("recipes/cpu", "recipes/arithmetic", "requirements")]
     valid_for = fingerprint(find_release(RELEASE).wheel_sha256, *code, *beneath)
@@ -64,7 +64,7 @@ def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
         return tree == "pristine" and not row.live and row.key in known
 
     def run(tree: str, row: Row) -> None:
-        """Run the job of a row and keep the outcomes of all its cases."""
+        """Run the job of a row and keep the outcomes of all its cases, or its error."""
         tests = [item for item in request.session.items if item.path == request.path]
         rows = {item.callspec.params["row"] for item in tests if tree in item.fixturenames}
         job = [each for each in rows if (each.strategy, each.ranks) == (row.strategy, row.ranks)]
@@ -73,8 +73,8 @@ def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
         try:
             ranks = run_ranks(tree, folder / "engine_cases.py", row.strategy, *cases, ranks=row.ranks)
         except JobError as error:
-            failed.update({(tree, each): error for each in job})
-            raise
+            done.update({(tree, each): error for each in job})
+            return
         for each in job:
             done[tree, each] = [rank[each.case] for rank in ranks]
         if write and tree == "pristine":
@@ -83,10 +83,10 @@ def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
     def of(tree: str, row: Row) -> list:
         if is_recorded(tree, row):
             return known[row.key]
-        if (tree, row) in failed:
-            raise failed[tree, row]
         if (tree, row) not in done:
             run(tree, row)
+        if isinstance(done[tree, row], JobError):
+            raise done[tree, row]
         return done[tree, row]
 
     return of

@@ -1,57 +1,66 @@
-"""Cases of verl's FSDP engine: the dtype of every hop, and the training trajectory in each regime."""
-
-from functools import partial
+"""Cases of verl's FSDP engine: the dtype of every hop, and modules kept in fp32, a key of patched trees."""
 
 import torch
 import torch.distributed as dist
-from fsdp_worker import batch, gradients, make_worker, metrics_of, name_of, settings, state
+from fsdp_worker import (
+    MODEL,
+    RANK,
+    batch,
+    gradients,
+    make_worker,
+    metrics_of,
+    name_of,
+    settings,
+    shared_directory,
+    state,
+    weights_of,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from verl.workers.engine_workers import TrainingWorker
+
+
+def watch_dtypes(worker: TrainingWorker, *names: str) -> dict[str, list[str]]:
+    """Return a dict that a forward pass fills: for each module the dtypes of its weight, if any, input and output."""
+    recorded: dict[str, list[str]] = {}
+
+    def watch(name: str, module: torch.nn.Module) -> None:
+        def hook(module, args, kwargs, output):
+            tensors = [getattr(module, "weight", None), *args, *kwargs.values(), output]
+            recorded[name] = [name_of(t) for t in tensors if torch.is_tensor(t) and t.is_floating_point()]
+
+        module.register_forward_hook(hook, with_kwargs=True)
+
+    for name, module in worker.engine.module.named_modules():
+        parts = [part for part in name.split(".") if part != "_fsdp_wrapped_module"]
+        own = ".".join(parts).removeprefix("base_model.model.")
+        if own in names and not isinstance(module, FullyShardedDataParallel):
+            watch(own, module)
+    return recorded
 
 
 def dtype_per_hop():
     """Return the dtype of every hop of an actor with only ``dtype=float16`` set."""
     worker = make_worker(by_dtype_alone=True, grad_scaler=settings(init_scale=1024.0))
-    hops = {}
-
-    def watch_linear(module, args, output):
-        hops["linear"] = name_of(output)
-        hops["linear.weight"] = name_of(module.weight)
-
-    def watch_buffer(module, args, output):
-        hops["buffer"] = name_of(module.inv_freq)
-
-    for name, module in worker.engine.module.named_modules():
-        if name.endswith("rotary_emb"):
-            module.register_forward_hook(watch_buffer)
-        if name.endswith(("layers.0.mlp.up_proj", "layers.0._fsdp_wrapped_module.mlp.up_proj")):
-            module.register_forward_hook(watch_linear)
+    recorded, engine = watch_dtypes(worker, "model.layers.0.mlp.up_proj"), worker.engine
     worker.train_batch(batch(0))
-    entry = next(iter(worker.engine.optimizer.state.values()))
-    return hops | {
-        "scaler": worker.engine.scaler is not None,
-        "autocast": str(worker.engine._autocast_dtype).removeprefix("torch."),
-        "master": name_of(next(worker.engine.module.parameters())),
-        "adam": name_of(entry["exp_avg"]),
-    }
-
-
-def trajectory(dtype: str, **engine):
-    """Return the weights' sum and the grad norms after three steps, to compare two trees."""
-    worker = make_worker(dtype=dtype, grad_scaler=settings(init_scale=1024.0), **engine)
-    norms = [metrics_of(worker.train_batch(batch(seed)))["grad_norm"] for seed in range(3)]
+    (rotary,) = (module for name, module in engine.module.named_modules() if name.endswith("rotary_emb"))
     return {
-        "norms": norms,
-        "sum": sum(t.double().sum().item() for t in state(worker)),
-        "lr": worker.engine.optimizer.param_groups[0]["lr"],
+        "linear": recorded["model.layers.0.mlp.up_proj"],
+        "scaler": engine.scaler is not None,
+        "autocast": str(engine._autocast_dtype).removeprefix("torch."),
+        "buffer": name_of(rotary.inv_freq),
+        "master": name_of(next(engine.module.parameters())),
+        "adam": name_of(next(iter(engine.optimizer.state.values()))["exp_avg"]),
     }
 
 
-def trajectory_fp16():
-    """Train with both of torch's implementations of Adam; upstream's fused one raises on every rank."""
-    try:
-        fused = trajectory("float16", optimizer={"fused": True})
-    except RuntimeError as error:
-        fused = {"error": str(error)}
-    return {"foreach": trajectory("float16"), "fused": fused}
+def trajectory_fp32():
+    """Return the grad norms and the weights' sum after three steps, to compare two trees."""
+    worker = make_worker(dtype="float32")
+    norms = [metrics_of(worker.train_batch(batch(seed)))["grad_norm"] for seed in range(3)]
+    return {"norms": norms, "sum": sum(t.double().sum().item() for t in state(worker))}
 
 
 def accumulation():
@@ -62,32 +71,88 @@ def accumulation():
         worker.engine_config.micro_batch_size_per_gpu = 1
         data = batch(5, size=8, distinct=False)
         data["weight"] = torch.full((8,), weight)
-        largest = {}
-        step = worker.engine.optimizer_step
+        largest, step = [], worker.engine.optimizer_step
 
         def measured_step():
-            largest["grad"] = max(g.abs().max().item() for g in gradients(worker))
+            largest.append(max(g.abs().max().item() for g in gradients(worker)))
             return step()
 
         worker.engine.optimizer_step = measured_step
-        norm = metrics_of(worker.train_batch(data)).get("grad_norm")
-        return largest["grad"], norm
+        return metrics_of(worker.train_batch(data)).get("grad_norm"), largest[0]
 
-    total = torch.tensor(grad_norm(1.0, False, dtype="float32")[0])
+    total = torch.tensor(grad_norm(1.0, False, dtype="float32")[1])
     dist.all_reduce(total, op=dist.ReduceOp.MAX)
     weight = 30_000 * 8 / (total.item() * 1024.0)
     scaler = settings(init_scale=1024.0)
     return {
-        "synced": grad_norm(weight, False, grad_scaler=scaler)[1],
-        "deferred": grad_norm(weight, True, grad_scaler=scaler)[1],
-        "fp32": grad_norm(weight, True, dtype="float32")[1],
+        "synced": grad_norm(weight, False, grad_scaler=scaler)[0],
+        "deferred": grad_norm(weight, True, grad_scaler=scaler)[0],
+        "fp32": grad_norm(weight, True, dtype="float32")[0],
     }
 
 
+def overflowing_model() -> str:
+    """Save a copy of MODEL whose first block overflows in gate * up; down scales it back, and all else stays small."""
+    directory = shared_directory()
+    if RANK == 0:
+        model = AutoModelForCausalLM.from_pretrained(MODEL)
+        mlp = model.model.layers[0].mlp
+        with torch.no_grad():
+            mlp.gate_proj.weight *= 1000
+            mlp.up_proj.weight *= 1000
+            mlp.down_proj.weight /= 1e6
+        model.save_pretrained(directory)
+        AutoTokenizer.from_pretrained(MODEL).save_pretrained(directory)
+    dist.barrier()
+    return directory
+
+
+def keep_fp32():
+    """Train the overflowing model in fp16, with kept modules, and in fp32: dtypes, updates, exported names."""
+    model = overflowing_model()
+    # down_proj is in a kept module already.
+    patterns = ["lm_head", "model.layers.0.mlp", "*.0.mlp.down_proj"]
+    inside = ("model.layers.0.mlp.down_proj", "model.layers.0.mlp", "model.layers.1.mlp.down_proj", "lm_head")
+    engines = {"float16": {}, "kept": {"keep_fp32_modules": patterns}, "float32": {"dtype": "float32"}}
+    result, updates = {}, {}
+    for case, engine in engines.items():
+        worker = make_worker(path=model, **engine)
+        # An SGD update is the clipped gradient; the rate scales it above the rounding error of the weights.
+        worker.engine.optimizer = torch.optim.SGD(worker.engine.module.parameters(), lr=1e9)
+        before = weights_of(worker)
+        recorded = watch_dtypes(worker, *inside)
+        metrics = metrics_of(worker.train_batch(batch(1)))
+        updates[case] = {name: tensor - before[name] for name, tensor in weights_of(worker).items()}
+        result[case] = {
+            "grad_norm": metrics.get("grad_norm"),
+            "skipped": metrics["skipped_steps"],
+            "dtypes": recorded,
+            "exported": sorted((name, str(tensor.dtype)) for name, tensor in before.items()),
+            "kept": list(worker.engine.kept_in_fp32),
+        }
+    difference = {name: (updates["kept"][name] - u).norm() / u.norm() for name, u in updates["float32"].items()}
+    return result | {"update_error": {name: value.item() for name, value in difference.items()}}
+
+
+def keep_fp32_critic():
+    """Train a critic with a kept head: its dtypes, and the grad norm."""
+    worker = make_worker("critic", keep_fp32_modules=["score"], grad_scaler=settings(init_scale=1024.0))
+    recorded = watch_dtypes(worker, "score")
+    return {"grad_norm": metrics_of(worker.train_batch(batch(1)))["grad_norm"]} | recorded
+
+
+def keep_fp32_lora():
+    """Train a kept Linear with its LoRA adapter: dtypes, grad norm, exports."""
+    exported, result = [], {}
+    for patterns in ([], ["model.layers.0.mlp.down_proj"]):
+        worker = make_worker(model={"lora_rank": 4}, keep_fp32_modules=patterns)
+        recorded = watch_dtypes(worker, *(f"model.layers.{i}.mlp.down_proj.base_layer" for i in (0, 1)))
+        result = {"grad_norm": metrics_of(worker.train_batch(batch(1)))["grad_norm"], "dtypes": recorded}
+        exported.append({(name, tensor.dtype) for name, tensor in worker.engine.get_per_tensor_param()[0]})
+    return result | {"same_exports": exported[0] == exported[1]}
+
+
 CASES = {
-    "dtype_per_hop": dtype_per_hop,
-    "trajectory_bf16": partial(trajectory, "bfloat16"),
-    "trajectory_fp32": partial(trajectory, "float32"),
-    "trajectory_fp16": trajectory_fp16,
-    "accumulation": accumulation,
+    case.__name__: case
+    for case in (dtype_per_hop, trajectory_fp32, accumulation, keep_fp32, keep_fp32_critic, keep_fp32_lora)
 }

@@ -11,17 +11,14 @@ import json
 import sys
 from datetime import timedelta
 
-import batch_cases
 import checkpoint_cases
 import dtype_cases
-import keep_fp32_cases
 import scaler_cases
 import torch.distributed as dist
-import trainer_cases
 import wire_cases
 from fsdp_worker import OUT, PATCHED, RANK
 
-MODULES = [batch_cases, checkpoint_cases, dtype_cases, keep_fp32_cases, scaler_cases, trainer_cases, wire_cases]
+MODULES = [checkpoint_cases, dtype_cases, scaler_cases, wire_cases]
 if PATCHED:
     import flowrl_cases
 

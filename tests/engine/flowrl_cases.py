@@ -8,15 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from flowrl_reference import (
-    PLAIN_MODEL,
-    batch,
-    head_of,
-    make_worker,
-    reference_update,
-    rollouts,
-    set_loss,
-)
+from flowrl_reference import PLAIN_MODEL, batch, head_of, make_worker, reference_update, rollouts, set_loss
 from fsdp_worker import (
     RANK,
     STRATEGY,
@@ -106,45 +98,30 @@ def alike(one: tuple, other: tuple) -> bool:
     return same(one[0], other[0]) and one[1] == other[1]
 
 
-def first_of_trunk(worker: FlowRLTrainingWorker) -> list[torch.Tensor]:
-    return gradients(worker)[:1]
-
-
 def first_of_head(worker: FlowRLTrainingWorker) -> list[torch.Tensor]:
     return [next(head_of(worker).parameters()).grad]
 
 
 def first_of_both(worker: FlowRLTrainingWorker) -> list[torch.Tensor]:
-    return first_of_trunk(worker) + first_of_head(worker)
+    return gradients(worker)[:1] + first_of_head(worker)
 
 
 def head_dtypes():
-    """Record the dtypes of weights, input, output and gradient in the head and in the trunk's last layer, in fp16."""
-    worker = make_worker(dtype="float16")
-    dtypes_of: dict[str, list[str]] = {}
+    """Train in fp16 and record the dtypes of weights, input, output and gradient in the head; then evaluate."""
+    worker, dtypes_of = make_worker(dtype="float16"), {}
 
-    def watch(name):
-        def hook(module, args, output):
-            tensors = (module.weight, *args, output)
-            dtypes_of[name] = [name_of(tensor) for tensor in tensors]
-            output.register_hook(lambda grad: dtypes_of[name].append(name_of(grad)))
-
-        return hook
+    def watch(module, args, output):
+        dtypes = dtypes_of[module] = [name_of(tensor) for tensor in (module.weight, *args, output)]
+        output.register_hook(lambda grad: dtypes.append(name_of(grad)))
 
     for name in ("0", "4", "8"):
-        head_of(worker).layers.get_submodule(name).register_forward_hook(watch(f"head {name}"))
-    (trunk,) = (m for n, m in worker.engine.module.named_modules() if n.endswith("lm_head"))
-    trunk.register_forward_hook(watch("trunk"))
-    loss = worker.loss_fn
-
-    def with_log_z(model_output, **given):
-        dtypes_of["log_z"] = name_of(model_output["log_z"])
-        return loss(model_output=model_output, **given)
-
-    worker.set_loss_fn(with_log_z)
-    worker.train_batch(batch(rollouts(0)))
+        head_of(worker).layers.get_submodule(name).register_forward_hook(watch)
+    data = batch(rollouts(0))
+    worker.train_batch(data)
     adam = next(iter(worker.engine.partition.optimizer.state.values()))
-    return dtypes_of | {"adam": name_of(adam["exp_avg"])}
+    tu.assign_non_tensor(data, compute_loss=False)
+    evaluated = sorted(worker.infer_batch(data).keys())
+    return {"head": list(dtypes_of.values()), "adam": name_of(adam["exp_avg"]), "evaluated": evaluated}
 
 
 LAYOUTS = {
@@ -154,19 +131,14 @@ LAYOUTS = {
     "without the prompt's last token": {"drop_last_prompt_token": True},
     "fp16": {"dtype": "float16"},
 }
-MORE_LAYOUTS = {
-    "micro-batches of 1": {"micro": 1},
-    "the whole": {"micro": 8},
-    "packed": {"packed": True},
-    "packed to a bucket": {"packed": True, "pad_to_length": True, "pad_to_length_bucket": 64},
-    "without gradient checkpointing": {"model": {"enable_gradient_checkpointing": False}},
-}
 
 
-def compare_layouts(layouts: dict[str, dict]):
-    """Compare layouts and splits of a batch with plain torch."""
+def beside_plain_torch():
+    """Compare layouts and splits of a batch, some of whose rows are padding, with plain torch."""
     rows, errors = rollouts(1, right=(1, 2, 3, 0)), {}
-    for name, layout in layouts.items():
+    for number, row in enumerate(rows):
+        row["real"] = number % 5 != 2
+    for name, layout in LAYOUTS.items():
         layout = dict(layout)
         head = PartitionConfig(zero_init=False, drop_last_prompt_token=layout.pop("drop_last_prompt_token", False))
         flowrl = FlowRLConfig(partition=head)
@@ -202,84 +174,30 @@ def variants():
             worker_update(used, batch(rows, flowrl)), reference_update(used, rows, flowrl)
         )
     set_loss(worker, FlowRLConfig())
-    rows = [row | {"rollout_is_weights": torch.linspace(0.5, 1.5, len(row["answer"]))} for row in rows]
-    weighted = worker_update(worker, batch(rows))
-    errors["rollout weights"] = relative_errors(weighted, reference_update(worker, rows, FlowRLConfig()))
+    weighted = [row | {"rollout_is_weights": torch.linspace(0.5, 1.5, len(row["answer"]))} for row in rows]
+    padded = [row | {"real": number % 2 == 0} for number, row in enumerate(rows)]
+    for name, rows in {"rollout weights": weighted, "rank 1 has padding alone": padded}.items():
+        errors[name] = relative_errors(
+            worker_update(worker, batch(rows)), reference_update(worker, rows, FlowRLConfig(partition=head))
+        )
     return {"errors": errors, "head": without_head.engine.partition is not None}
 
 
-def padding():
-    """Compare batches with rows of padding, some on each rank or all of rank 1's, with plain torch."""
-    flowrl, errors = FlowRLConfig(partition=PartitionConfig(zero_init=False)), {}
-    worker = make_worker(flowrl)
-    for name, is_real in {"some": lambda i: i // 2 % 2 == 0, "all of rank 1": lambda i: i % 2 == 0}.items():
-        rows = rollouts(3)
-        for i, row in enumerate(rows):
-            row["real"] = is_real(i)
-        errors[name] = relative_errors(worker_update(worker, batch(rows)), reference_update(worker, rows, flowrl))
-    return errors
-
-
-def mini_batches():
-    """Compare an update of two mini-batches with two updates of one."""
-    whole, one_by_one = make_worker(), make_worker()
-    rows = [rollouts(4), rollouts(5)]
-    data = batch([row for half in rows for row in half], size=len(rows[0]))
-    tu.assign_non_tensor(data, mini_batch_size=len(rows[0]), epochs=1, seed=1, dataloader_kwargs={"shuffle": False})
-    flowrl = FlowRLConfig(partition=PartitionConfig(zero_init=False))
-    expected = reference_update(whole, rows[0], flowrl)[0]["pg_loss"]
-    metrics = metrics_of(whole.train_mini_batch(data))
-    losses = []
-    for number, half in enumerate(rows):
-        data = batch(half)
-        tu.assign_non_tensor(data, update_lr_scheduler=number == 1)
-        losses.append(metrics_of(one_by_one.train_batch(data))["loss"])
-    return {
-        "losses": [metrics["loss"], losses],
-        "first": [metrics["loss"][0], expected],
-        "alike": alike(everything(whole), everything(one_by_one)),
-    }
-
-
-def at_the_start():
-    """Return the losses at πθ = πref and log Z = 0, with two of four groups of eight answers mixed; and evaluate."""
-    losses = {}
-    for log_z in ("learned", "none"):
-        worker = make_worker(FlowRLConfig(log_z=log_z), dtype="float32")
-        rows = rollouts(6, right=(1, 0, 5, 8), size=8, noise=0.0)
-        losses[log_z] = metrics_of(worker.train_batch(batch(rows)))["loss"]
-    data = batch(rows)
-    tu.assign_non_tensor(data, compute_loss=False)
-    output = make_worker().infer_batch(data)
-    log_probs = output["log_probs"].unbind()
-    mine = rows[RANK :: dist.get_world_size()]
-    errors = [
-        (f[-len(r["answer"]) - 1 : -1] - r["old_log_probs"]).abs().max() for f, r in zip(log_probs, mine, strict=True)
-    ]
-    return {"losses": losses, "infer": sorted(output.keys()), "log_prob_error": max(errors).item()}
-
-
-def in_sync():
-    """Take five steps in fp16 and compare the heads of both ranks bit by bit."""
-    worker = make_worker(dtype="float16")
-    before = heads_state(worker)[0]
-    norms = [metrics_of(worker.train_batch(batch(rollouts(10 + step))))["grad_norm"] for step in range(5)]
-    mine = torch.cat([tensor.flatten().float() for tensor in heads_state(worker)])
-    both = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(both, mine)
-    return {
-        "same": all(torch.equal(mine, other) for other in both),
-        "moved": not torch.equal(before, heads_state(worker)[0]),
-        "norms": norms,
-    }
-
-
 def clipped():
-    """Take a step of a head whose gradient may have a norm of 1e-3; Adam's first moment is a tenth of it."""
+    """Step a head whose gradient may have a norm of 1e-3, and compare the heads of both ranks bit by bit.
+
+    Adam's first moment is a tenth of the gradient after one step.
+    """
     worker = make_worker(FlowRLConfig(partition=PartitionConfig(zero_init=False, clip_grad=1e-3)))
     norm = metrics_of(worker.train_batch(batch(rollouts(0))))["flowrl/partition_grad_norm"]
     moments = [entry["exp_avg"].flatten() for entry in worker.engine.partition.optimizer.state.values()]
-    return {"reported": norm, "applied": 10 * torch.cat(moments).norm().item()}
+    result = {"reported": norm, "applied": 10 * torch.cat(moments).norm().item()}
+    before = heads_state(worker)[0]
+    worker.train_batch(batch(rollouts(1)))  # the first of the warm-up has a learning rate of 0
+    mine = torch.cat([tensor.flatten().float() for tensor in heads_state(worker)])
+    both = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(both, mine)
+    return result | {"same": torch.equal(*both), "moved": not torch.equal(before, heads_state(worker)[0])}
 
 
 def overflows(dtype: str):
@@ -290,7 +208,7 @@ def overflows(dtype: str):
             one.train_batch(batch(rollouts(seed)))
     outcomes = {}
     for name, where in {
-        "trunk": {"of": first_of_trunk},
+        "trunk": {},
         "head": {"of": first_of_head},
         "both": {"of": first_of_both, "ranks": (0, 1)},
     }.items():
@@ -404,17 +322,7 @@ def lora():
 
 
 CASES = {
-    "head_dtypes": head_dtypes,
-    "beside_plain_torch": partial(compare_layouts, LAYOUTS),
-    "layouts_beside_plain_torch": partial(compare_layouts, MORE_LAYOUTS),
-    "variants": variants,
-    "padding": padding,
-    "mini_batches": mini_batches,
-    "at_the_start": at_the_start,
-    "in_sync": in_sync,
-    "clipped": clipped,
     "overflows_fp16": partial(overflows, "float16"),
     "overflows_bf16": partial(overflows, "bfloat16"),
-    "resume": resume,
-    "lora": lora,
 }
+CASES |= {case.__name__: case for case in (head_dtypes, beside_plain_torch, variants, clipped, resume, lora)}

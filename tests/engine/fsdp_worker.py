@@ -171,8 +171,8 @@ def poison_gradient(
     engine.forward_backward_batch = poisoned
 
 
-def poison_micro_batch(worker: TrainingWorker, which: int, value: float, rank: int = 1):
-    """Put ``value`` into one gradient of one rank in the backward pass of micro-batch ``which`` of the next batch.
+def poison_micro_batch(worker: TrainingWorker, which: int, value: float):
+    """Put ``value`` into one gradient of rank 1 in the backward pass of micro-batch ``which`` of the next batch.
 
     It is the last weight's of the last linear layer (the head's), unsharded and in fp16, so it passes through the
     reduction and the accumulation as a real overflow does.
@@ -183,7 +183,7 @@ def poison_micro_batch(worker: TrainingWorker, which: int, value: float, rank: i
     def watch(module, args):
         if next(micro_batch) == which:
             forward.remove()
-            if RANK == rank:
+            if RANK == 1:
                 backward.append(module.weight.register_hook(poisoned))
 
     def poisoned(gradient):

@@ -1,4 +1,4 @@
-"""Cases of verl's FSDP engine: overflows, the loss scale, skipped steps, storms, and the cost of a step."""
+"""Cases of verl's FSDP engine: overflows, skipped steps, storms, the cost of a step, and batches without a loss."""
 
 import math
 from functools import partial
@@ -8,6 +8,7 @@ from fsdp_worker import (
     PATCHED,
     RANK,
     batch,
+    composed,
     gradients,
     gradients_after_step,
     lr_of,
@@ -22,6 +23,11 @@ from fsdp_worker import (
     state,
 )
 from torch.profiler import ProfilerActivity, profile
+
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.metric import Metric
+from verl.workers.utils import losses
 
 FAULTS = {
     "inf in the first micro-batch": partial(poison_micro_batch, which=0, value=math.inf),
@@ -68,29 +74,6 @@ def faults(role: str, adam: str):
     return outcomes
 
 
-def torchs_sequence():
-    """Take fused steps by unscale_, step and update: without an overflow, with one on rank 1, with one on both ranks.
-
-    torch adds up found_inf over the ranks; its fused optimizers skip at exactly 1.
-    """
-    from verl.utils.precision import LossScaler
-
-    torch.manual_seed(0)
-    module = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    scaler = LossScaler(settings(init_scale=1024.0), device="cpu")
-    steps = []
-    for overflows in (False, RANK == 1, True):
-        before = [parameter.detach().clone() for parameter in module.parameters()]
-        scaler.scale(module(torch.ones(2)).sum() * (math.inf if overflows else 1.0)).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        steps.append([same(before, list(module.parameters())), scaler.skipped, scaler.get_scale()])
-    return steps
-
-
 def storm():
     """Overflow the last gradient of rank 1 in every step: scales, skips and the error that ends the run."""
     worker = make_worker(grad_scaler=settings(init_scale=8.0, min_scale=2.0, max_consecutive_skips=4))
@@ -119,12 +102,11 @@ def cost_of_a_step():
 
         worker.engine.optimizer_step = profiled
         worker.train_batch(batch(2))
-        outside = [e for e in profiler.events() if not any("Optimizer.step" in parent for parent in ancestry(e))]
-        names = [event.name for event in outside]
+        names = [event.name for event in profiler.events() if not in_optimizer(event)]
         return {"all_reduces": names.count("gloo:all_reduce"), "host_reads": names.count("aten::_local_scalar_dense")}
 
-    def ancestry(event):
-        return [event.name, *(ancestry(event.cpu_parent) if event.cpu_parent else [])]
+    def in_optimizer(event) -> bool:
+        return event is not None and ("Optimizer.step" in event.name or in_optimizer(event.cpu_parent))
 
     costs = {"bf16": cost(dtype="bfloat16"), "fp16": cost()}
     return costs | ({"fp16_fused": cost(optimizer={"fused": True})} if PATCHED else {})
@@ -141,13 +123,57 @@ def replicated():
     return result | {"unchanged": same(before, state(worker)), "skipped": metrics.get("skipped_steps")}
 
 
+def masked(where: str, loss: str):
+    """Train with verl's own ``loss`` where no token of one micro-batch, of one rank or of all is in the loss mask."""
+    worker = make_worker("critic" if loss == "value_loss" else "actor", grad_scaler=settings(init_scale=1024.0))
+    config = composed().critic if loss == "value_loss" else composed().actor_rollout_ref.actor
+    config = None if loss == "sft_loss" else omega_conf_to_dataclass(config)
+    worker.set_loss_fn(partial(getattr(losses, loss), config=config))
+
+    data = batch(1)
+    rows = data["input_ids"].unbind()
+    left_out = {"all": range(4), "rank": range(4) if RANK == 1 else [], "micro": range(2)}[where]
+
+    def nested(make):
+        return torch.nested.as_nested_tensor([make(i, row) for i, row in enumerate(rows)], layout=torch.jagged)
+
+    def response(value):
+        return nested(lambda i, row: torch.full((len(row) - 2,), value))
+
+    def mask(prompt_length: int):
+        return nested(lambda i, row: torch.full((len(row) - prompt_length,), int(i not in left_out)))
+
+    data["prompts"], data["responses"] = nested(lambda i, row: row[:2]), nested(lambda i, row: row[2:])
+    data["response_mask"] = data["loss_mask"] = mask(2)
+    if loss == "sft_loss":  # covers whole sequences, as in verl's SFT data
+        data["loss_mask"] = mask(0)
+    data["old_log_probs"], data["advantages"] = response(-4.0), response(1.0)
+    data["values"], data["returns"] = response(0.0), response(1.0)
+    tu.assign_non_tensor(data, global_batch_size=8)
+    metrics = metrics_of(worker.train_batch(data))
+    return {
+        "finite": all(math.isfinite(number) for number in numbers(metrics.values())),
+        "loss": metrics["loss"],
+        "grad_norm": metrics.get("grad_norm"),
+        "skipped": metrics.get("skipped_steps"),
+        "scale": scale_of(worker),
+    }
+
+
+def numbers(values) -> list[float]:
+    """Return all numbers in nested lists of metrics."""
+    if isinstance(values, Metric):
+        values = values.aggregate()
+    return [float(values)] if not hasattr(values, "__iter__") else [n for value in values for n in numbers(value)]
+
+
+MASKED = [("all", "sft_loss"), ("all", "ppo_loss"), ("all", "value_loss"), ("rank", "ppo_loss"), ("micro", "ppo_loss")]
 CASES = {
     "faults_actor": partial(faults, "actor", "foreach"),
     "faults_critic": partial(faults, "critic", "foreach"),
     "faults_actor_fused": partial(faults, "actor", "fused"),
-    "faults_critic_fused": partial(faults, "critic", "fused"),
-    "torchs_sequence": torchs_sequence,
     "storm": storm,
     "cost_of_a_step": cost_of_a_step,
     "replicated": replicated,
+    "masked_batches": lambda: {f"{where} {loss}": masked(where, loss) for where, loss in MASKED},
 }

@@ -1,9 +1,9 @@
-"""Skipped steps are counted, and a storm of overflows saves a checkpoint."""
+"""Skipped steps are counted, a storm of overflows saves a checkpoint, and rewards of inf or NaN are refused."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from precision import GradScalerConfig, LossScaleError, StepAccounting, save_after_storm
+from precision import GradScalerConfig, LossScaleError, StepAccounting, check_rewards, save_after_storm
 
 
 def test_an_engine_without_accounted_steps_has_no_metrics():
@@ -37,9 +37,7 @@ def test_a_reported_skip_is_accounted():
 def test_a_reported_step_without_loss_scaling_is_accounted():
     engine, config = ReportedEngine(), GradScalerConfig()
     assert engine.account_reported_step(True, torch.tensor(0.5), None, config) == 0.5
-    assert engine.account_reported_step(True, float("nan"), None, config) is None, (
-        "one NaN would make the step's mean NaN"
-    )
+    assert engine.account_reported_step(True, float("nan"), None, config) is None, "it would make the mean norm NaN"
     assert engine.close_update() and engine.update_metrics() == {"skipped_steps": 0.0}
 
 
@@ -77,3 +75,17 @@ def test_a_storm_in_a_ray_worker_is_saved():
     with pytest.raises(LossScaleError), save_after_storm(lambda: saved.append(1)):
         raise error.as_instanceof_cause()
     assert saved == [1]
+
+
+def test_nonfinite_rewards_are_refused_by_row():
+    rewards = torch.zeros(5, 3)
+    check_rewards(rewards, {})
+    rewards[1, 2], rewards[4, 0] = float("nan"), float("-inf")
+    labels = {"uid": list("abcde"), "data_source": ["sum"] * 5, "other": [0] * 5}
+    with pytest.raises(ValueError) as refusal:
+        check_rewards(rewards, labels)
+    assert str(refusal.value).startswith("2 of 5 rewards are not finite") and "\n" not in str(refusal.value)
+    assert str(refusal.value).endswith("row 1, data_source=sum, uid=b; row 4, data_source=sum, uid=e")
+    rewards[:] = float("nan")
+    with pytest.raises(ValueError, match="5 of 5 .* row 0; row 1; row 2 …"):
+        check_rewards(rewards, {})

@@ -12,12 +12,11 @@ from support.engine_rows import by_case
 
 @by_case("dtype_per_hop", fsdp="quick")
 def test_dtype_key_alone_sets_every_hop(patched, pristine):
-    half = dict.fromkeys(("linear", "linear.weight", "autocast"), "float16")
     full = dict.fromkeys(("master", "buffer", "adam"), "float32")
     for rank in patched:
-        assert rank == half | full | {"scaler": True}
+        assert rank == full | {"linear": ["float16"] * 3, "autocast": "float16", "scaler": True}
     for rank in pristine:  # accepts dtype=float16 and trains in bf16
-        assert rank["linear"] == rank["linear.weight"] == rank["autocast"] == "bfloat16" and not rank["scaler"]
+        assert rank["linear"] == ["bfloat16"] * 3 and rank["autocast"] == "bfloat16" and not rank["scaler"]
 
 
 FAULTS = {
@@ -29,9 +28,10 @@ FAULTS = {
 }
 
 
-def check_faults(ranks: list[dict]) -> None:
-    """Assert that every fault skips the step, to the bit, and is reported."""
-    for rank in ranks:
+@by_case("faults_actor", "faults_critic", "faults_actor_fused")
+def test_overflow_skips_the_step_on_both_ranks(patched):
+    """Every fault skips the step, to the bit, and is reported."""
+    for rank in patched:
         assert set(rank) == FAULTS
         for number, (name, fault) in enumerate(rank.items(), start=1):
             assert fault["unchanged"], f"{name}: weights or Adam state moved"
@@ -42,29 +42,13 @@ def check_faults(ranks: list[dict]) -> None:
             assert fault["metrics"] == skipped, name
 
 
-@by_case("faults_actor", fsdp="quick")
-def test_overflow_skips_the_step_on_both_ranks(patched):
-    check_faults(patched)
-
-
-@by_case("faults_critic", "faults_actor_fused", "faults_critic_fused")
-def test_overflow_skips_the_step_of_a_critic_and_of_fused_adamw(patched):
-    check_faults(patched)
-
-
-@by_case("faults_actor", fsdp="quick")
+@by_case("faults_actor")
 def test_upstream_trains_on_after_a_skip_and_reports_nothing(pristine):
     for rank in pristine:
         assert set(rank) == FAULTS
         for fault in rank.values():
             assert not fault["gradients_cleared"] and not fault["next_step"] and not fault["lr_unchanged"]
             assert not math.isfinite(fault["metrics"]["grad_norm"]) and not fault["metrics"]["skipped_steps"]
-
-
-@by_case("torchs_sequence", fsdp="never")
-def test_torchs_own_sequence_skips_on_all_ranks(patched):
-    for rank in patched:
-        assert rank == [[False, False, 1024.0], [True, True, 512.0], [True, True, 256.0]]
 
 
 @by_case("scales_of_two_roles")
@@ -80,11 +64,6 @@ def test_gradients_accumulate_in_fp32(patched, pristine, row):
         assert rank["deferred"] == pytest.approx(rank["fp32"], rel=2e-3)
     for rank in pristine:  # FSDP1's no_sync accumulates in fp16; FSDP2's in fp32
         assert math.isinf(rank["deferred"]) == (row.strategy == "fsdp")
-
-
-@by_case("accumulation", fsdp="alone", ranks=1, slow=True)
-def test_gradients_accumulate_in_fp32_on_one_rank_where_fsdp1_shards_nothing(patched):
-    assert patched[0]["deferred"] == pytest.approx(patched[0]["fp32"], rel=2e-3)
 
 
 @by_case("storm", fsdp="quick")
@@ -106,22 +85,6 @@ def test_fp32_matches_upstream_bit_for_bit(patched, pristine):
     assert patched == pristine and all(map(math.isfinite, patched[0]["norms"]))
 
 
-@by_case("trajectory_bf16", fsdp="alone", ranks=1, live=True, slow=True)
-def test_bf16_matches_upstream_on_one_rank(patched, pristine):
-    assert patched == pristine
-
-
-@by_case("trajectory_fp16", live=True)
-def test_one_pass_unscales_and_clips_as_upstreams_two(patched, pristine):
-    foreach, upstream = patched[0]["foreach"], pristine[0]["foreach"]
-    assert foreach["norms"] == pytest.approx(upstream["norms"], rel=1e-4)
-    assert patched[0]["fused"]["norms"] == pytest.approx(foreach["norms"], rel=1e-4)
-    for ours, theirs in zip(patched, pristine, strict=True):
-        assert ours["foreach"]["sum"] == pytest.approx(theirs["foreach"]["sum"], rel=1e-3)
-        # torch's ShardedGradScaler passes fused optimizers a found_inf of a shape that they do not accept.
-        assert "broadcast shape" in theirs["fused"]["error"]
-
-
 @by_case("cost_of_a_step")
 def test_step_takes_one_all_reduce_and_one_device_read(patched, pristine, row):
     for rank in patched:
@@ -135,18 +98,6 @@ def test_replicas_agree_on_the_norm_and_on_a_skip(patched):
     for rank in patched:
         assert rank["replicated"] == pytest.approx(rank["sharded"], rel=1e-5)
         assert rank["unchanged"] and rank["skipped"] == 1.0
-
-
-@by_case("lora_adapter", fsdp="quick")
-def test_lora_adapter_is_sent_whole_and_an_empty_one_is_refused(patched, pristine):
-    for rank in (*patched, *pristine):
-        # Two blocks of seven Linears. peft 0.21 finds none of them under FSDP1.
-        matrices = [name.rsplit(".", 2)[1] for name in rank["whole"]]
-        assert sorted(matrices) == 14 * ["lora_A"] + 14 * ["lora_B"]
-    for rank in patched:
-        assert "returned an empty adapter" in rank["empty"] and "install peft" in rank["empty"]
-    for rank in pristine:
-        assert rank["empty"] == [], "upstream sends it, and vLLM's worker dies"
 
 
 @by_case("wire")
@@ -180,25 +131,17 @@ def test_modules_kept_in_fp32_neither_overflow_nor_change_the_others(patched):
         assert kept["skipped"] == 0 and kept["grad_norm"] == pytest.approx(full["grad_norm"], rel=2e-3)
         assert kept["kept"] == ["model.layers.0.mlp", "lm_head"]
         assert kept["dtypes"]["model.layers.0.mlp.down_proj"] == FP32_INSIDE
-        assert kept["dtypes"]["model.layers.0.mlp"] == ["float16", "float16"], (
-            "the surrounding module must stay in fp16"
-        )
+        assert kept["dtypes"]["model.layers.0.mlp"] == ["float16", "float16"], "what surrounds it must stay in fp16"
         assert kept["dtypes"]["model.layers.1.mlp.down_proj"] == HALF
         assert kept["dtypes"]["lm_head"] == ["float32", "float16", "float32"]
         assert kept["exported"] == half["exported"] == full["exported"]
         assert max(rank["update_error"].values()) < 0.02, rank["update_error"]
 
 
-@by_case("keep_fp32_critic", "keep_fp32_ref", fsdp="quick")
-def test_critic_and_ref_keep_modules_in_fp32_too(patched, row):
-    head = {"keep_fp32_critic": "score", "keep_fp32_ref": "lm_head"}[row.case]
+@by_case("keep_fp32_critic")
+def test_critic_keeps_its_head_in_fp32(patched):
     for rank in patched:
-        assert rank["dtypes"] == {
-            head: ["float32", "float16", "float32"],
-            "model.layers.1.self_attn.q_proj": ["float32", "float16", "float16"],
-            "model.layers.1.self_attn.k_proj": HALF,
-        }
-        assert rank["follows"] == ["lm_head"] if row.case == "keep_fp32_ref" else rank["grad_norm"] > 0
+        assert rank["score"] == ["float32", "float16", "float32"] and rank["grad_norm"] > 0
 
 
 @by_case("keep_fp32_lora", fsdp="quick")
@@ -209,25 +152,6 @@ def test_kept_module_keeps_its_lora_adapter(patched):
             "model.layers.1.mlp.down_proj.base_layer": HALF,
         }
         assert rank["grad_norm"] > 0 and rank["same_exports"]
-
-
-@by_case("keep_fp32_checkpoint", fsdp="quick")
-def test_checkpoint_restores_kept_modules(patched):
-    for rank in patched:
-        assert rank == {"state": True, "next_step": True, "stepped": True}
-
-
-@by_case("bf16_to_fp16", "fp16_to_bf16")
-def test_run_resumes_in_another_regime_with_a_warning(patched, pristine, row):
-    warning = {
-        "bf16_to_fp16": "holds no loss scale: starting at 1024",
-        "fp16_to_bf16": "which this run does not use",
-    }[row.case]
-    for number, rank in enumerate(patched):
-        (text,) = rank["warnings"]
-        assert warning in text and f"extra_state_world_size_2_rank_{number}.pt" in text
-        assert rank["state"] and rank["trains"]
-    assert [rank["warnings"] for rank in pristine] == [[], []]
 
 
 @by_case("foreign_checkpoints")
@@ -243,52 +167,29 @@ def test_checkpoint_of_another_shape_is_refused_by_name(patched, pristine):
         assert rank["world_size"]["type"] == "FileNotFoundError" and "world_size_4" not in rank["world_size"]["message"]
 
 
-def kept(number: int | None, role: str = "") -> list[list[str]]:
-    """Return the folders with weights after each of four saves if the last ``number`` are kept."""
-    return [[f"{step}{role}" for step in range(1, last + 1)][-(number or last) :] for last in range(1, 5)]
-
-
-def of_both(actor: int | None, critic: int | None) -> list[list[str]]:
-    return [sorted(one + other) for one, other in zip(kept(actor, "/actor"), kept(critic, "/critic"), strict=True)]
-
-
-def left(outcome: dict) -> dict:
-    return {name: observed["left"] for name, observed in outcome.items()}
-
-
-def unsafe(outcome: dict) -> list[str]:
-    """Return the settings with which no whole checkpoint exists at some line of a save."""
-    return [name for name, observed in outcome.items() if "save_checkpoint" in observed["unsafe"]]
+def of_both(actor: int, critic: int) -> list[list[str]]:
+    """Return the folders with weights after each of four saves if the last ``actor`` and ``critic`` are kept."""
+    saves = []
+    for last in range(1, 5):
+        kept = [f"{step}/actor" for step in range(max(1, last - actor + 1), last + 1)]
+        kept += [f"{step}/critic" for step in range(max(1, last - critic + 1), last + 1)]
+        saves.append(sorted(kept))
+    return saves
 
 
 @by_case("kept_v1", "kept_legacy", fsdp="never")
 def test_previous_checkpoint_is_removed_after_the_next_save(patched, pristine):
     """With async_save the trainer cannot know when the save has ended, and keeps one more."""
     expected = {"one": of_both(1, 1), "one and three": of_both(1, 3), "one, async": of_both(2, 2)}
-    assert left(patched[0]) == expected
-    assert left(pristine[0]) == expected | {"one, async": of_both(1, 1)}
+    assert {name: kept["left"] for name, kept in patched[0].items()} == expected
     for name in ("one", "one and three"):
-        assert patched[0][name]["unsafe"] == [] and "save_checkpoint" in pristine[0][name]["unsafe"]
-
-
-@by_case("kept_more_v1", "kept_more_legacy", fsdp="never", slow=True)
-def test_any_number_of_checkpoints_is_kept(patched, pristine):
-    expected = {"all": of_both(None, None), "one": of_both(1, 1), "two": of_both(2, 2), "three": of_both(3, 3)}
-    assert left(patched[0]) == left(pristine[0]) == expected
-    assert unsafe(patched[0]) == [] and unsafe(pristine[0]) == ["one"]
+        assert patched[0][name]["safe"] and not pristine[0][name]["safe"]
 
 
 @by_case("kept_sft", fsdp="never")
 def test_sft_checkpoint_handler_removes_the_previous_one_after_the_next(patched, pristine):
-    assert left(patched[0]) == left(pristine[0]) == {"1": kept(1)}
-    assert patched[0]["1"]["unsafe"] == [] and unsafe(pristine[0]) == ["1"]
-
-
-@by_case("kept_more_sft", fsdp="never", slow=True)
-def test_sft_checkpoint_handler_keeps_any_number(patched, pristine):
-    expected = {"None": kept(None), "1": kept(1), "2": kept(2), "3": kept(3)}
-    assert left(patched[0]) == left(pristine[0]) == expected
-    assert unsafe(patched[0]) == [] and unsafe(pristine[0]) == ["1"]
+    assert patched[0] == {"left": [["1"], ["2"], ["3"], ["4"]], "safe": True}
+    assert not pristine[0]["safe"]
 
 
 @by_case("sft_checkpoints", "ppo_checkpoints_v1", "ppo_checkpoints_legacy")
@@ -300,19 +201,6 @@ def test_trainer_resumes_from_a_whole_checkpoint_and_restores_the_data_order(pat
         whole |= {"resumed_of_lost": "CheckpointError", "resumed_by_path": 1, "torn_by_path": "CheckpointError"}
         upstream |= {"resumed_of_lost": 0, "resumed_by_path": 1, "torn_by_path": 3}
     assert patched == [whole, whole] and pristine == [upstream, upstream]
-
-
-@by_case("storm_checkpoint")
-def test_storm_is_saved_as_the_last_good_state(patched, pristine):
-    """With offloading, which the storm's error interrupts; tests/e2e/test_resume.py tests the trainer."""
-    for rank in patched:
-        assert rank["outcome"] == "LossScaleError" and rank["good"] and rank["lr_unchanged"]
-        # The scale of the storm is not restored.
-        assert rank["scale"] == 64.0 and math.isfinite(rank["next_step"])
-        (warning,) = rank["warnings"]
-        assert "holds no loss scale: starting at 64" in warning
-    for rank in pristine:
-        assert rank["outcome"] is None and not rank["lr_unchanged"]
 
 
 @by_case("masked_batches")
@@ -327,14 +215,3 @@ def test_all_masked_batch_has_zero_loss(patched, pristine):
         for rank in (*patched, *pristine):
             batch = rank[f"{where} ppo_loss"]
             assert batch["finite"] and batch["loss"] != 0 and batch["grad_norm"] > 0 and not batch["skipped"], where
-
-
-@by_case("nan_reward", fsdp="never")
-def test_nan_reward_is_refused_in_one_line(patched, pristine):
-    """The run must not continue with a skipped step and a smaller loss scale."""
-    assert set(patched[0]) == {"legacy gae", "legacy grpo", "v1 gae", "v1 grpo"}
-    for name, message in patched[0].items():
-        assert message.startswith("1 of 4 rewards are not finite") and "\n" not in message, name
-        assert message.endswith("row 2, data_source=sum, uid=b"), name
-    # Upstream returns NaN advantages: in every row with GAE, in the whole group with GRPO.
-    assert all(rows >= 2 for rows in pristine[0].values())

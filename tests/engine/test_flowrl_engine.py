@@ -1,7 +1,5 @@
 """FlowRL's worker under FSDP1 and FSDP2 on two gloo ranks; flowrl_cases.py contains the cases."""
 
-import math
-
 import pytest
 from support.engine_rows import by_case
 
@@ -9,10 +7,9 @@ from support.engine_rows import by_case
 @by_case("head_dtypes", fsdp="quick")
 def test_head_computes_in_fp32_under_fp16_autocast(patched):
     for rank in patched:
-        assert rank["log_z"] == rank["adam"] == "float32"
-        for layer in ("head 0", "head 4", "head 8"):
-            assert rank[layer] == ["float32"] * 4, "weights, input, output or gradient"
-        assert rank["trunk"][1:] == ["float16"] * 3  # weights are fp32 masters under FSDP2, fp16 copies under FSDP1
+        assert rank["head"] == [["float32"] * 4] * 3, "weights, input, output or gradient"
+        assert rank["adam"] == "float32"
+        assert rank["evaluated"] == ["log_probs", "metrics"], "log Z is learned in training alone"
 
 
 def close(errors: dict[str, float], head: bool = True, within: float = 1e-3) -> bool:
@@ -29,52 +26,24 @@ def test_loss_metrics_and_gradients_match_plain_torch(patched):
         assert rank["detached"] > 1e-2, "the effect of log Z on the trunk must exceed ten times the tolerance"
 
 
-@by_case("layouts_beside_plain_torch", slow=True)
-def test_every_layout_matches_plain_torch(patched):
-    for rank in patched:
-        assert len(rank["errors"]) == 5 and all(map(close, rank["errors"].values())), rank["errors"]
-
-
 @by_case("variants")
 def test_every_variant_matches_plain_torch(patched):
     for rank in patched:
-        assert len(rank["errors"]) == 11 and not rank["head"]
+        assert len(rank["errors"]) == 12 and not rank["head"]
         for name, errors in rank["errors"].items():
             assert close(errors, head=not name.startswith("log_z=")), (name, errors)
-
-
-@by_case("padding", fsdp="quick")
-def test_padding_rows_contribute_nothing(patched):
-    for rank in patched:
-        assert set(rank) == {"some", "all of rank 1"} and all(map(close, rank.values())), rank
-
-
-@by_case("mini_batches")
-def test_each_mini_batch_is_normalised_by_its_own_rows(patched):
-    for rank in patched:
-        assert rank["losses"][0] == rank["losses"][1] and rank["alike"]
-        assert rank["first"][0] == pytest.approx(rank["first"][1], rel=1e-5)
-
-
-@by_case("at_the_start")
-def test_initial_loss_depends_on_the_advantages_alone(patched):
-    for rank in patched:
-        for loss in rank["losses"].values():  # two of four groups have answers that differ
-            assert loss == pytest.approx(225 * 7 / 8 * 2 / 4, rel=1e-4)
-        # An evaluation returns the model's log-probabilities, without log Z.
-        assert rank["infer"] == ["log_probs", "metrics"] and rank["log_prob_error"] < 1e-4
-
-
-@by_case("in_sync")
-def test_heads_stay_identical_on_all_ranks(patched):
-    for rank in patched:
-        assert rank["same"] and rank["moved"] and all(map(math.isfinite, rank["norms"]))
 
 
 @by_case("clipped")
 def test_gradient_of_the_head_is_clipped_by_its_own_setting(patched):
     for rank in patched:
         assert rank["reported"] > 1e-2 and rank["applied"] == pytest.approx(1e-3, rel=1e-3)
+
+
+@by_case("clipped")
+def test_heads_stay_identical_on_all_ranks(patched):
+    for rank in patched:
+        assert rank["same"] and rank["moved"]
 
 
 @pytest.mark.parametrize("where", ["trunk", "head", "both"])

@@ -1,30 +1,24 @@
-"""The choice of the checkpoint to resume from, on files written by torch; pristine verl trusts its tracker."""
+"""The choice of the checkpoint to resume from, on files written by torch."""
 
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import manifest
 import pytest
 import torch
-from support.methods import function
 
 from lib.errors import Refused
 from lib.run import folder as runs
 
-FILES = [
-    "actor/model_world_size_1_rank_0.pt",
-    "actor/optim_world_size_1_rank_0.pt",
-    "critic/model_world_size_1_rank_0.pt",
-]
+FILES = ["actor/model_world_size_1_rank_0.pt", "actor/optim_world_size_1_rank_0.pt", "critic/model.pt", "data.pt"]
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def write(folder: Path) -> None:
-    for name in [*FILES, "data.pt"]:
+    for name in FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         torch.save({"weight": torch.randn(1000)}, folder / name)
 
@@ -50,12 +44,6 @@ def lose_data_order(folder: Path) -> None:
     (folder / "data.pt").unlink()
 
 
-def lose_everything(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    folder.rmdir()
-
-
 def begin_again(folder: Path) -> None:
     """Overwrite one file, as if killed in a repeated save: old and new files, each of the right size."""
     manifest.begin(folder)
@@ -65,60 +53,39 @@ def begin_again(folder: Path) -> None:
 DAMAGE = {
     truncate: "is torn: actor/optim_world_size_1_rank_0.pt has ",
     lose_data_order: "is torn: data.pt is missing",
-    lose_everything: "is missing",
+    shutil.rmtree: "is missing",
     begin_again: "is torn: its save was not finished",
 }
 
 
-@pytest.fixture
-def upstream(trees) -> Callable[[Path], str]:
-    """``upstream(root)``: the folder that pristine verl resumes from, ``scratch``, or the error's type."""
-    file = trees["pristine"] / "verl/utils/checkpoint/checkpoint_manager.py"
-    find = function(file, "find_latest_ckpt_path", "get_checkpoint_tracker_filename", os=os, torch=torch)
-
-    def of(root: Path) -> str:
-        try:
-            return Path(find(str(root)) or "scratch").name
-        except ValueError as error:
-            return type(error).__name__
-
-    return of
-
-
-def test_newest_checkpoint_is_resumed(tmp_path):
-    save(tmp_path, 9)
-    newest = save(tmp_path, 10)
-    assert manifest.choose(tmp_path) == (newest, [])
-    assert manifest.choose(tmp_path / "nothing") == (None, [])
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_torn_checkpoint_is_refused_or_falls_back_to_the_previous_one(tmp_path, damage, upstream):
+def test_torn_checkpoint_is_refused_or_falls_back_to_the_previous_one(tmp_path, damage):
     torn = save(tmp_path, 2)
+    assert manifest.choose(tmp_path) == (torn, [])
     damage(torn)
     with pytest.raises(manifest.CheckpointError, match=f"global_step_2 {DAMAGE[damage]}") as refusal:
         manifest.choose(tmp_path)
     assert "resume_from_path" in str(refusal.value) and "\n" not in str(refusal.value)
-    assert upstream(tmp_path) == ("scratch" if damage is lose_everything else "global_step_2")
+    with pytest.raises(manifest.CheckpointError, match=f"{torn} {DAMAGE[damage]}"):
+        manifest.check_whole(torn)
 
     whole = save(tmp_path, 1)
     (tmp_path / TRACKER).write_text("2")
     folder, (note,) = manifest.choose(tmp_path)
     assert folder == whole and note.startswith(f"{torn} {DAMAGE[damage]}")
-    assert upstream(tmp_path) == ("scratch" if damage is lose_everything else "global_step_2")
+    manifest.check_whole(whole)
 
 
-@pytest.mark.parametrize(("text", "theirs"), [("", "ValueError"), (None, "scratch")])
-def test_newest_whole_checkpoint_is_resumed_without_a_tracker(tmp_path, text, theirs, upstream):
-    save(tmp_path, 1)
-    whole, torn = save(tmp_path, 2), save(tmp_path, 3)
+@pytest.mark.parametrize("text", ["", None])
+def test_newest_whole_checkpoint_is_resumed_without_a_tracker(tmp_path, text):
+    save(tmp_path, 9)
+    whole, torn = save(tmp_path, 10), save(tmp_path, 11)
     truncate(torn)
     (tmp_path / TRACKER).unlink()
     if text is not None:
         (tmp_path / TRACKER).write_text(text)
     folder, notes = manifest.choose(tmp_path)
     assert folder == whole and len(notes) == 2 and TRACKER in notes[0]
-    assert upstream(tmp_path) == theirs
 
 
 def test_tracker_set_to_an_earlier_step_is_respected(tmp_path):
@@ -129,6 +96,7 @@ def test_tracker_set_to_an_earlier_step_is_respected(tmp_path):
 
 
 def test_run_killed_in_its_first_save_starts_over(tmp_path):
+    assert manifest.choose(tmp_path / "nothing") == (None, [])
     (tmp_path / "global_step_1" / "actor").mkdir(parents=True)
     begin_again(tmp_path / "global_step_1")
     folder, notes = manifest.choose(tmp_path)
@@ -156,15 +124,7 @@ def test_asynchronous_save_counts_once_the_tracker_names_it(tmp_path):
     assert manifest.choose(tmp_path).folder == folder
 
 
-def test_checkpoint_resumed_by_path_is_checked(tmp_path):
-    folder = save(tmp_path, 1)
-    manifest.check_whole(folder)
-    lose_data_order(folder)
-    with pytest.raises(manifest.CheckpointError, match=f"{folder} is torn: data.pt is missing"):
-        manifest.check_whole(folder)
-
-
-@pytest.mark.parametrize(("saved", "workers"), [(4, 2), (2, 4), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("saved", "workers"), [(4, 2), (2, 4)])
 def test_shards_of_fewer_or_more_workers_are_refused(tmp_path, saved, workers):
     for rank in range(saved):
         (tmp_path / f"model_world_size_{saved}_rank_{rank}.pt").touch()
@@ -229,11 +189,11 @@ def test_sigkill_at_any_line_leaves_the_last_finished_checkpoint(tmp_path, keep)
             finished = int.from_bytes(steps.read()[-8:]) or 1
         folder = manifest.choose(root).folder
         assert int(folder.name.removeprefix("global_step_")) in (finished, finished + 1)
-        for name in [*FILES, "data.pt"]:
+        for name in FILES:
             assert torch.load(folder / name)["weight"].shape == (1000,)
-        assert keep is None or len(list(root.glob("global_step_*"))) <= 2
-        begun = max(root.glob("global_step_*"), key=lambda path: int(path.name.removeprefix("global_step_")))
-        interrupted += begun != folder
+        begun = sorted(root.glob("global_step_*"), key=lambda path: int(path.name.removeprefix("global_step_")))
+        assert keep is None or len(begun) <= 2
+        interrupted += begun[-1] != folder
     assert interrupted > 5, "the child was never killed during a save"
 
 
@@ -245,9 +205,3 @@ def test_make_run_resumes_where_verl_does(tmp_path):
     truncate(whole)
     with pytest.raises(Refused, match="OUT=.*no whole checkpoint"):
         runs.checkpoint_step(tmp_path)
-
-
-def test_manifest_module_imports_only_the_standard_library():
-    lines = Path(manifest.__file__).read_text().splitlines()
-    imported = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
-    assert imported <= set(sys.stdlib_module_names)

@@ -1,54 +1,35 @@
-"""``verl.utils.precision`` as a package: imports, exports, and objects sent to other processes."""
+"""``verl.utils.precision`` as a package: imports, exports, and the line that a worker reports."""
 
 import ast
-import graphlib
-import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import manifest
 import precision
-import torch
 
-FILES = {path.stem: ast.parse(path.read_text()) for path in Path(precision.__file__).parent.glob("*.py")}
+FOLDER = Path(precision.__file__).parent
 
 
-def imports(file: str) -> list[ast.Import | ast.ImportFrom]:
-    return [node for node in ast.walk(FILES[file]) if isinstance(node, ast.Import | ast.ImportFrom)]
+def imported(file: Path) -> set[str]:
+    """Return the packages that a file imports, its own excepted."""
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return {name.partition(".")[0] for name in names}
 
 
 def test_package_imports_only_torch_and_the_standard_library():
-    imported = set()
-    for node in (node for file in FILES for node in imports(file)):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
-        elif not node.level:
-            imported.add(node.module.partition(".")[0])
-    assert imported - set(sys.stdlib_module_names) == {"torch"}
-
-
-def test_package_has_no_import_cycle():
-    needs = {file: {node.module for node in imports(file) if getattr(node, "level", 0)} for file in FILES}
-    assert needs["__init__"] == FILES.keys() - {"__init__"}
-    assert all(needed <= needs["__init__"] for needed in needs.values()), "files must import files, not the package"
-    assert list(graphlib.TopologicalSorter(needs).static_order())[-1] == "__init__"
+    assert set.union(*map(imported, FOLDER.glob("*.py"))) - set(sys.stdlib_module_names) == {"torch"}
+    assert imported(Path(manifest.__file__)) <= set(sys.stdlib_module_names)
 
 
 def test_package_exports_exactly_its_public_names():
-    exported = {alias.name for node in imports("__init__") for alias in node.names}
+    nodes = ast.walk(ast.parse(Path(precision.__file__).read_text()))
+    exported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert sorted(precision.__all__) == sorted(exported)
-    for file in FILES.keys() - {"__init__"}:
-        assert not hasattr(precision, file) or not callable(getattr(precision, file)), f"{file} is hidden by a function"
-
-
-def test_settings_precision_and_storm_are_pickled():
-    """Ray sends them between processes."""
-    settings = precision.GradScalerConfig(init_scale=8.0)
-    resolved = precision.Precision.of_worker({"dtype": "fp16"}, trained=True)
-    assert pickle.loads(pickle.dumps([settings, resolved])) == [settings, resolved]
-    assert resolved.compute == torch.float16
-    storm = pickle.loads(pickle.dumps(precision.LossScaleError("the storm")))
-    assert type(storm) is precision.LossScaleError and str(storm) == "the storm"
+    files = {path.stem for path in FOLDER.glob("*.py")}
+    assert not [name for name in precision.__all__ if name in files], "a file is hidden by a function of its name"
 
 
 def test_a_report_is_one_line_of_json_in_one_write(monkeypatch):

@@ -29,9 +29,8 @@ def check(**changes) -> WeightSyncCheck:
     config = OmegaConf.create(copy.deepcopy(CONFIG))
     for name, value in changes.items():
         key = name.replace("__", ".")
-        OmegaConf.update(
-            config, key if key.startswith("trainer") else f"actor_rollout_ref.{key}", value, force_add=True
-        )
+        key = key if key.startswith("trainer") else f"actor_rollout_ref.{key}"
+        OmegaConf.update(config, key, value, force_add=True)
     return WeightSyncCheck(config)
 
 
@@ -52,31 +51,21 @@ def test_rounding_is_accepted_and_reported():
     assert metrics["training/weight_sync_spread"] == pytest.approx(0.5, rel=0.1)
 
 
+APPLIED = {"rollout__temperature": 0.7, "rollout__logprobs_mode": "processed_logprobs"}
+BF16 = {"actor__fsdp_config__dtype": "bfloat16"}
 # Changed keys, and the noise and spread in nats. The limit follows the coarser side's dtype and the spread.
 ACCEPTED = {
-    "bf16 trainer": ({"actor__fsdp_config__dtype": "bfloat16"}, 0.05, 0.5),
+    "bf16 trainer": (BF16, 0.05, 0.5),
     "rollout in auto": ({"rollout__dtype": "auto"}, 0.05, 0.5),
-    "FSDP2's param_dtype": (
-        {
-            "actor__strategy": "fsdp2",
-            "actor__fsdp_config__mixed_precision": {"param_dtype": "bf16"},
-            "actor__fsdp_config__dtype": "bfloat16",
-        },
-        0.05,
-        0.5,
-    ),
     "Megatron's dtype": ({"actor__strategy": "megatron", "actor__dtype": "bfloat16"}, 0.05, 0.5),
     "without spread": ({}, 1e-3, 1e-6),
 }
 REFUSED = {
     "scrambled experts of a tiny Qwen3-MoE": ({}, 0.057, 0.4),
     "fp32 on both sides": ({"actor__fsdp_config__dtype": "fp32", "rollout__dtype": "float32"}, 0.05, 0.5),
+    "param_dtype beside it": ({"actor__fsdp_config__mixed_precision": {"param_dtype": "fp16"}, **BF16}, 0.05, 0.5),
     "without spread": ({}, 0.02, 1e-6),
-    "a server that applies the temperature": (
-        {"rollout__temperature": 0.7, "rollout__logprobs_mode": "processed_logprobs"},
-        1.0,
-        0.5,
-    ),
+    "a server that applies the temperature": (APPLIED, 1.0, 0.5),
 }
 
 
@@ -102,11 +91,11 @@ def test_nan_is_refused_and_its_side_is_named(name, side):
 
 
 def test_only_the_first_batch_with_a_response_is_compared():
-    compare, wrong = check(), make_batch(noise=1.0)
+    trainer, wrong = SimpleNamespace(config=OmegaConf.create(CONFIG)), make_batch(noise=1.0)
     empty = wrong | {"response_mask": torch.zeros(64, 32)}
-    assert compare(empty) == {}
-    assert compare(make_batch(noise=0))
-    assert compare(wrong) == {}
+    assert check_weight_sync(trainer, empty) == {}
+    assert check_weight_sync(trainer, make_batch(noise=0))
+    assert check_weight_sync(trainer, wrong) == {}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +111,7 @@ def test_only_the_first_batch_with_a_response_is_compared():
         {"rollout__qat__enable": True},
         {"rollout__name": "trtllm"},
         {"rollout__name": "sglang", "rollout__multi_turn__enable": True},
-        {"rollout__name": "sglang", "rollout__temperature": 0.7, "rollout__logprobs_mode": "processed_logprobs"},
+        {"rollout__name": "sglang", **APPLIED},
         {"trainer__check_weight_sync": False, "rollout__dtype": "unknown"},
     ],
 )
@@ -147,9 +136,3 @@ def test_every_trainer_of_a_release_checks_its_first_batch(release, tmp_path):
             assert config.trainer.check_weight_sync is True
             with pytest.raises(WeightSyncError):
                 check_weight_sync(SimpleNamespace(config=config), make_batch(noise=5.0))
-
-
-def test_trainer_checks_only_its_first_batch():
-    trainer = SimpleNamespace(config=OmegaConf.create(CONFIG))
-    assert check_weight_sync(trainer, make_batch(noise=0))
-    assert check_weight_sync(trainer, make_batch(noise=1.0)) == {}

@@ -1,11 +1,11 @@
-"""Checkpoint engines and exports get the rollout's dtype."""
+"""Checkpoint engines and exports get the rollout's dtype, and an adapter its tensors."""
 
 import asyncio
 from types import SimpleNamespace
 
 import pytest
 import torch
-from precision import set_wire_dtype, wire_kwargs
+from precision import check_adapter, set_wire_dtype, wire_kwargs
 from support.methods import method
 
 
@@ -47,6 +47,12 @@ def test_an_engine_that_exports_only_bfloat16_is_refused():
     set_wire_dtype(object(), torch.bfloat16)
     with pytest.raises(ValueError, match="rollout.dtype=float16 with checkpoint_engine.backend=delta_sharded"):
         set_wire_dtype(object(), torch.float16)
+
+
+def test_an_empty_adapter_is_refused():
+    """As peft 0.21.2 returns it for a nested FSDP1 model; upstream sends it, and vLLM's worker dies."""
+    with pytest.raises(ValueError, match="returned an empty adapter.*install peft"):
+        check_adapter({})
 
 
 @pytest.mark.parametrize(("tree", "sent"), [("patched", torch.float16), ("pristine", torch.bfloat16)])

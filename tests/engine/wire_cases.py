@@ -2,9 +2,7 @@
 
 import json
 from pathlib import Path
-from unittest import mock
 
-import peft.utils.save_and_load
 import torch
 from fsdp_worker import RANK, STRATEGY, composed, make_worker, merge, name_of, shared_directory
 from transformers import AutoModelForCausalLM
@@ -88,21 +86,4 @@ def export():
     return result
 
 
-def lora_adapter():
-    """Return the matrices of an adapter that are sent to the rollout, and the error if peft returns none."""
-    engine = make_worker(model={"lora_rank": 4}).engine
-
-    def sent() -> list[str]:
-        return [name for name, _ in engine.get_per_tensor_param(base_sync_done=True)[0]]
-
-    result = {"whole": sent()}
-    # As peft 0.21.2 does for a nested FSDP1 model.
-    with mock.patch.object(peft.utils.save_and_load, "get_peft_model_state_dict", lambda *args, **kwargs: {}):
-        try:
-            result["empty"] = sent()
-        except ValueError as error:
-            result["empty"] = str(error)
-    return result
-
-
-CASES = {"wire": wire, "export": export, "lora_adapter": lora_adapter}
+CASES = {"wire": wire, "export": export}

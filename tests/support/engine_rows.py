@@ -19,21 +19,17 @@ class Row:
         return f"{self.case} {self.strategy} {self.ranks}"
 
 
-def by_case(
-    *cases: str, fsdp: str = "slow", ranks: int = 2, live: bool = False, slow: bool = False
-) -> pytest.MarkDecorator:
+def by_case(*cases: str, fsdp: str = "slow", ranks: int = 2, live: bool = False) -> pytest.MarkDecorator:
     """Parametrize a test by ``row``: cases under FSDP2 and FSDP1.
 
     Args:
         fsdp: "quick" if FSDP1 has code of its own to test, "slow" if it only repeats the test (the conformance suite
-            runs 0.9.1 under both), "alone" for FSDP1 without FSDP2, "never".
-        slow: whether all rows repeat what others test.
+            runs 0.9.1 under both), "never".
     """
-    strategies = {"alone": ("fsdp",), "never": ("fsdp2",)}.get(fsdp, ("fsdp", "fsdp2"))
     rows = []
     for case in cases:
-        for strategy in strategies:
-            repeats = slow or (strategy == "fsdp" and fsdp == "slow")
+        for strategy in ("fsdp2",) if fsdp == "never" else ("fsdp", "fsdp2"):
             row = Row(case, strategy, ranks, live)
-            rows.append(pytest.param(row, id=f"{case}-{strategy}", marks=[pytest.mark.slow] if repeats else []))
+            marks = [pytest.mark.slow] if (strategy, fsdp) == ("fsdp", "slow") else []
+            rows.append(pytest.param(row, id=f"{case}-{strategy}", marks=marks))
     return pytest.mark.parametrize("row", rows)

@@ -47,7 +47,7 @@ def test_edited_files_are_dirty(tiny: Path, target: Path):
 def test_files_edited_after_apply_are_dirty(tiny: Path, patched: Path):
     for path in (ENGINE, MODULE):
         edit(patched / path, "\n", "\n# mine\n")
-    assert f"dirty: edited after apply: {ENGINE}, {MODULE};" in refusal(tiny, patched)
+    assert f"dirty: edited after apply: {MODULE}, {ENGINE};" in refusal(tiny, patched)
 
 
 @pytest.mark.parametrize("path", [CONFIG, MODULE])

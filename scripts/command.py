@@ -13,15 +13,13 @@ from __future__ import annotations
 import ast
 import importlib
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import setup_env
-from lib.cli import alternatives, gpu_present, help_requested, one_of, parse_words, shell_words
+from lib.cli import alternatives, faults_in_one_line, gpu_present, help_requested, one_of, parse_words, shell_words
 from lib.doctor.interpreter import find_interpreter
 from lib.errors import Refused
 from lib.paths import REPO
@@ -43,6 +41,7 @@ class Command:
         takes: the variables that it takes, from the environment too; None: ``parser`` checks their names.
         device: whether DEVICE is also one of the script's own words.
         environment: whether it runs in .venv or .venv-cuda.
+        tests: whether it runs this project's tests: in .venv on any machine, some in .venv-workers.
     """
 
     script: str
@@ -51,6 +50,7 @@ class Command:
     takes: tuple[str, ...] | None = None
     device: bool = False
     environment: bool = True
+    tests: bool = False
 
     @property
     def file(self) -> Path:
@@ -140,7 +140,7 @@ COMMANDS = {
     "doctor": Command("doctor.py", doctor, "doctor:parse", ("ARGS", "VERL")),
     "bench": Command("bench.py", args_words, "bench:parse", ("ARGS",)),
     "bench-amp": Command("bench_amp.py", args_words, "", ("ARGS",)),
-    "mutants": Command("mutants.py", mutant_words, "mutants:parse", ("ONLY",)),
+    "mutants": Command("mutants.py", mutant_words, "mutants:parse", ("ONLY",), tests=True),
     "pr-branch": Command("pr_branch.py", pr_branch, "pr_branch:parse", ("VERL", "DIR")),
     "setup": Command("setup_env.py", fixed(), "", ()),
     "gsm8k": Command("recipes.gsm8k.prepare", fixed("--out", "data/gsm8k"), "", ()),
@@ -177,7 +177,7 @@ def interpreter(name: str, values: Mapping[str, str], device: str, python: str |
             return found
         # PYTHON is the Python to run in, not one to make .venv with
         return setup_env.setup(device, None, f"the doctor also runs in PYTHON= of {DOCTOR_NEEDS}")
-    if name == "mutants":  # some of their tests run the workers of other releases
+    if COMMANDS[name].tests:
         setup_env.setup("workers", python)
     return setup_env.setup(device, python)
 
@@ -229,7 +229,7 @@ def main(arguments: list[str]) -> None:
     typed_values = dict(word.partition("=")[::2] for word in typed if word != SHARED)
     python, index = (typed_values.pop(each, os.environ.get(each)) for each in ("PYTHON", "TORCH_INDEX_URL"))
     values = command_values(command, typed_values, SHARED in typed)
-    default = "cuda" if gpu_present() and name != "mutants" else "cpu"
+    default = "cuda" if gpu_present() and not command.tests else "cpu"
     if name == "plan-memory":  # its DEVICE is the planned one
         device = default
     else:
@@ -256,11 +256,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with faults_in_one_line(sys.argv[1] if sys.argv[1:] else "command"):
         main(sys.argv[1:])
-    except (Refused, OSError) as error:
-        sys.exit(f"{sys.argv[1]}: {error}")
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"{sys.argv[1]}: exit code {error.returncode}: {' '.join(map(str, error.cmd))}")
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)

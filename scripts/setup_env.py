@@ -14,12 +14,11 @@ import argparse
 import hashlib
 import os
 import shutil
-import signal
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from lib.cli import faults_in_one_line
 from lib.errors import Refused
 from lib.patches.apply import apply
 from lib.paths import REPO
@@ -160,11 +159,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with faults_in_one_line("setup_env"):
         main()
-    except (Refused, OSError) as error:
-        sys.exit(f"setup_env: {error}")
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"setup_env: exit code {error.returncode}: {' '.join(map(str, error.cmd))}")
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)

@@ -9,8 +9,11 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from lib.errors import Refused
@@ -18,6 +21,19 @@ from lib.paths import CONFIGS
 
 OVERRIDE = re.compile(r"~[^=\s]+|\+{0,2}[^=\s~+-][^=\s]*=")  # the beginning of a Hydra override
 GROUPS = ("experiment", "precision", "algo", "recipe")  # of configs/ whose options stand in a usage text
+
+
+@contextmanager
+def faults_in_one_line(command: str) -> Iterator[None]:
+    """Exit with one line for a refusal, or a failure of the system or of a program that the command started."""
+    try:
+        yield
+    except (Refused, OSError) as error:
+        sys.exit(f"{command}: {error}")
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"{command}: exit code {error.returncode}: {' '.join(map(str, error.cmd))}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 def options(group: str) -> list[str]:

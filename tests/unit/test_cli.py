@@ -12,33 +12,14 @@ from lib.files import check_room
 from lib.run.job import VARIABLES
 
 
-@pytest.mark.parametrize(
-    ("word", "nearest"),
-    [
-        ("PRECISON=fp16", "did you mean PRECISION? The"),
-        ("precision=fp16", "did you mean PRECISION? The"),
-        ("ARG=x=1", "did you mean ARGS? The"),
-        ("COLOUR=red", "the"),
-        ("--", "the"),
-    ],
-)
-def test_unknown_name_is_refused_with_the_nearest_one(word, nearest):
-    with pytest.raises(Refused) as refused:
-        cli.parse_words(["STEPS=3", word], VARIABLES)
-    name = word.partition("=")[0]
-    assert str(refused.value).startswith(f"{name}: is not a variable of this command; {nearest} variables are EXPERIM")
-    assert str(refused.value).endswith(", CARRY")
-
-
-def test_value_may_contain_an_equals_sign_and_an_empty_one_is_not_set():
-    words = ["ARGS=a=1 b=2", "STEPS=", "SEED=3"]
-    assert cli.parse_words(words, VARIABLES) == {"ARGS": "a=1 b=2", "SEED": "3"}
-
-
-def test_unclosed_quotation_mark_is_refused_with_the_advice():
-    assert cli.shell_words("RUNS", "a='x y' b=z") == ["a=x y", "b=z"]
-    with pytest.raises(Refused, match="^RUNS=a='x: No closing quotation; quote it$"):
-        cli.shell_words("RUNS", "a='x", "; quote it")
+def test_words_are_parsed_and_an_unknown_name_is_refused_with_the_nearest_one():
+    assert cli.parse_words(["ARGS=a=1 b=2", "STEPS="], VARIABLES) == {"ARGS": "a=1 b=2"}
+    for name, nearest in {"precison": "did you mean PRECISION? The", "COLOUR": "the", "--": "the"}.items():
+        message = f"^{name}: is not a variable of this command; {re.escape(nearest)} variables are EXPERIM.*, CARRY$"
+        with pytest.raises(Refused, match=message):
+            cli.parse_words(["STEPS=3", f"{name}=1"], VARIABLES)
+    lines = cli.usage({"A": "one of {precision}", "LONGER": "text"}).splitlines()
+    assert lines == ["  A      one of bf16, bf16_train_fp16_infer, fp16, fp32", "  LONGER text"]
 
 
 def test_overrides_have_up_to_two_plus_signs_or_a_tilde():
@@ -46,6 +27,8 @@ def test_overrides_have_up_to_two_plus_signs_or_a_tilde():
     for word in ("+++a=1", "+a", "--a=1", "=1"):
         with pytest.raises(Refused, match=f"^ARGS={re.escape(word)}: is not a Hydra override"):
             cli.override_words("ARGS", f"a=1 {word}")
+    with pytest.raises(Refused, match="^RUNS=a='x: No closing quotation; quote it$"):
+        cli.override_words("RUNS", "a='x", "; quote it")
 
 
 @pytest.mark.parametrize("code", [0, 9])
@@ -80,14 +63,9 @@ def test_room_is_checked_in_the_folder_itself(tmp_path, monkeypatch):
         check_room(tmp_path)
 
 
-@pytest.mark.parametrize("value", ["2", "-3", "3.5", "three", ""])
-def test_value_that_is_no_whole_number_or_too_small_is_refused(value):
+def test_value_that_is_no_whole_number_or_too_small_is_refused():
     assert cli.whole_number({"N": "3"}, "N", 3, None) == 3
     assert cli.whole_number({}, "N", 3, None) is None and cli.whole_number({}, "N", 3, 5) == 5
-    with pytest.raises(Refused, match=f"^N={value}: must be a whole number of at least 3$"):
-        cli.whole_number({"N": value}, "N", 3, None)
-
-
-def test_usage_lists_each_variable_with_its_options():
-    lines = cli.usage({"A": "one of {precision}", "LONGER": "text"}).splitlines()
-    assert lines == ["  A      one of bf16, bf16_train_fp16_infer, fp16, fp32", "  LONGER text"]
+    for value in ("2", "-3", "3.5", ""):
+        with pytest.raises(Refused, match=f"^N={value}: must be a whole number of at least 3$"):
+            cli.whole_number({"N": value}, "N", 3, None)

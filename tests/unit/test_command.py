@@ -1,5 +1,6 @@
-"""``scripts/command.py`` and the Makefile: words reach their command unchanged, or are refused before any set-up."""
+"""``scripts/command.py`` and the Makefile: words reach their command as typed, or are refused before any set-up."""
 
+import json
 import os
 import re
 import shlex
@@ -10,8 +11,12 @@ import sys
 import pytest
 
 import command
+import compare
+import run
+import submit
 from lib.errors import Refused
 from lib.paths import REPO
+from lib.run.job import VARIABLES
 
 MAKEFILE = (REPO / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.M)
@@ -44,11 +49,9 @@ IN_ITS_ENVIRONMENT, HERE = "PYTHON of cpu None", sys.executable
     [
         (["run", "SEED=2", "PRECISION=bf16"], IN_ITS_ENVIRONMENT, ["run.py", "SEED=2", "PRECISION=bf16"]),
         (["preflight", "ROWS=4", "DEVICE=cpu"], IN_ITS_ENVIRONMENT, ["preflight.py", "ROWS=4", "DEVICE=cpu"]),
-        (["compare", "PRECISION=fp16 bf16"], IN_ITS_ENVIRONMENT, ["compare.py", "PRECISION=fp16 bf16"]),
         (["doctor", "ARGS=a.b=1"], IN_ITS_ENVIRONMENT, ["doctor.py", "--args=a.b=1"]),
         (["bench", "ARGS=--sizes 10,30"], IN_ITS_ENVIRONMENT, ["bench.py", "--sizes", "10,30"]),
         (["mutants", "ONLY=one"], IN_ITS_ENVIRONMENT, ["mutants.py", "one"]),
-        (["mutants"], IN_ITS_ENVIRONMENT, ["mutants.py"]),
         (["gsm8k"], IN_ITS_ENVIRONMENT, ["-m", "recipes.gsm8k.prepare", "--out", "data/gsm8k"]),
         (["pr-branch", "VERL=/clone"], IN_ITS_ENVIRONMENT, ["pr_branch.py", "/clone", "--dir", "outputs/pr-branch"]),
         (["probe", "PYTHON=python3.12", "DEVICE=cpu"], "PYTHON of cpu python3.12", ["probe.py", "DEVICE=cpu"]),
@@ -56,11 +59,6 @@ IN_ITS_ENVIRONMENT, HERE = "PYTHON of cpu None", sys.executable
         (["apply-patches", "VERL=/a b"], HERE, ["patchset.py", "apply", "--framework", "verl", "/a b"]),
         (["status", "OAT=/oat"], HERE, ["patchset.py", "status", "--framework", "oat", "/oat"]),
         (["drift"], HERE, ["patchset.py", "drift", "--framework", "verl", f"{REPO}/.venv/site-packages"]),
-        (
-            ["drift", "DEVICE=cuda"],
-            HERE,
-            ["patchset.py", "drift", "--framework", "verl", f"{REPO}/.venv-cuda/site-packages"],
-        ),
         (["check"], HERE, ["patchset.py", "check", "--all"]),
         (
             ["port", "FROM=0.9.1", "TO=/fork/verl/"],
@@ -75,16 +73,9 @@ def test_command_starts_its_script(started, words, program, arguments):
 
 def test_sanity_is_a_grid_whose_values_the_command_line_overrides(started):
     _, (script, *words) = started("sanity", "SEED=4 5", "ARGS=a='b c'")
+    grid = {"EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16 bf16_train_fp16_infer fp32", "ALGO=grpo pg_is ppo"}
     assert script == "compare.py"
-    assert set(words) == {
-        "EXPERIMENT=sanity_cpu",
-        "PRECISION=fp16 bf16 bf16_train_fp16_infer fp32",
-        "ALGO=grpo pg_is ppo",
-        "SEED=4 5",
-        "THRESHOLD=0.95",
-        "OUT=outputs/sanity",
-        "ARGS=a='b c'",
-    }
+    assert set(words) == grid | {"SEED=4 5", "THRESHOLD=0.95", "OUT=outputs/sanity", "ARGS=a='b c'"}
 
 
 @pytest.mark.parametrize(
@@ -102,11 +93,18 @@ def test_command_line_wins_over_the_environment(started, monkeypatch, environmen
     assert sorted(started(*words)[1]) == sorted(arguments)
 
 
-@pytest.mark.parametrize(("name", "device"), [("probe", "cuda"), ("bench", "cuda"), ("mutants", "cpu")])
-def test_machine_with_a_gpu_uses_it(started, monkeypatch, name, device):
-    monkeypatch.delenv("DEVICE", raising=False)
+@pytest.mark.parametrize(
+    ("words", "device"),
+    [
+        ("probe", "cuda"),
+        ("bench DEVICE=cpu", "cpu"),
+        ("mutants", "cpu"),
+        ("plan-memory EXPERIMENT=dense_7b DEVICE=cpu", "cuda"),  # its DEVICE is the planned one
+    ],
+)
+def test_machine_with_a_gpu_uses_it(started, monkeypatch, words, device):
     monkeypatch.setattr(command, "gpu_present", lambda: True)
-    assert started(name)[0] == f"PYTHON of {device} None"
+    assert started(*words.split())[0] == f"PYTHON of {device} None"
 
 
 def test_recipe_is_found_and_installed_from_the_index_of_the_command_line(started, monkeypatch):
@@ -115,22 +113,6 @@ def test_recipe_is_found_and_installed_from_the_index_of_the_command_line(starte
     started("gsm8k", "TORCH_INDEX_URL=https://b")
     assert os.environ["TORCH_INDEX_URL"] == "https://b"
     assert os.environ["PYTHONPATH"] == f"{REPO}{os.pathsep}/mine"
-
-
-REQUIRED = {"compare": ["PRECISION=fp16 bf16"], "report": ["FROM=docs"], "plan-memory": ["EXPERIMENT=dense_7b"]}
-
-
-@pytest.mark.parametrize("name", sorted(command.COMMANDS.keys() - {"setup", "port"}))
-@pytest.mark.parametrize("source", ["environment", "command line"])
-def test_device_picks_the_environment_of_every_command(started, monkeypatch, name, source):
-    monkeypatch.setattr(command, "gpu_present", lambda: True)
-    words = [name, *REQUIRED.get(name, [])]
-    if source == "command line":
-        words.append("DEVICE=cpu")
-    else:
-        monkeypatch.setenv("DEVICE", "cpu")
-    device = "cuda" if name == "plan-memory" else "cpu"  # its DEVICE is the planned one
-    assert started(*words)[0] in (f"PYTHON of {device} None", sys.executable)
 
 
 @pytest.mark.parametrize(
@@ -152,28 +134,26 @@ def test_of_the_words_of_several_goals_each_takes_its_own(started):
         started("run", "VERL=/a", "STEPS=2", "--shared")
 
 
+def test_tree_of_the_environment_counts_like_one_of_the_command_line(started, monkeypatch):
+    monkeypatch.setenv("VERL", "/verl")
+    with pytest.raises(Refused, match="VERL=/verl OAT=/oat: set only one of the two"):
+        started("status", "OAT=/oat")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["rnu"], "is not a command; did you mean run?"),
-        (["run", "PRECISON=fp16"], "PRECISON: is not a variable of this command; did you mean PRECISION?"),
         (["run", "DEVICE=gpu"], "DEVICE=gpu: must be one of cpu, cuda"),
-        (["run", "STEPS=none"], "STEPS=none: must be a whole number"),
-        (["run", "ARGS=it's"], "ARGS=it's: No closing quotation"),
         (["run", "ARGS=trainer.save_freq"], "ARGS=trainer.save_freq: is not a Hydra override"),
-        (["compare", "PRECISION=fp16 fp18"], "PRECISION=fp18: must be one of"),
         (["compare", "SEED=1 1"], "SEED=1 1: contains 1 more than once"),
-        (["sanity", "ALGO=pg"], "ALGO=pg: must be one of"),
         (["plan-memory", "EXPERIMENT=dense_7b none"], "EXPERIMENT=none: must be one of"),
         (["probe", "ROWS=1"], "ROWS=1: must be a whole number of at least 2"),
-        (["report"], "FROM: is not set"),
         (["doctor", "VERL=/nowhere"], "VERL=/nowhere: is not a folder"),
         (["doctor", "VERL="], "VERL=: is not a folder"),
         (["setup", "VERL=/a"], "VERL: is not a variable of this command; the variables are DEVICE"),
-        (["doctor", "SEED=1"], "SEED: is not a variable of this command; the variables are ARGS, VERL"),
         (["bench", "SIZES=10"], "SIZES: is not a variable of this command; the variables are ARGS"),
         (["bench-amp", "ARGS=it's"], "ARGS=it's: No closing quotation"),
-        (["status", "VERL=/a", "OAT=/b"], "VERL=/a OAT=/b: set only one of the two"),
         (["status", "OAT="], "OAT= is empty: it must be a folder that contains oat/"),
         (["port", "FROM=0.9.1"], "TO: is not set; example: make port FROM=0.9.1 TO=0.9.2"),
         (["port", "FROM=0.9.1", "TO=0.9.2", "FRAMEWORK=trl"], "FRAMEWORK=trl: must be one of verl, oat"),
@@ -192,27 +172,20 @@ def make(*words: str, environment: dict[str, str] | None = None) -> subprocess.C
     return subprocess.run(line, cwd=REPO, env=environment or inherited, capture_output=True, text=True)
 
 
-def test_make_passes_every_word_on_as_it_was_typed():
+def test_make_passes_every_word_on_as_it_was_typed_and_a_refusal_in_one_line():
     line = make("--dry-run", "run", "DEVICE=cpu", "OUT=/a b", "ARGS=x='it''s' y=[1,2] z=$$HOME").stdout.splitlines()[-1]
     words = shlex.split(line)
     assert words[2:4] == ["scripts/command.py", "run"]
     assert set(words[4:]) == {"ARGS=x='it''s' y=[1,2] z=$HOME", "DEVICE=cpu", "OUT=/a b"}
-
-
-def test_make_refuses_in_one_line():
     done = make("run", "PRECISON=fp16")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[0].startswith("run: PRECISON: is not a variable of this command; did you mean")
 
 
-def test_make_alone_lists_every_target():
+def test_makefile_is_a_list_of_targets():
     text = make().stdout
     assert all(f"make {target} " in text for target in set(TARGETS) - {"python"})
-
-
-def test_makefile_is_a_list_of_targets():
-    assert set(command.COMMANDS) <= set(TARGETS)
-    assert len(MAKEFILE.splitlines()) <= 120
+    assert set(command.COMMANDS) <= set(TARGETS) and len(MAKEFILE.splitlines()) <= 120
 
 
 @pytest.mark.parametrize(
@@ -235,18 +208,10 @@ def test_make_uses_the_first_recent_python(tmp_path, pythons, chosen, words):
     assert done.stderr.startswith(f"{named}Python 3.10 or later is needed; install it, or name it: make PYTHON=")
 
 
-def test_tree_of_the_environment_counts_like_one_of_the_command_line(started, monkeypatch):
-    monkeypatch.setenv("VERL", "/verl")
-    with pytest.raises(Refused, match="VERL=/verl OAT=/oat: set only one of the two"):
-        started("status", "OAT=/oat")
-
-
 @pytest.mark.parametrize(
     ("words", "environments", "python"),
     [
-        (["lint"], "cpu", ".venv"),
         (["test-quick"], "cpu", ".venv"),
-        (["test-releases"], "cpu workers", ".venv"),
         (["test"], "cpu workers", ".venv"),
         (["test", "DEVICE=cuda"], "cuda workers", ".venv-cuda"),
     ],
@@ -255,3 +220,49 @@ def test_tests_set_up_what_they_need(words, environments, python):
     setup, command_line = make("--dry-run", *words).stdout.splitlines()[1:3]
     assert setup.split("scripts/setup_env.py")[1].split() == environments.split()
     assert command_line.removeprefix("exec ").startswith(f"{python}/bin/")
+
+
+# Of commands whose help is their own parser's.
+WORDS = {"probe": "PRECISION", "preflight": "LENGTH", "plan-memory": "EXPERIMENT", "bench": "--sizes", "report": "FROM"}
+REQUESTS = [
+    *([name, "--help"] for name in command.COMMANDS),
+    *([name, *words] for name in ("run", "submit", "compare") for words in (["-h"], ["PRECISION=bf16", "--help"])),
+]
+# Executes each request in this process, where the command would replace the process by its script.
+PROGRAM = """
+import contextlib, io, json, os, runpy, sys
+sys.modules["tomllib"] = None  # Python 3.10 does not have it
+sys.path.insert(0, sys.argv[1])
+import command
+
+def execv(program, arguments):
+    sys.argv = arguments[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit()
+
+os.execv = execv
+texts = []
+for request in json.loads(sys.argv[2]):
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        try:
+            command.main(request)
+        except SystemExit as end:
+            assert not end.code, (request, end.code)
+    texts.append(text.getvalue())
+json.dump(texts, sys.stdout)
+"""
+
+
+def test_help_of_every_command_is_a_text_about_it(tmp_path):
+    line = [sys.executable, "-S", "-B", "-c", PROGRAM, REPO / "scripts", json.dumps(REQUESTS)]
+    done = subprocess.run(line, cwd=tmp_path, env={}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+    texts = dict(zip(map(" ".join, REQUESTS), json.loads(done.stdout), strict=True))
+    for words, text in texts.items():
+        assert len(text) > 50 and WORDS.get(words.split()[0], "") in text, words
+    for module, variables in ((run, VARIABLES), (submit, VARIABLES), (compare, compare.VARIABLES)):
+        for words in ("--help", "-h", "PRECISION=bf16 --help"):
+            text = texts[f"{module.__name__} {words}"]
+            assert text.startswith(module.__doc__) and "sanity_cpu" in text
+            assert all(f"\n  {name} " in text for name in variables)

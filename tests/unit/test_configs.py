@@ -52,19 +52,16 @@ def combined(group: str, least: str) -> list:
     `make test` takes each experiment with ``least`` on a GPU, and each option with "arithmetic": the groups are merged
     one after another, so that the other combinations have no key that these lack.
     """
+    marks = lambda each: [] if "arithmetic" in each or {least, "cuda"} <= {*each} else [pytest.mark.slow]
     everything = product(cli.options("experiment"), cli.options(group), ["cpu", "cuda"])
-    return [
-        pytest.param(*each, marks=[] if "arithmetic" in each or {least, "cuda"} <= {*each} else [pytest.mark.slow])
-        for each in everything
-    ]
+    return [pytest.param(*each, marks=marks(each)) for each in everything]
 
 
 @pytest.mark.parametrize(("experiment", "algo", "device"), combined("algo", least="ppo"))
 def test_an_experiment_is_complete(experiment, algo, device, compose):
     config = compose(experiment=experiment, algo=algo, device=device)
     assert need_critic(config) == (algo == "ppo")
-    assert config.trainer.total_training_steps > 0
-    assert config.trainer.device == device
+    assert config.trainer.total_training_steps > 0 and config.trainer.device == device
     assert config.actor_rollout_ref.rollout.name == "vllm"
     assert config.trainer.save_freq > 0, "without checkpoints nothing can be resumed"
 
@@ -80,16 +77,12 @@ def test_recipe_accepts_every_experiment(experiment, recipe, device, compose):
 
 @pytest.mark.parametrize("precision", cli.options("precision"))
 def test_a_regime_sets_every_role(precision, compose):
-    config = compose(precision=precision, algo="ppo")
+    args = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp2")
+    config = compose(precision=precision, algo="ppo", args=args)
+    assert config.ray_kwargs.ray_init.num_gpus == 2
     roles = config.actor_rollout_ref
     assert (roles.actor.dtype, roles.ref.dtype, roles.rollout.dtype, config.critic.dtype) == DTYPES[precision]
     assert config.critic.model.path == roles.model.path
-
-
-def test_two_workers_and_fsdp2_on_a_cpu(compose):
-    args = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp2")
-    config = compose(args=args, algo="ppo")
-    assert config.ray_kwargs.ray_init.num_gpus == 2
 
 
 @pytest.mark.parametrize("mode", cli.options("rollouts"))

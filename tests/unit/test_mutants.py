@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.trees import git
+from support.trees import make_repository, write_files
 
 import mutants
 from lib.errors import Refused
 from lib.mutants import trial
 from lib.mutants import workspace as workspace_module
-from lib.mutants.document import document, killers, survived
+from lib.mutants.document import killers, survived
 from lib.mutants.selection import select_tests
 from lib.mutants.table import Mutant, choose, load
 from lib.mutants.trial import Outcome, Outcomes, try_mutants
@@ -58,23 +58,19 @@ def test_every_mutant_changes_the_program(area, workspace):
         assert mutant.tests or select_tests(mutant.file, REPO)
 
 
-def test_mutants_are_distinct():
-    assert len({(mutant.file, mutant.release, mutant.replace, mutant.by) for mutant in TABLE}) == len(TABLE)
-
-
-def test_every_test_of_the_tables_exists():
+def test_every_test_of_the_tables_exists_and_mutants_are_distinct():
     for test in {test for mutant in TABLE for test in mutant.tests}:
         file, _, name = test.partition("::")
         function = name.partition("[")[0].rpartition("::")[2]
         assert re.search(rf"^ *def {function}\(" if name else "", (REPO / file).read_text(), re.M), test
+    assert len({(mutant.file, mutant.release, mutant.replace, mutant.by) for mutant in TABLE}) == len(TABLE)
 
 
 @pytest.mark.subprocess
 def test_every_parameter_in_the_tables_exists():
     tests = {test for mutant in TABLE for test in mutant.tests if "[" in test}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests], cwd=REPO, capture_output=True, text=True
-    )
+    line = [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests]
+    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
 
 
@@ -87,9 +83,9 @@ def test_areas_and_names_are_chosen():
 
 
 def test_tests_are_selected_by_imports_the_nearest_first():
-    tests = select_tests("scripts/lib/patches/git_objects.py", REPO)
-    assert tests[0] == "tests/unit/patches/test_git_objects.py"
-    assert "tests/unit/patches/test_apply.py" in tests and "tests/unit/report/test_statistics.py" not in tests
+    tests = select_tests("scripts/lib/patches/apply.py", REPO)
+    assert tests[0] == "tests/unit/patches/test_apply.py"
+    assert "tests/unit/patches/test_upgrade.py" in tests and "tests/unit/report/test_statistics.py" not in tests
     assert "tests/unit/patches/test_patchset_command.py" in select_tests("scripts/patchset.py", REPO), "it starts it"
     with pytest.raises(Refused, match="Makefile: no test's imports lead to it; name its tests"):
         select_tests("Makefile", REPO)
@@ -109,87 +105,65 @@ def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypat
     with pytest.raises(pytest.fail.Exception, match="is tried again"):
         try_mutants([replace(DEADLY, by="only")], 1, lambda *_: None, kept)
 
-
-def test_outcome_depends_on_mutant_file_and_tests(tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "REPO", tmp_path)
-    for name in ("file.py", "test_a.py", "folder/test_b.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
-    keys = [trial.key(HARMLESS, tmp_path / "file.py", tests := ["test_a.py::test_it", "folder"])]
+    write_files(tmp_path, dict.fromkeys(("file.py", "test_a.py", "folder/test_b.py"), ""))
+    keys = {trial.key(HARMLESS, tmp_path / "file.py", ["test_a.py::test_it", "folder"])}
     for name in ("file.py", "test_a.py", "folder/test_b.py"):
         (tmp_path / name).write_text("A = 1\n")
-        keys.append(trial.key(HARMLESS, tmp_path / "file.py", tests))
-    keys.append(trial.key(DEADLY, tmp_path / "file.py", tests))
-    assert len(set(keys)) == 5
+        keys.add(trial.key(HARMLESS, tmp_path / "file.py", ["test_a.py::test_it", "folder"]))
+    assert len(keys) == 4
 
 
 def test_command_fails_on_a_survivor_that_is_not_equivalent(monkeypatch, tmp_path, capsys):
     table = [HARMLESS, DEADLY, replace(HARMLESS, name="same", equivalent="the order of a comparison")]
     monkeypatch.setattr(mutants, "load", lambda: table)
     monkeypatch.setattr(mutants, "DOCUMENT", tmp_path / "mutants.md")
-    known = {"harmless": "", "deadly": "tests/a.py::test_b", "same": ""}
+    known = {"harmless": Outcome("", 1), "deadly": Outcome("tests/a.py::test_b[x|y]", 1), "same": Outcome("", 1)}
 
     def tried(chosen, jobs, show, outcomes):
-        outcomes = {mutant.name: Outcome(known[mutant.name], 1) for mutant in chosen}
         for mutant in chosen:
-            show(mutant, outcomes[mutant.name])
-        return outcomes
+            show(mutant, known[mutant.name])
+        return known
 
     monkeypatch.setattr(mutants, "try_mutants", tried)
     assert mutants.main([]) == 1
     out = capsys.readouterr().out
-    assert "1/3 verl/harmless: SURVIVED" in out and "2/3 verl/deadly: killed by tests/a.py::test_b" in out
+    assert "1/3 verl/harmless: SURVIVED" in out and "2/3 verl/deadly: killed by tests/a.py::test_b[x|y]" in out
     assert out.endswith("3 mutants, 1 survivors: harmless\n")
     written = (tmp_path / "mutants.md").read_text()
     assert "| [verl](#verl) | 3 | 1 | 1 | 1 |" in written and "| harmless | none | nowhere | **survived** |" in written
+    assert "| deadly | none | nowhere | `a.py::test_b[x\\|y]` |" in written
+    assert killers(written) == {"deadly": "tests/a.py::test_b[x|y]"}
     (tmp_path / "mutants.md").unlink()
     assert mutants.main(["deadly same"]) == 0
     assert not (tmp_path / "mutants.md").exists(), "a part of the mutants does not write the document of all"
 
 
-def test_document_escapes_the_columns_of_its_tables():
-    killed = {"harmless": Outcome("tests/a.py::test_b[x|y]", 1), "deadly": Outcome("", 0, "pytest ended with 4")}
-    text = document([replace(HARMLESS, defect="`a | b`"), DEADLY], killed)
-    assert "| harmless | `a \\| b` | nowhere | `a.py::test_b[x\\|y]` |" in text
-    assert "| deadly | none | nowhere | **not tried** |" in text and "| [verl](#verl) | 2 | 1 | 0 | 1 |" in text
-    assert killers(text) == {"harmless": "tests/a.py::test_b[x|y]"}
+def test_wrong_tables_are_refused(tmp_path):
+    whole = "[one]\ndefect='x'\nseen_in=''\nfile='f'\nreplace='a'\nby='b'\n"
+    (tmp_path / "b.toml").write_text(whole)
+    for text, refusal in {"[one]\ndefect = 'x'\n": "a.toml: one: .*missing", whole: "b.toml: one is in a"}.items():
+        (tmp_path / "a.toml").write_text(text)
+        with pytest.raises(Refused, match=refusal):
+            load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("entries", "refusal"),
-    [
-        ({"a": "[one]\ndefect = 'x'\n"}, "a.toml: one: .*missing"),
-        ({"a": "[one]\nkills = 'x'\n"}, "a.toml: one: .*kills"),
-        (
-            {name: "[one]\ndefect='x'\nseen_in=''\nfile='f'\nreplace='a'\nby='b'\n" for name in "ab"},
-            "b.toml: one is in a",
-        ),
-    ],
-)
-def test_wrong_tables_are_refused(entries, refusal, tmp_path):
-    for name, text in entries.items():
-        (tmp_path / f"{name}.toml").write_text(text)
-    with pytest.raises(Refused, match=refusal):
-        load(tmp_path)
-
-
-def trial_of(mutants: dict[str, Mutant], tmp_path: Path, hints: dict[str, str] | None = None) -> dict[str, Outcome]:
-    """Try mutants under these names of which nothing is known but ``hints``, and return their outcomes by name."""
+def trial_of(mutants: dict[str, Mutant], tmp_path: Path) -> dict[str, Outcome]:
+    """Try mutants under these names, whose last killer is renamed, and return their outcomes by name."""
     named = [replace(mutant, name=name) for name, mutant in mutants.items()]
+    hints = dict.fromkeys(mutants, "tests/unit/test_mutants.py::test_gone[1]")
     return try_mutants(named, 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json", hints))
 
 
+@pytest.mark.subprocess
 def test_mutant_that_cannot_be_judged_is_a_problem(tmp_path):
     mutants = {
-        "none: its text occurs 0 times in scripts/lib/mutants/": replace(HARMLESS, replace="no such text"),
-        r"many: its text occurs \d\d+ times": replace(HARMLESS, replace="mutant"),
+        "its text occurs 0 times in scripts/lib/mutants/": replace(HARMLESS, replace="no such text"),
         "pytest ended with 4": replace(HARMLESS, tests=("tests/unit/test_mutants.py::test_of_no_such_name",)),
         "pytest ended with 5": replace(HARMLESS, tests=(OF_THE_TABLES,)),
     }
-    named = {problem.partition(":")[0]: mutant for problem, mutant in mutants.items()}
-    outcomes = trial_of(named, tmp_path)
-    for problem, outcome in zip(mutants, outcomes.values(), strict=True):
-        assert re.search(problem, outcome.problem) and survived(HARMLESS, outcome)
+    for problem, outcome in trial_of(mutants, tmp_path).items():
+        assert problem in outcome.problem and survived(HARMLESS, outcome)
     assert not (tmp_path / "outcomes.json").exists(), "they are tried again"
 
 
@@ -201,35 +175,20 @@ def test_killer_that_fails_without_the_mutant_is_a_problem(tmp_path, monkeypatch
         assert f"are_chosen{end} fails without the mutant, too" in outcomes[name].problem
 
 
-def test_last_killer_goes_first_if_it_exists_and_others_follow(tmp_path, monkeypatch):
-    tried, (test,) = [], HARMLESS.tests
-    other, renamed = "tests/unit/test_mutants.py::test_mutants_are_distinct", "tests/unit/test_mutants.py::test_gone[1]"
-    known = (other, f"{other}[a (1)]{LATE}", f"{other}[b]{STUCK}", renamed, "tests/gone.py::test_a", "")
-    hints = dict(zip("abcdef", known, strict=True))
-    monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tried.append(tuple(tests)))
-    trial_of(dict.fromkeys(hints, HARMLESS), tmp_path, hints)
-    first = [(other,), (test,), (f"{other}[a (1)]",), (test,), (f"{other}[b]",), (test,)]
-    assert tried == first + [(test,)] * 3
-
-
 def test_workspace_is_the_checkout_as_it_is(tmp_path, monkeypatch):
     repo = tmp_path / "repo"
-    repo.mkdir()
-    for name in ("changed.py", "deleted.py", "same.py"):
-        (repo / name).write_text("")
-    git("init", "--quiet", cwd=repo)
-    git("add", "--all", cwd=repo)
-    git("commit", "--quiet", "--message=all", cwd=repo)
-    (repo / "changed.py").write_text("A = 1\n")
+    write_files(repo, {"changed.py": "", "deleted.py": "", "same.py": ""})
+    make_repository(repo)
+    write_files(repo, {"changed.py": "A = 1\n", "new.py": "B = 1\n"})
     (repo / "deleted.py").unlink()
-    (repo / "new.py").write_text("B = 1\n")
     monkeypatch.setattr(workspace_module, "REPO", repo)
     root = Workspace(tmp_path).root
     found = {path.name: path.read_text() for path in root.glob("*.py")}
     assert found == {"changed.py": "A = 1\n", "new.py": "B = 1\n", "same.py": ""}
 
 
-@pytest.mark.parametrize("name", ["", "::test_mutants_are_distinct"])
+@pytest.mark.subprocess
+@pytest.mark.parametrize("name", ["", "::test_wrong_tables_are_refused"])
 def test_mutant_that_breaks_an_import_is_killed(workspace, name):
     mutant = replace(HARMLESS, name="import", replace="def load(", by="def no_load(")
     with workspace.mutated(mutant):

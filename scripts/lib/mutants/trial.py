@@ -4,9 +4,8 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -108,18 +107,10 @@ def try_mutants(
             workspaces.put(Workspace(Path(scratch) / str(number)))
         passes: dict[str, bool] = {}  # by tests: whether they pass without a mutant
 
-        @contextmanager
-        def workspace() -> Iterator[Workspace]:
-            taken = workspaces.get()
-            try:
-                yield taken
-            finally:
-                workspaces.put(taken)
-
         def judge(mutant: Mutant, space: Workspace) -> Outcome:
             tests, begin = mutant.tests or select_tests(mutant.file, REPO), time.monotonic()
-            name = key(mutant, space.file(mutant), tests)
-            if known := outcomes.get(mutant.name, name):
+            valid_under = key(mutant, space.file(mutant), tests)
+            if known := outcomes.get(mutant.name, valid_under):
                 return known
             killer = find_killer(mutant, space, tests, outcomes.last_killer(mutant.name))
             # All of them must end in time, where none did; else the killer alone.
@@ -129,16 +120,18 @@ def try_mutants(
             if again and not passes[again]:
                 raise Refused(f"{mutant.name}: {killer} fails without the mutant, too")
             outcome = Outcome(killer, round(time.monotonic() - begin, 1))
-            outcomes.keep(mutant.name, name, outcome)
+            outcomes.keep(mutant.name, valid_under, outcome)
             return outcome
 
         def try_one(mutant: Mutant) -> Outcome:
-            with workspace() as space:
-                try:
-                    outcome = judge(mutant, space)
-                except Refused as refusal:  # the others are tried all the same
-                    outcome = Outcome("", 0, str(refusal))
-                show(mutant, outcome)
-                return outcome
+            space = workspaces.get()
+            try:
+                outcome = judge(mutant, space)
+            except Refused as refusal:  # the others are tried all the same
+                outcome = Outcome("", 0, str(refusal))
+            finally:
+                workspaces.put(space)
+            show(mutant, outcome)
+            return outcome
 
         return dict(zip((mutant.name for mutant in mutants), pool.map(try_one, mutants), strict=True))

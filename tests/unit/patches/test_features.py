@@ -22,12 +22,8 @@ class Wheel:
             names = [name for name in archive.namelist() if name.endswith((".py", ".yaml"))]
             self.files = {name.removeprefix("verl/"): archive.read(name).decode() for name in names}
 
-    def has(self, path: str) -> bool:
-        """Return whether there is a file, or a folder whose name ends in a slash."""
-        return path in self.files or any(name.startswith(path) for name in self.files if path.endswith("/"))
-
-    def matches(self, path: str, pattern: str) -> bool:
-        """Return whether a file, or one in a folder, matches a regular expression."""
+    def matches(self, path: str, pattern: str = "") -> bool:
+        """Return whether a file, or one in a folder, exists and matches a regular expression."""
         return any(re.search(pattern, text, re.M) for name, text in self.files.items() if name.startswith(path))
 
 
@@ -36,14 +32,14 @@ def decides(release: str, hop: str, implementation: str) -> bool:
 
 
 FACTS = {
-    "legacy_workers": lambda release, wheel: wheel.has("workers/fsdp_workers.py"),
+    "legacy_workers": lambda release, wheel: wheel.matches("workers/fsdp_workers.py"),
     "engine_critic": lambda release, wheel: decides(release, "critic.compute", "engine"),
     "engine_critic_fails": lambda release, wheel: (
-        wheel.has("workers/roles/critic.py")
+        wheel.matches("workers/roles/critic.py")
         and wheel.matches("workers/roles/critic.py", "FSDPCriticModelCfg|hf_config")
-        and not wheel.has("workers/engine/fsdp/engine_impl.py")
+        and not wheel.matches("workers/engine/fsdp/engine_impl.py")
     ),
-    "engine_policy": lambda release, wheel: wheel.has("workers/engine_workers.py"),
+    "engine_policy": lambda release, wheel: wheel.matches("workers/engine_workers.py"),
     "engine_dtype": lambda release, wheel: wheel.matches("trainer/config/engine/fsdp.yaml", r"^dtype:"),
     "hf_rollout": lambda release, wheel: decides(release, "rollout.logits", "hf"),
     "sync_rollout": lambda release, wheel: decides(release, "rollout.weights", "vllm"),
@@ -58,32 +54,21 @@ FACTS = {
     "lora_adapter_path": lambda release, wheel: wheel.matches("trainer/config/", "^ *lora_adapter_path:"),
     "reward_worker": lambda release, wheel: wheel.matches("workers/fsdp_workers.py", r"^class RewardModelWorker\("),
     "reward_loop": lambda release, wheel: wheel.matches("trainer/config/", "^ *use_reward_loop:"),
-    "sft_trainer": lambda release, wheel: wheel.has("trainer/fsdp_sft_trainer.py"),
+    "sft_trainer": lambda release, wheel: wheel.matches("trainer/fsdp_sft_trainer.py"),
     "validate_config": lambda release, wheel: wheel.matches("utils/config.py", r"^def validate_config\("),
     "trainer_registry": lambda release, wheel: wheel.matches("trainer/", r"^def register_trainer\("),
-    "platforms": lambda release, wheel: wheel.has("plugin/platform/"),
+    "platforms": lambda release, wheel: wheel.matches("plugin/platform/"),
 }
 
 
-@pytest.fixture(scope="module")
-def wheels() -> dict[str, Wheel]:
-    return {release: Wheel(release) for release in RELEASES}
-
-
-@pytest.mark.parametrize("feature", VERL.features)
-def test_listed_features_match_the_wheels(feature, wheels):
-    listed = [name for name, release in RELEASES.items() if release.has(feature)]
-    assert listed == [name for name in RELEASES if FACTS[feature](name, wheels[name])]
+def test_listed_features_match_the_wheels():
+    listed = {feature: [name for name in RELEASES if RELEASES[name].has(feature)] for feature in VERL.features}
+    wheels = {release: Wheel(release) for release in RELEASES}
+    assert listed == {feature: [name for name in RELEASES if FACTS[feature](name, wheels[name])] for feature in FACTS}
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_family_follows_from_the_features(release):
+def test_family_follows_from_the_features_and_dependencies_are_locks(release):
     entry = RELEASES[release]
-    family = "C" if not entry.has("legacy_workers") else "B" if entry.has("engine_dtype") else "A"
-    assert entry.family == family
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_dependencies_are_lock_files(release):
-    for name in RELEASES[release].dependencies:
-        assert (REPO / f"requirements/{name}.lock").exists()
+    assert entry.family == ("C" if not entry.has("legacy_workers") else "B" if entry.has("engine_dtype") else "A")
+    assert all((REPO / f"requirements/{name}.lock").exists() for name in entry.dependencies)

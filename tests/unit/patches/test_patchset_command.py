@@ -1,48 +1,37 @@
-"""The command line of scripts/patchset.py."""
+"""The command line of scripts/patchset.py; its check of a stack on the wheel, and every stack of the project."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
-from support.patch_tool import patchset, refused
-from support.small_projects import CONFIG, MODULE, OAT_MODULE, OVERLAY, PART, RELEASE, STAMP
+from support.patch_tool import message, patchset, refused
+from support.small_projects import CONFIG, ENGINE, MODULE, OAT_MODULE, OVERLAY, PART, RELEASE, STAMP, add_patches
+from support.trees import edit
+
+from lib.patches.check import check
+from lib.patches.releases import FRAMEWORKS, Release, load_releases
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("", "COMMAND"),
-        ("appply x", "invalid choice: 'appply'"),
-        ("apply", "TARGET"),
-        ("check --all --release 0.9.1", "not allowed with"),
-        ("apply x --json", "unrecognized arguments: --json"),
-        ("apply --framework trl x", "argument --framework: invalid choice: 'trl' (choose from 'verl', 'oat')"),
-    ],
-)
-def test_bad_usage_exits_with_2(tiny: Path, line: str, named: str):
-    done = patchset(tiny, *line.split())
-    assert (done.returncode, done.stdout) == (2, "") and "usage: patchset" in done.stderr and named in done.stderr
+def test_bad_usage_exits_with_2(tiny: Path):
+    for line, named in {"": "COMMAND", "apply --framework trl x": "(choose from 'verl', 'oat')"}.items():
+        done = patchset(tiny, *line.split())
+        assert (done.returncode, done.stdout) == (2, "") and "usage: patchset" in done.stderr and named in done.stderr
 
 
 @pytest.mark.parametrize(
     ("line", "named"),
     [
         ("checkout 9.9 tree", "unknown verl release '9.9'; known: 0.9.1"),
-        ("check --release 9.9", "unknown verl release '9.9'; known: 0.9.1"),
         ("check --framework oat --release 9.9", "unknown oat release '9.9'; known: 0.2.3, 0.2.4"),
-        ("checkout --framework oat 0.9.1 tree", "unknown oat release '0.9.1'; known: 0.2.3, 0.2.4"),
         ("status missing", "missing is not a folder; give a checkout of verl or oat, an unpacked release or"),
-        ("apply file", "file is not a folder; give a checkout of verl or oat"),
         ("unapply empty", "empty contains no verl/__init__.py or oat/__init__.py; give a checkout of verl or oat"),
-        ("apply --framework oat target", "target contains no oat/__init__.py; give a checkout of oat, an"),
         ("apply --framework verl target/numpy", "numpy contains no verl/__init__.py; give a checkout of verl, an"),
         ("port --framework oat 0.2.3 empty tree", "empty contains no oat/__init__.py"),
         ("port --framework oat 0.2.4 0.2.3 tree", "oat 0.2.4 has no patches to port"),
     ],
 )
 def test_bad_input_is_refused(tiny: Path, target: Path, tmp_path: Path, line: str, named: str):
-    (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     (target / "numpy").mkdir()
     assert named in refused(tiny, *line.split(), unchanged=tmp_path, cwd=tmp_path)
@@ -64,26 +53,70 @@ def test_list_prints_patches_with_their_reasons(tiny: Path):
     assert [f"{each['framework']} {each['name']}" for each in found] == ["verl 0.9.1", "oat 0.2.3", "oat 0.2.4"]
     verl, oat, _ = found
     assert (verl["family"], verl["copied"]) == ("C", [PART, MODULE, OVERLAY])
-    assert [(patch["name"], patch["Reason"]) for patch in verl["patches"]] == [
-        ("fsdp-read-the-configured-dtype.patch", "local"),
-        ("cfg-add-a-users-key-twice.patch", "pending"),
-    ]
+    reasons = {patch["name"]: patch["Reason"] for patch in verl["patches"]}
+    assert reasons == {"fsdp-read-the-configured-dtype.patch": "local", "cfg-add-a-users-key-twice.patch": "pending"}
     assert (oat["family"], oat["copied"]) == ("B", [OAT_MODULE])
     assert "pending   [cfg] fix: add a user's key (twice!)" in patchset(tiny, "list").stdout
-    lines = patchset(tiny, "list", "--framework", "oat").stdout.splitlines()
-    assert re.fullmatch(r"oat 0\.2\.3: family B, stack \w{12}, 1 patches, 1 files copied", lines[0])
-    assert "verl" not in "".join(lines)
+    text = patchset(tiny, "list", "--framework", "oat").stdout
+    assert re.match(r"oat 0\.2\.3: family B, stack \w{12}, 1 patches, 1 files copied\n", text) and "verl" not in text
 
 
-@pytest.mark.parametrize("args", [("list",), ("apply", "target"), ("checkout", RELEASE, "tree")])
-def test_missing_git_is_refused(tiny: Path, target: Path, args: tuple[str, ...]):
-    (target.parent / "bin").mkdir()
-    without_git = {"PATH": str(target.parent / "bin")}
-    line = refused(tiny, *args, unchanged=target.parent, cwd=target.parent, env=without_git)
-    assert line == "patchset: git is not installed: install it, or add its folder to PATH\n"
-
-
-def test_help_and_status_need_no_git(tiny: Path, target: Path):
+def test_only_help_and_status_need_no_git(tiny: Path, target: Path):
     without_git = {"PATH": str(target.parent)}
+    line = refused(tiny, "apply", target, unchanged=target.parent, env=without_git)
+    assert line == "patchset: git is not installed: install it, or add its folder to PATH\n"
     assert patchset(tiny, "--help", env=without_git).stdout.startswith("usage: patchset")
     assert patchset(tiny, "status", target, env=without_git).stdout == "pristine: verl 0.9.1, no stack applied\n"
+
+
+HOOK = "cfg-add-a-users-key-twice.patch"
+PATCH, SERIES = f"v0.9.1/{HOOK}", "v0.9.1/series"
+NEW_FILE = "diff --git a/verl/new.py b/verl/new.py\nnew file mode 100644\n"
+RELEASES = [release for framework in FRAMEWORKS.values() for release in load_releases(framework=framework).values()]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "named"),
+    [
+        (PATCH, "+key: 1", "+key: 2", "patched content does not match the blob id"),
+        (PATCH, "Origin: here\n", "", "lacks the trailer Origin"),
+        (PATCH, "Subject: [cfg] fix: add", "Subject: [cfg] fix: put", "re-export would change"),
+        (PATCH, "---\ndiff", f"---\n{NEW_FILE}diff", "change files that the release"),
+        (SERIES, "fsdp-", "no.patch\nfsdp-", "disagree about no.patch"),
+        (SERIES, "fsdp-", f"{HOOK}\nfsdp-", "does not start from the verl/"),
+        (f"files/{MODULE}", "42", "= 42", f"{MODULE} of verl 0.9.1 does not compile"),
+        ("versions.toml", 'wheel_sha256 = "', 'wheel_sha256 = "0', "but versions.toml records 0"),
+        ("versions.toml", 'tree_after = "', 'tree_after = "0', "the series makes tree"),
+        ("versions.toml", 'tree_before = "', 'tree_before = "0', "untouched files differ"),
+    ],
+)
+def test_check_reports_each_fault(project: Path, file: str, old: str, new: str, named: str):
+    edit(project / "patches/verl" / file, old, new)
+    done = patchset(project, "check", "--framework", "verl", "--json")
+    found = json.loads(done.stdout)[f"verl {RELEASE}"]
+    assert (done.returncode, found["ok"]) == (1, False) and named in found["detail"]
+
+
+def test_check_compiles_the_hooked_files(project: Path):
+    broken = {ENGINE: ("import logging\n", "import logging\nimport\n")}
+    add_patches(project, RELEASE, [(message("[fsdp] feat: import nothing"), broken)])
+    assert f"{ENGINE} of verl 0.9.1 does not compile" in patchset(project, "check").stderr
+
+
+def test_check_covers_both_frameworks(tiny: Path):
+    done = patchset(tiny, "check", "--all")
+    assert (done.returncode, done.stderr) == (1, "patchset: oat 0.2.4: oat 0.2.4 has no patches yet\n")
+    assert done.stdout.splitlines() == [
+        "verl 0.9.1: 2 patches, 3 files hooked, 3 copied: ok",
+        "oat 0.2.3: 1 patches, 2 files hooked, 1 copied: ok",
+    ]
+    done = patchset(tiny, "check", "--release", RELEASE)
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+    found = json.loads(patchset(tiny, "check", "--framework", "oat", "--json").stdout)
+    assert {release: outcome["ok"] for release, outcome in found.items()} == {"oat 0.2.3": True, "oat 0.2.4": False}
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("release", RELEASES, ids=str)
+def test_stack_of_the_project_passes(release: Release):
+    assert check(release.name, framework=release.framework)

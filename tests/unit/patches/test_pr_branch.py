@@ -1,4 +1,4 @@
-"""Branches for upstream, on a repository created from the wheel of 0.9.1 with its own hooks and scripts."""
+"""Branches for upstream, on a repository of the wheel of 0.9.1 with its own hooks, and their checks on a small one."""
 
 import os
 import re
@@ -6,17 +6,19 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.trees import commit, contents, edit, git, make_repository, write_files
 
+import pr_branch
 from lib.errors import Refused
 from lib.files import write
 from lib.patches import upstream
 from lib.patches.hunks import hunks
-from lib.patches.precision_module import PACKAGE, load_precision
+from lib.patches.precision_module import MODULE, PACKAGE, load_precision
 from lib.patches.wheels import unpacked_wheel, wheel
 from lib.paths import REPO
 
@@ -27,18 +29,16 @@ NAMES = [f"precision/{slug}" for slug in SLUGS]
 
 GENERATE = """\
 #!/usr/bin/env bash
-# One file of all configs, where upstream's script composes four.
+# One file of all configs of the verl that this Python would import, where upstream's script composes four.
 set -eu
-python3 scripts/join.py > verl/trainer/config/_generated_ppo_trainer.yaml
-git diff --exit-code -- verl/trainer/config/_generated_ppo_trainer.yaml > /dev/null
-"""
-JOIN = """\
-# The configs of the verl that this Python would import.
+python3 - > verl/trainer/config/_generated_ppo_trainer.yaml <<END
 import importlib.util
 from pathlib import Path
 
 configs = Path(importlib.util.find_spec("verl").origin).parent / "trainer/config"
 print(*(path.read_text() for path in sorted(configs.rglob("*.yaml")) if "_generated" not in path.name))
+END
+git diff --exit-code -- verl/trainer/config/_generated_ppo_trainer.yaml > /dev/null
 """
 HOOKS = """\
 repos:
@@ -47,26 +47,14 @@ repos:
       - {id: autogen, name: autogen, entry: scripts/generate_trainer_config.sh, language: script, pass_filenames: false}
       - {id: ruff, name: ruff, entry: ruff check --config ruff.toml, language: system, files: precision/.*py$}
       - {id: fmt, name: format, entry: ruff format --check --config ruff.toml, language: system, files: precision/.*py$}
-      - {id: rules, name: rules, entry: python3 tests/special_sanity/rules.py, language: system, types: [python]}
-"""
-RULES = """\
-# Copyright 2025 Individual Contributor: the tests. A licence in each file, and no device by name in verl/.
-import sys
-from pathlib import Path
-
-for path in sys.argv[1:]:
-    text = Path(path).read_text()
-    assert "Copyright 2025 Individual Contributor:" in text or "Copyright 2024 Bytedance" in text or (
-        "Copyright 2025 Bytedance" in text or "Copyright 2026 Bytedance" in text), path
-    assert not path.startswith("verl/utils/precision/") or '"cuda"' not in text, path
+      - {id: licence, name: licence, entry: 'Copyright 202[456] (Individual Contributor:|Bytedance)', args: [--negate],
+         language: pygrep, types: [python]}
+      - {id: device, name: device, entry: '"cuda"', language: pygrep, files: ^verl/utils/precision/}
 """
 TITLES = """\
-import os
-import re
-
+import os, re
 assert re.fullmatch(r"\\[(fsdp|cfg|ckpt|trainer|rollout|megatron|, )+\\] (feat|fix): .+", os.environ["PR_TITLE"])
 """
-
 QUICK = """\
 # Copyright 2025 Individual Contributor: the tests.
 from pathlib import Path
@@ -88,10 +76,8 @@ def released(tmp_path_factory) -> Path:
     ruff = "\n".join(line for line in ruff.splitlines() if not line.startswith("src = "))
     files = {
         upstream.GENERATE: GENERATE,
-        "scripts/join.py": JOIN,
         ".pre-commit-config.yaml": HOOKS,
         "ruff.toml": ruff.replace("tool.ruff.", ""),
-        "tests/special_sanity/rules.py": RULES,
         "tests/special_sanity/check_pr_title.py": TITLES,
         "docs/index.rst": "\n   start/install\n\n.. toctree::\n\n   advance/rope\n   advance/fp8.md\n\nEnd\n",
     }
@@ -107,7 +93,7 @@ def verl(released: Path, tmp_path: Path) -> Path:
     return shutil.copytree(released, tmp_path / "verl", symlinks=True)
 
 
-def pr_branch(verl: Path, work: Path, project: Path = REPO) -> subprocess.CompletedProcess[str]:
+def make_branches(verl: Path, work: Path, project: Path = REPO) -> subprocess.CompletedProcess[str]:
     home = {"PRE_COMMIT_HOME": str(project / ".cache/pre-commit")} if project != REPO else {}
     line = [sys.executable, "-B", project / "scripts/pr_branch.py", verl, "--dir", work]
     return subprocess.run(list(map(str, line)), capture_output=True, text=True, env=os.environ | home)
@@ -138,7 +124,7 @@ def made(released: Path, tmp_path_factory) -> tuple[subprocess.CompletedProcess[
     edit(repo / ENGINE, "import logging\n", "import logging\n\n# A later commit.\n\n")
     edit(repo / "verl/workers/config/engine.py", "class EngineConfig(", "# A later commit.\nclass EngineConfig(")
     commit(repo, "later")
-    return pr_branch(repo, folder / "work", project), repo
+    return make_branches(repo, folder / "work", project), repo
 
 
 @pytest.mark.subprocess
@@ -159,52 +145,26 @@ def test_six_branches_are_green(made):
 
 
 @pytest.mark.subprocess
-def test_each_branch_is_one_commit_by_the_user_on_top_of_the_previous_one(made):
+def test_each_branch_is_a_commit_on_the_previous_one_with_its_configs_and_its_section_of_the_docs(made):
     _, repo = made
-    for before, name, branch in zip(["main", *NAMES], NAMES, upstream.load_plan().branches, strict=False):
-        assert git("rev-parse", f"{name}^", cwd=repo) == git("rev-parse", before, cwd=repo)
+    parent, page = "main", ""
+    for name, branch in zip(NAMES, upstream.load_plan().branches, strict=True):
+        assert git("rev-parse", f"{name}^", cwd=repo) == git("rev-parse", parent, cwd=repo)
         commit_line = git("log", "-1", "--format=%s|%an|%ae", name, cwd=repo).strip()
         assert commit_line == f"{branch.title}|A Developer|developer@example.org"
-
-
-@pytest.mark.subprocess
-def test_package_grows_by_the_functions_that_a_branch_calls(made):
-    _, repo = made
-    folder = str(Path(PACKAGE).parent)
-    sources = [git("grep", "-h", "", name, "--", folder, cwd=repo) for name in NAMES]
-    first_branches = {
-        "class LossScaler": 1,
-        "loss_scaling": 1,
-        "def wire_kwargs": 2,
-        "def check_role_dtype": 3,
-        "account_reported_step": 5,
-    }
-    for text, first in first_branches.items():
-        assert [text in source for source in sources] == [number >= first for number in range(len(NAMES))], text
-    for gone in ("of_worker", "patch_stamp", "keep_in_fp32", "check_rewards", "_WORKERS", "0.7.1"):
-        assert gone not in sources[5]
-
-
-@pytest.mark.subprocess
-def test_configs_are_generated_and_the_docs_name_their_page(made):
-    _, repo = made
-    generated = "verl/trainer/config/_generated_ppo_trainer.yaml"
-    for name, grad_scaler, role in [(NAMES[0], 0, 0), (NAMES[1], 1, 0), (NAMES[3], 1, 1)]:
-        text = git("show", f"{name}:{generated}", cwd=repo)
-        assert ("@grad_scaler:" in text, "dtype: ${oc.select:..dtype,bfloat16}" in text) == (grad_scaler, role)
-    pages = git("show", f"{NAMES[0]}:docs/index.rst", cwd=repo)
-    assert "   advance/fp8.md\n   advance/precision.md\n" in pages and pages.count("precision.md") == 1
-    assert git("show", f"{NAMES[5]}:docs/index.rst", cwd=repo) == pages
-    page = ""
-    for name in NAMES:  # grows by a section
-        before, page = page, git("show", f"{name}:docs/advance/precision.md", cwd=repo)
+        pages = git("show", f"{name}:docs/index.rst", cwd=repo)
+        assert "   advance/fp8.md\n   advance/precision.md\n" in pages and pages.count("precision.md") == 1
+        parent, before, page = name, page, git("show", f"{name}:docs/advance/precision.md", cwd=repo)
         assert page.startswith(before or "# Precision\n\nLast updated: ") and len(page) > len(before)
         assert not before or page[len(before) :].startswith("\n## ")
+    for name, grad_scaler, role in [(NAMES[0], False, False), (NAMES[1], True, False), (NAMES[3], True, True)]:
+        text = git("show", f"{name}:verl/trainer/config/_generated_ppo_trainer.yaml", cwd=repo)
+        assert ("@grad_scaler:" in text, "dtype: ${oc.select:..dtype,bfloat16}" in text) == (grad_scaler, role)
 
 
 @pytest.mark.slow
 def test_six_branches_are_green_with_all_their_tests(verl: Path, tmp_path: Path):
-    done = pr_branch(verl, tmp_path / "work", copy_of_project(tmp_path / "project"))
+    done = make_branches(verl, tmp_path / "work", copy_of_project(tmp_path / "project"))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
@@ -218,7 +178,7 @@ def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: P
     commit(verl, "a hooked line")
     before = contents(verl / ".git")
     work = tmp_path / "work"
-    done = pr_branch(verl, work)
+    done = make_branches(verl, work)
     assert (done.returncode, done.stderr) == (1, "")
     lines = done.stdout.splitlines()
     at = lines.index("conflict scaler: fsdp-configure-the-loss-scaler.patch: 3 same, 4 merged, 1 conflict")
@@ -229,30 +189,29 @@ def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: P
     ]
     assert contents(verl / ".git") == before
 
+    def refused(message: str, changed: upstream.BranchPlan | None = None) -> None:
+        with pytest.raises(Refused, match=message):
+            upstream.check_line(verl, work, changed or plan)
+
     plan = upstream.load_plan()
-    with pytest.raises(Refused, match=f"has a cherry-pick to finish: git -C {work} cherry-pick --continue; or remove"):
-        upstream.check_line(verl, work, plan)
+    refused(f"has a cherry-pick to finish: git -C {work} cherry-pick --continue; or remove")
     assert git("diff", "--name-only", "--diff-filter=U", cwd=work).split() == [ENGINE]
     git("add", ENGINE, cwd=work)
     git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=work)
-    with pytest.raises(Refused, match=f"conflict marker in {ENGINE} of precision/scaler: git commit --fixup"):
-        upstream.check_line(verl, work, plan)
+    refused(f"conflict marker in {ENGINE} of precision/scaler: git commit --fixup")
     (at,) = git("log", "--format=%h", "--grep=^scaler: fsdp-configure", "line/to..carried", cwd=work).split()
     theirs = re.sub(r"<{7} .*?={7}\n(.*?)>{7} [^\n]*\n", r"\1", (work / ENGINE).read_text(), flags=re.S)
     (work / ENGINE).write_text(theirs)
-    with pytest.raises(Refused, match=f"uncommitted changes: {ENGINE}"):
-        upstream.check_line(verl, work, plan)
+    refused(f"uncommitted changes: {ENGINE}")
     git("commit", "--quiet", "--all", f"--fixup={at}", cwd=work)
     git("-c", "sequence.editor=true", "rebase", "--quiet", "--interactive", "--autosquash", "line/to", cwd=work)
     git("commit", "--quiet", "--allow-empty", "--message=a fix without the trailer", cwd=work)
     upstream.check_line(verl, work, plan)
-    with pytest.raises(Refused, match="made from other patches than these"):
-        upstream.check_line(verl, work, replace(plan, id="another"))
+    refused("made from other patches than these", replace(plan, id="another"))
     found = {branch.slug: at for branch, at in upstream.ends(plan, work)}
     assert list(found) == SLUGS and found[SLUGS[-1]] == git("rev-parse", "HEAD", cwd=work).strip()
     commit(verl, "more", "--allow-empty")
-    with pytest.raises(Refused, match="another main"):
-        upstream.check_line(verl, work, plan)
+    refused("another main")
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -276,36 +235,20 @@ def test_every_hunk_is_picked_once_or_its_patch_stays():
     left = {each for each in there - taken.keys() if each[0] not in stay}
     # An adapt.patch replaces it.
     assert left == {("megatron-skip-an-overflow.patch", "verl/workers/config/engine.py", 1)}
-
-
-@pytest.fixture(scope="module")
-def line(tmp_path_factory) -> Path:
-    """The first line of commits; read it, do not change it."""
-    return upstream.pick_line(upstream.load_plan(), tmp_path_factory.mktemp("line"))[0]
+    texts = [plan.stack.added[path].decode() for branch in plan.branches for path in branch.files]
+    assert all(any(old in text for text in texts) for old, _ in plan.replace)
 
 
 @pytest.mark.subprocess
-def test_the_last_branch_has_the_stacks_own_code(line: Path):
+def test_the_last_branch_has_the_stacks_own_code(tmp_path: Path):
     plan = upstream.load_plan()
+    line, _ = upstream.pick_line(plan, tmp_path)
     staying = [patch for patch in plan.stack.patches if patch.name.removesuffix(".patch") in plan.stay]
     after, stay = plan.stack.after, {path for patch in staying for path, _, _ in patch.blobs}
     made = {path: git("rev-parse", f"HEAD:{path}", cwd=line).strip() for path in after}
     differing = {path for path in after.keys() - stay if made[path] != after[path]}
     assert differing == {"verl/model_merger/fsdp_model_merger.py"}  # a comment, by adapt.patch
     assert len(after.keys() - stay) > 20
-
-
-@pytest.mark.subprocess
-def test_hunk_that_depends_on_another_is_refused(line: Path, tmp_path: Path):
-    plan = upstream.load_plan()
-    pick = upstream.read_pick("megatron-skip-an-overflow")
-    (patch,) = (patch for patch in plan.stack.patches if patch.name == pick.patch)
-    git("worktree", "add", "--detach", str(tmp_path / "tree"), "HEAD~2", cwd=line)
-    fault = (
-        r"megatron-overflow cannot take verl/workers/config/engine.py#1 \(line 24.* of megatron-skip-an-overflow.patch"
-    )
-    with pytest.raises(Refused, match=fault):
-        upstream.pick_hunks(plan.branches[-1], pick, patch, tmp_path / "tree")
 
 
 def test_plan_changes_with_its_patches_and_contains_no_bytecode(tmp_path: Path, monkeypatch):
@@ -320,22 +263,13 @@ def test_plan_changes_with_its_patches_and_contains_no_bytecode(tmp_path: Path, 
     assert upstream.load_plan().id != before.id
 
 
-def test_texts_that_are_replaced_are_in_the_files():
-    plan = upstream.load_plan()
-    texts = [plan.stack.added[path].decode() for branch in plan.branches for path in branch.files]
-    for old, _ in plan.replace:
-        assert any(old in text for text in texts), old
-
-
 def load_package(folder: Path) -> tuple[set[str], set[str]]:
     """Import only the package in ``folder``; return its ``__all__`` and the definitions of its modules."""
     package = load_precision(folder, "package_of_a_branch")
     assert all(hasattr(package, name) for name in package.__all__)
-    defined = set()
-    for module in [each for name, each in sys.modules.items() if name.startswith("package_of_a_branch.")]:
-        for name, value in vars(module).items():
-            if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
-                defined.add(name)
+    modules = [each for name, each in sys.modules.items() if name.startswith("package_of_a_branch.")]
+    public = [(module, name) for module in modules for name in vars(module) if not name.startswith("_")]
+    defined = {name for module, name in public if getattr(vars(module)[name], "__module__", "") == module.__name__}
     return set(package.__all__), defined
 
 
@@ -356,10 +290,150 @@ def test_each_branchs_package_exports_its_part_of_the_stacks(tmp_path: Path):
         before = exported_here
 
 
-def test_a_leave_out_patch_that_does_not_fit_is_refused(tmp_path: Path):
-    plan = upstream.load_plan()
-    branch = replace(plan.branches[0], folder=REPO / "patches/upstream/scaler/files")
-    assert upstream.stack_files(plan, branch)  # without a patch of its own
-    stale = {path: content.replace(b"of_worker", b"of_a_worker") for path, content in plan.stack.added.items()}
-    with pytest.raises(Refused, match=r"^patches/upstream/leave-out.patch does not fit the stack's files: git apply"):
-        upstream.stack_files(replace(plan, stack=replace(plan.stack, added=stale)), plan.branches[0])
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A repository with a package `verl` of two modules, one of which the branch changes."""
+    repo = tmp_path / "small"
+    files = {
+        "verl/__init__.py": "",
+        "verl/config/__init__.py": "from .engine import A\n",
+        "verl/config/engine.py": "A = 1\n",
+        "verl/other.py": "",
+        "verl/outer/__init__.py": "from .inner import A\n",
+        "verl/outer/inner/__init__.py": "from .module import A\n",
+        "verl/outer/inner/module.py": "A = 1\n",
+        "verl/trainer/config/a.yaml": "a: 1\n",
+        "tests/test_package_on_cpu.py": "from verl.config import A\n\n\ndef test_it():\n    assert A < 3\n",
+        "tests/config/test_module_on_cpu.py": "from verl.config.engine import A\n\ndef test_it():\n    assert A < 2\n",
+        "tests/config/test_other_on_cpu.py": "import verl.other\n",
+        "tests/config/test_nested_on_cpu.py": "from verl.outer import A\n",
+        "tests/config/test_yaml_on_cpu.py": "FOLDER = 'verl/trainer/config'\n",
+        "tests/config/test_gpu.py": "import verl.config.engine\n",
+        "tests/config/test_broken_on_cpu.py": "import verl.config.engine\n\n\ndef test_it():\n    assert False\n",
+    }
+    write_files(repo, files)
+    make_repository(repo)
+    git("update-ref", upstream.ONTO, "HEAD", cwd=repo)
+    return repo
+
+
+def test_tests_that_import_changed_modules_are_run(small: Path):
+    for changed, tests in {
+        "verl/config/engine.py tests/config/test_other_on_cpu.py": ["broken", "module", "other", "package"],
+        "verl/trainer/config/a.yaml": ["yaml"],
+        "verl/outer/inner/module.py": ["nested"],
+    }.items():
+        found = pr_branch.touched_tests(small, changed.split())
+        assert [Path(path).stem for path in found] == [f"test_{name}_on_cpu" for name in tests]
+
+
+@pytest.mark.subprocess
+def test_failures_that_main_has_too_do_not_fail_a_branch(small: Path):
+    edit(small / "verl/config/engine.py", "A = 1", "A = 1  # still")
+    commit(small, "a branch")
+    found = pr_branch.tests(small, ["verl/config/engine.py"])
+    assert found.passed and re.fullmatch(r"3 files: 1 failed, 2 passed in .*; those fail on main too", found.result)
+
+    edit(small / "verl/config/engine.py", "A = 1", "A = 2")
+    commit(small, "one that breaks a test")
+    found = pr_branch.tests(small, ["verl/config/engine.py"])
+    assert not found.passed and re.search(r"2 failed, 1 passed in .*; 1 of them on main too$", found.result)
+    assert "assert 2 < 2" in found.output
+    assert (small / "verl/config/engine.py").read_text() == "A = 2  # still\n"
+    assert not pr_branch.tests(small, ["verl/other.py"]).passed  # a file without a test
+
+    edit(small / "tests/config/test_broken_on_cpu.py", "assert False", "assert 1 == 2")
+    commit(small, "one that changes a test, which still fails")
+    assert not pr_branch.tests(small, ["tests/config/test_broken_on_cpu.py"]).passed
+
+
+def test_a_failed_check_fails_the_command(small: Path, tmp_path: Path, monkeypatch, capsys):
+    git("commit", "--quiet", "--allow-empty", "--message=a branch", cwd=small)
+    branch = upstream.Branch("a", "a title", (), (), small)
+    plan = replace(upstream.load_plan(), branches=(branch,))
+    monkeypatch.setattr(upstream, "load_plan", lambda: plan)
+    monkeypatch.setattr(upstream, "check_clone", lambda *_: None)
+    monkeypatch.setattr(upstream, "start", lambda verl, folder, _: (shutil.copytree(verl, folder) and [], True))
+    monkeypatch.setattr(upstream, "commit_branches", lambda *_: [branch])
+    monkeypatch.setattr(upstream, "deliver", lambda *_: None)
+    for passed, code in ((True, 0), (False, 1)):
+        check = pr_branch.Check("title", passed, "a result", "its output")
+        monkeypatch.setattr(pr_branch, "checks", lambda *_, check=check: [check])
+        assert pr_branch.main([str(small), "--dir", str(tmp_path / "work")]) == code
+        assert ("--- precision/a: title: a result\nits output" in capsys.readouterr().out) == (not passed)
+
+
+def test_failed_hooks_and_titles_are_reported(small: Path):
+    (small / ".pre-commit-config.yaml").write_text(
+        "repos: [{repo: local, hooks: [{id: a, name: never, entry: 'false', language: system},"
+        " {id: b, name: always, entry: 'true', language: system}]}]\n"
+    )
+    git("add", "--all", cwd=small)
+    found = pr_branch.pre_commit(small, ["verl/other.py"])
+    assert not found.passed and found.result == "1 passed, 1 failed: never" and "exit code: 1" in found.output
+    branch = upstream.Branch("a", "a title", (), (), small)
+    for code in ("raise SystemExit(3)", "import os; assert os.environ['PR_TITLE'].startswith('[')"):
+        write_files(small, {pr_branch.TITLE: code})
+        assert not pr_branch.title(branch, small).passed
+    assert pr_branch.title(replace(branch, title="[cfg] fix: a thing"), small).passed
+
+
+def test_generator_that_fails_silently_is_reported_in_one_line(small: Path):
+    write(small / upstream.GENERATE, b"exit 3")
+    write(small / upstream.CONFIGS / "_generated_a.yaml", b"a: 1")
+    with pytest.raises(Refused, match="generate_trainer_config.sh of main failed with exit code 3: no output"):
+        upstream.generate(small, os.environ)
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, capsys) -> Callable[[Path], str]:
+    """``refusal(verl)``: the line with which the tool refuses a clone; it must change nothing."""
+
+    def of(verl: Path) -> str:
+        before = contents(tmp_path)
+        assert pr_branch.main([str(verl), "--dir", str(tmp_path / "work")]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1 and contents(tmp_path) == before
+        return printed.err
+
+    return of
+
+
+def test_folders_that_are_not_verl_clones_are_refused(small: Path, tmp_path: Path, refusal: Callable[[Path], str]):
+    nowhere = tmp_path / "nowhere"
+    assert refusal(nowhere) == f"pr_branch: VERL={nowhere} is not a folder; give a git clone of verl\n"
+    assert "is not the folder of a git clone" in refusal(small / "verl")
+    assert "is not a clone of verl: its main has no scripts/generate_trainer_config.sh" in refusal(small)
+    git("branch", "--move", "main", "master", cwd=small)
+    assert "has no branch main" in refusal(small)
+    commit(small, "more", "--allow-empty")
+    git("clone", "--quiet", "--depth=1", f"file://{small}", str(tmp_path / "shallow"), cwd=tmp_path)
+    assert "is a shallow clone, whose branches cannot be pushed: git fetch --unshallow" in refusal(tmp_path / "shallow")
+
+
+def test_clone_that_is_dirty_or_has_the_branches_is_refused(small: Path, refusal: Callable[[Path], str]):
+    verl, work = small, small.parent / "work"
+    write_files(verl, dict.fromkeys(upstream.NEEDED, ""))
+    git("add", "--all", cwd=verl)
+    commit(verl, "what the tool uses of verl's")
+    (verl / "new.py").write_text("")
+    assert "has uncommitted changes: new.py;" in refusal(verl)
+    (verl / "new.py").unlink()
+    for names in ((NAMES[1], NAMES[4]), ("precision",)):
+        for name in names:
+            git("branch", name, cwd=verl)
+        assert f"has these branches already; delete them: git branch -D {' '.join(names)}\n" in refusal(verl)
+        git("branch", "--delete", "--force", *names, cwd=verl)
+    git("config", "user.name", "", cwd=verl)
+    assert "git has no author for the commits" in refusal(verl)
+    write(work / "mine.txt", b"")
+    assert "exists and was not made by make pr-branch" in refusal(verl)
+    shutil.rmtree(work)
+    for path in (MODULE, PACKAGE):  # of a stack before the package, and of this one
+        write(verl / path, b"")
+        git("add", path, cwd=verl)
+        commit(verl, "patched")
+        assert f"has {path} in its main already" in refusal(verl)

@@ -1,7 +1,6 @@
 """Trees patched when ``verl.utils.precision`` was one module, not a package: recognised, upgraded, restored."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -26,25 +25,6 @@ FOLDER = str(Path(PACKAGE).parent)
 PARTS = "dtypes roles gradients scaler accounting megatron keep_fp32 legacy wire rewards reporting".split()
 
 
-def compile_files(*paths: Path) -> None:
-    subprocess.run([sys.executable, "-m", "compileall", "-q", *paths], check=True)
-
-
-@pytest.fixture(scope="module")
-def older(tmp_path_factory) -> Path:
-    """Return this project with the module in place of the package; its stamp file is beside the module as usual."""
-    project = tmp_path_factory.mktemp("older")
-    for part in ("patches/verl", "configs/precision"):
-        shutil.copytree(REPO / part, project / part, ignore=shutil.ignore_patterns("__pycache__"))
-    package = project / "patches/verl/files" / FOLDER
-    lines = [line for part in PARTS for line in (package / f"{part}.py").read_text().splitlines()]
-    assert sorted(f"{part}.py" for part in (*PARTS, "__init__")) == sorted(path.name for path in package.iterdir())
-    shutil.rmtree(package)
-    module = [line.replace("parents[1]", "parent") for line in lines if not line.startswith("from .")]
-    (project / "patches/verl/files" / MODULE).write_text("\n".join(module) + "\n")
-    return project
-
-
 def hooked_files(release: str, root: Path) -> Path:
     """Unpack the files of a release that this project's stack changes into ``root`` and return that."""
     with zipfile.ZipFile(wheel(release)) as archive:
@@ -58,56 +38,21 @@ def pristine(tmp_path_factory) -> Path:
     return hooked_files("0.9.1", tmp_path_factory.mktemp("pristine"))
 
 
-@pytest.fixture(scope="module")
-def fresh(pristine: Path, tmp_path_factory) -> Path:
-    """Return a tree with this project's stack; read it, do not change it."""
-    root = shutil.copytree(pristine, tmp_path_factory.mktemp("fresh") / "tree")
-    apply(root)
-    return root
-
-
 @pytest.fixture
-def patched(older: Path, pristine: Path, tmp_path: Path) -> Path:
-    """Return a tree that the older project patched and Python compiled."""
-    root = shutil.copytree(pristine, tmp_path / "patched")
-    apply(root, older)
-    compile_files(root / MODULE)
+def patched(pristine: Path, tmp_path: Path) -> Path:
+    """Return a tree that an older project, with the module in place of the package, patched and Python compiled."""
+    project, root = tmp_path / "older", shutil.copytree(pristine, tmp_path / "patched")
+    for part in ("patches/verl", "configs/precision"):
+        shutil.copytree(REPO / part, project / part, ignore=shutil.ignore_patterns("__pycache__"))
+    package = project / "patches/verl/files" / FOLDER
+    lines = [line for part in PARTS for line in (package / f"{part}.py").read_text().splitlines()]
+    assert sorted(f"{part}.py" for part in (*PARTS, "__init__")) == sorted(path.name for path in package.iterdir())
+    shutil.rmtree(package)
+    module = [line.replace("parents[1]", "parent") for line in lines if not line.startswith("from .")]
+    (project / "patches/verl/files" / MODULE).write_text("\n".join(module) + "\n")
+    apply(root, project)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", root / MODULE], check=True)
     return root
-
-
-def test_older_stack_is_reported_upgraded_and_unapplied(older: Path, pristine: Path, patched: Path, fresh: Path):
-    theirs, found = status(patched, older), status(patched)
-    assert (theirs.state, found.state) == ("patched", "outdated")
-    assert found.stamp["stack"] == theirs.stack != found.stack
-    assert found.detail.endswith(f"with stack {theirs.stack}; apply brings it to {found.stack}")
-    first, _ = apply(patched)
-    assert first == f"verl 0.9.1: stack {theirs.stack} removed first"
-    assert contents(patched) == contents(fresh)
-    assert not (patched / MODULE).exists() and not list(patched.rglob("*.pyc"))
-    compile_files(patched / FOLDER)
-    apply(patched, older)  # and back, by the older project
-    assert (patched / MODULE).exists() and not (patched / FOLDER).exists()
-    unapply(patched)
-    assert contents(patched) == contents(pristine)
-
-
-def test_interrupted_upgrade_is_repaired(patched: Path, fresh: Path):
-    replace = os.replace
-
-    def die_midway(source, to):
-        if str(to).endswith("precision/legacy.py"):
-            os._exit(9)
-        replace(source, to)
-
-    if (child := os.fork()) == 0:
-        os.replace = die_midway
-        apply(patched)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert status(patched).state == "interrupted"
-    assert (patched / PACKAGE).exists() and not (patched / FOLDER / "legacy.py").exists()
-    apply(patched)
-    assert contents(patched) == contents(fresh)
 
 
 def test_leftover_module_that_the_package_would_hide_is_refused(tmp_path: Path):
@@ -156,6 +101,7 @@ def test_module_and_package_load_alike_and_leave_no_bytecode(pristine: Path, pat
         assert loaded.worker_scaler({}, resolved, "cpu").get_scale() == 65536.0
         stamps.append(loaded.patch_stamp()["stack"])
         apply(patched)
+        assert not (patched / MODULE).exists() and status(patched).state == "patched"
     assert stamps[0] != stamps[1] == status(patched).stack
     other = shutil.copytree(patched, tmp_path / "other")
     load_precision(other, "precision_of_test")

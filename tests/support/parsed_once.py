@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TextIO
+from unittest import mock
 
-import pytest
 from omegaconf import DictConfig, OmegaConf
 
 LOAD = OmegaConf.load
@@ -26,8 +26,7 @@ def load(file: str | Path | TextIO) -> DictConfig:
 
 
 @contextmanager
-def yaml_parsed_once() -> Iterator[pytest.MonkeyPatch]:
+def yaml_parsed_once() -> Iterator[None]:
     """Parse each yaml file once in this process, inside."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OmegaConf, "load", load)
-        yield patch
+    with mock.patch.object(OmegaConf, "load", load):
+        yield

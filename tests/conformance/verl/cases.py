@@ -32,6 +32,7 @@ from observations import digest, inner_dtypes, name, numbers, poison, same, scal
 from omegaconf import OmegaConf
 from rollout_cases import empty_adapter, hf_rollout, wire, wire_merged_lora
 from sft_cases import bf16_sft, engine_sft_trainer, overflow_sft, sft
+from support.parsed_once import yaml_parsed_once
 from transformers import AutoModelForCausalLM
 
 from lib.patches.releases import Release
@@ -391,16 +392,16 @@ def cases_of(release: Release) -> tuple[dict[str, Case], dict[str, Case], dict[s
 def main() -> None:
     # A rank that waits for a dead peer fails after this, not after half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    harness.parse_yaml_once()
     gc.freeze()  # verl calls gc.collect() often: exclude everything imported so far
     bits, both, once = cases_of(RELEASE)
     # An unpatched tree runs under FSDP2 only, except bf16, which is compared under both strategies.
     cases = {"fsdp": bits | both if PATCHED else bits, "fsdp2": bits | both | once}
     outcomes: dict[str, dict[str, str]] = {}
-    for strategy, of_strategy in cases.items():
-        harness.STRATEGY = strategy
-        for case in sorted(set(sys.argv[4:]) & of_strategy.keys()):
-            outcomes.setdefault(case, {})[strategy] = attempt(case, of_strategy[case])
+    with yaml_parsed_once():
+        for strategy, of_strategy in cases.items():
+            harness.STRATEGY = strategy
+            for case in sorted(set(sys.argv[4:]) & of_strategy.keys()):
+                outcomes.setdefault(case, {})[strategy] = attempt(case, of_strategy[case])
     (OUT / f"rank_{RANK}.json").write_text(json.dumps({case: common(texts) for case, texts in outcomes.items()}))
 
 

@@ -77,7 +77,7 @@ def run_workers(server, model, tree_of, tmp_path_factory) -> Callable[..., list]
         assert "workers" in find_release(release).dependencies, f"verl {release} does not run with {lock}"
         variables = {
             **os.environ,
-            "PYTHONPATH": f"{tree_of(release, patched)}:{REPO}:{REPO / 'scripts'}",
+            "PYTHONPATH": f"{tree_of(release, patched)}:{REPO}:{REPO / 'scripts'}:{REPO / 'tests'}",
             "OMP_NUM_THREADS": "1",
             "VERL_PLATFORM": "cpu",  # this and the next are read only by verl 0.9
             "VERL_ENGINE_DEVICE": "cuda",

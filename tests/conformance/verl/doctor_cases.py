@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from cases import validate
 from doctor_configs import CONFIGS, Given
-from harness import OUT, RELEASE, REWARD_MODEL, VERL, Worker, batch, parse_yaml_once, reward_worker, usual
+from harness import OUT, RELEASE, REWARD_MODEL, VERL, Worker, batch, reward_worker, usual
 from hydra import compose, initialize_config_dir
 from observations import name, watch
 from rollout_cases import SAMPLED, leaves, sampled
+from support.parsed_once import yaml_parsed_once
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 LINE = "[verl-precision] "
@@ -191,14 +192,14 @@ def observe(given: Given) -> dict:
 
 def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parse_yaml_once()
     gc.freeze()  # verl calls gc.collect() often: exclude everything imported so far
     harness.STRATEGY = "fsdp"
     records = {}
-    for key in sys.argv[4:]:
-        start = time.monotonic()
-        records[key] = observe(CONFIGS[key])
-        print(f"{key} {time.monotonic() - start:.2f} s", flush=True)
+    with yaml_parsed_once():
+        for key in sys.argv[4:]:
+            start = time.monotonic()
+            records[key] = observe(CONFIGS[key])
+            print(f"{key} {time.monotonic() - start:.2f} s", flush=True)
     (OUT / "rank_0.json").write_text(json.dumps(records))
 
 

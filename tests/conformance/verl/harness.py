@@ -1,7 +1,7 @@
 """The release under test, named on the command line: its workers, configurations and batches.
 
 Imported by the scripts that run in the environment of workers, with RELEASE MODEL_DIR OUT_DIR as first arguments and
-the tree, this repository and its scripts on PYTHONPATH.
+the tree, this repository, its scripts and its tests on PYTHONPATH.
 """
 
 # ruff: noqa: E402 (the CPU platform must be loaded before verl)
@@ -14,7 +14,6 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
 
 from lib.patches.releases import find_release
 
@@ -24,10 +23,8 @@ importlib.import_module("recipes.cpu.platform" if RELEASE.has("platforms") else 
 # 0.7.0's SFT imports it for images, unused here; it requires torchvision, which has no CPU build on PyPI.
 sys.modules.setdefault("qwen_vl_utils", SimpleNamespace(fetch_image=None, fetch_video=None))
 
-import omegaconf
 import torch
 import torch.distributed as dist
-import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -115,19 +112,6 @@ def fp16(role: str, **scaler: float) -> Worker:
     if worker.scaler is not None and "init_scale" in scaler:
         worker.scaler._init_scale = scaler["init_scale"]
     return worker
-
-
-def parse_yaml_once() -> None:
-    """Cache parsed YAML: Hydra spends most of its time parsing the same thirty files for every configuration."""
-
-    def load(stream: IO, Loader: type) -> Any:
-        text = stream.read()
-        if text not in parsed:
-            parsed[text] = yaml.load(text, Loader)
-        return parsed[text]
-
-    parsed: dict[str, Any] = {}
-    omegaconf.omegaconf.yaml = SimpleNamespace(**vars(yaml) | {"load": load})
 
 
 def batch(seed: int, rows: int = 4) -> DataProto:

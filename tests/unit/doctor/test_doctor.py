@@ -55,7 +55,7 @@ def examine(tmp_path_factory: pytest.TempPathFactory) -> Examine:
             if state == "patched":
                 apply(root)
             made[release, state] = identify_tree(root)
-        with yaml_parsed_once() as patch:
+        with yaml_parsed_once(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(refusals, "config_classes", classes)
             return diagnose(made[release, state], list(overrides), config_name)
 

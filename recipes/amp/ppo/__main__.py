@@ -34,7 +34,7 @@ PROGRAM = "recipes.amp.ppo"
 def main(words: Optional[Sequence[str]] = None) -> None:
     """Run the command line ``words`` (``sys.argv`` by default); an error ends the process with one line and code 1."""
     config, sources = parse(PPOConfig, PROGRAM, __doc__.splitlines()[0], words)
-    if config.out is None:
+    if not config.out:
         sys.exit(f"{PROGRAM}: --out is missing; give a folder for metrics, checkpoint and figure")
     out = Path(config.out)
     try:

@@ -29,10 +29,8 @@ OVERRIDES = [
 ]
 PROGRAMS = {
     "sbatch": """
-for word in "$@"; do
-  case "$word" in --wrap=*) printf '#!/bin/sh\\n%s\\n' "${word#--wrap=}" > "$SPOOL/slurm_script" ;; esac
-done
-SLURM_JOB_ID=7 SLURM_JOB_NODELIST='vpnode[1-2]' exec sh "$SPOOL/slurm_script" """,
+wrap=${!#}
+SLURM_JOB_ID=7 SLURM_JOB_NODELIST='vpnode[1-2]' exec sh -c "${wrap#--wrap=}" """,
     "scontrol": """
 if [[ $1 == show ]]; then printf 'vpnode1\\nvpnode2\\n'; else echo "scontrol $*" >> "$SPOOL/scontrol"; fi""",
     # One task a node, all output together, the highest code of all: as in srun(1).

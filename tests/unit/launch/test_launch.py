@@ -1,7 +1,4 @@
-"""The scripts of ``scripts/launch``: dry runs, the Python that they take, the job of ``flowrl_7b.sh``, and Ray's nodes.
-
-Slurm's, SkyPilot's and Kubernetes' programs are stubs in this folder; ``tests/e2e`` starts real Ray clusters.
-"""
+"""The scripts of ``scripts/launch``: dry runs, their Python, the job of ``flowrl_7b.sh``, and Ray's nodes."""
 
 import shlex
 import subprocess
@@ -34,13 +31,12 @@ def test_knobs_and_overrides_reach_verl(where, goal, machine, parquet):
     job = parse_job(shlex.split(line)[4:])
     assert job.args == (f"trainer.nnodes={knobs['NNODES']}", "trainer.n_gpus_per_node=8", *OVERRIDES)
     config = compose(job, job.out)
-    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (knobs["NNODES"], 8)
-    assert (config.data.train_batch_size, config.trainer.total_training_steps) == (64, 7)
-    assert config.data.train_files == str(parquet / "train.parquet")
-    assert config.data.val_files == str(parquet / "test.parquet")
-    assert config.actor_rollout_ref.model.path == "Qwen/Qwen2.5-7B"
-    assert config.actor_rollout_ref.actor.dtype == "bfloat16"
-    assert config.actor_rollout_ref.actor.flowrl.partition.dropout == 0.1, "the paper's preset"
+    assert (config.trainer.nnodes, config.trainer.total_training_steps) == (knobs["NNODES"], 7)
+    splits = (str(parquet / "train.parquet"), str(parquet / "test.parquet"))
+    assert (config.data.train_files, config.data.val_files) == splits and config.data.train_batch_size == 64
+    actor = config.actor_rollout_ref.actor
+    assert config.actor_rollout_ref.model.path == "Qwen/Qwen2.5-7B" and actor.dtype == "bfloat16"
+    assert actor.flowrl.partition.dropout == 0.1, "the paper's preset"
 
 
 @pytest.mark.subprocess

@@ -123,11 +123,21 @@ def pods(rayjob: dict) -> list[dict]:
     return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
 
 
-def test_rayjob_has_the_fields_of_kuberay(rayjob):
+def test_rayjob_has_the_fields_of_kuberay_and_requests_what_the_knobs_set(rayjob):
     check(rayjob, RAYJOB)
     for pod in pods(rayjob):
         volumes = {volume["name"] for volume in pod["volumes"]}
         assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
+        assert pod["containers"][0]["image"] == IMAGE["IMAGE"]
+    (workers,) = rayjob["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 3
+    assert workers["rayStartParams"] == {"num-gpus": "4"}
+    head, worker = pods(rayjob)
+    assert worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert "nvidia.com/gpu" not in head["containers"][0]["resources"]["limits"]
+    head_group = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]
+    assert head_group["serviceType"] == "ClusterIP", "the dashboard, open to the pods, stays within the cluster"
+    assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "only run.py"
 
 
 def names(value: object) -> object:
@@ -147,20 +157,6 @@ def test_kubernetes_has_every_field_of_the_pods(rayjob):
             command = ["kubectl", "set", "image", "--local", "-f", "-", change, "-o", "json"]
             done = subprocess.run(command, input=manifest, capture_output=True, text=True, check=True)
             assert (names(json.loads(done.stdout)["spec"]) == names(spec)) == known
-
-
-def test_rayjob_requests_what_the_knobs_set(rayjob):
-    (workers,) = rayjob["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 3
-    assert workers["rayStartParams"] == {"num-gpus": "4"}
-    head, worker = pods(rayjob)
-    assert worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
-    assert "nvidia.com/gpu" not in head["containers"][0]["resources"]["limits"]
-    for pod in (head, worker):
-        assert pod["containers"][0]["image"] == IMAGE["IMAGE"]
-    head_group = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]
-    assert head_group["serviceType"] == "ClusterIP", "the dashboard, open to the pods, stays within the cluster"
-    assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "only run.py"
 
 
 def test_environment_of_the_pod_becomes_the_job(rayjob, machine):

@@ -13,7 +13,6 @@ from support.waiting import TIMEOUT_S, wait_until
 
 from lib.paths import REPO
 from recipes.arithmetic import addition, prepare, terms
-from recipes.arithmetic.model import build_model, build_tokenizer
 
 SHORT = prepare.PreparationSettings("addition", seed=1, steps=3)
 TASKS = list(prepare.TASKS)
@@ -55,17 +54,6 @@ def test_demonstrations_of_terms_have_many_answers_some_more_likely_than_others(
     assert max(counts.values()) > 2 * min(counts.values()) and max(counts.values()) < len(texts) / 5
 
 
-def test_tokenizer_matches_the_models_vocabulary_and_round_trips():
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=0)
-    assert model.config.vocab_size == len(tokenizer) == model.lm_head.out_features
-    for text in ("704+220=", "400:04,020:02,720:09=0924", "ein Käse,\n\n 3 €\t"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer.encode("\n")) == 1
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "704+220="}], tokenize=False)
-    assert chat == tokenizer.bos_token + "704+220="
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_data_have_verls_schema_and_no_problem_is_in_both_files(name, tmp_path):
     prepare.write_data(tmp_path, replace(SHORT, task=name))
@@ -93,6 +81,7 @@ def test_useless_model_and_another_folder_are_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.subprocess  # prepares three times
 def test_finished_folder_is_reused_only_with_the_same_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "ACCURACY_BAND", (0.0, 1.0))  # three steps are too few to learn
     made = prepare.prepare(tmp_path / "made", SHORT)

@@ -99,23 +99,15 @@ def test_agent_loop_replays_each_answer_to_a_prompt(file, monkeypatch):
     assert answers("replay") == recorded and server.answers == 3, "a replay must not sample"
 
 
-@pytest.fixture
-def buffer(monkeypatch) -> OrderedReplayBuffer:
-    """Two prompts of twelve answers, "b" being the first of the data, which finished last first."""
+def test_batches_are_in_the_order_of_the_data_and_refused_if_rollouts_failed(monkeypatch):
+    """Two prompts of twelve answers, "b" being the first of the data, finished last first."""
     keys = [f"{uid}_{sample}_0" for uid in ("b", "a") for sample in reversed(range(12))]
-    batch = KVBatchMeta(keys=keys, tags=[{}] * len(keys))
-    monkeypatch.setattr(QuickReplayBuffer, "sample", lambda *_: (batch, {}))
+    finished = KVBatchMeta(keys=keys, tags=[{}] * len(keys))
+    monkeypatch.setattr(QuickReplayBuffer, "sample", lambda *_: (finished, {}))
     buffer = object.__new__(OrderedReplayBuffer)
     buffer.prompt_global_steps, buffer.failure_keys = {"train": {"b": 1, "a": 1}}, {"train": set()}
-    return buffer
-
-
-def test_batches_are_in_the_order_of_the_data_and_of_the_samples(buffer):
     batch, _ = buffer.sample(1, "train", 2)
     assert batch.keys == [f"{uid}_{sample}_0" for uid in ("b", "a") for sample in range(12)]
-
-
-def test_batch_with_failed_rollouts_is_refused(buffer):
     buffer.failure_keys["train"].add("a")
     with pytest.raises(RolloutError, match="^step 1: rollouts of 1 prompts failed"):
         buffer.sample(1, "train", 2)

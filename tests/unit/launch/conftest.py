@@ -26,21 +26,14 @@ def parquet(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def slurm(machine) -> Machine:
-    """Stubs of Slurm with one node. Like the real one, sbatch runs a copy of its script elsewhere with the environment;
-    ``ray symmetric-run`` runs its command, and python3 stands for scripts/run.py: it writes the run's summary.json."""
-    spool = machine.folder / "spool"
+    """Stubs of Slurm with one node; ``ray symmetric-run`` runs its command, and python3 stands for scripts/run.py: it
+    writes the run's summary.json."""
     machine.program("hostname", "echo 10.0.0.7 192.168.0.7")
     machine.program("scontrol", """case "$1" in show) printf 'node1\\nnode2\\n' ;; esac""")
     machine.program("srun", """while [[ $1 == -* ]]; do shift; done; exec "$@" """)
     machine.program("ray", """until [[ $1 == -- ]]; do shift; done; shift; exec "$@" """)
-    machine.program(
-        "sbatch",
-        f"""mkdir {spool}
-for word in "$@"; do
-  case "$word" in --wrap=*) printf '#!/bin/sh\\n%s\\n' "${{word#--wrap=}}" > {spool}/slurm_script ;; esac
-done
-SLURM_JOB_ID=7 SLURM_JOB_NODELIST='node[1-2]' exec sh {spool}/slurm_script""",
-    )
+    job = "SLURM_JOB_ID=7 SLURM_JOB_NODELIST='node[1-2]'"
+    machine.program("sbatch", f"""wrap=${{!#}}; {job} exec sh -c "${{wrap#--wrap=}}" """)
     machine.program(
         "python3",
         f"""{ALL_BUT_THE_JOB}

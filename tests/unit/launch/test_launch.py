@@ -1,7 +1,4 @@
-"""The scripts of ``scripts/launch``: dry runs, the Python that they take, and the job of ``flowrl_7b.sh``.
-
-Slurm's, SkyPilot's and Kubernetes' programs are stubs in this folder; ``tests/e2e`` starts real Ray clusters.
-"""
+"""The scripts of ``scripts/launch``: dry runs, their Python, the job of ``flowrl_7b.sh``, and Ray's nodes."""
 
 import shlex
 import subprocess
@@ -15,6 +12,8 @@ from support.launch_machine import ALL_BUT_THE_JOB, IMAGE, LAUNCH, OVERRIDES, SE
 from lib.paths import REPO
 from lib.run.job import compose, parse_job
 from lib.run.validation import validate
+
+NODE = {"NAME": "node", "RAY": "/no/such/ray"}
 
 
 def test_scripts_pass_shellcheck():
@@ -32,13 +31,12 @@ def test_knobs_and_overrides_reach_verl(where, goal, machine, parquet):
     job = parse_job(shlex.split(line)[4:])
     assert job.args == (f"trainer.nnodes={knobs['NNODES']}", "trainer.n_gpus_per_node=8", *OVERRIDES)
     config = compose(job, job.out)
-    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (knobs["NNODES"], 8)
-    assert (config.data.train_batch_size, config.trainer.total_training_steps) == (64, 7)
-    assert config.data.train_files == str(parquet / "train.parquet")
-    assert config.data.val_files == str(parquet / "test.parquet")
-    assert config.actor_rollout_ref.model.path == "Qwen/Qwen2.5-7B"
-    assert config.actor_rollout_ref.actor.dtype == "bfloat16"
-    assert config.actor_rollout_ref.actor.flowrl.partition.dropout == 0.1, "the paper's preset"
+    assert (config.trainer.nnodes, config.trainer.total_training_steps) == (knobs["NNODES"], 7)
+    splits = (str(parquet / "train.parquet"), str(parquet / "test.parquet"))
+    assert (config.data.train_files, config.data.val_files) == splits and config.data.train_batch_size == 64
+    actor = config.actor_rollout_ref.actor
+    assert config.actor_rollout_ref.model.path == "Qwen/Qwen2.5-7B" and actor.dtype == "bfloat16"
+    assert actor.flowrl.partition.dropout == 0.1, "the paper's preset"
 
 
 @pytest.mark.subprocess
@@ -47,15 +45,10 @@ def test_preset_has_the_papers_settings(parquet, tmp_path):
     job = replace(parse_job(words), device="cuda")
     config = compose(job, tmp_path / "out")
     validate(job, config)
-    actor, rollout, ref = (config.actor_rollout_ref[role] for role in ("actor", "rollout", "ref"))
-    assert (config.data.train_batch_size, actor.ppo_mini_batch_size, rollout.n, rollout.temperature) == (512, 32, 8, 1)
-    assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 8192)
-    optim = actor.optim
-    assert (optim.lr, optim.lr_warmup_steps, optim.weight_decay, optim.clip_grad) == (1e-6, 10, 0.1, 1)
-    assert (actor.strategy, ref.strategy, actor.flowrl.beta) == ("fsdp2", "fsdp2", 15)
+    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (data.train_batch_size, actor.ppo_mini_batch_size, rollout.n, actor.optim.lr) == (512, 32, 8, 1e-6)
     for longest in (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu):
-        assert longest >= config.data.max_prompt_length + config.data.max_response_length
-    assert rollout.log_prob_use_dynamic_bsz and ref.log_prob_use_dynamic_bsz
+        assert longest >= data.max_prompt_length + data.max_response_length == 2048 + 8192
 
 
 DRY = {
@@ -95,3 +88,34 @@ def test_job_takes_the_python_of_its_own_node(machine):
     machine.program("python3", ALL_BUT_THE_JOB)
     machine.succeed("train.sh", RAY_ADDRESS="head:6379", NNODES=2, GPUS_PER_NODE=8, PYTHON="/not/here/python")
     assert machine.words("python3")[0] == str(REPO / "scripts/run.py")
+
+
+def test_dry_run_of_a_node_shows_its_command(machine):
+    done = machine.succeed("head.sh", "--dry-run", GPUS="8", TEMP="/scratch/my ray", **NODE)
+    words = shlex.split(done.stdout)
+    assert done.stderr == ""
+    assert words[:2] == ["env", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"], "else Ray replaces 127.0.0.1"
+    assert words[2:5] == ["/no/such/ray", "start", "--block"] and "--head" in words
+    assert {"--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", "--num-gpus=8"} < set(words)
+    assert "--temp-dir=/scratch/my ray" in words and not any(word.startswith("--num-cpus") for word in words)
+    done = machine.succeed("worker.sh", "--dry-run", HEAD="10.0.0.1:6379", BIND="10.0.0.2", **NODE)
+    words = shlex.split(done.stdout)
+    assert words[:2] == ["env", "/no/such/ray"]
+    assert {"--address=10.0.0.1:6379", "--node-ip-address=10.0.0.2", "--node-name=node"} < set(words)
+
+
+def test_head_reachable_by_other_machines_warns_about_access(machine):
+    done = machine.succeed("head.sh", "--dry-run", BIND="10.0.0.1", **NODE)
+    assert "--node-ip-address=10.0.0.1" in shlex.split(done.stdout)
+    assert "--dashboard-host=127.0.0.1" in shlex.split(done.stdout), "jobs are submitted there"
+    assert "ray get-auth-token --generate" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("token", [{"RAY_AUTH_TOKEN_PATH": "/a/token"}, {"RAY_AUTH_TOKEN": "0123"}, {}])
+@pytest.mark.parametrize("script", ["head.sh", "worker.sh"])
+def test_node_uses_token_mode_where_a_token_exists(script, token, machine):
+    if not token:
+        (machine.home / ".ray").mkdir()
+        (machine.home / ".ray/auth_token").touch()
+    done = machine.succeed(script, "--dry-run", BIND="10.0.0.1", HEAD="10.0.0.1:6379", **NODE, **token)
+    assert shlex.split(done.stdout)[:2] == ["env", "RAY_AUTH_MODE=token"] and done.stderr == ""

@@ -22,9 +22,15 @@ from lib.patches.wheels import unpacked_wheel
 
 PARSER = Path(__file__).with_name("oat_parser.py")
 NEWEST = list(load_releases(framework=OAT))[-1]
-ALGOS = ("grpo", "dr_grpo", "tis", "mis", "pg_is")
 WRITTEN = "as datasets' save_to_disk writes it; make sanity-math writes data/sanity-math/oat"
 REGIMES = ("bf16", "bf16_train_fp16_infer", "fp16", "fp32")
+WEIGHTS = {  # of each objective: rollout_is, its threshold, rollout_rs, its threshold, reinforce_update, critic_type
+    "grpo": ("None", "2.0", "None", "None", "False", "grpo"),
+    "dr_grpo": ("None", "2.0", "None", "None", "False", "drgrpo"),
+    "tis": ("token", "2.0", "None", "None", "False", "drgrpo"),
+    "mis": ("sequence", "10.0", "sequence", "10.0", "False", "drgrpo"),
+    "pg_is": ("sequence", "inf", "None", "None", "True", "drgrpo"),
+}
 Launch = Callable[..., subprocess.CompletedProcess]
 
 
@@ -59,27 +65,17 @@ def launch(oats, data, machine) -> Launch:
     return run
 
 
-def arguments(command: str) -> list[str]:
-    """Return OAT's arguments in a command."""
-    words = shlex.split(command)
-    assert words[1:3] == ["-m", "oat.experiment.run_math_rl"], command
-    return words[3:]
-
-
+FIRST = "must be --dry-run, in the first place, or an argument of OAT"
 # By knobs and arguments; {data} is the folder of the data.
 REFUSED = {
     "PRECISION='fp16 fp61'": "PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer, fp16, fp32",
     "ALGO=ppo": "ALGO=ppo: must be one of grpo, dr_grpo, tis, mis, pg_is",
     "SEED=one": "SEED=one: must be a whole number",
-    "SEED='1 01'": "SEED=01: must be a whole number",
     "SEED=' '": "PRECISION=fp16 ALGO=dr_grpo SEED= : must each have a value",
     "SEED='1 2 1'": "dr_grpo-fp16-seed1: is requested twice",
     "GPUS=0": "GPUS=0: must be a whole number of at least 1",
-    "GPUS=2.5": "GPUS=2.5: must be a whole number of at least 1",
     "GPUS=6": "GPUS=6: must divide the 64 prompts of a round",
-    "EVAL_STEPS=0": "EVAL_STEPS=0: must be a whole number of at least 1",
     "TRAIN=/no/data": f"TRAIN=/no/data: has no split train {WRITTEN}",
-    "EVAL=/no/data": f"EVAL=/no/data: has no split test {WRITTEN}",
     "TEST_SPLIT=test,aime": f"EVAL={{data}}: has no split aime {WRITTEN}",
     "TEST_SPLIT=unanswered": "EVAL={data}: its split unanswered has no column answer",
     "TEMPLATE=llama3": f"TEMPLATE=llama3: OAT {NEWEST} has qwen_math, r1, no, r1_distill_qwen, qwen3",
@@ -89,21 +85,14 @@ REFUSED = {
     # What the name of a run contains cannot be overridden.
     "--precision bf16": "--precision: set PRECISION",
     "--dry-run --precision bf16": "--precision: set PRECISION",
-    "--use-wb --no-bf16 --fp16": "--no-bf16: set PRECISION",
-    "--seed=9": "--seed=9: set SEED",
     "--eval_steps 32": "--eval_steps: set EVAL_STEPS",
-    "--wb-run-name x": "--wb-run-name: set OUT; a run is named by ALGO, PRECISION and SEED",
     "--save_path x": "--save_path: set OUT; a run is named by ALGO, PRECISION and SEED",
     "--use-wb --dry-run": "--dry-run: must be --dry-run, as the first argument",
-    "--dry_run": "--dry_run: must be --dry-run, as the first argument",
     "--help": "--help: the knobs are listed at the top of the script; docs/oat.md describes the rest",
     "--use-wb --critic_type grpo": "--critic_type: set ALGO",
-    "--no-reinforce-update": "--no-reinforce-update: set ALGO",
-    "--rollout_rs=None": "--rollout_rs=None: set ALGO",
     "--gpus 4": "--gpus: set GPUS",
     "--num_prompt_epoch 9": "--num_prompt_epoch: set EPOCHS",
-    "trainer.save_freq=3": "trainer.save_freq=3: must be --dry-run, in the first place, or an argument of OAT, like "
-    "--use-wb",
+    "trainer.save_freq=3": f"trainer.save_freq=3: {FIRST}, like --use-wb",
 }
 
 
@@ -117,20 +106,14 @@ def test_refused_in_one_line_before_anything_starts(words, launch, data, machine
 
 
 def test_unpatched_oat_is_refused(oats, launch, tmp_path):
-    done = launch(tree=oats["pristine"])
-    message = f"its OAT is pristine; make apply-patches OAT={oats['pristine']}"
-    assert (done.returncode, done.stderr) == (1, f"oat_sanity: OAT_PYTHON={sys.executable}: {message}\n")
     changed = shutil.copytree(oats["pristine"], tmp_path / "changed")
     with (changed / "oat/args.py").open("a") as file:
         file.write("# mine\n")
-    done = launch(tree=changed)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "its OAT is" in done.stderr and "make apply-patches" not in done.stderr, done.stderr
-    (tmp_path / "nothing/oat").mkdir(parents=True)
-    for folder in (tmp_path, tmp_path / "nothing"):
-        done = launch(tree=folder)
-        message = f"oat_sanity: OAT_PYTHON={sys.executable}: has no OAT; give a Python that has it\n"
-        assert (done.returncode, done.stderr) == (1, message)
+    remedy = f"pristine; make apply-patches OAT={oats['pristine']}\n"
+    for tree, state in ((oats["pristine"], remedy), (changed, "dirty: ")):
+        done = launch(tree=tree)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"oat_sanity: OAT_PYTHON={sys.executable}: its OAT is {state}"), done.stderr
 
 
 def test_existing_run_is_refused_before_any_starts(launch, tmp_path):
@@ -145,37 +128,30 @@ def test_existing_run_is_refused_before_any_starts(launch, tmp_path):
 
 def every_command(launch: Launch, **knobs: object) -> list[list[str]]:
     """Return OAT's arguments of every objective in every regime."""
-    done = launch("--dry-run", ALGO=" ".join(ALGOS), PRECISION=" ".join(REGIMES), GPUS=4, **knobs)
+    done = launch("--dry-run", ALGO=" ".join(WEIGHTS), PRECISION=" ".join(REGIMES), GPUS=4, **knobs)
     assert done.returncode == 0, done.stderr
-    return [arguments(command) for command in done.stdout.splitlines()]
+    commands = [shlex.split(command) for command in done.stdout.splitlines()]
+    assert all(words[1:3] == ["-m", "oat.experiment.run_math_rl"] for words in commands)
+    return [words[3:] for words in commands]
 
 
 def test_names_are_unique_and_everything_else_is_equal(launch):
     """The authors' scripts share names between objectives, and evaluate every 16 or 32 rounds."""
-    given = every_command(launch, SEED="1 2")
-    names = ("--wb_run_name", "--eval_steps", "--seed")
-    value = [{name: words[words.index(name) + 1] for name in names} for words in given]
-    expected = {f"{algo}-{of}-seed{seed}" for algo, of, seed in product(ALGOS, REGIMES, (1, 2))}
-    assert {each["--wb_run_name"] for each in value} == expected and len(given) == len(expected)
-    assert {each["--eval_steps"] for each in value} == {"16"}
-    assert all(each["--wb_run_name"].endswith(f"-seed{each['--seed']}") for each in value)
-    for words in given:
-        fp32 = words[words.index("--precision") + 1] == "fp32"
-        assert ("--no-flash-attn" if fp32 else "--flash-attn") in words, "flash attention supports only 16 bits"
-    for words in given:  # regimes and seeds of one objective differ in three words only, and fp32 in its attention
-        for name in ("--wb_run_name", "--seed", "--precision"):
-            words[words.index(name) + 1] = ""
-    alike = {tuple(word for word in words if not word.endswith("flash-attn")) for words in given}
-    assert len(alike) == len(ALGOS)
-
-
-WEIGHTS = {  # of each objective: rollout_is, its threshold, rollout_rs, its threshold, reinforce_update, critic_type
-    "grpo": ("None", "2.0", "None", "None", "False", "grpo"),
-    "dr_grpo": ("None", "2.0", "None", "None", "False", "drgrpo"),
-    "tis": ("token", "2.0", "None", "None", "False", "drgrpo"),
-    "mis": ("sequence", "10.0", "sequence", "10.0", "False", "drgrpo"),
-    "pg_is": ("sequence", "inf", "None", "None", "True", "drgrpo"),
-}
+    given, alike = {}, set()
+    for words in every_command(launch, SEED="1 2"):
+        values = {}
+        for option in ("--wb_run_name", "--precision", "--seed"):
+            at = words.index(option) + 1
+            values[option], words[at] = words[at], ""
+        name, precision, seed = values.values()
+        given[name] = (precision, seed)
+        attention = "--no-flash-attn" if precision == "fp32" else "--flash-attn"
+        assert attention in words, "flash attention supports only 16 bits"
+        words.remove(attention)
+        assert words[words.index("--eval_steps") + 1] == "16"
+        alike.add(" ".join(words))
+    assert given == {f"{algo}-{of}-seed{seed}": (of, seed) for algo, of, seed in product(WEIGHTS, REGIMES, "12")}
+    assert len(alike) == len(WEIGHTS), "regimes and seeds of one objective differ in nothing else"
 
 
 @pytest.fixture(scope="module")
@@ -195,19 +171,17 @@ def test_oats_own_parser_accepts_every_command(release, launch, server, data, tm
     given.write_text(json.dumps(commands))
     server.check([PARSER, given], oat_variables(tree), tmp_path, ranks=1)
     settled = json.loads(given.with_suffix(".settled").read_text())
-    assert len(settled) == len(commands) == len(ALGOS) * len(REGIMES)
-    for args in settled:
-        algo, precision, seed = args["wb_run_name"].split("-")
-        assert (args["precision"], args["seed"]) == (precision, seed.removeprefix("seed"))
+    names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "reinforce_update")
+    expected = {"gpus": "4", "collocate": "True", "vllm_sleep": "True", "rollout_batch_size_per_device": "16"}
+    expected |= {"pi_buffer_maxlen_per_device": "128", "learning_rate": "1e-06", "lr_scheduler": "constant"}
+    expected |= {"beta": "0.0", "prompt_data": str(data), "eval_data": str(data), "test_split": "test"}
+    for args, (algo, precision) in zip(settled, product(WEIGHTS, REGIMES), strict=True):
+        assert (args["wb_run_name"], args["precision"], args["seed"]) == (f"{algo}-{precision}-seed1", precision, "1")
         assert (args["bf16"], args["fp16"]) == (str(precision.startswith("bf16")), str(precision == "fp16"))
-        names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
-        assert tuple(args[name] for name in (*names, "reinforce_update", "critic_type")) == WEIGHTS[algo]
+        assert tuple(args[name] for name in (*names, "critic_type")) == WEIGHTS[algo]
         assert args.get("tis_c", "None") == "None", "OAT's own weights would be a second correction"
         assert args["flash_attn"] == str(precision != "fp32"), "flash attention supports only 16 bits"
-        assert args["learning_rate"] == "1e-06" and args["lr_scheduler"] == "constant" and args["beta"] == "0.0"
-        assert args["rollout_batch_size_per_device"] == "16" and args["pi_buffer_maxlen_per_device"] == "128"
-        assert (args["gpus"], args["collocate"], args["vllm_sleep"]) == ("4", "True", "True")
-        assert (args["prompt_data"], args["eval_data"], args["test_split"]) == (str(data), str(data), "test")
+        assert {name: args[name] for name in expected} == expected
 
 
 def test_runs_are_sequential_and_an_unfinished_one_is_named(launch, machine):

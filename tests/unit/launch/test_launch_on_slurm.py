@@ -1,8 +1,5 @@
 """``scripts/launch/slurm.sh`` with real Ray and real training: two nodes, each a network and process namespace of this
-machine, and stubs of Slurm's own programs that start the same processes on them.
-
-``pytest -m slow tests/unit/launch/test_launch_on_slurm.py``, minutes, as root.
-"""
+machine, with stubs of Slurm's own programs. ``pytest -m slow tests/unit/launch/test_launch_on_slurm.py``, as root."""
 
 import json
 import os
@@ -20,19 +17,13 @@ from support.waiting import TIMEOUT_S
 from lib.paths import ARITHMETIC, REPO
 
 NODES = {"vpnode1": "10.231.47.1", "vpnode2": "10.231.47.2"}
-OVERRIDES = [
-    "data.train_batch_size=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
-    "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=1024",
-]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+OVERRIDES = ["data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_micro_batch_size_per_gpu=32"]
+OVERRIDES += [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=32", f"{ACTOR}.fsdp_config.grad_scaler.init_scale=1024"]
 PROGRAMS = {
     "sbatch": """
-for word in "$@"; do
-  case "$word" in --wrap=*) printf '#!/bin/sh\\n%s\\n' "${word#--wrap=}" > "$SPOOL/slurm_script" ;; esac
-done
-SLURM_JOB_ID=7 SLURM_JOB_NODELIST='vpnode[1-2]' exec sh "$SPOOL/slurm_script" """,
+wrap=${!#}
+SLURM_JOB_ID=7 SLURM_JOB_NODELIST='vpnode[1-2]' exec sh -c "${wrap#--wrap=}" """,
     "scontrol": """
 if [[ $1 == show ]]; then printf 'vpnode1\\nvpnode2\\n'; else echo "scontrol $*" >> "$SPOOL/scontrol"; fi""",
     # One task a node, all output together, the highest code of all: as in srun(1).
@@ -94,24 +85,11 @@ def test_two_nodes_train_by_symmetric_run(spool, tmp_path):
     subprocess.run([*prepare, "--seed", "1"], cwd=REPO, check=True)
     (spool / "token").write_text("0123456789abcdef" * 4)  # this machine's own, if any, does not count
     out = tmp_path / "shared/out"
-    knobs = {
-        "PATH": f"{spool}/bin:{os.environ['PATH']}",
-        "SPOOL": spool,
-        "RAY_AUTH_TOKEN_PATH": spool / "token",
-        "VENV": Path(sys.executable).parents[1],
-        "EXPERIMENT": "arithmetic",
-        "MODEL": ARITHMETIC / "model",
-        "TRAIN": ARITHMETIC / "train.parquet",
-        "VAL": ARITHMETIC / "val.parquet",
-        "DEVICE": "cpu",
-        "NNODES": 2,
-        "GPUS_PER_NODE": 1,
-        "CPUS_PER_NODE": 16,
-        "STEPS": 2,
-        "OUT": out,
-        "GLOO_SOCKET_IFNAME": "eth0",  # both nodes have this machine's name, which is no evidence of their addresses
-        "OMP_NUM_THREADS": 1,
-    }
+    knobs = {"PATH": f"{spool}/bin:{os.environ['PATH']}", "SPOOL": spool, "RAY_AUTH_TOKEN_PATH": spool / "token"}
+    knobs |= {"VENV": Path(sys.executable).parents[1], "EXPERIMENT": "arithmetic", "MODEL": ARITHMETIC / "model"}
+    knobs |= {"TRAIN": ARITHMETIC / "train.parquet", "VAL": ARITHMETIC / "val.parquet", "DEVICE": "cpu", "NNODES": 2}
+    knobs |= {"GPUS_PER_NODE": 1, "CPUS_PER_NODE": 16, "STEPS": 2, "OUT": out, "OMP_NUM_THREADS": 1}
+    knobs |= {"GLOO_SOCKET_IFNAME": "eth0"}  # both nodes have this machine's name, which is no evidence of addresses
     environment = os.environ | {name: str(value) for name, value in knobs.items()}
     done = subprocess.run(
         [LAUNCH / "slurm.sh", *OVERRIDES], env=environment, cwd="/", capture_output=True, text=True, timeout=TIMEOUT_S

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import tempfile
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -48,11 +47,8 @@ def autocast() -> dict[str, str]:
     operators = {
         "log_softmax": lambda: F.log_softmax(x, -1),
         "softmax": lambda: F.softmax(x, -1),
-        "logsumexp": lambda: torch.logsumexp(x, -1),
-        "exp": x.exp,
         "pow": lambda: x.pow(2),
         "sum": lambda: x.sum(-1),
-        "log": x.log,
         "product": lambda: F.linear(x, weight),
     }
     with torch.autocast("cpu", torch.float16):
@@ -73,17 +69,6 @@ def products() -> dict[str, bool]:
     return {name: torch.equal(*pair) for name, pair in found.items()}
 
 
-def gradients() -> tuple[str, float]:
-    """Return the dtype of a gradient through an fp16 product, and its distance from fp32's."""
-    torch.manual_seed(0)
-    x, weight = torch.randn(16, 32), torch.randn(8, 32, requires_grad=True)
-    (exact,) = torch.autograd.grad(F.linear(x, weight).square().sum(), weight)
-    with torch.autocast("cpu", torch.float16):
-        loss = F.linear(x, weight).square().sum()
-    (gradient,) = torch.autograd.grad(loss, weight)
-    return str(gradient.dtype), ((gradient - exact).norm() / exact.norm()).item()
-
-
 def wrap_rank(rank: int, folder: str) -> None:
     """Wrap a layer whose weights differ between ranks in FSDP1, and compare the ranks' weights."""
     dist.init_process_group("cpu:gloo,cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
@@ -100,12 +85,6 @@ def fsdp1() -> str:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(wrap_rank, (folder,), nprocs=RANKS, start_method="fork")
     return "synchronised"
-
-
-def missing_attribute() -> None:
-    from recipes.cpu import host
-
-    host.wrap_attribute(SimpleNamespace(__name__="vllm"), "gone", lambda old: old)
 
 
 def experts() -> float:

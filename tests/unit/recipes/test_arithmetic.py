@@ -2,7 +2,6 @@
 
 import json
 import random
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -10,12 +9,10 @@ from dataclasses import replace
 
 import pyarrow.parquet
 import pytest
-import torch
 from support.waiting import TIMEOUT_S, wait_until
 
 from lib.paths import REPO
 from recipes.arithmetic import addition, prepare, terms
-from recipes.arithmetic.model import build_model, build_tokenizer
 
 SHORT = prepare.PreparationSettings("addition", seed=1, steps=3)
 TASKS = list(prepare.TASKS)
@@ -37,18 +34,13 @@ def test_terms_that_add_up_are_right_and_equal_answers_have_one_name():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_demonstration_solves_its_problem_and_has_the_stated_length(name):
+def test_demonstration_solves_its_problem_and_errs_at_times_if_corrupted(name):
     task, rng = prepare.TASKS[name], random.Random(0)
     edges = {"addition": [(0, 0), (999, 999), (704, 220), (95, 7)], "terms": [(10,), (99,), (90,)]}[name]
     for problem in [*edges, *task.problems(50, rng)]:
         text = task.demonstration(*problem, rng)
         assert prepare.score(task, text, problem) == 1.0
         assert len(text) + 1 == task.RESPONSE_LENGTH and len(task.prompt(*problem)) + 1 == task.PROMPT_LENGTH
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_corrupted_demonstrations_err_at_times(name):
-    task, rng = prepare.TASKS[name], random.Random(0)
     problems = [problem for _ in range(500) for problem in task.problems(1, rng)]
     scores = [prepare.score(task, task.demonstration(*problem, rng, 0.25), problem) for problem in problems]
     assert 0.3 < sum(scores) / len(scores) < 0.7  # 0.75 ** 3 = 0.42; (0.75 + 0.25 / 10) ** 2 = 0.60
@@ -60,24 +52,6 @@ def test_demonstrations_of_terms_have_many_answers_some_more_likely_than_others(
     counts = Counter(terms.compute_score("", text, "47")["answer"] for text in texts)
     assert len(counts) == 5 * 8 / 2, "without a carry: 5 ways to write 4, 8 to write 7"
     assert max(counts.values()) > 2 * min(counts.values()) and max(counts.values()) < len(texts) / 5
-
-
-def test_tokenizer_matches_the_models_vocabulary_and_round_trips():
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=0)
-    assert model.config.vocab_size == len(tokenizer) == model.lm_head.out_features
-    for text in ("704+220=", "400:04,020:02,720:09=0924", "ein Käse,\n\n 3 €\t"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer.encode("\n")) == 1
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "704+220="}], tokenize=False)
-    assert chat == tokenizer.bos_token + "704+220="
-
-
-def test_weights_depend_on_the_seed_alone():
-    first, second = (prepare.pretrain(SHORT)[0].state_dict() for _ in range(2))
-    other = prepare.pretrain(replace(SHORT, seed=2))[0].state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -97,37 +71,35 @@ def test_data_have_verls_schema_and_no_problem_is_in_both_files(name, tmp_path):
     assert not prompts["train"] & prompts["val"]
 
 
-def test_useless_model_is_refused_and_leaves_nothing(tmp_path):
+def test_useless_model_and_another_folder_are_refused(tmp_path):
     with pytest.raises(prepare.PreparationError, match=r"sampled accuracy 0.00 .* within 0.20 and 0.80"):
         prepare.prepare(tmp_path / "made", SHORT)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_other_folder_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(prepare.PreparationError, match="is not empty"):
         prepare.prepare(tmp_path, SHORT)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.subprocess  # prepares three times
 def test_finished_folder_is_reused_only_with_the_same_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "ACCURACY_BAND", (0.0, 1.0))  # three steps are too few to learn
     made = prepare.prepare(tmp_path / "made", SHORT)
-    stamp = tmp_path / "made" / "prepared.json"
-    written = stamp.stat().st_mtime_ns
+    stamp, weights = tmp_path / "made/prepared.json", tmp_path / "made/model/model.safetensors"
+    written, bits = stamp.stat().st_mtime_ns, weights.read_bytes()
     assert prepare.prepare(tmp_path / "made", SHORT) == made and stamp.stat().st_mtime_ns == written
-    for other in (replace(SHORT, seed=2), replace(SHORT, task="terms")):
+    for other in (replace(SHORT, seed=2), SHORT):
         again = prepare.prepare(tmp_path / "made", other)
         assert again["key"] != made["key"] and json.loads(stamp.read_text()) == again
+        assert (weights.read_bytes() == bits) == (other == SHORT), "the weights depend on the seed alone"
         made = again
 
 
 @pytest.mark.subprocess
-@pytest.mark.parametrize("end", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_interrupted_preparation_leaves_nothing(tmp_path, end):
+def test_interrupted_preparation_leaves_nothing(tmp_path):
     command = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", tmp_path / "made", "--seed", "1"]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_until(lambda: process.poll() is not None or list(tmp_path.iterdir()), "the preparation's begin")
-    process.send_signal(end)
+    process.terminate()
     assert process.wait(TIMEOUT_S) != 0
     assert list(tmp_path.iterdir()) == []

@@ -22,15 +22,6 @@ from verl.utils.reward_score import default_compute_score
 
 BOX = " Put your final answer within \\boxed{}."
 HALF, UNCLOSED = ("1/2?", r"\frac{1}{2}"), ("set?", r"\left\{1")  # the second's box does not close
-# GSM8K's own layout on the Hub: a configuration called "main" with two splits.
-GSM8K = """---
-configs:
-- config_name: main
-  data_files:
-  - {split: train, path: main/train.jsonl}
-  - {split: test, path: main/test.jsonl}
----
-"""
 
 
 @pytest.fixture
@@ -82,21 +73,23 @@ def read(file: Path) -> list[dict]:
     return pyarrow.parquet.read_table(file).to_pylist()
 
 
-def write_gsm8k(folder: Path, train: str, test: str) -> Path:
-    (folder / "main").mkdir(parents=True)
-    (folder / "README.md").write_text(GSM8K)
-    for split, answer in (("train", train), ("test", test)):
-        (folder / "main" / f"{split}.jsonl").write_text(json.dumps({"question": "How many?", "answer": answer}) + "\n")
+def write_gsm8k(folder: Path, **answers: str) -> Path:
+    """Write GSM8K's own layout on the Hub: a configuration called "main" with two splits."""
+    files = [{"split": split, "path": f"{split}.jsonl"} for split in answers]
+    folder.mkdir()
+    configs = json.dumps([{"config_name": "main", "data_files": files}])
+    (folder / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    for split, answer in answers.items():
+        (folder / f"{split}.jsonl").write_text(json.dumps({"question": "How many?", "answer": answer}) + "\n")
     return folder
 
 
-@pytest.mark.subprocess
-def test_gsm8k_is_converted_by_its_command_and_scored(tmp_path):
-    source = write_gsm8k(tmp_path / "gsm8k", "She has 3 * 400 = <<3*400=1200>>1200.\n#### 1,200", "None.\n#### -3")
-    command = [sys.executable, "-m", "recipes.gsm8k.prepare", "--source", source, "--out", tmp_path / "out"]
-    environment = {"PATH": "/usr/bin:/bin", "HF_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path / "cache")}
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_gsm8k_is_converted_and_scored(tmp_path, prepare):
+    source = write_gsm8k(tmp_path / "others", train="#### 1", test="3")
+    refusal = f"--source {source}: test row 0: the answer has no number after ####"
+    assert prepare("gsm8k", "--source", source).refusal == refusal
+    source = write_gsm8k(tmp_path / "gsm8k", train="She has 3 * 400 = <<3*400=1200>>1200.\n#### 1,200", test="#### -3")
+    assert prepare("gsm8k", "--source", source).refusal is None
     for split, truth in (("train", "1200"), ("test", "-3")):
         (row,) = read(tmp_path / "out" / f"{split}.parquet")
         assert row["prompt"][0]["role"] == "user" and row["prompt"][0]["content"].startswith("How many? ")
@@ -105,12 +98,6 @@ def test_gsm8k_is_converted_by_its_command_and_scored(tmp_path):
         scores = {f"So it is\n#### {truth}": 1, "So it is\n#### 7": 0, truth: 0}
         assert {text: default_compute_score(row["data_source"], text, truth) for text in scores} == scores
         assert "####" in row["prompt"][0]["content"], "an answer without it is wrong"
-
-
-def test_other_dataset_than_gsm8k_is_refused_in_one_line(tmp_path, prepare):
-    source = write_gsm8k(tmp_path / "gsm8k", "#### 1", "3")
-    done = prepare("gsm8k", "--source", source)
-    assert done.refusal == f"--source {source}: test row 0: the answer has no number after ####"
 
 
 def test_each_problem_of_dapo_is_kept_once_and_scored(tmp_path, prepare):
@@ -195,17 +182,12 @@ def test_oat_reads_the_same_problems_without_the_instruction(release, tmp_path, 
 
 
 MISSING, LACKING = "its ground truth is None, not a string", {"prompt": "2+2?", "answer": "4"}
+WRONG, OTHER = dapo("2?", "2\n3", 1), dapo("2?", "2", 1, data_source="math_other")
 # The recipe, the option that names the dataset, its rows, and the refusal.
 REFUSED = [
     ("dapo_math", "--test-source", [dapo("1?", "1", 0), dapo("2?", None, 1)], f"row 1: {MISSING}"),
-    (
-        *("dapo_math", "--test-source", [dapo("1?", "1", 0), dapo("2?", "2\n3", 1)]),
-        "row 1: verl scores its ground truth '2\\n3' as wrong",
-    ),
-    (
-        *("dapo_math", "--test-source", [dapo("1?", "1", 0), dapo("2?", "2", 1, data_source="math_other")]),
-        "row 1: Reward function is not implemented for data_source='math_other'",
-    ),
+    ("dapo_math", "--test-source", [WRONG], "row 0: verl scores its ground truth '2\\n3' as wrong"),
+    ("dapo_math", "--test-source", [OTHER], "row 0: Reward function is not implemented for data_source='math_other'"),
     ("dapo_math", "--source", [LACKING], "lacks the column 'data_source'; it has prompt, answer"),
     ("dapo_math", "--source", [], ""),  # no such dataset; the reason is the library's
     ("sanity_math", "--source", [row("2+2?", "4"), row("2+2?", None)], f"row 1: {MISSING}"),

@@ -54,7 +54,7 @@ def test_trainer_without_settings_names_the_override_that_adds_them():
         FlowRLTrainer(config)
 
 
-@pytest.mark.parametrize(("anchor", "expected"), [("ref", [2.0, 2.0, 4.5]), ("old", [1.5, 1.5, 3.0])])
+@pytest.mark.parametrize(("anchor", "expected"), [("ref", [2.0, 4.5, 2.0]), ("old", [1.5, 3.0, 1.5])])
 def test_log_z_of_a_group_is_the_mean_of_its_answers(anchor, expected, monkeypatch):
     """Of βr - mean(old - anchor), by hand: two answers of prompt a, with rewards of 1 and 0, and one of prompt b."""
     rows = batch([("a", [1, 2], 1.0, {}), ("b", [3], 1.0, {}), ("a", [4], 0.0, {})])
@@ -74,8 +74,7 @@ def test_log_z_of_a_group_is_the_mean_of_its_answers(anchor, expected, monkeypat
     trainer.flowrl = SimpleNamespace(log_z="group", anchor=anchor, reward="score", beta=3.0, length_normalization=True)
     metrics = {}
     trainer._compute_advantage(given, metrics)
-    first, second, third = expected
-    assert written["group_log_z"].tolist() == [first, third, second]
+    assert written["group_log_z"].tolist() == expected
     assert metrics["flowrl/right_answers"] == pytest.approx(2 / 3)
 
 

@@ -89,7 +89,7 @@ def of_cases(*cases: Case) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("case", "release", "state"), rows)
 
 
-def of_states(releases: Iterable[str], states: str) -> list:
+def of_states(releases: Iterable[str], states: str = "unpatched patched") -> list:
     """Return parameters, a release and a state each; those that repeat others of the family are slow."""
     releases = list(releases)
     tried = set(TRIED) & set(releases) or releases[-1:]

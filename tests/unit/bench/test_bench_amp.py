@@ -16,6 +16,7 @@ from lib.bench.amp_report import Conditions, goals, markdown
 from lib.bench.amp_scenarios import ARMS, SCENARIOS, Arm, BuiltArm, Scenario
 from lib.bench.resource_usage import cpu_seconds, peak_memory
 
+pytestmark = pytest.mark.subprocess  # it trains for seconds
 CPU = torch.device("cpu")
 ITEMS = {"mlp": 32, "transformer": 4 * 16, "world_model": 4 * 20, "evolution": 64, "ppo": 4 * 32}  # of an update
 

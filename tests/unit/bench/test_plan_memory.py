@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 import plan_memory
 from lib.bench.memory_model import TrainedModel
 from lib.bench.memory_plan import BESIDE_TENSORS, CPU_PROCESSES, GIB, micro_batch, peak, plan_job, sequence_parallel
-from lib.bench.model_shape import MODELS, ModelShape
+from lib.bench.model_shape import MODELS, ModelShape, model_config
 from lib.errors import Refused
 from lib.paths import REPO
 from lib.run.compose import compose_config
@@ -175,6 +176,7 @@ def test_recorded_sanity_runs_match_the_plan(runs):
     assert size == 2 * (CPU_PROCESSES["server"] + 2 * rollout.limit)
 
 
+@pytest.mark.subprocess
 def test_plans_are_printed_and_written(tmp_path, capsys):
     assert plan_memory.main(["PRECISION=bf16", f"OUT={tmp_path / 'plan'}"]) == 0
     out = capsys.readouterr().out
@@ -189,8 +191,7 @@ def test_plans_are_printed_and_written(tmp_path, capsys):
 
 
 def plan_one(*words: str):
-    plans = plan_memory.plan_all(plan_memory.parse(list(words)))
-    (plan,) = plans.values()
+    (plan,) = plan_memory.plan_all(plan_memory.parse(list(words))).values()
     return plan
 
 
@@ -273,6 +274,7 @@ def test_bad_input_is_refused(word, message, tmp_path):
     assert refusal(tmp_path, word).startswith(message)
 
 
+@pytest.mark.subprocess
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -301,4 +303,5 @@ def test_job_that_cannot_be_planned_is_refused(override, message, tmp_path):
 )
 def test_unsupported_model_is_refused(config, message, tmp_path):
     (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(KINDS["moe"] | config))
-    assert refusal(tmp_path, f"MODEL={tmp_path}").startswith(f"MODEL={tmp_path}: {message}")
+    with pytest.raises(Refused, match=re.escape(f"MODEL={tmp_path}: {message}")):
+        ModelShape.of(model_config(str(tmp_path)), str(tmp_path))

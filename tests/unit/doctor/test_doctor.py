@@ -62,9 +62,7 @@ def examine(tmp_path_factory: pytest.TempPathFactory) -> Examine:
     return of
 
 
-@pytest.mark.parametrize(
-    ("release", "state"), [*of_states(EXACT, "unpatched patched"), *of_states(ROUNDING, "unpatched patched")]
-)
+@pytest.mark.parametrize(("release", "state"), of_states(EXACT) + of_states(ROUNDING))
 def test_defaults_agree_in_bfloat16(release: str, state: str, examine: Examine):
     diagnosis = examine(release, state)
     expected = DEFAULT | ({"wire": "bfloat16"} if state == "unpatched" and release in ROUNDING else {})

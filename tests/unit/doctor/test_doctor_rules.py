@@ -89,12 +89,9 @@ def project(tmp_path: Path) -> Path:
     return project
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    return new_tree(tmp_path / "tree")
-
-
-def test_new_release_has_the_rules_of_the_one_it_was_ported_from(project: Path, tree: Path):
+@pytest.mark.subprocess
+def test_new_release_has_the_rules_of_the_one_it_was_ported_from(project: Path, tmp_path: Path):
+    tree = new_tree(tmp_path / "tree")
     diagnosis = diagnose(identify_tree(tree, project), WORDS)
     assert diagnosis.json()["verl"] == {"release": NEW, "state": "unpatched", "stack": None, "nearest": None}
     assert dtypes(diagnosis, "actor.compute", "rollout.weights") == ["bfloat16", "float16"]
@@ -114,7 +111,9 @@ def test_new_release_has_the_rules_of_the_one_it_was_ported_from(project: Path, 
     assert (outdated.state, outdated.stack) == ("patched", stack)
 
 
-def test_hop_is_unknown_where_the_quoted_line_or_all_rules_are_gone(project: Path, tree: Path):
+@pytest.mark.subprocess
+def test_hop_is_unknown_where_the_quoted_line_or_all_rules_are_gone(project: Path, tmp_path: Path):
+    tree = new_tree(tmp_path / "tree")
     edit(tree / SERVER, '"dtype": self.config.dtype,', '"dtype": "bfloat16",')
     wheel_id = package_tree_id(package_blobs(tree))  # as if that were the wheel
     versions = VERL.home(project) / "versions.toml"
@@ -130,8 +129,6 @@ def test_hop_is_unknown_where_the_quoted_line_or_all_rules_are_gone(project: Pat
 
 
 def test_unknown_feature_is_refused(project: Path):
-    with pytest.raises(Refused, match=f"verl {NEW}: unknown feature 'legacy_worker' in versions.toml; known: legacy_w"):
-        find_release(NEW, project).has("legacy_worker")
     edit(VERL.home(project) / "versions.toml", '"hf_rollout"', '"hf_rolout"')
     with pytest.raises(Refused, match="verl 0.4.1: unknown feature 'hf_rolout' in versions.toml; known: "):
         load_releases(project)
@@ -200,7 +197,6 @@ def test_command_prints_json_and_text(trees: dict[str, Path], capsys):
     [
         (["--verl", "/tmp"], "no verl/__init__.py"),
         (["actor.dtype"], "ARGS"),
-        (["--args", "a='b"], "No closing quotation"),
         (["--misspelt"], "unrecognized arguments: --misspelt"),
         (["--config-name", "nothing"], "has no nothing.yaml"),
     ],
@@ -215,6 +211,7 @@ def test_overrides_follow_those_of_args():
     assert command.parse(["a=1", "--args", "a=2 b=3", "--json", "c=4"])[1] == ["a=2", "b=3", "a=1", "c=4"]
 
 
+@pytest.mark.subprocess
 def test_tree_is_unchanged(trees: dict[str, Path], tmp_path: Path):
     copy = shutil.copytree(trees["patched"], tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
     before = sorted((str(path), path.stat().st_mtime_ns) for path in copy.rglob("*"))

@@ -12,7 +12,7 @@ import pytest
 from lib.paths import REPO
 
 LIB = REPO / "scripts/lib"
-MOST_TESTS = 1.0  # lines of tests for each line of the product; the aim is 0.8
+MOST_TESTS = 0.8  # lines of tests for each line of the product
 LIMITS = {"scripts": 500, "recipes": 500, "patches": 500, "tests": 600}  # lines of a Python file, by its first folder
 # Below the commands: a package may import those after its colon, the modules at the top of scripts/lib, and itself.
 ROOMS = {

@@ -81,8 +81,8 @@ def test_invalid_setting_is_refused_and_nothing_is_written(recipe, given, messag
 
 @pytest.mark.parametrize("recipe", COMMANDS)
 def test_missing_folder_is_refused(recipe, no_ray):
-    for words in ([], ["--out="]):
-        assert re.match("--out is missing|out= must be a folder: --out DIR", refusal(COMMANDS[recipe], *words))
+    for given in ([], ["--out="]):
+        assert re.match("--out is missing|out= must be a folder: --out DIR", refusal(COMMANDS[recipe], *given))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""Admission to, and recovery of runs on, a two-node Ray cluster on this machine, started by the shipped scripts.
-
-``pytest -m slow tests/e2e/test_cluster_faults.py`` kills a worker and a node, seven minutes.
-"""
+"""Admission to, and recovery of runs on, a two-node Ray cluster on this machine, started by the shipped scripts."""
 
 import importlib.util
 import os

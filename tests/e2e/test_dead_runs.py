@@ -1,7 +1,4 @@
-"""A run with a dead process, or one that waits for resources that Ray never gets, ends by itself and reports why.
-
-``pytest -m slow tests/e2e/test_dead_runs.py`` kills vLLM's engine and takes three minutes.
-"""
+"""A run with a dead process, or one that waits for resources that Ray never gets, ends by itself and reports why."""
 
 import pytest
 from processes import shared_memory

@@ -1,7 +1,5 @@
 """``scripts/launch/flowrl_7b.sh`` end to end, with the sanity task instead of the 7B model: on this node, where verl
 starts Ray itself, and as a job on a running two-node Ray cluster whose own environment contains no verl.
-
-``pytest -m slow tests/e2e/test_launched_runs.py`` takes two minutes a test.
 """
 
 import json

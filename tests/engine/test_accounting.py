@@ -6,11 +6,6 @@ import torch.distributed as dist
 from precision import GradScalerConfig, LossScaleError, StepAccounting, check_rewards, save_after_storm
 
 
-def test_an_engine_without_accounted_steps_has_no_metrics():
-    engine = StepAccounting()
-    assert engine.close_update() and engine.update_metrics() == {}
-
-
 class ReportedEngine(StepAccounting):
     """An engine whose optimizer skips by itself, as Megatron's does."""
 

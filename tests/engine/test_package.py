@@ -24,14 +24,6 @@ def test_package_imports_only_torch_and_the_standard_library():
     assert imported(Path(manifest.__file__)) <= set(sys.stdlib_module_names)
 
 
-def test_package_exports_exactly_its_public_names():
-    nodes = ast.walk(ast.parse(Path(precision.__file__).read_text()))
-    exported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert sorted(precision.__all__) == sorted(exported)
-    files = {path.stem for path in FOLDER.glob("*.py")}
-    assert not [name for name in precision.__all__ if name in files], "a file is hidden by a function of its name"
-
-
 def test_a_report_is_one_line_of_json_in_one_write(monkeypatch):
     writes = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=writes.append, flush=lambda: None))

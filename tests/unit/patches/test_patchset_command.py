@@ -13,12 +13,6 @@ from lib.patches.check import check
 from lib.patches.releases import FRAMEWORKS, Release, load_releases
 
 
-def test_bad_usage_exits_with_2(tiny: Path):
-    for line, named in {"": "COMMAND", "apply --framework trl x": "(choose from 'verl', 'oat')"}.items():
-        done = patchset(tiny, *line.split())
-        assert (done.returncode, done.stdout) == (2, "") and "usage: patchset" in done.stderr and named in done.stderr
-
-
 @pytest.mark.parametrize(
     ("line", "named"),
     [

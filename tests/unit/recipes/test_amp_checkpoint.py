@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,13 +82,6 @@ def test_checkpoint_of_a_compiled_model_loads_into_a_plain_one(tmp_path):
     trained.save_checkpoint(tmp_path / "compiled.pt")
     plain.load_checkpoint(tmp_path / "compiled.pt")
     assert same_bits(snapshot(plain), snapshot(trained))
-
-
-def test_extra_round_trips(tmp_path):
-    trained = trainer()
-    extra = {"rng": torch.get_rng_state(), "epoch": 3, "best": None, "returns": [1.0, (2, "x")], 5: OrderedDict(a=b"b")}
-    trained.save_checkpoint(tmp_path / "a.pt", extra)
-    assert same_bits(trained.load_checkpoint(tmp_path / "a.pt"), extra)
 
 
 @pytest.mark.parametrize("value, named", [(np.float64(1.0), "numpy.float64"), (Path("x"), "pathlib")])

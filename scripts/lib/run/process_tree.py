@@ -47,8 +47,7 @@ class ProcessTree:
             self.shared |= new & {Path(mapped) for mapped in re.findall(rf"{SHARED_MEMORY}/\S+$", maps, re.M)}
 
     def measure(self) -> None:
-        """Update ``peak_gib`` and ``shared``."""
-        self.find_shared()
+        """Update ``peak_gib``."""
         size = 0
         for process in self.alive():
             try:

@@ -78,6 +78,7 @@ def train_once(
             while code is None:
                 time.sleep(POLL_S)
                 code = process.poll()
+                tree.find_shared()  # often: what a process mapped is unknown once it was killed
                 *complete, rest = (rest + written.read()).split("\n")
                 worker_reports += reports(complete)
                 tail += complete
@@ -85,7 +86,6 @@ def train_once(
                 overdue = watchdog.overdue(complete, progress)
                 if overdue and code is None and not death:
                     death = overdue
-                    tree.find_shared()
                     tree.alive()  # or its children would have no known parent
                     process.kill()
                 if code is None and time.monotonic() - measured > MEASURE_S:

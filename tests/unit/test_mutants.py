@@ -37,8 +37,8 @@ OF_VERL = replace(
     name="of-verl",
     file="verl/utils/precision/accounting.py",
     replace="if taken == skipped == 0:",
-    by="if taken == skipped == 1:",
-    tests=("tests/engine/test_accounting.py::test_an_engine_without_accounted_steps_has_no_metrics",),
+    by="if taken != skipped == 0:",
+    tests=("tests/engine/test_accounting.py::test_a_reported_step_without_loss_scaling_is_accounted",),
 )
 
 

@@ -47,6 +47,8 @@ def test_step_trains_and_reports_effective_dtype(dtype):
     assert stats["effective_dtype_share"] == {dtype: 1.0} and stats["loss_scaling"] == (dtype == "float16")
     assert stats["current_scale"] == (8192.0 if dtype == "float16" else 1.0)  # it has grown three times
     assert all(parameter.dtype == torch.float32 for parameter in trained.module.parameters())
+    with trained.autocast():
+        assert torch._C._len_torch_dispatch_stack() == 0, "only the first region is observed"
 
 
 @pytest.mark.parametrize("max_norm", [0.25, INF])

@@ -63,7 +63,7 @@ def test_results_match_the_current_stacks_and_every_behaviour_passed(framework: 
     now = {stack.release.name: stack.id for stack in load_stacks(framework=framework)}
     recorded = {name: entry["stack"] for name, entry in results.items()}
     stale = sorted(name for name in now if recorded.get(name) != now[name])
-    how = {VERL: "make test-releases matrix", OAT: "make test-oat matrix"}[framework]
+    how = {VERL: "make test-releases e2e-releases matrix", OAT: "make test-oat matrix"}[framework]
     assert list(recorded) == list(now) and not stale, f"run `{how}`: the stacks of {', '.join(stale)} have changed"
     for name, entry in results.items():
         failed = [case for case, verdict in entry["seen"].items() if not verdict.get("passed", True)]

@@ -26,7 +26,7 @@ MISSING_TARGETS = """() => [...document.querySelectorAll('a[href^="#"]')]
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium")
-    assert chromium, "chromium is not installed: make browser"
+    assert chromium, "chromium is not installed: `make test-all` as root installs it"
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         yield opened

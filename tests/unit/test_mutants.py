@@ -149,7 +149,7 @@ def test_wrong_tables_are_refused(tmp_path):
 
 
 def trial_of(mutants: dict[str, Mutant], tmp_path: Path) -> dict[str, Outcome]:
-    """Try mutants under these names, whose last killer is renamed, and return their outcomes by name."""
+    """Try mutants under these names, whose last killer is gone, and return their outcomes by name."""
     named = [replace(mutant, name=name) for name, mutant in mutants.items()]
     hints = dict.fromkeys(mutants, "tests/unit/test_mutants.py::test_gone[1]")
     return try_mutants(named, 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json", hints))
@@ -172,7 +172,7 @@ def test_killer_that_fails_without_the_mutant_is_a_problem(tmp_path, monkeypatch
     monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tests[0] + ends[mutant.name])
     outcomes = trial_of(dict.fromkeys(ends, HARMLESS), tmp_path)
     for name, end in ends.items():
-        assert f"are_chosen{end} fails without the mutant, too" in outcomes[name].problem
+        assert f"test_gone[1]{end} fails without the mutant, too" in outcomes[name].problem
 
 
 def test_workspace_is_the_checkout_as_it_is(tmp_path, monkeypatch):

@@ -74,12 +74,6 @@ class Workspace:
         finally:
             file.write_text(original)
 
-    def contains(self, test: str) -> bool:
-        """Return whether the file of a test exists, and the function whose name its id has."""
-        file, _, name = test.partition("::")
-        function = name.partition("[")[0].rpartition("::")[2]
-        return (self.root / file).exists() and f"def {function}" in (self.root / file).read_text()
-
     def first_failure(self, tests: Sequence[str], mutant: Mutant) -> str | None:
         """Run tests, on the mutant's patched release if its file is in one, until one fails.
 

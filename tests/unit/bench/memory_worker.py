@@ -1,6 +1,6 @@
 """Measure the peak memory of real training workers on gloo ranks; run with verl on PYTHONPATH.
 
-    torchrun --nproc-per-node RANKS memory_worker.py NAME TOKENIZER_DIR OUT_DIR SETTINGS_JSON
+    memory_worker.py NAME TOKENIZER_DIR OUT_DIR SETTINGS_JSON
 
 Builds verl's ``TrainingWorker`` around a model for each setting of a list, trains two steps and writes the largest sum
 of live tensors, in bytes, to OUT_DIR/rank_r.json.

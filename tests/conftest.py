@@ -80,7 +80,7 @@ def environment(trees) -> Callable[[str], dict[str, str]]:
     def of(state: str) -> dict[str, str]:
         return {
             **os.environ,
-            "PYTHONPATH": f"{trees[state]}:{REPO}",
+            "PYTHONPATH": f"{trees[state]}:{REPO}:{REPO / 'tests'}",
             "OMP_NUM_THREADS": "1",
             **CPU_PLATFORM,
         }

@@ -8,16 +8,12 @@ from types import ModuleType
 
 import pytest
 import torch.distributed as dist
-from support.engine_rows import Row
+from support.engine_rows import Row, upstream_outcomes
 from support.fork_server import JobError
-from support.recorded import UpstreamOutcomes, fingerprint
 from support.trees import RELEASE
 
 from lib.patches.precision_module import load_precision
-from lib.patches.releases import find_release
 from lib.paths import REPO
-
-UPSTREAM = REPO / "tests/expected/engine-upstream.json"
 
 
 def load(file: Path) -> ModuleType:
@@ -53,11 +49,7 @@ def outcomes(run_ranks, request, pytestconfig) -> Callable[[str, Row], list]:
     What the pristine tree does is read from tests/expected as long as it is valid, see ``Row.live``.
     """
     folder, done = Path(__file__).parent, {}
-    code = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith(("test_", "flowrl", "conf"))]
-    beneath = [REPO / name for name in ("recipes/cpu", "recipes/arithmetic", "requirements")]
-    valid_for = fingerprint(find_release(RELEASE).wheel_sha256, *code, *beneath)
-    write = pytestconfig.getoption("write_results")
-    upstream = UpstreamOutcomes(UPSTREAM, lambda release: valid_for)
+    write, upstream = pytestconfig.getoption("write_results"), upstream_outcomes()
     known = {} if write else upstream.of(RELEASE)
 
     def is_recorded(tree: str, row: Row) -> bool:

@@ -17,6 +17,7 @@ import scaler_cases
 import torch.distributed as dist
 import wire_cases
 from fsdp_worker import OUT, PATCHED, RANK
+from support.waiting import STUCK_S
 
 MODULES = [checkpoint_cases, dtype_cases, scaler_cases, wire_cases]
 if PATCHED:
@@ -27,8 +28,8 @@ if PATCHED:
 
 def main() -> None:
     cases = {name: case for module in MODULES for name, case in module.CASES.items()}
-    # A rank that waits for a dead peer fails after 90 s, not after half an hour.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=90))
+    # A rank that waits for another fails after this, not after half an hour.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=STUCK_S))
     # An error in a case ends the run: the other rank would wait in a collective.
     results = {name: cases[name]() for name in sys.argv[4:]}
     (OUT / f"rank_{RANK}.json").write_text(json.dumps(results, default=str).replace(str(OUT), "OUT"))

@@ -4,16 +4,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
 
 import pytest
 
 from lib.files import write_json
-from lib.patches.releases import Framework, load_releases
+from lib.patches.releases import load_releases
 from lib.patches.stack import load_stack
-from lib.paths import REPO
-from support.recorded import UpstreamOutcomes, mark_recorded, release_fingerprint
+from support.recorded import Recording
 
 # Placeholders for the digests of a patched and an unpatched tree where they are the same.
 IDENTICAL, REFERENCE = "to the bit as the unpatched release", "what the patched one is compared with"
@@ -53,52 +50,32 @@ class Suite:
     """The cases that run on every release of a framework, patched and unpatched.
 
     Args:
-        framework: verl or OAT.
-        folder: of the suite's code.
-        name: of the results in tests/expected, ``NAME.json`` and ``NAME-upstream.json``.
+        recording: where their outcomes are recorded.
         behaviours: by the name of their case.
         not_run: further rows of the support matrix, and why they could not be tested.
     """
 
-    framework: Framework
-    folder: Path
-    name: str
+    recording: Recording
     behaviours: Mapping[str, Behaviour]
     not_run: Mapping[str, str] = field(default_factory=dict)
-
-    @cached_property
-    def results(self) -> Path:
-        return REPO / f"tests/expected/{self.name}.json"
-
-    @cached_property
-    def upstream(self) -> UpstreamOutcomes:
-        """The outcomes of unpatched releases, without digests: these depend on the CPU."""
-        releases = load_releases(framework=self.framework)
-        return UpstreamOutcomes(
-            REPO / f"tests/expected/{self.name}-upstream.json",
-            lambda release: release_fingerprint(releases[release], self.folder, patched=False),
-        )
-
-    def mark_recorded(self, items: Iterable[pytest.Item]) -> None:
-        """Mark the tests whose workers need not run again."""
-        mark_recorded(items, self.framework, self.results, self.folder)
 
     def outcomes(self, request: pytest.FixtureRequest, run: Callable[..., Mapping[str, str]]) -> Iterator[Outcomes]:
         """Yield ``outcomes(release, patched)``, the outcomes of that tree by case; record them at the end if asked to.
 
-        Only the cases that the session's tests name are run, and on an unpatched tree those that are not recorded.
+        Only the cases that the session's tests name are run, and on an unpatched tree those that are not recorded. A
+        release with an outcome that is not the expected one is not recorded.
 
         Args:
             run: ``run(release, patched, *cases)`` returns the outcomes of these cases.
         """
-        of_suite = [item for item in request.session.items if item.path.is_relative_to(self.folder)]
-        named = {item.callspec.params["case"] for item in of_suite if "outcomes" in item.fixturenames}
+        tests = [item for item in request.session.items if item.path.is_relative_to(self.recording.suite)]
+        named = {item.callspec.params["case"] for item in tests if "outcomes" in item.fixturenames}
         write = request.config.getoption("write_results")
         done: dict[tuple[str, bool], Mapping[str, str]] = {}
 
         def of(release: str, patched: bool) -> Mapping[str, str]:
             if (release, patched) not in done:
-                known = {} if patched or write else self.upstream.of(release)
+                known = {} if patched or write else self.recording.upstream.of(release)
                 wanted = sorted(named - known.keys())
                 done[release, patched] = known | (run(release, patched, *wanted) if wanted else {})
             return done[release, patched]
@@ -106,30 +83,41 @@ class Suite:
         yield of
         if write and named == set(self.behaviours):
             releases = [release for release, patched in done if patched and (release, False) in done]
-            self.write({release: verdicts(release, self.behaviours, of) for release in releases})
-            for release in releases:
+            found = {release: verdicts(release, self.behaviours, of) for release in releases}
+            expected = {release: seen for release, seen in found.items() if self.as_expected(release, seen)}
+            self.write(expected)
+            for release in expected:
                 lasting = {case: text for case, text in of(release, False).items() if not DIGESTS.fullmatch(text)}
-                self.upstream.write(release, lasting)
+                self.recording.upstream.write(release, lasting)
+
+    def as_expected(self, release: str, seen: Mapping[str, dict]) -> bool:
+        """Return whether the patched tree has every behaviour, and the unpatched one did what is predicted of it."""
+        present = {case: verdict for case, verdict in seen.items() if "passed" in verdict}
+        return all(
+            verdict["passed"] and verdict["upstream"] == self.behaviours[case].predicted(release)
+            for case, verdict in present.items()
+        )
 
     def write(self, results: Mapping[str, dict]) -> None:
         """Write the verdicts on some releases, and keep those on others.
 
         Each has the number of lines that the stack changes, and the fingerprint of what the verdicts depend on.
         """
-        entries = json.loads(self.results.read_text()) if self.results.exists() else {}
-        releases = load_releases(framework=self.framework)
+        file, framework = self.recording.results, self.recording.framework
+        entries = json.loads(file.read_text()) if file.exists() else {}
+        releases = load_releases(framework=framework)
         not_run = {f"not_run_{i}": {"row": row, "not_run": why} for i, (row, why) in enumerate(self.not_run.items())}
         for name, seen in results.items():
             stack = load_stack(releases[name])
             signs = changed_lines(patch.text for patch in stack.patches)
             entries[name] = {
                 "stack": stack.id,
-                "fingerprint": release_fingerprint(releases[name], self.folder),
+                "fingerprint": self.recording.fingerprint(name),
                 "patches": len(stack.patches),
                 "lines": {"added": signs.count("+"), "removed": signs.count("-")},
                 "seen": seen | not_run,
             }
-        write_json(self.results, {name: entries[name] for name in releases if name in entries})
+        write_json(file, {name: entries[name] for name in releases if name in entries})
 
 
 def outcome(outcomes: Outcomes, release: str, case: str, patched: bool) -> str:

@@ -55,6 +55,11 @@ def program(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def die_with_the_server() -> None:
+    """End this process, a fork, with a server that is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def start(job: Job, number: int, port: int) -> int:
     """Fork a process of the job, whose ranks meet at the store on ``port``; return its process id."""
     if pid := os.fork():
@@ -62,7 +67,7 @@ def start(job: Job, number: int, port: int) -> int:
     code = 1
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank must not outlive a server that was killed
+        die_with_the_server()
         log = os.open(f"{job.logs}/rank_{number}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
             os.dup2(source, target)
@@ -95,6 +100,7 @@ def start_store() -> tuple[int, int]:
         os.close(writer)
         with os.fdopen(reader) as answer:
             return pid, int(answer.readline())
+    die_with_the_server()
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -115,6 +121,8 @@ def stop(pids: Sequence[int]) -> None:
 
 def run(job: Job) -> Finished:
     """Run a job, and end all its processes with the first that fails, or at its limit."""
+    for number in range(job.ranks + job.others):
+        Path(f"{job.logs}/rank_{number}.log").touch()  # one that is ended at once has a log, too
     store, port = start_store()
     numbers = {start(job, number, port): number for number in range(job.ranks + job.others)}
     codes: dict[int, int] = {}

@@ -3,29 +3,30 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lib.files import write_json
-from lib.patches.releases import Framework, Release, load_releases
+from lib.patches.releases import OAT, VERL, Framework, load_releases
 from lib.patches.stack import load_stack
 from lib.paths import REPO
 
-# Fixtures that run a release's workers.
-RUNNING = {"outcomes", "observed"}
 # verl 0.6.0 has the workers of the next family; 0.5.0 is the newest with configs that are dictionaries.
 UNTYPICAL = {"0.6.0"}
-# Beside the suite's own folder: what workers run on, and what judges them.
+# Beside a suite's own folder: what workers run on, what starts them, and what judges them.
+SUPPORT = ("conformance", "fork_server", "forked_ranks", "oat_server", "parsed_once", "recorded", "trees", "waiting")
 BENEATH = (
-    *("recipes/cpu", "recipes/oat_cpu", "recipes/arithmetic", "requirements"),
-    *(f"tests/support/{name}.py" for name in ("recorded", "conformance", "forked_ranks")),
+    *(REPO / name for name in ("recipes/cpu", "recipes/oat_cpu", "recipes/arithmetic", "requirements")),
+    *(REPO / f"tests/support/{name}.py" for name in SUPPORT),
 )
 
 
 def fingerprint(*parts: str | Path) -> str:
-    """Return the hash of texts, of files, and of the code and locks in folders."""
+    """Return the hash of texts, and of the names and contents of files and of the code and locks in folders."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, str):
@@ -33,49 +34,9 @@ def fingerprint(*parts: str | Path) -> str:
             continue
         inside = sorted(path for path in part.rglob("*") if path.suffix in (".py", ".lock"))
         for path in inside if part.is_dir() else [part]:
-            digest.update(path.read_bytes())
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(part.parent)} {len(content)}".encode() + content)
     return digest.hexdigest()[:16]
-
-
-def release_fingerprint(release: Release, suite: Path, patched: bool = True) -> str:
-    """Return the hash of all that a release's outcomes depend on: its wheel, the suite and the locks, and its stack if
-    ``patched``."""
-    stack = load_stack(release).id if patched else "unpatched"
-    return fingerprint(f"{release.wheel_sha256} {stack}", suite, *(REPO / name for name in BENEATH))
-
-
-def representatives(framework: Framework) -> set[str]:
-    """Return the newest release of each family, except those of ``UNTYPICAL``: they always run."""
-    releases = load_releases(framework=framework)
-    return set({release.family: name for name, release in releases.items() if name not in UNTYPICAL}.values())
-
-
-def every_release(framework: Framework) -> list:
-    """Return all releases as parameters of a test; `make test` runs the newest of each family."""
-    newest = representatives(framework)
-    return [
-        pytest.param(name, marks=[] if name in newest else [pytest.mark.slow])
-        for name in load_releases(framework=framework)
-    ]
-
-
-def recorded(framework: Framework, results: Path, suite: Path) -> set[str]:
-    """Return the releases whose outcomes in the file ``results`` are valid for this checkout."""
-    entries = json.loads(results.read_text())
-    return {
-        name
-        for name, release in load_releases(framework=framework).items()
-        if entries.get(name, {}).get("fingerprint") == release_fingerprint(release, suite)
-    }
-
-
-def mark_recorded(items: Iterable[pytest.Item], framework: Framework, results: Path, suite: Path) -> None:
-    """Mark the tests that run workers whose outcomes are recorded, except for the newest release of each family."""
-    skip = recorded(framework, results, suite) - representatives(framework)
-    for item in items:
-        if item.path.is_relative_to(suite) and RUNNING.intersection(item.fixturenames):
-            if item.callspec.params["release"] in skip:
-                item.add_marker("recorded")
 
 
 class UpstreamOutcomes:
@@ -90,13 +51,78 @@ class UpstreamOutcomes:
         self.file, self.valid_for = file, valid_for
         self.entries = json.loads(file.read_text()) if file.exists() else {}
 
+    def valid(self) -> set[str]:
+        """Return the releases whose outcomes are valid for this checkout."""
+        return {name for name, entry in self.entries.items() if entry["fingerprint"] == self.valid_for(name)}
+
     def of(self, release: str) -> dict[str, Any]:
         """Return a release's recorded outcomes by case; none if they are not valid."""
-        entry = self.entries.get(release, {})
-        return entry["outcomes"] if entry.get("fingerprint") == self.valid_for(release) else {}
+        return self.entries[release]["outcomes"] if release in self.valid() else {}
 
     def write(self, release: str, outcomes: Mapping[str, Any]) -> None:
         """Record outcomes of a release by case; valid ones of other cases and all other releases stay."""
         known = self.of(release) | outcomes
         self.entries[release] = {"fingerprint": self.valid_for(release), "outcomes": dict(sorted(known.items()))}
         write_json(self.file, dict(sorted(self.entries.items())))
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The recorded outcomes of a framework's releases.
+
+    Args:
+        suite: the folder of the code that finds them out.
+        results: the file with the verdicts on patched releases; outcomes of unpatched ones are in that beside it.
+    """
+
+    framework: Framework
+    suite: Path
+    results: Path
+
+    def fingerprint(self, release: str, patched: bool = True) -> str:
+        """Return the hash of all that a release's outcomes depend on: its entry in versions.toml, with the wheel, the
+        suite and what is beneath, and its stack if ``patched``."""
+        entry = load_releases(framework=self.framework)[release]
+        wheel = f"{entry.wheel_sha256} {entry.family} {entry.features}"
+        return fingerprint(f"{wheel} {load_stack(entry).id if patched else 'unpatched'}", self.suite, *BENEATH)
+
+    @cached_property
+    def upstream(self) -> UpstreamOutcomes:
+        """The outcomes of unpatched releases, without digests: these depend on the CPU."""
+        file = self.results.with_stem(f"{self.results.stem}-upstream")
+        return UpstreamOutcomes(file, partial(self.fingerprint, patched=False))
+
+    def valid(self) -> set[str]:
+        """Return the releases whose results are valid for this checkout."""
+        entries = json.loads(self.results.read_text())
+        releases = load_releases(framework=self.framework)
+        return {name for name in releases if entries.get(name, {}).get("fingerprint") == self.fingerprint(name)}
+
+    def live(self) -> set[str]:
+        """Return the releases that `make test` runs: the newest of each family, without ``UNTYPICAL`` ones, and those
+        whose results are not valid."""
+        releases = load_releases(framework=self.framework)
+        newest = {release.family: name for name, release in releases.items() if name not in UNTYPICAL}
+        return set(newest.values()) | releases.keys() - self.valid()
+
+    def mark(self, items: Iterable[pytest.Item]) -> None:
+        """Mark the suite's tests of other releases: ``recorded`` if they compare recorded outcomes, else ``slow``."""
+        live = self.live()
+        for item in items:
+            if item.path.is_relative_to(self.suite) and item.callspec.params["release"] not in live:
+                item.add_marker("recorded" if "outcomes" in item.fixturenames else "slow")
+
+
+RECORDINGS = {
+    VERL: Recording(VERL, REPO / "tests/conformance/verl", REPO / "tests/expected/releases.json"),
+    OAT: Recording(OAT, REPO / "tests/conformance/oat", REPO / "tests/expected/oat.json"),
+}
+
+
+def every_release(framework: Framework) -> list:
+    """Return all releases as parameters of a test; those that `make test` need not run are slow."""
+    live = RECORDINGS[framework].live()
+    return [
+        pytest.param(name, marks=[] if name in live else [pytest.mark.slow])
+        for name in load_releases(framework=framework)
+    ]

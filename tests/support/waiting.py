@@ -7,6 +7,7 @@ from typing import TypeVar
 
 # The longest that anything in a test may take; on a slow or busy machine, set e.g. TEST_TIMEOUT_SCALE=3.
 TIMEOUT_S = 900 * float(os.environ.get("TEST_TIMEOUT_SCALE", "1"))
+STUCK_S = TIMEOUT_S / 10  # the longest that a rank waits for another
 Value = TypeVar("Value")
 
 

@@ -106,12 +106,13 @@ def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypat
         try_mutants([replace(DEADLY, by="only")], 1, lambda *_: None, kept)
 
     monkeypatch.setattr(trial, "REPO", tmp_path)
-    write_files(tmp_path, dict.fromkeys(("file.py", "test_a.py", "folder/test_b.py"), ""))
+    files = ("file.py", "test_a.py", "cases.py", "folder/test_b.py", "tests/conftest.py", "tests/support/trees.py")
+    write_files(tmp_path, dict.fromkeys(files, ""))
     keys = {trial.key(HARMLESS, tmp_path / "file.py", ["test_a.py::test_it", "folder"])}
-    for name in ("file.py", "test_a.py", "folder/test_b.py"):
+    for name in files:
         (tmp_path / name).write_text("A = 1\n")
         keys.add(trial.key(HARMLESS, tmp_path / "file.py", ["test_a.py::test_it", "folder"]))
-    assert len(keys) == 4
+    assert len(keys) == 1 + len(files)
 
 
 def test_command_fails_on_a_survivor_that_is_not_equivalent(monkeypatch, tmp_path, capsys):

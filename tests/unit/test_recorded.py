@@ -2,74 +2,80 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support import recorded
-from support.recorded import UpstreamOutcomes, mark_recorded, release_fingerprint, representatives
-from support.trees import edit
+from support.conformance import Behaviour, Suite
+from support.engine_rows import upstream_outcomes
+from support.recorded import RECORDINGS, Recording, UpstreamOutcomes
+from support.trees import RELEASE, edit
 
-from lib.patches.releases import OAT, VERL, load_releases
+from lib.patches.releases import VERL, load_releases
 from lib.paths import REPO
 
-SUITES = {VERL: ("releases", "verl"), OAT: ("oat", "oat")}
 HOOK = "fsdp-compute-in-the-configured-dtype.patch"
+NEWEST = {"0.5.0", "0.7.1", "0.9.1"}
 
 
-@pytest.mark.parametrize("framework", SUITES, ids=lambda framework: framework.name)
+@pytest.mark.parametrize("framework", RECORDINGS, ids=lambda framework: framework.name)
 def test_outcomes_of_every_release_are_valid(framework):
-    results, suite = SUITES[framework]
-    valid = recorded.recorded(framework, REPO / f"tests/expected/{results}.json", REPO / f"tests/conformance/{suite}")
-    assert valid == set(load_releases(framework=framework)), "outcomes are out of date: CONTRIBUTING.md"
+    recording, releases = RECORDINGS[framework], set(load_releases(framework=framework))
+    assert recording.valid() == recording.upstream.valid() == releases, "outcomes are out of date: CONTRIBUTING.md"
+    assert upstream_outcomes().valid() == {RELEASE}, "the engine's are out of date: CONTRIBUTING.md"
 
 
 @pytest.fixture
-def suite(tmp_path) -> Path:
+def recording(tmp_path) -> Recording:
     """A folder of test code, with the recorded outcomes of all releases beside it."""
-    folder = tmp_path / "suite"
-    folder.mkdir()
-    (folder / "cases.py").write_text("one")
-    entries = {name: {"fingerprint": release_fingerprint(release, folder)} for name, release in load_releases().items()}
-    (tmp_path / "results.json").write_text(json.dumps(entries))
-    return folder
+    suite = tmp_path / "suite"
+    suite.mkdir()
+    (suite / "cases.py").write_text("one")
+    made = Recording(VERL, suite, tmp_path / "results.json")
+    made.results.write_text(json.dumps({name: {"fingerprint": made.fingerprint(name)} for name in load_releases()}))
+    return made
 
 
-def live(suite: Path) -> set[str]:
-    """Return the releases whose tests are not marked ``recorded``."""
-    marked = {name: [] for name in load_releases()}
-    item = partial(SimpleNamespace, path=suite / "test_it.py", fixturenames=["outcomes"])
+def marks(recording: Recording, fixture: str) -> dict[str, str]:
+    """Return the marks of the releases whose tests, which take this fixture, `make test` leaves out."""
+    found: dict[str, str] = {}
     items = [
-        item(callspec=SimpleNamespace(params={"release": name}), add_marker=marks.append)
-        for name, marks in marked.items()
+        SimpleNamespace(
+            path=recording.suite / "test_it.py",
+            fixturenames=[fixture],
+            callspec=SimpleNamespace(params={"release": name}),
+            add_marker=partial(found.__setitem__, name),
+        )
+        for name in load_releases()
     ]
-    mark_recorded(items, VERL, suite.parent / "results.json", suite)
-    return {name for name, marks in marked.items() if marks != ["recorded"]}
+    recording.mark(items)
+    return found
 
 
-def test_changed_hook_runs_its_release_again_and_changed_test_code_all(suite, tmp_path, monkeypatch):
-    assert representatives(VERL) == {"0.5.0", "0.7.1", "0.9.1"} and representatives(OAT) == {"0.2.2", "0.2.4"}
+def test_changed_hook_runs_its_release_again_and_changed_test_code_all(recording, tmp_path, monkeypatch):
+    others = load_releases().keys() - NEWEST
     for folder in ("patches/verl", "configs/precision"):
         shutil.copytree(REPO / folder, tmp_path / folder)
     monkeypatch.setattr(recorded, "load_stack", partial(recorded.load_stack, project=tmp_path))
-    assert live(suite) == representatives(VERL)
+    assert marks(recording, "outcomes") == dict.fromkeys(others, "recorded")
+    assert marks(recording, "observed") == dict.fromkeys(others, "slow"), "the doctor's outcomes are not recorded"
     (hook,) = (tmp_path / "patches/verl/v0.6.1").glob(f"*{HOOK}")
     edit(hook, "Precision.of_worker(", "Precision.of_worker( ")
-    assert live(suite) == representatives(VERL) | {"0.6.1"}
-    (suite / "cases.py").write_text("two")
-    assert live(suite) == set(load_releases())
+    assert recording.live() == NEWEST | {"0.6.1"}
+    assert marks(recording, "outcomes").keys() == marks(recording, "observed").keys() == others - {"0.6.1"}
+    (recording.suite / "cases.py").rename(recording.suite / "renamed.py")
+    assert recording.live() == set(load_releases())
 
 
 @pytest.mark.parametrize("changed", ["cases.py", "more_cases.py", "all.lock"])
-def test_upstream_outcomes_are_valid_for_the_test_code_alone(suite, tmp_path, monkeypatch, changed):
+def test_upstream_outcomes_are_valid_for_the_test_code_alone(recording, monkeypatch, changed):
     """A changed stack keeps them; a changed, new or locked file does not."""
-    (suite / "all.lock").write_text("one")
-    releases = load_releases()
+    (recording.suite / "all.lock").write_text("one")
 
     def upstream() -> UpstreamOutcomes:
-        valid_for = partial(release_fingerprint, suite=suite, patched=False)
-        return UpstreamOutcomes(tmp_path / "upstream.json", lambda release: valid_for(releases[release]))
+        return replace(recording).upstream  # read anew
 
     upstream().write("0.6.1", {"dtype": "bfloat16"})
     upstream().write("0.7.1", {"dtype": "bfloat16"})
@@ -77,8 +83,15 @@ def test_upstream_outcomes_are_valid_for_the_test_code_alone(suite, tmp_path, mo
     monkeypatch.setattr(recorded, "load_stack", lambda release: SimpleNamespace(id="0" * 12))
     assert upstream().of("0.6.1") == {"dtype": "bfloat16"}
     assert upstream().of("0.7.1") == {"dtype": "bfloat16", "scale": [1, float("inf")]}
-    assert upstream().of("0.9.1") == {}
-    (suite / changed).write_text("two")
-    assert upstream().of("0.6.1") == {}
+    assert upstream().of("0.9.1") == {} and upstream().valid() == {"0.6.1", "0.7.1"}
+    (recording.suite / changed).write_text("two")
+    assert upstream().valid() == set()
     upstream().write("0.7.1", {"growth": None})
     assert upstream().of("0.7.1") == {"growth": None}
+
+
+def test_release_with_an_unexpected_outcome_is_not_recorded(recording):
+    suite = Suite(recording, {"dtype": Behaviour("a row", "float16", {"bfloat16": ("0.6.1",)})})
+    for passed, upstream in ((True, "bfloat16"), (False, "bfloat16"), (True, "float32")):
+        seen = {"dtype": {"row": "a row", "passed": passed, "upstream": upstream}, "other": {"absent": "no such thing"}}
+        assert suite.as_expected("0.6.1", seen) == (passed and upstream == "bfloat16")

@@ -37,9 +37,13 @@ class Outcome:
 
 
 def key(mutant: Mutant, file: Path, tests: Sequence[str]) -> str:
-    """Return the hash of all that an outcome is taken from: the mutant, its file, and the files of its tests."""
+    """Return the hash of all that an outcome is taken from: the mutant, its file, the files of its tests, and what these
+    share: the other files of their folder, tests/conftest.py and tests/support."""
+    paths = {REPO / test.partition("::")[0] for test in tests}
+    shared = {each for path in paths for each in path.parent.glob("*.py") if not each.name.startswith("test_")}
+    shared |= {*REPO.glob("tests/conftest.py"), *REPO.glob("tests/support/*.py")}
     digest = hashlib.sha256(json.dumps(asdict(mutant), sort_keys=True).encode())
-    for path in [file, *(REPO / name for name in sorted({test.partition("::")[0] for test in tests}))]:
+    for path in [file, *sorted(paths), *sorted(shared)]:
         for each in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(each.read_bytes())
     return digest.hexdigest()[:16]

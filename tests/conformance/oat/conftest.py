@@ -8,18 +8,20 @@ import pytest
 from oat_behaviours import BEHAVIOURS, NOT_RUN
 from support.conformance import Outcomes, Suite
 from support.oat_server import oat_server, oat_variables
+from support.recorded import RECORDINGS
 from support.trees import patched_tree
 
 from lib.patches.releases import OAT
 from lib.patches.wheels import unpacked_wheel
 
-SUITE = Suite(OAT, Path(__file__).parent, "oat", BEHAVIOURS, NOT_RUN)
+FOLDER = Path(__file__).parent
+SUITE = Suite(RECORDINGS[OAT], BEHAVIOURS, NOT_RUN)
 Run = Callable[..., dict[str, str]]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items):
-    SUITE.mark_recorded(items)
+    SUITE.recording.mark(items)
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +30,7 @@ def run_learner(tmp_path_factory, pytestconfig) -> Iterator[Run]:
     task = tmp_path_factory.mktemp("oat")
     begun: set[tuple[str, bool]] = set()
     with oat_server(task) as server:
-        server.check([SUITE.folder / "oat_task.py", task], oat_variables(task), task, ranks=1)
+        server.check([FOLDER / "oat_task.py", task], oat_variables(task), task, ranks=1)
 
         def run(release: str, patched: bool, *names: str) -> dict[str, str]:
             assert (release, patched) not in begun, "it did not run: the first of these tests shows why"
@@ -38,7 +40,7 @@ def run_learner(tmp_path_factory, pytestconfig) -> Iterator[Run]:
                 tree = patched_tree(release, tree, pytestconfig.getoption("oat_tree"), OAT)
             else:
                 unpacked_wheel(release, tree, OAT)
-            words = [SUITE.folder / "oat_cases.py", task / "model", task / "prompts", out, *names]
+            words = [FOLDER / "oat_cases.py", task / "model", task / "prompts", out, *names]
             server.check(words, oat_variables(tree), out)
             first, second = (json.loads((out / f"rank_{rank}.json").read_text()) for rank in (0, 1))
             assert first == second, f"the ranks differ\n{first}\n{second}"

@@ -33,6 +33,7 @@ from omegaconf import OmegaConf
 from rollout_cases import empty_adapter, hf_rollout, wire, wire_merged_lora
 from sft_cases import bf16_sft, engine_sft_trainer, overflow_sft, sft
 from support.parsed_once import yaml_parsed_once
+from support.waiting import STUCK_S
 from transformers import AutoModelForCausalLM
 
 from lib.patches.releases import Release
@@ -390,8 +391,8 @@ def cases_of(release: Release) -> tuple[dict[str, Case], dict[str, Case], dict[s
 
 
 def main() -> None:
-    # A rank that waits for a dead peer fails after this, not after half an hour.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    # A rank that waits for another fails after this, not after half an hour.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=STUCK_S))
     gc.freeze()  # verl calls gc.collect() often: exclude everything imported so far
     bits, both, once = cases_of(RELEASE)
     # An unpatched tree runs under FSDP2 only, except bf16, which is compared under both strategies.

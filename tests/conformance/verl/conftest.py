@@ -9,13 +9,15 @@ import pytest
 from behaviours import BEHAVIOURS
 from support.conformance import Outcomes, Suite
 from support.fork_server import ForkServer
+from support.recorded import RECORDINGS
 from support.trees import patched_tree
 
 from lib.patches.releases import VERL, find_release
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
-SUITE = Suite(VERL, Path(__file__).parent, "releases", BEHAVIOURS)
+FOLDER = Path(__file__).parent
+SUITE = Suite(RECORDINGS[VERL], BEHAVIOURS)
 PYTHON = REPO / ".venv-workers/bin/python"
 # What every release's workers import, except verl itself.
 PRELOAD = (
@@ -28,7 +30,7 @@ PRELOAD = (
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items):
-    SUITE.mark_recorded(items)
+    SUITE.recording.mark(items)
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +44,7 @@ def server(tmp_path_factory) -> Iterator[ForkServer]:
 def model(server, tmp_path_factory) -> Path:
     """The sanity task's model, saved by the transformers that the releases will load it with."""
     folder = tmp_path_factory.mktemp("model")
-    server.check([SUITE.folder / "make_model.py", folder], {**os.environ, "PYTHONPATH": str(REPO)}, folder, ranks=1)
+    server.check([FOLDER / "make_model.py", folder], {**os.environ, "PYTHONPATH": str(REPO)}, folder, ranks=1)
     return folder
 
 
@@ -83,7 +85,7 @@ def run_workers(server, model, tree_of, tmp_path_factory) -> Callable[..., list]
             "VERL_ENGINE_DEVICE": "cuda",
         }
         out = tmp_path_factory.mktemp(f"{release}-outcomes")
-        server.check([SUITE.folder / script, release, model, out, *names], variables, out, ranks=ranks)
+        server.check([FOLDER / script, release, model, out, *names], variables, out, ranks=ranks)
         return [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
 
     return run

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.waiting import TIMEOUT_S
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type as is_wrapper
@@ -170,7 +171,7 @@ def measure(setting: dict, folder: Path) -> dict:
 
 
 def main() -> None:
-    initialize_global_process_group_ray(timeout_second=600)
+    initialize_global_process_group_ray(timeout_second=TIMEOUT_S)
     results = []
     for index, setting in enumerate(SETTINGS):
         results.append(measure(setting, OUT / f"model-{index}"))

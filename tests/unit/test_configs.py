@@ -18,8 +18,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 # configs/amp and configs/launch are no Hydra configs
-OTHERS = ("amp", "launch")
-FILES = sorted(file for file in CONFIGS.rglob("*.yaml") if file.parent.name not in OTHERS)
+FILES = sorted(file for file in CONFIGS.rglob("*.yaml") if file.parent.name not in ("amp", "launch"))
 # actor, reference policy, rollout, critic
 DTYPES = {
     "fp16": ("float16", "float16", "float16", "float16"),

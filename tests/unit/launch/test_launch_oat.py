@@ -90,8 +90,6 @@ REFUSED = {
     "--use-wb --dry-run": "--dry-run: must be --dry-run, as the first argument",
     "--help": "--help: the knobs are listed at the top of the script; docs/oat.md describes the rest",
     "--use-wb --critic_type grpo": "--critic_type: set ALGO",
-    "--gpus 4": "--gpus: set GPUS",
-    "--num_prompt_epoch 9": "--num_prompt_epoch: set EPOCHS",
     "trainer.save_freq=3": f"trainer.save_freq=3: {FIRST}, like --use-wb",
 }
 

@@ -165,14 +165,6 @@ def check_the_job(machine: Machine, script: str | Path, environment: dict[str, s
     assert machine.environment("python3")["RAY_ADDRESS"] == "10.0.0.7:6379"
 
 
-def test_skypilot_task_has_the_fields_of_skypilot():
-    task = yaml.safe_load((CONFIGS / "sky.yaml").read_text())
-    check(task, TASK)
-    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [GAVE_UP]
-    counted = {"NNODES", "GPUS_PER_NODE"}  # by SkyPilot itself
-    assert set(task["envs"]) == {*knobs(), "HF_HOME"} - counted
-
-
 @pytest.fixture(scope="module")
 def sky_words(tmp_path_factory) -> list[str]:
     """The arguments that ``sky.sh`` passes to sky."""
@@ -182,7 +174,12 @@ def sky_words(tmp_path_factory) -> list[str]:
     return machine.words("sky")
 
 
-def test_skypilot_launches_the_task(sky_words):
+def test_skypilot_task_has_the_fields_of_skypilot(sky_words):
+    task = yaml.safe_load((CONFIGS / "sky.yaml").read_text())
+    check(task, TASK)
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [GAVE_UP]
+    counted = {"NNODES", "GPUS_PER_NODE"}  # by SkyPilot itself
+    assert set(task["envs"]) == {*knobs(), "HF_HOME"} - counted
     assert sky_words[:2] == ["jobs", "launch"] and sky_words[-1] == str(CONFIGS / "sky.yaml")
     options = " ".join(sky_words)
     expected = ("--num-nodes 3", "--gpus H100:4", "--infra k8s", "--use-spot", f"--image-id docker:{IMAGE['IMAGE']}")

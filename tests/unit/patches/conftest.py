@@ -46,9 +46,3 @@ def patched(tiny: Path, target: Path) -> Path:
 def pristine_oat(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny project's older release of OAT, unpacked; read it, do not change it."""
     return unpack(wheel_of(tiny, OAT_RELEASE, OAT), tmp_path_factory.mktemp("oat"))
-
-
-@pytest.fixture
-def target_oat(pristine_oat: Path, tmp_path: Path) -> Path:
-    """An unpacked release of OAT to change."""
-    return shutil.copytree(pristine_oat, tmp_path / "oat")

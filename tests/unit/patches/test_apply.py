@@ -88,13 +88,16 @@ def test_apply_upgrades_an_older_stack(project: Path, pristine: Path, patched: P
 
 
 def test_apply_works_inside_another_git_repository(tiny: Path, pristine: Path, tmp_path: Path):
+    """The target is a relative path, of the package or a link."""
     git("init", "--quiet", cwd=tmp_path)
     (tmp_path / ".gitignore").write_text(".venv/\nscratch/\n")
     (tmp_path / "scratch").mkdir()
     target = shutil.copytree(pristine, tmp_path / ".venv/lib/site-packages")
-    for variables in ({}, {"GIT_DIR": str(tmp_path / ".git"), "GIT_WORK_TREE": str(tmp_path)}):
-        inside = {**os.environ, "TMPDIR": str(tmp_path / "scratch"), **variables}
-        assert patchset(tiny, "apply", target, cwd=tmp_path, env=inside).returncode == 0
+    (tmp_path / "link").symlink_to(target)
+    variables = {"GIT_DIR": str(tmp_path / ".git"), "GIT_WORK_TREE": str(tmp_path)}
+    for name, more in ((".venv/lib/site-packages/verl", {}), ("link", variables)):
+        inside = os.environ | {"TMPDIR": str(tmp_path / "scratch")} | more
+        assert patchset(tiny, "apply", name, cwd=tmp_path, env=inside).returncode == 0
         assert "# twice" in (target / ENGINE).read_text()
         unapply(target, tiny)
 
@@ -111,14 +114,6 @@ def test_apply_and_unapply_work_on_a_git_checkout_with_other_files(tiny: Path, t
     assert set(git("status", "--porcelain", cwd=target).splitlines()) == expected
     unapply(target, tiny)
     assert git("status", "--porcelain", "--ignored", cwd=target) == ""
-
-
-def test_target_may_be_a_relative_path_the_package_or_a_link(tiny: Path, target: Path, tmp_path: Path):
-    (tmp_path / "link").symlink_to(target)
-    for name in ("target/verl", "link"):
-        assert patchset(tiny, "apply", name, cwd=tmp_path).returncode == 0
-        assert status(target, tiny).state == "patched"
-        unapply(target, tiny)
 
 
 def waits_for_a_lock(process: subprocess.Popen) -> bool:

@@ -8,21 +8,14 @@ from pathlib import Path
 
 import pytest
 from support.patch_tool import patchset, refused
-from support.small_projects import (
-    ARGS,
-    FILES_OF_OAT,
-    OAT_NEWER,
-    OAT_RELEASE,
-    cut_wheel,
-    wheel_of,
-)
+from support.small_projects import ARGS, FILES_OF_OAT, OAT_NEWER, OAT_RELEASE, cut_wheel, wheel_of
 from support.trees import contents, edit, write_files
 
 from lib.errors import Refused
 from lib.patches import wheels
 from lib.patches.apply import apply, unapply
 from lib.patches.port import destination
-from lib.patches.releases import OAT, VERL, Framework, find_release
+from lib.patches.releases import OAT, VERL, find_release
 from lib.patches.stack import load_stacks
 from lib.patches.wheels import sha256, unpack
 
@@ -43,18 +36,15 @@ def test_folder_with_both_frameworks_needs_a_choice(tiny: Path, target: Path, pr
     assert contents(target) == before
 
 
-def test_refusals_name_oat_and_its_variable(tiny: Path, target_oat: Path):
-    edit(target_oat / ARGS, "import torch\n", "import torch  # mine\n")
-    line = refused(tiny, "apply", target_oat, unchanged=target_oat)
+def test_refusals_name_oat_and_its_variable(tiny: Path, pristine_oat: Path, tmp_path: Path):
+    target = shutil.copytree(pristine_oat, tmp_path / "oat")
+    edit(target / ARGS, "import torch\n", "import torch  # mine\n")
+    line = refused(tiny, "apply", target, unchanged=target)
     assert f"dirty: oat 0.2.3, but for {ARGS}; save your edits, then reinstall oat 0.2.3 or check" in line
-    commands = f"make drift OAT={target_oat} lists them, make port FRAMEWORK=oat FROM=0.2.3 TO={target_oat} ports"
-    assert commands in line
-    (target_oat / "oat/model.py").write_text("another = 'release'\n")
-    line = refused(tiny, "unapply", target_oat, unchanged=target_oat)
+    assert f"make drift OAT={target} lists them, make port FRAMEWORK=oat FROM=0.2.3 TO={target} ports" in line
+    (target / "oat/model.py").write_text("another = 'release'\n")
+    line = refused(tiny, "unapply", target, unchanged=target)
     assert "foreign: matches none of oat 0.2.3, 0.2.4; the closest is 0.2.3, of the 2 files" in line
-
-
-def test_release_without_patches_is_pristine_but_cannot_be_patched(tiny: Path, tmp_path: Path):
     newer = unpack(wheel_of(tiny, OAT_NEWER, OAT), tmp_path / "newer")
     assert patchset(tiny, "status", newer).stdout == "pristine: oat 0.2.4, no stack applied\n"
     assert "oat 0.2.4 has no patches yet" in refused(tiny, "apply", newer, unchanged=newer)
@@ -84,24 +74,16 @@ def test_port_adds_a_new_release_to_versions_toml(project: Path, tmp_path: Path)
     apply(newer, project, OAT)
 
 
-@pytest.mark.parametrize(
-    ("framework", "text", "version"),
-    [
-        (VERL, "0.9.1+cu126\n", "0.9.1+cu126"),
-        (OAT, "__version__ = '0.2.5.dev1+g1a2b3c4'\n", "0.2.5.dev1+g1a2b3c4"),
-        (OAT, "__version__ = read()\n", None),
-    ],
-)
-def test_version_of_a_commit_is_read(tiny: Path, tmp_path: Path, framework: Framework, text: str, version: str | None):
-    root = tmp_path / "commit"
-    write_files(root, dict.fromkeys((f"{framework.name}/__init__.py", framework.version_file), text))
-    (own,) = (each for each in load_stacks(tiny, framework) if each.patches)
-    if version:
-        name, _, new_release = destination(str(root), own, tiny, tmp_path / "scratch")
-        assert re.fullmatch(rf"{re.escape(version)}\+\w{{8}}", name) and new_release is None
-        return
-    with pytest.raises(Refused, match="oat/__about__.py contains no version; give a checkout or a release"):
-        destination(str(root), own, tiny, tmp_path / "scratch")
+def test_version_of_a_commit_is_read(tiny: Path, tmp_path: Path):
+    root, scratch, about = tmp_path / "commit", tmp_path / "scratch", OAT.version_file
+    for framework, text in ((VERL, "0.9.1+cu126\n"), (OAT, "__version__ = '0.9.1+cu126'\n")):
+        write_files(root, dict.fromkeys((f"{framework.name}/__init__.py", framework.version_file), text))
+        (own,) = (each for each in load_stacks(tiny, framework) if each.patches)
+        name, _, new_release = destination(str(root), own, tiny, scratch / framework.name)
+        assert re.fullmatch(r"0\.9\.1\+cu126\+\w{8}", name) and new_release is None
+    (root / about).write_text("__version__ = read()\n")
+    with pytest.raises(Refused, match=f"{about} contains no version; give a checkout or a release"):
+        destination(str(root), own, tiny, scratch / "none")
 
 
 def test_wheel_of_a_longer_version_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

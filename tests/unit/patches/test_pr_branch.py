@@ -108,9 +108,6 @@ def copy_of_project(folder: Path) -> Path:
     return folder
 
 
-# --- six branches ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def made(released: Path, tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Return the tool's output for a main with a later commit, one quick test a branch, and the clone with branches."""
@@ -168,9 +165,6 @@ def test_six_branches_are_green_with_all_their_tests(verl: Path, tmp_path: Path)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
-# --- changes in main -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.subprocess
 def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: Path):
     line = "self.scaler = ShardedGradScaler(growth_interval=400)"
@@ -212,9 +206,6 @@ def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: P
     assert list(found) == SLUGS and found[SLUGS[-1]] == git("rev-parse", "HEAD", cwd=work).strip()
     commit(verl, "more", "--allow-empty")
     refused("another main")
-
-
-# --- the plan --------------------------------------------------------------------------------------------------------
 
 
 def test_every_hunk_is_picked_once_or_its_patch_stays():
@@ -363,7 +354,7 @@ def test_a_failed_check_fails_the_command(small: Path, tmp_path: Path, monkeypat
         assert ("--- precision/a: title: a result\nits output" in capsys.readouterr().out) == (not passed)
 
 
-def test_failed_hooks_and_titles_are_reported(small: Path):
+def test_failed_hooks_titles_and_generators_are_reported(small: Path):
     (small / ".pre-commit-config.yaml").write_text(
         "repos: [{repo: local, hooks: [{id: a, name: never, entry: 'false', language: system},"
         " {id: b, name: always, entry: 'true', language: system}]}]\n"
@@ -376,16 +367,10 @@ def test_failed_hooks_and_titles_are_reported(small: Path):
         write_files(small, {pr_branch.TITLE: code})
         assert not pr_branch.title(branch, small).passed
     assert pr_branch.title(replace(branch, title="[cfg] fix: a thing"), small).passed
-
-
-def test_generator_that_fails_silently_is_reported_in_one_line(small: Path):
     write(small / upstream.GENERATE, b"exit 3")
     write(small / upstream.CONFIGS / "_generated_a.yaml", b"a: 1")
     with pytest.raises(Refused, match="generate_trainer_config.sh of main failed with exit code 3: no output"):
         upstream.generate(small, os.environ)
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from lib.patches.status import status
 from lib.patches.wheels import unpacked_wheel, wheel
 from lib.paths import REPO
 
-FOLDER = str(Path(PACKAGE).parent)
 # In the order of their imports, so that one after the other they are one module.
 PARTS = "dtypes roles gradients scaler accounting megatron keep_fp32 legacy wire rewards reporting".split()
 
@@ -44,7 +43,7 @@ def patched(pristine: Path, tmp_path: Path) -> Path:
     project, root = tmp_path / "older", shutil.copytree(pristine, tmp_path / "patched")
     for part in ("patches/verl", "configs/precision"):
         shutil.copytree(REPO / part, project / part, ignore=shutil.ignore_patterns("__pycache__"))
-    package = project / "patches/verl/files" / FOLDER
+    package = project / "patches/verl/files" / Path(PACKAGE).parent
     lines = [line for part in PARTS for line in (package / f"{part}.py").read_text().splitlines()]
     assert sorted(f"{part}.py" for part in (*PARTS, "__init__")) == sorted(path.name for path in package.iterdir())
     shutil.rmtree(package)

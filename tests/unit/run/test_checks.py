@@ -1,12 +1,16 @@
-"""Checks of a job's data and disk before it starts."""
+"""Checks of a job's data, disk and machine before it starts."""
 
+from functools import cache
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 from lib.errors import Refused
+from lib.paths import REPO
+from lib.run import machine
 from lib.run.checks import check_job
 from lib.run.job import compose, parse_job
 
@@ -25,7 +29,7 @@ def check(words: list[str], out: Path) -> None:
 
 
 @pytest.mark.subprocess  # a configuration a case
-def test_unusable_data_is_refused(tmp_path):
+def test_unusable_data_is_refused(tmp_path, monkeypatch):
     broken = tmp_path / "broken.parquet"
     broken.write_text("not a parquet file")
     good, few = parquet(tmp_path / "good.parquet"), parquet(tmp_path / "few.parquet", rows=3)
@@ -41,13 +45,10 @@ def test_unusable_data_is_refused(tmp_path):
     for refusal, words in cases.items():
         with pytest.raises(Refused, match=refusal):
             check(words, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_full_disk_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("lib.files.FREE_GIB", 1e9)
+    monkeypatch.setattr("lib.files.FREE_GIB", 1e9)  # a full disk
     with pytest.raises(Refused, match="^OUT=.* GiB free"):
         check([], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_data_that_fill_one_batch_pass(tmp_path):
@@ -55,3 +56,42 @@ def test_data_that_fill_one_batch_pass(tmp_path):
     batch, half, row = (parquet(tmp_path / f"{rows}.parquet", rows) for rows in (32, 16, 1))
     check([f"TRAIN={batch}"], tmp_path)
     check([f"TRAIN={half}", f"ARGS=data.train_files=[{half},{half}]", f"VAL={row}"], tmp_path)
+
+
+@cache
+def default() -> DictConfig:
+    return compose(parse_job(["DEVICE=cpu"]), REPO / "out")
+
+
+def configured(args: str) -> DictConfig:
+    """Return the configuration of the default job with these overrides."""
+    return OmegaConf.merge(default(), OmegaConf.from_dotlist(args.split()))
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ("n_gpus_per_node=5", "must be at most 4: of the 16 CPUs that Ray is given here, verl reserves 3 a worker"),
+        ("n_gpus_per_node=0", "must be a whole number of at least 1"),
+        ("n_gpus_per_node=two", "must be a whole number of at least 1"),
+        ("nnodes=2", "must be 1 without RAY_ADDRESS"),
+        ("n_gpus_per_node=999 ray_kwargs.ray_init.num_cpus=null", "CPUs that Ray counts here"),
+    ],
+)
+def test_more_workers_than_ray_can_place_are_refused(args, reason):
+    with pytest.raises(Refused, match=f"^trainer.{args.split()[0]}: .*{reason}"):
+        machine.check_machine(configured(f"trainer.{args}"), "cpu")
+
+
+def test_as_many_workers_as_ray_can_place_pass():
+    for args in ("4", "64 ray_kwargs.ray_init.num_cpus=194", "5 trainer.use_v1=false"):  # which has no TransferQueue
+        machine.check_machine(configured(f"trainer.n_gpus_per_node={args}"), "cpu")
+    units = "transfer_queue.backend.SimpleStorage.num_data_storage_units=7"
+    assert machine.cpus_per_node(configured(f"trainer.nnodes=2 trainer.n_gpus_per_node=8 {units}")) == 3 * 8 + 4 + 1
+
+
+def test_workers_take_all_gpus(monkeypatch):
+    monkeypatch.setattr(machine, "gpu_count", lambda: 3)
+    machine.check_machine(configured("trainer.n_gpus_per_node=3"), "cuda")
+    with pytest.raises(Refused, match="^trainer.n_gpus_per_node=4: must be at most 3, the GPUs of this machine"):
+        machine.check_machine(configured("trainer.n_gpus_per_node=4"), "cuda")

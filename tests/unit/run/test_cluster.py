@@ -67,9 +67,6 @@ def test_driver_without_a_patched_verl_is_refused(trees, facts, tmp_path):
     write(root / VERL.stamp, json.dumps({"release": "0.9.1", "stack": "54ad"}).encode())
     assert facts(root)["stack"] is None, "pip leaves the stamp where it reinstalls verl over a patched one"
     assert facts(None)["verl"] is None
-
-
-def test_edited_driver_and_another_stack_are_refused(trees, facts, tmp_path):
     root = shutil.copytree(trees["patched"], tmp_path / "edited")
     (root / "verl/utils/tracking.py").write_text("# mine\n")
     seen = facts(root, QUERY | {"engines": {}})

@@ -3,7 +3,6 @@
 import json
 import shlex
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,19 +10,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lib.cli import gpu_present, options
 from lib.errors import Refused
-from lib.paths import ARITHMETIC, CACHE, REPO
-from lib.run.job import GENERATED, MODULES, VARIABLES, Job, compose, parse_job, quoted
+from lib.paths import ARITHMETIC, CACHE
+from lib.run.job import GENERATED, MODULES, Job, compose, parse_job, quoted
 
 
 def parsed(*words: str) -> Job:
     return parse_job(["DEVICE=cpu", *words])
-
-
-def test_bare_command_is_the_sanity_task_in_fp16():
-    job = parsed()
-    assert (job.experiment, job.precision, job.algo, job.seed) == ("arithmetic", "fp16", "grpo", 1)
-    assert job.generated == ARITHMETIC
-    assert parsed("STEPS=", "PRECISION=") == job, "an empty variable is not set"
 
 
 @pytest.mark.parametrize("experiment", GENERATED)
@@ -57,10 +49,11 @@ def test_seed_and_number_of_checkpoints_reach_every_role_and_args_win(tmp_path):
 
 
 WORDS = "PRECISION=fp61 ALGO=reinforce RECIPE=flow EXPERIMENT=math DEVICE=tpu CARRY=maybe STEPS=0 SEED=1.5 RETRIES=-1"
+FILES = "TRAIN=/etc/hostname VAL=/none.parquet OUT=/proc/out"
 MODELS = "MODEL=./no/such/model MODEL=/no/such/model MODEL=no-such-model"
 
 
-@pytest.mark.parametrize("word", [*WORDS.split(), *MODELS.split(), "ARGS='trainer.nnodes=1"])
+@pytest.mark.parametrize("word", [*WORDS.split(), *FILES.split(), *MODELS.split(), "ARGS='trainer.nnodes=1"])
 def test_bad_value_is_refused_by_name(word):
     with pytest.raises(Refused) as refusal:
         parsed(word)
@@ -78,10 +71,12 @@ def test_recipe_adds_a_config_group_and_a_module(recipe, tmp_path):
     assert MODULES not in replace(plain, device="cuda").environment(tmp_path)
 
 
-def test_cluster_default_is_two_retries_and_a_model_beside_out(monkeypatch):
+def test_bare_command_is_the_sanity_task_in_fp16_with_retries_on_a_cluster(monkeypatch):
     assert parsed().retries == 0 and parsed("OUT=/tmp/run").generated == CACHE / "addition"
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     job = parsed()
+    assert job == parsed("STEPS=", "PRECISION="), "an empty variable is not set"
+    assert (job.experiment, job.precision, job.algo, job.seed) == ("arithmetic", "fp16", "grpo", 1)
     assert (job.cluster, job.retries, parsed("RETRIES=0").retries) == ("127.0.0.1:6379", 2, 0)
     assert job.settings() == replace(job, cluster=None, retries=5).settings(), "a run must be resumable on any node"
 
@@ -140,17 +135,3 @@ def test_rays_workers_have_the_niceness_of_the_run(monkeypatch, tmp_path):
     assert parsed().environment(tmp_path)["RAY_worker_niceness"] == "0"
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # its nodes were started elsewhere
     assert "RAY_worker_niceness" not in parsed().environment(tmp_path)
-
-
-def test_words_are_read_without_an_installed_package():
-    """``make`` and the launch scripts do so before they install any."""
-
-    def started(*words: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-S", "-m", "lib.run.job", *words]  # -S: no installed package
-        return subprocess.run(command, cwd=REPO / "scripts", capture_output=True, text=True)
-
-    for word in ("TRAIN=/etc/hostname", "VAL=/none.parquet", "OUT=/proc/out", "PRECISION=fp61"):
-        done = started(word)
-        assert done.returncode == 1 and done.stderr.startswith(f"run: {word}: ") and done.stderr.count("\n") == 1
-    assert started("--names").stdout.split() == list(VARIABLES)
-    assert started("--generated").stdout.split() == list(GENERATED)

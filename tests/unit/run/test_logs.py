@@ -1,6 +1,5 @@
 """The log of ``main_ppo``: reports, the root cause of a failure, the evidence of a death; by excerpts of real logs."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,9 +80,11 @@ def test_recorded_failure_shows_its_root_cause():
         shown = errors(recorded(name))
         assert len(shown) == bool(cause) and all(text.startswith(cause) for text in shown)
         assert DeathReader().read(recorded(name)) == death
+    another_jobs = Death(NO_ROOM.cause, certain=False)
+    assert DeathReader(shared_ray=True).read(recorded("ray-has-no-room")) == another_jobs
 
 
-def test_chain_shows_its_first_and_its_last_exception():
+def test_first_causes_and_the_last_exception_are_shown():
     chain = [
         *("Traceback (most recent call last):", "  File 'a.py', line 1, in a", "KeyError: 'float61'", ""),
         *("During handling of the above exception, another exception occurred:", ""),
@@ -94,6 +95,8 @@ def test_chain_shows_its_first_and_its_last_exception():
     own = [f"(WorkerDict pid=1) {line}" for line in chain]
     interleaved = [text for line in own for text in (line, "(WorkerDict pid=2) starting")]
     assert errors(interleaved) == ["KeyError: 'float61'", "RuntimeError: the worker could not be built"]
+    many = [f"(WorkerDict pid={pid}) RuntimeError: rank {pid}" for pid in range(9)]
+    assert errors(many) == ["RuntimeError: rank 0", "RuntimeError: rank 1", "RuntimeError: rank 8"]
 
 
 def test_details_of_an_exception_are_those_of_its_own_process_of_vllm():
@@ -101,11 +104,6 @@ def test_details_of_an_exception_are_those_of_its_own_process_of_vllm():
     lines = [f"(vLLMHttpServer pid=1) {text}" for line in own for text in (line, "(EngineCore pid=3) starting")]
     assert errors(lines) == ["ValidationError: 1 validation error for C size too small"]
     assert errors([*own[:1], "(Worker pid=2) shutting down"]) == ["ValidationError: 1 validation error for C"]
-
-
-def test_first_causes_are_kept_where_many_failed():
-    lines = [f"(WorkerDict pid={pid}) RuntimeError: rank {pid}" for pid in range(9)]
-    assert errors(lines) == ["RuntimeError: rank 0", "RuntimeError: rank 1", "RuntimeError: rank 8"]
 
 
 ACTOR_OF_VERL = Death("WorkerDict (pid 20673) died", certain=True)
@@ -130,10 +128,6 @@ UNKNOWN = Death("a worker (pid 20673) died", certain=False)
 def test_only_the_death_of_an_actor_of_verl_is_certain_to_end_a_run(parts, deaths):
     reader = DeathReader()
     assert [reader.read(lines) for lines in parts] == deaths
-
-
-def test_request_without_room_may_be_another_jobs_on_a_shared_ray():
-    assert DeathReader(shared_ray=True).read(recorded("ray-has-no-room")) == replace(NO_ROOM, certain=False)
 
 
 def test_vllms_own_messages_are_certain_and_the_text_of_a_response_is_no_evidence():

@@ -26,11 +26,11 @@ MINI_BATCH, BETA = (f"actor_rollout_ref.actor.{key}" for key in ("ppo_mini_batch
     [
         (["MODEL=./no/such/model"], "MODEL=./no/such/model: "),
         (["TRAIN=no-such.parquet"], "TRAIN=no-such.parquet: "),
-        (["ARGS=trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
+        (["ARGS=trainer.save_freq=1 trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
         ([f"ARGS={BETA}=0", "RECIPE=flowrl"], f"ARGS={BETA}=0: "),
         (["ARGS=trainer.n_gpus_per_node=64"], "trainer.n_gpus_per_node=64: must be at most 4: "),
         (["--check", "SEED=2", "--", "ARGS=trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
-        (["--check", f"ARGS={MINI_BATCH}=64"], f"ARGS={MINI_BATCH}=64: train_batch_size (32) must be >="),
+        (["--check", f"ARGS=trainer.save_freq=1 {MINI_BATCH}=64"], f"ARGS={MINI_BATCH}=64: train_batch_size (32)"),
     ],
 )
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(words, refusal, validated_here, monkeypatch, tmp_path):

@@ -75,13 +75,10 @@ def test_table_is_read_from_each_layout_of_vllm(file, tmp_path):
         assert float16_support(str(folder(tmp_path / "qwen", "qwen2")), root).supported is True
 
 
-@pytest.mark.parametrize("table", ["", f"{LISTED[:-2]}, **more}}", f"{LISTED[:31]}x()"])
-def test_support_is_unknown_without_the_table(table, tmp_path):
-    support = float16_support(str(folder(tmp_path, "gemma2")), site(tmp_path, table))
-    assert support.supported is None and "vLLM 0.9.1 has no _FLOAT16_NOT_SUPPORTED_MODELS" in support.reason
-
-
-def test_support_is_unknown_without_a_config_or_vllm(tmp_path, monkeypatch):
+def test_support_is_unknown_without_the_table_a_config_or_vllm(tmp_path, monkeypatch):
+    for table in ("", f"{LISTED[:-2]}, **more}}", f"{LISTED[:31]}x()"):
+        support = float16_support(str(folder(tmp_path, "gemma2")), site(tmp_path / str(len(table)), table))
+        assert support.supported is None and "vLLM 0.9.1 has no _FLOAT16_NOT_SUPPORTED_MODELS" in support.reason
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert "owner/name has no config.json" in float16_support("owner/name").reason
     assert "has no model_type" in float16_support(str(folder(tmp_path, None))).reason
@@ -147,14 +144,6 @@ def test_doctor_refuses_a_server_in_float16(patched, models, words, verdict, key
         assert found.sentence.endswith("is not known: owner/name has no config.json on this machine.")
 
 
-def test_run_is_refused_before_anything_starts(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "interrupt_on_signals", lambda: None)
-    with pytest.raises(Refused, match=f"^MODEL={models}/gemma2: vLLM ") as refused:
-        run.main(["DEVICE=cpu", f"MODEL={models}/gemma2", f"OUT={tmp_path}/out"])
-    assert f"ARGS={ROLLOUT}.dtype=bfloat16" in str(refused.value) and "PRECISION=bf16" in str(refused.value)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("words", "runs"),
     [
@@ -172,9 +161,15 @@ def test_run_is_refused_for_the_dtype_that_vllm_would_use(words, runs, models, t
         check_rollout(job, compose(job, tmp_path))
 
 
-def test_probe_by_vllm_is_refused_and_one_by_hf_reports_it(models, tmp_path, capsys):
+def test_run_and_probe_by_vllm_are_refused_and_a_probe_by_hf_reports_it(models, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "interrupt_on_signals", lambda: None)
+    words = ["DEVICE=cpu", f"MODEL={models}/gemma2", f"OUT={tmp_path}/out"]
+    with pytest.raises(Refused, match=f"^MODEL={models}/gemma2: vLLM ") as refused:
+        run.main(words)
+    assert f"ARGS={ROLLOUT}.dtype=bfloat16" in str(refused.value) and "PRECISION=bf16" in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
-    words = ["DEVICE=cpu", f"MODEL={models}/gemma2", f"DATA={tmp_path}/data.parquet", f"OUT={tmp_path}/out"]
+    words.append(f"DATA={tmp_path}/data.parquet")
     with pytest.raises(Refused, match="leave out bf16_train_fp16_infer and fp16: PRECISION='bf16 fp32'"):
         probe.main([*words, "BACKEND=vllm"])
     check_vllm(probe.parse([*words, "BACKEND=hf"]))

@@ -262,25 +262,13 @@ def test_learning_rate_falls_to_zero(anneal, expected):
 
 
 @pytest.mark.subprocess
-def test_factors_are_learned():
-    """The best action is (last, first, last), of the factors' own starts: worth 3 - 0 + 8 a step, 33 an episode."""
-    ppo = small_ppo(env="Factors-v0", num_envs=16, num_steps=16, total_steps=256 * 40, epochs=8, learning_rate=0.01)
-    while ppo.updates < ppo.config.updates:
-        ppo.iterate()
-    assert ppo.evaluate(3) == [33.0] * 3
-
-
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")] + ["float16"]
-)
-@pytest.mark.subprocess
-def test_training_raises_the_return(dtype):
+def test_training_raises_the_return():
     """Train with a fifth of the default steps; an untrained policy returns 22."""
-    ppo = PPO(replace(PPOConfig(), total_steps=32_768, device="cpu", **amp_settings(dtype)))
+    ppo = PPO(replace(PPOConfig(), total_steps=32_768, device="cpu", **amp_settings("float16")))
     first = ppo.iterate()["return_mean"]
     while ppo.updates < ppo.config.updates:
         last = ppo.iterate()
-    assert last["effective_dtype"] == dtype and last["overflow_rate"] < 0.05
+    assert last["effective_dtype"] == "float16" and last["overflow_rate"] < 0.05
     assert first < 40 and last["return_mean"] > 80, (first, last["return_mean"])
 
 

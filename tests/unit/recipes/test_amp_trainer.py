@@ -137,13 +137,10 @@ def test_consecutive_nonfinite_updates_raise_without_a_scaler():
     assert all(parameter.grad is None for parameter in trained.module.parameters())
 
 
-@pytest.mark.parametrize("config", [{}, {"enabled": False}])
-def test_half_precision_weights_are_refused(config):
-    with pytest.raises(ValueError, match=r"0.weight is float16: the optimizer's weights .* must be float32"):
-        trainer(model=network().half(), **config)
-
-
-def test_parameters_of_model_and_optimizer_must_match():
+def test_parameters_of_model_and_optimizer_must_be_float32_and_match():
+    for enabled in (True, False):
+        with pytest.raises(ValueError, match=r"0.weight is float16: the optimizer's weights .* must be float32"):
+            trainer(model=network().half(), enabled=enabled)
     model, other, config = network(), network(1), FP16TrainingConfig(on_cpu=True, loss_scale=1024.0)
     with pytest.raises(ValueError, match="not the model's"):
         FP16Trainer(model, torch.optim.SGD(other.parameters(), lr=0.1), config)
@@ -167,16 +164,13 @@ def test_model_cast_to_fp16_is_for_inference_only(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind, gates", [(torch.nn.LSTM, 4), (torch.nn.GRU, 3)])
-def test_recurrent_layers_are_counted(kind, gates):
+def test_recurrent_layers_are_counted():
     """Two products a step, of the input and of the state, for each of the gates."""
-    with MultiplicationDtypes() as counted:
-        kind(4, 8, batch_first=True)(torch.randn(2, 5, 4))
-    assert counted.flops == {"float32": 2 * 2 * 5 * gates * 8 * (4 + 8)}
-
-
-def test_cudnn_recurrent_layers_are_counted():
-    """On a GPU a GRU is one operation of cuDNN's; meta tensors suffice to count it."""
+    for kind, gates in ((torch.nn.LSTM, 4), (torch.nn.GRU, 3)):
+        with MultiplicationDtypes() as counted:
+            kind(4, 8, batch_first=True)(torch.randn(2, 5, 4))
+        assert counted.flops == {"float32": 2 * 2 * 5 * gates * 8 * (4 + 8)}
+    # On a GPU a GRU is one operation of cuDNN's; meta tensors suffice to count it.
     shapes = [(5, 2, 4), (24, 4), (24, 8), (24,), (24,), (1, 2, 8)]  # input, weights and biases, state
     given, *weights, state = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in shapes)
     gru, hidden, layers = 3, 8, 1

@@ -140,10 +140,11 @@ def test_peak_memory_is_of_tensors_alive_at_once():
         (["--repeats", "4"], "repeats=4 must be at least 5"),
         (["--only", "mlp,nlp"], "only=mlp,nlp must be of mlp,transformer,world_model,evolution,ppo"),
         (["--size", "small"], "size=small requires --out: docs/results is for size="),
-        (["--only", "mlp"], "DISABLE_AMP='yes' in the environment must be 1, 0, true or false"),
+        (["--size", "small", "--out", "out"], "DISABLE_AMP='yes' in the environment must be 1, 0, true or false"),
     ],
 )
-def test_invalid_words_are_refused_in_one_line(words, message, monkeypatch):
+def test_invalid_words_are_refused_in_one_line(words, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     if "DISABLE_AMP" in message:
         monkeypatch.setenv("DISABLE_AMP", "yes")
     with pytest.raises(SystemExit) as refused:

@@ -206,11 +206,6 @@ def refusal(folder: Path, tmp_path: Path, *words: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("word", ["DATA={folder}/none.parquet", "DATA={folder}/other.parquet", "ROWS=9"])
-def test_bad_input_is_one_line(folder, tmp_path, word):
-    assert refusal(folder, tmp_path, word.format(folder=folder)).startswith(word.partition("=")[0])
-
-
 def test_rollout_is_in_bf16_if_vllm_refuses_float16(model):
     ranges, assessment = assessed(model)
     refused = Float16Support(False, "vLLM refuses gemma2 models in float16")
@@ -232,7 +227,9 @@ def test_vllms_refusal_of_float16_is_printed_before_the_model_is_loaded(folder, 
     assert "refuses gemma2 models in float16" in first and "rollout.dtype=bfloat16" in first and "loading" in second
 
 
-def test_model_that_cannot_be_measured_is_refused(folder, tmp_path, model):
+def test_rows_and_model_that_cannot_be_measured_are_refused(folder, tmp_path, model):
+    for word in (f"DATA={folder / 'none.parquet'}", f"DATA={folder / 'other.parquet'}", "ROWS=9"):
+        assert refusal(folder, tmp_path, word).startswith(word.partition("=")[0])
     message = refusal(folder, tmp_path, f"MODEL={folder / 'critic'}")
     assert message == f"MODEL={folder / 'critic'}: is a Qwen2ForTokenClassification, not a causal language model"
     shutil.copytree(folder / "model", tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))

@@ -158,6 +158,15 @@ def test_folder_of_make_run_is_read_and_left_as_it_is(tmp_path):
     assert (run.seed, run.regime, run.finished, run.source) == (2, "fp16", True, "make run")
     assert run.steps[1][REWARD] == 0.52 and math.isnan(run.steps[1]["actor/entropy"])
     assert departure(run) == "" and contents(folder) == before
+    write(folder / "hydra/config.yaml", b"a: [1,\nb: {")
+    for path, message in (
+        (folder, "config.yaml: is not YAML: "),
+        (folder / "hydra/config.yaml", "config.yaml: is not a run; give a run's folder"),
+        (tmp_path / "nowhere", "does not exist"),
+    ):
+        with pytest.raises(Refused, match=message) as refusal:
+            read("mine", path)
+        assert "\n" not in str(refusal.value)
 
 
 def test_unfinished_run_is_read_with_the_reports_of_its_log(tmp_path):
@@ -206,19 +215,6 @@ def test_folder_without_a_run_is_refused(files, message, tmp_path):
     with pytest.raises(Refused, match=message) as refusal:
         read("fp16", tmp_path)
     assert str(tmp_path) in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-def test_path_without_a_run_and_broken_configuration_are_refused(tmp_path):
-    label, folder = made(tmp_path / "run")
-    write(folder / "hydra/config.yaml", b"a: [1,\nb: {")
-    for path, message in (
-        (folder, "config.yaml: is not YAML: "),
-        (folder / "hydra/config.yaml", "config.yaml: is not a run; give a run's folder"),
-        (tmp_path / "nowhere", "does not exist"),
-    ):
-        with pytest.raises(Refused, match=message) as refusal:
-            read(label, path)
-        assert "\n" not in str(refusal.value)
 
 
 def test_run_that_occurs_twice_is_refused(tmp_path):

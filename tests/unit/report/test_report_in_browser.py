@@ -1,7 +1,4 @@
-"""A report's page in Chromium without a screen: no request leaves the machine, nothing fails, nothing is cut off.
-
-The browser is Debian's package, which ``make test-all`` installs where it is missing.
-"""
+"""A report's page in Chromium without a screen: no request leaves the machine, nothing fails, nothing is cut off."""
 
 import shutil
 from collections.abc import Iterator

@@ -76,6 +76,9 @@ def test_verdict_needs_three_seeds_and_an_interval_that_excludes_equality():
     assert again.text == "no verdict: a has 1, b has 1 of at least 3 seeds", "runs of one seed are not three"
     open_ = verdict_on("reward_last", (0.9, 0.5, 0.7), (0.8, 0.6, 0.65))
     assert not open_.holds and open_.text.startswith("no verdict: ") and open_.text.endswith("includes 0")
+    assert verdict_on("skipped_total", (0, 0, 0), (0, 0, 0)).text == "no verdict: equal in every run"
+    found = verdict_on("skipped_total", (1, 1, 1), (0, 0, 0))
+    assert found.text.startswith("no verdict: no spread") and found.effect is None
 
 
 def test_more_labels_need_a_clearer_difference():
@@ -97,12 +100,6 @@ def test_mismatch_is_compared_by_ratio_unless_it_is_rounding_noise():
         found = verdict_on("k3_mean", (least, 2e-8, 2.1e-8))
         assert found.text.endswith("is not above 1e-08, which is rounding noise") and found.effect is None
     assert verdict_on("k3_mean", (1.1e-8, 1.2e-8, 1.3e-8)).holds
-
-
-def test_without_spread_there_is_no_interval():
-    assert verdict_on("skipped_total", (0, 0, 0), (0, 0, 0)).text == "no verdict: equal in every run"
-    found = verdict_on("skipped_total", (1, 1, 1), (0, 0, 0))
-    assert found.text.startswith("no verdict: no spread") and found.effect is None
 
 
 def test_numbers_have_three_significant_digits_and_durations_whole_seconds():

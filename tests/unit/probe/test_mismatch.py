@@ -4,9 +4,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from lib.probe import mismatch
 from lib.probe.mismatch import Answer, Estimate
+from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
 
 
 def answers_of(log_ratios: list[np.ndarray], samples: int = 8) -> list[Answer]:
@@ -23,10 +25,6 @@ def independent(scale: float, number: int, length: int, seed: int = 0) -> list[A
 
 
 def test_metrics_match_those_that_verl_logs():
-    import torch
-
-    from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
-
     rng = np.random.default_rng(0)
     lengths = [7, 20, 13, 20, 1, 16, 9, 20]
     answers = answers_of([rng.normal(0, 0.5, length) for length in lengths], samples=2)

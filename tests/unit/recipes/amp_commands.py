@@ -1,8 +1,6 @@
-"""The commands of recipes/amp, run in this process or in one of their own, and small PPO runs: for their tests."""
+"""The commands of recipes/amp, run in this process, and small PPO runs: for their tests."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,9 +9,7 @@ from unittest.mock import patch
 
 import amp_environments  # noqa: F401  registers them
 import pytest
-from support.waiting import TIMEOUT_S
 
-from lib.paths import REPO
 from recipes.amp.ppo.algorithm import PPO
 from recipes.amp.ppo.config import PPOConfig
 
@@ -30,20 +26,6 @@ def run(command: ModuleType, *given: object) -> None:
     """Run a command's ``main`` with these words."""
     with patch.object(sys, "argv", [command.PROGRAM, *map(str, given)]):
         command.main()
-
-
-def spawn(program: str, *given: object, **environment: str) -> subprocess.CompletedProcess:
-    """Run a command in a process of its own, which succeeds."""
-    done = subprocess.run(
-        [sys.executable, "-m", program, *map(str, given)],
-        cwd=REPO,
-        env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def refusal(command: ModuleType, *given: object) -> str:

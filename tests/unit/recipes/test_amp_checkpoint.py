@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -111,11 +110,6 @@ def test_interrupted_write_keeps_the_older_checkpoint(tmp_path, monkeypatch):
         trained.load_checkpoint(tmp_path / "none.pt")
 
 
-def replaced(**parts: object) -> Callable[[Path], None]:
-    """Return what replaces parts of a checkpoint."""
-    return edited(lambda saved: saved.update(parts))
-
-
 MODEL, OPTIMIZER, NOT_ONE = "of another model: ", "of another optimizer: ", "truncated, or not a checkpoint"
 INVALID = [
     (lambda path: path.write_bytes(b""), NOT_ONE),
@@ -124,9 +118,9 @@ INVALID = [
     (lambda path: torch.save(network(), path), NOT_ONE),
     (lambda path: torch.save(network().state_dict(), path), "no model or no optimizer"),
     (edited(lambda saved: saved["optimizer"].pop("param_groups")), "no model or no optimizer"),
-    (replaced(version=2), "version 2, but this trainer reads up to 1"),
-    (replaced(version="1.0"), "version 1.0, but this trainer"),
-    (replaced(counters=None), "not a checkpoint of this trainer: its counters is NoneType"),
+    (edited(lambda saved: saved.update(version=2)), "version 2, but this trainer reads up to 1"),
+    (edited(lambda saved: saved.update(version="1.0")), "version 1.0, but this trainer"),
+    (edited(lambda saved: saved.update(counters=None)), "not a checkpoint of this trainer: its counters is NoneType"),
     (
         edited(lambda saved: saved["model"].update({"0.weight": torch.ones(3, 6)})),
         MODEL + r"0.weight has shape \(3, 6\), here \(16, 6\)",
@@ -143,7 +137,7 @@ INVALID = [
         edited(lambda saved: saved["optimizer"]["state"][0].update(exp_avg=torch.ones(2))),
         OPTIMIZER + r"exp_avg has shape \(2,\), 0.weight has \(16, 6\)",
     ),
-    (replaced(grad_scaler=torch.amp.GradScaler("cpu").state_dict()), "loss scaler state has keys"),
+    (edited(lambda saved: saved["grad_scaler"].update(backoff_factor=0.5)), "loss scaler state has keys"),
     (edited(lambda saved: saved["grad_scaler"].update(scale=math.nan)), "loss scaler state has scale="),
     (edited(lambda saved: saved["grad_scaler"].update(scale=0.0)), "loss scaler state has scale="),
 ]

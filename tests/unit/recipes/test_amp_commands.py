@@ -35,10 +35,7 @@ INVALID = {
     ],
     "ppo": [
         ("--env=Pendulum-v1", "env=Pendulum-v1: actions are Box(-2.0, 2.0, (1,), float32), but must be Discrete or"),
-        (
-            "--env=Blackjack-v1",
-            "env=Blackjack-v1: observations are Tuple(Discrete(32), Discrete(11), Discrete(2))",
-        ),
+        ("--env=Blackjack-v1", "env=Blackjack-v1: observations are Tuple(Discrete(32), Discrete(11), Discrete(2))"),
         ("--dtype=float32", "dtype=float32 must be float16 or bfloat16"),
         ("--minibatches=5", "minibatches=5 must be a divisor of num_envs * num_steps = 32 into parts of"),
         ("--minibatches=16", "minibatches=16 must be a divisor of num_envs * num_steps = 32 into parts of"),

@@ -3,12 +3,16 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import ray
-from amp_commands import records, refusal, run, spawn, words
+from amp_commands import records, refusal, run, words
+from support.waiting import TIMEOUT_S
 
+from lib.paths import REPO
 from recipes.amp.evolution import __main__ as evolution
 from recipes.amp.evolution.ray_session import QUIET
 
@@ -62,6 +66,9 @@ def test_missing_gpu_of_the_cluster_is_refused(session, tmp_path):
 
 def test_command_joins_a_cluster(session, tmp_path):
     """The command joins this process's Ray and sets the variable differently from its workers."""
-    done = spawn(evolution.PROGRAM, *SMALL, f"--address={session['address']}", f"--out={tmp_path}", **{VARIABLE: "0"})
+    command = [sys.executable, "-m", evolution.PROGRAM, *SMALL, f"--address={session['address']}", f"--out={tmp_path}"]
+    environment = os.environ | {VARIABLE: "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
     assert f"fp16_training=False by environment ({VARIABLE}), float32" in done.stdout
     assert ray.get(ray.remote(lambda: True).remote()), "the cluster is left running"

@@ -26,21 +26,15 @@ def parse(*words: object) -> tuple[ExampleConfig, dict[str, str]]:
     return options.parse(ExampleConfig, "recipe", "A recipe.", [str(word) for word in words])
 
 
-def test_file_overrides_defaults(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("steps: 20\nlr: 1.0e-2\nname: null\n")
-    config, sources = parse("--config", path)
-    assert config == ExampleConfig(steps=20, lr=0.01)
-    assert sources == dict.fromkeys(("steps", "lr", "name"), f"config ({path})") | {"use_amp": "default"}
-
-
 @pytest.mark.parametrize("value, expected", [("1", True), ("TRUE", True), ("0", False), ("false", False)])
-def test_command_line_overrides_environment_overrides_file(tmp_path, monkeypatch, value, expected):
+def test_command_line_overrides_environment_overrides_file_overrides_default(tmp_path, monkeypatch, value, expected):
     path = tmp_path / "config.yaml"
-    path.write_text(f"use_amp: {str(not expected).lower()}\n")
+    path.write_text(f"lr: 1.0e-2\nname: null\nuse_amp: {str(not expected).lower()}\n")
     monkeypatch.setenv("TEST_USE_AMP", value)
     config, sources = parse("--config", path)
-    assert config.use_amp is expected and sources["use_amp"] == "environment (TEST_USE_AMP)"
+    assert config == ExampleConfig(lr=0.01, use_amp=expected)
+    others = dict.fromkeys(("lr", "name"), f"config ({path})") | {"use_amp": "environment (TEST_USE_AMP)"}
+    assert sources == others | {"steps": "default"}
     word = "--no-use-amp" if expected else "--use-amp"
     config, sources = parse("--config", path, word, "--steps", "30", "--lr", "1e-3", "--name", "x")
     assert config == ExampleConfig(steps=30, lr=1e-3, name="x", use_amp=not expected)
@@ -55,29 +49,13 @@ def refused(*words: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    "given, message",
     [
         ("--lr fast", "--lr: invalid float value: 'fast'"),
         ("--lr nan", "lr=nan must be between 0 and 1"),
         ("--ste 5", "--ste is not an option; did you mean --steps?"),
         ("more", "more is not an option; see --help"),
         ("--config none.yaml", "--config none.yaml: No such file"),
-    ],
-)
-def test_malformed_option_is_refused_in_one_line(words, message):
-    assert message in refused(*words.split())
-
-
-@pytest.mark.parametrize("value", ["", "2", " 1"])
-@pytest.mark.parametrize("words", [[], ["--use-amp"]])
-def test_malformed_variable_is_refused_even_if_overridden(words, value, monkeypatch):
-    monkeypatch.setenv("TEST_USE_AMP", value)
-    assert f"TEST_USE_AMP={value!r} in the environment must be 1, 0, true or false" in refused(*words)
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
         ("step: 3\n", "step is not an option; choose from steps"),
         ("steps: true\n", "steps=True must be int"),
         ("lr: 3e-4\n", "lr='3e-4' must be float (YAML needs the dot in 3.0e-4)"),
@@ -85,14 +63,22 @@ def test_malformed_variable_is_refused_even_if_overridden(words, value, monkeypa
         ("name: 3\n", "name=3 must be str or null"),
         ("a: 2024-13-45\n", "must be YAML: month"),
         (f"lr: 1{'0' * 400}\n", "must be float"),
-        ("", "must be a mapping of steps, lr, name, use_amp"),
+        ("\n", "must be a mapping of steps, lr, name, use_amp"),
     ],
 )
-def test_malformed_file_is_refused_in_one_line(text, expected, tmp_path):
+def test_malformed_words_and_files_are_refused_in_one_line(given, message, tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(text)
-    message = refused("--config", path)
-    assert expected in message and ("between" in message or str(path) in message)
+    path.write_text(given)
+    is_file = given.endswith("\n")
+    found = refused("--config", path) if is_file else refused(*given.split())
+    assert message in found and (not is_file or "between" in found or str(path) in found)
+
+
+@pytest.mark.parametrize("value", ["", "2", " 1"])
+@pytest.mark.parametrize("words", [[], ["--use-amp"]])
+def test_malformed_variable_is_refused_even_if_overridden(words, value, monkeypatch):
+    monkeypatch.setenv("TEST_USE_AMP", value)
+    assert f"TEST_USE_AMP={value!r} in the environment must be 1, 0, true or false" in refused(*words)
 
 
 def test_help_lists_every_option_and_default(capsys):

@@ -1,5 +1,6 @@
 """The trainer: updates, skips, and the reported dtype."""
 
+import itertools
 import math
 import re
 import warnings
@@ -85,12 +86,13 @@ def test_invalid_loss_is_refused(loss, message):
 
 @pytest.mark.parametrize("value", [INF, math.nan])
 @pytest.mark.parametrize("bad", [0, 3])
-@pytest.mark.parametrize(
-    "dtype, kind", [*(("float16", kind) for kind in ADAMW_KINDS), ("bfloat16", "loop"), ("float32", "loop")]
-)
-def test_overflow_leaves_state_unchanged_and_training_recovers(dtype, kind, bad, value):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype, kind", [*itertools.product(("float16", "bfloat16"), ADAMW_KINDS), ("float32", "loop")])
+def test_overflow_leaves_state_unchanged_and_training_recovers(dtype, kind, device, bad, value):
     """In the first or the last of four micro-batches, whose losses the caller computes."""
-    trained, clean, answers = trainer(make=kind, dtype=dtype, accumulation_steps=4), batches(4), []
+    settings = {"dtype": dtype, "accumulation_steps": 4, "on_cpu": device == "cpu"}
+    trained, answers = trainer(network().to(device), kind, **settings), []
+    clean = [batch.to(device) for batch in batches(4)]
     train(trained, clean)
     before = snapshot(trained)
     for place, batch in enumerate(clean):
@@ -103,6 +105,7 @@ def test_overflow_leaves_state_unchanged_and_training_recovers(dtype, kind, bad,
     stats = trained.get_stats()
     assert (stats["training_steps"], stats["overflow_steps"], stats["overflow_rate"]) == (2, 1, 0.5)
     assert (stats["consecutive_skips"], stats["grad_norm"]) == (1, None)
+    assert (stats["effective_dtype"], stats["device"]) == (dtype, device)
     assert stats["current_scale"] == (512.0 if dtype == "float16" else 1.0)
     train(trained, clean)
     assert not trained.skipped and trained.consecutive_skips == 0
@@ -137,13 +140,10 @@ def test_consecutive_nonfinite_updates_raise_without_a_scaler():
     assert all(parameter.grad is None for parameter in trained.module.parameters())
 
 
-@pytest.mark.parametrize("config", [{}, {"enabled": False}])
-def test_half_precision_weights_are_refused(config):
-    with pytest.raises(ValueError, match=r"0.weight is float16: the optimizer's weights .* must be float32"):
-        trainer(model=network().half(), **config)
-
-
-def test_parameters_of_model_and_optimizer_must_match():
+def test_parameters_of_model_and_optimizer_must_be_float32_and_match():
+    for enabled in (True, False):
+        with pytest.raises(ValueError, match=r"0.weight is float16: the optimizer's weights .* must be float32"):
+            trainer(model=network().half(), enabled=enabled)
     model, other, config = network(), network(1), FP16TrainingConfig(on_cpu=True, loss_scale=1024.0)
     with pytest.raises(ValueError, match="not the model's"):
         FP16Trainer(model, torch.optim.SGD(other.parameters(), lr=0.1), config)
@@ -167,16 +167,13 @@ def test_model_cast_to_fp16_is_for_inference_only(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind, gates", [(torch.nn.LSTM, 4), (torch.nn.GRU, 3)])
-def test_recurrent_layers_are_counted(kind, gates):
+def test_recurrent_layers_are_counted_and_shares_weighted_by_operations():
     """Two products a step, of the input and of the state, for each of the gates."""
-    with MultiplicationDtypes() as counted:
-        kind(4, 8, batch_first=True)(torch.randn(2, 5, 4))
-    assert counted.flops == {"float32": 2 * 2 * 5 * gates * 8 * (4 + 8)}
-
-
-def test_cudnn_recurrent_layers_are_counted():
-    """On a GPU a GRU is one operation of cuDNN's; meta tensors suffice to count it."""
+    for kind, gates in ((torch.nn.LSTM, 4), (torch.nn.GRU, 3)):
+        with MultiplicationDtypes() as counted:
+            kind(4, 8, batch_first=True)(torch.randn(2, 5, 4))
+        assert counted.flops == {"float32": 2 * 2 * 5 * gates * 8 * (4 + 8)}
+    # On a GPU a GRU is one operation of cuDNN's; meta tensors suffice to count it.
     shapes = [(5, 2, 4), (24, 4), (24, 8), (24,), (24,), (1, 2, 8)]  # input, weights and biases, state
     given, *weights, state = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in shapes)
     gru, hidden, layers = 3, 8, 1
@@ -185,9 +182,6 @@ def test_cudnn_recurrent_layers_are_counted():
             given, weights, 4, None, state, None, gru, hidden, 0, layers, False, 0.0, True, False, [], None
         )
     assert counted.flops == {"float16": 2 * 2 * 5 * 3 * 8 * (4 + 8)}
-
-
-def test_shares_are_weighted_by_operations():
     linear = torch.nn.Linear(4, 4)
     with MultiplicationDtypes() as counted:
         linear(torch.ones(1, 4))
@@ -212,21 +206,3 @@ def test_guide_lists_every_setting_default_and_statistic():
         (row,) = (row for row in guide.splitlines() if re.match(rf"\| [^|]*`{field.name}`[^|]* \| [^|]+ \|", row))
         assert f"{field.default:g}" in row if isinstance(field.default, float) else str(field.default) in row
     assert all(f"`{name}`" in guide for name in trainer().get_stats())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ADAMW_KINDS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_cuda_computes_in_16_bits_and_skips_on_the_device(dtype, kind):
-    data = torch.stack(batches(1)).cuda()[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trained = trainer(network().cuda(), kind, dtype=dtype, on_cpu=False)
-    train(trained, [data])
-    before = snapshot(trained)
-    train(trained, [data * INF])
-    stats = trained.get_stats()
-    assert same_bits(before["trained"], snapshot(trained)["trained"])
-    assert (stats["overflow_steps"], stats["effective_dtype"], stats["device"]) == (1, dtype, "cuda")
-    (loss,) = train(trained, [data])
-    assert math.isfinite(loss) and not trained.skipped

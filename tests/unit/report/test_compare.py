@@ -8,12 +8,14 @@ from lib.errors import Refused
 
 
 def test_runs_by_label_make_a_report(tmp_path, capsys):
-    one, two, three = (finished_run(tmp_path / str(seed), f"SEED={seed}") for seed in (1, 2, 3))
-    words = [f"RUNS=one={one} one={two} other={three}", f"OUT={tmp_path}/out", "DEVICE=cpu"]
+    for name, seed in (("one-1", 1), ("one-2", 2), ("b.1", 3)):
+        finished_run(tmp_path / name, f"SEED={seed}")
+    words = [f"RUNS=one={tmp_path}/one-* b.1={tmp_path}/b.1", f"OUT={tmp_path}/out", "DEVICE=cpu"]
     assert compare.main([*words, "THRESHOLD=0.4", "TITLE=One and another", "NOSPEED=the machine was shared"]) == 0
     output = capsys.readouterr().out
     page = (tmp_path / "out" / "index.html").read_text()
     assert "passes 0.4" in output and "<h1>One and another</h1>" in page
+    assert all(run in page for run in ("one-seed1", "one-seed2", "b.1-seed3"))
     assert "No speed is claimed for any run: the machine was shared." in page
     assert "reward, last 5 steps" in output and str(tmp_path / "out" / "index.html") in output
     assert (tmp_path / "out" / "figures" / "reward.png").read_bytes().startswith(b"\x89PNG")

@@ -16,12 +16,9 @@ def steps(*rewards: float) -> Steps:
     return {step: {REWARD: reward} for step, reward in enumerate(rewards, 1)}
 
 
-def test_moving_mean_begins_with_the_fifth_finite_step():
+def test_a_run_passes_at_the_first_mean_of_five_finite_steps_above_the_threshold():
     assert moving_means(steps(0, 1, math.nan, 0, 1, 0, 1)) == {6: 0.4, 7: 0.6}
     assert moving_means(steps(1, 1, 1, 1)) == {}
-
-
-def test_a_run_passes_at_the_first_moving_mean_above_the_threshold():
     rewards = steps(*[0.0] * 5, *[1.0] * 10)
     assert (passed(rewards, 0.95), passed(rewards, 0.5)) == (10, 8)
     assert passed(steps(*[0.95] * 10), 0.95) is None, "exceeds"
@@ -79,6 +76,9 @@ def test_verdict_needs_three_seeds_and_an_interval_that_excludes_equality():
     assert again.text == "no verdict: a has 1, b has 1 of at least 3 seeds", "runs of one seed are not three"
     open_ = verdict_on("reward_last", (0.9, 0.5, 0.7), (0.8, 0.6, 0.65))
     assert not open_.holds and open_.text.startswith("no verdict: ") and open_.text.endswith("includes 0")
+    assert verdict_on("skipped_total", (0, 0, 0), (0, 0, 0)).text == "no verdict: equal in every run"
+    found = verdict_on("skipped_total", (1, 1, 1), (0, 0, 0))
+    assert found.text.startswith("no verdict: no spread") and found.effect is None
 
 
 def test_more_labels_need_a_clearer_difference():
@@ -90,25 +90,16 @@ def test_more_labels_need_a_clearer_difference():
         assert len(found) == pairs and any(each.holds for each in found) == (pairs == 1)
 
 
-def test_mismatch_is_compared_by_ratio():
+def test_mismatch_is_compared_by_ratio_unless_it_is_rounding_noise():
     found = verdict_on("k3_mean", (1e-7, 2e-7, 4e-7))
     assert found.holds and found.effect == pytest.approx(0.01) and found.low < 0.01 < found.high < 1
     assert found.text.startswith("a lower: 100× (")
     text = verdict_on("probs_diff_mean", (0.0, 1e-12, 1e-12)).text
     assert text == "no verdict: 0 is not above 0, which has no ratio"
-
-
-@pytest.mark.parametrize("least", [-2.4e-12, 0.0, 9e-9])
-def test_rounding_noise_is_not_compared(least):
-    found = verdict_on("k3_mean", (least, 2e-8, 2.1e-8))
-    assert found.text.endswith("is not above 1e-08, which is rounding noise") and found.effect is None
+    for least in (-2.4e-12, 0.0, 9e-9):
+        found = verdict_on("k3_mean", (least, 2e-8, 2.1e-8))
+        assert found.text.endswith("is not above 1e-08, which is rounding noise") and found.effect is None
     assert verdict_on("k3_mean", (1.1e-8, 1.2e-8, 1.3e-8)).holds
-
-
-def test_without_spread_there_is_no_interval():
-    assert verdict_on("skipped_total", (0, 0, 0), (0, 0, 0)).text == "no verdict: equal in every run"
-    found = verdict_on("skipped_total", (1, 1, 1), (0, 0, 0))
-    assert found.text.startswith("no verdict: no spread") and found.effect is None
 
 
 def test_numbers_have_three_significant_digits_and_durations_whole_seconds():

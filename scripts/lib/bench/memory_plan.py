@@ -197,7 +197,7 @@ def rollout_memory(config: "DictConfig", shape: ModelShape, memory: int) -> Roll
         Refused: its weights leave no room for a KV cache.
     """
     rollout = config.actor_rollout_ref.rollout
-    dtype = SERVER_SPELLINGS.get(rollout.dtype, "bfloat16")  # auto: that of most checkpoints
+    dtype = SERVER_SPELLINGS["bfloat16" if rollout.dtype == "auto" else rollout.dtype]  # auto: that of most checkpoints
     tensor_parallel = rollout.tensor_model_parallel_size
     weights = BYTES[dtype] * shape.total // tensor_parallel
     if config.trainer.device == "cpu":  # vLLM allocates a KV cache of a fixed size there

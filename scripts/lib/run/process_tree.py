@@ -24,6 +24,7 @@ class ProcessTree:
         self.known = {self.root}
         self.peak_gib = 0.0
         self.earlier, self.shared = earlier, set()
+        self.foreign: set[Path] = set()  # new files that no process of this run mapped
 
     def alive(self) -> set[psutil.Process]:
         """Return all known processes and their children that run. A process whose parent has ended stays known."""
@@ -35,8 +36,11 @@ class ProcessTree:
         return set(self.known)
 
     def find_shared(self) -> None:
-        """Add to ``shared`` the new files of shared memory that a process of this run maps; another run's differ."""
-        new = set(SHARED_MEMORY.glob("*")) - self.earlier - self.shared
+        """Add to ``shared`` the new files of shared memory that a process of this run maps; another run's differ.
+
+        Those that none maps are not looked up again before the next ``measure``.
+        """
+        new = set(SHARED_MEMORY.glob("*")) - self.earlier - self.shared - self.foreign
         if not new:
             return
         for process in self.alive():
@@ -45,9 +49,12 @@ class ProcessTree:
             except OSError:  # it has ended, or belongs to another user
                 continue
             self.shared |= new & {Path(mapped) for mapped in re.findall(rf"{SHARED_MEMORY}/\S+$", maps, re.M)}
+        self.foreign |= new - self.shared
 
     def measure(self) -> None:
-        """Update ``peak_gib``."""
+        """Update ``peak_gib`` and ``shared``."""
+        self.foreign.clear()
+        self.find_shared()
         size = 0
         for process in self.alive():
             try:
@@ -58,6 +65,7 @@ class ProcessTree:
 
     def end(self) -> None:
         """Terminate ``main_ppo``, which takes Ray down, then kill what is left and remove its shared memory."""
+        self.foreign.clear()
         self.find_shared()
         if self.root in self.alive():
             self.root.terminate()

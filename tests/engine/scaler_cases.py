@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from unittest import mock
 
 import torch
 from fsdp_worker import (
@@ -22,8 +23,12 @@ from fsdp_worker import (
     settings,
     state,
 )
+from tensordict import NonTensorStack, TensorDict
 from torch.profiler import ProfilerActivity, profile
+from transfer_queue import KVBatchMeta
 
+from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import Metric
@@ -168,6 +173,38 @@ def numbers(values) -> list[float]:
 
 
 MASKED = [("all", "sft_loss"), ("all", "ppo_loss"), ("all", "value_loss"), ("rank", "ppo_loss"), ("micro", "ppo_loss")]
+
+
+def nan_reward_v1():
+    """Compute the v1 trainer's advantages of two rewards of which one is NaN; return its refusal, or what it writes.
+
+    A dictionary of rows stands for TransferQueue, which needs Ray.
+    """
+    nested = lambda *rows: torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)  # noqa: E731
+    rows = TensorDict(
+        {
+            "uid": NonTensorStack("a", "a"),
+            "data_source": NonTensorStack("sum", "product"),
+            "response_mask": nested([1, 1], [1, 1, 1]),
+            "rm_scores": nested([0.0, 1.0], [0.0, 0.0, math.nan]),
+        },
+        batch_size=2,
+    )
+    written = {}
+    queue = {
+        "kv_batch_get": lambda select_fields, **_: rows.select(*select_fields, strict=False),
+        "kv_batch_put": lambda fields, **_: written.update(fields.items()),
+    }
+    trainer = object.__new__(PPOTrainerSync)
+    trainer.config = composed("algorithm.adv_estimator=grpo")
+    with mock.patch.multiple(trainer_base.tq, **queue):
+        try:
+            trainer._compute_advantage(KVBatchMeta(keys=["a_0_0", "a_1_0"], partition_id="train", tags=[{}, {}]), {})
+        except ValueError as error:
+            return str(error)
+    return [bool(row.isnan().any()) for row in written["advantages"].unbind()]
+
+
 CASES = {
     "faults_actor": partial(faults, "actor", "foreach"),
     "faults_critic": partial(faults, "critic", "foreach"),
@@ -175,5 +212,6 @@ CASES = {
     "storm": storm,
     "cost_of_a_step": cost_of_a_step,
     "replicated": replicated,
+    "nan_reward_v1": nan_reward_v1,
     "masked_batches": lambda: {f"{where} {loss}": masked(where, loss) for where, loss in MASKED},
 }

@@ -65,10 +65,14 @@ REFUSED = {
         ["dtype=bfloat16 and fsdp_config.dtype=float16 contradict"],
     ),
     "torchtitan": ([FP16, "model_engine=torchtitan"], ["dtype=float16", "strategy=torchtitan"]),
-    "contradicting veomni keys": (
-        [f"{ACTOR}.dtype=float16", f"{ACTOR}.veomni.dtype=bfloat16", "model_engine=veomni"],
-        ["dtype=float16 and veomni.dtype=bfloat16 contradict"],
-    ),
+    **{
+        f"contradicting {engine} keys of {role}": (
+            [f"{role}.dtype=float16", f"{role}.{engine}.dtype=bfloat16", f"model_engine={engine}"],
+            [f"dtype=float16 and {engine}.dtype=bfloat16 contradict"],
+        )
+        for engine in ("megatron", "torchtitan", "veomni")
+        for role in (ACTOR, "critic")
+    },
     "a scale that is no number": ([f"{SCALER}.init_scale=high"], ["grad_scaler.init_scale=high", "number"]),
     "Megatron's growth": (
         [f"{ACTOR}.megatron.grad_scaler.growth_factor=4", MEGATRON],

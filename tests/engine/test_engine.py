@@ -203,6 +203,13 @@ def test_trainer_resumes_from_a_whole_checkpoint_and_restores_the_data_order(pat
     assert patched == [whole, whole] and pristine == [upstream, upstream]
 
 
+@by_case("nan_reward_v1", fsdp="never", ranks=1)
+def test_v1_trainer_refuses_a_nan_reward_and_names_its_data_source(patched, pristine):
+    (refusal,) = patched
+    assert refusal.startswith("1 of 2 rewards are not finite") and refusal.endswith("row 1, data_source=product, uid=a")
+    assert pristine == [[True, True]], "upstream trains on it"
+
+
 @by_case("masked_batches")
 def test_all_masked_batch_has_zero_loss(patched, pristine):
     for loss in ("sft_loss", "ppo_loss", "value_loss"):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +97,11 @@ def test_report_covers_every_variant(probes):
     assert lengths[16]["measured"] and not lengths[512]["measured"] and not lengths[32768]["measured"]
     assert 0 < lengths[32768]["ess"]["low"] <= lengths[32768]["ess"]["value"] <= lengths[32768]["ess"]["high"] < 1
     report = (out / "probe-model.md").read_text()
+    table = [re.split(r"(?<!\\)\|", line) for line in report.split("\n\n")[2].splitlines()]
+    assert {len(cells) for cells in table} == {2 + 10}, "a bar in a heading must not end its cell"
+    (cells,) = [cells for cells in table if [cell.strip() for cell in cells[1:4]] == ["bf16", "fp32", "none"]]
+    assert cells[7].split()[0] == f"{lengths[512]['ess']['value']:.3f}"
+    assert cells[10].strip() == f"{lengths[8192]['clipped']['value']:.2%}"
     findings = json.loads((out / "probe-model.json").read_text())["said"]
     assert findings["verdict"].startswith("fp16 mismatches least") and findings["verdict"] in report
     assert "(extrapolated from " in findings["verdict"] and "The model has 128 positions" in findings["extrapolated"]

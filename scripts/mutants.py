@@ -2,7 +2,8 @@
 
 tests/mutants/AREA.toml lists them. A mutant is tried in a copy of the checkout, or in a patched release, against the
 tests that it names or that import its file; the one that killed it last goes first. An interrupted run goes on where it
-was; a mutant is tried again when it, its file or its tests have changed. A run of all mutants writes docs/mutants.md.
+was; a mutant is tried again when it, its file, its tests or their helpers have changed. A run of all mutants writes
+docs/mutants.md.
 Exit code: 0 every mutant was killed or is shown to be equivalent, 1 one survived or could not be tried, 2 usage.
 """
 

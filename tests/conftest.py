@@ -43,8 +43,11 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Restore the default SIGINT handler, which background processes such as CI jobs inherit as ignored.
 
-    Unset RAY_ADDRESS, which would send every run to that cluster.
+    Unset RAY_ADDRESS, which would send every run to that cluster. Refuse to record the outcomes of a given tree.
     """
+    for framework in ("verl", "oat"):
+        if config.getoption("write_results") and config.getoption(f"{framework}_tree"):
+            raise pytest.UsageError(f"--{framework}-tree: --write-results records the patches of this checkout alone")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("RAY_ADDRESS", None)
 

@@ -40,7 +40,7 @@ RESOLVED = {
     ),
     "param_dtype wins where it is set": ([f"{MIXED}=fp16"], all_in("bfloat16", actor="float16")),
     "ref and critic follow under Megatron": (
-        [f"{ACTOR}.dtype=float16", MEGATRON],
+        [f"{ACTOR}.dtype=fp16", MEGATRON],
         all_in("float16", rollout="bfloat16"),
     ),
     "half precision masters of a ref": ([FP16, f"{REF}.fsdp_config.model_dtype=fp16"], all_in("float16")),

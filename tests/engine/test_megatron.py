@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from precision import GradScalerConfig, LossScaleError, StepAccounting, megatron_scaler
-from support.methods import method
+from support.methods import function
 
 
 def of_engine(tree: Path, name: str, **names: Any):
     """Return a method of ``MegatronEngine``."""
     file = tree / "verl/workers/engine/megatron/transformer_impl.py"
-    return method(file, "MegatronEngine", name, torch=torch, **names)
+    return function(file, f"MegatronEngine.{name}", torch=torch, **names)
 
 
 class Optimizer:
@@ -82,6 +83,19 @@ def test_megatron_gets_its_settings_and_refuses_others():
     for key, value in (("growth_factor", 4.0), ("backoff_factor", 0.25)):
         with pytest.raises(ValueError, match=f"grad_scaler.{key}={value}: Megatron's loss scaler knows"):
             megatron_scaler(GradScalerConfig(**{key: value}))
+
+
+def test_fp16_optimizer_gets_the_settings_of_the_scaler(trees):
+    """Upstream starts at 32768."""
+    names = {"torch": torch, "OptimizerConfig": dict, "_MUON_ALGORITHMS": ()}
+    names |= {"GradScalerConfig": GradScalerConfig, "megatron_scaler": megatron_scaler}
+    adam = dict.fromkeys(("lr", "min_lr", "clip_grad", "weight_decay"), 0.0) | {"optimizer": "adam"}
+    path = ("verl/utils/megatron/optimizer.py", "init_megatron_optim_config")
+    scales = {}
+    for tree, settings in (("patched", {"grad_scaler": GradScalerConfig(init_scale=1024.0)}), ("pristine", {})):
+        configure = function(trees[tree] / path[0], path[1], **names)
+        scales[tree] = configure(OmegaConf.create(adam), fp16=True, **settings)["initial_loss_scale"]
+    assert scales == {"patched": 1024.0, "pristine": 32768}
 
 
 class DivisorIsKnownError(Exception):

@@ -98,3 +98,8 @@ def test_sft_trains_in_fp16_and_saves_after_a_storm(train, tmp_path):
 def test_sft_refuses_contradicting_dtypes(train, tmp_path):
     steps, error = train(tmp_path, "+precision=fp16", "engine.dtype=bfloat16", ranks=1)
     assert not steps and "dtype=float16 and engine.dtype=bfloat16 contradict each other" in error
+
+
+def test_sft_refuses_kept_modules_that_are_no_list(train, tmp_path):
+    steps, error = train(tmp_path, "engine.keep_fp32_modules=lm_head", ranks=1)
+    assert not steps and "keep_fp32_modules=lm_head" in error

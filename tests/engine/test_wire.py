@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from precision import check_adapter, set_wire_dtype, wire_kwargs
-from support.methods import method
+from support.methods import function
 
 
 class AcceptsDtype:
@@ -58,7 +58,7 @@ def test_an_empty_adapter_is_refused():
 @pytest.mark.parametrize(("tree", "sent"), [("patched", torch.float16), ("pristine", torch.bfloat16)])
 def test_the_delta_engine_exports_in_the_rollouts_dtype(trees, tree, sent):
     file = trees[tree] / "verl/checkpoint_engine/delta_checkpoint_engine.py"
-    send = method(file, "DeltaShardedCheckpointEngine", "send_weights", torch=torch, set_wire_dtype=set_wire_dtype)
+    send = function(file, "DeltaShardedCheckpointEngine.send_weights", torch=torch, set_wire_dtype=set_wire_dtype)
     engine = SimpleNamespace(
         wire_dtype=torch.bfloat16, get_per_tensor_param=lambda: (None, None), prime_delta_snapshots=lambda: None
     )

@@ -62,8 +62,7 @@ class Suite:
     def outcomes(self, request: pytest.FixtureRequest, run: Callable[..., Mapping[str, str]]) -> Iterator[Outcomes]:
         """Yield ``outcomes(release, patched)``, the outcomes of that tree by case; record them at the end if asked to.
 
-        Only the cases that the session's tests name are run, and on an unpatched tree those that are not recorded. A
-        release with an outcome that is not the expected one is not recorded.
+        Only the cases that the session's tests name are run, and on an unpatched tree those that are not recorded.
 
         Args:
             run: ``run(release, patched, *cases)`` returns the outcomes of these cases.
@@ -72,9 +71,11 @@ class Suite:
         named = {item.callspec.params["case"] for item in tests if "outcomes" in item.fixturenames}
         write = request.config.getoption("write_results")
         done: dict[tuple[str, bool], Mapping[str, str]] = {}
+        begun: dict[str, str] = {}  # the fingerprint of each release when it was first run
 
         def of(release: str, patched: bool) -> Mapping[str, str]:
             if (release, patched) not in done:
+                begun.setdefault(release, self.recording.fingerprint(release))
                 known = {} if patched or write else self.recording.upstream.of(release)
                 wanted = sorted(named - known.keys())
                 done[release, patched] = known | (run(release, patched, *wanted) if wanted else {})
@@ -82,40 +83,53 @@ class Suite:
 
         yield of
         if write and named == set(self.behaviours):
-            releases = [release for release, patched in done if patched and (release, False) in done]
-            found = {release: verdicts(release, self.behaviours, of) for release in releases}
-            expected = {release: seen for release, seen in found.items() if self.as_expected(release, seen)}
-            self.write(expected)
-            for release in expected:
-                lasting = {case: text for case, text in of(release, False).items() if not DIGESTS.fullmatch(text)}
-                self.recording.upstream.write(release, lasting)
+            for release, fingerprint in begun.items():
+                assert self.recording.fingerprint(release) == fingerprint, f"{release}: files changed while it ran"
+                if (release, True) in done and (release, False) in done:
+                    self.record(release, of)
 
-    def as_expected(self, release: str, seen: Mapping[str, dict]) -> bool:
-        """Return whether the patched tree has every behaviour, and the unpatched one did what is predicted of it."""
-        present = {case: verdict for case, verdict in seen.items() if "passed" in verdict}
-        return all(
-            verdict["passed"] and verdict["upstream"] == self.behaviours[case].predicted(release)
-            for case, verdict in present.items()
-        )
+    def record(self, release: str, outcomes: Outcomes) -> None:
+        """Record the outcomes of a release; if one is not the expected one, remove those that are recorded."""
+        if not self.as_expected(release, outcomes):
+            self.write(release, None)
+            self.recording.upstream.remove(release)
+            return
+        self.write(release, verdicts(release, self.behaviours, outcomes))
+        lasting = {case: text for case, text in outcomes(release, False).items() if not DIGESTS.fullmatch(text)}
+        self.recording.upstream.write(release, lasting)
 
-    def write(self, results: Mapping[str, dict]) -> None:
-        """Write the verdicts on some releases, and keep those on others.
+    def as_expected(self, release: str, outcomes: Outcomes) -> bool:
+        """Return whether the patched tree has every behaviour that the release can have and no other, and the unpatched
+        tree did what is predicted of it."""
+        for case, behaviour in self.behaviours.items():
+            if behaviour.why_absent(release):
+                if case in outcomes(release, True) or case in outcomes(release, False):
+                    return False
+            elif outcome(outcomes, release, case, patched=True) != behaviour.patched:
+                return False
+            elif outcome(outcomes, release, case, patched=False) != behaviour.predicted(release):
+                return False
+        return True
 
-        Each has the number of lines that the stack changes, and the fingerprint of what the verdicts depend on.
+    def write(self, release: str, seen: Mapping[str, dict] | None) -> None:
+        """Write the verdicts on a release, or remove them if there are none; those on others stay.
+
+        The entry has the number of lines that the stack changes, and the fingerprint of what the verdicts depend on.
         """
         file, framework = self.recording.results, self.recording.framework
         entries = json.loads(file.read_text()) if file.exists() else {}
         releases = load_releases(framework=framework)
-        not_run = {f"not_run_{i}": {"row": row, "not_run": why} for i, (row, why) in enumerate(self.not_run.items())}
-        for name, seen in results.items():
-            stack = load_stack(releases[name])
+        entries.pop(release, None)
+        if seen:
+            rows = {f"not_run_{i}": {"row": row, "not_run": why} for i, (row, why) in enumerate(self.not_run.items())}
+            stack = load_stack(releases[release])
             signs = changed_lines(patch.text for patch in stack.patches)
-            entries[name] = {
+            entries[release] = {
                 "stack": stack.id,
-                "fingerprint": self.recording.fingerprint(name),
+                "fingerprint": self.recording.fingerprint(release),
                 "patches": len(stack.patches),
                 "lines": {"added": signs.count("+"), "removed": signs.count("-")},
-                "seen": seen | not_run,
+                "seen": dict(seen) | rows,
             }
         write_json(file, {name: entries[name] for name in releases if name in entries})
 

@@ -6,18 +6,20 @@ import pytest
 
 from lib.patches.releases import find_release
 from lib.paths import REPO
+from lib.run.job import CPU_PLATFORM
 from support.recorded import BENEATH, UpstreamOutcomes, fingerprint
 
 FOLDER = REPO / "tests/engine"
 
 
 def upstream_outcomes() -> UpstreamOutcomes:
-    """Return what the engine's cases give on an unpatched tree, valid for its wheel, their code and what is beneath."""
+    """Return the recorded outcomes of the engine's cases on an unpatched tree."""
     apart = ("test_", "flowrl", "conftest")  # what no case of an unpatched tree imports
     code = [file for file in sorted(FOLDER.glob("*.py")) if not file.name.startswith(apart)]
 
     def valid_for(release: str) -> str:
-        return fingerprint(find_release(release).wheel_sha256, *code, REPO / "tests/conftest.py", *BENEATH)
+        wheel, environment = find_release(release).wheel_sha256, str(CPU_PLATFORM)
+        return fingerprint(f"{wheel} {environment}", *code, REPO / "tests/conftest.py", *BENEATH)
 
     return UpstreamOutcomes(REPO / "tests/expected/engine-upstream.json", valid_for)
 

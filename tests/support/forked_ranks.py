@@ -56,7 +56,7 @@ def program(words: list[str]) -> None:
 
 
 def die_with_the_server() -> None:
-    """End this process, a fork, with a server that is killed."""
+    """Have the kernel kill this fork when the server dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -122,7 +122,7 @@ def stop(pids: Sequence[int]) -> None:
 def run(job: Job) -> Finished:
     """Run a job, and end all its processes with the first that fails, or at its limit."""
     for number in range(job.ranks + job.others):
-        Path(f"{job.logs}/rank_{number}.log").touch()  # one that is ended at once has a log, too
+        Path(f"{job.logs}/rank_{number}.log").touch()  # a process that is killed before it opens its log has one, too
     store, port = start_store()
     numbers = {start(job, number, port): number for number in range(job.ranks + job.others)}
     codes: dict[int, int] = {}

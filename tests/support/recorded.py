@@ -26,13 +26,13 @@ BENEATH = (
 
 
 def fingerprint(*parts: str | Path) -> str:
-    """Return the hash of texts, and of the names and contents of files and of the code and locks in folders."""
+    """Return the hash of texts, of files and of the code and pinned packages in folders, with the files' names."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, str):
             digest.update(part.encode())
             continue
-        inside = sorted(path for path in part.rglob("*") if path.suffix in (".py", ".lock"))
+        inside = sorted(path for path in part.rglob("*") if path.suffix in (".py", ".lock", ".torch"))
         for path in inside if part.is_dir() else [part]:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(part.parent)} {len(content)}".encode() + content)
@@ -51,13 +51,17 @@ class UpstreamOutcomes:
         self.file, self.valid_for = file, valid_for
         self.entries = json.loads(file.read_text()) if file.exists() else {}
 
+    def is_valid(self, release: str) -> bool:
+        """Return whether a release has outcomes, and these are valid for this checkout."""
+        return release in self.entries and self.entries[release]["fingerprint"] == self.valid_for(release)
+
     def valid(self) -> set[str]:
         """Return the releases whose outcomes are valid for this checkout."""
-        return {name for name, entry in self.entries.items() if entry["fingerprint"] == self.valid_for(name)}
+        return set(filter(self.is_valid, self.entries))
 
     def of(self, release: str) -> dict[str, Any]:
         """Return a release's recorded outcomes by case; none if they are not valid."""
-        return self.entries[release]["outcomes"] if release in self.valid() else {}
+        return self.entries[release]["outcomes"] if self.is_valid(release) else {}
 
     def write(self, release: str, outcomes: Mapping[str, Any]) -> None:
         """Record outcomes of a release by case; valid ones of other cases and all other releases stay."""
@@ -65,14 +69,19 @@ class UpstreamOutcomes:
         self.entries[release] = {"fingerprint": self.valid_for(release), "outcomes": dict(sorted(known.items()))}
         write_json(self.file, dict(sorted(self.entries.items())))
 
+    def remove(self, release: str) -> None:
+        """Remove a release's outcomes, if there are any."""
+        if self.entries.pop(release, None):
+            write_json(self.file, self.entries)
+
 
 @dataclass(frozen=True)
 class Recording:
     """The recorded outcomes of a framework's releases.
 
     Args:
-        suite: the folder of the code that finds them out.
-        results: the file with the verdicts on patched releases; outcomes of unpatched ones are in that beside it.
+        suite: the folder of the conformance suite.
+        results: the file with the verdicts on patched releases; outcomes of unpatched ones: ``NAME-upstream.json``.
     """
 
     framework: Framework
@@ -106,7 +115,7 @@ class Recording:
         return set(newest.values()) | releases.keys() - self.valid()
 
     def mark(self, items: Iterable[pytest.Item]) -> None:
-        """Mark the suite's tests of other releases: ``recorded`` if they compare recorded outcomes, else ``slow``."""
+        """Mark the suite's tests of other releases than the live: ``recorded`` if they take outcomes, else ``slow``."""
         live = self.live()
         for item in items:
             if item.path.is_relative_to(self.suite) and item.callspec.params["release"] not in live:

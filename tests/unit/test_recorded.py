@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -69,10 +70,11 @@ def test_changed_hook_runs_its_release_again_and_changed_test_code_all(recording
     assert recording.live() == set(load_releases())
 
 
-@pytest.mark.parametrize("changed", ["cases.py", "more_cases.py", "all.lock"])
+@pytest.mark.parametrize("changed", ["cases.py", "more_cases.py", "all.lock", "cpu.torch"])
 def test_upstream_outcomes_are_valid_for_the_test_code_alone(recording, monkeypatch, changed):
     """A changed stack keeps them; a changed, new or locked file does not."""
-    (recording.suite / "all.lock").write_text("one")
+    for pinned in ("all.lock", "cpu.torch"):
+        (recording.suite / pinned).write_text("one")
 
     def upstream() -> UpstreamOutcomes:
         return replace(recording).upstream  # read anew
@@ -90,8 +92,54 @@ def test_upstream_outcomes_are_valid_for_the_test_code_alone(recording, monkeypa
     assert upstream().of("0.7.1") == {"growth": None}
 
 
-def test_release_with_an_unexpected_outcome_is_not_recorded(recording):
-    suite = Suite(recording, {"dtype": Behaviour("a row", "float16", {"bfloat16": ("0.6.1",)})})
-    for passed, upstream in ((True, "bfloat16"), (False, "bfloat16"), (True, "float32")):
-        seen = {"dtype": {"row": "a row", "passed": passed, "upstream": upstream}, "other": {"absent": "no such thing"}}
-        assert suite.as_expected("0.6.1", seen) == (passed and upstream == "bfloat16")
+@pytest.fixture
+def suite(recording) -> Suite:
+    """A suite of two cases, of which 0.6.1 cannot have the second."""
+    dtype = Behaviour("a row", "float16", {"bfloat16": ("0.6.1",)})
+    return Suite(recording, {"dtype": dtype, "reward": Behaviour("another row", "", {}, {"no worker": ("0.6.1",)})})
+
+
+def run_suite(suite: Suite, outcomes: dict[bool, dict[str, str]], meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Take the outcomes of 0.6.1, by whether it is patched, in a session that records them."""
+    tests = [
+        SimpleNamespace(
+            path=suite.recording.suite / "test_it.py",
+            fixturenames=["outcomes"],
+            callspec=SimpleNamespace(params={"case": case}),
+        )
+        for case in suite.behaviours
+    ]
+    config = SimpleNamespace(getoption={"write_results": True}.get)
+    request = SimpleNamespace(session=SimpleNamespace(items=tests), config=config)
+    session = suite.outcomes(request, lambda release, patched, *cases: outcomes[patched])
+    of = next(session)
+    of("0.6.1", True), of("0.6.1", False)
+    meanwhile()
+    assert next(session, None) is None
+
+
+EXPECTED = {True: {"dtype": "float16"}, False: {"dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    "outcomes",
+    [
+        EXPECTED | {True: {"dtype": "bfloat16"}},
+        EXPECTED | {False: {"dtype": "float32"}},
+        EXPECTED | {True: {"dtype": "float16", "reward": ""}},
+        EXPECTED | {False: {"dtype": "bfloat16", "reward": ""}},
+    ],
+)
+def test_unexpected_outcome_removes_the_release(suite, outcomes):
+    run_suite(suite, EXPECTED)
+    assert suite.recording.valid() == set(load_releases())
+    assert json.loads(suite.recording.results.read_text())["0.6.1"]["seen"]["dtype"]["upstream"] == "bfloat16"
+    assert replace(suite.recording).upstream.of("0.6.1") == {"dtype": "bfloat16"}
+    run_suite(suite, outcomes)
+    assert suite.recording.valid() == load_releases().keys() - {"0.6.1"}
+    assert replace(suite.recording).upstream.of("0.6.1") == {}
+
+
+def test_files_that_change_during_the_run_are_an_error(suite):
+    with pytest.raises(AssertionError, match="0.6.1: files changed while it ran"):
+        run_suite(suite, EXPECTED, meanwhile=lambda: (suite.recording.suite / "cases.py").write_text("two"))

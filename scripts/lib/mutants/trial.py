@@ -37,8 +37,8 @@ class Outcome:
 
 
 def key(mutant: Mutant, file: Path, tests: Sequence[str]) -> str:
-    """Return the hash of all that an outcome is taken from: the mutant, its file, the files of its tests, and what
-    these share: the other files of their folder, tests/conftest.py and tests/support."""
+    """Return the key of an outcome: the hash of the mutant, its file, the files of its tests and their helpers, which
+    are the other files of their folder, tests/conftest.py and tests/support."""
     paths = {REPO / test.partition("::")[0] for test in tests}
     shared = {each for path in paths for each in path.parent.glob("*.py") if not each.name.startswith("test_")}
     shared |= {*REPO.glob("tests/conftest.py"), *REPO.glob("tests/support/*.py")}

@@ -41,7 +41,7 @@ KINDS = {
     | {"num_experts": 16, "num_experts_per_tok": 4},
 }
 
-# In the default suite: FSDP1, of experts with checkpointing, and of so few tokens that what is gathered outweighs.
+# In the default suite: FSDP1; experts with checkpointing, and so few tokens that gathered weights outweigh activations.
 QUICK = [row["setting"] for row in RECORDED["workers"][1:3]]
 
 

@@ -101,6 +101,7 @@ def test_report_covers_every_variant(probes):
     assert {len(cells) for cells in table} == {2 + 10}, "a bar in a heading must not end its cell"
     (cells,) = [cells for cells in table if [cell.strip() for cell in cells[1:4]] == ["bf16", "fp32", "none"]]
     assert cells[7].split()[0] == f"{lengths[512]['ess']['value']:.3f}"
+    assert len({lengths[length]["clipped"]["value"] for length in (512, 8192)}) == 2
     assert cells[10].strip() == f"{lengths[8192]['clipped']['value']:.2%}"
     findings = json.loads((out / "probe-model.json").read_text())["said"]
     assert findings["verdict"].startswith("fp16 mismatches least") and findings["verdict"] in report

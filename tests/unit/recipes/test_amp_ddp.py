@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from amp_trainer_cases import INF, loss_of, network, train
-from support.waiting import TIMEOUT_S
+from support.waiting import STUCK_S
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.amp.trainer import FP16Trainer
@@ -37,7 +37,7 @@ def one_rank(rank: int, folder: Path) -> None:
     """All cases, in one process group; writes ``rank_R.json``."""
     torch.set_num_threads(1)
     # A rank that waits for one that gave up fails after this, not after half an hour.
-    limit = timedelta(seconds=TIMEOUT_S / 6)
+    limit = timedelta(seconds=STUCK_S)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=limit)
     found: dict[str, Any] = {}
     for dtype in ("float16", "float32"):

@@ -87,7 +87,7 @@ def test_megatron_gets_its_settings_and_refuses_others():
 
 def test_fp16_optimizer_gets_the_settings_of_the_scaler(trees):
     """Upstream starts at 32768."""
-    names = {"torch": torch, "OptimizerConfig": dict, "_MUON_ALGORITHMS": ()}
+    names = {"torch": torch, "OptimizerConfig": dict, "_MUON_ALGORITHMS": (), "print_rank_0": print}
     names |= {"GradScalerConfig": GradScalerConfig, "megatron_scaler": megatron_scaler}
     adam = dict.fromkeys(("lr", "min_lr", "clip_grad", "weight_decay"), 0.0) | {"optimizer": "adam"}
     path = ("verl/utils/megatron/optimizer.py", "init_megatron_optim_config")

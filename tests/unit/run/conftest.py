@@ -12,10 +12,11 @@ from lib.run import validation
 @pytest.fixture
 def imported(monkeypatch) -> Callable[..., None]:
     """``imported(root)``: make this process import the verl of a folder, or without one nothing."""
+    path = [*sys.path]
 
     def imported(root: Path | None) -> None:
         monkeypatch.delitem(sys.modules, "verl", raising=False)
-        monkeypatch.setattr(sys, "path", [str(root), *sys.path] if root else [])
+        monkeypatch.setattr(sys, "path", [str(root), *path] if root else [])
 
     return imported
 

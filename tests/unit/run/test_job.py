@@ -119,7 +119,9 @@ def test_printed_line_starts_the_same_command(tmp_path):
     assert (words, metrics) == (job.command(out)[2:], str(out / "verl.jsonl"))
 
 
-@pytest.mark.parametrize("args", ["trainer.n_gpu=2", "foo", "trainer.nnodes=[1", "+precision=bf16", "data.x=${no.key}"])
+@pytest.mark.parametrize(
+    "args", ["trainer.n_gpu=2", "foo", "trainer.nnodes=[1", "+precision=bf16", "data.seed=${no.key}"]
+)
 def test_misspelt_override_is_refused_in_one_line(args, tmp_path):
     with pytest.raises(Refused) as refusal:
         compose(parsed(f"ARGS={args}"), tmp_path)

@@ -31,7 +31,7 @@ GENERATE = """\
 #!/usr/bin/env bash
 # One file of all configs of the verl that this Python would import, where upstream's script composes four.
 set -eu
-python3 - > verl/trainer/config/_generated_ppo_trainer.yaml <<END
+python3 -P - > verl/trainer/config/_generated_ppo_trainer.yaml <<END
 import importlib.util
 from pathlib import Path
 

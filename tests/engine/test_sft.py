@@ -103,3 +103,4 @@ def test_sft_refuses_contradicting_dtypes(train, tmp_path):
 def test_sft_refuses_kept_modules_that_are_no_list(train, tmp_path):
     steps, error = train(tmp_path, "engine.keep_fp32_modules=lm_head", ranks=1)
     assert not steps and "keep_fp32_modules=lm_head" in error
+    assert "full_key: engine" in error, "Hydra refuses the config, before the model is loaded"

@@ -44,31 +44,32 @@ def started(monkeypatch):
 IN_ITS_ENVIRONMENT, HERE = "PYTHON of cpu None", sys.executable
 
 
-@pytest.mark.parametrize(
-    ("words", "program", "arguments"),
-    [
-        (["run", "SEED=2", "PRECISION=bf16"], IN_ITS_ENVIRONMENT, ["run.py", "SEED=2", "PRECISION=bf16"]),
-        (["preflight", "ROWS=4", "DEVICE=cpu"], IN_ITS_ENVIRONMENT, ["preflight.py", "ROWS=4", "DEVICE=cpu"]),
-        (["doctor", "ARGS=a.b=1"], IN_ITS_ENVIRONMENT, ["doctor.py", "--args=a.b=1"]),
-        (["bench", "ARGS=--sizes 10,30"], IN_ITS_ENVIRONMENT, ["bench.py", "--sizes", "10,30"]),
-        (["mutants", "ONLY=one"], IN_ITS_ENVIRONMENT, ["mutants.py", "one"]),
-        (["gsm8k"], IN_ITS_ENVIRONMENT, ["-m", "recipes.gsm8k.prepare", "--out", "data/gsm8k"]),
-        (["pr-branch", "VERL=/clone"], IN_ITS_ENVIRONMENT, ["pr_branch.py", "/clone", "--dir", "outputs/pr-branch"]),
-        (["probe", "PYTHON=python3.12", "DEVICE=cpu"], "PYTHON of cpu python3.12", ["probe.py", "DEVICE=cpu"]),
-        # the patch tool needs no environment
-        (["apply-patches", "VERL=/a b"], HERE, ["patchset.py", "apply", "--framework", "verl", "/a b"]),
-        (["status", "OAT=/oat"], HERE, ["patchset.py", "status", "--framework", "oat", "/oat"]),
-        # of the words of several goals each takes its own
-        (["status", "VERL=/a", "STEPS=2", "--shared"], HERE, ["patchset.py", "status", "--framework", "verl", "/a"]),
-        (["drift"], HERE, ["patchset.py", "drift", "--framework", "verl", f"{REPO}/.venv/site-packages"]),
-        (["check"], HERE, ["patchset.py", "check", "--all"]),
-        (
-            ["port", "FROM=0.9.1", "TO=/fork/verl/"],
-            HERE,
-            ["patchset.py", "port", "--framework", "verl", "0.9.1", "/fork/verl/", "outputs/verl-verl"],
-        ),
-    ],
-)
+STARTED = [
+    (["run", "SEED=2", "PRECISION=bf16"], IN_ITS_ENVIRONMENT, ["run.py", "SEED=2", "PRECISION=bf16"]),
+    (["preflight", "ROWS=4", "DEVICE=cpu"], IN_ITS_ENVIRONMENT, ["preflight.py", "ROWS=4", "DEVICE=cpu"]),
+    (["doctor", "ARGS=a.b=1"], IN_ITS_ENVIRONMENT, ["doctor.py", "--args=a.b=1"]),
+    (["bench", "ARGS=--sizes 10,30"], IN_ITS_ENVIRONMENT, ["bench.py", "--sizes", "10,30"]),
+    (["mutants", "ONLY=one"], IN_ITS_ENVIRONMENT, ["mutants.py", "one"]),
+    (["gsm8k"], IN_ITS_ENVIRONMENT, ["-m", "recipes.gsm8k.prepare", "--out", "data/gsm8k"]),
+    (["pr-branch", "VERL=/clone"], IN_ITS_ENVIRONMENT, ["pr_branch.py", "/clone", "--dir", "outputs/pr-branch"]),
+    (["probe", "PYTHON=python3.12", "DEVICE=cpu"], "PYTHON of cpu python3.12", ["probe.py", "DEVICE=cpu"]),
+    # the patch tool needs no environment
+    (["apply-patches", "VERL=/a b"], HERE, ["patchset.py", "apply", "--framework", "verl", "/a b"]),
+    (["status", "OAT=/oat"], HERE, ["patchset.py", "status", "--framework", "oat", "/oat"]),
+    # of the words of several goals each takes its own
+    (["status", "VERL=/a", "STEPS=2", "--shared"], HERE, ["patchset.py", "status", "--framework", "verl", "/a"]),
+    (["drift"], HERE, ["patchset.py", "drift", "--framework", "verl", f"{REPO}/.venv/site-packages"]),
+    (["check"], HERE, ["patchset.py", "check", "--all"]),
+    (
+        ["port", "FROM=0.9.1", "TO=/fork/verl/"],
+        HERE,
+        ["patchset.py", "port", "--framework", "verl", "0.9.1", "/fork/verl/", "outputs/verl-verl"],
+    ),
+]
+
+
+# Named by the words alone: the id of a test must not depend on the machine.
+@pytest.mark.parametrize(("words", "program", "arguments"), STARTED, ids=[" ".join(words) for words, *_ in STARTED])
 def test_command_starts_its_script(started, words, program, arguments):
     assert started(*words) == (program, arguments)
 

@@ -45,7 +45,7 @@ check: python            ## check that every release's patches apply and reverse
 	$(COMMAND)
 port: python             ## port a release's patches to another release:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=…; FRAMEWORK=oat)
 	$(COMMAND)
-drift: python            ## list the files to patch that differ in a tree of verl:  make drift VERL=/path/to/verl
+drift: python            ## list the patched files that differ from the nearest release:  make drift VERL=/path/to/verl   (or OAT=…)
 	$(COMMAND)
 
 ##@ Choose a regime for a model and a cluster
@@ -89,7 +89,7 @@ pr-branch: python    ## split the patches into branches for upstream in a clone 
 	$(COMMAND)
 mutants: python      ## put known defects into the project, one at a time; each must fail a test:  make mutants ONLY='doctor probe'  (areas or names)
 	$(COMMAND)
-matrix: python       ## write the recorded outcomes into README.md as the support matrices
+matrix: python       ## write the recorded outcomes into docs/reference as the support matrices
 	$(COMMAND)
 
 test-all: python      ## run every test, in about an hour: all releases, all configurations of the doctor, whole jobs, a browser

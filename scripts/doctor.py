@@ -65,6 +65,7 @@ def text(diagnosis: Diagnosis) -> str:
     """Return the diagnosis as text: a table of the hops, the scalers, the findings and the verdict."""
     tree = diagnosis.tree
     parts = [f"{tree.name}, {tree.state}" + (f", stack {tree.stack}" if tree.stack else "") + f", in {tree.root}"]
+    parts += [wrapped(tree.advice)] if tree.advice else []
     if not diagnosis.refused:
         rows = [("hop", "requested", "effective", "because")]
         rows += [row(name, hop) for name, hop in diagnosis.hops.items()]
@@ -73,8 +74,8 @@ def text(diagnosis: Diagnosis) -> str:
     parts += scaler_lines(diagnosis.scaler)
     for finding in diagnosis.findings:
         value = "" if finding.value is None else f"={finding.value}"
-        mend = wrapped(f"mend: {finding.mend}", indent="  ")
-        parts.append(f"{wrapped(f'{finding.key}{value} {finding.effect}')}\n{mend}")
+        fix = wrapped(f"fix: {finding.mend}", indent="  ")
+        parts.append(f"{wrapped(f'{finding.key}{value} {finding.effect}')}\n{fix}")
     return "\n\n".join([*parts, f"{diagnosis.verdict}: {diagnosis.sentence}"])
 
 
@@ -86,8 +87,8 @@ def live_text(diagnosis: Mapping) -> str:
     parts.append("\n".join(f"{hop.ljust(width)}  {dtype or '-'}" for hop, dtype in diagnosis["hops"].items()))
     parts += scaler_lines(diagnosis["scaler"])
     for finding in diagnosis["findings"]:
-        mend = wrapped(f"mend: {finding['mend']}", indent="  ")
-        parts.append(wrapped(f"{finding['key']} {finding['effect']}") + f"\n{mend}")
+        fix = wrapped(f"fix: {finding['mend']}", indent="  ")
+        parts.append(wrapped(f"{finding['key']} {finding['effect']}") + f"\n{fix}")
     return "\n\n".join([*parts, f"{diagnosis['verdict']}: {diagnosis['sentence']}"])
 
 

@@ -1,4 +1,4 @@
-"""Write the support matrices into README.md, from the results of make's test-releases, e2e-releases and test-oat."""
+"""Write the pages docs/reference/support-{verl,oat}.md from the outcomes that are recorded in tests/expected."""
 
 import argparse
 import itertools
@@ -13,18 +13,34 @@ RESULTS = REPO / "tests/expected/releases.json"
 RUNS = REPO / "tests/expected/releases-e2e.json"
 OAT_RESULTS = REPO / "tests/expected/oat.json"
 OAT_RUNS = REPO / "tests/expected/oat-e2e.json"
-README = REPO / "README.md"
-# The lines around a table in the README.
-MARKERS = {
-    "verl": ("<!-- written by make matrix -->\n", "<!-- end of the matrix -->\n"),
-    "oat": ("<!-- OAT's, written by make matrix -->\n", "<!-- end of OAT's matrix -->\n"),
+PAGES = {name: REPO / f"docs/reference/support-{name}.md" for name in ("verl", "oat")}
+HEADS = {
+    "verl": """\
+# Support matrix of verl
+
+This page lists what one conformance suite observed on each release of verl. The suite runs the release's own workers
+on two ranks of a CPU, patched and unpatched, under FSDP1 and FSDP2; the unpatched release runs under FSDP2 alone,
+except for the comparison of bf16. `make test-releases e2e-releases` records the outcomes, `make matrix` regenerates the
+page.
+""",
+    "oat": """\
+# Support matrix of OAT
+
+This page lists what one conformance suite observed on each release of OAT. The suite runs the release's own learner on
+two ranks of DeepSpeed 0.16.8 on a CPU, and the receiving end of its vLLM worker, patched and unpatched. `make test-oat`
+records the outcomes, `make matrix` regenerates the page.
+""",
 }
-LEGEND = "✓ observed on the patched release; ° on the unpatched one too, (°) in part; – cannot occur."
+LEGEND = """\
+- ✓: observed on the patched release.
+- °: observed on the unpatched release, too; (°): there in part.
+- –: cannot occur on the release.
+- changed lines: of all patches together, without the files that are copied in."""
 NOTES = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖ"
 # The releases that the FlowRL recipe cannot run on, and why.
 WITHOUT_FLOWRL = dict.fromkeys(
     (name for name, release in load_releases().items() if not release.has("trainer_registry")),
-    "`main_ppo` has one trainer there, and no registry that would take another",
+    "`main_ppo` of the release has no registry to which a trainer can be added",
 )
 
 
@@ -71,7 +87,7 @@ def end_to_end(results: dict, runs: dict, notes: Notes) -> list[str]:
     def run(release: str) -> str:
         if runs.get(release, {}).get("stack") != results[release]["stack"]:
             return "not run"
-        return notes.marked("✓", f"with {runs[release]['rollout']} as rollout")
+        return notes.marked("✓", f"rollout: {runs[release]['rollout']}")
 
     return [run(release) for release in results]
 
@@ -79,8 +95,8 @@ def end_to_end(results: dict, runs: dict, notes: Notes) -> list[str]:
 def markdown(rows: list[list[str]], notes: Notes) -> str:
     """Return the table, then the legend and the notes."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    reasons = [f"{mark} {note}." for mark, note in zip(NOTES, notes, strict=False)]
-    return "\n".join([*lines, "", " ".join([LEGEND, *reasons])]) + "\n"
+    reasons = [f"- {mark}: {note}." for mark, note in zip(NOTES, notes, strict=False)]
+    return "\n".join([*lines, "", LEGEND, *reasons]) + "\n"
 
 
 def table(results: dict, runs: dict) -> str:
@@ -99,8 +115,8 @@ def table(results: dict, runs: dict) -> str:
         return "✓" if ran else "not run"
 
     rows = behaviours(results, notes)
-    rows.append(["`main_ppo` in fp16, end to end, two steps", *end_to_end(results, runs, notes)])
-    rows.append(["the FlowRL recipe in fp16, end to end, two steps", *map(flowrl, results)])
+    rows.append(["`main_ppo` runs two steps in fp16", *end_to_end(results, runs, notes)])
+    rows.append(["the FlowRL recipe runs two steps in fp16", *map(flowrl, results)])
     rows.append(changed_lines(results, "verl"))
     return markdown(rows, notes)
 
@@ -109,31 +125,23 @@ def oat_table(results: dict, runs: dict) -> str:
     """Return OAT's matrix as Markdown, from the outcomes of its suite by release, and of whole runs."""
     notes = Notes()
     rows = behaviours(results, notes)
-    rows.append(["a whole job in fp16: launchpad, vLLM, DeepSpeed", *end_to_end(results, runs, notes)])
+    rows.append(["a whole job runs in fp16: launchpad, vLLM, DeepSpeed", *end_to_end(results, runs, notes)])
     rows.append(changed_lines(results, "OAT"))
     return markdown(rows, notes)
 
 
-def written(readme: str, framework: str, matrix: str) -> str:
-    """Return ``readme`` with the framework's matrix between its markers; exits where it has none."""
-    begin, end = MARKERS[framework]
-    if not (begin in readme and end in readme):
-        sys.exit(f"{README} has no lines {begin.strip()} and {end.strip()}")
-    head, _, rest = readme.partition(begin)
-    _, _, tail = rest.partition(end)
-    return head + begin + matrix + end + tail
-
-
-def current(readme: str) -> str:
-    """Return ``readme`` with both matrices as the results have them."""
+def pages() -> dict[str, str]:
+    """Return the page of each framework, from the recorded outcomes."""
     results, runs, oat, oat_runs = (json.loads(file.read_text()) for file in (RESULTS, RUNS, OAT_RESULTS, OAT_RUNS))
-    return written(written(readme, "verl", table(results, runs)), "oat", oat_table(oat, oat_runs))
+    tables = {"verl": table(results, runs), "oat": oat_table(oat, oat_runs)}
+    return {framework: f"{HEADS[framework]}\n{tables[framework]}" for framework in PAGES}
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()  # takes no arguments: --help and words write nothing
-    README.write_text(current(README.read_text()))
+def main(words: list[str]) -> None:
+    argparse.ArgumentParser(prog="matrix", description=__doc__).parse_args(words)  # --help and words write nothing
+    for framework, page in pages().items():
+        PAGES[framework].write_text(page)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -3,7 +3,7 @@
 tests/mutants/AREA.toml lists them. A mutant is tried in a copy of the checkout, or in a patched release, against the
 tests that it names or that import its file; the one that killed it last goes first. An interrupted run goes on where it
 was; a mutant is tried again when it, its file, its tests or their helpers have changed. A run of all mutants writes
-docs/mutants.md.
+docs/reference/mutants.md.
 Exit code: 0 every mutant was killed or is shown to be equivalent, 1 one survived or could not be tried, 2 usage.
 """
 
@@ -16,7 +16,7 @@ from lib.mutants.table import Mutant, choose, load
 from lib.mutants.trial import Outcome, Outcomes, try_mutants
 from lib.paths import REPO
 
-DOCUMENT = REPO / "docs/mutants.md"
+DOCUMENT = REPO / "docs/reference/mutants.md"
 
 
 def parse(words: list[str]) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Apply the precision stack to a tree of verl or OAT, remove it, and work on its patches.
 
 TARGET is a git checkout, an unpacked release or a site-packages folder. Exit code: 0 done, 1 refused or failed
-(for status: the target is neither pristine nor patched; for port: there are conflicts to resolve), 2 usage.
+(for status: the target is neither a release nor patched; for port: there are conflicts to resolve), 2 usage.
 
 With --json, list prints a list of releases, each with its framework, check an object by framework and release
 ("oat 0.2.4"), status an object.
@@ -68,8 +68,8 @@ def run_status(args: argparse.Namespace) -> int:
     framework = framework_of_target(args)
     state = status(args.target, framework=framework)
     fields = {"target": str(args.target), "framework": framework.name, **asdict(state)}
-    line = json.dumps(fields, indent=2) if args.json else f"{state.state}: {state.detail}"
-    return show([line], state.state in ("pristine", "patched", "outdated"))
+    line = json.dumps(fields, indent=2) if args.json else str(state)
+    return show([line], state.state in ("unpatched", "patched", "outdated"))
 
 
 def run_apply(args: argparse.Namespace) -> int:
@@ -133,9 +133,7 @@ def parser() -> argparse.ArgumentParser:
     porting = command(
         run_port, "port", "carry the stack of RELEASE to another one, as commits in DIR, and report on it"
     )
-    drifting = command(
-        run_drift, "drift", "list the files of TARGET that the stack patches and that differ from the closest release"
-    )
+    drifting = command(run_drift, "drift", "list the patched files of TARGET that differ from the nearest release")
     for each in (state, putting, taking, drifting):
         each.add_argument("target", type=Path, metavar="TARGET")
     which = checking.add_mutually_exclusive_group()

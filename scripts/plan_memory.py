@@ -101,7 +101,7 @@ def write(plans: dict[str, MemoryPlan], words: list[str], out: Path) -> None:
     tables = [table(title, plan, markdown=True).removeprefix(f"{title}: ") for title, plan in plans.items()]
     sections = [f"## {title}\n\n{text}" for title, text in zip(plans, tables, strict=True)]
     (out / "plan-memory.md").write_text(
-        f"# What a job takes on each GPU\n\n`{command}`, by arithmetic ([docs/scale.md](../scale.md)).\n\n"
+        f"# What a job takes on each GPU\n\n`{command}`, by arithmetic ([how](../how-to/plan-memory.md)).\n\n"
         "![Stacked bars of each moment of a step](plan-memory.png)\n\n" + "\n\n".join(sections) + "\n"
     )
     content = {title: {"moments": plan.moments, "fits": plan.fits} for title, plan in plans.items()}

@@ -1,4 +1,4 @@
-"""Split the stack into branches of a clone of verl for a human to review and submit (docs/upstreaming.md).
+"""Split the stack into branches of a clone of verl for a human to review and submit (docs/project/upstreaming.md).
 
 Each branch is checked as upstream would: its own pre-commit hooks, the check of the title, and the CPU tests that the
 branch's changes touch. Exit code: 0 all branches are green, 1 refused, or a conflict or a failed check, 2 usage.

@@ -4,7 +4,7 @@
 #   scripts/launch/flowrl_7b.sh                                            on this node
 #   RAY_ADDRESS=http://HEAD:8265 NNODES=4 OUT=/shared/flowrl scripts/launch/flowrl_7b.sh      on a running Ray cluster
 #   PRECISION=bf16 scripts/launch/flowrl_7b.sh [--dry-run] trainer.save_freq=10 …      further Hydra overrides
-# On Slurm, Kubernetes or SkyPilot: slurm.sh, kuberay.sh or sky.sh with EXPERIMENT=flowrl_7b RECIPE=flowrl_paper. docs/launch.md
+# On Slurm, Kubernetes or SkyPilot: slurm.sh, kuberay.sh or sky.sh with EXPERIMENT=flowrl_7b RECIPE=flowrl_paper. docs/how-to/cluster.md
 set -euo pipefail
 
 # The knobs: set them here or in the environment.

@@ -2,7 +2,7 @@
 # Training on Kubernetes by KubeRay: fills in configs/launch/rayjob.yaml and creates it.
 #   NNODES=4 IMAGE=registry/verl-precision:0.9.1 TRAIN=/shared/gsm8k/train.parquet scripts/launch/kuberay.sh
 #   RECIPE=flowrl PRECISION=bf16 … scripts/launch/kuberay.sh --dry-run trainer.save_freq=10 …      further Hydra overrides
-# The image is that of configs/launch/Dockerfile; models, data and OUT lie on the volume of CLAIM. docs/launch.md
+# The image is that of configs/launch/Dockerfile; models, data and OUT lie on the volume of CLAIM. docs/how-to/cluster.md
 set -euo pipefail
 
 # The knobs: set them here or in the environment.

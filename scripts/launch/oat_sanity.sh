@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The sanity test of arXiv 2510.26788 under a patched OAT, on the GPUs of one node: every regime, objective and seed that
-# is asked for, one run after another, all with the same settings and evaluated equally often. docs/oat.md
+# is asked for, one run after another, all with the same settings and evaluated equally often. docs/how-to/oat.md
 #   make apply-patches OAT=/path/to/site-packages                          once
 #   make sanity-math                                                       the data, once
 #   OAT_PYTHON=/path/to/bin/python PRECISION='bf16 fp16' scripts/launch/oat_sanity.sh
@@ -38,7 +38,7 @@ for word in "${further[@]}"; do
   name=${word%%=*}
   case ${name//_/-} in
     --dry-run) refuse "$word: must be --dry-run, as the first argument" ;;
-    --help | -h) refuse "$word: the knobs are listed at the top of the script; docs/oat.md describes the rest" ;;
+    --help | -h) refuse "$word: the knobs are listed at the top of the script; docs/how-to/oat.md describes the rest" ;;
     --critic-type | --reinforce-update | --no-reinforce-update | --tis-c | --rollout-is | --rollout-is-threshold | --rollout-rs | --rollout-rs-threshold)
       refuse "$word: set ALGO" ;;
     --gpus) refuse "$word: set GPUS" ;;
@@ -80,14 +80,14 @@ mapfile -t facts < <("$PYTHON" -c 'import json, sys; print(*map(json.load(sys.st
 state=${facts[0]} release=${facts[1]}
 case $state in
   patched) ;;
-  pristine | outdated) refuse "OAT_PYTHON=$OAT_PYTHON: its OAT is $state; make apply-patches OAT=${oat%/*}" ;;
+  unpatched | outdated) refuse "OAT_PYTHON=$OAT_PYTHON: its OAT is $state; make apply-patches OAT=${oat%/*}" ;;
   *) refuse "OAT_PYTHON=$OAT_PYTHON: its OAT is $state: ${facts[2]}" ;;
 esac
 templates=$(grep -oP '^    "\K\w+(?=": apply_)' "$oat/experiment/run_math_rl.py" | paste -sd, | sed 's/,/, /g')
 [[ ", $templates," == *", $TEMPLATE,"* ]] || refuse "TEMPLATE=$TEMPLATE: OAT $release has $templates"
 
 # The settings of the authors' scripts, which are alike but for the objective, the dtype and how often is evaluated:
-# oat/scripts/sanity of github.com/sail-sg/Precision-RL (October 2025). What is ours: docs/oat.md.
+# oat/scripts/sanity of github.com/sail-sg/Precision-RL (October 2025). What is ours: docs/how-to/oat.md.
 settings=(
   --gpus "$GPUS" --collocate --vllm_sleep --vllm_gpu_ratio 0.6 --enable_prefix_caching
   --zero-stage 2 --gradient-checkpointing

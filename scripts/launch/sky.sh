@@ -2,7 +2,7 @@
 # Training by SkyPilot, as a managed job of configs/launch/sky.yaml.
 #   NNODES=4 IMAGE=registry/verl-precision:0.9.1 TRAIN=/shared/gsm8k/train.parquet scripts/launch/sky.sh
 #   RECIPE=flowrl PRECISION=bf16 … scripts/launch/sky.sh --dry-run trainer.save_freq=10 …      further Hydra overrides
-# The image is that of configs/launch/Dockerfile; models, data and OUT lie on sky.yaml's volume, /shared. docs/launch.md
+# The image is that of configs/launch/Dockerfile; models, data and OUT lie on sky.yaml's volume, /shared. docs/how-to/cluster.md
 set -euo pipefail
 
 # The knobs: set them here or in the environment.

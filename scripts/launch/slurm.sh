@@ -2,7 +2,7 @@
 # Training on Slurm: this script puts itself into the queue, and in the job starts Ray on every node by `ray symmetric-run`.
 #   NNODES=4 EXPERIMENT=gsm8k_8gpu TRAIN=/shared/gsm8k/train.parquet scripts/launch/slurm.sh
 #   RECIPE=flowrl PRECISION=bf16 … scripts/launch/slurm.sh --dry-run trainer.save_freq=10 …      further Hydra overrides
-# The checkout, its environment, MODEL, TRAIN, VAL and OUT lie on storage that all nodes share. docs/launch.md
+# The checkout, its environment, MODEL, TRAIN, VAL and OUT lie on storage that all nodes share. docs/how-to/cluster.md
 set -euo pipefail
 
 # The knobs: set them here or in the environment.

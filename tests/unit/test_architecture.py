@@ -1,4 +1,4 @@
-"""The rules of the tree (docs/design.md): file sizes, import directions, unique names."""
+"""The rules of the tree (docs/explanation/design.md): file sizes, import directions, unique names."""
 
 import ast
 import re

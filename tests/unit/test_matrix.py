@@ -1,4 +1,4 @@
-"""The support matrices in README.md match the recorded results, and these match the current stacks."""
+"""The pages of the support matrices match the recorded results, and these match the current stacks."""
 
 import json
 
@@ -35,26 +35,28 @@ def test_cell_marks_the_outcome(cases, cell):
     results = {"1.0": release(*cases), "1.1": release(*cases)}
     for lines in (matrix.table(results, {}), matrix.oat_table(results, {})):
         assert lines.startswith("|  | 1.0 | 1.1 |\n") and f"\n| a behaviour | {cell} | {cell} |\n" in lines
-        notes = lines.splitlines()[-1].removeprefix(matrix.LEGEND).split(" ᵇ ")[0]
-        assert ("ᵃ" in cell) == notes.startswith(" ᵃ No such thing ")
+        notes = lines.partition(matrix.LEGEND)[2].split("\n- ᵇ: ")[0]
+        assert ("ᵃ" in cell) == notes.startswith("\n- ᵃ: No such thing ")
 
 
 def test_run_counts_only_for_its_stack():
     def last(stack: str) -> list[str]:
         runs = {"1.0": {"stack": stack, "rollout": "vLLM", "flowrl": {"stack": stack}}}
-        return matrix.table({"1.0": release()}, runs).splitlines()[-5:]
+        table, _, notes = matrix.table({"1.0": release()}, runs).partition(f"\n\n{matrix.LEGEND}\n")
+        return [*table.splitlines()[-3:], notes]
 
-    run, flowrl, lines, _, notes = last("s1")
+    run, flowrl, lines, notes = last("s1")
     assert run.endswith("| ✓ᵃ |") and flowrl.endswith("| ✓ |") and lines == "| changed lines of verl | +2 −1 |"
-    assert "ᵃ With vLLM as rollout." in notes
+    assert notes.startswith("- ᵃ: Rollout: vLLM.\n")
     assert all(row.endswith("| not run |") for row in last("s0")[:2])
     for stack, cell in {"s1": "✓ᵃ", "s0": "not run"}.items():
         lines = matrix.oat_table({"1.0": release()}, {"1.0": {"stack": stack, "rollout": "vLLM"}})
-        assert f"\n| a whole job in fp16: launchpad, vLLM, DeepSpeed | {cell} |\n" in lines
+        assert f"\n| a whole job runs in fp16: launchpad, vLLM, DeepSpeed | {cell} |\n" in lines
         assert "\n| changed lines of OAT | +2 −1 |\n" in lines
     name, *_ = matrix.WITHOUT_FLOWRL
-    *_, flowrl, _, _, notes = matrix.table({name: release()}, {}).splitlines()
-    assert flowrl.endswith("| –ᵃ |") and notes.endswith(f"ᵃ {matrix.WITHOUT_FLOWRL[name]}.")
+    page = matrix.table({name: release()}, {})
+    assert "\n| the FlowRL recipe runs two steps in fp16 | –ᵃ |\n" in page
+    assert page.endswith(f"\n- ᵃ: {matrix.WITHOUT_FLOWRL[name]}.\n")
 
 
 @pytest.mark.parametrize("framework", RESULTS, ids=lambda framework: framework.name)
@@ -72,8 +74,12 @@ def test_results_match_the_current_stacks_and_every_behaviour_passed(framework: 
         assert not_run or framework != OAT, f"oat {name}: cases that did not run are recorded"
 
 
-def test_readme_has_the_current_matrices():
-    readme = matrix.README.read_text()
-    assert readme == matrix.current(readme), "run `make matrix`"
-    with pytest.raises(SystemExit, match="has no lines <!-- OAT's, written by make matrix --> and <!-- end of OAT's"):
-        matrix.written("", "oat", "")
+def test_pages_are_current_and_help_writes_none(monkeypatch, tmp_path):
+    assert {name: page.read_text() for name, page in matrix.PAGES.items()} == matrix.pages(), "run `make matrix`"
+    monkeypatch.setattr(matrix, "PAGES", {name: tmp_path / name for name in matrix.PAGES})
+    for words in (["--help"], ["README.md"]):
+        with pytest.raises(SystemExit):
+            matrix.main(words)
+        assert list(tmp_path.iterdir()) == []
+    matrix.main([])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == matrix.pages()

@@ -16,7 +16,7 @@ class Finding:
     Args:
         key, value: what it is about.
         effect: what that does, a clause whose subject they are.
-        mend: the command or the override that mends it.
+        mend: the command or the override that fixes it.
         applies: whether verl does with ``value`` what it requests.
     """
 

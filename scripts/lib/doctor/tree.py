@@ -34,6 +34,7 @@ class Tree:
         state: patched, unpatched or foreign.
         stack: the id of the stack that is applied.
         files: the state of each file that a rule names: ``release`` (as in the wheel), ``patched`` or ``unknown``.
+        advice: what `make status` reports of a foreign tree, and what to do; else empty.
     """
 
     root: Path
@@ -42,6 +43,7 @@ class Tree:
     state: str
     stack: str | None
     files: Mapping[str, str]
+    advice: str = ""
 
     @property
     def name(self) -> str:
@@ -88,7 +90,7 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
     with locked(target) as opened:
         blobs, record, stacks = opened.blobs(), read_record(opened), load_stacks(project)
         status = examine(opened, blobs, record, stacks)
-    state = {"pristine": "unpatched", "patched": "patched", "outdated": "patched"}.get(status.state, "foreign")
+    state = {"unpatched": "unpatched", "patched": "patched", "outdated": "patched"}.get(status.state, "foreign")
     by_name = {stack.release.name: stack for stack in stacks}
     stack = by_name[status.release] if status.release else closest(record.undone(blobs) if record else blobs, stacks)
     if state != "foreign" and status.exact:
@@ -98,7 +100,8 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
         files = compare_files(blobs, stack)
     stamp = json.loads(opened.stamp.read_text())["stack"] if opened.stamp.exists() else None
     table = table_release(stack.release, {name: each.release for name, each in by_name.items()})
-    return Tree(opened.root, stack.release, table, state, stamp, files)
+    advice = f"{status.state}: {status.detail}" if state == "foreign" else ""
+    return Tree(opened.root, stack.release, table, state, stamp, files, advice)
 
 
 def table_release(release: Release, releases: Mapping[str, Release]) -> str:

@@ -1,4 +1,4 @@
-"""Format the outcomes of all mutants as docs/mutants.md."""
+"""Format the outcomes of all mutants as docs/reference/mutants.md."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,13 @@ from lib.mutants.trial import Outcome
 HEAD = """\
 # Mutants
 
-Written by `make mutants`. Each mutant is one text of the project replaced by a defect (`tests/mutants/AREA.toml`); the
-test is the first to fail on it, and passes without it. (stuck): one rank waited for the other forever; (no end): the
-tests did not end within half an hour. Unless the mutant names its tests, those are tried from whose imports its file
-can be reached, the nearest first; the test that killed it last goes before all.
+This page lists the known defects that `make mutants` puts into the project, one at a time, and for each the first test
+that fails on it. `make mutants` regenerates the page.
+
+A mutant replaces one text of the project by a defect; `tests/mutants/AREA.toml` defines it. The test that kills it
+passes without it. (stuck): one rank waited for the other forever. (no end): the tests did not end within half an hour.
+A mutant that names no tests is tried against those whose imports lead to its file, the nearest first; the test that
+killed it last goes before all.
 """
 ROW = re.compile(r"\| ([a-z0-9-]+) \|.*\| `([^`]+)` \|")
 

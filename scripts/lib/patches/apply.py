@@ -46,7 +46,7 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
         status = examine(target, blobs, record, stacks)
         if status.state == "patched":
             return [f"{status.detail}: nothing to do"]
-        if status.state not in ("pristine", "outdated", "interrupted"):
+        if status.state not in ("unpatched", "outdated", "interrupted"):
             raise Refused(f"{target.root}: {status.state}: {status.detail}")
         stack = next(stack for stack in stacks if stack.release.name == status.release)
         if not stack.patches:
@@ -69,10 +69,10 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
 def unapply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
     """Take the stack off the target, to the byte, and return what was done, a line each.
 
-    Does nothing to a pristine target.
+    Does nothing to an unpatched target.
 
     Raises:
-        Refused: files were edited since apply, the target is neither pristine nor has the record that apply keeps, or
+        Refused: files were edited since apply, the target is neither unpatched nor has the record that apply keeps, or
             it is read-only; nothing was changed.
     """
     with locked(path, framework) as target:
@@ -82,10 +82,10 @@ def unapply(path: Path, project: Path = REPO, framework: Framework = VERL) -> li
             counts = f"{len(record.replaced)} files restored, {len(record.added)} deleted"
             return [f"{framework.name} {record.release}: stack {record.stack} removed, {counts}"]
         status = examine(target, blobs, record, load_stacks(project, framework))
-        if status.state != "pristine":
+        if status.state != "unpatched":
             raise Refused(f"{target.root}: {status.state}: {status.detail}")
         sweep(target)
-        return [f"{status.detail}: nothing to do"]
+        return [f"{status.detail} is not patched: nothing to do"]
 
 
 def hooked_files(stack: Stack, pristine: Callable[[str], bytes]) -> dict[str, bytes]:

@@ -35,8 +35,10 @@ def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
         before, blobs = contents(root), package_blobs(root, framework)
         apply(root, project, framework)
         after = status(root, project, framework)
-        if after.state != "patched" or not after.exact:
+        if after.state != "patched":
             raise Refused(f"{release} is {after.state} after apply: {after.detail}")
+        if not after.exact:
+            raise Refused(f"files of {release} that the stack does not touch are not those of tree_before")
         added = {path: blob_id(content) for path, content in stack.added.items()}
         if package_blobs(root, framework) != {**blobs, **stack.after, **added}:
             raise Refused(f"apply on {release} changes other files than the stack names")

@@ -21,9 +21,6 @@ from lib.patches.target import find_target
 from lib.patches.wheels import download, sha256, unpack, unpacked_wheel
 from lib.paths import REPO
 
-# A framework's version file contains nothing but the version, or assigns it.
-VERSION = re.compile(r"""^(?:__version__ = )?(["']?)(\d[\w.+!-]*)\1\s*$""", re.M)
-
 
 def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> tuple[list[str], bool]:
     """Make ``folder`` a git tree like checkout's of the release or folder ``to``, with the stack of ``name`` on it.
@@ -97,11 +94,10 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
             )
         if not (root / framework.version_file).exists():
             raise Refused(f"{to} has no {framework.version_file}, as every release has; give a checkout or a release")
-        version = VERSION.search((root / framework.version_file).read_text())
-        if not version:
+        if not source.version:
             raise Refused(f"{to}: {framework.version_file} contains no version; give a checkout or a release")
         same = [release.name for release in releases.values() if release.tree_before == tree]
-        name = same[0] if same else f"{version[2]}+{tree[:8]}"
+        name = same[0] if same else f"{source.version}+{tree[:8]}"
     elif re.fullmatch(r"\d+(\.\w+)+", to):
         archive = download(to, framework)
         name, root = to, unpack(archive, scratch / "wheel")

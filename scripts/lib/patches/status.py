@@ -19,7 +19,7 @@ class Status:
     """The state of a target.
 
     Args:
-        state: pristine, patched, outdated (patched by another version of the stack), interrupted (the next apply or
+        state: unpatched, patched, outdated (patched by another version of the stack), interrupted (the next apply or
             unapply repairs it), half-patched, dirty or foreign.
         detail: one line on what the state means here and what to do.
         release: the one that the tree is, or was before it was edited; None if it matches none.
@@ -35,6 +35,10 @@ class Status:
     stack: str | None = None
     stamp: dict[str, str] | None = None
 
+    def __str__(self) -> str:
+        others = "; files that the patches do not touch differ from the wheel's"
+        return f"{self.state}: {self.detail}" + (others if self.stack and not self.exact else "")
+
 
 def status(path: Path, project: Path = REPO, framework: Framework = VERL) -> Status:
     """Return a target's state; changes nothing."""
@@ -47,7 +51,9 @@ def examine(target: Target, blobs: Mapping[str, str], record: Record | None, sta
     stamped = record and target.stamp.exists() and target.stamp.read_bytes() == record.stamp_file
     stamp = record.stamp if stamped else None
     if record and (edited := record.edited(blobs)):
-        remedy = f"save the edits, then put the files back or reinstall {target.framework.name}"
+        copied = [path for path in edited if path in record.added]
+        delete = f", and delete {first_three(copied)}, which apply added" if copied else ""
+        remedy = f"save the edits, then put the files back or reinstall {target.framework.name}{delete}"
         detail = f"edited after apply: {first_three(edited)}; {remedy}"
         return Status("dirty", detail, record.release, stamp=stamp)
     pristine = record.undone(blobs) if record else blobs
@@ -57,15 +63,17 @@ def examine(target: Target, blobs: Mapping[str, str], record: Record | None, sta
         return Status(state, detail, stamp=stamp)
     stack = max(matching, key=lambda stack: stack.rest_is_pristine(pristine))
     exact = stack.rest_is_pristine(pristine)
-    name = str(stack.release) + ("" if exact else " (its untouched files differ from the wheel's)")
-    state, detail = matched(name, stack, blobs, record, bool(stamp))
+    state, detail = matched(target, stack, blobs, record, bool(stamp))
     return Status(state, detail, stack.release.name, exact, stack.id, stamp)
 
 
-def matched(name: str, stack: Stack, blobs: Mapping[str, str], record: Record | None, stamped: bool) -> tuple[str, str]:
-    """Return state and detail of a tree, described by ``name``, that is its release once the record is undone."""
+def matched(
+    target: Target, stack: Stack, blobs: Mapping[str, str], record: Record | None, stamped: bool
+) -> tuple[str, str]:
+    """Return state and detail of a tree that is the stack's release once the record is undone."""
+    name = str(stack.release)
     if not record:
-        return "pristine", f"{name}, no stack applied"
+        return "unpatched", name
     hooked = record.hooked(blobs)
     bare = [path for path in record.replaced if path not in hooked] + [p for p in record.added if p not in blobs]
     if stamped and not bare:
@@ -73,7 +81,8 @@ def matched(name: str, stack: Stack, blobs: Mapping[str, str], record: Record | 
             return "patched", f"{name} with stack {stack.id}"
         return "outdated", f"{name} with stack {record.stack}; apply brings it to {stack.id}"
     if stamped and hooked:
-        return "half-patched", f"{name} with stack {record.stack}, but {bare[0]} is not patched; unapply restores it"
+        lost = f"{name} with stack {record.stack}, but {bare[0]} is not patched"
+        return "half-patched", f"{lost}; make unapply-patches {target.variable} restores the release, then apply again"
     cause = f"apply or unapply was interrupted, or {stack.release.framework.name} was reinstalled over the stack"
     return "interrupted", f"{name}: {cause}; the next apply or unapply repairs it"
 
@@ -94,18 +103,23 @@ def unmatched(
     patched = {**stack.after, **{path: blob_id(content) for path, content in stack.added.items()}}
     unknown = [path for path in differing if pristine.get(path) != patched.get(path, "")]
     reset = f"reinstall {name} or check its files out again"
+    origin = f"{framework} {recorded}" if recorded else name
+    # A reinstall leaves the files that apply added.
+    anew = f"delete {target.root / framework}, then reinstall {origin} or check its files out again"
     if not unknown:
-        return "half-patched", f"{name}, but {differing[0]} is patched and apply left no record; {reset}"
+        return "half-patched", f"{name}, but {differing[0]} is patched and apply left no record; {anew}"
     if stamp:
         lost = f"but without the record in {target.framework.bookkeeping} that unapply needs"
-        again = f"reinstall {framework} {recorded} or check its files out again, then apply"
-        return "half-patched", f"{framework} {recorded} with stack {stamp['stack']}, {lost}; {again}"
+        return "half-patched", f"{origin} with stack {stamp['stack']}, {lost}; {anew}"
     if record:
         return "dirty", f"{name}, but for {first_three(unknown)}; save your edits, then {reset}"
+    # With all files that apply copies in, it was patched as a port, whose hooks need not be a release's.
+    ported = stack.added.keys() <= pristine.keys()
+    edited_release = stack.rest_is_pristine(pristine) or target.version == stack.release.name
     carry = f"make port FRAMEWORK={framework} FROM={stack.release.name} TO={target.root}"
     remedy = f"make drift {target.variable} lists them, {carry} ports the stack"
-    if stack.rest_is_pristine(pristine):
-        commit = f"if they are a later commit's, {remedy}"
+    if edited_release and not ported:
+        commit = f"if they are a later commit's or a fork's, {remedy}"
         return "dirty", f"{name}, but for {first_three(unknown)}; save your edits, then {reset}; {commit}"
     share = f"of the {len(stack.before)} files that its stack hooks, {len(unknown)} differ: {first_three(unknown)}"
     nearest = f"matches none of {framework} {', '.join(by_name)}; the closest is {stack.release.name}"

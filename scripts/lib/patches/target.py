@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 from lib.errors import Refused
 from lib.patches.git_objects import package_blobs
 from lib.patches.releases import VERL, Framework
+
+# A framework's version file contains nothing but the version, or assigns it.
+VERSION = re.compile(r"""^(?:__version__ = )?(["']?)(\d[\w.+!-]*)\1\s*$""", re.M)
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,13 @@ class Target:
     def variable(self) -> str:
         """The make variable with which this target is given, such as ``VERL=/path``."""
         return f"{self.framework.name.upper()}={self.root}"
+
+    @property
+    def version(self) -> str | None:
+        """The version that the package states; None where it has no version file, or one without a version."""
+        file = self.root / self.framework.version_file
+        version = VERSION.search(file.read_text()) if file.exists() else None
+        return version[2] if version else None
 
     def staged(self, path: str) -> Path:
         """Return where the new content of ``path`` is staged."""

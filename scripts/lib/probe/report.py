@@ -96,7 +96,7 @@ def json_content(
     return {
         "settings": settings | {name: relative(settings[name]) for name in ("MODEL", "DATA")},
         "versions": {name: importlib.metadata.version(name) for name in distributions},
-        "said": findings,
+        "findings": findings,
         "positions": positions,
         "rows": rows,
     }

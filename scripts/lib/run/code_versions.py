@@ -94,9 +94,10 @@ def tree_version(name: str, folder: str) -> CodeVersion:
     # A tree that is no release's may have been patched by make port, which leaves no stamp.
     patched = state.stamp or (state.state == "foreign" and precision_file(root))
     if not patched or state.state in ("half-patched", "interrupted"):
-        raise Refused(f"{word}: {state.detail}; make apply-patches VERL={folder} patches it")
+        remedy = f"; make apply-patches VERL={folder} patches it" if state.state == "unpatched" else ""
+        raise Refused(f"{word}: {state}{remedy}")
     content = package_tree_id(package_blobs(root))
-    identity = {"folder": str(root), "state": state.detail, "tree": content}
+    identity = {"folder": str(root), "state": str(state), "tree": content}
     return CodeVersion(name, verl=root, identity=identity)
 
 

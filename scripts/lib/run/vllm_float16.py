@@ -10,7 +10,7 @@ from pathlib import Path
 
 TABLE = "_FLOAT16_NOT_SUPPORTED_MODELS"  # of vllm/config.py, later vllm/config/model.py: reasons by model type
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
-# Of a trainer in float16 beside such a rollout, by rollout_corr/k3_kl of the sanity task (docs/precision.md).
+# Of a trainer in float16 beside such a rollout, by rollout_corr/k3_kl of the sanity task (docs/how-to/preflight.md).
 BF16_COST = "then the mismatch is bf16's: k3_kl 7.9e-6, where fp16 on both sides has 2.4e-7"
 FP32_COST = "1.1e-7, but the rollout takes twice the memory"
 

@@ -88,7 +88,7 @@ REFUSED = {
     "--eval_steps 32": "--eval_steps: set EVAL_STEPS",
     "--save_path x": "--save_path: set OUT; a run is named by ALGO, PRECISION and SEED",
     "--use-wb --dry-run": "--dry-run: must be --dry-run, as the first argument",
-    "--help": "--help: the knobs are listed at the top of the script; docs/oat.md describes the rest",
+    "--help": "--help: the knobs are listed at the top of the script; docs/how-to/oat.md describes the rest",
     "--use-wb --critic_type grpo": "--critic_type: set ALGO",
     "trainer.save_freq=3": f"trainer.save_freq=3: {FIRST}, like --use-wb",
 }
@@ -107,7 +107,7 @@ def test_unpatched_oat_is_refused(oats, launch, tmp_path):
     changed = shutil.copytree(oats["pristine"], tmp_path / "changed")
     with (changed / "oat/args.py").open("a") as file:
         file.write("# mine\n")
-    remedy = f"pristine; make apply-patches OAT={oats['pristine']}\n"
+    remedy = f"unpatched; make apply-patches OAT={oats['pristine']}\n"
     for tree, state in ((oats["pristine"], remedy), (changed, "dirty: ")):
         done = launch(tree=tree)
         assert done.returncode == 1 and done.stderr.count("\n") == 1

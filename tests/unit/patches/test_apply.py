@@ -107,7 +107,9 @@ def test_apply_and_unapply_work_on_a_git_checkout_with_other_files(tiny: Path, t
     (target / UNTOUCHED).write_text("mine = True\n")
     make_repository(target)
     found = status(target, tiny)
-    assert (found.state, found.release, found.exact) == ("pristine", RELEASE, False)
+    assert (found.state, found.release, found.exact) == ("unpatched", RELEASE, False)
+    other = "unpatched: verl 0.9.1; files that the patches do not touch differ from the wheel's\n"
+    assert patchset(tiny, "status", target).stdout == other
     apply(target, tiny)
     expected = {f" M {path}" for path in (ENGINE, CONFIG, PROTOCOL)} | {f"?? {path}" for path in (MODULE, STAMP)}
     expected |= {"?? verl/new_room/", f"?? {OVERLAY.rpartition('/')[0]}/"}
@@ -197,4 +199,4 @@ def test_apply_killed_at_any_change_can_be_repaired(tiny: Path, project: Path, p
         number += 1
     assert contents(target) == contents(newer)
     assert number > 40
-    assert states == {"outdated", "pristine", "interrupted"}
+    assert states == {"outdated", "unpatched", "interrupted"}

@@ -27,7 +27,7 @@ def test_folder_with_both_frameworks_needs_a_choice(tiny: Path, target: Path, pr
         assert line == f"patchset: {target} contains verl and oat; choose one: --framework verl or oat\n"
     before = contents(target)
     assert patchset(tiny, "apply", "--framework", "oat", target).stdout.startswith("oat 0.2.3: 2 files hooked")
-    assert patchset(tiny, "status", target / "verl").stdout == "pristine: verl 0.9.1, no stack applied\n"
+    assert patchset(tiny, "status", target / "verl").stdout == "unpatched: verl 0.9.1\n"
     found = json.loads(patchset(tiny, "status", target / "oat", "--json").stdout)
     assert (found["framework"], found["release"], found["state"]) == ("oat", OAT_RELEASE, "patched")
     assert patchset(tiny, "apply", "--framework", "verl", target).stdout.startswith("verl 0.9.1: 3 files hooked")
@@ -42,11 +42,13 @@ def test_refusals_name_oat_and_its_variable(tiny: Path, pristine_oat: Path, tmp_
     line = refused(tiny, "apply", target, unchanged=target)
     assert f"dirty: oat 0.2.3, but for {ARGS}; save your edits, then reinstall oat 0.2.3 or check" in line
     assert f"make drift OAT={target} lists them, make port FRAMEWORK=oat FROM=0.2.3 TO={target} ports" in line
-    (target / "oat/model.py").write_text("another = 'release'\n")
+    (target / "oat/model.py").write_text("checked = 'out'\n")
+    assert refused(tiny, "apply", target, unchanged=target) == line, "also where other files are not the wheel's"
+    (target / OAT.version_file).write_text("__version__ = '0.3.0'\n")
     line = refused(tiny, "unapply", target, unchanged=target)
     assert "foreign: matches none of oat 0.2.3, 0.2.4; the closest is 0.2.3, of the 2 files" in line
     newer = unpack(wheel_of(tiny, OAT_NEWER, OAT), tmp_path / "newer")
-    assert patchset(tiny, "status", newer).stdout == "pristine: oat 0.2.4, no stack applied\n"
+    assert patchset(tiny, "status", newer).stdout == "unpatched: oat 0.2.4\n"
     assert "oat 0.2.4 has no patches yet" in refused(tiny, "apply", newer, unchanged=newer)
 
 

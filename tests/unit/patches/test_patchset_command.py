@@ -60,7 +60,7 @@ def test_only_help_and_status_need_no_git(tiny: Path, target: Path):
     line = refused(tiny, "apply", target, unchanged=target.parent, env=without_git)
     assert line == "patchset: git is not installed: install it, or add its folder to PATH\n"
     assert patchset(tiny, "--help", env=without_git).stdout.startswith("usage: patchset")
-    assert patchset(tiny, "status", target, env=without_git).stdout == "pristine: verl 0.9.1, no stack applied\n"
+    assert patchset(tiny, "status", target, env=without_git).stdout == "unpatched: verl 0.9.1\n"
 
 
 HOOK = "cfg-add-a-users-key-twice.patch"
@@ -81,7 +81,7 @@ RELEASES = [release for framework in FRAMEWORKS.values() for release in load_rel
         (f"files/{MODULE}", "42", "= 42", f"{MODULE} of verl 0.9.1 does not compile"),
         ("versions.toml", 'wheel_sha256 = "', 'wheel_sha256 = "0', "but versions.toml records 0"),
         ("versions.toml", 'tree_after = "', 'tree_after = "0', "the series makes tree"),
-        ("versions.toml", 'tree_before = "', 'tree_before = "0', "untouched files differ"),
+        ("versions.toml", 'tree_before = "', 'tree_before = "0', "are not those of tree_before"),
     ],
 )
 def test_check_reports_each_fault(project: Path, file: str, old: str, new: str, named: str):

@@ -38,7 +38,7 @@ def test_edited_files_are_dirty(tiny: Path, target: Path):
     edit(target / PROTOCOL, "import copy", "import copy  # mine")
     line = refusal(tiny, target)
     assert f"dirty: verl 0.9.1, but for {PROTOCOL}; save your edits" in line
-    assert f"if they are a later commit's, make drift VERL={target} lists them, make port FRAMEWORK=verl F" in line
+    assert f"a later commit's or a fork's, make drift VERL={target} lists them, make port FRAMEWORK=verl F" in line
     for path in (ENGINE, CONFIG, MODULE):
         (target / path).write_text("mine\n")
     assert f"{ENGINE}, {PROTOCOL}, {CONFIG} and 1 more; save" in refusal(tiny, target)
@@ -47,7 +47,9 @@ def test_edited_files_are_dirty(tiny: Path, target: Path):
 def test_files_edited_after_apply_are_dirty(tiny: Path, patched: Path):
     for path in (ENGINE, MODULE):
         edit(patched / path, "\n", "\n# mine\n")
-    assert f"dirty: edited after apply: {MODULE}, {ENGINE};" in refusal(tiny, patched)
+    line = refusal(tiny, patched)
+    assert f"dirty: edited after apply: {MODULE}, {ENGINE};" in line and f"delete {MODULE}, which apply added" in line
+    assert "that the patches do not touch" not in str(status(patched, tiny))
 
 
 @pytest.mark.parametrize("path", [CONFIG, MODULE])
@@ -66,6 +68,13 @@ def test_patched_files_without_a_record_are_half_patched(tiny: Path, pristine: P
     for path in (ENGINE, CONFIG):
         shutil.copy(pristine / path, patched / path)
     assert f"half-patched: verl 0.9.1, but {PROTOCOL} is patched and apply left no record" in refusal(tiny, patched)
+
+
+def test_ported_fork_is_foreign(tiny: Path, patched: Path):
+    shutil.rmtree(patched / "verl/.precision")
+    (patched / STAMP).unlink()
+    edit(patched / ENGINE, "\n", "\n# of a fork\n")
+    assert "foreign: matches none of verl" in refusal(tiny, patched)
 
 
 def test_closest_release_has_the_largest_share(tiny: Path, target: Path):
@@ -90,7 +99,7 @@ def test_stack_of_another_project_version_is_named(project: Path, pristine: Path
     hook = stacks / "v0.9.0/fsdp-read-the-configured-dtype.patch"
     hook.write_text(re.sub(r"^index .* 100644$", f"index {'0' * 40}..{'1' * 40} 100644", hook.read_text(), flags=re.M))
     lost = shutil.copytree(patched, tmp_path / "lost", ignore=shutil.ignore_patterns(".precision"))
-    without = "without the record in verl/.precision that unapply needs; reinstall verl 0.9.1 or check"
+    without = "without the record in verl/.precision that unapply needs; delete .*/verl, then reinstall verl 0.9.1 or check"
     assert re.search(f"half-patched: verl 0.9.1 with stack .*{without}", refusal(project, lost, apply))
     remedy = f"make unapply-patches VERL={patched} removes that"
     found = refusal(project, patched, apply)

@@ -30,7 +30,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 PLAIN = ["WIRE=fp32", "HEAD=none"]
 
 # rollout_corr/k3_kl of the first step of `make run EXPERIMENT=sanity_cpu PRECISION=bf16`, whose weights are still the
-# model's: mean over the recorded runs of docs/probe.md, 128 answers each.
+# model's: mean over the recorded runs of docs/how-to/probe.md, 128 answers each.
 RECORDED_K3 = 8.6e-06
 
 SIZE = ["ROWS=8", "SAMPLES=16", "LENGTH=32"]
@@ -103,7 +103,7 @@ def test_report_covers_every_variant(probes):
     assert cells[7].split()[0] == f"{lengths[512]['ess']['value']:.3f}"
     assert len({lengths[length]["clipped"]["value"] for length in (512, 8192)}) == 2
     assert cells[10].strip() == f"{lengths[8192]['clipped']['value']:.2%}"
-    findings = json.loads((out / "probe-model.json").read_text())["said"]
+    findings = json.loads((out / "probe-model.json").read_text())["findings"]
     assert findings["verdict"].startswith("fp16 mismatches least") and findings["verdict"] in report
     assert "(extrapolated from " in findings["verdict"] and "The model has 128 positions" in findings["extrapolated"]
     assert findings["verdict"] in done.stdout and len(report.splitlines()) > 20

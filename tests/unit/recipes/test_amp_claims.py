@@ -1,4 +1,4 @@
-"""Wrong claims about mixed precision, which docs/amp.md lists, each tested on torch's own code."""
+"""Wrong claims about mixed precision, which docs/how-to/amp.md lists, each tested on torch's own code."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from lib.paths import REPO
 from recipes.amp.multiplication_dtypes import MultiplicationDtypes
 from verl.utils.precision import GradScalerConfig, LossScaler
 
-GUIDE = REPO / "docs" / "amp.md"
+GUIDE = REPO / "docs/how-to/amp.md"
 
 
 def torchs_steps(scaler: GradScaler, factors: list[float], clear: bool = True) -> list[tuple[float, float, bool]]:

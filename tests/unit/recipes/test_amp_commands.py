@@ -112,7 +112,7 @@ def test_error_of_a_run_ends_it_in_one_line(recipe, given, message, recorded, tm
 
 def documented() -> list[tuple[str, str]]:
     """Return the commands of the guide and of the committed configs: recipe and words."""
-    texts = [path.read_text() for path in (REPO / "docs/amp.md", *(REPO / "configs/amp").glob("*.yaml"))]
+    texts = [path.read_text() for path in (REPO / "docs/how-to/amp.md", *(REPO / "configs/amp").glob("*.yaml"))]
     return re.findall(r"python -m recipes\.amp\.(\w+) ([^#\n]*)", "\n".join(texts))
 
 

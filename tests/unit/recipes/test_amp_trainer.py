@@ -16,7 +16,7 @@ from recipes.amp.trainer import FP16Trainer
 from recipes.amp.trainer_config import FP16TrainingConfig
 from verl.utils.precision import LossScaleError
 
-GUIDE = REPO / "docs" / "amp.md"
+GUIDE = REPO / "docs/how-to/amp.md"
 INVALID = {
     "enabled": ["no"],
     "dtype": ["float8", None],

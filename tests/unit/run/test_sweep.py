@@ -110,7 +110,7 @@ def test_refusal_of_one_run_or_version_starts_none(words, refusal, tmp_path):
 def test_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
     release = code_versions.installed_release()
     root = unpacked_wheel(release, tmp_path / "tree")
-    with pytest.raises(Refused, match=rf"TREES=a={root}: verl {release}, no stack applied; make apply-patches"):
+    with pytest.raises(Refused, match=rf"TREES=a={root}: unpatched: verl {release}; make apply-patches"):
         tree_version("a", str(root))
     apply(root)
     code = tree_version("a", str(root / "verl"))

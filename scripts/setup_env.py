@@ -53,7 +53,7 @@ class Environment:
 
 
 ENVIRONMENTS = {
-    "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 GB on disk, 3 to 6 minutes", patched=True),
+    "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 to 7 GB on disk, 3 to 6 minutes", patched=True),
     "cuda": Environment(".venv-cuda", ("cuda.lock", "cuda.flash-attn"), "flash-attn is compiled", patched=True),
     "workers": Environment(".venv-workers", ("cpu.torch", "workers.lock"), "2 GB on disk, 2 minutes", patched=False),
 }

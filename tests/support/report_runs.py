@@ -95,8 +95,3 @@ def is_rebuilt_from(out: Path, original: Report) -> bool:
     write_runs(original, out)
     again = built_from(out)
     return page(again) == page(original) and run_rows(again) == run_rows(original)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return all files below a folder by their relative path."""
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

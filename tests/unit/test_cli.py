@@ -61,11 +61,3 @@ def test_room_is_checked_in_the_folder_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**29))
     with pytest.raises(Refused, match=f"^OUT={tmp_path}: 0.50 GiB free on its disk, 1.0 needed"):
         check_room(tmp_path)
-
-
-def test_value_that_is_no_whole_number_or_too_small_is_refused():
-    assert cli.whole_number({"N": "3"}, "N", 3, None) == 3
-    assert cli.whole_number({}, "N", 3, None) is None and cli.whole_number({}, "N", 3, 5) == 5
-    for value in ("2", "-3", "3.5", ""):
-        with pytest.raises(Refused, match=f"^N={value}: must be a whole number of at least 3$"):
-            cli.whole_number({"N": value}, "N", 3, None)

@@ -1,31 +1,22 @@
-"""Every shipped configuration, composed against the installed, patched verl and checked by verl itself."""
+"""The shipped experiments, composed against the installed, patched verl and checked by verl itself."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import hydra
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lib import cli
-from lib.paths import CONFIGS, REPO
+from lib.paths import CONFIGS
 from lib.run.job import compose as compose_job
 from lib.run.job import parse_job
-from recipes.replay.rollouts import OrderedReplayBuffer
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 # configs/amp and configs/launch are no Hydra configs
 FILES = sorted(file for file in CONFIGS.rglob("*.yaml") if file.parent.name not in ("amp", "launch"))
-# actor, reference policy, rollout, critic
-DTYPES = {
-    "fp16": ("float16", "float16", "float16", "float16"),
-    "bf16": ("bfloat16", "bfloat16", "bfloat16", "bfloat16"),
-    "bf16_train_fp16_infer": ("bfloat16", "bfloat16", "float16", "bfloat16"),
-    "fp32": ("float32", "float32", "float32", "float32"),
-}
 
 
 @pytest.fixture(scope="session")
@@ -72,27 +63,6 @@ def test_recipe_accepts_every_experiment(experiment, recipe, device, compose):
     assert config.trainer.v1.trainer_mode == "flowrl"
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert type(actor).__module__ == "recipes.flowrl.config" and actor.flowrl.beta == 15
-
-
-@pytest.mark.parametrize("precision", cli.options("precision"))
-def test_a_regime_sets_every_role(precision, compose):
-    args = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp2")
-    config = compose(precision=precision, algo="ppo", args=args)
-    assert config.ray_kwargs.ray_init.num_gpus == 2
-    roles = config.actor_rollout_ref
-    assert (roles.actor.dtype, roles.ref.dtype, roles.rollout.dtype, config.critic.dtype) == DTYPES[precision]
-    assert config.critic.model.path == roles.model.path
-
-
-@pytest.mark.parametrize("mode", cli.options("rollouts"))
-def test_rollouts_are_recorded_or_replayed(mode, compose):
-    config = compose(args=(f"+rollouts={mode}", "rollouts.file=/tmp/rollouts.sqlite"))
-    agent = config.actor_rollout_ref.rollout.agent
-    (loop,) = OmegaConf.load(REPO / agent.agent_loop_config_path)
-    assert loop.name == agent.default_agent_loop
-    assert hydra.utils.get_class(loop._target_).__name__ == "RecordedAgentLoop"
-    assert config.trainer.v1.sampler.custom_sampler.name == OrderedReplayBuffer.__name__
-    assert (config.rollouts.mode, config.rollouts.file) == (mode, "/tmp/rollouts.sqlite")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))

@@ -1,14 +1,8 @@
-"""The pages of the support matrices match the recorded results, and these match the current stacks."""
-
-import json
+"""The cells of the support matrices, whose pages match the recorded results."""
 
 import pytest
 
 import matrix
-from lib.patches.releases import OAT, VERL, Framework
-from lib.patches.stack import load_stacks
-
-RESULTS = {VERL: matrix.RESULTS, OAT: matrix.OAT_RESULTS}
 
 
 def case(upstream_has_it: bool = False, **verdict) -> dict:
@@ -57,21 +51,6 @@ def test_run_counts_only_for_its_stack():
     page = matrix.table({name: release()}, {})
     assert "\n| the FlowRL recipe runs two steps in fp16 | –ᵃ |\n" in page
     assert page.endswith(f"\n- ᵃ: {matrix.WITHOUT_FLOWRL[name]}.\n")
-
-
-@pytest.mark.parametrize("framework", RESULTS, ids=lambda framework: framework.name)
-def test_results_match_the_current_stacks_and_every_behaviour_passed(framework: Framework):
-    results = json.loads(RESULTS[framework].read_text())
-    now = {stack.release.name: stack.id for stack in load_stacks(framework=framework)}
-    recorded = {name: entry["stack"] for name, entry in results.items()}
-    stale = sorted(name for name in now if recorded.get(name) != now[name])
-    how = {VERL: "make test-releases e2e-releases matrix", OAT: "make test-oat matrix"}[framework]
-    assert list(recorded) == list(now) and not stale, f"run `{how}`: the stacks of {', '.join(stale)} have changed"
-    for name, entry in results.items():
-        failed = [case for case, verdict in entry["seen"].items() if not verdict.get("passed", True)]
-        assert not failed, f"{framework.name} {name}: {failed}"
-        not_run = [case for case in entry["seen"].values() if "not_run" in case]
-        assert not_run or framework != OAT, f"oat {name}: cases that did not run are recorded"
 
 
 def test_pages_are_current_and_help_writes_none(monkeypatch, tmp_path):

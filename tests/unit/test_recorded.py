@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from support import recorded
@@ -39,20 +40,17 @@ def recording(tmp_path) -> Recording:
     return made
 
 
+def item(recording: Recording, fixture: str, **params: str) -> SimpleNamespace:
+    """Return a test of the folder as pytest collects it, which takes this fixture."""
+    file, callspec = recording.suite / "test_it.py", SimpleNamespace(params=params)
+    return SimpleNamespace(path=file, fixturenames=[fixture], callspec=callspec, add_marker=Mock())
+
+
 def marks(recording: Recording, fixture: str) -> dict[str, str]:
     """Return the marks of the releases whose tests, which take this fixture, `make test` leaves out."""
-    found: dict[str, str] = {}
-    items = [
-        SimpleNamespace(
-            path=recording.suite / "test_it.py",
-            fixturenames=[fixture],
-            callspec=SimpleNamespace(params={"release": name}),
-            add_marker=partial(found.__setitem__, name),
-        )
-        for name in load_releases()
-    ]
-    recording.mark(items)
-    return found
+    items = {name: item(recording, fixture, release=name) for name in load_releases()}
+    recording.mark(items.values())
+    return {name: each.add_marker.call_args[0][0] for name, each in items.items() if each.add_marker.called}
 
 
 def test_changed_hook_runs_its_release_again_and_changed_test_code_all(recording, tmp_path, monkeypatch):
@@ -101,14 +99,7 @@ def suite(recording) -> Suite:
 
 def run_suite(suite: Suite, outcomes: dict[bool, dict[str, str]], meanwhile: Callable[[], None] = lambda: None) -> None:
     """Take the outcomes of 0.6.1, by whether it is patched, in a session that records them."""
-    tests = [
-        SimpleNamespace(
-            path=suite.recording.suite / "test_it.py",
-            fixturenames=["outcomes"],
-            callspec=SimpleNamespace(params={"case": case}),
-        )
-        for case in suite.behaviours
-    ]
+    tests = [item(suite.recording, "outcomes", case=case) for case in suite.behaviours]
     config = SimpleNamespace(getoption={"write_results": True}.get)
     request = SimpleNamespace(session=SimpleNamespace(items=tests), config=config)
     session = suite.outcomes(request, lambda release, patched, *cases: outcomes[patched])

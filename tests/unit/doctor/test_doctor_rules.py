@@ -193,19 +193,12 @@ def test_command_prints_json_and_text(trees: dict[str, Path], capsys):
     assert lines[-1].startswith("differ: ") and "nobody requested" in lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--verl", "/tmp"], "no verl/__init__.py"),
-        (["actor.dtype"], "ARGS"),
-        (["--misspelt"], "unrecognized arguments: --misspelt"),
-        (["--config-name", "nothing"], "has no nothing.yaml"),
-    ],
-)
-def test_bad_input_is_refused(words: list[str], reason: str, trees: dict[str, Path]):
-    with pytest.raises(Refused) as refused:
-        command.main(["--verl", str(trees["pristine"]), *words])
-    assert reason in str(refused.value) and "\n" not in str(refused.value)
+def test_bad_input_is_refused(trees: dict[str, Path]):
+    reasons = {"--verl /": "no verl/__init__.py", "actor.dtype": "ARGS", "--config-name nothing": "has no nothing.yaml"}
+    for words, reason in reasons.items():
+        with pytest.raises(Refused) as refused:
+            command.main(["--verl", str(trees["pristine"]), *words.split()])
+        assert reason in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_overrides_follow_those_of_args():

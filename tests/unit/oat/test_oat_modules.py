@@ -40,20 +40,6 @@ def test_precision_key_sets_dtypes_of_learner_and_actors(regime):
     assert precision.on_the_wire("ids", ids, args) is ids
 
 
-@pytest.mark.parametrize(
-    ("given", "regime"),
-    [
-        ({}, "bf16"),
-        ({"bf16": False, "fp16": True}, "fp16"),
-        ({"bf16": False}, "fp32"),
-        ({"precision": "fp16", "bf16": False, "fp16": True}, "fp16"),
-    ],
-)
-def test_oats_own_flags_resolve_to_a_regime(given, regime):
-    assert precision.vllm_dtype(Args(**given)) == str(REGIMES[regime][1]).removeprefix("torch.")  # before it is settled
-    assert settled(**given).precision == regime
-
-
 def test_valid_arguments_are_accepted():
     # Averaged gradients may accumulate in fp32 under ZeRO-2, and under ZeRO-1 where there is no fp16.
     settled(precision="fp16", zero_stage=2, grad_accum_dtype="fp32")

@@ -1,4 +1,4 @@
-"""Wrong claims about mixed precision, which docs/how-to/amp.md lists, each tested on torch's own code."""
+"""Wrong claims about mixed precision, which docs/explanation/evidence.md lists, each tested on torch's own code."""
 
 import math
 import re

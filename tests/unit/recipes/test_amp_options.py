@@ -1,6 +1,5 @@
 """A recipe's config: the precedence of its sources, and the refusal of malformed values."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -79,15 +78,6 @@ def test_malformed_words_and_files_are_refused_in_one_line(given, message, tmp_p
 def test_malformed_variable_is_refused_even_if_overridden(words, value, monkeypatch):
     monkeypatch.setenv("TEST_USE_AMP", value)
     assert f"TEST_USE_AMP={value!r} in the environment must be 1, 0, true or false" in refused(*words)
-
-
-def test_help_lists_every_option_and_default(capsys):
-    with pytest.raises(SystemExit) as ended:
-        parse("--help")
-    assert not ended.value.code
-    shown = capsys.readouterr().out
-    for option in ("--config FILE", r"--steps int +how many \(10\)", "--no-use-amp", "--name str +which$"):
-        assert re.search(option, shown, re.MULTILINE)
 
 
 def test_16_bits_on_a_cpu_need_an_explicit_cpu(monkeypatch):

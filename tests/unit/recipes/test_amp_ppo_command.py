@@ -179,19 +179,6 @@ def test_recorded_run_replaces_its_older_rows(tmp_path, monkeypatch):
     assert figure.stat().st_size > 20_000
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("--dtypes=float16,float8", "dtypes=float16,float8 must be of float32,float16,bfloat16"),
-        ("--seeds=4", "seeds=4 must be of 1,2,3"),
-        (f"--out={__file__}", f"out={__file__} must be a writable folder"),
-    ],
-)
-def test_invalid_word_of_the_experiment_is_refused(word, message, monkeypatch):
-    monkeypatch.setattr(experiment, "train", lambda *_: pytest.fail("a run was started"))
-    assert refusal(experiment, word).startswith(message)
-
-
 def test_run_in_another_dtype_is_not_recorded(monkeypatch, tmp_path):
     """The switch turns AMP off: the run's rows would be fp32's under float16's name."""
     shutil.copy(FOLDER / "amp-ppo.csv", tmp_path)

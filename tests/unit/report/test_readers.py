@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.report_runs import contents, made, write_metrics
+from support.report_runs import made, write_metrics
+from support.trees import contents
 
 from lib.errors import Refused
 from lib.files import write

@@ -1,24 +1,15 @@
-"""The log of ``main_ppo``: reports, the root cause of a failure, the evidence of a death; by excerpts of real logs."""
+"""The log of ``main_ppo``: the root cause of a failure, the evidence of a death; by excerpts of real logs."""
 
 from pathlib import Path
 
 import pytest
 
 from lib.run.deaths import Death, DeathReader, lost_worker
-from lib.run.log import errors, reports
+from lib.run.log import errors
 
 
 def recorded(name: str) -> list[str]:
     return (Path(__file__).parent / f"train_logs/{name}.txt").read_text().splitlines()
-
-
-def test_workers_reports_are_read_from_the_log():
-    lines = [
-        '\x1b[36m(WorkerDict pid=123)\x1b[0m [verl-precision] {"role": "actor", "loss_scaling": true}',
-        '(vLLMHttpServer pid=7) (EngineCore pid=9) [verl-precision] {"role": "rollout"} (trailing)',
-        "what [verl-precision] lines look like",
-    ]
-    assert reports(lines) == [{"role": "actor", "loss_scaling": True}, {"role": "rollout"}]
 
 
 def test_cause_of_a_failure_is_shown_without_rays_wrapping():

@@ -105,12 +105,6 @@ def run_program(tmp_path) -> Callable[..., dict]:
     return run_program
 
 
-@pytest.mark.parametrize(("end", "code"), [("watched()", 0), (INTERRUPTS, None)], ids=["by itself", "interrupted"])
-def test_processes_left_behind_are_ended(end, code, run_program):
-    result = run_program(PARENT, end)
-    assert result["code"] == code and result["peak"] > 0 and result["gone"]
-
-
 def test_line_that_is_written_in_two_parts_is_read_as_one(run_program):
     report = '(WorkerDict pid=1) [verl-precision] {"role": "actor"}'
     first, second = (f"print({part!r}, end='', flush=True)" for part in (report[:30], report[30:] + "\n"))

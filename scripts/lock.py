@@ -4,6 +4,7 @@ Exit code 1: Python 3.12 would take other versions, which are listed. Bound them
 serves both.
 """
 
+import argparse
 import difflib
 import os
 import subprocess
@@ -27,6 +28,7 @@ def resolve(uv: Path, name: str, python: str, lock: Path) -> None:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     venv.create(CACHE / "uv", with_pip=True)
     subprocess.run([CACHE / "uv/bin/pip", "install", "--quiet", "uv"], check=True)
     uv = CACHE / "uv/bin/uv"
@@ -35,9 +37,8 @@ def main() -> int:
         resolve(uv, name, "3.11", lock)
         other.write_text(lock.read_text())
         resolve(uv, name, "3.12", other)
-        if lines := list(
-            difflib.unified_diff(*(f.read_text().splitlines() for f in (lock, other)), "3.11", "3.12", "", 0)
-        ):
+        pins = [path.read_text().splitlines() for path in (lock, other)]
+        if lines := list(difflib.unified_diff(*pins, "3.11", "3.12", n=0, lineterm="")):
             print(*lines, sep="\n", file=sys.stderr)
             print(
                 f"{name}.in: Python 3.12 takes other versions (+); bound them so that one lock serves both",

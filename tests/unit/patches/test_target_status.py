@@ -99,7 +99,7 @@ def test_stack_of_another_project_version_is_named(project: Path, pristine: Path
     hook = stacks / "v0.9.0/fsdp-read-the-configured-dtype.patch"
     hook.write_text(re.sub(r"^index .* 100644$", f"index {'0' * 40}..{'1' * 40} 100644", hook.read_text(), flags=re.M))
     lost = shutil.copytree(patched, tmp_path / "lost", ignore=shutil.ignore_patterns(".precision"))
-    without = "without the record in verl/.precision that unapply needs; delete .*/verl, then reinstall verl 0.9.1 or check"
+    without = "without the record in verl/.precision that unapply needs; delete .*/verl, then reinstall verl 0.9.1"
     assert re.search(f"half-patched: verl 0.9.1 with stack .*{without}", refusal(project, lost, apply))
     remedy = f"make unapply-patches VERL={patched} removes that"
     found = refusal(project, patched, apply)

@@ -12,7 +12,7 @@ from lib.paths import REPO
 from recipes.amp.multiplication_dtypes import MultiplicationDtypes
 from verl.utils.precision import GradScalerConfig, LossScaler
 
-GUIDE = REPO / "docs/how-to/amp.md"
+EVIDENCE = REPO / "docs/explanation/evidence.md"
 
 
 def torchs_steps(scaler: GradScaler, factors: list[float], clear: bool = True) -> list[tuple[float, float, bool]]:
@@ -201,10 +201,10 @@ def test_autocast_cache_ignores_weight_changes_inside_the_region():
         assert torch.equal(layer(given), 2 * before)
 
 
-def test_guide_names_a_test_for_every_claim():
-    section = GUIDE.read_text().partition("## Claims that are wrong")[2].partition("\n## ")[0]
+def test_page_names_a_test_for_every_claim():
+    section = EVIDENCE.read_text().partition("## Claims about AMP")[2].partition("\n## ")[0]
     rows = [row for row in section.splitlines() if row.startswith("| ")][1:]
     named = [re.findall(r"`(test_\w+)`", row) for row in rows]
     assert len(rows) >= 9 and all(named)
-    here = {name for name in globals() if name.startswith("test_")} - {"test_guide_names_a_test_for_every_claim"}
+    here = {name for name in globals() if name.startswith("test_")} - {"test_page_names_a_test_for_every_claim"}
     assert {name for names in named for name in names} == here

@@ -264,6 +264,7 @@ def trained_model(config: "DictConfig", shape: ModelShape, length: int, critic: 
     budget = role.get("ppo_infer_max_token_len_per_gpu", 32768) if critic else role.ppo_max_token_len_per_gpu
     parallel = engine.ulysses_sequence_parallel_size if critic else sequence_parallel(config)
     rows = role.ppo_micro_batch_size_per_gpu
+    always_synced = precision.loss_scaling and role.strategy == "fsdp"  # FSDP1 in fp16
     tokens, micro_batches = micro_batch(config, role.ppo_mini_batch_size, budget, rows, length, parallel)
     return TrainedModel(
         shape=shape,
@@ -279,7 +280,7 @@ def trained_model(config: "DictConfig", shape: ModelShape, length: int, critic: 
         checkpointing=model.enable_gradient_checkpointing,
         offload_params=engine.param_offload,
         offload_adam=engine.optimizer_offload,
-        deferred=engine.use_no_sync_for_gradient_accumulation,
+        deferred=engine.use_no_sync_for_gradient_accumulation and not always_synced,
         fused_head=bool(model.get("use_fused_kernels", False)),
         logits_twice=config.actor_rollout_ref.rollout.temperature != 1
         or not (model.use_remove_padding or config.trainer.device == "cpu"),  # on a CPU the loss outweighs the copy

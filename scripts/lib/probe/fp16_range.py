@@ -231,8 +231,8 @@ def overrides(assessment: Fp16Assessment, bf16_rollout: bool = False) -> list[st
         return ["+precision=bf16"]
     actor = "actor_rollout_ref.actor.fsdp_config"
     words = [f"{actor}.keep_fp32_modules=[{','.join(assessment.keep)}]"] if assessment.keep else []
-    words += [f"{actor}.grad_scaler.init_scale={assessment.scale:g}"]
-    words += [f"{actor}.grad_scaler.min_scale={assessment.scale:g}"] if assessment.scale < 1 else []  # its default is 1
+    words += [f"{actor}.grad_scaler.init_scale={assessment.scale:.17g}"]
+    words += [f"{actor}.grad_scaler.min_scale={assessment.scale:.17g}"] if assessment.scale < 1 else []  # default 1
     # A rollout server has no list of modules in fp32: it would overflow where the trainer would have.
     return words + (["actor_rollout_ref.rollout.dtype=bfloat16"] if assessment.keep or bf16_rollout else [])
 

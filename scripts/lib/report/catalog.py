@@ -52,7 +52,7 @@ SERIES = (
     Series("accuracy", "accuracy in evaluation", ACCURACY, oat="eval/accuracy"),
     Series(
         "k3",
-        "mismatch: k3 estimate of KL(rollout ‖ trainer)",
+        "k3 estimate of KL(rollout ‖ trainer), nats/token",
         K3_KL,
         "log",
         ("mismatch/mismatch_k3_kl",),
@@ -60,7 +60,7 @@ SERIES = (
     ),
     Series(
         "probs_diff",
-        "mismatch: mean difference of probabilities",
+        "mean difference of the two probabilities",
         PROBS_DIFF,
         "log",
         oat="train/rollout_probs_diff_mean",

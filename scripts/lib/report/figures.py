@@ -108,8 +108,10 @@ def draw(report: Report, series: Series, axis) -> None:
     few = {"marker": "."} if series.metric == ACCURACY else {}  # evaluations, of which one alone has no line
     for label, colour in colours(report.labels).items():
         members = report.of(label)
-        for entry in members:
-            line = curve(entry.run.steps, series)
+        lines = [curve(entry.run.steps, series) for entry in members]
+        if not any(lines):
+            continue  # such as fp32's k3, which is 0
+        for line in lines:
             alpha = 0.4 if len(members) > 1 else 1
             axis.plot(list(line), list(line.values()), color=colour, linewidth=0.7, alpha=alpha, **few)
         shared = [curve(entry.shared, series) for entry in members]
@@ -127,6 +129,7 @@ def draw(report: Report, series: Series, axis) -> None:
         mark_skipped_steps(report, series, axis)
     widen_if_flat(axis)
     axis.set_xlabel("step")
+    axis.set_ylabel(series.title, fontsize=8)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, borderaxespad=0.2, handlelength=1.4)
 

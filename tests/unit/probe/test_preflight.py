@@ -165,7 +165,7 @@ def test_flushed_share_and_loss_scale_match_fp16(model):
     assert largest * assessment.scale * HEADROOM <= 65504 < 2 * largest * assessment.scale * HEADROOM
 
 
-@pytest.mark.parametrize(("gradient", "scale", "words"), [(8.0, 256, 3), (1e5, 0.03125, 4)])
+@pytest.mark.parametrize(("gradient", "scale", "words"), [(8.0, 256, 3), (1e5, 0.03125, 4), (1e-3, 2097152, 3)])
 def test_gradient_at_a_kept_module_counts_and_those_inside_do_not(gradient, scale, words):
     def record(**other) -> ModuleRange:
         usual = {"block": False, "head": False, "leaf": True, "shared": False, "weight": 1.0, "output": 1.0}
@@ -179,7 +179,9 @@ def test_gradient_at_a_kept_module_counts_and_those_inside_do_not(gradient, scal
     assessment = assess(ranges)
     assert (assessment.keep, assessment.gradient) == (("layers.0.mlp",), (gradient, "layers.0.mlp"))
     assert assessment.scale == scale and len(overrides(assessment)) == words
-    least = f"actor_rollout_ref.actor.fsdp_config.grad_scaler.min_scale={scale:g}"
+    scaler = "actor_rollout_ref.actor.fsdp_config.grad_scaler"
+    assert f"{scaler}.init_scale={scale}" in overrides(assessment), "a power of two, to the last digit"
+    least = f"{scaler}.min_scale={scale}"
     assert (least in overrides(assessment)) == (scale < 1), "a scale below 1 is below the default of min_scale"
 
 

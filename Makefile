@@ -66,12 +66,14 @@ sanity: python       ## run the sanity test: four regimes, three seeds, three ob
 	$(COMMAND)
 
 ##@ The rest
-.PHONY: help setup submit gsm8k dapo-math sanity-math bench bench-amp pr-branch mutants test-all test-quick test-releases test-oat e2e-releases matrix lint lock clean
+.PHONY: help setup wheelhouse submit gsm8k dapo-math sanity-math bench bench-amp pr-branch mutants test-all test-quick test-releases test-oat e2e-releases matrix lint lock clean
 help: python         ## list the targets;  make help-run: the variables of a command
 	@awk -F ': *[a-z]* *## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 help-%: python
 	@exec $(TOOLS) scripts/command.py $* --help
 setup: python        ## install what is missing and patch the installed verl
+	$(COMMAND)
+wheelhouse: python   ## pack the wheels for machines without a network:  make wheelhouse DIR=/media/wheels; there: make setup WHEELHOUSE=…
 	$(COMMAND)
 submit: python       ## run `make run` on a running Ray cluster:  RAY_ADDRESS=http://HEAD:8265 make submit …
 	$(COMMAND)

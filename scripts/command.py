@@ -143,6 +143,7 @@ COMMANDS = {
     "mutants": Command("mutants.py", mutant_words, "mutants:parse", ("ONLY",), tests=True),
     "pr-branch": Command("pr_branch.py", pr_branch, "pr_branch:parse", ("VERL", "DIR")),
     "setup": Command("setup_env.py", fixed(), "", ()),
+    "wheelhouse": Command("wheelhouse.py", words, "wheelhouse:parse", device=True, environment=False),
     "gsm8k": Command("recipes.gsm8k.prepare", fixed("--out", "data/gsm8k"), "", ()),
     "dapo-math": Command("recipes.dapo_math.prepare", fixed("--out", "data/dapo-math"), "", ()),
     "sanity-math": Command("recipes.sanity_math.prepare", fixed("--out", "data/sanity-math"), "", ()),
@@ -227,7 +228,8 @@ def main(arguments: list[str]) -> None:
         help_command(name)
         return
     typed_values = dict(word.partition("=")[::2] for word in typed if word != SHARED)
-    python, index = (typed_values.pop(each, os.environ.get(each)) for each in ("PYTHON", "TORCH_INDEX_URL"))
+    python = typed_values.pop("PYTHON", os.environ.get("PYTHON"))
+    sources = {each: typed_values.pop(each) for each in ("TORCH_INDEX_URL", "WHEELHOUSE") if each in typed_values}
     values = command_values(command, typed_values, SHARED in typed)
     default = "cuda" if gpu_present() and not command.tests else "cpu"
     if name == "plan-memory":  # its DEVICE is the planned one
@@ -242,8 +244,7 @@ def main(arguments: list[str]) -> None:
         values.setdefault("VERL", str(setup_env.ENVIRONMENTS[device].path / "site-packages"))
     program_arguments = command.arguments(values)
     parse(command, program_arguments)
-    if index:
-        os.environ["TORCH_INDEX_URL"] = index
+    os.environ.update(sources)
     program = str(interpreter(name, values, device, python) if command.environment else sys.executable)
     if name == "setup":
         return

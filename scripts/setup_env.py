@@ -6,6 +6,7 @@ workers  .venv-workers: the tests run the workers of every release in it
 browser  chromium, in which the tests load a report
 
 An environment that is up to date is left as it is. TORCH_INDEX_URL is a further package index, of torch's CPU builds.
+WHEELHOUSE is a folder that ``make wheelhouse`` wrote: the environment is installed from it, without a network.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from lib.cli import faults_in_one_line
 from lib.errors import Refused
 from lib.patches.apply import apply
 from lib.paths import REPO
+from lib.wheelhouse import Wheelhouse, unpack
 
 PYTHONS = ("3.11", "3.12")  # for which the locks are resolved
 
@@ -84,9 +87,13 @@ def setup(name: str, python: str | None = None, advice: str = "") -> Path:
         print(f"setting up {environment.folder} from {files}: {environment.cost}, once", flush=True)
         if advice:
             print(advice, flush=True)
-        subprocess.run([base, "-m", "venv", "--clear", environment.path], check=True)
-        (environment.path / "site-packages").symlink_to(f"lib/python{version}/site-packages")
-        install(environment)
+        wheelhouse = os.environ.get("WHEELHOUSE")
+        with tempfile.TemporaryDirectory() as scratch:
+            wheels = unpack_for(name, version, Path(wheelhouse), Path(scratch, "wheels")) if wheelhouse else None
+            system = ["--system-site-packages"] if wheels and wheels.left_out else []
+            subprocess.run([base, "-m", "venv", "--clear", environment.path, *system], check=True)
+            (environment.path / "site-packages").symlink_to(f"lib/python{version}/site-packages")
+            install(environment, sorted(Path(scratch, "wheels").glob("*")))
         stamp.touch()
     if environment.patched:
         for line in apply(environment.path / "site-packages"):
@@ -111,10 +118,26 @@ def find_python(candidates: list[str | Path]) -> tuple[str, str]:
     raise Refused(f"{named}Python 3.11 or 3.12 is needed; install it, or name it: make PYTHON=/path/to/python3.12")
 
 
-def install(environment: Environment) -> None:
-    """Install the requirements with pip, whose configuration names a machine's own indexes; torch comes first."""
+def unpack_for(name: str, version: str, folder: Path, into: Path) -> Wheelhouse:
+    """Unpack the wheelhouse of an environment.
+
+    Raises:
+        Refused: it is another environment's or for another Python, or it is damaged.
+    """
+    wheelhouse = unpack(folder, into)
+    if (wheelhouse.device, wheelhouse.python) != (name, version):
+        needed = f"DEVICE={wheelhouse.device} and PYTHON=python{wheelhouse.python}"
+        raise Refused(f"WHEELHOUSE={folder}: is for {needed}, not for {name} and Python {version}")
+    return wheelhouse
+
+
+def install(environment: Environment, wheels: list[Path]) -> None:
+    """Install ``wheels``, or else the requirements, with pip, whose configuration names a machine's own indexes."""
     pip = [environment.python, "-m", "pip", "install", "--quiet"]
-    first, second = (REPO / "requirements" / name for name in environment.requirements)
+    if wheels:
+        subprocess.run([*pip, "--no-index", "--no-deps", *wheels], check=True)
+        return
+    first, second = (REPO / "requirements" / name for name in environment.requirements)  # torch comes first
     index = os.environ.get("TORCH_INDEX_URL")
     if first.suffix == ".torch":
         extra = ["--extra-index-url", index] if index else []

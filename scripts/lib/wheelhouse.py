@@ -93,9 +93,7 @@ def download(requirements: Iterable[str], python: str, folder: Path, pip: list[s
         subprocess.run([*build, *pip, *sources], check=True)
         built = list((folder / "built").iterdir())
         if compiled := [wheel.name for wheel in built if not wheel.stem.endswith("-none-any")]:
-            raise Refused(
-                f"{first_three(compiled)}: has no wheel, and this machine compiled it; add it to PRESENT"
-            )
+            raise Refused(f"{first_three(compiled)}: has no wheel, and this machine compiled it; add it to PRESENT")
     return sorted(folder.rglob("*.whl"))
 
 

@@ -153,7 +153,8 @@ BUDGETS = {
     "docs/how-to/cluster": 1200, "docs/how-to/flowrl": 1000, "docs/how-to/amp": 1400, "docs/how-to/faq": 1000,
     "docs/how-to/offline": 500, "docs/how-to/troubleshooting": 2000, "docs/reference/keys": 1500,
     "docs/reference/limits": 1500, "docs/reference/metrics": 700, "docs/reference/checkpoints": 800,
-    "docs/explanation/why-fp16": 900, "docs/explanation/evidence": 2300, "docs/explanation/design": 2600, "docs/project/upstreaming": 1300,
+    "docs/explanation/why-fp16": 900, "docs/explanation/evidence": 2300, "docs/explanation/design": 2600,
+    "docs/project/upstreaming": 1300,
 }  # fmt: skip
 
 

@@ -4,7 +4,6 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-
 # The first Python 3.10 or later on PATH, or PYTHON=/path/to/python3. scripts/setup_env.py makes the environments.
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11 python3.10
 RECENT = "$(1)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null

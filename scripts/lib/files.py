@@ -1,5 +1,6 @@
-"""Write files whole; read JSON lines."""
+"""Write files whole; hash them; read JSON lines."""
 
+import hashlib
 import json
 import shutil
 import tempfile
@@ -14,6 +15,11 @@ def write(path: Path, content: bytes) -> None:
     """Write a file, creating its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
+
+
+def sha256(path: Path) -> str:
+    """Return the sha256 of a file's content, in hexadecimal digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def write_json(file: Path, content: dict) -> None:

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lib.errors import Refused
+from lib.files import sha256
 from lib.format import first_three
-from lib.patches.wheels import sha256
 
 MANIFEST = "wheelhouse.json"  # written last
 # What a manylinux machine of today accepts: pip takes these tags from the command line alone for another Python.

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lib.errors import Refused
+from lib.files import sha256
 from lib.patches.checkout import BASE, commit_base, commit_stack, scratch_beside
 from lib.patches.git import git, run_git
 from lib.patches.git_objects import package_blobs, package_tree_id
@@ -18,7 +19,7 @@ from lib.patches.hunks import carry, renames, report
 from lib.patches.releases import VERL, Framework, Release, add_release, find_release, load_releases
 from lib.patches.stack import Stack, load_stack
 from lib.patches.target import find_target
-from lib.patches.wheels import download, sha256, unpack, unpacked_wheel
+from lib.patches.wheels import download, unpack, unpacked_wheel
 from lib.paths import REPO
 
 

@@ -1,6 +1,5 @@
 """Download, check and unpack the wheels of releases."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 from lib.errors import Refused
+from lib.files import sha256
 from lib.patches.releases import VERL, Framework, find_release
 from lib.paths import CACHE
 
@@ -23,10 +23,6 @@ def wheel(release: str, framework: Framework = VERL) -> Path:
     if (actual := sha256(path)) != expected:
         raise Refused(f"{path} has sha256 {actual}, but versions.toml records {expected}; delete the file")
     return path
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def download(release: str, framework: Framework = VERL) -> Path:

@@ -214,9 +214,9 @@ def test_plan_follows_the_configuration():
     for strategy, sent in (("fsdp", usual.moments["rollout"]["weights"]), ("fsdp2", 0)):
         sending = changed(f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.strategy={strategy}")
         assert sending.moments["weights to the rollout"]["weights"] == sent, "FSDP1 loads its shards to send them"
-    unsynced = f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=true"
-    assert changed(unsynced).moments == usual.moments, "FSDP1 in fp16 synchronises every micro-batch"
-    assert changed(unsynced, PRECISION="bf16").moments != usual.moments
+    old, unsynced = f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=true"
+    assert changed(old, unsynced).moments == changed(old).moments, "FSDP1 in fp16 synchronises every micro-batch"
+    assert changed(old, unsynced, PRECISION="bf16").moments != changed(old, PRECISION="bf16").moments
     hybrid = changed(f"{ACTOR}.fsdp_config.fsdp_size=8")
     assert hybrid.moments["actor, step"]["Adam"] == 2 * usual.moments["actor, step"]["Adam"]
     for parallel, heads in ((2, 2), (8, 1)):  # of 4 heads of keys; a GPU has at least one

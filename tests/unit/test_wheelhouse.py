@@ -43,6 +43,7 @@ def test_pieces_become_an_environment_without_an_index(packed, tmp_path, monkeyp
         (lambda folder: (folder / MANIFEST).unlink(), f"contains no {MANIFEST}"),
         (lambda folder: None, "is for DEVICE=cpu and PYTHON=python.*, not for cuda and Python"),
     ],
+    ids=["lost", "damaged", "unfinished", "another"],
 )
 def test_damaged_or_other_wheelhouse_is_refused(packed, tmp_path, fault, message):
     folder = tmp_path / "copy"

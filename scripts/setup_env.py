@@ -22,6 +22,7 @@ from pathlib import Path
 
 from lib.cli import faults_in_one_line
 from lib.errors import Refused
+from lib.format import first_three
 from lib.patches.apply import apply
 from lib.paths import REPO
 from lib.wheelhouse import Wheelhouse, unpack
@@ -49,10 +50,15 @@ class Environment:
     def python(self) -> Path:
         return self.path / "bin/python"
 
+    @property
+    def locks(self) -> str:
+        """Return the hash of its requirements."""
+        content = b"".join((REPO / "requirements" / name).read_bytes() for name in self.requirements)
+        return hashlib.sha256(content).hexdigest()[:12]
+
     def stamp(self, version: str) -> Path:
         """Return the file that is written last, named after Python and the locks: an outdated environment has none."""
-        content = b"".join((REPO / "requirements" / name).read_bytes() for name in self.requirements)
-        return self.path / f"ready-{version}-{hashlib.sha256(content).hexdigest()[:12]}"
+        return self.path / f"ready-{version}-{self.locks}"
 
 
 ENVIRONMENTS = {
@@ -83,17 +89,19 @@ def setup(name: str, python: str | None = None, advice: str = "") -> Path:
                 f"{environment.folder} is a symbolic link to an environment that is not up to date; "
                 "run make in the checkout that it points to, or remove the link"
             )
-        files = " and ".join(environment.requirements)
+        folder = Path(os.environ["WHEELHOUSE"]).expanduser() if os.environ.get("WHEELHOUSE") else None
+        files = folder or " and ".join(environment.requirements)
         print(f"setting up {environment.folder} from {files}: {environment.cost}, once", flush=True)
         if advice:
             print(advice, flush=True)
-        wheelhouse = os.environ.get("WHEELHOUSE")
-        with tempfile.TemporaryDirectory() as scratch:
-            wheels = unpack_for(name, version, Path(wheelhouse), Path(scratch, "wheels")) if wheelhouse else None
-            system = ["--system-site-packages"] if wheels and wheels.left_out else []
+        with tempfile.TemporaryDirectory(dir=environment.path.parent) as scratch:
+            wheels = Path(scratch, "wheels")
+            left_out = unpack_for(name, version, folder, wheels).left_out if folder else []
+            system = ["--system-site-packages"] if left_out else []
             subprocess.run([base, "-m", "venv", "--clear", environment.path, *system], check=True)
             (environment.path / "site-packages").symlink_to(f"lib/python{version}/site-packages")
-            install(environment, sorted(Path(scratch, "wheels").glob("*")))
+            install(environment, wheels if folder else None)
+            check_present(environment, left_out)
         stamp.touch()
     if environment.patched:
         for line in apply(environment.path / "site-packages"):
@@ -125,17 +133,34 @@ def unpack_for(name: str, version: str, folder: Path, into: Path) -> Wheelhouse:
         Refused: it is another environment's or for another Python, or it is damaged.
     """
     wheelhouse = unpack(folder, into)
+    if name == wheelhouse.device and wheelhouse.locks != ENVIRONMENTS[name].locks:
+        raise Refused(f"WHEELHOUSE={folder}: was packed from other requirements than this checkout's; pack it again")
     if (wheelhouse.device, wheelhouse.python) != (name, version):
         needed = f"DEVICE={wheelhouse.device} and PYTHON=python{wheelhouse.python}"
         raise Refused(f"WHEELHOUSE={folder}: is for {needed}, not for {name} and Python {version}")
     return wheelhouse
 
 
-def install(environment: Environment, wheels: list[Path]) -> None:
-    """Install ``wheels``, or else the requirements, with pip, whose configuration names a machine's own indexes."""
+def check_present(environment: Environment, names: list[str]) -> None:
+    """Check that the environment has the packages that its wheelhouse left out.
+
+    Raises:
+        Refused: it lacks some: the Python that it was made with does not have them, or a venv has them.
+    """
+    code = "import sys, importlib.util as u, importlib.metadata as m\n"
+    code += "have = {d.metadata['Name'].lower().replace('_', '-').replace('.', '-') for d in m.distributions()}\n"
+    code += "print(*sorted(set(sys.argv[1:]) - have))"
+    done = subprocess.run([environment.python, "-c", code, *names], capture_output=True, text=True, check=True)
+    if lacking := done.stdout.split():
+        cause = "which the Python that the environment is made with does not have; a venv cannot lend its packages"
+        raise Refused(f"WHEELHOUSE: was packed without {first_three(lacking)}, {cause}")
+
+
+def install(environment: Environment, wheels: Path | None) -> None:
+    """Install what the folder ``wheels`` contains, or else the requirements, with pip as this machine configures it."""
     pip = [environment.python, "-m", "pip", "install", "--quiet"]
     if wheels:
-        subprocess.run([*pip, "--no-index", "--no-deps", *wheels], check=True)
+        subprocess.run([*pip, "--no-index", "--no-deps", *sorted(wheels.iterdir())], check=True)
         return
     first, second = (REPO / "requirements" / name for name in environment.requirements)  # torch comes first
     index = os.environ.get("TORCH_INDEX_URL")

@@ -1,7 +1,7 @@
 """Pack the wheels of an environment for machines without a network: ``scripts/wheelhouse.py NAME=VALUE ...``.
 
 On a machine with a network, on Linux x86_64:  make wheelhouse DIR=/media/wheels DEVICE=cuda PYTHON_VERSION=3.12
-On the machine without one:                    make setup DEVICE=cuda WHEELHOUSE=/media/wheels
+On the machine without one:                    make setup DEVICE=cuda PYTHON=python3.12 WHEELHOUSE=/media/wheels
 
 Writes piece-000, piece-001, … and wheelhouse.json, which contains the sha256 of each piece. The packages that
 PRESENT lists are left out: the environment then takes them from the Python that it is made with. flash-attn, which is
@@ -19,6 +19,7 @@ from lib.cli import faults_in_one_line, help_requested, one_of, parse_words, usa
 from lib.errors import Refused
 from lib.paths import REPO
 from lib.wheelhouse import Wheelhouse, pack, requirements_of
+from setup_env import ENVIRONMENTS
 
 VARIABLES = {
     "DIR": "the new folder for the pieces",
@@ -59,10 +60,10 @@ def parse(words: list[str]) -> Request:
     python = one_of(values, "PYTHON_VERSION", ["3.11", "3.12"], "3.12")
     piece = whole_number(values, "PIECE", 1, 1024)
     locked = requirements_of("\n".join((REPO / "requirements" / name).read_text() for name in LOCKS[device]))
-    there = requirements_of(present.read_text())
-    left_out = sorted(locked.keys() & there.keys())
+    there = requirements_of(present.read_text()).keys() - {"verl"}  # which is patched in the environment itself
+    left_out = sorted(locked.keys() & there)
     needed = {name: requirement for name, requirement in locked.items() if name not in there}
-    return Request(Wheelhouse(device, python, left_out, {}), needed, folder, piece * 2**20)
+    return Request(Wheelhouse(device, python, ENVIRONMENTS[device].locks, left_out, {}), needed, folder, piece * 2**20)
 
 
 def main(words: list[str]) -> None:
@@ -70,11 +71,14 @@ def main(words: list[str]) -> None:
         print(f"{__doc__}\n{usage(VARIABLES)}")
         return
     request = parse(words)
-    index = os.environ.get("TORCH_INDEX_URL")
+    index = os.environ.get("TORCH_INDEX_URL") if request.wheelhouse.device == "cpu" else None
     pip = ["--extra-index-url", index] if index else []
     packed = pack(request.wheelhouse, request.requirements.values(), request.folder, request.piece, pip)
     print(f"{len(request.requirements)} packages in {len(packed.pieces)} pieces: {request.folder}")
-    print(f"copy the folder, then: make setup DEVICE={packed.device} WHEELHOUSE=/path/to/{request.folder.name}")
+    python = f"PYTHON=python{packed.python}"
+    print(
+        f"copy the folder, then: make setup DEVICE={packed.device} {python} WHEELHOUSE=/path/to/{request.folder.name}"
+    )
 
 
 if __name__ == "__main__":

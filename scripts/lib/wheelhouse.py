@@ -5,6 +5,7 @@ Runs on the standard library and pip alone.
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,13 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lib.errors import Refused
-from lib.files import sha256
+from lib.files import sha256, write_json
 from lib.format import first_three
 
 MANIFEST = "wheelhouse.json"  # written last
 # What a manylinux machine of today accepts: pip takes these tags from the command line alone for another Python.
-GLIBC = range(39, 4, -1)
-PLATFORMS = [*(f"manylinux_2_{minor}_x86_64" for minor in GLIBC), "manylinux2014_x86_64", "linux_x86_64"]
+# The oldest first: pip prefers the first, and such a wheel fits older machines too.
+PLATFORMS = ["manylinux2014_x86_64", *(f"manylinux_2_{glibc}_x86_64" for glibc in range(5, 40)), "linux_x86_64"]
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class Wheelhouse:
     Args:
         device: cpu or cuda: the environment whose wheels these are.
         python: the version of Python that they are for, such as 3.12.
+        locks: the hash of the requirements that were packed.
         left_out: names of the environment's packages that the machine has itself.
         pieces: sha256 of each piece by the name of its file, in order.
     """
 
     device: str
     python: str
+    locks: str
     left_out: list[str]
     pieces: dict[str, str]
 
@@ -58,12 +61,17 @@ def pack(wheelhouse: Wheelhouse, requirements: Iterable[str], folder: Path, piec
         pip: further options of pip, such as an index.
 
     Raises:
-        Refused: a package has no wheel for that Python, and its source contains code that is compiled.
+        Refused: a package has no wheel for that Python, and its source contains code that is compiled; or torch's
+            CUDA build was found for the CPU.
         subprocess.CalledProcessError: pip failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         wheels = download(requirements, wheelhouse.python, Path(scratch, "wheels"), pip)
+        if wheelhouse.device == "cpu" and any(re.match(r"torch-[^+]*-", wheel.name) for wheel in wheels):
+            raise Refused(
+                "DEVICE=cpu: pip found torch's CUDA build; set TORCH_INDEX_URL to the index of its CPU builds"
+            )
         archive = Path(scratch, "wheels.tar")
         with tarfile.open(archive, "w") as tar:
             for wheel in wheels:
@@ -71,11 +79,13 @@ def pack(wheelhouse: Wheelhouse, requirements: Iterable[str], folder: Path, piec
         pieces = {}
         with archive.open("rb") as content:
             for number, part in enumerate(iter(lambda: content.read(piece), b"")):
-                name = f"piece-{number:03d}"
-                (folder / name).write_bytes(part)
-                pieces[name] = sha256(folder / name)
+                path = Path(scratch, f"piece-{number:03d}")
+                path.write_bytes(part)
+                pieces[path.name] = sha256(path)
+        for name in pieces:
+            Path(scratch, name).replace(folder / name)
     packed = replace(wheelhouse, pieces=pieces)
-    (folder / MANIFEST).write_text(json.dumps(asdict(packed), indent=1) + "\n")
+    write_json(folder / MANIFEST, asdict(packed))
     return packed
 
 
@@ -105,7 +115,10 @@ def unpack(folder: Path, into: Path) -> Wheelhouse:
     """
     if not (folder / MANIFEST).exists():
         raise Refused(f"WHEELHOUSE={folder}: contains no {MANIFEST}, which make wheelhouse writes last")
-    wheelhouse = Wheelhouse(**json.loads((folder / MANIFEST).read_text()))
+    try:
+        wheelhouse = Wheelhouse(**json.loads((folder / MANIFEST).read_text()))
+    except (ValueError, TypeError) as error:
+        raise Refused(f"WHEELHOUSE={folder}: {MANIFEST} is damaged or of another version; copy it again") from error
     lost = [name for name in wheelhouse.pieces if not (folder / name).exists()]
     if lost:
         raise Refused(f"WHEELHOUSE={folder}: lacks {first_three(lost)} of {len(wheelhouse.pieces)} pieces")
@@ -118,5 +131,7 @@ def unpack(folder: Path, into: Path) -> Wheelhouse:
             joined.write((folder / name).read_bytes())
         joined.seek(0)
         with tarfile.open(fileobj=joined) as tar:
-            tar.extractall(into, filter="data")
+            for member in tar:
+                with (into / Path(member.name).name).open("wb") as wheel:
+                    shutil.copyfileobj(tar.extractfile(member), wheel)
     return wheelhouse

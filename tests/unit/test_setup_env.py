@@ -36,6 +36,7 @@ def environment(tmp_path, monkeypatch):
     (tmp_path / "requirements/cpu.lock").write_text("verl==1\n")
     monkeypatch.setattr(setup_env, "apply", lambda root: [f"patched {root}"])
     monkeypatch.setattr(setup_env, "install", lambda environment, wheels: None)
+    monkeypatch.setattr(setup_env, "check_present", lambda environment, names: None)
     run = subprocess.run
 
     def make_venv(command, **options):
@@ -116,7 +117,7 @@ def test_locks_are_installed_without_further_packages(monkeypatch, name, expecte
     monkeypatch.setenv("TORCH_INDEX_URL", "https://torch")
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(" ".join(map(str, command))))
     environment = setup_env.ENVIRONMENTS[name]
-    setup_env.install(environment, [])
+    setup_env.install(environment, None)
     pip = f"{environment.python} -m pip install --quiet "
     assert [command.replace(f"{setup_env.REPO}/requirements/", "") for command in commands] == [
         f"{pip}{words}" for words in expected

@@ -18,7 +18,7 @@ PACKAGES = ["zipp==3.23.0", "markupsafe==3.0.3", "antlr4-python3-runtime==4.9.3"
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheelhouse")
-    pack(Wheelhouse("cpu", VERSION, [], {}), PACKAGES, folder, 64 * 1024, [])
+    pack(Wheelhouse("cpu", VERSION, setup_env.ENVIRONMENTS["cpu"].locks, [], {}), PACKAGES, folder, 64 * 1024, [])
     return folder
 
 
@@ -30,7 +30,10 @@ def test_pieces_become_an_environment_without_an_index(packed, tmp_path, monkeyp
     environment = setup_env.Environment(str(tmp_path / "venv"), ("cpu.torch", "cpu.lock"), "", patched=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
-    setup_env.install(environment, sorted((tmp_path / "wheels").glob("*")))
+    setup_env.install(environment, tmp_path / "wheels")
+    setup_env.check_present(environment, ["zipp"])
+    with pytest.raises(Refused, match="^WHEELHOUSE: was packed without ray, torch, which the Python"):
+        setup_env.check_present(environment, ["torch", "zipp", "ray"])
     subprocess.run([environment.python, "-c", "import antlr4, zipp, markupsafe._speedups"], check=True)
 
 
@@ -41,9 +44,10 @@ def test_pieces_become_an_environment_without_an_index(packed, tmp_path, monkeyp
         (lambda folder: (folder / "piece-001").unlink(), r"lacks piece-001 of \d+ pieces"),
         (lambda folder: (folder / "piece-000").write_bytes(b"cut"), f"piece-000: not the sha256 of {MANIFEST}"),
         (lambda folder: (folder / MANIFEST).unlink(), f"contains no {MANIFEST}"),
+        (lambda folder: (folder / MANIFEST).write_text("{}"), f"{MANIFEST} is damaged"),
         (lambda folder: None, "is for DEVICE=cpu and PYTHON=python.*, not for cuda and Python"),
     ],
-    ids=["lost", "damaged", "unfinished", "another"],
+    ids=["lost", "damaged", "unfinished", "no manifest", "another"],
 )
 def test_damaged_or_other_wheelhouse_is_refused(packed, tmp_path, fault, message):
     folder = tmp_path / "copy"
@@ -57,9 +61,10 @@ def test_damaged_or_other_wheelhouse_is_refused(packed, tmp_path, fault, message
 
 def test_packages_that_the_machine_has_are_left_out(tmp_path):
     present = tmp_path / "present.txt"
-    present.write_text("Torch==2.11.0+cu130\nnvidia_cublas @ file:///x\n# ray\n")
+    present.write_text("Torch==2.11.0+cu130\nnvidia_cublas @ file:///x\nverl==0.9.1\n# ray\n")
     request = wheelhouse.parse([f"DIR={tmp_path / 'new'}", f"PRESENT={present}"])
-    assert request.wheelhouse == Wheelhouse("cuda", "3.12", ["nvidia-cublas", "torch"], {})
+    locks = setup_env.ENVIRONMENTS["cuda"].locks
+    assert request.wheelhouse == Wheelhouse("cuda", "3.12", locks, ["nvidia-cublas", "torch"], {})
     assert request.requirements["ray"].startswith("ray==") and "torch" not in request.requirements
     assert wheelhouse.parse(["DIR=/new", "DEVICE=cpu"]).requirements["torch"] == "torch==2.13.0"
 

@@ -25,7 +25,7 @@ from lib.errors import Refused
 from lib.format import first_three
 from lib.patches.apply import apply
 from lib.paths import REPO
-from lib.wheelhouse import Wheelhouse, unpack
+from lib.wheelhouse import Wheelhouse, canonical, unpack
 
 PYTHONS = ("3.11", "3.12")  # for which the locks are resolved
 
@@ -147,11 +147,9 @@ def check_present(environment: Environment, names: list[str]) -> None:
     Raises:
         Refused: it lacks some: the Python that it was made with does not have them, or a venv has them.
     """
-    code = "import sys, importlib.util as u, importlib.metadata as m\n"
-    code += "have = {d.metadata['Name'].lower().replace('_', '-').replace('.', '-') for d in m.distributions()}\n"
-    code += "print(*sorted(set(sys.argv[1:]) - have))"
-    done = subprocess.run([environment.python, "-c", code, *names], capture_output=True, text=True, check=True)
-    if lacking := done.stdout.split():
+    code = "import importlib.metadata; print(*(each.metadata['Name'] for each in importlib.metadata.distributions()))"
+    done = subprocess.run([environment.python, "-c", code], capture_output=True, text=True, check=True)
+    if lacking := sorted(set(names) - set(map(canonical, done.stdout.split()))):
         cause = "which the Python that the environment is made with does not have; a venv cannot lend its packages"
         raise Refused(f"WHEELHOUSE: was packed without {first_three(lacking)}, {cause}")
 

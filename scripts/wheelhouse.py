@@ -19,7 +19,7 @@ from lib.cli import faults_in_one_line, help_requested, one_of, parse_words, usa
 from lib.errors import Refused
 from lib.paths import REPO
 from lib.wheelhouse import Wheelhouse, pack, requirements_of
-from setup_env import ENVIRONMENTS
+from setup_env import ENVIRONMENTS, PYTHONS
 
 VARIABLES = {
     "DIR": "the new folder for the pieces",
@@ -57,7 +57,7 @@ def parse(words: list[str]) -> Request:
     if not present.exists() or present.is_dir():
         raise Refused(f"PRESENT={values['PRESENT']}: is not a file")
     device = one_of(values, "DEVICE", list(LOCKS), "cuda")
-    python = one_of(values, "PYTHON_VERSION", ["3.11", "3.12"], "3.12")
+    python = one_of(values, "PYTHON_VERSION", list(PYTHONS), "3.12")
     piece = whole_number(values, "PIECE", 1, 1024)
     locked = requirements_of("\n".join((REPO / "requirements" / name).read_text() for name in LOCKS[device]))
     there = requirements_of(present.read_text()).keys() - {"verl"}  # which is patched in the environment itself

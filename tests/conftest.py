@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,9 @@ def pytest_addoption(parser):
             metavar="DIR",
             help=f"test this patched {framework} instead of a freshly patched one of its release",
         )
+    parser.addoption(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where tests/engine/test_on_device.py computes"
+    )
     parser.addoption(
         "--write-results",
         action="store_true",
@@ -68,24 +72,41 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFixtures(config, log)
 
 
+class Trees(dict):
+    """Folders that contain ``verl/``, "pristine" and "patched", each made when it is first asked for.
+
+    Args:
+        given: a patched tree to take, if there is one.
+    """
+
+    def __init__(self, root: Path, given: Path | None) -> None:
+        self.root, self.given = root, given
+
+    def __missing__(self, state: str) -> Path:
+        folder = self.root / state
+        make = {"pristine": unpacked_wheel, "patched": partial(patched_tree, given=self.given)}[state]
+        self[state] = make(RELEASE, folder)
+        return self[state]
+
+
 @pytest.fixture(scope="session")
 def trees(tmp_path_factory, pytestconfig) -> dict[str, Path]:
     """Folders that contain ``verl/``: "pristine" and "patched"."""
-    root = tmp_path_factory.mktemp("verl")
-    patched = patched_tree(RELEASE, root / "patched", pytestconfig.getoption("verl_tree"))
-    return {"pristine": unpacked_wheel(RELEASE, root / "pristine"), "patched": patched}
+    return Trees(tmp_path_factory.mktemp("verl"), pytestconfig.getoption("verl_tree"))
 
 
 @pytest.fixture(scope="session")
-def environment(trees) -> Callable[[str], dict[str, str]]:
-    """``environment(state)``: the variables under which a process imports that tree's verl and runs it on the CPU."""
+def environment(trees, pytestconfig) -> Callable[[str], dict[str, str]]:
+    """``environment(state)``: the variables under which a process imports that tree's verl and runs it on --device."""
+    # cuBLAS gives the same bits again with this workspace.
+    platform = {"cpu": CPU_PLATFORM, "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}}[pytestconfig.getoption("device")]
 
     def of(state: str) -> dict[str, str]:
         return {
             **os.environ,
             "PYTHONPATH": f"{trees[state]}:{REPO}:{REPO / 'tests'}",
             "OMP_NUM_THREADS": "1",
-            **CPU_PLATFORM,
+            **platform,
         }
 
     return of

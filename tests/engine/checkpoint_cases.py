@@ -40,7 +40,8 @@ def scales_of_two_roles():
     for role, worker in workers.items():
         directory = shared_directory()
         worker.save_checkpoint(directory, global_step=1)
-        extra = torch.load(Path(directory) / f"extra_state_world_size_2_rank_{RANK}.pt", weights_only=False)
+        file = f"extra_state_world_size_{dist.get_world_size()}_rank_{RANK}.pt"
+        extra = torch.load(Path(directory) / file, weights_only=False)
         scales[role] = extra["grad_scaler"]["scale"]
     return scales
 
@@ -173,7 +174,7 @@ def sft_checkpoints():
     result = {"resumed": resumed.load_checkpoint(), "data": epoch(resumed.train_dataloader, 1) == expected}
     dist.barrier()
     if RANK == 0:
-        (Path(directory) / "global_step_3" / "data_1.pt").unlink()
+        (Path(directory) / f"global_step_3/data_{dist.get_world_size() - 1}.pt").unlink()
     dist.barrier()
     return result | {"resumed_of_torn": handler().load_checkpoint(), "state": same(saved, state(worker))}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.engine_rows import Row, upstream_outcomes
 from support.fork_server import JobError
@@ -35,10 +36,14 @@ def pytest_configure(config):
 
 
 @pytest.fixture
-def one_rank(tmp_path):
-    """Initialize a process group of one rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+def one_rank(tmp_path, pytestconfig):
+    """Initialize a process group of one rank, and make --device the default of new tensors."""
+    device = pytestconfig.getoption("device")
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device]
+    dist.init_process_group(backend, init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    torch.set_default_device(device)
     yield
+    torch.set_default_device(None)
     dist.destroy_process_group()
 
 

@@ -63,6 +63,38 @@ def trajectory_fp32():
     return {"norms": norms, "sum": sum(t.double().sum().item() for t in state(worker))}
 
 
+def agreement():
+    """Return the distance of 16 bits from fp32 in one batch: of the log-probabilities and of all gradients.
+
+    Both are norms of the difference over the norm of fp32's.
+    """
+    scales, found = {"float32": 1.0, "bfloat16": 1.0, "float16": 1024.0}, {}
+    for dtype, scale in scales.items():
+        worker = make_worker(dtype=dtype, **({"grad_scaler": settings(init_scale=scale)} if dtype == "float16" else {}))
+        log_probs, grads = found[dtype] = [], []
+        loss_fn, step = worker.loss_fn, worker.engine.optimizer_step
+
+        def recorded_loss(model_output, data, dp_group=None, kept=log_probs, loss_fn=loss_fn):
+            kept.append(model_output["log_probs"].detach().values().float())
+            return loss_fn(model_output, data, dp_group)
+
+        def recorded_step(kept=grads, of=worker, scale=scale, step=step):
+            kept.extend(gradient.flatten().clone() / scale for gradient in gradients(of))
+            return step()
+
+        worker.set_loss_fn(recorded_loss)
+        worker.engine.optimizer_step = recorded_step
+        worker.train_batch(batch(1))
+    exact = [torch.cat(tensors) for tensors in found.pop("float32")]
+    return {
+        dtype: {
+            name: ((torch.cat(tensors) - reference).norm() / reference.norm()).item()
+            for name, tensors, reference in zip(("log_probs", "gradients"), kept, exact, strict=True)
+        }
+        for dtype, kept in found.items()
+    }
+
+
 def accumulation():
     """Accumulate eight equal micro-batches with scaled gradients of up to 30,000, whose sum is finite only in fp32."""
 
@@ -154,5 +186,5 @@ def keep_fp32_lora():
 
 CASES = {
     case.__name__: case
-    for case in (dtype_per_hop, trajectory_fp32, accumulation, keep_fp32, keep_fp32_critic, keep_fp32_lora)
+    for case in (dtype_per_hop, trajectory_fp32, agreement, accumulation, keep_fp32, keep_fp32_critic, keep_fp32_lora)
 }

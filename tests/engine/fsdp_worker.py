@@ -1,4 +1,4 @@
-"""Create, train, poison and inspect a worker with verl's FSDP engine on a gloo rank.
+"""Create, train, poison and inspect a worker with verl's FSDP engine on a rank.
 
 Import it on a rank whose arguments are STRATEGY MODEL_DIR OUT_DIR, against the verl on PYTHONPATH.
 """
@@ -31,6 +31,7 @@ from verl.workers.engine_workers import TrainingWorker
 STRATEGY, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 PATCHED = "grad_scaler" in FSDPEngineConfig.__dataclass_fields__
 RANK = int(os.environ["RANK"])
+POISONED = int(os.environ["WORLD_SIZE"]) - 1  # the rank that faults are put into: the last, which is 1 of 2
 
 # Upstream builds its scaler for "cuda"; on a CPU torch then disables it, which would mask every other fp16 defect.
 # The pristine tree gets an enabled scaler, as on a GPU.
@@ -62,8 +63,7 @@ def worker_config(
         model_type="value_model" if role == "critic" else "language_model",
         model_config=HFModelConfig(
             path=path,
-            override_config={"attn_implementation": "sdpa"},
-            **{"use_remove_padding": False, **(model or {})},
+            **{"override_config": {"attn_implementation": "sdpa"}, "use_remove_padding": False, **(model or {})},
         ),
         engine_config=FSDPEngineConfig(
             strategy=STRATEGY,
@@ -154,7 +154,7 @@ def value_loss(model_output, data, dp_group=None):
 def poison_gradient(
     worker: TrainingWorker,
     value: float = float("inf"),
-    ranks: Collection[int] = (1,),
+    ranks: Collection[int] = (POISONED,),
     of: Callable[[TrainingWorker], list[torch.Tensor]] = lambda worker: gradients(worker)[:1],
 ):
     """Put ``value`` into one element of each gradient that ``of`` returns, after the next backward pass."""
@@ -172,7 +172,7 @@ def poison_gradient(
 
 
 def poison_micro_batch(worker: TrainingWorker, which: int, value: float):
-    """Put ``value`` into one gradient of rank 1 in the backward pass of micro-batch ``which`` of the next batch.
+    """Put ``value`` into one gradient of rank POISONED in the backward pass of micro-batch ``which`` of the next batch.
 
     It is the last weight's of the last linear layer (the head's), unsharded and in fp16, so it passes through the
     reduction and the accumulation as a real overflow does.
@@ -183,7 +183,7 @@ def poison_micro_batch(worker: TrainingWorker, which: int, value: float):
     def watch(module, args):
         if next(micro_batch) == which:
             forward.remove()
-            if RANK == 1:
+            if RANK == POISONED:
                 backward.append(module.weight.register_hook(poisoned))
 
     def poisoned(gradient):
@@ -197,12 +197,12 @@ def poison_micro_batch(worker: TrainingWorker, which: int, value: float):
 
 
 def poison_loss(worker: TrainingWorker):
-    """Return NaN for the loss of the first micro-batch of rank 1 in the next batch."""
+    """Return NaN for the loss of the first micro-batch of rank POISONED in the next batch."""
     loss_fn, micro_batch = worker.loss_fn, itertools.count()
 
     def poisoned(*args, **kwargs):
         loss, metrics = loss_fn(*args, **kwargs)
-        return (loss * float("nan") if RANK == 1 and next(micro_batch) == 0 else loss), metrics
+        return (loss * float("nan") if RANK == POISONED and next(micro_batch) == 0 else loss), metrics
 
     worker.set_loss_fn(poisoned)
 

@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 from fsdp_worker import (
     PATCHED,
+    POISONED,
     RANK,
     batch,
     composed,
@@ -39,13 +40,15 @@ FAULTS = {
     "NaN in the second micro-batch": partial(poison_micro_batch, which=1, value=math.nan),
     "inf in the last micro-batch": partial(poison_micro_batch, which=2, value=math.inf),
     # As after a loss that overflowed: torch's count of ranks with an overflow is then 2.
-    "inf on both ranks": partial(poison_gradient, ranks=(0, 1)),
+    "inf on every rank": partial(poison_gradient, ranks=range(POISONED + 1)),
     "a loss of NaN": poison_loss,
 }
 
+FLASH_ATTENTION = {"override_config": {"attn_implementation": "flash_attention_2"}, "use_remove_padding": True}
 
-def faults(role: str, adam: str):
-    """Overflow in a step of three micro-batches, on rank 1 or on both.
+
+def faults(role: str, adam: str, **config):
+    """Overflow in a step of three micro-batches, on one rank or on all.
 
     Return whether the step is skipped to the bit, the metrics, and whether the next step is that of a worker without
     the overflow. ``adam`` is torch's implementation: "foreach" or "fused".
@@ -53,7 +56,7 @@ def faults(role: str, adam: str):
 
     def make():
         torch.manual_seed(0)  # initializes the critic's head
-        return make_worker(role, grad_scaler=settings(init_scale=1024.0), optimizer={adam: True}, warmup=50)
+        return make_worker(role, grad_scaler=settings(init_scale=1024.0), optimizer={adam: True}, warmup=50, **config)
 
     worker, spared = make(), make()
     for one in (worker, spared):  # initializes Adam's state
@@ -80,7 +83,7 @@ def faults(role: str, adam: str):
 
 
 def storm():
-    """Overflow the last gradient of rank 1 in every step: scales, skips and the error that ends the run."""
+    """Overflow the last gradient of one rank in every step: scales, skips and the error that ends the run."""
     worker = make_worker(grad_scaler=settings(init_scale=8.0, min_scale=2.0, max_consecutive_skips=4))
     scales, skips = [], []
     try:
@@ -108,7 +111,8 @@ def cost_of_a_step():
         worker.engine.optimizer_step = profiled
         worker.train_batch(batch(2))
         names = [event.name for event in profiler.events() if not in_optimizer(event)]
-        return {"all_reduces": names.count("gloo:all_reduce"), "host_reads": names.count("aten::_local_scalar_dense")}
+        reduced = names.count("gloo:all_reduce") + names.count("nccl:all_reduce")
+        return {"all_reduces": reduced, "host_reads": names.count("aten::_local_scalar_dense")}
 
     def in_optimizer(event) -> bool:
         return event is not None and ("Optimizer.step" in event.name or in_optimizer(event.cpu_parent))
@@ -137,7 +141,7 @@ def masked(where: str, loss: str):
 
     data = batch(1)
     rows = data["input_ids"].unbind()
-    left_out = {"all": range(4), "rank": range(4) if RANK == 1 else [], "micro": range(2)}[where]
+    left_out = {"all": range(4), "rank": range(4) if RANK == POISONED else [], "micro": range(2)}[where]
 
     def nested(make):
         return torch.nested.as_nested_tensor([make(i, row) for i, row in enumerate(rows)], layout=torch.jagged)
@@ -209,6 +213,7 @@ CASES = {
     "faults_actor": partial(faults, "actor", "foreach"),
     "faults_critic": partial(faults, "critic", "foreach"),
     "faults_actor_fused": partial(faults, "actor", "fused"),
+    "faults_flash_attention": partial(faults, "actor", "fused", model=FLASH_ATTENTION),
     "storm": storm,
     "cost_of_a_step": cost_of_a_step,
     "replicated": replicated,

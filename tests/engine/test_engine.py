@@ -23,7 +23,7 @@ FAULTS = {
     "inf in the first micro-batch",
     "NaN in the second micro-batch",
     "inf in the last micro-batch",
-    "inf on both ranks",
+    "inf on every rank",
     "a loss of NaN",
 }
 

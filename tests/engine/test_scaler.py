@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from precision import GradScalerConfig, LossScaleError, LossScaler, first_nonfinite_gradient, load_scaler_state
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("one_rank")  # torch's unscale_ reduces over a process group
 INF, NAN = float("inf"), float("nan")
@@ -23,7 +24,7 @@ def in_torchs_sequence(scaler, optimizer, module):
 
 
 def scaler_of(**settings) -> LossScaler:
-    return LossScaler(GradScalerConfig(**settings), device="cpu")
+    return LossScaler(GradScalerConfig(**settings), torch.get_default_device().type)
 
 
 def after(scaler, gradients: list[float], take=in_one_pass):
@@ -185,6 +186,35 @@ def test_a_device_without_scaling_is_refused():
         pytest.skip("torch scales on this machine's GPU")
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="device cuda"):
         LossScaler(GradScalerConfig(), device="cuda")
+
+
+class Saturating(TorchDispatchMode):
+    """Compute as a device that saturates: an operation whose result is fp16 gives 65504 for inf and 0 for NaN.
+
+    Args:
+        only: the operations that do, default all.
+    """
+
+    def __init__(self, *only: str):
+        super().__init__()
+        self.only = only
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if getattr(result, "dtype", None) == torch.float16 and (not self.only or func.__name__ in self.only):
+            result.nan_to_num_(0.0, *(sign * torch.finfo(torch.float16).max for sign in (1, -1)))
+        return result
+
+
+def test_a_device_that_saturates_hides_an_overflow_and_is_refused():
+    """Without the check a step of 65504 instead of inf would be taken."""
+    scaler, weight = scaler_of(), torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    with Saturating():
+        scaler.scale(weight.float() * 65504).backward()
+    assert weight.grad.isfinite().all(), "the overflow shows nowhere"
+    for only in ((), ("mul.Tensor",), ("mm.default",), ("_to_copy.default",)):
+        with Saturating(*only), pytest.raises(ValueError, match="a .* gives 65504, not inf; .*INF_NAN"):
+            scaler_of()
 
 
 @pytest.mark.parametrize(

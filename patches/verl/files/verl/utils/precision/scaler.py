@@ -77,6 +77,31 @@ class LossScaleError(RuntimeError):
     """The loss still overflows after ``max_consecutive_skips`` steps in a row."""
 
 
+def check_overflow(device: str) -> None:
+    """Overflow in fp16 once: where that does not give inf or NaN, no loss scaler detects an overflow.
+
+    Ascend's saturation mode gives 65504 for inf and 0 for NaN (CANN, ``INF_NAN_MODE_ENABLE``).
+
+    Args:
+        device: of a worker, whose current device is used.
+
+    Raises:
+        ValueError: an operation gave a finite number.
+    """
+    large = torch.full((1, 1), 2.0**15, dtype=torch.float16, device=device)
+    results = {
+        "a product": large * 4,
+        "a matrix product": large @ large,
+        "a cast from fp32": (large.float() * 4).half(),
+    }
+    for operation, result in results.items():
+        if result.isfinite().item():
+            raise ValueError(
+                f"no loss scaling on device {device}: {operation} that overflows fp16 gives {result.item():g}, not "
+                "inf; on an Ascend NPU set INF_NAN_MODE_ENABLE=1, or train in bf16 or fp32 where it has no such mode"
+            )
+
+
 def storm_message(config: GradScalerConfig, loss_scale: float) -> str:
     """Return the beginning of a :class:`LossScaleError`'s message."""
     return (
@@ -101,7 +126,7 @@ class LossScaler(ShardedGradScaler):
         device: device type of the worker (cuda, cpu, …); torch's default of cuda disables the scaler elsewhere.
 
     Raises:
-        ValueError: torch does not scale on ``device`` here.
+        ValueError: torch does not scale on ``device`` here, or the device saturates where fp16 overflows.
     """
 
     STATE = frozenset({"scale", "_growth_tracker", "consecutive_skips"})
@@ -116,6 +141,7 @@ class LossScaler(ShardedGradScaler):
         )
         if not self.is_enabled():
             raise ValueError(f"no loss scaling on device {device}: torch disabled its gradient scaler there")
+        check_overflow(device)
         self.config = config
         self.skipped = False
         self.consecutive_skips = 0

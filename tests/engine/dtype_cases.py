@@ -173,6 +173,12 @@ def keep_fp32_critic():
     return {"grad_norm": metrics_of(worker.train_batch(batch(1)))["grad_norm"]} | recorded
 
 
+def attention_of_a_critic():
+    """Return the attention of a critic for which ``eager`` is configured."""
+    critic = make_worker("critic", model={"override_config": {"attn_implementation": "eager"}})
+    return critic.engine.module.config._attn_implementation
+
+
 def keep_fp32_lora():
     """Train a kept Linear with its LoRA adapter: dtypes, grad norm, exports."""
     exported, result = [], {}
@@ -186,5 +192,8 @@ def keep_fp32_lora():
 
 CASES = {
     case.__name__: case
-    for case in (dtype_per_hop, trajectory_fp32, agreement, accumulation, keep_fp32, keep_fp32_critic, keep_fp32_lora)
+    for case in (
+        *(dtype_per_hop, trajectory_fp32, agreement, accumulation, attention_of_a_critic),
+        *(keep_fp32, keep_fp32_critic, keep_fp32_lora),
+    )
 }

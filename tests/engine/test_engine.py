@@ -138,6 +138,12 @@ def test_modules_kept_in_fp32_neither_overflow_nor_change_the_others(patched):
         assert max(rank["update_error"].values()) < 0.02, rank["update_error"]
 
 
+@by_case("attention_of_a_critic", fsdp="never")
+def test_critic_has_the_configured_attention(patched, pristine):
+    """Upstream takes flash_attention_2, for which the CPU's platform takes sdpa."""
+    assert set(patched) == {"eager"} and set(pristine) == {"sdpa"}
+
+
 @by_case("keep_fp32_critic")
 def test_critic_keeps_its_head_in_fp32(patched):
     for rank in patched:

@@ -10,7 +10,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 def small_models() -> dict[str, torch.nn.Module]:
     config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
     tied = Qwen2Config(**config.to_dict() | {"tie_word_embeddings": True})
-    return {"own head": Qwen2ForCausalLM(config), "tied": Qwen2ForCausalLM(tied)}
+    models = {name: Qwen2ForCausalLM(of) for name, of in {"own head": config, "tied": tied, "flash": config}.items()}
+    models["flash"].config = Qwen2Config(**config.to_dict(), attn_implementation="flash_attention_2")
+    return models
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,7 @@ def small_models() -> dict[str, torch.nn.Module]:
         ("own head", "model.layers", ["model.layers cannot be kept", "whole transformer blocks"]),
         ("tied", "lm_head", ["it shares a weight with model.embed_tokens"]),
         ("tied", "*embed_tokens", ["it shares a weight with lm_head"]),
+        ("flash", "*.self_attn", ["model.layers.0 cannot be kept", "flash attention has no fp32; set"]),
     ],
 )
 def test_modules_that_cannot_be_kept_are_refused_by_name(small_models, model, pattern, words):

@@ -23,6 +23,11 @@ def in_torchs_sequence(scaler, optimizer, module):
     scaler.update()
 
 
+def without_unscaling(scaler, optimizer, module):
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def scaler_of(**settings) -> LossScaler:
     return LossScaler(GradScalerConfig(**settings), torch.get_default_device().type)
 
@@ -100,7 +105,7 @@ def test_a_rank_without_gradients_steps_too(fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("take", [in_one_pass, in_torchs_sequence])
+@pytest.mark.parametrize("take", [in_one_pass, in_torchs_sequence, without_unscaling])
 def test_a_skipped_step_changes_nothing(fused, take, monkeypatch):
     """As of two ranks that overflow alike: torch adds up found_inf, and its fused optimizers skip at exactly 1."""
     module, scaler = torch.nn.Linear(2, 2), scaler_of(init_scale=4.0)
@@ -124,6 +129,15 @@ def test_a_skipped_step_changes_nothing(fused, take, monkeypatch):
     assert scaler.skipped and scaler.get_scale() == 2.0
     assert all(torch.equal(a, b) for a, b in zip(before, skipped, strict=True))
     assert not torch.equal(before[0], step(0.0)[0]) and not scaler.skipped
+
+
+def test_gradients_on_another_device_than_the_scale_are_not_unscaled():
+    """As of parameters offloaded to the CPU: torch copies the scale there and reads it before it has arrived."""
+    scaler, weight = scaler_of(), torch.nn.Parameter(torch.zeros(1, device="meta"))
+    scaler.scale(torch.zeros(()))
+    weight.grad = torch.ones(1, device="meta")
+    with pytest.raises(ValueError, match="gradients on meta, loss scale on c[a-z]+: call clip_and_step instead"):
+        scaler.unscale_(torch.optim.SGD([weight]))
 
 
 def test_a_half_precision_loss_is_scaled_in_fp32():

@@ -30,7 +30,8 @@ from verl.utils.precision import Precision, to_dtype
 
 __all__ = ["WeightSyncCheck", "WeightSyncError", "check_weight_sync"]
 
-# Unit roundoff of the dtype that a side computes in. fp32 products on a GPU are TF32's, which has fp16's mantissa.
+# Unit roundoff of the dtype that a side computes in. fp32 products on a GPU may be TF32's, which has fp16's mantissa:
+# torch's are not by default, those of Triton's attention are.
 _ROUNDOFF = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 # Limits in unit roundoffs of the coarser side. Measured in fp16, in units of the spread: 2 with a mixture of experts,
 # 640 after its experts were scrambled.

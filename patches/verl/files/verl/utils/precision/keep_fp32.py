@@ -102,12 +102,18 @@ def keep_in_fp32(
             why = f"it shares a weight with {sharers[0]}, which FSDP cannot gather in two dtypes (tie_word_embeddings)"
         elif fused_head and module is model.get_output_embeddings():
             why = "fused kernels read its weight without calling it; set model.use_fused_kernels=false"
+        elif _attends(within) and "flash" in (model.config._attn_implementation or ""):
+            why = "flash attention has no fp32; set model.override_config.attn_implementation=sdpa"
         else:
             continue
         raise ValueError(f"keep_fp32_modules: {name} cannot be kept in fp32: {why}")
     for name, module in kept.items():
         _compute_in_fp32(module, returns=compute if "." in name else torch.float32, device=device)
     return kept
+
+
+def _attends(modules: Iterable[torch.nn.Module]) -> bool:
+    return any(type(module).__name__.endswith("Attention") for module in modules)
 
 
 def _compute_in_fp32(module: torch.nn.Module, returns: torch.dtype, device: str) -> None:

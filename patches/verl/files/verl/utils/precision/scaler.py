@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from .gradients import first_nonfinite_gradient, gradient_norm, local_shard
@@ -115,7 +116,7 @@ class LossScaler(ShardedGradScaler):
 
     Call ``scale(loss).backward()``, then :meth:`clip_and_step`. A step costs one pass over the gradients for their
     norm, one to apply them, one scalar all-reduce, and one value that the host reads, the norm. torch's own sequence
-    (``unscale_``, clip, ``step``, ``update``) works too.
+    (``unscale_``, clip, ``step``, ``update``) works too, unless parameters are offloaded to the CPU.
 
     Unlike torch's ``ShardedGradScaler`` it scales in fp32 (an fp16 loss times 65536 overflows), has a floor, records
     after each step whether it was ``skipped``, and keeps settings out of its state, so that a resumed run takes them
@@ -195,13 +196,26 @@ class LossScaler(ShardedGradScaler):
         return result
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale; set ``skipped`` where one of any rank is inf or NaN."""
+        """Divide the gradients by the scale; set ``skipped`` where one of any rank is inf or NaN.
+
+        Raises:
+            ValueError: a gradient is not on the scale's device, whose copy torch would read before it is there.
+        """
+        device = self._scale.device.type
+        if elsewhere := {p.grad.device.type for p in _optimized(optimizer) if p.grad is not None} - {device}:
+            raise ValueError(f"gradients on {elsewhere.pop()}, loss scale on {device}: call clip_and_step instead")
         super().unscale_(optimizer)
         found = self._found_inf_per_device(optimizer)
         for device, summed in found.items():
             # torch sums over ranks, in shape (1,); its fused optimizers take shape () and skip at exactly 1.
             found[device] = summed.clamp(max=1.0).squeeze()
         self.skipped = any(one.item() for one in found.values())
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Optional[float]:
+        """Take the optimizer's step unless a gradient of any rank is inf or NaN, after :meth:`unscale_`."""
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)  # torch leaves it to a fused optimizer, which looks at its own rank alone
+        return super().step(optimizer, *args, **kwargs)
 
     def update(self) -> None:
         """Adapt the scale, never below ``min_scale`` and never beyond fp32, and count the skips in a row."""

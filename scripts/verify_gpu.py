@@ -1,0 +1,93 @@
+"""Verify verl in fp16 on a GPU, in about fifteen minutes: ``scripts/verify_gpu.py [NAME=VALUE ...]``.
+
+Stages: machine; numerics and faults of verl's engines; cost of a step; jobs with vLLM in three regimes, also with long
+answers; the mismatch before training; AMP outside verl. Each runs with the packages that are there and needs no
+network. Writes GPU.md, GPU.json and figures to OUT after every step. The same command resumes: steps that passed under
+the same versions are not run again, unless ONLY names them. DEVICE=cpu runs all steps as small as they can be.
+
+Exit code 0: every step passed, or was skipped for a missing package; 1: one failed, or a refusal; 130: interrupted.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lib.cli import alternatives, device, file_path, help_requested, parse_words, usage
+from lib.errors import Refused
+from lib.files import check_room
+from lib.format import duration
+from lib.paths import REPO
+from lib.process import interrupt_on_signals
+from lib.verify.step import Step, Target
+from lib.verify.steps import STAGES, STEPS
+
+OUTPUTS = REPO / "outputs/verify-gpu"
+VARIABLES = {
+    "ONLY": f"stages or steps, default all that have not passed: {', '.join(STAGES)}",
+    "OUT": "the folder of the report, default docs/results/gpu; with DEVICE=cpu outputs/verify-gpu",
+    "WORK": "the folder of the runs and logs, default outputs/verify-gpu/work",
+    "DEVICE": "default: a GPU where there is one: cpu, cuda",
+}
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Options of the command line; ``steps`` are those that ONLY names, none if it is not set."""
+
+    steps: tuple[Step, ...]
+    out: Path
+    target: Target
+
+
+def parse(words: list[str]) -> VerifyOptions:
+    """Parse ``NAME=VALUE`` words.
+
+    Raises:
+        Refused: a name or a value is not allowed.
+    """
+    values = parse_words(words, VARIABLES)
+    named = values.get("ONLY", "").split()
+    for name in named:
+        if name not in STAGES and name not in (steps := [step.name for step in STEPS]):
+            raise Refused(f"ONLY={name}: {alternatives(name, [*STAGES, *steps], 'stages and steps')}")
+    chosen = device(values)
+    out = Path(file_path(values, "OUT") or (REPO / "docs/results/gpu" if chosen == "cuda" else OUTPUTS))
+    check_room(out)
+    steps = tuple(step for step in STEPS if {step.name, step.stage} & set(named))
+    return VerifyOptions(steps, out, Target(chosen, Path(file_path(values, "WORK") or OUTPUTS / "work")))
+
+
+def verify(options: VerifyOptions) -> int:
+    """Run the steps, report after each, and return the exit code."""
+    from lib.verify.record import Record, device_name
+    from lib.verify.report import counts, write
+
+    record = Record.open(options.out, device_name(options.target.device))
+    chosen = options.steps or tuple(step for step in STEPS if not record.passed(step))
+    for number, step in enumerate(chosen, start=1):
+        print(f"{number}/{len(chosen)} {step.stage}, {step.name} …", end=" ", flush=True)
+        result = step.run(options.target)
+        took = f" in {duration(result['seconds'])}" if "seconds" in result else ""
+        print(f"{result['status']}{took}{': ' + result['reason'] if 'reason' in result else ''}", flush=True)
+        record.add(step, result)
+        write(record)
+    print(f"\n{record.content['name']}: {counts(record.content)}\n\n  {write(record)}")
+    return int(any(each["status"] == "failed" for each in record.content["steps"].values()))
+
+
+def main(words: list[str]) -> int:
+    if help_requested(words):
+        print(f"{__doc__}\n{usage(VARIABLES)}")
+        return 0
+    interrupt_on_signals()
+    return verify(parse(words))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Refused as refusal:
+        sys.exit(f"verify-gpu: {refusal}")
+    except KeyboardInterrupt:
+        print("\nverify-gpu: interrupted; repeat the command to resume", file=sys.stderr)
+        sys.exit(130)

@@ -7,9 +7,9 @@ from typing import Any
 
 from lib.format import duration, number
 from lib.verify.record import Record
-from lib.verify.steps import LENGTH, REGIMES, STAGES, STEPS
+from lib.verify.steps import LENGTHS, REGIMES, STAGES, STEPS
 
-JOBS = {"sanity": "sanity task, 0.5 M parameters", "long": f"random weights, 99 M parameters, {LENGTH} tokens"}
+LONG = [f"long{length}" for length in LENGTHS]
 
 
 def counts(content: dict[str, Any]) -> str:
@@ -101,7 +101,7 @@ def jobs(values: dict[str, Any], record: Record) -> list[str]:
         reward = f"{number(run['reward_first'], '.3f')} → {number(run['reward_last'], '.3f')}"
         shown = [number(run["s_per_step"], ".2f"), number(run["k3"], ".1e"), number(run["probs_diff"], ".1e")]
         shown += [number(run["answer_tokens"], ".0f"), reward, number(run["memory_gib"], ".1f")]
-        rows.append([JOBS[job], regime, *shown, number(run["skipped_steps"]), number(run["loss_scale"], "g")])
+        rows.append([job, regime, *shown, number(run["skipped_steps"]), number(run["loss_scale"], "g")])
     figure = record.file.with_name(f"{record.file.stem}-jobs.png")
     plot_jobs(values, record.content["name"], figure)
     notes = [
@@ -119,14 +119,15 @@ def plot_jobs(values: dict[str, Any], title: str, file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    kinds = ["sanity", *LONG]
     for index, regime in enumerate(REGIMES):
-        runs = {job: values[f"{job}-{regime}"] for job in JOBS if f"{job}-{regime}" in values}
-        seconds = [runs[job]["s_per_step"] if job in runs else 0.0 for job in JOBS]
-        left.bar([place + 0.25 * index for place in range(len(JOBS))], seconds, 0.23, label=regime)
-        points = [(run["answer_tokens"], run["k3"]) for run in runs.values()]
-        right.plot(*zip(*points, strict=True), "o-", label=regime) if points else None
-    left.set(ylabel="seconds a step", xticks=[0.25, 1.25], xticklabels=list(JOBS))
-    right.set(xlabel="tokens an answer", ylabel="k3, nats a token", xscale="log", yscale="log")
+        runs = {kind: values[f"{kind}-{regime}"] for kind in kinds if f"{kind}-{regime}" in values}
+        seconds = [runs[kind]["s_per_step"] if kind in runs else 0.0 for kind in kinds]
+        left.bar([place + 0.25 * index for place in range(len(kinds))], seconds, 0.23, label=regime)
+        long = [runs[kind] for kind in LONG if kind in runs]
+        right.plot([run["answer_tokens"] for run in long], [run["k3"] for run in long], "o-", label=regime)
+    left.set(ylabel="seconds a step", xticks=[place + 0.25 for place in range(len(kinds))], xticklabels=kinds)
+    right.set(xlabel="tokens an answer, random weights", ylabel="k3, nats a token", yscale="log")
     left.legend()
     figure.suptitle(title)
     figure.savefig(file, dpi=120)

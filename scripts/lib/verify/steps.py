@@ -27,7 +27,8 @@ STAGES = {
 REGIMES = ("fp16", "bf16", "bf16_train_fp16_infer")
 VERL = ("torch", "verl", "hydra", "transformers", "tensordict")
 JOB = (*VERL, "ray", "vllm")
-LENGTH = 512  # tokens of a long answer
+LENGTHS = (128, 1024)  # tokens of the long answers, on a CPU a sixteenth
+LONG_JOBS = [(length, regime) for length in LENGTHS for regime in REGIMES[: 3 if length == max(LENGTHS) else 2]]
 WARM = 2  # steps of a job that are not timed: kernels are loaded and compiled
 
 
@@ -112,11 +113,11 @@ def job(regime: str) -> Callable[[Target, Path], list[Command]]:
     return command
 
 
-def long_job(regime: str) -> Callable[[Target, Path], list[Command]]:
-    """Return the command that trains a model of 99 M parameters and random weights on answers of ``LENGTH`` tokens."""
+def long_job(answer: int, regime: str) -> Callable[[Target, Path], list[Command]]:
+    """Return the commands that train a model of 99 M parameters and random weights on answers of ``answer`` tokens."""
 
     def command(target: Target, out: Path) -> list[Command]:
-        length, batch, samples, tiny = (32, 4, 2, ["--tiny"]) if target.small else (LENGTH, 16, 8, [])
+        length, batch, samples, tiny = (answer // 16, 4, 2, ["--tiny"]) if target.small else (answer, 16, 8, [])
         settings = {
             "data.max_response_length": length,
             "data.train_batch_size": batch,
@@ -197,8 +198,8 @@ STEPS = (
     Step("numerics", "scaler", ("torch", "pytest", "xdist"), tests("test_scaler.py"), outcomes),
     Step("numerics", "engine", (*VERL, "pytest", "xdist"), tests("test_on_device.py"), outcomes),
     Step("cost", "bench", VERL, bench, report("cost-*"), ("*.png",), limit_s=420),
-    *(Step("job", f"sanity-{regime}", JOB, job(regime), trained, limit_s=240) for regime in REGIMES),
-    *(Step("job", f"long-{regime}", JOB, long_job(regime), trained, limit_s=240) for regime in REGIMES),
+    *(Step("job", f"sanity-{regime}", JOB, job(regime), trained) for regime in REGIMES),
+    *(Step("job", f"long{length}-{regime}", JOB, long_job(length, regime), trained) for length, regime in LONG_JOBS),
     Step("probe", "probe", JOB, probe, report("probe-*"), ("*.png",)),
     Step("amp", "bench-amp", ("torch", "gymnasium"), amp, report("amp-bench-*"), ("*.png",)),
 )

@@ -65,7 +65,7 @@ sanity: python       ## run the sanity test: four regimes, three seeds, three ob
 	$(COMMAND)
 
 ##@ The rest
-.PHONY: help setup wheelhouse submit gsm8k dapo-math sanity-math bench bench-amp pr-branch mutants test-all test-quick test-releases test-oat e2e-releases matrix lint lock clean
+.PHONY: help setup wheelhouse submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants test-all test-quick test-releases test-oat e2e-releases matrix lint lock clean
 help: python         ## list the targets;  make help-run: the variables of a command
 	@awk -F ': *[a-z]* *## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 help-%: python
@@ -81,6 +81,8 @@ gsm8k: python        ## download GSM8K and write data/gsm8k/{train,test}.parquet
 dapo-math: python    ## download DAPO-Math-17k and AIME 2024 and write data/dapo-math/{train,test}.parquet
 	$(COMMAND)
 sanity-math: python  ## download the 1460 MATH problems of the sanity test and write data/sanity-math/{train.parquet,oat}
+	$(COMMAND)
+verify-gpu: python   ## verify fp16 on this machine's GPU and measure it, in some twenty minutes; repeat to resume:  make verify-gpu ONLY='machine job'
 	$(COMMAND)
 bench: python        ## measure the cost of fp16, into docs/results:  make bench ARGS='--sizes 10,100 --ranks 1'
 	$(COMMAND)

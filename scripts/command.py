@@ -138,6 +138,7 @@ COMMANDS = {
     "report": Command("report.py", words, "report:parse"),
     "plan-memory": Command("plan_memory.py", words, "plan_memory:parse"),
     "doctor": Command("doctor.py", doctor, "doctor:parse", ("ARGS", "VERL")),
+    "verify-gpu": Command("verify_gpu.py", words, "verify_gpu:parse", device=True),
     "bench": Command("bench.py", args_words, "bench:parse", ("ARGS",)),
     "bench-amp": Command("bench_amp.py", args_words, "", ("ARGS",)),
     "mutants": Command("mutants.py", mutant_words, "mutants:parse", ("ONLY",), tests=True),

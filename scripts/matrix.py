@@ -1,4 +1,4 @@
-"""Write the pages docs/reference/support-{verl,oat}.md from the outcomes that are recorded in tests/expected."""
+"""Write docs/reference/support-{verl,oat}.md from tests/expected, and the state of GPUs from docs/results/gpu."""
 
 import argparse
 import itertools
@@ -8,6 +8,7 @@ from operator import itemgetter
 
 from lib.patches.releases import load_releases
 from lib.paths import REPO
+from lib.verify.state import pages as gpu_pages
 
 RESULTS = REPO / "tests/expected/releases.json"
 RUNS = REPO / "tests/expected/releases-e2e.json"
@@ -141,6 +142,8 @@ def main(words: list[str]) -> None:
     argparse.ArgumentParser(prog="matrix", description=__doc__).parse_args(words)  # --help and words write nothing
     for framework, page in pages().items():
         PAGES[framework].write_text(page)
+    for file, text in gpu_pages().items():
+        file.write_text(text)
 
 
 if __name__ == "__main__":

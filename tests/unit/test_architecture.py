@@ -22,6 +22,7 @@ ROOMS = {
     "probe": {"run"},
     "report": {"run"},
     "bench": set(),
+    "verify": {"patches", "run"},
     "mutants": {"patches"},
 }
 

@@ -21,6 +21,7 @@ def generate(request: dict) -> None:
         from recipes.cpu import host
 
         host.adapt_on_import("vllm.model_executor.layers.utils", host.keep_linear_weights)
+    import torch
     import vllm
 
     from lib.probe.numerics import DTYPES
@@ -39,6 +40,8 @@ def generate(request: dict) -> None:
         seed=request["seed"],
         hf_overrides={"head_dtype": "float32"} if request["head"] else None,
     )
+    if request["head"] and engine.llm_engine.model_config.head_dtype != torch.float32:
+        sys.exit(f"vLLM {vllm.__version__} has no fp32 head for generation: use HEAD='none trainer'")
     sampling = vllm.SamplingParams(
         n=request["samples"],
         max_tokens=request["length"],

@@ -40,6 +40,31 @@ def fp16_overflow(device: str) -> list[str]:
     return [str(result.flatten()[0].item()) for result in (large * 4, large @ large, (large.float() * 4).half())]
 
 
+def products(device: str) -> dict[str, str]:
+    """Return the error of long 16-bit matrix products, relative to fp64, and whether sums may be rounded to 16 bits.
+
+    cuBLAS may add parts of a product in 16 bits (torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction, on
+    by default): less precise, and inf where the product fits. The inner length is that of a weight's gradient: the
+    tokens of a micro-batch.
+    """
+    torch.manual_seed(0)
+    left, right = (torch.randn(256, 16384, device=device) for _ in range(2))
+    flags = {
+        torch.float16: "allow_fp16_reduced_precision_reduction",
+        torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+    }
+    found = {}
+    for dtype, flag in flags.items():
+        a, b = left.to(dtype), right.to(dtype)
+        exact = a.double() @ b.double().T
+        for allowed in (True, False):
+            setattr(torch.backends.cuda.matmul, flag, allowed)
+            error = ((a @ b.T).double() - exact).norm() / exact.norm()
+            sums = "16-bit sums allowed" if allowed else "fp32 sums"
+            found[f"product of 16384 terms, {dtype}, {sums}"] = f"error {error.item():.2e}"
+    return found
+
+
 def main(device: str, file: Path) -> None:
     host = {
         "platform": platform.platform(),
@@ -48,6 +73,7 @@ def main(device: str, file: Path) -> None:
         "disk": f"{shutil.disk_usage(file.parent).free / 2**30:.0f} GiB free",
     }
     found = (gpu() if device == "cuda" else {}) | host | {"fp16 overflow gives": ", ".join(fp16_overflow(device))}
+    found |= products(device)
     write_json(file, {"hardware": found})
 
 

@@ -1,0 +1,43 @@
+"""Write the state of GPUs into the documents, from the reports alone."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+from lib.paths import REPO
+from lib.verify.report import counts
+
+REPORTS = REPO / "docs/results/gpu"
+NONE = "**never run**: no CUDA kernel, NCCL or flash attention was tried; speed and memory are unknown"
+MARKED = re.compile(r"(<!-- gpu -->).*?(<!-- /gpu -->)", re.S)
+PLACES = ("README.md", "docs/tutorials/first-run-gpu.md", "docs/reference/limits.md", "docs/how-to/faq.md")
+INDEX = "docs/results/gpu/README.md"
+HEAD = """\
+# Reports on GPUs
+
+`make verify-gpu` writes a report for each GPU into this folder. `make matrix` regenerates this page and every sentence
+on the state of GPUs in other documents. What was checked without a GPU: [GPUs](../../how-to/gpus.md).
+
+"""
+
+
+def sentence(page: Path, reports: Path = REPORTS) -> str:
+    """Return which GPUs were verified, with links for ``page`` and how their steps ended."""
+    found = [(file, json.loads(file.read_text())) for file in sorted(reports.glob("*.json"))]
+    links = [
+        f"[{content['name']}]({os.path.relpath(file.with_suffix('.md'), page.parent)}): {counts(content)}"
+        for file, content in found
+    ]
+    return "; ".join(links) or NONE
+
+
+def pages(reports: Path = REPORTS) -> dict[Path, str]:
+    """Return the text of each page that reports the state of GPUs."""
+    index = REPO / INDEX
+    texts = {index: f"{HEAD}{sentence(index, reports)}\n"}
+    for name in PLACES:
+        page = REPO / name
+        texts[page], marks = MARKED.subn(rf"\1{sentence(page, reports)}\2", page.read_text())
+        assert marks, f"{name} has no <!-- gpu --> … <!-- /gpu -->"
+    return texts

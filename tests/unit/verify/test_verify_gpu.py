@@ -1,0 +1,117 @@
+"""``make verify-gpu``: its words, its steps' results, the record that it resumes from, and the report."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import verify_gpu
+from lib.errors import Refused
+from lib.verify import state
+from lib.verify.record import Record
+from lib.verify.report import markdown, write
+from lib.verify.step import Step, Target
+from lib.verify.steps import STAGES, STEPS
+
+SLEEP = "import time; time.sleep(600)"
+FAIL = "print('first line'); raise SystemExit('the cause')"
+WRITE = (
+    "import sys, pathlib; pathlib.Path(sys.argv[1], 'a.png').touch(); pathlib.Path(sys.argv[1], 'v').write_text('7')"
+)
+
+
+def step(code: str, *needs: str, name: str = "toy", limit_s: float = 60.0) -> Step:
+    """Return a step of the stage "cost" that runs ``code`` with its folder as argument."""
+
+    def commands(target: Target, out: Path) -> list:
+        return [[sys.executable, "-c", code, out]]
+
+    def values(out: Path) -> dict:
+        return {"report": f"# Title\n\n## Sizes\n\n{(out / 'v').read_text()}\n\n![gone](a.png)\n", "rows": []}
+
+    return Step("cost", name, needs, commands, values, ("*.png",), limit_s)
+
+
+@pytest.mark.parametrize(
+    ("made", "status", "reason"),
+    [
+        (step(WRITE), "passed", None),
+        (step(WRITE, "torch", "no_such_module"), "skipped", "not installed: no_such_module"),
+        (step(FAIL), "failed", "exit code 1; .*toy.log:\nfirst line\nthe cause"),
+        (step(SLEEP, limit_s=0.05), "failed", "did not end within 0.5 s; .*toy.log"),
+    ],
+)
+def test_result_of_a_step_has_its_reason(made, status, reason, tmp_path):
+    result = made.run(Target("cpu", tmp_path))
+    assert result["status"] == status and ("values" in result) == (status == "passed")
+    assert ("reason" in result) == (reason is not None)
+    assert reason is None or re.fullmatch(reason, result["reason"])
+
+
+def test_record_resumes_under_the_same_versions_and_the_report_has_all_steps(tmp_path, monkeypatch):
+    made = Record.open(tmp_path, "NVIDIA H200 (80%)")
+    assert made.file.name == "nvidia-h200-80-.json"
+    bench = next(each for each in STEPS if each.name == "bench")
+    made.add(bench, step(WRITE).run(Target("cpu", tmp_path / "work")))
+    made.add(STEPS[0], {"status": "failed", "reason": "no | driver\nat all"})
+    again = Record.open(tmp_path, made.content["name"])
+    assert again.passed(bench) and not again.passed(STEPS[0]) and not again.passed(STEPS[-1])
+    text = write(again).read_text()
+    assert "1 passed, 1 failed, " in text and "no \\| driver<br>at all" in text
+    assert "\n## Cost\n\n### Sizes\n\n7\n" in text and "gone" not in text
+    assert text.rstrip().endswith("![bench](nvidia-h200-80--a.png)") and (tmp_path / "nvidia-h200-80--a.png").exists()
+    monkeypatch.setattr("lib.verify.record.versions", lambda: {"torch": "another"})
+    assert not Record.open(tmp_path, made.content["name"]).passed(bench), "other versions begin anew"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["ONLY=nmuerics"], "ONLY=nmuerics: did you mean numerics?"),
+        (["ONLY=cost probes"], "ONLY=probes: did you mean probe?"),
+        (["DEVICE=tpu"], "DEVICE=tpu: must be one of cpu, cuda"),
+        (["SIZE=1"], "SIZE: is not a variable"),
+    ],
+)
+def test_bad_words_are_refused(words, named):
+    with pytest.raises(Refused) as refusal:
+        verify_gpu.parse(words)
+    assert str(refusal.value).startswith(named)
+
+
+def test_only_names_stages_and_steps(tmp_path):
+    chosen = verify_gpu.parse(["DEVICE=cpu", "ONLY=machine sanity-bf16", f"OUT={tmp_path}"])
+    assert [step.name for step in chosen.steps] == ["hardware", "doctor", "sanity-bf16"]
+    assert verify_gpu.parse(["DEVICE=cpu"]).out == verify_gpu.OUTPUTS, "a CPU is not reported in docs"
+    assert {step.stage for step in STEPS} == set(STAGES) and len({step.name for step in STEPS}) == len(STEPS)
+
+
+def test_exit_code_is_that_of_all_steps(tmp_path, monkeypatch, capsys):
+    names = [each.name for each in STEPS[:2]]
+    words = ["DEVICE=cpu", f"ONLY={' '.join(names)}", f"OUT={tmp_path / 'out'}", f"WORK={tmp_path / 'work'}"]
+    for code, expected in ((FAIL, 1), (WRITE, 0)):
+        toys = tuple(step(code, name=name) for name in names)
+        monkeypatch.setattr(verify_gpu, "STEPS", toys)
+        assert verify_gpu.main(words) == expected
+    assert "1/2 cost, hardware … passed in 0:00" in capsys.readouterr().out
+
+
+def test_state_of_gpus_is_that_of_the_reports(tmp_path):
+    """`make matrix` writes these pages."""
+    assert {str(page): page.read_text() for page in state.pages()} == {str(a): b for a, b in state.pages().items()}
+    (tmp_path / "t4.json").write_text(json.dumps({"name": "Tesla T4", "steps": {"bench": {"status": "passed"}}}))
+    text = state.sentence(tmp_path.parent / "README.md", tmp_path)
+    assert text.startswith(f"[Tesla T4]({tmp_path.name}/t4.md): 1 passed, ") and "never" not in text
+
+
+def test_jobs_are_tabled_and_drawn(tmp_path):
+    record = Record.open(tmp_path, "CPU")
+    run = dict.fromkeys(("s_per_step", "k3", "probs_diff", "answer_tokens", "reward_first", "reward_last"), 0.5)
+    run |= {"memory_gib": None, "skipped_steps": None, "loss_scale": None}
+    for each in (each for each in STEPS if each.stage == "job"):
+        record.add(each, {"status": "passed", "seconds": 61.0, "values": run})
+    text = markdown(record)
+    assert "| sanity | bf16 | 0.50 | 5.0e-01 | 5.0e-01 | 0 | 0.500 → 0.500 | - | - | - |" in text
+    assert text.count("| 1:01 |") == 8 and (tmp_path / "cpu-jobs.png").stat().st_size > 10_000

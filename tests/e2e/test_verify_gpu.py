@@ -1,0 +1,42 @@
+"""``make verify-gpu DEVICE=cpu`` runs every stage in small, so that it works when it first meets a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lib.paths import REPO
+from lib.verify.steps import STEPS
+
+QUICK = ("hardware", "doctor", "scaler", "engine", "bench", "sanity-fp16", "bench-amp")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    """The folder of the report, which both tests complete."""
+    return tmp_path_factory.mktemp("verify-gpu")
+
+
+@pytest.mark.parametrize("only", [QUICK, pytest.param((), marks=pytest.mark.slow, id="all")])
+def test_every_stage_passes_in_small(only, out):
+    known = set(json.loads((out / "cpu.json").read_text())["steps"]) if (out / "cpu.json").exists() else set()
+    words = ["DEVICE=cpu", f"ONLY={' '.join(only)}", f"OUT={out}", f"WORK={out / 'work'}"]
+    command = [sys.executable, REPO / "scripts/verify_gpu.py", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=out)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    steps = json.loads((out / "cpu.json").read_text())["steps"]
+    wanted = set(only) or {step.name for step in STEPS}
+    assert {name: result.get("reason") for name, result in steps.items()} == dict.fromkeys(wanted | known)
+    # The whole verification resumes: it runs the others alone.
+    assert done.stdout.count(" passed in ") == len(wanted - (set() if only else known))
+
+    tests = steps["engine"]["values"]["tests"]
+    assert sum(test["outcome"] == "passed" for test in tests.values()) == 18
+    jobs = [result["values"] for result in steps.values() if result["stage"] == "job"]
+    assert all(job["k3"] < 1e-3 and job["s_per_step"] > 0 and job["answer_tokens"] > 7 for job in jobs)
+    report = (out / "cpu.md").read_text()
+    assert all(
+        f"]({file})" in report and (out / file).exists() for result in steps.values() for file in result["figures"]
+    )

@@ -84,7 +84,7 @@ def measure_layers(
     dtypes, left_out = dtypes_on(device)
     if device == "cuda":
         set_tf32(False)
-        allocate_workspaces(dtypes.values())
+        allocate_workspaces()
     for name, entries in models.items():
         config = {**entries, "num_hidden_layers": layers, "vocab_size": 1}
         shape = ModelShape.of(config, name)

@@ -13,17 +13,20 @@ from lib.bench.ranks import alternate, decided_by_first, join
 from lib.bench.regime_timing import RegimeTiming, one_line, timings_of
 from lib.bench.resource_usage import too_large
 
-WIDTH = 1024  # 2**20 elements per parameter, as typical for models of these sizes
+WIDTH = 1024  # 2**20 elements per parameter, as typical for small models
+MOST_LAYERS = 300  # larger models have larger parameters, not more: 290 in Qwen2.5-0.5B, 338 in 1.5B, 339 in 7B
 SCALE, CLIP, GRADIENT = 1024.0, 1.0, 1e-3  # the norm exceeds CLIP from 10 million parameters on
 OPTIMIZERS = {"foreach AdamW": False, "fused AdamW": True}  # whether it is fused
 BYTES_PER_PARAMETER = 4 + 4 + 8 + 4  # weight, gradient, Adam's state, foreach AdamW's intermediate
 
 
-def fully_sharded(millions: float) -> torch.nn.Module:
+def fully_sharded(millions: int) -> torch.nn.Module:
     """Return a module of fp32 masters under FSDP2, like verl's actor."""
     from torch.distributed.fsdp import fully_shard
 
-    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(round(millions))))
+    factor = -(-millions // MOST_LAYERS)
+    layers = (torch.nn.Linear(WIDTH, factor * WIDTH, bias=False) for _ in range(millions // factor))
+    module = torch.nn.Sequential(*layers)
     for layer in module:
         fully_shard(layer)
     return fully_shard(module)

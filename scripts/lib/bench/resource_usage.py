@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,12 @@ def too_large(needed: int, device: str) -> str:
     return "" if needed <= free else f"needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
 
 
-def allocate_workspaces(dtypes: Iterable[torch.dtype]) -> None:
+def allocate_workspaces() -> None:
     """Let cuBLAS allocate its workspaces on the GPU, which stay, so that no peak of memory includes them.
 
     The backward pass has its own: autograd runs it in another thread.
     """
-    for dtype in dtypes:
+    for dtype in (torch.float32, torch.float16):
         some = torch.ones(64, 64, device="cuda", dtype=dtype, requires_grad=True)
         torch.nn.functional.linear(some, some, some[0]).sum().backward()
 

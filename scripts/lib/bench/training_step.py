@@ -108,7 +108,7 @@ def measure_training(
     else:
         if device == "cuda":
             set_tf32(False)
-            allocate_workspaces(dtypes.values())
+            allocate_workspaces()
         takes = build_workers(configs[depth], dtypes, length)
         peaks = {}
         for name, take in takes.items():

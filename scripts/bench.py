@@ -25,32 +25,54 @@ PARTS = ("optimizer", "layers", "training")
 
 
 @dataclass(frozen=True)
-class CostSize:
-    """The sizes of all parts.
+class LayerSize:
+    """The decoder layers that are timed.
 
     Args:
-        sizes: of the models whose optimizer steps are timed, in million parameters.
-        ranks: numbers of processes, for the optimizer step.
-        seconds: time per configuration; an optimizer step is timed in at least 41 rounds, a pass in 11.
-        parts: those that are measured by default.
-        models: whose layers are timed: ``config.json`` by name.
-        layers: of each.
-        rows: of the layers' micro-batch, in descending order: the first that fits into the memory.
+        models: the ``config.json`` of each, by name.
+        layers: of each model.
+        rows: of the micro-batch, in descending order: the first that fits into the memory.
         length: of a row, in tokens.
-        depths: numbers of layers of the model that verl's worker trains, in descending order, the first that fits.
-        width: of that model.
     """
 
-    sizes: list[int]
-    ranks: list[int]
-    seconds: float
-    parts: list[str]
     models: Mapping[str, Mapping[str, Any]]
     layers: int
     rows: list[int]
     length: int
+
+
+@dataclass(frozen=True)
+class TrainingSize:
+    """The model that verl's worker trains.
+
+    Args:
+        depths: numbers of layers, in descending order: the first that fits into the memory.
+        width: of the hidden states.
+        length: of a row of the batch, in tokens.
+    """
+
     depths: list[int]
     width: int
+    length: int
+
+
+@dataclass(frozen=True)
+class CostSize:
+    """What is measured.
+
+    Args:
+        parts: of ``PARTS``.
+        sizes: of the models whose optimizer steps are timed, in million parameters.
+        ranks: numbers of processes, for the optimizer step.
+        seconds: time per configuration; an optimizer step is timed in at least 41 rounds, a pass in 11.
+    """
+
+    parts: list[str]
+    sizes: list[int]
+    ranks: list[int]
+    seconds: float
+    layers: LayerSize
+    training: TrainingSize
 
 
 LAYERS_OF = (
@@ -61,9 +83,18 @@ LAYERS_OF = (
 )
 QWEN = {name.partition("/")[2]: MODELS[name] for name in LAYERS_OF}
 PRESETS = {
-    "small": CostSize([1], [1], 0.1, list(PARTS), {"sanity": SANITY}, 1, [2], 16, [1], 32),
-    "cpu": CostSize([10, 30, 100, 300], [1, 2], 25.0, ["optimizer"], QWEN, 1, [1], 128, [2], 256),
-    "cuda": CostSize([10, 30, 100, 300, 1000], [1], 4.0, list(PARTS), QWEN, 2, [4, 2, 1], 2048, [24, 12, 4], 1024),
+    "small": CostSize(list(PARTS), [1], [1], 0.1, LayerSize({"sanity": SANITY}, 1, [2], 16), TrainingSize([1], 32, 16)),
+    "cpu": CostSize(
+        ["optimizer"], [10, 30, 100, 300], [1, 2], 25.0, LayerSize(QWEN, 1, [1], 128), TrainingSize([2], 256, 64)
+    ),
+    "cuda": CostSize(
+        list(PARTS),
+        [10, 30, 100, 300, 1000],
+        [1],
+        4.0,
+        LayerSize(QWEN, 2, [4, 2, 1], 2048),
+        TrainingSize([24, 12, 4], 1024, 512),
+    ),
 }
 
 
@@ -129,9 +160,9 @@ def main(words: list[str]) -> int:
             rows += spawn(measure_steps, ranks, ranks, size.sizes, size.seconds, device)
         traffic = dict(spawn(count_traffic, 1))
     if "layers" in size.parts:
-        rows += spawn(measure_layers, 1, size.models, size.layers, size.rows, size.length, size.seconds, device)
+        rows += spawn(measure_layers, 1, *vars(size.layers).values(), size.seconds, device)
     if "training" in size.parts:
-        rows += spawn(measure_training, 1, size.depths, size.width, size.length, size.seconds, device)
+        rows += spawn(measure_training, 1, *vars(size.training).values(), size.seconds, device)
     stem = (options.out or REPO / "docs" / "results") / f"cost-{machine_slug(device)}"
     files = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("csv", "md", "png")]
     print(*write(rows, traffic, device, machine(device), files), sep="\n")

@@ -15,18 +15,16 @@ def plot_ratios(rows: list[ArmResult], title: str, file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = {"fp16": "tab:blue", "bf16": "tab:orange", TF32: "tab:green"}
-    names, colours = scenarios_in(rows), {arm: colours[arm] for arm in colours if arm in arms_in(rows)}
+    names, colours = scenarios_in(rows), {"fp16": "tab:blue", "bf16": "tab:orange", TF32: "tab:green"}
+    colours = {arm: colour for arm, colour in colours.items() if arm in arms_in(rows)}
     apart = 0.8 / len(colours)
     figure, (speed, memory) = plt.subplots(
         1, 2, figsize=(10, 1.8 + 0.4 * len(colours) * len(names)), sharey=True, layout="constrained"
     )
     for number, (arm, colour) in enumerate(colours.items()):
         for place, name in enumerate(names):
-            y, beside = (
-                place + apart * (number - (len(colours) - 1) / 2),
-                {"textcoords": "offset points", "va": "center", "color": colour},
-            )
+            y = place + apart * (number - (len(colours) - 1) / 2)
+            beside = {"textcoords": "offset points", "va": "center", "color": colour}
             gain, less = ratio(rows, name, arm, seconds_of), ratio(rows, name, arm, memory_of)
             if gain.reason:
                 for axis, x in ((speed, 1.0), (memory, 0.0)):

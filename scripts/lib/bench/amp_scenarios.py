@@ -243,8 +243,8 @@ SCENARIOS = {
             },
             "cuda": {
                 "hidden": 2048,
-                "layers": 3,
-                "num_envs": 1024,
+                "layers": 2,
+                "num_envs": 2048,
                 "num_steps": 32,
                 "epochs": 8,
                 "minibatches": 4,

@@ -39,7 +39,7 @@ def write(
     table_file, report, figure = files
     table_file.parent.mkdir(parents=True, exist_ok=True)
     with table_file.open("w", newline="") as file:
-        table = csv.DictWriter(file, [field.name for field in fields(RegimeTiming)])
+        table = csv.DictWriter(file, [field.name for field in fields(RegimeTiming)], lineterminator="\n")
         table.writeheader()
         table.writerows(asdict(row) for row in rows)
     report.write_text(markdown(rows, traffic, device, machine))

@@ -16,7 +16,7 @@ from lib.bench.resource_usage import allocate_workspaces, peak_memory, too_large
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEAST_ROUNDS = 11  # fp32 takes seconds a round on some GPUs
-MARGIN = 1.25  # of the memory for what kernels need inside
+MARGIN = 1.25  # for what the estimates of memory leave out
 
 
 def dtypes_on(device: str) -> tuple[dict[str, torch.dtype], dict[str, str]]:
@@ -56,11 +56,19 @@ def layer_pass(
     return run
 
 
-def needed_bytes(shape: ModelShape, tokens: int) -> int:
-    """Return an estimate of the bytes of the passes in all dtypes, which take turns: weights of all, activations in
-    fp32."""
+def activation_bytes(shape: ModelShape, rows: int, length: int) -> int:
+    """Return an estimate of the bytes of a model's activations in fp32.
+
+    There SDPA may take its math kernel, which keeps the scores of each layer and needs three times as much within one.
+    """
+    scores = 4 * shape.heads * rows * length**2
+    return shape.layers * rows * length * shape.saved_bytes(4) + (shape.layers + 3) * scores
+
+
+def needed_bytes(shape: ModelShape, rows: int, length: int) -> int:
+    """Return an estimate of the bytes of the passes in all dtypes, which take turns."""
     weights = shape.layers * shape.block * (2 + 2 + 4 + 4)  # bf16, fp16, fp32 and its gradients
-    return round(MARGIN * (weights + shape.layers * tokens * shape.saved_bytes(4)))
+    return round(MARGIN * (weights + activation_bytes(shape, rows, length)))
 
 
 def measure_layers(
@@ -93,7 +101,7 @@ def measure_layers(
             "model": f"{name}, {layers} layer{'s' * (layers > 1)}",
             "parameters_m": round(layers * shape.block / 1e6, 1),
         }
-        reasons = {count: too_large(needed_bytes(shape, count * length), device) for count in rows}
+        reasons = {count: too_large(needed_bytes(shape, count, length), device) for count in rows}
         fitting = next((count for count, reason in reasons.items() if not reason), None)
         if fitting is None:
             timings = [RegimeTiming(**configuration, regime="all", left_out=reasons[rows[-1]])]

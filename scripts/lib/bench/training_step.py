@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lib.bench.gpu_formats import set_tf32
 from lib.bench.host_calls import host_calls
-from lib.bench.layer_pass import LEAST_ROUNDS, MARGIN, dtypes_on
+from lib.bench.layer_pass import LEAST_ROUNDS, MARGIN, activation_bytes, dtypes_on
 from lib.bench.model_shape import ModelShape, entries
 from lib.bench.ranks import alternate, join
 from lib.bench.regime_timing import RegimeTiming, one_line, timings_of
@@ -22,8 +22,7 @@ VOCABULARY = 32000
 def needed_bytes(shape: ModelShape, length: int) -> int:
     """Return an estimate of the bytes of three workers: masters, gradients and Adam of each, activations in fp32."""
     logits = 4 * 3 * ROWS * length * shape.vocab  # they, their log-softmax and its gradient
-    activations = shape.layers * ROWS * length * shape.saved_bytes(4)
-    return round(MARGIN * (3 * 16 * shape.total + activations + logits))
+    return round(MARGIN * (3 * 16 * shape.total + activation_bytes(shape, ROWS, length) + logits))
 
 
 def build_workers(config: dict, dtypes: dict[str, torch.dtype], length: int) -> dict[str, Callable[[], None]]:

@@ -4,6 +4,7 @@ import csv
 import itertools
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -123,6 +124,19 @@ def test_operators_of_a_call_are_counted_without_those_they_call():
     x = torch.randn(4, 4, requires_grad=True)
     counted = profiled(lambda: (x @ x).sum().item(), "cpu")
     assert counted == {"operators": 3, "host_reads": 1, "": counted[""]}, "matmul, sum, item"
+
+
+@pytest.mark.parametrize(
+    ("launches", "expected"), [(5, HostCalls(7, 1, 5, 2, 1)), (0, HostCalls(7, 1, None, None, None))]
+)
+def test_synchronizations_of_the_profiler_itself_are_not_counted(launches, expected, monkeypatch):
+    around = Counter(synchronizations=1)
+    counted = Counter(operators=7, host_reads=1, launches=launches, synchronizations=3, host_copies=1)
+    profiles, done = iter([Counter(synchronizations=4), around, counted]), []
+    monkeypatch.setattr(host_calls, "profiled", lambda call, device: call() or next(profiles))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    found = host_calls.host_calls(lambda: done.append("call"), "cuda", lambda: done.append("prepare"))
+    assert found == expected and done == ["prepare", "call", "prepare", "wait", "call"]
 
 
 @pytest.mark.parametrize(("capability", "left_out"), [((7, 5), {"bf16": "Tesla T4 has no bfloat16"}), ((8, 0), {})])

@@ -1,5 +1,7 @@
 """Choose what a GPU multiplies float32 matrices in: TF32 or float32."""
 
+import warnings
+
 import torch
 
 
@@ -13,12 +15,9 @@ def lacks_ampere(format_name: str) -> str:
 def set_tf32(on: bool) -> None:
     """Let CUDA compute products, convolutions and recurrent layers of float32 in TF32, or forbid it, in all threads.
 
-    torch 2.9 and later take this in ``fp32_precision``, and raise where it was set both ways; earlier ones in
-    ``allow_tf32``.
+    ``allow_tf32`` sets all three in every torch. Some from 2.9 on warn about it; their ``cudnn.rnn.fp32_precision`` has
+    no effect once torch has imported the module of that name, as it does for a GRU on a GPU.
     """
-    cudnn = torch.backends.cudnn
-    if hasattr(cudnn, "conv"):
-        for of in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
-            of.fp32_precision = "tf32" if on else "ieee"
-    else:
-        torch.backends.cuda.matmul.allow_tf32 = cudnn.allow_tf32 = on
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on

@@ -5,6 +5,7 @@ import itertools
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,6 @@ from torch.autograd import DeviceType
 import bench
 from lib.bench import host_calls, interleave, resource_usage
 from lib.bench.cost_report import markdown
-from lib.bench.gpu_formats import set_tf32
 from lib.bench.host_calls import HostCalls, profiled
 from lib.bench.interleave import machine_slug, rounds
 from lib.bench.layer_pass import dtypes_on
@@ -163,13 +163,15 @@ def test_results_of_several_gpus_have_different_names(monkeypatch):
     assert machine_slug("cpu") == "cpu"
 
 
-@pytest.mark.parametrize("old", [True, False])
-def test_tf32_is_set_by_the_spelling_of_the_installed_torch(old, monkeypatch):
-    matmul, conv, rnn = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
-    cudnn = SimpleNamespace() if old else SimpleNamespace(conv=conv, rnn=rnn)
-    monkeypatch.setattr(torch.backends, "cudnn", cudnn)
-    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
-    for on in (True, False):
-        set_tf32(on)
-        values = [matmul.allow_tf32, cudnn.allow_tf32] if old else [of.fp32_precision for of in (matmul, conv, rnn)]
-        assert values == [on] * 2 if old else values == ["tf32" if on else "ieee"] * 3
+@pytest.mark.subprocess
+def test_tf32_is_set_for_products_and_recurrent_layers_alike():
+    code = "\n".join(
+        [
+            "import torch; from lib.bench.gpu_formats import set_tf32; import torch.backends.cudnn.rnn",
+            "parts = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn",
+            "for on in (True, False, True): set_tf32(on); print({of.fp32_precision == 'tf32' for of in parts} == {on})",
+        ]
+    )
+    run = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=Path(bench.__file__).parent)
+    assert done.stdout.split() == ["True"] * 3, done.stderr

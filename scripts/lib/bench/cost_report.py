@@ -30,7 +30,7 @@ CALLS_TEXT = {
 def write(
     rows: list[RegimeTiming], traffic: dict[tuple[str, str], float], device: str, machine: str, files: list[Path]
 ) -> list[Path]:
-    """Write the CSV, Markdown and PNG ``files`` and return their paths.
+    """Write the CSV and Markdown ``files``, and the PNG where optimizer steps were measured, and return their paths.
 
     Args:
         traffic: bytes per parameter, by optimizer and regime.
@@ -43,7 +43,10 @@ def write(
         table.writeheader()
         table.writerows(asdict(row) for row in rows)
     report.write_text(markdown(rows, traffic, device, machine))
-    plot(rows, machine, figure)
+    steps = [row for row in rows if row.what == "optimizer step" and not row.left_out]
+    if not steps:
+        return files[:2]
+    plot(steps, machine, figure)
     return files
 
 
@@ -135,14 +138,13 @@ def calls_table(rows: list[RegimeTiming], device: str) -> list[str]:
     return table(["", *regimes], cells)
 
 
-def plot(rows: list[RegimeTiming], title: str, file: Path) -> None:
+def plot(steps: list[RegimeTiming], title: str, file: Path) -> None:
     """Draw the ratios to bf16 over the sizes: a panel per optimizer, a line per regime, dashed for two ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    steps = [row for row in rows if row.what == "optimizer step"]
     optimizers = list(dict.fromkeys(row.optimizer for row in steps))
     figure, axes = plt.subplots(1, len(optimizers), figsize=(10, 4), sharey=True, layout="constrained", squeeze=False)
     colours = {"fp16": "tab:blue", "fp16 upstream": "tab:red", "fp32": "tab:grey"}

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 
 import bench
 from lib.bench import host_calls, interleave, resource_usage
-from lib.bench.cost_report import markdown
+from lib.bench.cost_report import write
 from lib.bench.host_calls import HostCalls, profiled
 from lib.bench.interleave import machine_slug, rounds
 from lib.bench.layer_pass import dtypes_on
@@ -84,7 +84,7 @@ def test_take_is_timed_until_the_device_is_done():
     assert ",".join(calls) == ",".join(expected) and set(orders) == {"ab", "ba"}
 
 
-def test_ratio_is_the_median_over_the_rounds():
+def test_ratio_is_the_median_over_the_rounds(tmp_path):
     calls = dict.fromkeys(("bf16", "fp16"), HostCalls(9, 1, 20, 2, 1))
     times = {"bf16": [1.0, 2.0, 3.0], "fp16": [3.0, 1.0, 2.25]}
     about = {"what": "training step", "optimizer": "foreach AdamW", "parameters_m": 1, "ranks": 1, "tokens": 9}
@@ -93,7 +93,9 @@ def test_ratio_is_the_median_over_the_rounds():
     (alone,) = timings_of({"fp16": times["fp16"]}, calls, {"fp16": 1.0}, **about)
     assert (alone.ratio, alone.seconds) == (None, 2.25)
     without = RegimeTiming(**about, regime="bf16", left_out="Tesla T4 has no bfloat16")
-    report = markdown([alone, without], {}, "cuda", "Tesla T4")
+    files = [tmp_path / f"cost-tesla-t4.{suffix}" for suffix in ("csv", "md", "png")]
+    assert write([alone, without], {}, "cuda", "Tesla T4", files) == files[:2], "no optimizer step, no figure"
+    report = files[1].read_text()
     assert "| fp16 | 2250.00 | - | 4 | 1.00 | 3 |" in report and "1 rank(s) | 20 / 2 / 1 |" in report
     assert "- training step, foreach AdamW, 1 M, 1 rank(s), bf16: Tesla T4 has no bfloat16" in report
     assert "## Forward and backward\n\nNot measured.\n" in report

@@ -1,15 +1,101 @@
-"""Measure the cost of a precision: the optimizer step of verl's FSDP engine, and on a GPU the whole training step.
+"""Measure the cost of a precision: optimizer step, decoder layers, whole training step.
 
-The regimes alternate in one process on the same parameters, so that a slow machine slows all of them. A ratio is the
-median over the rounds of a regime's time over bf16's in the same round. Writes cost-DEVICE.csv, .md and .png.
+    optimizer  the optimizer step of verl's FSDP engine, and the bytes that it moves
+    layers     forward and backward of decoder layers of Qwen2.5's shapes, in 16 bits and in fp32
+    training   the training step of verl's worker
+
+The regimes alternate in one process, so that a slow machine slows all of them. A ratio is the median over the rounds of
+a regime's time over bf16's in the same round. Kernel launches and synchronizations are counted by torch's profiler.
+What does not fit into the memory is left out, with the reason. Writes cost-MACHINE.csv, .md and .png, MACHINE being cpu
+or the GPU's name.
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from lib.bench.model_shape import MODELS, SANITY
 from lib.paths import REPO
+
+PARTS = ("optimizer", "layers", "training")
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """The decoder layers that are timed.
+
+    Args:
+        models: the ``config.json`` of each, by name.
+        layers: of each model.
+        rows: of the micro-batch, in descending order: the first that fits into the memory.
+        length: of a row, in tokens.
+    """
+
+    models: Mapping[str, Mapping[str, Any]]
+    layers: int
+    rows: list[int]
+    length: int
+
+
+@dataclass(frozen=True)
+class TrainingSize:
+    """The model that verl's worker trains.
+
+    Args:
+        depths: numbers of layers, in descending order: the first that fits into the memory.
+        width: of the hidden states.
+        length: of a row of the batch, in tokens.
+    """
+
+    depths: list[int]
+    width: int
+    length: int
+
+
+@dataclass(frozen=True)
+class CostSize:
+    """What is measured.
+
+    Args:
+        parts: of ``PARTS``.
+        sizes: of the models whose optimizer steps are timed, in million parameters.
+        ranks: numbers of processes, for the optimizer step.
+        seconds: time per configuration; an optimizer step is timed in at least 41 rounds, a pass in 11.
+    """
+
+    parts: list[str]
+    sizes: list[int]
+    ranks: list[int]
+    seconds: float
+    layers: LayerSize
+    training: TrainingSize
+
+
+LAYERS_OF = (
+    "Qwen/Qwen2.5-0.5B-Instruct",
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",  # Qwen2.5-1.5B's layers
+    "Qwen/Qwen2.5-3B",
+    "Qwen/Qwen2.5-7B",
+)
+QWEN = {name.partition("/")[2]: MODELS[name] for name in LAYERS_OF}
+PRESETS = {
+    "small": CostSize(list(PARTS), [1], [1], 0.1, LayerSize({"sanity": SANITY}, 1, [2], 16), TrainingSize([1], 32, 16)),
+    "cpu": CostSize(
+        ["optimizer"], [10, 30, 100, 300], [1, 2], 25.0, LayerSize(QWEN, 1, [1], 128), TrainingSize([2], 256, 64)
+    ),
+    "cuda": CostSize(
+        list(PARTS),
+        [10, 30, 100, 300, 1000],
+        [1],
+        4.0,
+        LayerSize(QWEN, 2, [4, 2, 1], 2048),
+        TrainingSize([24, 12, 4], 1024, 512),
+    ),
+}
 
 
 def above_zero(text: str) -> list[int]:
@@ -20,14 +106,34 @@ def above_zero(text: str) -> list[int]:
     return values
 
 
+def of_parts(text: str) -> list[str]:
+    """Parse names of parts, separated by commas."""
+    names = text.split(",")
+    if not set(names) <= set(PARTS):
+        raise argparse.ArgumentTypeError(f"{text}: must be of {','.join(PARTS)}, separated by commas")
+    return names
+
+
 def parse(words: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sizes", type=above_zero, default=[10, 30, 100, 300], help="model sizes, in millions")
-    parser.add_argument("--ranks", type=above_zero, default=[1, 2], help="numbers of processes; always 1 on a GPU")
-    parser.add_argument("--seconds", type=float, default=25.0, help="time per configuration; at least 41 rounds")
-    parser.add_argument("--out", type=Path, default=REPO / "docs" / "results")
-    return parser.parse_args(words)
+    parser.add_argument("--size", choices=PRESETS, help="default: the device's; small: for tests, with --out")
+    parser.add_argument("--only", type=of_parts, help=f"parts, of {','.join(PARTS)}; default on a CPU: optimizer")
+    parser.add_argument("--sizes", type=above_zero, help="model sizes for the optimizer step, in millions")
+    parser.add_argument("--ranks", type=above_zero, help="numbers of processes for it; always 1 on a GPU")
+    parser.add_argument("--seconds", type=float, help="time per configuration; at least 41 rounds, or 11 of a pass")
+    parser.add_argument("--out", type=Path, help="folder for the results; default docs/results")
+    options = parser.parse_args(words)
+    if options.size == "small" and options.out is None:
+        parser.error("--size small requires --out: docs/results is for the sizes of a device")
+    return options
+
+
+def chosen_size(options: argparse.Namespace, device: str) -> CostSize:
+    """Return the sizes for ``device``, with those that the command line names."""
+    given = {"sizes": options.sizes, "ranks": options.ranks, "seconds": options.seconds, "parts": options.only}
+    given |= {"ranks": [1]} if device == "cuda" else {}
+    return replace(PRESETS[options.size or device], **{key: value for key, value in given.items() if value is not None})
 
 
 def main(words: list[str]) -> int:
@@ -36,23 +142,30 @@ def main(words: list[str]) -> int:
     import torch
 
     from lib.bench.cost_report import write
-    from lib.bench.interleave import machine
+    from lib.bench.interleave import machine, machine_slug
+    from lib.bench.layer_pass import measure_layers
     from lib.bench.optimizer_step import count_traffic, measure_steps
     from lib.bench.ranks import spawn
     from lib.bench.training_step import measure_training
     from lib.run.job import CPU_PLATFORM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = chosen_size(options, device)
     sys.path.append(str(REPO))
     if device == "cpu":
         os.environ |= CPU_PLATFORM
-    rows = []
-    for ranks in options.ranks if device == "cpu" else [1]:
-        rows += spawn(measure_steps, ranks, ranks, options.sizes, options.seconds, device)
-    if device == "cuda":
-        rows += spawn(measure_training, 1, options.seconds, device, 24, 1024)
-    traffic = dict(spawn(count_traffic, 1))
-    print(*write(rows, traffic, device, machine(device), options.out), sep="\n")
+    rows, traffic = [], {}
+    if "optimizer" in size.parts:
+        for ranks in size.ranks:
+            rows += spawn(measure_steps, ranks, ranks, size.sizes, size.seconds, device)
+        traffic = dict(spawn(count_traffic, 1))
+    if "layers" in size.parts:
+        rows += spawn(measure_layers, 1, *vars(size.layers).values(), size.seconds, device)
+    if "training" in size.parts:
+        rows += spawn(measure_training, 1, *vars(size.training).values(), size.seconds, device)
+    stem = (options.out or REPO / "docs" / "results") / f"cost-{machine_slug(device)}"
+    files = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("csv", "md", "png")]
+    print(*write(rows, traffic, device, machine(device), files), sep="\n")
     return 0
 
 

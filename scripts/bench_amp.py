@@ -3,14 +3,13 @@
     scripts/bench_amp.py                                       all scenarios, into docs/results; 3 minutes on 2 cores
     scripts/bench_amp.py --only mlp,ppo --repeats 7 --out DIR
 
-Three arms of a scenario train side by side from the same weights, on the same data, clipped alike, and take turns at
-every update, each round in a different order. Each repeat has its own seed. ``FP16Trainer`` observes the dtype that an
-arm computes in; if it is not the requested one, no speed-up is reported. The first two updates are not timed.
-Writes CSV, Markdown and PNG.
+The arms of a scenario are fp32, fp16, bf16 and, on a GPU that has it, fp32 with TF32. They train side by side from the
+same weights, on the same data, clipped alike, and take turns at every update, each round in a different order. Each
+repeat has its own seed. ``FP16Trainer`` observes the dtype that an arm computes in; if it is not the requested one, no
+speed-up is reported. The first two updates are not timed. Writes CSV, Markdown and PNG.
 """
 
 import csv
-import re
 import shlex
 import sys
 import time
@@ -28,13 +27,12 @@ from lib.bench.amp_figure import plot_ratios
 from lib.bench.amp_measure import ArmResult, measure
 from lib.bench.amp_ratio import ratio, seconds_of
 from lib.bench.amp_report import Conditions, markdown
-from lib.bench.amp_scenarios import ARMS, BASE, SCENARIOS
-from lib.bench.interleave import machine
-from lib.bench.resource_usage import cpu_seconds
+from lib.bench.amp_scenarios import BASE, SCENARIOS, no_tf32
+from lib.bench.interleave import machine, machine_slug
+from lib.bench.resource_usage import allocate_workspaces, cpu_seconds
 from lib.format import significant
 from recipes.amp.options import device, flag, new_folder, option, parse, within
 from recipes.amp.ppo.config import KILL_SWITCH
-from verl.utils.precision import to_dtype
 
 LEAST_REPEATS = 5
 
@@ -43,11 +41,8 @@ def bench(
     names: Iterable[str], size: str, repeats: int, seed: int, device: torch.device, on_cpu: bool = True
 ) -> list[ArmResult]:
     """Measure the scenarios one after the other, and print a line a repeat, whose seed is ``seed`` + its number."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # no TF32 in the fp32 arm
-    if device.type == "cuda":  # cuBLAS's workspace stays allocated: allocate it before the first arm
-        for dtype in ARMS.values():
-            some = torch.ones(64, 64, device=device, dtype=to_dtype(dtype, "dtype"))
-            torch.nn.functional.linear(some, some, some[0])
+    if device.type == "cuda":
+        allocate_workspaces()
     rows: list[ArmResult] = []
     for name in names:
         for repeat in range(repeats):
@@ -66,8 +61,7 @@ def bench(
 
 def write(rows: list[ArmResult], conditions: Conditions, out: Path) -> list[Path]:
     """Write ``amp-bench-MACHINE.csv``, ``.md`` and ``.png`` into a folder, MACHINE being ``cpu`` or the GPU's name."""
-    where = "cpu" if conditions.device == "cpu" else re.sub(r"[^a-z0-9]+", "-", machine(conditions.device).lower())
-    files = [out / f"amp-bench-{where}.{suffix}" for suffix in ("csv", "md", "png")]
+    files = [out / f"amp-bench-{machine_slug(conditions.device)}.{suffix}" for suffix in ("csv", "md", "png")]
     with files[0].open("w", newline="") as file:
         table = csv.DictWriter(file, [field.name for field in fields(ArmResult)], lineterminator="\n")
         table.writeheader()
@@ -129,7 +123,7 @@ def main(words: Optional[list[str]] = None) -> int:
     seconds, (used_by_all, own) = time.monotonic() - begin, cpu_seconds()
     others = max(used_by_all - used[0] - (own - used[1]), 0.0) / seconds
     command = "make bench-amp" + (f" ARGS={shlex.quote(shlex.join(words))}" if words else "")
-    conditions = Conditions(chosen.where, size, command, seconds, others)
+    conditions = Conditions(chosen.where, size, command, seconds, others, no_tf32(target))
     print(*write(rows, conditions, out), sep="\n")
     return 0
 

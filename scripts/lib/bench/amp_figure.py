@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from lib.bench.amp_measure import ArmResult, scenarios_in
+from lib.bench.amp_measure import ArmResult, arms_in, scenarios_in
 from lib.bench.amp_ratio import memory_of, ratio, seconds_of
-from lib.bench.amp_scenarios import BASE
+from lib.bench.amp_scenarios import BASE, TF32
 from lib.format import significant
 
 
@@ -15,13 +15,16 @@ def plot_ratios(rows: list[ArmResult], title: str, file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names, colours = scenarios_in(rows), {"fp16": "tab:blue", "bf16": "tab:orange"}
+    names, colours = scenarios_in(rows), {"fp16": "tab:blue", "bf16": "tab:orange", TF32: "tab:green"}
+    colours = {arm: colour for arm, colour in colours.items() if arm in arms_in(rows)}
+    apart = 0.8 / len(colours)
     figure, (speed, memory) = plt.subplots(
-        1, 2, figsize=(10, 1.8 + 0.8 * len(names)), sharey=True, layout="constrained"
+        1, 2, figsize=(10, 1.8 + 0.4 * len(colours) * len(names)), sharey=True, layout="constrained"
     )
     for number, (arm, colour) in enumerate(colours.items()):
         for place, name in enumerate(names):
-            y, beside = place + 0.4 * number - 0.2, {"textcoords": "offset points", "va": "center", "color": colour}
+            y = place + apart * (number - (len(colours) - 1) / 2)
+            beside = {"textcoords": "offset points", "va": "center", "color": colour}
             gain, less = ratio(rows, name, arm, seconds_of), ratio(rows, name, arm, memory_of)
             if gain.reason:
                 for axis, x in ((speed, 1.0), (memory, 0.0)):
@@ -33,7 +36,7 @@ def plot_ratios(rows: list[ArmResult], title: str, file: Path) -> None:
                 f"{arm}: {significant(gain.median)}×", (gain.median, y), xytext=(0, 10), ha="center", **beside
             )
             percent = 100 * (1 - 1 / less.median)
-            memory.barh(y, percent, height=0.34, color=colour)
+            memory.barh(y, percent, height=0.85 * apart, color=colour)
             memory.annotate(f"{arm}: {less.less}", (max(percent, 0.0), y), xytext=(8, 0), **beside)
     speed.axvline(1.0, color="black", linewidth=0.8)
     memory.axvline(0.0, color="black", linewidth=0.8)

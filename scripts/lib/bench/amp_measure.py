@@ -9,7 +9,8 @@ from typing import Any, Optional
 
 import torch
 
-from lib.bench.amp_scenarios import ARMS, SCENARIOS, Arm, BuiltArm
+from lib.bench.amp_scenarios import SCENARIOS, TF32, Arm, BuiltArm, arms_on
+from lib.bench.gpu_formats import set_tf32
 from lib.bench.interleave import rounds
 from lib.bench.resource_usage import gpu_busy, peak_memory
 
@@ -78,16 +79,19 @@ def measure(name: str, size: str, repeat: int, seed: int, device: torch.device, 
     runs: dict[str, BuiltArm] = {}
     peaks: dict[str, int] = {}
     weights: dict[str, str] = {}
-    outcomes: dict[str, list[Any]] = {arm: [] for arm in ARMS}
+    arms = arms_on(device)
+    outcomes: dict[str, list[Any]] = {arm: [] for arm in arms}
 
     def take(arm: str) -> None:
+        if TF32 in arms:
+            set_tf32(arm == TF32)
         outcomes[arm].append(runs[arm].update())
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    for arm, dtype in ARMS.items():
+    for arm, dtype in arms.items():
         torch.manual_seed(seed)
         with peak_memory(device) as peak:
             runs[arm] = scenario.build(Arm(dtype, seed, device, on_cpu), **shape)
@@ -95,7 +99,7 @@ def measure(name: str, size: str, repeat: int, seed: int, device: torch.device, 
             take(arm)  # observes the dtype, creates Adam's state, loads kernels
             take(arm)
             peaks[arm] = peak()
-    takes = {arm: lambda arm=arm: take(arm) for arm in ARMS}
+    takes = {arm: lambda arm=arm: take(arm) for arm in arms}
     times = list(itertools.islice(rounds(takes, wait, seed=seed), updates))
     results = []
     for arm, run in runs.items():
@@ -110,7 +114,7 @@ def measure(name: str, size: str, repeat: int, seed: int, device: torch.device, 
             order=" ".join(str(list(taken).index(arm)) for taken in times),
             weights=weights[arm],
             max_grad_norm=run.trainer.config.max_grad_norm,
-            requested_dtype=ARMS[arm],
+            requested_dtype=arms[arm],
             effective_dtype=stats["effective_dtype"],
             effective_share=next(iter(stats["effective_dtype_share"].values()), None),
             fallback=stats["fallback"],
@@ -121,7 +125,7 @@ def measure(name: str, size: str, repeat: int, seed: int, device: torch.device, 
             throughput=run.items / seconds,
             unit=scenario.unit,
             memory_mib=peaks[arm] / MIB,
-            gpu_busy=gpu_busy(run.update) if device.type == "cuda" else None,
+            gpu_busy=gpu_busy(takes[arm]) if device.type == "cuda" else None,
             outcome=scenario.outcome,
             first=values[0],
             last=fmean(values[-min(LAST, updates) :]),
@@ -139,3 +143,8 @@ def digest(module: torch.nn.Module) -> str:
 def scenarios_in(rows: list[ArmResult]) -> list[str]:
     """Return the names of the measured scenarios, in their order."""
     return list(dict.fromkeys(row.scenario for row in rows))
+
+
+def arms_in(rows: list[ArmResult]) -> list[str]:
+    """Return the names of the measured arms, in their order."""
+    return list(dict.fromkeys(row.arm for row in rows))

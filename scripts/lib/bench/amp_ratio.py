@@ -1,4 +1,4 @@
-"""Compute the speed-up and the saved memory of an arm: ratios to fp32 in the same repeat."""
+"""Compute the speed-up and the saved memory of an arm: ratios to fp32, or to TF32, in the same repeat."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from lib.format import significant
 
 @dataclass(frozen=True)
 class Ratio:
-    """``BASE``'s value over an arm's in the same repeat: the median over the repeats and the range, or why not."""
+    """The base's value over an arm's in the same repeat: the median over the repeats and the range, or why not."""
 
     median: float = math.nan
     low: float = math.nan
@@ -30,14 +30,14 @@ class Ratio:
         )
 
 
-def ratio(rows: list[ArmResult], scenario: str, arm: str, of: Callable[[ArmResult], float]) -> Ratio:
-    """Return ``of(BASE's row) / of(arm's row)`` over the repeats; n/a where one computed in another dtype."""
-    by = {name: [row for row in rows if (row.scenario, row.arm) == (scenario, name)] for name in (BASE, arm)}
+def ratio(rows: list[ArmResult], scenario: str, arm: str, of: Callable[[ArmResult], float], base: str = BASE) -> Ratio:
+    """Return ``of(base's row) / of(arm's row)`` over the repeats; n/a where one computed in another dtype."""
+    by = {name: [row for row in rows if (row.scenario, row.arm) == (scenario, name)] for name in (base, arm)}
     for name, several in by.items():
         for row in several:
             if row.wrong_dtype:
-                return Ratio(reason=row.wrong_dtype if name == arm else f"{BASE}: {row.wrong_dtype}")
-    values = [of(base) / of(other) for base, other in zip(by[BASE], by[arm], strict=True)]
+                return Ratio(reason=row.wrong_dtype if name == arm else f"{base}: {row.wrong_dtype}")
+    values = [of(first) / of(other) for first, other in zip(by[base], by[arm], strict=True)]
     return Ratio(median(values), min(values), max(values))
 
 

@@ -11,13 +11,14 @@ from statistics import fmean, median
 
 import torch
 
-from lib.bench.amp_measure import LAST, ArmResult, scenarios_in
+from lib.bench.amp_measure import LAST, ArmResult, arms_in, scenarios_in
 from lib.bench.amp_ratio import memory_of, ratio, seconds_of
-from lib.bench.amp_scenarios import ARMS, BASE, SCENARIOS
+from lib.bench.amp_scenarios import ARMS, BASE, SCENARIOS, TF32
 from lib.bench.interleave import machine
 from lib.bench.resource_usage import PEAK_MEMORY_METHOD
 from lib.format import significant
 
+SHORT = [arm for arm in ARMS if arm != BASE]  # in 16 bits
 BUSY = 0.05  # of the cores; where other processes use more, times are not to be quoted
 
 
@@ -27,6 +28,7 @@ class Conditions:
 
     Attributes:
         others: cores that other processes used meanwhile, on average.
+        no_tf32: why there is no arm of TF32, "" where there is one.
     """
 
     device: str
@@ -34,6 +36,7 @@ class Conditions:
     command: str
     seconds: float
     others: float
+    no_tf32: str = "no CUDA device"
 
 
 def cpu_extensions() -> str:
@@ -47,7 +50,11 @@ def markdown(rows: list[ArmResult], conditions: Conditions) -> str:
     names = scenarios_in(rows)
     repeats = 1 + max(row.repeat for row in rows)
     cores = os.cpu_count()
-    where = machine(conditions.device) + (f" ({cpu_extensions()})" if conditions.device == "cpu" else "; TF32 is off")
+    columns = "scenario, arm, effective dtype, ms an update, throughput a second, speed-up".split(", ")
+    columns += [f"against {TF32}"] * (TF32 in arms_in(rows))
+    columns += "memory MiB, saved, overflow, first, last".split(", ") + ["GPU busy"] * (conditions.device == "cuda")
+    arms, bases = arms_in(rows), bases_in(rows)
+    where = machine(conditions.device) + (f" ({cpu_extensions()})" if conditions.device == "cpu" else "")
     lines = [
         "# What 16 bits give to training outside verl",
         "",
@@ -57,6 +64,8 @@ def markdown(rows: list[ArmResult], conditions: Conditions) -> str:
         f"{cores} cores.",
         "",
     ]
+    tf32 = f"- against {TF32}: over {TF32}'s seconds, which is {BASE} with products in TF32. {BASE} has no TF32."
+    tf32 = [tf32] if TF32 in bases else []
     if conditions.others > BUSY * cores:
         lines += ["**The machine was busy with other work: the times are rough, do not quote them.**", ""]
     lines += [
@@ -66,6 +75,7 @@ def markdown(rows: list[ArmResult], conditions: Conditions) -> str:
         "",
         f"- speed-up: {BASE}'s seconds an update over the arm's, in the same repeat; the median over the repeats, and "
         "their range. Above 1 is faster. n/a: the arm did not run in its dtype.",
+        *tf32,
         "- effective dtype: what the multiplications of the first forward were done in, and their share, as observed.",
         f"- memory: {PEAK_MEMORY_METHOD[conditions.device]}. Saved: of {BASE}'s, in the median.",
         f"- first, last: the loss or the return of the first update, and the mean of the last {LAST}; mean over the "
@@ -73,13 +83,12 @@ def markdown(rows: list[ArmResult], conditions: Conditions) -> str:
         "- overflow: optimizer steps that were skipped, of all, warm-up too: so many less to learn from. An update of "
         "ppo is a rollout and all optimizer steps on it.",
         "",
-        "| scenario | arm | effective dtype | ms an update | throughput a second | speed-up | memory MiB | saved | "
-        "overflow | first | last |" + (" GPU busy |" if conditions.device == "cuda" else ""),
-        "|" + "---|" * (12 if conditions.device == "cuda" else 11),
+        f"| {' | '.join(columns)} |",
+        "|" + "---|" * len(columns),
     ]
     notes: list[str] = []
     for name in names:
-        for arm in ARMS:
+        for arm in arms:
             of = [row for row in rows if (row.scenario, row.arm) == (name, arm)]
             speed, memory_ratio = ratio(rows, name, arm, seconds_of), ratio(rows, name, arm, memory_of)
             if speed.reason:
@@ -91,7 +100,7 @@ def markdown(rows: list[ArmResult], conditions: Conditions) -> str:
                 f"{of[0].effective_dtype}{share}",
                 significant(median(row.seconds for row in of) * 1e3),
                 f"{significant(median(row.throughput for row in of))} {of[0].unit}",
-                speed if arm != BASE else "",
+                *(ratio(rows, name, arm, seconds_of, base) if arm not in (BASE, base) else "" for base in bases),
                 significant(median(row.memory_mib for row in of)),
                 memory_ratio.less if arm != BASE else "",
                 f"{sum(row.overflow_steps for row in of)} of {sum(row.optimizer_steps for row in of)}",
@@ -108,10 +117,16 @@ def markdown(rows: list[ArmResult], conditions: Conditions) -> str:
         "## Not measured",
         "",
         *(f"- {name}: left out of this run" for name in SCENARIOS if name not in names),
+        *[f"- {TF32}: {conditions.no_tf32}"] * (conditions.device == "cuda" and TF32 not in bases),
     ]
     lines += [f"- other sizes, other machines{'; a GPU: there is none here' if conditions.device == 'cpu' else ''}"]
     lines += ["", "## Goals on a GPU", "", *goals(rows, conditions)]
     return "\n".join(lines) + "\n"
+
+
+def bases_in(rows: list[ArmResult]) -> list[str]:
+    """Return the arms to which those in 16 bits are compared."""
+    return [arm for arm in (BASE, TF32) if arm in arms_in(rows)]
 
 
 def sized(name: str, size: str) -> str:
@@ -136,16 +151,15 @@ def goals(rows: list[ArmResult], conditions: Conditions) -> list[str]:
     }
     lines = []
     for goal, (names, of, shown) in hoped.items():
-        measured = [
-            f"{name} {arm} {shown(ratio(rows, name, arm, of))}"
-            for name in names
-            for arm in ARMS
-            if arm != BASE and name in scenarios_in(rows)
-        ]
+        measured = [name for name in names if name in scenarios_in(rows)]
+        found = []
+        for base in bases_in(rows):
+            ratios = [f"{name} {arm} {shown(ratio(rows, name, arm, of, base))}" for name in measured for arm in SHORT]
+            found.append(f"against {base} {', '.join(ratios)}")
         if conditions.device == "cpu":
             lines.append(f"- {goal}: not measured, no CUDA device.")
         else:
-            lines.append(f"- {goal}: {'; '.join(measured) or 'not measured'}.")
+            lines.append(f"- {goal}: {'; '.join(found) if measured else 'not measured'}.")
     if conditions.device == "cuda":
         busy = {
             name: median(r.gpu_busy for r in rows if (r.scenario, r.arm) == (name, BASE)) for name in scenarios_in(rows)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lib.bench.gpu_formats import lacks_ampere
 from recipes.amp.environment import make_env
 from recipes.amp.evolution.member import cloning_loss
 from recipes.amp.evolution.trajectory import Policy, play
@@ -20,8 +21,19 @@ from recipes.amp.world_model.objective import world_model_loss
 from recipes.amp.world_model.trajectories import collect
 
 BASE = "fp32"
+TF32 = "tf32"  # float32 whose products are computed in TF32
 ARMS = {BASE: "float32", "fp16": "float16", "bf16": "bfloat16"}
 CLIP = 1.0
+
+
+def no_tf32(device: torch.device) -> str:
+    """Return why the arm of TF32 is left out on ``device``, "" where it is measured."""
+    return lacks_ampere("TF32") if device.type == "cuda" else "no CUDA device"
+
+
+def arms_on(device: torch.device) -> dict[str, str]:
+    """Return the dtype of each arm that is measured on ``device``."""
+    return ARMS if no_tf32(device) else {BASE: ARMS[BASE], TF32: ARMS[BASE], **ARMS}
 
 
 @dataclass(frozen=True)
@@ -169,7 +181,7 @@ SCENARIOS = {
         {
             "small": {"width": 64, "layers": 2, "batch": 32, "updates": 4},
             "cpu": {"width": 512, "layers": 3, "batch": 512, "updates": 10},
-            "cuda": {"width": 4096, "layers": 6, "batch": 32768, "updates": 20},
+            "cuda": {"width": 4096, "layers": 6, "batch": 8192, "updates": 10},
         },
     ),
     "transformer": Scenario(
@@ -184,8 +196,8 @@ SCENARIOS = {
                 "layers": 12,
                 "heads": 16,
                 "length": 1024,
-                "batch": 8,
-                "updates": 20,
+                "batch": 4,
+                "updates": 10,
             },
         },
     ),
@@ -195,7 +207,7 @@ SCENARIOS = {
         {
             "small": {"hidden": 32, "latent": 8, "batch": 4, "length": 20, "updates": 4},
             "cpu": {"hidden": 256, "latent": 64, "batch": 32, "length": 50, "updates": 10},
-            "cuda": {"hidden": 2048, "latent": 512, "batch": 512, "length": 50, "updates": 30},
+            "cuda": {"hidden": 2048, "latent": 512, "batch": 256, "length": 50, "updates": 10},
         },
     ),
     "evolution": Scenario(
@@ -204,7 +216,7 @@ SCENARIOS = {
         {
             "small": {"hidden": 32, "batch": 64, "updates": 4},
             "cpu": {"hidden": 1024, "batch": 2048, "updates": 20},
-            "cuda": {"hidden": 8192, "batch": 65536, "updates": 30},
+            "cuda": {"hidden": 8192, "batch": 32768, "updates": 10},
         },
     ),
     "ppo": Scenario(
@@ -231,12 +243,12 @@ SCENARIOS = {
             },
             "cuda": {
                 "hidden": 2048,
-                "layers": 3,
-                "num_envs": 4096,
+                "layers": 2,
+                "num_envs": 2048,
                 "num_steps": 32,
                 "epochs": 8,
                 "minibatches": 4,
-                "updates": 6,
+                "updates": 4,
             },
         },
         outcome="return",

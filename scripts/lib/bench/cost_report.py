@@ -1,86 +1,63 @@
-"""Report the cost of each regime as a line on the screen, CSV, Markdown and a figure."""
+"""Report the cost of each regime as CSV, Markdown and a figure."""
 
 import csv
 import importlib.metadata
 import platform
-import statistics
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
+from itertools import groupby
 from pathlib import Path
 
-REGIMES = ("bf16", "fp16", "fp16 upstream", "fp32")
+from lib.bench.regime_timing import BASE, RegimeTiming
+from lib.format import number
+
+REGIMES = (BASE, "fp16", "fp16 upstream", "fp32")
 NEEDED = {"norm": 4, "step": 28}  # bytes per parameter: read g; read p, g, m, v and write p, m, v; all in fp32
-
-
-@dataclass(frozen=True)
-class RegimeTiming:
-    """The time of one regime in one configuration; a row of the CSV.
-
-    Args:
-        what: "optimizer step" or "training step".
-        parameters_m: parameters in millions.
-        seconds: median over ``rounds``.
-        ratio: median of the ratio to bf16 in the same round.
-        peak_gib: peak memory above the weights, on a GPU.
-    """
-
-    what: str
-    optimizer: str
-    parameters_m: float
-    ranks: int
-    regime: str
-    seconds: float
-    ratio: float
-    rounds: int
-    peak_gib: float | None = None
-
-
-def timings_of(
-    times: dict[str, list[float]], peaks: dict[str, float] | None = None, **configuration
-) -> list[RegimeTiming]:
-    """Summarize the seconds of each regime by round."""
-    ratios = {name: [t / base for t, base in zip(times[name], times["bf16"], strict=True)] for name in times}
-    return [
-        RegimeTiming(
-            **configuration,
-            regime=name,
-            seconds=statistics.median(times[name]),
-            ratio=statistics.median(ratios[name]),
-            rounds=len(times[name]),
-            peak_gib=peaks and peaks[name],
-        )
-        for name in times
-    ]
-
-
-def one_line(rows: list[RegimeTiming]) -> str:
-    """Return the timings of one configuration as a line for the screen."""
-    first = rows[0]
-    regimes = ", ".join(f"{row.regime} {row.ratio:.3f}" for row in rows[1:])
-    where = f"{first.what}, {first.optimizer}, {first.parameters_m:g} M, {first.ranks} rank(s)"
-    return f"{where}: bf16 {first.seconds * 1e3:.1f} ms; × bf16: {regimes}; {first.rounds} rounds"
+PASSES = {
+    "forward and backward": "Decoder layers whose weights are of the regime's dtype, as FSDP2 casts them, under the "
+    "autocast of verl's\nengine. No head, no loss, no optimizer. fp32 without TF32.",
+    "training step": "verl's worker on one rank: FSDP2 with fp32 masters, forward, loss, backward and optimizer step. "
+    "fp32 without TF32.",
+}
+CALLS = {"cuda": ("launches", "synchronizations", "host_copies"), "cpu": ("operators", "host_reads")}
+CALLS_TEXT = {
+    "cuda": "Kernel launches / synchronizations of the host with the GPU / copies from the GPU to the host, of one "
+    "call, counted by\ntorch's profiler.",
+    "cpu": "Operators / values that the host reads from a tensor, of one call, counted by torch's profiler. Kernel "
+    "launches and\nsynchronizations: not measured, no CUDA device.",
+}
 
 
 def write(
-    rows: list[RegimeTiming], traffic: dict[tuple[str, str], float], device: str, machine: str, out: Path
+    rows: list[RegimeTiming], traffic: dict[tuple[str, str], float], device: str, machine: str, files: list[Path]
 ) -> list[Path]:
-    """Write ``cost-DEVICE.csv``, ``.md`` and ``.png`` and return their paths.
+    """Write the CSV and Markdown ``files``, and the PNG where optimizer steps were measured, and return their paths.
 
     Args:
         traffic: bytes per parameter, by optimizer and regime.
         machine: its name, for titles.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    files = [out / f"cost-{device}.{suffix}" for suffix in ("csv", "md", "png")]
-    with files[0].open("w", newline="") as file:
-        table = csv.DictWriter(file, [field.name for field in fields(RegimeTiming)])
+    table_file, report, figure = files
+    table_file.parent.mkdir(parents=True, exist_ok=True)
+    with table_file.open("w", newline="") as file:
+        table = csv.DictWriter(file, [field.name for field in fields(RegimeTiming)], lineterminator="\n")
         table.writeheader()
         table.writerows(asdict(row) for row in rows)
-    files[1].write_text(markdown(rows, traffic, machine))
-    plot(rows, machine, files[2])
+    report.write_text(markdown(rows, traffic, device, machine))
+    steps = [row for row in rows if row.what == "optimizer step" and not row.left_out]
+    if not steps:
+        return files[:2]
+    plot(steps, machine, figure)
     return files
 
 
-def markdown(rows: list[RegimeTiming], traffic: dict[tuple[str, str], float], machine: str) -> str:
+def table(header: list[str], rows: list[list[object]]) -> list[str]:
+    """Return the lines of a Markdown table, and an empty one."""
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in [header, *rows]]
+    return [lines[0], "|" + "---|" * len(header), *lines[1:], ""]
+
+
+def markdown(rows: list[RegimeTiming], traffic: dict[tuple[str, str], float], device: str, machine: str) -> str:
+    """Return the report."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "verl")}
     lines = [
         "# What fp16 costs",
@@ -89,61 +66,85 @@ def markdown(rows: list[RegimeTiming], traffic: dict[tuple[str, str], float], ma
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + ".",
         "",
-        "Ratios are to bf16 in the same round, the median over the rounds; below 1 is faster. fp32 runs bf16's code:",
-        "its distance from 1 is the noise. `fp16 upstream` is verl's sequence (unscale, clip, step, update); with",
-        "fused AdamW it takes torch's `GradScaler`, because `ShardedGradScaler`, which verl uses, raises there.",
+        "Ratios are to bf16 in the same round, the median over the rounds; below 1 is faster. In the optimizer step",
+        "fp32 runs bf16's code: its distance from 1 is the noise. `fp16 upstream` is verl's sequence (unscale, clip,",
+        "step, update); with fused AdamW it takes torch's `GradScaler`, because `ShardedGradScaler`, which verl uses,",
+        "raises there.",
         "",
     ]
-    for what in dict.fromkeys(row.what for row in rows):
-        of = [row for row in rows if row.what == what]
-        regimes = list(dict.fromkeys(row.regime for row in of))
-        memory = "" if of[0].peak_gib is None else " peak GiB above the weights |"
+    measured = [row for row in rows if not row.left_out]
+    if steps := [row for row in measured if row.what == "optimizer step"]:
+        lines += ["## Optimizer step", "", *step_table(steps)]
+    for what, text in PASSES.items():
+        of = [row for row in measured if row.what == what]
+        missing = "" if device == "cuda" else ": no CUDA device"
         lines += [
-            f"## The {what}",
+            f"## {what.capitalize()}",
             "",
-            f"| optimizer | M parameters | ranks | bf16 ms | {' | '.join(regimes[1:])} | rounds |{memory}",
+            *([text, "", *pass_table(of)] if of else [f"Not measured{missing}.", ""]),
         ]
-        lines += ["|" + "---|" * (5 + len(regimes) - 1 + bool(memory))]
-        configurations = dict.fromkeys((row.optimizer, row.parameters_m, row.ranks) for row in of)
-        for configuration in configurations:
-            same = [row for row in of if (row.optimizer, row.parameters_m, row.ranks) == configuration]
-            optimizer, size, ranks = configuration
-            cells = [
-                optimizer,
-                f"{size:g}",
-                ranks,
-                f"{same[0].seconds * 1e3:.1f}",
-                *(f"{r.ratio:.3f}" for r in same[1:]),
-            ]
-            cells += [same[0].rounds]
-            if memory:
-                cells += [", ".join(f"{row.regime} {row.peak_gib:.2f}" for row in same)]
-            lines += ["| " + " | ".join(map(str, cells)) + " |"]
-        lines += [""]
-    if not any(row.what == "training step" for row in rows):
-        lines += ["## The training step", "", "Not measured: no CUDA device.", ""]
-    lines += [
-        "## Bytes moved a parameter",
-        "",
-        "Counted over the operators of a step, every tensor that one reads and every one that it writes. Needed are "
-        f"{NEEDED['norm']} for the norm and {NEEDED['step']} for one pass of AdamW: {sum(NEEDED.values())}.",
-        "",
-        f"| optimizer | {' | '.join(REGIMES)} |",
-        "|" + "---|" * (len(REGIMES) + 1),
+    if reasons := [row for row in rows if row.left_out]:
+        lines += ["## Left out", "", *(f"- {row.name}, {row.regime}: {row.left_out}" for row in reasons), ""]
+    if counted := [row for row in measured if row.operators is not None]:
+        lines += ["## What the host asks of the device", "", CALLS_TEXT[device], "", *calls_table(counted, device)]
+    if traffic:
+        lines += [
+            "## Bytes moved a parameter",
+            "",
+            "Counted over the operators of a step, every tensor that one reads and every one that it writes. Needed "
+            f"are {NEEDED['norm']} for the norm and {NEEDED['step']} for one pass of AdamW: {sum(NEEDED.values())}.",
+            "",
+        ]
+        names = dict.fromkeys(name for name, _ in traffic)
+        lines += table(
+            ["optimizer", *REGIMES], [[n, *(f"{traffic[n, regime]:.1f}" for regime in REGIMES)] for n in names]
+        )
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def configurations(rows: list[RegimeTiming]) -> list[list[RegimeTiming]]:
+    """Return the rows of each configuration, in their order."""
+    return [list(same) for _, same in groupby(rows, lambda row: row.name)]
+
+
+def step_table(rows: list[RegimeTiming]) -> list[str]:
+    """Return a table of optimizer steps: a row per configuration, with the ratios of the regimes."""
+    header = ["optimizer", "M parameters", "ranks", f"{BASE} ms", *REGIMES[1:], "rounds"]
+    cells = []
+    for first, *others in configurations(rows):
+        cells += [[first.optimizer, f"{first.parameters_m:g}", first.ranks, f"{first.seconds * 1e3:.1f}"]]
+        cells[-1] += [*(f"{row.ratio:.3f}" for row in others), first.rounds]
+    return table(header, cells)
+
+
+def pass_table(rows: list[RegimeTiming]) -> list[str]:
+    """Return a table of passes: a row per configuration and regime."""
+    header = ["model", "M parameters", "tokens", "regime", "ms", f"× {BASE}", "tokens a second"]
+    cells = [
+        [row.model, f"{row.parameters_m:g}", row.tokens, row.regime, f"{row.seconds * 1e3:.2f}"]
+        + [number(row.ratio, ".3f"), round(row.tokens / row.seconds), f"{row.peak_gib:.2f}", row.rounds]
+        for row in rows
     ]
-    for optimizer in dict.fromkeys(name for name, _ in traffic):
-        lines += [f"| {optimizer} | " + " | ".join(f"{traffic[optimizer, regime]:.1f}" for regime in REGIMES) + " |"]
-    return "\n".join(lines) + "\n"
+    return table([*header, "peak GiB above the weights", "rounds"], cells)
 
 
-def plot(rows: list[RegimeTiming], title: str, file: Path) -> None:
+def calls_table(rows: list[RegimeTiming], device: str) -> list[str]:
+    """Return a table of the host's calls: a row per configuration, a column per regime."""
+    regimes = [regime for regime in REGIMES if any(row.regime == regime for row in rows)]
+    cells = []
+    for same in configurations(rows):
+        by_regime = {row.regime: " / ".join(number(getattr(row, name), "d") for name in CALLS[device]) for row in same}
+        cells += [[same[0].name, *(by_regime.get(regime, "") for regime in regimes)]]
+    return table(["", *regimes], cells)
+
+
+def plot(steps: list[RegimeTiming], title: str, file: Path) -> None:
     """Draw the ratios to bf16 over the sizes: a panel per optimizer, a line per regime, dashed for two ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    steps = [row for row in rows if row.what == "optimizer step"]
     optimizers = list(dict.fromkeys(row.optimizer for row in steps))
     figure, axes = plt.subplots(1, len(optimizers), figsize=(10, 4), sharey=True, layout="constrained", squeeze=False)
     colours = {"fp16": "tab:blue", "fp16 upstream": "tab:red", "fp32": "tab:grey"}

@@ -1,7 +1,8 @@
-"""Time alternatives in interleaved rounds, and name the machine."""
+"""Time alternatives in interleaved rounds, and name the machine and its files."""
 
 import platform
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,3 +47,8 @@ def machine(device: str) -> str:
         return torch.cuda.get_device_name()
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return f"{models[0].partition(':')[2].strip() if models else platform.machine()}, {len(models)} cores"
+
+
+def machine_slug(device: str) -> str:
+    """Return what a result's file name has for the machine: "cpu", or the GPU's name in small letters and hyphens."""
+    return "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", machine(device).lower()).strip("-")

@@ -164,6 +164,7 @@ SANITY = entries("qwen2", 259, 128, 384, 2, 2, 2)  # recipes/arithmetic/model.py
 MODELS = {
     "Qwen/Qwen2.5-0.5B-Instruct": entries("qwen2", 151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": entries("qwen2", 151936, 1536, 8960, 28, 12, 2),
+    "Qwen/Qwen2.5-3B": entries("qwen2", 151936, 2048, 11008, 36, 16, 2, tie_word_embeddings=True),
     "Qwen/Qwen2.5-7B": entries("qwen2", 152064, 3584, 18944, 28, 28, 4),
     "Qwen/Qwen2.5-32B": entries("qwen2", 152064, 5120, 27648, 64, 40, 8),
     "Qwen/Qwen3-8B": entries("qwen3", 151936, 4096, 12288, 36, 32, 8, head_dim=128),

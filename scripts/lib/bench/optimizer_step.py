@@ -8,19 +8,25 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.bench.cost_report import one_line, timings_of
-from lib.bench.ranks import alternate, join
+from lib.bench.host_calls import host_calls
+from lib.bench.ranks import alternate, decided_by_first, join
+from lib.bench.regime_timing import RegimeTiming, one_line, timings_of
+from lib.bench.resource_usage import too_large
 
-WIDTH = 1024  # 2**20 elements per parameter, as typical for models of these sizes
+WIDTH = 1024  # 2**20 elements per parameter, as typical for small models
+MOST_LAYERS = 300  # larger models have larger parameters, not more: 290 in Qwen2.5-0.5B, 338 in 1.5B, 339 in 7B
 SCALE, CLIP, GRADIENT = 1024.0, 1.0, 1e-3  # the norm exceeds CLIP from 10 million parameters on
 OPTIMIZERS = {"foreach AdamW": False, "fused AdamW": True}  # whether it is fused
+BYTES_PER_PARAMETER = 4 + 4 + 8 + 4  # weight, gradient, Adam's state, foreach AdamW's intermediate
 
 
-def fully_sharded(millions: float) -> torch.nn.Module:
+def fully_sharded(millions: int) -> torch.nn.Module:
     """Return a module of fp32 masters under FSDP2, like verl's actor."""
     from torch.distributed.fsdp import fully_shard
 
-    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(round(millions))))
+    factor = -(-millions // MOST_LAYERS)
+    layers = (torch.nn.Linear(WIDTH, factor * WIDTH, bias=False) for _ in range(millions // factor))
+    module = torch.nn.Sequential(*layers)
     for layer in module:
         fully_shard(layer)
     return fully_shard(module)
@@ -80,18 +86,30 @@ def measure_steps(rank: int, store: str, ranks: int, sizes: list[int], seconds: 
     """Time the optimizer steps on one rank; rank 0 puts the timings into ``queue``."""
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     join(store, rank, ranks, device)
-    torch.set_default_device(device)
     for size in sizes:
         for name, fused in OPTIMIZERS.items():
-            module = fully_sharded(size)
-            takes = optimizer_steps(module, fused, device)
-            times = alternate(takes, lambda regime, module=module: fill_gradients(module, regime), seconds, device)
+            configuration = {"what": "optimizer step", "optimizer": name, "parameters_m": size, "ranks": ranks}
+            reason = too_large(size * 10**6 * BYTES_PER_PARAMETER, device)
+            if decided_by_first(bool(reason)):
+                timings = [RegimeTiming(**configuration, regime="all", left_out=reason)]
+            else:
+                timings = time_steps(size, fused, seconds, device, configuration)
             if rank == 0:
-                timings = timings_of(times, what="optimizer step", optimizer=name, parameters_m=size, ranks=ranks)
                 queue.put(timings)
                 print(one_line(timings), flush=True)
-            del module, takes
     dist.destroy_process_group()
+
+
+def time_steps(size: int, fused: bool, seconds: float, device: str, configuration: dict) -> list[RegimeTiming]:
+    """Time the optimizer step of a model of ``size`` million parameters in each regime, and count its calls."""
+    with torch.device(device):
+        module = fully_sharded(size)
+    takes = optimizer_steps(module, fused, device)
+    times = alternate(takes, lambda regime: fill_gradients(module, regime), seconds, device)
+    calls = {
+        name: host_calls(take, device, lambda name=name: fill_gradients(module, name)) for name, take in takes.items()
+    }
+    return timings_of(times, calls, **configuration)
 
 
 class MemoryTraffic(TorchDispatchMode):

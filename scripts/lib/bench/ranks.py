@@ -35,27 +35,44 @@ def join(store: str, rank: int, ranks: int, device: str) -> None:
         "MASTER_PORT": "",
     }
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
 
 
-def alternate(
-    takes: dict[str, Callable[[], float]], prepare: Callable[[str], None], seconds: float, device: str
-) -> dict[str, list[float]]:
-    """Time all takes in rounds, in a new order each, for ``seconds``. Returns the seconds of each take, by round."""
+def decided_by_first(value: bool) -> bool:
+    """Return rank 0's ``value``, on every rank."""
+    decision = torch.tensor([float(value)], device="cpu")  # through gloo on a GPU too, past its stream
+    dist.broadcast(decision, 0)
+    return bool(decision.item())
 
-    def wait():
+
+def alternate(
+    takes: dict[str, Callable[[], object]],
+    prepare: Callable[[str], None],
+    seconds: float,
+    device: str,
+    least_rounds: int = LEAST_ROUNDS,
+) -> dict[str, list[float]]:
+    """Time all takes in rounds, in a new order each, for ``seconds`` and at least ``least_rounds``.
+
+    Returns:
+        the seconds of each take, by round.
+    """
+
+    def wait() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
-        dist.barrier()
+        if dist.get_world_size() > 1:  # NCCL's barrier is a kernel, and would be timed
+            dist.barrier()
 
     times: dict[str, list[float]] = {name: [] for name in takes}
     timed = rounds(takes, wait, prepare)  # in the same orders on every rank
     next(timed)  # untimed: Adam's state is allocated, kernels are loaded
-    begin, more = time.monotonic(), torch.ones(1)
-    while more.item():
+    begin, over = time.monotonic(), False
+    while not over:
         for name, taken in next(timed).items():
             times[name].append(taken)
-        over = time.monotonic() - begin > seconds and len(times[name]) >= LEAST_ROUNDS
-        more.fill_(not over)
-        dist.broadcast(more, 0)  # rank 0's clock decides for all
+        over = time.monotonic() - begin > seconds and len(times[name]) >= least_rounds
+        over = decided_by_first(over)
     return times

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -48,6 +49,31 @@ def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
     else:
         with AliveTensors() as alive:
             yield lambda: alive.peak
+
+
+def free_memory(device: str) -> int:
+    """Return the bytes of memory that are free, after what is no longer referenced has been freed."""
+    gc.collect()  # modules under FSDP are in reference cycles
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+    return psutil.virtual_memory().available
+
+
+def too_large(needed: int, device: str) -> str:
+    """Return why ``needed`` bytes do not fit into the free memory, "" where they do."""
+    free = free_memory(device)
+    return "" if needed <= free else f"needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+
+
+def allocate_workspaces() -> None:
+    """Let cuBLAS allocate its workspaces on the GPU, which stay, so that no peak of memory includes them.
+
+    The backward pass has its own: autograd runs it in another thread.
+    """
+    for dtype in (torch.float32, torch.float16):
+        some = torch.ones(64, 64, device="cuda", dtype=dtype, requires_grad=True)
+        torch.nn.functional.linear(some, some, some[0]).sum().backward()
 
 
 PEAK_MEMORY_METHOD = {

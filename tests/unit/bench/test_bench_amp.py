@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from bench_amp import bench, main, write
+from lib.bench import amp_measure, amp_report
 from lib.bench.amp_measure import ArmResult, measure
 from lib.bench.amp_ratio import ratio, seconds_of
 from lib.bench.amp_report import Conditions, goals, markdown
-from lib.bench.amp_scenarios import ARMS, SCENARIOS, Arm, BuiltArm, Scenario
+from lib.bench.amp_scenarios import ARMS, SCENARIOS, Arm, BuiltArm, Scenario, arms_on, no_tf32
 from lib.bench.resource_usage import cpu_seconds, peak_memory
 
 pytestmark = pytest.mark.subprocess  # it trains for seconds
@@ -161,9 +162,29 @@ def test_command_writes_csv_report_and_figure(tmp_path, capsys):
     assert "make bench-amp ARGS='--size small --only mlp" in files[".md"].read_text()
 
 
+def test_tf32_is_on_in_the_updates_of_its_arm_alone_and_is_the_second_base(rows, monkeypatch):
+    flags = []
+    monkeypatch.setattr(amp_measure, "arms_on", lambda device: {"fp32": "float32", "tf32": "float32", **ARMS})
+    monkeypatch.setattr(amp_measure, "set_tf32", flags.append)
+    measured = measure("mlp", "small", 0, 0, CPU)
+    warm_up = [number in (2, 3) for number in range(8)]
+    timed = [number == int(place) for place in measured[1].order.split() for number in range(4)]
+    assert flags == warm_up + timed and measured[1].arm == "tf32"
+    gpu = [replace(row, gpu_busy=0.9) for row in measured]
+    monkeypatch.setattr(amp_report, "machine", lambda device: "NVIDIA L4")
+    over = {base: str(ratio(gpu, "mlp", "fp16", seconds_of, base)) for base in ("fp32", "tf32")}
+    report = markdown(gpu, conditions("cuda"))
+    assert f" | {over['fp32']} | {over['tf32']} | " in report and "| speed-up | against tf32 |" in report
+    goal = goals(gpu, conditions("cuda"))[1]
+    assert f"against fp32 mlp fp16 {over['fp32']}, " in goal and f"; against tf32 mlp fp16 {over['tf32']}, " in goal
+    without = markdown([row for row in gpu if row.arm != "tf32"], replace(conditions("cuda"), no_tf32="T4 has no TF32"))
+    assert "- tf32: T4 has no TF32" in without and "against tf32" not in without
+
+
 @pytest.mark.gpu
 def test_gpu_memory_and_load_are_measured_and_goals_reported(tmp_path):
-    rows = bench(SCENARIOS, "small", repeats=2, seed=0, device=torch.device("cuda"))
+    rows = bench(SCENARIOS, "small", repeats=2, seed=0, device=(cuda := torch.device("cuda")))
+    assert {row.arm for row in rows} == set(arms_on(cuda)) and ("tf32" in arms_on(cuda)) == (not no_tf32(cuda))
     assert all(row.memory_mib > 0 and 0 < row.gpu_busy <= 1 and not row.wrong_dtype for row in rows)
     _, report, _ = write(rows, conditions("cuda"), tmp_path)
     assert "not measured" not in report.read_text().partition("## Goals on a GPU")[2]

@@ -130,7 +130,8 @@ def test_parameters_match_the_model(kind):
 
 def test_built_in_dimensions_match_the_model_cards():
     cards = {"Qwen/Qwen2.5-0.5B-Instruct": 0.49, "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.78}  # 10^9 parameters
-    cards |= {"Qwen/Qwen2.5-7B": 7.62, "Qwen/Qwen2.5-32B": 32.76, "Qwen/Qwen3-8B": 8.19, "Qwen/Qwen3-30B-A3B": 30.53}
+    cards |= {"Qwen/Qwen2.5-3B": 3.09, "Qwen/Qwen2.5-7B": 7.62, "Qwen/Qwen2.5-32B": 32.76}
+    cards |= {"Qwen/Qwen3-8B": 8.19, "Qwen/Qwen3-30B-A3B": 30.53}
     shapes = {model: ModelShape.of(MODELS[model], model) for model in cards}
     assert {model: shape.total / 1e9 for model, shape in shapes.items()} == pytest.approx(cards, abs=0.005)
     assert shapes["Qwen/Qwen3-30B-A3B"].largest_tensor == 2 * 2048 * 768 * 128, "the experts"

@@ -1,6 +1,7 @@
 """Format numbers and durations for the terminal and for reports."""
 
 import math
+import re
 
 
 def number(value: float | None, form: str = ".3g") -> str:
@@ -22,6 +23,11 @@ def duration(seconds: float) -> str:
     """Format ``seconds`` as ``m:ss``."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes}:{seconds:02d}"
+
+
+def slug(name: str) -> str:
+    """Return what a file's name has for a name: small letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def first_three(paths: list[str]) -> str:

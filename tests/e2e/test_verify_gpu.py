@@ -10,7 +10,7 @@ import pytest
 from lib.paths import REPO
 from lib.verify.steps import STEPS
 
-QUICK = ("hardware", "doctor", "scaler", "engine", "bench", "sanity-fp16", "bench-amp")
+QUICK = ("hardware", "doctor", "scaler", "engine", "optimizer", "layers", "training", "sanity-fp16", "bench-amp")
 
 
 @pytest.fixture(scope="module")

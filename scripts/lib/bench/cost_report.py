@@ -76,13 +76,10 @@ def markdown(rows: list[RegimeTiming], traffic: dict[tuple[str, str], float], de
     if steps := [row for row in measured if row.what == "optimizer step"]:
         lines += ["## Optimizer step", "", *step_table(steps)]
     for what, text in PASSES.items():
-        of = [row for row in measured if row.what == what]
-        missing = "" if device == "cuda" else ": no CUDA device"
-        lines += [
-            f"## {what.capitalize()}",
-            "",
-            *([text, "", *pass_table(of)] if of else [f"Not measured{missing}.", ""]),
-        ]
+        if of := [row for row in measured if row.what == what]:
+            lines += [f"## {what.capitalize()}", "", text, "", *pass_table(of)]
+        elif device == "cpu" and steps:
+            lines += [f"## {what.capitalize()}", "", "Not measured: no CUDA device.", ""]
     if reasons := [row for row in rows if row.left_out]:
         lines += ["## Left out", "", *(f"- {row.name}, {row.regime}: {row.left_out}" for row in reasons), ""]
     if counted := [row for row in measured if row.operators is not None]:

@@ -2,12 +2,13 @@
 
 import platform
 import random
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+
+from lib.format import slug
 
 
 def rounds(
@@ -51,4 +52,4 @@ def machine(device: str) -> str:
 
 def machine_slug(device: str) -> str:
     """Return what a result's file name has for the machine: "cpu", or the GPU's name in small letters and hyphens."""
-    return "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", machine(device).lower()).strip("-")
+    return "cpu" if device == "cpu" else slug(machine(device))

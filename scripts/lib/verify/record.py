@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import platform
-import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.files import write_json
+from lib.format import slug
 from lib.patches.releases import load_releases
 from lib.patches.stack import load_stack
 from lib.verify.step import Step
@@ -49,7 +49,7 @@ class Record:
     @classmethod
     def open(cls, folder: Path, name: str) -> "Record":
         """Return the record of a device, empty unless there is one under today's versions."""
-        file = folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
+        file = folder / f"{slug(name)}.json"
         content = {"name": name, "versions": versions(), "steps": {}}
         if file.exists() and (known := json.loads(file.read_text()))["versions"] == content["versions"]:
             content = known

@@ -136,16 +136,16 @@ def plot_jobs(values: dict[str, Any], title: str, file: Path) -> None:
 
 
 def embedded(values: dict[str, Any], record: Record) -> list[str]:
-    """Return the reports of the programs, their headings one level deeper and without titles, and their figures."""
+    """Return the reports of the programs, their headings deeper and their titles replaced, and their figures."""
     lines = []
     for name, found in values.items():
-        text = re.sub(r"\A# .*\n+", "", found["report"])
-        text = re.sub(r"^#", "##", text, flags=re.M)
+        text = re.sub(r"\A# .*\n+", f"# {name}\n\n", found["report"])
+        text = re.sub(r"^#", "###", text, flags=re.M)
         text = re.sub(r"^!\[.*\n?", "", text, flags=re.M)
-        lines += text.strip().splitlines()
+        lines += ["", *text.strip().splitlines()]
         for figure in record.content["steps"][name]["figures"]:
             lines += ["", f"![{name}]({figure})"]
-    return lines
+    return lines[1:]
 
 
 def write(record: Record) -> Path:

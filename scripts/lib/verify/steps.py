@@ -27,6 +27,7 @@ STAGES = {
 REGIMES = ("fp16", "bf16", "bf16_train_fp16_infer")
 VERL = ("torch", "verl", "hydra", "transformers", "tensordict")
 JOB = (*VERL, "ray", "vllm")
+PARTS = ("optimizer", "layers", "training")  # of scripts/bench.py
 LENGTHS = (128, 1024)  # tokens of the long answers, on a CPU a sixteenth
 LONG_JOBS = [(length, regime) for length in LENGTHS for regime in REGIMES[: 3 if length == max(LENGTHS) else 2]]
 WARM = 2  # steps of a job that are not timed: kernels are loaded and compiled
@@ -176,9 +177,14 @@ def probe(target: Target, out: Path) -> list[Command]:
     return [script("probe.py", f"DEVICE={target.device}", *plain, *small, f"OUT={out}")]
 
 
-def bench(target: Target, out: Path) -> list[Command]:
-    size = ["--size", "small"] if target.small else ["--sizes", "10,30,100,300,1000", "--seconds", "5"]
-    return [script("bench.py", *size, "--out", out)]
+def bench(part: str) -> Callable[[Target, Path], list[Command]]:
+    """Return the command of one part of the benchmark, so that a part that fails leaves the others."""
+
+    def command(target: Target, out: Path) -> list[Command]:
+        size = ["--size", "small"] if target.small else []
+        return [script("bench.py", *size, "--only", part, "--out", out)]
+
+    return command
 
 
 def amp(target: Target, out: Path) -> list[Command]:
@@ -197,7 +203,7 @@ STEPS = (
     Step("machine", "doctor", ("verl", "hydra"), doctor, diagnosis),
     Step("numerics", "scaler", ("torch", "pytest", "xdist"), tests("test_scaler.py"), outcomes),
     Step("numerics", "engine", (*VERL, "pytest", "xdist"), tests("test_on_device.py"), outcomes),
-    Step("cost", "bench", VERL, bench, report("cost-*"), ("*.png",), limit_s=420),
+    *(Step("cost", part, VERL, bench(part), report("cost-*"), ("*.png",)) for part in PARTS),
     *(Step("job", f"sanity-{regime}", JOB, job(regime), trained) for regime in REGIMES),
     *(Step("job", f"long{length}-{regime}", JOB, long_job(length, regime), trained) for length, regime in LONG_JOBS),
     Step("probe", "probe", JOB, probe, report("probe-*"), ("*.png",)),

@@ -52,18 +52,18 @@ def test_result_of_a_step_has_its_reason(made, status, reason, tmp_path):
 
 def test_record_resumes_under_the_same_versions_and_the_report_has_all_steps(tmp_path, monkeypatch):
     made = Record.open(tmp_path, "NVIDIA H200 (80%)")
-    assert made.file.name == "nvidia-h200-80-.json"
-    bench = next(each for each in STEPS if each.name == "bench")
-    made.add(bench, step(WRITE).run(Target("cpu", tmp_path / "work")))
+    assert made.file.name == "nvidia-h200-80.json"
+    layers = next(each for each in STEPS if each.name == "layers")
+    made.add(layers, step(WRITE).run(Target("cpu", tmp_path / "work")))
     made.add(STEPS[0], {"status": "failed", "reason": "no | driver\nat all"})
     again = Record.open(tmp_path, made.content["name"])
-    assert again.passed(bench) and not again.passed(STEPS[0]) and not again.passed(STEPS[-1])
+    assert again.passed(layers) and not again.passed(STEPS[0]) and not again.passed(STEPS[-1])
     text = write(again).read_text()
     assert "1 passed, 1 failed, " in text and "no \\| driver<br>at all" in text
-    assert "\n## Cost\n\n### Sizes\n\n7\n" in text and "gone" not in text
-    assert text.rstrip().endswith("![bench](nvidia-h200-80--a.png)") and (tmp_path / "nvidia-h200-80--a.png").exists()
+    assert "\n## Cost\n\n### layers\n\n#### Sizes\n\n7\n" in text and "gone" not in text
+    assert text.rstrip().endswith("![layers](nvidia-h200-80-a.png)") and (tmp_path / "nvidia-h200-80-a.png").exists()
     monkeypatch.setattr("lib.verify.record.versions", lambda: {"torch": "another"})
-    assert not Record.open(tmp_path, made.content["name"]).passed(bench), "other versions begin anew"
+    assert not Record.open(tmp_path, made.content["name"]).passed(layers), "other versions begin anew"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_exit_code_is_that_of_all_steps(tmp_path, monkeypatch, capsys):
 def test_state_of_gpus_is_that_of_the_reports(tmp_path):
     """`make matrix` writes these pages."""
     assert {str(page): page.read_text() for page in state.pages()} == {str(a): b for a, b in state.pages().items()}
-    (tmp_path / "t4.json").write_text(json.dumps({"name": "Tesla T4", "steps": {"bench": {"status": "passed"}}}))
+    (tmp_path / "t4.json").write_text(json.dumps({"name": "Tesla T4", "steps": {"layers": {"status": "passed"}}}))
     text = state.sentence(tmp_path.parent / "README.md", tmp_path)
     assert text.startswith(f"[Tesla T4]({tmp_path.name}/t4.md): 1 passed, ") and "never" not in text
 

@@ -102,9 +102,10 @@ def environment(trees, pytestconfig) -> Callable[[str], dict[str, str]]:
     platform = {"cpu": CPU_PLATFORM, "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}}[pytestconfig.getoption("device")]
 
     def of(state: str) -> dict[str, str]:
+        path = (trees[state], REPO, REPO / "tests")
         return {
             **os.environ,
-            "PYTHONPATH": f"{trees[state]}:{REPO}:{REPO / 'tests'}",
+            "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, path), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": "1",
             **platform,
         }

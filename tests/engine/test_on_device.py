@@ -21,13 +21,14 @@ SCRIPT = Path(__file__).with_name("engine_cases.py")
 
 
 @pytest.fixture(scope="module", params=["fsdp", "fsdp2"])
-def outcomes(request, pytestconfig, run_ranks, environment, tiny_model, tmp_path_factory) -> dict:
+def outcomes(request, pytestconfig, environment, tiny_model, tmp_path_factory) -> dict:
     """The outcomes of the cases by name; those that an error prevented are missing, and ``log`` has the error."""
     if pytestconfig.getoption("device") == "cpu":
+        run_ranks = request.getfixturevalue("run_ranks")  # starts the server from which it forks
         return run_ranks("patched", SCRIPT, request.param, *CASES, ranks=1)[0]
     # A GPU cannot be used in a fork of a process that has loaded its driver.
     out = tmp_path_factory.mktemp(request.param)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=1"]
     cases = [*CASES, *([FLASH] if FLASH_ATTN else [])]
     with (out / "log").open("w") as log:
         command = [sys.executable, *launcher, SCRIPT, request.param, tiny_model, out, *cases]

@@ -115,7 +115,8 @@ def run_vllm(request: Path, file: Path, device: str, label: str, number: int, do
     Raises:
         Refused: the process failed.
     """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPO / "scripts"), str(REPO)])}
+    path = filter(None, [str(REPO / "scripts"), str(REPO), os.environ.get("PYTHONPATH")])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     if device == "cpu":
         cpu = OmegaConf.load(CONFIGS / "device" / "cpu.yaml")
         environment |= dict(cpu.ray_kwargs.ray_init.runtime_env.env_vars)

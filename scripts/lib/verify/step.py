@@ -15,8 +15,11 @@ from lib.paths import REPO
 from lib.process import start_child
 
 Command = list[str | Path]
-GRACE_S = 30.0  # for a program to end its children after SIGTERM
-REASON_LINES = 6  # of a failed program's log in the report
+GRACE_S = 60.0  # for a program to end its children after SIGTERM: run.py ends Ray in half of it
+REASON_LINES, KEPT_LINES = 6, 300  # of a failed program's log: in the report, and beside it
+# No step needs a network, and none joins a cluster.
+OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"), "1")
+UNSET = ("RAY_ADDRESS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # vLLM's sleep allows no expandable segments
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ class Step:
         """Run the programs and return their result.
 
         Returns:
-            ``status``: passed, failed or skipped; ``seconds``; ``reason`` unless it passed; ``values`` if it did;
-            ``files``: the figures' paths.
+            ``status``: passed, failed or skipped; ``seconds``; ``reason`` unless it passed; ``values`` if there are any;
+            ``files``: the paths of the figures, and of the end of the log if it failed.
         """
         if result := self.skipped():
             return result
@@ -75,22 +78,33 @@ class Step:
         log = out.with_suffix(".log")
         limit_s = self.limit_s * (10 if target.small else 1)
         begin = time.monotonic()
-        with log.open("w") as output:
-            codes = (run_to_end(command, output, limit_s) for command in self.commands(target, out))
-            code = next((code for code in codes if code != 0), 0)
-        result = {"status": "passed", "seconds": round(time.monotonic() - begin, 1)}
-        if code is None:
-            return result | {"status": "failed", "reason": f"did not end within {limit_s:g} s; {log}"}
-        if code:
-            last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-REASON_LINES:]
-            return result | {"status": "failed", "reason": f"exit code {code}; {log}:\n" + "\n".join(last)}
-        files = sorted(str(file) for pattern in self.figures for file in out.glob(pattern))
-        return result | {"values": self.values(out), "files": files}
+        result: dict[str, Any] = {}
+        reason = ""
+        try:  # whatever goes wrong in one step, the others run
+            with log.open("w") as output:
+                codes = (run_to_end(command, output, limit_s) for command in self.commands(target, out))
+                code = next((code for code in codes if code != 0), 0)
+            reason = f"did not end within {limit_s:g} s" if code is None else f"exit code {code}" if code else ""
+            result["values"] = self.values(out)
+        except Exception as error:
+            reason = reason or f"{type(error).__name__}: {error}"
+        result = {"status": "failed" if reason else "passed", "seconds": round(time.monotonic() - begin, 1)} | result
+        files = [file for pattern in self.figures for file in out.glob(pattern)]
+        if reason:
+            lines = log.read_text(errors="replace").splitlines()
+            last = [line for line in lines if line.strip()][-REASON_LINES:]
+            result["reason"] = "\n".join([f"{reason}; {log}", *last])
+            end_of_log = out / f"{self.name}.log"
+            end_of_log.write_text("\n".join(lines[-KEPT_LINES:]) + "\n")
+            files.append(end_of_log)
+        return result | {"files": sorted(map(str, files))}
 
 
 def run_to_end(command: Command, output: IO[str], limit_s: float) -> int | None:
     """Run a program with all its output in a file; return its exit code, None where it was ended at the limit."""
-    environment = {**os.environ, "PYTHONPATH": f"{REPO / 'scripts'}:{REPO}", "PYTHONUNBUFFERED": "1"}
+    environment = {name: value for name, value in os.environ.items() if name not in UNSET} | OFFLINE
+    path = [str(REPO / "scripts"), str(REPO), os.environ.get("PYTHONPATH")]
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
     child = start_child(command, REPO, environment, output)
     try:
         return child.wait(limit_s)
@@ -101,12 +115,15 @@ def run_to_end(command: Command, output: IO[str], limit_s: float) -> int | None:
 
 
 def end(child: subprocess.Popen) -> None:
-    """End a program, with what it started, if it still runs."""
-    if child.poll() is not None:
-        return
-    child.terminate()
+    """End a program if it still runs, and what it leaves in its session."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            pass
     try:
-        child.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    except ProcessLookupError:
+        pass
+    child.wait()

@@ -16,6 +16,7 @@ from lib.patches.apply import apply
 from lib.patches.stack import load_stack
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import CONFIGS
+from lib.run.presets import PRESETS
 
 NEW = [NEWEST]
 # Family A's configs that are plain dictionaries, which accept any key.
@@ -216,6 +217,8 @@ WIRE_AND_ROLLOUT = (
 REGIMES_AND_KEYS = (
     Case("split regime", NEW, "patched", "+precision=bf16_train_fp16_infer",
          "actor.autocast=bfloat16 actor.logits=bfloat16 rollout.weights=float16", "asked"),
+    *(Case(f"preset {name}", ALL, "patched", f"+device={name} +precision=fp16 {{rollout}}.name=vllm",
+           "actor.compute=float16 rollout.weights=float16", "agree") for name in PRESETS),
     Case("a later key wins", NEW, "patched", "+precision=fp16 {rollout}.dtype=bfloat16",
          "actor.compute=float16 rollout.weights=bfloat16", "asked"),
     Case("engine without rules", NEW, "unpatched", "model_engine=veomni {rollout}.name=vllm",

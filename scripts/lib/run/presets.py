@@ -45,10 +45,12 @@ def flash_attn_installed() -> bool:
     return any(metadata.distributions(name="flash-attn"))
 
 
-def flash_attention_missing(gpu: Gpu) -> str:
-    """Return why flash attention 2 does not run on a GPU in this Python, as a clause; empty if it does."""
+def flash_attention_missing(gpu: Gpu, precision: str) -> str:
+    """Return why flash attention 2 does not run on a GPU in this Python and regime, as a clause; empty if it does."""
     if gpu.capability < FLASH_ATTENTION:
         return f"flash attention 2 requires sm{FLASH_ATTENTION[0]}{FLASH_ATTENTION[1]}"
+    if precision == "fp32":
+        return "flash attention 2 computes in 16 bits alone"
     return "" if flash_attn_installed() else "flash-attn is not installed"
 
 
@@ -61,7 +63,7 @@ def fit_to_gpus(job: Job) -> tuple[Job, str]:
     if not gpus:
         return job, ""
     gpu = oldest(gpus)
-    missing = flash_attention_missing(gpu)
+    missing = flash_attention_missing(gpu, job.precision)
     overrides = [f"+device={preset_of(gpu)}"]
     if missing and gpu.capability >= FLASH_ATTENTION:
         overrides.append("+attention=sdpa")  # the presets of older GPUs contain it
@@ -90,7 +92,7 @@ def check_gpus(job: Job, config: "DictConfig") -> None:
             f"PRECISION={job.precision}: {', '.join(emulated)} would compute in bfloat16, which {gpu} emulates and "
             "vLLM refuses there; use PRECISION=fp16, which is +precision=fp16 for main_ppo"
         )
-    if missing := flash_attention_missing(gpu):
+    if missing := flash_attention_missing(gpu, job.precision):
         attention = config.actor_rollout_ref.model.override_config.get("attn_implementation", DEFAULT_ATTENTION)
         if attention == DEFAULT_ATTENTION:
             raise Refused(f"attn_implementation={attention}: {missing} ({gpu}); use +attention=sdpa")

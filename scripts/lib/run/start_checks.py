@@ -40,8 +40,8 @@ def check_start(job: Job, config: "DictConfig", out: Path) -> dict:
     check_job(job, config, out)
     if not job.cluster:
         check_machine(config, job.device)
-        if job.device == "cuda":
-            check_gpus(job, config)
+    if not job.cluster and job.device == "cuda":
+        check_gpus(job, config)
     return start_record(job, out, config.trainer.total_training_steps)
 
 

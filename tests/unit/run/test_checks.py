@@ -18,6 +18,7 @@ from lib.run.checks import check_job
 from lib.run.gpus import Gpu, has_kernels, query_gpus
 from lib.run.job import Job, compose, parse_job
 from lib.run.presets import check_gpus, fit_to_gpus
+from lib.run.start_checks import check_start
 
 T4 = Gpu("Tesla T4", (7, 5), bf16=False, kernels=True)
 ROW = {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule"}}
@@ -179,6 +180,13 @@ def test_job_that_the_gpu_cannot_run_is_refused(on_gpus, capability, flash_attn,
     with pytest.raises(Refused, match=f"^{refusal}") as refused:
         check_gpus(job, config)
     assert "\n" not in str(refused.value)
+
+
+def test_job_is_compared_with_the_gpus_before_it_starts(on_gpus, monkeypatch, tmp_path):
+    job, _ = on_gpus([(7, 5)], "PRECISION=bf16", "ARGS=ray_kwargs.ray_init.num_cpus=16")
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    with pytest.raises(Refused, match="^PRECISION=bf16: "):
+        check_start(job, compose(job, tmp_path), tmp_path)
 
 
 def test_gpus_are_queried_for_what_their_hardware_computes(monkeypatch):

@@ -162,6 +162,7 @@ def test_presets_leave_a_cluster_alone_and_refuse_what_vllm_does_not_support(on_
         ((7, 5), True, ["PRECISION=bf16_train_fp16_infer"], "PRECISION=bf16_train_fp16_infer: actor would compute in"),
         ((7, 5), True, ["ALGO=ppo"], "ALGO=ppo: .* alone, but flash attention 2 requires sm80"),
         ((8, 0), False, ["ALGO=ppo"], "ALGO=ppo: verl loads critics with flash_attention_2 alone, but flash-attn is "),
+        ((8, 0), True, ["ALGO=ppo", "PRECISION=fp32"], "ALGO=ppo: .* but flash attention 2 computes in 16 bits"),
         (
             (7, 5),
             True,

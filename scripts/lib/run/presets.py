@@ -45,12 +45,10 @@ def flash_attn_installed() -> bool:
     return any(metadata.distributions(name="flash-attn"))
 
 
-def flash_attention_missing(gpu: Gpu, precision: str) -> str:
-    """Return why flash attention 2 does not run on a GPU in this Python and regime, as a clause; empty if it does."""
+def flash_attention_missing(gpu: Gpu) -> str:
+    """Return why flash attention 2 does not run on a GPU in this Python, as a clause; empty if it does."""
     if gpu.capability < FLASH_ATTENTION:
         return f"flash attention 2 requires sm{FLASH_ATTENTION[0]}{FLASH_ATTENTION[1]}"
-    if precision == "fp32":
-        return "flash attention 2 computes in 16 bits alone"
     return "" if flash_attn_installed() else "flash-attn is not installed"
 
 
@@ -63,7 +61,7 @@ def fit_to_gpus(job: Job) -> tuple[Job, str]:
     if not gpus:
         return job, ""
     gpu = oldest(gpus)
-    missing = flash_attention_missing(gpu, job.precision)
+    missing = flash_attention_missing(gpu)
     overrides = [f"+device={preset_of(gpu)}"]
     if missing and gpu.capability >= FLASH_ATTENTION:
         overrides.append("+attention=sdpa")  # the presets of older GPUs contain it
@@ -92,20 +90,31 @@ def check_gpus(job: Job, config: "DictConfig") -> None:
             f"PRECISION={job.precision}: {', '.join(emulated)} would compute in bfloat16, which {gpu} emulates and "
             "vLLM refuses there; use PRECISION=fp16, which is +precision=fp16 for main_ppo"
         )
-    if missing := flash_attention_missing(gpu, job.precision):
+    if missing := flash_attention_missing(gpu):
         attention = config.actor_rollout_ref.model.override_config.get("attn_implementation", DEFAULT_ATTENTION)
         if attention == DEFAULT_ATTENTION:
             raise Refused(f"attn_implementation={attention}: {missing} ({gpu}); use +attention=sdpa")
-        if "critic" in roles and roles["critic"].strategy.startswith("fsdp"):
+        on_fsdp = "critic" in roles and roles["critic"].strategy.startswith("fsdp")
+        if on_fsdp and value_head_ignores_attention(installed_verl()):
             raise Refused(
-                f"ALGO={job.algo}: verl loads critics with {DEFAULT_ATTENTION} alone, but {missing} ({gpu}); "
+                f"ALGO={job.algo}: this verl loads critics with {DEFAULT_ATTENTION} alone, but {missing} ({gpu}); "
                 f"an ALGO without a critic, such as grpo, takes sdpa: {GUIDE}"
             )
 
 
 def computing_in_bf16(config: "DictConfig", roles: "Mapping[str, DictConfig]") -> list[str]:
     """Return the names of the roles, and of the rollout, that would compute in bfloat16 with this verl."""
-    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
     engines = {role: engine_settings(settings) for role, settings in roles.items()}
-    dtypes = effective_dtypes(Path(verl).parent, engines, "cpu")["dtypes"]
+    dtypes = effective_dtypes(installed_verl().parent, engines, "cpu")["dtypes"]
     return roles_in_bf16(dtypes, config.actor_rollout_ref.rollout.dtype)
+
+
+def installed_verl() -> Path:
+    """Return the package folder of the verl that this Python imports."""
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    return Path(verl)
+
+
+def value_head_ignores_attention(verl: Path) -> bool:
+    """Return whether a verl's FSDP engines load value heads with flash_attention_2, whatever is configured."""
+    return f'attn_implementation="{DEFAULT_ATTENTION}"' in (verl / "utils/model.py").read_text()

@@ -32,7 +32,7 @@ def diagnose_on(gpus: tuple[Gpu, ...], tree: Tree, overrides: Sequence[str], con
     if finding is None:
         return replace(diagnose(tree, overrides, config_name), gpus=gpus)
     line = f"{finding.key}={finding.value} {finding.effect}"
-    return replace(refused(tree, line, (finding,)), gpus=gpus)
+    return replace(refused(tree, line, (finding,)), sentence=f"{line}.", gpus=gpus)
 
 
 def preset_finding(gpus: tuple[Gpu, ...], overrides: Sequence[str]) -> Finding | None:

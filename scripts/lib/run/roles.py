@@ -1,6 +1,9 @@
 """Name the roles of a job and the settings of their engines."""
 
+import sys
 from typing import TYPE_CHECKING
+
+from lib.paths import REPO
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -8,6 +11,7 @@ if TYPE_CHECKING:
 
 def used_roles(config: "DictConfig") -> "dict[str, DictConfig]":
     """Return the settings of the actor, and of the ref and the critic where the job uses them."""
+    sys.path.append(str(REPO))  # for the recipes that verl imports
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
     roles = {"actor": config.actor_rollout_ref.actor}

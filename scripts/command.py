@@ -26,6 +26,7 @@ from lib.paths import REPO
 from lib.run.job import VARIABLES
 
 SHARED = "--shared"  # the words are those of several commands
+SOURCES = ("TORCH_INDEX_URL", "WHEELHOUSE", "FLASH_ATTN")  # of environments: every command takes them for setup_env
 DOCTOR_NEEDS = "an environment with hydra-core and omegaconf, and torch if that verl is patched"
 
 
@@ -230,7 +231,7 @@ def main(arguments: list[str]) -> None:
         return
     typed_values = dict(word.partition("=")[::2] for word in typed if word != SHARED)
     python = typed_values.pop("PYTHON", os.environ.get("PYTHON"))
-    sources = {each: typed_values.pop(each) for each in ("TORCH_INDEX_URL", "WHEELHOUSE") if each in typed_values}
+    sources = {each: typed_values.pop(each) for each in SOURCES if each in typed_values}
     values = command_values(command, typed_values, SHARED in typed)
     default = "cuda" if gpu_present() and not command.tests else "cpu"
     if name == "plan-memory":  # its DEVICE is the planned one

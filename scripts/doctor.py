@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lib.cli import shell_words
 from lib.doctor.diagnosis import Diagnosis, diagnose
+from lib.doctor.hardware import diagnose_on, gpus_here, hardware_lines
 from lib.doctor.requirements import missing
 from lib.doctor.resolver import HOPS, Hop
 from lib.doctor.tree import Tree, identify_tree
@@ -72,6 +73,7 @@ def text(diagnosis: Diagnosis) -> str:
         widths = [max(len(each[column]) for each in rows) for column in range(3)]
         parts.append("\n".join("  ".join([*map(str.ljust, each, widths), each[3]]) for each in rows))
     parts += scaler_lines(diagnosis.scaler)
+    parts += [wrapped(f"hardware: {line}") for line in hardware_lines(diagnosis)]
     for finding in diagnosis.findings:
         value = "" if finding.value is None else f"={finding.value}"
         fix = wrapped(f"fix: {finding.mend}", indent="  ")
@@ -130,7 +132,7 @@ def main(words: list[str]) -> int:
     args, overrides = parse(words)
     if args.live:
         return live(args, overrides)
-    diagnosis = diagnose(examined(args.verl), overrides, args.config_name)
+    diagnosis = diagnose_on(gpus_here(), examined(args.verl), overrides, args.config_name)
     print(json.dumps(diagnosis.json(), indent=2) if args.json else text(diagnosis))
     return 0 if diagnosis.sound else 1
 

@@ -26,6 +26,7 @@ from lib.run.curves import plot_curves
 from lib.run.folder import checkpoint_step, choose_folder, lock
 from lib.run.job import compose, parse_job, usage
 from lib.run.metrics import merge_metrics
+from lib.run.presets import fit_to_gpus
 from lib.run.start_checks import check_runs, check_start
 from lib.run.summary import summarize, summary_table
 from lib.run.validation import validate
@@ -41,14 +42,16 @@ def check(words: list[str]) -> None:
             requests[-1].append(word)
     if len(requests) > 1 and not requests[0]:  # every run may have its --
         del requests[0]
-    runs = check_runs([parse_job(request) for request in requests])
+    runs = check_runs([fit_to_gpus(parse_job(request))[0] for request in requests])
     print(json.dumps([{"out": str(run.out), "steps": run.steps, "finished": run.finished} for run in runs]))
 
 
 def run(words: list[str]) -> int:
     """Train, and write the summary and curves of the finished run. Return the exit code."""
     interrupt_on_signals()
-    job = parse_job(words)
+    job, fitted = fit_to_gpus(parse_job(words))
+    if fitted:
+        print(fitted)
     out = choose_folder(job)
     config = compose(job, out)
     record = check_start(job, config, out)

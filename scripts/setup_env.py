@@ -7,6 +7,7 @@ browser  chromium, in which the tests load a report
 
 An environment that is up to date is left as it is. TORCH_INDEX_URL is a further package index, of torch's CPU builds.
 WHEELHOUSE is a folder that ``make wheelhouse`` wrote: the environment is installed from it, without a network.
+FLASH_ATTN=no leaves out flash-attn, which takes long to compile; verl's attention is then torch's own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.cli import faults_in_one_line
+from lib.cli import faults_in_one_line, one_of
 from lib.errors import Refused
 from lib.format import first_three
 from lib.patches.apply import apply
@@ -63,7 +64,9 @@ class Environment:
 
 ENVIRONMENTS = {
     "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 to 7 GB on disk, 3 to 6 minutes", patched=True),
-    "cuda": Environment(".venv-cuda", ("cuda.lock", "cuda.flash-attn"), "flash-attn is compiled", patched=True),
+    "cuda": Environment(
+        ".venv-cuda", ("cuda.lock", "cuda.flash-attn"), "flash-attn is compiled unless FLASH_ATTN=no", patched=True
+    ),
     "workers": Environment(".venv-workers", ("cpu.torch", "workers.lock"), "2 GB on disk, 2 minutes", patched=False),
 }
 
@@ -90,7 +93,7 @@ def setup(name: str, python: str | None = None, advice: str = "") -> Path:
                 "run make in the checkout that it points to, or remove the link"
             )
         folder = Path(os.environ["WHEELHOUSE"]).expanduser() if os.environ.get("WHEELHOUSE") else None
-        files = folder or " and ".join(environment.requirements)
+        files = folder or " and ".join(file.name for file in requested(environment))
         print(f"setting up {environment.folder} from {files}: {environment.cost}, once", flush=True)
         if advice:
             print(advice, flush=True)
@@ -107,6 +110,18 @@ def setup(name: str, python: str | None = None, advice: str = "") -> Path:
         for line in apply(environment.path / "site-packages"):
             print(line, flush=True)
     return environment.python
+
+
+def requested(environment: Environment) -> list[Path]:
+    """Return the files to install the environment from: FLASH_ATTN=no leaves that of flash-attn out.
+
+    Raises:
+        Refused: FLASH_ATTN is neither yes nor no.
+    """
+    values = {"FLASH_ATTN": os.environ.get("FLASH_ATTN") or "yes"}
+    left_out = [".flash-attn"] if one_of(values, "FLASH_ATTN", ["yes", "no"], "yes") == "no" else []
+    files = [REPO / "requirements" / name for name in environment.requirements]
+    return [file for file in files if file.suffix not in left_out]
 
 
 def find_python(candidates: list[str | Path]) -> tuple[str, str]:
@@ -155,20 +170,29 @@ def check_present(environment: Environment, names: list[str]) -> None:
 
 
 def install(environment: Environment, wheels: Path | None) -> None:
-    """Install what the folder ``wheels`` contains, or else the requirements, with pip as this machine configures it."""
+    """Install what the folder ``wheels`` contains, or else the requirements, with pip as this machine configures it.
+
+    Raises:
+        Refused: flash-attn could not be built.
+        subprocess.CalledProcessError: another installation failed.
+    """
     pip = [environment.python, "-m", "pip", "install", "--quiet"]
     if wheels:
         subprocess.run([*pip, "--no-index", "--no-deps", *sorted(wheels.iterdir())], check=True)
         return
-    first, second = (REPO / "requirements" / name for name in environment.requirements)  # torch comes first
+    first, *rest = requested(environment)  # torch comes first
     index = os.environ.get("TORCH_INDEX_URL")
     if first.suffix == ".torch":
-        extra = ["--extra-index-url", index] if index else []
+        extra, (second,) = ["--extra-index-url", index] if index else [], rest
         subprocess.run([*pip, "-r", first, "-c", second, *extra], check=True)
         subprocess.run([*pip, "--no-deps", "-r", second], check=True)
-    else:
-        subprocess.run([*pip, "--no-deps", "-r", first], check=True)
-        subprocess.run([*pip, "--no-deps", "--no-build-isolation", "-r", second], check=True)
+        return
+    subprocess.run([*pip, "--no-deps", "-r", first], check=True)
+    for file in rest:
+        try:
+            subprocess.run([*pip, "--no-deps", "--no-build-isolation", "-r", file], check=True)
+        except subprocess.CalledProcessError as error:
+            raise Refused(f"{file.name}: could not be built; FLASH_ATTN=no leaves flash-attn out") from error
 
 
 def setup_browser() -> None:

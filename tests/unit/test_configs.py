@@ -12,6 +12,7 @@ from lib import cli
 from lib.paths import CONFIGS
 from lib.run.job import compose as compose_job
 from lib.run.job import parse_job
+from lib.run.presets import FLASH_ATTENTION, PRESETS
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -63,6 +64,17 @@ def test_recipe_accepts_every_experiment(experiment, recipe, device, compose):
     assert config.trainer.v1.trainer_mode == "flowrl"
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert type(actor).__module__ == "recipes.flowrl.config" and actor.flowrl.beta == 15
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_of_a_gpu_passes_verls_checks(preset, compose):
+    config = compose(experiment="gsm8k_8gpu", algo="ppo", device="cuda", gpu_overrides=(f"+device={preset}",))
+    old = PRESETS[preset] < FLASH_ATTENTION
+    for model in (config.actor_rollout_ref.model, config.critic.model):
+        assert model.override_config.attn_implementation == ("sdpa" if old else "flash_attention_2")
+        assert model.use_remove_padding != old
+    assert config.actor_rollout_ref.rollout.enforce_eager == old
+    assert config.actor_rollout_ref.actor.fsdp_config.use_torch_compile != old
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))

@@ -78,7 +78,7 @@ def variables(target: str) -> set[str]:
         return {"DEVICE", "PYTHON"}
     parser = chosen.parser.partition(":")[0]
     takes = importlib.import_module(parser).VARIABLES if chosen.takes is None else chosen.takes
-    return {*takes, "DEVICE", "PYTHON", "TORCH_INDEX_URL", "WHEELHOUSE"}
+    return {*takes, "DEVICE", "PYTHON", *command.SOURCES}
 
 
 def makes(page: str, text: str) -> Iterator[str]:
@@ -151,8 +151,9 @@ BUDGETS = {
     "docs/how-to/patch": 900, "docs/how-to/port": 900, "docs/how-to/doctor": 900, "docs/how-to/preflight": 600,
     "docs/how-to/probe": 900, "docs/how-to/compare": 1000, "docs/how-to/plan-memory": 900, "docs/how-to/oat": 1200,
     "docs/how-to/cluster": 1200, "docs/how-to/flowrl": 1000, "docs/how-to/amp": 1400, "docs/how-to/faq": 1000,
-    "docs/how-to/offline": 500, "docs/how-to/troubleshooting": 2000, "docs/reference/keys": 1500,
-    "docs/reference/limits": 1500, "docs/reference/metrics": 700, "docs/reference/checkpoints": 800,
+    "docs/how-to/offline": 500, "docs/how-to/gpus": 900, "docs/how-to/troubleshooting": 2000,
+    "docs/reference/keys": 1500, "docs/reference/limits": 1500, "docs/reference/metrics": 700,
+    "docs/reference/checkpoints": 800,
     "docs/explanation/why-fp16": 900, "docs/explanation/evidence": 2300, "docs/explanation/design": 2600,
     "docs/project/upstreaming": 1300,
 }  # fmt: skip

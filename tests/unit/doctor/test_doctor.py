@@ -5,17 +5,35 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.diagnoses import ALL, ENGINE, NEWEST, ROLLOUT, A, B, C, Case, Examine, having, of_cases, of_states
+from support.diagnoses import (
+    ALL,
+    ENGINE,
+    NEWEST,
+    ROLLOUT,
+    A,
+    B,
+    C,
+    Case,
+    Examine,
+    assert_matches,
+    having,
+    of_cases,
+    of_states,
+)
 from support.parsed_once import yaml_parsed_once
 
+import doctor
 from lib.doctor import refusals
 from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.dtype_rules import COMPUTE, KEEP, KEYS, SCALER, SEND, SKIP
+from lib.doctor.hardware import diagnose_on, hardware_lines
 from lib.doctor.tree import identify_tree
 from lib.patches.apply import apply
 from lib.patches.stack import load_stack
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import CONFIGS
+from lib.run.gpus import Gpu
+from lib.run.presets import PRESETS
 
 NEW = [NEWEST]
 # Family A's configs that are plain dictionaries, which accept any key.
@@ -216,6 +234,8 @@ WIRE_AND_ROLLOUT = (
 REGIMES_AND_KEYS = (
     Case("split regime", NEW, "patched", "+precision=bf16_train_fp16_infer",
          "actor.autocast=bfloat16 actor.logits=bfloat16 rollout.weights=float16", "asked"),
+    *(Case(f"preset {name}", ALL, "patched", f"+device={name} +precision=fp16 {{rollout}}.name=vllm",
+           "actor.compute=float16 rollout.weights=float16", "agree") for name in PRESETS),
     Case("a later key wins", NEW, "patched", "+precision=fp16 {rollout}.dtype=bfloat16",
          "actor.compute=float16 rollout.weights=bfloat16", "asked"),
     Case("engine without rules", NEW, "unpatched", "model_engine=veomni {rollout}.name=vllm",
@@ -282,3 +302,36 @@ def test_groups_of_this_repository(examine: Examine, tmp_path: Path):
 def test_legacy_workers_are_not_advised_a_patch_that_they_lack(release: str, examine: Examine):
     findings = examine(release, "unpatched", f"{ENGINE}.keep_fp32_modules=[lm_head]").findings
     assert any(KEEP in finding.mend for finding in findings) == (release in C)
+
+
+T4, V100 = Gpu("Tesla T4", (7, 5), bf16=False, kernels=True), Gpu("Tesla V100", (7, 0), bf16=False, kernels=False)
+H100 = Gpu("NVIDIA H100", (9, 0), bf16=True, kernels=True)
+ON_T4 = "Tesla T4 (sm75): fp16 and fp32 native, bf16 emulated in fp32"
+NO_KERNELS = "the torch of this Python has no kernels for"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "lines", "verdict"),
+    [
+        ((), "+precision=fp16 +device=volta", [], "agree: *"),
+        ((T4,), "+precision=fp16 +device=turing", [ON_T4], "agree: *"),
+        ((T4,), "+precision=bf16", [f"{ON_T4}; actor.*, rollout.weights in bf16, *: +precision=fp16"], "agree: *"),
+        ((H100, H100), "+precision=bf16", ["2 x NVIDIA H100 (sm90): fp16 and fp32 native, bf16 native"], "agree: *"),
+        ((V100,), "+precision=fp16", [f"Tesla V100 (sm70): *; {NO_KERNELS} it: docs/*"], "agree: *"),
+        (
+            (H100, T4),
+            "+device=ampere",
+            ["NVIDIA H100 *", ON_T4],
+            "refused: device=ampere is not the preset of Tesla*",
+        ),
+        ((V100,), "+device=volta", ["Tesla V100 *"], f"refused: device=volta cannot hold: {NO_KERNELS} Tesla V100*"),
+    ],
+)
+def test_hardware_of_this_machine(gpus, words, lines, verdict, examine: Examine):
+    tree = examine(NEWEST, "patched").tree
+    diagnosis = diagnose_on(gpus, tree, [*words.split(), f"{ROLLOUT}.name=vllm"], "ppo_trainer")
+    for line, expected in zip(hardware_lines(diagnosis), lines, strict=True):
+        assert_matches(line, expected)
+    shown = doctor.text(diagnosis)
+    assert_matches(shown.rpartition("\n\n")[2], verdict)
+    assert shown.count("hardware: ") == len(lines) and len(diagnosis.json()["hardware"]) == len(gpus)

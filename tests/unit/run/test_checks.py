@@ -1,5 +1,8 @@
 """Checks of a job's data, disk and machine before it starts."""
 
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,10 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from lib.errors import Refused
 from lib.paths import REPO
-from lib.run import machine
+from lib.run import gpus, machine, presets
 from lib.run.checks import check_job
-from lib.run.job import compose, parse_job
+from lib.run.gpus import Gpu, has_kernels, query_gpus
+from lib.run.job import Job, compose, parse_job
+from lib.run.presets import check_gpus, fit_to_gpus
+from lib.run.start_checks import check_start
 
+T4 = Gpu("Tesla T4", (7, 5), bf16=False, kernels=True)
 ROW = {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule"}}
 
 
@@ -91,7 +98,130 @@ def test_as_many_workers_as_ray_can_place_pass():
 
 
 def test_workers_take_all_gpus(monkeypatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 3)
+    monkeypatch.setattr(machine, "find_gpus", lambda: [T4] * 3)
     machine.check_machine(configured("trainer.n_gpus_per_node=3"), "cuda")
     with pytest.raises(Refused, match="^trainer.n_gpus_per_node=4: must be at most 3, the GPUs of this machine"):
         machine.check_machine(configured("trainer.n_gpus_per_node=4"), "cuda")
+
+
+def a_gpu(capability: tuple[int, int]) -> Gpu:
+    return Gpu("NVIDIA X", capability, bf16=capability >= (8, 0), kernels=capability != (7, 0))
+
+
+@pytest.fixture
+def on_gpus(monkeypatch) -> Callable[..., Job]:
+    """``on_gpus([(7, 5)], "PRECISION=bf16", flash_attn=False)``: a job on a machine with such GPUs, and its line."""
+
+    def on(capabilities: list[tuple[int, int]], *words: str, flash_attn: bool = True) -> tuple[Job, str]:
+        monkeypatch.setattr(presets, "find_gpus", lambda: tuple(map(a_gpu, capabilities)))
+        monkeypatch.setattr(presets, "flash_attn_installed", lambda: flash_attn)
+        return fit_to_gpus(replace(parse_job(["DEVICE=cpu", *words]), device="cuda"))
+
+    return on
+
+
+SDPA = {"attn_implementation": "sdpa", "_attn_implementation": "sdpa"}
+WITHOUT = "attention sdpa, padding is not removed, because"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "flash_attn", "preset", "why"),
+    [
+        ([(7, 5)], True, "+device=turing", f": {WITHOUT} flash attention 2 requires sm80"),
+        ([(7, 2)], False, "+device=volta", f": {WITHOUT} flash attention 2 requires sm80"),
+        ([(12, 0), (8, 9)], True, "+device=ampere", ""),
+        ([(8, 6)], False, "+device=ampere +attention=sdpa", f": {WITHOUT} flash-attn is not installed"),
+        ([(9, 0)], True, "+device=hopper", ""),
+        ([(12, 0)], False, "+device=hopper +attention=sdpa", f": {WITHOUT} flash-attn is not installed"),
+    ],
+)
+def test_preset_of_the_oldest_gpu_and_the_attention_that_runs_there(
+    on_gpus, capabilities, flash_attn, preset, why, tmp_path
+):
+    job, line = on_gpus(capabilities, flash_attn=flash_attn)
+    major, minor = min(capabilities)
+    assert line == f"NVIDIA X (sm{major}{minor}): {preset}{why}"
+    model = compose(job, tmp_path).actor_rollout_ref.model
+    assert dict(model.override_config) == (SDPA if why else {"attn_implementation": "flash_attention_2"})
+    assert model.use_remove_padding == (not why)
+
+
+def test_presets_leave_a_cluster_alone_and_refuse_what_vllm_does_not_support(on_gpus, monkeypatch):
+    with pytest.raises(Refused, match=r"^DEVICE=cuda: NVIDIA X \(sm61\): vLLM requires compute capability 7.0"):
+        on_gpus([(6, 1)])
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # its nodes report their GPUs themselves
+    assert on_gpus([(7, 5)])[0].gpu_overrides == ()
+
+
+@pytest.mark.parametrize(
+    ("capability", "flash_attn", "words", "refusal"),
+    [
+        ((7, 5), True, [], None),
+        ((8, 0), True, ["PRECISION=bf16", "ALGO=ppo"], None),
+        ((7, 5), True, ["PRECISION=bf16"], "PRECISION=bf16: actor, rollout would compute in bfloat16, which NVIDIA X"),
+        ((7, 5), True, ["PRECISION=bf16_train_fp16_infer"], "PRECISION=bf16_train_fp16_infer: actor would compute in"),
+        ((7, 5), True, ["ALGO=ppo"], "ALGO=ppo: .* alone, but flash attention 2 requires sm80"),
+        ((8, 0), False, ["ALGO=ppo"], "ALGO=ppo: this verl loads critics with flash_attention_2 alone, but flash-a"),
+        (
+            (7, 5),
+            True,
+            ["ARGS=device=ampere"],
+            "attn_implementation=flash_attention_2: flash attention 2 requires sm80",
+        ),
+        ((7, 0), True, [], "DEVICE=cuda: torch [0-9.]*(.cpu)? has no kernels for NVIDIA X .sm70."),
+    ],
+)
+def test_job_that_the_gpu_cannot_run_is_refused(on_gpus, capability, flash_attn, words, refusal, monkeypatch, tmp_path):
+    monkeypatch.setattr(presets, "value_head_ignores_attention", lambda verl: True)
+    job, _ = on_gpus([capability], *words, flash_attn=flash_attn)
+    config = compose(job, tmp_path)
+    if refusal is None:
+        check_gpus(job, config)
+        return
+    with pytest.raises(Refused, match=f"^{refusal}") as refused:
+        check_gpus(job, config)
+    assert "\n" not in str(refused.value)
+
+
+def test_critic_runs_without_flash_attention_where_verl_reads_its_config(on_gpus, trees, monkeypatch, tmp_path):
+    assert presets.value_head_ignores_attention(trees["pristine"] / "verl"), "verl #5210"
+    monkeypatch.setattr(presets, "value_head_ignores_attention", lambda verl: False)
+    job, _ = on_gpus([(7, 5)], "ALGO=ppo")
+    check_gpus(job, compose(job, tmp_path))
+
+
+def test_job_is_compared_with_the_gpus_before_it_starts(on_gpus, monkeypatch, tmp_path):
+    job, _ = on_gpus([(7, 5)], "PRECISION=bf16", "ARGS=ray_kwargs.ray_init.num_cpus=16")
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    with pytest.raises(Refused, match="^PRECISION=bf16: "):
+        check_start(job, compose(job, tmp_path), tmp_path)
+
+
+def test_gpus_are_queried_for_what_their_hardware_computes(monkeypatch):
+    """A T4 answers that it supports bfloat16 unless emulation is left out."""
+    fake = {
+        "device_count": lambda: 1,
+        "device": lambda index: contextlib.nullcontext(),
+        "is_bf16_supported": lambda including_emulation=True: including_emulation,
+        "get_device_capability": lambda index: (7, 5),
+        "get_arch_list": lambda: ["sm_75", "sm_80"],
+        "get_device_name": lambda index: "Tesla T4",
+    }
+    for name, function in fake.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", function)
+    assert query_gpus() == [T4] and str(T4) == "Tesla T4 (sm75)"
+    monkeypatch.setattr(gpus, "find_gpus", gpus.find_gpus.__wrapped__)
+    assert gpus.find_gpus() == (), "this torch has no CUDA: the process that asks it finds none"
+
+
+@pytest.mark.parametrize(
+    ("archs", "running"),
+    [
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 3), (12, 0)]),
+        ("sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90", [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0)]),
+        ("sm_80 sm_90a compute_90", [(8, 0), (8, 9), (9, 0), (10, 3), (12, 0)]),
+    ],
+)
+def test_kernels_run_on_later_gpus_of_the_same_generation(archs, running):
+    known = [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 3), (12, 0)]
+    assert [capability for capability in known if has_kernels(capability, archs.split())] == running

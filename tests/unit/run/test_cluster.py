@@ -23,6 +23,7 @@ from lib.run import cluster
 from lib.run.cluster_query import join, wait_for_nodes
 from lib.run.job import Job, compose, parse_job
 from lib.run.node_facts import SAME_VERSIONS, difference, node_facts, refuse_driver
+from lib.run.roles import engine_settings
 
 RELEASE = find_release("0.9.1")
 FLOAT16 = {"dtype": "float16", "mixed_precision": None, "model_dtype": "fp32"}
@@ -84,12 +85,13 @@ def test_nodes_get_every_key_of_an_engine_that_may_decide_its_dtype(tmp_path):
         (mixed, {"dtype": "float16", "mixed_precision": {"param_dtype": "bf16"}}),
     ):
         config = compose(parse_job(["DEVICE=cpu", f"ARGS={words}"]), tmp_path).actor_rollout_ref
-        assert cluster.engine_settings(config.actor).items() >= expected.items()
+        assert engine_settings(config.actor).items() >= expected.items()
 
 
 DTYPES = {"compute": "float16", "product": "float16"}
 DRIVER = {"verl": "0.9.1", "stack": "54ad", "blobs": {"verl/a.py": "1", "verl/b.py": "2"}}
 DRIVER |= dict.fromkeys(SAME_VERSIONS, "1.0") | {"dtypes": {"actor": DTYPES}, "unseen": []}
+DRIVER |= {"device": "Tesla T4", "bf16": False, "rollout": "float16"}
 
 
 def test_difference_is_described():
@@ -103,6 +105,7 @@ def test_difference_is_described():
         ({"blobs": DRIVER["blobs"] | {"verl/c.py": "3"}}, "verl 0.9.1 is edited: verl/c.py"),
         ({"transformers": "4.57.6"}, "has transformers 4.57.6, the driver 1.0"),
         ({"dtypes": {"actor": DTYPES | {"product": "float32"}}}, "resolves the actor's config to {'compute'"),
+        ({"rollout": "bfloat16"}, "Tesla T4 emulates bfloat16, in which rollout would compute; use PRECISION=fp16"),
         ({"unseen": ["/data/.seen-x"]}, "cannot access /data/.seen-x: OUT, the model and the data must be on storage"),
     ):
         assert difference(DRIVER | odd, DRIVER).startswith(message)

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from support.report_runs import finished_run
@@ -74,3 +75,12 @@ def test_time_counts_from_the_attempts_that_left_a_checkpoint(checkpoint, wall_s
         (out / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(checkpoint))
     code, record = trained()
     assert code == 75 and record["wall_s"] == wall_s and not (out / "summary.json").exists()
+
+
+def test_run_and_its_check_are_fitted_to_the_gpus(trained, validated_here, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(run, "fit_to_gpus", lambda job: (replace(job, steps=7), "Tesla T4 (sm75): +device=turing"))
+    run.main(["--check", *SANITY, f"OUT={tmp_path / 'out'}"])
+    (checked,) = json.loads(capsys.readouterr().out)
+    _, record = trained()
+    assert checked["steps"] == record["steps"] == 7
+    assert capsys.readouterr().out.startswith("Tesla T4 (sm75): +device=turing\n")

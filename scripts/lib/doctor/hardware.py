@@ -1,0 +1,63 @@
+"""Report what the GPUs of this machine compute natively and emulate, and refuse a preset of another GPU."""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lib.cli import gpu_present
+from lib.doctor.config import parse_overrides
+from lib.doctor.diagnosis import Diagnosis, diagnose, refused
+from lib.doctor.finding import Finding
+from lib.doctor.tree import Tree
+from lib.run.gpus import Gpu, find_gpus
+from lib.run.presets import GUIDE, PRESETS, oldest, preset_of
+
+# The hops in whose dtype a GPU multiplies.
+COMPUTING = ("actor.compute", "actor.autocast", "ref.compute", "critic.compute", "rollout.weights")
+
+
+def gpus_here() -> tuple[Gpu, ...]:
+    """Return the GPUs of this machine; none where nvidia-smi lists none or this Python has no torch."""
+    return find_gpus() if gpu_present() and importlib.util.find_spec("torch") else ()
+
+
+def diagnose_on(gpus: tuple[Gpu, ...], tree: Tree, overrides: Sequence[str], config_name: str) -> Diagnosis:
+    """Diagnose a job as ``diagnose`` does, for a machine with these GPUs.
+
+    Raises:
+        Refused: the words are no overrides, or there is no such config.
+    """
+    finding = preset_finding(gpus, overrides)
+    if finding is None:
+        return replace(diagnose(tree, overrides, config_name), gpus=gpus)
+    line = f"{finding.key}={finding.value} {finding.effect}"
+    return replace(refused(tree, line, (finding,)), sentence=f"{line}.", gpus=gpus)
+
+
+def preset_finding(gpus: tuple[Gpu, ...], overrides: Sequence[str]) -> Finding | None:
+    """Return why ``+device=PRESET`` cannot hold on these GPUs; None if it can, or there are none."""
+    chosen = [each.value() for each in parse_overrides(overrides) if each.key_or_group == "device"]
+    preset = chosen[-1] if chosen else None
+    if preset not in PRESETS or not gpus:
+        return None
+    gpu = oldest(gpus)
+    if (own := preset_of(gpu)) != preset:
+        return Finding("device", preset, f"is not the preset of {gpu}", f"+device={own}")
+    if not gpu.kernels:
+        return Finding("device", preset, f"cannot hold: the torch of this Python has no kernels for {gpu}", GUIDE)
+    return None
+
+
+def hardware_lines(diagnosis: Diagnosis) -> list[str]:
+    """Return a line for each kind of GPU: what it computes natively, and what the job's dtypes cost on it."""
+    effective = {name: hop.effective_dtype for name, hop in diagnosis.hops.items()}
+    in_bf16 = [name for name in COMPUTING if effective[name] == "bfloat16"]
+    lines = []
+    for gpu, count in Counter(diagnosis.gpus).items():
+        line = f"{f'{count} x ' if count > 1 else ''}{gpu}: fp16 and fp32 native, bf16 "
+        line += "native" if gpu.bf16 else "emulated in fp32"
+        if in_bf16 and not gpu.bf16:
+            line += f"; {', '.join(in_bf16)} in bf16, which is slow there, and vLLM refuses it: +precision=fp16"
+        lines.append(line + ("" if gpu.kernels else f"; the torch of this Python has no kernels for it: {GUIDE}"))
+    return lines

@@ -18,7 +18,7 @@ from lib.files import check_room
 from lib.format import duration
 from lib.paths import REPO
 from lib.process import interrupt_on_signals
-from lib.verify.step import Step, Target
+from lib.verify.step import Step, VerifiedDevice
 from lib.verify.steps import STAGES, STEPS
 
 OUTPUTS = REPO / "outputs/verify-gpu"
@@ -36,7 +36,7 @@ class VerifyOptions:
 
     steps: tuple[Step, ...]
     out: Path
-    target: Target
+    target: VerifiedDevice
 
 
 def parse(words: list[str]) -> VerifyOptions:
@@ -54,15 +54,15 @@ def parse(words: list[str]) -> VerifyOptions:
     out = Path(file_path(values, "OUT") or (REPO / "docs/results/gpu" if chosen == "cuda" else OUTPUTS))
     check_room(out)
     steps = tuple(step for step in STEPS if {step.name, step.stage} & set(named))
-    return VerifyOptions(steps, out, Target(chosen, Path(file_path(values, "WORK") or OUTPUTS / "work")))
+    return VerifyOptions(steps, out, VerifiedDevice(chosen, Path(file_path(values, "WORK") or OUTPUTS / "work")))
 
 
 def verify(options: VerifyOptions) -> int:
     """Run the steps, report after each, and return the exit code."""
-    from lib.verify.record import Record, device_name
+    from lib.verify.record import Verification, device_name
     from lib.verify.report import counts, write
 
-    record = Record.open(options.out, device_name(options.target.device))
+    record = Verification.open(options.out, device_name(options.target.device))
     chosen = options.steps or tuple(step for step in STEPS if not record.passed(step))
     for number, step in enumerate(chosen, start=1):
         print(f"{number}/{len(chosen)} {step.stage}, {step.name} …", end=" ", flush=True)

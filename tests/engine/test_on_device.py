@@ -3,7 +3,6 @@
 ``make verify-gpu`` runs this file with ``--device cuda`` and the installed verl; elsewhere it runs on a CPU.
 """
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from lib.run.gpus import find_gpus
+from lib.run.presets import flash_attention_missing, oldest
+
 CASES = (
     *("dtype_per_hop", "agreement", "faults_actor", "faults_actor_fused", "faults_critic", "storm"),
     *("scales_of_two_roles", "cost_of_a_step", "sft_checkpoints", "keep_fp32"),
 )
 FLASH = "faults_flash_attention"  # last, since a kernel that fails ends the process
-FLASH_ATTN = importlib.util.find_spec("flash_attn") is not None
 SCRIPT = Path(__file__).with_name("engine_cases.py")
 
 
@@ -29,7 +30,7 @@ def outcomes(request, pytestconfig, environment, tiny_model, tmp_path_factory) -
     # A GPU cannot be used in a fork of a process that has loaded its driver.
     out = tmp_path_factory.mktemp(request.param)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=1"]
-    cases = [*CASES, *([FLASH] if FLASH_ATTN else [])]
+    cases = [*CASES, *([] if flash_attention_missing(oldest(find_gpus())) else [FLASH])]
     with (out / "log").open("w") as log:
         command = [sys.executable, *launcher, SCRIPT, request.param, tiny_model, out, *cases]
         subprocess.run(command, env=environment("patched"), stdout=log, stderr=subprocess.STDOUT)
@@ -60,8 +61,9 @@ def test_fp16_is_nearer_to_fp32_than_bf16(outcomes, record_property):
 
 @pytest.mark.parametrize("case", ["faults_actor", "faults_actor_fused", "faults_critic", FLASH])
 def test_overflow_skips_the_step_to_the_bit(outcomes, case, pytestconfig):
-    if case == FLASH and (pytestconfig.getoption("device") == "cpu" or not FLASH_ATTN):
-        pytest.skip("flash-attn is not installed, or there is no GPU")
+    on_cpu = pytestconfig.getoption("device") == "cpu"
+    if case == FLASH and (why := "no GPU" if on_cpu else flash_attention_missing(oldest(find_gpus()))):
+        pytest.skip(why)
     for number, (name, fault) in enumerate(of(outcomes, case).items(), start=1):
         assert fault["unchanged"] and fault["gradients_cleared"] and fault["lr_unchanged"], name
         assert fault["scale_factor"] == 0.5 and fault["moves_on"] and fault["next_step"], name

@@ -36,9 +36,12 @@ def build_workers(config: dict, dtypes: dict[str, torch.dtype], length: int) -> 
 
     from recipes.arithmetic.model import build_tokenizer
     from verl.utils import tensordict_utils as tu
+    from verl.utils import torch_functional
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
+    # Without flash-attn verl takes 16-bit log-probabilities token by token in Python, which would be most of the step.
+    torch_functional.logprobs_from_logits_v2 = torch_functional.logprobs_from_logits_naive
     tokenizer = build_tokenizer()
     chosen = Qwen2Config(**{key: value for key, value in config.items() if key != "model_type"})
     chosen.eos_token_id = chosen.pad_token_id = tokenizer.pad_token_id

@@ -76,7 +76,7 @@ def named_dtypes(regime: str) -> dict[str, str]:
 
     tree = yaml.safe_load((CONFIGS / "precision" / f"{regime}.yaml").read_text())
     roles = {**tree["actor_rollout_ref"], "critic": tree["critic"]}
-    return {role: of_role["dtype"] for role, of_role in roles.items()}
+    return {role: of_role["dtype"] for role, of_role in roles.items() if "dtype" in of_role}
 
 
 def departure(run: LoggedRun) -> str:

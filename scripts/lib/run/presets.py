@@ -94,12 +94,6 @@ def check_gpus(job: Job, config: "DictConfig") -> None:
         attention = config.actor_rollout_ref.model.override_config.get("attn_implementation", DEFAULT_ATTENTION)
         if attention == DEFAULT_ATTENTION:
             raise Refused(f"attn_implementation={attention}: {missing} ({gpu}); use +attention=sdpa")
-        on_fsdp = "critic" in roles and roles["critic"].strategy.startswith("fsdp")
-        if on_fsdp and value_head_ignores_attention(installed_verl()):
-            raise Refused(
-                f"ALGO={job.algo}: this verl loads critics with {DEFAULT_ATTENTION} alone, but {missing} ({gpu}); "
-                f"an ALGO without a critic, such as grpo, takes sdpa: {GUIDE}"
-            )
 
 
 def computing_in_bf16(config: "DictConfig", roles: "Mapping[str, DictConfig]") -> list[str]:
@@ -113,8 +107,3 @@ def installed_verl() -> Path:
     """Return the package folder of the verl that this Python imports."""
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations
     return Path(verl)
-
-
-def value_head_ignores_attention(verl: Path) -> bool:
-    """Return whether a verl's FSDP engines load value heads with flash_attention_2, whatever is configured."""
-    return f'attn_implementation="{DEFAULT_ATTENTION}"' in (verl / "utils/model.py").read_text()

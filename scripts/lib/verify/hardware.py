@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,13 @@ def products(device: str) -> dict[str, str]:
     """
     torch.manual_seed(0)
     left, right = (torch.randn(256, 16384, device=device) for _ in range(2))
+    native = device == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     flags = {
         torch.float16: "allow_fp16_reduced_precision_reduction",
         torch.bfloat16: "allow_bf16_reduced_precision_reduction",
     }
     found = {}
-    for dtype, flag in flags.items():
+    for dtype, flag in list(flags.items())[: 2 if native else 1]:
         a, b = left.to(dtype), right.to(dtype)
         exact = a.double() @ b.double().T
         for allowed in (True, False):
@@ -73,7 +75,10 @@ def main(device: str, file: Path) -> None:
         "disk": f"{shutil.disk_usage(file.parent).free / 2**30:.0f} GiB free",
     }
     found = (gpu() if device == "cuda" else {}) | host | {"fp16 overflow gives": ", ".join(fp16_overflow(device))}
-    found |= products(device)
+    # vLLM's and torch.compile's kernels are compiled at run time, with Triton.
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    found |= {"C compiler": shutil.which("cc") or "none", "Python.h": str(header) if header.exists() else "none"}
+    found |= {"/dev/shm": f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free"} | products(device)
     write_json(file, {"hardware": found})
 
 

@@ -35,7 +35,7 @@ def device_name(device: str) -> str:
 
 
 @dataclass
-class Record:
+class Verification:
     """The results by step, of one device under one set of versions.
 
     Attributes:
@@ -47,7 +47,7 @@ class Record:
     content: dict[str, Any]
 
     @classmethod
-    def open(cls, folder: Path, name: str) -> "Record":
+    def open(cls, folder: Path, name: str) -> "Verification":
         """Return the record of a device, empty unless there is one under today's versions."""
         file = folder / f"{slug(name)}.json"
         content = {"name": name, "versions": versions(), "steps": {}}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.format import duration, number
-from lib.verify.record import Record
+from lib.verify.record import Verification
 from lib.verify.steps import LENGTHS, REGIMES, STAGES, STEPS
 
 LONG = [f"long{length}" for length in LENGTHS]
@@ -31,7 +31,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:
     ]
 
 
-def markdown(record: Record) -> str:
+def markdown(record: Verification) -> str:
     """Return the report."""
     content, steps = record.content, record.content["steps"]
     rows = []
@@ -56,21 +56,22 @@ def markdown(record: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
-def machine(values: dict[str, Any], record: Record) -> list[str]:
+def machine(values: dict[str, Any], record: Verification) -> list[str]:
     lines = table(["", ""], values.get("hardware", {}).get("hardware", {}).items())
     if found := values.get("doctor"):
         lines += ["", f"The doctor on a job of the sanity task in fp16: {found['verdict']}: {found['sentence']}"]
     return lines
 
 
-def numerics(values: dict[str, Any], record: Record) -> list[str]:
+def numerics(values: dict[str, Any], record: Verification) -> list[str]:
     lines = []
     for name, found in values.items():
-        outcomes = [test["outcome"] for test in found["tests"].values()]
-        skipped = [test for test, each in found["tests"].items() if each["outcome"] == "skipped"]
-        lines += [
-            f"- {name}: {outcomes.count('passed')} tests passed" + (f"; skipped: {', '.join(skipped)}" * bool(skipped))
-        ]
+        by_outcome: dict[str, list[str]] = {}
+        for test, each in found["tests"].items():
+            by_outcome.setdefault(each["outcome"], []).append(test)
+        parts = [f"{len(by_outcome.pop('passed', []))} tests passed"]
+        parts += [f"{outcome}: {', '.join(tests)}" for outcome, tests in by_outcome.items()]
+        lines.append(f"- {name}: {'; '.join(parts)}")
     errors = [
         [re.search(r"\[(.*)\]", test)[1], dtype, *(f"{error:.1e}" for error in found.values())]
         for test, each in values.get("engine", {"tests": {}})["tests"].items()
@@ -82,7 +83,7 @@ def numerics(values: dict[str, Any], record: Record) -> list[str]:
     return lines
 
 
-def jobs(values: dict[str, Any], record: Record) -> list[str]:
+def jobs(values: dict[str, Any], record: Verification) -> list[str]:
     header = [
         "job",
         "regime",
@@ -105,9 +106,9 @@ def jobs(values: dict[str, Any], record: Record) -> list[str]:
     figure = record.file.with_name(f"{record.file.stem}-jobs.png")
     plot_jobs(values, record.content["name"], figure)
     notes = [
-        "sanity: the sanity task's model of 0.5 M parameters; long: 99 M parameters with random weights, on a CPU the",
-        "sanity task's width. Medians over the steps, the time without the first two; k3 in nats a token; reward: of",
-        "the first step, and the mean of the last five.",
+        "sanity: the sanity task's model of 0.5 M parameters. long: 99 M parameters (on a CPU the sanity task's width)",
+        "with random weights, whose reward and gradients are 0: they show mismatch and cost. Medians over the steps,",
+        "the time without the first two. k3: nats a token. reward: first step, mean of the last five. GiB: trainer's.",
     ]
     return [*table(header, rows), "", *notes, "", f"![k3 against the length of the answers]({figure.name})"]
 
@@ -135,7 +136,7 @@ def plot_jobs(values: dict[str, Any], title: str, file: Path) -> None:
     plt.close(figure)
 
 
-def embedded(values: dict[str, Any], record: Record) -> list[str]:
+def embedded(values: dict[str, Any], record: Verification) -> list[str]:
     """Return the reports of the programs, their headings deeper and their titles replaced, and their figures."""
     lines = []
     for name, found in values.items():
@@ -148,7 +149,7 @@ def embedded(values: dict[str, Any], record: Record) -> list[str]:
     return lines[1:]
 
 
-def write(record: Record) -> Path:
+def write(record: Verification) -> Path:
     """Write the report beside the record and return its path."""
     file = record.file.with_suffix(".md")
     file.write_text(markdown(record))

@@ -13,6 +13,8 @@ from typing import IO, Any
 
 from lib.paths import REPO
 from lib.process import start_child
+from lib.run.gpus import find_gpus
+from lib.run.presets import oldest
 
 Command = list[str | Path]
 GRACE_S = 60.0  # for a program to end its children after SIGTERM: run.py ends Ray in half of it
@@ -23,7 +25,7 @@ UNSET = ("RAY_ADDRESS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # vLLM
 
 
 @dataclass(frozen=True)
-class Target:
+class VerifiedDevice:
     """What is verified: a ``device``, "cuda" or "cpu", and the folder ``work`` of the steps' files and logs.
 
     On a CPU every step is as small as it can be: it tests the step, not the device.
@@ -36,6 +38,11 @@ class Target:
     def small(self) -> bool:
         return self.device == "cpu"
 
+    @property
+    def bf16(self) -> bool:
+        """Return whether the device computes in bfloat16 without emulation."""
+        return self.small or oldest(find_gpus()).bf16
+
 
 @dataclass(frozen=True)
 class Step:
@@ -47,31 +54,34 @@ class Step:
         commands: returns their command lines, from the target and the folder for what they write.
         values: returns what the report contains of that folder, as JSON has it.
         figures: the images in that folder that go beside the report, as patterns.
+        bf16: whether it computes in bfloat16; it is skipped on a GPU that emulates that.
         limit_s: the time after which a program has failed, on a GPU; on a CPU ten times as long.
     """
 
     stage: str
     name: str
     needs: tuple[str, ...]
-    commands: Callable[[Target, Path], list[Command]]
+    commands: Callable[[VerifiedDevice, Path], list[Command]]
     values: Callable[[Path], dict[str, Any]]
     figures: tuple[str, ...] = ()
-    limit_s: float = 300.0
+    bf16: bool = False
+    limit_s: float = 600.0
 
-    def skipped(self) -> dict[str, Any] | None:
-        """Return the result of a step that cannot run here; None if it can."""
-        missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
-        return {"status": "skipped", "reason": f"not installed: {', '.join(missing)}"} if missing else None
+    def why_skipped(self, target: VerifiedDevice) -> str:
+        """Return why the step cannot run here; empty if it can."""
+        if missing := [name for name in self.needs if importlib.util.find_spec(name) is None]:
+            return f"not installed: {', '.join(missing)}"
+        return "this GPU has no bf16" if self.bf16 and not target.bf16 else ""
 
-    def run(self, target: Target) -> dict[str, Any]:
+    def run(self, target: VerifiedDevice) -> dict[str, Any]:
         """Run the programs and return their result.
 
         Returns:
-            ``status``: passed, failed or skipped; ``seconds``; ``reason`` unless it passed; ``values`` if there are any;
-            ``files``: the paths of the figures, and of the end of the log if it failed.
+            ``status``: passed, failed or skipped; ``seconds``; ``reason`` unless it passed; ``values`` as far as there
+            are any; ``files``: the paths of the figures, and of the end of the log if it failed.
         """
-        if result := self.skipped():
-            return result
+        if why := self.why_skipped(target):
+            return {"status": "skipped", "reason": why}
         out = target.work / self.name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)

@@ -10,11 +10,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lib.cli import options
 from lib.files import read_jsonl
 from lib.paths import ARITHMETIC, REPO
 from lib.run.job import parse_job
 from lib.run.metrics import K3_KL, LAST, PROBS_DIFF, REWARD, SECONDS, metric_mean, metric_values, training_rows
-from lib.verify.step import Command, Step, Target
+from lib.run.presets import fit_to_gpus
+from lib.verify.step import Command, Step, VerifiedDevice
 
 STAGES = {
     "machine": "Machine",
@@ -29,7 +31,7 @@ VERL = ("torch", "verl", "hydra", "transformers", "tensordict")
 JOB = (*VERL, "ray", "vllm")
 PARTS = ("optimizer", "layers", "training")  # of scripts/bench.py
 LENGTHS = (128, 1024)  # tokens of the long answers, on a CPU a sixteenth
-LONG_JOBS = [(length, regime) for length in LENGTHS for regime in REGIMES[: 3 if length == max(LENGTHS) else 2]]
+LONG_JOBS = [*((max(LENGTHS), regime) for regime in REGIMES), *((min(LENGTHS), regime) for regime in REGIMES[:2])]
 WARM = 2  # steps of a job that are not timed: kernels are loaded and compiled
 
 
@@ -63,8 +65,9 @@ def content(name: str) -> Callable[[Path], dict[str, Any]]:
 # --- machine ----------------------------------------------------------------------------------------------------------
 
 
-def doctor(target: Target, out: Path) -> list[Command]:
-    overrides = parse_job([f"DEVICE={target.device}", f"OUT={out / 'run'}"]).overrides(out / "run")
+def doctor(target: VerifiedDevice, out: Path) -> list[Command]:
+    job, _ = fit_to_gpus(parse_job([f"DEVICE={target.device}", f"OUT={out / 'run'}"]))
+    overrides = job.overrides(out / "run")
     return [["bash", "-c", 'exec "$@" > "$0"', out / "doctor.json", *script("doctor.py", "--json", *overrides)]]
 
 
@@ -76,10 +79,10 @@ def diagnosis(out: Path) -> dict[str, Any]:
 # --- numerics ---------------------------------------------------------------------------------------------------------
 
 
-def tests(file: str) -> Callable[[Target, Path], list[Command]]:
+def tests(file: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
     """Return the command of a test file on the device, with the installed verl."""
 
-    def command(target: Target, out: Path) -> list[Command]:
+    def command(target: VerifiedDevice, out: Path) -> list[Command]:
         words = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--device={target.device}", f"--basetemp={out}/tmp"]
         if spec := find_spec("verl"):
             (out / "installed").mkdir()
@@ -94,7 +97,7 @@ def outcomes(out: Path) -> dict[str, Any]:
     """Return the tests by name with their outcome, and the properties that they recorded."""
     found: dict[str, Any] = {}
     for case in ElementTree.parse(out / "junit.xml").iter("testcase"):
-        outcome = "skipped" if case.find("skipped") is not None else "passed"
+        outcome = next((each.tag for each in case if each.tag in ("skipped", "failure", "error")), "passed")
         found[case.get("name")] = {"outcome": outcome} | {
             each.get("name"): json.loads(each.get("value")) for each in case.iter("property")
         }
@@ -104,21 +107,42 @@ def outcomes(out: Path) -> dict[str, Any]:
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def job(regime: str) -> Callable[[Target, Path], list[Command]]:
+# One GPU and few CPUs: what configs/device/cpu.yaml sets for the same reasons, and no checkpoints in a step's time.
+ONE_GPU = {
+    "ray_kwargs.ray_init.num_cpus": 16,
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    "actor_rollout_ref.rollout.agent.num_workers": 1,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3,
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 256,
+    "reward.num_workers": 1,
+    "trainer.v1.sampler.custom_sampler.path": "pkg://recipes.cpu.replay_buffer",
+    "trainer.v1.sampler.custom_sampler.name": "QuickReplayBuffer",
+    "trainer.save_freq": -1,
+}
+
+
+def train(target: VerifiedDevice, out: Path, settings: dict[str, Any], **words: object) -> Command:
+    """Return the command of a run on the target's device."""
+    settings = ({} if target.small else ONE_GPU) | settings
+    words |= {"DEVICE": target.device, "OUT": out / "run"}
+    words |= {"ARGS": " ".join(f"{key}={value}" for key, value in settings.items())} if settings else {}
+    return script("run.py", *(f"{name}={value}" for name, value in words.items()))
+
+
+def job(regime: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
     """Return the command that trains on the sanity task."""
 
-    def command(target: Target, out: Path) -> list[Command]:
-        words = ["STEPS=2"] if target.small else []
-        return [script("run.py", f"PRECISION={regime}", f"DEVICE={target.device}", f"OUT={out / 'run'}", *words)]
+    def command(target: VerifiedDevice, out: Path) -> list[Command]:
+        return [train(target, out, {}, PRECISION=regime, **({"STEPS": 2} if target.small else {}))]
 
     return command
 
 
-def long_job(answer: int, regime: str) -> Callable[[Target, Path], list[Command]]:
+def long_job(answer: int, regime: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
     """Return the commands that train a model of 99 M parameters and random weights on answers of ``answer`` tokens."""
 
-    def command(target: Target, out: Path) -> list[Command]:
-        length, batch, samples, tiny = (answer // 16, 4, 2, ["--tiny"]) if target.small else (answer, 16, 8, [])
+    def command(target: VerifiedDevice, out: Path) -> list[Command]:
+        length, batch, samples, tiny = (answer // 16, 4, 2, ["--tiny"]) if target.small else (answer, 8, 4, [])
         settings = {
             "data.max_response_length": length,
             "data.train_batch_size": batch,
@@ -129,20 +153,12 @@ def long_job(answer: int, regime: str) -> Callable[[Target, Path], list[Command]
             "actor_rollout_ref.rollout.ignore_eos": "true",
             "actor_rollout_ref.actor.optim.lr": 1e-5,
         }
-        words = {
-            "PRECISION": regime,
-            "DEVICE": target.device,
-            "MODEL": out / "model",
-            "TRAIN": ARITHMETIC / "train.parquet",
-            "EXPERIMENT": "arithmetic",
-            "STEPS": 2 if target.small else 6,
-            "OUT": out / "run",
-            "ARGS": " ".join(f"{key}={value}" for key, value in settings.items()),
-        }
+        words = {"PRECISION": regime, "EXPERIMENT": "arithmetic", "STEPS": 2 if target.small else 6}
+        words |= {"MODEL": out / "model", "TRAIN": ARITHMETIC / "train.parquet"}
         return [
             module("recipes.arithmetic.prepare", "--task", "addition", "--out", ARITHMETIC, "--seed", "1"),
             module("lib.verify.long_model", str(length), out / "model", *tiny),
-            script("run.py", *(f"{name}={value}" for name, value in words.items())),
+            train(target, out, settings, **words),
         ]
 
     return command
@@ -161,7 +177,7 @@ def trained(out: Path) -> dict[str, Any]:
         "answer_tokens": metric_mean(data, "response_length/mean"),
         "reward_first": metric_mean(data[:1], REWARD),
         "reward_last": metric_mean(data[-LAST:], REWARD),
-        "memory_gib": max(metric_values(data, "perf/max_memory_allocated_gb"), default=None),
+        "memory_gib": max(metric_values(data, "actor/perf/max_memory_allocated_gb"), default=None),
         "skipped_steps": summary["skipped_steps"],
         "loss_scale": summary["loss_scale"],
         "dtypes": summary["effective_dtypes"],
@@ -171,23 +187,24 @@ def trained(out: Path) -> dict[str, Any]:
 # --- probe, cost, AMP -------------------------------------------------------------------------------------------------
 
 
-def probe(target: Target, out: Path) -> list[Command]:
-    small = ["ROWS=4", "SAMPLES=2", "LENGTH=16", "PRECISION=fp16 bf16"] if target.small else []
+def probe(target: VerifiedDevice, out: Path) -> list[Command]:
+    small = ["ROWS=4", "SAMPLES=2", "LENGTH=16"] if target.small else []
+    regimes = "fp16 bf16" if target.small else " ".join(options("precision")) if target.bf16 else "fp16 fp32"
     plain = ["WIRE=fp32", "HEAD=none", "BACKEND=vllm"]
-    return [script("probe.py", f"DEVICE={target.device}", *plain, *small, f"OUT={out}")]
+    return [script("probe.py", f"DEVICE={target.device}", f"PRECISION={regimes}", *plain, *small, f"OUT={out}")]
 
 
-def bench(part: str) -> Callable[[Target, Path], list[Command]]:
+def bench(part: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
     """Return the command of one part of the benchmark, so that a part that fails leaves the others."""
 
-    def command(target: Target, out: Path) -> list[Command]:
+    def command(target: VerifiedDevice, out: Path) -> list[Command]:
         size = ["--size", "small"] if target.small else []
         return [script("bench.py", *size, "--only", part, "--out", out)]
 
     return command
 
 
-def amp(target: Target, out: Path) -> list[Command]:
+def amp(target: VerifiedDevice, out: Path) -> list[Command]:
     size = ["--size", "small"] if target.small else []
     return [script("bench_amp.py", "--device", target.device, *size, "--out", out)]
 
@@ -203,9 +220,12 @@ STEPS = (
     Step("machine", "doctor", ("verl", "hydra"), doctor, diagnosis),
     Step("numerics", "scaler", ("torch", "pytest", "xdist"), tests("test_scaler.py"), outcomes),
     Step("numerics", "engine", (*VERL, "pytest", "xdist"), tests("test_on_device.py"), outcomes),
-    *(Step("cost", part, VERL, bench(part), report("cost-*"), ("*.png",)) for part in PARTS),
-    *(Step("job", f"sanity-{regime}", JOB, job(regime), trained) for regime in REGIMES),
-    *(Step("job", f"long{length}-{regime}", JOB, long_job(length, regime), trained) for length, regime in LONG_JOBS),
+    *(Step("job", f"sanity-{regime}", JOB, job(regime), trained, bf16="bf16" in regime) for regime in REGIMES),
+    *(
+        Step("job", f"long{length}-{regime}", JOB, long_job(length, regime), trained, bf16="bf16" in regime)
+        for length, regime in LONG_JOBS
+    ),
     Step("probe", "probe", JOB, probe, report("probe-*"), ("*.png",)),
+    *(Step("cost", part, VERL, bench(part), report("cost-*"), ("*.png",)) for part in PARTS),
     Step("amp", "bench-amp", ("torch", "gymnasium"), amp, report("amp-bench-*"), ("*.png",)),
 )

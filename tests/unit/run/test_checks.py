@@ -160,8 +160,7 @@ def test_presets_leave_a_cluster_alone_and_refuse_what_vllm_does_not_support(on_
         ((8, 0), True, ["PRECISION=bf16", "ALGO=ppo"], None),
         ((7, 5), True, ["PRECISION=bf16"], "PRECISION=bf16: actor, rollout would compute in bfloat16, which NVIDIA X"),
         ((7, 5), True, ["PRECISION=bf16_train_fp16_infer"], "PRECISION=bf16_train_fp16_infer: actor would compute in"),
-        ((7, 5), True, ["ALGO=ppo"], "ALGO=ppo: .* alone, but flash attention 2 requires sm80"),
-        ((8, 0), False, ["ALGO=ppo"], "ALGO=ppo: this verl loads critics with flash_attention_2 alone, but flash-a"),
+        ((7, 5), False, ["ALGO=ppo"], None),
         (
             (7, 5),
             True,
@@ -171,8 +170,7 @@ def test_presets_leave_a_cluster_alone_and_refuse_what_vllm_does_not_support(on_
         ((7, 0), True, [], "DEVICE=cuda: torch [0-9.]*(.cpu)? has no kernels for NVIDIA X .sm70."),
     ],
 )
-def test_job_that_the_gpu_cannot_run_is_refused(on_gpus, capability, flash_attn, words, refusal, monkeypatch, tmp_path):
-    monkeypatch.setattr(presets, "value_head_ignores_attention", lambda verl: True)
+def test_job_that_the_gpu_cannot_run_is_refused(on_gpus, capability, flash_attn, words, refusal, tmp_path):
     job, _ = on_gpus([capability], *words, flash_attn=flash_attn)
     config = compose(job, tmp_path)
     if refusal is None:
@@ -181,13 +179,6 @@ def test_job_that_the_gpu_cannot_run_is_refused(on_gpus, capability, flash_attn,
     with pytest.raises(Refused, match=f"^{refusal}") as refused:
         check_gpus(job, config)
     assert "\n" not in str(refused.value)
-
-
-def test_critic_runs_without_flash_attention_where_verl_reads_its_config(on_gpus, trees, monkeypatch, tmp_path):
-    assert presets.value_head_ignores_attention(trees["pristine"] / "verl"), "verl #5210"
-    monkeypatch.setattr(presets, "value_head_ignores_attention", lambda verl: False)
-    job, _ = on_gpus([(7, 5)], "ALGO=ppo")
-    check_gpus(job, compose(job, tmp_path))
 
 
 def test_job_is_compared_with_the_gpus_before_it_starts(on_gpus, monkeypatch, tmp_path):

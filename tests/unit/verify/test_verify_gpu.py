@@ -9,10 +9,11 @@ import pytest
 
 import verify_gpu
 from lib.errors import Refused
+from lib.run.gpus import Gpu
 from lib.verify import state
-from lib.verify.record import Record
+from lib.verify.record import Verification
 from lib.verify.report import markdown, write
-from lib.verify.step import Step, Target
+from lib.verify.step import Step, VerifiedDevice
 from lib.verify.steps import STAGES, STEPS
 
 SLEEP = "import time; time.sleep(600)"
@@ -22,16 +23,16 @@ WRITE = (
 )
 
 
-def step(code: str, *needs: str, name: str = "toy", limit_s: float = 60.0) -> Step:
+def step(code: str, *needs: str, name: str = "toy", bf16: bool = False, limit_s: float = 60.0) -> Step:
     """Return a step of the stage "cost" that runs ``code`` with its folder as argument."""
 
-    def commands(target: Target, out: Path) -> list:
+    def commands(target: VerifiedDevice, out: Path) -> list:
         return [[sys.executable, "-c", code, out]]
 
     def values(out: Path) -> dict:
         return {"report": f"# Title\n\n## Sizes\n\n{(out / 'v').read_text()}\n\n![gone](a.png)\n", "rows": []}
 
-    return Step("cost", name, needs, commands, values, ("*.png",), limit_s)
+    return Step("cost", name, needs, commands, values, ("*.png",), bf16, limit_s)
 
 
 @pytest.mark.parametrize(
@@ -39,31 +40,42 @@ def step(code: str, *needs: str, name: str = "toy", limit_s: float = 60.0) -> St
     [
         (step(WRITE), "passed", None),
         (step(WRITE, "torch", "no_such_module"), "skipped", "not installed: no_such_module"),
-        (step(FAIL), "failed", "exit code 1; .*toy.log:\nfirst line\nthe cause"),
+        (step(f"{WRITE}; exit(3)", limit_s=61.0), "failed", "exit code 3; .*toy.log"),
+        (step("pass"), "failed", "FileNotFoundError: .*; .*toy.log"),
+        (step(FAIL), "failed", "exit code 1; .*toy.log\nfirst line\nthe cause"),
         (step(SLEEP, limit_s=0.05), "failed", "did not end within 0.5 s; .*toy.log"),
     ],
 )
 def test_result_of_a_step_has_its_reason(made, status, reason, tmp_path):
-    result = made.run(Target("cpu", tmp_path))
-    assert result["status"] == status and ("values" in result) == (status == "passed")
+    result = made.run(VerifiedDevice("cpu", tmp_path))
+    assert result["status"] == status and ("values" in result) == (made.limit_s == 61.0 or status == "passed")
     assert ("reason" in result) == (reason is not None)
     assert reason is None or re.fullmatch(reason, result["reason"])
+    assert status != "failed" or Path(result["files"][-1]).name == "toy.log"
+
+
+def test_step_in_bf16_is_skipped_on_a_gpu_without(tmp_path, monkeypatch):
+    for bf16 in (True, False):
+        monkeypatch.setattr("lib.verify.step.find_gpus", lambda bf16=bf16: (Gpu("a GPU", (7, 5), bf16, True),))
+        assert step(WRITE, bf16=True).run(VerifiedDevice("cuda", tmp_path))["status"] == (
+            "passed" if bf16 else "skipped"
+        )
 
 
 def test_record_resumes_under_the_same_versions_and_the_report_has_all_steps(tmp_path, monkeypatch):
-    made = Record.open(tmp_path, "NVIDIA H200 (80%)")
+    made = Verification.open(tmp_path, "NVIDIA H200 (80%)")
     assert made.file.name == "nvidia-h200-80.json"
     layers = next(each for each in STEPS if each.name == "layers")
-    made.add(layers, step(WRITE).run(Target("cpu", tmp_path / "work")))
+    made.add(layers, step(WRITE).run(VerifiedDevice("cpu", tmp_path / "work")))
     made.add(STEPS[0], {"status": "failed", "reason": "no | driver\nat all"})
-    again = Record.open(tmp_path, made.content["name"])
+    again = Verification.open(tmp_path, made.content["name"])
     assert again.passed(layers) and not again.passed(STEPS[0]) and not again.passed(STEPS[-1])
     text = write(again).read_text()
     assert "1 passed, 1 failed, " in text and "no \\| driver<br>at all" in text
     assert "\n## Cost\n\n### layers\n\n#### Sizes\n\n7\n" in text and "gone" not in text
     assert text.rstrip().endswith("![layers](nvidia-h200-80-a.png)") and (tmp_path / "nvidia-h200-80-a.png").exists()
     monkeypatch.setattr("lib.verify.record.versions", lambda: {"torch": "another"})
-    assert not Record.open(tmp_path, made.content["name"]).passed(layers), "other versions begin anew"
+    assert not Verification.open(tmp_path, made.content["name"]).passed(layers), "other versions begin anew"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +119,7 @@ def test_state_of_gpus_is_that_of_the_reports(tmp_path):
 
 
 def test_jobs_are_tabled_and_drawn(tmp_path):
-    record = Record.open(tmp_path, "CPU")
+    record = Verification.open(tmp_path, "CPU")
     run = dict.fromkeys(("s_per_step", "k3", "probs_diff", "answer_tokens", "reward_first", "reward_last"), 0.5)
     run |= {"memory_gib": None, "skipped_steps": None, "loss_scale": None}
     for each in (each for each in STEPS if each.stage == "job"):

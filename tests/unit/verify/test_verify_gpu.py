@@ -14,7 +14,7 @@ from lib.verify import state
 from lib.verify.record import Verification
 from lib.verify.report import markdown, write
 from lib.verify.step import Step, VerifiedDevice
-from lib.verify.steps import STAGES, STEPS
+from lib.verify.steps import STAGES, STEPS, outcomes
 
 SLEEP = "import time; time.sleep(600)"
 FAIL = "print('first line'); raise SystemExit('the cause')"
@@ -127,3 +127,11 @@ def test_jobs_are_tabled_and_drawn(tmp_path):
     text = markdown(record)
     assert "| sanity | bf16 | 0.50 | 5.0e-01 | 5.0e-01 | 0 | 0.500 → 0.500 | - | - | - |" in text
     assert text.count("| 1:01 |") == 8 and (tmp_path / "cpu-jobs.png").stat().st_size > 10_000
+
+
+def test_outcomes_of_tests_are_those_of_junit(tmp_path):
+    ends = {"a": "", "b": "<skipped/>", "c": "<failure/>", "d": "<error/>"}
+    cases = "".join(f'<testcase name="{name}">{end}</testcase>' for name, end in ends.items())
+    (tmp_path / "junit.xml").write_text(f"<testsuite>{cases}</testsuite>")
+    found = outcomes(tmp_path)["tests"]
+    assert [each["outcome"] for each in found.values()] == ["passed", "skipped", "failure", "error"]

@@ -11,7 +11,14 @@ from lib.verify.report import counts
 REPORTS = REPO / "docs/results/gpu"
 NONE = "**never run**: no CUDA kernel, NCCL or flash attention was tried; speed and memory are unknown"
 MARKED = re.compile(r"(<!-- gpu -->).*?(<!-- /gpu -->)", re.S)
-PLACES = ("README.md", "docs/tutorials/first-run-gpu.md", "docs/reference/limits.md", "docs/how-to/faq.md")
+PLACES = (
+    "README.md",
+    "docs/tutorials/first-run-gpu.md",
+    "docs/how-to/faq.md",
+    "docs/how-to/verify-gpu.md",
+    "docs/project/upstreaming.md",
+    "docs/reference/limits.md",
+)
 INDEX = "docs/results/gpu/README.md"
 HEAD = """\
 # Reports on GPUs

@@ -82,7 +82,7 @@ dapo-math: python    ## download DAPO-Math-17k and AIME 2024 and write data/dapo
 	$(COMMAND)
 sanity-math: python  ## download the 1460 MATH problems of the sanity test and write data/sanity-math/{train.parquet,oat}
 	$(COMMAND)
-verify-gpu: python   ## verify fp16 on this machine's GPU and measure it, in some twenty minutes; repeat to resume:  make verify-gpu ONLY='machine job'
+verify-gpu: python   ## test fp16 on this machine's GPU and measure it, in half an hour; repeat to resume:  make verify-gpu ONLY='machine job'
 	$(COMMAND)
 bench: python        ## measure the cost of fp16, into docs/results:  make bench ARGS='--sizes 10,100 --ranks 1'
 	$(COMMAND)
@@ -92,7 +92,7 @@ pr-branch: python    ## split the patches into branches for upstream in a clone 
 	$(COMMAND)
 mutants: python      ## put known defects into the project, one at a time; each must fail a test:  make mutants ONLY='doctor probe'  (areas or names)
 	$(COMMAND)
-matrix: python       ## write the recorded outcomes into docs/reference as the support matrices
+matrix: python       ## write the support matrices and the state of GPUs into the documents
 	$(COMMAND)
 
 test-all: python      ## run every test, in about an hour: all releases, all configurations of the doctor, whole jobs, a browser

@@ -1,11 +1,12 @@
-"""Verify verl in fp16 on a GPU, in about fifteen minutes: ``scripts/verify_gpu.py [NAME=VALUE ...]``.
+"""Test verl in fp16 on a GPU and measure it, in about half an hour: ``scripts/verify_gpu.py [NAME=VALUE ...]``.
 
-Stages: machine; numerics and faults of verl's engines; cost of a step; jobs with vLLM in three regimes, also with long
-answers; the mismatch before training; AMP outside verl. Each runs with the packages that are there and needs no
-network. Writes GPU.md, GPU.json and figures to OUT after every step. The same command resumes: steps that passed under
-the same versions are not run again, unless ONLY names them. DEVICE=cpu runs all steps as small as they can be.
+Stages: machine; numerics and faults of verl's engines; jobs with vLLM in three regimes, also with long answers; the
+mismatch before training; cost of a step; AMP outside verl. Each runs with the packages that are installed and needs no
+network. Writes NAME-OF-GPU.md and .json, and figures, to OUT after every step. The same command resumes: steps that
+passed under the same versions are not run again, unless ONLY names them. DEVICE=cpu runs all steps as small as possible.
 
-Exit code 0: every step passed, or was skipped for a missing package; 1: one failed, or a refusal; 130: interrupted.
+Exit code 0: every step passed, or was skipped for a missing package or dtype; 1: one failed, or a refusal; 130:
+interrupted.
 """
 
 import sys
@@ -23,7 +24,7 @@ from lib.verify.steps import STAGES, STEPS
 
 OUTPUTS = REPO / "outputs/verify-gpu"
 VARIABLES = {
-    "ONLY": f"stages or steps, default all that have not passed: {', '.join(STAGES)}",
+    "ONLY": f"stages, or steps such as sanity-fp16; default all that have not passed: {', '.join(STAGES)}",
     "OUT": "the folder of the report, default docs/results/gpu; with DEVICE=cpu outputs/verify-gpu",
     "WORK": "the folder of the runs and logs, default outputs/verify-gpu/work",
     "DEVICE": "default: a GPU where there is one: cpu, cuda",

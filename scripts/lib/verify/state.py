@@ -23,8 +23,9 @@ INDEX = "docs/results/gpu/README.md"
 HEAD = """\
 # Reports on GPUs
 
-`make verify-gpu` writes a report for each GPU into this folder. `make matrix` regenerates this page and every sentence
-on the state of GPUs in other documents. What was checked without a GPU: [GPUs](../../how-to/gpus.md).
+[`make verify-gpu`](../../how-to/verify-gpu.md) writes a report for each GPU into this folder. `make matrix` regenerates
+this page, and the sentence on GPUs in other documents. What was checked without a GPU:
+[by reading](../../how-to/verify-gpu.md#what-was-checked-by-reading).
 
 """
 

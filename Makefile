@@ -1,5 +1,4 @@
 # `make run` trains, `make test` tests, `make` lists every target. The path of the checkout must not contain spaces.
-
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -94,7 +93,6 @@ mutants: python      ## put known defects into the project, one at a time; each 
 	$(COMMAND)
 matrix: python       ## write the support matrices and the state of GPUs into the documents
 	$(COMMAND)
-
 test-all: python      ## run every test, in about an hour: all releases, all configurations of the doctor, whole jobs, a browser
 	$(SETUP) browser $(DEVICE) workers
 	@exec $(PYTEST) -m "$(if $(filter cuda,$(DEVICE)),slow or not slow,not gpu)"

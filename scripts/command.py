@@ -232,6 +232,7 @@ def main(arguments: list[str]) -> None:
     typed_values = dict(word.partition("=")[::2] for word in typed if word != SHARED)
     python = typed_values.pop("PYTHON", os.environ.get("PYTHON"))
     sources = {each: typed_values.pop(each) for each in SOURCES if each in typed_values}
+    one_of({name: value for name, value in sources.items() if value}, "FLASH_ATTN", ["yes", "no"], "yes")
     values = command_values(command, typed_values, SHARED in typed)
     default = "cuda" if gpu_present() and not command.tests else "cpu"
     if name == "plan-memory":  # its DEVICE is the planned one

@@ -80,7 +80,8 @@ def setup(name: str, python: str | None = None, advice: str = "") -> Path:
         advice: printed before the installation, if there is one.
 
     Raises:
-        Refused: no such Python, or an outdated environment is a symbolic link, which others may be using.
+        Refused: no such Python, an outdated environment is a symbolic link, which others may be using, FLASH_ATTN has
+            another value than yes or no, or flash-attn could not be built.
         subprocess.CalledProcessError: an installation failed.
     """
     environment = ENVIRONMENTS[name]
@@ -119,9 +120,9 @@ def requested(environment: Environment) -> list[Path]:
         Refused: FLASH_ATTN is neither yes nor no.
     """
     values = {"FLASH_ATTN": os.environ.get("FLASH_ATTN") or "yes"}
-    left_out = [".flash-attn"] if one_of(values, "FLASH_ATTN", ["yes", "no"], "yes") == "no" else []
+    wanted = one_of(values, "FLASH_ATTN", ["yes", "no"], "yes")
     files = [REPO / "requirements" / name for name in environment.requirements]
-    return [file for file in files if file.suffix not in left_out]
+    return [file for file in files if wanted == "yes" or file.suffix != ".flash-attn"]
 
 
 def find_python(candidates: list[str | Path]) -> tuple[str, str]:

@@ -5,15 +5,15 @@ mismatch before training; cost of a step; AMP outside verl. Each runs with the p
 network. Writes NAME-OF-GPU.md and .json, and figures, to OUT after every step. The same command resumes: steps that
 passed under the same versions are not run again, unless ONLY names them. DEVICE=cpu runs all steps as small as possible.
 
-Exit code 0: every step passed, or was skipped for a missing package or dtype; 1: one failed, or a refusal; 130:
-interrupted.
+Exit code 0: every step passed, or was skipped for a missing package or dtype; 1: one failed, all were skipped, or a
+refusal; 130: interrupted.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.cli import alternatives, device, file_path, help_requested, parse_words, usage
+from lib.cli import alternatives, device, file_path, gpu_present, help_requested, parse_words, usage
 from lib.errors import Refused
 from lib.files import check_room
 from lib.format import duration
@@ -48,10 +48,13 @@ def parse(words: list[str]) -> VerifyOptions:
     """
     values = parse_words(words, VARIABLES)
     named = values.get("ONLY", "").split()
+    allowed = list(dict.fromkeys([*STAGES, *(step.name for step in STEPS)]))
     for name in named:
-        if name not in STAGES and name not in (steps := [step.name for step in STEPS]):
-            raise Refused(f"ONLY={name}: {alternatives(name, [*STAGES, *steps], 'stages and steps')}")
+        if name not in allowed:
+            raise Refused(f"ONLY={name}: {alternatives(name, allowed, 'stages and steps')}")
     chosen = device(values)
+    if chosen == "cuda" and not gpu_present():  # which RAY_ADDRESS would excuse
+        raise Refused("DEVICE=cuda: nvidia-smi finds no GPU here; use DEVICE=cpu")
     out = Path(file_path(values, "OUT") or (REPO / "docs/results/gpu" if chosen == "cuda" else OUTPUTS))
     check_room(out)
     steps = tuple(step for step in STEPS if {step.name, step.stage} & set(named))
@@ -73,7 +76,8 @@ def verify(options: VerifyOptions) -> int:
         record.add(step, result)
         write(record)
     print(f"\n{record.content['name']}: {counts(record.content)}\n\n  {write(record)}")
-    return int(any(each["status"] == "failed" for each in record.content["steps"].values()))
+    statuses = [each["status"] for each in record.content["steps"].values()]
+    return int("failed" in statuses or "passed" not in statuses)
 
 
 def main(words: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 
 
 def number(value: float | None, form: str = ".3g") -> str:
@@ -26,8 +27,15 @@ def duration(seconds: float) -> str:
 
 
 def slug(name: str) -> str:
-    """Return what a file's name has for a name: small letters, digits and hyphens."""
+    """Return ``name`` as part of a file name: lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def markdown_table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> list[str]:
+    """Return the lines of a Markdown table; bars and line breaks in cells are escaped."""
+    texts = [[str(cell).replace("|", r"\|").replace("\n", "<br>") for cell in row] for row in (header, *rows)]
+    texts.insert(1, ["---"] * len(texts[0]))
+    return [f"| {' | '.join(row)} |" for row in texts]
 
 
 def first_three(paths: list[str]) -> str:

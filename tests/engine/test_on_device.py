@@ -39,7 +39,7 @@ def outcomes(request, pytestconfig, environment, tiny_model, tmp_path_factory) -
 
 
 def of(outcomes: dict, case: str) -> dict:
-    """Return the outcome of a case, which must have ended."""
+    """Return the outcome of a case, which must have completed."""
     assert case in outcomes, outcomes["log"][-4000:]
     return outcomes[case]
 
@@ -51,7 +51,7 @@ def test_every_hop_computes_in_fp16(outcomes):
 
 
 def test_fp16_is_nearer_to_fp32_than_bf16(outcomes, record_property):
-    """By three of the eight times that its three further bits of mantissa give."""
+    """At least 3 times nearer; its 3 further bits of mantissa predict 8."""
     errors = of(outcomes, "agreement")
     record_property("errors", json.dumps(errors))
     for of_what in ("log_probs", "gradients"):

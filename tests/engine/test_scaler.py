@@ -131,6 +131,11 @@ def test_a_skipped_step_changes_nothing(fused, take, monkeypatch):
     assert not torch.equal(before[0], step(0.0)[0]) and not scaler.skipped
 
 
+def test_unscaling_before_the_first_loss_is_refused():
+    with pytest.raises(AssertionError, match="_scale is None"):
+        scaler_of().unscale_(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+
+
 def test_gradients_on_another_device_than_the_scale_are_not_unscaled():
     """As of parameters offloaded to the CPU: torch copies the scale there and reads it before it has arrived."""
     scaler, weight = scaler_of(), torch.nn.Parameter(torch.zeros(1, device="meta"))

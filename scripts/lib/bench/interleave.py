@@ -51,5 +51,5 @@ def machine(device: str) -> str:
 
 
 def machine_slug(device: str) -> str:
-    """Return what a result's file name has for the machine: "cpu", or the GPU's name in small letters and hyphens."""
+    """Return the machine's part of a result's file name: "cpu", or the slug of the GPU's name."""
     return "cpu" if device == "cpu" else slug(machine(device))

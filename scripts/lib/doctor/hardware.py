@@ -11,7 +11,7 @@ from lib.doctor.diagnosis import Diagnosis, diagnose, refused
 from lib.doctor.finding import Finding
 from lib.doctor.tree import Tree
 from lib.run.gpus import Gpu, find_gpus
-from lib.run.presets import GUIDE, PRESETS, oldest, preset_of
+from lib.run.presets import GUIDE, PRESETS, oldest
 
 # The hops in whose dtype a GPU multiplies.
 COMPUTING = ("actor.compute", "actor.autocast", "ref.compute", "critic.compute", "rollout.weights")
@@ -36,21 +36,22 @@ def diagnose_on(gpus: tuple[Gpu, ...], tree: Tree, overrides: Sequence[str], con
 
 
 def preset_finding(gpus: tuple[Gpu, ...], overrides: Sequence[str]) -> Finding | None:
-    """Return why ``+device=PRESET`` cannot hold on these GPUs; None if it can, or there are none."""
+    """Return why ``+device=PRESET`` does not fit these GPUs; None if it does, or there are none."""
     chosen = [each.value() for each in parse_overrides(overrides) if each.key_or_group == "device"]
     preset = chosen[-1] if chosen else None
     if preset not in PRESETS or not gpus:
         return None
     gpu = oldest(gpus)
-    if (own := preset_of(gpu)) != preset:
-        return Finding("device", preset, f"is not the preset of {gpu}", f"+device={own}")
+    if PRESETS[preset] > gpu.capability:
+        own = next((f"+device={name}" for name, least in PRESETS.items() if gpu.capability >= least), GUIDE)
+        return Finding("device", preset, f"is not for {gpu}", own)
     if not gpu.kernels:
-        return Finding("device", preset, f"cannot hold: the torch of this Python has no kernels for {gpu}", GUIDE)
+        return Finding("device", preset, f"cannot be used: the torch of this Python has no kernels for {gpu}", GUIDE)
     return None
 
 
 def hardware_lines(diagnosis: Diagnosis) -> list[str]:
-    """Return a line for each kind of GPU: what it computes natively, and what the job's dtypes cost on it."""
+    """Return a line for each kind of GPU: what it computes natively, and which of the job's dtypes it emulates."""
     effective = {name: hop.effective_dtype for name, hop in diagnosis.hops.items()}
     in_bf16 = [name for name in COMPUTING if effective[name] == "bfloat16"]
     lines = []

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 
 from lib.files import write_json
+from lib.format import markdown_table
 from lib.paths import REPO
 from lib.probe.comparison import Comparison
 from lib.probe.figure import plot
@@ -12,7 +13,6 @@ from lib.probe.mismatch import LENGTHS, THRESHOLD, interval
 from lib.probe.options import ProbeOptions
 from lib.probe.variants import is_plain
 
-ESCAPED_BAR = "\\|"  # a vertical bar within a Markdown cell
 COLUMNS = (512, 8192, 32768)  # response lengths in the table
 HEADINGS = [
     *("regime", "wire", "fp32 head", "k3, nats a token (95 %)", "mean |Δp|", "tokens clipped"),
@@ -45,14 +45,8 @@ def cells_by_length(regimes: list[Comparison]) -> list[list[str]]:
     return [[str(length), *(cell(points[length]) for points in curves)] for length in LENGTHS]
 
 
-def markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
-
-
 def markdown(options: ProbeOptions, comparisons: list[Comparison], findings: dict[str, str]) -> str:
     """Return the report as Markdown."""
-    rows = [[cell.replace("|", ESCAPED_BAR) for cell in row] for row in (HEADINGS, *map(cells, comparisons))]
     regimes = [each for each in comparisons if is_plain(each.variant, options) and not each.overflow]
     by_length = ["response length, tokens", *(each.variant.label for each in regimes)]
     lines = [
@@ -60,7 +54,7 @@ def markdown(options: ProbeOptions, comparisons: list[Comparison], findings: dic
         "",
         *(f"- {name}: {text}" for name, text in findings.items()),
         "",
-        *markdown_table(rows[0], rows[1:]),
+        *markdown_table(HEADINGS, map(cells, comparisons)),
         "",
         "ESS/N of sequence weights over the first tokens of a response, and its 95 % interval; after it the share of "
         f"sequences with a weight above {THRESHOLD:g}. * measured, else extrapolated.",

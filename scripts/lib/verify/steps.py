@@ -5,6 +5,7 @@ import json
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -14,16 +15,16 @@ from lib.cli import options
 from lib.files import read_jsonl
 from lib.paths import ARITHMETIC, REPO
 from lib.run.job import parse_job
-from lib.run.metrics import K3_KL, LAST, PROBS_DIFF, REWARD, SECONDS, metric_mean, metric_values, training_rows
+from lib.run.metrics import PROBS_DIFF, SECONDS, metric_mean, metric_values, training_rows
 from lib.run.presets import fit_to_gpus
 from lib.verify.step import Command, Step, VerifiedDevice
 
 STAGES = {
     "machine": "Machine",
     "numerics": "Numerics and faults",
-    "cost": "Cost",
     "job": "Jobs",
     "probe": "Mismatch before training",
+    "cost": "Cost",
     "amp": "AMP outside verl",
 }
 REGIMES = ("fp16", "bf16", "bf16_train_fp16_infer")
@@ -66,7 +67,7 @@ def content(name: str) -> Callable[[Path], dict[str, Any]]:
 
 
 def doctor(target: VerifiedDevice, out: Path) -> list[Command]:
-    job, _ = fit_to_gpus(parse_job([f"DEVICE={target.device}", f"OUT={out / 'run'}"]))
+    job, _ = fit_to_gpus(replace(parse_job([f"DEVICE={target.device}", f"OUT={out / 'run'}"]), cluster=None))
     overrides = job.overrides(out / "run")
     return [["bash", "-c", 'exec "$@" > "$0"', out / "doctor.json", *script("doctor.py", "--json", *overrides)]]
 
@@ -165,18 +166,18 @@ def long_job(answer: int, regime: str) -> Callable[[VerifiedDevice, Path], list[
 
 
 def trained(out: Path) -> dict[str, Any]:
-    """Return a run's medians over the steps, and the reward: the mean of the last ``LAST`` steps."""
+    """Return a run's medians over the steps, and what its summary has of them."""
     data = training_rows(read_jsonl(out / "run/metrics.jsonl"))
     summary = content("run/summary.json")(out)
     timed = data[WARM:] or data
     return {
         "steps": len(data),
         "s_per_step": median(metric_values(timed, SECONDS)),
-        "k3": median(metric_values(data, K3_KL)),
+        "k3": summary["k3_kl_median"],
         "probs_diff": median(metric_values(data, PROBS_DIFF)),
         "answer_tokens": metric_mean(data, "response_length/mean"),
-        "reward_first": metric_mean(data[:1], REWARD),
-        "reward_last": metric_mean(data[-LAST:], REWARD),
+        "reward_first": summary["reward_first"],
+        "reward_last": summary["reward_last"],
         "memory_gib": max(metric_values(data, "actor/perf/max_memory_allocated_gb"), default=None),
         "skipped_steps": summary["skipped_steps"],
         "loss_scale": summary["loss_scale"],
@@ -217,7 +218,7 @@ STEPS = (
         lambda target, out: [module("lib.verify.hardware", target.device, out / "hardware.json")],
         content("hardware.json"),
     ),
-    Step("machine", "doctor", ("verl", "hydra"), doctor, diagnosis),
+    Step("machine", "doctor", ("torch", "verl", "hydra"), doctor, diagnosis),
     Step("numerics", "scaler", ("torch", "pytest", "xdist"), tests("test_scaler.py"), outcomes),
     Step("numerics", "engine", (*VERL, "pytest", "xdist"), tests("test_on_device.py"), outcomes),
     *(Step("job", f"sanity-{regime}", JOB, job(regime), trained, bf16="bf16" in regime) for regime in REGIMES),

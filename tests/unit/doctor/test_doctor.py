@@ -322,9 +322,9 @@ NO_KERNELS = "the torch of this Python has no kernels for"
             (H100, T4),
             "+device=ampere",
             ["NVIDIA H100 *", ON_T4],
-            "refused: device=ampere is not the preset of Tesla*",
+            "refused: device=ampere is not for Tesla*",
         ),
-        ((V100,), "+device=volta", ["Tesla V100 *"], f"refused: device=volta cannot hold: {NO_KERNELS} Tesla V100*"),
+        ((V100,), "+device=volta", ["Tesla V100 *"], f"refused: device=volta cannot be used: {NO_KERNELS} Tesla V100*"),
     ],
 )
 def test_hardware_of_this_machine(gpus, words, lines, verdict, examine: Examine):

@@ -40,10 +40,10 @@ def step(code: str, *needs: str, name: str = "toy", bf16: bool = False, limit_s:
     [
         (step(WRITE), "passed", None),
         (step(WRITE, "torch", "no_such_module"), "skipped", "not installed: no_such_module"),
-        (step(f"{WRITE}; exit(3)", limit_s=61.0), "failed", "exit code 3; .*toy.log"),
-        (step("pass"), "failed", "FileNotFoundError: .*; .*toy.log"),
-        (step(FAIL), "failed", "exit code 1; .*toy.log\nfirst line\nthe cause"),
-        (step(SLEEP, limit_s=0.05), "failed", "did not end within 0.5 s; .*toy.log"),
+        (step(f"{WRITE}; exit(3)", limit_s=61.0), "failed", "exit code 3; toy.log"),
+        (step("pass"), "failed", "FileNotFoundError: .*; toy.log"),
+        (step(FAIL), "failed", "exit code 1; toy.log\nfirst line\nthe cause"),
+        (step(SLEEP, limit_s=0.05), "failed", "did not end within 0.5 s; toy.log"),
     ],
 )
 def test_result_of_a_step_has_its_reason(made, status, reason, tmp_path):

@@ -79,7 +79,7 @@ class LossScaleError(RuntimeError):
 
 
 def check_overflow(device: str) -> None:
-    """Overflow in fp16 once: where that does not give inf or NaN, no loss scaler detects an overflow.
+    """Check that fp16 overflows to inf or NaN on ``device``; elsewhere no loss scaler can detect an overflow.
 
     Ascend's saturation mode gives 65504 for inf and 0 for NaN (CANN, ``INF_NAN_MODE_ENABLE``).
 
@@ -199,10 +199,11 @@ class LossScaler(ShardedGradScaler):
         """Divide the gradients by the scale; set ``skipped`` where one of any rank is inf or NaN.
 
         Raises:
-            ValueError: a gradient is not on the scale's device, whose copy torch would read before it is there.
+            ValueError: a gradient is on another device than the scale, whose copy torch would read before it arrives.
         """
-        device = self._scale.device.type
-        if elsewhere := {p.grad.device.type for p in _optimized(optimizer) if p.grad is not None} - {device}:
+        device = None if self._scale is None else self._scale.device.type  # torch refuses None below
+        found = {p.grad.device.type for p in _optimized(optimizer) if p.grad is not None}
+        if device and (elsewhere := found - {device}):
             raise ValueError(f"gradients on {elsewhere.pop()}, loss scale on {device}: call clip_and_step instead")
         super().unscale_(optimizer)
         found = self._found_inf_per_device(optimizer)

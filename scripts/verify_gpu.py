@@ -3,7 +3,7 @@
 Stages: machine; numerics and faults of verl's engines; jobs with vLLM in three regimes, also with long answers; the
 mismatch before training; cost of a step; AMP outside verl. Each runs with the packages that are installed and needs no
 network. Writes NAME-OF-GPU.md and .json, and figures, to OUT after every step. The same command resumes: steps that
-passed under the same versions are not run again, unless ONLY names them. DEVICE=cpu runs all steps as small as possible.
+passed under the same versions are not run again, unless ONLY names them. DEVICE=cpu runs all steps in small.
 
 Exit code 0: every step passed, or was skipped for a missing package or dtype; 1: one failed, all were skipped, or a
 refusal; 130: interrupted.

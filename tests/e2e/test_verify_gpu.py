@@ -38,5 +38,5 @@ def test_every_stage_passes_in_small(only, out):
     assert all(job["k3"] < 1e-3 and job["s_per_step"] > 0 and job["answer_tokens"] > 7 for job in jobs)
     report = (out / "cpu.md").read_text()
     assert all(
-        f"]({file})" in report and (out / file).exists() for result in steps.values() for file in result["figures"]
+        f"]({file})" in report and (out / file).exists() for result in steps.values() for file in result["files"]
     )

@@ -224,9 +224,10 @@ def test_vllms_answers_are_written_up_to_an_overflow(tmp_path, monkeypatch):
         chosen = {7: SimpleNamespace(logprob=log_prob), 8: SimpleNamespace(logprob=-3.0)}
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7], logprobs=[chosen])]) for _ in parts]
 
+    config = SimpleNamespace(head_dtype=torch.float32)
+    engine = SimpleNamespace(generate=answer, llm_engine=SimpleNamespace(model_config=config))
     fake = SimpleNamespace(
-        LLM=lambda **given: made.append(given) or SimpleNamespace(generate=answer),
-        SamplingParams=lambda **given: given,
+        LLM=lambda **given: made.append(given) or engine, SamplingParams=lambda **given: given, __version__="0.24.0"
     )
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -236,6 +237,9 @@ def test_vllms_answers_are_written_up_to_an_overflow(tmp_path, monkeypatch):
     lines = read_jsonl(tmp_path / "answers")
     assert asked == [32, 32] and len(lines) == 33 and lines[0] == {"answers": [[7]], "log_probs": [[-0.5]]}
     assert lines[-1] == {"overflow": "the rollout's log-probabilities are not finite in fp16"}
+    config.head_dtype = torch.float16
+    with pytest.raises(SystemExit, match="^vLLM 0.24.0 has no fp32 head for generation: use HEAD='none trainer'$"):
+        vllm_generate.generate(request | {"length": 5, "seed": 1, "device": "cuda", "file": str(tmp_path / "none")})
 
 
 @pytest.mark.parametrize(

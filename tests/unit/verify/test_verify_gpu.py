@@ -11,7 +11,7 @@ import verify_gpu
 from lib.errors import Refused
 from lib.run.gpus import Gpu
 from lib.verify import state
-from lib.verify.record import Verification
+from lib.verify.record import Verification, device_name
 from lib.verify.report import markdown, write
 from lib.verify.step import Step, VerifiedDevice
 from lib.verify.steps import STAGES, STEPS, outcomes
@@ -100,14 +100,33 @@ def test_only_names_stages_and_steps(tmp_path):
     assert {step.stage for step in STEPS} == set(STAGES) and len({step.name for step in STEPS}) == len(STEPS)
 
 
+def test_a_failed_steps_log_goes_when_it_passes(tmp_path):
+    made, layers = Verification.open(tmp_path, "CPU"), next(each for each in STEPS if each.name == "layers")
+    for code, left in ((FAIL, ["cpu-toy.log"]), (WRITE, ["cpu-a.png"])):
+        made.add(layers, step(code).run(VerifiedDevice("cpu", tmp_path / "work")))
+        assert made.content["steps"]["layers"]["files"] == left
+        assert [file.name for file in tmp_path.iterdir() if file.suffix in (".log", ".png")] == left
+    assert "![layers](cpu-a.png)" in markdown(made)
+
+
+def test_gpu_is_the_one_that_torch_sees(monkeypatch):
+    monkeypatch.setattr("lib.verify.record.find_gpus", lambda: (Gpu("GPU 1", (9, 0), True, True),))
+    assert device_name("cuda") == "GPU 1" and device_name("cpu") == "CPU"
+    monkeypatch.setattr("lib.verify.record.find_gpus", lambda: ())
+    with pytest.raises(Refused, match="^DEVICE=cuda: the torch of this Python sees no GPU; check CUDA_VISIBLE"):
+        device_name("cuda")
+
+
 def test_exit_code_is_that_of_all_steps(tmp_path, monkeypatch, capsys):
     names = [each.name for each in STEPS[:2]]
     words = ["DEVICE=cpu", f"ONLY={' '.join(names)}", f"OUT={tmp_path / 'out'}", f"WORK={tmp_path / 'work'}"]
-    for code, expected in ((FAIL, 1), (WRITE, 0)):
-        toys = tuple(step(code, name=name) for name in names)
+    for codes, expected in (((WRITE, FAIL), 1), ((WRITE, WRITE), 0), ((None, WRITE), 0), ((None, None), 1)):
+        needs = [() if code else ("no_such_module",) for code in codes]
+        toys = tuple(step(code or "", *of, name=name) for code, of, name in zip(codes, needs, names, strict=True))
         monkeypatch.setattr(verify_gpu, "STEPS", toys)
-        assert verify_gpu.main(words) == expected
-    assert "1/2 cost, hardware … passed in 0:00" in capsys.readouterr().out
+        assert verify_gpu.main(words) == expected, codes
+    printed = capsys.readouterr().out
+    assert "1/2 cost, hardware … passed in 0:00" in printed and "skipped: not installed: no_such_module" in printed
 
 
 def test_state_of_gpus_is_that_of_the_reports(tmp_path):

@@ -76,7 +76,7 @@ def main(device: str, file: Path) -> None:
     found = (gpu() if device == "cuda" else {}) | host | {"fp16 overflow gives": ", ".join(fp16_overflow(device))}
     # vLLM's and torch.compile's kernels are compiled at run time, with Triton.
     header = Path(sysconfig.get_path("include"), "Python.h")
-    found |= {"C compiler": shutil.which("cc") or "none", "Python.h": str(header) if header.exists() else "none"}
+    found |= {"C compiler": bool(shutil.which("cc")), "Python.h": header.exists()}
     found |= {"/dev/shm": f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free"} | products(device)
     write_json(file, {"hardware": found})
 

@@ -43,9 +43,10 @@ def measure(options: ProbeOptions) -> int:
     from lib.probe.log_probs import Task, compute_log_probs
     from lib.probe.numerics import exact_dtype
     from lib.probe.report import show, write
-    from lib.probe.variants import check_vllm, variants
+    from lib.probe.variants import check_gpus, check_vllm, variants
     from lib.probe.work_folder import fingerprint, open_work_folder
 
+    check_gpus(options)
     check_vllm(options)
     messages = prompts(options.data, options.rows)
     masters, tokenizer = load(options.model)

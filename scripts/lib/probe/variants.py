@@ -9,6 +9,7 @@ from lib.errors import Refused
 from lib.paths import CONFIGS
 from lib.probe.numerics import RolloutNumerics, TrainerNumerics, short_dtype
 from lib.probe.options import HEADS, ProbeOptions
+from lib.run.gpus import find_gpus
 from lib.run.vllm_float16 import float16_support
 
 
@@ -50,6 +51,22 @@ def variants(options: ProbeOptions) -> list[Variant]:
 def is_plain(variant: Variant, options: ProbeOptions) -> bool:
     """Return whether the variant stands for its regime in the verdict and the curves."""
     return (variant.wire, variant.head) == (options.wire[0], options.head[0])
+
+
+def check_gpus(options: ProbeOptions) -> None:
+    """Check that the GPUs of this machine compute in the dtypes of all regimes.
+
+    Raises:
+        Refused: a regime computes in bfloat16, which one of them emulates.
+    """
+    emulating = [gpu for gpu in find_gpus() if not gpu.bf16] if options.device == "cuda" else []
+    in_bf16 = {each.regime for each in variants(options) if "bf16" in (each.trainer.dtype, each.rollout.dtype)}
+    if emulating and in_bf16:
+        others = " ".join(name for name in options.precision if name not in in_bf16) or "fp16"
+        raise Refused(
+            f"PRECISION={' '.join(options.precision)}: {' and '.join(sorted(in_bf16))} would compute in bfloat16, "
+            f"which {emulating[0]} emulates; use PRECISION={shlex.quote(others)}"
+        )
 
 
 def check_vllm(options: ProbeOptions) -> None:

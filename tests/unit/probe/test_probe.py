@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +24,9 @@ from lib.probe.comparison import compare
 from lib.probe.log_probs import Task
 from lib.probe.model import load
 from lib.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate
-from lib.probe.variants import Variant
+from lib.probe.variants import Variant, check_gpus
 from lib.probe.work_folder import append_missing, is_complete, rollout_file, trainer_file
+from lib.run.gpus import Gpu
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 PLAIN = ["WIRE=fp32", "HEAD=none"]
@@ -240,6 +242,16 @@ def test_vllms_answers_are_written_up_to_an_overflow(tmp_path, monkeypatch):
     config.head_dtype = torch.float16
     with pytest.raises(SystemExit, match="^vLLM 0.24.0 has no fp32 head for generation: use HEAD='none trainer'$"):
         vllm_generate.generate(request | {"length": 5, "seed": 1, "device": "cuda", "file": str(tmp_path / "none")})
+
+
+def test_bf16_is_refused_on_a_gpu_that_emulates_it(monkeypatch, tmp_path):
+    options = replace(probe.parse(["DEVICE=cpu", f"OUT={tmp_path}"]), device="cuda")
+    for bf16, words in ((True, options.precision), (False, ("fp16", "fp32"))):
+        monkeypatch.setattr("lib.probe.variants.find_gpus", lambda bf16=bf16: (Gpu("T4", (7, 5), bf16, True),))
+        check_gpus(replace(options, precision=words))
+    refused = "^PRECISION=.*: bf16 and bf16_train_fp16_infer would .* T4 .sm75. emulates; use PRECISION='fp16 fp32'$"
+    with pytest.raises(Refused, match=refused):
+        check_gpus(options)
 
 
 @pytest.mark.parametrize(

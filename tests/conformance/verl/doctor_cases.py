@@ -26,6 +26,7 @@ from doctor_configs import CONFIGS, Given
 from harness import OUT, RELEASE, REWARD_MODEL, VERL, Worker, batch, reward_worker, usual
 from hydra import compose, initialize_config_dir
 from observations import name, watch
+from omegaconf import OmegaConf
 from rollout_cases import SAMPLED, leaves, sampled
 from support.parsed_once import yaml_parsed_once
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -170,6 +171,7 @@ def observe(given: Given) -> dict:
     try:
         with refused_in("compose"), initialize_config_dir(str(VERL / "trainer/config"), version_base=None):
             config = compose("ppo_trainer", overrides=record["overrides"])
+            OmegaConf.resolve(config)  # as main_ppo does before it starts workers
         with refused_in("driver"):
             validate(config)
     except Refusal as refusal:

@@ -12,6 +12,11 @@ from lib.format import number
 
 REGIMES = (BASE, "fp16", "fp16 upstream", "fp32")
 NEEDED = {"norm": 4, "step": 28}  # bytes per parameter: read g; read p, g, m, v and write p, m, v; all in fp32
+STEP_TEXT = (
+    "fp32 runs bf16's code: its distance from 1 is the noise. `fp16 upstream` is verl's sequence (unscale, clip,\n"
+    "step, update); with fused AdamW it takes torch's `GradScaler`, because `ShardedGradScaler`, which verl uses,\n"
+    "raises there."
+)
 PASSES = {
     "forward and backward": "Decoder layers whose weights are of the regime's dtype, as FSDP2 casts them, under the "
     "autocast of verl's\nengine. No head, no loss, no optimizer. fp32 without TF32.",
@@ -66,15 +71,12 @@ def markdown(rows: list[RegimeTiming], traffic: dict[tuple[str, str], float], de
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + ".",
         "",
-        "Ratios are to bf16 in the same round, the median over the rounds; below 1 is faster. In the optimizer step",
-        "fp32 runs bf16's code: its distance from 1 is the noise. `fp16 upstream` is verl's sequence (unscale, clip,",
-        "step, update); with fused AdamW it takes torch's `GradScaler`, because `ShardedGradScaler`, which verl uses,",
-        "raises there.",
+        "Ratios are to bf16 in the same round, the median over the rounds; below 1 is faster.",
         "",
     ]
     measured = [row for row in rows if not row.left_out]
     if steps := [row for row in measured if row.what == "optimizer step"]:
-        lines += ["## Optimizer step", "", *step_table(steps)]
+        lines += ["## Optimizer step", "", STEP_TEXT, "", *step_table(steps)]
     for what, text in PASSES.items():
         if of := [row for row in measured if row.what == what]:
             lines += [f"## {what.capitalize()}", "", text, "", *pass_table(of)]

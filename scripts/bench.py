@@ -122,6 +122,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", type=above_zero, help="model sizes for the optimizer step, in millions")
     parser.add_argument("--ranks", type=above_zero, help="numbers of processes for it; always 1 on a GPU")
     parser.add_argument("--seconds", type=float, help="time per configuration; at least 41 rounds, or 11 of a pass")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where torch finds a GPU")
     parser.add_argument("--out", type=Path, help="folder for the results; default docs/results")
     options = parser.parse_args(words)
     if options.size == "small" and options.out is None:
@@ -149,7 +150,7 @@ def main(words: list[str]) -> int:
     from lib.bench.training_step import measure_training
     from lib.run.job import CPU_PLATFORM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     size = chosen_size(options, device)
     sys.path.append(str(REPO))
     if device == "cpu":

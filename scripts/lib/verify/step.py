@@ -93,7 +93,7 @@ class Step:
         reason = ""
         try:  # whatever goes wrong in one step, the others run
             with log.open("w") as output:
-                codes = (run_to_end(command, target.device, output, limit_s) for command in self.commands(target, out))
+                codes = (run_to_end(command, output, limit_s) for command in self.commands(target, out))
                 code = next((code for code in codes if code != 0), 0)
             reason = f"did not end within {limit_s:g} s" if code is None else f"exit code {code}" if code else ""
             result["values"] = self.values(out)
@@ -111,12 +111,10 @@ class Step:
         return result | {"files": sorted(map(str, files))}
 
 
-def run_to_end(command: Command, device: str, output: IO[str], limit_s: float) -> int | None:
+def run_to_end(command: Command, output: IO[str], limit_s: float) -> int | None:
     """Run a program with all its output in a file; return its exit code, None where it was ended at the limit."""
     environment = {name: value for name, value in os.environ.items() if name not in UNSET} | OFFLINE
     path = [str(REPO / "scripts"), str(REPO), os.environ.get("PYTHONPATH")]
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
     child = start_child(command, REPO, environment, output)
     try:

@@ -200,7 +200,7 @@ def bench(part: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
 
     def command(target: VerifiedDevice, out: Path) -> list[Command]:
         size = ["--size", "small"] if target.small else []
-        return [script("bench.py", *size, "--only", part, "--out", out)]
+        return [script("bench.py", "--device", target.device, *size, "--only", part, "--out", out)]
 
     return command
 

@@ -1,0 +1,71 @@
+# Copyright 2026 the verl-precision authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Count the log-probabilities that rollout and trainer agree on, and decide when bypass mode measures the mismatch.
+
+With ``algorithm.rollout_correction.bypass_mode=true`` the rollout's log-probabilities take the place of the trainer's,
+which are not computed: the metrics of the mismatch and the check of the first weight sync are then absent. Every
+``trainer.mismatch_freq`` steps the trainer's log-probabilities are computed for these alone.
+
+The module needs torch alone.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["both_sides", "equal_share", "measures_mismatch"]
+
+logger = logging.getLogger(__name__)
+
+
+def both_sides(batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the trainer's log-probabilities, the rollout's, and the response mask, as verl's metrics take them."""
+    return batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
+
+
+def equal_share(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """Return the share of response tokens whose log-probabilities are equal on both sides.
+
+    Args:
+        trainer, rollout: log-probabilities of the same tokens in nats, ``(rows, response tokens)``; compared as fp32.
+        mask: bool of the same shape, true at response tokens.
+
+    Returns:
+        ``training/rollout_logprobs_equal_share``: 1 where both sides agree to the bit.
+    """
+    return {"training/rollout_logprobs_equal_share": (trainer.float() == rollout.float())[mask].float().mean().item()}
+
+
+def measures_mismatch(trainer: Any) -> bool:
+    """Return whether a step in bypass mode computes the trainer's log-probabilities; asked once for each batch.
+
+    It does on the first batch after each start, for the check of the weight sync, and at every step that
+    ``trainer.mismatch_freq`` divides. Where that is off, the first call logs what the run does without.
+
+    Args:
+        trainer: a PPO trainer of verl, with its ``config`` and ``global_steps``; that the first batch was asked for is
+            kept on it, because verl's trainers do not all call their base class's ``__init__``.
+    """
+    freq = trainer.config.trainer.get("mismatch_freq", -1)
+    first = not hasattr(trainer, "_bypass_began")
+    trainer._bypass_began = True
+    if first and freq <= 0:
+        logger.warning(
+            "algorithm.rollout_correction.bypass_mode=true: the trainer computes no log-probabilities of its own, so "
+            "there are no metrics of the mismatch and no check of the first weight sync. trainer.mismatch_freq=N "
+            "computes them every N steps"
+        )
+    return freq > 0 and (first or trainer.global_steps % freq == 0)

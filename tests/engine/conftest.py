@@ -26,10 +26,11 @@ def load(file: Path) -> ModuleType:
 
 
 def pytest_configure(config):
-    """Make ``import precision``, ``manifest`` and ``weight_sync`` work without the rest of verl."""
+    """Make ``import precision``, ``manifest``, ``mismatch`` and ``weight_sync`` work without the rest of verl."""
     root = config.getoption("verl_tree") or REPO / "patches/verl/files"
     utils = root / "verl/utils"
     load(utils / "checkpoint/manifest.py")
+    load(utils / "mismatch.py")
     with pytest.MonkeyPatch.context() as patch:  # other tests may have loaded it
         patch.setitem(sys.modules, "verl.utils.precision", load_precision(root, "precision"))
         load(utils / "weight_sync.py")

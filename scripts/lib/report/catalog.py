@@ -10,6 +10,7 @@ from statistics import fmean, median
 from lib.run.metrics import (
     CRITIC_LOSS_SCALE,
     CRITIC_SKIPPED,
+    EQUAL_SHARE,
     FLOWRL,
     K3_KL,
     LOSS_SCALE,
@@ -65,6 +66,7 @@ SERIES = (
         "log",
         oat="train/rollout_probs_diff_mean",
     ),
+    Series("equal_share", "share of tokens with equal log-probabilities", EQUAL_SHARE),
     Series("loss_scale", "loss scale of the actor, × a skipped step", LOSS_SCALE, "log2", oat="train/loss_scale"),
     Series(
         "critic_loss_scale",
@@ -130,6 +132,8 @@ class CatalogOutcome:
         form: format specification, where it is not three significant digits.
         speed: whether a verdict on it is a claim of speed, which needs the dtypes that the regime names.
         noise: a value that is not above it is noise and not compared.
+        agreement: whether it is a share of equal values: 1 throughout reads "bitwise", and its row is always shown,
+            since older runs do not record it.
     """
 
     name: str
@@ -140,6 +144,7 @@ class CatalogOutcome:
     form: str = ""
     speed: bool = False
     noise: float = 0.0
+    agreement: bool = False
 
 
 def last_mean(values: list[float]) -> float:
@@ -154,6 +159,7 @@ OUTCOMES = (
     CatalogOutcome("k3_mean", "k3, mean", K3_KL, fmean, "log", noise=K3_NOISE),
     CatalogOutcome("k3_median", "k3, median step", K3_KL, median, "log", noise=K3_NOISE),
     CatalogOutcome("probs_diff_mean", "probability difference, mean", PROBS_DIFF, fmean, "log"),
+    CatalogOutcome("equal_share_mean", "equal log-probabilities, mean", EQUAL_SHARE, fmean, form=".4f", agreement=True),
     CatalogOutcome("loss_scale_last", "loss scale at the end", LOSS_SCALE, itemgetter(-1), ""),
     CatalogOutcome("skipped_total", "skipped steps", SKIPPED, sum),
     CatalogOutcome("critic_skipped_total", "skipped steps, critic", CRITIC_SKIPPED, sum),

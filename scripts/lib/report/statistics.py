@@ -66,6 +66,11 @@ class Spread:
         return stdev(self.values) if len(self.values) > 1 else None
 
 
+def is_bitwise(outcome: CatalogOutcome, spread: Spread) -> bool:
+    """Return whether rollout and trainer agreed to the bit: a share of 1 at every measured step of every run."""
+    return outcome.agreement and set(spread.values) == {1.0}
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Verdict on whether the seeds separate two labels in one outcome.
@@ -121,6 +126,7 @@ def verdict(
         left, right = [math.log(value) for value in left], [math.log(value) for value in right]
     if len(set(left)) == len(set(right)) == 1:
         why = "equal in every run" if left[0] == right[0] else "no spread over the seeds, so no interval"
+        why = "both are bitwise" if is_bitwise(outcome, one) and is_bitwise(outcome, two) else why
         return Verdict(outcome.name, a, b, f"no verdict: {why}")
     bounds = welch(left, right, ERROR / pairs)
     excluded = bounds[1] > 0 or bounds[2] < 0

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from lib.format import significant
 from lib.report.catalog import OUTCOMES, CatalogOutcome
 from lib.report.report import Entry, Report, count_seeds, spread_over, step_range
-from lib.report.statistics import ERROR, LEAST_SEEDS, Spread, Verdict
+from lib.report.statistics import ERROR, LEAST_SEEDS, Spread, Verdict, is_bitwise
 
 NONE = "–"
 METHOD = (
@@ -24,10 +24,12 @@ METHOD = (
 def mean_and_spread(outcome: CatalogOutcome, spread: Spread) -> str:
     """Return ``0.960 ± 0.003``, and of how many runs where some have no value."""
     if not spread.values:
-        return NONE
+        return "not recorded" if outcome.agreement else NONE
     form = outcome.form
     text = format(spread.mean, form) if form else significant(spread.mean)
-    if spread.std is not None:
+    if is_bitwise(outcome, spread):
+        text = "bitwise"
+    elif spread.std is not None:
         text += f" ± {format(spread.std, form) if form else significant(spread.std, 2)}"
     return text if len(spread.values) == spread.runs else f"{text} ({len(spread.values)} of {spread.runs})"
 
@@ -64,7 +66,8 @@ def label_rows(report: Report) -> list[tuple[str, list[dict[str, str]]]]:
         (f"passes {report.threshold:g}", [cell(at_step(members, "passed")) for members in by_label]),
         ("collapses", [cell(at_step(members, "collapsed")) for members in by_label]),
     ]
-    for outcome in present_outcomes(report):
+    present = present_outcomes(report)
+    for outcome in (each for each in OUTCOMES if each in present or each.agreement):
         cells = []
         for label in report.labels:
             text = mean_and_spread(outcome, report.spreads[label][outcome.name])

@@ -13,6 +13,7 @@ from lib.files import read_jsonl
 REWARD = "critic/score/mean"
 PROBS_DIFF = "training/rollout_probs_diff_mean"
 K3_KL = "rollout_corr/k3_kl"
+EQUAL_SHARE = "training/rollout_logprobs_equal_share"
 LOSS_SCALE = "actor/loss_scale"
 SKIPPED = "actor/skipped_steps"
 CRITIC_LOSS_SCALE = "critic/loss_scale"

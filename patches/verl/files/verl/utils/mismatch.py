@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["both_sides", "equal_share", "measures_mismatch"]
+__all__ = ["both_sides", "equal_share", "measures_mismatch", "without_old_log_probs"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def equal_share(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor
     Returns:
         ``training/rollout_logprobs_equal_share``: 1 where both sides agree to the bit.
     """
-    return {"training/rollout_logprobs_equal_share": (trainer.float() == rollout.float())[mask].float().mean().item()}
+    return {"training/rollout_logprobs_equal_share": (trainer.float() == rollout.float())[mask].double().mean().item()}
 
 
 def measures_mismatch(trainer: Any) -> bool:
@@ -69,3 +69,9 @@ def measures_mismatch(trainer: Any) -> bool:
             "computes them every N steps"
         )
     return freq > 0 and (first or trainer.global_steps % freq == 0)
+
+
+def without_old_log_probs(batch: Any) -> Any:
+    """Return a DataProto of verl with the fields of ``batch`` but ``old_log_probs``; adding fields leaves ``batch``."""
+    kept = [name for name in batch.batch.keys() if name != "old_log_probs"]
+    return batch.select(kept, list(batch.non_tensor_batch), list(batch.meta_info))

@@ -1,7 +1,8 @@
 """``make run ALGO=ppo``: a run that is diagnosed, killed, resumed and interrupted equals one in one go, bit for bit.
 
-The first run records its rollouts and goes on into a storm of overflows, the others replay them. Steps that need a busy
-or an idle job wait for its files.
+The first run records its rollouts and goes on into a storm of overflows, the others replay them. All train in bypass
+mode, on the rollout's log-probabilities; the others compute the trainer's in some steps, for the metrics alone. Steps
+that need a busy or an idle job wait for its files.
 """
 
 import json
@@ -25,7 +26,7 @@ from lib.paths import REPO
 from lib.run.log import reports
 from lib.run.summary import agreed, by_role
 
-STEPS, EPOCH = 9, 3
+STEPS, EPOCH, MEASURED = 9, 3, 4
 WORDS = "ALGO=ppo"
 OVERRIDES = [
     # The data is reshuffled for every epoch.
@@ -37,6 +38,7 @@ OVERRIDES = [
     f"{SCALER}.growth_interval={2 * (STEPS - 1)} {SCALER}.growth_factor={2.0**110}",
     f"critic.fsdp.grad_scaler.init_scale={2.0**36} critic.fsdp.grad_scaler.backoff_factor={2.0**-10}",
     "critic.fsdp.grad_scaler.growth_interval=3",
+    "algorithm.rollout_correction.bypass_mode=true",
     SMALL_ENGINE,
 ]
 for role in (ACTOR, "critic"):
@@ -110,7 +112,8 @@ def block_save(run: Run, step: int) -> Path:
 def parts(folder, whole) -> tuple[Run, dict]:
     """The same run in two attempts, diagnosed and killed while it saves, resumed and interrupted; and the diagnosis."""
     replays = f"+rollouts=replay rollouts.file={folder}/rollouts.sqlite"
-    words = [folder / "parts", STEPS + 3, [*OVERRIDES, keeping(1), replays], WORDS]
+    measures = f"trainer.mismatch_freq={MEASURED}"
+    words = [folder / "parts", STEPS + 3, [*OVERRIDES, keeping(1), replays, measures], WORDS]
     good = 2 * EPOCH  # resumed between two epochs
     run = start_run(*words)
     run.wait_for(lambda: run.last_saved > 1)  # the first step is skipped: Adam has no state yet
@@ -151,6 +154,12 @@ def test_resumed_run_equals_one_go_bit_for_bit(whole, parts):
     assert set(range(1, STEPS + 1)) <= set(other) <= set(one) == set(range(1, STEPS + 2))
     for step in other:
         assert {name for name in one[step] if one[step][name] != other[step].get(name)} == set(), step
+    # The first step of each attempt, and every fourth.
+    measured = {step for step, row in other.items() if 0 <= row.get("rollout_corr/k3_kl", -1) < 1e-4}
+    assert measured & set(range(STEPS + 1)) == {1, MEASURED, 2 * EPOCH + 1, 2 * MEASURED}
+    assert all(0 < other[step]["training/rollout_logprobs_equal_share"] < 1 for step in measured)
+    assert all(0 < other[step]["training/weight_sync_diff"] < 1e-2 for step in (1, 2 * EPOCH + 1))
+    assert not any("rollout_corr/k3_kl" in row or "training/weight_sync_diff" in row for row in one.values())
     for role in ("actor", "critic"):
         assert sum(row[f"{role}/skipped_steps"] for row in other.values()) >= 2, "nothing overflowed"
         assert len({row[f"{role}/loss_scale"] for row in other.values()}) > 1, "the scale never changed"
@@ -213,9 +222,11 @@ def test_other_trainer_resumes_from_the_storms_checkpoint(whole, tmp_path):
     saved = {folder.name for folder in checkpoints.glob("global_step_*")}
     storm = f"{SCALER}.init_scale={scale} {SCALER}.min_scale={scale} {SCALER}.max_consecutive_skips=3"
     trainer = f"trainer.use_v1=false trainer.default_local_dir={checkpoints} trainer.save_freq=-1"
+    trainer += " trainer.mismatch_freq=1"
     run = start_run(tmp_path / "v0", last + 9, [*OVERRIDES, keeping(9), storm, trainer], WORDS, "RETRIES=2")
     run.finish(code=1)
     check_storm(run, skips=3, scale=scale, step=last + 1)
+    assert 0 < run.metrics[-1]["data"]["training/rollout_logprobs_equal_share"] < 1
     assert {folder.name for folder in checkpoints.glob("global_step_*")} == saved | {f"global_step_{last + 2}"}
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(last + 2)
     # The actor's weights are unchanged: every step was skipped.

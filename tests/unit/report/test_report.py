@@ -22,7 +22,7 @@ from lib.report.figures import centre, curve, draw, write_figures
 from lib.report.page import page, state
 from lib.report.readers.run_folder import RECORD
 from lib.report.tables import at_step, markdown, pairs_with_verdicts, write_tables
-from lib.run.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS, SKIPPED
+from lib.run.metrics import EQUAL_SHARE, K3_KL, LOSS_SCALE, REWARD, SECONDS, SKIPPED
 
 RESULTS = REPO / "docs" / "results"
 EXPECTED = REPO / "tests" / "expected" / "reports"  # table.csv of each recorded report
@@ -178,6 +178,22 @@ def test_metric_that_is_always_nan_has_no_mean_and_a_note(tmp_path):
     assert is_rebuilt_from(tmp_path / "out", report)
     kept = (tmp_path / "out" / "runs" / "fp16-seed3" / "metrics.jsonl").read_text()
     assert '"actor/entropy": null' in kept and "NaN" not in kept, "which is not JSON"
+
+
+def test_bitwise_agreement_is_named_and_its_absence_shown(tmp_path):
+    """Two labels agree to the bit, one in all steps but one of one run; the last was trained before the metric was."""
+    shares = {"fp32": 1.0, "bf16": 1.0, "fp16": [1.0] * 9 + [0.5], "bf16_train_fp16_infer": None}
+    pairs = []
+    for number, (label, share) in enumerate(shares.items()):  # no two runs may have the same metrics
+        more = {"actor/grad_norm": number} | ({EQUAL_SHARE: share} if share else {})
+        pairs += several(tmp_path / "in", label, **more)
+    pairs[6] = made(tmp_path / "in/exact", "fp16", 1, **{EQUAL_SHARE: 1.0})
+    report = built(pairs)
+    row = "| equal log-probabilities, mean | bitwise | bitwise | 0.9667 ± 0.0289 | not recorded |"
+    assert row in markdown(report) and page(report).count(">bitwise</") == 2
+    texts = {(each.first, each.second): each.text for each in report.verdicts if each.outcome == "equal_share_mean"}
+    assert texts["fp32", "bf16"] == "no verdict: both are bitwise" and len(texts) == 3
+    assert is_rebuilt_from(tmp_path / "out", report)
 
 
 def test_speed_is_not_claimed_beside_a_run_in_another_dtype(tmp_path):

@@ -27,21 +27,28 @@ def lora_worker(dtype: str, base: str, model: dict = LORA):
     """Return a worker with the same adapters for each ``base``, the dtype of the frozen weights."""
     torch.manual_seed(0)
     scaler = {"grad_scaler": settings(init_scale=1024.0)} if dtype == "float16" else {}
-    return make_worker("actor", dtype, model=model, model_dtype=base, warmup=0, **scaler)
+    worker = make_worker("actor", dtype, model=model, model_dtype=base, warmup=0, **scaler)
+    for adapter in local(worker)[0]:  # peft rounds the first ones to the base's dtype
+        adapter.copy_(adapter.to(getattr(torch, dtype)))
+    return worker
 
 
-def by_training(worker) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return this rank's adapters and frozen weights, as clones."""
+def local(worker) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return this rank's adapters and frozen weights."""
     parts = ([], [])
     for parameter in worker.engine.module.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        parts[not parameter.requires_grad].append(local.detach().clone())
+        tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        parts[not parameter.requires_grad].append(tensor.detach())
     return parts
+
+
+def clones(worker) -> list[list[torch.Tensor]]:
+    return [[tensor.clone() for tensor in part] for part in local(worker)]
 
 
 def train(worker) -> dict:
     """Train three steps; return the dtypes, the metrics and what became of adapters and base."""
-    adapters, base = by_training(worker)
+    adapters, base = clones(worker)
     found, step = set(), worker.engine.optimizer_step
 
     def recorded():
@@ -50,7 +57,7 @@ def train(worker) -> dict:
 
     worker.engine.optimizer_step = recorded
     norms = [metrics_of(worker.train_batch(batch(seed))).get("grad_norm") for seed in range(3)]
-    trained, frozen = by_training(worker)
+    trained, frozen = clones(worker)
     adam = [entry["exp_avg"] for entry in worker.engine.optimizer.state.values()]
     kinds = {"base": frozen, "adapters": trained, "adam": adam}
     return {
@@ -70,8 +77,9 @@ def lora_dtypes():
         if not PATCHED and dtype == "float16":
             continue  # upstream's fp16 diverges at the scaler already
         in_16_bits, in_fp32 = (train(lora_worker(dtype, base)) for base in (dtype, "fp32"))
-        equal = in_16_bits["norms"] == in_fp32["norms"] and same(in_16_bits.pop("trained"), in_fp32.pop("trained"))
-        result[dtype] = in_16_bits | {"as_over_fp32": equal}
+        trained = (each.pop("trained") for each in (in_16_bits, in_fp32))
+        equal = in_16_bits["norms"] == in_fp32["norms"] and same(*trained)
+        result[dtype] = in_16_bits | {"as_over_fp32": equal, "norms_over_fp32": in_fp32["norms"]}
     return result
 
 
@@ -103,27 +111,23 @@ def lora_merge():
     result = {}
     for dtype in ("float16", "bfloat16") if PATCHED else ("bfloat16",):
         worker = lora_worker(dtype, dtype, model=MERGED)
-        with torch.no_grad():
-            for name, parameter in worker.engine.module.named_parameters():
-                if parameter.requires_grad:
-                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                    generator = torch.Generator().manual_seed(len(name))
-                    local.copy_(torch.randn(local.shape, generator=generator) * 1e-3)
-        _, base = by_training(worker)
+        generator = torch.Generator().manual_seed(0)
+        for adapter in local(worker)[0]:
+            adapter.copy_(torch.randn(adapter.shape, generator=generator) * 1e-3)
+        _, base = clones(worker)
         exact = merged_exactly(worker)
         first, second = weights_of(worker), weights_of(worker)
         largest = {"error": 0.0, "change": 0.0}
         for name, tensor in first.items():
             largest["error"] = max(largest["error"], (tensor.double() - exact[name]).abs().max().item())
-        frozen = {name: tensor for name, tensor in weights_of(lora_worker(dtype, dtype, model=MERGED)).items()}
-        for name, tensor in frozen.items():
+        for name, tensor in weights_of(lora_worker(dtype, dtype, model=MERGED)).items():  # its B is zero
             largest["change"] = max(largest["change"], (exact[name] - tensor.double()).abs().max().item())
         result[dtype] = {
             "lost": largest["error"] / largest["change"],
             "dtypes": sorted({name_of(tensor) for tensor in first.values()}),
             "named_as_base": sorted(first) == sorted(exact),
             "repeats": all(torch.equal(first[name], second[name]) for name in first),
-            "base_kept": same(base, by_training(worker)[1]),
+            "base_kept": same(base, local(worker)[1]),
         }
     return result
 

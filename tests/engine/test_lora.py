@@ -5,13 +5,16 @@ from support.engine_rows import by_case
 
 @by_case("lora_dtypes", fsdp="quick")
 def test_x(patched, pristine):
-    print("PATCHED", patched[0]); print("PRISTINE", pristine[0])
+    print("PATCHED", patched[0])
+    print("PRISTINE", pristine[0])
     assert 0
+
 
 @by_case("lora_merge", "lora_resume", fsdp="quick")
 def test_y(patched):
     print("PATCHED", patched[0])
     assert 0
+
 
 @by_case("lora_merge", fsdp="quick")
 def test_z(pristine):

@@ -97,6 +97,7 @@ def adapted_weights(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
+@torch.no_grad()
 def merge_in_fp32(weight: torch.Tensor, layer: Optional[torch.nn.Module]) -> torch.Tensor:
     """Return a copy of ``weight`` with the adapters of its LoRA layer added, in fp32; every rank must call it.
 
@@ -109,7 +110,7 @@ def merge_in_fp32(weight: torch.Tensor, layer: Optional[torch.nn.Module]) -> tor
     Raises:
         ValueError: the adapter is a DoRA, which scales the weight as well.
     """
-    merged = weight.detach().to(torch.float32, copy=True)
+    merged = weight.to(torch.float32, copy=True)
     if layer is None:
         return merged
     if len(layer.lora_magnitude_vector):

@@ -87,7 +87,7 @@ def plan_all(options: MemoryPlanOptions) -> dict[str, MemoryPlan]:
     for job in options.jobs:
         config = compose(job, Path("out"))
         check_supported(config)
-        validate(job, config, here=True)
+        validate(job, config, here=not config.actor_rollout_ref.model.lora_rank)  # for LoRA verl looks for its vLLM
         title = f"{job.experiment}, {job.objective}, {job.precision}"
         plans[title] = plan_job(config, options.memory_gib * GIB, options.length)
     return plans

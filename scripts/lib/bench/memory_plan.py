@@ -163,9 +163,11 @@ def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPla
     moments = {"rollout": idle | {"rollout's weights": server.weights, "KV cache": server.cache}}
     lora, merged = policy.lora_rank > 0, policy.lora_rank > 0 and bool(config.actor_rollout_ref.model.lora.get("merge"))
     policy_loaded = idle | {"weights": policy.weights + idle["weights"] - policy.idle["weights"]}
+    summoned = lora and not merged and policy.strategy == "fsdp" and policy.shards > 1  # to read the adapters
+    whole = BYTES[policy.base] * policy.parameters if summoned else 0
     moments["weights to the rollout"] = {  # FSDP2 sends from where the shards are, FSDP1 and LoRA from the GPU
         **(policy_loaded if policy.strategy == "fsdp" or lora else idle),
-        "gathered": (BYTES[policy.base] + 8 * merged) * shape.largest_tensor + bucket,  # in fp32: the change, the sum
+        "gathered": whole + (BYTES[policy.base] + 8 * merged) * shape.largest_tensor + bucket,  # change and sum: fp32
         "rollout's weights": server.weights,
     }
     scoring = replace(policy, tokens=scored_tokens(config, rollout, length))

@@ -118,7 +118,7 @@ def check_supported(config: "DictConfig") -> None:
         if (value := OmegaConf.select(config, key)) not in allowed:
             raise Refused(f"{key}={value}: plan-memory supports {' or '.join(map(str, allowed))}")
     model = config.actor_rollout_ref.model
-    if model.lora_rank and model.target_modules != "all-linear":
+    if model.target_modules != "all-linear":
         raise Refused(f"{ours}.model.target_modules={model.target_modules}: plan-memory supports all-linear")
     for key in ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ours}.rollout.tensor_model_parallel_size"):
         if (value := OmegaConf.select(config, key)) < 1:

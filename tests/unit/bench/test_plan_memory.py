@@ -278,7 +278,7 @@ def test_bad_input_is_refused(word, message, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.model.lora_rank=32", "plan-memory supports 0"),
+        ("actor_rollout_ref.model.target_modules=[q_proj]", "plan-memory supports all-linear"),
         (f"{ACTOR}.strategy=megatron", "plan-memory supports fsdp or "),
         ("critic.fsdp.fsdp_size=3", "must divide the 16 GPUs"),
         ("critic.fsdp.reshard_after_forward=False", "plan-memory supports True"),

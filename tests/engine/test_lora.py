@@ -25,7 +25,7 @@ def test_merged_weights_keep_small_adapters_and_the_base(patched, pristine):
             lost = rank[dtype].pop("lost")
             assert rank[dtype] == {"dtypes": ["float32"], "named_as_base": True, "repeats": True, "base_kept": True}
             assert lost < 1e-3
-    assert pristine[0]["bfloat16"]["lost"] == 1.0, "bf16 has no value between a weight and the next"
+    assert pristine[0]["bfloat16"]["lost"] > 0.9, "most lie below half the distance of two values of bf16"
 
 
 @by_case("lora_resume", fsdp="quick")

@@ -34,7 +34,7 @@ settings, state and metrics upstream does not have (its scaler: verl PRs #4036 a
 """
 
 from .accounting import StepAccounting, save_after_storm
-from .dtypes import Precision, check_engine_dtype, dtype_name, to_dtype
+from .dtypes import Precision, cast_parameters, check_engine_dtype, dtype_name, to_dtype
 from .gradients import first_nonfinite_gradient, gradient_norm
 from .keep_fp32 import check_keep_fp32, fp32_wrap_policy, keep_in_fp32, shard_in_fp32
 from .legacy import check_sft, check_workers, sft_precision, worker_scaler
@@ -52,6 +52,7 @@ __all__ = [
     "Precision",
     "StepAccounting",
     "adapted_weights",
+    "cast_parameters",
     "check_adapter",
     "check_engine_dtype",
     "check_keep_fp32",

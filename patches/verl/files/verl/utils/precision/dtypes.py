@@ -61,6 +61,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def cast_parameters(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast a model's parameters in place and leave its buffers: 16 bits would round RoPE's frequencies."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
 def check_engine_dtype(dtype: Optional[str], strategy: Optional[str]) -> str:
     """Return the full name of the dtype that an engine is to compute in; ``None`` is verl's default, bfloat16.
 

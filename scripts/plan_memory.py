@@ -87,7 +87,8 @@ def plan_all(options: MemoryPlanOptions) -> dict[str, MemoryPlan]:
     for job in options.jobs:
         config = compose(job, Path("out"))
         check_supported(config)
-        validate(job, config, here=True)
+        # For LoRA verl looks for vLLM, which needs the platform of a process of its own.
+        validate(job, config, here=not config.actor_rollout_ref.model.lora_rank)
         title = f"{job.experiment}, {job.objective}, {job.precision}"
         plans[title] = plan_job(config, options.memory_gib * GIB, options.length)
     return plans

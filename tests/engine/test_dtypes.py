@@ -51,8 +51,17 @@ def test_dtypes_and_loss_scaling_are_resolved(config, expected):
 )
 def test_unknown_and_contradicting_dtypes_are_refused_in_one_line(config, named):
     with pytest.raises(ValueError) as refusal:
-        Precision.resolve(engine_config(**config))
+        Precision.resolve(engine_config(**config), lora=False)
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_model_dtype_is_the_frozen_bases_with_lora():
+    for dtype in ("float16", "bfloat16"):
+        precision = Precision.resolve(engine_config(dtype=dtype, model_dtype=dtype), lora=True)
+        assert (precision.names()["base"], precision.names()["master"]) == (dtype, "float32")
+        assert Precision.resolve(engine_config(dtype=dtype, model_dtype=dtype)).compute == precision.compute
+    with pytest.raises(ValueError, match="model_dtype=fp16 with dtype=float16.*lora_rank"):
+        Precision.of_worker({"dtype": "float16", "model_dtype": "fp16"}, trained=True, lora=False)
 
 
 @pytest.mark.parametrize("strategy", ["torchtitan", "veomni", "automodel", "fsdp_turbo"])

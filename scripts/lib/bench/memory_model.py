@@ -26,7 +26,8 @@ class TrainedModel:
         shards: ranks that share the parameters.
         tokens: of a micro-batch on this rank, after sequence parallelism.
         micro_batches: per optimizer step.
-        compute, reduce, master: names of dtypes.
+        compute, reduce, base: names of dtypes; ``base`` is the weights', of which LoRA trains none.
+        lora_rank: of adapters on all projections, which are fp32 and alone trained; 0 without LoRA.
         device: ``cpu``, ``cuda`` or ``npu``.
         offload_params, offload_adam: whether they move to the host while another model, or the rollout, is at work.
         deferred: gradients are reduced after the last micro-batch only (``use_no_sync_for_gradient_accumulation``).
@@ -45,7 +46,8 @@ class TrainedModel:
     device: str
     checkpointing: bool
     reduce: str = "float32"
-    master: str = "float32"
+    base: str = "float32"
+    lora_rank: int = 0
     offload_params: bool = False
     offload_adam: bool = False
     deferred: bool = False
@@ -62,16 +64,30 @@ class TrainedModel:
         return self.shape.layers * self.shape.block + self.shape.embedding + self.shape.hidden + self.head
 
     @property
+    def adapters(self) -> int:
+        """Parameters of a layer's LoRA adapters."""
+        return self.shape.adapters(self.lora_rank)
+
+    @property
+    def trained(self) -> int:
+        return self.shape.layers * self.adapters if self.lora_rank else self.parameters
+
+    @property
     def weights(self) -> int:
-        """Bytes of this rank's shard of the master weights."""
-        return BYTES[self.master] * self.parameters // self.shards
+        """Bytes of this rank's shard of the weights, and of its fp32 adapters."""
+        return (BYTES[self.base] * self.parameters + 4 * self.shape.layers * self.adapters) // self.shards
+
+    @property
+    def adam(self) -> int:
+        """Bytes of this rank's shard of Adam's two moments."""
+        return 2 * (4 if self.lora_rank else BYTES[self.base]) * self.trained // self.shards
 
     @property
     def idle(self) -> dict[str, int]:
         """Return the parts that stay on the device while another model, or the rollout, is at work."""
         return {
             "weights": 0 if self.offload_params else self.weights,
-            "Adam": 0 if self.offload_adam else 2 * self.weights,
+            "Adam": 0 if self.offload_adam else self.adam,
         }
 
     @property
@@ -102,13 +118,21 @@ class TrainedModel:
         s, c, r, n = self.shape, BYTES[self.compute], BYTES[self.reduce], self.shards
         one, several = self.strategy == "fsdp", self.micro_batches > 1
         saved, again = self.activations()
-        gradients = r * self.parameters // n
+        # Parameters that are gathered, and those that have gradients.
+        block, outside = s.block + self.adapters, s.embedding + s.hidden + self.head
+        if self.lora_rank:
+            block_trained, embedding, head, outside_trained = self.adapters, 0, 0, 0
+            largest = self.lora_rank * max(s.hidden, s.query_width, s.intermediate)
+        else:
+            block_trained, embedding, head, outside_trained = block, s.embedding, self.head, outside
+            largest = max(embedding, head)
+        gradients = r * self.trained // n
         earlier = gradients if several else 0
         if self.deferred and several:  # unsharded: FSDP1 accumulates in the compute dtype, FSDP2 in the reduce dtype
-            earlier = (c if one else r) * self.parameters
-        outside = s.embedding + s.hidden + self.head
-        root = c * outside if one else 0  # FSDP1 keeps its outermost unit gathered until its gradient is computed
-        final = r * (outside if one else s.embedding)
+            earlier = (c if one else r) * self.trained
+        # FSDP1 keeps its outermost unit gathered until its gradient is computed
+        root, layer = c * outside * one * self.copied, c * block * self.copied
+        final = r * (outside_trained if one else embedding)
         renewed = final // n if several and not self.deferred else 0  # the new gradient beside the accumulated one
         in_loss = {
             "gradients": earlier,
@@ -117,29 +141,35 @@ class TrainedModel:
             "logits": self.logits + self.logit_elements * LOSS[self.device](c),
         }
         in_head = {  # its gradient is computed from the gradient of the logits while the last layer is gathered
-            "gradients": earlier + c * self.head,
-            "gathered": (root or c * self.head) + c * s.block,
+            "gradients": earlier + c * head,
+            "gathered": (root if one else c * self.head) + layer,
             "activations": saved,
             "logits": self.logits,
         }
         in_reduction = {
-            "gradients": earlier + c * self.head + (0 if one else r * self.head // n),
-            "gathered": root + c * s.block,
-            "reduced": 0 if one else r * self.head,
+            "gradients": earlier + c * head + (0 if one else r * head // n),
+            "gathered": root + layer,
+            "reduced": 0 if one else r * head,
             "activations": saved,
         }
         in_layer = {
-            "gradients": earlier + (c * self.head if one else r * self.head // n) + c * s.block,
-            "gathered": root + 2 * c * s.block,
-            "reduced": r * s.block if one else r * max(self.head, s.block),
+            "gradients": earlier + (c * head if one else r * head // n) + c * block_trained,
+            "gathered": root + 2 * layer,
+            "reduced": r * block_trained if one else r * max(head, block_trained),
             "activations": saved + again,
         }
-        in_embedding = {"gradients": gradients + renewed + (root if one else c * s.embedding), "reduced": final}
+        gathered = root if one and not self.lora_rank else c * embedding
+        in_embedding = {"gradients": gradients + renewed + gathered, "reduced": final}
         foreach = one and self.device != "cpu"
-        in_step = {"gradients": gradients, "reduced": gradients if foreach else r * max(s.embedding, self.head) // n}
+        in_step = {"gradients": gradients, "reduced": gradients if foreach else r * largest // n}
         moments = {"loss": in_loss, "head": in_head, "head, reduced": in_reduction, "layer": in_layer}
         moments |= {"embedding": in_embedding, "step": in_step}
-        return {name: {"weights": self.weights, "Adam": 2 * self.weights} | parts for name, parts in moments.items()}
+        return {name: {"weights": self.weights, "Adam": self.adam} | parts for name, parts in moments.items()}
+
+    @property
+    def copied(self) -> bool:
+        """Return whether FSDP gathers copies; FSDP1 on one rank computes with a base of the compute dtype itself."""
+        return self.shards > 1 or self.strategy != "fsdp" or self.base != self.compute
 
     def scoring_moments(self, entropy: bool) -> dict[str, dict[str, int]]:
         """Return the moments of a forward pass without backward, and the bytes of each part.
@@ -147,10 +177,13 @@ class TrainedModel:
         ``layers``: in the layers. ``words``: where log-probabilities, and the entropy, are computed from the logits.
         """
         s, c = self.shape, BYTES[self.compute]
-        root = c * (s.embedding + s.hidden + self.head) if self.strategy == "fsdp" else 0
+        root = c * (s.embedding + s.hidden + self.head) * self.copied if self.strategy == "fsdp" else 0
         layer = self.tokens * s.saved_bytes(c, self.device == "cpu" and self.compute == "float16")
         per_logit = max(ENTROPY if entropy else 0, {"cpu": 4, "cuda": 0, "npu": c}[self.device])
         return {
-            "layers": {"gathered": root + 2 * c * max(s.block, 0 if root else self.head), "activations": layer // 2},
+            "layers": {
+                "gathered": root + 2 * c * self.copied * max(s.block + self.adapters, 0 if root else self.head),
+                "activations": layer // 2,
+            },
             "words": {"gathered": root, "logits": self.logits + self.logit_elements * per_logit},
         }

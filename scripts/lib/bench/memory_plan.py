@@ -106,7 +106,6 @@ def check_supported(config: "DictConfig") -> None:
     ours, on_cpu = "actor_rollout_ref", config.trainer.device == "cpu"
     roles = {f"{ours}.actor": "fsdp_config"} | ({"critic": "fsdp"} if need_critic(config) else {})
     supported = {
-        f"{ours}.model.lora_rank": (0,),
         f"{ours}.model.enable_activation_offload": (False,),
         f"{ours}.actor.entropy_coeff": (0,),
         f"{ours}.actor.calculate_entropy": (False,),
@@ -118,6 +117,9 @@ def check_supported(config: "DictConfig") -> None:
     for key, allowed in supported.items():
         if (value := OmegaConf.select(config, key)) not in allowed:
             raise Refused(f"{key}={value}: plan-memory supports {' or '.join(map(str, allowed))}")
+    model = config.actor_rollout_ref.model
+    if model.target_modules != "all-linear":
+        raise Refused(f"{ours}.model.target_modules={model.target_modules}: plan-memory supports all-linear")
     for key in ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ours}.rollout.tensor_model_parallel_size"):
         if (value := OmegaConf.select(config, key)) < 1:
             raise Refused(f"{key}={value}: must be at least 1")
@@ -159,10 +161,13 @@ def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPla
     bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
     idle = {part: sum(model.idle[part] for model in models) for part in ("weights", "Adam")}
     moments = {"rollout": idle | {"rollout's weights": server.weights, "KV cache": server.cache}}
+    lora, merged = policy.lora_rank > 0, policy.lora_rank > 0 and bool(config.actor_rollout_ref.model.lora.get("merge"))
     policy_loaded = idle | {"weights": policy.weights + idle["weights"] - policy.idle["weights"]}
-    moments["weights to the rollout"] = {  # FSDP2 sends from where the shards are, FSDP1 from the GPU
-        **(policy_loaded if policy.strategy == "fsdp" else idle),
-        "gathered": BYTES[policy.master] * shape.largest_tensor + bucket,
+    summoned = lora and not merged and policy.strategy == "fsdp" and policy.shards > 1  # to read the adapters
+    whole = BYTES[policy.base] * policy.parameters if summoned else 0
+    moments["weights to the rollout"] = {  # FSDP2 sends from where the shards are, FSDP1 and LoRA from the GPU
+        **(policy_loaded if policy.strategy == "fsdp" or lora else idle),
+        "gathered": whole + (BYTES[policy.base] + 8 * merged) * shape.largest_tensor + bucket,  # change and sum: fp32
         "rollout's weights": server.weights,
     }
     scoring = replace(policy, tokens=scored_tokens(config, rollout, length))
@@ -258,7 +263,12 @@ def trained_model(config: "DictConfig", shape: ModelShape, length: int, critic: 
     role = config.critic if critic else config.actor_rollout_ref.actor
     engine, model = (role.fsdp, role.model) if critic else (role.fsdp_config, config.actor_rollout_ref.model)
     dtypes = {key: engine.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
-    precision = Precision.resolve(SimpleNamespace(**dtypes, strategy=role.strategy, forward_only=False))
+    lora_rank = 0 if critic else model.lora_rank
+    if lora_rank and shape.experts:
+        raise Refused(f"actor_rollout_ref.model.lora_rank={lora_rank}: plan-memory supports 0 for a mixture of experts")
+    precision = Precision.resolve(
+        SimpleNamespace(**dtypes, strategy=role.strategy, forward_only=False), lora=lora_rank > 0
+    )
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     # For a critic verl 0.9.1's trainer passes on this key only, which its yaml does not have.
     budget = role.get("ppo_infer_max_token_len_per_gpu", 32768) if critic else role.ppo_max_token_len_per_gpu
@@ -275,7 +285,8 @@ def trained_model(config: "DictConfig", shape: ModelShape, length: int, critic: 
         micro_batches=micro_batches,
         compute=dtype_name(precision.compute),
         reduce=dtype_name(precision.reduce),
-        master=dtype_name(precision.master),
+        base=dtype_name(precision.base),
+        lora_rank=lora_rank,
         device=config.trainer.device,
         checkpointing=model.enable_gradient_checkpointing,
         offload_params=engine.param_offload,

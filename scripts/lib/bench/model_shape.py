@@ -103,6 +103,11 @@ class ModelShape:
         mlp = 3 * self.hidden * self.intermediate * max(1, self.experts) + self.hidden * self.experts
         return attention + mlp + 2 * self.hidden
 
+    def adapters(self, rank: int) -> int:
+        """Return the parameters of LoRA adapters of this rank on all projections of one dense layer."""
+        attention = 2 * (self.hidden + self.query_width) + 2 * (self.hidden + self.key_width)
+        return rank * (attention + 3 * (self.hidden + self.intermediate))
+
     @property
     def total(self) -> int:
         """Parameters of the whole model."""

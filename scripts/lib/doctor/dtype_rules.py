@@ -20,6 +20,7 @@ SCORE = "worker-score-in-the-reward-models-dtype"
 EXPORT = "ckpt-export-in-the-training-dtype"
 KEEP = "fsdp-keep-named-modules-in-fp32"
 SKIP = "megatron-skip-an-overflow"
+LORA = "fsdp-train-lora-over-a-frozen-16-bit-base"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class SameAs:
-    """The dtype of another hop."""
+    """The dtype of another hop; a role's ``base`` is its master without LoRA."""
 
     hop: str
 
@@ -92,7 +93,7 @@ PARAM = Key("mixed_precision.param_dtype", under="mixed_precision", default="bfl
 REDUCE = Key("mixed_precision.reduce_dtype", under="mixed_precision", default="float32")
 MASTER, DTYPE, ROLLOUT = Key("model_dtype"), Key("dtype"), Key("actor_rollout_ref.rollout.dtype")
 BF16, FP32 = Fixed("bfloat16"), Fixed("float32")
-SHARDS = Sharded("bfloat16", "actor.master")
+SHARDS = Sharded("bfloat16", "actor.base")
 POLICY, TRAINED = ("actor", "ref"), ("actor", "critic")
 
 WORKERS, DP_ACTOR, DP_CRITIC = "workers/fsdp_workers.py", "workers/actor/dp_actor.py", "workers/critic/dp_critic.py"
@@ -147,6 +148,8 @@ RULES = (
          'self.config.model.fsdp_config.get("model_dtype", "fp32")', (MASTER, FP32)),
     Rule("{role}.master", "engine", ENGINE, "0.6.0:189 0.6.1:189 0.7.0:201 0.7.1:219 0.8.0:234 0.9.0:239 0.9.1:258",
          ENGINE_LOADED, (MASTER, FP32), roles=TRAINED),
+    Rule("{role}.adapters", "engine", ENGINE, "0.9.0:362 0.9.1:381", "param.data = param.data.to(base_dtype)",
+         (SameAs("{role}.base"),), LORA, TRAINED),
     Rule("critic.compute", "engine", OLD_ENGINE, "0.5.0:277", "param_dtype = torch.bfloat16", (PARAM, BF16), COMPUTE),
     Rule("{role}.compute", "engine", ENGINE, "0.6.0:267 0.6.1:285 0.7.0:297 0.7.1:316 0.8.0:352 0.9.0:378 0.9.1:397",
          "param_dtype = torch.bfloat16", (PARAM, BF16), COMPUTE, (*POLICY, "critic")),
@@ -174,11 +177,11 @@ RULES = (
          "PrecisionType.to_dtype(self.engine_config.dtype)", (DTYPE,), roles=(*POLICY, "critic")),
     # The wire: the weights as they leave for the rollout.
     Rule("wire", "worker", "workers/sharding_manager/fsdp_vllm.py", "0.4.1:168 0.5.0:206",
-         "params = self.module.state_dict()", (SameAs("actor.master"),)),
+         "params = self.module.state_dict()", (SameAs("actor.base"),)),
     Rule("wire", "worker", WORKERS, "0.6.0:657 0.6.1:672 0.7.0:697 0.7.1:771",
-         "params = self.actor_module_fsdp.state_dict()", (SameAs("actor.master"),)),
+         "params = self.actor_module_fsdp.state_dict()", (SameAs("actor.base"),)),
     Rule("wire", "engine", ENGINE, "0.7.0:656 0.9.0:988 0.9.1:1016", "params = self.module.state_dict()",
-         (SameAs("actor.master"),)),
+         (SameAs("actor.base"),)),
     Rule("wire", "engine", ENGINE, "0.7.1:770 0.8.0:841", ".full_tensor().to(torch.bfloat16, non_blocking=True)",
          (SHARDS,), SEND),
     Rule("wire", "merged LoRA", ENGINE, "0.8.0:841 0.9.0:1054 0.9.1:1082",

@@ -25,7 +25,7 @@ from lib.errors import Refused
 WORKER = re.compile(r"(WorkerDict|FusedWorker\w*|[A-Z]\w*Worker)_\d+:\d+$")
 SERVER = re.compile(r"^(vllm|sglang|trtllm)_?server_\d+_\d+|^async_llm_server_\d+$")
 PROGRESS_EVERY_S = 15.0
-KINDS = ("master", "compute", "reduce", "optimizer", "autocast", "weights", "kv_cache")
+KINDS = ("master", "base", "compute", "reduce", "optimizer", "autocast", "weights", "kv_cache")
 
 # --- in the worker's process: these go there by value, and verl is that process's ------------------------------------
 
@@ -91,11 +91,13 @@ def model_dtypes(role: str, part: Any) -> dict:
         policy = module._get_fsdp_state()._mp_policy
     else:
         return {"role": role, "compute": f"unknown: {type(part).__name__} is not FSDP's"}
+    by_training = {parameter.requires_grad: parameter.dtype for parameter in module.parameters()}
     states = optimizer.state.values() if optimizer else ()
     scaler = attributes.get("scaler")
     return {
         "role": role,
-        "master": dtype_text(next(module.parameters()).dtype),
+        "master": dtype_text(by_training.get(True)),
+        "base": dtype_text(by_training.get(False)),  # below LoRA adapters
         "compute": dtype_text(policy.param_dtype),
         "reduce": dtype_text(policy.reduce_dtype),
         "autocast": autocast_dtype(attributes),

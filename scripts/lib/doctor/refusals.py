@@ -75,7 +75,7 @@ def check_patched(resolver: DtypeResolver) -> None:
             scaler = {key: value for key, value in (node.get("grad_scaler") or {}).items() if key != "_target_"}
             module.GradScalerConfig(**scaler)
             module.check_engine_dtype(node.get("dtype"), node.get("strategy"))
-            compute = module.dtype_name(resolver.precision(role).compute)
+            compute = module.dtype_name(module.Precision.resolve(resolver.engine_config(role)).compute)
             module.check_keep_fp32(node.get("keep_fp32_modules", []), strategy)
         else:
             compute = module.check_engine_dtype(node.get("dtype"), strategy)
@@ -83,6 +83,8 @@ def check_patched(resolver: DtypeResolver) -> None:
         if role != "ref":
             name = resolver.engine_node(role).rpartition(".")[2]
             module.check_role_dtype(config.get(f"{ROLES[role]}.dtype"), name, engine)
+            made = SimpleNamespace(strategy=strategy, engine=resolver.engine_config(role))
+            module.check_master_dtype(ROLES[role], made, int(resolver.trains_adapters(role)))
     module.check_rollout_dtype(config.get(f"{ROLLOUT}.dtype"))
 
 

@@ -19,9 +19,17 @@ from lib.run.vllm_float16 import float16_support
 from lib.server_dtypes import SERVER_SPELLINGS
 
 HOPS = (
-    *(f"actor.{what}" for what in ("master", "compute", "autocast", "reduce", "optimizer", "logits")),
+    *(f"actor.{what}" for what in ("master", "base", "compute", "autocast", "reduce", "optimizer", "logits")),
     *("wire", "rollout.weights", "rollout.kv_cache", "rollout.logits"),
-    *("ref.compute", "ref.autocast", "critic.master", "critic.compute", "critic.autocast", "critic.reduce"),
+    *(
+        "ref.compute",
+        "ref.autocast",
+        "critic.master",
+        "critic.base",
+        "critic.compute",
+        "critic.autocast",
+        "critic.reduce",
+    ),
     *("reward_model.compute", "hf_export"),
 )
 ROLES = {
@@ -37,6 +45,7 @@ SPELLINGS = {
 }
 KV_SPELLINGS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 SIXTEEN_BITS = ("float16", "bfloat16")
+TRAINED = ("actor", "critic")
 FSDP, FSDP_IMPLEMENTATIONS = ("fsdp", "fsdp2"), ("worker", "engine")
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 # torch's defaults, with the growth interval that upstream's line sets (torch.amp.GradScaler).
@@ -174,9 +183,10 @@ class DtypeResolver:
             if isinstance(source, Fixed):
                 return source.dtype
             if isinstance(source, Sharded):
-                return source.dtype if self.sharded(role) else self.effective_dtype(source.hop)
+                return source.dtype if self.sharded(role) else self.base(role)
             if isinstance(source, SameAs):
-                return self.effective_dtype(source.hop.format(role=role))
+                hop = source.hop.format(role=role)
+                return self.base(role) if hop == f"{role}.base" else self.effective_dtype(hop)
             parent = "" if source.path.startswith("actor_rollout_ref") else f"{self.engine_node(role)}."
             if source.under and self.config.has(parent + source.under):
                 node = self.config.get(parent + source.under)
@@ -188,13 +198,31 @@ class DtypeResolver:
 
     def precision(self, role: str) -> Any:
         """Return the ``Precision`` that the tree's own module resolves from the config of the role's engine."""
-        module, node = self.tree.precision, dict(self.config.get(self.engine_node(role), {}))
-        trained = role in ("actor", "critic")
+        precision, lora = self.tree.precision.Precision, self.trains_adapters(role)
         if self.legacy:
-            return module.Precision.of_worker(node, trained)
+            return precision.of_worker(dict(self.config.get(self.engine_node(role), {})), role in TRAINED, lora)
+        return precision.resolve(self.engine_config(role), lora)
+
+    def engine_config(self, role: str) -> SimpleNamespace:
+        """Return what a tree's module reads of the config of the role's engine."""
+        node = dict(self.config.get(self.engine_node(role), {}))
         fields = {key: node.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
         strategy = self.config.get(f"{ROLES[role]}.strategy")
-        return module.Precision.resolve(SimpleNamespace(**fields, strategy=strategy, forward_only=not trained))
+        return SimpleNamespace(**fields, strategy=strategy, forward_only=role not in TRAINED)
+
+    def trains_adapters(self, role: str) -> bool:
+        """Return whether a trained role's worker has LoRA adapters."""
+        model = {"actor": MODEL, "critic": "critic.model"}.get(role)
+        if model is None or not self.on_fsdp(role):
+            return False
+        by_path = (
+            self.legacy and self.release.has("lora_adapter_path") and self.config.has(f"{model}.lora_adapter_path")
+        )
+        return self.config.get(f"{model}.lora_rank", 0) > 0 or by_path
+
+    def base(self, role: str) -> str:
+        """Return the dtype in which a trained role's model is loaded: the master's, or that below the adapters."""
+        return self.effective_dtype(f"{role}.{'base' if self.trains_adapters(role) else 'master'}")
 
     def decide(self, name: str, implementation: str, role: str, patched: Callable[[], str]) -> tuple[str, str]:
         """Return a hop's effective dtype and the reason: by its rule, or by ``patched`` where a patch changed that."""
@@ -251,8 +279,17 @@ class DtypeResolver:
             if self.tree.precision and not self.legacy and kept:
                 return Hop("float32", self.config.user_values([key]), "the head is kept in fp32")
             return Hop(self.effective_dtype(f"{role}.autocast"), {}, "the head runs under autocast")
+        lora = self.trains_adapters(role)
+        if what == "base" and not lora:
+            return Hop(None, {}, "no LoRA adapters")
+        if what == "master" and lora:
+            if rule_for(f"{role}.adapters", implementation, self.tree.table) is None:
+                return Hop("float32", {}, "peft's adapters over a base in 16 bits")
+            dtype, reason = self.decide(f"{role}.adapters", implementation, role, lambda: "float32")
+            return Hop(dtype, {}, reason)
         keys = {
             "master": [f"{node}.model_dtype"],
+            "base": [f"{node}.model_dtype"],
             "reduce": [f"{node}.mixed_precision.reduce_dtype"],
         }.get(what, self.dtype_keys(role))
         field = "compute" if what == "autocast" else what
@@ -260,7 +297,8 @@ class DtypeResolver:
         def patched() -> str:
             return str(getattr(self.precision(role), field)).removeprefix("torch.")
 
-        dtype, reason = self.decide(f"{role}.{what}", implementation, role, patched)
+        rule = f"{role}.{'master' if what == 'base' else what}"  # the line that loads the model
+        dtype, reason = self.decide(rule, implementation, role, patched)
         return Hop(dtype, self.config.user_values(keys), reason)
 
     def reward_server_key(self) -> str | None:
@@ -287,7 +325,7 @@ class DtypeResolver:
 
         def patched() -> str:
             if sender in (*FSDP_IMPLEMENTATIONS, "merged LoRA"):
-                return self.effective_dtype("actor.master")
+                return "float32" if sender == "merged LoRA" else self.base("actor")
             value = self.config.get(f"{ROLLOUT}.checkpoint_engine.engine_kwargs.{sender}.rollout_dtype")
             dtype = server_dtype(value or self.config.get(f"{ROLLOUT}.dtype"))
             return dtype if dtype != UNKNOWN else "bfloat16"  # auto leaves the engine's own default
@@ -345,8 +383,9 @@ class DtypeResolver:
         key = f"{ROLLOUT}.dtype"
         dtype, reason = self.decide("rollout.logits", "hf", "actor", lambda: dtype_name(self.config.get(key)))
         if what == "weights" and dtype != UNKNOWN:
-            gathered = "compute" if self.config.get("actor_rollout_ref.actor.strategy") == "fsdp2" else "master"
-            return Hop(self.effective_dtype(f"actor.{gathered}"), {}, "the actor's own, as FSDP gathers them")
+            fsdp2 = self.config.get("actor_rollout_ref.actor.strategy") == "fsdp2"
+            gathered = self.effective_dtype("actor.compute") if fsdp2 else self.base("actor")
+            return Hop(gathered, {}, "the actor's own, as FSDP gathers them")
         return Hop(dtype, self.config.user_values([key]), reason)
 
     def kv_cache(self, name: str, weights: str) -> Hop:

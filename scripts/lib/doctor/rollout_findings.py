@@ -70,6 +70,6 @@ def lossy_wire(resolver: DtypeResolver) -> Iterator[Finding]:
 
 
 def wire_is_lossy(resolver: DtypeResolver) -> bool:
-    """Return whether the wire rounds the masters to 16 bits other than the rollout's."""
-    wire, weights, master = (resolver.effective_dtype(name) for name in ("wire", "rollout.weights", "actor.master"))
-    return wire in SIXTEEN_BITS and wire not in (weights, master) and weights in SPELLINGS
+    """Return whether the wire rounds the actor's weights to 16 bits other than the rollout's."""
+    wire, weights = (resolver.effective_dtype(name) for name in ("wire", "rollout.weights"))
+    return wire in SIXTEEN_BITS and wire not in (weights, resolver.base("actor")) and weights in SPELLINGS

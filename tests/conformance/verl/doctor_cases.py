@@ -81,7 +81,10 @@ def observe_role(role: str, given: Given, config) -> tuple[dict, dict | None]:
         return {"reward_model.compute": scored_in(config)}, None
     with refused_in(role):
         worker = made(role, config)
-    hops = {"master": name(next(worker.module.parameters()).dtype), "reduce": reduced_in(worker.module)}
+    by_training = {parameter.requires_grad: name(parameter.dtype) for parameter in worker.module.parameters()}
+    hops = {"master": by_training.get(True), "reduce": reduced_in(worker.module)}
+    if role != "ref" and False in by_training:  # LoRA
+        hops["base"] = by_training[False]
     scaler = settings(worker.scaler) if role != "ref" else None
     # Sharding managers import a vLLM that has no CPU build.
     if role == "actor" and not RELEASE.has("sharding_manager") and "hf" not in given.more:

@@ -74,6 +74,16 @@ CONFIGS = {
     # Masters.
     "fp16_masters_in_fp16": Given(f"+precision=fp16 ++{ACTOR}.{FSDP}.model_dtype=fp16", ALONE),
     "bf16_masters": Given(f"++{ACTOR}.{FSDP}.model_dtype=bf16 ++{{critic}}.model_dtype=bf16"),
+    "lora_base_in_fp16": Given(
+        f"+precision=fp16 ++{ACTOR}.{FSDP}.model_dtype=fp16 actor_rollout_ref.model.lora_rank=4"
+        " actor_rollout_ref.model.target_modules=all-linear",
+        ALONE,
+    ),
+    "lora_base_in_bf16": Given(
+        f"++{ACTOR}.{FSDP}.model_dtype=bf16 actor_rollout_ref.model.lora_rank=4"
+        " actor_rollout_ref.model.target_modules=all-linear",
+        ALONE,
+    ),
     # The rollout.
     "rollout_alone": Given(f"{ROLLOUT}.dtype=float16", ALONE),
     "rollout_alone_fsdp2": Given(f"{ROLLOUT}.dtype=float16 {ACTOR}.strategy=fsdp2", ALONE),  # 0.8.0's wire
@@ -126,6 +136,7 @@ COVERS = {
     "role_against_engine": "keys that contradict",
     "fp16_masters_in_fp16": "masters that a driver refuses",
     "bf16_masters": "model_dtype",
+    "lora_base_in_fp16": "the frozen base under LoRA adapters",
     "rollout_alone_fsdp2": "the wire of shards to an fp16 rollout",
     "rollout_auto": "the rollout's own spellings",
     "hf_rollout": "the rollout that samples from the actor's module",

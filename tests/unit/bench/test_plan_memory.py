@@ -208,6 +208,9 @@ def test_plan_follows_the_configuration():
     assert full.moments["actor, loss"]["logits"] == 2 * padded.moments["actor, loss"]["logits"], "sdpa keeps padding"
     assert full.moments["actor, loss"]["weights"] == usual.moments["actor, loss"]["weights"], "masters are fp32 in all"
     assert changed(PRECISION="bf16_train_fp16_infer").moments == usual.moments
+    lora = changed("actor_rollout_ref.model.lora_rank=32", f"++{ACTOR}.fsdp_config.model_dtype=fp16").moments
+    for part, share in (("weights", 0.53), ("Adam", 0.02), ("gradients", 0.02)):
+        assert 0 < lora["actor, step"][part] < share * usual.moments["actor, step"][part]
     for offload, part, other in (("param_offload", "weights", "Adam"), ("optimizer_offload", "Adam", "weights")):
         gone = changed(f"{ACTOR}.fsdp_config.{offload}=true").moments
         assert (gone["rollout"][part], gone["rollout"][other]) == (0, usual.moments["rollout"][other])
@@ -278,7 +281,7 @@ def test_bad_input_is_refused(word, message, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.model.lora_rank=32", "plan-memory supports 0"),
+        ("actor_rollout_ref.model.target_modules=q_proj", "plan-memory supports all-linear"),
         (f"{ACTOR}.strategy=megatron", "plan-memory supports fsdp or "),
         ("critic.fsdp.fsdp_size=3", "must divide the 16 GPUs"),
         ("critic.fsdp.reshard_after_forward=False", "plan-memory supports True"),

@@ -49,7 +49,7 @@ EXPORT = {"hf_export": "*makes bfloat16 of a model trained in float16*"}
 BFLOAT16 = "actor.compute actor.autocast actor.logits critic.compute critic.autocast hf_export"
 BFLOAT16 += " rollout.weights rollout.kv_cache rollout.logits"
 FLOAT32 = "actor.master actor.reduce actor.optimizer critic.master critic.reduce wire"
-DEFAULT = dict.fromkeys(("ref.compute", "ref.autocast", "reward_model.compute"))
+DEFAULT = dict.fromkeys(("ref.compute", "ref.autocast", "reward_model.compute", "actor.base", "critic.base"))
 DEFAULT |= dict.fromkeys(BFLOAT16.split(), "bfloat16") | dict.fromkeys(FLOAT32.split(), "float32")
 
 
@@ -206,6 +206,13 @@ WIRE_AND_ROLLOUT = (
     # FSDP1 on one worker sends whole tensors.
     Case("whole weights", ROUNDING, "unpatched", "trainer.n_gpus_per_node=1", "wire=float32"),
     Case("two nodes", ROUNDING, "unpatched", "trainer.n_gpus_per_node=1 trainer.nnodes=2", "wire=bfloat16"),
+    Case("adapters over a base in fp16", ALL, "patched",
+         "+precision=fp16 ++{engine}.model_dtype=fp16 actor_rollout_ref.model.lora_rank=4",
+         "actor.master=float32 actor.base=float16 actor.optimizer=float32 wire=float16", "agree"),
+    Case("adapters cast to a base in bf16", ("0.9.0", "0.9.1"), "unpatched",
+         "{engine}.model_dtype=bf16 actor_rollout_ref.model.lora_rank=4",
+         "actor.master=bfloat16 actor.base=bfloat16 actor.optimizer=bfloat16", "agree",
+         effect={"{engine}.model_dtype": "*"}),
     Case("merged adapters", C, "unpatched",
          "++actor_rollout_ref.model.lora.rank=4 ++actor_rollout_ref.model.lora.merge=true", "wire=bfloat16"),
     *(Case(f"{engine}{which}", NEW, state, f"{{rollout}}.checkpoint_engine.backend={engine} {words}", f"wire={wire}")

@@ -34,16 +34,16 @@ settings, state and metrics upstream does not have (its scaler: verl PRs #4036 a
 """
 
 from .accounting import StepAccounting, save_after_storm
-from .dtypes import Precision, check_engine_dtype, dtype_name, to_dtype
+from .dtypes import Precision, cast_parameters, check_engine_dtype, dtype_name, to_dtype
 from .gradients import first_nonfinite_gradient, gradient_norm
 from .keep_fp32 import check_keep_fp32, fp32_wrap_policy, keep_in_fp32, shard_in_fp32
 from .legacy import check_sft, check_workers, sft_precision, worker_scaler
 from .megatron import megatron_scaler
-from .reporting import patch_stamp, report
+from .reporting import patch_stamp, report, stored_dtypes
 from .rewards import check_rewards
-from .roles import check_role_dtype, check_rollout_dtype
+from .roles import check_master_dtype, check_role_dtype, check_rollout_dtype
 from .scaler import GradScalerConfig, LossScaleError, LossScaler, load_scaler_state
-from .wire import check_adapter, set_wire_dtype, wire_kwargs
+from .wire import adapted_weights, check_adapter, merge_in_fp32, set_wire_dtype, wire_kwargs
 
 __all__ = [
     "GradScalerConfig",
@@ -51,9 +51,12 @@ __all__ = [
     "LossScaler",
     "Precision",
     "StepAccounting",
+    "adapted_weights",
+    "cast_parameters",
     "check_adapter",
     "check_engine_dtype",
     "check_keep_fp32",
+    "check_master_dtype",
     "check_rewards",
     "check_role_dtype",
     "check_rollout_dtype",
@@ -66,12 +69,14 @@ __all__ = [
     "keep_in_fp32",
     "load_scaler_state",
     "megatron_scaler",
+    "merge_in_fp32",
     "patch_stamp",
     "report",
     "save_after_storm",
     "set_wire_dtype",
     "sft_precision",
     "shard_in_fp32",
+    "stored_dtypes",
     "to_dtype",
     "wire_kwargs",
     "worker_scaler",

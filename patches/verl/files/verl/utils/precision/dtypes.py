@@ -61,6 +61,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def cast_parameters(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast a model's parameters in place and leave its buffers: 16 bits would round RoPE's frequencies."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
 def check_engine_dtype(dtype: Optional[str], strategy: Optional[str]) -> str:
     """Return the full name of the dtype that an engine is to compute in; ``None`` is verl's default, bfloat16.
 
@@ -85,6 +92,7 @@ class Precision:
         reduce: dtype of the gradient reduction.
         buffer: dtype of FSDP1's buffers.
         master: dtype of the parameters that the optimizer updates, and of its state.
+        base: dtype in which the model is loaded: the master's, or with LoRA that of the frozen weights.
         loss_scaling: whether the loss is scaled (trained in fp16).
     """
 
@@ -92,13 +100,18 @@ class Precision:
     reduce: torch.dtype
     buffer: torch.dtype
     master: torch.dtype
+    base: torch.dtype
     loss_scaling: bool
 
     @classmethod
-    def resolve(cls, engine_config: Any) -> "Precision":
+    def resolve(cls, engine_config: Any, lora: Optional[bool] = None) -> "Precision":
         """Resolve an FSDP engine's config (``FSDPEngineConfig`` or anything with its attributes).
 
         ``mixed_precision.param_dtype`` wins where it is set, ``dtype`` decides otherwise.
+
+        Args:
+            lora: whether LoRA adapters are trained in place of the weights: they are fp32 masters, and ``model_dtype``
+                is the base's. None where only the engine's config is known: its master weights are not checked then.
 
         Raises:
             ValueError: a dtype is unknown; ``dtype`` and ``param_dtype`` contradict each other; the engine has no loss
@@ -116,35 +129,38 @@ class Precision:
 
         trained = not engine_config.forward_only
         if engine_config.model_dtype is None:
-            master = torch.float32 if trained else compute
+            base = torch.float32 if trained else compute
         else:
-            master = to_dtype(engine_config.model_dtype, "model_dtype")
-        if trained and compute == torch.float16 and master != torch.float32:
+            base = to_dtype(engine_config.model_dtype, "model_dtype")
+        if trained and lora is False and compute == torch.float16 and base != torch.float32:
             raise ValueError(
                 f"model_dtype={engine_config.model_dtype} with dtype=float16 makes the optimizer's weights half "
-                "precision, and AdamW then turns them to NaN: set model_dtype=fp32"
+                "precision, and AdamW then turns them to NaN: set model_dtype=fp32, or train LoRA adapters, which stay "
+                "fp32 (model.lora_rank)"
             )
         return cls(
             compute=compute,
             reduce=to_dtype(mixed.get("reduce_dtype") or torch.float32, "mixed_precision.reduce_dtype"),
             buffer=to_dtype(mixed.get("buffer_dtype") or torch.float32, "mixed_precision.buffer_dtype"),
-            master=master,
+            master=torch.float32 if lora else base,
+            base=base,
             loss_scaling=trained and compute == torch.float16,
         )
 
     @classmethod
-    def of_worker(cls, fsdp_config: Mapping[str, Any], trained: bool) -> "Precision":
+    def of_worker(cls, fsdp_config: Mapping[str, Any], trained: bool, lora: Optional[bool] = None) -> "Precision":
         """Resolve the ``fsdp_config`` of a worker of verl up to 0.7.1.
 
         Args:
             fsdp_config: a ``DictConfig`` or a dataclass with ``get``; a missing key has verl's default.
             trained: whether the worker has an optimizer for this model.
+            lora: as in :meth:`resolve`.
 
         Raises:
             ValueError: as :meth:`resolve`.
         """
         read = {key: fsdp_config.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
-        return cls.resolve(SimpleNamespace(**read, strategy=None, forward_only=not trained))
+        return cls.resolve(SimpleNamespace(**read, strategy=None, forward_only=not trained), lora)
 
     def autocast(self, device: str) -> torch.autocast:
         """Return autocast to ``compute`` on a device type; disabled in fp32, which it could only lower."""

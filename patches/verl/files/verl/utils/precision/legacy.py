@@ -29,11 +29,12 @@ from .roles import check_role_dtype, check_rollout_dtype
 from .scaler import GradScalerConfig, LossScaler
 
 # The roles: key of each in the config, key of its FSDP engine below that, whether it is trained.
+# Role, the engine's key below it, the key of its model, and whether it is trained.
 _WORKERS = (
-    ("actor_rollout_ref.actor", "fsdp_config", True),
-    ("actor_rollout_ref.ref", "fsdp_config", False),
-    ("critic", "model.fsdp_config", True),
-    ("reward_model", "model.fsdp_config", False),
+    ("actor_rollout_ref.actor", "fsdp_config", "actor_rollout_ref.model", True),
+    ("actor_rollout_ref.ref", "fsdp_config", "actor_rollout_ref.model", False),
+    ("critic", "model.fsdp_config", "critic.model", True),
+    ("reward_model", "model.fsdp_config", "reward_model.model", False),
 )
 
 
@@ -64,7 +65,7 @@ def check_workers(config: Mapping[str, Any]) -> None:
         ValueError: the message names the key, its value and what is allowed.
     """
     model_engine = config["trainer"].get("use_legacy_worker_impl") == "disable"
-    for role, fsdp_key, trained in _WORKERS:
+    for role, fsdp_key, model_key, trained in _WORKERS:
         worker = _select(config, role)
         if worker is None or _select(worker, "strategy") is None:
             continue  # a release without this worker
@@ -78,7 +79,7 @@ def check_workers(config: Mapping[str, Any]) -> None:
             continue
         engine = _select(worker, fsdp_key) or {}
         with _below(f"{role}.{fsdp_key}"):
-            precision = Precision.of_worker(engine, trained)
+            precision = Precision.of_worker(engine, trained, _trains_adapters(_select(config, model_key) or {}))
             _scaler_settings(engine)
         with _below(role):
             if model_engine:
@@ -89,6 +90,10 @@ def check_workers(config: Mapping[str, Any]) -> None:
         check_rollout_dtype(rollout["dtype"])
         if rollout.get("name") == "hf":
             _check_hf_rollout(rollout["dtype"], config["actor_rollout_ref"]["actor"])
+
+
+def _trains_adapters(model: Mapping[str, Any]) -> bool:
+    return model.get("lora_rank", 0) > 0 or model.get("lora_adapter_path") is not None
 
 
 def _check_wire(dtype: Optional[str], fsdp_key: str, precision: Precision) -> None:
@@ -111,7 +116,8 @@ def sft_precision(config: Mapping[str, Any]) -> Precision:
     Raises:
         ValueError: as :meth:`Precision.resolve`; ``dtype`` and ``model.fsdp_config`` contradict each other.
     """
-    precision = Precision.of_worker(config["model"]["fsdp_config"], trained=True)
+    model = config["model"]
+    precision = Precision.of_worker(model["fsdp_config"], trained=True, lora=_trains_adapters(model))
     _check_wire(config["dtype"], "model.fsdp_config", precision)
     return precision
 

@@ -17,6 +17,10 @@ import json
 from pathlib import Path
 from typing import Any, Optional
 
+import torch
+
+from .dtypes import dtype_name
+
 
 def patch_stamp() -> Optional[dict[str, str]]:
     """Return the stamp that ``patchset.py apply`` wrote (``release``, ``stack``, ``tree``), ``None`` without one."""
@@ -35,3 +39,10 @@ def report(role: str, rank: int, **facts: Any) -> None:
     line = json.dumps({"role": role, "rank": rank, **facts, "stamp": patch_stamp()})
     # One write: the lines of ranks that share an output would run into each other.
     print(f"[verl-precision] {line}\n", end="", flush=True)
+
+
+def stored_dtypes(module: torch.nn.Module) -> dict[str, str]:
+    """Return the dtypes of a sharded model's parameters: the trained ones (``master``), and the first (``base``)."""
+    first = next(module.parameters())
+    trained = next((parameter for parameter in module.parameters() if parameter.requires_grad), first)
+    return {"master": dtype_name(trained.dtype), "base": dtype_name(first.dtype)}

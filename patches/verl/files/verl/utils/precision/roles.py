@@ -15,7 +15,7 @@
 
 from typing import Any, Optional
 
-from .dtypes import check_engine_dtype, to_dtype
+from .dtypes import Precision, check_engine_dtype, to_dtype
 
 
 def check_role_dtype(dtype: Optional[str], engine_key: str, engine_config: Any) -> None:
@@ -35,6 +35,24 @@ def check_role_dtype(dtype: Optional[str], engine_key: str, engine_config: Any) 
             f"set dtype alone, which {engine_key}.dtype follows (the dtype of ref and critic is the actor's until set)"
         )
     check_engine_dtype(engine_config.dtype, engine_config.strategy)
+
+
+def check_master_dtype(role: str, role_config: Any, lora_rank: int) -> None:
+    """Refuse, in the driver, half-precision master weights in fp16, which the base below LoRA adapters alone may have.
+
+    Args:
+        role: e.g. ``actor_rollout_ref.actor``, for the message.
+        role_config: an actor's or critic's dataclass, with its ``strategy`` and ``engine``.
+        lora_rank: of the role's model; 0 without adapters.
+
+    Raises:
+        ValueError: as :meth:`Precision.resolve`.
+    """
+    if role_config.strategy in ("fsdp", "fsdp2"):
+        try:
+            Precision.resolve(role_config.engine, lora=lora_rank > 0)
+        except ValueError as error:
+            raise ValueError(f"{role}: {error}") from error
 
 
 def check_rollout_dtype(dtype: str) -> None:

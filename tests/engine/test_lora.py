@@ -1,0 +1,33 @@
+"""LoRA over a frozen base in 16 bits, with verl's engine on gloo ranks."""
+
+from support.engine_rows import by_case
+
+
+@by_case("lora_dtypes", fsdp="quick")
+def test_adapters_are_fp32_masters_over_a_frozen_base_in_16_bits(patched, pristine):
+    """Each computes what it would over a base in fp32, which FSDP rounds alike, to the bit."""
+    full = dict.fromkeys(("adapters", "adam", "gradients"), ["float32"])
+    for rank in patched:
+        for dtype in ("float16", "bfloat16"):
+            result = rank[dtype]
+            assert result["dtypes"] == full | {"base": [dtype]}
+            assert result["as_over_fp32"], (result["norms"], result["norms_over_fp32"])
+            assert result["base_kept"] and result["moved"]
+    for rank in pristine:
+        assert set(map(str, rank["bfloat16"]["dtypes"].values())) == {"['bfloat16']"}
+        assert not rank["bfloat16"]["as_over_fp32"]
+
+
+@by_case("lora_merge", fsdp="quick")
+def test_merged_weights_keep_small_adapters_and_the_base(patched, pristine):
+    for rank in patched:
+        for dtype in ("float16", "bfloat16"):
+            lost = rank[dtype].pop("lost")
+            assert rank[dtype] == {"dtypes": ["float32"], "named_as_base": True, "repeats": True, "base_kept": True}
+            assert lost < 1e-3
+    assert pristine[0]["bfloat16"]["lost"] > 0.9, "most lie below half the distance of two values of bf16"
+
+
+@by_case("lora_resume", fsdp="quick")
+def test_lora_over_fp16_resumes_to_the_bit(patched):
+    assert patched == [{"loaded": True, "next_step": True}] * 2

@@ -13,7 +13,6 @@ from datetime import timedelta
 
 import checkpoint_cases
 import dtype_cases
-import moe_cases
 import scaler_cases
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from support.waiting import STUCK_S
 
 from verl.utils.device import get_device_name
 
-MODULES = [checkpoint_cases, dtype_cases, moe_cases, scaler_cases, wire_cases]
+MODULES = [checkpoint_cases, dtype_cases, scaler_cases, wire_cases]
 if PATCHED:
     import flowrl_cases
 

@@ -16,7 +16,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -25,10 +25,13 @@ from .keep_fp32 import star
 _KEY = "keep_fp32_modules"
 
 
-def engine_kwargs_with_routers(engine_kwargs: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
+def engine_kwargs_with_routers(engine_kwargs: Mapping[str, Any], patterns: Optional[Sequence[str]]) -> dict[str, Any]:
     """Return vLLM's arguments with ``patterns`` in ``additional_config``.
 
     vLLM carries this dictionary to its workers, and its value is part of the key of vLLM's compile cache.
+
+    Args:
+        patterns: ``rollout.keep_fp32_modules``; ``None`` where the actor has no such key, as under Megatron.
     """
     if not patterns:
         return dict(engine_kwargs)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from precision import check_keep_fp32, keep_in_fp32
+from precision import check_keep_fp32, engine_kwargs_with_routers, fp32_parameters, keep_in_fp32
 from precision.keep_fp32 import listed_in_fp32
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -108,3 +108,17 @@ def test_a_kept_router_returns_fp32_scores_and_other_kept_modules_do_not():
     with torch.autocast("cpu", torch.bfloat16):
         assert block.gate(hidden).dtype == torch.float32
         assert block.shared_experts(hidden).dtype == torch.bfloat16
+
+
+def test_vllm_gets_the_patterns_and_reports_the_parameters_in_fp32():
+    kwargs = {"additional_config": {"other": 1}, "seed": 1}
+    assert engine_kwargs_with_routers(kwargs, None) == kwargs
+    assert engine_kwargs_with_routers(kwargs, ["*.gate"]) == {
+        "additional_config": {"other": 1, "keep_fp32_modules": ["*.gate"]},
+        "seed": 1,
+    }
+    model = mixture("glm4_moe").half()
+    assert fp32_parameters(model) == {} == fp32_parameters(mixture("glm4_moe"))
+    for layer in model.model.layers:
+        layer.mlp.gate.float()
+    assert fp32_parameters(model) == {"fp32": ["model.layers.*.mlp.gate.weight"]}

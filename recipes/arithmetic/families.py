@@ -29,6 +29,11 @@ FAMILIES = {
     "llama": {},
     "qwen3": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    # A router with sigmoid scores and a bias; vLLM asserts both norms of q and k are off by default.
+    "glm4_moe": {
+        **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1},
+        **{"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    },
     "gemma2": {"query_pre_attn_scalar": 64, "sliding_window": 128, "tie_word_embeddings": True},  # vLLM asserts these
 }
 # Special tokens by which verl 0.9 finds the end of a turn.

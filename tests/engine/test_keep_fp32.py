@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from precision import check_keep_fp32, keep_in_fp32
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from precision import check_keep_fp32, engine_kwargs_with_routers, fp32_parameters, keep_in_fp32
+from precision.keep_fp32 import listed_in_fp32
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +60,65 @@ def test_keep_fp32_modules_must_be_a_list_of_names_for_an_engine_that_reads_it()
             check_keep_fp32(value, "fsdp")
     with pytest.raises(ValueError, match="is not read by strategy=fsdp_turbo"):
         check_keep_fp32(["lm_head"], "fsdp_turbo")
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16, "vocab_size": 16, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+DENSE = {"first_k_dense_replace": 0, "moe_layer_start_index": 0, "num_dense_layers": 0}
+
+
+def mixture(family: str) -> PreTrainedModel:
+    config = AutoConfig.for_model(family, **SMALL, **HEADS, **DENSE, **dict.fromkeys(EXPERTS, 4), num_experts_per_tok=2)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "family, kept, declined",
+    [
+        ("ernie4_5_moe", {torch.float16: ["gate"], torch.bfloat16: ["gate"]}, []),
+        ("glm4_moe", {}, []),  # a buffer, which FSDP leaves in fp32
+        ("gpt_oss", {torch.float16: ["post_attention_layernorm", "input_layernorm", "norm"]}, []),
+        ("afmoe", {torch.float16: ["k_norm", "q_norm"]}, ["model.layers.*.mlp.expert_bias"]),
+        ("qwen3_moe", {}, []),
+    ],
+)
+def test_what_the_models_class_lists_is_kept_as_transformers_loads_it(tmp_path, dtype, family, kept, declined):
+    model = mixture(family)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
+    assert listed_in_fp32(model, dtype) == [name for name, tensor in loaded.items() if tensor.dtype == torch.float32]
+    names = keep_in_fp32(model, [], dtype, "cpu").names()
+    assert set(kept.get(dtype, [])) <= {name.rpartition(".")[2] for name in names.get("keep_fp32", [])}
+    assert bool(kept.get(dtype)) == ("keep_fp32" in names)
+    assert list(names.get("not_kept_fp32", {})) == (declined if dtype == torch.float16 else [])
+    assert not keep_in_fp32(mixture(family), [], torch.float32, "cpu").names()
+
+
+def test_a_listed_buffer_that_fsdp1_casts_is_reported():
+    names = keep_in_fp32(mixture("glm4_moe"), [], torch.float16, "cpu", buffers=torch.bfloat16).names()
+    assert names["not_kept_fp32"]["model.layers.*.mlp.gate.e_score_correction_bias"].startswith("FSDP1 casts buffers")
+
+
+def test_a_kept_router_returns_fp32_scores_and_other_kept_modules_do_not():
+    model = mixture("glm4_moe")
+    keep_in_fp32(model, ["model.layers.*.gate", "model.layers.*.shared_experts"], torch.bfloat16, "cpu")
+    block, hidden = model.model.layers[0].mlp, torch.ones(1, 3, 16, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert block.gate(hidden).dtype == torch.float32
+        assert block.shared_experts(hidden).dtype == torch.bfloat16
+
+
+def test_vllm_gets_the_patterns_and_reports_the_parameters_in_fp32():
+    kwargs = {"additional_config": {"other": 1}, "seed": 1}
+    assert engine_kwargs_with_routers(kwargs, None) == kwargs
+    assert engine_kwargs_with_routers(kwargs, ["*.gate"]) == {
+        "additional_config": {"other": 1, "keep_fp32_modules": ["*.gate"]},
+        "seed": 1,
+    }
+    model = mixture("glm4_moe").half()
+    assert fp32_parameters(model) == {} == fp32_parameters(mixture("glm4_moe"))
+    for layer in model.model.layers:
+        layer.mlp.gate.float()
+    assert fp32_parameters(model) == {"fp32": ["model.layers.*.mlp.gate.weight"]}

@@ -11,6 +11,7 @@ from lib.doctor.finding import Finding
 from lib.doctor.refusals import refusal, unknown_keys
 from lib.doctor.resolver import HOPS, ROLLOUT, SPELLINGS, DtypeResolver, Hop
 from lib.doctor.rollout_findings import rollout_findings, wire_is_lossy
+from lib.doctor.routing_findings import routing_findings
 from lib.doctor.servers import float16_servers
 from lib.doctor.trainer_findings import export_findings, full_names, trainer_findings
 from lib.doctor.tree import Tree
@@ -110,6 +111,7 @@ def all_findings(resolver: DtypeResolver) -> Iterator[Finding]:
     yield from unread_keys(resolver)
     yield from trainer_findings(resolver)
     yield from rollout_findings(resolver)
+    yield from routing_findings(resolver)
     yield from export_findings(resolver)
     tree = resolver.tree
     if unknown := sorted(path for path, state in tree.files.items() if state == UNKNOWN):

@@ -342,3 +342,27 @@ def test_hardware_of_this_machine(gpus, words, lines, verdict, examine: Examine)
     shown = doctor.text(diagnosis)
     assert_matches(shown.rpartition("\n\n")[2], verdict)
     assert shown.count("hardware: ") == len(lines) and len(diagnosis.json()["hardware"]) == len(gpus)
+
+
+# --- routers of a mixture of experts ----------------------------------------------------------------------------------
+
+REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
+DEAD = "actor_rollout_ref.actor.router_replay.mode"  # in 0.8.0 and 0.9.0 nothing reads it
+RECORD = f"{ROLLOUT}.enable_rollout_routing_replay"
+KEPT_ROUTERS = "{engine}.keep_fp32_modules=[model.layers.*.gate]"
+
+
+@of_cases(
+    Case("replay without Megatron", ["0.9.0"], "patched", f"{DEAD}=R3 {RECORD}=true",
+         effect={DEAD: "*no engine alone: strategy=fsdp * replays none", RECORD: "*strategy=fsdp, which replays none"},
+         mend={DEAD: "*fsdp_config.keep_fp32_modules=[[]model.layers.[*].gate]*"}),
+    Case("replay of nothing", NEW, "unpatched", f"model_engine=megatron {REPLAY}=R3",
+         mend={REPLAY: f"{RECORD}=true"}),
+    Case("replay by the worker", ["0.7.0"], "unpatched", f"{DEAD}=R2",
+         effect={DEAD: "is read by megatron alone*"}),
+    Case("routers of SGLang", NEW, "patched", f"{KEPT_ROUTERS} {ROLLOUT}.name=sglang",
+         effect={"{engine}.keep_fp32_modules": "is not followed by sglang*"}),
+    Case("routers of vLLM", NEW, "patched", f"+precision=fp16 {KEPT_ROUTERS} {ROLLOUT}.name=vllm", effect={}),
+)  # fmt: skip
+def test_routers(case, release, state, examine):
+    case.check(release, state, examine)

@@ -21,7 +21,7 @@ from lib.patches.wheels import unpacked_wheel, wheel
 from lib.paths import REPO
 
 # In the order of their imports, so that one after the other they are one module.
-PARTS = "dtypes roles gradients scaler accounting megatron keep_fp32 legacy wire rewards reporting".split()
+PARTS = "dtypes roles gradients scaler accounting megatron keep_fp32 legacy wire rewards routers reporting".split()
 
 
 def hooked_files(release: str, root: Path) -> Path:

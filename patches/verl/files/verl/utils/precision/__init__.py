@@ -22,6 +22,7 @@ them. Import from the package, not from its modules:
 - ``gradients``: the norm over all ranks, and the first gradient that is not finite.
 - ``accounting``: :class:`StepAccounting` of skipped steps, and a checkpoint where they end the run.
 - ``keep_fp32``: modules that stay in fp32 while the rest of the model computes in fp16.
+- ``routers``: the routers among them, in the vLLM worker.
 - ``wire``: weights on their way to the rollout, in its dtype.
 - ``rewards``: refusal of rewards that are inf or NaN.
 - ``megatron``: settings of the loss scaler that Megatron has itself.
@@ -36,17 +37,19 @@ settings, state and metrics upstream does not have (its scaler: verl PRs #4036 a
 from .accounting import StepAccounting, save_after_storm
 from .dtypes import Precision, cast_parameters, check_engine_dtype, dtype_name, to_dtype
 from .gradients import first_nonfinite_gradient, gradient_norm
-from .keep_fp32 import check_keep_fp32, fp32_wrap_policy, keep_in_fp32, shard_in_fp32
+from .keep_fp32 import KeptModules, check_keep_fp32, fp32_wrap_policy, keep_in_fp32, shard_in_fp32, star
 from .legacy import check_sft, check_workers, sft_precision, worker_scaler
 from .megatron import megatron_scaler
 from .reporting import patch_stamp, report, stored_dtypes
 from .rewards import check_rewards
 from .roles import check_master_dtype, check_role_dtype, check_rollout_dtype
+from .routers import engine_kwargs_with_routers, fp32_parameters, keep_routers_in_fp32
 from .scaler import GradScalerConfig, LossScaleError, LossScaler, load_scaler_state
 from .wire import adapted_weights, check_adapter, merge_in_fp32, set_wire_dtype, wire_kwargs
 
 __all__ = [
     "GradScalerConfig",
+    "KeptModules",
     "LossScaleError",
     "LossScaler",
     "Precision",
@@ -63,10 +66,13 @@ __all__ = [
     "check_sft",
     "check_workers",
     "dtype_name",
+    "engine_kwargs_with_routers",
     "first_nonfinite_gradient",
+    "fp32_parameters",
     "fp32_wrap_policy",
     "gradient_norm",
     "keep_in_fp32",
+    "keep_routers_in_fp32",
     "load_scaler_state",
     "megatron_scaler",
     "merge_in_fp32",
@@ -76,6 +82,7 @@ __all__ = [
     "set_wire_dtype",
     "sft_precision",
     "shard_in_fp32",
+    "star",
     "stored_dtypes",
     "to_dtype",
     "wire_kwargs",

@@ -11,7 +11,11 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Keep named modules of a model in fp32 under FSDP, whatever the rest computes in (``keep_fp32_modules``)."""
+"""Keep modules of a model in fp32 under FSDP, whatever the rest computes in.
+
+These are the modules that ``keep_fp32_modules`` names, and those that the model's class lists itself
+(``_keep_in_fp32_modules``, ``_keep_in_fp32_modules_strict``), which transformers honours only when it loads weights.
+"""
 
 import difflib
 import functools
@@ -19,6 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, Optional
 
 import torch
@@ -42,19 +47,42 @@ def check_keep_fp32(patterns: Any, strategy: Optional[str]) -> None:
         raise ValueError(f"keep_fp32_modules={patterns} is not read by strategy={strategy}: choose fsdp or fsdp2")
 
 
+class KeptModules(dict[str, torch.nn.Module]):
+    """The outermost modules that compute in fp32, by name.
+
+    Attributes:
+        declined: what the model's class lists and is not in fp32, with the reason.
+    """
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module] = MappingProxyType({})):
+        super().__init__(modules)
+        self.declined: dict[str, str] = {}
+
+    def names(self) -> dict[str, Any]:
+        """Return the entries of the worker's report, with ``*`` for the number of a layer; empty if there are none."""
+        kept, declined = list(dict.fromkeys(map(star, self))), {star(name): why for name, why in self.declined.items()}
+        return ({"keep_fp32": kept} if kept else {}) | ({"not_kept_fp32": declined} if declined else {})
+
+
+def star(name: str) -> str:
+    """Replace the numbers of layers and experts by ``*``: ``model.layers.0.mlp`` -> ``model.layers.*.mlp``."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def keep_in_fp32(
     model: torch.nn.Module,
     patterns: Iterable[str],
     compute: torch.dtype,
     device: str,
     fused_head: bool = False,
-) -> dict[str, torch.nn.Module]:
-    """Make the modules that match ``patterns`` compute in fp32, whatever surrounds them.
+    buffers: torch.dtype = torch.float32,
+) -> KeptModules:
+    """Make the modules that match ``patterns``, or that the model's class lists, compute in fp32.
 
     Their inputs are cast to fp32, autocast is off inside, and their outputs are cast back to ``compute``, so that
     nothing else changes. A head (``lm_head``, ``score``: a child of the model itself) returns fp32, because nothing of
-    the model follows it. Call this before FSDP wraps the model; :func:`fp32_wrap_policy` or :func:`shard_in_fp32` then
-    gathers their parameters in fp32.
+    the model follows it; so does a router, whose scores choose and weigh the experts. Call this before FSDP wraps the
+    model; :func:`fp32_wrap_policy` or :func:`shard_in_fp32` then gathers their parameters in fp32.
 
     Args:
         patterns: Hugging Face names such as ``lm_head``, or fnmatch patterns (``*`` matches dots too). All of a
@@ -62,9 +90,10 @@ def keep_in_fp32(
         compute: dtype that the rest of the model computes in.
         device: device type of the autocast around the model (cuda, cpu, …).
         fused_head: whether fused kernels read the head's weight without calling the head.
+        buffers: dtype of the model's buffers in forward and backward.
 
     Returns:
-        The outermost kept modules by name.
+        The outermost kept modules. What the class lists and cannot be kept apart is in ``declined``.
 
     Raises:
         ValueError: a pattern matches nothing, or a module cannot be kept apart; the message names it and the reason.
@@ -76,40 +105,106 @@ def keep_in_fp32(
         hits = {name for name in modules if fnmatchcase(name, pattern)}
         if not hits:
             # All layers are alike: "model.layers.*.mlp" is offered once, not once a layer.
-            star = functools.partial(re.sub, r"\.\d+(?=\.|$)", ".*")
             near = difflib.get_close_matches(star(pattern), {star(name) for name in modules}, n=3, cutoff=0.0)
             raise ValueError(
                 f"keep_fp32_modules: {pattern} matches no module of {type(model).__name__}; near it: {', '.join(near)}"
             )
         matched |= hits
-    inside_another = {name for name in matched for outer in matched if name.startswith(f"{outer}.")}
-    kept = {name: module for name, module in modules.items() if name in matched - inside_another}
+    outermost = _outermost(matched)
+    kept = KeptModules({name: module for name, module in modules.items() if name in outermost})
+    for name, module in kept.items():
+        if why := _obstacle(model, modules, module, fused_head):
+            raise ValueError(f"keep_fp32_modules: {name} cannot be kept in fp32: {why}")
 
-    blocks = set(model._no_split_modules or ()) if kept else set()
-    for name, module in kept.items():
-        within = set(module.modules())
-        weights = set(module.parameters())
-        sharers = [
-            other
-            for other, outside in modules.items()
-            if outside not in within and not weights.isdisjoint(outside.parameters(recurse=False))
-        ]
-        if any(type(part).__name__ in blocks for part in within - {module}):
-            why = "it contains whole transformer blocks; name modules within them, or set dtype=float32"
-        elif type(module).forward is torch.nn.Module.forward:
-            why = f"it is a {type(module).__name__}, which is never called; name the modules in it"
-        elif sharers:
-            why = f"it shares a weight with {sharers[0]}, which FSDP cannot gather in two dtypes (tie_word_embeddings)"
-        elif fused_head and module is model.get_output_embeddings():
-            why = "fused kernels read its weight without calling it; set model.use_fused_kernels=false"
-        elif _attends(within) and "flash" in (model.config._attn_implementation or ""):
-            why = "flash attention has no fp32; set model.override_config.attn_implementation=sdpa"
-        else:
+    owners, kept.declined = _listed_modules(model, modules, compute, buffers)
+    listed = _outermost(owners | set(kept)) - set(kept)
+    for name, module in modules.items():  # in the order of every rank
+        if name not in listed:
             continue
-        raise ValueError(f"keep_fp32_modules: {name} cannot be kept in fp32: {why}")
+        if why := _obstacle(model, modules, module, fused_head):
+            kept.declined[name] = why
+        else:
+            kept[name] = module
     for name, module in kept.items():
-        _compute_in_fp32(module, returns=compute if "." in name else torch.float32, device=device)
+        in_fp32 = "." not in name or _routes(modules, name)
+        _compute_in_fp32(module, returns=torch.float32 if in_fp32 else compute, device=device)
     return kept
+
+
+def _outermost(names: Iterable[str]) -> set[str]:
+    return {name for name in names if not any(name.startswith(f"{outer}.") for outer in names)}
+
+
+def listed_in_fp32(model: torch.nn.Module, compute: torch.dtype) -> list[str]:
+    """Return the parameters and buffers that the model's class keeps in fp32 where the rest is in ``compute``.
+
+    They are those that transformers 5 leaves in fp32 when it loads a checkpoint: ``_keep_in_fp32_modules`` applies to
+    float16, ``_keep_in_fp32_modules_strict`` to bfloat16, too; each entry is searched for in the name, ``*`` matches
+    any text.
+    """
+    of_dtype = {torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")}
+    attributes = of_dtype.get(compute, ("_keep_in_fp32_modules_strict",) if compute == torch.bfloat16 else ())
+    # A wrapper such as peft's, and transformers before 4.51, lack the attributes.
+    entries = {entry for part in model.modules() for name in attributes for entry in getattr(part, name, None) or ()}
+    listed = re.compile("|".join(entry.replace("*", ".*") for entry in sorted(entries)))
+    tensors = model.state_dict().items() if entries else ()
+    names = [name for name, tensor in tensors if tensor.is_floating_point() and listed.search(name)]
+    return [name.removeprefix("base_model.model.") for name in names]
+
+
+def _listed_modules(
+    model: torch.nn.Module, modules: Mapping[str, torch.nn.Module], compute: torch.dtype, buffers: torch.dtype
+) -> tuple[set[str], dict[str, str]]:
+    """Return the modules that own what the class lists, and what of it cannot be kept apart, with the reason."""
+    listed = listed_in_fp32(model, compute)
+    owners: set[str] = set()
+    declined: dict[str, str] = {}
+    for name in listed:
+        owner, _, own = name.rpartition(".")
+        module = modules.get(owner, model)  # the model itself has no name
+        beside = [f"{owner}.{other}" for other, _ in module.named_parameters()]
+        if own in dict(module.named_buffers(recurse=False)):
+            if buffers != torch.float32:
+                declined[name] = f"FSDP1 casts buffers to {buffers}; set mixed_precision.buffer_dtype=fp32"
+        elif others := [other for other in beside if other not in listed]:
+            declined[name] = f"it is in one module with {star(others[0])}, which is not listed"
+        else:
+            owners.add(owner)
+    return owners, declined
+
+
+def _obstacle(
+    model: torch.nn.Module, modules: Mapping[str, torch.nn.Module], module: torch.nn.Module, fused_head: bool
+) -> Optional[str]:
+    """Return why FSDP cannot gather the module in fp32, ``None`` if it can."""
+    blocks = set(model._no_split_modules or ())
+    within, weights = set(module.modules()), set(module.parameters())
+    sharers = [
+        other
+        for other, outside in modules.items()
+        if outside not in within and not weights.isdisjoint(outside.parameters(recurse=False))
+    ]
+    if any(type(part).__name__ in blocks for part in within - {module}):
+        return "it contains whole transformer blocks; name modules within them, or set dtype=float32"
+    if type(module).forward is torch.nn.Module.forward:
+        return f"it is a {type(module).__name__}, which is never called; name the modules in it"
+    if sharers:
+        return f"it shares a weight with {sharers[0]}, which FSDP cannot gather in two dtypes (tie_word_embeddings)"
+    if fused_head and module is model.get_output_embeddings():
+        return "fused kernels read its weight without calling it; set model.use_fused_kernels=false"
+    if _attends(within) and "flash" in (model.config._attn_implementation or ""):
+        return "flash attention has no fp32; set model.override_config.attn_implementation=sdpa"
+    return None
+
+
+def _routes(modules: Mapping[str, torch.nn.Module], name: str) -> bool:
+    """Return whether the module is a router: beside ``experts``, with a row of weights for each of them.
+
+    The gate of a shared expert has one row.
+    """
+    weight = getattr(modules[name], "weight", None)
+    beside = name.rpartition(".")[0] + ".experts"
+    return beside in modules and weight is not None and weight.ndim == 2 and len(weight) > 1
 
 
 def _attends(modules: Iterable[torch.nn.Module]) -> bool:

@@ -1,0 +1,78 @@
+# Copyright 2026 the verl-precision authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Keep the routers of a mixture of experts in fp32 in the vLLM worker, where the trainer keeps them in fp32."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Optional
+
+import torch
+
+from .keep_fp32 import star
+
+_KEY = "keep_fp32_modules"
+
+
+def engine_kwargs_with_routers(engine_kwargs: Mapping[str, Any], patterns: Optional[Sequence[str]]) -> dict[str, Any]:
+    """Return vLLM's arguments with ``patterns`` in ``additional_config``.
+
+    vLLM carries this dictionary to its workers, and its value is part of the key of vLLM's compile cache.
+
+    Args:
+        patterns: ``rollout.keep_fp32_modules``; ``None`` where the actor has no such key, as under Megatron.
+    """
+    if not patterns:
+        return dict(engine_kwargs)
+    config = (engine_kwargs.get("additional_config") or {}) | {_KEY: list(patterns)}
+    return {**engine_kwargs, "additional_config": config}
+
+
+def keep_routers_in_fp32(linear: type[torch.nn.Module], vllm_config: Any) -> None:
+    """Make the routers that ``keep_fp32_modules`` names have fp32 weights and scores.
+
+    Call it before vLLM builds the model: the weights are created in fp32, so that a checkpoint, a weight update,
+    profiling and graph capture all find them so. A router is a replicated linear layer with a row of weights for each
+    expert, which is named or inside a named module. Layers in a quantized model stay as they are.
+
+    Args:
+        linear: vLLM's ``ReplicatedLinear``, whose subclasses include ``GateLinear``.
+        vllm_config: the worker's ``VllmConfig``.
+    """
+    patterns = vllm_config.additional_config.get(_KEY, []) if isinstance(vllm_config.additional_config, dict) else []
+    if not patterns or vllm_config.quant_config is not None:
+        return
+    experts = vllm_config.model_config.get_num_experts()
+    construct, compute = linear.__init__, linear.forward
+
+    @functools.wraps(construct)
+    def construct_in_fp32(self, input_size, output_size, *args, prefix: str = "", **kwargs):
+        parts = prefix.split(".")
+        names = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        if output_size == experts and any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
+            kwargs["params_dtype"] = torch.float32
+        construct(self, input_size, output_size, *args, prefix=prefix, **kwargs)
+
+    @functools.wraps(compute)
+    def compute_in_dtype_of_weight(self, x):
+        return compute(self, x.float() if self.params_dtype == torch.float32 else x)
+
+    linear.__init__, linear.forward = construct_in_fp32, compute_in_dtype_of_weight
+
+
+def fp32_parameters(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return the report's entry on the parameters in fp32 where the model is in 16 bits; empty if there are none."""
+    parameters = dict(model.named_parameters())
+    names = list(dict.fromkeys(star(name) for name, value in parameters.items() if value.dtype == torch.float32))
+    return {"fp32": names} if names and len(names) < len(set(map(star, parameters))) else {}

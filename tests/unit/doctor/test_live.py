@@ -24,7 +24,8 @@ def rollout(dtype: str = "float16") -> dict:
 
 
 def config(dtype: str = "bfloat16", verdict: str = "agree", **other: str) -> dict:
-    return {"hops": dict.fromkeys(HOPS, dtype) | other, "verdict": verdict}
+    hops = dict.fromkeys(HOPS, dtype) | other
+    return {"hops": hops, "verdict": verdict, "deterministic": {"actor": True, "rollout": False}}
 
 
 def diagnosed(*models: dict, silent: tuple[str, ...] = (), static: dict | None = None) -> dict:
@@ -109,7 +110,7 @@ def test_models_of_each_kind_of_actor(one_rank):
     newer = SimpleNamespace(actor=SimpleNamespace(engine=engine), ref=SimpleNamespace(engine=engine))
     assert {each["role"]: each["compute"] for each in actor_models(newer)} == {"actor": "float16", "ref": "float16"}
     for cache, expected in (("auto", "float16"), ("fp8", "fp8")):
-        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16))
+        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16, quantization=None))
         config.cache_config = SimpleNamespace(cache_dtype=cache)
         (server,) = actor_models(SimpleNamespace(engine=SimpleNamespace(vllm_config=config)))
         assert (server["role"], server["weights"], server["kv_cache"]) == ("rollout", "float16", expected)

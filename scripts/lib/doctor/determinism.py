@@ -69,14 +69,20 @@ def knows_batch_invariance(package: Path) -> bool:
 
 def batch_invariant_backends(package: Path) -> list[str]:
     """Return the names of the attention backends that the vLLM in ``package`` declares batch-invariant."""
-    names = []
-    for file in (package / "v1/attention/backends").rglob("*.py"):
-        for node in ast.parse(file.read_text()).body:
-            methods = node.body if isinstance(node, ast.ClassDef) else []
-            returned = {each.name: returned_constant(each) for each in methods if isinstance(each, ast.FunctionDef)}
-            if returned.get("supports_batch_invariance") is True and returned.get("get_name"):
-                names.append(returned["get_name"])
-    return sorted(names)
+    files = sorted((package / "v1/attention").rglob("*.py"))
+    classes = [node for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    by_name = {each.name: each for each in classes}
+
+    def returned(of: ast.ClassDef, method: str) -> object:
+        """Return what a method returns, that of a base where the class has none."""
+        own = [each for each in of.body if isinstance(each, ast.FunctionDef) and each.name == method]
+        if own:
+            return returned_constant(own[0])
+        bases = (by_name[base.id] for base in of.bases if isinstance(base, ast.Name) and base.id in by_name)
+        return next((found for base in bases if (found := returned(base, method)) is not None), None)
+
+    invariant = [each for each in classes if returned(each, "supports_batch_invariance") is True]
+    return sorted({name for each in invariant if (name := returned(each, "get_name"))})
 
 
 def returned_constant(function: ast.FunctionDef) -> object:

@@ -315,7 +315,7 @@ class DtypeResolver:
     def trained_quantization(self) -> str | None:
         """The format in which verl's vLLM server runs the weights of quantization-aware training; None without it."""
         trained = self.config.get(f"{ROLLOUT}.name") == "vllm" and self.config.get(f"{ROLLOUT}.qat.enable")
-        return f"nvfp4 {self.config.get(f'{ROLLOUT}.qat.mode')}" if trained else None
+        return "nvfp4" if trained else None
 
     def rollout_hop(self, what: str) -> Hop:
         name = self.config.get(f"{ROLLOUT}.name", "vllm")  # to be set from 0.8.0 on; all servers read the same key

@@ -48,7 +48,8 @@ def quantization(resolver: DtypeResolver) -> Iterator[Finding]:
     rest = f"embeddings, norms and lm_head stay in {computes}, the KV cache in {cache}"
     if trained := resolver.trained_quantization:
         ignored = ", ".join(get(f"{ROLLOUT}.qat.ignore_patterns", []))
-        effect = f"trains on weights rounded to {trained}, but for {ignored}, and samples from these; {rest}"
+        mode = get(f"{ROLLOUT}.qat.mode")
+        effect = f"trains on weights rounded to {trained} ({mode}), but for {ignored}, and samples from these; {rest}"
         yield Finding(f"{resolver.engine_node('actor')}.qat.enable", True, f"{effect}. {NO_REGIME}", CORRECT)
         return
     keys = [f"{ROLLOUT}.quantization", f"{ROLLOUT}.engine_kwargs.{get(f'{ROLLOUT}.name')}.quantization"]

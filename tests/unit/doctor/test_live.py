@@ -53,6 +53,18 @@ def test_dtype_that_differs_from_the_config_is_a_finding():
         assert diagnosed(actor(dtype="bfloat16"), rollout(), static=static)["verdict"] == verdict
 
 
+def test_quantized_server_and_determinism_are_compared_with_the_config():
+    server = rollout("bfloat16") | {"weights": "fp8", "logits": "bfloat16", "kv_cache": "fp8", "deterministic": False}
+    trainer = actor(dtype="bfloat16", deterministic=True)
+    asked = config(verdict="asked", **dict.fromkeys(("rollout.weights", "rollout.kv_cache"), "float8_e4m3fn"))
+    diagnosis = diagnosed(trainer, server, static=asked)
+    assert (diagnosis["verdict"], diagnosis["findings"]) == ("asked", [])
+    assert diagnosis["deterministic"] == {"actor": True, "rollout": False}
+    diagnosis = diagnosed(trainer, actor(1, dtype="bfloat16", deterministic=False), server, static=asked)
+    assert diagnosis["findings"][0]["effect"] == "is off in the workers, on by this config"
+    assert "deterministic" not in doctor.live_text(diagnosis).replace("full_determinism", "")
+
+
 def test_missing_answer_makes_the_verdict_unknown():
     assert diagnosed(actor(), rollout(), silent=("aWorkerDict_0:1",))["verdict"] == "unknown"
     assert "vLLM" in diagnosed(actor())["sentence"]

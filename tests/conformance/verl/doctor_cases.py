@@ -79,9 +79,11 @@ def observe_role(role: str, given: Given, config) -> tuple[dict, dict | None]:
     """Return hops and scaler of one role's worker after a forward pass and, if the role is trained, a step."""
     if role == "reward_model":
         return {"reward_model.compute": scored_in(config)}, None
+    torch.use_deterministic_algorithms(False)  # an engine of the previous configuration turned them on
     with refused_in(role):
         worker = made(role, config)
-    hops = {"master": name(next(worker.module.parameters()).dtype), "reduce": reduced_in(worker.module)}
+    hops = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    hops |= {"master": name(next(worker.module.parameters()).dtype), "reduce": reduced_in(worker.module)}
     scaler = settings(worker.scaler) if role != "ref" else None
     # Sharding managers import a vLLM that has no CPU build.
     if role == "actor" and not RELEASE.has("sharding_manager") and "hf" not in given.more:

@@ -311,7 +311,7 @@ MEGATRON_RULES = (
     Case("reduction", C[1:2], "patched", f"{MEGATRON} +precision=fp16",
          effect={REDUCED: "is not set, and Megatron-Bridge's default sums the actor's gradients * in float16"}),
     Case("reduction", [*C[:1], *C[2:]], "patched", f"{MEGATRON} +precision=fp16", effect={}),
-    Case("reduction", C, "patched", f"{MEGATRON} +precision=fp16 +{REDUCED}=false",
+    Case("reduction in fp16", C, "patched", f"{MEGATRON} +precision=fp16 +{REDUCED}=false",
          effect={REDUCED: "sums the actor's gradients over the ranks in float16"}, mend={REDUCED: f"{REDUCED}=true"}),
     *(Case(f"gradients{words}", C[1:], "patched",
            f"{MEGATRON} +precision={regime} {{actor}}.megatron.vanilla_mbridge=true {OPTIM}.main_grads_dtype=bf16"

@@ -16,12 +16,20 @@ LEAST_CAPABILITY = (8, 0)  # vLLM's documents; older GPUs get no batch-invariant
 def deterministic_parts(resolver: DtypeResolver) -> dict[str, bool]:
     """Return, for each model that the job runs, whether ``full_determinism`` is set for it and its code reads it."""
     roles = [role for role in ROLES if role != "reward_model" and resolver.uses(role)]
-    parts = {role: is_requested(resolver, role) and resolver.implementation(role) == "engine" for role in roles}
+    parts = {role: is_requested(resolver, role) and is_read(resolver, role) for role in roles}
     return parts | {"rollout": bool(resolver.config.get(KEY)) and resolver.config.get(f"{ROLLOUT}.name") == "vllm"}
 
 
 def is_requested(resolver: DtypeResolver, role: str) -> bool:
     return bool(resolver.config.get(f"{resolver.engine_node(role)}.full_determinism"))
+
+
+def is_read(resolver: DtypeResolver, role: str) -> bool:
+    """Return whether the engine that runs the role reads its full_determinism, by the tree's source."""
+    implementation = resolver.implementation(role)
+    engine = "fsdp" if implementation == "engine" else implementation
+    file = resolver.tree.root / f"verl/workers/engine/{engine}/transformer_impl.py"  # legacy workers have none
+    return file.exists() and "full_determinism" in file.read_text()
 
 
 def determinism_findings(resolver: DtypeResolver) -> Iterator[Finding]:

@@ -73,6 +73,8 @@ def text(diagnosis: Diagnosis) -> str:
         widths = [max(len(each[column]) for each in rows) for column in range(3)]
         parts.append("\n".join("  ".join([*map(str.ljust, each, widths), each[3]]) for each in rows))
     parts += scaler_lines(diagnosis.scaler)
+    if diagnosis.bitwise:
+        parts.append(wrapped(f"agreement to the bit: cannot hold: {'; '.join(diagnosis.bitwise)}"))
     parts += [wrapped(f"hardware: {line}") for line in hardware_lines(diagnosis)]
     for finding in diagnosis.findings:
         value = "" if finding.value is None else f"={finding.value}"
@@ -88,6 +90,8 @@ def live_text(diagnosis: Mapping) -> str:
     parts = [f"{code}, running"]
     parts.append("\n".join(f"{hop.ljust(width)}  {dtype or '-'}" for hop, dtype in diagnosis["hops"].items()))
     parts += scaler_lines(diagnosis["scaler"])
+    if deterministic := [part for part, on in diagnosis["deterministic"].items() if on]:
+        parts.append(f"deterministic: {', '.join(deterministic)}")
     for finding in diagnosis["findings"]:
         fix = wrapped(f"fix: {finding['mend']}", indent="  ")
         parts.append(wrapped(f"{finding['key']} {finding['effect']}") + f"\n{fix}")

@@ -60,7 +60,8 @@ def leaves(values: Any, path: str = "") -> Iterator[str]:
 def load_config(root: Path, overrides: Sequence[str], config_name: str = "ppo_trainer") -> JobConfig:
     """Compose the configs of the verl in ``root`` with ``overrides``, as its ``main_ppo`` would.
 
-    This repository's groups are on Hydra's search path where an override names one of them and none sets that path.
+    ``config_name`` may also be that of an experimental trainer, such as ``fully_async_ppo_trainer``. This repository's
+    groups are on Hydra's search path where an override names one of them and none sets that path.
 
     Raises:
         Refused: the words are no overrides, or there is no such config.
@@ -68,16 +69,19 @@ def load_config(root: Path, overrides: Sequence[str], config_name: str = "ppo_tr
     """
     from omegaconf import OmegaConf
 
-    folder = root / "verl/trainer/config"
-    if not (folder / f"{config_name}.yaml").exists():
-        raise Refused(f"--config-name={config_name}: {folder} has no {config_name}.yaml")
+    main = root / "verl/trainer/config"
+    folders = [main, *sorted(root.glob("verl/experimental/*/config"))]
+    folder = next((each for each in folders if (each / f"{config_name}.yaml").exists()), None)
+    if folder is None:
+        raise Refused(f"--config-name={config_name}: {main} has no {config_name}.yaml")
     parsed = parse_overrides(overrides)
     groups = {group.name for group in CONFIGS.iterdir()} - {"precision"}
     words = list(overrides)
     search_path = [path for each in parsed if each.key_or_group == "hydra.searchpath" for path in each.value()]
-    if not search_path and any(each.key_or_group in groups for each in parsed):
-        search_path = [f"file://{CONFIGS}"]
-        words.append(f"hydra.searchpath=['{search_path[0]}']")
+    if not search_path:
+        search_path = [f"file://{main}"] if folder != main else []
+        search_path += [f"file://{CONFIGS}"] if any(each.key_or_group in groups for each in parsed) else []
+        words += [f"hydra.searchpath={search_path}"] if search_path else []
     folders = [folder, *(Path(path.removeprefix("file://")) for path in search_path)]
     values = OmegaConf.to_container(compose_config(folder, words, config_name))
     user_keys = {key for file in group_files(parsed, words, config_name, folders) for key in leaves(file)}

@@ -2,15 +2,18 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lib.doctor.bitwise import obstacles
 from lib.doctor.config import leaves, load_config
+from lib.doctor.determinism import determinism_findings, deterministic_parts
 from lib.doctor.dtype_rules import KEYS, UNKNOWN
 from lib.doctor.finding import Finding
+from lib.doctor.metric_findings import metric_findings
 from lib.doctor.refusals import refusal, unknown_keys
-from lib.doctor.resolver import HOPS, ROLLOUT, SPELLINGS, DtypeResolver, Hop
-from lib.doctor.rollout_findings import rollout_findings, wire_is_lossy
+from lib.doctor.resolver import HOPS, ROLLOUT, DtypeResolver, Hop
+from lib.doctor.rollout_findings import is_quantized, reinterpreted, rollout_findings, wire_is_lossy
 from lib.doctor.routing_findings import routing_findings
 from lib.doctor.servers import float16_servers
 from lib.doctor.trainer_findings import export_findings, full_names, trainer_findings
@@ -30,6 +33,8 @@ class Diagnosis:
         refused: the line with which this verl would refuse the configuration.
         verdict: agree, asked, ignored, differ, refused or unknown.
         sentence: the verdict in one sentence.
+        deterministic: for each model, whether full_determinism reaches it.
+        bitwise: what keeps trainer and rollout from agreeing to the bit.
         gpus: of this machine; none where they were not looked for.
     """
 
@@ -40,6 +45,8 @@ class Diagnosis:
     refused: str | None
     verdict: str
     sentence: str
+    deterministic: Mapping[str, bool] = field(default_factory=dict)
+    bitwise: tuple[str, ...] = ()
     gpus: tuple[Gpu, ...] = ()
 
     @property
@@ -61,6 +68,8 @@ class Diagnosis:
             "verl": verl,
             "hops": {name: hop.effective_dtype for name, hop in self.hops.items()},
             "scaler": dict(self.scaler),
+            "deterministic": dict(self.deterministic),
+            "bitwise": list(self.bitwise),
             "findings": [finding.json() for finding in self.findings],
             "refused": self.refused,
             "verdict": self.verdict,
@@ -96,7 +105,9 @@ def diagnose(tree: Tree, overrides: Sequence[str], config_name: str = "ppo_train
     unheeded = [f"{finding.key}={finding.value}" for finding in findings if finding.unheeded]
     if unheeded and verdict in ("agree", "asked"):
         verdict, sentence = "ignored", f"{sentence} Not as requested: {', '.join(unheeded)}."
-    return Diagnosis(tree, hops, scaler, findings, None, verdict, sentence)
+    deterministic = deterministic_parts(resolver)
+    bitwise = tuple(obstacles(resolver, deterministic))
+    return Diagnosis(tree, hops, scaler, findings, None, verdict, sentence, deterministic, bitwise)
 
 
 def refused(tree: Tree, line: str, findings: tuple[Finding, ...]) -> Diagnosis:
@@ -112,6 +123,8 @@ def all_findings(resolver: DtypeResolver) -> Iterator[Finding]:
     yield from trainer_findings(resolver)
     yield from rollout_findings(resolver)
     yield from routing_findings(resolver)
+    yield from determinism_findings(resolver)
+    yield from metric_findings(resolver)
     yield from export_findings(resolver)
     tree = resolver.tree
     if unknown := sorted(path for path, state in tree.files.items() if state == UNKNOWN):
@@ -151,6 +164,8 @@ def judge(resolver: DtypeResolver) -> tuple[str, str]:
     if autocast not in (UNKNOWN, compute):
         dtypes = f"the trainer casts weights to {compute} and autocasts to {autocast}; rollout {rollout}"
         return "differ", f"{name}: {dtypes}."
+    if effect := reinterpreted(resolver):
+        return "differ", f"{name}: {effect}."
     if trainer == rollout:
         if wire_is_lossy(resolver):
             wire = resolver.effective_dtype("wire")
@@ -158,7 +173,7 @@ def judge(resolver: DtypeResolver) -> tuple[str, str]:
         if kv_cache not in (rollout, UNKNOWN, None):
             return "asked", f"{name}: trainer and rollout in {trainer}, with a KV cache in {kv_cache} as requested."
         return "agree", f"{name}: trainer and rollout both compute in {trainer}."
-    quantized = bool(resolver.resolve("rollout.weights").requested) and rollout not in SPELLINGS
+    quantized = is_quantized(resolver)
     trainer_requests = full_names(resolver.requested_dtypes("actor").values())
     rollout_requests = full_names(config.user_values([f"{ROLLOUT}.dtype"]).values())
     dtypes = f"the trainer computes in {trainer} and the rollout in {rollout}"

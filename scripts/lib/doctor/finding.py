@@ -5,8 +5,8 @@ from typing import Any
 
 from lib.cli import options
 
-# The ends of the keys that request a dtype to compute in, or a regime.
-DTYPE_KEYS = ("dtype", "param_dtype", "precision")
+# The ends of the keys that request a dtype, or a regime.
+DTYPE_KEYS = ("dtype", "param_dtype", "precision", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 @dataclass(frozen=True)

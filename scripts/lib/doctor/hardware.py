@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lib.cli import gpu_present
 from lib.doctor.config import parse_overrides
+from lib.doctor.determinism import LEAST_CAPABILITY
 from lib.doctor.diagnosis import Diagnosis, diagnose, refused
 from lib.doctor.finding import Finding
 from lib.doctor.tree import Tree
@@ -60,5 +61,7 @@ def hardware_lines(diagnosis: Diagnosis) -> list[str]:
         line += "native" if gpu.bf16 else "emulated in fp32"
         if in_bf16 and not gpu.bf16:
             line += f"; {', '.join(in_bf16)} in bf16, which is slow there, and vLLM refuses it: +precision=fp16"
+        if diagnosis.deterministic.get("rollout") and gpu.capability < LEAST_CAPABILITY:
+            line += "; vLLM has batch-invariant kernels from sm80 on"
         lines.append(line + ("" if gpu.kernels else f"; the torch of this Python has no kernels for it: {GUIDE}"))
     return lines

@@ -19,13 +19,14 @@ import ray
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from lib.doctor.resolver import KV_SPELLINGS
 from lib.errors import Refused
 
 # verl's names of its actors: workers (single_controller/ray/base.py), alone, colocated or fused, and rollout servers.
 WORKER = re.compile(r"(WorkerDict|FusedWorker\w*|[A-Z]\w*Worker)_\d+:\d+$")
 SERVER = re.compile(r"^(vllm|sglang|trtllm)_?server_\d+_\d+|^async_llm_server_\d+$")
 PROGRESS_EVERY_S = 15.0
-KINDS = ("master", "base", "compute", "reduce", "optimizer", "autocast", "weights", "kv_cache")
+KINDS = ("master", "base", "compute", "reduce", "optimizer", "autocast", "weights", "logits", "kv_cache")
 
 # --- in the worker's process: these go there by value, and verl is that process's ------------------------------------
 
@@ -55,8 +56,14 @@ def process_code() -> dict:
 
 def server_dtypes(config: Any) -> dict:
     """Return the dtypes that a vLLM engine resolved, in which it builds the model and the cache."""
-    weights, cache = dtype_text(config.model_config.dtype), dtype_text(config.cache_config.cache_dtype)
-    return {"role": "rollout", "weights": weights, "kv_cache": weights if cache == "auto" else cache}
+    computes, cache = dtype_text(config.model_config.dtype), dtype_text(config.cache_config.cache_dtype)
+    return {
+        "role": "rollout",
+        "weights": config.model_config.quantization or computes,
+        "logits": computes,
+        "kv_cache": computes if cache == "auto" else cache,
+        "deterministic": os.environ.get("VLLM_BATCH_INVARIANT") == "1",
+    }
 
 
 def worker_models(key: str, worker: Any) -> list[dict]:
@@ -103,6 +110,7 @@ def model_dtypes(role: str, part: Any) -> dict:
         "autocast": autocast_dtype(attributes),
         "optimizer": ", ".join(sorted({dtype_text(state["exp_avg"].dtype) for state in states})) or None,
         "scaler": scaler_settings(scaler) if scaler else None,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
 
 
@@ -169,6 +177,12 @@ class Answers:
         return {"actor": None, "critic": None} | scalers
 
     @property
+    def deterministic(self) -> dict[str, bool]:
+        """Whether full_determinism is on in every process of a model."""
+        known = [(model["role"], model["deterministic"]) for model in self.models if "deterministic" in model]
+        return {role: all(on for other, on in known if other == role) for role, _ in known}
+
+    @property
     def code(self) -> dict[str, list[int]]:
         """The ranks by the release and stack that they run."""
         ranks: dict[str, list[int]] = {}
@@ -203,7 +217,18 @@ def diagnose_live(answers: Answers, hops: Iterable[str], static: dict | None) ->
             "mend": OTHER,
         }
         for hop, dtype in dtypes.items()
-        if static and dtype is not None and hop in static["hops"] and (expected := static["hops"][hop]) != dtype
+        if static and dtype is not None and hop in static["hops"]
+        if (expected := static["hops"][hop]) not in (dtype, KV_SPELLINGS.get(dtype))
+    ]
+    findings += [
+        {
+            "key": f"{part}'s full_determinism",
+            "value": live,
+            "effect": f"is {'on' if live else 'off'} in the workers, {'off' if live else 'on'} by this config",
+            "mend": OTHER,
+        }
+        for part, live in answers.deterministic.items()
+        if static and static["deterministic"].get(part, live) != live
     ]
     findings += [
         {"key": key, "value": value, "effect": "is not the same on all ranks", "mend": ONE}
@@ -227,6 +252,7 @@ def diagnose_live(answers: Answers, hops: Iterable[str], static: dict | None) ->
         "verl": [{"release": release, "stack": stack} for release, stack in answers.stacks],
         "hops": dtypes,
         "scaler": answers.scaler,
+        "deterministic": answers.deterministic,
         "findings": findings,
         "refused": None,
         "verdict": verdict,

@@ -11,6 +11,7 @@ from lib.doctor import dtype_rules
 from lib.doctor.config import select
 from lib.doctor.dtype_rules import rule_for
 from lib.doctor.finding import Finding
+from lib.doctor.megatron_findings import refused_optimizer
 from lib.doctor.resolver import ROLES, ROLLOUT, DtypeResolver, Unreadable
 from lib.doctor.tree import Tree
 
@@ -48,14 +49,38 @@ def unrunnable(resolver: DtypeResolver) -> str | None:
     if get(f"{ROLLOUT}.name") == "hf" and not release.has("hf_rollout"):
         return f"AssertionError: Rollout hf with mode {get(f'{ROLLOUT}.mode', 'sync')} not found"
     for role in ("actor", "critic"):
-        if resolver.legacy and resolver.uses(role) and resolver.implementation(role) == "megatron":
+        if not resolver.uses(role) or resolver.implementation(role) != "megatron":
+            continue
+        if line := refused_optimizer(resolver, role):
+            return line
+        if resolver.legacy:
             bridged = get(f"{resolver.engine_node(role)}.use_mbridge")
             if resolver.effective_dtype(f"{role}.compute") == "float16" and not bridged:
                 return "AssertionError: fp16 mode requires use_mbridge to be True"
+    if line := refused_quantization(resolver):
+        return line
     engine_critic = resolver.uses("critic") and resolver.implementation("critic") == "engine"
     if engine_critic and release.has("engine_critic_fails"):
         return "AttributeError: 'FSDPCriticModelCfg' object has no attribute 'hf_config'"
     return None
+
+
+def refused_quantization(resolver: DtypeResolver) -> str | None:
+    """Return the line with which the release's server refuses to quantize, read from its file; None without one."""
+    get, tree = resolver.config.get, resolver.tree
+    rule = rule_for("rollout.weights", f"{get(f'{ROLLOUT}.name')} async", tree.table)
+    value = get(f"{ROLLOUT}.quantization")
+    if rule is None or not resolver.served or not (tree.root / "verl" / rule.path).exists():
+        return None
+    if resolver.trained_quantization:
+        path = get(f"{ROLLOUT}.qat.quantization_config_path")
+        return None if path else "ValueError: quantization_config_path is required when QAT is enabled"
+    source = (tree.root / "verl" / rule.path).read_text()
+    listed = re.search(r"_SUPPORTED_QUANTIZATION = (\[.*\])", source)
+    known = ast.literal_eval(listed[1]) if listed else re.findall(r"Currently only support (\w+) quantization", source)
+    if value is None or not known or value in known:
+        return None
+    return f"ValueError: Currently only support {known if listed else known[0]} quantization, got: {value}"
 
 
 def check_patched(resolver: DtypeResolver) -> None:

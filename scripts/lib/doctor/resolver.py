@@ -349,6 +349,12 @@ class DtypeResolver:
         extra = f"{ROLLOUT}.engine_kwargs.{self.config.get(f'{ROLLOUT}.name', 'vllm')}.dtype"
         return extra if self.reads_engine_kwargs and self.served and self.config.has(extra) else f"{ROLLOUT}.dtype"
 
+    @property
+    def trained_quantization(self) -> str | None:
+        """The format in which verl's vLLM server runs the weights of quantization-aware training; None without it."""
+        trained = self.config.get(f"{ROLLOUT}.name") == "vllm" and self.config.get(f"{ROLLOUT}.qat.enable")
+        return "nvfp4" if trained else None
+
     def rollout_hop(self, what: str) -> Hop:
         name = self.config.get(f"{ROLLOUT}.name", "vllm")  # to be set from 0.8.0 on; all servers read the same key
         if name == "hf":
@@ -374,6 +380,8 @@ class DtypeResolver:
         )
         keys = [key, f"{kwargs}.dtype", f"{ROLLOUT}.quantization", f"{kwargs}.quantization"]
         requested = self.config.user_values(keys)
+        if what == "weights" and self.trained_quantization:
+            return Hop(self.trained_quantization, requested, f"{self.engine_node('actor')}.qat")
         if what == "weights" and quantization:
             quantized = "float8_e4m3fn" if quantization == "fp8" else str(quantization)
             return Hop(quantized, requested, "quantized by the server")

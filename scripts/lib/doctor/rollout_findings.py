@@ -5,6 +5,10 @@ from collections.abc import Iterator
 from lib.doctor.dtype_rules import GENERATE, SEND, UNKNOWN
 from lib.doctor.finding import Finding
 from lib.doctor.resolver import ROLLOUT, SIXTEEN_BITS, SPELLINGS, DtypeResolver, server_dtype
+from lib.server_dtypes import cache_refusal
+
+CORRECT = "correct for it (algorithm.rollout_correction)"
+NO_REGIME = "The small mismatch of a regime does not hold"
 
 
 def rollout_findings(resolver: DtypeResolver) -> Iterator[Finding]:
@@ -30,29 +34,48 @@ def requested_dtype(resolver: DtypeResolver) -> Iterator[Finding]:
         yield Finding(key, value, effect, f"{key}=float16")
 
 
-def quantization(resolver: DtypeResolver) -> Iterator[Finding]:
-    """Yield a rollout whose weights are quantized."""
+def is_quantized(resolver: DtypeResolver) -> bool:
     weights = resolver.effective_dtype("rollout.weights")
-    if weights in SPELLINGS or weights == UNKNOWN:
+    return weights not in SPELLINGS and weights != UNKNOWN
+
+
+def quantization(resolver: DtypeResolver) -> Iterator[Finding]:
+    """Yield a rollout whose weights are quantized, by a key of its own or after quantization-aware training."""
+    if not is_quantized(resolver):
         return
     get = resolver.config.get
+    computes, cache = (resolver.effective_dtype(f"rollout.{what}") for what in ("logits", "kv_cache"))
+    rest = f"embeddings, norms and lm_head stay in {computes}, the KV cache in {cache}"
+    if trained := resolver.trained_quantization:
+        ignored = ", ".join(get(f"{ROLLOUT}.qat.ignore_patterns", []))
+        mode = get(f"{ROLLOUT}.qat.mode")
+        effect = f"trains on weights rounded to {trained} ({mode}), but for {ignored}, and samples from these; {rest}"
+        yield Finding(f"{resolver.engine_node('actor')}.qat.enable", True, f"{effect}. {NO_REGIME}", CORRECT)
+        return
     keys = [f"{ROLLOUT}.quantization", f"{ROLLOUT}.engine_kwargs.{get(f'{ROLLOUT}.name')}.quantization"]
-    yield Finding(
-        next(key for key in keys if get(key)),
-        weights,
-        "samples from quantized weights, which no dtype of the trainer's matches",
-        f"{ROLLOUT}.quantization=null, or correct for it (algorithm.rollout_correction)",
-    )
+    effect = f"samples from quantized weights, which no dtype of the trainer's matches; {rest}"
+    weights = resolver.effective_dtype("rollout.weights")
+    mend = f"{ROLLOUT}.quantization=null, or {CORRECT}"
+    yield Finding(next(key for key in keys if get(key)), weights, f"{effect}. {NO_REGIME}", mend)
 
 
 def kv_cache(resolver: DtypeResolver) -> Iterator[Finding]:
-    """Yield a KV cache in fewer bits than the dtypes that a trainer computes in."""
+    """Yield a KV cache in another dtype than the one that the server computes in."""
     dtype = resolver.effective_dtype("rollout.kv_cache")
-    if dtype in SPELLINGS or dtype in (None, UNKNOWN):
+    effect = reinterpreted(resolver)
+    if effect is None and (dtype in SPELLINGS or dtype in (None, UNKNOWN)):
         return
     key = f"{ROLLOUT}.engine_kwargs.{resolver.config.get(f'{ROLLOUT}.name')}.kv_cache_dtype"
-    effect = f"rounds keys and values to {dtype}; the trainer has no cache to round"
+    effect = effect or f"rounds keys and values to {dtype}; the trainer has no cache to round"
     yield Finding(key, resolver.config.get(key), effect, f"{key}=auto")
+
+
+def reinterpreted(resolver: DtypeResolver) -> str | None:
+    """Return what vLLM does with a KV cache whose 16 bits are of another dtype than its keys; None without one."""
+    if resolver.config.get(f"{ROLLOUT}.name") != "vllm":
+        return None
+    computes, cache = (resolver.effective_dtype(f"rollout.{what}") for what in ("logits", "kv_cache"))
+    return cache_refusal(computes, cache)
 
 
 def lossy_wire(resolver: DtypeResolver) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from lib.doctor import dtype_rules
 from lib.doctor.config import select
 from lib.doctor.dtype_rules import UNKNOWN, rule_for
 from lib.doctor.finding import Finding
+from lib.doctor.megatron_findings import megatron_findings
 from lib.doctor.resolver import ROLES, SIXTEEN_BITS, SPELLINGS, DtypeResolver
 from lib.server_dtypes import SERVER_SPELLINGS
 
@@ -32,7 +33,7 @@ def trainer_findings(resolver: DtypeResolver) -> Iterator[Finding]:
             yield from low_masters(resolver, role)
     for role in ("actor", "critic"):
         if resolver.uses(role) and resolver.implementation(role) == "megatron":
-            yield from megatron_overflow(resolver, role)
+            yield from megatron_findings(resolver, role)
         elif resolver.uses(role) and resolver.on_fsdp(role):
             yield from loss_scaling(resolver, role)
     yield from ref_beside_actor(resolver)
@@ -119,18 +120,6 @@ def loss_scaling(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
             "reports it or a skipped step",
             f"{dtype_rules.SCALER}, {dtype_rules.SAVED}, {dtype_rules.COUNTED}: {resolver.tree.apply_command}",
         )
-
-
-def megatron_overflow(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
-    """Yield Megatron's own loss scaler, at whose first overflow upstream ends the run."""
-    mended = resolver.tree.precision and not resolver.legacy
-    if mended or resolver.effective_dtype(f"{role}.compute") != "float16":
-        return
-    key = f"{resolver.engine_node(role)}.dtype"
-    patch = f"{dtype_rules.SKIP}: {resolver.tree.apply_command}"
-    mend = f"{ROLES[role]}.strategy=fsdp" if resolver.legacy else patch
-    effect = "ends the run at the first overflow with a NotImplementedError"
-    yield Finding(key, resolver.config.get(key), effect, mend)
 
 
 def ref_beside_actor(resolver: DtypeResolver) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from lib.errors import Refused
 from lib.files import check_room
 from lib.paths import REPO
 from lib.run.vllm_float16 import float16_support, ways_out
-from lib.server_dtypes import SERVER_SPELLINGS
+from lib.server_dtypes import SERVER_SPELLINGS, cache_refusal
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -44,7 +44,7 @@ def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
 
 
 def check_rollout(job: "Job", config: "DictConfig") -> None:
-    """Check that vLLM, where it is the rollout, runs the model in the rollout's dtype.
+    """Check that vLLM, where it is the rollout, runs the model in the rollout's dtype and caches keys in the same.
 
     Raises:
         Refused: it does not.
@@ -52,8 +52,15 @@ def check_rollout(job: "Job", config: "DictConfig") -> None:
     from omegaconf import OmegaConf
 
     rollout = config.actor_rollout_ref.rollout
+    if OmegaConf.select(rollout, "name") != "vllm":
+        return
     extra = OmegaConf.select(rollout, "engine_kwargs.vllm.dtype")
-    if OmegaConf.select(rollout, "name") != "vllm" or SERVER_SPELLINGS.get(extra or rollout.dtype) != "float16":
+    dtype = SERVER_SPELLINGS.get(extra or rollout.dtype, "unknown")
+    cache = OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_dtype")
+    if reason := cache_refusal(dtype, cache):
+        key = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype"
+        raise Refused(f"ARGS={key}={cache}: {reason}; give ARGS={key}=auto")
+    if dtype != "float16":
         return
     model = str(config.actor_rollout_ref.model.path)
     support = float16_support(model)

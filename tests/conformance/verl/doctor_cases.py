@@ -79,10 +79,12 @@ def observe_role(role: str, given: Given, config) -> tuple[dict, dict | None]:
     """Return hops and scaler of one role's worker after a forward pass and, if the role is trained, a step."""
     if role == "reward_model":
         return {"reward_model.compute": scored_in(config)}, None
+    torch.use_deterministic_algorithms(False)  # an engine of the previous configuration turned them on
     with refused_in(role):
         worker = made(role, config)
     by_training = {parameter.requires_grad: name(parameter.dtype) for parameter in worker.module.parameters()}
-    hops = {"master": by_training.get(True), "reduce": reduced_in(worker.module)}
+    hops = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    hops |= {"master": by_training.get(True), "reduce": reduced_in(worker.module)}
     if role != "ref" and False in by_training:  # LoRA
         hops["base"] = by_training[False]
     scaler = settings(worker.scaler) if role != "ref" else None

@@ -114,6 +114,10 @@ CONFIGS = {
         C,
     ),
     "keep_fp32_modules": Given(f"+precision=fp16 {ACTOR}.{FSDP}.keep_fp32_modules=[lm_head]", ALONE, C),
+    # Legacy workers do not read it; the model engine does.
+    "full_determinism": Given(
+        f"{ACTOR}.{FSDP}.full_determinism=true {{critic}}.full_determinism=true", ("actor", "critic"), ROLES_ENGINE + C
+    ),
     # Checkpoints and exports.
     "export": Given(f"+precision=fp16 {SAVING}", ALONE, more=("saved",)),
     "export_in_their_own_fp16": Given(
@@ -147,5 +151,6 @@ COVERS = {
     "reward_model": "the reward model's autocast",
     "merged_lora": "the wire of merged adapters",
     "keep_fp32_modules": "modules outside the autocast",
+    "full_determinism": "deterministic algorithms, on or off",
     "export": "the HF export and the saved scaler",
 }

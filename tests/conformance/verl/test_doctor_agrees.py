@@ -61,6 +61,8 @@ def disagreements(record: dict, diagnosis: dict) -> list[str]:
         expected |= {f"{role}.{hop}": report[hop] for hop in ("compute", "master", "reduce") if role != "reward_model"}
         scaled = bool(record["scaler"].get(role))
         assert report["loss_scaling"] == scaled, f"a worker's log contradicts its scaler: {report}"
+    parts = diagnosis["deterministic"] if not diagnosis["refused"] else {}
+    hops = hops | {f"{role}.deterministic": on for role, on in parts.items()}
     for hop, dtype in expected.items():
         if hop not in UNREPORTED and hops.get(hop) != dtype:
             wrong.append(f"{hop}: {dtype}, by the doctor {hops.get(hop, 'not reported')}")

@@ -9,6 +9,7 @@ from support.diagnoses import (
     ALL,
     ENGINE,
     NEWEST,
+    RELEASES,
     ROLLOUT,
     A,
     B,
@@ -27,6 +28,7 @@ from lib.doctor import refusals
 from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.dtype_rules import COMPUTE, KEEP, KEYS, SCALER, SEND, SKIP
 from lib.doctor.hardware import diagnose_on, hardware_lines
+from lib.doctor.metric_findings import MISMATCH_FREQ
 from lib.doctor.tree import identify_tree
 from lib.patches.apply import apply
 from lib.patches.stack import load_stack
@@ -257,22 +259,88 @@ REGIMES_AND_KEYS = (
     Case("misspelt group", NEW, "patched", "+precison=fp16", "", "ignored", mend={"precison": "+precision=fp16"}),
 )
 
+VLLM, FP16 = "{rollout}.name=vllm", "+precision=fp16 {rollout}.name=vllm"
+CACHE, QUANTIZATION = "{rollout}.engine_kwargs.{server}.kv_cache_dtype", "{rollout}.quantization"
+DETERMINISM, BYPASS = "{rollout}.full_determinism", "algorithm.rollout_correction.bypass_mode"
+LEGACY_ENGINE_KEY = [name for name in B if RELEASES[name].has("engine_policy")]  # its legacy workers do not read it
+DETERMINISTIC_ROLLOUT = [name for name in C if name >= "0.9"]
+QAT = "{engine}.qat.enable=true {engine}.qat.quantization_config_path="
+AGREEMENT = (
+    *(Case(f"{dtype} cache of {server}", NEW, "patched",
+           f"+precision=fp16 {{rollout}}.name={server} +{CACHE.replace('{server}', server)}={dtype}",
+           f"rollout.kv_cache={dtype}", verdict, sentence=sentence, effect=effect)
+      for server, dtype, verdict, sentence, effect in (
+          ("vllm", "bfloat16", "differ", "*writes keys and values in float16 and reads their bits as bfloat16*",
+           {CACHE.replace("{server}", "vllm"): "*nonsense*"}),
+          ("vllm", "float16", "agree", "*", {}),
+          ("sglang", "bfloat16", "asked", "*", {}))),  # which converts
+    Case("fp8", NEW, "patched", f"{FP16} {QUANTIZATION}=fp8", "rollout.kv_cache=float16", "asked",
+         effect={QUANTIZATION: "*lm_head stay in float16, the KV cache in float16. The small mismatch*not hold"}),
+    Case("quantization", C, "unpatched", f"{VLLM} {QUANTIZATION}=mxfp8",
+         refused="ValueError: Currently only support *'fp8', 'torchao', 'ascend'* quantization, got: mxfp8"),
+    Case("quantization by SGLang", C, "unpatched", f"{{rollout}}.name=sglang {QUANTIZATION}=torchao",
+         refused="ValueError: Currently only support fp8 quantization, got: torchao"),
+    Case("trained quantization", C, "unpatched", f"{VLLM} {QAT}/nvfp4.json", "rollout.weights=nvfp4", "asked",
+         effect={"{engine}.qat.enable": "*rounded to nvfp4 (w4a16), but for lm_head, embed_tokens,*"}),
+    Case("trained quantization without its file", C, "unpatched", f"{VLLM} {QAT}null",
+         refused="ValueError: quantization_config_path is required when QAT is enabled"),
+    Case("determinism", LEGACY_ENGINE_KEY, "unpatched", "{engine}.full_determinism=true",
+         effect={"{engine}.full_determinism": "is not read by verl {release}'s legacy workers"}),
+    Case("determinism", C, "unpatched", "{engine}.full_determinism=true", effect={}),
+    Case("determinism of VeOmni", NEW, "unpatched", "model_engine=veomni {actor}.veomni.full_determinism=true",
+         effect={}),
+    Case("determinism of Megatron", NEW, "unpatched", "model_engine=megatron +{actor}.megatron.full_determinism=true",
+         effect={"{actor}.megatron.full_determinism": "is not read by verl {release}'s megatron"}),
+    Case("deterministic rollout", DETERMINISTIC_ROLLOUT, "unpatched", f"{VLLM} {DETERMINISM}=true {{rollout}}.n=4",
+         effect={DETERMINISM: "*the 4 answers to a prompt that it samples are equal*to one server*"}),
+    Case("deterministic rollout of the legacy trainer", DETERMINISTIC_ROLLOUT, "unpatched",
+         f"{VLLM} {DETERMINISM}=true trainer.use_v1=false", effect={}),
+    Case("deterministic rollout by SGLang", DETERMINISTIC_ROLLOUT, "unpatched",
+         f"{{rollout}}.name=sglang {DETERMINISM}=true", effect={DETERMINISM: "is not read by*sglang server"}),
+    Case("attention that is not batch-invariant", NEW, "patched",
+         f"{VLLM} {DETERMINISM}=true trainer.use_v1=false +{{rollout}}.engine_kwargs.vllm.attention_backend=FLASHINFER",
+         effect={"{rollout}.engine_kwargs.vllm.attention_backend": "is not batch-invariant in vLLM *"}),
+    Case("bypass mode", [name for name in ALL if name >= "0.6.1"], "unpatched patched", f"{BYPASS}=true",
+         effect={BYPASS: "leaves training/rollout_probs_diff_*"}, mend={BYPASS: f"{BYPASS}=false"}),
+)
+
 MEGATRON = "algorithm.adv_estimator=grpo {rollout}.name=vllm"
 FP16_MEGATRON = f"{MEGATRON} {{actor}}.megatron.dtype=float16 {{actor}}.megatron.use_mbridge="
+OPTIM, REDUCED = "{actor}.optim", "{actor}.megatron.override_ddp_config.grad_reduce_in_fp32"
+AWARE = f" {OPTIM}.use_precision_aware_optimizer=true"
 UNIMPLEMENTED = {"{actor}.megatron.dtype": "*NotImplementedError*"}
 MEGATRON_RULES = (
     Case("defaults", ALL, "unpatched", MEGATRON,
          "actor.compute=bfloat16 actor.autocast=unknown actor.master=unknown", "agree"),
     Case("fp16", B, "unpatched", f"{FP16_MEGATRON}true", "actor.compute=float16", "differ", effect=UNIMPLEMENTED),
-    Case("fp16", C, "unpatched", f"{FP16_MEGATRON}true", "actor.compute=float16", "differ", effect=UNIMPLEMENTED,
+    Case("fp16", C, "unpatched", f"{FP16_MEGATRON}true {{actor}}.megatron.vanilla_mbridge=true",
+         "actor.compute=float16", "differ", effect=UNIMPLEMENTED,
          mend={"{actor}.megatron.dtype": f"*{SKIP}*"}),
     Case("fp16 without bridge", B, "unpatched", f"{FP16_MEGATRON}false",
          refused="AssertionError: fp16 mode requires use_mbridge to be True"),
+    # 0.9.0 goes by Megatron-Bridge, whose default 0.9.1 overrides.
+    Case("reduction", C[1:2], "patched", f"{MEGATRON} +precision=fp16",
+         effect={REDUCED: "is not set, and Megatron-Bridge's default sums the actor's gradients * in float16"}),
+    Case("reduction", [*C[:1], *C[2:]], "patched", f"{MEGATRON} +precision=fp16", effect={}),
+    Case("reduction in fp16", C, "patched", f"{MEGATRON} +precision=fp16 +{REDUCED}=false",
+         effect={REDUCED: "sums the actor's gradients over the ranks in float16"}, mend={REDUCED: f"{REDUCED}=true"}),
+    *(Case(f"gradients{words}", C[1:], "patched",
+           f"{MEGATRON} +precision={regime} {{actor}}.megatron.vanilla_mbridge=true {OPTIM}.main_grads_dtype=bf16"
+           f" {OPTIM}.exp_avg_dtype=bfloat16{words}", "", verdict,
+           effect={f"{OPTIM}.main_grads_dtype": grads, f"{OPTIM}.exp_avg_dtype": moments})
+      for regime, words, verdict, grads, moments in (
+          ("bf16", "", "ignored", "is not read without *", "is not read without *"),
+          ("bf16", AWARE, "agree", "sums the actor's gradients * in bfloat16", "stores AdamW's moments*"),
+          ("fp16", AWARE, "ignored", "sums the actor's gradients * in float16is not read by*", "is not read by*"))),
+    *(Case(f"masters in {dtype}", C, "patched",
+           f"{MEGATRON} +precision=bf16 +{OPTIM}.override_optimizer_config.main_params_dtype={dtype}",
+           refused="AssertionError: main_params_dtype can only be fp32 when not using precision-aware optimizer")
+      for dtype in ("fp16", "fp32")),
 )
 # fmt: on
 
 
-@of_cases(*TRAINER, *ROLES, *WIRE_AND_ROLLOUT, *REGIMES_AND_KEYS)
+@of_cases(*TRAINER, *ROLES, *WIRE_AND_ROLLOUT, *AGREEMENT, *REGIMES_AND_KEYS)
 def test_diagnosis(case: Case, release: str, state: str, examine: Examine):
     case.check(release, state, examine)
 
@@ -311,6 +379,59 @@ def test_legacy_workers_are_not_advised_a_patch_that_they_lack(release: str, exa
     assert any(KEEP in finding.mend for finding in findings) == (release in C)
 
 
+KERNELS = "trainer and {} run different kernels, and the trainer's results depend on the micro-batch"
+BATCH = f"vllm's log-probabilities depend on the batch ({ROLLOUT}.full_determinism=false)"
+
+
+@pytest.mark.parametrize(
+    ("words", "reasons"),
+    [
+        ("name=vllm", [BATCH, KERNELS.format("vllm")]),
+        ("name=vllm full_determinism=true", [KERNELS.format("vllm")]),
+        ("name=sglang", ["sglang's log-probabilities depend on the batch", KERNELS.format("sglang")]),
+        (
+            "name=vllm quantization=fp8 dtype=bfloat16 full_determinism=true +engine_kwargs.vllm.kv_cache_dtype=fp8",
+            [
+                "the trainer computes in float16, the rollout in bfloat16",
+                "the rollout's weights are float8_e4m3fn",
+                "the KV cache is float8_e4m3fn",
+                KERNELS.format("vllm"),
+            ],
+        ),
+    ],
+)
+def test_obstacles_to_agreement_are_listed(words: str, reasons: list[str], examine: Examine):
+    settings = [f"{'+' * word.startswith('+')}{ROLLOUT}.{word.removeprefix('+')}" for word in words.split()]
+    diagnosis = examine(NEWEST, "patched", "+precision=fp16", *settings)
+    assert diagnosis.json()["bitwise"] == reasons
+    assert diagnosis.deterministic["rollout"] == ("full_determinism" in words)
+    shown = " ".join(doctor.text(diagnosis).split())
+    assert f"agreement to the bit: cannot hold: {'; '.join(reasons)}" in shown
+
+
+def test_bypass_mode_that_is_measured_is_no_finding(examine: Examine, tmp_path: Path):
+    """A patched tree measures the mismatch in bypass mode where it has the module for it and the key is set."""
+    tree = examine(NEWEST, "patched").tree
+    module = tree.root / "verl/utils/mismatch.py"
+    words = ["algorithm.rollout_correction.bypass_mode=true", f"++{MISMATCH_FREQ}="]
+    created = not module.exists()
+    module.touch()
+    try:
+        found = {freq: diagnose(tree, [words[0], words[1] + freq]).findings for freq in ("-1", "10")}
+    finally:
+        if created:
+            module.unlink()
+    assert [each.mend for each in found["-1"]] == [f"{MISMATCH_FREQ}=10"] and found["10"] == ()
+
+
+def test_configs_of_experimental_trainers_are_found(examine: Examine):
+    """The asynchronous trainer's own config turns bypass mode on."""
+    words = ["+precision=fp16", "+device=cpu", f"{ROLLOUT}.name=vllm"]
+    diagnosis = examine(NEWEST, "patched", *words, config_name="fully_async_ppo_trainer")
+    assert [finding.key for finding in diagnosis.findings] == ["algorithm.rollout_correction.bypass_mode"]
+    assert diagnosis.verdict == "agree" and diagnosis.hops["actor.compute"].effective_dtype == "float16"
+
+
 T4, V100 = Gpu("Tesla T4", (7, 5), bf16=False, kernels=True), Gpu("Tesla V100", (7, 0), bf16=False, kernels=False)
 H100 = Gpu("NVIDIA H100", (9, 0), bf16=True, kernels=True)
 ON_T4 = "Tesla T4 (sm75): fp16 and fp32 native, bf16 emulated in fp32"
@@ -323,6 +444,12 @@ NO_KERNELS = "the torch of this Python has no kernels for"
         ((), "+precision=fp16 +device=volta", [], "agree: *"),
         ((T4,), "+precision=fp16 +device=turing", [ON_T4], "agree: *"),
         ((T4,), "+precision=bf16", [f"{ON_T4}; actor.*, rollout.weights in bf16, *: +precision=fp16"], "agree: *"),
+        (
+            (T4, H100),
+            f"+precision=fp16 {ROLLOUT}.full_determinism=true",
+            [f"{ON_T4}; vLLM has batch-invariant kernels from sm80 on", "NVIDIA H100 (sm90): *, bf16 native"],
+            "agree: *",
+        ),
         ((H100, H100), "+precision=bf16", ["2 x NVIDIA H100 (sm90): fp16 and fp32 native, bf16 native"], "agree: *"),
         ((V100,), "+precision=fp16", [f"Tesla V100 (sm70): *; {NO_KERNELS} it: docs/*"], "agree: *"),
         (

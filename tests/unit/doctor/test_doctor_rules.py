@@ -181,7 +181,8 @@ def test_command_prints_json_and_text(trees: dict[str, Path], capsys):
     words = ["--verl", str(trees["pristine"]), f"{ROLLOUT}.dtype=float16"]
     assert command.main([*words, WORDS[2], "--json"]) == 1
     printed = json.loads(capsys.readouterr().out)
-    assert set(printed) == {"verl", "hops", "scaler", "findings", "refused", "verdict", "sentence", "hardware"}
+    keys = {"verl", "hops", "scaler", "deterministic", "bitwise", "findings"}
+    assert set(printed) == keys | {"refused", "verdict", "sentence", "hardware"}
     assert printed["verdict"] == "differ" and set(printed["findings"][0]) == {"key", "value", "effect", "mend"}
 
     assert command.main(words) == 1

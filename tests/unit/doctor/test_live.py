@@ -24,7 +24,8 @@ def rollout(dtype: str = "float16") -> dict:
 
 
 def config(dtype: str = "bfloat16", verdict: str = "agree", **other: str) -> dict:
-    return {"hops": dict.fromkeys(HOPS, dtype) | other, "verdict": verdict}
+    hops = dict.fromkeys(HOPS, dtype) | other
+    return {"hops": hops, "verdict": verdict, "deterministic": {"actor": True, "rollout": False}}
 
 
 def diagnosed(*models: dict, silent: tuple[str, ...] = (), static: dict | None = None) -> dict:
@@ -50,6 +51,18 @@ def test_dtype_that_differs_from_the_config_is_a_finding():
     for verdict in ("asked", "differ"):  # a difference of the config itself
         static = config(verdict=verdict, **{"rollout.weights": "float16"})
         assert diagnosed(actor(dtype="bfloat16"), rollout(), static=static)["verdict"] == verdict
+
+
+def test_quantized_server_and_determinism_are_compared_with_the_config():
+    server = rollout("bfloat16") | {"weights": "fp8", "logits": "bfloat16", "kv_cache": "fp8", "deterministic": False}
+    trainer = actor(dtype="bfloat16", deterministic=True)
+    asked = config(verdict="asked", **dict.fromkeys(("rollout.weights", "rollout.kv_cache"), "float8_e4m3fn"))
+    diagnosis = diagnosed(trainer, server, static=asked)
+    assert (diagnosis["verdict"], diagnosis["findings"]) == ("asked", [])
+    assert diagnosis["deterministic"] == {"actor": True, "rollout": False}
+    diagnosis = diagnosed(trainer, actor(1, dtype="bfloat16", deterministic=False), server, static=asked)
+    assert diagnosis["findings"][0]["effect"] == "is off in the workers, on by this config"
+    assert "deterministic" not in doctor.live_text(diagnosis).replace("full_determinism", "")
 
 
 def test_missing_answer_makes_the_verdict_unknown():
@@ -109,7 +122,7 @@ def test_models_of_each_kind_of_actor(one_rank):
     newer = SimpleNamespace(actor=SimpleNamespace(engine=engine), ref=SimpleNamespace(engine=engine))
     assert {each["role"]: each["compute"] for each in actor_models(newer)} == {"actor": "float16", "ref": "float16"}
     for cache, expected in (("auto", "float16"), ("fp8", "fp8")):
-        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16))
+        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16, quantization=None))
         config.cache_config = SimpleNamespace(cache_dtype=cache)
         (server,) = actor_models(SimpleNamespace(engine=SimpleNamespace(vllm_config=config)))
         assert (server["role"], server["weights"], server["kv_cache"]) == ("rollout", "float16", expected)

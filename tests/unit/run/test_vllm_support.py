@@ -161,6 +161,17 @@ def test_run_is_refused_for_the_dtype_that_vllm_would_use(words, runs, models, t
         check_rollout(job, compose(job, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("regime", "cache", "runs"), [("fp16", "bfloat16", False), ("bf16", "float16", False), ("fp16", "fp8", True)]
+)
+def test_run_is_refused_for_a_cache_whose_bits_vllm_would_misread(regime, cache, runs, models, tmp_path):
+    words = [f"PRECISION={regime}", f"ARGS=+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype={cache}"]
+    job = parse_job(["DEVICE=cpu", "STEPS=1", f"MODEL={models}/qwen2", *words])
+    refusal = pytest.raises(Refused, match=f"^ARGS={ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype={cache}: vLLM writes")
+    with nullcontext() if runs else refusal:
+        check_rollout(job, compose(job, tmp_path))
+
+
 def test_run_and_probe_by_vllm_are_refused_and_a_probe_by_hf_reports_it(models, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "interrupt_on_signals", lambda: None)
     words = ["DEVICE=cpu", f"MODEL={models}/gemma2", f"OUT={tmp_path}/out"]

@@ -82,6 +82,12 @@ def markdown(
 ) -> str:
     """Return the report as Markdown."""
     regimes = [each for each in comparisons if is_plain(each.variant, options) and not each.overflow]
+    rebatched_lines = [
+        "The trainer against itself, on the answers of each regime's rollout:",
+        "",
+        *markdown_table(REBATCHED, rebatched_table(options, comparisons, rebatched)),
+        "",
+    ]
     by_length = ["response length, tokens", *(each.variant.label for each in regimes)]
     lines = [
         f"# Mismatch of {options.name} before training ({options.backend})",
@@ -90,10 +96,7 @@ def markdown(
         "",
         *markdown_table(HEADINGS, map(cells, comparisons)),
         "",
-        "The trainer against itself, on the answers of each regime's rollout:",
-        "",
-        *markdown_table(REBATCHED, rebatched_table(options, comparisons, rebatched)),
-        "",
+        *(rebatched_lines if rebatched else []),
         "ESS/N of sequence weights over the first tokens of a response, and its 95 % interval; after it the share of "
         f"sequences with a weight above {THRESHOLD:g}. * measured, else extrapolated.",
         "",
@@ -172,8 +175,8 @@ def show(
     options: ProbeOptions, comparisons: list[Comparison], rebatched: list[Comparison], findings: dict[str, str]
 ) -> None:
     """Print the tables, the findings and the paths of the report."""
-    tables = [[HEADINGS, *map(cells, comparisons)], [REBATCHED, *rebatched_table(options, comparisons, rebatched)]]
-    for table in tables:
+    changes = rebatched_table(options, comparisons, rebatched)
+    for table in [[HEADINGS, *map(cells, comparisons)], *([[REBATCHED, *changes]] if changes else [])]:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         print()
         for row in table:

@@ -52,15 +52,15 @@ def recommend(preflight: dict, probe: dict, length: int, words: dict[str, str]) 
     answers["modules in fp32"] = modules(preflight)
     if preflight["rollout"]["supported"] is False:
         answers["rollout"] = preflight["rollout"]["reason"]
-    if words := overrides_with_fp32_rollout(preflight):
+    if in_fp16 := overrides_with_fp32_rollout(preflight):
         answers["fp16 in the trainer"] = (
-            f"{shlex.join(words)}: twice the rollout's memory, and a mismatch that was not measured; the first step of "
+            f"{shlex.join(in_fp16)}: twice the rollout's memory, and a mismatch that was not measured; the first step of "
             "a run reports it as rollout_corr/k3_kl"
         )
     if chosen:
         answers["sequence weights"], doubts = weights(half[chosen], chosen, length, probe["positions"], words)
         unknown += doubts
-    return Recommendation(answers, unknown + other_doubts(preflight, probe["settings"], chosen, words), overrides)
+    return Recommendation(answers, unknown + other_doubts(preflight, probe, chosen, words), overrides)
 
 
 def repeat(words: dict[str, str], **more: object) -> str:
@@ -155,7 +155,7 @@ def weights(row: dict, regime: str, length: int, positions: int, words: dict[str
         if length > positions:
             doubts.append(f"{subject}: the model has {positions} positions; set LENGTH to what your run has")
         else:
-            doubts.append(f"{subject}, from answers of that length: {repeat(words, TOKENS=length)}")
+            doubts.append(f"{subject}: {repeat(words, TOKENS=length)}, and DATA whose answers are that long")
     holds = "hold" if ess.low >= HOLDS else "do not hold" if ess.high < HOLDS else "may or may not hold"
     half = [math.log(1 / HOLDS) / each if each else math.inf for each in (rate.value, rate.high, rate.low)]
     reach = f"{HOLDS:g} is reached at {half[0]:.2g} tokens ({half[1]:.2g}–{half[2]:.2g})"
@@ -164,9 +164,9 @@ def weights(row: dict, regime: str, length: int, positions: int, words: dict[str
     return f"{holds} at {length} tokens in {regime}: ESS/N {interval(ess, '.4f')}, {how}; {reach}", doubts
 
 
-def other_doubts(preflight: dict, settings: dict, regime: str | None, words: dict[str, str]) -> list[str]:
+def other_doubts(preflight: dict, probe: dict, regime: str | None, words: dict[str, str]) -> list[str]:
     """Return what the backend, the device and the margin of the activations leave open, and what to measure."""
-    doubts = []
+    settings, doubts = probe["settings"], []
     if settings["BACKEND"] == "hf":
         doubts.append(
             "the mismatch with vLLM: hf runs the trainer's model code on both sides, so its k3 is too small: "
@@ -176,6 +176,10 @@ def other_doubts(preflight: dict, settings: dict, regime: str | None, words: dic
         doubts.append(
             f"the kernels of a GPU, of which none ran here; on one: {repeat(words, BACKEND='vllm', DEVICE='cuda')}"
         )
+    fits = not preflight["misfit"] and not preflight["keep"]
+    if fits and any("overflow" in row for row in probe["rows"]):
+        more = repeat(words, ROWS=4 * settings["ROWS"])
+        doubts.append(f"where fp16 overflows: the preflight, of other answers, found it to fit: {more}")
     activation, where = preflight["activation"]
     if regime == "fp16" and activation * HEADROOM > LARGEST:
         doubts.append(

@@ -54,8 +54,8 @@ def recommend(preflight: dict, probe: dict, length: int, words: dict[str, str]) 
         answers["rollout"] = preflight["rollout"]["reason"]
     if in_fp16 := overrides_with_fp32_rollout(preflight):
         answers["fp16 in the trainer"] = (
-            f"{shlex.join(in_fp16)}: twice the rollout's memory, and a mismatch that was not measured; the first step of "
-            "a run reports it as rollout_corr/k3_kl"
+            f"{shlex.join(in_fp16)}: twice the rollout's memory, and a mismatch that was not measured; the first step "
+            "of a run reports it as rollout_corr/k3_kl"
         )
     if chosen:
         answers["sequence weights"], doubts = weights(half[chosen], chosen, length, probe["positions"], words)

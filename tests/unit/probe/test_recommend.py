@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import doctor
 import recommend as command
 from lib.errors import Refused
+from lib.files import read_jsonl
 from lib.paths import REPO
 from lib.probe.recommendation import recommend
 
@@ -26,6 +27,7 @@ PREFLIGHT = {
     "rollout": {"supported": True, "reason": "vLLM runs qwen2 models in float16"},
     "overrides": [SCALE],
 }
+RUNS = {"bf16": 6, "bf16_train_fp16_infer": 5, "fp16": 7, "fp32": 5}
 WORDS = {"MODEL": "/a b", "ROWS": "16"}
 
 
@@ -54,6 +56,20 @@ def test_smallest_mismatch_and_its_settings():
     assert "may grow by a factor of 20 before it overflows" in found.answers["first loss scale"]
     assert "2.05e+03 times below 65504" in found.answers["modules in fp32"]
     assert "hold at 64 tokens in fp16: ESS/N 0.9900 (0.9800–0.9950), measured" in found.answers["sequence weights"]
+
+
+def test_decision_from_the_recorded_runs_is_the_regime_with_the_smallest_mismatch_in_every_run():
+    first_steps = {}
+    for file in REPO.glob("docs/results/sanity/*/runs/*/metrics.jsonl"):
+        regime = file.parent.name.partition("-")[0]
+        first_steps.setdefault(regime, []).append(read_jsonl(file)[0]["data"]["rollout_corr/k3_kl"])
+    assert {regime: len(runs) for regime, runs in first_steps.items()} == RUNS
+    assert max(first_steps["fp16"]) < min(first_steps["bf16"] + first_steps["bf16_train_fp16_infer"])
+    rows = [row(regime, (sum(runs) / len(runs), min(runs), max(runs))) for regime, runs in first_steps.items()]
+    assert recommend(PREFLIGHT, probe_of(*rows), 64, WORDS).overrides == ["+precision=fp16", SCALE]
+    without_fp16 = [each for each in rows if each["regime"] != "fp16"]
+    found = recommend(PREFLIGHT, probe_of(*without_fp16), 64, WORDS)
+    assert found.overrides is None and "bf16 or bf16_train_fp16_infer" in found.unknown[0], "these runs overlap"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ the reports of preflight and probe. Exit code 0: measured, whether or not a regi
 import json
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import preflight
@@ -62,8 +62,6 @@ def parse(words: list[str]) -> RecommendOptions:
     as_words = lambda *parts: [f"{name}={value}" for part in parts for name, value in part.items()]
     limit = {"LENGTH": tokens} if tokens else {}
     first = parse_probe(as_words(shared, sizes, measured, limit))
-    if first.backend == "vllm" and float16_support(first.model).supported is False:
-        measured["PRECISION"] = "bf16"  # the probe refuses the others with vLLM
     name = f"{first.name}-{first.backend}-{first.rows}x{first.samples}{f'-{tokens}' if tokens else ''}"
     out = Path(file_path(values, "OUT") or REPO / "outputs" / "recommend" / name)
     return RecommendOptions(
@@ -73,6 +71,12 @@ def parse(words: list[str]) -> RecommendOptions:
         {name: value for name, value in values.items() if name != "OUT"},
         out,
     )
+
+
+def runnable(options: ProbeOptions) -> ProbeOptions:
+    """Return the options without the regimes that the probe refuses to run with vLLM."""
+    refused = options.backend == "vllm" and float16_support(options.model).supported is False
+    return replace(options, precision=("bf16",)) if refused else options
 
 
 def preflight_numbers(options: preflight.PreflightOptions) -> dict:
@@ -94,7 +98,9 @@ def main(words: list[str]) -> int:
     if options.probe.is_sanity and not prepare_sanity():
         return 1
     numbers = preflight_numbers(options.preflight)
-    if code := probe.measure(options.probe):
+    # From here on the model is on this machine, so that vLLM's table can be asked for its type.
+    numbers["rollout"] = asdict(float16_support(options.probe.model))
+    if code := probe.measure(runnable(options.probe)):
         return code
 
     from lib.probe.recommendation import recommend

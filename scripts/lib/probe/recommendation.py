@@ -148,9 +148,12 @@ def weights(row: dict, regime: str, length: int, positions: int, words: dict[str
     if point:
         ess, how = Estimate(**point["ess"]), f"measured on {point['sequences']} answers"
     else:
-        loss = lambda rate, factor: math.exp(-rate * length * factor)
-        ess = Estimate(loss(rate.value, 1), loss(rate.high, EXTRAPOLATION), loss(rate.low, 1 / EXTRAPOLATION))
-        how = f"extrapolated from {longest} tokens, its band widened by a factor of {EXTRAPOLATION} in the loss"
+        beyond = EXTRAPOLATION if length > longest else 1
+        at = lambda rate: math.exp(-rate * length)
+        ess = Estimate(at(rate.value), at(rate.high * beyond), at(rate.low / beyond))
+        how = f"by the variance of sums of {row['block']} tokens"
+    if length > longest:
+        how += f", extrapolated from {longest} tokens with a band {EXTRAPOLATION} times as wide in the loss"
         subject = f"sequence weights at {length} tokens"
         if length > positions:
             doubts.append(f"{subject}: the model has {positions} positions; set LENGTH to what your run has")

@@ -130,6 +130,8 @@ def test_weights_at_a_length_beyond_the_answers(rate, verdict):
         "sequence weights at 8192 tokens: make recommend 'MODEL=/a b' ROWS=16 TOKENS=8192, "
         "and DATA whose answers are that long"
     ]
+    within = recommend(PREFLIGHT, probe_of(*rows), 50, WORDS)
+    assert within.unknown == [] and "by the variance of sums of 16 tokens; 0.5" in within.answers["sequence weights"]
     (doubt,) = recommend(PREFLIGHT, probe_of(*rows, positions=128), 8192, WORDS).unknown
     assert doubt.endswith("the model has 128 positions; set LENGTH to what your run has")
 
@@ -190,5 +192,6 @@ def test_model_that_vllm_refuses_is_probed_in_bf16_alone(tmp_path):
         command.parse([f"MODEL={model}", f"DATA={data}"])
     Path(tmp_path / "data.parquet").write_bytes(b"PAR1")
     words = [f"MODEL={model}", f"DATA={tmp_path / 'data.parquet'}", f"OUT={tmp_path / 'out'}", "DEVICE=cpu"]
-    regimes = {name: command.parse([*words, f"BACKEND={name}"]).probe.precision for name in ("hf", "vllm")}
+    probes = {name: command.parse([*words, f"BACKEND={name}"]).probe for name in ("hf", "vllm")}
+    regimes = {name: command.runnable(options).precision for name, options in probes.items()}
     assert regimes == {"hf": ("bf16", "bf16_train_fp16_infer", "fp16"), "vllm": ("bf16",)}

@@ -19,12 +19,11 @@ quote = '$(subst ','\'',$(1))'
 WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)=$(call quote,$($(name)))))
 COMMAND = @exec $(TOOLS) scripts/command.py $@ $(WORDS) $(if $(word 2,$(MAKECMDGOALS)),--shared)
 
-.PHONY: python
+.PHONY: python run test
 python:
 	@$(call RECENT,$(TOOLS)) || { echo "$(PYTHON:%=PYTHON=%: )Python 3.10 or later is needed; install it, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 
 ##@ Train and test, in .venv (4 to 7 GB), which is set up with Python 3.11 or 3.12
-.PHONY: run test
 run: python     ## set up and train in fp16 with verl, on this machine's GPU or CPU
 	$(COMMAND)
 test: python    ## set up and run the tests of this checkout
@@ -47,12 +46,14 @@ drift: python            ## list the patched files that differ from the nearest 
 	$(COMMAND)
 
 ##@ Choose a regime for a model and a cluster
-.PHONY: doctor preflight probe plan-memory compare report sanity
+.PHONY: doctor preflight probe recommend plan-memory compare report sanity
 doctor: python       ## report the dtype of each hop of a job:  make doctor ARGS='…' VERL=/path/to/verl   (PYTHON=its/python3)
 	$(COMMAND)
 probe: python        ## measure the mismatch of a model for every regime, before training:  make probe MODEL=… DATA=….parquet
 	$(COMMAND)
 preflight: python    ## predict the effect of fp16 on a model:  make preflight MODEL=… DATA=….parquet
+	$(COMMAND)
+recommend: python    ## preflight and probe, then one answer:  make recommend MODEL=… DATA=….parquet LENGTH=8192
 	$(COMMAND)
 plan-memory: python  ## plan the memory of a job on each GPU, without one:  make plan-memory EXPERIMENT=dense_7b PRECISION='fp16 bf16'
 	$(COMMAND)
@@ -116,5 +117,4 @@ lint: python          ## run ruff and shellcheck
 lock: python          ## resolve requirements/*.in into *.lock again, for Python 3.11 and 3.12 alike; keep the pins that are still valid
 	@exec $(TOOLS) scripts/lock.py
 clean:                ## remove the environments and the caches, but not runs and data
-	rm -rf .venv .venv-cuda .venv-workers .cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf .venv .venv-cuda .venv-workers .cache .pytest_cache .ruff_cache; find . -name __pycache__ -prune -exec rm -rf {} +

@@ -134,6 +134,7 @@ COMMANDS = {
     "submit": Command("submit.py", run_words, "lib.run.job:parse_job", device=True),
     "preflight": Command("preflight.py", words, "preflight:parse", device=True),
     "probe": Command("probe.py", words, "probe:parse", device=True),
+    "recommend": Command("recommend.py", words, "recommend:parse", device=True),
     "compare": Command("compare.py", words, "compare:parse", device=True),
     "sanity": Command("compare.py", sanity_words, "compare:parse", device=True),
     "report": Command("report.py", words, "report:parse"),

@@ -79,12 +79,22 @@ def main(words: list[str]) -> int:
     options = parse(words)
     if options.is_sanity and not prepare_sanity():
         return 1
+    examine(options)
+    return 0
+
+
+def examine(options: PreflightOptions) -> dict:
+    """Measure the model, write and print the report, and return ``fp16_report.numbers`` of it.
+
+    Raises:
+        Refused: the model or the data cannot be used.
+    """
     messages = prompts(options.data, options.rows)
 
     import torch
 
     from lib.probe.fp16_range import assess, measure
-    from lib.probe.fp16_report import conclusions, markdown, plot, show, table_csv
+    from lib.probe.fp16_report import conclusions, markdown, numbers, plot, show, table_csv
 
     started = printed = time.monotonic()
 
@@ -132,7 +142,7 @@ def main(words: list[str]) -> int:
     print(f"\n  {shlex.join(overrides)}\n")
     for name in ("preflight.png", "report.md", "modules.csv"):
         print(f"  {options.out / name}")
-    return 0
+    return numbers(ranges, assessment, rollout)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def measure(options: ProbeOptions) -> int:
     from lib.probe.comparison import compare, summarize
     from lib.probe.log_probs import Task, compute_log_probs
     from lib.probe.numerics import exact_dtype
+    from lib.probe.rebatching import rebatchings
     from lib.probe.report import show, write
     from lib.probe.variants import check_gpus, check_vllm, variants
     from lib.probe.work_folder import fingerprint, open_work_folder
@@ -59,20 +60,22 @@ def measure(options: ProbeOptions) -> int:
         from recipes.cpu import host
 
         host.autocast_as_cuda()
-    every = variants(options)
+    every, changes = variants(options), rebatchings(options)
     # Plain regimes first, which matter most if the probe is interrupted.
     ordered = sorted(every, key=lambda variant: (variant.head != options.head[0], variant.wire != options.wire[0]))
     interrupted = False
     try:
-        compute_log_probs(Task(options, masters, tokenizer, token_prompts, length, work), ordered)
+        compute_log_probs(Task(options, masters, tokenizer, token_prompts, length, work), [*ordered, *changes])
     except KeyboardInterrupt:
         interrupted = True
     comparisons = compare(every, work)
     if comparisons:
         positions = masters.config.max_position_embeddings
-        findings = summarize(options, comparisons, positions, exact_dtype(masters))
-        write(options, settings, comparisons, findings, positions)
-        show(options, comparisons, findings)
+        rebatched = compare(changes, work)
+        attention = masters.config._attn_implementation
+        findings = summarize(options, comparisons, positions, attention, exact_dtype(masters))
+        write(options, settings, comparisons, rebatched, findings, positions)
+        show(options, comparisons, rebatched, findings)
     if interrupted:
         print(
             f"probe: interrupted; {len(comparisons)} of {len(every)} variants have results; "

@@ -1,5 +1,6 @@
-"""Compare trainer and rollout in every variant of a probe, and summarize the findings."""
+"""Compare trainer and rollout, and the trainer with itself, in every variant of a probe; summarize the findings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,15 +9,15 @@ import numpy as np
 from lib.files import read_jsonl
 from lib.probe.mismatch import LEAST, Answer, measure, verdict
 from lib.probe.options import ProbeOptions
+from lib.probe.rebatching import Rebatching
 from lib.probe.variants import Variant, is_plain
-from lib.probe.work_folder import rollout_file, trainer_file
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The mismatch of a variant: the result of ``mismatch.measure``, or ``{"overflow": text}``."""
 
-    variant: Variant
+    variant: Variant | Rebatching
     mismatch: dict
 
     @property
@@ -24,15 +25,15 @@ class Comparison:
         return self.mismatch.get("overflow")
 
 
-def compare(variants: list[Variant], work: Path) -> list[Comparison]:
+def compare(variants: Sequence[Variant | Rebatching], work: Path) -> list[Comparison]:
     """Measure the mismatch of each variant from the prompts that both trainer and rollout have completed.
 
-    Variants with fewer than two such prompts, which have no spread, are left out.
+    The trainer with other micro-batches is compared with itself as if that were the rollout. Variants with fewer than
+    two such prompts, which have no spread, are left out.
     """
     comparisons = []
     for variant in variants:
-        rolled_out = read_jsonl(rollout_file(work, variant.rollout))
-        scored = read_jsonl(trainer_file(work, variant.trainer, variant.rollout))
+        scored, rolled_out = map(read_jsonl, variant.files(work))
         overflows = [line["overflow"] for line in rolled_out + scored if "overflow" in line]
         if overflows:
             comparisons.append(Comparison(variant, {"overflow": overflows[0]}))
@@ -48,12 +49,13 @@ def compare(variants: list[Variant], work: Path) -> list[Comparison]:
 
 
 def summarize(
-    options: ProbeOptions, comparisons: list[Comparison], positions: int, exact: str | None
+    options: ProbeOptions, comparisons: list[Comparison], positions: int, attention: str, exact: str | None
 ) -> dict[str, str]:
     """Return the findings by name, the verdict first.
 
     Args:
         positions: of the model.
+        attention: transformers' name of the trainer's.
         exact: the 16-bit dtype that represents every weight exactly, if there is one.
     """
     plain = {each.variant.regime: each.mismatch for each in comparisons if is_plain(each.variant, options)}
@@ -63,6 +65,11 @@ def summarize(
     measured = [each for each in comparisons if not each.overflow]
     if measured:
         findings |= sample_findings(options, measured, positions)
+    if options.batch:
+        findings["micro-batches"] = (
+            f"packed rows are kept apart by {attention} attention, from their positions; flash attention, which verl "
+            "packs for by default, needs CUDA and was not run"
+        )
     if exact:
         findings["masters"] = (
             f"every weight of the checkpoint is exact in {exact}: the rounding of a wire of {exact} shows only once "

@@ -36,6 +36,30 @@ def conclusions(
     return named, overrides(assessment, bf16_rollout=rollout.supported is False)
 
 
+def numbers(ranges: dict[str, ModuleRange], assessment: Fp16Assessment, rollout: Float16Support) -> dict:
+    """Return what a recommendation follows from, in the types of JSON.
+
+    Returns:
+        ``misfit`` (the verdict, if no list of modules helps, else None); ``keep``, of each module in fp32 the largest
+        value in it; ``activation`` and ``gradient``, the largest and its module; ``scale``; ``flushed``, the shares of
+        gradients at this scale by kind; ``rollout``, whether vLLM runs the model in float16, and why; ``overrides``.
+    """
+    inside = lambda outer: [each for name, each in ranges.items() if name == outer or name.startswith(f"{outer}.")]
+    name, record = max(ranges.items(), key=lambda item: item[1].activation)
+    return {
+        "misfit": verdict(ranges, assessment) if assessment.misfit else None,
+        "keep": {kept: max(max(each.activation, each.weight) for each in inside(kept)) for kept in assessment.keep},
+        "activation": [record.activation, name],
+        "gradient": list(assessment.gradient),
+        "scale": assessment.scale,
+        "flushed": {
+            kind: flushed_share(counts, assessment.log2_scale) for kind, counts in gradient_counts(assessment).items()
+        },
+        "rollout": {"supported": rollout.supported, "reason": rollout.reason},
+        "overrides": overrides(assessment),
+    }
+
+
 def markdown(
     title: str,
     named: dict[str, str],

@@ -23,6 +23,7 @@ from lib.files import read_jsonl
 from lib.paths import CONFIGS, REPO
 from lib.probe.numerics import RolloutNumerics, TrainerNumerics, build, end_tokens, generate, token_log_probs
 from lib.probe.options import ProbeOptions
+from lib.probe.rebatching import Rebatching
 from lib.probe.variants import Variant
 from lib.probe.work_folder import append_missing, drop_incomplete_line, is_complete, rollout_file, trainer_file
 from lib.run.log import errors
@@ -52,13 +53,14 @@ class Task:
     work: Path
 
 
-def compute_log_probs(task: Task, variants: Iterable[Variant]) -> None:
-    """Compute the log-probabilities of all variants, as far as they are not in the work folder yet."""
-    variants = list(variants)
-    for rollout in dict.fromkeys(variant.rollout for variant in variants):
+def compute_log_probs(task: Task, pairs: Iterable[Variant | Rebatching]) -> None:
+    """Compute the log-probabilities of all pairs, as far as they are not in the work folder yet."""
+    pairs = list(pairs)
+    for rollout in dict.fromkeys(pair.rollout for pair in pairs):
         if not is_complete(rollout_file(task.work, rollout), len(task.prompts)):
             (generate_by_vllm if task.options.backend == "vllm" else generate_by_hf)(task, rollout)
-        for trainer in dict.fromkeys(variant.trainer for variant in variants if variant.rollout == rollout):
+        trainers = (trainer for pair in pairs if pair.rollout == rollout for trainer in pair.trainers)
+        for trainer in dict.fromkeys(trainers):
             score_by_trainer(task, trainer, rollout)
 
 
@@ -146,8 +148,12 @@ def score_by_trainer(task: Task, trainer: TrainerNumerics, rollout: RolloutNumer
         return
     model = build(task.masters, trainer, task.options.device)
 
+    def answers(index: int) -> list[tuple[list[int], list[int]]]:
+        return [(task.prompts[index], answer) for answer in rolled_out[index]["answers"]]
+
     def log_probs(index: int) -> dict:
-        return {"log_probs": token_log_probs(model, trainer, task.prompts[index], rolled_out[index]["answers"])}
+        others = answers((index + 1) % len(rolled_out))
+        return {"log_probs": token_log_probs(model, trainer, answers(index), others)}
 
     append_missing(file, len(task.prompts), log_probs, file.stem)
     if task.options.device == "cuda":

@@ -59,8 +59,9 @@ class Bootstrap:
         sums = [np.bincount(self.of, column, self.draws.shape[1]) for column in columns]
         with np.errstate(all="ignore"):  # a draw may have none of the few answers that are long enough
             drawn = statistic(*(self.draws @ column for column in sums))
+            value = statistic(*(column.sum() for column in sums))
         low, high = np.nanpercentile(drawn, [2.5, 97.5])
-        return Estimate(float(statistic(*(column.sum() for column in sums))), float(low), float(high))
+        return Estimate(float(value), float(low), float(high))
 
 
 def k3(log_ratio: np.ndarray) -> np.ndarray:
@@ -95,6 +96,11 @@ def blocks(answers: list[Answer], length: int) -> tuple[np.ndarray, ...]:
     return *map(np.array, sums), np.array([len(answer.rollout) for answer in answers])
 
 
+def rate_growth(single: np.ndarray, joint: np.ndarray) -> np.ndarray:
+    """Return the ratio of a λ from blocks to that of single tokens, 1 where the log-probabilities are equal."""
+    return np.where(single == 0, 1, joint / single)
+
+
 def clipped(rate: float, length: int) -> float:
     """Return the share of sequences with a weight above ``THRESHOLD``, for normal log-weights.
 
@@ -124,10 +130,11 @@ def measure(answers: list[Answer]) -> dict:
     """Measure the mismatch of one trainer and one rollout.
 
     Returns:
-        ``prompts``, ``sequences``, ``tokens``, ``longest``; ``k3`` (nats), ``probs_diff`` (mean |Δp|) and
-        ``clipped_tokens`` (share of tokens with a weight above ``THRESHOLD``) as ``Estimate``; ``k3_as_logged``;
-        ``largest`` |d|; ``rate``, λ per token, estimated from blocks of ``block`` tokens; ``growth``, the ratio of that
-        λ to the λ of single tokens, 1 if their terms are independent; ``curve``, a dict for each length.
+        ``prompts``, ``sequences``, ``tokens``, ``longest``; ``k3`` (nats), ``probs_diff`` (mean |Δp|), ``equal`` (share
+        of tokens whose log-probabilities are equal to the bit) and ``clipped_tokens`` (share of tokens with a weight
+        above ``THRESHOLD``) as ``Estimate``; ``k3_as_logged``; ``largest`` |d|; ``rate``, λ per token,
+        estimated from blocks of ``block`` tokens; ``growth``, the ratio of that λ to the λ of single tokens, 1 if their
+        terms are independent; ``curve``, a dict for each length.
     """
     bootstrap = Bootstrap([answer.prompt for answer in answers])
     sizes = np.array([len(answer.rollout) for answer in answers])
@@ -137,7 +144,7 @@ def measure(answers: list[Answer]) -> dict:
     block = max(enough, default=1)
     single, joint = blocks(answers, 1), blocks(answers, block)
     rate = bootstrap(loss_rate, *joint)
-    growth = bootstrap(lambda *sums: loss_rate(*sums[4:]) / loss_rate(*sums[:4]), *single, *joint)
+    growth = bootstrap(lambda *sums: rate_growth(loss_rate(*sums[:4]), loss_rate(*sums[4:])), *single, *joint)
     measured = [length for length in powers if (sizes >= length).sum() >= LEAST]
     return {
         "prompts": len(set(answer.prompt for answer in answers)),
@@ -147,6 +154,7 @@ def measure(answers: list[Answer]) -> dict:
         "k3": mean([k3(answer.log_ratio).sum() for answer in answers]),
         "k3_as_logged": k3_as_logged(answers),
         "probs_diff": mean([np.abs(np.exp(a.trainer) - np.exp(a.rollout)).sum() for a in answers]),
+        "equal": mean([(a.trainer == a.rollout).sum() for a in answers]),
         "clipped_tokens": mean([(answer.log_ratio > math.log(THRESHOLD)).sum() for answer in answers]),
         "largest": float(max(np.abs(answer.log_ratio).max() for answer in answers)),
         "rate": rate,
@@ -169,6 +177,10 @@ def verdict(regimes: dict[str, dict], shown: int = 8192) -> str:
     order = sorted(half, key=lambda name: half[name]["k3"].value)
     if not order:
         return "no 16-bit regime was measured" + tail
+    bitwise = [name for name in order if half[name]["equal"].value == 1]
+    if bitwise:
+        tokens = " and ".join(f"{half[name]['tokens']} tokens in {name}" for name in bitwise)
+        return f"bitwise: trainer and rollout have the same log-probabilities of all {tokens}{tail}"
     best, *others = order
     if not others:
         return f"{best} has a k3 of {half[best]['k3'].value:.2g}; no other 16-bit regime was measured{tail}"
@@ -197,6 +209,11 @@ def verdict(regimes: dict[str, dict], shown: int = 8192) -> str:
 def interval(estimate: Estimate, form: str) -> str:
     """Format as ``0.97 (0.95–0.98)``."""
     return f"{estimate.value:{form}} ({estimate.low:{form}}–{estimate.high:{form}})"
+
+
+def share_equal(estimate: Estimate) -> str:
+    """Format the share of tokens that are equal to the bit, ``bitwise`` if it is 1."""
+    return "bitwise" if estimate.value == 1 else interval(estimate, ".2%")
 
 
 def lost(estimates: list[Estimate]) -> np.ndarray:

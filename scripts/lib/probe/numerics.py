@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-LOGITS = 2**28  # most logits in one forward pass of the trainer: 1 GiB in fp32
+LOGITS = 2**28  # most logits of a trainer's micro-batch: 1 GiB in fp32
+TOKENS = 2**13  # most tokens of it: packed rows need a square mask over all tokens
 
 
 class Overflow(Exception):
@@ -54,18 +55,23 @@ class RolloutNumerics:
 
 @dataclass(frozen=True)
 class TrainerNumerics:
-    """The dtypes of verl's FSDP engine: fp32 masters, gathered in ``dtype``, under autocast of ``dtype``.
+    """The dtypes and micro-batches of verl's FSDP engine: fp32 masters, gathered in ``dtype``, in its autocast.
 
     Args:
         head: whether the head computes in fp32 from the masters, as with ``keep_fp32_modules=[lm_head]``.
+        packed: whether the rows of a micro-batch are packed into one, as with ``use_remove_padding``; else padded.
+        doubled: whether a micro-batch has twice as many rows.
     """
 
     dtype: str
     head: bool
+    packed: bool = False
+    doubled: bool = False
 
     @property
     def name(self) -> str:
-        return f"trainer-{self.dtype}{'-head-fp32' if self.head else ''}"
+        parts = {"head-fp32": self.head, "packed": self.packed, "doubled": self.doubled}
+        return "-".join(["trainer", self.dtype, *(part for part, chosen in parts.items() if chosen)])
 
     def cast(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(DTYPES[self.dtype])
@@ -153,31 +159,61 @@ def generate(
     return cut(tokens), cut(log_probs)
 
 
+def model_inputs(rows: list[list[int]], packed: bool, device: torch.device) -> dict[str, torch.Tensor | None]:
+    """Return the model's inputs for the rows of a micro-batch, as verl 0.9.1's ``FSDPEngineWithLMHead`` prepares them.
+
+    Padded, they are ``(rows, longest)`` with a mask; the padding is on the right, where a causal model's attention does
+    not reach. Packed, they are ``(1, tokens)`` without a mask, and positions begin anew at each row: from these,
+    transformers masks other rows under sdpa, and flash attention bounds its sequences.
+    """
+    positions = [list(range(len(row))) for row in rows]
+    if packed:
+        ids, mask, positions = [sum(rows, [])], None, [sum(positions, [])]
+    else:
+        longest = max(map(len, rows))
+        padded = lambda parts: [part + [0] * (longest - len(part)) for part in parts]
+        ids, positions, mask = padded(rows), padded(positions), padded([[1] * len(row) for row in rows])
+    tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return {name: None if value is None else torch.tensor(value, device=device) for name, value in tensors.items()}
+
+
 @torch.no_grad()
 def token_log_probs(
-    model: "PreTrainedModel", trainer: TrainerNumerics, prompt: list[int], answers: list[list[int]]
+    model: "PreTrainedModel",
+    trainer: TrainerNumerics,
+    answers: list[tuple[list[int], list[int]]],
+    others: list[tuple[list[int], list[int]]],
 ) -> list[list[float]]:
-    """Compute the log-probability of each token of the answers in a full forward pass over prompt and answer.
+    """Compute the log-probability of each token of the answers in full forward passes over prompts and answers.
 
     Like verl 0.9.1's ``FSDPEngineWithLMHead`` at temperature 1: logits in the compute dtype, their log-softmax in fp32
-    by CUDA's autocast. Answers are padded on the right, where a causal model's attention does not reach.
+    by CUDA's autocast. A micro-batch has all answers, or fewer within ``LOGITS`` and ``TOKENS``; ``trainer.doubled``
+    doubles that.
+
+    Args:
+        answers: prompt and answer of each row.
+        others: rows that fill the last micro-batch.
 
     Raises:
         Overflow: a log-probability is not finite.
     """
-    longest = max(map(len, answers))
-    ids = torch.tensor([prompt + answer + [prompt[0]] * (longest - len(answer)) for answer in answers])
-    padded = []
+    longest = max(len(prompt) + len(answer) for prompt, answer in answers)
+    fit = min(LOGITS // (longest * model.config.vocab_size), TOKENS // longest, len(answers))
+    size = max(1, fit) * (2 if trainer.doubled else 1)
+    log_probs = []
     with autocast(model.device.type, trainer.dtype):
-        for part in ids.to(model.device).split(max(1, LOGITS // (ids.shape[1] * model.config.vocab_size))):
-            logits = model(input_ids=part, use_cache=False).logits
-            for row, row_ids in zip(logits, part, strict=True):
-                scores = row[len(prompt) - 1 : -1].log_softmax(-1)
-                padded.append(scores.gather(1, row_ids[len(prompt) :, None])[:, 0].float())
-    rows = [row[: len(answer)] for row, answer in zip(padded, answers, strict=True)]
-    if not all(row.isfinite().all() for row in rows):
+        for first in range(0, len(answers), size):
+            part = [*answers, *others][first : first + size]
+            rows = [prompt + answer for prompt, answer in part]
+            logits = model(**model_inputs(rows, trainer.packed, model.device), use_cache=False).logits
+            by_row = logits[0].split([len(row) for row in rows]) if trainer.packed else logits
+            for row, (prompt, answer) in zip(by_row, part, strict=True):
+                scores = row[len(prompt) - 1 : len(prompt) + len(answer) - 1].log_softmax(-1)
+                log_probs.append(scores.gather(1, torch.tensor(answer, device=model.device)[:, None])[:, 0].float())
+    log_probs = log_probs[: len(answers)]
+    if not all(row.isfinite().all() for row in log_probs):
         raise Overflow(f"the trainer's log-probabilities are not finite in {trainer.dtype}")
-    return [row.tolist() for row in rows]
+    return [row.tolist() for row in log_probs]
 
 
 def end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:

@@ -14,6 +14,7 @@ VARIABLES = {
     "PRECISION": "the regimes, default all: {precision}",
     "WIRE": "the dtypes in which weights are sent to the rollout, default all: fp32, bf16, fp16",
     "HEAD": "which sides compute the head in fp32, default all: none, both, trainer, rollout",
+    "BATCH": "how micro-batches differ between two passes of the trainer, default all: size, padding, packing; or none",
     "ROWS": "number of prompts, default 32",
     "SAMPLES": "answers per prompt, default 8",
     "LENGTH": "most tokens of an answer, default as many as the model's positions allow, up to 1024",
@@ -23,6 +24,12 @@ VARIABLES = {
     "OUT": "the folder of the report, default outputs/probe/MODEL-BACKEND",
 }
 WIRES = ["fp32", "bf16", "fp16"]
+# How the trainer's micro-batches differ in the two passes that are compared: attributes of its numerics.
+CHANGES = {
+    "size": ({}, {"doubled": True}),
+    "padding": ({}, {"packed": True}),
+    "packing": ({"packed": True}, {"packed": True, "doubled": True}),
+}
 HEADS = {"none": (False, False), "both": (True, True), "trainer": (True, False), "rollout": (False, True)}
 
 
@@ -33,6 +40,7 @@ class ProbeOptions:
     precision: tuple[str, ...]
     wire: tuple[str, ...]
     head: tuple[str, ...]
+    batch: tuple[str, ...]
     rows: int
     samples: int
     length: int | None
@@ -83,6 +91,7 @@ def parse(words: list[str]) -> ProbeOptions:
         precision=several(values, "PRECISION", options("precision")),
         wire=several(values, "WIRE", WIRES),
         head=several(values, "HEAD", list(HEADS)),
+        batch=several(values, "BATCH", list(CHANGES)) if values.get("BATCH") != "none" else (),
         rows=whole_number(values, "ROWS", 2, 32),
         samples=whole_number(values, "SAMPLES", 1, 8),
         length=whole_number(values, "LENGTH", 1, None),

@@ -9,7 +9,7 @@ from lib.format import markdown_table
 from lib.paths import REPO
 from lib.probe.comparison import Comparison
 from lib.probe.figure import plot
-from lib.probe.mismatch import LENGTHS, THRESHOLD, interval
+from lib.probe.mismatch import LENGTHS, THRESHOLD, interval, share_equal
 from lib.probe.options import ProbeOptions
 from lib.probe.variants import is_plain
 
@@ -17,8 +17,17 @@ COLUMNS = (512, 8192, 32768)  # response lengths in the table
 HEADINGS = [
     *("regime", "wire", "fp32 head", "k3, nats a token (95 %)", "mean |Δp|", "tokens clipped"),
     *(f"ESS/N at {length}" for length in COLUMNS),
-    "sequences clipped at 8192",
+    *("sequences clipped at 8192", "equal to the bit (95 %)"),
 ]
+REBATCHED = [
+    *("regime", "the trainer's micro-batches", "k3, nats a token (95 %)", "of the regime's k3"),
+    *("mean |Δp| (95 %)", "equal to the bit (95 %)"),
+]
+CHANGED = {
+    "size": "twice the rows, padded",
+    "padding": "the same rows, packed instead of padded",
+    "packing": "twice the rows, packed",
+}
 
 
 def cells(comparison: Comparison) -> list[str]:
@@ -26,7 +35,7 @@ def cells(comparison: Comparison) -> list[str]:
     variant, result = comparison.variant, comparison.mismatch
     head = [variant.regime, variant.wire, variant.head]
     if comparison.overflow:
-        return [*head, comparison.overflow, *[""] * (3 + len(COLUMNS))]
+        return [*head, comparison.overflow, *[""] * (4 + len(COLUMNS))]
     points = {point["length"]: point for point in result["curve"]}
     return [
         *head,
@@ -35,6 +44,23 @@ def cells(comparison: Comparison) -> list[str]:
         f"{result['clipped_tokens'].value:.2%}",
         *(interval(points[length]["ess"], ".3f") for length in COLUMNS),
         f"{points[8192]['clipped'].value:.2%}",
+        share_equal(result["equal"]),
+    ]
+
+
+def rebatched_cells(comparison: Comparison, regimes: dict[str, Comparison]) -> list[str]:
+    """Return a row of the table that compares a regime's trainer with itself."""
+    change, result = comparison.variant, comparison.mismatch
+    head = [change.regime, CHANGED[change.change]]
+    if comparison.overflow:
+        return [*head, comparison.overflow, "", "", ""]
+    whole = regimes[change.regime].mismatch["k3"].value
+    return [
+        *head,
+        interval(result["k3"], ".2g"),
+        f"{result['k3'].value / whole:.2g}" if whole else "-",
+        interval(result["probs_diff"], ".2g"),
+        share_equal(result["equal"]),
     ]
 
 
@@ -45,9 +71,23 @@ def cells_by_length(regimes: list[Comparison]) -> list[list[str]]:
     return [[str(length), *(cell(points[length]) for points in curves)] for length in LENGTHS]
 
 
-def markdown(options: ProbeOptions, comparisons: list[Comparison], findings: dict[str, str]) -> str:
+def rebatched_table(options: ProbeOptions, comparisons: list[Comparison], rebatched: list[Comparison]) -> list[list]:
+    """Return the rows of the table that compares each regime's trainer with itself."""
+    regimes = {each.variant.regime: each for each in comparisons if is_plain(each.variant, options)}
+    return [rebatched_cells(each, regimes) for each in rebatched]
+
+
+def markdown(
+    options: ProbeOptions, comparisons: list[Comparison], rebatched: list[Comparison], findings: dict[str, str]
+) -> str:
     """Return the report as Markdown."""
     regimes = [each for each in comparisons if is_plain(each.variant, options) and not each.overflow]
+    rebatched_lines = [
+        "The trainer against itself, on the answers of each regime's rollout:",
+        "",
+        *markdown_table(REBATCHED, rebatched_table(options, comparisons, rebatched)),
+        "",
+    ]
     by_length = ["response length, tokens", *(each.variant.label for each in regimes)]
     lines = [
         f"# Mismatch of {options.name} before training ({options.backend})",
@@ -56,6 +96,7 @@ def markdown(options: ProbeOptions, comparisons: list[Comparison], findings: dic
         "",
         *markdown_table(HEADINGS, map(cells, comparisons)),
         "",
+        *(rebatched_lines if rebatched else []),
         "ESS/N of sequence weights over the first tokens of a response, and its 95 % interval; after it the share of "
         f"sequences with a weight above {THRESHOLD:g}. * measured, else extrapolated.",
         "",
@@ -68,7 +109,12 @@ def markdown(options: ProbeOptions, comparisons: list[Comparison], findings: dic
 
 
 def json_content(
-    options: ProbeOptions, settings: dict, comparisons: list[Comparison], findings: dict[str, str], positions: int
+    options: ProbeOptions,
+    settings: dict,
+    comparisons: list[Comparison],
+    rebatched: list[Comparison],
+    findings: dict[str, str],
+    positions: int,
 ) -> dict:
     """Return the content of the JSON report."""
     distributions = ["torch", "transformers", "verl"]
@@ -93,20 +139,31 @@ def json_content(
         "findings": findings,
         "positions": positions,
         "rows": rows,
+        "rebatched": [
+            {"regime": each.variant.regime, "change": each.variant.change} | plain_types(each.mismatch)
+            for each in rebatched
+        ],
     }
 
 
 def write(
-    options: ProbeOptions, settings: dict, comparisons: list[Comparison], findings: dict[str, str], positions: int
+    options: ProbeOptions,
+    settings: dict,
+    comparisons: list[Comparison],
+    rebatched: list[Comparison],
+    findings: dict[str, str],
+    positions: int,
 ) -> None:
     """Write the report's ``.md``, ``.json`` and, unless every variant overflowed, ``.png``.
 
     Args:
         settings: of the work folder.
+        rebatched: the trainer compared with itself.
         positions: of the model.
     """
-    options.report(".md").write_text(markdown(options, comparisons, findings))
-    write_json(options.report(".json"), json_content(options, settings, comparisons, findings, positions))
+    options.report(".md").write_text(markdown(options, comparisons, rebatched, findings))
+    content = json_content(options, settings, comparisons, rebatched, findings, positions)
+    write_json(options.report(".json"), content)
     measured = [each for each in comparisons if not each.overflow]
     if measured:
         rows = [(each.variant.label, each.mismatch) for each in measured]
@@ -114,13 +171,16 @@ def write(
         plot(rows, regimes, f"{options.name}: {findings['verdict']}", positions, options.report(".png"))
 
 
-def show(options: ProbeOptions, comparisons: list[Comparison], findings: dict[str, str]) -> None:
-    """Print the table, the findings and the paths of the report."""
-    table = [HEADINGS, *map(cells, comparisons)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    print()
-    for row in table:
-        print(" ", *(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)))
+def show(
+    options: ProbeOptions, comparisons: list[Comparison], rebatched: list[Comparison], findings: dict[str, str]
+) -> None:
+    """Print the tables, the findings and the paths of the report."""
+    changes = rebatched_table(options, comparisons, rebatched)
+    for table in [[HEADINGS, *map(cells, comparisons)], *([[REBATCHED, *changes]] if changes else [])]:
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        print()
+        for row in table:
+            print(" ", *(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)))
     print()
     for name, text in findings.items():
         print(f"  {name:<15} {text}")

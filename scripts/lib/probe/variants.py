@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 from omegaconf import OmegaConf
 
@@ -9,6 +10,7 @@ from lib.errors import Refused
 from lib.paths import CONFIGS
 from lib.probe.numerics import RolloutNumerics, TrainerNumerics, short_dtype
 from lib.probe.options import HEADS, ProbeOptions
+from lib.probe.work_folder import rollout_file, trainer_file
 from lib.run.gpus import find_gpus
 from lib.run.vllm_float16 import float16_support
 
@@ -22,6 +24,14 @@ class Variant:
     head: str
     trainer: TrainerNumerics
     rollout: RolloutNumerics
+
+    @property
+    def trainers(self) -> tuple[TrainerNumerics, ...]:
+        return (self.trainer,)
+
+    def files(self, work: Path) -> tuple[Path, Path]:
+        """Return the files of the log-probabilities that are compared: the trainer's and the rollout's."""
+        return trainer_file(work, self.trainer, self.rollout), rollout_file(work, self.rollout)
 
     @property
     def label(self) -> str:

@@ -38,6 +38,7 @@ def test_metrics_match_those_that_verl_logs():
     assert ours["k3_as_logged"] == pytest.approx(theirs["k3_kl"], rel=1e-4)
     assert 0 < ours["clipped_tokens"].value == pytest.approx(by_token["rollout_is_ratio_fraction_high"], rel=1e-5)
     difference = ((trainer.exp() - rollout.exp()).abs() * mask).sum() / mask.sum()  # verl's rollout_probs_diff_mean
+    assert ours["equal"].value == 0 and mismatch.share_equal(ours["equal"]) == "0.00% (0.00%–0.00%)"
     assert ours["probs_diff"].value == pytest.approx(difference.item(), rel=1e-5)
 
 
@@ -116,7 +117,8 @@ def test_intervals_cover_the_true_value():
 
 def regime(k3: tuple, ess: float = 0.9, prompts: int = 8) -> dict:
     point = {"length": 8192, "measured": False, "ess": Estimate(ess, ess - 0.01, ess + 0.01)}
-    return {"k3": Estimate(*k3), "curve": [point], "block": 16, "prompts": prompts}
+    equal = Estimate(float(k3[0] == 0))
+    return {"k3": Estimate(*k3), "curve": [point], "block": 16, "prompts": prompts, "equal": equal, "tokens": 99}
 
 
 def test_verdict():
@@ -131,3 +133,14 @@ def test_verdict():
     overflow = mismatch.verdict({"bf16": bf16, "fp16": {"overflow": "the rollout's logits are not finite in fp16"}})
     assert overflow.startswith("bf16 has a k3 of 1e-05") and "fp16 overflows: the rollout's logits" in overflow
     assert mismatch.verdict({"fp32": fp32}) == "no 16-bit regime was measured"
+    bitwise = mismatch.verdict({"bf16": regime((0.0, 0.0, 0.0)), "fp16": fp16})
+    assert bitwise == "bitwise: trainer and rollout have the same log-probabilities of all 99 tokens in bf16"
+
+
+def test_equal_log_probabilities_are_bitwise_and_neither_grow_nor_cost():
+    rows = answers_of([np.zeros(16)] * 16)
+    result = mismatch.measure(rows)
+    assert mismatch.share_equal(result["equal"]) == "bitwise" and result["k3"].high == 0
+    assert result["growth"] == Estimate(1, 1, 1) and {point["ess"].low for point in result["curve"]} == {1}
+    rows[0].trainer[:4] -= 1e-6
+    assert mismatch.measure(rows)["equal"].value == 252 / 256

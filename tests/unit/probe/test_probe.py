@@ -24,6 +24,7 @@ from lib.probe.comparison import compare
 from lib.probe.log_probs import Task
 from lib.probe.model import load
 from lib.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate
+from lib.probe.rebatching import Rebatching
 from lib.probe.variants import Variant, check_gpus
 from lib.probe.work_folder import append_missing, is_complete, rollout_file, trainer_file
 from lib.run.gpus import Gpu
@@ -36,11 +37,21 @@ PLAIN = ["WIRE=fp32", "HEAD=none"]
 RECORDED_K3 = 8.6e-06
 
 SIZE = ["ROWS=8", "SAMPLES=16", "LENGTH=32"]
+SMALL = ["ROWS=2", "SAMPLES=2", "LENGTH=4"]
 # Probes that one process makes, by the folder of their report: a model and variables.
 PROBES = {
     "every": ("model", *SIZE),
     "overflowing": ("large", "ROWS=3", "SAMPLES=4", "LENGTH=4", "PRECISION=fp16 bf16", *PLAIN),
-    "exact": ("half-0.5B", "ROWS=2", "SAMPLES=2", "LENGTH=4", "PRECISION=fp16", "WIRE=fp32 bf16", "HEAD=none"),
+    "exact": (
+        "half-0.5B",
+        "ROWS=2",
+        "SAMPLES=2",
+        "LENGTH=4",
+        "PRECISION=fp16",
+        "WIRE=fp32 bf16",
+        "HEAD=none",
+        "BATCH=none",
+    ),
 }
 SEVERAL = "import json, sys, probe; sys.exit(max(probe.main(words) for words in json.loads(sys.argv[1])))"
 
@@ -100,7 +111,7 @@ def test_report_covers_every_variant(probes):
     assert 0 < lengths[32768]["ess"]["low"] <= lengths[32768]["ess"]["value"] <= lengths[32768]["ess"]["high"] < 1
     report = (out / "probe-model.md").read_text()
     table = [re.split(r"(?<!\\)\|", line) for line in report.split("\n\n")[2].splitlines()]
-    assert {len(cells) for cells in table} == {2 + 10}, "a bar in a heading must not end its cell"
+    assert {len(cells) for cells in table} == {2 + 11}, "a bar in a heading must not end its cell"
     (cells,) = [cells for cells in table if [cell.strip() for cell in cells[1:4]] == ["bf16", "fp32", "none"]]
     assert cells[7].split()[0] == f"{lengths[512]['ess']['value']:.3f}"
     assert len({lengths[length]["clipped"]["value"] for length in (512, 8192)}) == 2
@@ -110,6 +121,25 @@ def test_report_covers_every_variant(probes):
     assert "(extrapolated from " in findings["verdict"] and "The model has 128 positions" in findings["extrapolated"]
     assert findings["verdict"] in done.stdout and len(report.splitlines()) > 20
     assert (out / "probe-model.png").stat().st_size > 20_000
+
+
+@pytest.mark.subprocess
+def test_trainer_is_compared_with_itself(probes):
+    report = json.loads((probes[0] / "every/probe-model.json").read_text())
+    assert [(row["regime"], row["change"]) for row in report["rebatched"]] == [
+        (regime, change)
+        for regime in ("bf16", "bf16_train_fp16_infer", "fp16", "fp32")
+        for change in ("size", "padding", "packing")
+    ]
+    whole = {row["regime"]: row for row in report["rows"] if (row["wire"], row["fp32_head"]) == ("fp32", "none")}
+    for row in report["rebatched"]:
+        assert row["tokens"] == whole[row["regime"]]["tokens"], "of the same answers"
+        assert row["k3"]["high"] < whole[row["regime"]]["k3"]["low"] and row["equal"]["value"] > 0.5
+    padding = {row["regime"]: row for row in report["rebatched"] if row["change"] == "padding"}
+    assert padding["fp32"]["equal"]["value"] < 1, "packed rows are summed in another order"
+    text = (probes[0] / "every/probe-model.md").read_text()
+    assert text.count("the same rows, packed instead of padded") == 4 and "needs CUDA and was not run" in text
+    assert "trainer's micro-batches" not in (probes[0] / "exact/probe-half-0.5B.md").read_text(), "BATCH=none"
 
 
 @pytest.mark.subprocess
@@ -162,6 +192,11 @@ def test_variants_of_unfinished_work_are_compared(tmp_path):
     trainer.write_text(trainer.read_text() * 2)
     (found,) = compare([fp16], tmp_path)
     assert (found.mismatch["prompts"], found.mismatch["sequences"], found.overflow) == (2, 4, None)
+    assert found.mismatch["equal"].value == 1
+    doubled = replace(fp16.trainer, doubled=True)
+    trainer_file(tmp_path, doubled, fp16.rollout).write_text('{"log_probs": [[-0.5, -1.5], [-0.25]]}\n' * 2)
+    (found,) = compare([Rebatching("fp16", "size", fp16.trainer, doubled, fp16.rollout)], tmp_path)
+    assert (found.mismatch["equal"].value, found.mismatch["largest"]) == (2 / 3, 0.5)
     with trainer.open("a") as file:
         file.write('{"overflow": "the trainer\'s"}\n')
     (found,) = compare([fp16], tmp_path)

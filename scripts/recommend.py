@@ -1,0 +1,126 @@
+"""Recommend a regime for a model, from a preflight and a probe: ``scripts/recommend.py [NAME=VALUE ...]``.
+
+Prints the regime, the first loss scale, the modules to keep in fp32, and whether sequence weights hold at the response
+length of your run, each with the numbers it follows from; then what these do not decide and the command that measures
+it; and last the overrides for ``python -m verl.trainer.main_ppo``. Writes recommendation.md to the folder OUT, beside
+the reports of preflight and probe. Exit code 0: measured, whether or not a regime is recommended; 1: refused or failed;
+130: interrupted, repeat the command to resume.
+"""
+
+import json
+import shlex
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import preflight
+import probe
+from lib.cli import file_path, parse_words, usage, whole_number
+from lib.errors import Refused
+from lib.files import write_json
+from lib.paths import REPO
+from lib.probe.model import prepare_sanity
+from lib.probe.options import ProbeOptions
+from lib.probe.options import parse as parse_probe
+from lib.run.vllm_float16 import float16_support
+
+VARIABLES = {
+    "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
+    "DATA": "a parquet file of prompts in verl's schema, default the sanity task's for its own model",
+    "LENGTH": "tokens of a response in your run, default 8192",
+    "TOKENS": "most tokens of an answer in the probe, default as many as the model's positions allow, up to 1024",
+    "ROWS": "number of prompts, default 32",
+    "SAMPLES": "answers per prompt, default 8",
+    "BACKEND": "the backend that generates: hf, vllm; default hf",
+    "DEVICE": "default: a GPU where there is one: cpu, cuda",
+    "OUT": "the folder of the reports, default outputs/recommend/MODEL-BACKEND-ROWSxSAMPLES",
+}
+
+
+@dataclass(frozen=True)
+class RecommendOptions:
+    """The options of both measurements; ``length``, tokens of a response; ``words``, the variables without OUT."""
+
+    preflight: preflight.PreflightOptions
+    probe: ProbeOptions
+    length: int
+    words: dict[str, str]
+    out: Path
+
+
+def parse(words: list[str]) -> RecommendOptions:
+    """Parse ``NAME=VALUE`` words.
+
+    Raises:
+        Refused: a name or a value is not allowed, or DATA is missing.
+    """
+    values = parse_words(words, VARIABLES)
+    shared = {name: values[name] for name in ("MODEL", "DATA", "DEVICE") if name in values}
+    length, tokens = whole_number(values, "LENGTH", 1, 8192), whole_number(values, "TOKENS", 1, None)
+    sizes = {name: values[name] for name in ("ROWS", "SAMPLES", "BACKEND") if name in values}
+    measured = {"PRECISION": "bf16 bf16_train_fp16_infer fp16", "WIRE": "fp32", "HEAD": "none", "BATCH": "none"}
+    as_words = lambda *parts: [f"{name}={value}" for part in parts for name, value in part.items()]
+    limit = {"LENGTH": tokens} if tokens else {}
+    first = parse_probe(as_words(shared, sizes, measured, limit))
+    name = f"{first.name}-{first.backend}-{first.rows}x{first.samples}{f'-{tokens}' if tokens else ''}"
+    out = Path(file_path(values, "OUT") or REPO / "outputs" / "recommend" / name)
+    return RecommendOptions(
+        preflight.parse(as_words(shared, {"ROWS": first.rows, "OUT": out / "preflight"})),
+        parse_probe(as_words(shared, sizes, measured, limit, {"OUT": out / "probe"})),
+        length,
+        {name: value for name, value in values.items() if name != "OUT"},
+        out,
+    )
+
+
+def runnable(options: ProbeOptions) -> ProbeOptions:
+    """Return the options without the regimes that the probe refuses to run with vLLM."""
+    refused = options.backend == "vllm" and float16_support(options.model).supported is False
+    return replace(options, precision=("bf16",)) if refused else options
+
+
+def preflight_numbers(options: preflight.PreflightOptions) -> dict:
+    """Return the numbers of the preflight, from its file if it was measured with these options already."""
+    file = options.out / "numbers.json"
+    settings = {name: str(getattr(options, name)) for name in ("model", "data", "rows", "length", "device")}
+    if file.exists() and (recorded := json.loads(file.read_text()))["settings"] == settings:
+        return recorded["numbers"]
+    numbers = preflight.examine(options)
+    write_json(file, {"settings": settings, "numbers": numbers})
+    return numbers
+
+
+def main(words: list[str]) -> int:
+    if words in (["--help"], ["-h"]):
+        print(f"{__doc__}\n{usage(VARIABLES)}")
+        return 0
+    options = parse(words)
+    if options.probe.is_sanity and not prepare_sanity():
+        return 1
+    numbers = preflight_numbers(options.preflight)
+    # From here on the model is on this machine, so that vLLM's table can be asked for its type.
+    numbers["rollout"] = asdict(float16_support(options.probe.model))
+    if code := probe.measure(runnable(options.probe)):
+        return code
+
+    from lib.probe.recommendation import recommend
+
+    report = json.loads(options.probe.report(".json").read_text())
+    found = recommend(numbers, report, options.length, options.words)
+    lines = [f"- {name}: {text}" for name, text in found.answers.items()]
+    if found.unknown:
+        lines += ["", "Not decided by these numbers:", "", *(f"- {text}" for text in found.unknown)]
+    last = "No regime is recommended." if found.overrides is None else shlex.join(found.overrides)
+    (options.out / "recommendation.md").write_text("\n".join([*lines, "", "```", last, "```", ""]))
+    print("\n".join(["", *lines, "", f"  {options.out / 'recommendation.md'}", "", last]))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Refused as refusal:
+        sys.exit(f"recommend: {refusal}")
+    except KeyboardInterrupt:
+        print("recommend: interrupted; repeat the command to resume", file=sys.stderr)
+        sys.exit(130)

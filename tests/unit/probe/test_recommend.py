@@ -1,0 +1,197 @@
+"""``make recommend``: the decision from the numbers of two reports, and the command on real small models."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import doctor
+import recommend as command
+from lib.errors import Refused
+from lib.files import read_jsonl
+from lib.paths import REPO
+from lib.probe.recommendation import recommend
+
+SCALE = "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=131072"
+PREFLIGHT = {
+    "misfit": None,
+    "keep": {},
+    "activation": [32.0, "layers.1.mlp"],
+    "gradient": [0.025, "lm_head"],
+    "scale": 131072.0,
+    "flushed": {"weights": 1e-5, "activations": 0.012},
+    "rollout": {"supported": True, "reason": "vLLM runs qwen2 models in float16"},
+    "overrides": [SCALE],
+}
+RUNS = {"bf16": 6, "bf16_train_fp16_infer": 5, "fp16": 7, "fp32": 5}
+WORDS = {"MODEL": "/a b", "ROWS": "16"}
+
+
+def row(regime: str, k3: tuple, rate: float = 1e-6, prompts: int = 16, **more) -> dict:
+    def estimate(value, low, high):
+        return {"value": value, "low": low, "high": high}
+
+    point = {"length": 64, "measured": True, "sequences": 128, "ess": estimate(0.99, 0.98, 0.995)}
+    counts = {"regime": regime, "prompts": prompts, "sequences": 8 * prompts, "block": 16, "curve": [point]}
+    growth = {"growth": estimate(1, 0.8, 1.2)}
+    return counts | {"k3": estimate(*k3), "rate": estimate(rate, rate / 2, rate * 2)} | growth | more
+
+
+def probe_of(*rows: dict, backend: str = "vllm", device: str = "cuda", positions: int = 32768) -> dict:
+    return {"settings": {"ROWS": 16, "BACKEND": backend, "DEVICE": device}, "positions": positions, "rows": list(rows)}
+
+
+FP16, BF16, MIXED = (1e-7, 5e-8, 2e-7), (1e-5, 8e-6, 2e-5), (1.2e-5, 9e-6, 2e-5)
+EVERY = [row("bf16", BF16, 1e-4), row("bf16_train_fp16_infer", MIXED), row("fp16", FP16)]
+
+
+def test_smallest_mismatch_and_its_settings():
+    found = recommend(PREFLIGHT, probe_of(*EVERY), 64, WORDS)
+    assert found.overrides == ["+precision=fp16", SCALE] and found.unknown == []
+    assert found.answers["regime"].startswith("fp16, which has the smallest k3: fp16 1e-07 (5e-08–2e-07), bf16 1e-05")
+    assert "may grow by a factor of 20 before it overflows" in found.answers["first loss scale"]
+    assert "2.05e+03 times below 65504" in found.answers["modules in fp32"]
+    assert "hold at 64 tokens in fp16: ESS/N 0.9900 (0.9800–0.9950), measured" in found.answers["sequence weights"]
+
+
+def test_decision_from_the_recorded_runs_is_the_regime_with_the_smallest_mismatch_in_every_run():
+    first_steps = {}
+    for file in REPO.glob("docs/results/sanity/*/runs/*/metrics.jsonl"):
+        regime = file.parent.name.partition("-")[0]
+        first_steps.setdefault(regime, []).append(read_jsonl(file)[0]["data"]["rollout_corr/k3_kl"])
+    assert {regime: len(runs) for regime, runs in first_steps.items()} == RUNS
+    assert max(first_steps["fp16"]) < min(first_steps["bf16"] + first_steps["bf16_train_fp16_infer"])
+    rows = [row(regime, (sum(runs) / len(runs), min(runs), max(runs))) for regime, runs in first_steps.items()]
+    assert recommend(PREFLIGHT, probe_of(*rows), 64, WORDS).overrides == ["+precision=fp16", SCALE]
+    without_fp16 = [each for each in rows if each["regime"] != "fp16"]
+    found = recommend(PREFLIGHT, probe_of(*without_fp16), 64, WORDS)
+    assert found.overrides is None and "bf16 or bf16_train_fp16_infer" in found.unknown[0], "these runs overlap"
+
+
+@pytest.mark.parametrize(
+    ("rows", "unknown"),
+    [
+        ([row("bf16", (5e-7, 1e-7, 9e-7)), row("fp16", (9e-8, 5e-8, 2e-7))], "since their k3 overlap: .* ROWS=64$"),
+        ([row("bf16", BF16, prompts=7), row("fp16", FP16, prompts=7)], "from 7 prompts: make .*'MODEL=/a b' ROWS=32$"),
+    ],
+)
+def test_no_regime_without_a_decision(rows, unknown):
+    found = recommend(PREFLIGHT, probe_of(*rows), 64, WORDS)
+    assert found.overrides is None and "sequence weights" not in found.answers
+    assert found.answers["regime"].startswith("not decided: k3 ")
+    (doubt,) = found.unknown
+    assert re.search(unknown, doubt)
+
+
+KEPT = PREFLIGHT | {
+    "keep": {"layers.1.mlp": 2e6},
+    "overrides": ["a.keep_fp32_modules=[layers.1.mlp]", SCALE, "actor_rollout_ref.rollout.dtype=bfloat16"],
+}
+REFUSED = PREFLIGHT | {"rollout": {"supported": False, "reason": "vLLM refuses gemma2 models in float16"}}
+MISFIT = PREFLIGHT | {"misfit": "does not fit: the residual stream reaches 1e+07", "overrides": ["+precision=bf16"]}
+OVERFLOW = {"regime": "fp16", "overflow": "the rollout's logits are not finite in fp16"}
+
+
+@pytest.mark.parametrize(
+    ("preflight", "rows", "reason", "nevertheless"),
+    [
+        (KEPT, EVERY, "fp16 needs modules in fp32", "a.keep_fp32_modules=[layers.1.mlp]' " + SCALE),
+        (REFUSED, EVERY, "bf16_train_fp16_infer has a rollout in float16, which vLLM refuses", SCALE),
+        (MISFIT, [row("bf16", BF16), OVERFLOW], "fp16 overflows: the rollout's logits", None),
+        (PREFLIGHT, [row("bf16", BF16), OVERFLOW], "fp16 overflows: the rollout's logits", None),
+    ],
+)
+def test_bf16_where_fp16_does_not_run_on_both_sides(preflight, rows, reason, nevertheless):
+    found = recommend(preflight, probe_of(*rows), 64, WORDS)
+    assert found.overrides == ["+precision=bf16"] and reason in found.answers["regime"]
+    assert found.answers["regime"].startswith("bf16, the only 16-bit regime that runs: k3 bf16 1e-05")
+    assert found.answers["first loss scale"].startswith("none: the trainer of bf16")
+    in_fp16 = found.answers.get("fp16 in the trainer")
+    if nevertheless:
+        assert f"{nevertheless} actor_rollout_ref.rollout.dtype=float32: twice" in in_fp16 and "bfloat16" not in in_fp16
+    assert bool(in_fp16) == bool(nevertheless)
+    assert bool(found.unknown) == (preflight is PREFLIGHT), "only the probe overflowed"
+
+
+@pytest.mark.parametrize(
+    ("rate", "verdict"), [(1e-6, "hold at"), (3e-5, "may or may not hold at"), (1e-2, "do not hold at")]
+)
+def test_weights_at_a_length_beyond_the_answers(rate, verdict):
+    rows = [row("bf16", BF16), row("fp16", FP16, rate, growth={"value": 2, "low": 1.5, "high": 3})]
+    found = recommend(PREFLIGHT, probe_of(*rows), 8192, WORDS)
+    sentence = found.answers["sequence weights"]
+    assert sentence.startswith(f"{verdict} 8192 tokens in fp16") and "extrapolated from 64 tokens" in sentence
+    assert "sums of 16 tokens vary more than independent ones" in sentence
+    assert found.unknown == [
+        "sequence weights at 8192 tokens: make recommend 'MODEL=/a b' ROWS=16 TOKENS=8192, "
+        "and DATA whose answers are that long"
+    ]
+    within = recommend(PREFLIGHT, probe_of(*rows), 50, WORDS)
+    assert within.unknown == [] and "by the variance of sums of 16 tokens; 0.5" in within.answers["sequence weights"]
+    (doubt,) = recommend(PREFLIGHT, probe_of(*rows, positions=128), 8192, WORDS).unknown
+    assert doubt.endswith("the model has 128 positions; set LENGTH to what your run has")
+
+
+def test_what_the_machine_and_a_small_margin_leave_open():
+    near = PREFLIGHT | {"activation": [32752.0, "layers.1.mlp"]}
+    found = recommend(near, probe_of(*EVERY, backend="hf", device="cpu"), 64, WORDS)
+    model, kernels, margin = found.unknown
+    assert "so its k3 is too small: make recommend 'MODEL=/a b' ROWS=16 BACKEND=vllm" in model
+    assert kernels.endswith("make recommend 'MODEL=/a b' ROWS=16 BACKEND=vllm DEVICE=cuda")
+    assert "as the weights change, 2 times below 65504" in margin
+
+
+def accepted(capsys, line: str) -> str:
+    """Return what the doctor reports of a line, which it must accept."""
+    capsys.readouterr()
+    assert doctor.main([f"--args={line}"]) == 0, capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+@pytest.mark.subprocess
+def test_command_recommends_a_line_that_verl_accepts_and_resumes(folder, tmp_path, capsys, monkeypatch):
+    shutil.copytree(folder / "model", tmp_path / "wide")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    for weight, factor in zip(model.model.layers[1].mlp.parameters(), (1e3, 1e3, 1e-6), strict=True):
+        weight.data *= factor
+    model.save_pretrained(tmp_path / "wide")
+    size = ["DEVICE=cpu", f"DATA={folder / 'data.parquet'}", "ROWS=8", "SAMPLES=4", "TOKENS=16", "LENGTH=16"]
+    lines = {}
+    for path in (folder / "model", tmp_path / "wide"):
+        words = [*size, f"MODEL={path}", f"OUT={tmp_path / path.name}-out"]
+        assert command.main(words) == 0
+        *_, last = capsys.readouterr().out.splitlines()
+        page = (tmp_path / f"{path.name}-out/recommendation.md").read_text()
+        assert last == page.splitlines()[-2]
+        lines[path.name] = last
+    fits = accepted(capsys, lines["model"])
+    assert lines["model"].startswith("+precision=fp16 ") and "both compute in float16" in fits
+    scale = json.loads((tmp_path / "model-out/preflight/numbers.json").read_text())["numbers"]["scale"]
+    assert f"loss scaler of the actor: init_scale {scale:g}" in fits
+    assert lines["wide"] == "+precision=bf16" and "both compute in bfloat16" in accepted(capsys, lines["wide"])
+    in_fp16 = next(line for line in page.splitlines() if "keep_fp32_modules" in line).split(": ")[1]
+    assert "model.layers.1.mlp]" in in_fp16 and shlex.split(in_fp16)[-1].endswith("rollout.dtype=float32")
+    accepted(capsys, in_fp16)
+
+    monkeypatch.setattr(command.preflight, "examine", lambda options: pytest.fail("the preflight is repeated"))
+    assert command.main(words) == 0 and capsys.readouterr().out.splitlines()[-1] == last
+    with pytest.raises(Refused, match="SAMPLES=5: .* contains a probe with SAMPLES=4"):
+        command.main([*words, "SAMPLES=5"])
+
+
+def test_model_that_vllm_refuses_is_probed_in_bf16_alone(tmp_path):
+    model = tmp_path / "gemma2"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "gemma2"}')
+    data = REPO / "pyproject.toml"
+    with pytest.raises(Refused, match="DATA=.*is not a readable parquet file"):
+        command.parse([f"MODEL={model}", f"DATA={data}"])
+    Path(tmp_path / "data.parquet").write_bytes(b"PAR1")
+    words = [f"MODEL={model}", f"DATA={tmp_path / 'data.parquet'}", f"OUT={tmp_path / 'out'}", "DEVICE=cpu"]
+    probes = {name: command.parse([*words, f"BACKEND={name}"]).probe for name in ("hf", "vllm")}
+    regimes = {name: command.runnable(options).precision for name, options in probes.items()}
+    assert regimes == {"hf": ("bf16", "bf16_train_fp16_infer", "fp16"), "vllm": ("bf16",)}

@@ -24,12 +24,17 @@ SHAPE = {
     "initializer_range": 0.05,
     "tie_word_embeddings": False,
 }
+TIED = {"tie_word_embeddings": True}  # vLLM asserts it of Gemma
+WINDOWS = {"query_pre_attn_scalar": 64, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
 # transformers' ``model_type``, and the entries of its config besides SHAPE.
 FAMILIES = {
+    "qwen2": {},
     "llama": {},
     "qwen3": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
-    "gemma2": {"query_pre_attn_scalar": 64, "sliding_window": 128, "tie_word_embeddings": True},  # vLLM asserts these
+    "gemma": TIED,
+    "gemma2": TIED | WINDOWS,
+    "gemma3_text": TIED | WINDOWS,
 }
 # Special tokens by which verl 0.9 finds the end of a turn.
 TURN_TOKENS = {"qwen3": ["<|im_end|>"], "qwen3_moe": ["<|im_end|>"]}

@@ -3,6 +3,8 @@
 import torch
 from fsdp_worker import POISONED, RANK, STRATEGY, batch, make_worker, metrics_of, poison_gradient, same, settings, state
 
+from verl.utils.fsdp_utils import offload_fsdp_model_to_cpu, offload_fsdp_optimizer
+
 PACKED = {"override_config": {"attn_implementation": "packed"}, "use_remove_padding": True}  # recipes/cpu/host.py
 OFFLOADED = {"param_offload": True, "optimizer_offload": True}
 FUSED = {"optimizer": {"fused": True}}
@@ -42,6 +44,9 @@ def train(dtype="float16", rows=6, rank=0, poisoned=POISONED, **config) -> tuple
         if step == OVERFLOW:
             poison_gradient(worker, ranks=(poisoned,))
         output = worker.train_batch(batch(step, size=rows, rank=rank))
+        if "param_offload" in config:  # the engine does it only where the device's name differs from the host's
+            offload_fsdp_model_to_cpu(worker.engine.module)
+            offload_fsdp_optimizer(worker.engine.optimizer)
         for name in METRICS if output is not None else ():
             reported[name].append(metrics_of(output).get(name))
         if step == OVERFLOW:

@@ -1,7 +1,7 @@
 """fp16 under sequence parallelism, dynamic batches, offloading and three ranks, by verl's FSDP engine on gloo ranks.
 
-On a CPU, offloading copies nothing between devices: the tests show that the engine's order of loading, step and scaler
-is right with it, not that a copy is.
+On a CPU, offloading copies nothing: the tests show that verl's functions and the loss scaler work in this order, not
+that a copy between devices is right.
 """
 
 import pytest

@@ -2,6 +2,7 @@
 
 The model has random weights and the task's tokenizer, so that ``make run MODEL=DIR`` runs a family's code paths through
 FSDP, the weight sync and vLLM. It learns nothing in a few steps; it shows that a family runs, and its mismatch.
+``python -m recipes.arithmetic.prepare --family llama`` makes one that solves a part of the task.
 """
 
 import argparse

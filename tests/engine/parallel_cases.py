@@ -13,7 +13,7 @@ LAYOUTS = {
     "fused": FUSED,
     "packed": {"model": PACKED},
     "Ulysses": {"model": PACKED, "ulysses_sequence_parallel_size": 2},
-    "dynamic": {"use_dynamic_bsz": True, "max_token_len_per_gpu": 20},  # 6 rows in 3 micro-batches of 2, 3 and 1
+    "dynamic": {"use_dynamic_bsz": True, "max_token_len_per_gpu": 20},
     "offloaded": OFFLOADED,
     "offloaded, fused": OFFLOADED | FUSED,
 }

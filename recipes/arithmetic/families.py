@@ -2,6 +2,7 @@
 
 The model has random weights and the task's tokenizer, so that ``make run MODEL=DIR`` runs a family's code paths through
 FSDP, the weight sync and vLLM. It learns nothing in a few steps; it shows that a family runs, and its mismatch.
+``python -m recipes.arithmetic.prepare --family llama`` makes one that solves a part of the task.
 """
 
 import argparse
@@ -24,8 +25,11 @@ SHAPE = {
     "initializer_range": 0.05,
     "tie_word_embeddings": False,
 }
+TIED = {"tie_word_embeddings": True}  # vLLM asserts it of Gemma
+WINDOWS = {"query_pre_attn_scalar": 64, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
 # transformers' ``model_type``, and the entries of its config besides SHAPE.
 FAMILIES = {
+    "qwen2": {},
     "llama": {},
     "qwen3": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
@@ -34,7 +38,9 @@ FAMILIES = {
         **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1},
         **{"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
     },
-    "gemma2": {"query_pre_attn_scalar": 64, "sliding_window": 128, "tie_word_embeddings": True},  # vLLM asserts these
+    "gemma": TIED,
+    "gemma2": TIED | WINDOWS,
+    "gemma3_text": TIED | WINDOWS,
 }
 # Special tokens by which verl 0.9 finds the end of a turn.
 TURN_TOKENS = {"qwen3": ["<|im_end|>"], "qwen3_moe": ["<|im_end|>"]}

@@ -31,6 +31,7 @@ class PreparationSettings:
 
     task: str  # one of ``TASKS``
     seed: int
+    family: str = "qwen2"  # one of ``families.FAMILIES``
     steps: int = 900  # the first half without corruption
     batch_size: int = 32
     learning_rate: float = 2e-3
@@ -57,12 +58,12 @@ def pretrain(settings: PreparationSettings):
     import torch
     import transformers
 
-    from recipes.arithmetic.model import build_model, build_tokenizer
+    from recipes.arithmetic import families
 
     task = settings.module
     torch.set_num_threads(1)  # another order of summation would give other weights
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, settings.seed)
+    tokenizer = families.build_tokenizer(settings.family)
+    model = families.build_model(settings.family, tokenizer, settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, settings.steps // 25, settings.steps)
     rng = random.Random(settings.seed)
@@ -170,6 +171,7 @@ def prepare(out: Path, settings: PreparationSettings) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=TASKS, default="addition")
+    parser.add_argument("--family", default="qwen2", help="of the model: a model_type of families.py, default qwen2")
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     parser.add_argument("--seed", type=int, required=True, help="of the weights, the demonstrations and the problems")
     arguments = parser.parse_args()
@@ -177,7 +179,7 @@ def main() -> None:
         signal.SIGTERM, lambda *_: sys.exit(143)
     )  # exit cleanly: the default handler would leave temporary files
     try:
-        prepared = prepare(arguments.out, PreparationSettings(arguments.task, arguments.seed))
+        prepared = prepare(arguments.out, PreparationSettings(arguments.task, arguments.seed, arguments.family))
     except PreparationError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:

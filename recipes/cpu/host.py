@@ -218,6 +218,49 @@ def replace_flash_attention(transformers: ModuleType) -> None:
     wrap_attribute(transformers.PreTrainedModel, "_check_and_adjust_attn_implementation", wrap)
 
 
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    query_length: int,
+    is_causal: bool,
+    position_ids: torch.Tensor,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **unused: Any,
+) -> torch.Tensor:
+    """Causal flash attention over packed sequences, ``(1, tokens, heads, head dim)``, by torch's sdpa.
+
+    A sequence begins where ``position_ids``, ``(1, tokens)``, is 0.
+
+    Raises:
+        ValueError: the model has a sliding window or a softcap, which sdpa lacks.
+    """
+    if sliding_window or softcap:
+        raise ValueError("attn_implementation=packed: has no sliding window and no softcap; use eager")
+    sequence = (position_ids == 0).cumsum(-1)
+    seen = (sequence[..., None] == sequence[..., None, :]).tril()  # (1, tokens, tokens)
+    heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(
+        *heads_first, attn_mask=seen[:, None], scale=softmax_scale, enable_gqa=True
+    )
+    return output.transpose(1, 2)
+
+
+def add_packed_attention(transformers: ModuleType) -> None:
+    """Add ``attn_implementation=packed``: flash attention's interface, into which verl puts Ulysses, in torch."""
+    from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
+    from transformers.masking_utils import flash_attention_mask
+
+    wrap_attribute(modeling_flash_attention_utils, "_flash_attention_forward", lambda _: packed_attention)
+    from transformers.integrations.flash_attention import flash_attention_forward
+
+    AttentionInterface.register("packed", flash_attention_forward)
+    AttentionMaskInterface.register("packed", flash_attention_mask)
+
+
 def replace_flash_unpadding(attention: ModuleType) -> None:
     """Pack sequences by verl's own functions for NPUs, in torch alone, instead of flash attention's."""
 
@@ -248,5 +291,6 @@ def adapt() -> None:
     adapt_on_import("vllm.model_executor.layers.utils", keep_linear_weights)
     adapt_on_import("vllm.model_executor.layers.fused_moe.experts.cpu_moe", keep_expert_weights)
     adapt_on_import("transformers.modeling_utils", replace_flash_attention)
+    adapt_on_import("transformers.modeling_utils", add_packed_attention)
     adapt_on_import("verl.utils.attention_utils", replace_flash_unpadding)
     adapt_on_import("verl.utils.torch_functional", vectorize_log_probabilities)

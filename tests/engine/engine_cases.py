@@ -2,9 +2,10 @@
 
     engine_cases.py STRATEGY MODEL_DIR OUT_DIR CASE ...
 
-Each case returns plain values, which rank r writes to OUT_DIR/rank_r.json; test_engine.py, test_flowrl_engine.py and
-test_on_device.py assert on them. When a case ends the process, what the cases before it returned is there. Except for
-keys of patched trees, the cases use APIs of upstream's 0.9.1, so that a pristine tree runs them too.
+Each case returns plain values, which rank r writes to OUT_DIR/rank_r.json; test_engine.py, test_flowrl_engine.py,
+test_parallel.py and test_on_device.py assert on them. When a case ends the process, what the cases before it returned
+is there. Except for keys of patched trees, the cases use APIs of upstream's 0.9.1, so that a pristine tree runs them
+too.
 """
 
 import json
@@ -14,6 +15,7 @@ from datetime import timedelta
 import checkpoint_cases
 import dtype_cases
 import lora_cases
+import parallel_cases
 import scaler_cases
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from support.waiting import STUCK_S
 
 from verl.utils.device import get_device_name
 
-MODULES = [checkpoint_cases, dtype_cases, lora_cases, scaler_cases, wire_cases]
+MODULES = [checkpoint_cases, dtype_cases, lora_cases, parallel_cases, scaler_cases, wire_cases]
 if PATCHED:
     import flowrl_cases
 

@@ -124,9 +124,9 @@ def composed(*overrides: str) -> DictConfig:
     return copy.deepcopy(compose_once(*overrides))
 
 
-def batch(seed: int = 0, size: int = 4, distinct: bool = True):
-    """Return ``size`` sequences of 6 to 9 tokens, different on each rank, or one sequence repeated on all ranks."""
-    generator = torch.Generator().manual_seed(seed * 10 + (RANK if distinct else 0))
+def batch(seed: int = 0, size: int = 4, distinct: bool = True, rank: int = RANK):
+    """Return ``size`` sequences of 6 to 9 tokens, different on each ``rank``, or one sequence repeated on all ranks."""
+    generator = torch.Generator().manual_seed(seed * 10 + (rank if distinct else 0))
     rows = [torch.randint(0, 64, (6 + i % 4,), generator=generator) for i in range(size if distinct else 1)]
     rows = rows if distinct else rows * size
     nested = lambda make: torch.nested.as_nested_tensor([make(r) for r in rows], layout=torch.jagged)  # noqa: E731

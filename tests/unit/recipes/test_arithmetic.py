@@ -12,7 +12,7 @@ import pytest
 from support.waiting import TIMEOUT_S, wait_until
 
 from lib.paths import REPO
-from recipes.arithmetic import addition, prepare, terms
+from recipes.arithmetic import addition, families, prepare, terms
 
 SHORT = prepare.PreparationSettings("addition", seed=1, steps=3)
 TASKS = list(prepare.TASKS)
@@ -81,17 +81,28 @@ def test_useless_model_and_another_folder_are_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.subprocess  # prepares three times
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_family_has_the_tasks_vocabulary(family):
+    tokenizer = families.build_tokenizer(family)
+    config = families.build_model(family, tokenizer, seed=1).config
+    assert config.model_type == family and config.vocab_size == len(tokenizer)
+    assert config.tie_word_embeddings == family.startswith("gemma")
+    if family in ("gemma2", "gemma3_text"):
+        assert config.layer_types == ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.subprocess  # prepares four times
 def test_finished_folder_is_reused_only_with_the_same_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "ACCURACY_BAND", (0.0, 1.0))  # three steps are too few to learn
     made = prepare.prepare(tmp_path / "made", SHORT)
     stamp, weights = tmp_path / "made/prepared.json", tmp_path / "made/model/model.safetensors"
     written, bits = stamp.stat().st_mtime_ns, weights.read_bytes()
     assert prepare.prepare(tmp_path / "made", SHORT) == made and stamp.stat().st_mtime_ns == written
-    for other in (replace(SHORT, seed=2), SHORT):
+    for other in (replace(SHORT, seed=2), replace(SHORT, family="llama"), SHORT):
         again = prepare.prepare(tmp_path / "made", other)
         assert again["key"] != made["key"] and json.loads(stamp.read_text()) == again
-        assert (weights.read_bytes() == bits) == (other == SHORT), "the weights depend on the seed alone"
+        assert (weights.read_bytes() == bits) == (other == SHORT), "the weights depend on seed and family alone"
+        assert json.loads((tmp_path / "made/model/config.json").read_text())["model_type"] == other.family
         made = again
 
 

@@ -83,4 +83,5 @@ def resolve_precision(config: FP16TrainingConfig, device: torch.device) -> tuple
             fallback = f"{name} has no bfloat16: training in float32 (float16 would work there)"
     if fallback is not None:
         compute = torch.float32
-    return Precision(compute, torch.float32, torch.float32, torch.float32, compute == torch.float16), fallback
+    single = dict.fromkeys(("reduce", "buffer", "master", "base"), torch.float32)
+    return Precision(compute=compute, **single, loss_scaling=compute == torch.float16), fallback

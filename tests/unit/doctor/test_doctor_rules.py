@@ -32,9 +32,9 @@ from lib.paths import REPO
 RELEASES = load_releases()
 OLD, NEW = "0.9.1", "0.9.2"
 NEAREST = {"release": None, "state": "foreign", "stack": None, "nearest": OLD}
-SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"  # named by rules, hooked by no patch
+SERVER = "verl/workers/rollout/trtllm_rollout/trtllm_async_server.py"  # named by rules, hooked by no patch
 SITE = Path(os.__file__).relative_to(sys.base_prefix).parent / "site-packages"
-WORDS = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=float16", "actor_rollout_ref.actor.fsdp_config.dtype=float16"]
+WORDS = [f"{ROLLOUT}.name=trtllm", f"{ROLLOUT}.dtype=float16", "actor_rollout_ref.actor.fsdp_config.dtype=float16"]
 
 
 def dtypes(diagnosis: Diagnosis, *names: str) -> list[str | None]:
@@ -97,7 +97,7 @@ def test_new_release_has_the_rules_of_the_one_it_was_ported_from(project: Path, 
     assert dtypes(diagnosis, "actor.compute", "rollout.weights") == ["bfloat16", "float16"]
     assert diagnosis.hops["actor.compute"].reason == "workers/engine/fsdp/transformer_impl.py:397"
     weights = diagnosis.hops["rollout.weights"].reason
-    assert weights == f"{SERVER.removeprefix('verl/')}:327", "one line below 0.9.1's"
+    assert weights == f"{SERVER.removeprefix('verl/')}:228", "one line below 0.9.1's"
     assert diagnosis.verdict == "differ"
 
     apply(tree, project)

@@ -45,7 +45,7 @@ from .rewards import check_rewards
 from .roles import check_master_dtype, check_role_dtype, check_rollout_dtype
 from .routers import engine_kwargs_with_routers, fp32_parameters, keep_routers_in_fp32
 from .scaler import GradScalerConfig, LossScaleError, LossScaler, load_scaler_state
-from .wire import adapted_weights, check_adapter, merge_in_fp32, set_wire_dtype, wire_kwargs
+from .wire import check_adapter, set_wire_dtype, wire_kwargs
 
 __all__ = [
     "GradScalerConfig",
@@ -54,7 +54,6 @@ __all__ = [
     "LossScaler",
     "Precision",
     "StepAccounting",
-    "adapted_weights",
     "cast_parameters",
     "check_adapter",
     "check_engine_dtype",
@@ -75,7 +74,6 @@ __all__ = [
     "keep_routers_in_fp32",
     "load_scaler_state",
     "megatron_scaler",
-    "merge_in_fp32",
     "patch_stamp",
     "report",
     "save_after_storm",

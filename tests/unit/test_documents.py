@@ -154,7 +154,7 @@ BUDGETS = {
     "docs/how-to/cluster": 1200, "docs/how-to/flowrl": 1000, "docs/how-to/amp": 1400, "docs/how-to/faq": 1000,
     "docs/how-to/offline": 500, "docs/how-to/gpus": 900, "docs/how-to/verify-gpu": 1100,
     "docs/how-to/troubleshooting": 2000,
-    "docs/reference/keys": 1500, "docs/reference/limits": 1500, "docs/reference/metrics": 700,
+    "docs/reference/keys": 1500, "docs/reference/limits": 1500, "docs/reference/metrics": 750,
     "docs/reference/checkpoints": 800,
     "docs/explanation/why-fp16": 900, "docs/explanation/evidence": 2300, "docs/explanation/design": 2600,
     "docs/project/upstreaming": 1300,

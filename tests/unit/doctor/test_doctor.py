@@ -262,6 +262,7 @@ REGIMES_AND_KEYS = (
 VLLM, FP16 = "{rollout}.name=vllm", "+precision=fp16 {rollout}.name=vllm"
 CACHE, QUANTIZATION = "{rollout}.engine_kwargs.{server}.kv_cache_dtype", "{rollout}.quantization"
 DETERMINISM, BYPASS = "{rollout}.full_determinism", "algorithm.rollout_correction.bypass_mode"
+SINCE_BYPASS = [name for name in ALL if name >= "0.6.1"]
 LEGACY_ENGINE_KEY = [name for name in B if RELEASES[name].has("engine_policy")]  # its legacy workers do not read it
 DETERMINISTIC_ROLLOUT = [name for name in C if name >= "0.9"]
 QAT = "{engine}.qat.enable=true {engine}.qat.quantization_config_path="
@@ -300,8 +301,11 @@ AGREEMENT = (
     Case("attention that is not batch-invariant", NEW, "patched",
          f"{VLLM} {DETERMINISM}=true trainer.use_v1=false +{{rollout}}.engine_kwargs.vllm.attention_backend=FLASHINFER",
          effect={"{rollout}.engine_kwargs.vllm.attention_backend": "is not batch-invariant in vLLM *"}),
-    Case("bypass mode", [name for name in ALL if name >= "0.6.1"], "unpatched patched", f"{BYPASS}=true",
+    Case("bypass mode", SINCE_BYPASS, "unpatched", f"{BYPASS}=true",
          effect={BYPASS: "leaves training/rollout_probs_diff_*"}, mend={BYPASS: f"{BYPASS}=false"}),
+    Case("bypass mode", SINCE_BYPASS, "patched", f"{BYPASS}=true",
+         effect={BYPASS: "leaves training/rollout_probs_diff_*"}, mend={BYPASS: f"{MISMATCH_FREQ}=10"}),
+    Case("bypass mode, measured", SINCE_BYPASS, "patched", f"{BYPASS}=true {MISMATCH_FREQ}=10", effect={}),
 )
 
 MEGATRON = "algorithm.adv_estimator=grpo {rollout}.name=vllm"
@@ -407,21 +411,6 @@ def test_obstacles_to_agreement_are_listed(words: str, reasons: list[str], exami
     assert diagnosis.deterministic["rollout"] == ("full_determinism" in words)
     shown = " ".join(doctor.text(diagnosis).split())
     assert f"agreement to the bit: cannot hold: {'; '.join(reasons)}" in shown
-
-
-def test_bypass_mode_that_is_measured_is_no_finding(examine: Examine, tmp_path: Path):
-    """A patched tree measures the mismatch in bypass mode where it has the module for it and the key is set."""
-    tree = examine(NEWEST, "patched").tree
-    module = tree.root / "verl/utils/mismatch.py"
-    words = ["algorithm.rollout_correction.bypass_mode=true", f"++{MISMATCH_FREQ}="]
-    created = not module.exists()
-    module.touch()
-    try:
-        found = {freq: diagnose(tree, [words[0], words[1] + freq]).findings for freq in ("-1", "10")}
-    finally:
-        if created:
-            module.unlink()
-    assert [each.mend for each in found["-1"]] == [f"{MISMATCH_FREQ}=10"] and found["10"] == ()
 
 
 def test_configs_of_experimental_trainers_are_found(examine: Examine):

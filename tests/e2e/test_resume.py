@@ -28,6 +28,10 @@ from lib.run.summary import agreed, by_role
 
 STEPS, EPOCH, MEASURED = 9, 3, 4
 WORDS = "ALGO=ppo"
+DETERMINISM = [
+    "actor_rollout_ref.actor.fsdp_config.full_determinism=true",
+    "critic.fsdp.full_determinism=true",
+]  # of +rollouts
 OVERRIDES = [
     # The data is reshuffled for every epoch.
     f"data.train_batch_size=8 data.train_max_samples={8 * EPOCH}",
@@ -57,7 +61,7 @@ def diagnose_live(running: list[psutil.Process]) -> dict:
     """Return the report of ``doctor --live`` on the job of these processes, whose trainer makes no call meanwhile."""
     words = [word for process in running for word in process.cmdline() if word.startswith("--gcs-address=")]
     environment = os.environ | {"RAY_ADDRESS": words[0].partition("=")[2], "RAY_AUTH_MODE": "token"}
-    config = ["+precision=fp16", "algorithm.adv_estimator=gae", f"{SCALER}.init_scale={2.0**70}"]
+    config = ["+precision=fp16", "algorithm.adv_estimator=gae", f"{SCALER}.init_scale={2.0**70}", *DETERMINISM]
     command = [sys.executable, REPO / "scripts/doctor.py", "--live", "--json", *config]
     (trainer,) = (process for process in running if "TaskRunner" in process.cmdline()[0])
     trainer.suspend()

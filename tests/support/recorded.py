@@ -25,6 +25,11 @@ BENEATH = (
 )
 
 
+def hashed(folder: Path) -> list[Path]:
+    """Return the code and pinned packages in a folder."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".lock", ".torch"))
+
+
 def fingerprint(*parts: str | Path) -> str:
     """Return the hash of texts, of files and of the code and pinned packages in folders, with the files' names."""
     digest = hashlib.sha256()
@@ -32,8 +37,7 @@ def fingerprint(*parts: str | Path) -> str:
         if isinstance(part, str):
             digest.update(part.encode())
             continue
-        inside = sorted(path for path in part.rglob("*") if path.suffix in (".py", ".lock", ".torch"))
-        for path in inside if part.is_dir() else [part]:
+        for path in hashed(part) if part.is_dir() else [part]:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(part.parent)} {len(content)}".encode() + content)
     return digest.hexdigest()[:16]
@@ -93,7 +97,8 @@ class Recording:
         suite and what is beneath, and its stack if ``patched``."""
         entry = load_releases(framework=self.framework)[release]
         wheel = f"{entry.wheel_sha256} {entry.family} {entry.features}"
-        return fingerprint(f"{wheel} {load_stack(entry).id if patched else 'unpatched'}", self.suite, *BENEATH)
+        cases = [file for file in hashed(self.suite) if "doctor" not in file.name]  # those are not recorded
+        return fingerprint(f"{wheel} {load_stack(entry).id if patched else 'unpatched'}", *cases, *BENEATH)
 
     @cached_property
     def upstream(self) -> UpstreamOutcomes:

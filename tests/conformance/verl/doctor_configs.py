@@ -32,6 +32,7 @@ class Given:
 ALL = ("actor", "ref", "critic")
 ALONE = ("actor",)
 SAVING = f"{ACTOR}.strategy=fsdp2 {ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+MERGED_LORA = "actor_rollout_ref.model.lora_rank=4 ++actor_rollout_ref.model.lora.merge=true"
 MODEL_ENGINE = "trainer.use_legacy_worker_impl=disable"
 KEYED = having("engine_dtype")
 # Releases whose critic alone supports the model engine; releases where every role does, but not on a CPU.
@@ -74,16 +75,9 @@ CONFIGS = {
     # Masters.
     "fp16_masters_in_fp16": Given(f"+precision=fp16 ++{ACTOR}.{FSDP}.model_dtype=fp16", ALONE),
     "bf16_masters": Given(f"++{ACTOR}.{FSDP}.model_dtype=bf16 ++{{critic}}.model_dtype=bf16"),
-    "lora_base_in_fp16": Given(
-        f"+precision=fp16 ++{ACTOR}.{FSDP}.model_dtype=fp16 actor_rollout_ref.model.lora_rank=4"
-        " actor_rollout_ref.model.target_modules=all-linear",
-        ALONE,
-    ),
-    "lora_base_in_bf16": Given(
-        f"++{ACTOR}.{FSDP}.model_dtype=bf16 actor_rollout_ref.model.lora_rank=4"
-        " actor_rollout_ref.model.target_modules=all-linear",
-        ALONE,
-    ),
+    # Merged: the driver looks for a server where adapters are sent.
+    "lora_base_in_fp16": Given(f"+precision=fp16 ++{ACTOR}.{FSDP}.model_dtype=fp16 {MERGED_LORA}", ALONE, C),
+    "lora_base_in_bf16": Given(f"++{ACTOR}.{FSDP}.model_dtype=bf16 {MERGED_LORA}", ALONE, C),
     # The rollout.
     "rollout_alone": Given(f"{ROLLOUT}.dtype=float16", ALONE),
     "rollout_alone_fsdp2": Given(f"{ROLLOUT}.dtype=float16 {ACTOR}.strategy=fsdp2", ALONE),  # 0.8.0's wire
@@ -107,12 +101,7 @@ CONFIGS = {
     ),
     "reward_model": Given("+precision=fp16", ("reward_model",), having("reward_worker")),
     "reward_model_alone": Given("reward_model.dtype=float16", ("reward_model",), having("reward_worker")),
-    "merged_lora": Given(
-        f"+precision=fp16 {ACTOR}.strategy=fsdp2 actor_rollout_ref.model.lora_rank=4"
-        " ++actor_rollout_ref.model.lora.merge=true",
-        ALONE,
-        C,
-    ),
+    "merged_lora": Given(f"+precision=fp16 {ACTOR}.strategy=fsdp2 {MERGED_LORA}", ALONE, C),
     "keep_fp32_modules": Given(f"+precision=fp16 {ACTOR}.{FSDP}.keep_fp32_modules=[lm_head]", ALONE, C),
     # Legacy workers do not read it; the model engine does.
     "full_determinism": Given(

@@ -77,7 +77,8 @@ def disagreements(record: dict, diagnosis: dict) -> list[str]:
 
 def verdict(dtypes: dict[str, str], rollout: str, verdict: str) -> list[str]:
     """Return a line where the doctor's verdict differs from whether trainer and rollout have the same dtypes."""
-    whole = ("float32", dtypes["actor.master"], rollout)  # in which weights leave without being rounded
+    stored = dtypes.get("actor.base", dtypes["actor.master"])
+    whole = ("float32", stored, rollout)  # in which weights leave without being rounded
     rounded = dtypes.get("wire", "float32") not in whole
     agree = {dtypes["actor.compute"], dtypes["actor.autocast"]} == {rollout} and not rounded
     # "ignored": trainer and rollout agree in a dtype other than the requested one

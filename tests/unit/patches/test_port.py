@@ -201,6 +201,7 @@ DECIDED = {
         "verl/utils/checkpoint/checkpoint_manager.py",
     ],
     "[trainer] feat: save a checkpoint after a storm": ["verl/trainer/sft_trainer.py"],
+    "[rollout] feat: keep routers in fp32": ["verl/workers/rollout/vllm_rollout/vllm_async_server.py"],
 }
 
 

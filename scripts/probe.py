@@ -43,7 +43,7 @@ def measure(options: ProbeOptions) -> int:
     from lib.probe.log_probs import Task, compute_log_probs
     from lib.probe.numerics import exact_dtype
     from lib.probe.rebatching import rebatchings
-    from lib.probe.report import show, write
+    from lib.probe.report import ProbeResult, show, write
     from lib.probe.variants import check_gpus, check_vllm, variants
     from lib.probe.work_folder import fingerprint, open_work_folder
 
@@ -74,8 +74,9 @@ def measure(options: ProbeOptions) -> int:
         rebatched = compare(changes, work)
         attention = masters.config._attn_implementation
         findings = summarize(options, comparisons, positions, attention, exact_dtype(masters))
-        write(options, settings, comparisons, rebatched, findings, positions)
-        show(options, comparisons, rebatched, findings)
+        result = ProbeResult(options, settings, comparisons, rebatched, findings, positions)
+        write(result)
+        show(result)
     if interrupted:
         print(
             f"probe: interrupted; {len(comparisons)} of {len(every)} variants have results; "

@@ -20,19 +20,17 @@ from lib.errors import Refused
 from lib.files import write_json
 from lib.paths import REPO
 from lib.probe.model import prepare_sanity
+from lib.probe.options import VARIABLES as PROBE
 from lib.probe.options import ProbeOptions
 from lib.probe.options import parse as parse_probe
 from lib.run.vllm_float16 import float16_support
 
 VARIABLES = {
-    "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
-    "DATA": "a parquet file of prompts in verl's schema, default the sanity task's for its own model",
+    "MODEL": PROBE["MODEL"],
+    "DATA": PROBE["DATA"],
     "LENGTH": "tokens of a response in your run, default 8192",
     "TOKENS": "most tokens of an answer in the probe, default as many as the model's positions allow, up to 1024",
-    "ROWS": "number of prompts, default 32",
-    "SAMPLES": "answers per prompt, default 8",
-    "BACKEND": "the backend that generates: hf, vllm; default hf",
-    "DEVICE": "default: a GPU where there is one: cpu, cuda",
+    **{name: PROBE[name] for name in ("ROWS", "SAMPLES", "BACKEND", "DEVICE")},
     "OUT": "the folder of the reports, default outputs/recommend/MODEL-BACKEND-ROWSxSAMPLES",
 }
 
@@ -66,7 +64,7 @@ def parse(words: list[str]) -> RecommendOptions:
     out = Path(file_path(values, "OUT") or REPO / "outputs" / "recommend" / name)
     return RecommendOptions(
         preflight.parse(as_words(shared, {"ROWS": first.rows, "OUT": out / "preflight"})),
-        parse_probe(as_words(shared, sizes, measured, limit, {"OUT": out / "probe"})),
+        replace(first, out=out / "probe"),
         length,
         {name: value for name, value in values.items() if name != "OUT"},
         out,

@@ -21,15 +21,8 @@ from lib.server_dtypes import SERVER_SPELLINGS
 HOPS = (
     *(f"actor.{what}" for what in ("master", "base", "compute", "autocast", "reduce", "optimizer", "logits")),
     *("wire", "rollout.weights", "rollout.kv_cache", "rollout.logits"),
-    *(
-        "ref.compute",
-        "ref.autocast",
-        "critic.master",
-        "critic.base",
-        "critic.compute",
-        "critic.autocast",
-        "critic.reduce",
-    ),
+    *("ref.compute", "ref.autocast"),
+    *(f"critic.{what}" for what in ("master", "base", "compute", "autocast", "reduce")),
     *("reward_model.compute", "hf_export"),
 )
 ROLES = {

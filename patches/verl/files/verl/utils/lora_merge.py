@@ -23,7 +23,14 @@ __all__ = ["adapted_weights", "merge_in_fp32"]
 
 
 def adapted_weights(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the LoRA layers of a sharded peft model by the ``state_dict`` name of the weight that each adapts."""
+    """Return the LoRA layers of a sharded peft model by the ``state_dict`` name of the weight that each adapts.
+
+    Args:
+        module: the peft model, under FSDP1 or FSDP2.
+
+    Returns:
+        LoRA layers by names such as ``….q_proj.base_layer.weight``, without the prefixes of FSDP's wrappers.
+    """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper  # peft 0.17 and later; nothing but a merge needs it
 
@@ -42,19 +49,30 @@ def merge_in_fp32(weight: torch.Tensor, layer: Optional[torch.nn.Module]) -> tor
     The model keeps its weights: adding to them in place would round the sum to the dtype of a 16-bit base.
 
     Args:
-        weight: the whole weight of the base.
+        weight: the whole weight of the base, in its dtype: ``(out, in)``, of experts ``(experts, out, in)``.
         layer: None if no adapter belongs to the weight.
 
+    Returns:
+        fp32, of the shape and on the device of ``weight``.
+
     Raises:
-        ValueError: the adapter is a DoRA, which scales the weight as well.
+        ValueError: the adapter is a DoRA, which scales the weight as well; or an FSDP1 unit around the layer contains
+            the adapter, which cannot be gathered from it here.
     """
     merged = weight.to(torch.float32, copy=True)
     if layer is None:
         return merged
     if len(layer.lora_magnitude_vector):
         raise ValueError("lora.merge=true adds adapters to the weights, which a DoRA scales too: set lora.merge=false")
+    for adapter in layer.active_adapters:
+        down = layer.lora_A[adapter]
+        if not isinstance(down, FullyShardedDataParallel) and not isinstance(down.weight, DTensor):
+            raise ValueError(
+                "lora.merge=true gathers adapters from FSDP units of their own: set wrap_policy.min_num_params=0 and "
+                "wrap_policy.disable=false in the FSDP engine's config, or lora.merge=false"
+            )
     with FullyShardedDataParallel.summon_full_params(layer, writeback=False):  # its adapters; the base is not in them
         for adapter in layer.active_adapters:
-            delta = layer.get_delta_weight(adapter)
+            delta = layer.get_delta_weight(adapter).to(merged.device)  # offload_policy keeps adapters on the CPU
             merged += delta.full_tensor() if isinstance(delta, DTensor) else delta
     return merged

@@ -50,23 +50,28 @@ def equal_share(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor
 
 
 def measures_mismatch(trainer: Any) -> bool:
-    """Return whether a step in bypass mode computes the trainer's log-probabilities; asked once for each batch.
+    """Return whether a step in bypass mode computes the trainer's log-probabilities; call it once for each batch.
 
-    It does on the first batch after each start, for the check of the weight sync, and at every step that
-    ``trainer.mismatch_freq`` divides. Where that is off, the first call logs what the run does without.
+    If ``trainer.mismatch_freq`` is on, the first batch after each start does, for the check of the weight sync, and
+    every step that the key divides. If it is off, the first call logs what the run does without.
 
     Args:
-        trainer: a PPO trainer of verl, with its ``config`` and ``global_steps``; that the first batch was asked for is
-            kept on it, because verl's trainers do not all call their base class's ``__init__``.
+        trainer: a PPO trainer of verl, with its ``config`` and ``global_steps``. The first call sets ``_bypass_began``
+            on it, because verl's trainers do not all call their base class's ``__init__``.
+
+    Raises:
+        ValueError: ``trainer.mismatch_freq`` is not a whole number.
     """
     freq = trainer.config.trainer.get("mismatch_freq", -1)
+    if not isinstance(freq, int):
+        raise ValueError(f"trainer.mismatch_freq={freq} must be a whole number of steps, or -1 to measure none")
     first = not hasattr(trainer, "_bypass_began")
     trainer._bypass_began = True
     if first and freq <= 0:
         logger.warning(
             "algorithm.rollout_correction.bypass_mode=true: the trainer computes no log-probabilities of its own, so "
-            "there are no metrics of the mismatch and no check of the first weight sync. trainer.mismatch_freq=N "
-            "computes them every N steps"
+            "there is no training/rollout_probs_diff_mean and no check of the first weight sync. "
+            "trainer.mismatch_freq=N measures both every N steps"
         )
     return freq > 0 and (first or trainer.global_steps % freq == 0)
 

@@ -1,11 +1,13 @@
 """Cases of verl's FSDP engine: LoRA adapters over a frozen base in 16 bits."""
 
+import asyncio
 import copy
 
 import torch
 from fsdp_worker import (
     PATCHED,
     batch,
+    composed,
     gradients,
     make_worker,
     metrics_of,
@@ -18,6 +20,9 @@ from fsdp_worker import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+
+from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.engine_workers import ActorRolloutRefWorker
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 MERGED = LORA | {"lora": {"merge": True}}
@@ -147,4 +152,45 @@ def lora_resume():
     return {"loaded": loaded, "next_step": norm == after[0] and same(after[1], state(resumed))}
 
 
-CASES = {case.__name__: case for case in (lora_dtypes, lora_merge, lora_resume)}
+class Events(list):
+    """What a weight sync does in turn; takes the place of the rollout, whose server needs a GPU to sleep."""
+
+    async def resume(self, tags: list[str]) -> None:
+        self.append(f"wake {tags[0]}")
+
+    async def update_weights(self, weights, base_sync_done: bool, **kwargs) -> None:
+        sent = dict(weights)
+        self.append(f"send {'adapters' if base_sync_done else 'base'}")
+        assert all(tensor.device.type == "cpu" and tensor.numel() for tensor in sent.values())
+        assert sent and all((".lora_" in name) == base_sync_done for name in sent)
+
+    def watch(self, name: str) -> None:
+        """Record the calls of one of the engine's functions that move the base."""
+        moves = getattr(transformer_impl, name)
+
+        def recorded(*args, **kwargs):
+            self.append(name.partition("_")[0])
+            return moves(*args, **kwargs)
+
+        setattr(transformer_impl, name, recorded)
+
+
+def lora_sync():
+    """Return the events of a first weight sync that sends the base, and of a second one, until all is sent."""
+    lora = [f"actor_rollout_ref.model.{key}={value}" for key, value in LORA.items()]
+    offload = "actor_rollout_ref.actor.fsdp_config.param_offload=true"
+    worker = ActorRolloutRefWorker(composed(*lora, offload).actor_rollout_ref, role="actor")
+    worker.init_model()
+    worker.layered_summon, worker.peft_merge, worker.base_sync_done = False, False, False
+    events = worker.rollout = Events()
+    events.watch("load_fsdp_model_to_gpu")
+    events.watch("offload_fsdp_model_to_cpu")
+    syncs = []
+    for _ in range(2):
+        asyncio.run(worker.update_weights(mode="naive"))
+        syncs.append(events[: events.index("send adapters") + 1])
+        events.clear()
+    return syncs
+
+
+CASES = {case.__name__: case for case in (lora_dtypes, lora_merge, lora_resume, lora_sync)}

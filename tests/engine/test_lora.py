@@ -31,3 +31,12 @@ def test_merged_weights_keep_small_adapters_and_the_base(patched, pristine):
 @by_case("lora_resume", fsdp="quick")
 def test_lora_over_fp16_resumes_to_the_bit(patched):
     assert patched == [{"loaded": True, "next_step": True}] * 2
+
+
+@by_case("lora_sync", fsdp="quick")
+def test_base_is_offloaded_before_the_rollout_wakes(patched, pristine):
+    """A GPU then contains either the trainer's base or the rollout's, also when the base is sent."""
+    copied, adapters = ["load", "offload"], ["wake weights", "send adapters"]
+    for rank in patched:
+        assert rank == [[*copied, *copied, "wake weights", "send base", "send adapters"], [*copied, *adapters]]
+    assert pristine[0][1] == ["wake weights", *copied, "send adapters"]

@@ -165,11 +165,15 @@ def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPla
     policy_loaded = idle | {"weights": policy.weights + idle["weights"] - policy.idle["weights"]}
     summoned = lora and not merged and policy.strategy == "fsdp" and policy.shards > 1  # to read the adapters
     whole = BYTES[policy.base] * policy.parameters if summoned else 0
-    moments["weights to the rollout"] = {  # FSDP2 sends from where the shards are, FSDP1 and LoRA from the GPU
-        **(policy_loaded if policy.strategy == "fsdp" or lora else idle),
-        "gathered": whole + (BYTES[policy.base] + 8 * merged) * shape.largest_tensor + bucket,  # change and sum: fp32
+    copied = lora and not merged and policy.offload_params  # to the host, before the rollout wakes up
+    loaded = (policy.strategy == "fsdp" or lora) and not copied  # FSDP2 sends from where the shards are
+    moments["weights to the rollout"] = {
+        **(policy_loaded if loaded else idle),
+        "gathered": whole * (not copied) + (BYTES[policy.base] + 8 * merged) * shape.largest_tensor + bucket,
         "rollout's weights": server.weights,
     }
+    if copied:
+        moments["weights to the host"] = policy_loaded | {"gathered": whole}
     scoring = replace(policy, tokens=scored_tokens(config, rollout, length))
     for moment, parts in scoring.scoring_moments(entropy=not actor.fsdp_config.use_torch_compile).items():
         moments[f"log-probabilities, {moment}"] = policy_loaded | parts

@@ -211,6 +211,15 @@ def test_plan_follows_the_configuration():
     lora = changed("actor_rollout_ref.model.lora_rank=32", f"++{ACTOR}.fsdp_config.model_dtype=fp16").moments
     for part, share in (("weights", 0.53), ("Adam", 0.02), ("gradients", 0.02)):
         assert 0 < lora["actor, step"][part] < share * usual.moments["actor, step"][part]
+    adapted = (
+        "actor_rollout_ref.model.lora_rank=32",
+        f"{ACTOR}.fsdp_config.param_offload=true",
+        f"{ACTOR}.strategy=fsdp",
+    )
+    for merged, sent, whole in (("false", 0, 4), ("true", 1, 0)):  # a base in fp32
+        moments = changed(*adapted, f"actor_rollout_ref.model.lora.merge={merged}").moments
+        assert moments["weights to the rollout"]["weights"] == sent * moments["actor, step"]["weights"]
+        assert moments.get("weights to the host", {"gathered": 0})["gathered"] == whole * 7_615_616_512
     for offload, part, other in (("param_offload", "weights", "Adam"), ("optimizer_offload", "Adam", "weights")):
         gone = changed(f"{ACTOR}.fsdp_config.{offload}=true").moments
         assert (gone["rollout"][part], gone["rollout"][other]) == (0, usual.moments["rollout"][other])

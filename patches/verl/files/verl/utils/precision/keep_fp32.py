@@ -142,8 +142,8 @@ def listed_in_fp32(model: torch.nn.Module, compute: torch.dtype) -> list[str]:
     float16, ``_keep_in_fp32_modules_strict`` to bfloat16, too; each entry is searched for in the name, ``*`` matches
     any text.
     """
-    of_dtype = {torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")}
-    attributes = of_dtype.get(compute, ("_keep_in_fp32_modules_strict",) if compute == torch.bfloat16 else ())
+    attributes = ["_keep_in_fp32_modules_strict"] if compute in (torch.float16, torch.bfloat16) else []
+    attributes += ["_keep_in_fp32_modules"] if compute == torch.float16 else []
     # A wrapper such as peft's, and transformers before 4.51, lack the attributes.
     entries = {entry for part in model.modules() for name in attributes for entry in getattr(part, name, None) or ()}
     listed = re.compile("|".join(entry.replace("*", ".*") for entry in sorted(entries)))

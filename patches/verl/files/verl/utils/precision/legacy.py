@@ -28,7 +28,6 @@ from .dtypes import Precision, dtype_name, to_dtype
 from .roles import check_role_dtype, check_rollout_dtype
 from .scaler import GradScalerConfig, LossScaler
 
-# The roles: key of each in the config, key of its FSDP engine below that, whether it is trained.
 # Role, the engine's key below it, the key of its model, and whether it is trained.
 _WORKERS = (
     ("actor_rollout_ref.actor", "fsdp_config", "actor_rollout_ref.model", True),

@@ -1,0 +1,47 @@
+# Copyright 2026 the verl-precision authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Offload the trainer's base under LoRA before the rollout's weights wake up: a GPU then has room for one of the two.
+
+verl copies the adapters, or an unmerged base, to the host and sends them from there. The trainer's weights need to be
+on the GPU for that copy alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["offload_copied", "weights_before_wake_up"]
+
+
+def weights_before_wake_up(worker: Any) -> Callable[..., tuple[Any, Any]]:
+    """Return ``get_per_tensor_param`` of a worker's engine; for unmerged LoRA with ``param_offload`` its saved results.
+
+    Args:
+        worker: an ``ActorRolloutRefWorker`` of the model engine whose rollout sleeps.
+    """
+    engine = worker.actor.engine
+    if worker.peft_merge or not (engine.model_config.lora_rank and engine.is_param_offload_enabled):
+        return engine.get_per_tensor_param
+    results = {
+        base_sync_done: engine.get_per_tensor_param(layered_summon=worker.layered_summon, base_sync_done=base_sync_done)
+        for base_sync_done in {True, worker.base_sync_done}
+    }
+    return lambda layered_summon, base_sync_done: results[base_sync_done]
+
+
+def offload_copied(manager: Any, peft_config: Any) -> None:
+    """Offload the weights of a vLLM sharding manager, which it copied to the host if there is a ``peft_config``."""
+    from verl.utils.fsdp_utils import offload_fsdp_model_to_cpu
+
+    if manager.offload_param and peft_config is not None:
+        offload_fsdp_model_to_cpu(manager.module)

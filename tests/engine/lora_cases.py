@@ -193,4 +193,19 @@ def lora_sync():
     return syncs
 
 
-CASES = {case.__name__: case for case in (lora_dtypes, lora_merge, lora_resume, lora_sync)}
+def lora_merge_in_outer_units():
+    """Merge adapters that FSDP1 has put into a unit around their layers; return the refusal, or the error's class."""
+    worker = make_worker("actor", "bfloat16", model=MERGED, warmup=0, wrap_policy={"min_num_params": 1000})
+    for adapter in local(worker)[0]:
+        adapter.fill_(1e-2)
+    exact = merged_exactly(worker)
+    try:
+        sent = weights_of(worker)
+    except Exception as error:  # upstream's kind of failure is what this case returns
+        return f"{type(error).__name__}: {error}"
+    return max((tensor.double() - exact[name]).abs().max().item() for name, tensor in sent.items())
+
+
+CASES = {
+    case.__name__: case for case in (lora_dtypes, lora_merge, lora_merge_in_outer_units, lora_resume, lora_sync)
+}

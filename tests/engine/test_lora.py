@@ -28,6 +28,16 @@ def test_merged_weights_keep_small_adapters_and_the_base(patched, pristine):
     assert pristine[0]["bfloat16"]["lost"] > 0.9, "most lie below half the distance of two values of bf16"
 
 
+@by_case("lora_merge_in_outer_units", fsdp="quick")
+def test_merge_gathers_adapters_or_is_refused(row, patched):
+    """FSDP2 has no such units: its ``min_num_params`` wraps nothing else."""
+    for rank in patched:
+        if row.strategy == "fsdp":
+            assert rank.startswith("ValueError: lora.merge=true") and "wrap_policy.min_num_params=0" in rank
+        else:
+            assert rank < 1e-3
+
+
 @by_case("lora_resume", fsdp="quick")
 def test_lora_over_fp16_resumes_to_the_bit(patched):
     assert patched == [{"loaded": True, "next_step": True}] * 2

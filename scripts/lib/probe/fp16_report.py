@@ -158,8 +158,8 @@ def of_the_class(listed: dict[str, Any]) -> dict[str, str]:
     named = {}
     if kept := listed.get("keep_fp32"):
         named["in fp32 by the model's class"] = (
-            f"{', '.join(kept)}: the trainer follows the class (verl 0.8.0 on); vLLM has its own choice for each model, "
-            "and follows keep_fp32_modules for routers alone"
+            f"{', '.join(kept)}: the trainer follows the class (verl 0.8.0 on); vLLM has its own choice "
+            "for each model, and follows keep_fp32_modules for routers alone"
         )
     if declined := listed.get("not_kept_fp32"):
         named["listed by the class, not in fp32"] = "; ".join(f"{name}: {why}" for name, why in declined.items())

@@ -1,7 +1,8 @@
 """Predict the effect of fp16 on a model: ``scripts/preflight.py [NAME=VALUE ...]``.
 
 Samples answers to prompts, as a rollout does, and runs forward and backward passes over them in fp32. Reports which
-modules exceed fp16's range, how many gradients would vanish, a first loss scale, and which modules to keep in fp32.
+modules exceed fp16's range, how many gradients would vanish, a first loss scale, which modules to keep in fp32, and
+which ones the model's class keeps so itself.
 Writes report.md, modules.csv and preflight.png to the folder OUT. Exit code 0: measured, whatever the verdict; 1:
 refused or failed; 130: interrupted.
 """
@@ -16,6 +17,7 @@ from lib.cli import device, file_path, parse_words, usage, whole_number
 from lib.errors import Refused
 from lib.files import check_room
 from lib.format import duration
+from lib.patches.precision_module import load_precision
 from lib.paths import REPO
 from lib.probe.model import SANITY, load, model_and_data, prepare_sanity, prompts, sample_answer, short_name
 from lib.run.vllm_float16 import float16_support, ways_out
@@ -129,7 +131,10 @@ def examine(options: PreflightOptions) -> dict:
     except ValueError as error:
         raise Refused(f"MODEL={options.model}: {error}, so nothing can be predicted") from error
 
-    findings, overrides = conclusions(ranges, assessment, rollout)
+    # After the measurement, because it changes what the modules compute.
+    precision = load_precision(REPO / "patches/verl/files", "precision_of_the_preflight")
+    listed = precision.keep_in_fp32(model, [], torch.float16, options.device).names()
+    findings, overrides = conclusions(ranges, assessment, rollout, listed)
     tokens = sum(ids.shape[1] for ids, _ in answers)
     measured = f"{options.rows} answers of the model, {tokens} tokens, one mini-batch, in fp32 on {options.device}"
     title = f"# fp16 preflight of {options.name}"

@@ -15,6 +15,7 @@ from datetime import timedelta
 import checkpoint_cases
 import dtype_cases
 import lora_cases
+import moe_cases
 import parallel_cases
 import scaler_cases
 import torch
@@ -25,7 +26,7 @@ from support.waiting import STUCK_S
 
 from verl.utils.device import get_device_name
 
-MODULES = [checkpoint_cases, dtype_cases, lora_cases, parallel_cases, scaler_cases, wire_cases]
+MODULES = [checkpoint_cases, dtype_cases, lora_cases, moe_cases, parallel_cases, scaler_cases, wire_cases]
 if PATCHED:
     import flowrl_cases
 

@@ -5,6 +5,7 @@ import io
 import math
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,10 +27,14 @@ WORST = 12  # rows of the table on the screen
 
 
 def conclusions(
-    ranges: dict[str, ModuleRange], assessment: Fp16Assessment, rollout: Float16Support
+    ranges: dict[str, ModuleRange], assessment: Fp16Assessment, rollout: Float16Support, listed: dict[str, Any]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the findings by name, and the Hydra overrides of verl for the trainer and for vLLM as its rollout."""
-    named = findings(ranges, assessment)
+    """Return the findings by name, and the Hydra overrides of verl for the trainer and for vLLM as its rollout.
+
+    Args:
+        listed: ``KeptModules.names()`` of what the model's class lists for float16.
+    """
+    named = findings(ranges, assessment) | of_the_class(listed)
     if not rollout.supported:
         unknown = "not known whether vLLM runs it in float16: " if rollout.supported is None else ""
         named = {"verdict": named.pop("verdict"), "rollout": unknown + rollout.reason} | named
@@ -146,6 +151,19 @@ def findings(ranges: dict[str, ModuleRange], assessment: Fp16Assessment) -> dict
             for kind, (at_1, at_scale) in shares.items()
         },
     }
+
+
+def of_the_class(listed: dict[str, Any]) -> dict[str, str]:
+    """Return the findings about what the model's class lists for float16; empty if it lists nothing."""
+    named = {}
+    if kept := listed.get("keep_fp32"):
+        named["in fp32 by the model's class"] = (
+            f"{', '.join(kept)}: the trainer follows the class (verl 0.8.0 on); vLLM has its own choice "
+            "for each model, and follows keep_fp32_modules for routers alone"
+        )
+    if declined := listed.get("not_kept_fp32"):
+        named["listed by the class, not in fp32"] = "; ".join(f"{name}: {why}" for name, why in declined.items())
+    return named
 
 
 def gradient_counts(assessment: Fp16Assessment) -> dict[str, torch.Tensor]:

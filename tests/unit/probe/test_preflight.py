@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import preflight
 from lib.errors import Refused
@@ -21,6 +21,7 @@ from lib.probe import fp16_range
 from lib.probe.fp16_range import HEADROOM, Fp16Assessment, ModuleRange, assess, flushed_share, overrides, verdict
 from lib.probe.fp16_report import conclusions, findings
 from lib.run.vllm_float16 import Float16Support
+from recipes.arithmetic import families
 
 precision = load_precision(REPO / "patches/verl/files", "precision_of_the_stack")
 PROMPT = 4  # tokens
@@ -201,6 +202,45 @@ def test_command_writes_its_report(folder, tmp_path, capsys):
     assert shlex.split(line)[0] in report and "keep_fp32_modules" not in line
 
 
+def save_mixture(family: str, folder: Path) -> Path:
+    """Save a mixture of 8 experts whose weights are ten times as wide as those of ``recipes.arithmetic.families``."""
+    tokenizer = families.build_tokenizer("qwen3_moe")
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0}
+    own = experts | {"moe_intermediate_size": 128, "initializer_range": 0.5, "pad_token_id": tokenizer.pad_token_id}
+    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **families.SHAPE | own)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / family)
+    tokenizer.save_pretrained(folder / family)
+    return folder / family
+
+
+def backward_overflows(model: torch.nn.Module, scale: float) -> bool:
+    """Return whether a gradient of ``scale`` times the loss overflows with 16-bit weights under autocast."""
+    model = half_except(model, ())
+    for ids in ROWS:
+        with torch.autocast("cpu", dtype=torch.float16):
+            logits = model(input_ids=ids, use_cache=False).logits[0, PROMPT - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits.float(), ids[0, PROMPT:], reduction="sum")
+        (scale * loss / sum(ids.shape[1] - PROMPT for ids in ROWS)).backward()
+    return not all(each.grad.isfinite().all() for each in model.parameters() if each.grad is not None)
+
+
+@pytest.mark.parametrize(
+    "family, listed", [("qwen3_moe", None), ("ernie4_5_moe", "model.layers.*.mlp.gate: the trainer follows the class")]
+)
+def test_mixture_whose_backward_overflows_at_the_default_scale_gets_a_lower_one(folder, tmp_path, family, listed):
+    path = save_mixture(family, tmp_path)
+    words = [f"MODEL={path}", f"DATA={folder / 'data.parquet'}", "ROWS=3", "LENGTH=8", f"OUT={tmp_path / 'out'}"]
+    assert preflight.main(["DEVICE=cpu", *words]) == 0
+    report = (tmp_path / "out/report.md").read_text()
+    scale = float(re.search(r"^\S+\.grad_scaler\.init_scale=(\d+)$", report, re.MULTILINE)[1])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert "- verdict: fp16 fits" in report and scale < precision.GradScalerConfig().init_scale == 2**16
+    assert backward_overflows(model, 2**16) and not backward_overflows(model, scale)
+    (found,) = re.findall(r"^- in fp32 by the model's class: (.*)", report, re.MULTILINE) or [None]
+    assert found is None if listed is None else found.startswith(listed)
+
+
 def refusal(folder: Path, tmp_path: Path, *words: str) -> str:
     """Return the line of a refusal, after which nothing is written."""
     usual = ["DEVICE=cpu", f"DATA={folder / 'data.parquet'}", "ROWS=2", "LENGTH=8", f"OUT={tmp_path / 'out'}"]
@@ -213,12 +253,12 @@ def refusal(folder: Path, tmp_path: Path, *words: str) -> str:
 def test_rollout_is_in_bf16_if_vllm_refuses_float16(model):
     ranges, assessment = assessed(model)
     refused = Float16Support(False, "vLLM refuses gemma2 models in float16")
-    facts, words = conclusions(ranges, assessment, refused)
+    facts, words = conclusions(ranges, assessment, refused, {})
     assert list(facts)[:2] == ["verdict", "rollout"] and facts["rollout"] == refused.reason
     assert words == [*overrides(assessment), "actor_rollout_ref.rollout.dtype=bfloat16"]
     unknown = "not known whether vLLM runs it in float16: no vLLM is installed here"
     for supported, reason, fact in ((True, "vLLM runs it", None), (None, "no vLLM is installed here", unknown)):
-        facts, words = conclusions(ranges, assessment, Float16Support(supported, reason))
+        facts, words = conclusions(ranges, assessment, Float16Support(supported, reason), {})
         assert facts.get("rollout") == fact and words == overrides(assessment)
 
 

@@ -9,25 +9,13 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from recipes.arithmetic import model
 
-SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.05,
-    "tie_word_embeddings": False,
-}
 TIED = {"tie_word_embeddings": True}  # vLLM asserts it of Gemma
 WINDOWS = {"query_pre_attn_scalar": 64, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
-# transformers' ``model_type``, and the entries of its config besides SHAPE.
+# transformers' ``model_type``, and the entries of its config besides ``model.SHAPE``.
 FAMILIES = {
     "qwen2": {},
     "llama": {},
@@ -54,17 +42,12 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 
 def build_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
-    """Return a causal language model of ``family`` with float32 weights drawn from ``seed``.
-
-    Its vocabulary is exactly the tokenizer's, as in ``recipes.arithmetic.model.build_model``.
+    """Return the task's model (``model.build_model``) of ``family``.
 
     Raises:
         KeyError: ``family`` is not one of ``FAMILIES``.
     """
-    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **(SHAPE | tokens | FAMILIES[family]))
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.build_model(tokenizer, seed, family, **FAMILIES[family])
 
 
 def main() -> None:

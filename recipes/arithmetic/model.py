@@ -2,10 +2,21 @@
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 # No roles: the start token and the bare prompt.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.05,  # learns in half the steps that the usual 0.02 takes at this width
+    "tie_word_embeddings": False,
+}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -25,25 +36,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """Return a Qwen2 model of 494k parameters with weights drawn from ``seed``.
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, family: str = "qwen2", **entries: object
+) -> PreTrainedModel:
+    """Return a causal language model of about 0.5 M parameters with float32 weights drawn from ``seed``.
 
     Its vocabulary is exactly the tokenizer's: rollouts mask logits beyond the tokenizer's length and training does
     not, so a larger vocabulary would add to the mismatch.
+
+    Args:
+        family: transformers' ``model_type``.
+        entries: of the model's config, besides ``SHAPE`` or instead of it.
     """
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **(SHAPE | tokens | entries))
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.05,  # learns in half the steps that the usual 0.02 takes at this width
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen2ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

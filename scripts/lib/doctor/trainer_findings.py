@@ -1,4 +1,4 @@
-"""Findings on the trainer: requested dtypes that do not apply, masters, loss scaling, ref, critic and export."""
+"""Findings on the trainer: ignored dtypes, masters, loss scaling, ref, critic, the cap of attention, and export."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -8,7 +8,8 @@ from lib.doctor.config import select
 from lib.doctor.dtype_rules import UNKNOWN, rule_for
 from lib.doctor.finding import Finding
 from lib.doctor.megatron_findings import megatron_findings
-from lib.doctor.resolver import ROLES, SIXTEEN_BITS, SPELLINGS, DtypeResolver
+from lib.doctor.resolver import MODEL, ROLES, SIXTEEN_BITS, SPELLINGS, DtypeResolver
+from lib.run.softcap import ATTENTION, lost_softcap
 from lib.server_dtypes import SERVER_SPELLINGS
 
 WORK = {"actor": "trains", "critic": "trains", "ref": "computes", "reward_model": "scores"}
@@ -38,6 +39,7 @@ def trainer_findings(resolver: DtypeResolver) -> Iterator[Finding]:
             yield from loss_scaling(resolver, role)
     yield from ref_beside_actor(resolver)
     yield from critic_beside_actor(resolver)
+    yield from uncapped_attention(resolver)
 
 
 def ignored_dtypes(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
@@ -150,6 +152,13 @@ def critic_beside_actor(resolver: DtypeResolver) -> Iterator[Finding]:
             if rule.patch and not resolver.tree.precision:
                 mend = f"{rule.patch}: {resolver.tree.apply_command}"
             yield Finding(key, value, f"does not reach the critic, which trains in {critic}", mend)
+
+
+def uncapped_attention(resolver: DtypeResolver) -> Iterator[Finding]:
+    """Yield an attention that leaves out the cap of the model's attention logits."""
+    attention = resolver.config.get(ATTENTION)
+    if effect := lost_softcap(str(resolver.config.get(f"{MODEL}.path")), attention):
+        yield Finding(ATTENTION, attention, effect, f"{ATTENTION}=eager")
 
 
 def export_findings(resolver: DtypeResolver) -> Iterator[Finding]:

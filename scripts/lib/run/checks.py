@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from lib.errors import Refused
 from lib.files import check_room
 from lib.paths import REPO
+from lib.run.softcap import ATTENTION, lost_softcap
 from lib.run.vllm_float16 import float16_support, ways_out
 from lib.server_dtypes import SERVER_SPELLINGS, cache_refusal
 
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
 
 
 def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
-    """Check the job's length, data, rollout and disk.
+    """Check the job's length, data, attention, rollout and disk.
 
     Args:
         config: the job's whole configuration (``job.compose``).
 
     Raises:
-        Refused: STEPS is not set, a data file cannot be used, vLLM refuses the model, or there is no room for ``out``.
+        Refused: STEPS is not set, a data file cannot be used, the trainer's attention changes the model, the rollout
+            refuses a setting or the model, or there is no room for ``out``.
     """
     if config.trainer.total_training_steps is None:
         raise Refused("STEPS: is not set, neither on the command line nor in the experiment's file")
@@ -39,12 +41,27 @@ def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
             raise Refused(
                 f"{name}={files[0]}: has {rows} rows, but a batch needs {least}; give more or a smaller batch"
             )
+    check_attention(config)
     check_rollout(job, config)
     check_room(out)
 
 
+def check_attention(config: "DictConfig") -> None:
+    """Check that the trainer's attention computes what the model's config asks for.
+
+    Raises:
+        Refused: it leaves out the cap of the attention logits.
+    """
+    from omegaconf import OmegaConf
+
+    attention = OmegaConf.select(config, ATTENTION)
+    if reason := lost_softcap(str(config.actor_rollout_ref.model.path), attention):
+        raise Refused(f"{ATTENTION}={attention}: {reason}; give ARGS={ATTENTION}=eager")
+
+
 def check_rollout(job: "Job", config: "DictConfig") -> None:
-    """Check that vLLM, where it is the rollout, runs the model in the rollout's dtype and caches keys in the same.
+    """Check that vLLM, where it is the rollout, runs the model in the rollout's dtype, caches keys in the same, and can
+    be deterministic where that is requested.
 
     Raises:
         Refused: it does not.
@@ -54,6 +71,12 @@ def check_rollout(job: "Job", config: "DictConfig") -> None:
     rollout = config.actor_rollout_ref.rollout
     if OmegaConf.select(rollout, "name") != "vllm":
         return
+    if job.device == "cpu" and OmegaConf.select(rollout, "full_determinism"):
+        key = "actor_rollout_ref.rollout.full_determinism"
+        raise Refused(
+            f"ARGS={key}=true: asks vLLM for batch-invariant kernels, and its CPU build would end at the first "
+            f"generation; give ARGS={key}=false, or DEVICE=cuda"
+        )
     extra = OmegaConf.select(rollout, "engine_kwargs.vllm.dtype")
     dtype = SERVER_SPELLINGS.get(extra or rollout.dtype, "unknown")
     cache = OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_dtype")

@@ -32,7 +32,7 @@ def float16_support(model: str, site: Path | None = None) -> Float16Support:
     file = config_file(model)
     if file is None:
         return Float16Support(None, f"{model} has no config.json on this machine")
-    model_type = read_model_type(file)
+    model_type = read_config(file).get("model_type")  # the outer one of a multimodal model: vLLM looks that up
     if model_type is None:
         return Float16Support(None, f"{file} has no model_type")
     package = vllm_package(site)
@@ -46,13 +46,13 @@ def float16_support(model: str, site: Path | None = None) -> Float16Support:
     return Float16Support(True, f"{name} runs {model_type} models in float16")
 
 
-def read_model_type(file: Path) -> str | None:
-    """Return the ``model_type`` of a config.json: the outer one of a multimodal model, which is what vLLM looks up."""
+def read_config(file: Path) -> dict:
+    """Return the content of a config.json; empty where it is not a JSON object."""
     try:
         content = json.loads(file.read_text())
     except json.JSONDecodeError:
-        return None
-    return content.get("model_type") if isinstance(content, dict) else None
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def vllm_package(site: Path | None = None) -> Path | None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,17 @@ def test_run_is_refused_for_a_cache_whose_bits_vllm_would_misread(regime, cache,
     refusal = pytest.raises(Refused, match=f"^ARGS={ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype={cache}: vLLM writes")
     with nullcontext() if runs else refusal:
         check_rollout(job, compose(job, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("server", "device", "runs"), [("vllm", "cpu", False), ("vllm", "cuda", True), ("hf", "cpu", True)]
+)
+def test_run_is_refused_for_determinism_that_vllm_lacks_on_a_cpu(server, device, runs, models, tmp_path):
+    key = f"{ROLLOUT}.full_determinism"
+    job = parse_job(["DEVICE=cpu", "STEPS=1", f"MODEL={models}/qwen2", f"ARGS={key}=true {ROLLOUT}.name={server}"])
+    refusal = pytest.raises(Refused, match=f"^ARGS={key}=true: .* CPU build .*; give ARGS={key}=false, or DEVICE=cuda$")
+    with nullcontext() if runs else refusal:
+        check_rollout(replace(job, device=device), compose(job, tmp_path))
 
 
 def test_run_and_probe_by_vllm_are_refused_and_a_probe_by_hf_reports_it(models, tmp_path, capsys, monkeypatch):

@@ -50,6 +50,7 @@ NO_HF = {
     "upstream removed the hf rollout": C,
 }
 NO_MANAGER = {"its manager of weights imports a vLLM that has no build for a CPU": having("sharding_manager")}
+NO_KEPT = {"modules are kept in fp32 on the model engine": LEGACY}
 OWN_REWARD, OWN_SFT = having("reward_worker"), having("sft_trainer")
 REWARD_SERVED, ENGINE_SFT = having(without=["reward_worker"]), having(without=["sft_trainer"])
 ON_ENGINE = "reward models are servers of the rollout's kind, SFT's step is the engine's"
@@ -161,6 +162,36 @@ BEHAVIOURS = {
         "skipped, scale 512, LR held, skipped_steps 1.0",
         {"skipped, no scale, LR moves on, skipped_steps None": OWN_SFT},
         {"SFT's step is the engine's, seen as the actor's": ENGINE_SFT},
+    ),
+    "routers_named": Behaviour(
+        "routers named in `keep_fp32_modules` compute in fp32",
+        "q_proj float16, gate float32 returns float32",
+        {not_in(f"{ACTOR}.fsdp_config.keep_fp32_modules"): C},
+        NO_KEPT,
+    ),
+    "modules_listed": Behaviour(
+        "modules that the model's class lists as fp32 compute in it",
+        "q_proj float16, input_layernorm float32 returns float16",
+        {"q_proj bfloat16, input_layernorm bfloat16 returns bfloat16": C},
+        NO_KEPT,
+    ),
+    "routers_rollout": Behaviour(
+        "the rollout's list of routers follows the actor's, their weights leave in fp32",
+        "model.layers.*.gate leave as float32",
+        {not_in(f"{ACTOR}.fsdp_config.keep_fp32_modules"): C},
+        NO_KEPT,
+    ),
+    "lora_base": Behaviour(
+        "LoRA over a frozen base in fp16: fp32 adapters, trained as over an fp32 base, to the bit",
+        "base float16, adapters float32, Adam float32, base stays, adapters move, as over fp32",
+        {"base float16, adapters float16, Adam float16, base stays, adapters move, OTHERS THAN OVER FP32": RELEASES},
+    ),
+    "equal_share": Behaviour("the share of equal log-probabilities in the metrics", "1, 0.5", {"none, none": RELEASES}),
+    "bypass_mode": Behaviour(
+        "bypass mode measures the mismatch and checks the weight sync by `trainer.mismatch_freq`",
+        "step 1: share, k3, weight sync check; step 2: share, k3; step 3: nothing",
+        {not_in("trainer.mismatch_freq"): B + C},
+        {"it has no bypass mode": A},
     ),
     "bf16_actor": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
     "bf16_ref": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),

@@ -28,12 +28,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from harness import ENGINE, LEGACY, OUT, OWN_FP16, PATCHED, RANK, RELEASE, REWARD_MODEL, Worker, batch, composed, fp16
+from mixed_dtype_cases import lora_base, modules_listed, routers_named, routers_rollout
 from observations import digest, inner_dtypes, name, numbers, poison, same, scale_of, state, watch
 from omegaconf import OmegaConf
 from rollout_cases import empty_adapter, hf_rollout, wire, wire_merged_lora
 from sft_cases import bf16_sft, engine_sft_trainer, overflow_sft, sft
 from support.parsed_once import yaml_parsed_once
 from support.waiting import STUCK_S
+from trainer_cases import bypass_mode, equal_share
 from transformers import AutoModelForCausalLM
 
 from lib.patches.releases import Release
@@ -372,13 +374,17 @@ def cases_of(release: Release) -> tuple[dict[str, Case], dict[str, Case], dict[s
     bits = named(bf16, each=ROLES)
     both = named(dtype, each=ROLES) | named(overflow, metrics, storm, checkpoint, each=TRAINED)
     once = named(scaler_keys, learning_rate, each=TRAINED) | named(flowrl, each=REGIMES)
-    once |= named(reports, refusals, nan_reward, export)
+    once |= named(reports, refusals, nan_reward, export, equal_share)
+    both |= named(lora_base)
+    if release.family != "A":  # bypass mode
+        once |= named(bypass_mode)
     if release.has("hf_rollout"):
         both |= named(hf_rollout, each=REGIMES)
     if not release.has("sharding_manager"):  # imports a vLLM that has no CPU build
         once |= named(wire, empty_adapter)
     if not LEGACY:
-        once |= named(wire_merged_lora)
+        once |= named(wire_merged_lora, routers_rollout)
+        both |= named(routers_named, modules_listed)
     if release.has("reward_worker"):
         both |= named(reward_model)
         bits |= named(bf16_reward_model)

@@ -31,7 +31,7 @@ FAMILIES = {
     "gemma3_text": TIED | WINDOWS,
 }
 # Special tokens by which verl 0.9 finds the end of a turn.
-TURN_TOKENS = {"qwen3": ["<|im_end|>"], "qwen3_moe": ["<|im_end|>"]}
+TURN_TOKENS = {"qwen3": ["<|im_end|>"], "qwen3_moe": ["<|im_end|>"], "glm4_moe": ["<|user|>", "<|observation|>"]}
 
 
 def build_tokenizer(family: str) -> PreTrainedTokenizerFast:

@@ -206,6 +206,4 @@ def lora_merge_in_outer_units():
     return max((tensor.double() - exact[name]).abs().max().item() for name, tensor in sent.items())
 
 
-CASES = {
-    case.__name__: case for case in (lora_dtypes, lora_merge, lora_merge_in_outer_units, lora_resume, lora_sync)
-}
+CASES = {case.__name__: case for case in (lora_dtypes, lora_merge, lora_merge_in_outer_units, lora_resume, lora_sync)}

@@ -185,8 +185,14 @@ BEHAVIOURS = {
         "LoRA over a frozen base in fp16: fp32 adapters, trained as over an fp32 base, to the bit",
         "base float16, adapters float32, Adam float32, base stays, adapters move, as over fp32",
         {
-            "base float16, adapters float32, Adam float32, base stays, adapters move, OTHERS THAN OVER FP32": LEGACY,
-            "base float16, adapters float16, Adam float16, base stays, adapters move, OTHERS THAN OVER FP32": C,
+            "base float16, adapters float32, Adam float32, base stays, adapters move, OTHERS THAN OVER FP32": (
+                *LEGACY,
+                "0.8.0",
+            ),
+            "base float16, adapters float16, Adam float16, base stays, adapters move, OTHERS THAN OVER FP32": (
+                "0.9.0",
+                "0.9.1",
+            ),
         },
     ),
     "equal_share": Behaviour("the share of equal log-probabilities in the metrics", "1, 0.5", {"none, none": RELEASES}),

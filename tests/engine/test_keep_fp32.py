@@ -41,7 +41,11 @@ def test_a_kept_head_with_fused_kernels_is_refused(small_models):
         keep_in_fp32(small_models["own head"], ["lm_head"], torch.float16, "cpu", fused_head=True)
 
 
-def test_a_kept_container_is_refused():
+@pytest.mark.parametrize(
+    "name, why",
+    [("experts", "it is a ModuleList, which is never called"), ("experts.0", "it is in one of experts, which")],
+)
+def test_kept_experts_are_refused(name, why):
     class Experts(torch.nn.Module):
         _no_split_modules = None
 
@@ -49,8 +53,8 @@ def test_a_kept_container_is_refused():
             super().__init__()
             self.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
 
-    with pytest.raises(ValueError, match="experts cannot be kept in fp32: it is a ModuleList, which is never called"):
-        keep_in_fp32(Experts(), ["experts"], torch.float16, "cpu")
+    with pytest.raises(ValueError, match=f"{name} cannot be kept in fp32: {why}"):
+        keep_in_fp32(Experts(), [name], torch.float16, "cpu")
 
 
 def test_keep_fp32_modules_must_be_a_list_of_names_for_an_engine_that_reads_it():

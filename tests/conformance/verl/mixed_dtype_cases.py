@@ -11,7 +11,8 @@ from rollout_cases import WIRE
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.arithmetic.families import SHAPE, build_tokenizer
+from recipes.arithmetic.families import build_tokenizer
+from recipes.arithmetic.model import SHAPE
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 16}
 ROUTERS = "model.layers.*.gate"

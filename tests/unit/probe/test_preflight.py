@@ -22,6 +22,7 @@ from lib.probe.fp16_range import HEADROOM, Fp16Assessment, ModuleRange, assess, 
 from lib.probe.fp16_report import conclusions, findings
 from lib.run.vllm_float16 import Float16Support
 from recipes.arithmetic import families
+from recipes.arithmetic.model import SHAPE
 
 precision = load_precision(REPO / "patches/verl/files", "precision_of_the_stack")
 PROMPT = 4  # tokens
@@ -207,7 +208,7 @@ def save_mixture(family: str, folder: Path) -> Path:
     tokenizer = families.build_tokenizer("qwen3_moe")
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0}
     own = experts | {"moe_intermediate_size": 128, "initializer_range": 0.5, "pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **families.SHAPE | own)
+    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **(SHAPE | own))
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / family)
     tokenizer.save_pretrained(folder / family)

@@ -188,6 +188,8 @@ def _obstacle(
         return "it contains whole transformer blocks; name modules within them, or set dtype=float32"
     if type(module).forward is torch.nn.Module.forward:
         return f"it is a {type(module).__name__}, which is never called; name the modules in it"
+    if experts := [name for name, each in modules.items() if _calls_some(name, each) and module in set(each.modules())]:
+        return f"it is in one of {experts[0]}, which a rank calls only with tokens for it; name routers instead"
     if sharers:
         return f"it shares a weight with {sharers[0]}, which FSDP cannot gather in two dtypes (tie_word_embeddings)"
     if fused_head and module is model.get_output_embeddings():
@@ -195,6 +197,11 @@ def _obstacle(
     if _attends(within) and "flash" in (model.config._attn_implementation or ""):
         return "flash attention has no fp32; set model.override_config.attn_implementation=sdpa"
     return None
+
+
+def _calls_some(name: str, module: torch.nn.Module) -> bool:
+    """Return whether the module lists experts, of which ranks call, and would gather, different ones."""
+    return name.endswith("experts") and isinstance(module, torch.nn.ModuleList)
 
 
 def _routes(modules: Mapping[str, torch.nn.Module], name: str) -> bool:

@@ -21,7 +21,7 @@ COMMAND = @exec $(TOOLS) scripts/command.py $@ $(WORDS) $(if $(word 2,$(MAKECMDG
 
 .PHONY: python run test
 python:
-	@$(call RECENT,$(TOOLS)) || { echo "$(PYTHON:%=PYTHON=%: )Python 3.10 or later is needed; install it, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(call RECENT,$(TOOLS)) || { echo "$(PYTHON:%=PYTHON=%: )$(if $(findstring /,$(PYTHON)),$$(test -e "$(PYTHON)" || echo "no such file; "))Python 3.10 or later is needed; install it, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 
 ##@ Train and test, in .venv (4 to 7 GB), which is set up with Python 3.11 or 3.12
 run: python     ## set up and train in fp16 with verl, on this machine's GPU or CPU

@@ -171,13 +171,27 @@ def parse(command: Command, arguments: list[str]) -> None:
         getattr(importlib.import_module(module), function)(arguments)
 
 
-def interpreter(name: str, values: Mapping[str, str], device: str, python: str | None) -> str | Path:
-    """Return the Python to run a command in, and set its environment up unless it is up to date."""
+def interpreter(
+    name: str, values: Mapping[str, str], device: str, python: str | None, typed: bool = False
+) -> str | Path:
+    """Return the Python to run a command in, and set its environment up unless it is up to date.
+
+    Args:
+        typed: whether ``python`` is of the command line: the doctor then runs in no other that was not named.
+
+    Raises:
+        Refused: the doctor cannot run in the Python that the user named, or that of VERL, and .venv is not set up.
+    """
     if name == "doctor":
         verl = Path(values["VERL"]) if values.get("VERL") else None
         if "VERL" in values and (verl is None or not verl.is_dir()):
-            raise Refused(f"VERL={values['VERL']}: is not a folder")
-        if found := find_interpreter(verl, python):
+            kinds = "a checkout of verl, an unpacked release or a site-packages folder"
+            raise Refused(f"VERL={values['VERL']} is not a folder; give {kinds}")
+        instead = "leave PYTHON out" if typed else ""
+        environment = setup_env.ENVIRONMENTS[device]
+        if verl and not typed and not environment.ready:
+            instead = f"set {environment.folder} up ({environment.cost}): make setup"
+        if found := find_interpreter(verl, python, instead):
             return found
         # PYTHON is the Python to run in, not one to make .venv with
         return setup_env.setup(device, None, f"the doctor also runs in PYTHON= of {DOCTOR_NEEDS}")
@@ -231,6 +245,7 @@ def main(arguments: list[str]) -> None:
         help_command(name)
         return
     typed_values = dict(word.partition("=")[::2] for word in typed if word != SHARED)
+    typed_python = bool(typed_values.get("PYTHON"))
     python = typed_values.pop("PYTHON", os.environ.get("PYTHON"))
     sources = {each: typed_values.pop(each) for each in SOURCES if each in typed_values}
     one_of({name: value for name, value in sources.items() if value}, "FLASH_ATTN", ["yes", "no"], "yes")
@@ -244,12 +259,16 @@ def main(arguments: list[str]) -> None:
         values.pop("DEVICE", None)
         if command.device and "DEVICE" in given:
             values["DEVICE"] = device
-    if "VERL" in (command.takes or ()) and name != "doctor" and "OAT" not in values:
-        values.setdefault("VERL", str(setup_env.ENVIRONMENTS[device].path / "site-packages"))
+    if "VERL" in (command.takes or ()) and name != "doctor" and not {"VERL", "OAT"} & set(values):
+        installed = setup_env.ENVIRONMENTS[device].path / "site-packages"
+        if not installed.is_dir():
+            missing = f"is not set, and this checkout has no {installed.parent.name}"
+            raise Refused(f"VERL: {missing}; example: make {name} VERL=/path/to/verl")
+        values["VERL"] = str(installed)
     program_arguments = command.arguments(values)
     parse(command, program_arguments)
     os.environ.update(sources)
-    program = str(interpreter(name, values, device, python) if command.environment else sys.executable)
+    program = str(interpreter(name, values, device, python, typed_python) if command.environment else sys.executable)
     if name == "setup":
         return
     if command.script.endswith(".py"):

@@ -61,6 +61,11 @@ class Environment:
         """Return the file that is written last, named after Python and the locks: an outdated environment has none."""
         return self.path / f"ready-{version}-{self.locks}"
 
+    @property
+    def ready(self) -> bool:
+        """Return whether it is up to date."""
+        return any(self.path.glob(self.stamp("*").name))
+
 
 ENVIRONMENTS = {
     "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 to 7 GB on disk, 3 to 6 minutes", patched=True),

@@ -58,7 +58,6 @@ STARTED = [
     (["status", "OAT=/oat"], HERE, ["patchset.py", "status", "--framework", "oat", "/oat"]),
     # of the words of several goals each takes its own
     (["status", "VERL=/a", "STEPS=2", "--shared"], HERE, ["patchset.py", "status", "--framework", "verl", "/a"]),
-    (["drift"], HERE, ["patchset.py", "drift", "--framework", "verl", f"{REPO}/.venv/site-packages"]),
     (["check"], HERE, ["patchset.py", "check", "--all"]),
     (
         ["port", "FROM=0.9.1", "TO=/fork/verl/"],
@@ -72,6 +71,14 @@ STARTED = [
 @pytest.mark.parametrize(("words", "program", "arguments"), STARTED, ids=[" ".join(words) for words, *_ in STARTED])
 def test_command_starts_its_script(started, words, program, arguments):
     assert started(*words) == (program, arguments)
+
+
+def test_tree_is_that_of_the_environment_once_there_is_one(started, monkeypatch, tmp_path):
+    monkeypatch.setattr(command.setup_env, "REPO", tmp_path)
+    with pytest.raises(Refused, match="^VERL: is not set, and this checkout has no .venv; example: make drift VERL=/"):
+        started("drift")
+    (installed := tmp_path / ".venv/site-packages").mkdir(parents=True)
+    assert started("drift") == (HERE, ["patchset.py", "drift", "--framework", "verl", str(installed)])
 
 
 def test_sanity_is_a_grid_whose_values_the_command_line_overrides(started):
@@ -145,8 +152,8 @@ def test_tree_of_the_environment_counts_like_one_of_the_command_line(started, mo
         (["compare", "SEED=1 1"], "SEED=1 1: contains 1 more than once"),
         (["plan-memory", "EXPERIMENT=dense_7b none"], "EXPERIMENT=none: must be one of"),
         (["probe", "ROWS=1"], "ROWS=1: must be a whole number of at least 2"),
-        (["doctor", "VERL=/nowhere"], "VERL=/nowhere: is not a folder"),
-        (["doctor", "VERL="], "VERL=: is not a folder"),
+        (["doctor", "VERL=/nowhere"], "VERL=/nowhere is not a folder; give a checkout of verl, an unpacked release or"),
+        (["doctor", "VERL="], "VERL= is not a folder; give"),
         (["run", "VERL=/a", "STEPS=2", "--shared"], "VERL: is not a variable of this command"),
         (["setup", "VERL=/a"], "VERL: is not a variable of this command; the variables are DEVICE"),
         (["bench-amp", "ARGS=it's"], "ARGS=it's: No closing quotation"),
@@ -202,6 +209,11 @@ def test_make_uses_the_first_recent_python(tmp_path, pythons, chosen, words):
     named = "".join(f"{word}: " for word in words)
     assert done.returncode == 2
     assert done.stderr.startswith(f"{named}Python 3.10 or later is needed; install it, or name it: make PYTHON=")
+
+
+def test_python_that_does_not_exist_is_named():
+    done = make("check", "PYTHON=/no/such/file")
+    assert done.returncode == 2 and done.stderr.startswith("PYTHON=/no/such/file: no such file; Python 3.10 or later")
 
 
 TESTS = {"test-quick": ".venv cpu", "test": ".venv cpu workers", "test DEVICE=cuda": ".venv-cuda cuda workers"}

@@ -10,6 +10,7 @@ from lib.doctor.config import leaves, load_config
 from lib.doctor.determinism import determinism_findings, deterministic_parts
 from lib.doctor.dtype_rules import KEYS, UNKNOWN
 from lib.doctor.finding import Finding
+from lib.doctor.lora_findings import lora_findings
 from lib.doctor.metric_findings import metric_findings
 from lib.doctor.refusals import refusal, unknown_keys
 from lib.doctor.resolver import HOPS, ROLLOUT, DtypeResolver, Hop
@@ -121,6 +122,7 @@ def all_findings(resolver: DtypeResolver) -> Iterator[Finding]:
     """Yield the findings in the order in which they are printed."""
     yield from unread_keys(resolver)
     yield from trainer_findings(resolver)
+    yield from lora_findings(resolver)
     yield from rollout_findings(resolver)
     yield from routing_findings(resolver)
     yield from determinism_findings(resolver)

@@ -1,6 +1,7 @@
 """Findings on what a run measures: settings that remove the mismatch from its metrics."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from lib.doctor.finding import Finding
 from lib.doctor.resolver import DtypeResolver
@@ -10,10 +11,35 @@ MISMATCH_FREQ = "trainer.mismatch_freq"
 MEASURES = "verl/utils/mismatch.py"  # of a patched tree: it measures the mismatch in bypass mode
 
 
+def mismatch_freq(resolver: DtypeResolver) -> Any:
+    """Return the steps between two measurements in bypass mode as the trainer reads them, -1 where nothing does."""
+    measurable = (resolver.tree.root / MEASURES).exists()
+    return resolver.config.values["trainer"].get("mismatch_freq", -1) if measurable else -1
+
+
+def refused_frequency(resolver: DtypeResolver) -> str | None:
+    """Return the line with which a patched trainer refuses the frequency in bypass mode; None without one."""
+    freq = mismatch_freq(resolver)
+    if isinstance(freq, int) or not resolver.config.get(BYPASS):
+        return None
+    return f"ValueError: {MISMATCH_FREQ}={freq} must be a whole number of steps, or -1 to measure none"
+
+
 def metric_findings(resolver: DtypeResolver) -> Iterator[Finding]:
-    """Yield bypass mode, in which the trainer computes no log-probabilities to compare, where nothing measures them."""
-    get, measurable = resolver.config.get, (resolver.tree.root / MEASURES).exists()
-    if not get(BYPASS) or (measurable and get(MISMATCH_FREQ, -1) > 0):
+    """Yield bypass mode, in which the trainer computes no log-probabilities to compare, where nothing measures them.
+
+    Yield also a frequency of measuring them that is not allowed, or not read.
+    """
+    freq, measurable = mismatch_freq(resolver), (resolver.tree.root / MEASURES).exists()
+    if not resolver.config.get(BYPASS):
+        if freq != -1:
+            effect = "is read in bypass mode alone: else the trainer computes its log-probabilities at every step"
+            yield Finding(MISMATCH_FREQ, freq, effect, f"{MISMATCH_FREQ}=-1", applies=False)
+        return
+    if freq != -1 and (freq is True or freq < 1):
+        effect = "is neither a whole number of at least 1, in steps, nor -1, which measures none"
+        yield Finding(MISMATCH_FREQ, freq, effect, f"{MISMATCH_FREQ}=10")
+    if freq > 0:
         return
     hidden = "training/rollout_probs_diff_* (the v1 trainer also rollout_corr/*)"
     effect = f"leaves {hidden} out of the metrics: the rollout's log-probabilities stand in for the trainer's"

@@ -11,7 +11,9 @@ from lib.doctor import dtype_rules
 from lib.doctor.config import select
 from lib.doctor.dtype_rules import rule_for
 from lib.doctor.finding import Finding
+from lib.doctor.lora_findings import refused_rank
 from lib.doctor.megatron_findings import refused_optimizer
+from lib.doctor.metric_findings import refused_frequency
 from lib.doctor.resolver import ROLES, ROLLOUT, DtypeResolver, Unreadable
 from lib.doctor.tree import Tree
 
@@ -26,7 +28,7 @@ LEGACY_CRITIC, ENGINE_CRITIC = "critic.model.fsdp_config.", "critic.fsdp."
 
 def refusal(resolver: DtypeResolver) -> str | None:
     """Return the line with which the driver or the first worker would refuse the configuration; None without one."""
-    if line := unknown_field(resolver):
+    if line := unknown_field(resolver) or refused_rank(resolver) or refused_frequency(resolver):
         return line
     try:
         if resolver.tree.precision:

@@ -32,4 +32,7 @@ def missing(verl: Path | None) -> list[str]:
 
 if __name__ == "__main__":
     lacking = missing(Path(sys.argv[1]) if sys.argv[1:] else None)
-    sys.exit(f"{sys.executable} lacks {', '.join(lacking)}, which the doctor needs" if lacking else 0)
+    line = f"{sys.executable} lacks {', '.join(lacking)}, which the doctor needs"
+    if sys.version_info >= PYTHON:
+        line += f": {sys.executable} -m pip install {' '.join(name.split()[0] for name in lacking)}"
+    sys.exit(line if lacking else 0)

@@ -92,7 +92,9 @@ def low_masters(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
     master, reduce = (resolver.effective_dtype(f"{role}.{what}") for what in ("master", "reduce"))
     if master in SIXTEEN_BITS:
         key = f"{node}.model_dtype"
-        yield Finding(key, resolver.config.get(key), MASTERS[master], f"{key}=fp32")
+        adapters = f"{dtype_rules.LORA}: {resolver.tree.apply_command}"  # the patch is what keeps them in fp32
+        mend = adapters if resolver.trains_adapters(role) else f"{key}=fp32"
+        yield Finding(key, resolver.config.get(key), MASTERS[master], mend)
     if reduce in SIXTEEN_BITS:
         key = f"{node}.mixed_precision.reduce_dtype"
         effect = f"sums the {role}'s gradients over the ranks in {reduce}"

@@ -26,7 +26,7 @@ from support.parsed_once import yaml_parsed_once
 import doctor
 from lib.doctor import refusals
 from lib.doctor.diagnosis import Diagnosis, diagnose
-from lib.doctor.dtype_rules import COMPUTE, KEEP, KEYS, SCALER, SEND, SKIP
+from lib.doctor.dtype_rules import COMPUTE, KEEP, KEYS, LORA, SCALER, SEND, SKIP
 from lib.doctor.hardware import diagnose_on, hardware_lines
 from lib.doctor.metric_findings import MISMATCH_FREQ
 from lib.doctor.tree import identify_tree
@@ -195,6 +195,7 @@ ROLES = (
          refused="*keep_fp32_modules=lm_head must be a list of module names*"),
 )
 
+LORA_RANK = "actor_rollout_ref.model.lora_rank"
 WIRE_AND_ROLLOUT = (
     Case("hf rollout", HF, "unpatched", "{rollout}.name=hf {fp16_rollout}",
          "wire=None rollout.weights=float32 rollout.logits=bfloat16", "ignored", sentence="*both compute in bfloat16*",
@@ -214,7 +215,12 @@ WIRE_AND_ROLLOUT = (
     Case("adapters cast to a base in bf16", ("0.9.0", "0.9.1"), "unpatched",
          "{engine}.model_dtype=bf16 actor_rollout_ref.model.lora_rank=4",
          "actor.master=bfloat16 actor.base=bfloat16 actor.optimizer=bfloat16", "agree",
-         effect={"{engine}.model_dtype": "*"}),
+         effect={"{engine}.model_dtype": "*"}, mend={"{engine}.model_dtype": f"{LORA}: *"}),
+    *(Case(f"rank {rank}", NEW, "unpatched", f"{LORA_RANK}={rank}", refused=f"TypeError: {LORA_RANK}={shown} must be *")
+      for rank, shown in (("many", "many"), ("2.5", "2.5"), ("null", "None"))),
+    Case("rank of the critic", NEW, "patched", "critic.model.lora_rank=many", refused="TypeError: critic.model.lora_*"),
+    Case("rank below 0", NEW, "patched", f"{LORA_RANK}=-3", "actor.base=None", "agree",
+         effect={LORA_RANK: "makes no adapters: all weights are trained"}),
     Case("merged adapters", C, "unpatched",
          "++actor_rollout_ref.model.lora.rank=4 ++actor_rollout_ref.model.lora.merge=true", "wire=bfloat16"),
     *(Case(f"{engine}{which}", NEW, state, f"{{rollout}}.checkpoint_engine.backend={engine} {words}", f"wire={wire}")
@@ -306,6 +312,14 @@ AGREEMENT = (
     Case("bypass mode", SINCE_BYPASS, "patched", f"{BYPASS}=true",
          effect={BYPASS: "leaves training/rollout_probs_diff_*"}, mend={BYPASS: f"{MISMATCH_FREQ}=10"}),
     Case("bypass mode, measured", SINCE_BYPASS, "patched", f"{BYPASS}=true {MISMATCH_FREQ}=10", effect={}),
+    *(Case(f"bypass mode, measured every {freq}", NEW, "patched", f"{BYPASS}=true {MISMATCH_FREQ}={freq}",
+           refused=f"ValueError: {MISMATCH_FREQ}={shown} must be a whole number of steps, or -1 to measure none")
+      for freq, shown in (("often", "often"), ("null", "None"), ("2.5", "2.5"), ("1e99", "1e+99"))),
+    *(Case(f"bypass mode, measured every {freq}", NEW, "patched", f"{BYPASS}=true {MISMATCH_FREQ}={freq}",
+           effect={MISMATCH_FREQ: "is neither a whole number of at least 1, *", **hidden})
+      for freq, hidden in (("0", {BYPASS: "leaves *"}), ("-5", {BYPASS: "leaves *"}), ("true", {}))),
+    Case("measured without bypass mode", SINCE_BYPASS, "patched", f"{MISMATCH_FREQ}=5", verdict="agree",
+         effect={MISMATCH_FREQ: "is read in bypass mode alone*"}),
 )
 
 MEGATRON = "algorithm.adv_estimator=grpo {rollout}.name=vllm"
@@ -479,6 +493,7 @@ KEPT_ROUTERS = "{engine}.keep_fp32_modules=[model.layers.*.gate]"
     Case("routers of SGLang", NEW, "patched", f"{KEPT_ROUTERS} {ROLLOUT}.name=sglang",
          effect={"{engine}.keep_fp32_modules": "is not followed by sglang*"}),
     Case("routers of vLLM", NEW, "patched", f"+precision=fp16 {KEPT_ROUTERS} {ROLLOUT}.name=vllm", effect={}),
+    Case("routers of the server that is not set", NEW, "patched", f"+precision=fp16 {KEPT_ROUTERS}", effect={}),
 )  # fmt: skip
 def test_routers(case, release, state, examine):
     case.check(release, state, examine)

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.diagnoses import ROLLOUT
+from support.diagnoses import ROLLOUT, assert_matches
 from support.trees import edit
 
+import command as make
 import doctor as command
 from lib.doctor import requirements
 from lib.doctor.diagnosis import Diagnosis, diagnose
@@ -251,6 +252,31 @@ def test_named_python_is_used_for_a_tree_without_one(environments, trees, capfd)
     assert find_interpreter(environments["whole"], sys.executable) == beside, "the Python beside the verl comes first"
     assert find_interpreter(environments["bare"], None) is None
     assert "bin/python3 lacks hydra-core, omegaconf, which the doctor needs" in capfd.readouterr().err
+
+
+def test_python_that_lacks_packages_is_refused_and_not_replaced(environments, trees, monkeypatch):
+    """It is refused if it was named by the user, or if another one had to be set up first."""
+    bare, tried = environments["bare"], []
+    beside = bare.parents[2] / "bin/python3"
+    monkeypatch.setattr(make.setup_env, "setup", lambda *arguments: tried.append(arguments) or "of .venv")
+    lacking = f"{beside} lacks hydra-core, omegaconf{{}}, which the doctor needs: {beside} -m pip install hydra-core "
+    cases = [
+        ({}, str(beside), True, f"PYTHON={beside}: {lacking.format('')}omegaconf, or leave PYTHON out"),
+        ({"VERL": bare}, None, False, f"VERL={bare}: {lacking.format('')}omegaconf, or set .venv up (4 to 7 GB *"),
+        ({"VERL": trees["patched"]}, str(beside), True, f"*{lacking.format(', torch (*')}omegaconf torch, or leave *"),
+        ({}, "/no/such/file", True, "PYTHON=/no/such/file: no such program"),
+    ]
+    for ready in (True, False):
+        monkeypatch.setattr(make.setup_env.Environment, "ready", ready)
+        for values, python, typed, message in cases:
+            if ready and not typed:  # .venv judges the named tree
+                assert make.interpreter("doctor", values, "cpu", python, typed) == "of .venv"
+                continue
+            with pytest.raises(Refused) as refused:
+                make.interpreter("doctor", values, "cpu", python, typed)
+            assert_matches(str(refused.value), message)
+    assert len(tried) == 1
+    assert make.interpreter("doctor", {"VERL": trees["pristine"]}, "cpu", None) == "of .venv", "a tree without a Python"
 
 
 def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch):

@@ -20,7 +20,7 @@ on the GPU for that copy alone.
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["offload_copied", "weights_before_wake_up"]
+__all__ = ["weights_before_wake_up"]
 
 
 def weights_before_wake_up(worker: Any) -> Callable[..., tuple[Any, Any]]:
@@ -37,11 +37,3 @@ def weights_before_wake_up(worker: Any) -> Callable[..., tuple[Any, Any]]:
         for base_sync_done in {True, worker.base_sync_done}
     }
     return lambda layered_summon, base_sync_done: results[base_sync_done]
-
-
-def offload_copied(manager: Any, peft_config: Any) -> None:
-    """Offload the weights of a vLLM sharding manager, which it copied to the host if there is a ``peft_config``."""
-    from verl.utils.fsdp_utils import offload_fsdp_model_to_cpu
-
-    if manager.offload_param and peft_config is not None:
-        offload_fsdp_model_to_cpu(manager.module)

@@ -31,7 +31,7 @@ VARIABLES = {
     "LENGTH": "tokens of a response in your run, default 8192",
     "TOKENS": "most tokens of an answer in the probe, default as many as the model's positions allow, up to 1024",
     **{name: PROBE[name] for name in ("ROWS", "SAMPLES", "BACKEND", "DEVICE")},
-    "OUT": "the folder of the reports, default outputs/recommend/MODEL-BACKEND-ROWSxSAMPLES",
+    "OUT": "the folder of the reports, default outputs/recommend/MODEL-BACKEND-DEVICE-ROWSxSAMPLES",
 }
 
 
@@ -60,7 +60,8 @@ def parse(words: list[str]) -> RecommendOptions:
     as_words = lambda *parts: [f"{name}={value}" for part in parts for name, value in part.items()]
     limit = {"LENGTH": tokens} if tokens else {}
     first = parse_probe(as_words(shared, sizes, measured, limit))
-    name = f"{first.name}-{first.backend}-{first.rows}x{first.samples}{f'-{tokens}' if tokens else ''}"
+    size = f"{first.rows}x{first.samples}{f'-{tokens}' if tokens else ''}"
+    name = f"{first.name}-{first.backend}-{first.device}-{size}"
     out = Path(file_path(values, "OUT") or REPO / "outputs" / "recommend" / name)
     return RecommendOptions(
         preflight.parse(as_words(shared, {"ROWS": first.rows, "OUT": out / "preflight"})),
@@ -72,9 +73,19 @@ def parse(words: list[str]) -> RecommendOptions:
 
 
 def runnable(options: ProbeOptions) -> ProbeOptions:
-    """Return the options without the regimes that the probe refuses to run with vLLM."""
-    refused = options.backend == "vllm" and float16_support(options.model).supported is False
-    return replace(options, precision=("bf16",)) if refused else options
+    """Return the options without the regimes that the probe refuses to run on these GPUs or with vLLM.
+
+    Raises:
+        Refused: no regime is left.
+    """
+    from lib.probe.variants import refused_by_gpus, refused_by_vllm
+
+    refused = refused_by_gpus(options) | (refused_by_vllm(options) if options.backend == "vllm" else {})
+    left = tuple(name for name in options.precision if name not in refused)
+    if not left:
+        reasons = "; ".join(dict.fromkeys(refused.values()))
+        raise Refused(f"MODEL={options.model}: no 16-bit regime runs here: {reasons}")
+    return replace(options, precision=left)
 
 
 def preflight_numbers(options: preflight.PreflightOptions) -> dict:
@@ -86,6 +97,13 @@ def preflight_numbers(options: preflight.PreflightOptions) -> dict:
     numbers = preflight.examine(options)
     write_json(file, {"settings": settings, "numbers": numbers})
     return numbers
+
+
+def last_line(overrides: list[str] | None, fenced: bool = False) -> str:
+    """Return the overrides to paste, in a block of code if ``fenced``, or that there are none."""
+    if overrides is None:
+        return "No regime is recommended."
+    return f"```\n{shlex.join(overrides)}\n```" if fenced else shlex.join(overrides)
 
 
 def main(words: list[str]) -> int:
@@ -108,9 +126,8 @@ def main(words: list[str]) -> int:
     lines = [f"- {name}: {text}" for name, text in found.answers.items()]
     if found.unknown:
         lines += ["", "Not decided by these numbers:", "", *(f"- {text}" for text in found.unknown)]
-    last = "No regime is recommended." if found.overrides is None else shlex.join(found.overrides)
-    (options.out / "recommendation.md").write_text("\n".join([*lines, "", "```", last, "```", ""]))
-    print("\n".join(["", *lines, "", f"  {options.out / 'recommendation.md'}", "", last]))
+    (options.out / "recommendation.md").write_text("\n".join([*lines, "", last_line(found.overrides, fenced=True), ""]))
+    print("\n".join(["", *lines, "", f"  {options.out / 'recommendation.md'}", "", last_line(found.overrides)]))
     return 0
 
 

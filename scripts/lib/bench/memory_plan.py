@@ -111,15 +111,18 @@ def check_supported(config: "DictConfig") -> None:
         f"{ours}.actor.calculate_entropy": (False,),
         f"{ours}.rollout.free_cache_engine": (False, True) if on_cpu else (True,),
     }
+    if config.actor_rollout_ref.model.lora_rank:
+        supported[f"{ours}.model.target_modules"] = ("all-linear",)
+        supported |= {f"{ours}.model.{key}": (None,) for key in ("exclude_modules", "target_parameters")}
+    supported[f"{ours}.model.lora_adapter_path"] = (None,)
+    if "critic" in roles:
+        supported |= {"critic.model.lora_rank": (0,), "critic.model.lora_adapter_path": (None,)}
     for role, engine in roles.items():
         supported |= {f"{role}.strategy": ("fsdp", "fsdp2"), f"{role}.{engine}.offload_policy": (False,)}
         supported |= {f"{role}.{engine}.reshard_after_forward": (True,)}
     for key, allowed in supported.items():
         if (value := OmegaConf.select(config, key)) not in allowed:
             raise Refused(f"{key}={value}: plan-memory supports {' or '.join(map(str, allowed))}")
-    model = config.actor_rollout_ref.model
-    if model.target_modules != "all-linear":
-        raise Refused(f"{ours}.model.target_modules={model.target_modules}: plan-memory supports all-linear")
     for key in ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ours}.rollout.tensor_model_parallel_size"):
         if (value := OmegaConf.select(config, key)) < 1:
             raise Refused(f"{key}={value}: must be at least 1")

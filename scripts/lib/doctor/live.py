@@ -218,7 +218,7 @@ def diagnose_live(answers: Answers, hops: Iterable[str], static: dict | None) ->
         }
         for hop, dtype in dtypes.items()
         if static and dtype is not None and hop in static["hops"]
-        if (expected := static["hops"][hop]) not in (dtype, KV_SPELLINGS.get(dtype))
+        if (expected := static["hops"][hop]) not in (dtype, KV_SPELLINGS.get(dtype, dtype))
     ]
     findings += [
         {

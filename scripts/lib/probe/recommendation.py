@@ -74,7 +74,7 @@ def exclusions(preflight: dict, probe: dict) -> dict[str, str]:
     for row in probe["rows"]:
         if "overflow" in row:
             excluded[row["regime"]] = f"overflows: {row['overflow']}"
-    # A rollout server has no list of modules in fp32.
+    # vLLM keeps routers alone in fp32, which have no names of their own: they are linear layers with a row per expert.
     no_fp16 = {
         "needs modules in fp32, which a rollout in float16 does not have": preflight["keep"],
         "does not fit": preflight["misfit"],
@@ -153,15 +153,17 @@ def weights(row: dict, regime: str, length: int, positions: int, words: dict[str
         ess = Estimate(at(rate.value), at(rate.high * beyond), at(rate.low / beyond))
         how = f"by the variance of sums of {row['block']} tokens"
     if length > longest:
-        how += f", extrapolated from {longest} tokens with a band {EXTRAPOLATION} times as wide in the loss"
+        how += f", extrapolated from {longest} tokens with the band of 1 − ESS/N {EXTRAPOLATION} times as wide"
         subject = f"sequence weights at {length} tokens"
         if length > positions:
             doubts.append(f"{subject}: the model has {positions} positions; set LENGTH to what your run has")
         else:
             doubts.append(f"{subject}: {repeat(words, TOKENS=length)}, and DATA whose answers are that long")
     holds = "hold" if ess.low >= HOLDS else "do not hold" if ess.high < HOLDS else "may or may not hold"
-    half = [math.log(1 / HOLDS) / each if each else math.inf for each in (rate.value, rate.high, rate.low)]
-    reach = f"{HOLDS:g} is reached at {half[0]:.2g} tokens ({half[1]:.2g}–{half[2]:.2g})"
+    half, least, most = (math.log(1 / HOLDS) / each if each else math.inf for each in (rate.value, rate.high, rate.low))
+    least = max(min(least, longest), least / EXTRAPOLATION)  # of the measured lengths, else widened as the band is
+    most *= EXTRAPOLATION if max(most, length) > longest else 1
+    reach = f"{HOLDS:g} is reached at {half:.2g} tokens ({least:.2g}–{most:.2g})"
     if row["growth"]["low"] > 1:
         reach += f"; sums of {row['block']} tokens vary more than independent ones: at fewer, if that goes on"
     return f"{holds} at {length} tokens in {regime}: ESS/N {interval(ess, '.4f')}, {how}; {reach}", doubts

@@ -63,19 +63,31 @@ def is_plain(variant: Variant, options: ProbeOptions) -> bool:
     return (variant.wire, variant.head) == (options.wire[0], options.head[0])
 
 
+def refused_by_gpus(options: ProbeOptions) -> dict[str, str]:
+    """Return the reasons by the regime that computes in bfloat16, if a GPU of this machine emulates it."""
+    emulating = [gpu for gpu in find_gpus() if not gpu.bf16] if options.device == "cuda" else []
+    in_bf16 = {each.regime for each in variants(options) if "bf16" in (each.trainer.dtype, each.rollout.dtype)}
+    return {name: f"would compute in bfloat16, which {emulating[0]} emulates" for name in sorted(in_bf16) if emulating}
+
+
+def refused_by_vllm(options: ProbeOptions) -> dict[str, str]:
+    """Return the reasons by the regime whose rollout is in float16, if vLLM refuses the model in it."""
+    support = float16_support(options.model)
+    in_fp16 = [each.regime for each in variants(options) if each.rollout.dtype == "fp16"]
+    return dict.fromkeys(in_fp16, support.reason) if support.supported is False else {}
+
+
 def check_gpus(options: ProbeOptions) -> None:
     """Check that the GPUs of this machine compute in the dtypes of all regimes.
 
     Raises:
         Refused: a regime computes in bfloat16, which one of them emulates.
     """
-    emulating = [gpu for gpu in find_gpus() if not gpu.bf16] if options.device == "cuda" else []
-    in_bf16 = {each.regime for each in variants(options) if "bf16" in (each.trainer.dtype, each.rollout.dtype)}
-    if emulating and in_bf16:
-        others = " ".join(name for name in options.precision if name not in in_bf16) or "fp16"
+    if refused := refused_by_gpus(options):
+        others = " ".join(name for name in options.precision if name not in refused) or "fp16"
         raise Refused(
-            f"PRECISION={' '.join(options.precision)}: {' and '.join(sorted(in_bf16))} would compute in bfloat16, "
-            f"which {emulating[0]} emulates; use PRECISION={shlex.quote(others)}"
+            f"PRECISION={' '.join(options.precision)}: {' and '.join(refused)} {next(iter(refused.values()))}; "
+            f"use PRECISION={shlex.quote(others)}"
         )
 
 
@@ -85,14 +97,14 @@ def check_vllm(options: ProbeOptions) -> None:
     Raises:
         Refused: vLLM is the backend.
     """
-    regimes = list(dict.fromkeys(variant.regime for variant in variants(options) if variant.rollout.dtype == "fp16"))
-    support = float16_support(options.model)
-    if not regimes or support.supported is not False:
+    regimes = refused_by_vllm(options)
+    if not regimes:
         return
+    reason = next(iter(regimes.values()))
     if options.backend == "vllm":
         others = [name for name in options.precision if name not in regimes] or ["bf16"]
         raise Refused(
-            f"MODEL={options.model}: {support.reason}; leave out {' and '.join(regimes)}: "
+            f"MODEL={options.model}: {reason}; leave out {' and '.join(regimes)}: "
             f"PRECISION={shlex.quote(' '.join(others))}; or BACKEND=hf, which runs them"
         )
-    print(f"{support.reason}: {' and '.join(regimes)} are measured here and cannot be run with it", flush=True)
+    print(f"{reason}: {' and '.join(regimes)} are measured here and cannot be run with it", flush=True)

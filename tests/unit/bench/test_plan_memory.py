@@ -25,6 +25,7 @@ MEASURED = REPO / "tests/expected/plan-memory-measured.json"
 RECORDED = json.loads(MEASURED.read_text())
 WITHIN = 0.15
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LORA = "actor_rollout_ref.model.lora_rank=8"
 
 # Of memory_worker.py: 2 ranks, 8 rows of 224 tokens in one micro-batch, and by "in_place" whether the loss's gradient
 # overwrites the logits, as on a GPU.
@@ -236,6 +237,7 @@ def test_plan_follows_the_configuration():
         of = changed(f"{ROLLOUT}.tensor_model_parallel_size={parallel}")
         assert of.rollout.cache_per_token == 2 * 28 * heads * 128 * 2
     assert changed(f"{ROLLOUT}.dtype=half").rollout == usual.rollout
+    assert changed("actor_rollout_ref.model.target_modules=q_proj").moments == usual.moments, "there is no adapter"
     least = peak(usual.moments)[1] + BESIDE_TENSORS
     assert replace(usual, memory=least).fits and not replace(usual, memory=least - 1).fits
     short = changed(LENGTH="64")
@@ -290,7 +292,11 @@ def test_bad_input_is_refused(word, message, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.model.target_modules=q_proj", "plan-memory supports all-linear"),
+        (f"{LORA} actor_rollout_ref.model.target_modules=q_proj", "plan-memory supports all-linear"),
+        (f"{LORA} actor_rollout_ref.model.exclude_modules=q_proj", "plan-memory supports None"),
+        (f"{LORA} +actor_rollout_ref.model.target_parameters=w", "plan-memory supports None"),
+        ("actor_rollout_ref.model.lora_adapter_path=/adapter", "plan-memory supports None"),
+        ("critic.model.lora_rank=8", "plan-memory supports 0"),
         (f"{ACTOR}.strategy=megatron", "plan-memory supports fsdp or "),
         ("critic.fsdp.fsdp_size=3", "must divide the 16 GPUs"),
         ("critic.fsdp.reshard_after_forward=False", "plan-memory supports True"),
@@ -300,7 +306,9 @@ def test_bad_input_is_refused(word, message, tmp_path):
     ],
 )
 def test_job_that_cannot_be_planned_is_refused(override, message, tmp_path):
-    assert refusal(tmp_path, "ALGO=ppo", f"ARGS={override}").startswith(f"{override}: {message}")
+    assert refusal(tmp_path, "ALGO=ppo", f"ARGS={override}").startswith(
+        f"{override.split()[-1].lstrip('+')}: {message}"
+    )
 
 
 @pytest.mark.parametrize(

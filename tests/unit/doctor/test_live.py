@@ -23,7 +23,7 @@ def rollout(dtype: str = "float16") -> dict:
     return {"role": "rollout", "weights": dtype, "kv_cache": dtype, "rank": 0, "verl": "0.9.1", "stack": "abc"}
 
 
-def config(dtype: str = "bfloat16", verdict: str = "agree", **other: str) -> dict:
+def config(dtype: str = "bfloat16", verdict: str = "agree", **other: str | None) -> dict:
     hops = dict.fromkeys(HOPS, dtype) | other
     return {"hops": hops, "verdict": verdict, "deterministic": {"actor": True, "rollout": False}}
 
@@ -48,6 +48,9 @@ def test_dtype_that_differs_from_the_config_is_a_finding():
     assert diagnosis["verdict"] == "differ"
     assert [each["key"] for each in diagnosis["findings"]] == ["actor.compute", "actor.autocast", "rollout.weights"]
     assert diagnosis["findings"][0]["effect"] == "is bfloat16 in the workers, float16 by this config"
+    no_server = config("float16", **{"rollout.weights": None})
+    (found,) = diagnosed(actor(), rollout(), static=no_server)["findings"]
+    assert found["effect"] == "is float16 in the workers, None by this config"
     for verdict in ("asked", "differ"):  # a difference of the config itself
         static = config(verdict=verdict, **{"rollout.weights": "float16"})
         assert diagnosed(actor(dtype="bfloat16"), rollout(), static=static)["verdict"] == verdict

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lib.errors import Refused
 from lib.files import read_jsonl
 from lib.paths import REPO
 from lib.probe.recommendation import recommend
+from lib.run.gpus import Gpu
 
 SCALE = "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=131072"
 PREFLIGHT = {
@@ -84,6 +86,7 @@ def test_decision_from_the_recorded_runs_is_the_regime_with_the_smallest_mismatc
 def test_no_regime_without_a_decision(rows, unknown):
     found = recommend(PREFLIGHT, probe_of(*rows), 64, WORDS)
     assert found.overrides is None and "sequence weights" not in found.answers
+    assert command.last_line(found.overrides, fenced=True) == "No regime is recommended."
     assert found.answers["regime"].startswith("not decided: k3 ")
     (doubt,) = found.unknown
     assert re.search(unknown, doubt)
@@ -120,7 +123,8 @@ def test_bf16_where_fp16_does_not_run_on_both_sides(preflight, rows, reason, nev
 
 
 @pytest.mark.parametrize(
-    ("rate", "verdict"), [(1e-6, "hold at"), (3e-5, "may or may not hold at"), (1e-2, "do not hold at")]
+    ("rate", "verdict"),
+    [(1e-6, "hold at"), (3e-5, "may or may not hold at"), (2e-4, "may or may not hold at"), (1e-2, "do not hold at")],
 )
 def test_weights_at_a_length_beyond_the_answers(rate, verdict):
     rows = [row("bf16", BF16), row("fp16", FP16, rate, growth={"value": 2, "low": 1.5, "high": 3})]
@@ -128,6 +132,9 @@ def test_weights_at_a_length_beyond_the_answers(rate, verdict):
     sentence = found.answers["sequence weights"]
     assert sentence.startswith(f"{verdict} 8192 tokens in fp16") and "extrapolated from 64 tokens" in sentence
     assert "sums of 16 tokens vary more than independent ones" in sentence
+    least, most = map(float, re.search(r"is reached at \S+ tokens \((\S+)–(\S+)\)", sentence).groups())
+    agreed = "hold" if least > 8192 else "do not hold" if most < 8192 else "may or may not hold"
+    assert verdict == f"{agreed} at", "the verdict is the one of the reach"
     assert found.unknown == [
         "sequence weights at 8192 tokens: make recommend 'MODEL=/a b' ROWS=16 TOKENS=8192, "
         "and DATA whose answers are that long"
@@ -173,7 +180,7 @@ def test_command_recommends_a_line_that_verl_accepts_and_resumes(folder, tmp_pat
         words = [*size, f"MODEL={path}", f"OUT={tmp_path / path.name}-out"]
         *_, last = recommended(words)
         page = (tmp_path / f"{path.name}-out/recommendation.md").read_text()
-        assert last == page.splitlines()[-2]
+        assert page.splitlines()[-3:] == ["```", last, "```"]
         lines[path.name] = last
     fits = accepted(capsys, lines["model"])
     assert lines["model"].startswith("+precision=fp16 ") and "both compute in float16" in fits
@@ -191,7 +198,7 @@ def test_command_recommends_a_line_that_verl_accepts_and_resumes(folder, tmp_pat
         command.main([*words, "SAMPLES=5"])
 
 
-def test_model_that_vllm_refuses_is_probed_in_bf16_alone(tmp_path):
+def test_regimes_that_vllm_or_the_gpu_refuses_are_not_probed(tmp_path, monkeypatch):
     model = tmp_path / "gemma2"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "gemma2"}')
@@ -203,3 +210,8 @@ def test_model_that_vllm_refuses_is_probed_in_bf16_alone(tmp_path):
     probes = {name: command.parse([*words, f"BACKEND={name}"]).probe for name in ("hf", "vllm")}
     regimes = {name: command.runnable(options).precision for name, options in probes.items()}
     assert regimes == {"hf": ("bf16", "bf16_train_fp16_infer", "fp16"), "vllm": ("bf16",)}
+    monkeypatch.setattr("lib.probe.variants.find_gpus", lambda: (Gpu("T4", (7, 5), False, True),))
+    assert command.runnable(replace(probes["hf"], device="cuda")).precision == ("fp16",)
+    with pytest.raises(Refused, match=r"no 16-bit regime runs here: .* T4 \(sm75\) emulates; vLLM .* refuses"):
+        command.runnable(replace(probes["vllm"], device="cuda"))
+    assert command.parse([*words[:2], "DEVICE=cpu"]).out.name == "gemma2-hf-cpu-32x8", "one for each DEVICE"

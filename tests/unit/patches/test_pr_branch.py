@@ -239,7 +239,7 @@ def test_the_last_branch_has_the_stacks_own_code(tmp_path: Path):
     made = {path: git("rev-parse", f"HEAD:{path}", cwd=line).strip() for path in after}
     differing = {path for path in after.keys() - stay if made[path] != after[path]}
     assert differing == {"verl/model_merger/fsdp_model_merger.py"}  # a comment, by adapt.patch
-    assert len(after.keys() - stay) >= 20
+    assert len(after.keys() - stay) >= 19
 
 
 def test_plan_changes_with_its_patches_and_contains_no_bytecode(tmp_path: Path, monkeypatch):

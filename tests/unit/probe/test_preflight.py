@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import preflight
 from lib.errors import Refused
@@ -22,7 +22,7 @@ from lib.probe.fp16_range import HEADROOM, Fp16Assessment, ModuleRange, assess, 
 from lib.probe.fp16_report import conclusions, findings
 from lib.run.vllm_float16 import Float16Support
 from recipes.arithmetic import families
-from recipes.arithmetic.model import SHAPE
+from recipes.arithmetic.model import build_model
 
 precision = load_precision(REPO / "patches/verl/files", "precision_of_the_stack")
 PROMPT = 4  # tokens
@@ -207,10 +207,8 @@ def save_mixture(family: str, folder: Path) -> Path:
     """Save a mixture of 8 experts whose weights are ten times as wide as those of ``recipes.arithmetic.families``."""
     tokenizer = families.build_tokenizer("qwen3_moe")
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0}
-    own = experts | {"moe_intermediate_size": 128, "initializer_range": 0.5, "pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **(SHAPE | own))
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / family)
+    own = experts | {"moe_intermediate_size": 128, "initializer_range": 0.5}
+    build_model(tokenizer, 1, family, **own).save_pretrained(folder / family)
     tokenizer.save_pretrained(folder / family)
     return folder / family
 

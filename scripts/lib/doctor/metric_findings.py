@@ -11,10 +11,14 @@ MISMATCH_FREQ = "trainer.mismatch_freq"
 MEASURES = "verl/utils/mismatch.py"  # of a patched tree: it measures the mismatch in bypass mode
 
 
+def measurable(resolver: DtypeResolver) -> bool:
+    """Return whether the tree measures the mismatch in bypass mode."""
+    return (resolver.tree.root / MEASURES).exists()
+
+
 def mismatch_freq(resolver: DtypeResolver) -> Any:
     """Return the steps between two measurements in bypass mode as the trainer reads them, -1 where nothing does."""
-    measurable = (resolver.tree.root / MEASURES).exists()
-    return resolver.config.values["trainer"].get("mismatch_freq", -1) if measurable else -1
+    return resolver.config.values["trainer"].get("mismatch_freq", -1) if measurable(resolver) else -1
 
 
 def refused_frequency(resolver: DtypeResolver) -> str | None:
@@ -30,7 +34,7 @@ def metric_findings(resolver: DtypeResolver) -> Iterator[Finding]:
 
     Yield also a frequency of measuring them that is not allowed, or not read.
     """
-    freq, measurable = mismatch_freq(resolver), (resolver.tree.root / MEASURES).exists()
+    freq = mismatch_freq(resolver)
     if not resolver.config.get(BYPASS):
         if freq != -1:
             effect = "is read in bypass mode alone: else the trainer computes its log-probabilities at every step"
@@ -43,4 +47,4 @@ def metric_findings(resolver: DtypeResolver) -> Iterator[Finding]:
         return
     hidden = "training/rollout_probs_diff_* (the v1 trainer also rollout_corr/*)"
     effect = f"leaves {hidden} out of the metrics: the rollout's log-probabilities stand in for the trainer's"
-    yield Finding(BYPASS, True, effect, f"{MISMATCH_FREQ}=10" if measurable else f"{BYPASS}=false")
+    yield Finding(BYPASS, True, effect, f"{MISMATCH_FREQ}=10" if measurable(resolver) else f"{BYPASS}=false")

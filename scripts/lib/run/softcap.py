@@ -11,9 +11,9 @@ def lost_softcap(model: str, attention: str | None) -> str | None:
     Args:
         attention: transformers' name of the implementation; None for verl's default, flash attention 2, which caps.
     """
-    file = config_file(model)
-    cap = read_config(file).get("attn_logit_softcapping") if file else None
-    if attention != "sdpa" or cap is None:
+    if attention != "sdpa" or (file := config_file(model)) is None:
+        return None
+    if (cap := read_config(file).get("attn_logit_softcapping")) is None:
         return None
     return (
         f"leaves out the cap of the attention logits of {model} (attn_logit_softcapping={cap:g}) without an error, "

@@ -52,7 +52,7 @@ VERL = Framework(
         *("legacy_workers", "engine_critic", "engine_critic_fails", "engine_policy", "engine_dtype"),
         *("hf_rollout", "sync_rollout", "server_engine_kwargs", "sharding_manager", "bfloat16_wire"),
         *("lora_adapter_path", "reward_worker", "reward_loop", "sft_trainer", "validate_config"),
-        *("trainer_registry", "platforms"),
+        *("trainer_registry", "platforms", "bypass_mode"),
     ),
 )
 OAT = Framework("oat", "oat-llm", "oat/__about__.py", features=("importance_sampling",))

@@ -50,6 +50,7 @@ NO_HF = {
     "upstream removed the hf rollout": C,
 }
 NO_MANAGER = {"its manager of weights imports a vLLM that has no build for a CPU": having("sharding_manager")}
+BYPASSED, NOT_BYPASSED = having("bypass_mode"), having(without=["bypass_mode"])
 NO_KEPT = {"modules are kept in fp32 on the model engine": LEGACY}
 OWN_REWARD, OWN_SFT = having("reward_worker"), having("sft_trainer")
 REWARD_SERVED, ENGINE_SFT = having(without=["reward_worker"]), having(without=["sft_trainer"])
@@ -199,11 +200,8 @@ BEHAVIOURS = {
     "bypass_mode": Behaviour(
         "bypass mode measures the mismatch and checks the weight sync by `trainer.mismatch_freq`",
         "step 1: share, k3, weight sync check; step 2: share, k3; step 3: nothing",
-        {not_in("trainer.mismatch_freq"): [r for r in B + C if r != "0.6.1"]},
-        {
-            "it has no bypass mode": A,
-            "its bypass mode ends with `Key 'rollout_correction' is not in struct`": ["0.6.1"],
-        },
+        {not_in("trainer.mismatch_freq"): BYPASSED},
+        {"its bypass mode is missing, or ends with `Key 'rollout_correction' is not in struct`": NOT_BYPASSED},
     ),
     "bf16_actor": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
     "bf16_ref": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),

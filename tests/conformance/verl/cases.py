@@ -376,7 +376,7 @@ def cases_of(release: Release) -> tuple[dict[str, Case], dict[str, Case], dict[s
     once = named(scaler_keys, learning_rate, each=TRAINED) | named(flowrl, each=REGIMES)
     once |= named(reports, refusals, nan_reward, export, equal_share)
     both |= named(lora_base)
-    if release.family != "A" and release.name != "0.6.1":  # upstream's bypass mode works
+    if release.has("bypass_mode"):
         once |= named(bypass_mode)
     if release.has("hf_rollout"):
         both |= named(hf_rollout, each=REGIMES)

@@ -9,10 +9,9 @@ from harness import ENGINE, RANK, Worker, batch, composed
 from observations import local, name, same
 from rollout_cases import WIRE
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.arithmetic.families import build_tokenizer
-from recipes.arithmetic.model import SHAPE
+from recipes.arithmetic.model import build_model
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 16}
 ROUTERS = "model.layers.*.gate"
@@ -24,8 +23,7 @@ def mixture(family: str) -> str:
     folder = harness.shared_folder()
     if RANK == 0:
         tokenizer = build_tokenizer(family)
-        config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **SHAPE, **EXPERTS)
-        for part in (tokenizer, AutoModelForCausalLM.from_config(config, dtype=torch.float32)):
+        for part in (tokenizer, build_model(tokenizer, 0, family, **EXPERTS)):
             part.save_pretrained(folder)
     dist.barrier()
     return f"actor_rollout_ref.model.path={folder}"

@@ -58,6 +58,9 @@ FACTS = {
     "validate_config": lambda release, wheel: wheel.matches("utils/config.py", r"^def validate_config\("),
     "trainer_registry": lambda release, wheel: wheel.matches("trainer/", r"^def register_trainer\("),
     "platforms": lambda release, wheel: wheel.matches("plugin/platform/"),
+    "bypass_mode": lambda release, wheel: wheel.matches(
+        "trainer/ppo/rollout_corr_helper.py", r"with open_dict\(policy_loss_config\)"
+    ),
 }
 
 

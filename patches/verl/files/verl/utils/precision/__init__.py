@@ -37,7 +37,7 @@ settings, state and metrics upstream does not have (its scaler: verl PRs #4036 a
 from .accounting import StepAccounting, save_after_storm
 from .dtypes import Precision, cast_parameters, check_engine_dtype, dtype_name, to_dtype
 from .gradients import first_nonfinite_gradient, gradient_norm
-from .keep_fp32 import KeptModules, check_keep_fp32, fp32_wrap_policy, keep_in_fp32, shard_in_fp32, star
+from .keep_fp32 import KeptModules, check_keep_fp32, fp32_wrap_policy, keep_in_fp32, shard_in_fp32
 from .legacy import check_sft, check_workers, sft_precision, worker_scaler
 from .megatron import megatron_scaler
 from .reporting import patch_stamp, report, stored_dtypes
@@ -80,7 +80,6 @@ __all__ = [
     "set_wire_dtype",
     "sft_precision",
     "shard_in_fp32",
-    "star",
     "stored_dtypes",
     "to_dtype",
     "wire_kwargs",

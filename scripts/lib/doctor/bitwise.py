@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from lib.doctor.determinism import KEY
 from lib.doctor.dtype_rules import UNKNOWN
-from lib.doctor.resolver import ROLLOUT, DtypeResolver
+from lib.doctor.resolver import DtypeResolver
 from lib.doctor.rollout_findings import is_quantized, wire_is_lossy
 
 
@@ -25,7 +25,7 @@ def obstacles(resolver: DtypeResolver, deterministic: Mapping[str, bool]) -> Ite
         yield f"the rollout's weights are {resolver.effective_dtype('rollout.weights')}"
     if cache not in (computes, UNKNOWN, None):
         yield f"the KV cache is {cache}"
-    server = resolver.config.get(f"{ROLLOUT}.name", "vllm")
+    server = resolver.server
     if server == "hf":
         yield "the hf rollout computes one token at a time, the trainer whole sequences"
         return

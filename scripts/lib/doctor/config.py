@@ -20,12 +20,12 @@ class JobConfig:
     Args:
         values: as plain dictionaries.
         user_keys: the dotted keys that the user set, by an override or by the file of a group.
-        unread_keys: those of them that ``+`` made at the root of the configuration, where nothing reads them.
+        added_keys: those of them that ``+`` added.
     """
 
     values: Mapping[str, Any]
     user_keys: frozenset[str]
-    unread_keys: frozenset[str] = frozenset()
+    added_keys: frozenset[str] = frozenset()
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the value at a dotted path; ``default`` where there is none, null, or ``???``, which is to be set."""
@@ -90,8 +90,7 @@ def load_config(root: Path, overrides: Sequence[str], config_name: str = "ppo_tr
             user_keys |= set(leaves(each.value(), each.key_or_group))
     added = {each.key_or_group for each in parsed if each.is_add() or each.is_force_add()}
     added -= {group for group in added if is_group(group, folders)}
-    unread_keys = {key for key in added if not isinstance(values.get(key, {}), Mapping)}
-    return JobConfig(values, frozenset(user_keys), frozenset(unread_keys))
+    return JobConfig(values, frozenset(user_keys), frozenset(added))
 
 
 def parse_overrides(overrides: Sequence[str]) -> "list[Override]":

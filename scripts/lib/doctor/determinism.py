@@ -17,7 +17,7 @@ def deterministic_parts(resolver: DtypeResolver) -> dict[str, bool]:
     """Return, for each model that the job runs, whether ``full_determinism`` is set for it and its code reads it."""
     roles = [role for role in ROLES if role != "reward_model" and resolver.uses(role)]
     parts = {role: is_requested(resolver, role) and is_read(resolver, role) for role in roles}
-    return parts | {"rollout": bool(resolver.config.get(KEY)) and resolver.config.get(f"{ROLLOUT}.name") == "vllm"}
+    return parts | {"rollout": bool(resolver.config.get(KEY)) and resolver.server == "vllm"}
 
 
 def is_requested(resolver: DtypeResolver, role: str) -> bool:
@@ -40,9 +40,8 @@ def determinism_findings(resolver: DtypeResolver) -> Iterator[Finding]:
             code = {"worker": "legacy workers"}.get(resolver.implementation(role), resolver.implementation(role))
             effect = f"is not read by {name}'s {code}"
             yield Finding(f"{resolver.engine_node(role)}.full_determinism", True, effect, "remove it")
-    server = resolver.config.get(f"{ROLLOUT}.name")
-    if resolver.config.get(KEY) and server != "vllm":
-        yield Finding(KEY, True, f"is not read by {name}'s {server} server", f"{ROLLOUT}.name=vllm")
+    if resolver.config.get(KEY) and resolver.server != "vllm":
+        yield Finding(KEY, True, f"is not read by {name}'s {resolver.server} server", f"{ROLLOUT}.name=vllm")
     elif parts["rollout"]:
         yield from rollout_consequences(resolver)
 

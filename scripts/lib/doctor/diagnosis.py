@@ -121,6 +121,7 @@ def refused(tree: Tree, line: str, findings: tuple[Finding, ...]) -> Diagnosis:
 def all_findings(resolver: DtypeResolver) -> Iterator[Finding]:
     """Yield the findings in the order in which they are printed."""
     yield from unread_keys(resolver)
+    yield from misspelt_keys(resolver)
     yield from trainer_findings(resolver)
     yield from lora_findings(resolver)
     yield from rollout_findings(resolver)
@@ -138,8 +139,10 @@ def all_findings(resolver: DtypeResolver) -> Iterator[Finding]:
 def unread_keys(resolver: DtypeResolver) -> Iterator[Finding]:
     """Yield ``+precision=fp16`` and its like on a tree without such a group, where Hydra takes it for a new key."""
     tree, groups = resolver.tree, sorted(each.name for each in CONFIGS.iterdir())
-    for key in sorted(resolver.config.unread_keys):
+    for key in sorted(resolver.config.added_keys):
         value = resolver.config.get(key)
+        if "." in key or isinstance(value, Mapping):
+            continue
         effect = f"is a key that nothing reads in {tree.name}"
         near = difflib.get_close_matches(key, groups, n=1)
         mend = f"hydra.searchpath=['file://{CONFIGS}']" if key in groups else f"remove +{key}={value}"
@@ -152,13 +155,24 @@ def unread_keys(resolver: DtypeResolver) -> Iterator[Finding]:
         yield Finding(key, value, effect, mend, applies=False)
 
 
+def misspelt_keys(resolver: DtypeResolver) -> Iterator[Finding]:
+    """Yield a key that ``+`` adds beside one of nearly the same name, which Hydra takes for a new key."""
+    config = resolver.config
+    for key in sorted(config.added_keys):
+        group, _, name = key.rpartition(".")
+        known = [each for each in config.get(group, {}) if f"{group}.{each}" not in config.added_keys]
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+            value = config.get(key)
+            yield Finding(key, value, f"is a new key beside {near[0]}", f"{group}.{near[0]}={value}", applies=False)
+
+
 def judge(resolver: DtypeResolver) -> tuple[str, str]:
     """Return whether trainer and rollout compute in the same dtype, as a verdict and a sentence."""
     tree, config = resolver.tree, resolver.config
     name = tree.title
     compute, autocast = (resolver.effective_dtype(f"actor.{what}") for what in ("compute", "autocast"))
     trainer = compute if autocast == UNKNOWN else autocast
-    hf = config.get(f"{ROLLOUT}.name") == "hf"
+    hf = resolver.server == "hf"
     rollout = resolver.effective_dtype("rollout.logits" if hf else "rollout.weights")
     kv_cache = resolver.effective_dtype("rollout.kv_cache")
     if UNKNOWN in (trainer, rollout):

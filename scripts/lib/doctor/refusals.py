@@ -48,7 +48,7 @@ def refusal(resolver: DtypeResolver) -> str | None:
 def unrunnable(resolver: DtypeResolver) -> str | None:
     """Return the line with which upstream's own checks end a job that its configuration lets start."""
     get, release = resolver.config.get, resolver.release
-    if get(f"{ROLLOUT}.name") == "hf" and not release.has("hf_rollout"):
+    if resolver.server == "hf" and not release.has("hf_rollout"):
         return f"AssertionError: Rollout hf with mode {get(f'{ROLLOUT}.mode', 'sync')} not found"
     for role in ("actor", "critic"):
         if not resolver.uses(role) or resolver.implementation(role) != "megatron":
@@ -70,7 +70,7 @@ def unrunnable(resolver: DtypeResolver) -> str | None:
 def refused_quantization(resolver: DtypeResolver) -> str | None:
     """Return the line with which the release's server refuses to quantize, read from its file; None without one."""
     get, tree = resolver.config.get, resolver.tree
-    rule = rule_for("rollout.weights", f"{get(f'{ROLLOUT}.name')} async", tree.table)
+    rule = rule_for("rollout.weights", f"{resolver.server} async", tree.table)
     value = get(f"{ROLLOUT}.quantization")
     if rule is None or not resolver.served or not (tree.root / "verl" / rule.path).exists():
         return None

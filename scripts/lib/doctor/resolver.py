@@ -312,7 +312,7 @@ class DtypeResolver:
         return self.implementation("actor")
 
     def wire(self, _: str) -> Hop:
-        if self.config.get(f"{ROLLOUT}.name") == "hf":
+        if self.server == "hf":
             return Hop(None, {}, "the hf rollout samples from the actor itself")
         sender = self.sender
 
@@ -337,19 +337,24 @@ class DtypeResolver:
         return not self.served or self.release.has("server_engine_kwargs")
 
     @property
+    def server(self) -> str:
+        """The rollout's name. It is to be set from 0.8.0 on; unset, it is taken for vLLM: all servers read one key."""
+        return self.config.get(f"{ROLLOUT}.name", "vllm")
+
+    @property
     def rollout_dtype_key(self) -> str:
         """The key that decides the dtype of a rollout server."""
-        extra = f"{ROLLOUT}.engine_kwargs.{self.config.get(f'{ROLLOUT}.name', 'vllm')}.dtype"
+        extra = f"{ROLLOUT}.engine_kwargs.{self.server}.dtype"
         return extra if self.reads_engine_kwargs and self.served and self.config.has(extra) else f"{ROLLOUT}.dtype"
 
     @property
     def trained_quantization(self) -> str | None:
         """The format in which verl's vLLM server runs the weights of quantization-aware training; None without it."""
-        trained = self.config.get(f"{ROLLOUT}.name") == "vllm" and self.config.get(f"{ROLLOUT}.qat.enable")
+        trained = self.server == "vllm" and self.config.get(f"{ROLLOUT}.qat.enable")
         return "nvfp4" if trained else None
 
     def rollout_hop(self, what: str) -> Hop:
-        name = self.config.get(f"{ROLLOUT}.name", "vllm")  # to be set from 0.8.0 on; all servers read the same key
+        name = self.server
         if name == "hf":
             return self.hf_rollout_hop(what)
         key, kwargs = f"{ROLLOUT}.dtype", f"{ROLLOUT}.engine_kwargs.{name}"

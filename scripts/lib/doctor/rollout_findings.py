@@ -23,7 +23,7 @@ def requested_dtype(resolver: DtypeResolver) -> Iterator[Finding]:
     get, tree, key = resolver.config.get, resolver.tree, f"{ROLLOUT}.dtype"
     weights, logits = (resolver.effective_dtype(f"rollout.{what}") for what in ("weights", "logits"))
     value, requested = get(key), key in resolver.config.user_keys
-    if get(f"{ROLLOUT}.name") == "hf" and logits not in (UNKNOWN, server_dtype(value)) and requested:
+    if resolver.server == "hf" and logits not in (UNKNOWN, server_dtype(value)) and requested:
         effect = f"is ignored by the hf rollout of {tree.name}: samples in {logits}"
         yield Finding(key, value, effect, f"{GENERATE}: {tree.apply_command}", applies=False)
     elif value == "auto":
@@ -52,7 +52,7 @@ def quantization(resolver: DtypeResolver) -> Iterator[Finding]:
         effect = f"trains on weights rounded to {trained} ({mode}), but for {ignored}, and samples from these; {rest}"
         yield Finding(f"{resolver.engine_node('actor')}.qat.enable", True, f"{effect}. {NO_REGIME}", CORRECT)
         return
-    keys = [f"{ROLLOUT}.quantization", f"{ROLLOUT}.engine_kwargs.{get(f'{ROLLOUT}.name')}.quantization"]
+    keys = [f"{ROLLOUT}.quantization", f"{ROLLOUT}.engine_kwargs.{resolver.server}.quantization"]
     effect = f"samples from quantized weights, which no dtype of the trainer's matches; {rest}"
     weights = resolver.effective_dtype("rollout.weights")
     mend = f"{ROLLOUT}.quantization=null, or {CORRECT}"
@@ -65,14 +65,14 @@ def kv_cache(resolver: DtypeResolver) -> Iterator[Finding]:
     effect = reinterpreted(resolver)
     if effect is None and (dtype in SPELLINGS or dtype in (None, UNKNOWN)):
         return
-    key = f"{ROLLOUT}.engine_kwargs.{resolver.config.get(f'{ROLLOUT}.name')}.kv_cache_dtype"
+    key = f"{ROLLOUT}.engine_kwargs.{resolver.server}.kv_cache_dtype"
     effect = effect or f"rounds keys and values to {dtype}; the trainer has no cache to round"
     yield Finding(key, resolver.config.get(key), effect, f"{key}=auto")
 
 
 def reinterpreted(resolver: DtypeResolver) -> str | None:
     """Return what vLLM does with a KV cache whose 16 bits are of another dtype than its keys; None without one."""
-    if resolver.config.get(f"{ROLLOUT}.name") != "vllm":
+    if resolver.server != "vllm":
         return None
     computes, cache = (resolver.effective_dtype(f"rollout.{what}") for what in ("logits", "kv_cache"))
     return cache_refusal(computes, cache)

@@ -45,7 +45,7 @@ def router_replay(resolver: DtypeResolver) -> Iterator[Finding]:
 def routers_of_one_side(resolver: DtypeResolver) -> Iterator[Finding]:
     """Yield routers that the trainer keeps in fp32 and the rollout server does not."""
     config = resolver.config
-    server = config.get(f"{ROLLOUT}.name", "vllm")  # unset, which the rest of the doctor takes for vLLM, too
+    server = resolver.server
     key = f"{resolver.engine_node('actor')}.keep_fp32_modules"
     routers = [pattern for pattern in config.get(key, []) if any(fnmatchcase(name, pattern) for name in ROUTERS)]
     if routers and resolver.tree.precision and server != "vllm":

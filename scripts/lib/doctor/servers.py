@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lib.doctor.finding import Finding
-from lib.doctor.resolver import MODEL, ROLLOUT, DtypeResolver, server_dtype
+from lib.doctor.resolver import MODEL, DtypeResolver, server_dtype
 from lib.run.vllm_float16 import Float16Support, float16_support, ways_out
 
 
@@ -35,7 +35,7 @@ def float16_servers(resolver: DtypeResolver) -> Iterator[Float16Server]:
     """Yield the rollout and the reward model's server where they are a vLLM in float16."""
     get = resolver.config.get
     keys = []
-    if get(f"{ROLLOUT}.name", "vllm") == "vllm" and resolver.effective_dtype("rollout.logits") == "float16":
+    if resolver.server == "vllm" and resolver.effective_dtype("rollout.logits") == "float16":
         keys.append((resolver.rollout_dtype_key, f"{MODEL}.path"))
     reward_key = resolver.reward_server_key() if resolver.uses("reward_model") else None
     if (

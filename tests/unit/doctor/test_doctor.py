@@ -383,8 +383,9 @@ def test_groups_of_this_repository(examine: Examine, tmp_path: Path):
     words = ["+experiment=sanity_cpu", "+algo=grpo", "+device=cpu", "+precision=fp16"]
     diagnosis = examine(NEWEST, "patched", *words, "+recipe=flowrl")
     assert diagnosis.verdict == "agree" and diagnosis.hops["critic.compute"].effective_dtype is None  # grpo
-    elsewhere = examine(NEWEST, "patched", *words, f"hydra.searchpath=['file://{tmp_path}']").findings
-    effects = {finding.key: finding.effect for finding in elsewhere}
+    words += [f"hydra.searchpath=['file://{tmp_path}']", "+trainer.mismach_freq=10"]
+    effects = {finding.key: finding.effect for finding in examine(NEWEST, "patched", *words).findings}
+    assert effects["trainer.mismach_freq"] == "is a new key beside mismatch_freq"
     assert effects["experiment"] == f"is a key that nothing reads in verl {NEWEST}" and "precision" not in effects
     # It composes, but its dataclasses lack the keys.
     unpatched = examine(NEWEST, "unpatched", f"hydra.searchpath=['file://{CONFIGS}']", "+precision=fp16")
@@ -405,7 +406,7 @@ BATCH = f"vllm's log-probabilities depend on the batch ({ROLLOUT}.full_determini
     ("words", "reasons"),
     [
         ("name=vllm", [BATCH, KERNELS.format("vllm")]),
-        ("name=vllm full_determinism=true", [KERNELS.format("vllm")]),
+        ("full_determinism=true", [KERNELS.format("vllm")]),  # no name: taken for vLLM
         ("name=sglang", ["sglang's log-probabilities depend on the batch", KERNELS.format("sglang")]),
         (
             "name=vllm quantization=fp8 dtype=bfloat16 full_determinism=true +engine_kwargs.vllm.kv_cache_dtype=fp8",

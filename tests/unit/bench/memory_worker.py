@@ -52,10 +52,13 @@ def make_worker(setting: dict, folder: Path) -> TrainingWorker:
                 use_remove_padding=False,
                 enable_gradient_checkpointing=setting["checkpointing"],
                 override_config={"attn_implementation": "sdpa"},
+                lora_rank=setting["lora_rank"],
+                target_modules="all-linear",
             ),
             engine_config=FSDPEngineConfig(
                 strategy=setting["strategy"],
                 dtype=setting["dtype"],
+                model_dtype=setting["base"],
                 use_dynamic_bsz=False,
                 micro_batch_size_per_gpu=setting["micro_batch"],
                 infer_micro_batch_size_per_gpu=setting["micro_batch"],

@@ -4,16 +4,18 @@ import copy
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+import probe
 from lib.files import read_jsonl
 from lib.paths import REPO
 from lib.probe.comparison import compare
 from lib.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
+from lib.probe.rebatching import rebatchings
+from lib.probe.report import share_of_experts
 from lib.probe.variants import Variant
 from recipes.arithmetic.families import build_model, build_tokenizer
 
@@ -26,8 +28,8 @@ def mixture(family: str) -> PreTrainedModel:
     return build_model(family, build_tokenizer(family), seed=0).float().eval()
 
 
-def rolled_out(model: PreTrainedModel, ends: set[int] = frozenset(range(40))) -> list[dict]:
-    return [generate(model, FP32.rollout, prompt, 4, 12, ends, seed=1) for prompt in PROMPTS]
+def rolled_out(model: PreTrainedModel) -> list[dict]:
+    return [generate(model, FP32.rollout, prompt, 4, 12, ends=set(range(40)), seed=1) for prompt in PROMPTS]
 
 
 def experts_by_logits(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> list[list[set[int]]]:
@@ -40,11 +42,11 @@ def experts_by_logits(model: PreTrainedModel, prompt: list[int], answer: list[in
 @torch.no_grad()
 def test_share_is_that_of_tokens_whose_routers_chose_others_in_any_layer(tmp_path):
     masters = mixture("qwen3_moe")
-    rollout, trainer = build(masters, FP32.rollout, "cpu"), build(masters, FP32.trainer, "cpu")
+    rollout, trainer = build(masters, FP32.rollout, "cpu"), build(copy.deepcopy(masters), FP32.trainer, "cpu")
     for layer, scale in zip(trainer.model.layers, (0.3, 0.1), strict=True):
         layer.mlp.gate.weight += scale * layer.mlp.gate.weight.std() * torch.randn_like(layer.mlp.gate.weight)
     answered = rolled_out(rollout)
-    differ, reordered = [], 0
+    differ = []
     for prompt, line in zip(PROMPTS, answered, strict=True):
         answers = [(prompt, answer) for answer in line["answers"]]
         scored = token_log_probs(trainer, FP32.trainer, answers, [])
@@ -75,6 +77,28 @@ def test_fp32_trainer_and_rollout_choose_alike_in_every_micro_batch(family):
     assert not any(module._forward_pre_hooks for module in model.modules()), "nothing is recorded afterwards"
 
 
+@pytest.mark.subprocess
 def test_report_has_a_column_for_mixtures_alone(folder, tmp_path):
-    build_tokenizer("qwen3_moe").save_pretrained(tmp_path / "mixture")
-    mixture("qwen3_moe").save_pretrained(tmp_path / "mixture")
+    for part in (build_tokenizer("qwen3_moe"), mixture("qwen3_moe")):
+        part.save_pretrained(tmp_path / "mixture")
+    words = [f"DATA={folder / 'data.parquet'}", "DEVICE=cpu", "ROWS=2", "SAMPLES=2", "LENGTH=4", "PRECISION=fp32"]
+    words += ["WIRE=fp32", "HEAD=none", "BATCH=packing"]
+    models = {"dense": folder / "model", "mixture": tmp_path / "mixture"}
+    commands = [[*words, f"MODEL={model}", f"OUT={tmp_path / 'out' / name}"] for name, model in models.items()]
+    code = f"import sys; sys.path.insert(0, {str(REPO / 'scripts')!r}); import probe; [*map(probe.main, {commands})]"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    dense, text = (next(tmp_path.glob(f"out/{name}/*.md")).read_text() for name in models)
+    assert "experts" not in dense + next(tmp_path.glob("out/dense/*.json")).read_text()
+    assert text.count("| equal to the bit (95 %) | other experts (95 %) |\n") == 2
+    content = json.loads(next(tmp_path.glob("out/mixture/*.json")).read_text())
+    for (row,) in (content["rows"], content["rebatched"]):
+        assert row["other_experts"] == {"value": 0, "low": 0, "high": 0}
+    assert text.count(f"none of {row['tokens']} |\n") == 2
+
+    # vLLM's answers come without experts, and the trainer is still compared with itself.
+    work = tmp_path / "out/mixture/work"
+    file = FP32.files(work)[1]
+    lines = [{name: line[name] for name in ("answers", "log_probs")} for line in read_jsonl(file)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (unobserved,), (itself,) = compare([FP32], work), compare(rebatchings(probe.parse(commands[1])), work)
+    assert share_of_experts(unobserved.mismatch) == "-" and itself.mismatch["other_experts"].value == 0

@@ -25,6 +25,12 @@ class Comparison:
         return self.mismatch.get("overflow")
 
 
+def columns(lines: tuple[dict, dict]) -> list[list]:
+    """Return log-probabilities, and experts if both lines have them, of each answer by the trainer and the rollout."""
+    names = [name for name in ("log_probs", "experts") if all(name in line for line in lines)]
+    return [line[name] for name in names for line in lines]
+
+
 def compare(variants: Sequence[Variant | Rebatching], work: Path) -> list[Comparison]:
     """Measure the mismatch of each variant from the prompts that both trainer and rollout have completed.
 
@@ -39,9 +45,9 @@ def compare(variants: Sequence[Variant | Rebatching], work: Path) -> list[Compar
             comparisons.append(Comparison(variant, {"overflow": overflows[0]}))
             continue
         answers = [
-            Answer(prompt, np.array(trainer, dtype=float), np.array(rollout, dtype=float))
-            for prompt, (by_trainer, by_rollout) in enumerate(zip(scored, rolled_out, strict=False))
-            for trainer, rollout in zip(by_trainer["log_probs"], by_rollout["log_probs"], strict=True)
+            Answer(prompt, *map(np.array, answer))
+            for prompt, lines in enumerate(zip(scored, rolled_out, strict=False))
+            for answer in zip(*columns(lines), strict=True)
         ]
         if len(scored) >= 2:
             comparisons.append(Comparison(variant, measure(answers)))

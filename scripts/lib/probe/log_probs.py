@@ -71,9 +71,7 @@ def generate_by_hf(task: Task, rollout: RolloutNumerics) -> None:
 
     def answers(index: int) -> dict:
         seed = options.seed * 1_000_003 + index
-        prompt = task.prompts[index]
-        tokens, log_probs = generate(model, rollout, prompt, options.samples, task.length, ends, seed)
-        return {"answers": tokens, "log_probs": log_probs}
+        return generate(model, rollout, task.prompts[index], options.samples, task.length, ends, seed)
 
     append_missing(rollout_file(task.work, rollout), len(task.prompts), answers, rollout.name)
 
@@ -153,7 +151,7 @@ def score_by_trainer(task: Task, trainer: TrainerNumerics, rollout: RolloutNumer
 
     def log_probs(index: int) -> dict:
         others = answers((index + 1) % len(rolled_out))
-        return {"log_probs": token_log_probs(model, trainer, answers(index), others)}
+        return token_log_probs(model, trainer, answers(index), others)
 
     append_missing(file, len(task.prompts), log_probs, file.stem)
     if task.options.device == "cuda":

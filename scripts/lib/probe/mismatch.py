@@ -21,11 +21,16 @@ DRAWS = 2000
 
 @dataclass(frozen=True)
 class Answer:
-    """Log-probabilities of an answer's tokens at temperature 1, float64, ``(tokens,)``; ``prompt`` is an index."""
+    """Log-probabilities of an answer's tokens at temperature 1, float64, ``(tokens,)``; ``prompt`` is an index.
+
+    A mixture's also have the fingerprints (``routing``) of the experts, int64, where both sides' are observed.
+    """
 
     prompt: int
     trainer: np.ndarray
     rollout: np.ndarray
+    trainer_experts: np.ndarray | None = None
+    rollout_experts: np.ndarray | None = None
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -134,7 +139,8 @@ def measure(answers: list[Answer]) -> dict:
         of tokens whose log-probabilities are equal to the bit) and ``clipped_tokens`` (share of tokens with a weight
         above ``THRESHOLD``) as ``Estimate``; ``k3_as_logged``; ``largest`` |d|; ``rate``, λ per token,
         estimated from blocks of ``block`` tokens; ``growth``, the ratio of that λ to the λ of single tokens, 1 if their
-        terms are independent; ``curve``, a dict for each length.
+        terms are independent; ``curve``, a dict for each length. With fingerprints of experts also ``other_experts``,
+        the share of tokens whose experts differ in any layer, as ``Estimate``.
     """
     bootstrap = Bootstrap([answer.prompt for answer in answers])
     sizes = np.array([len(answer.rollout) for answer in answers])
@@ -146,7 +152,7 @@ def measure(answers: list[Answer]) -> dict:
     rate = bootstrap(loss_rate, *joint)
     growth = bootstrap(lambda *sums: rate_growth(loss_rate(*sums[:4]), loss_rate(*sums[4:])), *single, *joint)
     measured = [length for length in powers if (sizes >= length).sum() >= LEAST]
-    return {
+    result = {
         "prompts": len(set(answer.prompt for answer in answers)),
         "sequences": len(answers),
         "tokens": int(sizes.sum()),
@@ -162,6 +168,9 @@ def measure(answers: list[Answer]) -> dict:
         "growth": growth,
         "curve": [at_length(bootstrap, answers, length, rate) for length in sorted({*measured, *LENGTHS})],
     }
+    if answers[0].trainer_experts is not None:
+        result["other_experts"] = mean([(each.trainer_experts != each.rollout_experts).sum() for each in answers])
+    return result
 
 
 def verdict(regimes: dict[str, dict], shown: int = 8192) -> str:

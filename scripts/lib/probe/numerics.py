@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lib.probe.routing import ExpertRecorder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -120,7 +122,7 @@ def generate(
     length: int,
     ends: set[int],
     seed: int,
-) -> tuple[list[list[int]], list[list[float]]]:
+) -> dict[str, list]:
     """Sample answers to one prompt as a batch, token by token with a KV cache, at temperature 1.
 
     Log-probabilities are the fp32 log-softmax of the logits, as in vLLM. On a CPU autocast is on for its fp16 products
@@ -131,7 +133,8 @@ def generate(
         ends: tokens that end an answer.
 
     Returns:
-        The tokens of each answer, with the one that ended it, and their log-probabilities.
+        ``answers``, the tokens of each with the one that ended it, their ``log_probs``, and of a mixture ``experts``,
+        the fingerprints (``routing``) of the experts at the positions that predict them.
 
     Raises:
         Overflow: the logits are not finite.
@@ -140,12 +143,14 @@ def generate(
     generator = torch.Generator(device).manual_seed(seed)
     step, cache = torch.tensor([prompt] * samples, device=device), None
     last_only = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}  # a long prompt's logits take GiB
-    tokens, log_probs, ended = [], [], torch.zeros(samples, dtype=torch.bool, device=device)
+    tokens, log_probs, experts, ended = [], [], [], torch.zeros(samples, dtype=torch.bool, device=device)
     last = torch.tensor(sorted(ends), device=device)
-    with autocast(device.type, rollout.dtype) if device.type == "cpu" else nullcontext():
+    in_autocast = autocast(device.type, rollout.dtype) if device.type == "cpu" else nullcontext()
+    with ExpertRecorder(model) as recorder, in_autocast:
         while len(tokens) < length and not ended.all():
             output = model(input_ids=step, past_key_values=cache, use_cache=True, **last_only)
             cache = output.past_key_values
+            experts.append(recorder.fingerprints(step)[:, -1])
             scores = output.logits[:, -1].float().log_softmax(-1)
             if not scores.isfinite().all():
                 raise Overflow(f"the rollout's logits are not finite in {rollout.dtype}")
@@ -153,10 +158,11 @@ def generate(
             tokens.append(step[:, 0])
             log_probs.append(scores.gather(1, step)[:, 0])
             ended |= torch.isin(step[:, 0], last)
-    tokens, log_probs = torch.stack(tokens, 1).tolist(), torch.stack(log_probs, 1).tolist()
+    tokens, log_probs, experts = (torch.stack(steps, 1).tolist() for steps in (tokens, log_probs, experts))
     sizes = [next((at for at, token in enumerate(row, 1) if token in ends), len(row)) for row in tokens]
     cut = lambda rows: [row[:size] for row, size in zip(rows, sizes, strict=True)]
-    return cut(tokens), cut(log_probs)
+    line = {"answers": cut(tokens), "log_probs": cut(log_probs)}
+    return line | ({"experts": cut(experts)} if recorder.layers else {})
 
 
 def model_inputs(rows: list[list[int]], packed: bool, device: torch.device) -> dict[str, torch.Tensor | None]:
@@ -183,7 +189,7 @@ def token_log_probs(
     trainer: TrainerNumerics,
     answers: list[tuple[list[int], list[int]]],
     others: list[tuple[list[int], list[int]]],
-) -> list[list[float]]:
+) -> dict[str, list]:
     """Compute the log-probability of each token of the answers in full forward passes over prompts and answers.
 
     Like verl 0.9.1's ``FSDPEngineWithLMHead`` at temperature 1: logits in the compute dtype, their log-softmax in fp32
@@ -194,26 +200,34 @@ def token_log_probs(
         answers: prompt and answer of each row.
         others: rows that fill the last micro-batch.
 
+    Returns:
+        ``log_probs`` and of a mixture ``experts``, as ``generate`` does.
+
     Raises:
         Overflow: a log-probability is not finite.
     """
     longest = max(len(prompt) + len(answer) for prompt, answer in answers)
     fit = min(LOGITS // (longest * model.config.vocab_size), TOKENS // longest, len(answers))
     size = max(1, fit) * (2 if trainer.doubled else 1)
-    log_probs = []
-    with autocast(model.device.type, trainer.dtype):
+    log_probs, experts = [], []
+    with ExpertRecorder(model) as recorder, autocast(model.device.type, trainer.dtype):
         for first in range(0, len(answers), size):
             part = [*answers, *others][first : first + size]
             rows = [prompt + answer for prompt, answer in part]
-            logits = model(**model_inputs(rows, trainer.packed, model.device), use_cache=False).logits
-            by_row = logits[0].split([len(row) for row in rows]) if trainer.packed else logits
-            for row, (prompt, answer) in zip(by_row, part, strict=True):
-                scores = row[len(prompt) - 1 : len(prompt) + len(answer) - 1].log_softmax(-1)
+            inputs = model_inputs(rows, trainer.packed, model.device)
+            logits = model(**inputs, use_cache=False).logits
+            wholes, sizes = (logits, recorder.fingerprints(inputs["input_ids"])), [len(row) for row in rows]
+            by_row = (whole[0].split(sizes) if trainer.packed else whole for whole in wholes)
+            for row, numbers, (prompt, answer) in zip(*by_row, part, strict=True):
+                predicting = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
+                experts.append(numbers[predicting].tolist())
+                scores = row[predicting].log_softmax(-1)
                 log_probs.append(scores.gather(1, torch.tensor(answer, device=model.device)[:, None])[:, 0].float())
     log_probs = log_probs[: len(answers)]
     if not all(row.isfinite().all() for row in log_probs):
         raise Overflow(f"the trainer's log-probabilities are not finite in {trainer.dtype}")
-    return [row.tolist() for row in log_probs]
+    line = {"log_probs": [row.tolist() for row in log_probs]}
+    return line | ({"experts": experts[: len(answers)]} if recorder.layers else {})
 
 
 def end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:

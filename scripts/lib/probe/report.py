@@ -17,11 +17,11 @@ COLUMNS = (512, 8192, 32768)  # response lengths in the table
 HEADINGS = [
     *("regime", "wire", "fp32 head", "k3, nats a token (95 %)", "mean |Δp|", "tokens clipped"),
     *(f"ESS/N at {length}" for length in COLUMNS),
-    *("sequences clipped at 8192", "equal to the bit (95 %)"),
+    *("sequences clipped at 8192", "equal to the bit (95 %)", "other experts (95 %)"),
 ]
 REBATCHED = [
     *("regime", "the trainer's micro-batches", "k3, nats a token (95 %)", "of the regime's k3"),
-    *("mean |Δp| (95 %)", "equal to the bit (95 %)"),
+    *("mean |Δp| (95 %)", "equal to the bit (95 %)", "other experts (95 %)"),
 ]
 CHANGED = {
     "size": "twice the rows, padded",
@@ -55,10 +55,22 @@ class ProbeResult:
         """The regimes as they are, by name."""
         return {each.variant.regime: each for each in self.comparisons if is_plain(each.variant, self.options)}
 
-    def rebatched_rows(self) -> list[list[str]]:
-        """Return the rows of the table that compares each regime's trainer with itself."""
+    def tables(self) -> list[list[list[str]]]:
+        """Return the rows, headings first, of the table of trainer and rollout and that of the trainer with itself."""
         regimes = self.regimes
-        return [rebatched_cells(each, regimes) for each in self.rebatched]
+        rebatched = [rebatched_cells(each, regimes) for each in self.rebatched]
+        tables = [[HEADINGS, *map(cells, self.comparisons)], *([[REBATCHED, *rebatched]] if rebatched else [])]
+        if any("other_experts" in each.mismatch for each in (*self.comparisons, *self.rebatched)):
+            return tables
+        return [[row[:-1] for row in table] for table in tables]
+
+
+def share_of_experts(mismatch: dict) -> str:
+    """Format the share of tokens with other experts: ``none of`` all if it is 0, ``-`` where it is not observed."""
+    if "other_experts" not in mismatch:
+        return "-"
+    share = mismatch["other_experts"]
+    return interval(share, ".2%") if share.value else f"none of {mismatch['tokens']}"
 
 
 def cells(comparison: Comparison) -> list[str]:
@@ -66,7 +78,7 @@ def cells(comparison: Comparison) -> list[str]:
     variant, result = comparison.variant, comparison.mismatch
     head = [variant.regime, variant.wire, variant.head]
     if comparison.overflow:
-        return [*head, comparison.overflow, *[""] * (4 + len(COLUMNS))]
+        return [*head, comparison.overflow, *[""] * (5 + len(COLUMNS))]
     points = {point["length"]: point for point in result["curve"]}
     return [
         *head,
@@ -76,6 +88,7 @@ def cells(comparison: Comparison) -> list[str]:
         *(interval(points[length]["ess"], ".3f") for length in COLUMNS),
         f"{points[8192]['clipped'].value:.2%}",
         share_equal(result["equal"]),
+        share_of_experts(result),
     ]
 
 
@@ -84,7 +97,7 @@ def rebatched_cells(comparison: Comparison, regimes: dict[str, Comparison]) -> l
     change, result = comparison.variant, comparison.mismatch
     head = [change.regime, CHANGED[change.change]]
     if comparison.overflow:
-        return [*head, comparison.overflow, "", "", ""]
+        return [*head, comparison.overflow, *[""] * 4]
     whole = regimes[change.regime].mismatch["k3"].value
     return [
         *head,
@@ -92,6 +105,7 @@ def rebatched_cells(comparison: Comparison, regimes: dict[str, Comparison]) -> l
         f"{result['k3'].value / whole:.2g}" if whole else "-",
         interval(result["probs_diff"], ".2g"),
         share_equal(result["equal"]),
+        share_of_experts(result),
     ]
 
 
@@ -106,10 +120,11 @@ def markdown(result: ProbeResult) -> str:
     """Return the report as Markdown."""
     options = result.options
     regimes = [each for each in result.regimes.values() if not each.overflow]
+    tables = [markdown_table(headings, rows) for headings, *rows in result.tables()]
     rebatched_lines = [
         "The trainer against itself, on the answers of each regime's rollout:",
         "",
-        *markdown_table(REBATCHED, result.rebatched_rows()),
+        *tables[-1],
         "",
     ]
     by_length = ["response length, tokens", *(each.variant.label for each in regimes)]
@@ -118,7 +133,7 @@ def markdown(result: ProbeResult) -> str:
         "",
         *(f"- {name}: {text}" for name, text in result.findings.items()),
         "",
-        *markdown_table(HEADINGS, map(cells, result.comparisons)),
+        *tables[0],
         "",
         *(rebatched_lines if result.rebatched else []),
         "ESS/N of sequence weights over the first tokens of a response, and its 95 % interval; after it the share of "
@@ -178,8 +193,7 @@ def write(result: ProbeResult) -> None:
 
 def show(result: ProbeResult) -> None:
     """Print the tables, the findings and the paths of the report."""
-    changes = result.rebatched_rows()
-    for table in [[HEADINGS, *map(cells, result.comparisons)], *([[REBATCHED, *changes]] if changes else [])]:
+    for table in result.tables():
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         print()
         for row in table:

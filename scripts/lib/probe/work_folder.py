@@ -1,7 +1,8 @@
 """Store a probe's log-probabilities, one line of JSON per prompt, so that an interrupted probe can resume.
 
 ``ROLLOUT.jsonl`` contains a rollout's ``answers`` (token ids) and their ``log_probs``; ``TRAINER-on-ROLLOUT.jsonl`` the
-``log_probs`` of the same tokens by a trainer. A line with ``overflow`` is the last one of its file.
+``log_probs`` of the same tokens by a trainer; both, of a mixture, also ``experts`` (``routing``) where these can be
+observed. A line with ``overflow`` is the last one of its file.
 """
 
 import hashlib

@@ -223,7 +223,7 @@ def test_answers_end_with_the_first_end_token(folder):
     masters, _ = load(str(folder / "model"))
     rollout, ends = RolloutNumerics("bf16", "fp32", True), set(range(64))
     model = build(masters, rollout, "cpu")
-    answers, rows = generate(model, rollout, [1, 2, 3], 16, 12, ends, seed=1)
+    answers, rows = generate(model, rollout, [1, 2, 3], 16, 12, ends, seed=1).values()
     assert [len(answer) for answer in answers] == [len(row) for row in rows]
     ended = [answer for answer in answers if answer[-1] in ends]
     assert ended and all(ends.isdisjoint(answer[:-1]) for answer in answers)

@@ -95,17 +95,6 @@ def test_sft_trains_in_fp16_and_saves_after_a_storm(train, tmp_path):
         assert all(tensor.to_local().isfinite().all() for tensor in saved(tmp_path, 5, "model", rank).values())
 
 
-def test_sft_trains_adapters_in_fp32_over_a_base_in_fp16(train, tmp_path):
-    lora = ["+precision=fp16", "engine.model_dtype=fp16", "model.lora_rank=4", "model.target_modules=all-linear"]
-    for last in (1, 2):  # the second run resumes
-        steps, error = train(tmp_path, *lora, f"trainer.total_training_steps={last}")
-        assert not error, error
-        assert list(steps) == [last] and steps[last]["train/grad_norm"] > 0
-        for rank in (0, 1):
-            dtypes = {("lora_" in name, each.dtype) for name, each in saved(tmp_path, last, "model", rank).items()}
-            assert dtypes == {(True, torch.float32), (False, torch.float16)}
-
-
 def test_sft_refuses_contradicting_dtypes(train, tmp_path):
     steps, error = train(tmp_path, "+precision=fp16", "engine.dtype=bfloat16", ranks=1)
     assert not steps and "dtype=float16 and engine.dtype=bfloat16 contradict each other" in error

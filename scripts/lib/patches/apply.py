@@ -98,7 +98,8 @@ def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force
             aside = set_aside(target, edited)
             roll_back(target, record, blobs | restored)
             sweep(target)
-            counts = f"{len(record.replaced)} files restored, {len(record.added)} deleted"
+            back = len(record.hooked(blobs | restored)) + len(record.removed(blobs))
+            counts = f"{back} files restored, {len(record.added.items() & blobs.items())} deleted"
             return [f"{framework.name} {record.release}: stack {record.stack} removed, {counts}", *aside]
         status = examine(target, blobs, record, load_stacks(project, framework))
         if status.state != "unpatched":

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
+
 import setup_env
 from lib.cli import alternatives, faults_in_one_line, gpu_present, help_requested, one_of, parse_words, shell_words
 from lib.doctor.interpreter import find_interpreter
@@ -97,6 +99,11 @@ def target(values: Mapping[str, str]) -> list[str]:
     return ["--framework", name.lower(), values[name]]
 
 
+def unapply(values: Mapping[str, str]) -> list[str]:
+    force = one_of(values, "FORCE", ["yes", "no"], "no") == "yes"
+    return ["unapply", *(["--force"] if force else []), *target(values)]
+
+
 def port(values: Mapping[str, str]) -> list[str]:
     for name in ("FROM", "TO"):
         if not values.get(name):
@@ -151,7 +158,7 @@ COMMANDS = {
     "dapo-math": Command("recipes.dapo_math.prepare", fixed("--out", "data/dapo-math"), "", ()),
     "sanity-math": Command("recipes.sanity_math.prepare", fixed("--out", "data/sanity-math"), "", ()),
     "apply-patches": patchset("apply"),
-    "unapply-patches": patchset("unapply"),
+    "unapply-patches": Command("patchset.py", unapply, "", ("VERL", "OAT", "FORCE"), environment=False),
     "status": patchset("status"),
     "drift": patchset("drift"),
     "port": Command("patchset.py", port, "", ("FROM", "TO", "DIR", "FRAMEWORK"), environment=False),

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
+
 from lib.errors import Refused
 from lib.patches.apply import apply, unapply
 from lib.patches.check import check_all
@@ -77,7 +79,7 @@ def run_apply(args: argparse.Namespace) -> int:
 
 
 def run_unapply(args: argparse.Namespace) -> int:
-    return show(unapply(args.target, framework=framework_of_target(args)))
+    return show(unapply(args.target, framework=framework_of_target(args), force=args.force))
 
 
 def run_check(args: argparse.Namespace) -> int:
@@ -101,7 +103,7 @@ def run_checkout(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    return show(export(args.folder))
+    return show(export(args.folder, remove=args.remove))
 
 
 def run_port(args: argparse.Namespace) -> int:
@@ -136,6 +138,9 @@ def parser() -> argparse.ArgumentParser:
     drifting = command(run_drift, "drift", "list the patched files of TARGET that differ from the nearest release")
     for each in (state, putting, taking, drifting):
         each.add_argument("target", type=Path, metavar="TARGET")
+    edits = "rename files that were edited since apply to <name>.edited, instead of refusing"
+    taking.add_argument("--force", action="store_true", help=edits)
+    exporting.add_argument("--remove", action="store_true", help="delete all patches if DIR has no commit left")
     which = checking.add_mutually_exclusive_group()
     which.add_argument("--release", metavar="R")
     which.add_argument("--all", action="store_true")
@@ -162,9 +167,12 @@ def main() -> int:
     args = parser().parse_args()
     try:
         return args.run(args)
-    except (Refused, OSError) as fault:
-        print(f"patchset: {fault}", file=sys.stderr)
-        return 1
+    except Refused as fault:
+        line = str(fault)
+    except OSError as fault:
+        line = ": ".join(str(part) for part in (fault.filename, fault.strerror or fault) if part)
+    print(f"patchset: {line}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

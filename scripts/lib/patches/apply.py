@@ -3,42 +3,45 @@
 A patched tree has, in its package, the folder ``.precision`` with the originals of the files that were replaced and
 ``record.json`` with each file's blob id before and after:
 
-1. apply stages everything in ``.precision`` and writes record.json: a full disk shows here, before any change;
-2. it renames the staged files into place, and last of all the stamp;
+1. apply writes these, and the new files, into ``.precision.new``: a full disk shows here, before any change;
+2. it removes an older stack, renames that folder to ``.precision``, the files into place, and last of all the stamp;
 3. unapply removes the stamp, renames the originals back, and removes record.json.
 
 So a record without a stamp means that one of the two was cut short, and step 3 repairs it; and unapply is exact
-whatever has become of the patches since, because it needs nothing but the record.
+whatever has become of the patches since, because it needs nothing but the record. A record that is lost is made again
+where the tree has the files of a stack: its patches, taken off, give the originals.
 """
 
-import json
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from lib.errors import Refused
 from lib.files import write
+from lib.patches.bookkeeping import before_any_change, clear, commit_staged, make_folder, stage, sweep
+from lib.patches.changes import changes, read_changelog
 from lib.patches.git import git
 from lib.patches.git_objects import blob_id
-from lib.patches.record import Record, make_record, read_record
+from lib.patches.record import Record, make_record, read_record, recover_record
 from lib.patches.releases import VERL, Framework
 from lib.patches.stack import Stack, load_stacks
 from lib.patches.status import examine
 from lib.patches.target import Target, locked
 from lib.paths import REPO
 
+EDITED = ".edited"  # the ending of an edited file that unapply sets aside
+
 
 def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
     """Apply the stack to the target and return what was done, a line each.
 
-    Does nothing to a target that has this very stack; takes another version of the stack off first.
+    Does nothing to a target that has this very stack; replaces another version of the stack, and then names the new
+    entries of the changelog on keys and metrics.
 
     Raises:
         Refused: the target is half-patched, dirty, foreign or read-only; nothing was changed.
-        OSError: it cannot be written; the change was rolled back.
+        OSError: it cannot be written; nothing was changed, or the change was rolled back to the release.
     """
     with locked(path, framework) as target:
         stacks = load_stacks(project, framework)
@@ -51,36 +54,53 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
         stack = next(stack for stack in stacks if stack.release.name == status.release)
         if not stack.patches:
             raise Refused(f"{stack.release} has no patches yet")
+        record = record or renew_record(target, blobs, stacks)
         kept = record.hooked(blobs) if record else []
-        hooked = hooked_files(
-            stack, lambda path: (target.original(path) if path in kept else target.root / path).read_bytes()
-        )
+        pristine = {
+            path: target.read_original(path) if path in kept else (target.root / path).read_bytes()
+            for path in stack.before
+        }
+        hooked = run_patches(stack, pristine)
         new = make_record(stack, record.undone(blobs) if record else blobs)
         refuse_unwritable(target, new)
-        done = []
+        done, changelog = [], read_changelog(project)
         if record:
-            roll_back(target, record, blobs)
+            refuse_unwritable(target, record)
+            refuse_damaged(target, record, blobs)
             done = [f"{framework.name} {record.release}: stack {record.stack} removed first"]
-        put_on(target, new, {**hooked, **stack.added})
+        if status.state == "outdated":
+            done += changes(target.changelog, changelog)
+        put_on(target, new, {**hooked, **stack.added}, kept, record, changelog)
     counts = f"{len(new.replaced)} files hooked, {len(new.added)} copied, stamp {new.stack} in {framework.stamp}"
     return [*done, f"{stack.release}: {counts}"]
 
 
-def unapply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
+def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force: bool = False) -> list[str]:
     """Take the stack off the target, to the byte, and return what was done, a line each.
 
     Does nothing to an unpatched target.
 
+    Args:
+        force: rename files that were edited since apply to ``<name>.edited``, instead of refusing.
+
     Raises:
-        Refused: files were edited since apply, the target is neither unpatched nor has the record that apply keeps, or
-            it is read-only; nothing was changed.
+        Refused: files were edited since apply, or the target is neither unpatched nor has the record that apply keeps
+            or the files of a stack, or it is read-only; nothing was changed.
     """
     with locked(path, framework) as target:
-        blobs, record = target.blobs(), read_record(target)
-        if record and not record.edited(blobs):
-            roll_back(target, record, blobs)
-            counts = f"{len(record.replaced)} files restored, {len(record.added)} deleted"
-            return [f"{framework.name} {record.release}: stack {record.stack} removed, {counts}"]
+        blobs = target.blobs()
+        record = read_record(target) or renew_record(target, blobs, load_stacks(project, framework))
+        edited = record.edited(blobs) if record else []
+        if record and (force or not edited):
+            restored = {path: record.replaced[path][1] for path in edited if path in record.replaced}
+            refuse_unwritable(target, record)
+            refuse_damaged(target, record, blobs | restored)
+            aside = set_aside(target, edited)
+            roll_back(target, record, blobs | restored)
+            sweep(target)
+            back = len(record.hooked(blobs | restored)) + len(record.removed(blobs))
+            counts = f"{back} files restored, {len(record.added.items() & blobs.items())} deleted"
+            return [f"{framework.name} {record.release}: stack {record.stack} removed, {counts}", *aside]
         status = examine(target, blobs, record, load_stacks(project, framework))
         if status.state != "unpatched":
             raise Refused(f"{target.root}: {status.state}: {status.detail}")
@@ -88,88 +108,111 @@ def unapply(path: Path, project: Path = REPO, framework: Framework = VERL) -> li
         return [f"{status.detail} is not patched: nothing to do"]
 
 
-def hooked_files(stack: Stack, pristine: Callable[[str], bytes]) -> dict[str, bytes]:
-    """Return the patched content of each file that the patches change, made and verified in a scratch folder.
+def run_patches(stack: Stack, contents: Mapping[str, bytes], reverse: bool = False) -> dict[str, bytes]:
+    """Return files with the stack's patches applied, or taken off, in a scratch folder; before and after are verified.
 
     Args:
-        pristine: returns a file's content in the release, by path.
+        contents: of hooked files, by path.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    start, end = (stack.after, stack.before) if reverse else (stack.before, stack.after)
+    patches, options = (reversed(stack.patches), ["--reverse"]) if reverse else (stack.patches, [])
+    with tempfile.TemporaryDirectory() as folder, before_any_change(Path(folder)):
         scratch = Path(folder).resolve()
-        for path, before in stack.before.items():
-            content = pristine(path)
-            if blob_id(content) != before:
+        for path, content in contents.items():
+            if blob_id(content) != start[path]:
                 again = f"reinstall {stack.release.framework.name}"
                 raise Refused(f"{path} is not the file that the patches of {stack.release} were made for; {again}")
             write(scratch / path, content)
-        for patch in stack.patches:
-            git("apply", "--whitespace=nowarn", "-", cwd=scratch, stdin=patch.text)
-        hooked = {path: (scratch / path).read_bytes() for path in stack.after}
-    if wrong := [path for path, content in hooked.items() if blob_id(content) != stack.after[path]]:
+        for patch in patches:
+            if included := [f"--include={path}" for path, _, _ in patch.blobs if path in contents]:
+                git("apply", "--whitespace=nowarn", *options, *included, "-", cwd=scratch, stdin=patch.text)
+        made = {path: (scratch / path).read_bytes() for path in contents}
+    if wrong := [path for path, content in made.items() if blob_id(content) != end[path]]:
         raise Refused(f"{wrong[0]}: patched content does not match the blob id in the patches of {stack.release}")
-    return hooked
+    return made
 
 
-def put_on(target: Target, record: Record, contents: Mapping[str, bytes]) -> None:
-    """Make the changes of ``record`` to a pristine tree; roll back and raise what fails midway."""
+def renew_record(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) -> Record | None:
+    """Make record and originals again in a patched tree that has lost them; return None for a tree with no stack."""
+    record = recover_record(blobs, stacks)
+    if record:
+        (stack,) = (stack for stack in stacks if stack.release.name == record.release)
+        patched = {path: (target.root / path).read_bytes() for path in record.hooked(blobs)}
+        originals = run_patches(stack, patched, reverse=True)
+        refuse_unwritable(target, record)
+        with before_any_change(target.staging):
+            stage(target, record, {}, restored=originals)
+        commit_staged(target)
+    return record
+
+
+def put_on(
+    target: Target,
+    record: Record,
+    contents: Mapping[str, bytes],
+    kept: Collection[str],
+    older: Record | None,
+    changelog: str,
+) -> None:
+    """Make the changes of ``record`` to a pristine tree, or to one with ``older`` applied.
+
+    What fails midway is rolled back, to the pristine tree, and raised.
+    """
+    with before_any_change(target.staging):
+        stage(target, record, contents, kept, changelog=changelog)
     try:
-        stage(target, record, contents)
+        if older:
+            roll_back(target, older, target.blobs())
+        commit_staged(target)
         for folder in record.folders:
-            (target.root / folder).mkdir(exist_ok=True)
+            make_folder(target.root / folder)
         for path in contents:
             os.replace(target.staged(path), target.root / path)
             drop_compiled(target.root / path)
         os.replace(target.staged(target.framework.stamp), target.stamp)
     except BaseException:
-        if target.record.exists():
-            roll_back(target, record, target.blobs())
-        else:
-            sweep(target)
+        if begun := read_record(target):
+            roll_back(target, begun, target.blobs())
+        sweep(target)
         raise
-
-
-def stage(target: Target, record: Record, contents: Mapping[str, bytes]) -> None:
-    """Write into the target's bookkeeping all that ``put_on`` will rename or restore, the record last."""
-    sweep(target)
-    target.bookkeeping.mkdir()
-    (target.bookkeeping / ".gitignore").write_text("*\n")  # if the target is a git checkout
-    for path, content in {**contents, target.framework.stamp: record.stamp_file}.items():
-        target.staged(path).write_bytes(content)
-    for path in record.replaced:
-        shutil.copy2(target.root / path, target.original(path))
-        shutil.copymode(target.root / path, target.staged(path))
-    begun = target.staged("record.json")
-    begun.write_text(json.dumps(asdict(record)))
-    os.replace(begun, target.record)
 
 
 def roll_back(target: Target, record: Record, blobs: Mapping[str, str]) -> None:
     """Undo the changes of ``record`` in the tree of these ``blobs``; if it is cut short it can be called again."""
-    hooked = record.hooked(blobs)
-    for path in hooked:
-        if blob_id(target.original(path).read_bytes()) != record.replaced[path][0]:
-            again = f"reinstall {target.framework.name} {record.release}"
-            raise Refused(f"{target.original(path)} was changed since apply; {again}")
-    refuse_unwritable(target, record)
     target.stamp.unlink(missing_ok=True)
-    for path in hooked:
+    for path in [*record.removed(blobs), *record.hooked(blobs)]:
+        make_folder((target.root / path).parent)
         os.replace(target.original(path), target.root / path)
-    for path in record.added:
-        (target.root / path).unlink(missing_ok=True)
+    for path in [path for path, blob in record.added.items() if blobs.get(path) == blob]:
+        (target.root / path).unlink()
     for path in [*record.replaced, *record.added]:
         drop_compiled(target.root / path)
-    for folder in map(target.root.joinpath, reversed(record.folders)):
-        if folder.exists() and not any(folder.iterdir()):
-            folder.rmdir()
+    # Of an uninstalled package the folders are left, too.
+    folders = {folder for path in [*record.replaced, *record.added] for folder in Path(path).parents[:-1]}
+    remove_empty(target.root / folder for folder in sorted(folders, reverse=True))
     target.record.unlink()
-    sweep(target)
+    clear(target.bookkeeping)
+    remove_empty([target.root / target.framework.name])
 
 
-def sweep(target: Target) -> None:
-    """Remove a stamp and bookkeeping that belong to no record."""
-    target.stamp.unlink(missing_ok=True)
-    if target.bookkeeping.exists():
-        shutil.rmtree(target.bookkeeping)
+def remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def set_aside(target: Target, paths: Collection[str]) -> list[str]:
+    """Rename files to ``<name>.edited`` and return a line for each.
+
+    Raises:
+        Refused: one of these names is taken; nothing was renamed.
+    """
+    names = {target.root / path: target.root / f"{path}{EDITED}" for path in paths}
+    if taken := [name for name in names.values() if os.path.lexists(name)]:
+        raise Refused(f"{taken[0]} is in the way: unapply renames the edited file to it; move it away")
+    for path, name in names.items():
+        os.replace(path, name)
+    return [f"edited file kept as {name}" for name in names.values()]
 
 
 def drop_compiled(path: Path) -> None:
@@ -182,8 +225,22 @@ def drop_compiled(path: Path) -> None:
 
 
 def refuse_unwritable(target: Target, record: Record) -> None:
-    """Raise Refused if a folder that would change is read-only."""
+    """Raise Refused if a folder that would change is read-only, or something in it is no file to be replaced."""
     paths = [target.framework.bookkeeping, target.framework.stamp, *record.replaced, *record.added]
     for folder in sorted({(target.root / path).parent for path in paths}):
         if folder.exists() and not os.access(folder, os.W_OK):
             raise Refused(f"{folder} is read-only; nothing was changed")
+    kinds = [(target.root / path, "file", Path.is_file) for path in paths[1:]]
+    kinds += [(target.root / folder, "folder", Path.is_dir) for folder in record.folders]
+    for path, kind, fits in kinds:
+        if os.path.lexists(path) and not fits(path):
+            raise Refused(f"{path} is in the way: it is no {kind}; move it away; nothing was changed")
+
+
+def refuse_damaged(target: Target, record: Record, blobs: Mapping[str, str]) -> None:
+    """Raise Refused if an original that would be restored is not the one that apply kept."""
+    for path in [*record.removed(blobs), *record.hooked(blobs)]:
+        kept = target.original(path)
+        if not os.path.lexists(kept) or blob_id(target.read_original(path)) != record.replaced[path][0]:
+            again = f"reinstall {target.framework.name} {record.release}"
+            raise Refused(f"{kept} was changed since apply; {again}")

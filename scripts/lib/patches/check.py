@@ -9,7 +9,7 @@ from pathlib import Path
 from lib.errors import Refused
 from lib.patches.apply import apply, unapply
 from lib.patches.export import check_re_export
-from lib.patches.git_objects import blob_id, package_blobs
+from lib.patches.git_objects import package_blobs
 from lib.patches.releases import VERL, Framework, Release, find_release
 from lib.patches.stack import load_stack, trailers
 from lib.patches.status import status
@@ -39,17 +39,16 @@ def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
             raise Refused(f"{release} is {after.state} after apply: {after.detail}")
         if not after.exact:
             raise Refused(f"files of {release} that the stack does not touch are not those of tree_before")
-        added = {path: blob_id(content) for path, content in stack.added.items()}
-        if package_blobs(root, framework) != {**blobs, **stack.after, **added}:
+        if package_blobs(root, framework) != {**blobs, **stack.after, **stack.copied}:
             raise Refused(f"apply on {release} changes other files than the stack names")
-        for path in [*stack.after, *added]:
+        for path in [*stack.after, *stack.copied]:
             if path.endswith(".py") and not compileall.compile_file(root / path, quiet=2):
                 raise Refused(f"{path} of {release} does not compile after apply")
         unapply(root, project, framework)
         if contents(root) != before:
             raise Refused(f"unapply does not restore the wheel of {release}")
         check_re_export(stack, root, release.tree_after)
-    return f"{len(stack.patches)} patches, {len(stack.after)} files hooked, {len(added)} copied"
+    return f"{len(stack.patches)} patches, {len(stack.after)} files hooked, {len(stack.copied)} copied"
 
 
 def contents(root: Path) -> dict[Path, bytes | None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lib.errors import Refused
 from lib.files import write
+from lib.format import first_three
 from lib.patches.checkout import BASE, commit_base, commit_patches
 from lib.patches.git import git
 from lib.patches.git_objects import package_blobs, package_tree_id
@@ -133,15 +134,18 @@ def file_name(subject: str) -> str:
     return f"{match[1]}-{slug}.patch"
 
 
-def export(tree: Path, project: Path = REPO) -> list[str]:
+def export(tree: Path, project: Path = REPO, remove: bool = False) -> list[str]:
     """Write the commits of a git tree made by checkout into the project, with the verbatim files that they changed.
+
+    Args:
+        remove: delete the patches of the release even if no commit is left.
 
     Returns:
         what was written, a line each.
 
     Raises:
-        Refused: a commit cannot be a patch, a re-export differs, or the project's own verbatim files have changed
-            since the checkout; nothing was written.
+        Refused: a commit cannot be a patch, a re-export differs, all patches would be deleted without ``remove``, or
+            the project's own verbatim files have changed since the checkout; nothing was written.
     """
     tree = Path(os.path.abspath(tree))
     commits = read_commits(tree)
@@ -150,11 +154,15 @@ def export(tree: Path, project: Path = REPO) -> list[str]:
     for path, contents in edits.items():
         if (path.read_bytes() if path.exists() else None) not in contents:
             raise Refused(f"{path} changed since the checkout, and the commits change it too; merge the two changes")
+    home = commits.framework.home(project)
+    folder = home / f"v{release.name}"
+    lost = sorted({path.name for path in folder.glob("*.patch")} - {patch.name for patch in commits.patches})
+    if lost and not commits.patches and not remove:  # as after `git cherry-pick --abort`
+        cause = f"has no patch, and its export would delete the {len(lost)} of {release}: {first_three(lost)}"
+        raise Refused(f"{tree} {cause}; restore the commits, or add --remove to delete the patches")
     with tempfile.TemporaryDirectory() as scratch:
         pristine = unpacked_wheel(release.name, Path(scratch), commits.framework)
         check_re_export(make_stack(release, commits.patches, {}), pristine, commits.tree_after)
-    home = commits.framework.home(project)
-    folder = home / f"v{release.name}"
     with tempfile.TemporaryDirectory(dir=home, prefix=".export-") as scratch:
         new = Path(scratch, "new")
         write(new / "series", "".join(f"{patch.name}\n" for patch in commits.patches).encode())
@@ -166,7 +174,8 @@ def export(tree: Path, project: Path = REPO) -> list[str]:
     record_tree_after(release, commits.tree_after, home / "versions.toml")
     for path, (_, after) in edits.items():
         path.unlink(missing_ok=True) if after is None else write(path, after)
-    return [f"{release}: {len(commits.patches)} patches in {folder}", *(f"wrote {path}" for path in edits)]
+    removed = [f"deleted {name}" for name in lost]
+    return [f"{release}: {len(commits.patches)} patches in {folder}", *removed, *(f"wrote {path}" for path in edits)]
 
 
 def project_file(path: str, project: Path, framework: Framework) -> Path:

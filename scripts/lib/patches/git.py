@@ -39,7 +39,7 @@ def run_git(*args: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProce
     env["GIT_CEILING_DIRECTORIES"] = str(cwd.resolve().parent)
     try:
         return subprocess.run(["git", *args], cwd=cwd, env=env, input=stdin.encode(), capture_output=True)
-    except FileNotFoundError as error:
+    except OSError as error:  # PATH may also name what cannot be searched
         if error.filename != "git":  # the folder is missing
             raise
         raise Refused("git is not installed: install it, or add its folder to PATH") from None

@@ -42,14 +42,17 @@ def package_tree_id(blobs: Mapping[str, str]) -> str:
 
 
 def package_files(root: Path, framework: Framework = VERL) -> Iterator[str]:
-    """Yield the path of each file of the package below ``root``, without compiled files and what apply keeps there."""
+    """Yield the path of each file of the package below ``root``, without compiled files and what apply keeps there.
+
+    A dangling link, a pipe and the like are no files; a link to a file is one.
+    """
     for folder, subfolders, names in os.walk(root / framework.name):
         here = Path(folder).relative_to(root).as_posix()
-        skipped = (f"{here}/__pycache__", framework.bookkeeping)
+        skipped = (f"{here}/__pycache__", framework.bookkeeping, framework.staging)
         subfolders[:] = [name for name in subfolders if f"{here}/{name}" not in skipped]
         for name in names:
             path = f"{here}/{name}"
-            if path != framework.stamp and not name.endswith(".pyc"):
+            if path != framework.stamp and not name.endswith(".pyc") and os.path.isfile(root / path):
                 yield path
 
 

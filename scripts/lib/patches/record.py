@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import get_origin
 
-from lib.patches.git_objects import blob_id, package_tree_id
+from lib.errors import Refused
+from lib.patches.git_objects import package_tree_id
 from lib.patches.stack import Stack
 from lib.patches.target import Target
 
@@ -34,28 +36,58 @@ class Record:
         return [path for path, (_, after) in self.replaced.items() if blobs.get(path) == after]
 
     def edited(self, blobs: Mapping[str, str]) -> list[str]:
-        """Return the files of the record that unapply cannot account for; a reinstalled package is not an edit."""
-        known = {path: (blob, None) for path, blob in self.added.items()} | (
-            self.replaced if self.hooked(blobs) else {}
-        )
-        return [path for path, ids in known.items() if blobs.get(path) not in ids]
+        """Return the files of the record whose content is none of its own; a reinstalled package is not an edit."""
+        known = {path: (blob,) for path, blob in self.added.items()} | (self.replaced if self.hooked(blobs) else {})
+        return [path for path, ids in known.items() if path in blobs and blobs[path] not in ids]
+
+    def removed(self, blobs: Mapping[str, str]) -> list[str]:
+        """Return the replaced files that are gone; those of an uninstalled package are not."""
+        return [path for path in self.replaced if path not in blobs] if self.hooked(blobs) else []
 
     def undone(self, blobs: Mapping[str, str]) -> dict[str, str]:
         """Return the blobs as unapply would leave them."""
         undone = {path: blob for path, blob in blobs.items() if self.added.get(path) != blob}
-        return undone | {path: self.replaced[path][0] for path in self.hooked(blobs)}
+        return undone | {path: self.replaced[path][0] for path in (*self.hooked(blobs), *self.removed(blobs))}
 
 
-def make_record(stack: Stack, pristine: Mapping[str, str]) -> Record:
-    """Return the record of applying ``stack`` to a tree of these blobs."""
-    added = {path: blob_id(content) for path, content in stack.added.items()}
-    folders = {folder.as_posix() for path in added for folder in Path(path).parents}
-    folders -= {folder.as_posix() for path in pristine for folder in Path(path).parents}
+def make_record(stack: Stack, blobs: Mapping[str, str]) -> Record:
+    """Return the record of applying ``stack`` to a tree of these blobs, or of having applied it to them."""
+    folders = {folder.as_posix() for path in stack.added for folder in Path(path).parents}
+    folders -= {folder.as_posix() for path in blobs if path not in stack.added for folder in Path(path).parents}
     replaced = {path: (before, stack.after[path]) for path, before in stack.before.items()}
-    tree = package_tree_id({**pristine, **stack.after, **added})
-    return Record(stack.release.name, stack.id, tree, replaced, added, sorted(folders))
+    tree = package_tree_id({**blobs, **stack.after, **stack.copied})
+    return Record(stack.release.name, stack.id, tree, replaced, stack.copied, sorted(folders))
 
 
 def read_record(target: Target) -> Record | None:
-    """Return the target's record; None if no apply has begun."""
-    return Record(**json.loads(target.record.read_text())) if target.record.exists() else None
+    """Return the target's record; None if no apply has begun.
+
+    Raises:
+        Refused: the file is not a record.
+    """
+    if not target.record.exists():
+        return None
+    try:
+        record = Record(**json.loads(target.record.read_bytes()))
+        for field in fields(record):
+            if not isinstance(getattr(record, field.name), get_origin(field.type) or field.type):
+                raise TypeError(f"{field.name} has another type")
+    except (ValueError, TypeError) as error:
+        cause = f"is damaged, or of a newer version of this project ({error})"
+        remedy = f"delete it, then make unapply-patches {target.variable} finds the patches by their content"
+        raise Refused(f"{target.record} {cause}; {remedy}") from error
+    return record
+
+
+def recover_record(blobs: Mapping[str, str], stacks: list[Stack]) -> Record | None:
+    """Return the record that belongs to a tree with these blobs and none of its own; None if nothing is patched.
+
+    The blobs must be those of a release but for files that its stack, one of ``stacks``, patched or copied in.
+    """
+    found = []
+    for stack in stacks:
+        record = make_record(stack, blobs)
+        pristine = record.undone(blobs)
+        if pristine != blobs and not record.removed(blobs) and not stack.mismatches(pristine):
+            found.append((stack.rest_is_pristine(pristine), record))
+    return max(found, key=lambda each: each[0])[1] if found else None

@@ -38,6 +38,11 @@ class Framework:
         """Path of the folder in which apply keeps its record and the original files."""
         return f"{self.name}/.precision"
 
+    @property
+    def staging(self) -> str:
+        """Path of the folder that apply fills and then renames to ``bookkeeping``."""
+        return f"{self.bookkeeping}.new"
+
     def home(self, project: Path) -> Path:
         """Return the folder of its stacks."""
         return project / "patches" / self.name

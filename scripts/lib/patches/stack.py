@@ -5,11 +5,12 @@ import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 from lib.errors import Refused
 from lib.patches.git import git
-from lib.patches.git_objects import package_tree_id
+from lib.patches.git_objects import blob_id, package_tree_id
 from lib.patches.releases import VERL, Framework, Release, load_releases
 from lib.paths import REPO
 
@@ -76,6 +77,11 @@ class Stack:
             return [f"{self.release.framework.name}/"]
         return self.changed(blobs) + [path for path in (*self.added, *self.shadowed) if path in blobs]
 
+    @cached_property
+    def copied(self) -> dict[str, str]:
+        """The blob ids of the files copied in, by path."""
+        return {path: blob_id(content) for path, content in self.added.items()}
+
     @property
     def shadowed(self) -> list[str]:
         """Return the modules that Python would not find any more, because an added package has their name."""
@@ -84,6 +90,10 @@ class Stack:
     def changed(self, blobs: Mapping[str, str]) -> list[str]:
         """Return the paths that the patches hook and whose blobs are not the release's."""
         return [path for path, blob in self.before.items() if blobs.get(path) != blob]
+
+    def unknown(self, blobs: Mapping[str, str]) -> list[str]:
+        """Return the paths that the patches hook and whose blobs are neither the release's nor the patched ones."""
+        return [path for path in self.changed(blobs) if blobs.get(path) != self.after[path]]
 
     def rest_is_pristine(self, blobs: Mapping[str, str]) -> bool:
         """Return whether the files that the stack does not touch are exactly those of the release's wheel."""
@@ -150,6 +160,9 @@ def load_stacks(project: Path = REPO, framework: Framework = VERL) -> list[Stack
 
 
 def closest(blobs: Mapping[str, str], stacks: list[Stack]) -> Stack:
-    """Return the stack with the largest share of its hooked files in a tree with these blobs; of equals the newest."""
+    """Return the stack with the largest share of its hooked files, patched or not, in a tree with these blobs.
+
+    Of equals the newest.
+    """
     hooking = [stack for stack in stacks if stack.before]
-    return max(reversed(hooking), key=lambda stack: 1 - len(stack.changed(blobs)) / len(stack.before))
+    return max(reversed(hooking), key=lambda stack: 1 - len(stack.unknown(blobs)) / len(stack.before))

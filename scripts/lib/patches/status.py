@@ -1,13 +1,12 @@
 """Determine the state of a target: its release, whether it is patched, and the files that differ."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lib.format import first_three
 from lib.patches.git_objects import blob_id
-from lib.patches.record import Record, read_record
+from lib.patches.record import Record, read_record, recover_record
 from lib.patches.releases import VERL, Framework
 from lib.patches.stack import Stack, closest, load_stacks
 from lib.patches.target import Target, locked
@@ -48,14 +47,12 @@ def status(path: Path, project: Path = REPO, framework: Framework = VERL) -> Sta
 
 def examine(target: Target, blobs: Mapping[str, str], record: Record | None, stacks: list[Stack]) -> Status:
     """Return the target's state, from its blobs, its record and the stacks of its framework."""
-    stamped = record and target.stamp.exists() and target.stamp.read_bytes() == record.stamp_file
+    lost = None if record else recover_record(blobs, stacks)
+    stamped = record and target.stamp.is_file() and target.stamp.read_bytes() == record.stamp_file
     stamp = record.stamp if stamped else None
-    if record and (edited := record.edited(blobs)):
-        copied = [path for path in edited if path in record.added]
-        delete = f", and delete {first_three(copied)}, which apply added" if copied else ""
-        remedy = f"save the edits, then put the files back or reinstall {target.framework.name}{delete}"
-        detail = f"edited after apply: {first_three(edited)}; {remedy}"
-        return Status("dirty", detail, record.release, stamp=stamp)
+    if record and (fault := spoilt(target, blobs, record)):
+        return Status(*fault, record.release, stamp=stamp)
+    record = record or lost
     pristine = record.undone(blobs) if record else blobs
     matching = [stack for stack in stacks if not stack.mismatches(pristine)]
     if not matching:
@@ -63,14 +60,31 @@ def examine(target: Target, blobs: Mapping[str, str], record: Record | None, sta
         return Status(state, detail, stamp=stamp)
     stack = max(matching, key=lambda stack: stack.rest_is_pristine(pristine))
     exact = stack.rest_is_pristine(pristine)
-    state, detail = matched(target, stack, blobs, record, bool(stamp))
+    state, detail = matched(target, stack, blobs, record, bool(stamp), lost is not None)
     return Status(state, detail, stack.release.name, exact, stack.id, stamp)
 
 
+def spoilt(target: Target, blobs: Mapping[str, str], record: Record) -> tuple[str, str] | None:
+    """Return state and detail of a tree whose recorded files were edited or removed since; None if they were not."""
+    name = target.framework.name
+    unapply = f"make unapply-patches {target.variable}"
+    if edited := record.edited(blobs):
+        copied = [path for path in edited if path in record.added]
+        delete = f" and delete {first_three(copied)}, which apply added" if copied else ""
+        keep = f"{unapply} FORCE=yes restores {name} {record.release} and keeps each as FILE.edited"
+        by_hand = f"or save the edits, put the files back or reinstall {name},{delete}".rstrip(",")
+        return "dirty", f"edited after apply: {first_three(edited)}; {keep}; {by_hand}"
+    if not target.installed:
+        return "half-patched", f"{name} was uninstalled; {unapply} deletes what apply added, then install {name} again"
+    if removed := record.removed(blobs):
+        return "dirty", f"removed after apply: {first_three(removed)}; {unapply} restores {name} {record.release}"
+    return None
+
+
 def matched(
-    target: Target, stack: Stack, blobs: Mapping[str, str], record: Record | None, stamped: bool
+    target: Target, stack: Stack, blobs: Mapping[str, str], record: Record | None, stamped: bool, lost: bool
 ) -> tuple[str, str]:
-    """Return state and detail of a tree that is the stack's release once the record is undone."""
+    """Return state and detail of a tree that is the stack's release once the record, which may be lost, is undone."""
     name = str(stack.release)
     if not record:
         return "unpatched", name
@@ -80,10 +94,19 @@ def matched(
         if (record.release, record.stack) == (stack.release.name, stack.id):
             return "patched", f"{name} with stack {stack.id}"
         return "outdated", f"{name} with stack {record.stack}; apply brings it to {stack.id}"
+    restore = f"make unapply-patches {target.variable} restores the release, then apply again"
+    if lost and 0 < len(hooked) < len(record.replaced):
+        return "half-patched", f"{name}, but {hooked[0]} is patched and apply left no record; {restore}"
     if stamped and hooked:
-        lost = f"{name} with stack {record.stack}, but {bare[0]} is not patched"
-        return "half-patched", f"{lost}; make unapply-patches {target.variable} restores the release, then apply again"
-    cause = f"apply or unapply was interrupted, or {stack.release.framework.name} was reinstalled over the stack"
+        return "half-patched", f"{name} with stack {record.stack}, but {bare[0]} is not patched; {restore}"
+    if lost:
+        kept = f"the record of apply in {target.framework.bookkeeping}"
+        cause = f"it has files of stack {record.stack}, but {kept} is lost"
+    elif stamped:
+        installed = f"{target.framework.name} was installed or checked out again over stack {record.stack}"
+        return "interrupted", f"{name}: {installed}; apply patches it again, unapply deletes what the stack left"
+    else:
+        cause = "apply or unapply was interrupted"
     return "interrupted", f"{name}: {cause}; the next apply or unapply repairs it"
 
 
@@ -96,26 +119,29 @@ def unmatched(
     if record and record.release not in by_name:
         origin = f"another version of this project, for {framework} {record.release}, stack {record.stack}"
         return "foreign", f"patched by {origin}; make unapply-patches {target.variable} removes that"
-    stamp = None if record or not target.stamp.exists() else json.loads(target.stamp.read_bytes())
+    stamp = None if record else target.read_stamp()
     recorded = record.release if record else stamp and stamp["release"]
-    stack = by_name[recorded] if recorded in by_name else closest(pristine, stacks)
+    unix = {**pristine, **unix_blobs(target, pristine, stacks)}
+    stack = by_name[recorded] if recorded in by_name else closest(unix, stacks)
     name, differing = str(stack.release), stack.mismatches(pristine)
-    patched = {**stack.after, **{path: blob_id(content) for path, content in stack.added.items()}}
+    patched = {**stack.after, **stack.copied}
     unknown = [path for path in differing if pristine.get(path) != patched.get(path, "")]
     reset = f"reinstall {name} or check its files out again"
-    origin = f"{framework} {recorded}" if recorded else name
-    # A reinstall leaves the files that apply added.
-    anew = f"delete {target.root / framework}, then reinstall {origin} or check its files out again"
-    if not unknown:
-        return "half-patched", f"{name}, but {differing[0]} is patched and apply left no record; {anew}"
+    if windows := sorted(set(stack.unknown(pristine)) - set(stack.unknown(unix))):
+        cause = f"{len(windows)} files have CRLF line endings: {first_three(windows)}"
+        return "dirty", f"{name}, but {cause}; git config core.autocrlf false, then check the files out again"
     if stamp:
         lost = f"but without the record in {target.framework.bookkeeping} that unapply needs"
-        return "half-patched", f"{origin} with stack {stamp['stack']}, {lost}; {anew}"
+        # A reinstall leaves the files that apply added.
+        anew = f"delete {target.root / framework}, then reinstall {framework} {recorded} or check its files out again"
+        return "half-patched", f"{framework} {recorded} with stack {stamp['stack']}, {lost}; {anew}"
     if record:
         return "dirty", f"{name}, but for {first_three(unknown)}; save your edits, then {reset}"
     # With all files that apply copies in, it was patched as a port, whose hooks need not be a release's.
     ported = stack.added.keys() <= pristine.keys()
-    edited_release = stack.rest_is_pristine(pristine) or target.version == stack.release.name
+    # Two releases differ in a third of these files and more.
+    few = len(stack.unknown(pristine)) < len(stack.before) / 4
+    edited_release = few or stack.rest_is_pristine(pristine) or target.version == stack.release.name
     carry = f"make port FRAMEWORK={framework} FROM={stack.release.name} TO={target.root}"
     remedy = f"make drift {target.variable} lists them, {carry} ports the stack"
     if edited_release and not ported:
@@ -126,12 +152,19 @@ def unmatched(
     return "foreign", f"{nearest}, {share}; {remedy}"
 
 
+def unix_blobs(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) -> dict[str, str]:
+    """Return the blob id that each file that a stack hooks would have with Unix's line endings, by path."""
+    hooked = {path for stack in stacks for path in stack.before if path in blobs}
+    return {path: blob_id((target.root / path).read_bytes().replace(b"\r\n", b"\n")) for path in hooked}
+
+
 def drift(path: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
     """Report, per patch, which of its files differ between the target and the closest release; changes nothing."""
     with locked(path, framework) as target:
-        blobs, record = target.blobs(), read_record(target)
+        blobs, stacks = target.blobs(), load_stacks(project, framework)
+        record = read_record(target) or recover_record(blobs, stacks)
     pristine = record.undone(blobs) if record else blobs
-    stack = closest(pristine, load_stacks(project, framework))
+    stack = closest(pristine, stacks)
     changed = {path: "changed" if path in pristine else "gone" for path in stack.changed(pristine)}
     lines = [f"closest to {stack.release}: {len(changed)} of the {len(stack.before)} files that its stack hooks differ"]
     for patch in stack.patches:

@@ -2,11 +2,13 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlparse
 
 from lib.errors import Refused
 from lib.patches.git_objects import package_blobs
@@ -32,6 +34,15 @@ class Target:
         return self.root / self.framework.bookkeeping
 
     @property
+    def staging(self) -> Path:
+        return self.root / self.framework.staging
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package is there: what apply keeps and adds outlasts ``pip uninstall``."""
+        return (self.root / self.framework.name / "__init__.py").is_file()
+
+    @property
     def record(self) -> Path:
         return self.bookkeeping / "record.json"
 
@@ -47,6 +58,12 @@ class Target:
         version = VERSION.search(file.read_text()) if file.exists() else None
         return version[2] if version else None
 
+    @property
+    def changelog(self) -> str:
+        """The project's changelog as of the apply; empty if no apply kept it."""
+        file = self.bookkeeping / "CHANGELOG.md"
+        return file.read_text() if file.is_file() else ""
+
     def staged(self, path: str) -> Path:
         """Return where the new content of ``path`` is staged."""
         return self.bookkeeping / f"new+{path.replace('/', '+')}"
@@ -54,6 +71,25 @@ class Target:
     def original(self, path: str) -> Path:
         """Return where the original of ``path`` is kept."""
         return self.bookkeeping / f"old+{path.replace('/', '+')}"
+
+    def read_original(self, path: str) -> bytes:
+        """Return the content of the original of ``path``; one that is a link leads from where it was."""
+        kept = self.original(path)
+        return ((self.root / path).parent / os.readlink(kept) if kept.is_symlink() else kept).read_bytes()
+
+    def read_stamp(self) -> dict[str, str] | None:
+        """Return the content of the stamp; None if there is none.
+
+        Raises:
+            Refused: the file is not a stamp.
+        """
+        if not self.stamp.exists():
+            return None
+        try:
+            stamp = json.loads(self.stamp.read_bytes())
+            return {key: stamp[key] for key in ("release", "stack")}
+        except (ValueError, TypeError, KeyError) as error:
+            raise Refused(f"{self.stamp} is not a stamp of apply; delete it") from error
 
     def blobs(self) -> dict[str, str]:
         """Return the blob id of each file of the package, by path."""
@@ -63,25 +99,39 @@ class Target:
 def find_target(path: Path, *frameworks: Framework) -> Target:
     """Return the target at ``path``, which contains, or is, the package of exactly one of ``frameworks``.
 
+    What apply added to a package that was uninstalled since counts as one.
+
     Raises:
         Refused: it contains none of them, or several.
     """
     targets = []
     for framework in frameworks:
         for root in (path, path.parent):
-            package = root / framework.name
-            if (package / "__init__.py").is_file() and package in (path, path / framework.name):
-                targets.append(Target(root, framework))
+            target, package = Target(root, framework), root / framework.name
+            if (target.installed or target.record.is_file()) and package in (path, path / framework.name):
+                targets.append(target)
                 break
     if len(targets) == 1:
         return targets[0]
     if targets:
         names = [target.framework.name for target in targets]
         raise Refused(f"{path} contains {' and '.join(names)}; choose one: --framework {' or '.join(names)}")
+    for framework in frameworks:
+        if checkout := editable(path, framework):
+            raise Refused(f"{path} has {framework.name} as an editable install of {checkout}; give that folder")
     names = [framework.name for framework in frameworks]
     missing = f"contains no {' or '.join(f'{name}/__init__.py' for name in names)}"
     kinds = f"a checkout of {' or '.join(names)}, an unpacked release or a site-packages folder"
     raise Refused(f"{path} {missing if path.is_dir() else 'is not a folder'}; give {kinds}")
+
+
+def editable(folder: Path, framework: Framework) -> str | None:
+    """Return the checkout that a site-packages folder has the framework from, as ``pip install -e`` records it."""
+    name = framework.distribution.replace("-", "_")
+    for origin in folder.glob(f"{name}-*.dist-info/direct_url.json"):
+        url = urlparse(json.loads(origin.read_bytes())["url"])
+        return unquote(url.path) if url.scheme == "file" else None
+    return None
 
 
 @contextlib.contextmanager

@@ -67,7 +67,10 @@ def test_patched_files_without_a_record_are_half_patched(tiny: Path, pristine: P
     shutil.rmtree(patched / "verl/.precision")
     for path in (ENGINE, CONFIG):
         shutil.copy(pristine / path, patched / path)
-    assert f"half-patched: verl 0.9.1, but {PROTOCOL} is patched and apply left no record" in refusal(tiny, patched)
+    line = refusal(tiny, patched, apply)
+    assert f"half-patched: verl 0.9.1, but {PROTOCOL} is patched and apply left no record" in line
+    unapply(patched, tiny)
+    assert contents(patched) == contents(pristine)
 
 
 def test_ported_fork_is_foreign(tiny: Path, patched: Path):

@@ -1,0 +1,147 @@
+"""Write, flush and clear what apply keeps in a patched tree: the originals, the record, and files not yet in place.
+
+What is written has the mode and, where root writes, the owner of the tree's own files.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from lib.errors import Refused
+from lib.patches.record import Record
+from lib.patches.target import Target
+
+OWN_NAMES = re.compile(r"(new|old)\+.*|record\.json|CHANGELOG\.md")
+IGNORE = b"*\n"  # of .gitignore, if the target is a git checkout
+
+
+def stage(
+    target: Target,
+    record: Record,
+    contents: Mapping[str, bytes],
+    kept: Collection[str] = (),
+    restored: Mapping[str, bytes] | None = None,
+    changelog: str = "",
+) -> None:
+    """Write all that ``record`` needs into the target's staging folder, and have it on the disk; changes nothing else.
+
+    Args:
+        contents: the new files by path.
+        kept: files whose originals the target keeps already; the others have theirs in place.
+        restored: originals that are neither kept nor in place, by path.
+
+    Raises:
+        Refused: something that apply did not write is where it keeps its folders.
+        OSError: it cannot be written.
+    """
+    for folder in (target.bookkeeping, target.staging):
+        if strange := strangers(folder):
+            raise Refused(f"{strange[0]} is in the way: apply did not write it; move it away")
+    clear(target.staging)
+    package = target.root / target.framework.name
+    try:
+        make_folder(target.staging)
+        files = {target.staged(path).name: content for path, content in contents.items()}
+        files |= {".gitignore": IGNORE, "CHANGELOG.md": changelog.encode()}
+        files |= {target.staged(target.framework.stamp).name: record.stamp_file}
+        for name, content in {**files, "record.json": json.dumps(asdict(record)).encode()}.items():
+            (target.staging / name).write_bytes(content)
+            follow(target.staging / name, package / "__init__.py")
+        for path in record.replaced:
+            original, place = target.staging / target.original(path).name, target.root / path
+            if path in contents:
+                follow(target.staging / target.staged(path).name, place)
+            if path in (restored or {}):
+                original.write_bytes(restored[path])
+                follow(original, place)
+            else:
+                copy(target.original(path) if path in kept else place, original)
+        flush(target.staging)
+    except BaseException:
+        clear(target.staging)
+        raise
+
+
+@contextlib.contextmanager
+def before_any_change(folder: Path) -> Iterator[None]:
+    """Give an error of the system, such as a full disk, the folder that is written to, and its consequence."""
+    try:
+        yield
+    except OSError as fault:
+        raise OSError(fault.errno, f"{fault.strerror or fault}; nothing was changed", str(folder)) from fault
+
+
+def commit_staged(target: Target) -> None:
+    """Make the staging folder the target's bookkeeping."""
+    clear(target.bookkeeping)
+    os.replace(target.staging, target.bookkeeping)
+
+
+def copy(source: Path, to: Path) -> None:
+    """Copy a file with its mode, times and, as root, owner; a link as it is."""
+    shutil.copy2(source, to, follow_symlinks=False)
+    if not to.is_symlink():
+        follow(to, source)
+
+
+def follow(path: Path, model: Path) -> None:
+    """Give ``path`` the mode of ``model``, and its owner if this is root."""
+    status = model.stat()
+    if os.geteuid() == 0:
+        os.chown(path, status.st_uid, status.st_gid)
+    path.chmod(stat.S_IMODE(status.st_mode))
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder, and those above it, with the mode and owner of the one that it is in."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir()
+        follow(path, path.parent)
+
+
+def flush(folder: Path) -> None:
+    """Have the folder and its files on the disk before anything relies on them."""
+    for path in (*folder.iterdir(), folder):
+        if not path.is_symlink():
+            opened = os.open(path, os.O_RDONLY)
+            os.fsync(opened)
+            os.close(opened)
+
+
+def strangers(folder: Path) -> list[Path]:
+    """Return what apply did not write in its folder, or the folder itself if it is none."""
+    if not folder.is_dir():
+        return [folder] if os.path.lexists(folder) else []
+    return [path for path in folder.iterdir() if not is_own(path)]
+
+
+def is_own(path: Path) -> bool:
+    if path.name == ".gitignore":
+        return path.read_bytes() == IGNORE
+    return OWN_NAMES.fullmatch(path.name) is not None
+
+
+def clear(folder: Path) -> None:
+    """Remove what apply wrote into its folder, and the folder unless it contains something else."""
+    if folder.is_dir():
+        strange = strangers(folder)
+        for path in folder.iterdir():
+            if path not in strange:
+                path.unlink()
+        if not strange:
+            folder.rmdir()
+
+
+def sweep(target: Target) -> None:
+    """Remove a stamp and bookkeeping that belong to no record."""
+    if target.stamp.is_file():
+        target.stamp.unlink()
+    clear(target.bookkeeping)
+    clear(target.staging)

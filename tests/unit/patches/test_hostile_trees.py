@@ -1,0 +1,234 @@
+"""Trees that others touched: other owners and modes, links and pipes, a lost record, an uninstalled verl, CRLF."""
+
+import os
+import resource
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.patch_tool import patchset, refused
+from support.small_projects import CONFIG, ENGINE, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, STAMP, UNTOUCHED
+from support.trees import contents, edit, git, write_files
+
+from lib.patches.apply import apply, unapply
+from lib.patches.bookkeeping import flush
+from lib.patches.releases import find_release
+from lib.patches.stack import load_stack
+from lib.patches.status import status
+from lib.patches.wheels import unpacked_wheel
+
+RECORD = "verl/.precision/record.json"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+
+
+def test_copied_files_have_the_modes_of_the_tree(tiny: Path, target: Path):
+    for path in (target / "verl", *(target / "verl").rglob("*")):
+        path.chmod(0o775 if path.is_dir() else 0o664)
+    assert patchset(tiny, "apply", target, umask=0o077).returncode == 0
+    modes = {path.stat().st_mode & 0o777 for path in (target / "verl").rglob("*")}
+    assert modes == {0o775, 0o664}
+
+
+@needs_root
+def test_what_root_writes_belongs_to_the_owner_of_the_tree(tiny: Path, target: Path):
+    for path in (target, *target.rglob("*")):
+        os.chown(path, 1234, 1235)
+    for command in (apply, unapply):
+        command(target, tiny)
+        assert {(path.stat().st_uid, path.stat().st_gid) for path in target.rglob("*")} == {(1234, 1235)}
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_tree_of_links_stays_one(tiny: Path, pristine: Path, tmp_path: Path, relative: bool):
+    target = tmp_path / "links"
+    for file in (path for path in pristine.rglob("*") if path.is_file()):
+        link = target / file.relative_to(pristine)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(file, link.parent) if relative else file)
+    before = {path: os.readlink(path) for path in target.rglob("*") if path.is_symlink()}
+    apply(target, tiny)
+    assert status(target, tiny).state == "patched" and not (target / ENGINE).is_symlink()
+    unapply(target, tiny)
+    assert {path: os.readlink(path) for path in target.rglob("*") if not path.is_dir()} == before
+
+
+def test_what_is_no_file_is_ignored(tiny: Path, target: Path):
+    (target / "verl/.#lock").symlink_to("nowhere")
+    os.mkfifo(target / "verl/pipe")
+    assert patchset(tiny, "apply", target, timeout=60).returncode == 0
+    assert status(target, tiny).state == "patched"
+    unapply(target, tiny)
+    assert (target / "verl/.#lock").is_symlink()
+
+
+@pytest.mark.parametrize("path", [MODULE, STAMP, f"{PART}/folder", "verl/new_room", "verl/.precision/mine"])
+def test_what_is_in_the_way_is_refused_first(tiny: Path, target: Path, path: str):
+    blocked = target / path
+    if path in ("verl/new_room", "verl/.precision/mine"):
+        write_files(target, {path: "mine\n"} if "precision" in path else {})
+        if "precision" not in path:
+            blocked.symlink_to("nowhere")
+    else:
+        blocked.mkdir(parents=True)
+    line = refused(tiny, "apply", target, unchanged=target)
+    assert "is in the way" in line and str(blocked.parent if path.startswith(PART) else blocked) in line
+    unapply(target, tiny)
+    assert os.path.lexists(blocked)
+
+
+@pytest.mark.parametrize("lost", ["record", "git clean", "copied files"])
+def test_patches_are_found_without_the_record(tiny: Path, pristine: Path, patched: Path, tmp_path: Path, lost: str):
+    """By the files' content, and taken off by the patches themselves; also where the stamp went with it."""
+    whole = contents(patched)
+    shutil.rmtree(patched / "verl/.precision")
+    if lost == "git clean":
+        for path in (STAMP, MODULE, PART, OVERLAY):
+            (patched / path).unlink()
+    if lost == "copied files":  # are what is left
+        for path in (ENGINE, CONFIG, PROTOCOL):
+            shutil.copy(pristine / path, patched / path)
+    found = status(patched, tiny)
+    assert (found.state, found.release, found.exact) == ("interrupted", RELEASE, True) and "is lost" in found.detail
+    again = shutil.copytree(patched, tmp_path / "again")
+    unapply(patched, tiny)
+    assert {path for path, content in contents(patched).items() if content is not None} == {
+        path for path, content in contents(pristine).items() if content is not None
+    }
+    assert all((patched / path).read_bytes() == (pristine / path).read_bytes() for path in (ENGINE, CONFIG, PROTOCOL))
+    apply(again, tiny)
+    assert contents(again) == whole
+
+
+@pytest.mark.parametrize("text", ["", '{"release": "0.9', "[]", '{"release": "0.9.1", "more": 1}', None])
+def test_damaged_record_is_refused_with_the_way_out(tiny: Path, pristine: Path, patched: Path, text: str | None):
+    record = patched / RECORD
+    record.write_text(record.read_text().replace('"replaced": {', '"replaced": [], "x": {') if text is None else text)
+    for command in ("status", "apply", "unapply"):
+        line = refused(tiny, command, patched, unchanged=patched)
+        assert f"{record} is damaged, or of a newer version" in line and "delete it, then make unapply-patches" in line
+    record.unlink()
+    unapply(patched, tiny)
+    assert contents(patched) == contents(pristine)
+
+
+def test_damaged_stamp_is_refused(tiny: Path, patched: Path):
+    shutil.rmtree(patched / "verl/.precision")
+    edit(patched / ENGINE, "\n", "\n# mine\n")
+    for text in ("", "{}", "[]"):
+        (patched / STAMP).write_text(text)
+        assert f"{patched / STAMP} is not a stamp of apply; delete it" in refused(
+            tiny, "status", patched, unchanged=patched
+        )
+
+
+def test_bookkeeping_is_on_the_disk_before_the_tree_changes(tiny: Path, target: Path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda opened: synced.append(os.readlink(f"/proc/self/fd/{opened}")))
+    flushed = []
+    monkeypatch.setattr(
+        "lib.patches.bookkeeping.flush", lambda folder: (flush(folder), flushed.append(contents(target)))
+    )
+    before = contents(target)
+    apply(target, tiny)
+    (during,) = flushed
+    assert {path: content for path, content in during.items() if ".precision.new" not in path} == before
+    names = {Path(path).name for path in synced}
+    assert {"record.json", ".precision.new"} < names and len(names) == sum(".precision.new" in path for path in during)
+
+
+@pytest.mark.parametrize("mine", [(), ("verl/mine.py",)])
+def test_leftovers_of_pip_uninstall_are_cleared(tiny: Path, pristine: Path, patched: Path, mine: tuple[str, ...]):
+    for path in [path for path in pristine.rglob("*") if path.is_file()]:
+        (patched / path.relative_to(pristine)).unlink()
+    for folder in sorted((path for path in patched.rglob("*") if path.is_dir()), reverse=True):
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    write_files(patched, dict.fromkeys(mine, "mine\n"))
+    assert "half-patched: verl was uninstalled; make unapply" in refused(tiny, "apply", patched, unchanged=patched)
+    assert patchset(tiny, "unapply", patched).returncode == 0
+    assert [path for path in patched.rglob("*") if path.is_file()] == [patched / path for path in mine]
+    assert (patched / "verl").exists() == bool(mine)
+
+
+def test_edited_file_of_a_checkout_is_an_edit(tmp_path: Path):
+    """Of a commit that other files tell from the release; and with Windows' line endings."""
+    root = unpacked_wheel("0.9.0", tmp_path / "checkout")
+    (root / "verl/version/version").write_text("0.10.0.dev0\n")
+    (path, *_) = load_stack(find_release("0.9.0")).before
+    content = (root / path).read_text()
+    (root / path).write_text(f"{content}# mine\n")
+    (root / UNTOUCHED).write_text("mine = True\n")
+    assert str(status(root)).startswith(f"dirty: verl 0.9.0, but for {path}; save your edits, then reinstall")
+    (root / path).write_text(content)
+    for file in (path for path in root.rglob("*") if path.suffix in (".py", ".yaml")):
+        file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+    found = str(status(root))
+    assert found.startswith("dirty: verl 0.9.0, but 44 files have CRLF") and "core.autocrlf false" in found
+
+
+def test_forced_unapply_keeps_edits(tiny: Path, pristine: Path, patched: Path):
+    for path in (ENGINE, MODULE):
+        edit(patched / path, "\n", "\n# mine\n")
+    edits = {path: (patched / path).read_bytes() for path in (ENGINE, MODULE)}
+    write_files(patched, {f"{MODULE}.edited": "older\n"})
+    assert f"{MODULE}.edited is in the way" in refused(tiny, "unapply", "--force", patched, unchanged=patched)
+    (patched / f"{MODULE}.edited").unlink()
+    assert "FORCE=yes restores verl 0.9.1 and keeps each as FILE.edited" in status(patched, tiny).detail
+    done = patchset(tiny, "unapply", "--force", patched)
+    assert done.stdout.count("edited file kept as ") == 2
+    after = contents(patched)
+    assert {path: after.pop(f"{path}.edited") for path in (ENGINE, MODULE)} == edits
+    assert after == contents(pristine)
+
+
+def test_removed_files_and_a_reinstalled_verl_are_told_apart(tiny: Path, pristine: Path, patched: Path):
+    shutil.rmtree(patched / "verl/workers")
+    assert f"dirty: removed after apply: {ENGINE}; make unapply-patches" in str(status(patched, tiny))
+    unapply(patched, tiny)
+    assert contents(patched) == contents(pristine)
+    apply(patched, tiny)
+    shutil.copytree(pristine, patched, dirs_exist_ok=True)
+    assert "verl was installed or checked out again over stack" in status(patched, tiny).detail
+    apply(patched, tiny)
+    assert status(patched, tiny).state == "patched"
+
+
+CHANGELOG = "# Changelog\n\n- An old key: [keys](docs/reference/keys.md).\n"
+
+
+def test_upgrade_names_new_keys_and_metrics_and_fails_whole(project: Path, pristine: Path, target: Path):
+    (project / "CHANGELOG.md").write_text(CHANGELOG)
+    apply(target, project)
+    (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
+    entries = "- A metric `m`, over\n  two lines: [metrics](docs/reference/metrics.md#m).\n- A fix.\n"
+    (project / "CHANGELOG.md").write_text(CHANGELOG + entries + "\n" * (target / PROTOCOL).stat().st_size * 2)
+    size = (target / PROTOCOL).stat().st_size * 2
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+    line = refused(project, "apply", target, unchanged=target, preexec_fn=limit)
+    assert line.endswith("verl/.precision.new: File too large; nothing was changed\n")
+    assert patchset(project, "apply", target).stdout.splitlines()[1:3] == [
+        "  A metric `m`, over two lines: [metrics](docs/reference/metrics.md#m).",
+        "  1 other new entries in CHANGELOG.md",
+    ]
+    unapply(target, project)
+    assert contents(target) == contents(pristine)
+
+
+def test_export_that_deletes_all_patches_needs_a_flag(project: Path, tmp_path: Path):
+    tree = tmp_path / "tree"
+    patchset(project, "checkout", RELEASE, tree)
+    git("reset", "--hard", "--quiet", "base/0.9.1", cwd=tree)
+    assert "its export would delete the 2 of verl 0.9.1" in refused(project, "export", tree, unchanged=project)
+    assert "deleted cfg-add-a-users-key-twice.patch" in patchset(project, "export", "--remove", tree).stdout
+
+
+def test_environment_of_the_caller(tiny: Path, target: Path, tmp_path: Path):
+    assert patchset(tiny, "status", target, env={"PYTHONSAFEPATH": "1"}).stdout == "unpatched: verl 0.9.1\n"
+    (tmp_path / "file").write_text("")
+    line = refused(tiny, "apply", target, unchanged=target, env={"PATH": str(tmp_path / "file")})
+    assert "git is not installed: install it, or add its folder to PATH" in line
+    folder = tmp_path / "site"
+    write_files(folder, {"verl-0.9.1.dist-info/direct_url.json": '{"url": "file:///my%20src/verl", "dir_info": {}}'})
+    line = refused(tiny, "apply", folder, unchanged=folder)
+    assert "has verl as an editable install of /my src/verl; give that folder" in line

@@ -69,7 +69,7 @@ def run_status(args: argparse.Namespace) -> int:
     state = status(args.target, framework=framework)
     fields = {"target": str(args.target), "framework": framework.name, **asdict(state)}
     line = json.dumps(fields, indent=2) if args.json else str(state)
-    return show([line], state.state in ("unpatched", "patched", "outdated"))
+    return show([line], state.state in ("unpatched", "patched", "outdated", "ported"))
 
 
 def run_apply(args: argparse.Namespace) -> int:

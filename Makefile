@@ -11,15 +11,13 @@ TOOLS := $(or $(PYTHON),$(shell for python in $(PYTHONS); do if $(call RECENT,$$
 DEVICE ?= cpu
 BIN := $(if $(filter cuda,$(DEVICE)),.venv-cuda,.venv)/bin
 SETUP = @$(TOOLS) scripts/setup_env.py $(PYTHON:%=--python %)
-# In the order of the folders: the conformance suite and the end-to-end runs, which take longest, come first.
-PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # the folders in order: the longest come first
 
 # All variables of the command line as NAME='VALUE'; scripts/command.py refuses those that a command does not take.
 quote = '$(subst ','\'',$(1))'
 WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)=$(call quote,$($(name)))))
 COMMAND = @exec $(TOOLS) scripts/command.py $@ $(WORDS) $(if $(word 2,$(MAKECMDGOALS)),--shared)
 
-.PHONY: python run test
 python:
 	@$(call RECENT,$(TOOLS)) || { echo "$(PYTHON:%=PYTHON=%: )$(if $(findstring /,$(PYTHON)),$$(test -e "$(PYTHON)" || echo "no such file; "))Python 3.10 or later is needed; install it, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 
@@ -31,7 +29,7 @@ test: python    ## set up and run the tests of this checkout
 	@exec $(PYTEST) -m "not slow and not gpu and not recorded"
 
 ##@ Patch verl or OAT elsewhere (VERL= or OAT=: a git checkout, an unpacked release or site-packages), with Python 3.10 and git alone
-.PHONY: apply-patches unapply-patches status check port drift
+.PHONY: apply-patches unapply-patches status check port carry drift
 apply-patches: python    ## apply the patches:  make apply-patches VERL=/path/to/verl   (or OAT=…)
 	$(COMMAND)
 unapply-patches: python  ## remove the patches and restore every file exactly
@@ -41,6 +39,8 @@ status: python           ## report which release a tree contains, and whether it
 check: python            ## check that every release's patches apply and reverse exactly
 	$(COMMAND)
 port: python             ## port a release's patches to another release:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=…; FRAMEWORK=oat)
+	$(COMMAND)
+carry: python            ## carry a changed patch to the other releases:  make carry PATCH=fsdp-compute-in-the-configured-dtype FROM=0.9.1   (FRAMEWORK=oat)
 	$(COMMAND)
 drift: python            ## list the patched files that differ from the nearest release:  make drift VERL=/path/to/verl   (or OAT=…)
 	$(COMMAND)
@@ -65,7 +65,7 @@ sanity: python       ## run the sanity test: four regimes, three seeds, three ob
 	$(COMMAND)
 
 ##@ The rest
-.PHONY: help setup wheelhouse submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants test-all test-quick test-releases test-oat e2e-releases matrix lint lock clean
+.PHONY: python run test help setup wheelhouse submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants test-all test-quick test-releases test-oat e2e-releases matrix lint lock clean
 help: python         ## list the targets;  make help-run: the variables of a command
 	@awk -F ': *[a-z]* *## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 help-%: python

@@ -113,6 +113,16 @@ def port(values: Mapping[str, str]) -> list[str]:
     return ["port", "--framework", framework, values["FROM"], values["TO"], folder]
 
 
+def carry(values: Mapping[str, str]) -> list[str]:
+    for name in ("PATCH", "FROM"):
+        if not values.get(name):
+            example = "make carry PATCH=fsdp-compute-in-the-configured-dtype FROM=0.9.1"
+            raise Refused(f"{name}: is not set; example: {example}")
+    framework = one_of(values, "FRAMEWORK", ["verl", "oat"], "verl")
+    folder = values.get("DIR") or f"outputs/carry-{values['PATCH'].removesuffix('.patch')}"
+    return ["carry", "--framework", framework, values["PATCH"], values["FROM"], folder]
+
+
 def doctor(values: Mapping[str, str]) -> list[str]:
     verl = ["--verl", values["VERL"]] if "VERL" in values else []
     return [*verl, f"--args={values.get('ARGS', '')}"]
@@ -162,6 +172,7 @@ COMMANDS = {
     "status": patchset("status"),
     "drift": patchset("drift"),
     "port": Command("patchset.py", port, "", ("FROM", "TO", "DIR", "FRAMEWORK"), environment=False),
+    "carry": Command("patchset.py", carry, "", ("PATCH", "FROM", "DIR", "FRAMEWORK"), environment=False),
     "check": Command("patchset.py", fixed("check", "--all"), "", (), environment=False),
     "matrix": Command("matrix.py", fixed(), "", (), environment=False),
 }

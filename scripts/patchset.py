@@ -1,7 +1,7 @@
 """Apply the precision stack to a tree of verl or OAT, remove it, and work on its patches.
 
 TARGET is a git checkout, an unpacked release or a site-packages folder. Exit code: 0 done, 1 refused or failed
-(for status: the target is neither a release nor patched; for port: there are conflicts to resolve), 2 usage.
+(for status: the target is neither a release nor patched; for port, carry: there are conflicts to resolve), 2 usage.
 
 With --json, list prints a list of releases, each with its framework, check an object by framework and release
 ("oat 0.2.4"), status an object.
@@ -23,6 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 
 from lib.errors import Refused
 from lib.patches.apply import apply, unapply
+from lib.patches.carry import carry_patch
 from lib.patches.check import check_all
 from lib.patches.checkout import checkout
 from lib.patches.export import export
@@ -71,7 +72,7 @@ def run_status(args: argparse.Namespace) -> int:
     state = status(args.target, framework=framework)
     fields = {"target": str(args.target), "framework": framework.name, **asdict(state)}
     line = json.dumps(fields, indent=2) if args.json else str(state)
-    return show([line], state.state in ("unpatched", "patched", "outdated"))
+    return show([line], state.state in ("unpatched", "patched", "outdated", "ported"))
 
 
 def run_apply(args: argparse.Namespace) -> int:
@@ -110,6 +111,10 @@ def run_port(args: argparse.Namespace) -> int:
     return show(*port(args.release, args.to, args.folder, framework=framework_of_release(args)))
 
 
+def run_carry(args: argparse.Namespace) -> int:
+    return show(*carry_patch(args.patch, args.release, args.folder, framework=framework_of_release(args)))
+
+
 def run_drift(args: argparse.Namespace) -> int:
     return show(drift(args.target, framework=framework_of_target(args)))
 
@@ -135,6 +140,9 @@ def parser() -> argparse.ArgumentParser:
     porting = command(
         run_port, "port", "carry the stack of RELEASE to another one, as commits in DIR, and report on it"
     )
+    carrying = command(
+        run_carry, "carry", "carry a changed patch of RELEASE to the others; DIR gets the trees that need a hand"
+    )
     drifting = command(run_drift, "drift", "list the patched files of TARGET that differ from the nearest release")
     for each in (state, putting, taking, drifting):
         each.add_argument("target", type=Path, metavar="TARGET")
@@ -144,19 +152,20 @@ def parser() -> argparse.ArgumentParser:
     which = checking.add_mutually_exclusive_group()
     which.add_argument("--release", metavar="R")
     which.add_argument("--all", action="store_true")
-    for each in (checking_out, porting):
+    carrying.add_argument("patch", metavar="PATCH")
+    for each in (checking_out, porting, carrying):
         each.add_argument("release", metavar="RELEASE")
     porting.add_argument(
         "to", metavar="TO", help="a release in versions.toml or on PyPI, or a folder that contains the framework"
     )
-    for each in (checking_out, exporting, porting):
+    for each in (checking_out, exporting, porting, carrying):
         each.add_argument("folder", type=Path, metavar="DIR")
     for each in (listing, state, checking):
         each.add_argument("--json", action="store_true", help="print JSON")
     for each, default in {
         listing: "all",
         checking: "all, and verl for --release",
-        **dict.fromkeys((checking_out, porting), "verl"),
+        **dict.fromkeys((checking_out, porting, carrying), "verl"),
         **dict.fromkeys((state, putting, taking, drifting), "the one that TARGET contains"),
     }.items():
         each.add_argument("--framework", choices=FRAMEWORKS, help=f"framework of the stacks; the default is {default}")

@@ -60,6 +60,11 @@ STARTED = [
     (["status", "VERL=/a", "STEPS=2", "--shared"], HERE, ["patchset.py", "status", "--framework", "verl", "/a"]),
     (["check"], HERE, ["patchset.py", "check", "--all"]),
     (
+        ["carry", "PATCH=a.patch", "FROM=0.2.4", "FRAMEWORK=oat"],
+        HERE,
+        ["patchset.py", "carry", "--framework", "oat", "a.patch", "0.2.4", "outputs/carry-a"],
+    ),
+    (
         ["port", "FROM=0.9.1", "TO=/fork/verl/"],
         HERE,
         ["patchset.py", "port", "--framework", "verl", "0.9.1", "/fork/verl/", "outputs/verl-verl"],

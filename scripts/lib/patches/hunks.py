@@ -32,9 +32,10 @@ class MergedHunk:
     reason: str = ""
 
 
-def renames(tree: Path, old: str, new: str) -> dict[str, str]:
-    """Return the new path, by the old one, of each file that git detects as renamed between two commits."""
-    lines = git("diff", "--find-renames", "--diff-filter=R", "--name-status", old, new, cwd=tree).splitlines()
+def renames(tree: Path, old: str, new: str, folder: str = ".") -> dict[str, str]:
+    """Return the new path, by the old one, of each file below ``folder`` that git detects as renamed."""
+    options = ("--find-renames", "--diff-filter=R", "--name-status")
+    lines = git("diff", *options, old, new, "--", folder, cwd=tree).splitlines()
     return dict(line.split("\t")[1:] for line in lines)
 
 

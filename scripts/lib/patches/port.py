@@ -13,6 +13,7 @@ from pathlib import Path
 from lib.errors import Refused
 from lib.files import sha256
 from lib.patches.checkout import BASE, commit_base, commit_stack, scratch_beside
+from lib.patches.fork import Fork, branch_fork, branch_name, find_fork, fork_commits
 from lib.patches.git import git, run_git
 from lib.patches.git_objects import package_blobs, package_tree_id
 from lib.patches.hunks import carry, renames, report
@@ -40,13 +41,16 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         raise Refused(f"{stack.release} has no patches to port")
     with scratch_beside(folder) as (scratch, folder):
         target, root, new_release = destination(to, stack, project, scratch)
-        tree = commit_base(target, root, stack.added, scratch, framework)
+        if isinstance(root, Fork):
+            tree = branch_fork(root, target, stack, scratch)
+        else:
+            tree = commit_base(target, root, stack.added, scratch, framework)
         (scratch / "from").mkdir()
         source = commit_stack(stack, scratch / "from")
         branch = f"from/{name}"
         git("fetch", "--quiet", "--no-tags", str(source), f"stack:{branch}", cwd=tree)
         base, new = f"{branch}~{len(stack.patches)}", BASE + target
-        outcomes = carry(stack, tree, renames(tree, f"{base}^", f"{new}^"))
+        outcomes = carry(stack, tree, renames(tree, f"{base}^", f"{new}^", framework.name))
         done = run_git("cherry-pick", "--keep-redundant-commits", f"{base}..{branch}", cwd=tree)
         if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
             raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
@@ -57,23 +61,29 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         entry = add_release(new_release, framework.home(project) / "versions.toml")
         lines = [f"added to versions.toml, with the family, dependencies and features of {name}:", entry]
     lines += report(stack, target, outcomes)
+    if isinstance(root, Fork):
+        lines += fork_commits(root, stack)
     lines += [f"{folder}: {carried} of {len(stack.patches)} patches are commits after the tag {new}"]
     if done.returncode:
         lines += [
             f"  {stack.patches[carried].name} has conflicts: git status; edit; git add; git cherry-pick --continue"
         ]
     lines += [f"  to review them: git range-diff {base}..{branch} {new}..HEAD"]
-    if target in load_releases(project, framework):
+    if isinstance(root, Fork):
+        finished = branch_name(stack)
+        lines += [f"  to add them to {root.root} as the branch {finished}: git -C {folder} push origin {finished}"]
+    elif target in load_releases(project, framework):
         lines += [f"  to export them: python scripts/patchset.py export {folder}"]
     else:
         lines += [f"  {to} is not a release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
     return lines, not done.returncode
 
 
-def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[str, Path, Release | None]:
+def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[str, Path | Fork, Release | None]:
     """Return the name of the release or folder ``to``, a copy of it to be used up, and the entry of a new release.
 
-    A folder that is no release is named by its version and its content, as PEP 440 has it: 0.10.0.dev+1a2b3c4d.
+    A folder that is no release is named by its version and its content, as PEP 440 has it: 0.10.0.dev+1a2b3c4d. A
+    git checkout of one is returned as the fork.
 
     Raises:
         Refused: ``to`` is neither a release nor a folder with the framework, is patched, has no version, or is the
@@ -85,20 +95,23 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         name, root = to, unpacked_wheel(to, scratch / "wheel", framework)
     elif Path(to).is_dir():
         source = find_target(Path(os.path.abspath(to)), framework)
-        skipped = shutil.ignore_patterns("__pycache__", source.bookkeeping.name)
-        root = scratch / "wheel"
-        shutil.copytree(source.root / framework.name, root / framework.name, ignore=skipped)
-        tree = package_tree_id(blobs := package_blobs(root, framework))
+        blobs = source.blobs()
         if added := [path for path in (*stack.added, *stack.shadowed) if path in blobs]:
             raise Refused(
                 f"{to} contains {added[0]} already; remove its patches first: make unapply-patches {source.variable}"
             )
-        if not (root / framework.version_file).exists():
+        if not (source.root / framework.version_file).exists():
             raise Refused(f"{to} has no {framework.version_file}, as every release has; give a checkout or a release")
         if not source.version:
             raise Refused(f"{to}: {framework.version_file} contains no version; give a checkout or a release")
+        fork = find_fork(source)
+        tree = package_tree_id(fork.blobs if fork else blobs)
         same = [release.name for release in releases.values() if release.tree_before == tree]
         name = same[0] if same else f"{source.version}+{tree[:8]}"
+        root = fork if fork and not same else scratch / "wheel"
+        if root is not fork:
+            skipped = shutil.ignore_patterns("__pycache__", source.bookkeeping.name)
+            shutil.copytree(source.root / framework.name, root / framework.name, ignore=skipped)
     elif re.fullmatch(r"\d+(\.\w+)+", to):
         archive = download(to, framework)
         name, root = to, unpack(archive, scratch / "wheel")

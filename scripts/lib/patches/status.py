@@ -19,7 +19,7 @@ class Status:
 
     Args:
         state: unpatched, patched, outdated (patched by another version of the stack), interrupted (the next apply or
-            unapply repairs it), half-patched, dirty or foreign.
+            unapply repairs it), half-patched, dirty, foreign or ported (no release, with the stack as make port makes).
         detail: one line on what the state means here and what to do.
         release: the one that the tree is, or was before it was edited; None if it matches none.
         exact: whether the files that the stack does not touch are the wheel's.
@@ -138,13 +138,22 @@ def unmatched(
     if record:
         return "dirty", f"{name}, but for {first_three(unknown)}; save your edits, then {reset}"
     # With all files that apply copies in, it was patched as a port, whose hooks need not be a release's.
-    ported = stack.added.keys() <= pristine.keys()
+    if stack.added.keys() <= pristine.keys():
+        other = [path for path, blob in stack.copied.items() if pristine[path] != blob]
+        of = (
+            f"another version's copied files: {first_three(other)}"
+            if other
+            else f"the copied files of stack {stack.id}"
+        )
+        removal = "its patches are commits: leave their branch, or revert them"
+        return "ported", f"no release, closest to {name}, with {of}; to remove the stack use git: {removal}"
     # Two releases differ in a third of these files and more.
     few = len(stack.unknown(pristine)) < len(stack.before) / 4
     edited_release = few or stack.rest_is_pristine(pristine) or target.version == stack.release.name
     carry = f"make port FRAMEWORK={framework} FROM={stack.release.name} TO={target.root}"
-    remedy = f"make drift {target.variable} lists them, {carry} ports the stack"
-    if edited_release and not ported:
+    result = "makes a branch of its commits with the stack" if (target.root / ".git").exists() else "ports the stack"
+    remedy = f"make drift {target.variable} lists them, {carry} {result}"
+    if edited_release:
         commit = f"if they are a later commit's or a fork's, {remedy}"
         return "dirty", f"{name}, but for {first_three(unknown)}; save your edits, then {reset}; {commit}"
     share = f"of the {len(stack.before)} files that its stack hooks, {len(unknown)} differ: {first_three(unknown)}"

@@ -91,8 +91,8 @@ def tree_version(name: str, folder: str) -> CodeVersion:
         state = status(root)
     except Refused as refusal:
         raise Refused(f"{word}: {refusal}") from refusal
-    # A tree that is no release's may have been patched by make port, which leaves no stamp.
-    patched = state.stamp or (state.state == "foreign" and precision_file(root))
+    # make port leaves no stamp; a port of another version of the stack may lack files that this one copies.
+    patched = state.stamp or (state.state in ("ported", "foreign") and precision_file(root))
     if not patched or state.state in ("half-patched", "interrupted"):
         remedy = f"; make apply-patches VERL={folder} patches it" if state.state == "unpatched" else ""
         raise Refused(f"{word}: {state}{remedy}")

@@ -73,11 +73,11 @@ def test_patched_files_without_a_record_are_half_patched(tiny: Path, pristine: P
     assert contents(patched) == contents(pristine)
 
 
-def test_ported_fork_is_foreign(tiny: Path, patched: Path):
+def test_ported_fork_is_no_edited_release(tiny: Path, patched: Path):
     shutil.rmtree(patched / "verl/.precision")
     (patched / STAMP).unlink()
     edit(patched / ENGINE, "\n", "\n# of a fork\n")
-    assert "foreign: matches none of verl" in refusal(tiny, patched)
+    assert "ported: no release, closest to verl 0.9.1" in refusal(tiny, patched)
 
 
 def test_closest_release_has_the_largest_share(tiny: Path, target: Path):

@@ -1,0 +1,99 @@
+"""Port to a fork that is a git checkout: make a branch of it, and name its commits that change hooked files."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lib.errors import Refused
+from lib.files import write
+from lib.patches.checkout import BASE, commit
+from lib.patches.export import blobs_of
+from lib.patches.git import git, run_git
+from lib.patches.stack import Stack
+from lib.patches.target import Target
+
+
+@dataclass(frozen=True)
+class Fork:
+    """The commit that is checked out at ``root``, the top of a git checkout."""
+
+    root: Path
+    commit_id: str
+    package: str
+
+    @property
+    def blobs(self) -> dict[str, str]:
+        """The blob id of each file of the package in the commit, by path."""
+        blobs = blobs_of(self.root, self.commit_id)
+        return {path: blob for path, blob in blobs.items() if path.startswith(f"{self.package}/")}
+
+
+def find_fork(source: Target) -> Fork | None:
+    """Return the fork that ``source`` is a checkout of; None where it is not the top of one.
+
+    Raises:
+        Refused: the checkout has no commit, or changes of the package that are not committed.
+    """
+    root, package = source.root, source.framework.name
+    if not (root / ".git").exists():
+        return None
+    if run_git("rev-parse", "--verify", "--quiet", "HEAD^{commit}", cwd=root).returncode:
+        raise Refused(f"{root} is a git checkout without a commit; commit the fork first")
+    options = ("--porcelain", "--untracked-files=no", "--", package)
+    if changed := git("--no-optional-locks", "status", *options, cwd=root).splitlines():
+        raise Refused(f"{root} has uncommitted changes: {changed[0][3:]}; commit or stash them, then port again")
+    return Fork(root, git("rev-parse", "HEAD", cwd=root).strip(), package)
+
+
+def branch_fork(fork: Fork, name: str, stack: Stack, scratch: Path) -> Path:
+    """Clone the fork into ``scratch``, add the verbatim files on a new branch, and tag that as checkout does.
+
+    The branch is ``precision/<release of the stack>``, and the fork is the remote ``origin``.
+    """
+    tree = scratch / "tree"
+    git("clone", "--quiet", "--no-tags", "--no-checkout", str(fork.root), str(tree), cwd=scratch)
+    git("checkout", "--quiet", "-b", branch_name(stack), fork.commit_id, cwd=tree)
+    for path, content in stack.added.items():
+        write(tree / path, content)
+    git("add", "--force", "--", *stack.added, cwd=tree)
+    commit(tree, f"verl-precision: the files of stack {stack.id} that are copied in verbatim")
+    git("tag", BASE + name, cwd=tree)
+    return tree
+
+
+def branch_name(stack: Stack) -> str:
+    return f"precision/{stack.release.name}"
+
+
+def fork_commits(fork: Fork, stack: Stack) -> Iterator[str]:
+    """Yield a line for each commit that changed a hooked file since it was the release's, newest first.
+
+    A hooked file that never was the release's is named with the commit that changed it last.
+    """
+    now = fork.blobs
+    commits: dict[str, list[str]] = {}
+    strangers = []
+    for path in stack.changed(now):
+        log = git("log", "--topo-order", "--no-renames", "--no-abbrev", "--raw", "--format=%x00%H", "--", path,
+                  cwd=fork.root)  # fmt: skip
+        history = [(entry[:40], re.findall(r"^:\S+ \S+ \S+ (\S+)", entry, re.M)) for entry in log.split("\0")[1:]]
+        since = next((each for each, after in history if stack.before[path] in after), None)
+        if since is None:
+            last = history[0][0] if history else None
+            strangers.append(f"    {path}" + (f": last changed by {subject(fork, last)}" if last else ""))
+            continue
+        for each in git("rev-list", f"{since}..{fork.commit_id}", "--", path, cwd=fork.root).split():
+            commits.setdefault(each, []).append(path)
+    release = stack.release.name
+    if commits:
+        newest = [each for each in git("rev-list", "--topo-order", "HEAD", cwd=fork.root).split() if each in commits]
+        yield f"commits that change hooked files since {release}: {len(commits)}"
+        yield from (f"    {subject(fork, each)}: {', '.join(sorted(commits[each]))}" for each in newest)
+    if strangers:
+        yield f"hooked files whose history does not contain the content of {release}: {len(strangers)}"
+        yield from strangers
+
+
+def subject(fork: Fork, commit_id: str) -> str:
+    return git("log", "-1", "--format=%h %s", commit_id, cwd=fork.root).strip()

@@ -1,0 +1,91 @@
+"""Porting the tiny stack to a fork of verl that is a git checkout."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.patch_tool import patchset, refused
+from support.small_projects import CONFIG, ENGINE, MODULE, PROTOCOL, UNTOUCHED
+from support.trees import commit, edit, git, make_repository
+
+from lib.patches.status import status
+
+BRANCH = "precision/0.9.1"
+STACK = ["[fsdp, worker] feat: read the configured dtype", "[cfg] fix: add a user's key (twice!)"]
+
+
+@pytest.fixture(scope="module")
+def built(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fork of 0.9.1: 20 commits to a file that no patch hooks, 5 to hooked files; read it, do not change it."""
+    fork = shutil.copytree(pristine, tmp_path_factory.mktemp("fork") / "fork")
+    make_repository(fork)
+    for number in range(20):
+        edit(fork / UNTOUCHED, "\n", f"\n# unrelated {number}\n")
+        commit(fork, f"unrelated {number}")
+    for number, path in enumerate([ENGINE, CONFIG, PROTOCOL, ENGINE, CONFIG]):
+        (fork / path).write_text((fork / path).read_text() + f"# related {number}\n")
+        commit(fork, f"related {number}")
+    return fork
+
+
+@pytest.fixture
+def fork(built: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(built, tmp_path / "fork")
+
+
+def test_fork_gets_a_branch_with_one_commit_a_patch(tiny: Path, fork: Path, tmp_path: Path):
+    step = f"make port FRAMEWORK=verl FROM=0.9.1 TO={fork} makes a branch of its commits with the stack"
+    assert step in refused(tiny, "apply", fork, unchanged=fork)
+    tree = tmp_path / "tree"
+    done = patchset(tiny, "port", "0.9.1", fork, tree)
+    assert (done.returncode, done.stderr) == (0, "")
+    named = done.stdout.partition("commits that change hooked files since 0.9.1: 5\n")[2].splitlines()[:5]
+    paths = [CONFIG, ENGINE, PROTOCOL, CONFIG, ENGINE]
+    ids = git("log", "-5", "--format=%h", cwd=fork).split()
+    assert named == [f"    {ids[4 - n]} related {n}: {path}" for n, path in zip((4, 3, 2, 1, 0), paths, strict=True)]
+    assert "unrelated" not in done.stdout and git("branch", "--list", BRANCH, cwd=fork) == ""
+    command = next(line for line in done.stdout.splitlines() if "push origin" in line).partition(": git -C ")[2]
+    git("-C", *command.split(), cwd=tmp_path)
+    git("checkout", "--quiet", BRANCH, cwd=fork)
+    assert git("log", "--format=%s", "-2", cwd=fork).splitlines() == STACK[::-1]
+    assert git("rev-parse", "HEAD~3", cwd=fork) == git("rev-parse", "main", cwd=fork)
+    # The fork moves on, and the stack with it.
+    git("checkout", "--quiet", "main", cwd=fork)
+    edit(fork / UNTOUCHED, "\n", "\n# later\n")
+    commit(fork, "later")
+    git("rebase", "--quiet", "main", BRANCH, cwd=fork)
+    assert git("log", "--format=%s", "-2", cwd=fork).splitlines() == STACK[::-1]
+    assert patchset(tiny, "status", fork).returncode == 0
+    assert "contains verl/new_room/inner/part.py already" in refused(
+        tiny, "port", "0.9.1", fork, tmp_path / "again", unchanged=fork
+    )
+
+
+def test_ported_fork_is_known(tiny: Path, fork: Path, tmp_path: Path):
+    tree = tmp_path / "tree"
+    patchset(tiny, "port", "0.9.1", fork, tree)
+    state = status(tree, tiny)
+    assert state.state == "ported" and "closest to verl 0.9.1, with the copied files of stack" in state.detail
+    for command in ("apply", "unapply"):
+        assert "to remove the stack use git" in refused(tiny, command, tree, unchanged=tree)
+    edit(tree / MODULE, "42", "43")
+    assert f"with another version's copied files: {MODULE};" in status(tree, tiny).detail
+
+
+def test_file_that_never_was_the_releases_is_named_with_its_last_commit(tiny: Path, fork: Path, tmp_path: Path):
+    git("checkout", "--quiet", "--orphan", "squashed", cwd=fork)
+    commit(fork, "squashed")
+    done = patchset(tiny, "port", "0.9.1", fork, tmp_path / "tree")
+    assert "hooked files whose history does not contain the content of 0.9.1: 3" in done.stdout
+    head = git("log", "-1", "--format=%h", cwd=fork).strip()
+    assert f"    {CONFIG}: last changed by {head} squashed\n" in done.stdout
+
+
+def test_uncommitted_changes_and_an_unborn_branch_are_refused(tiny: Path, fork: Path, tmp_path: Path):
+    (fork / "notes").write_text("untracked files may stay\n")
+    edit(fork / UNTOUCHED, "\n", "\n# begun\n")
+    line = refused(tiny, "port", "0.9.1", fork, tmp_path / "tree", unchanged=tmp_path)
+    assert f"{fork} has uncommitted changes: {UNTOUCHED}; commit or stash them" in line
+    shutil.rmtree(fork / ".git")
+    git("init", "--quiet", cwd=fork)
+    assert "without a commit" in refused(tiny, "port", "0.9.1", fork, tmp_path / "tree", unchanged=tmp_path)

@@ -13,12 +13,14 @@ from pathlib import Path
 from lib.errors import Refused
 from lib.files import sha256
 from lib.patches.checkout import BASE, commit_base, commit_stack, scratch_beside
+from lib.patches.export import blobs_of
 from lib.patches.fork import Fork, branch_fork, branch_name, find_fork, fork_commits
 from lib.patches.git import git, run_git
 from lib.patches.git_objects import package_blobs, package_tree_id
 from lib.patches.hunks import carry, renames, report
 from lib.patches.releases import VERL, Framework, Release, add_release, find_release, load_releases
-from lib.patches.stack import Stack, load_stack
+from lib.patches.stack import Stack, load_stack, load_stacks
+from lib.patches.survey import nearest, survey
 from lib.patches.target import find_target
 from lib.patches.wheels import download, unpack, unpacked_wheel
 from lib.paths import REPO
@@ -50,7 +52,13 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         branch = f"from/{name}"
         git("fetch", "--quiet", "--no-tags", str(source), f"stack:{branch}", cwd=tree)
         base, new = f"{branch}~{len(stack.patches)}", BASE + target
-        outcomes = carry(stack, tree, renames(tree, f"{base}^", f"{new}^", framework.name))
+        moved = renames(tree, f"{base}^", f"{new}^", framework.name)
+        outcomes = carry(stack, tree, moved)
+        surveyed = list(survey(stack, tree, f"{base}^", f"{new}^", moved))
+        blobs = {
+            path: blob for path, blob in blobs_of(tree, f"{new}^").items() if path.startswith(f"{framework.name}/")
+        }
+        surveyed += nearest(stack, blobs, load_stacks(project, framework))
         done = run_git("cherry-pick", "--keep-redundant-commits", f"{base}..{branch}", cwd=tree)
         if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
             raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
@@ -60,7 +68,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     if new_release:
         entry = add_release(new_release, framework.home(project) / "versions.toml")
         lines = [f"added to versions.toml, with the family, dependencies and features of {name}:", entry]
-    lines += report(stack, target, outcomes)
+    lines += [*report(stack, target, outcomes), *surveyed]
     if isinstance(root, Fork):
         lines += fork_commits(root, stack)
     lines += [f"{folder}: {carried} of {len(stack.patches)} patches are commits after the tag {new}"]

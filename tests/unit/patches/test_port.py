@@ -16,8 +16,9 @@ from lib.patches.git import run_git
 from lib.patches.hunks import MergedHunk, reason, report
 from lib.patches.port import port
 from lib.patches.releases import VERL, find_release
-from lib.patches.stack import load_stack
+from lib.patches.stack import load_stack, load_stacks
 from lib.patches.status import drift
+from lib.patches.survey import nearest
 from lib.patches.wheels import unpack
 from lib.paths import REPO
 
@@ -136,6 +137,23 @@ def test_file_that_only_moved_is_merged(smooth: Path, newer: Path, tmp_path: Pat
     (newer / SAME).rename(newer / "verl/utils/checkpoint/moved.py")
     done = patchset(smooth, "port", OLD, newer, tmp_path / "tree")
     assert f"    merged   {SAME} -> verl/utils/checkpoint/moved.py: 1\n" in done.stdout and "same" not in done.stdout
+
+
+def test_survey_names_what_no_hook_shows(smooth: Path, newer: Path, tmp_path: Path):
+    """New files that do what hooked ones do; that the other tree is older; and a release that is nearer."""
+    write(newer / "verl/workers/engine/other.py", b"loss.backward()\noptimizer.step()\n")
+    write(newer / "verl/utils/plain.py", b"def f(): pass\n")
+    shown = patchset(smooth, "port", OLD, newer, tmp_path / "tree").stdout
+    read = "new files that no hook covers, to read: 1\n    verl/workers/engine/other.py: backward, optimizer step\n"
+    assert read in shown and "looks older" not in shown
+    older = unpack(wheel_of(smooth, OLD), tmp_path / "older")
+    edit(older / SAME, "class FSDPCheckpointManager(", "(")
+    shown = patchset(smooth, "port", OLD, older, tmp_path / "back").stdout
+    assert f"looks older than verl {OLD}: lacks 1 of its functions and classes, and has 0 others\n" in shown
+    distant = load_stack(find_release("0.8.0"))
+    (line,) = nearest(distant, load_stack(find_release(OLD)).before, load_stacks())
+    assert line.startswith(f"nearer to verl {OLD}: 0 of its 44 hooked files differ, of those of verl 0.8.0 ")
+    assert list(nearest(distant, distant.before, load_stacks())) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""Survey what no hook of a ported stack shows: whether the other tree is older, and which of its new files to read."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from lib.patches.git import git
+from lib.patches.stack import Stack, closest
+
+# What the code around a hook does, by the name in the report.
+DOES = {
+    "autocast": r"autocast\(",
+    "bfloat16": r"bfloat16|\bbf16\b",
+    "backward": r"\.backward\(",
+    "optimizer step": r"optimizer\.step\(|def optimizer_step",
+    "weights to a rollout": r"update_weights|load_weights|get_per_tensor_param",
+}
+DEFINITION = r"^\s*(?:async def|def|class) (\w+)"
+
+
+def survey(stack: Stack, tree: Path, old: str, new: str, moved: Mapping[str, str]) -> Iterator[str]:
+    """Yield lines on the commit ``new`` of another version against ``old``, the release of the stack.
+
+    Args:
+        tree: a git tree with both commits.
+        moved: new paths of files by old ones.
+    """
+    package = stack.release.framework.name
+    before, after = (definitions(tree, each, package) for each in (old, new))
+    lacks, own = len(before - after), len(after - before)
+    if lacks > own:
+        yield f"looks older than {stack.release}: lacks {lacks} of its functions and classes, and has {own} others"
+    added = git("diff", "--name-only", "--diff-filter=A", "--no-renames", old, new, "--", package, cwd=tree)
+    unhooked = {path for path in added.splitlines() if path.endswith((".py", ".yaml"))} - set(moved.values())
+    found = {path: does for path in sorted(unhooked) if (does := deeds(tree, new, path))}
+    if found:
+        yield f"new files that no hook covers, to read: {len(found)}"
+        yield from (f"    {path}: {', '.join(does)}" for path, does in found.items())
+
+
+def nearest(stack: Stack, blobs: Mapping[str, str], stacks: list[Stack]) -> Iterator[str]:
+    """Yield a line where another release's hooked files are nearer to these blobs of a tree than those of ``stack``."""
+    other = closest(blobs, stacks)
+    theirs, ours = len(other.changed(blobs)), len(stack.changed(blobs))
+    if other.release != stack.release and theirs / len(other.before) < ours / len(stack.before):
+        yield (
+            f"nearer to {other.release}: {theirs} of its {len(other.before)} hooked files differ, of those of "
+            f"{stack.release} {ours} of {len(stack.before)}"
+        )
+
+
+def definitions(tree: Path, commit_id: str, package: str) -> set[str]:
+    """Return the names of all functions and classes of the package in a commit."""
+    found = git("grep", "-hE", r"^\s*(async def|def|class) ", commit_id, "--", f"{package}/*.py", cwd=tree)
+    return set(re.findall(DEFINITION, found, re.M))
+
+
+def deeds(tree: Path, commit_id: str, path: str) -> list[str]:
+    """Return what of ``DOES`` the file does."""
+    content = git("cat-file", "blob", f"{commit_id}:{path}", cwd=tree)
+    return [name for name, pattern in DOES.items() if re.search(pattern, content)]

@@ -326,6 +326,37 @@ def test_tests_that_import_changed_modules_are_run(small: Path):
 
 
 @pytest.mark.subprocess
+def test_tests_that_wait_for_cpus_are_given_them(small: Path):
+    source = "import ray, verl.other\n\n\ndef test_it():\n    ray.init(include_dashboard=False)\n"
+    source += "    assert ray.cluster_resources()['CPU'] == 16\n    print('after')\n"
+    (small / "tests/config/test_other_on_cpu.py").write_text(source)
+    commit(small, "a test that needs 16 CPUs")
+    found = pr_branch.tests(small, ["verl/other.py"])
+    assert found.passed and re.match(r"1 files: 1 passed in \d", found.result), found
+
+
+@pytest.mark.parametrize("after", ["", "\n\x1b[36m(Storage pid=7)\x1b[0m - WARNING - 8 threads in 2 pools\n"])
+def test_result_is_pytests_own_line(after: str):
+    assert pr_branch.summary(f"FAILED a\n=== 2 failed, 1 passed in 61.20s (0:01:01) ==={after}").startswith(
+        "2 failed, 1"
+    )
+    assert pr_branch.summary(f"1 error in 0.20s{after}") == "1 error in 0.20s"
+    assert "without a summary" in pr_branch.summary(after)
+
+
+@pytest.mark.subprocess
+def test_file_that_cannot_be_imported_does_not_hide_a_broken_test(small: Path):
+    (small / "tests/config/test_unimportable_on_cpu.py").write_text("import verl.config.engine, missing\n")
+    git("add", ".", cwd=small)
+    commit(small, "a file that cannot be imported")
+    git("update-ref", upstream.ONTO, "HEAD", cwd=small)
+    edit(small / "verl/config/engine.py", "A = 1", "A = 2")
+    commit(small, "a branch that breaks a test")
+    found = pr_branch.tests(small, ["verl/config/engine.py"])
+    assert not found.passed and re.search(r"2 failed, 1 passed, 1 error in .*; 2 of them on main too", found.result)
+
+
+@pytest.mark.subprocess
 def test_failures_that_main_has_too_do_not_fail_a_branch(small: Path):
     edit(small / "verl/config/engine.py", "A = 1", "A = 1  # still")
     commit(small, "a branch")

@@ -20,8 +20,14 @@ from lib.paths import REPO
 CHECKOUT = os.environ.get("VERL_CHECKOUT")
 PYTHON = REPO / ".venv-workers/bin/python"
 FILE_S = 240  # some hang without a network, patched or not
-# Tests that pass on the unpatched release alone, with the reason.
-LOST: dict[str, dict[str, str]] = {}
+ONE_MODULE = "puts one module in place of vllm, and the patched vllm_rollout/utils.py imports vllm.model_executor"
+# Files with tests that pass on the unpatched release alone, with the reason.
+LOST = {
+    "0.9.0": {
+        "tests/utils/test_vllm_weight_name_normalization_on_cpu.py": ONE_MODULE,
+        "tests/workers/rollout/test_vllm_weight_update_utils_on_cpu.py": ONE_MODULE,
+    }
+}
 
 
 def passed(tree: Path, out: Path, file: Path) -> set[str]:
@@ -65,4 +71,4 @@ def test_upstreams_tests_pass_as_before(release: str, tmp_path: Path):
     before = passing(tree, tmp_path / "before")
     apply(tree)
     lost = before - passing(tree, tmp_path / "after")
-    assert before and lost == LOST.get(release, {}).keys(), f"{len(before)} passed before"
+    assert before and {name.partition("::")[0] for name in lost} == LOST.get(release, {}).keys(), sorted(lost)

@@ -34,12 +34,12 @@ class Check:
     output: str = ""
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path, python: str | Path = sys.executable) -> dict[str, str]:
     """Return the environment of upstream's own tools: this Python first, the folder's verl, no accelerator.
 
     Ray offers 16 CPUs whatever the machine has, as some of upstream's tests wait forever for that many.
     """
-    ours = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
+    ours = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
     ours["RAY_OVERRIDE_RESOURCES"] = '{"CPU": 16}'
     return os.environ | ours | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.trees import git
 
+import pr_branch
 from lib.patches.apply import apply
 from lib.patches.releases import load_releases
 from lib.paths import REPO
@@ -34,8 +35,7 @@ def passed(tree: Path, out: Path, file: Path) -> set[str]:
     """Return the names of the tests in a file that pass; of a file that hangs, none."""
     report = out / f"{file.relative_to(tree).as_posix().replace('/', '.')}.xml"
     options = ["-q", "-p", "no:cacheprovider", f"--rootdir={tree}", f"--junitxml={report}"]
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment |= {"RAY_OVERRIDE_RESOURCES": '{"CPU": 16}'}  # some wait for 16 CPUs
+    environment = pr_branch.environment(tree, PYTHON) | {"RAY_USAGE_STATS_ENABLED": "0"}
     with report.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(
             [PYTHON, "-m", "pytest", *options, file], cwd=tree, env=environment, stdout=log, stderr=log,

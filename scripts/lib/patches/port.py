@@ -55,10 +55,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         moved = renames(tree, f"{base}^", f"{new}^", framework.name)
         outcomes = carry(stack, tree, moved)
         surveyed = list(survey(stack, tree, f"{base}^", f"{new}^", moved))
-        blobs = {
-            path: blob for path, blob in blobs_of(tree, f"{new}^").items() if path.startswith(f"{framework.name}/")
-        }
-        surveyed += nearest(stack, blobs, load_stacks(project, framework))
+        surveyed += nearest(stack, blobs_of(tree, f"{new}^"), load_stacks(project, framework))
         done = run_git("cherry-pick", "--keep-redundant-commits", f"{base}..{branch}", cwd=tree)
         if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
             raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")

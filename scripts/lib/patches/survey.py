@@ -15,7 +15,7 @@ DOES = {
     "optimizer step": r"optimizer\.step\(|def optimizer_step",
     "weights to a rollout": r"update_weights|load_weights|get_per_tensor_param",
 }
-DEFINITION = r"^\s*(?:async def|def|class) (\w+)"
+DEFINITION = r"^\s*(async def|def|class) (\w+)"
 
 
 def survey(stack: Stack, tree: Path, old: str, new: str, moved: Mapping[str, str]) -> Iterator[str]:
@@ -51,8 +51,8 @@ def nearest(stack: Stack, blobs: Mapping[str, str], stacks: list[Stack]) -> Iter
 
 def definitions(tree: Path, commit_id: str, package: str) -> set[str]:
     """Return the names of all functions and classes of the package in a commit."""
-    found = git("grep", "-hE", r"^\s*(async def|def|class) ", commit_id, "--", f"{package}/*.py", cwd=tree)
-    return set(re.findall(DEFINITION, found, re.M))
+    found = git("grep", "-hE", DEFINITION, commit_id, "--", f"{package}/*.py", cwd=tree)
+    return {name for _, name in re.findall(DEFINITION, found, re.M)}
 
 
 def deeds(tree: Path, commit_id: str, path: str) -> list[str]:

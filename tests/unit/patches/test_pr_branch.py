@@ -328,8 +328,8 @@ def test_tests_that_import_changed_modules_are_run(small: Path):
 @pytest.mark.subprocess
 def test_tests_that_wait_for_cpus_are_given_them(small: Path):
     source = "import ray, verl.other\n\n\ndef test_it():\n    ray.init(include_dashboard=False)\n"
-    source += "    assert ray.cluster_resources()['CPU'] == 16\n    print('after')\n"
-    (small / "tests/config/test_other_on_cpu.py").write_text(source)
+    source += "    assert ray.cluster_resources()['CPU'] == 16\n"
+    write_files(small, {"tests/config/test_other_on_cpu.py": source})
     commit(small, "a test that needs 16 CPUs")
     found = pr_branch.tests(small, ["verl/other.py"])
     assert found.passed and re.match(r"1 files: 1 passed in \d", found.result), found
@@ -346,7 +346,7 @@ def test_result_is_pytests_own_line(after: str):
 
 @pytest.mark.subprocess
 def test_file_that_cannot_be_imported_does_not_hide_a_broken_test(small: Path):
-    (small / "tests/config/test_unimportable_on_cpu.py").write_text("import verl.config.engine, missing\n")
+    write_files(small, {"tests/config/test_unimportable_on_cpu.py": "import verl.config.engine, missing\n"})
     git("add", ".", cwd=small)
     commit(small, "a file that cannot be imported")
     git("update-ref", upstream.ONTO, "HEAD", cwd=small)

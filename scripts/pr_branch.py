@@ -37,10 +37,10 @@ class Check:
 def environment(folder: Path, python: str | Path = sys.executable) -> dict[str, str]:
     """Return the environment of upstream's own tools: this Python first, the folder's verl, no accelerator.
 
-    Ray offers 16 CPUs whatever the machine has, as some of upstream's tests wait forever for that many.
+    Ray offers 128 CPUs whatever the machine has: upstream's tests ask for up to 100 and wait forever for fewer.
     """
     ours = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
-    ours["RAY_OVERRIDE_RESOURCES"] = '{"CPU": 16}'
+    ours["RAY_OVERRIDE_RESOURCES"] = '{"CPU": 128}'
     return os.environ | ours | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 

@@ -54,8 +54,9 @@ def cut_short(target: Path, run: Callable[[], object], number: int, how: str) ->
     def watch(event: str, args: tuple) -> None:
         nonlocal number
         writing = event == "open" and isinstance(args[1], str) and "w" in args[1]
-        removing = event in ("os.remove", "os.rmdir") and args[1] != -1  # relative to a folder, as rmtree does
-        if removing or (event in CHANGES or writing) and str(target) in str(args):
+        relative = event in ("os.remove", "os.rmdir") and args[1] != -1  # to a folder, as rmtree does
+        inside = os.readlink(f"/proc/self/fd/{args[1]}") if relative else str(args)
+        if (event in CHANGES or writing) and str(target) in inside:
             number -= 1
             if number == -1:
                 if how == "killed":

@@ -3,6 +3,7 @@
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from lib.format import first_three
 from lib.patches.checkout import BASE, commit_base, commit_patches
 from lib.patches.git import git
 from lib.patches.git_objects import package_blobs, package_tree_id
-from lib.patches.releases import FRAMEWORKS, Framework, find_release, record_tree_after
+from lib.patches.releases import FRAMEWORKS, Framework, find_release, with_tree_after
 from lib.patches.stack import Patch, Stack, make_stack, trailers
 from lib.patches.target import find_target
 from lib.patches.wheels import unpacked_wheel
@@ -163,19 +164,30 @@ def export(tree: Path, project: Path = REPO, remove: bool = False) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         pristine = unpacked_wheel(release.name, Path(scratch), commits.framework)
         check_re_export(make_stack(release, commits.patches, {}), pristine, commits.tree_after)
-    with tempfile.TemporaryDirectory(dir=home, prefix=".export-") as scratch:
-        new = Path(scratch, "new")
-        write(new / "series", "".join(f"{patch.name}\n" for patch in commits.patches).encode())
-        for patch in commits.patches:
-            write(new / patch.name, patch.text.encode())
-        if folder.exists():
-            os.replace(folder, Path(scratch, "old"))
-        os.replace(new, folder)
-    record_tree_after(release, commits.tree_after, home / "versions.toml")
-    for path, (_, after) in edits.items():
-        path.unlink(missing_ok=True) if after is None else write(path, after)
+    versions = home / "versions.toml"
+    texts = {folder / patch.name: patch.text for patch in commits.patches}
+    texts[folder / "series"] = "".join(f"{patch.name}\n" for patch in commits.patches)
+    texts[versions] = with_tree_after(release, commits.tree_after, versions)
+    new = {path: text.encode() for path, text in texts.items()} | {path: after for path, (_, after) in edits.items()}
+    replace_files(new | dict.fromkeys(folder / name for name in lost), home)
     removed = [f"deleted {name}" for name in lost]
     return [f"{release}: {len(commits.patches)} patches in {folder}", *removed, *(f"wrote {path}" for path in edits)]
+
+
+def replace_files(contents: Mapping[Path, bytes | None], scratch: Path) -> None:
+    """Replace each file by its new content, and delete those of which it is None.
+
+    All is written to the disk of ``scratch`` first, so that a full disk changes no file. After a kill the same export
+    completes the change.
+    """
+    with tempfile.TemporaryDirectory(dir=scratch, prefix=".export-") as folder:
+        written = {path: Path(folder, str(number)) for number, path in enumerate(contents)}
+        for path, temporary in written.items():
+            if (content := contents[path]) is not None:
+                temporary.write_bytes(content)
+        for path, temporary in written.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(temporary, path) if temporary.exists() else path.unlink(missing_ok=True)
 
 
 def project_file(path: str, project: Path, framework: Framework) -> Path:

@@ -129,13 +129,13 @@ def find_release(name: str, project: Path = REPO, framework: Framework = VERL) -
     return releases[name]
 
 
-def record_tree_after(release: Release, tree: str, versions: Path) -> None:
-    """Write ``tree`` as the release's tree_after into versions.toml, leaving the rest as it is."""
+def with_tree_after(release: Release, tree: str, versions: Path) -> str:
+    """Return the text of versions.toml with ``tree`` as the release's tree_after."""
     entry = re.compile(rf'(^\["{re.escape(release.name)}"\]$.*?^tree_after = )"[^"\n]*"', re.M | re.S)
     text, count = entry.subn(rf'\g<1>"{tree}"', versions.read_text())
     if count != 1:
         raise Refused(f'{versions} has no tree_after under ["{release.name}"]')
-    versions.write_text(text)
+    return text
 
 
 def add_release(release: Release, versions: Path) -> str:

@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.patch_tool import message, patchset, refused
+from support.patch_tool import cut_short, message, patchset, refused
 from support.small_projects import CONFIG, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, UNTOUCHED
 from support.trees import contents, edit, git, write_files
 
+from lib.patches.export import replace_files
 from lib.patches.git_objects import blob_id, package_blobs, package_tree_id
 from lib.patches.releases import VERL
 
@@ -133,3 +134,23 @@ def test_export_requires_a_clean_linear_tree(project: Path, tree: Path, target: 
     git("checkout", "--quiet", "stack", cwd=tree)
     git("-c", "sequence.editor=sed -i 1s/pick/edit/", "rebase", "--quiet", "--interactive", "base/0.9.1", cwd=tree)
     assert "has a rebase to finish: " in refusal(tree)
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("how", ["failed", "killed"])
+def test_replaced_files_are_whole(tmp_path: Path, how: str):
+    old, new = {"a.patch": "old", "b.patch": "old", "gone.patch": "old"}, {"a.patch": "new", "c.patch": "new"}
+    states, cut = [], True
+    while cut:
+        home = tmp_path / str(len(states))
+        write_files(home / "v1", old)
+        change = {home / "v1" / name: new[name].encode() if name in new else None for name in (*new, "gone.patch")}
+        cut = cut_short(home, lambda change=change, home=home: replace_files(change, home), len(states), how)
+        found = {path: content.decode() for path, content in contents(home / "v1").items()}
+        assert all(found.get(name) in (old.get(name), new.get(name)) for name in old | new)
+        assert found["b.patch"] == "old"
+        states.append(found == old)
+        replace_files(change, home)
+        assert contents(home / "v1") == {"a.patch": b"new", "b.patch": b"old", "c.patch": b"new"}
+    written = 1 + len(new)  # a folder, and what is new
+    assert len(states) > written and all(states[:written]) and not states[-1]

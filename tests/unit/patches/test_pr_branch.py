@@ -328,9 +328,9 @@ def test_tests_that_import_changed_modules_are_run(small: Path):
 @pytest.mark.subprocess
 def test_tests_that_wait_for_cpus_are_given_them(small: Path):
     source = "import ray, verl.other\n\n\ndef test_it():\n    ray.init(include_dashboard=False)\n"
-    source += "    assert ray.cluster_resources()['CPU'] == 16\n"
+    source += "    assert ray.cluster_resources()['CPU'] >= 100\n"
     write_files(small, {"tests/config/test_other_on_cpu.py": source})
-    commit(small, "a test that needs 16 CPUs")
+    commit(small, "a test that needs 100 CPUs")
     found = pr_branch.tests(small, ["verl/other.py"])
     assert found.passed and re.match(r"1 files: 1 passed in \d", found.result), found
 

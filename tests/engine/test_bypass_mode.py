@@ -16,11 +16,10 @@ import torch
 from mismatch import equal_share, measures_mismatch
 from omegaconf import OmegaConf
 from support.recorded import every_release
+from support.trees import patched_tree
 from weight_sync import check_weight_sync
 
-from lib.patches.apply import apply
 from lib.patches.releases import VERL
-from lib.patches.wheels import unpacked_wheel
 from verl import DataProto
 from verl.trainer.ppo import rollout_corr_helper
 from verl.trainer.ppo.core_algos import agg_loss
@@ -81,9 +80,8 @@ def in_bypass_mode(file: Path, config, step: int) -> tuple[DataProto, dict]:
 
 
 @pytest.mark.parametrize("release", every_release(VERL))
-def test_bypass_mode_is_measured_for_the_metrics_alone(release, tmp_path, monkeypatch):
-    tree = unpacked_wheel(release, tmp_path)
-    apply(tree)
+def test_bypass_mode_is_measured_for_the_metrics_alone(release, tmp_path, pytestconfig, monkeypatch):
+    tree = patched_tree(release, tmp_path, pytestconfig.getoption("verl_tree"))
     trainers = [*(tree / "verl").rglob("ppo/ray_trainer.py"), *(tree / "verl").rglob("separation/ray_trainer.py")]
     trainers = [file for file in trainers if "bypass_mode" in file.read_text()]
     with hydra.initialize_config_dir(config_dir=str(tree / "verl/trainer/config"), version_base=None):

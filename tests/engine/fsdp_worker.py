@@ -8,7 +8,6 @@ import functools
 import itertools
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from verl.workers.engine_workers import TrainingWorker
 STRATEGY, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 PATCHED = "grad_scaler" in FSDPEngineConfig.__dataclass_fields__
 RANK = int(os.environ["RANK"])
+NUMBERS = itertools.count()  # of the folders that ranks share
 POISONED = int(os.environ["WORLD_SIZE"]) - 1  # the rank that faults are put into: the last, which is 1 of 2
 
 # Upstream builds its scaler for "cuda"; on a CPU torch then disables it, which would mask every other fp16 defect.
@@ -274,6 +274,9 @@ def merge(folder: Path, huggingface: Path) -> dict[str, torch.Tensor]:
 
 
 def shared_directory() -> str:
-    directory = [tempfile.mkdtemp(dir=OUT)]
-    dist.broadcast_object_list(directory)
-    return directory[0]
+    """Return a new folder, the same on all ranks. It is numbered, because outcomes that are recorded name it."""
+    directory = OUT / f"shared_{next(NUMBERS)}"
+    if RANK == 0:
+        directory.mkdir()
+    dist.barrier()
+    return str(directory)

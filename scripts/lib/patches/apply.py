@@ -71,7 +71,7 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
         if status.state == "outdated":
             done += changes(target.changelog, changelog)
         put_on(target, new, {**hooked, **stack.added}, kept, record, changelog)
-    counts = f"{len(new.replaced)} files hooked, {len(new.added)} copied, stamp {new.stack} in {framework.stamp}"
+    counts = f"{len(new.replaced)} files patched, {len(new.added)} added, stack {new.stack}"
     return [*done, f"{stack.release}: {counts}"]
 
 

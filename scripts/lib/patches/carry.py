@@ -72,7 +72,7 @@ def carry_patch(
             lines += [f"{stack.release}: not exported; finish in {target}"]
             lines += [f"    {name}: {each.path}: {each.location}: {each.reason}" for each in conflicts]
             lines += [f"    stopped at {stopped}", "    git status; edit; git add; git rebase --continue; then"]
-            lines += [f"    python scripts/patchset.py export {target}"]
+            lines += [f"    python3 scripts/patchset.py export {target}"]
         exported = [line for tree in whole for line in export(tree, project)]
         if change.old.message != change.new.message:
             other = [stack for stack in stacks if stack.patches[names(stack).index(name)].message != change.old.message]

@@ -48,7 +48,7 @@ def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
         if contents(root) != before:
             raise Refused(f"unapply does not restore the wheel of {release}")
         check_re_export(stack, root, release.tree_after)
-    return f"{len(stack.patches)} patches, {len(stack.after)} files hooked, {len(stack.copied)} copied"
+    return f"{len(stack.patches)} patches, {len(stack.after)} files patched, {len(stack.copied)} added"
 
 
 def contents(root: Path) -> dict[Path, bytes | None]:

@@ -88,10 +88,10 @@ def fork_commits(fork: Fork, stack: Stack) -> Iterator[str]:
     release = stack.release.name
     if commits:
         newest = [each for each in git("rev-list", "--topo-order", "HEAD", cwd=fork.root).split() if each in commits]
-        yield f"commits that change hooked files since {release}: {len(commits)}"
+        yield f"commits since {release} to files that the patches change: {len(commits)}"
         yield from (f"    {subject(fork, each)}: {', '.join(sorted(commits[each]))}" for each in newest)
     if strangers:
-        yield f"hooked files whose history does not contain the content of {release}: {len(strangers)}"
+        yield f"of the files that the patches change, without the content of {release} in their history: {len(strangers)}"
         yield from strangers
 
 

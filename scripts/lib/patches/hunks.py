@@ -12,7 +12,7 @@ from lib.files import write
 from lib.patches.git import git, run_git
 from lib.patches.stack import Patch, Stack
 
-SAME, MERGED, THERE, CONFLICT = "same", "merged", "there", "conflict"
+OUTCOMES = SAME, MERGED, PRESENT, CONFLICT = "same", "merged", "present", "conflict"
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class MergedHunk:
     Args:
         path: of its file, ``old -> new`` if that moved.
         location: its line and function.
-        outcome: same (its file did not change), merged (it did, or moved), there (upstream has it already), conflict.
+        outcome: same (its file did not change), merged (it did, or moved), present (the other tree has it already), conflict.
         reason: of a conflict.
     """
 
@@ -65,7 +65,7 @@ def carry(stack: Stack, tree: Path, moved: Mapping[str, str]) -> dict[Patch, lis
                     if merged is None:
                         hunks_of_patch.append(MergedHunk(shown, location, CONFLICT, reason(hunk, ours[path].decode())))
                     else:
-                        outcome = SAME if same else THERE if merged == ours[path] else MERGED
+                        outcome = SAME if same else PRESENT if merged == ours[path] else MERGED
                         hunks_of_patch.append(MergedHunk(shown, location, outcome))
                         ours[path] = merged
     return outcomes
@@ -102,19 +102,20 @@ def reason(hunk: str, ours: str) -> str:
 
 
 def report(stack: Stack, target: str, outcomes: dict[Patch, list[MergedHunk]]) -> Iterator[str]:
-    """Yield a line for each patch; below it the files that hunks merged into, and hunks that are there or conflict."""
+    """Yield a line for each patch; below it the files that hunks merged into, and hunks that are present or conflict."""
     total = Counter(hunk.outcome for merged in outcomes.values() for hunk in merged)
-    yield f"{stack.release} -> {target}: {len(outcomes)} patches, {total.total()} hooks: {counts(total)}"
+    yield f"{stack.release} -> {target}: {len(outcomes)} patches, {total.total()} hunks: {counts(total)}"
     for patch, merged in outcomes.items():
         count = Counter(hunk.outcome for hunk in merged)
-        outcome = CONFLICT if count[CONFLICT] else THERE if count[THERE] == len(merged) else MERGED
+        whole = next((each for each in OUTCOMES if count[each] == len(merged)), MERGED)
+        outcome = CONFLICT if count[CONFLICT] else whole
         yield f"{outcome:8} {patch.name}: {counts(count)}"
         for path, number in Counter(hunk.path for hunk in merged if hunk.outcome == MERGED).items():
             yield f"    {MERGED:8} {path}: {number}"
         for hunk in merged:
-            if hunk.outcome in (THERE, CONFLICT):
+            if hunk.outcome in (PRESENT, CONFLICT):
                 yield f"    {hunk.outcome:8} {hunk.path}: {hunk.location}{hunk.reason and ': '}{hunk.reason}"
 
 
 def counts(outcomes: Counter) -> str:
-    return ", ".join(f"{outcomes[each]} {each}" for each in (SAME, MERGED, THERE, CONFLICT) if outcomes[each])
+    return ", ".join(f"{outcomes[each]} {each}" for each in OUTCOMES if outcomes[each])

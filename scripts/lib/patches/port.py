@@ -68,7 +68,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     lines += [*report(stack, target, outcomes), *surveyed]
     if isinstance(root, Fork):
         lines += fork_commits(root, stack)
-    lines += [f"{folder}: {carried} of {len(stack.patches)} patches are commits after the tag {new}"]
+    lines += [f"{folder}: {carried} of {len(stack.patches)} patches committed, after the tag {new}"]
     if done.returncode:
         lines += [
             f"  {stack.patches[carried].name} has conflicts: git status; edit; git add; git cherry-pick --continue"
@@ -78,7 +78,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         finished = branch_name(stack)
         lines += [f"  to add them to {root.root} as the branch {finished}: git -C {folder} push origin {finished}"]
     elif target in load_releases(project, framework):
-        lines += [f"  to export them: python scripts/patchset.py export {folder}"]
+        lines += [f"  to export them: python3 scripts/patchset.py export {folder}"]
     else:
         lines += [f"  {to} is not a release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
     return lines, not done.returncode
@@ -102,9 +102,8 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         source = find_target(Path(os.path.abspath(to)), framework)
         blobs = source.blobs()
         if added := [path for path in (*stack.added, *stack.shadowed) if path in blobs]:
-            raise Refused(
-                f"{to} contains {added[0]} already; remove its patches first: make unapply-patches {source.variable}"
-            )
+            unapply = f"make unapply-patches {source.variable}, or where they are commits, check out one before them"
+            raise Refused(f"{to} contains {added[0]} already; remove the patches first: {unapply}")
         if not (source.root / framework.version_file).exists():
             raise Refused(f"{to} has no {framework.version_file}, as every release has; give a checkout or a release")
         if not source.version:

@@ -69,11 +69,8 @@ def spoilt(target: Target, blobs: Mapping[str, str], record: Record) -> tuple[st
     name = target.framework.name
     unapply = f"make unapply-patches {target.variable}"
     if edited := record.edited(blobs):
-        copied = [path for path in edited if path in record.added]
-        delete = f" and delete {first_three(copied)}, which apply added" if copied else ""
         keep = f"{unapply} FORCE=yes restores {name} {record.release} and keeps each as FILE.edited"
-        by_hand = f"or save the edits, put the files back or reinstall {name},{delete}".rstrip(",")
-        return "dirty", f"edited after apply: {first_three(edited)}; {keep}; {by_hand}"
+        return "dirty", f"edited after apply: {first_three(edited)}; {keep}"
     if not target.installed:
         return "half-patched", f"{name} was uninstalled; {unapply} deletes what apply added, then install {name} again"
     if removed := record.removed(blobs):
@@ -126,39 +123,33 @@ def unmatched(
     name, differing = str(stack.release), stack.mismatches(pristine)
     patched = {**stack.after, **stack.copied}
     unknown = [path for path in differing if pristine.get(path) != patched.get(path, "")]
-    reset = f"reinstall {name} or check its files out again"
+    reset = "check them out again" if (target.root / ".git").exists() else f"reinstall {name}"
     if windows := sorted(set(stack.unknown(pristine)) - set(stack.unknown(unix))):
         cause = f"{len(windows)} files have CRLF line endings: {first_three(windows)}"
-        return "dirty", f"{name}, but {cause}; git config core.autocrlf false, then check the files out again"
+        return "dirty", f"{name}, but {cause}; git config core.autocrlf false, then check them out again"
     if stamp:
         lost = f"but without the record in {target.framework.bookkeeping} that unapply needs"
         # A reinstall leaves the files that apply added.
         anew = f"delete {target.root / framework}, then reinstall {framework} {recorded} or check its files out again"
         return "half-patched", f"{framework} {recorded} with stack {stamp['stack']}, {lost}; {anew}"
     if record:
-        return "dirty", f"{name}, but for {first_three(unknown)}; save your edits, then {reset}"
-    # With all files that apply copies in, it was patched as a port, whose hooks need not be a release's.
+        return "dirty", f"{name} except {first_three(unknown)}; save your edits, then {reset}"
+    # With all files that apply adds, it was patched as a port, whose hooks need not be a release's.
     if stack.added.keys() <= pristine.keys():
         other = [path for path, blob in stack.copied.items() if pristine[path] != blob]
-        of = (
-            f"another version's copied files: {first_three(other)}"
-            if other
-            else f"the copied files of stack {stack.id}"
-        )
-        removal = "its patches are commits: leave their branch, or revert them"
-        return "ported", f"no release, closest to {name}, with {of}; to remove the stack use git: {removal}"
+        version = f"another version of stack {stack.id} ({first_three(other)})" if other else f"stack {stack.id}"
+        return "ported", f"closest to {name}, with {version} as commits; to remove it, switch branches or revert them"
     # Two releases differ in a third of these files and more.
     few = len(stack.unknown(pristine)) < len(stack.before) / 4
     edited_release = few or stack.rest_is_pristine(pristine) or target.version == stack.release.name
-    carry = f"make port FRAMEWORK={framework} FROM={stack.release.name} TO={target.root}"
-    result = "makes a branch of its commits with the stack" if (target.root / ".git").exists() else "ports the stack"
-    remedy = f"make drift {target.variable} lists them, {carry} {result}"
+    option = "" if target.framework == VERL else f" FRAMEWORK={framework}"
+    port = f"make port{option} FROM={stack.release.name} TO={target.root}"
     if edited_release:
-        commit = f"if they are a later commit's or a fork's, {remedy}"
-        return "dirty", f"{name}, but for {first_three(unknown)}; save your edits, then {reset}; {commit}"
-    share = f"of the {len(stack.before)} files that its stack hooks, {len(unknown)} differ: {first_three(unknown)}"
+        keep = f"or merge the patches with them: {port}"
+        return "dirty", f"{name} except {first_three(unknown)}; save your edits, then {reset}, {keep}"
+    share = f"of the {len(stack.before)} files that its patches change, {len(unknown)} differ: {first_three(unknown)}"
     nearest = f"matches none of {framework} {', '.join(by_name)}; the closest is {stack.release.name}"
-    return "foreign", f"{nearest}, {share}; {remedy}"
+    return "foreign", f"{nearest}, {share}; merge the patches with it: {port}"
 
 
 def unix_blobs(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) -> dict[str, str]:
@@ -175,7 +166,7 @@ def drift(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
     pristine = record.undone(blobs) if record else blobs
     stack = closest(pristine, stacks)
     changed = {path: "changed" if path in pristine else "gone" for path in stack.changed(pristine)}
-    lines = [f"closest to {stack.release}: {len(changed)} of the {len(stack.before)} files that its stack hooks differ"]
+    lines = [f"closest to {stack.release}: {len(changed)} of the {len(stack.before)} files that its patches change differ"]
     for patch in stack.patches:
         drifted = [f"    {changed[path]:8} {path}" for path, _, _ in patch.blobs if path in changed]
         lines += [f"{patch.name}: {len(drifted)} of {len(patch.blobs)} files", *drifted] if drifted else []

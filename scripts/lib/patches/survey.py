@@ -34,7 +34,7 @@ def survey(stack: Stack, tree: Path, old: str, new: str, moved: Mapping[str, str
     unhooked = {path for path in added.splitlines() if path.endswith((".py", ".yaml"))} - set(moved.values())
     found = {path: does for path in sorted(unhooked) if (does := deeds(tree, new, path))}
     if found:
-        yield f"new files that no hook covers, to read: {len(found)}"
+        yield f"new files with similar code, which no patch changes: {len(found)}"
         yield from (f"    {path}: {', '.join(does)}" for path, does in found.items())
 
 
@@ -44,8 +44,8 @@ def nearest(stack: Stack, blobs: Mapping[str, str], stacks: list[Stack]) -> Iter
     theirs, ours = len(other.changed(blobs)), len(stack.changed(blobs))
     if other.release != stack.release and theirs / len(other.before) < ours / len(stack.before):
         yield (
-            f"nearer to {other.release}: {theirs} of its {len(other.before)} hooked files differ, of those of "
-            f"{stack.release} {ours} of {len(stack.before)}"
+            f"closer to {other.release}: {theirs} of the {len(other.before)} files that its patches change differ, "
+            f"against {ours} of {len(stack.before)} for {stack.release}"
         )
 
 

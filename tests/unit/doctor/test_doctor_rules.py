@@ -145,7 +145,7 @@ def test_foreign_tree_has_the_rules_of_the_nearest_release(tmp_path: Path):
         (root / "verl" / path).open("a").write("\n# of another commit\n")
     diagnosis = diagnose(identify_tree(root), WORDS[1:2])
     assert diagnosis.json()["verl"] == NEAREST
-    assert f"\n\ndirty: verl {OLD}, but for verl/workers/config/actor.py" in command.text(diagnosis)
+    assert f"\n\ndirty: verl {OLD} except verl/workers/config/actor.py" in command.text(diagnosis)
     assert dtypes(diagnosis, "actor.compute", "wire", "critic.master") == ["unknown"] * 3, "their file differs"
     assert dtypes(diagnosis, "rollout.weights", "hf_export") == ["float16", "bfloat16"], "their files are the release's"
     assert diagnosis.verdict == "unknown" and not diagnosis.sound

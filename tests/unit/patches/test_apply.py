@@ -36,7 +36,7 @@ def test_apply_hooks_copies_and_stamps_once(tiny: Path, pristine: Path, target: 
     done = patchset(tiny, "apply", target)
     assert (done.returncode, done.stderr) == (0, "")
     assert (target / ENGINE).stat().st_mode & 0o777 == 0o640
-    assert "verl 0.9.1: 3 files hooked, 3 copied, stamp " in done.stdout
+    assert "verl 0.9.1: 3 files patched, 3 added, stack " in done.stdout
     assert "# twice\nimport verl.utils.precision\n" in (target / ENGINE).read_text()
     assert (target / MODULE).read_text() == "ANSWER = 42\n"
     expected = {"release": RELEASE, "stack": load_stacks(tiny)[0].id}

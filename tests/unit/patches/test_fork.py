@@ -34,12 +34,12 @@ def fork(built: Path, tmp_path: Path) -> Path:
 
 
 def test_fork_gets_a_branch_with_one_commit_a_patch(tiny: Path, fork: Path, tmp_path: Path):
-    step = f"make port FRAMEWORK=verl FROM=0.9.1 TO={fork} makes a branch of its commits with the stack"
-    assert step in refused(tiny, "apply", fork, unchanged=fork)
+    step = f"check them out again, or merge the patches with them: make port FROM=0.9.1 TO={fork}\n"
+    assert refused(tiny, "apply", fork, unchanged=fork).endswith(step)
     tree = tmp_path / "tree"
     done = patchset(tiny, "port", "0.9.1", fork, tree)
     assert (done.returncode, done.stderr) == (0, "")
-    named = done.stdout.partition("commits that change hooked files since 0.9.1: 5\n")[2].splitlines()[:5]
+    named = done.stdout.partition("commits since 0.9.1 to files that the patches change: 5\n")[2].splitlines()[:5]
     paths = [CONFIG, ENGINE, PROTOCOL, CONFIG, ENGINE]
     ids = git("log", "-5", "--format=%h", cwd=fork).split()
     assert named == [f"    {ids[4 - n]} related {n}: {path}" for n, path in zip((4, 3, 2, 1, 0), paths, strict=True)]
@@ -65,18 +65,18 @@ def test_ported_fork_is_known(tiny: Path, fork: Path, tmp_path: Path):
     tree = tmp_path / "tree"
     patchset(tiny, "port", "0.9.1", fork, tree)
     state = status(tree, tiny)
-    assert state.state == "ported" and "closest to verl 0.9.1, with the copied files of stack" in state.detail
+    assert state.state == "ported" and "closest to verl 0.9.1, with stack " in state.detail
     for command in ("apply", "unapply"):
-        assert "to remove the stack use git" in refused(tiny, command, tree, unchanged=tree)
+        assert "as commits; to remove it, switch branches" in refused(tiny, command, tree, unchanged=tree)
     edit(tree / MODULE, "42", "43")
-    assert f"with another version's copied files: {MODULE};" in status(tree, tiny).detail
+    assert f" ({MODULE}) as commits;" in status(tree, tiny).detail
 
 
 def test_file_that_never_was_the_releases_is_named_with_its_last_commit(tiny: Path, fork: Path, tmp_path: Path):
     git("checkout", "--quiet", "--orphan", "squashed", cwd=fork)
     commit(fork, "squashed")
     done = patchset(tiny, "port", "0.9.1", fork, tmp_path / "tree")
-    assert "hooked files whose history does not contain the content of 0.9.1: 3" in done.stdout
+    assert "of the files that the patches change, without the content of 0.9.1 in their history: 3" in done.stdout
     head = git("log", "-1", "--format=%h", cwd=fork).strip()
     assert f"    {CONFIG}: last changed by {head} squashed\n" in done.stdout
 

@@ -159,7 +159,7 @@ def test_edited_file_of_a_checkout_is_an_edit(tmp_path: Path):
     content = (root / path).read_text()
     (root / path).write_text(f"{content}# mine\n")
     (root / UNTOUCHED).write_text("mine = True\n")
-    assert str(status(root)).startswith(f"dirty: verl 0.9.0, but for {path}; save your edits, then reinstall")
+    assert str(status(root)).startswith(f"dirty: verl 0.9.0 except {path}; save your edits, then reinstall")
     (root / path).write_text(content)
     for file in (path for path in root.rglob("*") if path.suffix in (".py", ".yaml")):
         file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))

@@ -26,11 +26,11 @@ def test_folder_with_both_frameworks_needs_a_choice(tiny: Path, target: Path, pr
         line = refused(tiny, command, target, unchanged=target)
         assert line == f"patchset: {target} contains verl and oat; choose one: --framework verl or oat\n"
     before = contents(target)
-    assert patchset(tiny, "apply", "--framework", "oat", target).stdout.startswith("oat 0.2.3: 2 files hooked")
+    assert patchset(tiny, "apply", "--framework", "oat", target).stdout.startswith("oat 0.2.3: 2 files patched")
     assert patchset(tiny, "status", target / "verl").stdout == "unpatched: verl 0.9.1\n"
     found = json.loads(patchset(tiny, "status", target / "oat", "--json").stdout)
     assert (found["framework"], found["release"], found["state"]) == ("oat", OAT_RELEASE, "patched")
-    assert patchset(tiny, "apply", "--framework", "verl", target).stdout.startswith("verl 0.9.1: 3 files hooked")
+    assert patchset(tiny, "apply", "--framework", "verl", target).stdout.startswith("verl 0.9.1: 3 files patched")
     for framework in (OAT, VERL):
         unapply(target, tiny, framework)
     assert contents(target) == before
@@ -40,8 +40,8 @@ def test_refusals_name_oat_and_its_variable(tiny: Path, pristine_oat: Path, tmp_
     target = shutil.copytree(pristine_oat, tmp_path / "oat")
     edit(target / ARGS, "import torch\n", "import torch  # mine\n")
     line = refused(tiny, "apply", target, unchanged=target)
-    assert f"dirty: oat 0.2.3, but for {ARGS}; save your edits, then reinstall oat 0.2.3 or check" in line
-    assert f"make drift OAT={target} lists them, make port FRAMEWORK=oat FROM=0.2.3 TO={target} ports" in line
+    assert f"dirty: oat 0.2.3 except {ARGS}; save your edits, then reinstall oat 0.2.3, or merge" in line
+    assert line.endswith(f"make port FRAMEWORK=oat FROM=0.2.3 TO={target}\n")
     (target / "oat/model.py").write_text("checked = 'out'\n")
     assert refused(tiny, "apply", target, unchanged=target) == line, "also where other files are not the wheel's"
     (target / OAT.version_file).write_text("__version__ = '0.3.0'\n")
@@ -59,20 +59,20 @@ def test_port_adds_a_new_release_to_versions_toml(project: Path, tmp_path: Path)
     made = cut_wheel(archive, archive.with_name("oat_llm-0.2.5-py3-none-any.whl"), paths, {"oat/new.py": ""})
     newer = unpack(made, tmp_path / "newer")
     assert patchset(project, "drift", newer).stdout.splitlines() == [
-        "closest to oat 0.2.3: 1 of the 2 files that its stack hooks differ",
+        "closest to oat 0.2.3: 1 of the 2 files that its patches change differ",
         "args-import-the-module.patch: 1 of 2 files",
         f"    changed  {ARGS}",
     ]
     done = patchset(project, "port", "--framework", "oat", OAT_RELEASE, "0.2.5", tmp_path / "tree")
     assert (done.returncode, done.stderr) == (0, "")
     assert 'with the family, dependencies and features of 0.2.3:\n["0.2.5"]' in done.stdout
-    assert "oat 0.2.3 -> 0.2.5: 1 patches, 2 hooks: 1 same, 1 merged\n" in done.stdout
+    assert "oat 0.2.3 -> 0.2.5: 1 patches, 2 hunks: 1 same, 1 merged\n" in done.stdout
     old, new = (find_release(name, project, OAT) for name in (OAT_RELEASE, "0.2.5"))
     assert (new.wheel_sha256, new.ported_from) == (sha256(made), OAT_RELEASE)
     assert (new.family, new.features) == (old.family, old.features)
     assert patchset(project, "export", tmp_path / "tree").returncode == 0
     done = patchset(project, "check", "--framework", "oat", "--release", "0.2.5")
-    assert done.stdout == "oat 0.2.5: 1 patches, 2 files hooked, 1 copied: ok\n"
+    assert done.stdout == "oat 0.2.5: 1 patches, 2 files patched, 1 added: ok\n"
     apply(newer, project, OAT)
 
 

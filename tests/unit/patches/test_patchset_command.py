@@ -101,8 +101,8 @@ def test_check_covers_both_frameworks(tiny: Path):
     done = patchset(tiny, "check", "--all")
     assert (done.returncode, done.stderr) == (1, "patchset: oat 0.2.4: oat 0.2.4 has no patches yet\n")
     assert done.stdout.splitlines() == [
-        "verl 0.9.1: 2 patches, 3 files hooked, 3 copied: ok",
-        "oat 0.2.3: 1 patches, 2 files hooked, 1 copied: ok",
+        "verl 0.9.1: 2 patches, 3 files patched, 3 added: ok",
+        "oat 0.2.3: 1 patches, 2 files patched, 1 added: ok",
     ]
     done = patchset(tiny, "check", "--release", RELEASE)
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)

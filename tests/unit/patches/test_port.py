@@ -66,22 +66,22 @@ def newer(small: Path, tmp_path: Path) -> Path:
     return unpack(wheel_of(small, NEW), tmp_path / "newer")
 
 
-def test_report_accounts_for_each_hook(small: Path, tmp_path: Path):
+def test_report_accounts_for_each_hunk(small: Path, tmp_path: Path):
     done = patchset(small, "port", OLD, NEW, tmp_path / "tree")
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.splitlines()[:8] == [
-        "verl 0.9.0 -> 0.9.1: 4 patches, 5 hooks: 2 same, 1 merged, 1 there, 1 conflict",
+        "verl 0.9.0 -> 0.9.1: 4 patches, 5 hunks: 2 same, 1 merged, 1 present, 1 conflict",
         "merged   fsdp-import-the-module.patch: 1 same, 1 merged",
         f"    merged   {ENGINE}: 1",
-        "there    fsdp-collect-no-garbage.patch: 1 there",
-        f"    there    {ENGINE}: line 834 in def to(self, device: str, model: bool = True, optimizer: bool = True, "
+        "present  fsdp-collect-no-garbage.patch: 1 present",
+        f"    present  {ENGINE}: line 834 in def to(self, device: str, model: bool = True, optimizer: bool = True, "
         "grad: bool",
         "conflict fsdp-change-a-condition.patch: 1 conflict",
         f"    conflict {ENGINE}: line 683 in def _gradient_sync_context(self, *, is_last_micro_batch: bool): "
         "1 of its 1 old lines are gone, first: if is_last_micro_batch:",
-        "merged   ckpt-import-it-twice.patch: 1 same",
+        "same     ckpt-import-it-twice.patch: 1 same",
     ]
-    assert f"{tmp_path / 'tree'}: 2 of 4 patches are commits after the tag base/0.9.1" in done.stdout
+    assert f"{tmp_path / 'tree'}: 2 of 4 patches committed, after the tag base/0.9.1" in done.stdout
     assert "fsdp-change-a-condition.patch has conflicts" in done.stdout
 
 
@@ -139,12 +139,12 @@ def test_file_that_only_moved_is_merged(smooth: Path, newer: Path, tmp_path: Pat
     assert f"    merged   {SAME} -> verl/utils/checkpoint/moved.py: 1\n" in done.stdout and "same" not in done.stdout
 
 
-def test_survey_names_what_no_hook_shows(smooth: Path, newer: Path, tmp_path: Path):
+def test_survey_names_what_no_merge_shows(smooth: Path, newer: Path, tmp_path: Path):
     """New files that do what hooked ones do; that the other tree is older; and a release that is nearer."""
     write(newer / "verl/workers/engine/other.py", b"loss.backward()\noptimizer.step()\n")
     write(newer / "verl/utils/plain.py", b"def f(): pass\n")
     shown = patchset(smooth, "port", OLD, newer, tmp_path / "tree").stdout
-    read = "new files that no hook covers, to read: 1\n    verl/workers/engine/other.py: backward, optimizer step\n"
+    read = "new files with similar code, which no patch changes: 1\n    verl/workers/engine/other.py: backward, optimizer step\n"
     assert read in shown and "looks older" not in shown
     older = unpack(wheel_of(smooth, OLD), tmp_path / "older")
     edit(older / SAME, "class FSDPCheckpointManager(", "(")
@@ -152,7 +152,7 @@ def test_survey_names_what_no_hook_shows(smooth: Path, newer: Path, tmp_path: Pa
     assert f"looks older than verl {OLD}: lacks 1 of its functions and classes, and has 0 others\n" in shown
     distant = load_stack(find_release("0.8.0"))
     (line,) = nearest(distant, load_stack(find_release(OLD)).before, load_stacks())
-    assert line.startswith(f"nearer to verl {OLD}: 0 of its 44 hooked files differ, of those of verl 0.8.0 ")
+    assert line.startswith(f"closer to verl {OLD}: 0 of the 44 files that its patches change differ, against ")
     assert list(nearest(distant, distant.before, load_stacks())) == []
 
 
@@ -161,7 +161,7 @@ def test_survey_names_what_no_hook_shows(smooth: Path, newer: Path, tmp_path: Pa
     [
         ((OLD, OLD), "0.9.0 is verl 0.9.0 itself"),
         ((OLD, "master"), "master is neither a release (0.9.0, 0.9.1, or a newer one on PyPI) nor a folder"),
-        ((OLD, "patched"), "patched contains verl/utils/precision.py already; remove its patches first"),
+        ((OLD, "patched"), "patched contains verl/utils/precision.py already; remove the patches first: make unapply-patches VERL="),
         ((OLD, NEW, "newer"), "newer exists and is not an empty folder"),
     ],
 )
@@ -186,8 +186,8 @@ def test_conflict_has_a_reason(hunk: str, ours: str, why: str):
 
 def test_patch_that_upstream_has_in_part_is_merged(small: Path):
     stack = load_stack(find_release(OLD, small), small)
-    merged = [MergedHunk(ENGINE, "line 1", "there"), MergedHunk(SAME, "line 1", "same")]
-    assert "merged   fsdp-import-the-module.patch: 1 same, 1 there" in report(stack, NEW, {stack.patches[0]: merged})
+    merged = [MergedHunk(ENGINE, "line 1", "present"), MergedHunk(SAME, "line 1", "same")]
+    assert "merged   fsdp-import-the-module.patch: 1 same, 1 present" in report(stack, NEW, {stack.patches[0]: merged})
 
 
 def test_drift_lists_changed_files_by_patch(small: Path, newer: Path):
@@ -196,7 +196,7 @@ def test_drift_lists_changed_files_by_patch(small: Path, newer: Path):
     done = patchset(small, "drift", newer)
     assert (done.returncode, done.stderr) == (0, "") and contents(newer) == before
     assert done.stdout.splitlines()[:6] == [
-        "closest to verl 0.9.0: 2 of the 2 files that its stack hooks differ",
+        "closest to verl 0.9.0: 2 of the 2 files that its patches change differ",
         "fsdp-import-the-module.patch: 2 of 2 files",
         f"    gone     {SAME}",
         f"    changed  {ENGINE}",
@@ -208,7 +208,7 @@ def test_drift_lists_changed_files_by_patch(small: Path, newer: Path):
 def test_patched_release_has_no_drift(small: Path, tmp_path: Path):
     older = unpack(wheel_of(small, OLD), tmp_path / "older")
     apply(older, small)
-    assert drift(older, small) == ["closest to verl 0.9.0: 0 of the 2 files that its stack hooks differ"]
+    assert drift(older, small) == ["closest to verl 0.9.0: 0 of the 2 files that its patches change differ"]
 
 
 # The files whose conflicts were resolved by hand, by patch.

@@ -33,12 +33,12 @@ def refusal(project: Path, target: Path, *commands: Callable) -> str:
 
 def test_edited_files_are_dirty(tiny: Path, target: Path):
     (target / MODULE).write_text("mine = True\n")  # where the stack has a file of its own
-    assert f"dirty: verl 0.9.1, but for {MODULE}; save your edits" in refusal(tiny, target)
+    assert f"dirty: verl 0.9.1 except {MODULE}; save your edits" in refusal(tiny, target)
     (target / MODULE).unlink()
     edit(target / PROTOCOL, "import copy", "import copy  # mine")
     line = refusal(tiny, target)
-    assert f"dirty: verl 0.9.1, but for {PROTOCOL}; save your edits" in line
-    assert f"a later commit's or a fork's, make drift VERL={target} lists them, make port FRAMEWORK=verl F" in line
+    assert f"dirty: verl 0.9.1 except {PROTOCOL}; save your edits" in line
+    assert f"reinstall verl 0.9.1, or merge the patches with them: make port FROM=0.9.1 TO={target}\n" in f"{line}\n"
     for path in (ENGINE, CONFIG, MODULE):
         (target / path).write_text("mine\n")
     assert f"{ENGINE}, {PROTOCOL}, {CONFIG} and 1 more; save" in refusal(tiny, target)
@@ -48,7 +48,7 @@ def test_files_edited_after_apply_are_dirty(tiny: Path, patched: Path):
     for path in (ENGINE, MODULE):
         edit(patched / path, "\n", "\n# mine\n")
     line = refusal(tiny, patched)
-    assert f"dirty: edited after apply: {MODULE}, {ENGINE};" in line and f"delete {MODULE}, which apply added" in line
+    assert f"dirty: edited after apply: {MODULE}, {ENGINE}; make unapply-patches VERL={patched} FORCE=yes" in line
     assert "that the patches do not touch" not in str(status(patched, tiny))
 
 
@@ -77,7 +77,7 @@ def test_ported_fork_is_no_edited_release(tiny: Path, patched: Path):
     shutil.rmtree(patched / "verl/.precision")
     (patched / STAMP).unlink()
     edit(patched / ENGINE, "\n", "\n# of a fork\n")
-    assert "ported: no release, closest to verl 0.9.1" in refusal(tiny, patched)
+    assert "ported: closest to verl 0.9.1, with stack " in refusal(tiny, patched)
 
 
 def test_closest_release_has_the_largest_share(tiny: Path, target: Path):

@@ -60,9 +60,9 @@ def test_leftover_module_that_the_package_would_hide_is_refused(tmp_path: Path):
     before = contents(root)
     assert status(root).state == "dirty"
     for command in (apply, unapply):
-        with pytest.raises(Refused, match=f"dirty: verl .*, but for {MODULE}; save your edits"):
+        with pytest.raises(Refused, match=f"dirty: verl .* except {MODULE}; save your edits"):
             command(root)
-    with pytest.raises(Refused, match=f"contains {MODULE} already; remove its patches first"):
+    with pytest.raises(Refused, match=f"contains {MODULE} already; remove the patches first"):
         port("0.9.0", str(root), tmp_path / "tree")
     assert contents(root) == before
 

@@ -2,6 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+unexport PYTHONSAFEPATH  # scripts import from their own folder
 MAKEFLAGS += --no-print-directory
 # The first Python 3.10 or later on PATH, or PYTHON=/path/to/python3. scripts/setup_env.py makes the environments.
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11 python3.10
@@ -12,7 +13,6 @@ DEVICE ?= cpu
 BIN := $(if $(filter cuda,$(DEVICE)),.venv-cuda,.venv)/bin
 SETUP = @$(TOOLS) scripts/setup_env.py $(PYTHON:%=--python %)
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # the folders in order: the longest come first
-
 # All variables of the command line as NAME='VALUE'; scripts/command.py refuses those that a command does not take.
 quote = '$(subst ','\'',$(1))'
 WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)=$(call quote,$($(name)))))
@@ -42,7 +42,7 @@ port: python             ## port a release's patches to another release:  make p
 	$(COMMAND)
 carry: python            ## carry a changed patch to the other releases:  make carry PATCH=fsdp-compute-in-the-configured-dtype FROM=0.9.1   (FRAMEWORK=oat)
 	$(COMMAND)
-drift: python            ## list the patched files that differ from the nearest release:  make drift VERL=/path/to/verl   (or OAT=…)
+drift: python            ## list the patched files that differ from the closest release:  make drift VERL=/path/to/verl   (or OAT=…)
 	$(COMMAND)
 
 ##@ Choose a regime for a model and a cluster

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
+os.environ.pop("PYTHONSAFEPATH", None)  # of the command, which imports from its own folder
 
 import setup_env
 from lib.cli import alternatives, faults_in_one_line, gpu_present, help_requested, one_of, parse_words, shell_words
@@ -232,7 +233,8 @@ def command_values(command: Command, typed: Mapping[str, str], shared: bool) -> 
     takes = (*command.takes, "DEVICE")
     typed = {name: value for name, value in typed.items() if name in takes or not shared}
     parse_words(words(typed), takes)
-    return {name: os.environ[name] for name in command.takes if name in os.environ} | typed
+    inherited = set(command.takes) & os.environ.keys() - {"FORCE"}  # which is typed each time
+    return {name: os.environ[name] for name in inherited} | typed
 
 
 def help_command(name: str) -> None:

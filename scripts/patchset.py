@@ -137,18 +137,16 @@ def parser() -> argparse.ArgumentParser:
     )
     checking_out = command(run_checkout, "checkout", "make DIR a git tree with the stack as commits")
     exporting = command(run_export, "export", "write the commits of DIR, made by checkout, back into the project")
-    porting = command(
-        run_port, "port", "carry the stack of RELEASE to another one, as commits in DIR, and report on it"
-    )
+    porting = command(run_port, "port", "port the stack of RELEASE to another one, as commits in DIR, and report on it")
     carrying = command(
-        run_carry, "carry", "carry a changed patch of RELEASE to the others; DIR gets the trees that need a hand"
+        run_carry, "carry", "carry a changed patch of RELEASE to the others; DIR gets the trees with conflicts"
     )
-    drifting = command(run_drift, "drift", "list the patched files of TARGET that differ from the nearest release")
+    drifting = command(run_drift, "drift", "list the patched files of TARGET that differ from the closest release")
     for each in (state, putting, taking, drifting):
         each.add_argument("target", type=Path, metavar="TARGET")
     edits = "rename files that were edited since apply to <name>.edited, instead of refusing"
     taking.add_argument("--force", action="store_true", help=edits)
-    exporting.add_argument("--remove", action="store_true", help="delete all patches if DIR has no commit left")
+    exporting.add_argument("--remove", action="store_true", help="delete the patches that have no commit in DIR")
     which = checking.add_mutually_exclusive_group()
     which.add_argument("--release", metavar="R")
     which.add_argument("--all", action="store_true")

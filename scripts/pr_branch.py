@@ -127,7 +127,8 @@ def summary(output: str) -> str:
 
 
 def failures(output: str) -> set[str]:
-    return set(re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.M))
+    """Return the ids of the tests that failed, which may contain spaces, as pytest's summary lists them."""
+    return set(re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.M))
 
 
 def touched_tests(folder: Path, changed: list[str]) -> list[str]:

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from lib.errors import Refused
@@ -20,6 +22,22 @@ def write(path: Path, content: bytes) -> None:
 def sha256(path: Path) -> str:
     """Return the sha256 of a file's content, in hexadecimal digits."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def replace_files(contents: Mapping[Path, bytes | None], scratch: Path) -> None:
+    """Replace each file by its new content, and delete those of which it is None.
+
+    All is written to the disk of the folder ``scratch`` first, so that a full disk changes no file. After a kill the
+    same call completes the change.
+    """
+    with tempfile.TemporaryDirectory(dir=scratch, prefix=".new-") as folder:
+        written = {path: Path(folder, str(number)) for number, path in enumerate(contents)}
+        for path, temporary in written.items():
+            if (content := contents[path]) is not None:
+                temporary.write_bytes(content)
+        for path, temporary in written.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(temporary, path) if temporary.exists() else path.unlink(missing_ok=True)
 
 
 def write_json(file: Path, content: dict) -> None:

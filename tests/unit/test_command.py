@@ -99,6 +99,7 @@ def test_sanity_is_a_grid_whose_values_the_command_line_overrides(started):
         ({"ARGS": "+precision=fp16"}, ["doctor"], ["doctor.py", "--args=+precision=fp16"]),
         ({"ARGS": "+precision=fp16"}, ["doctor", "ARGS=+precision=bf16"], ["doctor.py", "--args=+precision=bf16"]),
         ({"DEVICE": "cpu"}, ["preflight"], ["preflight.py", "DEVICE=cpu"]),
+        ({"FORCE": "1"}, ["unapply-patches", "VERL=/v"], ["patchset.py", "unapply", "--framework", "verl", "/v"]),
     ],
 )
 def test_command_line_wins_over_the_environment(started, monkeypatch, environment, words, arguments):

@@ -88,7 +88,8 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
         Refused: ``target`` is no verl, or a release's wheel to compare it with is not available.
     """
     with locked(target) as opened:
-        blobs, record, stacks = opened.blobs(), read_record(opened), load_stacks(project)
+        blobs, stacks = opened.blobs(), load_stacks(project)
+        record = read_record(opened, blobs)
         status = examine(opened, blobs, record, stacks)
     state = {"unpatched": "unpatched", "patched": "patched", "outdated": "patched"}.get(status.state, "foreign")
     by_name = {stack.release.name: stack for stack in stacks}

@@ -45,7 +45,8 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
     """
     with locked(path, framework) as target:
         stacks = load_stacks(project, framework)
-        blobs, record = target.blobs(), read_record(target)
+        blobs = target.blobs()
+        record = read_record(target, blobs)
         status = examine(target, blobs, record, stacks)
         if status.state == "patched":
             return [f"{status.detail}: nothing to do"]
@@ -56,6 +57,9 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
             raise Refused(f"{stack.release} has no patches yet")
         record = record or renew_record(target, blobs, stacks)
         kept = record.hooked(blobs) if record else []
+        if record:
+            refuse_unwritable(target, record)
+            refuse_damaged(target, record, blobs)
         pristine = {
             path: target.read_original(path) if path in kept else (target.root / path).read_bytes()
             for path in stack.before
@@ -65,9 +69,8 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
         refuse_unwritable(target, new)
         done, changelog = [], read_changelog(project)
         if record:
-            refuse_unwritable(target, record)
-            refuse_damaged(target, record, blobs)
-            done = [f"{framework.name} {record.release}: stack {record.stack} removed first"]
+            left = "removed first" if kept else "left files, which were deleted"
+            done = [f"{framework.name} {record.release}: stack {record.stack} {left}"]
         if status.state == "outdated":
             done += changes(target.changelog, changelog)
         put_on(target, new, {**hooked, **stack.added}, kept, record, changelog)
@@ -76,7 +79,7 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
 
 
 def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force: bool = False) -> list[str]:
-    """Take the stack off the target, to the byte, and return what was done, a line each.
+    """Remove the stack from the target, restore every file byte for byte, and return what was done, a line each.
 
     Does nothing to an unpatched target.
 
@@ -89,7 +92,7 @@ def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force
     """
     with locked(path, framework) as target:
         blobs = target.blobs()
-        record = read_record(target) or renew_record(target, blobs, load_stacks(project, framework))
+        record = read_record(target, blobs) or renew_record(target, blobs, load_stacks(project, framework))
         edited = record.edited(blobs) if record else []
         if record and (force or not edited):
             restored = {path: record.replaced[path][1] for path in edited if path in record.replaced}
@@ -156,7 +159,7 @@ def put_on(
 ) -> None:
     """Make the changes of ``record`` to a pristine tree, or to one with ``older`` applied.
 
-    What fails midway is rolled back, to the pristine tree, and raised.
+    What fails midway is rolled back, to the pristine tree, and raised; an OSError then says so.
     """
     with before_any_change(target.staging):
         stage(target, record, contents, kept, changelog=changelog)
@@ -170,10 +173,14 @@ def put_on(
             os.replace(target.staged(path), target.root / path)
             drop_compiled(target.root / path)
         os.replace(target.staged(target.framework.stamp), target.stamp)
-    except BaseException:
-        if begun := read_record(target):
-            roll_back(target, begun, target.blobs())
+    except BaseException as fault:
+        blobs = target.blobs()
+        if begun := read_record(target, blobs):
+            roll_back(target, begun, blobs)
         sweep(target)
+        if isinstance(fault, OSError):
+            state = f"rolled back to the unpatched {target.framework.name} {record.release}"
+            raise OSError(fault.errno, f"{fault.strerror or fault}; {state}", fault.filename) from fault
         raise
 
 
@@ -187,10 +194,10 @@ def roll_back(target: Target, record: Record, blobs: Mapping[str, str]) -> None:
         (target.root / path).unlink()
     for path in [*record.replaced, *record.added]:
         drop_compiled(target.root / path)
-    # Of an uninstalled package the folders are left, too.
-    folders = {folder for path in [*record.replaced, *record.added] for folder in Path(path).parents[:-1]}
-    remove_empty(target.root / folder for folder in sorted(folders, reverse=True))
-    target.record.unlink()
+    folders = {target.root / folder for path in record.added for folder in Path(path).parents[:-1]}
+    if not target.installed:  # pip leaves folders
+        folders |= {path for path in (target.root / target.framework.name).rglob("*") if path.is_dir()}
+    remove_empty(sorted(folders, reverse=True))
     clear(target.bookkeeping)
     remove_empty([target.root / target.framework.name])
 
@@ -217,17 +224,22 @@ def set_aside(target: Target, paths: Collection[str]) -> list[str]:
 
 def drop_compiled(path: Path) -> None:
     """Remove the bytecode of ``path``: Python would use it for a new file of the same time and size."""
-    cache = path.parent / "__pycache__"
-    for compiled in cache.glob(f"{path.stem}.*.pyc"):
+    for compiled in bytecode(path):
         compiled.unlink()
-    if cache.exists() and not any(cache.iterdir()):
-        cache.rmdir()
+        remove_empty([compiled.parent])
+
+
+def bytecode(path: Path) -> list[Path]:
+    """Return the files with the bytecode of the module ``path``, one for each version of Python."""
+    return list((path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"))
 
 
 def refuse_unwritable(target: Target, record: Record) -> None:
     """Raise Refused if a folder that would change is read-only, or something in it is no file to be replaced."""
     paths = [target.framework.bookkeeping, target.framework.stamp, *record.replaced, *record.added]
-    for folder in sorted({(target.root / path).parent for path in paths}):
+    folders = {(target.root / path).parent for path in paths}
+    folders |= {compiled.parent for path in paths for compiled in bytecode(target.root / path)}
+    for folder in sorted(folders):
         if folder.exists() and not os.access(folder, os.W_OK):
             raise Refused(f"{folder} is read-only; nothing was changed")
     kinds = [(target.root / path, "file", Path.is_file) for path in paths[1:]]

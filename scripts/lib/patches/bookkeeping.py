@@ -17,8 +17,9 @@ from lib.errors import Refused
 from lib.patches.record import Record
 from lib.patches.target import Target
 
-OWN_NAMES = re.compile(r"(new|old)\+.*|record\.json|CHANGELOG\.md")
-IGNORE = b"*\n"  # of .gitignore, if the target is a git checkout
+OWN_NAMES = re.compile(r"(new|old)\+.*|CHANGELOG\.md|record\.json|\.gitignore")
+LAST = ("record.json", ".gitignore")  # removed last, in this order: the folder is known by them
+IGNORE = b"# verl-precision keeps here what unapply restores.\n*\n"  # of .gitignore, by which the folder is known
 
 
 def stage(
@@ -47,8 +48,8 @@ def stage(
     package = target.root / target.framework.name
     try:
         make_folder(target.staging)
-        files = {target.staged(path).name: content for path, content in contents.items()}
-        files |= {".gitignore": IGNORE, "CHANGELOG.md": changelog.encode()}
+        files = {".gitignore": IGNORE, "CHANGELOG.md": changelog.encode()}
+        files |= {target.staged(path).name: content for path, content in contents.items()}
         files |= {target.staged(target.framework.stamp).name: record.stamp_file}
         for name, content in {**files, "record.json": json.dumps(asdict(record)).encode()}.items():
             (target.staging / name).write_bytes(content)
@@ -70,7 +71,7 @@ def stage(
 
 @contextlib.contextmanager
 def before_any_change(folder: Path) -> Iterator[None]:
-    """Give an error of the system, such as a full disk, the folder that is written to, and its consequence."""
+    """Add the folder that is written to, and that nothing was changed, to an OSError."""
     try:
         yield
     except OSError as fault:
@@ -116,25 +117,22 @@ def flush(folder: Path) -> None:
 
 
 def strangers(folder: Path) -> list[Path]:
-    """Return what apply did not write in its folder, or the folder itself if it is none."""
-    if not folder.is_dir():
+    """Return what apply did not write in its folder, or the folder itself if it is none, or not apply's."""
+    if folder.is_symlink() or not folder.is_dir():
         return [folder] if os.path.lexists(folder) else []
-    return [path for path in folder.iterdir() if not is_own(path)]
-
-
-def is_own(path: Path) -> bool:
-    if path.name == ".gitignore":
-        return path.read_bytes() == IGNORE
-    return OWN_NAMES.fullmatch(path.name) is not None
+    ignore = folder / ".gitignore"
+    # Without its first line in older trees, which are known by their record.
+    own = (folder / "record.json").is_file() or ignore.is_file() and ignore.read_bytes() == IGNORE
+    return [path for path in folder.iterdir() if not (own and OWN_NAMES.fullmatch(path.name))]
 
 
 def clear(folder: Path) -> None:
     """Remove what apply wrote into its folder, and the folder unless it contains something else."""
-    if folder.is_dir():
+    if folder.is_dir() and not folder.is_symlink():
         strange = strangers(folder)
-        for path in folder.iterdir():
-            if path not in strange:
-                path.unlink()
+        own = [path for path in folder.iterdir() if path not in strange]
+        for path in sorted(own, key=lambda path: (path.name in LAST, path.name == LAST[1])):
+            path.unlink()
         if not strange:
             folder.rmdir()
 

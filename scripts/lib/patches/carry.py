@@ -2,9 +2,10 @@
 
 The change is the difference between the states of the release after the patch in git's HEAD and after the patch as it
 is now. It is merged into each other release's state after its own patch, and the later patches of that follow. git's
-own rebase does so, and stops where a hand is needed. Nothing is written until every release was tried.
+own rebase does so, and stops at a conflict. Nothing is written until every release was tried.
 """
 
+import difflib
 import os
 import shlex
 from collections.abc import Mapping
@@ -13,9 +14,9 @@ from pathlib import Path
 
 from lib.errors import Refused
 from lib.patches.checkout import commit, commit_stack, scratch_beside
-from lib.patches.export import DIFF_OPTIONS, export
-from lib.patches.git import git, run_git
-from lib.patches.hunks import CONFLICT, MergedHunk, carry, renames
+from lib.patches.export import DIFF_OPTIONS, prepare_export, write_exports
+from lib.patches.git import git, head, run_git
+from lib.patches.hunks import CONFLICT, MergedHunk, merge_hunks, renames
 from lib.patches.releases import VERL, Framework, Release, find_release, load_releases
 from lib.patches.stack import Patch, Stack, load_stack, make_stack
 from lib.paths import REPO
@@ -73,7 +74,8 @@ def carry_patch(
             lines += [f"    {name}: {each.path}: {each.location}: {each.reason}" for each in conflicts]
             lines += [f"    stopped at {stopped}", "    git status; edit; git add; git rebase --continue; then"]
             lines += [f"    python3 scripts/patchset.py export {target}"]
-        exported = [line for tree in whole for line in export(tree, project)]
+        prepared = [prepare_export(tree, project) for tree in whole]
+        exported = write_exports(prepared, project) if prepared else []
         if change.old.message != change.new.message:
             other = [stack for stack in stacks if stack.patches[names(stack).index(name)].message != change.old.message]
             lines += [f"{stack.release}: its own message of {name} is kept; edit that by hand" for stack in other]
@@ -91,8 +93,10 @@ def names(stack: Stack) -> list[str]:
 def committed_stack(release: Release, project: Path) -> Stack:
     """Return the release's patches in git's HEAD, without files to copy; raises Refused where git has none."""
     folder = (release.framework.home(project) / f"v{release.name}").relative_to(project).as_posix()
+    missing = f"git's HEAD of {project} has no {folder}/series to compare with; commit the patches first"
+    head(project, missing)
     if run_git("cat-file", "-e", f"HEAD:{folder}/series", cwd=project).returncode:
-        raise Refused(f"git's HEAD of {project} has no {folder}/series to compare with; commit the patches first")
+        raise Refused(missing)
     series = git("show", f"HEAD:{folder}/series", cwd=project).split()
     patches = (Patch(each, git("show", f"HEAD:{folder}/{each}", cwd=project)) for each in series)
     return make_stack(release, tuple(patches), {})
@@ -103,7 +107,8 @@ def changed_patch(name: str, committed: Stack, now: Stack) -> int:
     release = now.release
     for stack, where in ((now, "the series"), (committed, "git's HEAD")):
         if name not in names(stack):
-            raise Refused(f"PATCH={name}: {where} of {release} has no such patch; it has {', '.join(names(stack))}")
+            near = difflib.get_close_matches(name, names(stack), cutoff=0)
+            raise Refused(f"PATCH={name}: {where} of {release} has no such patch; the nearest are {', '.join(near)}")
     number = names(now).index(name)
     if now.patches[number] == committed.patches[names(committed).index(name)]:
         steps = f"patchset.py checkout {release.name}, commit, export"
@@ -147,7 +152,7 @@ def merge_change(change: PatchChange, stack: Stack, scratch: Path) -> tuple[Path
     if change.diff:
         git("checkout", "--quiet", "--detach", ids[0], cwd=tree)
         moved = renames(tree, f"{CHANGE}~", ids[0], stack.release.framework.name)
-        found = carry(make_stack(stack.release, (change.diff,), {}), tree, moved)
+        found = merge_hunks(make_stack(stack.release, (change.diff,), {}), tree, moved)
         git("checkout", "--quiet", "stack", cwd=tree)
         todo += [f"fixup {CHANGE}"]
     plan = tree / ".git/carry-todo"

@@ -19,8 +19,11 @@ def entries(changelog: str) -> list[str]:
 
 def changes(old: str, new: str) -> list[str]:
     """Return the entries of ``new`` that ``old`` lacks and that refer to keys or metrics, and the number of others."""
+    if not old:  # the tree was patched before this was kept, or lost it
+        return ["CHANGELOG.md lists the changes"]
     known = set(entries(old))
     added = [entry for entry in entries(new) if entry not in known]
-    told = [f"  {entry}" for entry in added if REFERENCE.search(entry)]
-    others = len(added) - len(told)
-    return [*told, f"  {others} other new entries in CHANGELOG.md"] if others else told
+    referring = [f"  {entry}" for entry in added if REFERENCE.search(entry)]
+    lines = ["new keys and metrics:", *referring] if referring else []
+    others = len(added) - len(referring)
+    return [*lines, f"other new entries in CHANGELOG.md: {others}"] if others else lines

@@ -3,17 +3,17 @@
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lib.errors import Refused
-from lib.files import write
+from lib.files import replace_files, write
 from lib.format import first_three
 from lib.patches.checkout import BASE, commit_base, commit_patches
-from lib.patches.git import git
+from lib.patches.git import git, read_blob
 from lib.patches.git_objects import package_blobs, package_tree_id
-from lib.patches.releases import FRAMEWORKS, Framework, find_release, with_tree_after
+from lib.patches.releases import FRAMEWORKS, Framework, Release, find_release, with_tree_after
 from lib.patches.stack import Patch, Stack, make_stack, trailers
 from lib.patches.target import find_target
 from lib.patches.wheels import unpacked_wheel
@@ -121,7 +121,7 @@ def verbatim_edits(tree: Path, base: str, pristine: dict[str, str]) -> dict[str,
     changed = [path for path in {**old, **new} if path not in pristine and old.get(path) != new.get(path)]
 
     def content(blob: str | None) -> bytes | None:
-        return git("cat-file", "blob", blob, cwd=tree).encode() if blob else None
+        return read_blob(blob, cwd=tree) if blob else None
 
     return {path: (content(old.get(path)), content(new.get(path))) for path in changed}
 
@@ -135,19 +135,34 @@ def file_name(subject: str) -> str:
     return f"{match[1]}-{slug}.patch"
 
 
+@dataclass(frozen=True)
+class PreparedExport:
+    """A checked export: new contents of the project's files, None of those to delete, and a line on each change."""
+
+    release: Release
+    tree_after: str
+    contents: Mapping[Path, bytes | None]
+    lines: list[str]
+
+
 def export(tree: Path, project: Path = REPO, remove: bool = False) -> list[str]:
     """Write the commits of a git tree made by checkout into the project, with the verbatim files that they changed.
 
     Args:
-        remove: delete the patches of the release even if no commit is left.
+        remove: delete the patches of the release that have no commit.
 
     Returns:
         what was written, a line each.
 
     Raises:
-        Refused: a commit cannot be a patch, a re-export differs, all patches would be deleted without ``remove``, or
-            the project's own verbatim files have changed since the checkout; nothing was written.
+        Refused: a commit cannot be a patch, a re-export differs, patches would be deleted without ``remove``, or the
+            project's own verbatim files have changed since the checkout; nothing was written.
     """
+    return write_exports([prepare_export(tree, project, remove)], project)
+
+
+def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedExport:
+    """Check the commits of a git tree for ``export``, with its arguments and errors, and write nothing."""
     tree = Path(os.path.abspath(tree))
     commits = read_commits(tree)
     release = find_release(commits.release, project, commits.framework)
@@ -155,39 +170,31 @@ def export(tree: Path, project: Path = REPO, remove: bool = False) -> list[str]:
     for path, contents in edits.items():
         if (path.read_bytes() if path.exists() else None) not in contents:
             raise Refused(f"{path} changed since the checkout, and the commits change it too; merge the two changes")
-    home = commits.framework.home(project)
-    folder = home / f"v{release.name}"
+    folder = commits.framework.home(project) / f"v{release.name}"
     lost = sorted({path.name for path in folder.glob("*.patch")} - {patch.name for patch in commits.patches})
-    if lost and not commits.patches and not remove:  # as after `git cherry-pick --abort`
-        cause = f"has no patch, and its export would delete the {len(lost)} of {release}: {first_three(lost)}"
-        raise Refused(f"{tree} {cause}; restore the commits, or add --remove to delete the patches")
+    if lost and not remove:  # as after `git cherry-pick --abort` or a subject that was reworded
+        cause = f"its export would delete {len(lost)} of the patches of {release}: {first_three(lost)}"
+        raise Refused(f"{tree}: {cause}; restore their commits, or add --remove to delete them")
     with tempfile.TemporaryDirectory() as scratch:
         pristine = unpacked_wheel(release.name, Path(scratch), commits.framework)
         check_re_export(make_stack(release, commits.patches, {}), pristine, commits.tree_after)
-    versions = home / "versions.toml"
     texts = {folder / patch.name: patch.text for patch in commits.patches}
     texts[folder / "series"] = "".join(f"{patch.name}\n" for patch in commits.patches)
-    texts[versions] = with_tree_after(release, commits.tree_after, versions)
     new = {path: text.encode() for path, text in texts.items()} | {path: after for path, (_, after) in edits.items()}
-    replace_files(new | dict.fromkeys(folder / name for name in lost), home)
-    removed = [f"deleted {name}" for name in lost]
-    return [f"{release}: {len(commits.patches)} patches in {folder}", *removed, *(f"wrote {path}" for path in edits)]
+    lines = [f"{release}: {len(commits.patches)} patches in {folder}", *(f"deleted {name}" for name in lost)]
+    lines += [f"wrote {path}" for path in edits]
+    return PreparedExport(release, commits.tree_after, new | dict.fromkeys(folder / name for name in lost), lines)
 
 
-def replace_files(contents: Mapping[Path, bytes | None], scratch: Path) -> None:
-    """Replace each file by its new content, and delete those of which it is None.
-
-    All is written to the disk of ``scratch`` first, so that a full disk changes no file. After a kill the same export
-    completes the change.
-    """
-    with tempfile.TemporaryDirectory(dir=scratch, prefix=".export-") as folder:
-        written = {path: Path(folder, str(number)) for number, path in enumerate(contents)}
-        for path, temporary in written.items():
-            if (content := contents[path]) is not None:
-                temporary.write_bytes(content)
-        for path, temporary in written.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(temporary, path) if temporary.exists() else path.unlink(missing_ok=True)
+def write_exports(exports: Sequence[PreparedExport], project: Path) -> list[str]:
+    """Write exports of one framework, all of them or none, and return what was written, a line each."""
+    home = exports[0].release.framework.home(project)
+    text, contents = (home / "versions.toml").read_text(), {}
+    for each in exports:
+        text = with_tree_after(each.release, each.tree_after, text)
+        contents |= each.contents
+    replace_files(contents | {home / "versions.toml": text.encode()}, home)
+    return [line for each in exports for line in each.lines]
 
 
 def project_file(path: str, project: Path, framework: Framework) -> Path:

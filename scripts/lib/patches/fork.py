@@ -7,9 +7,10 @@ from pathlib import Path
 
 from lib.errors import Refused
 from lib.files import write
+from lib.format import first_three
 from lib.patches.checkout import BASE, commit
 from lib.patches.export import blobs_of
-from lib.patches.git import git, run_git
+from lib.patches.git import git, head
 from lib.patches.stack import Stack
 from lib.patches.target import Target
 
@@ -38,12 +39,11 @@ def find_fork(source: Target) -> Fork | None:
     root, package = source.root, source.framework.name
     if not (root / ".git").exists():
         return None
-    if run_git("rev-parse", "--verify", "--quiet", "HEAD^{commit}", cwd=root).returncode:
-        raise Refused(f"{root} is a git checkout without a commit; commit the fork first")
+    commit_id = head(root, f"{root} is a git checkout without a commit; commit the fork first")
     options = ("--porcelain", "--untracked-files=no", "--", package)
     if changed := git("--no-optional-locks", "status", *options, cwd=root).splitlines():
         raise Refused(f"{root} has uncommitted changes: {changed[0][3:]}; commit or stash them, then port again")
-    return Fork(root, git("rev-parse", "HEAD", cwd=root).strip(), package)
+    return Fork(root, commit_id, package)
 
 
 def branch_fork(fork: Fork, name: str, stack: Stack, scratch: Path) -> Path:
@@ -69,11 +69,15 @@ def branch_name(stack: Stack) -> str:
 def fork_commits(fork: Fork, stack: Stack) -> Iterator[str]:
     """Yield a line for each commit that changed a hooked file since it was the release's, newest first.
 
-    A hooked file that never was the release's is named with the commit that changed it last.
+    A hooked file that never was the release's is named with the commit that changed it last, and before all, files of
+    the package that git does not know.
     """
+    options = ("--others", "--exclude-standard", "--", fork.package)
+    if unknown := git("ls-files", *options, cwd=fork.root).splitlines():
+        yield f"not in git, so not in the branch: {first_three(unknown)}"
     now = fork.blobs
     commits: dict[str, list[str]] = {}
-    strangers = []
+    unrelated = []
     for path in stack.changed(now):
         log = git("log", "--topo-order", "--no-renames", "--no-abbrev", "--raw", "--format=%x00%H", "--", path,
                   cwd=fork.root)  # fmt: skip
@@ -81,18 +85,18 @@ def fork_commits(fork: Fork, stack: Stack) -> Iterator[str]:
         since = next((each for each, after in history if stack.before[path] in after), None)
         if since is None:
             last = history[0][0] if history else None
-            strangers.append(f"    {path}" + (f": last changed by {subject(fork, last)}" if last else ""))
+            unrelated.append(f"    {path}" + (f": last changed by {subject(fork, last)}" if last else ""))
             continue
         for each in git("rev-list", f"{since}..{fork.commit_id}", "--", path, cwd=fork.root).split():
             commits.setdefault(each, []).append(path)
     release = stack.release.name
     if commits:
         newest = [each for each in git("rev-list", "--topo-order", "HEAD", cwd=fork.root).split() if each in commits]
-        yield f"commits since {release} to files that the patches change: {len(commits)}"
+        yield f"commits since {release} that change patched files: {len(commits)}"
         yield from (f"    {subject(fork, each)}: {', '.join(sorted(commits[each]))}" for each in newest)
-    if strangers:
-        yield f"of the files that the patches change, without the content of {release} in their history: {len(strangers)}"
-        yield from strangers
+    if unrelated:
+        yield f"patched files without the content of {release} in their history: {len(unrelated)}"
+        yield from unrelated
 
 
 def subject(fork: Fork, commit_id: str) -> str:

@@ -23,9 +23,28 @@ def git(*args: str, cwd: Path, stdin: str = "") -> str:
     """
     done = run_git(*args, cwd=cwd, stdin=stdin)
     if done.returncode:
-        reason = done.stderr.decode().strip().partition("\n")[0]
+        reason = done.stderr.decode(errors="replace").strip().partition("\n")[0]
         raise Refused(f"git {args[0]} failed with exit code {done.returncode}: {reason}")
-    return done.stdout.decode()
+    return done.stdout.decode(errors="backslashreplace")
+
+
+def read_blob(name: str, cwd: Path) -> bytes:
+    """Return the content of a file that git knows by its id or as ``<commit>:<path>``."""
+    return run_git("cat-file", "blob", name, cwd=cwd).stdout
+
+
+def head(root: Path, missing: str) -> str:
+    """Return the id of the commit that is checked out in ``root``.
+
+    Raises:
+        Refused: there is none, with the text ``missing``; or git refuses, as in another user's checkout.
+    """
+    done = run_git("rev-parse", "--verify", "HEAD^{commit}", cwd=root)
+    if b"dubious ownership" in done.stderr:
+        raise Refused(f"{root} belongs to another user, so git refuses to read it; run this command as its owner")
+    if done.returncode:
+        raise Refused(missing)
+    return done.stdout.decode().strip()
 
 
 def run_git(*args: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[bytes]:

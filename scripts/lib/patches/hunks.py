@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lib.errors import Refused
 from lib.files import write
-from lib.patches.git import git, run_git
+from lib.patches.git import git, read_blob, run_git
 from lib.patches.stack import Patch, Stack
 
 OUTCOMES = SAME, MERGED, PRESENT, CONFLICT = "same", "merged", "present", "conflict"
@@ -22,7 +22,7 @@ class MergedHunk:
     Args:
         path: of its file, ``old -> new`` if that moved.
         location: its line and function.
-        outcome: same (its file did not change), merged (it did, or moved), present (the other tree has it already), conflict.
+        outcome: same (its file did not change), merged (it did, or moved), present (in the other tree), conflict.
         reason: of a conflict.
     """
 
@@ -39,8 +39,8 @@ def renames(tree: Path, old: str, new: str, folder: str = ".") -> dict[str, str]
     return dict(line.split("\t")[1:] for line in lines)
 
 
-def carry(stack: Stack, tree: Path, moved: Mapping[str, str]) -> dict[Patch, list[MergedHunk]]:
-    """Merge the hunks one by one into the files of ``tree`` and return the outcomes by patch; changes nothing.
+def merge_hunks(stack: Stack, tree: Path, moved: Mapping[str, str]) -> dict[Patch, list[MergedHunk]]:
+    """Merge the hunks one by one into the files of the commit of ``tree`` and return the outcomes by patch.
 
     A hunk that conflicts is left out, so that hunks that depend on it conflict too.
 
@@ -48,13 +48,14 @@ def carry(stack: Stack, tree: Path, moved: Mapping[str, str]) -> dict[Patch, lis
         moved: new paths by old ones.
     """
     now = {path: moved.get(path, path) for path in stack.before}
-    ours = {path: (tree / now[path]).read_bytes() for path in stack.before if (tree / now[path]).exists()}
+    known = set(git("ls-tree", "-r", "--name-only", "HEAD", cwd=tree).splitlines())
+    ours = {path: read_blob(f"HEAD:{now[path]}", cwd=tree) for path in stack.before if now[path] in known}
     outcomes: dict[Patch, list[MergedHunk]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for patch in stack.patches:
             hunks_of_patch = outcomes[patch] = []
             for path, before, _ in patch.blobs:
-                base = git("cat-file", "blob", before, cwd=tree).encode()
+                base = read_blob(before, cwd=tree)
                 same = ours.get(path) == base and path not in moved
                 shown = f"{path} -> {moved[path]}" if path in moved else path
                 for location, hunk in hunks(patch, path):
@@ -63,7 +64,9 @@ def carry(stack: Stack, tree: Path, moved: Mapping[str, str]) -> dict[Patch, lis
                         continue
                     merged = merge(ours[path], base, hunk, Path(folder))
                     if merged is None:
-                        hunks_of_patch.append(MergedHunk(shown, location, CONFLICT, reason(hunk, ours[path].decode())))
+                        hunks_of_patch.append(
+                            MergedHunk(shown, location, CONFLICT, reason(hunk, ours[path].decode(errors="replace")))
+                        )
                     else:
                         outcome = SAME if same else PRESENT if merged == ours[path] else MERGED
                         hunks_of_patch.append(MergedHunk(shown, location, outcome))
@@ -102,7 +105,7 @@ def reason(hunk: str, ours: str) -> str:
 
 
 def report(stack: Stack, target: str, outcomes: dict[Patch, list[MergedHunk]]) -> Iterator[str]:
-    """Yield a line for each patch; below it the files that hunks merged into, and hunks that are present or conflict."""
+    """Yield a line for each patch; below it the files that hunks merged into, and hunks present or in conflict."""
     total = Counter(hunk.outcome for merged in outcomes.values() for hunk in merged)
     yield f"{stack.release} -> {target}: {len(outcomes)} patches, {total.total()} hunks: {counts(total)}"
     for patch, merged in outcomes.items():

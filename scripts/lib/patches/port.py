@@ -16,8 +16,8 @@ from lib.patches.checkout import BASE, commit_base, commit_stack, scratch_beside
 from lib.patches.export import blobs_of
 from lib.patches.fork import Fork, branch_fork, branch_name, find_fork, fork_commits
 from lib.patches.git import git, run_git
-from lib.patches.git_objects import package_blobs, package_tree_id
-from lib.patches.hunks import carry, renames, report
+from lib.patches.git_objects import package_blobs, package_files, package_tree_id
+from lib.patches.hunks import merge_hunks, renames, report
 from lib.patches.releases import VERL, Framework, Release, add_release, find_release, load_releases
 from lib.patches.stack import Stack, load_stack, load_stacks
 from lib.patches.survey import nearest, survey
@@ -53,18 +53,18 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         git("fetch", "--quiet", "--no-tags", str(source), f"stack:{branch}", cwd=tree)
         base, new = f"{branch}~{len(stack.patches)}", BASE + target
         moved = renames(tree, f"{base}^", f"{new}^", framework.name)
-        outcomes = carry(stack, tree, moved)
+        outcomes = merge_hunks(stack, tree, moved)
         surveyed = list(survey(stack, tree, f"{base}^", f"{new}^", moved))
         surveyed += nearest(stack, blobs_of(tree, f"{new}^"), load_stacks(project, framework))
         done = run_git("cherry-pick", "--keep-redundant-commits", f"{base}..{branch}", cwd=tree)
         if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
             raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
         carried = int(git("rev-list", "--count", f"{new}..HEAD", cwd=tree))
+        lines = []
+        if new_release:
+            entry = add_release(new_release, framework.home(project) / "versions.toml")
+            lines = [f"added to versions.toml, with the family, dependencies and features of {name}:", entry]
         os.replace(tree, folder)
-    lines = []
-    if new_release:
-        entry = add_release(new_release, framework.home(project) / "versions.toml")
-        lines = [f"added to versions.toml, with the family, dependencies and features of {name}:", entry]
     lines += [*report(stack, target, outcomes), *surveyed]
     if isinstance(root, Fork):
         lines += fork_commits(root, stack)
@@ -114,8 +114,9 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         name = same[0] if same else f"{source.version}+{tree[:8]}"
         root = fork if fork and not same else scratch / "wheel"
         if root is not fork:
-            skipped = shutil.ignore_patterns("__pycache__", source.bookkeeping.name)
-            shutil.copytree(source.root / framework.name, root / framework.name, ignore=skipped)
+            for path in package_files(source.root, framework):
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source.root / path, root / path)
     elif re.fullmatch(r"\d+(\.\w+)+", to):
         archive = download(to, framework)
         name, root = to, unpack(archive, scratch / "wheel")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_origin
 
@@ -36,13 +36,13 @@ class Record:
         return [path for path, (_, after) in self.replaced.items() if blobs.get(path) == after]
 
     def edited(self, blobs: Mapping[str, str]) -> list[str]:
-        """Return the files of the record whose content is none of its own; a reinstalled package is not an edit."""
-        known = {path: (blob,) for path, blob in self.added.items()} | (self.replaced if self.hooked(blobs) else {})
+        """Return the files of the record that have neither the original nor the patched content."""
+        known = {path: (blob,) for path, blob in self.added.items()} | self.replaced
         return [path for path, ids in known.items() if path in blobs and blobs[path] not in ids]
 
     def removed(self, blobs: Mapping[str, str]) -> list[str]:
-        """Return the replaced files that are gone; those of an uninstalled package are not."""
-        return [path for path in self.replaced if path not in blobs] if self.hooked(blobs) else []
+        """Return the replaced files that are missing."""
+        return [path for path in self.replaced if path not in blobs]
 
     def undone(self, blobs: Mapping[str, str]) -> dict[str, str]:
         """Return the blobs as unapply would leave them."""
@@ -59,8 +59,10 @@ def make_record(stack: Stack, blobs: Mapping[str, str]) -> Record:
     return Record(stack.release.name, stack.id, tree, replaced, stack.copied, sorted(folders))
 
 
-def read_record(target: Target) -> Record | None:
+def read_record(target: Target, blobs: Mapping[str, str]) -> Record | None:
     """Return the target's record; None if no apply has begun.
+
+    If the package was uninstalled since, or another version installed, the record is of the files added alone.
 
     Raises:
         Refused: the file is not a record.
@@ -72,11 +74,16 @@ def read_record(target: Target) -> Record | None:
         for field in fields(record):
             if not isinstance(getattr(record, field.name), get_origin(field.type) or field.type):
                 raise TypeError(f"{field.name} has another type")
+        texts = [*record.folders, *record.added.values()]
+        texts += [each for before, after in record.replaced.values() for each in (before, after)]
+        if not all(isinstance(each, str) for each in texts):
+            raise TypeError("a path or an id is no text")
     except (ValueError, TypeError) as error:
         cause = f"is damaged, or of a newer version of this project ({error})"
-        remedy = f"delete it, then make unapply-patches {target.variable} finds the patches by their content"
+        remedy = f"rename it, then make unapply-patches {target.variable}, with the version that applied the patches"
         raise Refused(f"{target.record} {cause}; {remedy}") from error
-    return record
+    same = record.hooked(blobs) or target.version == record.release
+    return record if same else replace(record, replaced={})
 
 
 def recover_record(blobs: Mapping[str, str], stacks: list[Stack]) -> Record | None:

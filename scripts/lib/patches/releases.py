@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lib.errors import Refused
+from lib.files import replace_files
 from lib.paths import REPO
 
 
@@ -124,17 +125,17 @@ def find_release(name: str, project: Path = REPO, framework: Framework = VERL) -
     """
     releases = load_releases(project, framework)
     if name not in releases:
-        known = f"known: {', '.join(releases)}; make port carries a stack to others"
+        known = f"known: {', '.join(releases)}; make port ports a stack to others"
         raise Refused(f"unknown {framework.name} release {name!r}; {known}")
     return releases[name]
 
 
-def with_tree_after(release: Release, tree: str, versions: Path) -> str:
-    """Return the text of versions.toml with ``tree`` as the release's tree_after."""
+def with_tree_after(release: Release, tree: str, versions: str) -> str:
+    """Return the text of a versions.toml with ``tree`` as the release's tree_after."""
     entry = re.compile(rf'(^\["{re.escape(release.name)}"\]$.*?^tree_after = )"[^"\n]*"', re.M | re.S)
-    text, count = entry.subn(rf'\g<1>"{tree}"', versions.read_text())
+    text, count = entry.subn(rf'\g<1>"{tree}"', versions)
     if count != 1:
-        raise Refused(f'{versions} has no tree_after under ["{release.name}"]')
+        raise Refused(f'versions.toml of {release.framework.name} has no tree_after under ["{release.name}"]')
     return text
 
 
@@ -143,5 +144,5 @@ def add_release(release: Release, versions: Path) -> str:
     values = {key: value for key, value in asdict(release).items() if key not in ("framework", "name")}
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
     entry = "\n".join([f"[{json.dumps(release.name)}]", *lines])
-    versions.write_text(f"{versions.read_text()}\n{entry}\n")
+    replace_files({versions: f"{versions.read_text()}\n{entry}\n".encode()}, versions.parent)
     return entry

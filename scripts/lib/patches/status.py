@@ -1,6 +1,6 @@
 """Determine the state of a target: its release, whether it is patched, and the files that differ."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ class Status:
 
     Args:
         state: unpatched, patched, outdated (patched by another version of the stack), interrupted (the next apply or
-            unapply repairs it), half-patched, dirty, foreign or ported (no release, with the stack as make port makes).
+            unapply repairs it), half-patched, dirty, foreign, or ported (created by make port).
         detail: one line on what the state means here and what to do.
         release: the one that the tree is, or was before it was edited; None if it matches none.
         exact: whether the files that the stack does not touch are the wheel's.
@@ -42,7 +42,8 @@ class Status:
 def status(path: Path, project: Path = REPO, framework: Framework = VERL) -> Status:
     """Return a target's state; changes nothing."""
     with locked(path, framework) as target:
-        return examine(target, target.blobs(), read_record(target), load_stacks(project, framework))
+        blobs = target.blobs()
+        return examine(target, blobs, read_record(target, blobs), load_stacks(project, framework))
 
 
 def examine(target: Target, blobs: Mapping[str, str], record: Record | None, stacks: list[Stack]) -> Status:
@@ -50,7 +51,7 @@ def examine(target: Target, blobs: Mapping[str, str], record: Record | None, sta
     lost = None if record else recover_record(blobs, stacks)
     stamped = record and target.stamp.is_file() and target.stamp.read_bytes() == record.stamp_file
     stamp = record.stamp if stamped else None
-    if record and (fault := spoilt(target, blobs, record)):
+    if record and (fault := changed_since_apply(target, blobs, record)):
         return Status(*fault, record.release, stamp=stamp)
     record = record or lost
     pristine = record.undone(blobs) if record else blobs
@@ -64,7 +65,7 @@ def examine(target: Target, blobs: Mapping[str, str], record: Record | None, sta
     return Status(state, detail, stack.release.name, exact, stack.id, stamp)
 
 
-def spoilt(target: Target, blobs: Mapping[str, str], record: Record) -> tuple[str, str] | None:
+def changed_since_apply(target: Target, blobs: Mapping[str, str], record: Record) -> tuple[str, str] | None:
     """Return state and detail of a tree whose recorded files were edited or removed since; None if they were not."""
     name = target.framework.name
     unapply = f"make unapply-patches {target.variable}"
@@ -87,7 +88,7 @@ def matched(
         return "unpatched", name
     hooked = record.hooked(blobs)
     bare = [path for path in record.replaced if path not in hooked] + [p for p in record.added if p not in blobs]
-    if stamped and not bare:
+    if stamped and hooked and not bare:
         if (record.release, record.stack) == (stack.release.name, stack.id):
             return "patched", f"{name} with stack {stack.id}"
         return "outdated", f"{name} with stack {record.stack}; apply brings it to {stack.id}"
@@ -95,7 +96,8 @@ def matched(
     if lost and 0 < len(hooked) < len(record.replaced):
         return "half-patched", f"{name}, but {hooked[0]} is patched and apply left no record; {restore}"
     if stamped and hooked:
-        return "half-patched", f"{name} with stack {record.stack}, but {bare[0]} is not patched; {restore}"
+        what = "not patched" if bare[0] in blobs else "missing"
+        return "half-patched", f"{name} with stack {record.stack}, but {bare[0]} is {what}; {restore}"
     if lost:
         kept = f"the record of apply in {target.framework.bookkeeping}"
         cause = f"it has files of stack {record.stack}, but {kept} is lost"
@@ -120,36 +122,54 @@ def unmatched(
     recorded = record.release if record else stamp and stamp["release"]
     unix = {**pristine, **unix_blobs(target, pristine, stacks)}
     stack = by_name[recorded] if recorded in by_name else closest(unix, stacks)
-    name, differing = str(stack.release), stack.mismatches(pristine)
-    patched = {**stack.after, **stack.copied}
-    unknown = [path for path in differing if pristine.get(path) != patched.get(path, "")]
-    reset = "check them out again" if (target.root / ".git").exists() else f"reinstall {name}"
     if windows := sorted(set(stack.unknown(pristine)) - set(stack.unknown(unix))):
-        cause = f"{len(windows)} files have CRLF line endings: {first_three(windows)}"
-        return "dirty", f"{name}, but {cause}; git config core.autocrlf false, then check them out again"
+        cause = f"these files have CRLF line endings: {first_three(windows)}"
+        return "dirty", f"{stack.release}, but {cause}; git config core.autocrlf false, then check them out again"
     if stamp:
-        lost = f"but without the record in {target.framework.bookkeeping} that unapply needs"
-        # A reinstall leaves the files that apply added.
-        anew = f"delete {target.root / framework}, then reinstall {framework} {recorded} or check its files out again"
-        return "half-patched", f"{framework} {recorded} with stack {stamp['stack']}, {lost}; {anew}"
-    if record:
-        return "dirty", f"{name} except {first_three(unknown)}; save your edits, then {reset}"
-    # With all files that apply adds, it was patched as a port, whose hooks need not be a release's.
-    if stack.added.keys() <= pristine.keys():
-        other = [path for path, blob in stack.copied.items() if pristine[path] != blob]
+        return without_record(target, stamp)
+    # With most files that apply adds, it was patched as a port, whose hooks need not be a release's.
+    if not record and 2 * len(stack.added.keys() & pristine.keys()) > len(stack.added):
+        other = [path for path, blob in stack.copied.items() if pristine.get(path) != blob]
         version = f"another version of stack {stack.id} ({first_three(other)})" if other else f"stack {stack.id}"
-        return "ported", f"closest to {name}, with {version} as commits; to remove it, switch branches or revert them"
+        name = f"closest to {stack.release}, with {version} as commits"
+        return "ported", f"{name}; to remove it, switch branches or revert them"
+    return edited(target, stack, pristine, record) or foreign(target, stack, pristine, by_name)
+
+
+def without_record(target: Target, stamp: Mapping[str, str]) -> tuple[str, str]:
+    """Return state and detail of a tree patched by a stack that this project lacks, and whose record is lost."""
+    framework, kept = target.framework.name, target.framework.bookkeeping
+    name = f"{framework} {stamp['release']} with stack {stamp['stack']}, but without the record in {kept}"
+    unapply = "unapply it with the version of this project that has this stack"
+    # A reinstall leaves the files that apply added.
+    anew = f"save your edits, delete {target.root / framework} and reinstall {framework} or check it out again"
+    return "half-patched", f"{name}; {unapply}, or {anew}"
+
+
+def edited(target: Target, stack: Stack, pristine: Mapping[str, str], record: Record | None) -> tuple[str, str] | None:
+    """Return state and detail of the stack's release with edits; None if most of the files differ from it."""
     # Two releases differ in a third of these files and more.
     few = len(stack.unknown(pristine)) < len(stack.before) / 4
-    edited_release = few or stack.rest_is_pristine(pristine) or target.version == stack.release.name
-    option = "" if target.framework == VERL else f" FRAMEWORK={framework}"
-    port = f"make port{option} FROM={stack.release.name} TO={target.root}"
-    if edited_release:
-        keep = f"or merge the patches with them: {port}"
-        return "dirty", f"{name} except {first_three(unknown)}; save your edits, then {reset}, {keep}"
+    if not (record or few or stack.rest_is_pristine(pristine) or target.version == stack.release.name):
+        return None
+    patched = {**stack.after, **stack.copied}
+    unknown = [path for path in stack.mismatches(pristine) if pristine.get(path) != patched.get(path, "")]
+    reset = "check them out again" if (target.root / ".git").exists() else f"reinstall {stack.release}"
+    detail = f"{stack.release} except {first_three(unknown)}; save your edits, then {reset}"
+    return "dirty", detail if record else f"{detail}, or keep them and merge the patches: {port_command(target, stack)}"
+
+
+def foreign(target: Target, stack: Stack, pristine: Mapping[str, str], releases: Iterable[str]) -> tuple[str, str]:
+    """Return state and detail of a tree that is far from all releases, of which ``stack``'s is the closest."""
+    unknown = [path for path in stack.mismatches(pristine) if pristine.get(path) != stack.after.get(path, "")]
+    nearest = f"matches none of {target.framework.name} {', '.join(releases)}; the closest is {stack.release.name}"
     share = f"of the {len(stack.before)} files that its patches change, {len(unknown)} differ: {first_three(unknown)}"
-    nearest = f"matches none of {framework} {', '.join(by_name)}; the closest is {stack.release.name}"
-    return "foreign", f"{nearest}, {share}; merge the patches with it: {port}"
+    return "foreign", f"{nearest}, {share}; merge the patches with it: {port_command(target, stack)}"
+
+
+def port_command(target: Target, stack: Stack) -> str:
+    option = "" if target.framework == VERL else f" FRAMEWORK={target.framework.name}"
+    return f"make port{option} FROM={stack.release.name} TO={target.root}"
 
 
 def unix_blobs(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) -> dict[str, str]:
@@ -162,11 +182,13 @@ def drift(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
     """Report, per patch, which of its files differ between the target and the closest release; changes nothing."""
     with locked(path, framework) as target:
         blobs, stacks = target.blobs(), load_stacks(project, framework)
-        record = read_record(target) or recover_record(blobs, stacks)
+        record = read_record(target, blobs) or recover_record(blobs, stacks)
     pristine = record.undone(blobs) if record else blobs
     stack = closest(pristine, stacks)
     changed = {path: "changed" if path in pristine else "gone" for path in stack.changed(pristine)}
-    lines = [f"closest to {stack.release}: {len(changed)} of the {len(stack.before)} files that its patches change differ"]
+    lines = [
+        f"closest to {stack.release}: {len(changed)} of the {len(stack.before)} files that its patches change differ"
+    ]
     for patch in stack.patches:
         drifted = [f"    {changed[path]:8} {path}" for path, _, _ in patch.blobs if path in changed]
         lines += [f"{patch.name}: {len(drifted)} of {len(patch.blobs)} files", *drifted] if drifted else []

@@ -39,7 +39,7 @@ class Target:
 
     @property
     def installed(self) -> bool:
-        """Whether the package is there: what apply keeps and adds outlasts ``pip uninstall``."""
+        """Whether the package is there; apply's files remain after ``pip uninstall``."""
         return (self.root / self.framework.name / "__init__.py").is_file()
 
     @property
@@ -62,7 +62,7 @@ class Target:
     def changelog(self) -> str:
         """The project's changelog as of the apply; empty if no apply kept it."""
         file = self.bookkeeping / "CHANGELOG.md"
-        return file.read_text() if file.is_file() else ""
+        return file.read_text(errors="replace") if file.is_file() else ""
 
     def staged(self, path: str) -> Path:
         """Return where the new content of ``path`` is staged."""
@@ -87,7 +87,7 @@ class Target:
             return None
         try:
             stamp = json.loads(self.stamp.read_bytes())
-            return {key: stamp[key] for key in ("release", "stack")}
+            return {key: stamp[key] + "" for key in ("release", "stack")}  # a TypeError unless they are texts
         except (ValueError, TypeError, KeyError) as error:
             raise Refused(f"{self.stamp} is not a stamp of apply; delete it") from error
 
@@ -129,8 +129,10 @@ def editable(folder: Path, framework: Framework) -> str | None:
     """Return the checkout that a site-packages folder has the framework from, as ``pip install -e`` records it."""
     name = framework.distribution.replace("-", "_")
     for origin in folder.glob(f"{name}-*.dist-info/direct_url.json"):
-        url = urlparse(json.loads(origin.read_bytes())["url"])
-        return unquote(url.path) if url.scheme == "file" else None
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file is no reason to refuse
+            record = json.loads(origin.read_bytes())
+            if record["dir_info"]["editable"]:
+                return unquote(urlparse(record["url"]).path)
     return None
 
 

@@ -23,7 +23,7 @@ from lib.patches.checkout import BASE, commit, commit_stack, scratch_beside
 from lib.patches.export import DIFF_OPTIONS, UNFINISHED
 from lib.patches.git import git, run_git
 from lib.patches.git_objects import blob_id
-from lib.patches.hunks import carry, hunks, merge, renames, report
+from lib.patches.hunks import hunks, merge, merge_hunks, renames, report
 from lib.patches.precision_module import MODULE, PACKAGE
 from lib.patches.releases import find_release
 from lib.patches.stack import Patch, Stack, load_stack, make_stack
@@ -229,7 +229,7 @@ def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
         git("fetch", "--quiet", "--no-tags", str(line), f"line:{LINE}", f"refs/tags/start:{START}", cwd=tree)
         git("update-ref", ONTO, "HEAD", cwd=tree)
         git("checkout", "--quiet", "-b", CARRIED.removeprefix("refs/heads/"), cwd=tree)
-        fates = carry(stack, tree, renames(tree, START, ONTO))
+        fates = merge_hunks(stack, tree, renames(tree, START, ONTO))
         done = run_git("cherry-pick", "--keep-redundant-commits", f"{START}..{LINE}", cwd=tree)
         if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
             raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")

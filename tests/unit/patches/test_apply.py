@@ -75,7 +75,7 @@ def test_apply_upgrades_an_older_stack(project: Path, pristine: Path, patched: P
     git("commit", "-am", message("[worker] feat: one more file"), cwd=tree)
     git("revert", "--no-edit", "HEAD~1", cwd=tree)
     git("commit", "--amend", "-m", message("[cfg] fix: not the key"), cwd=tree)
-    assert patchset(project, "export", tree).returncode == 0
+    assert patchset(project, "export", "--remove", tree).returncode == 0
     assert status(patched, project).state == "outdated"
     assert "removed first" in apply(patched, project)[0]
     fresh = shutil.copytree(pristine, tmp_path / "fresh")
@@ -141,11 +141,18 @@ def test_lock_serializes_concurrent_applies(tiny: Path, target: Path):
 
 
 @pytest.mark.parametrize(
-    ("command", "folder"), [("apply", "verl"), ("apply", "verl/trainer/config"), ("unapply", "verl/new_room/inner")]
+    ("command", "folder"),
+    [
+        ("apply", "verl"),
+        ("apply", "verl/trainer/config"),
+        ("unapply", "verl/new_room/inner"),
+        ("apply", "verl/__pycache__"),
+    ],
 )
 def test_read_only_folder_is_refused(tiny: Path, target: Path, command: str, folder: str):
     if command == "unapply":
         apply(target, tiny)
+    compile_files(target / PROTOCOL)
     (target / folder).chmod(0o555)
     line = refused(tiny, command, target, unchanged=target, before=AS_A_USER)
     assert f"{target / folder} is read-only" in line
@@ -170,13 +177,22 @@ def copy(root: Path, to: Path) -> Path:
 
 
 @pytest.mark.subprocess
-@pytest.mark.parametrize("how", ["failed", "interrupted"])
-def test_failed_apply_changes_nothing(tiny: Path, pristine: Path, tmp_path: Path, how: str):
-    number = 0
-    while cut_short(target := copy(pristine, tmp_path / f"{number}"), lambda: apply(target, tiny), number, how):
-        assert contents(target) == contents(pristine)
-        number += 1
-    assert number > 20
+@pytest.mark.parametrize(("how", "start"), [("failed", "release"), ("interrupted", "release"), ("failed", "older")])
+def test_failed_apply_is_rolled_back(tiny: Path, project: Path, pristine: Path, tmp_path: Path, how: str, start: str):
+    """To what it started from or, once the older stack is removed, to the release."""
+    (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
+    before = copy(pristine, tmp_path / "before")
+    if start == "older":
+        apply(before, tiny)
+    found = []
+    while cut_short(
+        target := copy(before, tmp_path / f"{len(found)}"), lambda: apply(target, project), len(found), how
+    ):
+        found.append(contents(target))
+    removed = found.index(contents(pristine))
+    assert all(each == contents(before) for each in found[:removed])
+    assert all(each == contents(pristine) for each in found[removed:])
+    assert len(found) > 20
 
 
 @pytest.mark.subprocess

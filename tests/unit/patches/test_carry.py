@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from support.patch_tool import message, patchset, refused
-from support.small_projects import add_patches, make_project
+from support.small_projects import ARGS, EXPLORATION, FILES_OF_OAT, OAT_NEWER, OAT_RELEASE, add_patches, make_project
 from support.trees import commit, contents, edit, git, make_repository
 
-from lib.patches.releases import VERL
+from lib.patches.releases import OAT, VERL
 
 OLD, NEW = "0.9.0", "0.9.1"
 ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"  # differs between the two
@@ -16,18 +16,24 @@ SAME = "verl/utils/checkpoint/fsdp_checkpoint_manager.py"  # does not
 IMPORT, LATER = "fsdp-import-the-module", "ckpt-import-it-twice"
 HOOK = "import logging\nimport verl.utils.precision\n"
 CHANGED = f"{HOOK}# why\n"
+OAT_IMPORT = ("import torch\n", "import torch\nimport oat.utils.precision\n")
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with two patches for each release, the second below the first, committed; read it."""
     folder = tmp_path_factory.mktemp("carry")
-    project = make_project(folder, {(VERL, OLD): (ENGINE, SAME), (VERL, NEW): (ENGINE, SAME)})
+    releases = dict.fromkeys(((VERL, OLD), (VERL, NEW)), (ENGINE, SAME))
+    releases |= dict.fromkeys(((OAT, OAT_RELEASE), (OAT, OAT_NEWER)), FILES_OF_OAT)
+    project = make_project(folder, releases)
     first = {path: ("import logging\n", HOOK) for path in (ENGINE, SAME)}
     second = {SAME: ("import os\n", "import os\nimport os\n")}
     for release in (OLD, NEW):
         texts = (message("[fsdp] feat: import the module"), message("[ckpt] feat: import it twice"))
         add_patches(project, release, zip(texts, (first, second), strict=True))
+    for release, reason in ((OAT_RELEASE, "pending"), (OAT_NEWER, "local")):
+        texts = [(message("[args] feat: import it", Reason=reason), dict.fromkeys((ARGS, EXPLORATION), OAT_IMPORT))]
+        add_patches(project, release, texts, "--framework", "oat")
     (project / ".gitignore").write_text("__pycache__/\n.cache/\n")
     make_repository(project)
     return project
@@ -38,10 +44,13 @@ def project(built: Path, tmp_path: Path) -> Path:
     return shutil.copytree(built, tmp_path / "project")
 
 
-def change(project: Path, tree: Path, edits: dict[str, tuple[str, str]], number: int = 0, text: str = "") -> None:
-    """Change patch ``number`` of 0.9.1 by these edits, and its message to ``text``, and export."""
-    assert patchset(project, "checkout", NEW, tree).returncode == 0
-    ids = git("rev-list", "--reverse", f"base/{NEW}..stack", cwd=tree).split()
+def change(
+    project: Path, tree: Path, edits: dict[str, tuple[str, str]], number: int = 0, text: str = "", name: str = NEW
+) -> None:
+    """Change patch ``number`` of a release by these edits, and its message to ``text``, and export."""
+    framework = "oat" if name == OAT_NEWER else "verl"
+    assert patchset(project, "checkout", "--framework", framework, name, tree).returncode == 0
+    ids = git("rev-list", "--reverse", f"base/{name}..stack", cwd=tree).split()
     git("checkout", "--quiet", "--detach", ids[number], cwd=tree)
     for path, (old, new) in edits.items():
         edit(tree / path, old, new)
@@ -70,6 +79,18 @@ def test_change_is_carried_and_exported(project: Path, tmp_path: Path):
     assert contents(project / "patches") == before
 
 
+def test_change_for_oat_keeps_another_message(project: Path, tmp_path: Path):
+    edits = {path: (OAT_IMPORT[1], f"{OAT_IMPORT[1]}# why\n") for path in (ARGS, EXPLORATION)}
+    text = message("[args] feat: import it", Origin="elsewhere")
+    change(project, tmp_path / "tree", edits, text=text, name=OAT_NEWER)
+    done = patchset(project, "carry", "--framework", "oat", "args-import-it", OAT_NEWER, tmp_path / "hand")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"oat {OAT_RELEASE}: its own message of args-import-it.patch is kept; edit that by hand\n" in done.stdout
+    made = (project / f"patches/oat/v{OAT_RELEASE}/args-import-it.patch").read_text()
+    assert made.count("+# why\n") == 2 and "Reason: pending" in made and "elsewhere" not in made
+    assert patchset(project, "check", "--framework", "oat", "--release", OAT_RELEASE).returncode == 0
+
+
 def test_conflict_is_named_and_left_in_a_tree(project: Path, tmp_path: Path):
     old = project.parent / "old"
     assert patchset(project, "checkout", OLD, old).returncode == 0
@@ -96,7 +117,7 @@ def test_unfit_changes_are_refused(project: Path, tmp_path: Path):
     hand = tmp_path / "hand"
     assert "is as in git's HEAD; change it" in refused(project, "carry", IMPORT, NEW, hand, unchanged=tmp_path)
     line = refused(project, "carry", "nothing", NEW, hand, unchanged=tmp_path)
-    assert f"PATCH=nothing.patch: the series of verl 0.9.1 has no such patch; it has {IMPORT}.patch" in line
+    assert "PATCH=nothing.patch: the series of verl 0.9.1 has no such patch; the nearest are " in line
     change(project, tmp_path / "tree", {SAME: (HOOK, CHANGED)})
     change(project, tmp_path / "tree-2", {SAME: ("import os\nimport os\n", "import os\n# twice\nimport os\n")}, 1)
     line = refused(project, "carry", LATER, NEW, hand, unchanged=tmp_path)

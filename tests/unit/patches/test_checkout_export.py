@@ -11,7 +11,7 @@ from support.patch_tool import cut_short, message, patchset, refused
 from support.small_projects import CONFIG, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, UNTOUCHED
 from support.trees import contents, edit, git, write_files
 
-from lib.patches.export import replace_files
+from lib.files import replace_files
 from lib.patches.git_objects import blob_id, package_blobs, package_tree_id
 from lib.patches.releases import VERL
 

@@ -1,5 +1,6 @@
 """Porting the tiny stack to a fork of verl that is a git checkout."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from support.patch_tool import patchset, refused
 from support.small_projects import CONFIG, ENGINE, MODULE, PROTOCOL, UNTOUCHED
 from support.trees import commit, edit, git, make_repository
 
+from lib.files import write
 from lib.patches.status import status
 
 BRANCH = "precision/0.9.1"
@@ -34,12 +36,14 @@ def fork(built: Path, tmp_path: Path) -> Path:
 
 
 def test_fork_gets_a_branch_with_one_commit_a_patch(tiny: Path, fork: Path, tmp_path: Path):
-    step = f"check them out again, or merge the patches with them: make port FROM=0.9.1 TO={fork}\n"
+    step = f"check them out again, or keep them and merge the patches: make port FROM=0.9.1 TO={fork}\n"
     assert refused(tiny, "apply", fork, unchanged=fork).endswith(step)
     tree = tmp_path / "tree"
+    (fork / "verl/own.py").write_text("")
     done = patchset(tiny, "port", "0.9.1", fork, tree)
     assert (done.returncode, done.stderr) == (0, "")
-    named = done.stdout.partition("commits since 0.9.1 to files that the patches change: 5\n")[2].splitlines()[:5]
+    assert "not in git, so not in the branch: verl/own.py\n" in done.stdout
+    named = done.stdout.partition("commits since 0.9.1 that change patched files: 5\n")[2].splitlines()[:5]
     paths = [CONFIG, ENGINE, PROTOCOL, CONFIG, ENGINE]
     ids = git("log", "-5", "--format=%h", cwd=fork).split()
     assert named == [f"    {ids[4 - n]} related {n}: {path}" for n, path in zip((4, 3, 2, 1, 0), paths, strict=True)]
@@ -61,7 +65,7 @@ def test_fork_gets_a_branch_with_one_commit_a_patch(tiny: Path, fork: Path, tmp_
     )
 
 
-def test_ported_fork_is_known(tiny: Path, fork: Path, tmp_path: Path):
+def test_ported_fork_is_known(tiny: Path, project: Path, fork: Path, tmp_path: Path):
     tree = tmp_path / "tree"
     patchset(tiny, "port", "0.9.1", fork, tree)
     state = status(tree, tiny)
@@ -70,13 +74,30 @@ def test_ported_fork_is_known(tiny: Path, fork: Path, tmp_path: Path):
         assert "as commits; to remove it, switch branches" in refused(tiny, command, tree, unchanged=tree)
     edit(tree / MODULE, "42", "43")
     assert f" ({MODULE}) as commits;" in status(tree, tiny).detail
+    write(project / "patches/verl/files/verl/utils/another.py", b"")  # of a later version of the project
+    assert status(tree, project).state == "ported"
+
+
+def test_line_endings_of_the_work_tree_do_not_count(tiny: Path, fork: Path, tmp_path: Path):
+    (fork / ".gitattributes").write_text("*.py text eol=crlf\n")
+    git("add", ".gitattributes", cwd=fork)
+    commit(fork, "Windows")
+    done = patchset(tiny, "port", "0.9.1", fork, tmp_path / "tree")
+    assert done.returncode == 0 and "conflict" not in done.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_checkout_of_another_user_is_refused(tiny: Path, fork: Path, tmp_path: Path):
+    os.chown(fork, 1234, 1234)
+    line = refused(tiny, "port", "0.9.1", fork, tmp_path / "tree", unchanged=tmp_path)
+    assert f"{fork} belongs to another user, so git refuses to read it; run this command as its owner" in line
 
 
 def test_file_that_never_was_the_releases_is_named_with_its_last_commit(tiny: Path, fork: Path, tmp_path: Path):
     git("checkout", "--quiet", "--orphan", "squashed", cwd=fork)
     commit(fork, "squashed")
     done = patchset(tiny, "port", "0.9.1", fork, tmp_path / "tree")
-    assert "of the files that the patches change, without the content of 0.9.1 in their history: 3" in done.stdout
+    assert "patched files without the content of 0.9.1 in their history: 3" in done.stdout
     head = git("log", "-1", "--format=%h", cwd=fork).strip()
     assert f"    {CONFIG}: last changed by {head} squashed\n" in done.stdout
 

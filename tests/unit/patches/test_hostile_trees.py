@@ -13,12 +13,13 @@ from support.trees import contents, edit, git, write_files
 
 from lib.patches.apply import apply, unapply
 from lib.patches.bookkeeping import flush
-from lib.patches.releases import find_release
+from lib.patches.releases import VERL, find_release
 from lib.patches.stack import load_stack
 from lib.patches.status import status
 from lib.patches.wheels import unpacked_wheel
 
 RECORD = "verl/.precision/record.json"
+KEPT = "verl/.precision/CHANGELOG.md"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
 
 
@@ -62,17 +63,17 @@ def test_what_is_no_file_is_ignored(tiny: Path, target: Path):
     assert (target / "verl/.#lock").is_symlink()
 
 
-@pytest.mark.parametrize("path", [MODULE, STAMP, f"{PART}/folder", "verl/new_room", "verl/.precision/mine"])
+@pytest.mark.parametrize("path", [MODULE, STAMP, f"{PART}/folder", "verl/new_room", "verl/.precision", KEPT])
 def test_what_is_in_the_way_is_refused_first(tiny: Path, target: Path, path: str):
     blocked = target / path
-    if path in ("verl/new_room", "verl/.precision/mine"):
-        write_files(target, {path: "mine\n"} if "precision" in path else {})
-        if "precision" not in path:
-            blocked.symlink_to("nowhere")
+    if path == KEPT:  # has the name of a file of apply
+        write_files(target, {path: "mine\n", "verl/.precision/.gitignore": "*\n"})
+    elif path in ("verl/new_room", "verl/.precision"):
+        blocked.symlink_to("utils" if path == "verl/.precision" else "nowhere")
     else:
         blocked.mkdir(parents=True)
     line = refused(tiny, "apply", target, unchanged=target)
-    assert "is in the way" in line and str(blocked.parent if path.startswith(PART) else blocked) in line
+    assert "is in the way" in line and str(blocked.parent if path.startswith((PART, KEPT)) else blocked) in line
     unapply(target, tiny)
     assert os.path.lexists(blocked)
 
@@ -100,13 +101,20 @@ def test_patches_are_found_without_the_record(tiny: Path, pristine: Path, patche
     assert contents(again) == whole
 
 
-@pytest.mark.parametrize("text", ["", '{"release": "0.9', "[]", '{"release": "0.9.1", "more": 1}', None])
-def test_damaged_record_is_refused_with_the_way_out(tiny: Path, pristine: Path, patched: Path, text: str | None):
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", ""), ("", '{"release": "0.9'), ("", "[]"), ("", '{"release": "0.9.1", "more": 1}'),
+        ('"replaced": {', '"replaced": [], "x": {'), ('"folders": [', '"folders": [1, '),
+        ('"replaced": {', '"replaced": {"a": null, '), ('"added": {', '"added": {"a": ["x"], '),
+    ],
+)  # fmt: skip
+def test_damaged_record_is_refused_with_the_way_out(tiny: Path, pristine: Path, patched: Path, old: str, new: str):
     record = patched / RECORD
-    record.write_text(record.read_text().replace('"replaced": {', '"replaced": [], "x": {') if text is None else text)
+    record.write_text(record.read_text().replace(old, new) if old else new)
     for command in ("status", "apply", "unapply"):
         line = refused(tiny, command, patched, unchanged=patched)
-        assert f"{record} is damaged, or of a newer version" in line and "delete it, then make unapply-patches" in line
+        assert f"{record} is damaged, or of a newer version" in line and "rename it, then make unapply-patches" in line
     record.unlink()
     unapply(patched, tiny)
     assert contents(patched) == contents(pristine)
@@ -115,7 +123,7 @@ def test_damaged_record_is_refused_with_the_way_out(tiny: Path, pristine: Path, 
 def test_damaged_stamp_is_refused(tiny: Path, patched: Path):
     shutil.rmtree(patched / "verl/.precision")
     edit(patched / ENGINE, "\n", "\n# mine\n")
-    for text in ("", "{}", "[]"):
+    for text in ("", "{}", "[]", '{"release": ["x"], "stack": 1}'):
         (patched / STAMP).write_text(text)
         assert f"{patched / STAMP} is not a stamp of apply; delete it" in refused(
             tiny, "status", patched, unchanged=patched
@@ -164,7 +172,7 @@ def test_edited_file_of_a_checkout_is_an_edit(tmp_path: Path):
     for file in (path for path in root.rglob("*") if path.suffix in (".py", ".yaml")):
         file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
     found = str(status(root))
-    assert found.startswith("dirty: verl 0.9.0, but 44 files have CRLF") and "core.autocrlf false" in found
+    assert found.startswith("dirty: verl 0.9.0, but these files have CRLF") and "core.autocrlf false" in found
 
 
 def test_forced_unapply_keeps_edits(tiny: Path, pristine: Path, patched: Path):
@@ -180,6 +188,44 @@ def test_forced_unapply_keeps_edits(tiny: Path, pristine: Path, patched: Path):
     after = contents(patched)
     assert {path: after.pop(f"{path}.edited") for path in (ENGINE, MODULE)} == edits
     assert after == contents(pristine)
+
+
+@pytest.mark.parametrize("edited", [(ENGINE, CONFIG, PROTOCOL), (ENGINE,)])
+def test_edits_are_known_where_no_file_is_as_patched(
+    tiny: Path, pristine: Path, patched: Path, edited: tuple[str, ...]
+):
+    """The others were restored by hand."""
+    for path in (ENGINE, CONFIG, PROTOCOL):
+        if path in edited:
+            edit(patched / path, "\n", "\n# mine\n")
+        else:
+            shutil.copy(pristine / path, patched / path)
+    edits = {f"{path}.edited": (patched / path).read_bytes() for path in edited}
+    assert "dirty: edited after apply: " in refused(tiny, "unapply", patched, unchanged=patched)
+    unapply(patched, tiny, force=True)
+    assert contents(patched) == contents(pristine) | edits
+
+
+def test_files_of_another_version_are_not_edits(tiny: Path, pristine: Path, patched: Path):
+    """One that is not listed, as pip installs it over a patched tree."""
+    newer = {VERL.version_file: "9.9\n", **dict.fromkeys((ENGINE, CONFIG), "newer\n")}
+    write_files(patched, newer)
+    (patched / PROTOCOL).unlink()
+    unapply(patched, tiny)
+    expected = {path: text.encode() for path, text in newer.items()}
+    after = contents(pristine) | expected
+    assert contents(patched) == {path: content for path, content in after.items() if path != PROTOCOL}
+
+
+def test_failed_upgrade_reports_what_is_left(project: Path, pristine: Path, patched: Path, monkeypatch):
+    def fail(target) -> None:
+        raise OSError(28, "No space left on device", "file")
+
+    (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
+    monkeypatch.setattr("lib.patches.apply.commit_staged", fail)
+    with pytest.raises(OSError, match="No space left on device; rolled back to the unpatched verl 0.9.1"):
+        apply(patched, project)
+    assert contents(patched) == contents(pristine)
 
 
 def test_removed_files_and_a_reinstalled_verl_are_told_apart(tiny: Path, pristine: Path, patched: Path):
@@ -206,10 +252,14 @@ def test_upgrade_names_new_keys_and_metrics_and_fails_whole(project: Path, prist
     size = (target / PROTOCOL).stat().st_size * 2
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
     line = refused(project, "apply", target, unchanged=target, preexec_fn=limit)
+    older = shutil.copytree(target, target.parent / "older")
+    (older / KEPT).unlink()
+    assert patchset(project, "apply", older).stdout.splitlines()[1] == "CHANGELOG.md lists the changes"
     assert line.endswith("verl/.precision.new: File too large; nothing was changed\n")
-    assert patchset(project, "apply", target).stdout.splitlines()[1:3] == [
+    assert patchset(project, "apply", target).stdout.splitlines()[1:4] == [
+        "new keys and metrics:",
         "  A metric `m`, over two lines: [metrics](docs/reference/metrics.md#m).",
-        "  1 other new entries in CHANGELOG.md",
+        "other new entries in CHANGELOG.md: 1",
     ]
     unapply(target, project)
     assert contents(target) == contents(pristine)
@@ -219,7 +269,8 @@ def test_export_that_deletes_all_patches_needs_a_flag(project: Path, tmp_path: P
     tree = tmp_path / "tree"
     patchset(project, "checkout", RELEASE, tree)
     git("reset", "--hard", "--quiet", "base/0.9.1", cwd=tree)
-    assert "its export would delete the 2 of verl 0.9.1" in refused(project, "export", tree, unchanged=project)
+    line = refused(project, "export", tree, unchanged=project)
+    assert "its export would delete 2 of the patches of verl 0.9.1" in line
     assert "deleted cfg-add-a-users-key-twice.patch" in patchset(project, "export", "--remove", tree).stdout
 
 
@@ -229,6 +280,7 @@ def test_environment_of_the_caller(tiny: Path, target: Path, tmp_path: Path):
     line = refused(tiny, "apply", target, unchanged=target, env={"PATH": str(tmp_path / "file")})
     assert "git is not installed: install it, or add its folder to PATH" in line
     folder = tmp_path / "site"
-    write_files(folder, {"verl-0.9.1.dist-info/direct_url.json": '{"url": "file:///my%20src/verl", "dir_info": {}}'})
+    origin = '{"url": "file:///my%20src/verl", "dir_info": {"editable": true}}'
+    write_files(folder, {"verl-0.9.1.dist-info/direct_url.json": origin})
     line = refused(tiny, "apply", folder, unchanged=folder)
     assert "has verl as an editable install of /my src/verl; give that folder" in line

@@ -40,7 +40,7 @@ def test_refusals_name_oat_and_its_variable(tiny: Path, pristine_oat: Path, tmp_
     target = shutil.copytree(pristine_oat, tmp_path / "oat")
     edit(target / ARGS, "import torch\n", "import torch  # mine\n")
     line = refused(tiny, "apply", target, unchanged=target)
-    assert f"dirty: oat 0.2.3 except {ARGS}; save your edits, then reinstall oat 0.2.3, or merge" in line
+    assert f"dirty: oat 0.2.3 except {ARGS}; save your edits, then reinstall oat 0.2.3, or keep" in line
     assert line.endswith(f"make port FRAMEWORK=oat FROM=0.2.3 TO={target}\n")
     (target / "oat/model.py").write_text("checked = 'out'\n")
     assert refused(tiny, "apply", target, unchanged=target) == line, "also where other files are not the wheel's"

@@ -1,5 +1,6 @@
 """Carrying a stack to another verl, from 0.9.0 to 0.9.1: a small stack of two files, and the project's."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -56,7 +57,8 @@ def smooth(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = project.parent / "tree"
     assert patchset(project, "checkout", OLD, tree).returncode == 0
     git("rebase", "--quiet", "--onto", "HEAD~2", "HEAD~1", cwd=tree)
-    assert patchset(project, "export", tree).returncode == 0
+    assert "would delete 1 of the patches of verl 0.9.0" in refused(project, "export", tree, unchanged=project)
+    assert patchset(project, "export", "--remove", tree).returncode == 0
     return project
 
 
@@ -122,9 +124,11 @@ def test_resolved_conflict_lets_the_rest_be_carried(small: Path, tmp_path: Path)
 def test_renamed_file_is_followed_and_missing_file_conflicts(smooth: Path, newer: Path, tmp_path: Path):
     (newer / ENGINE).rename(newer / "verl/workers/engine/fsdp/moved.py")
     (newer / SAME).unlink()
+    (newer / "verl/.#lock").symlink_to("nowhere")
+    os.mkfifo(newer / "verl/pipe")
     before = contents(newer)
     done = patchset(smooth, "port", OLD, newer, tmp_path / "tree")
-    assert done.returncode == 1 and contents(newer) == before
+    assert done.returncode == 1 and contents(newer) == before and "which no patch changes" not in done.stdout
     assert f"    merged   {ENGINE} -> verl/workers/engine/fsdp/moved.py: 1\n" in done.stdout
     assert f"    conflict {SAME}: line 16: there is no such file\n" in done.stdout
     assert f"is not a release, so they cannot be exported; to use them: PYTHONPATH={tmp_path / 'tree'}" in done.stdout
@@ -142,9 +146,10 @@ def test_file_that_only_moved_is_merged(smooth: Path, newer: Path, tmp_path: Pat
 def test_survey_names_what_no_merge_shows(smooth: Path, newer: Path, tmp_path: Path):
     """New files that do what hooked ones do; that the other tree is older; and a release that is nearer."""
     write(newer / "verl/workers/engine/other.py", b"loss.backward()\noptimizer.step()\n")
-    write(newer / "verl/utils/plain.py", b"def f(): pass\n")
+    write(newer / "verl/utils/plain.py", b"def f(): pass\ndef g(): pass\n")
+    edit(newer / SAME, "class FSDPCheckpointManager(", "class Renamed(")
     shown = patchset(smooth, "port", OLD, newer, tmp_path / "tree").stdout
-    read = "new files with similar code, which no patch changes: 1\n    verl/workers/engine/other.py: backward, optimizer step\n"
+    read = "which no patch changes: 1\n    verl/workers/engine/other.py: backward, optimizer step\n"
     assert read in shown and "looks older" not in shown
     older = unpack(wheel_of(smooth, OLD), tmp_path / "older")
     edit(older / SAME, "class FSDPCheckpointManager(", "(")
@@ -161,7 +166,10 @@ def test_survey_names_what_no_merge_shows(smooth: Path, newer: Path, tmp_path: P
     [
         ((OLD, OLD), "0.9.0 is verl 0.9.0 itself"),
         ((OLD, "master"), "master is neither a release (0.9.0, 0.9.1, or a newer one on PyPI) nor a folder"),
-        ((OLD, "patched"), "patched contains verl/utils/precision.py already; remove the patches first: make unapply-patches VERL="),
+        (
+            (OLD, "patched"),
+            "patched contains verl/utils/precision.py already; remove the patches first: make unapply",
+        ),
         ((OLD, NEW, "newer"), "newer exists and is not an empty folder"),
     ],
 )

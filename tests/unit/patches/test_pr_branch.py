@@ -342,6 +342,7 @@ def test_result_is_pytests_own_line(after: str):
     )
     assert pr_branch.summary(f"1 error in 0.20s{after}") == "1 error in 0.20s"
     assert "without a summary" in pr_branch.summary(after)
+    assert pr_branch.failures("FAILED a.py::t[a b] - E - F\nERROR a.py::t[a c]\n") == {"a.py::t[a b]", "a.py::t[a c]"}
 
 
 @pytest.mark.subprocess

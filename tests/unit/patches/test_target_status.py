@@ -38,7 +38,9 @@ def test_edited_files_are_dirty(tiny: Path, target: Path):
     edit(target / PROTOCOL, "import copy", "import copy  # mine")
     line = refusal(tiny, target)
     assert f"dirty: verl 0.9.1 except {PROTOCOL}; save your edits" in line
-    assert f"reinstall verl 0.9.1, or merge the patches with them: make port FROM=0.9.1 TO={target}\n" in f"{line}\n"
+    assert (
+        f"reinstall verl 0.9.1, or keep them and merge the patches: make port FROM=0.9.1 TO={target}\n" in f"{line}\n"
+    )
     for path in (ENGINE, CONFIG, MODULE):
         (target / path).write_text("mine\n")
     assert f"{ENGINE}, {PROTOCOL}, {CONFIG} and 1 more; save" in refusal(tiny, target)
@@ -102,7 +104,7 @@ def test_stack_of_another_project_version_is_named(project: Path, pristine: Path
     hook = stacks / "v0.9.0/fsdp-read-the-configured-dtype.patch"
     hook.write_text(re.sub(r"^index .* 100644$", f"index {'0' * 40}..{'1' * 40} 100644", hook.read_text(), flags=re.M))
     lost = shutil.copytree(patched, tmp_path / "lost", ignore=shutil.ignore_patterns(".precision"))
-    without = "without the record in verl/.precision that unapply needs; delete .*/verl, then reinstall verl 0.9.1"
+    without = "without the record in verl/.precision; unapply it with .*, or save your edits, delete .*/verl"
     assert re.search(f"half-patched: verl 0.9.1 with stack .*{without}", refusal(project, lost, apply))
     remedy = f"make unapply-patches VERL={patched} removes that"
     found = refusal(project, patched, apply)

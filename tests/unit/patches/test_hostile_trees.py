@@ -265,12 +265,13 @@ def test_upgrade_names_new_keys_and_metrics_and_fails_whole(project: Path, prist
     assert contents(target) == contents(pristine)
 
 
-def test_export_that_deletes_all_patches_needs_a_flag(project: Path, tmp_path: Path):
+@pytest.mark.parametrize(("commit", "lost"), [("base/0.9.1", 2), ("HEAD~", 1)])
+def test_export_that_deletes_patches_needs_a_flag(project: Path, tmp_path: Path, commit: str, lost: int):
     tree = tmp_path / "tree"
     patchset(project, "checkout", RELEASE, tree)
-    git("reset", "--hard", "--quiet", "base/0.9.1", cwd=tree)
+    git("reset", "--hard", "--quiet", commit, cwd=tree)
     line = refused(project, "export", tree, unchanged=project)
-    assert "its export would delete 2 of the patches of verl 0.9.1" in line
+    assert f"its export would delete {lost} of the patches of verl 0.9.1" in line
     assert "deleted cfg-add-a-users-key-twice.patch" in patchset(project, "export", "--remove", tree).stdout
 
 

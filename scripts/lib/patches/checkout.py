@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lib.errors import Refused
 from lib.files import write
-from lib.patches.git import git
+from lib.patches.git import DATE, git
 from lib.patches.git_objects import package_blobs, package_tree_id
 from lib.patches.releases import VERL, Framework, find_release
 from lib.patches.stack import Stack, load_stack
@@ -80,6 +80,6 @@ def commit_base(name: str, root: Path, added: Mapping[str, bytes], scratch: Path
     return tree
 
 
-def commit(tree: Path, message: str) -> None:
+def commit(tree: Path, message: str, date: str = DATE) -> None:
     """Commit the index with exactly this message."""
-    git("commit", "--quiet", "--allow-empty", "--cleanup=verbatim", "--file=-", cwd=tree, stdin=message)
+    git("commit", "--quiet", "--allow-empty", "--cleanup=verbatim", "--file=-", cwd=tree, stdin=message, date=date)

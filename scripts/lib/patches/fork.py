@@ -24,6 +24,11 @@ class Fork:
     package: str
 
     @property
+    def date(self) -> str:
+        """The commit's date; as that of the commits after it, it keeps ``git log --since`` from ending at them."""
+        return git("log", "-1", "--format=%cI", self.commit_id, cwd=self.root).strip()
+
+    @property
     def blobs(self) -> dict[str, str]:
         """The blob id of each file of the package in the commit, by path."""
         blobs = blobs_of(self.root, self.commit_id)
@@ -57,7 +62,7 @@ def branch_fork(fork: Fork, name: str, stack: Stack, scratch: Path) -> Path:
     for path, content in stack.added.items():
         write(tree / path, content)
     git("add", "--force", "--", *stack.added, cwd=tree)
-    commit(tree, f"verl-precision: the files of stack {stack.id} that are copied in verbatim")
+    commit(tree, f"verl-precision: the files of stack {stack.id} that are copied in verbatim", fork.date)
     git("tag", BASE + name, cwd=tree)
     return tree
 

@@ -8,20 +8,19 @@ from lib.errors import Refused
 
 # Nothing of the caller's git set-up may change a result: no configuration, no surrounding repository (inside one,
 # `git apply` skips files and exits 0), no clock.
-IDENTITY = {
-    f"GIT_{role}_{key}": value
-    for role in ("AUTHOR", "COMMITTER")
-    for key, value in {"NAME": "verl-precision", "EMAIL": "", "DATE": "2000-01-01T00:00:00Z"}.items()
-}
+DATE = "2000-01-01T00:00:00Z"
 
 
-def git(*args: str, cwd: Path, stdin: str = "") -> str:
+def git(*args: str, cwd: Path, stdin: str = "", date: str = DATE) -> str:
     """Run git in ``cwd`` and return its output.
+
+    Args:
+        date: of the commits that it makes.
 
     Raises:
         Refused: git is not installed, or fails; with the first line of its complaint.
     """
-    done = run_git(*args, cwd=cwd, stdin=stdin)
+    done = run_git(*args, cwd=cwd, stdin=stdin, date=date)
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().partition("\n")[0]
         raise Refused(f"git {args[0]} failed with exit code {done.returncode}: {reason}")
@@ -47,13 +46,15 @@ def head(root: Path, missing: str) -> str:
     return done.stdout.decode().strip()
 
 
-def run_git(*args: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[bytes]:
+def run_git(*args: str, cwd: Path, stdin: str = "", date: str = DATE) -> subprocess.CompletedProcess[bytes]:
     """Run git in ``cwd`` and return the finished process, whatever its exit code.
 
     Raises:
         Refused: git is not installed.
     """
-    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | IDENTITY
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    identity = {"NAME": "verl-precision", "EMAIL": "", "DATE": date}
+    env |= {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in identity.items()}
     env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
     env["GIT_CEILING_DIRECTORIES"] = str(cwd.resolve().parent)
     try:

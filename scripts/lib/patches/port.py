@@ -15,7 +15,7 @@ from lib.files import sha256
 from lib.patches.checkout import BASE, commit_base, commit_stack, scratch_beside
 from lib.patches.export import blobs_of
 from lib.patches.fork import Fork, branch_fork, branch_name, find_fork, fork_commits
-from lib.patches.git import git, run_git
+from lib.patches.git import DATE, git, run_git
 from lib.patches.git_objects import package_blobs, package_files, package_tree_id
 from lib.patches.hunks import merge_hunks, renames, report
 from lib.patches.releases import VERL, Framework, Release, add_release, find_release, load_releases
@@ -56,7 +56,8 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         outcomes = merge_hunks(stack, tree, moved)
         surveyed = list(survey(stack, tree, f"{base}^", f"{new}^", moved))
         surveyed += nearest(stack, blobs_of(tree, f"{new}^"), load_stacks(project, framework))
-        done = run_git("cherry-pick", "--keep-redundant-commits", f"{base}..{branch}", cwd=tree)
+        date = root.date if isinstance(root, Fork) else DATE
+        done = run_git("cherry-pick", "--keep-redundant-commits", f"{base}..{branch}", cwd=tree, date=date)
         if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
             raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
         carried = int(git("rev-list", "--count", f"{new}..HEAD", cwd=tree))

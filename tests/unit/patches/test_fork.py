@@ -53,6 +53,9 @@ def test_fork_gets_a_branch_with_one_commit_a_patch(tiny: Path, fork: Path, tmp_
     git("checkout", "--quiet", BRANCH, cwd=fork)
     assert git("log", "--format=%s", "-2", cwd=fork).splitlines() == STACK[::-1]
     assert git("rev-parse", "HEAD~3", cwd=fork) == git("rev-parse", "main", cwd=fork)
+    assert set(git("log", "--format=%cI", "-3", cwd=fork).split()) == {
+        git("log", "-1", "--format=%cI", "main", cwd=fork).strip()
+    }
     # The fork moves on, and the stack with it.
     git("checkout", "--quiet", "main", cwd=fork)
     edit(fork / UNTOUCHED, "\n", "\n# later\n")

@@ -74,7 +74,7 @@ def carry_patch(
             lines += [f"    {name}: {each.path}: {each.location}: {each.reason}" for each in conflicts]
             lines += [f"    stopped at {stopped}", "    git status; edit; git add; git rebase --continue; then"]
             lines += [f"    python3 scripts/patchset.py export {target}"]
-        prepared = [prepare_export(tree, project) for tree in whole]
+        prepared = [prepare_export(tree, project, remove=True) for tree in whole]  # what the change has made empty
         exported = write_exports(prepared, project) if prepared else []
         if change.old.message != change.new.message:
             other = [stack for stack in stacks if stack.patches[names(stack).index(name)].message != change.old.message]
@@ -105,6 +105,9 @@ def committed_stack(release: Release, project: Path) -> Stack:
 def changed_patch(name: str, committed: Stack, now: Stack) -> int:
     """Return the position of the patch in its series; raises Refused where it is not the first one that changed."""
     release = now.release
+    if name in names(committed) and name not in names(now):
+        by_hand = "drop it from each release: patchset.py checkout, rebase, export --remove"
+        raise Refused(f"PATCH={name}: was removed from {release}, which is not carried; {by_hand}")
     for stack, where in ((now, "the series"), (committed, "git's HEAD")):
         if name not in names(stack):
             near = difflib.get_close_matches(name, names(stack), cutoff=0)

@@ -11,16 +11,13 @@ from lib.errors import Refused
 from lib.files import replace_files, write
 from lib.format import first_three
 from lib.patches.checkout import BASE, commit_base, commit_patches
-from lib.patches.git import git, read_blob
+from lib.patches.git import git, read_blob, unfinished
 from lib.patches.git_objects import package_blobs, package_tree_id
 from lib.patches.releases import FRAMEWORKS, Framework, Release, find_release, with_tree_after
 from lib.patches.stack import Patch, Stack, make_stack, trailers
 from lib.patches.target import find_target
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
-
-# The file or folder of .git that an unfinished command leaves.
-UNFINISHED = {"cherry-pick": "sequencer", "rebase": "rebase-merge"}
 
 # As upstream has it: [modules] type: description
 SUBJECT = re.compile(r"\[([a-z_]+)(?:, ?[a-z_]+)*\] (?:feat|fix|refactor|chore|test): (\S.*)")
@@ -100,8 +97,8 @@ def base_of(tree: Path) -> str:
     tags = git("tag", "--list", f"{BASE}*", cwd=tree).split()
     if len(tags) != 1:
         raise Refused(f"{tree} has {len(tags)} tags {BASE}<release>; checkout creates exactly one")
-    if begun := [step for step, state in UNFINISHED.items() if (tree / ".git" / state).exists()]:
-        raise Refused(f"{tree} has a {begun[0]} to finish: git -C {tree} {begun[0]} --continue")
+    if begun := unfinished(tree):
+        raise Refused(f"{tree} has a {begun} to finish: git -C {tree} {begun} --continue")
     if changed := git("status", "--porcelain", cwd=tree).splitlines():
         raise Refused(f"{tree} has uncommitted changes: {changed[0][3:]}")
     if git("rev-list", f"HEAD..{tags[0]}", cwd=tree) or git("rev-list", "--merges", f"{tags[0]}..HEAD", cwd=tree):

@@ -10,6 +10,9 @@ from lib.errors import Refused
 # `git apply` skips files and exits 0), no clock.
 DATE = "2000-01-01T00:00:00Z"
 
+# The file or folder of .git that an unfinished command leaves.
+UNFINISHED = {"cherry-pick": "sequencer", "rebase": "rebase-merge"}
+
 
 def git(*args: str, cwd: Path, stdin: str = "", date: str = DATE) -> str:
     """Run git in ``cwd`` and return its output.
@@ -30,6 +33,11 @@ def git(*args: str, cwd: Path, stdin: str = "", date: str = DATE) -> str:
 def read_blob(name: str, cwd: Path) -> bytes:
     """Return the content of a file that git knows by its id or as ``<commit>:<path>``."""
     return run_git("cat-file", "blob", name, cwd=cwd).stdout
+
+
+def unfinished(tree: Path) -> str | None:
+    """Return the command that git has begun in a git tree and not finished, cherry-pick or rebase; None for none."""
+    return next((command for command, state in UNFINISHED.items() if (tree / ".git" / state).exists()), None)
 
 
 def head(root: Path, missing: str) -> str:

@@ -101,7 +101,7 @@ def reason(hunk: str, ours: str) -> str:
         return "its new lines are in the file, here or elsewhere"
     if lost := [line for line in old if line not in lines]:
         return f"{len(lost)} of its {len(old)} old lines are gone, first: {lost[0]}"
-    return "the lines around it changed"
+    return "its lines, or those around them, changed"
 
 
 def report(stack: Stack, target: str, outcomes: dict[Patch, list[MergedHunk]]) -> Iterator[str]:

@@ -80,7 +80,9 @@ def read_record(target: Target, blobs: Mapping[str, str]) -> Record | None:
             raise TypeError("a path or an id is no text")
     except (ValueError, TypeError) as error:
         cause = f"is damaged, or of a newer version of this project ({error})"
-        remedy = f"rename it, then make unapply-patches {target.variable}, with the version that applied the patches"
+        remedy = (
+            f"move it elsewhere, then make unapply-patches {target.variable}, with the version that applied the patches"
+        )
         raise Refused(f"{target.record} {cause}; {remedy}") from error
     same = record.hooked(blobs) or target.version == record.release
     return record if same else replace(record, replaced={})

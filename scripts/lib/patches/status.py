@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.format import first_three
+from lib.patches.git import unfinished
 from lib.patches.git_objects import blob_id
 from lib.patches.record import Record, read_record, recover_record
 from lib.patches.releases import VERL, Framework
@@ -35,7 +36,7 @@ class Status:
     stamp: dict[str, str] | None = None
 
     def __str__(self) -> str:
-        others = "; files that the patches do not touch differ from the wheel's"
+        others = "; files that the patches do not touch are missing or differ from the wheel's"
         return f"{self.state}: {self.detail}" + (others if self.stack and not self.exact else "")
 
 
@@ -75,7 +76,7 @@ def changed_since_apply(target: Target, blobs: Mapping[str, str], record: Record
     if not target.installed:
         return "half-patched", f"{name} was uninstalled; {unapply} deletes what apply added, then install {name} again"
     if removed := record.removed(blobs):
-        return "dirty", f"removed after apply: {first_three(removed)}; {unapply} restores {name} {record.release}"
+        return "dirty", f"removed after apply: {first_three(removed)}; {unapply} restores them"
     return None
 
 
@@ -106,6 +107,8 @@ def matched(
         return "interrupted", f"{name}: {installed}; apply patches it again, unapply deletes what the stack left"
     else:
         cause = "apply or unapply was interrupted"
+        if (target.root / ".git").exists():
+            cause += ", or git restored files"
     return "interrupted", f"{name}: {cause}; the next apply or unapply repairs it"
 
 
@@ -119,31 +122,41 @@ def unmatched(
         origin = f"another version of this project, for {framework} {record.release}, stack {record.stack}"
         return "foreign", f"patched by {origin}; make unapply-patches {target.variable} removes that"
     stamp = None if record else target.read_stamp()
-    recorded = record.release if record else stamp and stamp["release"]
+    recorded = record.release if record and record.replaced else stamp and stamp["release"]
     unix = {**pristine, **unix_blobs(target, pristine, stacks)}
     stack = by_name[recorded] if recorded in by_name else closest(unix, stacks)
     if windows := sorted(set(stack.unknown(pristine)) - set(stack.unknown(unix))):
         cause = f"these files have CRLF line endings: {first_three(windows)}"
         return "dirty", f"{stack.release}, but {cause}; git config core.autocrlf false, then check them out again"
     if stamp:
-        return without_record(target, stamp)
+        return without_record(target, stack, pristine, stamp)
     # With most files that apply adds, it was patched as a port, whose hooks need not be a release's.
     if not record and 2 * len(stack.added.keys() & pristine.keys()) > len(stack.added):
         other = [path for path, blob in stack.copied.items() if pristine.get(path) != blob]
         version = f"another version of stack {stack.id} ({first_three(other)})" if other else f"stack {stack.id}"
         name = f"closest to {stack.release}, with {version} as commits"
+        if begun := unfinished(target.root):
+            return "half-patched", f"{name}, and a {begun} to finish: git -C {target.root} {begun} --continue"
         return "ported", f"{name}; to remove it, switch branches or revert them"
     return edited(target, stack, pristine, record) or foreign(target, stack, pristine, by_name)
 
 
-def without_record(target: Target, stamp: Mapping[str, str]) -> tuple[str, str]:
-    """Return state and detail of a tree patched by a stack that this project lacks, and whose record is lost."""
+def without_record(target: Target, stack: Stack, blobs: Mapping[str, str], stamp: Mapping[str, str]) -> tuple[str, str]:
+    """Return state and detail of a tree whose record is lost, and that was edited or has a stack of another project."""
     framework, kept = target.framework.name, target.framework.bookkeeping
     name = f"{framework} {stamp['release']} with stack {stamp['stack']}, but without the record in {kept}"
-    unapply = "unapply it with the version of this project that has this stack"
+    edits = "your edits"
+    if stamp["stack"] == stack.id and (unknown := unknown_files(stack, blobs)):
+        edits += f" ({first_three(unknown)})"
     # A reinstall leaves the files that apply added.
-    anew = f"save your edits, delete {target.root / framework} and reinstall {framework} or check it out again"
-    return "half-patched", f"{name}; {unapply}, or {anew}"
+    anew = f"save {edits}, delete {target.root / framework} and reinstall {framework} or check it out again"
+    return "half-patched", f"{name}; {anew}"
+
+
+def unknown_files(stack: Stack, blobs: Mapping[str, str]) -> list[str]:
+    """Return the files of the stack that have neither the release's content nor the patched one."""
+    patched = {**stack.after, **stack.copied}
+    return [path for path in stack.mismatches(blobs) if blobs.get(path) != patched.get(path, "")]
 
 
 def edited(target: Target, stack: Stack, pristine: Mapping[str, str], record: Record | None) -> tuple[str, str] | None:
@@ -152,8 +165,7 @@ def edited(target: Target, stack: Stack, pristine: Mapping[str, str], record: Re
     few = len(stack.unknown(pristine)) < len(stack.before) / 4
     if not (record or few or stack.rest_is_pristine(pristine) or target.version == stack.release.name):
         return None
-    patched = {**stack.after, **stack.copied}
-    unknown = [path for path in stack.mismatches(pristine) if pristine.get(path) != patched.get(path, "")]
+    unknown = unknown_files(stack, pristine)
     reset = "check them out again" if (target.root / ".git").exists() else f"reinstall {stack.release}"
     detail = f"{stack.release} except {first_three(unknown)}; save your edits, then {reset}"
     return "dirty", detail if record else f"{detail}, or keep them and merge the patches: {port_command(target, stack)}"

@@ -20,8 +20,8 @@ from pathlib import Path
 from lib.errors import Refused
 from lib.files import write
 from lib.patches.checkout import BASE, commit, commit_stack, scratch_beside
-from lib.patches.export import DIFF_OPTIONS, UNFINISHED
-from lib.patches.git import git, run_git
+from lib.patches.export import DIFF_OPTIONS
+from lib.patches.git import git, run_git, unfinished
 from lib.patches.git_objects import blob_id
 from lib.patches.hunks import hunks, merge, merge_hunks, renames, report
 from lib.patches.precision_module import MODULE, PACKAGE
@@ -247,8 +247,8 @@ def check_line(verl: Path, folder: Path, plan: BranchPlan) -> None:
     """Raise Refused where ``folder`` is not what `start` made of this clone and plan, with every conflict resolved."""
     if not (folder / ".git").is_dir() or run_git("rev-parse", "--verify", "--quiet", ONTO, cwd=folder).returncode:
         raise Refused(f"DIR={folder} exists and was not made by make pr-branch; choose another folder")
-    if begun := [step for step, state in UNFINISHED.items() if (folder / ".git" / state).exists()]:
-        raise Refused(f"DIR={folder} has a {begun[0]} to finish: git -C {folder} {begun[0]} --continue; or remove it")
+    if begun := unfinished(folder):
+        raise Refused(f"DIR={folder} has a {begun} to finish: git -C {folder} {begun} --continue; or remove it")
     at = run_git("symbolic-ref", "HEAD", cwd=folder).stdout.decode().strip()
     changed = git("status", "--porcelain", "--untracked-files=no", cwd=folder).splitlines()
     if at == CARRIED and changed:  # elsewhere it is this script that was interrupted

@@ -45,7 +45,13 @@ def project(built: Path, tmp_path: Path) -> Path:
 
 
 def change(
-    project: Path, tree: Path, edits: dict[str, tuple[str, str]], number: int = 0, text: str = "", name: str = NEW
+    project: Path,
+    tree: Path,
+    edits: dict[str, tuple[str, str]],
+    number: int = 0,
+    text: str = "",
+    name: str = NEW,
+    options: tuple[str, ...] = (),
 ) -> None:
     """Change patch ``number`` of a release by these edits, and its message to ``text``, and export."""
     framework = "oat" if name == OAT_NEWER else "verl"
@@ -56,7 +62,7 @@ def change(
         edit(tree / path, old, new)
     git("commit", "--quiet", "--all", "--amend", *([f"--message={text}"] if text else ["--no-edit"]), cwd=tree)
     git("rebase", "--quiet", "--onto", "HEAD", ids[number], "stack", cwd=tree)
-    assert patchset(project, "export", tree).returncode == 0
+    assert patchset(project, "export", *options, tree).returncode == 0
 
 
 def carried(project: Path, release: str, name: str) -> str:
@@ -77,6 +83,15 @@ def test_change_is_carried_and_exported(project: Path, tmp_path: Path):
     before = contents(project / "patches")
     assert patchset(project, "carry", IMPORT, NEW, tmp_path / "hand").returncode == 0
     assert contents(project / "patches") == before
+
+
+def test_patch_that_the_change_contains_is_deleted(project: Path, tmp_path: Path):
+    change(project, tmp_path / "tree", {SAME: ("import os\n", "import os\nimport os\n")}, options=("--remove",))
+    line = refused(project, "carry", LATER, NEW, tmp_path / "hand", unchanged=tmp_path)
+    assert f"PATCH={LATER}.patch: was removed from verl 0.9.1, which is not carried; drop it from each release" in line
+    done = patchset(project, "carry", IMPORT, NEW, tmp_path / "hand")
+    assert (done.returncode, done.stderr) == (0, "") and f"deleted {LATER}.patch" in done.stdout
+    assert (project / f"patches/verl/v{OLD}/series").read_text() == f"{IMPORT}.patch\n"
 
 
 def test_change_for_oat_keeps_another_message(project: Path, tmp_path: Path):

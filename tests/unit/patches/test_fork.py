@@ -75,6 +75,9 @@ def test_ported_fork_is_known(tiny: Path, project: Path, fork: Path, tmp_path: P
     assert state.state == "ported" and "closest to verl 0.9.1, with stack " in state.detail
     for command in ("apply", "unapply"):
         assert "as commits; to remove it, switch branches" in refused(tiny, command, tree, unchanged=tree)
+    (tree / ".git/sequencer").mkdir()
+    assert status(tree, tiny).detail.endswith(f"and a cherry-pick to finish: git -C {tree} cherry-pick --continue")
+    (tree / ".git/sequencer").rmdir()
     edit(tree / MODULE, "42", "43")
     assert f" ({MODULE}) as commits;" in status(tree, tiny).detail
     write(project / "patches/verl/files/verl/utils/another.py", b"")  # of a later version of the project

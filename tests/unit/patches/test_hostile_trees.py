@@ -114,10 +114,19 @@ def test_damaged_record_is_refused_with_the_way_out(tiny: Path, pristine: Path, 
     record.write_text(record.read_text().replace(old, new) if old else new)
     for command in ("status", "apply", "unapply"):
         line = refused(tiny, command, patched, unchanged=patched)
-        assert f"{record} is damaged, or of a newer version" in line and "rename it, then make unapply-patches" in line
+        assert (
+            f"{record} is damaged, or of a newer version" in line
+            and "move it elsewhere, then make unapply-patches" in line
+        )
     record.unlink()
     unapply(patched, tiny)
     assert contents(patched) == contents(pristine)
+
+
+def test_edits_without_the_record_are_named(tiny: Path, patched: Path):
+    shutil.rmtree(patched / "verl/.precision")
+    edit(patched / ENGINE, "\n", "\n# mine\n")
+    assert f"save your edits ({ENGINE}), delete {patched}/verl" in refused(tiny, "unapply", patched, unchanged=patched)
 
 
 def test_damaged_stamp_is_refused(tiny: Path, patched: Path):

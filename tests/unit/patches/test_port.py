@@ -184,7 +184,7 @@ def test_bad_input_is_refused(small: Path, newer: Path, tmp_path: Path, args: tu
     ("hunk", "ours", "why"),
     [
         ("-  a\n+  b\n c\n", "b\nc\n", "its new lines are in the file, here or elsewhere"),
-        ("-  a\n+  b\n c\n", "a\nc\n", "the lines around it changed"),
+        ("-  a\n+  b\n c\n", "a\nc\n", "its lines, or those around them, changed"),
         ("-  a\n c\n", "c\n", "1 of its 1 old lines are gone, first: a"),
     ],
 )

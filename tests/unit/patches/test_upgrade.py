@@ -12,6 +12,7 @@ from support.trees import contents
 
 from lib.errors import Refused
 from lib.patches.apply import apply, unapply
+from lib.patches.git_objects import package_blobs
 from lib.patches.port import port
 from lib.patches.precision_module import MODULE, PACKAGE, load_precision, precision_file
 from lib.patches.releases import VERL, find_release
@@ -77,7 +78,13 @@ def test_release_installed_over_a_patched_one_is_patched(pristine: Path, tmp_pat
     for path in (VERL.stamp, *added):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(older / path, root / path)
-    assert (status(root).state, status(root).release) == ("interrupted", status(pristine).release)
+    found = status(root)
+    assert (found.state, found.release) == ("interrupted", status(pristine).release)
+    hooked = root / next(path for path in package_blobs(root) if path.endswith("engine_workers.py"))
+    unedited = hooked.read_bytes()
+    hooked.write_bytes(unedited + b"# mine\n")
+    assert f"{found.release} except {hooked.relative_to(root)}; save your edits" in status(root).detail
+    hooked.write_bytes(unedited)
     apply(root)
     assert status(root).state == "patched"
     unapply(root)

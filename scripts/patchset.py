@@ -15,6 +15,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 - before anything is imported that
 import argparse
 import json
 import os
+import signal
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -178,6 +179,8 @@ def main() -> int:
         line = str(fault)
     except OSError as fault:
         line = ": ".join(str(part) for part in (fault.filename, fault.strerror or fault) if part)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     print(f"patchset: {line}", file=sys.stderr)
     return 1
 

@@ -160,7 +160,11 @@ def put_on(
     """Make the changes of ``record`` to a pristine tree, or to one with ``older`` applied.
 
     What fails midway is rolled back, to the pristine tree, and raised; an OSError then says so.
+
+    Raises:
+        Refused: a file was edited meanwhile; it keeps the edit.
     """
+    rolled_back = f"rolled back to the unpatched {target.framework.name} {record.release}"
     with before_any_change(target.staging):
         stage(target, record, contents, kept, changelog=changelog)
     try:
@@ -170,6 +174,8 @@ def put_on(
         for folder in record.folders:
             make_folder(target.root / folder)
         for path in contents:
+            if path in record.replaced and blob_id((target.root / path).read_bytes()) != record.replaced[path][0]:
+                raise Refused(f"{target.root / path} changed while apply ran; {rolled_back}")
             os.replace(target.staged(path), target.root / path)
             drop_compiled(target.root / path)
         os.replace(target.staged(target.framework.stamp), target.stamp)
@@ -179,8 +185,7 @@ def put_on(
             roll_back(target, begun, blobs)
         sweep(target)
         if isinstance(fault, OSError):
-            state = f"rolled back to the unpatched {target.framework.name} {record.release}"
-            raise OSError(fault.errno, f"{fault.strerror or fault}; {state}", fault.filename) from fault
+            raise OSError(fault.errno, f"{fault.strerror or fault}; {rolled_back}", fault.filename) from fault
         raise
 
 
@@ -235,8 +240,12 @@ def bytecode(path: Path) -> list[Path]:
 
 
 def refuse_unwritable(target: Target, record: Record) -> None:
-    """Raise Refused if a folder that would change is read-only, or something in it is no file to be replaced."""
+    """Raise Refused if a folder that would change is read-only or a link, or something in it is no file to replace."""
+    package = target.root / target.framework.name
     paths = [target.framework.bookkeeping, target.framework.stamp, *record.replaced, *record.added]
+    above = {folder for path in paths for folder in (target.root / path).parents if folder.is_relative_to(package)}
+    if links := sorted(folder for folder in above - {package} if folder.is_symlink()):
+        raise Refused(f"{links[0]} is a link to a folder; replace it by a folder, or move it away; nothing was changed")
     folders = {(target.root / path).parent for path in paths}
     folders |= {compiled.parent for path in paths for compiled in bytecode(target.root / path)}
     for folder in sorted(folders):

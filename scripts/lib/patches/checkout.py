@@ -35,6 +35,8 @@ def scratch_beside(folder: Path) -> Iterator[tuple[Path, Path]]:
         Refused: ``folder`` exists and is not an empty folder.
     """
     folder = Path(os.path.abspath(folder))
+    if folder.is_symlink() or folder.is_mount():
+        raise Refused(f"{folder} is a link or a mount point, which cannot be replaced; give a folder in it")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise Refused(f"{folder} exists and is not an empty folder")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ def tree_id(blobs: Mapping[str, str]) -> str:
     # git sorts a folder as if its name ended in a slash
     for name in sorted(entries, key=lambda name: name + "/" if name in folders else name):
         mode, _, blob = entries[name].partition(" ")
-        content += f"{mode} {name}\0".encode() + bytes.fromhex(blob)
+        content += os.fsencode(f"{mode} {name}\0") + bytes.fromhex(blob)
     return _object_id("tree", content)
 
 
@@ -45,8 +45,15 @@ def package_files(root: Path, framework: Framework = VERL) -> Iterator[str]:
     """Yield the path of each file of the package below ``root``, without compiled files and what apply keeps there.
 
     A dangling link, a pipe and the like are no files; a link to a file is one.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
-    for folder, subfolders, names in os.walk(root / framework.name):
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, subfolders, names in os.walk(root / framework.name, onerror=fail):
         here = Path(folder).relative_to(root).as_posix()
         skipped = (f"{here}/__pycache__", framework.bookkeeping, framework.staging)
         subfolders[:] = [name for name in subfolders if f"{here}/{name}" not in skipped]

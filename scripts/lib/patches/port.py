@@ -41,6 +41,8 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     stack = load_stack(find_release(name, project, framework), project)
     if not stack.patches:
         raise Refused(f"{stack.release} has no patches to port")
+    if Path(to).is_dir() and Path(os.path.abspath(folder)).is_relative_to(Path(os.path.abspath(to), framework.name)):
+        raise Refused(f"DIR={folder} is inside the package of {to}; choose another folder")
     with scratch_beside(folder) as (scratch, folder):
         target, root, new_release = destination(to, stack, project, scratch)
         if isinstance(root, Fork):

@@ -1,6 +1,7 @@
 """Make and read the record that apply keeps in a patched tree, from which unapply restores it."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -62,7 +63,8 @@ def make_record(stack: Stack, blobs: Mapping[str, str]) -> Record:
 def read_record(target: Target, blobs: Mapping[str, str]) -> Record | None:
     """Return the target's record; None if no apply has begun.
 
-    If the package was uninstalled since, or another version installed, the record is of the files added alone.
+    If the package was uninstalled since, or another version installed, the record is of the files added alone. After
+    an interrupted unapply it leaves out the files that were restored and then edited or removed.
 
     Raises:
         Refused: the file is not a record.
@@ -84,8 +86,13 @@ def read_record(target: Target, blobs: Mapping[str, str]) -> Record | None:
             f"move it elsewhere, then make unapply-patches {target.variable}, with the version that applied the patches"
         )
         raise Refused(f"{target.record} {cause}; {remedy}") from error
-    same = record.hooked(blobs) or target.version == record.release
-    return record if same else replace(record, replaced={})
+    if not record.hooked(blobs) and target.version != record.release:
+        return replace(record, replaced={})
+    if target.stamp.exists():
+        return record
+    kept = {path for path in record.replaced if os.path.lexists(target.original(path))}
+    ours = {path: ids for path, ids in record.replaced.items() if path in kept or blobs.get(path) in ids}
+    return replace(record, replaced=ours)
 
 
 def recover_record(blobs: Mapping[str, str], stacks: list[Stack]) -> Record | None:

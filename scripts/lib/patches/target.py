@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,11 +139,18 @@ def editable(folder: Path, framework: Framework) -> str | None:
 
 @contextlib.contextmanager
 def locked(path: Path, framework: Framework = VERL) -> Iterator[Target]:
-    """Lock the target's package for this process; the lock goes with the process, however that ends."""
+    """Lock the target's package for this process; the lock goes with the process, however that ends.
+
+    While another process has the lock, a line on stderr reports the wait.
+    """
     target = find_target(Path(os.path.abspath(path)), framework)
     folder = os.open(target.root / framework.name, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another command on {target.root}", file=sys.stderr, flush=True)
+            fcntl.flock(folder, fcntl.LOCK_EX)
         yield target
     finally:
         os.close(folder)

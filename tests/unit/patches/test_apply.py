@@ -130,11 +130,12 @@ def test_lock_serializes_concurrent_applies(tiny: Path, target: Path):
     before = contents(target)
     line = [sys.executable, "-B", tiny / "scripts/patchset.py", "apply", target]
     with locked(target):
-        running = [subprocess.Popen(line, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        running = [subprocess.Popen(line, stdout=-1, stderr=-1, text=True) for _ in range(2)]
         for process in running:
             wait_until(partial(waits_for_a_lock, process), "the lock")
         assert contents(target) == before
-    printed = [process.communicate()[0] for process in running]
+    printed, waited = zip(*(process.communicate() for process in running), strict=True)
+    assert set(waited) == {f"waiting for another command on {target}\n"}
     assert [process.returncode for process in running] == [0, 0]
     assert sorted("nothing to do" in text for text in printed) == [False, True]
     assert status(target, tiny).state == "patched"

@@ -171,6 +171,7 @@ def test_survey_names_what_no_merge_shows(smooth: Path, newer: Path, tmp_path: P
             "patched contains verl/utils/precision.py already; remove the patches first: make unapply",
         ),
         ((OLD, NEW, "newer"), "newer exists and is not an empty folder"),
+        ((OLD, "newer", "newer/verl/new"), "DIR=newer/verl/new is inside the package of newer"),
     ],
 )
 def test_bad_input_is_refused(small: Path, newer: Path, tmp_path: Path, args: tuple[str, ...], named: str):

@@ -263,5 +263,5 @@ def refuse_damaged(target: Target, record: Record, blobs: Mapping[str, str]) -> 
     for path in [*record.removed(blobs), *record.hooked(blobs)]:
         kept = target.original(path)
         if not os.path.lexists(kept) or blob_id(target.read_original(path)) != record.replaced[path][0]:
-            again = f"reinstall {target.framework.name} {record.release}"
+            again = f"save your edits, then reinstall {target.framework.name} {record.release}"
             raise Refused(f"{kept} was changed since apply; {again}")

@@ -245,7 +245,7 @@ def refuse_unwritable(target: Target, record: Record) -> None:
     paths = [target.framework.bookkeeping, target.framework.stamp, *record.replaced, *record.added]
     above = {folder for path in paths for folder in (target.root / path).parents if folder.is_relative_to(package)}
     if links := sorted(folder for folder in above - {package} if folder.is_symlink()):
-        raise Refused(f"{links[0]} is a link to a folder; replace it by a folder, or move it away; nothing was changed")
+        raise Refused(f"{links[0]} is in the way: it is a link, not a folder; move it away; nothing was changed")
     folders = {(target.root / path).parent for path in paths}
     folders |= {compiled.parent for path in paths for compiled in bytecode(target.root / path)}
     for folder in sorted(folders):

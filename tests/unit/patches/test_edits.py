@@ -72,7 +72,7 @@ def test_linked_folder_is_refused(tiny: Path, target: Path, tmp_path: Path, comm
     write_files(own, {Path(PART).name: "mine\n", Path(ENGINE).name: "mine\n"})
     linked.parent.mkdir(exist_ok=True)
     linked.symlink_to(own)
-    assert f"{linked} is a link to a folder" in refused(tiny, command, target, unchanged=tmp_path)
+    assert f"{linked} is in the way: it is a link" in refused(tiny, command, target, unchanged=tmp_path)
 
 
 def test_folder_that_cannot_be_read_is_refused(tiny: Path, patched: Path):

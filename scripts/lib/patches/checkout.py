@@ -3,7 +3,8 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 
 from lib.errors import Refused
@@ -17,6 +18,7 @@ from lib.paths import REPO
 
 # The tag names the release and marks the last commit that is not a patch.
 BASE = "base/"
+SERIES = "precision.series"  # key of the git tree's configuration: digest of the patches that it was made of
 
 
 def checkout(name: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
@@ -51,7 +53,14 @@ def commit_stack(stack: Stack, scratch: Path) -> Path:
     if (actual := package_tree_id(package_blobs(root, framework))) != stack.release.tree_before:
         expected = stack.release.tree_before
         raise Refused(f"{framework.name}/ in the wheel of {name} is tree {actual}; versions.toml records {expected}")
-    return commit_patches(stack, commit_base(name, root, stack.added, scratch, framework))
+    tree = commit_patches(stack, commit_base(name, root, stack.added, scratch, framework))
+    git("config", SERIES, series_digest(patch.text for patch in stack.patches), cwd=tree)
+    return tree
+
+
+def series_digest(patches: Iterable[str]) -> str:
+    """Return a digest of the texts of patches, in order."""
+    return sha256("\0".join(patches).encode()).hexdigest()
 
 
 def commit_patches(stack: Stack, tree: Path) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from lib.errors import Refused
 from lib.files import replace_files, write
 from lib.format import first_three
-from lib.patches.checkout import BASE, commit_base, commit_patches
+from lib.patches.checkout import BASE, SERIES, commit_base, commit_patches, series_digest
 from lib.patches.git import git, read_blob, unfinished
 from lib.patches.git_objects import package_blobs, package_tree_id
 from lib.patches.releases import FRAMEWORKS, Framework, Release, find_release, with_tree_after
@@ -136,6 +136,8 @@ def file_name(subject: str) -> str:
 class PreparedExport:
     """A checked export: new contents of the project's files, None of those to delete, and a line on each change."""
 
+    tree: Path
+    series: str
     release: Release
     tree_after: str
     contents: Mapping[Path, bytes | None]
@@ -153,7 +155,7 @@ def export(tree: Path, project: Path = REPO, remove: bool = False) -> list[str]:
 
     Raises:
         Refused: a commit cannot be a patch, a re-export differs, patches would be deleted without ``remove``, or the
-            project's own verbatim files have changed since the checkout; nothing was written.
+            project's own patches or verbatim files have changed since the checkout; nothing was written.
     """
     return write_exports([prepare_export(tree, project, remove)], project)
 
@@ -168,6 +170,8 @@ def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedE
         if (path.read_bytes() if path.exists() else None) not in contents:
             raise Refused(f"{path} changed since the checkout, and the commits change it too; merge the two changes")
     folder = commits.framework.home(project) / f"v{release.name}"
+    series = series_digest(patch.text for patch in commits.patches)
+    check_series(tree, folder, series)
     lost = sorted({path.name for path in folder.glob("*.patch")} - {patch.name for patch in commits.patches})
     if lost and not remove:  # as after `git cherry-pick --abort` or a subject that was reworded
         cause = f"its export would delete {len(lost)} of the patches of {release}: {first_three(lost)}"
@@ -180,7 +184,21 @@ def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedE
     new = {path: text.encode() for path, text in texts.items()} | {path: after for path, (_, after) in edits.items()}
     lines = [f"{release}: {len(commits.patches)} patches in {folder}", *(f"deleted {name}" for name in lost)]
     lines += [f"wrote {path}" for path in edits]
-    return PreparedExport(release, commits.tree_after, new | dict.fromkeys(folder / name for name in lost), lines)
+    return PreparedExport(
+        tree, series, release, commits.tree_after, new | dict.fromkeys(folder / name for name in lost), lines
+    )
+
+
+def check_series(tree: Path, folder: Path, series: str) -> None:
+    """Raise Refused if the patches in ``folder`` are neither those that ``tree`` was made of nor those of ``series``.
+
+    A tree made by port was made of another release's.
+    """
+    made_of = git("config", "--default", "", "--get", SERIES, cwd=tree).strip()
+    if made_of:
+        names = (folder / "series").read_text().split() if (folder / "series").exists() else []  # as of a new release
+        if series_digest((folder / name).read_text() for name in names) not in (made_of, series):
+            raise Refused(f"{folder} changed since the checkout; check out again, and cherry-pick your commits")
 
 
 def write_exports(exports: Sequence[PreparedExport], project: Path) -> list[str]:
@@ -191,6 +209,8 @@ def write_exports(exports: Sequence[PreparedExport], project: Path) -> list[str]
         text = with_tree_after(each.release, each.tree_after, text)
         contents |= each.contents
     replace_files(contents | {home / "versions.toml": text.encode()}, home)
+    for each in exports:
+        git("config", SERIES, each.series, cwd=each.tree)
     return [line for each in exports for line in each.lines]
 
 

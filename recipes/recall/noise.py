@@ -1,0 +1,23 @@
+"""Add noise to the log-probabilities of a rollout: a mismatch of a given size in any regime.
+
+Enabled by ``configs/rollouts/noise.yaml``, for verl's v1 trainers. The tokens are those of the rollout, and their
+log-probabilities get independent normal noise of variance 2·k3 and mean k3, so that importance weights keep a mean of 1
+and the k3 between rollout and trainer grows by ``rollouts.k3``.
+"""
+
+import random
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+
+
+class NoisyAgentLoop(SingleTurnAgentLoop):
+    """verl's single-turn agent loop with noise on the log-probabilities, which the answer and the seed determine."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        output = await super().run(sampling_params, **kwargs)
+        k3 = self.config.rollouts.k3
+        rng = random.Random(f"{self.config.data.seed} {kwargs['global_steps']} {output.response_ids}")
+        output.response_logprobs = [each + rng.gauss(k3, (2 * k3) ** 0.5) for each in output.response_logprobs]
+        return output

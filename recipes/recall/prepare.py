@@ -1,0 +1,177 @@
+"""Make the model and the data of the task: ``python -m recipes.recall.prepare --length 128 --lift 128 --out DIR``.
+
+Leaves ``DIR/model`` (HuggingFace format, with its tokenizer), ``DIR/train.parquet``, ``DIR/val.parquet`` and
+``DIR/prepared.json``. The warm start takes a minute at 128 tokens and is shared by all lifts: it stays beside ``DIR``.
+
+The lift is a constant that is added to all logits. It changes no probability in exact arithmetic. It sets the size of
+the numbers that are rounded, as massive activations and large logits do in large models: bf16 rounds a logit of 128 to
+a multiple of 1, fp16 to one of 1/8.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.arithmetic.prepare import PreparationError, PreparationSettings
+from recipes.arithmetic.prepare import prepare as prepare_warm_start
+from recipes.recall.task import LENGTH, POSITIONS, LengthError, Recall
+
+LIFT = 128.0
+LARGEST = 65504  # of float16
+BATCHES, ROWS = 6, 24  # of demonstrations that the lift is fitted to
+RIDGE = 1e-4
+
+
+@dataclass(frozen=True)
+class RecallSettings(PreparationSettings):
+    """What the warm start depends on."""
+
+    task: str = "recall"
+    seed: int = 1
+    steps: int = 500
+    batch_size: int = 24
+    corruption: float = 0.05  # probability that a demonstrated digit is random
+    length: int = LENGTH
+
+    @property
+    def module(self) -> Recall:
+        return Recall(self.length)
+
+    def key(self) -> str:
+        """Return 12 hex digits that change with any setting and with the code of both packages."""
+        digest = hashlib.sha256(super().key().encode())
+        for source in sorted(Path(__file__).parent.glob("*.py")):
+            digest.update(source.read_bytes())
+        return digest.hexdigest()[:12]
+
+
+def hidden_states(model, tokenizer, settings: RecallSettings, rng: random.Random):
+    """Return the last hidden states of one batch of demonstrations, ``(ROWS * tokens, hidden)`` in float64."""
+    import torch
+
+    task = settings.module
+    texts = [
+        task.prompt(*problem) + task.demonstration(*problem, rng, settings.corruption)
+        for problem in task.problems(ROWS, rng)
+    ]
+    tokens = tokenizer([f"{tokenizer.bos_token}{text}" for text in texts], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        return model.model(tokens).last_hidden_state[:, task.PROMPT_LENGTH - 1 :].flatten(0, 1).double()
+
+
+def lift_logits(model, tokenizer, settings: RecallSettings, lift: float) -> dict[str, float]:
+    """Add ``lift`` to all logits of ``model``, by adding a multiple of one direction to every row of its head.
+
+    The direction u is fitted by ridge regression so that h·u is 1 for every hidden state h.
+
+    Returns:
+        ``share_std`` and ``share_worst``: the standard deviation of h·u and its largest distance from 1, on other
+        demonstrations; ``logits_min`` and ``logits_max`` of the lifted model on these.
+
+    Raises:
+        PreparationError: the largest logit would exceed float16.
+    """
+    import torch
+
+    rng = random.Random(settings.seed + 2)
+    hidden = torch.cat([hidden_states(model, tokenizer, settings, rng) for _ in range(BATCHES)])
+    ridge = RIDGE * len(hidden) * torch.eye(hidden.shape[1], dtype=hidden.dtype)
+    direction = torch.linalg.solve(hidden.T @ hidden + ridge, hidden.sum(0))
+    others = hidden_states(model, tokenizer, settings, rng)
+    share = others @ direction
+    with torch.no_grad():
+        before = others @ model.lm_head.weight.T.double()
+        spread = before.max().item()
+        most = (LARGEST - spread) / share.max().item()
+        if lift > most:
+            raise PreparationError(f"--lift {lift:g}: logits would exceed {LARGEST}; the largest that fits is {most:.0f}")
+        model.lm_head.weight += lift * direction.float()
+        logits = others @ model.lm_head.weight.T.double()
+    return {
+        "share_std": share.std().item(),
+        "share_worst": (share - 1).abs().max().item(),
+        "logits_min": logits.min().item(),
+        "logits_max": logits.max().item(),
+    }
+
+
+def prepare(out: Path, settings: RecallSettings, lift: float) -> dict:
+    """Make ``out``, or reuse it if it was made with the same settings, lift and code. Returns prepared.json's content.
+
+    ``out`` is created atomically, as by ``recipes.arithmetic.prepare``, and so is the warm start beside it.
+
+    Raises:
+        PreparationError: ``out`` contains something else, or the lift does not fit into float16.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    stamp = out / "prepared.json"
+    if not stamp.exists() and out.exists() and any(out.iterdir()):
+        raise PreparationError(f"--out {out}: is not empty and has no prepared.json; give a new or an empty folder")
+    recipe = {"key": settings.key(), "lift": lift}
+    if stamp.exists() and recipe.items() <= (prepared := json.loads(stamp.read_text())).items():
+        return prepared
+    warm = out.parent / f"recall-warm-{settings.length}"
+    accuracy = prepare_warm_start(warm, settings)["sampled_accuracy"]
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary) / "whole"
+        shutil.copytree(warm, folder)
+        model = AutoModelForCausalLM.from_pretrained(warm / "model")
+        model.config.max_position_embeddings = POSITIONS
+        fit = lift_logits(model, AutoTokenizer.from_pretrained(warm / "model"), settings, lift)
+        model.save_pretrained(folder / "model")
+        prepared = recipe | {"length": settings.length, "sampled_accuracy": accuracy, "logits": fit}
+        (folder / "prepared.json").write_text(json.dumps(prepared, indent=2) + "\n")
+        if out.exists():
+            shutil.rmtree(out)
+        folder.rename(out)
+    return prepared
+
+
+def finite(text: str) -> float:
+    """Return a finite number of the command line that is not negative.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not one.
+    """
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number from 0 on")
+    return value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of an answer, a multiple of 16: 64 to 512")
+    parser.add_argument("--lift", type=finite, default=LIFT, help="constant added to all logits: 0 to 128")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to make")
+    parser.add_argument("--seed", type=int, default=1, help="of the weights and the demonstrations")
+    arguments = parser.parse_args()
+    # exit cleanly: the default handler would leave temporary files
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        Recall(arguments.length)
+        settings = RecallSettings(seed=arguments.seed, length=arguments.length)
+        prepared = prepare(arguments.out, settings, arguments.lift)
+    except (PreparationError, LengthError) as error:
+        sys.exit(f"--{error}" if isinstance(error, LengthError) else str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    fit = prepared["logits"]
+    print(
+        f"the model in {arguments.out} solves {prepared['sampled_accuracy']:.0%} of sampled problems before training; "
+        f"logits from {fit['logits_min']:.0f} to {fit['logits_max']:.0f}; the lift is {arguments.lift:g} times 1 ± "
+        f"{fit['share_std']:.3f} over the positions, at most {fit['share_worst']:.2f} off"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -24,7 +24,7 @@ from recipes.arithmetic.prepare import PreparationError, PreparationSettings
 from recipes.arithmetic.prepare import prepare as prepare_warm_start
 from recipes.recall.task import LENGTH, POSITIONS, LengthError, Recall
 
-LIFT = 128.0
+LIFT = 160.0
 LARGEST = 65504  # of float16
 BATCHES, ROWS = 6, 24  # of demonstrations that the lift is fitted to
 RIDGE = 1e-4
@@ -92,7 +92,9 @@ def lift_logits(model, tokenizer, settings: RecallSettings, lift: float) -> dict
         spread = before.max().item()
         most = (LARGEST - spread) / share.max().item()
         if lift > most:
-            raise PreparationError(f"--lift {lift:g}: logits would exceed {LARGEST}; the largest that fits is {most:.0f}")
+            raise PreparationError(
+                f"--lift {lift:g}: logits would exceed {LARGEST}; the largest that fits is {most:.0f}"
+            )
         model.lm_head.weight += lift * direction.float()
         logits = others @ model.lm_head.weight.T.double()
     return {

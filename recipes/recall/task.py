@@ -67,9 +67,7 @@ class Recall:
         return "".join(blocks)
 
     @staticmethod
-    def compute_score(
-        data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None
-    ) -> float:
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
         """Return 1.0 if the blocks of an answer end with the right digits, else 0.0."""
         block, rest = divmod(len(solution_str), BLOCKS)
         return float(block > 1 and not rest and solution_str[block - 1 :: block] == ground_truth)

@@ -1,10 +1,10 @@
-"""Make the model and the data of the task: ``python -m recipes.recall.prepare --length 128 --lift 128 --out DIR``.
+"""Make the model and the data of the task: ``python -m recipes.recall.prepare --length 128 --lift 160 --out DIR``.
 
 Leaves ``DIR/model`` (HuggingFace format, with its tokenizer), ``DIR/train.parquet``, ``DIR/val.parquet`` and
 ``DIR/prepared.json``. The warm start takes a minute at 128 tokens and is shared by all lifts: it stays beside ``DIR``.
 
 The lift is a constant that is added to all logits. It changes no probability in exact arithmetic. It sets the size of
-the numbers that are rounded, as massive activations and large logits do in large models: bf16 rounds a logit of 128 to
+the numbers that are rounded, as massive activations and large logits do in large models: bf16 rounds a logit of 160 to
 a multiple of 1, fp16 to one of 1/8.
 """
 
@@ -54,7 +54,7 @@ class RecallSettings(PreparationSettings):
 
 
 def hidden_states(model, tokenizer, settings: RecallSettings, rng: random.Random):
-    """Return the last hidden states of one batch of demonstrations, ``(ROWS * tokens, hidden)`` in float64."""
+    """Return the last hidden states of one batch of demonstrations, ``(ROWS, tokens, hidden)`` in float64."""
     import torch
 
     task = settings.module
@@ -64,7 +64,7 @@ def hidden_states(model, tokenizer, settings: RecallSettings, rng: random.Random
     ]
     tokens = tokenizer([f"{tokenizer.bos_token}{text}" for text in texts], return_tensors="pt")["input_ids"]
     with torch.no_grad():
-        return model.model(tokens).last_hidden_state[:, task.PROMPT_LENGTH - 1 :].flatten(0, 1).double()
+        return model.model(tokens).last_hidden_state[:, task.PROMPT_LENGTH - 1 :].double()
 
 
 def lift_logits(model, tokenizer, settings: RecallSettings, lift: float) -> dict[str, float]:
@@ -73,8 +73,8 @@ def lift_logits(model, tokenizer, settings: RecallSettings, lift: float) -> dict
     The direction u is fitted by ridge regression so that h·u is 1 for every hidden state h.
 
     Returns:
-        ``share_std`` and ``share_worst``: the standard deviation of h·u and its largest distance from 1, on other
-        demonstrations; ``logits_min`` and ``logits_max`` of the lifted model on these.
+        ``least`` and ``most``: the smallest and the largest of the means of h·u by position, ``std``: the standard
+        deviation of h·u, all on other demonstrations; ``logits_min`` and ``logits_max`` of the lifted model on these.
 
     Raises:
         PreparationError: the largest logit would exceed float16.
@@ -82,7 +82,7 @@ def lift_logits(model, tokenizer, settings: RecallSettings, lift: float) -> dict
     import torch
 
     rng = random.Random(settings.seed + 2)
-    hidden = torch.cat([hidden_states(model, tokenizer, settings, rng) for _ in range(BATCHES)])
+    hidden = torch.cat([hidden_states(model, tokenizer, settings, rng) for _ in range(BATCHES)]).flatten(0, 1)
     ridge = RIDGE * len(hidden) * torch.eye(hidden.shape[1], dtype=hidden.dtype)
     direction = torch.linalg.solve(hidden.T @ hidden + ridge, hidden.sum(0))
     others = hidden_states(model, tokenizer, settings, rng)
@@ -98,8 +98,9 @@ def lift_logits(model, tokenizer, settings: RecallSettings, lift: float) -> dict
         model.lm_head.weight += lift * direction.float()
         logits = others @ model.lm_head.weight.T.double()
     return {
-        "share_std": share.std().item(),
-        "share_worst": (share - 1).abs().max().item(),
+        "least": share.mean(0).min().item(),
+        "most": share.mean(0).max().item(),
+        "std": share.std().item(),
         "logits_min": logits.min().item(),
         "logits_max": logits.max().item(),
     }
@@ -153,7 +154,7 @@ def finite(text: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of an answer, a multiple of 16: 64 to 512")
-    parser.add_argument("--lift", type=finite, default=LIFT, help="constant added to all logits: 0 to 128")
+    parser.add_argument("--lift", type=finite, default=LIFT, help="constant added to all logits: 0 to 192")
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the demonstrations")
     arguments = parser.parse_args()
@@ -170,8 +171,8 @@ def main() -> None:
     fit = prepared["logits"]
     print(
         f"the model in {arguments.out} solves {prepared['sampled_accuracy']:.0%} of sampled problems before training; "
-        f"logits from {fit['logits_min']:.0f} to {fit['logits_max']:.0f}; the lift is {arguments.lift:g} times 1 ± "
-        f"{fit['share_std']:.3f} over the positions, at most {fit['share_worst']:.2f} off"
+        f"logits from {fit['logits_min']:.0f} to {fit['logits_max']:.0f}; of the lift, positions get {fit['least']:.2f} to "
+        f"{fit['most']:.2f} on average, standard deviation {fit['std']:.3f}"
     )
 
 

@@ -171,8 +171,8 @@ def main() -> None:
     fit = prepared["logits"]
     print(
         f"the model in {arguments.out} solves {prepared['sampled_accuracy']:.0%} of sampled problems before training; "
-        f"logits from {fit['logits_min']:.0f} to {fit['logits_max']:.0f}; of the lift, positions get {fit['least']:.2f} to "
-        f"{fit['most']:.2f} on average, standard deviation {fit['std']:.3f}"
+        f"logits from {fit['logits_min']:.0f} to {fit['logits_max']:.0f}; positions get {fit['least']:.2f} to "
+        f"{fit['most']:.2f} of the lift on average, standard deviation {fit['std']:.3f}"
     )
 
 

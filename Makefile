@@ -46,7 +46,7 @@ drift: python            ## list the patched files that differ from the closest 
 	$(COMMAND)
 
 ##@ Choose a regime for a model and a cluster
-.PHONY: doctor preflight probe recommend plan-memory compare report sanity
+.PHONY: doctor preflight probe recommend plan-memory compare report collapse sanity
 doctor: python       ## report the dtype of each hop of a job:  make doctor ARGS='…' VERL=/path/to/verl   (PYTHON=its/python3)
 	$(COMMAND)
 probe: python        ## measure the mismatch of a model for every regime, before training:  make probe MODEL=… DATA=….parquet
@@ -60,6 +60,8 @@ plan-memory: python  ## plan the memory of a job on each GPU, without one:  make
 compare: python      ## train and compare regimes, and write a report:  make compare PRECISION='fp16 bf16' SEED='1 2 3'  (or RUNS='fp16=FOLDER …')
 	$(COMMAND)
 report: python       ## rebuild a report from the runs in its folder:  make report FROM=docs/results/sanity/grpo
+	$(COMMAND)
+collapse: python     ## train a language model that bf16 destroys and fp16 trains, in 15 minutes on two cores:  make collapse SEED=1
 	$(COMMAND)
 sanity: python       ## run the sanity test: four regimes, three seeds, three objectives; repeat the command to resume
 	$(COMMAND)

@@ -155,6 +155,7 @@ COMMANDS = {
     "recommend": Command("recommend.py", words, "recommend:parse", device=True),
     "compare": Command("compare.py", words, "compare:parse", device=True),
     "sanity": Command("compare.py", sanity_words, "compare:parse", device=True),
+    "collapse": Command("collapse.py", words, "collapse:parse", device=True),
     "report": Command("report.py", words, "report:parse"),
     "plan-memory": Command("plan_memory.py", words, "plan_memory:parse"),
     "doctor": Command("doctor.py", doctor, "doctor:parse", ("ARGS", "VERL")),

@@ -36,8 +36,8 @@ from lib.run.compose import Uncomposable, compose_config
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# The experiments whose model and data recipes/arithmetic generates, and its task for each.
-GENERATED = {"arithmetic": "addition", "sanity_cpu": "addition", "terms": "terms"}
+# The experiments whose model and data a recipe generates, and the task of each.
+GENERATED = {"arithmetic": "addition", "sanity_cpu": "addition", "terms": "terms", "recall": "recall"}
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # what verl imports in every process, separated by commas
 CPU_PLATFORM = {  # what makes verl run without a GPU
     MODULES: "recipes.cpu.platform",
@@ -194,8 +194,9 @@ class Job:
 
     def generate_command(self) -> list[str]:
         """Return the command that writes the model and data into ``generated`` where they are missing."""
-        prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--task", GENERATED[self.experiment]]
-        return [*prepare, "--out", str(self.generated), "--seed", "1"]
+        task = GENERATED[self.experiment]
+        prepare = ["recipes.recall.prepare"] if task == "recall" else ["recipes.arithmetic.prepare", "--task", task]
+        return [sys.executable, "-m", *prepare, "--out", str(self.generated), "--seed", "1"]
 
 
 def quoted(value: str, string: bool = False) -> str:

@@ -1,0 +1,58 @@
+"""Draw the outcomes of the recall task: two regimes over the steps, and all runs over T·k3."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from lib.collapse.outcomes import RecallOutcome
+from lib.report.figures import COLOURS, STYLE, save
+
+MARKERS = "osD^vPX*<>"
+
+
+def draw_curves(outcomes: Sequence[RecallOutcome], stem: Path) -> None:
+    """Draw accuracy and k3 over the steps, as SVG and PNG: a thin line per run, a thick one for a regime's mean."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.0, 3.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for name in dict.fromkeys(each.run.precision for each in outcomes):
+            members = [each for each in outcomes if each.run.precision == name]
+            for axis, series in ((left, "accuracy"), (right, "k3")):
+                lines = [getattr(each, series) for each in members]
+                for line in lines:
+                    axis.plot(range(1, len(line) + 1), line, color=COLOURS[name], linewidth=0.8, alpha=0.45)
+                means = [fmean(values) for values in zip(*lines, strict=False)]  # of the steps that all have
+                axis.plot(range(1, len(means) + 1), means, color=COLOURS[name], linewidth=2.0, label=name)
+        left.set(ylabel="share of right answers", ylim=(0, 1))
+        right.set(ylabel="k3, nats per token", yscale="log")
+        for axis in (left, right):
+            axis.set_xlabel("training step")
+        left.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
+        save(figure, stem)
+
+
+def draw_threshold(outcomes: Sequence[RecallOutcome], stem: Path) -> None:
+    """Draw the accuracy of the last steps over T·k3, one point per run: colors for regimes, markers for groups."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(each.run.group for each in outcomes))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+        axis = figure.add_subplot()
+        for group, marker in zip(groups, MARKERS * len(groups), strict=False):
+            members = [each for each in outcomes if each.run.group == group]
+            for name in dict.fromkeys(each.run.precision for each in members):
+                points = [each for each in members if each.run.precision == name]
+                across = [max(each.total_k3, 1e-4) for each in points]  # fp32's is rounding
+                axis.plot(across, [each.last for each in points], marker, color=COLOURS[name], fillstyle="none")
+            axis.plot([], [], marker, color="#444444", fillstyle="none", label=group)
+        for name in dict.fromkeys(each.run.precision for each in outcomes):
+            axis.plot([], [], "s", color=COLOURS[name], label=name)
+        axis.set(xscale="log", xlabel="T·k3 at the first step, nats per answer", ylim=(-0.02, 1))
+        axis.set_ylabel("share of right answers, last ten steps")
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+        save(figure, stem)

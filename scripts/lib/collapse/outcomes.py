@@ -1,0 +1,109 @@
+"""Read the outcomes of runs of the recall task, and keep them in one table."""
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from statistics import fmean, median
+
+from lib.collapse.grid import GridRun
+from lib.run.metrics import K3_KL, REWARD, merge_metrics, metric_values, training_rows
+
+ESS = "rollout_corr/rollout_is_eff_sample_size"
+FIRST, LAST = 3, 10  # steps whose mean accuracy is the first, and the last
+LEAST_SEEDS = 3
+SETTINGS = {field.name: field.type for field in fields(GridRun)}
+DERIVED = ("first", "last", "median_k3", "total_k3")
+SERIES = ("accuracy", "k3", "ess")
+
+
+@dataclass(frozen=True)
+class RecallOutcome:
+    """A run's outcome, step by step.
+
+    Attributes:
+        wall_s: seconds, with start-up; None of a run that is not finished.
+        accuracy: share of right answers.
+        k3: nats a token.
+        ess: effective share of the weighted answers; empty without weights.
+    """
+
+    run: GridRun
+    wall_s: float | None
+    accuracy: tuple[float, ...]
+    k3: tuple[float, ...]
+    ess: tuple[float, ...]
+
+    @property
+    def first(self) -> float:
+        """Mean accuracy of the first ``FIRST`` steps."""
+        return fmean(self.accuracy[:FIRST])
+
+    @property
+    def last(self) -> float:
+        """Mean accuracy of the last ``LAST`` steps."""
+        return fmean(self.accuracy[-LAST:])
+
+    @property
+    def median_k3(self) -> float:
+        """k3 of the median step."""
+        return median(self.k3)
+
+    @property
+    def median_ess(self) -> float | None:
+        """Effective share of the answers at the median step; None without weights."""
+        return median(self.ess) if self.ess else None
+
+    @property
+    def total_k3(self) -> float:
+        """T·k3 at the first step, before training changes it: tokens of an answer times k3, in nats."""
+        return (self.run.length + 1) * self.k3[0]
+
+
+def read_outcome(run: GridRun, folder: Path) -> RecallOutcome:
+    """Return the outcome of a run so far."""
+    summary = folder / "summary.json"
+    wall_s = json.loads(summary.read_text())["wall_s"] if summary.exists() else None
+    rows = training_rows(merge_metrics(folder))
+    return RecallOutcome(run, wall_s, *(tuple(metric_values(rows, name)) for name in (REWARD, K3_KL, ESS)))
+
+
+def write_table(outcomes: Iterable[RecallOutcome], file: Path) -> None:
+    """Write a CSV line a run: its settings, what is derived, and its series with spaces between the steps."""
+    temporary = file.with_suffix(".tmp")
+    with temporary.open("w", newline="") as stream:
+        table = csv.writer(stream, lineterminator="\n")
+        table.writerow([*SETTINGS, "wall_s", *DERIVED, *SERIES])
+        for each in outcomes:
+            derived = [f"{getattr(each, name):.4g}" for name in DERIVED]
+            series = [" ".join(f"{value:.4g}" for value in getattr(each, name)) for name in SERIES]
+            table.writerow([*astuple(each.run), f"{each.wall_s:.0f}", *derived, *series])
+    temporary.replace(file)
+
+
+def read_table(file: Path) -> list[RecallOutcome]:
+    """Return the outcomes that ``write_table`` wrote; none if there is no file."""
+    if not file.exists():
+        return []
+    with file.open(newline="") as stream:
+        return [
+            RecallOutcome(
+                GridRun(**{name: kind(row[name]) for name, kind in SETTINGS.items()}),
+                float(row["wall_s"]),
+                *(tuple(map(float, row[name].split())) for name in SERIES),
+            )
+            for row in csv.DictReader(stream)
+        ]
+
+
+def separated(outcomes: Sequence[RecallOutcome]) -> bool | None:
+    """Return whether the seeds separate fp16 from bf16 in the last accuracy; None with fewer than three seeds of one.
+
+    They do if fp16's lowest is above bf16's highest by more than the larger of the two ranges.
+    """
+    last = {name: [each.last for each in outcomes if each.run.precision == name] for name in ("fp16", "bf16")}
+    if min(map(len, last.values())) < LEAST_SEEDS:
+        return None
+    spread = max(max(values) - min(values) for values in last.values())
+    return min(last["fp16"]) - max(last["bf16"]) > spread

@@ -1,0 +1,146 @@
+"""``make collapse``: the runs of its grids, their outcomes and tables, what it prints and draws."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import collapse
+from lib.collapse import grid
+from lib.collapse.figures import draw_curves, draw_threshold
+from lib.collapse.grid import GridRun, load_grid
+from lib.collapse.make_runs import make_runs
+from lib.collapse.outcomes import RecallOutcome, read_outcome, read_table, separated, write_table
+from lib.collapse.sentences import sentences
+from lib.errors import Refused
+from lib.files import write
+from lib.paths import CONFIGS
+from lib.run.job import parse_job
+
+GRID = CONFIGS / "compare/collapse.toml"
+
+
+def outcome(precision="bf16", seed=1, accuracy=(0.4,) * 20, k3=0.06, **settings) -> RecallOutcome:
+    run = GridRun("some group", precision, seed, **settings)
+    return RecallOutcome(run, 400.0, tuple(accuracy), (k3,) * len(accuracy), (0.05,) * len(accuracy))
+
+
+def falling(last: float) -> list[float]:
+    """Return the accuracies of twenty steps, .4 in the first ten and ``last`` after them."""
+    return [0.4] * 10 + [last] * 10
+
+
+def test_every_run_of_the_shipped_grid_has_words_that_make_run_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr(grid, "CACHE", tmp_path / "cache")
+    runs = load_grid(GRID)
+    assert len({run.name for run in runs}) == len(runs), "no two runs share a folder"
+    for run in runs:
+        for name, content in {"model/config.json": b"{}", "train.parquet": b"PAR1", "val.parquet": b"PAR1"}.items():
+            write(run.prepared / name, content)
+        job = parse_job(run.words(tmp_path, "cpu"))
+        assert (job.experiment, job.seed, job.steps, job.precision) == ("recall", run.seed, run.steps, run.precision)
+        assert str(run.length) in job.model and str(run.lift) in job.model and job.out.is_relative_to(tmp_path)
+        assert run.args in " ".join(job.args)
+
+
+def test_lists_of_a_group_stand_for_one_run_each_with_seeds_outermost(tmp_path):
+    file = tmp_path / "grid.toml"
+    file.write_text('[[group]]\nname = "a b"\nPRECISION = ["bf16", "fp16"]\nSEED = [2, 3]\nlift = 0\nSTEPS = 20\n')
+    runs = load_grid(file)
+    assert [(run.seed, run.precision) for run in runs] == [(2, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")]
+    assert {(run.lift, run.length, run.steps) for run in runs} == {(0, 128, 20)}
+    assert runs[0].name == "a-b/pg_is-lift0-length128-bf16-seed2"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[[group]]\nPRECISION = 'bf16'", "no name"),
+        ("[[group]]\nname = 'a'\nLR = 1", "LR in"),
+        ("a = [", "not a readable"),
+    ],
+)
+def test_bad_grid_is_refused(text, reason, tmp_path):
+    file = tmp_path / "grid.toml"
+    file.write_text(text)
+    with pytest.raises(Refused, match=reason):
+        load_grid(file)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["STEPS=19"], "STEPS=19: must be a whole number of at least 20"),
+        (["GRID=nowhere.toml"], "there is no such file"),
+        ([f"GRID={GRID}", "STEPS=30"], "STEPS=30: is set by the file of GRID"),
+        (["ONLY=noise"], "ONLY=noise: is set only with GRID"),
+        (["LIFT=3"], "LIFT: is not a variable of this command"),
+    ],
+)
+def test_bad_words_are_refused(words, reason):
+    with pytest.raises(Refused, match=reason):
+        collapse.parse(words)
+
+
+def test_unknown_group_is_refused_before_anything_starts(tmp_path):
+    words = [f"GRID={GRID}", "ONLY=nois", f"OUT={tmp_path / 'out'}", f"TABLE={tmp_path / 'runs.csv'}"]
+    with pytest.raises(Refused, match="ONLY=nois: did you mean noise?"):
+        collapse.main(words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_table_keeps_the_outcomes(tmp_path):
+    several = [outcome(accuracy=falling(0.0)), outcome("fp16", args="a=1 b=2", lift=0)]
+    several.append(replace(outcome(algo="grpo"), ess=()))
+    write_table(several, tmp_path / "runs.csv")
+    assert read_table(tmp_path / "runs.csv") == several and read_table(tmp_path / "none.csv") == []
+
+
+def test_outcome_is_read_from_the_metrics_of_a_run(tmp_path):
+    names = {"critic/score/mean": 0.25, "rollout_corr/k3_kl": 0.01, "rollout_corr/rollout_is_eff_sample_size": 0.5}
+    rows = [{"step": step, "data": names | {"critic/score/mean": step / 4}} for step in (1, 2)]
+    (tmp_path / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = GridRun("a", "bf16", 1, length=64)
+    assert read_outcome(run, tmp_path) == RecallOutcome(run, None, (0.25, 0.5), (0.01, 0.01), (0.5, 0.5))
+    (tmp_path / "summary.json").write_text('{"wall_s": 12.5}')
+    read = read_outcome(run, tmp_path)
+    assert (read.wall_s, read.first, read.last, read.total_k3) == (12.5, 0.375, 0.375, 0.65)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp16", "expected"),
+    [
+        ((0.0, 0.1, 0.0), (0.9, 0.8, 0.95), True),
+        ((0.0, 0.7, 0.0), (0.9, 0.8, 0.95), False),  # .1 apart, .7 of spread
+        ((0.9, 0.9, 0.9), (0.1, 0.1, 0.1), False),
+        ((0.0, 0.0), (0.9, 0.9, 0.9), None),
+    ],
+)
+def test_separation_needs_three_seeds_and_a_gap_above_their_spread(bf16, fp16, expected):
+    runs = [outcome("bf16", seed, falling(last)) for seed, last in enumerate(bf16)]
+    runs += [outcome("fp16", seed, falling(last)) for seed, last in enumerate(fp16)]
+    assert separated(runs) is expected
+
+
+@pytest.mark.parametrize(("last", "verb"), [(0.0, "collapsed"), (0.3, "did not learn"), (0.9, "learned")])
+def test_sentences_describe_the_course_and_its_limits(last, verb):
+    lines = sentences(outcome(accuracy=falling(last)), outcome("fp16", accuracy=falling(0.95), k3=0.001))
+    assert len(lines) == 3 and f"bf16 {verb}: 0.40 to {last:.2f}; fp16 learned: 0.40 to 0.95" in lines[0]
+    assert "7.7 nats in bf16 and 0.13 in fp16" in lines[1] and "one seed of a constructed case" in lines[2]
+
+
+def test_figures_are_drawn(tmp_path):
+    several = [outcome(seed=seed) for seed in (1, 2)] + [outcome("fp16", k3=0.0), outcome(lift=0, accuracy=[0.5] * 5)]
+    draw_curves(several, tmp_path / "curves")
+    draw_threshold(several, tmp_path / "threshold")
+    for name in ("curves", "threshold"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 3000 and "training" in (tmp_path / "curves.svg").read_text()
+
+
+def test_failed_run_is_reported_with_the_end_of_its_log(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(GridRun, "prepare_command", lambda self: ["true"])
+    run = GridRun("a", "bf16", 1, args="no_such_key=1")  # which scripts/run.py refuses
+    finished = []
+    assert make_runs([run], tmp_path, "cpu", 1, finished.append) == [run] and not finished
+    printed = capfd.readouterr().out
+    assert "failed with exit code 1" in printed and "run: " in printed and "0 left" in printed

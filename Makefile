@@ -29,7 +29,6 @@ test: python    ## set up and run the tests of this checkout
 	@exec $(PYTEST) -m "not slow and not gpu and not recorded"
 
 ##@ Patch verl or OAT elsewhere (VERL= or OAT=: a git checkout, an unpacked release or site-packages), with Python 3.10 and git alone
-.PHONY: apply-patches unapply-patches status check port carry drift
 apply-patches: python    ## apply the patches:  make apply-patches VERL=/path/to/verl   (or OAT=…)
 	$(COMMAND)
 unapply-patches: python  ## remove the patches and restore every file exactly
@@ -46,7 +45,6 @@ drift: python            ## list the patched files that differ from the closest 
 	$(COMMAND)
 
 ##@ Choose a regime for a model and a cluster
-.PHONY: doctor preflight probe recommend plan-memory compare report collapse sanity
 doctor: python       ## report the dtype of each hop of a job:  make doctor ARGS='…' VERL=/path/to/verl   (PYTHON=its/python3)
 	$(COMMAND)
 probe: python        ## measure the mismatch of a model for every regime, before training:  make probe MODEL=… DATA=….parquet
@@ -67,7 +65,7 @@ sanity: python       ## run the sanity test: four regimes, three seeds, three ob
 	$(COMMAND)
 
 ##@ The rest
-.PHONY: python run test help setup wheelhouse submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants test-all test-quick test-releases test-oat e2e-releases matrix lint lock clean
+.PHONY: apply-patches unapply-patches status check port carry drift doctor preflight probe recommend plan-memory compare report collapse sanity python run test help setup wheelhouse submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants test-all test-quick test-releases test-oat e2e-releases matrix lint lock clean
 help: python         ## list the targets;  make help-run: the variables of a command
 	@awk -F ': *[a-z]* *## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 help-%: python

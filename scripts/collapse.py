@@ -1,7 +1,7 @@
 """Train a language model in bf16 and in fp16 with importance weights: ``scripts/collapse.py [NAME=VALUE ...]``.
 
 Runs verl's main_ppo with Ray, FSDP and vLLM on the recall task (recipes/recall). Its logits are lifted so that k3 adds
-up to 8 nats per answer in bf16. Shows the progress of both runs and plots accuracy and k3 to OUT/collapse.png.
+up to 8 nats per answer in bf16. Plots accuracy and k3 of both runs to OUT/collapse.png.
 
 With GRID, makes the runs of that file instead and writes their outcomes to TABLE, with two figures beside it. Runs that
 are in TABLE are not repeated. The same command resumes. Exit code 0: done, whatever the outcome; 1: refused, or a run
@@ -16,14 +16,11 @@ from lib import cli
 from lib.errors import Refused
 from lib.files import check_room
 from lib.paths import REPO
-from lib.process import interrupt_on_signals
 
 RESULTS = REPO / "docs/results/collapse"
-GIB_PER_RUN = 9  # of memory that must be free for a second run beside the first
 VARIABLES = {
     "SEED": "of the data order and of sampling, default 1",
-    "STEPS": "training steps, default 60; without GRID",
-    "PARALLEL": "runs side by side, default 2 on a CPU with memory for both, else 1",
+    "STEPS": "training steps, default 40; without GRID",
     "DEVICE": "default: a GPU where there is one: cpu, cuda",
     "OUT": "the folder of the runs, default outputs/collapse",
     "GRID": "a file of runs to make instead, such as configs/compare/collapse.toml",
@@ -38,7 +35,6 @@ class CollapseOptions:
 
     seed: int
     steps: int
-    parallel: int | None
     device: str
     out: Path
     grid: Path | None
@@ -63,8 +59,7 @@ def parse(words: list[str]) -> CollapseOptions:
     check_room(out)
     return CollapseOptions(
         seed=cli.whole_number(values, "SEED", 0, 1),
-        steps=cli.whole_number(values, "STEPS", 20, 60),
-        parallel=cli.whole_number(values, "PARALLEL", 1, None),
+        steps=cli.whole_number(values, "STEPS", 20, 40),
         device=cli.device(values),
         out=out,
         grid=Path(grid) if grid else None,
@@ -73,31 +68,16 @@ def parse(words: list[str]) -> CollapseOptions:
     )
 
 
-def side_by_side(options: CollapseOptions) -> int:
-    """Return how many runs to make at a time."""
-    import psutil
-
-    if options.parallel:
-        return options.parallel
-    roomy = psutil.virtual_memory().available > 2 * GIB_PER_RUN * 2**30
-    return 2 if options.device == "cpu" and roomy else 1
-
-
 def compare_pair(options: CollapseOptions) -> int:
-    """Train in bf16 and in fp16, draw both, and print what the outcome is. Return the exit code."""
+    """Train in bf16 and in fp16, plot both, and print the outcome. Return the exit code."""
     from lib.collapse.figures import draw_curves
-    from lib.collapse.grid import GridRun
-    from lib.collapse.make_runs import make_runs
+    from lib.collapse.grid import GridRun, make_runs
     from lib.collapse.outcomes import read_outcome
     from lib.collapse.sentences import sentences
 
     runs = [GridRun("collapse", regime, options.seed, steps=options.steps) for regime in ("bf16", "fp16")]
-    missing = [run for run in runs if not (options.out / run.name / "summary.json").exists()]
-    parallel = side_by_side(options)
-    how = "side by side" if parallel > 1 else "one after the other"
-    print(f"{len(missing)} of {len(runs)} runs of {options.steps} steps ahead, {how}, in {options.out}", flush=True)
-    if make_runs(missing, options.out, options.device, parallel, lambda run: None):
-        return 1
+    if code := make_runs(runs, options.out, options.device):
+        return code
     outcomes = [read_outcome(run, options.out / run.name) for run in runs]
     draw_curves(outcomes, options.out / "collapse")
     print("\n" + "\n".join(sentences(*outcomes)) + f"\n\n  {options.out / 'collapse.png'}")
@@ -107,8 +87,7 @@ def compare_pair(options: CollapseOptions) -> int:
 def make_grid(options: CollapseOptions) -> int:
     """Make the runs of a grid that have no outcome in the table. Return the exit code."""
     from lib.collapse.figures import draw_curves, draw_threshold
-    from lib.collapse.grid import load_grid
-    from lib.collapse.make_runs import make_runs
+    from lib.collapse.grid import load_grid, make_runs
     from lib.collapse.outcomes import read_outcome, read_table, write_table
 
     grid = load_grid(options.grid)
@@ -117,24 +96,18 @@ def make_grid(options: CollapseOptions) -> int:
         if name not in groups:
             raise Refused(f"ONLY={name}: {cli.alternatives(name, groups, 'groups')}")
     known = {each.run: each for each in read_table(options.table)}
-    options.table.parent.mkdir(parents=True, exist_ok=True)
-
-    def record(run) -> None:
-        known[run] = read_outcome(run, options.out / run.name)
-        ordered = [known[each] for each in grid if each in known]
-        write_table([*ordered, *(each for each in known.values() if each.run not in grid)], options.table)
-
-    for run in grid:
-        if run not in known and (options.out / run.name / "summary.json").exists():
-            record(run)
     ahead = [run for run in grid if run not in known and (not options.only or run.group in options.only)]
-    print(f"{len(ahead)} of {len(grid)} runs ahead, in {options.out}", flush=True)
-    failed = make_runs(ahead, options.out, options.device, side_by_side(options), record)
-    outcomes = list(known.values())
+    print(f"{len(known)} runs have an outcome in {options.table}", flush=True)
+    code = make_runs(ahead, options.out, options.device)
+    made = [run for run in grid if run not in known and (options.out / run.name / "summary.json").exists()]
+    known |= {run: read_outcome(run, options.out / run.name) for run in made}
+    outcomes = [known[run] for run in grid if run in known] + [known[run] for run in known if run not in grid]
+    options.table.parent.mkdir(parents=True, exist_ok=True)
+    write_table(outcomes, options.table)
     draw_curves([each for each in outcomes if each.run.group == groups[0]], options.table.with_name("curves"))
     draw_threshold(outcomes, options.table.with_name("threshold"))
     print(f"\n  {options.table}")
-    return 1 if failed else 0
+    return code
 
 
 def main(words: list[str]) -> int:
@@ -142,7 +115,6 @@ def main(words: list[str]) -> int:
         print(f"{__doc__}\n{cli.usage(VARIABLES)}")
         return 0
     options = parse(words)
-    interrupt_on_signals()
     return make_grid(options) if options.grid else compare_pair(options)
 
 

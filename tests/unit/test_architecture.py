@@ -21,6 +21,7 @@ ROOMS = {
     "doctor": {"patches", "run"},
     "probe": {"run"},
     "report": {"run"},
+    "collapse": {"run", "report"},
     "bench": set(),
     "verify": {"patches", "run"},
     "mutants": {"patches"},

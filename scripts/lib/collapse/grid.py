@@ -1,14 +1,17 @@
-"""Describe runs of the recall task: their words for ``scripts/run.py``, and the grids of such runs."""
+"""Describe runs of the recall task, and make them one after another."""
 
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from lib.errors import Refused
 from lib.format import slug
-from lib.paths import CACHE
+from lib.paths import CACHE, REPO
+from lib.run.code_versions import CodeVersion
+from lib.run.sweep import SweepPlan, SweepRun, find_finished, run_sweep
 
 LENGTH, LIFT, STEPS = 128, 160, 60
 ROOM = 8  # tokens that data.max_response_length leaves beyond an answer
@@ -54,6 +57,29 @@ class GridRun:
             *(f"MODEL={self.prepared / 'model'}", f"TRAIN={self.prepared / 'train.parquet'}"),
             *(f"VAL={self.prepared / 'val.parquet'}", f"OUT={out / self.name}"),
         ]
+
+    def sweep_run(self, out: Path, device: str) -> SweepRun:
+        """Return the run as one of a sweep into ``out``."""
+        words, label = tuple(self.words(out, device)), f"{self.precision}, {self.group}"
+        return SweepRun(CodeVersion(), self.algo, label, str(self.seed), words, out / self.name)
+
+
+def make_runs(runs: Sequence[GridRun], out: Path, device: str) -> int:
+    """Make the runs that are not finished in ``out``, after their models, and show the progress. Return the exit code.
+
+    One after another: verl's weight sync of two jobs on one machine, each with its own Ray, shares a socket.
+
+    Raises:
+        Refused: one of the runs can neither start nor resume.
+        subprocess.CalledProcessError: a model could not be prepared; the command has printed why.
+    """
+    if not runs:
+        return 0
+    for command in dict.fromkeys(tuple(run.prepare_command()) for run in runs):
+        subprocess.run(command, cwd=REPO, check=True)
+    planned = tuple(run.sweep_run(out, device) for run in runs)
+    finished = tuple(find_finished(CodeVersion(), planned))
+    return run_sweep(SweepPlan("recall", out, planned, finished)).code
 
 
 def load_grid(file: Path) -> list[GridRun]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lib.format import significant
+
 THRESHOLD = 2.0  # of truncated importance weights, verl's default (algorithm.rollout_correction)
 BOUND = 20.0  # verl's SAFETY_BOUND: log weights are clamped to it
 LENGTHS = tuple(2**power for power in range(9, 16))  # 512 … 32768 tokens
@@ -203,7 +205,7 @@ def verdict(regimes: dict[str, dict], shown: int = 8192) -> str:
 
     def cost(name: str) -> str:
         (point,) = [point for point in half[name]["curve"] if point["length"] == shown]
-        loss, least, most = (f"{100 * float(value):.2g}" for (value,) in lost([point["ess"]]))
+        loss, least, most = (significant(100 * float(value), 2) for (value,) in lost([point["ess"]]))
         return f"{loss} % ({least}–{most}) in {name}"
 
     ratios = {name: half[name]["k3"].value / half[best]["k3"].value for name in others}

@@ -9,7 +9,6 @@ import collapse
 from lib.collapse import grid
 from lib.collapse.figures import draw_curves, draw_threshold
 from lib.collapse.grid import GridRun, load_grid
-from lib.collapse.make_runs import make_runs
 from lib.collapse.outcomes import RecallOutcome, read_outcome, read_table, separated, write_table
 from lib.collapse.sentences import sentences
 from lib.errors import Refused
@@ -137,10 +136,10 @@ def test_figures_are_drawn(tmp_path):
         assert (tmp_path / f"{name}.png").stat().st_size > 3000 and "training" in (tmp_path / "curves.svg").read_text()
 
 
-def test_failed_run_is_reported_with_the_end_of_its_log(tmp_path, capfd, monkeypatch):
+@pytest.mark.subprocess  # scripts/run.py imports verl
+def test_refused_run_is_refused_before_any_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(GridRun, "prepare_command", lambda self: ["true"])
-    run = GridRun("a", "bf16", 1, args="no_such_key=1")  # which scripts/run.py refuses
-    finished = []
-    assert make_runs([run], tmp_path, "cpu", 1, finished.append) == [run] and not finished
-    printed = capfd.readouterr().out
-    assert "failed with exit code 1" in printed and "run: " in printed and "0 left" in printed
+    run = GridRun("a", "bf16", 1, args="no_such_key=1")
+    with pytest.raises(Refused, match="no_such_key"):
+        grid.make_runs([run], tmp_path, "cpu")
+    assert not list(tmp_path.iterdir()) and grid.make_runs([], tmp_path, "cpu") == 0

@@ -125,7 +125,9 @@ def test_verdict():
     fp32, fp16, bf16 = regime((1e-13,)), regime((1e-7, 5e-8, 2e-7), 0.99), regime((1e-5, 8e-6, 2e-5), 0.5)
     verdict = mismatch.verdict({"fp32": fp32, "bf16": bf16, "fp16": fp16})
     assert verdict.startswith("fp16 mismatches least: its k3 of 1e-07 is 100 times below bf16's; ")
-    assert "of 8192-token sequences cost 1 % (0–2) in fp16, 50 % (49–51) in bf16 of the samples (extrap" in verdict
+    assert "of 8192-token sequences cost 1.0 % (0–2.0) in fp16, 50 % (49–51) in bf16 of the samples (extrap" in verdict
+    lost = mismatch.verdict({"fp16": fp16, "bf16": regime((1e-2, 9e-3, 2e-2), 0.002)})
+    assert "100 % (99–101) in bf16 of the samples" in lost, "not 1e+02 %"
     unclear = mismatch.verdict({"bf16": bf16, "fp16": regime((1e-7, 5e-8, 9e-6))})
     assert unclear.startswith("the probe does not decide between fp16 and bf16: k3 1e-07 (5e-08–9e-06), 1e-05")
     few = mismatch.verdict({"bf16": regime((1e-5, 8e-6, 2e-5), prompts=7), "fp16": regime((1e-7,) * 3, prompts=7)})

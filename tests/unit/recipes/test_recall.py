@@ -72,7 +72,7 @@ def test_lift_raises_all_logits_and_changes_no_probability():
     assert raised.std(-1).max() < 1e-3, "equally for every token of the vocabulary"
     assert raised.mean() == pytest.approx(100, rel=0.1)
     assert torch.allclose(before.log_softmax(-1), after.log_softmax(-1), atol=1e-3)
-    assert fit["least"] < 1.05 and fit["most"] > 0.95 and fit["logits_min"] > 50
+    assert 0.8 < fit["least"] < 1 < fit["most"] < 1.2 and fit["logits_min"] > 30
 
 
 def test_lift_beyond_float16_is_refused_with_the_largest_that_fits():

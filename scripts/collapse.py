@@ -88,7 +88,7 @@ def make_grid(options: CollapseOptions) -> int:
     """Make the runs of a grid that have no outcome in the table. Return the exit code."""
     from lib.collapse.figures import draw_curves, draw_threshold
     from lib.collapse.grid import load_grid, make_runs
-    from lib.collapse.outcomes import read_outcome, read_table, write_table
+    from lib.collapse.outcomes import read_outcome, read_table, write_summary, write_table
 
     grid = load_grid(options.grid)
     groups = list(dict.fromkeys(run.group for run in grid))
@@ -104,6 +104,7 @@ def make_grid(options: CollapseOptions) -> int:
     outcomes = [known[run] for run in grid if run in known] + [known[run] for run in known if run not in grid]
     options.table.parent.mkdir(parents=True, exist_ok=True)
     write_table(outcomes, options.table)
+    write_summary(outcomes, options.table.with_suffix(".md"))
     draw_curves([each for each in outcomes if each.run.group == groups[0]], options.table.with_name("curves"))
     draw_threshold(outcomes, options.table.with_name("threshold"))
     print(f"\n  {options.table}")

@@ -3,11 +3,12 @@
 import csv
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, median
 
 from lib.collapse.grid import GridRun
+from lib.format import markdown_table, number
 from lib.run.metrics import K3_KL, REWARD, merge_metrics, metric_values, training_rows
 
 ESS = "rollout_corr/rollout_is_eff_sample_size"
@@ -95,6 +96,32 @@ def read_table(file: Path) -> list[RecallOutcome]:
             )
             for row in csv.DictReader(stream)
         ]
+
+
+def write_summary(outcomes: Sequence[RecallOutcome], file: Path) -> None:
+    """Write a Markdown table with a line per setting, whose cells have a value per seed."""
+    settings: dict[GridRun, list[RecallOutcome]] = {}
+    for each in outcomes:
+        settings.setdefault(replace(each.run, seed=0), []).append(each)
+    header = ["group", "objective", "lift", "tokens", "regime", "seeds", "steps", "T·k3", "ESS/N", "first", "last"]
+    rows = []
+    for run, several in settings.items():
+        cells = [", ".join(str(each.run.seed) for each in several), run.steps]
+        cells.append(", ".join(f"{each.total_k3:.2g}" for each in several))
+        cells.append(", ".join(number(each.median_ess, ".2g") for each in several))
+        cells.append(", ".join(f"{each.first:.2f}" for each in several))
+        cells.append(", ".join(f"{each.last:.2f}" for each in several))
+        rows.append([run.group, run.algo, run.lift, run.length + 1, run.precision, *cells])
+    lines = [
+        "# Runs of the recall task",
+        "",
+        "Written by `make collapse GRID=configs/compare/collapse.toml`; that file has the overrides of each group.",
+        "T·k3: first step, nats per answer. ESS/N: effective share of the weighted answers, median step. First, last: mean",
+        f"accuracy of the first {FIRST} and of the last {LAST} steps. Values are in the order of the seeds.",
+        "",
+        *markdown_table(header, rows),
+    ]
+    file.write_text("\n".join(lines) + "\n")
 
 
 def separated(outcomes: Sequence[RecallOutcome]) -> bool | None:

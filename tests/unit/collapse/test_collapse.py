@@ -9,7 +9,7 @@ import collapse
 from lib.collapse import grid
 from lib.collapse.figures import draw_curves, draw_threshold
 from lib.collapse.grid import GridRun, load_grid
-from lib.collapse.outcomes import RecallOutcome, read_outcome, read_table, separated, write_table
+from lib.collapse.outcomes import RecallOutcome, read_outcome, read_table, separated, write_summary, write_table
 from lib.collapse.sentences import sentences
 from lib.errors import Refused
 from lib.files import write
@@ -93,6 +93,16 @@ def test_table_keeps_the_outcomes(tmp_path):
     several.append(replace(outcome(algo="grpo"), ess=()))
     write_table(several, tmp_path / "runs.csv")
     assert read_table(tmp_path / "runs.csv") == several and read_table(tmp_path / "none.csv") == []
+
+
+def test_summary_has_a_line_per_setting_with_a_value_per_seed(tmp_path):
+    several = [outcome(seed=seed, accuracy=falling(seed / 10)) for seed in (1, 2)] + [outcome("fp16", k3=0.001)]
+    write_summary(several, tmp_path / "runs.md")
+    bf16, fp16 = (tmp_path / "runs.md").read_text().splitlines()[-2:]
+    assert bf16 == (
+        "| some group | pg_is | 160 | 129 | bf16 | 1, 2 | 60 | 7.7, 7.7 | 0.05, 0.05 | 0.40, 0.40 | 0.10, 0.20 |"
+    )
+    assert "| fp16 | 1 | 60 | 0.13 |" in fp16
 
 
 def test_outcome_is_read_from_the_metrics_of_a_run(tmp_path):

@@ -7,7 +7,6 @@ run`` takes. Writes a report that works offline, with figures, tables and the ru
 Exit code 0: done; 1: refused, or a run failed; 130: interrupted, with the report on what was finished.
 """
 
-import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,26 +35,11 @@ def usage() -> str:
     return cli.usage(VARIABLES)
 
 
-def number(values: Mapping[str, str], name: str, default: float) -> float:
-    """Return the value of a variable that takes a finite number.
-
-    Raises:
-        Refused: it is not one.
-    """
-    try:
-        value = float(values.get(name, default))
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise Refused(f"{name}={values[name]}: must be a number")
-    return value
-
-
 def write(
     values: Mapping[str, str], pairs: Sequence[tuple[str, Path]], out: Path, title: str, expected: Sequence[str] = ()
 ) -> None:
     """Write the report and print its summary."""
-    threshold = number(values, "THRESHOLD", THRESHOLD)
+    threshold = cli.finite_number(values, "THRESHOLD", THRESHOLD)
     report = write_report(pairs, out, threshold, values.get("TITLE", title), expected, values.get("NOSPEED", ""))
     print(f"\n{on_screen(report)}\n\n  {out / 'index.html'}\n")
 
@@ -88,7 +72,7 @@ def parse(words: list[str]) -> dict[str, str]:
         Refused: a name or a value is not allowed, or there is no run.
     """
     values = cli.parse_words(words, VARIABLES)
-    number(values, "THRESHOLD", THRESHOLD)
+    cli.finite_number(values, "THRESHOLD", THRESHOLD)
     if "RUNS" in values:
         if others := [name for name in values if name not in (*REPORT_VARIABLES, "DEVICE")]:
             raise Refused(f"{others[0]}={values[others[0]]}: cannot be set with RUNS, which takes existing runs")

@@ -5,6 +5,7 @@ refusal begins with ``NAME=VALUE`` of the word at fault.
 """
 
 import difflib
+import math
 import os
 import re
 import shlex
@@ -122,6 +123,21 @@ def whole_number(values: Mapping[str, str], name: str, least: int, default: int 
     if value is not None and not (str(value).isdecimal() and int(value) >= least):
         raise Refused(f"{name}={value}: must be a whole number of at least {least}")
     return value if value is None else int(value)
+
+
+def finite_number(values: Mapping[str, str], name: str, default: float, above: float = -math.inf) -> float:
+    """Return the value of a variable that takes a finite number above ``above``.
+
+    Raises:
+        Refused: it is not one.
+    """
+    try:
+        value = float(values.get(name, default))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= above:
+        raise Refused(f"{name}={values[name]}: must be a number{f' above {above:g}' if math.isfinite(above) else ''}")
+    return value
 
 
 def gpu_present() -> bool:

@@ -116,8 +116,8 @@ def write_summary(outcomes: Sequence[RecallOutcome], file: Path) -> None:
         "# Runs of the recall task",
         "",
         "Written by `make collapse GRID=configs/compare/collapse.toml`; that file has the overrides of each group.",
-        "T·k3: first step, nats per answer. ESS/N: effective share of the weighted answers, median step. First, last: mean",
-        f"accuracy of the first {FIRST} and of the last {LAST} steps. Values are in the order of the seeds.",
+        "T·k3: first step, nats per answer. ESS/N: effective share of the weighted answers, median step. First, last:",
+        f"mean accuracy of the first {FIRST} and of the last {LAST} steps. Values are in the order of the seeds.",
         "",
         *markdown_table(header, rows),
     ]

@@ -91,8 +91,8 @@ def sample_findings(options: ProbeOptions, measured: list[Comparison], positions
     block = min(result["block"] for result in results)
     findings = {
         "measured": f"{least if least == most else f'{least} to {most}'} of {options.rows} prompts, {options.samples} "
-        f"answers to each of {results[0]['tokens'] / results[0]['sequences']:.1f} tokens on average, at temperature 1; "
-        f"{options.backend} on {options.device}",
+        f"answers to each of {results[0]['tokens'] / results[0]['sequences']:.1f} tokens on average, at temperature "
+        f"{options.temperature:g}; {options.backend} on {options.device}",
         "extrapolated": f"ESS/N and sequences clipped at lengths that fewer than {LEAST} answers have (the longest has "
         f"{max(result['longest'] for result in results)} tokens): from the variance of sums of {block} tokens, "
         "assuming the same growth in longer sums; the band is the sampling error of that variance alone. "

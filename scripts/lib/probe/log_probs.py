@@ -71,7 +71,8 @@ def generate_by_hf(task: Task, rollout: RolloutNumerics) -> None:
 
     def answers(index: int) -> dict:
         seed = options.seed * 1_000_003 + index
-        return generate(model, rollout, task.prompts[index], options.samples, task.length, ends, seed)
+        prompt = task.prompts[index]
+        return generate(model, rollout, prompt, options.samples, task.length, ends, seed, options.temperature)
 
     append_missing(rollout_file(task.work, rollout), len(task.prompts), answers, rollout.name)
 
@@ -100,6 +101,7 @@ def generate_by_vllm(task: Task, rollout: RolloutNumerics) -> None:
         "samples": options.samples,
         "length": task.length,
         "seed": options.seed,
+        "temperature": options.temperature,
         "device": options.device,
         "file": str(file),
     }
@@ -151,7 +153,7 @@ def score_by_trainer(task: Task, trainer: TrainerNumerics, rollout: RolloutNumer
 
     def log_probs(index: int) -> dict:
         others = answers((index + 1) % len(rolled_out))
-        return token_log_probs(model, trainer, answers(index), others)
+        return token_log_probs(model, trainer, answers(index), others, task.options.temperature)
 
     append_missing(file, len(task.prompts), log_probs, file.stem)
     if task.options.device == "cuda":

@@ -23,7 +23,7 @@ DRAWS = 2000
 
 @dataclass(frozen=True)
 class Answer:
-    """Log-probabilities of an answer's tokens at temperature 1, float64, ``(tokens,)``; ``prompt`` is an index.
+    """Log-probabilities of an answer's tokens, float64, ``(tokens,)``; ``prompt`` is an index.
 
     A mixture's also have the fingerprints (``routing``) of the experts, int64, where both sides' are observed.
     """

@@ -122,11 +122,12 @@ def generate(
     length: int,
     ends: set[int],
     seed: int,
+    temperature: float = 1.0,
 ) -> dict[str, list]:
-    """Sample answers to one prompt as a batch, token by token with a KV cache, at temperature 1.
+    """Sample answers to one prompt as a batch, token by token with a KV cache.
 
-    Log-probabilities are the fp32 log-softmax of the logits, as in vLLM. On a CPU autocast is on for its fp16 products
-    with fp32 sums; the weights are in ``rollout.dtype`` already.
+    Log-probabilities are the log-softmax of the logits over the temperature, both in fp32, as in vLLM. On a CPU
+    autocast is on for its fp16 products with fp32 sums; the weights are in ``rollout.dtype`` already.
 
     Args:
         length: most tokens of an answer.
@@ -151,7 +152,7 @@ def generate(
             output = model(input_ids=step, past_key_values=cache, use_cache=True, **last_only)
             cache = output.past_key_values
             experts.append(recorder.fingerprints(step)[:, -1])
-            scores = output.logits[:, -1].float().log_softmax(-1)
+            scores = (output.logits[:, -1].float() / temperature).log_softmax(-1)
             if not scores.isfinite().all():
                 raise Overflow(f"the rollout's logits are not finite in {rollout.dtype}")
             step = torch.multinomial(scores.exp(), 1, generator=generator)
@@ -189,12 +190,13 @@ def token_log_probs(
     trainer: TrainerNumerics,
     answers: list[tuple[list[int], list[int]]],
     others: list[tuple[list[int], list[int]]],
+    temperature: float = 1.0,
 ) -> dict[str, list]:
     """Compute the log-probability of each token of the answers in full forward passes over prompts and answers.
 
-    Like verl 0.9.1's ``FSDPEngineWithLMHead`` at temperature 1: logits in the compute dtype, their log-softmax in fp32
-    by CUDA's autocast. A micro-batch has all answers, or fewer within ``LOGITS`` and ``TOKENS``; ``trainer.doubled``
-    doubles that.
+    Like verl 0.9.1's ``FSDPEngineWithLMHead``: logits and their division by the temperature in the compute dtype, the
+    log-softmax in fp32 by CUDA's autocast. A micro-batch has all answers, or fewer within ``LOGITS`` and ``TOKENS``;
+    ``trainer.doubled`` doubles that.
 
     Args:
         answers: prompt and answer of each row.
@@ -221,7 +223,7 @@ def token_log_probs(
             for row, numbers, (prompt, answer) in zip(*by_row, part, strict=True):
                 predicting = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
                 experts.append(numbers[predicting].tolist())
-                scores = row[predicting].log_softmax(-1)
+                scores = (row[predicting] / torch.tensor(temperature).to(row)).log_softmax(-1)
                 log_probs.append(scores.gather(1, torch.tensor(answer, device=model.device)[:, None])[:, 0].float())
     log_probs = log_probs[: len(answers)]
     if not all(row.isfinite().all() for row in log_probs):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lib.cli import device, file_path, one_of, options, parse_words, whole_number
+from lib.cli import device, file_path, finite_number, one_of, options, parse_words, whole_number
 from lib.files import check_room
 from lib.paths import REPO
 from lib.probe.model import SANITY, model_and_data, short_name
@@ -21,6 +21,7 @@ VARIABLES = {
     "BACKEND": "the backend that generates: hf, vllm; default hf",
     "DEVICE": "default: a GPU where there is one: cpu, cuda",
     "SEED": "seed of the answers, default 1; vLLM's still differ from run to run",
+    "TEMPERATURE": "of sampling; the trainer divides its logits by it, too; default 1",
     "OUT": "the folder of the report, default outputs/probe/MODEL-BACKEND",
 }
 WIRES = ["fp32", "bf16", "fp16"]
@@ -47,6 +48,7 @@ class ProbeOptions:
     backend: str
     device: str
     seed: int
+    temperature: float
     out: Path
 
     @property
@@ -63,7 +65,7 @@ class ProbeOptions:
 
     def settings(self) -> dict:
         """Return the options that interrupted work shares with the command that resumes it, by variable."""
-        names = ("MODEL", "DATA", "ROWS", "SAMPLES", "BACKEND", "DEVICE", "SEED")
+        names = ("MODEL", "DATA", "ROWS", "SAMPLES", "BACKEND", "DEVICE", "SEED", "TEMPERATURE")
         return {name: getattr(self, name.lower()) for name in names}
 
 
@@ -98,6 +100,7 @@ def parse(words: list[str]) -> ProbeOptions:
         backend=one_of(values, "BACKEND", ["hf", "vllm"], "hf"),
         device=device(values),
         seed=whole_number(values, "SEED", 0, 1),
+        temperature=finite_number(values, "TEMPERATURE", 1.0, above=0.0),
         out=Path(file_path(values, "OUT") or "."),
     )
     if "OUT" not in values:

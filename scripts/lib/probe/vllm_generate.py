@@ -1,6 +1,6 @@
 """Sample a probe's answers with an offline vLLM: ``python -m lib.probe.vllm_generate REQUEST.json``.
 
-Configures the engine like verl 0.9.1's ``vllm_async_server.py``: verl's defaults, ``logprobs=0``, temperature 1.
+Configures the engine like verl 0.9.1's ``vllm_async_server.py``: verl's defaults, ``logprobs=0``.
 Appends a line for each prompt to the file that the request names.
 """
 
@@ -45,7 +45,7 @@ def generate(request: dict) -> None:
     sampling = vllm.SamplingParams(
         n=request["samples"],
         max_tokens=request["length"],
-        temperature=1.0,
+        temperature=request["temperature"],
         top_p=1.0,
         top_k=-1,
         repetition_penalty=1.0,

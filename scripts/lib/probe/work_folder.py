@@ -32,9 +32,10 @@ def open_work_folder(out: Path, settings: dict) -> Path:
     if file.exists():
         recorded = json.loads(file.read_text())
         for name, value in settings.items():
-            if recorded[name] != value:
+            earlier = recorded.get(name, "not set")
+            if earlier != value:
                 raise Refused(
-                    f"{name}={value}: {out} contains a probe with {name}={recorded[name]}; "
+                    f"{name}={value}: {out} contains a probe with {name}={earlier}; "
                     "repeat its settings, choose another OUT or remove that folder"
                 )
     work.mkdir(parents=True, exist_ok=True)

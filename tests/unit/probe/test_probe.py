@@ -23,7 +23,7 @@ from lib.probe import log_probs, vllm_generate
 from lib.probe.comparison import compare
 from lib.probe.log_probs import Task
 from lib.probe.model import load
-from lib.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate
+from lib.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
 from lib.probe.rebatching import Rebatching
 from lib.probe.variants import Variant, check_gpus
 from lib.probe.work_folder import append_missing, is_complete, rollout_file, trainer_file
@@ -230,6 +230,17 @@ def test_answers_end_with_the_first_end_token(folder):
     assert all(len(answer) == 12 for answer in answers if answer[-1] not in ends)
 
 
+def test_both_sides_divide_the_logits_by_the_temperature(folder):
+    masters, _ = load(str(folder / "model"))
+    model = build(masters, TrainerNumerics("fp32", False), "cpu")
+    line = generate(model, RolloutNumerics("fp32", "fp32", False), [1, 2, 3], 4, 12, set(), 1, temperature=0.5)
+    pairs = [([1, 2, 3], answer) for answer in line["answers"]]
+    found = {at: token_log_probs(model, TrainerNumerics("fp32", False), pairs, [], at)["log_probs"] for at in (0.5, 1)}
+    rollout = torch.tensor(line["log_probs"])
+    assert torch.allclose(torch.tensor(found[0.5]), rollout, atol=1e-4)
+    assert not torch.allclose(torch.tensor(found[1]), rollout, atol=0.1)
+
+
 def test_weights_are_loaded_in_fp32_and_a_rollouts_head_keeps_its_own(folder):
     masters, _ = load(str(folder / "half-0.5B"))
     assert {weight.dtype for weight in masters.parameters()} == {torch.float32}
@@ -242,7 +253,7 @@ def test_weights_are_loaded_in_fp32_and_a_rollouts_head_keeps_its_own(folder):
 
 
 def test_vllm_resumes_after_the_answered_prompts(tmp_path, monkeypatch):
-    options = SimpleNamespace(model="m", samples=2, seed=1, device="cpu")
+    options = SimpleNamespace(model="m", samples=2, seed=1, device="cpu", temperature=0.7)
     task, rollout = Task(options, None, None, [[1], [2], [3]], 8, tmp_path), RolloutNumerics("fp16", "fp32", False)
     rollout_file(tmp_path, rollout).write_text('{"answers": []}\n{"answ')
     calls = []
@@ -250,12 +261,14 @@ def test_vllm_resumes_after_the_answered_prompts(tmp_path, monkeypatch):
     log_probs.generate_by_vllm(task, rollout)
     ((content, (*_, number, done)),) = calls
     assert (content["prompts"], content["dtype"], number, done) == ([[2], [3]], "fp16", 3, 1)
+    assert content["temperature"] == 0.7
 
 
 def test_vllms_answers_are_written_up_to_an_overflow(tmp_path, monkeypatch):
     made, asked = [], []
 
     def answer(parts: list[dict], sampling, use_tqdm: bool) -> list:
+        assert sampling["temperature"] == 0.7
         asked.append(len(parts))
         log_prob = -math.inf if len(asked) == 2 else -0.5
         chosen = {7: SimpleNamespace(logprob=log_prob), 8: SimpleNamespace(logprob=-3.0)}
@@ -269,6 +282,7 @@ def test_vllms_answers_are_written_up_to_an_overflow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     request = {"model": "m", "dtype": "fp16", "head": True, "prompts": [[1, 2]] * 69 + [[1, 2, 3]], "samples": 1}
+    request |= {"temperature": 0.7}
     vllm_generate.generate(request | {"length": 5, "seed": 1, "device": "cuda", "file": str(tmp_path / "answers")})
     assert made[0]["max_model_len"] == 8 and made[0]["hf_overrides"] == {"head_dtype": "float32"}
     lines = read_jsonl(tmp_path / "answers")
@@ -297,6 +311,7 @@ def test_bf16_is_refused_on_a_gpu_that_emulates_it(monkeypatch, tmp_path):
         ("DATA={folder}/data.csv", "is not a readable parquet file"),
         ("PRECISION=fp16 fp8", "PRECISION=fp8: must be one of bf16, bf16_train_fp16_infer, fp16, fp32"),
         ("ROWS=9", "has 8 rows; set fewer ROWS"),
+        ("TEMPERATURE=0", "TEMPERATURE=0: must be a number above 0"),
         ("LENGTH=122", "set at most 121"),
         ("MODEL={folder}/bare", "tokenizer"),
     ],

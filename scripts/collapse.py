@@ -3,9 +3,9 @@
 Runs verl's main_ppo with Ray, FSDP and vLLM on the recall task (recipes/recall). Its logits are lifted so that k3 adds
 up to 8 nats per answer in bf16. Plots accuracy and k3 of both runs to OUT/collapse.png.
 
-With GRID, makes the runs of that file instead and writes their outcomes to TABLE, with two figures beside it. Runs that
-are in TABLE are not repeated. The same command resumes. Exit code 0: done, whatever the outcome; 1: refused, or a run
-failed; 130: interrupted.
+With GRID, makes the runs of that file instead and writes their outcomes to OUT/runs.csv, with a summary and two figures
+beside it; those of configs/compare/collapse.toml to docs/results/collapse. Runs in that table are not repeated. The
+same command resumes. Exit code 0: done, whatever the outcome; 1: refused, or a run failed; 130: interrupted.
 """
 
 import sys
@@ -17,7 +17,7 @@ from lib.errors import Refused
 from lib.files import check_room
 from lib.paths import REPO
 
-RESULTS = REPO / "docs/results/collapse"
+SHIPPED, RESULTS = REPO / "configs/compare/collapse.toml", REPO / "docs/results/collapse"
 VARIABLES = {
     "SEED": "of the data order and of sampling, default 1",
     "STEPS": "training steps, default 40; without GRID",
@@ -25,7 +25,6 @@ VARIABLES = {
     "OUT": "the folder of the runs, default outputs/collapse",
     "GRID": "a file of runs to make instead, such as configs/compare/collapse.toml",
     "ONLY": "groups of the grid, separated by commas, default all",
-    "TABLE": "with GRID, the table of outcomes, default docs/results/collapse/runs.csv",
 }
 
 
@@ -49,14 +48,16 @@ def parse(words: list[str]) -> CollapseOptions:
         Refused: a name or a value is not allowed.
     """
     values = cli.parse_words(words, VARIABLES)
-    for name in ("SEED", "STEPS") if "GRID" in values else ("ONLY", "TABLE"):
+    for name in ("SEED", "STEPS") if "GRID" in values else ("ONLY",):
         if name in values:
             raise Refused(f"{name}={values[name]}: is set {'by the file of' if 'GRID' in values else 'only with'} GRID")
     grid = cli.file_path(values, "GRID")
     if grid and not Path(grid).is_file():
         raise Refused(f"GRID={grid}: there is no such file")
     out = Path(cli.file_path(values, "OUT") or REPO / "outputs/collapse").resolve()
-    check_room(out)
+    results = RESULTS if grid and Path(grid).resolve() == SHIPPED else out
+    for folder in (out, results):
+        check_room(folder)
     return CollapseOptions(
         seed=cli.whole_number(values, "SEED", 0, 1),
         steps=cli.whole_number(values, "STEPS", 20, 40),
@@ -64,7 +65,7 @@ def parse(words: list[str]) -> CollapseOptions:
         out=out,
         grid=Path(grid) if grid else None,
         only=tuple(name.strip() for name in values.get("ONLY", "").split(",") if name.strip()),
-        table=Path(cli.file_path(values, "TABLE") or RESULTS / "runs.csv"),
+        table=results / "runs.csv",
     )
 
 
@@ -76,7 +77,7 @@ def compare_pair(options: CollapseOptions) -> int:
     from lib.collapse.sentences import sentences
 
     runs = [GridRun("collapse", regime, options.seed, steps=options.steps) for regime in ("bf16", "fp16")]
-    if code := make_runs(runs, options.out, options.device):
+    if code := make_runs(runs, options.out, options.device).code:
         return code
     outcomes = [read_outcome(run, options.out / run.name) for run in runs]
     draw_curves(outcomes, options.out / "collapse")
@@ -88,7 +89,7 @@ def make_grid(options: CollapseOptions) -> int:
     """Make the runs of a grid that have no outcome in the table. Return the exit code."""
     from lib.collapse.figures import draw_curves, draw_threshold
     from lib.collapse.grid import load_grid, make_runs
-    from lib.collapse.outcomes import read_outcome, read_table, write_summary, write_table
+    from lib.collapse.outcomes import read_outcome, read_table, separated, write_summary, write_table
 
     grid = load_grid(options.grid)
     groups = list(dict.fromkeys(run.group for run in grid))
@@ -98,17 +99,22 @@ def make_grid(options: CollapseOptions) -> int:
     known = {each.run: each for each in read_table(options.table)}
     ahead = [run for run in grid if run not in known and (not options.only or run.group in options.only)]
     print(f"{len(known)} runs have an outcome in {options.table}", flush=True)
-    code = make_runs(ahead, options.out, options.device)
-    made = [run for run in grid if run not in known and (options.out / run.name / "summary.json").exists()]
+    sweep = make_runs(ahead, options.out, options.device)
+    folders = {folder for pairs in sweep.finished.values() for _, folder in pairs}
+    made = [run for run in ahead if options.out / run.name in folders]
     known |= {run: read_outcome(run, options.out / run.name) for run in made}
     outcomes = [known[run] for run in grid if run in known] + [known[run] for run in known if run not in grid]
     options.table.parent.mkdir(parents=True, exist_ok=True)
     write_table(outcomes, options.table)
     write_summary(outcomes, options.table.with_suffix(".md"))
-    draw_curves([each for each in outcomes if each.run.group == groups[0]], options.table.with_name("curves"))
-    draw_threshold(outcomes, options.table.with_name("threshold"))
+    if first := [each for each in outcomes if each.run.group == groups[0]]:
+        draw_curves(first, options.table.with_name("curves"))
+        draw_threshold(outcomes, options.table.with_name("threshold"))
+    for group in groups:
+        if (answer := separated([each for each in outcomes if each.run.group == group])) is not None:
+            print(f"{group}: fp16 and bf16 are {'separated' if answer else 'not separated'}")
     print(f"\n  {options.table}")
-    return code
+    return sweep.code
 
 
 def main(words: list[str]) -> int:

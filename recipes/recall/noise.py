@@ -13,7 +13,16 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 
 
 class NoisyAgentLoop(SingleTurnAgentLoop):
-    """verl's single-turn agent loop with noise on the log-probabilities, which the answer and the seed determine."""
+    """verl's single-turn agent loop with noise on the log-probabilities, determined by seed, step and answer.
+
+    Raises:
+        ValueError: ``rollouts.k3`` is negative.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        if self.config.rollouts.k3 < 0:
+            raise ValueError(f"rollouts.k3={self.config.rollouts.k3}: must not be negative")
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         output = await super().run(sampling_params, **kwargs)

@@ -1,7 +1,7 @@
 """Make the model and the data of the task: ``python -m recipes.recall.prepare --length 128 --lift 160 --out DIR``.
 
 Leaves ``DIR/model`` (HuggingFace format, with its tokenizer), ``DIR/train.parquet``, ``DIR/val.parquet`` and
-``DIR/prepared.json``. The warm start takes a minute at 128 tokens and is shared by all lifts: it stays beside ``DIR``.
+``DIR/prepared.json``. The warm start takes a minute and a half at 128 tokens. It stays beside ``DIR`` for other lifts.
 
 The lift is a constant that is added to all logits. It changes no probability in exact arithmetic. It sets the size of
 the numbers that are rounded, as massive activations and large logits do in large models: bf16 rounds a logit of 160 to
@@ -116,13 +116,14 @@ def prepare(out: Path, settings: RecallSettings, lift: float) -> dict:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    stamp = out / "prepared.json"
+    stamp, warm = out / "prepared.json", out.parent / f"recall-warm-{settings.length}"
+    if out == warm:
+        raise PreparationError(f"--out {out}: is the folder of the warm start; give another")
     if not stamp.exists() and out.exists() and any(out.iterdir()):
         raise PreparationError(f"--out {out}: is not empty and has no prepared.json; give a new or an empty folder")
     recipe = {"key": settings.key(), "lift": lift}
     if stamp.exists() and recipe.items() <= (prepared := json.loads(stamp.read_text())).items():
         return prepared
-    warm = out.parent / f"recall-warm-{settings.length}"
     accuracy = prepare_warm_start(warm, settings)["sampled_accuracy"]
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "whole"

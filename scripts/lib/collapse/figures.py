@@ -7,7 +7,7 @@ from statistics import fmean
 from lib.collapse.outcomes import RecallOutcome
 from lib.report.figures import COLOURS, STYLE, save
 
-MARKERS = "osD^vPX*<>"
+MARKERS = "osD^vPX*<>hpd8H"
 
 
 def draw_curves(outcomes: Sequence[RecallOutcome], stem: Path) -> None:

@@ -11,11 +11,12 @@ from lib.errors import Refused
 from lib.format import slug
 from lib.paths import CACHE, REPO
 from lib.run.code_versions import CodeVersion
-from lib.run.sweep import SweepPlan, SweepRun, find_finished, run_sweep
+from lib.run.sweep import SweepOutcome, SweepPlan, SweepRun, find_finished, run_sweep
 
 LENGTH, LIFT, STEPS = 128, 160, 60
 ROOM = 8  # tokens that data.max_response_length leaves beyond an answer
-LISTS = {"lift": LIFT, "length": LENGTH, "ALGO": "pg_is", "PRECISION": "bf16", "SEED": 1}  # may be lists
+# Keys of a group and their defaults. Those of LISTS may be lists.
+LISTS = {"lift": LIFT, "length": LENGTH, "ALGO": "pg_is", "PRECISION": "bf16", "SEED": 1}
 SHARED = {"ARGS": "", "STEPS": STEPS}
 
 
@@ -60,49 +61,71 @@ class GridRun:
 
     def sweep_run(self, out: Path, device: str) -> SweepRun:
         """Return the run as one of a sweep into ``out``."""
-        words, label = tuple(self.words(out, device)), f"{self.precision}, {self.group}"
+        label = f"{self.precision}, {self.group}, lift {self.lift}, {self.length} tokens"
+        words = tuple(self.words(out, device))
         return SweepRun(CodeVersion(), self.algo, label, str(self.seed), words, out / self.name)
 
 
-def make_runs(runs: Sequence[GridRun], out: Path, device: str) -> int:
-    """Make the runs that are not finished in ``out``, after their models, and show the progress. Return the exit code.
+def make_runs(runs: Sequence[GridRun], out: Path, device: str) -> SweepOutcome:
+    """Make the runs that are not finished in ``out``, after their models, and show the progress.
 
-    One after another: verl's weight sync of two jobs on one machine, each with its own Ray, shares a socket.
+    One after another: the weight sync of two verl jobs on one machine, each with its own Ray, shares a socket.
 
     Raises:
         Refused: one of the runs can neither start nor resume.
         subprocess.CalledProcessError: a model could not be prepared; the command has printed why.
     """
-    if not runs:
-        return 0
     for command in dict.fromkeys(tuple(run.prepare_command()) for run in runs):
         subprocess.run(command, cwd=REPO, check=True)
     planned = tuple(run.sweep_run(out, device) for run in runs)
-    finished = tuple(find_finished(CodeVersion(), planned))
-    return run_sweep(SweepPlan("recall", out, planned, finished)).code
+    finished = tuple(find_finished(CodeVersion(), planned)) if planned else ()
+    outcome = run_sweep(SweepPlan("recall", out, planned, finished))
+    for each in outcome.failed:
+        print(f"failed: {each}, {each.out / 'train.log'}")
+    if outcome.code:
+        print("repeat the command to resume")
+    return outcome
 
 
 def load_grid(file: Path) -> list[GridRun]:
     """Return the runs of a grid in their order: in a group, seeds are outermost.
 
     Raises:
-        Refused: the file cannot be read, or a group has no name or an unknown key.
+        Refused: the file cannot be read, or a group has a key or a value that is not allowed.
     """
     import tomllib  # Python 3.11
 
     try:
-        groups = tomllib.loads(file.read_text())["group"]
-    except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
-        raise Refused(f"GRID={file}: is not a readable TOML file with [[group]] tables ({error})") from error
-    return [run for group in groups for run in expand(group, file)]
+        groups = tomllib.loads(file.read_text()).get("group")
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise Refused(f"GRID={file}: is not a readable TOML file ({error})") from error
+    if not isinstance(groups, list):
+        raise Refused(f"GRID={file}: must have a [[group]] table for each group of runs")
+    runs = [run for group in groups for run in expand(group, file)]
+    names = [run.name for run in runs]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise Refused(f"GRID={file}: two runs would share the folder {repeated[0]}")
+    return runs
 
 
 def expand(group: dict, file: Path) -> Iterator[GridRun]:
-    """Yield the runs of a group; a list stands for one run each."""
-    allowed = ["name", *LISTS, *SHARED]
-    if unknown := [key for key in group if key not in allowed] or ([] if "name" in group else ["no name"]):
-        raise Refused(f"GRID={file}: {unknown[0]} in a [[group]]; its keys are {', '.join(allowed)}")
+    """Yield the runs of a group; a list stands for one run each.
+
+    Raises:
+        Refused: a key or a value is not allowed.
+    """
+    allowed = {"name": "", **LISTS, **SHARED}
     values = LISTS | SHARED | group
+    for key, value in ({"name": None} | values).items():
+        if key not in allowed:
+            raise Refused(f"GRID={file}: {key} is not a key of a [[group]]; the keys are {', '.join(allowed)}")
+        several = value if key in LISTS and isinstance(value, list) else [value]
+        if not several or any(type(each) is not type(allowed[key]) for each in several):
+            kind = "whole number" if isinstance(allowed[key], int) else "text"
+            raise Refused(
+                f"GRID={file}: {key}={value} in the group {group.get('name')}: must be a {kind}"
+                f"{', or a list of these' if key in LISTS else ''}"
+            )
     lists = [values[key] if isinstance(values[key], list) else [values[key]] for key in LISTS]
     runs = [
         GridRun(group["name"], precision, seed, algo, lift, length, values["ARGS"], values["STEPS"])

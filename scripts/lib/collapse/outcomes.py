@@ -24,14 +24,14 @@ class RecallOutcome:
     """A run's outcome, step by step.
 
     Attributes:
-        wall_s: seconds, with start-up; None of a run that is not finished.
+        wall_s: seconds, with start-up.
         accuracy: share of right answers.
-        k3: nats a token.
-        ess: effective share of the weighted answers; empty without weights.
+        k3: nats per token.
+        ess: verl's effective sample size of the importance weights, as a share; empty without weights.
     """
 
     run: GridRun
-    wall_s: float | None
+    wall_s: float
     accuracy: tuple[float, ...]
     k3: tuple[float, ...]
     ess: tuple[float, ...]
@@ -53,7 +53,7 @@ class RecallOutcome:
 
     @property
     def median_ess(self) -> float | None:
-        """Effective share of the answers at the median step; None without weights."""
+        """Effective share of the samples at the median step; None without weights."""
         return median(self.ess) if self.ess else None
 
     @property
@@ -63,11 +63,11 @@ class RecallOutcome:
 
 
 def read_outcome(run: GridRun, folder: Path) -> RecallOutcome:
-    """Return the outcome of a run so far."""
-    summary = folder / "summary.json"
-    wall_s = json.loads(summary.read_text())["wall_s"] if summary.exists() else None
+    """Return the outcome of a finished run."""
+    wall_s = json.loads((folder / "summary.json").read_text())["wall_s"]
     rows = training_rows(merge_metrics(folder))
-    return RecallOutcome(run, wall_s, *(tuple(metric_values(rows, name)) for name in (REWARD, K3_KL, ESS)))
+    accuracy, k3 = (tuple(row["data"][name] for row in rows) for name in (REWARD, K3_KL))
+    return RecallOutcome(run, wall_s, accuracy, k3, tuple(metric_values(rows, ESS)))
 
 
 def write_table(outcomes: Iterable[RecallOutcome], file: Path) -> None:
@@ -116,7 +116,7 @@ def write_summary(outcomes: Sequence[RecallOutcome], file: Path) -> None:
         "# Runs of the recall task",
         "",
         "Written by `make collapse GRID=configs/compare/collapse.toml`; that file has the overrides of each group.",
-        "T·k3: first step, nats per answer. ESS/N: effective share of the weighted answers, median step. First, last:",
+        "T·k3: first step, nats per answer. ESS/N: effective share of the weighted samples, median step. First, last:",
         f"mean accuracy of the first {FIRST} and of the last {LAST} steps. Values are in the order of the seeds.",
         "",
         *markdown_table(header, rows),

@@ -3,13 +3,13 @@
 from lib.collapse.outcomes import FIRST, LAST, RecallOutcome
 from lib.format import number
 
-COLLAPSE, LEARNING = 0.5, 1.0  # of the first accuracy: below is a collapse, above is learning
+COLLAPSE, LEARNING = 0.5, 1.1  # of the first accuracy: a run below collapsed, a run above learned
 
 
 def course(outcome: RecallOutcome) -> str:
     """Describe how the accuracy developed, as a clause."""
-    ratio = outcome.last / outcome.first if outcome.first else float(outcome.last > 0) * 2
-    verb = "learned" if ratio > LEARNING else "collapsed" if ratio < COLLAPSE else "did not learn"
+    first, last = outcome.first, outcome.last
+    verb = "learned" if last > LEARNING * first else "collapsed" if last < COLLAPSE * first else "did not learn"
     return f"{outcome.run.precision} {verb}: {outcome.first:.2f} to {outcome.last:.2f}"
 
 
@@ -21,7 +21,7 @@ def sentences(bf16: RecallOutcome, fp16: RecallOutcome) -> list[str]:
         f"{course(bf16)}; {course(fp16)} (share of right answers, mean of the first {FIRST} and of the last {LAST} of "
         f"{steps} steps).",
         f"Over an answer of {bf16.run.length + 1} tokens, k3 at the first step adds up to {bf16.total_k3:.2g} nats in "
-        f"bf16 and {fp16.total_k3:.2g} in fp16; the effective share of the weighted answers is {ess[0]} and {ess[1]} "
+        f"bf16 and {fp16.total_k3:.2g} in fp16; the effective share of the weighted samples is {ess[0]} and {ess[1]} "
         "(median step).",
         f"This is one seed of a constructed case, logits lifted by {bf16.run.lift} and weights that are not truncated: "
         "docs/results/collapse has three seeds, the controls and the limits.",

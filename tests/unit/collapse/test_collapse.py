@@ -1,6 +1,7 @@
 """``make collapse``: the runs of its grids, their outcomes and tables, what it prints and draws."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from lib.errors import Refused
 from lib.files import write
 from lib.paths import CONFIGS
 from lib.run.job import parse_job
+from lib.run.sweep import SweepOutcome
 
 GRID = CONFIGS / "compare/collapse.toml"
 
@@ -29,13 +31,21 @@ def falling(last: float) -> list[float]:
     return [0.4] * 10 + [last] * 10
 
 
-def test_every_run_of_the_shipped_grid_has_words_that_make_run_takes(tmp_path, monkeypatch):
+@pytest.fixture
+def prepared(tmp_path, monkeypatch) -> Callable[[GridRun], GridRun]:
+    """A function that makes the folder of a run's model and data, empty but present."""
     monkeypatch.setattr(grid, "CACHE", tmp_path / "cache")
-    runs = load_grid(GRID)
-    assert len({run.name for run in runs}) == len(runs), "no two runs share a folder"
-    for run in runs:
+
+    def prepare(run: GridRun) -> GridRun:
         for name, content in {"model/config.json": b"{}", "train.parquet": b"PAR1", "val.parquet": b"PAR1"}.items():
             write(run.prepared / name, content)
+        return run
+
+    return prepare
+
+
+def test_every_run_of_the_shipped_grid_has_words_that_make_run_takes(tmp_path, prepared):
+    for run in map(prepared, load_grid(GRID)):
         job = parse_job(run.words(tmp_path, "cpu"))
         assert (job.experiment, job.seed, job.steps, job.precision) == ("recall", run.seed, run.steps, run.precision)
         assert str(run.length) in job.model and str(run.lift) in job.model and job.out.is_relative_to(tmp_path)
@@ -54,9 +64,13 @@ def test_lists_of_a_group_stand_for_one_run_each_with_seeds_outermost(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[[group]]\nPRECISION = 'bf16'", "no name"),
-        ("[[group]]\nname = 'a'\nLR = 1", "LR in"),
-        ("a = [", "not a readable"),
+        ("a = [", "is not a readable TOML file"),
+        ("[group]\nname = 'a'", r"must have a \[\[group\]\] table"),
+        ("[[group]]\nPRECISION = 'bf16'", "name=None in the group None: must be a text$"),
+        ("[[group]]\nname = 'a'\nLR = 1", "LR is not a key of .* the keys are name, lift, length, ALGO"),
+        ("[[group]]\nname = 'a'\nlift = 0.5", "lift=0.5 in the group a: must be a whole number, or a list of these"),
+        ("[[group]]\nname = 'a'\nALGO = []", r"ALGO=\[\] in the group a"),
+        ("[[group]]\nname = 'a'\n[[group]]\nname = 'A'", "two runs would share the folder a/pg_is-lift160"),
     ],
 )
 def test_bad_grid_is_refused(text, reason, tmp_path):
@@ -82,7 +96,7 @@ def test_bad_words_are_refused(words, reason):
 
 
 def test_unknown_group_is_refused_before_anything_starts(tmp_path):
-    words = [f"GRID={GRID}", "ONLY=nois", f"OUT={tmp_path / 'out'}", f"TABLE={tmp_path / 'runs.csv'}"]
+    words = [f"GRID={GRID}", "ONLY=nois", f"OUT={tmp_path / 'out'}"]
     with pytest.raises(Refused, match="ONLY=nois: did you mean noise?"):
         collapse.main(words)
     assert not list(tmp_path.iterdir())
@@ -110,10 +124,10 @@ def test_outcome_is_read_from_the_metrics_of_a_run(tmp_path):
     rows = [{"step": step, "data": names | {"critic/score/mean": step / 4}} for step in (1, 2)]
     (tmp_path / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = GridRun("a", "bf16", 1, length=64)
-    assert read_outcome(run, tmp_path) == RecallOutcome(run, None, (0.25, 0.5), (0.01, 0.01), (0.5, 0.5))
     (tmp_path / "summary.json").write_text('{"wall_s": 12.5}')
     read = read_outcome(run, tmp_path)
-    assert (read.wall_s, read.first, read.last, read.total_k3) == (12.5, 0.375, 0.375, 0.65)
+    assert read == RecallOutcome(run, 12.5, (0.25, 0.5), (0.01, 0.01), (0.5, 0.5))
+    assert (read.first, read.last, read.total_k3) == (0.375, 0.375, 0.65)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +157,28 @@ def test_figures_are_drawn(tmp_path):
     draw_curves(several, tmp_path / "curves")
     draw_threshold(several, tmp_path / "threshold")
     for name in ("curves", "threshold"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 3000 and "training" in (tmp_path / "curves.svg").read_text()
+        assert (tmp_path / f"{name}.png").stat().st_size > 3000
+    assert "training step" in (tmp_path / "curves.svg").read_text()
+    assert "T·k3 at the first step" in (tmp_path / "threshold.svg").read_text()
 
 
 @pytest.mark.subprocess  # scripts/run.py imports verl
-def test_refused_run_is_refused_before_any_starts(tmp_path, monkeypatch):
+def test_refused_run_is_refused_before_any_starts(tmp_path, prepared, monkeypatch):
     monkeypatch.setattr(GridRun, "prepare_command", lambda self: ["true"])
-    run = GridRun("a", "bf16", 1, args="no_such_key=1")
+    run = prepared(GridRun("a", "bf16", 1, args="no_such_key=1"))
     with pytest.raises(Refused, match="no_such_key"):
-        grid.make_runs([run], tmp_path, "cpu")
-    assert not list(tmp_path.iterdir()) and grid.make_runs([], tmp_path, "cpu") == 0
+        grid.make_runs([run], tmp_path / "out", "cpu")
+    assert not (tmp_path / "out").exists()
+
+
+def test_grid_whose_runs_are_finished_is_summarized(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "grid.toml"
+    file.write_text('[[group]]\nname = "a"\nPRECISION = ["bf16", "fp16"]\nSEED = [1, 2, 3]\n')
+    last = {"bf16": 0.0, "fp16": 0.9}
+    known = [replace(outcome(accuracy=falling(last[run.precision])), run=run) for run in load_grid(file)]
+    write_table(known, tmp_path / "runs.csv")
+    monkeypatch.setattr(grid, "run_sweep", lambda plan: SweepOutcome({}, [], False))
+    assert collapse.main([f"GRID={file}", f"OUT={tmp_path}", "DEVICE=cpu"]) == 0
+    assert "a: fp16 and bf16 are separated" in capsys.readouterr().out
+    assert read_table(tmp_path / "runs.csv") == known and (tmp_path / "curves.png").exists()
+    assert "| a | pg_is | 160 | 129 | bf16 | 1, 2, 3 |" in (tmp_path / "runs.md").read_text()

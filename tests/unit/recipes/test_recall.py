@@ -100,6 +100,8 @@ def test_lifts_share_a_warm_start_and_other_folders_are_left_alone(tmp_path, mon
     (tmp_path / "mine/thesis.txt").write_text("mine")
     with pytest.raises(prepare.PreparationError, match="is not empty"):
         prepare.prepare(tmp_path / "mine", SHORT, 0.0)
+    with pytest.raises(prepare.PreparationError, match="is the folder of the warm start"):
+        prepare.prepare(tmp_path / "recall-warm-32", SHORT, 0.0)
 
 
 @pytest.mark.parametrize(("words", "reason"), [("--length 100", "--length=100: must be"), ("--lift -1", "from 0 on")])
@@ -107,6 +109,18 @@ def test_bad_dials_are_refused_before_the_warm_start(words, reason, tmp_path):
     command = [sys.executable, "-m", "recipes.recall.prepare", "--out", tmp_path / "made", *words.split()]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode and reason in done.stderr.splitlines()[-1] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.subprocess  # imports verl
+def test_negative_noise_is_refused(monkeypatch):
+    from recipes.recall import noise
+
+    def init(self, config):
+        self.config = config
+
+    monkeypatch.setattr(noise.SingleTurnAgentLoop, "__init__", init)
+    with pytest.raises(ValueError, match="rollouts.k3=-1: must not be negative"):
+        noise.NoisyAgentLoop(SimpleNamespace(rollouts=SimpleNamespace(k3=-1)))
 
 
 @pytest.mark.subprocess  # imports verl

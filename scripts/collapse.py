@@ -80,7 +80,7 @@ def compare_pair(options: CollapseOptions) -> int:
     if code := make_runs(runs, options.out, options.device).code:
         return code
     outcomes = [read_outcome(run, options.out / run.name) for run in runs]
-    draw_curves(outcomes, options.out / "collapse")
+    draw_curves(outcomes, options.out / "collapse.png")
     print("\n" + "\n".join(sentences(*outcomes)) + f"\n\n  {options.out / 'collapse.png'}")
     return 0
 
@@ -108,8 +108,8 @@ def make_grid(options: CollapseOptions) -> int:
     write_table(outcomes, options.table)
     write_summary(outcomes, options.table.with_suffix(".md"))
     if first := [each for each in outcomes if each.run.group == groups[0]]:
-        draw_curves(first, options.table.with_name("curves"))
-        draw_threshold(outcomes, options.table.with_name("threshold"))
+        draw_curves(first, options.table.with_name("curves.png"))
+        draw_threshold(outcomes, options.table.with_name("threshold.png"))
     for group in groups:
         if (answer := separated([each for each in outcomes if each.run.group == group])) is not None:
             print(f"{group}: fp16 and bf16 are {'separated' if answer else 'not separated'}")

@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 from lib.collapse.outcomes import RecallOutcome
-from lib.report.figures import COLOURS, STYLE, save
+from lib.report.figures import COLOURS, STYLE, centre
 
 MARKERS = "osD^vPX*<>hpd8H"
 
 
-def draw_curves(outcomes: Sequence[RecallOutcome], stem: Path) -> None:
-    """Draw accuracy and k3 over the steps, as SVG and PNG: a thin line per run, a thick one for a regime's mean."""
+def draw_curves(outcomes: Sequence[RecallOutcome], file: Path) -> None:
+    """Draw accuracy and k3 over the steps: a thin line per run, a thick one for a regime's mean."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -20,21 +19,21 @@ def draw_curves(outcomes: Sequence[RecallOutcome], stem: Path) -> None:
         left, right = figure.subplots(1, 2)
         for name in dict.fromkeys(each.run.precision for each in outcomes):
             members = [each for each in outcomes if each.run.precision == name]
-            for axis, series in ((left, "accuracy"), (right, "k3")):
+            for axis, series, scale in ((left, "accuracy", "linear"), (right, "k3", "log")):
                 lines = [getattr(each, series) for each in members]
                 for line in lines:
                     axis.plot(range(1, len(line) + 1), line, color=COLOURS[name], linewidth=0.8, alpha=0.45)
-                means = [fmean(values) for values in zip(*lines, strict=False)]  # of the steps that all have
+                means = [centre(list(values), scale)[0] for values in zip(*lines, strict=False)]  # of common steps
                 axis.plot(range(1, len(means) + 1), means, color=COLOURS[name], linewidth=2.0, label=name)
         left.set(ylabel="share of right answers", ylim=(0, 1))
         right.set(ylabel="k3, nats per token", yscale="log")
         for axis in (left, right):
             axis.set_xlabel("training step")
         left.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
-        save(figure, stem)
+        figure.savefig(file, dpi=120)
 
 
-def draw_threshold(outcomes: Sequence[RecallOutcome], stem: Path) -> None:
+def draw_threshold(outcomes: Sequence[RecallOutcome], file: Path) -> None:
     """Draw the accuracy of the last steps over T·k3, one point per run: colors for regimes, markers for groups."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -55,4 +54,4 @@ def draw_threshold(outcomes: Sequence[RecallOutcome], stem: Path) -> None:
         axis.set(xscale="log", xlabel="T·k3 at the first step, nats per answer", ylim=(-0.02, 1))
         axis.set_ylabel("share of right answers, last ten steps")
         axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-        save(figure, stem)
+        figure.savefig(file, dpi=120)

@@ -156,9 +156,8 @@ def test_figures_are_drawn(tmp_path):
     several = [outcome(seed=seed) for seed in (1, 2)] + [outcome("fp16"), outcome(lift=0, accuracy=[0.5] * 5)]
     for name, draw in {"curves": draw_curves, "threshold": draw_threshold}.items():
         draw(several, tmp_path / f"{name}.png")
-        one, other = (tmp_path / f"{name}.png").stat().st_size, tmp_path / "other.png"
-        draw(several[:1], other)
-        assert one > other.stat().st_size + 1000, "more runs, more lines"
+        draw(several[:3], tmp_path / "fewer.png")
+        assert (tmp_path / f"{name}.png").read_bytes() != (tmp_path / "fewer.png").read_bytes(), "every run is drawn"
 
 
 @pytest.mark.subprocess  # scripts/run.py imports verl

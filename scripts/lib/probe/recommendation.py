@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lib.probe.fp16_range import HEADROOM, LARGEST
 from lib.probe.mismatch import LEAST_PROMPTS, Estimate, interval
 
-HOLDS = 0.5  # least ESS/N at which sequence weights are said to hold: between .13 and .76 of docs/results/collapse
+HOLDS = 0.5  # least ESS/N at which sequence weights are said to hold: docs/results/collapse: .38 learned, .13 did not
 EXTRAPOLATION = 2  # factor by which 1 − ESS/N at a longer response may be off, docs/how-to/probe.md
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 

@@ -29,6 +29,7 @@ def draw_curves(outcomes: Sequence[RecallOutcome], file: Path) -> None:
         right.set(ylabel="k3, nats per token", yscale="log")
         for axis in (left, right):
             axis.set_xlabel("training step")
+            axis.xaxis.get_major_locator().set_params(integer=True)
         left.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
         figure.savefig(file, dpi=120)
 

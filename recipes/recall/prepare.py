@@ -1,7 +1,8 @@
 """Make the model and the data of the task: ``python -m recipes.recall.prepare --length 128 --lift 160 --out DIR``.
 
 Leaves ``DIR/model`` (HuggingFace format, with its tokenizer), ``DIR/train.parquet``, ``DIR/val.parquet`` and
-``DIR/prepared.json``. The warm start takes a minute and a half at 128 tokens. It is cached next to ``DIR`` for other lifts.
+``DIR/prepared.json``. The warm start takes a minute and a half at 128 tokens. It is cached next to ``DIR`` for other
+lifts.
 
 The lift is a constant that is added to all logits. It changes no probability in exact arithmetic. It sets the size of
 the numbers that are rounded, as massive activations and large logits do in large models: bf16 rounds a logit of 160 to

@@ -84,6 +84,12 @@ def test_tests_are_shorter_than_the_product():
     assert tests <= MOST_TESTS * product, f"{tests} lines of tests to {product}, {parts}: CONTRIBUTING.md"
 
 
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by these names, and refuses the second file of a name when it collects all folders."""
+    names = [file.name for file in tracked("tests") if file.name not in ("conftest.py", "__init__.py")]
+    assert [name for name in sorted(names) if names.count(name) > 1] == []
+
+
 def test_rooms_import_only_the_rooms_below_them():
     assert set(ROOMS) == {folder.name for folder in LIB.iterdir() if folder.is_dir() and folder.name != "__pycache__"}
     wrong = []

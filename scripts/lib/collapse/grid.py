@@ -88,7 +88,9 @@ def make_runs(runs: Sequence[GridRun], out: Path, device: str) -> SweepOutcome:
 
 
 def load_grid(file: Path) -> list[GridRun]:
-    """Return the runs of a grid in their order: in a group, seeds are outermost.
+    """Return the runs of a grid in their order: all groups with their first seed, then with their second, and so on.
+
+    So each setting has one run before any has two.
 
     Raises:
         Refused: the file cannot be read, or a group has a key or a value that is not allowed.
@@ -102,6 +104,7 @@ def load_grid(file: Path) -> list[GridRun]:
     if not isinstance(groups, list):
         raise Refused(f"GRID={file}: must have a [[group]] table for each group of runs")
     runs = [run for group in groups for run in expand(group, file)]
+    runs.sort(key=lambda run: run.seed)  # the other order stays
     names = [run.name for run in runs]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise Refused(f"GRID={file}: two runs would share the folder {repeated[0]}")
@@ -127,8 +130,5 @@ def expand(group: dict, file: Path) -> Iterator[GridRun]:
                 f"{', or a list of these' if key in LISTS else ''}"
             )
     lists = [values[key] if isinstance(values[key], list) else [values[key]] for key in LISTS]
-    runs = [
-        GridRun(group["name"], precision, seed, algo, lift, length, values["ARGS"], values["STEPS"])
-        for lift, length, algo, precision, seed in product(*lists)
-    ]
-    yield from sorted(runs, key=lambda run: run.seed)  # the other order stays
+    for lift, length, algo, precision, seed in product(*lists):
+        yield GridRun(group["name"], precision, seed, algo, lift, length, values["ARGS"], values["STEPS"])

@@ -52,12 +52,14 @@ def test_every_run_of_the_shipped_grid_has_words_that_make_run_takes(tmp_path, p
         assert run.args in " ".join(job.args)
 
 
-def test_lists_of_a_group_stand_for_one_run_each_with_seeds_outermost(tmp_path):
+def test_lists_of_a_group_stand_for_one_run_each_and_every_setting_comes_before_a_second_seed(tmp_path):
     file = tmp_path / "grid.toml"
-    file.write_text('[[group]]\nname = "a b"\nPRECISION = ["bf16", "fp16"]\nSEED = [2, 3]\nlift = 0\nSTEPS = 20\n')
+    group = '[[group]]\nname = "a b"\nPRECISION = ["bf16", "fp16"]\nSEED = [2, 3]\nlift = 0\nSTEPS = 20\n'
+    file.write_text(f"{group}[[group]]\nname = 'c'\nSEED = 2\n")
     runs = load_grid(file)
-    assert [(run.seed, run.precision) for run in runs] == [(2, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")]
-    assert {(run.lift, run.length, run.steps) for run in runs} == {(0, 128, 20)}
+    order = [("a b", 2, "bf16"), ("a b", 2, "fp16"), ("c", 2, "bf16"), ("a b", 3, "bf16"), ("a b", 3, "fp16")]
+    assert [(run.group, run.seed, run.precision) for run in runs] == order
+    assert {(run.lift, run.length, run.steps) for run in runs if run.group == "a b"} == {(0, 128, 20)}
     assert runs[0].name == "a-b/pg_is-lift0-length128-bf16-seed2"
 
 

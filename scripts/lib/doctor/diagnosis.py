@@ -11,7 +11,7 @@ from lib.doctor.determinism import determinism_findings, deterministic_parts
 from lib.doctor.dtype_rules import KEYS, UNKNOWN
 from lib.doctor.finding import Finding
 from lib.doctor.lora_findings import lora_findings
-from lib.doctor.metric_findings import metric_findings
+from lib.doctor.metric_findings import metric_findings, weight_findings
 from lib.doctor.refusals import refusal, unknown_keys
 from lib.doctor.resolver import HOPS, ROLLOUT, DtypeResolver, Hop
 from lib.doctor.rollout_findings import is_quantized, reinterpreted, rollout_findings, wire_is_lossy
@@ -128,6 +128,7 @@ def all_findings(resolver: DtypeResolver) -> Iterator[Finding]:
     yield from routing_findings(resolver)
     yield from determinism_findings(resolver)
     yield from metric_findings(resolver)
+    yield from weight_findings(resolver)
     yield from export_findings(resolver)
     tree = resolver.tree
     if unknown := sorted(path for path, state in tree.files.items() if state == UNKNOWN):

@@ -1,11 +1,13 @@
-"""Findings on what a run measures: settings that remove the mismatch from its metrics."""
+"""Findings on what a run does with the mismatch: it is not measured, or whole answers are weighted by it."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from lib.doctor.finding import Finding
 from lib.doctor.resolver import DtypeResolver
+from lib.sequence_weights import COLLAPSED, LEARNED
 
+SEQUENCE_WEIGHTS = "algorithm.rollout_correction.rollout_is"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 MISMATCH_FREQ = "trainer.mismatch_freq"
 MEASURES = "verl/utils/mismatch.py"  # of a patched tree: it measures the mismatch in bypass mode
@@ -48,3 +50,19 @@ def metric_findings(resolver: DtypeResolver) -> Iterator[Finding]:
     hidden = "training/rollout_probs_diff_* (the v1 trainer also rollout_corr/*)"
     effect = f"leaves {hidden} out of the metrics: the rollout's log-probabilities stand in for the trainer's"
     yield Finding(BYPASS, True, effect, f"{MISMATCH_FREQ}=10" if measurable(resolver) else f"{BYPASS}=false")
+
+
+def weight_findings(resolver: DtypeResolver) -> Iterator[Finding]:
+    """Yield sequence-level importance weights where trainer or rollout computes in bfloat16."""
+    sides = (resolver.effective_dtype(name) for name in ("actor.compute", "rollout.weights"))
+    if resolver.config.get(SEQUENCE_WEIGHTS) != "sequence" or "bfloat16" not in sides:
+        return
+    length = resolver.config.get("data.max_response_length")
+    learned, collapsed = (f"{bound / length:.1e}" for bound in (LEARNED, COLLAPSED))
+    effect = (
+        f"weights whole answers by their mismatch, in bfloat16. A small model learned up to {LEARNED:g} nats an answer "
+        f"and collapsed from {COLLAPSED:g} on (docs/results/collapse): a rollout_corr/k3_kl of {learned} and "
+        f"{collapsed} at {length} tokens"
+    )
+    mend = "+precision=fp16, or measure it first: make probe"
+    yield Finding(SEQUENCE_WEIGHTS, "sequence", effect, mend)

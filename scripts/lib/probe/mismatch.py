@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lib.format import significant
+from lib.sequence_weights import prediction
 
 THRESHOLD = 2.0  # of truncated importance weights, verl's default (algorithm.rollout_correction)
 BOUND = 20.0  # verl's SAFETY_BOUND: log weights are clamped to it
@@ -19,6 +20,7 @@ LEAST = 64  # sequences or blocks for an estimate of a variance
 # A bootstrap's intervals are too narrow with fewer prompts: with 2 they separate equal regimes in a quarter of cases.
 LEAST_PROMPTS = 8
 DRAWS = 2000
+EXTRAPOLATION = 2  # factor by which k3 may be off in answers longer than the measured ones, docs/how-to/probe.md
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,12 @@ def blocks(answers: list[Answer], length: int) -> tuple[np.ndarray, ...]:
     parts = [weights(np.add.reduceat(a.log_ratio, range(0, len(a.rollout), length))) for a in answers]
     sums = [part.sum() for part in parts], [(part**2).sum() for part in parts], [part.size for part in parts]
     return *map(np.array, sums), np.array([len(answer.rollout) for answer in answers])
+
+
+def answer_k3(k3: Estimate, length: int, longest: int) -> Estimate:
+    """Return T·k3 of answers of ``length`` tokens, in nats, from k3 per token of answers of at most ``longest``."""
+    beyond = EXTRAPOLATION if length > longest else 1
+    return Estimate(k3.value * length, k3.low * length / beyond, k3.high * length * beyond)
 
 
 def rate_growth(single: np.ndarray, joint: np.ndarray) -> np.ndarray:
@@ -208,13 +216,18 @@ def verdict(regimes: dict[str, dict], shown: int = 8192) -> str:
         loss, least, most = (significant(100 * float(value), 2) for (value,) in lost([point["ess"]]))
         return f"{loss} % ({least}–{most}) in {name}"
 
+    def outcome(name: str) -> str:
+        total = answer_k3(half[name]["k3"], shown, half[name]["longest"])
+        return f"{prediction(total.low, total.high)} in {name} (T·k3 {significant(total.value, 2)})"
+
     ratios = {name: half[name]["k3"].value / half[best]["k3"].value for name in others}
     worse = ", ".join(f"{float(f'{ratio:.2g}'):g} times below {name}'s" for name, ratio in ratios.items())
     (point,) = [point for point in half[best]["curve"] if point["length"] == shown]
     how = "measured" if point["measured"] else f"extrapolated from {half[best]['block']} tokens"
     least = f"{best} mismatches least: its k3 of {half[best]['k3'].value:.2g} is {worse}"
-    costs = ", ".join(map(cost, order))
-    return f"{least}; weights of {shown}-token sequences cost {costs} of the samples ({how}){tail}"
+    costs, outcomes = (", ".join(map(describe, order)) for describe in (cost, outcome))
+    weights = f"weights of {shown}-token sequences cost {costs} of the samples ({how}); untruncated, they {outcomes}"
+    return f"{least}; {weights}{tail}"
 
 
 def interval(estimate: Estimate, form: str) -> str:

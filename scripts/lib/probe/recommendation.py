@@ -4,15 +4,14 @@ A regime is recommended if its k3 interval ends below those of all others that r
 What the numbers do not decide is listed with the command that measures it.
 """
 
-import math
 import shlex
 from dataclasses import dataclass
 
+from lib.format import significant
 from lib.probe.fp16_range import HEADROOM, LARGEST
-from lib.probe.mismatch import LEAST_PROMPTS, Estimate, interval
+from lib.probe.mismatch import EXTRAPOLATION, LEAST_PROMPTS, Estimate, answer_k3, interval
+from lib.sequence_weights import COLLAPSED, LEARNED, prediction
 
-HOLDS = 0.5  # least ESS/N at which sequence weights are said to hold: docs/results/collapse: .38 learned, .13 did not
-EXTRAPOLATION = 2  # factor by which 1 − ESS/N at a longer response may be off, docs/how-to/probe.md
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 
 
@@ -142,31 +141,27 @@ def modules(preflight: dict) -> str:
 
 def weights(row: dict, regime: str, length: int, positions: int, words: dict[str, str]) -> tuple[str, list[str]]:
     """Return the sentence on sequence weights over ``length`` tokens of a response, and what to measure for it."""
-    rate, doubts = Estimate(**row["rate"]), []
-    point = next((each for each in row["curve"] if each["length"] == length and each["measured"]), None)
-    longest = max((each["length"] for each in row["curve"] if each["measured"]), default=row["block"])
-    if point:
-        ess, how = Estimate(**point["ess"]), f"measured on {point['sequences']} answers"
-    else:
-        beyond = EXTRAPOLATION if length > longest else 1
-        at = lambda rate: math.exp(-rate * length)
-        ess = Estimate(at(rate.value), at(rate.high * beyond), at(rate.low / beyond))
-        how = f"by the variance of sums of {row['block']} tokens"
+    k3, longest, doubts = Estimate(**row["k3"]), row["longest"], []
+    how = f"k3 times {length} tokens"
     if length > longest:
-        how += f", extrapolated from {longest} tokens with the band of 1 − ESS/N {EXTRAPOLATION} times as wide"
+        how += f", of answers of at most {longest}, with a band {EXTRAPOLATION} times as wide"
         subject = f"sequence weights at {length} tokens"
         if length > positions:
             doubts.append(f"{subject}: the model has {positions} positions; set LENGTH to what your run has")
         else:
             doubts.append(f"{subject}: {repeat(words, TOKENS=length)}, and DATA whose answers are that long")
-    holds = "hold" if ess.low >= HOLDS else "do not hold" if ess.high < HOLDS else "may or may not hold"
-    half, least, most = (math.log(1 / HOLDS) / each if each else math.inf for each in (rate.value, rate.high, rate.low))
-    least = max(min(least, longest), least / EXTRAPOLATION)  # of the measured lengths, else widened as the band is
-    most *= EXTRAPOLATION if max(most, length) > longest else 1
-    reach = f"{HOLDS:g} is reached at {half:.2g} tokens ({least:.2g}–{most:.2g})"
+    total = answer_k3(k3, length, longest)
+    numbers = "{} ({}–{})".format(*(significant(each, 2) for each in (total.value, total.low, total.high)))
+    sentence = (
+        f"{prediction(total.low, total.high)} at {length} tokens in {regime}: T·k3 {numbers} nats, {how}; such weights "
+        f"learned up to {LEARNED:g} nats and collapsed from {COLLAPSED:g} nats on"
+    )
+    if k3.value:
+        tokens = [significant(round(bound / k3.value), 2) for bound in (LEARNED, COLLAPSED)]
+        sentence += f", which is {' and '.join(tokens)} tokens at this k3"
     if row["growth"]["low"] > 1:
-        reach += f"; sums of {row['block']} tokens vary more than independent ones: at fewer, if that goes on"
-    return f"{holds} at {length} tokens in {regime}: ESS/N {interval(ess, '.4f')}, {how}; {reach}", doubts
+        sentence += f"; sums of {row['block']} tokens vary more than independent ones: at fewer, if that goes on"
+    return sentence, doubts
 
 
 def other_doubts(preflight: dict, probe: dict, regime: str | None, words: dict[str, str]) -> list[str]:

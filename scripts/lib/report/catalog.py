@@ -47,6 +47,7 @@ ACCURACY = "eval/average/accuracy"  # run_math_rl's name in OAT; verl has one a 
 VALIDATION = re.compile(r"val-core/.+/(acc|reward)/mean@\d+")
 GRAD_NORM = "actor/grad_norm"
 LR = "actor/lr"
+RESPONSE_LENGTH = "response_length/mean"  # tokens
 
 SERIES = (
     Series("reward", "reward of the training batch", REWARD, oat="actor/rewards"),
@@ -91,7 +92,7 @@ SERIES = (
     ),
     Series("grad_norm", "gradient norm of the actor", GRAD_NORM, oat="train/policy_grad_norm"),
     Series("entropy", "entropy of the policy", "actor/entropy", oat="train/entropy"),
-    Series("response_length", "response length, tokens", "response_length/mean", oat="actor/response_tok_len"),
+    Series("response_length", "response length, tokens", RESPONSE_LENGTH, oat="actor/response_tok_len"),
     Series("lr", "learning rate of the actor", LR, oat="misc/lr"),
     Series("throughput", "throughput, tokens/s per worker", "perf/throughput"),
     Series("seconds", "time of a step, s", SECONDS),
@@ -165,7 +166,7 @@ OUTCOMES = (
     CatalogOutcome("critic_skipped_total", "skipped steps, critic", CRITIC_SKIPPED, sum),
     CatalogOutcome("grad_norm_mean", "gradient norm, mean", GRAD_NORM, fmean),
     CatalogOutcome("entropy_last", f"entropy, last {WINDOW} steps", "actor/entropy", last_mean),
-    CatalogOutcome("response_length_last", f"response length, last {WINDOW}", "response_length/mean", last_mean),
+    CatalogOutcome("response_length_last", f"response length, last {WINDOW}", RESPONSE_LENGTH, last_mean),
     CatalogOutcome("throughput_median", "throughput, tokens/s, median", "perf/throughput", median, "log", speed=True),
     CatalogOutcome("seconds_median", "step, s, median", SECONDS, median, "log", speed=True),
     CatalogOutcome("memory_peak", "trainer's memory, GiB, peak", "actor/perf/max_memory_allocated_gb", max),

@@ -1,12 +1,17 @@
 """Write notes on a report's input: missing, truncated and doubtful values, and differences within a label."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 
-from lib.report.catalog import K3_NOISE, OUTCOMES, WINDOW
+from lib.format import significant
+from lib.report.catalog import K3_NOISE, OUTCOMES, RESPONSE_LENGTH, WINDOW
 from lib.report.report import Entry, count_seeds, step_range
 from lib.report.statistics import LEAST_SEEDS
+from lib.run.metrics import K3_KL
+from lib.sequence_weights import COLLAPSED, LEARNED
 
 TWO_FRAMEWORKS = (
     "Runs of OAT beside runs of verl: a step of verl's is a batch of data.train_batch_size prompts, what one of OAT's "
@@ -36,6 +41,7 @@ def notes(
     if few and len(by_label) > 1:
         lines.append(f"No verdict on {', '.join(few)}: {LEAST_SEEDS} different seeds are needed.")
     lines += within_labels(by_label)
+    lines += on_answers(by_label)
     noisy = [label for label, members in by_label.items() if any(is_noise(entry) for entry in members)]
     if noisy:
         lines.append(
@@ -84,6 +90,25 @@ def within_labels(by_label: dict[str, list[Entry]]) -> list[str]:
     for keys, labels in differing.items():
         lines.append(f"Within {', '.join(labels)} the runs differ in more than their seed: {keys}.")
     return lines
+
+
+def on_answers(by_label: dict[str, list[Entry]]) -> list[str]:
+    """Return the note on T·k3, the mismatch that adds up over an answer, where it may decide the outcome."""
+    totals: dict[str, list[float]] = {}
+    for label, members in by_label.items():
+        for first in (entry.shared[min(entry.shared)] for entry in members):
+            total = first.get(RESPONSE_LENGTH, math.nan) * first.get(K3_KL, math.nan)
+            if math.isfinite(total):
+                totals.setdefault(label, []).append(total)
+    means = {label: fmean(values) for label, values in totals.items()}
+    if max(means.values(), default=0) <= LEARNED:
+        return []
+    values = ", ".join(f"{significant(mean, 2)} in {label}" for label, mean in means.items())
+    return [
+        f"k3 times the length of an answer is {values} nats at the first step. In a small model, training with "
+        f"untruncated sequence-level importance weights went on up to {LEARNED:g} and collapsed from {COLLAPSED:g} on "
+        "(docs/results/collapse)."
+    ]
 
 
 def is_noise(entry: Entry) -> bool:

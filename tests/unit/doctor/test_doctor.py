@@ -28,7 +28,7 @@ from lib.doctor import refusals
 from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.dtype_rules import COMPUTE, KEEP, KEYS, LORA, SCALER, SEND, SKIP
 from lib.doctor.hardware import diagnose_on, hardware_lines
-from lib.doctor.metric_findings import MISMATCH_FREQ
+from lib.doctor.metric_findings import MISMATCH_FREQ, SEQUENCE_WEIGHTS
 from lib.doctor.tree import identify_tree
 from lib.patches.apply import apply
 from lib.patches.stack import load_stack
@@ -36,6 +36,7 @@ from lib.patches.wheels import unpacked_wheel
 from lib.paths import CONFIGS
 from lib.run.gpus import Gpu
 from lib.run.presets import PRESETS
+from lib.sequence_weights import COLLAPSED, LEARNED
 
 NEW = [NEWEST]
 # Family A's configs that are plain dictionaries, which accept any key.
@@ -318,6 +319,12 @@ AGREEMENT = (
     *(Case(f"bypass mode, measured every {freq}", NEW, "patched", f"{BYPASS}=true {MISMATCH_FREQ}={freq}",
            effect={MISMATCH_FREQ: "is neither a whole number of at least 1, *", **hidden})
       for freq, hidden in (("0", {BYPASS: "leaves *"}), ("-5", {BYPASS: "leaves *"}), ("true", {}))),
+    *(Case(f"weights of whole answers in {regime}", NEW, "patched",
+           f"+precision={regime} {SEQUENCE_WEIGHTS}={level} data.max_response_length=1000", effect=effect)
+      for regime, level, effect in (
+          ("bf16", "sequence", {SEQUENCE_WEIGHTS: f"*k3_kl of {LEARNED / 1e3:.1e} and {COLLAPSED / 1e3:.1e} at 1000*"}),
+          ("bf16_train_fp16_infer", "sequence", {SEQUENCE_WEIGHTS: "*in bfloat16*"}),
+          ("bf16", "token", {}), ("fp16", "sequence", {}), ("fp32", "sequence", {}))),
     Case("measured without bypass mode", SINCE_BYPASS, "patched", f"{MISMATCH_FREQ}=5", verdict="agree",
          effect={MISMATCH_FREQ: "is read in bypass mode alone*"}),
 )

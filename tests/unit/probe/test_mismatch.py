@@ -118,7 +118,8 @@ def test_intervals_cover_the_true_value():
 def regime(k3: tuple, ess: float = 0.9, prompts: int = 8) -> dict:
     point = {"length": 8192, "measured": False, "ess": Estimate(ess, ess - 0.01, ess + 0.01)}
     equal = Estimate(float(k3[0] == 0))
-    return {"k3": Estimate(*k3), "curve": [point], "block": 16, "prompts": prompts, "equal": equal, "tokens": 99}
+    counts = {"prompts": prompts, "tokens": 99, "longest": 9, "block": 16}
+    return counts | {"k3": Estimate(*k3), "curve": [point], "equal": equal}
 
 
 def test_verdict():
@@ -126,8 +127,10 @@ def test_verdict():
     verdict = mismatch.verdict({"fp32": fp32, "bf16": bf16, "fp16": fp16})
     assert verdict.startswith("fp16 mismatches least: its k3 of 1e-07 is 100 times below bf16's; ")
     assert "of 8192-token sequences cost 1.0 % (0–2.0) in fp16, 50 % (49–51) in bf16 of the samples (extrap" in verdict
+    assert verdict.endswith("; untruncated, they hold in fp16 (T·k3 8.2e-04), hold in bf16 (T·k3 0.082)")
     lost = mismatch.verdict({"fp16": fp16, "bf16": regime((1e-2, 9e-3, 2e-2), 0.002)})
     assert "100 % (99–101) in bf16 of the samples" in lost, "not 1e+02 %"
+    assert lost.endswith("hold in fp16 (T·k3 8.2e-04), do not hold in bf16 (T·k3 82)")
     unclear = mismatch.verdict({"bf16": bf16, "fp16": regime((1e-7, 5e-8, 9e-6))})
     assert unclear.startswith("the probe does not decide between fp16 and bf16: k3 1e-07 (5e-08–9e-06), 1e-05")
     few = mismatch.verdict({"bf16": regime((1e-5, 8e-6, 2e-5), prompts=7), "fp16": regime((1e-7,) * 3, prompts=7)})

@@ -19,6 +19,7 @@ from lib.files import read_jsonl
 from lib.paths import REPO
 from lib.probe.recommendation import recommend
 from lib.run.gpus import Gpu
+from lib.sequence_weights import COLLAPSED, LEARNED
 
 SCALE = "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=131072"
 PREFLIGHT = {
@@ -35,14 +36,12 @@ RUNS = {"bf16": 6, "bf16_train_fp16_infer": 5, "fp16": 7, "fp32": 5}
 WORDS = {"MODEL": "/a b", "ROWS": "16"}
 
 
-def row(regime: str, k3: tuple, rate: float = 1e-6, prompts: int = 16, **more) -> dict:
+def row(regime: str, k3: tuple, prompts: int = 16, **more) -> dict:
     def estimate(value, low, high):
         return {"value": value, "low": low, "high": high}
 
-    point = {"length": 64, "measured": True, "sequences": 128, "ess": estimate(0.99, 0.98, 0.995)}
-    counts = {"regime": regime, "prompts": prompts, "sequences": 8 * prompts, "block": 16, "curve": [point]}
-    growth = {"growth": estimate(1, 0.8, 1.2)}
-    return counts | {"k3": estimate(*k3), "rate": estimate(rate, rate / 2, rate * 2)} | growth | more
+    counts = {"regime": regime, "prompts": prompts, "sequences": 8 * prompts, "block": 16, "longest": 64}
+    return counts | {"k3": estimate(*k3), "growth": estimate(1, 0.8, 1.2)} | more
 
 
 def probe_of(*rows: dict, backend: str = "vllm", device: str = "cuda", positions: int = 32768) -> dict:
@@ -50,7 +49,7 @@ def probe_of(*rows: dict, backend: str = "vllm", device: str = "cuda", positions
 
 
 FP16, BF16, MIXED = (1e-7, 5e-8, 2e-7), (1e-5, 8e-6, 2e-5), (1.2e-5, 9e-6, 2e-5)
-EVERY = [row("bf16", BF16, 1e-4), row("bf16_train_fp16_infer", MIXED), row("fp16", FP16)]
+EVERY = [row("bf16", BF16), row("bf16_train_fp16_infer", MIXED), row("fp16", FP16)]
 
 
 def test_smallest_mismatch_and_its_settings():
@@ -59,7 +58,9 @@ def test_smallest_mismatch_and_its_settings():
     assert found.answers["regime"].startswith("fp16, which has the smallest k3: fp16 1e-07 (5e-08–2e-07), bf16 1e-05")
     assert "may grow by a factor of 20 before it overflows" in found.answers["first loss scale"]
     assert "2.05e+03 times below 65504" in found.answers["modules in fp32"]
-    assert "hold at 64 tokens in fp16: ESS/N 0.9900 (0.9800–0.9950), measured" in found.answers["sequence weights"]
+    assert found.answers["sequence weights"].startswith(
+        "hold at 64 tokens in fp16: T·k3 6.4e-06 (3.2e-06–1.3e-05) nats, k3 times 64 tokens; such weights learned up to"
+    )
 
 
 def test_decision_from_the_recorded_runs_is_the_regime_with_the_smallest_mismatch_in_every_run():
@@ -123,26 +124,32 @@ def test_bf16_where_fp16_does_not_run_on_both_sides(preflight, rows, reason, nev
 
 
 @pytest.mark.parametrize(
-    ("rate", "verdict"),
-    [(1e-6, "hold at"), (3e-5, "may or may not hold at"), (2e-4, "may or may not hold at"), (1e-2, "do not hold at")],
+    ("k3", "verdict"),
+    [(1e-6, "hold"), (3e-5, "may or may not hold"), (4e-4, "may or may not hold"), (1e-2, "do not hold")],
 )
-def test_weights_at_a_length_beyond_the_answers(rate, verdict):
-    rows = [row("bf16", BF16), row("fp16", FP16, rate, growth={"value": 2, "low": 1.5, "high": 3})]
+def test_weights_at_a_length_beyond_the_answers(k3, verdict):
+    interval = (k3, k3 / 1.1, k3 * 1.1)
+    rows = [row("bf16", (1, 0.9, 1.1)), row("fp16", interval, growth={"value": 2, "low": 1.5, "high": 3})]
     found = recommend(PREFLIGHT, probe_of(*rows), 8192, WORDS)
     sentence = found.answers["sequence weights"]
-    assert sentence.startswith(f"{verdict} 8192 tokens in fp16") and "extrapolated from 64 tokens" in sentence
-    assert "sums of 16 tokens vary more than independent ones" in sentence
-    least, most = map(float, re.search(r"is reached at \S+ tokens \((\S+)–(\S+)\)", sentence).groups())
-    agreed = "hold" if least > 8192 else "do not hold" if most < 8192 else "may or may not hold"
-    assert verdict == f"{agreed} at", "the verdict is the one of the reach"
+    assert sentence.startswith(f"{verdict} at 8192 tokens in fp16: T·k3 ") and "answers of at most 64, with" in sentence
+    total = re.search(r"T·k3 (\S+) \((\S+)–(\S+)\) nats", sentence).groups()
+    assert [float(each) for each in total] == pytest.approx([8192 * k3 * each for each in (1, 1 / 2.2, 2.2)], rel=0.06)
+    tokens = re.search(r"which is (\S+) and (\S+) tokens at this k3; sums of 16 tokens vary", sentence).groups()
+    assert [float(each) for each in tokens] == pytest.approx([LEARNED / k3, COLLAPSED / k3], rel=0.06)
     assert found.unknown == [
         "sequence weights at 8192 tokens: make recommend 'MODEL=/a b' ROWS=16 TOKENS=8192, "
         "and DATA whose answers are that long"
     ]
-    within = recommend(PREFLIGHT, probe_of(*rows), 50, WORDS)
-    assert within.unknown == [] and "by the variance of sums of 16 tokens; 0.5" in within.answers["sequence weights"]
+    within = recommend(PREFLIGHT, probe_of(*rows), 64, WORDS)
+    assert within.unknown == [] and "k3 times 64 tokens; such" in within.answers["sequence weights"]
     (doubt,) = recommend(PREFLIGHT, probe_of(*rows, positions=128), 8192, WORDS).unknown
     assert doubt.endswith("the model has 128 positions; set LENGTH to what your run has")
+
+
+def test_weights_of_equal_log_probabilities_hold():
+    rows = [row("bf16", BF16), row("fp16", (0.0, 0.0, 0.0))]
+    assert recommend(PREFLIGHT, probe_of(*rows), 8192, WORDS).answers["sequence weights"].startswith("hold at 8192")
 
 
 def test_what_the_machine_and_a_small_margin_leave_open():

@@ -17,7 +17,7 @@ from lib.errors import Refused
 from lib.files import write, write_json
 from lib.paths import REPO
 from lib.report.build import SETTINGS, rebuild, write_report
-from lib.report.catalog import SERIES
+from lib.report.catalog import RESPONSE_LENGTH, SERIES
 from lib.report.figures import centre, curve, draw, write_figures
 from lib.report.page import page, state
 from lib.report.readers.run_folder import RECORD
@@ -163,6 +163,18 @@ def test_doubtful_comparison_has_a_note(runs, note, tmp_path):
     assert not any(each.holds for each in report.verdicts) and pairs_with_verdicts(report) == []
     assert "None: no two labels have as many runs as a verdict needs." in page(report)
     assert len({entry.id for entry in report.entries}) == len(runs)
+
+
+@pytest.mark.parametrize(("k3", "noted"), [(2e-2, True), (1e-3, False), (float("nan"), False)])
+def test_mismatch_that_may_decide_the_outcome_has_a_note(k3, noted, tmp_path):
+    runs = [
+        made(tmp_path / label, label, **{K3_KL: value, RESPONSE_LENGTH: 100.0})
+        for label, value in {"bf16": k3, "fp16": 1e-4}.items()
+    ]
+    report = built(runs)
+    note = "k3 times the length of an answer is 2 in bf16, 0.010 in fp16 nats at the first step. In a small model,"
+    assert any(each.startswith(note) for each in report.notes) == noted
+    assert is_rebuilt_from(tmp_path / "out", report)
 
 
 def test_metric_that_is_always_nan_has_no_mean_and_a_note(tmp_path):

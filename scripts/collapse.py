@@ -89,7 +89,7 @@ def make_grid(options: CollapseOptions) -> int:
     """Make the runs of a grid that have no outcome in the table. Return the exit code."""
     from lib.collapse.figures import draw_curves, draw_threshold
     from lib.collapse.grid import load_grid, make_runs
-    from lib.collapse.outcomes import read_outcome, read_table, separated, write_summary, write_table
+    from lib.collapse.outcomes import read_outcome, read_table, separations, write_summary, write_table
 
     grid = load_grid(options.grid)
     groups = list(dict.fromkeys(run.group for run in grid))
@@ -110,9 +110,9 @@ def make_grid(options: CollapseOptions) -> int:
     if first := [each for each in outcomes if each.run.group == groups[0]]:
         draw_curves(first, options.table.with_name("curves.png"))
         draw_threshold(outcomes, options.table.with_name("threshold.png"))
-    for group in groups:
-        if (answer := separated([each for each in outcomes if each.run.group == group])) is not None:
-            print(f"{group}: fp16 and bf16 are {'separated' if answer else 'not separated'}")
+    for run, each in separations(outcomes).items():
+        name = f"{run.group}, {run.algo}, lift {run.lift}, {run.length} tokens"
+        print(f"{name}: fp16 and bf16 are {'' if each.separated else 'not '}separated")
     print(f"\n  {options.table}")
     return sweep.code
 

@@ -9,11 +9,11 @@ from statistics import fmean, median
 
 from lib.collapse.grid import GridRun
 from lib.format import markdown_table, number
+from lib.report.statistics import ERROR, LEAST_SEEDS, welch
 from lib.run.metrics import K3_KL, REWARD, merge_metrics, metric_values, training_rows
 
 ESS = "rollout_corr/rollout_is_eff_sample_size"
 FIRST, LAST = 3, 10  # steps whose mean accuracy is the first, and the last
-LEAST_SEEDS = 3
 SETTINGS = {field.name: field.type for field in fields(GridRun)}
 DERIVED = ("first", "last", "median_k3", "total_k3")
 SERIES = ("accuracy", "k3", "ess")
@@ -98,14 +98,50 @@ def read_table(file: Path) -> list[RecallOutcome]:
         ]
 
 
-def write_summary(outcomes: Sequence[RecallOutcome], file: Path) -> None:
-    """Write a Markdown table with a line per setting, whose cells have a value per seed."""
+def by_setting(outcomes: Sequence[RecallOutcome], **same: object) -> dict[GridRun, list[RecallOutcome]]:
+    """Return the outcomes by their runs, in which ``seed`` and what else ``same`` names is replaced by its value."""
     settings: dict[GridRun, list[RecallOutcome]] = {}
     for each in outcomes:
-        settings.setdefault(replace(each.run, seed=0), []).append(each)
+        settings.setdefault(replace(each.run, seed=0, **same), []).append(each)
+    return settings
+
+
+@dataclass(frozen=True)
+class Separation:
+    """How far the last accuracy of fp16 is above that of bf16, over the seeds of one setting.
+
+    Attributes:
+        difference: of the means; ``low`` and ``high`` bound its 95 % interval (Welch), None without any spread.
+        separated: whether fp16's lowest is above bf16's highest by more than the larger of the two ranges.
+    """
+
+    difference: float
+    low: float | None
+    high: float | None
+    separated: bool
+
+
+def separation(outcomes: Sequence[RecallOutcome]) -> Separation | None:
+    """Compare the regimes of one setting; None with fewer than ``LEAST_SEEDS`` seeds of one."""
+    fp16, bf16 = ([each.last for each in outcomes if each.run.precision == name] for name in ("fp16", "bf16"))
+    if min(len(fp16), len(bf16)) < LEAST_SEEDS:
+        return None
+    spread = max(max(values) - min(values) for values in (fp16, bf16))
+    bounds = welch(fp16, bf16, ERROR) if spread else (fmean(fp16) - fmean(bf16), None, None)
+    return Separation(*bounds, min(fp16) - max(bf16) > spread)
+
+
+def separations(outcomes: Sequence[RecallOutcome]) -> dict[GridRun, Separation]:
+    """Return the separation of each setting with enough seeds; the run's ``precision`` is empty."""
+    found = {run: separation(several) for run, several in by_setting(outcomes, precision="").items()}
+    return {run: each for run, each in found.items() if each}
+
+
+def write_summary(outcomes: Sequence[RecallOutcome], file: Path) -> None:
+    """Write a Markdown table with a line per setting, whose cells have a value per seed, and one of the separations."""
     header = ["group", "objective", "lift", "tokens", "regime", "seeds", "steps", "T·k3", "ESS/N", "first", "last"]
     rows = []
-    for run, several in settings.items():
+    for run, several in by_setting(outcomes).items():
         cells = [", ".join(str(each.run.seed) for each in several), run.steps]
         cells.append(", ".join(f"{each.total_k3:.2g}" for each in several))
         cells.append(", ".join(number(each.median_ess, ".2g") for each in several))
@@ -121,16 +157,18 @@ def write_summary(outcomes: Sequence[RecallOutcome], file: Path) -> None:
         "",
         *markdown_table(header, rows),
     ]
+    if found := separations(outcomes):
+        header = ["group", "objective", "lift", "tokens", "fp16 − bf16", "95 % interval", "separated"]
+        rows = [
+            [run.group, run.algo, run.lift, run.length + 1, f"{each.difference:.2f}"]
+            + ["-" if each.low is None else f"{each.low:.2f} to {each.high:.2f}", "yes" if each.separated else "no"]
+            for run, each in found.items()
+        ]
+        lines += [
+            "",
+            f"Last accuracy in fp16 minus that in bf16, at least {LEAST_SEEDS} seeds each. Interval: Welch's t test.",
+            "Separated: fp16's lowest is above bf16's highest by more than the larger range over the seeds.",
+            "",
+            *markdown_table(header, rows),
+        ]
     file.write_text("\n".join(lines) + "\n")
-
-
-def separated(outcomes: Sequence[RecallOutcome]) -> bool | None:
-    """Return whether the seeds separate fp16 from bf16 in the last accuracy; None with fewer than three seeds of one.
-
-    They do if fp16's lowest is above bf16's highest by more than the larger of the two ranges.
-    """
-    last = {name: [each.last for each in outcomes if each.run.precision == name] for name in ("fp16", "bf16")}
-    if min(map(len, last.values())) < LEAST_SEEDS:
-        return None
-    spread = max(max(values) - min(values) for values in last.values())
-    return min(last["fp16"]) - max(last["bf16"]) > spread

@@ -10,7 +10,15 @@ import collapse
 from lib.collapse import grid
 from lib.collapse.figures import draw_curves, draw_threshold
 from lib.collapse.grid import GridRun, load_grid
-from lib.collapse.outcomes import RecallOutcome, read_outcome, read_table, separated, write_summary, write_table
+from lib.collapse.outcomes import (
+    RecallOutcome,
+    read_outcome,
+    read_table,
+    separation,
+    separations,
+    write_summary,
+    write_table,
+)
 from lib.collapse.sentences import sentences
 from lib.errors import Refused
 from lib.files import write
@@ -144,7 +152,24 @@ def test_outcome_is_read_from_the_metrics_of_a_run(tmp_path):
 def test_separation_needs_three_seeds_and_a_gap_above_their_spread(bf16, fp16, expected):
     runs = [outcome("bf16", seed, falling(last)) for seed, last in enumerate(bf16)]
     runs += [outcome("fp16", seed, falling(last)) for seed, last in enumerate(fp16)]
-    assert separated(runs) is expected
+    found = separation(runs)
+    assert (found and found.separated) is expected
+    if found and found.low is not None:
+        assert found.low < found.difference < found.high
+        assert found.difference == pytest.approx(sum(fp16) / 3 - sum(bf16) / 3)
+
+
+def test_settings_of_one_group_are_compared_one_by_one(tmp_path):
+    lasts = {("bf16", 64): (0.0, 0.1), ("fp16", 64): (0.8, 0.9), ("bf16", 16): (0.9, 0.8), ("fp16", 16): (0.9, 0.8)}
+    runs = [
+        outcome(regime, seed, falling(last[seed % 2]), lift=lift)
+        for (regime, lift), last in lasts.items()
+        for seed in range(3)
+    ]
+    assert {run.lift: each.separated for run, each in separations(runs).items()} == {64: True, 16: False}
+    write_summary(runs, tmp_path / "runs.md")
+    lines = (tmp_path / "runs.md").read_text().splitlines()
+    assert "| some group | pg_is | 64 | 129 | 0.80 | 0.67 to 0.93 | yes |" in lines and lines[-1].endswith("| no |")
 
 
 @pytest.mark.parametrize(("last", "verb"), [(0.0, "collapsed"), (0.3, "did not learn"), (0.9, "learned")])
@@ -179,6 +204,7 @@ def test_grid_whose_runs_are_finished_is_summarized(tmp_path, capsys, monkeypatc
     write_table(known, tmp_path / "runs.csv")
     monkeypatch.setattr(grid, "run_sweep", lambda plan: SweepOutcome({}, [], False))
     assert collapse.main([f"GRID={file}", f"OUT={tmp_path}", "DEVICE=cpu"]) == 0
-    assert "a: fp16 and bf16 are separated" in capsys.readouterr().out
+    assert "a, pg_is, lift 160, 128 tokens: fp16 and bf16 are separated" in capsys.readouterr().out
     assert read_table(tmp_path / "runs.csv") == known and (tmp_path / "curves.png").exists()
-    assert "| a | pg_is | 160 | 129 | bf16 | 1, 2, 3 |" in (tmp_path / "runs.md").read_text()
+    text = (tmp_path / "runs.md").read_text()
+    assert "| a | pg_is | 160 | 129 | bf16 | 1, 2, 3 |" in text and "| a | pg_is | 160 | 129 | 0.90 | - | yes |" in text

@@ -12,6 +12,8 @@ def number(value: float | None, form: str = ".3g") -> str:
 
 def significant(value: float, digits: int = 3) -> str:
     """Format ``value`` by its first digits, whole numbers as such: ``0.00951``, ``26``, ``1958``, ``1.67e-07``."""
+    if not math.isfinite(value):
+        return str(value)
     if value == int(value) and abs(value) < 1e7:
         return str(int(value))
     leading = math.floor(math.log10(abs(value)))

@@ -58,11 +58,12 @@ def weight_findings(resolver: DtypeResolver) -> Iterator[Finding]:
     if resolver.config.get(SEQUENCE_WEIGHTS) != "sequence" or "bfloat16" not in sides:
         return
     length = resolver.config.get("data.max_response_length")
-    learned, collapsed = (f"{bound / length:.1e}" for bound in (LEARNED, COLLAPSED))
     effect = (
-        f"weights whole answers by their mismatch, in bfloat16. A small model learned up to {LEARNED:g} nats an answer "
-        f"and collapsed from {COLLAPSED:g} on (docs/results/collapse): a rollout_corr/k3_kl of {learned} and "
-        f"{collapsed} at {length} tokens"
+        "weights whole answers by their mismatch, which is large in bfloat16. With untruncated weights, a small model "
+        f"learned where k3 times the tokens of an answer was at most {LEARNED:g} and collapsed from {COLLAPSED:g} on"
     )
+    if isinstance(length, int) and length > 0:
+        learned, collapsed = (f"{bound / length:.1e}" for bound in (LEARNED, COLLAPSED))
+        effect += f": at {length} tokens, a rollout_corr/k3_kl of {learned} and {collapsed}"
     mend = "+precision=fp16, or measure it first: make probe"
     yield Finding(SEQUENCE_WEIGHTS, "sequence", effect, mend)

@@ -20,7 +20,7 @@ LEAST = 64  # sequences or blocks for an estimate of a variance
 # A bootstrap's intervals are too narrow with fewer prompts: with 2 they separate equal regimes in a quarter of cases.
 LEAST_PROMPTS = 8
 DRAWS = 2000
-EXTRAPOLATION = 2  # factor by which k3 may be off in answers longer than the measured ones, docs/how-to/probe.md
+EXTRAPOLATION = 2  # convention: T·k3 of longer answers than the measured ones may be off by this factor, either way
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,20 @@ def blocks(answers: list[Answer], length: int) -> tuple[np.ndarray, ...]:
     return *map(np.array, sums), np.array([len(answer.rollout) for answer in answers])
 
 
-def answer_k3(k3: Estimate, length: int, longest: int) -> Estimate:
-    """Return T·k3 of answers of ``length`` tokens, in nats, from k3 per token of answers of at most ``longest``."""
-    beyond = EXTRAPOLATION if length > longest else 1
-    return Estimate(k3.value * length, k3.low * length / beyond, k3.high * length * beyond)
+def measured_length(result: dict) -> int:
+    """Return the largest number of tokens that at least ``LEAST`` of the answers have."""
+    return max((point["length"] for point in result["curve"] if point["measured"]), default=result["block"])
+
+
+def answer_k3(k3: Estimate, rate: Estimate, length: int, measured: int) -> Estimate:
+    """Return the T·k3 of answers of ``length`` tokens, in nats, measured on answers of at most ``measured`` tokens.
+
+    If the mismatches of an answer's tokens are correlated, the weights vary as independent ones of a larger k3 do. So
+    this is the larger of T times ``k3`` and λT/2, half the variance of the weights' logarithm; ``rate`` is λ.
+    """
+    each = [max(one, other / 2) for one, other in ((k3.value, rate.value), (k3.low, rate.low), (k3.high, rate.high))]
+    beyond = EXTRAPOLATION if length > measured else 1
+    return Estimate(each[0] * length, each[1] * length / beyond, each[2] * length * beyond)
 
 
 def rate_growth(single: np.ndarray, joint: np.ndarray) -> np.ndarray:
@@ -217,7 +227,8 @@ def verdict(regimes: dict[str, dict], shown: int = 8192) -> str:
         return f"{loss} % ({least}–{most}) in {name}"
 
     def outcome(name: str) -> str:
-        total = answer_k3(half[name]["k3"], shown, half[name]["longest"])
+        result = half[name]
+        total = answer_k3(result["k3"], result["rate"], shown, measured_length(result))
         return f"{prediction(total.low, total.high)} in {name} (T·k3 {significant(total.value, 2)})"
 
     ratios = {name: half[name]["k3"].value / half[best]["k3"].value for name in others}

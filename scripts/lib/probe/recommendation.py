@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lib.format import significant
 from lib.probe.fp16_range import HEADROOM, LARGEST
-from lib.probe.mismatch import EXTRAPOLATION, LEAST_PROMPTS, Estimate, answer_k3, interval
+from lib.probe.mismatch import EXTRAPOLATION, LEAST_PROMPTS, Estimate, answer_k3, interval, measured_length
 from lib.sequence_weights import COLLAPSED, LEARNED, prediction
 
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
@@ -141,27 +141,32 @@ def modules(preflight: dict) -> str:
 
 def weights(row: dict, regime: str, length: int, positions: int, words: dict[str, str]) -> tuple[str, list[str]]:
     """Return the sentence on sequence weights over ``length`` tokens of a response, and what to measure for it."""
-    k3, longest, doubts = Estimate(**row["k3"]), row["longest"], []
-    how = f"k3 times {length} tokens"
-    if length > longest:
-        how += f", of answers of at most {longest}, with a band {EXTRAPOLATION} times as wide"
+    measured, doubts = measured_length(row), []
+    how = f"measured at up to {measured} tokens"
+    if length > measured:
+        how += f" and widened by a factor of {EXTRAPOLATION} at each end"
         subject = f"sequence weights at {length} tokens"
         if length > positions:
             doubts.append(f"{subject}: the model has {positions} positions; set LENGTH to what your run has")
         else:
             doubts.append(f"{subject}: {repeat(words, TOKENS=length)}, and DATA whose answers are that long")
-    total = answer_k3(k3, length, longest)
-    numbers = "{} ({}–{})".format(*(significant(each, 2) for each in (total.value, total.low, total.high)))
+    total = answer_k3(Estimate(**row["k3"]), Estimate(**row["rate"]), length, measured)
+    numbers = "{} ({}–{})".format(*map(two_digits, (total.value, total.low, total.high)))
     sentence = (
-        f"{prediction(total.low, total.high)} at {length} tokens in {regime}: T·k3 {numbers} nats, {how}; such weights "
-        f"learned up to {LEARNED:g} nats and collapsed from {COLLAPSED:g} nats on"
+        f"{prediction(total.low, total.high)} at {length} tokens in {regime}: T·k3 {numbers} nats, {how}; a model "
+        f"learned with untruncated weights up to {LEARNED:g} nats and collapsed from {COLLAPSED:g} nats on"
     )
-    if k3.value:
-        tokens = [significant(round(bound / k3.value), 2) for bound in (LEARNED, COLLAPSED)]
-        sentence += f", which is {' and '.join(tokens)} tokens at this k3"
+    if total.value:
+        tokens = [two_digits(bound * length / total.value) for bound in (LEARNED, COLLAPSED)]
+        sentence += f", here {' and '.join(tokens)} tokens"
     if row["growth"]["low"] > 1:
-        sentence += f"; sums of {row['block']} tokens vary more than independent ones: at fewer, if that goes on"
+        sentence += f"; sums of {row['block']} tokens vary more than independent ones: fewer, if that goes on"
     return sentence, doubts
+
+
+def two_digits(value: float) -> str:
+    """Format ``value`` rounded to two digits."""
+    return significant(float(f"{value:.2g}"), 2)
 
 
 def other_doubts(preflight: dict, probe: dict, regime: str | None, words: dict[str, str]) -> list[str]:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+BEFORE = {"TEMPERATURE": 1.0}  # of work that was begun before it was a setting
+
+
 def open_work_folder(out: Path, settings: dict) -> Path:
     """Return ``out``/work, created or with the work done so far.
 
@@ -32,7 +35,7 @@ def open_work_folder(out: Path, settings: dict) -> Path:
     if file.exists():
         recorded = json.loads(file.read_text())
         for name, value in settings.items():
-            earlier = recorded.get(name, "not set")
+            earlier = recorded.get(name, BEFORE.get(name, "not set"))
             if earlier != value:
                 raise Refused(
                     f"{name}={value}: {out} contains a probe with {name}={earlier}; "

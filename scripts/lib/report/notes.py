@@ -103,11 +103,11 @@ def on_answers(by_label: dict[str, list[Entry]]) -> list[str]:
     means = {label: fmean(values) for label, values in totals.items()}
     if max(means.values(), default=0) <= LEARNED:
         return []
-    values = ", ".join(f"{significant(mean, 2)} in {label}" for label, mean in means.items())
+    values = ", ".join(f"{significant(mean, 2)} nats in {label}" for label, mean in means.items())
     return [
-        f"k3 times the length of an answer is {values} nats at the first step. In a small model, training with "
-        f"untruncated sequence-level importance weights went on up to {LEARNED:g} and collapsed from {COLLAPSED:g} on "
-        "(docs/results/collapse)."
+        f"At the first common step, k3 times the length of an answer is {values}. This matters with sequence-level "
+        f"importance weights: with untruncated ones, a small model learned up to {LEARNED:g} nats and collapsed from "
+        f"{COLLAPSED:g} nats on (docs/results/collapse)."
     ]
 
 

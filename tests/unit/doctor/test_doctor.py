@@ -320,10 +320,12 @@ AGREEMENT = (
            effect={MISMATCH_FREQ: "is neither a whole number of at least 1, *", **hidden})
       for freq, hidden in (("0", {BYPASS: "leaves *"}), ("-5", {BYPASS: "leaves *"}), ("true", {}))),
     *(Case(f"weights of whole answers in {regime}", NEW, "patched",
-           f"+precision={regime} {SEQUENCE_WEIGHTS}={level} data.max_response_length=1000", effect=effect)
+           f"+precision={regime} data.max_response_length=1000 {SEQUENCE_WEIGHTS}={level}", effect=effect)
       for regime, level, effect in (
-          ("bf16", "sequence", {SEQUENCE_WEIGHTS: f"*k3_kl of {LEARNED / 1e3:.1e} and {COLLAPSED / 1e3:.1e} at 1000*"}),
+          ("bf16", "sequence",
+           {SEQUENCE_WEIGHTS: f"*at 1000 tokens, *k3_kl of {LEARNED / 1e3:.1e} and {COLLAPSED / 1e3:.1e}"}),
           ("bf16_train_fp16_infer", "sequence", {SEQUENCE_WEIGHTS: "*in bfloat16*"}),
+          ("bf16", "sequence data.max_response_length=null", {SEQUENCE_WEIGHTS: "*from 2 on"}),
           ("bf16", "token", {}), ("fp16", "sequence", {}), ("fp32", "sequence", {}))),
     Case("measured without bypass mode", SINCE_BYPASS, "patched", f"{MISMATCH_FREQ}=5", verdict="agree",
          effect={MISMATCH_FREQ: "is read in bypass mode alone*"}),

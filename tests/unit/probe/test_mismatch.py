@@ -119,7 +119,12 @@ def regime(k3: tuple, ess: float = 0.9, prompts: int = 8) -> dict:
     point = {"length": 8192, "measured": False, "ess": Estimate(ess, ess - 0.01, ess + 0.01)}
     equal = Estimate(float(k3[0] == 0))
     counts = {"prompts": prompts, "tokens": 99, "longest": 9, "block": 16}
-    return counts | {"k3": Estimate(*k3), "curve": [point], "equal": equal}
+    return counts | {
+        "k3": Estimate(*k3),
+        "rate": Estimate(*(2 * each for each in k3)),
+        "curve": [point],
+        "equal": equal,
+    }
 
 
 def test_verdict():

@@ -1,14 +1,16 @@
 """``make recommend``: the decision from the numbers of two reports, and the command on real small models."""
 
 import json
+import math
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +19,8 @@ import recommend as command
 from lib.errors import Refused
 from lib.files import read_jsonl
 from lib.paths import REPO
-from lib.probe.recommendation import recommend
+from lib.probe.mismatch import Answer, measure
+from lib.probe.recommendation import recommend, two_digits
 from lib.run.gpus import Gpu
 from lib.sequence_weights import COLLAPSED, LEARNED
 
@@ -40,8 +43,10 @@ def row(regime: str, k3: tuple, prompts: int = 16, **more) -> dict:
     def estimate(value, low, high):
         return {"value": value, "low": low, "high": high}
 
-    counts = {"regime": regime, "prompts": prompts, "sequences": 8 * prompts, "block": 16, "longest": 64}
-    return counts | {"k3": estimate(*k3), "growth": estimate(1, 0.8, 1.2)} | more
+    counts = {"regime": regime, "prompts": prompts, "sequences": 8 * prompts, "block": 16, "longest": 9000}
+    counts["curve"] = [{"length": 64, "measured": True}, {"length": 8192, "measured": False}]
+    independent = estimate(*(2 * each for each in k3))  # λ is twice k3
+    return counts | {"k3": estimate(*k3), "rate": independent, "growth": estimate(1, 0.8, 1.2)} | more
 
 
 def probe_of(*rows: dict, backend: str = "vllm", device: str = "cuda", positions: int = 32768) -> dict:
@@ -59,7 +64,7 @@ def test_smallest_mismatch_and_its_settings():
     assert "may grow by a factor of 20 before it overflows" in found.answers["first loss scale"]
     assert "2.05e+03 times below 65504" in found.answers["modules in fp32"]
     assert found.answers["sequence weights"].startswith(
-        "hold at 64 tokens in fp16: T·k3 6.4e-06 (3.2e-06–1.3e-05) nats, k3 times 64 tokens; such weights learned up to"
+        "hold at 64 tokens in fp16: T·k3 6.4e-06 (3.2e-06–1.3e-05) nats, measured at up to 64 tokens; a model learned"
     )
 
 
@@ -132,19 +137,37 @@ def test_weights_at_a_length_beyond_the_answers(k3, verdict):
     rows = [row("bf16", (1, 0.9, 1.1)), row("fp16", interval, growth={"value": 2, "low": 1.5, "high": 3})]
     found = recommend(PREFLIGHT, probe_of(*rows), 8192, WORDS)
     sentence = found.answers["sequence weights"]
-    assert sentence.startswith(f"{verdict} at 8192 tokens in fp16: T·k3 ") and "answers of at most 64, with" in sentence
+    assert sentence.startswith(f"{verdict} at 8192 tokens in fp16: T·k3 ") and "up to 64 tokens and widened" in sentence
     total = re.search(r"T·k3 (\S+) \((\S+)–(\S+)\) nats", sentence).groups()
     assert [float(each) for each in total] == pytest.approx([8192 * k3 * each for each in (1, 1 / 2.2, 2.2)], rel=0.06)
-    tokens = re.search(r"which is (\S+) and (\S+) tokens at this k3; sums of 16 tokens vary", sentence).groups()
-    assert [float(each) for each in tokens] == pytest.approx([LEARNED / k3, COLLAPSED / k3], rel=0.06)
+    tokens = re.search(r"here (\S+) and (\S+) tokens; sums of 16 tokens vary", sentence).groups()
+    assert list(tokens) == [two_digits(LEARNED / k3), two_digits(COLLAPSED / k3)]
     assert found.unknown == [
         "sequence weights at 8192 tokens: make recommend 'MODEL=/a b' ROWS=16 TOKENS=8192, "
         "and DATA whose answers are that long"
     ]
     within = recommend(PREFLIGHT, probe_of(*rows), 64, WORDS)
-    assert within.unknown == [] and "k3 times 64 tokens; such" in within.answers["sequence weights"]
+    assert within.unknown == [] and "up to 64 tokens; a model" in within.answers["sequence weights"]
     (doubt,) = recommend(PREFLIGHT, probe_of(*rows, positions=128), 8192, WORDS).unknown
     assert doubt.endswith("the model has 128 positions; set LENGTH to what your run has")
+
+
+def test_weights_of_correlated_mismatches_are_judged_by_their_variance():
+    """Answers of 128 tokens with an offset of their own, as a layer norm's rounding gives: ESS/N is far below k3's."""
+    rng = np.random.default_rng(1)
+    ratios = [rng.normal(rng.normal(0, 0.02), 0.05, 128) for _ in range(128)]
+    answers = [Answer(at // 8, ratio, np.zeros(128)) for at, ratio in enumerate(ratios)]
+    measured = measure(answers)
+    row = json.loads(json.dumps({"regime": "fp16", **measured}, default=asdict))
+    sentence = recommend(PREFLIGHT, probe_of(row), 128, WORDS).answers["sequence weights"]
+    assert sentence.startswith("may or may not hold at 128 tokens") and 128 * measured["k3"].high < LEARNED
+    ess = next(point["ess"].value for point in measured["curve"] if point["length"] == 128)
+    assert float(re.search(r"T·k3 (\S+)", sentence)[1]) == pytest.approx(-math.log(ess) / 2, rel=0.1)
+
+
+@pytest.mark.parametrize(("value", "text"), [(10898.2, "11000"), (0.0123, "0.012"), (math.nan, "nan"), (0.0, "0")])
+def test_numbers_are_rounded_to_two_digits(value, text):
+    assert two_digits(value) == text
 
 
 def test_weights_of_equal_log_probabilities_hold():

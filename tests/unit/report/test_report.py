@@ -172,7 +172,7 @@ def test_mismatch_that_may_decide_the_outcome_has_a_note(k3, noted, tmp_path):
         for label, value in {"bf16": k3, "fp16": 1e-4}.items()
     ]
     report = built(runs)
-    note = "k3 times the length of an answer is 2 in bf16, 0.010 in fp16 nats at the first step. In a small model,"
+    note = "At the first common step, k3 times the length of an answer is 2 nats in bf16, 0.010 nats in fp16. This"
     assert any(each.startswith(note) for each in report.notes) == noted
     assert is_rebuilt_from(tmp_path / "out", report)
 

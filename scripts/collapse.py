@@ -4,8 +4,10 @@ Runs verl's main_ppo with Ray, FSDP and vLLM on the recall task (recipes/recall)
 up to 8 nats per answer in bf16. Plots accuracy and k3 of both runs to OUT/collapse.png.
 
 With GRID, makes the runs of that file instead and writes their outcomes to OUT/runs.csv, with a summary and two figures
-beside it; those of configs/compare/collapse.toml to docs/results/collapse. Runs in that table are not repeated. The
-same command resumes. Exit code 0: done, whatever the outcome; 1: refused, or a run failed; 130: interrupted.
+beside it. Runs in that table are not repeated. The table of configs/compare/collapse.toml is in docs/results/collapse;
+with OUT its runs are made again. The same command resumes.
+
+Exit code 0: done, whatever the outcome; 1: refused, or a run failed; 130: interrupted.
 """
 
 import sys
@@ -16,6 +18,9 @@ from lib import cli
 from lib.errors import Refused
 from lib.files import check_room
 from lib.paths import REPO
+
+sys.path.append(str(REPO))  # for the recipes
+from lib.collapse.grid import FEWEST_STEPS, GridRun, load_grid, make_runs
 
 SHIPPED, RESULTS = REPO / "configs/compare/collapse.toml", REPO / "docs/results/collapse"
 VARIABLES = {
@@ -50,17 +55,18 @@ def parse(words: list[str]) -> CollapseOptions:
     values = cli.parse_words(words, VARIABLES)
     for name in ("SEED", "STEPS") if "GRID" in values else ("ONLY",):
         if name in values:
-            raise Refused(f"{name}={values[name]}: is set {'by the file of' if 'GRID' in values else 'only with'} GRID")
+            why = "cannot be set with GRID, whose file sets it" if "GRID" in values else "can only be set with GRID"
+            raise Refused(f"{name}={values[name]}: {why}")
     grid = cli.file_path(values, "GRID")
     if grid and not Path(grid).is_file():
         raise Refused(f"GRID={grid}: there is no such file")
     out = Path(cli.file_path(values, "OUT") or REPO / "outputs/collapse").resolve()
-    results = RESULTS if grid and Path(grid).resolve() == SHIPPED else out
+    results = RESULTS if grid and Path(grid).resolve() == SHIPPED and "OUT" not in values else out
     for folder in (out, results):
         check_room(folder)
     return CollapseOptions(
         seed=cli.whole_number(values, "SEED", 0, 1),
-        steps=cli.whole_number(values, "STEPS", 20, 40),
+        steps=cli.whole_number(values, "STEPS", FEWEST_STEPS, 40),
         device=cli.device(values),
         out=out,
         grid=Path(grid) if grid else None,
@@ -72,7 +78,6 @@ def parse(words: list[str]) -> CollapseOptions:
 def compare_pair(options: CollapseOptions) -> int:
     """Train in bf16 and in fp16, plot both, and print the outcome. Return the exit code."""
     from lib.collapse.figures import draw_curves
-    from lib.collapse.grid import GridRun, make_runs
     from lib.collapse.outcomes import read_outcome
     from lib.collapse.sentences import sentences
 
@@ -88,7 +93,6 @@ def compare_pair(options: CollapseOptions) -> int:
 def make_grid(options: CollapseOptions) -> int:
     """Make the runs of a grid that have no outcome in the table. Return the exit code."""
     from lib.collapse.figures import draw_curves, draw_threshold
-    from lib.collapse.grid import load_grid, make_runs
     from lib.collapse.outcomes import read_outcome, read_table, separations, write_summary, write_table
 
     grid = load_grid(options.grid)

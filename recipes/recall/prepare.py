@@ -47,10 +47,10 @@ class RecallSettings(PreparationSettings):
         return Recall(self.length)
 
     def key(self) -> str:
-        """Return 12 hex digits that change with any setting and with the code of both packages."""
+        """Return 12 hex digits that change with any setting and with the code that makes the model and the data."""
         digest = hashlib.sha256(super().key().encode())
-        for source in sorted(Path(__file__).parent.glob("*.py")):
-            digest.update(source.read_bytes())
+        for name in ("prepare.py", "task.py"):
+            digest.update((Path(__file__).parent / name).read_bytes())
         return digest.hexdigest()[:12]
 
 
@@ -94,7 +94,7 @@ def lift_logits(model, tokenizer, settings: RecallSettings, lift: float) -> dict
         most = (LARGEST - spread) / share.max().item()
         if lift > most:
             raise PreparationError(
-                f"--lift {lift:g}: logits would exceed {LARGEST}; the largest that fits is {most:.0f}"
+                f"--lift {lift:g}: logits would exceed {LARGEST}; the largest that fits is {math.floor(most)}"
             )
         model.lm_head.weight += lift * direction.float()
         logits = others @ model.lm_head.weight.T.double()
@@ -115,8 +115,6 @@ def prepare(out: Path, settings: RecallSettings, lift: float) -> dict:
     Raises:
         PreparationError: ``out`` contains something else, or the lift does not fit into float16.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     stamp, warm = out / "prepared.json", out.parent / f"recall-warm-{settings.length}"
     if out == warm:
         raise PreparationError(f"--out {out}: is the folder of the warm start; give another")
@@ -125,6 +123,8 @@ def prepare(out: Path, settings: RecallSettings, lift: float) -> dict:
     recipe = {"key": settings.key(), "lift": lift}
     if stamp.exists() and recipe.items() <= (prepared := json.loads(stamp.read_text())).items():
         return prepared
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds
+
     accuracy = prepare_warm_start(warm, settings)["sampled_accuracy"]
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "whole"
@@ -141,33 +141,56 @@ def prepare(out: Path, settings: RecallSettings, lift: float) -> dict:
     return prepared
 
 
-def finite(text: str) -> float:
-    """Return a finite number of the command line that is not negative.
+def lift_option(text: str) -> float:
+    """Return the value of ``--lift``.
 
     Raises:
-        argparse.ArgumentTypeError: it is not one.
+        argparse.ArgumentTypeError: it is negative or not a finite number.
     """
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of at least 0")
     return value
+
+
+def length_option(text: str) -> int:
+    """Return the value of ``--length``.
+
+    Raises:
+        argparse.ArgumentTypeError: the task has no answers of this length.
+    """
+    try:
+        return Recall(int(text)).length
+    except LengthError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number") from error
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of an answer, a multiple of 16: 64 to 512")
-    parser.add_argument("--lift", type=finite, default=LIFT, help="constant added to all logits: 0 to 192")
+    parser.add_argument(
+        "--length", type=length_option, default=LENGTH, help="tokens of an answer, a multiple of 16, such as 64 to 512"
+    )
+    parser.add_argument(
+        "--lift",
+        type=lift_option,
+        default=LIFT,
+        help="constant added to all logits, such as 0 to 192; must fit float16",
+    )
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the demonstrations")
     arguments = parser.parse_args()
     # exit cleanly: the default handler would leave temporary files
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        Recall(arguments.length)
         settings = RecallSettings(seed=arguments.seed, length=arguments.length)
         prepared = prepare(arguments.out, settings, arguments.lift)
-    except (PreparationError, LengthError) as error:
-        sys.exit(f"--{error}" if isinstance(error, LengthError) else str(error))
+    except PreparationError as error:
+        sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
     fit = prepared["logits"]

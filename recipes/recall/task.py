@@ -44,7 +44,7 @@ class Recall:
 
     @staticmethod
     def problems(number: int, rng: random.Random) -> list[tuple[str]]:
-        """Return ``number`` prompts: all in turn, from a random one on."""
+        """Return ``number`` prompts, cycling through all of them from a random one."""
         first = rng.randrange(len(PROMPTS))
         return [(PROMPTS[(first + index) % len(PROMPTS)],) for index in range(number)]
 

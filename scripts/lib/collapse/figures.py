@@ -1,6 +1,7 @@
 """Draw the outcomes of the recall task: two regimes over the steps, and all runs over T·k3."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lib.collapse.outcomes import RecallOutcome
@@ -23,8 +24,9 @@ def draw_curves(outcomes: Sequence[RecallOutcome], file: Path) -> None:
                 lines = [getattr(each, series) for each in members]
                 for line in lines:
                     axis.plot(range(1, len(line) + 1), line, color=COLOURS[name], linewidth=0.8, alpha=0.45)
-                means = [centre(list(values), scale)[0] for values in zip(*lines, strict=False)]  # of common steps
-                axis.plot(range(1, len(means) + 1), means, color=COLOURS[name], linewidth=2.0, label=name)
+                steps = {step: drawable(values, scale) for step, values in enumerate(zip(*lines, strict=False), 1)}
+                means = {step: centre(values, scale)[0] for step, values in steps.items() if values}  # of common steps
+                axis.plot(list(means), list(means.values()), color=COLOURS[name], linewidth=2.0, label=name)
         left.set(ylabel="share of right answers", ylim=(0, 1))
         right.set(ylabel="k3, nats per token", yscale="log")
         for axis in (left, right):
@@ -32,6 +34,11 @@ def draw_curves(outcomes: Sequence[RecallOutcome], file: Path) -> None:
             axis.xaxis.get_major_locator().set_params(integer=True)
         left.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
         figure.savefig(file, dpi=120)
+
+
+def drawable(values: Iterable[float], scale: str) -> list[float]:
+    """Return the finite values; on a log scale the positive ones. verl's estimate of k3 may be rounded below 0."""
+    return [value for value in values if math.isfinite(value) and (scale == "linear" or value > 0)]
 
 
 def draw_threshold(outcomes: Sequence[RecallOutcome], file: Path) -> None:

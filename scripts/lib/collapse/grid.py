@@ -4,20 +4,24 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 
+from lib.cli import options
 from lib.errors import Refused
 from lib.format import slug
 from lib.paths import CACHE, REPO
 from lib.run.code_versions import CodeVersion
 from lib.run.sweep import SweepOutcome, SweepPlan, SweepRun, find_finished, run_sweep
+from recipes.recall.task import LengthError, Recall
 
 LENGTH, LIFT, STEPS = 128, 160, 60
+FEWEST_STEPS = 20  # of a run whose first three and last ten steps are compared
 ROOM = 8  # tokens that data.max_response_length leaves beyond an answer
 # Keys of a group and their defaults. Those of LISTS may be lists.
 LISTS = {"lift": LIFT, "length": LENGTH, "ALGO": "pg_is", "PRECISION": "bf16", "SEED": 1}
 SHARED = {"ARGS": "", "STEPS": STEPS}
+LEAST = {"lift": 0, "SEED": 0, "STEPS": FEWEST_STEPS}
 
 
 @dataclass(frozen=True)
@@ -99,20 +103,36 @@ def load_grid(file: Path) -> list[GridRun]:
 
     try:
         groups = tomllib.loads(file.read_text()).get("group")
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise Refused(f"GRID={file}: is not a readable TOML file ({error})") from error
-    if not isinstance(groups, list):
+    if not groups or not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise Refused(f"GRID={file}: must have a [[group]] table for each group of runs")
-    runs = [run for group in groups for run in expand(group, file)]
-    runs.sort(key=lambda run: run.seed)  # the other order stays
+    by_seed = [list(expand(group, file)) for group in groups]
+    runs = [run for of_groups in zip_longest(*by_seed, fillvalue=()) for of_group in of_groups for run in of_group]
     names = [run.name for run in runs]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise Refused(f"GRID={file}: two runs would share the folder {repeated[0]}")
     return runs
 
 
-def expand(group: dict, file: Path) -> Iterator[GridRun]:
-    """Yield the runs of a group; a list stands for one run each.
+def fault(key: str, value: int | str) -> str:
+    """Return why a value of a group is not allowed, "" if it is; its type is right."""
+    if key in LEAST and value < LEAST[key]:
+        return f"must be at least {LEAST[key]}"
+    if key == "name" and not slug(value):
+        return "must contain a letter or a digit"
+    if key in ("ALGO", "PRECISION") and value not in (allowed := options(key.lower())):
+        return f"must be one of {', '.join(allowed)}"
+    if key == "length":
+        try:
+            Recall(value)
+        except LengthError as error:
+            return str(error).partition(": ")[2]
+    return ""
+
+
+def expand(group: dict, file: Path) -> Iterator[list[GridRun]]:
+    """Yield, for each seed of a group, its runs; each element of a list is a run.
 
     Raises:
         Refused: a key or a value is not allowed.
@@ -129,6 +149,12 @@ def expand(group: dict, file: Path) -> Iterator[GridRun]:
                 f"GRID={file}: {key}={value} in the group {group.get('name')}: must be a {kind}"
                 f"{', or a list of these' if key in LISTS else ''}"
             )
-    lists = [values[key] if isinstance(values[key], list) else [values[key]] for key in LISTS]
-    for lift, length, algo, precision, seed in product(*lists):
-        yield GridRun(group["name"], precision, seed, algo, lift, length, values["ARGS"], values["STEPS"])
+        for each in several:
+            if reason := fault(key, each):
+                raise Refused(f"GRID={file}: {key}={each} in the group {group.get('name')}: {reason}")
+    *lists, seeds = ([values[key]] if not isinstance(values[key], list) else values[key] for key in LISTS)
+    for seed in seeds:
+        yield [
+            GridRun(values["name"], precision, seed, algo, lift, length, values["ARGS"], values["STEPS"])
+            for lift, length, algo, precision in product(*lists)
+        ]

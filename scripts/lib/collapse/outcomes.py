@@ -2,15 +2,17 @@
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, median
 
 from lib.collapse.grid import GridRun
+from lib.files import read_jsonl
 from lib.format import markdown_table, number
 from lib.report.statistics import ERROR, LEAST_SEEDS, welch
-from lib.run.metrics import K3_KL, REWARD, merge_metrics, metric_values, training_rows
+from lib.run.metrics import K3_KL, REWARD, metric_values, training_rows
 
 ESS = "rollout_corr/rollout_is_eff_sample_size"
 FIRST, LAST = 3, 10  # steps whose mean accuracy is the first, and the last
@@ -26,7 +28,7 @@ class RecallOutcome:
     Attributes:
         wall_s: seconds, with start-up.
         accuracy: share of right answers.
-        k3: nats per token.
+        k3: nats per token; NaN at a step without one.
         ess: verl's effective sample size of the importance weights, as a share; empty without weights.
     """
 
@@ -48,8 +50,8 @@ class RecallOutcome:
 
     @property
     def median_k3(self) -> float:
-        """k3 of the median step."""
-        return median(self.k3)
+        """k3 of the median step; NaN without any."""
+        return median([value for value in self.k3 if math.isfinite(value)] or [math.nan])
 
     @property
     def median_ess(self) -> float | None:
@@ -65,13 +67,17 @@ class RecallOutcome:
 def read_outcome(run: GridRun, folder: Path) -> RecallOutcome:
     """Return the outcome of a finished run."""
     wall_s = json.loads((folder / "summary.json").read_text())["wall_s"]
-    rows = training_rows(merge_metrics(folder))
-    accuracy, k3 = (tuple(row["data"][name] for row in rows) for name in (REWARD, K3_KL))
+    rows = training_rows(read_jsonl(folder / "metrics.jsonl"))
+    # verl's logger writes NaN as null
+    accuracy, k3 = (
+        tuple(math.nan if (value := row["data"].get(name)) is None else value for row in rows)
+        for name in (REWARD, K3_KL)
+    )
     return RecallOutcome(run, wall_s, accuracy, k3, tuple(metric_values(rows, ESS)))
 
 
 def write_table(outcomes: Iterable[RecallOutcome], file: Path) -> None:
-    """Write a CSV line a run: its settings, what is derived, and its series with spaces between the steps."""
+    """Write one CSV row per run: its settings, derived values, and each series as numbers separated by spaces."""
     temporary = file.with_suffix(".tmp")
     with temporary.open("w", newline="") as stream:
         table = csv.writer(stream, lineterminator="\n")
@@ -99,7 +105,7 @@ def read_table(file: Path) -> list[RecallOutcome]:
 
 
 def by_setting(outcomes: Sequence[RecallOutcome], **same: object) -> dict[GridRun, list[RecallOutcome]]:
-    """Return the outcomes by their runs, in which ``seed`` and what else ``same`` names is replaced by its value."""
+    """Group the outcomes by their settings, without the seed; ``same`` overrides other fields of the settings."""
     settings: dict[GridRun, list[RecallOutcome]] = {}
     for each in outcomes:
         settings.setdefault(replace(each.run, seed=0, **same), []).append(each)
@@ -166,8 +172,9 @@ def write_summary(outcomes: Sequence[RecallOutcome], file: Path) -> None:
         ]
         lines += [
             "",
-            f"Last accuracy in fp16 minus that in bf16, at least {LEAST_SEEDS} seeds each. Interval: Welch's t test.",
-            "Separated: fp16's lowest is above bf16's highest by more than the larger range over the seeds.",
+            f"Last accuracy in fp16 minus that in bf16, at least {LEAST_SEEDS} seeds each. Interval: Welch's t test,",
+            "not corrected for the number of settings. Separated: fp16's lowest is above bf16's highest by more than",
+            "the larger range over the seeds.",
             "",
             *markdown_table(header, rows),
         ]

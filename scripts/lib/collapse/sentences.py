@@ -3,13 +3,13 @@
 from lib.collapse.outcomes import FIRST, LAST, RecallOutcome
 from lib.format import number
 
-COLLAPSE, LEARNING = 0.5, 1.1  # of the first accuracy: a run below collapsed, a run above learned
+COLLAPSE = 0.5  # a run whose last accuracy is below this share of its first collapsed
 
 
 def course(outcome: RecallOutcome) -> str:
-    """Describe how the accuracy developed, as a clause."""
+    """Describe how the accuracy developed, as a clause, by the rules of the plan in docs/log."""
     first, last = outcome.first, outcome.last
-    verb = "learned" if last > LEARNING * first else "collapsed" if last < COLLAPSE * first else "did not learn"
+    verb = "learned" if last > first else "collapsed" if last < COLLAPSE * first else "did not learn"
     return f"{outcome.run.precision} {verb}: {outcome.first:.2f} to {outcome.last:.2f}"
 
 

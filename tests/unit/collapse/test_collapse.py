@@ -1,8 +1,10 @@
 """``make collapse``: the runs of its grids, their outcomes and tables, what it prints and draws."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +41,14 @@ def falling(last: float) -> list[float]:
     return [0.4] * 10 + [last] * 10
 
 
+def finish(folder: Path, rows: list[dict]) -> Path:
+    """Write what a finished run leaves of its metrics and return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "summary.json").write_text('{"wall_s": 12.5}')
+    return folder
+
+
 @pytest.fixture
 def prepared(tmp_path, monkeypatch) -> Callable[[GridRun], GridRun]:
     """A function that makes the folder of a run's model and data, empty but present."""
@@ -63,9 +73,9 @@ def test_every_run_of_the_shipped_grid_has_words_that_make_run_takes(tmp_path, p
 def test_lists_of_a_group_stand_for_one_run_each_and_every_setting_comes_before_a_second_seed(tmp_path):
     file = tmp_path / "grid.toml"
     group = '[[group]]\nname = "a b"\nPRECISION = ["bf16", "fp16"]\nSEED = [2, 3]\nlift = 0\nSTEPS = 20\n'
-    file.write_text(f"{group}[[group]]\nname = 'c'\nSEED = 2\n")
+    file.write_text(f"{group}[[group]]\nname = 'c'\nSEED = 7\n")
     runs = load_grid(file)
-    order = [("a b", 2, "bf16"), ("a b", 2, "fp16"), ("c", 2, "bf16"), ("a b", 3, "bf16"), ("a b", 3, "fp16")]
+    order = [("a b", 2, "bf16"), ("a b", 2, "fp16"), ("c", 7, "bf16"), ("a b", 3, "bf16"), ("a b", 3, "fp16")]
     assert [(run.group, run.seed, run.precision) for run in runs] == order
     assert {(run.lift, run.length, run.steps) for run in runs if run.group == "a b"} == {(0, 128, 20)}
     assert runs[0].name == "a-b/pg_is-lift0-length128-bf16-seed2"
@@ -74,18 +84,26 @@ def test_lists_of_a_group_stand_for_one_run_each_and_every_setting_comes_before_
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("a = [", "is not a readable TOML file"),
-        ("[group]\nname = 'a'", r"must have a \[\[group\]\] table"),
-        ("[[group]]\nPRECISION = 'bf16'", "name=None in the group None: must be a text$"),
-        ("[[group]]\nname = 'a'\nLR = 1", "LR is not a key of .* the keys are name, lift, length, ALGO"),
-        ("[[group]]\nname = 'a'\nlift = 0.5", "lift=0.5 in the group a: must be a whole number, or a list of these"),
-        ("[[group]]\nname = 'a'\nALGO = []", r"ALGO=\[\] in the group a"),
-        ("[[group]]\nname = 'a'\n[[group]]\nname = 'A'", "two runs would share the folder a/pg_is-lift160"),
+        (b"a = [", "is not a readable TOML file"),
+        (b"a = '\xff'", "is not a readable TOML file"),
+        (b"", r"must have a \[\[group\]\] table"),
+        (b"[group]\nname = 'a'", r"must have a \[\[group\]\] table"),
+        (b"group = [1]", r"must have a \[\[group\]\] table"),
+        (b"[[group]]\nPRECISION = 'bf16'", "name=None in the group None: must be a text$"),
+        (b"[[group]]\nname = '+'", "name=. in the group .: must contain a letter or a digit"),
+        (b"[[group]]\nname = 'a'\nLR = 1", "LR is not a key of .* the keys are name, lift, length, ALGO"),
+        (b"[[group]]\nname = 'a'\nlift = 0.5", "lift=0.5 in the group a: must be a whole number, or a list of these"),
+        (b"[[group]]\nname = 'a'\nlift = [3, -5]", "lift=-5 in the group a: must be at least 0"),
+        (b"[[group]]\nname = 'a'\nlength = 100", "length=100 in the group a: must be a multiple of 16 from 32 to 1008"),
+        (b"[[group]]\nname = 'a'\nSTEPS = 19", "STEPS=19 in the group a: must be at least 20"),
+        (b"[[group]]\nname = 'a'\nPRECISION = 'fp8'", "PRECISION=fp8 in the group a: must be one of bf16, bf16_train"),
+        (b"[[group]]\nname = 'a'\nALGO = []", r"ALGO=\[\] in the group a"),
+        (b"[[group]]\nname = 'a'\n[[group]]\nname = 'A'", "two runs would share the folder a/pg_is-lift160"),
     ],
 )
 def test_bad_grid_is_refused(text, reason, tmp_path):
     file = tmp_path / "grid.toml"
-    file.write_text(text)
+    file.write_bytes(text)
     with pytest.raises(Refused, match=reason):
         load_grid(file)
 
@@ -95,8 +113,8 @@ def test_bad_grid_is_refused(text, reason, tmp_path):
     [
         (["STEPS=19"], "STEPS=19: must be a whole number of at least 20"),
         (["GRID=nowhere.toml"], "there is no such file"),
-        ([f"GRID={GRID}", "STEPS=30"], "STEPS=30: is set by the file of GRID"),
-        (["ONLY=noise"], "ONLY=noise: is set only with GRID"),
+        ([f"GRID={GRID}", "STEPS=30"], "STEPS=30: cannot be set with GRID"),
+        (["ONLY=noise"], "ONLY=noise: can only be set with GRID"),
         (["LIFT=3"], "LIFT: is not a variable of this command"),
     ],
 )
@@ -132,12 +150,27 @@ def test_summary_has_a_line_per_setting_with_a_value_per_seed(tmp_path):
 def test_outcome_is_read_from_the_metrics_of_a_run(tmp_path):
     names = {"critic/score/mean": 0.25, "rollout_corr/k3_kl": 0.01, "rollout_corr/rollout_is_eff_sample_size": 0.5}
     rows = [{"step": step, "data": names | {"critic/score/mean": step / 4}} for step in (1, 2)]
-    (tmp_path / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = GridRun("a", "bf16", 1, length=64)
-    (tmp_path / "summary.json").write_text('{"wall_s": 12.5}')
-    read = read_outcome(run, tmp_path)
+    read = read_outcome(run, finish(tmp_path, rows))
     assert read == RecallOutcome(run, 12.5, (0.25, 0.5), (0.01, 0.01), (0.5, 0.5))
     assert (read.first, read.last, read.total_k3) == (0.375, 0.375, 0.65)
+
+
+def test_metrics_that_are_not_finite_are_kept_and_left_out_of_figures(tmp_path):
+    """verl logs NaN as null, and its estimate of a k3 near 0 may be negative."""
+    rows = [{"step": step, "data": {"critic/score/mean": 0.5, "rollout_corr/k3_kl": None}} for step in (1, 2)]
+    rows += [
+        {"step": at, "data": {"critic/score/mean": 0.5, "rollout_corr/k3_kl": k3}} for at, k3 in ((3, 2.0), (4, -1.0))
+    ]
+    rows.append({"step": 5, "data": {"critic/score/mean": 0.5}})
+    read = read_outcome(GridRun("a", "fp32", 1), finish(tmp_path, rows))
+    assert [math.isnan(value) for value in read.k3] == [True, True, False, False, True] and read.median_k3 == 0.5
+    write_table([read], tmp_path / "runs.csv")
+    write_summary([read], tmp_path / "runs.md")
+    (again,) = read_table(tmp_path / "runs.csv")
+    assert str(again.k3) == str(read.k3), "NaN is not equal to itself"
+    for draw in (draw_curves, draw_threshold):
+        draw([read], tmp_path / "figure.png")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +205,9 @@ def test_settings_of_one_group_are_compared_one_by_one(tmp_path):
     assert "| some group | pg_is | 64 | 129 | 0.80 | 0.67 to 0.93 | yes |" in lines and lines[-1].endswith("| no |")
 
 
-@pytest.mark.parametrize(("last", "verb"), [(0.0, "collapsed"), (0.3, "did not learn"), (0.9, "learned")])
+@pytest.mark.parametrize(
+    ("last", "verb"), [(0.0, "collapsed"), (0.3, "did not learn"), (0.41, "learned"), (0.9, "learned")]
+)
 def test_sentences_describe_the_course_and_its_limits(last, verb):
     lines = sentences(outcome(accuracy=falling(last)), outcome("fp16", accuracy=falling(0.95), k3=0.001))
     assert len(lines) == 3 and f"bf16 {verb}: 0.40 to {last:.2f}; fp16 learned: 0.40 to 0.95" in lines[0]
@@ -194,6 +229,61 @@ def test_refused_run_is_refused_before_any_starts(tmp_path, prepared, monkeypatc
     with pytest.raises(Refused, match="no_such_key"):
         grid.make_runs([run], tmp_path / "out", "cpu")
     assert not (tmp_path / "out").exists()
+
+
+def rows_of(accuracy: list[float], k3: float) -> list[dict]:
+    """Return the metrics of a run."""
+    names = ("critic/score/mean", "rollout_corr/k3_kl")
+    return [{"step": at, "data": dict(zip(names, (value, k3), strict=True))} for at, value in enumerate(accuracy, 1)]
+
+
+@pytest.fixture
+def swept(monkeypatch) -> Callable[[int, int], None]:
+    """A function that puts the first ``number`` runs of each sweep in place of those that train, with an exit code."""
+
+    def replace_sweep(number: int, code: int) -> None:
+        def sweep(plan) -> SweepOutcome:
+            for run in plan.runs[:number]:
+                regime = "fp16" if "-fp16-" in run.out.name else "bf16"
+                finish(run.out, rows_of(falling(0.9 if regime == "fp16" else 0.0), 1e-3))
+            finished = [("", run.out) for run in plan.runs[:number]]
+            return SweepOutcome({"pg_is": finished}, list(plan.runs[number:]) if code == 1 else [], code == 130)
+
+        monkeypatch.setattr(grid, "run_sweep", sweep)
+        monkeypatch.setattr(grid, "find_finished", lambda code, runs: [])
+        monkeypatch.setattr(GridRun, "prepare_command", lambda self: ["true"])
+
+    return replace_sweep
+
+
+@pytest.mark.parametrize(("number", "code"), [(3, 130), (3, 1), (6, 0)])
+def test_finished_runs_enter_the_table_however_the_sweep_ends(number, code, tmp_path, swept):
+    file = tmp_path / "grid.toml"
+    file.write_text('[[group]]\nname = "a"\nPRECISION = ["bf16", "fp16"]\nSEED = [1, 2, 3]\n')
+    swept(number, code)
+    words = [f"GRID={file}", f"OUT={tmp_path / 'out'}", "DEVICE=cpu"]
+    assert collapse.main(words) == code
+    assert [each.run for each in read_table(tmp_path / "out/runs.csv")] == load_grid(file)[:number]
+    swept(6, 0)
+    assert collapse.main(words) == 0
+    assert [each.run for each in read_table(tmp_path / "out/runs.csv")] == load_grid(file), "the others are made"
+
+
+def test_pair_is_drawn_and_described(tmp_path, capsys, swept):
+    swept(2, 0)
+    words = ["SEED=3", "STEPS=20", f"OUT={tmp_path}", "DEVICE=cpu"]
+    assert collapse.main(words) == 0
+    assert "bf16 collapsed: 0.40 to 0.00; fp16 learned: 0.40 to 0.90" in capsys.readouterr().out
+    assert (tmp_path / "collapse.png").exists()
+    swept(1, 1)
+    (tmp_path / "collapse.png").unlink()
+    assert collapse.main(words) == 1 and not (tmp_path / "collapse.png").exists()
+    assert "failed: pg_is fp16" in capsys.readouterr().out
+
+
+def test_shipped_table_is_that_of_the_shipped_grid_unless_out_is_given(tmp_path):
+    assert collapse.parse([f"GRID={GRID}"]).table == collapse.RESULTS / "runs.csv"
+    assert collapse.parse([f"GRID={GRID}", f"OUT={tmp_path}"]).table == tmp_path / "runs.csv"
 
 
 def test_grid_whose_runs_are_finished_is_summarized(tmp_path, capsys, monkeypatch):

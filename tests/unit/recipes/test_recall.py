@@ -75,13 +75,14 @@ def test_lift_raises_all_logits_and_changes_no_probability():
     assert 0.8 < fit["least"] < 1 < fit["most"] < 1.2 and fit["logits_min"] > 30
 
 
-def test_lift_beyond_float16_is_refused_with_the_largest_that_fits():
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_lift_beyond_float16_is_refused_with_the_largest_that_fits(seed):
     tokenizer = families.build_tokenizer("qwen2")
-    model = families.build_model("qwen2", tokenizer, seed=1)
+    model = families.build_model("qwen2", tokenizer, seed=seed)
     with pytest.raises(prepare.PreparationError, match="logits would exceed 65504; the largest that fits is") as error:
         prepare.lift_logits(model, tokenizer, SHORT, 1e6)
     largest = float(str(error.value).rsplit(" ", 1)[1])
-    assert prepare.lift_logits(model, tokenizer, SHORT, largest - 1)["logits_max"] < 65504
+    assert 65000 < prepare.lift_logits(model, tokenizer, SHORT, largest)["logits_max"] < 65504
 
 
 def test_lifts_share_a_warm_start_and_other_folders_are_left_alone(tmp_path, monkeypatch):
@@ -104,7 +105,15 @@ def test_lifts_share_a_warm_start_and_other_folders_are_left_alone(tmp_path, mon
         prepare.prepare(tmp_path / "recall-warm-32", SHORT, 0.0)
 
 
-@pytest.mark.parametrize(("words", "reason"), [("--length 100", "--length=100: must be"), ("--lift -1", "from 0 on")])
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--length 100", "--length: length=100: must be a multiple of 16"),
+        ("--length x", "--length: x: must be a whole number"),
+        ("--lift -1", "--lift: -1: must be a number of at least 0"),
+        ("--lift abc", "--lift: abc: must be a number of at least 0"),
+    ],
+)
 def test_bad_dials_are_refused_before_the_warm_start(words, reason, tmp_path):
     command = [sys.executable, "-m", "recipes.recall.prepare", "--out", tmp_path / "made", *words.split()]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)

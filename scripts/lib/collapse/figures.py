@@ -6,8 +6,10 @@ from pathlib import Path
 
 from lib.collapse.outcomes import RecallOutcome
 from lib.report.figures import COLOURS, STYLE, centre
+from lib.sequence_weights import COLLAPSED, LEARNED
 
-MARKERS = "osD^vPX*<>hpd8H"
+MARKERS = "osD^vP*Xh"
+LEFT = 1e-3  # nats: a smaller T·k3 has no effect and would stretch the axis
 
 
 def draw_curves(outcomes: Sequence[RecallOutcome], file: Path) -> None:
@@ -42,24 +44,33 @@ def drawable(values: Iterable[float], scale: str) -> list[float]:
 
 
 def draw_threshold(outcomes: Sequence[RecallOutcome], file: Path) -> None:
-    """Draw the accuracy of the last steps over T·k3, one point per run: colors for regimes, markers for groups."""
+    """Draw the accuracy of the last steps over T·k3, one point per run: colors for regimes, markers for the weights.
+
+    Runs with a T·k3 below ``LEFT``, which is rounding, are drawn at the left edge.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
-    groups = list(dict.fromkeys(each.run.group for each in outcomes))
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+        figure = Figure(figsize=(9.0, 3.6), layout="constrained")
         axis = figure.add_subplot()
-        for group, marker in zip(groups, MARKERS * len(groups), strict=False):
-            members = [each for each in outcomes if each.run.group == group]
-            for name in dict.fromkeys(each.run.precision for each in members):
-                points = [each for each in members if each.run.precision == name]
-                across = [max(each.total_k3, 1e-4) for each in points]  # fp32's is rounding
-                axis.plot(across, [each.last for each in points], marker, color=COLOURS[name], fillstyle="none")
-            axis.plot([], [], marker, color="#444444", fillstyle="none", label=group)
+        axis.axvspan(LEARNED, COLLAPSED, color="#eeeeee", linewidth=0)
+        for marker, (weighting, members) in zip(MARKERS, by_weighting(outcomes).items(), strict=False):
+            axis.plot([], [], marker, color="#444444", fillstyle="none", label=weighting)
+            for each in members:
+                across = max(each.total_k3, LEFT)
+                axis.plot(across, each.last, marker, color=COLOURS[each.run.precision], fillstyle="none")
         for name in dict.fromkeys(each.run.precision for each in outcomes):
-            axis.plot([], [], "s", color=COLOURS[name], label=name)
-        axis.set(xscale="log", xlabel="T·k3 at the first step, nats per answer", ylim=(-0.02, 1))
-        axis.set_ylabel("share of right answers, last ten steps")
+            axis.plot([], [], color=COLOURS[name], linewidth=4, label=name)
+        axis.set(xscale="log", xlabel=f"T·k3 at the first step, nats per answer; below {LEFT:g} at the left edge")
+        axis.set(ylabel="share of right answers, last ten steps", ylim=(-0.03, 1))
         axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
         figure.savefig(file, dpi=120)
+
+
+def by_weighting(outcomes: Sequence[RecallOutcome]) -> dict[str, list[RecallOutcome]]:
+    """Group the outcomes by the importance weights of their runs."""
+    groups: dict[str, list[RecallOutcome]] = {}
+    for each in outcomes:
+        groups.setdefault(each.run.weighting, []).append(each)
+    return groups

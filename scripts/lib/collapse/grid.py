@@ -44,6 +44,15 @@ class GridRun:
         return f"{slug(self.group)}/{self.algo}-{dials}-{self.precision}-seed{self.seed}"
 
     @property
+    def weighting(self) -> str:
+        """The importance weights of the run in words, and whether its learning rate is another one."""
+        if self.algo != "pg_is":
+            return "no weights"
+        level = "per token" if "rollout_is=token" in self.args else "per answer"
+        truncated = ", truncated" if "rollout_is_threshold=" in self.args else ""
+        return f"weights {level}{truncated}{', smaller learning rate' if 'optim.lr=' in self.args else ''}"
+
+    @property
     def prepared(self) -> Path:
         """The folder of the model and the data."""
         return CACHE / f"recall-{self.length}-{self.lift}"

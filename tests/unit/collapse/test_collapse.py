@@ -214,6 +214,17 @@ def test_sentences_describe_the_course_and_its_limits(last, verb):
     assert "7.7 nats in bf16 and 0.13 in fp16" in lines[1] and "one seed of a constructed case" in lines[2]
 
 
+def test_shipped_grid_has_these_weights():
+    """They are the markers of the figure."""
+    assert {run.weighting: run.group for run in reversed(load_grid(GRID))} == {
+        "weights per answer": "outcome",
+        "no weights": "trainer's own log-probs",
+        "weights per answer, truncated": "truncated per answer",
+        "weights per token, truncated": "truncated per token",
+        "weights per answer, smaller learning rate": "learning rate 1e-4",
+    }
+
+
 def test_figures_are_drawn(tmp_path):
     several = [outcome(seed=seed) for seed in (1, 2)] + [outcome("fp16"), outcome(lift=0, accuracy=[0.5] * 5)]
     for name, draw in {"curves": draw_curves, "threshold": draw_threshold}.items():

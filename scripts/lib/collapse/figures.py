@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lib.collapse.outcomes import RecallOutcome
 from lib.report.figures import COLOURS, STYLE, centre
-from lib.sequence_weights import COLLAPSED, LEARNED
+from lib.sequence_weights import UNTRUNCATED
 
 MARKERS = "osD^vP*Xh"
 LEFT = 1e-3  # nats: a smaller T·k3 has no effect and would stretch the axis
@@ -54,7 +54,7 @@ def draw_threshold(outcomes: Sequence[RecallOutcome], file: Path) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.0, 3.6), layout="constrained")
         axis = figure.add_subplot()
-        axis.axvspan(LEARNED, COLLAPSED, color="#eeeeee", linewidth=0)
+        axis.axvspan(*UNTRUNCATED, color="#eeeeee", linewidth=0)
         for marker, (weighting, members) in zip(MARKERS, by_weighting(outcomes).items(), strict=False):
             axis.plot([], [], marker, color="#444444", fillstyle="none", label=weighting)
             for each in members:

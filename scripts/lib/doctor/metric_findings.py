@@ -5,9 +5,10 @@ from typing import Any
 
 from lib.doctor.finding import Finding
 from lib.doctor.resolver import DtypeResolver
-from lib.sequence_weights import COLLAPSED, LEARNED
+from lib.sequence_weights import TRUNCATED, UNTRUNCATED
 
 SEQUENCE_WEIGHTS = "algorithm.rollout_correction.rollout_is"
+TRUNCATION = "algorithm.rollout_correction.rollout_is_threshold"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 MISMATCH_FREQ = "trainer.mismatch_freq"
 MEASURES = "verl/utils/mismatch.py"  # of a patched tree: it measures the mismatch in bypass mode
@@ -57,13 +58,16 @@ def weight_findings(resolver: DtypeResolver) -> Iterator[Finding]:
     sides = (resolver.effective_dtype(name) for name in ("actor.compute", "rollout.weights"))
     if resolver.config.get(SEQUENCE_WEIGHTS) != "sequence" or "bfloat16" not in sides:
         return
-    length = resolver.config.get("data.max_response_length")
+    length, threshold = resolver.config.get("data.max_response_length"), resolver.config.get(TRUNCATION)
+    truncated = isinstance(threshold, int | float) and threshold <= 2
+    bounds, weights = (TRUNCATED, "weights truncated at 2") if truncated else (UNTRUNCATED, "untruncated weights")
     effect = (
-        "weights whole answers by their mismatch, which is large in bfloat16. With untruncated weights, a small model "
-        f"learned where k3 times the tokens of an answer was at most {LEARNED:g} and collapsed from {COLLAPSED:g} on"
+        f"weights whole answers by their mismatch, which is large in bfloat16. With {weights}, a small model learned "
+        f"where k3 times the tokens of an answer was at most {bounds.learned:g}, and collapsed from "
+        f"{bounds.collapsed:g} on"
     )
     if isinstance(length, int) and length > 0:
-        learned, collapsed = (f"{bound / length:.1e}" for bound in (LEARNED, COLLAPSED))
+        learned, collapsed = (f"{bound / length:.1e}" for bound in bounds)
         effect += f": at {length} tokens, a rollout_corr/k3_kl of {learned} and {collapsed}"
     mend = "+precision=fp16, or measure it first: make probe"
     yield Finding(SEQUENCE_WEIGHTS, "sequence", effect, mend)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lib.format import significant
 from lib.probe.fp16_range import HEADROOM, LARGEST
 from lib.probe.mismatch import EXTRAPOLATION, LEAST_PROMPTS, Estimate, answer_k3, interval, measured_length
-from lib.sequence_weights import COLLAPSED, LEARNED, prediction
+from lib.sequence_weights import UNTRUNCATED, prediction
 
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 
@@ -154,10 +154,11 @@ def weights(row: dict, regime: str, length: int, positions: int, words: dict[str
     numbers = "{} ({}–{})".format(*map(two_digits, (total.value, total.low, total.high)))
     sentence = (
         f"{prediction(total.low, total.high)} at {length} tokens in {regime}: T·k3 {numbers} nats, {how}; a model "
-        f"learned with untruncated weights up to {LEARNED:g} nats and collapsed from {COLLAPSED:g} nats on"
+        f"learned with untruncated weights up to {UNTRUNCATED.learned:g} nats and collapsed from "
+        f"{UNTRUNCATED.collapsed:g} nats on"
     )
     if total.value:
-        tokens = [two_digits(bound * length / total.value) for bound in (LEARNED, COLLAPSED)]
+        tokens = [two_digits(bound * length / total.value) for bound in UNTRUNCATED]
         sentence += f", here {' and '.join(tokens)} tokens"
     if row["growth"]["low"] > 1:
         sentence += f"; sums of {row['block']} tokens vary more than independent ones: fewer, if that goes on"

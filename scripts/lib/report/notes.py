@@ -11,7 +11,7 @@ from lib.report.catalog import K3_NOISE, OUTCOMES, RESPONSE_LENGTH, WINDOW
 from lib.report.report import Entry, count_seeds, step_range
 from lib.report.statistics import LEAST_SEEDS
 from lib.run.metrics import K3_KL
-from lib.sequence_weights import COLLAPSED, LEARNED
+from lib.sequence_weights import UNTRUNCATED
 
 TWO_FRAMEWORKS = (
     "Runs of OAT beside runs of verl: a step of verl's is a batch of data.train_batch_size prompts, what one of OAT's "
@@ -101,13 +101,13 @@ def on_answers(by_label: dict[str, list[Entry]]) -> list[str]:
             if math.isfinite(total):
                 totals.setdefault(label, []).append(total)
     means = {label: fmean(values) for label, values in totals.items()}
-    if max(means.values(), default=0) <= LEARNED:
+    if max(means.values(), default=0) <= UNTRUNCATED.learned:
         return []
     values = ", ".join(f"{significant(mean, 2)} nats in {label}" for label, mean in means.items())
     return [
         f"At the first common step, k3 times the length of an answer is {values}. This matters with sequence-level "
-        f"importance weights: with untruncated ones, a small model learned up to {LEARNED:g} nats and collapsed from "
-        f"{COLLAPSED:g} nats on (docs/results/collapse)."
+        f"importance weights: with untruncated ones, a small model learned up to {UNTRUNCATED.learned:g} nats and "
+        f"collapsed from {UNTRUNCATED.collapsed:g} nats on (docs/results/collapse)."
     ]
 
 

@@ -28,7 +28,7 @@ from lib.doctor import refusals
 from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.dtype_rules import COMPUTE, KEEP, KEYS, LORA, SCALER, SEND, SKIP
 from lib.doctor.hardware import diagnose_on, hardware_lines
-from lib.doctor.metric_findings import MISMATCH_FREQ, SEQUENCE_WEIGHTS
+from lib.doctor.metric_findings import MISMATCH_FREQ, SEQUENCE_WEIGHTS, TRUNCATION
 from lib.doctor.tree import identify_tree
 from lib.patches.apply import apply
 from lib.patches.stack import load_stack
@@ -36,7 +36,7 @@ from lib.patches.wheels import unpacked_wheel
 from lib.paths import CONFIGS
 from lib.run.gpus import Gpu
 from lib.run.presets import PRESETS
-from lib.sequence_weights import COLLAPSED, LEARNED
+from lib.sequence_weights import TRUNCATED, UNTRUNCATED
 
 NEW = [NEWEST]
 # Family A's configs that are plain dictionaries, which accept any key.
@@ -323,9 +323,12 @@ AGREEMENT = (
            f"+precision={regime} data.max_response_length=1000 {SEQUENCE_WEIGHTS}={level}", effect=effect)
       for regime, level, effect in (
           ("bf16", "sequence",
-           {SEQUENCE_WEIGHTS: f"*at 1000 tokens, *k3_kl of {LEARNED / 1e3:.1e} and {COLLAPSED / 1e3:.1e}"}),
+           {SEQUENCE_WEIGHTS: f"*at 1000 tokens, *k3_kl of {TRUNCATED[0] / 1e3:.1e} and {TRUNCATED[1] / 1e3:.1e}"}),
+          *(("bf16", f"sequence {TRUNCATION}={threshold}",
+             {SEQUENCE_WEIGHTS: f"*With untruncated*k3_kl of {UNTRUNCATED[0] / 1e3:.1e} and *"})
+            for threshold in ("1e6", "10")),
           ("bf16_train_fp16_infer", "sequence", {SEQUENCE_WEIGHTS: "*in bfloat16*"}),
-          ("bf16", "sequence data.max_response_length=null", {SEQUENCE_WEIGHTS: "*from 2 on"}),
+          ("bf16", "sequence data.max_response_length=null", {SEQUENCE_WEIGHTS: "*on"}),
           ("bf16", "token", {}), ("fp16", "sequence", {}), ("fp32", "sequence", {}))),
     Case("measured without bypass mode", SINCE_BYPASS, "patched", f"{MISMATCH_FREQ}=5", verdict="agree",
          effect={MISMATCH_FREQ: "is read in bypass mode alone*"}),

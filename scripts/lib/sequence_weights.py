@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Bounds(NamedTuple):
-    """Values of T·k3, in nats: up to ``learned`` every run did as well as fp16, from ``collapsed`` on every one fell."""
+    """Values of T·k3, in nats: up to ``learned`` every run did as well as fp16, from ``collapsed`` on all collapsed."""
 
     learned: float
     collapsed: float

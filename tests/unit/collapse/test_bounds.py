@@ -22,7 +22,7 @@ def test_bounds_are_those_of_the_recorded_runs(weighting, bounds):
 
 def test_prediction_needs_the_whole_interval_on_one_side():
     learned, collapsed = UNTRUNCATED
-    assert [prediction(*pair) for pair in ((0, learned), (collapsed, 9), (0.1, learned + 0.01), (1.9, 9))] == [
+    assert [prediction(*pair) for pair in ((0, learned), (collapsed, 9), (0.1, learned + 0.01), (collapsed - 0.1, 9))] == [
         "hold",
         "do not hold",
         "may or may not hold",

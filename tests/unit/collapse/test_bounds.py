@@ -22,9 +22,6 @@ def test_bounds_are_those_of_the_recorded_runs(weighting, bounds):
 
 def test_prediction_needs_the_whole_interval_on_one_side():
     learned, collapsed = UNTRUNCATED
-    assert [prediction(*pair) for pair in ((0, learned), (collapsed, 9), (0.1, learned + 0.01), (collapsed - 0.1, 9))] == [
-        "hold",
-        "do not hold",
-        "may or may not hold",
-        "may or may not hold",
-    ]
+    assert prediction(0, learned) == "hold" and prediction(collapsed, 9) == "do not hold"
+    for interval in ((0.1, learned + 0.01), (collapsed - 0.1, 9)):
+        assert prediction(*interval) == "may or may not hold"

@@ -15,7 +15,7 @@ class Bounds(NamedTuple):
     collapsed: float
 
 
-UNTRUNCATED = Bounds(0.59, 1.6)
+UNTRUNCATED = Bounds(0.54, 1.6)
 TRUNCATED = Bounds(2.3, 8.2)  # weights cut at 2
 
 

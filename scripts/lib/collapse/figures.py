@@ -1,11 +1,10 @@
 """Draw the outcomes of the recall task: two regimes over the steps, and all runs over T·k3."""
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lib.collapse.outcomes import RecallOutcome
-from lib.report.figures import COLOURS, STYLE, centre
+from lib.report.figures import COLOURS, STYLE, centre, drawable
 from lib.sequence_weights import UNTRUNCATED
 
 MARKERS = "osD^vP*Xh"
@@ -26,8 +25,10 @@ def draw_curves(outcomes: Sequence[RecallOutcome], file: Path) -> None:
                 lines = [getattr(each, series) for each in members]
                 for line in lines:
                     axis.plot(range(1, len(line) + 1), line, color=COLOURS[name], linewidth=0.8, alpha=0.45)
-                steps = {step: drawable(values, scale) for step, values in enumerate(zip(*lines, strict=False), 1)}
-                means = {step: centre(values, scale)[0] for step, values in steps.items() if values}  # of common steps
+                means = {}
+                for step, values in enumerate(zip(*lines, strict=False), 1):  # of common steps
+                    if shown := [value for value in values if drawable(value, scale)]:
+                        means[step] = centre(shown, scale)[0]
                 axis.plot(list(means), list(means.values()), color=COLOURS[name], linewidth=2.0, label=name)
         left.set(ylabel="share of right answers", ylim=(0, 1))
         right.set(ylabel="k3, nats per token", yscale="log")
@@ -36,11 +37,6 @@ def draw_curves(outcomes: Sequence[RecallOutcome], file: Path) -> None:
             axis.xaxis.get_major_locator().set_params(integer=True)
         left.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
         figure.savefig(file, dpi=120)
-
-
-def drawable(values: Iterable[float], scale: str) -> list[float]:
-    """Return the finite values; on a log scale the positive ones. verl's estimate of k3 may be rounded below 0."""
-    return [value for value in values if math.isfinite(value) and (scale == "linear" or value > 0)]
 
 
 def draw_threshold(outcomes: Sequence[RecallOutcome], file: Path) -> None:
@@ -55,9 +51,9 @@ def draw_threshold(outcomes: Sequence[RecallOutcome], file: Path) -> None:
         figure = Figure(figsize=(9.0, 3.6), layout="constrained")
         axis = figure.add_subplot()
         axis.axvspan(*UNTRUNCATED, color="#eeeeee", linewidth=0)
-        for marker, (weighting, members) in zip(MARKERS, by_weighting(outcomes).items(), strict=False):
+        for marker, weighting in zip(MARKERS, dict.fromkeys(each.run.weighting for each in outcomes), strict=False):
             axis.plot([], [], marker, color="#444444", fillstyle="none", label=weighting)
-            for each in members:
+            for each in (each for each in outcomes if each.run.weighting == weighting):
                 across = max(each.total_k3, LEFT)
                 axis.plot(across, each.last, marker, color=COLOURS[each.run.precision], fillstyle="none")
         for name in dict.fromkeys(each.run.precision for each in outcomes):
@@ -66,11 +62,3 @@ def draw_threshold(outcomes: Sequence[RecallOutcome], file: Path) -> None:
         axis.set(ylabel="share of right answers, last ten steps", ylim=(-0.03, 1))
         axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
         figure.savefig(file, dpi=120)
-
-
-def by_weighting(outcomes: Sequence[RecallOutcome]) -> dict[str, list[RecallOutcome]]:
-    """Group the outcomes by the importance weights of their runs."""
-    groups: dict[str, list[RecallOutcome]] = {}
-    for each in outcomes:
-        groups.setdefault(each.run.weighting, []).append(each)
-    return groups

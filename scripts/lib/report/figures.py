@@ -90,12 +90,17 @@ def drawn_series(report: Report) -> list[Series]:
     return [series for series, several in values.items() if (any(several) if series.counted else several)]
 
 
+def drawable(value: float, scale: str) -> bool:
+    """Return whether an axis has the value: it is finite, and on a log scale positive, as a rounded k3 may not be."""
+    return math.isfinite(value) and (scale == "linear" or value > 0)
+
+
 def curve(steps: Steps, series: Series) -> dict[int, float]:
     """Return by step what a figure shows of a run: its finite values, above 0 on a log scale; counts summed up."""
     points, total = {}, 0.0
     for step in sorted(steps):
         value = steps[step].get(series.metric, math.nan)
-        if math.isfinite(value) and (series.scale == "linear" or value > 0):
+        if drawable(value, series.scale):
             total = total + value if series.counted else value
             points[step] = total
     return points

@@ -130,6 +130,8 @@ def fault(key: str, value: int | str) -> str:
         return f"must be at least {LEAST[key]}"
     if key == "name" and not slug(value):
         return "must contain a letter or a digit"
+    if key == "name" and "," in value:
+        return "must not contain a comma, which separates the groups of ONLY"
     if key in ("ALGO", "PRECISION") and value not in (allowed := options(key.lower())):
         return f"must be one of {', '.join(allowed)}"
     if key == "length":

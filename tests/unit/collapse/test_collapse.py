@@ -91,6 +91,7 @@ def test_lists_of_a_group_stand_for_one_run_each_and_every_setting_comes_before_
         (b"group = [1]", r"must have a \[\[group\]\] table"),
         (b"[[group]]\nPRECISION = 'bf16'", "name=None in the group None: must be a text$"),
         (b"[[group]]\nname = '+'", "name=. in the group .: must contain a letter or a digit"),
+        (b"[[group]]\nname = 'a, b'", "name=a, b in the group a, b: must not contain a comma"),
         (b"[[group]]\nname = 'a'\nLR = 1", "LR is not a key of .* the keys are name, lift, length, ALGO"),
         (b"[[group]]\nname = 'a'\nlift = 0.5", "lift=0.5 in the group a: must be a whole number, or a list of these"),
         (b"[[group]]\nname = 'a'\nlift = [3, -5]", "lift=-5 in the group a: must be at least 0"),

@@ -3,9 +3,9 @@
 Runs verl's main_ppo with Ray, FSDP and vLLM on the recall task (recipes/recall). Its logits are lifted so that k3 adds
 up to 8 nats per answer in bf16. Plots accuracy and k3 of both runs to OUT/collapse.png.
 
-With GRID, makes the runs of that file instead and writes their outcomes to OUT/runs.csv, with a summary and two figures
-beside it. Runs in that table are not repeated. The table of configs/compare/collapse.toml is in docs/results/collapse;
-with OUT its runs are made again. The same command resumes.
+With GRID, run the jobs of that file instead and write their outcomes to OUT/runs.csv, with a summary and two figures
+beside it. Jobs in that table are skipped. The table of configs/compare/collapse.toml is in docs/results/collapse; set
+OUT to run its jobs again. The same command resumes.
 
 Exit code 0: done, whatever the outcome; 1: refused, or a run failed; 130: interrupted.
 """
@@ -24,11 +24,11 @@ from lib.collapse.grid import FEWEST_STEPS, GridRun, load_grid, make_runs
 
 SHIPPED, RESULTS = REPO / "configs/compare/collapse.toml", REPO / "docs/results/collapse"
 VARIABLES = {
-    "SEED": "of the data order and of sampling, default 1",
+    "SEED": "seed of the data order and of sampling, default 1",
     "STEPS": "training steps, default 40; without GRID",
-    "DEVICE": "default: a GPU where there is one: cpu, cuda",
+    "DEVICE": "cpu or cuda, default: cuda where there is a GPU",
     "OUT": "the folder of the runs, default outputs/collapse",
-    "GRID": "a file of runs to make instead, such as configs/compare/collapse.toml",
+    "GRID": "a file of jobs to run instead, such as configs/compare/collapse.toml",
     "ONLY": "groups of the grid, separated by commas, default all",
 }
 

@@ -27,7 +27,7 @@ VARIABLES = {
     "DATA": "a parquet file of prompts in verl's schema, default the sanity task's for its own model",
     "ROWS": "number of prompts, one mini-batch, default 16",
     "LENGTH": "most tokens of an answer, default 128",
-    "DEVICE": "default: a GPU where there is one: cpu, cuda",
+    "DEVICE": "cpu or cuda, default: cuda where there is a GPU",
     "OUT": "the folder of the report, default outputs/preflight/MODEL",
 }
 SEED = 1  # of the answers

@@ -27,7 +27,7 @@ VARIABLES = {
     "ONLY": f"stages, or steps such as sanity-fp16; default all that have not passed: {', '.join(STAGES)}",
     "OUT": "the folder of the report, default docs/results/gpu; with DEVICE=cpu outputs/verify-gpu",
     "WORK": "the folder of the runs and logs, default outputs/verify-gpu/work",
-    "DEVICE": "default: a GPU where there is one: cpu, cuda",
+    "DEVICE": "cpu or cuda, default: cuda where there is a GPU",
 }
 
 

@@ -1,8 +1,8 @@
 """Add noise to the log-probabilities of a rollout: a mismatch of a given size in any regime.
 
-Enabled by ``configs/rollouts/noise.yaml``, for verl's v1 trainers. The tokens are those of the rollout, and their
-log-probabilities get independent normal noise of variance 2·k3 and mean k3, so that importance weights keep a mean of 1
-and the k3 between rollout and trainer grows by ``rollouts.k3``.
+Enabled by ``configs/rollouts/noise.yaml``, for verl's v1 trainers. Each log-probability gets independent normal noise
+of mean k3 and variance 2·k3, where k3 is ``rollouts.k3``. Importance weights keep a mean of 1, and the expected k3
+between rollout and trainer grows by ``rollouts.k3``. The tokens stay the same.
 """
 
 import random

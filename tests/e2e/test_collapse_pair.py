@@ -22,5 +22,5 @@ def test_fp16_learns_where_bf16_collapses(tmp_path):
     outcomes = {regime: read_outcome(run, tmp_path / run.name) for regime, run in runs.items()}
     assert outcomes["bf16"].last < outcomes["bf16"].first / 2 and outcomes["fp16"].last > outcomes["fp16"].first
     assert outcomes["bf16"].total_k3 > 20 * outcomes["fp16"].total_k3
-    assert "bf16 collapsed" in done.stdout and "fp16 learned" in done.stdout
+    assert "collapsed in bf16" in done.stdout and "rose in fp16" in done.stdout
     assert (tmp_path / "collapse.png").stat().st_size > 10_000

@@ -30,7 +30,7 @@ def draw_curves(outcomes: Sequence[RecallOutcome], file: Path) -> None:
                     if shown := [value for value in values if drawable(value, scale)]:
                         means[step] = centre(shown, scale)[0]
                 axis.plot(list(means), list(means.values()), color=COLOURS[name], linewidth=2.0, label=name)
-        left.set(ylabel="share of right answers", ylim=(0, 1))
+        left.set(ylabel="accuracy", ylim=(0, 1))
         right.set(ylabel="k3, nats per token", yscale="log")
         for axis in (left, right):
             axis.set_xlabel("training step")
@@ -59,6 +59,6 @@ def draw_threshold(outcomes: Sequence[RecallOutcome], file: Path) -> None:
         for name in dict.fromkeys(each.run.precision for each in outcomes):
             axis.plot([], [], color=COLOURS[name], linewidth=4, label=name)
         axis.set(xscale="log", xlabel=f"T·k3 at the first step, nats per answer; below {LEFT:g} at the left edge")
-        axis.set(ylabel="share of right answers, last ten steps", ylim=(-0.03, 1))
+        axis.set(ylabel="accuracy, last ten steps", ylim=(-0.03, 1))
         axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
         figure.savefig(file, dpi=120)

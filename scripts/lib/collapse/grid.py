@@ -39,18 +39,18 @@ class GridRun:
 
     @property
     def name(self) -> str:
-        """The run's folder below that of all runs."""
+        """Folder of the run, relative to that of all runs."""
         dials = f"lift{self.lift}-length{self.length}"
         return f"{slug(self.group)}/{self.algo}-{dials}-{self.precision}-seed{self.seed}"
 
     @property
     def weighting(self) -> str:
-        """The importance weights of the run in words, and whether its learning rate is another one."""
+        """Importance weights of the run in words, and whether its learning rate is smaller."""
         if self.algo != "pg_is":
             return "no weights"
-        level = "per token" if "rollout_is=token" in self.args else "per answer"
+        level = "token" if "rollout_is=token" in self.args else "sequence"
         truncated = ", truncated" if "rollout_is_threshold=" in self.args else ""
-        return f"weights {level}{truncated}{', smaller learning rate' if 'optim.lr=' in self.args else ''}"
+        return f"{level}-level weights{truncated}{', smaller learning rate' if 'optim.lr=' in self.args else ''}"
 
     @property
     def prepared(self) -> Path:

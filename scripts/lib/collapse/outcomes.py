@@ -114,10 +114,10 @@ def by_setting(outcomes: Sequence[RecallOutcome], **same: object) -> dict[GridRu
 
 @dataclass(frozen=True)
 class Separation:
-    """How far the last accuracy of fp16 is above that of bf16, over the seeds of one setting.
+    """Difference in last accuracy, fp16 minus bf16, over the seeds of one setting.
 
     Attributes:
-        difference: of the means; ``low`` and ``high`` bound its 95 % interval (Welch), None without any spread.
+        difference: of the means; ``low`` and ``high`` bound its 95 % interval (Welch), None if all values are equal.
         separated: whether fp16's lowest is above bf16's highest by more than the larger of the two ranges.
     """
 
@@ -144,7 +144,7 @@ def separations(outcomes: Sequence[RecallOutcome]) -> dict[GridRun, Separation]:
 
 
 def write_summary(outcomes: Sequence[RecallOutcome], file: Path) -> None:
-    """Write a Markdown table with a line per setting, whose cells have a value per seed, and one of the separations."""
+    """Write two Markdown tables: the settings, with a value per seed, and the separations."""
     header = ["group", "objective", "lift", "tokens", "regime", "seeds", "steps", "T·k3", "ESS/N", "first", "last"]
     rows = []
     for run, several in by_setting(outcomes).items():
@@ -158,7 +158,7 @@ def write_summary(outcomes: Sequence[RecallOutcome], file: Path) -> None:
         "# Runs of the recall task",
         "",
         "Written by `make collapse GRID=configs/compare/collapse.toml`; that file has the overrides of each group.",
-        "T·k3: first step, nats per answer. ESS/N: effective share of the weighted samples, median step. First, last:",
+        "T·k3: first step, nats per answer. ESS/N: effective sample size of the weights, as a share, median step. First, last:",
         f"mean accuracy of the first {FIRST} and of the last {LAST} steps. Values are in the order of the seeds.",
         "",
         *markdown_table(header, rows),

@@ -1,4 +1,4 @@
-"""Findings on what a run does with the mismatch: it is not measured, or whole answers are weighted by it."""
+"""Findings on what a run does with the mismatch: it is not measured, or sequence-level weights are made of it."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -19,7 +19,7 @@ VARIABLES = {
     "SAMPLES": "answers per prompt, default 8",
     "LENGTH": "most tokens of an answer, default as many as the model's positions allow, up to 1024",
     "BACKEND": "the backend that generates: hf, vllm; default hf",
-    "DEVICE": "default: a GPU where there is one: cpu, cuda",
+    "DEVICE": "cpu or cuda, default: cuda where there is a GPU",
     "SEED": "seed of the answers, default 1; vLLM's still differ from run to run",
     "TEMPERATURE": "of sampling; the trainer divides its logits by it, too; default 1",
     "OUT": "the folder of the report, default outputs/probe/MODEL-BACKEND",

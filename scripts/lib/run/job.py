@@ -57,7 +57,7 @@ VARIABLES = {
     "ALGO": "default grpo, dr_grpo without its divisions; ppo is GAE with a critic, pg_is REINFORCE with importance "
     "weights: {algo}",
     "RECIPE": "another objective than ALGO's, default none: {recipe}",
-    "DEVICE": "default: a GPU where there is one: cpu, cuda",
+    "DEVICE": "cpu or cuda, default: cuda where there is a GPU",
     "STEPS": "training steps, default the experiment's (arithmetic: 26)",
     "SEED": "seed of the data order and of sampling, default 1; vLLM's samples still differ from run to run",
     "MODEL": "a folder or a name on the Hugging Face Hub, default the experiment's",

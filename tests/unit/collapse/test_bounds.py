@@ -11,7 +11,7 @@ RUNS = read_table(REPO / "docs/results/collapse/runs.csv")
 
 
 @pytest.mark.parametrize(
-    ("weighting", "bounds"), [("weights per answer", UNTRUNCATED), ("weights per answer, truncated", TRUNCATED)]
+    ("weighting", "bounds"), [("sequence-level weights", UNTRUNCATED), ("sequence-level weights, truncated", TRUNCATED)]
 )
 def test_bounds_are_those_of_the_recorded_runs(weighting, bounds):
     least = min(each.last for each in RUNS if each.run.group == "outcome" and each.run.precision == "fp16")

@@ -207,22 +207,22 @@ def test_settings_of_one_group_are_compared_one_by_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("last", "verb"), [(0.0, "collapsed"), (0.3, "did not learn"), (0.41, "learned"), (0.9, "learned")]
+    ("last", "verb"), [(0.0, "collapsed"), (0.3, "did not rise"), (0.41, "rose"), (0.9, "rose")]
 )
 def test_sentences_describe_the_course_and_its_limits(last, verb):
     lines = sentences(outcome(accuracy=falling(last)), outcome("fp16", accuracy=falling(0.95), k3=0.001))
-    assert len(lines) == 3 and f"bf16 {verb}: 0.40 to {last:.2f}; fp16 learned: 0.40 to 0.95" in lines[0]
+    assert len(lines) == 3 and f"{verb} in bf16 (0.40 to {last:.2f}) and rose in fp16 (0.40 to 0.95)" in lines[0]
     assert "7.7 nats in bf16 and 0.13 in fp16" in lines[1] and "one seed of a constructed case" in lines[2]
 
 
 def test_shipped_grid_has_these_weights():
     """They are the markers of the figure."""
     assert {run.weighting: run.group for run in reversed(load_grid(GRID))} == {
-        "weights per answer": "outcome",
+        "sequence-level weights": "outcome",
         "no weights": "trainer's own log-probs",
-        "weights per answer, truncated": "truncated per answer",
-        "weights per token, truncated": "truncated per token",
-        "weights per answer, smaller learning rate": "learning rate 1e-4",
+        "sequence-level weights, truncated": "truncated per answer",
+        "token-level weights, truncated": "truncated per token",
+        "sequence-level weights, smaller learning rate": "learning rate 1e-4",
     }
 
 
@@ -285,7 +285,7 @@ def test_pair_is_drawn_and_described(tmp_path, capsys, swept):
     swept(2, 0)
     words = ["SEED=3", "STEPS=20", f"OUT={tmp_path}", "DEVICE=cpu"]
     assert collapse.main(words) == 0
-    assert "bf16 collapsed: 0.40 to 0.00; fp16 learned: 0.40 to 0.90" in capsys.readouterr().out
+    assert "collapsed in bf16 (0.40 to 0.00) and rose in fp16 (0.40 to 0.90)" in capsys.readouterr().out
     assert (tmp_path / "collapse.png").exists()
     swept(1, 1)
     (tmp_path / "collapse.png").unlink()

@@ -158,8 +158,8 @@ def write_summary(outcomes: Sequence[RecallOutcome], file: Path) -> None:
         "# Runs of the recall task",
         "",
         "Written by `make collapse GRID=configs/compare/collapse.toml`; that file has the overrides of each group.",
-        "T·k3: first step, nats per answer. ESS/N: effective sample size of the weights, as a share, median step. First, last:",
-        f"mean accuracy of the first {FIRST} and of the last {LAST} steps. Values are in the order of the seeds.",
+        "T·k3: first step, nats per answer. ESS/N: effective sample size of the weights, as a share, median step.",
+        f"First, last: mean accuracy of the first {FIRST} and the last {LAST} steps. One value per seed, in their order.",
         "",
         *markdown_table(header, rows),
     ]

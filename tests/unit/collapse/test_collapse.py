@@ -206,9 +206,7 @@ def test_settings_of_one_group_are_compared_one_by_one(tmp_path):
     assert "| some group | pg_is | 64 | 129 | 0.80 | 0.67 to 0.93 | yes |" in lines and lines[-1].endswith("| no |")
 
 
-@pytest.mark.parametrize(
-    ("last", "verb"), [(0.0, "collapsed"), (0.3, "did not rise"), (0.41, "rose"), (0.9, "rose")]
-)
+@pytest.mark.parametrize(("last", "verb"), [(0.0, "collapsed"), (0.3, "did not rise"), (0.41, "rose"), (0.9, "rose")])
 def test_sentences_describe_the_course_and_its_limits(last, verb):
     lines = sentences(outcome(accuracy=falling(last)), outcome("fp16", accuracy=falling(0.95), k3=0.001))
     assert len(lines) == 3 and f"{verb} in bf16 (0.40 to {last:.2f}) and rose in fp16 (0.40 to 0.95)" in lines[0]

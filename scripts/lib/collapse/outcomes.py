@@ -159,7 +159,7 @@ def write_summary(outcomes: Sequence[RecallOutcome], file: Path) -> None:
         "",
         "Written by `make collapse GRID=configs/compare/collapse.toml`; that file has the overrides of each group.",
         "T·k3: first step, nats per answer. ESS/N: effective sample size of the weights, as a share, median step.",
-        f"First, last: mean accuracy of the first {FIRST} and the last {LAST} steps. One value per seed, in their order.",
+        f"First, last: mean accuracy of the first {FIRST} and the last {LAST} steps. One value per seed, in order.",
         "",
         *markdown_table(header, rows),
     ]

@@ -2,15 +2,19 @@
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_origin
 
 from lib.errors import Refused
 from lib.patches.git_objects import package_tree_id
+from lib.patches.releases import Framework
 from lib.patches.stack import Stack
 from lib.patches.target import Target
+
+OBJECT_ID = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,12 @@ def read_record(target: Target, blobs: Mapping[str, str]) -> Record | None:
         for field in fields(record):
             if not isinstance(getattr(record, field.name), get_origin(field.type) or field.type):
                 raise TypeError(f"{field.name} has another type")
-        texts = [*record.folders, *record.added.values()]
-        texts += [each for before, after in record.replaced.values() for each in (before, after)]
-        if not all(isinstance(each, str) for each in texts):
-            raise TypeError("a path or an id is no text")
-    except (ValueError, TypeError) as error:
+        check_paths([*record.replaced, *record.added, *record.folders], target.framework)
+        replaced = [each for before, after in record.replaced.values() for each in (before, after)]
+        for each in (record.tree, *record.added.values(), *replaced):
+            if not OBJECT_ID.fullmatch(each):
+                raise ValueError(f"{each!r} is not an object id")
+    except (ValueError, TypeError, RecursionError) as error:
         cause = f"is damaged, or of a newer version of this project ({error})"
         remedy = (
             f"move it elsewhere, then make unapply-patches {target.variable}, with the version that applied the patches"
@@ -93,6 +98,19 @@ def read_record(target: Target, blobs: Mapping[str, str]) -> Record | None:
     kept = {path for path in record.replaced if os.path.lexists(target.original(path))}
     ours = {path: ids for path, ids in record.replaced.items() if path in kept or blobs.get(path) in ids}
     return replace(record, replaced=ours)
+
+
+def check_paths(paths: Iterable[str], framework: Framework) -> None:
+    """Raise ValueError if one is not a path into the framework's package, or into what apply keeps there.
+
+    A record may come with a repository that was cloned, and unapply replaces and deletes the files that it names.
+    """
+    kept = (framework.bookkeeping, framework.staging)
+    for path in paths:
+        package, *rest = str(path).split("/")
+        normal = rest and not {"", ".", ".."} & {*rest} and "\0" not in path
+        if package != framework.name or not normal or f"{package}/{rest[0]}" in kept:
+            raise ValueError(f"{path!r} is not inside {framework.name}/")
 
 
 def recover_record(blobs: Mapping[str, str], stacks: list[Stack]) -> Record | None:

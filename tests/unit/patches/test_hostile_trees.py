@@ -1,6 +1,8 @@
 """Trees that others touched: other owners and modes, links and pipes, a lost record, an uninstalled verl, CRLF."""
 
+import json
 import os
+import re
 import resource
 import shutil
 from functools import partial
@@ -11,8 +13,10 @@ from support.patch_tool import patchset, refused
 from support.small_projects import CONFIG, ENGINE, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, STAMP, UNTOUCHED
 from support.trees import contents, edit, git, write_files
 
+from lib.errors import Refused
 from lib.patches.apply import apply, unapply
 from lib.patches.bookkeeping import flush
+from lib.patches.git_objects import blob_id
 from lib.patches.releases import VERL, find_release
 from lib.patches.stack import load_stack
 from lib.patches.status import status
@@ -104,9 +108,10 @@ def test_patches_are_found_without_the_record(tiny: Path, pristine: Path, patche
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("", ""), ("", '{"release": "0.9'), ("", "[]"), ("", '{"release": "0.9.1", "more": 1}'),
+        ("", ""), ("", "[" * 100_000), ("", '{"release": "0.9'), ("", "[]"), ("", '{"release": "0.9.1", "more": 1}'),
         ('"replaced": {', '"replaced": [], "x": {'), ('"folders": [', '"folders": [1, '),
         ('"replaced": {', '"replaced": {"a": null, '), ('"added": {', '"added": {"a": ["x"], '),
+        ('"added": {', '"added": {"verl/a.py": "0123", '), ('"tree": "', '"tree": "x'),
     ],
 )  # fmt: skip
 def test_damaged_record_is_refused_with_the_way_out(tiny: Path, pristine: Path, patched: Path, old: str, new: str):
@@ -121,6 +126,26 @@ def test_damaged_record_is_refused_with_the_way_out(tiny: Path, pristine: Path, 
     record.unlink()
     unapply(patched, tiny)
     assert contents(patched) == contents(pristine)
+
+
+@pytest.mark.parametrize("kind", ["replaced", "added", "folders"])
+@pytest.mark.parametrize(
+    "outside", ["../victim", "{root}/victim", "verl/../../victim", "verl/./../victim", "victim", "verl/.precision/x", ""]
+)
+def test_record_of_files_elsewhere_is_refused(tiny: Path, patched: Path, kind: str, outside: str):
+    """Such as in a repository that was cloned; unapply would overwrite or delete the file."""
+    path = outside.format(root=patched.parent)
+    write_files(patched.parent, {"victim": "mine\n", "target/victim": "mine\n"})
+    (patched / "verl/.precision" / f"old+{path.replace('/', '+')}").write_text("theirs\n")
+    record = json.loads((patched / RECORD).read_text())
+    entries = {"replaced": {path: [blob_id(b"theirs\n"), blob_id(b"mine\n")]}, "added": {path: blob_id(b"mine\n")}}
+    record[kind] = record[kind] + [path] if kind == "folders" else record[kind] | entries[kind]
+    (patched / RECORD).write_text(json.dumps(record))
+    before = contents(patched.parent)
+    for command in (status, apply, unapply):
+        with pytest.raises(Refused, match=re.escape(f"({path!r} is not inside verl/)")):
+            command(patched, tiny)
+    assert contents(patched.parent) == before
 
 
 def test_edits_without_the_record_are_named(tiny: Path, patched: Path):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -182,10 +181,10 @@ def make(*words: str, environment: dict[str, str] | None = None) -> subprocess.C
 
 
 def test_make_passes_every_word_on_as_it_was_typed_and_a_refusal_in_one_line():
-    line = make("--dry-run", "run", "DEVICE=cpu", "OUT=/a b", "ARGS=x='it''s' y=[1,2] z=$$HOME").stdout.splitlines()[-1]
-    words = shlex.split(line)
-    assert words[2:4] == ["scripts/command.py", "run"]
-    assert set(words[4:]) == {"ARGS=x='it''s' y=[1,2] z=$HOME", "DEVICE=cpu", "OUT=/a b"}
+    typed = {"DEVICE=cpu", "OUT=/a b", "ARGS=x='it''s' y=[1,2] z=$HOME ${data.y}\nb=$$"}
+    line = make("--dry-run", "run", *typed).stdout.splitlines()[-1]
+    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True).stdout.split("\0")
+    assert words[2:4] == ["scripts/command.py", "run"] and set(words[4:-1]) == typed
     done = make("run", "PRECISON=fp16")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[0].startswith("run: PRECISON: is not a variable of this command; did you mean")

@@ -173,7 +173,7 @@ class Answers:
     @property
     def scaler(self) -> dict[str, dict | None]:
         """The loss scalers of actor and critic; every rank has the same scale."""
-        scalers = {model["role"]: model["scaler"] for model in self.models if model["role"] in ("actor", "critic")}
+        scalers = {model["role"]: model.get("scaler") for model in self.models if model["role"] in ("actor", "critic")}
         return {"actor": None, "critic": None} | scalers
 
     @property

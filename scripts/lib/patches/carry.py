@@ -116,9 +116,10 @@ def changed_patch(name: str, committed: Stack, now: Stack) -> int:
     if now.patches[number] == committed.patches[names(committed).index(name)]:
         steps = f"patchset.py checkout {release.name}, commit, export"
         raise Refused(f"PATCH={name}: is as in git's HEAD; change it first ({steps}), and carry it before you commit")
-    if now.patches[:number] != committed.patches[:number]:
-        pairs = zip(now.patches[:number], committed.patches, strict=False)
-        first = next(patch.name for patch, old in pairs if patch != old)
+    earlier, before = now.patches[:number], committed.patches[: names(committed).index(name)]
+    if earlier != before:
+        changed = [patch.name for patch in (*earlier, *before) if not (patch in earlier and patch in before)]
+        first = changed[0] if changed else earlier[0].name
         raise Refused(f"PATCH={name}: {first}, which precedes it, changed too; carry and commit that first")
     return number
 

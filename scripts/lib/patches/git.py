@@ -31,8 +31,15 @@ def git(*args: str, cwd: Path, stdin: str = "", date: str = DATE) -> str:
 
 
 def read_blob(name: str, cwd: Path) -> bytes:
-    """Return the content of a file that git knows by its id or as ``<commit>:<path>``."""
-    return run_git("cat-file", "blob", name, cwd=cwd).stdout
+    """Return the content of a file that git knows by its id or as ``<commit>:<path>``.
+
+    Raises:
+        Refused: git knows no such file.
+    """
+    done = run_git("cat-file", "blob", name, cwd=cwd)
+    if done.returncode:
+        raise Refused(f"git has no file {name} in {cwd}: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout
 
 
 def unfinished(tree: Path) -> str | None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from lib.patches.git import git
+from lib.patches.git import git, read_blob
 from lib.patches.stack import Stack, closest
 
 # What the code around a hook does, by the name in the report.
@@ -57,5 +57,5 @@ def definitions(tree: Path, commit_id: str, package: str) -> set[str]:
 
 def deeds(tree: Path, commit_id: str, path: str) -> list[str]:
     """Return what of ``DOES`` the file does."""
-    content = git("cat-file", "blob", f"{commit_id}:{path}", cwd=tree)
+    content = read_blob(f"{commit_id}:{path}", cwd=tree).decode(errors="replace")
     return [name for name, pattern in DOES.items() if re.search(pattern, content)]

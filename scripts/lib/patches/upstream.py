@@ -21,7 +21,7 @@ from lib.errors import Refused
 from lib.files import write
 from lib.patches.checkout import BASE, commit, commit_stack, scratch_beside
 from lib.patches.export import DIFF_OPTIONS
-from lib.patches.git import git, run_git, unfinished
+from lib.patches.git import git, read_blob, run_git, unfinished
 from lib.patches.git_objects import blob_id
 from lib.patches.hunks import hunks, merge, merge_hunks, renames, report
 from lib.patches.precision_module import MODULE, PACKAGE
@@ -153,7 +153,7 @@ def pick_hunks(branch: Branch, pick: Pick, patch: Patch, tree: Path) -> None:
     """Merge the hunks into the files of ``tree``; raises Refused where one needs another that no branch has picked."""
     with tempfile.TemporaryDirectory() as scratch:
         for path, before, _ in patch.blobs:
-            base = git("cat-file", "blob", before, cwd=tree).encode()
+            base = read_blob(before, cwd=tree)
             for number, (at, hunk) in enumerate(hunks(patch, path), start=1):
                 if not pick.takes(path, number):
                     continue

@@ -176,11 +176,14 @@ class Job:
         }
         if not self.cluster:  # Ray's own is 15: beside other programs a run would take several times as long
             common["RAY_worker_niceness"] = os.environ.get("RAY_worker_niceness", "0")
+        modules = [os.environ.get(MODULES)]
         if self.device == "cpu":
             common |= CPU_PLATFORM
+            modules.append(CPU_PLATFORM[MODULES])
         if self.recipe:  # the presets NAME_….yaml are settings of recipes/NAME
-            module = f"recipes.{self.recipe.partition('_')[0]}.trainer"
-            common[MODULES] = ",".join(filter(None, [common.get(MODULES), module]))
+            modules.append(f"recipes.{self.recipe.partition('_')[0]}.trainer")
+        if len(modules) > 1:
+            common[MODULES] = ",".join(filter(None, modules))
         return common
 
     def command(self, out: Path) -> list[str]:

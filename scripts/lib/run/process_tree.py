@@ -59,7 +59,7 @@ class ProcessTree:
         for process in self.alive():
             try:
                 size += process.memory_full_info().pss
-            except psutil.NoSuchProcess:
+            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or runs as another user
                 continue
         self.peak_gib = max(self.peak_gib, size / 2**30)
 

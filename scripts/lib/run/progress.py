@@ -87,7 +87,8 @@ class RunProgress:
 def progress_line(data: list[dict], steps: int) -> str:
     """Return one line on the last row of ``data``, of a run of ``steps`` steps."""
     row = data[-1]
-    rate = median(metric_values(data[-LAST:], SECONDS))
+    seconds = metric_values(data[-LAST:], SECONDS)
+    rate = median(seconds) if seconds else None
     flowrl = [f"  {name} {number(row['data'][metric])}" for name, metric in FLOWRL.items() if metric in row["data"]]
     return (
         f"step {row['step']:>{len(str(steps))}}/{steps}"
@@ -96,6 +97,6 @@ def progress_line(data: list[dict], steps: int) -> str:
         f"{''.join(flowrl)}"
         f"  loss scale {number(row['data'].get(LOSS_SCALE), 'g')}"
         f"  skipped {number(metric_total(data, SKIPPED), 'd')}"
-        f"  {rate:.1f} s/step"
-        f"  left {duration((steps - row['step']) * rate)}"
+        f"  {number(rate, '.1f')} s/step"
+        f"  left {'-' if rate is None else duration((steps - row['step']) * rate)}"
     )

@@ -43,7 +43,7 @@ class Watchdog:
         if self.death and progress.shown > self.steps + 1:  # the rollouts of one step may date from before the death
             self.death = None
         death = self.reader.read(lines)
-        if death and not (self.death and self.death.certain):
+        if death and (not self.death or death.certain > self.death.certain):
             self.death, self.steps, self.since = death, progress.shown, time.monotonic()
         if not self.death or progress.finished:  # at the end, verl's servers may seem to die
             return None

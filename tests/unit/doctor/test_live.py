@@ -43,6 +43,12 @@ def test_ranks_with_different_dtypes_are_named():
     assert diagnosis["findings"][0]["key"] == "verl" and "stack None (ranks 2)" in diagnosis["findings"][0]["value"]
 
 
+def test_actor_that_is_not_fsdps_is_reported():
+    megatron = model_dtypes("actor", SimpleNamespace(module=[torch.nn.Linear(2, 2)]))
+    diagnosis = diagnosed(megatron | {"rank": 0, "verl": "0.9.1", "stack": "abc"}, rollout())
+    assert diagnosis["hops"]["actor.compute"] == "unknown: SimpleNamespace is not FSDP's"
+
+
 def test_dtype_that_differs_from_the_config_is_a_finding():
     diagnosis = diagnosed(actor(dtype="bfloat16"), rollout("bfloat16"), static=config("float16"))
     assert diagnosis["verdict"] == "differ"

@@ -137,6 +137,12 @@ def test_unfit_changes_are_refused(project: Path, tmp_path: Path):
     change(project, tmp_path / "tree-2", {SAME: ("import os\nimport os\n", "import os\n# twice\nimport os\n")}, 1)
     line = refused(project, "carry", LATER, NEW, hand, unchanged=tmp_path)
     assert f"{IMPORT}.patch, which precedes it, changed too; carry and commit that first" in line
+    dropped = tmp_path / "dropped"
+    assert patchset(project, "checkout", NEW, dropped).returncode == 0
+    git("rebase", "--quiet", "--onto", f"base/{NEW}", "stack~1", "stack", cwd=dropped)
+    assert patchset(project, "export", dropped, "--remove").returncode == 0
+    line = refused(project, "carry", LATER, NEW, hand, unchanged=tmp_path)
+    assert f"{IMPORT}.patch, which precedes it, changed too" in line, "it was removed"
     shutil.rmtree(project / ".git")
     assert "to compare with; commit the patches first" in refused(
         project, "carry", IMPORT, NEW, hand, unchanged=tmp_path

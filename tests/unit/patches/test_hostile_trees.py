@@ -130,7 +130,8 @@ def test_damaged_record_is_refused_with_the_way_out(tiny: Path, pristine: Path, 
 
 @pytest.mark.parametrize("kind", ["replaced", "added", "folders"])
 @pytest.mark.parametrize(
-    "outside", ["../victim", "{root}/victim", "verl/../../victim", "verl/./../victim", "victim", "verl/.precision/x", ""]
+    "outside",
+    ["../victim", "{root}/victim", "verl/../../victim", "verl/./../victim", "victim", "verl/.precision/x", ""],
 )
 def test_record_of_files_elsewhere_is_refused(tiny: Path, patched: Path, kind: str, outside: str):
     """Such as in a repository that was cloned; unapply would overwrite or delete the file."""

@@ -61,7 +61,8 @@ def test_bad_value_is_refused_by_name(word):
 
 
 @pytest.mark.parametrize("recipe", options("recipe"))
-def test_recipe_adds_a_config_group_and_a_module(recipe, tmp_path):
+def test_recipe_adds_a_config_group_and_a_module(recipe, tmp_path, monkeypatch):
+    monkeypatch.delenv(MODULES, raising=False)
     plain, job = parsed(), parsed(f"RECIPE={recipe}")
     added = {f"+recipe={recipe}", f"trainer.experiment_name={recipe}-fp16-seed1"}
     assert set(job.overrides(tmp_path)) - set(plain.overrides(tmp_path)) == added
@@ -69,6 +70,8 @@ def test_recipe_adds_a_config_group_and_a_module(recipe, tmp_path):
     on_gpu = replace(job, device="cuda").environment(tmp_path)
     assert on_gpu[MODULES] == "recipes.flowrl.trainer" and "VERL_PLATFORM" not in on_gpu
     assert MODULES not in replace(plain, device="cuda").environment(tmp_path)
+    monkeypatch.setenv(MODULES, "mine.plugin")
+    assert job.environment(tmp_path)[MODULES] == "mine.plugin,recipes.cpu.platform,recipes.flowrl.trainer"
 
 
 def test_bare_command_is_the_sanity_task_in_fp16_with_retries_on_a_cluster(monkeypatch):

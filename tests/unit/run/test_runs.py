@@ -183,6 +183,8 @@ def test_progress_is_one_line_with_flowrls_metrics():
         "step  3/40  reward 0.300  mismatch: probs 3.0e-05 k3 3.0e-07  loss scale 21845.3  skipped 1"
         "  2.0 s/step  left 1:14"
     )
+    untimed = [{"step": 1, "data": {REWARD: 0.1}}]
+    assert progress_line(untimed, 40).endswith("  skipped -  - s/step  left -")
     flowrl = "k3 2.0e-07  log_z -0.5  delta_std 13.8  distinct_right_answers 1.25  loss scale 32768"
     assert flowrl in progress_line(rows(2, **FLOWRL), 2)
     summary = summary_of(rows(2, **FLOWRL), [ACTOR], "RECIPE=flowrl")

@@ -147,6 +147,16 @@ def test_repeated_death_does_not_restart_the_clock_and_a_second_step_disproves_i
     assert watchdog.overdue([], shown) is None
 
 
+def test_uncertain_deaths_do_not_restart_the_clock_and_a_certain_one_does():
+    watchdog, shown = train.Watchdog(DeathReader()), SimpleNamespace(shown=3, finished=False, patience=600)
+    assert watchdog.overdue([LOST], shown) is None
+    watchdog.since -= 601
+    assert watchdog.overdue([LOST], shown).cause == "a worker (pid 207) died"
+    assert watchdog.overdue([DEAD], shown) is None, "from now on the shorter patience counts"
+    watchdog.since -= train.DEAD_S + 1
+    assert watchdog.overdue([DEAD], shown).cause == "vLLM's engine failed"
+
+
 def test_verl_is_not_ended_if_all_steps_are_completed(run_program, monkeypatch):
     monkeypatch.setattr(train, "DEAD_S", 0)
     result = run_program(TRAINS, DIES, "watched(5)")
@@ -222,6 +232,16 @@ def test_attempt_adds_to_the_record_and_removes_an_older_summary(tmp_path, monke
         train.attempt(parse_job(["DEVICE=cpu"]), tmp_path, record, None, shown)
         assert 150 < record["wall_s"] < 170 and record["peak_memory_gib"] == peak_gib
     assert shared == [False, True]
+
+
+def test_process_whose_memory_may_not_be_read_is_left_out(monkeypatch):
+    def denied(process: psutil.Process) -> None:
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "memory_full_info", denied)
+    tree = ProcessTree(SimpleNamespace(pid=os.getpid()), set(SHARED_MEMORY.glob("*")))
+    tree.measure()
+    assert tree.peak_gib == 0
 
 
 def test_peak_memory_never_falls():

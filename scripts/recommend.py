@@ -17,7 +17,7 @@ import preflight
 import probe
 from lib.cli import file_path, parse_words, usage, whole_number
 from lib.errors import Refused
-from lib.files import write_json
+from lib.files import sha256, write_json
 from lib.paths import REPO
 from lib.probe.model import prepare_sanity
 from lib.probe.options import VARIABLES as PROBE
@@ -89,9 +89,11 @@ def runnable(options: ProbeOptions) -> ProbeOptions:
 
 
 def preflight_numbers(options: preflight.PreflightOptions) -> dict:
-    """Return the numbers of the preflight, from its file if it was measured with these options already."""
+    """Return the numbers of the preflight, from its file if these options and files were measured already."""
     file = options.out / "numbers.json"
     settings = {name: str(getattr(options, name)) for name in ("model", "data", "rows", "length", "device")}
+    files = [Path(options.data), *sorted(Path(options.model).glob("*.*"))]  # of a model on the hub, none
+    settings["files"] = {path.name: sha256(path) for path in files if path.is_file()}
     if file.exists() and (recorded := json.loads(file.read_text()))["settings"] == settings:
         return recorded["numbers"]
     numbers = preflight.examine(options)

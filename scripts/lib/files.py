@@ -21,7 +21,11 @@ def write(path: Path, content: bytes) -> None:
 
 def sha256(path: Path) -> str:
     """Return the sha256 of a file's content, in hexadecimal digits."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def replace_files(contents: Mapping[Path, bytes | None], scratch: Path) -> None:

@@ -47,9 +47,13 @@ def open_work_folder(out: Path, settings: dict) -> Path:
 
 
 def fingerprint(masters: "PreTrainedModel") -> str:
-    """Return 12 hex digits of the weights."""
-    sums = [weight.detach().double().sum().item() for weight in masters.parameters()]
-    return hashlib.sha256(repr(sums).encode()).hexdigest()[:12]
+    """Return 12 hex digits of the weights, the same on every device and with any number of threads."""
+    import torch
+
+    digest = hashlib.sha256()
+    for weight in masters.parameters():
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:12]
 
 
 def rollout_file(work: Path, rollout: RolloutNumerics) -> Path:

@@ -11,13 +11,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from transformers import AutoModelForCausalLM
 
 import doctor
+import preflight
 import recommend as command
 from lib.errors import Refused
-from lib.files import read_jsonl
+from lib.files import read_jsonl, write
 from lib.paths import REPO
 from lib.probe.mismatch import Answer, measure
 from lib.probe.recommendation import recommend, two_digits
@@ -226,6 +228,20 @@ def test_command_recommends_a_line_that_verl_accepts_and_resumes(folder, tmp_pat
     assert (tmp_path / "wide-out/preflight/report.md").stat().st_mtime_ns == examined, "the preflight is repeated"
     with pytest.raises(Refused, match="SAMPLES=5: .* contains a probe with SAMPLES=4"):
         command.main([*words, "SAMPLES=5"])
+
+
+def test_preflight_is_repeated_once_the_model_in_its_folder_changed(tmp_path, monkeypatch):
+    for name in ("config.json", "model.safetensors"):
+        write(tmp_path / name, b"1")
+    pd.DataFrame({"prompt": [[{"role": "user", "content": "1+1"}]]}).to_parquet(tmp_path / "data.parquet")
+    options = preflight.parse(["DEVICE=cpu", f"MODEL={tmp_path}", f"DATA={tmp_path / 'data.parquet'}"])
+    examined = []
+    monkeypatch.setattr(preflight, "examine", lambda _: examined.append(1) or {"scale": len(examined)})
+    (tmp_path / "out").mkdir()
+    options = replace(options, out=tmp_path / "out")
+    assert [command.preflight_numbers(options)["scale"] for _ in range(2)] == [1, 1]
+    write(tmp_path / "model.safetensors", b"2")  # trained on
+    assert [command.preflight_numbers(options)["scale"] for _ in range(2)] == [2, 2]
 
 
 def test_regimes_that_vllm_or_the_gpu_refuses_are_not_probed(tmp_path, monkeypatch):

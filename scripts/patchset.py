@@ -173,12 +173,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_args()
+    for stream in (sys.stdout, sys.stderr):  # a path may have characters that the terminal's encoding lacks
+        stream.reconfigure(errors="backslashreplace")
     try:
         return args.run(args)
     except Refused as fault:
         line = str(fault)
     except OSError as fault:
-        line = ": ".join(str(part) for part in (fault.filename, fault.strerror or fault) if part)
+        paths = " -> ".join(str(path) for path in (fault.filename, fault.filename2) if path)
+        line = ": ".join(str(part) for part in (paths, fault.strerror or fault) if part)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     print(f"patchset: {line}", file=sys.stderr)

@@ -16,7 +16,7 @@ from lib.patches.record import read_record
 from lib.patches.releases import Release
 from lib.patches.stack import Stack, closest, load_stacks
 from lib.patches.status import examine
-from lib.patches.target import locked
+from lib.patches.target import opened
 from lib.patches.wheels import wheel
 from lib.paths import REPO
 
@@ -87,10 +87,10 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
     Raises:
         Refused: ``target`` is no verl, or a release's wheel to compare it with is not available.
     """
-    with locked(target) as opened:
-        blobs, stacks = opened.blobs(), load_stacks(project)
-        record = read_record(opened, blobs)
-        status = examine(opened, blobs, record, stacks)
+    found = opened(target)
+    blobs, stacks = found.blobs(), load_stacks(project)
+    record = read_record(found, blobs)
+    status = examine(found, blobs, record, stacks)
     state = {"unpatched": "unpatched", "patched": "patched", "outdated": "patched"}.get(status.state, "foreign")
     by_name = {stack.release.name: stack for stack in stacks}
     stack = by_name[status.release] if status.release else closest(record.undone(blobs) if record else blobs, stacks)
@@ -99,10 +99,10 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
         files = {path: "patched" if path in hooked else "release" for path in rule_files()}
     else:
         files = compare_files(blobs, stack)
-    stamp = json.loads(opened.stamp.read_text())["stack"] if opened.stamp.exists() else None
+    stamp = json.loads(found.stamp.read_text())["stack"] if found.stamp.exists() else None
     table = table_release(stack.release, {name: each.release for name, each in by_name.items()})
     advice = f"{status.state}: {status.detail}" if state == "foreign" else ""
-    return Tree(opened.root, stack.release, table, state, stamp, files, advice)
+    return Tree(found.root, stack.release, table, state, stamp, files, advice)
 
 
 def table_release(release: Release, releases: Mapping[str, Release]) -> str:

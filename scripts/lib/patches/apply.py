@@ -99,7 +99,12 @@ def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force
             refuse_unwritable(target, record)
             refuse_damaged(target, record, blobs | restored)
             aside = set_aside(target, edited)
-            roll_back(target, record, blobs | restored)
+            try:
+                roll_back(target, record, blobs | restored)
+            except OSError as fault:
+                again = "not all files are restored; remove the cause, then repeat the command"
+                names = (fault.filename, None, fault.filename2)
+                raise OSError(fault.errno, f"{fault.strerror or fault}; {again}", *names) from fault
             sweep(target)
             back = len(record.hooked(blobs | restored)) + len(record.removed(blobs))
             counts = f"{back} files restored, {len(record.added.items() & blobs.items())} deleted"
@@ -251,6 +256,10 @@ def refuse_unwritable(target: Target, record: Record) -> None:
     for folder in sorted(folders):
         if folder.exists() and not os.access(folder, os.W_OK):
             raise Refused(f"{folder} is read-only; nothing was changed")
+    for path in paths[1:]:
+        if os.geteuid() == 0 and (target.root / path).is_file() and not os.access(target.root / path, os.W_OK):
+            cause = "cannot be changed, not even by root: see lsattr; nothing was changed"
+            raise Refused(f"{target.root / path} {cause}")
     kinds = [(target.root / path, "file", Path.is_file) for path in paths[1:]]
     kinds += [(target.root / folder, "folder", Path.is_dir) for folder in record.folders]
     for path, kind, fits in kinds:

@@ -4,6 +4,7 @@ What is written has the mode and, where root writes, the owner of the tree's own
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -15,9 +16,10 @@ from pathlib import Path
 
 from lib.errors import Refused
 from lib.patches.record import Record
-from lib.patches.target import Target
+from lib.patches.target import Target, kept_name
 
 OWN_NAMES = re.compile(r"(new|old)\+.*|CHANGELOG\.md|record\.json|\.gitignore")
+NO_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # as of network file systems
 LAST = ("record.json", ".gitignore")  # removed last, in this order: the folder is known by them
 IGNORE = b"# verl-precision keeps here what unapply restores.\n*\n"  # of .gitignore, by which the folder is known
 
@@ -55,7 +57,7 @@ def stage(
             (target.staging / name).write_bytes(content)
             follow(target.staging / name, package / "__init__.py")
         for path in record.replaced:
-            original, place = target.staging / target.original(path).name, target.root / path
+            original, place = target.staging / kept_name(path), target.root / path
             if path in contents:
                 follow(target.staging / target.staged(path).name, place)
             if path in (restored or {}):
@@ -112,8 +114,13 @@ def flush(folder: Path) -> None:
     for path in (*folder.iterdir(), folder):
         if not path.is_symlink():
             opened = os.open(path, os.O_RDONLY)
-            os.fsync(opened)
-            os.close(opened)
+            try:
+                os.fsync(opened)
+            except OSError as fault:
+                if fault.errno not in NO_FLUSH:
+                    raise OSError(fault.errno, fault.strerror, str(path)) from fault
+            finally:
+                os.close(opened)
 
 
 def strangers(folder: Path) -> list[Path]:
@@ -122,7 +129,8 @@ def strangers(folder: Path) -> list[Path]:
         return [folder] if os.path.lexists(folder) else []
     ignore = folder / ".gitignore"
     # Without its first line in older trees, which are known by their record.
-    own = (folder / "record.json").is_file() or ignore.is_file() and ignore.read_bytes() == IGNORE
+    # On a full disk the file is cut short.
+    own = (folder / "record.json").is_file() or ignore.is_file() and IGNORE.startswith(ignore.read_bytes())
     return [path for path in folder.iterdir() if not (own and OWN_NAMES.fullmatch(path.name))]
 
 

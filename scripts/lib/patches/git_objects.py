@@ -13,6 +13,15 @@ def blob_id(content: bytes) -> str:
     return _object_id("blob", content)
 
 
+def file_blob_id(file: Path) -> str:
+    """Return the id that git gives the content of ``file``, which may be larger than the memory."""
+    with file.open("rb") as opened:
+        digest = hashlib.sha1(b"blob %d\0" % os.fstat(opened.fileno()).st_size, usedforsecurity=False)
+        while block := opened.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def _object_id(kind: str, content: bytes) -> str:
     return hashlib.sha1(b"%s %d\0" % (kind.encode(), len(content)) + content, usedforsecurity=False).hexdigest()
 
@@ -65,4 +74,4 @@ def package_files(root: Path, framework: Framework = VERL) -> Iterator[str]:
 
 def package_blobs(root: Path, framework: Framework = VERL) -> dict[str, str]:
     """Return the blob id of each file of the package below ``root``, by path."""
-    return {path: blob_id((root / path).read_bytes()) for path in package_files(root, framework)}
+    return {path: file_blob_id(root / path) for path in package_files(root, framework)}

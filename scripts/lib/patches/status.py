@@ -10,7 +10,7 @@ from lib.patches.git_objects import blob_id
 from lib.patches.record import Record, read_record, recover_record
 from lib.patches.releases import VERL, Framework
 from lib.patches.stack import Stack, closest, load_stacks
-from lib.patches.target import Target, locked
+from lib.patches.target import Target, opened
 from lib.paths import REPO
 
 
@@ -42,9 +42,9 @@ class Status:
 
 def status(path: Path, project: Path = REPO, framework: Framework = VERL) -> Status:
     """Return a target's state; changes nothing."""
-    with locked(path, framework) as target:
-        blobs = target.blobs()
-        return examine(target, blobs, read_record(target, blobs), load_stacks(project, framework))
+    target = opened(path, framework)
+    blobs = target.blobs()
+    return examine(target, blobs, read_record(target, blobs), load_stacks(project, framework))
 
 
 def examine(target: Target, blobs: Mapping[str, str], record: Record | None, stacks: list[Stack]) -> Status:
@@ -192,9 +192,9 @@ def unix_blobs(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) ->
 
 def drift(path: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
     """Report, per patch, which of its files differ between the target and the closest release; changes nothing."""
-    with locked(path, framework) as target:
-        blobs, stacks = target.blobs(), load_stacks(project, framework)
-        record = read_record(target, blobs) or recover_record(blobs, stacks)
+    target = opened(path, framework)
+    blobs, stacks = target.blobs(), load_stacks(project, framework)
+    record = read_record(target, blobs) or recover_record(blobs, stacks)
     pristine = record.undone(blobs) if record else blobs
     stack = closest(pristine, stacks)
     changed = {path: "changed" if path in pristine else "gone" for path in stack.changed(pristine)}

@@ -1,6 +1,7 @@
 """Find the tree to patch, and lock it."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -17,6 +18,8 @@ from lib.patches.releases import VERL, Framework
 
 # A framework's version file contains nothing but the version, or assigns it.
 VERSION = re.compile(r"""^(?:__version__ = )?(["']?)(\d[\w.+!-]*)\1\s*$""", re.M)
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # as of Lustre mounted without flock
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,13 @@ class Target:
 
     def staged(self, path: str) -> Path:
         """Return where the new content of ``path`` is staged."""
-        return self.bookkeeping / f"new+{path.replace('/', '+')}"
+        return self.bookkeeping / f"new+{path.replace('/', '+')}.kept"
 
     def original(self, path: str) -> Path:
-        """Return where the original of ``path`` is kept."""
-        return self.bookkeeping / f"old+{path.replace('/', '+')}"
+        """Return where the original of ``path`` is kept; trees patched before 0.1.0 have it without an ending."""
+        kept = self.bookkeeping / kept_name(path)
+        older = kept.with_suffix("")
+        return older if os.path.lexists(older) and not os.path.lexists(kept) else kept
 
     def read_original(self, path: str) -> bytes:
         """Return the content of the original of ``path``; one that is a link leads from where it was."""
@@ -95,6 +100,11 @@ class Target:
     def blobs(self) -> dict[str, str]:
         """Return the blob id of each file of the package, by path."""
         return package_blobs(self.root, self.framework)
+
+
+def kept_name(path: str) -> str:
+    """Return the name under which the original of ``path`` is kept; its ending is none that compileall compiles."""
+    return f"old+{path.replace('/', '+')}.kept"
 
 
 def find_target(path: Path, *frameworks: Framework) -> Target:
@@ -146,11 +156,36 @@ def locked(path: Path, framework: Framework = VERL) -> Iterator[Target]:
     target = find_target(Path(os.path.abspath(path)), framework)
     folder = os.open(target.root / framework.name, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(folder, fcntl.LOCK_EX):
             print(f"waiting for another command on {target.root}", file=sys.stderr, flush=True)
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield target
     finally:
         os.close(folder)
+
+
+def opened(path: Path, framework: Framework = VERL) -> Target:
+    """Return the target at ``path`` to read it; a line on stderr reports a command that changes it meanwhile."""
+    target = find_target(Path(os.path.abspath(path)), framework)
+    folder = os.open(target.root / framework.name, os.O_RDONLY)
+    try:
+        if not try_lock(folder, fcntl.LOCK_SH):
+            print(f"another command is changing {target.root}: this may be an intermediate state", file=sys.stderr)
+    finally:
+        os.close(folder)
+    return target
+
+
+def try_lock(folder: int, kind: int) -> bool:
+    """Lock an open folder without waiting, and return whether no other process has it locked.
+
+    Does nothing on a file system without locks.
+    """
+    try:
+        fcntl.flock(folder, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True

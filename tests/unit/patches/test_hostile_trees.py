@@ -1,10 +1,14 @@
 """Trees that others touched: other owners and modes, links and pipes, a lost record, an uninstalled verl, CRLF."""
 
+import compileall
+import errno
 import json
 import os
 import re
 import resource
 import shutil
+import subprocess
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from lib.patches.git_objects import blob_id
 from lib.patches.releases import VERL, find_release
 from lib.patches.stack import load_stack
 from lib.patches.status import status
+from lib.patches.target import locked
 from lib.patches.wheels import unpacked_wheel
 
 RECORD = "verl/.precision/record.json"
@@ -178,6 +183,78 @@ def test_bookkeeping_is_on_the_disk_before_the_tree_changes(tiny: Path, target: 
     assert {path: content for path, content in during.items() if ".precision.new" not in path} == before
     names = {Path(path).name for path in synced}
     assert {"record.json", ".precision.new"} < names and len(names) == sum(".precision.new" in path for path in during)
+
+
+def test_file_system_without_locks_and_fsync(tiny: Path, pristine: Path, target: Path, monkeypatch):
+    def unsupported(number: int) -> Callable[..., None]:
+        def call(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    monkeypatch.setattr("fcntl.flock", unsupported(errno.ENOSYS))
+    monkeypatch.setattr(os, "fsync", unsupported(errno.EINVAL))
+    apply(target, tiny)
+    assert status(target, tiny).state == "patched"
+    monkeypatch.setattr(os, "fsync", unsupported(errno.EIO))
+    unapply(target, tiny)
+    with pytest.raises(OSError, match="Input/output error; nothing was changed: '.*/verl/.precision.new'"):
+        apply(target, tiny)
+    assert contents(target) == contents(pristine)
+
+
+def test_status_does_not_wait_for_another_command(tiny: Path, target: Path):
+    with locked(target):
+        done = patchset(tiny, "status", target, timeout=60)
+    assert done.stdout == "unpatched: verl 0.9.1\n"
+    assert done.stderr == f"another command is changing {target}: this may be an intermediate state\n"
+
+
+def test_compiled_originals_do_not_stay(tiny: Path, pristine: Path, patched: Path):
+    """As pip and image builds compile whole site-packages folders."""
+    assert compileall.compile_dir(patched, quiet=1)
+    apply(patched, tiny)
+    unapply(patched, tiny)
+    assert {path for path in contents(patched) if "__pycache__" not in path} == set(contents(pristine))
+
+
+def test_originals_without_an_ending_are_restored(project: Path, pristine: Path, patched: Path):
+    """As trees have them that were patched before 0.1.0."""
+    for kept in (patched / VERL.bookkeeping).glob("old+*"):
+        kept.rename(kept.with_suffix(""))
+    again = shutil.copytree(patched, patched.parent / "again")
+    unapply(patched, project)
+    assert contents(patched) == contents(pristine)
+    (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
+    apply(again, project)
+    assert {kept.suffix for kept in (again / VERL.bookkeeping).glob("old+*")} == {".kept"}
+    unapply(again, project)
+    assert contents(again) == contents(pristine)
+
+
+def test_full_disk_leaves_nothing_in_the_way(tiny: Path, pristine: Path, target: Path, monkeypatch):
+    def fail(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left on device; nothing was changed"):
+        full.setattr("lib.patches.apply.run_patches", lambda stack, contents: contents)  # its scratch folder fits
+        full.setattr(Path, "write_bytes", fail)
+        apply(target, tiny)
+    assert contents(target) == contents(pristine)
+
+
+@needs_root
+def test_file_that_not_even_root_can_change_is_refused_first(project: Path, patched: Path):
+    (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
+    if subprocess.run(["chattr", "+i", patched / ENGINE], capture_output=True).returncode:
+        pytest.skip("no immutable files here")
+    try:
+        for name in ("apply", "unapply"):
+            line = refused(project, name, patched, unchanged=patched)
+            assert f"{patched / ENGINE} cannot be changed, not even by root: see lsattr; nothing was changed" in line
+    finally:
+        subprocess.run(["chattr", "-i", patched / ENGINE], check=True)
 
 
 @pytest.mark.parametrize("mine", [(), ("verl/mine.py",)])

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from lib.run.job import Job
 
+SAMPLE = 1000  # rows of a data file whose types are checked
+
 
 def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
     """Check the job's length, data, attention, rollout and disk.
@@ -95,8 +97,12 @@ def check_rollout(job: "Job", config: "DictConfig") -> None:
 def parquet_rows(name: str, file: Path, columns: list[str]) -> int:
     """Return the number of rows of a parquet file.
 
+    Args:
+        columns: of the prompt, of the data source, and of the reward model.
+
     Raises:
-        Refused: it cannot be read, or lacks one of ``columns``; the message begins with the variable ``name``.
+        Refused: it cannot be read, lacks a column, or one of its first rows has another type than verl reads; the
+            message begins with the variable ``name``.
     """
     import pyarrow
     import pyarrow.parquet
@@ -109,4 +115,22 @@ def parquet_rows(name: str, file: Path, columns: list[str]) -> int:
     missing = [column for column in columns if column not in present]
     if missing:
         raise Refused(f"{name}={file}: lacks the column {missing[0]!r} of verl's schema; it has {', '.join(present)}")
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        rows = next(opened.iter_batches(SAMPLE, columns=columns)).to_pylist() if metadata.num_rows else []
+    for number, row in enumerate(rows):
+        if fault := row_fault(*(row[column] for column in columns)):
+            column, allowed = columns[fault[0]], fault[1]
+            raise Refused(
+                f"{name}={file}: {column!r} of row {number} is {str(row[column])[:60]!r}; it must be {allowed}"
+            )
     return metadata.num_rows
+
+
+def row_fault(prompt: object, source: object, reward_model: object) -> tuple[int, str] | None:
+    """Return which value of a row verl cannot use, and what it must be; of a text as prompt, verl trains on nothing."""
+    messages = isinstance(prompt, list) and prompt and all(isinstance(each, dict) for each in prompt)
+    if not messages or not all(each.get("role") and each.get("content") is not None for each in prompt):
+        return 0, "a list of messages, each with role and content"
+    if source is None:
+        return 1, "a name"
+    return None if isinstance(reward_model, dict) else (2, "a struct, such as {ground_truth, style}")

@@ -24,8 +24,8 @@ T4 = Gpu("Tesla T4", (7, 5), bf16=False, kernels=True)
 ROW = {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule"}}
 
 
-def parquet(file: Path, rows: int = 64, without: str | None = None) -> Path:
-    row = {name: value for name, value in ROW.items() if name != without}
+def parquet(file: Path, rows: int = 64, without: str | None = None, **other: object) -> Path:
+    row = {name: value for name, value in (ROW | other).items() if name != without}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * rows), file)
     return file
 
@@ -40,12 +40,21 @@ def test_unusable_data_is_refused(tmp_path, monkeypatch):
     broken = tmp_path / "broken.parquet"
     broken.write_text("not a parquet file")
     good, few = parquet(tmp_path / "good.parquet"), parquet(tmp_path / "few.parquet", rows=3)
+
+    def typed(**other: object) -> Path:
+        return parquet(tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet", **other)
+
     cases = {f"lacks the column '{name}'": [f"TRAIN={parquet(tmp_path / name, without=name)}"] for name in ROW}
     cases |= {
         f"^TRAIN={broken}: is not a readable parquet file": [f"TRAIN={broken}"],
         f"^TRAIN={tmp_path}/none: is not a readable": [f"TRAIN={tmp_path}/none"],
         f"^VAL={broken}: ": [f"TRAIN={good}", f"VAL={broken}"],
         "3 rows, but a batch needs 32": [f"TRAIN={few}"],
+        "'prompt' of row 0 is '1.1='; it must be a list of messages": [f"TRAIN={typed(prompt='1+1=')}"],
+        "'prompt' of row 0 is 'None'; it must be": [f"TRAIN={typed(prompt=None)}"],
+        "'prompt' of row 0 is .*'role': 'user'.*; it must be": [f"TRAIN={typed(prompt=[{'role': 'user'}])}"],
+        "'data_source' of row 0 is 'None'; it must be a name": [f"TRAIN={typed(data_source=None)}"],
+        "'reward_model' of row 0 is '2'; it must be a struct": [f"VAL={typed(reward_model='2')}"],
         "^TRAIN: is not set": ["ARGS=data.train_files=null"],
         "^STEPS: is not set": ["ARGS=trainer.total_training_steps=null"],
     }

@@ -110,14 +110,13 @@ class DeathReader:
         return Death(f"{name or 'a worker'} (pid {pid}) died", certain, line)
 
 
-def lost_worker(lines: Iterable[str], nodes: Iterable[dict] = ()) -> str | None:
+def lost_worker(reader: DeathReader, nodes: Iterable[dict] = ()) -> str | None:
     """Describe the first worker whose process ended, by Ray's report in a log; None if there is no report.
 
     Args:
+        reader: has read the log.
         nodes: the facts of the cluster's nodes, for their names.
     """
-    reader = DeathReader()
-    reader.read(lines)
     if not reader.dead:
         return "a worker" if reader.unanswered else None
     pid, address = next(iter(reader.dead.items()))

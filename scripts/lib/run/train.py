@@ -16,7 +16,7 @@ from lib.run.cluster_query import NOTICED_S
 from lib.run.deaths import Death, DeathReader, lost_worker
 from lib.run.folder import checkpoint_step
 from lib.run.job import Job
-from lib.run.log import errors, reports
+from lib.run.log import errors, reports, short
 from lib.run.metrics import merge_metrics, training_rows
 from lib.run.process_tree import SHARED_MEMORY, ProcessTree
 from lib.run.progress import RunProgress
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 POLL_S, MEASURE_S = 0.5, 5
-TAIL = 2000  # last lines of the log in which a failure is looked for
+TAIL = 2000  # last lines of the log in which exceptions are looked for
 DEAD_S = 20  # how long main_ppo may continue after a certain death: verl queries a dead rollout server for ever
 REJOIN_S = 1800  # how long to wait for nodes that replace lost ones
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
@@ -66,7 +66,7 @@ def train_once(
 
     Returns:
         ``code`` the exit code, None if interrupted; ``death``, for which it was ended; the workers' ``reports``; the
-        log's ``tail``.
+        log's ``tail``; ``watchdog``, which has read the whole log.
     """
     earlier = set(SHARED_MEMORY.glob("*"))
     process = start_child(command, REPO, os.environ | environment, log)
@@ -98,7 +98,7 @@ def train_once(
             ignore_signals()
             tree.end()
             note(tree.peak_gib)
-    return {"code": code, "death": death, "reports": worker_reports, "tail": tail}
+    return {"code": code, "death": death, "reports": worker_reports, "tail": list(tail), "watchdog": watchdog}
 
 
 def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgress) -> tuple[dict, int]:
@@ -127,11 +127,22 @@ def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgres
     return result, max([checkpoint_step(out), *(row["step"] for row in training_rows(merge_metrics(out)))])
 
 
-def find_loss(job: Job, out: Path, record: dict, lines: list[str]) -> str | None:
+def causes(result: dict) -> list[str]:
+    """Return the lines that show why a run failed: the death of a process, unless an exception precedes it, then the
+    exceptions at the end of its log.
+    """
+    death, lines = result["death"] or result["watchdog"].death, [short(line) for line in result["tail"]]
+    if not death:
+        return errors(lines)
+    late = not result["death"] and death.line in lines and errors(lines[: lines.index(death.line)])
+    return errors(lines) if late else [death.line, *errors(lines)]
+
+
+def find_loss(job: Job, out: Path, record: dict, reader: DeathReader) -> str | None:
     """Describe the nodes or the worker that a run lost; None if it failed by itself.
 
     Args:
-        lines: the last lines of its log.
+        reader: has read its log.
 
     Raises:
         Refused: the head of the cluster does not answer.
@@ -142,7 +153,7 @@ def find_loss(job: Job, out: Path, record: dict, lines: list[str]) -> str | None
             return f"node {', '.join(gone)}"
         if time.monotonic() > until:
             break
-    return lost_worker(lines, record.get("nodes", ()))
+    return lost_worker(reader, record.get("nodes", ()))
 
 
 def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) -> tuple[int, list[dict]]:
@@ -163,11 +174,11 @@ def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) 
             if result["code"] is None:
                 raise KeyboardInterrupt
             interrupt_on_signals()
-            death, exceptions = result["death"], errors(result["tail"])
+            death, watchdog = result["death"], result["watchdog"]
             end = f"ended because {death.cause}" if death else f"exit code {result['code']}"
             print(f"failed after step {reached} of {steps}, {end}; all output: {log.name}")
-            print("\n".join(f"  {line}" for line in ([death.line] if death else []) + exceptions), flush=True)
-            loss = find_loss(job, out, record, list(result["tail"])) if job.cluster or job.retries else None
+            print("\n".join(f"  {line}" for line in causes(result)), flush=True)
+            loss = find_loss(job, out, record, watchdog.reader) if job.cluster or job.retries else None
             if not loss:
                 return 1, []
             progress.print(f"lost {loss} after step {reached} of {steps}")

@@ -50,8 +50,12 @@ def test_lost_worker_is_distinguished_from_a_failed_job():
         (["ValueError: Total available GPUs 1.0 is less than total desired GPUs 2"], None),
         ([f"ray.exceptions.ActorDiedError: {CREATION}", "ValueError: no such key"], None),
     ):
-        assert lost_worker(lines, NODES) == lost
-    assert lost_worker([DIED[2]]) == "a worker (pid 20673) on node 127.0.0.3", "an unknown node has its address"
+        reader = DeathReader()
+        reader.read(lines)
+        assert lost_worker(reader, NODES) == lost
+    reader = DeathReader()
+    reader.read([DIED[2]])
+    assert lost_worker(reader) == "a worker (pid 20673) on node 127.0.0.3", "an unknown node has its address"
 
 
 NO_ROOM = Death("Ray lacks the resources that verl requests", certain=True)

@@ -210,6 +210,28 @@ def test_only_a_lost_worker_or_node_is_retried(programs, answers, code, message,
     assert left == [] and message in capsys.readouterr().out
 
 
+PASSED_ON = "raise SystemExit('RuntimeError: Sync replay buffer selected no trajectories')"
+
+
+@pytest.mark.parametrize(
+    ("parts", "first"),
+    [
+        ([f"print({DEAD!r})", "print('chatter\\n' * 3000)", PASSED_ON], DEAD),
+        ([f"print({DEAD!r})", PASSED_ON], DEAD),
+        ([f"print('ValueError: the cause')\nprint({DEAD!r})", PASSED_ON], "ValueError: the cause"),
+    ],
+)
+def test_death_of_a_process_is_shown_before_what_it_led_to(parts, first, tmp_path, monkeypatch, capsys):
+    """Of a vLLM worker that was killed, the end of the log has what verl's replay buffer makes of it."""
+    monkeypatch.setattr(Job, "command", lambda *_: program(*parts))
+    job, config = parse_job(["DEVICE=cpu"]), SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
+    record = start_record(job, tmp_path, 2)
+    with lock(tmp_path) as log:
+        assert train.train(job, config, tmp_path, record, log) == (1, [])
+    shown = capsys.readouterr().out.partition("all output: ")[2].splitlines()[1:]
+    assert shown == [f"  {first}", "  RuntimeError: Sync replay buffer selected no trajectories"]
+
+
 def test_attempt_adds_to_the_record_and_removes_an_older_summary(tmp_path, monkeypatch):
     """What is written while the run goes on counts: run.py may be killed. Of a cluster the memory is not known."""
     shared = []

@@ -14,11 +14,7 @@ BIN := $(if $(filter cuda,$(DEVICE)),.venv-cuda,.venv)/bin
 SETUP = @$(TOOLS) scripts/setup_env.py $(PYTHON:%=--python %)
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # the folders in order: the longest come first
 # All variables of the command line as NAME='VALUE', unexpanded; scripts/command.py refuses those that a command does not take.
-define newline
-
-
-endef
-quote = '$(subst $(newline),'$$'\n'',$(subst ','\'',$(1)))'
+quote = '$(subst ','\'',$(1))'
 WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)=$(call quote,$(value $(name)))))
 COMMAND = @exec $(TOOLS) scripts/command.py $@ $(WORDS) $(if $(word 2,$(MAKECMDGOALS)),--shared)
 

@@ -181,7 +181,7 @@ def make(*words: str, environment: dict[str, str] | None = None) -> subprocess.C
 
 
 def test_make_passes_every_word_on_as_it_was_typed_and_a_refusal_in_one_line():
-    typed = {"DEVICE=cpu", "OUT=/a b", "ARGS=x='it''s' y=[1,2] z=$HOME ${data.y}\nb=$$"}
+    typed = {"DEVICE=cpu", "OUT=/a b", "ARGS=x='it''s' y=[1,2] z=$HOME ${data.y} b=$$"}
     line = make("--dry-run", "run", *typed).stdout.splitlines()[-1]
     words = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True).stdout.split("\0")
     assert words[2:4] == ["scripts/command.py", "run"] and set(words[4:-1]) == typed

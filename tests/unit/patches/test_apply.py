@@ -167,7 +167,7 @@ def test_full_disk_changes_nothing(tiny: Path, target: Path):
 
 
 def test_damaged_original_is_refused(tiny: Path, patched: Path):
-    (kept,) = (patched / "verl/.precision").glob("*ppo_trainer.yaml")
+    (kept,) = (patched / "verl/.precision").glob("*ppo_trainer.yaml.kept")
     edit(kept, "# Format", "# format")
     assert str(kept) in refused(tiny, "unapply", patched, unchanged=patched)
 

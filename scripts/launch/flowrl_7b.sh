@@ -39,5 +39,5 @@ VAL=$(realpath "$DATA/test.parquet")
 read_variables
 mapfile -d '' -t values < <(words "${run[@]}" CARRY)
 if [[ $RAY_ADDRESS ]]; then goal=submit; else goal=run; fi
-command=(make -C "$checkout" "$goal" "${values[@]//\$/\$\$}") # $ is make's own
+command=(make -C "$checkout" "$goal" "${values[@]}")
 if [[ $dry_run ]]; then show "${command[@]}"; else exec "${command[@]}"; fi

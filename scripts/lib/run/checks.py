@@ -98,7 +98,7 @@ def parquet_rows(name: str, file: Path, columns: list[str]) -> int:
     """Return the number of rows of a parquet file.
 
     Args:
-        columns: of the prompt, of the data source, and of the reward model.
+        columns: of the prompt, and optionally of the data source and the reward model.
 
     Raises:
         Refused: it cannot be read, lacks a column, or one of its first rows has another type than verl reads; the
@@ -118,19 +118,23 @@ def parquet_rows(name: str, file: Path, columns: list[str]) -> int:
     with pyarrow.parquet.ParquetFile(file) as opened:
         rows = next(opened.iter_batches(SAMPLE, columns=columns)).to_pylist() if metadata.num_rows else []
     for number, row in enumerate(rows):
-        if fault := row_fault(*(row[column] for column in columns)):
-            column, allowed = columns[fault[0]], fault[1]
-            raise Refused(
-                f"{name}={file}: {column!r} of row {number} is {str(row[column])[:60]!r}; it must be {allowed}"
-            )
+        for column, (allowed, fits) in zip(columns, KINDS, strict=False):
+            if not fits(row[column]):
+                value = str(row[column])[:60]
+                raise Refused(f"{name}={file}: {column!r} of row {number} is {value!r}; it must be {allowed}")
     return metadata.num_rows
 
 
-def row_fault(prompt: object, source: object, reward_model: object) -> tuple[int, str] | None:
-    """Return which value of a row verl cannot use, and what it must be; of a text as prompt, verl trains on nothing."""
-    messages = isinstance(prompt, list) and prompt and all(isinstance(each, dict) for each in prompt)
-    if not messages or not all(each.get("role") and each.get("content") is not None for each in prompt):
-        return 0, "a list of messages, each with role and content"
-    if source is None:
-        return 1, "a name"
-    return None if isinstance(reward_model, dict) else (2, "a struct, such as {ground_truth, style}")
+def is_prompt(value: object) -> bool:
+    """Return whether verl can read ``value`` as a prompt; on a text it trains as on an empty one."""
+    if not (isinstance(value, list) and value and all(isinstance(each, dict) for each in value)):
+        return False
+    return all(each.get("role") and each.get("content") is not None for each in value)
+
+
+# What the columns of a data file must contain, in the order of ``parquet_rows``' argument.
+KINDS = (
+    ("a list of messages, each with role and content", is_prompt),
+    ("a name", lambda value: value is not None),
+    ("a struct, such as {ground_truth, style}", lambda value: isinstance(value, dict)),
+)

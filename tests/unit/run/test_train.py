@@ -222,7 +222,7 @@ PASSED_ON = "raise SystemExit('RuntimeError: Sync replay buffer selected no traj
     ],
 )
 def test_death_of_a_process_is_shown_before_what_it_led_to(parts, first, tmp_path, monkeypatch, capsys):
-    """Of a vLLM worker that was killed, the end of the log has what verl's replay buffer makes of it."""
+    """After a vLLM worker was killed, the log ends with an error of verl's replay buffer."""
     monkeypatch.setattr(Job, "command", lambda *_: program(*parts))
     job, config = parse_job(["DEVICE=cpu"]), SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
     record = start_record(job, tmp_path, 2)

@@ -161,7 +161,7 @@ def locked(path: Path, framework: Framework = VERL) -> Iterator[Target]:
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield target
     finally:
-        os.close(folder)
+        unlock(folder)
 
 
 def opened(path: Path, framework: Framework = VERL) -> Target:
@@ -172,7 +172,7 @@ def opened(path: Path, framework: Framework = VERL) -> Target:
         if not try_lock(folder, fcntl.LOCK_SH):
             print(f"another command is changing {target.root}: this may be an intermediate state", file=sys.stderr)
     finally:
-        os.close(folder)
+        unlock(folder)
     return target
 
 
@@ -189,3 +189,13 @@ def try_lock(folder: int, kind: int) -> bool:
         if error.errno not in NO_LOCKS:
             raise
     return True
+
+
+def unlock(folder: int) -> None:
+    """Unlock and close an open folder.
+
+    Closing is not enough: a child that another thread has forked meanwhile holds the lock too until it starts its
+    program.
+    """
+    try_lock(folder, fcntl.LOCK_UN)
+    os.close(folder)

@@ -1,5 +1,6 @@
 """The state of a target, on a few files of verl 0.9.1 with the tiny stack, and the refusals of apply and unapply."""
 
+import multiprocessing
 import re
 import shutil
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from lib.patches.apply import apply, unapply
 from lib.patches.git_objects import package_blobs
 from lib.patches.stack import closest, load_stacks
 from lib.patches.status import examine, status
-from lib.patches.target import locked
+from lib.patches.target import locked, opened
 
 
 def refusal(project: Path, target: Path, *commands: Callable) -> str:
@@ -118,6 +119,18 @@ def test_files_that_no_hook_touches_decide_between_releases(tiny: Path, target: 
     other = replace(own, release=replace(own.release, name="0.1", tree_before="0" * 40))
     with locked(target) as found:
         assert examine(found, package_blobs(target), None, [other, own]).release == RELEASE
+
+
+def test_lock_ends_with_the_command_while_a_forked_child_runs(target: Path, capfd: pytest.CaptureFixture):
+    context = multiprocessing.get_context("fork")
+    end = context.Event()
+    with locked(target):
+        child = context.Process(target=end.wait)
+        child.start()
+    opened(target)
+    end.set()
+    child.join()
+    assert capfd.readouterr().err == ""
 
 
 def test_stamp_of_another_stack_is_replaced_and_one_without_a_record_removed(tiny: Path, pristine: Path, patched: Path):

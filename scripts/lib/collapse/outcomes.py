@@ -19,6 +19,7 @@ FIRST, LAST = 3, 10  # steps whose mean accuracy is the first, and the last
 SETTINGS = {field.name: field.type for field in fields(GridRun)}
 DERIVED = ("first", "last", "median_k3", "total_k3")
 SERIES = ("accuracy", "k3", "ess")
+DIGITS = ".4g"  # of the numbers in the table
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,15 @@ class RecallOutcome:
 
 
 def read_outcome(run: GridRun, folder: Path) -> RecallOutcome:
-    """Return the outcome of a finished run."""
+    """Return the outcome of a finished run, its series rounded as ``write_table`` writes them."""
     wall_s = json.loads((folder / "summary.json").read_text())["wall_s"]
     rows = training_rows(read_jsonl(folder / "metrics.jsonl"))
     # verl's logger writes NaN as null
     accuracy, k3 = (
-        tuple(math.nan if (value := row["data"].get(name)) is None else value for row in rows)
-        for name in (REWARD, K3_KL)
+        [math.nan if (value := row["data"].get(name)) is None else value for row in rows] for name in (REWARD, K3_KL)
     )
-    return RecallOutcome(run, wall_s, accuracy, k3, tuple(metric_values(rows, ESS)))
+    series = (accuracy, k3, metric_values(rows, ESS))
+    return RecallOutcome(run, wall_s, *(tuple(float(f"{value:{DIGITS}}") for value in each) for each in series))
 
 
 def write_table(outcomes: Iterable[RecallOutcome], file: Path) -> None:
@@ -83,8 +84,8 @@ def write_table(outcomes: Iterable[RecallOutcome], file: Path) -> None:
         table = csv.writer(stream, lineterminator="\n")
         table.writerow([*SETTINGS, "wall_s", *DERIVED, *SERIES])
         for each in outcomes:
-            derived = [f"{getattr(each, name):.4g}" for name in DERIVED]
-            series = [" ".join(f"{value:.4g}" for value in getattr(each, name)) for name in SERIES]
+            derived = [f"{getattr(each, name):{DIGITS}}" for name in DERIVED]
+            series = [" ".join(f"{value:{DIGITS}}" for value in getattr(each, name)) for name in SERIES]
             table.writerow([*astuple(each.run), f"{each.wall_s:.0f}", *derived, *series])
     temporary.replace(file)
 

@@ -157,6 +157,15 @@ def test_outcome_is_read_from_the_metrics_of_a_run(tmp_path):
     assert (read.first, read.last, read.total_k3) == (0.375, 0.375, 0.65)
 
 
+def test_table_is_the_same_when_it_is_written_again(tmp_path):
+    rows = [{"step": step, "data": {"critic/score/mean": step / 3, "rollout_corr/k3_kl": 1.23449}} for step in (1, 2)]
+    table = tmp_path / "runs.csv"
+    write_table([read_outcome(GridRun("a", "bf16", 1, length=992), finish(tmp_path, rows))], table)
+    before = table.read_text()
+    write_table(read_table(table), table)
+    assert table.read_text() == before
+
+
 def test_metrics_that_are_not_finite_are_kept_and_left_out_of_figures(tmp_path):
     """verl logs NaN as null, and its estimate of a k3 near 0 may be negative."""
     rows = [{"step": step, "data": {"critic/score/mean": 0.5, "rollout_corr/k3_kl": None}} for step in (1, 2)]

@@ -18,7 +18,7 @@ class Bounds(NamedTuple):
     collapsed: float
 
 
-UNTRUNCATED = Bounds(0.54, 1.6)
+UNTRUNCATED = Bounds(0.54, 2.3)
 TRUNCATED = Bounds(2.3, 8.2)  # weights cut at 2
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 
 from lib.cli import help_requested
+from lib.doctor.job_refusal import ask_doctor
 from lib.errors import Refused
 from lib.files import write_json
 from lib.paths import REPO
@@ -43,7 +44,7 @@ def check(words: list[str]) -> None:
             requests[-1].append(word)
     if len(requests) > 1 and not requests[0]:  # every run may have its --
         del requests[0]
-    runs = check_runs([fit_to_gpus(parse_job(request))[0] for request in requests])
+    runs = check_runs([fit_to_gpus(parse_job(request))[0] for request in requests], ask_doctor)
     print(json.dumps([{"out": str(run.out), "steps": run.steps, "finished": run.finished} for run in runs]))
 
 
@@ -56,6 +57,7 @@ def run(words: list[str]) -> int:
     out = choose_folder(job)
     config = compose(job, out)
     record = check_start(job, config, out)
+    ask_doctor(job, out)
     validate(job, config)
     if job.cluster:
         record |= cluster.admit(job, config, out)

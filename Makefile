@@ -15,7 +15,8 @@ SETUP = @$(TOOLS) scripts/setup_env.py $(PYTHON:%=--python %)
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # the folders in order: the longest come first
 # All variables of the command line as NAME='VALUE', unexpanded; scripts/command.py refuses those that a command does not take.
 quote = '$(subst ','\'',$(1))'
-WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)=$(call quote,$(value $(name)))))
+ONE_LINE = $(if $(word 2,$(subst $() ,,$(subst $()	,,$(value $(1))))),$(error $(1)=$(strip $(value $(1))): its value must be one line))
+WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(call ONE_LINE,$(name))$(name)=$(call quote,$(value $(name)))))
 COMMAND = @exec $(TOOLS) scripts/command.py $@ $(WORDS) $(if $(word 2,$(MAKECMDGOALS)),--shared)
 
 python:
@@ -111,8 +112,7 @@ e2e-releases: python  ## run two steps of main_ppo in fp16 on every release, and
 	@exec $(BIN)/python -m pytest -m slow tests/e2e/test_releases.py --write-results
 lint: python          ## run ruff and shellcheck
 	$(SETUP) $(DEVICE)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/shellcheck .ci/run scripts/launch/*.sh
 lock: python          ## resolve requirements/*.in into *.lock again, for Python 3.11 and 3.12 alike; keep the pins that are still valid
 	@exec $(TOOLS) scripts/lock.py

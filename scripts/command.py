@@ -214,7 +214,8 @@ def interpreter(
         if found := find_interpreter(verl, python, instead):
             return found
         # PYTHON is the Python to run in, not one to make .venv with
-        return setup_env.setup(device, None, f"the doctor also runs in PYTHON= of {DOCTOR_NEEDS}")
+        advice = f"the doctor also runs in PYTHON= of {DOCTOR_NEEDS}"
+        return setup_env.setup(device, None, advice, patch=verl is None)  # another verl is examined
     if COMMANDS[name].tests:
         setup_env.setup("workers", python)
     return setup_env.setup(device, python)

@@ -17,11 +17,13 @@ import subprocess
 import sys
 
 from lib.cli import help_requested
+from lib.doctor.job_refusal import ask_doctor
 from lib.errors import Refused
 from lib.files import write_json
 from lib.paths import REPO
 from lib.process import interrupt_on_signals
 from lib.run import cluster
+from lib.run.checks import check_data
 from lib.run.curves import plot_curves
 from lib.run.folder import checkpoint_step, choose_folder, lock
 from lib.run.job import compose, parse_job, usage
@@ -42,7 +44,7 @@ def check(words: list[str]) -> None:
             requests[-1].append(word)
     if len(requests) > 1 and not requests[0]:  # every run may have its --
         del requests[0]
-    runs = check_runs([fit_to_gpus(parse_job(request))[0] for request in requests])
+    runs = check_runs([fit_to_gpus(parse_job(request))[0] for request in requests], ask_doctor)
     print(json.dumps([{"out": str(run.out), "steps": run.steps, "finished": run.finished} for run in runs]))
 
 
@@ -55,11 +57,14 @@ def run(words: list[str]) -> int:
     out = choose_folder(job)
     config = compose(job, out)
     record = check_start(job, config, out)
+    ask_doctor(job, out)
     validate(job, config)
     if job.cluster:
         record |= cluster.admit(job, config, out)
     if job.generated and subprocess.run(job.generate_command(), cwd=REPO).returncode:
         return 1  # it has printed why
+    if job.generated:
+        check_data(job, config)  # which did not exist before
     from lib.run.train import train  # imports psutil, which --help does without
 
     out.mkdir(parents=True, exist_ok=True)
@@ -72,9 +77,9 @@ def run(words: list[str]) -> int:
 
     if code:
         return code
-    summary = summarize(job, record, data, reports)
+    summary = summarize(job, record, data, reports, config.data.max_prompt_length)
     write_json(out / "summary.json", summary)
-    title = f"{job.experiment}, {job.objective}, {job.precision}"
+    title = f"{job.experiment}, {job.objective}, {summary['precision']}"
     plot_curves([(title, data)], title, out / "curves.png")
     print(f"\n{summary_table(summary)}\n")
     for name in ("curves.png", "summary.json", "metrics.jsonl", "train.log"):

@@ -76,13 +76,14 @@ ENVIRONMENTS = {
 }
 
 
-def setup(name: str, python: str | None = None, advice: str = "") -> Path:
+def setup(name: str, python: str | None = None, advice: str = "", patch: bool = True) -> Path:
     """Make the environment ``name`` unless it is up to date, patch its verl, and return its Python.
 
     Args:
         python: the Python 3.11 or 3.12 to make it with; by default that of the present environment, or the first on
             PATH. An environment of another version is made anew.
         advice: printed before the installation, if there is one.
+        patch: whether to patch its verl, and print what was done.
 
     Raises:
         Refused: no such Python, an outdated environment is a symbolic link, which others may be using, FLASH_ATTN has
@@ -112,7 +113,7 @@ def setup(name: str, python: str | None = None, advice: str = "") -> Path:
             install(environment, wheels if folder else None)
             check_present(environment, left_out)
         stamp.touch()
-    if environment.patched:
+    if environment.patched and patch:
         for line in apply(environment.path / "site-packages"):
             print(line, flush=True)
     return environment.python

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.cli import help_requested
+from lib.doctor.job_refusal import ask_doctor
 from lib.errors import Refused
 from lib.patches.status import status
 from lib.paths import REPO
@@ -137,6 +138,7 @@ def check_submission(job: Job, words: list[str]) -> Job:
     config = compose(job, job.out)
     check_job(job, config, job.out)
     start_record(job, job.out, config.trainer.total_training_steps)
+    ask_doctor(job, job.out)
     validate(job, config)
     return job
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from lib.files import read_jsonl, write_json
 from lib.paths import REPO
 from lib.report.build import SETTINGS, build_report, write_runs
-from lib.report.logged_run import named_dtypes
 from lib.report.page import page
 from lib.report.readers.dispatch import read_all
 from lib.report.report import Report
@@ -16,6 +15,7 @@ from lib.report.tables import run_rows
 from lib.run.folder import start_record
 from lib.run.job import parse_job
 from lib.run.metrics import K3_KL, REWARD, SECONDS
+from lib.run.regime import named_dtypes
 from lib.run.summary import summarize
 
 RECORDED = sorted(file.parent for file in (REPO / "docs" / "results").rglob(SETTINGS))
@@ -74,7 +74,7 @@ def finished_run(out: Path, *words: str, steps: int = 3) -> Path:
     record = start_record(job, out, steps)
     file = write_metrics(out / "metrics.jsonl", data)
     write_json(out / "run.json", record)
-    write_json(out / "summary.json", summarize(job, record, read_jsonl(file), []))
+    write_json(out / "summary.json", summarize(job, record, read_jsonl(file), [], 16))
     return out
 
 

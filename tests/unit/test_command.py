@@ -190,6 +190,15 @@ def test_make_passes_every_word_on_as_it_was_typed_and_a_refusal_in_one_line():
     assert done.stderr.splitlines()[0].startswith("run: PRECISON: is not a variable of this command; did you mean")
 
 
+@pytest.mark.parametrize("line", ["run\nARGS=a\nb=c", "doctor\nVERL=/x\n/y", "check\nX=a\rb"])
+def test_value_of_several_lines_is_refused_in_one(line):
+    target, _, word = line.partition("\n")
+    done = make(target, word)
+    shown = " ".join(word.split())
+    assert done.returncode == 2 and done.stderr.endswith(f"*** {shown}: its value must be one line.  Stop.\n")
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
 def test_makefile_is_a_list_of_targets():
     text = make().stdout
     assert all(f"make {target} " in text for target in set(TARGETS) - {"python"})

@@ -97,10 +97,12 @@ def check_supported(config: "DictConfig") -> None:
     """Check that the model of memory covers a composed configuration.
 
     Raises:
-        Refused: a setting is not covered, or not valid.
+        Refused: the model or a setting is not covered, or not valid.
     """
     from omegaconf import OmegaConf
 
+    name = str(config.actor_rollout_ref.model.path)
+    ModelShape.of(model_config(name), name)  # before verl is imported, which takes long
     from verl.trainer.ppo.utils import need_critic
 
     ours, on_cpu = "actor_rollout_ref", config.trainer.device == "cpu"

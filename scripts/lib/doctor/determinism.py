@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lib.doctor.finding import Finding
 from lib.doctor.resolver import ROLES, ROLLOUT, DtypeResolver
-from lib.run.vllm_float16 import version, vllm_package
+from lib.run.vllm_float16 import package_folder, version
 
 KEY = f"{ROLLOUT}.full_determinism"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # the variable by which verl's vLLM server asks for batch-invariant kernels
@@ -55,7 +55,7 @@ def rollout_consequences(resolver: DtypeResolver) -> Iterator[Finding]:
     if get("trainer.use_v1") and not resolver.config.has("async_training"):
         effect = "sends all prompts to one server: the v1 trainer numbers no prompts, so all have the request id det-0"
         yield Finding(KEY, True, effect, "trainer.use_v1=false")
-    package = vllm_package(resolver.tree.root)
+    package = package_folder("vllm", resolver.tree.root)
     if package is None:
         return
     if not knows_batch_invariance(package):

@@ -3,8 +3,10 @@
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
+from lib.doctor.batch_sizes import uneven_batches
 from lib.doctor.bitwise import obstacles
 from lib.doctor.config import leaves, load_config
 from lib.doctor.determinism import determinism_findings, deterministic_parts
@@ -12,7 +14,8 @@ from lib.doctor.dtype_rules import KEYS, UNKNOWN
 from lib.doctor.finding import Finding
 from lib.doctor.lora_findings import lora_findings
 from lib.doctor.metric_findings import metric_findings, weight_findings
-from lib.doctor.refusals import refusal, unknown_keys
+from lib.doctor.model_support import unsupported_models
+from lib.doctor.refusals import missing_rollout, refusal, unknown_keys, unknown_strategies
 from lib.doctor.resolver import HOPS, ROLLOUT, DtypeResolver, Hop
 from lib.doctor.rollout_findings import is_quantized, reinterpreted, rollout_findings, wire_is_lossy
 from lib.doctor.routing_findings import routing_findings
@@ -91,8 +94,13 @@ def diagnose(tree: Tree, overrides: Sequence[str], config_name: str = "ppo_train
         known = list(leaves(load_config(tree.root, [], config_name).values))
         return refused(tree, str(error), tuple(unknown_keys(tree, str(error), overrides, known)))
     resolver = DtypeResolver(tree, config)
+    if unknown := next(unknown_strategies(resolver), None):
+        return refused_for(tree, unknown)
     if line := refusal(resolver):
-        return refused(tree, line, tuple(unknown_keys(tree, line, overrides, [])))
+        findings = (*unknown_keys(tree, line, overrides, []), *missing_rollout(resolver, line))
+        return refused(tree, line, findings)
+    if ending := next(chain(unsupported_models(resolver), uneven_batches(resolver)), None):
+        return refused_for(tree, ending)
     servers = tuple(float16_servers(resolver))
     if ending := tuple(server for server in servers if server.support.supported is False):
         return refused(tree, ending[0].support.reason, tuple(server.refusal for server in ending))
@@ -116,6 +124,11 @@ def refused(tree: Tree, line: str, findings: tuple[Finding, ...]) -> Diagnosis:
     hops = {name: Hop(None, {}, "refused") for name in HOPS}
     sentence = f"{tree.title}, refuses this config: {line}"
     return Diagnosis(tree, hops, {"actor": None, "critic": None}, findings, line, "refused", sentence)
+
+
+def refused_for(tree: Tree, finding: Finding) -> Diagnosis:
+    """Return the diagnosis of a configuration that fails on what ``finding`` is about."""
+    return refused(tree, f"{finding.key}={finding.value} {finding.effect}", (finding,))
 
 
 def all_findings(resolver: DtypeResolver) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ PATCHED_KEYS = {
     r"\.keep_fp32_modules": dtype_rules.KEEP,
     r"(_ref\.(actor|ref)|critic|reward_model)(\.model)?(\.fsdp_config|\.fsdp|\.megatron)?\.dtype": dtype_rules.KEYS,
 }
+SERVERS = f"{ROLLOUT}.name=vllm, sglang or trtllm"
 LEGACY_CRITIC, ENGINE_CRITIC = "critic.model.fsdp_config.", "critic.fsdp."
 
 
@@ -65,6 +66,24 @@ def unrunnable(resolver: DtypeResolver) -> str | None:
     if engine_critic and release.has("engine_critic_fails"):
         return "AttributeError: 'FSDPCriticModelCfg' object has no attribute 'hf_config'"
     return None
+
+
+def unknown_strategies(resolver: DtypeResolver) -> Iterator[Finding]:
+    """Yield the strategies that no engine of this verl has."""
+    files = sorted((resolver.tree.root / "verl/workers/engine").glob("*/*.py"))
+    quoted = [re.findall(r"EngineRegistry\.register\(.*backend=(\[.*?\]|\".*?\")", file.read_text()) for file in files]
+    known = {"fsdp", "fsdp2", "megatron", *re.findall(r'"(\w+)"', " ".join(sum(quoted, [])))}
+    for role in ROLES:
+        key = f"{ROLES[role]}.strategy"
+        if resolver.uses(role) and (value := resolver.config.get(key, "fsdp")) not in known:
+            choices = f"{key}=fsdp or fsdp2; of another model_engine: {', '.join(sorted(known - {'fsdp', 'fsdp2'}))}"
+            yield Finding(key, value, f"is no strategy of {resolver.tree.name}", choices)
+
+
+def missing_rollout(resolver: DtypeResolver, line: str) -> Iterator[Finding]:
+    """Yield the rollout that this verl does not have, where ``line`` refuses it."""
+    if f"Rollout {resolver.server} " in line:
+        yield Finding(f"{ROLLOUT}.name", resolver.server, f"is no rollout of {resolver.tree.name}", SERVERS)
 
 
 def refused_quantization(resolver: DtypeResolver) -> str | None:

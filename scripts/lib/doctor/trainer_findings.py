@@ -9,6 +9,7 @@ from lib.doctor.dtype_rules import UNKNOWN, rule_for
 from lib.doctor.finding import Finding
 from lib.doctor.megatron_findings import megatron_findings
 from lib.doctor.resolver import MODEL, ROLES, SIXTEEN_BITS, SPELLINGS, DtypeResolver
+from lib.run.prompt_lengths import IGNORED, TRUNCATION, cuts_unasked, ways_to_fit
 from lib.run.softcap import ATTENTION, lost_softcap
 from lib.server_dtypes import SERVER_SPELLINGS
 
@@ -40,6 +41,7 @@ def trainer_findings(resolver: DtypeResolver) -> Iterator[Finding]:
     yield from ref_beside_actor(resolver)
     yield from critic_beside_actor(resolver)
     yield from uncapped_attention(resolver)
+    yield from ignored_truncation(resolver)
 
 
 def ignored_dtypes(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
@@ -161,6 +163,20 @@ def uncapped_attention(resolver: DtypeResolver) -> Iterator[Finding]:
     attention = resolver.config.get(ATTENTION)
     if effect := lost_softcap(str(resolver.config.get(f"{MODEL}.path")), attention):
         yield Finding(ATTENTION, attention, effect, f"{ATTENTION}=eager")
+
+
+def ignored_truncation(resolver: DtypeResolver) -> Iterator[Finding]:
+    """Yield a request for prompts that are refused or cut elsewhere, which verl's agent loop cuts at the left."""
+    get, value = resolver.config.get, resolver.config.get(TRUNCATION)
+    loop = resolver.tree.root / "verl/experimental/agent_loop/agent_loop.py"
+    if (
+        TRUNCATION not in resolver.config.user_keys
+        or not loop.exists()
+        or "_cap_text_prompt_length" not in loop.read_text()
+    ):
+        return
+    if cuts_unasked(value, get("data.filter_overlong_prompts")):
+        yield Finding(TRUNCATION, value, IGNORED, ways_to_fit(), applies=False)
 
 
 def export_findings(resolver: DtypeResolver) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lib.cli import model_path, parquet_path
 from lib.errors import Refused
 from lib.paths import ARITHMETIC, REPO
-from lib.run.checks import parquet_rows
+from lib.run.checks import read_sample
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ def prompts(data: str, rows: int) -> list[list[dict]]:
     """
     import pyarrow.parquet
 
-    present = parquet_rows("DATA", Path(data), ["prompt"])
+    present, _ = read_sample("DATA", Path(data), ["prompt"])
     if present < rows:
         raise Refused(f"ROWS={rows}: {data} has {present} rows; set fewer ROWS or give more DATA")
     return pyarrow.parquet.read_table(data, columns=["prompt"])["prompt"].slice(0, rows).to_pylist()

@@ -1,11 +1,10 @@
 """Represent a logged run in the same form for every logger, and check that it ran in its regime's dtypes."""
 
 from dataclasses import dataclass, field
-from functools import cache
 
 from lib.cli import options
-from lib.paths import CONFIGS
 from lib.report.catalog import Steps
+from lib.run.regime import computing_dtype, effective_regime, named_dtypes
 from lib.run.summary import agreed, by_role
 
 
@@ -44,8 +43,17 @@ class LoggedRun:
 
     @property
     def regime(self) -> str | None:
-        """The regime that the run names: PRECISION of ``make run``, else a label that is the name of a regime."""
-        return self.settings.get("PRECISION") or (self.label if self.label in options("precision") else None)
+        """The regime that the run names: PRECISION of ``make run``, or a label that is the name of a regime.
+
+        The label comes first where the workers computed in its dtypes.
+        """
+        label = self.label if self.label in options("precision") else None
+        return label if label and label == self.effective_regime else self.settings.get("PRECISION") or label
+
+    @property
+    def effective_regime(self) -> str | None:
+        """The regime that the workers reported, whatever was requested; None where that is not known."""
+        return effective_regime(self.effective_dtypes)
 
     @property
     def finished(self) -> bool | None:
@@ -69,16 +77,6 @@ class LoggedRun:
         return self.summary.get("patch_stamp", agreed([report["stamp"] for report in self.reports])) or None
 
 
-@cache
-def named_dtypes(regime: str) -> dict[str, str]:
-    """Return by role the dtype that ``configs/precision/REGIME.yaml`` names."""
-    import yaml
-
-    tree = yaml.safe_load((CONFIGS / "precision" / f"{regime}.yaml").read_text())
-    roles = {**tree["actor_rollout_ref"], "critic": tree["critic"]}
-    return {role: of_role["dtype"] for role, of_role in roles.items() if "dtype" in of_role}
-
-
 def departure(run: LoggedRun) -> str:
     """Return why a run does not count as one of the regime that it names, "" where its workers reported its dtypes."""
     if run.regime is None:
@@ -92,7 +90,7 @@ def departure(run: LoggedRun) -> str:
             return f"its {role} reported no dtype"
         if isinstance(reported, list):
             return f"the workers of its {role} report different dtypes"
-        if reported and (actual := reported["rollout" if role == "rollout" else "compute"]) != dtype:
+        if reported and (actual := computing_dtype(role, reported)) != dtype:
             verb = {"rollout": "rolled out", "ref": "had its reference"}.get(role, "trained")
             return f"{verb}{' its critic' if role == 'critic' else ''} in {actual}"
     return ""

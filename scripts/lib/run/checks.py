@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from lib.errors import Refused
 from lib.files import check_room
 from lib.paths import REPO
+from lib.run.prompt_lengths import check_prompts
 from lib.run.softcap import ATTENTION, lost_softcap
 from lib.run.vllm_float16 import float16_support, ways_out
 from lib.server_dtypes import SERVER_SPELLINGS, cache_refusal
@@ -25,12 +26,24 @@ def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
         config: the job's whole configuration (``job.compose``).
 
     Raises:
-        Refused: STEPS is not set, a data file cannot be used, the trainer's attention changes the model, the rollout
-            refuses a setting or the model, or there is no room for ``out``.
+        Refused: STEPS is not set, a data file cannot be used, a prompt would be cut, the trainer's attention changes
+            the model, the rollout refuses a setting or the model, or there is no room for ``out``.
     """
     if config.trainer.total_training_steps is None:
         raise Refused("STEPS: is not set, neither on the command line nor in the experiment's file")
-    columns = [config.data.prompt_key, config.data.reward_fn_key, "reward_model"]
+    check_data(job, config)
+    check_attention(config)
+    check_rollout(job, config)
+    check_room(out)
+
+
+def check_data(job: "Job", config: "DictConfig") -> None:
+    """Check the job's data files, save for those that are to be generated.
+
+    Raises:
+        Refused: a file cannot be used, or a prompt would be cut.
+    """
+    columns, prompts = [config.data.prompt_key, config.data.reward_fn_key, "reward_model"], []
     for name, key, least in (("TRAIN", "train_files", config.data.train_batch_size), ("VAL", "val_files", 1)):
         files = [config.data[key]] if isinstance(config.data[key], str) else config.data[key]
         if not files:
@@ -38,14 +51,15 @@ def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
         paths = [REPO / Path(file).expanduser() for file in files]
         if job.generated and any(path.is_relative_to(job.generated) and not path.exists() for path in paths):
             continue  # generated before the run starts
-        rows = sum(parquet_rows(name, path, columns) for path in paths)
+        samples = [read_sample(name, path, columns) for path in paths]
+        rows = sum(count for count, _ in samples)
         if rows < least:
             raise Refused(
                 f"{name}={files[0]}: has {rows} rows, but a batch needs {least}; give more or a smaller batch"
             )
-    check_attention(config)
-    check_rollout(job, config)
-    check_room(out)
+        firsts = ([row[columns[0]] for row in first] for _, first in samples)
+        prompts += [(f"{name}={path}", first) for path, first in zip(paths, firsts, strict=True)]
+    check_prompts(config, prompts)
 
 
 def check_attention(config: "DictConfig") -> None:
@@ -94,8 +108,8 @@ def check_rollout(job: "Job", config: "DictConfig") -> None:
         raise Refused(f"{name}={model}: {support.reason}; {ways_out('ARGS=', 'PRECISION=')}")
 
 
-def parquet_rows(name: str, file: Path, columns: list[str]) -> int:
-    """Return the number of rows of a parquet file.
+def read_sample(name: str, file: Path, columns: list[str]) -> tuple[int, list[dict]]:
+    """Return the number of rows of a parquet file, and its first rows.
 
     Args:
         columns: of the prompt, and optionally of the data source and the reward model.
@@ -122,7 +136,7 @@ def parquet_rows(name: str, file: Path, columns: list[str]) -> int:
             if not fits(row[column]):
                 value = str(row[column])[:60]
                 raise Refused(f"{name}={file}: {column!r} of row {number} is {value!r}; it must be {allowed}")
-    return metadata.num_rows
+    return metadata.num_rows, rows
 
 
 def is_prompt(value: object) -> bool:
@@ -132,7 +146,7 @@ def is_prompt(value: object) -> bool:
     return all(each.get("role") and each.get("content") is not None for each in value)
 
 
-# What the columns of a data file must contain, in the order of ``parquet_rows``' argument.
+# What the columns of a data file must contain, in the order of ``read_sample``'s argument.
 KINDS = (
     ("a list of messages, each with role and content", is_prompt),
     ("a name", lambda value: value is not None),

@@ -83,10 +83,10 @@ def start_record(job: Job, out: Path, steps: int) -> dict:
         if value != recorded:
             if name == "ARGS":
                 value, recorded = words_not_in(recorded, value), words_not_in(value, recorded)
-            raise Refused(
-                f"{name}={value}: {out} contains a run with {name}={recorded}; "
-                "repeat its settings, choose another OUT or remove that folder"
-            )
+            advice = "repeat its settings, choose another OUT or remove that folder"
+            if name == "PRECISION":
+                advice = ways_to_resume(value, recorded, out)
+            raise Refused(f"{name}={value}: {out} contains a run with {name}={recorded}; {advice}")
     if finished(out) and steps <= record["steps"]:
         raise Refused(
             f"STEPS={steps}: {out} contains a finished run of {record['steps']}; set more steps, or another OUT"
@@ -94,6 +94,17 @@ def start_record(job: Job, out: Path, steps: int) -> dict:
     if steps < checkpoint_step(out):
         raise Refused(f"STEPS={steps}: {out} is already at step {checkpoint_step(out)}; set more, or another OUT")
     return record | {"steps": steps}
+
+
+def ways_to_resume(regime: str, recorded: str, out: Path) -> str:
+    """Return how to go on with a run of the regime ``recorded`` in ``out``, or in ``regime``, by ``make run``."""
+    same = f"`make run PRECISION={recorded} OUT={out}` with its other settings resumes it"
+    step = checkpoint_step(out)
+    if not step:
+        return f"{same}; for {regime} choose another OUT"
+    path = (out / f"checkpoints/global_step_{step}").resolve()
+    resume = f"trainer.resume_mode=resume_path trainer.resume_from_path={path}"
+    return f"{same}; `make run PRECISION={regime} OUT=ANOTHER ARGS='{resume}'` goes on from its step {step} in {regime}"
 
 
 def words_not_in(others: str, args: str) -> str:

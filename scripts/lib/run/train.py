@@ -20,6 +20,7 @@ from lib.run.log import errors, reports, short
 from lib.run.metrics import merge_metrics, training_rows
 from lib.run.process_tree import SHARED_MEMORY, ProcessTree
 from lib.run.progress import RunProgress
+from lib.run.temporary_folder import temporary_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -123,7 +124,8 @@ def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgres
         write_json(out / "run.json", record)
 
     watchdog = Watchdog(DeathReader(shared_ray=job.cluster is not None))
-    result = train_once(job.command(out), job.environment(out), log, progress, watchdog, note)
+    with temporary_folder() as variables:
+        result = train_once(job.command(out), job.environment(out) | variables, log, progress, watchdog, note)
     return result, max([checkpoint_step(out), *(row["step"] for row in training_rows(merge_metrics(out)))])
 
 

@@ -35,7 +35,7 @@ def float16_support(model: str, site: Path | None = None) -> Float16Support:
     model_type = read_config(file).get("model_type")  # the outer one of a multimodal model: vLLM looks that up
     if model_type is None:
         return Float16Support(None, f"{file} has no model_type")
-    package = vllm_package(site)
+    package = package_folder("vllm", site)
     if package is None:
         return Float16Support(None, "no vLLM is installed here")
     name, table = f"vLLM {version(package)}", refused_types(package)
@@ -55,11 +55,11 @@ def read_config(file: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def vllm_package(site: Path | None = None) -> Path | None:
-    """Return the folder of the package ``vllm`` in ``site``, else of the one that this Python would import."""
-    if site is not None and (site / "vllm/__init__.py").exists():
-        return site / "vllm"
-    spec = importlib.util.find_spec("vllm")
+def package_folder(name: str, site: Path | None = None) -> Path | None:
+    """Return the folder of the package ``name`` in ``site``, else of the one that this Python would import."""
+    if site is not None and (site / name / "__init__.py").exists():
+        return site / name
+    spec = importlib.util.find_spec(name)
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
 

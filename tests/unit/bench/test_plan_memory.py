@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -309,6 +312,17 @@ def test_job_that_cannot_be_planned_is_refused(override, message, tmp_path):
     assert refusal(tmp_path, "ALGO=ppo", f"ARGS={override}").startswith(
         f"{override.split()[-1].lstrip('+')}: {message}"
     )
+
+
+@pytest.mark.subprocess
+def test_unknown_model_is_refused_before_verl_is_imported(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    program = "import sys, plan_memory\ntry:\n    plan_memory.main(sys.argv[1:])\n"
+    program += "except plan_memory.Refused as refusal:\n    print(refusal, 'verl' in sys.modules)"
+    line = [sys.executable, "-c", program, f"MODEL={tmp_path}"]
+    environment = os.environ | {"PYTHONPATH": str(REPO / "scripts")}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"MODEL={tmp_path}: its model_type is gpt2; ") and done.stdout.endswith(" False\n")
 
 
 @pytest.mark.parametrize(

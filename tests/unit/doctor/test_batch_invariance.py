@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lib.doctor.determinism import batch_invariant_backends, knows_batch_invariance
-from lib.run.vllm_float16 import vllm_package
+from lib.run.vllm_float16 import package_folder
 
 # What vLLM's classes return, for those that can be imported without a GPU. The classes for ROCm are left out: they
 # import vllm._C, which aborts the process on a CPU for which vLLM has loaded its AVX2 or AVX512 library.
@@ -33,6 +33,6 @@ def test_backends_are_those_that_vllms_classes_declare(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", VLLM], capture_output=True, text=True, cwd=tmp_path, check=True)
     invariant = json.loads(done.stdout.splitlines()[-1])
     assert invariant["FLASH_ATTN"] and invariant["TRITON_ATTN_DIFFKV"] and not invariant["CPU_ATTN"]
-    names = batch_invariant_backends(vllm_package())
+    names = batch_invariant_backends(package_folder("vllm"))
     assert {name: name in names for name in invariant} == invariant
-    assert knows_batch_invariance(vllm_package()) and not knows_batch_invariance(tmp_path)
+    assert knows_batch_invariance(package_folder("vllm")) and not knows_batch_invariance(tmp_path)

@@ -258,7 +258,7 @@ def test_python_that_lacks_packages_is_refused_and_not_replaced(environments, tr
     """It is refused if it was named by the user, or if another one had to be set up first."""
     bare, tried = environments["bare"], []
     beside = bare.parents[2] / "bin/python3"
-    monkeypatch.setattr(make.setup_env, "setup", lambda *arguments: tried.append(arguments) or "of .venv")
+    monkeypatch.setattr(make.setup_env, "setup", lambda *_, patch: tried.append(patch) or "of .venv")
     lacking = f"{beside} lacks hydra-core, omegaconf{{}}, which the doctor needs: {beside} -m pip install hydra-core "
     cases = [
         ({}, str(beside), True, f"PYTHON={beside}: {lacking.format('')}omegaconf, or leave PYTHON out"),
@@ -275,7 +275,8 @@ def test_python_that_lacks_packages_is_refused_and_not_replaced(environments, tr
             with pytest.raises(Refused) as refused:
                 make.interpreter("doctor", values, "cpu", python, typed)
             assert_matches(str(refused.value), message)
-    assert len(tried) == 1
+    assert tried == [False], "another verl is examined than that of .venv"
+    assert make.interpreter("doctor", {}, "cpu", None) == "of .venv" and tried[1:] == [True]
     assert make.interpreter("doctor", {"VERL": trees["pristine"]}, "cpu", None) == "of .venv", "a tree without a Python"
 
 

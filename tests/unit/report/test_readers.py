@@ -259,3 +259,14 @@ def test_config_hash_does_not_depend_on_the_seed(tmp_path):
         write(folder / "hydra/config.yaml", text.format(seed, rate).encode())
         hashes.append(read(label, folder).config_hash)
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_run_is_labelled_by_the_regime_that_was_effective(tmp_path):
+    """ARGS may set a role's dtype beside PRECISION=fp16."""
+    effective = {"actor": {"compute": "bfloat16"}, "rollout": {"rollout": "bfloat16"}}
+    _, folder = made(tmp_path / "run", dtypes=effective)
+    assert departure(run := read("bf16", folder)) == "" and run.regime == "bf16"
+    assert departure(run := read("fp16", folder)) == "trained in bfloat16" and run.regime == "fp16"
+    advice = "is a run with PRECISION=fp16 that computed in bf16; label it bf16, or unlike any regime"
+    with pytest.raises(Refused, match=f"^fp32={folder}: {advice}$"):
+        read("fp32", folder)

@@ -106,7 +106,7 @@ def test_regime_is_the_settings_and_dtypes_are_the_engines(regime, compute, why,
     folder = written(tmp_path, regime, compute=compute)
     run = read("any-name", folder)
     assert run.regime == regime and departure(run) == why
-    with pytest.raises(Refused, match=f"is a run with PRECISION={regime}; label it so"):
+    with pytest.raises(Refused, match=f"is a run with PRECISION={regime}( that computed in bf16_.*)?; label it "):
         read("bf16", folder)
     for content, refusal in (("{}", "has no precision; it is not what a patched OAT writes"), ("{", "is not JSON")):
         (folder / "args.json").write_text(content)

@@ -19,6 +19,7 @@ from lib.run.gpus import Gpu, has_kernels, query_gpus
 from lib.run.job import Job, compose, parse_job
 from lib.run.presets import check_gpus, fit_to_gpus
 from lib.run.start_checks import check_start
+from recipes.arithmetic.model import build_tokenizer
 
 T4 = Gpu("Tesla T4", (7, 5), bf16=False, kernels=True)
 ROW = {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule"}}
@@ -72,6 +73,43 @@ def test_data_that_fill_one_batch_pass(tmp_path):
     batch, half, row = (parquet(tmp_path / f"{rows}.parquet", rows) for rows in (32, 16, 1))
     check([f"TRAIN={batch}"], tmp_path)
     check([f"TRAIN={half}", f"ARGS=data.train_files=[{half},{half}]", f"VAL={row}"], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def byte_model(tmp_path_factory) -> Path:
+    """The folder of a tokenizer of one token per byte; a prompt has one more."""
+    folder = tmp_path_factory.mktemp("model")
+    build_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    return folder
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize(
+    ("args", "refused"),
+    [
+        ("", True),
+        ("data.truncation=right", True),
+        ("data.truncation=left", False),
+        ("data.filter_overlong_prompts=true", False),
+        ("data.max_prompt_length=43", True),
+        ("data.max_prompt_length=44", False),
+    ],
+)
+def test_prompts_that_verl_would_cut_are_refused(args, refused, byte_model, tmp_path):
+    short, long = ([{"role": "user", "content": "1" * length}] for length in (3, 43))
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([ROW | {"prompt": long if row == 5 else short} for row in range(64)]),
+        data := tmp_path / "data.parquet",
+    )
+    words = [f"MODEL={byte_model}", f"TRAIN={data}", *([f"ARGS={args}"] if args else [])]
+    if not refused:
+        check(words, tmp_path)
+        return
+    with pytest.raises(Refused, match="^ARGS=data.truncation=(error|right): is ignored: ") as refusal:
+        check(words, tmp_path)
+    assert f"TRAIN={data}: row 5 has 44 tokens, and 1 of the first 64 rows are too long" in str(refusal.value)
+    assert "give ARGS=data.max_prompt_length=44, ARGS=data.filter_overlong_prompts=true" in str(refusal.value)
 
 
 @cache

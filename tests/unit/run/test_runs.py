@@ -13,7 +13,18 @@ from lib.files import read_jsonl, write, write_json
 from lib.run.curves import plot_curves
 from lib.run.folder import checkpoint_step, choose_folder, finished_as, lock, start_record
 from lib.run.job import Job, parse_job
-from lib.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED, merge_metrics, metric_mean
+from lib.run.metrics import (
+    CLIP_RATIO,
+    K3_KL,
+    LONGEST_PROMPT,
+    LOSS_SCALE,
+    PROBS_DIFF,
+    REWARD,
+    SECONDS,
+    SKIPPED,
+    merge_metrics,
+    metric_mean,
+)
 from lib.run.progress import progress_line
 from lib.run.summary import summarize, summary_table
 from verl.utils.tracking import FileLogger
@@ -106,6 +117,17 @@ def test_folder_with_other_settings_is_refused_by_name(other, tmp_path):
     assert start_record(job(), out, 10)["settings"]["ARGS"] == ""
 
 
+@pytest.mark.parametrize(("checkpoint", "way"), [(0, "for bf16 choose another"), (4, "`make run PRECISION=bf16 ")])
+def test_run_of_another_regime_is_refused_with_the_command_for_each(checkpoint, way, tmp_path):
+    out = started(tmp_path / "out", checkpoint=checkpoint)
+    with pytest.raises(Refused) as refused:
+        start_record(job("PRECISION=bf16"), out, 10)
+    first, second = str(refused.value).split("; ")[1:]
+    assert first == f"`make run PRECISION=fp16 OUT={out}` with its other settings resumes it" and second.startswith(way)
+    path = f"trainer.resume_from_path={out}/checkpoints/global_step_4"
+    assert not checkpoint or second.endswith(f"{path}'` goes on from its step 4 in bf16")
+
+
 def test_run_resumes_only_to_more_steps(tmp_path):
     finished = started(tmp_path / "finished", checkpoint=10, finished=True)
     assert start_record(job(), finished, 11)["steps"] == 11
@@ -144,7 +166,7 @@ def test_folder_is_locked_by_its_run(tmp_path):
 
 def summary_of(data: list[dict], reports: list[dict], *words: str, **record: float | None) -> dict:
     begun = start_record(job(*words), Path("/no/such/run"), len(data))
-    return summarize(job(*words), begun | record, data, reports)
+    return summarize(job(*words), begun | record, data, reports, 16)
 
 
 def test_summary_reports_the_measurements():
@@ -164,6 +186,30 @@ def test_summary_reports_the_measurements():
     summary = summary_of(rows(2), [ACTOR, ACTOR | {"rank": 1, "compute": "bfloat16", "stamp": None}])
     assert summary["patch_stamp"] == [STAMP, None] and "workers differ" in summary_table(summary)
     assert [report["compute"] for report in summary["effective_dtypes"]["actor"]] == ["float16", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "rollout", "named"),
+    [
+        ("float16", "float16", "fp16"),
+        ("bfloat16", "float16", "bf16_train_fp16_infer"),
+        ("bfloat16", "bfloat16", "bf16"),
+        ("bfloat16", "float32", "actor bfloat16, rollout float32"),
+    ],
+)
+def test_summary_names_the_regime_that_was_effective(compute, rollout, named):
+    """ARGS may set a role's dtype beside PRECISION."""
+    assert summary_of(rows(2), [ACTOR | {"compute": compute}, ROLLOUT | {"rollout": rollout}])["precision"] == named
+    assert summary_of(rows(2), [])["precision"] == "fp16", "nothing else is known"
+
+
+@pytest.mark.parametrize(("longest", "share"), [(16, 0.25), (15, 0.0), (None, None)])
+def test_summary_reports_the_share_of_prompts_that_were_cut(longest, share):
+    """verl's clip_ratio counts the longest prompts of a batch, whatever their length."""
+    lengths = {} if longest is None else {LONGEST_PROMPT: longest, CLIP_RATIO: 0.25}
+    summary = summary_of(rows(2, **lengths), [ACTOR])
+    assert summary["prompts_cut"] == share
+    assert ("prompts cut      25.0%, to data.max_prompt_length tokens" in summary_table(summary)) == bool(share)
 
 
 def test_summary_of_a_cluster_run_has_no_memory_and_a_median_apart_from_the_mean():

@@ -64,6 +64,7 @@ def test_dry_run_shows_the_submission_and_does_nothing(validated_here, tmp_path,
 
 
 MINI_BATCH = "ARGS=actor_rollout_ref.actor.ppo_mini_batch_size=64"
+ROLLOUT = "actor_rollout_ref.rollout.name"
 NO_DASHBOARD = "must be the URL of the cluster's dashboard"
 
 
@@ -75,6 +76,7 @@ NO_DASHBOARD = "must be the URL of the cluster's dashboard"
         (HEAD, "OUT=outputs/run", "OUT=outputs/run: must be an absolute path on storage shared by all nodes"),
         (HEAD, "CARRY=no OUT={}", "OUT={}: is not empty and contains no run"),
         (HEAD, f"CARRY=no OUT={{}}/run {MINI_BATCH}", f"{MINI_BATCH}: train_batch_size (32) must be >="),
+        (HEAD, f"CARRY=no OUT={{}}/run ARGS={ROLLOUT}=hf", f"{ROLLOUT}=hf is no rollout of verl 0.9.1"),
     ],
 )
 def test_submission_is_refused_as_the_run_would_be(address, words, refusal, validated_here, tmp_path, monkeypatch):

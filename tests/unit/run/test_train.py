@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -52,6 +54,15 @@ from multiprocessing import resource_tracker, shared_memory
 resource_tracker.register = resource_tracker.unregister = lambda *_: None  # as in a process that is killed
 memory = shared_memory.SharedMemory(create=True, size=4096)
 print("shared", memory.name, flush=True)
+"""
+LEAVES = """
+import socket, tempfile, uuid
+names = [str(uuid.uuid4()), "ckpt_0243bbc8.lock", f"vllm_dist_{uuid.uuid4().hex}"]
+code = f"import socket; from pathlib import Path; folder = Path({tempfile.gettempdir()!r}); names = {names!r}"
+code += "; bound = socket.socket(socket.AF_UNIX); bound.bind(str(folder / names[0]))"
+code += "; [(folder / name).touch() for name in names[1:]]; print('left', folder, *names, flush=True)"
+subprocess.run([sys.executable, "-c", code], check=True, start_new_session=True)
+print("kept", os.environ["RAY_TMPDIR"], os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
 """
 INTERRUPTS = "interrupt()"
 FAILS = "raise SystemExit('ValueError: no such thing')"
@@ -174,6 +185,26 @@ def test_shared_memory_is_removed_and_that_of_another_run_is_left(end, run_progr
     (ours,) = (line.split()[1] for line in result["tail"] if line.startswith("shared "))
     assert not (SHARED_MEMORY / ours).exists()
     (SHARED_MEMORY / theirs).unlink()  # it was left
+
+
+@pytest.mark.parametrize(("end", "code"), [(TRAINS, 0), (f"watched()\n{DIES}time.sleep(600)", 1), (INTERRUPTS, 130)])
+def test_temporary_files_of_a_run_are_removed_and_others_are_left(end, code, monkeypatch, tmp_path):
+    """They are sockets of vLLM, its rendezvous files and verl's locks, of processes that may have ended."""
+    monkeypatch.setattr(train, "DEAD_S", 0.1)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Job, "command", lambda *_: program(LEAVES, end))
+    job, config = parse_job(["DEVICE=cpu"]), SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
+    record = start_record(job, tmp_path, 2)
+    with tempfile.TemporaryDirectory() as usual, lock(tmp_path) as log:  # tmp_path is too long for a socket
+        monkeypatch.setattr(tempfile, "tempdir", usual)
+        Path(usual, "ckpt_1.lock").touch()  # of another run
+        assert train.train(job, config, tmp_path, record, log)[0] == code
+        assert os.listdir(usual) == ["ckpt_1.lock"]
+    lines = [line.split() for line in (tmp_path / "train.log").read_text().splitlines()]
+    ((_, folder, *names),) = (line for line in lines if line[:1] == ["left"])
+    ((_, ray, inductor),) = (line for line in lines if line[:1] == ["kept"])
+    assert len(names) == 3 and os.path.dirname(folder) == ray == os.path.dirname(inductor) == usual
+    assert os.path.basename(inductor).startswith("torchinductor_")
 
 
 NODE = "second (10.0.0.3)"

@@ -75,9 +75,12 @@ def read(label: str, path: Path) -> LoggedRun:
     run = replace(run, steps={step: data for step, data in run.steps.items() if data.keys() - UNTRAINED})
     if not run.steps:
         raise Refused(f"{label}={path}: has no training step; a report uses none of its metrics")
-    precision = run.settings.get("PRECISION")
-    if precision and label in options("precision") and precision != label:
-        raise Refused(f"{label}={path}: is a run with PRECISION={precision}; label it so, or unlike any regime")
+    precision, effective = run.settings.get("PRECISION"), run.effective_regime
+    if precision and label in options("precision") and label not in (precision, effective):
+        other = effective not in (None, precision)
+        computed, name = (f" that computed in {effective}", effective) if other else ("", "so")
+        which = f"is a run with PRECISION={precision}{computed}"
+        raise Refused(f"{label}={path}: {which}; label it {name}, or unlike any regime")
     return note_non_finite(run)
 
 

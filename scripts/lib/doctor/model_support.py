@@ -1,0 +1,69 @@
+"""Predict which models verl or vLLM cannot run, from their config.json; sources are read, nothing is imported."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lib.doctor.finding import Finding
+from lib.doctor.resolver import MODEL, DtypeResolver
+from lib.run.vllm_float16 import config_file, package_folder, read_config, version
+
+KV_HEADS = "num_key_value_heads"
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # for which vLLM's CPU build has a kernel
+OTHER = "another model: docs/reference/limits.md#upstreams-own-limits"
+
+
+def unsupported_models(resolver: DtypeResolver) -> Iterator[Finding]:
+    """Yield the model where the actor's worker or the rollout server would end on it.
+
+    Yields nothing where its config.json is not on this machine.
+    """
+    model = str(resolver.config.get(f"{MODEL}.path"))
+    if (file := config_file(model)) is None:
+        return
+    outer = read_config(file)
+    config = outer.get("text_config") or outer
+    reasons = [missing_kv_heads(config, resolver.tree.root)] if resolver.on_fsdp("actor") else []
+    if resolver.server == "vllm" and (vllm := package_folder("vllm", resolver.tree.root)):
+        reasons.append(mixtral_weights(config, vllm, resolver.tree.root))
+        if resolver.config.get("trainer.device") == "cpu":
+            reasons.append(latent_attention(config, vllm))
+    for reason in filter(None, reasons):
+        yield Finding(f"{MODEL}.path", model, reason, OTHER)
+
+
+def missing_kv_heads(config: Mapping[str, Any], site: Path) -> str | None:
+    """Return why verl's ``apply_monkey_patch`` ends on a model: neither its config nor that class has KV_HEADS."""
+    kind = str(config.get("model_type"))
+    package = package_folder("transformers", site)
+    source = package / f"models/{kind}/configuration_{kind}.py" if package else None
+    if KV_HEADS in config or source is None or not source.exists() or KV_HEADS in source.read_text():
+        return None
+    return f"is a {kind} model, whose config has no {KV_HEADS}: verl's apply_monkey_patch ends with an AttributeError"
+
+
+def mixtral_weights(config: Mapping[str, Any], vllm: Path, site: Path) -> str | None:
+    """Return why vLLM cannot load what verl sends of a Mixtral.
+
+    transformers 5 names its experts ``mlp.experts``, and vLLM's loader knows ``block_sparse_moe`` only.
+    """
+    source, package = vllm / "model_executor/models/mixtral.py", package_folder("transformers", site)
+    if config.get("model_type") != "mixtral" or package is None or not source.exists():
+        return None
+    release = re.search(r'^__version__ = "(\d+)([^"]*)"', (package / "__init__.py").read_text(), re.M)
+    if release is None or int(release[1]) < 5 or "gate_up_proj" in source.read_text():
+        return None
+    return (
+        f"is a mixtral model, whose experts transformers {release[1]}{release[2]} names mlp.experts: "
+        f"vLLM {version(vllm)} cannot load the weights that verl sends"
+    )
+
+
+def latent_attention(config: Mapping[str, Any], vllm: Path) -> str | None:
+    """Return why vLLM's CPU build has no kernel for the latent attention (MLA) of a model."""
+    sizes = {key: config.get(key) for key in LATENT}
+    if sizes["kv_lora_rank"] is None or sizes == LATENT or not str(config.get("model_type")).startswith("deepseek"):
+        return None
+    given, needed = (", ".join(f"{key}={value}" for key, value in each.items()) for each in (sizes, LATENT))
+    return f"has latent attention (MLA) with {given}: vLLM {version(vllm)}'s CPU build has a kernel for {needed} only"

@@ -1,0 +1,68 @@
+"""Check that prompts fit ``data.max_prompt_length``: verl's agent loop cuts them, whatever ``data.truncation`` is."""
+
+from typing import TYPE_CHECKING
+
+from lib.errors import Refused
+from lib.run.vllm_float16 import config_file
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+TRUNCATION = "data.truncation"
+IGNORED = "is ignored: verl's agent loop cuts the left end off a prompt above data.max_prompt_length"
+
+
+def ways_to_fit(override: str = "", longest: int | None = None) -> str:
+    """Return the settings to choose from where prompts are too long; ``override`` is the prefix of an override."""
+    enough = f"{override}data.max_prompt_length={longest}" if longest else "a larger data.max_prompt_length"
+    left_out = f"{override}data.filter_overlong_prompts=true (leaves them out)"
+    return f"{enough}, {left_out} or {override}{TRUNCATION}=left (cuts them)"
+
+
+def cuts_unasked(truncation: str, filters: bool) -> bool:
+    """Return whether verl would cut a prompt that is too long although it was not asked for that."""
+    return truncation != "left" and not filters
+
+
+def check_prompts(config: "DictConfig", prompts: "list[tuple[str, list[list[dict]]]]") -> None:
+    """Tokenize prompts by the model's chat template as verl's agent loop does, and check that none is too long.
+
+    Checks nothing where the model's tokenizer is not on this machine, or the user asks for cut prompts.
+
+    Args:
+        config: the job's whole configuration (``job.compose``).
+        prompts: ``NAME=FILE`` of each data file, and its first ones.
+
+    Raises:
+        Refused: one would be cut, or the tokenizer has no chat template.
+    """
+    model, data = config.actor_rollout_ref.model, config.data
+    file = config_file(str(model.get("tokenizer_path") or model.path))
+    if not prompts or file is None or not cuts_unasked(data.truncation, data.filter_overlong_prompts):
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=model.get("trust_remote_code", False))
+    template = model.get("custom_chat_template") or tokenizer.chat_template
+    if template is None:
+        raise Refused(f"MODEL={model.path}: its tokenizer has no chat template, which verl needs to format prompts")
+    for name, of_file in prompts:
+        lengths = [
+            len(
+                tokenizer.apply_chat_template(
+                    messages,
+                    chat_template=template,
+                    add_generation_prompt=True,
+                    return_dict=False,
+                    **data.get("apply_chat_template_kwargs", {}),
+                )
+            )
+            for messages in of_file
+        ]
+        if too_long := [row for row, length in enumerate(lengths) if length > data.max_prompt_length]:
+            row = too_long[0]
+            raise Refused(
+                f"ARGS={TRUNCATION}={data.truncation}: {IGNORED}={data.max_prompt_length}; {name}: row {row} has "
+                f"{lengths[row]} tokens, and {len(too_long)} of the first {len(lengths)} rows are too long; give "
+                f"{ways_to_fit('ARGS=', max(lengths))}"
+            )

@@ -17,9 +17,9 @@ import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from lib.errors import Refused
+from lib.errors import Refused, adding
 from lib.files import write
-from lib.patches.bookkeeping import before_any_change, clear, commit_staged, make_folder, stage, sweep
+from lib.patches.bookkeeping import clear, commit_staged, make_folder, stage, sweep
 from lib.patches.changes import changes, read_changelog
 from lib.patches.git import git
 from lib.patches.git_objects import blob_id
@@ -31,6 +31,7 @@ from lib.patches.target import Target, locked
 from lib.paths import REPO
 
 EDITED = ".edited"  # the ending of an edited file that unapply sets aside
+UNCHANGED = "nothing was changed"
 
 
 def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
@@ -99,12 +100,8 @@ def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force
             refuse_unwritable(target, record)
             refuse_damaged(target, record, blobs | restored)
             aside = set_aside(target, edited)
-            try:
+            with adding("not all files are restored; remove the cause, then repeat the command"):
                 roll_back(target, record, blobs | restored)
-            except OSError as fault:
-                again = "not all files are restored; remove the cause, then repeat the command"
-                names = (fault.filename, None, fault.filename2)
-                raise OSError(fault.errno, f"{fault.strerror or fault}; {again}", *names) from fault
             sweep(target)
             back = len(record.hooked(blobs | restored)) + len(record.removed(blobs))
             counts = f"{back} files restored, {len(record.added.items() & blobs.items())} deleted"
@@ -124,7 +121,7 @@ def run_patches(stack: Stack, contents: Mapping[str, bytes], reverse: bool = Fal
     """
     start, end = (stack.after, stack.before) if reverse else (stack.before, stack.after)
     patches, options = (reversed(stack.patches), ["--reverse"]) if reverse else (stack.patches, [])
-    with tempfile.TemporaryDirectory() as folder, before_any_change(Path(folder)):
+    with tempfile.TemporaryDirectory() as folder, adding(UNCHANGED, Path(folder)):
         scratch = Path(folder).resolve()
         for path, content in contents.items():
             if blob_id(content) != start[path]:
@@ -148,7 +145,7 @@ def renew_record(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) 
         patched = {path: (target.root / path).read_bytes() for path in record.hooked(blobs)}
         originals = run_patches(stack, patched, reverse=True)
         refuse_unwritable(target, record)
-        with before_any_change(target.staging):
+        with adding(UNCHANGED, target.staging):
             stage(target, record, {}, restored=originals)
         commit_staged(target)
     return record
@@ -170,27 +167,26 @@ def put_on(
         Refused: a file was edited meanwhile; it keeps the edit.
     """
     rolled_back = f"rolled back to the unpatched {target.framework.name} {record.release}"
-    with before_any_change(target.staging):
+    with adding(UNCHANGED, target.staging):
         stage(target, record, contents, kept, changelog=changelog)
     try:
-        if older:
-            roll_back(target, older, target.blobs())
-        commit_staged(target)
-        for folder in record.folders:
-            make_folder(target.root / folder)
-        for path in contents:
-            if path in record.replaced and blob_id((target.root / path).read_bytes()) != record.replaced[path][0]:
-                raise Refused(f"{target.root / path} changed while apply ran; {rolled_back}")
-            os.replace(target.staged(path), target.root / path)
-            drop_compiled(target.root / path)
-        os.replace(target.staged(target.framework.stamp), target.stamp)
-    except BaseException as fault:
+        with adding(rolled_back):
+            if older:
+                roll_back(target, older, target.blobs())
+            commit_staged(target)
+            for folder in record.folders:
+                make_folder(target.root / folder)
+            for path in contents:
+                if path in record.replaced and blob_id((target.root / path).read_bytes()) != record.replaced[path][0]:
+                    raise Refused(f"{target.root / path} changed while apply ran; {rolled_back}")
+                os.replace(target.staged(path), target.root / path)
+                drop_compiled(target.root / path)
+            os.replace(target.staged(target.framework.stamp), target.stamp)
+    except BaseException:
         blobs = target.blobs()
         if begun := read_record(target, blobs):
             roll_back(target, begun, blobs)
         sweep(target)
-        if isinstance(fault, OSError):
-            raise OSError(fault.errno, f"{fault.strerror or fault}; {rolled_back}", fault.filename) from fault
         raise
 
 

@@ -3,14 +3,13 @@
 What is written has the mode and, where root writes, the owner of the tree's own files.
 """
 
-import contextlib
 import errno
 import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -69,15 +68,6 @@ def stage(
     except BaseException:
         clear(target.staging)
         raise
-
-
-@contextlib.contextmanager
-def before_any_change(folder: Path) -> Iterator[None]:
-    """Add the folder that is written to, and that nothing was changed, to an OSError."""
-    try:
-        yield
-    except OSError as fault:
-        raise OSError(fault.errno, f"{fault.strerror or fault}; nothing was changed", str(folder)) from fault
 
 
 def commit_staged(target: Target) -> None:

@@ -198,7 +198,7 @@ def test_file_system_without_locks_and_fsync(tiny: Path, pristine: Path, target:
     assert status(target, tiny).state == "patched"
     monkeypatch.setattr(os, "fsync", unsupported(errno.EIO))
     unapply(target, tiny)
-    with pytest.raises(OSError, match="Input/output error; nothing was changed: '.*/verl/.precision.new'"):
+    with pytest.raises(OSError, match="Input/output error; nothing was changed: '.*/verl/.precision.new/"):
         apply(target, tiny)
     assert contents(target) == contents(pristine)
 
@@ -331,11 +331,11 @@ def test_files_of_another_version_are_not_edits(tiny: Path, pristine: Path, patc
 
 def test_failed_upgrade_reports_what_is_left(project: Path, pristine: Path, patched: Path, monkeypatch):
     def fail(target) -> None:
-        raise OSError(28, "No space left on device", "file")
+        raise OSError(28, "No space left on device", "file", None, "other")
 
     (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
     monkeypatch.setattr("lib.patches.apply.commit_staged", fail)
-    with pytest.raises(OSError, match="No space left on device; rolled back to the unpatched verl 0.9.1"):
+    with pytest.raises(OSError, match="device; rolled back to the unpatched verl 0.9.1: 'file' -> 'other'"):
         apply(patched, project)
     assert contents(patched) == contents(pristine)
 

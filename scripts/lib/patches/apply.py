@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lib.errors import Refused, adding
 from lib.files import write
-from lib.patches.bookkeeping import clear, commit_staged, make_folder, stage, sweep
+from lib.patches.bookkeeping import clear, commit_staged, stage, sweep
 from lib.patches.changes import changes, read_changelog
 from lib.patches.git import git
 from lib.patches.git_objects import blob_id
@@ -145,7 +145,7 @@ def renew_record(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) 
         patched = {path: (target.root / path).read_bytes() for path in record.hooked(blobs)}
         originals = run_patches(stack, patched, reverse=True)
         refuse_unwritable(target, record)
-        with adding(UNCHANGED, target.staging):
+        with adding(UNCHANGED):
             stage(target, record, {}, restored=originals)
         commit_staged(target)
     return record
@@ -167,7 +167,7 @@ def put_on(
         Refused: a file was edited meanwhile; it keeps the edit.
     """
     rolled_back = f"rolled back to the unpatched {target.framework.name} {record.release}"
-    with adding(UNCHANGED, target.staging):
+    with adding(UNCHANGED):
         stage(target, record, contents, kept, changelog=changelog)
     try:
         with adding(rolled_back):
@@ -175,13 +175,13 @@ def put_on(
                 roll_back(target, older, target.blobs())
             commit_staged(target)
             for folder in record.folders:
-                make_folder(target.root / folder)
+                target.tree.make_folder(target.root / folder)
             for path in contents:
                 if path in record.replaced and blob_id((target.root / path).read_bytes()) != record.replaced[path][0]:
                     raise Refused(f"{target.root / path} changed while apply ran; {rolled_back}")
-                os.replace(target.staged(path), target.root / path)
-                drop_compiled(target.root / path)
-            os.replace(target.staged(target.framework.stamp), target.stamp)
+                target.tree.replace(target.root / path, by=target.staged(path))
+                drop_compiled(target, path)
+            target.tree.replace(target.stamp, by=target.staged(target.framework.stamp))
     except BaseException:
         blobs = target.blobs()
         if begun := read_record(target, blobs):
@@ -192,26 +192,27 @@ def put_on(
 
 def roll_back(target: Target, record: Record, blobs: Mapping[str, str]) -> None:
     """Undo the changes of ``record`` in the tree of these ``blobs``; if it is cut short it can be called again."""
-    target.stamp.unlink(missing_ok=True)
+    if os.path.lexists(target.stamp):
+        target.tree.remove(target.stamp)
     for path in [*record.removed(blobs), *record.hooked(blobs)]:
-        make_folder((target.root / path).parent)
-        os.replace(target.original(path), target.root / path)
+        target.tree.make_folder((target.root / path).parent)
+        target.tree.replace(target.root / path, by=target.original(path))
     for path in [path for path, blob in record.added.items() if blobs.get(path) == blob]:
-        (target.root / path).unlink()
+        target.tree.remove(target.root / path)
     for path in [*record.replaced, *record.added]:
-        drop_compiled(target.root / path)
+        drop_compiled(target, path)
     folders = {target.root / folder for path in record.added for folder in Path(path).parents[:-1]}
     if not target.installed:  # pip leaves folders
         folders |= {path for path in (target.root / target.framework.name).rglob("*") if path.is_dir()}
-    remove_empty(sorted(folders, reverse=True))
-    clear(target.bookkeeping)
-    remove_empty([target.root / target.framework.name])
+    remove_empty(target, sorted(folders, reverse=True))
+    clear(target, target.bookkeeping)
+    remove_empty(target, [target.root / target.framework.name])
 
 
-def remove_empty(folders: Iterable[Path]) -> None:
+def remove_empty(target: Target, folders: Iterable[Path]) -> None:
     for folder in folders:
         if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+            target.tree.remove_folder(folder)
 
 
 def set_aside(target: Target, paths: Collection[str]) -> list[str]:
@@ -224,15 +225,15 @@ def set_aside(target: Target, paths: Collection[str]) -> list[str]:
     if taken := [name for name in names.values() if os.path.lexists(name)]:
         raise Refused(f"{taken[0]} is in the way: unapply renames the edited file to it; move it away")
     for path, name in names.items():
-        os.replace(path, name)
+        target.tree.replace(name, by=path)
     return [f"edited file kept as {name}" for name in names.values()]
 
 
-def drop_compiled(path: Path) -> None:
+def drop_compiled(target: Target, path: str) -> None:
     """Remove the bytecode of ``path``: Python would use it for a new file of the same time and size."""
-    for compiled in bytecode(path):
-        compiled.unlink()
-        remove_empty([compiled.parent])
+    for compiled in bytecode(target.root / path):
+        target.tree.remove(compiled)
+        remove_empty(target, [compiled.parent])
 
 
 def bytecode(path: Path) -> list[Path]:

@@ -1,4 +1,8 @@
-"""The error by which every command refuses a request."""
+"""The error by which every command refuses a request, and what one adds to the system's errors."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 
 
 class Refused(Exception):
@@ -6,3 +10,14 @@ class Refused(Exception):
 
     The message is one line that names what is wrong, its value and what to do; a command prints it and exits non-zero.
     """
+
+
+@contextlib.contextmanager
+def adding(clause: str, folder: Path | None = None) -> Iterator[None]:
+    """Add a clause to the message of an OSError, and the folder that was written to if the error names no file."""
+    try:
+        yield
+    except OSError as fault:
+        fault.strerror = f"{fault.strerror or fault}; {clause}"
+        fault.filename = fault.filename or folder and str(folder)
+        raise

@@ -17,9 +17,9 @@ import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from lib.errors import Refused
+from lib.errors import Refused, adding
 from lib.files import write
-from lib.patches.bookkeeping import before_any_change, clear, commit_staged, make_folder, stage, sweep
+from lib.patches.bookkeeping import clear, commit_staged, stage, sweep
 from lib.patches.changes import changes, read_changelog
 from lib.patches.git import git
 from lib.patches.git_objects import blob_id
@@ -31,6 +31,7 @@ from lib.patches.target import Target, locked
 from lib.paths import REPO
 
 EDITED = ".edited"  # the ending of an edited file that unapply sets aside
+UNCHANGED = "nothing was changed"
 
 
 def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
@@ -99,12 +100,8 @@ def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force
             refuse_unwritable(target, record)
             refuse_damaged(target, record, blobs | restored)
             aside = set_aside(target, edited)
-            try:
+            with adding("not all files are restored; remove the cause, then repeat the command"):
                 roll_back(target, record, blobs | restored)
-            except OSError as fault:
-                again = "not all files are restored; remove the cause, then repeat the command"
-                names = (fault.filename, None, fault.filename2)
-                raise OSError(fault.errno, f"{fault.strerror or fault}; {again}", *names) from fault
             sweep(target)
             back = len(record.hooked(blobs | restored)) + len(record.removed(blobs))
             counts = f"{back} files restored, {len(record.added.items() & blobs.items())} deleted"
@@ -124,7 +121,7 @@ def run_patches(stack: Stack, contents: Mapping[str, bytes], reverse: bool = Fal
     """
     start, end = (stack.after, stack.before) if reverse else (stack.before, stack.after)
     patches, options = (reversed(stack.patches), ["--reverse"]) if reverse else (stack.patches, [])
-    with tempfile.TemporaryDirectory() as folder, before_any_change(Path(folder)):
+    with tempfile.TemporaryDirectory() as folder, adding(UNCHANGED, Path(folder)):
         scratch = Path(folder).resolve()
         for path, content in contents.items():
             if blob_id(content) != start[path]:
@@ -148,7 +145,7 @@ def renew_record(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) 
         patched = {path: (target.root / path).read_bytes() for path in record.hooked(blobs)}
         originals = run_patches(stack, patched, reverse=True)
         refuse_unwritable(target, record)
-        with before_any_change(target.staging):
+        with adding(UNCHANGED):
             stage(target, record, {}, restored=originals)
         commit_staged(target)
     return record
@@ -170,52 +167,52 @@ def put_on(
         Refused: a file was edited meanwhile; it keeps the edit.
     """
     rolled_back = f"rolled back to the unpatched {target.framework.name} {record.release}"
-    with before_any_change(target.staging):
+    with adding(UNCHANGED):
         stage(target, record, contents, kept, changelog=changelog)
     try:
-        if older:
-            roll_back(target, older, target.blobs())
-        commit_staged(target)
-        for folder in record.folders:
-            make_folder(target.root / folder)
-        for path in contents:
-            if path in record.replaced and blob_id((target.root / path).read_bytes()) != record.replaced[path][0]:
-                raise Refused(f"{target.root / path} changed while apply ran; {rolled_back}")
-            os.replace(target.staged(path), target.root / path)
-            drop_compiled(target.root / path)
-        os.replace(target.staged(target.framework.stamp), target.stamp)
-    except BaseException as fault:
+        with adding(rolled_back):
+            if older:
+                roll_back(target, older, target.blobs())
+            commit_staged(target)
+            for folder in record.folders:
+                target.tree.make_folder(target.root / folder)
+            for path in contents:
+                if path in record.replaced and blob_id((target.root / path).read_bytes()) != record.replaced[path][0]:
+                    raise Refused(f"{target.root / path} changed while apply ran; {rolled_back}")
+                target.tree.replace(target.root / path, by=target.staged(path))
+                drop_compiled(target, path)
+            target.tree.replace(target.stamp, by=target.staged(target.framework.stamp))
+    except BaseException:
         blobs = target.blobs()
         if begun := read_record(target, blobs):
             roll_back(target, begun, blobs)
         sweep(target)
-        if isinstance(fault, OSError):
-            raise OSError(fault.errno, f"{fault.strerror or fault}; {rolled_back}", fault.filename) from fault
         raise
 
 
 def roll_back(target: Target, record: Record, blobs: Mapping[str, str]) -> None:
     """Undo the changes of ``record`` in the tree of these ``blobs``; if it is cut short it can be called again."""
-    target.stamp.unlink(missing_ok=True)
+    if os.path.lexists(target.stamp):
+        target.tree.remove(target.stamp)
     for path in [*record.removed(blobs), *record.hooked(blobs)]:
-        make_folder((target.root / path).parent)
-        os.replace(target.original(path), target.root / path)
+        target.tree.make_folder((target.root / path).parent)
+        target.tree.replace(target.root / path, by=target.original(path))
     for path in [path for path, blob in record.added.items() if blobs.get(path) == blob]:
-        (target.root / path).unlink()
+        target.tree.remove(target.root / path)
     for path in [*record.replaced, *record.added]:
-        drop_compiled(target.root / path)
+        drop_compiled(target, path)
     folders = {target.root / folder for path in record.added for folder in Path(path).parents[:-1]}
     if not target.installed:  # pip leaves folders
         folders |= {path for path in (target.root / target.framework.name).rglob("*") if path.is_dir()}
-    remove_empty(sorted(folders, reverse=True))
-    clear(target.bookkeeping)
-    remove_empty([target.root / target.framework.name])
+    remove_empty(target, sorted(folders, reverse=True))
+    clear(target, target.bookkeeping)
+    remove_empty(target, [target.root / target.framework.name])
 
 
-def remove_empty(folders: Iterable[Path]) -> None:
+def remove_empty(target: Target, folders: Iterable[Path]) -> None:
     for folder in folders:
         if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+            target.tree.remove_folder(folder)
 
 
 def set_aside(target: Target, paths: Collection[str]) -> list[str]:
@@ -228,15 +225,15 @@ def set_aside(target: Target, paths: Collection[str]) -> list[str]:
     if taken := [name for name in names.values() if os.path.lexists(name)]:
         raise Refused(f"{taken[0]} is in the way: unapply renames the edited file to it; move it away")
     for path, name in names.items():
-        os.replace(path, name)
+        target.tree.replace(name, by=path)
     return [f"edited file kept as {name}" for name in names.values()]
 
 
-def drop_compiled(path: Path) -> None:
+def drop_compiled(target: Target, path: str) -> None:
     """Remove the bytecode of ``path``: Python would use it for a new file of the same time and size."""
-    for compiled in bytecode(path):
-        compiled.unlink()
-        remove_empty([compiled.parent])
+    for compiled in bytecode(target.root / path):
+        target.tree.remove(compiled)
+        remove_empty(target, [compiled.parent])
 
 
 def bytecode(path: Path) -> list[Path]:

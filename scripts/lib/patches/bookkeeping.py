@@ -3,14 +3,10 @@
 What is written has the mode and, where root writes, the owner of the tree's own files.
 """
 
-import contextlib
-import errno
 import json
 import os
 import re
-import shutil
-import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +15,6 @@ from lib.patches.record import Record
 from lib.patches.target import Target, kept_name
 
 OWN_NAMES = re.compile(r"(new|old)\+.*|CHANGELOG\.md|record\.json|\.gitignore")
-NO_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # as of network file systems
 LAST = ("record.json", ".gitignore")  # removed last, in this order: the folder is known by them
 IGNORE = b"# verl-precision keeps here what unapply restores.\n*\n"  # of .gitignore, by which the folder is known
 
@@ -46,81 +41,33 @@ def stage(
     for folder in (target.bookkeeping, target.staging):
         if strange := strangers(folder):
             raise Refused(f"{strange[0]} is in the way: apply did not write it; move it away")
-    clear(target.staging)
-    package = target.root / target.framework.name
+    clear(target, target.staging)
+    files = {".gitignore": IGNORE, "CHANGELOG.md": changelog.encode()}
+    files |= {target.staged(path).name: content for path, content in contents.items()}
+    files |= {target.staged(target.framework.stamp).name: record.stamp_file}
+    files |= {"record.json": json.dumps(asdict(record)).encode()}
+    places = {target.staged(path).name: target.root / path for path in contents if path in record.replaced}
     try:
-        make_folder(target.staging)
-        files = {".gitignore": IGNORE, "CHANGELOG.md": changelog.encode()}
-        files |= {target.staged(path).name: content for path, content in contents.items()}
-        files |= {target.staged(target.framework.stamp).name: record.stamp_file}
-        for name, content in {**files, "record.json": json.dumps(asdict(record)).encode()}.items():
-            (target.staging / name).write_bytes(content)
-            follow(target.staging / name, package / "__init__.py")
+        target.tree.make_folder(target.staging)
+        for name, content in files.items():
+            model = places.get(name, target.root / target.framework.name / "__init__.py")
+            target.tree.write(target.staging / name, content, model)
         for path in record.replaced:
             original, place = target.staging / kept_name(path), target.root / path
-            if path in contents:
-                follow(target.staging / target.staged(path).name, place)
             if path in (restored or {}):
-                original.write_bytes(restored[path])
-                follow(original, place)
+                target.tree.write(original, restored[path], place)
             else:
-                copy(target.original(path) if path in kept else place, original)
-        flush(target.staging)
+                target.tree.copy(target.original(path) if path in kept else place, original)
+        target.tree.flush(target.staging)
     except BaseException:
-        clear(target.staging)
+        clear(target, target.staging)
         raise
-
-
-@contextlib.contextmanager
-def before_any_change(folder: Path) -> Iterator[None]:
-    """Add the folder that is written to, and that nothing was changed, to an OSError."""
-    try:
-        yield
-    except OSError as fault:
-        raise OSError(fault.errno, f"{fault.strerror or fault}; nothing was changed", str(folder)) from fault
 
 
 def commit_staged(target: Target) -> None:
     """Make the staging folder the target's bookkeeping."""
-    clear(target.bookkeeping)
-    os.replace(target.staging, target.bookkeeping)
-
-
-def copy(source: Path, to: Path) -> None:
-    """Copy a file with its mode, times and, as root, owner; a link as it is."""
-    shutil.copy2(source, to, follow_symlinks=False)
-    if not to.is_symlink():
-        follow(to, source)
-
-
-def follow(path: Path, model: Path) -> None:
-    """Give ``path`` the mode of ``model``, and its owner if this is root."""
-    status = model.stat()
-    if os.geteuid() == 0:
-        os.chown(path, status.st_uid, status.st_gid)
-    path.chmod(stat.S_IMODE(status.st_mode))
-
-
-def make_folder(path: Path) -> None:
-    """Create a folder, and those above it, with the mode and owner of the one that it is in."""
-    if not path.is_dir():
-        make_folder(path.parent)
-        path.mkdir()
-        follow(path, path.parent)
-
-
-def flush(folder: Path) -> None:
-    """Have the folder and its files on the disk before anything relies on them."""
-    for path in (*folder.iterdir(), folder):
-        if not path.is_symlink():
-            opened = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(opened)
-            except OSError as fault:
-                if fault.errno not in NO_FLUSH:
-                    raise OSError(fault.errno, fault.strerror, str(path)) from fault
-            finally:
-                os.close(opened)
+    clear(target, target.bookkeeping)
+    target.tree.replace(target.bookkeeping, target.staging)
 
 
 def strangers(folder: Path) -> list[Path]:
@@ -134,20 +81,20 @@ def strangers(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if not (own and OWN_NAMES.fullmatch(path.name))]
 
 
-def clear(folder: Path) -> None:
+def clear(target: Target, folder: Path) -> None:
     """Remove what apply wrote into its folder, and the folder unless it contains something else."""
     if folder.is_dir() and not folder.is_symlink():
         strange = strangers(folder)
         own = [path for path in folder.iterdir() if path not in strange]
         for path in sorted(own, key=lambda path: (path.name in LAST, path.name == LAST[1])):
-            path.unlink()
+            target.tree.remove(path)
         if not strange:
-            folder.rmdir()
+            target.tree.remove_folder(folder)
 
 
 def sweep(target: Target) -> None:
     """Remove a stamp and bookkeeping that belong to no record."""
     if target.stamp.is_file():
-        target.stamp.unlink()
-    clear(target.bookkeeping)
-    clear(target.staging)
+        target.tree.remove(target.stamp)
+    clear(target, target.bookkeeping)
+    clear(target, target.staging)

@@ -12,13 +12,13 @@ from lib.files import write
 from lib.patches.git import DATE, git
 from lib.patches.git_objects import package_blobs, package_tree_id
 from lib.patches.releases import VERL, Framework, find_release
-from lib.patches.stack import Stack, load_stack
+from lib.patches.stack import Patch, Stack, load_stack
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 # The tag names the release and marks the last commit that is not a patch.
 BASE = "base/"
-SERIES = "precision.series"  # key of the git tree's configuration: digest of the patches that it was made of
+SERIES = "precision.series"  # key of the git tree's configuration: digests of the series that it was made of
 
 
 def checkout(name: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
@@ -54,13 +54,20 @@ def commit_stack(stack: Stack, scratch: Path) -> Path:
         expected = stack.release.tree_before
         raise Refused(f"{framework.name}/ in the wheel of {name} is tree {actual}; versions.toml records {expected}")
     tree = commit_patches(stack, commit_base(name, root, stack.added, scratch, framework))
-    git("config", SERIES, series_digest(patch.text for patch in stack.patches), cwd=tree)
+    git("config", SERIES, series_digests(series_files(stack.patches)), cwd=tree)
     return tree
 
 
-def series_digest(patches: Iterable[str]) -> str:
-    """Return a digest of the texts of patches, in order."""
-    return sha256("\0".join(patches).encode()).hexdigest()
+def series_files(patches: Iterable[Patch]) -> dict[str, bytes]:
+    """Return the content of each file of a series, by its name."""
+    texts = {patch.name: patch.text for patch in patches}
+    texts["series"] = "".join(f"{name}\n" for name in texts)
+    return {name: text.encode() for name, text in texts.items()}
+
+
+def series_digests(files: Mapping[str, bytes]) -> str:
+    """Return a digest of each file of a series with its name, in one line."""
+    return " ".join(sorted(sha256(f"{name}\0".encode() + content).hexdigest()[:16] for name, content in files.items()))
 
 
 def commit_patches(stack: Stack, tree: Path) -> Path:

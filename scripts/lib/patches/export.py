@@ -10,7 +10,7 @@ from pathlib import Path
 from lib.errors import Refused
 from lib.files import replace_files, write
 from lib.format import first_three
-from lib.patches.checkout import BASE, SERIES, commit_base, commit_patches, series_digest
+from lib.patches.checkout import BASE, SERIES, commit_base, commit_patches, series_digests, series_files
 from lib.patches.git import git, read_blob, unfinished
 from lib.patches.git_objects import package_blobs, package_tree_id
 from lib.patches.releases import FRAMEWORKS, Framework, Release, find_release, with_tree_after
@@ -170,7 +170,8 @@ def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedE
         if (path.read_bytes() if path.exists() else None) not in contents:
             raise Refused(f"{path} changed since the checkout, and the commits change it too; merge the two changes")
     folder = commits.framework.home(project) / f"v{release.name}"
-    series = series_digest(patch.text for patch in commits.patches)
+    files = series_files(commits.patches)
+    series = series_digests(files)
     check_series(tree, folder, series)
     lost = sorted({path.name for path in folder.glob("*.patch")} - {patch.name for patch in commits.patches})
     if lost and not remove:  # as after `git cherry-pick --abort` or a subject that was reworded
@@ -179,9 +180,8 @@ def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedE
     with tempfile.TemporaryDirectory() as scratch:
         pristine = unpacked_wheel(release.name, Path(scratch), commits.framework)
         check_re_export(make_stack(release, commits.patches, {}), pristine, commits.tree_after)
-    texts = {folder / patch.name: patch.text for patch in commits.patches}
-    texts[folder / "series"] = "".join(f"{patch.name}\n" for patch in commits.patches)
-    new = {path: text.encode() for path, text in texts.items()} | {path: after for path, (_, after) in edits.items()}
+    new = {folder / name: content for name, content in files.items()}
+    new |= {path: after for path, (_, after) in edits.items()}
     lines = [f"{release}: {len(commits.patches)} patches in {folder}", *(f"deleted {name}" for name in lost)]
     lines += [f"wrote {path}" for path in edits]
     return PreparedExport(
@@ -190,14 +190,15 @@ def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedE
 
 
 def check_series(tree: Path, folder: Path, series: str) -> None:
-    """Raise Refused if the patches in ``folder`` are neither those that ``tree`` was made of nor those of ``series``.
+    """Raise Refused if a file of the series in ``folder`` is neither as ``tree`` was made of nor as ``series`` has it.
 
-    A tree made by port was made of another release's.
+    After an export that was cut short some are the one and some the other. A tree made by port was made of another
+    release's.
     """
-    made_of = git("config", "--default", "", "--get", SERIES, cwd=tree).strip()
+    made_of = git("config", "--default", "", "--get", SERIES, cwd=tree).split()
     if made_of:
-        names = (folder / "series").read_text().split() if (folder / "series").exists() else []  # as of a new release
-        if series_digest((folder / name).read_text() for name in names) not in (made_of, series):
+        files = {path.name: path.read_bytes() for path in (*folder.glob("*.patch"), *folder.glob("series"))}
+        if not {*series_digests(files).split()} <= {*made_of, *series.split()}:
             raise Refused(f"{folder} changed since the checkout; check out again, and cherry-pick your commits")
 
 

@@ -10,20 +10,25 @@ from lib.patches.releases import VERL, Framework
 
 def blob_id(content: bytes) -> str:
     """Return the id that git gives a file of this content."""
-    return _object_id("blob", content)
+    return object_id("blob", content)
 
 
 def file_blob_id(file: Path) -> str:
     """Return the id that git gives the content of ``file``, which may be larger than the memory."""
     with file.open("rb") as opened:
-        digest = hashlib.sha1(b"blob %d\0" % os.fstat(opened.fileno()).st_size, usedforsecurity=False)
+        digest = hashlib.sha1(header("blob", os.fstat(opened.fileno()).st_size), usedforsecurity=False)
         while block := opened.read(2**20):
             digest.update(block)
     return digest.hexdigest()
 
 
-def _object_id(kind: str, content: bytes) -> str:
-    return hashlib.sha1(b"%s %d\0" % (kind.encode(), len(content)) + content, usedforsecurity=False).hexdigest()
+def object_id(kind: str, content: bytes) -> str:
+    return hashlib.sha1(header(kind, len(content)) + content, usedforsecurity=False).hexdigest()
+
+
+def header(kind: str, size: int) -> bytes:
+    """Return what git hashes before the content of an object."""
+    return b"%s %d\0" % (kind.encode(), size)
 
 
 def tree_id(blobs: Mapping[str, str]) -> str:
@@ -42,7 +47,7 @@ def tree_id(blobs: Mapping[str, str]) -> str:
     for name in sorted(entries, key=lambda name: name + "/" if name in folders else name):
         mode, _, blob = entries[name].partition(" ")
         content += os.fsencode(f"{mode} {name}\0") + bytes.fromhex(blob)
-    return _object_id("tree", content)
+    return object_id("tree", content)
 
 
 def package_tree_id(blobs: Mapping[str, str]) -> str:

@@ -127,11 +127,16 @@ def load_stack(release: Release, project: Path = REPO) -> Stack:
     folder = release.framework.home(project) / f"v{release.name}"
     series = folder / "series"
     names = series.read_text().split() if series.exists() else []
+    undo = f"git -C {folder} checkout . && git -C {folder} clean -f"
+    remedy = f"if an export was cut short, repeat it, or undo it: {undo}"
     if unmatched := sorted({path.name for path in folder.glob("*.patch")} ^ set(names)):
-        raise Refused(f"{folder} and its series disagree about {', '.join(unmatched)}")
+        raise Refused(f"{folder} and its series disagree about {', '.join(unmatched)}; {remedy}")
     patches = tuple(Patch(name, (folder / name).read_bytes().decode()) for name in names)
     files = verbatim_files(project, release.framework)
-    return make_stack(release, patches, {path: file.read_bytes() for path, file in files.items()})
+    try:
+        return make_stack(release, patches, {path: file.read_bytes() for path, file in files.items()})
+    except Refused as fault:
+        raise Refused(f"{folder}: {fault}; {remedy}") from fault
 
 
 def make_stack(release: Release, patches: tuple[Patch, ...], added: Mapping[str, bytes]) -> Stack:

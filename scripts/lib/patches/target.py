@@ -8,13 +8,14 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from lib.errors import Refused
 from lib.patches.git_objects import package_blobs
 from lib.patches.releases import VERL, Framework
+from lib.patches.tree import FOLDER, Tree
 
 # A framework's version file contains nothing but the version, or assigns it.
 VERSION = re.compile(r"""^(?:__version__ = )?(["']?)(\d[\w.+!-]*)\1\s*$""", re.M)
@@ -24,10 +25,14 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # as of Lustre mounte
 
 @dataclass(frozen=True)
 class Target:
-    """A tree to patch: ``root`` is the folder that contains the framework's package."""
+    """A tree to patch: ``root`` is the folder that contains the framework's package.
+
+    ``tree`` changes it; None unless this process has locked it.
+    """
 
     root: Path
     framework: Framework
+    tree: Tree | None = None
 
     @property
     def stamp(self) -> Path:
@@ -155,12 +160,14 @@ def locked(path: Path, framework: Framework = VERL) -> Iterator[Target]:
     """
     target = find_target(Path(os.path.abspath(path)), framework)
     folder = os.open(target.root / framework.name, os.O_RDONLY)
+    above = os.open(target.root, FOLDER)
     try:
         if not try_lock(folder, fcntl.LOCK_EX):
             print(f"waiting for another command on {target.root}", file=sys.stderr, flush=True)
             fcntl.flock(folder, fcntl.LOCK_EX)
-        yield target
+        yield replace(target, tree=Tree(target.root, above, folder))
     finally:
+        os.close(above)
         unlock(folder)
 
 

@@ -1,6 +1,7 @@
 """Ids of git objects, and a stack as commits: checkout and export of the tiny stack."""
 
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -8,12 +9,16 @@ from pathlib import Path
 
 import pytest
 from support.patch_tool import cut_short, message, patchset, refused
-from support.small_projects import CONFIG, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, UNTOUCHED
+from support.small_projects import CONFIG, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, UNTOUCHED, wheel_of
 from support.trees import contents, edit, git, write_files
 
+from lib.errors import Refused
 from lib.files import replace_files
+from lib.patches.export import export
 from lib.patches.git_objects import blob_id, package_blobs, package_tree_id
 from lib.patches.releases import VERL
+from lib.patches.status import status
+from lib.patches.wheels import unpack
 
 FILES = ("verl/__init__.py", "verl/a.py", "verl/a/b.py", "verl/a-b.py", "verl/a/c/d.yaml")
 
@@ -97,6 +102,11 @@ def test_export_keeps_newer_patches(project: Path, tree: Path):
     line = refused(project, "export", tree, unchanged=project)
     assert f"{patch.parent} changed since the checkout; check out again" in line
     patch.write_text(before)
+    series = patch.parent / "series"
+    names = series.read_text()
+    series.write_text("".join(reversed(names.splitlines(keepends=True))))
+    assert "changed since the checkout" in refused(project, "export", tree, unchanged=project)
+    series.write_text(names)
     for _ in range(2):  # what it has exported itself is no change
         assert patchset(project, "export", tree).returncode == 0
         edit(tree / UNTOUCHED, "# hook", "# hook again")
@@ -169,3 +179,38 @@ def test_replaced_files_are_whole(tmp_path: Path, how: str):
         assert contents(home / "v1") == {"a.patch": b"new", "b.patch": b"old", "c.patch": b"new"}
     written = 1 + len(new)  # a folder, and what is new
     assert len(states) > written and all(states[:written]) and not states[-1]
+
+
+@pytest.mark.subprocess
+def test_export_killed_at_any_change_is_completed_by_the_same_call(
+    project: Path, tree: Path, target: Path, tmp_path: Path, monkeypatch
+):
+    """One patch becomes another, one is new and one is deleted."""
+    archive = wheel_of(project, RELEASE)
+    monkeypatch.setattr("lib.patches.export.unpacked_wheel", lambda release, into, framework: unpack(archive, into))
+    git("reset", "--soft", "--quiet", "base/0.9.1", cwd=tree)
+    git("commit", "-m", message("[cfg] fix: add a user's key (twice!)"), cwd=tree)
+    edit(tree / UNTOUCHED, "import", "# hook\nimport")
+    git("commit", "-am", message("[worker] feat: hook it"), cwd=tree)
+    after = shutil.copytree(project, tmp_path / "after")
+    export(shutil.copytree(tree, tmp_path / "tree-after"), after, remove=True)
+    home, number, refusals = "patches/verl", 0, set()
+    while cut_short(
+        (copy := shutil.copytree(project, tmp_path / f"{number}")) / home,
+        partial(export, again := shutil.copytree(tree, tmp_path / f"tree-{number}"), copy, remove=True),
+        number,
+        "killed",
+    ):
+        try:
+            status(target, copy)
+        except Refused as refusal:
+            found = str(refusal)
+            undo = f"git -C {copy / home}/v0.9.1 checkout . && git -C {copy / home}/v0.9.1 clean -f"
+            assert found.endswith(f"; if an export was cut short, repeat it, or undo it: {undo}")
+            refusals.add("does not start from" if "does not start from" in found else "disagree about")
+        export(again, copy, remove=True)
+        for left in (copy / home).glob(".new-*"):
+            shutil.rmtree(left)
+        assert contents(copy) == contents(after)
+        number += 1
+    assert refusals == {"does not start from", "disagree about"} and number > 10

@@ -19,12 +19,12 @@ from support.trees import contents, edit, git, write_files
 
 from lib.errors import Refused
 from lib.patches.apply import apply, unapply
-from lib.patches.bookkeeping import flush
 from lib.patches.git_objects import blob_id
 from lib.patches.releases import VERL, find_release
 from lib.patches.stack import load_stack
 from lib.patches.status import status
 from lib.patches.target import locked
+from lib.patches.tree import Tree
 from lib.patches.wheels import unpacked_wheel
 
 RECORD = "verl/.precision/record.json"
@@ -171,18 +171,16 @@ def test_damaged_stamp_is_refused(tiny: Path, patched: Path):
 
 
 def test_bookkeeping_is_on_the_disk_before_the_tree_changes(tiny: Path, target: Path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda opened: synced.append(os.readlink(f"/proc/self/fd/{opened}")))
-    flushed = []
+    synced, before = {}, contents(target)
     monkeypatch.setattr(
-        "lib.patches.bookkeeping.flush", lambda folder: (flush(folder), flushed.append(contents(target)))
+        os, "fsync", lambda opened: synced.update({Path(os.readlink(f"/proc/self/fd/{opened}")): contents(target)})
     )
-    before = contents(target)
     apply(target, tiny)
-    (during,) = flushed
+    *files, folder = synced
+    during = synced[folder]
     assert {path: content for path, content in during.items() if ".precision.new" not in path} == before
-    names = {Path(path).name for path in synced}
-    assert {"record.json", ".precision.new"} < names and len(names) == sum(".precision.new" in path for path in during)
+    assert folder == target / "verl/.precision.new" and folder / "record.json" in files
+    assert len(synced) == sum(".precision.new" in path for path in during)
 
 
 def test_file_system_without_locks_and_fsync(tiny: Path, pristine: Path, target: Path, monkeypatch):
@@ -198,7 +196,7 @@ def test_file_system_without_locks_and_fsync(tiny: Path, pristine: Path, target:
     assert status(target, tiny).state == "patched"
     monkeypatch.setattr(os, "fsync", unsupported(errno.EIO))
     unapply(target, tiny)
-    with pytest.raises(OSError, match="Input/output error; nothing was changed: '.*/verl/.precision.new'"):
+    with pytest.raises(OSError, match="Input/output error; nothing was changed: '.*/verl/.precision.new/"):
         apply(target, tiny)
     assert contents(target) == contents(pristine)
 
@@ -233,13 +231,12 @@ def test_originals_without_an_ending_are_restored(project: Path, pristine: Path,
 
 
 def test_full_disk_leaves_nothing_in_the_way(tiny: Path, pristine: Path, target: Path, monkeypatch):
-    def fail(path: Path, content: bytes) -> None:
+    def fail(tree: Tree, path: Path, *_: object) -> None:
         path.touch()
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     with monkeypatch.context() as full, pytest.raises(OSError, match="No space left on device; nothing was changed"):
-        full.setattr("lib.patches.apply.run_patches", lambda stack, contents: contents)  # its scratch folder fits
-        full.setattr(Path, "write_bytes", fail)
+        full.setattr(Tree, "write", fail)
         apply(target, tiny)
     assert contents(target) == contents(pristine)
 
@@ -331,11 +328,11 @@ def test_files_of_another_version_are_not_edits(tiny: Path, pristine: Path, patc
 
 def test_failed_upgrade_reports_what_is_left(project: Path, pristine: Path, patched: Path, monkeypatch):
     def fail(target) -> None:
-        raise OSError(28, "No space left on device", "file")
+        raise OSError(28, "No space left on device", "file", None, "other")
 
     (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
     monkeypatch.setattr("lib.patches.apply.commit_staged", fail)
-    with pytest.raises(OSError, match="No space left on device; rolled back to the unpatched verl 0.9.1"):
+    with pytest.raises(OSError, match="device; rolled back to the unpatched verl 0.9.1: 'file' -> 'other'"):
         apply(patched, project)
     assert contents(patched) == contents(pristine)
 
@@ -367,7 +364,7 @@ def test_upgrade_names_new_keys_and_metrics_and_fails_whole(project: Path, prist
     older = shutil.copytree(target, target.parent / "older")
     (older / KEPT).unlink()
     assert patchset(project, "apply", older).stdout.splitlines()[1] == "CHANGELOG.md lists the changes"
-    assert line.endswith("verl/.precision.new: File too large; nothing was changed\n")
+    assert line.endswith("verl/.precision.new/CHANGELOG.md: File too large; nothing was changed\n")
     assert patchset(project, "apply", target).stdout.splitlines()[1:4] == [
         "new keys and metrics:",
         "  A metric `m`, over two lines: [metrics](docs/reference/metrics.md#m).",

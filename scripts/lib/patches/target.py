@@ -78,10 +78,10 @@ class Target:
         older = kept.with_suffix("")
         return older if os.path.lexists(older) and not os.path.lexists(kept) else kept
 
-    def read_original(self, path: str) -> bytes:
-        """Return the content of the original of ``path``; one that is a link leads from where it was."""
+    def original_file(self, path: str) -> Path:
+        """Return the file with the content of the original of ``path``; one that is a link leads from where it was."""
         kept = self.original(path)
-        return ((self.root / path).parent / os.readlink(kept) if kept.is_symlink() else kept).read_bytes()
+        return ((self.root / path).parent / os.readlink(kept)).resolve() if kept.is_symlink() else kept
 
     def read_stamp(self) -> dict[str, str] | None:
         """Return the content of the stamp; None if there is none.

@@ -1,7 +1,6 @@
 """Identify the verl that a job would run on by its files; only its precision module is imported."""
 
 import itertools
-import json
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -99,10 +98,10 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
         files = {path: "patched" if path in hooked else "release" for path in rule_files()}
     else:
         files = compare_files(blobs, stack)
-    stamp = json.loads(found.stamp.read_text())["stack"] if found.stamp.exists() else None
+    stamp = found.read_stamp()
     table = table_release(stack.release, {name: each.release for name, each in by_name.items()})
     advice = f"{status.state}: {status.detail}" if state == "foreign" else ""
-    return Tree(found.root, stack.release, table, state, stamp, files, advice)
+    return Tree(found.root, stack.release, table, state, stamp and stamp["stack"], files, advice)
 
 
 def table_release(release: Release, releases: Mapping[str, Release]) -> str:

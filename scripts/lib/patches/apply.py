@@ -62,7 +62,7 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
             refuse_unwritable(target, record)
             refuse_damaged(target, record, blobs)
         pristine = {
-            path: target.read_original(path) if path in kept else (target.root / path).read_bytes()
+            path: (target.original_file(path) if path in kept else target.root / path).read_bytes()
             for path in stack.before
         }
         hooked = run_patches(stack, pristine)
@@ -267,7 +267,7 @@ def refuse_unwritable(target: Target, record: Record) -> None:
 def refuse_damaged(target: Target, record: Record, blobs: Mapping[str, str]) -> None:
     """Raise Refused if an original that would be restored is not the one that apply kept."""
     for path in [*record.removed(blobs), *record.hooked(blobs)]:
-        kept = target.original(path)
-        if not os.path.lexists(kept) or blob_id(target.read_original(path)) != record.replaced[path][0]:
+        original = target.original_file(path)
+        if not original.is_file() or blob_id(original.read_bytes()) != record.replaced[path][0]:
             again = f"save your edits, then reinstall {target.framework.name} {record.release}"
-            raise Refused(f"{kept} was changed since apply; {again}")
+            raise Refused(f"{original} was changed since apply; {again}")

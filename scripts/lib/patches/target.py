@@ -83,24 +83,24 @@ class Target:
         older = kept.with_suffix("")
         return older if os.path.lexists(older) and not os.path.lexists(kept) else kept
 
-    def read_original(self, path: str) -> bytes:
-        """Return the content of the original of ``path``; one that is a link leads from where it was."""
+    def original_file(self, path: str) -> Path:
+        """Return the file with the content of the original of ``path``; one that is a link leads from where it was."""
         kept = self.original(path)
-        return ((self.root / path).parent / os.readlink(kept) if kept.is_symlink() else kept).read_bytes()
+        return ((self.root / path).parent / os.readlink(kept)).resolve() if kept.is_symlink() else kept
 
     def read_stamp(self) -> dict[str, str] | None:
         """Return the content of the stamp; None if there is none.
 
         Raises:
-            Refused: the file is not a stamp.
+            Refused: apply did not write the file.
         """
-        if not self.stamp.exists():
+        if not self.stamp.is_file():
             return None
         try:
             stamp = json.loads(self.stamp.read_bytes())
             return {key: stamp[key] + "" for key in ("release", "stack")}  # a TypeError unless they are texts
         except (ValueError, TypeError, KeyError) as error:
-            raise Refused(f"{self.stamp} is not a stamp of apply; delete it") from error
+            raise Refused(f"{self.stamp} is in the way: apply did not write it; move it away") from error
 
     def blobs(self) -> dict[str, str]:
         """Return the blob id of each file of the package, by path."""
@@ -118,7 +118,7 @@ def find_target(path: Path, *frameworks: Framework) -> Target:
     What apply added to a package that was uninstalled since counts as one.
 
     Raises:
-        Refused: it contains none of them, or several.
+        Refused: it contains none of them, or several; or apply did not write the file that has the stamp's name.
     """
     targets = []
     for framework in frameworks:
@@ -128,6 +128,7 @@ def find_target(path: Path, *frameworks: Framework) -> Target:
                 targets.append(target)
                 break
     if len(targets) == 1:
+        targets[0].read_stamp()
         return targets[0]
     if targets:
         names = [target.framework.name for target in targets]

@@ -75,6 +75,23 @@ def test_linked_folder_is_refused(tiny: Path, target: Path, tmp_path: Path, comm
     assert f"{linked} is in the way: it is a link" in refused(tiny, command, target, unchanged=tmp_path)
 
 
+@pytest.mark.parametrize(("command", "relative"), [("apply", False), ("unapply", True)])
+@pytest.mark.parametrize("change", [edit, lambda root: (root / ENGINE).unlink()], ids=["edited", "removed"])
+def test_edited_file_behind_a_link_is_named(
+    project: Path, pristine: Path, target: Path, tmp_path: Path, command: str, relative: bool, change
+):
+    """Not the link that apply keeps: its name is that of a file without edits."""
+    own = shutil.copytree(pristine, tmp_path / "own")
+    (target / ENGINE).unlink()
+    link = os.path.relpath(own / ENGINE, (target / ENGINE).parent) if relative else own / ENGINE
+    (target / ENGINE).symlink_to(link)
+    apply(target, project)
+    (project / "patches/verl/files/verl/utils/more.py").write_text("")
+    change(own)
+    line = refused(project, command, target, unchanged=tmp_path)
+    assert f"patchset: {own / ENGINE} was changed since apply; save your edits, then reinstall verl 0.9.1\n" == line
+
+
 def test_folder_that_cannot_be_read_is_refused(tiny: Path, patched: Path):
     """Its files are not missing."""
     folder = (patched / ENGINE).parent

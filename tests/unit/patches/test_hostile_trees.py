@@ -160,14 +160,17 @@ def test_edits_without_the_record_are_named(tiny: Path, patched: Path):
     assert f"save your edits ({ENGINE}), delete {patched}/verl" in refused(tiny, "unapply", patched, unchanged=patched)
 
 
-def test_damaged_stamp_is_refused(tiny: Path, patched: Path):
-    shutil.rmtree(patched / "verl/.precision")
-    edit(patched / ENGINE, "\n", "\n# mine\n")
+@pytest.mark.parametrize("state", ["unpatched", "patched"])
+def test_file_with_the_name_of_the_stamp_is_refused(tiny: Path, target: Path, state: str):
+    """Apply would replace it, and unapply delete it."""
+    if state == "patched":
+        apply(target, tiny)
     for text in ("", "{}", "[]", '{"release": ["x"], "stack": 1}'):
-        (patched / STAMP).write_text(text)
-        assert f"{patched / STAMP} is not a stamp of apply; delete it" in refused(
-            tiny, "status", patched, unchanged=patched
-        )
+        (target / STAMP).write_text(text)
+        with pytest.raises(Refused, match=f"{target / STAMP} is in the way: apply did not write it; move it away"):
+            status(target, tiny)
+    for command in ("apply", "unapply"):
+        assert f"{target / STAMP} is in the way" in refused(tiny, command, target, unchanged=target)
 
 
 def test_bookkeeping_is_on_the_disk_before_the_tree_changes(tiny: Path, target: Path, monkeypatch):

@@ -1,5 +1,6 @@
 """The state of a target, on a few files of verl 0.9.1 with the tiny stack, and the refusals of apply and unapply."""
 
+import json
 import multiprocessing
 import re
 import shutil
@@ -134,13 +135,13 @@ def test_lock_ends_with_the_command_while_a_forked_child_runs(target: Path, capf
 
 
 def test_stamp_of_another_stack_is_replaced_and_one_without_a_record_removed(tiny: Path, pristine: Path, patched: Path):
-    before = contents(patched)
-    (patched / STAMP).write_text("{}\n")
+    before, other = contents(patched), json.dumps({"release": RELEASE, "stack": "another"})
+    (patched / STAMP).write_text(other)
     assert status(patched, tiny).state == "interrupted"
     apply(patched, tiny)
     assert contents(patched) == before
     unapply(patched, tiny)
-    (patched / STAMP).write_text("{}\n")
+    (patched / STAMP).write_text(other)
     unapply(patched, tiny)
     assert contents(patched) == contents(pristine)
 

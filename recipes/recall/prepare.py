@@ -1,7 +1,7 @@
 """Make the model and the data of the task: ``python -m recipes.recall.prepare --length 128 --lift 160 --out DIR``.
 
 Leaves ``DIR/model`` (HuggingFace format, with its tokenizer), ``DIR/train.parquet``, ``DIR/val.parquet`` and
-``DIR/prepared.json``. The warm start takes a minute and a half at 128 tokens and 12 minutes at 512. It is cached next to
+``DIR/prepared.json``. The warm start takes a minute and a half at 128 tokens, 12 minutes at 512, and is cached next to
 ``DIR`` for other lifts.
 
 The lift is a constant that is added to all logits. It changes no probability in exact arithmetic. It sets the size of

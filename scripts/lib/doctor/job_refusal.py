@@ -25,7 +25,7 @@ def installed_tree() -> Tree:
 def ask_doctor(job: Job, out: Path) -> None:
     """Check the job by what the doctor knows of verl, vLLM and the model.
 
-    Where it cannot examine the installed verl, print why: a verl of one's own may be trained without a network.
+    Where it cannot examine the installed verl, print why: your own verl may be trained without a network.
 
     Raises:
         Refused: the doctor predicts that it ends before its first step is complete.

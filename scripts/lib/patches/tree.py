@@ -1,6 +1,6 @@
 """Change a package below folders that are held open, through no link.
 
-Root may patch a tree of another user, who can put a link in the place of any file or folder while root does. So each
+Root may patch a tree of another user, who can put a link where any file or folder is, while root patches. So each
 change starts from the open package, opens one folder after the other, and gives away only what it has itself created.
 """
 

@@ -38,7 +38,7 @@ def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
 
 
 def check_data(job: "Job", config: "DictConfig") -> None:
-    """Check the job's data files, save for those that are to be generated.
+    """Check the job's data files, except those that the run generates.
 
     Raises:
         Refused: a file cannot be used, or a prompt would be cut.

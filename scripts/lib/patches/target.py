@@ -14,8 +14,8 @@ from urllib.parse import unquote, urlparse
 
 from lib.errors import Refused
 from lib.patches.git_objects import package_blobs
+from lib.patches.open_tree import FOLDER, OpenTree
 from lib.patches.releases import VERL, Framework
-from lib.patches.tree import FOLDER, Tree
 
 # A framework's version file contains nothing but the version, or assigns it.
 VERSION = re.compile(r"""^(?:__version__ = )?(["']?)(\d[\w.+!-]*)\1\s*$""", re.M)
@@ -32,7 +32,7 @@ class Target:
 
     root: Path
     framework: Framework
-    tree: Tree | None = None
+    tree: OpenTree | None = None
 
     @property
     def stamp(self) -> Path:
@@ -166,7 +166,7 @@ def locked(path: Path, framework: Framework = VERL) -> Iterator[Target]:
         if not try_lock(folder, fcntl.LOCK_EX):
             print(f"waiting for another command on {target.root}", file=sys.stderr, flush=True)
             fcntl.flock(folder, fcntl.LOCK_EX)
-        yield replace(target, tree=Tree(target.root, above, folder))
+        yield replace(target, tree=OpenTree(target.root, above, folder))
     finally:
         os.close(above)
         unlock(folder)

@@ -20,11 +20,11 @@ from support.trees import contents, edit, git, write_files
 from lib.errors import Refused
 from lib.patches.apply import apply, unapply
 from lib.patches.git_objects import blob_id
+from lib.patches.open_tree import OpenTree
 from lib.patches.releases import VERL, find_release
 from lib.patches.stack import load_stack
 from lib.patches.status import status
 from lib.patches.target import locked
-from lib.patches.tree import Tree
 from lib.patches.wheels import unpacked_wheel
 
 RECORD = "verl/.precision/record.json"
@@ -234,12 +234,12 @@ def test_originals_without_an_ending_are_restored(project: Path, pristine: Path,
 
 
 def test_full_disk_leaves_nothing_in_the_way(tiny: Path, pristine: Path, target: Path, monkeypatch):
-    def fail(tree: Tree, path: Path, *_: object) -> None:
+    def fail(tree: OpenTree, path: Path, *_: object) -> None:
         path.touch()
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     with monkeypatch.context() as full, pytest.raises(OSError, match="No space left on device; nothing was changed"):
-        full.setattr(Tree, "write", fail)
+        full.setattr(OpenTree, "write", fail)
         apply(target, tiny)
     assert contents(target) == contents(pristine)
 

@@ -19,7 +19,7 @@ NO_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # as of network file 
 
 
 @dataclass(frozen=True)
-class Tree:
+class OpenTree:
     """The folder ``root`` that contains a package.
 
     Args:

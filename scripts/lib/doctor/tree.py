@@ -9,11 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 from lib.doctor.dtype_rules import KNOWN, RULES, UNKNOWN, Rule
+from lib.patches.closest import closest
 from lib.patches.git_objects import blob_id
 from lib.patches.precision_module import load_precision, precision_file
 from lib.patches.record import read_record
 from lib.patches.releases import Release
-from lib.patches.stack import Stack, closest, load_stacks
+from lib.patches.stack import Stack, load_stacks
 from lib.patches.status import examine
 from lib.patches.target import opened
 from lib.patches.wheels import wheel
@@ -92,7 +93,7 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
     status = examine(found, blobs, record, stacks)
     state = {"unpatched": "unpatched", "patched": "patched", "outdated": "patched"}.get(status.state, "foreign")
     by_name = {stack.release.name: stack for stack in stacks}
-    stack = by_name[status.release] if status.release else closest(record.undone(blobs) if record else blobs, stacks)
+    stack = by_name[status.release] if status.release else closest(blobs, found.read, stacks)
     if state != "foreign" and status.exact:
         hooked = record.replaced if record else {}
         files = {path: "patched" if path in hooked else "release" for path in rule_files()}

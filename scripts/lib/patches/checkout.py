@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from lib.errors import Refused
 from lib.files import write
-from lib.patches.git import DATE, git
+from lib.patches.git import DATE, git, run_git
 from lib.patches.git_objects import package_blobs, package_tree_id
 from lib.patches.releases import VERL, Framework, find_release
 from lib.patches.stack import Patch, Stack, load_stack
@@ -18,6 +19,7 @@ from lib.paths import REPO
 
 # The tag names the release and marks the last commit that is not a patch.
 BASE = "base/"
+COPIED = "^verl-precision: files of (.+), stack ([0-9a-f]+), copied in verbatim$"
 SERIES = "precision.series"  # key of the git tree's configuration: digests of the series that it was made of
 
 
@@ -53,7 +55,7 @@ def commit_stack(stack: Stack, scratch: Path) -> Path:
     if (actual := package_tree_id(package_blobs(root, framework))) != stack.release.tree_before:
         expected = stack.release.tree_before
         raise Refused(f"{framework.name}/ in the wheel of {name} is tree {actual}; versions.toml records {expected}")
-    tree = commit_patches(stack, commit_base(name, root, stack.added, scratch, framework))
+    tree = commit_patches(stack, commit_base(name, root, stack, scratch))
     git("config", SERIES, series_digests(series_files(stack.patches)), cwd=tree)
     return tree
 
@@ -78,24 +80,44 @@ def commit_patches(stack: Stack, tree: Path) -> Path:
     return tree
 
 
-def commit_base(name: str, root: Path, added: Mapping[str, bytes], scratch: Path, framework: Framework = VERL) -> Path:
-    """Move the package from ``root`` into a new git tree inside ``scratch``, add the verbatim files, and tag that."""
-    tree = scratch / "tree"
+def commit_base(name: str, root: Path, stack: Stack, scratch: Path) -> Path:
+    """Move the package from ``root`` into a new git tree inside ``scratch``, and commit the stack's verbatim files."""
+    tree, package = scratch / "tree", stack.release.framework.name
     tree.mkdir()
-    os.replace(root / framework.name, tree / framework.name)
+    os.replace(root / package, tree / package)
     git("init", "--quiet", "--initial-branch=stack", cwd=tree)
     git("config", "user.name", "verl-precision", cwd=tree)  # whoever continues a cherry-pick needs no identity
     git("config", "user.email", "", cwd=tree)
     write(tree / ".git/info/exclude", b"__pycache__/\n")
     write(tree / ".git/info/attributes", b"*.py diff=python\n")  # hunk headers then name the function
     git("add", "--all", "--force", cwd=tree)
-    commit(tree, f"{framework.name} {name}")
-    for path, content in added.items():
-        write(tree / path, content)
-    git("add", "--all", "--force", cwd=tree)
-    commit(tree, "verl-precision: the files that are copied in verbatim")
-    git("tag", BASE + name, cwd=tree)
+    commit(tree, f"{package} {name}")
+    commit_copied(stack, name, tree)
     return tree
+
+
+def commit_copied(stack: Stack, name: str, tree: Path, date: str = DATE) -> None:
+    """Commit the stack's verbatim files in a git tree of ``name``, and tag that as the last commit before the patches.
+
+    The message records the stack, for a port of which ``copied_stack`` reads it.
+    """
+    for path, content in stack.added.items():
+        write(tree / path, content)
+    git("add", "--force", "--", *stack.added, cwd=tree)
+    commit(tree, f"verl-precision: files of {stack.release}, stack {stack.id}, copied in verbatim", date)
+    git("tag", BASE + name, cwd=tree)
+
+
+def copied_stack(root: Path) -> tuple[str, str] | None:
+    """Return the release and the id of the stack whose verbatim files were committed last in the checkout ``root``.
+
+    None where no commit records it, as in a copy without ``.git``, or git does not read another user's.
+    """
+    if not (root / ".git").exists():
+        return None
+    log = run_git("log", "-1", "--format=%B", "--extended-regexp", f"--grep={COPIED}", cwd=root)
+    found = re.search(COPIED, log.stdout.decode(errors="replace"), re.M)
+    return (found[1], found[2]) if found else None
 
 
 def commit(tree: Path, message: str, date: str = DATE) -> None:

@@ -4,7 +4,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lib.errors import Refused
@@ -229,7 +229,7 @@ def check_re_export(stack: Stack, root: Path, tree_after: str) -> None:
         scratch = Path(folder)
         for path in {f"{framework.name}/__init__.py", *stack.before}:  # of all files git would take ten times as long
             write(scratch / path, (root / path).read_bytes())
-        base = commit_base(stack.release.name, scratch, {}, scratch, framework)
+        base = commit_base(stack.release.name, scratch, replace(stack, added={}), scratch)
         again = read_commits(commit_patches(stack, base))
     if differing := sorted({patch.name for patch in set(stack.patches) ^ set(again.patches)}):
         raise Refused(f"a re-export would change {', '.join(differing)}")

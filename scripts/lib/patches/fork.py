@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.errors import Refused
-from lib.files import write
 from lib.format import first_three
-from lib.patches.checkout import BASE, commit
+from lib.patches.checkout import commit_copied
 from lib.patches.export import blobs_of
 from lib.patches.git import git, head
 from lib.patches.stack import Stack
@@ -59,11 +58,7 @@ def branch_fork(fork: Fork, name: str, stack: Stack, scratch: Path) -> Path:
     tree = scratch / "tree"
     git("clone", "--quiet", "--no-tags", "--no-checkout", str(fork.root), str(tree), cwd=scratch)
     git("checkout", "--quiet", "-b", branch_name(stack), fork.commit_id, cwd=tree)
-    for path, content in stack.added.items():
-        write(tree / path, content)
-    git("add", "--force", "--", *stack.added, cwd=tree)
-    commit(tree, f"verl-precision: the files of stack {stack.id} that are copied in verbatim", fork.date)
-    git("tag", BASE + name, cwd=tree)
+    commit_copied(stack, name, tree, fork.date)
     return tree
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from lib.errors import Refused
 from lib.files import sha256
 from lib.patches.checkout import BASE, commit_base, commit_stack, scratch_beside
-from lib.patches.export import blobs_of
 from lib.patches.fork import Fork, branch_fork, branch_name, find_fork, fork_commits
 from lib.patches.git import DATE, git, run_git
 from lib.patches.git_objects import package_blobs, package_files, package_tree_id
@@ -48,7 +47,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         if isinstance(root, Fork):
             tree = branch_fork(root, target, stack, scratch)
         else:
-            tree = commit_base(target, root, stack.added, scratch, framework)
+            tree = commit_base(target, root, stack, scratch)
         (scratch / "from").mkdir()
         source = commit_stack(stack, scratch / "from")
         branch = f"from/{name}"
@@ -57,7 +56,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         moved = renames(tree, f"{base}^", f"{new}^", framework.name)
         outcomes = merge_hunks(stack, tree, moved)
         surveyed = list(survey(stack, tree, f"{base}^", f"{new}^", moved))
-        surveyed += nearest(stack, blobs_of(tree, f"{new}^"), load_stacks(project, framework))
+        surveyed += nearest(stack, tree, f"{new}^", load_stacks(project, framework))
         date = root.date if isinstance(root, Fork) else DATE
         done = run_git("cherry-pick", "--keep-redundant-commits", f"{base}..{branch}", cwd=tree, date=date)
         if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):

@@ -162,12 +162,3 @@ def make_stack(release: Release, patches: tuple[Patch, ...], added: Mapping[str,
 def load_stacks(project: Path = REPO, framework: Framework = VERL) -> list[Stack]:
     """Return the stack of every release in the framework's versions.toml."""
     return [load_stack(release, project) for release in load_releases(project, framework).values()]
-
-
-def closest(blobs: Mapping[str, str], stacks: list[Stack]) -> Stack:
-    """Return the stack with the largest share of its hooked files, patched or not, in a tree with these blobs.
-
-    Of equals the newest.
-    """
-    hooking = [stack for stack in stacks if stack.before]
-    return max(reversed(hooking), key=lambda stack: 1 - len(stack.unknown(blobs)) / len(stack.before))

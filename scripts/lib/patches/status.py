@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.format import first_three
+from lib.patches.checkout import copied_stack
+from lib.patches.closest import closest
 from lib.patches.git import unfinished
 from lib.patches.git_objects import blob_id
 from lib.patches.record import Record, read_record, recover_record
 from lib.patches.releases import VERL, Framework
-from lib.patches.stack import Stack, closest, load_stacks
+from lib.patches.stack import Stack, load_stacks
 from lib.patches.target import Target, opened
 from lib.paths import REPO
 
@@ -124,7 +126,7 @@ def unmatched(
     stamp = None if record else target.read_stamp()
     recorded = record.release if record and record.replaced else stamp and stamp["release"]
     unix = {**pristine, **unix_blobs(target, pristine, stacks)}
-    stack = by_name[recorded] if recorded in by_name else closest(unix, stacks)
+    stack = by_name[recorded] if recorded in by_name else closest(unix, target.read, stacks)
     if windows := sorted(set(stack.unknown(pristine)) - set(stack.unknown(unix))):
         cause = f"these files have CRLF line endings: {first_three(windows)}"
         return "dirty", f"{stack.release}, but {cause}; git config core.autocrlf false, then check them out again"
@@ -132,13 +134,24 @@ def unmatched(
         return without_record(target, stack, pristine, stamp)
     # With most files that apply adds, it was patched as a port, whose hooks need not be a release's.
     if not record and 2 * len(stack.added.keys() & pristine.keys()) > len(stack.added):
-        other = [path for path, blob in stack.copied.items() if pristine.get(path) != blob]
-        version = f"another version of stack {stack.id} ({first_three(other)})" if other else f"stack {stack.id}"
-        name = f"closest to {stack.release}, with {version} as commits"
-        if begun := unfinished(target.root):
-            return "half-patched", f"{name}, and a {begun} to finish: git -C {target.root} {begun} --continue"
-        return "ported", f"{name}; to remove it, switch branches or revert them"
+        return ported(target, stack, stacks, pristine)
     return edited(target, stack, pristine, record) or foreign(target, stack, pristine, by_name)
+
+
+def ported(target: Target, stack: Stack, stacks: list[Stack], blobs: Mapping[str, str]) -> tuple[str, str]:
+    """Return state and detail of a tree with a stack as commits: the one that these record, else ``stack``."""
+    release, stack_id = copied_stack(target.root) or (None, None)
+    recorded = next((each for each in stacks if str(each.release) == release), None)
+    stack, origin = (recorded, "from") if recorded else (stack, "closest to")
+    version = f"stack {stack.id}"
+    if other := [path for path, blob in stack.copied.items() if blobs.get(path) != blob]:
+        version = f"another version of {version} ({first_three(other)})"
+    elif recorded and stack_id != stack.id:
+        version = f"stack {stack_id}, another version of {version},"
+    name = f"{origin} {stack.release}, with {version} as commits"
+    if begun := unfinished(target.root):
+        return "half-patched", f"{name}, and a {begun} to finish: git -C {target.root} {begun} --continue"
+    return "ported", f"{name}; to remove it, switch branches or revert them"
 
 
 def without_record(target: Target, stack: Stack, blobs: Mapping[str, str], stamp: Mapping[str, str]) -> tuple[str, str]:
@@ -196,7 +209,7 @@ def drift(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
     blobs, stacks = target.blobs(), load_stacks(project, framework)
     record = read_record(target, blobs) or recover_record(blobs, stacks)
     pristine = record.undone(blobs) if record else blobs
-    stack = closest(pristine, stacks)
+    stack = closest(blobs, target.read, stacks)
     changed = {path: "changed" if path in pristine else "gone" for path in stack.changed(pristine)}
     lines = [
         f"closest to {stack.release}: {len(changed)} of the {len(stack.before)} files that its patches change differ"

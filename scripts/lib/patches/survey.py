@@ -4,8 +4,10 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from lib.patches.closest import closest, unfit_hunks
+from lib.patches.export import blobs_of
 from lib.patches.git import git, read_blob
-from lib.patches.stack import Stack, closest
+from lib.patches.stack import Stack
 
 # What the code around a hook does, by the name in the report.
 DOES = {
@@ -38,15 +40,17 @@ def survey(stack: Stack, tree: Path, old: str, new: str, moved: Mapping[str, str
         yield from (f"    {path}: {', '.join(does)}" for path, does in found.items())
 
 
-def nearest(stack: Stack, blobs: Mapping[str, str], stacks: list[Stack]) -> Iterator[str]:
-    """Yield a line where another release's hooked files are nearer to these blobs of a tree than those of ``stack``."""
-    other = closest(blobs, stacks)
-    theirs, ours = len(other.changed(blobs)), len(stack.changed(blobs))
-    if other.release != stack.release and theirs / len(other.before) < ours / len(stack.before):
-        yield (
-            f"closer to {other.release}: {theirs} of the {len(other.before)} files that its patches change differ, "
-            f"against {ours} of {len(stack.before)} for {stack.release}"
-        )
+def nearest(stack: Stack, tree: Path, commit_id: str, stacks: list[Stack]) -> Iterator[str]:
+    """Yield a line where another release's stack fits a commit of another version better than ``stack``."""
+    blobs = blobs_of(tree, commit_id)
+
+    def read(path: str) -> bytes:
+        return read_blob(blobs[path], cwd=tree)
+
+    other = closest(blobs, read, stacks)
+    (theirs, of), (ours, all_ours) = (unfit_hunks(each, blobs, read) for each in (other, stack))
+    if theirs / of < ours / all_ours:
+        yield f"closer to {other.release}: {theirs} of {of} hunks do not fit, against {ours} of {all_ours} here"
 
 
 def definitions(tree: Path, commit_id: str, package: str) -> set[str]:

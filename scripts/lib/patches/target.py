@@ -73,6 +73,10 @@ class Target:
         file = self.bookkeeping / "CHANGELOG.md"
         return file.read_text(errors="replace") if file.is_file() else ""
 
+    def read(self, path: str) -> bytes:
+        """Return the content of a file of the tree."""
+        return (self.root / path).read_bytes()
+
     def staged(self, path: str) -> Path:
         """Return where the new content of ``path`` is staged."""
         return self.bookkeeping / f"new+{path.replace('/', '+')}.kept"

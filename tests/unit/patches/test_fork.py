@@ -10,6 +10,7 @@ from support.small_projects import CONFIG, ENGINE, MODULE, PROTOCOL, UNTOUCHED
 from support.trees import commit, edit, git, make_repository
 
 from lib.files import write
+from lib.patches.stack import load_stacks
 from lib.patches.status import status
 
 BRANCH = "precision/0.9.1"
@@ -69,10 +70,12 @@ def test_fork_gets_a_branch_with_one_commit_a_patch(tiny: Path, fork: Path, tmp_
 
 
 def test_ported_fork_is_known(tiny: Path, project: Path, fork: Path, tmp_path: Path):
-    tree = tmp_path / "tree"
+    tree, (stack,) = tmp_path / "tree", load_stacks(tiny)
     patchset(tiny, "port", "0.9.1", fork, tree)
     state = status(tree, tiny)
-    assert state.state == "ported" and "closest to verl 0.9.1, with stack " in state.detail
+    assert state.state == "ported" and state.detail.startswith(f"from verl 0.9.1, with stack {stack.id} as commits; ")
+    copy = shutil.copytree(tree, tmp_path / "image", ignore=shutil.ignore_patterns(".git"))
+    assert status(copy, tiny).detail.startswith(f"closest to verl 0.9.1, with stack {stack.id} as commits; ")
     for command in ("apply", "unapply"):
         assert "as commits; to remove it, switch branches" in refused(tiny, command, tree, unchanged=tree)
     (tree / ".git/sequencer").mkdir()
@@ -80,7 +83,12 @@ def test_ported_fork_is_known(tiny: Path, project: Path, fork: Path, tmp_path: P
     (tree / ".git/sequencer").rmdir()
     edit(tree / MODULE, "42", "43")
     assert f" ({MODULE}) as commits;" in status(tree, tiny).detail
-    write(project / "patches/verl/files/verl/utils/another.py", b"")  # of a later version of the project
+    git("checkout", "--quiet", MODULE, cwd=tree)
+    edit(project / "patches/verl/v0.9.1/cfg-add-a-users-key-twice.patch", "It exists", "It existed")  # a later version
+    (later,) = load_stacks(project)
+    versions = f"with stack {stack.id}, another version of stack {later.id}, as commits"
+    assert status(tree, project).detail.startswith(f"from verl 0.9.1, {versions}; ")
+    write(project / "patches/verl/files/verl/utils/another.py", b"")
     assert status(tree, project).state == "ported"
 
 

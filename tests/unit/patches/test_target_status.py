@@ -15,8 +15,9 @@ from support.trees import contents, edit
 from lib.errors import Refused
 from lib.files import write
 from lib.patches.apply import apply, unapply
+from lib.patches.closest import closest, unfit_hunks
 from lib.patches.git_objects import package_blobs
-from lib.patches.stack import closest, load_stacks
+from lib.patches.stack import load_stacks, make_stack
 from lib.patches.status import examine, status
 from lib.patches.target import locked, opened
 
@@ -84,16 +85,33 @@ def test_ported_fork_is_no_edited_release(tiny: Path, patched: Path):
     assert "ported: closest to verl 0.9.1, with stack " in refusal(tiny, patched)
 
 
-def test_closest_release_has_the_largest_share(tiny: Path, target: Path):
-    """Not the fewest differing files: a stack that hooks few would be the closest to anything."""
+@pytest.mark.parametrize("state", ["unpatched", "patched"])
+def test_hunks_decide_which_release_is_closest(tiny: Path, target: Path, state: str):
+    """Not the number of equal files: a stack that differs in one file may conflict there."""
     (own,) = load_stacks(tiny)
-    other = replace(own, release=replace(own.release, name="0.1"), before={PROTOCOL: "0" * 40})
-    edit(target / ENGINE, "import logging", "import logging  # later")
-    edit(target / CONFIG, "# Format", "# format")
+    if state == "patched":
+        apply(target, tiny)
+    for path in (ENGINE, CONFIG):
+        (target / path).write_text((target / path).read_text() + "# of a fork\n")
     blobs = package_blobs(target)
-    assert closest(blobs, [other, own]) is closest(blobs, [own, other]) is own
+
+    def read(path: str) -> bytes:
+        return (target / path).read_bytes()
+
+    hooks = [replace(each, text=each.text.replace("Implement base", "Implement another")) for each in own.patches]
+    equal = {path: blobs[path] for path in (ENGINE, CONFIG)} | {PROTOCOL: "0" * 40}
+    conflicting = replace(own, patches=tuple(hooks), before=equal, after=equal)
+    assert (unfit_hunks(own, blobs, read), unfit_hunks(conflicting, blobs, read)) == ((0, 4), (1, 4))
+    assert closest(blobs, read, [own, conflicting]) is own
+    farther = replace(own, before={**own.before, PROTOCOL: "0" * 40}, after={**own.after, PROTOCOL: "0" * 40})
+    assert closest(blobs, read, [own, farther]) is own
     newer = replace(own, release=replace(own.release, name="0.9.2"))
-    assert closest(blobs, [own, newer]) is newer
+    assert closest(blobs, read, [own, newer]) is newer
+    # A stack that hooks few would be the closest to anything if the number of hunks counted, not their share.
+    few = make_stack(own.release, own.patches[:1], {})
+    for path in (ENGINE, CONFIG):
+        (target / path).write_text("mine\n")
+    assert closest(package_blobs(target), read, [own, few]) is own
 
 
 def test_stack_of_another_project_version_is_named(project: Path, pristine: Path, patched: Path, tmp_path: Path):

@@ -156,7 +156,7 @@ def merge_change(change: PatchChange, stack: Stack, scratch: Path) -> tuple[Path
     if change.diff:
         git("checkout", "--quiet", "--detach", ids[0], cwd=tree)
         moved = renames(tree, f"{CHANGE}~", ids[0], stack.release.framework.name)
-        found = merge_hunks(make_stack(stack.release, (change.diff,), {}), tree, moved)
+        found = dict(merge_hunks(make_stack(stack.release, (change.diff,), {}), tree, moved))
         git("checkout", "--quiet", "stack", cwd=tree)
         todo += [f"fixup {CHANGE}"]
     plan = tree / ".git/carry-todo"

@@ -39,8 +39,8 @@ def renames(tree: Path, old: str, new: str, folder: str = ".") -> dict[str, str]
     return dict(line.split("\t")[1:] for line in lines)
 
 
-def merge_hunks(stack: Stack, tree: Path, moved: Mapping[str, str]) -> dict[Patch, list[MergedHunk]]:
-    """Merge the hunks one by one into the files of the commit of ``tree`` and return the outcomes by patch.
+def merge_hunks(stack: Stack, tree: Path, moved: Mapping[str, str]) -> Iterator[tuple[Patch, list[MergedHunk]]]:
+    """Merge the hunks one by one into the files of the commit of ``tree``; yield each patch with their outcomes.
 
     A hunk that conflicts is left out, so that hunks that depend on it conflict too.
 
@@ -50,10 +50,9 @@ def merge_hunks(stack: Stack, tree: Path, moved: Mapping[str, str]) -> dict[Patc
     now = {path: moved.get(path, path) for path in stack.before}
     known = set(git("ls-tree", "-r", "--name-only", "HEAD", cwd=tree).splitlines())
     ours = {path: read_blob(f"HEAD:{now[path]}", cwd=tree) for path in stack.before if now[path] in known}
-    outcomes: dict[Patch, list[MergedHunk]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for patch in stack.patches:
-            hunks_of_patch = outcomes[patch] = []
+            hunks_of_patch = []
             for path, before, _ in patch.blobs:
                 base = read_blob(before, cwd=tree)
                 same = ours.get(path) == base and path not in moved
@@ -71,7 +70,7 @@ def merge_hunks(stack: Stack, tree: Path, moved: Mapping[str, str]) -> dict[Patc
                         outcome = SAME if same else PRESENT if merged == ours[path] else MERGED
                         hunks_of_patch.append(MergedHunk(shown, location, outcome))
                         ours[path] = merged
-    return outcomes
+            yield patch, hunks_of_patch
 
 
 def hunks(patch: Patch, path: str) -> Iterator[tuple[str, str]]:

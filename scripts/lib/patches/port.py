@@ -7,6 +7,7 @@ numbers; one whose own lines changed is a conflict. A file that git detects as r
 import os
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,19 +45,25 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         raise Refused(f"DIR={folder} is inside the package of {to}; choose another folder")
     with scratch_beside(folder) as (scratch, folder):
         target, root, new_release = destination(to, stack, project, scratch)
+        progress(f"making a git tree of {to}")
         if isinstance(root, Fork):
             tree = branch_fork(root, target, stack, scratch)
         else:
             tree = commit_base(target, root, stack, scratch)
+        progress(f"making a git tree of {stack.release} with its patches")
         (scratch / "from").mkdir()
         source = commit_stack(stack, scratch / "from")
         branch = f"from/{name}"
         git("fetch", "--quiet", "--no-tags", str(source), f"stack:{branch}", cwd=tree)
         base, new = f"{branch}~{len(stack.patches)}", BASE + target
         moved = renames(tree, f"{base}^", f"{new}^", framework.name)
-        outcomes = merge_hunks(stack, tree, moved)
+        outcomes = {}
+        for patch, merged in merge_hunks(stack, tree, moved):
+            outcomes[patch] = merged
+            progress(f"merged {len(outcomes)}/{len(stack.patches)} {patch.name}")
         surveyed = list(survey(stack, tree, f"{base}^", f"{new}^", moved))
         surveyed += nearest(stack, tree, f"{new}^", load_stacks(project, framework))
+        progress(f"committing {len(stack.patches)} patches")
         date = root.date if isinstance(root, Fork) else DATE
         done = run_git("cherry-pick", "--keep-redundant-commits", f"{base}..{branch}", cwd=tree, date=date)
         if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
@@ -69,6 +76,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         os.replace(tree, folder)
     lines += [*report(stack, target, outcomes), *surveyed]
     if isinstance(root, Fork):
+        progress(f"reading the history of {to}")
         lines += fork_commits(root, stack)
     lines += [f"{folder}: {carried} of {len(stack.patches)} patches committed, after the tag {new}"]
     if done.returncode:
@@ -84,6 +92,11 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     else:
         lines += [f"  {to} is not a release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
     return lines, not done.returncode
+
+
+def progress(text: str) -> None:
+    """Print a line while the port runs, on stderr: stdout is the report's."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[str, Path | Fork, Release | None]:

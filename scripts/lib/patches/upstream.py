@@ -229,7 +229,7 @@ def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
         git("fetch", "--quiet", "--no-tags", str(line), f"line:{LINE}", f"refs/tags/start:{START}", cwd=tree)
         git("update-ref", ONTO, "HEAD", cwd=tree)
         git("checkout", "--quiet", "-b", CARRIED.removeprefix("refs/heads/"), cwd=tree)
-        fates = merge_hunks(stack, tree, renames(tree, START, ONTO))
+        fates = dict(merge_hunks(stack, tree, renames(tree, START, ONTO)))
         done = run_git("cherry-pick", "--keep-redundant-commits", f"{START}..{LINE}", cwd=tree)
         if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
             raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")

@@ -68,7 +68,7 @@ def pretrain(settings: PreparationSettings):
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, settings.steps // 25, settings.steps)
     rng = random.Random(settings.seed)
     started = time.monotonic()
-    print(f"making the model and the data of the task {settings.task}, once:", flush=True)
+    print(f"making the model and the data of the task {settings.task}, once, at most about a minute:", flush=True)
     for step in range(1, settings.steps + 1):
         problems = task.problems(settings.batch_size, rng)
         corruption = settings.corruption if step > settings.steps // 2 else 0.0

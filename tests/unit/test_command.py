@@ -24,7 +24,7 @@ TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.M)
 @pytest.fixture
 def started(monkeypatch):
     """``started("run", "SEED=2")``: the Python and arguments of the exec'd process, without any set-up."""
-    monkeypatch.setattr(command.setup_env, "setup", lambda device, python, *_: f"PYTHON of {device} {python}")
+    monkeypatch.setattr(command.setup_env, "setup", lambda device, python, *_, **__: f"PYTHON of {device} {python}")
     monkeypatch.setattr(command, "gpu_present", lambda: False)
     taken = {name for each in command.COMMANDS.values() for name in each.takes or ()}
     for name in {*command.VARIABLES, *taken}:

@@ -20,20 +20,20 @@ SAMPLE = 1000  # rows of a data file whose types are checked
 
 
 def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
-    """Check the job's length, data, attention, rollout and disk.
+    """Check the job's length, attention, rollout, data and disk.
 
     Args:
         config: the job's whole configuration (``job.compose``).
 
     Raises:
-        Refused: STEPS is not set, a data file cannot be used, a prompt would be cut, the trainer's attention changes
-            the model, the rollout refuses a setting or the model, or there is no room for ``out``.
+        Refused: STEPS is not set, the trainer's attention changes the model, the rollout refuses a setting or the model,
+            a data file cannot be used, a prompt would be cut, or there is no room for ``out``.
     """
     if config.trainer.total_training_steps is None:
         raise Refused("STEPS: is not set, neither on the command line nor in the experiment's file")
-    check_data(job, config)
     check_attention(config)
     check_rollout(job, config)
+    check_data(job, config)
     check_room(out)
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from lib.doctor.finding import Finding
-from lib.doctor.resolver import MODEL, DtypeResolver
+from lib.doctor.resolver import MODEL, ROLLOUT, DtypeResolver
 from lib.run.vllm_float16 import config_file, package_folder, read_config, version
 
 KV_HEADS = "num_key_value_heads"
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # for which vLLM's CPU build has a kernel
 OTHER = "another model: docs/reference/limits.md#upstreams-own-limits"
 
@@ -29,6 +30,9 @@ def unsupported_models(resolver: DtypeResolver) -> Iterator[Finding]:
         reasons.append(mixtral_weights(config, vllm, resolver.tree.root))
         if resolver.config.get("trainer.device") == "cpu":
             reasons.append(latent_attention(config, vllm))
+            given = resolver.config.get(ENGINE, {})
+            if reason := sliding_window_blocks(config, given, vllm):
+                yield Finding(f"{MODEL}.path", model, reason, f"+{ENGINE}.block_size=16")
     for reason in filter(None, reasons):
         yield Finding(f"{MODEL}.path", model, reason, OTHER)
 
@@ -67,3 +71,24 @@ def latent_attention(config: Mapping[str, Any], vllm: Path) -> str | None:
         return None
     given, needed = (", ".join(f"{key}={value}" for key, value in each.items()) for each in (sizes, LATENT))
     return f"has latent attention (MLA) with {given}: vLLM {version(vllm)}'s CPU build has a kernel for {needed} only"
+
+
+def sliding_window_blocks(config: Mapping[str, Any], given: Mapping[str, Any], vllm: Path) -> str | None:
+    """Return why vLLM's CPU build ends at the first generation of a model all of whose layers have a sliding window.
+
+    Their KV cache gets blocks of 16 tokens, and the kernel is chosen for those of the cache's configuration, 128.
+
+    Args:
+        given: vLLM's own options.
+    """
+    source = vllm / "model_executor/layers/attention/attention.py"
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    mixed = set(config.get("layer_types") or ()) - {"sliding_attention"}
+    if window is None or mixed or given.get("block_size") == 16 or given.get("disable_sliding_window"):
+        return None
+    if not source.exists() or "_largest_kernel_block_within" not in source.read_text():
+        return None
+    return (
+        f"has a sliding window of {window} tokens in all layers, whose KV cache gets blocks of 16 tokens: vLLM "
+        f"{version(vllm)}'s CPU build ends at the first generation, because its kernel expects blocks of 128"
+    )

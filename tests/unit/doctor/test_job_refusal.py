@@ -7,7 +7,7 @@ import pytest
 
 from lib.doctor.diagnosis import diagnose
 from lib.doctor.job_refusal import ask_doctor, installed_tree
-from lib.doctor.model_support import latent_attention, missing_kv_heads, mixtral_weights
+from lib.doctor.model_support import latent_attention, missing_kv_heads, mixtral_weights, sliding_window_blocks
 from lib.errors import Refused
 from lib.run.job import parse_job
 from lib.run.presets import installed_verl
@@ -66,6 +66,16 @@ def test_strategy_of_a_critic_counts_where_there_is_one():
 
 
 @pytest.mark.subprocess
+def test_sliding_window_is_refused_with_the_option_that_trains_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "sliding_window": 4096}))
+    option = f"{ROLLOUT}.engine_kwargs.vllm.block_size=16"
+    refusal = asked("", f"MODEL={tmp_path}")
+    assert refusal.startswith(f"configuration: actor_rollout_ref.model.path={tmp_path} has a sliding window of 4096 ")
+    assert refusal.endswith(f"; give +{option}")
+    assert asked(f"+{option}", f"MODEL={tmp_path}") is None
+
+
+@pytest.mark.subprocess
 def test_model_that_verl_cannot_run_is_refused_by_its_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_head": 12}))
     refusal = asked("", f"MODEL={tmp_path}")
@@ -95,6 +105,23 @@ def test_models_are_judged_by_the_installed_sources(tmp_path):
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers/__init__.py").write_text('__version__ = "4.57.1"\n')
     assert mixtral_weights(mixtral, vllm, tmp_path) is None, "before 5 the names are vLLM's"
+
+
+def test_sliding_window_in_all_layers_needs_small_blocks(tmp_path):
+    mistral, vllm = {"model_type": "mistral", "sliding_window": 4096}, SITE / "vllm"
+    full, sliding = "full_attention", "sliding_attention"
+    for config, given, ends in (
+        ({}, {}, True),
+        ({"layer_types": [sliding, sliding]}, {}, True),
+        ({}, {"block_size": 128}, True),
+        ({}, {"block_size": 16}, False),
+        ({}, {"disable_sliding_window": True}, False),
+        ({"layer_types": [sliding, full]}, {}, False),  # all get the larger blocks
+        ({"sliding_window": None}, {}, False),
+        ({"use_sliding_window": False}, {}, False),
+    ):
+        assert bool(sliding_window_blocks(mistral | config, given, vllm)) == ends, (config, given)
+    assert sliding_window_blocks(mistral, {}, tmp_path) is None, "another vLLM chooses other blocks"
 
 
 @pytest.mark.subprocess

@@ -15,7 +15,7 @@ SETUP = @$(TOOLS) scripts/setup_env.py $(PYTHON:%=--python %)
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # the folders in order: the longest come first
 # All variables of the command line as NAME='VALUE', unexpanded; scripts/command.py refuses those that a command does not take.
 quote = '$(subst ','\'',$(1))'
-ONE_LINE = $(if $(word 2,$(subst $() ,,$(subst $()	,,$(value $(1))))),$(error $(1)=$(strip $(value $(1))): its value must be one line))
+ONE_LINE = $(if $(word 2,x$(subst $() ,,$(subst $()	,,$(value $(1))))x),$(error $(1)=$(strip $(value $(1))): its value must be one line))
 WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(call ONE_LINE,$(name))$(name)=$(call quote,$(value $(name)))))
 COMMAND = @exec $(TOOLS) scripts/command.py $@ $(WORDS) $(if $(word 2,$(MAKECMDGOALS)),--shared)
 

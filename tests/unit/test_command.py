@@ -190,7 +190,7 @@ def test_make_passes_every_word_on_as_it_was_typed_and_a_refusal_in_one_line():
     assert done.stderr.splitlines()[0].startswith("run: PRECISON: is not a variable of this command; did you mean")
 
 
-@pytest.mark.parametrize("line", ["run\nARGS=a\nb=c", "doctor\nVERL=/x\n/y", "check\nX=a\rb"])
+@pytest.mark.parametrize("line", ["run\nARGS=a\nb=c", "doctor\nVERL=/x\n/y", "status\nVERL=/x\n", "check\nX=a\rb"])
 def test_value_of_several_lines_is_refused_in_one(line):
     target, _, word = line.partition("\n")
     done = make(target, word)

@@ -11,6 +11,30 @@ UNEVEN = "verl ends with `data size must be divisible by force_group_size * micr
 DYNAMIC = "log_prob_use_dynamic_bsz"
 
 
+def sizes_of_batches(resolver: DtypeResolver, roles: list[str]) -> Iterator[tuple[str, int]]:
+    """Yield each size by which a batch is split or multiplied, by key, with the smallest that verl accepts."""
+    yield "data.train_batch_size", 0  # the asynchronous trainers have no batch of prompts
+    for key in ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ROLLOUT}.n"):
+        yield key, 1
+    for role in roles:
+        keys = (ROLES[role], resolver.engine_node(role))
+        sequences = [f"{key}.ulysses_sequence_parallel_size" for key in keys]
+        yield from ((key, 1) for key in sequences if resolver.config.has(key))
+        if role != "ref":
+            yield f"{ROLES[role]}.ppo_mini_batch_size", 1
+    micro = (f"{ROLES['actor']}.ppo", f"{ROLLOUT}.log_prob", f"{ROLES['ref']}.log_prob")
+    keys = [f"{each}_micro_batch_size_per_gpu" for each in micro]
+    yield from ((key, 1) for key in keys if resolver.config.has(key))
+
+
+def no_sizes(resolver: DtypeResolver, roles: list[str]) -> Iterator[Finding]:
+    """Yield the sizes that are no whole numbers, or too small."""
+    for key, least in sizes_of_batches(resolver, roles):
+        value = resolver.config.get(key)
+        if type(value) is not int or value < least:
+            yield Finding(key, value, f"is no whole number of at least {least}", f"{key}: one")
+
+
 def workers(resolver: DtypeResolver, role: str) -> int:
     """Return the number of workers among which verl's FSDP engine splits a batch of the role."""
     get = resolver.config.get
@@ -30,6 +54,9 @@ def uneven_batches(resolver: DtypeResolver) -> Iterator[Finding]:
     """
     get, roles = resolver.config.get, [role for role in ("actor", "ref", "critic") if resolver.uses(role)]
     if resolver.legacy or any(resolver.implementation(role) != "engine" for role in roles):
+        return
+    if wrong := list(no_sizes(resolver, roles)):
+        yield from wrong
         return
     actor, ref, answers = ROLES["actor"], ROLES["ref"], get(f"{ROLLOUT}.n")
     dynamic = get(f"{actor}.use_dynamic_bsz", False)

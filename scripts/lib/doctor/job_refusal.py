@@ -1,39 +1,41 @@
 """Ask the doctor whether the installed verl could train a job, before anything starts."""
 
+import re
 import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from lib.doctor.diagnosis import Diagnosis, diagnose
+from lib.doctor.resolver import MODEL
 from lib.doctor.tree import Tree, identify_tree
 from lib.errors import Refused
-from lib.run.job import Job, culprit
+from lib.run.job import NO_WORD, Job, culprit
 from lib.run.presets import installed_verl
+
+OVERRIDE = re.compile(r"\+?[\w.]+=")
 
 
 @cache
-def installed_tree() -> Tree:
-    """Return the verl that this Python imports.
+def installed_tree() -> Tree | None:
+    """Return the verl that this Python imports; None, with the reason on stderr, where it cannot be examined.
 
-    Raises:
-        Refused: it is no release, and there is no wheel of one to compare it with.
+    Your own verl may be trained without a network, from which a release would be had to compare it with.
     """
-    return identify_tree(installed_verl().parent)
+    try:
+        return identify_tree(installed_verl().parent)
+    except (Refused, OSError) as reason:
+        print(f"the doctor cannot examine this verl: {reason}", file=sys.stderr)
+        return None
 
 
 def ask_doctor(job: Job, out: Path) -> None:
     """Check the job by what the doctor knows of verl, vLLM and the model.
 
-    Where it cannot examine the installed verl, print why: your own verl may be trained without a network.
-
     Raises:
         Refused: the doctor predicts that it ends before its first step is complete.
     """
-    try:
-        tree = installed_tree()
-    except Refused as reason:
-        print(f"the doctor cannot examine this verl: {reason}", file=sys.stderr)
+    if (tree := installed_tree()) is None:
         return
 
     def diagnosis(each: Job) -> Diagnosis:
@@ -48,6 +50,9 @@ def ask_doctor(job: Job, out: Path) -> None:
     word = culprit(job, found.refused, reasons)
     if found.findings:
         finding = found.findings[0]
-        reason = f"{finding.key}={finding.value} {finding.effect}; give {finding.mend}"
-        raise Refused(reason if word == f"ARGS={finding.key}={finding.value}" else f"{word}: {reason}")
+        name = "MODEL" if job.model and finding.key == f"{MODEL}.path" else finding.key
+        mend = f"ARGS={finding.mend}" if OVERRIDE.match(finding.mend) else finding.mend
+        reason = f"{name}={finding.value} {finding.effect}; give {mend}"
+        known = word in (f"ARGS={finding.key}={finding.value}", NO_WORD)
+        raise Refused(reason if known else f"{word}: {reason}")
     raise Refused(f"{word}: {found.sentence}")

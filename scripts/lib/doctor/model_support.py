@@ -1,5 +1,6 @@
 """Predict which models verl or vLLM cannot run, from their config.json; sources are read, nothing is imported."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from lib.run.vllm_float16 import config_file, package_folder, read_config, versi
 KV_HEADS = "num_key_value_heads"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # for which vLLM's CPU build has a kernel
+ALL_SLIDING = ("mistral", "starcoder2")  # without layer_types; other types then alternate by a rule of their class
 OTHER = "another model: docs/reference/limits.md#upstreams-own-limits"
 
 
@@ -25,9 +27,11 @@ def unsupported_models(resolver: DtypeResolver) -> Iterator[Finding]:
         return
     outer = read_config(file)
     config = outer.get("text_config") or outer
-    reasons = [missing_kv_heads(config, resolver.tree.root)] if resolver.on_fsdp("actor") else []
+    on_fsdp = resolver.on_fsdp("actor")
+    reasons = [missing_kv_heads(config, resolver.tree.root)] if on_fsdp else []
     if resolver.server == "vllm" and (vllm := package_folder("vllm", resolver.tree.root)):
-        reasons.append(mixtral_weights(config, vllm, resolver.tree.root))
+        if on_fsdp:  # Megatron's weights are sent by vLLM's names
+            reasons.append(mixtral_weights(config, vllm, resolver.tree.root))
         if resolver.config.get("trainer.device") == "cpu":
             reasons.append(latent_attention(config, vllm))
             given = resolver.config.get(ENGINE, {})
@@ -67,6 +71,8 @@ def mixtral_weights(config: Mapping[str, Any], vllm: Path, site: Path) -> str | 
 def latent_attention(config: Mapping[str, Any], vllm: Path) -> str | None:
     """Return why vLLM's CPU build has no kernel for the latent attention (MLA) of a model."""
     sizes = {key: config.get(key) for key in LATENT}
+    if os.environ.get("VLLM_MLA_DISABLE") == "1":
+        return None
     if sizes["kv_lora_rank"] is None or sizes == LATENT or not str(config.get("model_type")).startswith("deepseek"):
         return None
     given, needed = (", ".join(f"{key}={value}" for key, value in each.items()) for each in (sizes, LATENT))
@@ -83,7 +89,8 @@ def sliding_window_blocks(config: Mapping[str, Any], given: Mapping[str, Any], v
     """
     source = vllm / "model_executor/layers/attention/attention.py"
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    mixed = set(config.get("layer_types") or ()) - {"sliding_attention"}
+    layers = config.get("layer_types")
+    mixed = set(layers) - {"sliding_attention"} if layers else config.get("model_type") not in ALL_SLIDING
     if window is None or mixed or given.get("block_size") == 16 or given.get("disable_sliding_window"):
         return None
     if not source.exists() or "_largest_kernel_block_within" not in source.read_text():

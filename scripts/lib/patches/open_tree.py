@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-FOLDER = os.O_PATH | os.O_DIRECTORY  # needs no right to list it
+FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY  # Linux needs no right to list it
 NO_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # as of network file systems
 
 

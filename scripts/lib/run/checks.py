@@ -26,8 +26,8 @@ def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
         config: the job's whole configuration (``job.compose``).
 
     Raises:
-        Refused: STEPS is not set, the trainer's attention changes the model, the rollout refuses a setting or the model,
-            a data file cannot be used, a prompt would be cut, or there is no room for ``out``.
+        Refused: STEPS is not set, the trainer's attention changes the model, the rollout refuses a setting or the
+            model, a data file cannot be used, a prompt would be cut, or there is no room for ``out``.
     """
     if config.trainer.total_training_steps is None:
         raise Refused("STEPS: is not set, neither on the command line nor in the experiment's file")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 # The experiments whose model and data a recipe generates, and the task of each.
 GENERATED = {"arithmetic": "addition", "sanity_cpu": "addition", "terms": "terms", "recall": "recall"}
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # what verl imports in every process, separated by commas
+NO_WORD = "configuration"  # to blame for a refusal that no word of ARGS causes
 CPU_PLATFORM = {  # what makes verl run without a GPU
     MODULES: "recipes.cpu.platform",
     "VERL_PLATFORM": "cpu",
@@ -276,7 +277,7 @@ def culprit(job: Job, why: str, reasons: Callable[[list[Job]], Iterable[str | No
     """
     shorter = [replace(job, args=job.args[:count]) for count in range(len(job.args))]
     count = next((count for count, reason in enumerate(reasons(shorter)) if reason == why), len(job.args))
-    return f"ARGS={shlex.quote(job.args[count - 1])}" if count else "configuration"
+    return f"ARGS={shlex.quote(job.args[count - 1])}" if count else NO_WORD
 
 
 def main(words: list[str]) -> None:

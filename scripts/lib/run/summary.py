@@ -53,9 +53,11 @@ def precision_of(job: Job, effective_dtypes: dict) -> str:
     """Return the regime of a finished run: by its workers' reports, where they are of actor and rollout."""
     if not {"actor", "rollout"} <= effective_dtypes.keys():
         return job.precision
-    roles = {role: each for role, each in effective_dtypes.items() if isinstance(each, dict)}
-    dtypes = ", ".join(f"{role} {computing_dtype(role, each)}" for role, each in roles.items())
-    return effective_regime(effective_dtypes) or dtypes
+    if regime := effective_regime(effective_dtypes):
+        return regime
+    reported = {role: each if isinstance(each, list) else [each] for role, each in effective_dtypes.items()}
+    names = {role: dict.fromkeys(computing_dtype(role, one) for one in each) for role, each in reported.items()}
+    return ", ".join(f"{role} {'/'.join(dtypes)}" for role, dtypes in names.items())
 
 
 def cut_share(data: list[dict], max_prompt_length: int) -> float | None:

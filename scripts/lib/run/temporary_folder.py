@@ -8,6 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def user() -> str:
+    """Return the user's name, or as torch does the number of one without a name, as in a container."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid_{os.getuid()}"
+
+
 @contextmanager
 def temporary_folder() -> Iterator[dict[str, str]]:
     """Make a temporary folder, and remove it at the end.
@@ -19,7 +27,7 @@ def temporary_folder() -> Iterator[dict[str, str]]:
         The environment variables by which processes find the folder.
     """
     usual = Path(tempfile.gettempdir())
-    kept = {"RAY_TMPDIR": usual, "TORCHINDUCTOR_CACHE_DIR": usual / f"torchinductor_{getpass.getuser()}"}
+    kept = {"RAY_TMPDIR": usual, "TORCHINDUCTOR_CACHE_DIR": usual / f"torchinductor_{user()}"}
     # A file of another user that cannot be removed must not fail a run that has trained.
     with tempfile.TemporaryDirectory(prefix="run-", ignore_cleanup_errors=True) as folder:
         yield {name: os.environ.get(name, str(path)) for name, path in kept.items()} | {"TMPDIR": folder}

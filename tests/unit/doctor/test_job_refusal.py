@@ -14,6 +14,7 @@ from lib.run.presets import installed_verl
 
 SITE = installed_verl().parent
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
+MODEL = "actor_rollout_ref.model.path"
 MICRO = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 LOGS = "log_prob_micro_batch_size_per_gpu"
 UNEVEN = "verl ends with `data size must be divisible by force_group_size * micro_batch_size_per_gpu`"
@@ -37,14 +38,24 @@ def asked(args: str, *words: str) -> str | None:
         (
             "trainer.n_gpus_per_node=4",
             f"ARGS=trainer.n_gpus_per_node=4: {MICRO}=128 does not divide the 64 answers of each of the 4 workers "
-            f"(256 in all): {UNEVEN}; give {MICRO}=64, or another divisor of 64",
+            f"(256 in all): {UNEVEN}; give ARGS={MICRO}=64, or another divisor of 64",
         ),
         (f"trainer.n_gpus_per_node=2 {ROLLOUT}.{LOGS}=96", f"{ROLLOUT}.{LOGS}=96 does not divide the 128 answers"),
         (f"{WITH_REF}=96", f"{REF}.{LOGS}=96 does not divide the 256 answers of each of the 1 workers"),
         (THREE.removeprefix("ARGS="), f"{THREE}: {ACTOR}.ppo_mini_batch_size=32 times {ROLLOUT}.n=8"),
         (f"{ROLLOUT}.log_prob_use_dynamic_bsz=true", f"ARGS={ROLLOUT}.log_prob_use_dynamic_bsz=true: "),
-        (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.name=hf is no rollout of verl 0.9.1; give {ROLLOUT}.name=vllm, "),
-        (f"{ACTOR}.strategy=fsdp3", f"{ACTOR}.strategy=fsdp3 is no strategy of verl 0.9.1; give {ACTOR}.strategy="),
+        (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.name=hf is no rollout of verl 0.9.1; give ARGS={ROLLOUT}.name=vllm, "),
+        (
+            f"{ACTOR}.strategy=fsdp3",
+            f"{ACTOR}.strategy=fsdp3 is no strategy of verl 0.9.1; give ARGS={ACTOR}.strategy=",
+        ),
+        (f"{MICRO}=0", f"{MICRO}=0 is no whole number of at least 1"),
+        (f"{ACTOR}.ppo_mini_batch_size=abc", f"{ACTOR}.ppo_mini_batch_size=abc is no whole number of at least 1"),
+        (f"{ROLLOUT}.n=0", f"{ROLLOUT}.n=0 is no whole number"),
+        (
+            "data.train_batch_size=null",
+            "ARGS=data.train_batch_size=null: data.train_batch_size=None is no whole number",
+        ),
         # what fits: two workers share a micro-batch each, dynamic batches of tokens, two ranks to a sequence
         ("trainer.n_gpus_per_node=2", None),
         (f"trainer.n_gpus_per_node=4 {ACTOR}.use_dynamic_bsz=true", None),
@@ -70,8 +81,8 @@ def test_sliding_window_is_refused_with_the_option_that_trains_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "sliding_window": 4096}))
     option = f"{ROLLOUT}.engine_kwargs.vllm.block_size=16"
     refusal = asked("", f"MODEL={tmp_path}")
-    assert refusal.startswith(f"configuration: actor_rollout_ref.model.path={tmp_path} has a sliding window of 4096 ")
-    assert refusal.endswith(f"; give +{option}")
+    assert refusal.startswith(f"MODEL={tmp_path} has a sliding window of 4096 ")
+    assert refusal.endswith(f"; give ARGS=+{option}")
     assert asked(f"+{option}", f"MODEL={tmp_path}") is None
 
 
@@ -79,12 +90,19 @@ def test_sliding_window_is_refused_with_the_option_that_trains_it(tmp_path):
 def test_model_that_verl_cannot_run_is_refused_by_its_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_head": 12}))
     refusal = asked("", f"MODEL={tmp_path}")
-    assert refusal.startswith(
-        f"configuration: actor_rollout_ref.model.path={tmp_path} is a gpt2 model, whose config has"
-    )
+    assert refusal.startswith(f"MODEL={tmp_path} is a gpt2 model, whose config has no num_key_value_heads")
 
 
-def test_models_are_judged_by_the_installed_sources(tmp_path):
+@pytest.mark.subprocess
+@pytest.mark.parametrize(("engine", "refused"), [("dp", True), ("megatron", False)])
+def test_mixtral_is_refused_where_fsdp_sends_it(engine, refused, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_key_value_heads": 2}))
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    findings = diagnose(installed_tree(), [f"model_engine={engine}", path, f"{ROLLOUT}.name=vllm"]).findings
+    assert [each.key for each in findings if "is a mixtral model" in each.effect] == [MODEL] * refused
+
+
+def test_models_are_judged_by_the_installed_sources(tmp_path, monkeypatch):
     kv_heads = {"num_key_value_heads": 2}
     for config, ends in (
         ({"model_type": "gpt2"}, True),
@@ -99,6 +117,8 @@ def test_models_are_judged_by_the_installed_sources(tmp_path):
     assert "kv_lora_rank=32, qk_rope_head_dim=16" in latent_attention(small, vllm)
     assert latent_attention(small | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, vllm) is None
     assert latent_attention({"model_type": "qwen2"}, vllm) is None
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    assert latent_attention(small, vllm) is None
     mixtral = {"model_type": "mixtral"}
     assert "whose experts transformers 5." in mixtral_weights(mixtral, vllm, SITE)
     assert mixtral_weights({"model_type": "qwen3_moe"}, vllm, SITE) is None
@@ -117,6 +137,8 @@ def test_sliding_window_in_all_layers_needs_small_blocks(tmp_path):
         ({}, {"block_size": 16}, False),
         ({}, {"disable_sliding_window": True}, False),
         ({"layer_types": [sliding, full]}, {}, False),  # all get the larger blocks
+        ({"model_type": "gemma2"}, {}, False),  # whose class alternates
+        ({"model_type": "gemma2", "layer_types": [sliding]}, {}, True),
         ({"sliding_window": None}, {}, False),
         ({"use_sliding_window": False}, {}, False),
     ):
@@ -141,5 +163,5 @@ def test_tree_without_a_wheel_to_compare_it_with_is_not_examined(monkeypatch, ca
 
     monkeypatch.setattr("lib.doctor.job_refusal.identify_tree", foreign)
     installed_tree.cache_clear()
-    assert asked(f"{ROLLOUT}.name=hf") is None
+    assert asked(f"{ROLLOUT}.name=hf") is None and asked("") is None
     assert capsys.readouterr().err == "the doctor cannot examine this verl: cannot download the wheel of verl 0.9.1\n"

@@ -1,6 +1,7 @@
 """Checks of a job's data, disk and machine before it starts."""
 
 import contextlib
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -10,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from transformers import AutoTokenizer
 
 from lib.errors import Refused
 from lib.paths import REPO
@@ -106,10 +108,41 @@ def test_prompts_that_verl_would_cut_are_refused(args, refused, byte_model, tmp_
     if not refused:
         check(words, tmp_path)
         return
-    with pytest.raises(Refused, match="^ARGS=data.truncation=(error|right): is ignored: ") as refusal:
+    with pytest.raises(Refused, match=" data.truncation=(error|right) is ignored: ") as refusal:
         check(words, tmp_path)
-    assert f"TRAIN={data}: row 5 has 44 tokens, and 1 of the first 64 rows are too long" in str(refusal.value)
+    assert str(refusal.value).startswith(
+        f"TRAIN={data}: row 5 has 44 tokens, and 1 of the first 64 rows are too long for data.max_prompt_length="
+    )
     assert "give ARGS=data.max_prompt_length=44, ARGS=data.filter_overlong_prompts=true" in str(refusal.value)
+
+
+SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize(
+    ("files", "template", "refusal"),
+    [
+        ({}, None, "its tokenizer has no chat template"),
+        ({"tokenizer_config.json": None}, None, ""),  # of the Hub's files only config.json is here
+        ({"processor_config.json": "{}"}, None, ""),  # verl renders by the processor
+        ({"config.json": '{"model_type": "deepseek_v4"}'}, None, ""),
+        ({}, {"default": "1", "tool_use": "2"}, ""),
+        ({}, SYSTEM, "row 0: the chat template of MODEL=.* refuses it: System role not supported$"),
+    ],
+)
+def test_prompts_are_rendered_as_verl_renders_them(files, template, refusal, byte_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(byte_model)
+    tokenizer.chat_template = template
+    model = tmp_path / "model"
+    tokenizer.save_pretrained(model)
+    shutil.copy(byte_model / "config.json", model)
+    for name, content in files.items():
+        (model / name).unlink() if content is None else (model / name).write_text(content)
+    rows = [ROW | {"prompt": [{"role": "system", "content": "1"}]}] * 32
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data := tmp_path / "data.parquet")
+    with pytest.raises(Refused, match=refusal) if refusal else contextlib.nullcontext():
+        check([f"MODEL={model}", f"TRAIN={data}"], tmp_path)
 
 
 @cache

@@ -203,6 +203,11 @@ def test_summary_names_the_regime_that_was_effective(compute, rollout, named):
     assert summary_of(rows(2), [])["precision"] == "fp16", "nothing else is known"
 
 
+def test_summary_names_every_dtype_of_a_role_whose_workers_differ():
+    differ = [ACTOR | {"compute": compute} for compute in ("float16", "bfloat16", "float16")]
+    assert summary_of(rows(2), [*differ, ROLLOUT])["precision"] == "actor float16/bfloat16, rollout float16"
+
+
 @pytest.mark.parametrize(("longest", "share"), [(16, 0.25), (15, 0.0), (None, None)])
 def test_summary_reports_the_share_of_prompts_that_were_cut(longest, share):
     """verl's clip_ratio counts the longest prompts of a batch, whatever their length."""

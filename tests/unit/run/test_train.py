@@ -24,6 +24,7 @@ from lib.run.job import Job, parse_job
 from lib.run.metrics import REWARD, SECONDS
 from lib.run.process_tree import SHARED_MEMORY, ProcessTree
 from lib.run.progress import RunProgress
+from lib.run.temporary_folder import temporary_folder
 
 # What programs in the place of main_ppo have: run.json, which the process that watches them rewrites at each look.
 PRELUDE = """
@@ -302,3 +303,15 @@ def test_peak_memory_never_falls():
     tree.peak_gib = 1000.0
     tree.measure()
     assert tree.peak_gib == 1000
+
+
+def test_user_without_a_name_can_train(monkeypatch):
+    """As in a container that was started with another user's number."""
+
+    def unknown() -> str:
+        raise KeyError("getpwuid(): uid not found: 54321")
+
+    monkeypatch.setattr("getpass.getuser", unknown)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with temporary_folder() as variables:
+        assert variables["TORCHINDUCTOR_CACHE_DIR"].endswith(f"/torchinductor_uid_{os.getuid()}")

@@ -29,6 +29,13 @@ def test_a_reported_skip_is_accounted():
         engine.account_reported_step(False, None, 128.0, config)
 
 
+def test_every_skip_of_an_update_is_counted():
+    engine, config = ReportedEngine(), GradScalerConfig(max_consecutive_skips=9)
+    for applied in (False, True, False, False):
+        engine.account_reported_step(applied, 0.5 if applied else None, 512.0, config)
+    assert engine.close_update() and engine.update_metrics() == {"skipped_steps": 3.0, "loss_scale": 512.0}
+
+
 def test_a_reported_step_without_loss_scaling_is_accounted():
     engine, config = ReportedEngine(), GradScalerConfig()
     assert engine.account_reported_step(True, torch.tensor(0.5), None, config) == 0.5

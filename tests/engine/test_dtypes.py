@@ -38,6 +38,15 @@ def test_dtypes_and_loss_scaling_are_resolved(config, expected):
     assert facts(Precision.resolve(engine_config(**config))) == expected
 
 
+def test_buffers_are_fp32_unless_their_dtype_is_set():
+    for mixed, expected in (
+        ({}, "float32"),
+        ({"buffer_dtype": "bf16"}, "bfloat16"),
+        ({"buffer_dtype": None}, "float32"),
+    ):
+        assert Precision.resolve(engine_config(mixed_precision=mixed)).names()["buffer"] == expected
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from precision import check_keep_fp32, engine_kwargs_with_routers, fp32_parameters, keep_in_fp32
-from precision.keep_fp32 import listed_in_fp32
+from precision.keep_fp32 import listed_in_fp32, star
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 
@@ -126,3 +126,7 @@ def test_vllm_gets_the_patterns_and_reports_the_parameters_in_fp32():
     for layer in model.model.layers:
         layer.mlp.gate.float()
     assert fp32_parameters(model) == {"fp32": ["model.layers.*.mlp.gate.weight"]}
+
+
+def test_layers_and_experts_of_two_digits_are_named_together():
+    assert star("model.layers.3.mlp.experts.127.up") == star("model.layers.12.mlp.experts.4.up")

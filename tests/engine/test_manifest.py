@@ -14,11 +14,12 @@ from lib.errors import Refused
 from lib.run import folder as runs
 
 FILES = ["actor/model_world_size_1_rank_0.pt", "actor/optim_world_size_1_rank_0.pt", "critic/model.pt", "data.pt"]
+EXPORT = "actor/huggingface/model.safetensors"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def write(folder: Path) -> None:
-    for name in FILES:
+    for name in [*FILES, EXPORT]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         torch.save({"weight": torch.randn(1000)}, folder / name)
 
@@ -44,6 +45,10 @@ def lose_data_order(folder: Path) -> None:
     (folder / "data.pt").unlink()
 
 
+def lose_export(folder: Path) -> None:
+    (folder / EXPORT).unlink()
+
+
 def begin_again(folder: Path) -> None:
     """Overwrite one file, as if killed in a repeated save: old and new files, each of the right size."""
     manifest.begin(folder)
@@ -53,6 +58,7 @@ def begin_again(folder: Path) -> None:
 DAMAGE = {
     truncate: "is torn: actor/optim_world_size_1_rank_0.pt has ",
     lose_data_order: "is torn: data.pt is missing",
+    lose_export: f"is torn: {EXPORT} is missing",
     shutil.rmtree: "is missing",
     begin_again: "is torn: its save was not finished",
 }
@@ -124,7 +130,7 @@ def test_asynchronous_save_counts_once_the_tracker_names_it(tmp_path):
     assert manifest.choose(tmp_path).folder == folder
 
 
-@pytest.mark.parametrize(("saved", "workers"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize(("saved", "workers"), [(4, 2), (2, 4), (16, 8)])
 def test_shards_of_fewer_or_more_workers_are_refused(tmp_path, saved, workers):
     for rank in range(saved):
         (tmp_path / f"model_world_size_{saved}_rank_{rank}.pt").touch()

@@ -65,6 +65,7 @@ REFUSED = {
     "fp32 on both sides": ({"actor__fsdp_config__dtype": "fp32", "rollout__dtype": "float32"}, 0.05, 0.5),
     "param_dtype beside it": ({"actor__fsdp_config__mixed_precision": {"param_dtype": "fp16"}, **BF16}, 0.05, 0.5),
     "without spread": ({}, 0.02, 1e-6),
+    "a top_k of 0, which cuts nothing": ({"rollout__top_k": 0}, 0.057, 0.4),
     "a server that applies the temperature": (APPLIED, 1.0, 0.5),
 }
 

@@ -29,7 +29,7 @@ def slurm(machine) -> Machine:
     """Stubs of Slurm with one node; ``ray symmetric-run`` runs its command, and python3 stands for scripts/run.py: it
     writes the run's summary.json."""
     machine.program("hostname", "echo 10.0.0.7 192.168.0.7")
-    machine.program("scontrol", """case "$1" in show) printf 'node1\\nnode2\\n' ;; esac""")
+    machine.program("scontrol", """case "$1" in show) printf 'node1\\nnode2\\nnode3\\n' ;; esac""")
     machine.program("srun", """while [[ $1 == -* ]]; do shift; done; exec "$@" """)
     machine.program("ray", """until [[ $1 == -- ]]; do shift; done; shift; exec "$@" """)
     job = "SLURM_JOB_ID=7 SLURM_JOB_NODELIST='node[1-2]'"

@@ -158,6 +158,12 @@ def server(tmp_path_factory) -> Iterator[ForkServer]:
         yield server
 
 
+@pytest.mark.parametrize(("gpus", "share"), [(2, "256"), (8, "64")])
+def test_buffer_of_a_learner_holds_its_share_of_a_round(gpus, share, launch):
+    words = shlex.split(launch("--dry-run", ALGO="grpo", PRECISION="fp16", GPUS=gpus).stdout)
+    assert words[words.index("--pi_buffer_maxlen_per_device") + 1] == share
+
+
 @pytest.mark.releases
 @pytest.mark.subprocess
 @pytest.mark.parametrize("release", every_release(OAT))

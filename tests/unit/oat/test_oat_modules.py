@@ -153,6 +153,8 @@ def test_resumed_scaler_has_the_checkpoints_state_and_the_runs_settings():
     now = found.optimizer.loss_scaler
     assert (now.cur_scale, now.cur_iter, now.last_overflow_iter, now.cur_hysteresis) == (256.0, 40, 39, 2)
     assert (now.scale_window, found.optimizer.dynamic_loss_scale) == (3, True)
+    counted = resumed(scaler(cur_hysteresis=1), scaler(delayed_shift=3)).optimizer.loss_scaler
+    assert counted.cur_hysteresis == 1, "an overflow before the checkpoint counts"
     found.global_steps = 41  # skips before the checkpoint are not reported again
     learner = SimpleNamespace(model=SimpleNamespace(model=found))
     assert precision.scaler_metrics(learner)["train/skipped_steps"] == 0.0

@@ -44,6 +44,8 @@ def test_papers_preset_changes_clip_and_head(checked):
     own = {"lr": paper.optim.lr, "weight_decay": paper.optim.weight_decay, "clip_grad": ours.flowrl.partition.clip_grad}
     own |= {"dropout": 0.1, "zero_init": False, "drop_last_prompt_token": True}
     assert vars(paper.flowrl.partition) == own
+    decayed = checked(f"{ACTOR}.optim.weight_decay=0.3", recipe="flowrl_paper")
+    assert decayed.flowrl.partition.weight_decay == 0.3
 
 
 @pytest.mark.parametrize(("clip", "bounds"), [([0.5, 2], (0.5, 2.0)), (10, (0.0, 10.0)), (None, (0.0, inf))])

@@ -18,7 +18,7 @@ from lib.files import write, write_json
 from lib.paths import REPO
 from lib.report.build import SETTINGS, rebuild, write_report
 from lib.report.catalog import RESPONSE_LENGTH, SERIES
-from lib.report.figures import centre, curve, draw, write_figures
+from lib.report.figures import OTHERS, centre, colours, curve, draw, write_figures
 from lib.report.page import page, state
 from lib.report.readers.run_folder import RECORD
 from lib.report.tables import at_step, markdown, pairs_with_verdicts, write_tables
@@ -279,6 +279,11 @@ def test_figures_accept_equal_and_nonpositive_values(k3, tmp_path):
     drawn = {file.stem for file in (tmp_path / "figures").iterdir()}
     assert ("k3" in drawn) == (k3 > 0) and {"reward", "loss_scale", "outcomes"} <= drawn and "skipped" not in drawn
     assert set(re.findall(r"figures/(\w+)\.svg", page(report))) == drawn
+
+
+def test_labels_beyond_the_colours_share_them():
+    labels = [f"branch {number}" for number in range(2 * len(OTHERS))]
+    assert list(colours(labels).values()) == [*OTHERS, *OTHERS]
 
 
 def test_mean_of_a_logarithmic_figure_is_geometric():

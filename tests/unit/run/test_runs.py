@@ -83,6 +83,11 @@ def test_resumed_run_has_every_step_once(tmp_path, monkeypatch):
     assert steps_of(read_jsonl(tmp_path / "metrics.jsonl")) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_run_without_a_checkpoint_starts_over_without_its_lost_steps(tmp_path, monkeypatch):
+    verl_logs(tmp_path, range(1, 3), monkeypatch)
+    assert merge_metrics(tmp_path, upto=0) == []
+
+
 def test_validation_before_a_resumed_run_does_not_replace_the_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, "data": metrics(3)}) + "\n")
     (tmp_path / "verl.jsonl").write_text(json.dumps({"step": 3, "data": {"val-core/acc": 0.5}}) + '\n{"step": 4, "da')
@@ -240,6 +245,8 @@ def test_progress_is_one_line_with_flowrls_metrics():
     assert flowrl in progress_line(rows(2, **FLOWRL), 2)
     summary = summary_of(rows(2, **FLOWRL), [ACTOR], "RECIPE=flowrl")
     assert summary["recipe"] == "flowrl" and summary["flowrl"]["delta_std"] == {"first": 13.81, "last": 13.81}
+    longer = [row | {"data": row["data"] | FLOWRL | {"actor/flowrl/log_z": float(row["step"])}} for row in rows(9)]
+    assert summary_of(longer, [ACTOR], "RECIPE=flowrl")["flowrl"]["log_z"] == {"first": 1.0, "last": 7.0}
     assert "log_z                  -0.5 at the first step, -0.5 mean of the last 2" in summary_table(summary)
 
 

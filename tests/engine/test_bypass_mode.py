@@ -65,7 +65,7 @@ def log_prob_step(file: Path) -> ast.Module:
 
 def in_bypass_mode(file: Path, config, step: int) -> tuple[DataProto, dict]:
     """Run a trainer's step on a batch of two equal and two unequal log-probabilities; return batch and metrics."""
-    rows = {"rollout_log_probs": torch.tensor([[-2.0, -2.0, -2.0625, -9.0], [-1.9375, -9.0, -9.0, -9.0]])}
+    rows = {"rollout_log_probs": torch.tensor([[-2.0, -2.0, -2.0625, -9.0], [-1.75, -9.0, -9.0, -9.0]])}
     rows["response_mask"] = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
     rows["responses"] = rows["response_mask"].clone()
     batch, metrics = DataProto.from_dict(rows, meta_info={"a": 1}), {}
@@ -96,7 +96,8 @@ def test_bypass_mode_is_measured_for_the_metrics_alone(release, tmp_path, pytest
         measuring = OmegaConf.merge(config, {"trainer": {"mismatch_freq": 2}})
         _, metrics = in_bypass_mode(file, measuring, step=1)
         assert set(metrics) >= MEASURED and metrics[SHARE] == 0.5
-        assert metrics["training/weight_sync_diff"] == 0.03125
+        assert metrics["training/weight_sync_diff"] == 0.078125
+        assert metrics["rollout_corr/kl"] == 0.046875, "the mean of the rollout's minus the trainer's"
     for file in (tree / "verl").rglob("v1/trainer_base.py"):  # the job of tests/e2e runs that of the newest release
         assert file.read_text().count("measures_mismatch(self)") == 1
 

@@ -73,7 +73,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_difference_below_the_limit_is_accepted(name):
     changes, noise, spread = ACCEPTED[name]
-    assert check(**changes)(make_batch(noise, spread))
+    metrics = check(**changes)(make_batch(noise, spread))
+    assert metrics["training/weight_sync_spread"] == pytest.approx(spread, rel=0.1), "the trainer's, not the rollout's"
 
 
 @pytest.mark.parametrize("name", REFUSED)

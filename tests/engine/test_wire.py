@@ -1,12 +1,14 @@
 """Checkpoint engines and exports get the rollout's dtype, and an adapter its tensors."""
 
 import asyncio
+import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
-from precision import check_adapter, set_wire_dtype, wire_kwargs
+from precision import check_adapter, dtype_name, fp32_parameters, set_wire_dtype, wire_kwargs
 from support.methods import function
+from support.trees import patched_tree
 
 
 class AcceptsDtype:
@@ -65,3 +67,20 @@ def test_the_delta_engine_exports_in_the_rollouts_dtype(trees, tree, sent):
     sender = SimpleNamespace(rank=0, rollout_dtype=torch.float16, _shard_seeded=False)
     sender._send_full_seed = lambda weights, step: engine.wire_dtype
     assert asyncio.run(send(sender, engine)) == sent
+
+
+def test_vllm_reports_the_dtypes_of_the_weights_that_arrive_and_of_its_own(tmp_path, pytestconfig):
+    """In 0.8.0; the newest release's report is of trained jobs, tests/e2e."""
+    tree, reports = patched_tree("0.8.0", tmp_path, pytestconfig.getoption("verl_tree")), []
+    names = {"report": lambda **fields: reports.append(fields), "dtype_name": dtype_name, "logger": logging.getLogger()}
+    names |= {"fp32_parameters": fp32_parameters, "is_fp8_model": lambda config: False}
+    update = function(
+        tree / "verl/workers/rollout/vllm_rollout/utils.py", "vLLMColocateWorkerExtension._update_weights", **names
+    )
+    runner = SimpleNamespace(model=torch.nn.Linear(1, 1, dtype=torch.float16), kv_cache_dtype=torch.float8_e5m2)
+    runner.vllm_config = None
+    worker = SimpleNamespace(rank=0, model_runner=runner, _precision_reported=False, _iter_all_models=list)
+    for _ in range(2):
+        update(worker, [("weight", torch.ones(1, dtype=torch.bfloat16))], None, False)
+    (report,) = reports
+    assert (report["wire"], report["rollout"], report["kv_cache"]) == ("bfloat16", "float16", "float8_e5m2")

@@ -230,15 +230,22 @@ def test_python_that_does_not_exist_is_named():
     assert done.returncode == 2 and done.stderr.startswith("PYTHON=/no/such/file: no such file; Python 3.10 or later")
 
 
-TESTS = {"test-quick": ".venv cpu", "test": ".venv cpu workers", "test DEVICE=cuda": ".venv-cuda cuda workers"}
+USUAL = "not slow and not gpu and not"
+TESTS = {  # the folder of Python, what is set up, and the markers
+    "test-quick": (".venv", "cpu", f"{USUAL} subprocess"),
+    "test": (".venv", "cpu workers", f"{USUAL} recorded"),
+    "test DEVICE=cuda": (".venv-cuda", "cuda workers", f"{USUAL} recorded"),
+    "test-all": (".venv", "browser cpu workers", "not gpu"),
+    "test-all DEVICE=cuda": (".venv-cuda", "browser cuda workers", "slow or not slow"),
+}
 
 
 @pytest.mark.parametrize("words", TESTS)
-def test_tests_set_up_what_they_need(words):
-    python, *environments = TESTS[words].split()
+def test_tests_set_up_what_they_need_and_select_by_marker(words):
+    folder, environments, markers = TESTS[words]
     setup, command_line = make("--dry-run", *words.split()).stdout.splitlines()[1:3]
-    assert setup.split("scripts/setup_env.py")[1].split() == environments
-    assert command_line.removeprefix("exec ").startswith(f"{python}/bin/")
+    assert setup.split("scripts/setup_env.py")[1].strip() == environments
+    assert command_line.removeprefix("exec ").startswith(f"{folder}/bin/") and f' -m "{markers}"' in command_line
 
 
 # Of commands whose help is their own parser's.

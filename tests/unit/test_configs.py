@@ -55,6 +55,11 @@ def test_an_experiment_is_complete(experiment, algo, device, compose):
     assert config.trainer.total_training_steps > 0 and config.trainer.device == device
     assert config.actor_rollout_ref.rollout.name == "vllm"
     assert config.trainer.save_freq > 0, "without checkpoints nothing can be resumed"
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    if algo in ("dr_grpo", "pg_is"):
+        assert config.actor_rollout_ref.actor.loss_scale_factor == response
+    if experiment == "sanity_8gpu":
+        assert (prompt, response) == (1024, 8192), "its authors' own"
 
 
 @pytest.mark.parametrize(("experiment", "recipe", "device"), combined("recipe", least="flowrl_paper"))

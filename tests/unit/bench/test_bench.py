@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 
 import bench
 from lib.bench import host_calls, interleave, resource_usage
-from lib.bench.cost_report import write
+from lib.bench.cost_report import markdown, write
 from lib.bench.host_calls import HostCalls, profiled
 from lib.bench.interleave import machine_slug, rounds
 from lib.bench.layer_pass import dtypes_on
@@ -97,6 +97,7 @@ def test_ratio_is_the_median_over_the_rounds(tmp_path):
     assert write([alone, without], {}, "cuda", "Tesla T4", files) == files[:2], "no optimizer step, no figure"
     report = files[1].read_text()
     assert "| fp16 | 2250.00 | - | 4 | 1.00 | 3 |" in report and "1 rank(s) | 20 / 2 / 1 |" in report
+    assert "1 rank(s) | 9 / 1 |" in markdown([alone], {}, "cpu", "CPU"), "operators / reads"
     assert "- training step, foreach AdamW, 1 M, 1 rank(s), bf16: Tesla T4 has no bfloat16" in report
     assert "## Forward and backward" not in report and "## Training step" in report
 

@@ -146,7 +146,8 @@ def test_names_are_unique_and_everything_else_is_equal(launch):
         attention = "--no-flash-attn" if precision == "fp32" else "--flash-attn"
         assert attention in words, "flash attention supports only 16 bits"
         words.remove(attention)
-        assert words[words.index("--eval_steps") + 1] == "16"
+        for option, value in {"steps": "16", "temperature": "0.6", "top_p": "0.95"}.items():
+            assert words[words.index(f"--eval_{option}") + 1] == value
         alike.add(" ".join(words))
     assert given == {f"{algo}-{of}-seed{seed}": (of, seed) for algo, of, seed in product(WEIGHTS, REGIMES, "12")}
     assert len(alike) == len(WEIGHTS), "regimes and seeds of one objective differ in nothing else"

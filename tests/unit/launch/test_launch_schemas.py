@@ -19,6 +19,7 @@ CONFIGS = REPO / "configs/launch"
 # Every knob that becomes part of a job, with values that a careless manifest would misparse.
 KNOBS = IMAGE | {"EXPERIMENT": "arithmetic", "PRECISION": "bf16", "RECIPE": "flowrl", "STEPS": 9, "SEED": 7}
 KNOBS |= {"MODEL": "owner/it's: a #model", "OUT": "/shared/o${NNODES}ut", "NNODES": 3, "GPUS_PER_NODE": 4}
+KNOBS |= {"CPUS": 32, "MEMORY": "512Gi", "HEAD_CPUS": 2, "HEAD_MEMORY": "8Gi"}
 KNOBS |= {"HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET}
 
 
@@ -130,9 +131,9 @@ def test_rayjob_has_the_fields_of_kuberay_and_requests_what_the_knobs_set(rayjob
     (workers,) = rayjob["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 3
     assert workers["rayStartParams"] == {"num-gpus": "4"}
-    head, worker = pods(rayjob)
-    assert worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
-    assert "nvidia.com/gpu" not in head["containers"][0]["resources"]["limits"]
+    head, worker = (pod["containers"][0]["resources"] for pod in pods(rayjob))
+    assert worker["requests"] == worker["limits"] == {"cpu": "32", "memory": "512Gi", "nvidia.com/gpu": 4}
+    assert head["requests"] == head["limits"] == {"cpu": "2", "memory": "8Gi"}
     head_group = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]
     assert head_group["serviceType"] == "ClusterIP", "the dashboard, open to the pods, stays within the cluster"
     assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "only run.py"

@@ -19,7 +19,7 @@ from lib.patches.precision_module import load_precision
 from lib.paths import REPO
 from lib.probe import fp16_range
 from lib.probe.fp16_range import HEADROOM, Fp16Assessment, ModuleRange, assess, flushed_share, overrides, verdict
-from lib.probe.fp16_report import conclusions, findings
+from lib.probe.fp16_report import conclusions, findings, table_csv
 from lib.run.vllm_float16 import Float16Support
 from recipes.arithmetic import families
 from recipes.arithmetic.model import build_model
@@ -156,6 +156,11 @@ def test_flushed_share_and_loss_scale_match_fp16(model):
     ranges, assessment = assessed(model)
     for kind, counts in (("weights", assessment.weights), ("activations", assessment.activations)):
         assert findings(ranges, assessment)[f"flushed, {kind}"].startswith(f"{flushed_share(counts, 0):.2%} of ")
+    for row in csv.DictReader(table_csv(ranges, assessment).splitlines()):
+        record = ranges[row["module"]]
+        counts = record.output_gradient_counts + record.weight_gradient_counts
+        shares = [row["flushed at 1"], row[f"flushed at 2^{assessment.log2_scale}"]]
+        assert shares == [str(flushed_share(counts, log2)) for log2 in (0, assessment.log2_scale)]
     weights, outputs = gradients(model)
     for kind, tensors, counts in (("w", weights, assessment.weights), ("a", outputs, assessment.activations)):
         at_1, at_scale = (share_flushed(tensors, scale) for scale in (1.0, assessment.scale))

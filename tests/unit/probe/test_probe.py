@@ -106,6 +106,8 @@ def test_report_covers_every_variant(probes):
     assert len(rows) == 18 and done.stderr.count("8/8") >= len(rows), "a bar for each"
     row = rows["bf16", "fp32", "none"]
     assert (row["prompts"], row["sequences"]) == (8, 128) and 64 < row["longest"] * 128 >= row["tokens"]
+    mixed = rows["bf16_train_fp16_infer", "fp32", "none"]
+    assert (mixed["train"], mixed["infer"]) == ("bf16", "fp16")
     lengths = {point["length"]: point for point in row["curve"]}
     assert lengths[16]["measured"] and not lengths[512]["measured"] and not lengths[32768]["measured"]
     assert 0 < lengths[32768]["ess"]["low"] <= lengths[32768]["ess"]["value"] <= lengths[32768]["ess"]["high"] < 1

@@ -41,6 +41,8 @@ def test_tensorboard_has_the_records_of_metrics_jsonl(out):
     texts = {"amp_source": "command line", "effective_dtype": "float16"}
     for record in recorded:
         assert texts.items() <= record.items() and record["amp_enabled"] is True
+        seconds = record["rollout_seconds"] + record["update_seconds"]
+        assert record["steps_per_second"] == pytest.approx(32 / seconds)
     for name in ("amp_enabled", "overflow_steps", "loss_scale", "ratio_deviation", "return_mean", "policy_loss"):
         expected = {record["steps"]: float(record[name]) for record in recorded if record[name] is not None}
         shown = {event.step: event.value for event in board.Scalars(name)}

@@ -13,7 +13,7 @@ from lib.errors import Refused
 Answers = dict[str, list[tuple[str, float]]]  # by prompt the answers and their scores
 BEFORE = {"47=": [("7+40", 1.0), ("12+35", 1.0), ("1+1", 0.0), ("", 0.0)], "12=": [("6+6", 1.0)] * 2 + [("", 0.0)] * 2}
 ONE = {"47=": [("7+40", 1.0)] * 4, "12=": [("6+6", 1.0)] * 4}
-MANY = {"47=": [("7+40", 1.0), ("12+35", 1.0)] * 2, "12=": [("6+6", 1.0)] * 3 + [("", 0.0)]}
+MANY = {"47=": [("7+40", 1.0)] * 3 + [("12+35", 1.0)], "12=": [("6+6", 1.0)] * 3 + [("", 0.0)]}
 
 
 def validated(out: Path, steps: dict[int, Answers]) -> Path:
@@ -40,9 +40,9 @@ def test_right_answers_are_counted_in_the_validations(tmp_path, capsys):
     assert one["0"] == before and (before["accuracy"], before["distinct_right_answers"]) == (0.5, 1.5)
     assert one["10"] == dict.fromkeys(after, 1.0)
     assert (after["accuracy"], after["distinct_right_answers"]) == (7 / 8, 1.5)
-    assert after["effective_right_answers"] == pytest.approx(1.5)
-    half = {"7+40": 0.5, "12+35": 0.5}
-    assert content["shares_of_right_answers"]["47="] == {"before": half, "one": {"7+40": 1.0}, "many": half}
+    assert after["effective_right_answers"] == pytest.approx((4 / 3**0.75 + 1) / 2), "of 3/4 and 1/4, and of 1"
+    shares = {"before": {"7+40": 0.5, "12+35": 0.5}, "one": {"7+40": 1.0}, "many": {"7+40": 0.75, "12+35": 0.25}}
+    assert content["shares_of_right_answers"]["47="] == shares
     assert content["runs"][0]["asked"]["SEED"] == 3
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "one                  step  10: 1 accuracy, 1 distinct right answers" in capsys.readouterr().out
@@ -53,7 +53,7 @@ def test_text_counts_if_the_reward_function_returns_no_answer(tmp_path):
     for file in (folder / "validation").iterdir():
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "answer"}) + "\n" for row in rows))
-    assert diversity.read_validations(folder)[10]["47="] == ["text 7+40", "text 12+35"] * 2
+    assert diversity.read_validations(folder)[10]["47="] == ["text 7+40"] * 3 + ["text 12+35"]
 
 
 BOTH = {0: BEFORE, 10: MANY}

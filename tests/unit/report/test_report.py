@@ -137,6 +137,8 @@ def test_passing_and_collapse_are_looked_for_in_all_steps(tmp_path):
     report = built(pairs)
     assert report.common == tuple(range(1, 11))
     assert [(entry.passed, entry.collapsed) for entry in report.entries] == [(5, 13), (15, None), (None, None)]
+    cards = re.findall(r"passes 0.95: (\d) of 1,\s+collapsed: (\d)<", page(report))
+    assert cards == [("1", "1"), ("1", "0"), ("0", "0")]
 
 
 def test_steps_at_which_runs_passed():

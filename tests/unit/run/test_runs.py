@@ -187,7 +187,9 @@ def test_summary_reports_the_measurements():
     assert (summary["wall_s"], summary["peak_memory_gib"], summary["patch_stamp"]) == (83.2, 6.5, STAMP)
     actor = {"compute": "float16", "loss_scaling": True}
     assert summary["effective_dtypes"] == {"actor": actor, "rollout": {"rollout": "float16"}}
-    assert "0.600 mean of the last 5" in summary_table(summary)
+    table = summary_table(summary)
+    assert "0.100 at the first step, 0.600 mean of the last 5" in table
+    assert "rollout_probs_diff_mean 4.50e-05, k3_kl 4.50e-07 (run means)" in table
     summary = summary_of(rows(2), [ACTOR, ACTOR | {"rank": 1, "compute": "bfloat16", "stamp": None}])
     assert summary["patch_stamp"] == [STAMP, None] and "workers differ" in summary_table(summary)
     assert [report["compute"] for report in summary["effective_dtypes"]["actor"]] == ["float16", "bfloat16"]

@@ -6,15 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.report_runs import write_metrics
 
 import verify_gpu
 from lib.errors import Refused
+from lib.files import write_json
 from lib.run.gpus import Gpu
+from lib.run.metrics import PROBS_DIFF, REWARD, SECONDS
 from lib.verify import state
 from lib.verify.record import Verification, device_name
 from lib.verify.report import markdown, write
 from lib.verify.step import Step, VerifiedDevice
-from lib.verify.steps import STAGES, STEPS, outcomes
+from lib.verify.steps import STAGES, STEPS, outcomes, trained
 
 SLEEP = "import time; time.sleep(600)"
 FAIL = "print('first line'); raise SystemExit('the cause')"
@@ -138,13 +141,17 @@ def test_state_of_gpus_is_that_of_the_reports(tmp_path):
 
 
 def test_jobs_are_tabled_and_drawn(tmp_path):
-    record = Verification.open(tmp_path, "CPU")
-    run = dict.fromkeys(("s_per_step", "k3", "probs_diff", "answer_tokens", "reward_first", "reward_last"), 0.5)
-    run |= {"memory_gib": None, "skipped_steps": None, "loss_scale": None}
+    record, data = Verification.open(tmp_path, "CPU"), {}
+    for step, (seconds, diff) in enumerate([(90.0, 0.5), (70.0, 3e-3), (4.0, 3e-3), (2.0, 3e-3), (3.0, 3e-3)], 1):
+        data[step] = {REWARD: 0.5, SECONDS: seconds, PROBS_DIFF: diff, "response_length/mean": 20.0 + step}
+        data[step]["actor/perf/max_memory_allocated_gb"] = 7.5 - step
+    write_metrics(tmp_path / "run/metrics.jsonl", data)
+    summary = {"k3_kl": 0.5, "k3_kl_median": 2e-5, "reward_first": 0.25, "reward_last": 0.75, "effective_dtypes": {}}
+    write_json(tmp_path / "run/summary.json", summary | {"skipped_steps": 1, "loss_scale": 64.0})
     for each in (each for each in STEPS if each.stage == "job"):
-        record.add(each, {"status": "passed", "seconds": 61.0, "values": run})
+        record.add(each, {"status": "passed", "seconds": 61.0, "values": trained(tmp_path)})
     text = markdown(record)
-    assert "| sanity | bf16 | 0.50 | 5.0e-01 | 5.0e-01 | 0 | 0.500 → 0.500 | - | - | - |" in text
+    assert "| sanity | bf16 | 3.00 | 2.0e-05 | 3.0e-03 | 23 | 0.250 → 0.750 | 6.5 | 1 | 64 |" in text
     assert text.count("| 1:01 |") == 8 and (tmp_path / "cpu-jobs.png").stat().st_size > 10_000
 
 

@@ -230,7 +230,13 @@ def test_python_that_does_not_exist_is_named():
     assert done.returncode == 2 and done.stderr.startswith("PYTHON=/no/such/file: no such file; Python 3.10 or later")
 
 
-TESTS = {"test-quick": ".venv cpu", "test": ".venv cpu workers", "test DEVICE=cuda": ".venv-cuda cuda workers"}
+TESTS = {
+    "test-quick": ".venv cpu",
+    "test": ".venv cpu workers",
+    "test DEVICE=cuda": ".venv-cuda cuda workers",
+    "test-all": ".venv browser cpu workers",
+    "test-all DEVICE=cuda": ".venv-cuda browser cuda workers",
+}
 
 
 @pytest.mark.parametrize("words", TESTS)
@@ -239,6 +245,7 @@ def test_tests_set_up_what_they_need(words):
     setup, command_line = make("--dry-run", *words.split()).stdout.splitlines()[1:3]
     assert setup.split("scripts/setup_env.py")[1].split() == environments
     assert command_line.removeprefix("exec ").startswith(f"{python}/bin/")
+    assert ("not gpu" in command_line) == (words != "test-all DEVICE=cuda")
 
 
 # Of commands whose help is their own parser's.

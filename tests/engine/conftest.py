@@ -1,6 +1,7 @@
 """Import verl's modules by themselves, and run the engine's cases."""
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from support.engine_rows import Row, upstream_outcomes
 from support.fork_server import JobError
+from support.recorded import RECORDINGS
 from support.trees import RELEASE
 
 from lib.patches.precision_module import load_precision
+from lib.patches.releases import OAT, VERL
 from lib.paths import REPO
 
 
@@ -26,14 +29,29 @@ def load(file: Path) -> ModuleType:
 
 
 def pytest_configure(config):
-    """Make ``import precision``, ``manifest``, ``mismatch`` and ``weight_sync`` work without the rest of verl."""
+    """Make these of verl's modules work without the rest of verl: ``precision``, ``lora_merge``, ``manifest``,
+    ``mismatch`` and ``weight_sync``."""
     root = config.getoption("verl_tree") or REPO / "patches/verl/files"
     utils = root / "verl/utils"
     load(utils / "checkpoint/manifest.py")
+    load(utils / "lora_merge.py")
     load(utils / "mismatch.py")
     with pytest.MonkeyPatch.context() as patch:  # other tests may have loaded it
         patch.setitem(sys.modules, "verl.utils.precision", load_precision(root, "precision"))
         load(utils / "weight_sync.py")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is applied
+def pytest_collection_modifyitems(config, items):
+    """Mark the tests of hooks that `make test` need not run as slow, except for a release whose tree is given."""
+    needed = set()
+    for framework in (VERL, OAT):
+        tree = config.getoption(f"{framework.name}_tree")
+        needed |= {json.loads((tree / framework.stamp).read_text())["release"]} if tree else set()
+        needed |= RECORDINGS[framework].live()
+    for item in items:
+        if item.path.name == "test_hooks.py" and item.callspec.params["release"] not in needed:
+            item.add_marker("slow")
 
 
 @pytest.fixture

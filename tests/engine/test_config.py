@@ -64,6 +64,10 @@ REFUSED = {
         ["+precision=bf16", f"{MIXED}=fp16"],
         ["dtype=bfloat16 and fsdp_config.dtype=float16 contradict"],
     ),
+    "half precision masters of a critic beside the actor's adapters": (
+        [FP16, "critic.fsdp.model_dtype=fp16", "actor_rollout_ref.model.lora_rank=8"],
+        ["critic: model_dtype=fp16", "model_dtype=fp32"],
+    ),
     "torchtitan": ([FP16, "model_engine=torchtitan"], ["dtype=float16", "strategy=torchtitan"]),
     **{
         f"contradicting {engine} keys of {role}": (

@@ -1,6 +1,7 @@
 """Configs of the workers and SFT trainers of verl up to 0.7.1."""
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 from precision import GradScalerConfig, Precision, check_sft, check_workers, sft_precision, worker_scaler
 
@@ -54,6 +55,7 @@ ACTOR, ROLLOUT, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout",
         (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float16", f"{ACTOR}.dtype=float16", f"{ACTOR}.strategy=fsdp2"),
         (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float16", f"{ACTOR}.strategy=fsdp"),
         ("critic.strategy=megatron", "critic.megatron.dtype=float16"),  # upstream's own
+        ("critic.dtype=float16", f"{CRITIC}.model_dtype=fp16", "critic.model.lora_adapter_path=adapter"),
     ],
 )
 def test_supported_worker_configs_pass(overrides):
@@ -67,6 +69,10 @@ def test_supported_worker_configs_pass(overrides):
         (
             ["critic.dtype=float16", f"{CRITIC}.dtype=bfloat16"],
             "critic.dtype=float16 and model.fsdp_config.dtype=bfloat16 contradict each other",
+        ),
+        (
+            ["critic.dtype=float16", f"{CRITIC}.model_dtype=fp16", "actor_rollout_ref.model.lora_adapter_path=adapter"],
+            f"{CRITIC}.model_dtype=fp16 with dtype=float16 makes the optimizer's weights half precision",
         ),
         ([f"{ACTOR}.fsdp_config.grad_scaler.init_scale=x"], f"{ACTOR}.fsdp_config.grad_scaler.init_scale=x must be a"),
         ([f"{ROLLOUT}.dtype=fp8"], f"{ROLLOUT}.dtype=fp8 is unknown to the rollout"),
@@ -99,6 +105,7 @@ OVERLAY = {"actor_rollout_ref": {"actor": {"dtype": "float16"}}}  # +precision=f
     "config",
     [
         {"engine": FSDP_ENGINE | {"mixed_precision": {"param_dtype": "fp16"}}},
+        {"engine": {"strategy": "fsdp2", "dtype": "float16"}},
         {"engine": FSDP_ENGINE} | OVERLAY,
         {"engine": {"dtype": "bfloat16"}} | OVERLAY,  # Megatron
     ],
@@ -110,10 +117,12 @@ def test_fp16_sft_on_a_model_engine_is_refused(config):
         check_sft(OmegaConf.create(config))
 
 
-def test_sft_accepts_either_of_two_keys():
-    def precision(dtype, engine):
-        return sft_precision(OmegaConf.create({"dtype": dtype, "model": {"fsdp_config": {"dtype": engine}}}))
+def test_sft_accepts_either_of_two_keys_and_adapters_over_a_base_in_fp16():
+    def precision(dtype, engine, **model):
+        return sft_precision(OmegaConf.create({"dtype": dtype, "model": {"fsdp_config": {"dtype": engine}} | model}))
 
     assert precision(None, "float16").loss_scaling and precision("fp16", "float16").loss_scaling
+    adapted = precision(None, None, fsdp_config={"dtype": "float16", "model_dtype": "float16"}, lora_rank=8)
+    assert (adapted.base, adapted.master) == (torch.float16, torch.float32)
     with pytest.raises(ValueError, match="^dtype=float16 and model.fsdp_config.dtype=bfloat16 contradict each other"):
         precision("float16", "bfloat16")

@@ -1,5 +1,7 @@
 """LoRA over a frozen base in 16 bits, with verl's engine on gloo ranks."""
 
+import torch
+from lora_merge import merge_in_fp32
 from support.engine_rows import by_case
 
 
@@ -26,6 +28,13 @@ def test_merged_weights_keep_small_adapters_and_the_base(patched, pristine):
             assert rank[dtype] == {"dtypes": ["float32"], "named_as_base": True, "repeats": True, "base_kept": True}
             assert lost < 1e-3
     assert pristine[0]["bfloat16"]["lost"] > 0.9, "most lie below half the distance of two values of bf16"
+
+
+def test_merged_weight_is_a_copy_of_a_base_in_fp32_too():
+    """On one rank FSDP2 passes the parameter itself."""
+    weight = torch.ones(2, 2)
+    merge_in_fp32(weight, None).add_(1)
+    assert torch.equal(weight, torch.ones(2, 2))
 
 
 @by_case("lora_merge_in_outer_units", fsdp="quick")

@@ -62,6 +62,7 @@ ACCEPTED = {
 }
 REFUSED = {
     "scrambled experts of a tiny Qwen3-MoE": ({}, 0.057, 0.4),
+    "FSDP2": ({"actor__strategy": "fsdp2"}, 0.057, 0.4),
     "fp32 on both sides": ({"actor__fsdp_config__dtype": "fp32", "rollout__dtype": "float32"}, 0.05, 0.5),
     "param_dtype beside it": ({"actor__fsdp_config__mixed_precision": {"param_dtype": "fp16"}, **BF16}, 0.05, 0.5),
     "without spread": ({}, 0.02, 1e-6),

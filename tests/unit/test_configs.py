@@ -82,6 +82,16 @@ def test_preset_of_a_gpu_passes_verls_checks(preset, compose):
     assert config.actor_rollout_ref.actor.fsdp_config.use_torch_compile != old
 
 
+def test_fp32_needs_no_flash_attention(compose):
+    config = compose(experiment="gsm8k_8gpu", algo="ppo", device="cuda", precision="fp32")
+    for model in (config.actor_rollout_ref.model, config.critic.model):
+        assert model.override_config.attn_implementation == "sdpa" and not model.use_remove_padding
+
+
+def test_hf_server_overrides_the_mode_of_hf(compose):
+    assert compose(args=("+releases=hf_server",)).actor_rollout_ref.rollout.mode == "async"
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
 def test_a_file_is_global_and_opens_with_its_command(file):
     first, *lines = file.read_text().splitlines()

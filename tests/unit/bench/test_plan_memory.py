@@ -252,6 +252,9 @@ def test_plan_follows_the_configuration():
     assert scored["actor, loss"]["logits"] == 2 * usual.moments["actor, loss"]["logits"]
     other = changed("critic.model.path=Qwen/Qwen2.5-32B", ALGO="ppo")
     assert other.moments["critic, step"]["gradients"] > 4 * critic.moments["critic, step"]["gradients"]
+    kept = changed("critic.model.enable_gradient_checkpointing=false", ALGO="ppo").moments
+    assert kept["actor, loss"] == critic.moments["actor, loss"]
+    assert kept["critic, loss"]["activations"] > 4 * critic.moments["critic, loss"]["activations"]
     reference = changed(RECIPE="flowrl")
     assert "reference, words" in reference.moments and "reference, words" not in usual.moments
 

@@ -76,6 +76,7 @@ REFUSED = {
     "GPUS=0": "GPUS=0: must be a whole number of at least 1",
     "GPUS=6": "GPUS=6: must divide the 64 prompts of a round",
     "TRAIN=/no/data": f"TRAIN=/no/data: has no split train {WRITTEN}",
+    "EVAL=/no/data": f"EVAL=/no/data: has no split test {WRITTEN}",
     "TEST_SPLIT=test,aime": f"EVAL={{data}}: has no split aime {WRITTEN}",
     "TEST_SPLIT=unanswered": "EVAL={data}: its split unanswered has no column answer",
     "TEMPLATE=llama3": f"TEMPLATE=llama3: OAT {NEWEST} has qwen_math, r1, no, r1_distill_qwen, qwen3",
@@ -163,6 +164,13 @@ def server(tmp_path_factory) -> Iterator[ForkServer]:
 def test_buffer_of_a_learner_holds_its_share_of_a_round(gpus, share, launch):
     words = shlex.split(launch("--dry-run", ALGO="grpo", PRECISION="fp16", GPUS=gpus).stdout)
     assert words[words.index("--pi_buffer_maxlen_per_device") + 1] == share
+
+
+@pytest.mark.parametrize("release", load_releases(framework=OAT))
+def test_oats_own_weights_are_off_where_it_has_them(release, launch, tmp_path):
+    tree = patched_tree(release, tmp_path / "tree", None, OAT)
+    words = shlex.split(launch("--dry-run", tree=tree).stdout)
+    assert ("--tis_c" in words) == ("tis_c:" in (tree / "oat/algorithms/ppo.py").read_text())
 
 
 @pytest.mark.releases

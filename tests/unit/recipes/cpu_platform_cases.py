@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -106,6 +107,28 @@ def experts() -> float:
         for weight, index in zip(weights[row], indices, strict=True):
             exact[row] += weight * expert(x[row].float(), index)
     return ((out - exact).norm() / exact.norm()).item()
+
+
+def repeats() -> dict[str, int]:
+    """Return the number of responses to a prompt that the repaired hf rollouts of old releases sample, of 4."""
+    from omegaconf import DictConfig
+
+    import verl
+    from recipes.cpu.legacy import repair_hf_rollout
+
+    found = {}
+    for release in ("0.4.1", "0.5.0"):
+
+        class HFRollout:
+            def __init__(self, module: None, config: DictConfig):
+                self.n = config.n
+
+            _generate_minibatch = None
+
+        verl.__version__ = release
+        repair_hf_rollout(SimpleNamespace(HFRollout=HFRollout))
+        found[release] = HFRollout(None, DictConfig({"n": 4})).n
+    return found
 
 
 def outcome(name: str) -> object:

@@ -30,7 +30,7 @@ def outcomes(*names: str, **variables: str) -> dict:
 @pytest.fixture(scope="module")
 def adapted() -> dict:
     """The outcomes in a process that loads the platform by verl's own hook."""
-    return outcomes(*SHARED, "selected", "pinned", "attention", "products", **CPU_PLATFORM)
+    return outcomes(*SHARED, "selected", "pinned", "attention", "products", "repeats", **CPU_PLATFORM)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,10 @@ def test_verl_selects_the_cpu_and_what_it_asks_of_a_gpu_works(adapted):
     """FSDP pins what it offloads, and verl builds a critic with its default attention."""
     assert adapted["selected"] == ["cpu", "cpu", "cpu:0", "gloo", "cpu"]
     assert (adapted["pinned"], adapted["attention"]) == (1.0, "sdpa")
+
+
+def test_hf_rollout_repeats_prompts_unless_the_trainer_has(adapted):
+    assert adapted["repeats"] == {"0.4.1": 4, "0.5.0": 1}
 
 
 def test_autocast_rounds_where_cudas_does(adapted, plain):

@@ -1,5 +1,6 @@
 """FlowRL's trainer without its workers: metrics, log Z of groups, and the refusal of a config without settings."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 
+from lib.run.job import compose, parse_job
 from recipes.flowrl import trainer as flowrl_trainer
 from recipes.flowrl.trainer import FlowRLTrainer, diversity
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -52,6 +54,16 @@ def test_trainer_without_settings_names_the_override_that_adds_them():
     config = OmegaConf.create({"actor_rollout_ref": {"actor": {}}, "trainer": {"v1": {"trainer_mode": "flowrl"}}})
     with pytest.raises(ValueError, match=r"^trainer.v1.trainer_mode=flowrl: .* add \+recipe=flowrl$"):
         FlowRLTrainer(config)
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_actor_is_flowrls_worker_with_and_without_a_reference(reference):
+    trainer = object.__new__(FlowRLTrainer)
+    job = ["DEVICE=cpu", "RECIPE=flowrl", f"ARGS=actor_rollout_ref.actor.use_kl_loss={reference}"]
+    trainer.config = compose(parse_job(job), Path("out"))
+    trainer._init_resource_pool_mgr()
+    (worker,) = trainer.role_worker_mapping.values()
+    assert worker.__ray_metadata__.class_name == "FlowRLWorker"
 
 
 @pytest.mark.parametrize(("anchor", "expected"), [("ref", [2.0, 4.5, 2.0]), ("old", [1.5, 3.0, 1.5])])

@@ -5,11 +5,12 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import hydra
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lib import cli
-from lib.paths import CONFIGS
+from lib.paths import CONFIGS, REPO
 from lib.run.job import compose as compose_job
 from lib.run.job import parse_job
 from lib.run.presets import FLASH_ATTENTION, PRESETS
@@ -18,6 +19,16 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 # configs/amp and configs/launch are no Hydra configs
 FILES = sorted(file for file in CONFIGS.rglob("*.yaml") if file.parent.name not in ("amp", "launch"))
+# Optimizer steps on each batch, by experiment.
+UPDATES = dict.fromkeys(("arithmetic", "recall", "sanity_cpu", "terms"), 1) | {"flowrl_7b": 16}
+UPDATES |= dict.fromkeys(("gsm8k_1gpu", "gsm8k_8gpu", "sanity_8gpu", "dense_7b", "dense_32b", "moe_30b"), 4)
+# By objective: whether a group's spread divides its advantages, the average of the loss, the weights and their bound.
+OBJECTIVES = {
+    "grpo": (True, "token-mean", None, 2),
+    "ppo": (True, "token-mean", None, 2),
+    "dr_grpo": (False, "seq-mean-token-sum-norm", None, 2),
+    "pg_is": (False, "seq-mean-token-sum-norm", "sequence", 1e6),
+}
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +66,13 @@ def test_an_experiment_is_complete(experiment, algo, device, compose):
     assert config.trainer.total_training_steps > 0 and config.trainer.device == device
     assert config.actor_rollout_ref.rollout.name == "vllm"
     assert config.trainer.save_freq > 0, "without checkpoints nothing can be resumed"
+    actor, critic, weights = config.actor_rollout_ref.actor, config.critic, config.algorithm.rollout_correction
+    assert config.data.train_batch_size == UPDATES[experiment] * actor.ppo_mini_batch_size
+    objective = (config.algorithm.norm_adv_by_std_in_grpo, actor.loss_agg_mode)
+    assert (*objective, weights.rollout_is, weights.rollout_is_threshold) == OBJECTIVES[algo]
+    assert "norm" not in actor.loss_agg_mode or actor.loss_scale_factor == config.data.max_response_length
+    for key in ("param_offload", "optimizer_offload"):
+        assert critic.fsdp[key] == actor.fsdp_config[key], "the rollout needs the memory of both"
 
 
 @pytest.mark.parametrize(("experiment", "recipe", "device"), combined("recipe", least="flowrl_paper"))
@@ -66,13 +84,15 @@ def test_recipe_accepts_every_experiment(experiment, recipe, device, compose):
     assert type(actor).__module__ == "recipes.flowrl.config" and actor.flowrl.beta == 15
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_preset_of_a_gpu_passes_verls_checks(preset, compose):
-    config = compose(experiment="gsm8k_8gpu", algo="ppo", device="cuda", gpu_overrides=(f"+device={preset}",))
+@pytest.mark.parametrize(("preset", "precision"), [*product(PRESETS, ["fp16"]), ("hopper", "fp32")])
+def test_preset_of_a_gpu_passes_verls_checks(preset, precision, compose):
+    on_gpu = {"algo": "ppo", "device": "cuda", "gpu_overrides": (f"+device={preset}",)}
+    config = compose(experiment="gsm8k_8gpu", precision=precision, **on_gpu)
     old = PRESETS[preset] < FLASH_ATTENTION
+    without = old or precision == "fp32"  # flash attention is for 16 bits alone
     for model in (config.actor_rollout_ref.model, config.critic.model):
-        assert model.override_config.get("attn_implementation") == ("sdpa" if old else None)
-        assert model.use_remove_padding != old
+        assert model.override_config.get("attn_implementation") == ("sdpa" if without else None)
+        assert model.use_remove_padding != without
     assert config.actor_rollout_ref.rollout.enforce_eager == old
     assert config.actor_rollout_ref.actor.fsdp_config.use_torch_compile != old
 
@@ -83,3 +103,15 @@ def test_a_file_is_global_and_opens_with_its_command(file):
     opening = "".join(line for line in lines[: next(i for i, line in enumerate(lines) if line[:1] != "#")])
     assert first == "# @package _global_", "without it the file would silently have no effect"
     assert "make run" in opening or "verl.trainer.main_ppo" in opening
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
+def test_a_file_wins_over_those_that_it_extends(file):
+    with hydra.initialize_config_dir(str(CONFIGS), version_base=None):
+        composed = hydra.compose(overrides=[f"+{file.parent.name}={file.stem}"])
+    own = OmegaConf.load(file)
+    own.pop("defaults", None)
+    assert OmegaConf.to_container(OmegaConf.merge(composed, own)) == OmegaConf.to_container(composed)
+    if agent := OmegaConf.select(composed, "actor_rollout_ref.rollout.agent.default_agent_loop"):
+        (loop,) = OmegaConf.load(REPO / composed.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+        assert agent == loop.name, "verl would sample by a loop of its own"

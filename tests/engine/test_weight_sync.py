@@ -2,6 +2,7 @@
 
 import copy
 import re
+from itertools import product
 from types import SimpleNamespace
 
 import hydra
@@ -9,11 +10,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from support.recorded import every_release
+from support.trees import patched_tree
 from weight_sync import WeightSyncCheck, WeightSyncError, check_weight_sync
 
-from lib.patches.apply import apply
 from lib.patches.releases import VERL
-from lib.patches.wheels import unpacked_wheel
 
 CONFIG = {
     "trainer": {"check_weight_sync": True},
@@ -123,9 +123,8 @@ def test_check_is_off_if_log_probs_are_not_comparable(off):
 
 
 @pytest.mark.parametrize("release", every_release(VERL))
-def test_every_trainer_of_a_release_checks_its_first_batch(release, tmp_path):
-    tree = unpacked_wheel(release, tmp_path)
-    apply(tree)
+def test_every_trainer_of_a_release_checks_its_first_batch(release, tmp_path, pytestconfig):
+    tree = patched_tree(release, tmp_path, pytestconfig.getoption("verl_tree"))
     compares = re.compile(r"calculate_debug_metrics\(\w+\)|if \"rollout_log_probs\" in batch\.batch\.keys\(\)")
     trainers = [file for file in (tree / "verl").rglob("*.py") if ".precision" not in str(file)]
     found = [file for file in trainers if "rollout_probs_diff" in (text := file.read_text()) or compares.search(text)]
@@ -133,9 +132,11 @@ def test_every_trainer_of_a_release_checks_its_first_batch(release, tmp_path):
     assert found
     for file in found:
         assert file.read_text().count("metrics.update(check_weight_sync(self, ") == 1, file
-    with hydra.initialize_config_dir(config_dir=str(tree / "verl/trainer/config"), version_base=None):
-        for name in ("vllm", "sglang"):
-            config = hydra.compose("ppo_trainer", overrides=[f"actor_rollout_ref.rollout.name={name}"])
+    folder = tree / "verl/trainer/config"
+    with hydra.initialize_config_dir(config_dir=str(folder), version_base=None):
+        names = [name for name in ("ppo_trainer", "ppo_megatron_trainer") if (folder / f"{name}.yaml").exists()]
+        for name, rollout in product(names, ("vllm", "sglang")):
+            config = hydra.compose(name, overrides=[f"actor_rollout_ref.rollout.name={rollout}"])
             assert config.trainer.check_weight_sync is True
             with pytest.raises(WeightSyncError):
                 check_weight_sync(SimpleNamespace(config=config), make_batch(noise=5.0))

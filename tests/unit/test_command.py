@@ -225,6 +225,13 @@ def test_make_uses_the_first_recent_python(tmp_path, pythons, chosen, words):
     assert done.stderr.startswith(f"{named}Python 3.10 or later is needed; install it, or name it: make PYTHON=")
 
 
+def test_clean_keeps_runs_and_data(tmp_path):
+    for name in (".venv", ".cache", "outputs", "data"):
+        (tmp_path / name).mkdir()
+    assert make("-C", str(tmp_path), "-f", str(REPO / "Makefile"), "clean").returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"outputs", "data"}
+
+
 def test_python_that_does_not_exist_is_named():
     done = make("check", "PYTHON=/no/such/file")
     assert done.returncode == 2 and done.stderr.startswith("PYTHON=/no/such/file: no such file; Python 3.10 or later")

@@ -5,11 +5,12 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import hydra
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lib import cli
-from lib.paths import CONFIGS
+from lib.paths import CONFIGS, REPO
 from lib.run.job import compose as compose_job
 from lib.run.job import parse_job
 from lib.run.presets import FLASH_ATTENTION, PRESETS
@@ -18,6 +19,16 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 # configs/amp and configs/launch are no Hydra configs
 FILES = sorted(file for file in CONFIGS.rglob("*.yaml") if file.parent.name not in ("amp", "launch"))
+# Optimizer steps on each batch, by experiment.
+UPDATES = dict.fromkeys(("arithmetic", "recall", "sanity_cpu", "terms"), 1) | {"flowrl_7b": 16}
+UPDATES |= dict.fromkeys(("gsm8k_1gpu", "gsm8k_8gpu", "sanity_8gpu", "dense_7b", "dense_32b", "moe_30b"), 4)
+# By objective: whether a group's spread divides its advantages, the average of the loss, the weights and their bound.
+OBJECTIVES = {
+    "grpo": (True, "token-mean", None, 2),
+    "ppo": (True, "token-mean", None, 2),
+    "dr_grpo": (False, "seq-mean-token-sum-norm", None, 2),
+    "pg_is": (False, "seq-mean-token-sum-norm", "sequence", 1e6),
+}
 
 
 @pytest.fixture(scope="session")
@@ -55,11 +66,15 @@ def test_an_experiment_is_complete(experiment, algo, device, compose):
     assert config.trainer.total_training_steps > 0 and config.trainer.device == device
     assert config.actor_rollout_ref.rollout.name == "vllm"
     assert config.trainer.save_freq > 0, "without checkpoints nothing can be resumed"
-    prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    if algo in ("dr_grpo", "pg_is"):
-        assert config.actor_rollout_ref.actor.loss_scale_factor == response
+    actor, critic, weights = config.actor_rollout_ref.actor, config.critic, config.algorithm.rollout_correction
+    assert config.data.train_batch_size == UPDATES[experiment] * actor.ppo_mini_batch_size
+    objective = (config.algorithm.norm_adv_by_std_in_grpo, actor.loss_agg_mode)
+    assert (*objective, weights.rollout_is, weights.rollout_is_threshold) == OBJECTIVES[algo]
+    assert "norm" not in actor.loss_agg_mode or actor.loss_scale_factor == config.data.max_response_length
+    for key in ("param_offload", "optimizer_offload"):
+        assert critic.fsdp[key] == actor.fsdp_config[key], "the rollout needs the memory of both"
     if experiment == "sanity_8gpu":
-        assert (prompt, response) == (1024, 8192), "its authors' own"
+        assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 8192), "its authors' own"
 
 
 @pytest.mark.parametrize(("experiment", "recipe", "device"), combined("recipe", least="flowrl_paper"))
@@ -98,3 +113,18 @@ def test_a_file_is_global_and_opens_with_its_command(file):
     opening = "".join(line for line in lines[: next(i for i, line in enumerate(lines) if line[:1] != "#")])
     assert first == "# @package _global_", "without it the file would silently have no effect"
     assert "make run" in opening or "verl.trainer.main_ppo" in opening
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
+def test_a_file_wins_over_those_that_it_extends(file):
+    own = composed = OmegaConf.load(file)
+    if own.pop("defaults", None):
+        with hydra.initialize_config_dir(str(CONFIGS), version_base=None):
+            composed = hydra.compose(overrides=[f"+{file.parent.name}={file.stem}"])
+    assert OmegaConf.to_container(OmegaConf.merge(composed, own)) == OmegaConf.to_container(composed)
+    for key in ("model.override_config.attn_implementation", "model.use_remove_padding"):
+        actor, critic = (OmegaConf.select(composed, f"{role}.{key}") for role in ("actor_rollout_ref", "critic"))
+        assert actor == critic, "one of two models would take verl's default, flash attention"
+    if agent := OmegaConf.select(composed, "actor_rollout_ref.rollout.agent.default_agent_loop"):
+        (loop,) = OmegaConf.load(REPO / composed.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+        assert agent == loop.name, "verl would sample by a loop of its own"

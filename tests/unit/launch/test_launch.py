@@ -21,11 +21,14 @@ def test_scripts_pass_shellcheck():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize(("where", "goal"), [({}, "run"), ({"RAY_ADDRESS": "http://head:8265"}, "submit")])
-def test_knobs_and_overrides_reach_verl(where, goal, machine, parquet):
+@pytest.mark.parametrize(
+    ("where", "goal", "dtype"),
+    [({}, "run", "float16"), ({"RAY_ADDRESS": "http://head:8265", "PRECISION": "bf16"}, "submit", "bfloat16")],
+)
+def test_knobs_and_overrides_reach_verl(where, goal, dtype, machine, parquet):
     """Each word reaches the command of make as typed, with blanks, quotes, dollars and commas."""
     knobs = {"DATA": parquet, "NNODES": 4 if where else 1, "OUT": machine.folder / "out", "STEPS": 7}
-    done = machine.succeed("flowrl_7b.sh", *OVERRIDES, MAKEFLAGS="n", DEVICE="cpu", PRECISION="bf16", **knobs, **where)
+    done = machine.succeed("flowrl_7b.sh", *OVERRIDES, MAKEFLAGS="n", DEVICE="cpu", **knobs, **where)
     (line,) = (line for line in done.stdout.splitlines() if f"scripts/command.py {goal} " in line)
     job = parse_job(shlex.split(line)[4:])
     assert job.args == (f"trainer.nnodes={knobs['NNODES']}", "trainer.n_gpus_per_node=8", *OVERRIDES)
@@ -34,7 +37,7 @@ def test_knobs_and_overrides_reach_verl(where, goal, machine, parquet):
     splits = (str(parquet / "train.parquet"), str(parquet / "test.parquet"))
     assert (config.data.train_files, config.data.val_files) == splits and config.data.train_batch_size == 64
     actor = config.actor_rollout_ref.actor
-    assert config.actor_rollout_ref.model.path == "Qwen/Qwen2.5-7B" and actor.dtype == "bfloat16"
+    assert config.actor_rollout_ref.model.path == "Qwen/Qwen2.5-7B" and actor.dtype == dtype
     data, rollout = config.data, config.actor_rollout_ref.rollout  # the paper's preset
     paper = (actor.ppo_mini_batch_size, rollout.n, actor.optim.lr, actor.flowrl.partition.dropout)
     assert paper == (32, 8, 1e-6, 0.1)
@@ -71,7 +74,8 @@ def test_script_takes_the_first_python_that_fits(name, machine):
     machine.program("python3", "exit 1")  # as one that is too old does
     machine.program("python3.14", f'exec {sys.executable} "$@"')
     knobs = {"EXPERIMENT": "arithmetic", "NNODES": 1, "PYTHON": "", "OUT": "/shared/out"} | DRY[name] | {"IN_JOB": ""}
-    machine.succeed(f"{name}.sh", "--dry-run", **knobs)
+    done = machine.succeed(f"{name}.sh", "--dry-run", **knobs)
+    assert "fp16" in done.stdout, "the default of make run"
     assert machine.called("python3") and machine.called("python3.14")
 
 

@@ -164,6 +164,7 @@ def server(tmp_path_factory) -> Iterator[ForkServer]:
 def test_buffer_of_a_learner_holds_its_share_of_a_round(gpus, share, launch):
     words = shlex.split(launch("--dry-run", ALGO="grpo", PRECISION="fp16", GPUS=gpus).stdout)
     assert words[words.index("--pi_buffer_maxlen_per_device") + 1] == share
+    assert words[words.index("--train_batch_size") + 1] == "128", "four updates a round, on any number of GPUs"
 
 
 @pytest.mark.parametrize("release", load_releases(framework=OAT))

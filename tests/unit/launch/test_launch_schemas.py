@@ -124,6 +124,7 @@ def pods(rayjob: dict) -> list[dict]:
 
 def test_rayjob_has_the_fields_of_kuberay_and_requests_what_the_knobs_set(rayjob):
     check(rayjob, RAYJOB)
+    assert rayjob["spec"]["shutdownAfterJobFinishes"], "or the GPUs stay reserved, by default"
     for pod in pods(rayjob):
         volumes = {volume["name"] for volume in pod["volumes"]}
         assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes

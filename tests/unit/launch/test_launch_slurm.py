@@ -17,7 +17,7 @@ IN_JOB |= KNOBS
 
 def test_slurm_queues_itself_and_trains_on_every_node(slurm):
     out = slurm.folder / "shared/out"
-    limits = {"TIME_LIMIT": "8:00:00", "CPUS_PER_NODE": 32, "GPUS_PER_NODE": 4}
+    limits = {"TIME_LIMIT": "8:00:00", "CPUS_PER_NODE": 32, "GPUS_PER_NODE": 4, "START_S": 60}
     more = {"SBATCH_ARGS": "--partition=gpu --account=me", "SRUN_ARGS": "--container-image=x"}
     outer = {"RAY_ADDRESS": "another:6379", "SLURM_JOB_ID": 3, "HF_TOKEN": SECRET}
     knobs = KNOBS | limits | more | outer | {"OUT": out, "ARGS": "a=1\nb=2"}
@@ -38,6 +38,7 @@ def test_slurm_queues_itself_and_trains_on_every_node(slurm):
     assert cluster[:5] == ["symmetric-run", "--address", "10.0.0.7:6379", "--min-nodes", "2"]
     assert {"--num-gpus=4", "--num-cpus=32", "--dashboard-host=127.0.0.1"} <= {*cluster}
     assert "RAY_AUTH_MODE" not in slurm.environment("ray"), "there is no token"
+    assert slurm.environment("ray")["RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"] == "60", "as symmetric_run.py names it"
 
     words, environment = slurm.words("python3"), slurm.environment("python3")
     job = job_of(words)

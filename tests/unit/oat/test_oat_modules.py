@@ -83,9 +83,10 @@ def test_deepspeed_sections_match_the_regime():
     assert precision.deepspeed_sections(settled()) == {"bf16": {"enabled": True}, "fp16": off}
     assert precision.deepspeed_sections(settled(precision="fp32")) == {"bf16": off, "fp16": off}
     scaler = {"loss_scale": 0.0, "initial_scale_power": 16, "loss_scale_window": 1000, "min_loss_scale": 1.0}
-    scaler |= {"hysteresis": 3, "consecutive_hysteresis": False}
-    sections = precision.deepspeed_sections(settled(precision="fp16", hysteresis=3))
-    assert sections == {"bf16": off, "fp16": {"enabled": True, **scaler}}
+    scaler |= {"hysteresis": 2, "consecutive_hysteresis": False}  # DeepSpeed's documented defaults
+    for given in ({}, {"hysteresis": 3}):
+        sections = precision.deepspeed_sections(settled(precision="fp16", **given))
+        assert sections == {"bf16": off, "fp16": {"enabled": True, **scaler, **given}}
 
 
 def test_bf16_to_fp16_is_exact_in_the_documented_range():

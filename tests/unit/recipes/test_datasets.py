@@ -196,6 +196,21 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "given", "default"),
+    [
+        ("gsm8k", "", "--source openai/gsm8k"),
+        ("sanity_math", "", "--source sail/Sanity-Test-R1D-1.5B"),
+        ("dapo_math", "", "--source BytedTsinghua-SIA/DAPO-Math-17k"),
+        ("dapo_math", "--source", "--test-source BytedTsinghua-SIA/AIME-2024"),
+    ],
+)
+def test_dataset_on_the_hub_is_the_default(recipe, given, default, tmp_path, prepare):
+    """Its name is in the refusal: no Hub can be reached here."""
+    words = (given, write(tmp_path / "given", train=[dapo("1+1?", "2", 0)])) if given else ()
+    assert prepare(recipe, *words).refusal.startswith(f"{default}: ")
+
+
 @pytest.mark.parametrize(("recipe", "option", "rows", "message"), REFUSED)
 def test_other_and_unscorable_datasets_are_refused_in_one_line(recipe, option, rows, message, tmp_path, prepare):
     good, given = write(tmp_path / "good", train=[dapo("1+1?", "2", 0)]), tmp_path / "given"

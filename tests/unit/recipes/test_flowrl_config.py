@@ -41,6 +41,7 @@ def test_papers_preset_changes_clip_and_head(checked):
     different = {"importance_clip", "partition"}
     assert {name for name, value in vars(paper.flowrl).items() if value != vars(ours.flowrl)[name]} == different
     assert paper.flowrl.importance_clip == (0.8, 1.2) and ours.flowrl.importance_clip == (0.8, 1.28)
+    assert paper.fsdp_config.grad_scaler.init_scale == ours.fsdp_config.grad_scaler.init_scale == 2048
     own = {"lr": paper.optim.lr, "weight_decay": paper.optim.weight_decay, "clip_grad": ours.flowrl.partition.clip_grad}
     own |= {"dropout": 0.1, "zero_init": False, "drop_last_prompt_token": True}
     assert vars(paper.flowrl.partition) == own

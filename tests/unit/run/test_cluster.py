@@ -94,6 +94,9 @@ DRIVER |= dict.fromkeys(SAME_VERSIONS, "1.0") | {"dtypes": {"actor": DTYPES}, "u
 DRIVER |= {"device": "Tesla T4", "bf16": False, "rollout": "float16"}
 
 
+VERSIONS = ("python", "ray", "torch", "vllm", "transformers")  # of the rollout, too
+
+
 def test_difference_is_described():
     assert difference(DRIVER, DRIVER) is None
     for odd, message in (
@@ -103,7 +106,7 @@ def test_difference_is_described():
         ({"stack": "ffff"}, "verl 0.9.1 has stack ffff, the driver 54ad"),
         ({"blobs": {"verl/a.py": "9", "verl/b.py": "2"}}, "verl 0.9.1 is edited: verl/a.py"),
         ({"blobs": DRIVER["blobs"] | {"verl/c.py": "3"}}, "verl 0.9.1 is edited: verl/c.py"),
-        ({"transformers": "4.57.6"}, "has transformers 4.57.6, the driver 1.0"),
+        *(({each: "2.0"}, f"has {each} 2.0, the driver 1.0") for each in VERSIONS),
         ({"dtypes": {"actor": DTYPES | {"product": "float32"}}}, "resolves the actor's config to {'compute'"),
         ({"rollout": "bfloat16"}, "Tesla T4 emulates bfloat16, in which rollout would compute; use PRECISION=fp16"),
         ({"unseen": ["/data/.seen-x"]}, "cannot access /data/.seen-x: OUT, the model and the data must be on storage"),

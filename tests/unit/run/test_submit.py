@@ -86,7 +86,13 @@ def test_submission_is_refused_as_the_run_would_be(address, words, refusal, vali
         submit.main(["--dry-run", "DEVICE=cpu", *words.format(tmp_path).split()])
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "git_token"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("HF_TOKEN", "git_token", "WANDB_API_KEY", "OPENAI_APIKEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID"),
+        *("CLIENT_SECRET", "DB_PASSWORD", "GCP_CREDENTIALS", "GIT_CREDENTIAL"),
+    ],
+)
 def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     monkeypatch.setenv(name, "hf_of_nobody_else")
     with pytest.raises(Refused, match=f"^{name}: its value is part of the command line") as refusal:

@@ -123,11 +123,14 @@ def test_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
     assert json.loads((out / "code.json").read_text())["a"]["folder"] == str(root)
 
     hooked = root / "verl/workers/config/rollout.py"
-    patched = hooked.read_bytes()
-    shutil.copy(unpacked_wheel(release, tmp_path / "wheel") / "verl/workers/config/rollout.py", hooked)
+    wheel = unpacked_wheel(release, tmp_path / "wheel")
+    shutil.copy(wheel / "verl/workers/config/rollout.py", hooked)
     with pytest.raises(Refused, match=f"^TREES=a={root}: .* but verl/workers/config/rollout.py is not patched; "):
         tree_version("a", str(root))
-    hooked.write_bytes(patched)
+    shutil.copytree(wheel, root, dirs_exist_ok=True)  # as pip does, which leaves the stamp
+    with pytest.raises(Refused, match=f"^TREES=a={root}: interrupted: .* was installed or checked out again over "):
+        tree_version("a", str(root))
+    apply(root)
 
     (root / "verl/utils/tracking.py").open("a").write("# edited\n")  # an edited tree requires a new comparison
     with pytest.raises(Refused, match="contains runs of another a, state "):

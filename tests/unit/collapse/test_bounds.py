@@ -17,7 +17,8 @@ RUNS = read_table(REPO / "docs/results/collapse/runs.csv")
 def test_bounds_are_those_of_the_recorded_runs(weighting, bounds):
     runs = [each for each in RUNS if each.run.weighting == weighting]
     least = min(each.last for each in runs if each.run.group in REFERENCE and each.run.precision == "fp16")
-    worse = min(each.total_k3 for each in runs if each.last < least)
+    # other lengths have 40 steps and a warm start of their own: in fp16, 256 tokens end below the reference, too
+    worse = min(each.total_k3 for each in runs if each.last < least and each.run.group != "length")
     alive = max(each.total_k3 for each in runs if each.last >= each.first / 2)
     learned = max(each.total_k3 for each in runs if each.total_k3 < worse / SAME)
     collapsed = min(each.total_k3 for each in runs if each.total_k3 > alive * SAME)

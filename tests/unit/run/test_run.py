@@ -29,7 +29,7 @@ MINI_BATCH, BETA = (f"actor_rollout_ref.actor.{key}" for key in ("ppo_mini_batch
         (["ARGS=trainer.save_freq=1 trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
         ([f"ARGS={BETA}=0", "RECIPE=flowrl"], f"ARGS={BETA}=0: "),
         (["ARGS=trainer.n_gpus_per_node=64"], "trainer.n_gpus_per_node=64: must be at most 4: "),
-        ([f"ARGS={STRATEGY}=fsdp3"], f"{STRATEGY}=fsdp3 is no strategy of verl 0.9.1; give {STRATEGY}=fsdp or fsdp2"),
+        ([f"ARGS={STRATEGY}=fsdp3"], f"{STRATEGY}=fsdp3 is no strategy of verl 0.9.1; give ARGS={STRATEGY}=fsdp or"),
         (["--check", f"ARGS={STRATEGY}=fsdp3"], f"{STRATEGY}=fsdp3 is no strategy of verl 0.9.1"),
         (["--check", "SEED=2", "--", "ARGS=trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
         (["--check", f"ARGS=trainer.save_freq=1 {MINI_BATCH}=64"], f"ARGS={MINI_BATCH}=64: train_batch_size (32)"),

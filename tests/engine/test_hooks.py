@@ -47,7 +47,7 @@ def package(tmp_path_factory, pytestconfig) -> Callable[..., Path]:
 
 
 class Workers:
-    """The workers of a role, of which each save leaves one file."""
+    """The workers of a role. Each save leaves one file."""
 
     def save_checkpoint(self, folder: str, *_: object, **__: object) -> None:
         Path(folder).mkdir(parents=True)

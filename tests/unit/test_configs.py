@@ -127,4 +127,4 @@ def test_a_file_wins_over_those_that_it_extends(file):
         assert actor == critic, "one of two models would take verl's default, flash attention"
     if agent := OmegaConf.select(composed, "actor_rollout_ref.rollout.agent.default_agent_loop"):
         (loop,) = OmegaConf.load(REPO / composed.actor_rollout_ref.rollout.agent.agent_loop_config_path)
-        assert agent == loop.name, "verl would sample by a loop of its own"
+        assert agent == loop.name, "verl would sample by another loop"

@@ -70,9 +70,9 @@ def mixtral_weights(config: Mapping[str, Any], vllm: Path, site: Path) -> str | 
 
 def latent_attention(config: Mapping[str, Any], vllm: Path) -> str | None:
     """Return why vLLM's CPU build has no kernel for the latent attention (MLA) of a model."""
-    sizes = {key: config.get(key) for key in LATENT}
     if os.environ.get("VLLM_MLA_DISABLE") == "1":
         return None
+    sizes = {key: config.get(key) for key in LATENT}
     if sizes["kv_lora_rank"] is None or sizes == LATENT or not str(config.get("model_type")).startswith("deepseek"):
         return None
     given, needed = (", ".join(f"{key}={value}" for key, value in each.items()) for each in (sizes, LATENT))

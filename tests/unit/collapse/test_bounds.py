@@ -7,7 +7,7 @@ from lib.paths import REPO
 from lib.sequence_weights import TRUNCATED, UNTRUNCATED, prediction
 
 SAME = 1.05  # T·k3 of two seeds differs by less
-REFERENCE = ("outcome", "truncated per answer")  # the groups of which fp16 is the measure
+REFERENCE = ("outcome", "truncated per answer")  # groups whose fp16 runs are the measure
 RUNS = read_table(REPO / "docs/results/collapse/runs.csv")
 
 

@@ -16,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from support.methods import function
 from support.trees import patched_tree
+from torch.distributed.tensor import DTensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lib.patches.releases import OAT, VERL, Framework, load_releases
@@ -31,6 +32,7 @@ TRAINERS = {
     "fully_async_trainer.py": "FullyAsyncTrainer",
 }
 SFT_TRAINER, HANDLER = ("fsdp_sft_trainer.py", "FSDPSFTTrainer"), ("checkpoint_handler.py", "CheckpointHandler")
+LOGGING = {"logging": MagicMock(), "logger": MagicMock(), "log_with_rank": MagicMock()}
 SFT = [(name, *(SFT_TRAINER if name < "0.7.1" else HANDLER)) for name in RELEASES if name > "0.4.1"]
 
 
@@ -107,16 +109,23 @@ def test_sft_lists_a_checkpoint_last_and_then_removes_the_previous(release, name
     assert order == ["manifest.begin", *written, *ends]
 
 
+def exhausted(epochs: int, file: Path) -> tuple[StatefulDataLoader, int]:
+    """Write the state of a dataloader after its last batch; return a new one, and the number of batches so far."""
+    saved, resumed = (StatefulDataLoader(list(range(6)), batch_size=2) for _ in range(2))
+    steps = sum(len(list(saved)) for _ in range(epochs - 1))
+    batches = iter(saved)
+    for _ in range(len(saved)):
+        next(batches)
+    file.parent.mkdir()
+    torch.save(saved.state_dict(), file)
+    return resumed, steps + len(saved)
+
+
 @pytest.mark.parametrize("release", ["0.8.0"])  # the only one with this trainer
 def test_sync_trainer_that_resumes_between_epochs_trains_on_the_next(release, package, tmp_path):
     (file,) = package(release).rglob("main_ppo_sync.py")
-    saved, resumed = (StatefulDataLoader(list(range(6)), batch_size=2) for _ in range(2))
-    batches = iter(saved)
-    for _ in range(3):
-        next(batches)
     folder = tmp_path / "global_step_3"
-    folder.mkdir()
-    torch.save(saved.state_dict(), folder / "data.pt")
+    resumed, _ = exhausted(1, folder / "data.pt")
     trainer = MagicMock(train_dataloader=resumed)
     trainer.config.trainer.resume_mode, trainer.config.trainer.default_local_dir = "auto", str(tmp_path)
     names = {"os": os, "torch": torch, "manifest": manifest, "Role": Role, "logger": MagicMock()}
@@ -125,11 +134,34 @@ def test_sync_trainer_that_resumes_between_epochs_trains_on_the_next(release, pa
     assert len(list(resumed)) == 3
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("release", [name for name, _, owner in SFT if owner == HANDLER[1] and name > "0.7.1"])
+def test_sft_that_resumes_between_epochs_trains_on_the_next(release, epochs, package, tmp_path):
+    (file,) = package(release).rglob(HANDLER[0])
+    resumed, steps = exhausted(epochs, tmp_path / "saved" / "data_0.pt")
+    handler = MagicMock(train_dataloader=resumed, resume_global_step=steps, dp_rank=0)
+    load = function(file, f"{HANDLER[1]}._load_dataloader_state", os=os, torch=torch, **LOGGING)
+    load(handler, str(tmp_path / "saved"))
+    assert len(list(resumed)) == 3
+
+
+@pytest.mark.parametrize("key", ["actor.dtype", "actor.megatron.dtype"])
 @pytest.mark.parametrize("release", ENGINE)
-def test_ref_and_critic_follow_a_megatron_actor(release, package):
+def test_ref_and_critic_follow_a_megatron_actor(release, key, package):
     with hydra.initialize_config_dir(str(package(release) / "trainer/config"), version_base=None):
-        config = hydra.compose("ppo_trainer", ["model_engine=megatron", "actor_rollout_ref.actor.dtype=fp16"])
-    assert config.actor_rollout_ref.ref.megatron.dtype == config.critic.megatron.dtype == "fp16"
+        config = hydra.compose("ppo_trainer", ["model_engine=megatron", f"actor_rollout_ref.{key}=fp16"])
+    assert config.actor_rollout_ref.ref.megatron.dtype == "fp16"
+    assert key != "actor.dtype" or config.critic.megatron.dtype == "fp16"
+
+
+@pytest.mark.parametrize(("name", "owner"), [("actor", "DataParallelPPOActor"), ("critic", "DataParallelPPOCritic")])
+@pytest.mark.parametrize("release", [name for name in RELEASES if name not in ENGINE])
+def test_gradients_are_clipped_at_the_configured_norm(release, name, owner, package):
+    file = package(release) / f"workers/{name}/dp_{name}.py"
+    worker = MagicMock()
+    worker.config.grad_clip = 0.5
+    worker.scaler.clip_and_step.side_effect = lambda optimizer, module, max_norm: max_norm
+    assert function(file, f"{owner}._optimizer_step", torch=torch, DTensor=DTensor)(worker) == 0.5
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])

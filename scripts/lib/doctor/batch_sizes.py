@@ -32,7 +32,7 @@ def no_sizes(resolver: DtypeResolver, roles: list[str]) -> Iterator[Finding]:
     for key, least in sizes_of_batches(resolver, roles):
         value = resolver.config.get(key)
         if type(value) is not int or value < least:
-            yield Finding(key, value, f"is no whole number of at least {least}", f"{key}: one")
+            yield Finding(key, value, f"is no whole number of at least {least}", f"{key}={max(least, 1)} or more")
 
 
 def workers(resolver: DtypeResolver, role: str) -> int:

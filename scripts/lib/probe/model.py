@@ -9,6 +9,7 @@ from lib.cli import model_path, parquet_path
 from lib.errors import Refused
 from lib.paths import ARITHMETIC, REPO
 from lib.run.checks import read_sample
+from lib.run.prompt_lengths import no_chat_template
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ def load(path: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise Refused(f"MODEL={path}: has weights that are inf or NaN")
     if tokenizer.chat_template is None:
-        raise Refused(f"MODEL={path}: its tokenizer has no chat template, which verl needs to format prompts")
+        raise no_chat_template(path)
     return model.eval(), tokenizer
 
 

@@ -26,6 +26,11 @@ def cuts_unasked(truncation: str, filters: bool) -> bool:
     return truncation != "left" and not filters
 
 
+def no_chat_template(model: str) -> Refused:
+    """Return the refusal of a model whose tokenizer has no chat template."""
+    return Refused(f"MODEL={model}: its tokenizer has no chat template, which verl needs to format prompts")
+
+
 def check_prompts(config: "DictConfig", prompts: "list[tuple[str, list[list[dict]]]]") -> None:
     """Tokenize prompts by the model's chat template as verl's agent loop does, and check that none is too long.
 
@@ -53,7 +58,7 @@ def check_prompts(config: "DictConfig", prompts: "list[tuple[str, list[list[dict
     tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=model.get("trust_remote_code", False))
     template = model.get("custom_chat_template")  # None is the tokenizer's own
     if not template and not tokenizer.chat_template:
-        raise Refused(f"MODEL={model.path}: its tokenizer has no chat template, which verl needs to format prompts")
+        raise no_chat_template(model.path)
     given = data.get("apply_chat_template_kwargs", {})
     for name, of_file in prompts:
         lengths = []

@@ -255,6 +255,9 @@ def test_plan_follows_the_configuration():
     kept = changed("critic.model.enable_gradient_checkpointing=false", ALGO="ppo").moments
     assert kept["actor, loss"] == critic.moments["actor, loss"]
     assert kept["critic, loss"]["activations"] > 4 * critic.moments["critic, loss"]["activations"]
+    few = changed("critic.ppo_mini_batch_size=1", ALGO="ppo").moments
+    assert few["actor, loss"] == critic.moments["actor, loss"]
+    assert few["critic, loss"]["activations"] < critic.moments["critic, loss"]["activations"]
     reference = changed(RECIPE="flowrl")
     assert "reference, words" in reference.moments and "reference, words" not in usual.moments
 

@@ -191,6 +191,12 @@ def test_unscaled_gradients_are_clipped():
     assert moments.norm().item() == pytest.approx(0.1 * 0.01, rel=1e-3)
 
 
+def test_resets_in_a_rollout_leave_every_update():
+    ppo = small_ppo(minibatches=8)
+    ppo.learn(RolloutBatch(*(each[:13] for each in ppo.collect())))
+    assert len(ppo.loss_terms) == SMALL["epochs"] * 8
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_head_gets_a_gradient(dtype):
     ppo = small_ppo(dtype, env="Factors-v0")  # without an entropy bonus, which would reach them too

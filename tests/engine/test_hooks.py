@@ -206,7 +206,8 @@ def test_imported_hooks_are_used(framework, release, package):
 
 @pytest.mark.parametrize("release", [name for name in RELEASES if name not in ENGINE])
 def test_every_role_of_a_worker_has_its_hooks(release, package):
-    """Checkpoints of trained models name the dtype of their export; adapters leave the buffers of their base."""
+    """Checkpoints of trained models name the dtype of their export; adapters leave the buffers of their base, and keep
+    their own dtype."""
     for name in ("fsdp_workers.py", SFT_TRAINER[0]):
         for file in package(release).rglob(name):
             for node in ast.walk(ast.parse(text := file.read_text())):
@@ -215,6 +216,7 @@ def test_every_role_of_a_worker_has_its_hooks(release, package):
                     assert "export_dtype" in given or given["optimizer"] == "None", file
                 if isinstance(node, ast.FunctionDef) and "get_peft_model(" in (body := ast.unparse(node)):
                     assert "cast_parameters(" in body or "cast_parameters" not in text, file
+                    assert ".to(torch_dtype)" not in body.partition("get_peft_model(")[2], file
 
 
 def learning_statements(file: Path) -> set[str]:

@@ -104,7 +104,8 @@ def ways_to_resume(regime: str, recorded: str, out: Path) -> str:
         return f"{same}; for {regime} choose another OUT"
     path = (out / f"checkpoints/global_step_{step}").resolve()
     resume = f"trainer.resume_mode=resume_path trainer.resume_from_path={path}"
-    return f"{same}; `make run PRECISION={regime} OUT=ANOTHER ARGS='{resume}'` goes on from its step {step} in {regime}"
+    other = f"this command with OUT=ANOTHER and `{resume}` in ARGS"
+    return f"{same}; {other} goes on from its step {step} in {regime}"
 
 
 def words_not_in(others: str, args: str) -> str:

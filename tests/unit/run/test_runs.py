@@ -122,7 +122,7 @@ def test_folder_with_other_settings_is_refused_by_name(other, tmp_path):
     assert start_record(job(), out, 10)["settings"]["ARGS"] == ""
 
 
-@pytest.mark.parametrize(("checkpoint", "way"), [(0, "for bf16 choose another"), (4, "`make run PRECISION=bf16 ")])
+@pytest.mark.parametrize(("checkpoint", "way"), [(0, "for bf16 choose another"), (4, "this command with OUT=ANOTHER")])
 def test_run_of_another_regime_is_refused_with_the_command_for_each(checkpoint, way, tmp_path):
     out = started(tmp_path / "out", checkpoint=checkpoint)
     with pytest.raises(Refused) as refused:
@@ -130,7 +130,7 @@ def test_run_of_another_regime_is_refused_with_the_command_for_each(checkpoint, 
     first, second = str(refused.value).split("; ")[1:]
     assert first == f"`make run PRECISION=fp16 OUT={out}` with its other settings resumes it" and second.startswith(way)
     path = f"trainer.resume_from_path={out}/checkpoints/global_step_4"
-    assert not checkpoint or second.endswith(f"{path}'` goes on from its step 4 in bf16")
+    assert not checkpoint or second.endswith(f"{path}` in ARGS goes on from its step 4 in bf16")
 
 
 def test_run_resumes_only_to_more_steps(tmp_path):

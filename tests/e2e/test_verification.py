@@ -10,7 +10,8 @@ import pytest
 from lib.paths import REPO
 from lib.verify.steps import STEPS
 
-QUICK = ("hardware", "doctor", "scaler", "engine", "optimizer", "layers", "training", "sanity-fp16", "bench-amp")
+# Of bench.py's parts one: tests/unit/bench runs them all.
+QUICK = ("hardware", "doctor", "scaler", "engine", "layers", "sanity-fp16", "bench-amp")
 
 
 @pytest.fixture(scope="module")

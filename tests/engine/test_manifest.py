@@ -200,7 +200,7 @@ def test_sigkill_at_any_line_leaves_the_last_finished_checkpoint(tmp_path, keep)
         begun = sorted(root.glob("global_step_*"), key=lambda path: int(path.name.removeprefix("global_step_")))
         assert keep is None or len(begun) <= 2
         interrupted += begun[-1] != folder
-    assert interrupted >= 3, "too few kills fell into a save"
+    assert interrupted > 5, "the child was never killed during a save"
 
 
 def test_make_run_resumes_where_verl_does(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -11,10 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from support.oat_modules import Args, mismatch, precision
-from support.recorded import every_release
-from support.trees import patched_tree
-
-from lib.patches.releases import OAT
 
 REGIMES = {
     "fp16": (torch.float16, torch.float16),
@@ -334,12 +329,3 @@ def test_invalid_settings_alone_are_refused(given, words):
     mismatch.check_mismatch(PPOArgs(tis_c=2.0, rollout_is="sequence", reinforce_update=True))  # tis_c is not read there
     mismatch.check_mismatch(PPOArgs(tis_c=2.0, rollout_rs="sequence", rollout_rs_threshold=2.0))  # a mask is no weight
     mismatch.check_mismatch(object())  # DPO's arguments have no such keys
-
-
-@pytest.mark.parametrize("release", every_release(OAT))
-def test_learner_of_several_turns_calls_the_module_as_the_other_does(release, tmp_path, pytestconfig):
-    """No test runs it; tests/conformance/oat runs the other. The oldest releases do not have it."""
-    folder = patched_tree(release, tmp_path, pytestconfig.getoption("oat_tree"), OAT) / "oat/algorithms"
-    learners = [folder / "ppo.py", *folder.glob("ppo_multiturn.py")]
-    of_one, *of_several = [re.findall(r"(?:mismatch_metrics|reweigh)\([^)]+\)", file.read_text()) for file in learners]
-    assert len(of_one) == 2 and all(calls == of_one for calls in of_several)

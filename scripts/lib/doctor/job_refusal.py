@@ -16,14 +16,19 @@ from lib.run.presets import installed_verl
 OVERRIDE = re.compile(r"\+?[\w.]+=")
 
 
-@cache
 def installed_tree() -> Tree | None:
     """Return the verl that this Python imports; None, with the reason on stderr, where it cannot be examined.
 
     Your own verl may be trained without a network, from which a release would be had to compare it with.
     """
+    return examined(installed_verl().parent)
+
+
+@cache
+def examined(root: Path) -> Tree | None:
+    """Examine the verl in ``root``; see :func:`installed_tree`."""
     try:
-        return identify_tree(installed_verl().parent)
+        return identify_tree(root)
     except (Refused, OSError) as reason:
         print(f"the doctor cannot examine this verl: {reason}", file=sys.stderr)
         return None

@@ -1,12 +1,13 @@
 """What the doctor knows, asked before a run starts: batch sizes, strategies, rollouts and models of verl 0.9.1."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from lib.doctor.diagnosis import diagnose
-from lib.doctor.job_refusal import ask_doctor, installed_tree
+from lib.doctor.job_refusal import ask_doctor, examined, installed_tree
 from lib.doctor.model_support import latent_attention, missing_kv_heads, mixtral_weights, sliding_window_blocks
 from lib.errors import Refused
 from lib.run.job import parse_job
@@ -162,6 +163,6 @@ def test_tree_without_a_wheel_to_compare_it_with_is_not_examined(monkeypatch, ca
         raise Refused("cannot download the wheel of verl 0.9.1")
 
     monkeypatch.setattr("lib.doctor.job_refusal.identify_tree", foreign)
-    installed_tree.cache_clear()
+    monkeypatch.setattr("lib.doctor.job_refusal.examined", cache(examined.__wrapped__))  # keeps the real result
     assert asked(f"{ROLLOUT}.name=hf") is None and asked("") is None
     assert capsys.readouterr().err == "the doctor cannot examine this verl: cannot download the wheel of verl 0.9.1\n"

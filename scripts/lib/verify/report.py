@@ -21,6 +21,18 @@ def counts(content: dict[str, Any]) -> str:
     return ", ".join(f"{count} {status}" for status, count in numbers.items() if count)
 
 
+def stages(content: dict[str, Any]) -> str:
+    """Return which stages passed, were not run, or were run in part."""
+    by_result: dict[str, list[str]] = {}
+    for stage in STAGES:
+        own = [step.name for step in STEPS if step.stage == stage]
+        statuses = [content["steps"].get(name, {"status": "not run"})["status"] for name in own]
+        part = f"run in part ({statuses.count('passed')} of {len(own)} passed)"
+        result = statuses[0] if len({*statuses}) == 1 else part
+        by_result.setdefault(result, []).append(stage)
+    return "; ".join(f"{', '.join(names)} {result}" for result, names in by_result.items())
+
+
 def markdown(record: Verification) -> str:
     """Return the report."""
     content, steps = record.content, record.content["steps"]

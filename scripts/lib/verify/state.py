@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lib.errors import Refused
 from lib.paths import REPO
-from lib.verify.report import counts
+from lib.verify.report import stages
 
 REPORTS = REPO / "docs/results/gpu"
 NONE = "**never run**: no CUDA kernel, NCCL or flash attention was tried; speed and memory are unknown"
@@ -32,10 +32,10 @@ this page, and the sentence on GPUs in other documents. What was checked without
 
 
 def sentence(page: Path, reports: Path = REPORTS) -> str:
-    """Return which GPUs were verified, with links for ``page`` and how their steps ended."""
+    """Return which GPUs were verified, with links for ``page`` and how their stages ended."""
     found = [(file, json.loads(file.read_text())) for file in sorted(reports.glob("*.json"))]
     links = [
-        f"[{content['name']}]({os.path.relpath(file.with_suffix('.md'), page.parent)}): {counts(content)}"
+        f"[{content['name']}]({os.path.relpath(file.with_suffix('.md'), page.parent)}): {stages(content)}"
         for file, content in found
     ]
     return "; ".join(links) or NONE

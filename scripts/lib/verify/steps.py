@@ -74,7 +74,7 @@ def doctor(target: VerifiedDevice, out: Path) -> list[Command]:
 
 def diagnosis(out: Path) -> dict[str, Any]:
     found = content("doctor.json")(out)
-    return {name: found[name] for name in ("verdict", "sentence")}
+    return {"verdict": found["verdict"], "sentence": found["sentence"].replace(f"{REPO}/", "")}
 
 
 # --- numerics ---------------------------------------------------------------------------------------------------------

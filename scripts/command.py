@@ -100,6 +100,13 @@ def target(values: Mapping[str, str]) -> list[str]:
     return ["--framework", name.lower(), values[name]]
 
 
+def apply(values: Mapping[str, str]) -> list[str]:
+    fixes = one_of(values, "FIXES", ["yes", "no"], "no") == "yes"
+    if fixes and "OAT" in values:
+        raise Refused("FIXES=yes: OAT has one series of patches; leave FIXES out")
+    return ["apply", *(["--fixes"] if fixes else []), *target(values)]
+
+
 def unapply(values: Mapping[str, str]) -> list[str]:
     force = one_of(values, "FORCE", ["yes", "no"], "no") == "yes"
     return ["unapply", *(["--force"] if force else []), *target(values)]
@@ -169,7 +176,7 @@ COMMANDS = {
     "gsm8k": Command("recipes.gsm8k.prepare", fixed("--out", "data/gsm8k"), "", ()),
     "dapo-math": Command("recipes.dapo_math.prepare", fixed("--out", "data/dapo-math"), "", ()),
     "sanity-math": Command("recipes.sanity_math.prepare", fixed("--out", "data/sanity-math"), "", ()),
-    "apply-patches": patchset("apply"),
+    "apply-patches": Command("patchset.py", apply, "", ("VERL", "OAT", "FIXES"), environment=False),
     "unapply-patches": Command("patchset.py", unapply, "", ("VERL", "OAT", "FORCE"), environment=False),
     "status": patchset("status"),
     "drift": patchset("drift"),

@@ -4,9 +4,11 @@ import argparse
 import itertools
 import json
 import sys
+from collections.abc import Sequence
 from operator import itemgetter
 
 from lib.patches.releases import load_releases
+from lib.patches.stack import load_stacks, whole
 from lib.paths import REPO
 from lib.verify.state import pages as gpu_pages
 
@@ -20,9 +22,9 @@ HEADS = {
 # Support matrix of verl
 
 This page lists what one conformance suite observed on each release of verl. The suite runs the release's own workers
-on two ranks of a CPU, patched and unpatched, under FSDP1 and FSDP2; the unpatched release runs under FSDP2 alone,
-except for the comparison of bf16. `make test-releases e2e-releases` records the outcomes, `make matrix` regenerates the
-page.
+on two ranks of a CPU, unpatched and patched with [both series](../how-to/patch.md#fixes), under FSDP1 and FSDP2; the
+unpatched release runs under FSDP2 alone, except for the comparison of bf16. `make test-releases e2e-releases` records
+the outcomes, `make matrix` regenerates the page.
 """,
     "oat": """\
 # Support matrix of OAT
@@ -82,6 +84,20 @@ def changed_lines(results: dict, framework: str) -> list[str]:
     return [f"changed lines of {framework}", *("+{added} −{removed}".format(**r["lines"]) for r in results.values())]
 
 
+def series_sizes() -> list[list[str]]:
+    """Return, of each series of each release of verl, the numbers of its patches and of the files that they change."""
+    stacks = whole(load_stacks())
+    rows = []
+    names = {False: "patches in `precision`, files that they change", True: "patches in `fixes`, files, some the same"}
+    for fixes, name in names.items():
+        row = [name]
+        for stack in stacks.values():
+            patches = [patch for patch in stack.patches if patch.fixes == fixes]
+            row.append(f"{len(patches)}, {len({path for patch in patches for path, _, _ in patch.blobs})}")
+        rows.append(row)
+    return rows
+
+
 def end_to_end(results: dict, runs: dict, notes: Notes) -> list[str]:
     """Return whether each release ran as a whole; a run counts where the stack is still the same."""
 
@@ -100,10 +116,11 @@ def markdown(rows: list[list[str]], notes: Notes) -> str:
     return "\n".join([*lines, "", LEGEND, *reasons]) + "\n"
 
 
-def table(results: dict, runs: dict) -> str:
+def table(results: dict, runs: dict, sizes: Sequence[list[str]] = ()) -> str:
     """Return verl's matrix as Markdown.
 
     Args:
+        sizes: rows on the series, see ``series_sizes``.
         results: by release, the outcomes of the conformance suite.
         runs: by release, the outcomes of its end-to-end runs.
     """
@@ -118,7 +135,7 @@ def table(results: dict, runs: dict) -> str:
     rows = behaviours(results, notes)
     rows.append(["`main_ppo` runs two steps in fp16", *end_to_end(results, runs, notes)])
     rows.append(["the FlowRL recipe runs two steps in fp16", *map(flowrl, results)])
-    rows.append(changed_lines(results, "verl"))
+    rows += [*sizes, changed_lines(results, "verl")]
     return markdown(rows, notes)
 
 
@@ -134,7 +151,7 @@ def oat_table(results: dict, runs: dict) -> str:
 def pages() -> dict[str, str]:
     """Return the page of each framework, from the recorded outcomes."""
     results, runs, oat, oat_runs = (json.loads(file.read_text()) for file in (RESULTS, RUNS, OAT_RESULTS, OAT_RUNS))
-    tables = {"verl": table(results, runs), "oat": oat_table(oat, oat_runs)}
+    tables = {"verl": table(results, runs, series_sizes()), "oat": oat_table(oat, oat_runs)}
     return {framework: f"{HEADS[framework]}\n{tables[framework]}" for framework in PAGES}
 
 

@@ -3,7 +3,7 @@
 TARGET is a git checkout, an unpacked release or a site-packages folder. Exit code: 0 done, 1 refused or failed
 (for status: the target is neither a release nor patched; for port, carry: there are conflicts to resolve), 2 usage.
 
-With --json, list prints a list of releases, each with its framework, check an object by framework and release
+With --json, list prints a list of stacks, each with its release and framework, check an object by framework and release
 ("oat 0.2.4"), status an object.
 """
 
@@ -62,7 +62,8 @@ def run_list(args: argparse.Namespace) -> int:
     if args.json:
         return show([json.dumps(releases, indent=2)])
     for release in releases:
-        counts = f"stack {release['stack']}, {len(release['patches'])} patches, {len(release['copied'])} files copied"
+        stack = f"stack {release['stack']}" + f" ({release['series']})" * bool(release["series"])
+        counts = f"{stack}, {len(release['patches'])} patches, {len(release['copied'])} files copied"
         print(f"{release['framework']} {release['name']}: family {release['family']}, {counts}")
         show(f"  {patch['Reason']:9} {patch['subject']}" for patch in release["patches"])
     return 0
@@ -77,7 +78,10 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def run_apply(args: argparse.Namespace) -> int:
-    return show(apply(args.target, framework=framework_of_target(args)))
+    framework = framework_of_target(args)
+    if args.fixes and not any(stack.fixes for stack in load_stacks(framework=framework)):
+        raise Refused(f"--fixes: {framework.name} has no series fixes; apply without it")
+    return show(apply(args.target, framework=framework, fixes=args.fixes))
 
 
 def run_unapply(args: argparse.Namespace) -> int:
@@ -147,6 +151,9 @@ def parser() -> argparse.ArgumentParser:
         each.add_argument("target", type=Path, metavar="TARGET")
     edits = "rename files that were edited since apply to <name>.edited, instead of refusing"
     taking.add_argument("--force", action="store_true", help=edits)
+    putting.add_argument(
+        "--fixes", action="store_true", help="also apply the series fixes, which corrects defects in any dtype"
+    )
     exporting.add_argument("--remove", action="store_true", help="delete the patches that have no commit in DIR")
     which = checking.add_mutually_exclusive_group()
     which.add_argument("--release", metavar="R")

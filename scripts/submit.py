@@ -97,7 +97,8 @@ def patched_verl() -> tuple[Path, str]:
     package = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
     state = status(package)
     if state.state != "patched":
-        raise Refused(f"CARRY=yes: {package}: {state.state}: {state.detail}; make apply-patches VERL={package}")
+        fixes = " FIXES=yes" * state.series.endswith("fixes")
+        raise Refused(f"CARRY=yes: {package}: {state.state}: {state.detail}; make apply-patches VERL={package}{fixes}")
     return package, state.detail
 
 

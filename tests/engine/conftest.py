@@ -17,6 +17,7 @@ from support.trees import RELEASE
 
 from lib.patches.precision_module import load_precision
 from lib.patches.releases import OAT, VERL
+from lib.patches.stack import verbatim_files
 from lib.paths import REPO
 
 
@@ -29,16 +30,17 @@ def load(file: Path) -> ModuleType:
 
 
 def pytest_configure(config):
-    """Make these of verl's modules work without the rest of verl: ``precision``, ``lora_merge``, ``manifest``,
-    ``mismatch`` and ``weight_sync``."""
-    root = config.getoption("verl_tree") or REPO / "patches/verl/files"
-    utils = root / "verl/utils"
-    load(utils / "checkpoint/manifest.py")
-    load(utils / "lora_merge.py")
-    load(utils / "mismatch.py")
+    """Make these of verl's modules work without the rest of verl: ``precision``, ``lora_merge``, ``lora_sync``,
+    ``manifest``, ``mismatch`` and ``weight_sync``."""
+    tree, files = config.getoption("verl_tree"), verbatim_files()
+    modules = ("checkpoint/manifest", "lora_sync", "lora_merge", "mismatch", "weight_sync")
+    *others, last = (tree / path if tree else files[path] for path in (f"verl/utils/{name}.py" for name in modules))
+    for file in others:
+        load(file)
+    root = tree or REPO / "patches/verl/files"
     with pytest.MonkeyPatch.context() as patch:  # other tests may have loaded it
         patch.setitem(sys.modules, "verl.utils.precision", load_precision(root, "precision"))
-        load(utils / "weight_sync.py")
+        load(last)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied

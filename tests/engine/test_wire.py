@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from precision import check_adapter, dtype_name, fp32_parameters, set_wire_dtype, wire_kwargs
+from lora_sync import check_adapter
+from precision import dtype_name, fp32_parameters, set_wire_dtype, wire_kwargs
 from support.methods import function
 from support.trees import patched_tree
 

@@ -2,7 +2,7 @@
 
 import itertools
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from lib.patches.git_objects import blob_id
 from lib.patches.precision_module import load_precision, precision_file
 from lib.patches.record import read_record
 from lib.patches.releases import Release
-from lib.patches.stack import Stack, load_stacks
+from lib.patches.stack import Stack, load_stacks, whole
 from lib.patches.status import examine
 from lib.patches.target import opened
 from lib.patches.wheels import wheel
@@ -35,6 +35,7 @@ class Tree:
         stack: the id of the stack that is applied.
         files: the state of each file that a rule names: ``release`` (as in the wheel), ``patched`` or ``unknown``.
         advice: what `make status` reports of a foreign tree, and what to do; else empty.
+        series: those of the stack that is applied, or would be.
     """
 
     root: Path
@@ -44,6 +45,7 @@ class Tree:
     stack: str | None
     files: Mapping[str, str]
     advice: str = ""
+    series: str = ""
 
     @property
     def name(self) -> str:
@@ -58,7 +60,7 @@ class Tree:
     @property
     def apply_command(self) -> str:
         """The command that applies the stack."""
-        return f"make apply-patches VERL={self.root}"
+        return f"make apply-patches VERL={self.root}{' FIXES=yes' * self.series.endswith('fixes')}"
 
     @cached_property
     def precision(self) -> ModuleType | None:
@@ -92,17 +94,18 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
     record = read_record(found, blobs)
     status = examine(found, blobs, record, stacks)
     state = {"unpatched": "unpatched", "patched": "patched", "outdated": "patched"}.get(status.state, "foreign")
-    by_name = {stack.release.name: stack for stack in stacks}
-    stack = by_name[status.release] if status.release else closest(blobs, found.read, stacks)
+    by_name = whole(stacks)
+    stack = by_name[status.release] if status.release else closest(blobs, found.read, [*by_name.values()])
+    own = [each for each in stacks if each.release == stack.release]
     if state != "foreign" and status.exact:
         hooked = record.replaced if record else {}
         files = {path: "patched" if path in hooked else "release" for path in rule_files()}
     else:
-        files = compare_files(blobs, stack)
+        files = compare_files(blobs, own)
     stamp = found.read_stamp()
     table = table_release(stack.release, {name: each.release for name, each in by_name.items()})
     advice = f"{status.state}: {status.detail}" if state == "foreign" else ""
-    return Tree(found.root, stack.release, table, state, stamp and stamp["stack"], files, advice)
+    return Tree(found.root, stack.release, table, state, stamp and stamp["stack"], files, advice, status.series)
 
 
 def table_release(release: Release, releases: Mapping[str, Release]) -> str:
@@ -121,14 +124,18 @@ def rule_files() -> list[str]:
     return sorted({f"verl/{path}" for rule in RULES for path in (rule.path, rule.hook) if path})
 
 
-def compare_files(blobs: Mapping[str, str], stack: Stack) -> dict[str, str]:
-    """Return the state of each file of the rules by its content: the release's, the patched release's, or unknown."""
-    with zipfile.ZipFile(wheel(stack.release.name)) as pristine:
+def compare_files(blobs: Mapping[str, str], stacks: Sequence[Stack]) -> dict[str, str]:
+    """Return the state of each file of the rules by its content: the release's, the patched release's, or unknown.
+
+    Args:
+        stacks: of the release; a file may be of either.
+    """
+    with zipfile.ZipFile(wheel(stacks[0].release.name)) as pristine:
         names = set(pristine.namelist())
         released = {path: blob_id(pristine.read(path)) for path in rule_files() if path in names}
     files = {}
     for path in rule_files():
         blob = blobs.get(path)
-        patched = stack.after.get(path) if blob != released.get(path) else None
-        files[path] = "release" if blob == released.get(path) else "patched" if blob == patched else UNKNOWN
+        patched = {stack.after.get(path) for stack in stacks} - {None, released.get(path)}
+        files[path] = "release" if blob == released.get(path) else "patched" if blob in patched else UNKNOWN
     return files

@@ -19,11 +19,12 @@ from pathlib import Path
 
 from lib.errors import Refused, adding
 from lib.files import write
+from lib.format import first_three
 from lib.patches.bookkeeping import clear, commit_staged, stage, sweep
 from lib.patches.changes import changes, read_changelog
 from lib.patches.git import git
 from lib.patches.git_objects import blob_id
-from lib.patches.record import Record, make_record, read_record, recover_record
+from lib.patches.record import Record, likely, make_record, read_record, recover_record
 from lib.patches.releases import VERL, Framework
 from lib.patches.stack import Stack, load_stacks
 from lib.patches.status import examine
@@ -34,11 +35,14 @@ EDITED = ".edited"  # the ending of an edited file that unapply sets aside
 UNCHANGED = "nothing was changed"
 
 
-def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
-    """Apply the stack to the target and return what was done, a line each.
+def apply(path: Path, project: Path = REPO, framework: Framework = VERL, fixes: bool = True) -> list[str]:
+    """Apply a stack to the target and return what was done, a line each.
 
     Does nothing to a target that has this very stack; replaces another version of the stack, and then names the new
-    entries of the changelog on keys and metrics.
+    entries of the changelog on keys and metrics; replaces the release's other stack.
+
+    Args:
+        fixes: apply the series ``fixes``, too, where the release has one.
 
     Raises:
         Refused: the target is half-patched, dirty, foreign or read-only; nothing was changed.
@@ -49,13 +53,16 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
         blobs = target.blobs()
         record = read_record(target, blobs)
         status = examine(target, blobs, record, stacks)
-        if status.state == "patched":
-            return [f"{status.detail}: nothing to do"]
-        if status.state not in ("unpatched", "outdated", "interrupted"):
+        if status.state not in ("unpatched", "patched", "outdated", "interrupted"):
             raise Refused(f"{target.root}: {status.state}: {status.detail}")
-        stack = next(stack for stack in stacks if stack.release.name == status.release)
+        own = [stack for stack in stacks if stack.release.name == status.release]
+        stack = own[-1 if fixes else 0]
+        if status.state == "patched" and status.stack == stack.id:
+            return [f"{status.detail}: nothing to do"]
         if not stack.patches:
             raise Refused(f"{stack.release} has no patches yet")
+        found = record or recover_record(blobs, stacks)
+        refuse_edited(target, stack, found.undone(blobs) if found else blobs)
         record = record or renew_record(target, blobs, stacks)
         kept = record.hooked(blobs) if record else []
         if record:
@@ -72,11 +79,20 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
         if record:
             left = "removed first" if kept else "left files, which were deleted"
             done = [f"{framework.name} {record.release}: stack {record.stack} {left}"]
+            if likely(record, own).fixes and not stack.fixes:
+                done += ["the series fixes was removed; FIXES=yes puts it back"]
         if status.state == "outdated":
             done += changes(target.changelog, changelog)
         put_on(target, new, {**hooked, **stack.added}, kept, record, changelog)
-    counts = f"{len(new.replaced)} files patched, {len(new.added)} added, stack {new.stack}"
-    return [*done, f"{stack.release}: {counts}"]
+    counts = f"{len(new.replaced)} files patched, {len(new.added)} added, {stack.title}"
+    return [*done, f"{stack.release}: {counts}", *(f"  {patch.subject}" for patch in stack.patches if patch.fixes)]
+
+
+def refuse_edited(target: Target, stack: Stack, pristine: Mapping[str, str]) -> None:
+    """Raise Refused if a file that the stack changes or adds is not the release's; the other series may leave it be."""
+    if edited := stack.mismatches(pristine):
+        ways = "save your edits and restore the release's files" + ", or apply without FIXES=yes" * stack.fixes
+        raise Refused(f"{target.root}: {stack.title} changes or adds {first_three(edited)}, edited here: {ways}")
 
 
 def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force: bool = False) -> list[str]:
@@ -141,7 +157,7 @@ def renew_record(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) 
     """Make record and originals again in a patched tree that has lost them; return None for a tree with no stack."""
     record = recover_record(blobs, stacks)
     if record:
-        (stack,) = (stack for stack in stacks if stack.release.name == record.release)
+        stack = likely(record, [stack for stack in stacks if stack.release.name == record.release])
         patched = {path: (target.root / path).read_bytes() for path in record.hooked(blobs)}
         originals = run_patches(stack, patched, reverse=True)
         refuse_unwritable(target, record)

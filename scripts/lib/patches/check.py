@@ -2,7 +2,7 @@
 
 import compileall
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,44 +11,61 @@ from lib.patches.apply import apply, unapply
 from lib.patches.export import check_re_export
 from lib.patches.git_objects import package_blobs
 from lib.patches.releases import VERL, Framework, Release, find_release
-from lib.patches.stack import load_stack, trailers
+from lib.patches.stack import Stack, release_stacks, trailers
 from lib.patches.status import status
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 
 
 def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
-    """Check the stack of a release on its wheel and return its counts in one line.
+    """Check the stacks of a release on its wheel and return the counts of the last one, of all patches, in one line.
 
-    The headers are complete; the wheel is the known one; apply makes the recorded tree, and every file that it writes
-    compiles; unapply restores the wheel, byte for byte; the patches are what export writes.
+    The headers are complete; the wheel is the known one; apply makes the recorded trees, the second from the first, and
+    every file that it writes compiles; unapply restores the wheel, byte for byte; the patches are what export writes.
 
     Raises:
         Refused: at the first fault.
     """
     release = find_release(name, project, framework)
-    stack = load_stack(release, project)
+    stacks = release_stacks(release, project)
+    stack = stacks[-1]
     for patch in stack.patches:
         trailers(patch)
+    if stack.fixes and not any(patch.fixes for patch in stack.patches):
+        raise Refused(f"{framework.home(project)}/fixes has files, and no patch of {release} is of the series fixes")
     with tempfile.TemporaryDirectory() as scratch:
         root = unpacked_wheel(name, Path(scratch), framework)
         before, blobs = contents(root), package_blobs(root, framework)
-        apply(root, project, framework)
-        after = status(root, project, framework)
-        if after.state != "patched":
-            raise Refused(f"{release} is {after.state} after apply: {after.detail}")
-        if not after.exact:
-            raise Refused(f"files of {release} that the stack does not touch are not those of tree_before")
-        if package_blobs(root, framework) != {**blobs, **stack.after, **stack.copied}:
-            raise Refused(f"apply on {release} changes other files than the stack names")
-        for path in [*stack.after, *stack.copied]:
-            if path.endswith(".py") and not compileall.compile_file(root / path, quiet=2):
-                raise Refused(f"{path} of {release} does not compile after apply")
+        for each in stacks:
+            check_apply(each, root, blobs, project)
         unapply(root, project, framework)
         if contents(root) != before:
             raise Refused(f"unapply does not restore the wheel of {release}")
-        check_re_export(stack, root, release.tree_after)
+        check_re_export(stack, root, (release.tree_after, release.tree_after_fixes))
     return f"{len(stack.patches)} patches, {len(stack.after)} files patched, {len(stack.copied)} added"
+
+
+def check_apply(stack: Stack, root: Path, blobs: Mapping[str, str], project: Path) -> None:
+    """Apply the stack to the wheel in ``root``, which may have the release's other stack.
+
+    Args:
+        blobs: the wheel's, by path.
+
+    Raises:
+        Refused: the tree is not what the stack says, or a file does not compile.
+    """
+    release, framework = stack.release, stack.release.framework
+    apply(root, project, framework, fixes=stack.fixes)
+    after = status(root, project, framework)
+    if (after.state, after.stack) != ("patched", stack.id):
+        raise Refused(f"{release} is {after.state} after apply: {after.detail}")
+    if not after.exact:
+        raise Refused(f"files of {release} that the stack does not touch are not those of tree_before")
+    if package_blobs(root, framework) != {**blobs, **stack.after, **stack.copied}:
+        raise Refused(f"apply on {release} changes other files than the stack names")
+    for path in [*stack.after, *stack.copied]:
+        if path.endswith(".py") and not compileall.compile_file(root / path, quiet=2):
+            raise Refused(f"{path} of {release} does not compile after apply")
 
 
 def contents(root: Path) -> dict[Path, bytes | None]:

@@ -13,8 +13,8 @@ from lib.format import first_three
 from lib.patches.checkout import BASE, SERIES, commit_base, commit_patches, series_digests, series_files
 from lib.patches.git import git, read_blob, unfinished
 from lib.patches.git_objects import package_blobs, package_tree_id
-from lib.patches.releases import FRAMEWORKS, Framework, Release, find_release, with_tree_after
-from lib.patches.stack import Patch, Stack, make_stack, trailers
+from lib.patches.releases import FRAMEWORKS, Framework, Release, find_release, with_trees_after
+from lib.patches.stack import Patch, Stack, in_fixes, make_stack, precision_patches, trailers, verbatim_files
 from lib.patches.target import find_target
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
@@ -39,7 +39,9 @@ class Export:
         patches: in order.
         verbatim: content at the base and at HEAD, by path, of each verbatim file that the commits change; None if it
             is absent.
-        tree_after: git tree id of the package with the patches, without the verbatim files.
+        tree_after: git tree id of the package with the patches of ``precision``, without the verbatim files.
+        tree_after_fixes: the same with those of ``fixes``, too; empty where there are none.
+        fixes: the files that commits of ``fixes`` add.
     """
 
     framework: Framework
@@ -47,6 +49,8 @@ class Export:
     patches: tuple[Patch, ...]
     verbatim: dict[str, tuple[bytes | None, bytes | None]]
     tree_after: str
+    tree_after_fixes: str
+    fixes: frozenset[str]
 
 
 def read_commits(tree: Path) -> Export:
@@ -61,6 +65,7 @@ def read_commits(tree: Path) -> Export:
     pristine = blobs_of(tree, f"{base}^")
     hooked = dict(pristine)
     patches: dict[str, Patch] = {}
+    added: set[str] = set()  # by commits of the series fixes
     for commit_id in git("rev-list", "--reverse", f"{base}..HEAD", cwd=tree).split():
         message = git("show", "--no-patch", "--format=%B", commit_id, cwd=tree).strip()
         subject = message.partition("\n")[0]
@@ -69,6 +74,8 @@ def read_commits(tree: Path) -> Export:
         if outside := [path for path in statuses if not path.startswith(f"{framework.name}/")]:
             raise Refused(f"commit {subject!r} changes {outside[0]}, which is not in {framework.name}/")
         paths = [path for path in statuses if path in pristine]
+        if in_fixes(message):
+            added |= {path for path in statuses if statuses[path] == "A"}
         if not paths:
             continue
         if removed := [path for path in paths if statuses[path] != "M"]:
@@ -81,9 +88,12 @@ def read_commits(tree: Path) -> Export:
         if patch.name in patches:
             raise Refused(f"two commits would both become {patch.name}")
         patches[patch.name] = patch
-        hooked |= {path: after for path, _, after in patch.blobs}
+    count, trees = precision_patches([*patches.values()]), []
+    for part in (list(patches.values())[:count], list(patches.values())[count:]):
+        hooked |= {path: after for patch in part for path, _, after in patch.blobs}
+        trees.append(package_tree_id(hooked) if part or not trees else "")
     verbatim = verbatim_edits(tree, base, pristine)
-    return Export(framework, release, tuple(patches.values()), verbatim, package_tree_id(hooked))
+    return Export(framework, release, tuple(patches.values()), verbatim, *trees, frozenset(added))
 
 
 def base_of(tree: Path) -> str:
@@ -139,7 +149,7 @@ class PreparedExport:
     tree: Path
     series: str
     release: Release
-    tree_after: str
+    trees_after: tuple[str, str]
     contents: Mapping[Path, bytes | None]
     lines: list[str]
 
@@ -165,7 +175,10 @@ def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedE
     tree = Path(os.path.abspath(tree))
     commits = read_commits(tree)
     release = find_release(commits.release, project, commits.framework)
-    edits = {project_file(path, project, commits.framework): contents for path, contents in commits.verbatim.items()}
+    edits = {
+        project_file(path, project, commits.framework, path in commits.fixes): contents
+        for path, contents in commits.verbatim.items()
+    }
     for path, contents in edits.items():
         if (path.read_bytes() if path.exists() else None) not in contents:
             raise Refused(f"{path} changed since the checkout, and the commits change it too; merge the two changes")
@@ -173,19 +186,20 @@ def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedE
     files = series_files(commits.patches)
     series = series_digests(files)
     check_series(tree, folder, series)
+    trees_after = (commits.tree_after, commits.tree_after_fixes)
     lost = sorted({path.name for path in folder.glob("*.patch")} - {patch.name for patch in commits.patches})
     if lost and not remove:  # as after `git cherry-pick --abort` or a subject that was reworded
         cause = f"its export would delete {len(lost)} of the patches of {release}: {first_three(lost)}"
         raise Refused(f"{tree}: {cause}; restore their commits, or add --remove to delete them")
     with tempfile.TemporaryDirectory() as scratch:
         pristine = unpacked_wheel(release.name, Path(scratch), commits.framework)
-        check_re_export(make_stack(release, commits.patches, {}), pristine, commits.tree_after)
+        check_re_export(make_stack(release, commits.patches, {}), pristine, trees_after)
     new = {folder / name: content for name, content in files.items()}
     new |= {path: after for path, (_, after) in edits.items()}
     lines = [f"{release}: {len(commits.patches)} patches in {folder}", *(f"deleted {name}" for name in lost)]
     lines += [f"wrote {path}" for path in edits]
     return PreparedExport(
-        tree, series, release, commits.tree_after, new | dict.fromkeys(folder / name for name in lost), lines
+        tree, series, release, trees_after, new | dict.fromkeys(folder / name for name in lost), lines
     )
 
 
@@ -207,7 +221,7 @@ def write_exports(exports: Sequence[PreparedExport], project: Path) -> list[str]
     home = exports[0].release.framework.home(project)
     text, contents = (home / "versions.toml").read_text(), {}
     for each in exports:
-        text = with_tree_after(each.release, each.tree_after, text)
+        text = with_trees_after(each.release, *each.trees_after, text)
         contents |= each.contents
     replace_files(contents | {home / "versions.toml": text.encode()}, home)
     for each in exports:
@@ -215,15 +229,18 @@ def write_exports(exports: Sequence[PreparedExport], project: Path) -> list[str]
     return [line for each in exports for line in each.lines]
 
 
-def project_file(path: str, project: Path, framework: Framework) -> Path:
-    """Return the project's file that apply copies to ``path``."""
+def project_file(path: str, project: Path, framework: Framework, fixes: bool = False) -> Path:
+    """Return the project's file that apply copies to ``path``; ``fixes``: a new file belongs to that series."""
+    known = verbatim_files(project, framework)
+    if path in known:
+        return known[path]
     if Path(path).parent.as_posix() == framework.overlays:
         return project / "configs/precision" / Path(path).name
-    return framework.home(project) / "files" / path
+    return framework.home(project) / ("fixes" if fixes else "files") / path
 
 
-def check_re_export(stack: Stack, root: Path, tree_after: str) -> None:
-    """Raise Refused if the stack, committed on the wheel in ``root`` and exported again, differs."""
+def check_re_export(stack: Stack, root: Path, trees_after: tuple[str, str]) -> None:
+    """Raise Refused if the stack of all patches, committed on the wheel in ``root`` and exported again, differs."""
     framework = stack.release.framework
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -233,5 +250,10 @@ def check_re_export(stack: Stack, root: Path, tree_after: str) -> None:
         again = read_commits(commit_patches(stack, base))
     if differing := sorted({patch.name for patch in set(stack.patches) ^ set(again.patches)}):
         raise Refused(f"a re-export would change {', '.join(differing)}")
-    if (actual := package_tree_id({**package_blobs(root, framework), **stack.after})) != tree_after:
-        raise Refused(f"the series makes tree {actual}, but versions.toml records {tree_after}; checkout and export")
+    pristine, precision = package_blobs(root, framework), stack.patches[: precision_patches(stack.patches)]
+    hooked = make_stack(stack.release, precision, {}).after
+    trees = [package_tree_id({**pristine, **hooked})]
+    trees += [package_tree_id({**pristine, **stack.after})] if precision != stack.patches else [""]
+    for actual, recorded in zip(trees, trees_after, strict=True):
+        if actual != recorded:
+            raise Refused(f"the series makes tree {actual}, but versions.toml records {recorded}; checkout and export")

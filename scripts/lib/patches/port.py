@@ -19,7 +19,7 @@ from lib.patches.git import DATE, git, run_git
 from lib.patches.git_objects import package_blobs, package_files, package_tree_id
 from lib.patches.hunks import merge_hunks, renames, report
 from lib.patches.releases import VERL, Framework, Release, add_release, find_release, load_releases
-from lib.patches.stack import Stack, load_stack, load_stacks
+from lib.patches.stack import Stack, load_stack, load_stacks, whole
 from lib.patches.survey import nearest, survey
 from lib.patches.target import find_target
 from lib.patches.wheels import download, unpack, unpacked_wheel
@@ -62,7 +62,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
             outcomes[patch] = merged
             progress(f"merged {len(outcomes)}/{len(stack.patches)} {patch.name}")
         surveyed = list(survey(stack, tree, f"{base}^", f"{new}^", moved))
-        surveyed += nearest(stack, tree, f"{new}^", load_stacks(project, framework))
+        surveyed += nearest(stack, tree, f"{new}^", [*whole(load_stacks(project, framework)).values()])
         progress(f"committing {len(stack.patches)} patches")
         date = root.date if isinstance(root, Fork) else DATE
         done = run_git("cherry-pick", "--keep-redundant-commits", f"{base}..{branch}", cwd=tree, date=date)
@@ -136,8 +136,8 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         archive = download(to, framework)
         name, root = to, unpack(archive, scratch / "wheel")
         tree = package_tree_id(package_blobs(root, framework))
-        entry = replace(stack.release, name=to, wheel_sha256=sha256(archive), tree_before=tree, tree_after=tree)
-        entry = replace(entry, ported_from=stack.release.name)
+        entry = replace(stack.release, name=to, wheel_sha256=sha256(archive), tree_before=tree)
+        entry = replace(entry, tree_after=tree, tree_after_fixes="", ported_from=stack.release.name)
     else:
         raise Refused(f"{to} is neither a release ({', '.join(releases)}, or a newer one on PyPI) nor a folder")
     if name == stack.release.name:

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_origin
@@ -111,6 +111,19 @@ def check_paths(paths: Iterable[str], framework: Framework) -> None:
         normal = rest and not {"", ".", ".."} & {*rest} and "\0" not in path
         if package != framework.name or not normal or f"{package}/{rest[0]}" in kept:
             raise ValueError(f"{path!r} is not inside {framework.name}/")
+
+
+def likely(record: Record | None, stacks: Sequence[Stack]) -> Stack:
+    """Return the stack that the record is of, or of which it is another version: it has most of its files.
+
+    Without a record it is the first one.
+    """
+    if record is None:
+        return stacks[0]
+    own = {*record.replaced, *record.added}
+    # Of a record whose hooked files were replaced since, the added ones remain.
+    files = {stack.id: {*stack.added, *(stack.before if record.replaced else ())} for stack in stacks}
+    return max(stacks, key=lambda stack: (stack.id == record.stack, -len(own ^ files[stack.id])))
 
 
 def recover_record(blobs: Mapping[str, str], stacks: list[Stack]) -> Record | None:

@@ -70,9 +70,10 @@ class Release:
     """One entry of a framework's versions.toml.
 
     ``tree_before`` is the git tree id of the package as the wheel ships it, ``tree_after`` the same with the hooks of
-    the series. The files that are copied in verbatim do not count, so that editing them changes no release's entry.
-    ``features`` are what code asks of a release, in words that versions.toml explains. ``ported_from`` is the release
-    whose stack was ported to this one: tables without an entry for this release use that release's.
+    the series ``precision``, and ``tree_after_fixes`` with those of ``fixes``, too, if it has any. The files that are
+    copied in do not count, so that editing them changes no release's entry. ``features`` are what code asks of a
+    release, in words that versions.toml explains. ``ported_from`` is the release whose stack was ported to this one:
+    tables without an entry for this release use that release's.
 
     Raises:
         Refused: a feature is not among the framework's.
@@ -87,6 +88,7 @@ class Release:
     dependencies: list[str]
     features: list[str] = field(default_factory=list)
     ported_from: str = ""
+    tree_after_fixes: str = ""
 
     def __post_init__(self):
         for feature in self.features:
@@ -130,18 +132,21 @@ def find_release(name: str, project: Path = REPO, framework: Framework = VERL) -
     return releases[name]
 
 
-def with_tree_after(release: Release, tree: str, versions: str) -> str:
-    """Return the text of a versions.toml with ``tree`` as the release's tree_after."""
-    entry = re.compile(rf'(^\["{re.escape(release.name)}"\]$.*?^tree_after = )"[^"\n]*"', re.M | re.S)
-    text, count = entry.subn(rf'\g<1>"{tree}"', versions)
+def with_trees_after(release: Release, tree: str, fixed: str, versions: str) -> str:
+    """Return the text of a versions.toml with the release's tree_after and tree_after_fixes, without that if empty."""
+    name, old = re.escape(release.name), r'"[^"\n]*"(\ntree_after_fixes = "[^"\n]*")?$'
+    entry = re.compile(rf'(^\["{name}"\]$(?:\n(?!\[).*)*?\ntree_after = ){old}', re.M)
+    new = f'"{tree}"' + (f'\ntree_after_fixes = "{fixed}"' if fixed else "")
+    text, count = entry.subn(rf"\g<1>{new}", versions)
     if count != 1:
         raise Refused(f'versions.toml of {release.framework.name} has no tree_after under ["{release.name}"]')
     return text
 
 
 def add_release(release: Release, versions: Path) -> str:
-    """Append the release's entry to versions.toml and return it."""
-    values = {key: value for key, value in asdict(release).items() if key not in ("framework", "name")}
+    """Append the release's entry to versions.toml and return it, without ``tree_after_fixes``, which export adds."""
+    left_out = ("framework", "name", "tree_after_fixes")
+    values = {key: value for key, value in asdict(release).items() if key not in left_out}
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
     entry = "\n".join([f"[{json.dumps(release.name)}]", *lines])
     replace_files({versions: f"{versions.read_text()}\n{entry}\n".encode()}, versions.parent)

@@ -9,9 +9,9 @@ from lib.patches.checkout import copied_stack
 from lib.patches.closest import closest
 from lib.patches.git import unfinished
 from lib.patches.git_objects import blob_id
-from lib.patches.record import Record, read_record, recover_record
+from lib.patches.record import Record, likely, read_record, recover_record
 from lib.patches.releases import VERL, Framework
-from lib.patches.stack import Stack, load_stacks
+from lib.patches.stack import Stack, load_stacks, whole
 from lib.patches.target import Target, opened
 from lib.paths import REPO
 
@@ -28,6 +28,7 @@ class Status:
         exact: whether the files that the stack does not touch are the wheel's.
         stack: id of the release's stack in this project.
         stamp: the target's own.
+        series: those of ``stack``, empty where the release has one stack only.
     """
 
     state: str
@@ -36,6 +37,7 @@ class Status:
     exact: bool = False
     stack: str | None = None
     stamp: dict[str, str] | None = None
+    series: str = ""
 
     def __str__(self) -> str:
         others = "; files that the patches do not touch are missing or differ from the wheel's"
@@ -62,10 +64,10 @@ def examine(target: Target, blobs: Mapping[str, str], record: Record | None, sta
     if not matching:
         state, detail = unmatched(target, pristine, record, stacks)
         return Status(state, detail, stamp=stamp)
-    stack = max(matching, key=lambda stack: stack.rest_is_pristine(pristine))
-    exact = stack.rest_is_pristine(pristine)
+    exact = any(stack.rest_is_pristine(pristine) for stack in matching)
+    stack = likely(record, [stack for stack in matching if stack.rest_is_pristine(pristine) or not exact])
     state, detail = matched(target, stack, blobs, record, bool(stamp), lost is not None)
-    return Status(state, detail, stack.release.name, exact, stack.id, stamp)
+    return Status(state, detail, stack.release.name, exact, stack.id, stamp, stack.series)
 
 
 def changed_since_apply(target: Target, blobs: Mapping[str, str], record: Record) -> tuple[str, str] | None:
@@ -89,13 +91,14 @@ def matched(
     name = str(stack.release)
     if not record:
         return "unpatched", name
+    apply = "apply with FIXES=yes" if stack.fixes else "apply"
     hooked = record.hooked(blobs)
     bare = [path for path in record.replaced if path not in hooked] + [p for p in record.added if p not in blobs]
     if stamped and hooked and not bare:
         if (record.release, record.stack) == (stack.release.name, stack.id):
-            return "patched", f"{name} with stack {stack.id}"
-        return "outdated", f"{name} with stack {record.stack}; apply brings it to {stack.id}"
-    restore = f"make unapply-patches {target.variable} restores the release, then apply again"
+            return "patched", f"{name} with {stack.title}"
+        return "outdated", f"{name} with stack {record.stack}; {apply} brings it to {stack.title}"
+    restore = f"make unapply-patches {target.variable} restores the release, then {apply} again"
     if lost and 0 < len(hooked) < len(record.replaced):
         return "half-patched", f"{name}, but {hooked[0]} is patched and apply left no record; {restore}"
     if stamped and hooked:
@@ -106,12 +109,12 @@ def matched(
         cause = f"it has files of stack {record.stack}, but {kept} is lost"
     elif stamped:
         installed = f"{target.framework.name} was installed or checked out again over stack {record.stack}"
-        return "interrupted", f"{name}: {installed}; apply patches it again, unapply deletes what the stack left"
+        return "interrupted", f"{name}: {installed}; {apply} patches it again, unapply deletes what the stack left"
     else:
         cause = "apply or unapply was interrupted"
         if (target.root / ".git").exists():
             cause += ", or git restored files"
-    return "interrupted", f"{name}: {cause}; the next apply or unapply repairs it"
+    return "interrupted", f"{name}: {cause}; unapply, or {apply}, repairs it"
 
 
 def unmatched(
@@ -119,14 +122,17 @@ def unmatched(
 ) -> tuple[str, str]:
     """Return state and detail of a tree that is no release: the closest one and the files that differ from it."""
     framework = target.framework.name
-    by_name = {stack.release.name: stack for stack in stacks}
+    by_name = whole(stacks)
     if record and record.release not in by_name:
         origin = f"another version of this project, for {framework} {record.release}, stack {record.stack}"
         return "foreign", f"patched by {origin}; make unapply-patches {target.variable} removes that"
     stamp = None if record else target.read_stamp()
     recorded = record.release if record and record.replaced else stamp and stamp["release"]
     unix = {**pristine, **unix_blobs(target, pristine, stacks)}
-    stack = by_name[recorded] if recorded in by_name else closest(unix, target.read, stacks)
+    stack = by_name[recorded] if recorded in by_name else closest(unix, target.read, [*by_name.values()])
+    own = [each for each in stacks if each.release == stack.release]
+    named = stamp and stamp["stack"]
+    stack = min(own, key=lambda each: (each.id != named, len(unknown_files(each, pristine)), -len(each.before)))
     if windows := sorted(set(stack.unknown(pristine)) - set(stack.unknown(unix))):
         cause = f"these files have CRLF line endings: {first_three(windows)}"
         return "dirty", f"{stack.release}, but {cause}; git config core.autocrlf false, then check them out again"
@@ -141,7 +147,8 @@ def unmatched(
 def ported(target: Target, stack: Stack, stacks: list[Stack], blobs: Mapping[str, str]) -> tuple[str, str]:
     """Return state and detail of a tree with a stack as commits: the one that these record, else ``stack``."""
     release, stack_id = copied_stack(target.root) or (None, None)
-    recorded = next((each for each in stacks if str(each.release) == release), None)
+    own = [each for each in stacks if str(each.release) == release]
+    recorded = max(own, key=lambda each: (each.id == stack_id, len(each.added))) if own else None
     stack, origin = (recorded, "from") if recorded else (stack, "closest to")
     version = f"stack {stack.id}"
     if other := [path for path, blob in stack.copied.items() if blobs.get(path) != blob]:
@@ -209,12 +216,13 @@ def drift(path: Path, project: Path = REPO, framework: Framework = VERL) -> list
     blobs, stacks = target.blobs(), load_stacks(project, framework)
     record = read_record(target, blobs) or recover_record(blobs, stacks)
     pristine = record.undone(blobs) if record else blobs
-    stack = closest(blobs, target.read, stacks)
+    stack = closest(blobs, target.read, [*whole(stacks).values()])
     changed = {path: "changed" if path in pristine else "gone" for path in stack.changed(pristine)}
     lines = [
         f"closest to {stack.release}: {len(changed)} of the {len(stack.before)} files that its patches change differ"
     ]
     for patch in stack.patches:
         drifted = [f"    {changed[path]:8} {path}" for path, _, _ in patch.blobs if path in changed]
-        lines += [f"{patch.name}: {len(drifted)} of {len(patch.blobs)} files", *drifted] if drifted else []
+        name = f"{patch.name} (fixes)" if patch.fixes else patch.name
+        lines += [f"{name}: {len(drifted)} of {len(patch.blobs)} files", *drifted] if drifted else []
     return lines

@@ -20,6 +20,7 @@ from lib.patches.git import git, run_git
 from lib.patches.git_objects import package_blobs, package_tree_id
 from lib.patches.precision_module import precision_file
 from lib.patches.releases import VERL
+from lib.patches.stack import FIXES
 from lib.patches.status import status
 from lib.patches.target import find_target
 from lib.patches.wheels import unpacked_wheel
@@ -143,8 +144,11 @@ def branch_version(name: str, commit: str) -> CodeVersion:
             whole = Path(scratch) / "whole"
             archive = run_git("archive", "--format=tar", commit, cwd=REPO).stdout
             tarfile.open(fileobj=io.BytesIO(archive)).extractall(whole, filter="data")
-            verl = unpacked_wheel(installed_release(), whole / ".cache" / "verl")
-            apply = [sys.executable, str(whole / "scripts" / "patchset.py"), "apply", str(verl)]
+            release = installed_release()
+            verl = unpacked_wheel(release, whole / ".cache" / "verl")
+            texts = (patch.read_text() for patch in (whole / f"patches/verl/v{release}").glob("*.patch"))
+            fixes = ["--fixes"] if any(f"\n{FIXES}\n" in text for text in texts) else []
+            apply = [sys.executable, str(whole / "scripts" / "patchset.py"), "apply", *fixes, str(verl)]
             done = subprocess.run(apply, capture_output=True, text=True)
             if done.returncode:
                 raise Refused(f"BRANCHES={name}: {last_line(done.stderr)}")

@@ -19,11 +19,14 @@ from lib.files import read_jsonl
 from lib.paths import REPO
 from lib.run.job import Job
 
+MANIFEST = "utils/checkpoint/manifest.py"  # below verl/, of the series fixes
+TRACKER = "latest_checkpointed_iteration.txt"  # of verl, in the folder of the checkpoints
+
 
 @cache
 def load_manifest(verl: Path) -> ModuleType:
     """Import the module by which the verl in this folder chooses a checkpoint, without importing all of verl."""
-    spec = importlib.util.spec_from_file_location("manifest", verl / "utils" / "checkpoint" / "manifest.py")
+    spec = importlib.util.spec_from_file_location("manifest", verl / MANIFEST)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -32,10 +35,21 @@ def load_manifest(verl: Path) -> ModuleType:
 def checkpoint_step(out: Path) -> int:
     """Return the step that verl would resume from, 0 without a checkpoint.
 
+    Without the series ``fixes``, verl resumes from the step that its tracker file names.
+
     Raises:
-        Refused: there are checkpoints and none is whole.
+        Refused: there are checkpoints and none is whole; without ``fixes``, the tracker names none of them, so that
+            verl would start over.
     """
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    if not (Path(verl) / MANIFEST).exists():
+        folders = {folder.name for folder in (out / "checkpoints").glob("global_step_*")}
+        tracker = out / "checkpoints" / TRACKER
+        step = tracker.read_text().strip() if tracker.exists() else ""
+        if folders and f"global_step_{step}" not in folders:
+            remedy = "let it name one of them, or apply the patches with FIXES=yes"
+            raise Refused(f"OUT={out}: {tracker} names no checkpoint of {', '.join(sorted(folders))}; {remedy}")
+        return int(step) if folders else 0
     manifest = load_manifest(Path(verl))
     try:
         chosen = manifest.choose(out / "checkpoints").folder

@@ -16,7 +16,7 @@ from lib.format import first_three
 from lib.patches.git_objects import package_blobs, package_tree_id
 from lib.patches.precision_module import load_precision, precision_file
 from lib.patches.releases import VERL, find_release
-from lib.patches.stack import load_stack
+from lib.patches.stack import release_stacks
 
 SAME_VERSIONS = ("python", "ray", "torch", "vllm", "transformers")
 
@@ -126,8 +126,9 @@ def refuse_driver(driver: Mapping[str, Any]) -> None:
     if not driver["stack"]:
         raise Refused(f"the driver's verl {driver['verl']} is not patched; {advice}")
     stamp = json.loads((Path(driver["root"]) / VERL.stamp).read_text())
-    ours = load_stack(find_release(stamp["release"])).id
-    if driver["stack"] != ours:
-        raise Refused(f"the driver's verl {driver['verl']} has stack {driver['stack']}, this checkout {ours}; {advice}")
+    ours = [stack.id for stack in release_stacks(find_release(stamp["release"]))]
+    if driver["stack"] not in ours:
+        own = " or ".join(ours)
+        raise Refused(f"the driver's verl {driver['verl']} has stack {driver['stack']}, this checkout {own}; {advice}")
     if driver["tree"] != stamp["tree"]:
         raise Refused(f"the driver's verl {driver['verl']} was edited after it was patched; {advice}")

@@ -15,8 +15,8 @@ from lib.patches.apply import apply, unapply
 from lib.patches.git_objects import package_blobs
 from lib.patches.port import port
 from lib.patches.precision_module import MODULE, PACKAGE, load_precision, precision_file
-from lib.patches.releases import VERL, find_release
-from lib.patches.stack import load_stack
+from lib.patches.releases import VERL, find_release, load_releases
+from lib.patches.stack import load_stack, release_stacks
 from lib.patches.status import status
 from lib.patches.wheels import unpacked_wheel, wheel
 from lib.paths import REPO
@@ -114,3 +114,27 @@ def test_module_and_package_load_alike_and_leave_no_bytecode(pristine: Path, pat
     assert Path(sys.modules["precision_of_test.dtypes"].__file__).is_relative_to(other)
     (patched / MODULE).write_text("")  # Python imports the package
     assert precision_file(patched) == patched / PACKAGE
+
+
+@pytest.mark.parametrize("release", load_releases())
+def test_former_stack_is_upgraded_to_either_series(release: str, tmp_path: Path):
+    """The former stack of a release was one series, with the files of both."""
+    former, root = tmp_path / "former", hooked_files(release, tmp_path / "root")
+    for part in ("patches/verl", "configs/precision"):
+        shutil.copytree(REPO / part, former / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(former / "patches/verl/fixes", former / "patches/verl/files", dirs_exist_ok=True)
+    shutil.rmtree(former / "patches/verl/fixes")
+    for patch in (former / f"patches/verl/v{release}").glob("*.patch"):
+        patch.write_text(patch.read_text().replace("Series: fixes\n", ""))
+    before = contents(root)
+    stacks = {stack.fixes: stack for stack in release_stacks(find_release(release))}
+    for fixes, other in ((False, True), (True, False)):
+        apply(root, former)
+        outdated = status(root)
+        assert (outdated.state, outdated.stack) == ("outdated", stacks[True].id)
+        assert f"apply with FIXES=yes brings it to stack {stacks[True].id} (precision and fixes)" in outdated.detail
+        for wanted in (fixes, other):
+            apply(root, fixes=wanted)
+            assert (status(root).state, status(root).stack) == ("patched", stacks[wanted].id)
+        unapply(root)
+        assert contents(root) == before

@@ -1,6 +1,7 @@
 """A run's folder: metrics across interruptions, resumption, the summary, the progress line and the curves."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,22 @@ def test_run_whose_checkpoints_are_all_torn_is_refused(tmp_path):
     write_json(out / "checkpoints/global_step_2/manifest.json", {"files": None})  # its save was not finished
     with pytest.raises(Refused, match=f"^OUT={out}: no whole checkpoint in {out}/checkpoints: "):
         checkpoint_step(out)
+
+
+def test_without_the_series_fixes_verls_tracker_names_the_checkpoint(imported, tmp_path):
+    (tmp_path / "tree/verl").mkdir(parents=True)
+    (tmp_path / "tree/verl/__init__.py").touch()
+    imported(tmp_path / "tree")
+    out = started(tmp_path / "out", checkpoint=2)
+    (out / "checkpoints/global_step_2/manifest.json").unlink(missing_ok=True)
+    assert checkpoint_step(out) == 2
+    tracker = out / "checkpoints/latest_checkpointed_iteration.txt"
+    for text in ("4", "", "none"):
+        tracker.write_text(text)
+        with pytest.raises(Refused, match=f"^OUT={out}: {tracker} names no checkpoint of global_step_2; let it name"):
+            checkpoint_step(out)
+    shutil.rmtree(out / "checkpoints/global_step_2")
+    assert checkpoint_step(out) == 0
 
 
 def test_finished_run_is_recognised_by_steps_and_settings(tmp_path):

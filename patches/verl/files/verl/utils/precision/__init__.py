@@ -45,7 +45,7 @@ from .rewards import check_rewards
 from .roles import check_master_dtype, check_role_dtype, check_rollout_dtype
 from .routers import engine_kwargs_with_routers, fp32_parameters, keep_routers_in_fp32
 from .scaler import GradScalerConfig, LossScaleError, LossScaler, load_scaler_state
-from .wire import check_adapter, set_wire_dtype, wire_kwargs
+from .wire import set_wire_dtype, wire_kwargs
 
 __all__ = [
     "GradScalerConfig",
@@ -55,7 +55,6 @@ __all__ = [
     "Precision",
     "StepAccounting",
     "cast_parameters",
-    "check_adapter",
     "check_engine_dtype",
     "check_keep_fp32",
     "check_master_dtype",

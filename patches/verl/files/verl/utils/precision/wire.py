@@ -13,7 +13,6 @@
 # limitations under the License.
 """Send weights from the trainer to the rollout in the rollout's dtype."""
 
-import importlib.metadata
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -66,17 +65,3 @@ def set_wire_dtype(engine: Any, dtype: torch.dtype) -> None:
             f"rollout.dtype={dtype_name(dtype)} with checkpoint_engine.backend=delta_sharded: {type(engine).__name__} "
             "exports bfloat16 shards; choose strategy fsdp or fsdp2, another backend, or rollout.dtype=bfloat16"
         )
-
-
-def check_adapter(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return ``tensors``, a LoRA adapter about to be sent to the rollout, unless it is empty.
-
-    Raises:
-        ValueError: it is empty; vLLM's worker would die on it and the trainer would wait forever.
-    """
-    if not tensors:
-        raise ValueError(
-            f"LoRA: peft {importlib.metadata.version('peft')} returned an empty adapter for the rollout; peft finds no "
-            "tensors in a nested FSDP1 model from 0.21.0 on: install peft==0.20.0"
-        )
-    return tensors

@@ -11,16 +11,19 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Offload the trainer's base under LoRA before the rollout's weights wake up: a GPU then has room for one of the two.
+"""Send LoRA adapters to the rollout: refuse an empty one, and offload the base before the rollout wakes up.
 
-verl copies the adapters, or an unmerged base, to the host and sends them from there. The trainer's weights need to be
-on the GPU for that copy alone.
+Offloaded, a GPU has room for one of the two bases. verl copies the adapters, or an unmerged base, to the host and sends
+them from there. The trainer's weights need to be on the GPU for that copy alone.
 """
 
-from collections.abc import Callable
+import importlib.metadata
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["weights_before_wake_up"]
+import torch
+
+__all__ = ["check_adapter", "weights_before_wake_up"]
 
 
 def weights_before_wake_up(worker: Any) -> Callable[..., tuple[Any, Any]]:
@@ -37,3 +40,17 @@ def weights_before_wake_up(worker: Any) -> Callable[..., tuple[Any, Any]]:
         for base_sync_done in {True, worker.base_sync_done}
     }
     return lambda layered_summon, base_sync_done: results[base_sync_done]
+
+
+def check_adapter(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return ``tensors``, a LoRA adapter about to be sent to the rollout, unless it is empty.
+
+    Raises:
+        ValueError: it is empty; vLLM's worker would die on it and the trainer would wait forever.
+    """
+    if not tensors:
+        raise ValueError(
+            f"LoRA: peft {importlib.metadata.version('peft')} returned an empty adapter for the rollout; peft finds no "
+            "tensors in a nested FSDP1 model from 0.21.0 on: install peft==0.20.0"
+        )
+    return tensors

@@ -90,6 +90,17 @@ def project(tmp_path: Path) -> Path:
     return project
 
 
+@pytest.mark.parametrize("fixes", [False, True])
+def test_edit_of_another_file_leaves_those_of_either_series_known(fixes: bool, tmp_path: Path):
+    root = unpacked_wheel(OLD, tmp_path)
+    apply(root, fixes=fixes)
+    with (root / "verl/protocol.py").open("a") as file:
+        file.write("# mine\n")
+    tree = identify_tree(root)
+    assert tree.state == "patched" and "unknown" not in tree.files.values()
+    assert tree.apply_command.endswith(" FIXES=yes") == fixes
+
+
 @pytest.mark.subprocess
 def test_new_release_has_the_rules_of_the_one_it_was_ported_from(project: Path, tmp_path: Path):
     tree = new_tree(tmp_path / "tree")

@@ -5,10 +5,11 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from functools import cache
 from operator import itemgetter
 
 from lib.patches.releases import load_releases
-from lib.patches.stack import load_stacks, whole
+from lib.patches.stack import Stack, load_stacks, whole
 from lib.paths import REPO
 from lib.verify.state import pages as gpu_pages
 
@@ -84,14 +85,19 @@ def changed_lines(results: dict, framework: str) -> list[str]:
     return [f"changed lines of {framework}", *("+{added} −{removed}".format(**r["lines"]) for r in results.values())]
 
 
+@cache
+def stacks_of_verl() -> list[Stack]:
+    """Return the stacks of all releases of verl."""
+    return load_stacks()
+
+
 def series_sizes() -> list[list[str]]:
     """Return, of each series of each release of verl, the numbers of its patches and of the files that they change."""
-    stacks = whole(load_stacks())
     rows = []
     names = {False: "patches in `precision`, files that they change", True: "patches in `fixes`, files, some the same"}
     for fixes, name in names.items():
         row = [name]
-        for stack in stacks.values():
+        for stack in whole(stacks_of_verl()).values():
             patches = [patch for patch in stack.patches if patch.fixes == fixes]
             row.append(f"{len(patches)}, {len({path for patch in patches for path, _, _ in patch.blobs})}")
         rows.append(row)
@@ -100,7 +106,7 @@ def series_sizes() -> list[list[str]]:
 
 def is_current(run: dict, release: str, results: dict) -> bool:
     """Return whether a whole run was made with a stack that the release still has, that of either series."""
-    stacks = [stack.id for stack in load_stacks() if stack.release.name == release]
+    stacks = [stack.id for stack in stacks_of_verl() if stack.release.name == release]
     return run.get("stack") in (results[release]["stack"], *stacks)
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from lib.cli import help_requested
 from lib.doctor.job_refusal import ask_doctor
 from lib.errors import Refused
-from lib.patches.status import status
+from lib.patches.status import apply_command, status
 from lib.paths import REPO
 from lib.run.checks import check_job
 from lib.run.folder import choose_folder, start_record
@@ -97,8 +97,8 @@ def patched_verl() -> tuple[Path, str]:
     package = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
     state = status(package)
     if state.state != "patched":
-        fixes = " FIXES=yes" * state.series.endswith("fixes")
-        raise Refused(f"CARRY=yes: {package}: {state.state}: {state.detail}; make apply-patches VERL={package}{fixes}")
+        remedy = apply_command(package, state.series)
+        raise Refused(f"CARRY=yes: {package}: {state.state}: {state.detail}; {remedy}")
     return package, state.detail
 
 

@@ -15,7 +15,7 @@ from lib.patches.precision_module import load_precision, precision_file
 from lib.patches.record import read_record
 from lib.patches.releases import Release
 from lib.patches.stack import Stack, load_stacks, whole
-from lib.patches.status import examine
+from lib.patches.status import apply_command, examine
 from lib.patches.target import opened
 from lib.patches.wheels import wheel
 from lib.paths import REPO
@@ -60,7 +60,7 @@ class Tree:
     @property
     def apply_command(self) -> str:
         """The command that applies the stack."""
-        return f"make apply-patches VERL={self.root}{' FIXES=yes' * self.series.endswith('fixes')}"
+        return apply_command(self.root, self.series)
 
     @cached_property
     def precision(self) -> ModuleType | None:

@@ -61,9 +61,11 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL, fixes: 
             return [f"{status.detail}: nothing to do"]
         if not stack.patches:
             raise Refused(f"{stack.release} has no patches yet")
-        found = record or recover_record(blobs, stacks)
-        refuse_edited(target, stack, found.undone(blobs) if found else blobs)
-        record = record or renew_record(target, blobs, stacks)
+        lost = None if record else recover_record(blobs, stacks)
+        record = record or lost
+        refuse_edited(target, stack, record.undone(blobs) if record else blobs)
+        if lost:
+            renew_record(target, lost, blobs, stacks)
         kept = record.hooked(blobs) if record else []
         if record:
             refuse_unwritable(target, record)
@@ -109,7 +111,11 @@ def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force
     """
     with locked(path, framework) as target:
         blobs = target.blobs()
-        record = read_record(target, blobs) or renew_record(target, blobs, load_stacks(project, framework))
+        record = read_record(target, blobs)
+        if not record:
+            stacks = load_stacks(project, framework)
+            if record := recover_record(blobs, stacks):
+                renew_record(target, record, blobs, stacks)
         edited = record.edited(blobs) if record else []
         if record and (force or not edited):
             restored = {path: record.replaced[path][1] for path in edited if path in record.replaced}
@@ -153,18 +159,15 @@ def run_patches(stack: Stack, contents: Mapping[str, bytes], reverse: bool = Fal
     return made
 
 
-def renew_record(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) -> Record | None:
-    """Make record and originals again in a patched tree that has lost them; return None for a tree with no stack."""
-    record = recover_record(blobs, stacks)
-    if record:
-        stack = likely(record, [stack for stack in stacks if stack.release.name == record.release])
-        patched = {path: (target.root / path).read_bytes() for path in record.hooked(blobs)}
-        originals = run_patches(stack, patched, reverse=True)
-        refuse_unwritable(target, record)
-        with adding(UNCHANGED):
-            stage(target, record, {}, restored=originals)
-        commit_staged(target)
-    return record
+def renew_record(target: Target, record: Record, blobs: Mapping[str, str], stacks: list[Stack]) -> None:
+    """Write ``record``, recovered from a patched tree that has lost its own, and the originals into the tree."""
+    (stack,) = (stack for stack in stacks if (stack.release.name, stack.id) == (record.release, record.stack))
+    patched = {path: (target.root / path).read_bytes() for path in record.hooked(blobs)}
+    originals = run_patches(stack, patched, reverse=True)
+    refuse_unwritable(target, record)
+    with adding(UNCHANGED):
+        stage(target, record, {}, restored=originals)
+    commit_staged(target)
 
 
 def put_on(

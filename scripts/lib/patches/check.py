@@ -52,7 +52,7 @@ def check_apply(stack: Stack, root: Path, blobs: Mapping[str, str], project: Pat
         blobs: the wheel's, by path.
 
     Raises:
-        Refused: the tree is not what the stack says, or a file does not compile.
+        Refused: the tree differs from the stack's, or a file does not compile.
     """
     release, framework = stack.release, stack.release.framework
     apply(root, project, framework, fixes=stack.fixes)

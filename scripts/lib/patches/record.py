@@ -114,7 +114,7 @@ def check_paths(paths: Iterable[str], framework: Framework) -> None:
 
 
 def likely(record: Record | None, stacks: Sequence[Stack]) -> Stack:
-    """Return the stack that the record is of, or of which it is another version: it has most of its files.
+    """Return the stack of the record; where this project has it no more, the one that shares most of its files.
 
     Without a record it is the first one.
     """

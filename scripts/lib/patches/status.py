@@ -199,6 +199,11 @@ def foreign(target: Target, stack: Stack, pristine: Mapping[str, str], releases:
     return "foreign", f"{nearest}, {share}; merge the patches with it: {port_command(target, stack)}"
 
 
+def apply_command(root: Path, series: str) -> str:
+    """Return the command that applies these series of patches to the verl in ``root``."""
+    return f"make apply-patches VERL={root}{' FIXES=yes' * series.endswith('fixes')}"
+
+
 def port_command(target: Target, stack: Stack) -> str:
     option = "" if target.framework == VERL else f" FRAMEWORK={target.framework.name}"
     return f"make port{option} FROM={stack.release.name} TO={target.root}"

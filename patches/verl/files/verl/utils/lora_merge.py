@@ -13,13 +13,14 @@
 # limitations under the License.
 """Merge LoRA adapters into the weights that are sent to the rollout, in fp32 and without changing the model."""
 
-from typing import Optional
+from collections.abc import Iterator
+from typing import Any, Optional
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-__all__ = ["adapted_weights", "merge_in_fp32"]
+__all__ = ["adapted_weights", "merge_in_fp32", "merged_weights"]
 
 
 def adapted_weights(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -76,3 +77,30 @@ def merge_in_fp32(weight: torch.Tensor, layer: Optional[torch.nn.Module]) -> tor
             delta = layer.get_delta_weight(adapter).to(merged.device)  # offload_policy keeps adapters on the CPU
             merged += delta.full_tensor() if isinstance(delta, DTensor) else delta
     return merged
+
+
+def merged_weights(engine: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of a LoRA engine's model for the rollout, with its adapters merged, in fp32; every rank must.
+
+    Args:
+        engine: verl's FSDP engine, whose parameters are offloaded again at the end, if it offloads them.
+        device: where each weight is gathered.
+
+    Raises:
+        ValueError: as :func:`merge_in_fp32`.
+    """
+    from verl.utils.fsdp_utils import normalize_peft_param_name, offload_fsdp_model_to_cpu
+    from verl.utils.model import convert_weight_keys
+
+    model = getattr(engine.module, "_fsdp_wrapped_module", engine.module)
+    try:
+        params, adapted = (
+            convert_weight_keys(normalize_peft_param_name(by_name), model)
+            for by_name in (engine.module.state_dict(), adapted_weights(engine.module))
+        )
+        for name, param in params.items():
+            whole = param.to(device, non_blocking=True).full_tensor() if isinstance(param, DTensor) else param
+            yield name, merge_in_fp32(whole, adapted.get(name))
+    finally:
+        if engine.is_param_offload_enabled:
+            offload_fsdp_model_to_cpu(engine.module)

@@ -17,7 +17,7 @@ With ``algorithm.rollout_correction.bypass_mode=true`` the rollout's log-probabi
 which are not computed: the metrics of the mismatch and the check of the first weight sync are then absent. Every
 ``trainer.mismatch_freq`` steps the trainer's log-probabilities are computed for these alone.
 
-The module needs torch alone.
+The module needs torch and :mod:`verl.utils.precision` only.
 """
 
 import logging
@@ -25,6 +25,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from verl.utils.precision import run_requests_precision
 
 __all__ = ["both_sides", "equal_share", "measures_mismatch", "without_old_log_probs"]
 
@@ -44,7 +46,7 @@ def equal_share(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor
         mask: bool of the same shape, true at response tokens.
 
     Returns:
-        ``training/rollout_logprobs_equal_share``: 1 where both sides agree to the bit.
+        ``training/rollout_logprobs_equal_share``: 1 where both sides agree bitwise.
     """
     return {"training/rollout_logprobs_equal_share": (trainer.float() == rollout.float())[mask].double().mean().item()}
 
@@ -53,7 +55,8 @@ def measures_mismatch(trainer: Any) -> bool:
     """Return whether a step in bypass mode computes the trainer's log-probabilities; call it once for each batch.
 
     If ``trainer.mismatch_freq`` is on, the first batch after each start does, for the check of the weight sync, and
-    every step that the key divides. If it is off, the first call logs what the run does without.
+    every step that the key divides. If it is off, the first call logs what the run does without, where the run requests
+    a precision.
 
     Args:
         trainer: a PPO trainer of verl, with its ``config`` and ``global_steps``. The first call sets ``_bypass_began``
@@ -67,7 +70,7 @@ def measures_mismatch(trainer: Any) -> bool:
         raise ValueError(f"trainer.mismatch_freq={freq} must be a whole number of steps, or -1 to measure none")
     first = not hasattr(trainer, "_bypass_began")
     trainer._bypass_began = True
-    if first and freq <= 0:
+    if first and freq <= 0 and run_requests_precision(trainer.config):
         logger.warning(
             "algorithm.rollout_correction.bypass_mode=true: the trainer computes no log-probabilities of its own, so "
             "there is no training/rollout_probs_diff_mean and no check of the first weight sync. "

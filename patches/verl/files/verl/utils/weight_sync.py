@@ -18,7 +18,9 @@ them; an adapter arrives empty; a renamed parameter is skipped. The rollout then
 trains on. The log-probabilities that both sides give to the same tokens show it on any device and for any server, and
 are in the trainer's hands already: the check costs a few sums over one batch.
 
-The module needs torch and :mod:`verl.utils.precision` alone.
+The check is on where a run requests a precision, or by ``trainer.check_weight_sync=true``.
+
+The module needs torch, :mod:`verl.utils.precision` and :mod:`verl.utils.mismatch` only.
 """
 
 from collections.abc import Mapping
@@ -26,7 +28,8 @@ from typing import Any
 
 import torch
 
-from verl.utils.precision import Precision, to_dtype
+from verl.utils.mismatch import equal_share
+from verl.utils.precision import Precision, run_requests_precision, to_dtype
 
 __all__ = ["WeightSyncCheck", "WeightSyncError", "check_weight_sync"]
 
@@ -52,7 +55,8 @@ def check_weight_sync(trainer: Any, batch: Mapping[str, torch.Tensor]) -> dict[s
         batch: as :meth:`WeightSyncCheck.__call__`.
 
     Returns:
-        the metrics of the first comparison, nothing afterwards.
+        the metrics of the first comparison, and of every batch the share of equal log-probabilities
+        (:func:`verl.utils.mismatch.equal_share`); nothing where the run does not check.
 
     Raises:
         WeightSyncError: the first comparison failed.
@@ -65,8 +69,8 @@ def check_weight_sync(trainer: Any, batch: Mapping[str, torch.Tensor]) -> dict[s
 class WeightSyncCheck:
     """Compare the log-probabilities of rollout and trainer on the first batch that has both.
 
-    The check is off with ``trainer.check_weight_sync=false``, and where the two cannot be compared: see
-    :func:`_comparable`.
+    The check is off with ``trainer.check_weight_sync=false``, where that is not set and the run requests no precision,
+    and where the two cannot be compared: see :func:`_comparable`.
 
     Args:
         config: of a PPO trainer: ``trainer``, ``actor_rollout_ref.actor`` and ``actor_rollout_ref.rollout`` are read.
@@ -74,12 +78,14 @@ class WeightSyncCheck:
 
     def __init__(self, config: Mapping[str, Any]):
         actor, rollout = (config["actor_rollout_ref"][role] for role in ("actor", "rollout"))
-        self._pending = bool(config["trainer"].get("check_weight_sync", True) and _comparable(rollout))
+        requested, wanted = run_requests_precision(config), config["trainer"].get("check_weight_sync")
+        self._shares = requested or bool(wanted)
+        self._pending = bool(requested if wanted is None else wanted) and _comparable(rollout)
         if self._pending:
             self._roundoff = max(_ROUNDOFF[dtype] for dtype in (_trainer_dtype(actor), _rollout_dtype(rollout)))
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Compare the first ``batch`` that has a response token; do nothing on later ones.
+        """Compare the first ``batch`` that has a response token; on later ones return the share only.
 
         Args:
             batch: ``rollout_log_probs`` and ``old_log_probs``, the trainer's, in nats, and ``response_mask``: each
@@ -87,13 +93,17 @@ class WeightSyncCheck:
 
         Returns:
             ``training/weight_sync_diff``, the mean absolute difference of log p over the response tokens, in nats, and
-            ``training/weight_sync_spread``, the mean absolute deviation of the trainer's log p; nothing on later calls.
+            ``training/weight_sync_spread``, the mean absolute deviation of the trainer's log p; on every call
+            ``training/rollout_logprobs_equal_share``.
 
         Raises:
             WeightSyncError: the difference is far beyond what rounding to the regime's dtypes explains, or not finite.
         """
-        if not self._pending or not (mask := batch["response_mask"].bool()).any():
+        if not self._shares or not (mask := batch["response_mask"].bool()).any():
             return {}
+        share = equal_share(batch["old_log_probs"], batch["rollout_log_probs"], mask)
+        if not self._pending:
+            return share
         self._pending = False
         sides = {"rollout": "rollout_log_probs", "trainer": "old_log_probs"}
         sampled, trained = (batch[name][mask].double() for name in sides.values())
@@ -110,7 +120,7 @@ class WeightSyncCheck:
                 f"{spread:.2g} and rounding explains {limit:.2g}. Look for parameters that the rollout server did not "
                 f"load or changed after loading; {_OFF}"
             )
-        return {"training/weight_sync_diff": diff, "training/weight_sync_spread": spread}
+        return {"training/weight_sync_diff": diff, "training/weight_sync_spread": spread, **share}
 
 
 _OFF = "trainer.check_weight_sync=false turns this check off"
@@ -119,7 +129,7 @@ _OFF = "trainer.check_weight_sync=false turns this check off"
 def _trainer_dtype(actor: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype that the actor computes in."""
     if actor["strategy"] in ("fsdp", "fsdp2"):
-        return Precision.of_worker(actor["fsdp_config"], trained=True).compute
+        return Precision.of_worker(actor.get("dtype"), actor["fsdp_config"], trained=True).compute
     return to_dtype(actor.get("dtype") or "bfloat16", "actor_rollout_ref.actor.dtype")
 
 

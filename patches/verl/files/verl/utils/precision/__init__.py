@@ -13,11 +13,11 @@
 # limitations under the License.
 """Precision of verl's training engines and rollouts: dtypes, the fp16 loss scaler, and what both report.
 
-The package needs torch and the standard library alone. verl's engines, workers and configs call it; it calls none of
+The package needs torch and the standard library only. verl's engines, workers and configs call it; it calls none of
 them. Import from the package, not from its modules:
 
 - ``dtypes``: :class:`Precision`, the dtypes of an engine, resolved once from its config.
-- ``roles``: checks of the dtype keys of actor, ref, critic and rollout.
+- ``roles``: the dtype keys of actor, ref, critic and rollout, and whether a run requests a precision.
 - ``scaler``: :class:`LossScaler` with its settings, :class:`GradScalerConfig`, and its checkpointed state.
 - ``gradients``: the norm over all ranks, and the first gradient that is not finite.
 - ``accounting``: :class:`StepAccounting` of skipped steps, and a checkpoint where they end the run.
@@ -32,54 +32,67 @@ them. Import from the package, not from its modules:
 Why fp16: with it on both sides, the log-probabilities of trainer and rollout agree far better than with bf16 (Qi et
 al. 2025, "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788). fp16 needs a loss scale, whose
 settings, state and metrics upstream does not have (its scaler: verl PRs #4036 and #6150).
+
+Where no key requests a precision (:func:`requests_precision`, :func:`run_requests_precision`), upstream's lines run.
 """
 
 from .accounting import StepAccounting, save_after_storm
-from .dtypes import Precision, cast_parameters, check_engine_dtype, dtype_name, to_dtype
+from .dtypes import UNREQUESTED, Precision, cast_parameters, dtype_name, requests_precision, to_dtype
 from .gradients import first_nonfinite_gradient, gradient_norm
-from .keep_fp32 import KeptModules, check_keep_fp32, fp32_wrap_policy, keep_in_fp32, shard_in_fp32
-from .legacy import check_sft, check_workers, sft_precision, worker_scaler
+from .keep_fp32 import KeptModules, fp32_wrap_policy, keep_in_fp32, shard_in_fp32
+from .legacy import check_sft, check_workers, rollout_precision, sft_precision, worker_scaler
 from .megatron import megatron_scaler
-from .reporting import patch_stamp, report, stored_dtypes
-from .rewards import check_rewards
-from .roles import check_master_dtype, check_role_dtype, check_rollout_dtype
-from .routers import engine_kwargs_with_routers, fp32_parameters, keep_routers_in_fp32
+from .reporting import patch_stamp, report, report_kwargs, report_rollout, report_worker
+from .rewards import check_rewards, label_fields
+from .roles import (
+    apply_engine_dtype,
+    apply_role_dtype,
+    check_master_dtype,
+    check_rollout_dtype,
+    run_requests_precision,
+)
+from .routers import engine_kwargs_with_routers, keep_routers_in_fp32
 from .scaler import GradScalerConfig, LossScaleError, LossScaler, load_scaler_state
 from .wire import set_wire_dtype, wire_kwargs
 
 __all__ = [
+    "UNREQUESTED",
     "GradScalerConfig",
     "KeptModules",
     "LossScaleError",
     "LossScaler",
     "Precision",
     "StepAccounting",
+    "apply_engine_dtype",
+    "apply_role_dtype",
     "cast_parameters",
-    "check_engine_dtype",
-    "check_keep_fp32",
     "check_master_dtype",
     "check_rewards",
-    "check_role_dtype",
     "check_rollout_dtype",
     "check_sft",
     "check_workers",
     "dtype_name",
     "engine_kwargs_with_routers",
     "first_nonfinite_gradient",
-    "fp32_parameters",
     "fp32_wrap_policy",
     "gradient_norm",
     "keep_in_fp32",
     "keep_routers_in_fp32",
+    "label_fields",
     "load_scaler_state",
     "megatron_scaler",
     "patch_stamp",
     "report",
+    "report_kwargs",
+    "report_rollout",
+    "report_worker",
+    "requests_precision",
+    "rollout_precision",
+    "run_requests_precision",
     "save_after_storm",
     "set_wire_dtype",
     "sft_precision",
     "shard_in_fp32",
-    "stored_dtypes",
     "to_dtype",
     "wire_kwargs",
     "worker_scaler",

@@ -20,16 +20,20 @@ from typing import Optional
 
 import torch
 
+from .dtypes import UNREQUESTED, Precision
 from .scaler import GradScalerConfig, LossScaleError, LossScaler, storm_message
 
 
 class StepAccounting:
     """Mixin of verl's ``BaseEngine`` that counts the taken and skipped optimizer steps of an update.
 
+    Without a request for a precision nothing is counted, and the methods change nothing.
+
     An update is everything between two advances of the LR schedule (in PPO: every mini-batch of every epoch). Class
     attributes are the defaults, because tests make engines without calling ``__init__``.
     """
 
+    precision: Precision = UNREQUESTED
     _taken = 0
     _skipped = 0
     _skips_in_a_row = 0  # of an optimizer with its own loss scaler
@@ -97,7 +101,7 @@ class StepAccounting:
         """
         taken, skipped = self._taken, self._skipped
         self._taken = self._skipped = 0
-        if taken == skipped == 0:  # an engine whose own optimizer_step does not account
+        if taken == skipped == 0:  # nothing requested, or an engine whose own optimizer_step does not account
             return True
         self._update_metrics = {"skipped_steps": float(skipped)}
         if self._loss_scale is not None:

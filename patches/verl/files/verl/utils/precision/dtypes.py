@@ -11,7 +11,11 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Resolve the dtypes that an engine computes in, once, from its config."""
+"""Resolve the dtypes that an engine computes in, once, from its config.
+
+A config that requests no precision (:func:`requests_precision`) gives :data:`UNREQUESTED`, with which every hook leaves
+the engine to upstream's own lines.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +23,9 @@ from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
+
+from .keep_fp32 import check_keep_fp32
+from .scaler import GradScalerConfig
 
 _DTYPES = {
     "float16": torch.float16,
@@ -68,8 +75,8 @@ def cast_parameters(module: torch.nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def check_engine_dtype(dtype: Optional[str], strategy: Optional[str]) -> str:
-    """Return the full name of the dtype that an engine is to compute in; ``None`` is verl's default, bfloat16.
+def check_engine_dtype(dtype: Optional[str], strategy: Optional[str]) -> torch.dtype:
+    """Return the dtype that an engine is to compute in; ``None`` is verl's default, bfloat16.
 
     Raises:
         ValueError: the dtype is unknown, or the engine would ignore it.
@@ -80,7 +87,57 @@ def check_engine_dtype(dtype: Optional[str], strategy: Optional[str]) -> str:
             f"dtype={dtype} is not what strategy={strategy} trains in, which is bfloat16 alone and without a loss "
             "scaler: choose strategy fsdp, fsdp2 or megatron, or dtype bfloat16"
         )
-    return dtype_name(resolved)
+    return resolved
+
+
+def join_dtypes(dtype: Optional[str], engine_key: str, engine_dtype: Optional[str]) -> Optional[str]:
+    """Return the dtype that a role's key and its engine's own key set together.
+
+    Args:
+        dtype: the role's key, e.g. ``actor_rollout_ref.actor.dtype``; ``None`` where it is not set.
+        engine_key: the engine's config below the role, e.g. ``fsdp_config``.
+        engine_dtype: its ``dtype``, which the role's overrides where it is upstream's default, bfloat16.
+
+    Raises:
+        ValueError: both are set and differ.
+    """
+    if dtype is None:
+        return engine_dtype
+    own = to_dtype("bfloat16" if engine_dtype is None else engine_dtype, f"{engine_key}.dtype")
+    if own not in (torch.bfloat16, to_dtype(dtype, "dtype")):
+        raise ValueError(
+            f"dtype={dtype} and {engine_key}.dtype={engine_dtype} contradict each other: remove {engine_key}.dtype "
+            "(the dtype of ref and critic is the actor's until set)"
+        )
+    return dtype
+
+
+def requests_precision(engine_config: Any) -> bool:
+    """Return whether an engine's config requests a precision; without a request the hooks change nothing.
+
+    A request is the role's ``dtype`` (its engine's config is marked ``precision_requested``), a ``dtype`` of the engine
+    other than bfloat16, fp16 by ``mixed_precision.param_dtype``, a setting of ``grad_scaler``, or a module in
+    ``keep_fp32_modules``.
+
+    Args:
+        engine_config: a mapping, or an object with some of these as attributes; a missing one has verl's default.
+
+    Raises:
+        ValueError: a setting of ``grad_scaler`` is invalid.
+    """
+
+    def value(key: str) -> Any:
+        return engine_config.get(key) if isinstance(engine_config, Mapping) else getattr(engine_config, key, None)
+
+    dtype, mixed = value("dtype"), value("mixed_precision")
+    param_dtype = mixed.get("param_dtype") if isinstance(mixed, Mapping) else None  # some engines have a flag there
+    return (
+        bool(value("precision_requested"))
+        or (dtype is not None and _DTYPES.get(dtype, dtype) != torch.bfloat16)
+        or _DTYPES.get(param_dtype, param_dtype) == torch.float16
+        or GradScalerConfig.read(value("grad_scaler")) != GradScalerConfig()
+        or bool(value("keep_fp32_modules"))
+    )
 
 
 @dataclass(frozen=True)
@@ -94,6 +151,8 @@ class Precision:
         master: dtype of the parameters that the optimizer updates, and of its state.
         base: dtype in which the model is loaded: the master's, or with LoRA that of the frozen weights.
         loss_scaling: whether the loss is scaled (trained in fp16).
+        requested: whether a key requests this precision; otherwise upstream's own lines decide.
+        reported: whether the worker prints its dtypes (``report_dtypes`` of its engine's config).
     """
 
     compute: torch.dtype
@@ -102,12 +161,15 @@ class Precision:
     master: torch.dtype
     base: torch.dtype
     loss_scaling: bool
+    requested: bool = True
+    reported: bool = True
 
     @classmethod
     def resolve(cls, engine_config: Any, lora: Optional[bool] = None) -> "Precision":
         """Resolve an FSDP engine's config (``FSDPEngineConfig`` or anything with its attributes).
 
-        ``mixed_precision.param_dtype`` wins where it is set, ``dtype`` decides otherwise.
+        ``mixed_precision.param_dtype`` wins where it is set, ``dtype`` decides otherwise. A config that requests
+        nothing is not checked, and gives :data:`UNREQUESTED`.
 
         Args:
             lora: whether LoRA adapters are trained in place of the weights: they are fp32 masters, and ``model_dtype``
@@ -117,6 +179,8 @@ class Precision:
             ValueError: a dtype is unknown; ``dtype`` and ``param_dtype`` contradict each other; the engine has no loss
                 scaler; a model trained in fp16 has half-precision master weights.
         """
+        if not requests_precision(engine_config):
+            return UNREQUESTED
         mixed = engine_config.mixed_precision or {}
         dtype = to_dtype("bfloat16" if engine_config.dtype is None else engine_config.dtype, "dtype")
         compute = to_dtype(mixed.get("param_dtype") or dtype, "mixed_precision.param_dtype")
@@ -126,6 +190,7 @@ class Precision:
                 "other: remove mixed_precision.param_dtype, or set both alike"
             )
         check_engine_dtype(dtype_name(compute), engine_config.strategy)
+        check_keep_fp32(getattr(engine_config, "keep_fp32_modules", []), engine_config.strategy)
 
         trained = not engine_config.forward_only
         if engine_config.model_dtype is None:
@@ -145,27 +210,53 @@ class Precision:
             master=torch.float32 if lora else base,
             base=base,
             loss_scaling=trained and compute == torch.float16,
+            reported=getattr(engine_config, "report_dtypes", True) is not False,
         )
 
     @classmethod
-    def of_worker(cls, fsdp_config: Mapping[str, Any], trained: bool, lora: Optional[bool] = None) -> "Precision":
-        """Resolve the ``fsdp_config`` of a worker of verl up to 0.7.1.
+    def of_worker(
+        cls, dtype: Optional[str], fsdp_config: Mapping[str, Any], trained: bool, lora: Optional[bool] = None
+    ) -> "Precision":
+        """Resolve the config of a worker of verl up to 0.7.1.
 
         Args:
+            dtype: the role's key, e.g. ``actor_rollout_ref.actor.dtype``; ``None`` where it is not set.
             fsdp_config: a ``DictConfig`` or a dataclass with ``get``; a missing key has verl's default.
             trained: whether the worker has an optimizer for this model.
             lora: as in :meth:`resolve`.
 
         Raises:
-            ValueError: as :meth:`resolve`.
+            ValueError: as :meth:`resolve` and :func:`join_dtypes`.
         """
-        read = {key: fsdp_config.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
-        return cls.resolve(SimpleNamespace(**read, strategy=None, forward_only=not trained), lora)
+        read = {key: fsdp_config.get(key) for key in ("mixed_precision", "model_dtype", "grad_scaler", "report_dtypes")}
+        read["dtype"] = join_dtypes(dtype, "fsdp_config", fsdp_config.get("dtype"))
+        requested = dtype is not None
+        engine = SimpleNamespace(**read, strategy=None, forward_only=not trained, precision_requested=requested)
+        return cls.resolve(engine, lora)
+
+    @property
+    def export_dtype(self) -> Optional[torch.dtype]:
+        """Dtype of exported models, which a checkpoint records; ``None`` leaves upstream's, unrecorded."""
+        return self.compute if self.requested else None
 
     def autocast(self, device: str) -> torch.autocast:
         """Return autocast to ``compute`` on a device type; disabled in fp32, which it could only lower."""
         return torch.autocast(device_type=device, dtype=self.compute, enabled=self.compute != torch.float32)
 
     def names(self) -> dict[str, Any]:
-        """Return the fields, dtypes by name, for reports."""
-        return {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in vars(self).items()}
+        """Return the dtypes by name, and ``loss_scaling``, for reports."""
+        fields = {key: value for key, value in vars(self).items() if key not in ("requested", "reported")}
+        return {key: dtype_name(value) if isinstance(value, torch.dtype) else value for key, value in fields.items()}
+
+
+# verl's default, which no hook applies: where nothing is requested, upstream's own lines decide.
+UNREQUESTED = Precision(
+    compute=torch.bfloat16,
+    reduce=torch.float32,
+    buffer=torch.float32,
+    master=torch.float32,
+    base=torch.float32,
+    loss_scaling=False,
+    requested=False,
+    reported=False,
+)

@@ -19,13 +19,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
 
-from .dtypes import Precision, dtype_name, to_dtype
-from .roles import check_role_dtype, check_rollout_dtype
+from .dtypes import UNREQUESTED, Precision, dtype_name, join_dtypes, to_dtype
+from .roles import ROLLOUT_DEFAULTS, check_rollout_dtype, run_requests_precision, select
 from .scaler import GradScalerConfig, LossScaler
 
 # Role, the engine's key below it, the key of its model, and whether it is trained.
@@ -45,28 +44,32 @@ def worker_scaler(fsdp_config: Mapping[str, Any], precision: Precision, device: 
         precision: :meth:`Precision.of_worker` of the same ``fsdp_config``.
         device: device type of the worker (cuda, cpu, …).
     """
-    return LossScaler(_scaler_settings(fsdp_config), device) if precision.loss_scaling else None
+    return LossScaler(GradScalerConfig.read(fsdp_config.get("grad_scaler")), device) if precision.loss_scaling else None
 
 
-def _scaler_settings(fsdp_config: Mapping[str, Any]) -> GradScalerConfig:
-    settings = fsdp_config.get("grad_scaler") or {}
-    if isinstance(settings, GradScalerConfig):  # instantiated by Hydra, where the config has dataclasses
-        return settings
-    return GradScalerConfig(**{key: value for key, value in settings.items() if key != "_target_"})
+def rollout_precision(dtype: str) -> Precision:
+    """Return the precision in which the HF rollout samples: that of ``rollout.dtype``, if it requests one.
+
+    Raises:
+        ValueError: the dtype is unknown.
+    """
+    return UNREQUESTED if dtype in ROLLOUT_DEFAULTS else Precision.of_worker(dtype, {}, trained=False)
 
 
 def check_workers(config: Mapping[str, Any]) -> None:
-    """Refuse, in the driver, a PPO config that the workers cannot compute in.
+    """Refuse, in the driver, a PPO config that requests a precision that the workers cannot compute in.
 
-    Every role of the config is checked, whether or not the algorithm uses it.
+    Every role of the config is checked, whether or not the algorithm uses it; without a request none is.
 
     Raises:
         ValueError: the message names the key, its value and what is allowed.
     """
+    if not run_requests_precision(config):
+        return
     model_engine = config["trainer"].get("use_legacy_worker_impl") == "disable"
     for role, fsdp_key, model_key, trained in _WORKERS:
-        worker = _select(config, role)
-        if worker is None or _select(worker, "strategy") is None:
+        worker = select(config, role)
+        if worker is None or select(worker, "strategy") is None:
             continue  # a release without this worker
         strategy, dtype = worker["strategy"], worker.get("dtype")
         if strategy not in ("fsdp", "fsdp2"):  # Megatron's own key, megatron.dtype, stays as upstream has it
@@ -76,14 +79,16 @@ def check_workers(config: Mapping[str, Any]) -> None:
                     f"the run at the first overflow: choose fsdp or fsdp2, or leave {role}.dtype null"
                 )
             continue
-        engine = _select(worker, fsdp_key) or {}
+        engine = select(worker, fsdp_key) or {}
+        with _below(role):
+            join_dtypes(dtype, fsdp_key, engine.get("dtype"))
         with _below(f"{role}.{fsdp_key}"):
-            precision = Precision.of_worker(engine, trained, _trains_adapters(_select(config, model_key) or {}))
-            _scaler_settings(engine)
+            precision = Precision.of_worker(dtype, engine, trained, _trains_adapters(select(config, model_key) or {}))
+            GradScalerConfig.read(engine.get("grad_scaler"))
         with _below(role):
             if model_engine:
                 _check_bfloat16_alone((dtype, precision.compute), "trainer.use_legacy_worker_impl=disable", "auto")
-            _check_wire(dtype, fsdp_key, precision)
+            join_dtypes(dtype, fsdp_key, dtype_name(precision.compute))
     rollout = config["actor_rollout_ref"]["rollout"]
     with _below("actor_rollout_ref.rollout"):
         check_rollout_dtype(rollout["dtype"])
@@ -95,13 +100,10 @@ def _trains_adapters(model: Mapping[str, Any]) -> bool:
     return model.get("lora_rank", 0) > 0 or model.get("lora_adapter_path") is not None
 
 
-def _check_wire(dtype: Optional[str], fsdp_key: str, precision: Precision) -> None:
-    check_role_dtype(dtype, fsdp_key, SimpleNamespace(dtype=dtype_name(precision.compute), strategy=None))
-
-
 def _check_hf_rollout(dtype: str, actor: Mapping[str, Any]) -> None:
     """Check the HF rollout, which samples under autocast (no "auto", no "half") from the weights that FSDP2 gathers."""
-    sampled, trained = to_dtype(dtype, "dtype"), Precision.of_worker(_select(actor, "fsdp_config") or {}, True).compute
+    precision = Precision.of_worker(actor.get("dtype"), actor.get("fsdp_config") or {}, True)
+    sampled, trained = to_dtype(dtype, "dtype"), precision.compute
     if actor["strategy"] == "fsdp2" and sampled != trained:
         raise ValueError(
             f"dtype={dtype} with name=hf, whose weights FSDP2 rounds to the actor's {dtype_name(trained)} before: set "
@@ -116,8 +118,10 @@ def sft_precision(config: Mapping[str, Any]) -> Precision:
         ValueError: as :meth:`Precision.resolve`; ``dtype`` and ``model.fsdp_config`` contradict each other.
     """
     model = config["model"]
-    precision = Precision.of_worker(model["fsdp_config"], trained=True, lora=_trains_adapters(model))
-    _check_wire(config["dtype"], "model.fsdp_config", precision)
+    dtype, engine = config["dtype"], model["fsdp_config"]
+    join_dtypes(dtype, "model.fsdp_config", engine.get("dtype"))
+    precision = Precision.of_worker(dtype, engine, trained=True, lora=_trains_adapters(model))
+    join_dtypes(dtype, "model.fsdp_config", dtype_name(precision.compute))
     return precision
 
 
@@ -127,9 +131,9 @@ def check_sft(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the message names the key, its value and what is allowed.
     """
-    engine, dtypes = config["engine"], [_select(config, "actor_rollout_ref.actor.dtype")]
+    engine, dtypes = config["engine"], [select(config, "actor_rollout_ref.actor.dtype")]
     if engine.get("strategy") in ("fsdp", "fsdp2"):
-        dtypes.append(Precision.of_worker(engine, False).compute)
+        dtypes.append(Precision.of_worker(None, engine, False).compute)
     with _below("engine"):
         _check_bfloat16_alone(dtypes, "SFT on the model engine", "verl.trainer.fsdp_sft_trainer, a later release")
 
@@ -141,13 +145,6 @@ def _check_bfloat16_alone(dtypes: Iterable[Any], why: str, instead: str) -> None
                 f"dtype={dtype_name(to_dtype(dtype, 'dtype'))} is not what {why} trains in on this release, which is "
                 f"bfloat16 alone and without a loss scaler: choose {instead}, or dtype bfloat16"
             )
-
-
-def _select(config: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path, ``None`` where there is none."""
-    for key in path.split("."):
-        config = config.get(key) if config is not None else None
-    return config
 
 
 @contextmanager

@@ -14,12 +14,15 @@
 """Report what a worker resolved, with the stamp of the stack it runs on, as one line that tools can parse."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 
-from .dtypes import dtype_name
+from .dtypes import Precision, dtype_name
+from .roles import ROLLOUT_DEFAULTS
+from .routers import fp32_parameters
 
 
 def patch_stamp() -> Optional[dict[str, str]]:
@@ -46,3 +49,56 @@ def stored_dtypes(module: torch.nn.Module) -> dict[str, str]:
     first = next(module.parameters())
     trained = next((parameter for parameter in module.parameters() if parameter.requires_grad), first)
     return {"master": dtype_name(trained.dtype), "base": dtype_name(first.dtype)}
+
+
+def report_worker(
+    role: str,
+    rank: int,
+    strategy: str,
+    precision: Precision,
+    module: torch.nn.Module,
+    facts: Optional[Mapping[str, Any]] = None,
+) -> None:
+    """Print what a training worker resolved and the dtypes of its weights, where its precision is to be reported.
+
+    Args:
+        role: actor, ref, critic or reward_model.
+        rank: the worker's rank in its group.
+        strategy: fsdp or fsdp2.
+        module: the sharded model.
+        facts: further JSON values by name.
+    """
+    if precision.reported:
+        report(role, rank, strategy=strategy, **{**precision.names(), **stored_dtypes(module)}, **(facts or {}))
+
+
+def report_kwargs(rollout_config: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the argument with which a vLLM worker prints its dtypes once; nothing where no precision is requested.
+
+    ``rollout.report_dtypes`` decides: it is the actor's ``dtype`` until set. Without it, ``rollout.dtype`` does.
+    """
+    wanted = rollout_config.get("report_dtypes")
+    if wanted is None:
+        wanted = rollout_config["dtype"] not in ROLLOUT_DEFAULTS
+    return {"report_dtypes": True} if wanted else {}
+
+
+def report_rollout(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Print the dtypes of a vLLM worker, once: of the weights that arrive, of those that it runs, and of its KV cache.
+
+    Args:
+        worker: verl's extension of vLLM's worker.
+        weights: the first that arrive.
+    """
+    worker._report_dtypes, worker._dtypes_reported = False, True
+    _, first = next(iter(weights))
+    model = worker.model_runner.model
+    report(
+        "rollout",
+        worker.rank,
+        strategy="vllm",
+        wire=dtype_name(first.dtype),
+        rollout=dtype_name(next(model.parameters()).dtype),
+        kv_cache=dtype_name(worker.model_runner.kv_cache_dtype),
+        **fp32_parameters(model),
+    )

@@ -11,30 +11,87 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Check the dtype keys of actor, ref, critic and rollout."""
+"""Apply and check the dtype keys of actor, ref, critic and rollout, and tell whether a run requests a precision."""
 
+from collections.abc import Mapping
 from typing import Any, Optional
 
-from .dtypes import Precision, check_engine_dtype, to_dtype
+from .dtypes import Precision, check_engine_dtype, dtype_name, join_dtypes, requests_precision
+
+# Each role, and the config of its FSDP engine below it: of verl 0.8.0 and later, and of the workers before.
+_ROLES = {
+    "actor_rollout_ref.actor": ("fsdp_config",),
+    "actor_rollout_ref.ref": ("fsdp_config",),
+    "critic": ("fsdp", "model.fsdp_config"),
+    "reward_model": ("model.fsdp_config",),
+}
+# Values of rollout.dtype with which upstream rolls out as it trains; "auto" is the dtype in the model's config.json.
+ROLLOUT_DEFAULTS = ("bfloat16", "auto")
 
 
-def check_role_dtype(dtype: Optional[str], engine_key: str, engine_config: Any) -> None:
-    """Refuse a role's ``dtype`` that its engine's own key contradicts, or that its engine cannot train in.
+def run_requests_precision(config: Mapping[str, Any]) -> bool:
+    """Return whether a PPO run requests a precision, so that the checks of its driver are on.
+
+    One of its roles does (:func:`requests_precision`), or its rollout by a ``dtype`` other than bfloat16 and auto, or
+    ``trainer.mismatch_freq`` is on.
+
+    Args:
+        config: the composed config of a PPO trainer.
+    """
+    if select(config, "actor_rollout_ref.rollout.dtype") not in ROLLOUT_DEFAULTS:
+        return True
+    if (select(config, "trainer.mismatch_freq") or -1) != -1:
+        return True
+    for role, engine_keys in _ROLES.items():
+        worker = select(config, role)
+        if worker is None:
+            continue
+        engines = [select(worker, key) for key in (*engine_keys, worker.get("strategy") or "fsdp")]
+        if worker.get("dtype") is not None or any(requests_precision(each) for each in engines if each is not None):
+            return True
+    return False
+
+
+def select(config: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path, ``None`` where there is none."""
+    for key in path.split("."):
+        config = config.get(key) if config is not None else None
+    return config
+
+
+def apply_engine_dtype(engine_config: Any) -> None:
+    """Check what an engine's config requests, and write the dtype that it computes in to its ``dtype``.
+
+    A config without a request stays as it is, unchecked.
+
+    Raises:
+        ValueError: as :meth:`Precision.resolve`.
+    """
+    if not requests_precision(engine_config):
+        return
+    if str(engine_config.strategy).startswith("fsdp"):
+        compute = Precision.resolve(engine_config).compute
+    else:
+        compute = check_engine_dtype(engine_config.dtype, engine_config.strategy)
+    object.__setattr__(engine_config, "dtype", dtype_name(compute))
+
+
+def apply_role_dtype(dtype: Optional[str], engine_key: str, engine_config: Any) -> None:
+    """Make an engine compute in its role's ``dtype``, and check what its config requests.
 
     Args:
         dtype: the role's key, e.g. ``actor_rollout_ref.actor.dtype``; ``None`` where it is not set.
         engine_key: the engine's key below the role, e.g. ``fsdp_config``.
-        engine_config: the engine's config, with its ``dtype`` and ``strategy`` resolved.
+        engine_config: the engine's config, with its ``dtype`` and ``strategy``.
 
     Raises:
-        ValueError: both are set and differ, or the engine would ignore the dtype.
+        ValueError: the two keys contradict each other, or the engine cannot train in the dtype.
     """
-    if dtype is not None and to_dtype(dtype, "dtype") != to_dtype(engine_config.dtype, f"{engine_key}.dtype"):
-        raise ValueError(
-            f"dtype={dtype} and {engine_key}.dtype={engine_config.dtype} contradict each other: "
-            f"set dtype alone, which {engine_key}.dtype follows (the dtype of ref and critic is the actor's until set)"
-        )
-    check_engine_dtype(engine_config.dtype, engine_config.strategy)
+    joined = join_dtypes(dtype, engine_key, engine_config.dtype)
+    if dtype is not None:
+        object.__setattr__(engine_config, "dtype", joined)
+        object.__setattr__(engine_config, "precision_requested", True)
+    apply_engine_dtype(engine_config)
 
 
 def check_master_dtype(role: str, role_config: Any, lora_rank: int) -> None:

@@ -50,6 +50,13 @@ class GradScalerConfig:
     min_scale: float = 1.0
     max_consecutive_skips: int = 32
 
+    @classmethod
+    def read(cls, settings: "GradScalerConfig | Mapping[str, Any] | None") -> "GradScalerConfig":
+        """Return the settings of a config's node: built already, as a mapping with ``_target_``, or missing."""
+        if isinstance(settings, cls):
+            return settings
+        return cls(**{key: value for key, value in (settings or {}).items() if key != "_target_"})
+
     def __post_init__(self):
         for key, value in vars(self).items():
             whole = key in ("growth_interval", "max_consecutive_skips")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .dtypes import dtype_name, to_dtype
+from .roles import ROLLOUT_DEFAULTS
 
 
 def wire_kwargs(engine_cls: type, engine_kwargs: Mapping[str, Any], rollout_dtype: str) -> dict[str, Any]:
@@ -27,13 +28,15 @@ def wire_kwargs(engine_cls: type, engine_kwargs: Mapping[str, Any], rollout_dtyp
 
     Args:
         engine_kwargs: the user's ``checkpoint_engine.engine_kwargs``; they win, and a dtype's name becomes the dtype.
-        rollout_dtype: ``rollout.dtype``; ``auto`` leaves the engine's own default.
+        rollout_dtype: ``rollout.dtype``; ``bfloat16``, the engines' own default, and ``auto`` change no argument.
 
     Raises:
         ValueError: the user's ``rollout_dtype`` is not a dtype to compute in.
     """
     kwargs = dict(engine_kwargs)
-    if rollout_dtype != "auto" and _takes(engine_cls, "rollout_dtype"):
+    if rollout_dtype in ROLLOUT_DEFAULTS:
+        return kwargs
+    if _takes(engine_cls, "rollout_dtype"):
         kwargs.setdefault("rollout_dtype", rollout_dtype)
     if "rollout_dtype" in kwargs:
         name = {"half": "float16", "float": "float32"}.get(kwargs["rollout_dtype"], kwargs["rollout_dtype"])

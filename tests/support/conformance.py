@@ -29,12 +29,14 @@ class Behaviour:
         patched: the outcome on a patched tree, the same on every release.
         upstream: the outcomes on unpatched trees, and the releases of each.
         absent: releases that cannot have it, by reason.
+        fixes: the patched tree has the series ``fixes``, too; without it, as any other case, ``precision`` alone.
     """
 
     row: str
     patched: str
     upstream: dict[str, tuple[str, ...]]
     absent: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    fixes: bool = False
 
     def predicted(self, release: str) -> str:
         """Return the outcome on the unpatched release."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from lib.files import write
 from lib.patches.apply import apply
-from lib.patches.releases import VERL, Framework
+from lib.patches.releases import VERL, Framework, find_release
+from lib.patches.stack import release_stacks
 from lib.patches.wheels import unpacked_wheel
 
 RELEASE = "0.9.1"  # of verl, which most tests run
@@ -18,13 +19,19 @@ def contents(root: Path) -> dict[str, bytes | None]:
     return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
 
 
-def patched_tree(release: str, folder: Path, given: Path | None, framework: Framework = VERL) -> Path:
-    """Return a patched tree of a release: ``given``, an option of pytest, if its stamp names the release, else a new
-    one in ``folder``."""
-    if given and json.loads((given / framework.stamp).read_text())["release"] == release:
-        return given
+def patched_tree(
+    release: str, folder: Path, given: Path | None, framework: Framework = VERL, fixes: bool = True
+) -> Path:
+    """Return a patched tree of a release, with the series ``fixes`` or without: ``given``, an option of pytest, if its
+    stamp names the release, and not the release's other stack; else a new one in ``folder``."""
+    if given:
+        stamp = json.loads((given / framework.stamp).read_text())
+        stacks = release_stacks(find_release(release, framework=framework))
+        others = stacks[:-1] if fixes else stacks[1:]
+        if stamp["release"] == release and stamp["stack"] not in [other.id for other in others]:
+            return given
     tree = unpacked_wheel(release, folder, framework)
-    apply(tree, framework=framework)
+    apply(tree, framework=framework, fixes=fixes)
     return tree
 
 

@@ -129,6 +129,7 @@ BEHAVIOURS = {
         "refused",
         {"sent": having(without=["sharding_manager"])},
         NO_MANAGER,
+        fixes=True,
     ),
     "hf_rollout_fp16": Behaviour(
         HF, f"fsdp: {HF16}, weight float32; fsdp2: {HF16}, weight float16", {BF16: HAS_HF}, NO_HF

@@ -1,5 +1,6 @@
-"""Every release, as its wheel ships it and with its stack, run once through ``cases.py`` by its own workers."""
+"""Every release, as its wheel ships it and with the series `precision`, run once through ``cases.py`` by its own workers."""
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -49,37 +50,36 @@ def model(server, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tree_of(tmp_path_factory, pytestconfig) -> Callable[[str, bool], Path]:
-    """``tree_of(release, patched)``: a folder that contains that ``verl/``."""
-    done: dict[tuple[str, bool], Path] = {}
+def tree_of(tmp_path_factory, pytestconfig) -> Callable[..., Path]:
+    """``tree_of(release, patched, fixes=False)``: a folder that contains that ``verl/``."""
 
-    def of(release: str, patched: bool) -> Path:
-        if (release, patched) not in done:
-            folder = tmp_path_factory.mktemp(f"{release}-{'patched' if patched else 'upstream'}")
-            given = pytestconfig.getoption("verl_tree")
-            tree = patched_tree(release, folder, given) if patched else unpacked_wheel(release, folder)
-            done[release, patched] = tree
-        return done[release, patched]
+    @functools.cache
+    def of(release: str, patched: bool, fixes: bool = False) -> Path:
+        folder = tmp_path_factory.mktemp(f"{release}-{'patched' if patched else 'upstream'}")
+        if not patched:
+            return unpacked_wheel(release, folder)
+        return patched_tree(release, folder, pytestconfig.getoption("verl_tree"), fixes=fixes)
 
     return of
 
 
 @pytest.fixture(scope="session")
 def run_workers(server, model, tree_of, tmp_path_factory) -> Callable[..., list]:
-    """``run_workers(script, release, patched, *names, ranks=2)``: what each rank of a script of cases wrote.
+    """``run_workers(script, release, patched, *names, ranks=2, fixes=False)``: what each rank of a script wrote.
 
     The script is called with RELEASE MODEL_DIR OUT_DIR [CASE ...], and rank r writes OUT_DIR/rank_r.json.
     """
-    begun: set[tuple[str, str, bool]] = set()
+    begun: set[tuple[str, str, bool, bool]] = set()
 
-    def run(script: str, release: str, patched: bool, *names: str, ranks: int = 2) -> list:
-        assert (script, release, patched) not in begun, "they did not run: the first of these tests shows why"
-        begun.add((script, release, patched))
+    def run(script: str, release: str, patched: bool, *names: str, ranks: int = 2, fixes: bool = False) -> list:
+        this = (script, release, patched, fixes)
+        assert this not in begun, "they did not run: the first of these tests shows why"
+        begun.add(this)
         lock = "requirements/workers.lock"
         assert "workers" in find_release(release).dependencies, f"verl {release} does not run with {lock}"
         variables = {
             **os.environ,
-            "PYTHONPATH": f"{tree_of(release, patched)}:{REPO}:{REPO / 'scripts'}:{REPO / 'tests'}",
+            "PYTHONPATH": f"{tree_of(release, patched, fixes)}:{REPO}:{REPO / 'scripts'}:{REPO / 'tests'}",
             "OMP_NUM_THREADS": "1",
             "VERL_PLATFORM": "cpu",  # this and the next are read only by verl 0.9
             "VERL_ENGINE_DEVICE": "cuda",
@@ -96,8 +96,12 @@ def outcomes(run_workers, request) -> Iterator[Outcomes]:
     """The outcomes of each tree by case, on which both ranks agree."""
 
     def run(release: str, patched: bool, *cases: str) -> dict[str, str]:
-        first, second = run_workers("cases.py", release, patched, *cases)
-        assert first == second, f"the ranks differ\n{first}\n{second}"
-        return first
+        seen: dict[str, str] = {}
+        for fixes in (False, True):
+            if names := [case for case in cases if (patched and BEHAVIOURS[case].fixes) == fixes]:
+                first, second = run_workers("cases.py", release, patched, *names, fixes=fixes)
+                assert first == second, f"the ranks differ\n{first}\n{second}"
+                seen |= first
+        return seen
 
     yield from SUITE.outcomes(request, run)

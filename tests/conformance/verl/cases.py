@@ -24,15 +24,16 @@ from functools import partial
 from pathlib import Path
 
 import harness
+import inert_cases
 import numpy as np
 import torch
 import torch.distributed as dist
 from harness import ENGINE, LEGACY, OUT, OWN_FP16, PATCHED, RANK, RELEASE, REWARD_MODEL, Worker, batch, composed, fp16
 from mixed_dtype_cases import lora_base, modules_listed, routers_named, routers_rollout
-from observations import digest, inner_dtypes, name, numbers, poison, same, scale_of, state, watch
+from observations import inner_dtypes, name, numbers, poison, same, scale_of, state, watch
 from omegaconf import OmegaConf
 from rollout_cases import empty_adapter, hf_rollout, wire, wire_merged_lora
-from sft_cases import bf16_sft, engine_sft_trainer, overflow_sft, sft
+from sft_cases import engine_sft_trainer, overflow_sft, sft
 from support.parsed_once import yaml_parsed_once
 from support.waiting import STUCK_S
 from trainer_cases import bypass_mode, equal_share
@@ -200,18 +201,6 @@ def storm(role: str) -> str:
     return "goes on"
 
 
-def bf16(role: str) -> str:
-    """Digest outputs in bf16, and of a trained role metrics, weights, Adam state and LR after each of two updates."""
-    torch.manual_seed(0)  # the critic's head
-    worker = Worker(role, composed())
-    if role == "ref":
-        return digest(worker.forward(batch(9)))
-    observed = []
-    for seed in range(2):
-        observed += [worker.update(batch(seed)), worker.forward(batch(9)), *state(worker)]
-    return digest(*observed)
-
-
 ACTOR = "actor_rollout_ref.actor"
 # Invalid overrides by name, with the words that the refusal must contain.
 REFUSED = {
@@ -282,11 +271,6 @@ def reward_model() -> str:
     observed = watch(worker.reward_module)
     worker.compute_rm_score(batch(0))
     return inner_dtypes(observed)
-
-
-def bf16_reward_model() -> str:
-    torch.manual_seed(0)  # its head
-    return digest(harness.reward_worker(composed(*REWARD_MODEL)).compute_rm_score(batch(0)).batch["rm_scores"])
 
 
 def export() -> str:
@@ -366,12 +350,15 @@ def named(*cases: Case, each: tuple[str, ...] = ()) -> dict[str, Case]:
     return {f"{case.__name__}_{word}": partial(case, word) for case, word in itertools.product(cases, each)}
 
 
-def cases_of(release: Release) -> tuple[dict[str, Case], dict[str, Case], dict[str, Case]]:
-    """Return the cases of a release: of bf16, all others, and those of FSDP2 alone.
+def cases_of(release: Release) -> tuple[dict[str, dict[str, Case]], dict[str, Case], dict[str, Case]]:
+    """Return the cases of a release: those without a key by strategy, all others, and those of FSDP2 alone.
 
     The last are independent of the strategy, or gather all weights, which fails under FSDP1 on a CPU.
     """
-    bits = named(bf16, each=ROLES)
+    bits = named(inert_cases.inert, each=ROLES) | named(inert_cases.inert_lora, each=("fp32", "bf16"))
+    inert = named(inert_cases.inert_checkpoint, each=TRAINED) | named(inert_cases.inert_fp32, each=("actor", "ref"))
+    inert |= named(inert_cases.inert_attention, inert_cases.inert_config, inert_cases.inert_trainer)
+    inert["inert_driver"] = partial(inert_cases.inert_driver, validate)
     both = named(dtype, each=ROLES) | named(overflow, metrics, storm, checkpoint, each=TRAINED)
     once = named(scaler_keys, learning_rate, each=TRAINED) | named(flowrl, each=REGIMES)
     once |= named(reports, refusals, nan_reward, export, equal_share)
@@ -380,32 +367,36 @@ def cases_of(release: Release) -> tuple[dict[str, Case], dict[str, Case], dict[s
         once |= named(bypass_mode)
     if release.has("hf_rollout"):
         both |= named(hf_rollout, each=REGIMES)
+        inert |= named(inert_cases.inert_hf_rollout)
     if not release.has("sharding_manager"):  # imports a vLLM that has no CPU build
         once |= named(wire, empty_adapter)
+        inert |= named(inert_cases.inert_wire)
     if not LEGACY:
         once |= named(wire_merged_lora, routers_rollout)
         both |= named(routers_named, modules_listed)
+        inert |= named(inert_cases.inert_listed, inert_cases.inert_engine_sft)
     if release.has("reward_worker"):
         both |= named(reward_model)
-        bits |= named(bf16_reward_model)
+        bits |= named(inert_cases.inert_reward_model)
     if release.has("sft_trainer"):
         both |= named(overflow_sft)
-        bits |= named(bf16_sft)
+        bits |= named(inert_cases.inert_sft)
     if release.has("sft_trainer") or not LEGACY:  # elsewhere the model engine trains only in bf16
         both |= named(sft)
-    return bits, both, once
+    return {"fsdp": bits, "fsdp2": bits | inert}, both, once
 
 
 def main() -> None:
     # A rank that waits for another fails after this, not after half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=STUCK_S))
     gc.freeze()  # verl calls gc.collect() often: exclude everything imported so far
-    bits, both, once = cases_of(RELEASE)
-    # An unpatched tree runs under FSDP2 only, except bf16, which is compared under both strategies.
-    cases = {"fsdp": bits | both if PATCHED else bits, "fsdp2": bits | both | once}
+    inert, both, once = cases_of(RELEASE)
+    # An unpatched tree runs under FSDP2 only, except for what is compared to the bit: these cases come first, so that
+    # what a process does once, such as some warnings, is done in the same cases of each tree.
+    cases = [*inert.items(), ("fsdp", both if PATCHED else {}), ("fsdp2", both | once)]
     outcomes: dict[str, dict[str, str]] = {}
     with yaml_parsed_once():
-        for strategy, of_strategy in cases.items():
+        for strategy, of_strategy in cases:
             harness.STRATEGY = strategy
             for case in sorted(set(sys.argv[4:]) & of_strategy.keys()):
                 outcomes.setdefault(case, {})[strategy] = attempt(case, of_strategy[case])

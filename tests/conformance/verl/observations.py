@@ -1,12 +1,9 @@
 """What a rank reads from a worker: its state, dtypes and metrics; and what puts an overflow into its gradients."""
 
-import hashlib
 import itertools
-import json
 import math
 
 import torch
-import torch.distributed as dist
 from harness import RANK, Worker
 from torch.distributed.tensor import DTensor
 
@@ -84,18 +81,3 @@ def watch(module: torch.nn.Module) -> dict[str, str]:
 
 def inner_dtypes(observed: dict[str, str]) -> str:
     return ", ".join(f"{key} {observed[key]}" for key in ("linear", "autocast", "weight"))
-
-
-def digest(*values: torch.Tensor | dict) -> str:
-    """Return a digest of tensors and metrics for each rank, the same on two trees that compute the same."""
-    whole = hashlib.sha256()
-    for each in values:
-        if isinstance(each, dict):
-            left_out = ("skipped_steps", "mfu")  # metrics that the patches add, and a duration
-            kept = {key: numbers(each[key]) for key in sorted(each) if key not in left_out and "/" not in key}
-            whole.update(json.dumps(kept).encode())
-        else:
-            whole.update(each.float().contiguous().numpy().tobytes())
-    digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, whole.hexdigest())
-    return " ".join(digests)

@@ -7,7 +7,7 @@ import harness
 import torch
 from harness import LEGACY, MODEL, OUT, PATCHED, RANK, VERL, batch, shared_folder
 from hydra import compose, initialize_config_dir
-from observations import digest, inner_dtypes, same, spoil, state, watch
+from observations import inner_dtypes, same, spoil, state, watch
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer
@@ -92,12 +92,6 @@ def saved_scaler(trainer) -> dict | None:
     folder = shared_folder()
     trainer.checkpoint_manager.save_checkpoint(folder, global_step=1)
     return torch.load(f"{folder}/extra_state_world_size_2_rank_{RANK}.pt", weights_only=False)["grad_scaler"]
-
-
-def bf16_sft() -> str:
-    trainer = legacy_sft_trainer()
-    losses = [torch.tensor(trainer.training_step(sft_batch(seed))["train/loss"]) for seed in range(2)]
-    return digest(*losses, *sft_state(trainer))
 
 
 def engine_sft_trainer(*overrides: str):

@@ -1,0 +1,182 @@
+"""Observe what a tree does without a precision key, to the byte: a case ends in one digest of all that it observed.
+
+Each part is printed with a short hash into the log of its rank, so that a difference between two trees is found by
+
+    diff <(grep -a ^inert A/rank_0.log) <(grep -a ^inert B/rank_0.log)
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import random
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers.utils.logging
+from harness import MODEL, OUT, RANK, VERL
+from observations import local
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from safetensors.torch import load_file
+
+VARYING = re.compile(r"0x[0-9a-f]+|(?<![\w.])\d+(\.\d+)?(e[+-]?\d+)?(?![\w])|tmp\w{8}")
+MEASURED = re.compile("mfu|time|timing|memory|throughput")  # metrics that two runs of one tree disagree on
+SHOWN = 300  # characters of a part that are printed beside its hash
+
+
+def normal(text: str) -> str:
+    """Return a text without what differs between two runs: folders, addresses and numbers."""
+    for folder, name in ((VERL, "VERL"), (OUT, "OUT"), (MODEL, "MODEL")):
+        text = text.replace(str(folder), name)
+    return VARYING.sub("N", text)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON takes it, a tensor or an array as its dtype, shape and the hash of its bytes."""
+    if isinstance(value, torch.Tensor):
+        tensor = local(value.detach()).cpu().contiguous()
+        content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
+    if isinstance(value, np.ndarray):
+        content = repr(value.tolist()) if value.dtype == object else value.tobytes()
+        return f"{value.dtype} {value.shape} {hashlib.sha256(str(content).encode()).hexdigest()}"
+    if hasattr(value, "local_shards"):  # FSDP1's own kind of tensor
+        return [plain(shard.tensor) for shard in value.local_shards()]
+    if isinstance(value, DictConfig | ListConfig):
+        return plain(OmegaConf.to_container(value))
+    if isinstance(value, Mapping):
+        return [[str(key), plain(each)] for key, each in value.items()]
+    if is_dataclass(value):
+        return [type(value).__name__, plain(asdict(value))]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if hasattr(value, "aggregate"):  # a metric of the model engine
+        return [type(value).__name__, plain(value.aggregate())]
+    if value is None or isinstance(value, str | int | float | bytes | torch.dtype | Enum | np.generic):
+        return repr(value)
+    raise TypeError(f"no part of an observation: {type(value)}")
+
+
+class Seen:
+    """What a case observes, part after part.
+
+    Args:
+        name: of the case, for the log.
+    """
+
+    def __init__(self, name: str):
+        self.name, self.whole = name, hashlib.sha256()
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+
+    def note(self, label: str, value: Any) -> None:
+        """Add a part; of a text each line is one."""
+        if isinstance(value, str) and "\n" in value:
+            for line in value.splitlines():
+                self.note(label, line)
+            return
+        text = value if isinstance(value, str) else json.dumps(plain(value))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self.whole.update(f"{label} {digest}\n".encode())
+        shown = text if len(text) < SHOWN else ""
+        print(f"inert {harness.STRATEGY} {self.name}: {label} {digest[:8]} {shown}", file=sys.__stdout__, flush=True)
+
+    def attempt(self, label: str, call: Callable[[], Any]) -> Any:
+        """Add what ``call`` raises, if it does, and what it prints; return what it returns."""
+        with self.printed(label):
+            try:
+                return call()
+            except Exception as error:
+                while error.__cause__ is not None:  # Hydra's instantiate wraps it
+                    error = error.__cause__
+                self.note(f"{label} raises", normal(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
+        return None
+
+    @contextlib.contextmanager
+    def printed(self, label: str) -> Iterator[None]:
+        """Add what is printed, warned of and logged meanwhile; INFO of verl alone."""
+        records: list[str] = []
+        with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warnings.simplefilter("ignore", ResourceWarning)  # as the garbage collector likes
+            with logged(records):
+                yield
+        print(printed.getvalue(), end="", flush=True)
+        self.note(f"{label} prints", normal(printed.getvalue()))
+        self.note(f"{label} warns", "\n".join(normal(f"{each.category.__name__} {each.message}") for each in caught))
+        self.note(f"{label} logs", "\n".join(records))
+
+    def metrics(self, label: str, metrics: Mapping[str, Any] | None) -> None:
+        """Add metrics by all their names, and the values of those that are no measurement."""
+        for name in sorted(metrics or {}):
+            self.note(f"{label} {name}", "measured" if MEASURED.search(name) else metrics[name])
+
+    def files(self, label: str, folder: Path) -> None:
+        """Add the files below a folder, by name and content."""
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            self.note(f"{label} {normal(str(path.relative_to(folder)))}", content(path))
+
+    def outcome(self) -> str:
+        """Return the digests of all ranks."""
+        digests = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, self.whole.hexdigest())
+        return " ".join(digests)
+
+
+def content(path: Path) -> Any:
+    """Return what a file of a checkpoint holds, whatever its bytes are."""
+    if path.suffix == ".pt":
+        return torch.load(path, weights_only=False)
+    return load_file(path) if path.suffix == ".safetensors" else path.read_text().replace(str(OUT), "OUT")
+
+
+@contextlib.contextmanager
+def logged(records: list[str]) -> Iterator[None]:
+    """Collect the records of all loggers, those of verl from INFO on, each once however often it was logged before."""
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING or str(VERL) in record.pathname:
+                records.append(normal(f"{record.levelname} {record.getMessage()}"))
+
+    transformers.utils.logging.warning_once.cache_clear()
+    own = [each for name, each in logging.root.manager.loggerDict.items() if str(VERL) in name or "verl" in name]
+    levels = {each: each.level for each in own if isinstance(each, logging.Logger)}
+    collector, roots = Collector(), (logging.root, logging.getLogger("transformers"))
+    for logger in levels:
+        logger.setLevel(logging.INFO)
+    for logger in roots:
+        logger.addHandler(collector)
+    try:
+        yield
+    finally:
+        for logger in roots:
+            logger.removeHandler(collector)
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
+def whole_folder() -> Path:
+    """Return a new folder that all ranks share."""
+    return Path(harness.shared_folder())
+
+
+def each_on(rank: int, act: Callable[[], None]) -> None:
+    """Act on one rank while the others wait."""
+    if RANK == rank:
+        act()
+    dist.barrier()

@@ -33,7 +33,7 @@ from mixed_dtype_cases import lora_base, modules_listed, routers_named, routers_
 from observations import inner_dtypes, name, numbers, poison, same, scale_of, state, watch
 from omegaconf import OmegaConf
 from rollout_cases import empty_adapter, hf_rollout, wire, wire_merged_lora
-from sft_cases import engine_sft_trainer, overflow_sft, sft
+from sft_cases import engine_sft_trainer, lora_base_sft, overflow_sft, sft
 from support.parsed_once import yaml_parsed_once
 from support.waiting import STUCK_S
 from trainer_cases import bypass_mode, equal_share
@@ -379,7 +379,7 @@ def cases_of(release: Release) -> tuple[dict[str, dict[str, Case]], dict[str, Ca
         both |= named(reward_model)
         bits |= named(inert_cases.inert_reward_model)
     if release.has("sft_trainer"):
-        both |= named(overflow_sft)
+        both |= named(overflow_sft, lora_base_sft)
         bits |= named(inert_cases.inert_sft)
     if release.has("sft_trainer") or not LEGACY:  # elsewhere the model engine trains only in bf16
         both |= named(sft)

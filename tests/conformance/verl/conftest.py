@@ -1,4 +1,4 @@
-"""Every release, as its wheel ships it and with the series `precision`, run once through ``cases.py`` by its workers."""
+"""Every release, as its wheel ships it and with its series `precision`, run through ``cases.py`` by its own workers."""
 
 import functools
 import json

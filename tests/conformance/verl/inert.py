@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 
 VARYING = re.compile(r"0x[0-9a-f]+|(?<![\w.])\d+(\.\d+)?(e[+-]?\d+)?(?![\w])|tmp\w{8}")
 MEASURED = re.compile("mfu|time|timing|memory|throughput")  # metrics that two runs of one tree disagree on
-SHOWN = 300  # characters of a part that are printed beside its hash
+SHOWN = 200  # characters of a part that are printed beside its hash
 
 
 def normal(text: str) -> str:
@@ -92,8 +92,11 @@ class Seen:
         text = value if isinstance(value, str) else json.dumps(plain(value))
         digest = hashlib.sha256(text.encode()).hexdigest()
         self.whole.update(f"{label} {digest}\n".encode())
-        shown = text if len(text) < SHOWN else ""
-        print(f"inert {harness.STRATEGY} {self.name}: {label} {digest[:8]} {shown}", file=sys.__stdout__, flush=True)
+        print(
+            f"inert {harness.STRATEGY} {self.name}: {label} {digest[:8]} {text[:SHOWN]}",
+            file=sys.__stdout__,
+            flush=True,
+        )
 
     def attempt(self, label: str, call: Callable[[], Any]) -> Any:
         """Add what ``call`` raises, if it does, and what it prints; return what it returns."""

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import harness
@@ -151,6 +152,14 @@ class Receiver:
         self.seen.note(f"{self.label} arguments", {key: kwargs[key] for key in sorted(kwargs)})
 
 
+@torch.no_grad()
+def fill_adapters(module: torch.nn.Module) -> None:
+    """Draw adapters, since the first ones add nothing to the base."""
+    for path, parameter in module.named_parameters():
+        if "lora_" in path:
+            local(parameter).normal_()
+
+
 def inert_wire() -> str:
     """Follow the weights to the rollout, plain, with adapters and with adapters merged."""
     seen = Seen("inert_wire")
@@ -161,6 +170,7 @@ def inert_wire() -> str:
     for label, keys in kinds.items():
         worker = Worker("actor", composed("actor_rollout_ref.rollout.free_cache_engine=false", *keys))
         actor, receiver = worker.worker, Receiver(seen, label)
+        fill_adapters(worker.module)
         actor.rollout, actor.layered_summon, actor.peft_merge = receiver, False, "merged" in label
         actor.gen_random_states = torch.get_rng_state()
         for synced in (False, True) if "adapters" in label else (True,):
@@ -171,8 +181,9 @@ def inert_wire() -> str:
 
 
 def inert_attention() -> str:
-    """Record how the critic's model is asked for."""
+    """Record how the critic's model is asked for, with another attention in its config, too."""
     seen = Seen("inert_attention")
+    eager = "+critic.model.override_config.attn_implementation=eager"
     for kind in (AutoModelForTokenClassification, AutoModelForCausalLM):
         load = kind.from_pretrained
 
@@ -183,7 +194,10 @@ def inert_attention() -> str:
 
         mock.patch.object(kind, "from_pretrained", loaded).start()
     try:
-        Worker("critic", composed())
+        for label, keys in {"plain": [], "eager": [eager]}.items():
+            worker = Worker("critic", composed(*keys))
+            seen.note(f"{label} is", worker.module.config._attn_implementation)
+            seen.note(f"{label} values", worker.forward(batch(9)))
     finally:
         mock.patch.stopall()
     return seen.outcome()
@@ -213,9 +227,7 @@ def inert_config() -> str:
     for name in (name for name in CONFIGS if (VERL / f"trainer/config/{name}.yaml").exists()):
         with initialize_config_dir(str(VERL / "trainer/config"), version_base=None):
             whole = compose(name, overrides=["critic.model.path=x"] if "ppo" in name else [])
-        for form in (True, False):
-            kept = without_added(OmegaConf.to_container(whole, resolve=form))
-            seen.note(f"{name} {'resolved' if form else 'written'}", OmegaConf.to_yaml(kept))
+        seen.note(name, OmegaConf.to_yaml(without_added(OmegaConf.to_container(whole, resolve=True))))
     return seen.outcome()
 
 
@@ -292,18 +304,31 @@ def inert_sft() -> str:
 
 
 def inert_engine_sft() -> str:
-    """Build SFT on the model engine, and train a step."""
+    """Train SFT on the model engine, over an inf."""
     from engine_worker import infer
+
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
 
     seen = Seen("inert_engine_sft")
     trainer = seen.attempt("config", lambda: engine_sft_trainer("engine.use_torch_compile=false"))
-    trainer.engine_config.infer_micro_batch_size_per_gpu = 2
-    trainer.engine_config.use_dynamic_bsz = False
-    trainer.optimizer_config.total_training_steps = 1
+    sizes = {"micro_batch_size_per_gpu": 2, "infer_micro_batch_size_per_gpu": 2, "use_dynamic_bsz": False}
+    for key, size in sizes.items():
+        setattr(trainer.engine_config, key, size)
+    trainer.optimizer_config.total_training_steps = 10
     seen.attempt("build", trainer._build_engine)
-    trainer.training_client.reset()
+    seen.attempt("start", trainer.training_client.reset)
+    engine = trainer.engine
+    worker = SimpleNamespace(policy=engine, module=engine.module, step_name="optimizer_step")
+    for seed, label in enumerate(("clean", "inf", "clean again")):
+        data = left_right_2_no_padding(batch(seed).to_tensordict())
+        tu.assign_non_tensor(data, update_lr_scheduler=True, global_token_num=[12] * 4, global_batch_size=8)
+        if label == "inf":
+            poison(worker)
+        output = seen.attempt(label, lambda data=data: trainer.training_client.train_batch(data=data))
+        seen.metrics(label, tu.get(output, "metrics") if output is not None else None)
+        state(seen, label, engine.module, engine.optimizer)
     seen.note("log-probs", infer(trainer.training_client.infer_batch, batch(0)))
-    state(seen, "built", trainer.engine.module, trainer.engine.optimizer)
     return seen.outcome()
 
 

@@ -7,7 +7,7 @@ import harness
 import torch
 from harness import LEGACY, MODEL, OUT, PATCHED, RANK, VERL, batch, shared_folder
 from hydra import compose, initialize_config_dir
-from observations import inner_dtypes, same, spoil, state, watch
+from observations import inner_dtypes, local, name, same, spoil, state, watch
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer
@@ -85,6 +85,22 @@ def overflow_sft() -> str:
             f"skipped_steps {metrics.get('train/skipped_steps')}",
         ]
     )
+
+
+def lora_base_sft() -> str:
+    """Train adapters by SFT's own trainer in regime fp16 over a frozen base in fp16."""
+    trainer = legacy_sft_trainer("+precision=fp16", "model.lora_rank=4", "++model.fsdp_config.model_dtype=fp16")
+    parts = ([], [])
+    for parameter in trainer.fsdp_model.parameters():
+        parts[parameter.requires_grad].append(local(parameter).detach())
+    before = [[tensor.clone() for tensor in tensors] for tensors in parts]
+    for seed in range(4):  # the first steps may overflow at the initial scale
+        trainer.training_step(sft_batch(seed))
+    kinds = dict(zip(("base", "adapters"), parts, strict=True))
+    kinds["Adam"] = [entry["exp_avg"] for entry in trainer.optimizer.state.values()]
+    facts = [f"{kind} {', '.join(sorted({name(each.dtype) for each in each_of}))}" for kind, each_of in kinds.items()]
+    moved = [f"{kind} {'stays' if same(*both) else 'moves'}" for kind, both in zip(kinds, zip(before, parts))]
+    return ", ".join([*facts, *moved])
 
 
 def saved_scaler(trainer) -> dict | None:

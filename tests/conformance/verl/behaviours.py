@@ -38,7 +38,6 @@ RATE = "LR held where every step of an update was skipped"
 ENDS = "a storm of overflows ends the run, naming the gradient"
 CHECKPOINT = "the loss scale in the checkpoint, an older one warns"
 WIRE = "weights leave for an fp16 rollout without passing through bf16"
-BITS = "bf16 as upstream, to the bit: metrics, outputs, weights, Adam"
 
 HF = "the hf rollout samples in `rollout.dtype`"
 HF16 = "linear float16, autocast float16"
@@ -55,8 +54,33 @@ NO_KEPT = {"modules are kept in fp32 on the model engine": LEGACY}
 OWN_REWARD, OWN_SFT = having("reward_worker"), having("sft_trainer")
 REWARD_SERVED, ENGINE_SFT = having(without=["reward_worker"]), having(without=["sft_trainer"])
 ON_ENGINE = "reward models are servers of the rollout's kind, SFT's step is the engine's"
+NO_ENGINE_BESIDE = tuple(name for name in RELEASES if name not in having("legacy_workers", "engine_policy"))
 # Weights that a release's default workers send in bfloat16.
 ROUNDED = having("bfloat16_wire", without=["legacy_workers"])
+
+# Cases without a precision key by the row of the matrix, each with the releases that cannot have it.
+INERT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
+    "metrics, weights, Adam, LR, output, over overflows and masked batches": {
+        **dict.fromkeys(("inert_actor", "inert_critic", "inert_ref"), {}),
+        "inert_engine": {"its workers are the model engine's, or it has none for the actor": NO_ENGINE_BESIDE},
+        "inert_reward_model": {ON_ENGINE: REWARD_SERVED},
+        "inert_sft": {ON_ENGINE: ENGINE_SFT},
+        "inert_engine_sft": {"SFT has a trainer of its own": OWN_SFT},
+        "inert_fp32_actor": {},
+        "inert_fp32_ref": {},
+        "inert_listed": NO_KEPT,
+    },
+    "LoRA": {"inert_lora_fp32": {}, "inert_lora_bf16": {}},
+    "files of a checkpoint, what is resumed and refused, exports, merged models": {
+        "inert_checkpoint_actor": {},
+        "inert_checkpoint_critic": {},
+    },
+    "weights for the rollout, of adapters, too": {"inert_wire": NO_MANAGER},
+    "configuration, refusals of the driver": {"inert_config": {}, "inert_driver": {}},
+    "the trainer's advantages, log-probabilities and metrics": {"inert_trainer": {}},
+    "attention of a value head": {"inert_attention": {}},
+    "what the hf rollout samples": {"inert_hf_rollout": NO_HF},
+}
 
 BEHAVIOURS = {
     "dtype_actor": Behaviour(
@@ -197,6 +221,12 @@ BEHAVIOURS = {
             ),
         },
     ),
+    "lora_base_sft": Behaviour(
+        "LoRA over a frozen base in fp16: fp32 adapters in SFT, too",
+        "base float16, adapters float32, Adam float32, base stays, adapters move",
+        {"base float16, adapters float16, Adam float16, base stays, adapters move": OWN_SFT},
+        {ON_ENGINE: ENGINE_SFT},
+    ),
     "equal_share": Behaviour("the share of equal log-probabilities in the metrics", "1, 0.5", {"none, none": RELEASES}),
     "bypass_mode": Behaviour(
         "bypass mode measures the mismatch and checks the weight sync by `trainer.mismatch_freq`",
@@ -204,9 +234,9 @@ BEHAVIOURS = {
         {not_in("trainer.mismatch_freq"): BYPASSED},
         {"its bypass mode is missing, or ends with `Key 'rollout_correction' is not in struct`": NOT_BYPASSED},
     ),
-    "bf16_actor": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
-    "bf16_ref": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
-    "bf16_critic": Behaviour(BITS, IDENTICAL, {REFERENCE: RELEASES}),
-    "bf16_reward_model": Behaviour(BITS, IDENTICAL, {REFERENCE: OWN_REWARD}, {ON_ENGINE: REWARD_SERVED}),
-    "bf16_sft": Behaviour(BITS, IDENTICAL, {REFERENCE: OWN_SFT}, {ON_ENGINE: ENGINE_SFT}),
+    **{
+        case: Behaviour(f"no key set: as upstream, to the byte: {row}", IDENTICAL, {REFERENCE: RELEASES}, absent)
+        for row, cases in INERT.items()
+        for case, absent in cases.items()
+    },
 }

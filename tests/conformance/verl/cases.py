@@ -374,10 +374,14 @@ def cases_of(release: Release) -> tuple[dict[str, dict[str, Case]], dict[str, Ca
     if not LEGACY:
         once |= named(wire_merged_lora, routers_rollout)
         both |= named(routers_named, modules_listed)
-        inert |= named(inert_cases.inert_listed, inert_cases.inert_engine_sft)
+        inert |= named(inert_cases.inert_listed)
     if release.has("reward_worker"):
         both |= named(reward_model)
         bits |= named(inert_cases.inert_reward_model)
+    if LEGACY and release.has("engine_policy"):
+        inert |= named(inert_cases.inert_engine)
+    if not release.has("sft_trainer"):
+        inert |= named(inert_cases.inert_engine_sft)
     if release.has("sft_trainer"):
         both |= named(overflow_sft, lora_base_sft)
         bits |= named(inert_cases.inert_sft)
@@ -419,7 +423,7 @@ def attempt(name: str, case: Case) -> str:
         return outcome
     except Exception as error:
         traceback.print_exc()
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 if __name__ == "__main__":

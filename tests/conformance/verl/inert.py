@@ -129,9 +129,11 @@ class Seen:
             self.note(f"{label} {name}", "measured" if MEASURED.search(name) else metrics[name])
 
     def files(self, label: str, folder: Path) -> None:
-        """Add the files below a folder, by name and content."""
+        """Add the files below a folder, by name and content; of another rank's shards the names."""
+        dist.barrier()
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            self.note(f"{label} {normal(str(path.relative_to(folder)))}", content(path))
+            foreign = re.search(rf"_rank_(?!{RANK}\b)", path.name)
+            self.note(f"{label} {path.relative_to(folder)}", "of another rank" if foreign else content(path))
 
     def outcome(self) -> str:
         """Return the digests of all ranks."""

@@ -1,8 +1,9 @@
 """The cases without a precision key: whatever upstream does, a tree with the series ``precision`` does to the byte."""
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
 ACTOR, MODEL_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout.name=vllm"
 LORA = f"{MODEL_KEY}.lora_rank=4"
 EXPORTS = f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 # Of each update: what is put into a gradient before how many of its steps, its rows, and which of them are masked.
@@ -38,6 +40,8 @@ UPDATES = {
     "masked": (0.0, 0, 4, 4),
     "clean after": (0.0, 0, 4, 0),
 }
+
+FEW = ("clean", "inf", "clean again")
 
 
 def state(seen: Seen, label: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -58,34 +62,65 @@ def update(seen: Seen, label: str, worker: Worker, seed: int, rows: int = 4, mas
     state(seen, label, worker.module, worker.optimizer)
 
 
-def trained(name: str, role: str, *keys: str, updates: tuple[str, ...] = tuple(UPDATES)) -> str:
-    """Follow a role over updates, and its outputs before and after them."""
+def trained(name: str, role: str, *keys: str, updates: Iterable[str] = UPDATES) -> str:
+    """Follow a role over updates."""
     seen = Seen(name)
     worker = seen.attempt("build", lambda: Worker(role, composed(*keys)))
-    if worker is None:
-        return seen.outcome()
+    if worker is not None:
+        follow(seen, worker, updates)
+    return seen.outcome()
+
+
+def follow(seen: Seen, worker: Worker, updates: Iterable[str]) -> None:
+    """Add the outputs of a worker, and if it is trained its updates and the outputs after them."""
     observed = watch(worker.module)
     seen.note("output", worker.forward(batch(9)))
     seen.note("dtypes", observed)
-    if role == "ref":
+    if worker.role == "ref":
         state(seen, "ref", worker.module, None)
-        return seen.outcome()
+        return
     for seed, label in enumerate(updates):
         value, times, rows, masked = UPDATES[label]
         if times:
             poison(worker, value, times=times)
         update(seen, label, worker, seed, rows, masked)
     seen.note("output after", worker.forward(batch(9)))
-    return seen.outcome()
 
 
 def inert(role: str) -> str:
     return trained(f"inert_{role}", role)
 
 
+def inert_engine() -> str:
+    """Train the actor on the model engine of a release whose default workers are others."""
+    from engine_worker import Worker as EngineWorker
+
+    keys = ["trainer.use_legacy_worker_impl=disable", f"++{ENGINE['actor']}.use_torch_compile=false"]
+    seen = Seen("inert_engine")
+    worker = seen.attempt("build", lambda: EngineWorker("actor", composed(*keys, ROLLOUT)))
+    with on_the_cpu():
+        follow(seen, worker, UPDATES)
+    for rollout in ("bfloat16", "auto"):
+        send(seen, rollout, [f"actor_rollout_ref.rollout.dtype={rollout}", *keys, ROLLOUT], EngineWorker)
+    return seen.outcome()
+
+
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Name the CPU to an engine of 0.7, which recipes.cpu.legacy has looked up under another device."""
+    if not LEGACY:
+        yield
+        return
+    from verl.utils.device import get_device_name
+    from verl.workers.engine import base
+
+    with mock.patch.object(base, "get_device_name", get_device_name):
+        yield
+
+
 def inert_lora(base: str) -> str:
     keys = [LORA, f"++{ENGINE['actor']}.model_dtype={base}"]
-    return trained(f"inert_lora_{base}", "actor", *keys, updates=("clean", "inf", "clean again"))
+    return trained(f"inert_lora_{base}", "actor", *keys, updates=FEW)
 
 
 def inert_fp32(role: str) -> str:
@@ -168,16 +203,21 @@ def inert_wire() -> str:
     if not LEGACY:
         kinds |= {f"merged {kind}": [*kinds[kind], f"++{MODEL_KEY}.lora.merge=true"] for kind in list(kinds)[2:]}
     for label, keys in kinds.items():
-        worker = Worker("actor", composed("actor_rollout_ref.rollout.free_cache_engine=false", *keys))
-        actor, receiver = worker.worker, Receiver(seen, label)
-        fill_adapters(worker.module)
-        actor.rollout, actor.layered_summon, actor.peft_merge = receiver, False, "merged" in label
-        actor.gen_random_states = torch.get_rng_state()
-        for synced in (False, True) if "adapters" in label else (True,):
-            actor.base_sync_done = synced
-            send = actor.rollout_mode if LEGACY else actor.update_weights
-            seen.attempt(f"{label} sent", lambda send=send: asyncio.run(send()))
+        send(seen, label, keys, Worker)
     return seen.outcome()
+
+
+def send(seen: Seen, label: str, keys: list[str], kind: type[Worker]) -> None:
+    """Add what leaves an actor for the rollout; of one with adapters the base first, then the adapters."""
+    worker = kind("actor", composed("actor_rollout_ref.rollout.free_cache_engine=false", *keys))
+    fill_adapters(worker.module)
+    actor = worker.worker
+    actor.rollout, actor.layered_summon, actor.peft_merge = Receiver(seen, label), False, "merged" in label
+    actor.gen_random_states = torch.get_rng_state()
+    sync = actor.rollout_mode if hasattr(actor, "rollout_mode") else actor.update_weights
+    for synced in (False, True) if "adapters" in label else (True,):
+        actor.base_sync_done = synced
+        seen.attempt(f"{label} sent", lambda: asyncio.run(sync()))
 
 
 def inert_attention() -> str:
@@ -292,7 +332,7 @@ def inert_sft() -> str:
         spoil(trainer.fsdp_model, math.inf)
         return loss
 
-    for seed, label in enumerate(("clean", "inf", "clean again")):
+    for seed, label in enumerate(FEW):
         trainer._compute_loss_and_backward = poisoned if label == "inf" else backward
         seen.metrics(label, seen.attempt(label, lambda seed=seed: trainer.training_step(sft_batch(seed))))
         state(seen, label, trainer.fsdp_model, trainer.optimizer)
@@ -320,15 +360,18 @@ def inert_engine_sft() -> str:
     seen.attempt("start", trainer.training_client.reset)
     engine = trainer.engine
     worker = SimpleNamespace(policy=engine, module=engine.module, step_name="optimizer_step")
-    for seed, label in enumerate(("clean", "inf", "clean again")):
+    for seed, label in enumerate(FEW):
         data = left_right_2_no_padding(batch(seed).to_tensordict())
+        data["loss_mask"] = torch.nested.as_nested_tensor([torch.ones(12)] * 4, layout=torch.jagged)
         tu.assign_non_tensor(data, update_lr_scheduler=True, global_token_num=[12] * 4, global_batch_size=8)
         if label == "inf":
             poison(worker)
-        output = seen.attempt(label, lambda data=data: trainer.training_client.train_batch(data=data))
+        with on_the_cpu():
+            output = seen.attempt(label, lambda data=data: trainer.training_client.train_batch(data=data))
         seen.metrics(label, tu.get(output, "metrics") if output is not None else None)
         state(seen, label, engine.module, engine.optimizer)
-    seen.note("log-probs", infer(trainer.training_client.infer_batch, batch(0)))
+    with on_the_cpu():
+        seen.note("log-probs", infer(trainer.training_client.infer_batch, batch(0)))
     return seen.outcome()
 
 

@@ -93,14 +93,16 @@ def lora_base_sft() -> str:
     parts = ([], [])
     for parameter in trainer.fsdp_model.parameters():
         parts[parameter.requires_grad].append(local(parameter).detach())
+    frozen, adapters = parts
     before = [[tensor.clone() for tensor in tensors] for tensors in parts]
     for seed in range(4):  # the first steps may overflow at the initial scale
         trainer.training_step(sft_batch(seed))
-    kinds = dict(zip(("base", "adapters"), parts, strict=True))
-    kinds["Adam"] = [entry["exp_avg"] for entry in trainer.optimizer.state.values()]
-    facts = [f"{kind} {', '.join(sorted({name(each.dtype) for each in each_of}))}" for kind, each_of in kinds.items()]
-    moved = [f"{kind} {'stays' if same(*both) else 'moves'}" for kind, both in zip(kinds, zip(before, parts))]
-    return ", ".join([*facts, *moved])
+    adam = [entry["exp_avg"] for entry in trainer.optimizer.state.values()]
+    kinds = {"base": frozen, "adapters": adapters, "Adam": adam}
+    facts = [f"{kind} {', '.join(sorted({name(each.dtype) for each in kinds[kind]}))}" for kind in kinds]
+    facts += ["base stays" if same(before[0], frozen) else "BASE MOVES"]
+    facts += ["adapters move" if not same(before[1], adapters) else "ADAPTERS STAY"]
+    return ", ".join(facts)
 
 
 def saved_scaler(trainer) -> dict | None:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import harness
 import inert_cases
+import inert_job_cases
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -357,8 +358,8 @@ def cases_of(release: Release) -> tuple[dict[str, dict[str, Case]], dict[str, Ca
     """
     bits = named(inert_cases.inert, each=ROLES) | named(inert_cases.inert_lora, each=("fp32", "bf16"))
     inert = named(inert_cases.inert_checkpoint, each=TRAINED) | named(inert_cases.inert_fp32, each=("actor", "ref"))
-    inert |= named(inert_cases.inert_attention, inert_cases.inert_config, inert_cases.inert_trainer)
-    inert["inert_driver"] = partial(inert_cases.inert_driver, validate)
+    inert |= named(inert_cases.inert_attention, inert_job_cases.inert_config, inert_job_cases.inert_trainer)
+    inert["inert_driver"] = partial(inert_job_cases.inert_driver, validate)
     both = named(dtype, each=ROLES) | named(overflow, metrics, storm, checkpoint, each=TRAINED)
     once = named(scaler_keys, learning_rate, each=TRAINED) | named(flowrl, each=REGIMES)
     once |= named(reports, refusals, nan_reward, export, equal_share)
@@ -381,10 +382,10 @@ def cases_of(release: Release) -> tuple[dict[str, dict[str, Case]], dict[str, Ca
     if LEGACY and release.has("engine_policy"):
         inert |= named(inert_cases.inert_engine)
     if not release.has("sft_trainer"):
-        inert |= named(inert_cases.inert_engine_sft)
+        inert |= named(inert_job_cases.inert_engine_sft)
     if release.has("sft_trainer"):
         both |= named(overflow_sft, lora_base_sft)
-        bits |= named(inert_cases.inert_sft)
+        bits |= named(inert_job_cases.inert_sft)
     if release.has("sft_trainer") or not LEGACY:  # elsewhere the model engine trains only in bf16
         both |= named(sft)
     return {"fsdp": bits, "fsdp2": bits | inert}, both, once

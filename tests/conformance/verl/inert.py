@@ -98,15 +98,19 @@ class Seen:
             flush=True,
         )
 
-    def attempt(self, label: str, call: Callable[[], Any]) -> Any:
-        """Add what ``call`` raises, if it does, and what it prints; return what it returns."""
+    def run(self, label: str, call: Callable[[], Any]) -> Any:
+        """Add what ``call`` prints, and return what it returns."""
         with self.printed(label):
-            try:
-                return call()
-            except Exception as error:
-                while error.__cause__ is not None:  # Hydra's instantiate wraps it
-                    error = error.__cause__
-                self.note(f"{label} raises", normal(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
+            return call()
+
+    def attempt(self, label: str, call: Callable[[], Any]) -> Any:
+        """Add what ``call`` prints and what it raises, which may be what upstream does; return what it returns."""
+        try:
+            return self.run(label, call)
+        except Exception as error:
+            while error.__cause__ is not None:  # Hydra's instantiate wraps it
+                error = error.__cause__
+            self.note(f"{label} raises", normal(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
         return None
 
     @contextlib.contextmanager
@@ -116,17 +120,27 @@ class Seen:
         with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             warnings.simplefilter("ignore", ResourceWarning)  # as the garbage collector likes
-            with logged(records):
-                yield
-        print(printed.getvalue(), end="", flush=True)
-        self.note(f"{label} prints", normal(printed.getvalue()))
-        self.note(f"{label} warns", "\n".join(normal(f"{each.category.__name__} {each.message}") for each in caught))
-        self.note(f"{label} logs", "\n".join(records))
+            try:
+                with logged(records):
+                    yield
+            finally:
+                print(printed.getvalue(), end="", file=sys.__stdout__, flush=True)
+        warned = [normal(f"{each.category.__name__} {each.message}") for each in caught]
+        for kind, lines in {"prints": [normal(printed.getvalue())], "warns": warned, "logs": records}.items():
+            self.note(f"{label} {kind}", "\n".join(lines))
 
     def metrics(self, label: str, metrics: Mapping[str, Any] | None) -> None:
         """Add metrics by all their names, and the values of those that are no measurement."""
         for name in sorted(metrics or {}):
             self.note(f"{label} {name}", "measured" if MEASURED.search(name) else metrics[name])
+
+    def state(self, label: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Add weights and buffers by name, Adam state and LR."""
+        self.note(f"{label} parameters", dict(module.named_parameters()))
+        self.note(f"{label} buffers", dict(module.named_buffers()))
+        if optimizer is not None:
+            self.note(f"{label} Adam", list(optimizer.state.values()))
+            self.note(f"{label} LR", [group["lr"] for group in optimizer.param_groups])
 
     def files(self, label: str, folder: Path) -> None:
         """Add the files below a folder, by name and content; of another rank's shards the names."""
@@ -173,11 +187,6 @@ def logged(records: list[str]) -> Iterator[None]:
             logger.removeHandler(collector)
         for logger, level in levels.items():
             logger.setLevel(level)
-
-
-def whole_folder() -> Path:
-    """Return a new folder that all ranks share."""
-    return Path(harness.shared_folder())
 
 
 def each_on(rank: int, act: Callable[[], None]) -> None:

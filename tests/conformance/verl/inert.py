@@ -105,13 +105,14 @@ class Seen:
 
     def attempt(self, label: str, call: Callable[[], Any]) -> Any:
         """Add what ``call`` prints and what it raises, which may be what upstream does; return what it returns."""
-        try:
-            return self.run(label, call)
-        except Exception as error:
-            while error.__cause__ is not None:  # Hydra's instantiate wraps it
-                error = error.__cause__
-            self.note(f"{label} raises", normal(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
-        return None
+        with self.printed(label):
+            try:
+                return call()
+            except Exception as error:
+                while error.__cause__ is not None:  # Hydra's instantiate wraps it
+                    error = error.__cause__
+                self.note(f"{label} raises", normal(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
+                return None
 
     @contextlib.contextmanager
     def printed(self, label: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import harness
 import torch
-from harness import ENGINE, LEGACY, REWARD_MODEL, Worker, batch, composed
+from harness import ENGINE, LEGACY, REWARD_MODEL, Worker, batch, composed, shared_folder
 from inert import Seen, each_on
 from mixed_dtype_cases import mixture
 from observations import local, poison, watch

@@ -107,7 +107,7 @@ def inert_fp32(role: str) -> str:
     """Set upstream's own key for the dtype to fp32, with upstream's dtype of the weights and without."""
     seen, key = Seen(f"inert_fp32_{role}"), f"++{ENGINE[role]}.mixed_precision={{param_dtype:fp32}}"
     for keys in ([key], [key, f"++{ENGINE[role]}.model_dtype=null"]):
-        follow(seen, Worker(role, composed(*keys)), FEW[:2])
+        follow(seen, seen.run("build", lambda keys=keys: Worker(role, composed(*keys))), FEW[:2])
     return seen.outcome()
 
 

@@ -19,7 +19,7 @@ from trainer_cases import Trainer
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
 # Keys that the project adds, wherever they are, and beneath these nodes.
-ADDED = ("grad_scaler", "keep_fp32_modules", "check_weight_sync", "mismatch_freq")
+ADDED = ("grad_scaler", "keep_fp32_modules", "report_dtypes", "check_weight_sync", "check_rewards", "mismatch_freq")
 WITH_DTYPE = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model", "")
 CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
 
@@ -27,8 +27,6 @@ CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_en
 def without_added(node: dict, path: str = "") -> dict:
     """Return a configuration without the keys that the project adds."""
     own = [*ADDED, *["dtype"] * (path in WITH_DTYPE)]
-    if path.endswith("fsdp_config") and (not RELEASE.has("engine_dtype") or path == "model.fsdp_config"):
-        own.append("dtype")
     below = {key: value for key, value in node.items() if key not in own}
     for key, value in below.items():
         if isinstance(value, dict):

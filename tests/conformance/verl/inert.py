@@ -5,6 +5,7 @@ Each part is printed with a short hash into the log of its rank, so that a diffe
     diff <(grep -a ^inert A/rank_0.log) <(grep -a ^inert B/rank_0.log)
 """
 
+import ast
 import contextlib
 import hashlib
 import io
@@ -32,11 +33,29 @@ from safetensors.torch import load_file
 
 VARYING = re.compile(r"0x[0-9a-f]+|(?<![\w.])\d+(\.\d+)?(e[+-]?\d+)?(?![\w])|tmp\w{8}")
 MEASURED = re.compile("mfu|time|timing|memory|throughput")  # metrics that two runs of one tree disagree on
+# Keys that the project adds, wherever they are, and beneath these nodes.
+ADDED = ("grad_scaler", "keep_fp32_modules", "report_dtypes", "check_weight_sync", "check_rewards", "mismatch_freq")
+WITH_DTYPE = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model", "")
 SHOWN = 200  # characters of a part that are printed beside its hash
+
+
+def without_added(node: dict, path: str = "") -> dict:
+    """Return a configuration without the keys that the project adds, in the order of the alphabet.
+
+    A list of defaults, which an added key may need, changes the order.
+    """
+    own = [*ADDED, *["dtype"] * (path in WITH_DTYPE)]
+    below = {key: node[key] for key in sorted(node) if key not in own}
+    for key, value in below.items():
+        if isinstance(value, dict):
+            below[key] = without_added(value, f"{path}.{key}".removeprefix("."))
+    return below
 
 
 def normal(text: str) -> str:
     """Return a text without what differs between two runs: folders, addresses and numbers."""
+    lines = [str(without_added(ast.literal_eval(line))) if line.startswith("{'") else line for line in text.split("\n")]
+    text = "\n".join(lines)  # SFT's own trainer prints its configuration
     for folder, name in ((VERL, "VERL"), (OUT, "OUT"), (MODEL, "MODEL")):
         text = text.replace(str(folder), name)
     return VARYING.sub("N", text)

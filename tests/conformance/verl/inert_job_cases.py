@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from harness import ENGINE, RELEASE, VERL, batch, composed, shared_folder
 from hydra import compose, initialize_config_dir
-from inert import Seen
+from inert import Seen, without_added
 from inert_cases import FEW, LORA, on_the_cpu
 from observations import poison, spoil
 from omegaconf import OmegaConf
@@ -18,20 +18,7 @@ from trainer_cases import Trainer
 
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
-# Keys that the project adds, wherever they are, and beneath these nodes.
-ADDED = ("grad_scaler", "keep_fp32_modules", "report_dtypes", "check_weight_sync", "check_rewards", "mismatch_freq")
-WITH_DTYPE = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model", "")
 CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
-
-
-def without_added(node: dict, path: str = "") -> dict:
-    """Return a configuration without the keys that the project adds."""
-    own = [*ADDED, *["dtype"] * (path in WITH_DTYPE)]
-    below = {key: value for key, value in node.items() if key not in own}
-    for key, value in below.items():
-        if isinstance(value, dict):
-            below[key] = without_added(value, f"{path}.{key}".removeprefix("."))
-    return below
 
 
 def inert_config() -> str:

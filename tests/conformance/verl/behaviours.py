@@ -224,7 +224,10 @@ BEHAVIOURS = {
     "lora_base_sft": Behaviour(
         "LoRA over a frozen base in fp16: fp32 adapters in SFT, too",
         "base float16, adapters float32, Adam float32, base stays, adapters move",
-        {"base float16, adapters float16, Adam float16, base stays, adapters move": OWN_SFT},
+        {
+            "base float16, adapters float16, Adam float16, base stays, adapters move": OWN_SFT[1:],
+            "base float16, adapters float32, Adam float32, base stays, adapters move": OWN_SFT[:1],
+        },
         {ON_ENGINE: ENGINE_SFT},
     ),
     "equal_share": Behaviour("the share of equal log-probabilities in the metrics", "1, 0.5", {"none, none": RELEASES}),

@@ -201,7 +201,8 @@ def send(seen: Seen, label: str, keys: list[str], kind: type[Worker]) -> None:
     actor = worker.worker
     actor.rollout, actor.layered_summon, actor.peft_merge = Receiver(seen, label), False, "merged" in label
     actor.gen_random_states = torch.get_rng_state()
-    sync = actor.rollout_mode if hasattr(actor, "rollout_mode") else actor.update_weights
+    methods = ("rollout_mode", "update_weights", "wake_up")  # of legacy workers, of the model engine, of 0.7.0's
+    sync = next(getattr(actor, method) for method in methods if hasattr(actor, method))
     for synced in (False, True) if "adapters" in label else (True,):
         actor.base_sync_done = synced
         seen.run(f"{label} sent", lambda: asyncio.run(sync()))

@@ -10,7 +10,7 @@ import torch
 from harness import ENGINE, RELEASE, VERL, batch, composed, shared_folder
 from hydra import compose, initialize_config_dir
 from inert import Seen, without_added
-from inert_cases import FEW, LORA, on_the_cpu
+from inert_cases import FEW, on_the_cpu
 from observations import poison, spoil
 from omegaconf import OmegaConf
 from sft_cases import engine_sft_trainer, legacy_sft_trainer, sft_batch
@@ -43,7 +43,6 @@ def inert_driver(validate: Callable) -> str:
         [f"++{ENGINE['actor']}.mixed_precision={{param_dtype:bf16,reduce_dtype:bf16}}"],
         [f"++{ENGINE['actor']}.mixed_precision={{param_dtype:bf16,reduce_dtype:banana}}"],
         *([f"++{ENGINE[role]}.model_dtype=bf16"] for role in ENGINE),
-        [LORA, f"++{ENGINE['actor']}.model_dtype=bf16"],
     ):
         seen.attempt(f"{keys}", lambda keys=keys: validate(composed(*keys)))
     return seen.outcome()

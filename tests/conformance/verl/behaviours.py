@@ -238,7 +238,7 @@ BEHAVIOURS = {
         {"its bypass mode is missing, or ends with `Key 'rollout_correction' is not in struct`": NOT_BYPASSED},
     ),
     **{
-        case: Behaviour(f"no key set: as upstream, to the byte: {row}", IDENTICAL, {REFERENCE: RELEASES}, absent)
+        case: Behaviour(f"no key set: as upstream, bitwise: {row}", IDENTICAL, {REFERENCE: RELEASES}, absent)
         for row, cases in INERT.items()
         for case, absent in cases.items()
     },

@@ -26,7 +26,6 @@ from pathlib import Path
 import harness
 import inert_cases
 import inert_job_cases
-import numpy as np
 import torch
 import torch.distributed as dist
 from harness import ENGINE, LEGACY, OUT, OWN_FP16, PATCHED, RANK, RELEASE, REWARD_MODEL, Worker, batch, composed, fp16
@@ -37,11 +36,11 @@ from rollout_cases import empty_adapter, hf_rollout, wire, wire_merged_lora
 from sft_cases import engine_sft_trainer, lora_base_sft, overflow_sft, sft
 from support.parsed_once import yaml_parsed_once
 from support.waiting import STUCK_S
-from trainer_cases import bypass_mode, equal_share
+from trainer_cases import REQUEST, advantages, bypass_mode, equal_share, rewards_with_nan
 from transformers import AutoModelForCausalLM
 
 from lib.patches.releases import Release
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
 def dtype(role: str) -> str:
@@ -214,7 +213,10 @@ REFUSED = {
         ["+precision=fp16", f"++{ACTOR}.fsdp_config.model_dtype=fp16"],
         ["model_dtype=fp16", "model_dtype=fp32"],
     ),
-    "an unknown rollout dtype": (["actor_rollout_ref.rollout.dtype=banana"], ["dtype=banana", "bfloat16"]),
+    "an unknown rollout dtype": (
+        ["+precision=fp16", "actor_rollout_ref.rollout.dtype=banana"],
+        ["dtype=banana", "bfloat16"],
+    ),
 }
 if RELEASE.has("hf_rollout"):  # samples from the trained module, whose weights FSDP2 gathers in the training dtype
     REFUSED["fp16 from an hf rollout of bf16"] = (
@@ -315,13 +317,9 @@ def export() -> str:
 
 
 def nan_reward() -> str:
-    """Compute advantages of four rewards of which one is NaN."""
-    data = batch(0)
-    data.batch["token_level_rewards"] = torch.zeros(4, 8)
-    data.batch["token_level_rewards"][2, -1] = math.nan
-    data.non_tensor_batch["uid"] = np.array(["a", "a", "b", "b"], dtype=object)
+    """Compute advantages of four rewards of which one is NaN, where a precision is requested."""
     try:
-        data = compute_advantage(data, adv_estimator="grpo", config=composed().algorithm)
+        data = advantages(rewards_with_nan(), *REQUEST)
     except ValueError as error:
         return str(error).partition(" (")[0]
     return f"trains on {int(data.batch['advantages'].isnan().any(-1).sum())} rows of NaN"

@@ -69,6 +69,9 @@ CONFIGS = {
     "role_dtypes": Given(f"{ACTOR}.dtype=float16 {REF}.dtype=float16 {ROLLOUT}.dtype=float16", ALL),
     "role_dtype_alone": Given(f"{ACTOR}.dtype=float16", ALONE),
     "role_against_engine": Given(f"++{ACTOR}.dtype=bfloat16 ++{ACTOR}.{FSDP}.dtype=float16", ALONE),
+    "role_over_engine": Given(
+        f"{ACTOR}.dtype=float16 {ACTOR}.{FSDP}.dtype=bfloat16 {ROLLOUT}.dtype=float16", ALL, KEYED
+    ),
     "ref_differs": Given(f"{REF}.{FSDP}.dtype=float16", ("ref",), KEYED),
     "ref_role_differs": Given(f"+precision=fp16 {REF}.dtype=bfloat16", ("actor", "ref")),
     "critic_engine_alone": Given("{critic}.dtype=float16", ("critic",)),
@@ -78,6 +81,9 @@ CONFIGS = {
     # Merged: the driver looks for a server where adapters are sent.
     "lora_base_in_fp16": Given(f"+precision=fp16 ++{ACTOR}.{FSDP}.model_dtype=fp16 {MERGED_LORA}", ALONE, C),
     "lora_base_in_bf16": Given(f"++{ACTOR}.{FSDP}.model_dtype=bf16 {MERGED_LORA}", ALONE, C),
+    "lora_base_in_requested_bf16": Given(
+        f"{ACTOR}.dtype=bfloat16 ++{ACTOR}.{FSDP}.model_dtype=bf16 {MERGED_LORA}", ALONE, C
+    ),
     # The rollout.
     "rollout_alone": Given(f"{ROLLOUT}.dtype=float16", ALONE),
     "rollout_alone_fsdp2": Given(f"{ROLLOUT}.dtype=float16 {ACTOR}.strategy=fsdp2", ALONE),  # 0.8.0's wire
@@ -85,6 +91,7 @@ CONFIGS = {
     "rollout_banana": Given(f"{ROLLOUT}.dtype=banana", ()),
     "hf_rollout": Given(f"{ROLLOUT}.name=hf +precision=fp16", ALONE, having("hf_rollout"), ("hf",)),
     "hf_rollout_alone": Given(f"{ROLLOUT}.name=hf {ROLLOUT}.dtype=float16", ALONE, having("hf_rollout"), ("hf",)),
+    "hf_rollout_auto": Given(f"{ROLLOUT}.name=hf {ROLLOUT}.dtype=auto", ALONE, having("hf_rollout"), ("hf",)),
     # The loss scaler.
     "grad_scaler": Given(f"+precision=fp16 {ACTOR}.{FSDP}.grad_scaler.init_scale=1024", ALONE),
     "grad_scaler_forced": Given(f"++{ACTOR}.{FSDP}.grad_scaler.init_scale=1024", ALONE),
@@ -101,6 +108,7 @@ CONFIGS = {
     ),
     "reward_model": Given("+precision=fp16", ("reward_model",), having("reward_worker")),
     "reward_model_alone": Given("reward_model.dtype=float16", ("reward_model",), having("reward_worker")),
+    "merged_lora_alone": Given(f"{ACTOR}.strategy=fsdp2 {MERGED_LORA}", ALONE, C),
     "merged_lora": Given(f"+precision=fp16 {ACTOR}.strategy=fsdp2 {MERGED_LORA}", ALONE, C),
     "keep_fp32_modules": Given(f"+precision=fp16 {ACTOR}.{FSDP}.keep_fp32_modules=[lm_head]", ALONE, C),
     # Legacy workers do not read it; the model engine does.
@@ -108,6 +116,7 @@ CONFIGS = {
         f"{ACTOR}.{FSDP}.full_determinism=true {{critic}}.full_determinism=true", ("actor", "critic"), ROLES_ENGINE + C
     ),
     # Checkpoints and exports.
+    "export_alone": Given(SAVING, ALONE, more=("saved",)),
     "export": Given(f"+precision=fp16 {SAVING}", ALONE, more=("saved",)),
     "export_in_their_own_fp16": Given(
         f"{ACTOR}.{FSDP}.dtype=float16 +{ACTOR}.{FSDP}.mixed_precision.param_dtype=fp16 {SAVING}",
@@ -127,6 +136,7 @@ COVERS = {
     "param_dtypes": "mixed_precision.param_dtype, of the three engines",
     "reduce_dtype": "mixed_precision.reduce_dtype",
     "role_against_engine": "keys that contradict",
+    "role_over_engine": "a role's dtype, which wins",
     "fp16_masters_in_fp16": "masters that a driver refuses",
     "bf16_masters": "model_dtype",
     "lora_base_in_fp16": "the frozen base under LoRA adapters",

@@ -1,4 +1,4 @@
-"""Observe what a tree does without a precision key, to the byte: a case ends in one digest of all that it observed.
+"""Observe what a tree does without a precision key, bitwise: a case ends in one digest of all that it observed.
 
 Each part is printed with a short hash into the log of its rank, so that a difference between two trees is found by
 

@@ -1,4 +1,4 @@
-"""The cases without a precision key: whatever upstream does, a tree with the series ``precision`` does to the byte."""
+"""The cases without a precision key: whatever upstream does, a tree with the series ``precision`` does bitwise."""
 
 import asyncio
 import contextlib

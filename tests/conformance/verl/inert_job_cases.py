@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from harness import ENGINE, RELEASE, VERL, batch, composed, shared_folder
 from hydra import compose, initialize_config_dir
@@ -14,9 +13,7 @@ from inert_cases import FEW, on_the_cpu
 from observations import poison, spoil
 from omegaconf import OmegaConf
 from sft_cases import engine_sft_trainer, legacy_sft_trainer, sft_batch
-from trainer_cases import Trainer
-
-from verl.trainer.ppo.ray_trainer import compute_advantage
+from trainer_cases import Trainer, advantages, rewards_with_nan
 
 CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
 
@@ -50,12 +47,8 @@ def inert_driver(validate: Callable) -> str:
 
 def inert_trainer() -> str:
     """Compute advantages of a NaN, and log-probabilities as the trainer's loop does, in bypass mode, too."""
-    seen, data = Seen("inert_trainer"), batch(0)
-    data.batch["token_level_rewards"] = torch.zeros(4, 8)
-    data.batch["token_level_rewards"][2, -1] = math.nan
-    data.non_tensor_batch["uid"] = np.array(["a", "a", "b", "b"], dtype=object)
-    config = composed().algorithm
-    done = seen.attempt("reward", lambda: compute_advantage(data, adv_estimator="grpo", config=config))
+    seen = Seen("inert_trainer")
+    done = seen.attempt("reward", lambda: advantages(rewards_with_nan()))
     seen.note("advantages", dict(done.batch) if done else None)
     modes = {"plain": []}
     if RELEASE.has("bypass_mode"):

@@ -6,11 +6,12 @@ from unittest import mock
 
 import peft.utils.save_and_load
 import torch
-from harness import LEGACY, Worker, batch, composed
+from harness import LEGACY, PATCHED, Worker, batch, composed
 from observations import inner_dtypes, name, watch
 from omegaconf import DictConfig
 
-WIRE = ["actor_rollout_ref.rollout.dtype=float16", "actor_rollout_ref.rollout.free_cache_engine=false"]
+WIRE = ["+precision=bf16_train_fp16_infer"] if PATCHED else ["actor_rollout_ref.rollout.dtype=float16"]
+WIRE += ["actor_rollout_ref.rollout.free_cache_engine=false"]
 
 
 class Recorder:

@@ -24,7 +24,7 @@ from typing import Any, Optional
 import torch
 
 from .dtypes import UNREQUESTED, Precision, dtype_name, join_dtypes, to_dtype
-from .roles import ROLLOUT_DEFAULTS, check_rollout_dtype, run_requests_precision, select
+from .roles import REQUESTED_ROLLOUTS, check_rollout_dtype, run_requests_precision, select
 from .scaler import GradScalerConfig, LossScaler
 
 # Role, the engine's key below it, the key of its model, and whether it is trained.
@@ -51,9 +51,9 @@ def rollout_precision(dtype: str) -> Precision:
     """Return the precision in which the HF rollout samples: that of ``rollout.dtype``, if it requests one.
 
     Raises:
-        ValueError: the dtype is unknown.
+        ValueError: the dtype is a name of a server that autocast does not take.
     """
-    return UNREQUESTED if dtype in ROLLOUT_DEFAULTS else Precision.of_worker(dtype, {}, trained=False)
+    return Precision.of_worker(dtype, {}, trained=False) if dtype in REQUESTED_ROLLOUTS else UNREQUESTED
 
 
 def check_workers(config: Mapping[str, Any]) -> None:

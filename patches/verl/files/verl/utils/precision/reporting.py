@@ -21,7 +21,7 @@ from typing import Any, Optional
 import torch
 
 from .dtypes import Precision, dtype_name
-from .roles import ROLLOUT_DEFAULTS
+from .roles import REQUESTED_ROLLOUTS
 from .routers import fp32_parameters
 
 
@@ -79,7 +79,7 @@ def report_kwargs(rollout_config: Mapping[str, Any]) -> dict[str, bool]:
     """
     wanted = rollout_config.get("report_dtypes")
     if wanted is None:
-        wanted = rollout_config["dtype"] not in ROLLOUT_DEFAULTS
+        wanted = rollout_config["dtype"] in REQUESTED_ROLLOUTS
     return {"report_dtypes": True} if wanted else {}
 
 

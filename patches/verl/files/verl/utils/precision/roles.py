@@ -25,20 +25,20 @@ _ROLES = {
     "critic": ("fsdp", "model.fsdp_config"),
     "reward_model": ("model.fsdp_config",),
 }
-# Values of rollout.dtype with which upstream rolls out as it trains; "auto" is the dtype in the model's config.json.
-ROLLOUT_DEFAULTS = ("bfloat16", "auto")
+# Values of rollout.dtype that request a precision: not bfloat16, verl's default, nor "auto", that of the model's files.
+REQUESTED_ROLLOUTS = ("float16", "half", "float32", "float")
 
 
 def run_requests_precision(config: Mapping[str, Any]) -> bool:
     """Return whether a PPO run requests a precision, so that the checks of its driver are on.
 
-    One of its roles does (:func:`requests_precision`), or its rollout by a ``dtype`` other than bfloat16 and auto, or
+    One of its roles does (:func:`requests_precision`), its rollout does by a ``dtype`` of fp16 or fp32, or
     ``trainer.mismatch_freq`` is on.
 
     Args:
         config: the composed config of a PPO trainer.
     """
-    if select(config, "actor_rollout_ref.rollout.dtype") not in ROLLOUT_DEFAULTS:
+    if select(config, "actor_rollout_ref.rollout.dtype") in REQUESTED_ROLLOUTS:
         return True
     if (select(config, "trainer.mismatch_freq") or -1) != -1:
         return True

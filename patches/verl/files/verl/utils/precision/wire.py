@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .dtypes import dtype_name, to_dtype
-from .roles import ROLLOUT_DEFAULTS
+from .roles import REQUESTED_ROLLOUTS
 
 
 def wire_kwargs(engine_cls: type, engine_kwargs: Mapping[str, Any], rollout_dtype: str) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def wire_kwargs(engine_cls: type, engine_kwargs: Mapping[str, Any], rollout_dtyp
         ValueError: the user's ``rollout_dtype`` is not a dtype to compute in.
     """
     kwargs = dict(engine_kwargs)
-    if rollout_dtype in ROLLOUT_DEFAULTS:
+    if rollout_dtype not in REQUESTED_ROLLOUTS:
         return kwargs
     if _takes(engine_cls, "rollout_dtype"):
         kwargs.setdefault("rollout_dtype", rollout_dtype)

@@ -4,61 +4,23 @@ vLLM's CPU build or, before 0.7.1, HuggingFace's generate. FlowRL trains where v
 ``make e2e-releases``, or one release:  ``pytest -m slow tests/e2e/test_releases.py -k 0.8.0``
 """
 
-import json
 import math
-import subprocess
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import hydra
 import pytest
-from processes import run_to_end
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from release_jobs import RELEASES, ROUTES, overrides, prepare_task, record, run_job
 
 import matrix
-from lib.files import write_json
 from lib.patches.apply import apply
-from lib.patches.releases import Release, load_releases
 from lib.patches.wheels import unpacked_wheel
-from lib.paths import CONFIGS, REPO
 from lib.run.folder import TRACKER
-from lib.run.job import CPU_PLATFORM, MODULES
+from lib.run.job import MODULES
 from lib.run.log import reports
 
-RESULTS = REPO / "tests/expected/releases-e2e.json"
 STEPS = 2
 SCALE = 1024.0  # the first loss scale
-LEGACY = {  # recipes/cpu/legacy.py in Ray's processes and in those that vLLM starts
-    "RAY_RUNTIME_ENV_HOOK": "recipes.cpu.legacy.runtime_env_hook",
-    MODULES: "recipes.cpu.legacy",
-    "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 16, "GPU": 1}),
-}
-
-
-class Route(NamedTuple):
-    """A way to train a release without a GPU; ``bf16`` is the measured mean difference of probabilities in bf16."""
-
-    rollout: str
-    venv: str
-    finds_the_cpu: dict[str, str]
-    configuration: str
-    bf16: float
-
-
-def route(release: Release) -> Route:
-    """Return the release's route: vLLM's CPU build where the release supports it, else HuggingFace's generate."""
-    if "cpu" in release.dependencies:
-        cpu, configuration = (CPU_PLATFORM, "+device=cpu") if release.has("platforms") else (LEGACY, "+releases=vllm")
-        return Route("vLLM's CPU build", ".venv", cpu, configuration, bf16=3e-4)
-    # Samples from the actor itself, by autocast, or from a copy in 16 bits.
-    bf16 = 3e-4 if release.has("hf_rollout") else 7e-5
-    configuration = "+releases=hf" if release.has("sync_rollout") else "+releases=hf_server"
-    return Route("HuggingFace's generate", ".venv-workers", LEGACY, configuration, bf16)
-
-
-RELEASES = load_releases()
-ROUTES = {name: route(release) for name, release in RELEASES.items()}
 # The first release of each family of legacy workers; test_resume.py covers the model engine.
 RESUMED = {
     release.family: name for name, release in reversed(RELEASES.items()) if release.has("legacy_workers")
@@ -80,63 +42,29 @@ FLOWRL = {
 
 @pytest.fixture(scope="session")
 def task() -> Path:
-    """The sanity task's model and data, saved by the older transformers, whose tokenizer files newer ones can read."""
-    folder = REPO / ".cache" / "arithmetic-workers"
-    prepare = [REPO / ".venv-workers/bin/python", "-m", "recipes.arithmetic.prepare", "--out", folder, "--seed", "1"]
-    subprocess.run(prepare, cwd=REPO, check=True)
-    return folder
+    return prepare_task()
 
 
-def overrides(release: str, task: Path, out: Path, steps: int, recipe: str | None = None) -> list[str]:
-    """Return overrides of the release's own configuration: the sanity task in fp16, a small batch, a scale that doubles
-    every step."""
-    batch = {
-        "data.train_batch_size": 8,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 32,
-        "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale": SCALE,
-        "actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_interval": 1,
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 64,
-    }
-    run = {
-        "data.train_files": task / "train.parquet",
-        "data.val_files": task / "val.parquet",
-        "actor_rollout_ref.model.path": task / "model",
-        "trainer.total_training_steps": steps,
-        "trainer.save_freq": steps,
-        "trainer.logger": "[console,tensorboard]",
-        "trainer.default_local_dir": out / "checkpoints",
-        "hydra.run.dir": out,
-    }
-    groups = [f"hydra.searchpath=[file://{CONFIGS}]", "+experiment=arithmetic", "+algo=grpo"]
-    groups += [ROUTES[release].configuration, *([f"+recipe={recipe}"] if recipe else []), "+precision=fp16"]
-    return groups + [f"{key}={value}" for key, value in (batch | run).items()]
+def in_fp16(release: str, task: Path, out: Path, steps: int, recipe: str | None = None) -> list[str]:
+    """Return the overrides of a job in fp16, with a scale that doubles every step."""
+    scaler = "actor_rollout_ref.actor.fsdp_config.grad_scaler"
+    groups = ["+algo=grpo", *([f"+recipe={recipe}"] if recipe else []), "+precision=fp16"]
+    groups += [f"{scaler}.init_scale={SCALE}", f"{scaler}.growth_interval=1"]
+    return overrides(release, task, out, steps, groups)
 
 
 def train(
     release: str, tree: Path, task: Path, out: Path, steps: int, recipe: str | None = None
 ) -> tuple[dict[str, list[float]], list[dict]]:
-    """Run ``main_ppo`` of the verl in ``tree`` up to ``steps``, resuming from ``out`` if possible.
+    """Run ``main_ppo`` of the verl in ``tree`` in fp16 up to ``steps``, resuming from ``out`` if possible.
 
     Returns:
         Its metrics, with a value for each step of this run, and the reports of its workers.
     """
-    route, metrics = ROUTES[release], out / f"metrics-{steps}"
-    environment = route.finds_the_cpu | {
-        "PYTHONPATH": f"{tree}:{REPO}",
-        "TENSORBOARD_DIR": str(metrics),  # the only logger of every release that does not round
-        "RAY_DEDUP_LOGS": "0",  # else Ray drops the workers' lines, which differ only in the rank
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "HYDRA_FULL_ERROR": "1",
-    }
-    if recipe:
-        environment[MODULES] += f",recipes.{recipe}.trainer"
-    words = overrides(release, task, out, steps, recipe)
-    command = [REPO / route.venv / "bin/python", "-m", "verl.trainer.main_ppo", *words]
-    lines = run_to_end(command, environment, out, out / "train.log")
-    events = EventAccumulator(str(metrics)).Reload()
+    modules = {MODULES: f"{ROUTES[release].finds_the_cpu[MODULES]},recipes.{recipe}.trainer"} if recipe else {}
+    metrics, lines = run_job(release, tree, in_fp16(release, task, out, steps, recipe), out, str(steps), modules)
     tags = METRICS | (FLOWRL if recipe else {})
-    return {name: [event.value for event in events.Scalars(tag)] for name, tag in tags.items()}, reports(lines)
+    return {name: metrics[tag] for name, tag in tags.items()}, reports(lines)
 
 
 def measurements(release: str, metrics: dict[str, list[float]], worker_reports: list[dict]) -> dict:
@@ -150,13 +78,6 @@ def measurements(release: str, metrics: dict[str, list[float]], worker_reports: 
         "skipped_steps": int(sum(metrics["skipped_steps"])),
         "rollout_probs_diff_mean": float(f"{fmean(metrics['rollout_probs_diff_mean']):.3g}"),
     }
-
-
-def record(release: str, facts: dict) -> None:
-    """Add ``facts`` to the results of the release."""
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    known[release] = known.get(release, {}) | facts
-    write_json(RESULTS, {name: known[name] for name in ROUTES if name in known})
 
 
 def check(release: str, metrics: dict[str, list[float]], worker_reports: list[dict]) -> dict[str, dict]:
@@ -215,7 +136,7 @@ def test_configuration_fits_the_release(release, tmp_path):
     tree = unpacked_wheel(release, tmp_path)
     apply(tree)
     with hydra.initialize_config_dir(config_dir=str(tree / "verl/trainer/config"), version_base=None):
-        config = hydra.compose("ppo_trainer", overrides=overrides(release, tmp_path, tmp_path, STEPS))
+        config = hydra.compose("ppo_trainer", overrides=in_fp16(release, tmp_path, tmp_path, STEPS))
     later = config.get("reward", {}).get("reward_manager") is not None  # where the release reads the reward
     reward = (config.reward if later else config).custom_reward_function
     assert reward.name == "compute_score"

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, open_dict
 
 import verl
 from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.precision import requests_precision, run_requests_precision
 
 MODEL = sys.argv[1]
 BASE = [
@@ -51,9 +52,10 @@ def outcome(overrides: list[str]) -> dict:
     }
     result = {"rollout": {"dtype": omega_conf_to_dataclass(role.rollout).dtype}}
     for name, engine in engines.items():
-        result[name] = {"dtype": engine.dtype, "grad_scaler": vars(engine.grad_scaler)}
+        result[name] = {"dtype": engine.dtype, "requested": requests_precision(engine)}
+        result[name]["grad_scaler"] = vars(engine.grad_scaler)
         result[name]["keep"] = list(getattr(engine, "keep_fp32_modules", []))
-    return result
+    return {"roles": result, "run": run_requests_precision(config)}
 
 
 with initialize_config_dir(f"{verl.__path__[0]}/trainer/config", version_base=None):

@@ -1,22 +1,32 @@
 """Cases of verl's FSDP engine: the dtype of every hop, and modules kept in fp32, a key of patched trees."""
 
+import contextlib
+import io
+import json
+from pathlib import Path
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from fsdp_worker import (
     MODEL,
+    PATCHED,
     RANK,
+    REQUESTED,
     batch,
     gradients,
+    lr_of,
     make_worker,
     metrics_of,
     name_of,
+    poison_gradient,
     settings,
     shared_directory,
     state,
     weights_of,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from verl.workers.engine_workers import TrainingWorker
 
@@ -54,6 +64,51 @@ def dtype_per_hop():
         "master": name_of(next(engine.module.parameters())),
         "adam": name_of(next(iter(engine.optimizer.state.values()))["exp_avg"]),
     }
+
+
+def hooks(**engine) -> dict:
+    """Return what the hooks make of an actor in bfloat16 that overflows, of adapters over such a base, and of a critic.
+
+    The model's class lists a module to keep in fp32.
+    """
+    directory, printed = shared_directory(), io.StringIO()
+    listed, watched = (
+        mock.patch.object(Qwen2ForCausalLM, "_keep_in_fp32_modules_strict", {"up_proj"}),
+        "model.layers.0.mlp",
+    )
+    with contextlib.redirect_stdout(printed), listed:
+        worker = make_worker("actor", "bfloat16", True, warmup=4, **engine)
+        adapted = make_worker("actor", "bfloat16", True, model={"lora_rank": 4}, model_dtype="bf16", **engine)
+        eager = {"override_config": {"attn_implementation": "eager"}}
+        critic = make_worker("critic", "bfloat16", True, model=eager, **engine)
+    recorded = watch_dtypes(worker, f"{watched}.up_proj", f"{watched}.down_proj")
+    poison_gradient(worker)
+    metrics = metrics_of(worker.train_batch(batch(0)))
+    lr = lr_of(worker)
+    worker.save_checkpoint(directory, global_step=1)
+    dist.barrier()
+    extra = Path(directory) / f"extra_state_world_size_{dist.get_world_size()}_rank_{RANK}.pt"
+    return {
+        "reports": printed.getvalue().count("[verl-precision] "),
+        "metrics": {key: str(metrics[key]) for key in ("grad_norm", "skipped_steps", "loss_scale") if key in metrics},
+        "lr": lr,
+        "weights": [recorded[f"{watched}.{name}"][0] for name in ("up_proj", "down_proj")],
+        "extra_state": sorted(torch.load(extra, weights_only=False)),
+        "dtype_recorded": json.loads((Path(directory) / "fsdp_config.json").read_text()).get("dtype"),
+        "adapters": sorted({name_of(each) for each in adapted.engine.module.parameters() if each.requires_grad}),
+        "attention": critic.engine.module.config._attn_implementation,
+    }
+
+
+def requests():
+    """Return the outcomes of ``hooks`` by the key that requests a precision: none, and each kind."""
+    keys = {"none": {}}
+    if PATCHED:
+        keys["dtype=bfloat16 of the role"] = REQUESTED
+        keys["grad_scaler"] = {"grad_scaler": settings(growth_interval=7)}
+        keys["keep_fp32_modules"] = {"keep_fp32_modules": ["model.layers.1.mlp"]}
+        keys["report_dtypes=false"] = REQUESTED | {"report_dtypes": False}
+    return {name: hooks(**engine) for name, engine in keys.items()}
 
 
 def trajectory_fp32():
@@ -193,7 +248,7 @@ def keep_fp32_lora():
 CASES = {
     case.__name__: case
     for case in (
-        *(dtype_per_hop, trajectory_fp32, agreement, accumulation, attention_of_a_critic),
+        *(dtype_per_hop, requests, trajectory_fp32, agreement, accumulation, attention_of_a_critic),
         *(keep_fp32, keep_fp32_critic, keep_fp32_lora),
     )
 }

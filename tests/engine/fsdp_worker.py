@@ -29,6 +29,7 @@ from verl.workers.engine_workers import TrainingWorker
 
 STRATEGY, MODEL, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 PATCHED = "grad_scaler" in FSDPEngineConfig.__dataclass_fields__
+REQUESTED = {"precision_requested": True} if PATCHED else {}  # of an engine whose role's dtype is set, to any value
 RANK = int(os.environ["RANK"])
 NUMBERS = itertools.count()  # of the folders that ranks share
 POISONED = int(os.environ["WORLD_SIZE"]) - 1  # the rank that faults are put into: the last, which is 1 of 2

@@ -6,6 +6,7 @@ import copy
 import torch
 from fsdp_worker import (
     PATCHED,
+    REQUESTED,
     batch,
     composed,
     gradients,
@@ -32,7 +33,7 @@ def lora_worker(dtype: str, base: str, model: dict = LORA):
     """Return a worker with the same adapters for each ``base``, the dtype of the frozen weights."""
     torch.manual_seed(0)
     scaler = {"grad_scaler": settings(init_scale=1024.0)} if dtype == "float16" else {}
-    worker = make_worker("actor", dtype, model=model, model_dtype=base, warmup=0, **scaler)
+    worker = make_worker("actor", dtype, model=model, model_dtype=base, warmup=0, **scaler, **REQUESTED)
     for adapter in local(worker)[0]:  # peft rounds the first ones to the base's dtype
         adapter.copy_(adapter.to(getattr(torch, dtype)))
     return worker
@@ -195,7 +196,8 @@ def lora_sync():
 
 def lora_merge_in_outer_units():
     """Merge adapters that FSDP1 has put into a unit around their layers; return the refusal, or the error's class."""
-    worker = make_worker("actor", "bfloat16", model=MERGED, warmup=0, wrap_policy={"min_num_params": 1000})
+    outer = {"wrap_policy": {"min_num_params": 1000}}
+    worker = make_worker("actor", "bfloat16", model=MERGED, warmup=0, **outer, **REQUESTED)
     for adapter in local(worker)[0]:
         adapter.fill_(1e-2)
     exact = merged_exactly(worker)

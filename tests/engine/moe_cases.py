@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from dtype_cases import watch_dtypes
-from fsdp_worker import MODEL, RANK, batch, make_worker, metrics_of, name_of, shared_directory, weights_of
+from fsdp_worker import MODEL, RANK, REQUESTED, batch, make_worker, metrics_of, name_of, shared_directory, weights_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 GATE, EXPERTS = "model.layers.0.mlp.gate", "model.layers.0.mlp.experts"
@@ -44,7 +44,7 @@ def train(family: str, dtype: str, **engine) -> dict:
 
 def listed_routers():
     """Train a model whose class lists its routers, in both 16-bit dtypes."""
-    return {dtype: train("ernie4_5_moe", dtype) for dtype in ("float16", "bfloat16")}
+    return {dtype: train("ernie4_5_moe", dtype, **REQUESTED) for dtype in ("float16", "bfloat16")}
 
 
 def kept_routers():

@@ -44,6 +44,7 @@ FAULTS = {
     "a loss of NaN": poison_loss,
 }
 
+REQUEST = "actor_rollout_ref.actor.dtype=bfloat16"
 FLASH_ATTENTION = {"override_config": {"attn_implementation": "flash_attention_2"}, "use_remove_padding": True}
 
 
@@ -180,9 +181,10 @@ MASKED = [("all", "sft_loss"), ("all", "ppo_loss"), ("all", "value_loss"), ("ran
 
 
 def nan_reward_v1():
-    """Compute the v1 trainer's advantages of two rewards of which one is NaN; return its refusal, or what it writes.
+    """Compute the v1 trainer's advantages of two rewards of which one is NaN, by the run's keys.
 
-    A dictionary of rows stands for TransferQueue, which needs Ray.
+    Return its refusal, or whether the rows that it writes have a NaN. A dictionary of rows stands for TransferQueue,
+    which needs Ray.
     """
     nested = lambda *rows: torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)  # noqa: E731
     rows = TensorDict(
@@ -194,19 +196,24 @@ def nan_reward_v1():
         },
         batch_size=2,
     )
-    written = {}
+    written, outcomes = {}, {}
     queue = {
         "kv_batch_get": lambda select_fields, **_: rows.select(*select_fields, strict=False),
         "kv_batch_put": lambda fields, **_: written.update(fields.items()),
     }
     trainer = object.__new__(PPOTrainerSync)
-    trainer.config = composed("algorithm.adv_estimator=grpo")
-    with mock.patch.multiple(trainer_base.tq, **queue):
-        try:
-            trainer._compute_advantage(KVBatchMeta(keys=["a_0_0", "a_1_0"], partition_id="train", tags=[{}, {}]), {})
-        except ValueError as error:
-            return str(error)
-    return [bool(row.isnan().any()) for row in written["advantages"].unbind()]
+    for keys in ("", "trainer.check_rewards=true", REQUEST, f"{REQUEST} trainer.check_rewards=false"):
+        if keys and not PATCHED:
+            continue
+        trainer.config = composed("algorithm.adv_estimator=grpo", *keys.split())
+        with mock.patch.multiple(trainer_base.tq, **queue):
+            try:
+                batch_of_two = KVBatchMeta(keys=["a_0_0", "a_1_0"], partition_id="train", tags=[{}, {}])
+                trainer._compute_advantage(batch_of_two, {})
+                outcomes[keys] = [bool(row.isnan().any()) for row in written["advantages"].unbind()]
+            except ValueError as error:
+                outcomes[keys] = str(error)
+    return outcomes
 
 
 CASES = {

@@ -3,7 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-from precision import GradScalerConfig, LossScaleError, StepAccounting, check_rewards, save_after_storm
+from precision import (
+    GradScalerConfig,
+    LossScaleError,
+    StepAccounting,
+    check_rewards,
+    label_fields,
+    save_after_storm,
+)
 
 
 class ReportedEngine(StepAccounting):
@@ -79,15 +86,50 @@ def test_a_storm_in_a_ray_worker_is_saved():
     assert saved == [1]
 
 
+def test_an_engine_that_accounts_for_nothing_advances_and_reports_nothing():
+    """As every engine does without a request for a precision."""
+    engine = ReportedEngine()
+    for _ in range(2):
+        assert engine.close_update() and engine.update_metrics() == {}
+    assert not engine.precision.requested and engine.cleared == 0
+
+
+def run(rollout: str = "bfloat16", **trainer) -> dict:
+    """Return the config of a PPO run as far as the check of its rewards reads it."""
+    return {"trainer": trainer, "actor_rollout_ref": {"rollout": {"dtype": rollout}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "checked"),
+    [
+        (run(), False),
+        (run(check_rewards=None), False),
+        (run(check_rewards=True), True),
+        (run("float16"), True),
+        (run("float16", check_rewards=None), True),
+        (run("float16", check_rewards=False), False),
+    ],
+    ids=str,
+)
+def test_rewards_are_checked_where_a_precision_is_requested_or_by_their_key(config, checked):
+    assert label_fields(config) == (["data_source"] if checked else [])
+    if checked:
+        with pytest.raises(ValueError, match="1 of 1 rewards are not finite"):
+            check_rewards(config, torch.tensor([[float("nan")]]), {})
+    else:
+        check_rewards(config, torch.tensor([[float("nan")]]), {})
+
+
 def test_nonfinite_rewards_are_refused_by_row():
-    rewards = torch.zeros(5, 3)
-    check_rewards(rewards, {})
+    rewards, config = torch.zeros(5, 3), run(check_rewards=True)
+    check_rewards(config, rewards, {})
     rewards[1, 2], rewards[4, 0] = float("nan"), float("-inf")
     labels = {"uid": list("abcde"), "data_source": ["sum"] * 5, "other": [0] * 5}
     with pytest.raises(ValueError) as refusal:
-        check_rewards(rewards, labels)
+        check_rewards(config, rewards, labels)
     assert str(refusal.value).startswith("2 of 5 rewards are not finite") and "\n" not in str(refusal.value)
-    assert str(refusal.value).endswith("row 1, data_source=sum, uid=b; row 4, data_source=sum, uid=e")
+    rows = "row 1, data_source=sum, uid=b; row 4, data_source=sum, uid=e"
+    assert str(refusal.value).endswith(f"{rows}; trainer.check_rewards=false turns this check off")
     rewards[:] = float("nan")
-    with pytest.raises(ValueError, match="5 of 5 .* row 0; row 1; row 2 …"):
-        check_rewards(rewards, {})
+    with pytest.raises(ValueError, match="5 of 5 .* row 0; row 1; row 2 …; trainer.check"):
+        check_rewards(config, rewards, {})

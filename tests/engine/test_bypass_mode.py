@@ -93,7 +93,7 @@ def test_bypass_mode_is_measured_for_the_metrics_alone(release, tmp_path, pytest
         OmegaConf.update(config, "algorithm.rollout_correction.bypass_mode", True, force_add=True)
         _, metrics = in_bypass_mode(file, config, step=1)
         assert metrics == {}
-        measuring = OmegaConf.merge(config, {"trainer": {"mismatch_freq": 2}})
+        measuring = OmegaConf.merge(config, {"trainer": {"mismatch_freq": 2}})  # requests a precision
         _, metrics = in_bypass_mode(file, measuring, step=1)
         assert set(metrics) >= MEASURED and metrics[SHARE] == 0.5
         assert metrics["training/weight_sync_diff"] == 0.078125
@@ -112,9 +112,15 @@ def test_equal_share_counts_bits_of_response_tokens():
 
 
 @pytest.mark.parametrize(("freq", "measured"), [(-1, []), (0, []), (1, [5, 6, 7, 8, 9]), (3, [5, 6, 9])])
-def test_first_batch_and_every_nth_step_are_measured(freq, measured, caplog):
-    trainer = SimpleNamespace(config=OmegaConf.create({"trainer": {"mismatch_freq": freq}}))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_first_batch_and_every_nth_step_are_measured(freq, measured, dtype, caplog):
+    roles = {"rollout": {"dtype": dtype}}
+    config = OmegaConf.create({"trainer": {"mismatch_freq": freq}, "actor_rollout_ref": roles})
+    trainer = SimpleNamespace(config=config)
     with caplog.at_level(logging.WARNING):
         steps = [step for step in range(5, 10) if setattr(trainer, "global_steps", step) or measures_mismatch(trainer)]
     assert steps == measured, "of a run that resumes after step 4"
-    assert caplog.text.count("trainer.mismatch_freq=N") == (freq <= 0), "once, and where nothing is measured"
+    warned = freq <= 0 and dtype == "float16"
+    assert caplog.text.count("trainer.mismatch_freq=N") == warned, (
+        "once, where a precision is requested but not measured"
+    )

@@ -43,22 +43,49 @@ RESOLVED = {
         [f"{ACTOR}.dtype=fp16", MEGATRON],
         all_in("float16", rollout="bfloat16"),
     ),
+    "a role's key wins over its engine's default": (
+        [
+            f"{ACTOR}.dtype=float16",
+            f"{ACTOR}.fsdp_config.dtype=bfloat16",
+            "critic.dtype=fp32",
+            "critic.fsdp.dtype=bf16",
+        ],
+        all_in("float16", critic="float32", rollout="bfloat16"),
+    ),
+    "ref and critic follow upstream's key under Megatron": (
+        [f"{ACTOR}.megatron.dtype=float16", MEGATRON],
+        all_in("float16", rollout="bfloat16"),
+    ),
+    "a setting of the scaler": ([f"{ACTOR}.fsdp_config.grad_scaler.growth_interval=7"], all_in("bfloat16")),
+    "kept modules": ([f"{KEEP}=[lm_head]"], all_in("bfloat16")),
+    "a rollout's dtype": ([f"{ROLLOUT}.dtype=half"], all_in("bfloat16", rollout="half")),
+    "a measured mismatch": (["trainer.mismatch_freq=1"], all_in("bfloat16")),
+    "guards without a request": (["trainer.check_rewards=true", "trainer.check_weight_sync=true"], all_in("bfloat16")),
+    "what upstream ignores or refuses itself": (
+        [
+            f"{ACTOR}.fsdp_config.model_dtype=int8",
+            f"{MIXED}=fp8",
+            "critic.fsdp.model_dtype=bf16",
+            f"{ROLLOUT}.dtype=fp8",
+        ],
+        all_in("bfloat16", rollout="fp8"),
+    ),
     "half precision masters of a ref": ([FP16, f"{REF}.fsdp_config.model_dtype=fp16"], all_in("float16")),
 }
 REFUSED = {
     "unknown dtype": ([f"{ACTOR}.dtype=banana"], ["dtype=banana", "float16 (fp16), bfloat16 (bf16) or float32 (fp32)"]),
     "unknown rollout dtype": (
-        [f"{ROLLOUT}.dtype=fp16"],
+        [FP16, f"{ROLLOUT}.dtype=fp16"],
         ["dtype=fp16 is unknown to the rollout", "float16", "actor_rollout_ref.rollout"],
     ),
     "misspelt overlay": (["+precision=fp61"], ["precision/fp61", "bf16_train_fp16_infer"]),
     "contradicting keys": (
-        [f"{ACTOR}.dtype=float16", f"{ACTOR}.fsdp_config.dtype=bfloat16"],
-        ["dtype=float16 and fsdp_config.dtype=bfloat16 contradict"],
+        [f"{ACTOR}.dtype=bfloat16", f"{ACTOR}.fsdp_config.dtype=float16"],
+        ["dtype=bfloat16 and fsdp_config.dtype=float16 contradict"],
     ),
     "contradicting critic keys": (
-        ["critic.dtype=float16", "critic.fsdp.dtype=bfloat16"],
-        ["dtype=float16 and fsdp.dtype=bfloat16 contradict"],
+        ["critic.dtype=bfloat16", "critic.fsdp.dtype=float16"],
+        ["dtype=bfloat16 and fsdp.dtype=float16 contradict"],
     ),
     "contradicting param_dtype and overlay": (
         ["+precision=bf16", f"{MIXED}=fp16"],
@@ -70,12 +97,20 @@ REFUSED = {
     ),
     "torchtitan": ([FP16, "model_engine=torchtitan"], ["dtype=float16", "strategy=torchtitan"]),
     **{
-        f"contradicting {engine} keys of {role}": (
-            [f"{role}.dtype=float16", f"{role}.{engine}.dtype=bfloat16", f"model_engine={engine}"],
-            [f"dtype=float16 and {engine}.dtype=bfloat16 contradict"],
+        f"contradicting Megatron keys of {role}": (
+            [f"{role}.dtype=bfloat16", f"{role}.megatron.dtype=float16", MEGATRON],
+            ["dtype=bfloat16 and megatron.dtype=float16 contradict"],
         )
-        for engine in ("megatron", "torchtitan", "veomni")
         for role in (ACTOR, "critic")
+    },
+    **{
+        f"{engine} of {role} by {key}": (
+            [f"++{role}.{key}=float16", f"model_engine={engine}"],
+            [f"dtype=float16 is not what strategy={engine} trains in"],
+        )
+        for engine in ("torchtitan", "veomni")
+        for role in (ACTOR, "critic")
+        for key in ("dtype", f"{engine}.dtype")
     },
     "a scale that is no number": ([f"{SCALER}.init_scale=high"], ["grad_scaler.init_scale=high", "number"]),
     "Megatron's growth": (
@@ -115,16 +150,37 @@ def composed(fork_server, environment, tiny_model, request, tmp_path_factory) ->
 
 @pytest.mark.parametrize("name", RESOLVED)
 def test_overrides_resolve_to_dtypes(composed, name):
-    assert {role: engine["dtype"] for role, engine in composed[name].items()} == RESOLVED[name][1]
+    assert {role: engine["dtype"] for role, engine in composed[name]["roles"].items()} == RESOLVED[name][1]
+
+
+# The roles that request a precision and, where none does, whether another key of the run does.
+REQUESTED = {
+    **dict.fromkeys(RESOLVED, ({"actor", "ref", "critic"}, True)),
+    "verl's default": (set(), False),
+    "param_dtype wins where it is set": ({"actor"}, True),
+    "a setting of the scaler": ({"actor"}, True),
+    "kept modules": ({"actor", "ref"}, True),
+    "a rollout's dtype": (set(), True),
+    "a measured mismatch": (set(), True),
+    "guards without a request": (set(), False),
+    "what upstream ignores or refuses itself": (set(), False),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTED)
+def test_overrides_request_a_precision(composed, name):
+    requested = {role for role, engine in composed[name]["roles"].items() if engine.get("requested")}
+    assert (requested, composed[name]["run"]) == REQUESTED[name]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_reach_the_engine_configs(composed, name):
-    actor, critic = (composed[name][role]["grad_scaler"] for role in ("actor", "critic"))
+    roles = composed[name]["roles"]
+    actor, critic = (roles[role]["grad_scaler"] for role in ("actor", "critic"))
     assert actor.items() >= (DEFAULTS | {"init_scale": 1024, "growth_interval": 7}).items()
     assert critic.items() >= (DEFAULTS | {"min_scale": 2, "max_consecutive_skips": 3}).items()
     if name == "fsdp_config":
-        assert composed[name]["actor"]["keep"] == composed[name]["ref"]["keep"] == ["lm_head"]
+        assert roles["actor"]["keep"] == roles["ref"]["keep"] == ["lm_head"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -19,6 +19,37 @@ def test_dtype_key_alone_sets_every_hop(patched, pristine):
         assert rank["linear"] == ["bfloat16"] * 3 and rank["autocast"] == "bfloat16" and not rank["scaler"]
 
 
+UPSTREAMS = {
+    "reports": 0,
+    "metrics": {"grad_norm": "inf"},
+    "lr": 1e-2 / 4,
+    "weights": ["bfloat16"] * 2,
+    "extra_state": ["lr_scheduler", "rng"],
+    "dtype_recorded": None,
+    "adapters": ["bfloat16"],
+    "attention": "sdpa",  # for flash_attention_2, which the CPU's platform replaces
+}
+REQUESTED = UPSTREAMS | {
+    "reports": 3,
+    "metrics": {"skipped_steps": "1.0"},
+    "lr": 0.0,
+    "weights": ["float32", "bfloat16"],  # the class lists the first to keep
+    "dtype_recorded": "bfloat16",
+    "adapters": ["float32"],
+    "attention": "eager",
+}
+
+
+@by_case("requests", fsdp="quick")
+def test_hooks_act_where_a_precision_is_requested_alone(patched, pristine):
+    for outcomes, upstream in zip(patched, pristine, strict=True):
+        assert outcomes.pop("none") == upstream["none"] == UPSTREAMS
+        assert outcomes.pop("report_dtypes=false") == REQUESTED | {"reports": 0}
+        assert len(outcomes) == 3
+        for name, outcome in outcomes.items():
+            assert outcome == REQUESTED, name
+
+
 FAULTS = {
     "inf in the first micro-batch",
     "NaN in the second micro-batch",
@@ -211,9 +242,12 @@ def test_trainer_resumes_from_a_whole_checkpoint_and_restores_the_data_order(pat
 
 @by_case("nan_reward_v1", fsdp="never", ranks=1)
 def test_v1_trainer_refuses_a_nan_reward_and_names_its_data_source(patched, pristine):
-    (refusal,) = patched
-    assert refusal.startswith("1 of 2 rewards are not finite") and refusal.endswith("row 1, data_source=product, uid=a")
-    assert pristine == [[True, True]], "upstream trains on it"
+    """Where a precision is requested, or by its key."""
+    (outcomes,), (upstream,) = patched, pristine
+    unrequested, checked, requested, off = outcomes.values()
+    assert unrequested == off == upstream[""] == [True, True], "upstream trains on it"
+    assert checked == requested and requested.startswith("1 of 2 rewards are not finite")
+    assert ": row 1, data_source=product, uid=a; trainer.check_rewards=false" in requested
 
 
 @by_case("masked_batches")

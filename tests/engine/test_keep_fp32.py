@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from precision import check_keep_fp32, engine_kwargs_with_routers, fp32_parameters, keep_in_fp32
-from precision.keep_fp32 import listed_in_fp32, star
+from precision import engine_kwargs_with_routers, keep_in_fp32
+from precision.keep_fp32 import check_keep_fp32, listed_in_fp32, star
+from precision.routers import fp32_parameters
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 
@@ -116,7 +117,7 @@ def test_a_kept_router_returns_fp32_scores_and_other_kept_modules_do_not():
 
 def test_vllm_gets_the_patterns_and_reports_the_parameters_in_fp32():
     kwargs = {"additional_config": {"other": 1}, "seed": 1}
-    assert engine_kwargs_with_routers(kwargs, None) == kwargs
+    assert engine_kwargs_with_routers(kwargs, None) == engine_kwargs_with_routers(kwargs, []) == kwargs
     assert engine_kwargs_with_routers(kwargs, ["*.gate"]) == {
         "additional_config": {"other": 1, "keep_fp32_modules": ["*.gate"]},
         "seed": 1,

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from precision import GradScalerConfig, LossScaleError, StepAccounting, megatron_scaler
+from precision import GradScalerConfig, LossScaleError, StepAccounting, megatron_scaler, requests_precision
 from support.methods import function
 
 
 def of_engine(tree: Path, name: str, **names: Any):
     """Return a method of ``MegatronEngine``."""
     file = tree / "verl/workers/engine/megatron/transformer_impl.py"
-    return function(file, f"MegatronEngine.{name}", torch=torch, **names)
+    names |= {"torch": torch, "requests_precision": requests_precision}
+    return function(file, f"MegatronEngine.{name}", **names)
 
 
 class Optimizer:
@@ -35,14 +36,15 @@ class Optimizer:
 
 @pytest.fixture
 def engine(trees, monkeypatch):
-    """``engine(tree, *taken)``: an engine whose optimizer takes or skips steps as given by ``taken``."""
+    """``engine(tree, *taken, dtype="float16")``: an engine whose optimizer takes or skips steps as ``taken`` gives."""
 
-    def of(tree: str, *taken: bool):
+    def of(tree: str, *taken: bool, dtype: str = "float16"):
         names = {name: of_engine(trees[tree], name) for name in ("optimizer_step", "lr_scheduler_step")}
         names["optimizer_zero_grad"] = lambda self: self.cleared.append(True)
         made = type("Engine", (StepAccounting,), names)()
-        made.optimizer, made.param_dtype, made.cleared, made.lr = Optimizer([*taken]), torch.float16, [], 0
-        made.engine_config = SimpleNamespace(grad_scaler=GradScalerConfig(max_consecutive_skips=2))
+        made.optimizer, made.param_dtype, made.cleared, made.lr = Optimizer([*taken]), getattr(torch, dtype), [], 0
+        scaler = GradScalerConfig(max_consecutive_skips=2 if dtype == "float16" else 32)
+        made.engine_config = SimpleNamespace(dtype=dtype, grad_scaler=scaler)
         made.lr_scheduler = SimpleNamespace(step=lambda n: setattr(made, "lr", made.lr + n))
         return made
 
@@ -74,6 +76,24 @@ def test_overflow_is_skipped_reported_and_keeps_the_learning_rate(engine):
 def test_upstream_ends_with_the_first_overflow(engine):
     with pytest.raises(NotImplementedError):
         engine("pristine", False).optimizer_step()
+
+
+def test_without_a_request_a_step_is_upstreams(engine):
+    for tree in ("patched", "pristine"):
+        made = engine(tree, True, False, dtype="bfloat16")
+        assert made.optimizer_step() == 0.5
+        made.lr_scheduler_step()
+        assert made.lr == 1 and made.update_metrics() == {}
+        with pytest.raises(NotImplementedError):
+            made.optimizer_step()
+
+
+def test_a_roles_dtype_alone_requests_the_account_of_a_step(engine):
+    made = engine("patched", False, dtype="bfloat16")
+    made.engine_config.precision_requested = True
+    assert made.optimizer_step() is None
+    made.lr_scheduler_step()
+    assert made.lr == 0 and made.cleared == [True] and made.update_metrics() == {"skipped_steps": 1.0}
 
 
 def test_megatron_gets_its_settings_and_refuses_others():

@@ -1,12 +1,14 @@
 """``verl.utils.precision`` as a package: imports, exports, and the line that a worker reports."""
 
 import ast
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import manifest
 import precision
+import torch
 
 FOLDER = Path(precision.__file__).parent
 
@@ -32,3 +34,19 @@ def test_a_report_is_one_line_of_json_in_one_write(monkeypatch):
     written = stamp.read_text().strip() if stamp.exists() else "null"
     line = f'[verl-precision] {{"role": "actor", "rank": 0, "compute": "float16", "stamp": {written}}}\n'
     assert [text for text in writes if text] == [line]
+
+
+def test_a_worker_reports_what_it_resolved_unless_that_is_turned_off(capsys):
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1, dtype=torch.float16), torch.nn.Linear(1, 1))
+    model[0].requires_grad_(False)
+    for dtype, fsdp_config in ((None, {}), ("float16", {"report_dtypes": False})):
+        resolved = precision.Precision.of_worker(dtype, fsdp_config, trained=True)
+        precision.report_worker("actor", 0, "fsdp", resolved, model)
+        assert capsys.readouterr().out == ""
+    for dtype in ("float16", "bfloat16"):
+        resolved = precision.Precision.of_worker(dtype, {}, trained=True)
+        precision.report_worker("actor", 1, "fsdp", resolved, model, {"keep_fp32": ["lm_head"]})
+        report = json.loads(capsys.readouterr().out.removeprefix("[verl-precision] "))
+        facts = {"role": "actor", "rank": 1, "strategy": "fsdp", "compute": dtype, "loss_scaling": dtype == "float16"}
+        assert report.items() >= (facts | {"base": "float16", "master": "float32", "keep_fp32": ["lm_head"]}).items()
+        assert "requested" not in report and "reported" not in report

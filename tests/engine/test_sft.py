@@ -109,8 +109,8 @@ def test_sft_trains_adapters_in_fp32_over_a_base_in_fp16(train, tmp_path):
 
 
 def test_sft_refuses_contradicting_dtypes(train, tmp_path):
-    steps, error = train(tmp_path, "+precision=fp16", "engine.dtype=bfloat16", ranks=1)
-    assert not steps and "dtype=float16 and engine.dtype=bfloat16 contradict each other" in error
+    steps, error = train(tmp_path, "+precision=bf16", "engine.dtype=float16", ranks=1)
+    assert not steps and "dtype=bfloat16 and engine.dtype=float16 contradict each other" in error
 
 
 def test_sft_refuses_kept_modules_that_are_no_list(train, tmp_path):

@@ -2,21 +2,22 @@
 
 import copy
 import re
-from itertools import product
 from types import SimpleNamespace
 
 import hydra
 import pytest
 import torch
 from omegaconf import OmegaConf
+from precision import run_requests_precision
 from support.recorded import every_release
 from support.trees import patched_tree
 from weight_sync import WeightSyncCheck, WeightSyncError, check_weight_sync
 
 from lib.patches.releases import VERL
 
+SHARE = "training/rollout_logprobs_equal_share"
 CONFIG = {
-    "trainer": {"check_weight_sync": True},
+    "trainer": {"check_weight_sync": None},
     "actor_rollout_ref": {
         "actor": {"strategy": "fsdp", "fsdp_config": {"dtype": "float16"}},
         "rollout": {"name": "vllm", "dtype": "float16", "temperature": 1.0, "top_p": 1, "top_k": -1},
@@ -47,6 +48,7 @@ def make_batch(noise: float, spread: float = 0.5) -> dict[str, torch.Tensor]:
 
 def test_rounding_is_accepted_and_reported():
     metrics = check()(make_batch(noise=3e-4))
+    assert set(metrics) == {"training/weight_sync_diff", "training/weight_sync_spread", SHARE}
     assert metrics["training/weight_sync_diff"] == pytest.approx(3e-4, rel=0.1)
     assert metrics["training/weight_sync_spread"] == pytest.approx(0.5, rel=0.1)
 
@@ -58,11 +60,16 @@ ACCEPTED = {
     "bf16 trainer": (BF16, 0.05, 0.5),
     "rollout in auto": ({"rollout__dtype": "auto"}, 0.05, 0.5),
     "Megatron's dtype": ({"actor__strategy": "megatron", "actor__dtype": "bfloat16"}, 0.05, 0.5),
+    "Megatron's default": ({"actor__strategy": "megatron"}, 0.05, 0.5),
+    "bf16 trainer by its role": ({"actor__dtype": "bfloat16", **BF16}, 0.05, 0.5),
     "without spread": ({}, 1e-3, 1e-6),
 }
 REFUSED = {
     "scrambled experts of a tiny Qwen3-MoE": ({}, 0.057, 0.4),
     "FSDP2": ({"actor__strategy": "fsdp2"}, 0.057, 0.4),
+    "fp16 trainer by its role": ({"actor__dtype": "float16", **BF16}, 0.057, 0.4),
+    "Megatron in fp16 by its role": ({"actor__strategy": "megatron", "actor__dtype": "float16"}, 0.057, 0.4),
+    "Megatron in fp16": ({"actor__strategy": "megatron", "actor__megatron": {"dtype": "float16"}}, 0.057, 0.4),
     "fp32 on both sides": ({"actor__fsdp_config__dtype": "fp32", "rollout__dtype": "float32"}, 0.05, 0.5),
     "param_dtype beside it": ({"actor__fsdp_config__mixed_precision": {"param_dtype": "fp16"}, **BF16}, 0.05, 0.5),
     "without spread": ({}, 0.02, 1e-6),
@@ -97,14 +104,39 @@ def test_only_the_first_batch_with_a_response_is_compared():
     trainer, wrong = SimpleNamespace(config=OmegaConf.create(CONFIG)), make_batch(noise=1.0)
     empty = wrong | {"response_mask": torch.zeros(64, 32)}
     assert check_weight_sync(trainer, empty) == {}
-    assert check_weight_sync(trainer, make_batch(noise=0))
-    assert check_weight_sync(trainer, wrong) == {}
+    assert len(check_weight_sync(trainer, make_batch(noise=0))) == 3
+    for batch, share in ((wrong, 0), (make_batch(noise=0), 1)):
+        assert check_weight_sync(trainer, batch) == {SHARE: share}, "of every batch"
+
+
+UNREQUESTED = {**BF16, "rollout__dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("wanted", [None, True, False])
+@pytest.mark.parametrize(
+    ("changes", "requested"),
+    [
+        (UNREQUESTED, False),
+        (BF16 | {"rollout__dtype": "auto"}, False),
+        ({}, True),
+        (UNREQUESTED | {"actor__dtype": "bfloat16"}, True),
+        (UNREQUESTED | {"trainer__mismatch_freq": 1}, True),
+    ],
+    ids=str,
+)
+def test_check_is_on_where_a_precision_is_requested_or_by_its_key(changes, requested, wanted):
+    """With a precision, the share of equal log-probabilities is reported without the check too."""
+    checked = check(**changes, trainer__check_weight_sync=wanted)
+    if requested if wanted is None else wanted:
+        with pytest.raises(WeightSyncError):
+            checked(make_batch(noise=5.0))
+    else:
+        assert checked(make_batch(noise=5.0)) == ({SHARE: 0} if requested else {})
 
 
 @pytest.mark.parametrize(
     "off",
     [
-        {"trainer__check_weight_sync": False},
         {"rollout__top_p": 0.9},
         {"rollout__top_k": 50},
         {"rollout__temperature": 0.7},
@@ -115,11 +147,15 @@ def test_only_the_first_batch_with_a_response_is_compared():
         {"rollout__name": "trtllm"},
         {"rollout__name": "sglang", "rollout__multi_turn__enable": True},
         {"rollout__name": "sglang", **APPLIED},
-        {"trainer__check_weight_sync": False, "rollout__dtype": "unknown"},
+        {"rollout__name": "trtllm", "rollout__dtype": "unknown"},
     ],
 )
 def test_check_is_off_if_log_probs_are_not_comparable(off):
-    assert check(**off)(make_batch(noise=1.0)) == {}
+    assert check(**off, trainer__check_weight_sync=True)(make_batch(noise=1.0)) == {SHARE: 0}
+
+
+# An override that turns the check on, or none, and the rollout.
+REQUESTS = {"": "vllm", "trainer.check_weight_sync=true": "sglang", "++actor_rollout_ref.actor.dtype=bfloat16": "vllm"}
 
 
 @pytest.mark.parametrize("release", every_release(VERL))
@@ -135,8 +171,13 @@ def test_every_trainer_of_a_release_checks_its_first_batch(release, tmp_path, py
     folder = tree / "verl/trainer/config"
     with hydra.initialize_config_dir(config_dir=str(folder), version_base=None):
         names = [name for name in ("ppo_trainer", "ppo_megatron_trainer") if (folder / f"{name}.yaml").exists()]
-        for name, rollout in product(names, ("vllm", "sglang")):
-            config = hydra.compose(name, overrides=[f"actor_rollout_ref.rollout.name={rollout}"])
-            assert config.trainer.check_weight_sync is True
-            with pytest.raises(WeightSyncError):
-                check_weight_sync(SimpleNamespace(config=config), make_batch(noise=5.0))
+        for name in names:
+            for request, rollout in REQUESTS.items():
+                overrides = [f"actor_rollout_ref.rollout.name={rollout}", *([request] if request else [])]
+                trainer = SimpleNamespace(config=hydra.compose(name, overrides))
+                if request:
+                    with pytest.raises(WeightSyncError):
+                        check_weight_sync(trainer, make_batch(noise=5.0))
+                else:
+                    assert not run_requests_precision(trainer.config), "verl's defaults request none"
+                    assert check_weight_sync(trainer, make_batch(noise=5.0)) == {}

@@ -130,7 +130,8 @@ def _trainer_dtype(actor: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype that the actor computes in."""
     if actor["strategy"] in ("fsdp", "fsdp2"):
         return Precision.of_worker(actor.get("dtype"), actor["fsdp_config"], trained=True).compute
-    return to_dtype(actor.get("dtype") or "bfloat16", "actor_rollout_ref.actor.dtype")
+    engine = actor.get(actor["strategy"]) or {}
+    return to_dtype(actor.get("dtype") or engine.get("dtype") or "bfloat16", "actor_rollout_ref.actor.dtype")
 
 
 def _rollout_dtype(rollout: Mapping[str, Any]) -> torch.dtype:

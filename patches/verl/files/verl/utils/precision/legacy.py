@@ -90,9 +90,9 @@ def check_workers(config: Mapping[str, Any]) -> None:
                 _check_bfloat16_alone((dtype, precision.compute), "trainer.use_legacy_worker_impl=disable", "auto")
             join_dtypes(dtype, fsdp_key, dtype_name(precision.compute))
     rollout = config["actor_rollout_ref"]["rollout"]
-    with _below("actor_rollout_ref.rollout"):
-        check_rollout_dtype(rollout["dtype"])
-        if rollout.get("name") == "hf":
+    check_rollout_dtype(rollout["dtype"])
+    if rollout.get("name") == "hf":
+        with _below("actor_rollout_ref.rollout"):
             _check_hf_rollout(rollout["dtype"], config["actor_rollout_ref"]["actor"])
 
 

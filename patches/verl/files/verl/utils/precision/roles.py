@@ -37,6 +37,9 @@ def run_requests_precision(config: Mapping[str, Any]) -> bool:
 
     Args:
         config: the composed config of a PPO trainer.
+
+    Raises:
+        ValueError: a setting of ``grad_scaler`` is invalid; the message names the role and its key.
     """
     if select(config, "actor_rollout_ref.rollout.dtype") in REQUESTED_ROLLOUTS:
         return True
@@ -46,9 +49,14 @@ def run_requests_precision(config: Mapping[str, Any]) -> bool:
         worker = select(config, role)
         if worker is None:
             continue
-        engines = [select(worker, key) for key in (*engine_keys, worker.get("strategy") or "fsdp")]
-        if worker.get("dtype") is not None or any(requests_precision(each) for each in engines if each is not None):
+        if worker.get("dtype") is not None:
             return True
+        for key in (*engine_keys, worker.get("strategy") or "fsdp"):
+            try:
+                if requests_precision(select(worker, key) or {}):
+                    return True
+            except ValueError as error:
+                raise ValueError(f"{role}.{key}.{error}") from error
     return False
 
 
@@ -121,4 +129,5 @@ def check_rollout_dtype(dtype: str) -> None:
     # The names that vLLM and SGLang share; "auto" is the dtype in the model's own config.json.
     allowed = ("auto", "half", "float16", "bfloat16", "float", "float32")
     if dtype not in allowed:
-        raise ValueError(f"dtype={dtype} is unknown to the rollout: choose one of {', '.join(allowed)}")
+        names = ", ".join(allowed)
+        raise ValueError(f"actor_rollout_ref.rollout.dtype={dtype} is unknown to the rollout: choose one of {names}")

@@ -1,8 +1,8 @@
 """A whole job of a patched verl with no precision requested is the unpatched one's: metrics, checkpoints, output.
 
 PPO with a critic and a reference, one greedy answer a step, so that the job repeats itself bitwise: verl draws a new
-value head for each job and collects the answers of a batch in any order. The job saves a checkpoint after two steps, and
-another job resumes from it.
+value head for each job and collects the answers of a batch in any order. The job saves a checkpoint after two steps,
+and another job resumes from it.
 
 ``pytest -m slow tests/e2e/test_unrequested.py --write-results``
 """

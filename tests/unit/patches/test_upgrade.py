@@ -1,9 +1,11 @@
 """Trees patched when ``verl.utils.precision`` was one module, not a package: recognised, upgraded, restored."""
 
+import io
 import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from support.trees import contents
 
 from lib.errors import Refused
 from lib.patches.apply import apply, unapply
+from lib.patches.git import run_git
 from lib.patches.git_objects import package_blobs
 from lib.patches.port import port
 from lib.patches.precision_module import MODULE, PACKAGE, load_precision, precision_file
@@ -25,10 +28,11 @@ from lib.paths import REPO
 PARTS = "dtypes roles gradients scaler accounting megatron keep_fp32 legacy wire rewards routers reporting".split()
 
 
-def hooked_files(release: str, root: Path) -> Path:
-    """Unpack the files of a release that this project's stack changes into ``root`` and return that."""
+def hooked_files(release: str, root: Path, *projects: Path) -> Path:
+    """Unpack the files of a release that the stacks of this and other projects change into ``root``; return that."""
+    stacks = [load_stack(find_release(release), project) for project in (REPO, *projects)]
     with zipfile.ZipFile(wheel(release)) as archive:
-        archive.extractall(root, ["verl/__init__.py", *load_stack(find_release(release)).before])
+        archive.extractall(root, {"verl/__init__.py"}.union(*(stack.before for stack in stacks)))
     return root
 
 
@@ -102,7 +106,7 @@ def test_module_and_package_load_alike_and_leave_no_bytecode(pristine: Path, pat
         before = contents(patched)
         loaded = load_precision(patched, "precision_of_test")
         assert contents(patched) == before and Path(loaded.__file__) == patched / file
-        resolved = loaded.Precision.of_worker({"dtype": "fp16"}, trained=True)
+        resolved = loaded.Precision.of_worker("fp16", {}, trained=True)
         assert resolved.names()["compute"] == "float16" and resolved.loss_scaling
         assert loaded.worker_scaler({}, resolved, "cpu").get_scale() == 65536.0
         stamps.append(loaded.patch_stamp()["stack"])
@@ -136,5 +140,38 @@ def test_former_stack_is_upgraded_to_either_series(release: str, tmp_path: Path)
         for wanted in (fixes, other):
             apply(root, fixes=wanted)
             assert (status(root).state, status(root).stack) == ("patched", stacks[wanted].id)
+        unapply(root)
+        assert contents(root) == before
+
+
+# Commits of this project with other stacks: one series in one stack; two series, of which precision always acted.
+FORMER = {"one series": "a2f1537^", "acting unrequested": "29a047e"}
+
+
+@pytest.fixture(scope="module", params=FORMER)
+def former_project(request, tmp_path_factory) -> Path:
+    """Return this project's patches as of a commit."""
+    folder = tmp_path_factory.mktemp("former")
+    archive = run_git("archive", FORMER[request.param], "patches/verl", "configs/precision", cwd=REPO)
+    if archive.returncode:
+        pytest.skip("this clone does not have the project's history")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
+        packed.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("release", ["0.4.1", "0.7.1", "0.9.1"])  # one of each family
+def test_stacks_of_a_former_commit_are_upgraded(release: str, former_project: Path, tmp_path: Path):
+    root = hooked_files(release, tmp_path / "root", former_project)
+    before = contents(root)
+    stacks = {stack.fixes: stack.id for stack in release_stacks(find_release(release))}
+    for former in release_stacks(find_release(release), former_project):
+        apply(root, former_project, fixes=former.fixes)
+        assert json.loads((root / VERL.stamp).read_text())["stack"] == former.id not in stacks.values()
+        assert status(root).state == "outdated"
+        for wanted in stacks:
+            apply(root, fixes=wanted)
+            assert (status(root).state, status(root).stack) == ("patched", stacks[wanted])
         unapply(root)
         assert contents(root) == before

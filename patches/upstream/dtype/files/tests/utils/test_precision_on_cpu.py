@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl.utils.precision import Precision, check_engine_dtype, check_rollout_dtype, to_dtype
+from verl.utils.precision import UNREQUESTED, Precision, apply_engine_dtype, to_dtype
 
 
 def engine_config(**overrides) -> SimpleNamespace:
@@ -27,9 +27,8 @@ def engine_config(**overrides) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("config", "compute", "reduce", "master"),
+    ("config", "compute", "reduce", "base"),
     [
-        ({}, torch.bfloat16, torch.float32, torch.float32),
         ({"dtype": "float16"}, torch.float16, torch.float32, torch.float32),
         ({"dtype": "fp32"}, torch.float32, torch.float32, torch.float32),
         ({"dtype": "fp16", "model_dtype": 32}, torch.float16, torch.float32, torch.float32),
@@ -49,18 +48,36 @@ def engine_config(**overrides) -> SimpleNamespace:
         ),
     ],
 )
-def test_one_resolver_for_every_hop(config, compute, reduce, master):
+def test_one_resolver_for_every_hop(config, compute, reduce, base):
     resolved = Precision.resolve(engine_config(**config))
-    assert (resolved.compute, resolved.reduce, resolved.master) == (compute, reduce, master)
+    assert (resolved.compute, resolved.reduce, resolved.base) == (compute, reduce, base)
+    assert resolved.requested
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"dtype": "bf16"},
+        {"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "bf16"}},
+        {"model_dtype": "bf16"},
+        {"model_dtype": "int8"},
+        {"strategy": "torchtitan", "mixed_precision": True},
+    ],
+)
+def test_what_requests_nothing_is_left_as_it_is(config):
+    engine = engine_config(**config)
+    apply_engine_dtype(engine)
+    assert engine == engine_config(**config) and Precision.resolve(engine) is UNREQUESTED
 
 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         ({"dtype": "banana"}, "dtype=banana is not a dtype to compute in"),
-        ({"mixed_precision": {"param_dtype": "fp8"}}, "mixed_precision.param_dtype=fp8"),
-        ({"mixed_precision": {"reduce_dtype": "half"}}, "mixed_precision.reduce_dtype=half"),
-        ({"model_dtype": "int8"}, "model_dtype=int8"),
+        ({"dtype": "float16", "mixed_precision": {"param_dtype": "fp8"}}, "mixed_precision.param_dtype=fp8"),
+        ({"dtype": "float16", "mixed_precision": {"reduce_dtype": "half"}}, "mixed_precision.reduce_dtype=half"),
+        ({"dtype": "float16", "model_dtype": "int8"}, "model_dtype=int8"),
         ({"dtype": "float16", "model_dtype": "bf16"}, "model_dtype=bf16 with dtype=float16"),
         ({"dtype": "float32", "mixed_precision": {"param_dtype": "fp16"}}, "contradict each other"),
         ({"dtype": "float16", "strategy": "fsdp_turbo"}, "strategy=fsdp_turbo"),
@@ -85,16 +102,12 @@ def test_fp16_masters_turn_to_nan():
 
 @pytest.mark.parametrize("strategy", ["torchtitan", "veomni", "automodel", "fsdp_turbo"])
 def test_engines_that_autocast_to_bfloat16_take_nothing_else(strategy):
-    assert check_engine_dtype(None, strategy) == "bfloat16"
+    apply_engine_dtype(engine_config(strategy=strategy))
     with pytest.raises(ValueError, match=f"dtype=float16 is not what strategy={strategy} trains in"):
-        check_engine_dtype("float16", strategy)
+        apply_engine_dtype(engine_config(strategy=strategy, dtype="float16"))
 
 
 def test_names_of_dtypes():
     assert [to_dtype(name, "key") for name in ("fp16", "float16", 16)] == [torch.float16] * 3
     with pytest.raises(ValueError, match="key=half is not a dtype"):
         to_dtype("half", "key")
-    for name in ("auto", "half", "bfloat16"):  # the rollout has names of its own
-        check_rollout_dtype(name)
-    with pytest.raises(ValueError, match="dtype=fp16 is unknown to the rollout: choose one of auto, half"):
-        check_rollout_dtype("fp16")

@@ -24,6 +24,7 @@ from verl.utils.precision import (
     LossScaler,
     StepAccounting,
     load_scaler_state,
+    requests_precision,
     save_after_storm,
 )
 
@@ -177,6 +178,12 @@ def test_settings_that_cannot_work_are_refused(settings, named):
         GradScalerConfig(**settings)
 
 
+def test_a_setting_requests_a_precision():
+    assert requests_precision({"grad_scaler": GradScalerConfig(init_scale=8.0)})
+    assert requests_precision({"grad_scaler": {"init_scale": 8.0}})
+    assert not requests_precision({"grad_scaler": GradScalerConfig()}) and not requests_precision({})
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_storm_ends_with_the_first_nonfinite_gradient(fused):
     module = torch.nn.Linear(2, 1, bias=False)
@@ -224,6 +231,6 @@ def test_without_loss_scaling_there_is_no_scale_to_report():
     assert engine.close_update() and engine.update_metrics() == {"skipped_steps": 0.0}
 
 
-def test_an_engine_that_accounts_for_no_step_goes_on_as_before():
+def test_an_engine_that_accounts_for_no_step_goes_on_as_before():  # as each does without a request
     engine = Engine()
     assert engine.close_update() and engine.update_metrics() == {}

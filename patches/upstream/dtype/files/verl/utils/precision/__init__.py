@@ -17,20 +17,23 @@ The package needs torch and the standard library alone. verl's engines, workers 
 them. Import from the package, not from its modules:
 
 - ``dtypes``: :class:`Precision`, the dtypes of an engine, resolved once from its config.
-- ``roles``: the check of the rollout's dtype key.
+- ``roles``: the dtype keys of engines.
 
 Why fp16: with it on both sides, the log-probabilities of trainer and rollout agree far better than with bf16 (Qi et
 al. 2025, "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788). fp16 needs a loss scale (verl PRs
 #4036 and #6150).
+
+Where no key requests a precision (:func:`requests_precision`), verl computes as it does without the package.
 """
 
-from .dtypes import Precision, check_engine_dtype, dtype_name, to_dtype
-from .roles import check_rollout_dtype
+from .dtypes import UNREQUESTED, Precision, dtype_name, requests_precision, to_dtype
+from .roles import apply_engine_dtype
 
 __all__ = [
+    "UNREQUESTED",
     "Precision",
-    "check_engine_dtype",
-    "check_rollout_dtype",
+    "apply_engine_dtype",
     "dtype_name",
+    "requests_precision",
     "to_dtype",
 ]

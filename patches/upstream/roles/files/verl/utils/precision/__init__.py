@@ -17,7 +17,7 @@ The package needs torch and the standard library alone. verl's engines, workers 
 them. Import from the package, not from its modules:
 
 - ``dtypes``: :class:`Precision`, the dtypes of an engine, resolved once from its config.
-- ``roles``: checks of the dtype keys of actor, ref, critic and rollout.
+- ``roles``: the dtype keys of actor, ref, critic and rollout, and whether a run requests a precision.
 - ``scaler``: :class:`LossScaler` with its settings, :class:`GradScalerConfig`, and its checkpointed state.
 - ``gradients``: the norm over all ranks, and the first gradient that is not finite.
 - ``accounting``: :class:`StepAccounting` of skipped steps, and a checkpoint where they end the run.
@@ -26,28 +26,34 @@ them. Import from the package, not from its modules:
 Why fp16: with it on both sides, the log-probabilities of trainer and rollout agree far better than with bf16 (Qi et
 al. 2025, "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788). fp16 needs a loss scale (verl PRs
 #4036 and #6150).
+
+Where no key requests a precision (:func:`requests_precision`, :func:`run_requests_precision`), verl computes as it does
+without the package.
 """
 
 from .accounting import StepAccounting, save_after_storm
-from .dtypes import Precision, check_engine_dtype, dtype_name, to_dtype
+from .dtypes import UNREQUESTED, Precision, dtype_name, requests_precision, to_dtype
 from .gradients import first_nonfinite_gradient, gradient_norm
-from .roles import check_role_dtype, check_rollout_dtype
+from .roles import apply_engine_dtype, apply_role_dtype, check_rollout_dtype, run_requests_precision
 from .scaler import GradScalerConfig, LossScaleError, LossScaler, load_scaler_state
 from .wire import set_wire_dtype, wire_kwargs
 
 __all__ = [
+    "UNREQUESTED",
     "GradScalerConfig",
     "LossScaleError",
     "LossScaler",
     "Precision",
     "StepAccounting",
-    "check_engine_dtype",
-    "check_role_dtype",
+    "apply_engine_dtype",
+    "apply_role_dtype",
     "check_rollout_dtype",
     "dtype_name",
     "first_nonfinite_gradient",
     "gradient_norm",
     "load_scaler_state",
+    "requests_precision",
+    "run_requests_precision",
     "save_after_storm",
     "set_wire_dtype",
     "to_dtype",

@@ -97,6 +97,17 @@ def scalers() -> dict:
     }
 
 
+def unrequested() -> dict:
+    """The metrics and the scaler's entry of a checkpoint of an update for which no key requests a precision."""
+    worker = make_worker(checkpoint=CHECKPOINT)
+    metrics = train(worker)
+    worker.engine.save_checkpoint("unrequested")
+    rank = torch.distributed.get_rank()
+    extra = torch.load(f"unrequested/extra_state_world_size_2_rank_{rank}.pt", weights_only=False)
+    named = sorted(metrics.keys() & {"grad_norm", "skipped_steps", "loss_scale"})
+    return {"metrics": named, "extra": "grad_scaler" in extra}
+
+
 def storm() -> str:
     from verl.utils.precision import GradScalerConfig
 
@@ -113,7 +124,7 @@ def storm() -> str:
 def each_by_itself() -> dict:
     """Every case, so that one that raises does not hide the others."""
     outcomes = {}
-    for case in (overflow, resume, scalers, storm):
+    for case in (overflow, resume, scalers, unrequested, storm):
         try:
             outcomes[case.__name__] = case()
         except Exception as error:
@@ -152,6 +163,10 @@ def test_a_checkpoint_keeps_the_scale_and_the_next_step_is_equal_to_the_bit(rank
 
 def test_only_a_model_that_is_trained_in_fp16_has_a_scaler(ranks):
     assert ranks[0]["scalers"] == {"forward only": None, "bfloat16": None}
+
+
+def test_without_a_request_nothing_is_counted_or_saved(ranks):
+    assert all(rank["unrequested"] == {"metrics": ["grad_norm"], "extra": False} for rank in ranks)
 
 
 def test_a_storm_ends_on_every_rank_and_names_the_rank_that_holds_it(ranks):

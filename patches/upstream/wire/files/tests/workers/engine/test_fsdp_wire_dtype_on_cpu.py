@@ -47,11 +47,6 @@ def delta() -> set[torch.dtype]:
     return dtypes(make_worker(dtype="float16").engine.get_per_tensor_param_shard()[0])
 
 
-def merged_lora() -> set[torch.dtype]:
-    worker = make_worker(model={"lora_rank": 4, "lora": {"merge": True}}, dtype="float16")
-    return dtypes(worker.engine.get_per_tensor_param()[0])
-
-
 def export() -> dict:
     """Export a model whose weights fp16 holds and bf16 does not: what do the HF export and the model merger keep?"""
     from safetensors.torch import load_file
@@ -89,7 +84,7 @@ def export() -> dict:
 def each_by_itself() -> dict:
     """Every case, so that one that raises does not hide the others."""
     outcomes = {}
-    for case in (receiver, delta, merged_lora, export):
+    for case in (receiver, delta, export):
         try:
             outcomes[case.__name__] = case()
         except Exception as error:
@@ -109,10 +104,6 @@ def test_the_rollout_side_is_told_the_rollouts_dtype(outcomes):
 
 def test_delta_shards_travel_in_the_training_dtype_until_told_otherwise(outcomes):
     assert outcomes["delta"] == {torch.float16}
-
-
-def test_merged_lora_weights_travel_as_they_are(outcomes):
-    assert outcomes["merged_lora"] == {torch.float32}
 
 
 def test_an_export_names_the_training_dtype_and_the_merger_casts_to_it(outcomes):

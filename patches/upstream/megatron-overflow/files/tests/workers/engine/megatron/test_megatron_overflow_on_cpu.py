@@ -56,7 +56,7 @@ def make_engine(taken: list[bool]) -> MegatronEngine:
         engine.optimizer.param_groups[0]["lr"] += steps
 
     engine.lr_scheduler = SimpleNamespace(step=advance)
-    engine.engine_config = SimpleNamespace(grad_scaler=GradScalerConfig(max_consecutive_skips=2))
+    engine.engine_config = SimpleNamespace(dtype="float16", grad_scaler=GradScalerConfig(max_consecutive_skips=2))
     return engine
 
 

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -93,14 +94,20 @@ def stacks_of_verl() -> list[Stack]:
 
 
 def series_sizes() -> list[list[str]]:
-    """Return, of each series of each release of verl, the numbers of its patches and of the files that they change."""
+    """Return, of each series of each release of verl, the numbers of its patches, of the files that they change, and of
+    their hooks, which are hunks."""
     rows = []
-    names = {False: "patches in `precision`, files that they change", True: "patches in `fixes`, files, some the same"}
+    names = {
+        False: "patches in `precision`, files that they change, hooks",
+        True: "patches in `fixes`, files, some the same, hooks",
+    }
     for fixes, name in names.items():
         row = [name]
         for stack in whole(stacks_of_verl()).values():
             patches = [patch for patch in stack.patches if patch.fixes == fixes]
-            row.append(f"{len(patches)}, {len({path for patch in patches for path, _, _ in patch.blobs})}")
+            files = {path for patch in patches for path, _, _ in patch.blobs}
+            hooks = sum(len(re.findall("^@@ ", patch.text, re.M)) for patch in patches)
+            row.append(f"{len(patches)}, {len(files)}, {hooks}")
         rows.append(row)
     return rows
 
@@ -120,6 +127,18 @@ def end_to_end(results: dict, runs: dict, notes: Notes) -> list[str]:
         return notes.marked("✓", f"rollout: {runs[release]['rollout']}")
 
     return [run(release) for release in results]
+
+
+def alike(results: dict, runs: dict, notes: Notes) -> list[str]:
+    """Return whether a job without a request was compared with that of the unpatched release."""
+
+    def compared(release: str) -> str:
+        run = runs.get(release, {}).get("unrequested", {})
+        if not is_current(run, release, results):
+            return "not run"
+        return notes.marked("✓", "{metrics} metrics, {files} files, {config} settings, {lines} lines".format(**run))
+
+    return [compared(release) for release in results]
 
 
 def markdown(rows: list[list[str]], notes: Notes) -> str:
@@ -146,6 +165,8 @@ def table(results: dict, runs: dict, sizes: Sequence[list[str]] = ()) -> str:
 
     rows = behaviours(results, notes)
     rows.append(["`main_ppo` runs two steps in fp16, patched with `precision` only", *end_to_end(results, runs, notes)])
+    same = "`main_ppo` with no key set, and resumed: metrics, checkpoints, output as upstream"
+    rows.append([same, *alike(results, runs, notes)])
     rows.append(["the FlowRL recipe runs two steps in fp16", *map(flowrl, results)])
     rows += [*sizes, changed_lines(results, "verl")]
     return markdown(rows, notes)

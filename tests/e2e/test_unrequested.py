@@ -50,7 +50,7 @@ ADDED = re.compile(
 )
 MEASURED = re.compile("timing|perf/|throughput|mfu|memory")  # metrics that two jobs of one tree disagree on
 PREFIX = re.compile(r"\x1b\[[0-9;]*m|\(\w+ pid=[^)]*\)")  # Ray's, of a line of another process
-DUMPED = re.compile(r"^\s*$|^\s*\{?'|\}$")  # the printed configuration, which is compared as a file
+DUMPED = re.compile(r"^\s*\{?$|^\s*\{?'|\}$")  # the printed configuration, which is compared as a file
 MOVING = re.compile(r"\d+%\||timing|perf/")  # progress bars, and the console's line of metrics
 VARYING = re.compile(r"\S*/\S*|0x[0-9a-f]+|\b[0-9a-f]{8,}\b|[0-9]+([.:-][0-9]+)*")
 
@@ -82,7 +82,7 @@ def observed(release: str, tree: Path, task: Path, out: Path, steps: int) -> dic
     folder = out / f"checkpoints/global_step_{steps}"
     config = OmegaConf.to_container(OmegaConf.load(out / ".hydra/config.yaml"), resolve=True)
     return {
-        "metrics": {tag: values for tag, values in metrics.items() if not MEASURED.search(tag)},
+        "metrics": {tag: repr(values) for tag, values in metrics.items() if not MEASURED.search(tag)},
         "files": {str(file.relative_to(folder)): digest(file, out) for file in folder.rglob("*") if file.is_file()},
         "config": {key: str(value).replace(str(out), "OUT") for key, value in leaves(config) if not ADDED.search(key)},
         "lines": dict.fromkeys(filter(None, map(normal, lines)), "printed"),
@@ -105,11 +105,14 @@ def make_critic(task: Path, folder: Path) -> Path:
 
 
 def digest(file: Path, out: Path) -> str:
-    """Return the hash of what a file of a checkpoint contains, without the folder of the job."""
+    """Return the hash of what a file of a checkpoint contains, without the folder of the job and states of RNGs, which
+    verl does not seed."""
     if file.suffix != ".pt":
         return hashlib.sha256(file.read_bytes().replace(str(out).encode(), b"OUT")).hexdigest()
     whole = hashlib.sha256()
     for path, value in leaves(torch.load(file, weights_only=False)):
+        if path.startswith("/rng"):
+            value = type(value)
         if hasattr(value, "to_local"):
             value = value.to_local()
         bits = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if torch.is_tensor(value) else b""

@@ -267,7 +267,7 @@ def scored_tokens(config: "DictConfig", role: "DictConfig", length: int) -> int:
 
 def trained_model(config: "DictConfig", shape: ModelShape, length: int, critic: bool) -> TrainedModel:
     """Return the actor, or the critic, of a composed configuration; ``length``: tokens of a prompt and its answer."""
-    from verl.utils.precision import Precision, dtype_name
+    from verl.utils.precision import Precision, apply_role_dtype, dtype_name
 
     role = config.critic if critic else config.actor_rollout_ref.actor
     engine, model = (role.fsdp, role.model) if critic else (role.fsdp_config, config.actor_rollout_ref.model)
@@ -275,9 +275,10 @@ def trained_model(config: "DictConfig", shape: ModelShape, length: int, critic: 
     lora_rank = 0 if critic else model.lora_rank
     if lora_rank and shape.experts:
         raise Refused(f"actor_rollout_ref.model.lora_rank={lora_rank}: plan-memory supports 0 for a mixture of experts")
-    precision = Precision.resolve(
-        SimpleNamespace(**dtypes, strategy=role.strategy, forward_only=False), lora=lora_rank > 0
-    )
+    # Where nothing is requested, upstream's own lines take the same dtypes from these keys.
+    resolved = SimpleNamespace(**dtypes, strategy=role.strategy, forward_only=False, precision_requested=True)
+    apply_role_dtype(role.get("dtype"), "fsdp" if critic else "fsdp_config", resolved)
+    precision = Precision.resolve(resolved, lora=lora_rank > 0)
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     # For a critic verl 0.9.1's trainer passes on this key only, which its yaml does not have.
     budget = role.get("ppo_infer_max_token_len_per_gpu", 32768) if critic else role.ppo_max_token_len_per_gpu

@@ -46,13 +46,14 @@ def upstream_step(engine: SimpleNamespace, scaler: torch.amp.GradScaler) -> floa
 
 def optimizer_steps(module: torch.nn.Module, fused: bool, device: str) -> dict[str, Callable[[], float]]:
     """Return the step of verl's engine in each regime, all on the same parameters and Adam states."""
-    from verl.utils.precision import GradScalerConfig, LossScaler
+    from verl.utils.precision import GradScalerConfig, LossScaler, Precision
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-    def engine(scaler):
+    def engine(dtype, scaler):
         made = object.__new__(FSDPEngine)  # only its optimizer_step is called
         made.module, made.optimizer, made.scaler, made._qat_enabled = module, optimizer, scaler, False
         made.optimizer_config = SimpleNamespace(clip_grad=CLIP)
+        made.precision = Precision.of_worker(dtype, {}, trained=True)
         return made
 
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6, fused=fused, foreach=not fused)
@@ -61,10 +62,10 @@ def optimizer_steps(module: torch.nn.Module, fused: bool, device: str) -> dict[s
     upstream = (torch.amp.GradScaler if fused else ShardedGradScaler)(device, init_scale=SCALE, growth_interval=10**9)
     for each in (scaler, upstream):
         each.scale(torch.zeros((), device=device))
-    plain = engine(None)
+    plain = engine("bfloat16", None)
     return {
         "bf16": plain.optimizer_step,
-        "fp16": engine(scaler).optimizer_step,
+        "fp16": engine("float16", scaler).optimizer_step,
         "fp16 upstream": lambda: upstream_step(plain, upstream),
         "fp32": plain.optimizer_step,  # bf16's code: its ratio to bf16 is the noise
     }

@@ -57,6 +57,7 @@ def build_workers(config: dict, dtypes: dict[str, torch.dtype], length: int) -> 
                 engine_config=FSDPEngineConfig(
                     strategy="fsdp2",
                     dtype=str(dtype).removeprefix("torch."),
+                    precision_requested=True,  # bf16 by +precision=bf16, too
                     use_dynamic_bsz=False,
                     micro_batch_size_per_gpu=ROWS,
                     use_torch_compile=False,

@@ -12,6 +12,7 @@ from lib.doctor.config import leaves, load_config
 from lib.doctor.determinism import determinism_findings, deterministic_parts
 from lib.doctor.dtype_rules import KEYS, UNKNOWN
 from lib.doctor.finding import Finding
+from lib.doctor.fixes_findings import fixes_findings
 from lib.doctor.lora_findings import lora_findings
 from lib.doctor.metric_findings import metric_findings, weight_findings
 from lib.doctor.model_support import unsupported_models
@@ -143,6 +144,7 @@ def all_findings(resolver: DtypeResolver) -> Iterator[Finding]:
     yield from metric_findings(resolver)
     yield from weight_findings(resolver)
     yield from export_findings(resolver)
+    yield from fixes_findings(resolver)
     tree = resolver.tree
     if unknown := sorted(path for path, state in tree.files.items() if state == UNKNOWN):
         files = ", ".join(unknown)

@@ -18,6 +18,7 @@ SEND = "rollout-send-weights-in-the-rollout-dtype"
 GENERATE = "rollout-generate-in-the-rollouts-dtype"
 SCORE = "worker-score-in-the-reward-models-dtype"
 EXPORT = "ckpt-export-in-the-training-dtype"
+REPORT = "worker-report-the-effective-dtypes"
 KEEP = "fsdp-keep-named-modules-in-fp32"
 SKIP = "megatron-skip-an-overflow"
 LORA = "fsdp-train-lora-over-a-frozen-16-bit-base"
@@ -174,7 +175,9 @@ RULES = (
     Rule("critic.compute", "megatron", MEGATRON, "0.6.1:1020 0.7.0:1158 0.7.1:1166",
          "PrecisionType.to_dtype(self.config.megatron.dtype)", (DTYPE,)),
     Rule("{role}.compute", "megatron", MEGATRON_ENGINE, "0.8.0:172 0.9.0:293 0.9.1:292",
-         "PrecisionType.to_dtype(self.engine_config.dtype)", (DTYPE,), roles=(*POLICY, "critic")),
+         "PrecisionType.to_dtype(self.engine_config.dtype)", (DTYPE,), KEYS, POLICY, hook="workers/config/actor.py"),
+    Rule("critic.compute", "megatron", MEGATRON_ENGINE, "0.8.0:172 0.9.0:293 0.9.1:292",
+         "PrecisionType.to_dtype(self.engine_config.dtype)", (DTYPE,), KEYS, hook="workers/config/critic.py"),
     # The wire: the weights as they leave for the rollout.
     Rule("wire", "worker", "workers/sharding_manager/fsdp_vllm.py", "0.4.1:168 0.5.0:206",
          "params = self.module.state_dict()", (SameAs("actor.base"),)),

@@ -116,9 +116,11 @@ def model_dtypes(role: str, part: Any) -> dict:
 
 def autocast_dtype(attributes: Mapping[str, Any]) -> str | None:
     """Return the dtype that the forward pass reads; None where it is fixed: up to 0.6.0, critics up to 0.7.1."""
+    if "_autocast_dtype" in attributes:
+        return dtype_text(attributes["_autocast_dtype"])
     if "precision" in attributes:
         return dtype_text(attributes["precision"].compute)
-    return dtype_text(attributes.get("_autocast_dtype", attributes.get("param_dtype")))
+    return dtype_text(attributes.get("param_dtype"))
 
 
 def scaler_settings(scaler: Any) -> dict:

@@ -21,6 +21,7 @@ from lib.doctor.tree import Tree
 PATCHED_KEYS = {
     r"\.grad_scaler(\.\w+)?": dtype_rules.SCALER,
     r"\.keep_fp32_modules": dtype_rules.KEEP,
+    r"\.report_dtypes": dtype_rules.REPORT,
     r"(_ref\.(actor|ref)|critic|reward_model)(\.model)?(\.fsdp_config|\.fsdp|\.megatron)?\.dtype": dtype_rules.KEYS,
 }
 SERVERS = f"{ROLLOUT}.name=vllm, sglang or trtllm"
@@ -113,25 +114,19 @@ def check_patched(resolver: DtypeResolver) -> None:
     module, config = resolver.tree.precision, resolver.config
     if resolver.legacy:
         return module.check_workers(config.values)
-    for role in ("actor", "critic", "ref"):
-        if not resolver.uses(role):
-            continue
-        node, strategy = dict(config.get(resolver.engine_node(role), {})), config.get(f"{ROLES[role]}.strategy")
-        if resolver.implementation(role) == "engine":
-            scaler = {key: value for key, value in (node.get("grad_scaler") or {}).items() if key != "_target_"}
-            module.GradScalerConfig(**scaler)
-            module.check_engine_dtype(node.get("dtype"), node.get("strategy"))
-            compute = module.dtype_name(module.Precision.resolve(resolver.engine_config(role)).compute)
-            module.check_keep_fp32(node.get("keep_fp32_modules", []), strategy)
-        else:
-            compute = module.check_engine_dtype(node.get("dtype"), strategy)
-        engine = SimpleNamespace(dtype=compute, strategy=strategy)
-        if role != "ref":
-            name = resolver.engine_node(role).rpartition(".")[2]
-            module.check_role_dtype(config.get(f"{ROLES[role]}.dtype"), name, engine)
-            made = SimpleNamespace(strategy=strategy, engine=resolver.engine_config(role))
-            module.check_master_dtype(ROLES[role], made, int(resolver.trains_adapters(role)))
-    module.check_rollout_dtype(config.get(f"{ROLLOUT}.dtype"))
+    check_role(resolver, "actor")
+    if module.run_requests_precision(config.values):
+        module.check_rollout_dtype(config.get(f"{ROLLOUT}.dtype"))
+        if resolver.uses("ref"):
+            resolver.engine_config("ref")
+    if resolver.uses("critic"):
+        check_role(resolver, "critic")
+
+
+def check_role(resolver: DtypeResolver, role: str) -> None:
+    """Check a trained role's engine and its master weights."""
+    made = SimpleNamespace(strategy=resolver.config.get(f"{ROLES[role]}.strategy"), engine=resolver.engine_config(role))
+    resolver.tree.precision.check_master_dtype(ROLES[role], made, int(resolver.trains_adapters(role)))
 
 
 def unknown_field(resolver: DtypeResolver) -> str | None:

@@ -1,7 +1,7 @@
 """Resolve the effective dtype of each hop of a job, by the table of dtype rules.
 
-Where a tree is patched, the hops that the patches changed are resolved by the tree's own ``verl.utils.precision``, the
-code that its workers run.
+Where a tree is patched and a precision is requested, the hops that the patches changed are resolved by the tree's own
+``verl.utils.precision``, the code that its workers run. Without a request upstream's lines decide there, too.
 """
 
 import json
@@ -39,6 +39,7 @@ SPELLINGS = {
 KV_SPELLINGS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 SIXTEEN_BITS = ("float16", "bfloat16")
 TRAINED = ("actor", "critic")
+REQUESTED_ROLLOUTS = ("float16", "half", "float32", "float")  # values of rollout.dtype that request a precision
 FSDP, FSDP_IMPLEMENTATIONS = ("fsdp", "fsdp2"), ("worker", "engine")
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 # torch's defaults, with the growth interval that upstream's line sets (torch.amp.GradScaler).
@@ -193,15 +194,31 @@ class DtypeResolver:
         """Return the ``Precision`` that the tree's own module resolves from the config of the role's engine."""
         precision, lora = self.tree.precision.Precision, self.trains_adapters(role)
         if self.legacy:
-            return precision.of_worker(dict(self.config.get(self.engine_node(role), {})), role in TRAINED, lora)
+            dtype, node = self.config.get(f"{ROLES[role]}.dtype"), dict(self.config.get(self.engine_node(role), {}))
+            return precision.of_worker(dtype, node, role in TRAINED, lora)
         return precision.resolve(self.engine_config(role), lora)
 
     def engine_config(self, role: str) -> SimpleNamespace:
-        """Return what a tree's module reads of the config of the role's engine."""
-        node = dict(self.config.get(self.engine_node(role), {}))
-        fields = {key: node.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
-        strategy = self.config.get(f"{ROLES[role]}.strategy")
-        return SimpleNamespace(**fields, strategy=strategy, forward_only=role not in TRAINED)
+        """Return what a patched tree's module reads of the config of the role's engine, with the role's dtype.
+
+        Raises:
+            ValueError, TypeError: the dataclass of the engine, or that of the role, refuses it.
+        """
+        module, path = self.tree.precision, self.engine_node(role)
+        node = dict(self.config.get(path, {}))
+        fields = {key: node.get(key) for key in ("dtype", "mixed_precision", "model_dtype", "strategy")}
+        fields["grad_scaler"] = module.GradScalerConfig.read(node.get("grad_scaler"))
+        fields["keep_fp32_modules"] = node.get("keep_fp32_modules", [])
+        engine = SimpleNamespace(**fields, forward_only=role not in TRAINED)
+        module.apply_engine_dtype(engine)
+        engine.strategy = self.config.get(f"{ROLES[role]}.strategy")
+        module.apply_role_dtype(self.config.get(f"{ROLES[role]}.dtype"), path.rpartition(".")[2], engine)
+        return engine
+
+    def of_precision(self, role: str, field: str) -> str | None:
+        """Return the dtype by which a patched hop computes, None where upstream's line decides it."""
+        precision = self.precision(role)
+        return str(getattr(precision, field)).removeprefix("torch.") if precision.requested else None
 
     def trains_adapters(self, role: str) -> bool:
         """Return whether a trained role's worker has LoRA adapters."""
@@ -217,8 +234,12 @@ class DtypeResolver:
         """Return the dtype in which a trained role's model is loaded: the master's, or that below the adapters."""
         return self.effective_dtype(f"{role}.{'base' if self.trains_adapters(role) else 'master'}")
 
-    def decide(self, name: str, implementation: str, role: str, patched: Callable[[], str]) -> tuple[str, str]:
-        """Return a hop's effective dtype and the reason: by its rule, or by ``patched`` where a patch changed that."""
+    def decide(self, name: str, implementation: str, role: str, patched: Callable[[], str | None]) -> tuple[str, str]:
+        """Return a hop's effective dtype and the reason: by its rule, or by ``patched`` where a patch changed that.
+
+        Args:
+            patched: returns None where no precision is requested, so that the rule applies.
+        """
         rule = rule_for(name, implementation, self.tree.table)
         if rule is None:
             return UNKNOWN, f"no rule for {implementation} in verl {self.release.name}"
@@ -231,9 +252,11 @@ class DtypeResolver:
             if line is None:
                 return UNKNOWN, f"{rule.path} has no line {rule.text!r}"
             return self.read(rule, role), f"{rule.path}:{line}"
-        if rule.patch:
-            return patched(), f"{path}, patched by {rule.patch}"
-        return self.read(rule, role), f"{rule.path}, patched"
+        if not rule.patch:
+            return self.read(rule, role), f"{rule.path}, patched"
+        if dtype := patched():
+            return dtype, f"{path}, patched by {rule.patch}"
+        return self.read(rule, role), f"{rule.path}, as upstream: no precision is requested"
 
     # The hops.
 
@@ -278,7 +301,8 @@ class DtypeResolver:
         if what == "master" and lora:
             if rule_for(f"{role}.adapters", implementation, self.tree.table) is None:
                 return Hop("float32", {}, "peft's adapters over a base in 16 bits")
-            dtype, reason = self.decide(f"{role}.adapters", implementation, role, lambda: "float32")
+            name = f"{role}.adapters"
+            dtype, reason = self.decide(name, implementation, role, lambda: self.of_precision(role, "master"))
             return Hop(dtype, {}, reason)
         keys = {
             "master": [f"{node}.model_dtype"],
@@ -286,12 +310,8 @@ class DtypeResolver:
             "reduce": [f"{node}.mixed_precision.reduce_dtype"],
         }.get(what, self.dtype_keys(role))
         field = "compute" if what == "autocast" else what
-
-        def patched() -> str:
-            return str(getattr(self.precision(role), field)).removeprefix("torch.")
-
         rule = f"{role}.{'master' if what == 'base' else what}"  # the line that loads the model
-        dtype, reason = self.decide(rule, implementation, role, patched)
+        dtype, reason = self.decide(rule, implementation, role, lambda: self.of_precision(role, field))
         return Hop(dtype, self.config.user_values(keys), reason)
 
     def reward_server_key(self) -> str | None:
@@ -316,12 +336,16 @@ class DtypeResolver:
             return Hop(None, {}, "the hf rollout samples from the actor itself")
         sender = self.sender
 
-        def patched() -> str:
+        def patched() -> str | None:
             if sender in (*FSDP_IMPLEMENTATIONS, "merged LoRA"):
+                if not self.precision("actor").requested:
+                    return None
                 return "float32" if sender == "merged LoRA" else self.base("actor")
-            value = self.config.get(f"{ROLLOUT}.checkpoint_engine.engine_kwargs.{sender}.rollout_dtype")
-            dtype = server_dtype(value or self.config.get(f"{ROLLOUT}.dtype"))
-            return dtype if dtype != UNKNOWN else "bfloat16"  # auto leaves the engine's own default
+            rollout = self.config.get(f"{ROLLOUT}.dtype")
+            if rollout not in REQUESTED_ROLLOUTS:
+                return None
+            own = self.config.get(f"{ROLLOUT}.checkpoint_engine.engine_kwargs.{sender}.rollout_dtype")
+            return server_dtype(own or rollout)
 
         dtype, reason = self.decide("wire", sender, "actor", patched)
         return Hop(dtype, {}, reason)
@@ -387,7 +411,9 @@ class DtypeResolver:
 
     def hf_rollout_hop(self, what: str) -> Hop:
         key = f"{ROLLOUT}.dtype"
-        dtype, reason = self.decide("rollout.logits", "hf", "actor", lambda: dtype_name(self.config.get(key)))
+        value = self.config.get(key)
+        requested = value in REQUESTED_ROLLOUTS
+        dtype, reason = self.decide("rollout.logits", "hf", "actor", lambda: dtype_name(value) if requested else None)
         if what == "weights" and dtype != UNKNOWN:
             fsdp2 = self.config.get("actor_rollout_ref.actor.strategy") == "fsdp2"
             gathered = self.effective_dtype("actor.compute") if fsdp2 else self.base("actor")
@@ -406,7 +432,7 @@ class DtypeResolver:
     def export(self, _: str) -> Hop:
         if not self.on_fsdp("actor"):
             return Hop(UNKNOWN, {}, f"{self.implementation('actor')} has a checkpoint manager of its own")
-        dtype, reason = self.decide("hf_export", "", "actor", lambda: self.effective_dtype("actor.compute"))
+        dtype, reason = self.decide("hf_export", "", "actor", lambda: self.of_precision("actor", "compute"))
         return Hop(dtype, {}, reason)
 
     def scaler(self, role: str) -> dict[str, Any] | None:
@@ -418,8 +444,9 @@ class DtypeResolver:
         if compute is not None and self.tree.files[f"verl/{compute.path}"] == "patched":
             if not self.precision(role).loss_scaling:
                 return None
-            settings = dict(self.config.get(f"{self.engine_node(role)}.grad_scaler", {}))
-            settings.pop("_target_", None)
-            return asdict(self.tree.precision.GradScalerConfig(**settings)) | {"saved": True, "reported": True}
+            settings = self.tree.precision.GradScalerConfig.read(
+                self.config.get(f"{self.engine_node(role)}.grad_scaler")
+            )
+            return asdict(settings) | {"saved": True, "reported": True}
         rule = rule_for(f"{role}.scaler", implementation, self.tree.table)
         return UPSTREAM_SCALER if rule is not None and self.read(rule, role) == "float16" else None

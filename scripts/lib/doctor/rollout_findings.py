@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from lib.doctor.dtype_rules import GENERATE, SEND, UNKNOWN
 from lib.doctor.finding import Finding
 from lib.doctor.resolver import ROLLOUT, SIXTEEN_BITS, SPELLINGS, DtypeResolver, server_dtype
+from lib.doctor.trainer_findings import remedy
 from lib.server_dtypes import cache_refusal
 
 CORRECT = "correct for it (algorithm.rollout_correction)"
@@ -25,7 +26,8 @@ def requested_dtype(resolver: DtypeResolver) -> Iterator[Finding]:
     value, requested = get(key), key in resolver.config.user_keys
     if resolver.server == "hf" and logits not in (UNKNOWN, server_dtype(value)) and requested:
         effect = f"is ignored by the hf rollout of {tree.name}: samples in {logits}"
-        yield Finding(key, value, effect, f"{GENERATE}: {tree.apply_command}", applies=False)
+        mend = f"{key}={logits}" if tree.precision else f"{GENERATE}: {tree.apply_command}"
+        yield Finding(key, value, effect, mend, applies=False)
     elif value == "auto":
         which = f"here {weights}" if weights != UNKNOWN else "not known before it is loaded"
         yield Finding(key, value, f"takes the dtype of the model's config.json, {which}", f"{key}=float16 or bfloat16")
@@ -88,7 +90,7 @@ def lossy_wire(resolver: DtypeResolver) -> Iterator[Finding]:
             resolver.config.get(key),
             f"gets weights that passed through {dtype} on their way ({wire.reason}): the rollout runs {dtype}'s values "
             f"in {weights}",
-            f"{SEND}: {resolver.tree.apply_command}",
+            remedy(resolver, "actor", SEND, resolver.effective_dtype("actor.compute")),
         )
 
 

@@ -44,6 +44,11 @@ def trainer_findings(resolver: DtypeResolver) -> Iterator[Finding]:
     yield from ignored_truncation(resolver)
 
 
+def remedy(resolver: DtypeResolver, role: str, patch: str, dtype: Any) -> str:
+    """Return what makes a hop of a role follow its dtype: the patch or, on a patched tree, the key of the role."""
+    return f"{ROLES[role]}.dtype={dtype}" if resolver.tree.precision else f"{patch}: {resolver.tree.apply_command}"
+
+
 def ignored_dtypes(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
     """Yield the keys that request what a role computes in, where it computes in something else."""
     name, requested = resolver.tree.name, resolver.requested_dtypes(role)
@@ -62,8 +67,10 @@ def ignored_dtypes(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
         dtype = next((dtype for dtype, spellings in SPELLINGS.items() if value in spellings), None)
         if value is None or (dtype is not None and dtype in (compute, autocast)):
             continue
-        mend = f"{rule.patch or dtype_rules.COMPUTE}: {resolver.tree.apply_command}"
-        if not resolver.legacy and resolver.implementation(role) == "engine" and dtype:
+        mend = remedy(resolver, role, rule.patch or dtype_rules.COMPUTE, value)
+        if key == mend.partition("=")[0]:
+            mend = f"{resolver.engine_node(role)}.dtype={value}"
+        if not resolver.tree.precision and not resolver.legacy and resolver.implementation(role) == "engine" and dtype:
             mend += f"; or +{resolver.engine_node(role)}.mixed_precision.param_dtype={value}"
         yield Finding(key, value, f"is ignored by {name}: {WORK[role]} in {compute}", mend, applies=False)
 
@@ -81,7 +88,7 @@ def split_dtypes(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
             value,
             f"reaches only one half of {resolver.tree.name}: the {role}'s weights are cast to {compute} and its "
             f"autocast computes in {autocast}",
-            f"{dtype_rules.COMPUTE}: {resolver.tree.apply_command}",
+            remedy(resolver, role, dtype_rules.COMPUTE, compute),
             applies=False,
         )
 
@@ -94,8 +101,9 @@ def low_masters(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
     master, reduce = (resolver.effective_dtype(f"{role}.{what}") for what in ("master", "reduce"))
     if master in SIXTEEN_BITS:
         key = f"{node}.model_dtype"
-        adapters = f"{dtype_rules.LORA}: {resolver.tree.apply_command}"  # the patch is what keeps them in fp32
-        mend = adapters if resolver.trains_adapters(role) else f"{key}=fp32"
+        mend = f"{key}=fp32"
+        if resolver.trains_adapters(role):  # which the patch keeps in fp32
+            mend = remedy(resolver, role, dtype_rules.LORA, resolver.effective_dtype(f"{role}.compute"))
         yield Finding(key, resolver.config.get(key), MASTERS[master], mend)
     if reduce in SIXTEEN_BITS:
         key = f"{node}.mixed_precision.reduce_dtype"
@@ -106,7 +114,7 @@ def low_masters(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
 
 def loss_scaling(resolver: DtypeResolver, role: str) -> Iterator[Finding]:
     """Yield fp16 without a loss scaler, settings that nothing reads, a scaler that is neither saved nor reported."""
-    name, mend = resolver.tree.name, f"{dtype_rules.SCALER}: {resolver.tree.apply_command}"
+    name, mend = resolver.tree.name, remedy(resolver, role, dtype_rules.SCALER, "float16")
     scaler, node = resolver.scaler(role), resolver.engine_node(role)
     for key in sorted(key for key in resolver.config.user_keys if key.startswith(f"{node}.grad_scaler")):
         if scaler is None or not scaler["saved"]:
@@ -153,8 +161,8 @@ def critic_beside_actor(resolver: DtypeResolver) -> Iterator[Finding]:
         if value is not None and actor in full_names([value]):
             rule = rule_for("critic.compute", resolver.implementation("critic"), resolver.tree.table)
             mend = f"{resolver.engine_node('critic')}.dtype={value}"
-            if rule.patch and not resolver.tree.precision:
-                mend = f"{rule.patch}: {resolver.tree.apply_command}"
+            if rule.patch or resolver.tree.precision:
+                mend = remedy(resolver, "critic", rule.patch, value)
             yield Finding(key, value, f"does not reach the critic, which trains in {critic}", mend)
 
 

@@ -21,6 +21,7 @@ LIMIT_S = 1800
 LATE = " (no end)"  # what follows the id of a test that did not end within LIMIT_S
 STUCK = " (stuck)"  # … of one in which a rank waited for another that never came
 SHARED = (".venv", ".venv-workers", ".cache")  # linked, not copied
+SUITE, OF_FIXES = "tests/conformance/verl/", "empty_adapter"  # the case that runs on a tree with both series
 MARKERS = "not slow and not gpu and not e2e"
 # It fails on every mutant of this repository, whose text it does not find any more.
 OF_THE_TABLES = "tests/unit/test_mutants.py::test_every_mutant_changes_the_program"
@@ -45,18 +46,22 @@ class Workspace:
             if (REPO / name).exists():
                 (self.root / name).symlink_to(REPO / name)
 
-    def tree(self, framework: Framework, release: str) -> Path:
-        """Return the folder of a patched release; the newest by default."""
-        release = release or list(load_releases(framework=framework))[-1]
-        folder = self.trees / f"{framework.name}-{release}"
+    def tree(self, framework: Framework, mutant: Mutant) -> Path:
+        """Return the folder of the mutant's patched release, by default the newest.
+
+        It has both series, unless all tests are of verl's conformance suite, whose trees have ``precision`` only.
+        """
+        release = mutant.release or list(load_releases(framework=framework))[-1]
+        fixes = not (mutant.tests and all(test.startswith(SUITE) and OF_FIXES not in test for test in mutant.tests))
+        folder = self.trees / f"{framework.name}-{release}{'-fixes' * fixes}"
         if not folder.exists():
-            apply(unpacked_wheel(release, folder, framework), framework=framework)
+            apply(unpacked_wheel(release, folder, framework), framework=framework, fixes=fixes)
         return folder
 
     def file(self, mutant: Mutant) -> Path:
         """Return the file to mutate."""
         framework = {"verl": VERL, "oat": OAT}.get(mutant.file.partition("/")[0])
-        root = self.tree(framework, mutant.release) if framework else self.root
+        root = self.tree(framework, mutant) if framework else self.root
         return root / mutant.file
 
     @contextmanager
@@ -88,7 +93,7 @@ class Workspace:
         command.append(f"--deselect={OF_THE_TABLES}")
         for framework in (VERL, OAT):
             if mutant.file.startswith(f"{framework.name}/"):
-                command.append(f"--{framework.name}-tree={self.tree(framework, mutant.release)}")
+                command.append(f"--{framework.name}-tree={self.tree(framework, mutant)}")
         # pytest cuts its summary to the terminal's width
         environment = os.environ | {"COLUMNS": "1000", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         try:

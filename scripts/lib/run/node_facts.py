@@ -71,7 +71,9 @@ def effective_dtypes(root: Path, engines: Mapping[str, Mapping], device: str) ->
     precision = load_precision(root, "precision_of_the_node")
     one, dtypes = torch.ones(2, 2, device=device), {}
     for role, engine in engines.items():
-        resolved = precision.Precision.of_worker(engine, trained=role != "ref")
+        # mixed_precision.param_dtype decides without a request, too.
+        dtype = engine.get("role_dtype") or (engine.get("mixed_precision") or {}).get("param_dtype")
+        resolved = precision.Precision.of_worker(dtype, engine, trained=role != "ref")
         with resolved.autocast(device):
             product = one @ one
         dtypes[role] = resolved.names() | {"product": precision.dtype_name(product.dtype)}

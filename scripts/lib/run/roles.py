@@ -20,8 +20,10 @@ def used_roles(config: "DictConfig") -> "dict[str, DictConfig]":
 
 
 def engine_settings(role: "DictConfig") -> dict:
-    """Return the settings of a role's engine that decide its precision, by verl's names."""
+    """Return the settings of a role's engine that decide its precision, by verl's names, and ``role_dtype``."""
+    of_role = {"role_dtype": role.get("dtype")}
     if not role.strategy.startswith("fsdp"):
-        return {"dtype": role[role.strategy].dtype}
+        return of_role | {"dtype": role[role.strategy].dtype}
     engine = role["fsdp_config" if "fsdp_config" in role else "fsdp"]
-    return {key: engine.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}  # the second may be missing
+    # mixed_precision may be missing
+    return of_role | {key: engine.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}

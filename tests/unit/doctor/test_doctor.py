@@ -58,7 +58,7 @@ DEFAULT |= dict.fromkeys(BFLOAT16.split(), "bfloat16") | dict.fromkeys(FLOAT32.s
 
 @pytest.fixture(scope="session")
 def examine(tmp_path_factory: pytest.TempPathFactory) -> Examine:
-    """``examine(release, "patched" | "unpatched", *overrides)``: the diagnosis.
+    """``examine(release, "patched" | "precision" | "unpatched", *overrides)``: the diagnosis, "patched" by both series.
 
     Each tree is created once, and its files are parsed once, which a diagnosis spends most of its time on.
     """
@@ -68,8 +68,8 @@ def examine(tmp_path_factory: pytest.TempPathFactory) -> Examine:
     def of(release: str, state: str, *overrides: str, config_name: str = "ppo_trainer") -> Diagnosis:
         if (release, state) not in made:
             root = unpacked_wheel(release, tmp_path_factory.mktemp(f"{release}-{state}"))
-            if state == "patched":
-                apply(root)
+            if state != "unpatched":
+                apply(root, fixes=state == "patched")
             made[release, state] = identify_tree(root)
         with yaml_parsed_once(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(refusals, "config_classes", classes)
@@ -81,7 +81,7 @@ def examine(tmp_path_factory: pytest.TempPathFactory) -> Examine:
 @pytest.mark.parametrize(("release", "state"), of_states(EXACT) + of_states(ROUNDING))
 def test_defaults_agree_in_bfloat16(release: str, state: str, examine: Examine):
     diagnosis = examine(release, state)
-    expected = DEFAULT | ({"wire": "bfloat16"} if state == "unpatched" and release in ROUNDING else {})
+    expected = DEFAULT | ({"wire": "bfloat16"} if release in ROUNDING else {})
     assert {name: hop.effective_dtype for name, hop in diagnosis.hops.items()} == expected
     stack = load_stack(diagnosis.tree.release).id if state == "patched" else None
     assert diagnosis.json()["verl"] == {"release": release, "state": state, "stack": stack, "nearest": None}
@@ -123,6 +123,30 @@ TRAINER = (
          "actor.compute=bfloat16 actor.autocast=float16 actor.reduce=float16", "differ",
          effect={"{engine}.mixed_precision.reduce_dtype": "*sums the actor's gradients*",
                  "{engine}.dtype": "*reaches only one half*", "{engine}.grad_scaler": "*neither saves*"}),
+    # A patched tree without a request has upstream's dtypes.
+    *(Case("param_dtype that requests nothing", releases, "unpatched patched",
+           "+{engine}.mixed_precision.param_dtype=fp32",
+           f"actor.compute=float32 actor.autocast={autocast} critic.compute=bfloat16 hf_export=bfloat16", "differ")
+      for releases, autocast in (([*A, *B], "bfloat16"), (C, "float32"))),
+    Case("param_dtype that requests nothing", [*A, *B], "patched",
+         "+{engine}.mixed_precision.param_dtype=fp32 algorithm.adv_estimator=grpo",
+         mend={"{engine}.mixed_precision.param_dtype": "{actor}.dtype=float32"}),
+    Case("role's dtype over param_dtype's", ALL, "patched", "{actor}.dtype=float32 {rollout}.dtype=float32",
+         "actor.compute=float32 actor.autocast=float32 critic.compute=float32 hf_export=float32", "agree"),
+    Case("request by the scaler", ROUNDING, "patched", "{engine}.grad_scaler.init_scale=1024",
+         "actor.compute=bfloat16 wire=float32", "agree",
+         effect={"{engine}.grad_scaler.init_scale": "is ignored by verl {release}: the loss is not scaled"},
+         mend={"{engine}.grad_scaler.init_scale": "{actor}.dtype=float16"}),
+    Case("role's dtype over its engine's", [*B, *C], "patched",
+         "{actor}.dtype=float16 {engine}.dtype=bfloat16 {fp16_rollout}",
+         "actor.compute=float16 actor.autocast=float16 critic.compute=float16 hf_export=float16", "ignored",
+         scaled="actor critic", effect={"{engine}.dtype": "is ignored by verl {release}: trains in float16"},
+         mend={"{engine}.dtype": "{actor}.dtype=bfloat16"}),
+    Case("engine dtype, followed", [*B, *C], "patched",
+         "{engine}.dtype=float16 {fp16_rollout} {actor}.use_kl_loss=true",
+         "actor.compute=float16 ref.compute=float16 critic.compute=float16 hf_export=float16 wire=float32", "agree",
+         scaled="actor critic", effect={}),
+
     Case("critic's contradiction", NEW, "patched", "critic.dtype=bfloat16 critic.fsdp.dtype=float16",
          refused="ValueError: dtype=bfloat16 and fsdp.dtype=float16 contradict each other*"),
 
@@ -220,6 +244,12 @@ WIRE_AND_ROLLOUT = (
          "{engine}.model_dtype=bf16 actor_rollout_ref.model.lora_rank=4",
          "actor.master=bfloat16 actor.base=bfloat16 actor.optimizer=bfloat16", "agree",
          effect={"{engine}.model_dtype": "*"}, mend={"{engine}.model_dtype": f"{LORA}: *"}),
+    *(Case(f"adapters of a patched tree{name}", ("0.9.0", "0.9.1"), "patched",
+           f"{{engine}}.model_dtype=bf16 actor_rollout_ref.model.lora_rank=4{words}",
+           f"actor.master={master} actor.base=bfloat16 actor.optimizer={master}", "agree", mend=mend)
+      for name, words, master, mend in (
+          ("", "", "bfloat16", {"{engine}.model_dtype": "{actor}.dtype=bfloat16"}),
+          (", requested", " {actor}.dtype=bfloat16", "float32", {}))),
     *(Case(f"rank {rank}", NEW, "unpatched", f"{LORA_RANK}={rank}", refused=f"TypeError: {LORA_RANK}={shown} must be *")
       for rank, shown in (("many", "many"), ("2.5", "2.5"), ("null", "None"))),
     Case("rank of the critic", NEW, "patched", "critic.model.lora_rank=many", refused="TypeError: critic.model.lora_*"),
@@ -227,6 +257,11 @@ WIRE_AND_ROLLOUT = (
          effect={LORA_RANK: "makes no adapters: all weights are trained"}),
     Case("merged adapters", C, "unpatched",
          "++actor_rollout_ref.model.lora.rank=4 ++actor_rollout_ref.model.lora.merge=true", "wire=bfloat16"),
+    *(Case(f"merged adapters{words}", C, "patched",
+           f"++actor_rollout_ref.model.lora.rank=4 ++actor_rollout_ref.model.lora.merge=true{words}", f"wire={wire}")
+      for words, wire in (("", "bfloat16"), (" {actor}.dtype=bfloat16", "float32"))),
+    Case("hf rollout in the model's dtype", HF, "patched", "{rollout}.name=hf {rollout}.dtype=auto",
+         "rollout.logits=bfloat16", mend={"{rollout}.dtype": "{rollout}.dtype=bfloat16"}),
     *(Case(f"{engine}{which}", NEW, state, f"{{rollout}}.checkpoint_engine.backend={engine} {words}", f"wire={wire}")
       for engine in ("kimi_ckpt_engine", "mooncake")
       for own_key in [f"+{{rollout}}.checkpoint_engine.engine_kwargs.{engine}.rollout_dtype=bfloat16"]
@@ -236,8 +271,10 @@ WIRE_AND_ROLLOUT = (
           (", its default", "patched", "{rollout}.dtype=auto", "bfloat16"),
           (", its own key", "patched", f"{{fp16_rollout}} {own_key}", "bfloat16"))),
 
-    Case("rollout's unknown dtype", NEW, "unpatched", "{rollout}.dtype=banana", "rollout.weights=unknown", "unknown",
-         effect={"{rollout}.dtype": "*does not check it*"}),
+    Case("rollout's unknown dtype", NEW, "unpatched patched", "{rollout}.dtype=banana",
+         "rollout.weights=unknown", "unknown", effect={"{rollout}.dtype": "*does not check it*"}),
+    Case("rollout's dtype that no server takes", ALL, "patched", "+precision=fp16 {rollout}.dtype=fp16",
+         refused="ValueError: *dtype=fp16 is unknown to the rollout: choose one of auto, half, *"),
     Case("quantized", NEW, "patched", "+precision=fp16 {rollout}.name=vllm {rollout}.quantization=fp8",
          "rollout.weights=float8_e4m3fn rollout.logits=float16", "asked",
          effect={"{rollout}.quantization": "*quantized weights*"}),
@@ -250,7 +287,10 @@ WIRE_AND_ROLLOUT = (
       for mode, cache in (("sync", "float8_e4m3fn"), ("async", "bfloat16"))),  # that server does not read the key
 )
 
+REPORTS = "worker-report-the-effective-dtypes: *"
 REGIMES_AND_KEYS = (
+    Case("report", C, "unpatched", "+{engine}.report_dtypes=false", refused="TypeError: FSDPEngineConfig*",
+         mend={"{engine}.report_dtypes": REPORTS}),
     Case("split regime", NEW, "patched", "+precision=bf16_train_fp16_infer",
          "actor.autocast=bfloat16 actor.logits=bfloat16 rollout.weights=float16", "asked"),
     *(Case(f"preset {name}", ALL, "patched", f"+device={name} +precision=fp16 {{rollout}}.name=vllm",
@@ -488,6 +528,32 @@ def test_hardware_of_this_machine(gpus, words, lines, verdict, examine: Examine)
     shown = doctor.text(diagnosis)
     assert_matches(shown.rpartition("\n\n")[2], verdict)
     assert shown.count("hardware: ") == len(lines) and len(diagnosis.json()["hardware"]) == len(gpus)
+
+
+# --- defects that the series fixes corrects ---------------------------------------------------------------------------
+
+SAVES = "trainer.save_freq"
+ADAPTER = "{rollout}.name=vllm actor_rollout_ref.model.lora_rank=4"
+EMPTY = {LORA_RANK: "sends an adapter without tensors*"}
+
+
+@of_cases(
+    Case("saves", ALL, "precision", f"{SAVES}=5", "", "agree", effect={SAVES: "marks no finished save: *"},
+         mend={SAVES: "*-*: make apply-patches VERL=/* FIXES=yes"}),
+    Case("one checkpoint", NEW, "precision", f"{SAVES}=5 trainer.max_actor_ckpt_to_keep=1",
+         effect={SAVES: "*", "trainer.max_actor_ckpt_to_keep": "removes the previous checkpoint *"}),
+    Case("end of an epoch", NEW, "precision", f"{SAVES}=5 trainer.use_v1=false trainer.total_epochs=2",
+         effect={SAVES: "marks *saves a data order *"}),
+    Case("rejection", NEW, "precision", "algorithm.rollout_correction.rollout_rs=token_k1",
+         effect={"algorithm.rollout_correction.rollout_rs": "may mask every token *"}),
+    Case("adapter", NEW, "precision", ADAPTER, effect=EMPTY),
+    Case("offloaded base", NEW, "precision", f"{ADAPTER} {{engine}}.param_offload=true",
+         effect=EMPTY | {"{engine}.param_offload": "loads the base under LoRA *"}),
+    Case("merged", NEW, "precision", f"{ADAPTER} actor_rollout_ref.model.lora.merge=true", effect={}),
+    Case("corrected, or upstream's", NEW, "patched unpatched", f"{SAVES}=5 {ADAPTER}", effect={}),
+)  # fmt: skip
+def test_defects_that_the_other_series_corrects_are_named(case, release, state, examine):
+    case.check(release, state, examine)
 
 
 # --- routers of a mixture of experts ----------------------------------------------------------------------------------

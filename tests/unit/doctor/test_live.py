@@ -115,7 +115,9 @@ def test_dtypes_of_an_engine(one_rank):
     assert [dtypes["scaler"][key] for key in ("scale", "growth_interval", "min_scale")] == [8.0, 3, None]
 
     patched = SimpleNamespace(module=module, optimizer=optimizer, precision=SimpleNamespace(compute=torch.bfloat16))
-    assert model_dtypes("actor", patched)["autocast"] == "bfloat16", "of a patched engine"
+    assert model_dtypes("actor", patched)["autocast"] == "bfloat16", "of a patched legacy worker"
+    patched._autocast_dtype = torch.float32
+    assert model_dtypes("actor", patched)["autocast"] == "float32", "of a patched engine, requested or not"
 
 
 def test_models_of_each_kind_of_actor(one_rank):

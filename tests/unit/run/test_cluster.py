@@ -27,7 +27,8 @@ from lib.run.roles import engine_settings
 
 RELEASE = find_release("0.9.1")
 FLOAT16 = {"dtype": "float16", "mixed_precision": None, "model_dtype": "fp32"}
-ENGINES = {"actor": FLOAT16, "ref": FLOAT16 | {"dtype": "bfloat16", "model_dtype": None}}
+BFLOAT16 = FLOAT16 | {"dtype": "bfloat16", "model_dtype": None}
+ENGINES = {"actor": FLOAT16, "ref": BFLOAT16}
 QUERY = {"engines": ENGINES, "rollout": "float16", "paths": ["/", "/no/such/folder"]}
 
 
@@ -52,6 +53,10 @@ def test_node_reports_its_verl_and_dtypes(trees, facts, monkeypatch):
     assert dtypes["ref"]["product"] == "bfloat16"
     in_float16 = facts(root, QUERY | {"engines": {"ref": FLOAT16}})["dtypes"]
     assert dtypes["actor"]["loss_scaling"] and not in_float16["ref"]["loss_scaling"], "the reference is not trained"
+    by_role = {"actor": BFLOAT16 | {"role_dtype": "float16"}, "ref": BFLOAT16 | {"role_dtype": None}}
+    by_role["critic"] = BFLOAT16 | {"mixed_precision": {"param_dtype": "fp32"}}  # requests nothing, and decides
+    products = {role: names["product"] for role, names in facts(root, QUERY | {"engines": by_role})["dtypes"].items()}
+    assert products == {"actor": "float16", "ref": "bfloat16", "critic": "float32"}
     assert all(seen[name] for name in SAME_VERSIONS) and seen["unseen"] == ["/no/such/folder"]
     refuse_driver(seen)
     monkeypatch.setattr(torch, "autocast", lambda **_: contextlib.nullcontext())
@@ -80,9 +85,9 @@ def test_driver_without_a_patched_verl_is_refused(trees, facts, tmp_path):
 def test_nodes_get_every_key_of_an_engine_that_may_decide_its_dtype(tmp_path):
     mixed = "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
     for words, expected in (
-        ("model_engine=megatron", {"dtype": "float16"}),
-        ("actor_rollout_ref.actor.strategy=fsdp2", {"dtype": "float16", "model_dtype": "fp32"}),
-        (mixed, {"dtype": "float16", "mixed_precision": {"param_dtype": "bf16"}}),
+        ("model_engine=megatron", {"role_dtype": "float16", "dtype": "bfloat16"}),
+        ("actor_rollout_ref.actor.strategy=fsdp2", {"role_dtype": "float16", "model_dtype": "fp32"}),
+        (mixed, {"role_dtype": "float16", "mixed_precision": {"param_dtype": "bf16"}}),
     ):
         config = compose(parse_job(["DEVICE=cpu", f"ARGS={words}"]), tmp_path).actor_rollout_ref
         assert engine_settings(config.actor).items() >= expected.items()

@@ -54,8 +54,6 @@ def launch(config):
     except Started as started:
         (args,) = started.args
         return [args["dtype"], args.get("kv_cache_dtype")]
-    except Exception as error:
-        return [str(error.__cause__ or error), None]
 
 json.dump([launch(config) for config in json.loads(sys.argv[1])], sys.__stderr__)
 """
@@ -75,12 +73,10 @@ def test_regime_reaches_the_server(tiny_model, tmp_path):
         "float32": [config("PRECISION=fp32"), config("PRECISION=fp16", args=f"{ROLLOUT}.dtype=float32")],
     }
     cache = config("PRECISION=fp16", args=f"+{ROLLOUT}.engine_kwargs.sglang.kv_cache_dtype=fp8_e5m2")
-    refused = config("PRECISION=fp16", args=f"{ROLLOUT}.dtype=fp16")
-    configs = json.dumps([*(each for several in cases.values() for each in several), cache, refused])
+    configs = json.dumps([*(each for several in cases.values() for each in several), cache])
     environment = os.environ | parse_job(["DEVICE=cpu"]).environment(tmp_path)
     done = subprocess.run([sys.executable, "-c", LAUNCH, configs], capture_output=True, text=True, env=environment)
     assert not done.returncode, done.stderr
-    *launched, with_cache, (error, _) = json.loads(done.stderr[done.stderr.rindex("[[") :])
+    *launched, with_cache = json.loads(done.stderr[done.stderr.rindex("[[") :])
     assert launched == [[dtype, None] for dtype, several in cases.items() for _ in several]
     assert with_cache == ["float16", "fp8_e5m2"]
-    assert "fp16" in error and "float16" in error, "the patched config refuses what no server takes"

@@ -12,7 +12,6 @@ import pytest
 from lib.paths import REPO
 
 LIB = REPO / "scripts/lib"
-MOST_TESTS = 0.8  # lines of tests for each line of the product
 LIMITS = {"scripts": 500, "recipes": 500, "patches": 500, "tests": 600}  # lines of a Python file, by its first folder
 # Below the commands: a package may import those after its colon, the modules at the top of scripts/lib, and itself.
 ROOMS = {
@@ -71,19 +70,6 @@ def test_files_stay_within_their_limit(folder):
     assert {name: length for name, length in lengths.items() if length > LIMITS[folder]} == {}
 
 
-def test_tests_are_shorter_than_the_product():
-    parts = {
-        "Python": lines(tracked("scripts", "recipes", "patches/verl/files", "patches/verl/fixes", "patches/oat/files")),
-        "shell": lines(tracked("scripts/launch", suffix=".sh") + tracked(".ci/run", suffix="run")),
-        "configurations": lines(tracked("configs", suffix=".yaml")),
-        "pages": lines(tracked("scripts/lib/report", suffix=".jinja")),
-        "targets": lines([REPO / "Makefile"]),
-        "hooks": lines(hooks := tracked("patches", suffix=".patch"), "+") - lines(hooks, "+++ "),
-    }
-    tests, product = lines(tracked("tests")), sum(parts.values())
-    assert tests <= MOST_TESTS * product, f"{tests} lines of tests to {product}, {parts}: CONTRIBUTING.md"
-
-
 def test_test_files_have_names_of_their_own():
     """pytest imports them by these names, and refuses the second file of a name when it collects all folders."""
     names = [file.name for file in tracked("tests") if file.name not in ("conftest.py", "__init__.py")]
@@ -132,7 +118,8 @@ def test_imports_are_absolute_recipes_need_no_scripts_and_the_precision_package_
     not_allowed = {
         "scripts": r"\.",
         "recipes": rf"\.|({'|'.join(commands)})\b",
-        "patches/verl/files": r"verl\b(?!\.utils\.precision)",  # nothing of the series fixes either
+        "patches/verl/files/verl/utils/precision": r"verl\b",
+        "patches/verl/files": r"verl\.utils\.(lora_sync|checkpoint\.manifest)\b",  # of the series fixes
         "patches/verl/fixes": r"verl\b",
     }
     for folder, pattern in not_allowed.items():

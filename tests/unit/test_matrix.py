@@ -35,14 +35,15 @@ def test_cell_marks_the_outcome(cases, cell):
 
 def test_run_counts_only_for_its_stack():
     def last(stack: str) -> list[str]:
-        runs = {"1.0": {"stack": stack, "rollout": "vLLM", "flowrl": {"stack": stack}}}
+        alike = {"stack": stack, "metrics": 9, "files": 8, "config": 7, "lines": 6}
+        runs = {"1.0": {"stack": stack, "rollout": "vLLM", "flowrl": {"stack": stack}, "unrequested": alike}}
         table, _, notes = matrix.table({"1.0": release()}, runs).partition(f"\n\n{matrix.LEGEND}\n")
-        return [*table.splitlines()[-3:], notes]
+        return [*table.splitlines()[-4:], notes]
 
-    run, flowrl, lines, notes = last("s1")
-    assert run.endswith("| ✓ᵃ |") and flowrl.endswith("| ✓ |") and lines == "| changed lines of verl | +2 −1 |"
-    assert notes.startswith("- ᵃ: Rollout: vLLM.\n")
-    assert all(row.endswith("| not run |") for row in last("s0")[:2])
+    run, alike, flowrl, lines, notes = last("s1")
+    assert run.endswith("| ✓ᵃ |") and alike.endswith("| ✓ᵇ |") and flowrl.endswith("| ✓ |") and lines == "| changed lines of verl | +2 −1 |"
+    assert notes.startswith("- ᵃ: Rollout: vLLM.\n- ᵇ: 9 metrics, 8 files, 7 settings, 6 lines.\n")
+    assert all(row.endswith("| not run |") for row in last("s0")[:3])
     for stack, cell in {"s1": "✓ᵃ", "s0": "not run"}.items():
         lines = matrix.oat_table({"1.0": release()}, {"1.0": {"stack": stack, "rollout": "vLLM"}})
         assert f"\n| a whole job runs in fp16: launchpad, vLLM, DeepSpeed | {cell} |\n" in lines

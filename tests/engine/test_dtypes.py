@@ -310,3 +310,10 @@ def test_autocast_is_disabled_in_fp32():
         with warnings.catch_warnings(action="error"):  # torch warns of a dtype that it cannot cast to
             with Precision.of_worker(dtype, {}, trained=True).autocast("cpu"):
                 assert product(torch.ones(2, 2)).dtype == dtype
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron", "veomni"])
+def test_an_engines_spelling_stays_without_a_request(strategy):
+    engine = engine_config(strategy=strategy, dtype="bf16")
+    apply_engine_dtype(engine)
+    assert engine.dtype == "bf16"

@@ -26,7 +26,7 @@ HEADS = {
 This page lists what one conformance suite observed on each release of verl. The suite runs the release's own workers
 on two ranks of a CPU, unpatched and patched with the series `precision`, under FSDP1 and FSDP2; a defect that the
 [series `fixes`](../how-to/patch.md#fixes) corrects is observed with both. The unpatched release runs under FSDP2 only,
-except where it is compared to the bit. `make test-releases e2e-releases` records the outcomes, `make matrix`
+except where it is compared bitwise. `make test-releases e2e-releases` records the outcomes, `make matrix`
 regenerates the page.
 """,
     "oat": """\

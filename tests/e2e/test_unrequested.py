@@ -51,7 +51,7 @@ ADDED = re.compile(
 MEASURED = re.compile("timing|perf/|throughput|mfu|memory")  # metrics that two jobs of one tree disagree on
 PREFIX = re.compile(r"\x1b\[[0-9;]*m|\(\w+ pid=[^)]*\)")  # Ray's, of a line of another process
 DUMPED = re.compile(r"^\s*\{?$|^\s*\{?'|\}$")  # the printed configuration, which is compared as a file
-WORD = re.compile("[A-Za-z]{3}")  # a printed configuration is sometimes cut within a value
+WORDS = re.compile(r"[A-Za-z]{2,}\W+[A-Za-z]{2,}")  # a printed configuration is sometimes cut within a value
 MOVING = re.compile(r"\d+%\||timing|perf/")  # progress bars, and the console's line of metrics
 VARYING = re.compile(r"\S*/\S*|0x[0-9a-f]+|\b[0-9a-f]{8,}\b|[0-9]+([.:-][0-9]+)*")
 
@@ -94,7 +94,7 @@ def observed(release: str, tree: Path, task: Path, out: Path, steps: int) -> dic
 def normal(line: str) -> str | None:
     """Return a line without what differs between two jobs, None if it is to be ignored."""
     text = PREFIX.sub("", line)
-    if DUMPED.search(text) or MOVING.search(text) or not WORD.search(text):
+    if DUMPED.search(text) or MOVING.search(text) or not WORDS.search(text):
         return None
     return VARYING.sub("N", text).strip()
 

@@ -1,4 +1,4 @@
-"""Findings on defects of upstream's that a job may meet on a tree with the series ``precision`` alone."""
+"""Findings on defects of upstream's that a job may meet on a tree with only the series ``precision``."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -39,7 +39,6 @@ SPELLINGS = {
 KV_SPELLINGS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 SIXTEEN_BITS = ("float16", "bfloat16")
 TRAINED = ("actor", "critic")
-REQUESTED_ROLLOUTS = ("float16", "half", "float32", "float")  # values of rollout.dtype that request a precision
 FSDP, FSDP_IMPLEMENTATIONS = ("fsdp", "fsdp2"), ("worker", "engine")
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 # torch's defaults, with the growth interval that upstream's line sets (torch.amp.GradScaler).
@@ -342,7 +341,7 @@ class DtypeResolver:
                     return None
                 return "float32" if sender == "merged LoRA" else self.base("actor")
             rollout = self.config.get(f"{ROLLOUT}.dtype")
-            if rollout not in REQUESTED_ROLLOUTS:
+            if rollout not in self.tree.precision.roles.REQUESTED_ROLLOUTS:
                 return None
             own = self.config.get(f"{ROLLOUT}.checkpoint_engine.engine_kwargs.{sender}.rollout_dtype")
             return server_dtype(own or rollout)
@@ -412,8 +411,11 @@ class DtypeResolver:
     def hf_rollout_hop(self, what: str) -> Hop:
         key = f"{ROLLOUT}.dtype"
         value = self.config.get(key)
-        requested = value in REQUESTED_ROLLOUTS
-        dtype, reason = self.decide("rollout.logits", "hf", "actor", lambda: dtype_name(value) if requested else None)
+
+        def patched() -> str | None:
+            return dtype_name(value) if value in self.tree.precision.roles.REQUESTED_ROLLOUTS else None
+
+        dtype, reason = self.decide("rollout.logits", "hf", "actor", patched)
         if what == "weights" and dtype != UNKNOWN:
             fsdp2 = self.config.get("actor_rollout_ref.actor.strategy") == "fsdp2"
             gathered = self.effective_dtype("actor.compute") if fsdp2 else self.base("actor")

@@ -36,7 +36,7 @@ class Tree:
         files: the state of each file that a rule names: ``release`` (as in the wheel), ``patched`` or ``unknown``.
         advice: what `make status` reports of a foreign tree, and what to do; else empty.
         series: those of the stack that is applied, or would be.
-        missing_fixes: the patches of the series ``fixes``, where ``precision`` alone is applied.
+        missing_fixes: the patches of the series ``fixes``, where only ``precision`` is applied.
     """
 
     root: Path
@@ -107,8 +107,8 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
     stamp = found.read_stamp()
     table = table_release(stack.release, {name: each.release for name, each in by_name.items()})
     advice = f"{status.state}: {status.detail}" if state == "foreign" else ""
-    alone = state == "patched" and status.series == "precision"
-    missing = frozenset(patch.name.removesuffix(".patch") for patch in stack.patches if alone and patch.fixes)
+    only = state == "patched" and status.series == "precision"
+    missing = frozenset(patch.name.removesuffix(".patch") for patch in stack.patches if only and patch.fixes)
     applied = stamp and stamp["stack"]
     return Tree(found.root, stack.release, table, state, applied, files, advice, status.series, missing)
 

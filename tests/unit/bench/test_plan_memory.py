@@ -294,7 +294,7 @@ def refusal(folder: Path, *words: str) -> str:
     [
         ("MODEL=Some/Model", "MODEL=Some/Model: give a folder with its config.json, or one of Qwen/"),
         ("ARGS=trainer.nodes=2", "ARGS=trainer.nodes=2: Could not override 'trainer.nodes'."),
-        (f"ARGS={ROLLOUT}.dtype=banana", f"ARGS={ROLLOUT}.dtype=banana: dtype=banana is unknown to the rollout"),
+        (f"ARGS={ROLLOUT}.dtype=banana", f"ARGS={ROLLOUT}.dtype=banana: {ROLLOUT}.dtype=banana is unknown to the"),
     ],
 )
 def test_bad_input_is_refused(word, message, tmp_path):

@@ -115,7 +115,7 @@ REFUSED = {
     "a scale that is no number": ([f"{SCALER}.init_scale=high"], ["grad_scaler.init_scale=high", "number"]),
     "Megatron's growth": (
         [f"{ACTOR}.megatron.grad_scaler.growth_factor=4", MEGATRON],
-        ["grad_scaler.growth_factor=4", "Megatron's loss scaler knows 2.0 alone"],
+        ["grad_scaler.growth_factor=4", "Megatron's loss scaler supports only 2.0"],
     ),
     "misspelt scaler key": ([f"+{SCALER}.grow=2"], ["grow"]),
     "kept modules as one word": ([f"{KEEP}=lm_head"], ["keep_fp32_modules=lm_head", "list"]),

@@ -19,6 +19,7 @@ from precision import (
     requests_precision,
     rollout_precision,
     run_requests_precision,
+    to_dtype,
 )
 
 
@@ -191,6 +192,20 @@ def test_reports_are_turned_off_by_their_key():
         assert Precision.resolve(engine_config(dtype="float16", report_dtypes=value)).reported is reported
         assert Precision.of_worker("bfloat16", {"report_dtypes": value}, trained=True).reported is reported
     assert not {"requested", "reported"} & Precision.resolve(engine_config(dtype="float16")).names().keys()
+
+
+@pytest.mark.parametrize("role", ["float16", "bf16", "fp32"])
+@pytest.mark.parametrize("param_dtype", ["fp16", "bfloat16", "float32"])
+def test_a_roles_dtype_and_the_engines_param_dtype_must_agree(role, param_dtype):
+    engine = {"mixed_precision": {"param_dtype": param_dtype}}
+    if to_dtype(role, "dtype") == to_dtype(param_dtype, "dtype"):
+        apply_role_dtype(role, "fsdp", engine_config(**engine))
+        return
+    message = f"^dtype={role} and fsdp.mixed_precision.param_dtype={param_dtype} contradict each other: remove fsdp."
+    with pytest.raises(ValueError, match=message):
+        apply_role_dtype(role, "fsdp", engine_config(**engine))
+    with pytest.raises(ValueError, match=message):
+        Precision.of_worker(role, engine, trained=True, engine_key="fsdp")
 
 
 def test_buffers_are_fp32_unless_their_dtype_is_set():

@@ -116,10 +116,18 @@ def test_a_role_is_checked_where_it_requests_a_precision(requested, checked):
             "critic.dtype=bfloat16 and model.fsdp_config.dtype=float16 contradict each other",
         ),
         (
+            [f"{ACTOR}.dtype=bfloat16", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32"],
+            f"{ACTOR}.dtype=bfloat16 and fsdp_config.mixed_precision.param_dtype=fp32 contradict each other",
+        ),
+        (
             ["critic.dtype=float16", f"{CRITIC}.model_dtype=fp16", "actor_rollout_ref.model.lora_adapter_path=adapter"],
             f"{CRITIC}.model_dtype=fp16 with dtype=float16 makes the optimizer's weights half precision",
         ),
         ([f"{ACTOR}.fsdp_config.grad_scaler.init_scale=x"], f"{ACTOR}.fsdp_config.grad_scaler.init_scale=x must be a"),
+        (
+            ["critic.dtype=bf16", f"{CRITIC}.grad_scaler.init_scale=x"],
+            f"{CRITIC}.grad_scaler.init_scale=x must be a",
+        ),
         ([f"{ROLLOUT}.dtype=fp8", "critic.dtype=bf16"], f"{ROLLOUT}.dtype=fp8 is unknown to the rollout"),
         ([f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=half"], f"{ROLLOUT}.dtype=half is not a dtype to compute in"),
         (
@@ -173,3 +181,5 @@ def test_sft_accepts_either_of_two_keys_and_adapters_over_a_base_in_fp16():
     assert precision(None, "bfloat16") is UNREQUESTED and precision("bfloat16", "bfloat16").requested
     with pytest.raises(ValueError, match="^dtype=bfloat16 and model.fsdp_config.dtype=float16 contradict each other"):
         precision("bfloat16", "float16")
+    with pytest.raises(ValueError, match="^dtype=bf16 and model.fsdp_config.mixed_precision.param_dtype=fp32 contra"):
+        precision("bf16", None, fsdp_config={"mixed_precision": {"param_dtype": "fp32"}})

@@ -101,7 +101,7 @@ def test_megatron_gets_its_settings_and_refuses_others():
     given = {"initial_loss_scale": 1024.0, "min_loss_scale": 2.0, "loss_scale_window": 7, "hysteresis": 1}
     assert megatron_scaler(config) == given
     for key, value in (("growth_factor", 4.0), ("backoff_factor", 0.25)):
-        with pytest.raises(ValueError, match=f"grad_scaler.{key}={value}: Megatron's loss scaler knows"):
+        with pytest.raises(ValueError, match=f"grad_scaler.{key}={value}: Megatron's loss scaler supports only"):
             megatron_scaler(GradScalerConfig(**{key: value}))
 
 

@@ -13,7 +13,7 @@ from lib.patches.stack import load_stack
 from support.recorded import Recording
 
 # Placeholders for the digests of a patched and an unpatched tree where they are the same.
-IDENTICAL, REFERENCE = "to the bit as the unpatched release", "what the patched one is compared with"
+IDENTICAL, REFERENCE = "bitwise as the unpatched release", "what the patched one is compared with"
 DIGEST = "[0-9a-f]{64} [0-9a-f]{64}"  # of two ranks
 DIGESTS = re.compile(f"{DIGEST}|fsdp: {DIGEST}; fsdp2: {DIGEST}")
 
@@ -29,7 +29,7 @@ class Behaviour:
         patched: the outcome on a patched tree, the same on every release.
         upstream: the outcomes on unpatched trees, and the releases of each.
         absent: releases that cannot have it, by reason.
-        fixes: the patched tree has the series ``fixes``, too; without it, as any other case, ``precision`` alone.
+        fixes: the patched tree has the series ``fixes``, too; without it, as any other case, only ``precision``.
     """
 
     row: str

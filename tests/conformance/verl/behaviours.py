@@ -54,6 +54,7 @@ NO_KEPT = {"modules are kept in fp32 on the model engine": LEGACY}
 OWN_REWARD, OWN_SFT = having("reward_worker"), having("sft_trainer")
 REWARD_SERVED, ENGINE_SFT = having(without=["reward_worker"]), having(without=["sft_trainer"])
 ON_ENGINE = "reward models are servers of the rollout's kind, SFT's step is the engine's"
+NO_ACCUMULATION = tuple(name for name in RELEASES if name != "0.9.1")
 NO_ENGINE_BESIDE = tuple(name for name in RELEASES if name not in having("legacy_workers", "engine_policy"))
 # Weights that a release's default workers send in bfloat16.
 ROUNDED = having("bfloat16_wire", without=["legacy_workers"])
@@ -62,15 +63,15 @@ ROUNDED = having("bfloat16_wire", without=["legacy_workers"])
 INERT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "metrics, weights, Adam, LR, output, over overflows and masked batches": {
         **dict.fromkeys(("inert_actor", "inert_critic", "inert_ref"), {}),
+        "inert_accumulation": {"which gradients it reduces is not a key": NO_ACCUMULATION},
         "inert_engine": {"its workers are the model engine's, or it has none for the actor": NO_ENGINE_BESIDE},
         "inert_reward_model": {ON_ENGINE: REWARD_SERVED},
         "inert_sft": {ON_ENGINE: ENGINE_SFT},
         "inert_engine_sft": {"SFT has a trainer of its own": OWN_SFT},
-        "inert_fp32_actor": {},
-        "inert_fp32_ref": {},
+        **dict.fromkeys(("inert_fp32_actor", "inert_fp32_critic", "inert_fp32_ref"), {}),
         "inert_listed": NO_KEPT,
     },
-    "LoRA": {"inert_lora_fp32": {}, "inert_lora_bf16": {}},
+    "LoRA": {"inert_lora_fp32": {}, "inert_lora_bf16": {}, "inert_lora_critic": {}},
     "files of a checkpoint, what is resumed and refused, exports, merged models": {
         "inert_checkpoint_actor": {},
         "inert_checkpoint_critic": {},
@@ -178,13 +179,13 @@ BEHAVIOURS = {
         f"{FP16}, scaler",
         {f"{BF16}, no scaler": (*OWN_SFT, *C)},
         {
-            "SFT runs on the model engine, which trains in bf16 alone there: refused": having(
+            "SFT runs on the model engine, which trains only in bf16 there: refused": having(
                 "legacy_workers", without=["sft_trainer"]
             )
         },
     ),
     "overflow_sft": Behaviour(
-        "SFT: an overflow skips the step, holds the LR and is counted",
+        "SFT: an overflow skips the step, keeps the LR and is counted",
         "skipped, scale 512, LR held, skipped_steps 1.0",
         {"skipped, no scale, LR moves on, skipped_steps None": OWN_SFT},
         {"SFT's step is the engine's, seen as the actor's": ENGINE_SFT},
@@ -208,7 +209,7 @@ BEHAVIOURS = {
         NO_KEPT,
     ),
     "lora_base": Behaviour(
-        "LoRA over a frozen base in fp16: fp32 adapters, trained as over an fp32 base, to the bit",
+        "LoRA over a frozen base in fp16: fp32 adapters, trained bitwise as over an fp32 base",
         "base float16, adapters float32, Adam float32, base stays, adapters move, as over fp32",
         {
             "base float16, adapters float32, Adam float32, base stays, adapters move, OTHERS THAN OVER FP32": (

@@ -139,7 +139,7 @@ def norm_in_bf16(role: str) -> float:
 
 
 def learning_rate(role: str) -> str:
-    """Follow the schedule over updates of two mini-batches, of which one is skipped, and then both."""
+    """Follow the schedule over updates of two mini-batches: one is skipped, then both."""
     worker = fp16(role, init_scale=1024.0)
     facts = []
     for skips in (1, 2):
@@ -317,7 +317,7 @@ def export() -> str:
 
 
 def nan_reward() -> str:
-    """Compute advantages of four rewards of which one is NaN, where a precision is requested."""
+    """Compute advantages of four rewards, one of them NaN, where a precision is requested."""
     try:
         data = advantages(rewards_with_nan(), *REQUEST)
     except ValueError as error:
@@ -350,13 +350,14 @@ def named(*cases: Case, each: tuple[str, ...] = ()) -> dict[str, Case]:
 
 
 def cases_of(release: Release) -> tuple[dict[str, dict[str, Case]], dict[str, Case], dict[str, Case]]:
-    """Return the cases of a release: those without a key by strategy, all others, and those of FSDP2 alone.
+    """Return the cases of a release: those without a key by strategy, all others, and those of only FSDP2.
 
     The last are independent of the strategy, or gather all weights, which fails under FSDP1 on a CPU.
     """
     bits = named(inert_cases.inert, each=ROLES) | named(inert_cases.inert_lora, each=("fp32", "bf16"))
-    inert = named(inert_cases.inert_checkpoint, each=TRAINED) | named(inert_cases.inert_fp32, each=("actor", "ref"))
-    inert |= named(inert_cases.inert_attention, inert_job_cases.inert_config, inert_job_cases.inert_trainer)
+    inert = named(inert_cases.inert_checkpoint, each=TRAINED) | named(inert_cases.inert_fp32, each=ROLES)
+    inert |= named(inert_cases.inert_attention, inert_cases.inert_lora_critic)
+    inert |= named(inert_job_cases.inert_config, inert_job_cases.inert_trainer)
     inert["inert_driver"] = partial(inert_job_cases.inert_driver, validate)
     both = named(dtype, each=ROLES) | named(overflow, metrics, storm, checkpoint, each=TRAINED)
     once = named(scaler_keys, learning_rate, each=TRAINED) | named(flowrl, each=REGIMES)
@@ -374,6 +375,8 @@ def cases_of(release: Release) -> tuple[dict[str, dict[str, Case]], dict[str, Ca
         once |= named(wire_merged_lora, routers_rollout)
         both |= named(routers_named, modules_listed)
         inert |= named(inert_cases.inert_listed)
+    if release.name == "0.9.1":  # the first with a key for it
+        bits |= named(inert_cases.inert_accumulation)
     if release.has("reward_worker"):
         both |= named(reward_model)
         bits |= named(inert_cases.inert_reward_model)
@@ -394,7 +397,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=STUCK_S))
     gc.freeze()  # verl calls gc.collect() often: exclude everything imported so far
     inert, both, once = cases_of(RELEASE)
-    # An unpatched tree runs under FSDP2 only, except for what is compared to the bit: these cases come first, so that
+    # An unpatched tree runs under FSDP2 only, except for what is compared bitwise: these cases come first, so that
     # what a process does once, such as some warnings, is done in the same cases of each tree.
     cases = [*inert.items(), ("fsdp", both if PATCHED else {}), ("fsdp2", both | once)]
     outcomes: dict[str, dict[str, str]] = {}

@@ -35,7 +35,7 @@ SAVING = f"{ACTOR}.strategy=fsdp2 {ACTOR}.checkpoint.save_contents=[model,optimi
 MERGED_LORA = "actor_rollout_ref.model.lora_rank=4 ++actor_rollout_ref.model.lora.merge=true"
 MODEL_ENGINE = "trainer.use_legacy_worker_impl=disable"
 KEYED = having("engine_dtype")
-# Releases whose critic alone supports the model engine; releases where every role does, but not on a CPU.
+# Releases where only the critic supports the model engine; releases where every role does, but not on a CPU.
 CRITIC_ENGINE, ROLES_ENGINE = having("engine_critic_fails"), having("legacy_workers", "engine_policy")
 
 CONFIGS = {

@@ -135,7 +135,7 @@ class Seen:
 
     @contextlib.contextmanager
     def printed(self, label: str) -> Iterator[None]:
-        """Add what is printed, warned of and logged meanwhile; INFO of verl alone."""
+        """Add what is printed, warned of and logged meanwhile; INFO only of verl."""
         records: list[str] = []
         with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -177,7 +177,7 @@ class Seen:
 
 
 def content(path: Path) -> Any:
-    """Return what a file of a checkpoint holds, whatever its bytes are."""
+    """Return the content of a file of a checkpoint, independent of how it is serialized."""
     if path.suffix == ".pt":
         return torch.load(path, weights_only=False)
     return load_file(path) if path.suffix == ".safetensors" else path.read_text().replace(str(OUT), "OUT")

@@ -14,7 +14,7 @@ from inert import Seen, each_on
 from mixed_dtype_cases import mixture
 from observations import local, poison, watch
 from rollout_cases import SAMPLED
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 ACTOR, MODEL_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout.name=vllm"
@@ -71,6 +71,11 @@ def inert(role: str) -> str:
     return trained(f"inert_{role}", role)
 
 
+def inert_accumulation() -> str:
+    """Reduce gradients after the last micro-batch only, which FSDP1 adds up in the dtype that it computes in."""
+    return trained("inert_accumulation", "actor", f"{ENGINE['actor']}.use_no_sync_for_gradient_accumulation=true")
+
+
 def inert_engine() -> str:
     """Train the actor on the model engine of a release whose default workers are others."""
     from engine_worker import Worker as EngineWorker
@@ -103,11 +108,20 @@ def inert_lora(base: str) -> str:
     return trained(f"inert_lora_{base}", "actor", *keys, updates=FEW)
 
 
+def inert_lora_critic() -> str:
+    """Train adapters of a critic over a base in 16 bits, whose buffers upstream rounds."""
+    adapters = ["critic.model.lora_rank=4", "critic.model.target_modules=[q_proj,v_proj]"]  # the score is a linear, too
+    # peft takes this method from every model; transformers has given it to all until 4.50, and peft does not call it.
+    with mock.patch.object(PreTrainedModel, "prepare_inputs_for_generation", None, create=True):
+        return trained("inert_lora_critic", "critic", *adapters, f"++{ENGINE['critic']}.model_dtype=bf16", updates=FEW)
+
+
 def inert_fp32(role: str) -> str:
     """Set upstream's own key for the dtype to fp32, with upstream's dtype of the weights and without."""
     seen, key = Seen(f"inert_fp32_{role}"), f"++{ENGINE[role]}.mixed_precision={{param_dtype:fp32}}"
     for keys in ([key], [key, f"++{ENGINE[role]}.model_dtype=null"]):
-        follow(seen, seen.run("build", lambda keys=keys: Worker(role, composed(*keys))), FEW[:2])
+        if worker := seen.attempt("build", lambda keys=keys: Worker(role, composed(*keys))):  # a critic needs both
+            follow(seen, worker, FEW[:2])
     return seen.outcome()
 
 

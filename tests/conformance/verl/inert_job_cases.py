@@ -83,7 +83,7 @@ def inert_sft() -> str:
     for seed, label in enumerate(FEW):
         trainer._compute_loss_and_backward = poisoned if label == "inf" else backward
         sft_step(seen, label, trainer, seed)
-    if hasattr(trainer, "checkpoint_manager"):  # 0.4.1 saves the weights alone
+    if hasattr(trainer, "checkpoint_manager"):  # 0.4.1 saves only the weights
         folder = shared_folder()
         seen.run("save", lambda: trainer.checkpoint_manager.save_checkpoint(folder, global_step=1))
         seen.files("saved", Path(folder))

@@ -60,7 +60,7 @@ def sft_state(trainer) -> list[torch.Tensor]:
 def overflow_sft() -> str:
     """Put inf into one gradient of rank 1 and follow weights, Adam state, the scale, the LR and the metric.
 
-    A patched tree's checkpoint must contain the scale; 0.4.1's is of the weights alone.
+    A patched tree's checkpoint must contain the scale; 0.4.1's has only the weights.
     """
     scaler = ["model.fsdp_config.grad_scaler.init_scale=1024"] if PATCHED else []
     trainer = legacy_sft_trainer("+precision=fp16", *scaler)

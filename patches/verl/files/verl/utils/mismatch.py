@@ -15,7 +15,7 @@
 
 With ``algorithm.rollout_correction.bypass_mode=true`` the rollout's log-probabilities take the place of the trainer's,
 which are not computed: the metrics of the mismatch and the check of the first weight sync are then absent. Every
-``trainer.mismatch_freq`` steps the trainer's log-probabilities are computed for these alone.
+``trainer.mismatch_freq`` steps the trainer's log-probabilities are computed only for these.
 
 The module needs torch and :mod:`verl.utils.precision` only.
 """

@@ -14,7 +14,7 @@
 """Send LoRA adapters to the rollout: refuse an empty one, and offload the base before the rollout wakes up.
 
 Offloaded, a GPU has room for one of the two bases. verl copies the adapters, or an unmerged base, to the host and sends
-them from there. The trainer's weights need to be on the GPU for that copy alone.
+them from there. The trainer's weights need to be on the GPU only for that copy.
 """
 
 import importlib.metadata

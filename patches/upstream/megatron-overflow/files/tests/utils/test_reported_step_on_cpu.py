@@ -61,5 +61,5 @@ def test_a_factor_that_megatron_fixes_is_refused_when_the_config_is_built(settin
     from verl.workers.config import McoreEngineConfig
 
     ((key, value),) = setting.items()
-    with pytest.raises(ValueError, match=f"grad_scaler.{key}={value}: Megatron's loss scaler knows"):
+    with pytest.raises(ValueError, match=f"grad_scaler.{key}={value}: Megatron's loss scaler supports only"):
         McoreEngineConfig(grad_scaler=GradScalerConfig(**setting))

@@ -63,7 +63,7 @@ class StepAccounting:
             stepped: whether the weights were updated, the same on every rank.
             grad_norm: before clipping; ``None`` where the step was skipped.
             loss_scale: after the step; ``None`` where the loss is not scaled.
-            config: read for ``max_consecutive_skips`` alone; the optimizer has the rest.
+            config: only ``max_consecutive_skips`` is read; the optimizer has the rest.
 
         Returns:
             The gradient norm, or ``None`` where it is not finite or the step was skipped.

@@ -84,31 +84,37 @@ def check_engine_dtype(dtype: Optional[str], strategy: Optional[str]) -> torch.d
     resolved = to_dtype("bfloat16" if dtype is None else dtype, "dtype")
     if resolved != torch.bfloat16 and strategy not in _STRATEGIES:
         raise ValueError(
-            f"dtype={dtype} is not what strategy={strategy} trains in, which is bfloat16 alone and without a loss "
-            "scaler: choose strategy fsdp, fsdp2 or megatron, or dtype bfloat16"
+            f"dtype={dtype} is not what strategy={strategy} trains in, which is bfloat16 without a loss scaler: "
+            "choose strategy fsdp, fsdp2 or megatron, or dtype bfloat16"
         )
     return resolved
 
 
-def join_dtypes(dtype: Optional[str], engine_key: str, engine_dtype: Optional[str]) -> Optional[str]:
-    """Return the dtype that a role's key and its engine's own key set together.
+def join_dtypes(dtype: Optional[str], engine_key: str, engine_config: Any) -> Optional[str]:
+    """Return the dtype that a role's key and its engine's own keys set together.
 
     Args:
         dtype: the role's key, e.g. ``actor_rollout_ref.actor.dtype``; ``None`` where it is not set.
         engine_key: the engine's config below the role, e.g. ``fsdp_config``.
-        engine_dtype: its ``dtype``, which the role's overrides where it is upstream's default, bfloat16.
+        engine_config: as for :func:`requests_precision`. The role's dtype overrides a ``dtype`` that is upstream's
+            default, bfloat16.
 
     Raises:
-        ValueError: both are set and differ.
+        ValueError: the role's dtype differs from the engine's ``dtype`` or ``mixed_precision.param_dtype``.
     """
+    engine_dtype = _value(engine_config, "dtype")
     if dtype is None:
         return engine_dtype
-    own = to_dtype("bfloat16" if engine_dtype is None else engine_dtype, f"{engine_key}.dtype")
-    if own not in (torch.bfloat16, to_dtype(dtype, "dtype")):
-        raise ValueError(
-            f"dtype={dtype} and {engine_key}.dtype={engine_dtype} contradict each other: remove {engine_key}.dtype "
-            "(the dtype of ref and critic is the actor's until set)"
-        )
+    compute = to_dtype(dtype, "dtype")
+    for key, value, allowed in (
+        ("dtype", engine_dtype, (compute, torch.bfloat16)),
+        ("mixed_precision.param_dtype", _param_dtype(engine_config), (compute,)),
+    ):
+        if value is not None and to_dtype(value, f"{engine_key}.{key}") not in allowed:
+            raise ValueError(
+                f"dtype={dtype} and {engine_key}.{key}={value} contradict each other: remove {engine_key}.{key} "
+                "(the dtype of ref and critic is the actor's until set)"
+            )
     return dtype
 
 
@@ -125,19 +131,24 @@ def requests_precision(engine_config: Any) -> bool:
     Raises:
         ValueError: a setting of ``grad_scaler`` is invalid.
     """
-
-    def value(key: str) -> Any:
-        return engine_config.get(key) if isinstance(engine_config, Mapping) else getattr(engine_config, key, None)
-
-    dtype, mixed = value("dtype"), value("mixed_precision")
-    param_dtype = mixed.get("param_dtype") if isinstance(mixed, Mapping) else None  # some engines have a flag there
+    scaler = GradScalerConfig.read(_value(engine_config, "grad_scaler"))
+    dtype, param_dtype = _value(engine_config, "dtype"), _param_dtype(engine_config)
     return (
-        bool(value("precision_requested"))
+        bool(_value(engine_config, "precision_requested"))
         or (dtype is not None and _DTYPES.get(dtype, dtype) != torch.bfloat16)
         or _DTYPES.get(param_dtype, param_dtype) == torch.float16
-        or GradScalerConfig.read(value("grad_scaler")) != GradScalerConfig()
-        or bool(value("keep_fp32_modules"))
+        or scaler != GradScalerConfig()
+        or bool(_value(engine_config, "keep_fp32_modules"))
     )
+
+
+def _value(engine_config: Any, key: str) -> Any:
+    return engine_config.get(key) if isinstance(engine_config, Mapping) else getattr(engine_config, key, None)
+
+
+def _param_dtype(engine_config: Any) -> Any:
+    mixed = _value(engine_config, "mixed_precision")  # a flag in the configs of some engines
+    return mixed.get("param_dtype") if isinstance(mixed, Mapping) else None
 
 
 @dataclass(frozen=True)
@@ -215,7 +226,12 @@ class Precision:
 
     @classmethod
     def of_worker(
-        cls, dtype: Optional[str], fsdp_config: Mapping[str, Any], trained: bool, lora: Optional[bool] = None
+        cls,
+        dtype: Optional[str],
+        fsdp_config: Mapping[str, Any],
+        trained: bool,
+        lora: Optional[bool] = None,
+        engine_key: str = "fsdp_config",
     ) -> "Precision":
         """Resolve the config of a worker of verl up to 0.7.1.
 
@@ -224,12 +240,13 @@ class Precision:
             fsdp_config: a ``DictConfig`` or a dataclass with ``get``; a missing key has verl's default.
             trained: whether the worker has an optimizer for this model.
             lora: as in :meth:`resolve`.
+            engine_key: as in :func:`join_dtypes`.
 
         Raises:
             ValueError: as :meth:`resolve` and :func:`join_dtypes`.
         """
         read = {key: fsdp_config.get(key) for key in ("mixed_precision", "model_dtype", "grad_scaler", "report_dtypes")}
-        read["dtype"] = join_dtypes(dtype, "fsdp_config", fsdp_config.get("dtype"))
+        read["dtype"] = join_dtypes(dtype, engine_key, fsdp_config)
         requested = dtype is not None
         engine = SimpleNamespace(**read, strategy=None, forward_only=not trained, precision_requested=requested)
         return cls.resolve(engine, lora)

@@ -81,14 +81,12 @@ def check_workers(config: Mapping[str, Any]) -> None:
             continue
         engine = select(worker, fsdp_key) or {}
         with _below(role):
-            join_dtypes(dtype, fsdp_key, engine.get("dtype"))
+            join_dtypes(dtype, fsdp_key, engine)
         with _below(f"{role}.{fsdp_key}"):
             precision = Precision.of_worker(dtype, engine, trained, _trains_adapters(select(config, model_key) or {}))
-            GradScalerConfig.read(engine.get("grad_scaler"))
-        with _below(role):
-            if model_engine:
-                _check_bfloat16_alone((dtype, precision.compute), "trainer.use_legacy_worker_impl=disable", "auto")
-            join_dtypes(dtype, fsdp_key, dtype_name(precision.compute))
+        if model_engine:
+            with _below(role):
+                _check_bfloat16_only((dtype, precision.compute), "trainer.use_legacy_worker_impl=disable", "auto")
     rollout = config["actor_rollout_ref"]["rollout"]
     check_rollout_dtype(rollout["dtype"])
     if rollout.get("name") == "hf":
@@ -115,14 +113,10 @@ def sft_precision(config: Mapping[str, Any]) -> Precision:
     """Resolve the config of ``fsdp_sft_trainer``, the SFT trainer without an engine of verl up to 0.7.0.
 
     Raises:
-        ValueError: as :meth:`Precision.resolve`; ``dtype`` and ``model.fsdp_config`` contradict each other.
+        ValueError: as :meth:`Precision.of_worker`.
     """
-    model = config["model"]
-    dtype, engine = config["dtype"], model["fsdp_config"]
-    join_dtypes(dtype, "model.fsdp_config", engine.get("dtype"))
-    precision = Precision.of_worker(dtype, engine, trained=True, lora=_trains_adapters(model))
-    join_dtypes(dtype, "model.fsdp_config", dtype_name(precision.compute))
-    return precision
+    model, lora = config["model"], _trains_adapters(config["model"])
+    return Precision.of_worker(config["dtype"], model["fsdp_config"], True, lora, "model.fsdp_config")
 
 
 def check_sft(config: Mapping[str, Any]) -> None:
@@ -135,15 +129,15 @@ def check_sft(config: Mapping[str, Any]) -> None:
     if engine.get("strategy") in ("fsdp", "fsdp2"):
         dtypes.append(Precision.of_worker(None, engine, False).compute)
     with _below("engine"):
-        _check_bfloat16_alone(dtypes, "SFT on the model engine", "verl.trainer.fsdp_sft_trainer, a later release")
+        _check_bfloat16_only(dtypes, "SFT on the model engine", "verl.trainer.fsdp_sft_trainer, a later release")
 
 
-def _check_bfloat16_alone(dtypes: Iterable[Any], why: str, instead: str) -> None:
+def _check_bfloat16_only(dtypes: Iterable[Any], why: str, instead: str) -> None:
     for dtype in dtypes:
         if dtype is not None and to_dtype(dtype, "dtype") != torch.bfloat16:
             raise ValueError(
                 f"dtype={dtype_name(to_dtype(dtype, 'dtype'))} is not what {why} trains in on this release, which is "
-                f"bfloat16 alone and without a loss scaler: choose {instead}, or dtype bfloat16"
+                f"bfloat16 without a loss scaler: choose {instead}, or dtype bfloat16"
             )
 
 

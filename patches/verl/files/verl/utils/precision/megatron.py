@@ -28,7 +28,7 @@ def megatron_scaler(config: GradScalerConfig) -> dict[str, Any]:
     """
     for key, fixed in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
         if getattr(config, key) != fixed:
-            raise ValueError(f"grad_scaler.{key}={getattr(config, key)}: Megatron's loss scaler knows {fixed} alone")
+            raise ValueError(f"grad_scaler.{key}={getattr(config, key)}: Megatron's loss scaler supports only {fixed}")
     return {
         "initial_loss_scale": config.init_scale,
         "min_loss_scale": config.min_scale,

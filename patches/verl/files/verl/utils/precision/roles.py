@@ -93,9 +93,9 @@ def apply_role_dtype(dtype: Optional[str], engine_key: str, engine_config: Any) 
         engine_config: the engine's config, with its ``dtype`` and ``strategy``.
 
     Raises:
-        ValueError: the two keys contradict each other, or the engine cannot train in the dtype.
+        ValueError: the role's key and the engine's contradict each other, or the engine cannot train in the dtype.
     """
-    joined = join_dtypes(dtype, engine_key, engine_config.dtype)
+    joined = join_dtypes(dtype, engine_key, engine_config)
     if dtype is not None:
         object.__setattr__(engine_config, "dtype", joined)
         object.__setattr__(engine_config, "precision_requested", True)
@@ -103,7 +103,7 @@ def apply_role_dtype(dtype: Optional[str], engine_key: str, engine_config: Any) 
 
 
 def check_master_dtype(role: str, role_config: Any, lora_rank: int) -> None:
-    """Refuse, in the driver, half-precision master weights in fp16, which the base below LoRA adapters alone may have.
+    """Refuse, in the driver, half-precision master weights in fp16, which only the base below LoRA adapters may have.
 
     Args:
         role: e.g. ``actor_rollout_ref.actor``, for the message.

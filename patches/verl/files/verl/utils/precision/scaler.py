@@ -191,7 +191,7 @@ class LossScaler(ShardedGradScaler):
             result = norm.item()
             if math.isfinite(result):
                 gradients = [local_shard(p.grad) for p in _optimized(optimizer) if p.grad is not None]
-                if gradients:  # a rank may hold padding alone
+                if gradients:  # a rank may have only padding
                     torch._foreach_mul_(gradients, min(1.0, max_norm / (result + 1e-6)) / self.get_scale())
                 optimizer.step()
         self.skipped = not math.isfinite(result)
@@ -222,7 +222,7 @@ class LossScaler(ShardedGradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Optional[float]:
         """Take the optimizer's step unless a gradient of any rank is inf or NaN, after :meth:`unscale_`."""
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            self.unscale_(optimizer)  # torch leaves it to a fused optimizer, which looks at its own rank alone
+            self.unscale_(optimizer)  # torch leaves it to a fused optimizer, which looks only at its own rank
         return super().step(optimizer, *args, **kwargs)
 
     def update(self) -> None:

@@ -59,7 +59,7 @@ def set_wire_dtype(engine: Any, dtype: torch.dtype) -> None:
     """Set the dtype in which a training engine exports its shards.
 
     Raises:
-        ValueError: the engine exports bfloat16 alone and ``dtype`` is another.
+        ValueError: the engine exports only bfloat16 and ``dtype`` is another.
     """
     if hasattr(engine, "wire_dtype"):
         engine.wire_dtype = dtype

@@ -22,7 +22,7 @@ Sizes, no checksums: what a kill, a full disk or a clean-up leaves behind differ
 takes about as long as to write it (SHA-256 0.8, torch.save 0.6 GiB/s on one core). A flipped bit is not found, nor is
 it by ``torch.load``.
 
-The module needs the standard library alone.
+The module needs only the standard library.
 """
 
 import json

@@ -40,7 +40,7 @@ records the outcomes, `make matrix` regenerates the page.
 LEGEND = """\
 - ✓: observed on the patched release.
 - °: observed on the unpatched release, too; (°): there in part.
-- –: cannot occur on the release.
+- –: cannot occur on the release, or cannot be tested on a CPU: see the note.
 - changed lines: of all patches together, without the files that are copied in."""
 NOTES = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖ"
 # The releases that the FlowRL recipe cannot run on, and why.

@@ -89,7 +89,7 @@ REFUSED = {
     ),
     "contradicting param_dtype and overlay": (
         ["+precision=bf16", f"{MIXED}=fp16"],
-        ["dtype=bfloat16 and fsdp_config.dtype=float16 contradict"],
+        ["dtype=bfloat16 and fsdp_config.mixed_precision.param_dtype=fp16 contradict"],
     ),
     "half precision masters of a critic beside the actor's adapters": (
         [FP16, "critic.fsdp.model_dtype=fp16", "actor_rollout_ref.model.lora_rank=8"],

@@ -46,7 +46,12 @@ class IgnoresDtype(AcceptsDtype):
 )
 def test_a_checkpoint_engine_gets_a_torch_dtype(engine, engine_kwargs, rollout_dtype, expected):
     given = dict(engine_kwargs)
-    assert wire_kwargs(engine, given, rollout_dtype) == expected and given == engine_kwargs
+    registry = SimpleNamespace(get={"own": engine}.__getitem__)
+    assert wire_kwargs(registry, "own", given, rollout_dtype) == expected and given == engine_kwargs
+
+
+def test_an_unknown_checkpoint_engine_is_left_to_upstream_without_a_request():
+    assert wire_kwargs(SimpleNamespace(get={}.__getitem__), "nccl", {"a": 1}, "bfloat16") == {"a": 1}
 
 
 def test_an_engine_that_exports_only_bfloat16_is_refused():

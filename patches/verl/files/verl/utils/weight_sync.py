@@ -56,7 +56,7 @@ def check_weight_sync(trainer: Any, batch: Mapping[str, torch.Tensor]) -> dict[s
 
     Returns:
         the metrics of the first comparison, and of every batch the share of equal log-probabilities
-        (:func:`verl.utils.mismatch.equal_share`); nothing where the run does not check.
+        (:func:`verl.utils.mismatch.equal_share`); nothing where the run neither requests a precision nor checks.
 
     Raises:
         WeightSyncError: the first comparison failed.

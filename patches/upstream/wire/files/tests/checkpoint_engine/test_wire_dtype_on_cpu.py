@@ -51,7 +51,8 @@ class DoesNot(Takes):
     ],
 )
 def test_a_checkpoint_engine_gets_the_rollouts_dtype(engine, engine_kwargs, rollout_dtype, expected):
-    assert wire_kwargs(engine, engine_kwargs, rollout_dtype) == expected
+    registry = SimpleNamespace(get={"own": engine}.__getitem__)
+    assert wire_kwargs(registry, "own", engine_kwargs, rollout_dtype) == expected
 
 
 def test_an_engine_that_exports_bfloat16_alone_is_refused():

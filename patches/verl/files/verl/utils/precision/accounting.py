@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Optional
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .dtypes import UNREQUESTED, Precision
 from .scaler import GradScalerConfig, LossScaleError, LossScaler, storm_message
@@ -51,6 +52,8 @@ class StepAccounting:
             The gradient norm, or ``None`` (no metric at all) where it is not finite or the step was skipped: one NaN
             would spread to the means of a whole training step.
         """
+        if isinstance(grad_norm, DTensor):  # FSDP2's norm, in older torch a part of it on each rank
+            grad_norm = grad_norm.full_tensor()
         norm = float(grad_norm)
         return self._account(math.isfinite(norm), norm, scaler.get_scale() if scaler is not None else None)
 

@@ -87,6 +87,8 @@ def check_engine_dtype(dtype: Optional[str], strategy: Optional[str]) -> torch.d
             f"dtype={dtype} is not what strategy={strategy} trains in, which is bfloat16 without a loss scaler: "
             "choose strategy fsdp, fsdp2 or megatron, or dtype bfloat16"
         )
+    if resolved == torch.float32 and strategy == "megatron":
+        raise ValueError(f"dtype={dtype} is not supported by strategy=megatron: choose bfloat16 or float16")
     return resolved
 
 
@@ -107,8 +109,8 @@ def join_dtypes(dtype: Optional[str], engine_key: str, engine_config: Any) -> Op
         return engine_dtype
     compute = to_dtype(dtype, "dtype")
     for key, value, allowed in (
+        ("mixed_precision.param_dtype", _param_dtype(engine_config), (compute,)),  # first: a config copies it to dtype
         ("dtype", engine_dtype, (compute, torch.bfloat16)),
-        ("mixed_precision.param_dtype", _param_dtype(engine_config), (compute,)),
     ):
         if value is not None and to_dtype(value, f"{engine_key}.{key}") not in allowed:
             raise ValueError(

@@ -260,7 +260,9 @@ def fp32_wrap_policy(
 
 
 def shard_in_fp32(kept: Mapping[str, torch.nn.Module], fsdp_kwargs: Mapping[str, Any]) -> None:
-    """Shard each kept module by itself under FSDP2, with its parameters in fp32; call before the rest is sharded.
+    """Shard each kept module separately under FSDP2, with its parameters in fp32, and mark it ``sharded_in_fp32``.
+
+    Call it before the rest is sharded.
 
     Args:
         kept: the result of :func:`keep_in_fp32`.
@@ -269,3 +271,4 @@ def shard_in_fp32(kept: Mapping[str, torch.nn.Module], fsdp_kwargs: Mapping[str,
     for module in kept.values():
         mp_policy = replace(fsdp_kwargs["mp_policy"], param_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(module, **{**fsdp_kwargs, "mp_policy": mp_policy})
+        module.sharded_in_fp32 = True

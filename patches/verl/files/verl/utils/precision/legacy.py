@@ -47,7 +47,7 @@ def worker_scaler(fsdp_config: Mapping[str, Any], precision: Precision, device: 
     return LossScaler(GradScalerConfig.read(fsdp_config.get("grad_scaler")), device) if precision.loss_scaling else None
 
 
-def rollout_precision(dtype: str) -> Precision:
+def rollout_precision(dtype: Optional[str]) -> Precision:
     """Return the precision in which the HF rollout samples: that of ``rollout.dtype``, if it requests one.
 
     Raises:
@@ -116,7 +116,7 @@ def sft_precision(config: Mapping[str, Any]) -> Precision:
         ValueError: as :meth:`Precision.of_worker`.
     """
     model, lora = config["model"], _trains_adapters(config["model"])
-    return Precision.of_worker(config["dtype"], model["fsdp_config"], True, lora, "model.fsdp_config")
+    return Precision.of_worker(config.get("dtype"), model["fsdp_config"], True, lora, "model.fsdp_config")
 
 
 def check_sft(config: Mapping[str, Any]) -> None:

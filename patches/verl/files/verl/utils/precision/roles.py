@@ -43,7 +43,8 @@ def run_requests_precision(config: Mapping[str, Any]) -> bool:
     """
     if select(config, "actor_rollout_ref.rollout.dtype") in REQUESTED_ROLLOUTS:
         return True
-    if (select(config, "trainer.mismatch_freq") or -1) != -1:
+    freq = select(config, "trainer.mismatch_freq")
+    if isinstance(freq, int) and freq > 0:
         return True
     for role, engine_keys in _ROLES.items():
         worker = select(config, role)

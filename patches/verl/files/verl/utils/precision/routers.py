@@ -48,9 +48,10 @@ def keep_routers_in_fp32(linear: type[torch.nn.Module], vllm_config: Any) -> Non
 
     Args:
         linear: vLLM's ``ReplicatedLinear``, whose subclasses include ``GateLinear``.
-        vllm_config: the worker's ``VllmConfig``.
+        vllm_config: the worker's ``VllmConfig``, if it has one.
     """
-    patterns = vllm_config.additional_config.get(_KEY, []) if isinstance(vllm_config.additional_config, dict) else []
+    config = getattr(vllm_config, "additional_config", None)
+    patterns = config.get(_KEY, []) if isinstance(config, dict) else []
     if not patterns or vllm_config.quant_config is not None:
         return
     experts = vllm_config.model_config.get_num_experts()

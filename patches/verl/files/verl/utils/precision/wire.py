@@ -23,20 +23,22 @@ from .dtypes import dtype_name, to_dtype
 from .roles import REQUESTED_ROLLOUTS
 
 
-def wire_kwargs(engine_cls: type, engine_kwargs: Mapping[str, Any], rollout_dtype: str) -> dict[str, Any]:
+def wire_kwargs(registry: Any, backend: str, engine_kwargs: Mapping[str, Any], rollout_dtype: str) -> Mapping[str, Any]:
     """Return the constructor arguments of a checkpoint engine, with ``rollout_dtype`` where it takes one.
 
     Args:
+        registry: verl's ``CheckpointEngineRegistry``.
+        backend: the engine's name there.
         engine_kwargs: the user's ``checkpoint_engine.engine_kwargs``; they win, and a dtype's name becomes the dtype.
         rollout_dtype: ``rollout.dtype``; ``bfloat16``, the engines' own default, and ``auto`` change no argument.
 
     Raises:
         ValueError: the user's ``rollout_dtype`` is not a dtype to compute in.
     """
-    kwargs = dict(engine_kwargs)
     if rollout_dtype not in REQUESTED_ROLLOUTS:
-        return kwargs
-    if _takes(engine_cls, "rollout_dtype"):
+        return engine_kwargs
+    kwargs = dict(engine_kwargs)
+    if _takes(registry.get(backend), "rollout_dtype"):
         kwargs.setdefault("rollout_dtype", rollout_dtype)
     if "rollout_dtype" in kwargs:
         name = {"half": "float16", "float": "float32"}.get(kwargs["rollout_dtype"], kwargs["rollout_dtype"])

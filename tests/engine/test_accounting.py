@@ -1,8 +1,12 @@
 """Skipped steps are counted, a storm of overflows saves a checkpoint, and rewards of inf or NaN are refused."""
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from precision import (
     GradScalerConfig,
     LossScaleError,
@@ -11,6 +15,8 @@ from precision import (
     label_fields,
     save_after_storm,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 
 class ReportedEngine(StepAccounting):
@@ -41,6 +47,22 @@ def test_every_skip_of_an_update_is_counted():
     for applied in (False, True, False, False):
         engine.account_reported_step(applied, 0.5 if applied else None, 512.0, config)
     assert engine.close_update() and engine.update_metrics() == {"skipped_steps": 3.0, "loss_scale": 512.0}
+
+
+def account_a_part(rank: int, store: Path) -> None:
+    """Account on one of two ranks for a step whose norm overflows on the other."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    part = torch.tensor(1.0 if rank == 0 else math.inf)
+    engine = ReportedEngine()
+    norm = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial()])
+    assert engine.account_step(norm, None) is None and engine.cleared == 1 and not engine.close_update()
+    assert engine.update_metrics() == {"skipped_steps": 1.0}
+    dist.destroy_process_group()
+
+
+@pytest.mark.subprocess
+def test_norm_that_each_rank_has_a_part_of_counts_the_same_skip_on_all(tmp_path):
+    mp.start_processes(account_a_part, (tmp_path / "store",), nprocs=2, start_method="fork")
 
 
 def test_a_reported_step_without_loss_scaling_is_accounted():

@@ -30,10 +30,13 @@ LEGACY_CRITIC, ENGINE_CRITIC = "critic.model.fsdp_config.", "critic.fsdp."
 
 def refusal(resolver: DtypeResolver) -> str | None:
     """Return the line with which the driver or the first worker would refuse the configuration; None without one."""
-    if line := unknown_field(resolver) or refused_rank(resolver) or refused_frequency(resolver):
-        return line
+    patched, first = resolver.tree.precision, resolver.legacy  # whose driver checks before it makes dataclasses
     try:
-        if resolver.tree.precision:
+        if patched and first:
+            check_patched(resolver)
+        if line := unknown_field(resolver) or refused_rank(resolver) or refused_frequency(resolver):
+            return line
+        if patched and not first:
             check_patched(resolver)
         for role in ROLES:
             if resolver.uses(role):

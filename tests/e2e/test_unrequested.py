@@ -52,7 +52,7 @@ MEASURED = re.compile("timing|perf/|throughput|mfu|memory")  # metrics that two 
 PREFIX = re.compile(r"\x1b\[[0-9;]*m|\(\w+ pid=[^)]*\)")  # Ray's, of a line of another process
 DUMPED = re.compile(r"^\s*\{?$|^\s*\{?'|\}$")  # the printed configuration, which is compared as a file
 WORDS = re.compile(r"[A-Za-z]{2,}\W+[A-Za-z]{2,}")  # a printed configuration is sometimes cut within a value
-# Progress bars, the console's line of metrics, and what vLLM says where Ray ends its server first.
+# Progress bars, the console's line of metrics, and what vLLM prints where Ray ends its server first.
 MOVING = re.compile(r"\d+%\||timing|perf/|\[shutdown\]")
 VARYING = re.compile(r"\S*/\S*|0x[0-9a-f]+|\b[0-9a-f]{8,}\b|[0-9]+([.:-][0-9]+)*")
 

@@ -30,14 +30,14 @@ LEGACY_CRITIC, ENGINE_CRITIC = "critic.model.fsdp_config.", "critic.fsdp."
 
 def refusal(resolver: DtypeResolver) -> str | None:
     """Return the line with which the driver or the first worker would refuse the configuration; None without one."""
-    patched, first = resolver.tree.precision, resolver.legacy  # whose driver checks before it makes dataclasses
+    patched = resolver.tree.precision
     try:
-        if patched and first:
-            check_patched(resolver)
+        if patched and resolver.legacy:  # its driver checks before it makes dataclasses
+            patched.check_workers(resolver.config.values)
         if line := unknown_field(resolver) or refused_rank(resolver) or refused_frequency(resolver):
             return line
-        if patched and not first:
-            check_patched(resolver)
+        if patched and not resolver.legacy:
+            check_engines(resolver)
         for role in ROLES:
             if resolver.uses(role):
                 for what in ("master", "compute", "autocast", "reduce"):
@@ -108,15 +108,13 @@ def refused_quantization(resolver: DtypeResolver) -> str | None:
     return f"ValueError: Currently only support {known if listed else known[0]} quantization, got: {value}"
 
 
-def check_patched(resolver: DtypeResolver) -> None:
-    """Check the configuration as a patched tree's driver does: by the tree's own module, in the driver's order.
+def check_engines(resolver: DtypeResolver) -> None:
+    """Check the configuration as the driver of a patched tree with the model engine does, by its own module, in order.
 
     Raises:
         ValueError, TypeError: the driver's refusal.
     """
     module, config = resolver.tree.precision, resolver.config
-    if resolver.legacy:
-        return module.check_workers(config.values)
     check_role(resolver, "actor")
     if module.run_requests_precision(config.values):
         module.check_rollout_dtype(config.get(f"{ROLLOUT}.dtype"))

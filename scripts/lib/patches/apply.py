@@ -142,7 +142,12 @@ def run_patches(stack: Stack, contents: Mapping[str, bytes], reverse: bool = Fal
         contents: of hooked files, by path.
     """
     start, end = (stack.after, stack.before) if reverse else (stack.before, stack.after)
-    patches, options = (reversed(stack.patches), ["--reverse"]) if reverse else (stack.patches, [])
+    if not contents:
+        return {}  # without --include git would apply all
+    options = ["--whitespace=nowarn", *["--reverse"] * reverse, *(f"--include={path}" for path in contents)]
+    texts = [patch.text for patch in stack.patches]
+    # One process applies all. It cannot reverse all: git 2.30 changed the order in which it takes them.
+    texts = texts[::-1] if reverse else ["".join(texts)]
     with tempfile.TemporaryDirectory() as folder, adding(UNCHANGED, Path(folder)):
         scratch = Path(folder).resolve()
         for path, content in contents.items():
@@ -150,9 +155,8 @@ def run_patches(stack: Stack, contents: Mapping[str, bytes], reverse: bool = Fal
                 again = f"reinstall {stack.release.framework.name}"
                 raise Refused(f"{path} is not the file that the patches of {stack.release} were made for; {again}")
             write(scratch / path, content)
-        for patch in patches:
-            if included := [f"--include={path}" for path, _, _ in patch.blobs if path in contents]:
-                git("apply", "--whitespace=nowarn", *options, *included, "-", cwd=scratch, stdin=patch.text)
+        for text in texts:
+            git("apply", *options, cwd=scratch, stdin=text)
         made = {path: (scratch / path).read_bytes() for path in contents}
     if wrong := [path for path, content in made.items() if blob_id(content) != end[path]]:
         raise Refused(f"{wrong[0]}: patched content does not match the blob id in the patches of {stack.release}")

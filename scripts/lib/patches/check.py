@@ -11,7 +11,7 @@ from lib.patches.apply import apply, unapply
 from lib.patches.export import check_re_export
 from lib.patches.git_objects import package_blobs
 from lib.patches.releases import VERL, Framework, Release, find_release
-from lib.patches.stack import Stack, release_stacks, trailers
+from lib.patches.stack import Stack, release_stacks
 from lib.patches.status import status
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
@@ -29,8 +29,6 @@ def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
     release = find_release(name, project, framework)
     stacks = release_stacks(release, project)
     stack = stacks[-1]
-    for patch in stack.patches:
-        trailers(patch)
     if stack.fixes and not any(patch.fixes for patch in stack.patches):
         raise Refused(f"{framework.home(project)}/fixes has files, and no patch of {release} is of the series fixes")
     with tempfile.TemporaryDirectory() as scratch:

@@ -88,6 +88,7 @@ def commit_base(name: str, root: Path, stack: Stack, scratch: Path) -> Path:
     git("init", "--quiet", "--initial-branch=stack", cwd=tree)
     git("config", "user.name", "verl-precision", cwd=tree)  # whoever continues a cherry-pick needs no identity
     git("config", "user.email", "", cwd=tree)
+    git("config", "maintenance.auto", "false", cwd=tree)  # each commit would start another process
     write(tree / ".git/info/exclude", b"__pycache__/\n")
     write(tree / ".git/info/attributes", b"*.py diff=python\n")  # hunk headers then name the function
     git("add", "--all", "--force", cwd=tree)

@@ -66,8 +66,8 @@ def read_commits(tree: Path) -> Export:
     hooked = dict(pristine)
     patches: dict[str, Patch] = {}
     added: set[str] = set()  # by commits of the series fixes
-    for commit_id in git("rev-list", "--reverse", f"{base}..HEAD", cwd=tree).split():
-        message = git("show", "--no-patch", "--format=%B", commit_id, cwd=tree).strip()
+    for commit in git("log", "--reverse", "--format=%H %B%x00", f"{base}..HEAD", cwd=tree).split("\0")[:-1]:
+        commit_id, _, message = commit.strip().partition(" ")
         subject = message.partition("\n")[0]
         changes = git("diff-tree", "--no-commit-id", "--name-status", "--no-renames", "-r", commit_id, cwd=tree)
         statuses = {path: status for status, path in (line.split("\t") for line in changes.splitlines())}

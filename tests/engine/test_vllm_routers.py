@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from precision import keep_routers_in_fp32
+from precision import engine_kwargs_with_routers, keep_routers_in_fp32
 
 
 @pytest.fixture
@@ -47,3 +47,20 @@ def test_a_named_router_has_fp32_weights_and_scores(config, name, rows, changed,
     assert scores.dtype == dtype
     exact = torch.full((2, rows), 8 / 3)
     assert torch.allclose(scores.float(), exact, rtol=1e-6) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("given", "patterns", "expected"),
+    [
+        ({"seed": 1}, None, {"seed": 1}),
+        ({"seed": 1}, [], {"seed": 1}),
+        ({"seed": 1}, ["*.gate"], {"seed": 1, "additional_config": {"keep_fp32_modules": ["*.gate"]}}),
+        (
+            {"additional_config": {"own": 1}},
+            ["*.gate"],
+            {"additional_config": {"own": 1, "keep_fp32_modules": ["*.gate"]}},
+        ),
+    ],
+)
+def test_only_named_modules_give_vllm_an_additional_config(given, patterns, expected):
+    assert engine_kwargs_with_routers(given, patterns) == expected

@@ -58,6 +58,12 @@ def test_every_mutant_changes_the_program(area, workspace):
         assert mutant.tests or select_tests(mutant.file, REPO)
 
 
+def test_tests_that_need_two_trees_are_refused(workspace):
+    of_the_suite = "tests/conformance/verl/test_conformance.py::test_patched_release_has_the_behaviour[inert_ref-0.9.1]"
+    with pytest.raises(Refused, match="of-verl: some of its tests run on trees with the series fixes, others do not"):
+        workspace.file(replace(OF_VERL, tests=(*OF_VERL.tests, of_the_suite)))
+
+
 def test_every_test_of_the_tables_exists_and_mutants_are_distinct():
     for test in {test for mutant in TABLE for test in mutant.tests}:
         file, _, name = test.partition("::")

@@ -49,10 +49,16 @@ class Workspace:
     def tree(self, framework: Framework, mutant: Mutant) -> Path:
         """Return the folder of the mutant's patched release, by default the newest.
 
-        It has both series, unless all tests are of verl's conformance suite, whose trees have ``precision`` only.
+        It has both series, or for tests of verl's conformance suite, whose trees have no other, ``precision``.
+
+        Raises:
+            Refused: the tests need both trees; those of the one would pass on the release without the mutant.
         """
         release = mutant.release or list(load_releases(framework=framework))[-1]
-        fixes = not (mutant.tests and all(test.startswith(SUITE) and OF_FIXES not in test for test in mutant.tests))
+        kinds = {not test.startswith(SUITE) or OF_FIXES in test for test in mutant.tests} or {True}
+        if len(kinds) > 1:
+            raise Refused(f"{mutant.name}: some of its tests run on trees with the series fixes, others do not; choose")
+        (fixes,) = kinds
         folder = self.trees / f"{framework.name}-{release}{'-fixes' * fixes}"
         if not folder.exists():
             apply(unpacked_wheel(release, folder, framework), framework=framework, fixes=fixes)

@@ -167,6 +167,23 @@ def test_gradients_are_clipped_at_the_configured_norm(release, name, owner, pack
     assert function(file, f"{owner}._optimizer_step", torch=torch, DTensor=DTensor)(worker) == 0.5
 
 
+# What an engine calls on its way to the merge of LoRA adapters, and after upstream's.
+MERGES = ("log_gpu_memory_usage", "logger", "fsdp_version", "load_fsdp_model_to_gpu", "offload_fsdp_model_to_cpu")
+MERGES += ("get_device_id", "merged_lora_context", "normalize_peft_param_name", "convert_weight_keys", "merged_weights")
+
+
+@pytest.mark.parametrize("requested", [True, False])
+@pytest.mark.parametrize("release", ENGINE)
+def test_adapters_are_merged_outside_the_model_where_a_precision_is_requested(release, requested, package):
+    """Upstream adds them to the weights of the base, in its 16 bits."""
+    called = {name: MagicMock() for name in MERGES}
+    engine = MagicMock(_qat_enabled=False)
+    engine.precision.requested = requested
+    file = package(release) / "workers/engine/fsdp/transformer_impl.py"
+    weights, _ = function(file, "FSDPEngine.get_per_tensor_param", DTensor=DTensor, **called)(engine)
+    assert (weights is called["merged_weights"].return_value) is requested
+
+
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize("release", ["0.7.0", "0.7.1", "0.8.0"])
 def test_loss_of_a_batch_without_a_token_is_zero(release, mode, package):

@@ -7,31 +7,28 @@ serves both.
 import argparse
 import difflib
 import os
-import subprocess
 import sys
-import venv
 from pathlib import Path
 
 from lib.paths import CACHE, REPO
+from lib.uv import Uv, find_uv
 
 SETS = ("cpu", "cuda", "workers")
 
 
-def resolve(uv: Path, name: str, python: str, lock: Path) -> None:
+def resolve(uv: Uv, name: str, python: str, lock: Path) -> None:
     """Resolve ``name``.in into ``lock``, whose present pins are preferred."""
-    command = [uv, "pip", "compile", f"{name}.in", "--output-file", lock, "--python-version", python]
-    command += ["--python-platform", "linux", "--no-emit-index-url", "--no-annotate", "--quiet"]
+    words = ["compile", f"{name}.in", "--output-file", lock, "--python-version", python]
+    words += ["--python-platform", "linux", "--no-emit-index-url", "--no-annotate"]
     if (REPO / f"requirements/{name}.overrides").exists():
-        command += ["--override", f"{name}.overrides"]
-    environment = os.environ | {"UV_CUSTOM_COMPILE_COMMAND": "make lock"}
-    subprocess.run(command, cwd=REPO / "requirements", env=environment, check=True)
+        words += ["--override", f"{name}.overrides"]
+    uv.pip(*words, cwd=REPO / "requirements")
 
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    venv.create(CACHE / "uv", with_pip=True)
-    subprocess.run([CACHE / "uv/bin/pip", "install", "--quiet", "uv"], check=True)
-    uv = CACHE / "uv/bin/uv"
+    os.environ["UV_CUSTOM_COMPILE_COMMAND"] = "make lock"
+    uv = find_uv()
     for name in SETS:
         lock, other = REPO / f"requirements/{name}.lock", CACHE / f"{name}.lock"
         resolve(uv, name, "3.11", lock)

@@ -26,6 +26,7 @@ from lib.errors import Refused
 from lib.format import first_three
 from lib.patches.apply import apply
 from lib.paths import REPO
+from lib.uv import find_uv
 from lib.wheelhouse import Wheelhouse, canonical, unpack
 
 PYTHONS = ("3.11", "3.12")  # for which the locks are resolved
@@ -177,27 +178,28 @@ def check_present(environment: Environment, names: list[str]) -> None:
 
 
 def install(environment: Environment, wheels: Path | None) -> None:
-    """Install what the folder ``wheels`` contains, or else the requirements, with pip as this machine configures it.
+    """Install what the folder ``wheels`` contains with pip, or else the requirements with uv.
 
     Raises:
         Refused: flash-attn could not be built.
         subprocess.CalledProcessError: another installation failed.
     """
-    pip = [environment.python, "-m", "pip", "install", "--quiet"]
-    if wheels:
-        subprocess.run([*pip, "--no-index", "--no-deps", *sorted(wheels.iterdir())], check=True)
+    if wheels:  # on a machine that may have no uv
+        pip = [environment.python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        subprocess.run([*pip, *sorted(wheels.iterdir())], check=True)
         return
+    uv, into = find_uv(), ["--python", environment.python]
     first, *rest = requested(environment)  # torch comes first
     index = os.environ.get("TORCH_INDEX_URL")
     if first.suffix == ".torch":
-        extra, (second,) = ["--extra-index-url", index] if index else [], rest
-        subprocess.run([*pip, "-r", first, "-c", second, *extra], check=True)
-        subprocess.run([*pip, "--no-deps", "-r", second], check=True)
+        extra, (second,) = ["--index", index] if index else [], rest
+        uv.pip("install", *into, "-r", first, "-c", second, *extra)
+        uv.pip("install", *into, "--no-deps", "-r", second)
         return
-    subprocess.run([*pip, "--no-deps", "-r", first], check=True)
+    uv.pip("install", *into, "--no-deps", "-r", first)
     for file in rest:
         try:
-            subprocess.run([*pip, "--no-deps", "--no-build-isolation", "-r", file], check=True)
+            uv.pip("install", *into, "--no-deps", "--no-build-isolation", "-r", file)
         except subprocess.CalledProcessError as error:
             raise Refused(f"{file.name}: could not be built; FLASH_ATTN=no leaves flash-attn out") from error
 

@@ -105,33 +105,42 @@ def test_changed_lock_and_interrupted_setup_start_anew(environment, on_path, mon
         assert not mark.exists()
 
 
+@pytest.fixture
+def uv(monkeypatch):
+    """A stand-in for uv that keeps the words of its calls, and fails on a file that is named in ``fails``."""
+
+    class Recorder:
+        def __init__(self):
+            self.calls, self.fails = [], ""
+
+        def pip(self, *words):
+            self.calls.append(" ".join(map(str, words)).replace(f"{setup_env.REPO}/requirements/", ""))
+            if self.fails and self.fails in self.calls[-1]:
+                raise subprocess.CalledProcessError(1, ["uv"])
+
+    recorder = Recorder()
+    monkeypatch.setattr(setup_env, "find_uv", lambda: recorder)
+    return recorder
+
+
 @pytest.mark.parametrize(
     ("name", "flash_attn", "expected"),
     [
-        ("cpu", "no", ["-r cpu.torch -c cpu.lock --extra-index-url https://torch", "--no-deps -r cpu.lock"]),
+        ("cpu", "no", ["-r cpu.torch -c cpu.lock --index https://torch", "--no-deps -r cpu.lock"]),
         ("cuda", "", ["--no-deps -r cuda.lock", "--no-deps --no-build-isolation -r cuda.flash-attn"]),
         ("cuda", "no", ["--no-deps -r cuda.lock"]),
     ],
 )
-def test_locks_are_installed_without_further_packages(monkeypatch, name, flash_attn, expected):
-    commands = []
+def test_locks_are_installed_without_further_packages(monkeypatch, uv, name, flash_attn, expected):
     monkeypatch.setenv("FLASH_ATTN", flash_attn)
     monkeypatch.setenv("TORCH_INDEX_URL", "https://torch")
-    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(" ".join(map(str, command))))
     environment = setup_env.ENVIRONMENTS[name]
     setup_env.install(environment, None)
-    pip = f"{environment.python} -m pip install --quiet "
-    assert [command.replace(f"{setup_env.REPO}/requirements/", "") for command in commands] == [
-        f"{pip}{words}" for words in expected
-    ]
+    assert uv.calls == [f"install --python {environment.python} {words}" for words in expected]
 
 
-def test_flash_attn_that_cannot_be_built_is_named_with_the_way_to_do_without(monkeypatch):
-    def run(command, check):
-        if "cuda.flash-attn" in str(command[-1]):
-            raise subprocess.CalledProcessError(1, command)
-
-    monkeypatch.setattr(subprocess, "run", run)
+def test_flash_attn_that_cannot_be_built_is_named_with_the_way_to_do_without(monkeypatch, uv):
+    uv.fails = "cuda.flash-attn"
     with pytest.raises(Refused, match="^cuda.flash-attn: could not be built; FLASH_ATTN=no leaves flash-attn out"):
         setup_env.install(setup_env.ENVIRONMENTS["cuda"], None)
     monkeypatch.setenv("FLASH_ATTN", "maybe")

@@ -24,7 +24,7 @@ CHECKOUT = os.environ.get("VERL_CHECKOUT")
 PYTHON = REPO / ".venv-workers/bin/python"
 PRELOAD = ("torch.distributed.fsdp", "transformers", "peft", "tensordict", "datasets", "hydra", "ray", "pytest")
 FILE_S = 240  # some hang without a network, patched or not
-PROCESSES = 2
+PROCESSES = 5  # most of their time is waiting
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ The conformance suite records what upstream accepts silently.
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,7 +142,8 @@ REQUESTS = {name: overrides for name, (overrides, _) in (RESOLVED | REFUSED).ite
 def composed(fork_server, environment, tiny_model, request, tmp_path_factory) -> dict[str, dict]:
     """The outcomes by name on the patched tree, for the session's tests of this file."""
     folder = tmp_path_factory.mktemp("config")
-    names = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    items = [item for item in request.session.items if item.path == request.path and "composed" in item.fixturenames]
+    names = {item.callspec.params["name"] for item in items}
     requests, results = folder / "requests.json", folder / "outcomes.json"
     requests.write_text(json.dumps({name: REQUESTS[name] for name in sorted(names)}))
     script = Path(__file__).with_name("config_cases.py")
@@ -188,3 +191,14 @@ def test_invalid_overrides_are_refused_by_key_and_value(composed, name):
     """By the driver: upstream's ``validate_config`` builds actor and critic only, the workers rollout and ref."""
     for part in REFUSED[name][1]:
         assert part in composed[name]["error"]
+
+
+# A config that no role's config builds, as one's own trainer does.
+ENGINE = "from verl.workers.config import FSDPEngineConfig as Config; print(Config(strategy='fsdp', dtype='{}').dtype)"
+
+
+@pytest.mark.parametrize(("dtype", "printed", "error"), [("fp16", "float16", ""), ("banana", "", "dtype=banana is")])
+def test_an_engines_own_config_checks_its_dtype(environment, dtype, printed, error):
+    line = [sys.executable, "-c", ENGINE.format(dtype)]
+    done = subprocess.run(line, env=environment("patched"), capture_output=True, text=True)
+    assert done.stdout.strip().rpartition("\n")[2] == printed and f"ValueError: {error}" * bool(error) in done.stderr

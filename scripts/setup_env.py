@@ -69,11 +69,11 @@ class Environment:
 
 
 ENVIRONMENTS = {
-    "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 to 7 GB on disk, 3 to 6 minutes", patched=True),
+    "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 to 7 GB on disk, 1 to 2 minutes", patched=True),
     "cuda": Environment(
         ".venv-cuda", ("cuda.lock", "cuda.flash-attn"), "flash-attn is compiled unless FLASH_ATTN=no", patched=True
     ),
-    "workers": Environment(".venv-workers", ("cpu.torch", "workers.lock"), "2 GB on disk, 2 minutes", patched=False),
+    "workers": Environment(".venv-workers", ("cpu.torch", "workers.lock"), "2 GB on disk, a minute", patched=False),
 }
 
 

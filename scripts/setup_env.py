@@ -188,7 +188,7 @@ def install(environment: Environment, wheels: Path | None) -> None:
         pip = [environment.python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
         subprocess.run([*pip, *sorted(wheels.iterdir())], check=True)
         return
-    uv, into = find_uv(), ["--python", environment.python]
+    uv, into = find_uv(environment.python), ["--python", environment.python]
     first, *rest = requested(environment)  # torch comes first
     index = os.environ.get("TORCH_INDEX_URL")
     if first.suffix == ".torch":

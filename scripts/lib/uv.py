@@ -25,6 +25,7 @@ VARIABLES = {
     "proxy": "ALL_PROXY",
 }
 SECTIONS = ("global", "install", ":env:")  # of pip's configuration; the last one wins
+ON = ("y", "yes", "t", "true", "on", "1")  # a switch of pip's that is on
 LIKE_PIP = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_PYTHON_DOWNLOADS": "never"}
 
 
@@ -52,19 +53,22 @@ class Uv:
         subprocess.run([self.program, "pip", *words, *self.options, *quiet], cwd=cwd, env=self.environment, check=True)
 
 
-def find_uv() -> Uv:
+def find_uv(python: str | Path = sys.executable) -> Uv:
     """Return uv: that on PATH, or one in .cache, which pip installs unless it is there.
 
+    Args:
+        python: the Python whose pip is asked for its settings.
+
     Raises:
-        subprocess.CalledProcessError: pip failed.
+        subprocess.CalledProcessError: pip failed, or that Python has none.
     """
     on_path, own = shutil.which("uv"), CACHE / "uv/bin/uv"
     if not on_path and not own.exists():
         venv.create(CACHE / "uv", with_pip=True, clear=True)
         subprocess.run([CACHE / "uv/bin/python", "-m", "pip", "install", "--quiet", "uv"], check=True)
-    pip = [sys.executable, "-m", "pip", "config", "list"]
-    settings = settings_of(subprocess.run(pip, capture_output=True, text=True).stdout)
-    options = ["--no-index"] if settings.get("no-index", "").lower() in ("1", "true", "yes", "on") else []
+    pip = [python, "-m", "pip", "config", "list"]
+    settings = settings_of(subprocess.run(pip, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    options = ["--no-index"] if settings.get("no-index", "").lower() in ON else []
     return Uv(Path(on_path or own), LIKE_PIP | variables(settings) | os.environ, options)
 
 

@@ -119,7 +119,7 @@ def uv(monkeypatch):
                 raise subprocess.CalledProcessError(1, ["uv"])
 
     recorder = Recorder()
-    monkeypatch.setattr(setup_env, "find_uv", lambda: recorder)
+    monkeypatch.setattr(setup_env, "find_uv", lambda python: recorder)
     return recorder
 
 

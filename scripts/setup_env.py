@@ -69,7 +69,7 @@ class Environment:
 
 
 ENVIRONMENTS = {
-    "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 to 7 GB on disk, 1 to 2 minutes", patched=True),
+    "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 to 7 GB on disk, about a minute", patched=True),
     "cuda": Environment(
         ".venv-cuda", ("cuda.lock", "cuda.flash-attn"), "flash-attn is compiled unless FLASH_ATTN=no", patched=True
     ),

@@ -193,12 +193,16 @@ def test_invalid_overrides_are_refused_by_key_and_value(composed, name):
         assert part in composed[name]["error"]
 
 
-# A config that no role's config builds, as one's own trainer does.
-ENGINE = "from verl.workers.config import FSDPEngineConfig as Config; print(Config(strategy='fsdp', dtype='{}').dtype)"
+# Engine configs that are not part of a role's config, as in a custom trainer.
+ENGINES = """
+from verl.workers.config import FSDPEngineConfig
+print(FSDPEngineConfig(strategy="fsdp", dtype="fp16").dtype)
+print(FSDPEngineConfig(strategy="fsdp", dtype="banana").dtype)
+"""
 
 
-@pytest.mark.parametrize(("dtype", "printed", "error"), [("fp16", "float16", ""), ("banana", "", "dtype=banana is")])
-def test_an_engines_own_config_checks_its_dtype(environment, dtype, printed, error):
-    line = [sys.executable, "-c", ENGINE.format(dtype)]
+def test_an_engines_own_config_checks_its_dtype(environment):
+    line = [sys.executable, "-c", ENGINES]
     done = subprocess.run(line, env=environment("patched"), capture_output=True, text=True)
-    assert done.stdout.strip().rpartition("\n")[2] == printed and f"ValueError: {error}" * bool(error) in done.stderr
+    assert done.stdout.strip().rpartition("\n")[2] == "float16"
+    assert "ValueError: dtype=banana is" in done.stderr

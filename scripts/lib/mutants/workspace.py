@@ -49,7 +49,7 @@ class Workspace:
     def tree(self, framework: Framework, mutant: Mutant) -> Path:
         """Return the folder of the mutant's patched release, by default the newest.
 
-        It has both series, or for tests of verl's conformance suite, whose trees have no other, ``precision``.
+        It has both series, or only ``precision`` for tests of verl's conformance suite, which takes no tree with fixes.
 
         Raises:
             Refused: the tests need both trees; those of the one would pass on the release without the mutant.

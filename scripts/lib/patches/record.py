@@ -134,7 +134,7 @@ def recover_record(blobs: Mapping[str, str], stacks: list[Stack]) -> Record | No
     found = []
     for stack in stacks:
         if not (stack.after.items() | stack.copied.items()) & blobs.items():
-            continue  # nothing of it is here; a record takes 20 ms to make, and there are 18 stacks
+            continue  # none of its files is here; a record takes 20 ms to make, for each stack
         record = make_record(stack, blobs)
         pristine = record.undone(blobs)
         if pristine != blobs and not record.removed(blobs) and not stack.mismatches(pristine):

@@ -34,7 +34,9 @@ def pytest_configure(config):
     ``manifest``, ``mismatch`` and ``weight_sync``."""
     tree, files = config.getoption("verl_tree"), verbatim_files()
     modules = ("checkpoint/manifest", "lora_sync", "lora_merge", "mismatch", "weight_sync")
-    *others, last = (tree / path if tree else files[path] for path in (f"verl/utils/{name}.py" for name in modules))
+    paths = [f"verl/utils/{name}.py" for name in modules]
+    # a tree with `precision` only has no manifest
+    *others, last = (tree / path if tree and (tree / path).exists() else files[path] for path in paths)
     for file in others:
         load(file)
     root = tree or REPO / "patches/verl/files"

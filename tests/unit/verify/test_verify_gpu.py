@@ -2,22 +2,30 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.report_runs import write_metrics
+from support.trees import RELEASE, edit, patched_tree
 
 import verify_gpu
 from lib.errors import Refused
 from lib.files import write_json
+from lib.patches.releases import VERL, find_release
+from lib.patches.stack import release_stacks
+from lib.paths import REPO
 from lib.run.gpus import Gpu
 from lib.run.metrics import PROBS_DIFF, REWARD, SECONDS
 from lib.verify import state
-from lib.verify.record import Verification, device_name
+from lib.verify.long_model import config
+from lib.verify.record import Verification, device_name, versions
 from lib.verify.report import markdown, write
 from lib.verify.step import Step, VerifiedDevice
 from lib.verify.steps import STAGES, STEPS, outcomes, trained
+from recipes.arithmetic.model import build_model, build_tokenizer
 
 SLEEP = "import time; time.sleep(600)"
 FAIL = "print('first line'); raise SystemExit('the cause')"
@@ -162,3 +170,34 @@ def test_outcomes_of_tests_are_those_of_junit(tmp_path):
     (tmp_path / "junit.xml").write_text(f"<testsuite>{cases}</testsuite>")
     found = outcomes(tmp_path)["tests"]
     assert [each["outcome"] for each in found.values()] == ["passed", "skipped", "failure", "error"]
+
+
+@pytest.mark.subprocess
+def test_engine_step_tests_the_installed_tree_of_either_series(tmp_path):
+    (tmp_path / "installed").mkdir()
+    tree = patched_tree(RELEASE, tmp_path / "installed", None, fixes=False)
+    edit(
+        tree / "verl/workers/engine/fsdp/transformer_impl.py",
+        "import",
+        "raise RuntimeError('of the installed tree')\nimport",
+    )
+    words = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--verl-tree={tree}", f"--basetemp={tmp_path / 'tmp'}"]
+    command = [sys.executable, "-m", "pytest", *words, "tests/engine/test_on_device.py", "-k", "hop and fsdp2"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode and "of the installed tree" in done.stdout + done.stderr
+
+
+def test_stack_of_a_record_is_that_of_the_installed_verl(tmp_path, monkeypatch):
+    tree = patched_tree(RELEASE, tmp_path, None, fixes=False)
+    monkeypatch.setattr(
+        "lib.verify.record.find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tree / name)])
+    )
+    assert versions()["stack"] == release_stacks(find_release(RELEASE))[0].id
+    (tree / VERL.stamp).unlink()
+    assert versions()["stack"] == "none"
+
+
+def test_wide_model_has_as_many_layer_types_as_layers():
+    wide = config(build_model(build_tokenizer(), seed=0).config, 1024, tiny=False)
+    assert len(wide.layer_types) == wide.num_hidden_layers == 12
+    assert wide.max_position_embeddings == 1040

@@ -22,7 +22,16 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 os.environ.pop("PYTHONSAFEPATH", None)  # of the command, which imports from its own folder
 
 import setup_env
-from lib.cli import alternatives, faults_in_one_line, gpu_present, help_requested, one_of, parse_words, shell_words
+from lib.cli import (
+    alternatives,
+    faults_in_one_line,
+    gpu_present,
+    help_requested,
+    one_of,
+    parse_words,
+    shell_words,
+    usage,
+)
 from lib.doctor.interpreter import find_interpreter
 from lib.errors import Refused
 from lib.paths import REPO
@@ -154,6 +163,17 @@ def patchset(action: str) -> Command:
     return Command("patchset.py", arguments, takes=("VERL", "OAT"), environment=False)
 
 
+PATCH_VARIABLES = {
+    "VERL": "folder that contains verl/: a git checkout, an unpacked release or site-packages; default: that of .venv",
+    "OAT": "folder that contains oat/, instead of VERL",
+    "FIXES": "yes also corrects upstream's defects in any dtype: docs/how-to/patch.md; default no",
+    "FORCE": "yes renames files that were edited since apply to FILE.edited, instead of refusing; default no",
+    "FROM": "release whose patches are taken, such as 0.9.1",
+    "TO": "release on PyPI, or a folder that contains the framework",
+    "DIR": "folder of the result; default in outputs",
+    "FRAMEWORK": "verl or oat; default verl",
+    "PATCH": "name of the patch",
+}
 COMMANDS = {
     "run": Command("run.py", run_words, "lib.run.job:parse_job", device=True),
     "submit": Command("submit.py", run_words, "lib.run.job:parse_job", device=True),
@@ -252,6 +272,9 @@ def help_command(name: str) -> None:
     if command.takes is not None:
         variables = [f"{each}=…" for each in command.takes]
         print(" ".join(["usage: make", name, *variables]), flush=True)
+    if command.script == "patchset.py" and command.takes:
+        print(usage({each: PATCH_VARIABLES[each] for each in command.takes}))
+        return
     if command.parser or not command.environment:
         os.execv(sys.executable, [sys.executable, str(command.file), "--help"])
     print(ast.get_docstring(ast.parse(command.file.read_text())))  # its own parser imports packages of the environment
@@ -293,6 +316,7 @@ def main(arguments: list[str]) -> None:
         if not installed.is_dir():
             missing = f"is not set, and this checkout has no {installed.parent.name}"
             raise Refused(f"VERL: {missing}; example: make {name} VERL=/path/to/verl")
+        print(f"VERL is not set: taking {installed}", flush=True)
         values["VERL"] = str(installed)
     program_arguments = command.arguments(values)
     parse(command, program_arguments)

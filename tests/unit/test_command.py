@@ -77,12 +77,23 @@ def test_command_starts_its_script(started, words, program, arguments):
     assert started(*words) == (program, arguments)
 
 
-def test_tree_is_that_of_the_environment_once_there_is_one(started, monkeypatch, tmp_path):
+def test_tree_is_that_of_the_environment_once_there_is_one(started, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command.setup_env, "REPO", tmp_path)
     with pytest.raises(Refused, match="^VERL: is not set, and this checkout has no .venv; example: make drift VERL=/"):
         started("drift")
     (installed := tmp_path / ".venv/site-packages").mkdir(parents=True)
     assert started("drift") == (HERE, ["patchset.py", "drift", "--framework", "verl", str(installed)])
+    assert capsys.readouterr().out == f"VERL is not set: taking {installed}\n"
+
+
+@pytest.mark.parametrize("name", [name for name, each in command.COMMANDS.items() if each.script == "patchset.py"])
+def test_help_of_a_patch_command_explains_its_variables(name, monkeypatch, capsys):
+    executed = []
+    monkeypatch.setattr(os, "execv", lambda *words: executed.append(words))
+    command.help_command(name)
+    shown = capsys.readouterr().out
+    assert all(f"\n  {each} " in shown for each in command.COMMANDS[name].takes)
+    assert bool(executed) == (not command.COMMANDS[name].takes)
 
 
 def test_sanity_is_a_grid_whose_values_the_command_line_overrides(started):

@@ -26,4 +26,4 @@ def changes(old: str, new: str) -> list[str]:
     referring = [f"  {entry}" for entry in added if REFERENCE.search(entry)]
     lines = ["new keys and metrics:", *referring] if referring else []
     others = len(added) - len(referring)
-    return [*lines, f"other new entries in CHANGELOG.md: {others}"] if others else lines
+    return [*lines, f"{'other ' * bool(lines)}new entries in CHANGELOG.md: {others}"] if others else lines

@@ -40,7 +40,7 @@ class Status:
     series: str = ""
 
     def __str__(self) -> str:
-        others = "; files that the patches do not touch are missing or differ from the wheel's"
+        others = "; other files are missing or differ from the wheel's"
         return f"{self.state}: {self.detail}" + (others if self.stack and not self.exact else "")
 
 

@@ -1,6 +1,7 @@
 """Run ``main_ppo`` to its end, end it if it cannot continue, and resume it after the loss of a worker or a node."""
 
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -158,6 +159,14 @@ def find_loss(job: Job, out: Path, record: dict, reader: DeathReader) -> str | N
     return lost_worker(reader, record.get("nodes", ()))
 
 
+def how_it_ended(code: int) -> str:
+    """Return how a process ended, from its exit code as Popen reports it: negative after a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"killed by {name}" + ", as Linux does when memory runs out (dmesg shows it)" * (name == "SIGKILL")
+
+
 def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) -> tuple[int, list[dict]]:
     """Train to the last step, through the loss of workers and nodes, and show the progress.
 
@@ -177,7 +186,7 @@ def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) 
                 raise KeyboardInterrupt
             interrupt_on_signals()
             death, watchdog = result["death"], result["watchdog"]
-            end = f"ended because {death.cause}" if death else f"exit code {result['code']}"
+            end = f"ended because {death.cause}" if death else how_it_ended(result["code"])
             print(f"failed after step {reached} of {steps}, {end}; all output: {log.name}")
             print("\n".join(f"  {line}" for line in causes(result)), flush=True)
             loss = find_loss(job, out, record, watchdog.reader) if job.cluster or job.retries else None

@@ -14,6 +14,7 @@ from support.trees import contents
 
 from lib.errors import Refused
 from lib.patches.apply import apply, unapply
+from lib.patches.changes import changes
 from lib.patches.git import run_git
 from lib.patches.git_objects import package_blobs
 from lib.patches.port import port
@@ -175,3 +176,7 @@ def test_stacks_of_a_former_commit_are_upgraded(release: str, former_project: Pa
             assert (status(root).state, status(root).stack) == ("patched", stacks[wanted])
         unapply(root)
         assert contents(root) == before
+
+
+def test_other_entries_are_other_only_beside_those_on_keys():
+    assert changes("- One.\n", "- One.\n- Two.\n") == ["new entries in CHANGELOG.md: 1"]

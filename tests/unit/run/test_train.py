@@ -67,6 +67,7 @@ print("kept", os.environ["RAY_TMPDIR"], os.environ["TORCHINDUCTOR_CACHE_DIR"], f
 """
 INTERRUPTS = "interrupt()"
 FAILS = "raise SystemExit('ValueError: no such thing')"
+KILLED = "import os; os.kill(os.getpid(), 9)"
 TRAINS = """
 with metrics.open("w") as file:
     for step in (1, 2):
@@ -218,6 +219,7 @@ NODE = "second (10.0.0.3)"
         ([LOSES_A_WORKER] * 2, None, 75, "gave up: RETRIES=1: no retry is left; the same command starts"),
         ([FAILS], None, 1, "failed after step 0 of 2, exit code 1"),
         (["pass"], None, 1, "failed after step 0 of 2, exit code 0"),
+        ([KILLED], None, 1, "failed after step 0 of 2, killed by SIGKILL, as Linux does when memory runs out"),
         ([INTERRUPTS], None, 130, "ended; the same command starts from the beginning"),
         # a cluster that may notice late which nodes it has lost, or whose head is lost
         ([FAILS, TRAINS], [[], [NODE]], 0, f"lost node {NODE} after step 0 of 2"),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.bench.model_shape import MODELS, SANITY
+from lib.cli import handled_errors
 from lib.paths import REPO
 
 PARTS = ("optimizer", "layers", "training")
@@ -171,4 +172,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with handled_errors("bench"):
+        sys.exit(main(sys.argv[1:]))

@@ -20,6 +20,7 @@ from typing import Optional
 
 import torch
 
+from lib.cli import handled_errors
 from lib.paths import REPO
 
 sys.path.append(str(REPO))  # for the recipes
@@ -129,4 +130,5 @@ def main(words: Optional[list[str]] = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with handled_errors("bench-amp"):
+        sys.exit(main())

@@ -130,5 +130,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with cli.faults_in_one_line("collapse"):
+    with cli.handled_errors("collapse"):
         sys.exit(main(sys.argv[1:]))

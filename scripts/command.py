@@ -24,8 +24,8 @@ os.environ.pop("PYTHONSAFEPATH", None)  # of the command, which imports from its
 import setup_env
 from lib.cli import (
     alternatives,
-    faults_in_one_line,
     gpu_present,
+    handled_errors,
     help_requested,
     one_of,
     parse_words,
@@ -333,5 +333,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with faults_in_one_line(sys.argv[1] if sys.argv[1:] else "command"):
+    with handled_errors(sys.argv[1] if sys.argv[1:] else "command"):
         main(sys.argv[1:])

@@ -94,9 +94,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
+    with cli.handled_errors("compare"):
         sys.exit(main(sys.argv[1:]))
-    except Refused as refusal:
-        sys.exit(f"compare: {refusal}")
-    except KeyboardInterrupt:  # nothing had started, or the report, which is put in its place as a whole
-        sys.exit(130)

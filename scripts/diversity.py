@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
-from lib.cli import parse_words
+from lib.cli import handled_errors, parse_words
 from lib.errors import Refused
 from lib.files import read_jsonl, write_json
 from lib.report.readers.dispatch import labelled_paths
@@ -158,7 +158,5 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with handled_errors("diversity"):
         main(sys.argv[1:])
-    except Refused as refusal:
-        sys.exit(f"diversity: {refusal}")

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from lib.cli import shell_words
+from lib.cli import handled_errors, shell_words
 from lib.doctor.diagnosis import Diagnosis, diagnose
 from lib.doctor.hardware import diagnose_on, gpus_here, hardware_lines
 from lib.doctor.requirements import missing
@@ -154,7 +154,5 @@ def live(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
+    with handled_errors("doctor"):
         sys.exit(main(sys.argv[1:]))
-    except (Refused, OSError) as refusal:
-        sys.exit(f"doctor: {refusal}")

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from lib.cli import handled_errors
 from lib.paths import CACHE, REPO
 from lib.uv import Uv, find_uv
 
@@ -46,4 +47,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with handled_errors("lock"):
+        sys.exit(main())

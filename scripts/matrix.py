@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from operator import itemgetter
 
+from lib.cli import handled_errors
 from lib.patches.releases import load_releases
 from lib.patches.stack import Stack, load_stacks, whole
 from lib.paths import REPO
@@ -197,4 +198,5 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with handled_errors("matrix"):
+        main(sys.argv[1:])

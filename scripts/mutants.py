@@ -10,7 +10,7 @@ Exit code: 0 every mutant was killed or is shown to be equivalent, 1 one survive
 import argparse
 import sys
 
-from lib.errors import Refused
+from lib.cli import handled_errors
 from lib.mutants.document import document, killers, survived
 from lib.mutants.table import Mutant, choose, load
 from lib.mutants.trial import Outcome, Outcomes, try_mutants
@@ -29,23 +29,19 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def main(words: list[str]) -> int:
     options = parse(words)
-    try:
-        table = load()
-        mutants, tried = choose(table, options.only), []
+    table = load()
+    mutants, tried = choose(table, options.only), []
 
-        def show(mutant: Mutant, outcome: Outcome) -> None:
-            tried.append(mutant.name)
-            result = f"killed by {outcome.killer}" if outcome.killer else "survived, equivalent"
-            if survived(mutant, outcome):
-                result = f"NOT TRIED: {outcome.problem}" if outcome.problem else "SURVIVED"
-            name = f"{mutant.area}/{mutant.name}"
-            print(f"{len(tried)}/{len(mutants)} {name}: {result} ({outcome.seconds:.0f} s)", flush=True)
+    def show(mutant: Mutant, outcome: Outcome) -> None:
+        tried.append(mutant.name)
+        result = f"killed by {outcome.killer}" if outcome.killer else "survived, equivalent"
+        if survived(mutant, outcome):
+            result = f"NOT TRIED: {outcome.problem}" if outcome.problem else "SURVIVED"
+        name = f"{mutant.area}/{mutant.name}"
+        print(f"{len(tried)}/{len(mutants)} {name}: {result} ({outcome.seconds:.0f} s)", flush=True)
 
-        known = Outcomes(hints=killers(DOCUMENT.read_text()) if DOCUMENT.exists() else {})
-        outcomes = try_mutants(mutants, min(options.jobs, len(mutants)), show, known)
-    except Refused as refusal:
-        print(f"mutants: {refusal}", file=sys.stderr)
-        return 1
+    known = Outcomes(hints=killers(DOCUMENT.read_text()) if DOCUMENT.exists() else {})
+    outcomes = try_mutants(mutants, min(options.jobs, len(mutants)), show, known)
     if mutants == table:
         DOCUMENT.write_text(document(table, outcomes))
     left = [mutant.name for mutant in mutants if survived(mutant, outcomes[mutant.name])]
@@ -54,4 +50,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with handled_errors("mutants"):
+        sys.exit(main(sys.argv[1:]))

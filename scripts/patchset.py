@@ -15,13 +15,13 @@ if sys.version_info < (3, 10):  # noqa: UP036 - before anything is imported that
 import argparse
 import json
 import os
-import signal
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
+from lib.cli import handled_errors
 from lib.errors import Refused
 from lib.patches.apply import apply, unapply
 from lib.patches.carry import carry_patch
@@ -180,20 +180,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_args()
-    for stream in (sys.stdout, sys.stderr):  # a path may have characters that the terminal's encoding lacks
-        stream.reconfigure(errors="backslashreplace")
-    try:
-        return args.run(args)
-    except Refused as fault:
-        line = str(fault)
-    except OSError as fault:
-        paths = " -> ".join(str(path) for path in (fault.filename, fault.filename2) if path)
-        line = ": ".join(str(part) for part in (paths, fault.strerror or fault) if part)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    print(f"patchset: {line}", file=sys.stderr)
-    return 1
+    return args.run(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with handled_errors("patchset"):
+        sys.exit(main())

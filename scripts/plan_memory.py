@@ -14,8 +14,7 @@ from pathlib import Path
 
 from lib.bench.memory_plan import GIB, MemoryPlan, check_supported, plan_job
 from lib.bench.memory_report import plot, table
-from lib.cli import file_path, one_of, options, parse_words, shell_words, usage, whole_number
-from lib.errors import Refused
+from lib.cli import file_path, handled_errors, one_of, options, parse_words, shell_words, usage, whole_number
 from lib.files import check_room
 from lib.run.job import Job, compose, parse_job
 from lib.run.validation import validate
@@ -124,7 +123,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
+    with handled_errors("plan-memory"):
         sys.exit(main(sys.argv[1:]))
-    except Refused as refusal:
-        sys.exit(f"plan-memory: {refusal}")

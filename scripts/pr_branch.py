@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.errors import Refused
+from lib.cli import handled_errors
 from lib.patches import upstream
 from lib.patches.git import git
 from lib.paths import REPO
@@ -185,12 +185,9 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def main(words: list[str]) -> int:
     args = parse(words)
-    try:
-        return 0 if make(args.verl, args.dir) else 1
-    except (Refused, OSError) as fault:
-        print(f"pr_branch: {fault}", file=sys.stderr)
-        return 1
+    return 0 if make(args.verl, args.dir) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with handled_errors("pr_branch"):
+        sys.exit(main(sys.argv[1:]))

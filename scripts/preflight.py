@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lib.cli import device, file_path, parse_words, usage, whole_number
+from lib.cli import device, file_path, handled_errors, parse_words, usage, whole_number
 from lib.errors import Refused
 from lib.files import check_room
 from lib.format import duration
@@ -151,9 +151,5 @@ def examine(options: PreflightOptions) -> dict:
 
 
 if __name__ == "__main__":
-    try:
+    with handled_errors("preflight"):
         sys.exit(main(sys.argv[1:]))
-    except Refused as refusal:
-        sys.exit(f"preflight: {refusal}")
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -9,7 +9,7 @@ Exit code 0: measured, whatever the verdict; 1: refused or failed; 130: interrup
 import sys
 from typing import TYPE_CHECKING
 
-from lib.cli import usage
+from lib.cli import handled_errors, usage
 from lib.errors import Refused
 from lib.paths import REPO
 from lib.probe.model import check_positions, load, prepare_sanity, prompts, token_ids
@@ -97,10 +97,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
+    with handled_errors("probe", "repeat the command to resume"):
         sys.exit(main(sys.argv[1:]))
-    except Refused as refusal:
-        sys.exit(f"probe: {refusal}")
-    except KeyboardInterrupt:
-        print("probe: interrupted; repeat the command to resume", file=sys.stderr)
-        sys.exit(130)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import preflight
 import probe
-from lib.cli import file_path, parse_words, usage, whole_number
+from lib.cli import file_path, handled_errors, parse_words, usage, whole_number
 from lib.errors import Refused
 from lib.files import sha256, write_json
 from lib.paths import REPO
@@ -134,10 +134,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
+    with handled_errors("recommend", "repeat the command to resume"):
         sys.exit(main(sys.argv[1:]))
-    except Refused as refusal:
-        sys.exit(f"recommend: {refusal}")
-    except KeyboardInterrupt:
-        print("recommend: interrupted; repeat the command to resume", file=sys.stderr)
-        sys.exit(130)

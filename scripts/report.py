@@ -9,7 +9,7 @@ Exit code 0: done; 1: refused; 130: interrupted, with OUT as it was.
 import sys
 from pathlib import Path
 
-from lib.cli import help_requested, parse_words, usage
+from lib.cli import handled_errors, help_requested, parse_words, usage
 from lib.errors import Refused
 from lib.report.build import rebuild
 from lib.report.tables import on_screen
@@ -44,9 +44,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
+    with handled_errors("report"):
         sys.exit(main(sys.argv[1:]))
-    except Refused as refusal:
-        sys.exit(f"report: {refusal}")
-    except KeyboardInterrupt:  # OUT is replaced as a whole, at the end
-        sys.exit(130)

@@ -16,9 +16,8 @@ import json
 import subprocess
 import sys
 
-from lib.cli import help_requested
+from lib.cli import handled_errors, help_requested
 from lib.doctor.job_refusal import ask_doctor
-from lib.errors import Refused
 from lib.files import write_json
 from lib.paths import REPO
 from lib.process import interrupt_on_signals
@@ -98,9 +97,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
+    with handled_errors("run"):
         sys.exit(main(sys.argv[1:]))
-    except Refused as refusal:
-        sys.exit(f"run: {refusal}")
-    except KeyboardInterrupt:  # nothing of the run had started
-        sys.exit(130)

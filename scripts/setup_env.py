@@ -21,7 +21,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.cli import faults_in_one_line, one_of
+from lib.cli import handled_errors, one_of
 from lib.errors import Refused
 from lib.format import first_three
 from lib.patches.apply import apply
@@ -238,5 +238,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with faults_in_one_line("setup_env"):
+    with handled_errors("setup_env"):
         main()

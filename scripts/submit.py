@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.cli import help_requested
+from lib.cli import handled_errors, help_requested
 from lib.doctor.job_refusal import ask_doctor
 from lib.errors import Refused
 from lib.patches.status import apply_command, status
@@ -191,7 +191,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
+    with handled_errors("submit"):
         sys.exit(main(sys.argv[1:]))
-    except Refused as refusal:
-        sys.exit(f"submit: {refusal}")

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.cli import alternatives, device, file_path, gpu_present, help_requested, parse_words, usage
+from lib.cli import alternatives, device, file_path, gpu_present, handled_errors, help_requested, parse_words, usage
 from lib.errors import Refused
 from lib.files import check_room
 from lib.format import duration
@@ -89,10 +89,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
+    with handled_errors("verify-gpu", "repeat the command to resume"):
         sys.exit(main(sys.argv[1:]))
-    except Refused as refusal:
-        sys.exit(f"verify-gpu: {refusal}")
-    except KeyboardInterrupt:
-        print("\nverify-gpu: interrupted; repeat the command to resume", file=sys.stderr)
-        sys.exit(130)

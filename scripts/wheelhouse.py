@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.cli import faults_in_one_line, help_requested, one_of, parse_words, usage, whole_number
+from lib.cli import handled_errors, help_requested, one_of, parse_words, usage, whole_number
 from lib.errors import Refused
 from lib.paths import REPO
 from lib.wheelhouse import Wheelhouse, pack, requirements_of
@@ -82,5 +82,5 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with faults_in_one_line("wheelhouse"):
+    with handled_errors("wheelhouse"):
         main(sys.argv[1:])

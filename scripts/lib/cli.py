@@ -1,4 +1,4 @@
-"""Parse the ``NAME=VALUE`` words of a command and format its usage.
+"""Parse the ``NAME=VALUE`` words of a command, format its usage, and handle its errors.
 
 Runs on the standard library of Python 3.10 alone: ``make`` refuses bad words before it installs anything. Every
 refusal begins with ``NAME=VALUE`` of the word at fault.
@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,16 +26,44 @@ GROUPS = ("experiment", "precision", "algo", "recipe")  # of configs/ whose opti
 
 
 @contextmanager
-def faults_in_one_line(command: str) -> Iterator[None]:
-    """Exit with one line for a refusal, or a failure of the system or of a program that the command started."""
+def handled_errors(command: str, interrupted: str = "") -> Iterator[None]:
+    """Run the ``main`` of a command: show in one line what is no defect, and ask for a report of what is one.
+
+    Exits with 1 after a refusal, an error of the system or of a program that was started, and any other exception,
+    whose traceback it prints; with 130 after Ctrl-C, with 141 if the reader of stdout is gone, as ``head`` may be.
+
+    Args:
+        interrupted: what Ctrl-C leaves to do.
+    """
+    for stream in (sys.stdout, sys.stderr):  # a path may have characters that the terminal's encoding lacks
+        stream.reconfigure(errors="backslashreplace")
     try:
-        yield
-    except (Refused, OSError) as error:
-        sys.exit(f"{command}: {error}")
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # here, so that a closed pipe is handled below
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it exits
+        sys.exit(128 + signal.SIGPIPE)
+    except Refused as refusal:
+        sys.exit(f"{command}: {refusal}")
+    except OSError as error:
+        sys.exit(f"{command}: {system_error(error)}")
     except subprocess.CalledProcessError as error:
         sys.exit(f"{command}: exit code {error.returncode}: {' '.join(map(str, error.cmd))}")
     except KeyboardInterrupt:
+        if interrupted:
+            print(f"\n{command}: interrupted; {interrupted}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(f"{command}: this is a defect; please open an issue with the command and the lines above")
+
+
+def system_error(error: OSError) -> str:
+    """Return the paths of an error of the system, and what is wrong with them."""
+    paths = " -> ".join(str(path) for path in (error.filename, error.filename2) if path)
+    return ": ".join(str(part) for part in (paths, error.strerror or error) if part)
 
 
 def options(group: str) -> list[str]:

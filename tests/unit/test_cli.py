@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from lib import cli
 from lib.errors import Refused
 from lib.files import check_room
+from lib.paths import REPO
 from lib.run.job import VARIABLES
 
 
@@ -61,3 +64,38 @@ def test_room_is_checked_in_the_folder_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**29))
     with pytest.raises(Refused, match=f"^OUT={tmp_path}: 0.50 GiB free on its disk, 1.0 needed"):
         check_room(tmp_path)
+
+
+ENDS = {  # a program: its exit code, and its last line on stderr
+    "sys.exit(3)": (3, ""),
+    "raise Refused('KEY=1: no')": (1, "name: KEY=1: no"),
+    "open('/no/such/file')": (1, "name: /no/such/file: No such file or directory"),
+    "os.rename('/no/a', '/no/b')": (1, "name: /no/a -> /no/b: No such file or directory"),
+    "raise OSError('plain')": (1, "name: plain"),
+    "subprocess.run(['false', 'x'], check=True)": (1, "name: exit code 1: false x"),
+    "raise KeyboardInterrupt": (130, "name: interrupted; repeat it"),
+    "print('\\udc80')": (0, ""),  # as in a path that is not UTF-8
+    "1 / 0": (1, "name: this is a defect; please open an issue with the command and the lines above"),
+}
+
+
+@pytest.mark.parametrize("program", ENDS)
+def test_end_of_a_command_is_a_line_and_an_exit_code(program):
+    done = run_handled(program)
+    last = done.stderr.splitlines()[-1:]
+    assert (done.returncode, "".join(last)) == ENDS[program]
+    assert ("Traceback" in done.stderr) == ("defect" in ENDS[program][1])
+
+
+@pytest.mark.parametrize("program", ["for _ in range(99999): print('line')", "print('line'); time.sleep(1)"])
+def test_closed_pipe_ends_a_command_in_silence(program):
+    done = run_handled(f"import time\nos.close(1); r, w = os.pipe(); os.close(r); os.dup2(w, 1)\n{program}")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def run_handled(program: str) -> subprocess.CompletedProcess:
+    """Run a program as the ``main`` of a command."""
+    body = "\n".join(f"    {line}" for line in program.splitlines())
+    head = "import os, subprocess, sys\nfrom lib.cli import handled_errors\nfrom lib.errors import Refused\n"
+    code = f"{head}with handled_errors('name', 'repeat it'):\n{body}\n"
+    return subprocess.run([sys.executable, "-c", code], cwd=REPO / "scripts", capture_output=True, text=True)

@@ -417,17 +417,18 @@ def refusal(tmp_path: Path, capsys) -> Callable[[Path], str]:
 
     def of(verl: Path) -> str:
         before = contents(tmp_path)
-        assert pr_branch.main([str(verl), "--dir", str(tmp_path / "work")]) == 1
-        printed = capsys.readouterr()
-        assert printed.out == "" and printed.err.count("\n") == 1 and contents(tmp_path) == before
-        return printed.err
+        with pytest.raises(Refused) as refused:
+            pr_branch.main([str(verl), "--dir", str(tmp_path / "work")])
+        message = str(refused.value)
+        assert capsys.readouterr().out == "" and "\n" not in message and contents(tmp_path) == before
+        return message
 
     return of
 
 
 def test_folders_that_are_not_verl_clones_are_refused(small: Path, tmp_path: Path, refusal: Callable[[Path], str]):
     nowhere = tmp_path / "nowhere"
-    assert refusal(nowhere) == f"pr_branch: VERL={nowhere} is not a folder; give a git clone of verl\n"
+    assert refusal(nowhere) == f"VERL={nowhere} is not a folder; give a git clone of verl"
     assert "is not the folder of a git clone" in refusal(small / "verl")
     assert "is not a clone of verl: its main has no scripts/generate_trainer_config.sh" in refusal(small)
     git("branch", "--move", "main", "master", cwd=small)
@@ -448,7 +449,7 @@ def test_clone_that_is_dirty_or_has_the_branches_is_refused(small: Path, refusal
     for names in ((NAMES[1], NAMES[4]), ("precision",)):
         for name in names:
             git("branch", name, cwd=verl)
-        assert f"has these branches already; delete them: git branch -D {' '.join(names)}\n" in refusal(verl)
+        assert refusal(verl).endswith(f"has these branches already; delete them: git branch -D {' '.join(names)}")
         git("branch", "--delete", "--force", *names, cwd=verl)
     git("config", "user.name", "", cwd=verl)
     assert "git has no author for the commits" in refusal(verl)

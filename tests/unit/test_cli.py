@@ -1,5 +1,6 @@
 """The ``NAME=VALUE`` words of the commands: values, refusals, and their usage."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -98,4 +99,7 @@ def run_handled(program: str) -> subprocess.CompletedProcess:
     body = "\n".join(f"    {line}" for line in program.splitlines())
     head = "import os, subprocess, sys\nfrom lib.cli import handled_errors\nfrom lib.errors import Refused\n"
     code = f"{head}with handled_errors('name', 'repeat it'):\n{body}\n"
-    return subprocess.run([sys.executable, "-c", code], cwd=REPO / "scripts", capture_output=True, text=True)
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO / "scripts", env=buffered, capture_output=True, text=True
+    )

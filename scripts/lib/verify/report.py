@@ -21,13 +21,18 @@ def counts(content: dict[str, Any]) -> str:
     return ", ".join(f"{count} {status}" for status, count in numbers.items() if count)
 
 
+def rest(statuses: list[str]) -> str:
+    """Return how many of the statuses are another one than passed, and which."""
+    return ", ".join(f"{statuses.count(each)} {each}" for each in dict.fromkeys(statuses) if each != "passed")
+
+
 def stages(content: dict[str, Any]) -> str:
     """Return which stages passed, were not run, or were run in part."""
     by_result: dict[str, list[str]] = {}
     for stage in STAGES:
         own = [step.name for step in STEPS if step.stage == stage]
         statuses = [content["steps"].get(name, {"status": "not run"})["status"] for name in own]
-        part = f"run in part ({statuses.count('passed')} of {len(own)} passed)"
+        part = f"{statuses.count('passed')} of {len(own)} passed, {rest(statuses)}"
         result = statuses[0] if len({*statuses}) == 1 else part
         by_result.setdefault(result, []).append(stage)
     return "; ".join(f"{', '.join(names)} {result}" for result, names in by_result.items())
@@ -105,14 +110,18 @@ def jobs(values: dict[str, Any], record: Verification) -> list[str]:
         shown = [number(run["s_per_step"], ".2f"), number(run["k3"], ".1e"), number(run["probs_diff"], ".1e")]
         shown += [number(run["answer_tokens"], ".0f"), reward, number(run["memory_gib"], ".1f")]
         rows.append([job, regime, *shown, number(run["skipped_steps"]), number(run["loss_scale"], "g")])
-    figure = record.file.with_name(f"{record.file.stem}-jobs.png")
-    plot_jobs(values, record.content["name"], figure)
     notes = [
         "sanity: the sanity task's model of 0.5 M parameters. long: 99 M parameters (on a CPU the sanity task's width)",
         "with random weights, whose reward and gradients are 0: they show mismatch and cost. Medians over the steps,",
         "the time without the first two. k3: nats a token. reward: first step, mean of the last five. GiB: trainer's.",
     ]
-    return [*markdown_table(header, rows), "", *notes, "", f"![k3 against the length of the answers]({figure.name})"]
+    lines = [*markdown_table(header, rows), "", *notes]
+    figure = record.file.with_name(f"{record.file.stem}-jobs.png")
+    if not any(name.startswith("long") for name in values):
+        figure.unlink(missing_ok=True)
+        return lines
+    plot_jobs(values, record.content["name"], figure)
+    return [*lines, "", f"![k3 against the length of the answers]({figure.name})"]
 
 
 def plot_jobs(values: dict[str, Any], title: str, file: Path) -> None:

@@ -287,12 +287,13 @@ def execv(program, arguments):
 os.execv = execv
 texts = []
 for request in json.loads(sys.argv[2]):
-    with contextlib.redirect_stdout(io.StringIO()) as text:
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding='utf-8')) as text:
         try:
             command.main(request)
         except SystemExit as end:
             assert not end.code, (request, end.code)
-    texts.append(text.getvalue())
+    text.flush()
+    texts.append(text.buffer.getvalue().decode())
 json.dump(texts, sys.stdout)
 """
 

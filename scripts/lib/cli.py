@@ -55,9 +55,10 @@ def handled_errors(command: str, interrupted: str = "") -> Iterator[None]:
         if interrupted:
             print(f"\n{command}: interrupted; {interrupted}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
-        sys.exit(f"{command}: this is a defect; please open an issue with the command and the lines above")
+        cause = " ".join(traceback.format_exception_only(error)[-1].split())
+        sys.exit(f"{command}: {cause}; this is a defect: open an issue with these lines")
 
 
 def system_error(error: OSError) -> str:

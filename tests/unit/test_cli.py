@@ -76,7 +76,10 @@ ENDS = {  # a program: its exit code, and its last line on stderr
     "subprocess.run(['false', 'x'], check=True)": (1, "name: exit code 1: false x"),
     "raise KeyboardInterrupt": (130, "name: interrupted; repeat it"),
     "print('\\udc80')": (0, ""),  # as in a path that is not UTF-8
-    "1 / 0": (1, "name: this is a defect; please open an issue with the command and the lines above"),
+    "1 / 0": (
+        1,
+        "name: ZeroDivisionError: division by zero; this is a defect: open an issue with these lines",
+    ),
 }
 
 

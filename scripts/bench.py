@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lib.bench.model_shape import MODELS, SANITY
-from lib.cli import handled_errors
-from lib.paths import REPO
+from verl_precision.bench.model_shape import MODELS, SANITY
+from verl_precision.cli import handled_errors
+from verl_precision.paths import REPO
 
 PARTS = ("optimizer", "layers", "training")
 
@@ -143,13 +143,13 @@ def main(words: list[str]) -> int:
 
     import torch
 
-    from lib.bench.cost_report import write
-    from lib.bench.interleave import machine, machine_slug
-    from lib.bench.layer_pass import measure_layers
-    from lib.bench.optimizer_step import count_traffic, measure_steps
-    from lib.bench.ranks import spawn
-    from lib.bench.training_step import measure_training
-    from lib.run.job import CPU_PLATFORM
+    from verl_precision.bench.cost_report import write
+    from verl_precision.bench.interleave import machine, machine_slug
+    from verl_precision.bench.layer_pass import measure_layers
+    from verl_precision.bench.optimizer_step import count_traffic, measure_steps
+    from verl_precision.bench.ranks import spawn
+    from verl_precision.bench.training_step import measure_training
+    from verl_precision.run.job import CPU_PLATFORM
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     size = chosen_size(options, device)

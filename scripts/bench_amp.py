@@ -20,20 +20,20 @@ from typing import Optional
 
 import torch
 
-from lib.cli import handled_errors
-from lib.paths import REPO
+from verl_precision.cli import handled_errors
+from verl_precision.paths import REPO
 
 sys.path.append(str(REPO))  # for the recipes
-from lib.bench.amp_figure import plot_ratios
-from lib.bench.amp_measure import ArmResult, measure
-from lib.bench.amp_ratio import ratio, seconds_of
-from lib.bench.amp_report import Conditions, markdown
-from lib.bench.amp_scenarios import BASE, SCENARIOS, no_tf32
-from lib.bench.interleave import machine, machine_slug
-from lib.bench.resource_usage import allocate_workspaces, cpu_seconds
-from lib.format import significant
 from recipes.amp.options import device, flag, new_folder, option, parse, within
 from recipes.amp.ppo.config import KILL_SWITCH
+from verl_precision.bench.amp_figure import plot_ratios
+from verl_precision.bench.amp_measure import ArmResult, measure
+from verl_precision.bench.amp_ratio import ratio, seconds_of
+from verl_precision.bench.amp_report import Conditions, markdown
+from verl_precision.bench.amp_scenarios import BASE, SCENARIOS, no_tf32
+from verl_precision.bench.interleave import machine, machine_slug
+from verl_precision.bench.resource_usage import allocate_workspaces, cpu_seconds
+from verl_precision.format import significant
 
 LEAST_REPEATS = 5
 

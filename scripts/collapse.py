@@ -14,13 +14,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib import cli
-from lib.errors import Refused
-from lib.files import check_room
-from lib.paths import REPO
+from verl_precision import cli
+from verl_precision.errors import Refused
+from verl_precision.files import check_room
+from verl_precision.paths import REPO
 
 sys.path.append(str(REPO))  # for the recipes
-from lib.collapse.grid import FEWEST_STEPS, GridRun, load_grid, make_runs
+from verl_precision.collapse.grid import FEWEST_STEPS, GridRun, load_grid, make_runs
 
 SHIPPED, RESULTS = REPO / "configs/compare/collapse.toml", REPO / "docs/results/collapse"
 VARIABLES = {
@@ -77,9 +77,9 @@ def parse(words: list[str]) -> CollapseOptions:
 
 def compare_pair(options: CollapseOptions) -> int:
     """Train in bf16 and in fp16, plot both, and print the outcome. Return the exit code."""
-    from lib.collapse.figures import draw_curves
-    from lib.collapse.outcomes import read_outcome
-    from lib.collapse.sentences import sentences
+    from verl_precision.collapse.figures import draw_curves
+    from verl_precision.collapse.outcomes import read_outcome
+    from verl_precision.collapse.sentences import sentences
 
     runs = [GridRun("collapse", regime, options.seed, steps=options.steps) for regime in ("bf16", "fp16")]
     if code := make_runs(runs, options.out, options.device).code:
@@ -92,8 +92,8 @@ def compare_pair(options: CollapseOptions) -> int:
 
 def make_grid(options: CollapseOptions) -> int:
     """Make the runs of a grid that have no outcome in the table. Return the exit code."""
-    from lib.collapse.figures import draw_curves, draw_threshold
-    from lib.collapse.outcomes import read_outcome, read_table, separations, write_summary, write_table
+    from verl_precision.collapse.figures import draw_curves, draw_threshold
+    from verl_precision.collapse.outcomes import read_outcome, read_table, separations, write_summary, write_table
 
     grid = load_grid(options.grid)
     groups = list(dict.fromkeys(run.group for run in grid))

@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 os.environ.pop("PYTHONSAFEPATH", None)  # of the command, which imports from its own folder
 
 import setup_env
-from lib.cli import (
+from verl_precision.cli import (
     alternatives,
     gpu_present,
     handled_errors,
@@ -32,10 +32,10 @@ from lib.cli import (
     shell_words,
     usage,
 )
-from lib.doctor.interpreter import find_interpreter
-from lib.errors import Refused
-from lib.paths import REPO
-from lib.run.job import VARIABLES
+from verl_precision.doctor.interpreter import find_interpreter
+from verl_precision.errors import Refused
+from verl_precision.paths import REPO
+from verl_precision.run.job import VARIABLES
 
 SHARED = "--shared"  # the words are those of several commands
 SOURCES = ("TORCH_INDEX_URL", "WHEELHOUSE", "FLASH_ATTN")  # of environments: every command takes them for setup_env
@@ -175,8 +175,8 @@ PATCH_VARIABLES = {
     "PATCH": "name of the patch",
 }
 COMMANDS = {
-    "run": Command("run.py", run_words, "lib.run.job:parse_job", device=True),
-    "submit": Command("submit.py", run_words, "lib.run.job:parse_job", device=True),
+    "run": Command("run.py", run_words, "verl_precision.run.job:parse_job", device=True),
+    "submit": Command("submit.py", run_words, "verl_precision.run.job:parse_job", device=True),
     "preflight": Command("preflight.py", words, "preflight:parse", device=True),
     "probe": Command("probe.py", words, "probe:parse", device=True),
     "recommend": Command("recommend.py", words, "recommend:parse", device=True),

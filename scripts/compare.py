@@ -12,13 +12,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lib import cli
-from lib.errors import Refused
-from lib.report.build import write_report
-from lib.report.readers.dispatch import labelled_paths
-from lib.report.statistics import THRESHOLD
-from lib.report.tables import on_screen
-from lib.run import sweep
+from verl_precision import cli
+from verl_precision.errors import Refused
+from verl_precision.report.build import write_report
+from verl_precision.report.readers.dispatch import labelled_paths
+from verl_precision.report.statistics import THRESHOLD
+from verl_precision.report.tables import on_screen
+from verl_precision.run import sweep
 
 REPORT_VARIABLES = {
     "RUNS": "LABEL=FOLDER …, the label repeated for each seed: folders of make run, TensorBoard, .jsonl, .wandb, .csv",

@@ -12,11 +12,11 @@ from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
-from lib.cli import handled_errors, parse_words
-from lib.errors import Refused
-from lib.files import read_jsonl, write_json
-from lib.report.readers.dispatch import labelled_paths
-from lib.run.folder import finished
+from verl_precision.cli import handled_errors, parse_words
+from verl_precision.errors import Refused
+from verl_precision.files import read_jsonl, write_json
+from verl_precision.report.readers.dispatch import labelled_paths
+from verl_precision.run.folder import finished
 
 SHOWN_PROMPTS = 2  # whose distributions are plotted
 

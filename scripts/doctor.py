@@ -13,13 +13,13 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from lib.cli import handled_errors, shell_words
-from lib.doctor.diagnosis import Diagnosis, diagnose
-from lib.doctor.hardware import diagnose_on, gpus_here, hardware_lines
-from lib.doctor.requirements import missing
-from lib.doctor.resolver import HOPS, Hop
-from lib.doctor.tree import Tree, identify_tree
-from lib.errors import Refused
+from verl_precision.cli import handled_errors, shell_words
+from verl_precision.doctor.diagnosis import Diagnosis, diagnose
+from verl_precision.doctor.hardware import diagnose_on, gpus_here, hardware_lines
+from verl_precision.doctor.requirements import missing
+from verl_precision.doctor.resolver import HOPS, Hop
+from verl_precision.doctor.tree import Tree, identify_tree
+from verl_precision.errors import Refused
 
 
 def installed() -> Path:
@@ -143,7 +143,7 @@ def main(words: list[str]) -> int:
 
 def live(args: argparse.Namespace, overrides: list[str]) -> int:
     """Print the diagnosis of the running job, compared with that of ``overrides`` where there are any."""
-    from lib.doctor.live import diagnose_live, query_job
+    from verl_precision.doctor.live import diagnose_live, query_job
 
     static = diagnose(examined(args.verl), overrides, args.config_name).json() if overrides else None
     if static and static["refused"]:

@@ -10,9 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-from lib.cli import handled_errors
-from lib.paths import CACHE, REPO
-from lib.uv import Uv, find_uv
+from verl_precision.cli import handled_errors
+from verl_precision.paths import CACHE, REPO
+from verl_precision.uv import Uv, find_uv
 
 SETS = ("cpu", "cuda", "workers")
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from functools import cache
 from operator import itemgetter
 
-from lib.cli import handled_errors
-from lib.patches.releases import load_releases
-from lib.patches.stack import Stack, load_stacks, whole
-from lib.paths import REPO
-from lib.verify.state import pages as gpu_pages
+from verl_precision.cli import handled_errors
+from verl_precision.patch.releases import load_releases
+from verl_precision.patch.stack import Stack, load_stacks, whole
+from verl_precision.paths import REPO
+from verl_precision.verify.state import pages as gpu_pages
 
 RESULTS = REPO / "tests/expected/releases.json"
 RUNS = REPO / "tests/expected/releases-e2e.json"

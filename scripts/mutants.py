@@ -10,11 +10,11 @@ Exit code: 0 every mutant was killed or is shown to be equivalent, 1 one survive
 import argparse
 import sys
 
-from lib.cli import handled_errors
-from lib.mutants.document import document, killers, survived
-from lib.mutants.table import Mutant, choose, load
-from lib.mutants.trial import Outcome, Outcomes, try_mutants
-from lib.paths import REPO
+from verl_precision.cli import handled_errors
+from verl_precision.mutants.document import document, killers, survived
+from verl_precision.mutants.table import Mutant, choose, load
+from verl_precision.mutants.trial import Outcome, Outcomes, try_mutants
+from verl_precision.paths import REPO
 
 DOCUMENT = REPO / "docs/reference/mutants.md"
 

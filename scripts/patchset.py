@@ -21,18 +21,18 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
-from lib.cli import handled_errors
-from lib.errors import Refused
-from lib.patches.apply import apply, unapply
-from lib.patches.carry import carry_patch
-from lib.patches.check import check_all
-from lib.patches.checkout import checkout
-from lib.patches.export import export
-from lib.patches.port import port
-from lib.patches.releases import FRAMEWORKS, VERL, Framework, find_release, load_releases
-from lib.patches.stack import load_stacks
-from lib.patches.status import drift, status
-from lib.patches.target import find_target
+from verl_precision.cli import handled_errors
+from verl_precision.errors import Refused
+from verl_precision.patch.apply import apply, unapply
+from verl_precision.patch.carry import carry_patch
+from verl_precision.patch.check import check_all
+from verl_precision.patch.checkout import checkout
+from verl_precision.patch.export import export
+from verl_precision.patch.port import port
+from verl_precision.patch.releases import FRAMEWORKS, VERL, Framework, find_release, load_releases
+from verl_precision.patch.stack import load_stacks
+from verl_precision.patch.status import drift, status
+from verl_precision.patch.target import find_target
 
 
 def frameworks(args: argparse.Namespace) -> list[Framework]:

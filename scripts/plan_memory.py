@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lib.bench.memory_plan import GIB, MemoryPlan, check_supported, plan_job
-from lib.bench.memory_report import plot, table
-from lib.cli import file_path, handled_errors, one_of, options, parse_words, shell_words, usage, whole_number
-from lib.files import check_room
-from lib.run.job import Job, compose, parse_job
-from lib.run.validation import validate
+from verl_precision.bench.memory_plan import GIB, MemoryPlan, check_supported, plan_job
+from verl_precision.bench.memory_report import plot, table
+from verl_precision.cli import file_path, handled_errors, one_of, options, parse_words, shell_words, usage, whole_number
+from verl_precision.files import check_room
+from verl_precision.run.job import Job, compose, parse_job
+from verl_precision.run.validation import validate
 
 VARIABLES = {
     "EXPERIMENT": "one or several, default dense_7b dense_32b moe_30b: {experiment}",

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.cli import handled_errors
-from lib.patches import upstream
-from lib.patches.git import git
-from lib.paths import REPO
+from verl_precision.cli import handled_errors
+from verl_precision.patch import upstream
+from verl_precision.patch.git import git
+from verl_precision.paths import REPO
 
 TITLE = "tests/special_sanity/check_pr_title.py"
 DEFAULT = REPO / "outputs/pr-branch"

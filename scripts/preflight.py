@@ -13,14 +13,14 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lib.cli import device, file_path, handled_errors, parse_words, usage, whole_number
-from lib.errors import Refused
-from lib.files import check_room
-from lib.format import duration
-from lib.patches.precision_module import load_precision
-from lib.paths import REPO
-from lib.probe.model import SANITY, load, model_and_data, prepare_sanity, prompts, sample_answer, short_name
-from lib.run.vllm_float16 import float16_support, ways_out
+from verl_precision.cli import device, file_path, handled_errors, parse_words, usage, whole_number
+from verl_precision.errors import Refused
+from verl_precision.files import check_room
+from verl_precision.format import duration
+from verl_precision.patch.precision_module import load_precision
+from verl_precision.paths import REPO
+from verl_precision.probe.model import SANITY, load, model_and_data, prepare_sanity, prompts, sample_answer, short_name
+from verl_precision.run.vllm_float16 import float16_support, ways_out
 
 VARIABLES = {
     "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
@@ -95,8 +95,8 @@ def examine(options: PreflightOptions) -> dict:
 
     import torch
 
-    from lib.probe.fp16_range import assess, measure
-    from lib.probe.fp16_report import conclusions, markdown, numbers, plot, show, table_csv
+    from verl_precision.probe.fp16_range import assess, measure
+    from verl_precision.probe.fp16_report import conclusions, markdown, numbers, plot, show, table_csv
 
     started = printed = time.monotonic()
 

@@ -9,11 +9,11 @@ Exit code 0: measured, whatever the verdict; 1: refused or failed; 130: interrup
 import sys
 from typing import TYPE_CHECKING
 
-from lib.cli import handled_errors, usage
-from lib.errors import Refused
-from lib.paths import REPO
-from lib.probe.model import check_positions, load, prepare_sanity, prompts, token_ids
-from lib.probe.options import VARIABLES, ProbeOptions, parse
+from verl_precision.cli import handled_errors, usage
+from verl_precision.errors import Refused
+from verl_precision.paths import REPO
+from verl_precision.probe.model import check_positions, load, prepare_sanity, prompts, token_ids
+from verl_precision.probe.options import VARIABLES, ProbeOptions, parse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,13 +39,13 @@ def answer_length(options: ProbeOptions, model: "PreTrainedModel", longest_promp
 
 def measure(options: ProbeOptions) -> int:
     """Measure all variants, report, and return the exit code."""
-    from lib.probe.comparison import compare, summarize
-    from lib.probe.log_probs import Task, compute_log_probs
-    from lib.probe.numerics import exact_dtype
-    from lib.probe.rebatching import rebatchings
-    from lib.probe.report import ProbeResult, show, write
-    from lib.probe.variants import check_gpus, check_vllm, variants
-    from lib.probe.work_folder import fingerprint, open_work_folder
+    from verl_precision.probe.comparison import compare, summarize
+    from verl_precision.probe.log_probs import Task, compute_log_probs
+    from verl_precision.probe.numerics import exact_dtype
+    from verl_precision.probe.rebatching import rebatchings
+    from verl_precision.probe.report import ProbeResult, show, write
+    from verl_precision.probe.variants import check_gpus, check_vllm, variants
+    from verl_precision.probe.work_folder import fingerprint, open_work_folder
 
     check_gpus(options)
     check_vllm(options)

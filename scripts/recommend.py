@@ -15,15 +15,15 @@ from pathlib import Path
 
 import preflight
 import probe
-from lib.cli import file_path, handled_errors, parse_words, usage, whole_number
-from lib.errors import Refused
-from lib.files import sha256, write_json
-from lib.paths import REPO
-from lib.probe.model import prepare_sanity
-from lib.probe.options import VARIABLES as PROBE
-from lib.probe.options import ProbeOptions
-from lib.probe.options import parse as parse_probe
-from lib.run.vllm_float16 import float16_support
+from verl_precision.cli import file_path, handled_errors, parse_words, usage, whole_number
+from verl_precision.errors import Refused
+from verl_precision.files import sha256, write_json
+from verl_precision.paths import REPO
+from verl_precision.probe.model import prepare_sanity
+from verl_precision.probe.options import VARIABLES as PROBE
+from verl_precision.probe.options import ProbeOptions
+from verl_precision.probe.options import parse as parse_probe
+from verl_precision.run.vllm_float16 import float16_support
 
 VARIABLES = {
     "MODEL": PROBE["MODEL"],
@@ -78,7 +78,7 @@ def runnable(options: ProbeOptions) -> ProbeOptions:
     Raises:
         Refused: no regime is left.
     """
-    from lib.probe.variants import refused_by_gpus, refused_by_vllm
+    from verl_precision.probe.variants import refused_by_gpus, refused_by_vllm
 
     refused = refused_by_gpus(options) | (refused_by_vllm(options) if options.backend == "vllm" else {})
     left = tuple(name for name in options.precision if name not in refused)
@@ -121,7 +121,7 @@ def main(words: list[str]) -> int:
     if code := probe.measure(runnable(options.probe)):
         return code
 
-    from lib.probe.recommendation import recommend
+    from verl_precision.probe.recommendation import recommend
 
     report = json.loads(options.probe.report(".json").read_text())
     found = recommend(numbers, report, options.length, options.words)

@@ -9,10 +9,10 @@ Exit code 0: done; 1: refused; 130: interrupted, with OUT as it was.
 import sys
 from pathlib import Path
 
-from lib.cli import handled_errors, help_requested, parse_words, usage
-from lib.errors import Refused
-from lib.report.build import rebuild
-from lib.report.tables import on_screen
+from verl_precision.cli import handled_errors, help_requested, parse_words, usage
+from verl_precision.errors import Refused
+from verl_precision.report.build import rebuild
+from verl_precision.report.tables import on_screen
 
 VARIABLES = {
     "FROM": "a report's folder, with report.json, e.g. docs/results/sanity/grpo",

@@ -16,21 +16,21 @@ import json
 import subprocess
 import sys
 
-from lib.cli import handled_errors, help_requested
-from lib.doctor.job_refusal import ask_doctor
-from lib.files import write_json
-from lib.paths import REPO
-from lib.process import interrupt_on_signals
-from lib.run import cluster
-from lib.run.checks import check_data
-from lib.run.curves import plot_curves
-from lib.run.folder import checkpoint_step, choose_folder, lock
-from lib.run.job import compose, parse_job, usage
-from lib.run.metrics import merge_metrics
-from lib.run.presets import fit_to_gpus
-from lib.run.start_checks import check_runs, check_start
-from lib.run.summary import summarize, summary_table
-from lib.run.validation import validate
+from verl_precision.cli import handled_errors, help_requested
+from verl_precision.doctor.job_refusal import ask_doctor
+from verl_precision.files import write_json
+from verl_precision.paths import REPO
+from verl_precision.process import interrupt_on_signals
+from verl_precision.run import cluster
+from verl_precision.run.checks import check_data
+from verl_precision.run.curves import plot_curves
+from verl_precision.run.folder import checkpoint_step, choose_folder, lock
+from verl_precision.run.job import compose, parse_job, usage
+from verl_precision.run.metrics import merge_metrics
+from verl_precision.run.presets import fit_to_gpus
+from verl_precision.run.start_checks import check_runs, check_start
+from verl_precision.run.summary import summarize, summary_table
+from verl_precision.run.validation import validate
 
 
 def check(words: list[str]) -> None:
@@ -64,7 +64,7 @@ def run(words: list[str]) -> int:
         return 1  # it has printed why
     if job.generated:
         check_data(job, config)  # which did not exist before
-    from lib.run.train import train  # imports psutil, which --help does without
+    from verl_precision.run.train import train  # imports psutil, which --help does without
 
     out.mkdir(parents=True, exist_ok=True)
     with lock(out) as log:

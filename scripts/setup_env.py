@@ -21,13 +21,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.cli import handled_errors, one_of
-from lib.errors import Refused
-from lib.format import first_three
-from lib.patches.apply import apply
-from lib.paths import REPO
-from lib.uv import find_uv
-from lib.wheelhouse import Wheelhouse, canonical, unpack
+from verl_precision.cli import handled_errors, one_of
+from verl_precision.errors import Refused
+from verl_precision.format import first_three
+from verl_precision.patch.apply import apply
+from verl_precision.paths import REPO
+from verl_precision.uv import find_uv
+from verl_precision.wheelhouse import Wheelhouse, canonical, unpack
 
 PYTHONS = ("3.11", "3.12")  # for which the locks are resolved
 

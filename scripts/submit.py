@@ -23,15 +23,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.cli import handled_errors, help_requested
-from lib.doctor.job_refusal import ask_doctor
-from lib.errors import Refused
-from lib.patches.status import apply_command, status
-from lib.paths import REPO
-from lib.run.checks import check_job
-from lib.run.folder import choose_folder, start_record
-from lib.run.job import Job, compose, parse_job, usage
-from lib.run.validation import validate
+from verl_precision.cli import handled_errors, help_requested
+from verl_precision.doctor.job_refusal import ask_doctor
+from verl_precision.errors import Refused
+from verl_precision.patch.status import apply_command, status
+from verl_precision.paths import REPO
+from verl_precision.run.checks import check_job
+from verl_precision.run.folder import choose_folder, start_record
+from verl_precision.run.job import Job, compose, parse_job, usage
+from verl_precision.run.validation import validate
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

@@ -13,14 +13,23 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.cli import alternatives, device, file_path, gpu_present, handled_errors, help_requested, parse_words, usage
-from lib.errors import Refused
-from lib.files import check_room
-from lib.format import duration
-from lib.paths import REPO
-from lib.process import interrupt_on_signals
-from lib.verify.step import Step, VerifiedDevice
-from lib.verify.steps import STAGES, STEPS
+from verl_precision.cli import (
+    alternatives,
+    device,
+    file_path,
+    gpu_present,
+    handled_errors,
+    help_requested,
+    parse_words,
+    usage,
+)
+from verl_precision.errors import Refused
+from verl_precision.files import check_room
+from verl_precision.format import duration
+from verl_precision.paths import REPO
+from verl_precision.process import interrupt_on_signals
+from verl_precision.verify.step import Step, VerifiedDevice
+from verl_precision.verify.steps import STAGES, STEPS
 
 OUTPUTS = REPO / "outputs/verify-gpu"
 VARIABLES = {
@@ -63,8 +72,8 @@ def parse(words: list[str]) -> VerifyOptions:
 
 def verify(options: VerifyOptions) -> int:
     """Run the steps, report after each, and return the exit code."""
-    from lib.verify.record import Verification, device_name
-    from lib.verify.report import counts, write
+    from verl_precision.verify.record import Verification, device_name
+    from verl_precision.verify.report import counts, write
 
     record = Verification.open(options.out, device_name(options.target.device))
     chosen = options.steps or tuple(step for step in STEPS if not record.passed(step))

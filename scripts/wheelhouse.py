@@ -15,11 +15,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.cli import handled_errors, help_requested, one_of, parse_words, usage, whole_number
-from lib.errors import Refused
-from lib.paths import REPO
-from lib.wheelhouse import Wheelhouse, pack, requirements_of
 from setup_env import ENVIRONMENTS, PYTHONS
+from verl_precision.cli import handled_errors, help_requested, one_of, parse_words, usage, whole_number
+from verl_precision.errors import Refused
+from verl_precision.paths import REPO
+from verl_precision.wheelhouse import Wheelhouse, pack, requirements_of
 
 VARIABLES = {
     "DIR": "the new folder for the pieces",

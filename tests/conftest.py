@@ -5,7 +5,6 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ from support.fork_server import ForkServer
 from support.trees import RELEASE, patched_tree
 from xdist.scheduler import LoadScopeScheduling
 
-from lib.patches.releases import VERL
-from lib.patches.wheels import unpacked_wheel
-from lib.paths import REPO
-from lib.run.job import CPU_PLATFORM
+from verl_precision.patch.releases import VERL
+from verl_precision.patch.wheels import unpacked_wheel
+from verl_precision.paths import REPO
+from verl_precision.run.job import CPU_PLATFORM
 
 # What verl and the cases import, except verl itself.
 PRELOAD = (
@@ -52,7 +51,7 @@ def pytest_configure(config):
     """
     for framework in ("verl", "oat"):
         if config.getoption("write_results") and config.getoption(f"{framework}_tree"):
-            raise pytest.UsageError(f"--{framework}-tree: --write-results records the patches of this checkout alone")
+            raise pytest.UsageError(f"--{framework}-tree: --write-results records only the patches of this checkout")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("RAY_ADDRESS", None)
 
@@ -87,9 +86,10 @@ class Trees(dict):
         given = self.given if state == "patched" else None
         if given and json.loads((given / VERL.stamp).read_text())["release"] == RELEASE:
             self[state] = given
+        elif state == "patched":
+            self[state] = patched_tree(RELEASE, self.root / state, given=None)
         else:
-            make = {"pristine": unpacked_wheel, "patched": partial(patched_tree, given=None)}[state]
-            self[state] = make(RELEASE, self.root / state)
+            self[state] = unpacked_wheel(RELEASE, self.root / state)
         return self[state]
 
 

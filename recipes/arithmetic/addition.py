@@ -29,7 +29,7 @@ def answer(a: int, b: int) -> str:
 def demonstration(a: int, b: int, rng: random.Random, corruption: float = 0.0) -> str:
     """Return the scratchpad response to ``prompt(a, b)``.
 
-    Each column's sum is random with probability ``corruption``, and the rest follows from it. A model trained on these
+    Each column's sum is random with probability ``corruption``, which determines the rest. A model trained on these
     knows the right answer and errs at times, which leaves something for reinforcement learning.
     """
     columns, digits, carry = [], "", 0

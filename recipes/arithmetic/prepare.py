@@ -68,7 +68,7 @@ def pretrain(settings: PreparationSettings):
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, settings.steps // 25, settings.steps)
     rng = random.Random(settings.seed)
     started = time.monotonic()
-    print(f"making the model and the data of the task {settings.task}, once, at most about a minute:", flush=True)
+    print(f"making the model and the data of the task {settings.task}, once; it takes up to two minutes:", flush=True)
     for step in range(1, settings.steps + 1):
         problems = task.problems(settings.batch_size, rng)
         corruption = settings.corruption if step > settings.steps // 2 else 0.0
@@ -89,7 +89,7 @@ def pretrain(settings: PreparationSettings):
 
 
 def score(task: ModuleType, text: str, problem: tuple) -> float:
-    """Return the reward of a response to a problem; the task's function returns it alone or in a dict."""
+    """Return the reward of a response to a problem; the task's function returns a number or a dict."""
     result = task.compute_score("", text, task.answer(*problem))
     return result["score"] if isinstance(result, dict) else result
 
@@ -132,7 +132,7 @@ def prepare(out: Path, settings: PreparationSettings) -> dict:
     """Make ``out``, or reuse it if it was made with the same settings and code. Returns the content of prepared.json.
 
     ``out`` is created atomically: everything is written to a folder beside it, which is then renamed. A folder made
-    with other settings is replaced; any other non-empty folder is left alone.
+    with other settings is replaced; any other non-empty folder is left as it is.
 
     Raises:
         PreparationError: ``out`` contains something else, or the accuracy is outside ``ACCURACY_BAND``.

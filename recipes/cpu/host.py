@@ -262,7 +262,7 @@ def add_packed_attention(transformers: ModuleType) -> None:
 
 
 def replace_flash_unpadding(attention: ModuleType) -> None:
-    """Pack sequences by verl's own functions for NPUs, in torch alone, instead of flash attention's."""
+    """Pack sequences by verl's own functions for NPUs, which need only torch, instead of flash attention's."""
 
     def functions():
         from verl.utils.npu_flash_attn_utils import index_first_axis, pad_input, rearrange, unpad_input

@@ -39,8 +39,8 @@ find_python() { # set PYTHON: as it is, else the first on PATH that scripts/ run
   refuse "PYTHON${PYTHON:+=$PYTHON}: must be Python 3.10 or later"
 }
 
-job_module() { # job_module WORD…: scripts/lib/run/job.py, which parses the variables of `make run`
-  PYTHONPATH=$checkout/scripts "$PYTHON" -m lib.run.job "$@"
+job_module() { # job_module WORD…: scripts/verl_precision/run/job.py, which parses the variables of `make run`
+  PYTHONPATH=$checkout/scripts "$PYTHON" -m verl_precision.run.job "$@"
 }
 
 read_variables() { # set run to the names of the variables that run.py takes, and job to these and the cluster's

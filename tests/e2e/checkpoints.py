@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lib.files import read_jsonl
+from verl_precision.files import read_jsonl
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

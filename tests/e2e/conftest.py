@@ -10,7 +10,7 @@ from processes import kill
 from small_runs import FLOWRL, FLOWRL_STEPS, Run, start_run
 from support.waiting import TIMEOUT_S
 
-from lib.paths import ARITHMETIC, REPO
+from verl_precision.paths import ARITHMETIC, REPO
 
 
 @pytest.fixture(scope="session")

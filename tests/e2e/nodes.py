@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 from processes import kill, wait_for
 
-from lib.paths import REPO
+from verl_precision.paths import REPO
 
 LAUNCH = REPO / "scripts" / "launch"
 HEAD = "127.0.0.2"  # all of 127.0.0.0/8 is local

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 from support.waiting import TIMEOUT_S, wait_until
 
-from lib.paths import REPO
+from verl_precision.paths import REPO
 
 MARK = "VERL_FILE_LOGGER_PATH"  # the path of a run's metrics, which all its processes inherit
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+# What tests/support/forked_ranks.py sets.
 GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 if __name__ == "__main__":

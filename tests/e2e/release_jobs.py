@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from processes import run_to_end
+from support.recorded import changed_entries
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lib.files import write_json
-from lib.patches.releases import Release, load_releases
-from lib.paths import CONFIGS, REPO
-from lib.run.job import CPU_PLATFORM, MODULES
+from verl_precision.patch.releases import Release, load_releases
+from verl_precision.paths import CONFIGS, REPO
+from verl_precision.run.job import CPU_PLATFORM, MODULES
 
 RESULTS = REPO / "tests/expected/releases-e2e.json"
 LEGACY = {  # recipes/cpu/legacy.py in Ray's processes and in those that vLLM starts
@@ -109,6 +109,5 @@ def run_job(
 
 def record(release: str, facts: dict) -> None:
     """Add ``facts`` to the results of the release."""
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    known[release] = known.get(release, {}) | facts
-    write_json(RESULTS, {name: known[name] for name in ROUTES if name in known})
+    with changed_entries(RESULTS) as known:
+        known[release] = known.get(release, {}) | facts

@@ -11,8 +11,8 @@ from pathlib import Path
 from processes import of_this_run, wait_for
 from support.waiting import TIMEOUT_S
 
-from lib.files import read_jsonl
-from lib.paths import REPO
+from verl_precision.files import read_jsonl
+from verl_precision.paths import REPO
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 SCALER = f"{ACTOR}.fsdp_config.grad_scaler"

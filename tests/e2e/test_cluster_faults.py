@@ -17,10 +17,10 @@ from processes import kill
 from small_runs import ROLLOUT, SCALER, Run, small_batch, start_run
 from support.waiting import TIMEOUT_S
 
-from lib.patches.apply import apply
-from lib.patches.wheels import unpacked_wheel
-from lib.run.cluster import admit
-from lib.run.job import compose, parse_job
+from verl_precision.patch.apply import apply
+from verl_precision.patch.wheels import unpacked_wheel
+from verl_precision.run.cluster import admit
+from verl_precision.run.job import compose, parse_job
 
 SECOND, THIRD = "127.0.0.3", "127.0.0.4"
 STEPS = 5

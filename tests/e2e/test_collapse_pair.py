@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from lib.collapse.grid import GridRun
-from lib.collapse.outcomes import read_outcome
-from lib.paths import REPO
+from verl_precision.collapse.grid import GridRun
+from verl_precision.collapse.outcomes import read_outcome
+from verl_precision.paths import REPO
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("alone")]
 STEPS = 30

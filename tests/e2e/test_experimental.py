@@ -9,10 +9,10 @@ import pytest
 from processes import run_to_end
 from small_runs import MODEL, ROLLOUT, SMALL_ENGINE, small_batch
 
-from lib.files import read_jsonl
-from lib.paths import CONFIGS, REPO
-from lib.run.job import CPU_PLATFORM
-from lib.run.log import reports
+from verl_precision.files import read_jsonl
+from verl_precision.paths import CONFIGS, REPO
+from verl_precision.run.job import CPU_PLATFORM
+from verl_precision.run.log import reports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("alone")]
 ENGINE = f"{ROLLOUT}.checkpoint_engine"

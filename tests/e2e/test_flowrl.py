@@ -16,7 +16,7 @@ from checkpoints import assert_same_checkpoint, training_metrics
 from safetensors import safe_open
 from small_runs import FLOWRL, FLOWRL_STEPS, Run, start_run
 
-from lib.paths import ARITHMETIC
+from verl_precision.paths import ARITHMETIC
 
 
 def share_of_mixed_groups(dump: Path) -> float:

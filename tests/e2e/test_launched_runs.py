@@ -11,8 +11,8 @@ from nodes import Cluster, running
 from processes import run_to_end
 from small_runs import SCALER, small_batch
 
-from lib.files import read_jsonl
-from lib.paths import REPO
+from verl_precision.files import read_jsonl
+from verl_precision.paths import REPO
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("alone")]
 SCRIPT = REPO / "scripts/launch/flowrl_7b.sh"

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from processes import run_to_end
 
-from lib.files import read_jsonl, write_json
-from lib.patches.apply import apply
-from lib.patches.releases import OAT, find_release
-from lib.patches.stack import load_stack
-from lib.patches.wheels import unpacked_wheel
-from lib.paths import REPO
+from verl_precision.files import read_jsonl, write_json
+from verl_precision.patch.apply import apply
+from verl_precision.patch.releases import OAT, find_release
+from verl_precision.patch.stack import load_stack
+from verl_precision.patch.wheels import unpacked_wheel
+from verl_precision.paths import REPO
 
 PYTHON = REPO / ".venv-oat/bin/python"
 RESULTS = REPO / "tests/expected/oat-e2e.json"

@@ -13,11 +13,11 @@ import pytest
 from release_jobs import RELEASES, ROUTES, overrides, prepare_task, record, run_job
 
 import matrix
-from lib.patches.apply import apply
-from lib.patches.wheels import unpacked_wheel
-from lib.run.folder import TRACKER
-from lib.run.job import MODULES
-from lib.run.log import reports
+from verl_precision.patch.apply import apply
+from verl_precision.patch.wheels import unpacked_wheel
+from verl_precision.run.folder import TRACKER
+from verl_precision.run.job import MODULES
+from verl_precision.run.log import reports
 
 STEPS = 2
 SCALE = 1024.0  # the first loss scale

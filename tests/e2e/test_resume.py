@@ -22,9 +22,9 @@ from processes import kill, shared_memory
 from small_runs import ACTOR, ROLLOUT, SCALER, SMALL_ENGINE, Run, start_run
 from support.waiting import TIMEOUT_S
 
-from lib.paths import REPO
-from lib.run.log import reports
-from lib.run.summary import agreed, by_role
+from verl_precision.paths import REPO
+from verl_precision.run.log import reports
+from verl_precision.run.summary import agreed, by_role
 
 STEPS, EPOCH, MEASURED = 9, 3, 4
 WORDS = "ALGO=ppo"
@@ -237,4 +237,4 @@ def test_other_trainer_resumes_from_the_storms_checkpoint(whole, tmp_path):
     weights = [actor_weights(checkpoints, step) for step in (last, last + 2)]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     # It started from its own scale and count, not from those of the storm.
-    assert f"holds no loss scale: starting at {scale:g}" in (run.out / "train.log").read_text()
+    assert f"contains no loss scale: starting at {scale:g}" in (run.out / "train.log").read_text()

@@ -21,10 +21,10 @@ from omegaconf import OmegaConf
 from release_jobs import overrides, prepare_task, record, run_job
 from transformers import AutoModelForTokenClassification
 
-from lib.patches.apply import apply
-from lib.patches.releases import find_release
-from lib.patches.stack import release_stacks
-from lib.patches.wheels import unpacked_wheel
+from verl_precision.patch.apply import apply
+from verl_precision.patch.releases import find_release
+from verl_precision.patch.stack import release_stacks
+from verl_precision.patch.wheels import unpacked_wheel
 
 RELEASES = ["0.9.1", "0.8.0", "0.7.1"]  # one of each trainer that vLLM's CPU build serves
 MICRO_BATCHES = (

@@ -16,9 +16,9 @@ from support.fork_server import ForkServer
 from support.trees import git
 
 import pr_branch
-from lib.patches.apply import apply
-from lib.patches.releases import load_releases
-from lib.paths import REPO
+from verl_precision.patch.apply import apply
+from verl_precision.patch.releases import load_releases
+from verl_precision.paths import REPO
 
 CHECKOUT = os.environ.get("VERL_CHECKOUT")
 PYTHON = REPO / ".venv-workers/bin/python"

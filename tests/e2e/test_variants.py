@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small_runs import ACTOR, MODEL, Run, small_batch, start_run
 
-from lib.paths import REPO
+from verl_precision.paths import REPO
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("alone")]
 STEPS = 3

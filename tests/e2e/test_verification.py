@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.paths import REPO
-from lib.verify.steps import STEPS
+from verl_precision.paths import REPO
+from verl_precision.verify.steps import STEPS
 
 # Of bench.py's parts one: tests/unit/bench runs them all.
 QUICK = ("hardware", "doctor", "scaler", "engine", "layers", "sanity-fp16", "bench-amp")

@@ -15,10 +15,10 @@ from support.fork_server import JobError
 from support.recorded import RECORDINGS
 from support.trees import RELEASE
 
-from lib.patches.precision_module import load_precision
-from lib.patches.releases import OAT, VERL
-from lib.patches.stack import verbatim_files
-from lib.paths import REPO
+from verl_precision.patch.precision_module import load_precision
+from verl_precision.patch.releases import OAT, VERL
+from verl_precision.patch.stack import verbatim_files
+from verl_precision.paths import REPO
 
 
 def load(file: Path) -> ModuleType:

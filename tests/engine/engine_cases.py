@@ -36,7 +36,7 @@ if PATCHED:
 def main() -> None:
     cases = {name: case for module in MODULES for name, case in module.CASES.items()}
     on_gpu = get_device_name() == "cuda"
-    if on_gpu:  # the cases compare weights to the bit
+    if on_gpu:  # the cases compare weights bitwise
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.cuda.set_device(RANK)
     # A rank that waits for another fails after this, not after half an hour.

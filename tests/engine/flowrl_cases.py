@@ -176,7 +176,7 @@ def variants():
     set_loss(worker, FlowRLConfig())
     weighted = [row | {"rollout_is_weights": torch.linspace(0.5, 1.5, len(row["answer"]))} for row in rows]
     padded = [row | {"real": number % 2 == 0} for number, row in enumerate(rows)]
-    for name, rows in {"rollout weights": weighted, "rank 1 has padding alone": padded}.items():
+    for name, rows in {"rollout weights": weighted, "rank 1 has only padding": padded}.items():
         errors[name] = relative_errors(
             worker_update(worker, batch(rows)), reference_update(worker, rows, FlowRLConfig(partition=head))
         )
@@ -263,13 +263,13 @@ def resume():
         fresh.train_batch(batch(rollouts(seed)))
     result["steps"] = alike(expected, everything(fresh))
     result["moved"] = not same(saved[0], expected[0])
-    alone = make_worker(flowrl, "float16", checkpoint=replace(checkpoint, load_contents=["model"]))
-    alone.load_checkpoint(str(file.parent))
-    parameters = len(list(head_of(alone).parameters()))
+    fresh = make_worker(flowrl, "float16", checkpoint=replace(checkpoint, load_contents=["model"]))
+    fresh.load_checkpoint(str(file.parent))
+    parameters = len(list(head_of(fresh).parameters()))
     result["weights_alone"] = {
-        "head": same(saved[0][-len(heads_state(worker)) :][:parameters], heads_state(alone)),
-        "adam": len(alone.engine.partition.optimizer.state),
-        "updates": [schedule.last_epoch for schedule in (alone.engine.lr_scheduler, alone.engine.partition_schedule)],
+        "head": same(saved[0][-len(heads_state(worker)) :][:parameters], heads_state(fresh)),
+        "adam": len(fresh.engine.partition.optimizer.state),
+        "updates": [schedule.last_epoch for schedule in (fresh.engine.lr_scheduler, fresh.engine.partition_schedule)],
     }
 
     def refusal() -> list:

@@ -53,7 +53,7 @@ def clones(worker) -> list[list[torch.Tensor]]:
 
 
 def train(worker) -> dict:
-    """Train three steps; return the dtypes, the metrics and what became of adapters and base."""
+    """Train three steps; return the dtypes, the metrics and the outcome for adapters and base."""
     adapters, base = clones(worker)
     found, step = set(), worker.engine.optimizer_step
 
@@ -139,7 +139,7 @@ def lora_merge():
 
 
 def lora_resume():
-    """Save after a step and resume in a new worker; return whether it and its next step are equal to the bit."""
+    """Save after a step and resume in a new worker; return whether it and its next step are bitwise equal."""
     directory = shared_directory()
     worker = lora_worker("float16", "fp16")
     worker.train_batch(batch(0))

@@ -51,7 +51,7 @@ FLASH_ATTENTION = {"override_config": {"attn_implementation": "flash_attention_2
 def faults(role: str, adam: str, **config):
     """Overflow in a step of three micro-batches, on one rank or on all.
 
-    Return whether the step is skipped to the bit, the metrics, and whether the next step is that of a worker without
+    Return whether the skipped step changes nothing, the metrics, and whether the next step is that of a worker without
     the overflow. ``adam`` is torch's implementation: "foreach" or "fused".
     """
 
@@ -181,7 +181,7 @@ MASKED = [("all", "sft_loss"), ("all", "ppo_loss"), ("all", "value_loss"), ("ran
 
 
 def nan_reward_v1():
-    """Compute the v1 trainer's advantages of two rewards of which one is NaN, by the run's keys.
+    """Compute the v1 trainer's advantages of two rewards, one of them NaN, by the run's keys.
 
     Return its refusal, or whether the rows that it writes have a NaN. A dictionary of rows stands for TransferQueue,
     which needs Ray.

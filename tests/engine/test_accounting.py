@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 
 class ReportedEngine(StepAccounting):
-    """An engine whose optimizer skips by itself, as Megatron's does."""
+    """An engine whose optimizer skips steps, as Megatron's does."""
 
     cleared = 0
 

@@ -19,17 +19,17 @@ from support.recorded import every_release
 from support.trees import patched_tree
 from weight_sync import check_weight_sync
 
-from lib.patches.releases import VERL
 from verl import DataProto
 from verl.trainer.ppo import rollout_corr_helper
 from verl.trainer.ppo.core_algos import agg_loss
+from verl_precision.patch.releases import VERL
 
 SHARE = "training/rollout_logprobs_equal_share"
 MEASURED = {SHARE, "training/rollout_probs_diff_mean", "rollout_corr/k3_kl", "training/weight_sync_diff"}
 
 
 def trainer_of(config, step: int, base: bool) -> SimpleNamespace:
-    """Return a trainer whose workers compute log-probabilities of -2, but in its base class's method alone.
+    """Return a trainer whose workers compute log-probabilities of -2, but only in its base class's method.
 
     Args:
         base: whether another method, as fully_async's, overrides the base class's.

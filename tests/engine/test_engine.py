@@ -61,7 +61,7 @@ FAULTS = {
 
 @by_case("faults_actor", "faults_critic", "faults_actor_fused")
 def test_overflow_skips_the_step_on_both_ranks(patched):
-    """Every fault skips the step, to the bit, and is reported."""
+    """Every fault skips the step, bitwise, and is reported."""
     for rank in patched:
         assert set(rank) == FAULTS
         for number, (name, fault) in enumerate(rank.items(), start=1):

@@ -9,7 +9,7 @@ def test_head_computes_in_fp32_under_fp16_autocast(patched):
     for rank in patched:
         assert rank["head"] == [["float32"] * 4] * 3, "weights, input, output or gradient"
         assert rank["adam"] == "float32"
-        assert rank["evaluated"] == ["log_probs", "metrics"], "log Z is learned in training alone"
+        assert rank["evaluated"] == ["log_probs", "metrics"], "log Z is learned only in training"
 
 
 def close(errors: dict[str, float], head: bool = True, within: float = 1e-3) -> bool:
@@ -68,7 +68,7 @@ def test_resumed_run_is_bit_exact(patched):
 
 @by_case("resume", fsdp="quick")
 def test_head_obeys_load_contents(patched):
-    """With weights alone: no Adam state, and both schedules restart."""
+    """With only the weights: no Adam state, and both schedules restart."""
     for rank in patched:
         assert rank["weights_alone"] == {"head": True, "adam": 0, "updates": [0, 0]}
 

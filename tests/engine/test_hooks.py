@@ -20,9 +20,9 @@ from support.trees import patched_tree
 from torch.distributed.tensor import DTensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lib.patches.releases import OAT, VERL, Framework, load_releases
 from verl.trainer.ppo.utils import Role
 from verl.utils import torch_functional
+from verl_precision.patch.releases import OAT, VERL, Framework, load_releases
 
 RELEASES, OATS = load_releases(), list(load_releases(framework=OAT))
 ENGINE = [name for name, release in RELEASES.items() if release.family == "C"]

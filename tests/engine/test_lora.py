@@ -7,7 +7,7 @@ from support.engine_rows import by_case
 
 @by_case("lora_dtypes", fsdp="quick")
 def test_adapters_are_fp32_masters_over_a_frozen_base_in_16_bits(patched, pristine):
-    """Each computes what it would over a base in fp32, which FSDP rounds alike, to the bit."""
+    """Each computes what it would over a base in fp32, which FSDP rounds alike, bitwise."""
     full = dict.fromkeys(("adapters", "adam", "gradients"), ["float32"])
     for rank in patched:
         for dtype in ("float16", "bfloat16"):

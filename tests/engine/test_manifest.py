@@ -10,8 +10,8 @@ import manifest
 import pytest
 import torch
 
-from lib.errors import Refused
-from lib.run import folder as runs
+from verl_precision.errors import Refused
+from verl_precision.run import folder as runs
 
 FILES = ["actor/model_world_size_1_rank_0.pt", "actor/optim_world_size_1_rank_0.pt", "critic/model.pt", "data.pt"]
 EXPORT = "actor/huggingface/model.safetensors"
@@ -112,7 +112,7 @@ def test_run_killed_in_its_first_save_starts_over(tmp_path):
 def test_unpatched_checkpoint_is_resumed_if_the_tracker_names_it(tmp_path):
     old = save(tmp_path, 1, listed=False)
     folder, (note,) = manifest.choose(tmp_path)
-    assert folder == old and "has no manifest.json: taken for whole as" in note
+    assert folder == old and "has no manifest.json: treated as whole, as" in note
 
     truncate(save(tmp_path, 2))  # the older one cannot be checked
     with pytest.raises(manifest.CheckpointError, match="global_step_1 has no manifest.json"):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.run.gpus import find_gpus
-from lib.run.presets import flash_attention_missing, oldest
+from verl_precision.run.gpus import find_gpus
+from verl_precision.run.presets import flash_attention_missing, oldest
 
 CASES = (
     *("dtype_per_hop", "agreement", "faults_actor", "faults_actor_fused", "faults_critic", "storm"),

@@ -97,7 +97,7 @@ def test_the_norm_does_not_depend_on_the_scale():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_rank_without_gradients_steps_too(fused):
-    """FSDP1 may leave a rank with padding alone; it must still step, or the others wait for it."""
+    """FSDP1 may leave a rank with only padding; it must still step, or the others wait for it."""
     module, scaler = torch.nn.Linear(2, 2), scaler_of()
     scaler.scale(torch.zeros(()))
     optimizer = torch.optim.AdamW(module.parameters(), fused=fused)
@@ -190,7 +190,7 @@ def test_state_of_another_shape_or_out_of_range_is_refused(state, named):
 
 def test_a_resume_in_another_regime_warns():
     scaler = scaler_of()
-    with pytest.warns(UserWarning, match="extra.pt holds no loss scale: starting at 65536"):
+    with pytest.warns(UserWarning, match="extra.pt contains no loss scale: starting at 65536"):
         load_scaler_state(scaler, None, "extra.pt")
     with pytest.warns(UserWarning, match="which this run does not use"):
         load_scaler_state(None, scaler.state_dict(), "extra.pt")
@@ -267,7 +267,7 @@ def storm_of(*gradients: torch.Tensor) -> str:
 def test_the_first_nonfinite_gradient_is_described():
     found = storm_of(torch.ones(2), torch.tensor([1.0, -3e4, INF, NAN]), torch.tensor([NAN]))
     assert found == "layer1 in the shard of rank 0, 2 of 4 elements, the largest other 3e+04 (scaled)"
-    assert storm_of(torch.tensor([NAN])) == "layer0 in the shard of rank 0, 1 of 1 elements, no other"
+    assert storm_of(torch.tensor([NAN])) == "layer0 in the shard of rank 0, 1 of 1 elements, none finite"
     assert storm_of(torch.zeros(0), torch.tensor([INF, 0.0])).startswith("layer1")
     assert storm_of(torch.full((2,), 3e38)) == "none, but their norm leaves fp32"
 

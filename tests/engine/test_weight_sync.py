@@ -13,7 +13,7 @@ from support.recorded import every_release
 from support.trees import patched_tree
 from weight_sync import WeightSyncCheck, WeightSyncError, check_weight_sync
 
-from lib.patches.releases import VERL
+from verl_precision.patch.releases import VERL
 
 SHARE = "training/rollout_logprobs_equal_share"
 CONFIG = {

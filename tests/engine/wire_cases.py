@@ -74,12 +74,12 @@ def export():
     config = json.loads((huggingface / "config.json").read_text())
     result = {"config": config["dtype"], "export_lossless": lossless(exported)}
     # One worker's FSDP1 does not shard: its checkpoint contains plain tensors.
-    alone = Path(directory) / "one_worker"
-    alone.mkdir()
-    torch.save(weights, alone / "model_world_size_1_rank_0.pt")
+    single = Path(directory) / "one_worker"
+    single.mkdir()
+    torch.save(weights, single / "model_world_size_1_rank_0.pt")
     recorded = json.loads((Path(directory) / "fsdp_config.json").read_text())
-    (alone / "fsdp_config.json").write_text(json.dumps(recorded | {"world_size": 1}))
-    for name, folder in {"merged": Path(directory), "merged_of_one_worker": alone}.items():
+    (single / "fsdp_config.json").write_text(json.dumps(recorded | {"world_size": 1}))
+    for name, folder in {"merged": Path(directory), "merged_of_one_worker": single}.items():
         tensors = merge(folder, huggingface)
         dtypes = sorted({name_of(t) for t in tensors.values()})
         result[name] = {"dtypes": dtypes, "lossless": lossless(tensors)}

@@ -1,16 +1,14 @@
 """What the conformance suites share: behaviours, the outcomes of all releases, and the file of results."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 
-from lib.files import write_json
-from lib.patches.releases import load_releases
-from lib.patches.stack import load_stack
-from support.recorded import Recording
+from support.recorded import Recording, changed_entries
+from verl_precision.patch.releases import find_release
+from verl_precision.patch.stack import load_stack
 
 # Placeholders for the digests of a patched and an unpatched tree where they are the same.
 IDENTICAL, REFERENCE = "bitwise as the unpatched release", "what the patched one is compared with"
@@ -101,7 +99,7 @@ class Suite:
         self.recording.upstream.write(release, lasting)
 
     def as_expected(self, release: str, outcomes: Outcomes) -> bool:
-        """Return whether the patched tree has every behaviour that the release can have and no other, and the unpatched
+        """Return whether the patched tree has exactly the behaviours that the release can have, and the unpatched
         tree did what is predicted of it."""
         for case, behaviour in self.behaviours.items():
             if behaviour.why_absent(release):
@@ -119,12 +117,12 @@ class Suite:
         The entry has the number of lines that the stack changes, and the fingerprint of what the verdicts depend on.
         """
         file, framework = self.recording.results, self.recording.framework
-        entries = json.loads(file.read_text()) if file.exists() else {}
-        releases = load_releases(framework=framework)
-        entries.pop(release, None)
-        if seen:
+        with changed_entries(file) as entries:
+            entries.pop(release, None)
+            if not seen:
+                return
             rows = {f"not_run_{i}": {"row": row, "not_run": why} for i, (row, why) in enumerate(self.not_run.items())}
-            stack = load_stack(releases[release])
+            stack = load_stack(find_release(release, framework=framework))
             signs = changed_lines(patch.text for patch in stack.patches)
             entries[release] = {
                 "stack": stack.id,
@@ -133,7 +131,6 @@ class Suite:
                 "lines": {"added": signs.count("+"), "removed": signs.count("-")},
                 "seen": dict(seen) | rows,
             }
-        write_json(file, {name: entries[name] for name in releases if name in entries})
 
 
 def outcome(outcomes: Outcomes, release: str, case: str, patched: bool) -> str:

@@ -6,9 +6,9 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from lib.doctor.diagnosis import Diagnosis
-from lib.doctor.resolver import UPSTREAM_SCALER
-from lib.patches.releases import load_releases
+from verl_precision.doctor.diagnosis import Diagnosis
+from verl_precision.doctor.resolver import UPSTREAM_SCALER
+from verl_precision.patch.releases import load_releases
 
 RELEASES = load_releases()
 ALL = list(RELEASES)

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from lib.patches.releases import find_release
-from lib.paths import REPO
-from lib.run.job import CPU_PLATFORM
 from support.recorded import BENEATH, UpstreamOutcomes, fingerprint
+from verl_precision.patch.releases import find_release
+from verl_precision.paths import REPO
+from verl_precision.run.job import CPU_PLATFORM
 
 FOLDER = REPO / "tests/engine"
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lib.paths import REPO
-from lib.run.job import Job, parse_job
 from support.waiting import TIMEOUT_S
+from verl_precision.paths import REPO
+from verl_precision.run.job import Job, parse_job
 
 LAUNCH = REPO / "scripts/launch"
 SECRET = "hf_this-is-a-secret"

@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
-from lib.paths import REPO
+from verl_precision.paths import REPO
 
 FILES = REPO / "patches/oat/files/oat/utils"
 

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from lib.paths import REPO
 from support.fork_server import ForkServer
+from verl_precision.paths import REPO
 
 PYTHON = REPO / ".venv-workers/bin/python"
 ADAPTATIONS = REPO / "tests/conformance/oat"  # the folder of oat_cpu, on which recorded outcomes depend

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from lib.errors import Refused
 from support.trees import contents
+from verl_precision.errors import Refused
 
 TRAILERS = {"Reason": "local", "Origin": "here", "Forwarded": "no", "Applied-Upstream": "no"}
 

@@ -1,8 +1,11 @@
 """Outcomes that are recorded in tests/expected: under what they are valid, and what need not run again."""
 
+import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from lib.files import write_json
-from lib.patches.releases import OAT, VERL, Framework, load_releases
-from lib.patches.stack import load_stack
-from lib.paths import REPO
+from verl_precision.files import write_json
+from verl_precision.patch.releases import OAT, VERL, Framework, load_releases
+from verl_precision.patch.stack import load_stack
+from verl_precision.paths import REPO
 
 # verl 0.6.0 has the workers of the next family; 0.5.0 is the newest with configs that are dictionaries.
 UNTYPICAL = {"0.6.0"}
@@ -43,6 +46,24 @@ def fingerprint(*parts: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def read_entries(file: Path) -> dict[str, Any]:
+    """Return the entries of a file of recorded outcomes, by release; none if there is no file."""
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+@contextmanager
+def changed_entries(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a file, by release, and write them back sorted; other processes wait meanwhile."""
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # released when the last descriptor is closed
+        entries = read_entries(file)
+        yield entries
+        write_json(file, dict(sorted(entries.items())))
+    finally:
+        os.close(folder)
+
+
 class UpstreamOutcomes:
     """The outcomes of cases on unpatched releases, in a file.
 
@@ -53,7 +74,7 @@ class UpstreamOutcomes:
 
     def __init__(self, file: Path, valid_for: Callable[[str], str]) -> None:
         self.file, self.valid_for = file, valid_for
-        self.entries = json.loads(file.read_text()) if file.exists() else {}
+        self.entries = read_entries(file)
 
     def is_valid(self, release: str) -> bool:
         """Return whether a release has outcomes, and these are valid for this checkout."""
@@ -69,14 +90,14 @@ class UpstreamOutcomes:
 
     def write(self, release: str, outcomes: Mapping[str, Any]) -> None:
         """Record outcomes of a release by case; valid ones of other cases and all other releases stay."""
-        known = self.of(release) | outcomes
-        self.entries[release] = {"fingerprint": self.valid_for(release), "outcomes": dict(sorted(known.items()))}
-        write_json(self.file, dict(sorted(self.entries.items())))
+        with changed_entries(self.file) as self.entries:
+            known = self.of(release) | outcomes
+            self.entries[release] = {"fingerprint": self.valid_for(release), "outcomes": dict(sorted(known.items()))}
 
     def remove(self, release: str) -> None:
         """Remove a release's outcomes, if there are any."""
-        if self.entries.pop(release, None):
-            write_json(self.file, self.entries)
+        with changed_entries(self.file) as self.entries:
+            self.entries.pop(release, None)
 
 
 @dataclass(frozen=True)

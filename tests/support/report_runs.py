@@ -4,19 +4,19 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from lib.files import read_jsonl, write_json
-from lib.paths import REPO
-from lib.report.build import SETTINGS, build_report, write_runs
-from lib.report.page import page
-from lib.report.readers.dispatch import read_all
-from lib.report.report import Report
-from lib.report.statistics import THRESHOLD
-from lib.report.tables import run_rows
-from lib.run.folder import start_record
-from lib.run.job import parse_job
-from lib.run.metrics import K3_KL, REWARD, SECONDS
-from lib.run.regime import named_dtypes
-from lib.run.summary import summarize
+from verl_precision.files import read_jsonl, write_json
+from verl_precision.paths import REPO
+from verl_precision.report.build import SETTINGS, build_report, write_runs
+from verl_precision.report.page import page
+from verl_precision.report.readers.dispatch import read_all
+from verl_precision.report.report import Report
+from verl_precision.report.statistics import THRESHOLD
+from verl_precision.report.tables import run_rows
+from verl_precision.run.folder import start_record
+from verl_precision.run.job import parse_job
+from verl_precision.run.metrics import K3_KL, REWARD, SECONDS
+from verl_precision.run.regime import named_dtypes
+from verl_precision.run.summary import summarize
 
 RECORDED = sorted(file.parent for file in (REPO / "docs" / "results").rglob(SETTINGS))
 

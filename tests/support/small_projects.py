@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from lib.files import write
-from lib.patches.git_objects import package_blobs, package_tree_id
-from lib.patches.releases import FRAMEWORKS, OAT, VERL, Framework, add_release, find_release
-from lib.patches.wheels import sha256, unpack, wheel
-from lib.paths import REPO
 from support.patch_tool import message, patchset
 from support.trees import edit, git
+from verl_precision.files import write
+from verl_precision.patch.git_objects import package_blobs, package_tree_id
+from verl_precision.patch.releases import FRAMEWORKS, OAT, VERL, Framework, add_release, find_release
+from verl_precision.patch.wheels import sha256, unpack, wheel
+from verl_precision.paths import REPO
 
 # verl: two patches on three files, and three files to copy
 RELEASE = "0.9.1"
@@ -57,8 +57,8 @@ def make_project(folder: Path, releases: Mapping[tuple[Framework, str], Iterable
     Its scripts are compiled, so that a process of the tool starts fast.
     """
     project = folder / "project"
-    shutil.copytree(REPO / "scripts/lib/patches", project / "scripts/lib/patches")
-    for file in (REPO / "scripts/patchset.py", *(REPO / "scripts/lib").glob("*.py")):
+    shutil.copytree(REPO / "scripts/verl_precision/patch", project / "scripts/verl_precision/patch")
+    for file in (REPO / "scripts/patchset.py", *(REPO / "scripts/verl_precision").glob("*.py")):
         shutil.copy2(file, project / file.relative_to(REPO))
     compileall.compile_dir(project / "scripts", quiet=1)
     (project / "configs/precision").mkdir(parents=True)

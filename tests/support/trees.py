@@ -5,11 +5,11 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from lib.files import write
-from lib.patches.apply import apply
-from lib.patches.releases import VERL, Framework, find_release
-from lib.patches.stack import release_stacks
-from lib.patches.wheels import unpacked_wheel
+from verl_precision.files import write
+from verl_precision.patch.apply import apply
+from verl_precision.patch.releases import VERL, Framework, find_release
+from verl_precision.patch.stack import release_stacks
+from verl_precision.patch.wheels import unpacked_wheel
 
 RELEASE = "0.9.1"  # of verl, which most tests run
 

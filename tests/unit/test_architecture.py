@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from lib.paths import REPO
+from verl_precision.paths import REPO
 
-LIB = REPO / "scripts/lib"
+LIB = REPO / "scripts/verl_precision"
 LIMITS = {"scripts": 500, "recipes": 500, "patches": 500, "tests": 600}  # lines of a Python file, by its first folder
-# Below the commands: a package may import those after its colon, the modules at the top of scripts/lib, and itself.
+# Below the commands: a room may import those after its colon, the modules at the top of the package, and itself.
 ROOMS = {
-    "patches": set(),
-    "run": {"patches"},
-    "doctor": {"patches", "run"},
+    "patch": set(),
+    "run": {"patch"},
+    "doctor": {"patch", "run"},
     "probe": {"run"},
     "report": {"run"},
     "collapse": {"run", "report"},
     "bench": set(),
-    "verify": {"patches", "run"},
-    "mutants": {"patches"},
+    "verify": {"patch", "run"},
+    "mutants": {"patch"},
 }
 
 
@@ -59,7 +59,7 @@ def module_name(file: Path) -> str:
 
 
 def room(module: str) -> str:
-    """Return the package of scripts/lib that a module is in; empty for those at its top."""
+    """Return the package of scripts/verl_precision that a module is in; empty for those at its top."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and (LIB / parts[1]).is_dir() else ""
 
@@ -79,16 +79,16 @@ def test_test_files_have_names_of_their_own():
 def test_rooms_import_only_the_rooms_below_them():
     assert set(ROOMS) == {folder.name for folder in LIB.iterdir() if folder.is_dir() and folder.name != "__pycache__"}
     wrong = []
-    for file in tracked("scripts/lib"):
+    for file in tracked("scripts/verl_precision"):
         here = room(module_name(file))
-        targets = {room(name) for name in imports(file) if name.startswith("lib.")} - {"", here}
+        targets = {room(name) for name in imports(file) if name.startswith("verl_precision.")} - {"", here}
         allowed = ROOMS[here] if here else set()
-        wrong += [f"{module_name(file)} imports lib.{target}" for target in sorted(targets - allowed)]
+        wrong += [f"{module_name(file)} imports verl_precision.{target}" for target in sorted(targets - allowed)]
     assert wrong == []
 
 
 def test_modules_import_each_other_without_a_cycle():
-    modules = {module_name(file): file for file in tracked("scripts/lib", "recipes")}
+    modules = {module_name(file): file for file in tracked("scripts/verl_precision", "recipes")}
     graph = {name: imports(file) & modules.keys() - {name} for name, file in modules.items()}
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError
 
@@ -114,7 +114,7 @@ def test_names_are_imported_from_the_module_that_defines_them():
 
 
 def test_imports_are_absolute_recipes_need_no_scripts_and_the_precision_package_nothing_else_of_verl():
-    commands = {file.stem for file in (REPO / "scripts").glob("*.py")} | {"lib"}
+    commands = {file.stem for file in (REPO / "scripts").glob("*.py")} | {"verl_precision"}
     not_allowed = {
         "scripts": r"\.",
         "recipes": rf"\.|({'|'.join(commands)})\b",
@@ -138,7 +138,7 @@ def test_a_class_name_occurs_once():
 def test_the_root_is_computed_once():
     computed = re.compile(r"Path\(__file__\)(?:\.resolve\(\))?.parents\[[23]")
     files = [file for file in tracked("scripts", "tests") if computed.search(file.read_text())]
-    assert [str(file.relative_to(REPO)) for file in files] == ["scripts/lib/paths.py"]
+    assert [str(file.relative_to(REPO)) for file in files] == ["scripts/verl_precision/paths.py"]
 
 
 def test_tests_import_their_helpers_from_support():

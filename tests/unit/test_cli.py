@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lib import cli
-from lib.errors import Refused
-from lib.files import check_room
-from lib.paths import REPO
-from lib.run.job import VARIABLES
+from verl_precision import cli
+from verl_precision.errors import Refused
+from verl_precision.files import check_room
+from verl_precision.paths import REPO
+from verl_precision.run.job import VARIABLES
 
 
 def test_words_are_parsed_and_an_unknown_name_is_refused_with_the_nearest_one():
@@ -97,8 +97,8 @@ def test_closed_pipe_ends_a_command_in_silence(program):
 def run_handled(program: str) -> subprocess.CompletedProcess:
     """Run a program as the ``main`` of a command."""
     body = "\n".join(f"    {line}" for line in program.splitlines())
-    head = "import os, subprocess, sys\nfrom lib.cli import handled_errors\nfrom lib.errors import Refused\n"
-    code = f"{head}with handled_errors('name', 'repeat it'):\n{body}\n"
+    head = "import os, subprocess, sys\nfrom verl_precision import cli\nfrom verl_precision.errors import Refused\n"
+    code = f"{head}with cli.handled_errors('name', 'repeat it'):\n{body}\n"
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}
     return subprocess.run(
         [sys.executable, "-c", code], cwd=REPO / "scripts", env=buffered, capture_output=True, text=True

@@ -13,9 +13,9 @@ import command
 import compare
 import run
 import submit
-from lib.errors import Refused
-from lib.paths import REPO
-from lib.run.job import VARIABLES
+from verl_precision.errors import Refused
+from verl_precision.paths import REPO
+from verl_precision.run.job import VARIABLES
 
 MAKEFILE = (REPO / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.M)

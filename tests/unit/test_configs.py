@@ -9,13 +9,13 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from lib import cli
-from lib.paths import CONFIGS, REPO
-from lib.run.job import compose as compose_job
-from lib.run.job import parse_job
-from lib.run.presets import FLASH_ATTENTION, PRESETS
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl_precision import cli
+from verl_precision.paths import CONFIGS, REPO
+from verl_precision.run.job import compose as compose_job
+from verl_precision.run.job import parse_job
+from verl_precision.run.presets import FLASH_ATTENTION, PRESETS
 
 # configs/amp and configs/launch are no Hydra configs
 FILES = sorted(file for file in CONFIGS.rglob("*.yaml") if file.parent.name not in ("amp", "launch"))

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import command
-from lib.doctor.config import leaves, load_config
-from lib.paths import REPO
+from verl_precision.doctor.config import leaves, load_config
+from verl_precision.paths import REPO
 
 PAGES = [file.relative_to(REPO).as_posix() for file in (*sorted(REPO.glob("*.md")), *sorted(REPO.glob("docs/**/*.md")))]
 HISTORY = re.compile(r"docs/(log/.*|reference/mutants)\.md")

@@ -10,15 +10,15 @@ import pytest
 from support.trees import make_repository, write_files
 
 import mutants
-from lib.errors import Refused
-from lib.mutants import trial
-from lib.mutants import workspace as workspace_module
-from lib.mutants.document import killers, survived
-from lib.mutants.selection import select_tests
-from lib.mutants.table import Mutant, choose, load
-from lib.mutants.trial import Outcome, Outcomes, try_mutants
-from lib.mutants.workspace import LATE, OF_THE_TABLES, STUCK, Workspace
-from lib.paths import REPO
+from verl_precision.errors import Refused
+from verl_precision.mutants import trial
+from verl_precision.mutants import workspace as workspace_module
+from verl_precision.mutants.document import killers, survived
+from verl_precision.mutants.selection import select_tests
+from verl_precision.mutants.table import Mutant, choose, load
+from verl_precision.mutants.trial import Outcome, Outcomes, try_mutants
+from verl_precision.mutants.workspace import LATE, OF_THE_TABLES, STUCK, Workspace
+from verl_precision.paths import REPO
 
 TABLE = load()
 HARMLESS = Mutant(
@@ -26,7 +26,7 @@ HARMLESS = Mutant(
     name="harmless",
     defect="none",
     seen_in="nowhere",
-    file="scripts/lib/mutants/table.py",
+    file="scripts/verl_precision/mutants/table.py",
     replace='only.replace(",", " ")',
     by='only.replace(",", "  ")',
     tests=("tests/unit/test_mutants.py::test_areas_and_names_are_chosen",),
@@ -89,10 +89,10 @@ def test_areas_and_names_are_chosen():
 
 
 def test_tests_are_selected_by_imports_the_nearest_first():
-    tests = select_tests("scripts/lib/patches/apply.py", REPO)
-    assert tests[0] == "tests/unit/patches/test_apply.py"
-    assert "tests/unit/patches/test_upgrade.py" in tests and "tests/unit/report/test_statistics.py" not in tests
-    assert "tests/unit/patches/test_patchset_command.py" in select_tests("scripts/patchset.py", REPO), "it starts it"
+    tests = select_tests("scripts/verl_precision/patch/apply.py", REPO)
+    assert tests[0] == "tests/unit/patch/test_apply.py"
+    assert "tests/unit/patch/test_upgrade.py" in tests and "tests/unit/report/test_statistics.py" not in tests
+    assert "tests/unit/patch/test_patchset_command.py" in select_tests("scripts/patchset.py", REPO), "it starts it"
     with pytest.raises(Refused, match="Makefile: no test's imports lead to it; name its tests"):
         select_tests("Makefile", REPO)
 
@@ -165,7 +165,7 @@ def trial_of(mutants: dict[str, Mutant], tmp_path: Path) -> dict[str, Outcome]:
 @pytest.mark.subprocess
 def test_mutant_that_cannot_be_judged_is_a_problem(tmp_path):
     mutants = {
-        "its text occurs 0 times in scripts/lib/mutants/": replace(HARMLESS, replace="no such text"),
+        "its text occurs 0 times in scripts/verl_precision/mutants/": replace(HARMLESS, replace="no such text"),
         "pytest ended with 4": replace(HARMLESS, tests=("tests/unit/test_mutants.py::test_of_no_such_name",)),
         "pytest ended with 5": replace(HARMLESS, tests=(OF_THE_TABLES,)),
     }

@@ -8,15 +8,15 @@ import psutil
 import pytest
 from support.waiting import TIMEOUT_S
 
-from lib.paths import REPO
-from lib.process import ENDING_SIGNALS, start_child
+from verl_precision.paths import REPO
+from verl_precision.process import ENDING_SIGNALS, start_child
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPO / "scripts")}
 # Starts a child that would write a file after a minute, and prints its process id.
 PARENT = """
 import os, sys, time
 from pathlib import Path
-from lib.process import start_child
+from verl_precision.process import start_child
 writes = "import pathlib, time; time.sleep(60); pathlib.Path('outlived').touch()"
 child = start_child([sys.executable, "-c", writes], Path.cwd(), os.environ, sys.stdout)
 print(child.pid, flush=True)
@@ -24,7 +24,7 @@ time.sleep(600)
 """
 INTERRUPTED = """
 import signal, time
-from lib.process import interrupt_on_signals
+from verl_precision.process import interrupt_on_signals
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a process that a shell starts in the background
 interrupt_on_signals()
 try:
@@ -51,7 +51,8 @@ def test_child_does_not_outlive_a_killed_parent(tmp_path):
 
 
 def test_signals_are_ignored_during_an_orderly_end():
-    program = "import os, lib.process as p; p.ignore_signals(); [os.kill(os.getpid(), n) for n in p.ENDING_SIGNALS]"
+    killed = "[os.kill(os.getpid(), number) for number in process.ENDING_SIGNALS]"
+    program = f"import os; from verl_precision import process; process.ignore_signals(); {killed}"
     assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT).returncode == 0
 
 

@@ -15,8 +15,8 @@ from support.engine_rows import upstream_outcomes
 from support.recorded import RECORDINGS, Recording, UpstreamOutcomes
 from support.trees import RELEASE, edit
 
-from lib.patches.releases import VERL, load_releases
-from lib.paths import REPO
+from verl_precision.patch.releases import VERL, load_releases
+from verl_precision.paths import REPO
 
 HOOK = "fsdp-compute-in-the-configured-dtype.patch"
 NEWEST = {"0.5.0", "0.7.1", "0.9.1"}
@@ -88,6 +88,14 @@ def test_upstream_outcomes_are_valid_for_the_test_code_alone(recording, monkeypa
     assert upstream().valid() == set()
     upstream().write("0.7.1", {"growth": None})
     assert upstream().of("0.7.1") == {"growth": None}
+
+
+def test_processes_that_record_at_once_keep_each_others_outcomes(recording):
+    """Each has read the file before the other wrote it."""
+    first, second = (replace(recording).upstream for _ in range(2))
+    first.write("0.6.1", {"dtype": "bfloat16"})
+    second.write("0.6.1", {"scale": 1})
+    assert replace(recording).upstream.of("0.6.1") == {"dtype": "bfloat16", "scale": 1}
 
 
 @pytest.fixture

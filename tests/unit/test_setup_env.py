@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import setup_env
-from lib.errors import Refused
+from verl_precision.errors import Refused
 
 
 @pytest.fixture

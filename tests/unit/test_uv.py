@@ -1,10 +1,10 @@
-"""``lib/uv.py``: which uv is called, and with what settings of pip."""
+"""``verl_precision/uv.py``: which uv is called, and with what settings of pip."""
 
 import os
 
 import pytest
 
-from lib import uv
+from verl_precision import uv
 
 LISTED = """\
 global.cert='/etc/ssl/own.pem'

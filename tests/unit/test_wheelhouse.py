@@ -8,8 +8,8 @@ import pytest
 
 import setup_env
 import wheelhouse
-from lib.errors import Refused
-from lib.wheelhouse import MANIFEST, Wheelhouse, pack, unpack
+from verl_precision.errors import Refused
+from verl_precision.wheelhouse import MANIFEST, Wheelhouse, pack, unpack
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 PACKAGES = ["zipp==3.23.0", "markupsafe==3.0.3", "antlr4-python3-runtime==4.9.3"]  # pure, compiled, without a wheel

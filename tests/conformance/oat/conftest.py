@@ -11,8 +11,8 @@ from support.oat_server import oat_server, oat_variables
 from support.recorded import RECORDINGS
 from support.trees import patched_tree
 
-from lib.patches.releases import OAT
-from lib.patches.wheels import unpacked_wheel
+from verl_precision.patch.releases import OAT
+from verl_precision.patch.wheels import unpacked_wheel
 
 FOLDER = Path(__file__).parent
 SUITE = Suite(RECORDINGS[OAT], BEHAVIOURS, NOT_RUN)
@@ -51,7 +51,7 @@ def run_learner(tmp_path_factory, pytestconfig) -> Iterator[Run]:
 
 @pytest.fixture(scope="session")
 def outcomes(run_learner, request) -> Iterator[Outcomes]:
-    """The outcomes of each tree by case, but for the cases that a release cannot have."""
+    """The outcomes of each tree by case, except the cases that a release cannot have."""
 
     def run(release: str, patched: bool, *cases: str) -> dict[str, str]:
         present = [case for case in cases if not BEHAVIOURS[case].why_absent(release)]

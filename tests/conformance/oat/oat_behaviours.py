@@ -7,7 +7,7 @@ anything else, better or worse, fails a test.
 
 from support.conformance import IDENTICAL, REFERENCE, Behaviour
 
-from lib.patches.releases import OAT, load_releases
+from verl_precision.patch.releases import OAT, load_releases
 
 ENTRIES = load_releases(framework=OAT)
 RELEASES = tuple(ENTRIES)
@@ -54,7 +54,7 @@ def refused(release: str) -> str:
 KEY = "`--precision`, or OAT's `--no-bf16 --fp16`, sets actor, critic, ref, DeepSpeed and vLLM's dtype"
 REFUSES = "contradictions are refused in one line that names keys and values"
 SCALER = "the loss scaler's settings are arguments, and the first updates are taken"
-OVERFLOW = "an inf or NaN of one rank skips the step on all, halves the scale and holds the LR: actor, critic"
+OVERFLOW = "an inf or NaN of one rank skips the step on all, halves the scale and keeps the LR: actor, critic"
 METRICS = "`loss_scale`, `skipped_steps` and `overflow` in the metrics, of the critic too"
 NORM = "`policy_grad_norm` in fp16 is unscaled, and finite or absent"
 ENDS = "a storm of overflows ends the run, under ZeRO-1 to 3"
@@ -67,7 +67,7 @@ BATCH = "the fused head trains with more than one answer a device"
 PG = "`--reinforce_update` trains, with and without a sequence's weight"
 WEIGHTS = "weights by token or sequence, truncated or masked; none on top of `tis_c`; without them upstream's loss"
 FILES = "`metrics.jsonl` in the run's folder, and `args.json` with what the engines have"
-BITS = "bf16 as upstream, to the bit, where the fused head is off: losses, weights, Adam, of actor and critic"
+BITS = "bf16 as upstream, bitwise, where the fused head is off: losses, weights, Adam, of actor and critic"
 GPU = "on a GPU: vLLM's CUDA kernels, flash attention, FusedAdam, nccl"
 
 BY_HAND = "loss as by hand, gradient as by hand"

@@ -116,7 +116,7 @@ def attempt(name: str, case: Callable[[], str]) -> str:
 
 def main(model: str, prompts: str, out: str, *wanted: str) -> None:
     vars(PATHS).update(model=model, data=prompts, out=out)
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the group of learner and actor has a store of its own
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the group of learner and actor has its own store
     if RANK == 0:
         PATHS.connection = start_rollout(Path(out))  # a fork, before this process has threads
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """The receiving end of the weight sync: a release's own ``WorkerWrap``, with a model that records what it loads.
 
-Runs in a process of its own, as vLLM's worker does, and answers ``oat_wire_cases.Actor`` over a connection.
+Runs in a separate process, as vLLM's worker does, and answers ``oat_wire_cases.Actor`` over a connection.
 """
 
 import multiprocessing

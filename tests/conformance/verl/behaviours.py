@@ -24,8 +24,8 @@ HELD = "1 of 2 skipped: moves on, 2 of 2 skipped: held"
 MOVES = "1 of 2 skipped: moves on, 2 of 2 skipped: moves on"
 STORM = "LossScaleError in step 3, scale 2, names the gradient and its rank"
 SAVED = "state comes back, scale comes back, same next step, an older checkpoint warns"
-LOST = "state comes back, scale 512 resumes at 1024, ANOTHER NEXT STEP, an older checkpoint says nothing"
-UNSCALED = "state comes back, no scale, same next step, an older checkpoint says nothing"
+LOST = "state comes back, scale 512 resumes at 1024, ANOTHER NEXT STEP, an older checkpoint gives no warning"
+UNSCALED = "state comes back, no scale, same next step, an older checkpoint gives no warning"
 ACTOR = "actor_rollout_ref.actor"
 TAKES = "takes an unknown dtype{0}, keys that contradict{0}, fp16 masters, an unknown rollout dtype"
 
@@ -67,7 +67,7 @@ INERT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         "inert_engine": {"its workers are the model engine's, or it has none for the actor": NO_ENGINE_BESIDE},
         "inert_reward_model": {ON_ENGINE: REWARD_SERVED},
         "inert_sft": {ON_ENGINE: ENGINE_SFT},
-        "inert_engine_sft": {"SFT has a trainer of its own": OWN_SFT},
+        "inert_engine_sft": {"SFT has its own trainer": OWN_SFT},
         **dict.fromkeys(("inert_fp32_actor", "inert_fp32_critic", "inert_fp32_ref"), {}),
         "inert_listed": NO_KEPT,
     },

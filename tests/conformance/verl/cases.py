@@ -39,8 +39,8 @@ from support.waiting import STUCK_S
 from trainer_cases import REQUEST, advantages, bypass_mode, equal_share, rewards_with_nan
 from transformers import AutoModelForCausalLM
 
-from lib.patches.releases import Release
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl_precision.patch.releases import Release
 
 
 def dtype(role: str) -> str:
@@ -183,8 +183,8 @@ def checkpoint(role: str) -> str:
         warnings.simplefilter("always")
         fp16(role, init_scale=1024.0).load(folder)
     texts = [str(warning.message) for warning in caught if "loss scale" in str(warning.message)]
-    warned = len(texts) == 1 and "holds no loss scale: starting at 1024" in texts[0]
-    return ", ".join([*facts, "an older checkpoint warns" if warned else "an older checkpoint says nothing"])
+    warned = len(texts) == 1 and "contains no loss scale: starting at 1024" in texts[0]
+    return ", ".join([*facts, "an older checkpoint warns" if warned else "an older checkpoint gives no warning"])
 
 
 def storm(role: str) -> str:

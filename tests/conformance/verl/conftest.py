@@ -13,9 +13,9 @@ from support.fork_server import ForkServer
 from support.recorded import RECORDINGS
 from support.trees import patched_tree
 
-from lib.patches.releases import VERL, find_release
-from lib.patches.wheels import unpacked_wheel
-from lib.paths import REPO
+from verl_precision.patch.releases import VERL, find_release
+from verl_precision.patch.wheels import unpacked_wheel
+from verl_precision.paths import REPO
 
 FOLDER = Path(__file__).parent
 SUITE = Suite(RECORDINGS[VERL], BEHAVIOURS)

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-from lib.patches.releases import find_release
+from verl_precision.patch.releases import find_release
 
 RELEASE, MODEL, OUT = find_release(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 LEGACY = RELEASE.has("legacy_workers")

@@ -6,8 +6,8 @@ import pytest
 from doctor_configs import CONFIGS, COVERS
 from verl_releases import RELEASES
 
-from lib.doctor.diagnosis import diagnose
-from lib.doctor.tree import identify_tree
+from verl_precision.doctor.diagnosis import diagnose
+from verl_precision.doctor.tree import identify_tree
 
 # Hops of a worker that the doctor does not report.
 UNREPORTED = {"ref.master", "ref.reduce", "ref.logits", "critic.optimizer"}

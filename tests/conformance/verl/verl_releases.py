@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from lib.patches.releases import load_releases
+from verl_precision.patch.releases import load_releases
 
 ENTRIES = load_releases()
 RELEASES = tuple(ENTRIES)

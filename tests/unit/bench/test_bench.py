@@ -13,12 +13,12 @@ import torch
 from torch.autograd import DeviceType
 
 import bench
-from lib.bench import host_calls, interleave, resource_usage
-from lib.bench.cost_report import markdown, write
-from lib.bench.host_calls import HostCalls, profiled
-from lib.bench.interleave import machine_slug, rounds
-from lib.bench.layer_pass import dtypes_on
-from lib.bench.regime_timing import RegimeTiming, timings_of
+from verl_precision.bench import host_calls, interleave, resource_usage
+from verl_precision.bench.cost_report import markdown, write
+from verl_precision.bench.host_calls import HostCalls, profiled
+from verl_precision.bench.interleave import machine_slug, rounds
+from verl_precision.bench.layer_pass import dtypes_on
+from verl_precision.bench.regime_timing import RegimeTiming, timings_of
 
 REGIMES = ("bf16", "fp16", "fp32")
 
@@ -170,7 +170,7 @@ def test_results_of_several_gpus_have_different_names(monkeypatch):
 def test_tf32_is_set_for_products_and_recurrent_layers_alike():
     code = "\n".join(
         [
-            "import torch; from lib.bench.gpu_formats import set_tf32; import torch.backends.cudnn.rnn",
+            "import torch; from verl_precision.bench.gpu_formats import set_tf32; import torch.backends.cudnn.rnn",
             "parts = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn",
             "for on in (True, False, True): set_tf32(on); print({of.fp32_precision == 'tf32' for of in parts} == {on})",
         ]

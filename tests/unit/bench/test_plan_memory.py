@@ -17,12 +17,20 @@ from support.parsed_once import yaml_parsed_once
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 import plan_memory
-from lib.bench.memory_model import TrainedModel
-from lib.bench.memory_plan import BESIDE_TENSORS, CPU_PROCESSES, GIB, micro_batch, peak, plan_job, sequence_parallel
-from lib.bench.model_shape import MODELS, ModelShape, model_config
-from lib.errors import Refused
-from lib.paths import REPO
-from lib.run.compose import compose_config
+from verl_precision.bench.memory_model import TrainedModel
+from verl_precision.bench.memory_plan import (
+    BESIDE_TENSORS,
+    CPU_PROCESSES,
+    GIB,
+    micro_batch,
+    peak,
+    plan_job,
+    sequence_parallel,
+)
+from verl_precision.bench.model_shape import MODELS, ModelShape, model_config
+from verl_precision.errors import Refused
+from verl_precision.paths import REPO
+from verl_precision.run.compose import compose_config
 
 MEASURED = REPO / "tests/expected/plan-memory-measured.json"
 RECORDED = json.loads(MEASURED.read_text())
@@ -327,7 +335,9 @@ def test_job_that_cannot_be_planned_is_refused(override, message, tmp_path):
 @pytest.mark.subprocess
 def test_unknown_model_is_refused_before_verl_is_imported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    program = "import sys, plan_memory\nfrom lib.errors import Refused\ntry:\n    plan_memory.main(sys.argv[1:])\n"
+    program = (
+        "import sys, plan_memory\nfrom verl_precision.errors import Refused\ntry:\n    plan_memory.main(sys.argv[1:])\n"
+    )
     program += "except Refused as refusal:\n    print(refusal, 'verl' in sys.modules)"
     line = [sys.executable, "-c", program, f"MODEL={tmp_path}"]
     environment = os.environ | {"PYTHONPATH": str(REPO / "scripts")}

@@ -1,10 +1,10 @@
-"""The bounds of ``lib.sequence_weights`` are those of the recorded runs."""
+"""The bounds of ``verl_precision.sequence_weights`` are those of the recorded runs."""
 
 import pytest
 
-from lib.collapse.outcomes import read_table
-from lib.paths import REPO
-from lib.sequence_weights import TRUNCATED, UNTRUNCATED, prediction
+from verl_precision.collapse.outcomes import read_table
+from verl_precision.paths import REPO
+from verl_precision.sequence_weights import TRUNCATED, UNTRUNCATED, prediction
 
 SAME = 1.05  # T·k3 of two seeds differs by less
 REFERENCE = ("outcome", "truncated per answer")  # groups whose fp16 runs are the measure

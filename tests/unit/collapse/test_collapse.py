@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import collapse
-from lib.collapse import grid
-from lib.collapse.figures import draw_curves, draw_threshold
-from lib.collapse.grid import GridRun, load_grid
-from lib.collapse.outcomes import (
+from verl_precision.collapse import grid
+from verl_precision.collapse.figures import draw_curves, draw_threshold
+from verl_precision.collapse.grid import GridRun, load_grid
+from verl_precision.collapse.outcomes import (
     RecallOutcome,
     read_outcome,
     read_table,
@@ -21,12 +21,12 @@ from lib.collapse.outcomes import (
     write_summary,
     write_table,
 )
-from lib.collapse.sentences import sentences
-from lib.errors import Refused
-from lib.files import write
-from lib.paths import CONFIGS
-from lib.run.job import parse_job
-from lib.run.sweep import SweepOutcome
+from verl_precision.collapse.sentences import sentences
+from verl_precision.errors import Refused
+from verl_precision.files import write
+from verl_precision.paths import CONFIGS
+from verl_precision.run.job import parse_job
+from verl_precision.run.sweep import SweepOutcome
 
 GRID = CONFIGS / "compare/collapse.toml"
 

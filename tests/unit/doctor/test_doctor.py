@@ -24,19 +24,19 @@ from support.diagnoses import (
 from support.parsed_once import yaml_parsed_once
 
 import doctor
-from lib.doctor import refusals
-from lib.doctor.diagnosis import Diagnosis, diagnose
-from lib.doctor.dtype_rules import COMPUTE, KEEP, KEYS, LORA, SCALER, SEND, SKIP
-from lib.doctor.hardware import diagnose_on, hardware_lines
-from lib.doctor.metric_findings import MISMATCH_FREQ, SEQUENCE_WEIGHTS, TRUNCATION
-from lib.doctor.tree import identify_tree
-from lib.patches.apply import apply
-from lib.patches.stack import load_stack
-from lib.patches.wheels import unpacked_wheel
-from lib.paths import CONFIGS
-from lib.run.gpus import Gpu
-from lib.run.presets import PRESETS
-from lib.sequence_weights import TRUNCATED, UNTRUNCATED
+from verl_precision.doctor import refusals
+from verl_precision.doctor.diagnosis import Diagnosis, diagnose
+from verl_precision.doctor.dtype_rules import COMPUTE, KEEP, KEYS, LORA, SCALER, SEND, SKIP
+from verl_precision.doctor.hardware import diagnose_on, hardware_lines
+from verl_precision.doctor.metric_findings import MISMATCH_FREQ, SEQUENCE_WEIGHTS, TRUNCATION
+from verl_precision.doctor.tree import identify_tree
+from verl_precision.patch.apply import apply
+from verl_precision.patch.stack import load_stack
+from verl_precision.patch.wheels import unpacked_wheel
+from verl_precision.paths import CONFIGS
+from verl_precision.run.gpus import Gpu
+from verl_precision.run.presets import PRESETS
+from verl_precision.sequence_weights import TRUNCATED, UNTRUNCATED
 
 NEW = [NEWEST]
 # Family A's configs that are plain dictionaries, which accept any key.

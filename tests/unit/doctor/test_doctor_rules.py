@@ -17,18 +17,18 @@ from support.trees import edit
 
 import command as make
 import doctor as command
-from lib.doctor import requirements
-from lib.doctor.diagnosis import Diagnosis, diagnose
-from lib.doctor.dtype_rules import KNOWN, RULES
-from lib.doctor.interpreter import find_interpreter
-from lib.doctor.tree import identify_tree, table_release
-from lib.errors import Refused
-from lib.patches.apply import apply
-from lib.patches.git_objects import package_blobs, package_tree_id
-from lib.patches.releases import VERL, add_release, find_release, load_releases
-from lib.patches.stack import load_stack
-from lib.patches.wheels import unpacked_wheel, wheel
-from lib.paths import REPO
+from verl_precision.doctor import requirements
+from verl_precision.doctor.diagnosis import Diagnosis, diagnose
+from verl_precision.doctor.dtype_rules import KNOWN, RULES
+from verl_precision.doctor.interpreter import find_interpreter
+from verl_precision.doctor.tree import identify_tree, table_release
+from verl_precision.errors import Refused
+from verl_precision.patch.apply import apply
+from verl_precision.patch.git_objects import package_blobs, package_tree_id
+from verl_precision.patch.releases import VERL, add_release, find_release, load_releases
+from verl_precision.patch.stack import load_stack
+from verl_precision.patch.wheels import unpacked_wheel, wheel
+from verl_precision.paths import REPO
 
 RELEASES = load_releases()
 OLD, NEW = "0.9.1", "0.9.2"

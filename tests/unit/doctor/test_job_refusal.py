@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from lib.doctor.diagnosis import diagnose
-from lib.doctor.job_refusal import ask_doctor, examined, installed_tree
-from lib.doctor.model_support import latent_attention, missing_kv_heads, mixtral_weights, sliding_window_blocks
-from lib.errors import Refused
-from lib.run.job import parse_job
-from lib.run.presets import installed_verl
+from verl_precision.doctor.diagnosis import diagnose
+from verl_precision.doctor.job_refusal import ask_doctor, examined, installed_tree
+from verl_precision.doctor.model_support import (
+    latent_attention,
+    missing_kv_heads,
+    mixtral_weights,
+    sliding_window_blocks,
+)
+from verl_precision.errors import Refused
+from verl_precision.run.job import parse_job
+from verl_precision.run.presets import installed_verl
 
 SITE = installed_verl().parent
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
@@ -162,7 +167,9 @@ def test_tree_without_a_wheel_to_compare_it_with_is_not_examined(monkeypatch, ca
     def foreign(folder: Path) -> None:
         raise Refused("cannot download the wheel of verl 0.9.1")
 
-    monkeypatch.setattr("lib.doctor.job_refusal.identify_tree", foreign)
-    monkeypatch.setattr("lib.doctor.job_refusal.examined", cache(examined.__wrapped__))  # keeps the real result
+    monkeypatch.setattr("verl_precision.doctor.job_refusal.identify_tree", foreign)
+    monkeypatch.setattr(
+        "verl_precision.doctor.job_refusal.examined", cache(examined.__wrapped__)
+    )  # keeps the real result
     assert asked(f"{ROLLOUT}.name=hf") is None and asked("") is None
     assert capsys.readouterr().err == "the doctor cannot examine this verl: cannot download the wheel of verl 0.9.1\n"

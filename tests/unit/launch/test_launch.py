@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.launch_machine import ALL_BUT_THE_JOB, IMAGE, LAUNCH, OVERRIDES, SECRET
 
-from lib.paths import REPO
-from lib.run.job import compose, parse_job
+from verl_precision.paths import REPO
+from verl_precision.run.job import compose, parse_job
 
 NODE = {"NAME": "node", "RAY": "/no/such/ray"}
 

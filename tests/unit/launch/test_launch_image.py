@@ -6,9 +6,9 @@ import sys
 import pytest
 from support.launch_machine import Machine
 
-from lib.patches.status import status
-from lib.patches.wheels import unpacked_wheel
-from lib.paths import REPO
+from verl_precision.patch.status import status
+from verl_precision.patch.wheels import unpacked_wheel
+from verl_precision.paths import REPO
 
 FILE = REPO / "configs/launch/Dockerfile"
 

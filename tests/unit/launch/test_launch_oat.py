@@ -16,9 +16,9 @@ from support.oat_server import oat_server, oat_variables
 from support.recorded import every_release
 from support.trees import patched_tree
 
-from lib.patches.apply import apply
-from lib.patches.releases import OAT, load_releases
-from lib.patches.wheels import unpacked_wheel
+from verl_precision.patch.apply import apply
+from verl_precision.patch.releases import OAT, load_releases
+from verl_precision.patch.wheels import unpacked_wheel
 
 PARSER = Path(__file__).with_name("oat_parser.py")
 NEWEST = list(load_releases(framework=OAT))[-1]

@@ -14,7 +14,7 @@ import pytest
 from support.launch_machine import LAUNCH
 from support.waiting import TIMEOUT_S
 
-from lib.paths import ARITHMETIC, REPO
+from verl_precision.paths import ARITHMETIC, REPO
 
 NODES = {"vpnode1": "10.231.47.1", "vpnode2": "10.231.47.2"}
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

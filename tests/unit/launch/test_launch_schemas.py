@@ -12,8 +12,8 @@ import pytest
 import yaml
 from support.launch_machine import ALL_BUT_THE_JOB, IMAGE, LAUNCH, OVERRIDES, SECRET, Machine, job_of
 
-from lib.paths import REPO
-from lib.run.train import GAVE_UP
+from verl_precision.paths import REPO
+from verl_precision.run.train import GAVE_UP
 
 CONFIGS = REPO / "configs/launch"
 # Every knob that becomes part of a job, with values that a careless manifest would misparse.

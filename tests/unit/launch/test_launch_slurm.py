@@ -8,7 +8,7 @@ import pytest
 from support.launch_machine import OVERRIDES, SECRET, job_of
 from support.waiting import TIMEOUT_S
 
-from lib.paths import REPO
+from verl_precision.paths import REPO
 
 KNOBS = {"EXPERIMENT": "arithmetic", "VENV": "", "RECIPE": "flowrl", "PRECISION": "bf16", "STEPS": 9, "NNODES": 2}
 IN_JOB = {"IN_JOB": "yes", "SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "node[1-2]", "DEVICE": "cpu", "GPUS_PER_NODE": 8}

@@ -1,4 +1,4 @@
-"""``scripts/lib/probe/mismatch.py`` against verl's own metrics, closed forms and simulation."""
+"""``scripts/verl_precision/probe/mismatch.py`` against verl's own metrics, closed forms and simulation."""
 
 import math
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lib.probe import mismatch
-from lib.probe.mismatch import Answer, Estimate
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
+from verl_precision.probe import mismatch
+from verl_precision.probe.mismatch import Answer, Estimate
 
 
 def answers_of(log_ratios: list[np.ndarray], samples: int = 8) -> list[Answer]:

@@ -14,15 +14,23 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from transformers import AutoModelForCausalLM
 
 import preflight
-from lib.errors import Refused
-from lib.patches.precision_module import load_precision
-from lib.paths import REPO
-from lib.probe import fp16_range
-from lib.probe.fp16_range import HEADROOM, Fp16Assessment, ModuleRange, assess, flushed_share, overrides, verdict
-from lib.probe.fp16_report import conclusions, findings, table_csv
-from lib.run.vllm_float16 import Float16Support
 from recipes.arithmetic import families
 from recipes.arithmetic.model import build_model
+from verl_precision.errors import Refused
+from verl_precision.patch.precision_module import load_precision
+from verl_precision.paths import REPO
+from verl_precision.probe import fp16_range
+from verl_precision.probe.fp16_range import (
+    HEADROOM,
+    Fp16Assessment,
+    ModuleRange,
+    assess,
+    flushed_share,
+    overrides,
+    verdict,
+)
+from verl_precision.probe.fp16_report import conclusions, findings, table_csv
+from verl_precision.run.vllm_float16 import Float16Support
 
 precision = load_precision(REPO / "patches/verl/files", "precision_of_the_stack")
 PROMPT = 4  # tokens

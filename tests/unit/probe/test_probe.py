@@ -16,18 +16,18 @@ import torch
 from support.waiting import wait_until
 
 import probe
-from lib.errors import Refused
-from lib.files import read_jsonl
-from lib.paths import REPO
-from lib.probe import log_probs, vllm_generate
-from lib.probe.comparison import compare
-from lib.probe.log_probs import Task
-from lib.probe.model import load
-from lib.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
-from lib.probe.rebatching import Rebatching
-from lib.probe.variants import Variant, check_gpus
-from lib.probe.work_folder import append_missing, is_complete, rollout_file, trainer_file
-from lib.run.gpus import Gpu
+from verl_precision.errors import Refused
+from verl_precision.files import read_jsonl
+from verl_precision.paths import REPO
+from verl_precision.probe import log_probs, vllm_generate
+from verl_precision.probe.comparison import compare
+from verl_precision.probe.log_probs import Task
+from verl_precision.probe.model import load
+from verl_precision.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
+from verl_precision.probe.rebatching import Rebatching
+from verl_precision.probe.variants import Variant, check_gpus
+from verl_precision.probe.work_folder import append_missing, is_complete, rollout_file, trainer_file
+from verl_precision.run.gpus import Gpu
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 PLAIN = ["WIRE=fp32", "HEAD=none"]
@@ -298,7 +298,9 @@ def test_vllms_answers_are_written_up_to_an_overflow(tmp_path, monkeypatch):
 def test_bf16_is_refused_on_a_gpu_that_emulates_it(monkeypatch, tmp_path):
     options = replace(probe.parse(["DEVICE=cpu", f"OUT={tmp_path}"]), device="cuda")
     for bf16, words in ((True, options.precision), (False, ("fp16", "fp32"))):
-        monkeypatch.setattr("lib.probe.variants.find_gpus", lambda bf16=bf16: (Gpu("T4", (7, 5), bf16, True),))
+        monkeypatch.setattr(
+            "verl_precision.probe.variants.find_gpus", lambda bf16=bf16: (Gpu("T4", (7, 5), bf16, True),)
+        )
         check_gpus(replace(options, precision=words))
     refused = "^PRECISION=.*: bf16 and bf16_train_fp16_infer would .* T4 .sm75. emulates; use PRECISION='fp16 fp32'$"
     with pytest.raises(Refused, match=refused):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from lib.probe.model import load
-from lib.probe.numerics import TrainerNumerics, build, model_inputs, token_log_probs
 from verl.utils import tensordict_utils
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl_precision.probe.model import load
+from verl_precision.probe.numerics import TrainerNumerics, build, model_inputs, token_log_probs
 
 ROWS = [([1, 2, 3], [4, 5, 6, 7]), ([8, 9], [10]), ([11, 12, 13, 14], [15, 16])]
 
@@ -36,7 +36,7 @@ def test_micro_batches_do_not_mix_rows(folder, monkeypatch, packed, tokens):
     masters, _ = load(str(folder / "model"))
     model = build(masters, TrainerNumerics("fp32", False), "cpu")
     alone = [token_log_probs(model, TrainerNumerics("fp32", False), [row], [])["log_probs"][0] for row in ROWS]
-    monkeypatch.setattr("lib.probe.numerics.TOKENS", tokens)
+    monkeypatch.setattr("verl_precision.probe.numerics.TOKENS", tokens)
     shapes = []
     model.register_forward_pre_hook(
         lambda module, args, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 import doctor
 import preflight
 import recommend as command
-from lib.errors import Refused
-from lib.files import read_jsonl, write
-from lib.paths import REPO
-from lib.probe.mismatch import Answer, measure
-from lib.probe.recommendation import recommend, two_digits
-from lib.run.gpus import Gpu
-from lib.sequence_weights import UNTRUNCATED
+from verl_precision.errors import Refused
+from verl_precision.files import read_jsonl, write
+from verl_precision.paths import REPO
+from verl_precision.probe.mismatch import Answer, measure
+from verl_precision.probe.recommendation import recommend, two_digits
+from verl_precision.run.gpus import Gpu
+from verl_precision.sequence_weights import UNTRUNCATED
 
 SCALE = "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=131072"
 PREFLIGHT = {
@@ -256,7 +256,7 @@ def test_regimes_that_vllm_or_the_gpu_refuses_are_not_probed(tmp_path, monkeypat
     probes = {name: command.parse([*words, f"BACKEND={name}"]).probe for name in ("hf", "vllm")}
     regimes = {name: command.runnable(options).precision for name, options in probes.items()}
     assert regimes == {"hf": ("bf16", "bf16_train_fp16_infer", "fp16"), "vllm": ("bf16",)}
-    monkeypatch.setattr("lib.probe.variants.find_gpus", lambda: (Gpu("T4", (7, 5), False, True),))
+    monkeypatch.setattr("verl_precision.probe.variants.find_gpus", lambda: (Gpu("T4", (7, 5), False, True),))
     assert command.runnable(replace(probes["hf"], device="cuda")).precision == ("fp16",)
     with pytest.raises(Refused, match=r"no 16-bit regime runs here: .* T4 \(sm75\) emulates; vLLM .* refuses"):
         command.runnable(replace(probes["vllm"], device="cuda"))

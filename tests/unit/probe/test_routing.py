@@ -10,14 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 import probe
-from lib.files import read_jsonl
-from lib.paths import REPO
-from lib.probe.comparison import compare
-from lib.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
-from lib.probe.rebatching import rebatchings
-from lib.probe.report import share_of_experts
-from lib.probe.variants import Variant
 from recipes.arithmetic.families import build_model, build_tokenizer
+from verl_precision.files import read_jsonl
+from verl_precision.paths import REPO
+from verl_precision.probe.comparison import compare
+from verl_precision.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
+from verl_precision.probe.rebatching import rebatchings
+from verl_precision.probe.report import share_of_experts
+from verl_precision.probe.variants import Variant
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]]
 FP32 = Variant("fp32", "fp32", "none", TrainerNumerics("fp32", False), RolloutNumerics("fp32", "fp32", False))

@@ -8,9 +8,9 @@ import torch
 from amp_trainer_cases import INF, batches, loss_of, network, train, trainer
 from torch.amp import GradScaler
 
-from lib.paths import REPO
 from recipes.amp.multiplication_dtypes import MultiplicationDtypes
 from verl.utils.precision import GradScalerConfig, LossScaler
+from verl_precision.paths import REPO
 
 EVIDENCE = REPO / "docs/explanation/evidence.md"
 

@@ -7,7 +7,6 @@ import pytest
 import ray
 from amp_commands import SMALL, records, refusal, words
 
-from lib.paths import REPO
 from recipes.amp.evolution import __main__ as evolution
 from recipes.amp.evolution import population
 from recipes.amp.evolution.config import EvolutionConfig
@@ -16,6 +15,7 @@ from recipes.amp.ppo import __main__ as ppo
 from recipes.amp.ppo.config import PPOConfig
 from recipes.amp.world_model import __main__ as world_model
 from recipes.amp.world_model.config import WorldModelConfig
+from verl_precision.paths import REPO
 
 COMMANDS = {"ppo": ppo, "world_model": world_model, "evolution": evolution}
 CONFIGS = {"ppo": PPOConfig, "world_model": WorldModelConfig, "evolution": EvolutionConfig}

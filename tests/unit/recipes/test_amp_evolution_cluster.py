@@ -12,9 +12,9 @@ import ray
 from amp_commands import records, refusal, run, words
 from support.waiting import TIMEOUT_S
 
-from lib.paths import REPO
 from recipes.amp.evolution import __main__ as evolution
 from recipes.amp.evolution.ray_session import QUIET
+from verl_precision.paths import REPO
 
 pytestmark = pytest.mark.subprocess
 VARIABLE = "ENABLE_FP16_TRAINING"

@@ -12,7 +12,6 @@ from amp_commands import DTYPES, SMALL, records, refusal, run, small_ppo, words
 from amp_trainer_cases import edited, same_bits, snapshot
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lib.paths import REPO
 from recipes.amp.checkpoint import read_checkpoint
 from recipes.amp.ppo import __main__ as ppo
 from recipes.amp.ppo import algorithm, experiment
@@ -20,6 +19,7 @@ from recipes.amp.ppo import experiment_results as results
 from recipes.amp.ppo.checkpoint import resume, save_checkpoint
 from recipes.amp.ppo.config import PPOConfig
 from recipes.amp.ppo.provenance import provenance
+from verl_precision.paths import REPO
 
 FOLDER = REPO / "docs" / "results"
 WORDS = words(**SMALL, eval_episodes=2)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from amp_trainer_cases import ADAMW_KINDS, DTYPES, INF, batches, loss_of, network, same_bits, snapshot, train, trainer
 
-from lib.paths import REPO
 from recipes.amp.multiplication_dtypes import MultiplicationDtypes
 from recipes.amp.trainer import FP16Trainer
 from recipes.amp.trainer_config import FP16TrainingConfig
 from verl.utils.precision import LossScaleError
+from verl_precision.paths import REPO
 
 GUIDE = REPO / "docs/how-to/amp.md"
 INVALID = {

@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 from support.waiting import TIMEOUT_S, wait_until
 
-from lib.paths import REPO
 from recipes.arithmetic import addition, families, prepare, terms
+from verl_precision.paths import REPO
 
 SHORT = prepare.PreparationSettings("addition", seed=1, steps=3)
 TASKS = list(prepare.TASKS)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from support.waiting import TIMEOUT_S
 
-from lib.paths import REPO
-from lib.run.job import CPU_PLATFORM
 from recipes.cpu.host import wrap_attribute
+from verl_precision.paths import REPO
+from verl_precision.run.job import CPU_PLATFORM
 
 pytestmark = pytest.mark.subprocess
 SCRIPT = Path(__file__).with_name("cpu_platform_cases.py")

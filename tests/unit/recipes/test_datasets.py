@@ -15,10 +15,10 @@ import pyarrow.parquet
 import pytest
 from support.recorded import every_release
 
-from lib.patches.releases import OAT
-from lib.patches.wheels import unpacked_wheel
-from lib.paths import REPO
 from verl.utils.reward_score import default_compute_score
+from verl_precision.patch.releases import OAT
+from verl_precision.patch.wheels import unpacked_wheel
+from verl_precision.paths import REPO
 
 BOX = " Put your final answer within \\boxed{}."
 HALF, UNCLOSED = ("1/2?", r"\frac{1}{2}"), ("set?", r"\left\{1")  # the second's box does not close

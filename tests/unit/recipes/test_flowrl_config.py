@@ -13,10 +13,10 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from support.waiting import TIMEOUT_S
 
-from lib.run.job import compose, parse_job
 from recipes.flowrl.config import FlowRLActorConfig, FlowRLConfig, PartitionConfig
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl_precision.run.job import compose, parse_job
 
 ACTOR = "actor_rollout_ref.actor"
 FLOWRL = f"{ACTOR}.flowrl"

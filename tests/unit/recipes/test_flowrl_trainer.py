@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 
-from lib.run.job import compose, parse_job
 from recipes.flowrl import trainer as flowrl_trainer
 from recipes.flowrl.trainer import FlowRLTrainer, diversity
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl_precision.run.job import compose, parse_job
 
 # Prompt, tokens, score, extra information of the reward function.
 ROWS = [

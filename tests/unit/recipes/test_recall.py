@@ -12,11 +12,11 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from lib.paths import REPO
 from recipes.arithmetic import families
 from recipes.arithmetic import prepare as arithmetic
 from recipes.recall import prepare
 from recipes.recall.task import BLOCKS, FREE, PROMPTS, LengthError, Recall, compute_score
+from verl_precision.paths import REPO
 
 SHORT = prepare.RecallSettings(steps=3, batch_size=2, length=32)
 

@@ -4,7 +4,7 @@ import pytest
 from support.report_runs import finished_run
 
 import compare
-from lib.errors import Refused
+from verl_precision.errors import Refused
 
 
 def test_runs_by_label_make_a_report(tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 from support.report_runs import finished_run
 
 import diversity
-from lib.errors import Refused
+from verl_precision.errors import Refused
 
 Answers = dict[str, list[tuple[str, float]]]  # by prompt the answers and their scores
 BEFORE = {"47=": [("7+40", 1.0), ("12+35", 1.0), ("1+1", 0.0), ("", 0.0)], "12=": [("6+6", 1.0)] * 2 + [("", 0.0)] * 2}

@@ -16,16 +16,16 @@ from matplotlib.figure import Figure
 from support.oat_modules import Args, precision
 from support.report_runs import built, is_rebuilt_from, write_metrics
 
-from lib.errors import Refused
-from lib.report.build import build_report
-from lib.report.catalog import ACCURACY, SERIES
-from lib.report.figures import draw
-from lib.report.logged_run import departure
-from lib.report.notes import TWO_FRAMEWORKS
-from lib.report.page import config_by_label, page
-from lib.report.readers.dispatch import read
-from lib.report.tables import NONE
-from lib.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED
+from verl_precision.errors import Refused
+from verl_precision.report.build import build_report
+from verl_precision.report.catalog import ACCURACY, SERIES
+from verl_precision.report.figures import draw
+from verl_precision.report.logged_run import departure
+from verl_precision.report.notes import TWO_FRAMEWORKS
+from verl_precision.report.page import config_by_label, page
+from verl_precision.report.readers.dispatch import read
+from verl_precision.report.tables import NONE
+from verl_precision.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED
 
 ROUNDS = range(1, 8)
 

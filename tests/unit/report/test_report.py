@@ -13,16 +13,16 @@ from support.report_runs import RECORDED, built, built_from, is_rebuilt_from, ma
 from support.trees import contents
 
 import report as command
-from lib.errors import Refused
-from lib.files import write, write_json
-from lib.paths import REPO
-from lib.report.build import SETTINGS, rebuild, write_report
-from lib.report.catalog import RESPONSE_LENGTH, SERIES
-from lib.report.figures import OTHERS, centre, colours, curve, draw, write_figures
-from lib.report.page import page, state
-from lib.report.readers.run_folder import RECORD
-from lib.report.tables import at_step, markdown, pairs_with_verdicts, write_tables
-from lib.run.metrics import EQUAL_SHARE, K3_KL, LOSS_SCALE, REWARD, SECONDS, SKIPPED
+from verl_precision.errors import Refused
+from verl_precision.files import write, write_json
+from verl_precision.paths import REPO
+from verl_precision.report.build import SETTINGS, rebuild, write_report
+from verl_precision.report.catalog import RESPONSE_LENGTH, SERIES
+from verl_precision.report.figures import OTHERS, centre, colours, curve, draw, write_figures
+from verl_precision.report.page import page, state
+from verl_precision.report.readers.run_folder import RECORD
+from verl_precision.report.tables import at_step, markdown, pairs_with_verdicts, write_tables
+from verl_precision.run.metrics import EQUAL_SHARE, K3_KL, LOSS_SCALE, REWARD, SECONDS, SKIPPED
 
 RESULTS = REPO / "docs" / "results"
 EXPECTED = REPO / "tests" / "expected" / "reports"  # table.csv of each recorded report

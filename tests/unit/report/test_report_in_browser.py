@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from support.report_runs import RECORDED, made, several
 
-from lib.report.build import rebuild, write_report
+from verl_precision.report.build import rebuild, write_report
 
 pytestmark = pytest.mark.slow
 WIDTHS = {"desktop": 1280, "phone": 390}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.run import validation
+from verl_precision.run import validation
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer
 
-from lib.errors import Refused
-from lib.paths import REPO
-from lib.run import gpus, machine, presets
-from lib.run.checks import check_job
-from lib.run.gpus import Gpu, has_kernels, query_gpus
-from lib.run.job import Job, compose, parse_job
-from lib.run.presets import check_gpus, fit_to_gpus
-from lib.run.start_checks import check_start
 from recipes.arithmetic.model import build_tokenizer
+from verl_precision.errors import Refused
+from verl_precision.paths import REPO
+from verl_precision.run import gpus, machine, presets
+from verl_precision.run.checks import check_job
+from verl_precision.run.gpus import Gpu, has_kernels, query_gpus
+from verl_precision.run.job import Job, compose, parse_job
+from verl_precision.run.presets import check_gpus, fit_to_gpus
+from verl_precision.run.start_checks import check_start
 
 T4 = Gpu("Tesla T4", (7, 5), bf16=False, kernels=True)
 ROW = {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule"}}
@@ -64,7 +64,7 @@ def test_unusable_data_is_refused(tmp_path, monkeypatch):
     for refusal, words in cases.items():
         with pytest.raises(Refused, match=refusal):
             check(words, tmp_path / "out")
-    monkeypatch.setattr("lib.files.FREE_GIB", 1e9)  # a full disk
+    monkeypatch.setattr("verl_precision.files.FREE_GIB", 1e9)  # a full disk
     with pytest.raises(Refused, match="^OUT=.* GiB free"):
         check([], tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -16,14 +16,14 @@ import ray
 import torch
 from support.waiting import wait_until
 
-from lib.errors import Refused
-from lib.files import write
-from lib.patches.releases import VERL, find_release
-from lib.run import cluster
-from lib.run.cluster_query import join, wait_for_nodes
-from lib.run.job import Job, compose, parse_job
-from lib.run.node_facts import SAME_VERSIONS, difference, node_facts, refuse_driver
-from lib.run.roles import engine_settings
+from verl_precision.errors import Refused
+from verl_precision.files import write
+from verl_precision.patch.releases import VERL, find_release
+from verl_precision.run import cluster
+from verl_precision.run.cluster_query import join, wait_for_nodes
+from verl_precision.run.job import Job, compose, parse_job
+from verl_precision.run.node_facts import SAME_VERSIONS, difference, node_facts, refuse_driver
+from verl_precision.run.roles import engine_settings
 
 RELEASE = find_release("0.9.1")
 FLOAT16 = {"dtype": "float16", "mixed_precision": None, "model_dtype": "fp32"}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.run.deaths import Death, DeathReader, lost_worker
-from lib.run.log import errors
+from verl_precision.run.deaths import Death, DeathReader, lost_worker
+from verl_precision.run.log import errors
 
 
 def recorded(name: str) -> list[str]:

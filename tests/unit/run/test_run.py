@@ -10,11 +10,11 @@ import pytest
 from support.report_runs import finished_run
 
 import run
-from lib.errors import Refused
-from lib.files import write_json
-from lib.run import train
-from lib.run.job import Job, compose, parse_job
-from lib.run.start_checks import check_start
+from verl_precision.errors import Refused
+from verl_precision.files import write_json
+from verl_precision.run import train
+from verl_precision.run.job import Job, compose, parse_job
+from verl_precision.run.start_checks import check_start
 
 SANITY = ["EXPERIMENT=sanity_cpu", "DEVICE=cpu", "STEPS=40"]
 STRATEGY = "actor_rollout_ref.actor.strategy"

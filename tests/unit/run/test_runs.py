@@ -9,12 +9,13 @@ import pytest
 from matplotlib import image
 from matplotlib.colors import to_rgb
 
-from lib.errors import Refused
-from lib.files import read_jsonl, write, write_json
-from lib.run.curves import plot_curves
-from lib.run.folder import checkpoint_step, choose_folder, finished_as, lock, start_record
-from lib.run.job import Job, parse_job
-from lib.run.metrics import (
+from verl.utils.tracking import FileLogger
+from verl_precision.errors import Refused
+from verl_precision.files import read_jsonl, write, write_json
+from verl_precision.run.curves import plot_curves
+from verl_precision.run.folder import checkpoint_step, choose_folder, finished_as, lock, start_record
+from verl_precision.run.job import Job, parse_job
+from verl_precision.run.metrics import (
     CLIP_RATIO,
     K3_KL,
     LONGEST_PROMPT,
@@ -26,9 +27,8 @@ from lib.run.metrics import (
     merge_metrics,
     metric_mean,
 )
-from lib.run.progress import progress_line
-from lib.run.summary import summarize, summary_table
-from verl.utils.tracking import FileLogger
+from verl_precision.run.progress import progress_line
+from verl_precision.run.summary import summarize, summary_table
 
 STAMP = {"release": "0.9.1", "stack": "0123456789ab", "tree": "f" * 40}
 ACTOR = {"role": "actor", "rank": 0, "compute": "float16", "loss_scaling": True, "stamp": STAMP}

@@ -8,7 +8,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from lib.run.job import compose, parse_job
+from verl_precision.run.job import compose, parse_job
 
 # sglang has no build for a CPU: any of its names is a stub, and ServerArgs records what the server is started with.
 LAUNCH = """

@@ -6,14 +6,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from lib.doctor.diagnosis import diagnose
-from lib.doctor.tree import identify_tree
-from lib.errors import Refused
-from lib.files import write
-from lib.run.checks import check_attention
-from lib.run.job import compose, parse_job
-from lib.run.softcap import ATTENTION
 from recipes.arithmetic import families
+from verl_precision.doctor.diagnosis import diagnose
+from verl_precision.doctor.tree import identify_tree
+from verl_precision.errors import Refused
+from verl_precision.files import write
+from verl_precision.run.checks import check_attention
+from verl_precision.run.job import compose, parse_job
+from verl_precision.run.softcap import ATTENTION
 
 
 def test_sdpa_of_transformers_leaves_out_the_cap():

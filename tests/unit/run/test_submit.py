@@ -13,9 +13,9 @@ import requests
 from ray.job_submission import JobStatus
 
 import submit
-from lib.errors import Refused
-from lib.paths import REPO
-from lib.run.job import Job, parse_job
+from verl_precision.errors import Refused
+from verl_precision.paths import REPO
+from verl_precision.run.job import Job, parse_job
 
 HEAD = "http://127.0.0.1:8265"
 
@@ -41,7 +41,7 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, trees, impo
     assert submission.runtime_env == carried and not list(scratch.rglob("__pycache__"))
     assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
     words = submission.entrypoint.split()[2:]  # accepted there by a Python without packages
-    subprocess.run([sys.executable, "-S", "-m", "lib.run.job", *words], cwd=scratch / "scripts", check=True)
+    subprocess.run([sys.executable, "-S", "-m", "verl_precision.run.job", *words], cwd=scratch / "scripts", check=True)
 
 
 def test_unpatched_verl_is_not_carried(job, trees, imported, tmp_path):

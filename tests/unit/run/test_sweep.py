@@ -15,17 +15,17 @@ from support.report_runs import finished_run
 from support.trees import git
 
 import compare
-from lib.errors import Refused
-from lib.files import write, write_json
-from lib.patches.apply import apply
-from lib.patches.status import status
-from lib.patches.wheels import unpacked_wheel
-from lib.paths import REPO
-from lib.run import code_versions, sweep
-from lib.run.code_versions import CodeVersion, branch_commit, branch_version, code_record, tree_version
-from lib.run.folder import finished as is_finished
-from lib.run.job import parse_job
-from lib.run.sweep import SweepPlan, SweepProgress, SweepRun, absolute, plan_sweep, run_sweep
+from verl_precision.errors import Refused
+from verl_precision.files import write, write_json
+from verl_precision.patch.apply import apply
+from verl_precision.patch.status import status
+from verl_precision.patch.wheels import unpacked_wheel
+from verl_precision.paths import REPO
+from verl_precision.run import code_versions, sweep
+from verl_precision.run.code_versions import CodeVersion, branch_commit, branch_version, code_record, tree_version
+from verl_precision.run.folder import finished as is_finished
+from verl_precision.run.job import parse_job
+from verl_precision.run.sweep import SweepPlan, SweepProgress, SweepRun, absolute, plan_sweep, run_sweep
 
 # Replaces scripts/run.py: three quick steps, the second of which fails in bf16 with seed 1.
 RUN = """

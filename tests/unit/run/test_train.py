@@ -1,4 +1,4 @@
-"""Training by ``lib.run.train``: watching, ending and restarting ``main_ppo``."""
+"""Training by ``verl_precision.run.train``: watching, ending and restarting ``main_ppo``."""
 
 import json
 import os
@@ -15,16 +15,16 @@ import psutil
 import pytest
 from support.waiting import TIMEOUT_S, wait_until
 
-from lib.errors import Refused
-from lib.files import write_json
-from lib.run import process_tree, progress, train
-from lib.run.deaths import DeathReader
-from lib.run.folder import lock, start_record
-from lib.run.job import Job, parse_job
-from lib.run.metrics import REWARD, SECONDS
-from lib.run.process_tree import SHARED_MEMORY, ProcessTree
-from lib.run.progress import RunProgress
-from lib.run.temporary_folder import temporary_folder
+from verl_precision.errors import Refused
+from verl_precision.files import write_json
+from verl_precision.run import process_tree, progress, train
+from verl_precision.run.deaths import DeathReader
+from verl_precision.run.folder import lock, start_record
+from verl_precision.run.job import Job, parse_job
+from verl_precision.run.metrics import REWARD, SECONDS
+from verl_precision.run.process_tree import SHARED_MEMORY, ProcessTree
+from verl_precision.run.progress import RunProgress
+from verl_precision.run.temporary_folder import temporary_folder
 
 # What programs in the place of main_ppo have: run.json, which the process that watches them rewrites at each look.
 PRELUDE = """

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from lib.errors import Refused
-from lib.run.job import CPU_PLATFORM, MODULES, compose, parse_job
-from lib.run.validation import platform_variables, refusal, validate
+from verl_precision.errors import Refused
+from verl_precision.run.job import CPU_PLATFORM, MODULES, compose, parse_job
+from verl_precision.run.validation import platform_variables, refusal, validate
 
 pytestmark = pytest.mark.subprocess  # they import verl
 ACTOR = "actor_rollout_ref.actor"

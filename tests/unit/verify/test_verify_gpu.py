@@ -12,20 +12,20 @@ from support.report_runs import write_metrics
 from support.trees import RELEASE, edit, patched_tree
 
 import verify_gpu
-from lib.errors import Refused
-from lib.files import write_json
-from lib.patches.releases import VERL, find_release
-from lib.patches.stack import release_stacks
-from lib.paths import REPO
-from lib.run.gpus import Gpu
-from lib.run.metrics import PROBS_DIFF, REWARD, SECONDS
-from lib.verify import state
-from lib.verify.long_model import config
-from lib.verify.record import Verification, device_name, versions
-from lib.verify.report import markdown, write
-from lib.verify.step import Step, VerifiedDevice
-from lib.verify.steps import STAGES, STEPS, outcomes, trained
 from recipes.arithmetic.model import build_model, build_tokenizer
+from verl_precision.errors import Refused
+from verl_precision.files import write_json
+from verl_precision.patch.releases import VERL, find_release
+from verl_precision.patch.stack import release_stacks
+from verl_precision.paths import REPO
+from verl_precision.run.gpus import Gpu
+from verl_precision.run.metrics import PROBS_DIFF, REWARD, SECONDS
+from verl_precision.verify import state
+from verl_precision.verify.long_model import config
+from verl_precision.verify.record import Verification, device_name, versions
+from verl_precision.verify.report import markdown, write
+from verl_precision.verify.step import Step, VerifiedDevice
+from verl_precision.verify.steps import STAGES, STEPS, outcomes, trained
 
 SLEEP = "import time; time.sleep(600)"
 FAIL = "print('first line'); raise SystemExit('the cause')"
@@ -67,7 +67,9 @@ def test_result_of_a_step_has_its_reason(made, status, reason, tmp_path):
 
 def test_step_in_bf16_is_skipped_on_a_gpu_without(tmp_path, monkeypatch):
     for bf16 in (True, False):
-        monkeypatch.setattr("lib.verify.step.find_gpus", lambda bf16=bf16: (Gpu("a GPU", (7, 5), bf16, True),))
+        monkeypatch.setattr(
+            "verl_precision.verify.step.find_gpus", lambda bf16=bf16: (Gpu("a GPU", (7, 5), bf16, True),)
+        )
         assert step(WRITE, bf16=True).run(VerifiedDevice("cuda", tmp_path))["status"] == (
             "passed" if bf16 else "skipped"
         )
@@ -85,7 +87,7 @@ def test_record_resumes_under_the_same_versions_and_the_report_has_all_steps(tmp
     assert "1 passed, 1 failed, " in text and "no \\| driver<br>at all" in text
     assert "\n## Cost\n\n### layers\n\n#### Sizes\n\n7\n" in text and "gone" not in text
     assert text.rstrip().endswith("![layers](nvidia-h200-80-a.png)") and (tmp_path / "nvidia-h200-80-a.png").exists()
-    monkeypatch.setattr("lib.verify.record.versions", lambda: {"torch": "another"})
+    monkeypatch.setattr("verl_precision.verify.record.versions", lambda: {"torch": "another"})
     assert not Verification.open(tmp_path, made.content["name"]).passed(layers), "other versions begin anew"
 
 
@@ -121,9 +123,9 @@ def test_a_failed_steps_log_goes_when_it_passes(tmp_path):
 
 
 def test_gpu_is_the_one_that_torch_sees(monkeypatch):
-    monkeypatch.setattr("lib.verify.record.find_gpus", lambda: (Gpu("GPU 1", (9, 0), True, True),))
+    monkeypatch.setattr("verl_precision.verify.record.find_gpus", lambda: (Gpu("GPU 1", (9, 0), True, True),))
     assert device_name("cuda") == "GPU 1" and device_name("cpu") == "CPU"
-    monkeypatch.setattr("lib.verify.record.find_gpus", lambda: ())
+    monkeypatch.setattr("verl_precision.verify.record.find_gpus", lambda: ())
     with pytest.raises(Refused, match="^DEVICE=cuda: the torch of this Python sees no GPU; check CUDA_VISIBLE"):
         device_name("cuda")
 
@@ -194,7 +196,8 @@ def test_engine_step_tests_the_installed_tree_of_either_series(tmp_path):
 def test_stack_of_a_record_is_that_of_the_installed_verl(tmp_path, monkeypatch):
     tree = patched_tree(RELEASE, tmp_path, None, fixes=False)
     monkeypatch.setattr(
-        "lib.verify.record.find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tree / name)])
+        "verl_precision.verify.record.find_spec",
+        lambda name: SimpleNamespace(submodule_search_locations=[str(tree / name)]),
     )
     assert versions()["stack"] == release_stacks(find_release(RELEASE))[0].id
     (tree / VERL.stamp).unlink()

@@ -72,7 +72,7 @@ def measures_mismatch(trainer: Any) -> bool:
     trainer._bypass_began = True
     if first and freq <= 0 and run_requests_precision(trainer.config):
         logger.warning(
-            "algorithm.rollout_correction.bypass_mode=true: the trainer computes no log-probabilities of its own, so "
+            "algorithm.rollout_correction.bypass_mode=true: the trainer does not compute log-probabilities, so "
             "there is no training/rollout_probs_diff_mean and no check of the first weight sync. "
             "trainer.mismatch_freq=N measures both every N steps"
         )

@@ -141,11 +141,11 @@ def _rollout_dtype(rollout: Mapping[str, Any]) -> torch.dtype:
 
 
 def _comparable(rollout: Mapping[str, Any]) -> bool:
-    """Return whether both sides' log-probabilities are those of the same distribution but for rounding.
+    """Return whether both sides' log-probabilities are those of the same distribution, up to rounding.
 
     They are not with quantized weights or a quantized KV cache; a ``top_p`` or ``top_k`` that cuts the distribution; a
     temperature that the server leaves out of its log-probabilities (all but vLLM under ``processed_logprobs``); several
-    turns under SGLang, of which 0.6 keeps one log-probability each; servers other than vLLM, SGLang and hf.
+    turns under SGLang (0.6 keeps one log-probability for each); servers other than vLLM, SGLang and hf.
     """
     name = rollout["name"]
     engine = (rollout.get("engine_kwargs") or {}).get(name) or {}

@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Steps of an optimizer that has a loss scaler of its own, as Megatron's has, and what that one is told."""
+"""Steps of an optimizer that has its own loss scaler, as Megatron's has, and what that scaler is given."""
 
 import pytest
 import torch

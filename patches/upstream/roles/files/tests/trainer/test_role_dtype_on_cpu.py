@@ -30,7 +30,7 @@ MIXED = f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A model's config alone, which is all that the critic's config reads."""
+    """Only a model's config, which is all that the critic's config reads."""
     folder = tmp_path_factory.mktemp("model")
     Qwen2Config(num_hidden_layers=1, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
     return folder

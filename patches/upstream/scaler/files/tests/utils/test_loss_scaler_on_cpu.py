@@ -149,7 +149,7 @@ def test_a_state_that_cannot_be_right_is_refused(state):
 
 def test_a_resume_in_another_dtype_warns_once():
     scaler = LossScaler(GradScalerConfig(), device="cpu")
-    with pytest.warns(UserWarning, match="extra.pt holds no loss scale: starting at 65536"):
+    with pytest.warns(UserWarning, match="extra.pt contains no loss scale: starting at 65536"):
         load_scaler_state(scaler, None, "extra.pt")
     with pytest.warns(UserWarning, match="which this run does not use"):
         load_scaler_state(None, scaler.state_dict(), "extra.pt")

@@ -84,7 +84,9 @@ def _nonfinite_gradients(
             finite = gradient.isfinite()
             if not finite.all():
                 bad = f"{gradient.numel() - finite.sum()} of {gradient.numel()} elements"
-                rest = f"the largest other {gradient[finite].abs().max():.3g} (scaled)" if finite.any() else "no other"
+                rest = (
+                    f"the largest other {gradient[finite].abs().max():.3g} (scaled)" if finite.any() else "none finite"
+                )
                 yield place, part, f"{full_name} in the shard of rank {rank}, {bad}, {rest}"
 
 

@@ -200,7 +200,7 @@ def _obstacle(
 
 
 def _calls_some(name: str, module: torch.nn.Module) -> bool:
-    """Return whether the module lists experts, of which ranks call, and would gather, different ones."""
+    """Return whether the module lists experts: ranks may call, and would then gather, different ones."""
     return name.endswith("experts") and isinstance(module, torch.nn.ModuleList)
 
 
@@ -237,7 +237,7 @@ def _compute_in_fp32(module: torch.nn.Module, returns: torch.dtype, device: str)
 def fp32_wrap_policy(
     policy: Optional[Callable[..., bool]], kept: Mapping[str, torch.nn.Module], mixed_precision: Any
 ) -> Optional[Callable[..., bool]]:
-    """Return FSDP1's ``auto_wrap_policy`` that also wraps each kept module by itself, with its parameters in fp32.
+    """Return FSDP1's ``auto_wrap_policy`` that also wraps each kept module separately, with its parameters in fp32.
 
     Args:
         policy: the policy for all other modules.

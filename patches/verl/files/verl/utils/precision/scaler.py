@@ -296,6 +296,6 @@ def load_scaler_state(scaler: Optional[LossScaler], state: Optional[Mapping[str,
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
     elif scaler is not None:
-        warnings.warn(f"{source} holds no loss scale: starting at {scaler.get_scale():g}", stacklevel=2)
+        warnings.warn(f"{source} contains no loss scale: starting at {scaler.get_scale():g}", stacklevel=2)
     elif state is not None:
-        warnings.warn(f"{source} holds a loss scale, which this run does not use (no fp16 training)", stacklevel=2)
+        warnings.warn(f"{source} contains a loss scale, which this run does not use (no fp16 training)", stacklevel=2)

@@ -130,8 +130,8 @@ def choose(root: str | os.PathLike, directory_format: str = "global_step_{}") ->
         if torn is None and (found[step] / MANIFEST).exists():
             return Choice(found[step], _notes(root, faults))
         if torn is None and step == named:
-            return Choice(found[step], [f"{found[step]} has no {MANIFEST}: taken for whole as {TRACKER} names it"])
-        faults[found[step].name] = torn or f"has no {MANIFEST}, so that nobody knows whether it is whole"
+            return Choice(found[step], [f"{found[step]} has no {MANIFEST}: treated as whole, as {TRACKER} names it"])
+        faults[found[step].name] = torn or f"has no {MANIFEST}, so it may be incomplete"
 
     if not tracker.exists() and all(_listed(path) == {} for path in found.values()):
         return Choice(None, [*_notes(root, faults), "no save was ever finished"])

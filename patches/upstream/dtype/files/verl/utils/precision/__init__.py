@@ -13,7 +13,7 @@
 # limitations under the License.
 """Precision of verl's training engines and rollouts: dtypes.
 
-The package needs torch and the standard library alone. verl's engines, workers and configs call it; it calls none of
+The package needs only torch and the standard library. verl's engines, workers and configs call it; it calls none of
 them. Import from the package, not from its modules:
 
 - ``dtypes``: :class:`Precision`, the dtypes of an engine, resolved once from its config.

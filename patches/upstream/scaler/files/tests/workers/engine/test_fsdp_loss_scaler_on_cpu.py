@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What a step that overflows on one rank alone does to an FSDP2 engine on two ranks, and what a checkpoint keeps."""
+"""What a step that overflows on only one rank does to an FSDP2 engine on two ranks, and what a checkpoint keeps."""
 
 import math
 

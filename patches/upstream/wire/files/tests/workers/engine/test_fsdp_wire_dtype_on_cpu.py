@@ -25,7 +25,7 @@ def dtypes(tensors) -> set[torch.dtype]:
 
 
 def receiver() -> torch.dtype:
-    """What verl's own rollout side tells a checkpoint engine where ``rollout.dtype`` is float16."""
+    """What verl's own rollout side passes to a checkpoint engine where ``rollout.dtype`` is float16."""
     from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWorker, ColocatedCheckpointEngine
     from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
@@ -48,7 +48,7 @@ def delta() -> set[torch.dtype]:
 
 
 def export() -> dict:
-    """Export a model whose weights fp16 holds and bf16 does not: what do the HF export and the model merger keep?"""
+    """Export a model whose weights fp16 represents and bf16 does not: what do HF export and model merger keep?"""
     from safetensors.torch import load_file
 
     from verl.model_merger.base_model_merger import ModelMergerConfig

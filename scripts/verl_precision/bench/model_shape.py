@@ -1,0 +1,183 @@
+"""Read the dimensions of a decoder of Llama's kind from its ``config.json``, and count its parameters."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_precision.errors import Refused
+from verl_precision.paths import CACHE
+
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Dimensions of a decoder of Llama's kind, from its ``config.json``.
+
+    Args:
+        bias: whether the query, key and value projections have a bias (Qwen2, and the others with ``attention_bias``).
+        output_bias: whether the output projection of the attention has one, too (the others alone).
+        qk_norm: whether queries and keys are normalized (Qwen3).
+        intermediate: width of the MLP, or of each expert.
+        experts: experts per layer, 0 for a dense model; ``active`` of them compute each token.
+    """
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    bias: bool
+    qk_norm: bool
+    experts: int = 0
+    active: int = 1
+    output_bias: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], name: str) -> "ModelShape":
+        """Return the shape that a model's ``config.json`` describes.
+
+        Args:
+            name: the model as the user named it, for messages.
+
+        Raises:
+            Refused: a dimension is missing, or the architecture is not supported.
+        """
+        kind = config.get("model_type")
+        if kind not in KINDS:
+            raise Refused(f"MODEL={name}: its model_type is {kind}; supported are {', '.join(KINDS)}")
+        moe = kind.endswith("moe")
+        width = "moe_intermediate_size" if moe else "intermediate_size"
+        needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", width]
+        needed += [key for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None]
+        for key in [*needed, *(["num_experts", "num_experts_per_tok"] if moe else [])]:
+            if not isinstance(config.get(key), int) or config[key] < 1:
+                raise Refused(f"MODEL={name}: {key} is {config.get(key)}; must be a whole number of at least 1")
+        if moe and (config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers")):
+            raise Refused(f"MODEL={name}: some of its layers have no experts; all layers must have the same structure")
+        heads = config["num_attention_heads"]
+        return cls(
+            vocab=config["vocab_size"],
+            hidden=config["hidden_size"],
+            intermediate=config[width],
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            tied=bool(config.get("tie_word_embeddings", False)),
+            bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+            output_bias=kind != "qwen2" and bool(config.get("attention_bias", False)),
+            qk_norm=kind.startswith("qwen3"),
+            **({"experts": config["num_experts"], "active": config["num_experts_per_tok"]} if moe else {}),
+        )
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def largest_tensor(self) -> int:
+        """Parameters of the largest tensor: the embedding, or the gate and up projections of a layer's experts."""
+        return max(self.embedding, 2 * self.hidden * self.intermediate * self.experts)
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of the head unless the two are tied."""
+        return self.vocab * self.hidden
+
+    @property
+    def block(self) -> int:
+        """Parameters of one layer."""
+        attention = 2 * self.hidden * (self.query_width + self.key_width)
+        attention += (self.query_width + 2 * self.key_width) * self.bias + self.hidden * self.output_bias
+        attention += 2 * self.head_dim * self.qk_norm
+        mlp = 3 * self.hidden * self.intermediate * max(1, self.experts) + self.hidden * self.experts
+        return attention + mlp + 2 * self.hidden
+
+    def adapters(self, rank: int) -> int:
+        """Return the parameters of LoRA adapters of this rank on all projections of one dense layer."""
+        attention = 2 * (self.hidden + self.query_width) + 2 * (self.hidden + self.key_width)
+        return rank * (attention + 3 * (self.hidden + self.intermediate))
+
+    @property
+    def total(self) -> int:
+        """Parameters of the whole model."""
+        return self.layers * self.block + self.hidden + (1 if self.tied else 2) * self.embedding
+
+    def saved_bytes(self, c: int, upcast: bool = False) -> int:
+        """Return the bytes per token that one layer saves for its backward pass.
+
+        A norm saves its input in fp32 and in the compute dtype, and its output; attention saves query, key, value and
+        output; an MLP saves gate, activated gate, up and their product. Each active expert saves its own copy.
+
+        Args:
+            c: bytes of the compute dtype.
+            upcast: every product copies its factors to fp32 (recipes/cpu in fp16).
+        """
+        h, q, k, i = self.hidden, self.query_width, self.key_width, self.intermediate * self.active
+        if upcast:
+            return 2 * (4 + c) * h + 4 * 5 * h + 4 * q + 4 * 2 * (q + k) + (4 + 3 * c) * i
+        norms = 2 * (4 + 2 * c) * h + (4 + 2 * c) * (q + k) * self.qk_norm
+        experts = 2 * c * h * self.active * bool(self.experts)  # the input and output of each
+        return norms + 2 * c * (q + k) + 4 * c * i + experts
+
+
+def model_config(path: str) -> Mapping[str, Any]:
+    """Return the ``config.json`` of ``path``: a model's folder, or a model whose dimensions are built in.
+
+    Raises:
+        Refused: ``path`` is neither.
+    """
+    file = Path(path).expanduser() / "config.json"
+    if file.exists():
+        try:
+            return json.loads(file.read_text())
+        except ValueError as error:
+            raise Refused(f"MODEL={path}: its config.json is not JSON ({error})") from error
+    if path in MODELS:
+        return MODELS[path]
+    if Path(path).is_relative_to(CACHE):  # `make run` makes it at first use
+        return SANITY
+    raise Refused(f"MODEL={path}: give a folder with its config.json, or one of {', '.join(MODELS)}")
+
+
+def entries(kind: str, vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv: int, **more) -> dict:
+    """Return the entries of a ``config.json``."""
+    return {
+        "model_type": kind,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        **more,
+    }
+
+
+SANITY = entries("qwen2", 259, 128, 384, 2, 2, 2)  # recipes/arithmetic/model.py
+# The config.json of each on the Hugging Face Hub, 2026-11.
+MODELS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": entries("qwen2", 151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": entries("qwen2", 151936, 1536, 8960, 28, 12, 2),
+    "Qwen/Qwen2.5-3B": entries("qwen2", 151936, 2048, 11008, 36, 16, 2, tie_word_embeddings=True),
+    "Qwen/Qwen2.5-7B": entries("qwen2", 152064, 3584, 18944, 28, 28, 4),
+    "Qwen/Qwen2.5-32B": entries("qwen2", 152064, 5120, 27648, 64, 40, 8),
+    "Qwen/Qwen3-8B": entries("qwen3", 151936, 4096, 12288, 36, 32, 8, head_dim=128),
+    "Qwen/Qwen3-30B-A3B": entries(
+        *("qwen3_moe", 151936, 2048, 6144, 48, 32, 4),
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+    ),
+}

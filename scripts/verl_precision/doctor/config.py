@@ -1,0 +1,140 @@
+"""Compose the configuration of a verl's ``main_ppo``, and record which of its keys the user set."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_precision.errors import Refused
+from verl_precision.paths import CONFIGS
+from verl_precision.run.compose import Uncomposable, compose_config, compose_defaults
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """A composed configuration.
+
+    Args:
+        values: as plain dictionaries.
+        user_keys: the dotted keys that the user set, by an override or by the file of a group.
+        added_keys: those of them that ``+`` added.
+    """
+
+    values: Mapping[str, Any]
+    user_keys: frozenset[str]
+    added_keys: frozenset[str] = frozenset()
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """Return the value at a dotted path; ``default`` where there is none, null, or ``???``, which is to be set."""
+        value = select(self.values, path)
+        return default if value in (None, "???") else value
+
+    def has(self, path: str) -> bool:
+        """Return whether the value at a dotted path is not null."""
+        return select(self.values, path) is not None
+
+    def user_values(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Return the values of those of the keys that the user set."""
+        return {key: select(self.values, key) for key in keys if key in self.user_keys}
+
+
+def select(values: Any, path: str) -> Any:
+    """Return the value at a dotted path of nested dictionaries, None where there is none."""
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def leaves(values: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted paths of all values that are no dictionaries, or empty ones."""
+    if isinstance(values, Mapping) and values:
+        for key, value in values.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path
+
+
+def load_config(root: Path, overrides: Sequence[str], config_name: str = "ppo_trainer") -> JobConfig:
+    """Compose the configs of the verl in ``root`` with ``overrides``, as its ``main_ppo`` would.
+
+    ``config_name`` may also be that of an experimental trainer, such as ``fully_async_ppo_trainer``. This repository's
+    groups are on Hydra's search path where an override names one of them and none sets that path.
+
+    Raises:
+        Refused: the words are no overrides, or there is no such config.
+        Uncomposable: the overrides do not fit this verl's configuration.
+    """
+    from omegaconf import OmegaConf
+
+    main = root / "verl/trainer/config"
+    folders = [main, *sorted(root.glob("verl/experimental/*/config"))]
+    folder = next((each for each in folders if (each / f"{config_name}.yaml").exists()), None)
+    if folder is None:
+        raise Refused(f"--config-name={config_name}: {main} has no {config_name}.yaml")
+    parsed = parse_overrides(overrides)
+    groups = {group.name for group in CONFIGS.iterdir()} - {"precision"}
+    words = list(overrides)
+    search_path = [path for each in parsed if each.key_or_group == "hydra.searchpath" for path in each.value()]
+    if not search_path:
+        search_path = [f"file://{main}"] if folder != main else []
+        search_path += [f"file://{CONFIGS}"] if any(each.key_or_group in groups for each in parsed) else []
+        words += [f"hydra.searchpath={search_path}"] if search_path else []
+    folders = [folder, *(Path(path.removeprefix("file://")) for path in search_path)]
+    values = OmegaConf.to_container(compose_config(folder, words, config_name))
+    user_keys = {key for file in group_files(parsed, words, config_name, folders) for key in leaves(file)}
+    for each in parsed:
+        if not each.is_delete() and not each.key_or_group.startswith("hydra"):
+            user_keys |= set(leaves(each.value(), each.key_or_group))
+    added = {each.key_or_group for each in parsed if each.is_add() or each.is_force_add()}
+    added -= {group for group in added if is_group(group, folders)}
+    return JobConfig(values, frozenset(user_keys), frozenset(added))
+
+
+def parse_overrides(overrides: Sequence[str]) -> "list[Override]":
+    """Parse words by Hydra's grammar of overrides.
+
+    Raises:
+        Refused: one of them is none.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise Refused(f"ARGS: {Uncomposable(error)}; give overrides of main_ppo: key=value") from error
+
+
+def is_group(name: str, folders: Sequence[Path]) -> bool:
+    return any((folder / name).is_dir() for folder in folders)
+
+
+def group_files(
+    parsed: "Sequence[Override]", words: Sequence[str], config_name: str, folders: Sequence[Path]
+) -> list[dict]:
+    """Return the contents, each below its package, of the files that ``+group=name`` overrides bring into the config.
+
+    Args:
+        words: the overrides as they are composed.
+        folders: where the groups are; the first is verl's own.
+    """
+    from omegaconf import OmegaConf
+
+    groups = {each.key_or_group for each in parsed if each.is_add() and is_group(each.key_or_group, folders)}
+    if not groups:
+        return []
+    contents, brought = [], set()
+    for each in compose_defaults(folders[0], words, config_name):
+        path = each.config_path or ""
+        if path.rpartition("/")[0] in groups or each.parent in brought:
+            brought.add(path)
+            file = next(folder / f"{path}.yaml" for folder in folders if (folder / f"{path}.yaml").exists())
+            values = OmegaConf.to_container(OmegaConf.load(file)).items()
+            content = {key: value for key, value in values if key != "defaults"}
+            for key in reversed([part for part in (each.package or "").split(".") if part]):
+                content = {key: content}
+            contents.append(content)
+    return contents

@@ -1,0 +1,37 @@
+"""Define a finding: a part of a configuration that is wrong or unknown, and the change that corrects it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl_precision.cli import options
+
+# The ends of the keys that request a dtype, or a regime.
+DTYPE_KEYS = ("dtype", "param_dtype", "precision", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or not known.
+
+    Args:
+        key, value: what it is about.
+        effect: what that does, a clause whose subject they are.
+        mend: the command or the override that fixes it.
+        applies: whether verl does with ``value`` what it requests.
+    """
+
+    key: str
+    value: Any
+    effect: str
+    mend: str
+    applies: bool = True
+
+    @property
+    def unheeded(self) -> bool:
+        """True if a dtype was requested, by a key of its own or by a regime, misspelt or not, and does not apply."""
+        requests_dtype = self.key.rpartition(".")[2] in DTYPE_KEYS or self.value in options("precision")
+        return requests_dtype and not self.applies
+
+    def json(self) -> dict[str, Any]:
+        """Return the finding in ``doctor --json``."""
+        return {"key": self.key, "value": self.value, "effect": self.effect, "mend": self.mend}

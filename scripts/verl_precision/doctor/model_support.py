@@ -1,0 +1,101 @@
+"""Predict which models verl or vLLM cannot run, from their config.json; sources are read, nothing is imported."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_precision.doctor.finding import Finding
+from verl_precision.doctor.resolver import MODEL, ROLLOUT, DtypeResolver
+from verl_precision.run.vllm_float16 import config_file, package_folder, read_config, version
+
+KV_HEADS = "num_key_value_heads"
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # for which vLLM's CPU build has a kernel
+ALL_SLIDING = ("mistral", "starcoder2")  # without layer_types; other types then alternate by a rule of their class
+OTHER = "another model: docs/reference/limits.md#upstreams-own-limits"
+
+
+def unsupported_models(resolver: DtypeResolver) -> Iterator[Finding]:
+    """Yield the model where the actor's worker or the rollout server would end on it.
+
+    Yields nothing where its config.json is not on this machine.
+    """
+    model = str(resolver.config.get(f"{MODEL}.path"))
+    if (file := config_file(model)) is None:
+        return
+    outer = read_config(file)
+    config = outer.get("text_config") or outer
+    on_fsdp = resolver.on_fsdp("actor")
+    reasons = [missing_kv_heads(config, resolver.tree.root)] if on_fsdp else []
+    if resolver.server == "vllm" and (vllm := package_folder("vllm", resolver.tree.root)):
+        if on_fsdp:  # Megatron's weights are sent by vLLM's names
+            reasons.append(mixtral_weights(config, vllm, resolver.tree.root))
+        if resolver.config.get("trainer.device") == "cpu":
+            reasons.append(latent_attention(config, vllm))
+            given = resolver.config.get(ENGINE, {})
+            if reason := sliding_window_blocks(config, given, vllm):
+                yield Finding(f"{MODEL}.path", model, reason, f"+{ENGINE}.block_size=16")
+    for reason in filter(None, reasons):
+        yield Finding(f"{MODEL}.path", model, reason, OTHER)
+
+
+def missing_kv_heads(config: Mapping[str, Any], site: Path) -> str | None:
+    """Return why verl's ``apply_monkey_patch`` ends on a model: neither its config nor that class has KV_HEADS."""
+    kind = str(config.get("model_type"))
+    package = package_folder("transformers", site)
+    source = package / f"models/{kind}/configuration_{kind}.py" if package else None
+    if KV_HEADS in config or source is None or not source.exists() or KV_HEADS in source.read_text():
+        return None
+    return f"is a {kind} model, whose config has no {KV_HEADS}: verl's apply_monkey_patch ends with an AttributeError"
+
+
+def mixtral_weights(config: Mapping[str, Any], vllm: Path, site: Path) -> str | None:
+    """Return why vLLM cannot load what verl sends of a Mixtral.
+
+    transformers 5 names its experts ``mlp.experts``, and vLLM's loader knows ``block_sparse_moe`` only.
+    """
+    source, package = vllm / "model_executor/models/mixtral.py", package_folder("transformers", site)
+    if config.get("model_type") != "mixtral" or package is None or not source.exists():
+        return None
+    release = re.search(r'^__version__ = "(\d+)([^"]*)"', (package / "__init__.py").read_text(), re.M)
+    if release is None or int(release[1]) < 5 or "gate_up_proj" in source.read_text():
+        return None
+    return (
+        f"is a mixtral model, whose experts transformers {release[1]}{release[2]} names mlp.experts: "
+        f"vLLM {version(vllm)} cannot load the weights that verl sends"
+    )
+
+
+def latent_attention(config: Mapping[str, Any], vllm: Path) -> str | None:
+    """Return why vLLM's CPU build has no kernel for the latent attention (MLA) of a model."""
+    if os.environ.get("VLLM_MLA_DISABLE") == "1":
+        return None
+    sizes = {key: config.get(key) for key in LATENT}
+    if sizes["kv_lora_rank"] is None or sizes == LATENT or not str(config.get("model_type")).startswith("deepseek"):
+        return None
+    given, needed = (", ".join(f"{key}={value}" for key, value in each.items()) for each in (sizes, LATENT))
+    return f"has latent attention (MLA) with {given}: vLLM {version(vllm)}'s CPU build has a kernel for {needed} only"
+
+
+def sliding_window_blocks(config: Mapping[str, Any], given: Mapping[str, Any], vllm: Path) -> str | None:
+    """Return why vLLM's CPU build ends at the first generation of a model all of whose layers have a sliding window.
+
+    Their KV cache gets blocks of 16 tokens, and the kernel is chosen for those of the cache's configuration, 128.
+
+    Args:
+        given: vLLM's own options.
+    """
+    source = vllm / "model_executor/layers/attention/attention.py"
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    layers = config.get("layer_types")
+    mixed = set(layers) - {"sliding_attention"} if layers else config.get("model_type") not in ALL_SLIDING
+    if window is None or mixed or given.get("block_size") == 16 or given.get("disable_sliding_window"):
+        return None
+    if not source.exists() or "_largest_kernel_block_within" not in source.read_text():
+        return None
+    return (
+        f"has a sliding window of {window} tokens in all layers, whose KV cache gets blocks of 16 tokens: vLLM "
+        f"{version(vllm)}'s CPU build ends at the first generation, because its kernel expects blocks of 128"
+    )

@@ -1,0 +1,146 @@
+"""Identify the verl that a job would run on by its files; only its precision module is imported."""
+
+import itertools
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+
+from verl_precision.doctor.dtype_rules import KNOWN, RULES, UNKNOWN, Rule
+from verl_precision.patch.closest import closest
+from verl_precision.patch.git_objects import blob_id
+from verl_precision.patch.precision_module import load_precision, precision_file
+from verl_precision.patch.record import read_record
+from verl_precision.patch.releases import Release
+from verl_precision.patch.stack import Stack, load_stacks, whole
+from verl_precision.patch.status import apply_command, examine
+from verl_precision.patch.target import opened
+from verl_precision.patch.wheels import wheel
+from verl_precision.paths import REPO
+
+COUNTER = itertools.count()  # one name for each tree: the modules of several are in use at once
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A verl and its state.
+
+    Args:
+        root: the folder that contains ``verl/``.
+        release: its release, or the nearest one of a foreign tree.
+        table: the release whose lines of the table of dtype rules apply.
+        state: patched, unpatched or foreign.
+        stack: the id of the stack that is applied.
+        files: the state of each file that a rule names: ``release`` (as in the wheel), ``patched`` or ``unknown``.
+        advice: what `make status` reports of a foreign tree, and what to do; else empty.
+        series: those of the stack that is applied, or would be.
+        missing_fixes: the patches of the series ``fixes``, where only ``precision`` is applied.
+    """
+
+    root: Path
+    release: Release
+    table: str
+    state: str
+    stack: str | None
+    files: Mapping[str, str]
+    advice: str = ""
+    series: str = ""
+    missing_fixes: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        if self.state == "foreign":
+            return f"this verl (nearest release {self.release.name})"
+        return f"verl {self.release.name}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {'patched' if self.precision else 'unpatched'}"
+
+    @property
+    def apply_command(self) -> str:
+        """The command that applies the stack."""
+        return apply_command(self.root, self.series)
+
+    @cached_property
+    def precision(self) -> ModuleType | None:
+        """The tree's own ``verl.utils.precision``, None where it has none. Imports torch."""
+        if precision_file(self.root) is None:
+            return None
+        return load_precision(self.root, f"precision_of_tree_{next(COUNTER)}")
+
+    def line(self, rule: Rule) -> int | None:
+        """Return the number of the line that a rule quotes, in the file as the wheel ships it.
+
+        Where the table has no lines of the release itself: the nearest that contains the text, None where none does.
+        """
+        number = rule.lines[self.table]
+        if self.table == self.release.name:
+            return number
+        file = self.root / "verl" / rule.path
+        lines = file.read_text().splitlines() if file.exists() else []
+        quoting = [each for each, line in enumerate(lines, start=1) if rule.text in line]
+        return min(quoting, key=lambda each: abs(each - number), default=None)
+
+
+def identify_tree(target: Path, project: Path = REPO) -> Tree:
+    """Return which verl ``target`` contains; changes nothing.
+
+    Raises:
+        Refused: ``target`` is no verl, or a release's wheel to compare it with is not available.
+    """
+    found = opened(target)
+    blobs, stacks = found.blobs(), load_stacks(project)
+    record = read_record(found, blobs)
+    status = examine(found, blobs, record, stacks)
+    state = {"unpatched": "unpatched", "patched": "patched", "outdated": "patched"}.get(status.state, "foreign")
+    by_name = whole(stacks)
+    stack = by_name[status.release] if status.release else closest(blobs, found.read, [*by_name.values()])
+    own = [each for each in stacks if each.release == stack.release]
+    if state != "foreign" and status.exact:
+        hooked = record.replaced if record else {}
+        files = {path: "patched" if path in hooked else "release" for path in rule_files()}
+    else:
+        files = compare_files(blobs, own)
+    stamp = found.read_stamp()
+    table = table_release(stack.release, {name: each.release for name, each in by_name.items()})
+    advice = f"{status.state}: {status.detail}" if state == "foreign" else ""
+    only = state == "patched" and status.series == "precision"
+    missing = frozenset(patch.name.removesuffix(".patch") for patch in stack.patches if only and patch.fixes)
+    applied = stamp and stamp["stack"]
+    return Tree(found.root, stack.release, table, state, applied, files, advice, status.series, missing)
+
+
+def table_release(release: Release, releases: Mapping[str, Release]) -> str:
+    """Return the release whose lines of the table apply: its own, else of the one that it was ported from, and so on.
+
+    Where there is no such release the result is the release's own name, of which the table has no rule.
+    """
+    name = release.name
+    while name not in KNOWN and name in releases and releases[name].ported_from:
+        name = releases[name].ported_from
+    return name if name in KNOWN else release.name
+
+
+def rule_files() -> list[str]:
+    """Return the path below the tree of every file that a rule names."""
+    return sorted({f"verl/{path}" for rule in RULES for path in (rule.path, rule.hook) if path})
+
+
+def compare_files(blobs: Mapping[str, str], stacks: Sequence[Stack]) -> dict[str, str]:
+    """Return the state of each file of the rules by its content: the release's, the patched release's, or unknown.
+
+    Args:
+        stacks: of the release; a file may be of either.
+    """
+    with zipfile.ZipFile(wheel(stacks[0].release.name)) as pristine:
+        names = set(pristine.namelist())
+        released = {path: blob_id(pristine.read(path)) for path in rule_files() if path in names}
+    files = {}
+    for path in rule_files():
+        blob = blobs.get(path)
+        patched = {stack.after.get(path) for stack in stacks} - {None, released.get(path)}
+        files[path] = "release" if blob == released.get(path) else "patched" if blob in patched else UNKNOWN
+    return files

@@ -1,0 +1,100 @@
+"""Write, flush and clear what apply keeps in a patched tree: the originals, the record, and files not yet in place.
+
+What is written has the mode and, where root writes, the owner of the tree's own files.
+"""
+
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from verl_precision.errors import Refused
+from verl_precision.patch.record import Record
+from verl_precision.patch.target import Target, kept_name
+
+OWN_NAMES = re.compile(r"(new|old)\+.*|CHANGELOG\.md|record\.json|\.gitignore")
+LAST = ("record.json", ".gitignore")  # removed last, in this order: the folder is known by them
+IGNORE = b"# verl-precision keeps here what unapply restores.\n*\n"  # of .gitignore, by which the folder is known
+
+
+def stage(
+    target: Target,
+    record: Record,
+    contents: Mapping[str, bytes],
+    kept: Collection[str] = (),
+    restored: Mapping[str, bytes] | None = None,
+    changelog: str = "",
+) -> None:
+    """Write all that ``record`` needs into the target's staging folder, and have it on the disk; changes nothing else.
+
+    Args:
+        contents: the new files by path.
+        kept: files whose originals the target keeps already; the others have theirs in place.
+        restored: originals that are neither kept nor in place, by path.
+
+    Raises:
+        Refused: something that apply did not write is where it keeps its folders.
+        OSError: it cannot be written.
+    """
+    for folder in (target.bookkeeping, target.staging):
+        if strange := strangers(folder):
+            raise Refused(f"{strange[0]} is in the way: apply did not write it; move it away")
+    clear(target, target.staging)
+    files = {".gitignore": IGNORE, "CHANGELOG.md": changelog.encode()}
+    files |= {target.staged(path).name: content for path, content in contents.items()}
+    files |= {target.staged(target.framework.stamp).name: record.stamp_file}
+    files |= {"record.json": json.dumps(asdict(record)).encode()}
+    places = {target.staged(path).name: target.root / path for path in contents if path in record.replaced}
+    try:
+        target.tree.make_folder(target.staging)
+        for name, content in files.items():
+            model = places.get(name, target.root / target.framework.name / "__init__.py")
+            target.tree.write(target.staging / name, content, model)
+        for path in record.replaced:
+            original, place = target.staging / kept_name(path), target.root / path
+            if path in (restored or {}):
+                target.tree.write(original, restored[path], place)
+            else:
+                target.tree.copy(target.original(path) if path in kept else place, original)
+        target.tree.flush(target.staging)
+    except BaseException:
+        clear(target, target.staging)
+        raise
+
+
+def commit_staged(target: Target) -> None:
+    """Make the staging folder the target's bookkeeping."""
+    clear(target, target.bookkeeping)
+    target.tree.replace(target.bookkeeping, target.staging)
+
+
+def strangers(folder: Path) -> list[Path]:
+    """Return what apply did not write in its folder, or the folder itself if it is none, or not apply's."""
+    if folder.is_symlink() or not folder.is_dir():
+        return [folder] if os.path.lexists(folder) else []
+    ignore = folder / ".gitignore"
+    # Without its first line in older trees, which are known by their record.
+    # On a full disk the file is cut short.
+    own = (folder / "record.json").is_file() or ignore.is_file() and IGNORE.startswith(ignore.read_bytes())
+    return [path for path in folder.iterdir() if not (own and OWN_NAMES.fullmatch(path.name))]
+
+
+def clear(target: Target, folder: Path) -> None:
+    """Remove what apply wrote into its folder, and the folder unless it contains something else."""
+    if folder.is_dir() and not folder.is_symlink():
+        strange = strangers(folder)
+        own = [path for path in folder.iterdir() if path not in strange]
+        for path in sorted(own, key=lambda path: (path.name in LAST, path.name == LAST[1])):
+            target.tree.remove(path)
+        if not strange:
+            target.tree.remove_folder(folder)
+
+
+def sweep(target: Target) -> None:
+    """Remove a stamp and bookkeeping that belong to no record."""
+    if target.stamp.is_file():
+        target.tree.remove(target.stamp)
+    clear(target, target.bookkeeping)
+    clear(target, target.staging)

@@ -1,0 +1,89 @@
+"""Check a release's stack on its wheel: apply, compile, unapply, re-export."""
+
+import compileall
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from verl_precision.errors import Refused
+from verl_precision.patch.apply import apply, unapply
+from verl_precision.patch.export import check_re_export
+from verl_precision.patch.git_objects import package_blobs
+from verl_precision.patch.releases import VERL, Framework, Release, find_release
+from verl_precision.patch.stack import Stack, release_stacks
+from verl_precision.patch.status import status
+from verl_precision.patch.wheels import unpacked_wheel
+from verl_precision.paths import REPO
+
+
+def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
+    """Check the stacks of a release on its wheel and return the counts of the last one, of all patches, in one line.
+
+    The headers are complete; the wheel is the known one; apply makes the recorded trees, the second from the first, and
+    every file that it writes compiles; unapply restores the wheel, byte for byte; the patches are what export writes.
+
+    Raises:
+        Refused: at the first fault.
+    """
+    release = find_release(name, project, framework)
+    stacks = release_stacks(release, project)
+    stack = stacks[-1]
+    if stack.fixes and not any(patch.fixes for patch in stack.patches):
+        raise Refused(f"{framework.home(project)}/fixes has files, and no patch of {release} is of the series fixes")
+    with tempfile.TemporaryDirectory() as scratch:
+        root = unpacked_wheel(name, Path(scratch), framework)
+        before, blobs = contents(root), package_blobs(root, framework)
+        for each in stacks:
+            check_apply(each, root, blobs, project)
+        unapply(root, project, framework)
+        if contents(root) != before:
+            raise Refused(f"unapply does not restore the wheel of {release}")
+        check_re_export(stack, root, (release.tree_after, release.tree_after_fixes))
+    return f"{len(stack.patches)} patches, {len(stack.after)} files patched, {len(stack.copied)} added"
+
+
+def check_apply(stack: Stack, root: Path, blobs: Mapping[str, str], project: Path) -> None:
+    """Apply the stack to the wheel in ``root``, which may have the release's other stack.
+
+    Args:
+        blobs: the wheel's, by path.
+
+    Raises:
+        Refused: the tree differs from the stack's, or a file does not compile.
+    """
+    release, framework = stack.release, stack.release.framework
+    apply(root, project, framework, fixes=stack.fixes)
+    after = status(root, project, framework)
+    if (after.state, after.stack) != ("patched", stack.id):
+        raise Refused(f"{release} is {after.state} after apply: {after.detail}")
+    if not after.exact:
+        raise Refused(f"files of {release} that the stack does not touch are not those of tree_before")
+    if package_blobs(root, framework) != {**blobs, **stack.after, **stack.copied}:
+        raise Refused(f"apply on {release} changes other files than the stack names")
+    for path in [*stack.after, *stack.copied]:
+        if path.endswith(".py") and not compileall.compile_file(root / path, quiet=2):
+            raise Refused(f"{path} of {release} does not compile after apply")
+
+
+def contents(root: Path) -> dict[Path, bytes | None]:
+    """Return the bytes of each file below ``root``, None for a folder."""
+    return {path: path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
+
+
+def check_all(releases: Iterable[Release]) -> dict[str, dict]:
+    """Check the stack of each release.
+
+    Returns:
+        ``{"ok": bool, "detail": the counts or the fault}`` by framework and name, such as "oat 0.2.4".
+    """
+
+    def outcome(release: Release) -> dict:
+        try:
+            return {"ok": True, "detail": check(release.name, framework=release.framework)}
+        except Refused as fault:
+            return {"ok": False, "detail": str(fault)}
+
+    releases = list(releases)
+    with ThreadPoolExecutor() as pool:  # most of it is git's work
+        return {str(release): result for release, result in zip(releases, pool.map(outcome, releases), strict=True)}

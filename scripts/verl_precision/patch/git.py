@@ -1,0 +1,80 @@
+"""Run git, independent of the caller's configuration, repository and clock."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from verl_precision.errors import Refused
+
+# Nothing of the caller's git set-up may change a result: no configuration, no surrounding repository (inside one,
+# `git apply` skips files and exits 0), no clock.
+DATE = "2000-01-01T00:00:00Z"
+
+# The file or folder of .git that an unfinished command leaves.
+UNFINISHED = {"cherry-pick": "sequencer", "rebase": "rebase-merge"}
+
+
+def git(*args: str, cwd: Path, stdin: str = "", date: str = DATE) -> str:
+    """Run git in ``cwd`` and return its output.
+
+    Args:
+        date: of the commits that it makes.
+
+    Raises:
+        Refused: git is not installed, or fails; with the first line of its complaint.
+    """
+    done = run_git(*args, cwd=cwd, stdin=stdin, date=date)
+    if done.returncode:
+        reason = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise Refused(f"git {args[0]} failed with exit code {done.returncode}: {reason}")
+    return done.stdout.decode(errors="backslashreplace")
+
+
+def read_blob(name: str, cwd: Path) -> bytes:
+    """Return the content of a file that git knows by its id or as ``<commit>:<path>``.
+
+    Raises:
+        Refused: git knows no such file.
+    """
+    done = run_git("cat-file", "blob", name, cwd=cwd)
+    if done.returncode:
+        raise Refused(f"git has no file {name} in {cwd}: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout
+
+
+def unfinished(tree: Path) -> str | None:
+    """Return the command that git has begun in a git tree and not finished, cherry-pick or rebase; None for none."""
+    return next((command for command, state in UNFINISHED.items() if (tree / ".git" / state).exists()), None)
+
+
+def head(root: Path, missing: str) -> str:
+    """Return the id of the commit that is checked out in ``root``.
+
+    Raises:
+        Refused: there is none, with the text ``missing``; or git refuses, as in another user's checkout.
+    """
+    done = run_git("rev-parse", "--verify", "HEAD^{commit}", cwd=root)
+    if b"dubious ownership" in done.stderr:
+        raise Refused(f"{root} belongs to another user, so git refuses to read it; run this command as its owner")
+    if done.returncode:
+        raise Refused(missing)
+    return done.stdout.decode().strip()
+
+
+def run_git(*args: str, cwd: Path, stdin: str = "", date: str = DATE) -> subprocess.CompletedProcess[bytes]:
+    """Run git in ``cwd`` and return the finished process, whatever its exit code.
+
+    Raises:
+        Refused: git is not installed.
+    """
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    identity = {"NAME": "verl-precision", "EMAIL": "", "DATE": date}
+    env |= {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in identity.items()}
+    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+    env["GIT_CEILING_DIRECTORIES"] = str(cwd.resolve().parent)
+    try:
+        return subprocess.run(["git", *args], cwd=cwd, env=env, input=stdin.encode(), capture_output=True)
+    except OSError as error:  # PATH may also name what cannot be searched
+        if error.filename != "git":  # the folder is missing
+            raise
+        raise Refused("git is not installed: install it, or add its folder to PATH") from None

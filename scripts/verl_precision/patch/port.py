@@ -1,0 +1,145 @@
+"""Port a release's stack to another release, as commits.
+
+The merge base is the release that the stack was made for, so that a hook is placed by what it hooks and not by line
+numbers; one whose own lines changed is a conflict. A file that git detects as renamed is followed.
+"""
+
+import os
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from verl_precision.errors import Refused
+from verl_precision.files import sha256
+from verl_precision.patch.checkout import BASE, commit_base, commit_stack, scratch_beside
+from verl_precision.patch.fork import Fork, branch_fork, branch_name, find_fork, fork_commits
+from verl_precision.patch.git import DATE, git, run_git
+from verl_precision.patch.git_objects import package_blobs, package_files, package_tree_id
+from verl_precision.patch.hunks import merge_hunks, renames, report
+from verl_precision.patch.releases import VERL, Framework, Release, add_release, find_release, load_releases
+from verl_precision.patch.stack import Stack, load_stack, load_stacks, whole
+from verl_precision.patch.survey import nearest, survey
+from verl_precision.patch.target import find_target
+from verl_precision.patch.wheels import download, unpack, unpacked_wheel
+from verl_precision.paths import REPO
+
+
+def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> tuple[list[str], bool]:
+    """Make ``folder`` a git tree like checkout's of the release or folder ``to``, with the stack of ``name`` on it.
+
+    git's own cherry-pick carries the commits and stops at the first conflict, from which it can be continued. The
+    original stack is the branch ``from/<name>``. A release that is not in versions.toml is added to it.
+
+    Returns:
+        the lines of a report, and whether no conflict is left to resolve.
+
+    Raises:
+        Refused: the release has no stack, the target is not pristine or the same release, or the folder is in use.
+    """
+    stack = load_stack(find_release(name, project, framework), project)
+    if not stack.patches:
+        raise Refused(f"{stack.release} has no patches to port")
+    if Path(to).is_dir() and Path(os.path.abspath(folder)).is_relative_to(Path(os.path.abspath(to), framework.name)):
+        raise Refused(f"DIR={folder} is inside the package of {to}; choose another folder")
+    with scratch_beside(folder) as (scratch, folder):
+        target, root, new_release = destination(to, stack, project, scratch)
+        progress(f"making a git tree of {to}")
+        if isinstance(root, Fork):
+            tree = branch_fork(root, target, stack, scratch)
+        else:
+            tree = commit_base(target, root, stack, scratch)
+        progress(f"making a git tree of {stack.release} with its patches")
+        (scratch / "from").mkdir()
+        source = commit_stack(stack, scratch / "from")
+        branch = f"from/{name}"
+        git("fetch", "--quiet", "--no-tags", str(source), f"stack:{branch}", cwd=tree)
+        base, new = f"{branch}~{len(stack.patches)}", BASE + target
+        moved = renames(tree, f"{base}^", f"{new}^", framework.name)
+        outcomes = {}
+        for patch, merged in merge_hunks(stack, tree, moved):
+            outcomes[patch] = merged
+            progress(f"merged {len(outcomes)}/{len(stack.patches)} {patch.name}")
+        surveyed = list(survey(stack, tree, f"{base}^", f"{new}^", moved))
+        surveyed += nearest(stack, tree, f"{new}^", [*whole(load_stacks(project, framework)).values()])
+        progress(f"committing {len(stack.patches)} patches")
+        date = root.date if isinstance(root, Fork) else DATE
+        done = run_git("cherry-pick", "--keep-redundant-commits", f"{base}..{branch}", cwd=tree, date=date)
+        if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
+            raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
+        carried = int(git("rev-list", "--count", f"{new}..HEAD", cwd=tree))
+        lines = []
+        if new_release:
+            entry = add_release(new_release, framework.home(project) / "versions.toml")
+            lines = [f"added to versions.toml, with the family, dependencies and features of {name}:", entry]
+        os.replace(tree, folder)
+    lines += [*report(stack, target, outcomes), *surveyed]
+    if isinstance(root, Fork):
+        progress(f"reading the history of {to}")
+        lines += fork_commits(root, stack)
+    lines += [f"{folder}: {carried} of {len(stack.patches)} patches committed, after the tag {new}"]
+    if done.returncode:
+        lines += [
+            f"  {stack.patches[carried].name} has conflicts: git status; edit; git add; git cherry-pick --continue"
+        ]
+    lines += [f"  to review them: git range-diff {base}..{branch} {new}..HEAD"]
+    if isinstance(root, Fork):
+        finished = branch_name(stack)
+        lines += [f"  to add them to {root.root} as the branch {finished}: git -C {folder} push origin {finished}"]
+    elif target in load_releases(project, framework):
+        lines += [f"  to export them: python3 scripts/patchset.py export {folder}"]
+    else:
+        lines += [f"  {to} is not a release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
+    return lines, not done.returncode
+
+
+def progress(text: str) -> None:
+    """Print a line while the port runs, on stderr: stdout is the report's."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[str, Path | Fork, Release | None]:
+    """Return the name of the release or folder ``to``, a copy of it to be used up, and the entry of a new release.
+
+    A folder that is no release is named by its version and its content, as PEP 440 has it: 0.10.0.dev+1a2b3c4d. A
+    git checkout of one is returned as the fork.
+
+    Raises:
+        Refused: ``to`` is neither a release nor a folder with the framework, is patched, has no version, or is the
+            stack's own release.
+    """
+    framework = stack.release.framework
+    releases, entry = load_releases(project, framework), None
+    if to in releases:
+        name, root = to, unpacked_wheel(to, scratch / "wheel", framework)
+    elif Path(to).is_dir():
+        source = find_target(Path(os.path.abspath(to)), framework)
+        blobs = source.blobs()
+        if added := [path for path in (*stack.added, *stack.shadowed) if path in blobs]:
+            unapply = f"make unapply-patches {source.variable}, or where they are commits, check out one before them"
+            raise Refused(f"{to} contains {added[0]} already; remove the patches first: {unapply}")
+        if not (source.root / framework.version_file).exists():
+            raise Refused(f"{to} has no {framework.version_file}, as every release has; give a checkout or a release")
+        if not source.version:
+            raise Refused(f"{to}: {framework.version_file} contains no version; give a checkout or a release")
+        fork = find_fork(source)
+        tree = package_tree_id(fork.blobs if fork else blobs)
+        same = [release.name for release in releases.values() if release.tree_before == tree]
+        name = same[0] if same else f"{source.version}+{tree[:8]}"
+        root = fork if fork and not same else scratch / "wheel"
+        if root is not fork:
+            for path in package_files(source.root, framework):
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source.root / path, root / path)
+    elif re.fullmatch(r"\d+(\.\w+)+", to):
+        archive = download(to, framework)
+        name, root = to, unpack(archive, scratch / "wheel")
+        tree = package_tree_id(package_blobs(root, framework))
+        entry = replace(stack.release, name=to, wheel_sha256=sha256(archive), tree_before=tree)
+        entry = replace(entry, tree_after=tree, tree_after_fixes="", ported_from=stack.release.name)
+    else:
+        raise Refused(f"{to} is neither a release ({', '.join(releases)}, or a newer one on PyPI) nor a folder")
+    if name == stack.release.name:
+        raise Refused(f"{to} is {stack.release} itself; patchset.py checkout makes a tree of its stack")
+    return name, root, entry

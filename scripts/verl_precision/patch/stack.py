@@ -1,0 +1,238 @@
+"""Load the stacks of a release: its hook patches, in two series, and the files that are copied in verbatim.
+
+The series ``precision`` does what a user asks for by a key. The series ``fixes`` corrects the framework in any dtype,
+and lies on top of ``precision``: a tree has either the one, or both.
+"""
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from verl_precision.errors import Refused
+from verl_precision.patch.git import git
+from verl_precision.patch.git_objects import blob_id, package_tree_id
+from verl_precision.patch.releases import VERL, Framework, Release, load_releases
+from verl_precision.paths import REPO
+
+TRAILERS = ("Reason", "Origin", "Forwarded", "Applied-Upstream")
+REASONS = ("backport", "pending", "local")
+FIXES = "Series: fixes"  # a trailer of the patches of that series
+# A hook changes a file that the release has; nothing but `index` follows `diff --git` then.
+DIFF = re.compile(r"^diff --git a/(\S+) b/\1\nindex ([0-9a-f]{40})\.\.([0-9a-f]{40}) 100644$", re.M)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A hook patch: ``message`` is a commit message (subject, why it exists and how it dies, trailers)."""
+
+    name: str
+    text: str
+
+    @property
+    def message(self) -> str:
+        return self.text.partition("\n---\n")[0].removeprefix("Subject: ")
+
+    @property
+    def subject(self) -> str:
+        return self.message.partition("\n")[0]
+
+    @property
+    def fixes(self) -> bool:
+        """Whether the patch belongs to the series ``fixes``."""
+        return in_fixes(self.message)
+
+    @cached_property
+    def blobs(self) -> list[tuple[str, str, str]]:
+        """Path, blob id before and blob id after of each file that the patch changes."""
+        blobs = DIFF.findall(self.text)
+        if not blobs or len(blobs) != len(re.findall(r"^diff --git ", self.text, re.M)):
+            raise Refused(f"{self.name} may only change files that the release has, and needs their full blob ids")
+        return blobs
+
+
+def in_fixes(message: str) -> bool:
+    """Return whether a commit message has the trailer of the series ``fixes``."""
+    return FIXES in message.rstrip().rpartition("\n\n")[2].splitlines()
+
+
+def trailers(patch: Patch) -> dict[str, str]:
+    """Return the patch's trailers as ``git interpret-trailers`` reads them.
+
+    Raises:
+        Refused: one of ``TRAILERS`` is missing or empty, Reason is none of ``REASONS``, or Series another than fixes.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        lines = git("interpret-trailers", "--parse", cwd=Path(scratch), stdin=patch.text).splitlines()
+    values = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if lacking := [key for key in TRAILERS if not values.get(key)]:
+        raise Refused(f"{patch.name} lacks the trailer {' and '.join(lacking)}")
+    if values["Reason"] not in REASONS:
+        raise Refused(f"{patch.name} has Reason: {values['Reason']}; allowed: {', '.join(REASONS)}")
+    series = [f"{key}: {value}" for key, value in values.items() if key.lower() == "series"]
+    if series != [FIXES] * patch.fixes:
+        raise Refused(f"{patch.name} has {series[0]}; allowed: {FIXES}, or no such trailer")
+    return values
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Changes of one apply: ``before`` and ``after`` are blob ids by path, ``added`` the files copied in.
+
+    ``series`` is "precision" or "precision and fixes", empty where the release has one stack only.
+    """
+
+    release: Release
+    patches: tuple[Patch, ...]
+    before: Mapping[str, str]
+    after: Mapping[str, str]
+    added: Mapping[str, bytes]
+    id: str
+    series: str = ""
+
+    def mismatches(self, blobs: Mapping[str, str]) -> list[str]:
+        """Return the paths that keep a tree with these blobs from being this release's pristine tree."""
+        if not self.before and package_tree_id(blobs) != self.release.tree_before:
+            return [f"{self.release.framework.name}/"]
+        return self.changed(blobs) + [path for path in (*self.added, *self.shadowed) if path in blobs]
+
+    @property
+    def fixes(self) -> bool:
+        """Whether it contains a series ``fixes``."""
+        return self.series.endswith("fixes")
+
+    @property
+    def title(self) -> str:
+        return f"stack {self.id}" + (f" ({self.series})" if self.series else "")
+
+    @cached_property
+    def copied(self) -> dict[str, str]:
+        """The blob ids of the files copied in, by path."""
+        return {path: blob_id(content) for path, content in self.added.items()}
+
+    @property
+    def shadowed(self) -> list[str]:
+        """Return the modules that Python would not find any more, because an added package has their name."""
+        return [path.removesuffix("/__init__.py") + ".py" for path in self.added if path.endswith("/__init__.py")]
+
+    def changed(self, blobs: Mapping[str, str]) -> list[str]:
+        """Return the paths that the patches hook and whose blobs are not the release's."""
+        return [path for path, blob in self.before.items() if blobs.get(path) != blob]
+
+    def unknown(self, blobs: Mapping[str, str]) -> list[str]:
+        """Return the paths that the patches hook and whose blobs are neither the release's nor the patched ones."""
+        return [path for path in self.changed(blobs) if blobs.get(path) != self.after[path]]
+
+    def rest_is_pristine(self, blobs: Mapping[str, str]) -> bool:
+        """Return whether the files that the stack does not touch are exactly those of the release's wheel."""
+        ours = {*self.added, *self.shadowed}
+        rest = {path: blob for path, blob in blobs.items() if path not in ours}
+        return package_tree_id({**rest, **self.before}) == self.release.tree_before
+
+    def describe(self) -> dict:
+        """Return the release's entry with the stack's id, its patches with their trailers, and the files copied in."""
+        patches = [{"name": patch.name, "subject": patch.subject, **trailers(patch)} for patch in self.patches]
+        entry = {**asdict(self.release), "framework": self.release.framework.name}
+        return {**entry, "stack": self.id, "series": self.series, "patches": patches, "copied": list(self.added)}
+
+
+def verbatim_files(project: Path = REPO, framework: Framework = VERL, fixes: bool = True) -> dict[str, Path]:
+    """Return the project's files that are copied into every release, by their path in the target.
+
+    Args:
+        fixes: include those that only the series ``fixes`` needs.
+    """
+    home, overlays = framework.home(project), project / "configs/precision"
+    folders = [home / "files", *([home / "fixes"] if fixes else [])]
+    files = {
+        path.relative_to(folder).as_posix(): path
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    files = {target: path for target, path in files.items() if "__pycache__" not in target}
+    if framework.overlays:
+        files |= {f"{framework.overlays}/{path.name}": path for path in sorted(overlays.glob("*.yaml"))}
+    return files
+
+
+def load_stack(release: Release, project: Path = REPO) -> Stack:
+    """Return the stack of all patches and files of a release, with the errors of ``release_stacks``."""
+    return release_stacks(release, project)[-1]
+
+
+def release_stacks(release: Release, project: Path = REPO) -> list[Stack]:
+    """Read a release's patches and verbatim files.
+
+    Returns:
+        the stack of ``precision``, and that of both series; one stack where nothing belongs to ``fixes``.
+
+    Raises:
+        Refused: the file ``series`` and the patch files, or two patches, do not fit each other, or a patch of
+            ``precision`` follows one of ``fixes``.
+    """
+    folder = release.framework.home(project) / f"v{release.name}"
+    series = folder / "series"
+    names = series.read_text().split() if series.exists() else []
+    undo = f"git -C {folder} checkout . && git -C {folder} clean -f"
+    remedy = f"if an export was cut short, repeat it, or undo it: {undo}"
+    if unmatched := sorted({path.name for path in folder.glob("*.patch")} ^ set(names)):
+        raise Refused(f"{folder} and its series disagree about {', '.join(unmatched)}; {remedy}")
+    patches = tuple(Patch(name, (folder / name).read_bytes().decode()) for name in names)
+    files = {path: file.read_bytes() for path, file in verbatim_files(project, release.framework).items()}
+    own = {path: files[path] for path in verbatim_files(project, release.framework, fixes=False)}
+    try:
+        count = precision_patches(patches)
+        if (count, len(own)) == (len(patches), len(files)):
+            return [make_stack(release, patches, files)]
+        precision = make_stack(release, patches[:count], own, "precision")
+        return [precision, make_stack(release, patches, files, "precision and fixes")]
+    except Refused as fault:
+        raise Refused(f"{folder}: {fault}; {remedy}") from fault
+
+
+def precision_patches(patches: Sequence[Patch]) -> int:
+    """Return how many patches are of the series ``precision``.
+
+    Raises:
+        Refused: one of them follows a patch of ``fixes``.
+    """
+    count = sum(not patch.fixes for patch in patches)
+    if late := [patch.name for patch in patches[count:] if not patch.fixes]:
+        (first, *_) = (patch.name for patch in patches if patch.fixes)
+        raise Refused(f"{late[0]} follows {first} of the series fixes; the patches without `Series: fixes` come first")
+    return count
+
+
+def make_stack(release: Release, patches: tuple[Patch, ...], added: Mapping[str, bytes], series: str = "") -> Stack:
+    """Return the stack of these patches, in order, and files.
+
+    Raises:
+        Refused: a patch starts from another blob than the patches before it end with.
+    """
+    before: dict[str, str] = {}
+    after: dict[str, str] = {}
+    for patch in patches:
+        for path, old, new in patch.blobs:
+            before.setdefault(path, old)
+            if after.get(path, old) != old:
+                raise Refused(f"{patch.name} does not start from the {path} that the preceding patches produce")
+            after[path] = new
+    digest = hashlib.sha256()
+    for name, content in [*((patch.name, patch.text.encode()) for patch in patches), *added.items()]:
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return Stack(release, patches, before, after, added, digest.hexdigest()[:12], series)
+
+
+def load_stacks(project: Path = REPO, framework: Framework = VERL) -> list[Stack]:
+    """Return the stacks of every release in the framework's versions.toml, as ``release_stacks`` orders them."""
+    releases = load_releases(project, framework).values()
+    return [stack for release in releases for stack in release_stacks(release, project)]
+
+
+def whole(stacks: Iterable[Stack]) -> dict[str, Stack]:
+    """Return of each release the stack of all its patches, by the release's name."""
+    return {stack.release.name: stack for stack in stacks}  # it comes last

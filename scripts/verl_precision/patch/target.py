@@ -1,0 +1,213 @@
+"""Find the tree to patch, and lock it."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from verl_precision.errors import Refused
+from verl_precision.patch.git_objects import package_blobs
+from verl_precision.patch.open_tree import FOLDER, OpenTree
+from verl_precision.patch.releases import VERL, Framework
+
+# A framework's version file contains nothing but the version, or assigns it.
+VERSION = re.compile(r"""^(?:__version__ = )?(["']?)(\d[\w.+!-]*)\1\s*$""", re.M)
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # as of Lustre mounted without flock
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tree to patch: ``root`` is the folder that contains the framework's package.
+
+    ``tree`` changes it; None unless this process has locked it.
+    """
+
+    root: Path
+    framework: Framework
+    tree: OpenTree | None = None
+
+    @property
+    def stamp(self) -> Path:
+        return self.root / self.framework.stamp
+
+    @property
+    def bookkeeping(self) -> Path:
+        return self.root / self.framework.bookkeeping
+
+    @property
+    def staging(self) -> Path:
+        return self.root / self.framework.staging
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package is there; apply's files remain after ``pip uninstall``."""
+        return (self.root / self.framework.name / "__init__.py").is_file()
+
+    @property
+    def record(self) -> Path:
+        return self.bookkeeping / "record.json"
+
+    @property
+    def variable(self) -> str:
+        """The make variable with which this target is given, such as ``VERL=/path``."""
+        return f"{self.framework.name.upper()}={self.root}"
+
+    @property
+    def version(self) -> str | None:
+        """The version that the package states; None where it has no version file, or one without a version."""
+        file = self.root / self.framework.version_file
+        version = VERSION.search(file.read_text()) if file.exists() else None
+        return version[2] if version else None
+
+    @property
+    def changelog(self) -> str:
+        """The project's changelog as of the apply; empty if no apply kept it."""
+        file = self.bookkeeping / "CHANGELOG.md"
+        return file.read_text(errors="replace") if file.is_file() else ""
+
+    def read(self, path: str) -> bytes:
+        """Return the content of a file of the tree."""
+        return (self.root / path).read_bytes()
+
+    def staged(self, path: str) -> Path:
+        """Return where the new content of ``path`` is staged."""
+        return self.bookkeeping / f"new+{path.replace('/', '+')}.kept"
+
+    def original(self, path: str) -> Path:
+        """Return where the original of ``path`` is kept; trees patched before 0.1.0 have it without an ending."""
+        kept = self.bookkeeping / kept_name(path)
+        older = kept.with_suffix("")
+        return older if os.path.lexists(older) and not os.path.lexists(kept) else kept
+
+    def original_file(self, path: str) -> Path:
+        """Return the file with the content of the original of ``path``; one that is a link leads from where it was."""
+        kept = self.original(path)
+        return ((self.root / path).parent / os.readlink(kept)).resolve() if kept.is_symlink() else kept
+
+    def read_stamp(self) -> dict[str, str] | None:
+        """Return the content of the stamp; None if there is none.
+
+        Raises:
+            Refused: apply did not write the file.
+        """
+        if not self.stamp.is_file():
+            return None
+        try:
+            stamp = json.loads(self.stamp.read_bytes())
+            return {key: stamp[key] + "" for key in ("release", "stack")}  # a TypeError unless they are texts
+        except (ValueError, TypeError, KeyError) as error:
+            raise Refused(f"{self.stamp} is in the way: apply did not write it; move it away") from error
+
+    def blobs(self) -> dict[str, str]:
+        """Return the blob id of each file of the package, by path."""
+        return package_blobs(self.root, self.framework)
+
+
+def kept_name(path: str) -> str:
+    """Return the name under which the original of ``path`` is kept; its ending is none that compileall compiles."""
+    return f"old+{path.replace('/', '+')}.kept"
+
+
+def find_target(path: Path, *frameworks: Framework) -> Target:
+    """Return the target at ``path``, which contains, or is, the package of exactly one of ``frameworks``.
+
+    What apply added to a package that was uninstalled since counts as one.
+
+    Raises:
+        Refused: it contains none of them, or several; or apply did not write the file that has the stamp's name.
+    """
+    targets = []
+    for framework in frameworks:
+        for root in (path, path.parent):
+            target, package = Target(root, framework), root / framework.name
+            if (target.installed or target.record.is_file()) and package in (path, path / framework.name):
+                targets.append(target)
+                break
+    if len(targets) == 1:
+        targets[0].read_stamp()
+        return targets[0]
+    if targets:
+        names = [target.framework.name for target in targets]
+        raise Refused(f"{path} contains {' and '.join(names)}; choose one: --framework {' or '.join(names)}")
+    for framework in frameworks:
+        if checkout := editable(path, framework):
+            raise Refused(f"{path} has {framework.name} as an editable install of {checkout}; give that folder")
+    names = [framework.name for framework in frameworks]
+    missing = f"contains no {' or '.join(f'{name}/__init__.py' for name in names)}"
+    kinds = f"a checkout of {' or '.join(names)}, an unpacked release or a site-packages folder"
+    raise Refused(f"{path} {missing if path.is_dir() else 'is not a folder'}; give {kinds}")
+
+
+def editable(folder: Path, framework: Framework) -> str | None:
+    """Return the checkout that a site-packages folder has the framework from, as ``pip install -e`` records it."""
+    name = framework.distribution.replace("-", "_")
+    for origin in folder.glob(f"{name}-*.dist-info/direct_url.json"):
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file is no reason to refuse
+            record = json.loads(origin.read_bytes())
+            if record["dir_info"]["editable"]:
+                return unquote(urlparse(record["url"]).path)
+    return None
+
+
+@contextlib.contextmanager
+def locked(path: Path, framework: Framework = VERL) -> Iterator[Target]:
+    """Lock the target's package for this process; the lock goes with the process, however that ends.
+
+    While another process has the lock, a line on stderr reports the wait.
+    """
+    target = find_target(Path(os.path.abspath(path)), framework)
+    folder = os.open(target.root / framework.name, os.O_RDONLY)
+    above = os.open(target.root, FOLDER)
+    try:
+        if not try_lock(folder, fcntl.LOCK_EX):
+            print(f"waiting for another command on {target.root}", file=sys.stderr, flush=True)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield replace(target, tree=OpenTree(target.root, above, folder))
+    finally:
+        os.close(above)
+        unlock(folder)
+
+
+def opened(path: Path, framework: Framework = VERL) -> Target:
+    """Return the target at ``path`` to read it; a line on stderr reports a command that changes it meanwhile."""
+    target = find_target(Path(os.path.abspath(path)), framework)
+    folder = os.open(target.root / framework.name, os.O_RDONLY)
+    try:
+        if not try_lock(folder, fcntl.LOCK_SH):
+            print(f"another command is changing {target.root}: this may be an intermediate state", file=sys.stderr)
+    finally:
+        unlock(folder)
+    return target
+
+
+def try_lock(folder: int, kind: int) -> bool:
+    """Lock an open folder without waiting, and return whether no other process has it locked.
+
+    Does nothing on a file system without locks.
+    """
+    try:
+        fcntl.flock(folder, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
+
+
+def unlock(folder: int) -> None:
+    """Unlock and close an open folder.
+
+    Closing is not enough: a child that another thread has forked meanwhile holds the lock too until it starts its
+    program.
+    """
+    try_lock(folder, fcntl.LOCK_UN)
+    os.close(folder)

@@ -1,0 +1,367 @@
+"""Split the stack into branches of upstream verl, as planned in patches/upstream/branches.toml.
+
+Two lines of commits. The first is made on the release that the series is made for, where every hunk must fit: a commit
+for each patch that a branch picks from. git's own cherry-pick carries it onto the main of the clone, so that a conflict
+is finished with what everyone knows. The second has one commit a branch: what the first made of verl's files, with the
+files of verl/utils/precision that they need, tests, docs and the generated configs.
+
+All of it happens in a folder of its own, a clone that borrows the objects of the user's clone, which gets the branches
+at the end and nothing else.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_precision.errors import Refused
+from verl_precision.files import write
+from verl_precision.patch.checkout import BASE, commit, commit_stack, scratch_beside
+from verl_precision.patch.export import DIFF_OPTIONS
+from verl_precision.patch.git import git, read_blob, run_git, unfinished
+from verl_precision.patch.git_objects import blob_id
+from verl_precision.patch.hunks import hunks, merge, merge_hunks, renames, report
+from verl_precision.patch.precision_module import MODULE, PACKAGE
+from verl_precision.patch.releases import find_release
+from verl_precision.patch.stack import Patch, Stack, load_stack, make_stack
+from verl_precision.paths import REPO
+
+PREFIX = "precision/"
+PAGE, INDEX = "advance/precision.md", "docs/index.rst"
+GENERATE = "scripts/generate_trainer_config.sh"
+CONFIGS = "verl/trainer/config"
+LEAVE_OUT = "leave-out.patch"
+
+# What is used of the clone's main, beside the files that the stack hooks.
+NEEDED = ("verl/__init__.py", GENERATE, INDEX, ".pre-commit-config.yaml")
+
+# In the folder: the first line of commits, where it starts, the main that it is carried to, and what comes of it.
+LINE, START, ONTO, CARRIED = (f"refs/{name}" for name in ("line/is", "line/from", "line/to", "heads/carried"))
+PLAN = "precision.plan"  # a key of its git configuration
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A patch of the series and, of it, the numbers of the hunks by path: no path is all, no number all of a file's."""
+
+    patch: str
+    hunks: Mapping[str, tuple[int, ...]]
+
+    def takes(self, path: str, number: int) -> bool:
+        return not self.hunks or (path in self.hunks and number in (self.hunks[path] or (number,)))
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One branch: its title is the pull request's, ``files`` are the stack's verbatim files that it adds or changes."""
+
+    slug: str
+    title: str
+    picks: tuple[Pick, ...]
+    files: tuple[str, ...]
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return PREFIX + self.slug
+
+    @property
+    def own_files(self) -> dict[str, bytes]:
+        """Tests, docs and the package's ``__init__.py`` by path; of the docs' page the branch's own section."""
+        root = self.folder / "files"
+        files = (path for path in sorted(root.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
+        return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+
+
+@dataclass(frozen=True)
+class BranchPlan:
+    """branches.toml: the stack that is split, the branches in order, the patches that stay and why.
+
+    ``replace``: texts of the files copied in and the texts that take their place upstream. ``id``: another one means
+    that a conflict was resolved in other patches.
+    """
+
+    stack: Stack
+    branches: tuple[Branch, ...]
+    stay: Mapping[str, str]
+    replace: tuple[tuple[str, str], ...]
+    id: str
+
+
+def load_plan() -> BranchPlan:
+    """Read patches/upstream/branches.toml."""
+    home = REPO / "patches/upstream"
+    text = (home / "branches.toml").read_text()
+    import tomllib  # 3.11: --help runs on 3.10
+
+    content = tomllib.loads(text)
+    branches = tuple(
+        Branch(
+            slug=entry["slug"],
+            title=entry["title"],
+            picks=tuple(map(read_pick, entry["picks"])),
+            files=tuple(entry.get("files", ())),
+            folder=home / entry["slug"],
+        )
+        for entry in content["branch"]
+    )
+    stack = load_stack(find_release(content["release"]))
+    parts = [stack.id, text, *(path.read_text() for path in sorted(home.rglob("*.patch")))]
+    replaced = tuple((old, new) for old, new in content["replace"])
+    return BranchPlan(stack, branches, content["stay"], replaced, blob_id("\0".join(parts).encode()))
+
+
+def read_pick(text: str) -> Pick:
+    """Read ``patch [path[#number,number]] …``."""
+    patch, *paths = text.split()
+    hunks_by_path = {}
+    for each in paths:
+        path, _, numbers = each.partition("#")
+        hunks_by_path[path] = tuple(map(int, numbers.split(","))) if numbers else ()
+    return Pick(f"{patch}.patch", hunks_by_path)
+
+
+# --- the first line: the series on its release, picked ---------------------------------------------------------------
+
+
+def pick_line(plan: BranchPlan, scratch: Path) -> tuple[Path, Stack]:
+    """Make, inside ``scratch``, a git tree of the release with a commit for each patch that a branch picks from.
+
+    Returns:
+        its folder, in which the branch ``line`` is that and the tag ``start`` the release; the commits as a stack.
+    """
+    patches = {patch.name: patch for patch in plan.stack.patches}
+    tree = commit_stack(plan.stack, scratch)
+    git("checkout", "--quiet", "-b", "line", f"{BASE}{plan.stack.release.name}^", cwd=tree)
+    git("tag", "start", cwd=tree)
+    made = []
+    for branch in plan.branches:
+        for pick in branch.picks:
+            pick_hunks(branch, pick, patches[pick.patch], tree)
+            made.append(commit_part(branch, pick.patch, tree))
+        adapt = branch.folder / "adapt.patch"
+        if adapt.exists():
+            git("apply", "-", cwd=tree, stdin=adapt.read_text())
+            made.append(commit_part(branch, adapt.name, tree))
+    return tree, make_stack(plan.stack.release, tuple(made), {})
+
+
+def pick_hunks(branch: Branch, pick: Pick, patch: Patch, tree: Path) -> None:
+    """Merge the hunks into the files of ``tree``; raises Refused where one needs another that no branch has picked."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for path, before, _ in patch.blobs:
+            base = read_blob(before, cwd=tree)
+            for number, (at, hunk) in enumerate(hunks(patch, path), start=1):
+                if not pick.takes(path, number):
+                    continue
+                merged = merge((tree / path).read_bytes(), base, hunk, Path(scratch))
+                if merged is None:
+                    raise Refused(
+                        f"branches.toml: {branch.slug} cannot take {path}#{number} ({at}) of {patch.name} without the "
+                        "hunks that it leaves out: leave this one out too, and add its replacement to adapt.patch"
+                    )
+                write(tree / path, merged)
+
+
+def commit_part(branch: Branch, name: str, tree: Path) -> Patch:
+    """Commit what changed in ``tree`` as a part of the branch, and return it as a patch."""
+    git("add", "--all", cwd=tree)
+    message = f"{branch.slug}: {name}\n\nBranch: {branch.slug}\n"
+    commit(tree, message)
+    diff = git("diff-tree", "--no-commit-id", *DIFF_OPTIONS, "HEAD", cwd=tree)
+    return Patch(f"{branch.slug}: {name}", f"Subject: {message}\n---\n{diff}")
+
+
+# --- the clone -------------------------------------------------------------------------------------------------------
+
+
+def check_clone(verl: Path, plan: BranchPlan) -> None:
+    """Raise Refused where the branches cannot be made from this clone, or their names are taken; changes nothing."""
+    if not verl.is_dir():
+        raise Refused(f"VERL={verl} is not a folder; give a git clone of verl")
+    top = run_git("rev-parse", "--show-toplevel", cwd=verl)
+    if top.returncode or Path(top.stdout.decode().strip()) != verl.resolve():
+        raise Refused(f"VERL={verl} is not the folder of a git clone; give a clone of verl, with its .git")
+    if git("rev-parse", "--is-shallow-repository", cwd=verl).strip() == "true":
+        raise Refused(f"VERL={verl} is a shallow clone, whose branches cannot be pushed: git fetch --unshallow")
+    if run_git("rev-parse", "--verify", "--quiet", "refs/heads/main", cwd=verl).returncode:
+        raise Refused(f"VERL={verl} has no branch main, on which the branches are based")
+    there = set(git("ls-tree", "-r", "--name-only", "refs/heads/main", cwd=verl).splitlines())
+    if lacking := [path for path in NEEDED if path not in there]:
+        raise Refused(f"VERL={verl} is not a clone of verl: its main has no {lacking[0]}")
+    if present := [path for path in (PACKAGE, MODULE) if path in there]:
+        raise Refused(f"VERL={verl} has {present[0]} in its main already; give a clone without the stack in its main")
+    if changed := git("--no-optional-locks", "status", "--porcelain", cwd=verl).splitlines():
+        raise Refused(f"VERL={verl} has uncommitted changes: {changed[0][3:]}; commit, stash or remove them")
+    heads = git("for-each-ref", "--format=%(refname:lstrip=2)", "refs/heads/", cwd=verl).split()
+    if taken := [name for name in (PREFIX.rstrip("/"), *(branch.name for branch in plan.branches)) if name in heads]:
+        raise Refused(f"VERL={verl} has these branches already; delete them: git branch -D {' '.join(taken)}")
+
+
+def author(verl: Path) -> tuple[str, str]:
+    """Return name and e-mail that git has for who submits the commits; raises Refused where it has none."""
+    ident = subprocess.run(
+        ["git", "-c", "user.useConfigOnly=true", "var", "GIT_AUTHOR_IDENT"], cwd=verl, capture_output=True, text=True
+    )
+    if ident.returncode:
+        raise Refused(f"git has no author for the commits; set one: git -C {verl} config user.name NAME; user.email")
+    return re.fullmatch(r"(.*) <(.*)> \S+ \S+", ident.stdout.strip()).groups()
+
+
+def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
+    """Make ``folder`` a clone with the first line of commits on top of main.
+
+    Returns:
+        a report in the words of ``make port``, a line each, and whether nothing is left to resolve.
+    """
+    name, email = author(verl)
+    with scratch_beside(folder) as (scratch, folder):
+        line, stack = pick_line(plan, scratch)
+        tree = scratch / "clone"
+        options = ("--quiet", "--shared", "--no-tags", "--single-branch", "--branch=main")
+        git("clone", *options, str(verl.resolve()), str(tree), cwd=scratch)
+        git("config", "user.name", name, cwd=tree)
+        git("config", "user.email", email, cwd=tree)
+        git("config", PLAN, plan.id, cwd=tree)
+        git("fetch", "--quiet", "--no-tags", str(line), f"line:{LINE}", f"refs/tags/start:{START}", cwd=tree)
+        git("update-ref", ONTO, "HEAD", cwd=tree)
+        git("checkout", "--quiet", "-b", CARRIED.removeprefix("refs/heads/"), cwd=tree)
+        fates = dict(merge_hunks(stack, tree, renames(tree, START, ONTO)))
+        done = run_git("cherry-pick", "--keep-redundant-commits", f"{START}..{LINE}", cwd=tree)
+        if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
+            raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
+        os.replace(tree, folder)
+    lines = list(report(stack, f"main {git('rev-parse', '--short', ONTO, cwd=folder).strip()}", fates))
+    if done.returncode:
+        lines += [
+            f"{folder}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
+            f"  then continue: make pr-branch VERL={verl} DIR={folder}",
+        ]
+    return lines, not done.returncode
+
+
+def check_line(verl: Path, folder: Path, plan: BranchPlan) -> None:
+    """Raise Refused where ``folder`` is not what `start` made of this clone and plan, with every conflict resolved."""
+    if not (folder / ".git").is_dir() or run_git("rev-parse", "--verify", "--quiet", ONTO, cwd=folder).returncode:
+        raise Refused(f"DIR={folder} exists and was not made by make pr-branch; choose another folder")
+    if begun := unfinished(folder):
+        raise Refused(f"DIR={folder} has a {begun} to finish: git -C {folder} {begun} --continue; or remove it")
+    at = run_git("symbolic-ref", "HEAD", cwd=folder).stdout.decode().strip()
+    changed = git("status", "--porcelain", "--untracked-files=no", cwd=folder).splitlines()
+    if at == CARRIED and changed:  # elsewhere it is this script that was interrupted
+        raise Refused(f"DIR={folder} has uncommitted changes: {changed[0][3:]}")
+    if git("rev-parse", "refs/heads/main", cwd=verl) != git("rev-parse", ONTO, cwd=folder):
+        raise Refused(f"DIR={folder} was made from another main than VERL={verl} has: remove it and start anew")
+    if git("config", PLAN, cwd=folder).strip() != plan.id:
+        raise Refused(f"DIR={folder} was made from other patches than these: remove it and start anew")
+    for branch, at in ends(plan, folder):
+        touched = git("diff", "--name-only", ONTO, at, cwd=folder).split()
+        marked = run_git("grep", "-l", "-E", "^(<{7}|>{7}) ", at, "--", *touched, cwd=folder).stdout.decode()
+        if touched and marked:
+            where = f"{marked.split()[0].partition(':')[2]} of {branch.name}"
+            raise Refused(f"DIR={folder} has a conflict marker in {where}: git commit --fixup, git rebase --autosquash")
+
+
+# --- the second line: one commit a branch ----------------------------------------------------------------------------
+
+
+def ends(plan: BranchPlan, folder: Path) -> Iterator[tuple[Branch, str]]:
+    """Yield each branch with the commit of the first line that has all of its part of verl's files.
+
+    A commit without the trailer, as one who resolves a conflict may make, belongs to the same branch as that before.
+    """
+    form = "--format=%H %(trailers:key=Branch,valueonly,separator=%x2C)"
+    last, slug = {}, plan.branches[0].slug
+    for line in git("log", "--reverse", form, f"{ONTO}..{CARRIED}", cwd=folder).splitlines():
+        commit_id, _, trailer = line.partition(" ")
+        slug = trailer or slug
+        last[slug] = commit_id
+    at = git("rev-parse", ONTO, cwd=folder).strip()
+    for branch in plan.branches:
+        at = last.get(branch.slug, at)  # one that upstream has already adds nothing to verl's files
+        yield branch, at
+
+
+def commit_branches(plan: BranchPlan, folder: Path, env: Mapping[str, str]) -> Iterator[Branch]:
+    """Commit one branch after the other in ``folder``, and yield each while its tree is checked out there."""
+    files: dict[str, bytes] = {}
+    for branch, at in ends(plan, folder):
+        git("checkout", "--quiet", "--force", "--detach", at, cwd=folder)
+        own, page = branch.own_files, f"docs/{PAGE}"
+        if page in files and page in own:
+            own[page] = files[page] + b"\n" + own[page]
+        files |= stack_files(plan, branch) | own
+        for path, content in files.items():
+            write(folder / path, content)
+        if page in files:
+            add_to_index(folder / INDEX)
+        git("add", "--force", "--all", "--", INDEX, *files, cwd=folder)
+        generate(folder, env)
+        commit_tree(branch, plan, folder)
+        yield branch
+
+
+def stack_files(plan: BranchPlan, branch: Branch) -> dict[str, bytes]:
+    """Return the stack's verbatim files that the branch adds or changes, by path, without what it leaves out of them.
+
+    Raises:
+        Refused: a leave-out.patch does not fit the files any more.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder).resolve()
+        for path, content in plan.stack.added.items():
+            write(scratch / path, content)
+        for patch in (branch.folder.parent / LEAVE_OUT, branch.folder / LEAVE_OUT):  # every branch's, then its own
+            try:
+                if patch.exists():
+                    git("apply", "-", cwd=scratch, stdin=patch.read_text())
+            except Refused as fault:
+                raise Refused(f"{patch.relative_to(REPO)} does not fit the stack's files: {fault}") from fault
+        texts = {path: (scratch / path).read_text() for path in branch.files}
+    for old, new in plan.replace:
+        texts = {path: text.replace(old, new) for path, text in texts.items()}
+    return {path: text.encode() for path, text in texts.items()}
+
+
+def add_to_index(index: Path) -> None:
+    """Name the page in the docs' table of contents, below the last page of the same folder."""
+    lines = index.read_text().splitlines(keepends=True)
+    pages = [number for number, line in enumerate(lines) if line.strip().startswith("advance/")]
+    if not pages:
+        raise Refused(f"{INDEX} of main lists no page of advance/, below which {PAGE} could be added")
+    lines.insert(pages[-1] + 1, f"   {PAGE}\n")
+    index.write_text("".join(lines))
+
+
+def generate(folder: Path, env: Mapping[str, str]) -> None:
+    """Run upstream's own generator of the composed configs, which fails once where they change, and add them."""
+    for _ in range(2):
+        done = subprocess.run(["bash", GENERATE], cwd=folder, env=env, capture_output=True, text=True)
+        made = [str(path.relative_to(folder)) for path in sorted((folder / CONFIGS).glob("_generated_*.yaml"))]
+        git("add", "--force", "--", *made, cwd=folder)
+        if not done.returncode:
+            return
+    last = (done.stdout + done.stderr).strip().rpartition("\n")[2] or "no output"
+    raise Refused(f"{GENERATE} of main failed with exit code {done.returncode}: {last}")
+
+
+def commit_tree(branch: Branch, plan: BranchPlan, folder: Path) -> None:
+    """Commit what is in the index as the branch, by the folder's author, on top of the branch before."""
+    before = plan.branches[: plan.branches.index(branch)]
+    parent = f"refs/heads/{before[-1].name}" if before else ONTO
+    command = ["git", "commit-tree", git("write-tree", cwd=folder).strip(), "-p", parent]
+    made = subprocess.run(command, cwd=folder, input=f"{branch.title}\n", capture_output=True, text=True)
+    if made.returncode:
+        raise Refused(f"git commit-tree failed: {made.stderr.strip()}")
+    git("reset", "--quiet", "--soft", made.stdout.strip(), cwd=folder)
+    git("branch", "--force", branch.name, cwd=folder)
+
+
+def deliver(plan: BranchPlan, folder: Path, verl: Path) -> None:
+    """Copy the branches from the folder into the clone."""
+    names = [f"refs/heads/{branch.name}" for branch in plan.branches]
+    quiet = ("--quiet", "--no-tags", "--no-write-fetch-head", "--no-auto-maintenance")
+    git("fetch", *quiet, "--atomic", str(folder.resolve()), *(f"{name}:{name}" for name in names), cwd=verl)

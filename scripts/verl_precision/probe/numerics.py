@@ -1,0 +1,247 @@
+"""Compute in the dtypes of a rollout, which samples answers, and of a trainer, which scores the same tokens.
+
+Both are HuggingFace models made from the same fp32 masters. On a CPU, autocast must round as on CUDA: the command calls
+``recipes.cpu.host.autocast_as_cuda`` once.
+"""
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_precision.probe.routing import ExpertRecorder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LOGITS = 2**28  # most logits of a trainer's micro-batch: 1 GiB in fp32
+TOKENS = 2**13  # most tokens of it: packed rows need a square mask over all tokens
+
+
+class Overflow(Exception):
+    """Logits are not finite; the message names the trainer or the rollout."""
+
+
+def short_dtype(dtype: str) -> str:
+    """Return the short name of a dtype: ``float16`` -> ``fp16``."""
+    return next(name for name, known in DTYPES.items() if str(known) == f"torch.{dtype}")
+
+
+@dataclass(frozen=True)
+class RolloutNumerics:
+    """The dtypes of a rollout: weights are sent as ``wire`` and stored, like the KV cache, in ``dtype``.
+
+    Args:
+        head: whether the head computes in fp32, from weights in ``dtype``: vLLM's ``head_dtype``.
+    """
+
+    dtype: str
+    wire: str
+    head: bool
+
+    @property
+    def name(self) -> str:
+        return f"rollout-{self.dtype}-wire-{self.wire}{'-head-fp32' if self.head else ''}"
+
+    @property
+    def effective(self) -> "RolloutNumerics":
+        """The equivalent rollout with an fp32 wire if the wire's dtype is the rollout's, else this one."""
+        return RolloutNumerics(self.dtype, "fp32", self.head) if self.wire == self.dtype else self
+
+    def cast(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(DTYPES[self.wire]).to(DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class TrainerNumerics:
+    """The dtypes and micro-batches of verl's FSDP engine: fp32 masters, gathered in ``dtype``, in its autocast.
+
+    Args:
+        head: whether the head computes in fp32 from the masters, as with ``keep_fp32_modules=[lm_head]``.
+        packed: whether the rows of a micro-batch are packed into one, as with ``use_remove_padding``; else padded.
+        doubled: whether a micro-batch has twice as many rows.
+    """
+
+    dtype: str
+    head: bool
+    packed: bool = False
+    doubled: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = {"head-fp32": self.head, "packed": self.packed, "doubled": self.doubled}
+        return "-".join(["trainer", self.dtype, *(part for part, chosen in parts.items() if chosen)])
+
+    def cast(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(DTYPES[self.dtype])
+
+
+class HeadInFp32(torch.nn.Module):
+    """A head that computes fp32 logits from hidden states in 16 bits, (..., hidden) -> (..., vocabulary)."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.bias = None if bias is None else torch.nn.Parameter(bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return torch.nn.functional.linear(hidden.float(), self.weight, self.bias)
+
+
+def build(masters: "PreTrainedModel", numerics: RolloutNumerics | TrainerNumerics, device: str) -> "PreTrainedModel":
+    """Return a copy of the model with weights in the dtypes of ``numerics``.
+
+    Buffers are not cast: trainer and rollout both keep rotary frequencies in fp32.
+    """
+    with torch.no_grad():
+        cast = {id(weight): torch.nn.Parameter(numerics.cast(weight), False) for weight in masters.parameters()}
+        model = copy.deepcopy(masters, memo=cast)
+        if numerics.head:
+            head = masters.get_output_embeddings()
+            stored = numerics.cast if isinstance(numerics, RolloutNumerics) else torch.Tensor.float
+            head = HeadInFp32(*(None if part is None else stored(part).float() for part in (head.weight, head.bias)))
+            model.set_output_embeddings(head)
+    return model.to(device).eval()
+
+
+def autocast(device: str, dtype: str) -> AbstractContextManager:
+    """Return the context of the engine's forward pass: autocast, except for fp32."""
+    return nullcontext() if dtype == "fp32" else torch.autocast(device, DTYPES[dtype])
+
+
+@torch.no_grad()
+def generate(
+    model: "PreTrainedModel",
+    rollout: RolloutNumerics,
+    prompt: list[int],
+    samples: int,
+    length: int,
+    ends: set[int],
+    seed: int,
+    temperature: float = 1.0,
+) -> dict[str, list]:
+    """Sample answers to one prompt as a batch, token by token with a KV cache.
+
+    Log-probabilities are the log-softmax of the logits over the temperature, both in fp32, as in vLLM. On a CPU
+    autocast is on for its fp16 products with fp32 sums; the weights are in ``rollout.dtype`` already.
+
+    Args:
+        length: most tokens of an answer.
+        ends: tokens that end an answer.
+
+    Returns:
+        ``answers``, the tokens of each with the one that ended it, their ``log_probs``, and of a mixture ``experts``,
+        the fingerprints (``routing``) of the experts at the positions that predict them.
+
+    Raises:
+        Overflow: the logits are not finite.
+    """
+    device = model.device
+    generator = torch.Generator(device).manual_seed(seed)
+    step, cache = torch.tensor([prompt] * samples, device=device), None
+    last_only = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}  # a long prompt's logits take GiB
+    tokens, log_probs, experts, ended = [], [], [], torch.zeros(samples, dtype=torch.bool, device=device)
+    last = torch.tensor(sorted(ends), device=device)
+    in_autocast = autocast(device.type, rollout.dtype) if device.type == "cpu" else nullcontext()
+    with ExpertRecorder(model) as recorder, in_autocast:
+        while len(tokens) < length and not ended.all():
+            output = model(input_ids=step, past_key_values=cache, use_cache=True, **last_only)
+            cache = output.past_key_values
+            experts.append(recorder.fingerprints(step)[:, -1])
+            scores = (output.logits[:, -1].float() / temperature).log_softmax(-1)
+            if not scores.isfinite().all():
+                raise Overflow(f"the rollout's logits are not finite in {rollout.dtype}")
+            step = torch.multinomial(scores.exp(), 1, generator=generator)
+            tokens.append(step[:, 0])
+            log_probs.append(scores.gather(1, step)[:, 0])
+            ended |= torch.isin(step[:, 0], last)
+    tokens, log_probs, experts = (torch.stack(steps, 1).tolist() for steps in (tokens, log_probs, experts))
+    sizes = [next((at for at, token in enumerate(row, 1) if token in ends), len(row)) for row in tokens]
+    cut = lambda rows: [row[:size] for row, size in zip(rows, sizes, strict=True)]
+    line = {"answers": cut(tokens), "log_probs": cut(log_probs)}
+    return line | ({"experts": cut(experts)} if recorder.layers else {})
+
+
+def model_inputs(rows: list[list[int]], packed: bool, device: torch.device) -> dict[str, torch.Tensor | None]:
+    """Return the model's inputs for the rows of a micro-batch, as verl 0.9.1's ``FSDPEngineWithLMHead`` prepares them.
+
+    Padded, they are ``(rows, longest)`` with a mask; the padding is on the right, where a causal model's attention does
+    not reach. Packed, they are ``(1, tokens)`` without a mask, and positions begin anew at each row: from these,
+    transformers masks other rows under sdpa, and flash attention bounds its sequences.
+    """
+    positions = [list(range(len(row))) for row in rows]
+    if packed:
+        ids, mask, positions = [sum(rows, [])], None, [sum(positions, [])]
+    else:
+        longest = max(map(len, rows))
+        padded = lambda parts: [part + [0] * (longest - len(part)) for part in parts]
+        ids, positions, mask = padded(rows), padded(positions), padded([[1] * len(row) for row in rows])
+    tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return {name: None if value is None else torch.tensor(value, device=device) for name, value in tensors.items()}
+
+
+@torch.no_grad()
+def token_log_probs(
+    model: "PreTrainedModel",
+    trainer: TrainerNumerics,
+    answers: list[tuple[list[int], list[int]]],
+    others: list[tuple[list[int], list[int]]],
+    temperature: float = 1.0,
+) -> dict[str, list]:
+    """Compute the log-probability of each token of the answers in full forward passes over prompts and answers.
+
+    Like verl 0.9.1's ``FSDPEngineWithLMHead``: logits and their division by the temperature in the compute dtype, the
+    log-softmax in fp32 by CUDA's autocast. A micro-batch has all answers, or fewer within ``LOGITS`` and ``TOKENS``;
+    ``trainer.doubled`` doubles that.
+
+    Args:
+        answers: prompt and answer of each row.
+        others: rows that fill the last micro-batch.
+
+    Returns:
+        ``log_probs`` and of a mixture ``experts``, as ``generate`` does.
+
+    Raises:
+        Overflow: a log-probability is not finite.
+    """
+    longest = max(len(prompt) + len(answer) for prompt, answer in answers)
+    fit = min(LOGITS // (longest * model.config.vocab_size), TOKENS // longest, len(answers))
+    size = max(1, fit) * (2 if trainer.doubled else 1)
+    log_probs, experts = [], []
+    with ExpertRecorder(model) as recorder, autocast(model.device.type, trainer.dtype):
+        for first in range(0, len(answers), size):
+            part = [*answers, *others][first : first + size]
+            rows = [prompt + answer for prompt, answer in part]
+            inputs = model_inputs(rows, trainer.packed, model.device)
+            logits = model(**inputs, use_cache=False).logits
+            wholes, sizes = (logits, recorder.fingerprints(inputs["input_ids"])), [len(row) for row in rows]
+            by_row = (whole[0].split(sizes) if trainer.packed else whole for whole in wholes)
+            for row, numbers, (prompt, answer) in zip(*by_row, part, strict=True):
+                predicting = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
+                experts.append(numbers[predicting].tolist())
+                scores = (row[predicting] / torch.tensor(temperature).to(row)).log_softmax(-1)
+                log_probs.append(scores.gather(1, torch.tensor(answer, device=model.device)[:, None])[:, 0].float())
+    log_probs = log_probs[: len(answers)]
+    if not all(row.isfinite().all() for row in log_probs):
+        raise Overflow(f"the trainer's log-probabilities are not finite in {trainer.dtype}")
+    line = {"log_probs": [row.tolist() for row in log_probs]}
+    return line | ({"experts": experts[: len(answers)]} if recorder.layers else {})
+
+
+def end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """Return the tokens that end an answer."""
+    configured = model.generation_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured, tokenizer.eos_token_id]
+    return {token for token in several if token is not None}
+
+
+def exact_dtype(masters: "PreTrainedModel") -> str | None:
+    """Return the 16-bit dtype that represents every weight exactly, if there is one."""
+    for name in ("bf16", "fp16"):
+        if all(bool((weight == weight.to(DTYPES[name]).float()).all()) for weight in masters.parameters()):
+            return name
+    return None

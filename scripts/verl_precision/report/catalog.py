@@ -1,0 +1,183 @@
+"""List what a report shows of a run: the series over the steps, and the outcomes that are computed from them."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import itemgetter
+from statistics import fmean, median
+
+from verl_precision.run.metrics import (
+    CRITIC_LOSS_SCALE,
+    CRITIC_SKIPPED,
+    EQUAL_SHARE,
+    FLOWRL,
+    K3_KL,
+    LOSS_SCALE,
+    PROBS_DIFF,
+    REWARD,
+    SECONDS,
+    SKIPPED,
+)
+
+WINDOW = 5  # steps of a moving mean
+K3_NOISE = 1e-8  # below it verl's estimate of k3, which cannot be negative but comes out so, is the rounding of fp32
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric over the steps.
+
+    Attributes:
+        metric: verl's name; ``formerly`` are its names in older releases, ``oat`` is OAT's.
+        scale: of the figure: "linear", "log" (then the mean over seeds is the geometric one) or "log2".
+        counted: whether the figure shows the sum up to each step.
+    """
+
+    name: str
+    title: str
+    metric: str
+    scale: str = "linear"
+    formerly: tuple[str, ...] = ()
+    counted: bool = False
+    oat: str = ""
+
+
+ACCURACY = "eval/average/accuracy"  # run_math_rl's name in OAT; verl has one a data source, VALIDATION
+VALIDATION = re.compile(r"val-core/.+/(acc|reward)/mean@\d+")
+GRAD_NORM = "actor/grad_norm"
+LR = "actor/lr"
+RESPONSE_LENGTH = "response_length/mean"  # tokens
+
+SERIES = (
+    Series("reward", "reward of the training batch", REWARD, oat="actor/rewards"),
+    Series("accuracy", "accuracy in evaluation", ACCURACY, oat="eval/accuracy"),
+    Series(
+        "k3",
+        "k3 estimate of KL(rollout ‖ trainer), nats/token",
+        K3_KL,
+        "log",
+        ("mismatch/mismatch_k3_kl",),
+        oat="train/rollout_k3_kl",
+    ),
+    Series(
+        "probs_diff",
+        "mean difference of the two probabilities",
+        PROBS_DIFF,
+        "log",
+        oat="train/rollout_probs_diff_mean",
+    ),
+    Series("equal_share", "share of tokens with equal log-probabilities", EQUAL_SHARE),
+    Series("loss_scale", "loss scale of the actor, × a skipped step", LOSS_SCALE, "log2", oat="train/loss_scale"),
+    Series(
+        "critic_loss_scale",
+        "loss scale of the critic",
+        CRITIC_LOSS_SCALE,
+        "log2",
+        oat="train/critic_loss_scale",
+    ),
+    Series(
+        "skipped",
+        "skipped optimizer steps of the actor, in all",
+        SKIPPED,
+        counted=True,
+        oat="train/skipped_steps",
+    ),
+    Series(
+        "critic_skipped",
+        "skipped optimizer steps of the critic, in all",
+        CRITIC_SKIPPED,
+        counted=True,
+        oat="train/critic_skipped_steps",
+    ),
+    Series("grad_norm", "gradient norm of the actor", GRAD_NORM, oat="train/policy_grad_norm"),
+    Series("entropy", "entropy of the policy", "actor/entropy", oat="train/entropy"),
+    Series("response_length", "response length, tokens", RESPONSE_LENGTH, oat="actor/response_tok_len"),
+    Series("lr", "learning rate of the actor", LR, oat="misc/lr"),
+    Series("throughput", "throughput, tokens/s per worker", "perf/throughput"),
+    Series("seconds", "time of a step, s", SECONDS),
+    Series(
+        "memory",
+        "memory of the trainer at its peak, GiB",
+        "actor/perf/max_memory_allocated_gb",
+        formerly=("perf/max_memory_allocated_gb",),
+    ),
+    *(Series(f"flowrl_{name}", f"FlowRL: {name.replace('_', ' ')}", metric) for name, metric in FLOWRL.items()),
+)
+METRIC = {  # by any of its names
+    name: series.metric for series in SERIES for name in (series.metric, *series.formerly, series.oat) if name
+}
+UNTRAINED = {ACCURACY, LR}  # what an evaluation before the first step logs, too
+
+Steps = dict[int, dict[str, float]]  # by step the metrics of ``METRIC``; NaN is what was logged and is not finite
+
+
+def report_name(name: str) -> str | None:
+    """Return the report's name of a metric, by any of its names; None for a metric that a report does not use."""
+    return METRIC.get(name) or (ACCURACY if VALIDATION.fullmatch(name) else None)
+
+
+def finite(steps: Steps, metric: str) -> list[float]:
+    """Return the values of a metric in the order of the steps, without those that are absent or not finite."""
+    values = (steps[step].get(metric, math.nan) for step in sorted(steps))
+    return [value for value in values if math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class CatalogOutcome:
+    """One number of a run.
+
+    Attributes:
+        reduce: computes it from the metric's finite values at the steps that all runs share.
+        scale: "linear": two labels are compared by their difference; "log": by their ratio; "": not at all.
+        form: format specification, where it is not three significant digits.
+        speed: whether a verdict on it is a claim of speed, which needs the dtypes that the regime names.
+        noise: a value that is not above it is noise and not compared.
+        agreement: whether it is a share of equal values: 1 throughout reads "bitwise", and its row is always shown,
+            since older runs do not record it.
+    """
+
+    name: str
+    title: str
+    metric: str
+    reduce: Callable[[list[float]], float]
+    scale: str = "linear"
+    form: str = ""
+    speed: bool = False
+    noise: float = 0.0
+    agreement: bool = False
+
+
+def last_mean(values: list[float]) -> float:
+    """Return the mean of the last ``WINDOW`` values."""
+    return fmean(values[-WINDOW:])
+
+
+OUTCOMES = (
+    CatalogOutcome("reward_first", "reward, first step", REWARD, itemgetter(0), "", ".3f"),
+    CatalogOutcome("reward_last", f"reward, last {WINDOW} steps", REWARD, last_mean, "linear", ".3f"),
+    CatalogOutcome("accuracy_last", "accuracy in evaluation, last", ACCURACY, itemgetter(-1), "linear", ".3f"),
+    CatalogOutcome("k3_mean", "k3, mean", K3_KL, fmean, "log", noise=K3_NOISE),
+    CatalogOutcome("k3_median", "k3, median step", K3_KL, median, "log", noise=K3_NOISE),
+    CatalogOutcome("probs_diff_mean", "probability difference, mean", PROBS_DIFF, fmean, "log"),
+    CatalogOutcome("equal_share_mean", "equal log-probabilities, mean", EQUAL_SHARE, fmean, form=".4f", agreement=True),
+    CatalogOutcome("loss_scale_last", "loss scale at the end", LOSS_SCALE, itemgetter(-1), ""),
+    CatalogOutcome("skipped_total", "skipped steps", SKIPPED, sum),
+    CatalogOutcome("critic_skipped_total", "skipped steps, critic", CRITIC_SKIPPED, sum),
+    CatalogOutcome("grad_norm_mean", "gradient norm, mean", GRAD_NORM, fmean),
+    CatalogOutcome("entropy_last", f"entropy, last {WINDOW} steps", "actor/entropy", last_mean),
+    CatalogOutcome("response_length_last", f"response length, last {WINDOW}", RESPONSE_LENGTH, last_mean),
+    CatalogOutcome("throughput_median", "throughput, tokens/s, median", "perf/throughput", median, "log", speed=True),
+    CatalogOutcome("seconds_median", "step, s, median", SECONDS, median, "log", speed=True),
+    CatalogOutcome("memory_peak", "trainer's memory, GiB, peak", "actor/perf/max_memory_allocated_gb", max),
+    *(
+        CatalogOutcome(f"flowrl_{name}_last", f"{name.replace('_', ' ')}, last {WINDOW}", metric, last_mean)
+        for name, metric in FLOWRL.items()
+    ),
+)
+
+
+def outcomes(steps: Steps) -> dict[str, float | None]:
+    """Return each outcome by name; None where its metric has no finite value."""
+    values = {outcome.name: finite(steps, outcome.metric) for outcome in OUTCOMES}
+    return {each.name: each.reduce(values[each.name]) if values[each.name] else None for each in OUTCOMES}

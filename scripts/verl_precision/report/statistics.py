@@ -1,0 +1,169 @@
+"""Compute the statistics of a report: passing and collapse of a run, spread over seeds, verdicts on two labels."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean, stdev
+
+from verl_precision.format import significant
+from verl_precision.report.catalog import OUTCOMES, WINDOW, CatalogOutcome, Steps
+from verl_precision.run.metrics import REWARD
+
+THRESHOLD = 0.95  # of the reward: arXiv 2510.26788 passes its sanity test above 95 % training accuracy
+LEAST_SEEDS = 3  # of each label, for a verdict
+ERROR = 0.05  # of all verdicts on one outcome together
+
+
+def moving_means(steps: Steps, metric: str = REWARD) -> dict[int, float]:
+    """Return by step the mean over the last ``WINDOW`` steps with a finite value, from the first with so many on."""
+    having = [step for step in sorted(steps) if math.isfinite(steps[step].get(metric, math.nan))]
+    return {
+        having[end]: fmean(steps[step][metric] for step in having[end - WINDOW + 1 : end + 1])
+        for end in range(WINDOW - 1, len(having))
+    }
+
+
+def passed(steps: Steps, threshold: float) -> int | None:
+    """Return the first step at which the moving mean of the reward exceeds ``threshold``, None if it never does."""
+    return next((step for step, mean in moving_means(steps).items() if mean > threshold), None)
+
+
+def collapsed(steps: Steps) -> int | None:
+    """Return the step at which a run collapsed, None where it did not.
+
+    It collapsed at step t if the moving mean of its reward is below half of the best that it had reached before t, at t
+    and at every later step. A best that is not above 0 has no half below it: no collapse is found there.
+    """
+    best, since = -math.inf, None
+    for step, mean in moving_means(steps).items():
+        best = max(best, mean)
+        low = best > 0 and mean < best / 2
+        since = (since or step) if low else None
+    return since
+
+
+@dataclass(frozen=True)
+class Spread:
+    """An outcome over the runs of a label; ``std`` is the sample's (n − 1), None of one run alone.
+
+    Attributes:
+        values: of the runs that have one.
+        runs: the number of runs.
+        seeds: different ones among those with a value; a run whose seed is not recorded counts as another.
+    """
+
+    values: tuple[float, ...]
+    runs: int
+    seeds: int
+
+    @property
+    def mean(self) -> float | None:
+        return fmean(self.values) if self.values else None
+
+    @property
+    def std(self) -> float | None:
+        return stdev(self.values) if len(self.values) > 1 else None
+
+
+def is_bitwise(outcome: CatalogOutcome, spread: Spread) -> bool:
+    """Return whether rollout and trainer agreed to the bit: a share of 1 at every measured step of every run."""
+    return outcome.agreement and set(spread.values) == {1.0}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict on whether the seeds separate two labels in one outcome.
+
+    Attributes:
+        effect: mean of ``first`` minus mean of ``second``; with scale "log" the ratio of their geometric means.
+            ``low`` and ``high`` bound it. None where it could not be computed.
+        holds: whether the interval excludes equality.
+        text: the verdict, or ``no verdict: …`` or ``not claimed: …``.
+    """
+
+    outcome: str
+    first: str
+    second: str
+    text: str
+    holds: bool = False
+    effect: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def welch(first: Sequence[float], second: Sequence[float], error: float) -> tuple[float, float, float]:
+    """Return the difference of two means and its interval at 1 − ``error``, by Welch's t test (Biometrika 34, 1947)."""
+    from scipy.stats import ttest_ind
+
+    interval = ttest_ind(first, second, equal_var=False).confidence_interval(1 - error)
+    return fmean(first) - fmean(second), float(interval.low), float(interval.high)
+
+
+def verdict(
+    outcome: CatalogOutcome, first: tuple[str, Spread], second: tuple[str, Spread], pairs: int, unclaimed: str
+) -> Verdict:
+    """Return whether two labels differ in an outcome: whether Welch's interval at 1 − ``ERROR``/``pairs`` excludes 0.
+
+    Dividing by the number of pairs (Bonferroni) bounds the error of all verdicts on one outcome together by ``ERROR``;
+    different outcomes are not corrected for one another.
+
+    Args:
+        pairs: number of pairs of labels that are compared.
+        unclaimed: why no speed may be claimed, "" where it may.
+    """
+    (a, one), (b, two) = first, second
+    if outcome.speed and unclaimed:
+        return Verdict(outcome.name, a, b, f"not claimed: {unclaimed}")
+    few = [f"{label} has {spread.seeds}" for label, spread in (first, second) if spread.seeds < LEAST_SEEDS]
+    if few:
+        return Verdict(outcome.name, a, b, f"no verdict: {', '.join(few)} of at least {LEAST_SEEDS} seeds")
+    left, right = one.values, two.values
+    if outcome.scale == "log":
+        if (least := min(*left, *right)) <= outcome.noise:
+            above = "0, which has no ratio" if not outcome.noise else f"{outcome.noise:g}, which is rounding noise"
+            return Verdict(outcome.name, a, b, f"no verdict: {significant(least)} is not above {above}")
+        left, right = [math.log(value) for value in left], [math.log(value) for value in right]
+    if len(set(left)) == len(set(right)) == 1:
+        why = "equal in every run" if left[0] == right[0] else "no spread over the seeds, so no interval"
+        why = "both are bitwise" if is_bitwise(outcome, one) and is_bitwise(outcome, two) else why
+        return Verdict(outcome.name, a, b, f"no verdict: {why}")
+    bounds = welch(left, right, ERROR / pairs)
+    excluded = bounds[1] > 0 or bounds[2] < 0
+    if outcome.scale == "log":
+        bounds = tuple(map(math.exp, bounds))
+        factor, span = max(bounds[0], 1 / bounds[0]), sorted((bounds[1], bounds[2]))
+        span = span if bounds[0] > 1 else sorted(1 / bound for bound in span)
+        size = f"{significant(factor)}× ({significant(span[0])}× to {significant(span[1])}×)"
+    else:
+        effect, low, high = (f"{'+' * (bound > 0)}{significant(bound)}" for bound in bounds)
+        size = f"{effect} ({low} to {high})"
+    equality = 1.0 if outcome.scale == "log" else 0.0
+    if excluded:
+        text = f"{a} {'higher' if bounds[0] > equality else 'lower'}: {size}"
+    else:
+        text = f"no verdict: {size} includes {equality:g}{'×' if equality else ''}"
+    return Verdict(outcome.name, a, b, text, excluded, *bounds)
+
+
+def verdicts(spreads: dict[str, dict[str, Spread]], unclaimed: dict[str, str]) -> list[Verdict]:
+    """Return the verdict on each outcome that is compared and each pair of labels that both have values of it.
+
+    Args:
+        spreads: by label and outcome.
+        unclaimed: by label why no speed may be claimed, "" where it may.
+    """
+    pairs = list(combinations(spreads, 2))
+    return [
+        verdict(
+            outcome,
+            (a, spreads[a][outcome.name]),
+            (b, spreads[b][outcome.name]),
+            len(pairs),
+            unclaimed[a] or unclaimed[b],
+        )
+        for outcome in OUTCOMES
+        if outcome.scale
+        for a, b in pairs
+        if spreads[a][outcome.name].values and spreads[b][outcome.name].values
+    ]

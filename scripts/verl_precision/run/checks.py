@@ -1,0 +1,154 @@
+"""Check a job before it starts: its data, a model that vLLM runs in the rollout's dtype, and disk space."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_precision.errors import Refused
+from verl_precision.files import check_room
+from verl_precision.paths import REPO
+from verl_precision.run.prompt_lengths import check_prompts
+from verl_precision.run.softcap import ATTENTION, lost_softcap
+from verl_precision.run.vllm_float16 import float16_support, ways_out
+from verl_precision.server_dtypes import SERVER_SPELLINGS, cache_refusal
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl_precision.run.job import Job
+
+SAMPLE = 1000  # rows of a data file whose types are checked
+
+
+def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
+    """Check the job's length, attention, rollout, data and disk.
+
+    Args:
+        config: the job's whole configuration (``job.compose``).
+
+    Raises:
+        Refused: STEPS is not set, the trainer's attention changes the model, the rollout refuses a setting or the
+            model, a data file cannot be used, a prompt would be cut, or there is no room for ``out``.
+    """
+    if config.trainer.total_training_steps is None:
+        raise Refused("STEPS: is not set, neither on the command line nor in the experiment's file")
+    check_attention(config)
+    check_rollout(job, config)
+    check_data(job, config)
+    check_room(out)
+
+
+def check_data(job: "Job", config: "DictConfig") -> None:
+    """Check the job's data files, except those that the run generates.
+
+    Raises:
+        Refused: a file cannot be used, or a prompt would be cut.
+    """
+    columns, prompts = [config.data.prompt_key, config.data.reward_fn_key, "reward_model"], []
+    for name, key, least in (("TRAIN", "train_files", config.data.train_batch_size), ("VAL", "val_files", 1)):
+        files = [config.data[key]] if isinstance(config.data[key], str) else config.data[key]
+        if not files:
+            raise Refused(f"{name}: is not set; {job.experiment} needs a parquet file in verl's schema")
+        paths = [REPO / Path(file).expanduser() for file in files]
+        if job.generated and any(path.is_relative_to(job.generated) and not path.exists() for path in paths):
+            continue  # generated before the run starts
+        samples = [read_sample(name, path, columns) for path in paths]
+        rows = sum(count for count, _ in samples)
+        if rows < least:
+            raise Refused(
+                f"{name}={files[0]}: has {rows} rows, but a batch needs {least}; give more or a smaller batch"
+            )
+        firsts = ([row[columns[0]] for row in first] for _, first in samples)
+        prompts += [(f"{name}={path}", first) for path, first in zip(paths, firsts, strict=True)]
+    check_prompts(config, prompts)
+
+
+def check_attention(config: "DictConfig") -> None:
+    """Check that the trainer's attention computes what the model's config asks for.
+
+    Raises:
+        Refused: it leaves out the cap of the attention logits.
+    """
+    from omegaconf import OmegaConf
+
+    attention = OmegaConf.select(config, ATTENTION)
+    if reason := lost_softcap(str(config.actor_rollout_ref.model.path), attention):
+        raise Refused(f"{ATTENTION}={attention}: {reason}; give ARGS={ATTENTION}=eager")
+
+
+def check_rollout(job: "Job", config: "DictConfig") -> None:
+    """Check that vLLM, where it is the rollout, runs the model in the rollout's dtype, caches keys in the same, and can
+    be deterministic where that is requested.
+
+    Raises:
+        Refused: it does not.
+    """
+    from omegaconf import OmegaConf
+
+    rollout = config.actor_rollout_ref.rollout
+    if OmegaConf.select(rollout, "name") != "vllm":
+        return
+    if job.device == "cpu" and OmegaConf.select(rollout, "full_determinism"):
+        key = "actor_rollout_ref.rollout.full_determinism"
+        raise Refused(
+            f"ARGS={key}=true: asks vLLM for batch-invariant kernels, and its CPU build would end at the first "
+            f"generation; give ARGS={key}=false, or DEVICE=cuda"
+        )
+    extra = OmegaConf.select(rollout, "engine_kwargs.vllm.dtype")
+    dtype = SERVER_SPELLINGS.get(extra or rollout.dtype, "unknown")
+    cache = OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_dtype")
+    if reason := cache_refusal(dtype, cache):
+        key = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype"
+        raise Refused(f"ARGS={key}={cache}: {reason}; give ARGS={key}=auto")
+    if dtype != "float16":
+        return
+    model = str(config.actor_rollout_ref.model.path)
+    support = float16_support(model)
+    if support.supported is False:
+        name = "MODEL" if job.model else "actor_rollout_ref.model.path"
+        raise Refused(f"{name}={model}: {support.reason}; {ways_out('ARGS=', 'PRECISION=')}")
+
+
+def read_sample(name: str, file: Path, columns: list[str]) -> tuple[int, list[dict]]:
+    """Return the number of rows of a parquet file, and its first rows.
+
+    Args:
+        columns: of the prompt, and optionally of the data source and the reward model.
+
+    Raises:
+        Refused: it cannot be read, lacks a column, or one of its first rows has another type than verl reads; the
+            message begins with the variable ``name``.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        metadata = pyarrow.parquet.read_metadata(file)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise Refused(f"{name}={file}: is not a readable parquet file ({str(error).splitlines()[0]})") from error
+    present = metadata.schema.to_arrow_schema().names
+    missing = [column for column in columns if column not in present]
+    if missing:
+        raise Refused(f"{name}={file}: lacks the column {missing[0]!r} of verl's schema; it has {', '.join(present)}")
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        rows = next(opened.iter_batches(SAMPLE, columns=columns)).to_pylist() if metadata.num_rows else []
+    for number, row in enumerate(rows):
+        for column, (allowed, fits) in zip(columns, KINDS, strict=False):
+            if not fits(row[column]):
+                value = str(row[column])[:60]
+                raise Refused(f"{name}={file}: {column!r} of row {number} is {value!r}; it must be {allowed}")
+    return metadata.num_rows, rows
+
+
+def is_prompt(value: object) -> bool:
+    """Return whether verl can read ``value`` as a prompt; on a text it trains as on an empty one."""
+    if not (isinstance(value, list) and value and all(isinstance(each, dict) for each in value)):
+        return False
+    return all(each.get("role") and each.get("content") is not None for each in value)
+
+
+# What the columns of a data file must contain, in the order of ``read_sample``'s argument.
+KINDS = (
+    ("a list of messages, each with role and content", is_prompt),
+    ("a name", lambda value: value is not None),
+    ("a struct, such as {ground_truth, style}", lambda value: isinstance(value, dict)),
+)

@@ -1,0 +1,142 @@
+"""Choose and lock the folder of a run, and check that the run may start or resume there.
+
+It contains ``run.json``, the settings and what the run took so far; ``metrics.jsonl``, verl's metrics, a step a line;
+``train.log``, all output; ``checkpoints/``; and, of a finished run, ``summary.json`` and ``curves.png``.
+"""
+
+import fcntl
+import importlib.util
+import json
+import shlex
+from functools import cache
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import TextIO
+
+from verl_precision.errors import Refused
+from verl_precision.files import read_jsonl
+from verl_precision.paths import REPO
+from verl_precision.run.job import Job
+
+MANIFEST = "utils/checkpoint/manifest.py"  # below verl/, of the series fixes
+TRACKER = "latest_checkpointed_iteration.txt"  # of verl, in the folder of the checkpoints
+
+
+@cache
+def load_manifest(verl: Path) -> ModuleType:
+    """Import the module by which the verl in this folder chooses a checkpoint, without importing all of verl."""
+    spec = importlib.util.spec_from_file_location("manifest", verl / MANIFEST)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def checkpoint_step(out: Path) -> int:
+    """Return the step that verl would resume from, 0 without a checkpoint.
+
+    Without the series ``fixes``, verl resumes from the step that its tracker file names.
+
+    Raises:
+        Refused: there are checkpoints and none is whole; without ``fixes``, the tracker names none of them, so that
+            verl would start over.
+    """
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    if not (Path(verl) / MANIFEST).exists():
+        folders = {folder.name for folder in (out / "checkpoints").glob("global_step_*")}
+        tracker = out / "checkpoints" / TRACKER
+        step = tracker.read_text().strip() if tracker.exists() else ""
+        if folders and f"global_step_{step}" not in folders:
+            remedy = "let it name one of them, or apply the patches with FIXES=yes"
+            raise Refused(f"OUT={out}: {tracker} names no checkpoint of {', '.join(sorted(folders))}; {remedy}")
+        return int(step) if folders else 0
+    manifest = load_manifest(Path(verl))
+    try:
+        chosen = manifest.choose(out / "checkpoints").folder
+    except manifest.CheckpointError as error:
+        raise Refused(f"OUT={out}: {error}") from error
+    return int(chosen.name.removeprefix("global_step_")) if chosen else 0
+
+
+def finished(out: Path) -> bool:
+    """Return whether ``out`` contains a finished run, of whatever length."""
+    return (out / "summary.json").exists()
+
+
+def finished_as(job: Job, out: Path, steps: int) -> bool:
+    """Return whether ``out`` contains a finished run of ``steps`` steps with the job's settings."""
+    if not finished(out):
+        return False
+    record = json.loads((out / "run.json").read_text())
+    return record["steps"] == steps and job.settings().items() <= record["settings"].items()
+
+
+def choose_folder(job: Job, outputs: Path = REPO / "outputs") -> Path:
+    """Return OUT, or the first default folder, ``…``, ``…-2``, ``…-3``, without a finished run."""
+    names = (job.name if number == 1 else f"{job.name}-{number}" for number in count(1))
+    return job.out or next(out for name in names if not finished(out := outputs / job.experiment / name))
+
+
+def start_record(job: Job, out: Path, steps: int) -> dict:
+    """Return the content of ``run.json`` with which a run starts or resumes in ``out``.
+
+    Raises:
+        Refused: ``out`` contains something else, a run with other settings, or one that has reached ``steps``.
+    """
+    file = out / "run.json"
+    fresh = {"settings": job.settings(), "steps": steps, "wall_s": 0.0, "peak_memory_gib": 0.0}
+    if not file.exists():
+        if out.exists() and any(out.iterdir()):
+            raise Refused(f"OUT={out}: is not empty and contains no run; choose another folder")
+        return fresh
+    record = json.loads(file.read_text())
+    if not read_jsonl(out / "metrics.jsonl"):  # it ended before its first step: nothing to resume, nothing to lose
+        return fresh
+    for name, value in job.settings().items():
+        recorded = record["settings"].get(name, "")  # older runs predate some variables: treat those as unset
+        if value != recorded:
+            if name == "ARGS":
+                value, recorded = words_not_in(recorded, value), words_not_in(value, recorded)
+            advice = "repeat its settings, choose another OUT or remove that folder"
+            if name == "PRECISION":
+                advice = ways_to_resume(value, recorded, out)
+            raise Refused(f"{name}={value}: {out} contains a run with {name}={recorded}; {advice}")
+    if finished(out) and steps <= record["steps"]:
+        raise Refused(
+            f"STEPS={steps}: {out} contains a finished run of {record['steps']}; set more steps, or another OUT"
+        )
+    if steps < checkpoint_step(out):
+        raise Refused(f"STEPS={steps}: {out} is already at step {checkpoint_step(out)}; set more, or another OUT")
+    return record | {"steps": steps}
+
+
+def ways_to_resume(regime: str, recorded: str, out: Path) -> str:
+    """Return how to go on with a run of the regime ``recorded`` in ``out``, or in ``regime``, by ``make run``."""
+    same = f"`make run PRECISION={recorded} OUT={out}` with its other settings resumes it"
+    step = checkpoint_step(out)
+    if not step:
+        return f"{same}; for {regime} choose another OUT"
+    path = (out / f"checkpoints/global_step_{step}").resolve()
+    resume = f"trainer.resume_mode=resume_path trainer.resume_from_path={path}"
+    other = f"this command with OUT=ANOTHER and `{resume}` in ARGS"
+    return f"{same}; {other} goes on from its step {step} in {regime}"
+
+
+def words_not_in(others: str, args: str) -> str:
+    """Return the words of ``args`` that ``others``, another ARGS, lacks; all of them where only the order differs."""
+    words, lacking = shlex.split(args), shlex.split(others)
+    return shlex.join([word for word in words if word not in lacking] if set(words) != set(lacking) else words)
+
+
+def lock(out: Path) -> TextIO:
+    """Open ``train.log`` for appending, locked for as long as this process or a child that inherits it lives.
+
+    Raises:
+        Refused: another run has locked it.
+    """
+    log = (out / "train.log").open("a")
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise Refused(f"OUT={out}: another run is writing there; wait for it or choose another folder") from error
+    return log

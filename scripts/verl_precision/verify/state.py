@@ -1,0 +1,53 @@
+"""Write the state of GPUs into the documents, from the reports alone."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+from verl_precision.errors import Refused
+from verl_precision.paths import REPO
+from verl_precision.verify.report import stages
+
+REPORTS = REPO / "docs/results/gpu"
+NONE = "**never run**: no CUDA kernel, NCCL or flash attention was tried; speed and memory are unknown"
+MARKED = re.compile(r"(<!-- gpu -->).*?(<!-- /gpu -->)", re.S)
+PLACES = (
+    "README.md",
+    "docs/tutorials/first-run-gpu.md",
+    "docs/how-to/faq.md",
+    "docs/how-to/verify-gpu.md",
+    "docs/project/upstreaming.md",
+    "docs/reference/limits.md",
+)
+INDEX = "docs/results/gpu/README.md"
+HEAD = """\
+# Reports on GPUs
+
+[`make verify-gpu`](../../how-to/verify-gpu.md) writes a report for each GPU into this folder. `make matrix` regenerates
+this page, and the sentence on GPUs in other documents. What was checked without a GPU:
+[by reading](../../how-to/verify-gpu.md#what-was-checked-by-reading).
+
+"""
+
+
+def sentence(page: Path, reports: Path = REPORTS) -> str:
+    """Return which GPUs were verified, with links for ``page`` and how their stages ended."""
+    found = [(file, json.loads(file.read_text())) for file in sorted(reports.glob("*.json"))]
+    links = [
+        f"[{content['name']}]({os.path.relpath(file.with_suffix('.md'), page.parent)}): {stages(content)}"
+        for file, content in found
+    ]
+    return "; ".join(links) or NONE
+
+
+def pages(reports: Path = REPORTS) -> dict[Path, str]:
+    """Return the text of each page that reports the state of GPUs."""
+    index = REPO / INDEX
+    texts = {index: f"{HEAD}{sentence(index, reports)}\n"}
+    for name in PLACES:
+        page = REPO / name
+        texts[page], marks = MARKED.subn(rf"\1{sentence(page, reports)}\2", page.read_text())
+        if not marks:
+            raise Refused(f"{name}: has no <!-- gpu --> … <!-- /gpu -->")
+    return texts

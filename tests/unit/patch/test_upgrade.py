@@ -1,0 +1,182 @@
+"""Trees patched when ``verl.utils.precision`` was one module, not a package: recognised, upgraded, restored."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from support.trees import contents
+
+from verl_precision.errors import Refused
+from verl_precision.patch.apply import apply, unapply
+from verl_precision.patch.changes import changes
+from verl_precision.patch.git import run_git
+from verl_precision.patch.git_objects import package_blobs
+from verl_precision.patch.port import port
+from verl_precision.patch.precision_module import MODULE, PACKAGE, load_precision, precision_file
+from verl_precision.patch.releases import VERL, find_release, load_releases
+from verl_precision.patch.stack import load_stack, release_stacks
+from verl_precision.patch.status import status
+from verl_precision.patch.wheels import unpacked_wheel, wheel
+from verl_precision.paths import REPO
+
+# In the order of their imports, so that one after the other they are one module.
+PARTS = "dtypes roles gradients scaler accounting megatron keep_fp32 legacy wire rewards routers reporting".split()
+
+
+def hooked_files(release: str, root: Path, *projects: Path) -> Path:
+    """Unpack the files of a release that the stacks of this and other projects change into ``root``; return that."""
+    stacks = [load_stack(find_release(release), project) for project in (REPO, *projects)]
+    with zipfile.ZipFile(wheel(release)) as archive:
+        archive.extractall(root, {"verl/__init__.py"}.union(*(stack.before for stack in stacks)))
+    return root
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    """Return a folder with the files of a release that its stack changes; tests change copies of it."""
+    return hooked_files("0.9.1", tmp_path_factory.mktemp("pristine"))
+
+
+@pytest.fixture
+def patched(pristine: Path, tmp_path: Path) -> Path:
+    """Return a tree that an older project, with the module in place of the package, patched and Python compiled."""
+    project, root = tmp_path / "older", shutil.copytree(pristine, tmp_path / "patched")
+    for part in ("patches/verl", "configs/precision"):
+        shutil.copytree(REPO / part, project / part, ignore=shutil.ignore_patterns("__pycache__"))
+    package = project / "patches/verl/files" / Path(PACKAGE).parent
+    lines = [line for part in PARTS for line in (package / f"{part}.py").read_text().splitlines()]
+    assert sorted(f"{part}.py" for part in (*PARTS, "__init__")) == sorted(path.name for path in package.iterdir())
+    shutil.rmtree(package)
+    module = [line.replace("parents[1]", "parent") for line in lines if not line.startswith("from .")]
+    (project / "patches/verl/files" / MODULE).write_text("\n".join(module) + "\n")
+    apply(root, project)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", root / MODULE], check=True)
+    return root
+
+
+def test_leftover_module_that_the_package_would_hide_is_refused(tmp_path: Path):
+    root = unpacked_wheel("0.9.1", tmp_path / "root")
+    (root / MODULE).write_text("mine = True\n")
+    before = contents(root)
+    assert status(root).state == "dirty"
+    for command in (apply, unapply):
+        with pytest.raises(Refused, match=f"dirty: verl .* except {MODULE}; save your edits"):
+            command(root)
+    with pytest.raises(Refused, match=f"contains {MODULE} already; remove the patches first"):
+        port("0.9.0", str(root), tmp_path / "tree")
+    assert contents(root) == before
+
+
+def test_release_installed_over_a_patched_one_is_patched(pristine: Path, tmp_path: Path):
+    """As pip does, which leaves what it did not install."""
+    older = hooked_files("0.9.0", tmp_path / "older")
+    apply(older)
+    root = shutil.copytree(pristine, tmp_path / "root")
+    added = json.loads((older / VERL.bookkeeping / "record.json").read_text())["added"]
+    shutil.copytree(older / VERL.bookkeeping, root / VERL.bookkeeping)
+    for path in (VERL.stamp, *added):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(older / path, root / path)
+    found = status(root)
+    assert (found.state, found.release) == ("interrupted", status(pristine).release)
+    hooked = root / next(path for path in package_blobs(root) if path.endswith("engine_workers.py"))
+    unedited = hooked.read_bytes()
+    hooked.write_bytes(unedited + b"# mine\n")
+    assert f"{found.release} except {hooked.relative_to(root)}; save your edits" in status(root).detail
+    hooked.write_bytes(unedited)
+    apply(root)
+    assert status(root).state == "patched"
+    unapply(root)
+    assert contents(root) == contents(pristine)
+
+
+@pytest.mark.subprocess
+def test_module_and_package_load_alike_and_leave_no_bytecode(pristine: Path, patched: Path, tmp_path: Path):
+    assert precision_file(pristine) is None
+    with pytest.raises(FileNotFoundError, match="has no verl/utils/precision"):
+        load_precision(pristine, "precision_of_test")
+    stamps = []
+    for file in (MODULE, PACKAGE):
+        assert precision_file(patched) == patched / file
+        before = contents(patched)
+        loaded = load_precision(patched, "precision_of_test")
+        assert contents(patched) == before and Path(loaded.__file__) == patched / file
+        resolved = loaded.Precision.of_worker("fp16", {}, trained=True)
+        assert resolved.names()["compute"] == "float16" and resolved.loss_scaling
+        assert loaded.worker_scaler({}, resolved, "cpu").get_scale() == 65536.0
+        stamps.append(loaded.patch_stamp()["stack"])
+        apply(patched)
+        assert not (patched / MODULE).exists() and status(patched).state == "patched"
+    assert stamps[0] != stamps[1] == status(patched).stack
+    other = shutil.copytree(patched, tmp_path / "other")
+    load_precision(other, "precision_of_test")
+    assert Path(sys.modules["precision_of_test.dtypes"].__file__).is_relative_to(other)
+    (patched / MODULE).write_text("")  # Python imports the package
+    assert precision_file(patched) == patched / PACKAGE
+
+
+@pytest.mark.parametrize("release", load_releases())
+def test_former_stack_is_upgraded_to_either_series(release: str, tmp_path: Path):
+    """The former stack of a release was one series, with the files of both."""
+    former, root = tmp_path / "former", hooked_files(release, tmp_path / "root")
+    for part in ("patches/verl", "configs/precision"):
+        shutil.copytree(REPO / part, former / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(former / "patches/verl/fixes", former / "patches/verl/files", dirs_exist_ok=True)
+    shutil.rmtree(former / "patches/verl/fixes")
+    for patch in (former / f"patches/verl/v{release}").glob("*.patch"):
+        patch.write_text(patch.read_text().replace("Series: fixes\n", ""))
+    before = contents(root)
+    stacks = {stack.fixes: stack for stack in release_stacks(find_release(release))}
+    for fixes, other in ((False, True), (True, False)):
+        apply(root, former)
+        outdated = status(root)
+        assert (outdated.state, outdated.stack) == ("outdated", stacks[True].id)
+        assert f"apply with FIXES=yes brings it to stack {stacks[True].id} (precision and fixes)" in outdated.detail
+        for wanted in (fixes, other):
+            apply(root, fixes=wanted)
+            assert (status(root).state, status(root).stack) == ("patched", stacks[wanted].id)
+        unapply(root)
+        assert contents(root) == before
+
+
+# Commits of this project with other stacks: one series in one stack; two series, of which precision always acted.
+FORMER = {"one series": "a2f1537^", "acting unrequested": "29a047e"}
+
+
+@pytest.fixture(scope="module", params=FORMER)
+def former_project(request, tmp_path_factory) -> Path:
+    """Return this project's patches as of a commit."""
+    folder = tmp_path_factory.mktemp("former")
+    archive = run_git("archive", FORMER[request.param], "patches/verl", "configs/precision", cwd=REPO)
+    if archive.returncode:
+        pytest.skip("this clone does not have the project's history")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
+        packed.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("release", ["0.4.1", "0.7.1", "0.9.1"])  # one of each family
+def test_stacks_of_a_former_commit_are_upgraded(release: str, former_project: Path, tmp_path: Path):
+    root = hooked_files(release, tmp_path / "root", former_project)
+    before = contents(root)
+    stacks = {stack.fixes: stack.id for stack in release_stacks(find_release(release))}
+    for former in release_stacks(find_release(release), former_project):
+        apply(root, former_project, fixes=former.fixes)
+        assert json.loads((root / VERL.stamp).read_text())["stack"] == former.id not in stacks.values()
+        assert status(root).state == "outdated"
+        for wanted in stacks:
+            apply(root, fixes=wanted)
+            assert (status(root).state, status(root).stack) == ("patched", stacks[wanted])
+        unapply(root)
+        assert contents(root) == before
+
+
+def test_other_entries_are_other_only_beside_those_on_keys():
+    assert changes("- One.\n", "- One.\n- Two.\n") == ["new entries in CHANGELOG.md: 1"]

@@ -2,25 +2,24 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-unexport PYTHONSAFEPATH  # scripts import from their own folder
+unexport PYTHONSAFEPATH  # the package imports from its own folder
 MAKEFLAGS += --no-print-directory
-# The first Python 3.10 or later on PATH, or PYTHON=/path/to/python3. scripts/setup_env.py makes the environments.
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11 python3.10
+# The first Python 3.10 or later on PATH, or PYTHON=/path/to/python3.
 RECENT = "$(1)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 TOOLS := $(or $(PYTHON),$(shell for python in $(PYTHONS); do if $(call RECENT,$$python); then echo $$python; break; fi; done))
-# The tests run on the CPU, which is the same on every machine, unless DEVICE=cuda.
 DEVICE ?= cpu
 BIN := $(if $(filter cuda,$(DEVICE)),.venv-cuda,.venv)/bin
-SETUP = @$(TOOLS) scripts/setup_env.py $(PYTHON:%=--python %)
+PROGRAM = $(TOOLS) scripts/verl_precision
+SETUP = @$(PROGRAM) setup $(PYTHON:%=--python %)
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # the folders in order: the longest come first
-# All variables of the command line as NAME='VALUE', unexpanded; scripts/command.py refuses those that a command does not take.
+# All variables of the command line as NAME='VALUE', unexpanded, for scripts/verl_precision/make.py to check and to translate.
 quote = '$(subst ','\'',$(1))'
 ONE_LINE = $(if $(word 2,x$(subst $() ,,$(subst $()	,,$(value $(1))))x),$(error $(1)=$(strip $(value $(1))): its value must be one line))
 WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(call ONE_LINE,$(name))$(name)=$(call quote,$(value $(name)))))
-COMMAND = @exec $(TOOLS) scripts/command.py $@ $(WORDS) $(if $(word 2,$(MAKECMDGOALS)),--shared)
+COMMAND = @exec $(PROGRAM) make $@ $(WORDS) $(if $(word 2,$(MAKECMDGOALS)),--shared)
 
-python:
-	@$(call RECENT,$(TOOLS)) || { echo "$(PYTHON:%=PYTHON=%: )$(if $(findstring /,$(PYTHON)),$$(test -e "$(PYTHON)" || echo "no such file; "))Python 3.10 or later is needed; install it, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+python:; @$(call RECENT,$(TOOLS)) || { echo "$(PYTHON:%=PYTHON=%: )$(if $(findstring /,$(PYTHON)),$$(test -e "$(PYTHON)" || echo "no such file; "))Python 3.10 or later is needed; install it, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 
 ##@ Train and test, in .venv (4 to 7 GB), which is set up with Python 3.11 or 3.12
 run: python     ## set up and train in fp16 with verl, on this machine's GPU or CPU
@@ -65,12 +64,11 @@ collapse: python     ## train a language model that bf16 destroys and fp16 train
 sanity: python       ## run the sanity test: four regimes, three seeds, three objectives; repeat the command to resume
 	$(COMMAND)
 
-##@ The rest
+##@ Prepare data and machines
 .PHONY: apply-patches unapply-patches status check port carry drift doctor preflight probe recommend plan-memory compare report collapse sanity python run test help setup wheelhouse submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants test-all test-quick test-releases test-oat e2e-releases matrix lint lock clean
 help: python         ## list the targets;  make help-run: the variables of a command
 	@awk -F ': *[a-z]* *## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
-help-%: python
-	@exec $(TOOLS) scripts/command.py $* --help
+help-%: python; @exec $(PROGRAM) make $* --help
 setup: python        ## install what is missing and patch the installed verl
 	$(COMMAND)
 wheelhouse: python   ## pack the wheels for machines without a network:  make wheelhouse DIR=/media/wheels; there: make setup WHEELHOUSE=…
@@ -85,6 +83,8 @@ sanity-math: python  ## download the 1460 MATH problems of the sanity test and w
 	$(COMMAND)
 verify-gpu: python   ## test fp16 on this machine's GPU and measure it, in half an hour; repeat to resume:  make verify-gpu ONLY='machine job'
 	$(COMMAND)
+
+##@ Develop this project
 bench: python        ## measure the cost of fp16, into docs/results:  make bench ARGS='--sizes 10,100 --ranks 1'
 	$(COMMAND)
 bench-amp: python    ## measure fp16 and bf16 outside verl, into docs/results:  make bench-amp ARGS='--only ppo'
@@ -115,6 +115,6 @@ lint: python          ## run ruff and shellcheck
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/shellcheck .ci/run scripts/launch/*.sh
 lock: python          ## resolve requirements/*.in into *.lock again, for Python 3.11 and 3.12 alike; keep the pins that are still valid
-	@exec $(TOOLS) scripts/lock.py
+	@exec $(PROGRAM) lock
 clean:                ## remove the environments and the caches, but not runs and data
 	rm -rf .venv .venv-cuda .venv-workers .cache .pytest_cache .ruff_cache; find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034
 # Shared by the launch scripts: each sources this after its knobs, with its own arguments.
 #   [--dry-run] [Hydra override …]
-# The knobs travel to the job in the environment; train.sh turns them into the words of `make run`.
+# The knobs travel to the job in the environment; train.sh turns them into options of `verl-precision run`.
 checkout=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
 
 refuse() { # one line
@@ -27,6 +27,14 @@ words() { # words NAME…: print those that have a value, as NAME=VALUE with a N
   for word in "$@"; do if [[ ${!word-} ]]; then printf '%s\0' "$word=${!word}"; fi; done
 }
 
+options() { # options NAME…: the same as --name=VALUE
+  local option
+  for word in "$@"; do
+    option=${word//_/-}
+    if [[ ${!word-} ]]; then printf -- '--%s=%s\0' "${option,,}" "${!word}"; fi
+  done
+}
+
 find_python() { # set PYTHON: as it is, else the first on PATH that scripts/ runs on
   local python names=("${PYTHON-}")
   [[ ${PYTHON-} ]] || names=(python3 python3.{14,13,12,11,10})
@@ -43,7 +51,7 @@ job_module() { # job_module WORD…: scripts/verl_precision/run/job.py, which pa
   PYTHONPATH=$checkout/scripts "$PYTHON" -m verl_precision.run.job "$@"
 }
 
-read_variables() { # set run to the names of the variables that run.py takes, and job to these and the cluster's
+read_variables() { # set run to the names of the variables of `make run`, and job to these and the cluster's
   local name names
   find_python
   names=$(job_module --names) || exit 1

@@ -75,7 +75,7 @@ oat=$("$OAT_PYTHON" -c 'from importlib.util import find_spec; print(find_spec("o
 oat=${oat%/__init__.py}
 [[ -d $oat ]] || refuse "OAT_PYTHON=$OAT_PYTHON: has no OAT; give a Python that has it"
 find_python
-facts=$("$PYTHON" "$checkout/scripts/patchset.py" status --framework oat --json "${oat%/*}") || [[ $facts ]] || exit 1
+facts=$("$PYTHON" "$checkout/scripts/verl_precision" status --framework oat --json "${oat%/*}") || [[ $facts ]] || exit 1
 mapfile -t facts < <("$PYTHON" -c 'import json, sys; print(*map(json.load(sys.stdin).get, ("state", "release", "detail")), sep="\n")' <<<"$facts")
 state=${facts[0]} release=${facts[1]}
 case $state in

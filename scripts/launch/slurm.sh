@@ -16,7 +16,7 @@ VAL=${VAL:-}                           # the same for validation, default TRAIN
 STEPS=${STEPS:-}                       # default the experiment's
 SEED=${SEED:-1}
 OUT=${OUT:-}                           # default outputs/slurm/…; the same OUT resumes
-RETRIES=${RETRIES:-}                   # resumes after a lost worker, within one job; default run.py's
+RETRIES=${RETRIES:-}                   # resumes after a lost worker, within one job; default that of run
 NNODES=${NNODES:-}                     # the experiment's file names the number that it is planned for
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 DEVICE=${DEVICE:-cuda}                 # cpu: GPUS_PER_NODE counts the trainer's workers on a node
@@ -98,8 +98,8 @@ trap 'requeue "the time limit is near"' USR1
 "${command[@]}" & # in the background: a shell takes a signal only while it waits
 code=0
 wait $! || code=$?
-# run.py writes a new summary.json at the end. symmetric-run exits with 0, too, when it could not start Ray at all.
+# run writes a new summary.json at the end. symmetric-run exits with 0, too, when it could not start Ray at all.
 if [[ $(summary) && $(summary) != "$before" ]]; then exit 0; fi
-if ((code == 75)); then requeue "the cluster was lost"; fi # scripts/run.py
+if ((code == 75)); then requeue "the cluster was lost"; fi # of verl-precision run
 ((code)) || refuse "Ray did not start on $head; see above"
 exit "$code"

@@ -1,1 +1,3 @@
-"""Code of the commands in scripts/, one package per topic. Neither recipes nor verl import it."""
+"""Make verl train and roll out in the same 16 bits. Neither the recipes nor the patched verl import this package."""
+
+__version__ = "0.1.0"

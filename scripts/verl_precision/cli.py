@@ -1,32 +1,182 @@
-"""Parse the ``NAME=VALUE`` words of a command, format its usage, and handle its errors.
-
-Runs on the standard library of Python 3.10 alone: ``make`` refuses bad words before it installs anything. Every
-refusal begins with ``NAME=VALUE`` of the word at fault.
-"""
+"""The command line: ``verl-precision COMMAND [OPTION ...]``."""
 
 import difflib
-import math
+import importlib
 import os
-import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass, field
+from types import ModuleType
 
+from verl_precision import __version__
 from verl_precision.errors import Refused
-from verl_precision.paths import CONFIGS
+from verl_precision.parser import Parser
+from verl_precision.paths import INSTALLED
+from verl_precision.spelling import add_options, spelled, values_of
 
-OVERRIDE = re.compile(r"~[^=\s]+|\+{0,2}[^=\s~+-][^=\s]*=")  # the beginning of a Hydra override
-GROUPS = ("experiment", "precision", "algo", "recipe")  # of configs/ whose options stand in a usage text
+RESUMES = "repeat the command to resume"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, which a module of ``verl_precision.commands`` carries out.
+
+    The module's docstring is the description that ``--help`` prints. Its ``main`` takes the command's arguments, or
+    with ``variables`` a ``NAME=VALUE`` word for each of its VARIABLES that was set by an option.
+
+    Attributes:
+        summary: what the command does, in one line.
+        module: the module, where it has another name than the command.
+        variables: whether the options are the module's VARIABLES.
+        flags: further options of such a command, which take no value, and their help.
+        interrupted: what Ctrl-C leaves to do.
+    """
+
+    summary: str
+    module: str = ""
+    variables: bool = False
+    flags: Mapping[str, str] = field(default_factory=dict)
+    interrupted: str = ""
+
+
+def patching(summary: str) -> Command:
+    return Command(summary, "patches")
+
+
+def setting(summary: str, module: str = "", interrupted: str = "", **flags: str) -> Command:
+    named = {f"--{name.replace('_', '-')}": text for name, text in flags.items()}
+    return Command(summary, module, True, named, interrupted)
+
+
+COMMANDS = {
+    "Patch verl or OAT": {
+        "apply": patching("apply the patches to a tree"),
+        "unapply": patching("remove the patches and restore every file exactly"),
+        "status": patching("report which release a tree contains, and whether it is patched"),
+        "drift": patching("list the patched files that differ from the closest release"),
+        "port": patching("port the patches to another release"),
+        "list": patching("list the releases that have patches, and these"),
+    },
+    "Choose a regime": {
+        "doctor": Command("report the dtype of each hop of a job, before it starts or while it runs"),
+        "preflight": setting("predict the effect of fp16 on a model"),
+        "probe": setting("measure the mismatch of a model in every regime, before training", interrupted=RESUMES),
+        "recommend": setting("preflight and probe, then one answer", interrupted=RESUMES),
+        "plan-memory": setting("plan the GPU memory of a job, without a GPU", "plan_memory"),
+    },
+    "Train and compare": {
+        "run": setting(
+            "train with verl in a regime",
+            check="check the run, and start and write nothing",
+            check_each="the same for several runs: a JSON list of objects of variables on stdin",
+        ),
+        "submit": setting("train on a running Ray cluster", dry_run="print what would be submitted"),
+        "compare": setting("train and compare regimes, or compare existing runs"),
+        "report": setting("rebuild a report from the runs in its folder"),
+        "collapse": setting("train a language model that bf16 destroys and fp16 trains"),
+        "diversity": setting("compare how many distinct right answers runs give"),
+    },
+}
+DEVELOPMENT = {
+    "Develop, in a checkout of the project": {
+        "check": patching("check that the patches of a release, or of all, apply and reverse exactly"),
+        "checkout": patching("make a folder a git tree with the patches of a release as commits"),
+        "export": patching("write the commits of such a tree back into the project"),
+        "carry": patching("carry a changed patch to the other releases"),
+        "pr-branch": Command("split the patches into branches for upstream, and check them", "pr_branch"),
+        "verify-gpu": setting("test fp16 on this machine's GPU and measure it", "verify_gpu", RESUMES),
+        "bench": Command("measure the cost of a precision"),
+        "bench-amp": Command("compare training in fp16 and bf16 outside verl with fp32", "bench_amp"),
+        "mutants": Command("put known defects into the project; each must fail a test"),
+        "matrix": Command("write the support matrices and the state of GPUs into the documents"),
+        "setup": Command("set up the environments of this checkout", "setup_env"),
+        "wheelhouse": setting("pack the wheels of an environment for machines without a network"),
+        "lock": Command("resolve requirements/*.in into *.lock again"),
+    },
+}
+HEADINGS = COMMANDS if INSTALLED else COMMANDS | DEVELOPMENT
+BY_NAME = {name: command for commands in HEADINGS.values() for name, command in commands.items()}
+
+
+def overview() -> str:
+    """Return the help of the command line: the commands under their headings, a line each."""
+    lines = ["usage: verl-precision COMMAND [OPTION ...]", ""]
+    lines += ["Make verl train and roll out in the same 16 bits, on the release that you already run.", ""]
+    for heading, commands in HEADINGS.items():
+        lines += [f"{heading}:", *(f"  {name:<12} {command.summary}" for name, command in commands.items()), ""]
+    lines += ["verl-precision COMMAND --help describes a command; verl-precision --version lists the stacks."]
+    return "\n".join(lines)
+
+
+def version() -> str:
+    """Return the version of the project, and the stacks that it applies to each release."""
+    from verl_precision.patch.releases import FRAMEWORKS
+    from verl_precision.patch.stack import load_stacks
+
+    lines = [f"verl-precision {__version__}"]
+    for framework in FRAMEWORKS.values():
+        for stack in load_stacks(framework=framework):
+            series = f" ({stack.series})" if stack.series else ""
+            lines.append(f"  {framework.name} {stack.release.name}: stack {stack.id}{series}")
+    return "\n".join(lines)
+
+
+def find_module(name: str) -> ModuleType:
+    """Return the module that carries out a command."""
+    return importlib.import_module(f"verl_precision.commands.{BY_NAME[name].module or name}")
+
+
+def parse(name: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Parse the options of a command that has variables. Return these and the flags that are set.
+
+    Raises:
+        Refused: there is no such option, or it lacks its value.
+        SystemExit: ``--help`` is among the words and was printed.
+    """
+    command, module = BY_NAME[name], find_module(name)
+    parser = Parser(f"verl-precision {name}", spelled(module.__doc__ or ""))
+    add_options(parser, module.VARIABLES)
+    for flag, text in command.flags.items():
+        parser.add_argument(flag, action="store_true", help=text)
+    parsed = parser.parse_intermixed_args(words)
+    flags = [flag for flag in command.flags if getattr(parsed, flag.strip("-").replace("-", "_"))]
+    return values_of(parsed, module.VARIABLES), flags
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the command line. Return the exit code.
+
+    Args:
+        words: the arguments, by default this process's.
+    """
+    words = sys.argv[1:] if words is None else words
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    name, *rest = words
+    with handled_errors("verl-precision"):
+        if name == "--version":
+            print(version())
+            return 0
+        if name not in BY_NAME:
+            near = [f"did you mean {each}? " for each in difflib.get_close_matches(name, BY_NAME, n=1)]
+            raise Refused(f"{name}: is not a command; {''.join(near)}--help lists them")
+        module = find_module(name)
+    command = BY_NAME[name]
+    variables = module.VARIABLES if command.variables else ()
+    with handled_errors(f"verl-precision {name}", command.interrupted, variables):
+        if command.variables:
+            values, flags = parse(name, rest)
+            return module.main([*flags, *(f"{each}={value}" for each, value in values.items())])
+        return module.main([name, *rest] if command.module == "patches" else rest)
 
 
 @contextmanager
-def handled_errors(command: str, interrupted: str = "") -> Iterator[None]:
+def handled_errors(command: str, interrupted: str = "", variables: Iterable[str] = ()) -> Iterator[None]:
     """Run the ``main`` of a command: show in one line what is no defect, and ask for a report of what is one.
 
     Exits with 1 after a refusal, an error of the system or of a program that was started, and any other exception,
@@ -34,6 +184,7 @@ def handled_errors(command: str, interrupted: str = "") -> Iterator[None]:
 
     Args:
         interrupted: what Ctrl-C leaves to do.
+        variables: of the command, which a refusal may name.
     """
     for stream in (sys.stdout, sys.stderr):  # a path may have characters that the terminal's encoding lacks
         stream.reconfigure(errors="backslashreplace")
@@ -46,7 +197,7 @@ def handled_errors(command: str, interrupted: str = "") -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it exits
         sys.exit(128 + signal.SIGPIPE)
     except Refused as refusal:
-        sys.exit(f"{command}: {refusal}")
+        sys.exit(f"{command}: {spelled(str(refusal), variables)}")
     except OSError as error:
         sys.exit(f"{command}: {system_error(error)}")
     except subprocess.CalledProcessError as error:
@@ -65,163 +216,3 @@ def system_error(error: OSError) -> str:
     """Return the paths of an error of the system, and what is wrong with them."""
     paths = " -> ".join(str(path) for path in (error.filename, error.filename2) if path)
     return ": ".join(str(part) for part in (paths, error.strerror or error) if part)
-
-
-def options(group: str) -> list[str]:
-    """Return the names that ``+group=`` takes from ``configs/``."""
-    return sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
-
-
-def usage(variables: Mapping[str, str]) -> str:
-    """Return one line for each variable: its name and its text, with the options of ``{group}`` filled in."""
-    groups = {group: ", ".join(options(group)) for group in GROUPS}
-    width = max(map(len, variables))
-    return "\n".join(f"  {name:<{width}} {text.format(**groups)}" for name, text in variables.items())
-
-
-def help_requested(words: Iterable[str]) -> bool:
-    """Return whether ``--help`` or ``-h`` is among the words."""
-    return not {"--help", "-h"}.isdisjoint(words)
-
-
-def alternatives(word: str, allowed: Iterable[str], kind: str) -> str:
-    """Return the end of a refusal: the nearest to ``word``, if one is near, and all that are allowed."""
-    names = list(allowed)
-    nearest = difflib.get_close_matches(word, names, n=1)
-    return f"{f'did you mean {nearest[0]}? The' if nearest else 'the'} {kind} are {', '.join(names)}"
-
-
-def parse_words(words: Iterable[str], variables: Iterable[str]) -> dict[str, str]:
-    """Return the values of ``NAME=VALUE`` words by name; an empty value counts as not set.
-
-    Raises:
-        Refused: a name is not among ``variables``; the message suggests the nearest one.
-    """
-    values = dict(word.partition("=")[::2] for word in words)
-    names = list(variables)
-    for name in values:
-        if name not in names:
-            allowed = alternatives(name.upper(), names, "variables")
-            raise Refused(f"{name}: is not a variable of this command; {allowed}")
-    return {name: value for name, value in values.items() if value}
-
-
-def shell_words(name: str, value: str, advice: str = "") -> list[str]:
-    """Split a variable's value into words as a shell does.
-
-    Raises:
-        Refused: a quotation mark is not closed; the message ends with ``advice``.
-    """
-    try:
-        return shlex.split(value)
-    except ValueError as error:
-        raise Refused(f"{name}={value}: {error}{advice}") from error
-
-
-def override_words(name: str, value: str, advice: str = "") -> list[str]:
-    """Split a variable's value into Hydra overrides.
-
-    Raises:
-        Refused: a quotation mark is not closed, or a word cannot be an override.
-    """
-    words = shell_words(name, value, advice)
-    for word in words:
-        if not OVERRIDE.match(word):
-            raise Refused(f"{name}={word}: is not a Hydra override; it must be KEY=VALUE, +KEY=VALUE or ~KEY{advice}")
-    return words
-
-
-def one_of(values: Mapping[str, str], name: str, allowed: list[str], default: str) -> str:
-    """Return the value of a variable that takes one of ``allowed``.
-
-    Raises:
-        Refused: it is none of them.
-    """
-    value = values.get(name, default)
-    if value not in allowed:
-        raise Refused(f"{name}={value}: must be one of {', '.join(allowed)}")
-    return value
-
-
-def whole_number(values: Mapping[str, str], name: str, least: int, default: int | None) -> int | None:
-    """Return the value of a variable that takes a whole number.
-
-    Raises:
-        Refused: it is not one, or below ``least``.
-    """
-    value = values.get(name, default)
-    if value is not None and not (str(value).isdecimal() and int(value) >= least):
-        raise Refused(f"{name}={value}: must be a whole number of at least {least}")
-    return value if value is None else int(value)
-
-
-def finite_number(values: Mapping[str, str], name: str, default: float, above: float = -math.inf) -> float:
-    """Return the value of a variable that takes a finite number above ``above``.
-
-    Raises:
-        Refused: it is not one.
-    """
-    try:
-        value = float(values.get(name, default))
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value <= above:
-        raise Refused(f"{name}={values[name]}: must be a number{f' above {above:g}' if math.isfinite(above) else ''}")
-    return value
-
-
-def gpu_present() -> bool:
-    """Return whether nvidia-smi lists a GPU of this machine."""
-    smi = shutil.which("nvidia-smi")
-    return smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
-
-
-def device(values: Mapping[str, str]) -> str:
-    """Return DEVICE, "cpu" or "cuda"; by default cuda where there is a GPU.
-
-    Raises:
-        Refused: another value, or cuda without a GPU, unless RAY_ADDRESS names a cluster whose nodes may have them.
-    """
-    chosen = one_of(values, "DEVICE", ["cpu", "cuda"], "cuda" if gpu_present() else "cpu")
-    if chosen == "cuda" and not gpu_present() and not os.environ.get("RAY_ADDRESS"):
-        raise Refused("DEVICE=cuda: nvidia-smi finds no GPU here; use DEVICE=cpu")
-    return chosen
-
-
-def file_path(values: Mapping[str, str], name: str) -> str | None:
-    """Return the absolute path of a file or folder that may not exist yet."""
-    return str(Path(values[name]).expanduser().resolve()) if name in values else None
-
-
-def parquet_path(values: Mapping[str, str], name: str) -> str | None:
-    """Return the absolute path of a parquet file.
-
-    Raises:
-        Refused: there is no file, or it does not begin as a parquet file does.
-    """
-    path = file_path(values, name)
-    if path and not starts_with(Path(path), b"PAR1"):
-        raise Refused(f"{name}={values[name]}: is not a readable parquet file")
-    return path
-
-
-def starts_with(path: Path, magic: bytes) -> bool:
-    """Return whether ``path`` is a file that begins with these bytes."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(magic)) == magic
-
-
-def model_path(value: str) -> str:
-    """Return the absolute path of a model's folder, or the name of a model on the Hugging Face Hub as it is.
-
-    Raises:
-        Refused: ``value`` looks like a path and there is no model.
-    """
-    path = Path(value).expanduser()
-    if (path / "config.json").exists():
-        return str(path.resolve())
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) and not path.parent.exists():
-        return value
-    raise Refused(f"MODEL={value}: contains no config.json; give a model's folder or a name on the Hub (owner/name)")

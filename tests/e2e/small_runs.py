@@ -1,9 +1,8 @@
-"""Start ``scripts/run.py`` on the CPU, as ``make run`` does, with batches small enough for a test."""
+"""Start ``verl-precision run`` on the CPU, as ``make run`` does, with batches small enough for a test."""
 
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ from processes import of_this_run, wait_for
 from support.waiting import TIMEOUT_S
 
 from verl_precision.files import read_jsonl
-from verl_precision.paths import REPO
+from verl_precision.paths import PROGRAM
+from verl_precision.spelling import as_options
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 SCALER = f"{ACTOR}.fsdp_config.grad_scaler"
@@ -103,8 +103,9 @@ def start_run(
     out: Path, steps: int, overrides: Iterable[str], *words: str, environment: Mapping[str, str] | None = None
 ) -> Run:
     """Start a run of ``steps`` steps, with further ``NAME=VALUE`` words and variables of the environment."""
-    settings = ["DEVICE=cpu", f"STEPS={steps}", f"OUT={out}", *words, f"ARGS={' '.join(overrides)}"]
-    command, screen = [sys.executable, REPO / "scripts" / "run.py", *settings], out.with_suffix(".txt")
+    settings = {"DEVICE": "cpu", "STEPS": str(steps), "OUT": str(out), "ARGS": " ".join(overrides)}
+    settings |= {name: value for name, _, value in (word.partition("=") for word in words)}
+    command, screen = [*PROGRAM, "run", *as_options(settings)], out.with_suffix(".txt")
     with screen.open("w") as output:
         variables = os.environ | (environment or {})
         return Run(out, screen, subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT))

@@ -1,13 +1,12 @@
 """``make collapse`` in short: the same language model in real verl, trained in bf16 and in fp16."""
 
 import subprocess
-import sys
 
 import pytest
 
 from verl_precision.collapse.grid import GridRun
 from verl_precision.collapse.outcomes import read_outcome
-from verl_precision.paths import REPO
+from verl_precision.paths import PROGRAM
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("alone")]
 STEPS = 30
@@ -15,8 +14,8 @@ STEPS = 30
 
 def test_fp16_learns_where_bf16_collapses(tmp_path):
     """In the runs of docs/results/collapse, steps 21 to 30 have an accuracy of 0 in bf16 and of .67 or more in fp16."""
-    command = [sys.executable, REPO / "scripts/collapse.py", "DEVICE=cpu", f"STEPS={STEPS}", f"OUT={tmp_path}"]
-    done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
+    command = [*PROGRAM, "collapse", "--device=cpu", f"--steps={STEPS}", f"--out={tmp_path}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stdout
     runs = {regime: GridRun("collapse", regime, 1, steps=STEPS) for regime in ("bf16", "fp16")}
     outcomes = {regime: read_outcome(run, tmp_path / run.name) for regime, run in runs.items()}

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from processes import kill, shared_memory
 from small_runs import ACTOR, ROLLOUT, SCALER, SMALL_ENGINE, Run, start_run
 from support.waiting import TIMEOUT_S
 
-from verl_precision.paths import REPO
+from verl_precision.paths import PROGRAM
 from verl_precision.run.log import reports
 from verl_precision.run.summary import agreed, by_role
 
@@ -62,7 +61,7 @@ def diagnose_live(running: list[psutil.Process]) -> dict:
     words = [word for process in running for word in process.cmdline() if word.startswith("--gcs-address=")]
     environment = os.environ | {"RAY_ADDRESS": words[0].partition("=")[2], "RAY_AUTH_MODE": "token"}
     config = ["+precision=fp16", "algorithm.adv_estimator=gae", f"{SCALER}.init_scale={2.0**70}", *DETERMINISM]
-    command = [sys.executable, REPO / "scripts/doctor.py", "--live", "--json", *config]
+    command = [*PROGRAM, "doctor", "--live", "--json", *config]
     (trainer,) = (process for process in running if "TaskRunner" in process.cmdline()[0])
     trainer.suspend()
     try:

@@ -15,7 +15,7 @@ import pytest
 from support.fork_server import ForkServer
 from support.trees import git
 
-import pr_branch
+from verl_precision.commands import pr_branch
 from verl_precision.patch.apply import apply
 from verl_precision.patch.releases import load_releases
 from verl_precision.paths import REPO

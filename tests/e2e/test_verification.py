@@ -2,12 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from verl_precision.paths import REPO
+from verl_precision.paths import PROGRAM
 from verl_precision.verify.steps import STEPS
 
 # Of bench.py's parts one: tests/unit/bench runs them all.
@@ -23,8 +22,8 @@ def out(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("only", [QUICK, pytest.param((), marks=pytest.mark.slow, id="all")])
 def test_every_stage_passes_in_small(only, out):
     known = set(json.loads((out / "cpu.json").read_text())["steps"]) if (out / "cpu.json").exists() else set()
-    words = ["DEVICE=cpu", f"ONLY={' '.join(only)}", f"OUT={out}", f"WORK={out / 'work'}"]
-    command = [sys.executable, REPO / "scripts/verify_gpu.py", *words]
+    words = ["--device=cpu", f"--only={' '.join(only)}", f"--out={out}", f"--work={out / 'work'}"]
+    command = [*PROGRAM, "verify-gpu", *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=out)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     steps = json.loads((out / "cpu.json").read_text())["steps"]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from support.waiting import TIMEOUT_S
+from verl_precision.cli import parse
 from verl_precision.paths import REPO
 from verl_precision.run.job import Job, parse_job
 
@@ -14,7 +15,7 @@ LAUNCH = REPO / "scripts/launch"
 SECRET = "hf_this-is-a-secret"
 OVERRIDES = ("data.train_batch_size=64", "+note='it costs $5, or \u20ac 5\U0001f600'", "trainer.logger=[console,file]")
 IMAGE = {"IMAGE": "registry/verl-precision:0.9.1"}
-ALL_BUT_THE_JOB = f'[[ $1 == */run.py ]] || exec {sys.executable} "$@"'  # the body of a python3
+ALL_BUT_THE_JOB = f'[[ $1 == */verl_precision ]] || exec {sys.executable} "$@"'  # the body of a python3
 # In the folder of the stub's machine, the arguments and the environment as words that end with NUL.
 RECORD = """#!/bin/bash
 for word in "$@"; do printf '%s\\0' "$word"; done > {path}.words
@@ -85,6 +86,7 @@ def knobs_and_arguments(words: str) -> tuple[dict[str, str], list[str]]:
 
 
 def job_of(command: list[str]) -> Job:
-    """Return the job that ``…/scripts/run.py NAME=VALUE …`` parses."""
-    assert command[0].endswith("scripts/run.py")
-    return parse_job([*command[1:], "DEVICE=cpu"])
+    """Return the job that ``…/scripts/verl_precision run --name=VALUE …`` starts."""
+    assert command[0].endswith("scripts/verl_precision") and command[1] == "run"
+    values, _ = parse("run", [*command[2:], "--device=cpu"])
+    return parse_job([f"{name}={value}" for name, value in values.items()])

@@ -1,4 +1,4 @@
-"""Run scripts/patchset.py of a project created by a test, and interrupt it."""
+"""Run the command line of a project created by a test, and interrupt it."""
 
 import contextlib
 import os
@@ -21,20 +21,20 @@ def message(subject: str, **trailers: str | None) -> str:
     return "\n".join([subject, "", "It exists for the tests and dies with them.", "", *lines])
 
 
-def patchset(
+def run_command(
     project: Path, *args: object, before: tuple = (), python: str | Path = sys.executable, **options
 ) -> subprocess.CompletedProcess:
-    """Run the project's own tool with only the standard library available."""
-    line = [*before, python, "-S", "-B", project / "scripts/patchset.py", *args]
+    """Run the project's own command line with only the standard library available."""
+    line = [*before, python, "-S", "-B", project / "scripts/verl_precision", *args]
     return subprocess.run([str(word) for word in line], capture_output=True, text=True, **options)
 
 
 def refused(project: Path, *args: object, unchanged: Path, **options) -> str:
     """Run the tool, which must refuse with exit code 1, in one line, and change nothing; return that line."""
     before = contents(unchanged)
-    done = patchset(project, *args, **options)
+    done = run_command(project, *args, **options)
     assert (done.returncode, done.stdout) == (1, ""), done
-    assert done.stderr.startswith("patchset: ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"verl-precision {args[0]}: ") and done.stderr.count("\n") == 1
     assert contents(unchanged) == before
     return done.stderr
 

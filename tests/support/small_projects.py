@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from support.patch_tool import message, patchset
+from support.patch_tool import message, run_command
 from support.trees import edit, git
 from verl_precision.files import write
 from verl_precision.patch.git_objects import package_blobs, package_tree_id
 from verl_precision.patch.releases import FRAMEWORKS, OAT, VERL, Framework, add_release, find_release
 from verl_precision.patch.wheels import sha256, unpack, wheel
-from verl_precision.paths import REPO
+from verl_precision.paths import PACKAGE
 
 # verl: two patches on three files, and three files to copy
 RELEASE = "0.9.1"
@@ -57,9 +57,11 @@ def make_project(folder: Path, releases: Mapping[tuple[Framework, str], Iterable
     Its scripts are compiled, so that a process of the tool starts fast.
     """
     project = folder / "project"
-    shutil.copytree(REPO / "scripts/verl_precision/patch", project / "scripts/verl_precision/patch")
-    for file in (REPO / "scripts/patchset.py", *(REPO / "scripts/verl_precision").glob("*.py")):
-        shutil.copy2(file, project / file.relative_to(REPO))
+    package = project / "scripts/verl_precision"
+    shutil.copytree(PACKAGE / "patch", package / "patch")
+    (package / "commands").mkdir()
+    for file in (*PACKAGE.glob("*.py"), PACKAGE / "commands/__init__.py", PACKAGE / "commands/patches.py"):
+        shutil.copy2(file, package / file.relative_to(PACKAGE))
     compileall.compile_dir(project / "scripts", quiet=1)
     (project / "configs/precision").mkdir(parents=True)
     for framework in FRAMEWORKS.values():
@@ -79,12 +81,12 @@ def add_patches(
 ) -> None:
     """Make patches of a release, each from its message and, by path, a text and its replacement."""
     tree = project.parent / f"tree-{release}"
-    assert patchset(project, "checkout", *options, release, tree).returncode == 0
+    assert run_command(project, "checkout", *options, release, tree).returncode == 0
     for text, edits in patches:
         for path, (old, new) in edits.items():
             edit(tree / path, old, new)
         git("commit", "-am", text, cwd=tree)
-    done = patchset(project, "export", tree)
+    done = run_command(project, "export", tree)
     assert done.returncode == 0, done.stderr
 
 

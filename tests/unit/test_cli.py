@@ -1,70 +1,99 @@
-"""The ``NAME=VALUE`` words of the commands: values, refusals, and their usage."""
+"""The command line: its help, its two spellings, its refusals, and how a command ends."""
 
 import os
-import re
-import shutil
+import shlex
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
+from support.patch_tool import run_command
 
-from verl_precision import cli
-from verl_precision.errors import Refused
-from verl_precision.files import check_room
+from verl_precision import __version__, cli
+from verl_precision.patch.releases import find_release
+from verl_precision.patch.stack import release_stacks
 from verl_precision.paths import REPO
-from verl_precision.run.job import VARIABLES
+from verl_precision.spelling import MADE, as_options, spelled
+
+SETTINGS = {"PRECISION": "fp16", "STEPS": "8", "OUT": "/a b", "ARGS": "+x='a b' ~y z=[1,2]"}
 
 
-def test_words_are_parsed_and_an_unknown_name_is_refused_with_the_nearest_one():
-    assert cli.parse_words(["ARGS=a=1 b=2", "STEPS="], VARIABLES) == {"ARGS": "a=1 b=2"}
-    for name, nearest in {"precison": "did you mean PRECISION? The", "COLOUR": "the", "--": "the"}.items():
-        message = f"^{name}: is not a variable of this command; {re.escape(nearest)} variables are EXPERIM.*, CARRY$"
-        with pytest.raises(Refused, match=message):
-            cli.parse_words(["STEPS=3", f"{name}=1"], VARIABLES)
-    lines = cli.usage({"A": "one of {precision}", "LONGER": "text"}).splitlines()
-    assert lines == ["  A      one of bf16, bf16_train_fp16_infer, fp16, fp32", "  LONGER text"]
+@pytest.fixture(autouse=True)
+def by_hand(monkeypatch):
+    monkeypatch.delenv(MADE, raising=False)
 
 
-def test_overrides_have_up_to_two_plus_signs_or_a_tilde():
-    assert cli.override_words("ARGS", "a.b=1 +a=x=y ++a= ~a.b") == ["a.b=1", "+a=x=y", "++a=", "~a.b"]
-    for word in ("+++a=1", "+a", "--a=1", "=1"):
-        with pytest.raises(Refused, match=f"^ARGS={re.escape(word)}: is not a Hydra override"):
-            cli.override_words("ARGS", f"a=1 {word}")
-    with pytest.raises(Refused, match="^RUNS=a='x: No closing quotation; quote it$"):
-        cli.override_words("RUNS", "a='x", "; quote it")
+def test_options_are_the_variables_of_make():
+    assert as_options(SETTINGS) == ["--precision=fp16", "--steps=8", "--out=/a b", "--", "+x=a b", "~y", "z=[1,2]"]
+    values, flags = cli.parse("run", [*as_options(SETTINGS)[:3], "--check", *as_options(SETTINGS)[3:]])
+    assert flags == ["--check"] and shlex.split(values.pop("ARGS")) == ["+x=a b", "~y", "z=[1,2]"]
+    assert values == {name: value for name, value in SETTINGS.items() if name != "ARGS"}
+    for words in (["--args=a=1 b=2"], ["a=1", "b=2"], ["--args=a=1", "--", "b=2"], ["a=1", "--steps=", "b=2"]):
+        assert cli.parse("run", words) == ({"ARGS": "a=1 b=2"}, [])
 
 
-@pytest.mark.parametrize("code", [0, 9])
-def test_gpu_is_present_where_nvidia_smi_lists_it(code, tmp_path, monkeypatch):
-    """It fails without a driver, or without a GPU."""
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nexit {code}\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert cli.gpu_present() == (code == 0)
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("PRECISION=fp17: must be one of fp16", "--precision fp17: must be one of fp16"),
+        ("RUNS: is not set; give RUNS='L=F …'", "--runs: is not set; give --runs 'L=F …'"),
+        ("ARGS=a.b: is not a Hydra override", "a.b: is not a Hydra override"),
+        ("unpatched; make apply-patches VERL=/a/b FIXES=yes", "unpatched; verl-precision apply --fixes /a/b"),
+        ("make unapply-patches OAT=/a restores it, then", "verl-precision unapply /a restores it, then"),
+        ("make port FROM=0.9.1 TO=/x", "verl-precision port 0.9.1 /x outputs/verl-x"),
+        ("(make preflight), make status VERL=… there", "(verl-precision preflight), verl-precision status … there"),
+        ("`make run PRECISION=bf16 OUT='/a b'` resumes", "`verl-precision run --precision=bf16 '--out=/a b'` resumes"),
+        ("they make sense; RAY_ADDRESS=a: no", "they make sense; RAY_ADDRESS=a: no"),
+    ],
+)
+def test_messages_have_the_spelling_of_the_caller(monkeypatch, text, shown):
+    variables = ("PRECISION", "RUNS", "ARGS")
+    assert spelled(text, variables) == shown
+    monkeypatch.setenv(MADE, "run")
+    assert spelled(text, variables) == text
 
 
-def test_paths_of_models_and_files(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "outputs/run").mkdir(parents=True)
-    assert cli.file_path({"OUT": "~/run"}, "OUT") == str(tmp_path / "home/run")
-    assert cli.file_path({"OUT": "run"}, "OUT") == str(tmp_path / "run") and cli.file_path({}, "OUT") is None
-    assert cli.model_path("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
-    with pytest.raises(Refused, match="^MODEL=outputs/run: contains no config.json"):
-        cli.model_path("outputs/run")
-    (tmp_path / "outputs/run/config.json").write_text("{}")
-    assert cli.model_path("outputs/run") == str(tmp_path / "outputs/run")
+REFUSED = {
+    "aply": "verl-precision: aply: is not a command; did you mean apply? --help lists them",
+    "xyz": "verl-precision: xyz: is not a command; --help lists them",
+    "run --presision fp16": "run: --presision: is not an option of this command; did you mean --precision?",
+    "run --prec fp16": "run: --prec: is not an option of this command; ",
+    "run --precision": "run: argument --precision: expected one argument; --help lists the options",
+    "run --precision fp17": "run: --precision fp17: must be one of bf16, bf16_train_fp16_infer, fp16, fp32",
+    "run trainer.save_freq": "run: trainer.save_freq: is not a Hydra override",
+    "probe word": "probe: word: is not an argument of this command",
+    "apply --fixs": "apply: --fixs: is not an option of this command; did you mean --fixes?",
+    "apply": "has no verl; start its Python, or give the folder that contains verl/",
+    "apply --framework trl": "apply: argument --framework: invalid choice: 'trl'",
+    "report": "report: --from: is not set; give a report's folder, e.g. --from docs/results/sanity/grpo",
+}
 
 
-def test_room_is_checked_in_the_folder_itself(tmp_path, monkeypatch):
-    check_room(tmp_path / "new/folder")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(Refused, match=f"^OUT={tmp_path}/file: cannot be written to"):
-        check_room(tmp_path / "file")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**29))
-    with pytest.raises(Refused, match=f"^OUT={tmp_path}: 0.50 GiB free on its disk, 1.0 needed"):
-        check_room(tmp_path)
+@pytest.mark.parametrize("words", REFUSED)
+def test_bad_input_is_refused_in_one_line(words):
+    done = run_command(REPO, *words.split())
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1 and REFUSED[words] in done.stderr and done.stderr.startswith("verl-precision")
+
+
+def test_overview_lists_every_command_and_the_version_its_stacks():
+    for words in ([], ["--help"], ["-h"]):
+        shown = run_command(REPO, *words).stdout
+        assert all(f"\n  {name} " in shown for name in cli.BY_NAME) and "None" not in shown
+    shown = run_command(REPO, "--version").stdout
+    assert shown.startswith(f"verl-precision {__version__}\n")
+    for stack in release_stacks(find_release("0.9.1")):
+        assert f"  verl 0.9.1: stack {stack.id} ({stack.series})\n" in shown
+
+
+@pytest.mark.parametrize("name", [name for name in cli.BY_NAME if name != "bench-amp"])  # its parser imports torch
+def test_help_of_a_command_is_shown_by_any_python(name):
+    done = run_command(REPO, name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: verl-precision {name} ")
+    assert not {"scripts/", "NAME=VALUE", "{precision}"} & set(done.stdout.split())
+    if cli.BY_NAME[name].variables:
+        variables = cli.find_module(name).VARIABLES
+        assert all(f"--{each.lower().replace('_', '-')} {each}" in done.stdout for each in variables)
 
 
 ENDS = {  # a program: its exit code, and its last line on stderr

@@ -11,11 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
-from verl_precision import cli
 from verl_precision.paths import CONFIGS, REPO
 from verl_precision.run.job import compose as compose_job
 from verl_precision.run.job import parse_job
 from verl_precision.run.presets import FLASH_ATTENTION, PRESETS
+from verl_precision.words import options
 
 # configs/amp and configs/launch are no Hydra configs
 FILES = sorted(file for file in CONFIGS.rglob("*.yaml") if file.parent.name not in ("amp", "launch"))
@@ -55,7 +55,7 @@ def combined(group: str, least: str) -> list:
     one after another, so that the other combinations have no key that these lack.
     """
     marks = lambda each: [] if "arithmetic" in each or {least, "cuda"} <= {*each} else [pytest.mark.slow]
-    everything = product(cli.options("experiment"), cli.options(group), ["cpu", "cuda"])
+    everything = product(options("experiment"), options(group), ["cpu", "cuda"])
     return [pytest.param(*each, marks=marks(each)) for each in everything]
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-import command
+from verl_precision import cli, make
 from verl_precision.doctor.config import leaves, load_config
-from verl_precision.paths import REPO
+from verl_precision.paths import PACKAGE, REPO
 
 PAGES = [file.relative_to(REPO).as_posix() for file in (*sorted(REPO.glob("*.md")), *sorted(REPO.glob("docs/**/*.md")))]
 HISTORY = re.compile(r"docs/(log/.*|reference/mutants)\.md")
@@ -74,11 +74,10 @@ MAKE = re.compile(r"(?:^|[;|&(]) *(?:\$ )?(?:\w+=\S* +)*make(?=\s|$)([^();|&<>\n
 
 def variables(target: str) -> set[str]:
     """Return the variables that a target of the Makefile takes."""
-    if not (chosen := command.COMMANDS.get(target)):
+    if not (chosen := make.TARGETS.get(target)):
         return {"DEVICE", "PYTHON"}
-    parser = chosen.parser.partition(":")[0]
-    takes = importlib.import_module(parser).VARIABLES if chosen.takes is None else chosen.takes
-    return {*takes, "DEVICE", "PYTHON", *command.SOURCES}
+    takes = cli.find_module(chosen.command or target).VARIABLES if chosen.takes is None else chosen.takes
+    return {*takes, "DEVICE", "PYTHON", *make.SOURCES}
 
 
 def makes(page: str, text: str) -> Iterator[str]:
@@ -106,7 +105,8 @@ def programs(page: str, text: str) -> Iterator[str]:
 PATH = re.compile(r"(?:scripts|configs|tests|patches|recipes|docs|requirements)/[^\s,;:#()'\"{]*")
 ANY = re.compile(r"…|\*|\b[A-Z]{2,}\b|\bv\d+(?:\.\d+)+")  # what stands for another name, as a release's does
 # Paths of verl's repository, too: of the branches for upstream.
-UPSTREAM = "".join(file.read_text() for file in (REPO / "scripts/pr_branch.py", *REPO.glob("patches/upstream/**/*.md")))
+READ = (PACKAGE / "commands/pr_branch.py", *REPO.glob("patches/upstream/**/*.md"))
+UPSTREAM = "".join(file.read_text() for file in READ)
 
 
 def paths(page: str, text: str) -> Iterator[str]:

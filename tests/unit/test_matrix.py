@@ -2,7 +2,7 @@
 
 import pytest
 
-import matrix
+from verl_precision.commands import matrix
 
 
 def case(upstream_has_it: bool = False, **verdict) -> dict:

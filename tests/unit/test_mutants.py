@@ -1,4 +1,4 @@
-"""``scripts/mutants.py``: the tables fit the files, tests are selected by imports, and survivors are reported."""
+"""The command ``mutants``: the tables fit the files, tests are selected by imports, and survivors are reported."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.trees import make_repository, write_files
 
-import mutants
+from verl_precision.commands import mutants
 from verl_precision.errors import Refused
 from verl_precision.mutants import trial
 from verl_precision.mutants import workspace as workspace_module
@@ -92,7 +92,7 @@ def test_tests_are_selected_by_imports_the_nearest_first():
     tests = select_tests("scripts/verl_precision/patch/apply.py", REPO)
     assert tests[0] == "tests/unit/patch/test_apply.py"
     assert "tests/unit/patch/test_upgrade.py" in tests and "tests/unit/report/test_statistics.py" not in tests
-    assert "tests/unit/patch/test_patchset_command.py" in select_tests("scripts/patchset.py", REPO), "it starts it"
+    assert "tests/unit/doctor/test_doctor.py" in select_tests("scripts/verl_precision/commands/doctor.py", REPO)
     with pytest.raises(Refused, match="Makefile: no test's imports lead to it; name its tests"):
         select_tests("Makefile", REPO)
 

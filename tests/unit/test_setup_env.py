@@ -1,4 +1,4 @@
-"""``scripts/setup_env.py``: the choice of an environment's Python, and when it is created again."""
+"""The command ``setup``: the choice of an environment's Python, and when it is created again."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import setup_env
+from verl_precision.commands import setup_env
 from verl_precision.errors import Refused
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import setup_env
-import wheelhouse
+from verl_precision.commands import setup_env, wheelhouse
 from verl_precision.errors import Refused
 from verl_precision.wheelhouse import MANIFEST, Wheelhouse, pack, unpack
 

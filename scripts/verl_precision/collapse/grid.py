@@ -8,12 +8,12 @@ from itertools import product, zip_longest
 from pathlib import Path
 
 from recipes.recall.task import LengthError, Recall
-from verl_precision.cli import options
 from verl_precision.errors import Refused
 from verl_precision.format import slug
 from verl_precision.paths import CACHE, REPO
 from verl_precision.run.code_versions import CodeVersion
 from verl_precision.run.sweep import SweepOutcome, SweepPlan, SweepRun, find_finished, run_sweep
+from verl_precision.words import options
 
 LENGTH, LIFT, STEPS = 128, 160, 60
 FEWEST_STEPS = 20  # of a run whose first three and last ten steps are compared

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl_precision.cli import options
+from verl_precision.words import options
 
 # The ends of the keys that request a dtype, or a regime.
 DTYPE_KEYS = ("dtype", "param_dtype", "precision", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")

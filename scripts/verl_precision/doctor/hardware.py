@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from verl_precision.cli import gpu_present
 from verl_precision.doctor.config import parse_overrides
 from verl_precision.doctor.determinism import LEAST_CAPABILITY
 from verl_precision.doctor.diagnosis import Diagnosis, diagnose, refused
@@ -13,6 +12,7 @@ from verl_precision.doctor.finding import Finding
 from verl_precision.doctor.tree import Tree
 from verl_precision.run.gpus import Gpu, find_gpus
 from verl_precision.run.presets import GUIDE, PRESETS, oldest
+from verl_precision.words import gpu_present
 
 # The hops in whose dtype a GPU multiplies.
 COMPUTING = ("actor.compute", "actor.autocast", "ref.compute", "critic.compute", "rollout.weights")

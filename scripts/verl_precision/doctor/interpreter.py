@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from verl_precision.errors import Refused
-from verl_precision.paths import REPO
+from verl_precision.paths import SCRIPTS
 
 
 def find_interpreter(verl: Path | None, python: str | None, instead: str = "") -> str | None:
@@ -30,7 +30,7 @@ def find_interpreter(verl: Path | None, python: str | None, instead: str = "") -
         site = verl.parent if (verl / "__init__.py").exists() else verl
         if (site := site.resolve()).name.endswith("-packages"):
             candidates.insert(0, str(site.parents[2] / "bin/python3"))
-    environment = os.environ | {"PYTHONPATH": str(REPO / "scripts")}
+    environment = os.environ | {"PYTHONPATH": str(SCRIPTS)}
     for candidate in filter(shutil.which, candidates):
         check = [candidate, "-m", "verl_precision.doctor.requirements", *([str(site)] if verl else [])]
         done = subprocess.run(check, env=environment, stderr=subprocess.PIPE, text=True)

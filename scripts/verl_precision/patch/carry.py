@@ -73,7 +73,7 @@ def carry_patch(
             lines += [f"{stack.release}: not exported; finish in {target}"]
             lines += [f"    {name}: {each.path}: {each.location}: {each.reason}" for each in conflicts]
             lines += [f"    stopped at {stopped}", "    git status; edit; git add; git rebase --continue; then"]
-            lines += [f"    python3 scripts/patchset.py export {target}"]
+            lines += [f"    python3 scripts/verl_precision export {target}"]
         prepared = [prepare_export(tree, project, remove=True) for tree in whole]  # what the change has made empty
         exported = write_exports(prepared, project) if prepared else []
         if change.old.message != change.new.message:
@@ -106,7 +106,7 @@ def changed_patch(name: str, committed: Stack, now: Stack) -> int:
     """Return the position of the patch in its series; raises Refused where it is not the first one that changed."""
     release = now.release
     if name in names(committed) and name not in names(now):
-        by_hand = "drop it from each release: patchset.py checkout, rebase, export --remove"
+        by_hand = "drop it from each release: verl-precision checkout, rebase, export --remove"
         raise Refused(f"PATCH={name}: was removed from {release}, which is not carried; {by_hand}")
     for stack, where in ((now, "the series"), (committed, "git's HEAD")):
         if name not in names(stack):
@@ -114,7 +114,7 @@ def changed_patch(name: str, committed: Stack, now: Stack) -> int:
             raise Refused(f"PATCH={name}: {where} of {release} has no such patch; the nearest are {', '.join(near)}")
     number = names(now).index(name)
     if now.patches[number] == committed.patches[names(committed).index(name)]:
-        steps = f"patchset.py checkout {release.name}, commit, export"
+        steps = f"verl-precision checkout {release.name}, commit, export"
         raise Refused(f"PATCH={name}: is as in git's HEAD; change it first ({steps}), and carry it before you commit")
     earlier, before = now.patches[:number], committed.patches[: names(committed).index(name)]
     if earlier != before:

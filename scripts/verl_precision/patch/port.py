@@ -88,7 +88,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         finished = branch_name(stack)
         lines += [f"  to add them to {root.root} as the branch {finished}: git -C {folder} push origin {finished}"]
     elif target in load_releases(project, framework):
-        lines += [f"  to export them: python3 scripts/patchset.py export {folder}"]
+        lines += [f"  to export them: python3 scripts/verl_precision export {folder}"]
     else:
         lines += [f"  {to} is not a release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
     return lines, not done.returncode
@@ -141,5 +141,5 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
     else:
         raise Refused(f"{to} is neither a release ({', '.join(releases)}, or a newer one on PyPI) nor a folder")
     if name == stack.release.name:
-        raise Refused(f"{to} is {stack.release} itself; patchset.py checkout makes a tree of its stack")
+        raise Refused(f"{to} is {stack.release} itself; verl-precision checkout makes a tree of its stack")
     return name, root, entry

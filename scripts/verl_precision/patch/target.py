@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import importlib.util
 import json
 import os
 import re
@@ -144,6 +145,27 @@ def find_target(path: Path, *frameworks: Framework) -> Target:
     missing = f"contains no {' or '.join(f'{name}/__init__.py' for name in names)}"
     kinds = f"a checkout of {' or '.join(names)}, an unpacked release or a site-packages folder"
     raise Refused(f"{path} {missing if path.is_dir() else 'is not a folder'}; give {kinds}")
+
+
+def installed_tree(framework: Framework) -> Path:
+    """Return the folder that contains the package that this Python imports.
+
+    Raises:
+        Refused: there is none, there are several, or it is in an archive.
+    """
+    name = framework.name
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise Refused(f"{sys.executable} has no {name}; start its Python, or give the folder that contains {name}/")
+    found = Path(os.path.abspath(next(iter(spec.submodule_search_locations)))).parent
+    if not found.is_dir():
+        raise Refused(f"{found / name} is in an archive, which cannot be patched; install {name} unpacked")
+    others = {Path(path).resolve() for path in sys.path if Path(path, name, "__init__.py").is_file()} - {
+        found.resolve()
+    }
+    if others:
+        raise Refused(f"{sys.executable} has several: {found} before {', '.join(map(str, sorted(others)))}; give one")
+    return found
 
 
 def editable(folder: Path, framework: Framework) -> str | None:

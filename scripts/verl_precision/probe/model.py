@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_precision.cli import model_path, parquet_path
 from verl_precision.errors import Refused
 from verl_precision.paths import ARITHMETIC, REPO
 from verl_precision.run.checks import read_sample
 from verl_precision.run.prompt_lengths import no_chat_template
+from verl_precision.words import model_path, parquet_path
 
 if TYPE_CHECKING:
     import torch

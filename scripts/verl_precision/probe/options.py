@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl_precision.cli import device, file_path, finite_number, one_of, options, parse_words, whole_number
 from verl_precision.files import check_room
-from verl_precision.paths import REPO
+from verl_precision.paths import OUTPUTS
 from verl_precision.probe.model import SANITY, model_and_data, short_name
+from verl_precision.words import device, file_path, finite_number, one_of, options, parse_words, whole_number
 
 VARIABLES = {
     "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
@@ -104,6 +104,6 @@ def parse(words: list[str]) -> ProbeOptions:
         out=Path(file_path(values, "OUT") or "."),
     )
     if "OUT" not in values:
-        parsed = replace(parsed, out=REPO / "outputs" / "probe" / f"{parsed.name}-{parsed.backend}")
+        parsed = replace(parsed, out=OUTPUTS / "probe" / f"{parsed.name}-{parsed.backend}")
     check_room(parsed.out)
     return parsed

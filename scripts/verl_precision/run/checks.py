@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
 from verl_precision.files import check_room
-from verl_precision.paths import REPO
+from verl_precision.paths import WORK
 from verl_precision.run.prompt_lengths import check_prompts
 from verl_precision.run.softcap import ATTENTION, lost_softcap
 from verl_precision.run.vllm_float16 import float16_support, ways_out
@@ -48,7 +48,7 @@ def check_data(job: "Job", config: "DictConfig") -> None:
         files = [config.data[key]] if isinstance(config.data[key], str) else config.data[key]
         if not files:
             raise Refused(f"{name}: is not set; {job.experiment} needs a parquet file in verl's schema")
-        paths = [REPO / Path(file).expanduser() for file in files]
+        paths = [WORK / Path(file).expanduser() for file in files]
         if job.generated and any(path.is_relative_to(job.generated) and not path.exists() for path in paths):
             continue  # generated before the run starts
         samples = [read_sample(name, path, columns) for path in paths]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_precision.errors import Refused
-from verl_precision.paths import REPO
+from verl_precision.paths import SCRIPTS, WORK
 from verl_precision.run.cluster_query import CONNECT_S, REACH_S
 from verl_precision.run.job import Job
 from verl_precision.run.log import errors
@@ -93,13 +93,13 @@ def query_cluster(
         Refused: it was refused, or ended without an answer.
     """
     environment = os.environ | job.environment(out)
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPO / "scripts"), environment["PYTHONPATH"]])
+    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), environment["PYTHONPATH"]])
     with tempfile.TemporaryFile("w+") as stderr, tempfile.TemporaryFile("w+") as stdin:
         json.dump(request, stdin, default=to_container)
         stdin.seek(0)
         with subprocess.Popen(
             [sys.executable, "-m", "verl_precision.run.cluster_query", job.cluster],
-            cwd=REPO,
+            cwd=WORK,
             env=environment,
             stdin=stdin,
             stdout=subprocess.PIPE,

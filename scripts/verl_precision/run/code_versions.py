@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl_precision.cli import shell_words
 from verl_precision.errors import Refused
 from verl_precision.format import first_three
 from verl_precision.patch.git import git, run_git
@@ -24,7 +23,8 @@ from verl_precision.patch.stack import FIXES
 from verl_precision.patch.status import status
 from verl_precision.patch.target import find_target
 from verl_precision.patch.wheels import unpacked_wheel
-from verl_precision.paths import CACHE, REPO
+from verl_precision.paths import CACHE, PACKAGE, REPO
+from verl_precision.words import shell_words
 
 NAME = re.compile(r"[\w.+-]+")  # part of a label and of a folder's name
 
@@ -41,6 +41,11 @@ class CodeVersion:
     project: Path = REPO
     verl: Path | None = None
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def program(self) -> Path:
+        """What Python starts as this version's command line."""
+        return PACKAGE if self.project == REPO else self.project / "scripts/verl_precision"
 
     def environment(self) -> dict[str, str]:
         """Return the whole environment of a process that runs this version."""
@@ -129,11 +134,11 @@ def branch_version(name: str, commit: str) -> CodeVersion:
     environment is that of this checkout.
 
     Raises:
-        Refused: its scripts/run.py has no --check, or its patches do not apply.
+        Refused: its command run has no --check-each, or its patches do not apply.
     """
-    if b'"--check"' not in run_git("show", f"{commit}:scripts/run.py", cwd=REPO).stdout:
+    if b"check_each=" not in run_git("show", f"{commit}:scripts/verl_precision/cli.py", cwd=REPO).stdout:
         raise Refused(
-            f"BRANCHES={name}: its scripts/run.py lacks the option --check, which checks runs before they start; "
+            f"BRANCHES={name}: its command run lacks the option --check-each, which checks runs before they start; "
             "merge the current branch into it, or rebase it"
         )
     project = CACHE / "branches" / commit
@@ -148,7 +153,7 @@ def branch_version(name: str, commit: str) -> CodeVersion:
             verl = unpacked_wheel(release, whole / ".cache" / "verl")
             texts = (patch.read_text() for patch in (whole / f"patches/verl/v{release}").glob("*.patch"))
             fixes = ["--fixes"] if any(f"\n{FIXES}\n" in text for text in texts) else []
-            apply = [sys.executable, str(whole / "scripts" / "patchset.py"), "apply", *fixes, str(verl)]
+            apply = [sys.executable, str(whole / "scripts/verl_precision"), "apply", *fixes, str(verl)]
             done = subprocess.run(apply, capture_output=True, text=True)
             if done.returncode:
                 raise Refused(f"BRANCHES={name}: {last_line(done.stderr)}")

@@ -16,7 +16,7 @@ from typing import TextIO
 
 from verl_precision.errors import Refused
 from verl_precision.files import read_jsonl
-from verl_precision.paths import REPO
+from verl_precision.paths import OUTPUTS
 from verl_precision.run.job import Job
 
 MANIFEST = "utils/checkpoint/manifest.py"  # below verl/, of the series fixes
@@ -71,7 +71,7 @@ def finished_as(job: Job, out: Path, steps: int) -> bool:
     return record["steps"] == steps and job.settings().items() <= record["settings"].items()
 
 
-def choose_folder(job: Job, outputs: Path = REPO / "outputs") -> Path:
+def choose_folder(job: Job, outputs: Path = OUTPUTS) -> Path:
     """Return OUT, or the first default folder, ``…``, ``…-2``, ``…-3``, without a finished run."""
     names = (job.name if number == 1 else f"{job.name}-{number}" for number in count(1))
     return job.out or next(out for name in names if not finished(out := outputs / job.experiment / name))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 
-from verl_precision.paths import REPO
+from verl_precision.paths import SCRIPTS
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def find_gpus() -> tuple[Gpu, ...]:
     Selecting a GPU leaves a CUDA context on it until the process ends, and that of ``make run`` lives as long as a run.
     """
     command = [sys.executable, "-m", "verl_precision.run.gpus"]
-    done = subprocess.run(command, cwd=REPO / "scripts", stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, cwd=SCRIPTS, stdout=subprocess.PIPE, text=True, check=True)
     return tuple(Gpu(**each | {"capability": tuple(each["capability"])}) for each in json.loads(done.stdout))
 
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_precision import cli
-from verl_precision.cli import (
+from verl_precision.errors import Refused
+from verl_precision.files import check_room
+from verl_precision.paths import CACHE, CONFIGS, REPO, WORK
+from verl_precision.run.compose import Uncomposable, compose_config
+from verl_precision.words import (
     device,
     file_path,
-    help_requested,
     model_path,
     one_of,
     options,
@@ -28,10 +30,6 @@ from verl_precision.cli import (
     parse_words,
     whole_number,
 )
-from verl_precision.errors import Refused
-from verl_precision.files import check_room
-from verl_precision.paths import CACHE, CONFIGS, REPO
-from verl_precision.run.compose import Uncomposable, compose_config
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -69,11 +67,6 @@ VARIABLES = {
     "ARGS": "further Hydra overrides of verl, e.g. ARGS='trainer.n_gpus_per_node=2 trainer.save_freq=5'",
     "CARRY": "for make submit: yes (default) copies patched verl and this checkout to the nodes, no does not",
 }
-
-
-def usage() -> str:
-    """Return the variables and their values, a line each."""
-    return cli.usage(VARIABLES)
 
 
 @dataclass(frozen=True)
@@ -194,7 +187,7 @@ class Job:
     def shell_line(self, out: Path) -> str:
         """Return the command with its environment as one line for a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment(out).items()]
-        return " ".join([f"cd {shlex.quote(str(REPO))} &&", *variables, shlex.join(self.command(out))])
+        return " ".join([f"cd {shlex.quote(str(WORK))} &&", *variables, shlex.join(self.command(out))])
 
     def generate_command(self) -> list[str]:
         """Return the command that writes the model and data into ``generated`` where they are missing."""
@@ -286,8 +279,6 @@ def main(words: list[str]) -> None:
         print(*VARIABLES)
     elif words == ["--generated"]:
         print(*GENERATED)
-    elif help_requested(words):
-        print(f"{__doc__}\n{usage()}")
     else:
         parse_job(words)
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from verl_precision.cli import options
 from verl_precision.paths import CONFIGS
+from verl_precision.words import options
 
 ROLES = ("actor", "ref", "critic", "rollout")
 

@@ -1,4 +1,4 @@
-"""Check a run before it starts: all that ``scripts/run.py`` checks on this machine, for one run or for several.
+"""Check a run before it starts: all that ``verl-precision run`` checks on this machine, for one run or for several.
 
 The slowest check, verl's own validation, comes last. Nothing is written.
 """

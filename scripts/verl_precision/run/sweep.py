@@ -1,8 +1,8 @@
 """Run the same job under several regimes, seeds and objectives, and by several versions of the code.
 
-Each run is ``scripts/run.py`` in a process of its own, one after another, in the folder ``OUT/OBJECTIVE/LABEL-seedN``.
-Seeds are outermost, so that the finished runs are balanced at any time. Finished runs are not repeated, an interrupted
-one resumes from its checkpoint.
+Each run is ``verl-precision run`` in a separate process, one after another, in ``OUT/OBJECTIVE/LABEL-seedN``. Seeds
+are outermost, so that the finished runs are balanced at any time. Finished runs are not repeated, an interrupted one
+resumes from its checkpoint.
 
 The label is the regime, with TREES and BRANCHES ``NAME-REGIME``. ``OUT/code.json`` records what each NAME stood for.
 """
@@ -23,12 +23,13 @@ from statistics import fmean
 from verl_precision.errors import Refused
 from verl_precision.files import write_json
 from verl_precision.format import duration, number
-from verl_precision.paths import REPO
+from verl_precision.paths import OUTPUTS
 from verl_precision.process import ignore_signals, interrupt_on_signals, start_child
 from verl_precision.run.code_versions import CodeVersion, code_record, distinct, find_versions, last_line
 from verl_precision.run.job import VARIABLES as RUN_VARIABLES
 from verl_precision.run.job import parse_job
 from verl_precision.run.validation import platform_variables
+from verl_precision.spelling import as_options
 
 LISTS = {"PRECISION": "fp16", "ALGO": "grpo", "SEED": "1"}  # the variables that take several values, and their defaults
 VARIABLES = RUN_VARIABLES | {
@@ -44,7 +45,7 @@ TAIL = 4  # lines of a run that failed which are shown
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of the comparison; ``words`` are those of ``scripts/run.py``."""
+    """One run of the comparison; ``words`` are the variables of ``make run``."""
 
     code: CodeVersion
     objective: str
@@ -55,6 +56,11 @@ class SweepRun:
 
     def __str__(self) -> str:
         return f"{self.objective} {self.label} seed {self.seed}"
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The variables by name."""
+        return dict(word.partition("=")[::2] for word in self.words)
 
     def summary(self) -> dict:
         """Return the content of the finished run's ``summary.json``."""
@@ -110,7 +116,7 @@ def plan_sweep(values: Mapping[str, str]) -> SweepPlan:
     """
     lists = {name: distinct(name, values.get(name, default)) for name, default in LISTS.items()}
     experiment = values.get("EXPERIMENT", "gsm8k_1gpu" if "TRAIN" in values else "arithmetic")
-    out = Path(values.get("OUT", REPO / "outputs" / "compare" / experiment)).expanduser().resolve()
+    out = Path(values.get("OUT", OUTPUTS / "compare" / experiment)).expanduser().resolve()
     versions = find_versions(values)
     shared = common_words(values)
     runs = []
@@ -141,22 +147,22 @@ def absolute(words: list[str]) -> list[str]:
 
 
 def find_finished(code: CodeVersion, runs: Sequence[SweepRun]) -> list[SweepRun]:
-    """Let the ``scripts/run.py`` of ``code`` check its runs, and return those that are finished.
+    """Let the command ``run`` of ``code`` check its runs, and return those that are finished.
 
     Raises:
         Refused: one of the others can neither start nor resume.
     """
     platform = platform_variables(parse_job([*runs[0].words]))  # they differ in neither device nor recipe
-    words = [word for run in runs for word in ("--", *run.words)]
     done = subprocess.run(
-        [sys.executable, code.project / "scripts" / "run.py", "--check", *words],
+        [sys.executable, code.program, "run", "--check-each"],
+        input=json.dumps([run.values for run in runs]),
         env=code.environment() | platform,
         cwd=code.project,
         capture_output=True,
         text=True,
     )
     if done.returncode:
-        raise Refused(f"{code.name and f'{code.name}: '}{last_line(done.stderr).removeprefix('run: ')}")
+        raise Refused(f"{code.name and f'{code.name}: '}{last_line(done.stderr).removeprefix('verl-precision run: ')}")
     checked = json.loads(last_line(done.stdout))  # verl may print when it is imported
     return [run for run, facts in zip(runs, checked, strict=True) if facts["finished"]]
 
@@ -201,12 +207,12 @@ class SweepProgress:
 
 
 def run_one(run: SweepRun, progress: SweepProgress) -> tuple[int, deque[str]]:
-    """Run ``scripts/run.py`` to its end. Return its exit code and its last lines.
+    """Run ``verl-precision run`` to its end. Return its exit code and its last lines.
 
     Raises:
         KeyboardInterrupt: after the run ended in order, as if it alone had been interrupted.
     """
-    command = [sys.executable, run.code.project / "scripts" / "run.py", *run.words]
+    command = [sys.executable, run.code.program, "run", *as_options(run.values)]
     process = start_child(command, run.code.project, run.code.environment(), subprocess.PIPE)
     tail: deque[str] = deque(maxlen=TAIL)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from verl_precision.errors import Refused
 from verl_precision.files import write_json
-from verl_precision.paths import REPO
+from verl_precision.paths import WORK
 from verl_precision.process import ignore_signals, interrupt_on_signals, start_child
 from verl_precision.run import cluster
 from verl_precision.run.cluster_query import NOTICED_S
@@ -71,7 +71,7 @@ def train_once(
         log's ``tail``; ``watchdog``, which has read the whole log.
     """
     earlier = set(SHARED_MEMORY.glob("*"))
-    process = start_child(command, REPO, os.environ | environment, log)
+    process = start_child(command, WORK, os.environ | environment, log)
     tree, code, worker_reports, tail = ProcessTree(process, earlier), None, [], deque(maxlen=TAIL)
     rest, measured, death = "", 0.0, None
     with open(log.name) as written:

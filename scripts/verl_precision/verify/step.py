@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from verl_precision.paths import REPO
+from verl_precision.paths import REPO, SCRIPTS
 from verl_precision.process import start_child
 from verl_precision.run.gpus import find_gpus
 from verl_precision.run.presets import oldest
@@ -114,7 +114,7 @@ class Step:
 def run_to_end(command: Command, output: IO[str], limit_s: float) -> int | None:
     """Run a program with all its output in a file; return its exit code, None where it was ended at the limit."""
     environment = {name: value for name, value in os.environ.items() if name not in UNSET} | OFFLINE
-    path = [str(REPO / "scripts"), str(REPO), os.environ.get("PYTHONPATH")]
+    path = [str(SCRIPTS), str(REPO), os.environ.get("PYTHONPATH")]
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
     child = start_child(command, REPO, environment, output)
     try:

@@ -11,13 +11,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from verl_precision.cli import options
 from verl_precision.files import read_jsonl
-from verl_precision.paths import ARITHMETIC, REPO
+from verl_precision.paths import ARITHMETIC, PROGRAM, REPO
 from verl_precision.run.job import parse_job
 from verl_precision.run.metrics import PROBS_DIFF, SECONDS, metric_mean, metric_values, training_rows
 from verl_precision.run.presets import fit_to_gpus
+from verl_precision.spelling import as_options
 from verl_precision.verify.step import Command, Step, VerifiedDevice
+from verl_precision.words import options
 
 STAGES = {
     "machine": "Machine",
@@ -30,14 +31,14 @@ STAGES = {
 REGIMES = ("fp16", "bf16", "bf16_train_fp16_infer")
 VERL = ("torch", "verl", "hydra", "transformers", "tensordict")
 JOB = (*VERL, "ray", "vllm")
-PARTS = ("optimizer", "layers", "training")  # of scripts/bench.py
+PARTS = ("optimizer", "layers", "training")  # of the command bench
 LENGTHS = (128, 1024)  # tokens of the long answers, on a CPU a sixteenth
 LONG_JOBS = [*((max(LENGTHS), regime) for regime in REGIMES), *((min(LENGTHS), regime) for regime in REGIMES[:2])]
 WARM = 2  # steps of a job that are not timed: kernels are loaded and compiled
 
 
-def script(name: str, *words: str | Path) -> Command:
-    return [sys.executable, REPO / "scripts" / name, *words]
+def program(name: str, *words: str | Path) -> Command:
+    return [*PROGRAM, name, *words]
 
 
 def module(name: str, *words: str | Path) -> Command:
@@ -69,7 +70,7 @@ def content(name: str) -> Callable[[Path], dict[str, Any]]:
 def doctor(target: VerifiedDevice, out: Path) -> list[Command]:
     job, _ = fit_to_gpus(replace(parse_job([f"DEVICE={target.device}", f"OUT={out / 'run'}"]), cluster=None))
     overrides = job.overrides(out / "run")
-    return [["bash", "-c", 'exec "$@" > "$0"', out / "doctor.json", *script("doctor.py", "--json", *overrides)]]
+    return [["bash", "-c", 'exec "$@" > "$0"', out / "doctor.json", *program("doctor", "--json", *overrides)]]
 
 
 def diagnosis(out: Path) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def train(target: VerifiedDevice, out: Path, settings: dict[str, Any], **words: 
     settings = ({} if target.small else ONE_GPU) | settings
     words |= {"DEVICE": target.device, "OUT": out / "run"}
     words |= {"ARGS": " ".join(f"{key}={value}" for key, value in settings.items())} if settings else {}
-    return script("run.py", *(f"{name}={value}" for name, value in words.items()))
+    return program("run", *as_options({name: str(value) for name, value in words.items()}))
 
 
 def job(regime: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
@@ -189,10 +190,10 @@ def trained(out: Path) -> dict[str, Any]:
 
 
 def probe(target: VerifiedDevice, out: Path) -> list[Command]:
-    small = ["ROWS=4", "SAMPLES=2", "LENGTH=16"] if target.small else []
     regimes = "fp16 bf16" if target.small else " ".join(options("precision")) if target.bf16 else "fp16 fp32"
-    plain = ["WIRE=fp32", "HEAD=none", "BACKEND=vllm"]
-    return [script("probe.py", f"DEVICE={target.device}", f"PRECISION={regimes}", *plain, *small, f"OUT={out}")]
+    values = {"DEVICE": target.device, "PRECISION": regimes, "WIRE": "fp32", "HEAD": "none", "BACKEND": "vllm"}
+    values |= {"ROWS": "4", "SAMPLES": "2", "LENGTH": "16"} if target.small else {}
+    return [program("probe", *as_options(values | {"OUT": str(out)}))]
 
 
 def bench(part: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
@@ -200,14 +201,14 @@ def bench(part: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
 
     def command(target: VerifiedDevice, out: Path) -> list[Command]:
         size = ["--size", "small"] if target.small else []
-        return [script("bench.py", "--device", target.device, *size, "--only", part, "--out", out)]
+        return [program("bench", "--device", target.device, *size, "--only", part, "--out", out)]
 
     return command
 
 
 def amp(target: VerifiedDevice, out: Path) -> list[Command]:
     size = ["--size", "small"] if target.small else []
-    return [script("bench_amp.py", "--device", target.device, *size, "--out", out)]
+    return [program("bench-amp", "--device", target.device, *size, "--out", out)]
 
 
 STEPS = (

@@ -1,4 +1,4 @@
-"""``scripts/bench.py`` runs, counts and writes; timings are not asserted, since machines are noisy."""
+"""The command ``bench`` runs, counts and writes; timings are not asserted, since machines are noisy."""
 
 import csv
 import itertools
@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-import bench
 from verl_precision.bench import host_calls, interleave, resource_usage
 from verl_precision.bench.cost_report import markdown, write
 from verl_precision.bench.host_calls import HostCalls, profiled
 from verl_precision.bench.interleave import machine_slug, rounds
 from verl_precision.bench.layer_pass import dtypes_on
 from verl_precision.bench.regime_timing import RegimeTiming, timings_of
+from verl_precision.commands import bench
 
 REGIMES = ("bf16", "fp16", "fp32")
 

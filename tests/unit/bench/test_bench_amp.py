@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench_amp import bench, main, write
 from verl_precision.bench import amp_measure, amp_report
 from verl_precision.bench.amp_measure import ArmResult, measure
 from verl_precision.bench.amp_ratio import ratio, seconds_of
 from verl_precision.bench.amp_report import Conditions, goals, markdown
 from verl_precision.bench.amp_scenarios import ARMS, SCENARIOS, Arm, BuiltArm, Scenario, arms_on, no_tf32
 from verl_precision.bench.resource_usage import cpu_seconds, peak_memory
+from verl_precision.commands.bench_amp import bench, main, write
 
 pytestmark = pytest.mark.subprocess  # it trains for seconds
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""``scripts/plan_memory.py`` against the measured peaks of real workers and the peaks that verl's project published."""
+"""The command ``plan-memory`` against measured peaks of real workers and the peaks that verl's project published."""
 
 import importlib.util
 import json
@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 from support.parsed_once import yaml_parsed_once
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-import plan_memory
 from verl_precision.bench.memory_model import TrainedModel
 from verl_precision.bench.memory_plan import (
     BESIDE_TENSORS,
@@ -28,6 +27,7 @@ from verl_precision.bench.memory_plan import (
     sequence_parallel,
 )
 from verl_precision.bench.model_shape import MODELS, ModelShape, model_config
+from verl_precision.commands import plan_memory
 from verl_precision.errors import Refused
 from verl_precision.paths import REPO
 from verl_precision.run.compose import compose_config

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import collapse
 from verl_precision.collapse import grid
 from verl_precision.collapse.figures import draw_curves, draw_threshold
 from verl_precision.collapse.grid import GridRun, load_grid
@@ -22,6 +21,7 @@ from verl_precision.collapse.outcomes import (
     write_table,
 )
 from verl_precision.collapse.sentences import sentences
+from verl_precision.commands import collapse
 from verl_precision.errors import Refused
 from verl_precision.files import write
 from verl_precision.paths import CONFIGS
@@ -241,7 +241,7 @@ def test_figures_are_drawn(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes() != (tmp_path / "fewer.png").read_bytes(), "every run is drawn"
 
 
-@pytest.mark.subprocess  # scripts/run.py imports verl
+@pytest.mark.subprocess  # the command run imports verl
 def test_refused_run_is_refused_before_any_starts(tmp_path, prepared, monkeypatch):
     monkeypatch.setattr(GridRun, "prepare_command", lambda self: ["true"])
     run = prepared(GridRun("a", "bf16", 1, args="no_such_key=1"))

@@ -23,7 +23,7 @@ from support.diagnoses import (
 )
 from support.parsed_once import yaml_parsed_once
 
-import doctor
+from verl_precision.commands import doctor
 from verl_precision.doctor import refusals
 from verl_precision.doctor.diagnosis import Diagnosis, diagnose
 from verl_precision.doctor.dtype_rules import COMPUTE, KEEP, KEYS, LORA, SCALER, SEND, SKIP

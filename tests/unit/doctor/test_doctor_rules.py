@@ -15,8 +15,8 @@ import pytest
 from support.diagnoses import ROLLOUT, assert_matches
 from support.trees import edit
 
-import command as make
-import doctor as command
+from verl_precision import make
+from verl_precision.commands import doctor as command
 from verl_precision.doctor import requirements
 from verl_precision.doctor.diagnosis import Diagnosis, diagnose
 from verl_precision.doctor.dtype_rules import KNOWN, RULES
@@ -28,7 +28,7 @@ from verl_precision.patch.git_objects import package_blobs, package_tree_id
 from verl_precision.patch.releases import VERL, add_release, find_release, load_releases
 from verl_precision.patch.stack import load_stack
 from verl_precision.patch.wheels import unpacked_wheel, wheel
-from verl_precision.paths import REPO
+from verl_precision.paths import PACKAGE, PROGRAM, REPO
 
 RELEASES = load_releases()
 OLD, NEW = "0.9.1", "0.9.2"
@@ -246,9 +246,9 @@ def environments(trees, tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.subprocess
 def test_environment_of_the_verl_is_used(environments):
     verl = environments["whole"]
-    line = [sys.executable, "scripts/command.py", "doctor", f"VERL={verl}", f"ARGS={WORDS[1]}"]
+    line = [*PROGRAM, "make", "doctor", f"VERL={verl}", f"ARGS={WORDS[1]}"]
     done = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
-    here = [sys.executable, "scripts/doctor.py", "--verl", str(verl), WORDS[1]]
+    here = [*PROGRAM, "doctor", "--verl", str(verl), WORDS[1]]
     assert done.stdout == subprocess.run(here, cwd=REPO, capture_output=True, text=True).stdout
     assert f"unpatched, in {verl}" in done.stdout and done.returncode == 1
     for folder in (verl, verl / "verl"):
@@ -306,6 +306,6 @@ def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch
 
 def test_script_names_packages_that_its_python_lacks(environments):
     python = environments["bare"].parents[2] / "bin/python"
-    done = subprocess.run([python, "scripts/doctor.py"], cwd=REPO, capture_output=True, text=True)
+    done = subprocess.run([python, PACKAGE, "doctor"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"doctor: {python} lacks hydra-core, omegaconf: install it there")
+    assert done.stderr.startswith(f"verl-precision doctor: {python} lacks hydra-core, omegaconf: install it there")

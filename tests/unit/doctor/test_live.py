@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-import doctor
+from verl_precision.commands import doctor
 from verl_precision.doctor.live import Answers, actor_models, diagnose_live, is_verl_actor, model_dtypes
 from verl_precision.errors import Refused
 

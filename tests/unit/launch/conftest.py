@@ -26,7 +26,7 @@ def parquet(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def slurm(machine) -> Machine:
-    """Stubs of Slurm with one node; ``ray symmetric-run`` runs its command, and python3 stands for scripts/run.py: it
+    """Stubs of Slurm with one node; ``ray symmetric-run`` runs its command, and python3 stands for the command run: it
     writes the run's summary.json."""
     machine.program("hostname", "echo 10.0.0.7 192.168.0.7")
     machine.program("scontrol", """case "$1" in show) printf 'node1\\nnode2\\nnode3\\n' ;; esac""")
@@ -38,7 +38,7 @@ def slurm(machine) -> Machine:
         "python3",
         f"""{ALL_BUT_THE_JOB}
 for word in "$@"; do
-  case "$word" in OUT=*) mkdir -p "${{word#OUT=}}"; echo {{}} > "${{word#OUT=}}/summary.json" ;; esac
+  case "$word" in --out=*) mkdir -p "${{word#--out=}}"; echo {{}} > "${{word#--out=}}/summary.json" ;; esac
 done""",
     )
     return machine

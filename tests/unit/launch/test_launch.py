@@ -29,7 +29,7 @@ def test_knobs_and_overrides_reach_verl(where, goal, dtype, machine, parquet):
     """Each word reaches the command of make as typed, with blanks, quotes, dollars and commas."""
     knobs = {"DATA": parquet, "NNODES": 4 if where else 1, "OUT": machine.folder / "out", "STEPS": 7}
     done = machine.succeed("flowrl_7b.sh", *OVERRIDES, MAKEFLAGS="n", DEVICE="cpu", **knobs, **where)
-    (line,) = (line for line in done.stdout.splitlines() if f"scripts/command.py {goal} " in line)
+    (line,) = (line for line in done.stdout.splitlines() if f"scripts/verl_precision make {goal} " in line)
     job = parse_job(shlex.split(line)[4:])
     assert job.args == (f"trainer.nnodes={knobs['NNODES']}", "trainer.n_gpus_per_node=8", *OVERRIDES)
     config = compose(job, job.out)
@@ -83,7 +83,7 @@ def test_job_takes_the_python_of_its_own_node(machine):
     """Slurm hands on the environment of the machine that submitted the job, PYTHON too."""
     machine.program("python3", ALL_BUT_THE_JOB)
     machine.succeed("train.sh", RAY_ADDRESS="head:6379", NNODES=2, GPUS_PER_NODE=8, PYTHON="/not/here/python")
-    assert machine.words("python3")[0] == str(REPO / "scripts/run.py")
+    assert machine.words("python3")[:2] == [str(REPO / "scripts/verl_precision"), "run"]
 
 
 def test_dry_run_of_a_node_shows_its_command(machine):

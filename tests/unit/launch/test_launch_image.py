@@ -57,8 +57,11 @@ def test_image_contains_patched_verl_and_this_project(image):
     assert "--no-deps verl==0.9.1 TransferQueue==0.1.11" in (image.folder / "installed").read_text()
     assert status(image.folder / "site").state == "patched"
     knobs = {"RAY_ADDRESS": "head:6379", "NNODES": "2", "GPUS_PER_NODE": "8", "PATH": f"{project}/bin:/usr/bin:/bin"}
-    dry_run, help = f"{project}/scripts/launch/train.sh --dry-run", f"python3 {project}/scripts/run.py --help"
-    for command, output in ((dry_run, f"{project}/scripts/run.py"), (help, "flowrl_7b")):
+    dry_run, help = (
+        f"{project}/scripts/launch/train.sh --dry-run",
+        f"python3 {project}/scripts/verl_precision run --help",
+    )
+    for command, output in ((dry_run, f"{project}/scripts/verl_precision run"), (help, "flowrl_7b")):
         done = subprocess.run(command.split(), env=knobs, capture_output=True, text=True)
         assert done.returncode == 0 and output in done.stdout, done.stderr
 
@@ -67,7 +70,7 @@ def test_build_fails_if_verl_is_not_a_release(image):
     with (image.folder / "site/verl/utils/config.py").open("a") as file:
         file.write("# edited\n")
     done = build(image)
-    assert done.returncode and "patchset: " in done.stderr
+    assert done.returncode and "verl-precision apply: " in done.stderr
 
 
 def test_copied_folders_are_in_dockers_context():

@@ -159,7 +159,7 @@ def check_the_job(machine: Machine, script: str | Path, environment: dict[str, s
     """Check that ``script``, in the job's ``environment``, starts the run that ``KNOBS`` and ``OVERRIDES`` describe."""
     machine.succeed(script, **environment)
     words = machine.words("python3")
-    assert "MODEL=owner/it's: a #model" in words
+    assert "--model=owner/it's: a #model" in words
     job = job_of([word for word in words if not word.startswith("MODEL=")])
     assert (job.experiment, job.precision, job.recipe, job.steps, job.seed) == ("arithmetic", "bf16", "flowrl", 9, 7)
     assert job.out == Path("/shared/o${NNODES}ut")

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.patch_tool import AS_A_USER, cut_short, message, patchset, refused
+from support.patch_tool import AS_A_USER, cut_short, message, refused, run_command
 from support.small_projects import CONFIG, ENGINE, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, STAMP, UNTOUCHED
 from support.trees import contents, edit, git, make_repository
 from support.waiting import wait_until
@@ -33,7 +33,7 @@ def inodes(root: Path) -> dict[Path, tuple[int, int]]:
 
 def test_apply_hooks_copies_and_stamps_once(tiny: Path, pristine: Path, target: Path):
     (target / ENGINE).chmod(0o640)
-    done = patchset(tiny, "apply", target)
+    done = run_command(tiny, "apply", target)
     assert (done.returncode, done.stderr) == (0, "")
     assert (target / ENGINE).stat().st_mode & 0o777 == 0o640
     assert "verl 0.9.1: 3 files patched, 3 added, stack " in done.stdout
@@ -51,7 +51,7 @@ def test_apply_hooks_copies_and_stamps_once(tiny: Path, pristine: Path, target: 
 
 def test_unapply_restores_the_wheel_once(tiny: Path, pristine: Path, patched: Path):
     compile_files(*(patched / path for path in (MODULE, PART, PROTOCOL)))
-    done = patchset(tiny, "unapply", patched)
+    done = run_command(tiny, "unapply", patched)
     assert (done.returncode, done.stderr) == (0, "")
     assert "3 files restored, 3 deleted" in done.stdout
     assert contents(patched) == contents(pristine)
@@ -70,12 +70,12 @@ def test_apply_upgrades_an_older_stack(project: Path, pristine: Path, patched: P
     (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
     (project / "patches/verl/files" / PART).unlink()
     tree = tmp_path / "tree"
-    assert patchset(project, "checkout", RELEASE, tree).returncode == 0
+    assert run_command(project, "checkout", RELEASE, tree).returncode == 0
     edit(tree / UNTOUCHED, "import", "# one more file\nimport")
     git("commit", "-am", message("[worker] feat: one more file"), cwd=tree)
     git("revert", "--no-edit", "HEAD~1", cwd=tree)
     git("commit", "--amend", "-m", message("[cfg] fix: not the key"), cwd=tree)
-    assert patchset(project, "export", "--remove", tree).returncode == 0
+    assert run_command(project, "export", "--remove", tree).returncode == 0
     assert status(patched, project).state == "outdated"
     assert "removed first" in apply(patched, project)[0]
     fresh = shutil.copytree(pristine, tmp_path / "fresh")
@@ -97,7 +97,7 @@ def test_apply_works_inside_another_git_repository(tiny: Path, pristine: Path, t
     variables = {"GIT_DIR": str(tmp_path / ".git"), "GIT_WORK_TREE": str(tmp_path)}
     for name, more in ((".venv/lib/site-packages/verl", {}), ("link", variables)):
         inside = os.environ | {"TMPDIR": str(tmp_path / "scratch")} | more
-        assert patchset(tiny, "apply", name, cwd=tmp_path, env=inside).returncode == 0
+        assert run_command(tiny, "apply", name, cwd=tmp_path, env=inside).returncode == 0
         assert "# twice" in (target / ENGINE).read_text()
         unapply(target, tiny)
 
@@ -109,7 +109,7 @@ def test_apply_and_unapply_work_on_a_git_checkout_with_other_files(tiny: Path, t
     found = status(target, tiny)
     assert (found.state, found.release, found.exact) == ("unpatched", RELEASE, False)
     other = "unpatched: verl 0.9.1; other files are missing or differ from the wheel's\n"
-    assert patchset(tiny, "status", target).stdout == other
+    assert run_command(tiny, "status", target).stdout == other
     apply(target, tiny)
     expected = {f" M {path}" for path in (ENGINE, CONFIG, PROTOCOL)} | {f"?? {path}" for path in (MODULE, STAMP)}
     expected |= {"?? verl/new_room/", f"?? {OVERLAY.rpartition('/')[0]}/"}
@@ -128,7 +128,7 @@ def waits_for_a_lock(process: subprocess.Popen) -> bool:
 
 def test_lock_serializes_concurrent_applies(tiny: Path, target: Path):
     before = contents(target)
-    line = [sys.executable, "-B", tiny / "scripts/patchset.py", "apply", target]
+    line = [sys.executable, "-B", tiny / "scripts/verl_precision", "apply", target]
     with locked(target):
         running = [subprocess.Popen(line, stdout=-1, stderr=-1, text=True) for _ in range(2)]
         for process in running:
@@ -157,7 +157,7 @@ def test_read_only_folder_is_refused(tiny: Path, target: Path, command: str, fol
     (target / folder).chmod(0o555)
     line = refused(tiny, command, target, unchanged=target, before=AS_A_USER)
     assert f"{target / folder} is read-only" in line
-    assert patchset(tiny, "status", target, before=AS_A_USER).returncode == 0
+    assert run_command(tiny, "status", target, before=AS_A_USER).returncode == 0
 
 
 def test_full_disk_changes_nothing(tiny: Path, target: Path):

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.patch_tool import message, patchset, refused
+from support.patch_tool import message, refused, run_command
 from support.small_projects import ARGS, EXPLORATION, FILES_OF_OAT, OAT_NEWER, OAT_RELEASE, add_patches, make_project
 from support.trees import commit, contents, edit, git, make_repository
 
@@ -55,14 +55,14 @@ def change(
 ) -> None:
     """Change patch ``number`` of a release by these edits, and its message to ``text``, and export."""
     framework = "oat" if name == OAT_NEWER else "verl"
-    assert patchset(project, "checkout", "--framework", framework, name, tree).returncode == 0
+    assert run_command(project, "checkout", "--framework", framework, name, tree).returncode == 0
     ids = git("rev-list", "--reverse", f"base/{name}..stack", cwd=tree).split()
     git("checkout", "--quiet", "--detach", ids[number], cwd=tree)
     for path, (old, new) in edits.items():
         edit(tree / path, old, new)
     git("commit", "--quiet", "--all", "--amend", *([f"--message={text}"] if text else ["--no-edit"]), cwd=tree)
     git("rebase", "--quiet", "--onto", "HEAD", ids[number], "stack", cwd=tree)
-    assert patchset(project, "export", *options, tree).returncode == 0
+    assert run_command(project, "export", *options, tree).returncode == 0
 
 
 def carried(project: Path, release: str, name: str) -> str:
@@ -72,16 +72,16 @@ def carried(project: Path, release: str, name: str) -> str:
 def test_change_is_carried_and_exported(project: Path, tmp_path: Path):
     text = message("[fsdp] feat: import the module", Origin="elsewhere")
     change(project, tmp_path / "tree", {path: (HOOK, CHANGED) for path in (ENGINE, SAME)}, text=text)
-    done = patchset(project, "carry", IMPORT, NEW, tmp_path / "hand")
+    done = run_command(project, "carry", IMPORT, NEW, tmp_path / "hand")
     assert (done.returncode, done.stderr) == (0, "") and not (tmp_path / "hand").exists()
     assert f"{IMPORT}.patch of verl 0.9.1: carried to 1 of 1 releases" in done.stdout
     made = carried(project, OLD, IMPORT)
     assert made.count("+# why\n") == 2 and "Origin: elsewhere" in made
     assert carried(project, OLD, LATER) == carried(project, NEW, LATER)  # the later patch follows
-    assert patchset(project, "check", "--release", OLD).returncode == 0
+    assert run_command(project, "check", "--release", OLD).returncode == 0
     # Again: it is there.
     before = contents(project / "patches")
-    assert patchset(project, "carry", IMPORT, NEW, tmp_path / "hand").returncode == 0
+    assert run_command(project, "carry", IMPORT, NEW, tmp_path / "hand").returncode == 0
     assert contents(project / "patches") == before
 
 
@@ -89,7 +89,7 @@ def test_patch_that_the_change_contains_is_deleted(project: Path, tmp_path: Path
     change(project, tmp_path / "tree", {SAME: ("import os\n", "import os\nimport os\n")}, options=("--remove",))
     line = refused(project, "carry", LATER, NEW, tmp_path / "hand", unchanged=tmp_path)
     assert f"PATCH={LATER}.patch: was removed from verl 0.9.1, which is not carried; drop it from each release" in line
-    done = patchset(project, "carry", IMPORT, NEW, tmp_path / "hand")
+    done = run_command(project, "carry", IMPORT, NEW, tmp_path / "hand")
     assert (done.returncode, done.stderr) == (0, "") and f"deleted {LATER}.patch" in done.stdout
     assert (project / f"patches/verl/v{OLD}/series").read_text() == f"{IMPORT}.patch\n"
 
@@ -98,25 +98,25 @@ def test_change_for_oat_keeps_another_message(project: Path, tmp_path: Path):
     edits = {path: (OAT_IMPORT[1], f"{OAT_IMPORT[1]}# why\n") for path in (ARGS, EXPLORATION)}
     text = message("[args] feat: import it", Origin="elsewhere")
     change(project, tmp_path / "tree", edits, text=text, name=OAT_NEWER)
-    done = patchset(project, "carry", "--framework", "oat", "args-import-it", OAT_NEWER, tmp_path / "hand")
+    done = run_command(project, "carry", "--framework", "oat", "args-import-it", OAT_NEWER, tmp_path / "hand")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"oat {OAT_RELEASE}: its own message of args-import-it.patch is kept; edit that by hand\n" in done.stdout
     made = (project / f"patches/oat/v{OAT_RELEASE}/args-import-it.patch").read_text()
     assert made.count("+# why\n") == 2 and "Reason: pending" in made and "elsewhere" not in made
-    assert patchset(project, "check", "--framework", "oat", "--release", OAT_RELEASE).returncode == 0
+    assert run_command(project, "check", "--framework", "oat", "--release", OAT_RELEASE).returncode == 0
 
 
 def test_conflict_is_named_and_left_in_a_tree(project: Path, tmp_path: Path):
     old = project.parent / "old"
-    assert patchset(project, "checkout", OLD, old).returncode == 0
+    assert run_command(project, "checkout", OLD, old).returncode == 0
     edit(old / SAME, HOOK, "import logging\nimport verl.utils.precision as mine\n")
     git("commit", "--quiet", "--all", "--fixup=HEAD~1", cwd=old)
     git("-c", "sequence.editor=true", "rebase", "--quiet", "-i", "--autosquash", f"base/{OLD}", cwd=old)
-    assert patchset(project, "export", old).returncode == 0
+    assert run_command(project, "export", old).returncode == 0
     commit(project, "another hook")
     change(project, tmp_path / "tree", {SAME: (HOOK, "import logging\nimport verl.utils.precision as ours\n")})
     before = contents(project)
-    done = patchset(project, "carry", f"{IMPORT}.patch", NEW, tmp_path / "hand")
+    done = run_command(project, "carry", f"{IMPORT}.patch", NEW, tmp_path / "hand")
     tree = tmp_path / "hand" / OLD
     assert (done.returncode, done.stderr) == (1, "") and contents(project) == before
     assert f"verl 0.9.0: not exported; finish in {tree}\n    {IMPORT}.patch: {SAME}: line " in done.stdout
@@ -124,7 +124,7 @@ def test_conflict_is_named_and_left_in_a_tree(project: Path, tmp_path: Path):
     git("checkout", "--theirs", SAME, cwd=tree)
     git("add", SAME, cwd=tree)
     git("-c", "core.editor=true", "rebase", "--continue", cwd=tree)
-    assert patchset(project, "export", tree).returncode == 0
+    assert run_command(project, "export", tree).returncode == 0
     assert "+import verl.utils.precision as ours" in carried(project, OLD, IMPORT)
 
 
@@ -138,9 +138,9 @@ def test_unfit_changes_are_refused(project: Path, tmp_path: Path):
     line = refused(project, "carry", LATER, NEW, hand, unchanged=tmp_path)
     assert f"{IMPORT}.patch, which precedes it, changed too; carry and commit that first" in line
     dropped = tmp_path / "dropped"
-    assert patchset(project, "checkout", NEW, dropped).returncode == 0
+    assert run_command(project, "checkout", NEW, dropped).returncode == 0
     git("rebase", "--quiet", "--onto", f"base/{NEW}", "stack~1", "stack", cwd=dropped)
-    assert patchset(project, "export", dropped, "--remove").returncode == 0
+    assert run_command(project, "export", dropped, "--remove").returncode == 0
     line = refused(project, "carry", LATER, NEW, hand, unchanged=tmp_path)
     assert f"{IMPORT}.patch, which precedes it, changed too" in line, "it was removed"
     shutil.rmtree(project / ".git")

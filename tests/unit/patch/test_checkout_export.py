@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.patch_tool import cut_short, message, patchset, refused
+from support.patch_tool import cut_short, message, refused, run_command
 from support.small_projects import CONFIG, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, UNTOUCHED, wheel_of
 from support.trees import contents, edit, git, write_files
 
@@ -39,7 +39,7 @@ def test_ids_are_those_of_git(tmp_path: Path):
 @pytest.fixture
 def tree(project: Path, tmp_path: Path) -> Path:
     """The tiny stack as commits."""
-    assert patchset(project, "checkout", RELEASE, tmp_path / "tree").returncode == 0
+    assert run_command(project, "checkout", RELEASE, tmp_path / "tree").returncode == 0
     return tmp_path / "tree"
 
 
@@ -47,13 +47,13 @@ def test_export_of_a_checkout_changes_nothing(project: Path, tree: Path):
     before = contents(project)
     git("config", "diff.noprefix", "true", cwd=tree)
     subprocess.run([sys.executable, "-m", "compileall", "-q", tree / PROTOCOL], check=True)
-    assert patchset(project, "export", tree).returncode == 0
+    assert run_command(project, "export", tree).returncode == 0
     assert contents(project) == before
 
 
 def test_git_configuration_of_the_user_is_not_read(tiny: Path, tmp_path: Path):
     (tmp_path / ".gitconfig").write_text("[commit]\n\tgpgsign = true\n[gpg]\n\tprogram = false\n")
-    done = patchset(tiny, "checkout", RELEASE, tmp_path / "tree", env=os.environ | {"HOME": str(tmp_path)})
+    done = run_command(tiny, "checkout", RELEASE, tmp_path / "tree", env=os.environ | {"HOME": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")
     assert "not an empty folder" in refused(tiny, "checkout", RELEASE, tmp_path, unchanged=tmp_path)
 
@@ -72,15 +72,15 @@ def test_export_writes_verbatim_files_back(project: Path, tree: Path):
     edit(tree / UNTOUCHED, "import", "import verl.utils.another\nimport")
     git("add", "--all", cwd=tree)
     git("commit", "-m", message("[worker] feat: use another module"), cwd=tree)
-    assert patchset(project, "export", tree).returncode == 0
+    assert run_command(project, "export", tree).returncode == 0
     assert (files / MODULE).read_text() == "ANSWER = 43\n"
     assert (files / "verl/utils/another.py").read_text() == "A = 1\n" and not (files / PART).exists()
     assert (project / "configs/precision/fp16.yaml").read_text() == "# changed\n"
     assert (project / "patches/verl/v0.9.1/series").read_text().splitlines()[2] == "worker-use-another-module.patch"
     written = contents(project)
-    assert patchset(project, "export", tree).returncode == 0
+    assert run_command(project, "export", tree).returncode == 0
     assert contents(project) == written
-    assert patchset(project, "check", "--release", RELEASE).returncode == 0
+    assert run_command(project, "check", "--release", RELEASE).returncode == 0
 
 
 def test_export_keeps_newer_verbatim_files(project: Path, tree: Path):
@@ -89,7 +89,7 @@ def test_export_keeps_newer_verbatim_files(project: Path, tree: Path):
     (project / "patches/verl/files" / MODULE).write_text("ANSWER = 44\n")
     assert MODULE in refused(project, "export", tree, unchanged=project)
     git("reset", "--hard", "--quiet", "HEAD~1", cwd=tree)
-    assert patchset(project, "export", tree).returncode == 0
+    assert run_command(project, "export", tree).returncode == 0
     assert (project / "patches/verl/files" / MODULE).read_text() == "ANSWER = 44\n"
 
 
@@ -108,7 +108,7 @@ def test_export_keeps_newer_patches(project: Path, tree: Path):
     assert "changed since the checkout" in refused(project, "export", tree, unchanged=project)
     series.write_text(names)
     for _ in range(2):  # what it has exported itself is no change
-        assert patchset(project, "export", tree).returncode == 0
+        assert run_command(project, "export", tree).returncode == 0
         edit(tree / UNTOUCHED, "# hook", "# hook again")
         git("commit", "-a", "--amend", "--no-edit", cwd=tree)
 

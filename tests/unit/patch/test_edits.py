@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.patch_tool import AS_A_USER, cut_short, patchset, refused
+from support.patch_tool import AS_A_USER, cut_short, refused, run_command
 from support.small_projects import ENGINE, PART
 from support.trees import contents, write_files
 
@@ -89,22 +89,23 @@ def test_edited_file_behind_a_link_is_named(
     (project / "patches/verl/files/verl/utils/more.py").write_text("")
     change(own)
     line = refused(project, command, target, unchanged=tmp_path)
-    assert f"patchset: {own / ENGINE} was changed since apply; save your edits, then reinstall verl 0.9.1\n" == line
+    changed = f"{own / ENGINE} was changed since apply; save your edits, then reinstall verl 0.9.1"
+    assert line == f"verl-precision {command}: {changed}\n"
 
 
 def test_folder_that_cannot_be_read_is_refused(tiny: Path, patched: Path):
     """Its files are not missing."""
     folder = (patched / ENGINE).parent
     folder.chmod(0o300)
-    done = patchset(tiny, "unapply", patched, before=AS_A_USER)
+    done = run_command(tiny, "unapply", patched, before=AS_A_USER)
     folder.chmod(0o755)
-    assert (done.returncode, done.stderr) == (1, f"patchset: {folder}: Permission denied\n")
+    assert (done.returncode, done.stderr) == (1, f"verl-precision unapply: {folder}: Permission denied\n")
     assert status(patched, tiny).state == "patched"
 
 
 def test_name_that_is_not_utf8_is_kept(tiny: Path, pristine: Path, target: Path):
     name = os.fsdecode(b"\xff.py")
     (target / "verl" / name).write_text(EDIT)
-    assert patchset(tiny, "apply", target).returncode == 0
-    assert patchset(tiny, "unapply", target).returncode == 0
+    assert run_command(tiny, "apply", target).returncode == 0
+    assert run_command(tiny, "unapply", target).returncode == 0
     assert contents(target) == contents(pristine) | {f"verl/{name}": EDIT.encode()}

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.patch_tool import patchset, refused
+from support.patch_tool import refused, run_command
 from support.small_projects import CONFIG, ENGINE, MODULE, PROTOCOL, UNTOUCHED
 from support.trees import commit, edit, git, make_repository
 
@@ -41,7 +41,7 @@ def test_fork_gets_a_branch_with_one_commit_a_patch(tiny: Path, fork: Path, tmp_
     assert refused(tiny, "apply", fork, unchanged=fork).endswith(step)
     tree = tmp_path / "tree"
     (fork / "verl/own.py").write_text("")
-    done = patchset(tiny, "port", "0.9.1", fork, tree)
+    done = run_command(tiny, "port", "0.9.1", fork, tree)
     assert done.returncode == 0 and done.stderr.endswith(f"reading the history of {fork}\n")
     assert "not in git, so not in the branch: verl/own.py\n" in done.stdout
     named = done.stdout.partition("commits since 0.9.1 that change patched files: 5\n")[2].splitlines()[:5]
@@ -63,7 +63,7 @@ def test_fork_gets_a_branch_with_one_commit_a_patch(tiny: Path, fork: Path, tmp_
     commit(fork, "later")
     git("rebase", "--quiet", "main", BRANCH, cwd=fork)
     assert git("log", "--format=%s", "-2", cwd=fork).splitlines() == STACK[::-1]
-    assert patchset(tiny, "status", fork).returncode == 0
+    assert run_command(tiny, "status", fork).returncode == 0
     assert "contains verl/new_room/inner/part.py already" in refused(
         tiny, "port", "0.9.1", fork, tmp_path / "again", unchanged=fork
     )
@@ -71,7 +71,7 @@ def test_fork_gets_a_branch_with_one_commit_a_patch(tiny: Path, fork: Path, tmp_
 
 def test_ported_fork_is_known(tiny: Path, project: Path, fork: Path, tmp_path: Path):
     tree, (stack,) = tmp_path / "tree", load_stacks(tiny)
-    patchset(tiny, "port", "0.9.1", fork, tree)
+    run_command(tiny, "port", "0.9.1", fork, tree)
     state = status(tree, tiny)
     assert state.state == "ported" and state.detail.startswith(f"from verl 0.9.1, with stack {stack.id} as commits; ")
     copy = shutil.copytree(tree, tmp_path / "image", ignore=shutil.ignore_patterns(".git"))
@@ -96,7 +96,7 @@ def test_line_endings_of_the_work_tree_do_not_count(tiny: Path, fork: Path, tmp_
     (fork / ".gitattributes").write_text("*.py text eol=crlf\n")
     git("add", ".gitattributes", cwd=fork)
     commit(fork, "Windows")
-    done = patchset(tiny, "port", "0.9.1", fork, tmp_path / "tree")
+    done = run_command(tiny, "port", "0.9.1", fork, tmp_path / "tree")
     assert done.returncode == 0 and "conflict" not in done.stdout
 
 
@@ -110,7 +110,7 @@ def test_checkout_of_another_user_is_refused(tiny: Path, fork: Path, tmp_path: P
 def test_file_that_never_was_the_releases_is_named_with_its_last_commit(tiny: Path, fork: Path, tmp_path: Path):
     git("checkout", "--quiet", "--orphan", "squashed", cwd=fork)
     commit(fork, "squashed")
-    done = patchset(tiny, "port", "0.9.1", fork, tmp_path / "tree")
+    done = run_command(tiny, "port", "0.9.1", fork, tmp_path / "tree")
     assert "patched files without the content of 0.9.1 in their history: 3" in done.stdout
     head = git("log", "-1", "--format=%h", cwd=fork).strip()
     assert f"    {CONFIG}: last changed by {head} squashed\n" in done.stdout

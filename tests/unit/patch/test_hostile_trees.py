@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.patch_tool import patchset, refused
+from support.patch_tool import refused, run_command
 from support.small_projects import CONFIG, ENGINE, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, STAMP, UNTOUCHED
 from support.trees import contents, edit, git, write_files
 
@@ -35,7 +35,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files
 def test_copied_files_have_the_modes_of_the_tree(tiny: Path, target: Path):
     for path in (target / "verl", *(target / "verl").rglob("*")):
         path.chmod(0o775 if path.is_dir() else 0o664)
-    assert patchset(tiny, "apply", target, umask=0o077).returncode == 0
+    assert run_command(tiny, "apply", target, umask=0o077).returncode == 0
     modes = {path.stat().st_mode & 0o777 for path in (target / "verl").rglob("*")}
     assert modes == {0o775, 0o664}
 
@@ -66,7 +66,7 @@ def test_tree_of_links_stays_one(tiny: Path, pristine: Path, tmp_path: Path, rel
 def test_what_is_no_file_is_ignored(tiny: Path, target: Path):
     (target / "verl/.#lock").symlink_to("nowhere")
     os.mkfifo(target / "verl/pipe")
-    assert patchset(tiny, "apply", target, timeout=60).returncode == 0
+    assert run_command(tiny, "apply", target, timeout=60).returncode == 0
     assert status(target, tiny).state == "patched"
     unapply(target, tiny)
     assert (target / "verl/.#lock").is_symlink()
@@ -206,7 +206,7 @@ def test_file_system_without_locks_and_fsync(tiny: Path, pristine: Path, target:
 
 def test_status_does_not_wait_for_another_command(tiny: Path, target: Path):
     with locked(target):
-        done = patchset(tiny, "status", target, timeout=60)
+        done = run_command(tiny, "status", target, timeout=60)
     assert done.stdout == "unpatched: verl 0.9.1\n"
     assert done.stderr == f"another command is changing {target}: this may be an intermediate state\n"
 
@@ -266,7 +266,7 @@ def test_leftovers_of_pip_uninstall_are_cleared(tiny: Path, pristine: Path, patc
             folder.rmdir()
     write_files(patched, dict.fromkeys(mine, "mine\n"))
     assert "half-patched: verl was uninstalled; make unapply" in refused(tiny, "apply", patched, unchanged=patched)
-    assert patchset(tiny, "unapply", patched).returncode == 0
+    assert run_command(tiny, "unapply", patched).returncode == 0
     assert [path for path in patched.rglob("*") if path.is_file()] == [patched / path for path in mine]
     assert (patched / "verl").exists() == bool(mine)
 
@@ -295,7 +295,7 @@ def test_forced_unapply_keeps_edits(tiny: Path, pristine: Path, patched: Path):
     assert f"{MODULE}.edited is in the way" in refused(tiny, "unapply", "--force", patched, unchanged=patched)
     (patched / f"{MODULE}.edited").unlink()
     assert "FORCE=yes restores verl 0.9.1 and keeps each as FILE.edited" in status(patched, tiny).detail
-    done = patchset(tiny, "unapply", "--force", patched)
+    done = run_command(tiny, "unapply", "--force", patched)
     assert done.stdout.count("edited file kept as ") == 2
     after = contents(patched)
     assert {path: after.pop(f"{path}.edited") for path in (ENGINE, MODULE)} == edits
@@ -366,9 +366,9 @@ def test_upgrade_names_new_keys_and_metrics_and_fails_whole(project: Path, prist
     line = refused(project, "apply", target, unchanged=target, preexec_fn=limit)
     older = shutil.copytree(target, target.parent / "older")
     (older / KEPT).unlink()
-    assert patchset(project, "apply", older).stdout.splitlines()[1] == "CHANGELOG.md lists the changes"
+    assert run_command(project, "apply", older).stdout.splitlines()[1] == "CHANGELOG.md lists the changes"
     assert line.endswith("verl/.precision.new/CHANGELOG.md: File too large; nothing was changed\n")
-    assert patchset(project, "apply", target).stdout.splitlines()[1:4] == [
+    assert run_command(project, "apply", target).stdout.splitlines()[1:4] == [
         "new keys and metrics:",
         "  A metric `m`, over two lines: [metrics](docs/reference/metrics.md#m).",
         "other new entries in CHANGELOG.md: 1",
@@ -380,15 +380,15 @@ def test_upgrade_names_new_keys_and_metrics_and_fails_whole(project: Path, prist
 @pytest.mark.parametrize(("commit", "lost"), [("base/0.9.1", 2), ("HEAD~", 1)])
 def test_export_that_deletes_patches_needs_a_flag(project: Path, tmp_path: Path, commit: str, lost: int):
     tree = tmp_path / "tree"
-    patchset(project, "checkout", RELEASE, tree)
+    run_command(project, "checkout", RELEASE, tree)
     git("reset", "--hard", "--quiet", commit, cwd=tree)
     line = refused(project, "export", tree, unchanged=project)
     assert f"its export would delete {lost} of the patches of verl 0.9.1" in line
-    assert "deleted cfg-add-a-users-key-twice.patch" in patchset(project, "export", "--remove", tree).stdout
+    assert "deleted cfg-add-a-users-key-twice.patch" in run_command(project, "export", "--remove", tree).stdout
 
 
 def test_environment_of_the_caller(tiny: Path, target: Path, tmp_path: Path):
-    assert patchset(tiny, "status", target, env={"PYTHONSAFEPATH": "1"}).stdout == "unpatched: verl 0.9.1\n"
+    assert run_command(tiny, "status", target, env={"PYTHONSAFEPATH": "1"}).stdout == "unpatched: verl 0.9.1\n"
     (tmp_path / "file").write_text("")
     line = refused(tiny, "apply", target, unchanged=target, env={"PATH": str(tmp_path / "file")})
     assert "git is not installed: install it, or add its folder to PATH" in line

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.patch_tool import patchset, refused
+from support.patch_tool import refused, run_command
 from support.small_projects import ARGS, FILES_OF_OAT, OAT_NEWER, OAT_RELEASE, cut_wheel, wheel_of
 from support.trees import contents, edit, write_files
 
@@ -24,13 +24,15 @@ def test_folder_with_both_frameworks_needs_a_choice(tiny: Path, target: Path, pr
     shutil.copytree(pristine_oat / "oat", target / "oat")
     for command in ("status", "unapply"):
         line = refused(tiny, command, target, unchanged=target)
-        assert line == f"patchset: {target} contains verl and oat; choose one: --framework verl or oat\n"
+        assert (
+            line == f"verl-precision {command}: {target} contains verl and oat; choose one: --framework verl or oat\n"
+        )
     before = contents(target)
-    assert patchset(tiny, "apply", "--framework", "oat", target).stdout.startswith("oat 0.2.3: 2 files patched")
-    assert patchset(tiny, "status", target / "verl").stdout == "unpatched: verl 0.9.1\n"
-    found = json.loads(patchset(tiny, "status", target / "oat", "--json").stdout)
+    assert run_command(tiny, "apply", "--framework", "oat", target).stdout.startswith("oat 0.2.3: 2 files patched")
+    assert run_command(tiny, "status", target / "verl").stdout == "unpatched: verl 0.9.1\n"
+    found = json.loads(run_command(tiny, "status", target / "oat", "--json").stdout)
     assert (found["framework"], found["release"], found["state"]) == ("oat", OAT_RELEASE, "patched")
-    assert patchset(tiny, "apply", "--framework", "verl", target).stdout.startswith("verl 0.9.1: 3 files patched")
+    assert run_command(tiny, "apply", "--framework", "verl", target).stdout.startswith("verl 0.9.1: 3 files patched")
     for framework in (OAT, VERL):
         unapply(target, tiny, framework)
     assert contents(target) == before
@@ -48,7 +50,7 @@ def test_refusals_name_oat_and_its_variable(tiny: Path, pristine_oat: Path, tmp_
     line = refused(tiny, "unapply", target, unchanged=target)
     assert "foreign: matches none of oat 0.2.3, 0.2.4; the closest is 0.2.3, of the 2 files" in line
     newer = unpack(wheel_of(tiny, OAT_NEWER, OAT), tmp_path / "newer")
-    assert patchset(tiny, "status", newer).stdout == "unpatched: oat 0.2.4\n"
+    assert run_command(tiny, "status", newer).stdout == "unpatched: oat 0.2.4\n"
     assert "oat 0.2.4 has no patches yet" in refused(tiny, "apply", newer, unchanged=newer)
 
 
@@ -58,20 +60,20 @@ def test_port_adds_a_new_release_to_versions_toml(project: Path, tmp_path: Path)
     paths = ("oat/__init__.py", "oat/__about__.py", *FILES_OF_OAT)
     made = cut_wheel(archive, archive.with_name("oat_llm-0.2.5-py3-none-any.whl"), paths, {"oat/new.py": ""})
     newer = unpack(made, tmp_path / "newer")
-    assert patchset(project, "drift", newer).stdout.splitlines() == [
+    assert run_command(project, "drift", newer).stdout.splitlines() == [
         "closest to oat 0.2.3: 1 of the 2 files that its patches change differ",
         "args-import-the-module.patch: 1 of 2 files",
         f"    changed  {ARGS}",
     ]
-    done = patchset(project, "port", "--framework", "oat", OAT_RELEASE, "0.2.5", tmp_path / "tree")
+    done = run_command(project, "port", "--framework", "oat", OAT_RELEASE, "0.2.5", tmp_path / "tree")
     assert done.returncode == 0
     assert 'with the family, dependencies and features of 0.2.3:\n["0.2.5"]' in done.stdout
     assert "oat 0.2.3 -> 0.2.5: 1 patches, 2 hunks: 1 same, 1 merged\n" in done.stdout
     old, new = (find_release(name, project, OAT) for name in (OAT_RELEASE, "0.2.5"))
     assert (new.wheel_sha256, new.ported_from) == (sha256(made), OAT_RELEASE)
     assert (new.family, new.features) == (old.family, old.features)
-    assert patchset(project, "export", tmp_path / "tree").returncode == 0
-    done = patchset(project, "check", "--framework", "oat", "--release", "0.2.5")
+    assert run_command(project, "export", tmp_path / "tree").returncode == 0
+    done = run_command(project, "check", "--framework", "oat", "--release", "0.2.5")
     assert done.stdout == "oat 0.2.5: 1 patches, 2 files patched, 1 added: ok\n"
     apply(newer, project, OAT)
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.patch_tool import message, patchset, refused
+from support.patch_tool import message, refused, run_command
 from support.small_projects import add_patches, make_project, wheel_of
 from support.trees import contents, edit, git
 
@@ -54,10 +54,10 @@ def smooth(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same without the patch that conflicts; read it, do not change it."""
     project = shutil.copytree(small, tmp_path_factory.mktemp("smooth") / "project")
     tree = project.parent / "tree"
-    assert patchset(project, "checkout", OLD, tree).returncode == 0
+    assert run_command(project, "checkout", OLD, tree).returncode == 0
     git("rebase", "--quiet", "--onto", "HEAD~2", "HEAD~1", cwd=tree)
     assert "would delete 1 of the patches of verl 0.9.0" in refused(project, "export", tree, unchanged=project)
-    assert patchset(project, "export", "--remove", tree).returncode == 0
+    assert run_command(project, "export", "--remove", tree).returncode == 0
     return project
 
 
@@ -68,7 +68,7 @@ def newer(small: Path, tmp_path: Path) -> Path:
 
 
 def test_report_accounts_for_each_hunk(small: Path, tmp_path: Path):
-    done = patchset(small, "port", OLD, NEW, tmp_path / "tree")
+    done = run_command(small, "port", OLD, NEW, tmp_path / "tree")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "making a git tree of 0.9.1",
@@ -98,20 +98,20 @@ def test_report_accounts_for_each_hunk(small: Path, tmp_path: Path):
 def test_patch_that_upstream_has_is_dropped(smooth: Path, newer: Path, tmp_path: Path):
     """The release that it is carried to is identified by its content."""
     project = shutil.copytree(smooth, tmp_path / "project")
-    done = patchset(project, "port", OLD, newer, tmp_path / "tree")
+    done = run_command(project, "port", OLD, newer, tmp_path / "tree")
     assert done.returncode == 0
-    assert patchset(project, "export", tmp_path / "tree").returncode == 0
+    assert run_command(project, "export", tmp_path / "tree").returncode == 0
     made = (project / "patches/verl/v0.9.1/series").read_text().split()
     assert made == ["fsdp-import-the-module.patch", "ckpt-import-it-twice.patch"]
     # Where a patch's files are the same, so is the patch, to the byte.
     old, new = ((project / f"patches/verl/v{release}" / made[1]).read_bytes() for release in (OLD, NEW))
     assert old == new
-    assert patchset(project, "check", "--release", NEW).returncode == 0
+    assert run_command(project, "check", "--release", NEW).returncode == 0
 
 
 def test_resolved_conflict_lets_the_rest_be_carried(small: Path, newer: Path, tmp_path: Path):
     project, tree = shutil.copytree(small, tmp_path / "project"), tmp_path / "tree"
-    patchset(project, "port", OLD, NEW, tree)
+    run_command(project, "port", OLD, NEW, tree)
     assert git("diff", "--name-only", "--diff-filter=U", cwd=tree).split() == [ENGINE]
     git("add", ENGINE, cwd=tree)
     git("commit", "-m", message("[fsdp] fix: change a condition"), cwd=tree)  # and no --continue: the tree is clean
@@ -124,14 +124,14 @@ def test_resolved_conflict_lets_the_rest_be_carried(small: Path, newer: Path, tm
     edit(tree / ENGINE, "if is_last_micro_batch or not defer_sync:", "if is_last_micro_batch or self.eager:")
     git("commit", "-a", "--fixup", "HEAD~1", cwd=tree)
     git("-c", "sequence.editor=true", "rebase", "--quiet", "--interactive", "--autosquash", "base/0.9.1", cwd=tree)
-    assert patchset(project, "export", tree).returncode == 0
+    assert run_command(project, "export", tree).returncode == 0
     made = (project / "patches/verl/v0.9.1/series").read_text().split()
     assert made == ["fsdp-import-the-module.patch", "fsdp-change-a-condition.patch", "ckpt-import-it-twice.patch"]
     # From now on the newer release has the closer stack.
     edit(newer / ENGINE, "\n", "\n# of a fork\n")
     assert drift(newer, project)[0] == "closest to verl 0.9.1: 1 of the 2 files that its patches change differ"
     closer = "closer to verl 0.9.1: 0 of 4 hunks do not fit, against 1 of 5 here"
-    assert closer in patchset(project, "port", OLD, newer, tmp_path / "again").stdout
+    assert closer in run_command(project, "port", OLD, newer, tmp_path / "again").stdout
 
 
 def test_renamed_file_is_followed_and_missing_file_conflicts(smooth: Path, newer: Path, tmp_path: Path):
@@ -140,7 +140,7 @@ def test_renamed_file_is_followed_and_missing_file_conflicts(smooth: Path, newer
     (newer / "verl/.#lock").symlink_to("nowhere")
     os.mkfifo(newer / "verl/pipe")
     before = contents(newer)
-    done = patchset(smooth, "port", OLD, newer, tmp_path / "tree")
+    done = run_command(smooth, "port", OLD, newer, tmp_path / "tree")
     assert done.returncode == 1 and contents(newer) == before and "which no patch changes" not in done.stdout
     assert f"    merged   {ENGINE} -> verl/workers/engine/fsdp/moved.py: 1\n" in done.stdout
     assert f"    conflict {SAME}: line 16: there is no such file\n" in done.stdout
@@ -152,7 +152,7 @@ def test_renamed_file_is_followed_and_missing_file_conflicts(smooth: Path, newer
 
 def test_file_that_only_moved_is_merged(smooth: Path, newer: Path, tmp_path: Path):
     (newer / SAME).rename(newer / "verl/utils/checkpoint/moved.py")
-    done = patchset(smooth, "port", OLD, newer, tmp_path / "tree")
+    done = run_command(smooth, "port", OLD, newer, tmp_path / "tree")
     assert f"    merged   {SAME} -> verl/utils/checkpoint/moved.py: 1\n" in done.stdout and "same" not in done.stdout
 
 
@@ -161,12 +161,12 @@ def test_survey_names_what_no_merge_shows(smooth: Path, newer: Path, tmp_path: P
     write(newer / "verl/workers/engine/other.py", b"loss.backward()\noptimizer.step()\n")
     write(newer / "verl/utils/plain.py", b"def f(): pass\ndef g(): pass\n")
     edit(newer / SAME, "class FSDPCheckpointManager(", "class Renamed(")
-    shown = patchset(smooth, "port", OLD, newer, tmp_path / "tree").stdout
+    shown = run_command(smooth, "port", OLD, newer, tmp_path / "tree").stdout
     read = "which no patch changes: 1\n    verl/workers/engine/other.py: backward, optimizer step\n"
     assert read in shown and "looks older" not in shown
     older = unpack(wheel_of(smooth, OLD), tmp_path / "older")
     edit(older / SAME, "class FSDPCheckpointManager(", "(")
-    shown = patchset(smooth, "port", OLD, older, tmp_path / "back").stdout
+    shown = run_command(smooth, "port", OLD, older, tmp_path / "back").stdout
     assert f"looks older than verl {OLD}: lacks 1 of its functions and classes, and has 0 others\n" in shown
     assert "closer to" not in shown
 
@@ -212,7 +212,7 @@ def test_patch_that_upstream_has_in_part_is_merged(small: Path):
 def test_drift_lists_changed_files_by_patch(small: Path, newer: Path):
     (newer / SAME).unlink()
     before = contents(newer)
-    done = patchset(small, "drift", newer)
+    done = run_command(small, "drift", newer)
     assert (done.returncode, done.stderr) == (0, "") and contents(newer) == before
     assert done.stdout.splitlines()[:6] == [
         "closest to verl 0.9.0: 2 of the 2 files that its patches change differ",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.trees import commit, contents, edit, git, make_repository, write_files
 
-import pr_branch
+from verl_precision.commands import pr_branch
 from verl_precision.errors import Refused
 from verl_precision.files import write
 from verl_precision.patch import upstream

@@ -12,20 +12,25 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.patch_tool import patchset
+from support.patch_tool import run_command
 from support.small_projects import OAT_NEWER, OAT_RELEASE, RELEASE
 from support.trees import contents
 
+from verl_precision import cli
 from verl_precision.patch.releases import FRAMEWORKS, load_releases
-from verl_precision.paths import REPO
+from verl_precision.paths import PACKAGE, REPO
 
 # `make test` runs the oldest and the newest.
 PYTHONS = ["3.10", *(pytest.param(version, marks=pytest.mark.slow) for version in ("3.11", "3.12")), "3.13"]
 # The project's modules that are imported in verl's own environment, whose packages this test does without.
 MODULES = (
-    "bench command compare doctor matrix mutants patchset plan_memory pr_branch preflight probe report setup_env "
-    "verl_precision.run.job verl_precision.run.start_checks verl_precision.run.cluster"
-).split()
+    *(
+        f"commands.{each.module or name}"
+        for name, each in cli.BY_NAME.items()
+        if name not in ("bench-amp", "diversity")
+    ),
+    *("make", "run.job", "run.start_checks", "run.cluster"),
+)
 COMMANDS = (
     "list",
     "apply verl",
@@ -58,7 +63,7 @@ def interpreter(version: str) -> Path:
 def test_patch_tool_gives_the_same_on_every_python(
     python, tiny: Path, pristine: Path, pristine_oat: Path, tmp_path: Path
 ):
-    """What each command prints, and all files that it leaves but for git's."""
+    """What each command prints, and all files that it leaves except git's."""
     outcomes = []
     for each in (Path(sys.executable), interpreter(python)):
         folder = tmp_path / str(len(outcomes))
@@ -66,7 +71,7 @@ def test_patch_tool_gives_the_same_on_every_python(
             shutil.copytree(source, folder / name)
         printed = []
         for line in COMMANDS:
-            done = patchset(folder / "project", *line.split(), python=each, cwd=folder)
+            done = run_command(folder / "project", *line.split(), python=each, cwd=folder)
             assert done.returncode == 0, (line, done)
             printed.append(done.stdout.replace(str(folder), "FOLDER"))
         files = {path: content for path, content in contents(folder).items() if "/.git/" not in path}
@@ -76,20 +81,20 @@ def test_patch_tool_gives_the_same_on_every_python(
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_modules_import_with_only_the_standard_library(python: str):
-    parsed = "from verl_precision.run import job; print(job.usage()); job.parse_job(['PRECISION=fp16'])"
-    code = f"import {', '.join(MODULES)}; {parsed}"
+    modules = ", ".join(f"verl_precision.{name}" for name in MODULES)
+    code = f"import {modules}; print(verl_precision.run.job.parse_job(['PRECISION=fp16']).precision)"
     line = [interpreter(python), "-S", "-B", "-c", code]
     done = subprocess.run(line, capture_output=True, text=True, cwd=REPO / "scripts")
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("  EXPERIMENT")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout == "fp16\n"
 
 
 def test_version_is_checked_before_anything_newer_is_read():
     """The file parses on an older Python, and refuses it before it imports the project."""
-    tool = REPO / "scripts/patchset.py"
+    tool = PACKAGE / "__main__.py"
     ast.parse(tool.read_text(), feature_version=(3, 6))
     code = f"import runpy, sys; sys.version_info = (3, 9, 18); runpy.run_path({str(tool)!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-S", "-B", "-c", code], cwd="/", capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("patchset: Python 3.10 or later is needed; ")
+    assert done.returncode == 1 and done.stderr.startswith("verl-precision: Python 3.10 or later is needed; ")
     assert done.stderr.count("\n") == 1
 
 

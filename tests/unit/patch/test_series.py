@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.patch_tool import message, patchset, refused
+from support.patch_tool import message, refused, run_command
 from support.small_projects import CONFIG, ENGINE, MODULE, OAT_RELEASE, PROTOCOL, RELEASE, UNTOUCHED, wheel_of
 from support.trees import contents, edit, git
 
@@ -26,19 +26,19 @@ SUBJECT = "[ckpt] fix: keep the checkpoint"
 def two(project: Path, tmp_path: Path) -> Path:
     """The tiny project with a patch of ``fixes``, which changes a file of ``precision`` and another, and adds one."""
     tree = tmp_path / "tree-of-fixes"
-    assert patchset(project, "checkout", RELEASE, tree).returncode == 0
+    assert run_command(project, "checkout", RELEASE, tree).returncode == 0
     edit(tree / ENGINE, "# twice\n", "# twice\n# fixed\n")
     edit(tree / UNTOUCHED, "import", "# fixed\nimport")
     (tree / FIX).write_text("FIXED = True\n")
     git("add", "--all", cwd=tree)
     git("commit", "-m", message(SUBJECT, Series="fixes"), cwd=tree)
-    done = patchset(project, "export", tree)
+    done = run_command(project, "export", tree)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return project
 
 
 def checked(project: Path) -> str:
-    return patchset(project, "check", "--release", RELEASE).stdout.removeprefix(f"verl {RELEASE}: ")
+    return run_command(project, "check", "--release", RELEASE).stdout.removeprefix(f"verl {RELEASE}: ")
 
 
 def exchange(project: Path, target: Path) -> list[tuple[str, str, str]]:
@@ -69,15 +69,15 @@ def test_series_are_applied_exchanged_and_removed(two: Path, pristine: Path, tar
 
 
 def test_command_applies_fixes_on_request_and_says_what_they_correct(two: Path, target: Path):
-    first = patchset(two, "apply", target).stdout
+    first = run_command(two, "apply", target).stdout
     assert "(precision)" in first and SUBJECT not in first
-    second = patchset(two, "apply", "--fixes", target).stdout.splitlines()
+    second = run_command(two, "apply", "--fixes", target).stdout.splitlines()
     assert second[-1] == f"  {SUBJECT}" and "removed first" in second[0]
-    assert "(precision and fixes)" in patchset(two, "status", target).stdout
-    assert json.loads(patchset(two, "status", "--json", target).stdout)["series"] == "precision and fixes"
-    third = patchset(two, "apply", target).stdout.splitlines()
+    assert "(precision and fixes)" in run_command(two, "status", target).stdout
+    assert json.loads(run_command(two, "status", "--json", target).stdout)["series"] == "precision and fixes"
+    third = run_command(two, "apply", target).stdout.splitlines()
     assert third[1] == "the series fixes was removed; FIXES=yes puts it back"
-    listed = json.loads(patchset(two, "list", "--json", "--framework", "verl").stdout)
+    listed = json.loads(run_command(two, "list", "--json", "--framework", "verl").stdout)
     assert [each["series"] for each in listed] == ["precision", "precision and fixes"]
     assert f"ckpt-keep-the-checkpoint.patch (fixes): 1 of 2 files\n    changed  {UNTOUCHED}" in drifted(two, target)
 
@@ -121,18 +121,18 @@ def test_files_of_fixes_stay_apart_and_precision_comes_first(two: Path, tmp_path
     release = find_release(RELEASE, two)
     assert release.tree_after_fixes and release.tree_after_fixes != release.tree_after
     tree = tmp_path / "tree"
-    patchset(two, "checkout", RELEASE, tree)
+    run_command(two, "checkout", RELEASE, tree)
     edit(tree / FIX, "True", "1")
     edit(tree / CONFIG, "# A key.", "# The key.")
     git("commit", "-am", message("[cfg] fix: word it"), cwd=tree)
     line = refused(two, "export", tree, unchanged=two)
     assert "cfg-word-it.patch follows ckpt-keep-the-checkpoint.patch of the series fixes" in line
     git("commit", "--amend", "-m", message("[cfg] fix: word it", Series="fixes"), cwd=tree)
-    assert patchset(two, "export", tree).returncode == 0
+    assert run_command(two, "export", tree).returncode == 0
     assert (two / "patches/verl/fixes" / FIX).read_text() == "FIXED = 1\n"
     assert checked(two) == "4 patches, 4 files patched, 4 added: ok\n"
     git("reset", "--hard", "HEAD~2", cwd=tree)
-    assert patchset(two, "export", "--remove", tree).returncode == 0
+    assert run_command(two, "export", "--remove", tree).returncode == 0
     assert find_release(RELEASE, two).tree_after_fixes == ""
 
 
@@ -159,7 +159,7 @@ def test_precision_needs_no_file_of_fixes():
 @pytest.mark.parametrize("trailer", ["series: fixes", "Series: fix", "Series: Fixes"])
 def test_another_series_is_refused(two: Path, tmp_path: Path, trailer: str):
     tree = tmp_path / "tree"
-    patchset(two, "checkout", RELEASE, tree)
+    run_command(two, "checkout", RELEASE, tree)
     edit(tree / CONFIG, "# A key.", "# The key.")
     git("commit", "-am", f"{message('[cfg] fix: word it')}\n{trailer}", cwd=tree)
     line = refused(two, "export", tree, unchanged=two)
@@ -169,7 +169,7 @@ def test_another_series_is_refused(two: Path, tmp_path: Path, trailer: str):
 def test_files_of_fixes_without_a_patch_are_refused(project: Path):
     (project / "patches/verl/fixes").mkdir()
     (project / "patches/verl/fixes/fix.py").touch()
-    done = patchset(project, "check", "--release", RELEASE)
+    done = run_command(project, "check", "--release", RELEASE)
     assert done.returncode == 1 and f"has files, and no patch of verl {RELEASE} is of the series fixes" in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""``scripts/preflight.py`` on real small models; its predictions are compared with fp16 itself."""
+"""The command ``preflight`` on real small models; its predictions are compared with fp16 itself."""
 
 import copy
 import csv
@@ -13,9 +13,9 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from transformers import AutoModelForCausalLM
 
-import preflight
 from recipes.arithmetic import families
 from recipes.arithmetic.model import build_model
+from verl_precision.commands import preflight
 from verl_precision.errors import Refused
 from verl_precision.patch.precision_module import load_precision
 from verl_precision.paths import REPO

@@ -1,4 +1,4 @@
-"""``scripts/probe.py`` on real small models: its measurements, its report and its refusals."""
+"""The command ``probe`` on real small models: its measurements, its report and its refusals."""
 
 import json
 import math
@@ -15,10 +15,10 @@ import pytest
 import torch
 from support.waiting import wait_until
 
-import probe
+from verl_precision.commands import probe
 from verl_precision.errors import Refused
 from verl_precision.files import read_jsonl
-from verl_precision.paths import REPO
+from verl_precision.paths import PROGRAM, REPO
 from verl_precision.probe import log_probs, vllm_generate
 from verl_precision.probe.comparison import compare
 from verl_precision.probe.log_probs import Task
@@ -28,6 +28,7 @@ from verl_precision.probe.rebatching import Rebatching
 from verl_precision.probe.variants import Variant, check_gpus
 from verl_precision.probe.work_folder import append_missing, is_complete, rollout_file, trainer_file
 from verl_precision.run.gpus import Gpu
+from verl_precision.spelling import as_options
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 PLAIN = ["WIRE=fp32", "HEAD=none"]
@@ -53,7 +54,11 @@ PROBES = {
         "BATCH=none",
     ),
 }
-SEVERAL = "import json, sys, probe; sys.exit(max(probe.main(words) for words in json.loads(sys.argv[1])))"
+SEVERAL = """
+import json, sys
+from verl_precision.commands import probe
+sys.exit(max(map(probe.main, json.loads(sys.argv[1]))))
+"""
 
 
 def words_of(folder: Path, out: Path, model: str, *words: str) -> list[str]:
@@ -61,7 +66,7 @@ def words_of(folder: Path, out: Path, model: str, *words: str) -> list[str]:
 
 
 def command(*words: str) -> list:
-    return [sys.executable, REPO / "scripts" / "probe.py", *words]
+    return [*PROGRAM, "probe", *as_options(dict(word.partition("=")[::2] for word in words))]
 
 
 def rows_of(out: Path) -> dict[tuple, dict]:

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,16 +14,16 @@ import pandas as pd
 import pytest
 from transformers import AutoModelForCausalLM
 
-import doctor
-import preflight
-import recommend as command
+from verl_precision.commands import doctor, preflight
+from verl_precision.commands import recommend as command
 from verl_precision.errors import Refused
 from verl_precision.files import read_jsonl, write
-from verl_precision.paths import REPO
+from verl_precision.paths import PROGRAM, REPO
 from verl_precision.probe.mismatch import Answer, measure
 from verl_precision.probe.recommendation import recommend, two_digits
 from verl_precision.run.gpus import Gpu
 from verl_precision.sequence_weights import UNTRUNCATED
+from verl_precision.spelling import as_options
 
 SCALE = "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=131072"
 PREFLIGHT = {
@@ -194,8 +193,8 @@ def accepted(capsys, line: str) -> str:
 
 
 def recommended(words: list[str]) -> list[str]:
-    """Return the lines that the command prints, in a process of its own: on a CPU a probe replaces torch's autocast."""
-    line = [sys.executable, REPO / "scripts/recommend.py", *words]
+    """Return the lines that the command prints, in a separate process: on a CPU a probe replaces torch's autocast."""
+    line = [*PROGRAM, "recommend", *as_options(dict(word.partition("=")[::2] for word in words))]
     return subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import probe
 from recipes.arithmetic.families import build_model, build_tokenizer
+from verl_precision.commands import probe
 from verl_precision.files import read_jsonl
-from verl_precision.paths import REPO
+from verl_precision.paths import SCRIPTS
 from verl_precision.probe.comparison import compare
 from verl_precision.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
 from verl_precision.probe.rebatching import rebatchings
@@ -85,8 +85,8 @@ def test_report_has_a_column_for_mixtures_alone(folder, tmp_path):
     words += ["WIRE=fp32", "HEAD=none", "BATCH=packing"]
     models = {"dense": folder / "model", "mixture": tmp_path / "mixture"}
     commands = [[*words, f"MODEL={model}", f"OUT={tmp_path / 'out' / name}"] for name, model in models.items()]
-    code = f"import sys; sys.path.insert(0, {str(REPO / 'scripts')!r}); import probe; [*map(probe.main, {commands})]"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    code = f"from verl_precision.commands import probe; [*map(probe.main, {commands})]"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=SCRIPTS)
     dense, text = (next(tmp_path.glob(f"out/{name}/*.md")).read_text() for name in models)
     assert "experts" not in dense + next(tmp_path.glob("out/dense/*.json")).read_text()
     assert text.count("| equal to the bit (95 %) | other experts (95 %) |\n") == 2

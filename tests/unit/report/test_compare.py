@@ -3,7 +3,7 @@
 import pytest
 from support.report_runs import finished_run
 
-import compare
+from verl_precision.commands import compare
 from verl_precision.errors import Refused
 
 

@@ -1,4 +1,4 @@
-"""The right answers of finished runs, by ``scripts/diversity.py``."""
+"""The right answers of finished runs, by the command ``diversity``."""
 
 import json
 import shlex
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.report_runs import finished_run
 
-import diversity
+from verl_precision.commands import diversity
 from verl_precision.errors import Refused
 
 Answers = dict[str, list[tuple[str, float]]]  # by prompt the answers and their scores

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from support.report_runs import RECORDED, built, built_from, is_rebuilt_from, made, several, write_metrics
 from support.trees import contents
 
-import report as command
+from verl_precision.commands import report as command
 from verl_precision.errors import Refused
 from verl_precision.files import write, write_json
 from verl_precision.paths import REPO

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from verl_precision.cli import gpu_present, options
 from verl_precision.errors import Refused
 from verl_precision.paths import ARITHMETIC, CACHE
 from verl_precision.run.job import GENERATED, MODULES, Job, compose, parse_job, quoted
+from verl_precision.words import gpu_present, options
 
 
 def parsed(*words: str) -> Job:

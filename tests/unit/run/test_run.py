@@ -1,4 +1,4 @@
-"""The command ``scripts/run.py``, and its use by ``make run``."""
+"""The command ``run``, and its use by ``make run``."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from support.report_runs import finished_run
 
-import run
+from verl_precision.commands import run
 from verl_precision.errors import Refused
 from verl_precision.files import write_json
 from verl_precision.run import train

@@ -63,7 +63,7 @@ def job(*words: str) -> Job:
 
 
 def started(out: Path, *words: str, checkpoint: int = 0, finished: bool = False) -> Path:
-    """Create the folder of a run of 10 steps as ``scripts/run.py`` leaves it."""
+    """Create the folder of a run of 10 steps as the command ``run`` leaves it."""
     record = start_record(job(*words), out, 10)
     write(out / "metrics.jsonl", b'{"step": 1, "data": {}}\n')
     write_json(out / "run.json", record)

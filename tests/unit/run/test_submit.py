@@ -12,9 +12,9 @@ import pytest
 import requests
 from ray.job_submission import JobStatus
 
-import submit
+from verl_precision.commands import submit
 from verl_precision.errors import Refused
-from verl_precision.paths import REPO
+from verl_precision.paths import PACKAGE
 from verl_precision.run.job import Job, parse_job
 
 HEAD = "http://127.0.0.1:8265"
@@ -33,15 +33,15 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, trees, impo
     scratch.mkdir()
     submission = submit.prepare(job, scratch)
     assert submission.entrypoint == (
-        "python3 scripts/run.py EXPERIMENT=arithmetic PRECISION=fp16 ALGO=grpo DEVICE=cpu SEED=1 ARGS=trainer.nnodes=2 "
-        f"STEPS=2 OUT={tmp_path}/run RETRIES=1"
+        "python3 scripts/verl_precision run --experiment=arithmetic --precision=fp16 --algo=grpo --device=cpu --seed=1 "
+        f"--steps=2 --out={tmp_path}/run --retries=1 -- trainer.nnodes=2"
     )
     modules = [str(trees["patched"] / "verl")]
     carried = {"working_dir": str(scratch), "py_modules": modules, "excludes": ["__pycache__"]}
     assert submission.runtime_env == carried and not list(scratch.rglob("__pycache__"))
     assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
-    words = submission.entrypoint.split()[2:]  # accepted there by a Python without packages
-    subprocess.run([sys.executable, "-S", "-m", "verl_precision.run.job", *words], cwd=scratch / "scripts", check=True)
+    program, *options = submission.entrypoint.split()[1:]  # accepted there by a Python without packages
+    subprocess.run([sys.executable, "-S", program, *options, "--help"], cwd=scratch, check=True, capture_output=True)
 
 
 def test_unpatched_verl_is_not_carried(job, trees, imported, tmp_path):
@@ -49,8 +49,8 @@ def test_unpatched_verl_is_not_carried(job, trees, imported, tmp_path):
     with pytest.raises(Refused, match=f"^CARRY=yes: {trees['pristine']}/verl: unpatched: "):
         submit.prepare(job, tmp_path)
     own = submit.prepare(replace(job, carry=False, seed=0, retries=0), tmp_path)
-    assert own.runtime_env == {} and own.entrypoint.startswith(f"{sys.executable} {REPO}/scripts/run.py ")
-    assert {"SEED=0", "RETRIES=0"} <= {*shlex.split(own.entrypoint)}, "0 is a value, not a missing one"
+    assert own.runtime_env == {} and own.entrypoint.startswith(f"{sys.executable} {PACKAGE} run ")
+    assert {"--seed=0", "--retries=0"} <= {*shlex.split(own.entrypoint)}, "0 is a value, not a missing one"
 
 
 def test_dry_run_shows_the_submission_and_does_nothing(validated_here, tmp_path, monkeypatch, capsys):
@@ -58,7 +58,10 @@ def test_dry_run_shows_the_submission_and_does_nothing(validated_here, tmp_path,
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     assert submit.main(["--dry-run", "DEVICE=cpu", f"OUT={tmp_path}/run"]) == 0
     shown = "".join(capsys.readouterr())
-    assert "would submit to http://127.0.0.1:1: python3 scripts/run.py " in shown and f"OUT={tmp_path}/run" in shown
+    assert (
+        "would submit to http://127.0.0.1:1: python3 scripts/verl_precision run " in shown
+        and f"--out={tmp_path}/run" in shown
+    )
     assert "carries verl 0.9.1 with stack " in shown and "MiB" in shown and "0123456789abcdef" not in shown
     assert not list(tmp_path.iterdir())
 

@@ -14,30 +14,32 @@ import pytest
 from support.report_runs import finished_run
 from support.trees import git
 
-import compare
+from verl_precision.commands import compare
 from verl_precision.errors import Refused
 from verl_precision.files import write, write_json
 from verl_precision.patch.apply import apply
 from verl_precision.patch.status import status
 from verl_precision.patch.wheels import unpacked_wheel
-from verl_precision.paths import REPO
+from verl_precision.paths import PROGRAM, REPO
 from verl_precision.run import code_versions, sweep
 from verl_precision.run.code_versions import CodeVersion, branch_commit, branch_version, code_record, tree_version
 from verl_precision.run.folder import finished as is_finished
 from verl_precision.run.job import parse_job
 from verl_precision.run.sweep import SweepPlan, SweepProgress, SweepRun, absolute, plan_sweep, run_sweep
+from verl_precision.spelling import as_options
 
-# Replaces scripts/run.py: three quick steps, the second of which fails in bf16 with seed 1.
+CLI = "scripts/verl_precision/cli.py"
+# Replaces the command run: three quick steps, the second of which fails in bf16 with seed 1.
 RUN = """
 import json, sys
 from pathlib import Path
-values = dict(word.split("=", 1) for word in sys.argv[1:])
-out = Path(values["OUT"])
+values = dict(word.split("=", 1) for word in sys.argv[2:])
+out = Path(values["--out"])
 out.mkdir(parents=True, exist_ok=True)
 (out / "attempts").open("a").write("1")
 for step in (1, 2, 3):
     print(f"step {step}/3", flush=True)
-    if step == 2 and (values["PRECISION"], values["SEED"]) == ("bf16", "1"):
+    if step == 2 and (values["--precision"], values["--seed"]) == ("bf16", "1"):
         sys.exit("the gradient of lm_head overflows")
 summary = {"wall_s": 60.0, "reward_first": 0.25, "reward_last": 0.5}
 (out / "summary.json").write_text(json.dumps(summary))
@@ -151,22 +153,22 @@ def test_versions_of_earlier_comparisons_stay_recorded(tmp_path):
 
 def test_branch_is_its_last_commit_without_uncommitted_changes(tmp_path, tmp_path_factory, monkeypatch):
     other = tmp_path_factory.mktemp("other")
-    write(tmp_path / "scripts/run.py", b"import sys")
+    write(tmp_path / CLI, b"import sys")
     git("init", "--quiet", "-b", "main", cwd=tmp_path)
     git("add", "-A", cwd=tmp_path)
     git("commit", "--quiet", "-m", "first", cwd=tmp_path)
     head = git("rev-parse", "HEAD", cwd=tmp_path).strip()
     git("branch", "mine", cwd=tmp_path)
     git("worktree", "add", "--quiet", "-b", "mine-2", str(other), cwd=tmp_path)
-    (other / "scripts/run.py").write_text("not mine")
+    (other / CLI).write_text("not mine")
     monkeypatch.setattr(code_versions, "REPO", tmp_path)
     monkeypatch.setattr(code_versions, "CACHE", tmp_path / ".cache")
     assert branch_commit("main") == branch_commit("mine") == head
-    with pytest.raises(Refused, match="^BRANCHES=mine: its scripts/run.py lacks .*--check, .*; merge [^\n]*$"):
+    with pytest.raises(Refused, match="^BRANCHES=mine: its command run lacks .*--check-each, .*; merge [^\n]*$"):
         branch_version("mine", head)
     assert not (tmp_path / ".cache").exists(), "refused before a checkout is created"
-    (tmp_path / "scripts/run.py").write_text("edited")
-    with pytest.raises(Refused, match=f"BRANCHES=main: {tmp_path} has changes that are not committed: scripts/run.py"):
+    (tmp_path / CLI).write_text("edited")
+    with pytest.raises(Refused, match=f"BRANCHES=main: {tmp_path} has changes that are not committed: {CLI}"):
         branch_commit("main")
     assert branch_commit("mine") == head
     with pytest.raises(Refused, match="BRANCHES=v1: there is no such branch; there are main, mine, mine-2"):
@@ -178,7 +180,7 @@ def test_branch_brings_its_own_verl(tmp_path, monkeypatch):
     commit = git("rev-parse", "HEAD", cwd=REPO).strip()
     code = branch_version("my/branch", commit)
     assert code.name == "my-branch" and code.identity == {"branch": "my/branch", "commit": commit}
-    assert (code.project / "scripts" / "run.py").exists() and code.verl.is_relative_to(code.project)
+    assert (code.program / "__main__.py").exists() and code.verl.is_relative_to(code.project)
     assert status(code.verl, code.project).state == "patched"
     assert [path.name for path in (tmp_path / "branches").iterdir()] == [commit], "nothing is left beside it"
     monkeypatch.setattr(code_versions, "unpacked_wheel", None)
@@ -186,8 +188,8 @@ def test_branch_brings_its_own_verl(tmp_path, monkeypatch):
 
 
 def planned(root: Path, script: str) -> SweepPlan:
-    """Return a comparison of four runs below ``root`` with a script in the place of run.py."""
-    write(root / "project/scripts/run.py", script.encode())
+    """Return a comparison of four runs below ``root`` with a script instead of the command line."""
+    write(root / "project/scripts/verl_precision/__main__.py", script.encode())
 
     def run(regime: str, seed: str) -> SweepRun:
         folder = root / f"grpo/{regime}-seed{seed}"
@@ -225,7 +227,7 @@ def test_failed_run_is_named_and_does_not_stop_the_others(tmp_path, capsys, monk
     assert attempts == once | {"bf16-seed1": "11"}, "finished ones are not repeated"
 
 
-# Replaces scripts/run.py, which ends verl, Ray and vLLM when it is interrupted.
+# Replaces the command run, which ends verl, Ray and vLLM when it is interrupted.
 ENDS_IN_ORDER = """
 import sys, time
 try:
@@ -237,7 +239,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path, monkeypatch, capsys):
-    """tests/e2e/test_resume.py interrupts scripts/run.py itself."""
+    """tests/e2e/test_resume.py interrupts the command itself."""
     finished(tmp_path)
     show = SweepProgress.show
 
@@ -250,11 +252,12 @@ def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path, mo
     monkeypatch.setattr(SweepProgress, "show", show_and_interrupt)
     monkeypatch.setattr(sweep, "plan_sweep", lambda values: planned(tmp_path, ENDS_IN_ORDER))
     words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "SEED=1 2", f"OUT={tmp_path}"]
+    settings = dict(word.partition("=")[::2] for word in words)
     assert compare.main(words) == 130
     text = capsys.readouterr().out
     assert "run 2/4: grpo bf16 seed 1" in text and "run 3/4" not in text
     assert "interrupted: ended in order" in text and "interrupted, 1 of 4 runs are finished" in text
-    assert text.endswith(f"\nto resume:  {shlex.join([sys.executable, compare.__file__, *words])}\n")
+    assert text.endswith(f"\nto resume:  {shlex.join([*PROGRAM, 'compare', *as_options(settings)])}\n")
     assert "fp16" in (tmp_path / "grpo/report/table.csv").read_text()
 
 

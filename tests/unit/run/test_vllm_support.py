@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import probe
-import run
+from verl_precision.commands import probe, run
 from verl_precision.doctor.diagnosis import diagnose
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused

@@ -11,8 +11,8 @@ import pytest
 from support.report_runs import write_metrics
 from support.trees import RELEASE, edit, patched_tree
 
-import verify_gpu
 from recipes.arithmetic.model import build_model, build_tokenizer
+from verl_precision.commands import verify_gpu
 from verl_precision.errors import Refused
 from verl_precision.files import write_json
 from verl_precision.patch.releases import VERL, find_release

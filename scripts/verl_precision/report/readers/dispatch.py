@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from verl_precision.cli import options, shell_words
 from verl_precision.errors import Refused
 from verl_precision.report.catalog import METRIC, UNTRAINED
 from verl_precision.report.logged_run import LoggedRun
@@ -17,6 +16,7 @@ from verl_precision.report.readers.tensorboard import read_tensorboard
 from verl_precision.report.readers.verl_file_logger import read_file_logger
 from verl_precision.report.readers.wandb import read_wandb
 from verl_precision.report.readers.wandb_csv import read_csv, split_run_name
+from verl_precision.words import options, shell_words
 
 LABEL = re.compile(r"[A-Za-z0-9][\w.+-]*")
 Reader = Callable[[str, Path], LoggedRun]

@@ -1,4 +1,4 @@
-"""Measure the mismatch of a model before any training: ``scripts/probe.py [NAME=VALUE ...]``.
+"""Measure the mismatch of a model before any training.
 
 Samples answers to prompts as a rollout does, in the rollout's dtype and with a KV cache, and computes the
 log-probabilities of the same tokens as verl's trainer does. Reports for each regime how far the two differ, and the
@@ -9,11 +9,11 @@ Exit code 0: measured, whatever the verdict; 1: refused or failed; 130: interrup
 import sys
 from typing import TYPE_CHECKING
 
-from verl_precision.cli import handled_errors, usage
 from verl_precision.errors import Refused
 from verl_precision.paths import REPO
 from verl_precision.probe.model import check_positions, load, prepare_sanity, prompts, token_ids
-from verl_precision.probe.options import VARIABLES, ProbeOptions, parse
+from verl_precision.probe.options import VARIABLES as VARIABLES  # its options
+from verl_precision.probe.options import ProbeOptions, parse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,15 +87,7 @@ def measure(options: ProbeOptions) -> int:
 
 
 def main(words: list[str]) -> int:
-    if words in (["--help"], ["-h"]):
-        print(f"{__doc__}\n{usage(VARIABLES)}")
-        return 0
     options = parse(words)
     if options.is_sanity and not prepare_sanity():
         return 1
     return measure(options)
-
-
-if __name__ == "__main__":
-    with handled_errors("probe", "repeat the command to resume"):
-        sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Predict the effect of fp16 on a model: ``scripts/preflight.py [NAME=VALUE ...]``.
+"""Predict the effect of fp16 on a model.
 
 Samples answers to prompts, as a rollout does, and runs forward and backward passes over them in fp32. Reports which
 modules exceed fp16's range, how many gradients would vanish, a first loss scale, which modules to keep in fp32, and
@@ -8,19 +8,18 @@ refused or failed; 130: interrupted.
 """
 
 import shlex
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl_precision.cli import device, file_path, handled_errors, parse_words, usage, whole_number
 from verl_precision.errors import Refused
 from verl_precision.files import check_room
 from verl_precision.format import duration
 from verl_precision.patch.precision_module import load_precision
-from verl_precision.paths import REPO
+from verl_precision.paths import OUTPUTS, REPO
 from verl_precision.probe.model import SANITY, load, model_and_data, prepare_sanity, prompts, sample_answer, short_name
 from verl_precision.run.vllm_float16 import float16_support, ways_out
+from verl_precision.words import device, file_path, parse_words, whole_number
 
 VARIABLES = {
     "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
@@ -69,15 +68,12 @@ def parse(words: list[str]) -> PreflightOptions:
         out=Path(file_path(values, "OUT") or "."),
     )
     if "OUT" not in values:
-        options = replace(options, out=REPO / "outputs" / "preflight" / options.name)
+        options = replace(options, out=OUTPUTS / "preflight" / options.name)
     check_room(options.out)
     return options
 
 
 def main(words: list[str]) -> int:
-    if words in (["--help"], ["-h"]):
-        print(f"{__doc__}\n{usage(VARIABLES)}")
-        return 0
     options = parse(words)
     if options.is_sanity and not prepare_sanity():
         return 1
@@ -148,8 +144,3 @@ def examine(options: PreflightOptions) -> dict:
     for name in ("preflight.png", "report.md", "modules.csv"):
         print(f"  {options.out / name}")
     return numbers(ranges, assessment, rollout)
-
-
-if __name__ == "__main__":
-    with handled_errors("preflight"):
-        sys.exit(main(sys.argv[1:]))

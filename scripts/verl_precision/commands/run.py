@@ -1,4 +1,4 @@
-"""Train with verl: ``scripts/run.py [NAME=VALUE ...]`` with the variables of ``make run``.
+"""Train with verl in a regime.
 
 Starts verl's own ``main_ppo`` and shows its progress. Everything goes to the folder OUT, and the same command resumes a
 run that was interrupted. With RAY_ADDRESS in the environment it trains on that running Ray cluster, after checking the
@@ -7,16 +7,14 @@ resumes from the last complete checkpoint, RETRIES times; any other failure ends
 trained all steps; 1: refused or failed; 75: gave up after a worker or node was lost, so that the caller may start it
 again; 130: interrupted.
 
-``scripts/run.py --check [NAME=VALUE ...] [-- NAME=VALUE ...]`` checks one run, or several with ``--`` between them, and
-starts and writes nothing. Exit code 0: each could start or resume, or is finished; stdout has a JSON list with OUT,
-STEPS and ``finished`` of each. 1: one would be refused; stderr has why. It queries no cluster.
+With --check, exit code 0: the run could start or resume, or is finished; stdout has a JSON list with its ``out``,
+``steps`` and ``finished``. 1: it would be refused; stderr has the reason. No cluster is queried.
 """
 
 import json
 import subprocess
 import sys
 
-from verl_precision.cli import handled_errors, help_requested
 from verl_precision.doctor.job_refusal import ask_doctor
 from verl_precision.files import write_json
 from verl_precision.paths import REPO
@@ -25,7 +23,9 @@ from verl_precision.run import cluster
 from verl_precision.run.checks import check_data
 from verl_precision.run.curves import plot_curves
 from verl_precision.run.folder import checkpoint_step, choose_folder, lock
-from verl_precision.run.job import compose, parse_job, usage
+from verl_precision.run.job import VARIABLES as VARIABLES  # its options
+from verl_precision.run.job import compose
+from verl_precision.run.job import parse_job as parse
 from verl_precision.run.metrics import merge_metrics
 from verl_precision.run.presets import fit_to_gpus
 from verl_precision.run.start_checks import check_runs, check_start
@@ -33,24 +33,16 @@ from verl_precision.run.summary import summarize, summary_table
 from verl_precision.run.validation import validate
 
 
-def check(words: list[str]) -> None:
-    """Check the runs that the words describe, with ``--`` between them, and print the outcome as JSON."""
-    requests: list[list[str]] = [[]]
-    for word in words:
-        if word == "--":
-            requests.append([])
-        else:
-            requests[-1].append(word)
-    if len(requests) > 1 and not requests[0]:  # every run may have its --
-        del requests[0]
-    runs = check_runs([fit_to_gpus(parse_job(request))[0] for request in requests], ask_doctor)
+def check(requests: list[list[str]]) -> None:
+    """Check the runs, each described by its words, and print the outcome as JSON."""
+    runs = check_runs([fit_to_gpus(parse(request))[0] for request in requests], ask_doctor)
     print(json.dumps([{"out": str(run.out), "steps": run.steps, "finished": run.finished} for run in runs]))
 
 
 def run(words: list[str]) -> int:
     """Train, and write the summary and curves of the finished run. Return the exit code."""
     interrupt_on_signals()
-    job, fitted = fit_to_gpus(parse_job(words))
+    job, fitted = fit_to_gpus(parse(words))
     if fitted:
         print(fitted)
     out = choose_folder(job)
@@ -87,15 +79,10 @@ def run(words: list[str]) -> int:
 
 
 def main(words: list[str]) -> int:
-    if help_requested(words):
-        print(f"{__doc__}\n{usage()}")
+    if "--check-each" in words:
+        check([[f"{name}={value}" for name, value in each.items()] for each in json.load(sys.stdin)])
         return 0
     if "--check" in words:
-        check([word for word in words if word != "--check"])
+        check([[word for word in words if word != "--check"]])
         return 0
     return run(words)
-
-
-if __name__ == "__main__":
-    with handled_errors("run"):
-        sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Recommend a regime for a model, from a preflight and a probe: ``scripts/recommend.py [NAME=VALUE ...]``.
+"""Recommend a regime for a model, from a preflight and a probe.
 
 Prints the regime, the first loss scale, the modules to keep in fp32, and whether sequence weights hold at the response
 length of your run, each with the numbers it follows from; then what these do not decide and the command that measures
@@ -9,21 +9,19 @@ the reports of preflight and probe. Exit code 0: measured, whether or not a regi
 
 import json
 import shlex
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import preflight
-import probe
-from verl_precision.cli import file_path, handled_errors, parse_words, usage, whole_number
+from verl_precision.commands import preflight, probe
 from verl_precision.errors import Refused
 from verl_precision.files import sha256, write_json
-from verl_precision.paths import REPO
+from verl_precision.paths import OUTPUTS
 from verl_precision.probe.model import prepare_sanity
 from verl_precision.probe.options import VARIABLES as PROBE
 from verl_precision.probe.options import ProbeOptions
 from verl_precision.probe.options import parse as parse_probe
 from verl_precision.run.vllm_float16 import float16_support
+from verl_precision.words import file_path, parse_words, whole_number
 
 VARIABLES = {
     "MODEL": PROBE["MODEL"],
@@ -62,7 +60,7 @@ def parse(words: list[str]) -> RecommendOptions:
     first = parse_probe(as_words(shared, sizes, measured, limit))
     size = f"{first.rows}x{first.samples}{f'-{tokens}' if tokens else ''}"
     name = f"{first.name}-{first.backend}-{first.device}-{size}"
-    out = Path(file_path(values, "OUT") or REPO / "outputs" / "recommend" / name)
+    out = Path(file_path(values, "OUT") or OUTPUTS / "recommend" / name)
     return RecommendOptions(
         preflight.parse(as_words(shared, {"ROWS": first.rows, "OUT": out / "preflight"})),
         replace(first, out=out / "probe"),
@@ -109,9 +107,6 @@ def last_line(overrides: list[str] | None, fenced: bool = False) -> str:
 
 
 def main(words: list[str]) -> int:
-    if words in (["--help"], ["-h"]):
-        print(f"{__doc__}\n{usage(VARIABLES)}")
-        return 0
     options = parse(words)
     if options.probe.is_sanity and not prepare_sanity():
         return 1
@@ -131,8 +126,3 @@ def main(words: list[str]) -> int:
     (options.out / "recommendation.md").write_text("\n".join([*lines, "", last_line(found.overrides, fenced=True), ""]))
     print("\n".join(["", *lines, "", f"  {options.out / 'recommendation.md'}", "", last_line(found.overrides)]))
     return 0
-
-
-if __name__ == "__main__":
-    with handled_errors("recommend", "repeat the command to resume"):
-        sys.exit(main(sys.argv[1:]))

@@ -1,11 +1,11 @@
-"""The command line of scripts/patchset.py; its check of a stack on the wheel, and every stack of the project."""
+"""The commands on patches; the check of a stack on the wheel, and every stack of the project."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
-from support.patch_tool import message, patchset, refused
+from support.patch_tool import message, refused, run_command
 from support.small_projects import CONFIG, ENGINE, MODULE, OAT_MODULE, OVERLAY, PART, RELEASE, STAMP, add_patches
 from support.trees import edit
 
@@ -32,35 +32,35 @@ def test_bad_input_is_refused(tiny: Path, target: Path, tmp_path: Path, line: st
 
 
 def test_status_prints_json(tiny: Path, patched: Path):
-    done = patchset(tiny, "status", patched, "--json")
+    done = run_command(tiny, "status", patched, "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 0
     assert (found["state"], found["release"], found["exact"]) == ("patched", RELEASE, True)
     assert found["stamp"] == json.loads((patched / STAMP).read_text())
     (patched / CONFIG).unlink()
-    done = patchset(tiny, "status", patched, "--json")
+    done = run_command(tiny, "status", patched, "--json")
     assert (done.returncode, json.loads(done.stdout)["state"]) == (1, "dirty")
 
 
 def test_list_prints_patches_with_their_reasons(tiny: Path):
-    found = json.loads(patchset(tiny, "list", "--json").stdout)
+    found = json.loads(run_command(tiny, "list", "--json").stdout)
     assert [f"{each['framework']} {each['name']}" for each in found] == ["verl 0.9.1", "oat 0.2.3", "oat 0.2.4"]
     verl, oat, _ = found
     assert (verl["family"], verl["copied"]) == ("C", [PART, MODULE, OVERLAY])
     reasons = {patch["name"]: patch["Reason"] for patch in verl["patches"]}
     assert reasons == {"fsdp-read-the-configured-dtype.patch": "local", "cfg-add-a-users-key-twice.patch": "pending"}
     assert (oat["family"], oat["copied"]) == ("B", [OAT_MODULE])
-    assert "pending   [cfg] fix: add a user's key (twice!)" in patchset(tiny, "list").stdout
-    text = patchset(tiny, "list", "--framework", "oat").stdout
+    assert "pending   [cfg] fix: add a user's key (twice!)" in run_command(tiny, "list").stdout
+    text = run_command(tiny, "list", "--framework", "oat").stdout
     assert re.match(r"oat 0\.2\.3: family B, stack \w{12}, 1 patches, 1 files copied\n", text) and "verl" not in text
 
 
 def test_only_help_and_status_need_no_git(tiny: Path, target: Path):
     without_git = {"PATH": str(target.parent)}
     line = refused(tiny, "apply", target, unchanged=target.parent, env=without_git)
-    assert line == "patchset: git is not installed: install it, or add its folder to PATH\n"
-    assert patchset(tiny, "--help", env=without_git).stdout.startswith("usage: patchset")
-    assert patchset(tiny, "status", target, env=without_git).stdout == "unpatched: verl 0.9.1\n"
+    assert line == "verl-precision apply: git is not installed: install it, or add its folder to PATH\n"
+    assert run_command(tiny, "--help", env=without_git).stdout.startswith("usage: verl-precision")
+    assert run_command(tiny, "status", target, env=without_git).stdout == "unpatched: verl 0.9.1\n"
 
 
 HOOK = "cfg-add-a-users-key-twice.patch"
@@ -86,7 +86,7 @@ RELEASES = [release for framework in FRAMEWORKS.values() for release in load_rel
 )
 def test_check_reports_each_fault(project: Path, file: str, old: str, new: str, named: str):
     edit(project / "patches/verl" / file, old, new)
-    done = patchset(project, "check", "--framework", "verl", "--json")
+    done = run_command(project, "check", "--framework", "verl", "--json")
     found = json.loads(done.stdout)[f"verl {RELEASE}"]
     assert (done.returncode, found["ok"]) == (1, False) and named in found["detail"]
 
@@ -94,19 +94,19 @@ def test_check_reports_each_fault(project: Path, file: str, old: str, new: str, 
 def test_check_compiles_the_hooked_files(project: Path):
     broken = {ENGINE: ("import logging\n", "import logging\nimport\n")}
     add_patches(project, RELEASE, [(message("[fsdp] feat: import nothing"), broken)])
-    assert f"{ENGINE} of verl 0.9.1 does not compile" in patchset(project, "check").stderr
+    assert f"{ENGINE} of verl 0.9.1 does not compile" in run_command(project, "check").stderr
 
 
 def test_check_covers_both_frameworks(tiny: Path):
-    done = patchset(tiny, "check", "--all")
-    assert (done.returncode, done.stderr) == (1, "patchset: oat 0.2.4: oat 0.2.4 has no patches yet\n")
+    done = run_command(tiny, "check", "--all")
+    assert (done.returncode, done.stderr) == (1, "verl-precision check: oat 0.2.4: oat 0.2.4 has no patches yet\n")
     assert done.stdout.splitlines() == [
         "verl 0.9.1: 2 patches, 3 files patched, 3 added: ok",
         "oat 0.2.3: 1 patches, 2 files patched, 1 added: ok",
     ]
-    done = patchset(tiny, "check", "--release", RELEASE)
+    done = run_command(tiny, "check", "--release", RELEASE)
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
-    found = json.loads(patchset(tiny, "check", "--framework", "oat", "--json").stdout)
+    found = json.loads(run_command(tiny, "check", "--framework", "oat", "--json").stdout)
     assert {release: outcome["ok"] for release, outcome in found.items()} == {"oat 0.2.3": True, "oat 0.2.4": False}
 
 

@@ -1,4 +1,4 @@
-"""Set up the environments of this checkout: ``scripts/setup_env.py [--python PYTHON] {cpu,cuda,workers,browser} ...``.
+"""Set up the environments of this checkout.
 
 cpu      .venv: verl, patched, with vLLM's CPU build
 cuda     .venv-cuda: the same for NVIDIA GPUs
@@ -12,7 +12,6 @@ FLASH_ATTN=no leaves out flash-attn, which takes long to compile; verl's attenti
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import shutil
@@ -21,13 +20,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_precision.cli import handled_errors, one_of
 from verl_precision.errors import Refused
 from verl_precision.format import first_three
+from verl_precision.parser import Parser
 from verl_precision.patch.apply import apply
 from verl_precision.paths import REPO
 from verl_precision.uv import find_uv
 from verl_precision.wheelhouse import Wheelhouse, canonical, unpack
+from verl_precision.words import one_of
 
 PYTHONS = ("3.11", "3.12")  # for which the locks are resolved
 
@@ -225,18 +225,14 @@ def setup_browser() -> None:
     subprocess.run(command, env=quiet, stdout=subprocess.DEVNULL, check=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(words: list[str]) -> int:
+    parser = Parser("verl-precision setup", __doc__)
     parser.add_argument("names", nargs="+", choices=[*ENVIRONMENTS, "browser"], metavar="NAME")
     parser.add_argument("--python", help="Python 3.11 or 3.12 for new environments")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     for name in options.names:
         if name == "browser":
             setup_browser()
         else:
             setup(name, options.python)
-
-
-if __name__ == "__main__":
-    with handled_errors("setup_env"):
-        main()
+    return 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.bench.model_shape import MODELS, SANITY
-from verl_precision.cli import handled_errors
+from verl_precision.parser import Parser
 from verl_precision.paths import REPO
 
 PARTS = ("optimizer", "layers", "training")
@@ -117,7 +117,7 @@ def of_parts(text: str) -> list[str]:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser("verl-precision bench", __doc__)
     parser.add_argument("--size", choices=PRESETS, help="default: the device's; small: for tests, with --out")
     parser.add_argument("--only", type=of_parts, help=f"parts, of {','.join(PARTS)}; default on a CPU: optimizer")
     parser.add_argument("--sizes", type=above_zero, help="model sizes for the optimizer step, in millions")
@@ -169,8 +169,3 @@ def main(words: list[str]) -> int:
     files = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("csv", "md", "png")]
     print(*write(rows, traffic, device, machine(device), files), sep="\n")
     return 0
-
-
-if __name__ == "__main__":
-    with handled_errors("bench"):
-        sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Train a language model in bf16 and in fp16 with importance weights: ``scripts/collapse.py [NAME=VALUE ...]``.
+"""Train a language model in bf16 and in fp16 with importance weights.
 
 Runs verl's main_ppo with Ray, FSDP and vLLM on the recall task (recipes/recall). Its logits are lifted so that k3 adds
 up to 8 nats per answer in bf16. Plots accuracy and k3 of both runs to OUT/collapse.png.
@@ -14,10 +14,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_precision import cli
 from verl_precision.errors import Refused
 from verl_precision.files import check_room
-from verl_precision.paths import REPO
+from verl_precision.paths import OUTPUTS, REPO
+from verl_precision.words import alternatives, device, file_path, parse_words, whole_number
 
 sys.path.append(str(REPO))  # for the recipes
 from verl_precision.collapse.grid import FEWEST_STEPS, GridRun, load_grid, make_runs
@@ -52,22 +52,22 @@ def parse(words: list[str]) -> CollapseOptions:
     Raises:
         Refused: a name or a value is not allowed.
     """
-    values = cli.parse_words(words, VARIABLES)
+    values = parse_words(words, VARIABLES)
     for name in ("SEED", "STEPS") if "GRID" in values else ("ONLY",):
         if name in values:
             why = "cannot be set with GRID, whose file sets it" if "GRID" in values else "can only be set with GRID"
             raise Refused(f"{name}={values[name]}: {why}")
-    grid = cli.file_path(values, "GRID")
+    grid = file_path(values, "GRID")
     if grid and not Path(grid).is_file():
         raise Refused(f"GRID={grid}: there is no such file")
-    out = Path(cli.file_path(values, "OUT") or REPO / "outputs/collapse").resolve()
+    out = Path(file_path(values, "OUT") or OUTPUTS / "collapse").resolve()
     results = RESULTS if grid and Path(grid).resolve() == SHIPPED and "OUT" not in values else out
     for folder in (out, results):
         check_room(folder)
     return CollapseOptions(
-        seed=cli.whole_number(values, "SEED", 0, 1),
-        steps=cli.whole_number(values, "STEPS", FEWEST_STEPS, 40),
-        device=cli.device(values),
+        seed=whole_number(values, "SEED", 0, 1),
+        steps=whole_number(values, "STEPS", FEWEST_STEPS, 40),
+        device=device(values),
         out=out,
         grid=Path(grid) if grid else None,
         only=tuple(name.strip() for name in values.get("ONLY", "").split(",") if name.strip()),
@@ -99,7 +99,7 @@ def make_grid(options: CollapseOptions) -> int:
     groups = list(dict.fromkeys(run.group for run in grid))
     for name in options.only:
         if name not in groups:
-            raise Refused(f"ONLY={name}: {cli.alternatives(name, groups, 'groups')}")
+            raise Refused(f"ONLY={name}: {alternatives(name, groups, 'groups')}")
     known = {each.run: each for each in read_table(options.table)}
     ahead = [run for run in grid if run not in known and (not options.only or run.group in options.only)]
     print(f"{len(known)} runs have an outcome in {options.table}", flush=True)
@@ -122,13 +122,5 @@ def make_grid(options: CollapseOptions) -> int:
 
 
 def main(words: list[str]) -> int:
-    if cli.help_requested(words):
-        print(f"{__doc__}\n{cli.usage(VARIABLES)}")
-        return 0
     options = parse(words)
     return make_grid(options) if options.grid else compare_pair(options)
-
-
-if __name__ == "__main__":
-    with cli.handled_errors("collapse"):
-        sys.exit(main(sys.argv[1:]))

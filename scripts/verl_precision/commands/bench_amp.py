@@ -1,7 +1,7 @@
 """Compare training in fp16 and bf16 outside verl with fp32: time, memory and learning outcome.
 
-    scripts/bench_amp.py                                       all scenarios, into docs/results; 3 minutes on 2 cores
-    scripts/bench_amp.py --only mlp,ppo --repeats 7 --out DIR
+    bench-amp                                       all scenarios, into docs/results; 3 minutes on 2 cores
+    bench-amp --only mlp,ppo --repeats 7 --out DIR
 
 The arms of a scenario are fp32, fp16, bf16 and, on a GPU that has it, fp32 with TF32. They train side by side from the
 same weights, on the same data, clipped alike, and take turns at every update, each round in a different order. Each
@@ -20,7 +20,6 @@ from typing import Optional
 
 import torch
 
-from verl_precision.cli import handled_errors
 from verl_precision.paths import REPO
 
 sys.path.append(str(REPO))  # for the recipes
@@ -113,12 +112,12 @@ class AmpBenchOptions:
 def main(words: Optional[list[str]] = None) -> int:
     """Run the command line ``words`` (``sys.argv`` by default)."""
     words = sys.argv[1:] if words is None else words
-    chosen, _ = parse(AmpBenchOptions, "scripts/bench_amp.py", __doc__.splitlines()[0], words)
+    chosen, _ = parse(AmpBenchOptions, "verl-precision bench-amp", __doc__.splitlines()[0], words)
     target, size = torch.device(chosen.where), chosen.size or chosen.where
     try:
         out = new_folder(chosen.out or REPO / "docs" / "results")
     except ValueError as error:
-        sys.exit(f"scripts/bench_amp.py: {error}")
+        sys.exit(f"verl-precision bench-amp: {error}")
     begin, used = time.monotonic(), cpu_seconds()
     rows = bench(chosen.names, size, chosen.repeats, chosen.seed, target)
     seconds, (used_by_all, own) = time.monotonic() - begin, cpu_seconds()
@@ -127,8 +126,3 @@ def main(words: Optional[list[str]] = None) -> int:
     conditions = Conditions(chosen.where, size, command, seconds, others, no_tf32(target))
     print(*write(rows, conditions, out), sep="\n")
     return 0
-
-
-if __name__ == "__main__":
-    with handled_errors("bench-amp"):
-        sys.exit(main())

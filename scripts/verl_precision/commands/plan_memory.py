@@ -1,4 +1,4 @@
-"""Plan the GPU memory of a job: ``scripts/plan_memory.py [NAME=VALUE ...]``.
+"""Plan the GPU memory of a job.
 
 Arithmetic over verl's composed configuration and the model's config.json: nothing is downloaded, built or run, and no
 GPU is needed. With OUT it writes plan-memory.md, plan-memory.json and plan-memory.png there. Exit code 0: planned,
@@ -7,17 +7,16 @@ whether the job fits or not; 1: refused.
 
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_precision.bench.memory_plan import GIB, MemoryPlan, check_supported, plan_job
 from verl_precision.bench.memory_report import plot, table
-from verl_precision.cli import file_path, handled_errors, one_of, options, parse_words, shell_words, usage, whole_number
 from verl_precision.files import check_room
 from verl_precision.run.job import Job, compose, parse_job
 from verl_precision.run.validation import validate
+from verl_precision.words import file_path, one_of, options, parse_words, shell_words, whole_number
 
 VARIABLES = {
     "EXPERIMENT": "one or several, default dense_7b dense_32b moe_30b: {experiment}",
@@ -110,9 +109,6 @@ def write(plans: dict[str, MemoryPlan], words: list[str], out: Path) -> None:
 
 
 def main(words: list[str]) -> int:
-    if words in (["--help"], ["-h"]):
-        print(f"{__doc__}\n{usage(VARIABLES)}")
-        return 0
     parsed = parse(words)
     plans, out = plan_all(parsed), parsed.out
     print("\n\n".join(table(title, plan) for title, plan in plans.items()))
@@ -120,8 +116,3 @@ def main(words: list[str]) -> int:
         write(plans, words, out)
         print(f"\n  {out / 'plan-memory.md'}\n  {out / 'plan-memory.png'}")
     return 0
-
-
-if __name__ == "__main__":
-    with handled_errors("plan-memory"):
-        sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Compare runs: ``scripts/compare.py NAME=VALUE ...`` with the variables of ``make compare``.
+"""Train and compare regimes, or compare existing runs.
 
 Takes existing runs, ``RUNS="LABEL=FOLDER …"``: folders of ``make run``, finished or not, verl's file logger,
 TensorBoard events and wandb's files. Or makes them first, ``PRECISION="fp16 bf16" SEED="1 2 3"``, with all that ``make
@@ -8,17 +8,18 @@ Exit code 0: done; 1: refused, or a run failed; 130: interrupted, with the repor
 """
 
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from verl_precision import cli
 from verl_precision.errors import Refused
+from verl_precision.paths import PROGRAM
 from verl_precision.report.build import write_report
 from verl_precision.report.readers.dispatch import labelled_paths
 from verl_precision.report.statistics import THRESHOLD
 from verl_precision.report.tables import on_screen
 from verl_precision.run import sweep
+from verl_precision.spelling import as_options
+from verl_precision.words import finite_number, parse_words
 
 REPORT_VARIABLES = {
     "RUNS": "LABEL=FOLDER …, the label repeated for each seed: folders of make run, TensorBoard, .jsonl, .wandb, .csv",
@@ -30,16 +31,11 @@ REPORT_VARIABLES = {
 VARIABLES = REPORT_VARIABLES | {name: text for name, text in sweep.VARIABLES.items() if name not in REPORT_VARIABLES}
 
 
-def usage() -> str:
-    """Return the variables and their values, a line each."""
-    return cli.usage(VARIABLES)
-
-
 def write(
     values: Mapping[str, str], pairs: Sequence[tuple[str, Path]], out: Path, title: str, expected: Sequence[str] = ()
 ) -> None:
     """Write the report and print its summary."""
-    threshold = cli.finite_number(values, "THRESHOLD", THRESHOLD)
+    threshold = finite_number(values, "THRESHOLD", THRESHOLD)
     report = write_report(pairs, out, threshold, values.get("TITLE", title), expected, values.get("NOSPEED", ""))
     print(f"\n{on_screen(report)}\n\n  {out / 'index.html'}\n")
 
@@ -50,7 +46,7 @@ def compare_runs(values: Mapping[str, str]) -> int:
     return 0
 
 
-def sweep_and_compare(values: Mapping[str, str], words: list[str]) -> int:
+def sweep_and_compare(values: Mapping[str, str]) -> int:
     """Start the unfinished runs, and report on the finished ones. Return the exit code."""
     plan = sweep.plan_sweep({name: value for name, value in values.items() if name in sweep.VARIABLES})
     outcome = sweep.run_sweep(plan)
@@ -61,7 +57,7 @@ def sweep_and_compare(values: Mapping[str, str], words: list[str]) -> int:
     for run in outcome.failed:
         print(f"failed, and not in the report: {run}, {run.out / 'train.log'}")
     if outcome.code:
-        print(f"to resume:  {shlex.join([sys.executable, str(Path(__file__).resolve()), *words])}")
+        print(f"to resume:  {shlex.join([*PROGRAM, 'compare', *as_options(values)])}")
     return outcome.code
 
 
@@ -71,8 +67,8 @@ def parse(words: list[str]) -> dict[str, str]:
     Raises:
         Refused: a name or a value is not allowed, or there is no run.
     """
-    values = cli.parse_words(words, VARIABLES)
-    cli.finite_number(values, "THRESHOLD", THRESHOLD)
+    values = parse_words(words, VARIABLES)
+    finite_number(values, "THRESHOLD", THRESHOLD)
     if "RUNS" in values:
         if others := [name for name in values if name not in (*REPORT_VARIABLES, "DEVICE")]:
             raise Refused(f"{others[0]}={values[others[0]]}: cannot be set with RUNS, which takes existing runs")
@@ -86,13 +82,5 @@ def parse(words: list[str]) -> dict[str, str]:
 
 
 def main(words: list[str]) -> int:
-    if cli.help_requested(words):
-        print(f"{__doc__}\n{usage()}")
-        return 0
     values = parse(words)
-    return compare_runs(values) if "RUNS" in values else sweep_and_compare(values, words)
-
-
-if __name__ == "__main__":
-    with cli.handled_errors("compare"):
-        sys.exit(main(sys.argv[1:]))
+    return compare_runs(values) if "RUNS" in values else sweep_and_compare(values)

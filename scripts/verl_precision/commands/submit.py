@@ -1,12 +1,11 @@
-"""Train on a running cluster: ``RAY_ADDRESS=http://HEAD:8265 scripts/submit.py [--dry-run] [NAME=VALUE ...]``.
+"""Train on a running Ray cluster, whose dashboard RAY_ADDRESS names: ``RAY_ADDRESS=http://HEAD:8265``.
 
-The variables are ``make run``'s. Submits ``scripts/run.py`` as a job of Ray and shows its output. The job carries the
+Submits ``verl-precision run`` as a job of Ray and shows its output. The job carries the
 patched verl of this environment and this checkout's recipes, configs, scripts and patches to every node, so that a node
 needs only the dependencies of verl (torch, vllm, …), and ``python3`` on the head's PATH. With CARRY=no every node must
 have this checkout and its environment at the same paths and have started Ray from that. Either way OUT, the model and
 the data must lie on storage that every node and the submitting machine mount at the same path. On a submitting machine
 without a GPU set DEVICE=cuda. A secret (HF_TOKEN, WANDB_API_KEY, …) is never sent: set it where the nodes start Ray.
-``--dry-run`` prints what would be submitted.
 
 Exit code 0: trained all steps; 1: refused or failed; 130: no longer watched; the job continues.
 """
@@ -17,26 +16,28 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_precision.cli import handled_errors, help_requested
 from verl_precision.doctor.job_refusal import ask_doctor
 from verl_precision.errors import Refused
 from verl_precision.patch.status import apply_command, status
-from verl_precision.paths import REPO
+from verl_precision.paths import PACKAGE, PROGRAM, REPO
 from verl_precision.run.checks import check_job
 from verl_precision.run.folder import choose_folder, start_record
-from verl_precision.run.job import Job, compose, parse_job, usage
+from verl_precision.run.job import VARIABLES as VARIABLES  # its options
+from verl_precision.run.job import Job, compose
+from verl_precision.run.job import parse_job as parse
 from verl_precision.run.validation import validate
+from verl_precision.spelling import as_options
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
-CARRIED = ("configs", "patches", "recipes", "scripts")  # of this checkout
+CARRIED = ("configs", "patches", "recipes")  # of this project
+PACKAGED = "scripts/verl_precision"  # where a checkout has this package
 COMPILED = "__pycache__"
 SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIALS?|API_?KEY|ACCESS_?KEY(_ID)?)$")  # in a variable's name
 
@@ -115,19 +116,20 @@ def prepare(job: Job, scratch: Path) -> Submission:
         Refused: there is nothing to carry.
     """
     values = job.settings() | {"STEPS": job.steps or "", "OUT": job.out, "RETRIES": job.retries}
-    words = [f"{name}={value}" for name, value in values.items() if value != ""]
+    options = as_options({name: str(value) for name, value in values.items() if value != ""})
     if not job.carry:
-        return Submission(shlex.join([sys.executable, str(REPO / "scripts/run.py"), *words]), {}, ("nothing",))
+        return Submission(shlex.join([*PROGRAM, "run", *options]), {}, ("nothing",))
     verl, state = patched_verl()
     for name in CARRIED:
         shutil.copytree(REPO / name, scratch / name, ignore=shutil.ignore_patterns(COMPILED))
+    shutil.copytree(PACKAGE, scratch / PACKAGED, ignore=shutil.ignore_patterns(COMPILED, "project"))
     runtime_env = {"working_dir": str(scratch), "py_modules": [str(verl)], "excludes": [COMPILED]}
-    carried = (f"{state}, {size(verl)}", f"{', '.join(CARRIED)} of {REPO}, {size(scratch)}")
-    return Submission(shlex.join(["python3", "scripts/run.py", *words]), runtime_env, carried)
+    carried = (f"{state}, {size(verl)}", f"{', '.join(CARRIED)} and the package of {REPO}, {size(scratch)}")
+    return Submission(shlex.join(["python3", PACKAGED, "run", *options]), runtime_env, carried)
 
 
 def check_submission(job: Job, words: list[str]) -> Job:
-    """Check the job as ``run.py`` will, save for this machine's GPUs and CPUs. Return it with ``out`` set.
+    """Check the job as ``run`` will, except for this machine's GPUs and CPUs. Return it with ``out`` set.
 
     Raises:
         Refused: it could not run as described.
@@ -171,12 +173,9 @@ def submit(client: "JobSubmissionClient", submission: Submission, address: str) 
 
 
 def main(words: list[str]) -> int:
-    if help_requested(words):
-        print(f"{__doc__}\n{usage()}")
-        return 0
     dry, words = "--dry-run" in words, [word for word in words if word != "--dry-run"]
     refuse_secrets(words)
-    job = parse_job(words)
+    job = parse(words)
     check_dashboard(job.cluster or "")
     client = None if dry else connect(job.cluster)
     job = check_submission(job, words)
@@ -188,8 +187,3 @@ def main(words: list[str]) -> int:
             print(f"would submit to {job.cluster}: {submission.entrypoint}")
             return 0
         return submit(client, submission, job.cluster)
-
-
-if __name__ == "__main__":
-    with handled_errors("submit"):
-        sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Rebuild a report from the runs that it keeps: ``scripts/report.py FROM=FOLDER OUT=FOLDER``.
+"""Rebuild a report from the runs that it keeps.
 
 Reads FROM/report.json and the runs that it names, and writes the page, the figures, the tables and the runs to OUT, by
 default outputs/report/NAME, NAME the last part of FROM. OUT may be FROM.
@@ -6,13 +6,12 @@ default outputs/report/NAME, NAME the last part of FROM. OUT may be FROM.
 Exit code 0: done; 1: refused; 130: interrupted, with OUT as it was.
 """
 
-import sys
 from pathlib import Path
 
-from verl_precision.cli import handled_errors, help_requested, parse_words, usage
 from verl_precision.errors import Refused
 from verl_precision.report.build import rebuild
 from verl_precision.report.tables import on_screen
+from verl_precision.words import parse_words
 
 VARIABLES = {
     "FROM": "a report's folder, with report.json, e.g. docs/results/sanity/grpo",
@@ -33,16 +32,8 @@ def parse(words: list[str]) -> dict[str, str]:
 
 
 def main(words: list[str]) -> int:
-    if help_requested(words):
-        print(f"{__doc__}\n{usage(VARIABLES)}")
-        return 0
     variables = parse(words)
     source = Path(variables["FROM"]).expanduser()
     out = Path(variables.get("OUT", Path("outputs/report") / source.resolve().name)).expanduser()
     print(f"\n{on_screen(rebuild(source, out))}\n\n  {out / 'index.html'}\n")
     return 0
-
-
-if __name__ == "__main__":
-    with handled_errors("report"):
-        sys.exit(main(sys.argv[1:]))

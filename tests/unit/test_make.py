@@ -1,21 +1,19 @@
-"""``scripts/command.py`` and the Makefile: words reach their command as typed, or are refused before any set-up."""
+"""``verl_precision.make`` and the Makefile: words reach their command as typed, or are refused before any set-up."""
 
-import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-import command
-import compare
-import run
-import submit
+from verl_precision import make
 from verl_precision.errors import Refused
-from verl_precision.paths import REPO
+from verl_precision.paths import PACKAGE, REPO
 from verl_precision.run.job import VARIABLES
+from verl_precision.spelling import MADE
 
 MAKEFILE = (REPO / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.M)
@@ -24,18 +22,19 @@ TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.M)
 @pytest.fixture
 def started(monkeypatch):
     """``started("run", "SEED=2")``: the Python and arguments of the exec'd process, without any set-up."""
-    monkeypatch.setattr(command.setup_env, "setup", lambda device, python, *_, **__: f"PYTHON of {device} {python}")
-    monkeypatch.setattr(command, "gpu_present", lambda: False)
-    taken = {name for each in command.COMMANDS.values() for name in each.takes or ()}
-    for name in {*command.VARIABLES, *taken}:
+    monkeypatch.setenv(MADE, "")
+    monkeypatch.setattr(make.setup_env, "setup", lambda device, python, *_, **__: f"PYTHON of {device} {python}")
+    monkeypatch.setattr(make, "gpu_present", lambda: False)
+    taken = {name for each in make.TARGETS.values() for name in each.takes or ()}
+    for name in {*VARIABLES, *taken}:
         monkeypatch.delenv(name, raising=False)
     calls = []
     monkeypatch.setattr(os, "execv", lambda program, arguments: calls.append((program, arguments)))
 
-    def start(*words: str) -> tuple[str, list[str]]:
-        command.main(list(words))
+    def start(name: str, *words: str) -> tuple[str, list[str]]:
+        make.start(name, list(words))
         ((program, arguments),) = calls
-        return program, [argument.removeprefix(f"{REPO}/scripts/") for argument in arguments[1:]]
+        return program, arguments[2:] if arguments[1] == str(PACKAGE) else arguments[1:]
 
     return start
 
@@ -44,72 +43,62 @@ IN_ITS_ENVIRONMENT, HERE = "PYTHON of cpu None", sys.executable
 
 
 STARTED = [
-    (["run", "SEED=2", "PRECISION=bf16"], IN_ITS_ENVIRONMENT, ["run.py", "SEED=2", "PRECISION=bf16"]),
-    (["preflight", "ROWS=4", "DEVICE=cpu"], IN_ITS_ENVIRONMENT, ["preflight.py", "ROWS=4", "DEVICE=cpu"]),
-    (["doctor", "ARGS=a.b=1"], IN_ITS_ENVIRONMENT, ["doctor.py", "--args=a.b=1"]),
-    (["bench", "ARGS=--sizes 10,30"], IN_ITS_ENVIRONMENT, ["bench.py", "--sizes", "10,30"]),
-    (["mutants", "ONLY=one"], IN_ITS_ENVIRONMENT, ["mutants.py", "one"]),
-    (["gsm8k"], IN_ITS_ENVIRONMENT, ["-m", "recipes.gsm8k.prepare", "--out", "data/gsm8k"]),
-    (["pr-branch", "VERL=/clone"], IN_ITS_ENVIRONMENT, ["pr_branch.py", "/clone", "--dir", "outputs/pr-branch"]),
-    (["probe", "PYTHON=python3.12", "DEVICE=cpu"], "PYTHON of cpu python3.12", ["probe.py", "DEVICE=cpu"]),
+    (["run", "SEED=2", "PRECISION=bf16"], IN_ITS_ENVIRONMENT, "run --seed=2 --precision=bf16"),
+    (["run", "ARGS=+a='b c' ~d"], IN_ITS_ENVIRONMENT, "run -- '+a=b c' '~d'"),
+    (["preflight", "ROWS=4", "DEVICE=cpu"], IN_ITS_ENVIRONMENT, "preflight --rows=4 --device=cpu"),
+    (["doctor", "ARGS=a.b=1"], IN_ITS_ENVIRONMENT, "doctor -- a.b=1"),
+    (["bench", "ARGS=--sizes 10,30"], IN_ITS_ENVIRONMENT, "bench --sizes 10,30"),
+    (["mutants", "ONLY=one"], IN_ITS_ENVIRONMENT, "mutants one"),
+    (["gsm8k"], IN_ITS_ENVIRONMENT, "-m recipes.gsm8k.prepare --out data/gsm8k"),
+    (["pr-branch", "VERL=/clone"], IN_ITS_ENVIRONMENT, "pr-branch /clone --dir outputs/pr-branch"),
+    (["probe", "PYTHON=python3.12", "DEVICE=cpu"], "PYTHON of cpu python3.12", "probe --device=cpu"),
+    (["wheelhouse", "DIR=/no/where", "PYTHON_VERSION=3.11"], HERE, "wheelhouse --dir=/no/where --python-version=3.11"),
     # the patch tool needs no environment
-    (["apply-patches", "VERL=/a b"], HERE, ["patchset.py", "apply", "--framework", "verl", "/a b"]),
-    (["status", "OAT=/oat"], HERE, ["patchset.py", "status", "--framework", "oat", "/oat"]),
+    (["apply-patches", "VERL=/a b"], HERE, "apply --framework verl '/a b'"),
+    (["apply-patches", "VERL=/a", "FIXES=yes"], HERE, "apply --fixes --framework verl /a"),
+    (["unapply-patches", "OAT=/a", "FORCE=yes"], HERE, "unapply --force --framework oat /a"),
+    (["status", "OAT=/oat"], HERE, "status --framework oat /oat"),
     # of the words of several goals each takes its own
-    (["status", "VERL=/a", "STEPS=2", "--shared"], HERE, ["patchset.py", "status", "--framework", "verl", "/a"]),
-    (["check"], HERE, ["patchset.py", "check", "--all"]),
+    (["status", "VERL=/a", "STEPS=2", "--shared"], HERE, "status --framework verl /a"),
+    (["check"], HERE, "check"),
     (
         ["carry", "PATCH=a.patch", "FROM=0.2.4", "FRAMEWORK=oat"],
         HERE,
-        ["patchset.py", "carry", "--framework", "oat", "a.patch", "0.2.4", "outputs/carry-a"],
+        "carry --framework oat a.patch 0.2.4 outputs/carry-a",
     ),
-    (
-        ["port", "FROM=0.9.1", "TO=/fork/verl/"],
-        HERE,
-        ["patchset.py", "port", "--framework", "verl", "0.9.1", "/fork/verl/", "outputs/verl-verl"],
-    ),
+    (["port", "FROM=0.9.1", "TO=/fork/verl/"], HERE, "port 0.9.1 /fork/verl/ outputs/verl-verl"),
 ]
 
 
-# Named by the words alone: the id of a test must not depend on the machine.
+# Named by only the words: the id of a test must not depend on the machine.
 @pytest.mark.parametrize(("words", "program", "arguments"), STARTED, ids=[" ".join(words) for words, *_ in STARTED])
-def test_command_starts_its_script(started, words, program, arguments):
-    assert started(*words) == (program, arguments)
+def test_target_starts_its_command(started, words, program, arguments):
+    assert started(*words) == (program, shlex.split(arguments))
 
 
 def test_tree_is_that_of_the_environment_once_there_is_one(started, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(command.setup_env, "REPO", tmp_path)
+    monkeypatch.setattr(make.setup_env, "REPO", tmp_path)
     with pytest.raises(Refused, match="^VERL: is not set, and this checkout has no .venv; example: make drift VERL=/"):
         started("drift")
     (installed := tmp_path / ".venv/site-packages").mkdir(parents=True)
-    assert started("drift") == (HERE, ["patchset.py", "drift", "--framework", "verl", str(installed)])
+    assert started("drift") == (HERE, ["drift", "--framework", "verl", str(installed)])
     assert capsys.readouterr().out == f"VERL is not set: taking {installed}\n"
 
 
-@pytest.mark.parametrize("name", [name for name, each in command.COMMANDS.items() if each.script == "patchset.py"])
-def test_help_of_a_patch_command_explains_its_variables(name, monkeypatch, capsys):
-    executed = []
-    monkeypatch.setattr(os, "execv", lambda *words: executed.append(words))
-    command.help_command(name)
-    shown = capsys.readouterr().out
-    assert all(f"\n  {each} " in shown for each in command.COMMANDS[name].takes)
-    assert bool(executed) == (not command.COMMANDS[name].takes)
-
-
 def test_sanity_is_a_grid_whose_values_the_command_line_overrides(started):
-    grid = ["EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16 bf16_train_fp16_infer fp32", "ALGO=grpo pg_is ppo"]
-    made = ["compare.py", *grid, "SEED=4 5", "THRESHOLD=0.95", "OUT=outputs/sanity", "ARGS=a='b c'"]
+    grid = ["--experiment=sanity_cpu", "--precision=fp16 bf16 bf16_train_fp16_infer fp32", "--algo=grpo pg_is ppo"]
+    made = ["compare", *grid, "--seed=4 5", "--threshold=0.95", "--out=outputs/sanity", "--", "a=b c"]
     assert sorted(started("sanity", "SEED=4 5", "ARGS=a='b c'")[1]) == sorted(made)
 
 
 @pytest.mark.parametrize(
     ("environment", "words", "arguments"),
     [
-        ({"SEED": "3", "PRECISION": "bf16"}, ["run", "SEED=2"], ["run.py", "PRECISION=bf16", "SEED=2"]),
-        ({"ARGS": "+precision=fp16"}, ["doctor"], ["doctor.py", "--args=+precision=fp16"]),
-        ({"ARGS": "+precision=fp16"}, ["doctor", "ARGS=+precision=bf16"], ["doctor.py", "--args=+precision=bf16"]),
-        ({"DEVICE": "cpu"}, ["preflight"], ["preflight.py", "DEVICE=cpu"]),
-        ({"FORCE": "1"}, ["unapply-patches", "VERL=/v"], ["patchset.py", "unapply", "--framework", "verl", "/v"]),
+        ({"SEED": "3", "PRECISION": "bf16"}, ["run", "SEED=2"], ["run", "--precision=bf16", "--seed=2"]),
+        ({"ARGS": "+precision=fp16"}, ["doctor"], ["doctor", "--", "+precision=fp16"]),
+        ({"ARGS": "+precision=fp16"}, ["doctor", "ARGS=+precision=bf16"], ["doctor", "--", "+precision=bf16"]),
+        ({"DEVICE": "cpu"}, ["preflight"], ["preflight", "--device=cpu"]),
+        ({"FORCE": "1"}, ["unapply-patches", "VERL=/v"], ["unapply", "--framework", "verl", "/v"]),
     ],
 )
 def test_command_line_wins_over_the_environment(started, monkeypatch, environment, words, arguments):
@@ -128,7 +117,7 @@ def test_command_line_wins_over_the_environment(started, monkeypatch, environmen
     ],
 )
 def test_machine_with_a_gpu_uses_it(started, monkeypatch, words, device):
-    monkeypatch.setattr(command, "gpu_present", lambda: True)
+    monkeypatch.setattr(make, "gpu_present", lambda: True)
     assert started(*words.split())[0] == f"PYTHON of {device} None"
 
 
@@ -146,9 +135,10 @@ def test_recipe_is_found_and_installed_from_the_index_of_the_command_line(starte
 def test_environments_of_a_command_are_made_with_the_python_that_is_named(monkeypatch, name, environments, starts):
     calls, programs = [], []
     monkeypatch.setenv("VERL", "/verl")
-    monkeypatch.setattr(command.setup_env, "setup", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(make.setup_env, "setup", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(os, "execv", lambda *_: programs.append("the command"))
-    command.main([name, "DEVICE=cpu", "PYTHON=python3.12"])
+    monkeypatch.setenv(MADE, "")
+    make.start(name, ["DEVICE=cpu", "PYTHON=python3.12"])
     assert calls == [(environment, "python3.12") for environment in environments]
     assert bool(programs) == starts
 
@@ -162,7 +152,6 @@ def test_tree_of_the_environment_counts_like_one_of_the_command_line(started, mo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rnu"], "is not a command; did you mean run?"),
         (["run", "DEVICE=gpu"], "DEVICE=gpu: must be one of cpu, cuda"),
         (["run", "ARGS=trainer.save_freq"], "ARGS=trainer.save_freq: is not a Hydra override"),
         (["compare", "SEED=1 1"], "SEED=1 1: contains 1 more than once"),
@@ -184,7 +173,7 @@ def test_bad_words_are_refused_before_any_setup(started, words, message):
     assert "\n" not in str(refusal.value)
 
 
-def make(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+def run_make(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     """Run ``make`` as a user does, without the variables of a make that runs these tests."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     line = [shutil.which("make"), *words]
@@ -193,10 +182,10 @@ def make(*words: str, environment: dict[str, str] | None = None) -> subprocess.C
 
 def test_make_passes_every_word_on_as_it_was_typed_and_a_refusal_in_one_line():
     typed = {"DEVICE=cpu", "OUT=/a b", "ARGS=x='it''s' y=[1,2] z=$HOME ${data.y} b=$$"}
-    line = make("--dry-run", "run", *typed).stdout.splitlines()[-1]
+    line = run_make("--dry-run", "run", *typed).stdout.splitlines()[-1]
     words = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True).stdout.split("\0")
-    assert words[2:4] == ["scripts/command.py", "run"] and set(words[4:-1]) == typed
-    done = make("run", "PRECISON=fp16")
+    assert words[2:5] == ["scripts/verl_precision", "make", "run"] and set(words[5:-1]) == typed
+    done = run_make("run", "PRECISON=fp16")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[0].startswith("run: PRECISON: is not a variable of this command; did you mean")
 
@@ -204,16 +193,16 @@ def test_make_passes_every_word_on_as_it_was_typed_and_a_refusal_in_one_line():
 @pytest.mark.parametrize("line", ["run\nARGS=a\nb=c", "doctor\nVERL=/x\n/y", "status\nVERL=/x\n", "check\nX=a\rb"])
 def test_value_of_several_lines_is_refused_in_one(line):
     target, _, word = line.partition("\n")
-    done = make(target, word)
+    done = run_make(target, word)
     shown = " ".join(word.split())
     assert done.returncode == 2 and done.stderr.endswith(f"*** {shown}: its value must be one line.  Stop.\n")
     assert done.stderr.count("\n") == 1 and done.stdout == ""
 
 
 def test_makefile_is_a_list_of_targets():
-    text = make().stdout
+    text = run_make().stdout
     assert all(f"make {target} " in text for target in set(TARGETS) - {"python"})
-    assert set(command.COMMANDS) <= set(TARGETS) and len(MAKEFILE.splitlines()) <= 120
+    assert set(make.TARGETS) <= set(TARGETS) and len(MAKEFILE.splitlines()) <= 120
 
 
 @pytest.mark.parametrize(
@@ -227,10 +216,10 @@ def test_make_uses_the_first_recent_python(tmp_path, pythons, chosen, words):
         (tmp_path / name).write_text(f"#!/bin/sh\nexit {int(name == 'python3')}\n")
         (tmp_path / name).chmod(0o755)
     if chosen and not words:
-        done = make("--dry-run", "check", environment={"PATH": str(tmp_path)})
-        assert done.stdout.splitlines()[-1].split()[:3] == ["exec", chosen, "scripts/command.py"]
+        done = run_make("--dry-run", "check", environment={"PATH": str(tmp_path)})
+        assert done.stdout.splitlines()[-1].split()[:3] == ["exec", chosen, "scripts/verl_precision"]
         return
-    done = make("check", *words, environment={"PATH": str(tmp_path)})
+    done = run_make("check", *words, environment={"PATH": str(tmp_path)})
     named = "".join(f"{word}: " for word in words)
     assert done.returncode == 2
     assert done.stderr.startswith(f"{named}Python 3.10 or later is needed; install it, or name it: make PYTHON=")
@@ -239,12 +228,12 @@ def test_make_uses_the_first_recent_python(tmp_path, pythons, chosen, words):
 def test_clean_keeps_runs_and_data(tmp_path):
     for name in (".venv", ".cache", "outputs", "data"):
         (tmp_path / name).mkdir()
-    assert make("-C", str(tmp_path), "-f", str(REPO / "Makefile"), "clean").returncode == 0
+    assert run_make("-C", str(tmp_path), "-f", str(REPO / "Makefile"), "clean").returncode == 0
     assert {path.name for path in tmp_path.iterdir()} == {"outputs", "data"}
 
 
 def test_python_that_does_not_exist_is_named():
-    done = make("check", "PYTHON=/no/such/file")
+    done = run_make("check", "PYTHON=/no/such/file")
     assert done.returncode == 2 and done.stderr.startswith("PYTHON=/no/such/file: no such file; Python 3.10 or later")
 
 
@@ -261,53 +250,19 @@ TESTS = {  # the folder of Python, what is set up, and the markers
 @pytest.mark.parametrize("words", TESTS)
 def test_tests_set_up_what_they_need_and_select_by_marker(words):
     folder, environments, markers = TESTS[words]
-    setup, command_line = make("--dry-run", *words.split()).stdout.splitlines()[1:3]
-    assert setup.split("scripts/setup_env.py")[1].strip() == environments
+    setup, command_line = run_make("--dry-run", *words.split()).stdout.splitlines()[1:3]
+    assert setup.split("scripts/verl_precision setup")[1].strip() == environments
     assert command_line.removeprefix("exec ").startswith(f"{folder}/bin/") and f' -m "{markers}"' in command_line
 
 
-# Of commands whose help is their own parser's.
-WORDS = {"probe": "PRECISION", "preflight": "LENGTH", "plan-memory": "EXPERIMENT", "bench": "--sizes", "report": "FROM"}
-REQUESTS = [
-    *([name, "--help"] for name in command.COMMANDS),
-    *([name, *words] for name in ("run", "submit", "compare") for words in (["-h"], ["PRECISION=bf16", "--help"])),
-]
-# Executes each request in this process, where the command would replace the process by its script.
-PROGRAM = """
-import contextlib, io, json, os, runpy, sys
-sys.modules["tomllib"] = None  # Python 3.10 does not have it
-sys.path.insert(0, sys.argv[1])
-import command
-
-def execv(program, arguments):
-    sys.argv = arguments[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    sys.exit()
-
-os.execv = execv
-texts = []
-for request in json.loads(sys.argv[2]):
-    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding='utf-8')) as text:
-        try:
-            command.main(request)
-        except SystemExit as end:
-            assert not end.code, (request, end.code)
-    text.flush()
-    texts.append(text.buffer.getvalue().decode())
-json.dump(texts, sys.stdout)
-"""
-
-
-def test_help_of_every_command_is_a_text_about_it(tmp_path):
-    line = [sys.executable, "-S", "-B", "-c", PROGRAM, REPO / "scripts", json.dumps(REQUESTS)]
-    done = subprocess.run(line, cwd=tmp_path, env={}, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert list(tmp_path.iterdir()) == []
-    texts = dict(zip(map(" ".join, REQUESTS), json.loads(done.stdout), strict=True))
-    for words, text in texts.items():
-        assert len(text) > 50 and WORDS.get(words.split()[0], "") in text, words
-    for module, variables in ((run, VARIABLES), (submit, VARIABLES), (compare, compare.VARIABLES)):
-        for words in ("--help", "-h", "PRECISION=bf16 --help"):
-            text = texts[f"{module.__name__} {words}"]
-            assert text.startswith(module.__doc__) and "sanity_cpu" in text
-            assert all(f"\n  {name} " in text for name in variables)
+def test_help_of_every_target_is_that_of_its_command():
+    """In a Python that has only the standard library."""
+    for name, target in make.TARGETS.items():
+        done = subprocess.run(
+            [sys.executable, "-S", "-B", PACKAGE, "make", name, "--help"], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, ""), name
+        assert done.stdout.startswith(f"usage: make {name}")
+        assert all(f" {each}=…" in done.stdout for each in target.takes or ())
+        command = target.command or name
+        assert name in make.WITHOUT_HELP or f"usage: verl-precision {command} " in done.stdout, name

@@ -1,15 +1,13 @@
 """Write docs/reference/support-{verl,oat}.md from tests/expected, and the state of GPUs from docs/results/gpu."""
 
-import argparse
 import itertools
 import json
 import re
-import sys
 from collections.abc import Sequence
 from functools import cache
 from operator import itemgetter
 
-from verl_precision.cli import handled_errors
+from verl_precision.parser import Parser
 from verl_precision.patch.releases import load_releases
 from verl_precision.patch.stack import Stack, load_stacks, whole
 from verl_precision.paths import REPO
@@ -189,14 +187,10 @@ def pages() -> dict[str, str]:
     return {framework: f"{HEADS[framework]}\n{tables[framework]}" for framework in PAGES}
 
 
-def main(words: list[str]) -> None:
-    argparse.ArgumentParser(prog="matrix", description=__doc__).parse_args(words)  # --help and words write nothing
+def main(words: list[str]) -> int:
+    Parser("verl-precision matrix", __doc__).parse_args(words)  # --help and words write nothing
     for framework, page in pages().items():
         PAGES[framework].write_text(page)
     for file, text in gpu_pages().items():
         file.write_text(text)
-
-
-if __name__ == "__main__":
-    with handled_errors("matrix"):
-        main(sys.argv[1:])
+    return 0

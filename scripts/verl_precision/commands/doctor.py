@@ -1,4 +1,4 @@
-"""Report a job's effective dtypes, hop by hop: ``scripts/doctor.py [--verl DIR] [--json] [OVERRIDE ...]``.
+"""Report a job's effective dtypes, hop by hop.
 
 Takes ``main_ppo``'s own overrides, composes the configuration of the verl in DIR and resolves the dtypes of its
 trainer, wire and rollout, without importing it. Exit code 0: trainer and rollout agree, or differ as requested; 1: they
@@ -6,32 +6,23 @@ differ without a request for it, this verl refuses the config, a dtype is unknow
 """
 
 import argparse
-import importlib.util
 import json
 import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from verl_precision.cli import handled_errors, shell_words
 from verl_precision.doctor.diagnosis import Diagnosis, diagnose
 from verl_precision.doctor.hardware import diagnose_on, gpus_here, hardware_lines
 from verl_precision.doctor.requirements import missing
 from verl_precision.doctor.resolver import HOPS, Hop
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
-
-
-def installed() -> Path:
-    """Return the folder of the verl that this Python would import.
-
-    Raises:
-        Refused: there is none.
-    """
-    spec = importlib.util.find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
-        raise Refused("no verl is installed in this environment; give one: VERL=DIR or --verl DIR")
-    return Path(spec.submodule_search_locations[0]).parent
+from verl_precision.parser import Parser
+from verl_precision.patch.releases import VERL
+from verl_precision.patch.target import installed_tree
+from verl_precision.spelling import spelled
+from verl_precision.words import shell_words
 
 
 def examined(verl: Path | None) -> Tree:
@@ -40,7 +31,7 @@ def examined(verl: Path | None) -> Tree:
     Raises:
         Refused: this Python lacks a package that the doctor needs for it.
     """
-    tree = identify_tree(verl or installed())
+    tree = identify_tree(verl or installed_tree(VERL))
     if lacking := missing(tree.root):
         ways = f"install it there, or give another Python: make doctor VERL={tree.root} PYTHON=/path/to/python3"
         raise Refused(f"{sys.executable} lacks {', '.join(lacking)}: {ways}")
@@ -99,16 +90,11 @@ def live_text(diagnosis: Mapping) -> str:
 
 
 def wrapped(line: str, indent: str = "") -> str:
-    return textwrap.fill(line, 118, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise Refused(f"{message}; --help lists the options")
+    return textwrap.fill(spelled(line), 118, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="doctor", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    made = Parser("verl-precision doctor", __doc__)
     made.add_argument("--verl", type=Path, metavar="DIR", help="a checkout, an unpacked release or site-packages")
     made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument(
@@ -137,7 +123,7 @@ def main(words: list[str]) -> int:
     if args.live:
         return live(args, overrides)
     diagnosis = diagnose_on(gpus_here(), examined(args.verl), overrides, args.config_name)
-    print(json.dumps(diagnosis.json(), indent=2) if args.json else text(diagnosis))
+    print(spelled(json.dumps(diagnosis.json(), indent=2)) if args.json else text(diagnosis))
     return 0 if diagnosis.sound else 1
 
 
@@ -149,10 +135,5 @@ def live(args: argparse.Namespace, overrides: list[str]) -> int:
     if static and static["refused"]:
         raise Refused(f"--live: no job can run this config: {static['refused']}")
     diagnosis = diagnose_live(query_job(), HOPS, static)
-    print(json.dumps(diagnosis, indent=2) if args.json else live_text(diagnosis))
+    print(spelled(json.dumps(diagnosis, indent=2)) if args.json else live_text(diagnosis))
     return 0 if diagnosis["verdict"] in ("agree", "asked") else 1
-
-
-if __name__ == "__main__":
-    with handled_errors("doctor"):
-        sys.exit(main(sys.argv[1:]))

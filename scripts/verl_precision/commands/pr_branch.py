@@ -1,7 +1,7 @@
 """Split the stack into branches of a clone of verl for a human to review and submit (docs/project/upstreaming.md).
 
 Each branch is checked as upstream would: its own pre-commit hooks, the check of the title, and the CPU tests that the
-branch's changes touch. Exit code: 0 all branches are green, 1 refused, or a conflict or a failed check, 2 usage.
+branch's changes touch. Exit code: 0 all branches are green, 1 refused, or a conflict or a failed check.
 """
 
 import argparse
@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_precision.cli import handled_errors
+from verl_precision.parser import Parser
 from verl_precision.patch import upstream
 from verl_precision.patch.git import git
-from verl_precision.paths import REPO
+from verl_precision.paths import OUTPUTS
 
 TITLE = "tests/special_sanity/check_pr_title.py"
-DEFAULT = REPO / "outputs/pr-branch"
+DEFAULT = OUTPUTS / "pr-branch"
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,7 @@ def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedPr
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="pr_branch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Parser("verl-precision pr-branch", __doc__)
     parser.add_argument("verl", type=Path, metavar="VERL", help="a clean git clone of verl with a branch main")
     parser.add_argument("--dir", type=Path, default=DEFAULT, help="working folder; kept if there is a conflict")
     return parser.parse_args(words)
@@ -186,8 +184,3 @@ def parse(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> int:
     args = parse(words)
     return 0 if make(args.verl, args.dir) else 1
-
-
-if __name__ == "__main__":
-    with handled_errors("pr_branch"):
-        sys.exit(main(sys.argv[1:]))

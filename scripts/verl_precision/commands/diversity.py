@@ -1,4 +1,4 @@
-"""Compare how many distinct right answers finished runs give: ``scripts/diversity.py RUNS="LABEL=FOLDER …" OUT=FILE``.
+"""Compare how many distinct right answers finished runs give.
 
 Reads the answers of their validations, ``FOLDER/validation/STEP.jsonl``, so that every run is measured alike: the same
 prompts, as many samples to each, before the first step too (``trainer.val_before_train=true``). Writes ``OUT.png``
@@ -7,17 +7,17 @@ and ``OUT.json``. A label may occur more than once, for other seeds of the same.
 
 import json
 import math
-import sys
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
-from verl_precision.cli import handled_errors, parse_words
 from verl_precision.errors import Refused
 from verl_precision.files import read_jsonl, write_json
 from verl_precision.report.readers.dispatch import labelled_paths
 from verl_precision.run.folder import finished
+from verl_precision.words import parse_words
 
+VARIABLES = {"RUNS": "LABEL=FOLDER …, folders of finished runs", "OUT": "the files to write, without their endings"}
 SHOWN_PROMPTS = 2  # whose distributions are plotted
 
 Answers = dict[str, list[str | None]]  # of one step: by prompt the answer of each sample, None where it is wrong
@@ -114,11 +114,8 @@ def plot(curves: list[tuple[str, dict[int, dict]]], bars: dict[str, dict[str, di
     plt.close(figure)
 
 
-def main(words: list[str]) -> None:
-    if words in (["--help"], ["-h"]):
-        print(__doc__)
-        return
-    variables = parse_words(words, ("RUNS", "OUT"))
+def main(words: list[str]) -> int:
+    variables = parse_words(words, VARIABLES)
     for name in ("RUNS", "OUT"):
         if name not in variables:
             raise Refused(f'{name}: is missing; give RUNS="LABEL=FOLDER …" OUT=FILE')
@@ -155,8 +152,4 @@ def main(words: list[str]) -> None:
         for step in (0, max(measured)):
             facts = ", ".join(f"{value:.3g} {name.replace('_', ' ')}" for name, value in measured[step].items())
             print(f"{label:<20} step {step:>3}: {facts}")
-
-
-if __name__ == "__main__":
-    with handled_errors("diversity"):
-        main(sys.argv[1:])
+    return 0

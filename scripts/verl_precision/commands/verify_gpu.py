@@ -1,4 +1,4 @@
-"""Test verl in fp16 on a GPU and measure it, in about half an hour: ``scripts/verify_gpu.py [NAME=VALUE ...]``.
+"""Test verl in fp16 on a GPU and measure it, in about half an hour.
 
 Stages: machine; numerics and faults of verl's engines; jobs with vLLM in three regimes, also with long answers; the
 mismatch before training; cost of a step; AMP outside verl. Each runs with the packages that are installed and needs no
@@ -9,29 +9,19 @@ Exit code 0: every step passed, or was skipped for a missing package or dtype; 1
 refusal; 130: interrupted.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_precision.cli import (
-    alternatives,
-    device,
-    file_path,
-    gpu_present,
-    handled_errors,
-    help_requested,
-    parse_words,
-    usage,
-)
 from verl_precision.errors import Refused
 from verl_precision.files import check_room
 from verl_precision.format import duration
-from verl_precision.paths import REPO
+from verl_precision.paths import OUTPUTS, REPO
 from verl_precision.process import interrupt_on_signals
 from verl_precision.verify.step import Step, VerifiedDevice
 from verl_precision.verify.steps import STAGES, STEPS
+from verl_precision.words import alternatives, device, file_path, gpu_present, parse_words
 
-OUTPUTS = REPO / "outputs/verify-gpu"
+VERIFIED = OUTPUTS / "verify-gpu"
 VARIABLES = {
     "ONLY": f"stages, or steps such as sanity-fp16; default all that have not passed: {', '.join(STAGES)}",
     "OUT": "the folder of the report, default docs/results/gpu; with DEVICE=cpu outputs/verify-gpu",
@@ -64,10 +54,10 @@ def parse(words: list[str]) -> VerifyOptions:
     chosen = device(values)
     if chosen == "cuda" and not gpu_present():  # which RAY_ADDRESS would excuse
         raise Refused("DEVICE=cuda: nvidia-smi finds no GPU here; use DEVICE=cpu")
-    out = Path(file_path(values, "OUT") or (REPO / "docs/results/gpu" if chosen == "cuda" else OUTPUTS))
+    out = Path(file_path(values, "OUT") or (REPO / "docs/results/gpu" if chosen == "cuda" else VERIFIED))
     check_room(out)
     steps = tuple(step for step in STEPS if {step.name, step.stage} & set(named))
-    return VerifyOptions(steps, out, VerifiedDevice(chosen, Path(file_path(values, "WORK") or OUTPUTS / "work")))
+    return VerifyOptions(steps, out, VerifiedDevice(chosen, Path(file_path(values, "WORK") or VERIFIED / "work")))
 
 
 def verify(options: VerifyOptions) -> int:
@@ -90,13 +80,5 @@ def verify(options: VerifyOptions) -> int:
 
 
 def main(words: list[str]) -> int:
-    if help_requested(words):
-        print(f"{__doc__}\n{usage(VARIABLES)}")
-        return 0
     interrupt_on_signals()
     return verify(parse(words))
-
-
-if __name__ == "__main__":
-    with handled_errors("verify-gpu", "repeat the command to resume"):
-        sys.exit(main(sys.argv[1:]))

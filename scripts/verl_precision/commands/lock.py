@@ -4,13 +4,12 @@ Exit code 1: Python 3.12 would take other versions, which are listed. Bound them
 serves both.
 """
 
-import argparse
 import difflib
 import os
 import sys
 from pathlib import Path
 
-from verl_precision.cli import handled_errors
+from verl_precision.parser import Parser
 from verl_precision.paths import CACHE, REPO
 from verl_precision.uv import Uv, find_uv
 
@@ -26,8 +25,8 @@ def resolve(uv: Uv, name: str, python: str, lock: Path) -> None:
     uv.pip(*words, cwd=REPO / "requirements")
 
 
-def main() -> int:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+def main(words: list[str]) -> int:
+    Parser("verl-precision lock", __doc__).parse_args(words)
     os.environ["UV_CUSTOM_COMPILE_COMMAND"] = "make lock"
     uv = find_uv()
     for name in SETS:
@@ -44,8 +43,3 @@ def main() -> int:
             )
             return 1
     return 0
-
-
-if __name__ == "__main__":
-    with handled_errors("lock"):
-        sys.exit(main())

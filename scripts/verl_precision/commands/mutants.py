@@ -4,16 +4,15 @@ tests/mutants/AREA.toml lists them. A mutant is tried in a copy of the checkout,
 tests that it names or that import its file; the one that killed it last goes first. An interrupted run goes on where it
 was; a mutant is tried again when it, its file, its tests or their helpers have changed. A run of all mutants writes
 docs/reference/mutants.md.
-Exit code: 0 every mutant was killed or is shown to be equivalent, 1 one survived or could not be tried, 2 usage.
+Exit code: 0 every mutant was killed or is shown to be equivalent, 1 one survived or could not be tried.
 """
 
 import argparse
-import sys
 
-from verl_precision.cli import handled_errors
 from verl_precision.mutants.document import document, killers, survived
 from verl_precision.mutants.table import Mutant, choose, load
 from verl_precision.mutants.trial import Outcome, Outcomes, try_mutants
+from verl_precision.parser import Parser
 from verl_precision.paths import REPO
 
 DOCUMENT = REPO / "docs/reference/mutants.md"
@@ -21,7 +20,7 @@ DOCUMENT = REPO / "docs/reference/mutants.md"
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser("verl-precision mutants", __doc__)
     parser.add_argument("only", nargs="?", default="", metavar="ONLY", help="areas or mutants; without it, all")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutants to try at once (default: 2)")
     return parser.parse_args(words)
@@ -47,8 +46,3 @@ def main(words: list[str]) -> int:
     left = [mutant.name for mutant in mutants if survived(mutant, outcomes[mutant.name])]
     print(f"{len(mutants)} mutants, {len(left)} survivors{': ' if left else ''}{', '.join(left)}")
     return 1 if left else 0
-
-
-if __name__ == "__main__":
-    with handled_errors("mutants"):
-        sys.exit(main(sys.argv[1:]))

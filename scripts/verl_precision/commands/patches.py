@@ -1,28 +1,23 @@
-"""Apply the precision stack to a tree of verl or OAT, remove it, and work on its patches.
+"""Apply the patches to a tree of verl or OAT, remove them, and work on them.
 
-TARGET is a git checkout, an unpacked release or a site-packages folder. Exit code: 0 done, 1 refused or failed
-(for status: the target is neither a release nor patched; for port, carry: there are conflicts to resolve), 2 usage.
+TREE is a git checkout, an unpacked release or a site-packages folder; without it, the verl or OAT that this Python
+imports is taken. Exit code: 0 done, 1 refused or failed (for status: the tree is neither a release nor patched; for
+port, carry: there are conflicts to resolve).
 
 With --json, list prints a list of stacks, each with its release and framework, check an object by framework and release
 ("oat 0.2.4"), status an object.
 """
 
-import sys
-
-if sys.version_info < (3, 10):  # noqa: UP036 - before anything is imported that an older Python cannot read
-    sys.exit(f"patchset: Python 3.10 or later is needed; {sys.executable} is {sys.version.split()[0]}")
-
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
-
-from verl_precision.cli import handled_errors
 from verl_precision.errors import Refused
+from verl_precision.parser import Parser
 from verl_precision.patch.apply import apply, unapply
 from verl_precision.patch.carry import carry_patch
 from verl_precision.patch.check import check_all
@@ -32,7 +27,8 @@ from verl_precision.patch.port import port
 from verl_precision.patch.releases import FRAMEWORKS, VERL, Framework, find_release, load_releases
 from verl_precision.patch.stack import load_stacks
 from verl_precision.patch.status import drift, status
-from verl_precision.patch.target import find_target
+from verl_precision.patch.target import find_target, installed_tree
+from verl_precision.spelling import spelled
 
 
 def frameworks(args: argparse.Namespace) -> list[Framework]:
@@ -46,14 +42,17 @@ def framework_of_release(args: argparse.Namespace) -> Framework:
 
 
 def framework_of_target(args: argparse.Namespace) -> Framework:
-    """Return the framework of TARGET."""
+    """Return the framework of TREE, which becomes that of this Python where none is given."""
+    if args.target is None:
+        args.target = installed_tree(framework_of_release(args))
+        print(f"the {framework_of_release(args).name} of {sys.executable}: {args.target}", file=sys.stderr)
     return find_target(Path(os.path.abspath(args.target)), *frameworks(args)).framework
 
 
 def show(lines: Iterable[str], done: bool = True) -> int:
     """Print the lines and return the exit code."""
     for line in lines:
-        print(line)
+        print(spelled(line))
     return 0 if done else 1
 
 
@@ -98,7 +97,7 @@ def run_check(args: argparse.Namespace) -> int:
         print(json.dumps(outcomes, indent=2))
     for release, outcome in outcomes.items():
         if not outcome["ok"]:
-            print(f"patchset: {release}: {outcome['detail']}", file=sys.stderr)
+            print(f"verl-precision check: {release}: {outcome['detail']}", file=sys.stderr)
         elif not args.json:
             print(f"{release}: {outcome['detail']}: ok")
     return 0 if all(outcome["ok"] for outcome in outcomes.values()) else 1
@@ -124,65 +123,59 @@ def run_drift(args: argparse.Namespace) -> int:
     return show(drift(args.target, framework=framework_of_target(args)))
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="patchset", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(run, name: str, what: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=what, description=what)
-        added.set_defaults(run=run)
-        return added
-
-    listing = command(run_list, "list", "list the releases that have a stack, and their patches")
-    state = command(run_status, "status", "report which release TARGET is and whether it is patched; changes nothing")
-    putting = command(run_apply, "apply", "apply the stack to TARGET")
-    taking = command(run_unapply, "unapply", "remove the stack from TARGET and restore its files exactly")
-    checking = command(
-        run_check, "check", "check the stack of one or all releases (the default) on the wheel from PyPI"
-    )
-    checking_out = command(run_checkout, "checkout", "make DIR a git tree with the stack as commits")
-    exporting = command(run_export, "export", "write the commits of DIR, made by checkout, back into the project")
-    porting = command(run_port, "port", "port the stack of RELEASE to another one, as commits in DIR, and report on it")
-    carrying = command(
-        run_carry, "carry", "carry a changed patch of RELEASE to the others; DIR gets the trees with conflicts"
-    )
-    drifting = command(run_drift, "drift", "list the patched files of TARGET that differ from the closest release")
-    for each in (state, putting, taking, drifting):
-        each.add_argument("target", type=Path, metavar="TARGET")
-    edits = "rename files that were edited since apply to <name>.edited, instead of refusing"
-    taking.add_argument("--force", action="store_true", help=edits)
-    putting.add_argument(
-        "--fixes", action="store_true", help="also apply the series fixes, which corrects defects in any dtype"
-    )
-    exporting.add_argument("--remove", action="store_true", help="delete the patches that have no commit in DIR")
-    which = checking.add_mutually_exclusive_group()
-    which.add_argument("--release", metavar="R")
-    which.add_argument("--all", action="store_true")
-    carrying.add_argument("patch", metavar="PATCH")
-    for each in (checking_out, porting, carrying):
-        each.add_argument("release", metavar="RELEASE")
-    porting.add_argument(
-        "to", metavar="TO", help="a release in versions.toml or on PyPI, or a folder that contains the framework"
-    )
-    for each in (checking_out, exporting, porting, carrying):
-        each.add_argument("folder", type=Path, metavar="DIR")
-    for each in (listing, state, checking):
-        each.add_argument("--json", action="store_true", help="print JSON")
-    for each, default in {
-        listing: "all",
-        checking: "all, and verl for --release",
-        **dict.fromkeys((checking_out, porting, carrying), "verl"),
-        **dict.fromkeys((state, putting, taking, drifting), "the one that TARGET contains"),
-    }.items():
-        each.add_argument("--framework", choices=FRAMEWORKS, help=f"framework of the stacks; the default is {default}")
-    return top
+def add_check(parser: Parser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--release", metavar="R", help="one release")
+    which.add_argument("--all", action="store_true", help="all releases, which is the default")
 
 
-def main() -> int:
-    args = parser().parse_args()
+FORCE = "rename files that were edited since apply to <name>.edited, instead of refusing"
+FIXES = "also apply the series fixes, which corrects defects in any dtype"
+TO = "a release in versions.toml or on PyPI, or a folder that contains the framework"
+# What each command runs, what it does, and the arguments that it takes beside --framework.
+COMMANDS = {
+    "list": (run_list, "List the releases that have patches, and their patches.", ["json"]),
+    "status": (
+        run_status,
+        "Report which release TREE is, and whether it is patched.",
+        ["tree", "json"],
+    ),
+    "apply": (run_apply, "Apply the patches to TREE.", ["tree", "fixes"]),
+    "unapply": (run_unapply, "Remove the patches from TREE and restore its files exactly.", ["tree", "force"]),
+    "drift": (run_drift, "List the patched files of TREE that differ from the closest release.", ["tree"]),
+    "check": (run_check, "Check the patches of one release, or of all, on the wheel from PyPI.", ["which", "json"]),
+    "checkout": (run_checkout, "Make DIR a git tree with the patches as commits.", ["release", "folder"]),
+    "export": (run_export, "Write the commits of DIR, made by checkout, back into the project.", ["remove", "folder"]),
+    "port": (run_port, "Port the patches of RELEASE to another, as commits in DIR.", ["release", "to", "folder"]),
+    "carry": (run_carry, "Carry a changed patch of RELEASE to the others.", ["patch", "release", "folder"]),
+}
+
+
+def parser(name: str) -> Parser:
+    """Return the parser of one of ``COMMANDS``."""
+    run, what, takes = COMMANDS[name]
+    made = Parser(f"verl-precision {name}", f"{what}\n\n{(__doc__ or '').partition(chr(10) * 2)[2]}")
+    made.set_defaults(run=run)
+    add = {
+        "tree": lambda: made.add_argument("target", type=Path, nargs="?", metavar="TREE", help="default: as above"),
+        "force": lambda: made.add_argument("--force", action="store_true", help=FORCE),
+        "fixes": lambda: made.add_argument("--fixes", action="store_true", help=FIXES),
+        "remove": lambda: made.add_argument("--remove", action="store_true", help="delete patches without a commit"),
+        "which": lambda: add_check(made),
+        "patch": lambda: made.add_argument("patch", metavar="PATCH"),
+        "release": lambda: made.add_argument("release", metavar="RELEASE"),
+        "to": lambda: made.add_argument("to", metavar="TO", help=TO),
+        "folder": lambda: made.add_argument("folder", type=Path, metavar="DIR"),
+        "json": lambda: made.add_argument("--json", action="store_true", help="print JSON"),
+    }
+    for each in takes:
+        add[each]()
+    default = {"list": "all", "check": "all, and verl with --release"}.get(name, "verl")
+    made.add_argument("--framework", choices=FRAMEWORKS, help=f"verl or oat, default {default}")
+    return made
+
+
+def main(words: list[str]) -> int:
+    """Run the command that the first word names."""
+    args = parser(words[0]).parse_args(words[1:])
     return args.run(args)
-
-
-if __name__ == "__main__":
-    with handled_errors("patchset"):
-        sys.exit(main())

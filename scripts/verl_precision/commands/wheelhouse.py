@@ -1,4 +1,4 @@
-"""Pack the wheels of an environment for machines without a network: ``scripts/wheelhouse.py NAME=VALUE ...``.
+"""Pack the wheels of an environment for machines without a network.
 
 On a machine with a network, on Linux x86_64:  make wheelhouse DIR=/media/wheels DEVICE=cuda PYTHON_VERSION=3.12
 On the machine without one:                    make setup DEVICE=cuda PYTHON=python3.12 WHEELHOUSE=/media/wheels
@@ -11,15 +11,14 @@ compiled, is left out in any case.
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from setup_env import ENVIRONMENTS, PYTHONS
-from verl_precision.cli import handled_errors, help_requested, one_of, parse_words, usage, whole_number
+from verl_precision.commands.setup_env import ENVIRONMENTS, PYTHONS
 from verl_precision.errors import Refused
 from verl_precision.paths import REPO
 from verl_precision.wheelhouse import Wheelhouse, pack, requirements_of
+from verl_precision.words import one_of, parse_words, whole_number
 
 VARIABLES = {
     "DIR": "the new folder for the pieces",
@@ -66,10 +65,7 @@ def parse(words: list[str]) -> Request:
     return Request(Wheelhouse(device, python, ENVIRONMENTS[device].locks, left_out, {}), needed, folder, piece * 2**20)
 
 
-def main(words: list[str]) -> None:
-    if help_requested(words):
-        print(f"{__doc__}\n{usage(VARIABLES)}")
-        return
+def main(words: list[str]) -> int:
     request = parse(words)
     index = os.environ.get("TORCH_INDEX_URL") if request.wheelhouse.device == "cpu" else None
     pip = ["--extra-index-url", index] if index else []
@@ -79,8 +75,4 @@ def main(words: list[str]) -> None:
     print(
         f"copy the folder, then: make setup DEVICE={packed.device} {python} WHEELHOUSE=/path/to/{request.folder.name}"
     )
-
-
-if __name__ == "__main__":
-    with handled_errors("wheelhouse"):
-        main(sys.argv[1:])
+    return 0

@@ -1,0 +1,228 @@
+"""Run a target of the Makefile: ``python3 scripts/verl_precision make TARGET [NAME=VALUE ...]``.
+
+Checks the variables with only the standard library of Python 3.10, sets the target's environment up unless it is up to
+date, and starts there the command line that ``verl_precision.spelling`` translates them into.
+
+DEVICE is cpu or cuda (default: cuda where nvidia-smi lists a GPU) and picks the environment; PYTHON names the Python
+to make it with. Both may also be set in the environment, as may all variables of run, of submit and of the targets that
+take a fixed few.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from verl_precision import cli
+from verl_precision.commands import setup_env
+from verl_precision.doctor.interpreter import find_interpreter
+from verl_precision.errors import Refused
+from verl_precision.paths import PACKAGE, PROGRAM, REPO
+from verl_precision.spelling import MADE, PATCHING, arguments
+from verl_precision.words import alternatives, gpu_present, one_of, parse_words
+
+SHARED = "--shared"  # the words are those of several targets
+SOURCES = ("TORCH_INDEX_URL", "WHEELHOUSE", "FLASH_ATTN")  # of environments: every target takes them for its set-up
+DOCTOR_NEEDS = "an environment with hydra-core and omegaconf, and torch if that verl is patched"
+WITHOUT_HELP = ("gsm8k", "dapo-math", "sanity-math", "bench-amp")  # in a Python without packages
+RECIPES = {"gsm8k": "gsm8k", "dapo-math": "dapo_math", "sanity-math": "sanity_math"}  # which download data
+
+
+@dataclass(frozen=True)
+class MakeTarget:
+    """A target of the Makefile.
+
+    Attributes:
+        takes: its variables, which may also be set in the environment; None: the command's VARIABLES.
+        command: the command that it starts, where that has another name.
+        device: whether DEVICE is one of the command's options, too.
+        environment: whether it runs in .venv or .venv-cuda.
+        tests: whether it runs this project's tests: in .venv on any machine, some in .venv-workers.
+    """
+
+    takes: tuple[str, ...] | None = None
+    command: str = ""
+    device: bool = False
+    environment: bool = True
+    tests: bool = False
+
+
+ON_A_DEVICE = MakeTarget(device=True)
+TARGETS = {
+    **dict.fromkeys(("run", "submit", "preflight", "probe", "recommend", "compare", "collapse"), ON_A_DEVICE),
+    "sanity": MakeTarget(command="compare", device=True),
+    "report": MakeTarget(),
+    "plan-memory": MakeTarget(),
+    "doctor": MakeTarget(("ARGS", "VERL")),
+    "verify-gpu": ON_A_DEVICE,
+    "bench": MakeTarget(("ARGS",)),
+    "bench-amp": MakeTarget(("ARGS",)),
+    "mutants": MakeTarget(("ONLY",), tests=True),
+    "pr-branch": MakeTarget(("VERL", "DIR")),
+    "setup": MakeTarget(()),
+    "wheelhouse": MakeTarget(device=True, environment=False),
+    **dict.fromkeys(RECIPES, MakeTarget(())),
+    "apply-patches": MakeTarget(("VERL", "OAT", "FIXES"), "apply", environment=False),
+    "unapply-patches": MakeTarget(("VERL", "OAT", "FORCE"), "unapply", environment=False),
+    "status": MakeTarget(("VERL", "OAT"), environment=False),
+    "drift": MakeTarget(("VERL", "OAT"), environment=False),
+    "port": MakeTarget(("FROM", "TO", "DIR", "FRAMEWORK"), environment=False),
+    "carry": MakeTarget(("PATCH", "FROM", "DIR", "FRAMEWORK"), environment=False),
+    "check": MakeTarget((), environment=False),
+    "matrix": MakeTarget((), environment=False),
+}
+
+
+def words(values: Mapping[str, str]) -> list[str]:
+    """Return the variables as ``NAME=VALUE`` words."""
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def sanity_grid() -> dict[str, str]:
+    """Return the variables of the sanity test's grid."""
+    lines = (REPO / "configs/compare/sanity.words").read_text().splitlines()
+    return dict(line.partition("=")[::2] for line in lines if line and not line.startswith("#"))
+
+
+def own_values(name: str, target: MakeTarget, typed: Mapping[str, str], shared: bool) -> dict[str, str]:
+    """Return the variables of a target: those of the command line, and of the environment where it takes these.
+
+    Args:
+        shared: whether ``typed`` are the words of several targets; it takes its own.
+
+    Raises:
+        Refused: a name is not among those that the target takes.
+    """
+    if target.takes is None:
+        inherited = cli.find_module(name).VARIABLES if name in ("run", "submit") else ()
+        return {each: os.environ[each] for each in inherited if each in os.environ} | dict(typed)
+    takes = (*target.takes, "DEVICE")
+    typed = {each: value for each, value in typed.items() if each in takes or not shared}
+    parse_words(words(typed), takes)
+    inherited = set(target.takes) & os.environ.keys() - {"FORCE"}  # which is typed each time
+    return {each: os.environ[each] for each in inherited} | typed
+
+
+def chosen_device(name: str, target: MakeTarget, values: dict[str, str]) -> str:
+    """Return the device whose environment the target runs in, and leave DEVICE in ``values`` only for its command.
+
+    Raises:
+        Refused: DEVICE is neither cpu nor cuda.
+    """
+    default = "cuda" if gpu_present() and not target.tests else "cpu"
+    if name == "plan-memory":  # its DEVICE is the planned one
+        return default
+    given = {each: os.environ[each] for each in ["DEVICE"] if os.environ.get(each)} | values
+    device = one_of(given, "DEVICE", ["cpu", "cuda"], default)
+    values.pop("DEVICE", None)
+    if target.device and "DEVICE" in given:
+        values["DEVICE"] = device
+    return device
+
+
+def interpreter(name: str, values: Mapping[str, str], device: str, python: str | None, typed: bool = False) -> str:
+    """Return the Python to run a target in, and set its environment up unless it is up to date.
+
+    Args:
+        typed: whether ``python`` is of the command line: the doctor then runs only in a Python that was named.
+
+    Raises:
+        Refused: the doctor cannot run in the Python that the user named, or that of VERL, and .venv is not set up.
+    """
+    if name == "doctor":
+        verl = Path(values["VERL"]) if values.get("VERL") else None
+        if "VERL" in values and (verl is None or not verl.is_dir()):
+            kinds = "a checkout of verl, an unpacked release or a site-packages folder"
+            raise Refused(f"VERL={values['VERL']} is not a folder; give {kinds}")
+        instead = "leave PYTHON out" if typed else ""
+        environment = setup_env.ENVIRONMENTS[device]
+        if verl and not typed and not environment.ready:
+            instead = f"set {environment.folder} up ({environment.cost}): make setup"
+        if found := find_interpreter(verl, python, instead):
+            return found
+        # PYTHON is the Python to run in, not one to make .venv with
+        advice = f"the doctor also runs in PYTHON= of {DOCTOR_NEEDS}"
+        return str(setup_env.setup(device, None, advice, patch=verl is None))  # another verl is examined
+    if TARGETS[name].tests:
+        setup_env.setup("workers", python)
+    return str(setup_env.setup(device, python))
+
+
+def installed(name: str, device: str) -> str:
+    """Return the site-packages folder of this checkout's environment, which a target patches without VERL.
+
+    Raises:
+        Refused: there is none.
+    """
+    folder = setup_env.ENVIRONMENTS[device].path / "site-packages"
+    if not folder.is_dir():
+        missing = f"is not set, and this checkout has no {folder.parent.name}"
+        raise Refused(f"VERL: {missing}; example: make {name} VERL=/path/to/verl")
+    print(f"VERL is not set: taking {folder}", flush=True)
+    return str(folder)
+
+
+def show_help(name: str, target: MakeTarget) -> NoReturn:
+    """Print the help of a target, and of the command that it starts."""
+    takes = ["NAME=VALUE …"] if target.takes is None else [f"{each}=…" for each in target.takes]
+    print("usage: make", name, *takes, flush=True)
+    if target.takes is None:
+        print("NAME=VALUE stands for --name VALUE:", flush=True)
+    if name in WITHOUT_HELP:
+        sys.exit(0)
+    print(flush=True)
+    os.execv(sys.executable, [*PROGRAM, target.command or name, "--help"])
+
+
+def start(name: str, typed: list[str]) -> None:
+    """Parse the words, set the environment up, and replace this process by the command.
+
+    Raises:
+        Refused: a word is not among those that the target takes, or its value is not allowed.
+    """
+    target = TARGETS[name]
+    if not {"--help", "-h"}.isdisjoint(typed):
+        show_help(name, target)
+    typed_values = dict(word.partition("=")[::2] for word in typed if word != SHARED)
+    typed_python = bool(typed_values.get("PYTHON"))
+    python = typed_values.pop("PYTHON", os.environ.get("PYTHON"))
+    sources = {each: typed_values.pop(each) for each in SOURCES if each in typed_values}
+    one_of({each: value for each, value in sources.items() if value}, "FLASH_ATTN", ["yes", "no"], "yes")
+    values = own_values(name, target, typed_values, SHARED in typed)
+    device = chosen_device(name, target, values)
+    if name in (*PATCHING, "pr-branch") and not {"VERL", "OAT"} & set(values):
+        values["VERL"] = installed(name, device)
+    if name == "sanity":
+        values = sanity_grid() | values
+    command = target.command or name
+    if name in RECIPES:
+        program = ["-m", f"recipes.{RECIPES[name]}.prepare", "--out", f"data/{name}"]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    elif name != "setup":
+        program = [str(PACKAGE), *arguments(name if name in PATCHING else command, values)]
+        if target.takes is None:
+            cli.find_module(command).parse(words(values))
+        elif name in ("doctor", "bench", "mutants", "pr-branch"):
+            cli.find_module(name).parse(program[2:])
+    os.environ.update(sources)
+    python = interpreter(name, values, device, python, typed_python) if target.environment else sys.executable
+    if name != "setup":
+        os.environ[MADE] = name
+        os.execv(python, [python, *program])
+
+
+def main(arguments: list[str]) -> int:
+    """Run a target. Return the exit code, if it does not replace this process."""
+    os.environ[MADE] = "help"  # until the target is known
+    name, *typed = arguments or ["--help"]
+    os.environ.pop("PYTHONSAFEPATH", None)  # of the command, which imports from its own folder
+    if name in ("-h", "--help"):
+        print(f"{__doc__}\nTargets: {', '.join(TARGETS)}")
+        return 0
+    with cli.handled_errors(name):
+        if name not in TARGETS:
+            raise Refused(f"is not a target; {alternatives(name, TARGETS, 'targets')}")
+        start(name, typed)
+    return 0

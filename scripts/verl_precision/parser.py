@@ -1,0 +1,27 @@
+"""The parser of every command's options: argparse's, whose errors are refusals that name the nearest option."""
+
+import argparse
+import difflib
+from typing import NoReturn
+
+from verl_precision.errors import Refused
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that refuses, takes no abbreviated option, and keeps the lines of its description."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        formatter = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28)
+        super().__init__(prog, description=description, formatter_class=formatter, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ``Refused``; of an unknown option it names the nearest."""
+        kind, _, words = message.partition(": ")
+        if kind == "unrecognized arguments":
+            word = words.split()[0]
+            name = word.partition("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            hint = f"did you mean {near[0]}? " if near and word.startswith("-") else ""
+            what = "option" if word.startswith("-") else "argument"
+            raise Refused(f"{word}: is not an {what} of this command; {hint}--help lists them")
+        raise Refused(f"{message}; --help lists the options")

@@ -1,0 +1,169 @@
+"""Parse the ``NAME=VALUE`` words of a command.
+
+Needs only the standard library of Python 3.10: ``make`` refuses bad words before it installs anything. Every refusal
+begins with ``NAME=VALUE`` of the word at fault.
+"""
+
+import difflib
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from verl_precision.errors import Refused
+from verl_precision.paths import CONFIGS
+
+OVERRIDE = re.compile(r"~[^=\s]+|\+{0,2}[^=\s~+-][^=\s]*=")  # the beginning of a Hydra override
+GROUPS = ("experiment", "precision", "algo", "recipe")  # of configs/ whose options stand in a usage text
+
+
+def options(group: str) -> list[str]:
+    """Return the names that ``+group=`` takes from ``configs/``."""
+    return sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
+
+
+def alternatives(word: str, allowed: Iterable[str], kind: str) -> str:
+    """Return the end of a refusal: the nearest to ``word``, if one is near, and all that are allowed."""
+    names = list(allowed)
+    nearest = difflib.get_close_matches(word, names, n=1)
+    return f"{f'did you mean {nearest[0]}? The' if nearest else 'the'} {kind} are {', '.join(names)}"
+
+
+def parse_words(words: Iterable[str], variables: Iterable[str]) -> dict[str, str]:
+    """Return the values of ``NAME=VALUE`` words by name; an empty value counts as not set.
+
+    Raises:
+        Refused: a name is not among ``variables``; the message suggests the nearest one.
+    """
+    values = dict(word.partition("=")[::2] for word in words)
+    names = list(variables)
+    for name in values:
+        if name not in names:
+            allowed = alternatives(name.upper(), names, "variables")
+            raise Refused(f"{name}: is not a variable of this command; {allowed}")
+    return {name: value for name, value in values.items() if value}
+
+
+def shell_words(name: str, value: str, advice: str = "") -> list[str]:
+    """Split a variable's value into words as a shell does.
+
+    Raises:
+        Refused: a quotation mark is not closed; the message ends with ``advice``.
+    """
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise Refused(f"{name}={value}: {error}{advice}") from error
+
+
+def override_words(name: str, value: str, advice: str = "") -> list[str]:
+    """Split a variable's value into Hydra overrides.
+
+    Raises:
+        Refused: a quotation mark is not closed, or a word cannot be an override.
+    """
+    words = shell_words(name, value, advice)
+    for word in words:
+        if not OVERRIDE.match(word):
+            raise Refused(f"{name}={word}: is not a Hydra override; it must be KEY=VALUE, +KEY=VALUE or ~KEY{advice}")
+    return words
+
+
+def one_of(values: Mapping[str, str], name: str, allowed: list[str], default: str) -> str:
+    """Return the value of a variable that takes one of ``allowed``.
+
+    Raises:
+        Refused: it is none of them.
+    """
+    value = values.get(name, default)
+    if value not in allowed:
+        raise Refused(f"{name}={value}: must be one of {', '.join(allowed)}")
+    return value
+
+
+def whole_number(values: Mapping[str, str], name: str, least: int, default: int | None) -> int | None:
+    """Return the value of a variable that takes a whole number.
+
+    Raises:
+        Refused: it is not one, or below ``least``.
+    """
+    value = values.get(name, default)
+    if value is not None and not (str(value).isdecimal() and int(value) >= least):
+        raise Refused(f"{name}={value}: must be a whole number of at least {least}")
+    return value if value is None else int(value)
+
+
+def finite_number(values: Mapping[str, str], name: str, default: float, above: float = -math.inf) -> float:
+    """Return the value of a variable that takes a finite number above ``above``.
+
+    Raises:
+        Refused: it is not one.
+    """
+    try:
+        value = float(values.get(name, default))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= above:
+        raise Refused(f"{name}={values[name]}: must be a number{f' above {above:g}' if math.isfinite(above) else ''}")
+    return value
+
+
+def gpu_present() -> bool:
+    """Return whether nvidia-smi lists a GPU of this machine."""
+    smi = shutil.which("nvidia-smi")
+    return smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
+
+
+def device(values: Mapping[str, str]) -> str:
+    """Return DEVICE, "cpu" or "cuda"; by default cuda where there is a GPU.
+
+    Raises:
+        Refused: another value, or cuda without a GPU, unless RAY_ADDRESS names a cluster whose nodes may have them.
+    """
+    chosen = one_of(values, "DEVICE", ["cpu", "cuda"], "cuda" if gpu_present() else "cpu")
+    if chosen == "cuda" and not gpu_present() and not os.environ.get("RAY_ADDRESS"):
+        raise Refused("DEVICE=cuda: nvidia-smi finds no GPU here; use DEVICE=cpu")
+    return chosen
+
+
+def file_path(values: Mapping[str, str], name: str) -> str | None:
+    """Return the absolute path of a file or folder that may not exist yet."""
+    return str(Path(values[name]).expanduser().resolve()) if name in values else None
+
+
+def parquet_path(values: Mapping[str, str], name: str) -> str | None:
+    """Return the absolute path of a parquet file.
+
+    Raises:
+        Refused: there is no file, or it does not begin as a parquet file does.
+    """
+    path = file_path(values, name)
+    if path and not starts_with(Path(path), b"PAR1"):
+        raise Refused(f"{name}={values[name]}: is not a readable parquet file")
+    return path
+
+
+def starts_with(path: Path, magic: bytes) -> bool:
+    """Return whether ``path`` is a file that begins with these bytes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(magic)) == magic
+
+
+def model_path(value: str) -> str:
+    """Return the absolute path of a model's folder, or the name of a model on the Hugging Face Hub as it is.
+
+    Raises:
+        Refused: ``value`` looks like a path and there is no model.
+    """
+    path = Path(value).expanduser()
+    if (path / "config.json").exists():
+        return str(path.resolve())
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) and not path.parent.exists():
+        return value
+    raise Refused(f"MODEL={value}: contains no config.json; give a model's folder or a name on the Hub (owner/name)")

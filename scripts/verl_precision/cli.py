@@ -1,7 +1,7 @@
 """The command line: ``verl-precision COMMAND [OPTION ...]``."""
 
 import difflib
-import importlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -18,6 +18,7 @@ from verl_precision.parser import Parser
 from verl_precision.paths import INSTALLED
 from verl_precision.spelling import add_options, spelled, values_of
 
+PROJECTS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # on PyPI, where another name is imported
 RESUMES = "repeat the command to resume"
 
 
@@ -34,6 +35,7 @@ class Command:
         variables: whether the options are the module's VARIABLES.
         flags: further options of such a command, which take no value, and their help.
         interrupted: what Ctrl-C leaves to do.
+        needs: packages of other projects, by the names under which they are imported.
     """
 
     summary: str
@@ -41,16 +43,25 @@ class Command:
     variables: bool = False
     flags: Mapping[str, str] = field(default_factory=dict)
     interrupted: str = ""
+    needs: tuple[str, ...] = ()
 
 
 def patching(summary: str) -> Command:
     return Command(summary, "patches")
 
 
-def setting(summary: str, module: str = "", interrupted: str = "", **flags: str) -> Command:
+def setting(
+    summary: str, needs: tuple[str, ...] = (), module: str = "", interrupted: str = "", **flags: str
+) -> Command:
     named = {f"--{name.replace('_', '-')}": text for name, text in flags.items()}
-    return Command(summary, module, True, named, interrupted)
+    return Command(summary, module, True, named, interrupted, needs)
 
+
+MODEL = ("torch", "transformers", "safetensors", "pyarrow", "matplotlib")
+PROBE = (*MODEL, "omegaconf", "numpy", "tqdm")
+CONFIG = ("verl", "hydra", "omegaconf")
+JOB = (*CONFIG, "torch", "ray", "psutil")
+REPORT = ("matplotlib", "scipy", "jinja2", "yaml")
 
 COMMANDS = {
     "Patch verl or OAT": {
@@ -63,22 +74,25 @@ COMMANDS = {
     },
     "Choose a regime": {
         "doctor": Command("report the dtype of each hop of a job, before it starts or while it runs"),
-        "preflight": setting("predict the effect of fp16 on a model"),
-        "probe": setting("measure the mismatch of a model in every regime, before training", interrupted=RESUMES),
-        "recommend": setting("preflight and probe, then one answer", interrupted=RESUMES),
-        "plan-memory": setting("plan the GPU memory of a job, without a GPU", "plan_memory"),
+        "preflight": setting("predict the effect of fp16 on a model", MODEL),
+        "probe": setting(
+            "measure the mismatch of a model in every regime, before training", PROBE, interrupted=RESUMES
+        ),
+        "recommend": setting("preflight and probe, then one answer", PROBE, interrupted=RESUMES),
+        "plan-memory": setting("plan the GPU memory of a job, without a GPU", CONFIG, "plan_memory"),
     },
     "Train and compare": {
         "run": setting(
             "train with verl in a regime",
+            (*JOB, "matplotlib"),
             check="check the run, and start and write nothing",
             check_each="the same for several runs: a JSON list of objects of variables on stdin",
         ),
-        "submit": setting("train on a running Ray cluster", dry_run="print what would be submitted"),
-        "compare": setting("train and compare regimes, or compare existing runs"),
-        "report": setting("rebuild a report from the runs in its folder"),
-        "collapse": setting("train a language model that bf16 destroys and fp16 trains"),
-        "diversity": setting("compare how many distinct right answers runs give"),
+        "submit": setting("train on a running Ray cluster", JOB, dry_run="print what would be submitted"),
+        "compare": setting("train and compare regimes, or compare existing runs", REPORT),
+        "report": setting("rebuild a report from the runs in its folder", REPORT),
+        "collapse": setting("train a model that bf16 destroys and fp16 trains", (*JOB, *REPORT)),
+        "diversity": setting("compare how many distinct right answers runs give", ("matplotlib",)),
     },
 }
 DEVELOPMENT = {
@@ -88,7 +102,7 @@ DEVELOPMENT = {
         "export": patching("write the commits of such a tree back into the project"),
         "carry": patching("carry a changed patch to the other releases"),
         "pr-branch": Command("split the patches into branches for upstream, and check them", "pr_branch"),
-        "verify-gpu": setting("test fp16 on this machine's GPU and measure it", "verify_gpu", RESUMES),
+        "verify-gpu": setting("test fp16 on this machine's GPU and measure it", ("torch",), "verify_gpu", RESUMES),
         "bench": Command("measure the cost of a precision"),
         "bench-amp": Command("compare training in fp16 and bf16 outside verl with fp32", "bench_amp"),
         "mutants": Command("put known defects into the project; each must fail a test"),
@@ -128,6 +142,17 @@ def version() -> str:
 def find_module(name: str) -> ModuleType:
     """Return the module that carries out a command."""
     return importlib.import_module(f"verl_precision.commands.{BY_NAME[name].module or name}")
+
+
+def check_packages(names: Iterable[str]) -> None:
+    """Check that this Python has the packages that a command needs.
+
+    Raises:
+        Refused: it lacks some.
+    """
+    if lacking := [PROJECTS.get(name, name) for name in names if importlib.util.find_spec(name) is None]:
+        install = f"{sys.executable} -m pip install {' '.join(lacking)}"
+        raise Refused(f"{sys.executable} lacks {', '.join(lacking)}; use the Python of verl's environment, or {install}")
 
 
 def parse(name: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -171,7 +196,10 @@ def main(words: list[str] | None = None) -> int:
     with handled_errors(f"verl-precision {name}", command.interrupted, variables):
         if command.variables:
             values, flags = parse(name, rest)
-            return module.main([*flags, *(f"{each}={value}" for each, value in values.items())])
+            settings = [f"{each}={value}" for each, value in values.items()]
+            module.parse(settings)
+            check_packages(command.needs)
+            return module.main([*flags, *settings])
         return module.main([name, *rest] if command.module == "patches" else rest)
 
 

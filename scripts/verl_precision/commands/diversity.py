@@ -114,11 +114,21 @@ def plot(curves: list[tuple[str, dict[int, dict]]], bars: dict[str, dict[str, di
     plt.close(figure)
 
 
-def main(words: list[str]) -> int:
+def parse(words: list[str]) -> dict[str, str]:
+    """Parse ``NAME=VALUE`` words.
+
+    Raises:
+        Refused: a name is not allowed, or one is missing.
+    """
     variables = parse_words(words, VARIABLES)
-    for name in ("RUNS", "OUT"):
+    for name in VARIABLES:
         if name not in variables:
-            raise Refused(f'{name}: is missing; give RUNS="LABEL=FOLDER …" OUT=FILE')
+            raise Refused(f"{name}: is not set; give RUNS='LABEL=FOLDER …' OUT=FILE")
+    return variables
+
+
+def main(words: list[str]) -> int:
+    variables = parse(words)
     out = Path(variables["OUT"])
     several = [
         (label, run_facts(folder), read_validations(folder)) for label, folder in labelled_paths(variables["RUNS"])

@@ -42,10 +42,7 @@ def framework_of_release(args: argparse.Namespace) -> Framework:
 
 
 def framework_of_target(args: argparse.Namespace) -> Framework:
-    """Return the framework of TREE, which becomes that of this Python where none is given."""
-    if args.target is None:
-        args.target = installed_tree(framework_of_release(args))
-        print(f"the {framework_of_release(args).name} of {sys.executable}: {args.target}", file=sys.stderr)
+    """Return the framework of TREE."""
     return find_target(Path(os.path.abspath(args.target)), *frameworks(args)).framework
 
 
@@ -178,4 +175,8 @@ def parser(name: str) -> Parser:
 def main(words: list[str]) -> int:
     """Run the command that the first word names."""
     args = parser(words[0]).parse_args(words[1:])
+    if "target" in args and args.target is None:
+        framework = framework_of_release(args)
+        args.target = installed_tree(framework)
+        print(f"the {framework.name} of {sys.executable}: {args.target}", file=sys.stderr)
     return args.run(args)

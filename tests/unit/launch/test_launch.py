@@ -30,7 +30,7 @@ def test_knobs_and_overrides_reach_verl(where, goal, dtype, machine, parquet):
     knobs = {"DATA": parquet, "NNODES": 4 if where else 1, "OUT": machine.folder / "out", "STEPS": 7}
     done = machine.succeed("flowrl_7b.sh", *OVERRIDES, MAKEFLAGS="n", DEVICE="cpu", **knobs, **where)
     (line,) = (line for line in done.stdout.splitlines() if f"scripts/verl_precision make {goal} " in line)
-    job = parse_job(shlex.split(line)[4:])
+    job = parse_job(shlex.split(line)[5:])
     assert job.args == (f"trainer.nnodes={knobs['NNODES']}", "trainer.n_gpus_per_node=8", *OVERRIDES)
     config = compose(job, job.out)
     assert (config.trainer.nnodes, config.trainer.total_training_steps) == (knobs["NNODES"], 7)

@@ -160,7 +160,7 @@ def check_the_job(machine: Machine, script: str | Path, environment: dict[str, s
     machine.succeed(script, **environment)
     words = machine.words("python3")
     assert "--model=owner/it's: a #model" in words
-    job = job_of([word for word in words if not word.startswith("MODEL=")])
+    job = job_of([word for word in words if not word.startswith("--model=")])
     assert (job.experiment, job.precision, job.recipe, job.steps, job.seed) == ("arithmetic", "bf16", "flowrl", 9, 7)
     assert job.out == Path("/shared/o${NNODES}ut")
     assert job.args == ("trainer.nnodes=3", "trainer.n_gpus_per_node=4", *OVERRIDES)

@@ -1,5 +1,6 @@
 """The command ``run``, and its use by ``make run``."""
 
+import io
 import json
 import re
 import sys
@@ -31,7 +32,7 @@ MINI_BATCH, BETA = (f"actor_rollout_ref.actor.{key}" for key in ("ppo_mini_batch
         (["ARGS=trainer.n_gpus_per_node=64"], "trainer.n_gpus_per_node=64: must be at most 4: "),
         ([f"ARGS={STRATEGY}=fsdp3"], f"{STRATEGY}=fsdp3 is no strategy of verl 0.9.1; give ARGS={STRATEGY}=fsdp or"),
         (["--check", f"ARGS={STRATEGY}=fsdp3"], f"{STRATEGY}=fsdp3 is no strategy of verl 0.9.1"),
-        (["--check", "SEED=2", "--", "ARGS=trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
+        (["--check", "SEED=2", "ARGS=trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
         (["--check", f"ARGS=trainer.save_freq=1 {MINI_BATCH}=64"], f"ARGS={MINI_BATCH}=64: train_batch_size (32)"),
     ],
 )
@@ -42,10 +43,13 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(words, refusal, val
     assert "\n" not in str(refused.value) and list(tmp_path.iterdir()) == []
 
 
-def test_check_reports_which_runs_are_finished_and_writes_nothing(validated_here, tmp_path, capsys):
+def test_check_reports_which_runs_are_finished_and_writes_nothing(validated_here, tmp_path, capsys, monkeypatch):
     done, ahead = finished_run(tmp_path / "done", *SANITY, steps=40), tmp_path / "ahead"
     before = sorted(tmp_path.rglob("*"))
-    run.main(["--check", "--", *SANITY, f"OUT={done}", "--", *SANITY, "SEED=2", f"OUT={ahead}"])
+    sanity = dict(word.partition("=")[::2] for word in SANITY)
+    wanted = [sanity | {"OUT": str(done)}, sanity | {"SEED": "2", "OUT": str(ahead)}]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(wanted)))
+    run.main(["--check-each"])
     shown = [(run["out"], run["steps"], run["finished"]) for run in json.loads(capsys.readouterr().out)]
     assert shown == [(str(done), 40, True), (str(ahead), 40, False)]
     assert sorted(tmp_path.rglob("*")) == before

@@ -152,7 +152,7 @@ def check_packages(names: Iterable[str]) -> None:
     """
     if lacking := [PROJECTS.get(name, name) for name in names if importlib.util.find_spec(name) is None]:
         install = f"{sys.executable} -m pip install {' '.join(lacking)}"
-        raise Refused(f"{sys.executable} lacks {', '.join(lacking)}; use the Python of verl's environment, or {install}")
+        raise Refused(f"{sys.executable} lacks {', '.join(lacking)}; use verl's environment, or {install}")
 
 
 def parse(name: str, words: list[str]) -> tuple[dict[str, str], list[str]]:

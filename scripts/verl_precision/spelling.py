@@ -121,6 +121,7 @@ def spelled(text: str, variables: Iterable[str] = ()) -> str:
         return " ".join(["verl-precision", *(f"'{part}'" if " " in part else part for part in parts)])
 
     text = IN_TEXT.sub(command, text)
+    text = re.sub(r"\b(FIXES|FORCE)=yes\b", lambda found: option(found[1]), text)
     names = "|".join(name for name in variables if name != "ARGS")
     if names:
         text = re.sub(rf"(?<![\w-])({names})=", lambda found: f"{option(found[1])} ", text)

@@ -42,6 +42,7 @@ def test_options_are_the_variables_of_make():
         ("make port FROM=0.9.1 TO=/x", "verl-precision port 0.9.1 /x outputs/verl-x"),
         ("(make preflight), make status VERL=… there", "(verl-precision preflight), verl-precision status … there"),
         ("`make run PRECISION=bf16 OUT='/a b'` resumes", "`verl-precision run --precision=bf16 '--out=/a b'` resumes"),
+        ("removed; FIXES=yes puts it back", "removed; --fixes puts it back"),
         ("they make sense; RAY_ADDRESS=a: no", "they make sense; RAY_ADDRESS=a: no"),
     ],
 )

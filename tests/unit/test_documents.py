@@ -218,7 +218,7 @@ WRONG = {
     "`make help-rnu`": "make help-rnu: no such target",
     "`DEVICE=cpu make run PRECISON=fp16`": "make run: PRECISON is not its variable",
     "```text\n$ make status STEPS=2 | cat\n```": "make status: STEPS is not its variable",
-    "`scripts/{run,no}.py`": "scripts/no.py: no such file",
+    "`scripts/verl_precision/{cli,no}.py`": "scripts/verl_precision/no.py: no such file",
     "`tests/mutants/AREA.tml`": "tests/mutants/AREA.tml: no such file",
     "`+actor_rollout_ref.actor.dtpye=float16`": "actor_rollout_ref.actor.dtpye: no release has this key",
     "`critic.….{dtype,dtpye}`": "critic.….dtpye: no release has this key",

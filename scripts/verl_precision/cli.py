@@ -163,7 +163,7 @@ def parse(name: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
         SystemExit: ``--help`` is among the words and was printed.
     """
     command, module = BY_NAME[name], find_module(name)
-    parser = Parser(f"verl-precision {name}", spelled(module.__doc__ or ""))
+    parser = Parser(f"verl-precision {name}", spelled(module.__doc__ or "", module.VARIABLES))
     add_options(parser, module.VARIABLES)
     for flag, text in command.flags.items():
         parser.add_argument(flag, action="store_true", help=text)

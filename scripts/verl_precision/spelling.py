@@ -33,7 +33,8 @@ def add_options(parser: argparse.ArgumentParser, variables: Mapping[str, str]) -
     for name, text in variables.items():
         parser.add_argument(option(name), dest=name, metavar=name, help=spelled(text.format(**groups), variables))
     if "ARGS" in variables:
-        parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the same, as words of their own")
+        what = "a further Hydra override of verl, such as trainer.save_freq=5; after -- if it looks like an option"
+        parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=what)
 
 
 def values_of(parsed: argparse.Namespace, variables: Iterable[str]) -> dict[str, str]:

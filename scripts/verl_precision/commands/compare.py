@@ -1,8 +1,8 @@
 """Train and compare regimes, or compare existing runs.
 
 Takes existing runs, ``RUNS="LABEL=FOLDER …"``: folders of ``make run``, finished or not, verl's file logger,
-TensorBoard events and wandb's files. Or makes them first, ``PRECISION="fp16 bf16" SEED="1 2 3"``, with all that ``make
-run`` takes. Writes a report that works offline, with figures, tables and the runs that it was made from.
+TensorBoard events and wandb's files. Or makes them first, ``PRECISION="fp16 bf16" SEED="1 2 3"``, with all that
+``make run`` takes. Writes a report that works offline, with figures, tables and the runs that it was made from.
 
 Exit code 0: done; 1: refused, or a run failed; 130: interrupted, with the report on what was finished.
 """

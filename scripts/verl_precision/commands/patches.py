@@ -1,12 +1,4 @@
-"""Apply the patches to a tree of verl or OAT, remove them, and work on them.
-
-TREE is a git checkout, an unpacked release or a site-packages folder; without it, the verl or OAT that this Python
-imports is taken. Exit code: 0 done, 1 refused or failed (for status: the tree is neither a release nor patched; for
-port, carry: there are conflicts to resolve).
-
-With --json, list prints a list of stacks, each with its release and framework, check an object by framework and release
-("oat 0.2.4"), status an object.
-"""
+"""Apply the patches to a tree of verl or OAT, remove them, and work on them."""
 
 import argparse
 import json
@@ -129,46 +121,67 @@ def add_check(parser: Parser) -> None:
 FORCE = "rename files that were edited since apply to <name>.edited, instead of refusing"
 FIXES = "also apply the series fixes, which corrects defects in any dtype"
 TO = "a release in versions.toml or on PyPI, or a folder that contains the framework"
-# What each command runs, what it does, and the arguments that it takes beside --framework.
+TREE = "a git checkout, an unpacked release or a site-packages folder, default: that of the verl or OAT of this Python"
+CONFLICTS = "Exit code: 0 done, 1 refused, or there are conflicts to resolve, which are listed."
+# What each command runs, its description, and the arguments that it takes beside --framework.
 COMMANDS = {
     "list": (run_list, "List the releases that have patches, and their patches.", ["json"]),
     "status": (
         run_status,
-        "Report which release TREE is, and whether it is patched.",
+        "Report which release TREE is, and whether it is patched.\n\n"
+        "Exit code: 0 unpatched, patched, outdated or a port; 1 any other state, or refused.",
         ["tree", "json"],
     ),
-    "apply": (run_apply, "Apply the patches to TREE.", ["tree", "fixes"]),
-    "unapply": (run_unapply, "Remove the patches from TREE and restore its files exactly.", ["tree", "force"]),
+    "apply": (
+        run_apply,
+        "Apply the patches to TREE: all files change, or none.\n\n"
+        "A tree with older patches, or with another series, is brought to these. Files that you edited are refused.",
+        ["tree", "fixes"],
+    ),
+    "unapply": (run_unapply, "Remove the patches from TREE and restore every file exactly.", ["tree", "force"]),
     "drift": (run_drift, "List the patched files of TREE that differ from the closest release.", ["tree"]),
-    "check": (run_check, "Check the patches of one release, or of all, on the wheel from PyPI.", ["which", "json"]),
-    "checkout": (run_checkout, "Make DIR a git tree with the patches as commits.", ["release", "folder"]),
+    "check": (
+        run_check,
+        "Check the patches of one release, or of all, on the wheel from PyPI: they apply, compile and reverse exactly.",
+        ["which", "json"],
+    ),
+    "checkout": (run_checkout, "Make DIR a git tree of RELEASE with each patch as a commit.", ["release", "folder"]),
     "export": (run_export, "Write the commits of DIR, made by checkout, back into the project.", ["remove", "folder"]),
-    "port": (run_port, "Port the patches of RELEASE to another, as commits in DIR.", ["release", "to", "folder"]),
-    "carry": (run_carry, "Carry a changed patch of RELEASE to the others.", ["patch", "release", "folder"]),
+    "port": (
+        run_port,
+        f"Port the patches of RELEASE to TO, as commits in DIR, and report on each hunk.\n\n{CONFLICTS}",
+        ["release", "to", "folder"],
+    ),
+    "carry": (
+        run_carry,
+        "Carry a changed patch of RELEASE to the other releases; DIR gets the trees that have conflicts.\n\n"
+        f"{CONFLICTS}",
+        ["patch", "release", "folder"],
+    ),
 }
 
 
 def parser(name: str) -> Parser:
     """Return the parser of one of ``COMMANDS``."""
     run, what, takes = COMMANDS[name]
-    made = Parser(f"verl-precision {name}", f"{what}\n\n{(__doc__ or '').partition(chr(10) * 2)[2]}")
+    made = Parser(f"verl-precision {name}", what)
     made.set_defaults(run=run)
     add = {
-        "tree": lambda: made.add_argument("target", type=Path, nargs="?", metavar="TREE", help="default: as above"),
+        "tree": lambda: made.add_argument("target", type=Path, nargs="?", metavar="TREE", help=TREE),
         "force": lambda: made.add_argument("--force", action="store_true", help=FORCE),
         "fixes": lambda: made.add_argument("--fixes", action="store_true", help=FIXES),
         "remove": lambda: made.add_argument("--remove", action="store_true", help="delete patches without a commit"),
         "which": lambda: add_check(made),
-        "patch": lambda: made.add_argument("patch", metavar="PATCH"),
-        "release": lambda: made.add_argument("release", metavar="RELEASE"),
+        "patch": lambda: made.add_argument("patch", metavar="PATCH", help="its name, without .patch"),
+        "release": lambda: made.add_argument("release", metavar="RELEASE", help="such as 0.9.1"),
         "to": lambda: made.add_argument("to", metavar="TO", help=TO),
-        "folder": lambda: made.add_argument("folder", type=Path, metavar="DIR"),
+        "folder": lambda: made.add_argument("folder", type=Path, metavar="DIR", help="a folder"),
         "json": lambda: made.add_argument("--json", action="store_true", help="print JSON"),
     }
     for each in takes:
         add[each]()
     default = {"list": "all", "check": "all, and verl with --release"}.get(name, "verl")
-    made.add_argument("--framework", choices=FRAMEWORKS, help=f"verl or oat, default {default}")
+    made.add_argument("--framework", choices=FRAMEWORKS, help=f"default {default}")
     return made
 
 

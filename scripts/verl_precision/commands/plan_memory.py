@@ -28,7 +28,7 @@ VARIABLES = {
     "MEMORY": "GiB of one GPU, or of that machine, default 80",
     "LENGTH": "tokens of a prompt and its answer, default the experiment's maximum",
     "OUT": "a folder for table and figure, default none",
-    "ARGS": "further Hydra overrides of verl, e.g. ARGS='trainer.nnodes=4 trainer.n_gpus_per_node=4'",
+    "ARGS": "further Hydra overrides of verl in one string, e.g. 'trainer.nnodes=4 trainer.n_gpus_per_node=4'",
 }
 EXPERIMENTS = ("dense_7b", "dense_32b", "moe_30b")
 

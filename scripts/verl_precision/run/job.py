@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_precision.cli import handled_errors
 from verl_precision.errors import Refused
 from verl_precision.files import check_room
 from verl_precision.paths import CACHE, CONFIGS, REPO, WORK
 from verl_precision.run.compose import Uncomposable, compose_config
+from verl_precision.spelling import MADE
 from verl_precision.words import (
     device,
     file_path,
@@ -64,7 +66,7 @@ VARIABLES = {
     "VAL": "the same for validation, default TRAIN's",
     "OUT": "the run's folder, default outputs/EXPERIMENT/ALGO-PRECISION-seedSEED (RECIPE where there is one), then …-2",
     "RETRIES": "number of automatic resumes after a lost worker or node, default 2 on a cluster, else 0",
-    "ARGS": "further Hydra overrides of verl, e.g. ARGS='trainer.n_gpus_per_node=2 trainer.save_freq=5'",
+    "ARGS": "further Hydra overrides of verl in one string, e.g. 'trainer.n_gpus_per_node=2 trainer.save_freq=5'",
     "CARRY": "for make submit: yes (default) copies patched verl and this checkout to the nodes, no does not",
 }
 
@@ -284,7 +286,6 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    os.environ.setdefault(MADE, "run")  # launch scripts take knobs, NAME=VALUE
+    with handled_errors("run"):
         main(sys.argv[1:])
-    except Refused as refusal:
-        sys.exit(f"run: {refusal}")

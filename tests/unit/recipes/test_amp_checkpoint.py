@@ -57,13 +57,13 @@ def test_checkpoint_without_loss_scale_loads_with_a_warning(tmp_path):
         train(each, batches(1))
     full.save_checkpoint(tmp_path / "fp32.pt")
     half.save_checkpoint(tmp_path / "fp16.pt")
-    with pytest.warns(UserWarning, match="fp32.pt holds no loss scale: starting at 1024"):
+    with pytest.warns(UserWarning, match="fp32.pt contains no loss scale: starting at 1024"):
         half.load_checkpoint(tmp_path / "fp32.pt")
     assert same_bits(half.module.state_dict(), full.module.state_dict())
-    with pytest.warns(UserWarning, match="fp16.pt holds a loss scale, which this run does not use"):
+    with pytest.warns(UserWarning, match="fp16.pt contains a loss scale, which this run does not use"):
         full.load_checkpoint(tmp_path / "fp16.pt")
     edited(lambda saved: [saved.pop(key) for key in set(saved) - {"model", "optimizer"}])(tmp_path / "fp32.pt")
-    with pytest.warns(UserWarning, match="fp32.pt holds no loss scale"):  # of another trainer
+    with pytest.warns(UserWarning, match="fp32.pt contains no loss scale"):  # of another trainer
         assert half.load_checkpoint(tmp_path / "fp32.pt") == {}
     assert half.training_steps == 0
 

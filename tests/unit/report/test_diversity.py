@@ -66,8 +66,8 @@ FEWER = {prompt: answers[:2] for prompt, answers in MANY.items()}
         ({0: BEFORE}, "RUNS=a={tmp}/a OUT={tmp}/out", "has no validations before and after training"),
         ({0: BEFORE, 10: FEWER}, "RUNS='a={tmp}/a b={tmp}/b' OUT={tmp}/out", "must have the same prompts"),
         (BOTH, "RUNS=a={tmp} OUT={tmp}/out", "is not the folder of a finished run"),
-        (BOTH, "OUT={tmp}/out", "RUNS: is missing"),
-        (BOTH, "RUNS=a={tmp}/a", "OUT: is missing"),
+        (BOTH, "OUT={tmp}/out", "RUNS: is not set"),
+        (BOTH, "RUNS=a={tmp}/a", "OUT: is not set"),
         (BOTH, "a={tmp}/a", "is not a variable"),
     ],
 )

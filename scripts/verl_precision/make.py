@@ -201,10 +201,10 @@ def start(name: str, typed: list[str]) -> None:
         program = ["-m", f"recipes.{RECIPES[name]}.prepare", "--out", f"data/{name}"]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
     elif name != "setup":
-        program = [str(PACKAGE), *arguments(name if name in PATCHING else command, values)]
         if target.takes is None:
             cli.find_module(command).parse(words(values))
-        elif name in ("doctor", "bench", "mutants", "pr-branch"):
+        program = [str(PACKAGE), *arguments(name if name in PATCHING else command, values)]
+        if name in ("doctor", "bench", "mutants", "pr-branch"):
             cli.find_module(name).parse(program[2:])
     os.environ.update(sources)
     python = interpreter(name, values, device, python, typed_python) if target.environment else sys.executable

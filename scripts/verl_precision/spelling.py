@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from verl_precision.errors import Refused
+from verl_precision.paths import PACKAGE
 from verl_precision.words import GROUPS, one_of, options, shell_words
 
 MADE = "VERL_PRECISION_MAKE"  # set in what make starts
@@ -116,10 +117,11 @@ def spelled(text: str, variables: Iterable[str] = ()) -> str:
         target, words = found[1], shlex.split(found[2])
         if target not in TARGETS:
             return found[0]
-        parts = [PATCHING.get(target, target)]
-        if words:
-            parts = without_framework(arguments(target, dict(word.partition("=")[::2] for word in words)))
-        return " ".join(["verl-precision", *(f"'{part}'" if " " in part else part for part in parts)])
+        values = dict(word.partition("=")[::2] for word in words)
+        python = values.pop("PYTHON", "")
+        parts = without_framework(arguments(target, values)) if values else [PATCHING.get(target, target)]
+        program = [python, str(PACKAGE)] if python else ["verl-precision"]
+        return " ".join([*program, *(f"'{part}'" if " " in part else part for part in parts)])
 
     text = IN_TEXT.sub(command, text)
     text = re.sub(r"\b(FIXES|FORCE)=yes\b", lambda found: option(found[1]), text)

@@ -11,7 +11,7 @@ from support.patch_tool import run_command
 from verl_precision import __version__, cli
 from verl_precision.patch.releases import find_release
 from verl_precision.patch.stack import release_stacks
-from verl_precision.paths import REPO
+from verl_precision.paths import PACKAGE, REPO
 from verl_precision.spelling import MADE, as_options, spelled
 
 SETTINGS = {"PRECISION": "fp16", "STEPS": "8", "OUT": "/a b", "ARGS": "+x='a b' ~y z=[1,2]"}
@@ -41,6 +41,7 @@ def test_options_are_the_variables_of_make():
         ("make unapply-patches OAT=/a restores it, then", "verl-precision unapply /a restores it, then"),
         ("make port FROM=0.9.1 TO=/x", "verl-precision port 0.9.1 /x outputs/verl-x"),
         ("(make preflight), make status VERL=… there", "(verl-precision preflight), verl-precision status … there"),
+        ("make doctor VERL=/a PYTHON=/p/python3", f"/p/python3 {PACKAGE} doctor --verl=/a"),
         ("`make run PRECISION=bf16 OUT='/a b'` resumes", "`verl-precision run --precision=bf16 '--out=/a b'` resumes"),
         ("removed; FIXES=yes puts it back", "removed; --fixes puts it back"),
         ("they make sense; RAY_ADDRESS=a: no", "they make sense; RAY_ADDRESS=a: no"),

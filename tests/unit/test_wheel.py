@@ -12,6 +12,7 @@ from support.patch_tool import AS_A_USER
 from support.trees import RELEASE, contents
 
 from verl_precision import __version__
+from verl_precision.patch.releases import load_releases
 from verl_precision.patch.wheels import wheel
 from verl_precision.paths import REPO
 from verl_precision.spelling import MADE
@@ -64,6 +65,15 @@ def test_wheel_is_pure_python_without_dependencies_or_hooks(built):
         names = archive.namelist()
         metadata = archive.read(f"verl_precision-{__version__}.dist-info/METADATA").decode()
     assert built.name == f"verl_precision-{__version__}-py3-none-any.whl" and "Requires-Dist" not in metadata
+    project = {name.removeprefix("verl_precision/project/") for name in names}
+    assert {
+        "CHANGELOG.md",
+        "configs/precision/fp16.yaml",
+        "recipes/cpu/platform.py",
+        "patches/oat/versions.toml",
+    } < project
+    for release in load_releases():
+        assert f"patches/verl/v{release}/series" in project
     assert not [name for name in names if name.endswith((".pth", ".pyc", ".so", ".png"))]
     assert {name.split("/")[0] for name in names} == {"verl_precision", f"verl_precision-{__version__}.dist-info"}
 

@@ -5,7 +5,6 @@ import itertools
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,13 +19,14 @@ from verl_precision.bench.layer_pass import dtypes_on
 from verl_precision.bench.regime_timing import RegimeTiming, timings_of
 from verl_precision.commands import bench
 from verl_precision.errors import Refused
+from verl_precision.paths import PROGRAM, SCRIPTS
 
 REGIMES = ("bf16", "fp16", "fp32")
 
 
 @pytest.mark.subprocess
 def test_all_parts_are_measured_and_reported(tmp_path):
-    run = [sys.executable, bench.__file__, "--size", "small", "--sizes", "1,1000000", "--ranks", "2", "--out", tmp_path]
+    run = [*PROGRAM, "bench", "--size", "small", "--sizes", "1,1000000", "--ranks", "2", "--out", tmp_path]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     report = (tmp_path / "cost-cpu.md").read_text()
@@ -176,5 +176,5 @@ def test_tf32_is_set_for_products_and_recurrent_layers_alike():
         ]
     )
     run = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=Path(bench.__file__).parent)
+    done = subprocess.run(run, capture_output=True, text=True, cwd=SCRIPTS)
     assert done.stdout.split() == ["True"] * 3, done.stderr

@@ -336,7 +336,8 @@ def test_job_that_cannot_be_planned_is_refused(override, message, tmp_path):
 def test_unknown_model_is_refused_before_verl_is_imported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     program = (
-        "import sys, plan_memory\nfrom verl_precision.errors import Refused\ntry:\n    plan_memory.main(sys.argv[1:])\n"
+        "import sys\nfrom verl_precision.commands import plan_memory\nfrom verl_precision.errors import Refused\n"
+        "try:\n    plan_memory.main(sys.argv[1:])\n"
     )
     program += "except Refused as refusal:\n    print(refusal, 'verl' in sys.modules)"
     line = [sys.executable, "-c", program, f"MODEL={tmp_path}"]

@@ -25,7 +25,7 @@ REFUSED = {
         "NNODES=2": "flowrl_7b: NNODES=2: requires RAY_ADDRESS, the dashboard of a running Ray cluster",
         "RAY_ADDRESS=http://head:8265": "flowrl_7b: OUT: is not set; on a cluster it must be an absolute path on",
         "PRECISION=fp61": "run: PRECISION=fp61: must be one of bf16, bf16_train_fp16_infer, fp16, fp32",
-        STARTS_RAY: "submit: RAY_ADDRESS=http://127.0.0.1:9: no Ray cluster",
+        STARTS_RAY: "verl-precision submit: RAY_ADDRESS=http://127.0.0.1:9: no Ray cluster",
     },
     "slurm": {
         "NNODES=": "slurm: NNODES: is not set; give the number of nodes with GPUS_PER_NODE=8 GPUs",

@@ -97,7 +97,7 @@ def verl(released: Path, tmp_path: Path) -> Path:
 
 def make_branches(verl: Path, work: Path, project: Path = REPO) -> subprocess.CompletedProcess[str]:
     home = {"PRE_COMMIT_HOME": str(project / ".cache/pre-commit")} if project != REPO else {}
-    line = [sys.executable, "-B", project / "scripts/pr_branch.py", verl, "--dir", work]
+    line = [sys.executable, "-B", project / "scripts/verl_precision", "pr-branch", verl, "--dir", work]
     return subprocess.run(list(map(str, line)), capture_output=True, text=True, env=os.environ | home)
 
 

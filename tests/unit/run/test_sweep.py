@@ -7,7 +7,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -263,8 +262,14 @@ def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path, mo
 
 @pytest.mark.slow
 def test_two_regimes_are_run_and_compared(tmp_path):
-    words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "STEPS=2", f"OUT={tmp_path}"]
-    done = subprocess.run([sys.executable, compare.__file__, *words], capture_output=True, text=True)
+    settings = {
+        "DEVICE": "cpu",
+        "EXPERIMENT": "sanity_cpu",
+        "PRECISION": "fp16 bf16",
+        "STEPS": "2",
+        "OUT": f"{tmp_path}",
+    }
+    done = subprocess.run([*PROGRAM, "compare", *as_options(settings)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for regime, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
         summary = json.loads((tmp_path / "grpo" / f"{regime}-seed1" / "summary.json").read_text())

@@ -8,7 +8,9 @@ if sys.version_info < (3, 10):  # noqa: UP036 - before anything is imported that
 
 if not __package__:  # started by its path: import the package from the folder above, not its modules from here
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [os.path.dirname(here), *(path for path in sys.path if os.path.abspath(path) != here)]
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    if os.path.dirname(here) not in sys.path:  # as site-packages is, which must not come before PYTHONPATH
+        sys.path.insert(0, os.path.dirname(here))
 
 if sys.argv[1:2] == ["make"]:
     from verl_precision.make import main

@@ -1,7 +1,7 @@
 """The command line: ``verl-precision COMMAND [OPTION ...]``."""
 
 import difflib
-import importlib.util
+import importlib
 import os
 import signal
 import subprocess
@@ -14,11 +14,11 @@ from types import ModuleType
 
 from verl_precision import __version__
 from verl_precision.errors import Refused
+from verl_precision.packages import check_packages
 from verl_precision.parser import Parser
 from verl_precision.paths import INSTALLED
-from verl_precision.spelling import add_options, spelled, values_of
+from verl_precision.spelling import PATCHING, add_options, spelled, values_of
 
-PROJECTS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # on PyPI, where another name is imported
 RESUMES = "repeat the command to resume"
 
 
@@ -59,8 +59,8 @@ def setting(
 
 MODEL = ("torch", "transformers", "safetensors", "pyarrow", "matplotlib")
 PROBE = (*MODEL, "omegaconf", "numpy", "tqdm")
-CONFIG = ("verl", "hydra", "omegaconf")
-JOB = (*CONFIG, "torch", "ray", "psutil")
+CONFIG = ("verl", "hydra", "omegaconf", "torch", "ray", "tensordict", "transformers")  # what verl itself imports
+JOB = (*CONFIG, "psutil")
 REPORT = ("matplotlib", "scipy", "jinja2", "yaml")
 
 COMMANDS = {
@@ -70,7 +70,7 @@ COMMANDS = {
         "status": patching("report which release a tree contains, and whether it is patched"),
         "drift": patching("list the patched files that differ from the closest release"),
         "port": patching("port the patches to another release"),
-        "list": patching("list the releases that have patches, and these"),
+        "list": patching("list the releases that have patches, and their patches"),
     },
     "Choose a regime": {
         "doctor": Command("report the dtype of each hop of a job, before it starts or while it runs"),
@@ -86,7 +86,7 @@ COMMANDS = {
             "train with verl in a regime",
             (*JOB, "matplotlib"),
             check="check the run, and start and write nothing",
-            check_each="the same for several runs: a JSON list of objects of variables on stdin",
+            check_each='the same for each object of a JSON list on stdin, such as {"STEPS": "8"}',
         ),
         "submit": setting("train on a running Ray cluster", JOB, dry_run="print what would be submitted"),
         "compare": setting("train and compare regimes, or compare existing runs", REPORT),
@@ -104,7 +104,9 @@ DEVELOPMENT = {
         "pr-branch": Command("split the patches into branches for upstream, and check them", "pr_branch"),
         "verify-gpu": setting("test fp16 on this machine's GPU and measure it", ("torch",), "verify_gpu", RESUMES),
         "bench": Command("measure the cost of a precision"),
-        "bench-amp": Command("compare training in fp16 and bf16 outside verl with fp32", "bench_amp"),
+        "bench-amp": Command(
+            "compare training in fp16 and bf16 outside verl with fp32", "bench_amp", needs=("torch", "matplotlib")
+        ),
         "mutants": Command("put known defects into the project; each must fail a test"),
         "matrix": Command("write the support matrices and the state of GPUs into the documents"),
         "setup": Command("set up the environments of this checkout", "setup_env"),
@@ -144,17 +146,6 @@ def find_module(name: str) -> ModuleType:
     return importlib.import_module(f"verl_precision.commands.{BY_NAME[name].module or name}")
 
 
-def check_packages(names: Iterable[str]) -> None:
-    """Check that this Python has the packages that a command needs.
-
-    Raises:
-        Refused: it lacks some.
-    """
-    if lacking := [PROJECTS.get(name, name) for name in names if importlib.util.find_spec(name) is None]:
-        install = f"{sys.executable} -m pip install {' '.join(lacking)}"
-        raise Refused(f"{sys.executable} lacks {', '.join(lacking)}; use verl's environment, or {install}")
-
-
 def parse(name: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Parse the options of a command that has variables. Return these and the flags that are set.
 
@@ -167,7 +158,10 @@ def parse(name: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
     add_options(parser, module.VARIABLES)
     for flag, text in command.flags.items():
         parser.add_argument(flag, action="store_true", help=text)
-    parsed = parser.parse_intermixed_args(words)
+    place = words.index("--") if "--" in words and "ARGS" in module.VARIABLES else len(words)
+    parsed = parser.parse_intermixed_args(words[:place])
+    if words[place:]:
+        parsed.overrides += words[place + 1 :]  # whatever they look like
     flags = [flag for flag in command.flags if getattr(parsed, flag.strip("-").replace("-", "_"))]
     return values_of(parsed, module.VARIABLES), flags
 
@@ -179,7 +173,7 @@ def main(words: list[str] | None = None) -> int:
         words: the arguments, by default this process's.
     """
     words = sys.argv[1:] if words is None else words
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
     name, *rest = words
@@ -188,11 +182,14 @@ def main(words: list[str] | None = None) -> int:
             print(version())
             return 0
         if name not in BY_NAME:
-            near = [f"did you mean {each}? " for each in difflib.get_close_matches(name, BY_NAME, n=1)]
+            names = difflib.get_close_matches(name, (*BY_NAME, "--version"), n=1, cutoff=0.7)
+            near = [f"did you mean {each}? " for each in [*filter(None, [PATCHING.get(name)]), *names][:1]]
             raise Refused(f"{name}: is not a command; {''.join(near)}--help lists them")
+        command = BY_NAME[name]
+        if not command.variables:  # it is imported with its packages
+            check_packages(command.needs)
         module = find_module(name)
-    command = BY_NAME[name]
-    variables = module.VARIABLES if command.variables else ()
+    variables = module.VARIABLES if command.variables else ("ARGS",)
     with handled_errors(f"verl-precision {name}", command.interrupted, variables):
         if command.variables:
             values, flags = parse(name, rest)

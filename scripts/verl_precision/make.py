@@ -8,6 +8,7 @@ to make it with. Both may also be set in the environment, as may all variables o
 take a fixed few.
 """
 
+import ast
 import os
 import sys
 from collections.abc import Mapping
@@ -27,6 +28,19 @@ SHARED = "--shared"  # the words are those of several targets
 SOURCES = ("TORCH_INDEX_URL", "WHEELHOUSE", "FLASH_ATTN")  # of environments: every target takes them for its set-up
 DOCTOR_NEEDS = "an environment with hydra-core and omegaconf, and torch if that verl is patched"
 WITHOUT_HELP = ("gsm8k", "dapo-math", "sanity-math", "bench-amp")  # in a Python without packages
+STANDS_FOR = {
+    "VERL": "TREE, in which verl is; for doctor --verl",
+    "OAT": "TREE, in which OAT is",
+    "FIXES": "--fixes: yes or no",
+    "FORCE": "--force: yes or no",
+    "FRAMEWORK": "--framework",
+    "FROM": "RELEASE",
+    "TO": "TO",
+    "DIR": "DIR, by default in outputs",
+    "PATCH": "PATCH",
+    "ONLY": "ONLY",
+    "ARGS": "the words of the command line",
+}
 RECIPES = {"gsm8k": "gsm8k", "dapo-math": "dapo_math", "sanity-math": "sanity_math"}  # which download data
 
 
@@ -168,9 +182,13 @@ def show_help(name: str, target: MakeTarget) -> NoReturn:
     """Print the help of a target, and of the command that it starts."""
     takes = ["NAME=VALUE …"] if target.takes is None else [f"{each}=…" for each in target.takes]
     print("usage: make", name, *takes, flush=True)
-    if target.takes is None:
-        print("NAME=VALUE stands for --name VALUE:", flush=True)
+    stands = (
+        {"NAME=VALUE": "--name VALUE"} if target.takes is None else {each: STANDS_FOR[each] for each in target.takes}
+    )
+    print("".join(f"  {each} stands for {what}\n" for each, what in stands.items()), end="", flush=True)
     if name in WITHOUT_HELP:
+        file = REPO / f"recipes/{RECIPES[name]}/prepare.py" if name in RECIPES else PACKAGE / "commands/bench_amp.py"
+        print(f"\n{ast.get_docstring(ast.parse(file.read_text()))}")
         sys.exit(0)
     print(flush=True)
     os.execv(sys.executable, [*PROGRAM, target.command or name, "--help"])
@@ -204,7 +222,7 @@ def start(name: str, typed: list[str]) -> None:
         if target.takes is None:
             cli.find_module(command).parse(words(values))
         program = [str(PACKAGE), *arguments(name if name in PATCHING else command, values)]
-        if name in ("doctor", "bench", "mutants", "pr-branch"):
+        if name in ("doctor", "bench", "mutants", "pr-branch") and values.get("VERL") != "":  # refused below
             cli.find_module(name).parse(program[2:])
     os.environ.update(sources)
     python = interpreter(name, values, device, python, typed_python) if target.environment else sys.executable
@@ -223,6 +241,6 @@ def main(arguments: list[str]) -> int:
         return 0
     with cli.handled_errors(name):
         if name not in TARGETS:
-            raise Refused(f"is not a target; {alternatives(name, TARGETS, 'targets')}")
+            raise Refused(f"is not a target with variables; {alternatives(name, TARGETS, 'targets that have some')}")
         start(name, typed)
     return 0

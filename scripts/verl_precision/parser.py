@@ -2,9 +2,17 @@
 
 import argparse
 import difflib
+from pathlib import Path
 from typing import NoReturn
 
 from verl_precision.errors import Refused
+
+
+def folder(text: str) -> Path:
+    """Return a path; an empty text, as of a variable that is not set, is refused."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a folder")
+    return Path(text)
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,8 +28,8 @@ class Parser(argparse.ArgumentParser):
         if kind == "unrecognized arguments":
             word = words.split()[0]
             name = word.partition("=")[0]
-            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            near = difflib.get_close_matches(name, self._option_string_actions.keys() - {"-h", "--help"}, n=1)
             hint = f"did you mean {near[0]}? " if near and word.startswith("-") else ""
             what = "option" if word.startswith("-") else "argument"
-            raise Refused(f"{word}: is not an {what} of this command; {hint}--help lists them")
+            raise Refused(f"'{word}' is not an {what} of this command; {hint}--help lists them")
         raise Refused(f"{message}; --help lists the options")

@@ -14,4 +14,5 @@ OUTPUTS = WORK / "outputs"
 USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 CACHE = USER_CACHE / "verl-precision" if INSTALLED else REPO / ".cache"  # wheels, made models and data
 ARITHMETIC = CACHE / "addition"  # model and data of the sanity task
+IMPORTS = () if INSTALLED else (str(SCRIPTS),)  # of PYTHONPATH, for a process that imports the package
 PROGRAM = (sys.executable, str(PACKAGE))  # starts the command line in this Python

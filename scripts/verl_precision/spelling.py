@@ -18,7 +18,7 @@ from verl_precision.words import GROUPS, one_of, options, shell_words
 MADE = "VERL_PRECISION_MAKE"  # set in what make starts
 EXAMPLES = {"port": "FROM=0.9.1 TO=0.9.2", "carry": "PATCH=fsdp-compute-in-the-configured-dtype FROM=0.9.1"}
 PATCHING = {"apply-patches": "apply", "unapply-patches": "unapply", "status": "status", "drift": "drift"}
-IN_TEXT = re.compile(r"make ([a-z]+(?:-[a-z]+)*)((?: [A-Z_]+=(?:'[^']*'|[^\s;,)`'\"]+))*)")
+IN_TEXT = re.compile(r"make ([a-z]+(?:-[a-z]+)*)((?: [A-Z_]+=(?:'[^']*'|[^\s;,)`'\"\\]*[^\s;,.)`'\"\\]))*)")
 TARGETS = (*PATCHING, "port", "carry", "check", "doctor", "probe", "preflight", "recommend", "plan-memory", "compare")
 TARGETS += ("report", "collapse", "run", "submit", "bench", "bench-amp", "verify-gpu", "wheelhouse", "mutants")
 
@@ -39,9 +39,18 @@ def add_options(parser: argparse.ArgumentParser, variables: Mapping[str, str]) -
 
 
 def values_of(parsed: argparse.Namespace, variables: Iterable[str]) -> dict[str, str]:
-    """Return the variables that the options of ``add_options`` set."""
+    """Return the variables that the options of ``add_options`` set.
+
+    Raises:
+        Refused: a variable is written as make takes it.
+    """
     values = {name: getattr(parsed, name) for name in variables if getattr(parsed, name)}
-    if overrides := getattr(parsed, "overrides", []):  # only a command that takes ARGS has it
+    overrides = getattr(parsed, "overrides", [])  # of a command that takes ARGS
+    for word in overrides:
+        name, _, value = word.partition("=")
+        if name in variables:
+            raise Refused(f"'{word}' is a variable of make; write {option(name)} {value}")
+    if overrides:
         values["ARGS"] = " ".join(filter(None, [values.get("ARGS"), shlex.join(overrides)]))
     return values
 
@@ -114,22 +123,25 @@ def spelled(text: str, variables: Iterable[str] = ()) -> str:
         return text
 
     def command(found: re.Match[str]) -> str:
-        target, words = found[1], shlex.split(found[2])
+        target = found[1]
         if target not in TARGETS:
             return found[0]
-        values = dict(word.partition("=")[::2] for word in words)
+        values = dict(word.partition("=")[::2] for word in shlex.split(found[2]))
         python = values.pop("PYTHON", "")
-        parts = without_framework(arguments(target, values)) if values else [PATCHING.get(target, target)]
+        try:
+            parts = without_framework(arguments(target, values)) if values else [PATCHING.get(target, target)]
+        except Refused:  # it is no command, but a text that looks like one
+            return found[0]
         program = [python, str(PACKAGE)] if python else ["verl-precision"]
-        return " ".join([*program, *(f"'{part}'" if " " in part else part for part in parts)])
+        return " ".join([*program, *(shlex.quote(part) if " " in part else part for part in parts)])
 
     text = IN_TEXT.sub(command, text)
-    text = re.sub(r"\b(FIXES|FORCE)=yes\b", lambda found: option(found[1]), text)
+    text = re.sub(r"(?<![\w/'-])(FIXES|FORCE)=yes\b", lambda found: option(found[1]), text)
     names = "|".join(name for name in variables if name != "ARGS")
     if names:
-        text = re.sub(rf"(?<![\w-])({names})=", lambda found: f"{option(found[1])} ", text)
+        text = re.sub(rf"(?<![\w/.'-])({names})=", lambda found: f"{option(found[1])} ", text)
         text = re.sub(rf"^({names}): ", lambda found: f"{option(found[1])}: ", text)
-    return re.sub(r"(?<![\w-])ARGS=(?!')", "", text) if "ARGS" in variables else text
+    return re.sub(r"(?<![\w/'-])ARGS(?:=(?!')|: )", "", text) if "ARGS" in variables else text
 
 
 def without_framework(words: list[str]) -> list[str]:

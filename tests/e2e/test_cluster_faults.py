@@ -87,7 +87,7 @@ def test_nodes_with_another_verl_are_refused_by_name(cluster, task, trees, tmp_p
     for node in odd:
         end(node)
     assert asking == "checking the code and dtypes of 3 nodes"
-    assert line.startswith(f"run: RAY_ADDRESS={cluster.address}: ")
+    assert line.startswith(f"verl-precision run: RAY_ADDRESS={cluster.address}: ")
     assert f"node unpatched ({SECOND}): verl 0.9.1 is not patched; the driver has stack " in line
     assert f"node older ({THIRD}): has verl 0.8.0, the driver 0.9.1" in line
     assert not run.out.exists()

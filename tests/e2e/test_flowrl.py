@@ -88,7 +88,7 @@ def test_summary_reports_the_run_which_is_not_repeated(whole):
     assert curves.stat().st_size > 10_000 and str(curves) in whole.shown
 
     refusal = subprocess.run(whole.process.args, capture_output=True, text=True)
-    assert refusal.returncode == 1 and refusal.stderr.startswith(f"run: STEPS={FLOWRL_STEPS}: ")
+    assert refusal.returncode == 1 and refusal.stderr.startswith(f"verl-precision run: --steps {FLOWRL_STEPS}: ")
     assert refusal.stdout + refusal.stderr == refusal.stderr and refusal.stderr.count("\n") == 1
 
 

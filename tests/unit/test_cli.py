@@ -44,6 +44,11 @@ def test_options_are_the_variables_of_make():
         ("make doctor VERL=/a PYTHON=/p/python3", f"/p/python3 {PACKAGE} doctor --verl=/a"),
         ("`make run PRECISION=bf16 OUT='/a b'` resumes", "`verl-precision run --precision=bf16 '--out=/a b'` resumes"),
         ("removed; FIXES=yes puts it back", "removed; --fixes puts it back"),
+        (
+            "/tmp/FIXES=yes: no; agree, or make apply-patches VERL=/a.",
+            "/tmp/FIXES=yes: no; agree, or verl-precision apply /a.",
+        ),
+        ("ARGS: no override", "no override"),
         ("they make sense; RAY_ADDRESS=a: no", "they make sense; RAY_ADDRESS=a: no"),
     ],
 )
@@ -56,17 +61,21 @@ def test_messages_have_the_spelling_of_the_caller(monkeypatch, text, shown):
 
 REFUSED = {
     "aply": "verl-precision: aply: is not a command; did you mean apply? --help lists them",
+    "apply-patches": "verl-precision: apply-patches: is not a command; did you mean apply?",
+    "version": "verl-precision: version: is not a command; did you mean --version?",
+    "run PRECISION=bf16": "run: 'PRECISION=bf16' is a variable of make; write --precision bf16",
+    "preflight MODEL=x": "preflight: 'MODEL=x' is not an argument of this command",
     "xyz": "verl-precision: xyz: is not a command; --help lists them",
-    "run --presision fp16": "run: --presision: is not an option of this command; did you mean --precision?",
-    "run --prec fp16": "run: --prec: is not an option of this command; ",
+    "run --presision fp16": "run: '--presision' is not an option of this command; did you mean --precision?",
+    "run --prec fp16": "run: '--prec' is not an option of this command; ",
     "run --precision": "run: argument --precision: expected one argument; --help lists the options",
     "run --precision fp17": "run: --precision fp17: must be one of bf16, bf16_train_fp16_infer, fp16, fp32",
     "run trainer.save_freq": "run: trainer.save_freq: is not a Hydra override",
-    "probe word": "probe: word: is not an argument of this command",
-    "apply --fixs": "apply: --fixs: is not an option of this command; did you mean --fixes?",
-    "apply": "has no verl; start its Python, or give the folder that contains verl/",
+    "probe word": "probe: 'word' is not an argument of this command",
+    "apply --fixs": "apply: '--fixs' is not an option of this command; did you mean --fixes?",
+    "apply": "has no verl; use a Python that has it, or give the folder that contains verl/",
     "apply --framework trl": "apply: argument --framework: invalid choice: 'trl'",
-    "report": "report: --from: is not set; give a report's folder, e.g. --from docs/results/sanity/grpo",
+    "report": "report: --from: is not set; give a report's folder, e.g. --from outputs/compare/arithmetic/grpo/report",
 }
 
 
@@ -78,7 +87,7 @@ def test_bad_input_is_refused_in_one_line(words):
 
 
 def test_overview_lists_every_command_and_the_version_its_stacks():
-    for words in ([], ["--help"], ["-h"]):
+    for words in ([], ["--help"], ["-h"], ["help"]):
         shown = run_command(REPO, *words).stdout
         assert all(f"\n  {name} " in shown for name in cli.BY_NAME) and "None" not in shown
     shown = run_command(REPO, "--version").stdout

@@ -104,13 +104,14 @@ def test_trees_that_cannot_be_patched_are_named_in_one_line(command, environment
     (tmp_path / "verl/__init__.py").touch()
     archive = shutil.make_archive(tmp_path / "verl", "zip", tmp_path, "verl")
     refusals = {
-        (f"{tmp_path}",): f"has several: {tmp_path} before {site}; give one",
+        (f"{tmp_path}",): f"may import verl from {tmp_path}, {site}; give one of these folders",
         (archive,): f"{archive}/verl is in an archive, which cannot be patched; install verl unpacked",
     }
     for (path,), message in refusals.items():
         done = command("apply", PYTHONPATH=path)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1) and message in done.stderr
     folders = [site / "verl", *(path for path in (site / "verl").rglob("*") if path.is_dir())]
+    shutil.rmtree(tmp_path / "verl")
     for folder in folders:
         folder.chmod(0o555)
     done = command("apply", before=AS_A_USER)

@@ -63,7 +63,7 @@ class GridRun:
         return [sys.executable, "-m", "recipes.recall.prepare", *dials, "--out", str(self.prepared)]
 
     def words(self, out: Path, device: str) -> list[str]:
-        """Return the words of ``scripts/run.py``."""
+        """Return the words of the command ``run``."""
         length = "" if self.length == LENGTH else f"data.max_response_length={self.length + ROOM}"
         return [
             *(f"DEVICE={device}", "EXPERIMENT=recall", f"ALGO={self.algo}", f"PRECISION={self.precision}"),

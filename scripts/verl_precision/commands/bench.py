@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.bench.model_shape import MODELS, SANITY
+from verl_precision.packages import check_packages
 from verl_precision.parser import Parser
 from verl_precision.paths import REPO
 
@@ -140,6 +141,7 @@ def chosen_size(options: argparse.Namespace, device: str) -> CostSize:
 
 def main(words: list[str]) -> int:
     options = parse(words)
+    check_packages(("torch", "matplotlib"))
 
     import torch
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from verl_precision.errors import Refused
 from verl_precision.files import check_room
-from verl_precision.paths import OUTPUTS, REPO
+from verl_precision.paths import INSTALLED, OUTPUTS, REPO
 from verl_precision.words import alternatives, device, file_path, parse_words, whole_number
 
 sys.path.append(str(REPO))  # for the recipes
@@ -61,7 +61,8 @@ def parse(words: list[str]) -> CollapseOptions:
     if grid and not Path(grid).is_file():
         raise Refused(f"GRID={grid}: there is no such file")
     out = Path(file_path(values, "OUT") or OUTPUTS / "collapse").resolve()
-    results = RESULTS if grid and Path(grid).resolve() == SHIPPED and "OUT" not in values else out
+    shipped = grid and Path(grid).resolve() == SHIPPED and not INSTALLED
+    results = RESULTS if shipped and "OUT" not in values else out
     for folder in (out, results):
         check_room(folder)
     return CollapseOptions(

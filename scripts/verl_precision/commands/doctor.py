@@ -7,6 +7,7 @@ differ without a request for it, this verl refuses the config, a dtype is unknow
 
 import argparse
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -18,11 +19,15 @@ from verl_precision.doctor.requirements import missing
 from verl_precision.doctor.resolver import HOPS, Hop
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
-from verl_precision.parser import Parser
+from verl_precision.packages import check_packages
+from verl_precision.parser import Parser, folder
 from verl_precision.patch.releases import VERL
 from verl_precision.patch.target import installed_tree
 from verl_precision.spelling import spelled
 from verl_precision.words import shell_words
+
+COMMAND = re.compile(r"(?:make|verl-precision) [a-z-]+(?: (?:--|/|[A-Z]+=)\S*)+")
+KEPT = "\xa0"  # a blank at which textwrap does not break
 
 
 def examined(verl: Path | None) -> Tree:
@@ -33,7 +38,7 @@ def examined(verl: Path | None) -> Tree:
     """
     tree = identify_tree(verl or installed_tree(VERL))
     if lacking := missing(tree.root):
-        ways = f"install it there, or give another Python: make doctor VERL={tree.root} PYTHON=/path/to/python3"
+        ways = f"install them there, or give another Python: make doctor VERL={tree.root} PYTHON=/path/to/python3"
         raise Refused(f"{sys.executable} lacks {', '.join(lacking)}: {ways}")
     return tree
 
@@ -71,7 +76,7 @@ def text(diagnosis: Diagnosis) -> str:
         value = "" if finding.value is None else f"={finding.value}"
         fix = wrapped(f"fix: {finding.mend}", indent="  ")
         parts.append(f"{wrapped(f'{finding.key}{value} {finding.effect}')}\n{fix}")
-    return "\n\n".join([*parts, f"{diagnosis.verdict}: {diagnosis.sentence}"])
+    return "\n\n".join([*parts, spelled(f"{diagnosis.verdict}: {diagnosis.sentence}")])
 
 
 def live_text(diagnosis: Mapping) -> str:
@@ -86,16 +91,21 @@ def live_text(diagnosis: Mapping) -> str:
     for finding in diagnosis["findings"]:
         fix = wrapped(f"fix: {finding['mend']}", indent="  ")
         parts.append(wrapped(f"{finding['key']} {finding['effect']}") + f"\n{fix}")
-    return "\n\n".join([*parts, f"{diagnosis['verdict']}: {diagnosis['sentence']}"])
+    return "\n\n".join([*parts, spelled(f"{diagnosis['verdict']}: {diagnosis['sentence']}")])
 
 
 def wrapped(line: str, indent: str = "") -> str:
-    return textwrap.fill(spelled(line), 118, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False)
+    """Return the line wrapped, but not within a command of this project."""
+    whole = COMMAND.sub(lambda found: found[0].replace(" ", KEPT), spelled(line))
+    text = textwrap.fill(
+        whole, 118, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+    return text.replace(KEPT, " ")
 
 
 def parser() -> argparse.ArgumentParser:
     made = Parser("verl-precision doctor", __doc__)
-    made.add_argument("--verl", type=Path, metavar="DIR", help="a checkout, an unpacked release or site-packages")
+    made.add_argument("--verl", type=folder, metavar="DIR", help="a checkout, an unpacked release or site-packages")
     made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument(
         "--live", action="store_true", help="query running workers: of RAY_ADDRESS, else of this machine's cluster"
@@ -114,7 +124,9 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         Refused: an option is unknown or lacks its value, or a quotation mark is not closed.
     """
-    options = parser().parse_intermixed_args(words)
+    place = words.index("--") if "--" in words else len(words)
+    options = parser().parse_intermixed_args(words[:place])
+    options.overrides += words[place + 1 :]  # whatever they look like
     return options, [*shell_words("ARGS", options.args), *options.overrides]
 
 
@@ -129,6 +141,7 @@ def main(words: list[str]) -> int:
 
 def live(args: argparse.Namespace, overrides: list[str]) -> int:
     """Print the diagnosis of the running job, compared with that of ``overrides`` where there are any."""
+    check_packages(("torch", "ray", "psutil"))
     from verl_precision.doctor.live import diagnose_live, query_job
 
     static = diagnose(examined(args.verl), overrides, args.config_name).json() if overrides else None

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from verl_precision.errors import Refused
-from verl_precision.parser import Parser
+from verl_precision.parser import Parser, folder
 from verl_precision.patch.apply import apply, unapply
 from verl_precision.patch.carry import carry_patch
 from verl_precision.patch.check import check_all
@@ -119,8 +119,8 @@ def add_check(parser: Parser) -> None:
 
 
 FORCE = "rename files that were edited since apply to <name>.edited, instead of refusing"
-FIXES = "also apply the series fixes, which corrects defects in any dtype"
-TO = "a release in versions.toml or on PyPI, or a folder that contains the framework"
+FIXES = "also apply the series 'fixes', which corrects upstream's defects in any dtype"
+TO = "a release on PyPI, or a folder that contains verl or OAT"
 TREE = "a git checkout, an unpacked release or a site-packages folder, default: that of the verl or OAT of this Python"
 CONFLICTS = "Exit code: 0 done, 1 refused, or there are conflicts to resolve, which are listed."
 # What each command runs, its description, and the arguments that it takes beside --framework.
@@ -167,7 +167,7 @@ def parser(name: str) -> Parser:
     made = Parser(f"verl-precision {name}", what)
     made.set_defaults(run=run)
     add = {
-        "tree": lambda: made.add_argument("target", type=Path, nargs="?", metavar="TREE", help=TREE),
+        "tree": lambda: made.add_argument("target", type=folder, nargs="?", metavar="TREE", help=TREE),
         "force": lambda: made.add_argument("--force", action="store_true", help=FORCE),
         "fixes": lambda: made.add_argument("--fixes", action="store_true", help=FIXES),
         "remove": lambda: made.add_argument("--remove", action="store_true", help="delete patches without a commit"),
@@ -175,7 +175,9 @@ def parser(name: str) -> Parser:
         "patch": lambda: made.add_argument("patch", metavar="PATCH", help="its name, without .patch"),
         "release": lambda: made.add_argument("release", metavar="RELEASE", help="such as 0.9.1"),
         "to": lambda: made.add_argument("to", metavar="TO", help=TO),
-        "folder": lambda: made.add_argument("folder", type=Path, metavar="DIR", help="a folder"),
+        "folder": lambda: made.add_argument(
+            "folder", type=Path, metavar="DIR", help="a folder; checkout, port and carry make it"
+        ),
         "json": lambda: made.add_argument("--json", action="store_true", help="print JSON"),
     }
     for each in takes:

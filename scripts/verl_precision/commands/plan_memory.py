@@ -14,8 +14,10 @@ from pathlib import Path
 from verl_precision.bench.memory_plan import GIB, MemoryPlan, check_supported, plan_job
 from verl_precision.bench.memory_report import plot, table
 from verl_precision.files import check_room
+from verl_precision.packages import check_packages
 from verl_precision.run.job import Job, compose, parse_job
 from verl_precision.run.validation import validate
+from verl_precision.spelling import spelled
 from verl_precision.words import file_path, one_of, options, parse_words, shell_words, whole_number
 
 VARIABLES = {
@@ -100,7 +102,7 @@ def write(plans: dict[str, MemoryPlan], words: list[str], out: Path) -> None:
     tables = [table(title, plan, markdown=True).removeprefix(f"{title}: ") for title, plan in plans.items()]
     sections = [f"## {title}\n\n{text}" for title, text in zip(plans, tables, strict=True)]
     (out / "plan-memory.md").write_text(
-        f"# What a job takes on each GPU\n\n`{command}`, by arithmetic ([how](../how-to/plan-memory.md)).\n\n"
+        f"# What a job takes on each GPU\n\n`{spelled(command)}`, by arithmetic ([how](../how-to/plan-memory.md)).\n\n"
         "![Stacked bars of each moment of a step](plan-memory.png)\n\n" + "\n\n".join(sections) + "\n"
     )
     content = {title: {"moments": plan.moments, "fits": plan.fits} for title, plan in plans.items()}
@@ -110,6 +112,8 @@ def write(plans: dict[str, MemoryPlan], words: list[str], out: Path) -> None:
 
 def main(words: list[str]) -> int:
     parsed = parse(words)
+    if parsed.out:
+        check_packages(("matplotlib",))
     plans, out = plan_all(parsed), parsed.out
     print("\n\n".join(table(title, plan) for title, plan in plans.items()))
     if out:

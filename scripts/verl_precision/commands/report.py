@@ -14,7 +14,7 @@ from verl_precision.report.tables import on_screen
 from verl_precision.words import parse_words
 
 VARIABLES = {
-    "FROM": "a report's folder, with report.json, e.g. docs/results/sanity/grpo",
+    "FROM": "a report's folder, with report.json, e.g. outputs/compare/arithmetic/grpo/report",
     "OUT": "the folder of the new report, default outputs/report/NAME",
 }
 
@@ -27,7 +27,7 @@ def parse(words: list[str]) -> dict[str, str]:
     """
     variables = parse_words(words, VARIABLES)
     if "FROM" not in variables:
-        raise Refused("FROM: is not set; give a report's folder, e.g. FROM=docs/results/sanity/grpo")
+        raise Refused("FROM: is not set; give a report's folder, e.g. FROM=outputs/compare/arithmetic/grpo/report")
     return variables
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 
 from verl_precision.doctor.job_refusal import ask_doctor
+from verl_precision.errors import Refused
 from verl_precision.files import write_json
 from verl_precision.paths import REPO
 from verl_precision.process import interrupt_on_signals
@@ -37,6 +38,21 @@ def check(requests: list[list[str]]) -> None:
     """Check the runs, each described by its words, and print the outcome as JSON."""
     runs = check_runs([fit_to_gpus(parse(request))[0] for request in requests], ask_doctor)
     print(json.dumps([{"out": str(run.out), "steps": run.steps, "finished": run.finished} for run in runs]))
+
+
+def read_requests() -> list[dict[str, str]]:
+    """Return the runs that stdin describes, each by its variables.
+
+    Raises:
+        Refused: it is no JSON list of objects.
+    """
+    try:
+        requests = json.load(sys.stdin)
+    except ValueError:
+        requests = None
+    if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
+        raise Refused("--check-each: stdin must be a JSON list of objects, one for each run")
+    return requests
 
 
 def run(words: list[str]) -> int:
@@ -80,7 +96,7 @@ def run(words: list[str]) -> int:
 
 def main(words: list[str]) -> int:
     if "--check-each" in words:
-        check([[f"{name}={value}" for name, value in each.items()] for each in json.load(sys.stdin)])
+        check([[f"{name}={value}" for name, value in each.items()] for each in read_requests()])
         return 0
     if "--check" in words:
         check([[word for word in words if word != "--check"]])

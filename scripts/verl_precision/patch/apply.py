@@ -82,7 +82,7 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL, fixes: 
             left = "removed first" if kept else "left files, which were deleted"
             done = [f"{framework.name} {record.release}: stack {record.stack} {left}"]
             if likely(record, own).fixes and not stack.fixes:
-                done += ["the series fixes was removed; FIXES=yes puts it back"]
+                done += ['the series "fixes" was removed; FIXES=yes puts it back']
         if status.state == "outdated":
             done += changes(target.changelog, changelog)
         put_on(target, new, {**hooked, **stack.added}, kept, record, changelog)

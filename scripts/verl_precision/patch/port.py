@@ -23,7 +23,7 @@ from verl_precision.patch.stack import Stack, load_stack, load_stacks, whole
 from verl_precision.patch.survey import nearest, survey
 from verl_precision.patch.target import find_target
 from verl_precision.patch.wheels import download, unpack, unpacked_wheel
-from verl_precision.paths import REPO
+from verl_precision.paths import INSTALLED, REPO
 
 
 def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> tuple[list[str], bool]:
@@ -70,7 +70,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
             raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
         carried = int(git("rev-list", "--count", f"{new}..HEAD", cwd=tree))
         lines = []
-        if new_release:
+        if new_release and not INSTALLED:  # an installed project stays as it is
             entry = add_release(new_release, framework.home(project) / "versions.toml")
             lines = [f"added to versions.toml, with the family, dependencies and features of {name}:", entry]
         os.replace(tree, folder)
@@ -88,7 +88,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         finished = branch_name(stack)
         lines += [f"  to add them to {root.root} as the branch {finished}: git -C {folder} push origin {finished}"]
     elif target in load_releases(project, framework):
-        lines += [f"  to export them: python3 scripts/verl_precision export {folder}"]
+        lines += [f"  to export them, in a checkout of this project: python3 scripts/verl_precision export {folder}"]
     else:
         lines += [f"  {to} is not a release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
     return lines, not done.returncode
@@ -141,5 +141,5 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
     else:
         raise Refused(f"{to} is neither a release ({', '.join(releases)}, or a newer one on PyPI) nor a folder")
     if name == stack.release.name:
-        raise Refused(f"{to} is {stack.release} itself; verl-precision checkout makes a tree of its stack")
+        raise Refused(f"{to} is {stack.release} itself: apply the patches to it")
     return name, root, entry

@@ -127,8 +127,7 @@ def find_release(name: str, project: Path = REPO, framework: Framework = VERL) -
     """
     releases = load_releases(project, framework)
     if name not in releases:
-        known = f"known: {', '.join(releases)}; make port ports a stack to others"
-        raise Refused(f"unknown {framework.name} release {name!r}; {known}")
+        raise Refused(f"unknown {framework.name} release {name!r}; known: {', '.join(releases)}")
     return releases[name]
 
 

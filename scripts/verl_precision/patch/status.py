@@ -1,5 +1,6 @@
 """Determine the state of a target: its release, whether it is patched, and the files that differ."""
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class Status:
     series: str = ""
 
     def __str__(self) -> str:
-        others = "; other files are missing or differ from the wheel's"
+        others = "; other files than these are not those of the wheel"
         return f"{self.state}: {self.detail}" + (others if self.stack and not self.exact else "")
 
 
@@ -201,12 +202,12 @@ def foreign(target: Target, stack: Stack, pristine: Mapping[str, str], releases:
 
 def apply_command(root: Path, series: str) -> str:
     """Return the command that applies these series of patches to the verl in ``root``."""
-    return f"make apply-patches VERL={root}{' FIXES=yes' * series.endswith('fixes')}"
+    return f"make apply-patches VERL={shlex.quote(str(root))}{' FIXES=yes' * series.endswith('fixes')}"
 
 
 def port_command(target: Target, stack: Stack) -> str:
     option = "" if target.framework == VERL else f" FRAMEWORK={target.framework.name}"
-    return f"make port{option} FROM={stack.release.name} TO={target.root}"
+    return f"make port{option} FROM={stack.release.name} TO={shlex.quote(str(target.root))}"
 
 
 def unix_blobs(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -59,7 +60,7 @@ class Target:
     @property
     def variable(self) -> str:
         """The make variable with which this target is given, such as ``VERL=/path``."""
-        return f"{self.framework.name.upper()}={self.root}"
+        return f"{self.framework.name.upper()}={shlex.quote(str(self.root))}"
 
     @property
     def version(self) -> str | None:
@@ -156,15 +157,16 @@ def installed_tree(framework: Framework) -> Path:
     name = framework.name
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
-        raise Refused(f"{sys.executable} has no {name}; start its Python, or give the folder that contains {name}/")
+        other = f"use a Python that has it, or give the folder that contains {name}/"
+        raise Refused(f"{sys.executable} has no {name}; {other}")
     found = Path(os.path.abspath(next(iter(spec.submodule_search_locations)))).parent
     if not found.is_dir():
         raise Refused(f"{found / name} is in an archive, which cannot be patched; install {name} unpacked")
-    others = {Path(path).resolve() for path in sys.path if Path(path, name, "__init__.py").is_file()} - {
-        found.resolve()
-    }
-    if others:
-        raise Refused(f"{sys.executable} has several: {found} before {', '.join(map(str, sorted(others)))}; give one")
+    # verl is started by `python -m`, which looks into the current folder first.
+    folders = {Path(path).resolve() for path in ["", *sys.path] if Path(path, name, "__init__.py").is_file()}
+    if others := folders - {found.resolve()}:
+        places = ", ".join(map(str, [found, *sorted(others)]))
+        raise Refused(f"{sys.executable} may import {name} from {places}; give one of these folders")
     return found
 
 

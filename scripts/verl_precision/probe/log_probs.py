@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from verl_precision.errors import Refused
 from verl_precision.files import read_jsonl
-from verl_precision.paths import CONFIGS, REPO, SCRIPTS
+from verl_precision.paths import CONFIGS, IMPORTS, REPO
 from verl_precision.probe.numerics import RolloutNumerics, TrainerNumerics, build, end_tokens, generate, token_log_probs
 from verl_precision.probe.options import ProbeOptions
 from verl_precision.probe.rebatching import Rebatching
@@ -123,7 +123,7 @@ def run_vllm(request: Path, file: Path, device: str, label: str, number: int, do
     Raises:
         Refused: the process failed.
     """
-    path = filter(None, [str(SCRIPTS), str(REPO), os.environ.get("PYTHONPATH")])
+    path = filter(None, [*IMPORTS, str(REPO), os.environ.get("PYTHONPATH")])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     if device == "cpu":
         cpu = OmegaConf.load(CONFIGS / "device" / "cpu.yaml")

@@ -12,6 +12,7 @@ import numpy as np
 
 from verl_precision.format import significant
 from verl_precision.sequence_weights import prediction
+from verl_precision.spelling import spelled
 
 THRESHOLD = 2.0  # of truncated importance weights, verl's default (algorithm.rollout_correction)
 BOUND = 20.0  # verl's SAFETY_BOUND: log weights are clamped to it
@@ -201,7 +202,8 @@ def verdict(regimes: dict[str, dict], shown: int = 8192) -> str:
         shown: the response length that the sentence refers to.
     """
     overflowed = [name for name, result in regimes.items() if "overflow" in result]
-    tail = "".join(f"; {name} overflows: {regimes[name]['overflow']} (make preflight)" for name in overflowed)
+    command = spelled("make preflight")
+    tail = "".join(f"; {name} overflows: {regimes[name]['overflow']} ({command})" for name in overflowed)
     half = {name: result for name, result in regimes.items() if name != "fp32" and name not in overflowed}
     order = sorted(half, key=lambda name: half[name]["k3"].value)
     if not order:

@@ -1,4 +1,4 @@
-"""Parse the options of ``scripts/probe.py`` from ``NAME=VALUE`` words."""
+"""Parse the options of the command ``probe`` from ``NAME=VALUE`` words."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -11,6 +11,7 @@ from verl_precision.format import significant
 from verl_precision.probe.fp16_range import HEADROOM, LARGEST
 from verl_precision.probe.mismatch import EXTRAPOLATION, LEAST_PROMPTS, Estimate, answer_k3, interval, measured_length
 from verl_precision.sequence_weights import UNTRUNCATED, prediction
+from verl_precision.spelling import spelled
 
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 
@@ -64,7 +65,8 @@ def recommend(preflight: dict, probe: dict, length: int, words: dict[str, str]) 
 
 def repeat(words: dict[str, str], **more: object) -> str:
     """Return the command line that measures again with more or other variables."""
-    return shlex.join(["make", "recommend", *(f"{name}={value}" for name, value in (words | more).items())])
+    command = shlex.join(["make", "recommend", *(f"{name}={value}" for name, value in (words | more).items())])
+    return spelled(command)
 
 
 def exclusions(preflight: dict, probe: dict) -> dict[str, str]:

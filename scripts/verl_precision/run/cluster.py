@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_precision.errors import Refused
-from verl_precision.paths import SCRIPTS, WORK
+from verl_precision.paths import IMPORTS, WORK
 from verl_precision.run.cluster_query import CONNECT_S, REACH_S
 from verl_precision.run.job import Job
 from verl_precision.run.log import errors
@@ -93,7 +93,7 @@ def query_cluster(
         Refused: it was refused, or ended without an answer.
     """
     environment = os.environ | job.environment(out)
-    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), environment["PYTHONPATH"]])
+    environment["PYTHONPATH"] = os.pathsep.join([*IMPORTS, environment["PYTHONPATH"]])
     with tempfile.TemporaryFile("w+") as stderr, tempfile.TemporaryFile("w+") as stdin:
         json.dump(request, stdin, default=to_container)
         stdin.seek(0)

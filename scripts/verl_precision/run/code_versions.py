@@ -23,7 +23,7 @@ from verl_precision.patch.stack import FIXES
 from verl_precision.patch.status import status
 from verl_precision.patch.target import find_target
 from verl_precision.patch.wheels import unpacked_wheel
-from verl_precision.paths import CACHE, PACKAGE, REPO
+from verl_precision.paths import CACHE, INSTALLED, PACKAGE, REPO, WORK
 from verl_precision.words import shell_words
 
 NAME = re.compile(r"[\w.+-]+")  # part of a label and of a folder's name
@@ -47,6 +47,11 @@ class CodeVersion:
         """What Python starts as this version's command line."""
         return PACKAGE if self.project == REPO else self.project / "scripts/verl_precision"
 
+    @property
+    def folder(self) -> Path:
+        """The folder in which this version's command line is started."""
+        return WORK if self.project == REPO else self.project
+
     def environment(self) -> dict[str, str]:
         """Return the whole environment of a process that runs this version."""
         paths = filter(None, [str(self.verl or ""), os.environ.get("PYTHONPATH")])
@@ -65,6 +70,8 @@ def find_versions(values: Mapping[str, str]) -> list[CodeVersion]:
         pairs = [word.partition("=")[::2] for word in shell_words("TREES", values["TREES"])]
         distinct("TREES", " ".join(name for name, _ in pairs))
         return [tree_version(name, folder) for name, folder in pairs]
+    if "BRANCHES" in values and INSTALLED:
+        raise Refused(f"BRANCHES={values['BRANCHES']}: branches of this project need a checkout of it")
     if "BRANCHES" in values:
         commits = {name: branch_commit(name) for name in distinct("BRANCHES", values["BRANCHES"])}
         return [branch_version(name, commit) for name, commit in commits.items()]

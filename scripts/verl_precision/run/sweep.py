@@ -33,8 +33,8 @@ from verl_precision.spelling import as_options
 
 LISTS = {"PRECISION": "fp16", "ALGO": "grpo", "SEED": "1"}  # the variables that take several values, and their defaults
 VARIABLES = RUN_VARIABLES | {
-    "PRECISION": "the regimes, default fp16",
-    "ALGO": "the objectives, default grpo: a report each",
+    "PRECISION": "the regimes, default fp16: {precision}",
+    "ALGO": "the objectives, default grpo; each gets a report: {algo}",
     "SEED": "the seeds, default 1",
     "OUT": "the folder of all runs and reports, default outputs/compare/EXPERIMENT",
     "TREES": "patched verls to compare, each a folder that contains verl/: TREES='old=/path/to/verl new=/other/verl'",
@@ -157,7 +157,7 @@ def find_finished(code: CodeVersion, runs: Sequence[SweepRun]) -> list[SweepRun]
         [sys.executable, code.program, "run", "--check-each"],
         input=json.dumps([run.values for run in runs]),
         env=code.environment() | platform,
-        cwd=code.project,
+        cwd=code.folder,
         capture_output=True,
         text=True,
     )
@@ -213,7 +213,7 @@ def run_one(run: SweepRun, progress: SweepProgress) -> tuple[int, deque[str]]:
         KeyboardInterrupt: after the run ended in order, as if it alone had been interrupted.
     """
     command = [sys.executable, run.code.program, "run", *as_options(run.values)]
-    process = start_child(command, run.code.project, run.code.environment(), subprocess.PIPE)
+    process = start_child(command, run.code.folder, run.code.environment(), subprocess.PIPE)
     tail: deque[str] = deque(maxlen=TAIL)
 
     def follow() -> int:

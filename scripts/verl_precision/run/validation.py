@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
-from verl_precision.paths import REPO, SCRIPTS
+from verl_precision.paths import IMPORTS, REPO
 from verl_precision.run.job import CPU_PLATFORM, Job, culprit, try_to_compose
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def refusals(configs: "Sequence[DictConfig | None]", environment: Mapping[str, s
     """
     if environment is None:
         return [config and refusal(config) for config in configs]
-    paths = [str(SCRIPTS), environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
+    paths = [*IMPORTS, environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
     variables = os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [
         sys.executable,

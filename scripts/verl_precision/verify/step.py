@@ -17,7 +17,7 @@ from verl_precision.run.gpus import find_gpus
 from verl_precision.run.presets import oldest
 
 Command = list[str | Path]
-GRACE_S = 60.0  # for a program to end its children after SIGTERM: run.py ends Ray in half of it
+GRACE_S = 60.0  # for a program to end its children after SIGTERM: the command run ends Ray in half of it
 REASON_LINES, KEPT_LINES = 6, 300  # of a failed program's log: in the report, and beside it
 # No step needs a network, and none joins a cluster.
 OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"), "1")

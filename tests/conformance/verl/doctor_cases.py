@@ -3,7 +3,7 @@
     doctor_cases.py RELEASE MODEL_DIR OUT_DIR CONFIG ...
 
 Writes OUT_DIR/rank_0.json: for each configuration its overrides, the dtype of each observed hop (by the names of
-``scripts/doctor.py --json``), the settings of the loss scalers, the dtypes that the workers logged, and any
+``verl-precision doctor --json``), the settings of the loss scalers, the dtypes that the workers logged, and any
 refusal: the error, and whether composing, the driver or which worker raised it.
 """
 

@@ -308,4 +308,4 @@ def test_script_names_packages_that_its_python_lacks(environments):
     python = environments["bare"].parents[2] / "bin/python"
     done = subprocess.run([python, PACKAGE, "doctor"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"verl-precision doctor: {python} lacks hydra-core, omegaconf: install it there")
+    assert done.stderr.startswith(f"verl-precision doctor: {python} lacks hydra-core, omegaconf: install them there")

@@ -137,7 +137,7 @@ def test_rayjob_has_the_fields_of_kuberay_and_requests_what_the_knobs_set(rayjob
     assert head["requests"] == head["limits"] == {"cpu": "2", "memory": "8Gi"}
     head_group = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]
     assert head_group["serviceType"] == "ClusterIP", "the dashboard, open to the pods, stays within the cluster"
-    assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "only run.py"
+    assert head_group["rayStartParams"]["num-cpus"] == head_group["rayStartParams"]["num-gpus"] == "0", "only run"
 
 
 def test_environment_of_the_pod_becomes_the_job(rayjob, machine):

@@ -108,7 +108,7 @@ def test_apply_and_unapply_work_on_a_git_checkout_with_other_files(tiny: Path, t
     make_repository(target)
     found = status(target, tiny)
     assert (found.state, found.release, found.exact) == ("unpatched", RELEASE, False)
-    other = "unpatched: verl 0.9.1; other files are missing or differ from the wheel's\n"
+    other = "unpatched: verl 0.9.1; other files than these are not those of the wheel\n"
     assert run_command(tiny, "status", target).stdout == other
     apply(target, tiny)
     expected = {f" M {path}" for path in (ENGINE, CONFIG, PROTOCOL)} | {f"?? {path}" for path in (MODULE, STAMP)}

@@ -76,7 +76,7 @@ def test_command_applies_fixes_on_request_and_says_what_they_correct(two: Path, 
     assert "(precision and fixes)" in run_command(two, "status", target).stdout
     assert json.loads(run_command(two, "status", "--json", target).stdout)["series"] == "precision and fixes"
     third = run_command(two, "apply", target).stdout.splitlines()
-    assert third[1] == "the series fixes was removed; FIXES=yes puts it back"
+    assert third[1] == 'the series "fixes" was removed; FIXES=yes puts it back'
     listed = json.loads(run_command(two, "list", "--json", "--framework", "verl").stdout)
     assert [each["series"] for each in listed] == ["precision", "precision and fixes"]
     assert f"ckpt-keep-the-checkpoint.patch (fixes): 1 of 2 files\n    changed  {UNTOUCHED}" in drifted(two, target)
@@ -189,7 +189,7 @@ def test_fixes_are_known_after_another_installation(two: Path, pristine: Path, t
     for path in (ENGINE, CONFIG, PROTOCOL, UNTOUCHED):
         shutil.copy(pristine / path, target / path)
     assert "apply with FIXES=yes patches it again" in status(target, two).detail
-    assert "the series fixes was removed; FIXES=yes puts it back" in apply(target, two, fixes=False)
+    assert 'the series "fixes" was removed; FIXES=yes puts it back' in apply(target, two, fixes=False)
 
 
 def test_tree_with_a_fix_made_by_hand_is_refused(two: Path, target: Path):

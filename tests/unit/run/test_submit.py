@@ -12,6 +12,7 @@ import pytest
 import requests
 from ray.job_submission import JobStatus
 
+from verl_precision.cli import parse
 from verl_precision.commands import submit
 from verl_precision.errors import Refused
 from verl_precision.paths import PACKAGE
@@ -41,7 +42,9 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, trees, impo
     assert submission.runtime_env == carried and not list(scratch.rglob("__pycache__"))
     assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
     program, *options = submission.entrypoint.split()[1:]  # accepted there by a Python without packages
-    subprocess.run([sys.executable, "-S", program, *options, "--help"], cwd=scratch, check=True, capture_output=True)
+    name, *settings = options
+    assert shlex.split(parse(name, settings)[0]["ARGS"]) == list(job.args)
+    subprocess.run([sys.executable, "-S", program, name, "--help"], cwd=scratch, check=True, capture_output=True)
 
 
 def test_unpatched_verl_is_not_carried(job, trees, imported, tmp_path):

@@ -39,7 +39,7 @@ def watched(looks=2):
         while record.read_bytes() == before:
             time.sleep(0.01)
 
-def interrupt():  # the process of these tests, in which run.py's code runs
+def interrupt():  # the process of these tests, in which the code of the command run runs
     watched()
     os.kill(os.getppid(), signal.SIGINT)
     time.sleep(600)
@@ -267,7 +267,7 @@ def test_death_of_a_process_is_shown_before_what_it_led_to(parts, first, tmp_pat
 
 
 def test_attempt_adds_to_the_record_and_removes_an_older_summary(tmp_path, monkeypatch):
-    """What is written while the run goes on counts: run.py may be killed. Of a cluster the memory is not known."""
+    """What is written while the run goes on counts: the command may be killed. Of a cluster the memory is not known."""
     shared = []
 
     def train_once(command, environment, log, progress, watchdog, note) -> dict:

@@ -13,7 +13,7 @@
 # limitations under the License.
 """How far the learner's log-probabilities are from those that the actors sampled with: measured, weighed in the loss.
 
-The module needs only torch and the standard library. The metrics have verl's names and definitions
+The module needs torch and the standard library alone. The metrics have verl's names and definitions
 (``verl/utils/debug/metrics.py``, ``verl/trainer/ppo/rollout_corr_helper.py``), the weights verl's names
 (``rollout_correction``). Of them are made, as in Qi et al. 2025 (arXiv 2510.26788), truncated (TIS) and masked (MIS)
 importance sampling, and policy gradients with importance weights (PG): ``reinforce_update`` with ``rollout_is``.

@@ -13,7 +13,7 @@
 # limitations under the License.
 """The precision of an OAT run: one choice for learner and actors, and a loss scaler that reports what it does.
 
-The module needs only torch and the standard library. OAT calls it; it calls nothing of OAT. Its statements on DeepSpeed
+The module needs torch and the standard library alone. OAT calls it; it calls nothing of OAT. What it says of DeepSpeed
 is of 0.16.8, which every release that it serves asks for.
 
 Why: in fp16 on both sides the log-probabilities of learner and actor agree far better than in bf16 (Qi et al. 2025,
@@ -63,7 +63,7 @@ class PrecisionArgs:
     # One choice for learner, critic, reference and actors: fp16, bf16, fp32, or bf16_train_fp16_infer, which trains in
     # bf16 and samples in fp16. None: what bf16 and fp16 say.
     precision: Optional[Literal["fp16", "bf16", "bf16_train_fp16_infer", "fp32"]] = None
-    # --no-bf16 --fp16 is --precision fp16; only --no-bf16 is --precision fp32.
+    # --no-bf16 --fp16 is --precision fp16; --no-bf16 alone is --precision fp32.
     fp16: bool = False
     # fp16: a fixed loss scale; 0 makes it dynamic.
     loss_scale: float = 0.0
@@ -106,12 +106,12 @@ def settle_precision(args: Any) -> None:
         raise ValueError(f"{said}: precision and bf16 contradict each other; {allowed}")
     if args.load_in_4bit and trained != torch.bfloat16:
         raise ValueError(
-            f"precision={args.precision} load_in_4bit=True: OAT computes with 4-bit weights only in bf16; "
+            f"precision={args.precision} load_in_4bit=True: OAT computes with 4-bit weights in bf16 alone; "
             "precision must be bf16 or bf16_train_fp16_infer"
         )
     if args.flash_attn and trained == torch.float32:
         raise ValueError(
-            f"precision={args.precision} flash_attn=True: flash attention computes only in 16 bits; "
+            f"precision={args.precision} flash_attn=True: flash attention computes in 16 bits alone; "
             "must be --no-flash_attn, or another precision"
         )
     if trained == torch.float16 and args.zero_stage < 2 and args.grad_accum_dtype not in (None, "fp16"):
@@ -121,14 +121,14 @@ def settle_precision(args: Any) -> None:
             "or --grad_accum_dtype None"
         )
     args.bf16, args.fp16 = trained == torch.bfloat16, trained == torch.float16
-    for name, valid, must in (
+    for name, holds, must in (
         ("loss_scale", 0 <= args.loss_scale < math.inf, "0 (dynamic) or a positive number"),
         ("initial_scale_power", 0 <= args.initial_scale_power <= 32, "from 0 to 32"),
         ("loss_scale_window", args.loss_scale_window >= 1, "1 or more"),
         ("hysteresis", args.hysteresis >= 1, "1 or more"),
         ("min_loss_scale", 0 < args.min_loss_scale < math.inf, "a positive number"),
     ):
-        if not valid:
+        if not holds:
             raise ValueError(f"{name}={getattr(args, name)}: must be {must}")
     if args.loss_scale == 0 and args.min_loss_scale > 2**args.initial_scale_power:
         raise ValueError(
@@ -308,7 +308,7 @@ def report_precision(learner: Any) -> None:
 
 
 def write_metrics(learner: Any, logs: dict[str, Any]) -> None:
-    """Append what OAT logs to ``metrics.jsonl`` in the run's folder, as verl's file logger does; only rank 0 calls it.
+    """Append what OAT logs to ``metrics.jsonl`` in the run's folder, as verl's file logger does; rank 0 alone calls it.
 
     A line is ``{"step": the learning round, "data": {name: number}}``; NaN and inf are null. The evaluation before the
     first round has step 0; the one after the last repeats the last round's metrics under its step.

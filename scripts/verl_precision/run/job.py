@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from verl_precision.cli import handled_errors
 from verl_precision.errors import Refused
 from verl_precision.files import check_room
+from verl_precision.patch.precision_module import precision_file
 from verl_precision.paths import CACHE, CONFIGS, REPO, WORK
 from verl_precision.run.compose import Uncomposable, compose_config
 from verl_precision.spelling import MADE
@@ -245,8 +246,11 @@ def compose(job: Job, out: Path) -> "DictConfig":
     """Return the job's whole configuration, resolved as by ``main_ppo``.
 
     Raises:
-        Refused: an override does not fit verl's configuration.
+        Refused: the verl that this Python imports is not patched, or an override does not fit verl's configuration.
     """
+    root = installed_verl().parent
+    if not precision_file(root):
+        raise Refused(f"the verl in {root} is not patched: make apply-patches VERL={shlex.quote(str(root))}")
     config, why = try_to_compose(job, out)
     if why:
         word = culprit(job, why, lambda jobs: (try_to_compose(each, out)[1] for each in jobs))
@@ -254,11 +258,16 @@ def compose(job: Job, out: Path) -> "DictConfig":
     return config
 
 
+def installed_verl() -> Path:
+    """Return the folder of the package ``verl`` that this Python imports."""
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    return Path(verl)
+
+
 def try_to_compose(job: Job, out: Path) -> "tuple[DictConfig, None] | tuple[None, str]":
     """Return the configuration, or in one line why there is none."""
-    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
     try:
-        return compose_config(Path(verl) / "trainer/config", job.overrides(out)), None
+        return compose_config(installed_verl() / "trainer/config", job.overrides(out)), None
     except Uncomposable as error:
         return None, error.with_advice
 

@@ -140,3 +140,10 @@ def test_rays_workers_have_the_niceness_of_the_run(monkeypatch, tmp_path):
     assert parsed().environment(tmp_path)["RAY_worker_niceness"] == "0"
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # its nodes were started elsewhere
     assert "RAY_worker_niceness" not in parsed().environment(tmp_path)
+
+
+def test_verl_without_patches_is_refused_with_the_command_that_patches_it(trees, imported, tmp_path):
+    root = trees["pristine"]
+    imported(root)
+    with pytest.raises(Refused, match=f"^the verl in {root} is not patched: make apply-patches VERL={root}$"):
+        compose(parsed(), tmp_path)

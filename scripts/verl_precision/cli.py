@@ -158,10 +158,8 @@ def parse(name: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
     add_options(parser, module.VARIABLES)
     for flag, text in command.flags.items():
         parser.add_argument(flag, action="store_true", help=text)
-    place = words.index("--") if "--" in words and "ARGS" in module.VARIABLES else len(words)
-    parsed = parser.parse_intermixed_args(words[:place])
-    if words[place:]:
-        parsed.overrides += words[place + 1 :]  # whatever they look like
+    takes_overrides = "ARGS" in module.VARIABLES
+    parsed = parser.parse_overrides(words) if takes_overrides else parser.parse_intermixed_args(words)
     flags = [flag for flag in command.flags if getattr(parsed, flag.strip("-").replace("-", "_"))]
     return values_of(parsed, module.VARIABLES), flags
 

@@ -22,6 +22,13 @@ class Parser(argparse.ArgumentParser):
         formatter = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28)
         super().__init__(prog, description=description, formatter_class=formatter, allow_abbrev=False)
 
+    def parse_overrides(self, words: list[str]) -> argparse.Namespace:
+        """Parse the words of a command that takes ``overrides``: all after ``--`` are some, whatever they look like."""
+        place = words.index("--") if "--" in words else len(words)
+        parsed = self.parse_intermixed_args(words[:place])
+        parsed.overrides += words[place + 1 :]
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         """Raise ``Refused``; of an unknown option it names the nearest."""
         kind, _, words = message.partition(": ")

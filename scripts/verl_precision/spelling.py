@@ -145,6 +145,6 @@ def spelled(text: str, variables: Iterable[str] = ()) -> str:
 
 
 def without_framework(words: list[str]) -> list[str]:
-    """Return a patch command without ``--framework``, which follows from the tree."""
+    """Return a patch command without ``--framework``, because the tree shows it."""
     place = words.index("--framework") if "--framework" in words and words[0] in PATCHING.values() else None
     return words if place is None else words[:place] + words[place + 2 :]

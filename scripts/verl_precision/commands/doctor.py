@@ -103,7 +103,7 @@ def wrapped(line: str, indent: str = "") -> str:
     return text.replace(KEPT, " ")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     made = Parser("verl-precision doctor", __doc__)
     made.add_argument("--verl", type=folder, metavar="DIR", help="a checkout, an unpacked release or site-packages")
     made.add_argument("--json", action="store_true", help="print JSON")
@@ -124,9 +124,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         Refused: an option is unknown or lacks its value, or a quotation mark is not closed.
     """
-    place = words.index("--") if "--" in words else len(words)
-    options = parser().parse_intermixed_args(words[:place])
-    options.overrides += words[place + 1 :]  # whatever they look like
+    options = parser().parse_overrides(words)
     return options, [*shell_words("ARGS", options.args), *options.overrides]
 
 

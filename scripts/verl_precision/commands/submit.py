@@ -11,7 +11,6 @@ Exit code 0: trained all steps; 1: refused or failed; 130: no longer watched; th
 """
 
 import asyncio
-import importlib.util
 import os
 import re
 import shlex
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING
 from verl_precision.doctor.job_refusal import ask_doctor
 from verl_precision.errors import Refused
 from verl_precision.patch.status import apply_command, status
+from verl_precision.patch.target import installed_verl
 from verl_precision.paths import PACKAGE, PROGRAM, REPO
 from verl_precision.run.checks import check_job
 from verl_precision.run.folder import choose_folder, start_record
@@ -95,7 +95,7 @@ def patched_verl() -> tuple[Path, str]:
     Raises:
         Refused: it does not have this checkout's patches.
     """
-    package = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
+    package = installed_verl()
     state = status(package)
     if state.state != "patched":
         remedy = apply_command(package, state.series)

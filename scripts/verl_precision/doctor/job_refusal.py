@@ -10,8 +10,8 @@ from verl_precision.doctor.diagnosis import Diagnosis, diagnose
 from verl_precision.doctor.resolver import MODEL
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
+from verl_precision.patch.target import installed_verl
 from verl_precision.run.job import NO_WORD, Job, culprit
-from verl_precision.run.presets import installed_verl
 
 OVERRIDE = re.compile(r"\+?[\w.]+=")
 

@@ -1,6 +1,5 @@
 """Prepare the versions of the code that ``make compare`` compares: patched trees (TREES) or this project's branches."""
 
-import importlib.util
 import io
 import json
 import os
@@ -21,7 +20,7 @@ from verl_precision.patch.precision_module import precision_file
 from verl_precision.patch.releases import VERL
 from verl_precision.patch.stack import FIXES
 from verl_precision.patch.status import status
-from verl_precision.patch.target import find_target
+from verl_precision.patch.target import find_target, installed_verl
 from verl_precision.patch.wheels import unpacked_wheel
 from verl_precision.paths import CACHE, INSTALLED, PACKAGE, REPO, WORK
 from verl_precision.words import shell_words
@@ -171,8 +170,7 @@ def branch_version(name: str, commit: str) -> CodeVersion:
 
 def installed_release() -> str:
     """Return the release of this environment's verl."""
-    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
-    return status(Path(verl)).release
+    return status(installed_verl()).release
 
 
 def code_record(out: Path, versions: Sequence[CodeVersion]) -> dict[str, dict]:

@@ -16,6 +16,7 @@ from typing import TextIO
 
 from verl_precision.errors import Refused
 from verl_precision.files import read_jsonl
+from verl_precision.patch.target import installed_verl
 from verl_precision.paths import OUTPUTS
 from verl_precision.run.job import Job
 
@@ -41,8 +42,8 @@ def checkpoint_step(out: Path) -> int:
         Refused: there are checkpoints and none is whole; without ``fixes``, the tracker names none of them, so that
             verl would start over.
     """
-    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
-    if not (Path(verl) / MANIFEST).exists():
+    verl = installed_verl()
+    if not (verl / MANIFEST).exists():
         folders = {folder.name for folder in (out / "checkpoints").glob("global_step_*")}
         tracker = out / "checkpoints" / TRACKER
         step = tracker.read_text().strip() if tracker.exists() else ""

@@ -5,7 +5,6 @@
 variables, ``--generated`` those of the experiments that need no TRAIN.
 """
 
-import importlib.util
 import os
 import re
 import shlex
@@ -19,6 +18,7 @@ from verl_precision.cli import handled_errors
 from verl_precision.errors import Refused
 from verl_precision.files import check_room
 from verl_precision.patch.precision_module import precision_file
+from verl_precision.patch.target import installed_verl
 from verl_precision.paths import CACHE, CONFIGS, REPO, WORK
 from verl_precision.run.compose import Uncomposable, compose_config
 from verl_precision.spelling import MADE
@@ -256,12 +256,6 @@ def compose(job: Job, out: Path) -> "DictConfig":
         word = culprit(job, why, lambda jobs: (try_to_compose(each, out)[1] for each in jobs))
         raise Refused(f"{word}: {why}")
     return config
-
-
-def installed_verl() -> Path:
-    """Return the folder of the package ``verl`` that this Python imports."""
-    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
-    return Path(verl)
 
 
 def try_to_compose(job: Job, out: Path) -> "tuple[DictConfig, None] | tuple[None, str]":

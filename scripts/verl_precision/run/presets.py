@@ -1,13 +1,12 @@
 """Fit a job to the GPUs of this machine by the presets of configs/device, and refuse what they cannot run."""
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
+from verl_precision.patch.target import installed_verl
 from verl_precision.run.gpus import Gpu, find_gpus
 from verl_precision.run.job import Job
 from verl_precision.run.node_facts import effective_dtypes, roles_in_bf16
@@ -105,9 +104,3 @@ def computing_in_bf16(config: "DictConfig", roles: "Mapping[str, DictConfig]") -
     engines = {role: engine_settings(settings) for role, settings in roles.items()}
     dtypes = effective_dtypes(installed_verl().parent, engines, "cpu")["dtypes"]
     return roles_in_bf16(dtypes, config.actor_rollout_ref.rollout.dtype)
-
-
-def installed_verl() -> Path:
-    """Return the package folder of the verl that this Python imports."""
-    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
-    return Path(verl)

@@ -1,12 +1,11 @@
 """Summarize a finished run as the content of ``summary.json`` and as a table for the terminal."""
 
-import importlib.util
 import sys
 from importlib import metadata
-from pathlib import Path
 from statistics import fmean, median
 
 from verl_precision.format import duration, number
+from verl_precision.patch.target import installed_verl
 from verl_precision.run.job import Job
 from verl_precision.run.metrics import (
     CLIP_RATIO,
@@ -45,8 +44,7 @@ def by_role(reports: list[dict]) -> dict[str, list[dict]]:
 
 def verl_version() -> str:
     """Return the version of the verl that is imported: another tree may precede the installed distribution."""
-    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
-    return (Path(verl) / "version" / "version").read_text().strip()
+    return (installed_verl() / "version" / "version").read_text().strip()
 
 
 def precision_of(job: Job, effective_dtypes: dict) -> str:

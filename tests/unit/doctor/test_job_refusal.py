@@ -15,8 +15,8 @@ from verl_precision.doctor.model_support import (
     sliding_window_blocks,
 )
 from verl_precision.errors import Refused
+from verl_precision.patch.target import installed_verl
 from verl_precision.run.job import parse_job
-from verl_precision.run.presets import installed_verl
 
 SITE = installed_verl().parent
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))

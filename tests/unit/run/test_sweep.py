@@ -28,7 +28,7 @@ from verl_precision.run.sweep import SweepPlan, SweepProgress, SweepRun, absolut
 from verl_precision.spelling import as_options
 
 CLI = "scripts/verl_precision/cli.py"
-# Replaces the command run: three quick steps, the second of which fails in bf16 with seed 1.
+# Replaces the command run: three quick steps, and in bf16 with seed 1 the second fails.
 RUN = """
 import json, sys
 from pathlib import Path

@@ -31,7 +31,8 @@ from observations import local
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from safetensors.torch import load_file
 
-VARYING = re.compile(r"0x[0-9a-f]+|(?<![\w.])\d+(\.\d+)?(e[+-]?\d+)?(?![\w])|tmp\w{8}")
+# With the sign of a number: verl logs the memory that it freed, 0.00 GB in one run and -0.00 GB in the next.
+VARYING = re.compile(r"0x[0-9a-f]+|(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?![\w])|tmp\w{8}")
 MEASURED = re.compile("mfu|time|timing|memory|throughput")  # metrics that two runs of one tree disagree on
 # Keys that the project adds, wherever they are, and beneath these nodes.
 ADDED = ("grad_scaler", "keep_fp32_modules", "report_dtypes", "check_weight_sync", "check_rewards", "mismatch_freq")

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from verl_precision import __version__
 from verl_precision.errors import Refused
-from verl_precision.packages import check_packages
+from verl_precision.facts.packages import check_packages
 from verl_precision.parser import Parser
 from verl_precision.paths import INSTALLED
 from verl_precision.spelling import PATCHING, add_options, spelled, values_of

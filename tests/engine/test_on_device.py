@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_precision.run.gpus import find_gpus
+from verl_precision.facts.gpus import find_gpus
 from verl_precision.run.presets import flash_attention_missing, oldest
 
 CASES = (

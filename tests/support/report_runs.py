@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from verl_precision.facts.metrics import K3_KL, REWARD, SECONDS
+from verl_precision.facts.regime import named_dtypes
 from verl_precision.files import read_jsonl, write_json
 from verl_precision.paths import REPO
 from verl_precision.report.build import SETTINGS, build_report, write_runs
@@ -14,8 +16,6 @@ from verl_precision.report.statistics import THRESHOLD
 from verl_precision.report.tables import run_rows
 from verl_precision.run.folder import start_record
 from verl_precision.run.job import parse_job
-from verl_precision.run.metrics import K3_KL, REWARD, SECONDS
-from verl_precision.run.regime import named_dtypes
 from verl_precision.run.summary import summarize
 
 RECORDED = sorted(file.parent for file in (REPO / "docs" / "results").rglob(SETTINGS))

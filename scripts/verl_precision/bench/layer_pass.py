@@ -13,8 +13,8 @@ from verl_precision.bench.model_shape import ModelShape
 from verl_precision.bench.ranks import alternate, join
 from verl_precision.bench.regime_timing import RegimeTiming, one_line, timings_of
 from verl_precision.bench.resource_usage import allocate_workspaces, peak_memory, too_large
+from verl_precision.facts.dtypes import SHORT_NAMES, torch_dtype
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEAST_ROUNDS = 11  # fp32 takes seconds a round on some GPUs
 MARGIN = 1.25  # for what the estimates of memory leave out
 
@@ -23,7 +23,7 @@ def dtypes_on(device: str) -> tuple[dict[str, torch.dtype], dict[str, str]]:
     """Return the dtype of each regime that ``device`` can compute in, and of each other regime the reason."""
     reason = lacks_ampere("bfloat16") if device == "cuda" else ""
     left_out = {"bf16": reason} if reason else {}
-    return {name: dtype for name, dtype in DTYPES.items() if name not in left_out}, left_out
+    return {name: torch_dtype(name) for name in SHORT_NAMES if name not in left_out}, left_out
 
 
 def layer_pass(

@@ -7,8 +7,8 @@ rank. docs/how-to/plan-memory.md lists what is exact, what is assumed and what i
 from dataclasses import dataclass
 
 from verl_precision.bench.model_shape import ModelShape
+from verl_precision.facts.dtypes import BYTES
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Bytes per logit when the backward pass of the loss begins, beside the logits themselves, of c bytes each.
 # cpu: log_softmax, the zeros of gather's backward, and the gradient added to them, all in fp32. cuda: flash-attn's
 # cross entropy writes its gradient over the logits. npu: log-probabilities and a gradient in the logits' dtype.

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from verl_precision.bench.memory_model import BYTES, TrainedModel
+from verl_precision.bench.memory_model import TrainedModel
 from verl_precision.bench.model_shape import ModelShape, model_config
 from verl_precision.errors import Refused
-from verl_precision.server_dtypes import SERVER_SPELLINGS
+from verl_precision.facts.dtypes import BYTES, SERVER_SPELLINGS
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

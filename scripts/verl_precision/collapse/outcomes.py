@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import fmean, median
 
 from verl_precision.collapse.grid import GridRun
+from verl_precision.facts.metrics import K3_KL, REWARD, metric_values, training_rows
 from verl_precision.files import read_jsonl
 from verl_precision.format import markdown_table, number
 from verl_precision.report.statistics import ERROR, LEAST_SEEDS, welch
-from verl_precision.run.metrics import K3_KL, REWARD, metric_values, training_rows
 
 ESS = "rollout_corr/rollout_is_eff_sample_size"
 FIRST, LAST = 3, 10  # steps whose mean accuracy is the first, and the last

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.bench.model_shape import MODELS, SANITY
-from verl_precision.packages import check_packages
+from verl_precision.facts.packages import check_packages
 from verl_precision.parser import Parser
 from verl_precision.paths import REPO
 

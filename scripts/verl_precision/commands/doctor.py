@@ -19,7 +19,7 @@ from verl_precision.doctor.requirements import missing
 from verl_precision.doctor.resolver import HOPS, Hop
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
-from verl_precision.packages import check_packages
+from verl_precision.facts.packages import check_packages
 from verl_precision.parser import Parser, folder
 from verl_precision.patch.releases import VERL
 from verl_precision.patch.target import installed_tree

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from verl_precision.bench.memory_plan import GIB, MemoryPlan, check_supported, plan_job
 from verl_precision.bench.memory_report import plot, table
+from verl_precision.facts.packages import check_packages
 from verl_precision.files import check_room
-from verl_precision.packages import check_packages
 from verl_precision.run.job import Job, compose, parse_job
 from verl_precision.run.validation import validate
 from verl_precision.spelling import spelled

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_precision.errors import Refused
+from verl_precision.facts.vllm_float16 import float16_support, ways_out
 from verl_precision.files import check_room
 from verl_precision.format import duration
 from verl_precision.patch.precision_module import load_precision
 from verl_precision.paths import OUTPUTS, REPO
 from verl_precision.probe.model import SANITY, load, model_and_data, prepare_sanity, prompts, sample_answer, short_name
-from verl_precision.run.vllm_float16 import float16_support, ways_out
 from verl_precision.words import device, file_path, parse_words, whole_number
 
 VARIABLES = {

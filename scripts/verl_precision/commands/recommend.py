@@ -14,13 +14,13 @@ from pathlib import Path
 
 from verl_precision.commands import preflight, probe
 from verl_precision.errors import Refused
+from verl_precision.facts.vllm_float16 import float16_support
 from verl_precision.files import sha256, write_json
 from verl_precision.paths import OUTPUTS
 from verl_precision.probe.model import prepare_sanity
 from verl_precision.probe.options import VARIABLES as PROBE
 from verl_precision.probe.options import ProbeOptions
 from verl_precision.probe.options import parse as parse_probe
-from verl_precision.run.vllm_float16 import float16_support
 from verl_precision.words import file_path, parse_words, whole_number
 
 VARIABLES = {

@@ -17,6 +17,7 @@ import sys
 
 from verl_precision.doctor.job_refusal import ask_doctor
 from verl_precision.errors import Refused
+from verl_precision.facts.metrics import merge_metrics
 from verl_precision.files import write_json
 from verl_precision.paths import REPO
 from verl_precision.process import interrupt_on_signals
@@ -27,7 +28,6 @@ from verl_precision.run.folder import checkpoint_step, choose_folder, lock
 from verl_precision.run.job import VARIABLES as VARIABLES  # its options
 from verl_precision.run.job import compose
 from verl_precision.run.job import parse_job as parse
-from verl_precision.run.metrics import merge_metrics
 from verl_precision.run.presets import fit_to_gpus
 from verl_precision.run.start_checks import check_runs, check_start
 from verl_precision.run.summary import summarize, summary_table

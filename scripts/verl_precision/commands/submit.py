@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from verl_precision.doctor.job_refusal import ask_doctor
 from verl_precision.errors import Refused
+from verl_precision.facts.packages import installed_verl
 from verl_precision.patch.status import apply_command, status
-from verl_precision.patch.target import installed_verl
 from verl_precision.paths import PACKAGE, PROGRAM, REPO
 from verl_precision.run.checks import check_job
 from verl_precision.run.folder import choose_folder, start_record

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_precision.errors import Refused
+from verl_precision.facts.compose import Uncomposable, compose_config, compose_defaults
 from verl_precision.paths import CONFIGS
-from verl_precision.run.compose import Uncomposable, compose_config, compose_defaults
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from verl_precision.doctor.finding import Finding
 from verl_precision.doctor.resolver import ROLES, ROLLOUT, DtypeResolver
-from verl_precision.run.vllm_float16 import package_folder, version
+from verl_precision.facts.packages import package_folder
+from verl_precision.facts.vllm_float16 import version
 
 KEY = f"{ROLLOUT}.full_determinism"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # the variable by which verl's vLLM server asks for batch-invariant kernels

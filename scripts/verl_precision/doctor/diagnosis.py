@@ -23,9 +23,9 @@ from verl_precision.doctor.routing_findings import routing_findings
 from verl_precision.doctor.servers import float16_servers
 from verl_precision.doctor.trainer_findings import export_findings, full_names, trainer_findings
 from verl_precision.doctor.tree import Tree
+from verl_precision.facts.compose import Uncomposable
+from verl_precision.facts.gpus import Gpu
 from verl_precision.paths import CONFIGS
-from verl_precision.run.compose import Uncomposable
-from verl_precision.run.gpus import Gpu
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Report what the GPUs of this machine compute natively and emulate, and refuse a preset of another GPU."""
 
-import importlib.util
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +9,8 @@ from verl_precision.doctor.determinism import LEAST_CAPABILITY
 from verl_precision.doctor.diagnosis import Diagnosis, diagnose, refused
 from verl_precision.doctor.finding import Finding
 from verl_precision.doctor.tree import Tree
-from verl_precision.run.gpus import Gpu, find_gpus
+from verl_precision.facts.gpus import Gpu, find_gpus
+from verl_precision.facts.packages import package_folder
 from verl_precision.run.presets import GUIDE, PRESETS, oldest
 from verl_precision.words import gpu_present
 
@@ -20,7 +20,7 @@ COMPUTING = ("actor.compute", "actor.autocast", "ref.compute", "critic.compute",
 
 def gpus_here() -> tuple[Gpu, ...]:
     """Return the GPUs of this machine; none where nvidia-smi lists none or this Python has no torch."""
-    return find_gpus() if gpu_present() and importlib.util.find_spec("torch") else ()
+    return find_gpus() if gpu_present() and package_folder("torch") else ()
 
 
 def diagnose_on(gpus: tuple[Gpu, ...], tree: Tree, overrides: Sequence[str], config_name: str) -> Diagnosis:

@@ -10,7 +10,7 @@ from verl_precision.doctor.diagnosis import Diagnosis, diagnose
 from verl_precision.doctor.resolver import MODEL
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
-from verl_precision.patch.target import installed_verl
+from verl_precision.facts.packages import installed_verl
 from verl_precision.run.job import NO_WORD, Job, culprit
 
 OVERRIDE = re.compile(r"\+?[\w.]+=")

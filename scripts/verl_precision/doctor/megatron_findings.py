@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from verl_precision.doctor import dtype_rules
 from verl_precision.doctor.dtype_rules import MEGATRON_ENGINE
 from verl_precision.doctor.finding import Finding
-from verl_precision.doctor.resolver import ROLES, SPELLINGS, DtypeResolver
+from verl_precision.doctor.resolver import ROLES, DtypeResolver
+from verl_precision.facts.dtypes import SPELLINGS
 
 # Of megatron-core's OptimizerConfig. verl's own keys of the last three take effect in bf16 alone.
 OPTIMIZER_DTYPES = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")

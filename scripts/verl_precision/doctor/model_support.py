@@ -8,7 +8,9 @@ from typing import Any
 
 from verl_precision.doctor.finding import Finding
 from verl_precision.doctor.resolver import MODEL, ROLLOUT, DtypeResolver
-from verl_precision.run.vllm_float16 import config_file, package_folder, read_config, version
+from verl_precision.facts.models import config_file, read_config
+from verl_precision.facts.packages import package_folder
+from verl_precision.facts.vllm_float16 import version
 
 KV_HEADS = "num_key_value_heads"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"

@@ -6,10 +6,10 @@ that contains ``verl/``, this Python needs a verl of its own.
 
 from __future__ import annotations  # an older Python has to get as far as the refusal
 
-import importlib.util
 import sys
 from pathlib import Path
 
+from verl_precision.facts.packages import missing_packages, package_folder
 from verl_precision.patch.precision_module import precision_file
 
 PYTHON = (3, 10)
@@ -19,15 +19,14 @@ def missing(verl: Path | None) -> list[str]:
     """Return what this Python lacks, as names of packages; ``verl`` contains a verl that is not this Python's."""
     if sys.version_info < PYTHON:
         return [f"Python {'.'.join(map(str, PYTHON))}"]
-    spec = None if verl else importlib.util.find_spec("verl")
-    if spec:
-        verl = Path(spec.submodule_search_locations[0]).parent
+    if verl is None and (package := package_folder("verl")):
+        verl = package.parent
     names = {"hydra": "hydra-core", "omegaconf": "omegaconf"}
     if verl is None:
         names["verl"] = "verl"
     elif precision_file(verl):  # the patched tree's own package, which the doctor loads
         names["torch"] = "torch (for a patched verl)"
-    return [name for module, name in names.items() if importlib.util.find_spec(module) is None]
+    return [names[module] for module in missing_packages(names)]
 
 
 if __name__ == "__main__":

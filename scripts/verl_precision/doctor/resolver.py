@@ -15,8 +15,8 @@ from typing import Any
 from verl_precision.doctor.config import JobConfig
 from verl_precision.doctor.dtype_rules import UNKNOWN, Fixed, Rule, SameAs, Sharded, rule_for
 from verl_precision.doctor.tree import Tree
-from verl_precision.run.vllm_float16 import float16_support
-from verl_precision.server_dtypes import SERVER_SPELLINGS
+from verl_precision.facts.dtypes import SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS
+from verl_precision.facts.vllm_float16 import float16_support
 
 HOPS = (
     *(f"actor.{what}" for what in ("master", "base", "compute", "autocast", "reduce", "optimizer", "logits")),
@@ -31,13 +31,7 @@ ROLES = {
     "critic": "critic",
     "reward_model": "reward_model",
 }
-SPELLINGS = {
-    "float16": ("float16", "fp16", 16, "16"),
-    "bfloat16": ("bfloat16", "bf16"),
-    "float32": ("float32", "fp32", 32, "32"),
-}
 KV_SPELLINGS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-SIXTEEN_BITS = ("float16", "bfloat16")
 TRAINED = ("actor", "critic")
 FSDP, FSDP_IMPLEMENTATIONS = ("fsdp", "fsdp2"), ("worker", "engine")
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from verl_precision.doctor.dtype_rules import GENERATE, SEND, UNKNOWN
 from verl_precision.doctor.finding import Finding
-from verl_precision.doctor.resolver import ROLLOUT, SIXTEEN_BITS, SPELLINGS, DtypeResolver, server_dtype
+from verl_precision.doctor.resolver import ROLLOUT, DtypeResolver, server_dtype
 from verl_precision.doctor.trainer_findings import remedy
-from verl_precision.server_dtypes import cache_refusal
+from verl_precision.facts.dtypes import SIXTEEN_BITS, SPELLINGS, cache_refusal
 
 CORRECT = "correct for it (algorithm.rollout_correction)"
 NO_REGIME = "The small mismatch of a regime does not hold"

@@ -6,7 +6,7 @@ from typing import Any
 
 from verl_precision.doctor.finding import Finding
 from verl_precision.doctor.resolver import MODEL, DtypeResolver, server_dtype
-from verl_precision.run.vllm_float16 import Float16Support, float16_support, ways_out
+from verl_precision.facts.vllm_float16 import Float16Support, float16_support, ways_out
 
 
 @dataclass(frozen=True)

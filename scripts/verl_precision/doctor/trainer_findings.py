@@ -8,10 +8,10 @@ from verl_precision.doctor.config import select
 from verl_precision.doctor.dtype_rules import UNKNOWN, rule_for
 from verl_precision.doctor.finding import Finding
 from verl_precision.doctor.megatron_findings import megatron_findings
-from verl_precision.doctor.resolver import MODEL, ROLES, SIXTEEN_BITS, SPELLINGS, DtypeResolver
+from verl_precision.doctor.resolver import MODEL, ROLES, DtypeResolver
+from verl_precision.facts.dtypes import SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS
+from verl_precision.facts.models import ATTENTION, lost_softcap
 from verl_precision.run.prompt_lengths import IGNORED, TRUNCATION, cuts_unasked, ways_to_fit
-from verl_precision.run.softcap import ATTENTION, lost_softcap
-from verl_precision.server_dtypes import SERVER_SPELLINGS
 
 WORK = {"actor": "trains", "critic": "trains", "ref": "computes", "reward_model": "scores"}
 SPELLED = {spelling: name for name, spellings in SPELLINGS.items() for spelling in spellings} | SERVER_SPELLINGS

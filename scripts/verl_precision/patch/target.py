@@ -148,12 +148,6 @@ def find_target(path: Path, *frameworks: Framework) -> Target:
     raise Refused(f"{path} {missing if path.is_dir() else 'is not a folder'}; give {kinds}")
 
 
-def installed_verl() -> Path:
-    """Return the package folder of the verl that this Python imports."""
-    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
-    return Path(verl)
-
-
 def installed_tree(framework: Framework) -> Path:
     """Return the folder that contains the package that this Python imports.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from verl_precision.facts.vllm_float16 import Float16Support
 from verl_precision.probe.fp16_range import (
     BINS,
     FLUSH_EXPONENT,
@@ -21,7 +22,6 @@ from verl_precision.probe.fp16_range import (
     overrides,
     verdict,
 )
-from verl_precision.run.vllm_float16 import Float16Support
 
 WORST = 12  # rows of the table on the screen
 

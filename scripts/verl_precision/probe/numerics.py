@@ -11,23 +11,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl_precision.facts.dtypes import torch_dtype
 from verl_precision.probe.routing import ExpertRecorder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LOGITS = 2**28  # most logits of a trainer's micro-batch: 1 GiB in fp32
 TOKENS = 2**13  # most tokens of it: packed rows need a square mask over all tokens
 
 
 class Overflow(Exception):
     """Logits are not finite; the message names the trainer or the rollout."""
-
-
-def short_dtype(dtype: str) -> str:
-    """Return the short name of a dtype: ``float16`` -> ``fp16``."""
-    return next(name for name, known in DTYPES.items() if str(known) == f"torch.{dtype}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class RolloutNumerics:
         return RolloutNumerics(self.dtype, "fp32", self.head) if self.wire == self.dtype else self
 
     def cast(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(DTYPES[self.wire]).to(DTYPES[self.dtype])
+        return weight.to(torch_dtype(self.wire)).to(torch_dtype(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ class TrainerNumerics:
         return "-".join(["trainer", self.dtype, *(part for part, chosen in parts.items() if chosen)])
 
     def cast(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(DTYPES[self.dtype])
+        return weight.to(torch_dtype(self.dtype))
 
 
 class HeadInFp32(torch.nn.Module):
@@ -110,7 +105,7 @@ def build(masters: "PreTrainedModel", numerics: RolloutNumerics | TrainerNumeric
 
 def autocast(device: str, dtype: str) -> AbstractContextManager:
     """Return the context of the engine's forward pass: autocast, except for fp32."""
-    return nullcontext() if dtype == "fp32" else torch.autocast(device, DTYPES[dtype])
+    return nullcontext() if dtype == "fp32" else torch.autocast(device, torch_dtype(dtype))
 
 
 @torch.no_grad()
@@ -242,6 +237,6 @@ def end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -
 def exact_dtype(masters: "PreTrainedModel") -> str | None:
     """Return the 16-bit dtype that represents every weight exactly, if there is one."""
     for name in ("bf16", "fp16"):
-        if all(bool((weight == weight.to(DTYPES[name]).float()).all()) for weight in masters.parameters()):
+        if all(bool((weight == weight.to(torch_dtype(name)).float()).all()) for weight in masters.parameters()):
             return name
     return None

@@ -7,12 +7,13 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from verl_precision.errors import Refused
+from verl_precision.facts.dtypes import short_name
+from verl_precision.facts.gpus import find_gpus
+from verl_precision.facts.vllm_float16 import float16_support
 from verl_precision.paths import CONFIGS
-from verl_precision.probe.numerics import RolloutNumerics, TrainerNumerics, short_dtype
+from verl_precision.probe.numerics import RolloutNumerics, TrainerNumerics
 from verl_precision.probe.options import HEADS, ProbeOptions
 from verl_precision.probe.work_folder import rollout_file, trainer_file
-from verl_precision.run.gpus import find_gpus
-from verl_precision.run.vllm_float16 import float16_support
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def variants(options: ProbeOptions) -> list[Variant]:
     distinct: dict[tuple, Variant] = {}
     for regime in options.precision:
         config = OmegaConf.load(CONFIGS / "precision" / f"{regime}.yaml").actor_rollout_ref
-        train, infer = short_dtype(config.actor.dtype), short_dtype(config.rollout.dtype)
+        train, infer = short_name(config.actor.dtype), short_name(config.rollout.dtype)
         wires = [(wire, options.head[0]) for wire in options.wire]
         for wire, head in wires + [(options.wire[0], head) for head in options.head[1:]]:
             # A head of an fp32 trainer or rollout is in fp32 anyway.

@@ -24,12 +24,12 @@ def generate(request: dict) -> None:
     import torch
     import vllm
 
-    from verl_precision.probe.numerics import DTYPES
+    from verl_precision.facts.dtypes import torch_dtype
 
     prompts = request["prompts"]
     engine = vllm.LLM(
         model=request["model"],
-        dtype=DTYPES[request["dtype"]],
+        dtype=torch_dtype(request["dtype"]),
         max_model_len=max(map(len, prompts)) + request["length"],
         max_num_seqs=256,
         max_num_batched_tokens=8192,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from statistics import fmean, median
 
-from verl_precision.run.metrics import (
+from verl_precision.facts.metrics import (
     CRITIC_LOSS_SCALE,
     CRITIC_SKIPPED,
     EQUAL_SHARE,

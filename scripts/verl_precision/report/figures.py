@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
+from verl_precision.facts.metrics import LOSS_SCALE, REWARD, SKIPPED
 from verl_precision.report.catalog import ACCURACY, SERIES, Series, Steps
 from verl_precision.report.report import Report
 from verl_precision.report.tables import present_outcomes
-from verl_precision.run.metrics import LOSS_SCALE, REWARD, SKIPPED
 
 # Okabe and Ito's colours, which colour-blind readers distinguish; a regime has the same in every report.
 COLOURS = {"fp16": "#0072B2", "bf16": "#D55E00", "bf16_train_fp16_infer": "#009E73", "fp32": "#4D4D4D"}

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from verl_precision.facts.regime import computing_dtype, effective_regime, named_dtypes
 from verl_precision.report.catalog import Steps
-from verl_precision.run.regime import computing_dtype, effective_regime, named_dtypes
 from verl_precision.run.summary import agreed, by_role
 from verl_precision.words import options
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
+from verl_precision.facts.metrics import K3_KL
 from verl_precision.format import significant
 from verl_precision.report.catalog import K3_NOISE, OUTCOMES, RESPONSE_LENGTH, WINDOW
 from verl_precision.report.report import Entry, count_seeds, step_range
 from verl_precision.report.statistics import LEAST_SEEDS
-from verl_precision.run.metrics import K3_KL
 from verl_precision.sequence_weights import UNTRUNCATED
 
 TWO_FRAMEWORKS = (

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, stdev
 
+from verl_precision.facts.metrics import REWARD
 from verl_precision.format import significant
 from verl_precision.report.catalog import OUTCOMES, WINDOW, CatalogOutcome, Steps
-from verl_precision.run.metrics import REWARD
 
 THRESHOLD = 0.95  # of the reward: arXiv 2510.26788 passes its sanity test above 95 % training accuracy
 LEAST_SEEDS = 3  # of each label, for a verdict

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
+from verl_precision.facts.dtypes import SERVER_SPELLINGS, cache_refusal
+from verl_precision.facts.models import ATTENTION, lost_softcap
+from verl_precision.facts.vllm_float16 import float16_support, ways_out
 from verl_precision.files import check_room
 from verl_precision.paths import WORK
 from verl_precision.run.prompt_lengths import check_prompts
-from verl_precision.run.softcap import ATTENTION, lost_softcap
-from verl_precision.run.vllm_float16 import float16_support, ways_out
-from verl_precision.server_dtypes import SERVER_SPELLINGS, cache_refusal
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

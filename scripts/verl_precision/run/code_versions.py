@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_precision.errors import Refused
+from verl_precision.facts.packages import installed_verl
 from verl_precision.format import first_three
 from verl_precision.patch.git import git, run_git
 from verl_precision.patch.git_objects import package_blobs, package_tree_id
@@ -20,7 +21,7 @@ from verl_precision.patch.precision_module import precision_file
 from verl_precision.patch.releases import VERL
 from verl_precision.patch.stack import FIXES
 from verl_precision.patch.status import status
-from verl_precision.patch.target import find_target, installed_verl
+from verl_precision.patch.target import find_target
 from verl_precision.patch.wheels import unpacked_wheel
 from verl_precision.paths import CACHE, INSTALLED, PACKAGE, REPO, WORK
 from verl_precision.words import shell_words

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from verl_precision.run.metrics import (
+from verl_precision.facts.metrics import (
     CRITIC_LOSS_SCALE,
     FLOWRL,
     K3_KL,

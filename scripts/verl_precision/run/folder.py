@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import TextIO
 
 from verl_precision.errors import Refused
+from verl_precision.facts.packages import installed_verl
 from verl_precision.files import read_jsonl
-from verl_precision.patch.target import installed_verl
 from verl_precision.paths import OUTPUTS
 from verl_precision.run.job import Job
 

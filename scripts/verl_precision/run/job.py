@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from verl_precision.cli import handled_errors
 from verl_precision.errors import Refused
+from verl_precision.facts.compose import Uncomposable, compose_config
+from verl_precision.facts.packages import installed_verl
 from verl_precision.files import check_room
 from verl_precision.patch.precision_module import precision_file
-from verl_precision.patch.target import installed_verl
 from verl_precision.paths import CACHE, CONFIGS, REPO, WORK
-from verl_precision.run.compose import Uncomposable, compose_config
 from verl_precision.spelling import MADE
 from verl_precision.words import (
     device,

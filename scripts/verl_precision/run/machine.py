@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
-from verl_precision.run.gpus import find_gpus
+from verl_precision.facts.gpus import find_gpus
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -3,7 +3,6 @@
 Ray's tasks get ``node_facts`` by value: an unpatched node need not have this project.
 """
 
-import importlib.util
 import json
 import platform
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.errors import Refused
+from verl_precision.facts.packages import package_folder
 from verl_precision.format import first_three
 from verl_precision.patch.git_objects import package_blobs, package_tree_id
 from verl_precision.patch.precision_module import load_precision, precision_file
@@ -41,10 +41,9 @@ def node_facts(query: Mapping[str, Any], device: str) -> dict:
     facts |= {"verl": None, "root": None, "stack": None, "tree": None, "blobs": {}, "dtypes": {}}
     facts |= {"device": device, "bf16": True}
     facts |= {"rollout": query["rollout"], "unseen": [path for path in query["paths"] if not Path(path).exists()]}
-    spec = importlib.util.find_spec("verl")
-    if spec is None:
+    package = package_folder("verl")
+    if package is None:
         return facts
-    package = Path(spec.submodule_search_locations[0])
     blobs = package_blobs(package.parent)
     facts |= {
         "verl": (package / "version/version").read_text().strip(),

@@ -6,8 +6,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
-from verl_precision.patch.target import installed_verl
-from verl_precision.run.gpus import Gpu, find_gpus
+from verl_precision.facts.gpus import Gpu, find_gpus
+from verl_precision.facts.packages import installed_verl
 from verl_precision.run.job import Job
 from verl_precision.run.node_facts import effective_dtypes, roles_in_bf16
 from verl_precision.run.roles import engine_settings, used_roles

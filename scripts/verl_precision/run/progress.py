@@ -4,8 +4,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from verl_precision.format import duration, number
-from verl_precision.run.metrics import (
+from verl_precision.facts.metrics import (
     FLOWRL,
     K3_KL,
     LAST,
@@ -19,6 +18,7 @@ from verl_precision.run.metrics import (
     metric_values,
     training_rows,
 )
+from verl_precision.format import duration, number
 
 START_UP = {  # markers in verl's log, and what starts after each
     "ray init kwargs": "Ray and its workers",

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
-from verl_precision.run.vllm_float16 import config_file, read_config
+from verl_precision.facts.models import config_file, read_config
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -4,10 +4,7 @@ import sys
 from importlib import metadata
 from statistics import fmean, median
 
-from verl_precision.format import duration, number
-from verl_precision.patch.target import installed_verl
-from verl_precision.run.job import Job
-from verl_precision.run.metrics import (
+from verl_precision.facts.metrics import (
     CLIP_RATIO,
     CRITIC_LOSS_SCALE,
     CRITIC_SKIPPED,
@@ -24,7 +21,10 @@ from verl_precision.run.metrics import (
     metric_values,
     training_rows,
 )
-from verl_precision.run.regime import computing_dtype, effective_regime
+from verl_precision.facts.packages import installed_verl
+from verl_precision.facts.regime import computing_dtype, effective_regime
+from verl_precision.format import duration, number
+from verl_precision.run.job import Job
 
 
 def agreed(values: list):

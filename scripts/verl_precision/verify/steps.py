@@ -6,15 +6,15 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from verl_precision.facts.metrics import PROBS_DIFF, SECONDS, metric_mean, metric_values, training_rows
+from verl_precision.facts.packages import package_folder
 from verl_precision.files import read_jsonl
 from verl_precision.paths import ARITHMETIC, PROGRAM, REPO
 from verl_precision.run.job import parse_job
-from verl_precision.run.metrics import PROBS_DIFF, SECONDS, metric_mean, metric_values, training_rows
 from verl_precision.run.presets import fit_to_gpus
 from verl_precision.spelling import as_options
 from verl_precision.verify.step import Command, Step, VerifiedDevice
@@ -86,9 +86,9 @@ def tests(file: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
 
     def command(target: VerifiedDevice, out: Path) -> list[Command]:
         words = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--device={target.device}", f"--basetemp={out}/tmp"]
-        if spec := find_spec("verl"):
+        if verl := package_folder("verl"):
             (out / "installed").mkdir()
-            (out / "installed/verl").symlink_to(spec.submodule_search_locations[0])
+            (out / "installed/verl").symlink_to(verl)
             words.append(f"--verl-tree={out / 'installed'}")
         return [module("pytest", *words, f"--junitxml={out / 'junit.xml'}", f"tests/engine/{file}")]
 

@@ -29,8 +29,8 @@ from verl_precision.bench.memory_plan import (
 from verl_precision.bench.model_shape import MODELS, ModelShape, model_config
 from verl_precision.commands import plan_memory
 from verl_precision.errors import Refused
+from verl_precision.facts.compose import compose_config
 from verl_precision.paths import REPO
-from verl_precision.run.compose import compose_config
 
 MEASURED = REPO / "tests/expected/plan-memory-measured.json"
 RECORDED = json.loads(MEASURED.read_text())

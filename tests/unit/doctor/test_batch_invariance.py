@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_precision.doctor.determinism import batch_invariant_backends, knows_batch_invariance
-from verl_precision.run.vllm_float16 import package_folder
+from verl_precision.facts.packages import package_folder
 
 # What vLLM's classes return, for those that can be imported without a GPU. The classes for ROCm are left out: they
 # import vllm._C, which aborts the process on a CPU for which vLLM has loaded its AVX2 or AVX512 library.

@@ -30,11 +30,11 @@ from verl_precision.doctor.dtype_rules import COMPUTE, KEEP, KEYS, LORA, SCALER,
 from verl_precision.doctor.hardware import diagnose_on, hardware_lines
 from verl_precision.doctor.metric_findings import MISMATCH_FREQ, SEQUENCE_WEIGHTS, TRUNCATION
 from verl_precision.doctor.tree import identify_tree
+from verl_precision.facts.gpus import Gpu
 from verl_precision.patch.apply import apply
 from verl_precision.patch.stack import load_stack
 from verl_precision.patch.wheels import unpacked_wheel
 from verl_precision.paths import CONFIGS
-from verl_precision.run.gpus import Gpu
 from verl_precision.run.presets import PRESETS
 from verl_precision.sequence_weights import TRUNCATED, UNTRUNCATED
 

@@ -15,7 +15,7 @@ from verl_precision.doctor.model_support import (
     sliding_window_blocks,
 )
 from verl_precision.errors import Refused
-from verl_precision.patch.target import installed_verl
+from verl_precision.facts.packages import installed_verl
 from verl_precision.run.job import parse_job
 
 SITE = installed_verl().parent

@@ -17,6 +17,7 @@ from recipes.arithmetic import families
 from recipes.arithmetic.model import build_model
 from verl_precision.commands import preflight
 from verl_precision.errors import Refused
+from verl_precision.facts.vllm_float16 import Float16Support
 from verl_precision.patch.precision_module import load_precision
 from verl_precision.paths import REPO
 from verl_precision.probe import fp16_range
@@ -30,7 +31,6 @@ from verl_precision.probe.fp16_range import (
     verdict,
 )
 from verl_precision.probe.fp16_report import conclusions, findings, table_csv
-from verl_precision.run.vllm_float16 import Float16Support
 
 precision = load_precision(REPO / "patches/verl/files", "precision_of_the_stack")
 PROMPT = 4  # tokens

@@ -17,6 +17,7 @@ from support.waiting import wait_until
 
 from verl_precision.commands import probe
 from verl_precision.errors import Refused
+from verl_precision.facts.gpus import Gpu
 from verl_precision.files import read_jsonl
 from verl_precision.paths import PROGRAM, REPO
 from verl_precision.probe import log_probs, vllm_generate
@@ -27,7 +28,6 @@ from verl_precision.probe.numerics import RolloutNumerics, TrainerNumerics, buil
 from verl_precision.probe.rebatching import Rebatching
 from verl_precision.probe.variants import Variant, check_gpus
 from verl_precision.probe.work_folder import append_missing, is_complete, rollout_file, trainer_file
-from verl_precision.run.gpus import Gpu
 from verl_precision.spelling import as_options
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from verl_precision.commands import doctor, preflight
 from verl_precision.commands import recommend as command
 from verl_precision.errors import Refused
+from verl_precision.facts.gpus import Gpu
 from verl_precision.files import read_jsonl, write
 from verl_precision.paths import PROGRAM, REPO
 from verl_precision.probe.mismatch import Answer, measure
 from verl_precision.probe.recommendation import recommend, two_digits
-from verl_precision.run.gpus import Gpu
 from verl_precision.sequence_weights import UNTRUNCATED
 from verl_precision.spelling import as_options
 

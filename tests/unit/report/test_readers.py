@@ -14,11 +14,11 @@ from support.report_runs import made, write_metrics
 from support.trees import contents
 
 from verl_precision.errors import Refused
+from verl_precision.facts.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS
 from verl_precision.files import write
 from verl_precision.report.catalog import METRIC
 from verl_precision.report.logged_run import departure
 from verl_precision.report.readers.dispatch import labelled_paths, read, read_all
-from verl_precision.run.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS
 
 STEPS = range(1, 7)
 PROMPT = "x" * 70_000  # longer than a block of wandb's log

@@ -17,6 +17,7 @@ from support.oat_modules import Args, precision
 from support.report_runs import built, is_rebuilt_from, write_metrics
 
 from verl_precision.errors import Refused
+from verl_precision.facts.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED
 from verl_precision.report.build import build_report
 from verl_precision.report.catalog import ACCURACY, SERIES
 from verl_precision.report.figures import draw
@@ -25,7 +26,6 @@ from verl_precision.report.notes import TWO_FRAMEWORKS
 from verl_precision.report.page import config_by_label, page
 from verl_precision.report.readers.dispatch import read
 from verl_precision.report.tables import NONE
-from verl_precision.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED
 
 ROUNDS = range(1, 8)
 

@@ -14,6 +14,7 @@ from support.trees import contents
 
 from verl_precision.commands import report as command
 from verl_precision.errors import Refused
+from verl_precision.facts.metrics import EQUAL_SHARE, K3_KL, LOSS_SCALE, REWARD, SECONDS, SKIPPED
 from verl_precision.files import write, write_json
 from verl_precision.paths import REPO
 from verl_precision.report.build import SETTINGS, rebuild, write_report
@@ -22,7 +23,6 @@ from verl_precision.report.figures import OTHERS, centre, colours, curve, draw, 
 from verl_precision.report.page import page, state
 from verl_precision.report.readers.run_folder import RECORD
 from verl_precision.report.tables import at_step, markdown, pairs_with_verdicts, write_tables
-from verl_precision.run.metrics import EQUAL_SHARE, K3_KL, LOSS_SCALE, REWARD, SECONDS, SKIPPED
 
 RESULTS = REPO / "docs" / "results"
 EXPECTED = REPO / "tests" / "expected" / "reports"  # table.csv of each recorded report

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_precision.facts.metrics import CRITIC_SKIPPED, K3_KL, LOSS_SCALE, REWARD, SKIPPED
 from verl_precision.format import duration, significant
 from verl_precision.report.catalog import OUTCOMES, Steps, outcomes
 from verl_precision.report.report import spread_over
 from verl_precision.report.statistics import Spread, Verdict, collapsed, moving_means, passed, verdict, verdicts
-from verl_precision.run.metrics import CRITIC_SKIPPED, K3_KL, LOSS_SCALE, REWARD, SKIPPED
 
 
 def steps(*rewards: float) -> Steps:

@@ -11,11 +11,7 @@ from matplotlib.colors import to_rgb
 
 from verl.utils.tracking import FileLogger
 from verl_precision.errors import Refused
-from verl_precision.files import read_jsonl, write, write_json
-from verl_precision.run.curves import plot_curves
-from verl_precision.run.folder import checkpoint_step, choose_folder, finished_as, lock, start_record
-from verl_precision.run.job import Job, parse_job
-from verl_precision.run.metrics import (
+from verl_precision.facts.metrics import (
     CLIP_RATIO,
     K3_KL,
     LONGEST_PROMPT,
@@ -27,6 +23,10 @@ from verl_precision.run.metrics import (
     merge_metrics,
     metric_mean,
 )
+from verl_precision.files import read_jsonl, write, write_json
+from verl_precision.run.curves import plot_curves
+from verl_precision.run.folder import checkpoint_step, choose_folder, finished_as, lock, start_record
+from verl_precision.run.job import Job, parse_job
 from verl_precision.run.progress import progress_line
 from verl_precision.run.summary import summarize, summary_table
 

@@ -10,10 +10,10 @@ from recipes.arithmetic import families
 from verl_precision.doctor.diagnosis import diagnose
 from verl_precision.doctor.tree import identify_tree
 from verl_precision.errors import Refused
+from verl_precision.facts.models import ATTENTION
 from verl_precision.files import write
 from verl_precision.run.checks import check_attention
 from verl_precision.run.job import compose, parse_job
-from verl_precision.run.softcap import ATTENTION
 
 
 def test_sdpa_of_transformers_leaves_out_the_cap():

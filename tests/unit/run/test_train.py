@@ -16,12 +16,12 @@ import pytest
 from support.waiting import TIMEOUT_S, wait_until
 
 from verl_precision.errors import Refused
+from verl_precision.facts.metrics import REWARD, SECONDS
 from verl_precision.files import write_json
 from verl_precision.run import process_tree, progress, train
 from verl_precision.run.deaths import DeathReader
 from verl_precision.run.folder import lock, start_record
 from verl_precision.run.job import Job, parse_job
-from verl_precision.run.metrics import REWARD, SECONDS
 from verl_precision.run.process_tree import SHARED_MEMORY, ProcessTree
 from verl_precision.run.progress import RunProgress
 from verl_precision.run.temporary_folder import temporary_folder

@@ -13,12 +13,12 @@ from verl_precision.commands import probe, run
 from verl_precision.doctor.diagnosis import diagnose
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
+from verl_precision.facts.vllm_float16 import Float16Support, float16_support
 from verl_precision.files import write
 from verl_precision.probe.variants import check_vllm
 from verl_precision.run import vllm_float16
 from verl_precision.run.checks import check_rollout
 from verl_precision.run.job import compose, parse_job
-from verl_precision.run.vllm_float16 import Float16Support, float16_support
 
 ROLLOUT, REWARD = "actor_rollout_ref.rollout", "reward.reward_model"
 LISTED = '_FLOAT16_NOT_SUPPORTED_MODELS = {"gemma2": "Unstable.", "glm4": "Unstable."}\n'

@@ -14,12 +14,12 @@ from support.trees import RELEASE, edit, patched_tree
 from recipes.arithmetic.model import build_model, build_tokenizer
 from verl_precision.commands import verify_gpu
 from verl_precision.errors import Refused
+from verl_precision.facts.gpus import Gpu
+from verl_precision.facts.metrics import PROBS_DIFF, REWARD, SECONDS
 from verl_precision.files import write_json
 from verl_precision.patch.releases import VERL, find_release
 from verl_precision.patch.stack import release_stacks
 from verl_precision.paths import REPO
-from verl_precision.run.gpus import Gpu
-from verl_precision.run.metrics import PROBS_DIFF, REWARD, SECONDS
 from verl_precision.verify import state
 from verl_precision.verify.long_model import config
 from verl_precision.verify.record import Verification, device_name, versions

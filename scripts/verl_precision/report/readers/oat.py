@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from verl_precision.errors import Refused
+from verl_precision.facts.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, SKIPPED
 from verl_precision.report.catalog import GRAD_NORM, Steps
 from verl_precision.report.logged_run import LoggedRun
 from verl_precision.report.readers.config import read_json, with_hash
 from verl_precision.report.readers.metrics import read_metric_lines
-from verl_precision.run.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, SKIPPED
 
 OAT_ARGS = "args.json"  # beside the metrics of a patched OAT: its arguments, its dtypes, its patches
 OAT_ROUND = "train/learning_round"  # OAT's own steps; wandb counts its logs

@@ -1,12 +1,12 @@
 """Report which models vLLM refuses to run in float16, by its own table; its source is parsed, never imported."""
 
 import ast
-import importlib.util
-import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from verl_precision.facts.models import config_file, read_config
+from verl_precision.facts.packages import package_folder
 
 TABLE = "_FLOAT16_NOT_SUPPORTED_MODELS"  # of vllm/config.py, later vllm/config/model.py: reasons by model type
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
@@ -46,23 +46,6 @@ def float16_support(model: str, site: Path | None = None) -> Float16Support:
     return Float16Support(True, f"{name} runs {model_type} models in float16")
 
 
-def read_config(file: Path) -> dict:
-    """Return the content of a config.json; empty where it is not a JSON object."""
-    try:
-        content = json.loads(file.read_text())
-    except json.JSONDecodeError:
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def package_folder(name: str, site: Path | None = None) -> Path | None:
-    """Return the folder of the package ``name`` in ``site``, else of the one that this Python would import."""
-    if site is not None and (site / name / "__init__.py").exists():
-        return site / name
-    spec = importlib.util.find_spec(name)
-    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
-
-
 def version(package: Path) -> str:
     """Return the version of the vLLM in ``package``."""
     file = package / "_version.py"
@@ -82,19 +65,6 @@ def refused_types(package: Path) -> dict[str, str] | None:
                 entries = [*node.value.keys, *node.value.values]
                 return ast.literal_eval(node.value) if all(isinstance(each, ast.Constant) for each in entries) else None
     return None
-
-
-def config_file(model: str) -> Path | None:
-    """Return the config.json of a model's folder, or of the Hub's model in the local cache; nothing is downloaded."""
-    local = Path(model).expanduser() / "config.json"
-    if local.exists():
-        return local
-    caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", caches)) / "hub"
-    cached = Path(hub).expanduser() / f"models--{model.replace('/', '--')}"
-    main = cached / "refs/main"
-    config = cached / "snapshots" / main.read_text().strip() / "config.json" if main.exists() else None
-    return config if config and config.exists() else None
 
 
 def ways_out(override: str = "", regime: str = "+precision=", key: str = ROLLOUT_DTYPE) -> str:

@@ -1,4 +1,4 @@
-"""Query the NVIDIA GPUs of this machine: ``python -m verl_precision.run.gpus`` prints them as JSON."""
+"""Query the NVIDIA GPUs of this machine: ``python -m verl_precision.facts.gpus`` prints them as JSON."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def find_gpus() -> tuple[Gpu, ...]:
 
     Selecting a GPU leaves a CUDA context on it until the process ends, and that of ``make run`` lives as long as a run.
     """
-    command = [sys.executable, "-m", "verl_precision.run.gpus"]
+    command = [sys.executable, "-m", "verl_precision.facts.gpus"]
     done = subprocess.run(command, cwd=SCRIPTS, stdout=subprocess.PIPE, text=True, check=True)
     return tuple(Gpu(**each | {"capability": tuple(each["capability"])}) for each in json.loads(done.stdout))
 

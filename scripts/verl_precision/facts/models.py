@@ -1,0 +1,47 @@
+"""Find and read the config.json of a model; nothing is downloaded."""
+
+import json
+import os
+from pathlib import Path
+
+ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+
+
+def config_file(model: str) -> Path | None:
+    """Return the config.json of a model's folder, or of the Hub's model in the local cache."""
+    local = Path(model).expanduser() / "config.json"
+    if local.exists():
+        return local
+    caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", caches)) / "hub"
+    cached = Path(hub).expanduser() / f"models--{model.replace('/', '--')}"
+    main = cached / "refs/main"
+    config = cached / "snapshots" / main.read_text().strip() / "config.json" if main.exists() else None
+    return config if config and config.exists() else None
+
+
+def read_config(file: Path) -> dict:
+    """Return the content of a config.json; empty where it is not a JSON object."""
+    try:
+        content = json.loads(file.read_text())
+    except json.JSONDecodeError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def lost_softcap(model: str, attention: str | None) -> str | None:
+    """Return what a trainer with this attention leaves out of ``model``, a folder or a name on the Hugging Face Hub.
+
+    transformers' sdpa ignores the cap of the attention logits without an error.
+
+    Args:
+        attention: transformers' name of the implementation; None for verl's default, flash attention 2, which caps.
+    """
+    if attention != "sdpa" or (file := config_file(model)) is None:
+        return None
+    if (cap := read_config(file).get("attn_logit_softcapping")) is None:
+        return None
+    return (
+        f"leaves out the cap of the attention logits of {model} (attn_logit_softcapping={cap:g}) without an error, "
+        "and the rollout applies it"
+    )

@@ -1,0 +1,42 @@
+"""Find installed packages of other projects without importing them."""
+
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from verl_precision.errors import Refused
+
+PROJECTS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # on PyPI, where another name is imported
+
+
+def package_folder(name: str, site: Path | None = None) -> Path | None:
+    """Return the folder of the package ``name`` in ``site``, else of the one that this Python would import."""
+    if site is not None and (site / name / "__init__.py").exists():
+        return site / name
+    spec = importlib.util.find_spec(name)
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def installed_verl() -> Path:
+    """Return the package folder of the verl that this Python imports."""
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    return Path(verl)
+
+
+def missing_packages(names: Iterable[str]) -> list[str]:
+    """Return those of the packages, which are named as they are imported, that this Python lacks."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def check_packages(names: Iterable[str]) -> None:
+    """Check, before anything long starts, that this Python has the packages, which are named as they are imported.
+
+    Raises:
+        Refused: it lacks some.
+    """
+    if lacking := [PROJECTS.get(name, name) for name in missing_packages(names)]:
+        install = f"install them: {sys.executable} -m pip install {' '.join(lacking)}"
+        raise Refused(
+            f"{sys.executable} lacks {', '.join(lacking)}; use the Python of a verl that trains, or {install}"
+        )

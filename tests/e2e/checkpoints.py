@@ -1,4 +1,4 @@
-"""Compare checkpoints and metrics of two runs bit for bit."""
+"""Compare checkpoints and metrics of two runs bitwise."""
 
 import re
 from collections.abc import Iterator

@@ -36,7 +36,7 @@ def flowrl(generated, tmp_path_factory) -> Iterator[Run]:
 def background(request) -> Run | None:
     """FlowRL's job, started before the first test, if it is to be tested.
 
-    Verl's weight sync names its socket after Ray's job, the first in every cluster of its own: no other job may sync
+    Verl's weight sync names its socket after Ray's job, the first in every separate cluster: no second job may sync
     weights until this one has ended.
     """
     tested = any("flowrl" in getattr(item, "fixturenames", ()) for item in request.session.items)
@@ -44,7 +44,7 @@ def background(request) -> Run | None:
 
 
 @pytest.fixture(scope="session")
-def alone(background) -> None:
+def exclusive(background) -> None:
     """Wait for the end of the job in the background."""
     if background:
         background.process.wait(TIMEOUT_S)

@@ -114,8 +114,8 @@ def test_unpatched_node_is_admitted_if_the_job_carries_verl(cluster, trees, tmp_
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_killed_worker_and_killed_node(cluster, task, alone, tmp_path):
-    """The run resumes by itself, with the checkpoint's weights, Adam and loss scale to the bit.
+def test_killed_worker_and_killed_node(cluster, task, exclusive, tmp_path):
+    """The run resumes without help, with the checkpoint's weights, Adam state and loss scale, bitwise.
 
     Worker and node are killed during a save. Each time the next step is a skipped one, so the state saved
     after it is the loaded state.

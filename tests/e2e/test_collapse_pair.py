@@ -8,7 +8,7 @@ from verl_precision.collapse.grid import GridRun
 from verl_precision.collapse.outcomes import read_outcome
 from verl_precision.paths import PROGRAM
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("alone")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("exclusive")]
 STEPS = 30
 
 

@@ -1,4 +1,4 @@
-"""A run with a dead process, or one that waits for resources that Ray never gets, ends by itself and reports why."""
+"""A run with a dead process, or one that waits for resources that Ray never gets, ends and reports why."""
 
 import pytest
 from processes import shared_memory
@@ -52,7 +52,7 @@ def test_run_that_waits_forever_is_ended_at_its_start(body, why, line, tmp_path)
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_vllms_refusal_of_a_setting_is_shown(alone, tmp_path):
+def test_vllms_refusal_of_a_setting_is_shown(exclusive, tmp_path):
     overrides = [*small_batch(), f"+{ROLLOUT}.engine_kwargs.vllm.block_size=-1"]
     shown = start_run(tmp_path / "run", STEPS, overrides).finish(code=1)
     assert "failed after step 0 of 3" in shown and "block_size" in shown.split("train.log")[-1], shown
@@ -60,7 +60,7 @@ def test_vllms_refusal_of_a_setting_is_shown(alone, tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_run_whose_engine_is_killed_in_the_first_step_is_ended(alone, tmp_path):
+def test_run_whose_engine_is_killed_in_the_first_step_is_ended(exclusive, tmp_path):
     run = start_run(tmp_path / "run", STEPS, small_batch())
     run.wait_for(lambda: "starting the first step" in run.shown)
     engines = [process for process in run.processes if "EngineCore" in "".join(process.cmdline())]

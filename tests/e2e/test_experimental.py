@@ -14,7 +14,7 @@ from verl_precision.paths import CONFIGS, REPO
 from verl_precision.run.job import CPU_PLATFORM
 from verl_precision.run.log import reports
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("alone")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("exclusive")]
 ENGINE = f"{ROLLOUT}.checkpoint_engine"
 OVERRIDES = [
     f"hydra.searchpath=[pkg://verl.trainer.config,file://{CONFIGS}]",

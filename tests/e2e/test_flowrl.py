@@ -66,7 +66,7 @@ def test_flowrl_trains_in_fp16(whole):
     assert dtypes["actor"]["master"] == "float32" and dtypes["actor"]["loss_scaling"] is True
     assert summary["flowrl"]["log_z"]["first"] == 0
 
-    # The head is saved in a file of its own, not with the model.
+    # The head is saved in a separate file, not with the model.
     saved = whole.checkpoints / f"global_step_{FLOWRL_STEPS}"
     assert "actor/flowrl_partition.pt" in json.loads((saved / "manifest.json").read_text())["files"]
     weights = torch.load(saved / "actor" / "model_world_size_1_rank_0.pt", weights_only=False)

@@ -14,7 +14,7 @@ from small_runs import SCALER, small_batch
 from verl_precision.files import read_jsonl
 from verl_precision.paths import REPO
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("alone")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("exclusive")]
 SCRIPT = REPO / "scripts/launch/flowrl_7b.sh"
 STEPS = 2
 OVERRIDES = [*small_batch(micro_batch=32), f"{SCALER}.init_scale=1024"]

@@ -1,7 +1,7 @@
-"""``make run ALGO=ppo``: a run that is diagnosed, killed, resumed and interrupted equals one in one go, bit for bit.
+"""``make run ALGO=ppo``: a run that is diagnosed, killed, resumed and interrupted equals an uninterrupted one bitwise.
 
 The first run records its rollouts and goes on into a storm of overflows, the others replay them. All train in bypass
-mode, on the rollout's log-probabilities; the others compute the trainer's in some steps, for the metrics alone. Steps
+mode, on the rollout's log-probabilities; the others compute the trainer's in some steps, only for the metrics. Steps
 that need a busy or an idle job wait for its files.
 """
 
@@ -73,7 +73,7 @@ def diagnose_live(running: list[psutil.Process]) -> dict:
 
 
 def kill_when(condition: Callable[[], bool], run: Run) -> None:
-    """Kill every process of a run as soon as the condition holds."""
+    """Kill every process of a run as soon as the condition is true."""
     run.wait_for(condition)
     run.process.send_signal(signal.SIGSTOP)  # or it would tidy up after verl's end
     while left := run.processes:
@@ -88,7 +88,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder, alone) -> Run:
+def whole(folder, exclusive) -> Run:
     """A run in one go, which ends in a storm of overflows in the second step after ``STEPS``."""
     records = f"+rollouts=record rollouts.file={folder}/rollouts.sqlite"
     run, mapped = start_run(folder / "whole", STEPS + 3, [*OVERRIDES, keeping(3), records], WORDS, "RETRIES=2"), set()

@@ -93,7 +93,7 @@ def observed(release: str, tree: Path, task: Path, out: Path, steps: int) -> dic
 
 
 def normal(line: str) -> str | None:
-    """Return a line without what differs between two jobs, None if it is to be ignored."""
+    """Return a line without what differs between two jobs, None if the line is ignored."""
     text = PREFIX.sub("", line)
     if DUMPED.search(text) or MOVING.search(text) or not WORDS.search(text):
         return None

@@ -9,7 +9,7 @@ from small_runs import ACTOR, MODEL, Run, small_batch, start_run
 
 from verl_precision.paths import REPO
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("alone")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("exclusive")]
 STEPS = 3
 LORA = [
     f"{MODEL}.lora_rank=8",

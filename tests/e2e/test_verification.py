@@ -29,7 +29,7 @@ def test_every_stage_passes_in_small(only, out):
     steps = json.loads((out / "cpu.json").read_text())["steps"]
     wanted = set(only) or {step.name for step in STEPS}
     assert {name: result.get("reason") for name, result in steps.items()} == dict.fromkeys(wanted | known)
-    # The whole verification resumes: it runs the others alone.
+    # The whole verification resumes: it runs only the others.
     assert done.stdout.count(" passed in ") == len(wanted - (set() if only else known))
 
     tests = steps["engine"]["values"]["tests"]

@@ -1,6 +1,6 @@
 """verl's FSDP engine under FSDP1 and FSDP2 on gloo ranks.
 
-Every fix is tested twice: the property holds on the patched tree, and its opposite on the pristine one. Other roles and
+Every fix is tested twice: the property on the patched tree, and its opposite on the pristine one. Other roles and
 releases are the conformance suite's, which also runs 0.9.1 under both strategies.
 """
 

@@ -26,7 +26,7 @@ def upstream_outcomes() -> UpstreamOutcomes:
 
 @dataclass(frozen=True)
 class Row:
-    """A case under a strategy; ``live`` if its outcome on an unpatched tree depends on the processor, to the bit."""
+    """A case under a strategy; ``live`` if its outcome on an unpatched tree depends on the processor."""
 
     case: str
     strategy: str

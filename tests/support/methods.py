@@ -9,7 +9,7 @@ from typing import Any
 
 
 def function(file: Path, path: str, **names: Any) -> Callable:
-    """Return a function of ``file``, or by ``CLASS.NAME`` a method, run by itself with ``names`` as its globals."""
+    """Return a function of ``file``, or by ``CLASS.NAME`` a method, run with ``names`` as its globals."""
     *owners, name = path.split(".")
     node: ast.AST = ast.parse(file.read_text())
     for part in (*owners, name):

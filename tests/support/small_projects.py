@@ -52,13 +52,14 @@ def wheel_of(project: Path, release: str, framework: Framework = VERL) -> Path:
 
 
 def make_project(folder: Path, releases: Mapping[tuple[Framework, str], Iterable[str]]) -> Path:
-    """Make a project in ``folder`` whose releases have the given files of their wheels alone, and no patches.
+    """Make a project in ``folder`` whose releases have only the given files of their wheels, and no patches.
 
     Its scripts are compiled, so that a process of the tool starts fast.
     """
     project = folder / "project"
     package = project / "scripts/verl_precision"
-    shutil.copytree(PACKAGE / "patch", package / "patch")
+    for room in ("patch", "facts"):
+        shutil.copytree(PACKAGE / room, package / room)
     (package / "commands").mkdir()
     for file in (*PACKAGE.glob("*.py"), PACKAGE / "commands/__init__.py", PACKAGE / "commands/patches.py"):
         shutil.copy2(file, package / file.relative_to(PACKAGE))

@@ -44,7 +44,7 @@ def spans(text: str) -> list[str]:
 
 
 def expand(code: str) -> str:
-    """Return code with ``ab ac`` in the place of ``a{b,c}``."""
+    """Return code with ``ab ac`` for ``a{b,c}``."""
     words = lambda found: " ".join(f"{found[1]}{each}{found[3]}" for each in found[2].split(","))
     return re.sub(r"(\S*?)\{([^\s{}]*,[^\s{}]*)\}(\S*)", words, code)
 
@@ -66,9 +66,9 @@ def links(page: str, text: str) -> Iterator[str]:
 
 
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (REPO / "Makefile").read_text(), re.M))
-# A line's continuation, a comment, or a quotation, of which the first word counts.
+# A line's continuation, a comment, or a quotation, whose first word counts.
 UNREAD = re.compile(r"\\\n|(?<!\S)#.*|(['\"])(\S*?)(?: .*?)?\1")
-# A command of make up to its end, on a line of its own or after an operator; before it prompt and variables.
+# A command of make up to its end, on a separate line or after an operator; before it prompt and variables.
 MAKE = re.compile(r"(?:^|[;|&(]) *(?:\$ )?(?:\w+=\S* +)*make(?=\s|$)([^();|&<>\n]*)", re.M)
 
 
@@ -198,7 +198,7 @@ def numbers(page: str, text: str) -> Iterator[str]:
 
 
 def faults(text: str, page: str = "README.md") -> list[str]:
-    """Return all faults of a text in the place of a page."""
+    """Return all faults of a text that replaces a page."""
     checks = [links] if HISTORY.fullmatch(page) else [links, makes, programs, paths, keys, lengths, numbers]
     return [fault for check in checks for fault in check(page, text)]
 

@@ -1,6 +1,6 @@
 """Compose a Hydra configuration from the yaml files of a verl, which need not be installed.
 
-Hydra is imported where it is used: this module is importable with the standard library alone.
+Hydra is imported where it is used: this module needs only the standard library to be imported.
 """
 
 from collections.abc import Iterator, Sequence

@@ -43,7 +43,7 @@ def merge_metrics(out: Path, upto: int | None = None) -> list[dict]:
 
 
 def training_rows(all_rows: list[dict]) -> list[dict]:
-    """Return the rows of training steps: one of a validation alone has no reward of the training batch."""
+    """Return the rows of training steps: a row of only a validation has no reward of the training batch."""
     return [row for row in all_rows if REWARD in row["data"]]
 
 

@@ -72,7 +72,7 @@ def ways_out(override: str = "", regime: str = "+precision=", key: str = ROLLOUT
 
     Args:
         override: prefix of an override of verl in the suggested command, ``ARGS=`` for make.
-        regime: prefix of the name of a regime, which is suggested for the rollout alone.
+        regime: prefix of the name of a regime, which is suggested only for the rollout.
         key: the dtype key of the server.
     """
     ways = f"give {override}{key}=bfloat16 ({BF16_COST}) or {override}{key}=float32 ({FP32_COST})"

@@ -1,5 +1,6 @@
 """The doctor's table of dtype rules, the trees that it is applied to, the command, and the Python that runs it."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -238,7 +239,7 @@ def environments(trees, tmp_path_factory) -> dict[str, Path]:
         venv.create(folder, symlinks=True)
         made[name] = folder / SITE
         shutil.copytree(trees["pristine"] / "verl", made[name] / "verl")
-    (hydra,) = requirements.importlib.util.find_spec("hydra").submodule_search_locations
+    (hydra,) = importlib.util.find_spec("hydra").submodule_search_locations
     (made["whole"] / "packages.pth").write_text(str(Path(hydra).parent))
     return made
 
@@ -294,11 +295,11 @@ def test_python_that_lacks_packages_is_refused_and_not_replaced(environments, tr
 def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch):
     for tree in (trees["pristine"], trees["patched"], None):
         assert requirements.missing(tree) == []
-    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     assert requirements.missing(trees["pristine"]) == []
     assert requirements.missing(trees["patched"]) == ["torch (for a patched verl)"]
     own = SimpleNamespace(submodule_search_locations=[str(trees["patched"] / "verl")])
-    monkeypatch.setattr(requirements.importlib.util, "find_spec", {"hydra": 1, "omegaconf": 1, "verl": own}.get)
+    monkeypatch.setattr(importlib.util, "find_spec", {"hydra": 1, "omegaconf": 1, "verl": own}.get)
     assert requirements.missing(None) == ["torch (for a patched verl)"], "this Python's own verl is patched, too"
     monkeypatch.setattr(requirements, "PYTHON", (4, 0))
     assert requirements.missing(trees["pristine"]) == ["Python 4.0"]

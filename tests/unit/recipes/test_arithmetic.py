@@ -101,7 +101,7 @@ def test_finished_folder_is_reused_only_with_the_same_settings(tmp_path, monkeyp
     for other in (replace(SHORT, seed=2), replace(SHORT, family="llama"), SHORT):
         again = prepare.prepare(tmp_path / "made", other)
         assert again["key"] != made["key"] and json.loads(stamp.read_text()) == again
-        assert (weights.read_bytes() == bits) == (other == SHORT), "the weights depend on seed and family alone"
+        assert (weights.read_bytes() == bits) == (other == SHORT), "the weights depend only on seed and family"
         assert json.loads((tmp_path / "made/model/config.json").read_text())["model_type"] == other.family
         made = again
 

@@ -15,9 +15,10 @@ from transformers import AutoTokenizer
 
 from recipes.arithmetic.model import build_tokenizer
 from verl_precision.errors import Refused
+from verl_precision.facts import gpus
 from verl_precision.facts.gpus import Gpu, has_kernels, query_gpus
 from verl_precision.paths import REPO
-from verl_precision.run import gpus, machine, presets
+from verl_precision.run import machine, presets
 from verl_precision.run.checks import check_job
 from verl_precision.run.job import Job, compose, parse_job
 from verl_precision.run.presets import check_gpus, fit_to_gpus

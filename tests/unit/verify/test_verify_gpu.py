@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support.report_runs import write_metrics
@@ -195,10 +194,7 @@ def test_engine_step_tests_the_installed_tree_of_either_series(tmp_path):
 
 def test_stack_of_a_record_is_that_of_the_installed_verl(tmp_path, monkeypatch):
     tree = patched_tree(RELEASE, tmp_path, None, fixes=False)
-    monkeypatch.setattr(
-        "verl_precision.verify.record.find_spec",
-        lambda name: SimpleNamespace(submodule_search_locations=[str(tree / name)]),
-    )
+    monkeypatch.setattr("verl_precision.verify.record.package_folder", lambda name: tree / name)
     assert versions()["stack"] == release_stacks(find_release(RELEASE))[0].id
     (tree / VERL.stamp).unlink()
     assert versions()["stack"] == "none"

@@ -156,7 +156,7 @@ BUDGETS = {
     "docs/how-to/offline": 500, "docs/how-to/gpus": 900, "docs/how-to/verify-gpu": 1100,
     "docs/how-to/troubleshooting": 1900,
     "docs/reference/keys": 1500, "docs/reference/limits": 1500, "docs/reference/metrics": 750,
-    "docs/reference/checkpoints": 800,
+    "docs/reference/checkpoints": 800, "docs/reference/glossary": 500,
     "docs/explanation/why-fp16": 900, "docs/explanation/evidence": 2300, "docs/explanation/design": 2600,
     "docs/project/upstreaming": 1450,
 }  # fmt: skip

@@ -7,9 +7,8 @@ A patched tree has, in its package, the folder ``.precision`` with the originals
 2. it removes an older stack, renames that folder to ``.precision``, the files into place, and last of all the stamp;
 3. unapply removes the stamp, renames the originals back, and removes record.json.
 
-So a record without a stamp means that one of the two was cut short, and step 3 repairs it; and unapply is exact
-whatever has become of the patches since, because it needs nothing but the record. A record that is lost is made again
-where the tree has the files of a stack: its patches, taken off, give the originals.
+A record without a stamp means that apply or unapply was cut short; step 3 repairs it. Unapply needs only the record, so
+it is exact even if the project's patches have changed since. A lost record is rebuilt by reverse-applying the patches.
 """
 
 import os
@@ -20,8 +19,7 @@ from pathlib import Path
 from verl_precision.errors import Refused, adding
 from verl_precision.files import write
 from verl_precision.format import first_three
-from verl_precision.patch.bookkeeping import clear, commit_staged, stage, sweep
-from verl_precision.patch.changes import changes, read_changelog
+from verl_precision.patch.bookkeeping import clear, clear_leftovers, commit_staged, stage
 from verl_precision.patch.git import git
 from verl_precision.patch.git_objects import blob_id
 from verl_precision.patch.record import Record, likely, make_record, read_record, recover_record
@@ -38,8 +36,7 @@ UNCHANGED = "nothing was changed"
 def apply(path: Path, project: Path = REPO, framework: Framework = VERL, fixes: bool = True) -> list[str]:
     """Apply a stack to the target and return what was done, a line each.
 
-    Does nothing to a target that has this very stack; replaces another version of the stack, and then names the new
-    entries of the changelog on keys and metrics; replaces the release's other stack.
+    Does nothing to a target that has this very stack. Replaces another version of it, or the release's other stack.
 
     Args:
         fixes: apply the series ``fixes``, too, where the release has one.
@@ -77,21 +74,21 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL, fixes: 
         hooked = run_patches(stack, pristine)
         new = make_record(stack, record.undone(blobs) if record else blobs)
         refuse_unwritable(target, new)
-        done, changelog = [], read_changelog(project)
+        done = []
         if record:
             left = "removed first" if kept else "left files, which were deleted"
             done = [f"{framework.name} {record.release}: stack {record.stack} {left}"]
             if likely(record, own).fixes and not stack.fixes:
                 done += ['the series "fixes" was removed; FIXES=yes puts it back']
         if status.state == "outdated":
-            done += changes(target.changelog, changelog)
-        put_on(target, new, {**hooked, **stack.added}, kept, record, changelog)
+            done += ["CHANGELOG.md lists the changes"]
+        change_files(target, new, {**hooked, **stack.added}, kept, record)
     counts = f"{len(new.replaced)} files patched, {len(new.added)} added, {stack.title}"
     return [*done, f"{stack.release}: {counts}", *(f"  {patch.subject}" for patch in stack.patches if patch.fixes)]
 
 
 def refuse_edited(target: Target, stack: Stack, pristine: Mapping[str, str]) -> None:
-    """Raise Refused if a file that the stack changes or adds is not the release's; the other series may leave it be."""
+    """Raise Refused if a file that the stack changes or adds is not the release's; the other series may not touch it."""
     if edited := stack.mismatches(pristine):
         ways = "save your edits and restore the release's files" + ", or apply without FIXES=yes" * stack.fixes
         raise Refused(f"{target.root}: {stack.title} changes or adds {first_three(edited)}, edited here: {ways}")
@@ -124,19 +121,19 @@ def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force
             aside = set_aside(target, edited)
             with adding("not all files are restored; remove the cause, then repeat the command"):
                 roll_back(target, record, blobs | restored)
-            sweep(target)
+            clear_leftovers(target)
             back = len(record.hooked(blobs | restored)) + len(record.removed(blobs))
             counts = f"{back} files restored, {len(record.added.items() & blobs.items())} deleted"
             return [f"{framework.name} {record.release}: stack {record.stack} removed, {counts}", *aside]
         status = examine(target, blobs, record, load_stacks(project, framework))
         if status.state != "unpatched":
             raise Refused(f"{target.root}: {status.state}: {status.detail}")
-        sweep(target)
+        clear_leftovers(target)
         return [f"{status.detail} is not patched: nothing to do"]
 
 
 def run_patches(stack: Stack, contents: Mapping[str, bytes], reverse: bool = False) -> dict[str, bytes]:
-    """Return files with the stack's patches applied, or taken off, in a scratch folder; before and after are verified.
+    """Return files with the stack's patches applied or reversed, in a scratch folder; verifies them before and after.
 
     Args:
         contents: of hooked files, by path.
@@ -174,24 +171,19 @@ def renew_record(target: Target, record: Record, blobs: Mapping[str, str], stack
     commit_staged(target)
 
 
-def put_on(
-    target: Target,
-    record: Record,
-    contents: Mapping[str, bytes],
-    kept: Collection[str],
-    older: Record | None,
-    changelog: str,
+def change_files(
+    target: Target, record: Record, contents: Mapping[str, bytes], kept: Collection[str], older: Record | None
 ) -> None:
     """Make the changes of ``record`` to a pristine tree, or to one with ``older`` applied.
 
-    What fails midway is rolled back, to the pristine tree, and raised; an OSError then says so.
+    An error midway rolls back to the pristine tree and is raised; an OSError then reports the rollback.
 
     Raises:
         Refused: a file was edited meanwhile; it keeps the edit.
     """
     rolled_back = f"rolled back to the unpatched {target.framework.name} {record.release}"
     with adding(UNCHANGED):
-        stage(target, record, contents, kept, changelog=changelog)
+        stage(target, record, contents, kept)
     try:
         with adding(rolled_back):
             if older:
@@ -209,7 +201,7 @@ def put_on(
         blobs = target.blobs()
         if begun := read_record(target, blobs):
             roll_back(target, begun, blobs)
-        sweep(target)
+        clear_leftovers(target)
         raise
 
 

@@ -14,9 +14,9 @@ from verl_precision.errors import Refused
 from verl_precision.patch.record import Record
 from verl_precision.patch.target import Target, kept_name
 
-OWN_NAMES = re.compile(r"(new|old)\+.*|CHANGELOG\.md|record\.json|\.gitignore")
-LAST = ("record.json", ".gitignore")  # removed last, in this order: the folder is known by them
-IGNORE = b"# verl-precision keeps here what unapply restores.\n*\n"  # of .gitignore, by which the folder is known
+OWN_NAMES = re.compile(r"(new|old)\+.*|CHANGELOG\.md|record\.json|\.gitignore")  # the changelog: in older trees
+LAST = ("record.json", ".gitignore")  # removed last, in this order: the folder is recognized by them
+IGNORE = b"# verl-precision keeps here what unapply restores.\n*\n"  # of .gitignore, which identifies the folder
 
 
 def stage(
@@ -25,9 +25,8 @@ def stage(
     contents: Mapping[str, bytes],
     kept: Collection[str] = (),
     restored: Mapping[str, bytes] | None = None,
-    changelog: str = "",
 ) -> None:
-    """Write all that ``record`` needs into the target's staging folder, and have it on the disk; changes nothing else.
+    """Write all that ``record`` needs into the target's staging folder and flush it to the disk; change nothing else.
 
     Args:
         contents: the new files by path.
@@ -39,10 +38,10 @@ def stage(
         OSError: it cannot be written.
     """
     for folder in (target.bookkeeping, target.staging):
-        if strange := strangers(folder):
-            raise Refused(f"{strange[0]} is in the way: apply did not write it; move it away")
+        if foreign := foreign_files(folder):
+            raise Refused(f"{foreign[0]} is in the way: apply did not write it; move it away")
     clear(target, target.staging)
-    files = {".gitignore": IGNORE, "CHANGELOG.md": changelog.encode()}
+    files = {".gitignore": IGNORE}
     files |= {target.staged(path).name: content for path, content in contents.items()}
     files |= {target.staged(target.framework.stamp).name: record.stamp_file}
     files |= {"record.json": json.dumps(asdict(record)).encode()}
@@ -70,13 +69,12 @@ def commit_staged(target: Target) -> None:
     target.tree.replace(target.bookkeeping, target.staging)
 
 
-def strangers(folder: Path) -> list[Path]:
-    """Return what apply did not write in its folder, or the folder itself if it is none, or not apply's."""
+def foreign_files(folder: Path) -> list[Path]:
+    """Return the files in apply's folder that apply did not write; the path itself if it is no folder."""
     if folder.is_symlink() or not folder.is_dir():
         return [folder] if os.path.lexists(folder) else []
     ignore = folder / ".gitignore"
-    # Without its first line in older trees, which are known by their record.
-    # On a full disk the file is cut short.
+    # Older trees lack the first line of the file and are recognized by their record. A full disk cuts the file short.
     own = (folder / "record.json").is_file() or ignore.is_file() and IGNORE.startswith(ignore.read_bytes())
     return [path for path in folder.iterdir() if not (own and OWN_NAMES.fullmatch(path.name))]
 
@@ -84,15 +82,15 @@ def strangers(folder: Path) -> list[Path]:
 def clear(target: Target, folder: Path) -> None:
     """Remove what apply wrote into its folder, and the folder unless it contains something else."""
     if folder.is_dir() and not folder.is_symlink():
-        strange = strangers(folder)
-        own = [path for path in folder.iterdir() if path not in strange]
+        foreign = foreign_files(folder)
+        own = [path for path in folder.iterdir() if path not in foreign]
         for path in sorted(own, key=lambda path: (path.name in LAST, path.name == LAST[1])):
             target.tree.remove(path)
-        if not strange:
+        if not foreign:
             target.tree.remove_folder(folder)
 
 
-def sweep(target: Target) -> None:
+def clear_leftovers(target: Target) -> None:
     """Remove a stamp and bookkeeping that belong to no record."""
     if target.stamp.is_file():
         target.tree.remove(target.stamp)

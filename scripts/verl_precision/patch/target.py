@@ -69,12 +69,6 @@ class Target:
         version = VERSION.search(file.read_text()) if file.exists() else None
         return version[2] if version else None
 
-    @property
-    def changelog(self) -> str:
-        """The project's changelog as of the apply; empty if no apply kept it."""
-        file = self.bookkeeping / "CHANGELOG.md"
-        return file.read_text(errors="replace") if file.is_file() else ""
-
     def read(self, path: str) -> bytes:
         """Return the content of a file of the tree."""
         return (self.root / path).read_bytes()

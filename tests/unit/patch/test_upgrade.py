@@ -14,7 +14,6 @@ from support.trees import contents
 
 from verl_precision.errors import Refused
 from verl_precision.patch.apply import apply, unapply
-from verl_precision.patch.changes import changes
 from verl_precision.patch.git import run_git
 from verl_precision.patch.git_objects import package_blobs
 from verl_precision.patch.port import port
@@ -176,7 +175,3 @@ def test_stacks_of_a_former_commit_are_upgraded(release: str, former_project: Pa
             assert (status(root).state, status(root).stack) == ("patched", stacks[wanted])
         unapply(root)
         assert contents(root) == before
-
-
-def test_other_entries_are_other_only_beside_those_on_keys():
-    assert changes("- One.\n", "- One.\n- Two.\n") == ["new entries in CHANGELOG.md: 1"]

@@ -88,7 +88,7 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL, fixes: 
 
 
 def refuse_edited(target: Target, stack: Stack, pristine: Mapping[str, str]) -> None:
-    """Raise Refused if a file that the stack changes or adds is not the release's; the other series may not touch it."""
+    """Raise Refused if a file that the stack changes or adds is edited; the release's other series may not touch it."""
     if edited := stack.mismatches(pristine):
         ways = "save your edits and restore the release's files" + ", or apply without FIXES=yes" * stack.fixes
         raise Refused(f"{target.root}: {stack.title} changes or adds {first_three(edited)}, edited here: {ways}")

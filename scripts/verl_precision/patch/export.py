@@ -116,9 +116,9 @@ def base_of(tree: Path) -> str:
     return tags[0].removeprefix(BASE)
 
 
-def blobs_of(tree: Path, revision: str) -> dict[str, str]:
-    """Return the blob id of each file of a revision, by path."""
-    lines = git("ls-tree", "-r", revision, cwd=tree).splitlines()
+def blobs_of(tree: Path, revision: str, folder: str = ".") -> dict[str, str]:
+    """Return the blob id of each file below ``folder`` in a revision, by path."""
+    lines = git("ls-tree", "-r", revision, "--", folder, cwd=tree).splitlines()
     return {path: entry.split()[2] for entry, path in (line.split("\t") for line in lines)}
 
 

@@ -1,6 +1,5 @@
 """Port to a fork that is a git checkout: make a branch of it, and name its commits that change hooked files."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +15,16 @@ from verl_precision.patch.target import Target
 
 @dataclass(frozen=True)
 class Fork:
-    """The commit that is checked out at ``root``, the top of a git checkout."""
+    """The commit that is checked out at ``root``, the top of a git checkout, and the blob ids of the package in it."""
 
     root: Path
     commit_id: str
-    package: str
+    blobs: dict[str, str]
 
     @property
     def date(self) -> str:
         """The commit's date; as that of the commits after it, it keeps ``git log --since`` from ending at them."""
         return git("log", "-1", "--format=%cI", self.commit_id, cwd=self.root).strip()
-
-    @property
-    def blobs(self) -> dict[str, str]:
-        """The blob id of each file of the package in the commit, by path."""
-        blobs = blobs_of(self.root, self.commit_id)
-        return {path: blob for path, blob in blobs.items() if path.startswith(f"{self.package}/")}
 
 
 def find_fork(source: Target) -> Fork | None:
@@ -47,7 +40,7 @@ def find_fork(source: Target) -> Fork | None:
     options = ("--porcelain", "--untracked-files=no", "--", package)
     if changed := git("--no-optional-locks", "status", *options, cwd=root).splitlines():
         raise Refused(f"{root} has uncommitted changes: {changed[0][3:]}; commit or stash them, then port again")
-    return Fork(root, commit_id, package)
+    return Fork(root, commit_id, blobs_of(root, commit_id, package))
 
 
 def branch_fork(fork: Fork, name: str, stack: Stack, scratch: Path) -> Path:
@@ -69,35 +62,28 @@ def branch_name(stack: Stack) -> str:
 def fork_commits(fork: Fork, stack: Stack) -> Iterator[str]:
     """Yield a line for each commit that changed a hooked file since it was the release's, newest first.
 
-    A hooked file that never was the release's is named with the commit that changed it last, and before all, files of
-    the package that git does not know.
+    Before these come the files that git does not track, after them the hooked files that never were the release's.
     """
-    options = ("--others", "--exclude-standard", "--", fork.package)
-    if unknown := git("ls-files", *options, cwd=fork.root).splitlines():
+    package, release = stack.release.framework.name, stack.release.name
+    if unknown := git("ls-files", "--others", "--exclude-standard", "--", package, cwd=fork.root).splitlines():
         yield f"not in git, so not in the branch: {first_three(unknown)}"
-    now = fork.blobs
     commits: dict[str, list[str]] = {}
     unrelated = []
-    for path in stack.changed(now):
-        log = git("log", "--topo-order", "--no-renames", "--no-abbrev", "--raw", "--format=%x00%H", "--", path,
-                  cwd=fork.root)  # fmt: skip
-        history = [(entry[:40], re.findall(r"^:\S+ \S+ \S+ (\S+)", entry, re.M)) for entry in log.split("\0")[1:]]
-        since = next((each for each, after in history if stack.before[path] in after), None)
-        if since is None:
-            last = history[0][0] if history else None
-            unrelated.append(f"    {path}" + (f": last changed by {subject(fork, last)}" if last else ""))
+    for path in stack.changed(fork.blobs):
+        # The newest commit that replaced the release's content; the file has another one now.
+        find = f"--find-object={stack.before[path]}"
+        first = git("log", "-1", "--format=%H", "--no-renames", find, "--", path, cwd=fork.root).strip()
+        if not first:
+            unrelated.append(path)
             continue
-        for each in git("rev-list", f"{since}..{fork.commit_id}", "--", path, cwd=fork.root).split():
+        for each in git("rev-list", f"{first}~..HEAD", "--", path, cwd=fork.root).split():
             commits.setdefault(each, []).append(path)
-    release = stack.release.name
     if commits:
-        newest = [each for each in git("rev-list", "--topo-order", "HEAD", cwd=fork.root).split() if each in commits]
         yield f"commits since {release} that change patched files: {len(commits)}"
-        yield from (f"    {subject(fork, each)}: {', '.join(sorted(commits[each]))}" for each in newest)
+        for line in git("log", "--topo-order", "--format=%H %h %s", cwd=fork.root).splitlines():
+            commit_id, _, subject = line.partition(" ")
+            if commit_id in commits:
+                yield f"    {subject}: {', '.join(sorted(commits[commit_id]))}"
     if unrelated:
         yield f"patched files without the content of {release} in their history: {len(unrelated)}"
-        yield from unrelated
-
-
-def subject(fork: Fork, commit_id: str) -> str:
-    return git("log", "-1", "--format=%h %s", commit_id, cwd=fork.root).strip()
+        yield from (f"    {path}" for path in unrelated)

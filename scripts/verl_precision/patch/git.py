@@ -6,7 +6,7 @@ from pathlib import Path
 
 from verl_precision.errors import Refused
 
-# Nothing of the caller's git set-up may change a result: no configuration, no surrounding repository (inside one,
+# The caller's git setup must not change a result: no configuration, no surrounding repository (inside one,
 # `git apply` skips files and exits 0), no clock.
 DATE = "2000-01-01T00:00:00Z"
 
@@ -30,11 +30,28 @@ def git(*args: str, cwd: Path, stdin: str = "", date: str = DATE) -> str:
     return done.stdout.decode(errors="backslashreplace")
 
 
-def read_blob(name: str, cwd: Path) -> bytes:
-    """Return the content of a file that git knows by its id or as ``<commit>:<path>``.
+def unmerged(tree: Path) -> list[str]:
+    """Return the files of a git tree that have conflicts to resolve."""
+    return git("diff", "--name-only", "--diff-filter=U", cwd=tree).split()
+
+
+def cherry_pick(commits: str, tree: Path, date: str = DATE) -> bool:
+    """Cherry-pick a range of commits up to the first conflict, and return whether there is none.
 
     Raises:
-        Refused: git knows no such file.
+        Refused: git fails otherwise.
+    """
+    done = run_git("cherry-pick", "--keep-redundant-commits", commits, cwd=tree, date=date)
+    if done.returncode and not unmerged(tree):
+        raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
+    return not done.returncode
+
+
+def read_blob(name: str, cwd: Path) -> bytes:
+    """Return the content of a file by its blob id or as ``<commit>:<path>``.
+
+    Raises:
+        Refused: git has no such file.
     """
     done = run_git("cat-file", "blob", name, cwd=cwd)
     if done.returncode:
@@ -43,7 +60,7 @@ def read_blob(name: str, cwd: Path) -> bytes:
 
 
 def unfinished(tree: Path) -> str | None:
-    """Return the command that git has begun in a git tree and not finished, cherry-pick or rebase; None for none."""
+    """Return the unfinished command of a git tree, cherry-pick or rebase; None if there is none."""
     return next((command for command, state in UNFINISHED.items() if (tree / ".git" / state).exists()), None)
 
 
@@ -51,7 +68,7 @@ def head(root: Path, missing: str) -> str:
     """Return the id of the commit that is checked out in ``root``.
 
     Raises:
-        Refused: there is none, with the text ``missing``; or git refuses, as in another user's checkout.
+        Refused: there is none, with the message ``missing``; or the checkout is another user's.
     """
     done = run_git("rev-parse", "--verify", "HEAD^{commit}", cwd=root)
     if b"dubious ownership" in done.stderr:
@@ -74,7 +91,7 @@ def run_git(*args: str, cwd: Path, stdin: str = "", date: str = DATE) -> subproc
     env["GIT_CEILING_DIRECTORIES"] = str(cwd.resolve().parent)
     try:
         return subprocess.run(["git", *args], cwd=cwd, env=env, input=stdin.encode(), capture_output=True)
-    except OSError as error:  # PATH may also name what cannot be searched
+    except OSError as error:  # not only FileNotFoundError: PATH may name a file
         if error.filename != "git":  # the folder is missing
             raise
         raise Refused("git is not installed: install it, or add its folder to PATH") from None

@@ -1,7 +1,7 @@
 """Port a release's stack to another release, as commits.
 
-The merge base is the release that the stack was made for, so that a hook is placed by what it hooks and not by line
-numbers; one whose own lines changed is a conflict. A file that git detects as renamed is followed.
+The merge base is the release that the stack was made for, so a hook is placed by the code that it changes, not by line
+numbers. It conflicts if its own lines changed. Renamed files that git detects are followed.
 """
 
 import os
@@ -15,12 +15,12 @@ from verl_precision.errors import Refused
 from verl_precision.files import sha256
 from verl_precision.patch.checkout import BASE, commit_base, commit_stack, scratch_beside
 from verl_precision.patch.fork import Fork, branch_fork, branch_name, find_fork, fork_commits
-from verl_precision.patch.git import DATE, git, run_git
+from verl_precision.patch.git import DATE, cherry_pick, git
 from verl_precision.patch.git_objects import package_blobs, package_files, package_tree_id
 from verl_precision.patch.hunks import merge_hunks, renames, report
 from verl_precision.patch.releases import VERL, Framework, Release, add_release, find_release, load_releases
 from verl_precision.patch.stack import Stack, load_stack, load_stacks, whole
-from verl_precision.patch.survey import nearest, survey
+from verl_precision.patch.survey import survey
 from verl_precision.patch.target import find_target
 from verl_precision.patch.wheels import download, unpack, unpacked_wheel
 from verl_precision.paths import INSTALLED, REPO
@@ -29,8 +29,8 @@ from verl_precision.paths import INSTALLED, REPO
 def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> tuple[list[str], bool]:
     """Make ``folder`` a git tree like checkout's of the release or folder ``to``, with the stack of ``name`` on it.
 
-    git's own cherry-pick carries the commits and stops at the first conflict, from which it can be continued. The
-    original stack is the branch ``from/<name>``. A release that is not in versions.toml is added to it.
+    git's cherry-pick carries the commits and stops at the first conflict, from which it can be continued. The original
+    stack is the branch ``from/<name>``. A release that is not in versions.toml is added to it.
 
     Returns:
         the lines of a report, and whether no conflict is left to resolve.
@@ -46,10 +46,8 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     with scratch_beside(folder) as (scratch, folder):
         target, root, new_release = destination(to, stack, project, scratch)
         progress(f"making a git tree of {to}")
-        if isinstance(root, Fork):
-            tree = branch_fork(root, target, stack, scratch)
-        else:
-            tree = commit_base(target, root, stack, scratch)
+        fork = root if isinstance(root, Fork) else None
+        tree = branch_fork(fork, target, stack, scratch) if fork else commit_base(target, root, stack, scratch)
         progress(f"making a git tree of {stack.release} with its patches")
         (scratch / "from").mkdir()
         source = commit_stack(stack, scratch / "from")
@@ -61,13 +59,10 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         for patch, merged in merge_hunks(stack, tree, moved):
             outcomes[patch] = merged
             progress(f"merged {len(outcomes)}/{len(stack.patches)} {patch.name}")
-        surveyed = list(survey(stack, tree, f"{base}^", f"{new}^", moved))
-        surveyed += nearest(stack, tree, f"{new}^", [*whole(load_stacks(project, framework)).values()])
+        stacks = [*whole(load_stacks(project, framework)).values()]
+        surveyed = list(survey(stack, tree, f"{base}^", f"{new}^", moved, stacks))
         progress(f"committing {len(stack.patches)} patches")
-        date = root.date if isinstance(root, Fork) else DATE
-        done = run_git("cherry-pick", "--keep-redundant-commits", f"{base}..{branch}", cwd=tree, date=date)
-        if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
-            raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
+        done = cherry_pick(f"{base}..{branch}", tree, fork.date if fork else DATE)
         carried = int(git("rev-list", "--count", f"{new}..HEAD", cwd=tree))
         lines = []
         if new_release and not INSTALLED:  # an installed project stays as it is
@@ -75,23 +70,22 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
             lines = [f"added to versions.toml, with the family, dependencies and features of {name}:", entry]
         os.replace(tree, folder)
     lines += [*report(stack, target, outcomes), *surveyed]
-    if isinstance(root, Fork):
+    if fork:
         progress(f"reading the history of {to}")
-        lines += fork_commits(root, stack)
+        lines += fork_commits(fork, stack)
     lines += [f"{folder}: {carried} of {len(stack.patches)} patches committed, after the tag {new}"]
-    if done.returncode:
-        lines += [
-            f"  {stack.patches[carried].name} has conflicts: git status; edit; git add; git cherry-pick --continue"
-        ]
+    if not done:
+        stopped = stack.patches[carried].name
+        lines += [f"  {stopped} has conflicts: git status; edit; git add; git cherry-pick --continue"]
     lines += [f"  to review them: git range-diff {base}..{branch} {new}..HEAD"]
-    if isinstance(root, Fork):
+    if fork:
         finished = branch_name(stack)
-        lines += [f"  to add them to {root.root} as the branch {finished}: git -C {folder} push origin {finished}"]
+        lines += [f"  to add them to {fork.root} as the branch {finished}: git -C {folder} push origin {finished}"]
     elif target in load_releases(project, framework):
         lines += [f"  to export them, in a checkout of this project: python3 scripts/verl_precision export {folder}"]
     else:
         lines += [f"  {to} is not a release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
-    return lines, not done.returncode
+    return lines, done
 
 
 def progress(text: str) -> None:
@@ -100,10 +94,10 @@ def progress(text: str) -> None:
 
 
 def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[str, Path | Fork, Release | None]:
-    """Return the name of the release or folder ``to``, a copy of it to be used up, and the entry of a new release.
+    """Return the name of the release or folder ``to``, a scratch copy of it, and the entry of a new release.
 
-    A folder that is no release is named by its version and its content, as PEP 440 has it: 0.10.0.dev+1a2b3c4d. A
-    git checkout of one is returned as the fork.
+    A folder that is not a release is named by its version and its content, in PEP 440's form: 0.10.0.dev+1a2b3c4d. For a
+    git checkout, the fork is returned instead of a copy.
 
     Raises:
         Refused: ``to`` is neither a release nor a folder with the framework, is patched, has no version, or is the

@@ -157,18 +157,11 @@ def test_file_that_only_moved_is_merged(smooth: Path, newer: Path, tmp_path: Pat
 
 
 def test_survey_names_what_no_merge_shows(smooth: Path, newer: Path, tmp_path: Path):
-    """New files that do what hooked ones do, and that the other tree is older."""
+    """New files that do what hooked ones do."""
     write(newer / "verl/workers/engine/other.py", b"loss.backward()\noptimizer.step()\n")
     write(newer / "verl/utils/plain.py", b"def f(): pass\ndef g(): pass\n")
-    edit(newer / SAME, "class FSDPCheckpointManager(", "class Renamed(")
     shown = run_command(smooth, "port", OLD, newer, tmp_path / "tree").stdout
-    read = "which no patch changes: 1\n    verl/workers/engine/other.py: backward, optimizer step\n"
-    assert read in shown and "looks older" not in shown
-    older = unpack(wheel_of(smooth, OLD), tmp_path / "older")
-    edit(older / SAME, "class FSDPCheckpointManager(", "(")
-    shown = run_command(smooth, "port", OLD, older, tmp_path / "back").stdout
-    assert f"looks older than verl {OLD}: lacks 1 of its functions and classes, and has 0 others\n" in shown
-    assert "closer to" not in shown
+    assert "which no patch changes: 1\n    verl/workers/engine/other.py\n" in shown and "closer to" not in shown
 
 
 @pytest.mark.parametrize(

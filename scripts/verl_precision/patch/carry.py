@@ -1,40 +1,34 @@
 """Carry a changed patch of a release to the other releases that have a patch of its name, by three-way merge.
 
-The change is the difference between the states of the release after the patch in git's HEAD and after the patch as it
-is now. It is merged into each other release's state after its own patch, and the later patches of that follow. git's
-own rebase does so, and stops at a conflict. Nothing is written until every release was tried.
+The change is the difference between two states of the release: after the patch in git's HEAD, and after the patch as it
+is now. git's rebase merges it into each other release's patch, puts the later patches on top, and stops at a conflict.
+Nothing is written until every release was tried.
 """
 
 import difflib
 import os
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from verl_precision.errors import Refused
 from verl_precision.patch.checkout import commit, commit_stack, scratch_beside
-from verl_precision.patch.export import DIFF_OPTIONS, prepare_export, write_exports
-from verl_precision.patch.git import git, head, run_git
-from verl_precision.patch.hunks import CONFLICT, MergedHunk, merge_hunks, renames
+from verl_precision.patch.export import prepare_export, write_exports
+from verl_precision.patch.git import git, head, run_git, unmerged
 from verl_precision.patch.releases import VERL, Framework, Release, find_release, load_releases
 from verl_precision.patch.stack import Patch, Stack, load_stack, make_stack
 from verl_precision.paths import REPO
 
-CHANGE = "change"  # the branch of one commit that is carried
+CHANGE = "change"  # the branch whose last commit is carried
 
 
 @dataclass(frozen=True)
 class PatchChange:
-    """A patch of a release in git's HEAD and now, and ``tree``, a git tree with the difference as a commit.
-
-    ``diff`` is that commit as a patch; None where the message alone changed.
-    """
+    """A patch in git's HEAD and now, and ``tree``, a git tree with the difference as the last commit of a branch."""
 
     old: Patch
     new: Patch
     tree: Path
-    diff: Patch | None
 
 
 def carry_patch(
@@ -42,14 +36,14 @@ def carry_patch(
 ) -> tuple[list[str], bool]:
     """Carry the patch ``name`` of the release ``source`` and export the releases into which it merges.
 
-    Of each other one, ``folder`` gets a git tree in which to finish.
+    For each other release, ``folder`` contains a git tree to finish in.
 
     Returns:
         a report, a line each, and whether nothing is left to resolve.
 
     Raises:
-        Refused: there is no such patch, it is as in git's HEAD, an earlier one changed too, no other release has it,
-            or the folder is in use; nothing was written.
+        Refused: there is no such patch, it is unchanged since git's HEAD, an earlier one changed too, only this release
+            has it, or the folder is in use; nothing was written.
     """
     name = f"{name.removesuffix('.patch')}.patch"
     release = find_release(source, project, framework)
@@ -63,16 +57,14 @@ def carry_patch(
     with scratch_beside(folder) as (scratch, folder):
         change = commit_change(committed, now, number, scratch / "from")
         for stack in stacks:
-            tree, found, stopped = merge_change(change, stack, scratch / stack.release.name)
+            tree, stopped = merge_change(change, stack, scratch / stack.release.name)
             if not stopped:
                 whole.append(tree)
                 continue
             target = folder / stack.release.name
             trees.append((tree, target))
-            conflicts = [each for each in found if each.outcome == CONFLICT]
-            lines += [f"{stack.release}: not exported; finish in {target}"]
-            lines += [f"    {name}: {each.path}: {each.location}: {each.reason}" for each in conflicts]
-            lines += [f"    stopped at {stopped}", "    git status; edit; git add; git rebase --continue; then"]
+            lines += [f"{stack.release}: not exported; finish in {target}, stopped at {stopped}"]
+            lines += ["    git status; edit; git add; git rebase --continue; then"]
             lines += [f"    python3 scripts/verl_precision export {target}"]
         prepared = [prepare_export(tree, project, remove=True) for tree in whole]  # what the change has made empty
         exported = write_exports(prepared, project) if prepared else []
@@ -103,7 +95,7 @@ def committed_stack(release: Release, project: Path) -> Stack:
 
 
 def changed_patch(name: str, committed: Stack, now: Stack) -> int:
-    """Return the position of the patch in its series; raises Refused where it is not the first one that changed."""
+    """Return the position of the patch in both series; raises Refused where it is not the first one that changed."""
     release = now.release
     if name in names(committed) and name not in names(now):
         by_hand = "drop it from each release: verl-precision checkout, rebase, export --remove"
@@ -129,49 +121,35 @@ def commit_change(committed: Stack, now: Stack, number: int, scratch: Path) -> P
     scratch.mkdir()
     old, new = committed.patches[number], now.patches[number]
     tree = commit_stack(make_stack(now.release, now.patches[:number], {}), scratch)
-    ids = []
-    for patch in (new, old):
-        git("checkout", "--quiet", "-B", CHANGE, "stack", cwd=tree)
+    git("checkout", "--quiet", "-b", CHANGE, cwd=tree)
+    for patch in (old, new):  # the second commit, on the first, is the difference
+        git("read-tree", "-u", "--reset", "stack", cwd=tree)
         git("apply", "--index", "--whitespace=nowarn", "-", cwd=tree, stdin=patch.text)
         commit(tree, patch.message)
-        ids.append(git("rev-parse", "HEAD", cwd=tree).strip())
-    git("read-tree", "-u", "--reset", ids[0], cwd=tree)
-    commit(tree, new.message)
-    diff = git("diff-tree", "--no-commit-id", *DIFF_OPTIONS, "HEAD", cwd=tree)
-    return PatchChange(old, new, tree, Patch(new.name, f"Subject: {new.message}\n---\n{diff}") if diff else None)
+    return PatchChange(old, new, tree)
 
 
-def merge_change(change: PatchChange, stack: Stack, scratch: Path) -> tuple[Path, list[MergedHunk], str]:
+def merge_change(change: PatchChange, stack: Stack, scratch: Path) -> tuple[Path, str]:
     """Make, inside ``scratch``, the git tree of a stack with the change merged into its patch of the name.
 
     Returns:
-        its folder, the outcome of each hunk, and the patch and files at which git stopped; empty where it did not.
+        its folder, and the patch and files at which git stopped; empty where it did not.
     """
     scratch.mkdir()
     tree, number = commit_stack(stack, scratch), names(stack).index(change.old.name)
     ids = git("rev-list", "--reverse", f"HEAD~{len(stack.patches) - number}..HEAD", cwd=tree).split()
     git("fetch", "--quiet", "--no-tags", str(change.tree), f"{CHANGE}:{CHANGE}", cwd=tree)
-    found: Mapping[Patch, list[MergedHunk]] = {}
-    todo = [f"pick {reworded(change, stack.patches[number], ids[0], tree)}"]
-    if change.diff:
-        git("checkout", "--quiet", "--detach", ids[0], cwd=tree)
-        moved = renames(tree, f"{CHANGE}~", ids[0], stack.release.framework.name)
-        found = dict(merge_hunks(make_stack(stack.release, (change.diff,), {}), tree, moved))
-        git("checkout", "--quiet", "stack", cwd=tree)
-        todo += [f"fixup {CHANGE}"]
+    todo = [f"pick {reworded(change, stack.patches[number], ids[0], tree)}", f"fixup {CHANGE}"]
     plan = tree / ".git/carry-todo"
     plan.write_text("\n".join([*todo, *(f"pick {each}" for each in ids[1:])]) + "\n")
     editor = f"sequence.editor=cp {shlex.quote(str(plan))}"
     done = run_git("-c", editor, "rebase", "--quiet", "--interactive", "--empty=drop", f"{ids[0]}~", cwd=tree)
     plan.unlink()
-    outcomes = [hunk for hunks in found.values() for hunk in hunks]
     if not done.returncode:
-        return tree, outcomes, ""
-    files = git("diff", "--name-only", "--diff-filter=U", cwd=tree).split()
-    if not files:
-        raise Refused(f"git rebase failed: {done.stderr.decode().strip()}")
-    at = git("log", "-1", "--format=%s", "REBASE_HEAD", cwd=tree).strip()
-    return tree, outcomes, f"{at}: {', '.join(files)}"
+        return tree, ""
+    if files := unmerged(tree):
+        return tree, f"{git('log', '-1', '--format=%s', 'REBASE_HEAD', cwd=tree).strip()}: {', '.join(files)}"
+    raise Refused(f"git rebase failed: {done.stderr.decode().strip()}")
 
 
 def reworded(change: PatchChange, patch: Patch, commit_id: str, tree: Path) -> str:

@@ -16,26 +16,11 @@ from verl_precision.patch.check import check_all
 from verl_precision.patch.checkout import checkout
 from verl_precision.patch.export import export
 from verl_precision.patch.port import port
-from verl_precision.patch.releases import FRAMEWORKS, VERL, Framework, find_release, load_releases
+from verl_precision.patch.releases import FRAMEWORKS, find_release, load_releases
 from verl_precision.patch.stack import load_stacks
 from verl_precision.patch.status import drift, status
 from verl_precision.patch.target import find_target, installed_tree
 from verl_precision.spelling import spelled
-
-
-def frameworks(args: argparse.Namespace) -> list[Framework]:
-    """Return the framework that --framework names, or all."""
-    return [FRAMEWORKS[args.framework]] if args.framework else list(FRAMEWORKS.values())
-
-
-def framework_of_release(args: argparse.Namespace) -> Framework:
-    """Return the framework of a release that is given by its name."""
-    return FRAMEWORKS[args.framework] if args.framework else VERL
-
-
-def framework_of_target(args: argparse.Namespace) -> Framework:
-    """Return the framework of TREE."""
-    return find_target(Path(os.path.abspath(args.target)), *frameworks(args)).framework
 
 
 def show(lines: Iterable[str], done: bool = True) -> int:
@@ -46,7 +31,7 @@ def show(lines: Iterable[str], done: bool = True) -> int:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    releases = [stack.describe() for framework in frameworks(args) for stack in load_stacks(framework=framework)]
+    releases = [stack.describe() for framework in args.frameworks for stack in load_stacks(framework=framework)]
     if args.json:
         return show([json.dumps(releases, indent=2)])
     for release in releases:
@@ -58,29 +43,23 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    framework = framework_of_target(args)
-    state = status(args.target, framework=framework)
-    fields = {"target": str(args.target), "framework": framework.name, **asdict(state)}
+    state = status(args.target, framework=args.framework)
+    fields = {"target": str(args.target), "framework": args.framework.name, **asdict(state)}
     line = json.dumps(fields, indent=2) if args.json else str(state)
     return show([line], state.state in ("unpatched", "patched", "outdated", "ported"))
 
 
 def run_apply(args: argparse.Namespace) -> int:
-    framework = framework_of_target(args)
-    if args.fixes and not any(stack.fixes for stack in load_stacks(framework=framework)):
-        raise Refused(f"--fixes: {framework.name} has no series fixes; apply without it")
-    return show(apply(args.target, framework=framework, fixes=args.fixes))
-
-
-def run_unapply(args: argparse.Namespace) -> int:
-    return show(unapply(args.target, framework=framework_of_target(args), force=args.force))
+    if args.fixes and not any(stack.fixes for stack in load_stacks(framework=args.framework)):
+        raise Refused(f"--fixes: {args.framework.name} has no series fixes; apply without it")
+    return show(apply(args.target, framework=args.framework, fixes=args.fixes))
 
 
 def run_check(args: argparse.Namespace) -> int:
     if args.release:
-        releases = [find_release(args.release, framework=framework_of_release(args))]
+        releases = [find_release(args.release, framework=args.framework)]
     else:
-        releases = [each for framework in frameworks(args) for each in load_releases(framework=framework).values()]
+        releases = [each for framework in args.frameworks for each in load_releases(framework=framework).values()]
     outcomes = check_all(releases)
     if args.json:
         print(json.dumps(outcomes, indent=2))
@@ -92,68 +71,73 @@ def run_check(args: argparse.Namespace) -> int:
     return 0 if all(outcome["ok"] for outcome in outcomes.values()) else 1
 
 
-def run_checkout(args: argparse.Namespace) -> int:
-    return show(checkout(args.release, args.folder, framework=framework_of_release(args)))
-
-
-def run_export(args: argparse.Namespace) -> int:
-    return show(export(args.folder, remove=args.remove))
-
-
-def run_port(args: argparse.Namespace) -> int:
-    return show(*port(args.release, args.to, args.folder, framework=framework_of_release(args)))
-
-
-def run_carry(args: argparse.Namespace) -> int:
-    return show(*carry_patch(args.patch, args.release, args.folder, framework=framework_of_release(args)))
-
-
-def run_drift(args: argparse.Namespace) -> int:
-    return show(drift(args.target, framework=framework_of_target(args)))
-
-
-def add_check(parser: Parser) -> None:
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--release", metavar="R", help="one release")
-    which.add_argument("--all", action="store_true", help="all releases, which is the default")
-
-
-FORCE = "rename files that were edited since apply to <name>.edited, instead of refusing"
-FIXES = "also apply the series 'fixes', which corrects upstream's defects in any dtype"
-TO = "a release on PyPI, or a folder that contains verl or OAT"
-TREE = "a git checkout, an unpacked release or a site-packages folder, default: that of the verl or OAT of this Python"
 CONFLICTS = "Exit code: 0 done, 1 refused, or there are conflicts to resolve, which are listed."
-# What each command runs, its description, and the arguments that it takes beside --framework.
+FLAG = {"action": "store_true"}
+# The arguments of the commands, as argparse takes them.
+ARGUMENTS = {
+    "target": {
+        **{"type": folder, "nargs": "?", "metavar": "TREE"},
+        "help": "a git checkout, an unpacked release or a site-packages folder, default: that of the verl or OAT of "
+        "this Python",
+    },
+    "patch": {"metavar": "PATCH", "help": "its name, without .patch"},
+    "release": {"metavar": "RELEASE", "help": "such as 0.9.1"},
+    "to": {"metavar": "TO", "help": "a release on PyPI, or a folder that contains verl or OAT"},
+    "folder": {"type": Path, "metavar": "DIR", "help": "a folder; checkout, port and carry make it"},
+    "--fixes": {**FLAG, "help": "also apply the series 'fixes', which corrects upstream's defects in any dtype"},
+    "--force": {**FLAG, "help": "rename files that were edited since apply to <name>.edited, instead of refusing"},
+    "--remove": {**FLAG, "help": "delete patches without a commit"},
+    "--release": {"metavar": "R", "help": "one release"},
+    "--all": {**FLAG, "help": "all releases, which is the default"},
+    "--json": {**FLAG, "help": "print JSON"},
+}
+# What each command runs, its description, and its arguments except --framework.
 COMMANDS = {
-    "list": (run_list, "List the releases that have patches, and their patches.", ["json"]),
+    "list": (run_list, "List the releases that have patches, and their patches.", ["--json"]),
     "status": (
         run_status,
         "Report which release TREE is, and whether it is patched.\n\n"
         "Exit code: 0 unpatched, patched, outdated or a port; 1 any other state, or refused.",
-        ["tree", "json"],
+        ["target", "--json"],
     ),
     "apply": (
         run_apply,
         "Apply the patches to TREE: all files change, or none.\n\n"
         "A tree with older patches, or with another series, is brought to these. Files that you edited are refused.",
-        ["tree", "fixes"],
+        ["target", "--fixes"],
     ),
-    "unapply": (run_unapply, "Remove the patches from TREE and restore every file exactly.", ["tree", "force"]),
-    "drift": (run_drift, "List the patched files of TREE that differ from the closest release.", ["tree"]),
+    "unapply": (
+        lambda args: show(unapply(args.target, framework=args.framework, force=args.force)),
+        "Remove the patches from TREE and restore every file exactly.",
+        ["target", "--force"],
+    ),
+    "drift": (
+        lambda args: show(drift(args.target, framework=args.framework)),
+        "List the patched files of TREE that differ from the closest release.",
+        ["target"],
+    ),
     "check": (
         run_check,
         "Check the patches of one release, or of all, on the wheel from PyPI: they apply, compile and reverse exactly.",
-        ["which", "json"],
+        ["--release", "--all", "--json"],
     ),
-    "checkout": (run_checkout, "Make DIR a git tree of RELEASE with each patch as a commit.", ["release", "folder"]),
-    "export": (run_export, "Write the commits of DIR, made by checkout, back into the project.", ["remove", "folder"]),
+    "checkout": (
+        lambda args: show(checkout(args.release, args.folder, framework=args.framework)),
+        "Make DIR a git tree of RELEASE with each patch as a commit.",
+        ["release", "folder"],
+    ),
+    "export": (
+        lambda args: show(export(args.folder, remove=args.remove)),
+        "Write the commits of DIR, made by checkout, back into the project.",
+        ["--remove", "folder"],
+    ),
     "port": (
-        run_port,
+        lambda args: show(*port(args.release, args.to, args.folder, framework=args.framework)),
         f"Port the patches of RELEASE to TO, as commits in DIR, and report on each hunk.\n\n{CONFLICTS}",
         ["release", "to", "folder"],
     ),
     "carry": (
-        run_carry,
+        lambda args: show(*carry_patch(args.patch, args.release, args.folder, framework=args.framework)),
         "Carry a changed patch of RELEASE to the other releases; DIR gets the trees that have conflicts.\n\n"
         f"{CONFLICTS}",
         ["patch", "release", "folder"],
@@ -166,22 +150,9 @@ def parser(name: str) -> Parser:
     run, what, takes = COMMANDS[name]
     made = Parser(f"verl-precision {name}", what)
     made.set_defaults(run=run)
-    add = {
-        "tree": lambda: made.add_argument("target", type=folder, nargs="?", metavar="TREE", help=TREE),
-        "force": lambda: made.add_argument("--force", action="store_true", help=FORCE),
-        "fixes": lambda: made.add_argument("--fixes", action="store_true", help=FIXES),
-        "remove": lambda: made.add_argument("--remove", action="store_true", help="delete patches without a commit"),
-        "which": lambda: add_check(made),
-        "patch": lambda: made.add_argument("patch", metavar="PATCH", help="its name, without .patch"),
-        "release": lambda: made.add_argument("release", metavar="RELEASE", help="such as 0.9.1"),
-        "to": lambda: made.add_argument("to", metavar="TO", help=TO),
-        "folder": lambda: made.add_argument(
-            "folder", type=Path, metavar="DIR", help="a folder; checkout, port and carry make it"
-        ),
-        "json": lambda: made.add_argument("--json", action="store_true", help="print JSON"),
-    }
+    which = made.add_mutually_exclusive_group() if name == "check" else made
     for each in takes:
-        add[each]()
+        (which if each in ("--release", "--all") else made).add_argument(each, **ARGUMENTS[each])
     default = {"list": "all", "check": "all, and verl with --release"}.get(name, "verl")
     made.add_argument("--framework", choices=FRAMEWORKS, help=f"default {default}")
     return made
@@ -190,8 +161,11 @@ def parser(name: str) -> Parser:
 def main(words: list[str]) -> int:
     """Run the command that the first word names."""
     args = parser(words[0]).parse_args(words[1:])
-    if "target" in args and args.target is None:
-        framework = framework_of_release(args)
-        args.target = installed_tree(framework)
-        print(f"the {framework.name} of {sys.executable}: {args.target}", file=sys.stderr)
+    args.frameworks = [FRAMEWORKS[args.framework]] if args.framework else [*FRAMEWORKS.values()]
+    args.framework = args.frameworks[0]  # of a release that is given by its name
+    if "target" in args:
+        if args.target is None:
+            args.target = installed_tree(args.framework)
+            print(f"the {args.framework.name} of {sys.executable}: {args.target}", file=sys.stderr)
+        args.framework = find_target(Path(os.path.abspath(args.target)), *args.frameworks).framework
     return args.run(args)

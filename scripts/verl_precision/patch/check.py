@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verl_precision.errors import Refused
 from verl_precision.patch.apply import apply, unapply
-from verl_precision.patch.export import check_re_export
+from verl_precision.patch.export import check_re_export, package_trees
 from verl_precision.patch.git_objects import package_blobs
 from verl_precision.patch.releases import VERL, Framework, Release, find_release
 from verl_precision.patch.stack import Stack, release_stacks
@@ -18,10 +18,10 @@ from verl_precision.paths import REPO
 
 
 def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
-    """Check the stacks of a release on its wheel and return the counts of the last one, of all patches, in one line.
+    """Check the stacks of a release on its wheel and return the counts of the stack of all patches, in one line.
 
-    The headers are complete; the wheel is the known one; apply makes the recorded trees, the second from the first, and
-    every file that it writes compiles; unapply restores the wheel, byte for byte; the patches are what export writes.
+    The headers are complete; the wheel is the known one; apply makes the recorded trees, the second from the first;
+    every file that it writes compiles; unapply restores the wheel byte for byte; the patches are what export writes.
 
     Raises:
         Refused: at the first fault.
@@ -39,7 +39,11 @@ def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
         unapply(root, project, framework)
         if contents(root) != before:
             raise Refused(f"unapply does not restore the wheel of {release}")
-        check_re_export(stack, root, (release.tree_after, release.tree_after_fixes))
+        check_re_export(stack, root)
+    recorded = (release.tree_after, release.tree_after_fixes)
+    if (trees := package_trees(blobs, stack.patches)) != recorded:
+        trees, recorded = (" and ".join(filter(None, each)) for each in (trees, recorded))
+        raise Refused(f"the series makes tree {trees}, but versions.toml records {recorded}; checkout and export")
     return f"{len(stack.patches)} patches, {len(stack.after)} files patched, {len(stack.copied)} added"
 
 

@@ -22,8 +22,8 @@ from verl_precision.paths import REPO
 # As upstream has it: [modules] type: description
 SUBJECT = re.compile(r"\[([a-z_]+)(?:, ?[a-z_]+)*\] (?:feat|fix|refactor|chore|test): (\S.*)")
 
-# One line of context is the least with which git places an insertion without an option to trust line numbers.
-# Everything that a user's configuration could change is given.
+# With less than one line of context, git would place an insertion only with an option that trusts line numbers.
+# Each option that a user's configuration could change is given.
 DIFF_OPTIONS = (
     *("--patch", "--unified=1", "--inter-hunk-context=0", "--full-index", "--no-renames", "--no-ext-diff"),
     *("--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/", "--diff-algorithm=histogram"),
@@ -39,8 +39,6 @@ class Export:
         patches: in order.
         verbatim: content at the base and at HEAD, by path, of each verbatim file that the commits change; None if it
             is absent.
-        tree_after: git tree id of the package with the patches of ``precision``, without the verbatim files.
-        tree_after_fixes: the same with those of ``fixes``, too; empty where there are none.
         fixes: the files that commits of ``fixes`` add.
     """
 
@@ -48,8 +46,6 @@ class Export:
     release: str
     patches: tuple[Patch, ...]
     verbatim: dict[str, tuple[bytes | None, bytes | None]]
-    tree_after: str
-    tree_after_fixes: str
     fixes: frozenset[str]
 
 
@@ -63,7 +59,6 @@ def read_commits(tree: Path) -> Export:
     base = BASE + release
     framework = find_target(tree, *FRAMEWORKS.values()).framework
     pristine = blobs_of(tree, f"{base}^")
-    hooked = dict(pristine)
     patches: dict[str, Patch] = {}
     added: set[str] = set()  # by commits of the series fixes
     for commit in git("log", "--reverse", "--format=%H %B%x00", f"{base}..HEAD", cwd=tree).split("\0")[:-1]:
@@ -88,12 +83,8 @@ def read_commits(tree: Path) -> Export:
         if patch.name in patches:
             raise Refused(f"two commits would both become {patch.name}")
         patches[patch.name] = patch
-    count, trees = precision_patches([*patches.values()]), []
-    for part in (list(patches.values())[:count], list(patches.values())[count:]):
-        hooked |= {path: after for patch in part for path, _, after in patch.blobs}
-        trees.append(package_tree_id(hooked) if part or not trees else "")
     verbatim = verbatim_edits(tree, base, pristine)
-    return Export(framework, release, tuple(patches.values()), verbatim, *trees, frozenset(added))
+    return Export(framework, release, tuple(patches.values()), verbatim, frozenset(added))
 
 
 def base_of(tree: Path) -> str:
@@ -186,14 +177,14 @@ def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedE
     files = series_files(commits.patches)
     series = series_digests(files)
     check_series(tree, folder, series)
-    trees_after = (commits.tree_after, commits.tree_after_fixes)
     lost = sorted({path.name for path in folder.glob("*.patch")} - {patch.name for patch in commits.patches})
     if lost and not remove:  # as after `git cherry-pick --abort` or a subject that was reworded
         cause = f"its export would delete {len(lost)} of the patches of {release}: {first_three(lost)}"
         raise Refused(f"{tree}: {cause}; restore their commits, or add --remove to delete them")
     with tempfile.TemporaryDirectory() as scratch:
         pristine = unpacked_wheel(release.name, Path(scratch), commits.framework)
-        check_re_export(make_stack(release, commits.patches, {}), pristine, trees_after)
+        trees_after = package_trees(package_blobs(pristine, commits.framework), commits.patches)
+        check_re_export(make_stack(release, commits.patches, {}), pristine)
     new = {folder / name: content for name, content in files.items()}
     new |= {path: after for path, (_, after) in edits.items()}
     lines = [f"{release}: {len(commits.patches)} patches in {folder}", *(f"deleted {name}" for name in lost)]
@@ -204,10 +195,10 @@ def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedE
 
 
 def check_series(tree: Path, folder: Path, series: str) -> None:
-    """Raise Refused if a file of the series in ``folder`` is neither as ``tree`` was made of nor as ``series`` has it.
+    """Raise Refused if ``folder`` has another file of the series than those that ``tree`` was made of and ``series``.
 
-    After an export that was cut short some are the one and some the other. A tree made by port was made of another
-    release's.
+    After an export that was cut short, some are the one and some the other. A tree made by port has no record of the
+    series, because it was made of another release's.
     """
     made_of = git("config", "--default", "", "--get", SERIES, cwd=tree).split()
     if made_of:
@@ -239,7 +230,16 @@ def project_file(path: str, project: Path, framework: Framework, fixes: bool = F
     return framework.home(project) / ("fixes" if fixes else "files") / path
 
 
-def check_re_export(stack: Stack, root: Path, trees_after: tuple[str, str]) -> None:
+def package_trees(pristine: Mapping[str, str], patches: Sequence[Patch]) -> tuple[str, str]:
+    """Return the package's tree id with the patches of ``precision``, and with all; without ``fixes`` that is empty."""
+    trees, count = [], precision_patches(patches)
+    for part in (patches[:count], patches):
+        hooked = {path: after for patch in part for path, _, after in patch.blobs}
+        trees.append(package_tree_id({**pristine, **hooked}))
+    return trees[0], trees[1] if count < len(patches) else ""
+
+
+def check_re_export(stack: Stack, root: Path) -> None:
     """Raise Refused if the stack of all patches, committed on the wheel in ``root`` and exported again, differs."""
     framework = stack.release.framework
     with tempfile.TemporaryDirectory() as folder:
@@ -250,10 +250,3 @@ def check_re_export(stack: Stack, root: Path, trees_after: tuple[str, str]) -> N
         again = read_commits(commit_patches(stack, base))
     if differing := sorted({patch.name for patch in set(stack.patches) ^ set(again.patches)}):
         raise Refused(f"a re-export would change {', '.join(differing)}")
-    pristine, precision = package_blobs(root, framework), stack.patches[: precision_patches(stack.patches)]
-    hooked = make_stack(stack.release, precision, {}).after
-    trees = [package_tree_id({**pristine, **hooked})]
-    trees += [package_tree_id({**pristine, **stack.after})] if precision != stack.patches else [""]
-    for actual, recorded in zip(trees, trees_after, strict=True):
-        if actual != recorded:
-            raise Refused(f"the series makes tree {actual}, but versions.toml records {recorded}; checkout and export")

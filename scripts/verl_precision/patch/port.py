@@ -96,8 +96,8 @@ def progress(text: str) -> None:
 def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[str, Path | Fork, Release | None]:
     """Return the name of the release or folder ``to``, a scratch copy of it, and the entry of a new release.
 
-    A folder that is not a release is named by its version and content, in PEP 440's form: 0.10.0.dev+1a2b3c4d. For a git
-    checkout, the fork is returned instead of a copy.
+    A folder that is not a release is named by its version and content, in PEP 440's form: 0.10.0.dev+1a2b3c4d. If it
+    is a git checkout, its fork is returned instead of a copy.
 
     Raises:
         Refused: ``to`` is neither a release nor a folder with the framework, is patched, has no version, or is the

@@ -17,7 +17,7 @@ from verl_precision.patch.checkout import checkout
 from verl_precision.patch.export import export
 from verl_precision.patch.port import port
 from verl_precision.patch.releases import FRAMEWORKS, find_release, load_releases
-from verl_precision.patch.stack import load_stacks
+from verl_precision.patch.stack import load_stacks, trailers
 from verl_precision.patch.status import drift, status
 from verl_precision.patch.target import find_target, installed_tree
 from verl_precision.spelling import spelled
@@ -31,14 +31,10 @@ def show(lines: Iterable[str], done: bool = True) -> int:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    releases = [stack.describe() for framework in args.frameworks for stack in load_stacks(framework=framework)]
-    if args.json:
-        return show([json.dumps(releases, indent=2)])
-    for release in releases:
-        stack = f"stack {release['stack']}" + f" ({release['series']})" * bool(release["series"])
-        counts = f"{stack}, {len(release['patches'])} patches, {len(release['copied'])} files copied"
-        print(f"{release['framework']} {release['name']}: family {release['family']}, {counts}")
-        show(f"  {patch['Reason']:9} {patch['subject']}" for patch in release["patches"])
+    for stack in (stack for framework in args.frameworks for stack in load_stacks(framework=framework)):
+        counts = f"{stack.title}, {len(stack.patches)} patches, {len(stack.added)} files copied"
+        print(f"{stack.release}: family {stack.release.family}, {counts}")
+        show(f"  {trailers(patch)['Reason']:9} {patch.subject}" for patch in stack.patches)
     return 0
 
 
@@ -61,14 +57,12 @@ def run_check(args: argparse.Namespace) -> int:
     else:
         releases = [each for framework in args.frameworks for each in load_releases(framework=framework).values()]
     outcomes = check_all(releases)
-    if args.json:
-        print(json.dumps(outcomes, indent=2))
-    for release, outcome in outcomes.items():
-        if not outcome["ok"]:
-            print(f"verl-precision check: {release}: {outcome['detail']}", file=sys.stderr)
-        elif not args.json:
-            print(f"{release}: {outcome['detail']}: ok")
-    return 0 if all(outcome["ok"] for outcome in outcomes.values()) else 1
+    for release, passed, detail in outcomes:
+        if passed:
+            print(f"{release}: {detail}: ok")
+        else:
+            print(f"verl-precision check: {release}: {detail}", file=sys.stderr)
+    return 0 if all(passed for _, passed, _ in outcomes) else 1
 
 
 CONFLICTS = "Exit code: 0 done, 1 refused, or there are conflicts to resolve, which are listed."
@@ -93,7 +87,7 @@ ARGUMENTS = {
 }
 # What each command runs, its description, and its arguments except --framework.
 COMMANDS = {
-    "list": (run_list, "List the releases that have patches, and their patches.", ["--json"]),
+    "list": (run_list, "List the releases that have patches, and their patches.", []),
     "status": (
         run_status,
         "Report which release TREE is, and whether it is patched.\n\n"
@@ -119,7 +113,7 @@ COMMANDS = {
     "check": (
         run_check,
         "Check the patches of one release, or of all, on the wheel from PyPI: they apply, compile and reverse exactly.",
-        ["--release", "--all", "--json"],
+        ["--release", "--all"],
     ),
     "checkout": (
         lambda args: show(checkout(args.release, args.folder, framework=args.framework)),

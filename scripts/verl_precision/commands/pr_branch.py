@@ -1,7 +1,7 @@
 """Split the stack into branches of a clone of verl for a human to review and submit (docs/project/upstreaming.md).
 
-Each branch is checked as upstream would: its own pre-commit hooks, the check of the title, and the CPU tests that the
-branch's changes touch. Exit code: 0 all branches are green, 1 refused, or a conflict or a failed check.
+Each branch is checked as upstream does: by its pre-commit hooks, its check of the title, and the CPU tests that the
+branch's changes touch. Exit code: 0 all checks pass, 1 refused, or a conflict or a failed check.
 """
 
 import argparse
@@ -26,7 +26,7 @@ DEFAULT = OUTPUTS / "pr-branch"
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a branch: its name, whether it passed, its result in a few words, and its output."""
+    """A check of a branch, its result in a few words, and its output."""
 
     name: str
     passed: bool
@@ -34,18 +34,18 @@ class Check:
     output: str = ""
 
 
-def environment(folder: Path, python: str | Path = sys.executable) -> dict[str, str]:
-    """Return the environment of upstream's own tools: this Python first, the folder's verl, no accelerator.
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of upstream's tools: this Python first, the folder's verl, no accelerator.
 
-    Ray offers 128 CPUs whatever the machine has: upstream's tests ask for up to 100 and wait forever for fewer.
+    Ray offers 128 CPUs, because upstream's tests request up to 100 and would wait indefinitely for the machine's few.
     """
-    ours = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
+    ours = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
     ours["RAY_OVERRIDE_RESOURCES"] = '{"CPU": 128}'
     return os.environ | ours | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def make(verl: Path, folder: Path) -> bool:
-    """Make and check the branches, and print a report; returns whether all is green. Raises Refused."""
+def make_branches(verl: Path, folder: Path) -> bool:
+    """Make and check the branches, print a report, and return whether all checks pass; raise Refused on bad input."""
     plan = upstream.load_plan()
     upstream.check_clone(verl, plan)
     if folder.exists() and any(folder.iterdir()):
@@ -86,16 +86,15 @@ def title(branch: upstream.Branch, folder: Path) -> Check:
 def pre_commit(folder: Path, changed: list[str]) -> Check:
     """Run upstream's hooks on the files that the branch changes."""
     done = run([sys.executable, "-m", "pre_commit", "run", "--color=never", "--files", *changed], folder)
-    fates = re.findall(r"^(.*?)\.{3,}(?:\(.*\))?(Passed|Failed|Skipped)$", done.stdout, re.M)
-    named = {fate: [name for name, its in fates if its == fate] for fate in ("Passed", "Failed", "Skipped")}
-    result = ", ".join(f"{len(names)} {fate.lower()}" for fate, names in named.items() if names)
+    passed, failed = (re.findall(rf"^(.*?)\.{{3,}}{each}$", done.stdout, re.M) for each in ("Passed", "Failed"))
+    result = f"{len(passed)} passed"
     if done.returncode:
-        result = f"{result}: {', '.join(named['Failed'])}" if fates else "did not run"
+        result += f", {len(failed)} failed: {', '.join(failed)}" if failed else ", pre-commit failed"
     return Check("pre-commit", not done.returncode, result, done.stdout)
 
 
 def tests(folder: Path, changed: list[str]) -> Check:
-    """Run the CPU tests that the branch's changes touch; a failure that main has too is not the branch's."""
+    """Run the CPU tests that the branch's changes touch; a test that fails on main too does not fail the check."""
     paths = touched_tests(folder, changed)
     if not paths:
         return Check("tests", False, "none: no test_*_on_cpu.py reads what is changed")
@@ -121,7 +120,7 @@ def pytest(folder: Path, paths: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def summary(output: str) -> str:
-    """Return pytest's own last line; what Ray's processes print may follow it."""
+    """Return pytest's last line; output of Ray's processes may follow it."""
     lines = re.findall(r"^(?:=+ )?((?:\d+|no) \w+.* in \d+\.\d+s.*?)(?: =+)?$", output, re.M)
     return lines[-1] if lines else "pytest ended without a summary"
 
@@ -132,10 +131,10 @@ def failures(output: str) -> set[str]:
 
 
 def touched_tests(folder: Path, changed: list[str]) -> list[str]:
-    """Return the paths of the tests named test_*_on_cpu.py that are changed or that read what is.
+    """Return the paths of the tests named test_*_on_cpu.py that are changed or that read a changed file.
 
-    They read a changed module where they import it, or a package whose ``__init__`` does; and the changed configs
-    where they name verl/trainer/config.
+    A test reads a module that it imports, also through a package's ``__init__``, and the configs if it contains
+    "trainer/config".
     """
     modules = {dotted(path) for path in changed if path.endswith(".py")}
     inits = [path for path in git("ls-files", "verl/**/__init__.py", cwd=folder).split() if path.count("/") > 1]
@@ -156,7 +155,7 @@ def dotted(path: str) -> str:
 
 
 def imports_of(source: str, package: str = "") -> set[str]:
-    """Return the dotted names of all that is imported, each of which may be a module; ``package``: of relative ones."""
+    """Return the dotted names that are imported, modules or not; relative ones are relative to ``package``."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -183,4 +182,4 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def main(words: list[str]) -> int:
     args = parse(words)
-    return 0 if make(args.verl, args.dir) else 1
+    return 0 if make_branches(args.verl, args.dir) else 1

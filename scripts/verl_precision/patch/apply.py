@@ -206,7 +206,7 @@ def change_files(
 
 
 def roll_back(target: Target, record: Record, blobs: Mapping[str, str]) -> None:
-    """Undo the changes of ``record`` in the tree of these ``blobs``; if it is cut short it can be called again."""
+    """Undo the changes of ``record`` in the tree of these ``blobs``; can be repeated if it is cut short."""
     if os.path.lexists(target.stamp):
         target.tree.remove(target.stamp)
     for path in [*record.removed(blobs), *record.hooked(blobs)]:
@@ -245,19 +245,19 @@ def set_aside(target: Target, paths: Collection[str]) -> list[str]:
 
 
 def drop_compiled(target: Target, path: str) -> None:
-    """Remove the bytecode of ``path``: Python would use it for a new file of the same time and size."""
+    """Remove the bytecode of ``path``: Python would use it for a new file of the same modification time and size."""
     for compiled in bytecode(target.root / path):
         target.tree.remove(compiled)
         remove_empty(target, [compiled.parent])
 
 
 def bytecode(path: Path) -> list[Path]:
-    """Return the files with the bytecode of the module ``path``, one for each version of Python."""
+    """Return the bytecode files of the module ``path``, one for each version of Python."""
     return list((path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"))
 
 
 def refuse_unwritable(target: Target, record: Record) -> None:
-    """Raise Refused if a folder that would change is read-only or a link, or something in it is no file to replace."""
+    """Raise Refused if a folder to change is read-only or a link, or a path to change is not a file or not writable."""
     package = target.root / target.framework.name
     paths = [target.framework.bookkeeping, target.framework.stamp, *record.replaced, *record.added]
     above = {folder for path in paths for folder in (target.root / path).parents if folder.is_relative_to(package)}

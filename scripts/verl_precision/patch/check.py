@@ -48,7 +48,7 @@ def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
 
 
 def check_apply(stack: Stack, root: Path, blobs: Mapping[str, str], project: Path) -> None:
-    """Apply the stack to the wheel in ``root``, which may have the release's other stack.
+    """Apply the stack to the wheel in ``root``, which may already have the release's other stack.
 
     Args:
         blobs: the wheel's, by path.
@@ -75,19 +75,14 @@ def contents(root: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
 
 
-def check_all(releases: Iterable[Release]) -> dict[str, dict]:
-    """Check the stack of each release.
+def check_all(releases: Iterable[Release]) -> list[tuple[Release, bool, str]]:
+    """Check the stacks of each release; return it with whether they pass, and the counts or the fault."""
 
-    Returns:
-        ``{"ok": bool, "detail": the counts or the fault}`` by framework and name, such as "oat 0.2.4".
-    """
-
-    def outcome(release: Release) -> dict:
+    def outcome(release: Release) -> tuple[Release, bool, str]:
         try:
-            return {"ok": True, "detail": check(release.name, framework=release.framework)}
+            return release, True, check(release.name, framework=release.framework)
         except Refused as fault:
-            return {"ok": False, "detail": str(fault)}
+            return release, False, str(fault)
 
-    releases = list(releases)
-    with ThreadPoolExecutor() as pool:  # most of it is git's work
-        return {str(release): result for release, result in zip(releases, pool.map(outcome, releases), strict=True)}
+    with ThreadPoolExecutor() as pool:  # the work is mostly git's
+        return list(pool.map(outcome, releases))

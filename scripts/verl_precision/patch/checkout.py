@@ -20,7 +20,7 @@ from verl_precision.paths import REPO
 # The tag names the release and marks the last commit that is not a patch.
 BASE = "base/"
 COPIED = "^verl-precision: files of (.+), stack ([0-9a-f]+), copied in verbatim$"
-SERIES = "precision.series"  # key of the git tree's configuration: digests of the series that it was made of
+SERIES = "precision.series"  # key of the git tree's configuration: digests of the series it was made from
 
 
 def checkout(name: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
@@ -33,7 +33,7 @@ def checkout(name: str, folder: Path, project: Path = REPO, framework: Framework
 
 @contextlib.contextmanager
 def scratch_beside(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield a scratch folder beside ``folder``, to be renamed to it, and the absolute path of ``folder``.
+    """Yield a scratch folder beside ``folder``, in which to prepare it, and the absolute path of ``folder``.
 
     Raises:
         Refused: ``folder`` exists and is not an empty folder.
@@ -86,9 +86,9 @@ def commit_base(name: str, root: Path, stack: Stack, scratch: Path) -> Path:
     tree.mkdir()
     os.replace(root / package, tree / package)
     git("init", "--quiet", "--initial-branch=stack", cwd=tree)
-    git("config", "user.name", "verl-precision", cwd=tree)  # whoever continues a cherry-pick needs no identity
+    git("config", "user.name", "verl-precision", cwd=tree)  # to continue a cherry-pick without an identity
     git("config", "user.email", "", cwd=tree)
-    git("config", "maintenance.auto", "false", cwd=tree)  # each commit would start another process
+    git("config", "maintenance.auto", "false", cwd=tree)  # else each commit starts another process
     write(tree / ".git/info/exclude", b"__pycache__/\n")
     write(tree / ".git/info/attributes", b"*.py diff=python\n")  # hunk headers then name the function
     git("add", "--all", "--force", cwd=tree)
@@ -100,7 +100,7 @@ def commit_base(name: str, root: Path, stack: Stack, scratch: Path) -> Path:
 def commit_copied(stack: Stack, name: str, tree: Path, date: str = DATE) -> None:
     """Commit the stack's verbatim files in a git tree of ``name``, and tag that as the last commit before the patches.
 
-    The message records the stack, for a port of which ``copied_stack`` reads it.
+    The message records the stack; ``copied_stack`` reads it in a port.
     """
     for path, content in stack.added.items():
         write(tree / path, content)
@@ -112,7 +112,7 @@ def commit_copied(stack: Stack, name: str, tree: Path, date: str = DATE) -> None
 def copied_stack(root: Path) -> tuple[str, str] | None:
     """Return the release and the id of the stack whose verbatim files were committed last in the checkout ``root``.
 
-    None where no commit records it, as in a copy without ``.git``, or git does not read another user's.
+    None if no commit records it, or git cannot read the checkout: a copy without ``.git``, or another user's.
     """
     if not (root / ".git").exists():
         return None

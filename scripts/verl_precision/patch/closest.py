@@ -1,7 +1,7 @@
 """Find the stack that fits a tree best, by its hunks, without the files of its release.
 
-A hunk fits a file that contains its old lines or, where the tree is patched or upstream has the change, its new ones.
-The number of those that do not is close to that of the conflicts of a port.
+A hunk fits a file that contains its old lines or, if the tree is patched or upstream has the change, its new ones. The
+number of hunks that do not fit is close to the number of conflicts of a port.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from verl_precision.patch.stack import Stack
 def closest(blobs: Mapping[str, str], read: Callable[[str], bytes], stacks: list[Stack]) -> Stack:
     """Return the stack with the smallest share of hunks that do not fit a tree.
 
-    Of equals, the one with the largest share of its hooked files, patched or not, in the tree; of these the newest.
+    A tie is decided by the largest share of hooked files, patched or not, in the tree, then by the newest release.
 
     Args:
         blobs: the blob ids of the tree's files, by path.
@@ -28,7 +28,7 @@ def closest(blobs: Mapping[str, str], read: Callable[[str], bytes], stacks: list
 
 
 def unfit_hunks(stack: Stack, blobs: Mapping[str, str], read: Callable[[str], bytes]) -> tuple[int, int]:
-    """Return the number of the stack's hunks that do not fit a tree, and that of all."""
+    """Return the number of the stack's hunks that do not fit a tree, and the number of all its hunks."""
     sides = {path: [] for path in stack.before}
     for patch in stack.patches:
         for path, _, _ in patch.blobs:
@@ -51,7 +51,7 @@ def replaced_lines(hunk: str) -> tuple[str, str]:
 
 
 def count_unfit(text: str, sides: list[tuple[str, str]]) -> int:
-    """Return of how many hunks the text has neither side; where it has the old one, the next hunk finds the new one."""
+    """Return the number of hunks with neither side in the text; each old side found is replaced for the next hunks."""
     unfit = 0
     for old, new in sides:
         unfit += old not in text and new not in text

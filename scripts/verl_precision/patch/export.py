@@ -36,7 +36,6 @@ class Export:
     """The content of a git tree made by checkout.
 
     Args:
-        patches: in order.
         verbatim: content at the base and at HEAD, by path, of each verbatim file that the commits change; None if it
             is absent.
         fixes: the files that commits of ``fixes`` add.
@@ -114,7 +113,7 @@ def blobs_of(tree: Path, revision: str, folder: str = ".") -> dict[str, str]:
 
 
 def verbatim_edits(tree: Path, base: str, pristine: dict[str, str]) -> dict[str, tuple[bytes | None, bytes | None]]:
-    """Return content at the base and at HEAD of each file that the release lacks and that the commits changed."""
+    """Return content at the base and at HEAD of each file that the release lacks and the commits changed."""
     old, new = blobs_of(tree, base), blobs_of(tree, "HEAD")
     changed = [path for path in {**old, **new} if path not in pristine and old.get(path) != new.get(path)]
 
@@ -135,7 +134,7 @@ def file_name(subject: str) -> str:
 
 @dataclass(frozen=True)
 class PreparedExport:
-    """A checked export: new contents of the project's files, None of those to delete, and a line on each change."""
+    """A checked export: new contents of the project's files, None for those to delete, and a line on each change."""
 
     tree: Path
     series: str

@@ -1,7 +1,7 @@
-"""Change a package below folders that are held open, through no link.
+"""Change a package below folders that are kept open, without following links.
 
-Root may patch a tree of another user, who can put a link where any file or folder is, while root patches. So each
-change starts from the open package, opens one folder after the other, and gives away only what it has itself created.
+Root may patch the tree of another user, who can meanwhile replace any file or folder by a link. So each change starts
+from the open package, opens one folder after the other, and changes the owner only of what it has created.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY  # Linux needs no right to list it
-NO_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # as of network file systems
+FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY  # O_PATH, of Linux, needs no read permission
+NO_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by network file systems
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class OpenTree:
     Each method takes absolute paths below ``root``.
 
     Raises:
-        OSError: the change fails, or a folder on the way is none, as a link is; it names the path.
+        OSError: the change fails, or a folder on the way is a link or a file; it names the path.
     """
 
     root: Path
@@ -37,13 +37,13 @@ class OpenTree:
     package: int
 
     def write(self, path: Path, content: bytes, model: Path) -> None:
-        """Create a file, on the disk, with the mode of ``model`` and, as root, its owner."""
+        """Create a file with the mode of ``model`` and, as root, its owner, and flush it to the disk."""
         with self._created(path) as file:
             file.write(content)
-            follow(file.fileno(), model.stat())
+            set_mode_and_owner(file.fileno(), model.stat())
 
     def copy(self, source: Path, to: Path) -> None:
-        """Copy a file with its mode, times and, as root, owner; a link as it is."""
+        """Copy a file with its mode, times and, as root, owner; copy a link as a link."""
         with self._folder_of(source) as folder:
             if stat.S_ISLNK(os.stat(source.name, dir_fd=folder, follow_symlinks=False).st_mode):
                 leads_to = os.readlink(source.name, dir_fd=folder)
@@ -55,17 +55,17 @@ class OpenTree:
                 shutil.copyfileobj(original, file)
                 file.flush()
                 shutil.copystat(opened, file.fileno())
-                follow(file.fileno(), os.fstat(opened))
+                set_mode_and_owner(file.fileno(), os.fstat(opened))
 
     def make_folder(self, path: Path) -> None:
-        """Create a folder, and those above it, with the mode and owner of the one that it is in."""
+        """Create a folder and its parents, each with the mode and owner of its parent."""
         if not path.is_dir():
             self.make_folder(path.parent)
             with self._folder_of(path) as folder:
                 os.mkdir(path.name, dir_fd=folder)
                 made = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
                 try:
-                    follow(made, os.fstat(folder))
+                    set_mode_and_owner(made, os.fstat(folder))
                 finally:
                     os.close(made)
 
@@ -89,7 +89,7 @@ class OpenTree:
             os.rmdir(path.name, dir_fd=folder)
 
     def flush(self, path: Path) -> None:
-        """Have the names in a folder on the disk."""
+        """Flush the names in a folder to the disk."""
         with self._folder_of(path) as folder:
             opened = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             try:
@@ -115,7 +115,7 @@ class OpenTree:
 
     @contextlib.contextmanager
     def _created(self, path: Path) -> Iterator[BinaryIO]:
-        """Yield a new file, which is on the disk afterwards; what is there already, a link also, is an error."""
+        """Yield a new file and flush it to the disk; an existing file or link of its name is an error."""
         with self._folder_of(path) as folder:
 
             def create(_: str, flags: int) -> int:
@@ -127,15 +127,15 @@ class OpenTree:
                 flush(file.fileno())
 
 
-def follow(opened: int, model: os.stat_result) -> None:
-    """Give an open file or folder the mode of ``model``, and its owner if this is root."""
+def set_mode_and_owner(opened: int, model: os.stat_result) -> None:
+    """Give an open file or folder the mode of ``model`` and, as root, its owner."""
     if os.geteuid() == 0:
         os.chown(opened, model.st_uid, model.st_gid)
     os.chmod(opened, stat.S_IMODE(model.st_mode))
 
 
 def flush(opened: int) -> None:
-    """Have an open file or folder on the disk, where the file system can."""
+    """Flush an open file or folder to the disk, if the file system supports it."""
     try:
         os.fsync(opened)
     except OSError as fault:

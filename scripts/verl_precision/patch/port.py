@@ -8,22 +8,30 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from verl_precision.errors import Refused
 from verl_precision.files import sha256
 from verl_precision.patch.checkout import BASE, commit_base, commit_stack, scratch_beside
+from verl_precision.patch.closest import closest, unfit_hunks
+from verl_precision.patch.export import blobs_of
 from verl_precision.patch.fork import Fork, branch_fork, branch_name, find_fork, fork_commits
-from verl_precision.patch.git import DATE, cherry_pick, git
+from verl_precision.patch.git import DATE, cherry_pick, git, read_blob, run_git
 from verl_precision.patch.git_objects import package_blobs, package_files, package_tree_id
 from verl_precision.patch.hunks import merge_hunks, renames, report
 from verl_precision.patch.releases import VERL, Framework, Release, add_release, find_release, load_releases
 from verl_precision.patch.stack import Stack, load_stack, load_stacks, whole
-from verl_precision.patch.survey import survey
 from verl_precision.patch.target import find_target
 from verl_precision.patch.wheels import download, unpack, unpacked_wheel
 from verl_precision.paths import INSTALLED, REPO
+
+# What hooked code does: autocast, name a 16-bit dtype, step the optimizer, send weights to a rollout.
+SIMILAR = (
+    r"autocast\(|bfloat16|\bbf16\b|\.backward\(|optimizer\.step\(|def optimizer_step"
+    r"|update_weights|load_weights|get_per_tensor_param"
+)
 
 
 def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> tuple[list[str], bool]:
@@ -86,6 +94,36 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     else:
         lines += [f"  {to} is not a release, so they cannot be exported; to use them: PYTHONPATH={folder}"]
     return lines, done
+
+
+def survey(
+    stack: Stack, tree: Path, old: str, new: str, moved: Mapping[str, str], stacks: list[Stack]
+) -> Iterator[str]:
+    """Yield what no hunk shows: new files with code like that which patches change, and a release that fits better.
+
+    Args:
+        old: the commit of the stack's release, in the git tree ``tree``.
+        new: that of the other version, whose files HEAD has.
+        moved: new paths of files by old ones.
+        stacks: of all releases.
+    """
+    kinds = (f"{stack.release.framework.name}/*.{ending}" for ending in ("py", "yaml"))
+    added = git("diff", "--name-only", "--diff-filter=A", "--no-renames", old, new, "--", *kinds, cwd=tree).splitlines()
+    if unhooked := set(added) - set(moved.values()):
+        found = run_git("grep", "--cached", "-lE", SIMILAR, "--", *unhooked, cwd=tree).stdout.decode().splitlines()
+        if found:
+            yield f"new files with similar code, which no patch changes: {len(found)}"
+            yield from (f"    {path}" for path in found)
+
+    blobs = blobs_of(tree, new)
+
+    def read(path: str) -> bytes:
+        return read_blob(blobs[path], cwd=tree)
+
+    other = closest(blobs, read, stacks)
+    (theirs, of), (ours, all_ours) = (unfit_hunks(each, blobs, read) for each in (other, stack))
+    if theirs / of < ours / all_ours:
+        yield f"closer to {other.release}: {theirs} of {of} hunks do not fit, against {ours} of {all_ours} here"
 
 
 def progress(text: str) -> None:

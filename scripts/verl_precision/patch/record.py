@@ -67,7 +67,7 @@ def make_record(stack: Stack, blobs: Mapping[str, str]) -> Record:
 def read_record(target: Target, blobs: Mapping[str, str]) -> Record | None:
     """Return the target's record; None if no apply has begun.
 
-    If the package was uninstalled since, or another version installed, the record is of the files added alone. After
+    If the package was uninstalled since, or another version installed, it has only the files added. After
     an interrupted unapply it leaves out the files that were restored and then edited or removed.
 
     Raises:
@@ -114,27 +114,27 @@ def check_paths(paths: Iterable[str], framework: Framework) -> None:
 
 
 def likely(record: Record | None, stacks: Sequence[Stack]) -> Stack:
-    """Return the stack of the record; where this project has it no more, the one that shares most of its files.
+    """Return the stack of the record; without a record, the first one.
 
-    Without a record it is the first one.
+    If this project no longer has that stack, return the one that shares most of its files.
     """
     if record is None:
         return stacks[0]
     own = {*record.replaced, *record.added}
-    # Of a record whose hooked files were replaced since, the added ones remain.
+    # Without hooked files, as after another release was installed, only the added ones are compared.
     files = {stack.id: {*stack.added, *(stack.before if record.replaced else ())} for stack in stacks}
     return max(stacks, key=lambda stack: (stack.id == record.stack, -len(own ^ files[stack.id])))
 
 
 def recover_record(blobs: Mapping[str, str], stacks: list[Stack]) -> Record | None:
-    """Return the record that belongs to a tree with these blobs and none of its own; None if nothing is patched.
+    """Return the record that a tree with these blobs has lost; None if it is not patched.
 
-    The blobs must be those of a release but for files that its stack, one of ``stacks``, patched or copied in.
+    The blobs must be a release's, except those of the files that its stack, one of ``stacks``, patched or copied in.
     """
     found = []
     for stack in stacks:
         if not (stack.after.items() | stack.copied.items()) & blobs.items():
-            continue  # none of its files is here; a record takes 20 ms to make, for each stack
+            continue  # the tree has none of its files; making a record takes 20 ms
         record = make_record(stack, blobs)
         pristine = record.undone(blobs)
         if pristine != blobs and not record.removed(blobs) and not stack.mismatches(pristine):

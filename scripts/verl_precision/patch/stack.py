@@ -1,14 +1,14 @@
 """Load the stacks of a release: its hook patches, in two series, and the files that are copied in verbatim.
 
-The series ``precision`` does what a user asks for by a key. The series ``fixes`` corrects the framework in any dtype,
-and lies on top of ``precision``: a tree has either the one, or both.
+The series ``precision`` acts on the keys that a user sets. The series ``fixes`` corrects the framework in any dtype and
+builds on ``precision``: a tree has ``precision``, or both.
 """
 
 import hashlib
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -21,13 +21,13 @@ from verl_precision.paths import REPO
 TRAILERS = ("Reason", "Origin", "Forwarded", "Applied-Upstream")
 REASONS = ("backport", "pending", "local")
 FIXES = "Series: fixes"  # a trailer of the patches of that series
-# A hook changes a file that the release has; nothing but `index` follows `diff --git` then.
+# A hook changes a file that the release has, so only `index` follows `diff --git`.
 DIFF = re.compile(r"^diff --git a/(\S+) b/\1\nindex ([0-9a-f]{40})\.\.([0-9a-f]{40}) 100644$", re.M)
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A hook patch: ``message`` is a commit message (subject, why it exists and how it dies, trailers)."""
+    """A hook patch: ``message`` is a commit message (subject, why it exists, when it can be dropped, trailers)."""
 
     name: str
     text: str
@@ -63,7 +63,7 @@ def trailers(patch: Patch) -> dict[str, str]:
     """Return the patch's trailers as ``git interpret-trailers`` reads them.
 
     Raises:
-        Refused: one of ``TRAILERS`` is missing or empty, Reason is none of ``REASONS``, or Series another than fixes.
+        Refused: one of ``TRAILERS`` is missing or empty, Reason is not one of ``REASONS``, or Series is not fixes.
     """
     with tempfile.TemporaryDirectory() as scratch:
         lines = git("interpret-trailers", "--parse", cwd=Path(scratch), stdin=patch.text).splitlines()
@@ -80,9 +80,14 @@ def trailers(patch: Patch) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Stack:
-    """Changes of one apply: ``before`` and ``after`` are blob ids by path, ``added`` the files copied in.
+    """The changes of one apply.
 
-    ``series`` is "precision" or "precision and fixes", empty where the release has one stack only.
+    Args:
+        before: blob ids of the hooked files in the release, by path.
+        after: the same with the patches.
+        added: content of the files copied in, by path.
+        id: a digest of the patches and of the files copied in.
+        series: "precision" or "precision and fixes"; empty where the release has only one stack.
     """
 
     release: Release
@@ -94,7 +99,7 @@ class Stack:
     series: str = ""
 
     def mismatches(self, blobs: Mapping[str, str]) -> list[str]:
-        """Return the paths that keep a tree with these blobs from being this release's pristine tree."""
+        """Return the paths in which a tree with these blobs differs from this release's pristine tree."""
         if not self.before and package_tree_id(blobs) != self.release.tree_before:
             return [f"{self.release.framework.name}/"]
         return self.changed(blobs) + [path for path in (*self.added, *self.shadowed) if path in blobs]
@@ -115,28 +120,22 @@ class Stack:
 
     @property
     def shadowed(self) -> list[str]:
-        """Return the modules that Python would not find any more, because an added package has their name."""
+        """Return the modules that an added package of their name would hide from Python."""
         return [path.removesuffix("/__init__.py") + ".py" for path in self.added if path.endswith("/__init__.py")]
 
     def changed(self, blobs: Mapping[str, str]) -> list[str]:
-        """Return the paths that the patches hook and whose blobs are not the release's."""
+        """Return the hooked paths whose blobs are not the release's."""
         return [path for path, blob in self.before.items() if blobs.get(path) != blob]
 
     def unknown(self, blobs: Mapping[str, str]) -> list[str]:
-        """Return the paths that the patches hook and whose blobs are neither the release's nor the patched ones."""
+        """Return the hooked paths whose blobs are neither the release's nor the patched ones."""
         return [path for path in self.changed(blobs) if blobs.get(path) != self.after[path]]
 
     def rest_is_pristine(self, blobs: Mapping[str, str]) -> bool:
-        """Return whether the files that the stack does not touch are exactly those of the release's wheel."""
+        """Return whether the files that the stack does not touch are those of the release's wheel."""
         ours = {*self.added, *self.shadowed}
         rest = {path: blob for path, blob in blobs.items() if path not in ours}
         return package_tree_id({**rest, **self.before}) == self.release.tree_before
-
-    def describe(self) -> dict:
-        """Return the release's entry with the stack's id, its patches with their trailers, and the files copied in."""
-        patches = [{"name": patch.name, "subject": patch.subject, **trailers(patch)} for patch in self.patches]
-        entry = {**asdict(self.release), "framework": self.release.framework.name}
-        return {**entry, "stack": self.id, "series": self.series, "patches": patches, "copied": list(self.added)}
 
 
 def verbatim_files(project: Path = REPO, framework: Framework = VERL, fixes: bool = True) -> dict[str, Path]:
@@ -160,7 +159,7 @@ def verbatim_files(project: Path = REPO, framework: Framework = VERL, fixes: boo
 
 
 def load_stack(release: Release, project: Path = REPO) -> Stack:
-    """Return the stack of all patches and files of a release, with the errors of ``release_stacks``."""
+    """Return the stack of all patches and files of a release; raises as ``release_stacks`` does."""
     return release_stacks(release, project)[-1]
 
 
@@ -171,7 +170,7 @@ def release_stacks(release: Release, project: Path = REPO) -> list[Stack]:
         the stack of ``precision``, and that of both series; one stack where nothing belongs to ``fixes``.
 
     Raises:
-        Refused: the file ``series`` and the patch files, or two patches, do not fit each other, or a patch of
+        Refused: the file ``series`` does not list the patch files, a patch does not continue the one before, or one of
             ``precision`` follows one of ``fixes``.
     """
     folder = release.framework.home(project) / f"v{release.name}"
@@ -195,7 +194,7 @@ def release_stacks(release: Release, project: Path = REPO) -> list[Stack]:
 
 
 def precision_patches(patches: Sequence[Patch]) -> int:
-    """Return how many patches are of the series ``precision``.
+    """Return the number of patches of the series ``precision``.
 
     Raises:
         Refused: one of them follows a patch of ``fixes``.
@@ -234,5 +233,5 @@ def load_stacks(project: Path = REPO, framework: Framework = VERL) -> list[Stack
 
 
 def whole(stacks: Iterable[Stack]) -> dict[str, Stack]:
-    """Return of each release the stack of all its patches, by the release's name."""
-    return {stack.release.name: stack for stack in stacks}  # it comes last
+    """Return each release's stack of all patches, by the release's name."""
+    return {stack.release.name: stack for stack in stacks}  # a release's last stack

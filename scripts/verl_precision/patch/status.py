@@ -25,11 +25,11 @@ class Status:
         state: unpatched, patched, outdated (patched by another version of the stack), interrupted (the next apply or
             unapply repairs it), half-patched, dirty, foreign, or ported (created by make port).
         detail: one line on what the state means here and what to do.
-        release: the one that the tree is, or was before it was edited; None if it matches none.
+        release: of the tree, also where it was edited; None if it matches none.
         exact: whether the files that the stack does not touch are the wheel's.
         stack: id of the release's stack in this project.
-        stamp: the target's own.
-        series: those of ``stack``, empty where the release has one stack only.
+        stamp: content of the target's stamp.
+        series: of ``stack``; empty where the release has only one stack.
     """
 
     state: str
@@ -72,7 +72,7 @@ def examine(target: Target, blobs: Mapping[str, str], record: Record | None, sta
 
 
 def changed_since_apply(target: Target, blobs: Mapping[str, str], record: Record) -> tuple[str, str] | None:
-    """Return state and detail of a tree whose recorded files were edited or removed since; None if they were not."""
+    """Return state and detail of a tree whose recorded files were edited or removed since apply; None without any."""
     name = target.framework.name
     unapply = f"make unapply-patches {target.variable}"
     if edited := record.edited(blobs):
@@ -88,7 +88,7 @@ def changed_since_apply(target: Target, blobs: Mapping[str, str], record: Record
 def matched(
     target: Target, stack: Stack, blobs: Mapping[str, str], record: Record | None, stamped: bool, lost: bool
 ) -> tuple[str, str]:
-    """Return state and detail of a tree that is the stack's release once the record, which may be lost, is undone."""
+    """Return state and detail of a tree that equals the stack's release once the record is undone."""
     name = str(stack.release)
     if not record:
         return "unpatched", name
@@ -121,7 +121,7 @@ def matched(
 def unmatched(
     target: Target, pristine: Mapping[str, str], record: Record | None, stacks: list[Stack]
 ) -> tuple[str, str]:
-    """Return state and detail of a tree that is no release: the closest one and the files that differ from it."""
+    """Return state and detail of a tree that matches no release, with the closest one and the files that differ."""
     framework = target.framework.name
     by_name = whole(stacks)
     if record and record.release not in by_name:
@@ -139,14 +139,14 @@ def unmatched(
         return "dirty", f"{stack.release}, but {cause}; git config core.autocrlf false, then check them out again"
     if stamp:
         return without_record(target, stack, pristine, stamp)
-    # With most files that apply adds, it was patched as a port, whose hooks need not be a release's.
+    # A tree with most of the files that apply adds was patched by a port; its hooks may match no release.
     if not record and 2 * len(stack.added.keys() & pristine.keys()) > len(stack.added):
         return ported(target, stack, stacks, pristine)
     return edited(target, stack, pristine, record) or foreign(target, stack, pristine, by_name)
 
 
 def ported(target: Target, stack: Stack, stacks: list[Stack], blobs: Mapping[str, str]) -> tuple[str, str]:
-    """Return state and detail of a tree with a stack as commits: the one that these record, else ``stack``."""
+    """Return state and detail of a tree with a stack as commits: the stack that they record, or else ``stack``."""
     release, stack_id = copied_stack(target.root) or (None, None)
     own = [each for each in stacks if str(each.release) == release]
     recorded = max(own, key=lambda each: (each.id == stack_id, len(each.added))) if own else None
@@ -163,7 +163,7 @@ def ported(target: Target, stack: Stack, stacks: list[Stack], blobs: Mapping[str
 
 
 def without_record(target: Target, stack: Stack, blobs: Mapping[str, str], stamp: Mapping[str, str]) -> tuple[str, str]:
-    """Return state and detail of a tree whose record is lost, and that was edited or has a stack of another project."""
+    """Return state and detail of a tree without its record that was edited, or patched by another version."""
     framework, kept = target.framework.name, target.framework.bookkeeping
     name = f"{framework} {stamp['release']} with stack {stamp['stack']}, but without the record in {kept}"
     edits = "your edits"
@@ -175,14 +175,14 @@ def without_record(target: Target, stack: Stack, blobs: Mapping[str, str], stamp
 
 
 def unknown_files(stack: Stack, blobs: Mapping[str, str]) -> list[str]:
-    """Return the files of the stack that have neither the release's content nor the patched one."""
+    """Return the files of the stack that have neither the release's nor the patched content."""
     patched = {**stack.after, **stack.copied}
     return [path for path in stack.mismatches(blobs) if blobs.get(path) != patched.get(path, "")]
 
 
 def edited(target: Target, stack: Stack, pristine: Mapping[str, str], record: Record | None) -> tuple[str, str] | None:
-    """Return state and detail of the stack's release with edits; None if most of the files differ from it."""
-    # Two releases differ in a third of these files and more.
+    """Return state and detail of the stack's release with edits; None if too many of its hooked files differ."""
+    # Two releases differ in a third of their hooked files or more.
     few = len(stack.unknown(pristine)) < len(stack.before) / 4
     if not (record or few or stack.rest_is_pristine(pristine) or target.version == stack.release.name):
         return None
@@ -193,7 +193,7 @@ def edited(target: Target, stack: Stack, pristine: Mapping[str, str], record: Re
 
 
 def foreign(target: Target, stack: Stack, pristine: Mapping[str, str], releases: Iterable[str]) -> tuple[str, str]:
-    """Return state and detail of a tree that is far from all releases, of which ``stack``'s is the closest."""
+    """Return state and detail of a tree that is far from all releases; that of ``stack`` is the closest."""
     unknown = [path for path in stack.mismatches(pristine) if pristine.get(path) != stack.after.get(path, "")]
     nearest = f"matches none of {target.framework.name} {', '.join(releases)}; the closest is {stack.release.name}"
     share = f"of the {len(stack.before)} files that its patches change, {len(unknown)} differ: {first_three(unknown)}"
@@ -211,7 +211,7 @@ def port_command(target: Target, stack: Stack) -> str:
 
 
 def unix_blobs(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) -> dict[str, str]:
-    """Return the blob id that each file that a stack hooks would have with Unix's line endings, by path."""
+    """Return the blob ids of the hooked files with Unix's line endings, by path."""
     hooked = {path for stack in stacks for path in stack.before if path in blobs}
     return {path: blob_id((target.root / path).read_bytes().replace(b"\r\n", b"\n")) for path in hooked}
 

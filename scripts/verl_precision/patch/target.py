@@ -22,7 +22,7 @@ from verl_precision.patch.releases import VERL, Framework
 # A framework's version file contains nothing but the version, or assigns it.
 VERSION = re.compile(r"""^(?:__version__ = )?(["']?)(\d[\w.+!-]*)\1\s*$""", re.M)
 
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # as of Lustre mounted without flock
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # raised by Lustre mounted without flock
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Target:
 
     @property
     def version(self) -> str | None:
-        """The version that the package states; None where it has no version file, or one without a version."""
+        """The version in the package's version file; None without one."""
         file = self.root / self.framework.version_file
         version = VERSION.search(file.read_text()) if file.exists() else None
         return version[2] if version else None
@@ -84,7 +84,7 @@ class Target:
         return older if os.path.lexists(older) and not os.path.lexists(kept) else kept
 
     def original_file(self, path: str) -> Path:
-        """Return the file with the content of the original of ``path``; one that is a link leads from where it was."""
+        """Return the file with the content of the original of ``path``, which may be kept as a link."""
         kept = self.original(path)
         return ((self.root / path).parent / os.readlink(kept)).resolve() if kept.is_symlink() else kept
 
@@ -108,14 +108,14 @@ class Target:
 
 
 def kept_name(path: str) -> str:
-    """Return the name under which the original of ``path`` is kept; its ending is none that compileall compiles."""
+    """Return the name under which the original of ``path`` is kept; compileall ignores its ending."""
     return f"old+{path.replace('/', '+')}.kept"
 
 
 def find_target(path: Path, *frameworks: Framework) -> Target:
     """Return the target at ``path``, which contains, or is, the package of exactly one of ``frameworks``.
 
-    What apply added to a package that was uninstalled since counts as one.
+    The files that apply added to a package that was uninstalled since count as the package.
 
     Raises:
         Refused: it contains none of them, or several; or apply did not write the file that has the stamp's name.
@@ -165,10 +165,10 @@ def installed_tree(framework: Framework) -> Path:
 
 
 def editable(folder: Path, framework: Framework) -> str | None:
-    """Return the checkout that a site-packages folder has the framework from, as ``pip install -e`` records it."""
+    """Return the checkout of an editable install, as ``pip install -e`` records it in a site-packages folder."""
     name = framework.distribution.replace("-", "_")
     for origin in folder.glob(f"{name}-*.dist-info/direct_url.json"):
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file is no reason to refuse
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file is ignored
             record = json.loads(origin.read_bytes())
             if record["dir_info"]["editable"]:
                 return unquote(urlparse(record["url"]).path)
@@ -177,7 +177,7 @@ def editable(folder: Path, framework: Framework) -> str | None:
 
 @contextlib.contextmanager
 def locked(path: Path, framework: Framework = VERL) -> Iterator[Target]:
-    """Lock the target's package for this process; the lock goes with the process, however that ends.
+    """Lock the target's package for this process; the kernel drops the lock when the process ends.
 
     While another process has the lock, a line on stderr reports the wait.
     """
@@ -207,9 +207,9 @@ def opened(path: Path, framework: Framework = VERL) -> Target:
 
 
 def try_lock(folder: int, kind: int) -> bool:
-    """Lock an open folder without waiting, and return whether no other process has it locked.
+    """Lock an open folder without waiting; return False if another process has it locked.
 
-    Does nothing on a file system without locks.
+    On a file system without locks, do nothing and return True.
     """
     try:
         fcntl.flock(folder, kind | fcntl.LOCK_NB)
@@ -224,8 +224,7 @@ def try_lock(folder: int, kind: int) -> bool:
 def unlock(folder: int) -> None:
     """Unlock and close an open folder.
 
-    Closing is not enough: a child that another thread has forked meanwhile holds the lock too until it starts its
-    program.
+    Closing is not enough: a child that another thread has forked meanwhile shares the lock until it starts its program.
     """
     try_lock(folder, fcntl.LOCK_UN)
     os.close(folder)

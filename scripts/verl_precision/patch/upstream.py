@@ -1,12 +1,11 @@
 """Split the stack into branches of upstream verl, as planned in patches/upstream/branches.toml.
 
-Two lines of commits. The first is made on the release that the series is made for, where every hunk must fit: a commit
-for each patch that a branch picks from. git's own cherry-pick carries it onto the main of the clone, so that a conflict
-is finished with what everyone knows. The second has one commit a branch: what the first made of verl's files, with the
+There are two lines of commits. The first has a commit for each patch that a branch picks hunks from. It is made on the
+release of the series, where every hunk fits, and cherry-picked onto the clone's main, so a conflict is resolved with
+ordinary git. The second has one commit per branch: verl's files as in the branch's last commit of the first line, the
 files of verl/utils/precision that they need, tests, docs and the generated configs.
 
-All of it happens in a folder of its own, a clone that borrows the objects of the user's clone, which gets the branches
-at the end and nothing else.
+Both are made in a separate clone, which borrows the objects of the user's clone. That gets only the finished branches.
 """
 
 import os
@@ -21,7 +20,7 @@ from verl_precision.errors import Refused
 from verl_precision.files import write
 from verl_precision.patch.checkout import BASE, commit, commit_stack, scratch_beside
 from verl_precision.patch.export import DIFF_OPTIONS
-from verl_precision.patch.git import git, read_blob, run_git, unfinished
+from verl_precision.patch.git import cherry_pick, git, read_blob, run_git, unfinished
 from verl_precision.patch.git_objects import blob_id
 from verl_precision.patch.hunks import hunks, merge, merge_hunks, renames, report
 from verl_precision.patch.precision_module import MODULE, PACKAGE
@@ -35,17 +34,17 @@ GENERATE = "scripts/generate_trainer_config.sh"
 CONFIGS = "verl/trainer/config"
 LEAVE_OUT = "leave-out.patch"
 
-# What is used of the clone's main, beside the files that the stack hooks.
+# The files of the clone's main that are used here, except those that the stack hooks.
 NEEDED = ("verl/__init__.py", GENERATE, INDEX, ".pre-commit-config.yaml")
 
-# In the folder: the first line of commits, where it starts, the main that it is carried to, and what comes of it.
+# In the folder: the first line of commits, its base, the main that it is carried to, and the carried line.
 LINE, START, ONTO, CARRIED = (f"refs/{name}" for name in ("line/is", "line/from", "line/to", "heads/carried"))
 PLAN = "precision.plan"  # a key of its git configuration
 
 
 @dataclass(frozen=True)
 class Pick:
-    """A patch of the series and, of it, the numbers of the hunks by path: no path is all, no number all of a file's."""
+    """A patch of the series and the numbers of its hunks by path; without paths all, without numbers all of a file."""
 
     patch: str
     hunks: Mapping[str, tuple[int, ...]]
@@ -56,7 +55,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Branch:
-    """One branch: its title is the pull request's, ``files`` are the stack's verbatim files that it adds or changes."""
+    """A branch, with its pull request's title; ``files`` are the stack's verbatim files that it adds or changes."""
 
     slug: str
     title: str
@@ -70,7 +69,7 @@ class Branch:
 
     @property
     def own_files(self) -> dict[str, bytes]:
-        """Tests, docs and the package's ``__init__.py`` by path; of the docs' page the branch's own section."""
+        """Tests, docs and the package's ``__init__.py`` by path; the docs' page has only the branch's section."""
         root = self.folder / "files"
         files = (path for path in sorted(root.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
         return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
@@ -80,14 +79,15 @@ class Branch:
 class BranchPlan:
     """branches.toml: the stack that is split, the branches in order, the patches that stay and why.
 
-    ``replace``: texts of the files copied in and the texts that take their place upstream. ``id``: another one means
-    that a conflict was resolved in other patches.
+    Args:
+        replace: texts of the files copied in, and their replacements upstream.
+        id: of the patches; a conflict that was resolved under another id was in other patches.
     """
 
     stack: Stack
     branches: tuple[Branch, ...]
     stay: Mapping[str, str]
-    replace: tuple[tuple[str, str], ...]
+    replace: list[list[str]]
     id: str
 
 
@@ -98,20 +98,13 @@ def load_plan() -> BranchPlan:
     import tomllib  # 3.11: --help runs on 3.10
 
     content = tomllib.loads(text)
-    branches = tuple(
-        Branch(
-            slug=entry["slug"],
-            title=entry["title"],
-            picks=tuple(map(read_pick, entry["picks"])),
-            files=tuple(entry.get("files", ())),
-            folder=home / entry["slug"],
-        )
-        for entry in content["branch"]
-    )
+    branches = []
+    for entry in content["branch"]:
+        slug, picks = entry["slug"], tuple(map(read_pick, entry["picks"]))
+        branches.append(Branch(slug, entry["title"], picks, tuple(entry.get("files", ())), home / slug))
     stack = load_stack(find_release(content["release"]))
     parts = [stack.id, text, *(path.read_text() for path in sorted(home.rglob("*.patch")))]
-    replaced = tuple((old, new) for old, new in content["replace"])
-    return BranchPlan(stack, branches, content["stay"], replaced, blob_id("\0".join(parts).encode()))
+    return BranchPlan(stack, tuple(branches), content["stay"], content["replace"], blob_id("\0".join(parts).encode()))
 
 
 def read_pick(text: str) -> Pick:
@@ -131,7 +124,8 @@ def pick_line(plan: BranchPlan, scratch: Path) -> tuple[Path, Stack]:
     """Make, inside ``scratch``, a git tree of the release with a commit for each patch that a branch picks from.
 
     Returns:
-        its folder, in which the branch ``line`` is that and the tag ``start`` the release; the commits as a stack.
+        its folder, with these commits as the branch ``line`` and the release as the tag ``start``; and the commits as
+        a stack.
     """
     patches = {patch.name: patch for patch in plan.stack.patches}
     tree = commit_stack(plan.stack, scratch)
@@ -215,7 +209,7 @@ def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
     """Make ``folder`` a clone with the first line of commits on top of main.
 
     Returns:
-        a report in the words of ``make port``, a line each, and whether nothing is left to resolve.
+        a report as of ``make port``, a line each, and whether nothing is left to resolve.
     """
     name, email = author(verl)
     with scratch_beside(folder) as (scratch, folder):
@@ -229,22 +223,20 @@ def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
         git("fetch", "--quiet", "--no-tags", str(line), f"line:{LINE}", f"refs/tags/start:{START}", cwd=tree)
         git("update-ref", ONTO, "HEAD", cwd=tree)
         git("checkout", "--quiet", "-b", CARRIED.removeprefix("refs/heads/"), cwd=tree)
-        fates = dict(merge_hunks(stack, tree, renames(tree, START, ONTO)))
-        done = run_git("cherry-pick", "--keep-redundant-commits", f"{START}..{LINE}", cwd=tree)
-        if done.returncode and not git("diff", "--name-only", "--diff-filter=U", cwd=tree):
-            raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
+        outcomes = dict(merge_hunks(stack, tree, renames(tree, START, ONTO)))
+        done = cherry_pick(f"{START}..{LINE}", tree)
         os.replace(tree, folder)
-    lines = list(report(stack, f"main {git('rev-parse', '--short', ONTO, cwd=folder).strip()}", fates))
-    if done.returncode:
+    lines = list(report(stack, f"main {git('rev-parse', '--short', ONTO, cwd=folder).strip()}", outcomes))
+    if not done:
         lines += [
             f"{folder}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
             f"  then continue: make pr-branch VERL={verl} DIR={folder}",
         ]
-    return lines, not done.returncode
+    return lines, done
 
 
 def check_line(verl: Path, folder: Path, plan: BranchPlan) -> None:
-    """Raise Refused where ``folder`` is not what `start` made of this clone and plan, with every conflict resolved."""
+    """Raise Refused unless ``start`` made ``folder`` from this clone and plan, and every conflict is resolved."""
     if not (folder / ".git").is_dir() or run_git("rev-parse", "--verify", "--quiet", ONTO, cwd=folder).returncode:
         raise Refused(f"DIR={folder} exists and was not made by make pr-branch; choose another folder")
     if begun := unfinished(folder):
@@ -257,21 +249,19 @@ def check_line(verl: Path, folder: Path, plan: BranchPlan) -> None:
         raise Refused(f"DIR={folder} was made from another main than VERL={verl} has: remove it and start anew")
     if git("config", PLAN, cwd=folder).strip() != plan.id:
         raise Refused(f"DIR={folder} was made from other patches than these: remove it and start anew")
-    for branch, at in ends(plan, folder):
-        touched = git("diff", "--name-only", ONTO, at, cwd=folder).split()
-        marked = run_git("grep", "-l", "-E", "^(<{7}|>{7}) ", at, "--", *touched, cwd=folder).stdout.decode()
-        if touched and marked:
-            where = f"{marked.split()[0].partition(':')[2]} of {branch.name}"
-            raise Refused(f"DIR={folder} has a conflict marker in {where}: git commit --fixup, git rebase --autosquash")
+    options = ("-G^(<{7}|>{7}) ", "--name-only", "--format=%s", f"{ONTO}..{CARRIED}")
+    if marked := git("log", "-1", *options, cwd=folder).splitlines():
+        where = f"{marked[-1]} of the commit {marked[0]!r}"
+        raise Refused(f"DIR={folder} has a conflict marker in {where}: git commit --fixup, git rebase --autosquash")
 
 
 # --- the second line: one commit a branch ----------------------------------------------------------------------------
 
 
 def ends(plan: BranchPlan, folder: Path) -> Iterator[tuple[Branch, str]]:
-    """Yield each branch with the commit of the first line that has all of its part of verl's files.
+    """Yield each branch with its last commit in the carried line.
 
-    A commit without the trailer, as one who resolves a conflict may make, belongs to the same branch as that before.
+    A commit without the trailer, such as one that resolves a conflict, belongs to the branch of the commit before it.
     """
     form = "--format=%H %(trailers:key=Branch,valueonly,separator=%x2C)"
     last, slug = {}, plan.branches[0].slug
@@ -281,7 +271,7 @@ def ends(plan: BranchPlan, folder: Path) -> Iterator[tuple[Branch, str]]:
         last[slug] = commit_id
     at = git("rev-parse", ONTO, cwd=folder).strip()
     for branch in plan.branches:
-        at = last.get(branch.slug, at)  # one that upstream has already adds nothing to verl's files
+        at = last.get(branch.slug, at)  # a branch that upstream has already changes none of verl's files
         yield branch, at
 
 
@@ -305,21 +295,18 @@ def commit_branches(plan: BranchPlan, folder: Path, env: Mapping[str, str]) -> I
 
 
 def stack_files(plan: BranchPlan, branch: Branch) -> dict[str, bytes]:
-    """Return the stack's verbatim files that the branch adds or changes, by path, without what it leaves out of them.
+    """Return the stack's verbatim files that the branch adds or changes, by path, without the parts that it leaves out.
 
     Raises:
-        Refused: a leave-out.patch does not fit the files any more.
+        Refused: a leave-out.patch no longer fits the files.
     """
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder).resolve()
         for path, content in plan.stack.added.items():
             write(scratch / path, content)
         for patch in (branch.folder.parent / LEAVE_OUT, branch.folder / LEAVE_OUT):  # every branch's, then its own
-            try:
-                if patch.exists():
-                    git("apply", "-", cwd=scratch, stdin=patch.read_text())
-            except Refused as fault:
-                raise Refused(f"{patch.relative_to(REPO)} does not fit the stack's files: {fault}") from fault
+            if patch.exists():
+                git("apply", "-", cwd=scratch, stdin=patch.read_text())
         texts = {path: (scratch / path).read_text() for path in branch.files}
     for old, new in plan.replace:
         texts = {path: text.replace(old, new) for path, text in texts.items()}
@@ -327,7 +314,7 @@ def stack_files(plan: BranchPlan, branch: Branch) -> dict[str, bytes]:
 
 
 def add_to_index(index: Path) -> None:
-    """Name the page in the docs' table of contents, below the last page of the same folder."""
+    """Add the page to the docs' table of contents, below the last page of the same folder."""
     lines = index.read_text().splitlines(keepends=True)
     pages = [number for number, line in enumerate(lines) if line.strip().startswith("advance/")]
     if not pages:
@@ -337,7 +324,7 @@ def add_to_index(index: Path) -> None:
 
 
 def generate(folder: Path, env: Mapping[str, str]) -> None:
-    """Run upstream's own generator of the composed configs, which fails once where they change, and add them."""
+    """Run upstream's generator of the composed configs, which fails the first time if they change, and add them."""
     for _ in range(2):
         done = subprocess.run(["bash", GENERATE], cwd=folder, env=env, capture_output=True, text=True)
         made = [str(path.relative_to(folder)) for path in sorted((folder / CONFIGS).glob("_generated_*.yaml"))]
@@ -349,7 +336,7 @@ def generate(folder: Path, env: Mapping[str, str]) -> None:
 
 
 def commit_tree(branch: Branch, plan: BranchPlan, folder: Path) -> None:
-    """Commit what is in the index as the branch, by the folder's author, on top of the branch before."""
+    """Commit the index as the branch, by the folder's author, on top of the branch before."""
     before = plan.branches[: plan.branches.index(branch)]
     parent = f"refs/heads/{before[-1].name}" if before else ONTO
     command = ["git", "commit-tree", git("write-tree", cwd=folder).strip(), "-p", parent]

@@ -138,7 +138,7 @@ def test_six_branches_are_green(made):
     assert [lines[0].partition(":")[0] for lines in reports] == NAMES
     for lines in reports:
         assert [line.split()[0] for line in lines[2:]] == ["title", "pre-commit", "tests"]
-        assert "passes" in lines[2] and re.fullmatch(r"  pre-commit   \d passed(, \d skipped)?", lines[3]), lines
+        assert "passes" in lines[2] and re.fullmatch(r"  pre-commit   \d passed", lines[3]), lines
         assert re.fullmatch(r"  tests        \d file.*: \d passed.*", lines[4]), lines
     assert not (repo.parent / "work").exists()
 
@@ -195,7 +195,7 @@ def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: P
     assert git("diff", "--name-only", "--diff-filter=U", cwd=work).split() == [ENGINE]
     git("add", ENGINE, cwd=work)
     git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=work)
-    refused(f"conflict marker in {ENGINE} of precision/scaler: git commit --fixup")
+    refused(rf"conflict marker in {ENGINE} of the commit 'scaler: fsdp-configure-\S+': git commit --fixup")
     (at,) = git("log", "--format=%h", "--grep=^scaler: fsdp-configure", "line/to..carried", cwd=work).split()
     theirs = re.sub(r"<{7} .*?={7}\n(.*?)>{7} [^\n]*\n", r"\1", (work / ENGINE).read_text(), flags=re.S)
     (work / ENGINE).write_text(theirs)
@@ -233,7 +233,7 @@ def test_every_hunk_is_picked_once_or_its_patch_stays():
 
 @pytest.mark.subprocess
 def test_the_last_branch_has_the_stacks_own_code(tmp_path: Path):
-    """It is compared with the stack without the patches that stay, but for files of those that later ones build on."""
+    """It is compared with the stack without the patches that stay, except files of those that later ones build on."""
     plan = upstream.load_plan()
     tree, _ = upstream.pick_line(plan, tmp_path)
     git("checkout", "--quiet", "stack", cwd=tree)
@@ -289,7 +289,7 @@ def test_each_branchs_package_exports_its_part_of_the_stacks(tmp_path: Path):
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A repository with a package `verl` of two modules, one of which the branch changes."""
+    """A repository with a package `verl` of a few modules."""
     repo = tmp_path / "small"
     files = {
         "verl/__init__.py": "",

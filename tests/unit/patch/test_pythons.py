@@ -38,7 +38,7 @@ COMMANDS = (
     "status verl --json",
     "drift oat",
     "unapply oat",
-    f"check --release {RELEASE} --json",
+    f"check --release {RELEASE}",
     f"checkout {RELEASE} tree",
     "export tree",
     f"port --framework oat {OAT_RELEASE} {OAT_NEWER} ported",

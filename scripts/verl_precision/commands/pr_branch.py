@@ -4,7 +4,6 @@ Each branch is checked as upstream does: by its pre-commit hooks, its check of t
 branch's changes touch. Exit code: 0 all checks pass, 1 refused, or a conflict or a failed check.
 """
 
-import argparse
 import ast
 import os
 import re
@@ -21,7 +20,6 @@ from verl_precision.patch.git import git
 from verl_precision.paths import OUTPUTS
 
 TITLE = "tests/special_sanity/check_pr_title.py"
-DEFAULT = OUTPUTS / "pr-branch"
 
 
 @dataclass(frozen=True)
@@ -172,14 +170,10 @@ def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedPr
     )
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """Parse the command line."""
+def main(words: list[str]) -> int:
     parser = Parser("verl-precision pr-branch", __doc__)
     parser.add_argument("verl", type=Path, metavar="VERL", help="a clean git clone of verl with a branch main")
-    parser.add_argument("--dir", type=Path, default=DEFAULT, help="working folder; kept if there is a conflict")
-    return parser.parse_args(words)
-
-
-def main(words: list[str]) -> int:
-    args = parse(words)
+    folder = "working folder; kept if there is a conflict"
+    parser.add_argument("--dir", type=Path, default=OUTPUTS / "pr-branch", help=folder)
+    args = parser.parse_args(words)
     return 0 if make_branches(args.verl, args.dir) else 1

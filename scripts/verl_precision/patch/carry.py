@@ -14,7 +14,7 @@ from pathlib import Path
 from verl_precision.errors import Refused
 from verl_precision.patch.checkout import commit, commit_stack, scratch_beside
 from verl_precision.patch.export import prepare_export, write_exports
-from verl_precision.patch.git import git, head, run_git, unmerged
+from verl_precision.patch.git import git, run_git, unmerged
 from verl_precision.patch.releases import VERL, Framework, Release, find_release, load_releases
 from verl_precision.patch.stack import Patch, Stack, load_stack, make_stack
 from verl_precision.paths import REPO
@@ -86,7 +86,6 @@ def committed_stack(release: Release, project: Path) -> Stack:
     """Return the release's patches in git's HEAD, without files to copy; raises Refused where git has none."""
     folder = (release.framework.home(project) / f"v{release.name}").relative_to(project).as_posix()
     missing = f"git's HEAD of {project} has no {folder}/series to compare with; commit the patches first"
-    head(project, missing)
     if run_git("cat-file", "-e", f"HEAD:{folder}/series", cwd=project).returncode:
         raise Refused(missing)
     series = git("show", f"HEAD:{folder}/series", cwd=project).split()

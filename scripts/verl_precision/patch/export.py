@@ -44,8 +44,8 @@ class Export:
     framework: Framework
     release: str
     patches: tuple[Patch, ...]
-    verbatim: dict[str, tuple[bytes | None, bytes | None]]
-    fixes: frozenset[str]
+    verbatim: dict[str, list[bytes | None]]
+    fixes: set[str]
 
 
 def read_commits(tree: Path) -> Export:
@@ -82,8 +82,7 @@ def read_commits(tree: Path) -> Export:
         if patch.name in patches:
             raise Refused(f"two commits would both become {patch.name}")
         patches[patch.name] = patch
-    verbatim = verbatim_edits(tree, base, pristine)
-    return Export(framework, release, tuple(patches.values()), verbatim, frozenset(added))
+    return Export(framework, release, tuple(patches.values()), verbatim_edits(tree, base, pristine), added)
 
 
 def base_of(tree: Path) -> str:
@@ -112,15 +111,11 @@ def blobs_of(tree: Path, revision: str, folder: str = ".") -> dict[str, str]:
     return {path: entry.split()[2] for entry, path in (line.split("\t") for line in lines)}
 
 
-def verbatim_edits(tree: Path, base: str, pristine: dict[str, str]) -> dict[str, tuple[bytes | None, bytes | None]]:
+def verbatim_edits(tree: Path, base: str, pristine: dict[str, str]) -> dict[str, list[bytes | None]]:
     """Return content at the base and at HEAD of each file that the release lacks and the commits changed."""
-    old, new = blobs_of(tree, base), blobs_of(tree, "HEAD")
+    sides = old, new = blobs_of(tree, base), blobs_of(tree, "HEAD")
     changed = [path for path in {**old, **new} if path not in pristine and old.get(path) != new.get(path)]
-
-    def content(blob: str | None) -> bytes | None:
-        return read_blob(blob, cwd=tree) if blob else None
-
-    return {path: (content(old.get(path)), content(new.get(path))) for path in changed}
+    return {path: [read_blob(side[path], tree) if path in side else None for side in sides] for path in changed}
 
 
 def file_name(subject: str) -> str:

@@ -15,16 +15,16 @@ from verl_precision.patch.target import Target
 
 @dataclass(frozen=True)
 class Fork:
-    """The commit that is checked out at ``root``, the top of a git checkout, and the blob ids of the package in it."""
+    """The commit that is checked out at ``root``, the top of a git checkout, and the blob ids of the package in it.
+
+    Args:
+        date: the commit's, which later commits take, too: ``git log --since`` would end at older ones.
+    """
 
     root: Path
     commit_id: str
+    date: str
     blobs: dict[str, str]
-
-    @property
-    def date(self) -> str:
-        """The commit's date; as that of the commits after it, it keeps ``git log --since`` from ending at them."""
-        return git("log", "-1", "--format=%cI", self.commit_id, cwd=self.root).strip()
 
 
 def find_fork(source: Target) -> Fork | None:
@@ -40,23 +40,20 @@ def find_fork(source: Target) -> Fork | None:
     options = ("--porcelain", "--untracked-files=no", "--", package)
     if changed := git("--no-optional-locks", "status", *options, cwd=root).splitlines():
         raise Refused(f"{root} has uncommitted changes: {changed[0][3:]}; commit or stash them, then port again")
-    return Fork(root, commit_id, blobs_of(root, commit_id, package))
+    date = git("log", "-1", "--format=%cI", commit_id, cwd=root).strip()
+    return Fork(root, commit_id, date, blobs_of(root, commit_id, package))
 
 
-def branch_fork(fork: Fork, name: str, stack: Stack, scratch: Path) -> Path:
+def branch_fork(fork: Fork, branch: str, name: str, stack: Stack, scratch: Path) -> Path:
     """Clone the fork into ``scratch``, add the verbatim files on a new branch, and tag that as checkout does.
 
-    The branch is ``precision/<release of the stack>``, and the fork is the remote ``origin``.
+    The fork is the remote ``origin``.
     """
     tree = scratch / "tree"
     git("clone", "--quiet", "--no-tags", "--no-checkout", str(fork.root), str(tree), cwd=scratch)
-    git("checkout", "--quiet", "-b", branch_name(stack), fork.commit_id, cwd=tree)
+    git("checkout", "--quiet", "-b", branch, fork.commit_id, cwd=tree)
     commit_copied(stack, name, tree, fork.date)
     return tree
-
-
-def branch_name(stack: Stack) -> str:
-    return f"precision/{stack.release.name}"
 
 
 def fork_commits(fork: Fork, stack: Stack) -> Iterator[str]:

@@ -17,7 +17,7 @@ from verl_precision.files import sha256
 from verl_precision.patch.checkout import BASE, commit_base, commit_stack, scratch_beside
 from verl_precision.patch.closest import closest, unfit_hunks
 from verl_precision.patch.export import blobs_of
-from verl_precision.patch.fork import Fork, branch_fork, branch_name, find_fork, fork_commits
+from verl_precision.patch.fork import Fork, branch_fork, find_fork, fork_commits
 from verl_precision.patch.git import DATE, cherry_pick, git, read_blob, run_git
 from verl_precision.patch.git_objects import package_blobs, package_files, package_tree_id
 from verl_precision.patch.hunks import merge_hunks, renames, report
@@ -55,7 +55,10 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         target, root, new_release = destination(to, stack, project, scratch)
         progress(f"making a git tree of {to}")
         fork = root if isinstance(root, Fork) else None
-        tree = branch_fork(fork, target, stack, scratch) if fork else commit_base(target, root, stack, scratch)
+        if fork:
+            tree = branch_fork(fork, f"precision/{name}", target, stack, scratch)
+        else:
+            tree = commit_base(target, root, stack, scratch)
         progress(f"making a git tree of {stack.release} with its patches")
         (scratch / "from").mkdir()
         source = commit_stack(stack, scratch / "from")
@@ -87,8 +90,8 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         lines += [f"  {stopped} has conflicts: git status; edit; git add; git cherry-pick --continue"]
     lines += [f"  to review them: git range-diff {base}..{branch} {new}..HEAD"]
     if fork:
-        finished = branch_name(stack)
-        lines += [f"  to add them to {fork.root} as the branch {finished}: git -C {folder} push origin {finished}"]
+        push = f"git -C {folder} push origin precision/{name}"
+        lines += [f"  to add them to {fork.root} as the branch precision/{name}: {push}"]
     elif target in load_releases(project, framework):
         lines += [f"  to export them, in a checkout of this project: python3 scripts/verl_precision export {folder}"]
     else:

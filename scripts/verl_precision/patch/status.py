@@ -112,9 +112,7 @@ def matched(
         installed = f"{target.framework.name} was installed or checked out again over stack {record.stack}"
         return "interrupted", f"{name}: {installed}; {apply} patches it again, unapply deletes what the stack left"
     else:
-        cause = "apply or unapply was interrupted"
-        if (target.root / ".git").exists():
-            cause += ", or git restored files"
+        cause = "apply or unapply was interrupted, or files were restored"
     return "interrupted", f"{name}: {cause}; unapply, or {apply}, repairs it"
 
 

@@ -1,4 +1,4 @@
-"""OAT's precision and mismatch modules by themselves; they require only torch."""
+"""OAT's precision and mismatch modules, without OAT; they require only torch."""
 
 import json
 import math

@@ -35,7 +35,7 @@ def refusal(project: Path, target: Path, *commands: Callable) -> str:
 
 
 def test_edited_files_are_dirty(tiny: Path, target: Path):
-    (target / MODULE).write_text("mine = True\n")  # where the stack has a file of its own
+    (target / MODULE).write_text("mine = True\n")  # where the stack adds a file
     assert f"dirty: verl 0.9.1 except {MODULE}; save your edits" in refusal(tiny, target)
     (target / MODULE).unlink()
     edit(target / PROTOCOL, "import copy", "import copy  # mine")

@@ -1,4 +1,4 @@
-"""Trees patched when ``verl.utils.precision`` was one module, not a package: recognised, upgraded, restored."""
+"""Trees patched when ``verl.utils.precision`` was one module, not a package: recognized, upgraded, restored."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def pristine(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def patched(pristine: Path, tmp_path: Path) -> Path:
-    """Return a tree that an older project, with the module in place of the package, patched and Python compiled."""
+    """Return a tree that an older project, with the module instead of the package, patched and Python compiled."""
     project, root = tmp_path / "older", shutil.copytree(pristine, tmp_path / "patched")
     for part in ("patches/verl", "configs/precision"):
         shutil.copytree(REPO / part, project / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -144,7 +144,7 @@ def test_former_stack_is_upgraded_to_either_series(release: str, tmp_path: Path)
         assert contents(root) == before
 
 
-# Commits of this project with other stacks: one series in one stack; two series, of which precision always acted.
+# Commits of this project with other stacks: one series in one stack; two series, when precision always acted.
 FORMER = {"one series": "a2f1537^", "acting unrequested": "29a047e"}
 
 

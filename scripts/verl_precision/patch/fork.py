@@ -57,30 +57,24 @@ def branch_fork(fork: Fork, branch: str, name: str, stack: Stack, scratch: Path)
 
 
 def fork_commits(fork: Fork, stack: Stack) -> Iterator[str]:
-    """Yield a line for each commit that changed a hooked file since it was the release's, newest first.
+    """Yield a line on files that git does not track, and one for each commit that changed a hooked file, newest first.
 
-    Before these come the files that git does not track, after them the hooked files that never were the release's.
+    The commits are those since the file was the release's; a file that never was, as after a squash, has none.
     """
     package, release = stack.release.framework.name, stack.release.name
     if unknown := git("ls-files", "--others", "--exclude-standard", "--", package, cwd=fork.root).splitlines():
         yield f"not in git, so not in the branch: {first_three(unknown)}"
     commits: dict[str, list[str]] = {}
-    unrelated = []
     for path in stack.changed(fork.blobs):
         # The newest commit that replaced the release's content; the file has another one now.
         find = f"--find-object={stack.before[path]}"
         first = git("log", "-1", "--format=%H", "--no-renames", find, "--", path, cwd=fork.root).strip()
-        if not first:
-            unrelated.append(path)
-            continue
-        for each in git("rev-list", f"{first}~..HEAD", "--", path, cwd=fork.root).split():
-            commits.setdefault(each, []).append(path)
+        if first:
+            for each in git("rev-list", f"{first}~..HEAD", "--", path, cwd=fork.root).split():
+                commits.setdefault(each, []).append(path)
     if commits:
         yield f"commits since {release} that change patched files: {len(commits)}"
         for line in git("log", "--topo-order", "--format=%H %h %s", cwd=fork.root).splitlines():
             commit_id, _, subject = line.partition(" ")
             if commit_id in commits:
                 yield f"    {subject}: {', '.join(sorted(commits[commit_id]))}"
-    if unrelated:
-        yield f"patched files without the content of {release} in their history: {len(unrelated)}"
-        yield from (f"    {path}" for path in unrelated)

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import importlib.util
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from verl_precision.errors import Refused
+from verl_precision.facts.packages import package_folder
 from verl_precision.patch.git_objects import package_blobs
 from verl_precision.patch.open_tree import FOLDER, OpenTree
 from verl_precision.patch.releases import VERL, Framework
@@ -149,11 +149,11 @@ def installed_tree(framework: Framework) -> Path:
         Refused: there is none, there are several, or it is in an archive.
     """
     name = framework.name
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
+    package = package_folder(name)
+    if package is None:
         other = f"use a Python that has it, or give the folder that contains {name}/"
         raise Refused(f"{sys.executable} has no {name}; {other}")
-    found = Path(os.path.abspath(next(iter(spec.submodule_search_locations)))).parent
+    found = Path(os.path.abspath(package)).parent
     if not found.is_dir():
         raise Refused(f"{found / name} is in an archive, which cannot be patched; install {name} unpacked")
     # verl is started by `python -m`, which looks into the current folder first.

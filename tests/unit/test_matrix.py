@@ -28,7 +28,7 @@ def release(*cases: dict) -> dict:
 )
 def test_cell_marks_the_outcome(cases, cell):
     results = {"1.0": release(*cases), "1.1": release(*cases)}
-    for lines in (matrix.table(results, {}), matrix.oat_table(results, {})):
+    for lines in (matrix.table(framework, results, {}) for framework in matrix.PAGES):
         assert lines.startswith("|  | 1.0 | 1.1 |\n") and f"\n| a behaviour | {cell} | {cell} |\n" in lines
         notes = lines.partition(matrix.LEGEND)[2].split("\n- ᵇ: ")[0]
         assert ("ᵃ" in cell) == notes.startswith("\n- ᵃ: No such thing ")
@@ -38,7 +38,7 @@ def test_run_counts_only_for_its_stack():
     def last(stack: str) -> list[str]:
         alike = {"stack": stack, "metrics": 9, "files": 8, "config": 7, "lines": 6}
         runs = {"1.0": {"stack": stack, "rollout": "vLLM", "flowrl": {"stack": stack}, "unrequested": alike}}
-        table, _, notes = matrix.table({"1.0": release()}, runs).partition(f"\n\n{matrix.LEGEND}\n")
+        table, _, notes = matrix.table("verl", {"1.0": release()}, runs).partition(f"\n\n{matrix.LEGEND}\n")
         return [*table.splitlines()[-4:], notes]
 
     run, alike, flowrl, lines, notes = last("s1")
@@ -47,11 +47,11 @@ def test_run_counts_only_for_its_stack():
     assert notes.startswith("- ᵃ: Rollout: vLLM.\n- ᵇ: 9 metrics, 8 files, 7 settings, 6 lines.\n")
     assert all(row.endswith("| not run |") for row in last("s0")[:3])
     for stack, cell in {"s1": "✓ᵃ", "s0": "not run"}.items():
-        lines = matrix.oat_table({"1.0": release()}, {"1.0": {"stack": stack, "rollout": "vLLM"}})
+        lines = matrix.table("oat", {"1.0": release()}, {"1.0": {"stack": stack, "rollout": "vLLM"}})
         assert f"\n| a whole job runs in fp16: launchpad, vLLM, DeepSpeed | {cell} |\n" in lines
         assert "\n| changed lines of OAT | +2 −1 |\n" in lines
     name, *_ = matrix.WITHOUT_FLOWRL
-    page = matrix.table({name: release()}, {})
+    page = matrix.table("verl", {name: release()}, {})
     assert "\n| the FlowRL recipe runs two steps in fp16 | –ᵃ |\n" in page
     assert page.endswith(f"\n- ᵃ: {matrix.WITHOUT_FLOWRL[name]}.\n")
 

@@ -13,11 +13,11 @@ from verl_precision.patch.stack import Stack, load_stacks, whole
 from verl_precision.paths import REPO
 from verl_precision.verify.state import pages as gpu_pages
 
-RESULTS = REPO / "tests/expected/releases.json"
-RUNS = REPO / "tests/expected/releases-e2e.json"
-OAT_RESULTS = REPO / "tests/expected/oat.json"
-OAT_RUNS = REPO / "tests/expected/oat-e2e.json"
-PAGES = {name: REPO / f"docs/reference/support-{name}.md" for name in ("verl", "oat")}
+RECORDED = {  # the outcomes of each conformance suite, and of whole jobs
+    "verl": ("tests/expected/releases.json", "tests/expected/releases-e2e.json"),
+    "oat": ("tests/expected/oat.json", "tests/expected/oat-e2e.json"),
+}
+PAGES = {name: REPO / f"docs/reference/support-{name}.md" for name in RECORDED}
 HEADS = {
     "verl": """\
 # Support matrix of verl
@@ -36,6 +36,18 @@ two ranks of DeepSpeed 0.16.8 on a CPU, and the receiving end of its vLLM worker
 records the outcomes, `make matrix` regenerates the page.
 """,
 }
+JOBS = {  # rows on whole jobs: name, key in the recorded outcomes, note
+    "verl": [
+        ("`main_ppo` runs two steps in fp16, patched with `precision` only", "", "rollout: {rollout}"),
+        (
+            "`main_ppo` with no key set, and resumed: metrics, checkpoints, output as upstream",
+            "unrequested",
+            "{metrics} metrics, {files} files, {config} settings, {lines} lines",
+        ),
+        ("the FlowRL recipe runs two steps in fp16", "flowrl", ""),
+    ],
+    "oat": [("a whole job runs in fp16: launchpad, vLLM, DeepSpeed", "", "rollout: {rollout}")],
+}
 LEGEND = """\
 - ✓: observed on the patched release.
 - °: observed on the unpatched release, too; (°): there in part.
@@ -53,7 +65,7 @@ class Notes(list[str]):
     """The notes of a table, in the order of their marks."""
 
     def marked(self, mark: str, note: str) -> str:
-        """Return ``mark`` with the mark of ``note``, which is new or was there before."""
+        """Return ``mark`` with the mark of ``note``, which is added if it is new."""
         note = note[0].upper() + note[1:]
         if note not in self:
             self.append(note)
@@ -73,17 +85,13 @@ def cell(cases: list[dict], notes: Notes) -> str:
 
 
 def behaviours(results: dict, notes: Notes) -> list[list[str]]:
-    """Return the head and a row for behaviours that belong together, a column a release."""
+    """Return the header and a row for behaviors that belong together, a column per release."""
     columns = [
         {row: list(cases) for row, cases in itertools.groupby(release["seen"].values(), key=itemgetter("row"))}
         for release in results.values()
     ]
     rows = [[row, *(cell(column[row], notes) for column in columns)] for row in columns[0]]
     return [["", *results], ["---"] * (1 + len(results)), *rows]
-
-
-def changed_lines(results: dict, framework: str) -> list[str]:
-    return [f"changed lines of {framework}", *("+{added} −{removed}".format(**r["lines"]) for r in results.values())]
 
 
 @cache
@@ -93,98 +101,67 @@ def stacks_of_verl() -> list[Stack]:
 
 
 def series_sizes() -> list[list[str]]:
-    """Return, of each series of each release of verl, the numbers of its patches, of the files that they change, and of
-    their hooks, which are hunks."""
-    rows = []
-    names = {
-        False: "patches in `precision`, files that they change, hooks",
-        True: "patches in `fixes`, files, some the same, hooks",
-    }
-    for fixes, name in names.items():
-        row = [name]
-        for stack in whole(stacks_of_verl()).values():
-            patches = [patch for patch in stack.patches if patch.fixes == fixes]
+    """Return for each series a row with the number of its patches, changed files and hooks, which are hunks."""
+    rows = [
+        ["patches in `precision`, files that they change, hooks"],
+        ["patches in `fixes`, files, some the same, hooks"],
+    ]
+    for stack in whole(stacks_of_verl()).values():
+        for fixes, row in enumerate(rows):
+            patches = [patch for patch in stack.patches if patch.fixes == bool(fixes)]
             files = {path for patch in patches for path, _, _ in patch.blobs}
             hooks = sum(len(re.findall("^@@ ", patch.text, re.M)) for patch in patches)
             row.append(f"{len(patches)}, {len(files)}, {hooks}")
-        rows.append(row)
     return rows
 
 
 def is_current(run: dict, release: str, results: dict) -> bool:
-    """Return whether a whole run was made with a stack that the release still has, that of either series."""
+    """Return whether a job ran with a stack that the release still has, that of either series."""
     stacks = [stack.id for stack in stacks_of_verl() if stack.release.name == release]
     return run.get("stack") in (results[release]["stack"], *stacks)
 
 
-def end_to_end(results: dict, runs: dict, notes: Notes) -> list[str]:
-    """Return whether each release ran as a whole; a run counts where the stack is still the same."""
-
-    def run(release: str) -> str:
-        if not is_current(runs.get(release, {}), release, results):
-            return "not run"
-        return notes.marked("✓", f"rollout: {runs[release]['rollout']}")
-
-    return [run(release) for release in results]
-
-
-def alike(results: dict, runs: dict, notes: Notes) -> list[str]:
-    """Return whether a job without a request was compared with that of the unpatched release."""
-
-    def compared(release: str) -> str:
-        run = runs.get(release, {}).get("unrequested", {})
-        if not is_current(run, release, results):
-            return "not run"
-        return notes.marked("✓", "{metrics} metrics, {files} files, {config} settings, {lines} lines".format(**run))
-
-    return [compared(release) for release in results]
+def job_row(row: tuple[str, str, str], results: dict, runs: dict, notes: Notes) -> list[str]:
+    """Return a row of ``JOBS``; a job counts if it ran with a current stack."""
+    name, part, note = row
+    cells = []
+    for release in results:
+        job = runs.get(release, {})
+        job = job.get(part, {}) if part else job
+        if part == "flowrl" and release in WITHOUT_FLOWRL:
+            cells.append(notes.marked("–", WITHOUT_FLOWRL[release]))
+        elif not is_current(job, release, results):
+            cells.append("not run")
+        else:
+            cells.append(notes.marked("✓", note.format(**job)) if note else "✓")
+    return [name, *cells]
 
 
-def markdown(rows: list[list[str]], notes: Notes) -> str:
-    """Return the table, then the legend and the notes."""
+def table(framework: str, results: dict, runs: dict, sizes: Sequence[list[str]] = ()) -> str:
+    """Return the matrix of "verl" or "oat" as Markdown, with its legend and notes.
+
+    Args:
+        results: by release, the outcomes of the conformance suite.
+        runs: by release, the outcomes of its whole jobs.
+        sizes: rows on the series, see ``series_sizes``.
+    """
+    notes = Notes()
+    rows = behaviours(results, notes) + [job_row(row, results, runs, notes) for row in JOBS[framework]]
+    changed = ["+{added} −{removed}".format(**result["lines"]) for result in results.values()]
+    rows += [*sizes, [f"changed lines of {'OAT' if framework == 'oat' else 'verl'}", *changed]]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     reasons = [f"- {mark}: {note}." for mark, note in zip(NOTES, notes, strict=False)]
     return "\n".join([*lines, "", LEGEND, *reasons]) + "\n"
 
 
-def table(results: dict, runs: dict, sizes: Sequence[list[str]] = ()) -> str:
-    """Return verl's matrix as Markdown.
-
-    Args:
-        sizes: rows on the series, see ``series_sizes``.
-        results: by release, the outcomes of the conformance suite.
-        runs: by release, the outcomes of its end-to-end runs.
-    """
-    notes = Notes()
-
-    def flowrl(release: str) -> str:
-        if release in WITHOUT_FLOWRL:
-            return notes.marked("–", WITHOUT_FLOWRL[release])
-        return "✓" if is_current(runs.get(release, {}).get("flowrl", {}), release, results) else "not run"
-
-    rows = behaviours(results, notes)
-    rows.append(["`main_ppo` runs two steps in fp16, patched with `precision` only", *end_to_end(results, runs, notes)])
-    same = "`main_ppo` with no key set, and resumed: metrics, checkpoints, output as upstream"
-    rows.append([same, *alike(results, runs, notes)])
-    rows.append(["the FlowRL recipe runs two steps in fp16", *map(flowrl, results)])
-    rows += [*sizes, changed_lines(results, "verl")]
-    return markdown(rows, notes)
-
-
-def oat_table(results: dict, runs: dict) -> str:
-    """Return OAT's matrix as Markdown, from the outcomes of its suite by release, and of whole runs."""
-    notes = Notes()
-    rows = behaviours(results, notes)
-    rows.append(["a whole job runs in fp16: launchpad, vLLM, DeepSpeed", *end_to_end(results, runs, notes)])
-    rows.append(changed_lines(results, "OAT"))
-    return markdown(rows, notes)
-
-
 def pages() -> dict[str, str]:
     """Return the page of each framework, from the recorded outcomes."""
-    results, runs, oat, oat_runs = (json.loads(file.read_text()) for file in (RESULTS, RUNS, OAT_RESULTS, OAT_RUNS))
-    tables = {"verl": table(results, runs, series_sizes()), "oat": oat_table(oat, oat_runs)}
-    return {framework: f"{HEADS[framework]}\n{tables[framework]}" for framework in PAGES}
+    texts = {}
+    for framework, files in RECORDED.items():
+        results, runs = (json.loads((REPO / file).read_text()) for file in files)
+        sizes = series_sizes() if framework == "verl" else ()
+        texts[framework] = f"{HEADS[framework]}\n{table(framework, results, runs, sizes)}"
+    return texts
 
 
 def main(words: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 Enabled by ``configs/rollouts/noise.yaml``, for verl's v1 trainers. Each log-probability gets independent normal noise
 of mean k3 and variance 2·k3, where k3 is ``rollouts.k3``. Importance weights keep a mean of 1, and the expected k3
-between rollout and trainer grows by ``rollouts.k3``. The tokens stay the same.
+between rollout and trainer increases by ``rollouts.k3``. The tokens stay the same.
 """
 
 import random

@@ -4,9 +4,9 @@ Leaves ``DIR/model`` (HuggingFace format, with its tokenizer), ``DIR/train.parqu
 ``DIR/prepared.json``. The warm start takes a minute and a half at 128 tokens, 12 minutes at 512, and is cached next to
 ``DIR`` for other lifts.
 
-The lift is a constant that is added to all logits. It changes no probability in exact arithmetic. It sets the size of
-the numbers that are rounded, as massive activations and large logits do in large models: bf16 rounds a logit of 160 to
-a multiple of 1, fp16 to one of 1/8.
+The lift is a constant added to all logits. It changes no probability in exact arithmetic, but sets the size of the
+numbers that are rounded, as massive activations and large logits do in large models: bf16 rounds a logit of 160 to a
+multiple of 1, fp16 to a multiple of 1/8.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from pathlib import Path
 
 from recipes.arithmetic.prepare import PreparationError, PreparationSettings
 from recipes.arithmetic.prepare import prepare as prepare_warm_start
-from recipes.recall.task import LENGTH, POSITIONS, LengthError, Recall
+from recipes.recall.task import LENGTH, POSITIONS, Recall
 
 LIFT = 160.0
-LARGEST = 65504  # of float16
-LONG = 256  # tokens; longer answers are learned in twice the steps
-BATCHES, ROWS = 6, 24  # of demonstrations that the lift is fitted to
-RIDGE = 1e-4
+LARGEST = 65504  # the largest float16
+LONG = 256  # tokens; longer answers take twice the steps to learn
+BATCHES, ROWS = 6, 24  # demonstrations that the lift is fitted to
+RIDGE = 1e-4  # relative to the mean square of a hidden state's coordinates, which RMSNorm keeps near 1
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def lift_logits(model, tokenizer, settings: RecallSettings, lift: float) -> dict
     The direction u is fitted by ridge regression so that h·u is 1 for every hidden state h.
 
     Returns:
-        ``least`` and ``most``: the smallest and the largest of the means of h·u by position, ``std``: the standard
-        deviation of h·u, all on other demonstrations; ``logits_min`` and ``logits_max`` of the lifted model on these.
+        ``least`` and ``most``, the range over positions of the mean h·u, and ``logits_min`` and ``logits_max`` of the
+        lifted model, all on other demonstrations.
 
     Raises:
         PreparationError: the largest logit would exceed float16.
@@ -84,34 +84,34 @@ def lift_logits(model, tokenizer, settings: RecallSettings, lift: float) -> dict
     import torch
 
     rng = random.Random(settings.seed + 2)
+    # (BATCHES·ROWS·tokens, hidden)
     hidden = torch.cat([hidden_states(model, tokenizer, settings, rng) for _ in range(BATCHES)]).flatten(0, 1)
     ridge = RIDGE * len(hidden) * torch.eye(hidden.shape[1], dtype=hidden.dtype)
-    direction = torch.linalg.solve(hidden.T @ hidden + ridge, hidden.sum(0))
+    direction = torch.linalg.solve(hidden.T @ hidden + ridge, hidden.sum(0))  # (hidden,)
     others = hidden_states(model, tokenizer, settings, rng)
-    share = others @ direction
+    share = others @ direction  # (ROWS, tokens): the part of the lift that each position gets
     with torch.no_grad():
-        before = others @ model.lm_head.weight.T.double()
-        spread = before.max().item()
-        most = (LARGEST - spread) / share.max().item()
+        largest = (others @ model.lm_head.weight.T.double()).max().item()
+        most = (LARGEST - largest) / share.max().item()
         if lift > most:
             raise PreparationError(
                 f"--lift {lift:g}: logits would exceed {LARGEST}; the largest that fits is {math.floor(most)}"
             )
         model.lm_head.weight += lift * direction.float()
         logits = others @ model.lm_head.weight.T.double()
+    low, high = share.mean(0).aminmax()
     return {
-        "least": share.mean(0).min().item(),
-        "most": share.mean(0).max().item(),
-        "std": share.std().item(),
+        "least": low.item(),
+        "most": high.item(),
         "logits_min": logits.min().item(),
         "logits_max": logits.max().item(),
     }
 
 
 def prepare(out: Path, settings: RecallSettings, lift: float) -> dict:
-    """Make ``out``, or reuse it if it was made with the same settings, lift and code. Returns prepared.json's content.
+    """Make ``out``, or reuse it if it was made with the same settings, lift and code. Return prepared.json's content.
 
-    ``out`` is created atomically, as by ``recipes.arithmetic.prepare``, and so is the warm start beside it.
+    ``out`` and the warm start beside it are created atomically, as by ``recipes.arithmetic.prepare``.
 
     Raises:
         PreparationError: ``out`` contains something else, or the lift does not fit into float16.
@@ -142,49 +142,19 @@ def prepare(out: Path, settings: RecallSettings, lift: float) -> dict:
     return prepared
 
 
-def lift_option(text: str) -> float:
-    """Return the value of ``--lift``.
-
-    Raises:
-        argparse.ArgumentTypeError: it is negative or not a finite number.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number of at least 0")
-    return value
-
-
-def length_option(text: str) -> int:
-    """Return the value of ``--length``.
-
-    Raises:
-        argparse.ArgumentTypeError: the task has no answers of this length.
-    """
-    try:
-        return Recall(int(text)).length
-    except LengthError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number") from error
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--length", type=length_option, default=LENGTH, help="tokens of an answer, a multiple of 16, such as 64 to 512"
-    )
-    parser.add_argument(
-        "--lift",
-        type=lift_option,
-        default=LIFT,
-        help="constant added to all logits, such as 0 to 192; must fit float16",
-    )
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of an answer, such as 64 to 512")
+    parser.add_argument("--lift", type=float, default=LIFT, help="constant added to all logits, such as 0 to 192")
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the demonstrations")
     arguments = parser.parse_args()
+    if not 0 <= arguments.lift < math.inf:
+        parser.error(f"--lift {arguments.lift:g}: must be a number of at least 0")
+    try:
+        Recall(arguments.length)
+    except ValueError as error:
+        parser.error(f"--length: {error}")
     # exit cleanly: the default handler would leave temporary files
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -199,7 +169,7 @@ def main() -> None:
     print(
         f"the model in {arguments.out} solves {prepared['sampled_accuracy']:.0%} of sampled problems before training; "
         f"logits from {fit['logits_min']:.0f} to {fit['logits_max']:.0f}; positions get {fit['least']:.2f} to "
-        f"{fit['most']:.2f} of the lift on average, standard deviation {fit['std']:.3f}"
+        f"{fit['most']:.2f} of the lift on average"
     )
 
 

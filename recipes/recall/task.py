@@ -1,8 +1,8 @@
-"""Recall sixteen digits among free characters: a task whose answers are long and mostly free, as chains of thought are.
+"""Recall sixteen digits among free characters: a task whose answers are long and mostly free, like chains of thought.
 
 The prompt is ``a=``. An answer has 16 blocks, and each block ends with a digit that the prompt determines; all other
-characters are free, 64 kinds that are equally likely. The reward is 1 if all 16 digits are right. So the length of an
-answer changes the mismatch that adds up over its tokens, and not the difficulty.
+characters are free, 64 kinds that are equally likely. The reward is 1 if all 16 digits are right. The length of an
+answer thus changes the mismatch that adds up over its tokens, but not the difficulty.
 """
 
 import random
@@ -16,16 +16,12 @@ LENGTH = 128  # tokens of an answer without the end token
 POSITIONS = 1024  # of the model
 
 
-class LengthError(ValueError):
-    """The length of an answer is not allowed; the message is one line for the user."""
-
-
 @dataclass(frozen=True)
 class Recall:
     """The task with answers of ``length`` tokens, with the functions of a task of ``recipes.arithmetic``.
 
     Raises:
-        LengthError: ``length`` is not a multiple of 16, or does not fit into the positions of the model.
+        ValueError: ``length`` is not a multiple of 16, or does not fit into the positions of the model.
     """
 
     length: int = LENGTH
@@ -35,7 +31,7 @@ class Recall:
     def __post_init__(self) -> None:
         most = (POSITIONS - self.PROMPT_LENGTH - 1) // BLOCKS * BLOCKS
         if self.length % BLOCKS or not 2 * BLOCKS <= self.length <= most:
-            raise LengthError(f"length={self.length}: must be a multiple of {BLOCKS} from {2 * BLOCKS} to {most}")
+            raise ValueError(f"length={self.length}: must be a multiple of {BLOCKS} from {2 * BLOCKS} to {most}")
 
     @property
     def RESPONSE_LENGTH(self) -> int:

@@ -4,9 +4,9 @@ import subprocess
 
 import pytest
 
-from verl_precision.collapse.grid import GridRun
-from verl_precision.collapse.outcomes import read_outcome
+from verl_precision.collapse.outcomes import first_and_last, total_k3
 from verl_precision.paths import PROGRAM
+from verl_precision.report.readers.dispatch import read
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("exclusive")]
 STEPS = 30
@@ -17,9 +17,9 @@ def test_fp16_learns_where_bf16_collapses(tmp_path):
     command = [*PROGRAM, "collapse", "--device=cpu", f"--steps={STEPS}", f"--out={tmp_path}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stdout
-    runs = {regime: GridRun("collapse", regime, 1, steps=STEPS) for regime in ("bf16", "fp16")}
-    outcomes = {regime: read_outcome(run, tmp_path / run.name) for regime, run in runs.items()}
-    assert outcomes["bf16"].last < outcomes["bf16"].first / 2 and outcomes["fp16"].last > outcomes["fp16"].first
-    assert outcomes["bf16"].total_k3 > 20 * outcomes["fp16"].total_k3
+    runs = {regime: read(regime, tmp_path / f"pg_is/{regime}-seed1") for regime in ("bf16", "fp16")}
+    (bf16_first, bf16_last), (fp16_first, fp16_last) = (first_and_last(run) for run in runs.values())
+    assert bf16_last < bf16_first / 2 and fp16_last > fp16_first
+    assert total_k3(runs["bf16"]) > 20 * total_k3(runs["fp16"])
     assert "collapsed in bf16" in done.stdout and "rose in fp16" in done.stdout
-    assert (tmp_path / "collapse.png").stat().st_size > 10_000
+    assert (tmp_path / "report/figures/k3.png").stat().st_size > 10_000

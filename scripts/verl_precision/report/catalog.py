@@ -48,6 +48,7 @@ VALIDATION = re.compile(r"val-core/.+/(acc|reward)/mean@\d+")
 GRAD_NORM = "actor/grad_norm"
 LR = "actor/lr"
 RESPONSE_LENGTH = "response_length/mean"  # tokens
+ESS = "rollout_corr/rollout_is_eff_sample_size"  # share of the batch; only with importance weights
 
 SERIES = (
     Series("reward", "reward of the training batch", REWARD, oat="actor/rewards"),
@@ -68,6 +69,7 @@ SERIES = (
         oat="train/rollout_probs_diff_mean",
     ),
     Series("equal_share", "share of tokens with equal log-probabilities", EQUAL_SHARE),
+    Series("ess", "effective sample size of the importance weights, share", ESS),
     Series("loss_scale", "loss scale of the actor, × a skipped step", LOSS_SCALE, "log2", oat="train/loss_scale"),
     Series(
         "critic_loss_scale",

@@ -15,7 +15,7 @@ import torch
 from recipes.arithmetic import families
 from recipes.arithmetic import prepare as arithmetic
 from recipes.recall import prepare
-from recipes.recall.task import BLOCKS, FREE, PROMPTS, LengthError, Recall, compute_score
+from recipes.recall.task import BLOCKS, FREE, PROMPTS, Recall, compute_score
 from verl_precision.paths import REPO
 
 SHORT = prepare.RecallSettings(steps=3, batch_size=2, length=32)
@@ -46,7 +46,7 @@ def test_other_answers_get_no_reward(change):
 
 @pytest.mark.parametrize("length", [0, 16, 100, 1024])
 def test_length_that_does_not_fit_is_refused(length):
-    with pytest.raises(LengthError, match=f"length={length}: must be a multiple of 16 from 32 to 1008"):
+    with pytest.raises(ValueError, match=f"length={length}: must be a multiple of 16 from 32 to 1008"):
         Recall(length)
 
 
@@ -109,9 +109,10 @@ def test_lifts_share_a_warm_start_and_other_folders_are_left_alone(tmp_path, mon
     ("words", "reason"),
     [
         ("--length 100", "--length: length=100: must be a multiple of 16"),
-        ("--length x", "--length: x: must be a whole number"),
-        ("--lift -1", "--lift: -1: must be a number of at least 0"),
-        ("--lift abc", "--lift: abc: must be a number of at least 0"),
+        ("--length x", "--length: invalid int value: 'x'"),
+        ("--lift -1", "--lift -1: must be a number of at least 0"),
+        ("--lift nan", "--lift nan: must be a number of at least 0"),
+        ("--lift abc", "--lift: invalid float value: 'abc'"),
     ],
 )
 def test_bad_dials_are_refused_before_the_warm_start(words, reason, tmp_path):

@@ -8,10 +8,10 @@ from verl_precision.facts.metrics import K3_KL, REWARD, SECONDS
 from verl_precision.facts.regime import named_dtypes
 from verl_precision.files import read_jsonl, write_json
 from verl_precision.paths import REPO
-from verl_precision.report.build import SETTINGS, build_report, write_runs
+from verl_precision.report.build import SETTINGS, write_runs
+from verl_precision.report.content import Report, build_report
 from verl_precision.report.page import page
 from verl_precision.report.readers.dispatch import read_all
-from verl_precision.report.report import Report
 from verl_precision.report.statistics import THRESHOLD
 from verl_precision.report.tables import run_rows
 from verl_precision.run.folder import start_record

@@ -1,7 +1,7 @@
 """Train and compare regimes, or compare existing runs.
 
-Takes existing runs, ``RUNS="LABEL=FOLDER …"``: folders of ``make run``, finished or not, verl's file logger,
-TensorBoard events and wandb's files. Or makes them first, ``PRECISION="fp16 bf16" SEED="1 2 3"``, with all that
+Takes existing runs, ``RUNS="LABEL=FOLDER …"``: folders of ``make run``, finished or not, files of verl's file logger,
+TensorBoard events and W&B's CSV exports. Or makes them first, ``PRECISION="fp16 bf16" SEED="1 2 3"``, with all that
 ``make run`` takes. Writes a report that works offline, with figures, tables and the runs that it was made from.
 
 Exit code 0: done; 1: refused, or a run failed; 130: interrupted, with the report on what was finished.
@@ -22,8 +22,8 @@ from verl_precision.spelling import as_options
 from verl_precision.words import finite_number, parse_words
 
 REPORT_VARIABLES = {
-    "RUNS": "LABEL=FOLDER …, the label repeated for each seed: folders of make run, TensorBoard, .jsonl, .wandb, .csv",
-    "OUT": "with RUNS the report's folder, default report; else of runs and reports, default outputs/compare/…",
+    "RUNS": "LABEL=FOLDER …, the label repeated for each seed: folders of make run, TensorBoard, .jsonl, .csv",
+    "OUT": "with RUNS the folder of the report, default report; else of runs and reports, default outputs/compare/…",
     "THRESHOLD": "the reward that the mean of five steps must exceed, default 0.95",
     "TITLE": "title of the report, default: Runs compared",
     "NOSPEED": "a reason to claim no speed for any run, e.g. 'the machine was shared', default none",
@@ -40,20 +40,13 @@ def write(
     print(f"\n{on_screen(report)}\n\n  {out / 'index.html'}\n")
 
 
-def compare_runs(values: Mapping[str, str]) -> int:
-    """Report on existing runs. Return the exit code."""
-    write(values, labelled_paths(values["RUNS"]), Path(values.get("OUT", "report")).expanduser(), "Runs compared")
-    return 0
-
-
 def sweep_and_compare(values: Mapping[str, str]) -> int:
     """Start the unfinished runs, and report on the finished ones. Return the exit code."""
     plan = sweep.plan_sweep({name: value for name, value in values.items() if name in sweep.VARIABLES})
     outcome = sweep.run_sweep(plan)
     expected = list(dict.fromkeys(run.label for run in plan.runs))
     for objective, pairs in outcome.finished.items():
-        title = f"{plan.experiment}, {objective}"
-        write(values, pairs, plan.out / objective / "report", title, expected)
+        write(values, pairs, plan.out / objective / "report", f"{plan.experiment}, {objective}", expected)
     for run in outcome.failed:
         print(f"failed, and not in the report: {run}, {run.out / 'train.log'}")
     if outcome.code:
@@ -83,4 +76,7 @@ def parse(words: list[str]) -> dict[str, str]:
 
 def main(words: list[str]) -> int:
     values = parse(words)
-    return compare_runs(values) if "RUNS" in values else sweep_and_compare(values)
+    if "RUNS" not in values:
+        return sweep_and_compare(values)
+    write(values, labelled_paths(values["RUNS"]), Path(values.get("OUT", "report")).expanduser(), "Runs compared")
+    return 0

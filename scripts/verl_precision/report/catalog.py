@@ -1,4 +1,4 @@
-"""List what a report shows of a run: the series over the steps, and the outcomes that are computed from them."""
+"""Define what a report shows of a run: series over the steps, and outcomes computed from them."""
 
 import math
 import re
@@ -21,7 +21,7 @@ from verl_precision.facts.metrics import (
 )
 
 WINDOW = 5  # steps of a moving mean
-K3_NOISE = 1e-8  # below it verl's estimate of k3, which cannot be negative but comes out so, is the rounding of fp32
+K3_NOISE = 1e-8  # smaller values of verl's estimate, some of them negative, are the rounding of fp32
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Series:
     """A metric over the steps.
 
     Attributes:
-        metric: verl's name; ``formerly`` are its names in older releases, ``oat`` is OAT's.
+        metric: verl's name.
         scale: of the figure: "linear", "log" (then the mean over seeds is the geometric one) or "log2".
         counted: whether the figure shows the sum up to each step.
     """
@@ -38,80 +38,58 @@ class Series:
     title: str
     metric: str
     scale: str = "linear"
-    formerly: tuple[str, ...] = ()
     counted: bool = False
-    oat: str = ""
 
 
-ACCURACY = "eval/average/accuracy"  # run_math_rl's name in OAT; verl has one a data source, VALIDATION
+ACCURACY = "eval/average/accuracy"  # run_math_rl's name in OAT; verl has one per data source, VALIDATION
 VALIDATION = re.compile(r"val-core/.+/(acc|reward)/mean@\d+")
 GRAD_NORM = "actor/grad_norm"
+ENTROPY = "actor/entropy"
 LR = "actor/lr"
 RESPONSE_LENGTH = "response_length/mean"  # tokens
 ESS = "rollout_corr/rollout_is_eff_sample_size"  # share of the batch; only with importance weights
+THROUGHPUT = "perf/throughput"
+MEMORY = "actor/perf/max_memory_allocated_gb"
 
 SERIES = (
-    Series("reward", "reward of the training batch", REWARD, oat="actor/rewards"),
-    Series("accuracy", "accuracy in evaluation", ACCURACY, oat="eval/accuracy"),
-    Series(
-        "k3",
-        "k3 estimate of KL(rollout ‖ trainer), nats/token",
-        K3_KL,
-        "log",
-        ("mismatch/mismatch_k3_kl",),
-        oat="train/rollout_k3_kl",
-    ),
-    Series(
-        "probs_diff",
-        "mean difference of the two probabilities",
-        PROBS_DIFF,
-        "log",
-        oat="train/rollout_probs_diff_mean",
-    ),
+    Series("reward", "reward of the training batch", REWARD),
+    Series("accuracy", "accuracy in evaluation", ACCURACY),
+    Series("k3", "k3 estimate of KL(rollout ‖ trainer), nats/token", K3_KL, "log"),
+    Series("probs_diff", "mean difference of the two probabilities", PROBS_DIFF, "log"),
     Series("equal_share", "share of tokens with equal log-probabilities", EQUAL_SHARE),
     Series("ess", "effective sample size of the importance weights, share", ESS),
-    Series("loss_scale", "loss scale of the actor, × a skipped step", LOSS_SCALE, "log2", oat="train/loss_scale"),
-    Series(
-        "critic_loss_scale",
-        "loss scale of the critic",
-        CRITIC_LOSS_SCALE,
-        "log2",
-        oat="train/critic_loss_scale",
-    ),
-    Series(
-        "skipped",
-        "skipped optimizer steps of the actor, in all",
-        SKIPPED,
-        counted=True,
-        oat="train/skipped_steps",
-    ),
-    Series(
-        "critic_skipped",
-        "skipped optimizer steps of the critic, in all",
-        CRITIC_SKIPPED,
-        counted=True,
-        oat="train/critic_skipped_steps",
-    ),
-    Series("grad_norm", "gradient norm of the actor", GRAD_NORM, oat="train/policy_grad_norm"),
-    Series("entropy", "entropy of the policy", "actor/entropy", oat="train/entropy"),
-    Series("response_length", "response length, tokens", RESPONSE_LENGTH, oat="actor/response_tok_len"),
-    Series("lr", "learning rate of the actor", LR, oat="misc/lr"),
-    Series("throughput", "throughput, tokens/s per worker", "perf/throughput"),
+    Series("loss_scale", "loss scale of the actor, × a skipped step", LOSS_SCALE, "log2"),
+    Series("critic_loss_scale", "loss scale of the critic", CRITIC_LOSS_SCALE, "log2"),
+    Series("skipped", "skipped optimizer steps of the actor, in all", SKIPPED, counted=True),
+    Series("critic_skipped", "skipped optimizer steps of the critic, in all", CRITIC_SKIPPED, counted=True),
+    Series("grad_norm", "gradient norm of the actor", GRAD_NORM),
+    Series("entropy", "entropy of the policy", ENTROPY),
+    Series("response_length", "response length, tokens", RESPONSE_LENGTH),
+    Series("lr", "learning rate of the actor", LR),
+    Series("throughput", "throughput, tokens/s per worker", THROUGHPUT),
     Series("seconds", "time of a step, s", SECONDS),
-    Series(
-        "memory",
-        "memory of the trainer at its peak, GiB",
-        "actor/perf/max_memory_allocated_gb",
-        formerly=("perf/max_memory_allocated_gb",),
-    ),
+    Series("memory", "memory of the trainer at its peak, GiB", MEMORY),
     *(Series(f"flowrl_{name}", f"FlowRL: {name.replace('_', ' ')}", metric) for name, metric in FLOWRL.items()),
 )
-METRIC = {  # by any of its names
-    name: series.metric for series in SERIES for name in (series.metric, *series.formerly, series.oat) if name
+METRIC = {series.metric: series.metric for series in SERIES} | {  # verl's name, by any name of the metric
+    "mismatch/mismatch_k3_kl": K3_KL,  # older releases of verl
+    "perf/max_memory_allocated_gb": MEMORY,
+    "actor/rewards": REWARD,  # OAT
+    "eval/accuracy": ACCURACY,
+    "train/rollout_k3_kl": K3_KL,
+    "train/rollout_probs_diff_mean": PROBS_DIFF,
+    "train/loss_scale": LOSS_SCALE,
+    "train/critic_loss_scale": CRITIC_LOSS_SCALE,
+    "train/skipped_steps": SKIPPED,
+    "train/critic_skipped_steps": CRITIC_SKIPPED,
+    "train/policy_grad_norm": GRAD_NORM,
+    "train/entropy": ENTROPY,
+    "actor/response_tok_len": RESPONSE_LENGTH,
+    "misc/lr": LR,
 }
-UNTRAINED = {ACCURACY, LR}  # what an evaluation before the first step logs, too
+UNTRAINED = {ACCURACY, LR}  # logged by an evaluation before the first step, too
 
-Steps = dict[int, dict[str, float]]  # by step the metrics of ``METRIC``; NaN is what was logged and is not finite
+Steps = dict[int, dict[str, float]]  # by step the metrics of ``METRIC``; NaN where the logged value was not finite
 
 
 def report_name(name: str) -> str | None:
@@ -131,12 +109,12 @@ class CatalogOutcome:
 
     Attributes:
         reduce: computes it from the metric's finite values at the steps that all runs share.
-        scale: "linear": two labels are compared by their difference; "log": by their ratio; "": not at all.
-        form: format specification, where it is not three significant digits.
-        speed: whether a verdict on it is a claim of speed, which needs the dtypes that the regime names.
-        noise: a value that is not above it is noise and not compared.
-        agreement: whether it is a share of equal values: 1 throughout reads "bitwise", and its row is always shown,
-            since older runs do not record it.
+        scale: "linear" compares two labels by their difference, "log" by their ratio, "" not at all.
+        form: format specification, by default three significant digits.
+        speed: whether a verdict on it claims speed, which requires the dtypes of the regime.
+        noise: values up to it are noise and not compared.
+        agreement: whether it is a share of equal values: 1 throughout is shown as "bitwise", and its row always
+            appears, because older runs do not record it.
     """
 
     name: str
@@ -167,11 +145,11 @@ OUTCOMES = (
     CatalogOutcome("skipped_total", "skipped steps", SKIPPED, sum),
     CatalogOutcome("critic_skipped_total", "skipped steps, critic", CRITIC_SKIPPED, sum),
     CatalogOutcome("grad_norm_mean", "gradient norm, mean", GRAD_NORM, fmean),
-    CatalogOutcome("entropy_last", f"entropy, last {WINDOW} steps", "actor/entropy", last_mean),
+    CatalogOutcome("entropy_last", f"entropy, last {WINDOW} steps", ENTROPY, last_mean),
     CatalogOutcome("response_length_last", f"response length, last {WINDOW}", RESPONSE_LENGTH, last_mean),
-    CatalogOutcome("throughput_median", "throughput, tokens/s, median", "perf/throughput", median, "log", speed=True),
+    CatalogOutcome("throughput_median", "throughput, tokens/s, median", THROUGHPUT, median, "log", speed=True),
     CatalogOutcome("seconds_median", "step, s, median", SECONDS, median, "log", speed=True),
-    CatalogOutcome("memory_peak", "trainer's memory, GiB, peak", "actor/perf/max_memory_allocated_gb", max),
+    CatalogOutcome("memory_peak", "trainer's memory, GiB, peak", MEMORY, max),
     *(
         CatalogOutcome(f"flowrl_{name}_last", f"{name.replace('_', ' ')}, last {WINDOW}", metric, last_mean)
         for name, metric in FLOWRL.items()

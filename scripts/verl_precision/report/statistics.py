@@ -10,13 +10,13 @@ from verl_precision.facts.metrics import REWARD
 from verl_precision.format import significant
 from verl_precision.report.catalog import OUTCOMES, WINDOW, CatalogOutcome, Steps
 
-THRESHOLD = 0.95  # of the reward: arXiv 2510.26788 passes its sanity test above 95 % training accuracy
+THRESHOLD = 0.95  # of the reward: the sanity test of arXiv 2510.26788 requires over 95 % training accuracy
 LEAST_SEEDS = 3  # of each label, for a verdict
-ERROR = 0.05  # of all verdicts on one outcome together
+ERROR = 0.05  # error rate of all verdicts on one outcome together
 
 
 def moving_means(steps: Steps, metric: str = REWARD) -> dict[int, float]:
-    """Return by step the mean over the last ``WINDOW`` steps with a finite value, from the first with so many on."""
+    """Return by step the mean over the last ``WINDOW`` steps with a finite value."""
     having = [step for step in sorted(steps) if math.isfinite(steps[step].get(metric, math.nan))]
     return {
         having[end]: fmean(steps[step][metric] for step in having[end - WINDOW + 1 : end + 1])
@@ -30,10 +30,10 @@ def passed(steps: Steps, threshold: float) -> int | None:
 
 
 def collapsed(steps: Steps) -> int | None:
-    """Return the step at which a run collapsed, None where it did not.
+    """Return the step at which a run collapsed, None if it did not.
 
-    It collapsed at step t if the moving mean of its reward is below half of the best that it had reached before t, at t
-    and at every later step. A best that is not above 0 has no half below it: no collapse is found there.
+    It collapsed at step t if, at t and at every later step, the moving mean of its reward is below half of its best
+    so far. A best that is not above 0 has no half below it, so there is no collapse.
     """
     best, since = -math.inf, None
     for step, mean in moving_means(steps).items():
@@ -45,12 +45,13 @@ def collapsed(steps: Steps) -> int | None:
 
 @dataclass(frozen=True)
 class Spread:
-    """An outcome over the runs of a label; ``std`` is the sample's (n − 1), None of one run alone.
+    """One value over the runs of a label.
 
     Attributes:
         values: of the runs that have one.
         runs: the number of runs.
-        seeds: different ones among those with a value; a run whose seed is not recorded counts as another.
+        seeds: different ones among those with a value; an unrecorded seed counts as another.
+        std: of the sample (n − 1), None with a single run.
     """
 
     values: tuple[float, ...]
@@ -66,8 +67,16 @@ class Spread:
         return stdev(self.values) if len(self.values) > 1 else None
 
 
+def spread_over(values: Sequence[tuple[int | None, float | None]]) -> Spread:
+    """Return the spread of the pairs of seed and value, one pair per run; the value is None if the run has none."""
+    pairs = [(seed, value) for seed, value in values if value is not None]
+    seeds = [seed for seed, _ in pairs]
+    different = len(set(seeds) - {None}) + seeds.count(None)
+    return Spread(tuple(value for _, value in pairs), len(values), different)
+
+
 def is_bitwise(outcome: CatalogOutcome, spread: Spread) -> bool:
-    """Return whether rollout and trainer agreed to the bit: a share of 1 at every measured step of every run."""
+    """Return whether rollout and trainer agreed bitwise: a share of 1 at every measured step of every run."""
     return outcome.agreement and set(spread.values) == {1.0}
 
 
@@ -76,17 +85,18 @@ class Verdict:
     """Verdict on whether the seeds separate two labels in one outcome.
 
     Attributes:
-        effect: mean of ``first`` minus mean of ``second``; with scale "log" the ratio of their geometric means.
-            ``low`` and ``high`` bound it. None where it could not be computed.
-        holds: whether the interval excludes equality.
         text: the verdict, or ``no verdict: …`` or ``not claimed: …``.
+        separates: whether the interval excludes equality.
+        effect: mean of ``first`` minus mean of ``second``; with scale "log" the ratio of their geometric means. None
+            if it could not be computed.
+        low: lower bound of the effect, ``high`` its upper bound.
     """
 
     outcome: str
     first: str
     second: str
     text: str
-    holds: bool = False
+    separates: bool = False
     effect: float | None = None
     low: float | None = None
     high: float | None = None
@@ -110,7 +120,7 @@ def verdict(
 
     Args:
         pairs: number of pairs of labels that are compared.
-        unclaimed: why no speed may be claimed, "" where it may.
+        unclaimed: why no speed may be claimed, "" if it may.
     """
     (a, one), (b, two) = first, second
     if outcome.speed and unclaimed:
@@ -128,22 +138,18 @@ def verdict(
         why = "equal in every run" if left[0] == right[0] else "no spread over the seeds, so no interval"
         why = "both are bitwise" if is_bitwise(outcome, one) and is_bitwise(outcome, two) else why
         return Verdict(outcome.name, a, b, f"no verdict: {why}")
-    bounds = welch(left, right, ERROR / pairs)
-    excluded = bounds[1] > 0 or bounds[2] < 0
-    if outcome.scale == "log":
-        bounds = tuple(map(math.exp, bounds))
-        factor, span = max(bounds[0], 1 / bounds[0]), sorted((bounds[1], bounds[2]))
-        span = span if bounds[0] > 1 else sorted(1 / bound for bound in span)
-        size = f"{significant(factor)}× ({significant(span[0])}× to {significant(span[1])}×)"
+    effect, low, high = welch(left, right, ERROR / pairs)
+    separates, direction = low > 0 or high < 0, "higher" if effect > 0 else "lower"
+    if outcome.scale == "log":  # a difference of logarithms is the logarithm of a ratio; the text has the one above 1
+        above = (effect, low, high) if effect > 0 else (-effect, -high, -low)
+        texts = [f"{significant(math.exp(value))}×" for value in above]
+        effect, low, high = math.exp(effect), math.exp(low), math.exp(high)
     else:
-        effect, low, high = (f"{'+' * (bound > 0)}{significant(bound)}" for bound in bounds)
-        size = f"{effect} ({low} to {high})"
-    equality = 1.0 if outcome.scale == "log" else 0.0
-    if excluded:
-        text = f"{a} {'higher' if bounds[0] > equality else 'lower'}: {size}"
-    else:
-        text = f"no verdict: {size} includes {equality:g}{'×' if equality else ''}"
-    return Verdict(outcome.name, a, b, text, excluded, *bounds)
+        texts = [f"{'+' * (value > 0)}{significant(value)}" for value in (effect, low, high)]
+    size = f"{texts[0]} ({texts[1]} to {texts[2]})"
+    equality = "1×" if outcome.scale == "log" else "0"
+    text = f"{a} {direction}: {size}" if separates else f"no verdict: {size} includes {equality}"
+    return Verdict(outcome.name, a, b, text, separates, effect, low, high)
 
 
 def verdicts(spreads: dict[str, dict[str, Spread]], unclaimed: dict[str, str]) -> list[Verdict]:
@@ -151,19 +157,14 @@ def verdicts(spreads: dict[str, dict[str, Spread]], unclaimed: dict[str, str]) -
 
     Args:
         spreads: by label and outcome.
-        unclaimed: by label why no speed may be claimed, "" where it may.
+        unclaimed: by label why no speed may be claimed, "" if it may.
     """
     pairs = list(combinations(spreads, 2))
-    return [
-        verdict(
-            outcome,
-            (a, spreads[a][outcome.name]),
-            (b, spreads[b][outcome.name]),
-            len(pairs),
-            unclaimed[a] or unclaimed[b],
-        )
-        for outcome in OUTCOMES
-        if outcome.scale
-        for a, b in pairs
-        if spreads[a][outcome.name].values and spreads[b][outcome.name].values
-    ]
+    found = []
+    for outcome in (each for each in OUTCOMES if each.scale):
+        for a, b in pairs:
+            first, second = (spreads[label][outcome.name] for label in (a, b))
+            if first.values and second.values:
+                why = unclaimed[a] or unclaimed[b]
+                found.append(verdict(outcome, (a, first), (b, second), len(pairs), why))
+    return found

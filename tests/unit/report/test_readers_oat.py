@@ -1,11 +1,7 @@
-"""Readers of OAT's runs: written by the patches, by wandb, exported, and in one report with a run of verl."""
+"""Readers of OAT's runs: written by the patches, exported from W&B, and in one report with a run of verl."""
 
 import csv
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +14,10 @@ from support.report_runs import built, is_rebuilt_from, write_metrics
 
 from verl_precision.errors import Refused
 from verl_precision.facts.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED
-from verl_precision.report.build import build_report
 from verl_precision.report.catalog import ACCURACY, SERIES
+from verl_precision.report.content import build_report
 from verl_precision.report.figures import draw
-from verl_precision.report.logged_run import departure
-from verl_precision.report.notes import TWO_FRAMEWORKS
+from verl_precision.report.notes import TWO_FRAMEWORKS, notes
 from verl_precision.report.page import config_by_label, page
 from verl_precision.report.readers.dispatch import read
 from verl_precision.report.tables import NONE
@@ -91,12 +86,12 @@ def test_patched_run_is_read_under_the_reports_names(tmp_path):
     assert run.steps[7][ACCURACY] == 0.625 and run.steps[7][LOSS_SCALE] == 1024.0, "both lines of round 7"
     assert (run.regime, run.seed, run.source, run.framework, run.finished) == ("fp16", 1, "OAT", "OAT", None)
     dtypes = run.effective_dtypes
-    assert dtypes["actor"]["compute"] == dtypes["rollout"]["rollout"] == "float16" and departure(run) == ""
+    assert dtypes["actor"]["compute"] == dtypes["rollout"]["rollout"] == "float16" and run.departure == ""
     assert run.notes == ("a step is a round of OAT's: 64 prompts of 8 answers, 4 updates",)
     assert run.config["learning_rate"] == 1e-6 and not {"seed", "wb_run_name", "save_path"} & run.config.keys()
     run = read("fp16", folder / "metrics.jsonl")
     assert (list(run.steps), run.framework, run.notes) == (list(ROUNDS), "OAT", ())
-    assert departure(run) == "effective dtypes unknown: a file of OAT records none"
+    assert run.departure == "effective dtypes unknown: a file of OAT records none"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +100,7 @@ def test_patched_run_is_read_under_the_reports_names(tmp_path):
 def test_regime_is_the_settings_and_dtypes_are_the_engines(regime, compute, why, tmp_path):
     folder = written(tmp_path, regime, compute=compute)
     run = read("any-name", folder)
-    assert run.regime == regime and departure(run) == why
+    assert run.regime == regime and run.departure == why
     with pytest.raises(Refused, match=f"is a run with PRECISION={regime}( that computed in bf16_.*)?; label it "):
         read("bf16", folder)
     for content, refusal in (("{}", "has no precision; it is not what a patched OAT writes"), ("{", "is not JSON")):
@@ -114,48 +109,18 @@ def test_regime_is_the_settings_and_dtypes_are_the_engines(regime, compute, why,
             read("fp16", folder)
 
 
-WANDB = """
-import json, sys, wandb
-config, rows = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-run = wandb.init(project="oat-llm", name="dr_grpo", config=config, mode="offline")
-for row in rows:
-    run.log(row)
-run.finish()
-"""
-
-
-def unpatched(fp16: bool) -> list[dict]:
-    """Return an unpatched OAT's wandb logs, which have no step: wandb counts the logs."""
-    rounds = [logs(step, patched=False, fp16=fp16) for step in ROUNDS]
+def unpatched() -> list[dict]:
+    """Return an unpatched OAT's W&B logs, which have no step: W&B counts the logs."""
+    rounds = [logs(step, patched=False) for step in ROUNDS]
     return [FIRST, *rounds, rounds[-1] | {"eval/accuracy": 0.125}]  # the name of OAT's own learner, not of run_math_rl
 
 
-@pytest.mark.parametrize("fp16", [True, False])
-def test_wandb_file_of_an_unpatched_oat_is_read(fp16, tmp_path):
-    config = {"pretrain": "m", "critic_type": "drgrpo", "fp16": fp16, "bf16": not fp16, "seed": 5, "wb_run_name": "x"}
-    config |= {"rollout_batch_size": 64, "num_samples": 8, "train_batch_size": 64, "num_ppo_epochs": 1}
-    command = [sys.executable, "-c", WANDB, json.dumps(config), json.dumps(unpatched(fp16))]
-    environment = os.environ | {"WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
-    subprocess.run(command, env=environment, check=True, capture_output=True)
-    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
-    run = read("fp16" if fp16 else "bf16", folder)
-    assert list(run.steps) == list(ROUNDS), "OAT's rounds, not wandb's count of logs"
-    assert run.steps[3][REWARD] == 3 / 8 and run.steps[7][ACCURACY] == 0.125
-    assert (run.seed, run.source, run.framework) == (5, "wandb, of OAT", "OAT")
-    assert run.config["critic_type"] == "drgrpo" and "wb_run_name" not in run.config
-    assert run.notes[0] == "a step is a round of OAT's: 64 prompts of 8 answers, 8 updates"
-    left = "actor/grad_norm is left out: an unpatched OAT's is multiplied by the loss scale in fp16"
-    lacks = "OAT recorded no rollout_corr/k3_kl, training/rollout_probs_diff_mean"
-    assert (left in run.notes) == fp16 == ("actor/grad_norm" not in run.steps[3])
-    assert run.notes[-1] == f"{lacks}{', actor/loss_scale, actor/skipped_steps' * fp16}; a patched one does"
-
-
 def test_wandb_export_of_an_unpatched_oat_is_read(tmp_path):
-    names = ["_step", *dict.fromkeys(name for row in unpatched(True) for name in row)]
+    names = ["_step", *dict.fromkeys(name for row in unpatched() for name in row)]
     with (tmp_path / "history.csv").open("w", newline="") as content:
         table = csv.DictWriter(content, names)
         table.writeheader()
-        table.writerows({"_step": step} | row for step, row in enumerate(unpatched(True)))
+        table.writerows({"_step": step} | row for step, row in enumerate(unpatched()))
     run = read("fp16", tmp_path / "history.csv")
     assert list(run.steps) == list(ROUNDS) and run.framework == "OAT" and run.steps[7][REWARD] == 7 / 8
     assert run.notes[0].endswith("multiplied by the loss scale in fp16, and the dtype is not recorded")
@@ -183,21 +148,21 @@ def test_oat_and_verl_share_one_report(tmp_path):
     assert found.common == (1, 2, 3, 4, 5, 6)
     assert (oat.outcomes["reward_last"], oat.outcomes["skipped_total"]) == (pytest.approx(0.5), 4.0)
     assert (oat.outcomes["accuracy_last"], verl.outcomes["accuracy_last"]) == (None, 0.5), "OAT's was in round 7"
-    assert TWO_FRAMEWORKS in found.notes
-    assert "oat-fp16-seed1: a step is a round of OAT's: 64 prompts of 8 answers, 4 updates." in found.notes
+    assert TWO_FRAMEWORKS in notes(found)
+    assert "oat-fp16-seed1: a step is a round of OAT's: 64 prompts of 8 answers, 4 updates." in notes(found)
     axis = Figure().add_subplot()
     draw(found, next(of for of in SERIES if of.metric == ACCURACY), axis)
-    alone = [line.get_marker() for line in axis.lines if len(line.get_xdata()) == 1]
-    assert alone == [".", "."], "one evaluation has no line"
+    single = [line.get_marker() for line in axis.lines if len(line.get_xdata()) == 1]
+    assert single == [".", "."], "one evaluation has no line"
     assert "OAT: dr_grpo-fp16-seed1_1122T03:00:00" in page(found)
     assert is_rebuilt_from(tmp_path / "again", found)
-    assert TWO_FRAMEWORKS not in build_report([verl.run, verl.run], 0.95, "").notes
+    assert TWO_FRAMEWORKS not in notes(build_report([verl.run, verl.run], 0.95, ""))
 
 
 def test_configurations_are_compared_within_a_framework(tmp_path):
     oat = [read("oat", written(tmp_path / str(rate), learning_rate=rate)) for rate in (1e-6, 2e-6)]
     verl = read("verl", of_verl(tmp_path / "verl"))
-    verl = replace(verl, config={"data.train_batch_size": 16}, config_hash="0")
+    verl = replace(verl, config={"data.train_batch_size": 16})
     assert build_report([oat[0], verl], 0.95, "").differs == {}
     found = build_report([*oat, verl], 0.95, "")
     assert found.differs == {"learning_rate": {"oat-seed1": "1e-06", "oat-seed1-2": "2e-06"}}

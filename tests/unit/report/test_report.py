@@ -19,10 +19,12 @@ from verl_precision.files import write, write_json
 from verl_precision.paths import REPO
 from verl_precision.report.build import SETTINGS, rebuild, write_report
 from verl_precision.report.catalog import RESPONSE_LENGTH, SERIES
+from verl_precision.report.content import Report
 from verl_precision.report.figures import OTHERS, centre, colours, curve, draw, write_figures
-from verl_precision.report.page import page, state
+from verl_precision.report.notes import notes
+from verl_precision.report.page import page
 from verl_precision.report.readers.run_folder import RECORD
-from verl_precision.report.tables import at_step, markdown, pairs_with_verdicts, write_tables
+from verl_precision.report.tables import at_step, on_screen, write_tables
 
 RESULTS = REPO / "docs" / "results"
 EXPECTED = REPO / "tests" / "expected" / "reports"  # table.csv of each recorded report
@@ -32,6 +34,12 @@ def table(file: Path) -> dict[tuple[str, str], dict]:
     """Return the lines of a ``table.csv`` by label and outcome."""
     with file.open() as content:
         return {(row["label"], row["outcome"]): row for row in csv.DictReader(content)}
+
+
+def screen_rows(report: Report) -> dict[str, list[str]]:
+    """Return the cells of the table on the terminal by the name of their row."""
+    rows = [re.split("  +", line.strip()) for line in on_screen(report).splitlines()]
+    return {name: cells for name, *cells in rows}
 
 
 @pytest.mark.parametrize("folder", RECORDED, ids=lambda folder: str(folder.relative_to(REPO)))
@@ -59,7 +67,7 @@ def test_command_rebuilds_a_recorded_report(tmp_path, capsys):
     assert command.main([f"FROM={source}", f"OUT={out}"]) == 0
     assert "reward, last 5 steps" in capsys.readouterr().out
     new = contents(out)
-    assert {"index.html", "table.md", "runs.csv", "verdicts.csv", "figures/reward.svg", "figures/k3.png"} <= set(new)
+    assert {"index.html", "table.csv", "runs.csv", "verdicts.csv", "figures/reward.svg", "figures/k3.png"} <= set(new)
     kept = contents(source)
     assert {name: new[name] for name in kept} == kept, "report.json and the runs"
     html = new["index.html"].decode()
@@ -116,17 +124,17 @@ def test_means_and_verdicts_over_seeds(tmp_path):
     assert (float(row["mean"]), float(row["std"])) == pytest.approx((4.2, 0.1))
     texts = {each.outcome: each.text for each in report.verdicts}
     assert texts["reward_last"].startswith("no verdict: ") and "not claimed" not in texts["seconds_median"]
-    assert pairs_with_verdicts(report) == [("fp16", "bf16")] and report.notes == ()
-    assert "| entropy, last 5 steps | 4.20 ± 0.10 | 4.20 ± 0.10 |" in (tmp_path / "table.md").read_text()
+    assert report.tested == ["fp16", "bf16"] and notes(report) == []
+    assert screen_rows(report)["entropy, last 5 steps"] == ["4.20 ± 0.10", "4.20 ± 0.10"]
 
 
 def test_runs_of_different_length_are_compared_on_the_common_steps(tmp_path):
     steps = {"fp16": range(1, 11), "bf16": range(3, 16), "fp32": range(3, 11)}
     report = built([made(tmp_path / label, label, steps=of) for label, of in steps.items()])
-    notes = " ".join(report.notes)
+    text = " ".join(notes(report))
     assert report.common == tuple(range(3, 11))
-    assert "compared on the common ones, steps 3 to 10. " in notes
-    assert "More have fp16-seed1 steps 1 to 10, bf16-seed1 steps 3 to 15." in notes
+    assert "compared on the common ones, steps 3 to 10. " in text
+    assert "More have fp16-seed1 steps 1 to 10, bf16-seed1 steps 3 to 15." in text
     with pytest.raises(Refused, match="no step in common: fp16=a has steps 1 to 4, bf16=b has steps 5 to 8"):
         built([made(tmp_path / "a", steps=range(1, 5)), made(tmp_path / "b", "bf16", steps=range(5, 9))])
 
@@ -136,15 +144,16 @@ def test_passing_and_collapse_are_looked_for_in_all_steps(tmp_path):
     pairs = [made(tmp_path / of, of, steps=range(1, len(each) + 1), **{REWARD: each}) for of, each in rewards.items()]
     report = built(pairs)
     assert report.common == tuple(range(1, 11))
-    assert [(entry.passed, entry.collapsed) for entry in report.entries] == [(5, 13), (15, None), (None, None)]
+    events = [(entry.outcomes["passed"], entry.outcomes["collapsed"]) for entry in report.entries]
+    assert events == [(5, 13), (15, None), (None, None)]
     cards = re.findall(r"passes 0.95: (\d) of 1,\s+collapsed: (\d)<", page(report))
     assert cards == [("1", "1"), ("1", "0"), ("0", "0")]
 
 
 def test_steps_at_which_runs_passed():
     for steps, text in (((20, 22), "at 21 ± 1.4"), ((20,), "at 20"), ((None, 20, 24), "2 of 3, at 20, 24")):
-        assert at_step([SimpleNamespace(passed=step) for step in steps], "passed") == text
-    assert at_step([SimpleNamespace(passed=None)], "passed") == "never"
+        assert at_step([SimpleNamespace(outcomes={"passed": step}) for step in steps], "passed") == text
+    assert at_step([SimpleNamespace(outcomes={"passed": None})], "passed") == "never"
 
 
 ONE = ("fp16", 1)
@@ -153,17 +162,15 @@ ONE = ("fp16", 1)
 @pytest.mark.parametrize(
     ("runs", "note"),
     [
-        ([ONE], "One run only: there is no spread, and nothing to compare it with."),
         ([ONE, ONE], "fp16 has several runs of seed 1: each counts in means, as one seed for verdicts."),
         ([ONE, ONE, ("bf16", 1), ("bf16", 2), ("bf16", 3)], "No verdict on fp16 (1): 3 different seeds are needed."),
-        ([ONE, ("fp32", 0)], "Of fp32 a mean or median of k3 is not above 1e-08: that is the rounding of verl's"),
     ],
 )
 def test_doubtful_comparison_has_a_note(runs, note, tmp_path):
     report = built([made(tmp_path / f"{at}", of, seed, **{SECONDS: 2.0 + at}) for at, (of, seed) in enumerate(runs)])
-    assert any(each.startswith(note) for each in report.notes)
-    assert not any(each.holds for each in report.verdicts) and pairs_with_verdicts(report) == []
-    assert "None: no two labels have as many runs as a verdict needs." in page(report)
+    assert any(each.startswith(note) for each in notes(report))
+    assert not any(each.separates for each in report.verdicts) and len(report.tested) < 2
+    assert "None: no two labels have as many seeds as a verdict needs." in page(report)
     assert len({entry.id for entry in report.entries}) == len(runs)
 
 
@@ -175,7 +182,7 @@ def test_mismatch_that_may_decide_the_outcome_has_a_note(k3, noted, tmp_path):
     ]
     report = built(runs)
     note = "At the first common step, k3 times the length of an answer is 2 nats in bf16, 0.010 nats in fp16. This"
-    assert any(each.startswith(note) for each in report.notes) == noted
+    assert any(each.startswith(note) for each in notes(report)) == noted
     assert is_rebuilt_from(tmp_path / "out", report)
 
 
@@ -185,8 +192,8 @@ def test_metric_that_is_always_nan_has_no_mean_and_a_note(tmp_path):
         *several(tmp_path / "in", "bf16", **{"response_length/mean": 26.0}),
     ]
     report = built(pairs)
-    assert report.notes == ("fp16-seed3: actor/entropy is NaN or inf at every step: it has no value.",)
-    assert "4.15 ± 0.071 (2 of 3)" in markdown(report)
+    assert notes(report) == ["fp16-seed3: actor/entropy is NaN or inf at every step: it has no value."]
+    assert "4.15 ± 0.071 (2 of 3)" in on_screen(report)
     (verdict,) = [each for each in report.verdicts if each.outcome == "entropy_last"]
     assert verdict.text == "no verdict: fp16 has 2 of at least 3 seeds"
     assert is_rebuilt_from(tmp_path / "out", report)
@@ -195,7 +202,7 @@ def test_metric_that_is_always_nan_has_no_mean_and_a_note(tmp_path):
 
 
 def test_bitwise_agreement_is_named_and_its_absence_shown(tmp_path):
-    """Two labels agree to the bit, one in all steps but one of one run; the last was trained before the metric was."""
+    """Two labels agree bitwise, one except for one step of one run; the last was trained before the metric existed."""
     shares = {"fp32": 1.0, "bf16": 1.0, "fp16": [1.0] * 9 + [0.5], "bf16_train_fp16_infer": None}
     pairs = []
     for number, (label, share) in enumerate(shares.items()):  # no two runs may have the same metrics
@@ -203,8 +210,9 @@ def test_bitwise_agreement_is_named_and_its_absence_shown(tmp_path):
         pairs += several(tmp_path / "in", label, **more)
     pairs[6] = made(tmp_path / "in/exact", "fp16", 1, **{EQUAL_SHARE: 1.0})
     report = built(pairs)
-    row = "| equal log-probabilities, mean | bitwise | bitwise | 0.9667 ± 0.0289 | not recorded |"
-    assert row in markdown(report) and page(report).count(">bitwise</") == 2
+    row = screen_rows(report)["equal log-probabilities, mean"]
+    assert row == ["bitwise", "bitwise", "0.9667 ± 0.0289", "not recorded"]
+    assert page(report).count(">bitwise</") == 2
     texts = {(each.first, each.second): each.text for each in report.verdicts if each.outcome == "equal_share_mean"}
     assert texts["fp32", "bf16"] == "no verdict: both are bitwise" and len(texts) == 3
     assert is_rebuilt_from(tmp_path / "out", report)
@@ -219,7 +227,7 @@ def test_speed_is_not_claimed_beside_a_run_in_another_dtype(tmp_path):
     assert texts["throughput_median"] == texts["seconds_median"] == f"not claimed: {why}"
     assert "not claimed" not in texts["reward_last"]
     assert f'<span class="why">not claimed: {why}</span>' in page(report)
-    assert f"~~ not claimed: {why}" in markdown(report)
+    assert screen_rows(report)["step, s, median"][1] == "(6 ± 1 (3 of 4))"
     write_tables(report, tmp_path)
     rows = table(tmp_path / "table.csv")
     assert [rows[label, "throughput_median"]["not_claimed"] for label in ("fp16", "bf16")] == ["", why]
@@ -230,7 +238,7 @@ def test_speed_is_not_claimed_on_a_shared_machine(tmp_path):
     html = page(report)
     assert '<s>102 ± 1</s><span class="why">not claimed: others used the machine</span>' in html
     assert [html.count(f"<s>{value}</s>") for value in (101, 102, 103)] == [2, 2, 2], "in the table of runs, too"
-    assert "No speed is claimed for any run: others used the machine." in report.notes and "dtypes as named" in html
+    assert "No speed is claimed for any run: others used the machine." in notes(report) and "dtypes as named" in html
     assert is_rebuilt_from(tmp_path / "out", report)
 
 
@@ -238,7 +246,7 @@ def test_dtypes_of_a_foreign_run_are_unknown(tmp_path):
     file = write_metrics(tmp_path / "one.jsonl", dict.fromkeys((1, 2), {REWARD: 0.5, "perf/throughput": 9.0}))
     report = built([("fp16", file)])
     assert report.entries[0].id == "fp16-1"
-    assert "2 common steps are fewer than the 5 of a moving mean." in report.notes
+    assert "2 common steps are fewer than the 5 of a moving mean." in notes(report)
     html = page(report)
     assert "effective dtypes unknown: verl&#39;s file logger records none" in html and "<s>9</s>" in html
     assert is_rebuilt_from(tmp_path / "out", report)
@@ -253,9 +261,10 @@ def test_unfinished_run_has_a_note_and_stays_unfinished(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "da')
     report = built([(label, folder)])
-    assert "fp16-seed1 is not finished: 10 of 40 steps." in report.notes
-    assert "fp16-seed1: the last line of metrics.jsonl, line 11, is half-written: left out." in report.notes
-    assert (state(report.entries[0]), report.entries[0].departure) == ("10 of 40 steps", "trained in bfloat16")
+    assert "fp16-seed1 is not finished: 10 of 40 steps." in notes(report)
+    assert "fp16-seed1: the last line of metrics.jsonl, line 11, is half-written: left out." in notes(report)
+    (run,) = [entry.run for entry in report.entries]
+    assert (run.progress, run.departure) == ("10 of 40 steps", "trained in bfloat16")
     assert is_rebuilt_from(tmp_path / "out", report)
 
 
@@ -266,7 +275,7 @@ def test_other_differences_of_the_configurations_have_a_note(tmp_path):
         write(folder / "hydra/config.yaml", f"data:\n  seed: {number}\n  path: /same\n{actor}".encode())
     report = built(pairs)
     assert list(report.differs) == ["actor.lr", "actor.dtype"]
-    assert "Within fp16 the runs differ in more than their seed: actor.lr." in report.notes
+    assert "Within fp16 the runs differ in more than their seed: actor.lr." in notes(report)
     assert is_rebuilt_from(tmp_path / "out", report)
     kept = json.loads((tmp_path / "out" / "runs" / "fp16-seed1" / RECORD).read_text())
     assert kept["config"] == {"actor.lr": 1.0, "actor.dtype": False}, "what all share is not kept"
@@ -279,7 +288,7 @@ def test_figures_accept_equal_and_nonpositive_values(k3, tmp_path):
     report = built([made(tmp_path / "a", "fp32", **{K3_KL: k3, LOSS_SCALE: 65536.0, SKIPPED: 0.0})])
     write_figures(report, tmp_path)
     drawn = {file.stem for file in (tmp_path / "figures").iterdir()}
-    assert ("k3" in drawn) == (k3 > 0) and {"reward", "loss_scale", "outcomes"} <= drawn and "skipped" not in drawn
+    assert ("k3" in drawn) == (k3 > 0) and {"reward", "loss_scale"} <= drawn and "skipped" not in drawn
     assert set(re.findall(r"figures/(\w+)\.svg", page(report))) == drawn
 
 

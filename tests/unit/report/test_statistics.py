@@ -1,15 +1,22 @@
 """The outcomes of a run, passing and collapse, and verdicts over seeds."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 
 from verl_precision.facts.metrics import CRITIC_SKIPPED, K3_KL, LOSS_SCALE, REWARD, SKIPPED
 from verl_precision.format import duration, significant
 from verl_precision.report.catalog import OUTCOMES, Steps, outcomes
-from verl_precision.report.report import spread_over
-from verl_precision.report.statistics import Spread, Verdict, collapsed, moving_means, passed, verdict, verdicts
+from verl_precision.report.statistics import (
+    Spread,
+    Verdict,
+    collapsed,
+    moving_means,
+    passed,
+    spread_over,
+    verdict,
+    verdicts,
+)
 
 
 def steps(*rewards: float) -> Steps:
@@ -53,9 +60,9 @@ def test_outcomes_of_a_run():
 
 
 def test_runs_without_a_recorded_seed_count_as_different_seeds():
-    members = [SimpleNamespace(run=SimpleNamespace(seed=seed)) for seed in (1, 1, None, None)]
-    assert spread_over(members, [1.0, 2.0, 3.0, 4.0]) == Spread((1.0, 2.0, 3.0, 4.0), 4, 3)
-    assert spread_over(members, [1.0, 2.0, 3.0, None]) == Spread((1.0, 2.0, 3.0), 4, 2), "of those with a value"
+    pairs = [(1, 1.0), (1, 2.0), (None, 3.0), (None, 4.0)]
+    assert spread_over(pairs) == Spread((1.0, 2.0, 3.0, 4.0), 4, 3)
+    assert spread_over([*pairs[:3], (None, None)]) == Spread((1.0, 2.0, 3.0), 4, 2), "of those with a value"
     assert Spread((1.0, 2.0, 3.0), 3, 3).std == 1.0 and Spread((1.0,), 3, 1).std is None, "of the sample"
 
 
@@ -69,13 +76,13 @@ def test_verdict_needs_three_seeds_and_an_interval_that_excludes_equality():
     high, low = (0.9, 0.91, 0.92), (0.5, 0.51, 0.52)
     clear = verdict_on("reward_last", high, low)
     # 4 degrees of freedom, t(.975) = 2.776: 0.4 ± 2.776 × 0.01 × sqrt(2 / 3)
-    assert clear.holds and clear.text.startswith("a higher: +0.400 (+0.377 to +0.423)")
+    assert clear.separates and clear.text.startswith("a higher: +0.400 (+0.377 to +0.423)")
     assert verdict_on("reward_last", low, high).text.startswith("a lower: -0.400")
     assert verdict_on("reward_last", high[:2], low).text == "no verdict: a has 2 of at least 3 seeds"
     again = verdict_on("reward_last", high, low, seeds=1)
     assert again.text == "no verdict: a has 1, b has 1 of at least 3 seeds", "runs of one seed are not three"
     open_ = verdict_on("reward_last", (0.9, 0.5, 0.7), (0.8, 0.6, 0.65))
-    assert not open_.holds and open_.text.startswith("no verdict: ") and open_.text.endswith("includes 0")
+    assert not open_.separates and open_.text.startswith("no verdict: ") and open_.text.endswith("includes 0")
     assert verdict_on("skipped_total", (0, 0, 0), (0, 0, 0)).text == "no verdict: equal in every run"
     found = verdict_on("skipped_total", (1, 1, 1), (0, 0, 0))
     assert found.text.startswith("no verdict: no spread") and found.effect is None
@@ -87,19 +94,19 @@ def test_more_labels_need_a_clearer_difference():
     for labels, pairs in (("ab", 1), ("abcd", 6)):
         spreads = {label: none | {"reward_last": Spread(rewards[label], 3, 3)} for label in labels}
         found = verdicts(spreads, dict.fromkeys(labels, ""))
-        assert len(found) == pairs and any(each.holds for each in found) == (pairs == 1)
+        assert len(found) == pairs and any(each.separates for each in found) == (pairs == 1)
 
 
 def test_mismatch_is_compared_by_ratio_unless_it_is_rounding_noise():
     found = verdict_on("k3_mean", (1e-7, 2e-7, 4e-7))
-    assert found.holds and found.effect == pytest.approx(0.01) and found.low < 0.01 < found.high < 1
+    assert found.separates and found.effect == pytest.approx(0.01) and found.low < 0.01 < found.high < 1
     assert found.text.startswith("a lower: 100× (")
     text = verdict_on("probs_diff_mean", (0.0, 1e-12, 1e-12)).text
     assert text == "no verdict: 0 is not above 0, which has no ratio"
     for least in (-2.4e-12, 0.0, 9e-9):
         found = verdict_on("k3_mean", (least, 2e-8, 2.1e-8))
         assert found.text.endswith("is not above 1e-08, which is rounding noise") and found.effect is None
-    assert verdict_on("k3_mean", (1.1e-8, 1.2e-8, 1.3e-8)).holds
+    assert verdict_on("k3_mean", (1.1e-8, 1.2e-8, 1.3e-8)).separates
 
 
 def test_numbers_have_three_significant_digits_and_durations_whole_seconds():

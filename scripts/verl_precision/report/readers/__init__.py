@@ -1,4 +1,4 @@
-"""Readers of logged runs, one module a format; ``dispatch`` chooses among them.
+"""Readers of logged runs, one module per format; ``dispatch`` chooses among them.
 
-They write nothing and use no network. What cannot be read is refused in one line that names it.
+They write nothing and use no network. A file that cannot be read is refused in one line that names it.
 """

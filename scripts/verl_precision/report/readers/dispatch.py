@@ -10,17 +10,15 @@ from pathlib import Path
 from verl_precision.errors import Refused
 from verl_precision.report.catalog import METRIC, UNTRAINED
 from verl_precision.report.logged_run import LoggedRun
-from verl_precision.report.readers.oat import OAT_ARGS, read_oat
-from verl_precision.report.readers.run_folder import RECORD, read_recorded, read_run_folder
+from verl_precision.report.readers.metrics import read_metric_lines
+from verl_precision.report.readers.oat import OAT_ARGS, OAT_ROUND, adapt_oat_metrics, read_oat
+from verl_precision.report.readers.run_folder import RECORD, read_kept_run, read_run_folder
 from verl_precision.report.readers.tensorboard import read_tensorboard
-from verl_precision.report.readers.verl_file_logger import read_file_logger
-from verl_precision.report.readers.wandb import read_wandb
 from verl_precision.report.readers.wandb_csv import read_csv, split_run_name
 from verl_precision.words import options, shell_words
 
 LABEL = re.compile(r"[A-Za-z0-9][\w.+-]*")
 Reader = Callable[[str, Path], LoggedRun]
-BY_SUFFIX: dict[str, Reader] = {".wandb": read_wandb, ".jsonl": read_file_logger, ".csv": read_csv}
 
 
 def labelled_paths(value: str) -> list[tuple[str, Path]]:
@@ -50,13 +48,8 @@ def read_all(pairs: list[tuple[str, Path]]) -> list[LoggedRun]:
     Raises:
         Refused: one cannot be read, occurs twice, or is not of the regime that its label names.
     """
-    labels: dict[Path, str] = {}
     runs: list[LoggedRun] = []
     for label, path in pairs:
-        place = path.resolve()
-        if place in labels:
-            raise Refused(f"{label}={path}: is the same path as that of {labels[place]}; leave one out")
-        labels[place] = label
         run = read(label, path)
         for other in runs:
             if repr(other.steps) == repr(run.steps):  # NaN is not equal to itself
@@ -75,13 +68,11 @@ def read(label: str, path: Path) -> LoggedRun:
     run = replace(run, steps={step: data for step, data in run.steps.items() if data.keys() - UNTRAINED})
     if not run.steps:
         raise Refused(f"{label}={path}: has no training step; a report uses none of its metrics")
-    precision, effective = run.settings.get("PRECISION"), run.effective_regime
-    if precision and label in options("precision") and label not in (precision, effective):
-        other = effective not in (None, precision)
-        computed, name = (f" that computed in {effective}", effective) if other else ("", "so")
-        which = f"is a run with PRECISION={precision}{computed}"
-        raise Refused(f"{label}={path}: {which}; label it {name}, or unlike any regime")
-    return note_non_finite(run)
+    regimes = list(dict.fromkeys(filter(None, (run.settings.get("PRECISION"), run.effective_regime))))
+    if "PRECISION" in run.settings and label in options("precision") and label not in regimes:
+        which = f"is a run with PRECISION={' that computed in '.join(regimes)}"
+        raise Refused(f"{label}={path}: {which}; label it {regimes[-1]}, or unlike any regime")
+    return replace(run, notes=(*run.notes, *(note for note in notes_on_nan(run) if note not in run.notes)))
 
 
 def choose_reader(path: Path) -> Reader:
@@ -91,31 +82,41 @@ def choose_reader(path: Path) -> Reader:
         Refused: nothing exists there, or nothing that a reader knows.
     """
     file, _ = split_run_name(path)
-    if file.is_dir():
-        inside = [each for each in sorted(file.iterdir()) if each.is_file()]
-        if any(each.name in ("metrics.jsonl", "verl.jsonl") for each in inside):
-            if (file / RECORD).exists():
-                return read_recorded
-            return read_oat if (file / OAT_ARGS).exists() else read_run_folder
-        for suffix, reader in BY_SUFFIX.items():
-            if any(each.suffix == suffix for each in inside):
-                return reader
-        if any("tfevents" in each.name for each in file.rglob("*")):
-            return read_tensorboard
-        raise Refused(
-            f"{path}: contains no metrics: no metrics.jsonl, no TensorBoard events, no .jsonl, .wandb or .csv file"
-        )
     if not file.exists():
         raise Refused(f"{path}: does not exist")
-    if file.suffix in BY_SUFFIX:
-        return BY_SUFFIX[file.suffix]
-    if "tfevents" in file.name:
+    names = {each.name for each in file.iterdir()} if file.is_dir() else {file.name}
+    if file.is_dir() and names & {"metrics.jsonl", "verl.jsonl"}:
+        return read_kept_run if RECORD in names else read_oat if OAT_ARGS in names else read_run_folder
+    if any(name.endswith(".jsonl") for name in names):
+        return read_file_logger
+    if any(name.endswith(".csv") for name in names):
+        return read_csv
+    if any("tfevents" in each.name for each in (file.rglob("*") if file.is_dir() else [file])):
         return read_tensorboard
-    raise Refused(f"{path}: is not a run; give a run's folder, TensorBoard events or a .jsonl, .wandb or .csv file")
+    what = "contains no metrics" if file.is_dir() else "is not a run"
+    raise Refused(f"{path}: {what}; give a run's folder, TensorBoard events, a .jsonl file or W&B's CSV export")
 
 
-def note_non_finite(run: LoggedRun) -> LoggedRun:
-    """Return the run with a note on each metric that was not finite at some step."""
+def read_file_logger(label: str, path: Path) -> LoggedRun:
+    """Read verl's ``PROJECT/EXPERIMENT.jsonl``, or a patched OAT's ``metrics.jsonl`` without ``args.json``.
+
+    Args:
+        path: the file, or a folder with one.
+
+    Raises:
+        Refused: the folder contains several.
+    """
+    files = [path] if path.is_file() else sorted(path.glob("*.jsonl"))
+    if len(files) > 1:
+        raise Refused(f"{path}: contains {len(files)} .jsonl files, each a run; give one of them")
+    steps, notes = read_metric_lines(files[0])
+    if OAT_ROUND in files[0].read_text(errors="replace"):
+        return LoggedRun(label, files[0].stem, "a file of OAT", steps, (*notes, *adapt_oat_metrics(steps, {})))
+    return LoggedRun(label, files[0].stem, "verl's file logger", steps, notes)
+
+
+def notes_on_nan(run: LoggedRun) -> list[str]:
+    """Return a note on each metric that was not finite at some step."""
     notes = []
     for metric in dict.fromkeys(METRIC.values()):
         bad = [step for step in sorted(run.steps) if math.isnan(run.steps[step].get(metric, 0.0))]
@@ -124,4 +125,4 @@ def note_non_finite(run: LoggedRun) -> LoggedRun:
             notes.append(f"{metric} is NaN or inf at every step: it has no value")
         elif bad:
             notes.append(f"{metric} is NaN or inf at {len(bad)} of {logged} steps, first at {bad[0]}: left out there")
-    return replace(run, notes=(*run.notes, *(note for note in notes if note not in run.notes)))
+    return notes

@@ -9,6 +9,18 @@ from verl_precision.errors import Refused
 from verl_precision.report.catalog import Steps, report_name
 
 
+def read_json(file: Path) -> dict:
+    """Return the content of a JSON file.
+
+    Raises:
+        Refused: it is not JSON.
+    """
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise Refused(f"{file}: is not JSON: {error}") from error
+
+
 def select_metrics(data: dict, where: str) -> dict[str, float]:
     """Return the metrics of one step that a report uses, under its names; null, which stands for NaN, as NaN.
 
@@ -52,17 +64,3 @@ def read_metric_lines(file: Path) -> tuple[Steps, tuple[str, ...]]:
         if selected := select_metrics(data, f"{file}: line {number}"):
             steps.setdefault(step, {}).update(selected)
     return steps, ()
-
-
-def single_file(path: Path, suffix: str) -> Path:
-    """Return the file itself, or the only one with this suffix in a folder.
-
-    Raises:
-        Refused: the folder contains several.
-    """
-    if path.is_file():
-        return path
-    files = sorted(path.glob(f"*{suffix}"))
-    if len(files) > 1:
-        raise Refused(f"{path}: contains {len(files)} {suffix} files, each a run; give one of them")
-    return files[0]

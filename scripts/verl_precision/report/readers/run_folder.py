@@ -1,61 +1,98 @@
 """Read runs of ``make run`` from their folder, finished or not, or from the copy that a report keeps in ``runs/``."""
 
+import re
 from pathlib import Path
 
+from verl_precision.errors import Refused
 from verl_precision.report.catalog import Steps
 from verl_precision.report.logged_run import LoggedRun
-from verl_precision.report.readers.config import read_composed_config, read_json
-from verl_precision.report.readers.metrics import read_metric_lines
+from verl_precision.report.readers.metrics import read_json, read_metric_lines
 from verl_precision.run.folder import finished
 from verl_precision.run.log import reports
+from verl_precision.run.summary import agreed, by_role
 
-RECORD = "record.json"  # beside the metrics in a report's runs/: what the run's own folder has in other files
+RECORD = "record.json"  # in a report's runs/, beside the metrics: what the run's folder has in other files
+# Keys of seeds, names and folders, which differ between the runs of a label.
+OF_ONE_RUN = re.compile(
+    r"(.*[._])?seed|trainer\.(project_name|experiment_name|default_local_dir|(validation|rollout)_data_dir)"
+    r"|save_path|wb_\w+|master_(addr|port)"  # OAT's
+)
 
 
 def read_run_folder(label: str, folder: Path) -> LoggedRun:
-    """Read a folder of ``make run``: the metrics merged as ``merge_metrics`` does, without touching the folder.
+    """Read a folder of ``make run``: the metrics merged as by ``merge_metrics``, without touching the folder.
 
     The workers' reports of an unfinished run are in its log.
     """
-    steps, notes = {}, ()
+    steps: Steps = {}
+    notes: tuple[str, ...] = ()
     for name in ("metrics.jsonl", "verl.jsonl"):
         if (folder / name).exists():
             more, more_notes = read_metric_lines(folder / name)
             notes += more_notes
             for step, data in more.items():
                 steps.setdefault(step, {}).update(data)
-    log = folder / "train.log"
-    unfinished = log.exists() and not finished(folder)
-    lines = log.read_text(errors="replace").splitlines() if unfinished else []
-    facts = {"name": folder.name, "source": "make run", "notes": notes, "reports": reports(lines)}
-    return with_json_files(label, folder, steps, facts | read_composed_config(folder))
+    run, summary, log = read_if_present(folder / "run.json"), {}, folder / "train.log"
+    if finished(folder):
+        summary = read_json(folder / "summary.json")
+    elif log.exists():
+        summary = summarize_reports(reports(log.read_text(errors="replace").splitlines()))
+    config = comparable_config(read_composed_config(folder))
+    seed = run.get("settings", {}).get("SEED")
+    return LoggedRun(label, folder.name, "make run", steps, notes, seed, config, run, summary)
 
 
-def read_recorded(label: str, folder: Path) -> LoggedRun:
+def read_kept_run(label: str, folder: Path) -> LoggedRun:
     """Read a run as a report keeps it."""
     steps, notes = read_metric_lines(folder / "metrics.jsonl")
-    facts = read_json(folder / RECORD)
-    reported = facts.pop("told")
-    return with_json_files(label, folder, steps, facts | {"notes": (*facts["notes"], *notes), "reports": reported})
+    record = read_json(folder / RECORD)
+    run, summary = (read_if_present(folder / name) for name in ("run.json", "summary.json"))
+    name, source, seed, config = (record[key] for key in ("name", "source", "seed", "config"))
+    return LoggedRun(label, name, source, steps, (*record["notes"], *notes), seed, config, run, summary)
 
 
-def with_json_files(label: str, folder: Path, steps: Steps, facts: dict) -> LoggedRun:
-    """Return the run of ``facts`` with the folder's ``run.json`` and ``summary.json``, as far as they exist."""
-    files = (folder / "run.json", folder / "summary.json")
-    run, summary = (read_json(file) if file.exists() else {} for file in files)
-    seed = run.get("settings", {}).get("SEED", facts.get("seed"))
-    lists = {name: tuple(facts[name]) for name in ("notes", "reports")}
-    return LoggedRun(label=label, steps=steps, **facts | lists | {"seed": seed, "run": run, "summary": summary})
+def read_if_present(file: Path) -> dict:
+    """Return the content of a JSON file, {} if there is none."""
+    return read_json(file) if file.exists() else {}
 
 
-def record(run: LoggedRun) -> dict:
-    """Return the content of ``RECORD``: what ``read_recorded`` needs beside the other files of the run."""
-    return {
-        "name": run.name,
-        "source": run.source,
-        "seed": run.seed,
-        "notes": run.notes,
-        "told": run.reports,  # the key of the first reports, which are recorded
-        "config": run.config,
-        "config_hash": run.config_hash,
-    }
+def summarize_reports(reported: list[dict]) -> dict:
+    """Return what a summary has of the workers' reports, {} without any."""
+    if not reported:
+        return {}
+    dtypes = {role: agreed(of_role) for role, of_role in by_role(reported).items()}
+    return {"effective_dtypes": dtypes, "patch_stamp": agreed([each["stamp"] for each in reported])}
+
+
+def read_composed_config(folder: Path) -> dict:
+    """Return the configuration that Hydra wrote into a run's folder as flat keys; {} if it is missing.
+
+    Raises:
+        Refused: the file is not YAML.
+    """
+    import yaml
+
+    file = folder / "hydra" / "config.yaml"
+    if not file.exists():
+        return {}
+    try:
+        tree = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
+    except yaml.YAMLError as error:
+        raise Refused(f"{file}: is not YAML: {' '.join(str(error).split())}") from error
+    return flatten(tree or {})
+
+
+def comparable_config(flat: dict) -> dict:
+    """Return a flat configuration without seeds, names and folders."""
+    return {key: value for key, value in flat.items() if not OF_ONE_RUN.fullmatch(key)}
+
+
+def flatten(tree: dict, prefix: str = "") -> dict:
+    """Return nested dicts as one with keys ``a.b.c``; an empty dict stays a value."""
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -19,19 +19,19 @@ def read_tensorboard(label: str, path: Path) -> LoggedRun:
     from tensorboard.util import tensor_util
 
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if "tfevents" in each.name)
-    logged: dict[int, dict[str, float]] = {}
-    notes: tuple[str, ...] = ()
     folders = {file.parent for file in files}
     if len(folders) > 1:
         raise Refused(f"{path}: contains events in {len(folders)} folders, each a run; give one of them")
+    logged: dict[int, dict[str, float]] = {}
+    notes: tuple[str, ...] = ()
     for file in files:
-        whole, left = count_records(file)
-        if left and not whole:
+        whole, truncated = count_records(file)
+        if truncated and not whole:
             raise Refused(f"{file}: is not an event file, or its first record is damaged")
-        events = list(EventFileLoader(str(file)).Load())
+        events = list(EventFileLoader(str(file)).Load())  # ends without an error at a damaged record
         if len(events) < whole:
             raise Refused(f"{file}: record {len(events) + 1} of {whole} is damaged")
-        if left:
+        if truncated:
             notes += (f"the last record of {file.name}, record {whole + 1}, is half-written: left out",)
         for event in events:
             for value in event.summary.value:
@@ -42,7 +42,10 @@ def read_tensorboard(label: str, path: Path) -> LoggedRun:
 
 
 def count_records(file: Path) -> tuple[int, bool]:
-    """Return how many whole records an event file has, by their lengths, and whether a part of one follows."""
+    """Return the number of whole records of an event file, by their lengths, and whether a part of one follows.
+
+    A record is its length in 8 bytes, a checksum of it in 4, the data, and a checksum of the data in 4.
+    """
     size, at, whole = file.stat().st_size, 0, 0
     with file.open("rb") as content:
         while at + 12 <= size:

@@ -1,7 +1,7 @@
-"""Read wandb's CSV exports.
+"""Read W&B's CSV exports.
 
-A run's history has ``_step`` and a column a metric; a chart has ``Step`` and columns ``RUN - METRIC``, and a folder may
-contain one chart a metric. ``FILE.csv#RUN`` names one of several runs.
+A run's history has ``_step`` and a column per metric. A chart has ``Step`` and columns ``RUN - METRIC``; a folder may
+contain one chart per metric. ``FILE.csv#RUN`` selects one of several runs.
 """
 
 import csv
@@ -19,7 +19,7 @@ CHART = re.compile(r"(?P<run>.+) - (?P<metric>[^-]+?)(?P<bound>__MIN|__MAX)?")
 
 
 def split_run_name(path: Path) -> tuple[Path, str]:
-    """Return the file and the run of ``FILE.csv#RUN``; "" where no run is named."""
+    """Return the file and the run of ``FILE.csv#RUN``; "" if no run is named."""
     before, _, name = str(path).partition(".csv#")
     return (Path(f"{before}.csv"), name) if name else (path, "")
 
@@ -31,29 +31,24 @@ def read_csv(label: str, path: Path) -> LoggedRun:
         Refused: there is no run, or there are several and none is named.
     """
     place, wanted = split_run_name(path)
-    files = [place] if place.is_file() else sorted(place.glob("*.csv"))
-    logged: dict[int, dict[str, float]] = {}
-    names: set[str] = set()
-    of_oat = False
-    for file in files:
-        for step, data, name in csv_rows(file, wanted):
-            names.add(name)
-            of_oat |= OAT_ROUND in data
-            logged.setdefault(int(data.get(OAT_ROUND, step)), {}).update(data)
+    runs: dict[str, dict[int, dict[str, float]]] = {}
+    for file in [place] if place.is_file() else sorted(place.glob("*.csv")):
+        for run, step, data in csv_rows(file):
+            runs.setdefault(run, {}).setdefault(int(data.get(OAT_ROUND, step)), {}).update(data)
+    names = [name for name in runs if name == wanted or not wanted]
     if len(names) > 1:
         raise Refused(f"{path}: contains {len(names)} runs, {', '.join(sorted(names))}; choose one: FILE.csv#RUN")
     if not names:
         raise Refused(f"{path}: contains no run {wanted or 'at all'}")
+    logged = runs[names[0]]
     steps = {step: select_metrics(data, str(path)) for step, data in logged.items()}
-    source = "wandb's CSV export, of OAT" if of_oat else "wandb's CSV export"
-    return LoggedRun(label, names.pop(), source, steps, adapt_oat_metrics(steps, {}) if of_oat else ())
+    if any(OAT_ROUND in data for data in logged.values()):
+        return LoggedRun(label, names[0], "W&B's CSV export, of OAT", steps, adapt_oat_metrics(steps, {}))
+    return LoggedRun(label, names[0], "W&B's CSV export", steps)
 
 
-def csv_rows(file: Path, wanted: str) -> Iterator[tuple[int, dict[str, float], str]]:
-    """Yield for each line and run the step, the metrics and the run's name.
-
-    Args:
-        wanted: the only run to be read, "" for all.
+def csv_rows(file: Path) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """Yield for each line and run the run's name, the step and the metrics.
 
     Raises:
         Refused: there is no column of steps, a line is truncated, or a cell is not a number.
@@ -67,30 +62,24 @@ def csv_rows(file: Path, wanted: str) -> Iterator[tuple[int, dict[str, float], s
         used = {column: (match["run"], match["metric"]) for column in columns if (match := chart_column(column))}
         used |= {column: (file.stem, column) for column in columns if report_name(column) or column == OAT_ROUND}
         for row in table:
+            line = f"{file}: line {table.line_num}"
+            numbers: dict[str, float] = {}
+            for column in (axis, *used):
+                if (text := row[column]) is None:
+                    raise Refused(f"{line} is truncated: {column} is missing")
+                if text or column == axis:
+                    try:
+                        numbers[column] = float(text)
+                    except ValueError as error:
+                        raise Refused(f"{line}, {column}: {text!r} is not a number") from error
             by_run: dict[str, dict[str, float]] = {}
             for column, (run, metric) in used.items():
-                if row[column] is None:
-                    raise Refused(f"{file}: line {table.line_num} is truncated: {column} is missing")
-                if row[column] and (not wanted or run == wanted):
-                    where = f"{file}: line {table.line_num}, {column}"
-                    by_run.setdefault(run, {})[metric] = parse_number(row[column], where)
-            step = int(parse_number(row[axis], f"{file}: line {table.line_num}, {axis}"))
-            yield from ((step, data, run) for run, data in by_run.items())
+                if column in numbers:
+                    by_run.setdefault(run, {})[metric] = numbers[column]
+            yield from ((run, int(numbers[axis]), data) for run, data in by_run.items())
 
 
 def chart_column(column: str) -> re.Match | None:
     """Match ``RUN - METRIC`` of a metric that a report uses, but not the bounds of a chart's groups."""
     match = CHART.fullmatch(column)
     return match if match and report_name(match["metric"]) and not match["bound"] else None
-
-
-def parse_number(text: str, where: str) -> float:
-    """Return the number.
-
-    Raises:
-        Refused: ``text`` is none; the message begins with ``where``.
-    """
-    try:
-        return float(text)
-    except ValueError as error:
-        raise Refused(f"{where}: {text!r} is not a number") from error

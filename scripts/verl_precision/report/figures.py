@@ -23,7 +23,6 @@ STYLE = {
     "grid.color": "#e7e7e7",
     "axes.axisbelow": True,
     "axes.edgecolor": "#888888",
-    "axes.formatter.useoffset": False,
     "legend.frameon": False,
 }
 
@@ -109,6 +108,7 @@ def draw(report: Report, series: Series, axis) -> None:
         axis.axhline(report.threshold, color="#888888", linewidth=0.9, linestyle=(0, (4, 3)))
     if series.metric == LOSS_SCALE:
         mark_skipped_steps(report, series, axis)
+    widen_if_flat(axis)
     axis.set_xlabel("step")
     axis.set_ylabel(series.title, fontsize=8)
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -121,3 +121,13 @@ def mark_skipped_steps(report: Report, series: Series, axis) -> None:
         line = curve(entry.run.steps, series)
         skips = [step for step, data in entry.run.steps.items() if data.get(SKIPPED, 0) > 0 and step in line]
         axis.plot(skips, [line[step] for step in skips], "x", color="#B00020", markersize=5)
+
+
+def widen_if_flat(axis) -> None:
+    """Leave room around values that are about equal, whose rounding would look like a curve."""
+    low, high = axis.dataLim.intervaly
+    if high - low > 1e-3 * max(abs(low), abs(high)):
+        return
+    room = 0.5 + 0.05 * abs(high)
+    axis.set_autoscaley_on(False)  # or matplotlib warns of equal limits
+    axis.set_ylim(*((low / 2, 2 * high) if axis.get_yscale() == "log" else (low - room, high + room)))

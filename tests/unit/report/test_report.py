@@ -102,7 +102,7 @@ def test_command_refuses_bad_words_and_folders(words, message, tmp_path):
 def test_kept_runs_give_the_same_bytes(tmp_path):
     pairs = several(tmp_path / "in", seeds=range(1, 3))
     report = write_report(pairs, tmp_path / "out", 0.4, "Two regimes", ["bf16", "fp32", "fp16"], "a shared machine")
-    assert report.labels == ("bf16", "fp16"), "in the order that is expected"
+    assert list(report.by_label) == ["bf16", "fp16"], "in the order that is expected"
     assert "fp32 has no run yet: it is not in the tables." in page(report)
     before = contents(tmp_path / "out")
     (tmp_path / "in/torn.jsonl").write_text("{\n{}\n")

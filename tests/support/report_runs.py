@@ -87,7 +87,7 @@ def built_from(folder: Path) -> Report:
     """Return the report of a folder, built from the runs that it keeps, without writing it."""
     kept = json.loads((folder / SETTINGS).read_text())
     pairs = [(label, folder / run) for label, run in kept["runs"]]
-    return build_report(read_all(pairs), kept["threshold"], kept["title"], kept["labels"], kept["nospeed"])
+    return build_report(read_all(pairs), kept["threshold"], kept["title"], kept["nospeed"])
 
 
 def is_rebuilt_from(out: Path, original: Report) -> bool:

@@ -23,11 +23,7 @@ RECALL = {"EXPERIMENT": "recall", "ALGO": "pg_is", "PRECISION": "bf16 fp16"}
 
 
 def parse(words: list[str]) -> dict[str, str]:
-    """Parse ``NAME=VALUE`` words; return the variables of the sweep.
-
-    Raises:
-        Refused: a name or a value is not allowed.
-    """
+    """Return the variables of the sweep, or refuse a name or a value."""
     values = parse_words(words, VARIABLES)
     for name, least in (("SEED", 0), ("STEPS", FEWEST_STEPS)):
         whole_number(values, name, least, None)

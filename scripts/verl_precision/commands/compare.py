@@ -31,12 +31,10 @@ REPORT_VARIABLES = {
 VARIABLES = REPORT_VARIABLES | {name: text for name, text in sweep.VARIABLES.items() if name not in REPORT_VARIABLES}
 
 
-def write(
-    values: Mapping[str, str], pairs: Sequence[tuple[str, Path]], out: Path, title: str, expected: Sequence[str] = ()
-) -> None:
+def write(values: Mapping[str, str], pairs: Sequence[tuple[str, Path]], out: Path, title: str) -> None:
     """Write the report and print its summary."""
     threshold = finite_number(values, "THRESHOLD", THRESHOLD)
-    report = write_report(pairs, out, threshold, values.get("TITLE", title), expected, values.get("NOSPEED", ""))
+    report = write_report(pairs, out, threshold, values.get("TITLE", title), values.get("NOSPEED", ""))
     print(f"\n{on_screen(report)}\n\n  {out / 'index.html'}\n")
 
 
@@ -44,9 +42,8 @@ def sweep_and_compare(values: Mapping[str, str]) -> int:
     """Start the unfinished runs, and report on the finished ones. Return the exit code."""
     plan = sweep.plan_sweep({name: value for name, value in values.items() if name in sweep.VARIABLES})
     outcome = sweep.run_sweep(plan)
-    expected = list(dict.fromkeys(run.label for run in plan.runs))
     for objective, pairs in outcome.finished.items():
-        write(values, pairs, plan.out / objective / "report", f"{plan.experiment}, {objective}", expected)
+        write(values, pairs, plan.out / objective / "report", f"{plan.experiment}, {objective}")
     for run in outcome.failed:
         print(f"failed, and not in the report: {run}, {run.out / 'train.log'}")
     if outcome.code:
@@ -55,11 +52,7 @@ def sweep_and_compare(values: Mapping[str, str]) -> int:
 
 
 def parse(words: list[str]) -> dict[str, str]:
-    """Parse ``NAME=VALUE`` words; those of a sweep are checked run by run.
-
-    Raises:
-        Refused: a name or a value is not allowed, or there is no run.
-    """
+    """Return the values of the words by name, or refuse them; those of a sweep are checked run by run."""
     values = parse_words(words, VARIABLES)
     finite_number(values, "THRESHOLD", THRESHOLD)
     if "RUNS" in values:

@@ -1,7 +1,7 @@
 """Rebuild a report from the runs that it keeps.
 
-Reads FROM/report.json and the runs that it names, and writes the page, the figures, the tables and the runs to OUT, by
-default outputs/report/NAME, NAME the last part of FROM. OUT may be FROM.
+Reads FROM/report.json and the runs that it names, and writes the page, the figures, the tables and the runs to OUT. OUT
+may be FROM; by default it is outputs/report/NAME, where NAME is the last part of FROM.
 
 Exit code 0: done; 1: refused; 130: interrupted, with OUT as it was.
 """
@@ -20,11 +20,7 @@ VARIABLES = {
 
 
 def parse(words: list[str]) -> dict[str, str]:
-    """Parse ``NAME=VALUE`` words.
-
-    Raises:
-        Refused: a name is not allowed, or FROM is missing.
-    """
+    """Return the values of the words by name, or refuse a wrong name and a missing FROM."""
     variables = parse_words(words, VARIABLES)
     if "FROM" not in variables:
         raise Refused("FROM: is not set; give a report's folder, e.g. FROM=outputs/compare/arithmetic/grpo/report")

@@ -30,14 +30,13 @@ def write_report(
     out: Path,
     threshold: float = THRESHOLD,
     title: str = "Runs compared",
-    expected: Sequence[str] = (),
     nospeed: str = "",
 ) -> Report:
     """Read the runs, each a label and its folder or file, and replace the report in ``out``.
 
     Args:
-        expected: labels that should have runs, in the order in which they are shown.
-        nospeed: why no speed may be claimed for any run.
+        threshold: the reward that the moving mean has to exceed.
+        nospeed: why no speed may be claimed for any run, such as a shared machine.
 
     Raises:
         Refused: a run cannot be used, there is none, or ``out`` contains something else or cannot be written to;
@@ -48,9 +47,7 @@ def write_report(
     if out.exists() and not out.is_dir() or out.is_dir() and any(out.iterdir()) and not (out / SETTINGS).exists():
         raise Refused(f"OUT={out}: is not empty and contains no report; choose another folder")
     check_room(out)
-    several = read_all(list(pairs))
-    several.sort(key=lambda run: expected.index(run.label) if run.label in expected else len(expected))
-    report = build_report(several, threshold, title, expected, nospeed)
+    report = build_report(read_all(list(pairs)), threshold, title, nospeed)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         new = Path(scratch, "new")
@@ -85,7 +82,6 @@ def write_runs(report: Report, out: Path) -> None:
         "title": report.title,
         "threshold": report.threshold,
         "nospeed": report.nospeed,
-        "labels": [*report.by_label, *report.without],
         "runs": [[entry.run.label, f"runs/{entry.id}"] for entry in report.entries],
     }
     write_json(out / SETTINGS, settings)
@@ -103,9 +99,9 @@ def rebuild(folder: Path, out: Path) -> Report:
         hint = f"; below it are {', '.join(below)}" if below else ""
         raise Refused(f"FROM={folder}: contains no {SETTINGS}{hint}; give the folder of a report")
     settings = read_json(file)
-    if missing := [name for name in ("title", "threshold", "nospeed", "labels", "runs") if name not in settings]:
+    if missing := [name for name in ("title", "threshold", "nospeed", "runs") if name not in settings]:
         raise Refused(f"{file}: has no {missing[0]}; it is not a report's")
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in settings["runs"]):
         raise Refused(f"{file}: runs must be a list of [LABEL, FOLDER]")
     pairs = [(label, folder / run) for label, run in settings["runs"]]
-    return write_report(pairs, out, settings["threshold"], settings["title"], settings["labels"], settings["nospeed"])
+    return write_report(pairs, out, settings["threshold"], settings["title"], settings["nospeed"])

@@ -36,7 +36,6 @@ class Report:
     Attributes:
         threshold: the reward that the moving mean has to exceed.
         nospeed: why no speed may be claimed for any run, "" if it may.
-        without: labels that should have runs and have none.
         entries: the runs, those of a label together.
         common: the steps that all runs have.
     """
@@ -44,7 +43,6 @@ class Report:
     title: str
     threshold: float
     nospeed: str
-    without: tuple[str, ...]
     entries: tuple[Entry, ...]
     common: tuple[int, ...]
 
@@ -68,17 +66,12 @@ class Report:
         }
 
     @cached_property
-    def departures(self) -> dict[str, str]:
-        """By label the first of its runs that does not count as one of its regime, and why; "" if all do."""
+    def unclaimed(self) -> dict[str, str]:
+        """By label why no speed may be claimed, "" if it may; the first run that departs from its regime decides."""
         return {
-            label: next((f"{entry.id}: {entry.run.departure}" for entry in members if entry.run.departure), "")
+            label: next((f"{each.id}: {each.run.departure}" for each in members if each.run.departure), self.nospeed)
             for label, members in self.by_label.items()
         }
-
-    @cached_property
-    def unclaimed(self) -> dict[str, str]:
-        """By label why no speed may be claimed, "" if it may."""
-        return {label: why or self.nospeed for label, why in self.departures.items()}
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
@@ -96,15 +89,8 @@ class Report:
         return config_differences(self.entries)
 
 
-def build_report(
-    several: Sequence[LoggedRun], threshold: float, title: str, expected: Sequence[str] = (), nospeed: str = ""
-) -> Report:
+def build_report(several: Sequence[LoggedRun], threshold: float, title: str, nospeed: str = "") -> Report:
     """Return the report on runs.
-
-    Args:
-        threshold: the reward that the moving mean has to exceed.
-        expected: labels that should have runs; a note names those that have none.
-        nospeed: why no speed may be claimed for any run, such as a shared machine.
 
     Raises:
         Refused: the runs have no step in common.
@@ -120,8 +106,7 @@ def build_report(
         shared = {step: run.steps[step] for step in common}
         events = {"passed": passed(run.steps, threshold), "collapsed": collapsed(run.steps)}
         entries.append(Entry(name, run, shared, events | outcomes(shared)))
-    without = tuple(label for label in dict.fromkeys(expected) if label not in labels)
-    return Report(title, threshold, nospeed, without, tuple(entries), tuple(common))
+    return Report(title, threshold, nospeed, tuple(entries), tuple(common))
 
 
 def ids(ordered: Sequence[LoggedRun]) -> list[str]:

@@ -20,9 +20,7 @@ TWO_FRAMEWORKS = (
 
 def notes(report: Report) -> list[str]:
     """Return the notes, those on the whole report before those on single runs."""
-    lines = [f"{label} has no run yet: it is not in the tables." for label in report.without]
-    if report.nospeed:
-        lines.append(f"No speed is claimed for any run: {report.nospeed}.")
+    lines = [f"No speed is claimed for any run: {report.nospeed}."] if report.nospeed else []
     lines += on_steps(report)
     few = [f"{label} ({count_seeds(of)})" for label, of in report.by_label.items() if label not in report.tested]
     if few and len(report.by_label) > 1:

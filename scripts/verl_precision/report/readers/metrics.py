@@ -10,11 +10,7 @@ from verl_precision.report.catalog import Steps, report_name
 
 
 def read_json(file: Path) -> dict:
-    """Return the content of a JSON file.
-
-    Raises:
-        Refused: it is not JSON.
-    """
+    """Return the content of a JSON file, or refuse what is not JSON."""
     try:
         return json.loads(file.read_text())
     except ValueError as error:

@@ -37,9 +37,8 @@ def read_run_folder(label: str, folder: Path) -> LoggedRun:
         summary = read_json(folder / "summary.json")
     elif log.exists():
         summary = summarize_reports(reports(log.read_text(errors="replace").splitlines()))
-    config = comparable_config(read_composed_config(folder))
     seed = run.get("settings", {}).get("SEED")
-    return LoggedRun(label, folder.name, "make run", steps, notes, seed, config, run, summary)
+    return LoggedRun(label, folder.name, "make run", steps, notes, seed, read_composed_config(folder), run, summary)
 
 
 def read_kept_run(label: str, folder: Path) -> LoggedRun:
@@ -65,34 +64,25 @@ def summarize_reports(reported: list[dict]) -> dict:
 
 
 def read_composed_config(folder: Path) -> dict:
-    """Return the configuration that Hydra wrote into a run's folder as flat keys; {} if it is missing.
-
-    Raises:
-        Refused: the file is not YAML.
-    """
+    """Return the configuration that Hydra wrote into a run's folder; {} if it is missing."""
     import yaml
 
     file = folder / "hydra" / "config.yaml"
     if not file.exists():
         return {}
     try:
-        tree = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
+        return comparable_config(yaml.load(file.read_text(), Loader=yaml.CSafeLoader) or {})
     except yaml.YAMLError as error:
         raise Refused(f"{file}: is not YAML: {' '.join(str(error).split())}") from error
-    return flatten(tree or {})
 
 
-def comparable_config(flat: dict) -> dict:
-    """Return a flat configuration without seeds, names and folders."""
-    return {key: value for key, value in flat.items() if not OF_ONE_RUN.fullmatch(key)}
-
-
-def flatten(tree: dict, prefix: str = "") -> dict:
-    """Return nested dicts as one with keys ``a.b.c``; an empty dict stays a value."""
+def comparable_config(tree: dict, prefix: str = "") -> dict:
+    """Return a configuration as flat keys ``a.b.c``, without seeds, names and folders; an empty dict stays a value."""
     flat = {}
-    for key, value in tree.items():
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+            flat |= comparable_config(value, f"{key}.")
+        elif not OF_ONE_RUN.fullmatch(key):
+            flat[key] = value
     return flat

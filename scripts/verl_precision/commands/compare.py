@@ -14,7 +14,7 @@ from pathlib import Path
 from verl_precision.errors import Refused
 from verl_precision.paths import PROGRAM
 from verl_precision.report.build import write_report
-from verl_precision.report.readers.dispatch import labelled_paths
+from verl_precision.report.readers.dispatch import labeled_paths
 from verl_precision.report.statistics import THRESHOLD
 from verl_precision.report.tables import on_screen
 from verl_precision.run import sweep
@@ -71,5 +71,5 @@ def main(words: list[str]) -> int:
     values = parse(words)
     if "RUNS" not in values:
         return sweep_and_compare(values)
-    write(values, labelled_paths(values["RUNS"]), Path(values.get("OUT", "report")).expanduser(), "Runs compared")
+    write(values, labeled_paths(values["RUNS"]), Path(values.get("OUT", "report")).expanduser(), "Runs compared")
     return 0

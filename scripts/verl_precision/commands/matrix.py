@@ -84,7 +84,7 @@ def cell(cases: list[dict], notes: Notes) -> str:
     return notes.marked(f"{mark}, in part not run", not_run[0]) if not_run else mark
 
 
-def behaviours(results: dict, notes: Notes) -> list[list[str]]:
+def behavior_rows(results: dict, notes: Notes) -> list[list[str]]:
     """Return the header and a row for behaviors that belong together, a column per release."""
     columns = [
         {row: list(cases) for row, cases in itertools.groupby(release["seen"].values(), key=itemgetter("row"))}
@@ -146,7 +146,7 @@ def table(framework: str, results: dict, runs: dict, sizes: Sequence[list[str]] 
         sizes: rows on the series, see ``series_sizes``.
     """
     notes = Notes()
-    rows = behaviours(results, notes) + [job_row(row, results, runs, notes) for row in JOBS[framework]]
+    rows = behavior_rows(results, notes) + [job_row(row, results, runs, notes) for row in JOBS[framework]]
     changed = ["+{added} −{removed}".format(**result["lines"]) for result in results.values()]
     rows += [*sizes, [f"changed lines of {'OAT' if framework == 'oat' else 'verl'}", *changed]]
     lines = [f"| {' | '.join(row)} |" for row in rows]

@@ -9,8 +9,8 @@ from verl_precision.facts.metrics import LOSS_SCALE, REWARD, SKIPPED
 from verl_precision.report.catalog import ACCURACY, SERIES, Series, Steps
 from verl_precision.report.content import Report
 
-# Okabe and Ito's colours, which colour-blind readers distinguish; a regime has the same in every report.
-COLOURS = {"fp16": "#0072B2", "bf16": "#D55E00", "bf16_train_fp16_infer": "#009E73", "fp32": "#4D4D4D"}
+# Okabe and Ito's colors, which color-blind readers distinguish; a regime has the same in every report.
+COLORS = {"fp16": "#0072B2", "bf16": "#D55E00", "bf16_train_fp16_infer": "#009E73", "fp32": "#4D4D4D"}
 OTHERS = ("#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7B4FA3", "#1B7F79")
 LONGEST_LABEL = 28  # letters of a label in a figure
 STYLE = {
@@ -27,13 +27,13 @@ STYLE = {
 }
 
 
-def colours(labels: Sequence[str]) -> dict[str, str]:
-    """Return the colour of each label."""
+def colors(labels: Sequence[str]) -> dict[str, str]:
+    """Return the color of each label."""
     others = iter(OTHERS * len(labels))
-    return {label: COLOURS.get(label) or next(others) for label in labels}
+    return {label: COLORS.get(label) or next(others) for label in labels}
 
 
-def centre(values: Sequence[float], scale: str) -> tuple[float, float, float]:
+def center(values: Sequence[float], scale: str) -> tuple[float, float, float]:
     """Return the mean and one standard deviation below and above; on a log scale the geometric ones."""
     if scale == "linear":
         middle, wide = fmean(values), stdev(values) if len(values) > 1 else 0.0
@@ -86,7 +86,7 @@ def draw(report: Report, series: Series, axis) -> None:
     if series.scale != "linear":
         axis.set_yscale("log", base=2 if series.scale == "log2" else 10)
     few = {"marker": "."} if series.metric == ACCURACY else {}  # a single evaluation has no line
-    palette = colours(list(report.by_label))
+    palette = colors(list(report.by_label))
     for label, members in report.by_label.items():
         lines = [curve(entry.run.steps, series) for entry in members]
         if not any(lines):
@@ -97,8 +97,8 @@ def draw(report: Report, series: Series, axis) -> None:
         shared = [curve(entry.shared, series) for entry in members]
         steps = [step for step in report.common if all(step in line for line in shared)]
         if steps and len(members) > 1:
-            centres = [centre([line[step] for line in shared], series.scale) for step in steps]
-            middle, low, high = zip(*centres, strict=True)
+            centers = [center([line[step] for line in shared], series.scale) for step in steps]
+            middle, low, high = zip(*centers, strict=True)
             if not series.counted:
                 axis.fill_between(steps, low, high, color=palette[label], alpha=0.15, linewidth=0)
             axis.plot(steps, middle, color=palette[label], linewidth=1.8, **few)

@@ -6,7 +6,7 @@ from pathlib import Path
 from verl_precision.format import number, significant
 from verl_precision.report.catalog import WINDOW
 from verl_precision.report.content import Report, step_range
-from verl_precision.report.figures import colours, drawn_series
+from verl_precision.report.figures import colors, drawn_series
 from verl_precision.report.logged_run import LoggedRun
 from verl_precision.report.notes import notes
 from verl_precision.report.tables import METHOD, NONE, TITLES, label_rows, summary
@@ -26,7 +26,7 @@ def page(report: Report) -> str:
         report=report,
         notes=notes(report),
         summary=summary(report),
-        colours=colours(list(report.by_label)),
+        colors=colors(list(report.by_label)),
         rows=label_rows(report),
         figures=drawn_series(report),
         titles=TITLES,

@@ -17,7 +17,7 @@ from verl_precision.errors import Refused
 from verl_precision.facts.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS
 from verl_precision.files import write
 from verl_precision.report.catalog import METRIC
-from verl_precision.report.readers.dispatch import labelled_paths, read, read_all
+from verl_precision.report.readers.dispatch import labeled_paths, read, read_all
 
 STEPS = range(1, 7)
 
@@ -128,7 +128,7 @@ def test_csv_exports_of_wandb_are_read(tmp_path):
     for suffix, message in (("", "two.csv: contains 2 runs, a, b; choose one"), ("#c", "contains no run c")):
         with pytest.raises(Refused, match=message):
             read("fp16", Path(f"{two}{suffix}"))
-    ((label, path),) = labelled_paths(f"fp16={two}#b")
+    ((label, path),) = labeled_paths(f"fp16={two}#b")
     run = read(label, path)
     assert run.name == "b" and run.steps == {1: {REWARD: 0.25}}
 

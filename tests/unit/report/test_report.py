@@ -20,7 +20,7 @@ from verl_precision.paths import REPO
 from verl_precision.report.build import SETTINGS, rebuild, write_report
 from verl_precision.report.catalog import RESPONSE_LENGTH, SERIES
 from verl_precision.report.content import Report
-from verl_precision.report.figures import OTHERS, centre, colours, curve, draw, write_figures
+from verl_precision.report.figures import OTHERS, center, colors, curve, draw, write_figures
 from verl_precision.report.notes import notes
 from verl_precision.report.page import page
 from verl_precision.report.readers.run_folder import RECORD
@@ -291,16 +291,16 @@ def test_figures_accept_equal_and_nonpositive_values(k3, tmp_path):
     assert set(re.findall(r"figures/(\w+)\.svg", page(report))) == drawn
 
 
-def test_labels_beyond_the_colours_share_them():
+def test_labels_beyond_the_colors_share_them():
     labels = [f"branch {number}" for number in range(2 * len(OTHERS))]
-    assert list(colours(labels).values()) == [*OTHERS, *OTHERS]
+    assert list(colors(labels).values()) == [*OTHERS, *OTHERS]
 
 
 def test_mean_of_a_logarithmic_figure_is_geometric():
     for scale in ("log", "log2"):
-        assert centre([1.0, 100.0], scale)[0] == pytest.approx(10)
-        assert centre([8.0], scale) == pytest.approx((8, 8, 8))
-    assert centre([1.0, 3.0], "linear") == pytest.approx((2, 2 - 2**0.5, 2 + 2**0.5))
+        assert center([1.0, 100.0], scale)[0] == pytest.approx(10)
+        assert center([8.0], scale) == pytest.approx((8, 8, 8))
+    assert center([1.0, 3.0], "linear") == pytest.approx((2, 2 - 2**0.5, 2 + 2**0.5))
 
 
 def test_skipped_steps_are_marked_and_counted(tmp_path):

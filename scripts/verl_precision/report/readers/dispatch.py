@@ -21,7 +21,7 @@ LABEL = re.compile(r"[A-Za-z0-9][\w.+-]*")
 Reader = Callable[[str, Path], LoggedRun]
 
 
-def labelled_paths(value: str) -> list[tuple[str, Path]]:
+def labeled_paths(value: str) -> list[tuple[str, Path]]:
     """Return the pairs of ``LABEL=PATH …``. A path may be a pattern: ``fp16=outputs/*/grpo-fp16-seed*``.
 
     Raises:

@@ -92,7 +92,6 @@ COMMANDS = {
         "compare": setting("train and compare regimes, or compare existing runs", REPORT),
         "report": setting("rebuild a report from the runs in its folder", REPORT),
         "collapse": setting("train a model that bf16 destroys and fp16 trains", (*JOB, *REPORT)),
-        "diversity": setting("compare how many distinct right answers runs give", ("matplotlib",)),
     },
 }
 DEVELOPMENT = {

@@ -27,7 +27,7 @@ MODULES = (
     *(
         f"commands.{each.module or name}"
         for name, each in cli.BY_NAME.items()
-        if name not in ("bench-amp", "diversity")
+        if name != "bench-amp"
     ),
     *("make", "run.job", "run.start_checks", "run.cluster"),
 )

@@ -24,17 +24,17 @@ RESUMES = "repeat the command to resume"
 
 @dataclass(frozen=True)
 class Command:
-    """A command, which a module of ``verl_precision.commands`` carries out.
+    """A command, which a module of ``verl_precision.commands`` runs.
 
     The module's docstring is the description that ``--help`` prints. Its ``main`` takes the command's arguments, or
     with ``variables`` a ``NAME=VALUE`` word for each of its VARIABLES that was set by an option.
 
     Attributes:
         summary: what the command does, in one line.
-        module: the module, where it has another name than the command.
+        module: the module, if its name is not the command's.
         variables: whether the options are the module's VARIABLES.
         flags: further options of such a command, which take no value, and their help.
-        interrupted: what Ctrl-C leaves to do.
+        interrupted: advice after Ctrl-C.
         needs: packages of other projects, by the names under which they are imported.
     """
 
@@ -50,11 +50,9 @@ def patching(summary: str) -> Command:
     return Command(summary, "patches")
 
 
-def setting(
-    summary: str, needs: tuple[str, ...] = (), module: str = "", interrupted: str = "", **flags: str
-) -> Command:
+def setting(summary: str, needs: tuple[str, ...] = (), module: str = "", advice: str = "", **flags: str) -> Command:
     named = {f"--{name.replace('_', '-')}": text for name, text in flags.items()}
-    return Command(summary, module, True, named, interrupted, needs)
+    return Command(summary, module, True, named, advice, needs)
 
 
 MODEL = ("torch", "transformers", "safetensors", "pyarrow", "matplotlib")
@@ -75,10 +73,8 @@ COMMANDS = {
     "Choose a regime": {
         "doctor": Command("report the dtype of each hop of a job, before it starts or while it runs"),
         "preflight": setting("predict the effect of fp16 on a model", MODEL),
-        "probe": setting(
-            "measure the mismatch of a model in every regime, before training", PROBE, interrupted=RESUMES
-        ),
-        "recommend": setting("preflight and probe, then one answer", PROBE, interrupted=RESUMES),
+        "probe": setting("measure the mismatch of a model in every regime, before training", PROBE, advice=RESUMES),
+        "recommend": setting("preflight and probe, then one answer", PROBE, advice=RESUMES),
         "plan-memory": setting("plan the GPU memory of a job, without a GPU", CONFIG, "plan_memory"),
     },
     "Train and compare": {
@@ -103,10 +99,7 @@ DEVELOPMENT = {
         "pr-branch": Command("split the patches into branches for upstream, and check them", "pr_branch"),
         "verify-gpu": setting("test fp16 on this machine's GPU and measure it", ("torch",), "verify_gpu", RESUMES),
         "bench": Command("measure the cost of a precision"),
-        "bench-amp": Command(
-            "compare training in fp16 and bf16 outside verl with fp32", "bench_amp", needs=("torch", "matplotlib")
-        ),
-        "mutants": Command("put known defects into the project; each must fail a test"),
+        "bench-amp": Command("compare fp16, bf16 and fp32 outside verl", "bench_amp", needs=("torch", "matplotlib")),
         "matrix": Command("write the support matrices and the state of GPUs into the documents"),
         "setup": Command("set up the environments of this checkout", "setup_env"),
         "wheelhouse": setting("pack the wheels of an environment for machines without a network"),
@@ -141,7 +134,7 @@ def version() -> str:
 
 
 def find_module(name: str) -> ModuleType:
-    """Return the module that carries out a command."""
+    """Return the module that runs a command."""
     return importlib.import_module(f"verl_precision.commands.{BY_NAME[name].module or name}")
 
 

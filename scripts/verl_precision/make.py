@@ -12,7 +12,6 @@ import ast
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,73 +19,14 @@ from verl_precision import cli
 from verl_precision.commands import setup_env
 from verl_precision.doctor.interpreter import find_interpreter
 from verl_precision.errors import Refused
-from verl_precision.paths import PACKAGE, PROGRAM, REPO
-from verl_precision.spelling import MADE, PATCHING, arguments
+from verl_precision.paths import PACKAGE, PROGRAM, REPO, SCRIPTS
+from verl_precision.spelling import MADE, PATCHING, TARGETS, MakeTarget, arguments
 from verl_precision.words import alternatives, gpu_present, one_of, parse_words
 
 SHARED = "--shared"  # the words are those of several targets
 SOURCES = ("TORCH_INDEX_URL", "WHEELHOUSE", "FLASH_ATTN")  # of environments: every target takes them for its set-up
 DOCTOR_NEEDS = "an environment with hydra-core and omegaconf, and torch if that verl is patched"
-WITHOUT_HELP = ("gsm8k", "dapo-math", "sanity-math", "bench-amp")  # in a Python without packages
-STANDS_FOR = {
-    "VERL": "TREE, in which verl is; for doctor --verl",
-    "OAT": "TREE, in which OAT is",
-    "FIXES": "--fixes: yes or no",
-    "FORCE": "--force: yes or no",
-    "FRAMEWORK": "--framework",
-    "FROM": "RELEASE",
-    "TO": "TO",
-    "DIR": "DIR, by default in outputs",
-    "PATCH": "PATCH",
-    "ONLY": "ONLY",
-    "ARGS": "the words of the command line",
-}
-RECIPES = {"gsm8k": "gsm8k", "dapo-math": "dapo_math", "sanity-math": "sanity_math"}  # which download data
-
-
-@dataclass(frozen=True)
-class MakeTarget:
-    """A target of the Makefile.
-
-    Attributes:
-        takes: its variables, which may also be set in the environment; None: the command's VARIABLES.
-        command: the command that it starts, where that has another name.
-        device: whether DEVICE is one of the command's options, too.
-        environment: whether it runs in .venv or .venv-cuda.
-        tests: whether it runs this project's tests: in .venv on any machine, some in .venv-workers.
-    """
-
-    takes: tuple[str, ...] | None = None
-    command: str = ""
-    device: bool = False
-    environment: bool = True
-    tests: bool = False
-
-
-ON_A_DEVICE = MakeTarget(device=True)
-TARGETS = {
-    **dict.fromkeys(("run", "submit", "preflight", "probe", "recommend", "compare", "collapse"), ON_A_DEVICE),
-    "sanity": MakeTarget(command="compare", device=True),
-    "report": MakeTarget(),
-    "plan-memory": MakeTarget(),
-    "doctor": MakeTarget(("ARGS", "VERL")),
-    "verify-gpu": ON_A_DEVICE,
-    "bench": MakeTarget(("ARGS",)),
-    "bench-amp": MakeTarget(("ARGS",)),
-    "mutants": MakeTarget(("ONLY",), tests=True),
-    "pr-branch": MakeTarget(("VERL", "DIR")),
-    "setup": MakeTarget(()),
-    "wheelhouse": MakeTarget(device=True, environment=False),
-    **dict.fromkeys(RECIPES, MakeTarget(())),
-    "apply-patches": MakeTarget(("VERL", "OAT", "FIXES"), "apply", environment=False),
-    "unapply-patches": MakeTarget(("VERL", "OAT", "FORCE"), "unapply", environment=False),
-    "status": MakeTarget(("VERL", "OAT"), environment=False),
-    "drift": MakeTarget(("VERL", "OAT"), environment=False),
-    "port": MakeTarget(("FROM", "TO", "DIR", "FRAMEWORK"), environment=False),
-    "carry": MakeTarget(("PATCH", "FROM", "DIR", "FRAMEWORK"), environment=False),
-    "check": MakeTarget((), environment=False),
-    "matrix": MakeTarget((), environment=False),
-}
+MODULES = (REPO, SCRIPTS, REPO / "tests")  # where the modules are that a target may start
 
 
 def words(values: Mapping[str, str]) -> list[str]:
@@ -109,14 +49,13 @@ def own_values(name: str, target: MakeTarget, typed: Mapping[str, str], shared: 
     Raises:
         Refused: a name is not among those that the target takes.
     """
-    if target.takes is None:
+    if target.takes is None:  # its command checks the names
         inherited = cli.find_module(name).VARIABLES if name in ("run", "submit") else ()
-        return {each: os.environ[each] for each in inherited if each in os.environ} | dict(typed)
-    takes = (*target.takes, "DEVICE")
-    typed = {each: value for each, value in typed.items() if each in takes or not shared}
-    parse_words(words(typed), takes)
-    inherited = set(target.takes) & os.environ.keys() - {"FORCE"}  # which is typed each time
-    return {each: os.environ[each] for each in inherited} | typed
+    else:
+        inherited = {*target.takes} - {"FORCE"}  # which is typed each time
+        typed = {each: value for each, value in typed.items() if each in (*target.takes, "DEVICE") or not shared}
+        parse_words(words(typed), (*target.takes, "DEVICE"))
+    return {each: os.environ[each] for each in inherited if each in os.environ} | dict(typed)
 
 
 def chosen_device(name: str, target: MakeTarget, values: dict[str, str]) -> str:
@@ -125,13 +64,14 @@ def chosen_device(name: str, target: MakeTarget, values: dict[str, str]) -> str:
     Raises:
         Refused: DEVICE is neither cpu nor cuda.
     """
-    default = "cuda" if gpu_present() and not target.tests else "cpu"
+    default = "cuda" if gpu_present() and name != "mutants" else "cpu"
     if name == "plan-memory":  # its DEVICE is the planned one
         return default
     given = {each: os.environ[each] for each in ["DEVICE"] if os.environ.get(each)} | values
     device = one_of(given, "DEVICE", ["cpu", "cuda"], default)
     values.pop("DEVICE", None)
-    if target.device and "DEVICE" in given:
+    takes = cli.find_module(target.command or name).VARIABLES if target.takes is None else ()
+    if "DEVICE" in given and "DEVICE" in takes:
         values["DEVICE"] = device
     return device
 
@@ -145,23 +85,23 @@ def interpreter(name: str, values: Mapping[str, str], device: str, python: str |
     Raises:
         Refused: the doctor cannot run in the Python that the user named, or that of VERL, and .venv is not set up.
     """
-    if name == "doctor":
-        verl = Path(values["VERL"]) if values.get("VERL") else None
-        if "VERL" in values and (verl is None or not verl.is_dir()):
-            kinds = "a checkout of verl, an unpacked release or a site-packages folder"
-            raise Refused(f"VERL={values['VERL']} is not a folder; give {kinds}")
-        instead = "leave PYTHON out" if typed else ""
-        environment = setup_env.ENVIRONMENTS[device]
-        if verl and not typed and not environment.ready:
-            instead = f"set {environment.folder} up ({environment.cost}): make setup"
-        if found := find_interpreter(verl, python, instead):
-            return found
-        # PYTHON is the Python to run in, not one to make .venv with
-        advice = f"the doctor also runs in PYTHON= of {DOCTOR_NEEDS}"
-        return str(setup_env.setup(device, None, advice, patch=verl is None))  # another verl is examined
-    if TARGETS[name].tests:
-        setup_env.setup("workers", python)
-    return str(setup_env.setup(device, python))
+    if name != "doctor":
+        if name == "mutants":
+            setup_env.setup("workers", python)
+        return str(setup_env.setup(device, python))
+    verl = Path(values["VERL"]) if "VERL" in values else None
+    if verl and not verl.is_dir():
+        kinds = "a checkout of verl, an unpacked release or a site-packages folder"
+        raise Refused(f"VERL={verl} is not a folder; give {kinds}")
+    instead = "leave PYTHON out" if typed else ""
+    environment = setup_env.ENVIRONMENTS[device]
+    if verl and not typed and not environment.ready:
+        instead = f"set {environment.folder} up ({environment.cost}): make setup"
+    if found := find_interpreter(verl, python, instead):
+        return found
+    # PYTHON is the Python to run in, not one to make .venv with
+    advice = f"the doctor also runs in PYTHON= of {DOCTOR_NEEDS}"
+    return str(setup_env.setup(device, None, advice, patch=verl is None))  # another verl is examined
 
 
 def installed(name: str, device: str) -> str:
@@ -179,19 +119,21 @@ def installed(name: str, device: str) -> str:
 
 
 def show_help(name: str, target: MakeTarget) -> NoReturn:
-    """Print the help of a target, and of the command that it starts."""
+    """Print the help of a target and of the command that it starts, or what the module is for that it starts."""
     takes = ["NAME=VALUE …"] if target.takes is None else [f"{each}=…" for each in target.takes]
-    print("usage: make", name, *takes, flush=True)
-    stands = (
-        {"NAME=VALUE": "--name VALUE"} if target.takes is None else {each: STANDS_FOR[each] for each in target.takes}
-    )
-    print("".join(f"  {each} stands for {what}\n" for each, what in stands.items()), end="", flush=True)
-    if name in WITHOUT_HELP:
-        file = REPO / f"recipes/{RECIPES[name]}/prepare.py" if name in RECIPES else PACKAGE / "commands/bench_amp.py"
-        print(f"\n{ast.get_docstring(ast.parse(file.read_text()))}")
-        sys.exit(0)
-    print(flush=True)
-    os.execv(sys.executable, [*PROGRAM, target.command or name, "--help"])
+    print("usage: make", name, *takes)
+    if takes:
+        print("  NAME=VALUE stands for --name VALUE or the argument NAME, and NAME=yes for the flag --name;")
+        print("  VERL=… and OAT=… stand for TREE, FROM=… for RELEASE, ARGS=… for the words of the command line")
+    command = target.command or name
+    if name == "bench-amp":  # its --help needs torch
+        command = "verl_precision.commands.bench_amp"
+    if "." not in command:
+        print(flush=True)
+        os.execv(sys.executable, [*PROGRAM, command, "--help"])
+    files = [folder / f"{command.replace('.', '/')}.py" for folder in MODULES]
+    print(*("\n" + ast.get_docstring(ast.parse(file.read_text())) for file in files if file.exists()))
+    sys.exit(0)
 
 
 def start(name: str, typed: list[str]) -> None:
@@ -214,21 +156,32 @@ def start(name: str, typed: list[str]) -> None:
         values["VERL"] = installed(name, device)
     if name == "sanity":
         values = sanity_grid() | values
-    command = target.command or name
-    if name in RECIPES:
-        program = ["-m", f"recipes.{RECIPES[name]}.prepare", "--out", f"data/{name}"]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
-    elif name != "setup":
-        if target.takes is None:
-            cli.find_module(command).parse(words(values))
-        program = [str(PACKAGE), *arguments(name if name in PATCHING else command, values)]
-        if name in ("doctor", "bench", "mutants", "pr-branch") and values.get("VERL") != "":  # refused below
-            cli.find_module(name).parse(program[2:])
+    program = command_line(name, target, values)
     os.environ.update(sources)
     python = interpreter(name, values, device, python, typed_python) if target.environment else sys.executable
     if name != "setup":
         os.environ[MADE] = name
         os.execv(python, [python, *program])
+
+
+def command_line(name: str, target: MakeTarget, values: Mapping[str, str]) -> list[str]:
+    """Return the arguments of Python that start what a target stands for.
+
+    Raises:
+        Refused: its command would refuse the values. What runs without an environment is left to the command.
+    """
+    command = target.command or name
+    if "." in command:
+        folders = [*map(str, MODULES), os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+        own = [values.get("ONLY", "")] if name == "mutants" else ["--out", f"data/{name}"]
+        return ["-m", command, *filter(None, own)]
+    if target.takes is None:
+        cli.find_module(command).parse(words(values))
+    options = arguments(name if name in PATCHING else command, values)
+    if name in ("doctor", "bench", "pr-branch"):
+        cli.find_module(name).parse(options[1:])
+    return [str(PACKAGE), *options]
 
 
 def main(arguments: list[str]) -> int:

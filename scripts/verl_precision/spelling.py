@@ -1,4 +1,4 @@
-"""The two spellings of a command's settings: ``--name VALUE`` on the command line, ``NAME=VALUE`` for make.
+"""The two spellings of a command: ``make run STEPS=8`` and ``verl-precision run --steps 8``.
 
 Code and messages use make's. ``make`` translates its variables with ``arguments``, and ``spelled`` translates messages
 for those who started the command line themselves.
@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from verl_precision.errors import Refused
@@ -16,11 +17,50 @@ from verl_precision.paths import PACKAGE
 from verl_precision.words import GROUPS, one_of, options, shell_words
 
 MADE = "VERL_PRECISION_MAKE"  # set in what make starts
+
+
+@dataclass(frozen=True)
+class MakeTarget:
+    """A target of the Makefile that takes variables.
+
+    Attributes:
+        command: what it starts, where that is not the command of its name: another one, or a module, which has a dot.
+        takes: its variables, which may also be set in the environment; None: the VARIABLES of the command's module.
+        environment: whether it runs in .venv or .venv-cuda.
+    """
+
+    command: str = ""
+    takes: tuple[str, ...] | None = None
+    environment: bool = True
+
+
+WITH_VARIABLES = ("run", "submit", "preflight", "probe", "recommend", "plan-memory", "compare", "report", "collapse")
+TARGETS = {
+    **dict.fromkeys((*WITH_VARIABLES, "verify-gpu"), MakeTarget()),
+    "sanity": MakeTarget("compare"),
+    "wheelhouse": MakeTarget(environment=False),
+    "doctor": MakeTarget(takes=("ARGS", "VERL")),
+    **dict.fromkeys(("bench", "bench-amp"), MakeTarget(takes=("ARGS",))),
+    "pr-branch": MakeTarget(takes=("VERL", "DIR")),
+    "setup": MakeTarget(takes=()),
+    "mutants": MakeTarget("mutants.__main__", ("ONLY",)),
+    "gsm8k": MakeTarget("recipes.gsm8k.prepare", ()),
+    "dapo-math": MakeTarget("recipes.dapo_math.prepare", ()),
+    "sanity-math": MakeTarget("recipes.sanity_math.prepare", ()),
+    "apply-patches": MakeTarget("apply", ("VERL", "OAT", "FIXES"), environment=False),
+    "unapply-patches": MakeTarget("unapply", ("VERL", "OAT", "FORCE"), environment=False),
+    **dict.fromkeys(("status", "drift"), MakeTarget(takes=("VERL", "OAT"), environment=False)),
+    "port": MakeTarget(takes=("FROM", "TO", "DIR", "FRAMEWORK"), environment=False),
+    "carry": MakeTarget(takes=("PATCH", "FROM", "DIR", "FRAMEWORK"), environment=False),
+    **dict.fromkeys(("check", "matrix"), MakeTarget(takes=(), environment=False)),
+}
+# The command of each target that acts on a tree of verl or OAT.
+PATCHING = {name: target.command or name for name, target in TARGETS.items() if "OAT" in (target.takes or ())}
+# The targets that a command of the same settings replaces.
+TRANSLATED = {*PATCHING, *(name for name, target in TARGETS.items() if not target.command)} - {"setup"}
 EXAMPLES = {"port": "FROM=0.9.1 TO=0.9.2", "carry": "PATCH=fsdp-compute-in-the-configured-dtype FROM=0.9.1"}
-PATCHING = {"apply-patches": "apply", "unapply-patches": "unapply", "status": "status", "drift": "drift"}
+# A target in a text, and the variables after it; a value ends before the punctuation of the sentence.
 IN_TEXT = re.compile(r"make ([a-z]+(?:-[a-z]+)*)((?: [A-Z_]+=(?:'[^']*'|[^\s;,)`'\"\\]*[^\s;,.)`'\"\\]))*)")
-TARGETS = (*PATCHING, "port", "carry", "check", "doctor", "probe", "preflight", "recommend", "plan-memory", "compare")
-TARGETS += ("report", "collapse", "run", "submit", "bench", "bench-amp", "verify-gpu", "wheelhouse", "mutants")
 
 
 def option(name: str) -> str:
@@ -45,7 +85,7 @@ def values_of(parsed: argparse.Namespace, variables: Iterable[str]) -> dict[str,
         Refused: a variable is written as make takes it.
     """
     values = {name: getattr(parsed, name) for name in variables if getattr(parsed, name)}
-    overrides = getattr(parsed, "overrides", [])  # of a command that takes ARGS
+    overrides = parsed.overrides if "ARGS" in variables else []
     for word in overrides:
         name, _, value = word.partition("=")
         if name in variables:
@@ -62,20 +102,19 @@ def as_options(values: Mapping[str, str]) -> list[str]:
     return [*named, *(["--", *overrides] if overrides else [])]
 
 
-def tree(values: Mapping[str, str]) -> list[str]:
-    """Return the arguments that name the tree of VERL or OAT; none if neither is set.
+def tree(values: Mapping[str, str], framework: bool) -> list[str]:
+    """Return the arguments that name the tree of VERL or OAT, and its ``framework``; none if neither is set.
 
     Raises:
         Refused: both are set, or one is empty.
     """
-    if "VERL" in values and "OAT" in values:
+    named = [name for name in ("VERL", "OAT") if name in values]
+    if len(named) == 2:
         raise Refused(f"VERL={values['VERL']} OAT={values['OAT']}: set only one of the two")
-    if not {"VERL", "OAT"} & set(values):
-        return []
-    name = "OAT" if "OAT" in values else "VERL"
-    if not values[name]:
-        raise Refused(f"{name}= is empty: it must be a folder that contains {name.lower()}/")
-    return ["--framework", name.lower(), values[name]]
+    for name in named:
+        if not values[name]:
+            raise Refused(f"{name}= is empty: it must be a folder that contains {name.lower()}/")
+    return [word for name in named for word in (*(["--framework", name.lower()] if framework else []), values[name])]
 
 
 def flag(values: Mapping[str, str], name: str) -> list[str]:
@@ -83,33 +122,37 @@ def flag(values: Mapping[str, str], name: str) -> list[str]:
     return [option(name)] if one_of(values, name, ["yes", "no"], "no") == "yes" else []
 
 
-def arguments(target: str, values: Mapping[str, str]) -> list[str]:
+def arguments(target: str, values: Mapping[str, str], framework: bool = True) -> list[str]:
     """Return the arguments of the command line that a target of make with these variables stands for.
 
+    Args:
+        framework: whether to name the framework of a tree; in a message the tree shows it.
+
     Raises:
-        Refused: one that the target needs is not set, or they contradict each other.
+        Refused: a variable that the target needs is not set, or they contradict each other.
     """
     if target in PATCHING:
         fixes = flag(values, "FIXES")
         if fixes and "OAT" in values:
             raise Refused("FIXES=yes: OAT has one series of patches; leave FIXES out")
-        return [PATCHING[target], *fixes, *flag(values, "FORCE"), *tree(values)]
+        return [PATCHING[target], *fixes, *flag(values, "FORCE"), *tree(values, framework)]
     if target in EXAMPLES:
-        first, second = (part.partition("=")[0] for part in EXAMPLES[target].split())
-        for name in (first, second):
+        needed = re.findall(r"[A-Z]+(?==)", EXAMPLES[target])
+        for name in needed:
             if not values.get(name):
                 raise Refused(f"{name}: is not set; example: make {target} {EXAMPLES[target]}")
-        framework = one_of(values, "FRAMEWORK", ["verl", "oat"], "verl")
-        named = f"{framework}-{Path(values['TO']).name}" if target == "port" else values["PATCH"].removesuffix(".patch")
-        folder = values.get("DIR") or f"outputs/{'' if target == 'port' else 'carry-'}{named}"
-        choice = ["--framework", framework] if framework != "verl" else []
-        return [target, *choice, values[first], values[second], folder]
+        chosen = one_of(values, "FRAMEWORK", ["verl", "oat"], "verl")
+        choice = ["--framework", chosen] if chosen != "verl" else []
+        if target == "port":
+            default = f"outputs/{chosen}-{Path(values['TO']).name}"
+        else:
+            default = f"outputs/carry-{values['PATCH'].removesuffix('.patch')}"
+        return [target, *choice, *(values[name] for name in needed), values.get("DIR") or default]
     if target == "pr-branch":
-        return [target, *tree(values)[2:], "--dir", values.get("DIR") or "outputs/pr-branch"]
-    if target == "mutants":
-        return [target, *filter(None, [values.get("ONLY")])]
+        return [target, *tree(values, False), "--dir", values.get("DIR") or "outputs/pr-branch"]
     if target in ("bench", "bench-amp"):
         return [target, *shell_words("ARGS", values.get("ARGS", ""))]
+    tree(values, False)  # checks VERL
     return [target, *as_options(values)]
 
 
@@ -124,12 +167,12 @@ def spelled(text: str, variables: Iterable[str] = ()) -> str:
 
     def command(found: re.Match[str]) -> str:
         target = found[1]
-        if target not in TARGETS:
+        if target not in TRANSLATED:
             return found[0]
         values = dict(word.partition("=")[::2] for word in shlex.split(found[2]))
         python = values.pop("PYTHON", "")
         try:
-            parts = without_framework(arguments(target, values)) if values else [PATCHING.get(target, target)]
+            parts = arguments(target, values, framework=False) if values else [PATCHING.get(target, target)]
         except Refused:  # it is no command, but a text that looks like one
             return found[0]
         program = [python, str(PACKAGE)] if python else ["verl-precision"]
@@ -142,9 +185,3 @@ def spelled(text: str, variables: Iterable[str] = ()) -> str:
         text = re.sub(rf"(?<![\w/.'-])({names})=", lambda found: f"{option(found[1])} ", text)
         text = re.sub(rf"^({names}): ", lambda found: f"{option(found[1])}: ", text)
     return re.sub(r"(?<![\w/'-])ARGS(?:=(?!')|: )", "", text) if "ARGS" in variables else text
-
-
-def without_framework(words: list[str]) -> list[str]:
-    """Return a patch command without ``--framework``, because the tree shows it."""
-    place = words.index("--framework") if "--framework" in words and words[0] in PATCHING.values() else None
-    return words if place is None else words[:place] + words[place + 2 :]

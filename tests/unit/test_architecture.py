@@ -24,7 +24,6 @@ ROOMS = {
     "collapse": {"run", "report"},
     "bench": set(),
     "verify": {"patch", "run"},
-    "mutants": {"patch"},
 }
 ROOMS["commands"] = set(ROOMS)
 STARTERS = ("cli", "make")  # modules at the top that import rooms: they start the commands

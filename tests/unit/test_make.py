@@ -48,7 +48,7 @@ STARTED = [
     (["preflight", "ROWS=4", "DEVICE=cpu"], IN_ITS_ENVIRONMENT, "preflight --rows=4 --device=cpu"),
     (["doctor", "ARGS=a.b=1"], IN_ITS_ENVIRONMENT, "doctor -- a.b=1"),
     (["bench", "ARGS=--sizes 10,30"], IN_ITS_ENVIRONMENT, "bench --sizes 10,30"),
-    (["mutants", "ONLY=one"], IN_ITS_ENVIRONMENT, "mutants one"),
+    (["mutants", "ONLY=one"], IN_ITS_ENVIRONMENT, "-m mutants.__main__ one"),
     (["gsm8k"], IN_ITS_ENVIRONMENT, "-m recipes.gsm8k.prepare --out data/gsm8k"),
     (["pr-branch", "VERL=/clone"], IN_ITS_ENVIRONMENT, "pr-branch /clone --dir outputs/pr-branch"),
     (["probe", "PYTHON=python3.12", "DEVICE=cpu"], "PYTHON of cpu python3.12", "probe --device=cpu"),
@@ -126,7 +126,8 @@ def test_recipe_is_found_and_installed_from_the_index_of_the_command_line(starte
     monkeypatch.setenv("PYTHONPATH", "/mine")
     started("gsm8k", "TORCH_INDEX_URL=https://b")
     assert os.environ["TORCH_INDEX_URL"] == "https://b"
-    assert os.environ["PYTHONPATH"] == f"{REPO}{os.pathsep}/mine"
+    folders = os.environ["PYTHONPATH"].split(os.pathsep)
+    assert folders[0] == str(REPO) and folders[-1] == "/mine"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_tree_of_the_environment_counts_like_one_of_the_command_line(started, mo
         (["plan-memory", "EXPERIMENT=dense_7b none"], "EXPERIMENT=none: must be one of"),
         (["probe", "ROWS=1"], "ROWS=1: must be a whole number of at least 2"),
         (["doctor", "VERL=/nowhere"], "VERL=/nowhere is not a folder; give a checkout of verl, an unpacked release or"),
-        (["doctor", "VERL="], "VERL= is not a folder; give"),
+        (["doctor", "VERL="], "VERL= is empty: it must be a folder that contains verl/"),
         (["run", "VERL=/a", "STEPS=2", "--shared"], "VERL: is not a variable of this command"),
         (["setup", "VERL=/a"], "VERL: is not a variable of this command; the variables are DEVICE"),
         (["bench-amp", "ARGS=it's"], "ARGS=it's: No closing quotation"),
@@ -265,4 +266,5 @@ def test_help_of_every_target_is_that_of_its_command():
         assert done.stdout.startswith(f"usage: make {name}")
         assert all(f" {each}=…" in done.stdout for each in target.takes or ())
         command = target.command or name
-        assert name in make.WITHOUT_HELP or f"usage: verl-precision {command} " in done.stdout, name
+        module = "." in command or name == "bench-amp"
+        assert f"usage: verl-precision {command} " in done.stdout or module and done.stdout.count("\n\n") > 1, name

@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mutants import __main__ as command
+from mutants import trial
+from mutants import workspace as workspace_module
+from mutants.document import killers, survived
+from mutants.selection import select_tests
+from mutants.table import Mutant, choose, load
+from mutants.trial import Outcome, Outcomes, try_mutants
+from mutants.workspace import LATE, OF_THE_TABLES, STUCK, Workspace
 from support.trees import make_repository, write_files
 
-from verl_precision.commands import mutants
 from verl_precision.errors import Refused
-from verl_precision.mutants import trial
-from verl_precision.mutants import workspace as workspace_module
-from verl_precision.mutants.document import killers, survived
-from verl_precision.mutants.selection import select_tests
-from verl_precision.mutants.table import Mutant, choose, load
-from verl_precision.mutants.trial import Outcome, Outcomes, try_mutants
-from verl_precision.mutants.workspace import LATE, OF_THE_TABLES, STUCK, Workspace
 from verl_precision.paths import REPO
 
 TABLE = load()
@@ -26,7 +26,7 @@ HARMLESS = Mutant(
     name="harmless",
     defect="none",
     seen_in="nowhere",
-    file="scripts/verl_precision/mutants/table.py",
+    file="tests/mutants/table.py",
     replace='only.replace(",", " ")',
     by='only.replace(",", "  ")',
     tests=("tests/unit/test_mutants.py::test_areas_and_names_are_chosen",),
@@ -123,8 +123,8 @@ def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypat
 
 def test_command_fails_on_a_survivor_that_is_not_equivalent(monkeypatch, tmp_path, capsys):
     table = [HARMLESS, DEADLY, replace(HARMLESS, name="same", equivalent="the order of a comparison")]
-    monkeypatch.setattr(mutants, "load", lambda: table)
-    monkeypatch.setattr(mutants, "DOCUMENT", tmp_path / "mutants.md")
+    monkeypatch.setattr(command, "load", lambda: table)
+    monkeypatch.setattr(command, "DOCUMENT", tmp_path / "mutants.md")
     known = {"harmless": Outcome("", 1), "deadly": Outcome("tests/a.py::test_b[x|y]", 1), "same": Outcome("", 1)}
 
     def tried(chosen, jobs, show, outcomes):
@@ -132,8 +132,8 @@ def test_command_fails_on_a_survivor_that_is_not_equivalent(monkeypatch, tmp_pat
             show(mutant, known[mutant.name])
         return known
 
-    monkeypatch.setattr(mutants, "try_mutants", tried)
-    assert mutants.main([]) == 1
+    monkeypatch.setattr(command, "try_mutants", tried)
+    assert command.main([]) == 1
     out = capsys.readouterr().out
     assert "1/3 verl/harmless: SURVIVED" in out and "2/3 verl/deadly: killed by tests/a.py::test_b[x|y]" in out
     assert out.endswith("3 mutants, 1 survivors: harmless\n")
@@ -142,7 +142,7 @@ def test_command_fails_on_a_survivor_that_is_not_equivalent(monkeypatch, tmp_pat
     assert "| deadly | none | nowhere | `a.py::test_b[x\\|y]` |" in written
     assert killers(written) == {"deadly": "tests/a.py::test_b[x|y]"}
     (tmp_path / "mutants.md").unlink()
-    assert mutants.main(["deadly same"]) == 0
+    assert command.main(["deadly same"]) == 0
     assert not (tmp_path / "mutants.md").exists(), "a part of the mutants does not write the document of all"
 
 
@@ -165,7 +165,7 @@ def trial_of(mutants: dict[str, Mutant], tmp_path: Path) -> dict[str, Outcome]:
 @pytest.mark.subprocess
 def test_mutant_that_cannot_be_judged_is_a_problem(tmp_path):
     mutants = {
-        "its text occurs 0 times in scripts/verl_precision/mutants/": replace(HARMLESS, replace="no such text"),
+        "its text occurs 0 times in tests/mutants/": replace(HARMLESS, replace="no such text"),
         "pytest ended with 4": replace(HARMLESS, tests=("tests/unit/test_mutants.py::test_of_no_such_name",)),
         "pytest ended with 5": replace(HARMLESS, tests=(OF_THE_TABLES,)),
     }

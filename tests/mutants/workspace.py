@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from mutants.table import Mutant
 from verl_precision.errors import Refused
-from verl_precision.mutants.table import Mutant
 from verl_precision.patch.apply import apply
 from verl_precision.patch.releases import OAT, VERL, Framework, load_releases
 from verl_precision.patch.wheels import unpacked_wheel

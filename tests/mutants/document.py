@@ -3,8 +3,8 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from verl_precision.mutants.table import Mutant
-from verl_precision.mutants.trial import Outcome
+from mutants.table import Mutant
+from mutants.trial import Outcome
 
 HEAD = """\
 # Mutants

@@ -9,9 +9,9 @@ Exit code: 0 every mutant was killed or is shown to be equivalent, 1 one survive
 
 import argparse
 
-from verl_precision.mutants.document import document, killers, survived
-from verl_precision.mutants.table import Mutant, choose, load
-from verl_precision.mutants.trial import Outcome, Outcomes, try_mutants
+from mutants.document import document, killers, survived
+from mutants.table import Mutant, choose, load
+from mutants.trial import Outcome, Outcomes, try_mutants
 from verl_precision.parser import Parser
 from verl_precision.paths import REPO
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 
+from mutants.selection import select_tests
+from mutants.table import Mutant
+from mutants.workspace import LATE, STUCK, Workspace
 from verl_precision.errors import Refused
 from verl_precision.files import write_json
-from verl_precision.mutants.selection import select_tests
-from verl_precision.mutants.table import Mutant
-from verl_precision.mutants.workspace import LATE, STUCK, Workspace
 from verl_precision.paths import CACHE, REPO
 
 OUTCOMES = CACHE / "mutants/outcomes.json"

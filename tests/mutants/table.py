@@ -1,5 +1,6 @@
-"""Read the mutants of ``tests/mutants/AREA.toml``: known defects, each a text of a file and what replaces it."""
+"""Read the mutants of ``tests/mutants/AREA.toml``: known defects, each a text of a file and its replacement."""
 
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ class Mutant:
     Attributes:
         area: the file of tests/mutants that contains it.
         defect: what goes wrong, and when.
-        seen_in: who ships it, or how it comes about.
+        seen_in: who ships it, or how it happens.
         file: a path of this repository, or ``verl/…`` or ``oat/…`` in a patched release.
         tests: pytest ids, the cheapest first; empty: those whose imports reach ``file``.
         release: of ``file``; empty: the newest.
@@ -42,9 +43,7 @@ class Mutant:
         """
         text = file.read_text()
         if (count := text.count(self.replace)) != 1:
-            raise Refused(
-                f"{self.name}: its text occurs {count} times in {self.file}, not once; correct it in {self.area}.toml"
-            )
+            raise Refused(f"{self.name}: its text occurs {count} times in {self.file}; correct {self.area}.toml")
         return text.replace(self.replace, self.by)
 
 
@@ -54,8 +53,6 @@ def load(folder: Path = FOLDER) -> list[Mutant]:
     Raises:
         Refused: two mutants have the same name, or one has a key that does not exist or lacks one.
     """
-    import tomllib  # 3.11: --help runs on 3.10
-
     mutants: dict[str, Mutant] = {}
     for file in sorted(folder.glob("*.toml")):
         for name, entry in tomllib.loads(file.read_text()).items():

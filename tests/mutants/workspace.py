@@ -1,4 +1,4 @@
-"""A copy of the checkout with patched releases beside it, in which a mutant can be put and tests be run."""
+"""Copy the checkout, with patched releases beside it, to put a mutant into it and run tests."""
 
 import os
 import shutil
@@ -11,19 +11,17 @@ from pathlib import Path
 from mutants.table import Mutant
 from verl_precision.errors import Refused
 from verl_precision.patch.apply import apply
-from verl_precision.patch.releases import OAT, VERL, Framework, load_releases
+from verl_precision.patch.releases import FRAMEWORKS, load_releases
 from verl_precision.patch.wheels import unpacked_wheel
 from verl_precision.paths import REPO
 
 # pytest's exit codes, 2 and (where a test is named) 4: of an import; with any other the tests did not run.
 NO_FAILURE, FAILURES = 0, (1, 2, 4)
 LIMIT_S = 1800
-LATE = " (no end)"  # what follows the id of a test that did not end within LIMIT_S
-STUCK = " (stuck)"  # … of one in which a rank waited for another that never came
 SHARED = (".venv", ".venv-workers", ".cache")  # linked, not copied
 SUITE, OF_FIXES = "tests/conformance/verl/", "empty_adapter"  # the case that runs on a tree with both series
 MARKERS = "not slow and not gpu and not e2e"
-# It fails on every mutant of this repository, whose text it does not find any more.
+# Fails on every mutant of this repository, whose text it does not find any more.
 OF_THE_TABLES = "tests/unit/test_mutants.py::test_every_mutant_changes_the_program"
 
 
@@ -46,14 +44,17 @@ class Workspace:
             if (REPO / name).exists():
                 (self.root / name).symlink_to(REPO / name)
 
-    def tree(self, framework: Framework, mutant: Mutant) -> Path:
-        """Return the folder of the mutant's patched release, by default the newest.
+    def tree(self, mutant: Mutant) -> Path:
+        """Return the folder of the mutant's file: the checkout, or its patched release, by default the newest.
 
-        It has both series, or only ``precision`` for tests of verl's conformance suite, which takes no tree with fixes.
+        A release has both series, or only ``precision`` for tests of verl's conformance suite.
 
         Raises:
             Refused: the tests need both trees; those of the one would pass on the release without the mutant.
         """
+        framework = FRAMEWORKS.get(mutant.file.partition("/")[0])
+        if not framework:
+            return self.root
         release = mutant.release or list(load_releases(framework=framework))[-1]
         kinds = {not test.startswith(SUITE) or OF_FIXES in test for test in mutant.tests} or {True}
         if len(kinds) > 1:
@@ -66,9 +67,7 @@ class Workspace:
 
     def file(self, mutant: Mutant) -> Path:
         """Return the file to mutate."""
-        framework = {"verl": VERL, "oat": OAT}.get(mutant.file.partition("/")[0])
-        root = self.tree(framework, mutant) if framework else self.root
-        return root / mutant.file
+        return self.tree(mutant) / mutant.file
 
     @contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[None]:
@@ -85,33 +84,29 @@ class Workspace:
         finally:
             file.write_text(original)
 
-    def first_failure(self, tests: Sequence[str], mutant: Mutant) -> str | None:
+    def first_failure(self, tests: Sequence[str], mutant: Mutant) -> str:
         """Run tests, on the mutant's patched release if its file is in one, until one fails.
 
         Returns:
-            Its id, with ``STUCK`` if a rank waited for another that never came, or that of the first with ``LATE`` if
-            they did not end within ``LIMIT_S``; None if all passed.
+            Its id, or an empty text if all passed.
 
         Raises:
-            Refused: the tests did not run, e.g. because a test does not exist.
+            Refused: the tests did not run, e.g. because a test does not exist, or did not end.
         """
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "-m", MARKERS]
         command.append(f"--deselect={OF_THE_TABLES}")
-        for framework in (VERL, OAT):
-            if mutant.file.startswith(f"{framework.name}/"):
-                command.append(f"--{framework.name}-tree={self.tree(framework, mutant)}")
+        if (tree := self.tree(mutant)) != self.root:
+            command.append(f"--{mutant.file.partition('/')[0]}-tree={tree}")
         # pytest cuts its summary to the terminal's width
         environment = os.environ | {"COLUMNS": "1000", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        options = {"cwd": self.root, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT_S}
         try:
-            done = subprocess.run(
-                [*command, *tests], cwd=self.root, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-            )
-        except subprocess.TimeoutExpired:
-            return tests[0] + LATE
+            done = subprocess.run([*command, *tests], **options)
+        except subprocess.TimeoutExpired as late:
+            raise Refused(f"{mutant.name}: {late}") from late
         if done.returncode == NO_FAILURE:
-            return None
+            return ""
         summary = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
         if done.returncode not in FAILURES or not summary:
             raise Refused(f"{mutant.name}: pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-        test, _, reason = summary[0].partition(" ")[2].partition(" - ")
-        return f"{test}{STUCK}" if "stuck:" in reason else test
+        return summary[0].partition(" ")[2].partition(" - ")[0]

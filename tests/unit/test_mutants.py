@@ -1,5 +1,6 @@
 """The command ``mutants``: the tables fit the files, tests are selected by imports, and survivors are reported."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,14 +11,15 @@ import pytest
 from mutants import __main__ as command
 from mutants import trial
 from mutants import workspace as workspace_module
-from mutants.document import killers, survived
+from mutants.document import survived
 from mutants.selection import select_tests
 from mutants.table import Mutant, choose, load
-from mutants.trial import Outcome, Outcomes, try_mutants
-from mutants.workspace import LATE, OF_THE_TABLES, STUCK, Workspace
+from mutants.trial import Outcome, try_mutants
+from mutants.workspace import OF_THE_TABLES, Workspace
 from support.trees import make_repository, write_files
 
 from verl_precision.errors import Refused
+from verl_precision.files import write_json
 from verl_precision.paths import REPO
 
 TABLE = load()
@@ -91,7 +93,7 @@ def test_areas_and_names_are_chosen():
 def test_tests_are_selected_by_imports_the_nearest_first():
     tests = select_tests("scripts/verl_precision/patch/apply.py", REPO)
     assert tests[0] == "tests/unit/patch/test_apply.py"
-    assert "tests/unit/patch/test_upgrade.py" in tests and "tests/unit/report/test_statistics.py" not in tests
+    assert "tests/unit/patch/test_upgrade.py" in tests and "tests/unit/recipes/test_flowrl_toy.py" not in tests
     assert "tests/unit/doctor/test_doctor.py" in select_tests("scripts/verl_precision/commands/doctor.py", REPO)
     with pytest.raises(Refused, match="Makefile: no test's imports lead to it; name its tests"):
         select_tests("Makefile", REPO)
@@ -99,15 +101,14 @@ def test_tests_are_selected_by_imports_the_nearest_first():
 
 @pytest.mark.subprocess
 def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypatch):
-    kept, shown = Outcomes(tmp_path / "outcomes.json"), []
+    kept, shown = tmp_path / "outcomes.json", []
     expected = {"harmless": "", "deadly": DEADLY.tests[0], "of-verl": OF_VERL.tests[0]}
     pool = [HARMLESS, DEADLY, OF_VERL]
     outcomes = try_mutants(pool, 1, lambda mutant, outcome: shown.append(mutant.name), kept)
     assert {name: outcome.killer for name, outcome in outcomes.items()} == expected and shown == list(expected)
 
     monkeypatch.setattr(Workspace, "first_failure", lambda *_: pytest.fail("is tried again"))
-    again = try_mutants(pool, 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json"))
-    assert again == outcomes
+    assert try_mutants(pool, 1, lambda *_: None, kept) == outcomes
     with pytest.raises(pytest.fail.Exception, match="is tried again"):
         try_mutants([replace(DEADLY, by="only")], 1, lambda *_: None, kept)
 
@@ -125,9 +126,9 @@ def test_command_fails_on_a_survivor_that_is_not_equivalent(monkeypatch, tmp_pat
     table = [HARMLESS, DEADLY, replace(HARMLESS, name="same", equivalent="the order of a comparison")]
     monkeypatch.setattr(command, "load", lambda: table)
     monkeypatch.setattr(command, "DOCUMENT", tmp_path / "mutants.md")
-    known = {"harmless": Outcome("", 1), "deadly": Outcome("tests/a.py::test_b[x|y]", 1), "same": Outcome("", 1)}
+    known = {"harmless": Outcome(), "deadly": Outcome("tests/unit/a.py::test_b[x|y]"), "same": Outcome()}
 
-    def tried(chosen, jobs, show, outcomes):
+    def tried(chosen, jobs, show):
         for mutant in chosen:
             show(mutant, known[mutant.name])
         return known
@@ -135,12 +136,13 @@ def test_command_fails_on_a_survivor_that_is_not_equivalent(monkeypatch, tmp_pat
     monkeypatch.setattr(command, "try_mutants", tried)
     assert command.main([]) == 1
     out = capsys.readouterr().out
-    assert "1/3 verl/harmless: SURVIVED" in out and "2/3 verl/deadly: killed by tests/a.py::test_b[x|y]" in out
+    assert "1/3 verl/harmless: SURVIVED" in out and "2/3 verl/deadly: killed by tests/unit/a.py::test_b[x|y]" in out
     assert out.endswith("3 mutants, 1 survivors: harmless\n")
     written = (tmp_path / "mutants.md").read_text()
-    assert "| [verl](#verl) | 3 | 1 | 1 | 1 |" in written and "| harmless | none | nowhere | **survived** |" in written
-    assert "| deadly | none | nowhere | `a.py::test_b[x\\|y]` |" in written
-    assert killers(written) == {"deadly": "tests/a.py::test_b[x|y]"}
+    counts = "| 3 | 1 | 0 | 0 | 1 | 1 |"
+    assert f"| [verl](../../tests/mutants/verl.toml) {counts}\n| all {counts}\n" in written
+    assert "\nverl/harmless, none: SURVIVED\n" in written and "deadly" not in written
+    assert "\nverl/same, none: equivalent: the order of a comparison\n" in written
     (tmp_path / "mutants.md").unlink()
     assert command.main(["deadly same"]) == 0
     assert not (tmp_path / "mutants.md").exists(), "a part of the mutants does not write the document of all"
@@ -158,8 +160,9 @@ def test_wrong_tables_are_refused(tmp_path):
 def trial_of(mutants: dict[str, Mutant], tmp_path: Path) -> dict[str, Outcome]:
     """Try mutants under these names, whose last killer is gone, and return their outcomes by name."""
     named = [replace(mutant, name=name) for name, mutant in mutants.items()]
-    hints = dict.fromkeys(mutants, "tests/unit/test_mutants.py::test_gone[1]")
-    return try_mutants(named, 1, lambda *_: None, Outcomes(tmp_path / "outcomes.json", hints))
+    last = {"key": "", "killer": "tests/unit/test_mutants.py::test_gone[1]"}
+    write_json(tmp_path / "outcomes.json", dict.fromkeys(mutants, last))
+    return try_mutants(named, 1, lambda *_: None, tmp_path / "outcomes.json")
 
 
 @pytest.mark.subprocess
@@ -171,15 +174,14 @@ def test_mutant_that_cannot_be_judged_is_a_problem(tmp_path):
     }
     for problem, outcome in trial_of(mutants, tmp_path).items():
         assert problem in outcome.problem and survived(HARMLESS, outcome)
-    assert not (tmp_path / "outcomes.json").exists(), "they are tried again"
+    kept = json.loads((tmp_path / "outcomes.json").read_text())
+    assert {outcome["key"] for outcome in kept.values()} == {""}, "they are tried again"
 
 
 def test_killer_that_fails_without_the_mutant_is_a_problem(tmp_path, monkeypatch):
-    ends = {"fails": "", "gets stuck": STUCK, "does not end": LATE}
-    monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tests[0] + ends[mutant.name])
-    outcomes = trial_of(dict.fromkeys(ends, HARMLESS), tmp_path)
-    for name, end in ends.items():
-        assert f"test_gone[1]{end} fails without the mutant, too" in outcomes[name].problem
+    monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tests[0])
+    outcomes = trial_of({"fails": HARMLESS}, tmp_path)
+    assert "test_gone[1] fails without the mutant, too" in outcomes["fails"].problem
 
 
 def test_workspace_is_the_checkout_as_it_is(tmp_path, monkeypatch):

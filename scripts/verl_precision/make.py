@@ -85,23 +85,23 @@ def interpreter(name: str, values: Mapping[str, str], device: str, python: str |
     Raises:
         Refused: the doctor cannot run in the Python that the user named, or that of VERL, and .venv is not set up.
     """
-    if name != "doctor":
-        if name == "mutants":
-            setup_env.setup("workers", python)
-        return str(setup_env.setup(device, python))
-    verl = Path(values["VERL"]) if "VERL" in values else None
-    if verl and not verl.is_dir():
-        kinds = "a checkout of verl, an unpacked release or a site-packages folder"
-        raise Refused(f"VERL={verl} is not a folder; give {kinds}")
-    instead = "leave PYTHON out" if typed else ""
-    environment = setup_env.ENVIRONMENTS[device]
-    if verl and not typed and not environment.ready:
-        instead = f"set {environment.folder} up ({environment.cost}): make setup"
-    if found := find_interpreter(verl, python, instead):
-        return found
-    # PYTHON is the Python to run in, not one to make .venv with
-    advice = f"the doctor also runs in PYTHON= of {DOCTOR_NEEDS}"
-    return str(setup_env.setup(device, None, advice, patch=verl is None))  # another verl is examined
+    if name == "doctor":
+        verl = Path(values["VERL"]) if "VERL" in values else None
+        if verl and not verl.is_dir():
+            kinds = "a checkout of verl, an unpacked release or a site-packages folder"
+            raise Refused(f"VERL={verl} is not a folder; give {kinds}")
+        instead = "leave PYTHON out" if typed else ""
+        environment = setup_env.ENVIRONMENTS[device]
+        if verl and not typed and not environment.ready:
+            instead = f"set {environment.folder} up ({environment.cost}): make setup"
+        if found := find_interpreter(verl, python, instead):
+            return found
+        # PYTHON is the Python to run in, not one to make .venv with
+        advice = f"the doctor also runs in PYTHON= of {DOCTOR_NEEDS}"
+        return str(setup_env.setup(device, None, advice, patch=verl is None))  # another verl is examined
+    if name == "mutants":
+        setup_env.setup("workers", python)
+    return str(setup_env.setup(device, python))
 
 
 def installed(name: str, device: str) -> str:

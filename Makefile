@@ -17,86 +17,62 @@ PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # the folders in 
 quote = '$(subst ','\'',$(1))'
 ONE_LINE = $(if $(word 2,x$(subst $() ,,$(subst $()	,,$(value $(1))))x),$(error $(1)=$(strip $(value $(1))): its value must be one line))
 WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(call ONE_LINE,$(name))$(name)=$(call quote,$(value $(name)))))
-COMMAND = @exec $(PROGRAM) make $@ $(WORDS) $(if $(word 2,$(MAKECMDGOALS)),--shared)
+# The targets that take variables: scripts/verl_precision/spelling.py has a table of them.
+COMMANDS := run apply-patches unapply-patches status check port carry drift doctor probe preflight recommend plan-memory compare \
+	report collapse sanity setup wheelhouse submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants matrix
+.PHONY: $(COMMANDS) python browser test help test-all test-quick test-releases test-oat e2e-releases lint lock clean
+$(COMMANDS): ; @exec $(PROGRAM) make $@ $(WORDS) $(if $(word 2,$(MAKECMDGOALS)),--shared)
 
 python:; @$(call RECENT,$(TOOLS)) || { echo "$(PYTHON:%=PYTHON=%: )$(if $(findstring /,$(PYTHON)),$$(test -e "$(PYTHON)" || echo "no such file; "))Python 3.10 or later is needed; install it, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 
+browser:; @command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || { echo "chromium, in which the tests load a report, is missing; install your system's package chromium" >&2; exit 1; }
+
 ##@ Train and test, in .venv (4 to 7 GB), which is set up with Python 3.11 or 3.12
 run: python     ## set up and train in fp16 with verl, on this machine's GPU or CPU
-	$(COMMAND)
 test: python    ## set up and run the tests of this checkout
 	$(SETUP) $(DEVICE) workers
 	@exec $(PYTEST) -m "not slow and not gpu and not recorded"
 
 ##@ Patch verl or OAT elsewhere (VERL= or OAT=: a git checkout, an unpacked release or site-packages), with Python 3.10 and git alone
 apply-patches: python    ## apply the patches:  make apply-patches VERL=/path/to/verl   (or OAT=…), FIXES=yes also corrects upstream's defects
-	$(COMMAND)
 unapply-patches: python  ## remove the patches and restore every file exactly
-	$(COMMAND)
 status: python           ## report which release a tree contains, and whether it is patched
-	$(COMMAND)
 check: python            ## check that every release's patches apply and reverse exactly
-	$(COMMAND)
 port: python             ## port a release's patches to another release:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=…; FRAMEWORK=oat)
-	$(COMMAND)
 carry: python            ## carry a changed patch to the other releases:  make carry PATCH=fsdp-compute-in-the-configured-dtype FROM=0.9.1   (FRAMEWORK=oat)
-	$(COMMAND)
 drift: python            ## list the patched files that differ from the closest release:  make drift VERL=/path/to/verl   (or OAT=…)
-	$(COMMAND)
 
 ##@ Choose a regime for a model and a cluster
 doctor: python       ## report the dtype of each hop of a job:  make doctor ARGS='…' VERL=/path/to/verl   (PYTHON=its/python3)
-	$(COMMAND)
 probe: python        ## measure the mismatch of a model for every regime, before training:  make probe MODEL=… DATA=….parquet
-	$(COMMAND)
 preflight: python    ## predict the effect of fp16 on a model:  make preflight MODEL=… DATA=….parquet
-	$(COMMAND)
 recommend: python    ## preflight and probe, then one answer:  make recommend MODEL=… DATA=….parquet LENGTH=8192
-	$(COMMAND)
 plan-memory: python  ## plan the memory of a job on each GPU, without one:  make plan-memory EXPERIMENT=dense_7b PRECISION='fp16 bf16'
-	$(COMMAND)
 compare: python      ## train and compare regimes, and write a report:  make compare PRECISION='fp16 bf16' SEED='1 2 3'  (or RUNS='fp16=FOLDER …')
-	$(COMMAND)
 report: python       ## rebuild a report from the runs in its folder:  make report FROM=docs/results/sanity/grpo
-	$(COMMAND)
 collapse: python     ## train a language model that bf16 destroys and fp16 trains, in 15 minutes on two cores:  make collapse SEED=1
-	$(COMMAND)
 sanity: python       ## run the sanity test: four regimes, three seeds, three objectives; repeat the command to resume
-	$(COMMAND)
 
 ##@ Prepare data and machines
-.PHONY: apply-patches unapply-patches status check port carry drift doctor preflight probe recommend plan-memory compare report collapse sanity python run test help setup wheelhouse submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants test-all test-quick test-releases test-oat e2e-releases matrix lint lock clean
 help: python         ## list the targets;  make help-run: the variables of a command
-	@awk -F ': *[a-z]* *## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
+	@awk -F ': *[a-z ]*## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 help-%: python; @exec $(PROGRAM) make $* --help
 setup: python        ## install what is missing and patch the installed verl
-	$(COMMAND)
 wheelhouse: python   ## pack the wheels for machines without a network:  make wheelhouse DIR=/media/wheels; there: make setup WHEELHOUSE=…
-	$(COMMAND)
 submit: python       ## run `make run` on a running Ray cluster:  RAY_ADDRESS=http://HEAD:8265 make submit …
-	$(COMMAND)
 gsm8k: python        ## download GSM8K and write data/gsm8k/{train,test}.parquet
-	$(COMMAND)
 dapo-math: python    ## download DAPO-Math-17k and AIME 2024 and write data/dapo-math/{train,test}.parquet
-	$(COMMAND)
 sanity-math: python  ## download the 1460 MATH problems of the sanity test and write data/sanity-math/{train.parquet,oat}
-	$(COMMAND)
 verify-gpu: python   ## test fp16 on this machine's GPU and measure it, in half an hour; repeat to resume:  make verify-gpu ONLY='machine job'
-	$(COMMAND)
 
 ##@ Develop this project
 bench: python        ## measure the cost of fp16, into docs/results:  make bench ARGS='--sizes 10,100 --ranks 1'
-	$(COMMAND)
 bench-amp: python    ## measure fp16 and bf16 outside verl, into docs/results:  make bench-amp ARGS='--only ppo'
-	$(COMMAND)
 pr-branch: python    ## split the patches into branches for upstream in a clone of verl, and check them:  make pr-branch VERL=/path/to/clone
-	$(COMMAND)
 mutants: python      ## put known defects into the project, one at a time; each must fail a test:  make mutants ONLY='doctor probe'  (areas or names)
-	$(COMMAND)
 matrix: python       ## write the support matrices and the state of GPUs into the documents
-	$(COMMAND)
-test-all: python      ## run every test, in about an hour: all releases, all configurations of the doctor, whole jobs, a browser
-	$(SETUP) browser $(DEVICE) workers
+test-all: browser python  ## run every test, in about an hour: all releases, all configurations of the doctor, whole jobs, a browser
+	$(SETUP) $(DEVICE) workers
 	@exec $(PYTEST) -m "$(if $(filter cuda,$(DEVICE)),slow or not slow,not gpu)"
 test-quick: python    ## run the tests that start no process of torch, verl or Ray, in two minutes
 	$(SETUP) $(DEVICE)

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,24 +30,14 @@ LIKE_PIP = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_PYTHON_DOWNLOADS": "ne
 
 @dataclass(frozen=True)
 class Uv:
-    """uv, and how it is called.
-
-    Attributes:
-        program: its file.
-        environment: all of its environment: this process's, with pip's settings where uv's own are not set.
-        options: of ``uv pip``, for which uv has no variable.
-    """
+    """uv: its file, its whole environment, and the options of ``uv pip`` for which it has no variable."""
 
     program: Path
     environment: dict[str, str]
     options: list[str]
 
     def pip(self, *words: str | Path, cwd: Path | None = None) -> None:
-        """Run ``uv pip`` with these words; a terminal shows its progress.
-
-        Raises:
-            subprocess.CalledProcessError: it failed.
-        """
+        """Run ``uv pip`` with these words; a terminal shows its progress. A failure is a CalledProcessError."""
         quiet = [] if sys.stderr.isatty() else ["--quiet"]
         subprocess.run([self.program, "pip", *words, *self.options, *quiet], cwd=cwd, env=self.environment, check=True)
 
@@ -57,7 +46,7 @@ def find_uv(python: str | Path = sys.executable) -> Uv:
     """Return uv: that on PATH, or one in .cache, which pip installs unless it is there.
 
     Args:
-        python: the Python whose pip is asked for its settings.
+        python: the Python whose pip is asked for its settings; uv's own in the environment win.
 
     Raises:
         subprocess.CalledProcessError: pip failed, or that Python has none.
@@ -68,26 +57,18 @@ def find_uv(python: str | Path = sys.executable) -> Uv:
         subprocess.run([CACHE / "uv/bin/python", "-m", "pip", "install", "--quiet", "uv"], check=True)
     pip = [python, "-m", "pip", "config", "list"]
     settings = settings_of(subprocess.run(pip, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    variables = {VARIABLES[name]: value for name, value in settings.items() if name in VARIABLES}
     options = ["--no-index"] if settings.get("no-index", "").lower() in ON else []
-    return Uv(Path(on_path or own), LIKE_PIP | variables(settings) | os.environ, options)
+    return Uv(Path(on_path or own), LIKE_PIP | variables | os.environ, options)
 
 
 def settings_of(listed: str) -> dict[str, str]:
     """Return pip's settings for an installation, by name, from what ``pip config list`` prints."""
-    lines = [line.partition("=")[::2] for line in listed.splitlines()]
-    return {
-        name.removeprefix(f"{section}.").removeprefix("default-"): ast.literal_eval(value)
-        for section in SECTIONS
-        for name, value in lines
-        if name.startswith(f"{section}.")
-    }
-
-
-def variables(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return uv's variables for settings of pip."""
-    separators = {"find-links": ","}
-    return {
-        VARIABLES[name]: separators.get(name, " ").join(value.split())
-        for name, value in settings.items()
-        if name in VARIABLES
-    }
+    settings = {}
+    for section in SECTIONS:
+        for line in listed.splitlines():
+            name, _, value = line.partition("=")
+            if name.startswith(f"{section}."):
+                name = name.removeprefix(f"{section}.").removeprefix("default-")
+                settings[name] = ("," if name == "find-links" else " ").join(ast.literal_eval(value).split())
+    return settings

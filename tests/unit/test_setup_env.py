@@ -1,6 +1,5 @@
 """The command ``setup``: the choice of an environment's Python, and when it is created again."""
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -36,7 +35,6 @@ def environment(tmp_path, monkeypatch):
     (tmp_path / "requirements/cpu.lock").write_text("verl==1\n")
     monkeypatch.setattr(setup_env, "apply", lambda root: [f"patched {root}"])
     monkeypatch.setattr(setup_env, "install", lambda environment, wheels: None)
-    monkeypatch.setattr(setup_env, "check_present", lambda environment, names: None)
     run = subprocess.run
 
     def make_venv(command, **options):
@@ -135,25 +133,17 @@ def test_locks_are_installed_without_further_packages(monkeypatch, uv, name, fla
     monkeypatch.setenv("FLASH_ATTN", flash_attn)
     monkeypatch.setenv("TORCH_INDEX_URL", "https://torch")
     environment = setup_env.ENVIRONMENTS[name]
-    setup_env.install(environment, None)
+    setup_env.install(environment, [])
     assert uv.calls == [f"install --python {environment.python} {words}" for words in expected]
 
 
 def test_flash_attn_that_cannot_be_built_is_named_with_the_way_to_do_without(monkeypatch, uv):
     uv.fails = "cuda.flash-attn"
     with pytest.raises(Refused, match="^cuda.flash-attn: could not be built; FLASH_ATTN=no leaves flash-attn out"):
-        setup_env.install(setup_env.ENVIRONMENTS["cuda"], None)
+        setup_env.install(setup_env.ENVIRONMENTS["cuda"], [])
     monkeypatch.setenv("FLASH_ATTN", "maybe")
     with pytest.raises(Refused, match="^FLASH_ATTN=maybe: must be one of yes, no"):
         setup_env.requested(setup_env.ENVIRONMENTS["cuda"])
-
-
-@pytest.mark.parametrize(("user", "programs"), [(1000, ["apt-get"]), (0, [])])
-def test_browser_that_cannot_be_installed_is_refused(on_path, monkeypatch, user, programs):
-    on_path(**dict.fromkeys(programs, ""))
-    monkeypatch.setattr(os, "geteuid", lambda: user)
-    with pytest.raises(Refused, match="^chromium, in which the tests load a report, is missing; install"):
-        setup_env.setup_browser()
 
 
 def test_linked_environment_that_is_outdated_is_left_alone(environment, on_path, tmp_path):

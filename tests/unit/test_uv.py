@@ -16,11 +16,12 @@ list.format='json'
 :env:.find-links='/wheels'
 :env:.no-index='true'
 """
-TRANSLATED = {
-    "SSL_CERT_FILE": "/etc/ssl/own.pem",
-    "UV_DEFAULT_INDEX": "https://nearer/simple",
-    "UV_FIND_LINKS": "/wheels",
-    "UV_HTTP_TIMEOUT": "180",
+SETTINGS = {
+    "cert": "/etc/ssl/own.pem",
+    "index-url": "https://nearer/simple",
+    "find-links": "/wheels",
+    "timeout": "180",
+    "no-index": "true",
 }
 
 
@@ -39,11 +40,11 @@ def on_path(tmp_path, monkeypatch):
 
 
 def test_settings_of_pip_become_those_of_uv():
-    settings = uv.settings_of(LISTED)
-    assert uv.variables(settings) == TRANSLATED and settings["no-index"] == "true"
-    assert uv.variables(uv.settings_of("global.find-links='/a /b'")) == {"UV_FIND_LINKS": "/a,/b"}
-    two = uv.settings_of("global.extra-index-url='https://a\\nhttps://b'")
-    assert uv.variables(two) == {"UV_INDEX": "https://a https://b"}
+    assert uv.settings_of(LISTED) == SETTINGS
+    assert uv.settings_of("global.find-links='/a /b'") == {"find-links": "/a,/b"}
+    assert uv.settings_of("global.extra-index-url='https://a\\nhttps://b'") == {
+        "extra-index-url": "https://a https://b"
+    }
 
 
 def test_uv_on_path_gets_pips_settings_where_its_own_are_not_set(on_path, monkeypatch, capfd):

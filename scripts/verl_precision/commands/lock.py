@@ -6,40 +6,28 @@ serves both.
 
 import difflib
 import os
+import shutil
 import sys
-from pathlib import Path
 
 from verl_precision.parser import Parser
 from verl_precision.paths import CACHE, REPO
-from verl_precision.uv import Uv, find_uv
-
-SETS = ("cpu", "cuda", "workers")
-
-
-def resolve(uv: Uv, name: str, python: str, lock: Path) -> None:
-    """Resolve ``name``.in into ``lock``, whose present pins are preferred."""
-    words = ["compile", f"{name}.in", "--output-file", lock, "--python-version", python]
-    words += ["--python-platform", "linux", "--no-emit-index-url", "--no-annotate"]
-    if (REPO / f"requirements/{name}.overrides").exists():
-        words += ["--override", f"{name}.overrides"]
-    uv.pip(*words, cwd=REPO / "requirements")
+from verl_precision.uv import find_uv
 
 
 def main(words: list[str]) -> int:
     Parser("verl-precision lock", __doc__).parse_args(words)
     os.environ["UV_CUSTOM_COMPILE_COMMAND"] = "make lock"
-    uv = find_uv()
-    for name in SETS:
-        lock, other = REPO / f"requirements/{name}.lock", CACHE / f"{name}.lock"
-        resolve(uv, name, "3.11", lock)
-        other.write_text(lock.read_text())
-        resolve(uv, name, "3.12", other)
+    uv, folder = find_uv(), REPO / "requirements"
+    for name in ("cpu", "cuda", "workers"):
+        options = ["--python-platform", "linux", "--no-emit-index-url", "--no-annotate"]
+        options += ["--override", f"{name}.overrides"] if (folder / f"{name}.overrides").exists() else []
+        lock, other = folder / f"{name}.lock", CACHE / f"{name}.lock"
+        uv.pip("compile", f"{name}.in", "-o", lock, "--python-version", "3.11", *options, cwd=folder)
+        shutil.copy(lock, other)  # uv prefers the pins that are there
+        uv.pip("compile", f"{name}.in", "-o", other, "--python-version", "3.12", *options, cwd=folder)
         pins = [path.read_text().splitlines() for path in (lock, other)]
         if lines := list(difflib.unified_diff(*pins, "3.11", "3.12", n=0, lineterm="")):
-            print(*lines, sep="\n", file=sys.stderr)
-            print(
-                f"{name}.in: Python 3.12 takes other versions (+); bound them so that one lock serves both",
-                file=sys.stderr,
-            )
+            hint = f"{name}.in: Python 3.12 takes other versions (+); bound them so that one lock serves both"
+            print(*lines, hint, sep="\n", file=sys.stderr)
             return 1
     return 0

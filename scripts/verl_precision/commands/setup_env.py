@@ -3,7 +3,6 @@
 cpu      .venv: verl, patched, with vLLM's CPU build
 cuda     .venv-cuda: the same for NVIDIA GPUs
 workers  .venv-workers: the tests run the workers of every release in it
-browser  chromium, in which the tests load a report
 
 An environment that is up to date is left as it is. TORCH_INDEX_URL is a further package index, of torch's CPU builds.
 WHEELHOUSE is a folder that ``make wheelhouse`` wrote: the environment is installed from it, without a network.
@@ -13,23 +12,24 @@ FLASH_ATTN=no leaves out flash-attn, which takes long to compile; verl's attenti
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from verl_precision.errors import Refused
+from verl_precision.files import sha256
 from verl_precision.format import first_three
 from verl_precision.parser import Parser
 from verl_precision.patch.apply import apply
 from verl_precision.paths import REPO
 from verl_precision.uv import find_uv
-from verl_precision.wheelhouse import Wheelhouse, canonical, unpack
 from verl_precision.words import one_of
 
 PYTHONS = ("3.11", "3.12")  # for which the locks are resolved
+MANIFEST = "wheelhouse.json"  # of a wheelhouse: device, python and locks of its environment, sha256 of each wheel
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Environment:
     folder: str
     requirements: tuple[str, str]
     cost: str
-    patched: bool
+    patched: bool = True
 
     @property
     def path(self) -> Path:
@@ -69,10 +69,8 @@ class Environment:
 
 
 ENVIRONMENTS = {
-    "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 to 7 GB on disk, about a minute", patched=True),
-    "cuda": Environment(
-        ".venv-cuda", ("cuda.lock", "cuda.flash-attn"), "flash-attn is compiled unless FLASH_ATTN=no", patched=True
-    ),
+    "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 to 7 GB on disk, about a minute"),
+    "cuda": Environment(".venv-cuda", ("cuda.lock", "cuda.flash-attn"), "flash-attn is compiled unless FLASH_ATTN=no"),
     "workers": Environment(".venv-workers", ("cpu.torch", "workers.lock"), "2 GB on disk, a minute", patched=False),
 }
 
@@ -88,7 +86,7 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
 
     Raises:
         Refused: no such Python, an outdated environment is a symbolic link, which others may be using, FLASH_ATTN has
-            another value than yes or no, or flash-attn could not be built.
+            another value than yes or no, the wheelhouse does not fit, or flash-attn could not be built.
         subprocess.CalledProcessError: an installation failed.
     """
     environment = ENVIRONMENTS[name]
@@ -100,19 +98,15 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
                 f"{environment.folder} is a symbolic link to an environment that is not up to date; "
                 "run make in the checkout that it points to, or remove the link"
             )
-        folder = Path(os.environ["WHEELHOUSE"]).expanduser() if os.environ.get("WHEELHOUSE") else None
-        files = folder or " and ".join(file.name for file in requested(environment))
+        wheelhouse = os.environ.get("WHEELHOUSE")
+        wheels = wheels_of(name, version, Path(wheelhouse).expanduser()) if wheelhouse else []
+        files = wheelhouse or " and ".join(file.name for file in requested(environment))
         print(f"setting up {environment.folder} from {files}: {environment.cost}, once", flush=True)
         if advice:
             print(advice, flush=True)
-        with tempfile.TemporaryDirectory(dir=environment.path.parent) as scratch:
-            wheels = Path(scratch, "wheels")
-            left_out = unpack_for(name, version, folder, wheels).left_out if folder else []
-            system = ["--system-site-packages"] if left_out else []
-            subprocess.run([base, "-m", "venv", "--clear", environment.path, *system], check=True)
-            (environment.path / "site-packages").symlink_to(f"lib/python{version}/site-packages")
-            install(environment, wheels if folder else None)
-            check_present(environment, left_out)
+        subprocess.run([base, "-m", "venv", "--clear", environment.path], check=True)
+        (environment.path / "site-packages").symlink_to(f"lib/python{version}/site-packages")
+        install(environment, wheels)
         stamp.touch()
     if environment.patched and patch:
         for line in apply(environment.path / "site-packages"):
@@ -149,36 +143,33 @@ def find_python(candidates: list[str | Path]) -> tuple[str, str]:
     raise Refused(f"{named}Python 3.11 or 3.12 is needed; install it, or name it: make PYTHON=/path/to/python3.12")
 
 
-def unpack_for(name: str, version: str, folder: Path, into: Path) -> Wheelhouse:
-    """Unpack the wheelhouse of an environment.
+def wheels_of(name: str, version: str, folder: Path) -> list[Path]:
+    """Return the wheels of an environment in the wheelhouse ``folder``.
 
     Raises:
-        Refused: it is another environment's or for another Python, or it is damaged.
+        Refused: it is another environment's or for another Python, or a wheel is missing or damaged.
     """
-    wheelhouse = unpack(folder, into)
-    if name == wheelhouse.device and wheelhouse.locks != ENVIRONMENTS[name].locks:
-        raise Refused(f"WHEELHOUSE={folder}: was packed from other requirements than this checkout's; pack it again")
-    if (wheelhouse.device, wheelhouse.python) != (name, version):
-        needed = f"DEVICE={wheelhouse.device} and PYTHON=python{wheelhouse.python}"
+    if not (folder / MANIFEST).exists():
+        raise Refused(f"WHEELHOUSE={folder}: contains no {MANIFEST}, which make wheelhouse writes last")
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        device, python, locks, wheels = (manifest[key] for key in ("device", "python", "locks", "wheels"))
+    except (ValueError, KeyError) as error:
+        raise Refused(f"WHEELHOUSE={folder}: {MANIFEST} is damaged or of another version; copy it again") from error
+    if (device, python) != (name, version):
+        needed = f"DEVICE={device} and PYTHON=python{python}"
         raise Refused(f"WHEELHOUSE={folder}: is for {needed}, not for {name} and Python {version}")
-    return wheelhouse
+    if locks != ENVIRONMENTS[name].locks:
+        raise Refused(f"WHEELHOUSE={folder}: was packed from other requirements than this checkout's; pack it again")
+    if lost := [wheel for wheel in wheels if not (folder / wheel).exists()]:
+        raise Refused(f"WHEELHOUSE={folder}: lacks {first_three(lost)} of {len(wheels)} wheels")
+    if damaged := [wheel for wheel, expected in wheels.items() if sha256(folder / wheel) != expected]:
+        raise Refused(f"WHEELHOUSE={folder}: {first_three(damaged)}: not the sha256 of {MANIFEST}; copy it again")
+    return [folder / wheel for wheel in wheels]
 
 
-def check_present(environment: Environment, names: list[str]) -> None:
-    """Check that the environment has the packages that its wheelhouse left out.
-
-    Raises:
-        Refused: it lacks some: the Python that it was made with does not have them, or a venv has them.
-    """
-    code = "import importlib.metadata; print(*(each.metadata['Name'] for each in importlib.metadata.distributions()))"
-    done = subprocess.run([environment.python, "-c", code], capture_output=True, text=True, check=True)
-    if lacking := sorted(set(names) - set(map(canonical, done.stdout.split()))):
-        cause = "which the Python that the environment is made with does not have; a venv cannot lend its packages"
-        raise Refused(f"WHEELHOUSE: was packed without {first_three(lacking)}, {cause}")
-
-
-def install(environment: Environment, wheels: Path | None) -> None:
-    """Install what the folder ``wheels`` contains with pip, or else the requirements with uv.
+def install(environment: Environment, wheels: list[Path]) -> None:
+    """Install the ``wheels`` with pip, or where there are none the requirements with uv.
 
     Raises:
         Refused: flash-attn could not be built.
@@ -186,7 +177,7 @@ def install(environment: Environment, wheels: Path | None) -> None:
     """
     if wheels:  # on a machine that may have no uv
         pip = [environment.python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-        subprocess.run([*pip, *sorted(wheels.iterdir())], check=True)
+        subprocess.run([*pip, *wheels], check=True)
         return
     uv, into = find_uv(environment.python), ["--python", environment.python]
     first, *rest = requested(environment)  # torch comes first
@@ -204,35 +195,11 @@ def install(environment: Environment, wheels: Path | None) -> None:
             raise Refused(f"{file.name}: could not be built; FLASH_ATTN=no leaves flash-attn out") from error
 
 
-def setup_browser() -> None:
-    """Install chromium with apt-get unless it is there.
-
-    Raises:
-        Refused: it is not, and this is not root on a Debian.
-        subprocess.CalledProcessError: the installation failed.
-    """
-    if shutil.which("chromium"):
-        return
-    if os.geteuid() or not shutil.which("apt-get"):
-        raise Refused("chromium, in which the tests load a report, is missing; install your system's package chromium")
-    print(
-        "installing chromium with apt-get for the tests of the report page: 400 MB on disk, a minute, once", flush=True
-    )
-    subprocess.run(["apt-get", "update", "-qq"], check=True)
-    packages = ["chromium", "fonts-dejavu-core"]
-    command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
-    quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    subprocess.run(command, env=quiet, stdout=subprocess.DEVNULL, check=True)
-
-
 def main(words: list[str]) -> int:
     parser = Parser("verl-precision setup", __doc__)
-    parser.add_argument("names", nargs="+", choices=[*ENVIRONMENTS, "browser"], metavar="NAME")
+    parser.add_argument("names", nargs="+", choices=ENVIRONMENTS, metavar="NAME")
     parser.add_argument("--python", help="Python 3.11 or 3.12 for new environments")
     options = parser.parse_args(words)
     for name in options.names:
-        if name == "browser":
-            setup_browser()
-        else:
-            setup(name, options.python)
+        setup(name, options.python)
     return 0

@@ -3,48 +3,52 @@
 On a machine with a network, on Linux x86_64:  make wheelhouse DIR=/media/wheels DEVICE=cuda PYTHON_VERSION=3.12
 On the machine without one:                    make setup DEVICE=cuda PYTHON=python3.12 WHEELHOUSE=/media/wheels
 
-Writes piece-000, piece-001, … and wheelhouse.json, which contains the sha256 of each piece. The packages that
-PRESENT lists are left out: the environment then takes them from the Python that it is made with. flash-attn, which is
-compiled, is left out in any case.
+Writes the wheels, and last wheelhouse.json with the sha256 of each. flash-attn, which is compiled, is left out.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_precision.commands.setup_env import ENVIRONMENTS, PYTHONS
+from verl_precision.commands.setup_env import ENVIRONMENTS, MANIFEST, PYTHONS
 from verl_precision.errors import Refused
+from verl_precision.files import sha256, write_json
+from verl_precision.format import first_three
 from verl_precision.paths import REPO
-from verl_precision.wheelhouse import Wheelhouse, pack, requirements_of
-from verl_precision.words import one_of, parse_words, whole_number
+from verl_precision.words import one_of, parse_words
 
 VARIABLES = {
-    "DIR": "the new folder for the pieces",
+    "DIR": "the new folder for the wheels",
     "DEVICE": "whose environment: cuda (default) or cpu",
     "PYTHON_VERSION": "of the machine without a network: 3.11 or 3.12 (default)",
-    "PIECE": "size of a piece in MiB, default 1024",
-    "PRESENT": "a file that lists packages which that machine has, such as the output of pip freeze",
 }
 LOCKS = {"cpu": ("cpu.torch", "cpu.lock"), "cuda": ("cuda.lock",)}
+# What a manylinux machine of today accepts: pip takes these tags only from the command line for another Python.
+# The oldest first: pip prefers the first, and such a wheel fits older machines too.
+PLATFORMS = ["manylinux2014_x86_64", *(f"manylinux_2_{glibc}_x86_64" for glibc in range(5, 40)), "linux_x86_64"]
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to pack: ``requirements`` by name, and where to."""
+class Wheelhouse:
+    """What to pack: the ``requirements`` of an environment, for a Python such as 3.12, into the new ``folder``."""
 
-    wheelhouse: Wheelhouse
-    requirements: dict[str, str]
+    device: str
+    python: str
+    requirements: list[Path]
     folder: Path
-    piece: int
 
 
-def parse(words: list[str]) -> Request:
+def parse(words: list[str]) -> Wheelhouse:
     """Return what the words request.
 
     Raises:
-        Refused: a variable or its value is not allowed, DIR is in use, or PRESENT is no file.
+        Refused: a variable or its value is not allowed, or DIR is in use.
     """
     values = parse_words(words, VARIABLES)
     if "DIR" not in values:
@@ -52,27 +56,49 @@ def parse(words: list[str]) -> Request:
     folder = Path(values["DIR"]).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Refused(f"DIR={values['DIR']}: must be a new or an empty folder")
-    present = Path(values.get("PRESENT", os.devnull)).expanduser()
-    if not present.exists() or present.is_dir():
-        raise Refused(f"PRESENT={values['PRESENT']}: is not a file")
     device = one_of(values, "DEVICE", list(LOCKS), "cuda")
     python = one_of(values, "PYTHON_VERSION", list(PYTHONS), "3.12")
-    piece = whole_number(values, "PIECE", 1, 1024)
-    locked = requirements_of("\n".join((REPO / "requirements" / name).read_text() for name in LOCKS[device]))
-    there = requirements_of(present.read_text()).keys() - {"verl"}  # which is patched in the environment itself
-    left_out = sorted(locked.keys() & there)
-    needed = {name: requirement for name, requirement in locked.items() if name not in there}
-    return Request(Wheelhouse(device, python, ENVIRONMENTS[device].locks, left_out, {}), needed, folder, piece * 2**20)
+    return Wheelhouse(device, python, [REPO / "requirements" / name for name in LOCKS[device]], folder)
+
+
+def pack(wheelhouse: Wheelhouse, pip: list[str]) -> int:
+    """Download the wheels with pip and its options ``pip``, build those of pure Python, and return their number.
+
+    Raises:
+        Refused: a package has no wheel for that Python, and its source contains code that is compiled; or torch's
+            CUDA build was found for the CPU.
+        subprocess.CalledProcessError: pip failed.
+    """
+    wheelhouse.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=wheelhouse.folder) as scratch:
+        found, built = Path(scratch, "found"), Path(scratch, "built")
+        fetch = [sys.executable, "-m", "pip", "download", "--no-deps", "--prefer-binary", "--dest", found]
+        fetch += ["--implementation", "cp", "--python-version", wheelhouse.python, *pip]
+        fetch += [f"--platform={each}" for each in PLATFORMS] + [f"-r{each}" for each in wheelhouse.requirements]
+        subprocess.run(fetch, check=True)
+        if sources := [path for path in found.iterdir() if path.suffix != ".whl"]:
+            build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", built, *pip]
+            subprocess.run([*build, *sources], check=True)
+        if compiled := [path.name for path in built.glob("*") if not path.stem.endswith("-none-any")]:
+            raise Refused(f"{first_three(compiled)}: has no wheel, and was compiled for this machine only")
+        wheels = sorted(path for folder in (found, built) for path in folder.glob("*.whl"))
+        if wheelhouse.device == "cpu" and any(re.match(r"torch-[^+]*-", path.name) for path in wheels):
+            raise Refused(
+                "DEVICE=cpu: pip found torch's CUDA build; set TORCH_INDEX_URL to the index of its CPU builds"
+            )
+        for path in wheels:
+            path.replace(wheelhouse.folder / path.name)
+    about = {"device": wheelhouse.device, "python": wheelhouse.python, "locks": ENVIRONMENTS[wheelhouse.device].locks}
+    sums = {path.name: sha256(wheelhouse.folder / path.name) for path in wheels}
+    write_json(wheelhouse.folder / MANIFEST, about | {"wheels": sums})
+    return len(wheels)
 
 
 def main(words: list[str]) -> int:
-    request = parse(words)
-    index = os.environ.get("TORCH_INDEX_URL") if request.wheelhouse.device == "cpu" else None
-    pip = ["--extra-index-url", index] if index else []
-    packed = pack(request.wheelhouse, request.requirements.values(), request.folder, request.piece, pip)
-    print(f"{len(request.requirements)} packages in {len(packed.pieces)} pieces: {request.folder}")
-    python = f"PYTHON=python{packed.python}"
-    print(
-        f"copy the folder, then: make setup DEVICE={packed.device} {python} WHEELHOUSE=/path/to/{request.folder.name}"
-    )
+    wheelhouse = parse(words)
+    index = os.environ.get("TORCH_INDEX_URL") if wheelhouse.device == "cpu" else None
+    count = pack(wheelhouse, ["--extra-index-url", index] if index else [])
+    print(f"{count} wheels: {wheelhouse.folder}")
+    setup = f"make setup DEVICE={wheelhouse.device} PYTHON=python{wheelhouse.python}"
+    print(f"copy the folder, then: {setup} WHEELHOUSE=/path/to/{wheelhouse.folder.name}")
     return 0

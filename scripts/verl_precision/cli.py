@@ -28,22 +28,14 @@ class Command:
 
     The module's docstring is the description that ``--help`` prints. Its ``main`` takes the command's arguments, or
     with ``variables`` a ``NAME=VALUE`` word for each of its VARIABLES that was set by an option.
-
-    Attributes:
-        summary: what the command does, in one line.
-        module: the module, if its name is not the command's.
-        variables: whether the options are the module's VARIABLES.
-        flags: further options of such a command, which take no value, and their help.
-        interrupted: advice after Ctrl-C.
-        needs: packages of other projects, by the names under which they are imported.
     """
 
     summary: str
-    module: str = ""
-    variables: bool = False
-    flags: Mapping[str, str] = field(default_factory=dict)
-    interrupted: str = ""
-    needs: tuple[str, ...] = ()
+    module: str = ""  # if its name is not the command's
+    variables: bool = False  # whether the options are the module's VARIABLES
+    flags: Mapping[str, str] = field(default_factory=dict)  # further options of such a command, without a value
+    interrupted: str = ""  # advice after Ctrl-C
+    needs: tuple[str, ...] = ()  # packages of other projects, by the names under which they are imported
 
 
 def patching(summary: str) -> Command:
@@ -139,12 +131,7 @@ def find_module(name: str) -> ModuleType:
 
 
 def parse(name: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Parse the options of a command that has variables. Return these and the flags that are set.
-
-    Raises:
-        Refused: there is no such option, or it lacks its value.
-        SystemExit: ``--help`` is among the words and was printed.
-    """
+    """Parse the options of a command that has variables. Return these and the flags that are set."""
     command, module = BY_NAME[name], find_module(name)
     parser = Parser(f"verl-precision {name}", spelled(module.__doc__ or "", module.VARIABLES))
     add_options(parser, module.VARIABLES)
@@ -157,11 +144,7 @@ def parse(name: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command line. Return the exit code.
-
-    Args:
-        words: the arguments, by default this process's.
-    """
+    """Run the command line with ``words``, by default this process's arguments. Return the exit code."""
     words = sys.argv[1:] if words is None else words
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
@@ -192,13 +175,13 @@ def main(words: list[str] | None = None) -> int:
 
 @contextmanager
 def handled_errors(command: str, interrupted: str = "", variables: Iterable[str] = ()) -> Iterator[None]:
-    """Run the ``main`` of a command: show in one line what is no defect, and ask for a report of what is one.
+    """Run the ``main`` of a command: print one line about what is no defect, and ask for a report of what is one.
 
     Exits with 1 after a refusal, an error of the system or of a program that was started, and any other exception,
     whose traceback it prints; with 130 after Ctrl-C, with 141 if the reader of stdout is gone, as ``head`` may be.
 
     Args:
-        interrupted: what Ctrl-C leaves to do.
+        interrupted: advice after Ctrl-C.
         variables: of the command, which a refusal may name.
     """
     for stream in (sys.stdout, sys.stderr):  # a path may have characters that the terminal's encoding lacks

@@ -1,4 +1,4 @@
-"""The error by which every command refuses a request, and what one adds to the system's errors."""
+"""The error by which every command refuses a request, and a clause for errors of the system."""
 
 import contextlib
 from collections.abc import Iterator

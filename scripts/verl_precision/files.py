@@ -1,4 +1,4 @@
-"""Write files whole; hash them; read JSON lines."""
+"""Write files as a whole, hash them, and read JSON lines."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def sha256(path: Path) -> str:
 
 
 def replace_files(contents: Mapping[Path, bytes | None], scratch: Path) -> None:
-    """Replace each file by its new content, and delete those of which it is None.
+    """Replace each file by its new content, and delete it where that is None.
 
     All is written to the disk of the folder ``scratch`` first, so that a full disk changes no file. After a kill the
     same call completes the change.
@@ -62,15 +62,10 @@ def read_jsonl(file: Path) -> list[dict]:
 
 
 def check_room(out: Path) -> None:
-    """Check that ``out`` can be created on its disk.
-
-    Raises:
-        Refused: it cannot, or less than ``FREE_GIB`` is free.
-    """
+    """Refuse a folder that cannot be created on its disk, or a disk with less than ``FREE_GIB`` free."""
     folder = next(folder for folder in (out, *out.parents) if folder.exists())
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise Refused(f"OUT={out}: cannot be written to ({error.strerror}); choose another folder") from error
     free = shutil.disk_usage(folder).free / 2**30

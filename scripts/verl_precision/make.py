@@ -25,7 +25,6 @@ from verl_precision.words import alternatives, gpu_present, one_of, parse_words
 
 SHARED = "--shared"  # the words are those of several targets
 SOURCES = ("TORCH_INDEX_URL", "WHEELHOUSE", "FLASH_ATTN")  # of environments: every target takes them for its set-up
-DOCTOR_NEEDS = "an environment with hydra-core and omegaconf, and torch if that verl is patched"
 MODULES = (REPO, SCRIPTS, REPO / "tests")  # where the modules are that a target may start
 
 
@@ -34,20 +33,10 @@ def words(values: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in values.items()]
 
 
-def sanity_grid() -> dict[str, str]:
-    """Return the variables of the sanity test's grid."""
-    lines = (REPO / "configs/compare/sanity.words").read_text().splitlines()
-    return dict(line.partition("=")[::2] for line in lines if line and not line.startswith("#"))
-
-
 def own_values(name: str, target: MakeTarget, typed: Mapping[str, str], shared: bool) -> dict[str, str]:
     """Return the variables of a target: those of the command line, and of the environment where it takes these.
 
-    Args:
-        shared: whether ``typed`` are the words of several targets; it takes its own.
-
-    Raises:
-        Refused: a name is not among those that the target takes.
+    A name that the target does not take is refused, unless the words are ``shared`` by several targets.
     """
     if target.takes is None:  # its command checks the names
         inherited = cli.find_module(name).VARIABLES if name in ("run", "submit") else ()
@@ -59,11 +48,7 @@ def own_values(name: str, target: MakeTarget, typed: Mapping[str, str], shared: 
 
 
 def chosen_device(name: str, target: MakeTarget, values: dict[str, str]) -> str:
-    """Return the device whose environment the target runs in, and leave DEVICE in ``values`` only for its command.
-
-    Raises:
-        Refused: DEVICE is neither cpu nor cuda.
-    """
+    """Return the device whose environment the target runs in, and leave DEVICE in ``values`` only for its command."""
     default = "cuda" if gpu_present() and name != "mutants" else "cpu"
     if name == "plan-memory":  # its DEVICE is the planned one
         return default
@@ -88,8 +73,7 @@ def interpreter(name: str, values: Mapping[str, str], device: str, python: str |
     if name == "doctor":
         verl = Path(values["VERL"]) if "VERL" in values else None
         if verl and not verl.is_dir():
-            kinds = "a checkout of verl, an unpacked release or a site-packages folder"
-            raise Refused(f"VERL={verl} is not a folder; give {kinds}")
+            raise Refused(f"VERL={verl} is not a folder; give a checkout of verl, an unpacked release or site-packages")
         instead = "leave PYTHON out" if typed else ""
         environment = setup_env.ENVIRONMENTS[device]
         if verl and not typed and not environment.ready:
@@ -97,7 +81,7 @@ def interpreter(name: str, values: Mapping[str, str], device: str, python: str |
         if found := find_interpreter(verl, python, instead):
             return found
         # PYTHON is the Python to run in, not one to make .venv with
-        advice = f"the doctor also runs in PYTHON= of {DOCTOR_NEEDS}"
+        advice = "the doctor also runs in PYTHON= with hydra-core and omegaconf, and torch if that verl is patched"
         return str(setup_env.setup(device, None, advice, patch=verl is None))  # another verl is examined
     if name == "mutants":
         setup_env.setup("workers", python)
@@ -105,15 +89,11 @@ def interpreter(name: str, values: Mapping[str, str], device: str, python: str |
 
 
 def installed(name: str, device: str) -> str:
-    """Return the site-packages folder of this checkout's environment, which a target patches without VERL.
-
-    Raises:
-        Refused: there is none.
-    """
+    """Return the site-packages folder of this checkout's environment, on which a target acts without VERL."""
     folder = setup_env.ENVIRONMENTS[device].path / "site-packages"
     if not folder.is_dir():
-        missing = f"is not set, and this checkout has no {folder.parent.name}"
-        raise Refused(f"VERL: {missing}; example: make {name} VERL=/path/to/verl")
+        example = f"make {name} VERL=/path/to/verl"
+        raise Refused(f"VERL: is not set, and this checkout has no {folder.parent.name}; example: {example}")
     print(f"VERL is not set: taking {folder}", flush=True)
     return str(folder)
 
@@ -137,25 +117,22 @@ def show_help(name: str, target: MakeTarget) -> NoReturn:
 
 
 def start(name: str, typed: list[str]) -> None:
-    """Parse the words, set the environment up, and replace this process by the command.
-
-    Raises:
-        Refused: a word is not among those that the target takes, or its value is not allowed.
-    """
+    """Parse the words, set the environment up, and replace this process by the command."""
     target = TARGETS[name]
     if not {"--help", "-h"}.isdisjoint(typed):
         show_help(name, target)
-    typed_values = dict(word.partition("=")[::2] for word in typed if word != SHARED)
-    typed_python = bool(typed_values.get("PYTHON"))
-    python = typed_values.pop("PYTHON", os.environ.get("PYTHON"))
-    sources = {each: typed_values.pop(each) for each in SOURCES if each in typed_values}
+    values = dict(word.partition("=")[::2] for word in typed if word != SHARED)
+    typed_python = bool(values.get("PYTHON"))
+    python = values.pop("PYTHON", os.environ.get("PYTHON"))
+    sources = {each: values.pop(each) for each in SOURCES if each in values}
     one_of({each: value for each, value in sources.items() if value}, "FLASH_ATTN", ["yes", "no"], "yes")
-    values = own_values(name, target, typed_values, SHARED in typed)
+    values = own_values(name, target, values, SHARED in typed)
     device = chosen_device(name, target, values)
     if name in (*PATCHING, "pr-branch") and not {"VERL", "OAT"} & set(values):
         values["VERL"] = installed(name, device)
     if name == "sanity":
-        values = sanity_grid() | values
+        lines = (REPO / "configs/compare/sanity.words").read_text().splitlines()
+        values = dict(line.partition("=")[::2] for line in lines if line and not line.startswith("#")) | values
     program = command_line(name, target, values)
     os.environ.update(sources)
     python = interpreter(name, values, device, python, typed_python) if target.environment else sys.executable
@@ -165,11 +142,7 @@ def start(name: str, typed: list[str]) -> None:
 
 
 def command_line(name: str, target: MakeTarget, values: Mapping[str, str]) -> list[str]:
-    """Return the arguments of Python that start what a target stands for.
-
-    Raises:
-        Refused: its command would refuse the values. What runs without an environment is left to the command.
-    """
+    """Return the arguments of Python that start what a target stands for, if its command accepts the values."""
     command = target.command or name
     if "." in command:
         folders = [*map(str, MODULES), os.environ.get("PYTHONPATH")]

@@ -9,7 +9,7 @@ from verl_precision.errors import Refused
 
 
 def folder(text: str) -> Path:
-    """Return a path; an empty text, as of a variable that is not set, is refused."""
+    """Return a path, and refuse an empty text, which an unset variable gives."""
     if not text:
         raise argparse.ArgumentTypeError("is empty; give a folder")
     return Path(text)
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=description, formatter_class=formatter, allow_abbrev=False)
 
     def parse_overrides(self, words: list[str]) -> argparse.Namespace:
-        """Parse the words of a command that takes ``overrides``: all after ``--`` are some, whatever they look like."""
+        """Parse the words of a command that takes ``overrides``; every word after ``--`` is one."""
         place = words.index("--") if "--" in words else len(words)
         parsed = self.parse_intermixed_args(words[:place])
         parsed.overrides += words[place + 1 :]
@@ -32,11 +32,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ``Refused``; of an unknown option it names the nearest."""
         kind, _, words = message.partition(": ")
-        if kind == "unrecognized arguments":
-            word = words.split()[0]
-            name = word.partition("=")[0]
-            near = difflib.get_close_matches(name, self._option_string_actions.keys() - {"-h", "--help"}, n=1)
-            hint = f"did you mean {near[0]}? " if near and word.startswith("-") else ""
-            what = "option" if word.startswith("-") else "argument"
-            raise Refused(f"'{word}' is not an {what} of this command; {hint}--help lists them")
-        raise Refused(f"{message}; --help lists the options")
+        if kind != "unrecognized arguments":
+            raise Refused(f"{message}; --help lists the options")
+        word = words.split()[0]
+        if not word.startswith("-"):
+            raise Refused(f"'{word}' is not an argument of this command; --help lists them")
+        options = self._option_string_actions.keys() - {"-h", "--help"}
+        near = difflib.get_close_matches(word.partition("=")[0], options, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise Refused(f"'{word}' is not an option of this command; {hint}--help lists them")

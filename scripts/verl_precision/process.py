@@ -27,15 +27,12 @@ def ignore_signals() -> None:
 
 
 def start_child(
-    command: Sequence[str | Path],
-    folder: Path,
-    environment: Mapping[str, str],
-    output: IO[str] | int,
+    command: Sequence[str | Path], folder: Path, environment: Mapping[str, str], output: IO[str] | int
 ) -> subprocess.Popen:
-    """Start ``command`` in a session of its own, without stdin, with stdout and stderr in ``output``.
+    """Start ``command`` in a separate session, without stdin, with stdout and stderr in ``output``.
 
-    Ctrl-C on the terminal reaches this process alone, which decides how the child ends. The child gets SIGTERM where
-    this process is killed.
+    Ctrl-C on the terminal reaches only this process, which decides how the child ends. The child gets SIGTERM if this
+    process is killed.
 
     Args:
         folder: the child's current folder.

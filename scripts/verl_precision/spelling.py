@@ -21,17 +21,11 @@ MADE = "VERL_PRECISION_MAKE"  # set in what make starts
 
 @dataclass(frozen=True)
 class MakeTarget:
-    """A target of the Makefile that takes variables.
+    """A target of the Makefile that takes variables."""
 
-    Attributes:
-        command: what it starts, where that is not the command of its name: another one, or a module, which has a dot.
-        takes: its variables, which may also be set in the environment; None: the VARIABLES of the command's module.
-        environment: whether it runs in .venv or .venv-cuda.
-    """
-
-    command: str = ""
-    takes: tuple[str, ...] | None = None
-    environment: bool = True
+    command: str = ""  # if it does not start the command of its name: another one, or a module, which has a dot
+    takes: tuple[str, ...] | None = None  # may also be set in the environment; None: the VARIABLES of the command
+    environment: bool = True  # whether it runs in .venv or .venv-cuda
 
 
 WITH_VARIABLES = ("run", "submit", "preflight", "probe", "recommend", "plan-memory", "compare", "report", "collapse")
@@ -79,11 +73,7 @@ def add_options(parser: argparse.ArgumentParser, variables: Mapping[str, str]) -
 
 
 def values_of(parsed: argparse.Namespace, variables: Iterable[str]) -> dict[str, str]:
-    """Return the variables that the options of ``add_options`` set.
-
-    Raises:
-        Refused: a variable is written as make takes it.
-    """
+    """Return the variables that the options of ``add_options`` set, and refuse one that is written as make takes it."""
     values = {name: getattr(parsed, name) for name in variables if getattr(parsed, name)}
     overrides = parsed.overrides if "ARGS" in variables else []
     for word in overrides:
@@ -103,18 +93,15 @@ def as_options(values: Mapping[str, str]) -> list[str]:
 
 
 def tree(values: Mapping[str, str], framework: bool) -> list[str]:
-    """Return the arguments that name the tree of VERL or OAT, and its ``framework``; none if neither is set.
-
-    Raises:
-        Refused: both are set, or one is empty.
-    """
+    """Return the arguments that name the tree of VERL or OAT, and its ``framework``; none if neither is set."""
     named = [name for name in ("VERL", "OAT") if name in values]
     if len(named) == 2:
         raise Refused(f"VERL={values['VERL']} OAT={values['OAT']}: set only one of the two")
     for name in named:
         if not values[name]:
             raise Refused(f"{name}= is empty: it must be a folder that contains {name.lower()}/")
-    return [word for name in named for word in (*(["--framework", name.lower()] if framework else []), values[name])]
+        return ["--framework", name.lower(), values[name]] if framework else [values[name]]
+    return []
 
 
 def flag(values: Mapping[str, str], name: str) -> list[str]:
@@ -125,11 +112,8 @@ def flag(values: Mapping[str, str], name: str) -> list[str]:
 def arguments(target: str, values: Mapping[str, str], framework: bool = True) -> list[str]:
     """Return the arguments of the command line that a target of make with these variables stands for.
 
-    Args:
-        framework: whether to name the framework of a tree; in a message the tree shows it.
-
-    Raises:
-        Refused: a variable that the target needs is not set, or they contradict each other.
+    Refuses variables that contradict each other, and the lack of one that the target needs. ``framework``: whether to
+    name the framework of a tree, which in a message the tree shows.
     """
     if target in PATCHING:
         fixes = flag(values, "FIXES")
@@ -137,7 +121,7 @@ def arguments(target: str, values: Mapping[str, str], framework: bool = True) ->
             raise Refused("FIXES=yes: OAT has one series of patches; leave FIXES out")
         return [PATCHING[target], *fixes, *flag(values, "FORCE"), *tree(values, framework)]
     if target in EXAMPLES:
-        needed = re.findall(r"[A-Z]+(?==)", EXAMPLES[target])
+        needed = [word.partition("=")[0] for word in EXAMPLES[target].split()]
         for name in needed:
             if not values.get(name):
                 raise Refused(f"{name}: is not set; example: make {target} {EXAMPLES[target]}")
@@ -157,11 +141,7 @@ def arguments(target: str, values: Mapping[str, str], framework: bool = True) ->
 
 
 def spelled(text: str, variables: Iterable[str] = ()) -> str:
-    """Return a text in the spelling of whoever started this process.
-
-    Args:
-        variables: of the command that ``text`` is about.
-    """
+    """Return a text, about a command that has these ``variables``, in the spelling of whoever started this process."""
     if MADE in os.environ:
         return text
 

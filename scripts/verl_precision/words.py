@@ -1,7 +1,7 @@
 """Parse the ``NAME=VALUE`` words of a command.
 
-Needs only the standard library of Python 3.10: ``make`` refuses bad words before it installs anything. Every refusal
-begins with ``NAME=VALUE`` of the word at fault.
+Needs only the standard library of Python 3.10: ``make`` refuses bad words before it installs anything. Each function
+that returns the value of a variable raises ``Refused``, whose message begins with ``NAME=VALUE``, if it is not allowed.
 """
 
 import difflib
@@ -49,11 +49,7 @@ def parse_words(words: Iterable[str], variables: Iterable[str]) -> dict[str, str
 
 
 def shell_words(name: str, value: str, advice: str = "") -> list[str]:
-    """Split a variable's value into words as a shell does.
-
-    Raises:
-        Refused: a quotation mark is not closed; the message ends with ``advice``.
-    """
+    """Split a variable's value into words as a shell does. A refusal ends with ``advice``."""
     try:
         return shlex.split(value)
     except ValueError as error:
@@ -61,11 +57,7 @@ def shell_words(name: str, value: str, advice: str = "") -> list[str]:
 
 
 def override_words(name: str, value: str, advice: str = "") -> list[str]:
-    """Split a variable's value into Hydra overrides.
-
-    Raises:
-        Refused: a quotation mark is not closed, or a word cannot be an override.
-    """
+    """Split a variable's value into Hydra overrides. A refusal ends with ``advice``."""
     words = shell_words(name, value, advice)
     for word in words:
         if not OVERRIDE.match(word):
@@ -74,11 +66,7 @@ def override_words(name: str, value: str, advice: str = "") -> list[str]:
 
 
 def one_of(values: Mapping[str, str], name: str, allowed: list[str], default: str) -> str:
-    """Return the value of a variable that takes one of ``allowed``.
-
-    Raises:
-        Refused: it is none of them.
-    """
+    """Return the value of a variable that takes one of ``allowed``."""
     value = values.get(name, default)
     if value not in allowed:
         raise Refused(f"{name}={value}: must be one of {', '.join(allowed)}")
@@ -86,11 +74,7 @@ def one_of(values: Mapping[str, str], name: str, allowed: list[str], default: st
 
 
 def whole_number(values: Mapping[str, str], name: str, least: int, default: int | None) -> int | None:
-    """Return the value of a variable that takes a whole number.
-
-    Raises:
-        Refused: it is not one, or below ``least``.
-    """
+    """Return the value of a variable that takes a whole number of at least ``least``."""
     value = values.get(name, default)
     if value is not None and not (str(value).isdecimal() and int(value) >= least):
         raise Refused(f"{name}={value}: must be a whole number of at least {least}")
@@ -98,11 +82,7 @@ def whole_number(values: Mapping[str, str], name: str, least: int, default: int 
 
 
 def finite_number(values: Mapping[str, str], name: str, default: float, above: float = -math.inf) -> float:
-    """Return the value of a variable that takes a finite number above ``above``.
-
-    Raises:
-        Refused: it is not one.
-    """
+    """Return the value of a variable that takes a finite number above ``above``."""
     try:
         value = float(values.get(name, default))
     except ValueError:
@@ -121,8 +101,7 @@ def gpu_present() -> bool:
 def device(values: Mapping[str, str]) -> str:
     """Return DEVICE, "cpu" or "cuda"; by default cuda where there is a GPU.
 
-    Raises:
-        Refused: another value, or cuda without a GPU, unless RAY_ADDRESS names a cluster whose nodes may have them.
+    cuda without a GPU is refused, unless RAY_ADDRESS names a cluster whose nodes may have some.
     """
     chosen = one_of(values, "DEVICE", ["cpu", "cuda"], "cuda" if gpu_present() else "cpu")
     if chosen == "cuda" and not gpu_present() and not os.environ.get("RAY_ADDRESS"):
@@ -136,31 +115,18 @@ def file_path(values: Mapping[str, str], name: str) -> str | None:
 
 
 def parquet_path(values: Mapping[str, str], name: str) -> str | None:
-    """Return the absolute path of a parquet file.
-
-    Raises:
-        Refused: there is no file, or it does not begin as a parquet file does.
-    """
-    path = file_path(values, name)
-    if path and not starts_with(Path(path), b"PAR1"):
+    """Return the absolute path of a parquet file, which begins with ``PAR1``."""
+    path, start = file_path(values, name), b""
+    if path and Path(path).is_file():
+        with Path(path).open("rb") as file:
+            start = file.read(4)
+    if path and start != b"PAR1":
         raise Refused(f"{name}={values[name]}: is not a readable parquet file")
     return path
 
 
-def starts_with(path: Path, magic: bytes) -> bool:
-    """Return whether ``path`` is a file that begins with these bytes."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(magic)) == magic
-
-
 def model_path(value: str) -> str:
-    """Return the absolute path of a model's folder, or the name of a model on the Hugging Face Hub as it is.
-
-    Raises:
-        Refused: ``value`` looks like a path and there is no model.
-    """
+    """Return the absolute path of a model's folder, or the name of a model on the Hugging Face Hub unchanged."""
     path = Path(value).expanduser()
     if (path / "config.json").exists():
         return str(path.resolve())

@@ -34,14 +34,11 @@ MANIFEST = "wheelhouse.json"  # of a wheelhouse: device, python and locks of its
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment in ``folder``, made from the files ``requirements`` of requirements/.
-
-    ``cost`` is the disk space and the time that setting it up takes.
-    """
+    """A virtual environment of this checkout."""
 
     folder: str
-    requirements: tuple[str, str]
-    cost: str
+    requirements: tuple[str, str]  # files of requirements/
+    cost: str  # disk space and time that setting it up takes
     patched: bool = True
 
     @property
@@ -85,19 +82,17 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
         patch: whether to patch its verl, and print what was done.
 
     Raises:
-        Refused: no such Python, an outdated environment is a symbolic link, which others may be using, FLASH_ATTN has
-            another value than yes or no, the wheelhouse does not fit, or flash-attn could not be built.
-        subprocess.CalledProcessError: an installation failed.
+        Refused: no such Python, a symbolic link to an outdated environment, which others may be using, a wheelhouse
+            that does not fit, or flash-attn could not be built.
+        subprocess.CalledProcessError: another installation failed.
     """
     environment = ENVIRONMENTS[name]
     base, version = find_python([python] if python else [environment.python, *(f"python{each}" for each in PYTHONS)])
     stamp = environment.stamp(version)
     if not stamp.exists():
         if environment.path.is_symlink():
-            raise Refused(
-                f"{environment.folder} is a symbolic link to an environment that is not up to date; "
-                "run make in the checkout that it points to, or remove the link"
-            )
+            what = f"{environment.folder} is a symbolic link to an environment that is not up to date"
+            raise Refused(f"{what}; run make in the checkout that it points to, or remove the link")
         wheelhouse = os.environ.get("WHEELHOUSE")
         wheels = wheels_of(name, version, Path(wheelhouse).expanduser()) if wheelhouse else []
         files = wheelhouse or " and ".join(file.name for file in requested(environment))
@@ -115,11 +110,7 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
 
 
 def requested(environment: Environment) -> list[Path]:
-    """Return the files to install the environment from: FLASH_ATTN=no leaves that of flash-attn out.
-
-    Raises:
-        Refused: FLASH_ATTN is neither yes nor no.
-    """
+    """Return the files to install the environment from: FLASH_ATTN=no leaves that of flash-attn out."""
     values = {"FLASH_ATTN": os.environ.get("FLASH_ATTN") or "yes"}
     wanted = one_of(values, "FLASH_ATTN", ["yes", "no"], "yes")
     files = [REPO / "requirements" / name for name in environment.requirements]
@@ -127,11 +118,7 @@ def requested(environment: Environment) -> list[Path]:
 
 
 def find_python(candidates: list[str | Path]) -> tuple[str, str]:
-    """Return the real path of the first candidate that is a Python 3.11 or 3.12, and its version.
-
-    Raises:
-        Refused: none is.
-    """
+    """Return the real path of the first candidate that is a Python 3.11 or 3.12, and its version."""
     code = "import os, sys; print('%d.%d' % sys.version_info[:2], os.path.realpath(sys.executable))"
     for candidate in candidates:
         if program := shutil.which(candidate):
@@ -169,30 +156,23 @@ def wheels_of(name: str, version: str, folder: Path) -> list[Path]:
 
 
 def install(environment: Environment, wheels: list[Path]) -> None:
-    """Install the ``wheels`` with pip, or where there are none the requirements with uv.
-
-    Raises:
-        Refused: flash-attn could not be built.
-        subprocess.CalledProcessError: another installation failed.
-    """
+    """Install the ``wheels`` with pip, or where there are none the requirements with uv."""
     if wheels:  # on a machine that may have no uv
         pip = [environment.python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
         subprocess.run([*pip, *wheels], check=True)
         return
     uv, into = find_uv(environment.python), ["--python", environment.python]
-    first, *rest = requested(environment)  # torch comes first
-    index = os.environ.get("TORCH_INDEX_URL")
-    if first.suffix == ".torch":
-        extra, (second,) = ["--index", index] if index else [], rest
-        uv.pip("install", *into, "-r", first, "-c", second, *extra)
-        uv.pip("install", *into, "--no-deps", "-r", second)
-        return
-    uv.pip("install", *into, "--no-deps", "-r", first)
-    for file in rest:
-        try:
-            uv.pip("install", *into, "--no-deps", "--no-build-isolation", "-r", file)
-        except subprocess.CalledProcessError as error:
-            raise Refused(f"{file.name}: could not be built; FLASH_ATTN=no leaves flash-attn out") from error
+    for file in requested(environment):
+        if file.suffix == ".torch":  # first, with the lock as constraints, from an index of torch's builds
+            lock, index = REPO / "requirements" / environment.requirements[1], os.environ.get("TORCH_INDEX_URL")
+            uv.pip("install", *into, "-r", file, "-c", lock, *(["--index", index] if index else []))
+        elif file.suffix == ".lock":
+            uv.pip("install", *into, "--no-deps", "-r", file)
+        else:
+            try:
+                uv.pip("install", *into, "--no-deps", "--no-build-isolation", "-r", file)
+            except subprocess.CalledProcessError as error:
+                raise Refused(f"{file.name}: could not be built; FLASH_ATTN=no leaves flash-attn out") from error
 
 
 def main(words: list[str]) -> int:

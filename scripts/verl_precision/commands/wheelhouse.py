@@ -45,11 +45,7 @@ class Wheelhouse:
 
 
 def parse(words: list[str]) -> Wheelhouse:
-    """Return what the words request.
-
-    Raises:
-        Refused: a variable or its value is not allowed, or DIR is in use.
-    """
+    """Return what the words request."""
     values = parse_words(words, VARIABLES)
     if "DIR" not in values:
         raise Refused("DIR: is not set; example: make wheelhouse DIR=/media/wheels DEVICE=cuda")
@@ -83,14 +79,13 @@ def pack(wheelhouse: Wheelhouse, pip: list[str]) -> int:
             raise Refused(f"{first_three(compiled)}: has no wheel, and was compiled for this machine only")
         wheels = sorted(path for folder in (found, built) for path in folder.glob("*.whl"))
         if wheelhouse.device == "cpu" and any(re.match(r"torch-[^+]*-", path.name) for path in wheels):
-            raise Refused(
-                "DEVICE=cpu: pip found torch's CUDA build; set TORCH_INDEX_URL to the index of its CPU builds"
-            )
+            raise Refused("DEVICE=cpu: pip found torch's CUDA build; set TORCH_INDEX_URL to an index of CPU builds")
         for path in wheels:
             path.replace(wheelhouse.folder / path.name)
-    about = {"device": wheelhouse.device, "python": wheelhouse.python, "locks": ENVIRONMENTS[wheelhouse.device].locks}
-    sums = {path.name: sha256(wheelhouse.folder / path.name) for path in wheels}
-    write_json(wheelhouse.folder / MANIFEST, about | {"wheels": sums})
+    manifest = {"device": wheelhouse.device, "python": wheelhouse.python}
+    manifest["locks"] = ENVIRONMENTS[wheelhouse.device].locks
+    manifest["wheels"] = {path.name: sha256(wheelhouse.folder / path.name) for path in wheels}
+    write_json(wheelhouse.folder / MANIFEST, manifest)
     return len(wheels)
 
 

@@ -24,9 +24,7 @@ COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 def unique(source: str) -> tuple[datasets.Dataset, int]:
     """Return the first row of each prompt of ``source``, and the number of prompts with contradictory answers.
 
-    Raises:
-        OSError, ValueError: ``source``, a Hub name or a local copy, cannot be loaded, lacks a column, or has a row that
-            verl cannot score.
+    A source that cannot be loaded, that lacks a column or has a row that verl cannot score is an OSError or ValueError.
     """
     rows = datasets.load_dataset(source, split="train")
     missing = [column for column in COLUMNS if column not in rows.column_names]
@@ -39,19 +37,20 @@ def unique(source: str) -> tuple[datasets.Dataset, int]:
         facts = zip(batch["prompt"], batch["reward_model"], batch["data_source"], strict=True)
         for index, (prompt, reward, data_source) in enumerate(facts, start):
             text, answer = "\n".join(message["content"] for message in prompt), reward["ground_truth"]
-            if text not in answers:
-                if not isinstance(answer, str) or not answer:
-                    raise ValueError(f"row {index}: its ground truth is {answer!r}, not a string")
-                try:
-                    scored = default_compute_score(data_source, f"Answer: {answer}", answer)
-                except NotImplementedError as error:
-                    raise ValueError(f"row {index}: {error}") from error
-                if scored["score"] != 1:
-                    raise ValueError(f"row {index}: verl scores its ground truth {answer!r} as wrong")
-                answers[text] = answer
-                first.append(index)
-            elif answers[text] != answer:
-                contradicted.add(text)
+            if text in answers:
+                if answers[text] != answer:
+                    contradicted.add(text)
+                continue
+            if not isinstance(answer, str) or not answer:
+                raise ValueError(f"row {index}: its ground truth is {answer!r}, not a string")
+            try:
+                scored = default_compute_score(data_source, f"Answer: {answer}", answer)
+            except NotImplementedError as error:
+                raise ValueError(f"row {index}: {error}") from error
+            if scored["score"] != 1:
+                raise ValueError(f"row {index}: verl scores its ground truth {answer!r} as wrong")
+            answers[text] = answer
+            first.append(index)
     return rows.select(first).select_columns(list(COLUMNS)), len(contradicted)
 
 

@@ -29,34 +29,23 @@ def to_verl(example: dict, index: int, split: str) -> dict:
     }
 
 
-def prepare(source: str, out: Path) -> dict[str, int]:
-    """Convert ``source``, a Hub name or a local copy of that dataset, to parquet files. Returns rows by split.
-
-    Raises:
-        OSError, ValueError: ``source`` cannot be loaded, or is not GSM8K.
-    """
-    problems, rows = datasets.load_dataset(source, "main"), {}
-    for split in ("train", "test"):
-        columns = problems[split].column_names
-        rows[split] = problems[split].map(
-            to_verl, with_indices=True, fn_kwargs={"split": split}, remove_columns=columns
-        )
-    out.mkdir(parents=True, exist_ok=True)  # once nothing can be refused any more
-    for split, converted in rows.items():
-        converted.to_parquet(str(out / f"{split}.parquet"))
-    return {split: converted.num_rows for split, converted in rows.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="output folder")
     parser.add_argument("--source", default="openai/gsm8k", help="a Hub name or a local copy (default: %(default)s)")
     arguments = parser.parse_args()
+    rows = {}
     try:
-        rows = prepare(arguments.source, arguments.out)
+        problems = datasets.load_dataset(arguments.source, "main")
+        for split in ("train", "test"):
+            options = {"fn_kwargs": {"split": split}, "remove_columns": problems[split].column_names}
+            rows[split] = problems[split].map(to_verl, with_indices=True, **options)
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"--source {arguments.source}: {' '.join(str(error).split())}")
-    print(f"{arguments.out}: " + ", ".join(f"{split}.parquet with {number} rows" for split, number in rows.items()))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for split, converted in rows.items():
+        converted.to_parquet(str(arguments.out / f"{split}.parquet"))
+        print(f"{arguments.out}/{split}.parquet: {converted.num_rows} problems")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 Enabled by ``configs/rollouts/{record,replay}.yaml``, for verl's v1 trainers in sync mode. A recording contains the
 responses of the rollout server: token ids, log-probabilities and the versions of the weights. Prompts, rewards and all
-later steps are computed anew. A replay fails at a request that was not recorded; it never samples.
+later steps are computed again. A replay fails at a request that was not recorded; it never samples.
 
 verl's own ``skip.rollout_tq`` is for debugging: it samples what the recording lacks, and assigns recorded answers to
-the prompts of a step in the order in which they once finished.
+the prompts of a step in the order in which they finished when they were recorded.
 """
 
 import json
@@ -28,17 +28,11 @@ class RolloutError(RuntimeError):
 
 
 class SampleKey(NamedTuple):
-    """Identifies an answer in every run over the same data.
+    """Identifies an answer in every run over the same data."""
 
-    Args:
-        step: training step, from 1.
-        row: ``extra_info.index`` of the prompt in its data set.
-        sample: index among the ``rollout.n`` answers to the prompt.
-    """
-
-    step: int
-    row: int
-    sample: int
+    step: int  # of the training, from 1
+    row: int  # ``extra_info.index`` of the prompt in its data set
+    sample: int  # index among the ``rollout.n`` answers to the prompt
 
 
 class Recording:
@@ -49,7 +43,7 @@ class Recording:
     """
 
     def __init__(self, file: str, mode: str):
-        self.file = file
+        self.file, self.mode = file, mode
         if mode == "record":
             Path(file).parent.mkdir(parents=True, exist_ok=True)
         elif not Path(file).is_file():
@@ -67,11 +61,7 @@ class Recording:
         self.connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", values)
 
     def get(self, key: SampleKey, request: str) -> TokenOutput:
-        """Return the recorded answer.
-
-        Raises:
-            RolloutError: there is none.
-        """
+        """Return the recorded answer; there must be one."""
         query = "SELECT answer FROM answers WHERE step = ? AND row = ? AND sample = ? AND request = ?"
         row = self.connection.execute(query, (*key, request)).fetchone()
         if row is None:
@@ -85,8 +75,8 @@ def recording(file: str, mode: str) -> Recording:
     return Recording(file, mode)
 
 
-class RecordingServer:
-    """A rollout server that records the responses of another."""
+class RecordedServer:
+    """A rollout server that records the responses of another, or returns recorded ones."""
 
     def __init__(self, server: LLMServerClient, answers: Recording, key: SampleKey):
         self.server, self.answers, self.key = server, answers, key
@@ -94,29 +84,15 @@ class RecordingServer:
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **others: Any
     ) -> TokenOutput:
-        request = request_text(prompt_ids, sampling_params)
+        # A part of the answer's key: the sampling parameters of validation and training differ.
+        request = json.dumps({"prompt_ids": list(prompt_ids), "sampling_params": sampling_params}, sort_keys=True)
+        if self.answers.mode == "replay":
+            return self.answers.get(self.key, request)
         answer = await self.server.generate(
             request_id=request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **others
         )
         self.answers.put(self.key, request, answer)
         return answer
-
-
-class ReplayingServer:
-    """A rollout server that returns recorded responses."""
-
-    def __init__(self, server: LLMServerClient, answers: Recording, key: SampleKey):
-        self.answers, self.key = answers, key
-
-    async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **others: Any
-    ) -> TokenOutput:
-        return self.answers.get(self.key, request_text(prompt_ids, sampling_params))
-
-
-def request_text(prompt_ids: list[int], sampling_params: dict[str, Any]) -> str:
-    """Return prompt and sampling parameters as JSON, a part of the key: those of validation and training differ."""
-    return json.dumps({"prompt_ids": list(prompt_ids), "sampling_params": sampling_params}, sort_keys=True)
 
 
 class RecordedAgentLoop(SingleTurnAgentLoop):
@@ -125,8 +101,7 @@ class RecordedAgentLoop(SingleTurnAgentLoop):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         rollouts = self.config.rollouts
         key = SampleKey(int(kwargs["global_steps"]), int(kwargs["extra_info"]["index"]), int(kwargs["session_id"]))
-        server = {"record": RecordingServer, "replay": ReplayingServer}[rollouts.mode]
-        self.server_manager = server(self.server_manager, recording(rollouts.file, rollouts.mode), key)
+        self.server_manager = RecordedServer(self.server_manager, recording(rollouts.file, rollouts.mode), key)
         return await super().run(sampling_params, **kwargs)
 
 

@@ -19,7 +19,6 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
@@ -35,9 +34,6 @@ def scored(rows: datasets.Dataset) -> tuple[datasets.Dataset, int]:
     """Return the problems of a split, and the number of those left out.
 
     Problems whose own ground truth verl scores as wrong are left out: no answer could earn their reward.
-
-    Raises:
-        ValueError: the split lacks a column or a ground truth, or no problem remains.
     """
     missing = [column for column in ("prompt", "reward_model") if column not in rows.column_names]
     if missing:
@@ -55,17 +51,15 @@ def scored(rows: datasets.Dataset) -> tuple[datasets.Dataset, int]:
     return datasets.Dataset.from_list(kept).select_columns(list(COLUMNS)), len(rows) - len(kept)
 
 
-def instruction(texts: Sequence[str]) -> str:
-    """Return the last sentence of the common ending of all texts, with the space before it, if it asks for a box."""
+def for_oat(rows: datasets.Dataset) -> tuple[datasets.Dataset, str]:
+    """Return the problems in OAT's schema, and the instruction that was removed from their prompts.
+
+    It is the last sentence of their common ending, with the space before it, if it asks for a box.
+    """
+    texts = [row["prompt"][-1]["content"] for row in rows]
     common = os.path.commonprefix([text[::-1] for text in texts])[::-1]
     match = re.search(r"\s+[A-Z][^.?!]*\\boxed.*$", common, re.DOTALL)
-    return match[0] if match else ""
-
-
-def for_oat(rows: datasets.Dataset) -> tuple[datasets.Dataset, str]:
-    """Return the problems in OAT's schema, and the instruction that was removed from their prompts."""
-    texts = [row["prompt"][-1]["content"] for row in rows]
-    removed = instruction(texts)
+    removed = match[0] if match else ""
     answers = [row["reward_model"]["ground_truth"] for row in rows]
     return datasets.Dataset.from_dict({"problem": [t.removesuffix(removed) for t in texts], "answer": answers}), removed
 
@@ -95,9 +89,8 @@ def main() -> None:
     oat = {split: for_oat(problems) for split, problems in splits.items()}
     datasets.DatasetDict({split: problems for split, (problems, _) in oat.items()}).save_to_disk(folder)
     for split, (problems, removed) in oat.items():
-        print(
-            f"{folder}: {split}: {len(problems)} problems; instruction removed: {removed.strip() or 'none in common'}"
-        )
+        instruction = removed.strip() or "none in common"
+        print(f"{folder}: {split}: {len(problems)} problems; instruction removed: {instruction}")
     remark = f"; {left_out} left out, whose ground truth verl scores as wrong" if left_out else ""
     print(f"{file}: {len(rows)} problems{remark}")
 

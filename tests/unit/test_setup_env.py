@@ -34,7 +34,7 @@ def environment(tmp_path, monkeypatch):
     (tmp_path / "requirements/cpu.torch").write_text("torch==1\n")
     (tmp_path / "requirements/cpu.lock").write_text("verl==1\n")
     monkeypatch.setattr(setup_env, "apply", lambda root: [f"patched {root}"])
-    monkeypatch.setattr(setup_env, "install", lambda environment, wheels: None)
+    monkeypatch.setattr(setup_env, "install", lambda environment: None)
     run = subprocess.run
 
     def make_venv(command, **options):
@@ -133,17 +133,20 @@ def test_locks_are_installed_without_further_packages(monkeypatch, uv, name, fla
     monkeypatch.setenv("FLASH_ATTN", flash_attn)
     monkeypatch.setenv("TORCH_INDEX_URL", "https://torch")
     environment = setup_env.ENVIRONMENTS[name]
-    setup_env.install(environment, [])
+    setup_env.install(environment)
     assert uv.calls == [f"install --python {environment.python} {words}" for words in expected]
 
 
 def test_flash_attn_that_cannot_be_built_is_named_with_the_way_to_do_without(monkeypatch, uv):
     uv.fails = "cuda.flash-attn"
     with pytest.raises(Refused, match="^cuda.flash-attn: could not be built; FLASH_ATTN=no leaves flash-attn out"):
-        setup_env.install(setup_env.ENVIRONMENTS["cuda"], [])
+        setup_env.install(setup_env.ENVIRONMENTS["cuda"])
     monkeypatch.setenv("FLASH_ATTN", "maybe")
     with pytest.raises(Refused, match="^FLASH_ATTN=maybe: must be one of yes, no"):
         setup_env.requested(setup_env.ENVIRONMENTS["cuda"])
+    monkeypatch.delenv("FLASH_ATTN")
+    monkeypatch.setenv("WHEELHOUSE", "/wheels")
+    assert [file.name for file in setup_env.requested(setup_env.ENVIRONMENTS["cuda"])] == ["cuda.lock"]
 
 
 def test_linked_environment_that_is_outdated_is_left_alone(environment, on_path, tmp_path):

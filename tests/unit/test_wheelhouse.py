@@ -1,6 +1,5 @@
-"""``make wheelhouse``: the wheels of a lock with their checksums, and an environment that is made of them offline."""
+"""``make wheelhouse``: the wheels of a lock, and an environment that is made of them without an index."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,63 +7,50 @@ from pathlib import Path
 import pytest
 
 from verl_precision.commands import setup_env, wheelhouse
-from verl_precision.commands.setup_env import MANIFEST
 from verl_precision.errors import Refused
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 PACKAGES = ["zipp==3.23.0", "markupsafe==3.0.3", "antlr4-python3-runtime==4.9.3"]  # pure, compiled, without a wheel
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheelhouse")
-    (lock := tmp_path_factory.mktemp("requirements") / "cpu.lock").write_text("\n".join(PACKAGES))
-    assert wheelhouse.pack(wheelhouse.Wheelhouse("cpu", VERSION, [lock], folder), []) == len(PACKAGES)
-    return folder
+@pytest.fixture
+def checkout(tmp_path, monkeypatch) -> Path:
+    """A checkout whose environment "workers" has these packages."""
+    for module in (setup_env, wheelhouse):
+        monkeypatch.setattr(module, "REPO", tmp_path)
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements/cpu.torch").write_text(PACKAGES[0])
+    (tmp_path / "requirements/workers.lock").write_text("\n".join(PACKAGES[1:]))
+    monkeypatch.setitem(wheelhouse.LOCKS, "cpu", ("cpu.torch", "workers.lock"))
+    return tmp_path
 
 
 @pytest.mark.subprocess
-def test_wheels_become_an_environment_without_an_index(packed, tmp_path, monkeypatch):
-    assert {path.suffix for path in packed.iterdir()} == {".whl", ".json"}
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    environment = setup_env.Environment(str(tmp_path / "venv"), ("cpu.torch", "cpu.lock"), "")
+def test_wheels_become_an_environment_without_an_index(checkout, monkeypatch):
+    request = wheelhouse.parse([f"DIR={checkout}/wheels", "DEVICE=cpu", f"PYTHON_VERSION={VERSION}"])
+    assert wheelhouse.pack(request, []) == len(PACKAGES) + 1
+    names = sorted(path.name.partition("-")[0] for path in (checkout / "wheels").iterdir())
+    assert names == ["antlr4_python3_runtime", "markupsafe", "uv", "zipp"]
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
-    setup_env.install(environment, setup_env.wheels_of("cpu", VERSION, packed))
-    subprocess.run([environment.python, "-c", "import antlr4, zipp, markupsafe._speedups"], check=True)
+    for name in ("PIP_FIND_LINKS", "PIP_NO_INDEX"):  # set by setup
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("WHEELHOUSE", str(checkout / "wheels"))
+    monkeypatch.setenv("UV_CACHE_DIR", str(checkout / "cache"))
+    python = setup_env.setup("workers", sys.executable)
+    subprocess.run([python, "-c", "import antlr4, zipp, markupsafe._speedups"], check=True)
+
+    (checkout / "requirements/workers.lock").write_text("markupsafe==3.0.2\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        setup_env.setup("workers", sys.executable)
+    assert not setup_env.ENVIRONMENTS["workers"].ready, "packed from other requirements"
 
 
-def first_wheel(folder: Path) -> Path:
-    return min(folder.glob("*.whl"))
-
-
-@pytest.mark.subprocess
-@pytest.mark.parametrize(
-    ("name", "fault", "message"),
-    [
-        ("cpu", lambda folder: first_wheel(folder).unlink(), r"lacks antlr4.*\.whl of 3 wheels"),
-        (
-            "cpu",
-            lambda folder: first_wheel(folder).write_bytes(b"cut"),
-            rf"antlr4.*\.whl: not the sha256 of {MANIFEST}",
-        ),
-        ("cpu", lambda folder: (folder / MANIFEST).unlink(), f"contains no {MANIFEST}"),
-        ("cpu", lambda folder: (folder / MANIFEST).write_text("{}"), f"{MANIFEST} is damaged"),
-        ("cuda", lambda folder: None, "is for DEVICE=cpu and PYTHON=python.*, not for cuda and Python"),
-    ],
-    ids=["lost", "damaged", "unfinished", "no manifest", "another"],
-)
-def test_damaged_or_other_wheelhouse_is_refused(packed, tmp_path, name, fault, message):
-    fault(folder := shutil.copytree(packed, tmp_path / "copy"))
-    with pytest.raises(Refused, match=f"^WHEELHOUSE={folder}: {message}"):
-        setup_env.wheels_of(name, VERSION, folder)
-
-
-@pytest.mark.subprocess
-def test_wheelhouse_of_other_requirements_is_refused(packed, monkeypatch):
-    monkeypatch.setattr(setup_env.Environment, "locks", "another hash")
-    with pytest.raises(Refused, match=f"^WHEELHOUSE={packed}: was packed from other requirements"):
-        setup_env.wheels_of("cpu", VERSION, packed)
+def test_folder_without_wheels_is_refused(checkout, monkeypatch):
+    monkeypatch.setenv("WHEELHOUSE", str(checkout))
+    with pytest.raises(Refused, match=f"^WHEELHOUSE={checkout}: contains no wheels"):
+        setup_env.setup("workers", sys.executable)
+    assert not (checkout / ".venv-workers").exists()
 
 
 @pytest.mark.parametrize(

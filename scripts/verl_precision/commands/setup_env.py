@@ -6,13 +6,13 @@ workers  .venv-workers: the tests run the workers of every release in it
 
 An environment that is up to date is left as it is. TORCH_INDEX_URL is a further package index, of torch's CPU builds.
 WHEELHOUSE is a folder that ``make wheelhouse`` wrote: the environment is installed from it, without a network.
-FLASH_ATTN=no leaves out flash-attn, which takes long to compile; verl's attention is then torch's own.
+FLASH_ATTN=no leaves out flash-attn, which takes long to compile; verl's attention is then torch's own. That is the
+default for a WHEELHOUSE, which has no wheel of it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_precision.errors import Refused
-from verl_precision.files import sha256
-from verl_precision.format import first_three
 from verl_precision.parser import Parser
 from verl_precision.patch.apply import apply
 from verl_precision.paths import REPO
@@ -29,7 +27,6 @@ from verl_precision.uv import find_uv
 from verl_precision.words import one_of
 
 PYTHONS = ("3.11", "3.12")  # for which the locks are resolved
-MANIFEST = "wheelhouse.json"  # of a wheelhouse: device, python and locks of its environment, sha256 of each wheel
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,8 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
         patch: whether to patch its verl, and print what was done.
 
     Raises:
-        Refused: no such Python, a symbolic link to an outdated environment, which others may be using, a wheelhouse
-            that does not fit, or flash-attn could not be built.
+        Refused: no such Python, a symbolic link to an outdated environment, which others may be using, WHEELHOUSE
+            contains no wheels, or flash-attn could not be built.
         subprocess.CalledProcessError: another installation failed.
     """
     environment = ENVIRONMENTS[name]
@@ -93,15 +90,18 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
         if environment.path.is_symlink():
             what = f"{environment.folder} is a symbolic link to an environment that is not up to date"
             raise Refused(f"{what}; run make in the checkout that it points to, or remove the link")
-        wheelhouse = os.environ.get("WHEELHOUSE")
-        wheels = wheels_of(name, version, Path(wheelhouse).expanduser()) if wheelhouse else []
-        files = wheelhouse or " and ".join(file.name for file in requested(environment))
+        if wheelhouse := os.environ.get("WHEELHOUSE"):
+            wheels = Path(wheelhouse).expanduser().resolve()
+            if not any(wheels.glob("*.whl")):
+                raise Refused(f"WHEELHOUSE={wheelhouse}: contains no wheels")
+            os.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}  # of pip and, by find_uv, of uv
+        files = " and ".join(file.name for file in requested(environment))
         print(f"setting up {environment.folder} from {files}: {environment.cost}, once", flush=True)
         if advice:
             print(advice, flush=True)
         subprocess.run([base, "-m", "venv", "--clear", environment.path], check=True)
         (environment.path / "site-packages").symlink_to(f"lib/python{version}/site-packages")
-        install(environment, wheels)
+        install(environment)
         stamp.touch()
     if environment.patched and patch:
         for line in apply(environment.path / "site-packages"):
@@ -111,8 +111,8 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
 
 def requested(environment: Environment) -> list[Path]:
     """Return the files to install the environment from: FLASH_ATTN=no leaves that of flash-attn out."""
-    values = {"FLASH_ATTN": os.environ.get("FLASH_ATTN") or "yes"}
-    wanted = one_of(values, "FLASH_ATTN", ["yes", "no"], "yes")
+    default = "no" if os.environ.get("WHEELHOUSE") else "yes"
+    wanted = one_of({"FLASH_ATTN": os.environ.get("FLASH_ATTN") or default}, "FLASH_ATTN", ["yes", "no"], default)
     files = [REPO / "requirements" / name for name in environment.requirements]
     return [file for file in files if wanted == "yes" or file.suffix != ".flash-attn"]
 
@@ -130,37 +130,8 @@ def find_python(candidates: list[str | Path]) -> tuple[str, str]:
     raise Refused(f"{named}Python 3.11 or 3.12 is needed; install it, or name it: make PYTHON=/path/to/python3.12")
 
 
-def wheels_of(name: str, version: str, folder: Path) -> list[Path]:
-    """Return the wheels of an environment in the wheelhouse ``folder``.
-
-    Raises:
-        Refused: it is another environment's or for another Python, or a wheel is missing or damaged.
-    """
-    if not (folder / MANIFEST).exists():
-        raise Refused(f"WHEELHOUSE={folder}: contains no {MANIFEST}, which make wheelhouse writes last")
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        device, python, locks, wheels = (manifest[key] for key in ("device", "python", "locks", "wheels"))
-    except (ValueError, KeyError) as error:
-        raise Refused(f"WHEELHOUSE={folder}: {MANIFEST} is damaged or of another version; copy it again") from error
-    if (device, python) != (name, version):
-        needed = f"DEVICE={device} and PYTHON=python{python}"
-        raise Refused(f"WHEELHOUSE={folder}: is for {needed}, not for {name} and Python {version}")
-    if locks != ENVIRONMENTS[name].locks:
-        raise Refused(f"WHEELHOUSE={folder}: was packed from other requirements than this checkout's; pack it again")
-    if lost := [wheel for wheel in wheels if not (folder / wheel).exists()]:
-        raise Refused(f"WHEELHOUSE={folder}: lacks {first_three(lost)} of {len(wheels)} wheels")
-    if damaged := [wheel for wheel, expected in wheels.items() if sha256(folder / wheel) != expected]:
-        raise Refused(f"WHEELHOUSE={folder}: {first_three(damaged)}: not the sha256 of {MANIFEST}; copy it again")
-    return [folder / wheel for wheel in wheels]
-
-
-def install(environment: Environment, wheels: list[Path]) -> None:
-    """Install the ``wheels`` with pip, or where there are none the requirements with uv."""
-    if wheels:  # on a machine that may have no uv
-        pip = [environment.python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-        subprocess.run([*pip, *wheels], check=True)
-        return
+def install(environment: Environment) -> None:
+    """Install the requirements of an environment with uv."""
     uv, into = find_uv(environment.python), ["--python", environment.python]
     for file in requested(environment):
         if file.suffix == ".torch":  # first, with the lock as constraints, from an index of torch's builds

@@ -3,7 +3,7 @@
 On a machine with a network, on Linux x86_64:  make wheelhouse DIR=/media/wheels DEVICE=cuda PYTHON_VERSION=3.12
 On the machine without one:                    make setup DEVICE=cuda PYTHON=python3.12 WHEELHOUSE=/media/wheels
 
-Writes the wheels, and last wheelhouse.json with the sha256 of each. flash-attn, which is compiled, is left out.
+Writes the wheels and that of uv, which installs them. flash-attn, which is compiled, is left out.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_precision.commands.setup_env import ENVIRONMENTS, MANIFEST, PYTHONS
+from verl_precision.commands.setup_env import PYTHONS
 from verl_precision.errors import Refused
-from verl_precision.files import sha256, write_json
 from verl_precision.format import first_three
 from verl_precision.paths import REPO
 from verl_precision.words import one_of, parse_words
@@ -68,7 +67,7 @@ def pack(wheelhouse: Wheelhouse, pip: list[str]) -> int:
     wheelhouse.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=wheelhouse.folder) as scratch:
         found, built = Path(scratch, "found"), Path(scratch, "built")
-        fetch = [sys.executable, "-m", "pip", "download", "--no-deps", "--prefer-binary", "--dest", found]
+        fetch = [sys.executable, "-m", "pip", "download", "--no-deps", "--prefer-binary", "--dest", found, "uv"]
         fetch += ["--implementation", "cp", "--python-version", wheelhouse.python, *pip]
         fetch += [f"--platform={each}" for each in PLATFORMS] + [f"-r{each}" for each in wheelhouse.requirements]
         subprocess.run(fetch, check=True)
@@ -82,10 +81,6 @@ def pack(wheelhouse: Wheelhouse, pip: list[str]) -> int:
             raise Refused("DEVICE=cpu: pip found torch's CUDA build; set TORCH_INDEX_URL to an index of CPU builds")
         for path in wheels:
             path.replace(wheelhouse.folder / path.name)
-    manifest = {"device": wheelhouse.device, "python": wheelhouse.python}
-    manifest["locks"] = ENVIRONMENTS[wheelhouse.device].locks
-    manifest["wheels"] = {path.name: sha256(wheelhouse.folder / path.name) for path in wheels}
-    write_json(wheelhouse.folder / MANIFEST, manifest)
     return len(wheels)
 
 

@@ -10,9 +10,8 @@ from recipes.cpu.replay_buffer import QuickReplayBuffer
 from recipes.replay.rollouts import (
     OrderedReplayBuffer,
     RecordedAgentLoop,
+    RecordedServer,
     Recording,
-    RecordingServer,
-    ReplayingServer,
     RolloutError,
     SampleKey,
 )
@@ -40,11 +39,11 @@ def ask(server, request_id="a", **changed) -> TokenOutput:
 
 
 def record(file: str, server: Server | None = None, **changed) -> TokenOutput:
-    return ask(RecordingServer(server or Server(), Recording(file, "record"), KEY), **changed)
+    return ask(RecordedServer(server or Server(), Recording(file, "record"), KEY), **changed)
 
 
 def replay(file: str, key: SampleKey = KEY, **changed) -> TokenOutput:
-    return ask(ReplayingServer(None, Recording(file, "replay"), key), **changed)
+    return ask(RecordedServer(None, Recording(file, "replay"), key), **changed)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ test: python    ## set up and run the tests of this checkout
 	$(SETUP) $(DEVICE) workers
 	@exec $(PYTEST) -m "not slow and not gpu and not recorded"
 
-##@ Patch verl or OAT elsewhere (VERL= or OAT=: a git checkout, an unpacked release or site-packages), with Python 3.10 and git alone
+##@ Patch verl or OAT elsewhere (VERL= or OAT=: a git checkout, an unpacked release or site-packages), with only Python 3.10 and git
 apply-patches: python    ## apply the patches:  make apply-patches VERL=/path/to/verl   (or OAT=…), FIXES=yes also corrects upstream's defects
 unapply-patches: python  ## remove the patches and restore every file exactly
 status: python           ## report which release a tree contains, and whether it is patched

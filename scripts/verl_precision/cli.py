@@ -19,8 +19,6 @@ from verl_precision.parser import Parser
 from verl_precision.paths import INSTALLED
 from verl_precision.spelling import PATCHING, add_options, spelled, values_of
 
-RESUMES = "repeat the command to resume"
-
 
 @dataclass(frozen=True)
 class Command:
@@ -34,7 +32,6 @@ class Command:
     module: str = ""  # if its name is not the command's
     variables: bool = False  # whether the options are the module's VARIABLES
     flags: Mapping[str, str] = field(default_factory=dict)  # further options of such a command, without a value
-    interrupted: str = ""  # advice after Ctrl-C
     needs: tuple[str, ...] = ()  # packages of other projects, by the names under which they are imported
 
 
@@ -42,9 +39,9 @@ def patching(summary: str) -> Command:
     return Command(summary, "patches")
 
 
-def setting(summary: str, needs: tuple[str, ...] = (), module: str = "", advice: str = "", **flags: str) -> Command:
+def setting(summary: str, needs: tuple[str, ...] = (), module: str = "", **flags: str) -> Command:
     named = {f"--{name.replace('_', '-')}": text for name, text in flags.items()}
-    return Command(summary, module, True, named, advice, needs)
+    return Command(summary, module, True, named, needs)
 
 
 MODEL = ("torch", "transformers", "safetensors", "pyarrow", "matplotlib")
@@ -65,8 +62,8 @@ COMMANDS = {
     "Choose a regime": {
         "doctor": Command("report the dtype of each hop of a job, before it starts or while it runs"),
         "preflight": setting("predict the effect of fp16 on a model", MODEL),
-        "probe": setting("measure the mismatch of a model in every regime, before training", PROBE, advice=RESUMES),
-        "recommend": setting("preflight and probe, then one answer", PROBE, advice=RESUMES),
+        "probe": setting("measure the mismatch of a model in every regime, before training", PROBE),
+        "recommend": setting("preflight and probe, then one answer", PROBE),
         "plan-memory": setting("plan the GPU memory of a job, without a GPU", CONFIG, "plan_memory"),
     },
     "Train and compare": {
@@ -89,7 +86,7 @@ DEVELOPMENT = {
         "export": patching("write the commits of such a tree back into the project"),
         "carry": patching("carry a changed patch to the other releases"),
         "pr-branch": Command("split the patches into branches for upstream, and check them", "pr_branch"),
-        "verify-gpu": setting("test fp16 on this machine's GPU and measure it", ("torch",), "verify_gpu", RESUMES),
+        "verify-gpu": setting("test fp16 on this machine's GPU and measure it", ("torch",), "verify_gpu"),
         "bench": Command("measure the cost of a precision"),
         "bench-amp": Command("compare fp16, bf16 and fp32 outside verl", "bench_amp", needs=("torch", "matplotlib")),
         "matrix": Command("write the support matrices and the state of GPUs into the documents"),
@@ -108,20 +105,9 @@ def overview() -> str:
     lines += ["Make verl train and roll out in the same 16 bits, on the release that you already run.", ""]
     for heading, commands in HEADINGS.items():
         lines += [f"{heading}:", *(f"  {name:<12} {command.summary}" for name, command in commands.items()), ""]
-    lines += ["verl-precision COMMAND --help describes a command; verl-precision --version lists the stacks."]
-    return "\n".join(lines)
-
-
-def version() -> str:
-    """Return the version of the project, and the stacks that it applies to each release."""
-    from verl_precision.patch.releases import FRAMEWORKS
-    from verl_precision.patch.stack import load_stacks
-
-    lines = [f"verl-precision {__version__}"]
-    for framework in FRAMEWORKS.values():
-        for stack in load_stacks(framework=framework):
-            series = f" ({stack.series})" if stack.series else ""
-            lines.append(f"  {framework.name} {stack.release.name}: stack {stack.id}{series}")
+    lines += [
+        "verl-precision COMMAND --help describes a command; verl-precision list lists the patches of each release."
+    ]
     return "\n".join(lines)
 
 
@@ -152,7 +138,7 @@ def main(words: list[str] | None = None) -> int:
     name, *rest = words
     with handled_errors("verl-precision"):
         if name == "--version":
-            print(version())
+            print(f"verl-precision {__version__}")
             return 0
         if name not in BY_NAME:
             names = difflib.get_close_matches(name, (*BY_NAME, "--version"), n=1, cutoff=0.7)
@@ -163,7 +149,7 @@ def main(words: list[str] | None = None) -> int:
             check_packages(command.needs)
         module = find_module(name)
     variables = module.VARIABLES if command.variables else ("ARGS",)
-    with handled_errors(f"verl-precision {name}", command.interrupted, variables):
+    with handled_errors(f"verl-precision {name}", variables):
         if command.variables:
             values, flags = parse(name, rest)
             settings = [f"{each}={value}" for each, value in values.items()]
@@ -174,15 +160,12 @@ def main(words: list[str] | None = None) -> int:
 
 
 @contextmanager
-def handled_errors(command: str, interrupted: str = "", variables: Iterable[str] = ()) -> Iterator[None]:
+def handled_errors(command: str, variables: Iterable[str] = ()) -> Iterator[None]:
     """Run the ``main`` of a command: print one line about what is no defect, and ask for a report of what is one.
 
     Exits with 1 after a refusal, an error of the system or of a program that was started, and any other exception,
     whose traceback it prints; with 130 after Ctrl-C, with 141 if the reader of stdout is gone, as ``head`` may be.
-
-    Args:
-        interrupted: advice after Ctrl-C.
-        variables: of the command, which a refusal may name.
+    A refusal may name the ``variables`` of the command.
     """
     for stream in (sys.stdout, sys.stderr):  # a path may have characters that the terminal's encoding lacks
         stream.reconfigure(errors="backslashreplace")
@@ -201,8 +184,7 @@ def handled_errors(command: str, interrupted: str = "", variables: Iterable[str]
     except subprocess.CalledProcessError as error:
         sys.exit(f"{command}: exit code {error.returncode}: {' '.join(map(str, error.cmd))}")
     except KeyboardInterrupt:
-        if interrupted:
-            print(f"\n{command}: interrupted; {interrupted}", file=sys.stderr)
+        print(f"\n{command}: interrupted; repeat the command to continue", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         traceback.print_exc()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verl_precision.errors import Refused
 
-TIERS = ("tests/unit", "tests/engine")  # whose tests need no other release and no training job
+TIERS = ("tests/unit", "tests/engine")  # they need neither another release nor a training job
 # A module that a file imports or names in a string, such as that of a process to start, and the names from it.
 NAMED = re.compile(r"\b((?:recipes|verl_precision|support|mutants)(?:\.\w+)*)(?: import (\([^)]*\)|.*))?")
 

@@ -28,7 +28,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
 @pytest.mark.subprocess
 def test_wheels_become_an_environment_without_an_index(checkout, monkeypatch):
     request = wheelhouse.parse([f"DIR={checkout}/wheels", "DEVICE=cpu", f"PYTHON_VERSION={VERSION}"])
-    assert wheelhouse.pack(request, []) == len(PACKAGES) + 1
+    assert wheelhouse.pack(*request, []) == len(PACKAGES) + 1
     names = sorted(path.name.partition("-")[0] for path in (checkout / "wheels").iterdir())
     assert names == ["antlr4_python3_runtime", "markupsafe", "uv", "zipp"]
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")

@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from verl_precision.commands.setup_env import PYTHONS
@@ -33,18 +32,8 @@ LOCKS = {"cpu": ("cpu.torch", "cpu.lock"), "cuda": ("cuda.lock",)}
 PLATFORMS = ["manylinux2014_x86_64", *(f"manylinux_2_{glibc}_x86_64" for glibc in range(5, 40)), "linux_x86_64"]
 
 
-@dataclass(frozen=True)
-class Wheelhouse:
-    """What to pack: the ``requirements`` of an environment, for a Python such as 3.12, into the new ``folder``."""
-
-    device: str
-    python: str
-    requirements: list[Path]
-    folder: Path
-
-
-def parse(words: list[str]) -> Wheelhouse:
-    """Return what the words request."""
+def parse(words: list[str]) -> tuple[str, str, Path]:
+    """Return the device, the version of Python and the new folder that the words request."""
     values = parse_words(words, VARIABLES)
     if "DIR" not in values:
         raise Refused("DIR: is not set; example: make wheelhouse DIR=/media/wheels DEVICE=cuda")
@@ -53,10 +42,10 @@ def parse(words: list[str]) -> Wheelhouse:
         raise Refused(f"DIR={values['DIR']}: must be a new or an empty folder")
     device = one_of(values, "DEVICE", list(LOCKS), "cuda")
     python = one_of(values, "PYTHON_VERSION", list(PYTHONS), "3.12")
-    return Wheelhouse(device, python, [REPO / "requirements" / name for name in LOCKS[device]], folder)
+    return device, python, folder
 
 
-def pack(wheelhouse: Wheelhouse, pip: list[str]) -> int:
+def pack(device: str, python: str, folder: Path, pip: list[str]) -> int:
     """Download the wheels with pip and its options ``pip``, build those of pure Python, and return their number.
 
     Raises:
@@ -64,31 +53,30 @@ def pack(wheelhouse: Wheelhouse, pip: list[str]) -> int:
             CUDA build was found for the CPU.
         subprocess.CalledProcessError: pip failed.
     """
-    wheelhouse.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=wheelhouse.folder) as scratch:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         found, built = Path(scratch, "found"), Path(scratch, "built")
         fetch = [sys.executable, "-m", "pip", "download", "--no-deps", "--prefer-binary", "--dest", found, "uv"]
-        fetch += ["--implementation", "cp", "--python-version", wheelhouse.python, *pip]
-        fetch += [f"--platform={each}" for each in PLATFORMS] + [f"-r{each}" for each in wheelhouse.requirements]
-        subprocess.run(fetch, check=True)
+        fetch += ["--implementation", "cp", "--python-version", python, *pip]
+        fetch += [f"--platform={each}" for each in PLATFORMS]
+        subprocess.run([*fetch, *(f"-r{REPO}/requirements/{name}" for name in LOCKS[device])], check=True)
         if sources := [path for path in found.iterdir() if path.suffix != ".whl"]:
             build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", built, *pip]
             subprocess.run([*build, *sources], check=True)
         if compiled := [path.name for path in built.glob("*") if not path.stem.endswith("-none-any")]:
             raise Refused(f"{first_three(compiled)}: has no wheel, and was compiled for this machine only")
-        wheels = sorted(path for folder in (found, built) for path in folder.glob("*.whl"))
-        if wheelhouse.device == "cpu" and any(re.match(r"torch-[^+]*-", path.name) for path in wheels):
+        wheels = [path for each in (found, built) for path in each.glob("*.whl")]
+        if device == "cpu" and any(re.match(r"torch-[^+]*-", path.name) for path in wheels):
             raise Refused("DEVICE=cpu: pip found torch's CUDA build; set TORCH_INDEX_URL to an index of CPU builds")
         for path in wheels:
-            path.replace(wheelhouse.folder / path.name)
+            path.replace(folder / path.name)
     return len(wheels)
 
 
 def main(words: list[str]) -> int:
-    wheelhouse = parse(words)
-    index = os.environ.get("TORCH_INDEX_URL") if wheelhouse.device == "cpu" else None
-    count = pack(wheelhouse, ["--extra-index-url", index] if index else [])
-    print(f"{count} wheels: {wheelhouse.folder}")
-    setup = f"make setup DEVICE={wheelhouse.device} PYTHON=python{wheelhouse.python}"
-    print(f"copy the folder, then: {setup} WHEELHOUSE=/path/to/{wheelhouse.folder.name}")
+    device, python, folder = parse(words)
+    index = os.environ.get("TORCH_INDEX_URL") if device == "cpu" else None
+    count = pack(device, python, folder, ["--extra-index-url", index] if index else [])
+    print(f"{count} wheels: {folder}")
+    print(f"copy the folder, then: make setup DEVICE={device} PYTHON=python{python} WHEELHOUSE=/path/to/{folder.name}")
     return 0

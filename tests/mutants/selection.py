@@ -25,11 +25,7 @@ def importers(root: Path) -> dict[Path, set[Path]]:
 
 
 def select_tests(file: str, root: Path) -> tuple[str, ...]:
-    """Return the test files of the quick tiers whose imports lead to ``file``, the nearest first.
-
-    Raises:
-        Refused: there is none, e.g. because ``file`` is not a Python file of this repository.
-    """
+    """Return the test files of the quick tiers whose imports lead to ``file``, the nearest first."""
     tests, seen, layer = [], {root / file}, [root / file]
     mirrored = f"_{Path(file).stem}"  # test_trainer.py, test_amp_trainer.py
     while layer:

@@ -12,35 +12,21 @@ FOLDER = REPO / "tests/mutants"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One defect: ``replace``, which occurs exactly once in ``file``, becomes ``by``.
+    """One defect: ``replace``, which occurs exactly once in ``file``, becomes ``by``."""
 
-    Attributes:
-        area: the file of tests/mutants that contains it.
-        defect: what goes wrong, and when.
-        seen_in: who ships it, or how it happens.
-        file: a path of this repository, or ``verl/…`` or ``oat/…`` in a patched release.
-        tests: pytest ids, the cheapest first; empty: those whose imports reach ``file``.
-        release: of ``file``; empty: the newest.
-        equivalent: why no test can fail on it; empty: one must.
-    """
-
-    area: str
+    area: str  # the file of tests/mutants that contains it
     name: str
-    defect: str
-    seen_in: str
-    file: str
+    defect: str  # what goes wrong, and when
+    seen_in: str  # who ships it, or how it happens
+    file: str  # a path of this repository, or ``verl/…`` or ``oat/…`` in a patched release
     replace: str
     by: str
-    tests: tuple[str, ...] = ()
-    release: str = ""
-    equivalent: str = ""
+    tests: tuple[str, ...] = ()  # pytest ids, the cheapest first; empty: those whose imports reach ``file``
+    release: str = ""  # of ``file``; empty: the newest
+    equivalent: str = ""  # why no test can fail on it; empty: one must
 
     def source(self, file: Path) -> str:
-        """Return the mutated content of ``file``, which is this mutant's in some tree.
-
-        Raises:
-            Refused: the text to replace does not occur exactly once.
-        """
+        """Return the mutated content of ``file``, which is this mutant's in some tree."""
         text = file.read_text()
         if (count := text.count(self.replace)) != 1:
             raise Refused(f"{self.name}: its text occurs {count} times in {self.file}; correct {self.area}.toml")

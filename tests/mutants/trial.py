@@ -22,15 +22,10 @@ OUTCOMES = CACHE / "mutants/outcomes.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a mutant.
+    """Outcome of a mutant."""
 
-    Attributes:
-        killer: the test that fails on it and passes without it; empty: all tests pass.
-        problem: why it could not be tried; empty: it was.
-    """
-
-    killer: str = ""
-    problem: str = ""
+    killer: str = ""  # the test that fails on it and passes without it; empty: all tests pass
+    problem: str = ""  # why it could not be tried; empty: it was
 
 
 def key(mutant: Mutant, file: Path, tests: Sequence[str]) -> str:

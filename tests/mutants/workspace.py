@@ -47,10 +47,8 @@ class Workspace:
     def tree(self, mutant: Mutant) -> Path:
         """Return the folder of the mutant's file: the checkout, or its patched release, by default the newest.
 
-        A release has both series, or only ``precision`` for tests of verl's conformance suite.
-
-        Raises:
-            Refused: the tests need both trees; those of the one would pass on the release without the mutant.
+        A release has both series, or only ``precision`` for tests of verl's conformance suite. Tests that need both
+        trees are refused: those of the one would pass on the release without the mutant.
         """
         framework = FRAMEWORKS.get(mutant.file.partition("/")[0])
         if not framework:
@@ -71,11 +69,7 @@ class Workspace:
 
     @contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[None]:
-        """Put the mutant in for the body of the statement.
-
-        Raises:
-            Refused: its text does not occur exactly once.
-        """
+        """Put the mutant into its file for the body of the statement."""
         file = self.file(mutant)
         original = file.read_text()
         file.write_text(mutant.source(file))
@@ -85,10 +79,7 @@ class Workspace:
             file.write_text(original)
 
     def first_failure(self, tests: Sequence[str], mutant: Mutant) -> str:
-        """Run tests, on the mutant's patched release if its file is in one, until one fails.
-
-        Returns:
-            Its id, or an empty text if all passed.
+        """Run tests, on the mutant's patched release if its file is in one, until one fails. Return its id, or "".
 
         Raises:
             Refused: the tests did not run, e.g. because a test does not exist, or did not end.

@@ -105,9 +105,7 @@ def overview() -> str:
     lines += ["Make verl train and roll out in the same 16 bits, on the release that you already run.", ""]
     for heading, commands in HEADINGS.items():
         lines += [f"{heading}:", *(f"  {name:<12} {command.summary}" for name, command in commands.items()), ""]
-    lines += [
-        "verl-precision COMMAND --help describes a command; verl-precision list lists the patches of each release."
-    ]
+    lines += ["verl-precision COMMAND --help describes a command."]
     return "\n".join(lines)
 
 

@@ -102,9 +102,11 @@ def show_help(name: str, target: MakeTarget) -> NoReturn:
     """Print the help of a target and of the command that it starts, or what the module is for that it starts."""
     takes = ["NAME=VALUE …"] if target.takes is None else [f"{each}=…" for each in target.takes]
     print("usage: make", name, *takes)
-    if takes:
-        print("  NAME=VALUE stands for --name VALUE or the argument NAME, and NAME=yes for the flag --name;")
-        print("  VERL=… and OAT=… stand for TREE, FROM=… for RELEASE, ARGS=… for the words of the command line")
+    if target.takes is None:
+        print("  NAME=VALUE stands for --name VALUE")
+    elif takes:  # the command takes some as arguments, and a flag for yes
+        print("  a variable stands for the option or argument of its name, VERL and OAT for TREE, FROM for RELEASE,")
+        print("  ARGS for the words of the command line")
     command = target.command or name
     if name == "bench-amp":  # its --help needs torch
         command = "verl_precision.commands.bench_amp"

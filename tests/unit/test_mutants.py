@@ -90,13 +90,16 @@ def test_areas_and_names_are_chosen():
         choose([HARMLESS, DEADLY, other], "oat nothing")
 
 
-def test_tests_are_selected_by_imports_the_nearest_first():
+def test_tests_are_selected_by_imports_the_nearest_first(tmp_path):
     tests = select_tests("scripts/verl_precision/patch/apply.py", REPO)
     assert tests[0] == "tests/unit/patch/test_apply.py"
     assert "tests/unit/patch/test_upgrade.py" in tests and "tests/unit/recipes/test_flowrl_toy.py" not in tests
     assert "tests/unit/doctor/test_doctor.py" in select_tests("scripts/verl_precision/commands/doctor.py", REPO)
     with pytest.raises(Refused, match="Makefile: no test's imports lead to it; name its tests"):
         select_tests("Makefile", REPO)
+    started = {"recipes/task/prepare.py": "", "tests/unit/test_a.py": 'run(["-m", "recipes.task.prepare"])\n'}
+    write_files(tmp_path, started)
+    assert select_tests("recipes/task/prepare.py", tmp_path) == ("tests/unit/test_a.py",)
 
 
 @pytest.mark.subprocess

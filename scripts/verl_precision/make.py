@@ -64,11 +64,7 @@ def chosen_device(name: str, target: MakeTarget, values: dict[str, str]) -> str:
 def interpreter(name: str, values: Mapping[str, str], device: str, python: str | None, typed: bool = False) -> str:
     """Return the Python to run a target in, and set its environment up unless it is up to date.
 
-    Args:
-        typed: whether ``python`` is of the command line: the doctor then runs only in a Python that was named.
-
-    Raises:
-        Refused: the doctor cannot run in the Python that the user named, or that of VERL, and .venv is not set up.
+    The doctor runs in the Python of VERL, or in PYTHON; if that was ``typed``, as a word of make, in no other.
     """
     if name == "doctor":
         verl = Path(values["VERL"]) if "VERL" in values else None

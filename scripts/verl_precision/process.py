@@ -29,15 +29,10 @@ def ignore_signals() -> None:
 def start_child(
     command: Sequence[str | Path], folder: Path, environment: Mapping[str, str], output: IO[str] | int
 ) -> subprocess.Popen:
-    """Start ``command`` in a separate session, without stdin, with stdout and stderr in ``output``.
+    """Start ``command`` in ``folder`` and a separate session, with only this environment, and without stdin.
 
     Ctrl-C on the terminal reaches only this process, which decides how the child ends. The child gets SIGTERM if this
-    process is killed.
-
-    Args:
-        folder: the child's current folder.
-        environment: all of the child's environment.
-        output: an open file, or ``subprocess.PIPE`` for text.
+    process is killed. Its stdout and stderr go to ``output``, an open file or ``subprocess.PIPE`` for text.
     """
     libc = ctypes.CDLL(None)
     return subprocess.Popen(

@@ -45,11 +45,7 @@ class Uv:
 def find_uv(python: str | Path = sys.executable) -> Uv:
     """Return uv: that on PATH, or one in .cache, which pip installs unless it is there.
 
-    Args:
-        python: the Python whose pip is asked for its settings; uv's own in the environment win.
-
-    Raises:
-        subprocess.CalledProcessError: pip failed, or that Python has none.
+    The pip of ``python`` is asked for its settings; uv's own in the environment win.
     """
     on_path, own = shutil.which("uv"), CACHE / "uv/bin/uv"
     if not on_path and not own.exists():

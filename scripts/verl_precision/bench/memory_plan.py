@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 GIB = 2**30
-# Device memory beside tensors: the CUDA context, NCCL's buffers, fragmentation, the sleeping rollout.
+# Device memory outside tensors: the CUDA context, NCCL's buffers, fragmentation, the sleeping rollout.
 # verl-project/verl, pull request 7461: 39.63 GiB on the device with 35.68 allocated, 37.80 with 33.70.
-BESIDE_TENSORS = 4 * GIB
+OUTSIDE_TENSORS = 4 * GIB
 # Proportional set sizes of a job's processes on one machine without a GPU, less tensors and KV cache. Fitted to one run
 # of `make run STEPS=2` (7.17 GiB, its trainer 1.05); a server's share to the processes of another run.
 CPU_PROCESSES = {"job": 3.4 * GIB, "trainer": 0.9 * GIB, "server": 1.7 * GIB}
@@ -35,32 +35,32 @@ def peak(moments: Mapping[str, Mapping[str, int]]) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class RolloutMemory:
-    """The memory of vLLM on one GPU, in bytes.
+    """The bytes that vLLM takes on one GPU, one of ``tensor_parallel`` per server.
 
     Args:
         weights: this GPU's share of the model.
-        limit: the most that vLLM may allocate, KV cache included.
-        cache_per_token: of the KV cache, on this GPU.
-        tensor_parallel: GPUs per server.
+        cache: of the KV cache, as large as vLLM may make it; ``cache_per_token`` of them for each token.
     """
 
     weights: int
-    limit: int
+    cache: int
     cache_per_token: int
     tensor_parallel: int
-
-    @property
-    def cache(self) -> int:
-        return max(0, self.limit - self.weights)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of a job's workers at each moment of a step, in bytes by part; made by :func:`plan_job`."""
+    """The memory of a job's workers at each moment of a step, in bytes by part.
+
+    Args:
+        on_cpu: the whole job is planned on one machine without a GPU.
+        memory: bytes of one GPU, or of that machine.
+        tokens: of the actor's micro-batches.
+    """
 
     model: str
     shape: ModelShape
-    device: str
+    on_cpu: bool
     nodes: int
     gpus: int
     memory: int
@@ -79,18 +79,18 @@ class MemoryPlan:
         """Bytes of the whole job by kind of process, on one machine without a GPU."""
         workers = self.nodes * self.gpus
         servers = workers // self.rollout.tensor_parallel
-        per_server = self.rollout.limit * self.rollout.tensor_parallel
+        rollouts = workers * (self.rollout.weights + self.rollout.cache)
         return {
             "Ray, driver, agent loops": CPU_PROCESSES["job"],
             "trainers": workers * (CPU_PROCESSES["trainer"] + self.training_peak),
-            "rollout servers": servers * (CPU_PROCESSES["server"] + per_server),
+            "rollout servers": servers * CPU_PROCESSES["server"] + rollouts,
         }
 
     @property
     def fits(self) -> bool:
-        if self.device == "cpu":
+        if self.on_cpu:
             return sum(self.host_memory.values()) <= self.memory
-        return peak(self.moments)[1] + BESIDE_TENSORS <= self.memory
+        return peak(self.moments)[1] + OUTSIDE_TENSORS <= self.memory
 
 
 def check_supported(config: "DictConfig") -> None:
@@ -112,11 +112,11 @@ def check_supported(config: "DictConfig") -> None:
         f"{ours}.actor.entropy_coeff": (0,),
         f"{ours}.actor.calculate_entropy": (False,),
         f"{ours}.rollout.free_cache_engine": (False, True) if on_cpu else (True,),
+        f"{ours}.model.lora_adapter_path": (None,),
     }
     if config.actor_rollout_ref.model.lora_rank:
         supported[f"{ours}.model.target_modules"] = ("all-linear",)
         supported |= {f"{ours}.model.{key}": (None,) for key in ("exclude_modules", "target_parameters")}
-    supported[f"{ours}.model.lora_adapter_path"] = (None,)
     if "critic" in roles:
         supported |= {"critic.model.lora_rank": (0,), "critic.model.lora_adapter_path": (None,)}
     for role, engine in roles.items():
@@ -140,7 +140,7 @@ def check_supported(config: "DictConfig") -> None:
 
 
 def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPlan:
-    """Plan the memory of a job.
+    """Plan the memory of a job that :func:`check_supported` has passed.
 
     Args:
         config: composed and resolved.
@@ -148,53 +148,58 @@ def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPla
         length: tokens of a prompt and its answer; None for the most that the configuration allows.
 
     Raises:
-        Refused: the model or a setting is not supported, or the rollout's weights exceed its limit.
+        Refused: a critic's model or LoRA on experts is not supported, or the rollout's weights exceed its limit.
     """
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
-    check_supported(config)
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    name = config.actor_rollout_ref.model.path
+    name, rollout = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout
     shape = ModelShape.of(model_config(name), name)
     length = length or config.data.max_prompt_length + config.data.max_response_length
     policy = trained_model(config, shape, length, critic=False)
-    models = [policy]
+    models = {"actor": policy}
     if need_critic(config):
         path = config.critic.model.path
-        models.append(trained_model(config, ModelShape.of(model_config(path), path), length, critic=True))
+        models["critic"] = trained_model(config, ModelShape.of(model_config(path), path), length, critic=True)
     server = rollout_memory(config, shape, memory)
-    bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-    idle = {part: sum(model.idle[part] for model in models) for part in ("weights", "Adam")}
+    idle = {part: sum(model.idle[part] for model in models.values()) for part in ("weights", "Adam")}
+    loaded = idle | {"weights": idle["weights"] - policy.idle["weights"] + policy.resident["weights"]}
     moments = {"rollout": idle | {"rollout's weights": server.weights, "KV cache": server.cache}}
-    lora, merged = policy.lora_rank > 0, policy.lora_rank > 0 and bool(config.actor_rollout_ref.model.lora.get("merge"))
-    policy_loaded = idle | {"weights": policy.weights + idle["weights"] - policy.idle["weights"]}
-    summoned = lora and not merged and policy.strategy == "fsdp" and policy.shards > 1  # to read the adapters
+
+    # The weights are sent tensor by tensor, in buckets. verl merges LoRA adapters into copies in fp32, or sends them as
+    # they are: then FSDP1 gathers the model to read them, and an offloaded base moves before the rollout wakes up.
+    merged = policy.lora_rank > 0 and bool(config.actor_rollout_ref.model.lora.get("merge"))
+    adapters_only = policy.lora_rank > 0 and not merged
+    summoned = adapters_only and policy.strategy == "fsdp" and policy.shards > 1
     whole = BYTES[policy.base] * policy.parameters if summoned else 0
-    copied = lora and not merged and policy.offload_params  # to the host, before the rollout wakes up
-    loaded = (policy.strategy == "fsdp" or lora) and not copied  # FSDP2 sends from where the shards are
+    sent_from_host = adapters_only and policy.offload_params
+    # FSDP2 sends from where the shards are
+    sent_from_gpu = (policy.strategy == "fsdp" or policy.lora_rank > 0) and not sent_from_host
+    bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+    tensor = (BYTES[policy.base] + 8 * merged) * shape.largest_tensor
     moments["weights to the rollout"] = {
-        **(policy_loaded if loaded else idle),
-        "gathered": whole * (not copied) + (BYTES[policy.base] + 8 * merged) * shape.largest_tensor + bucket,
+        **(loaded if sent_from_gpu else idle),
+        "gathered": (0 if sent_from_host else whole) + tensor + bucket,
         "rollout's weights": server.weights,
     }
-    if copied:
-        moments["weights to the host"] = policy_loaded | {"gathered": whole}
+    if sent_from_host:
+        moments["weights to the host"] = loaded | {"gathered": whole}
+
     scoring = replace(policy, tokens=scored_tokens(config, rollout, length))
-    for moment, parts in scoring.scoring_moments(entropy=not actor.fsdp_config.use_torch_compile).items():
-        moments[f"log-probabilities, {moment}"] = policy_loaded | parts
+    compiled = config.actor_rollout_ref.actor.fsdp_config.use_torch_compile
+    for moment, parts in scoring.scoring_moments(entropy=not compiled).items():
+        moments[f"log-probabilities, {moment}"] = loaded | parts
     if need_reference_policy(config):  # its weights stay on the host and are loaded layer by layer
         reference = replace(policy, tokens=scored_tokens(config, config.actor_rollout_ref.ref, length))
         for moment, parts in reference.scoring_moments(entropy=False).items():
             moments[f"reference, {moment}"] = idle | parts
-    for model in models:
-        role = "critic" if model.critic else "actor"
-        other_models = {part: idle[part] - model.idle[part] for part in idle}
+    for role, model in models.items():
         for moment, parts in model.update_moments().items():
-            moments[f"{role}, {moment}"] = parts | {part: parts[part] + other_models[part] for part in other_models}
+            others = {part: parts[part] + idle[part] - model.idle[part] for part in idle}  # the other model's, too
+            moments[f"{role}, {moment}"] = parts | others
     return MemoryPlan(
         model=name,
         shape=shape,
-        device=config.trainer.device,
+        on_cpu=config.trainer.device == "cpu",
         nodes=config.trainer.nnodes,
         gpus=config.trainer.n_gpus_per_node,
         memory=memory,
@@ -215,20 +220,17 @@ def rollout_memory(config: "DictConfig", shape: ModelShape, memory: int) -> Roll
     tensor_parallel = rollout.tensor_model_parallel_size
     weights = BYTES[dtype] * shape.total // tensor_parallel
     if config.trainer.device == "cpu":  # vLLM allocates a KV cache of a fixed size there
-        limit = weights + int(config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CPU_KVCACHE_SPACE) * GIB
+        cache = int(config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CPU_KVCACHE_SPACE) * GIB
     else:
-        limit = int(rollout.gpu_memory_utilization * memory)
-    if weights + BESIDE_TENSORS // 4 > limit:
+        cache = int(rollout.gpu_memory_utilization * memory) - weights
+    if cache < GIB:
         raise Refused(
             f"actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}: "
-            f"{limit / GIB:.1f} GiB are too few for {weights / GIB:.1f} GiB of weights and a KV cache"
+            f"{(weights + cache) / GIB:.1f} GiB are too few for {weights / GIB:.1f} GiB of weights and a KV cache"
         )
-    return RolloutMemory(
-        weights=weights,
-        limit=limit,
-        cache_per_token=2 * shape.layers * max(shape.head_dim, shape.key_width // tensor_parallel) * BYTES[dtype],
-        tensor_parallel=tensor_parallel,
-    )
+    # Keys and values of each layer; a GPU has at least one head of each.
+    per_token = 2 * shape.layers * max(shape.head_dim, shape.key_width // tensor_parallel) * BYTES[dtype]
+    return RolloutMemory(weights, cache, per_token, tensor_parallel)
 
 
 def micro_batch(
@@ -271,15 +273,15 @@ def trained_model(config: "DictConfig", shape: ModelShape, length: int, critic: 
 
     role = config.critic if critic else config.actor_rollout_ref.actor
     engine, model = (role.fsdp, role.model) if critic else (role.fsdp_config, config.actor_rollout_ref.model)
-    dtypes = {key: engine.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
     lora_rank = 0 if critic else model.lora_rank
     if lora_rank and shape.experts:
         raise Refused(f"actor_rollout_ref.model.lora_rank={lora_rank}: plan-memory supports 0 for a mixture of experts")
     # Where nothing is requested, upstream's own lines take the same dtypes from these keys.
+    dtypes = {key: engine.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
     resolved = SimpleNamespace(**dtypes, strategy=role.strategy, forward_only=False, precision_requested=True)
     apply_role_dtype(role.get("dtype"), "fsdp" if critic else "fsdp_config", resolved)
     precision = Precision.resolve(resolved, lora=lora_rank > 0)
-    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    world, on_cpu = config.trainer.nnodes * config.trainer.n_gpus_per_node, config.trainer.device == "cpu"
     # For a critic verl 0.9.1's trainer passes on this key only, which its yaml does not have.
     budget = role.get("ppo_infer_max_token_len_per_gpu", 32768) if critic else role.ppo_max_token_len_per_gpu
     parallel = engine.ulysses_sequence_parallel_size if critic else sequence_parallel(config)
@@ -297,12 +299,12 @@ def trained_model(config: "DictConfig", shape: ModelShape, length: int, critic: 
         reduce=dtype_name(precision.reduce),
         base=dtype_name(precision.base),
         lora_rank=lora_rank,
-        device=config.trainer.device,
+        on_cpu=on_cpu,
         checkpointing=model.enable_gradient_checkpointing,
         offload_params=engine.param_offload,
         offload_adam=engine.optimizer_offload,
         deferred=engine.use_no_sync_for_gradient_accumulation and not always_synced,
         fused_head=bool(model.get("use_fused_kernels", False)),
-        logits_twice=config.actor_rollout_ref.rollout.temperature != 1
-        or not (model.use_remove_padding or config.trainer.device == "cpu"),  # on a CPU the loss outweighs the copy
+        # Padding takes a copy; on a CPU the loss outweighs it.
+        logits_twice=config.actor_rollout_ref.rollout.temperature != 1 or not (model.use_remove_padding or on_cpu),
     )

@@ -14,11 +14,11 @@ KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions of a decoder of Llama's kind, from its ``config.json``.
+    """Dimensions of a decoder of Llama's kind.
 
     Args:
         bias: whether the query, key and value projections have a bias (Qwen2, and the others with ``attention_bias``).
-        output_bias: whether the output projection of the attention has one, too (the others alone).
+        output_bias: whether the output projection of the attention has one, too (never in Qwen2).
         qk_norm: whether queries and keys are normalized (Qwen3).
         intermediate: width of the MLP, or of each expert.
         experts: experts per layer, 0 for a dense model; ``active`` of them compute each token.
@@ -40,10 +40,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], name: str) -> "ModelShape":
-        """Return the shape that a model's ``config.json`` describes.
-
-        Args:
-            name: the model as the user named it, for messages.
+        """Return the shape that a ``config.json`` describes; ``name`` is the model's in messages.
 
         Raises:
             Refused: a dimension is missing, or the architecture is not supported.
@@ -60,7 +57,7 @@ class ModelShape:
                 raise Refused(f"MODEL={name}: {key} is {config.get(key)}; must be a whole number of at least 1")
         if moe and (config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers")):
             raise Refused(f"MODEL={name}: some of its layers have no experts; all layers must have the same structure")
-        heads = config["num_attention_heads"]
+        heads, biased = config["num_attention_heads"], bool(config.get("attention_bias", False))
         return cls(
             vocab=config["vocab_size"],
             hidden=config["hidden_size"],
@@ -70,8 +67,8 @@ class ModelShape:
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             tied=bool(config.get("tie_word_embeddings", False)),
-            bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
-            output_bias=kind != "qwen2" and bool(config.get("attention_bias", False)),
+            bias=kind == "qwen2" or biased,
+            output_bias=kind != "qwen2" and biased,
             qk_norm=kind.startswith("qwen3"),
             **({"experts": config["num_experts"], "active": config["num_experts_per_tok"]} if moe else {}),
         )
@@ -85,14 +82,14 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
-    def largest_tensor(self) -> int:
-        """Parameters of the largest tensor: the embedding, or the gate and up projections of a layer's experts."""
-        return max(self.embedding, 2 * self.hidden * self.intermediate * self.experts)
-
-    @property
     def embedding(self) -> int:
         """Parameters of the embedding, and of the head unless the two are tied."""
         return self.vocab * self.hidden
+
+    @property
+    def largest_tensor(self) -> int:
+        """Parameters of the largest tensor: the embedding, or the gate and up projections of a layer's experts."""
+        return max(self.embedding, 2 * self.hidden * self.intermediate * self.experts)
 
     @property
     def block(self) -> int:
@@ -103,17 +100,17 @@ class ModelShape:
         mlp = 3 * self.hidden * self.intermediate * max(1, self.experts) + self.hidden * self.experts
         return attention + mlp + 2 * self.hidden
 
-    def adapters(self, rank: int) -> int:
-        """Return the parameters of LoRA adapters of this rank on all projections of one dense layer."""
-        attention = 2 * (self.hidden + self.query_width) + 2 * (self.hidden + self.key_width)
-        return rank * (attention + 3 * (self.hidden + self.intermediate))
-
     @property
     def total(self) -> int:
         """Parameters of the whole model."""
         return self.layers * self.block + self.hidden + (1 if self.tied else 2) * self.embedding
 
-    def saved_bytes(self, c: int, upcast: bool = False) -> int:
+    def adapters(self, rank: int) -> int:
+        """Return the parameters of LoRA adapters of this rank on all projections of one dense layer."""
+        attention = 2 * (self.hidden + self.query_width) + 2 * (self.hidden + self.key_width)
+        return rank * (attention + 3 * (self.hidden + self.intermediate))
+
+    def saved_bytes(self, c: int, upcast: bool) -> int:
         """Return the bytes per token that one layer saves for its backward pass.
 
         A norm saves its input in fp32 and in the compute dtype, and its output; attention saves query, key, value and
@@ -152,19 +149,13 @@ def model_config(path: str) -> Mapping[str, Any]:
 
 def entries(kind: str, vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv: int, **more) -> dict:
     """Return the entries of a ``config.json``."""
-    return {
-        "model_type": kind,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        **more,
-    }
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv}
+    return {"model_type": kind} | sizes | more
 
 
 SANITY = entries("qwen2", 259, 128, 384, 2, 2, 2)  # recipes/arithmetic/model.py
+EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 # The config.json of each on the Hugging Face Hub, 2026-11.
 MODELS = {
     "Qwen/Qwen2.5-0.5B-Instruct": entries("qwen2", 151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
@@ -173,11 +164,5 @@ MODELS = {
     "Qwen/Qwen2.5-7B": entries("qwen2", 152064, 3584, 18944, 28, 28, 4),
     "Qwen/Qwen2.5-32B": entries("qwen2", 152064, 5120, 27648, 64, 40, 8),
     "Qwen/Qwen3-8B": entries("qwen3", 151936, 4096, 12288, 36, 32, 8, head_dim=128),
-    "Qwen/Qwen3-30B-A3B": entries(
-        *("qwen3_moe", 151936, 2048, 6144, 48, 32, 4),
-        head_dim=128,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-    ),
+    "Qwen/Qwen3-30B-A3B": entries("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, head_dim=128, **EXPERTS),
 }

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 from verl_precision.bench.memory_model import TrainedModel
 from verl_precision.bench.memory_plan import (
-    BESIDE_TENSORS,
     CPU_PROCESSES,
     GIB,
+    OUTSIDE_TENSORS,
     micro_batch,
     peak,
     plan_job,
@@ -31,6 +31,7 @@ from verl_precision.commands import plan_memory
 from verl_precision.errors import Refused
 from verl_precision.facts.compose import compose_config
 from verl_precision.paths import REPO
+from verl_precision.words import parse_words
 
 MEASURED = REPO / "tests/expected/plan-memory-measured.json"
 RECORDED = json.loads(MEASURED.read_text())
@@ -65,7 +66,7 @@ def planned(each: dict) -> TrainedModel:
         tokens=each["micro_batch"] * each["length"],
         micro_batches=each["rows"] // each["micro_batch"],
         compute=each["dtype"],
-        device="cuda" if each["in_place"] else "cpu",
+        on_cpu=not each["in_place"],
         logits_twice=each["in_place"],  # sequences are padded on a CPU
         **{name: each[name] for name in ("strategy", "checkpointing", "deferred", "base", "lora_rank")},
     )
@@ -89,10 +90,11 @@ def assert_close(each: dict, result: dict) -> None:
     plan = planned(each)
     moment, size = peak(plan.update_moments())
     scoring = replace(plan, logits_twice=False).scoring_moments(entropy=each["role"] == "actor")
-    scored = peak(scoring)[1] + plan.weights + plan.adam
+    weights, adam = plan.resident["weights"], plan.resident["Adam"]
+    scored = peak(scoring)[1] + weights + adam
     aside = 64 * len(each) * each["model"]["num_hidden_layers"]  # rotary frequencies, Adam's steps
-    assert abs(result["parameters"] - plan.weights) <= 0.01 * plan.weights + aside
-    assert abs(result["Adam"] - plan.adam) <= 0.01 * plan.adam + aside
+    assert abs(result["parameters"] - weights) <= 0.01 * weights + aside
+    assert abs(result["Adam"] - adam) <= 0.01 * adam + aside
     assert result["peak"] == pytest.approx(size, rel=WITHIN), (moment, each)
     within = 0.25 if each["dtype"] == "float16" else WITHIN  # recipes/cpu multiplies fp32 copies
     assert result["scored"] == pytest.approx(scored, rel=within), each
@@ -182,7 +184,7 @@ def test_recorded_sanity_runs_match_the_plan(runs):
     assert files
     rollout = replace(plan.rollout, tensor_parallel=2)  # each server of two GPUs counts once
     size = replace(plan, nodes=2, gpus=2, rollout=rollout).host_memory["rollout servers"]
-    assert size == 2 * (CPU_PROCESSES["server"] + 2 * rollout.limit)
+    assert size == 2 * (CPU_PROCESSES["server"] + 2 * (rollout.weights + rollout.cache))
 
 
 @pytest.mark.subprocess
@@ -195,14 +197,14 @@ def test_plans_are_printed_and_written(tmp_path, capsys):
     written = json.loads((tmp_path / "plan/plan-memory.json").read_text())
     assert list(written) == [f"{experiment}, grpo, bf16" for experiment in plan_memory.EXPERIMENTS]
     assert written["dense_7b, grpo, bf16"]["moments"]["rollout"]["rollout's weights"] == 2 * 7_615_616_512
-    assert (tmp_path / "plan/plan-memory.png").read_bytes()[:4] == b"\x89PNG"
-    lines = (tmp_path / "plan/plan-memory.md").read_text().splitlines()
-    rollouts = [line.replace(" ", "") for line in lines if line.startswith("| rollout ")]
-    assert len(rollouts) == 3 and "|14.2|" in rollouts[0], "these weights in GiB, as their sum"
+    page = (tmp_path / "plan/plan-memory.md").read_text()
+    assert "`make plan-memory PRECISION=bf16`" in page and all(f"\n## {title}\n" in page for title in written)
+    rollouts = [line.split() for line in page.splitlines() if line.startswith("rollout ")]
+    assert len(rollouts) == 3 and rollouts[0] == ["rollout", "1.8", "3.5", "14.2", "41.8", "61.3", "*"]
 
 
 def plan_one(*words: str):
-    (plan,) = plan_memory.plan_all(plan_memory.parse(list(words))).values()
+    (plan,) = plan_memory.plan_all(parse_words(words, plan_memory.VARIABLES)).values()
     return plan
 
 
@@ -253,12 +255,12 @@ def test_plan_follows_the_configuration():
         assert of.rollout.cache_per_token == 2 * 28 * heads * 128 * 2
     assert changed(f"{ROLLOUT}.dtype=half").rollout == usual.rollout
     assert changed("actor_rollout_ref.model.target_modules=q_proj").moments == usual.moments, "there is no adapter"
-    least = peak(usual.moments)[1] + BESIDE_TENSORS
+    least = peak(usual.moments)[1] + OUTSIDE_TENSORS
     assert replace(usual, memory=least).fits and not replace(usual, memory=least - 1).fits
     short = changed(LENGTH="64")
     assert short.tokens < usual.tokens and short.training_peak < usual.training_peak
     scored = changed(f"{ROLLOUT}.log_prob_max_token_len_per_gpu=40960", f"{ROLLOUT}.temperature=0.6").moments
-    assert scored["log-probabilities, words"]["logits"] == 4 * usual.moments["log-probabilities, words"]["logits"]
+    assert scored["log-probabilities, head"]["logits"] == 4 * usual.moments["log-probabilities, head"]["logits"]
     assert scored["actor, loss"]["logits"] == 2 * usual.moments["actor, loss"]["logits"]
     other = changed("critic.model.path=Qwen/Qwen2.5-32B", ALGO="ppo")
     assert other.moments["critic, step"]["gradients"] > 4 * critic.moments["critic, step"]["gradients"]
@@ -269,7 +271,7 @@ def test_plan_follows_the_configuration():
     assert few["actor, loss"] == critic.moments["actor, loss"]
     assert few["critic, loss"]["activations"] < critic.moments["critic, loss"]["activations"]
     reference = changed(RECIPE="flowrl")
-    assert "reference, words" in reference.moments and "reference, words" not in usual.moments
+    assert "reference, head" in reference.moments and "reference, head" not in usual.moments
 
 
 @pytest.mark.parametrize(

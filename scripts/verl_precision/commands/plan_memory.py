@@ -69,10 +69,11 @@ def plan_all(values: dict[str, str]) -> dict[str, MemoryPlan]:
     return plans
 
 
-def write(plans: dict[str, MemoryPlan], words: list[str], out: Path) -> None:
-    """Write plan-memory.md and plan-memory.json to ``out``; ``words`` are the command's."""
+def write(plans: dict[str, MemoryPlan], values: dict[str, str], out: Path) -> None:
+    """Write plan-memory.md and plan-memory.json to ``out``; ``values`` are the command's."""
     out.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["make", "plan-memory", *(word for word in words if not word.startswith("OUT="))])
+    settings = (f"{name}={shlex.quote(value)}" for name, value in values.items() if name != "OUT")
+    command = " ".join(["make plan-memory", *settings])
     parts = ["# Memory of a job on each GPU", f"`{spelled(command)}`, by arithmetic ([how](../how-to/plan-memory.md))."]
     parts += [f"## {title}\n\n```text\n{table(title, plan)}\n```" for title, plan in plans.items()]
     (out / "plan-memory.md").write_text("\n\n".join(parts) + "\n")
@@ -87,6 +88,6 @@ def main(words: list[str]) -> int:
     if "OUT" in values:
         out = Path(file_path(values, "OUT"))
         check_room(out)
-        write(plans, words, out)
+        write(plans, values, out)
         print(f"\n  {out / 'plan-memory.md'}")
     return 0

@@ -1,16 +1,16 @@
-"""Measure the optimizer step of verl's FSDP engine in each regime: its time, and the bytes that it moves."""
+"""Time the optimizer step of verl's FSDP engine in each regime."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_precision.bench.host_calls import host_calls
-from verl_precision.bench.ranks import alternate, decided_by_first, join
-from verl_precision.bench.regime_timing import RegimeTiming, one_line, timings_of
+from verl_precision.bench.ranks import alternate, decided_by_first
+from verl_precision.bench.regime_timing import RegimeTiming, timings_of
 from verl_precision.bench.resource_usage import too_large
 
 WIDTH = 1024  # 2**20 elements per parameter, as typical for small models
@@ -22,8 +22,6 @@ BYTES_PER_PARAMETER = 4 + 4 + 8 + 4  # weight, gradient, Adam's state, foreach A
 
 def fully_sharded(millions: int) -> torch.nn.Module:
     """Return a module of fp32 masters under FSDP2, like verl's actor."""
-    from torch.distributed.fsdp import fully_shard
-
     factor = -(-millions // MOST_LAYERS)
     layers = (torch.nn.Linear(WIDTH, factor * WIDTH, bias=False) for _ in range(millions // factor))
     module = torch.nn.Sequential(*layers)
@@ -71,88 +69,31 @@ def optimizer_steps(module: torch.nn.Module, fused: bool, device: str) -> dict[s
     }
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def fill_gradients(module: torch.nn.Module, regime: str) -> None:
     value = GRADIENT * (SCALE if regime.startswith("fp16") else 1.0)
     for parameter in module.parameters():
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
-        local(parameter.grad).fill_(value)
+        parameter.grad.to_local().fill_(value)
 
 
-def measure_steps(rank: int, store: str, ranks: int, sizes: list[int], seconds: float, device: str, queue) -> None:
-    """Time the optimizer steps on one rank; rank 0 puts the timings into ``queue``."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    join(store, rank, ranks, device)
+def measure_steps(ranks: int, sizes: list[int], seconds: float, device: str) -> Iterator[list[RegimeTiming]]:
+    """Yield the timings of the optimizer step for each of ``sizes``, in million parameters, and each optimizer."""
     for size in sizes:
         for name, fused in OPTIMIZERS.items():
-            configuration = {"what": "optimizer step", "optimizer": name, "parameters_m": size, "ranks": ranks}
+            configuration = {"part": "optimizer step", "subject": name, "parameters_m": size, "ranks": ranks}
             reason = too_large(size * 10**6 * BYTES_PER_PARAMETER, device)
             if decided_by_first(bool(reason)):
-                timings = [RegimeTiming(**configuration, regime="all", left_out=reason)]
+                yield [RegimeTiming(**configuration, regime="all", left_out=reason)]
             else:
-                timings = time_steps(size, fused, seconds, device, configuration)
-            if rank == 0:
-                queue.put(timings)
-                print(one_line(timings), flush=True)
-    dist.destroy_process_group()
+                yield time_steps(size, fused, seconds, device, configuration)
 
 
 def time_steps(size: int, fused: bool, seconds: float, device: str, configuration: dict) -> list[RegimeTiming]:
     """Time the optimizer step of a model of ``size`` million parameters in each regime, and count its calls."""
     with torch.device(device):
         module = fully_sharded(size)
-    takes = optimizer_steps(module, fused, device)
-    times = alternate(takes, lambda regime: fill_gradients(module, regime), seconds, device)
-    calls = {
-        name: host_calls(take, device, lambda name=name: fill_gradients(module, name)) for name, take in takes.items()
-    }
+    takes, fill = optimizer_steps(module, fused, device), partial(fill_gradients, module)
+    times = alternate(takes, fill, seconds, device)
+    calls = {regime: host_calls(take, device, partial(fill, regime)) for regime, take in takes.items()}
     return timings_of(times, calls, **configuration)
-
-
-class MemoryTraffic(TorchDispatchMode):
-    """Count the bytes that operators read and write: all their arguments, and the tensors they change or return."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        returns = func._schema.returns
-        if any(r.alias_info and not r.alias_info.is_write for r in returns):  # a view moves no bytes
-            return result
-        arguments = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **(kwargs or {})}
-        for argument in func._schema.arguments:
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            self.bytes += size_of(arguments.get(argument.name)) * (2 if written else 1)
-        if not func.name().startswith("aten::empty") and not any(r.alias_info for r in returns):
-            self.bytes += size_of(result)
-        return result
-
-
-def size_of(value: object) -> int:
-    """Return the bytes of a tensor, or of the tensors in a list."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(size_of, value)) if isinstance(value, (list, tuple)) else 0
-
-
-def count_traffic(rank: int, store: str, queue) -> None:
-    """Put into ``queue`` the bytes per parameter that a step moves, by optimizer and regime."""
-    join(store, rank, 1, "cpu")
-    traffic = []
-    for name, fused in OPTIMIZERS.items():
-        module = torch.nn.Linear(WIDTH, WIDTH, bias=False)
-        for regime, step in optimizer_steps(module, fused, "cpu").items():
-            fill_gradients(module, regime)
-            step()  # allocates Adam's state
-            fill_gradients(module, regime)
-            with MemoryTraffic() as counted:
-                step()
-            traffic.append(((name, regime), counted.bytes / WIDTH**2))
-    queue.put(traffic)
-    dist.destroy_process_group()

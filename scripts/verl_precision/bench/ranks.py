@@ -1,43 +1,51 @@
-"""Spawn the ranks of a benchmark, join a process group, and time alternating rounds on all of them."""
+"""Run a benchmark on several ranks, and time alternating rounds on all of them."""
 
 import os
+import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from verl_precision.bench.gpu_formats import set_tf32
 from verl_precision.bench.interleave import rounds
+from verl_precision.bench.regime_timing import RegimeTiming, one_line
+from verl_precision.bench.resource_usage import allocate_workspaces
 
 LEAST_ROUNDS = 41
 
 
-def spawn(worker: Callable[..., None], ranks: int, *args) -> list:
-    """Run ``worker(rank, store, *args, queue)`` in ``ranks`` processes and return the items that rank 0 queued."""
-    context = torch.multiprocessing.get_context("spawn")
+def spawn(
+    measure: Callable[..., Iterator[list[RegimeTiming]]], ranks: int, device: str, *args: object
+) -> list[RegimeTiming]:
+    """Run ``measure(*args, device)`` in ``ranks`` processes that form a group, and return what rank 0 measures."""
     with tempfile.TemporaryDirectory() as folder:
-        queue = context.SimpleQueue()
-        torch.multiprocessing.spawn(worker, (f"{folder}/store", *args, queue), nprocs=ranks)
-        results = []
-        while not queue.empty():
-            results += queue.get()
-    return results
+        torch.multiprocessing.spawn(run_rank, (Path(folder), measure, ranks, device, args), nprocs=ranks)
+        return pickle.loads(Path(folder, "timings").read_bytes())
 
 
-def join(store: str, rank: int, ranks: int, device: str) -> None:
-    """Join the process group that meets in the file ``store``."""
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "",
-        "MASTER_PORT": "",
-    }
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+def run_rank(rank: int, folder: Path, measure: Callable, ranks: int, device: str, args: tuple) -> None:
+    """Join the process group, measure, and let rank 0 print the timings and write them into ``folder``."""
+    names = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "", "MASTER_PORT": ""}
+    os.environ |= names
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+        set_tf32(False)
+        allocate_workspaces()
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    timings = []
+    for same_configuration in measure(*args, device):
+        timings += same_configuration
+        if rank == 0:
+            print(one_line(same_configuration), flush=True)
+    if rank == 0:
+        (folder / "timings").write_bytes(pickle.dumps(timings))
+    dist.destroy_process_group()
 
 
 def decided_by_first(value: bool) -> bool:

@@ -100,6 +100,6 @@ def gpu_busy(update: Callable[[], Any]) -> float:
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """Return the core seconds that all processes have used, from Linux's /proc/stat, and those of this one alone."""
+    """Return the core seconds that all processes have used, from Linux's /proc/stat, and those of this one."""
     user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK"), time.process_time()

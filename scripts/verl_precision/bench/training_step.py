@@ -1,28 +1,16 @@
 """Time the training step of verl's worker in each regime: forward, backward and optimizer step of a Qwen2 model."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 
-from verl_precision.bench.gpu_formats import set_tf32
-from verl_precision.bench.host_calls import host_calls
-from verl_precision.bench.layer_pass import LEAST_ROUNDS, MARGIN, activation_bytes, dtypes_on
+from verl_precision.bench.layer_pass import dtypes_on, time_passes
 from verl_precision.bench.model_shape import ModelShape, entries
-from verl_precision.bench.ranks import alternate, join
-from verl_precision.bench.regime_timing import RegimeTiming, one_line, timings_of
-from verl_precision.bench.resource_usage import allocate_workspaces, peak_memory, too_large
+from verl_precision.bench.regime_timing import RegimeTiming
 
-CLIP = 1.0
 ROWS = 8
 VOCABULARY = 32000
-
-
-def needed_bytes(shape: ModelShape, length: int) -> int:
-    """Return an estimate of the bytes of three workers: masters, gradients and Adam of each, activations in fp32."""
-    logits = 4 * 3 * ROWS * length * shape.vocab  # they, their log-softmax and its gradient
-    return round(MARGIN * (3 * 16 * shape.total + activation_bytes(shape, ROWS, length) + logits))
 
 
 def build_workers(config: dict, dtypes: dict[str, torch.dtype], length: int) -> dict[str, Callable[[], None]]:
@@ -62,7 +50,7 @@ def build_workers(config: dict, dtypes: dict[str, torch.dtype], length: int) -> 
                     micro_batch_size_per_gpu=ROWS,
                     use_torch_compile=False,
                 ),
-                optimizer_config=FSDPOptimizerConfig(lr=1e-6, total_training_steps=10**6, clip_grad=CLIP),
+                optimizer_config=FSDPOptimizerConfig(lr=1e-6, total_training_steps=10**6, clip_grad=1.0),
             )
         )
         made.reset()
@@ -85,44 +73,22 @@ def build_workers(config: dict, dtypes: dict[str, torch.dtype], length: int) -> 
     return {name: lambda trained=trained: step(trained) for name, trained in workers.items()}
 
 
-def measure_training(
-    rank: int, store: str, depths: list[int], width: int, length: int, seconds: float, device: str, queue
-) -> None:
-    """Time the training step in bf16, fp16 and fp32; puts the timings into ``queue``.
+def measure_training(layers: int, width: int, length: int, seconds: float, device: str) -> Iterator[list[RegimeTiming]]:
+    """Yield the timings of the training step in bf16, fp16 and fp32.
 
     Args:
-        depths: numbers of layers, in descending order: the first whose workers fit into the memory.
         width: of the hidden states; the MLP is four times as wide.
         length: of the rows of a batch, in tokens.
     """
-    join(store, rank, 1, device)
     dtypes, left_out = dtypes_on(device)
-    configs = {depth: entries("qwen2", VOCABULARY, width, 4 * width, depth, 16, 16) for depth in depths}
-    shapes = {depth: ModelShape.of(config, "the model") for depth, config in configs.items()}
-    reasons = {depth: too_large(needed_bytes(shape, length), device) for depth, shape in shapes.items()}
-    depth = next((depth for depth, reason in reasons.items() if not reason), depths[-1])
-    configuration = {"what": "training step", "optimizer": "foreach AdamW", "ranks": 1, "tokens": ROWS * length}
-    configuration |= {
-        "model": f"Qwen2, {depth} layer{'s' * (depth > 1)}",
-        "parameters_m": round(shapes[depth].total / 1e6, 1),
-    }
-    if reasons[depth]:
-        timings = [RegimeTiming(**configuration, regime="all", left_out=reasons[depth])]
-    else:
-        if device == "cuda":
-            set_tf32(False)
-            allocate_workspaces()
-        takes = build_workers(configs[depth], dtypes, length)
-        peaks = {}
-        for name, take in takes.items():
-            with peak_memory(torch.device(device)) as peak:
-                take()  # allocates Adam's state
-                take()
-                peaks[name] = peak() / 2**30
-        times = alternate(takes, lambda name: None, seconds, device, LEAST_ROUNDS)
-        calls = {name: host_calls(take, device) for name, take in takes.items()}
-        timings = timings_of(times, calls, peaks, **configuration)
-        timings += [RegimeTiming(**configuration, regime=name, left_out=why) for name, why in left_out.items()]
-    queue.put(timings)
-    print(one_line(timings), flush=True)
-    dist.destroy_process_group()
+    config = entries("qwen2", VOCABULARY, width, 4 * width, layers, 16, 16)
+    yield time_passes(
+        build_workers(config, dtypes, length),
+        left_out,
+        seconds,
+        device,
+        part="training step",
+        subject=f"Qwen2, {layers} layer{'s' * (layers > 1)}",
+        parameters_m=round(ModelShape.of(config, "the model").total / 1e6, 1),
+        tokens=ROWS * length,
+    )

@@ -1,19 +1,19 @@
 """Measure the cost of a precision: optimizer step, decoder layers, whole training step.
 
-    optimizer  the optimizer step of verl's FSDP engine, and the bytes that it moves
+    optimizer  the optimizer step of verl's FSDP engine
     layers     forward and backward of decoder layers of Qwen2.5's shapes, in 16 bits and in fp32
     training   the training step of verl's worker
 
 The regimes alternate in one process, so that a slow machine slows all of them. A ratio is the median over the rounds of
 a regime's time over bf16's in the same round. Kernel launches and synchronizations are counted by torch's profiler.
-What does not fit into the memory is left out, with the reason. Writes cost-MACHINE.csv, .md and .png, MACHINE being cpu
-or the GPU's name.
+What does not fit into the memory is left out, with the reason. Writes cost-MACHINE.csv and .md, where MACHINE is cpu or
+the GPU's name.
 """
 
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,38 +27,6 @@ PARTS = ("optimizer", "layers", "training")
 
 
 @dataclass(frozen=True)
-class LayerSize:
-    """The decoder layers that are timed.
-
-    Args:
-        models: the ``config.json`` of each, by name.
-        layers: of each model.
-        rows: of the micro-batch, in descending order: the first that fits into the memory.
-        length: of a row, in tokens.
-    """
-
-    models: Mapping[str, Mapping[str, Any]]
-    layers: int
-    rows: list[int]
-    length: int
-
-
-@dataclass(frozen=True)
-class TrainingSize:
-    """The model that verl's worker trains.
-
-    Args:
-        depths: numbers of layers, in descending order: the first that fits into the memory.
-        width: of the hidden states.
-        length: of a row of the batch, in tokens.
-    """
-
-    depths: list[int]
-    width: int
-    length: int
-
-
-@dataclass(frozen=True)
 class CostSize:
     """What is measured.
 
@@ -67,14 +35,16 @@ class CostSize:
         sizes: of the models whose optimizer steps are timed, in million parameters.
         ranks: numbers of processes, for the optimizer step.
         seconds: time per configuration; an optimizer step is timed in at least 41 rounds, a pass in 11.
+        layers: the ``config.json`` of each model by name, the number of its layers, rows and tokens of a row.
+        training: layers and width of a model, tokens of a row.
     """
 
-    parts: list[str]
+    parts: Sequence[str]
     sizes: list[int]
     ranks: list[int]
     seconds: float
-    layers: LayerSize
-    training: TrainingSize
+    layers: tuple[Mapping[str, Mapping[str, Any]], int, int, int]
+    training: tuple[int, int, int]
 
 
 LAYERS_OF = (
@@ -85,18 +55,9 @@ LAYERS_OF = (
 )
 QWEN = {name.partition("/")[2]: MODELS[name] for name in LAYERS_OF}
 PRESETS = {
-    "small": CostSize(list(PARTS), [1], [1], 0.1, LayerSize({"sanity": SANITY}, 1, [2], 16), TrainingSize([1], 32, 16)),
-    "cpu": CostSize(
-        ["optimizer"], [10, 30, 100, 300], [1, 2], 25.0, LayerSize(QWEN, 1, [1], 128), TrainingSize([2], 256, 64)
-    ),
-    "cuda": CostSize(
-        list(PARTS),
-        [10, 30, 100, 300, 1000],
-        [1],
-        4.0,
-        LayerSize(QWEN, 2, [4, 2, 1], 2048),
-        TrainingSize([24, 12, 4], 1024, 512),
-    ),
+    "small": CostSize(PARTS, [1], [1], 0.1, ({"sanity": SANITY}, 1, 2, 16), (1, 32, 16)),
+    "cpu": CostSize(["optimizer"], [10, 30, 100, 300], [1, 2], 25.0, (QWEN, 1, 1, 128), (2, 256, 64)),
+    "cuda": CostSize(PARTS, [10, 30, 100, 300, 1000], [1], 4.0, (QWEN, 2, 4, 2048), (24, 1024, 512)),
 }
 
 
@@ -141,14 +102,14 @@ def chosen_size(options: argparse.Namespace, device: str) -> CostSize:
 
 def main(words: list[str]) -> int:
     options = parse(words)
-    check_packages(("torch", "matplotlib"))
+    check_packages(("torch",))
 
     import torch
 
     from verl_precision.bench.cost_report import write
     from verl_precision.bench.interleave import machine, machine_slug
     from verl_precision.bench.layer_pass import measure_layers
-    from verl_precision.bench.optimizer_step import count_traffic, measure_steps
+    from verl_precision.bench.optimizer_step import measure_steps
     from verl_precision.bench.ranks import spawn
     from verl_precision.bench.training_step import measure_training
     from verl_precision.run.job import CPU_PLATFORM
@@ -158,16 +119,14 @@ def main(words: list[str]) -> int:
     sys.path.append(str(REPO))
     if device == "cpu":
         os.environ |= CPU_PLATFORM
-    rows, traffic = [], {}
+    rows = []
     if "optimizer" in size.parts:
         for ranks in size.ranks:
-            rows += spawn(measure_steps, ranks, ranks, size.sizes, size.seconds, device)
-        traffic = dict(spawn(count_traffic, 1))
+            rows += spawn(measure_steps, ranks, device, ranks, size.sizes, size.seconds)
     if "layers" in size.parts:
-        rows += spawn(measure_layers, 1, *vars(size.layers).values(), size.seconds, device)
+        rows += spawn(measure_layers, 1, device, *size.layers, size.seconds)
     if "training" in size.parts:
-        rows += spawn(measure_training, 1, *vars(size.training).values(), size.seconds, device)
-    stem = (options.out or REPO / "docs" / "results") / f"cost-{machine_slug(device)}"
-    files = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("csv", "md", "png")]
-    print(*write(rows, traffic, device, machine(device), files), sep="\n")
+        rows += spawn(measure_training, 1, device, *size.training, size.seconds)
+    out = options.out or REPO / "docs" / "results"
+    print(*write(rows, machine(device), out / f"cost-{machine_slug(device)}"), sep="\n")
     return 0

@@ -41,8 +41,8 @@ def markdown(rows: list[RegimeTiming], device_name: str) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "verl"))
     lines = ["# What fp16 costs", ""]
     lines += [f"Measured by `make bench` on {device_name}; Python {platform.python_version()}, {versions}.", ""]
-    lines += ["Ratios are to bf16 in the same round, the median over at least 41 rounds of an optimizer step or 11 of a"]
-    lines += ["pass; below 1 is faster.", ""]
+    lines += ["Ratios are to bf16 in the same round, the median over at least 41 rounds of an optimizer step or"]
+    lines += ["11 of a pass; below 1 is faster.", ""]
     for part, text in PARTS.items():
         measured = [row for row in rows if row.part == part and not row.left_out]
         if not measured:

@@ -1,9 +1,10 @@
-"""Make the model of the job with long answers: ``python -m verl_precision.verify.long_model LENGTH FOLDER [--tiny]``.
+"""Make the model of the jobs with long answers: ``python -m verl_precision.verify.long_model LENGTH FOLDER [tiny]``.
 
-It is the sanity task's Qwen2 with more and wider layers and random weights, 99 M parameters, and its tokenizer.
+It is the sanity task's Qwen2 with more and wider layers and random weights, 99 M parameters, and its tokenizer. LENGTH
+is the number of tokens of an answer; ``tiny`` keeps the sanity task's width and depth.
 """
 
-import argparse
+import sys
 from pathlib import Path
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -21,17 +22,12 @@ def config(small: Qwen2Config, length: int, tiny: bool) -> Qwen2Config:
     return Qwen2Config(**small.to_diff_dict() | shape)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("length", type=int, help="tokens of an answer")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="keep the sanity task's width and depth")
-    options = parser.parse_args()
+def main(length: int, folder: Path, tiny: bool) -> None:
     tokenizer = build_tokenizer()
     small = build_model(tokenizer, seed=0)  # seeds torch
-    Qwen2ForCausalLM(config(small.config, options.length, options.tiny)).save_pretrained(options.folder)
-    tokenizer.save_pretrained(options.folder)
+    Qwen2ForCausalLM(config(small.config, length, tiny)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), Path(sys.argv[2]), "tiny" in sys.argv[3:])

@@ -29,15 +29,15 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: str) -> str:
-    """Return the name of the first GPU that torch sees, or "CPU".
+    """Return the name of torch's first GPU, or "CPU".
 
     Raises:
-        Refused: torch sees none.
+        Refused: torch finds none.
     """
     if device == "cpu":
         return "CPU"
     if not find_gpus():
-        raise Refused("DEVICE=cuda: the torch of this Python sees no GPU; check CUDA_VISIBLE_DEVICES and the driver")
+        raise Refused("DEVICE=cuda: the torch of this Python finds no GPU; check CUDA_VISIBLE_DEVICES and the driver")
     return find_gpus()[0].name
 
 

@@ -1,4 +1,4 @@
-"""Write the report of a verification as Markdown, with a figure of the jobs."""
+"""Write the report of a verification as Markdown."""
 
 import re
 from collections.abc import Iterable
@@ -8,36 +8,45 @@ from typing import Any
 from verl_precision.format import duration, markdown_table, number
 from verl_precision.verify.record import Verification
 from verl_precision.verify.step import Step
-from verl_precision.verify.steps import LENGTHS, REGIMES, STAGES, STEPS
+from verl_precision.verify.steps import STAGES, STEPS
 
-LONG = [f"long{length}" for length in LENGTHS]
+JOB_COLUMNS = {  # the result of a job and its format, by heading
+    "s a step": ("s_per_step", ".2f"),
+    "k3": ("k3", ".1e"),
+    "mean |Δp|": ("probs_diff", ".1e"),
+    "tokens an answer": ("answer_tokens", ".0f"),
+    "first reward": ("reward_first", ".3f"),
+    "last reward": ("reward_last", ".3f"),
+    "GiB": ("memory_gib", ".1f"),
+    "skipped": ("skipped_steps", "g"),
+    "loss scale": ("loss_scale", "g"),
+}
 STATUSES = ("passed", "failed", "skipped", "not run")
 
 
-def tally(statuses: list[str]) -> str:
-    """Return how many steps have each status."""
-    return ", ".join(f"{statuses.count(each)} {each}" for each in STATUSES if each in statuses)
-
-
-def statuses_of(content: dict[str, Any], steps: Iterable[Step]) -> list[str]:
+def statuses(content: dict[str, Any], steps: Iterable[Step]) -> list[str]:
     """Return the status of each step."""
     return [content["steps"].get(step.name, {"status": "not run"})["status"] for step in steps]
 
 
+def tally(found: list[str]) -> str:
+    """Return how many steps have each status."""
+    return ", ".join(f"{found.count(each)} {each}" for each in STATUSES if each in found)
+
+
 def counts(content: dict[str, Any]) -> str:
     """Return how many steps passed, failed, were skipped and were not run."""
-    return tally(statuses_of(content, STEPS))
+    return tally(statuses(content, STEPS))
 
 
 def stages(content: dict[str, Any]) -> str:
     """Return which stages passed, were not run, or were run in part."""
     by_result: dict[str, list[str]] = {}
     for stage in STAGES:
-        statuses = statuses_of(content, [step for step in STEPS if step.stage == stage])
-        others = [each for each in statuses if each != "passed"]
-        part = f"{statuses.count('passed')} of {len(statuses)} passed, {tally(others)}"
-        result = statuses[0] if len({*statuses}) == 1 else part
-        by_result.setdefault(result, []).append(stage)
+        found = statuses(content, [step for step in STEPS if step.stage == stage])
+        others = [each for each in found if each != "passed"]
+        part = f"{found.count('passed')} of {len(found)} passed, {tally(others)}"
+        by_result.setdefault(found[0] if len({*found}) == 1 else part, []).append(stage)
     return "; ".join(f"{', '.join(names)} {result}" for result, names in by_result.items())
 
 
@@ -94,60 +103,16 @@ def numerics(values: dict[str, Any], record: Verification) -> list[str]:
 
 
 def jobs(values: dict[str, Any], record: Verification) -> list[str]:
-    header = [
-        "job",
-        "regime",
-        "s a step",
-        "k3",
-        "mean |Δp|",
-        "tokens an answer",
-        "reward",
-        "GiB",
-        "skipped",
-        "loss scale",
+    rows = [
+        [*name.partition("-")[::2], *(number(run[key], form) for key, form in JOB_COLUMNS.values())]
+        for name, run in values.items()
     ]
-    rows = []
-    for name, run in values.items():
-        job, _, regime = name.partition("-")
-        reward = f"{number(run['reward_first'], '.3f')} → {number(run['reward_last'], '.3f')}"
-        shown = [number(run["s_per_step"], ".2f"), number(run["k3"], ".1e"), number(run["probs_diff"], ".1e")]
-        shown += [number(run["answer_tokens"], ".0f"), reward, number(run["memory_gib"], ".1f")]
-        rows.append([job, regime, *shown, number(run["skipped_steps"]), number(run["loss_scale"], "g")])
     notes = [
         "sanity: the sanity task's model of 0.5 M parameters. long: 99 M parameters (on a CPU the sanity task's width)",
         "with random weights, whose reward and gradients are 0: they show mismatch and cost. Medians over the steps,",
-        "the time without the first two. k3: nats a token. reward: first step, mean of the last five. GiB: trainer's.",
+        "the time without the first two. k3: nats a token. Last reward: mean of the last five. GiB: trainer's.",
     ]
-    lines = [*markdown_table(header, rows), "", *notes]
-    figure = record.file.with_name(f"{record.file.stem}-jobs.png")
-    if not any(name.startswith("long") for name in values):
-        figure.unlink(missing_ok=True)
-        return lines
-    plot_jobs(values, record.content["name"], figure)
-    return [*lines, "", f"![k3 against the length of the answers]({figure.name})"]
-
-
-def plot_jobs(values: dict[str, Any], title: str, file: Path) -> None:
-    """Draw the seconds of a step, and k3 against the length of the answers, by regime."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    kinds = ["sanity", *LONG]
-    for index, regime in enumerate(REGIMES):
-        runs = {kind: values[f"{kind}-{regime}"] for kind in kinds if f"{kind}-{regime}" in values}
-        seconds = [runs[kind]["s_per_step"] if kind in runs else 0.0 for kind in kinds]
-        left.bar([place + 0.25 * index for place in range(len(kinds))], seconds, 0.23, label=regime)
-        long = [runs[kind] for kind in LONG if kind in runs]
-        right.plot([run["answer_tokens"] for run in long], [run["k3"] for run in long], "o-", label=regime)
-    left.set(ylabel="seconds a step", xticks=[place + 0.25 for place in range(len(kinds))], xticklabels=kinds)
-    right.set(xlabel="tokens an answer, random weights", ylabel="k3, nats a token", yscale="log")
-    left.legend()
-    figure.suptitle(title)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    return [*markdown_table(["job", "regime", *JOB_COLUMNS], rows), "", *notes]
 
 
 def embedded(values: dict[str, Any], record: Verification) -> list[str]:

@@ -1,4 +1,4 @@
-"""Write the state of GPUs into the documents, from the reports alone."""
+"""Write the state of GPUs, which the reports record, into the documents."""
 
 import json
 import os

@@ -53,7 +53,6 @@ class Step:
         needs: the modules that it imports; it is skipped where one of them is not installed.
         commands: returns their command lines, from the target and the folder for what they write.
         values: returns the values for the report, read from that folder, as JSON types.
-        figures: the images in that folder that go beside the report, as patterns.
         bf16: whether it computes in bfloat16; it is skipped on a GPU that emulates it.
         limit_s: the time after which a program has failed, on a GPU; on a CPU ten times as long.
     """
@@ -63,7 +62,6 @@ class Step:
     needs: tuple[str, ...]
     commands: Callable[[VerifiedDevice, Path], list[Command]]
     values: Callable[[Path], dict[str, Any]]
-    figures: tuple[str, ...] = ()
     bf16: bool = False
     limit_s: float = 600.0
 
@@ -78,7 +76,7 @@ class Step:
 
         Returns:
             ``status``: passed, failed or skipped; ``seconds``; ``reason`` unless it passed; ``values`` as far as there
-            are any; ``files``: the paths of the figures, and of the end of the log if it failed.
+            are any; ``files``: the paths of the figures in its folder, and of the end of the log if it failed.
         """
         if why := self.why_skipped(target):
             return {"status": "skipped", "reason": why}
@@ -100,7 +98,7 @@ class Step:
         except Exception as error:
             reason = reason or f"{type(error).__name__}: {error}"
         result = {"status": "failed" if reason else "passed", "seconds": round(time.monotonic() - begin, 1)} | result
-        files = [file for pattern in self.figures for file in out.glob(pattern)]
+        files = list(out.glob("*.png"))
         if reason:
             lines = log.read_text(errors="replace").splitlines()
             last = [line for line in lines if line.strip()][-REASON_LINES:]

@@ -1,6 +1,5 @@
 """List the steps of the verification, by stage: what each runs, and which of its results the report contains."""
 
-import csv
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -46,15 +45,11 @@ def module(name: str, *words: str | Path) -> Command:
 
 
 def report(pattern: str) -> Callable[[Path], dict[str, Any]]:
-    """Return a reader of a program's own Markdown report and of the CSV or JSON of the same name."""
+    """Return a reader of a program's own Markdown report."""
 
     def read(out: Path) -> dict[str, Any]:
-        (file,) = out.glob(f"{pattern}.md")
-        found: dict[str, Any] = {"report": file.read_text()}
-        if (table := file.with_suffix(".csv")).exists():
-            with table.open(newline="") as lines:
-                return found | {"rows": list(csv.DictReader(lines))}
-        return found | json.loads(file.with_suffix(".json").read_text())
+        (file,) = out.glob(pattern)
+        return {"report": file.read_text()}
 
     return read
 
@@ -144,7 +139,7 @@ def long_job(answer: int, regime: str) -> Callable[[VerifiedDevice, Path], list[
     """Return the commands that train a model of 99 M parameters and random weights on answers of ``answer`` tokens."""
 
     def command(target: VerifiedDevice, out: Path) -> list[Command]:
-        length, batch, samples, tiny = (answer // 16, 4, 2, ["--tiny"]) if target.small else (answer, 8, 4, [])
+        length, batch, samples, tiny = (answer // 16, 4, 2, ["tiny"]) if target.small else (answer, 8, 4, [])
         settings = {
             "data.max_response_length": length,
             "data.train_batch_size": batch,
@@ -227,7 +222,7 @@ STEPS = (
         Step("job", f"long{length}-{regime}", JOB, long_job(length, regime), trained, bf16="bf16" in regime)
         for length, regime in LONG_JOBS
     ),
-    Step("probe", "probe", JOB, probe, report("probe-*"), ("*.png",)),
-    *(Step("cost", part, VERL, bench(part), report("cost-*"), ("*.png",)) for part in PARTS),
-    Step("amp", "bench-amp", ("torch", "gymnasium"), amp, report("amp-bench-*"), ("*.png",)),
+    Step("probe", "probe", JOB, probe, report("probe-*.md")),
+    *(Step("cost", part, VERL, bench(part), report("cost-*.md")) for part in PARTS),
+    Step("amp", "bench-amp", ("torch", "gymnasium"), amp, report("amp-bench-*.md")),
 )

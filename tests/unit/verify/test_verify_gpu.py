@@ -40,9 +40,9 @@ def step(code: str, *needs: str, name: str = "toy", bf16: bool = False, limit_s:
         return [[sys.executable, "-c", code, out]]
 
     def values(out: Path) -> dict:
-        return {"report": f"# Title\n\n## Sizes\n\n{(out / 'v').read_text()}\n\n![gone](a.png)\n", "rows": []}
+        return {"report": f"# Title\n\n## Sizes\n\n{(out / 'v').read_text()}\n\n![gone](a.png)\n"}
 
-    return Step("cost", name, needs, commands, values, ("*.png",), bf16, limit_s)
+    return Step("cost", name, needs, commands, values, bf16, limit_s)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_gpu_is_the_one_that_torch_sees(monkeypatch):
     monkeypatch.setattr("verl_precision.verify.record.find_gpus", lambda: (Gpu("GPU 1", (9, 0), True, True),))
     assert device_name("cuda") == "GPU 1" and device_name("cpu") == "CPU"
     monkeypatch.setattr("verl_precision.verify.record.find_gpus", lambda: ())
-    with pytest.raises(Refused, match="^DEVICE=cuda: the torch of this Python sees no GPU; check CUDA_VISIBLE"):
+    with pytest.raises(Refused, match="^DEVICE=cuda: the torch of this Python finds no GPU; check CUDA_VISIBLE"):
         device_name("cuda")
 
 
@@ -150,7 +150,7 @@ def test_state_of_gpus_is_that_of_the_reports(tmp_path):
     assert text == f"[Tesla T4]({tmp_path.name}/t4.md): {results}"
 
 
-def test_jobs_are_tabled_and_drawn(tmp_path):
+def test_jobs_are_tabled(tmp_path):
     record, data = Verification.open(tmp_path, "CPU"), {}
     for step, (seconds, diff) in enumerate([(90.0, 0.5), (70.0, 3e-3), (4.0, 3e-3), (2.0, 3e-3), (3.0, 3e-3)], 1):
         data[step] = {REWARD: 0.5, SECONDS: seconds, PROBS_DIFF: diff, "response_length/mean": 20.0 + step}
@@ -161,12 +161,8 @@ def test_jobs_are_tabled_and_drawn(tmp_path):
     for each in (each for each in STEPS if each.stage == "job"):
         record.add(each, {"status": "passed", "seconds": 61.0, "values": trained(tmp_path)})
     text = markdown(record)
-    assert "| sanity | bf16 | 3.00 | 2.0e-05 | 3.0e-03 | 23 | 0.250 → 0.750 | 6.5 | 1 | 64 |" in text
-    figure = tmp_path / "cpu-jobs.png"
-    assert text.count("| 1:01 |") == 8 and figure.stat().st_size > 10_000 and figure.name in text
-    for each in [name for name in record.content["steps"] if name.startswith("long")]:
-        del record.content["steps"][each]  # what is left has one length of answers
-    assert figure.name not in markdown(record) and not figure.exists()
+    assert "| sanity | bf16 | 3.00 | 2.0e-05 | 3.0e-03 | 23 | 0.250 | 0.750 | 6.5 | 1 | 64 |" in text
+    assert text.count("| 1:01 |") == 8 and "| long1024 | bf16_train_fp16_infer | 3.00 |" in text
 
 
 def test_outcomes_of_tests_are_those_of_junit(tmp_path):

@@ -60,11 +60,12 @@ def parse(words: list[str]) -> VerifyOptions:
     return VerifyOptions(steps, out, VerifiedDevice(chosen, Path(file_path(values, "WORK") or VERIFIED / "work")))
 
 
-def verify(options: VerifyOptions) -> int:
-    """Run the steps, report after each, and return the exit code."""
+def main(words: list[str]) -> int:
     from verl_precision.verify.record import Verification, device_name
     from verl_precision.verify.report import counts, write
 
+    interrupt_on_signals()
+    options = parse(words)
     record = Verification.open(options.out, device_name(options.target.device))
     chosen = options.steps or tuple(step for step in STEPS if not record.passed(step))
     for number, step in enumerate(chosen, start=1):
@@ -77,8 +78,3 @@ def verify(options: VerifyOptions) -> int:
     print(f"\n{record.content['name']}: {counts(record.content)}\n\n  {write(record)}")
     statuses = [each["status"] for each in record.content["steps"].values()]
     return int("failed" in statuses or "passed" not in statuses)
-
-
-def main(words: list[str]) -> int:
-    interrupt_on_signals()
-    return verify(parse(words))

@@ -44,22 +44,21 @@ def module(name: str, *words: str | Path) -> Command:
     return [sys.executable, "-m", name, *words]
 
 
-def report(pattern: str) -> Callable[[Path], dict[str, Any]]:
-    """Return a reader of a program's own Markdown report."""
-
-    def read(out: Path) -> dict[str, Any]:
-        (file,) = out.glob(pattern)
-        return {"report": file.read_text()}
-
-    return read
+def report(out: Path) -> dict[str, Any]:
+    """Return a program's own Markdown report."""
+    (file,) = out.glob("*.md")
+    return {"report": file.read_text()}
 
 
-def content(name: str) -> Callable[[Path], dict[str, Any]]:
-    """Return a reader of the JSON file ``name``."""
-    return lambda out: json.loads((out / name).read_text())
+def read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text())
 
 
 # --- machine ----------------------------------------------------------------------------------------------------------
+
+
+def hardware(target: VerifiedDevice, out: Path) -> list[Command]:
+    return [module("verl_precision.verify.hardware", target.device, out / "hardware.json")]
 
 
 def doctor(target: VerifiedDevice, out: Path) -> list[Command]:
@@ -69,7 +68,7 @@ def doctor(target: VerifiedDevice, out: Path) -> list[Command]:
 
 
 def diagnosis(out: Path) -> dict[str, Any]:
-    found = content("doctor.json")(out)
+    found = read_json(out / "doctor.json")
     return {"verdict": found["verdict"], "sentence": found["sentence"].replace(f"{REPO}/", "")}
 
 
@@ -103,7 +102,6 @@ def outcomes(out: Path) -> dict[str, Any]:
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
-
 # One GPU and few CPUs: what configs/device/cpu.yaml sets for the same reasons, and no checkpoints in a step's time.
 ONE_GPU = {
     "ray_kwargs.ray_init.num_cpus": 16,
@@ -128,11 +126,7 @@ def train(target: VerifiedDevice, out: Path, settings: dict[str, Any], **words: 
 
 def job(regime: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
     """Return the command that trains on the sanity task."""
-
-    def command(target: VerifiedDevice, out: Path) -> list[Command]:
-        return [train(target, out, {}, PRECISION=regime, **({"STEPS": 2} if target.small else {}))]
-
-    return command
+    return lambda target, out: [train(target, out, {}, PRECISION=regime, **({"STEPS": 2} if target.small else {}))]
 
 
 def long_job(answer: int, regime: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
@@ -164,7 +158,7 @@ def long_job(answer: int, regime: str) -> Callable[[VerifiedDevice, Path], list[
 def trained(out: Path) -> dict[str, Any]:
     """Return a run's medians over the steps, and what its summary has of them."""
     data = training_rows(read_jsonl(out / "run/metrics.jsonl"))
-    summary = content("run/summary.json")(out)
+    summary = read_json(out / "run/summary.json")
     timed = data[WARM:] or data
     return {
         "steps": len(data),
@@ -191,29 +185,18 @@ def probe(target: VerifiedDevice, out: Path) -> list[Command]:
     return [program("probe", *as_options(values | {"OUT": str(out)}))]
 
 
-def bench(part: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
-    """Return the command of one part of the benchmark, so that a part that fails leaves the others."""
+def benchmark(name: str, *words: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
+    """Return the command of a benchmark. Each part of bench is a step, so that one that fails leaves the others."""
 
     def command(target: VerifiedDevice, out: Path) -> list[Command]:
         size = ["--size", "small"] if target.small else []
-        return [program("bench", "--device", target.device, *size, "--only", part, "--out", out)]
+        return [program(name, "--device", target.device, *size, *words, "--out", out)]
 
     return command
 
 
-def amp(target: VerifiedDevice, out: Path) -> list[Command]:
-    size = ["--size", "small"] if target.small else []
-    return [program("bench-amp", "--device", target.device, *size, "--out", out)]
-
-
 STEPS = (
-    Step(
-        "machine",
-        "hardware",
-        ("torch",),
-        lambda target, out: [module("verl_precision.verify.hardware", target.device, out / "hardware.json")],
-        content("hardware.json"),
-    ),
+    Step("machine", "hardware", ("torch",), hardware, lambda out: read_json(out / "hardware.json")),
     Step("machine", "doctor", ("torch", "verl", "hydra"), doctor, diagnosis),
     Step("numerics", "scaler", ("torch", "pytest", "xdist"), tests("test_scaler.py"), outcomes),
     Step("numerics", "engine", (*VERL, "pytest", "xdist"), tests("test_on_device.py"), outcomes),
@@ -222,7 +205,7 @@ STEPS = (
         Step("job", f"long{length}-{regime}", JOB, long_job(length, regime), trained, bf16="bf16" in regime)
         for length, regime in LONG_JOBS
     ),
-    Step("probe", "probe", JOB, probe, report("probe-*.md")),
-    *(Step("cost", part, VERL, bench(part), report("cost-*.md")) for part in PARTS),
-    Step("amp", "bench-amp", ("torch", "gymnasium"), amp, report("amp-bench-*.md")),
+    Step("probe", "probe", JOB, probe, report),
+    *(Step("cost", part, VERL, benchmark("bench", "--only", part), report) for part in PARTS),
+    Step("amp", "bench-amp", ("torch", "gymnasium"), benchmark("bench-amp"), report),
 )

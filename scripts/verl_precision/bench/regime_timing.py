@@ -74,10 +74,5 @@ def timings_of(
 
 def one_line(rows: list[RegimeTiming]) -> str:
     """Return the timings of one configuration as a line for the screen."""
-    measured = [
-        f"{row.regime} {row.seconds * 1e3:.1f} ms" + (f" (× {row.ratio:.3f})" if row.ratio else "")
-        for row in rows
-        if not row.left_out
-    ]
-    left_out = [f"{row.regime} left out: {row.left_out}" for row in rows if row.left_out]
-    return f"{rows[0].name}: {'; '.join([', '.join(measured), *left_out]).removeprefix('; ')}"
+    results = [f"{row.regime} {row.left_out or f'{row.seconds * 1e3:.1f} ms'}" for row in rows]
+    return f"{rows[0].name}: {', '.join(results)}"

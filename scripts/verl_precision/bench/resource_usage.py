@@ -51,18 +51,12 @@ def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
             yield lambda: alive.peak
 
 
-def free_memory(device: str) -> int:
-    """Return the bytes of memory that are free, after what is no longer referenced has been freed."""
+def too_large(needed: int, device: str) -> str:
+    """Return why ``needed`` bytes do not fit into the free memory, "" where they do."""
     gc.collect()  # modules under FSDP are in reference cycles
     if device == "cuda":
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0]
-    return psutil.virtual_memory().available
-
-
-def too_large(needed: int, device: str) -> str:
-    """Return why ``needed`` bytes do not fit into the free memory, "" where they do."""
-    free = free_memory(device)
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
     return "" if needed <= free else f"needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
 
 

@@ -12,28 +12,28 @@ from verl_precision.format import slug
 
 
 def rounds(
-    takes: dict[str, Callable[[], object]],
+    calls: dict[str, Callable[[], object]],
     wait: Callable[[], None],
     prepare: Callable[[str], None] = lambda name: None,
     seed: int = 0,
 ) -> Iterator[dict[str, float]]:
-    """Yield rounds without end. Each times every take once, so that a slow machine slows all of them.
+    """Yield rounds indefinitely. Each times every call once, so that a slow machine slows all of them.
 
     Args:
-        wait: synchronizes with the device; called before and after each take.
-        prepare: called with a take's name before it, untimed.
-        seed: of the order, a new one each round, since the take before leaves its traces in the memory.
+        wait: synchronizes with the device; called before and after each call.
+        prepare: called with a call's name before it, untimed.
+        seed: of the order, a new one each round, since the previous call leaves its data in the caches.
 
     Yields:
-        seconds by name, in the order in which they were taken.
+        seconds by name, in the order of the calls.
     """
-    names, shuffle = list(takes), random.Random(seed).shuffle
+    names, shuffle = list(calls), random.Random(seed).shuffle
 
     def timed(name: str) -> float:
         prepare(name)
         wait()
         begin = time.perf_counter()
-        takes[name]()
+        calls[name]()
         wait()
         return time.perf_counter() - begin
 

@@ -93,6 +93,6 @@ def time_passes(
             left_out[regime] = f"needs more than the {torch.cuda.mem_get_info()[1] / 1e9:.1f} GB of this GPU"
             del passes[regime]
     times = alternate(passes, lambda regime: None, seconds, device, LEAST_ROUNDS) if passes else {}
-    calls = {regime: host_calls(run, device) for regime, run in passes.items()}
+    counts = {regime: host_calls(run, device) for regime, run in passes.items()}
     without = [RegimeTiming(**configuration, regime=regime, left_out=why) for regime, why in left_out.items()]
-    return timings_of(times, calls, peaks, **configuration) + without
+    return timings_of(times, counts, peaks, **configuration) + without

@@ -93,7 +93,7 @@ def time_steps(size: int, fused: bool, seconds: float, device: str, configuratio
     """Time the optimizer step of a model of ``size`` million parameters in each regime, and count its calls."""
     with torch.device(device):
         module = fully_sharded(size)
-    takes, fill = optimizer_steps(module, fused, device), partial(fill_gradients, module)
-    times = alternate(takes, fill, seconds, device)
-    calls = {regime: host_calls(take, device, partial(fill, regime)) for regime, take in takes.items()}
-    return timings_of(times, calls, **configuration)
+    steps, fill = optimizer_steps(module, fused, device), partial(fill_gradients, module)
+    times = alternate(steps, fill, seconds, device)
+    counts = {regime: host_calls(step, device, partial(fill, regime)) for regime, step in steps.items()}
+    return timings_of(times, counts, **configuration)

@@ -56,16 +56,16 @@ def decided_by_first(value: bool) -> bool:
 
 
 def alternate(
-    takes: dict[str, Callable[[], object]],
+    calls: dict[str, Callable[[], object]],
     prepare: Callable[[str], None],
     seconds: float,
     device: str,
     least_rounds: int = LEAST_ROUNDS,
 ) -> dict[str, list[float]]:
-    """Time all takes in rounds, in a new order each, for ``seconds`` and at least ``least_rounds``.
+    """Time all calls in rounds, in a new order each, for ``seconds`` and at least ``least_rounds``.
 
     Returns:
-        the seconds of each take, by round.
+        the seconds of each call, by round.
     """
 
     def wait() -> None:
@@ -74,13 +74,13 @@ def alternate(
         if dist.get_world_size() > 1:  # NCCL's barrier is a kernel, and would be timed
             dist.barrier()
 
-    times: dict[str, list[float]] = {name: [] for name in takes}
-    timed = rounds(takes, wait, prepare)  # in the same orders on every rank
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    timed = rounds(calls, wait, prepare)  # in the same orders on every rank
     next(timed)  # untimed: Adam's state is allocated, kernels are loaded
     begin, over = time.monotonic(), False
     while not over:
-        for name, taken in next(timed).items():
-            times[name].append(taken)
+        for name, took in next(timed).items():
+            times[name].append(took)
         over = time.monotonic() - begin > seconds and len(times[name]) >= least_rounds
         over = decided_by_first(over)
     return times

@@ -46,14 +46,14 @@ class RegimeTiming:
 
 def timings_of(
     times: dict[str, list[float]],
-    calls: dict[str, dict[str, int | None]],
+    counts: dict[str, dict[str, int | None]],
     peaks: dict[str, float] | None = None,
     **configuration,
 ) -> list[RegimeTiming]:
     """Summarize the seconds of each regime by round.
 
     Args:
-        calls: what the host asks of the device in one call, by regime.
+        counts: what the host asks of the device in one call, by regime.
         peaks: peak memory above the weights in GiB, by regime.
     """
     base = times.get(BASE, [])
@@ -61,7 +61,7 @@ def timings_of(
     return [
         RegimeTiming(
             **configuration,
-            **calls[name],
+            **counts[name],
             regime=name,
             seconds=statistics.median(times[name]),
             ratio=statistics.median(ratios[name]) if base else None,

@@ -71,13 +71,13 @@ def test_words_change_the_sizes_of_the_device():
     assert bench.chosen_size(bench.parse(["--ranks", "4"]), "cpu").ranks == [4]
 
 
-def test_take_is_timed_until_the_device_is_done():
-    calls = []
-    takes = {name: lambda name=name: calls.append(name) for name in "ab"}
-    timed = rounds(takes, lambda: calls.append("wait"), lambda name: calls.append(f"prepare {name}"))
+def test_call_is_timed_until_the_device_is_done():
+    log = []
+    timed_calls = {name: lambda name=name: log.append(name) for name in "ab"}
+    timed = rounds(timed_calls, lambda: log.append("wait"), lambda name: log.append(f"prepare {name}"))
     orders = ["".join(times) for times in itertools.islice(timed, 20)]
     expected = [f"prepare {name},wait,{name},wait" for order in orders for name in order]
-    assert ",".join(calls) == ",".join(expected) and set(orders) == {"ab", "ba"}
+    assert ",".join(log) == ",".join(expected) and set(orders) == {"ab", "ba"}
 
 
 def test_ratio_is_the_median_over_the_rounds(tmp_path):

@@ -165,8 +165,9 @@ def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPla
     loaded = idle | {"weights": idle["weights"] - policy.idle["weights"] + policy.resident["weights"]}
     moments = {"rollout": idle | {"rollout's weights": server.weights, "KV cache": server.cache}}
 
-    # The weights are sent tensor by tensor, in buckets. verl merges LoRA adapters into copies in fp32, or sends them as
-    # they are: then FSDP1 gathers the model to read them, and an offloaded base moves before the rollout wakes up.
+    # Weights are sent tensor by tensor, through a bucket. verl merges LoRA adapters in fp32, with 8 bytes per parameter
+    # of the tensor, or sends them unmerged: then FSDP1 gathers the model to read them, and an offloaded base goes to
+    # the host before the rollout wakes up.
     merged = policy.lora_rank > 0 and bool(config.actor_rollout_ref.model.lora.get("merge"))
     adapters_only = policy.lora_rank > 0 and not merged
     summoned = adapters_only and policy.strategy == "fsdp" and policy.shards > 1

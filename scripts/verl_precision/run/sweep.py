@@ -1,17 +1,15 @@
-"""Run the same job under several regimes, seeds and objectives, and by several versions of the code.
+"""Run the same job under several regimes, seeds and objectives, and with several verls.
 
 Each run is ``verl-precision run`` in a separate process, one after another, in ``OUT/OBJECTIVE/LABEL-seedN``. Seeds
 are outermost, so that the finished runs are balanced at any time. Finished runs are not repeated, an interrupted one
 resumes from its checkpoint.
 
-The label is the regime, with TREES and BRANCHES ``NAME-REGIME``. ``OUT/code.json`` records what each NAME stood for.
+The label is the regime, with TREES ``NAME-REGIME``. ``OUT/code.json`` records what each NAME stands for.
 """
 
 import json
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,9 +21,9 @@ from statistics import fmean
 from verl_precision.errors import Refused
 from verl_precision.files import write_json
 from verl_precision.format import duration, number
-from verl_precision.paths import OUTPUTS
+from verl_precision.paths import OUTPUTS, PROGRAM
 from verl_precision.process import ignore_signals, interrupt_on_signals, start_child
-from verl_precision.run.code_versions import CodeVersion, code_record, distinct, find_versions, last_line
+from verl_precision.run.code_versions import CodeVersion, code_record, distinct, find_versions
 from verl_precision.run.job import VARIABLES as RUN_VARIABLES
 from verl_precision.run.job import parse_job
 from verl_precision.run.validation import platform_variables
@@ -38,9 +36,8 @@ VARIABLES = RUN_VARIABLES | {
     "SEED": "the seeds, default 1",
     "OUT": "the folder of all runs and reports, default outputs/compare/EXPERIMENT",
     "TREES": "patched verls to compare, each a folder that contains verl/: TREES='old=/path/to/verl new=/other/verl'",
-    "BRANCHES": "branches of this project to compare, each on its own patched verl: BRANCHES='main mine'",
 }
-TAIL = 4  # lines of a run that failed which are shown
+TAIL = 4  # last lines of a failed run that are shown again
 
 
 @dataclass(frozen=True)
@@ -93,26 +90,21 @@ class SweepOutcome:
 
 def common_words(values: Mapping[str, str]) -> list[str]:
     """Return the words that all runs share."""
-    common = [name for name in values if name in RUN_VARIABLES and name not in (*LISTS, "OUT")]
-    return absolute([f"{name}={values[name]}" for name in common])
+    return [f"{name}={values[name]}" for name in values if name in RUN_VARIABLES and name not in (*LISTS, "OUT")]
 
 
 def check_words(values: Mapping[str, str]) -> None:
-    """Parse the words of every run, with the standard library alone.
-
-    Raises:
-        Refused: a value is not allowed.
-    """
+    """Parse the words of every run with only the standard library; refuse a value that is not allowed."""
     lists = [[f"{name}={value}" for value in distinct(name, values.get(name, of))] for name, of in LISTS.items()]
     for words in product(*lists):
         parse_job([*common_words(values), *words, *([f"OUT={values['OUT']}"] if "OUT" in values else [])])
 
 
 def plan_sweep(values: Mapping[str, str]) -> SweepPlan:
-    """Return the runs that these ``VARIABLES`` describe, each of which can start, resume or is finished.
+    """Return the runs that these ``VARIABLES`` describe.
 
     Raises:
-        Refused: a value, a tree or a branch cannot be used, or one of the runs would be refused; nothing was started.
+        Refused: a value or a tree cannot be used, or one of the runs can neither start nor resume; none was started.
     """
     lists = {name: distinct(name, values.get(name, default)) for name, default in LISTS.items()}
     experiment = values.get("EXPERIMENT", "gsm8k_1gpu" if "TRAIN" in values else "arithmetic")
@@ -135,29 +127,17 @@ def plan_sweep(values: Mapping[str, str]) -> SweepPlan:
     return SweepPlan(experiment, out, tuple(runs), tuple(run for run in runs if run in finished))
 
 
-def absolute(words: list[str]) -> list[str]:
-    """Make the paths of files absolute: runs are started in the checkout whose code they run."""
-    resolved = []
-    for word in words:
-        name, _, value = word.partition("=")
-        path = Path(value).expanduser()
-        local = name in ("TRAIN", "VAL") or name == "MODEL" and path.exists()
-        resolved.append(f"{name}={path.resolve()}" if local else word)
-    return resolved
-
-
 def find_finished(code: CodeVersion, runs: Sequence[SweepRun]) -> list[SweepRun]:
-    """Let the command ``run`` of ``code`` check its runs, and return those that are finished.
+    """Let the command ``run`` check the runs with the verl of ``code``, and return those that are finished.
 
     Raises:
         Refused: one of the others can neither start nor resume.
     """
     platform = platform_variables(parse_job([*runs[0].words]))  # they differ in neither device nor recipe
     done = subprocess.run(
-        [sys.executable, code.program, "run", "--check-each"],
+        [*PROGRAM, "run", "--check-each"],
         input=json.dumps([run.values for run in runs]),
         env=code.environment() | platform,
-        cwd=code.folder,
         capture_output=True,
         text=True,
     )
@@ -167,30 +147,22 @@ def find_finished(code: CodeVersion, runs: Sequence[SweepRun]) -> list[SweepRun]
     return [run for run, facts in zip(runs, checked, strict=True) if facts["finished"]]
 
 
+def last_line(text: str) -> str:
+    """Return the last line that is not blank."""
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "it ended without a message")
+
+
 class SweepProgress:
-    """Prints what is finished, left and under way. On a terminal the run under way has one line."""
+    """Prints which runs are finished and how many are left."""
 
     def __init__(self, plan: SweepPlan):
         self.plan, self.done = plan, list(plan.finished)
         self.started = time.monotonic()
-        self.live = sys.stdout.isatty()
 
     def print(self, text: str) -> None:
         """Print a line with the time elapsed."""
         elapsed = duration(time.monotonic() - self.started)
-        print(f"{self.clear()}[{elapsed:>6}] {text}", flush=True)
-
-    def show(self, line: str) -> None:
-        """Show a line of the run under way."""
-        if self.live:
-            width = shutil.get_terminal_size().columns - 3
-            print(f"{self.clear()}  {line[:width]}", end="", flush=True)
-        else:
-            print(f"  {line}", flush=True)
-
-    def clear(self) -> str:
-        """Return what clears the line of the run under way."""
-        return "\r\x1b[2K" if self.live else ""
+        print(f"[{elapsed:>6}] {text}", flush=True)
 
     def left(self, ahead: Sequence[SweepRun]) -> str:
         """Return how many runs are ahead and how long they take, estimated from finished ones of the same objective."""
@@ -206,28 +178,28 @@ class SweepProgress:
         return f"{len(ahead)} left, about {duration(expected)}"
 
 
-def run_one(run: SweepRun, progress: SweepProgress) -> tuple[int, deque[str]]:
+def run_one(run: SweepRun) -> tuple[int, deque[str]]:
     """Run ``verl-precision run`` to its end. Return its exit code and its last lines.
 
     Raises:
-        KeyboardInterrupt: after the run ended in order, as if it alone had been interrupted.
+        KeyboardInterrupt: this process was interrupted; the run has ended in order.
     """
-    command = [sys.executable, run.code.program, "run", *as_options(run.values)]
-    process = start_child(command, run.code.folder, run.code.environment(), subprocess.PIPE)
+    command = [*PROGRAM, "run", *as_options(run.values)]
+    process = start_child(command, Path.cwd(), run.code.environment(), subprocess.PIPE)
     tail: deque[str] = deque(maxlen=TAIL)
 
-    def follow() -> int:
+    def show_output() -> int:
         for line in filter(None, map(str.rstrip, process.stdout)):
             tail.append(line.strip())
-            progress.show(line)
+            print(f"  {line}", flush=True)
         return process.wait()
 
     try:
-        return follow(), tail
+        return show_output(), tail
     except KeyboardInterrupt:
         ignore_signals()
         process.send_signal(signal.SIGINT)
-        follow()
+        show_output()
         raise
 
 
@@ -242,7 +214,7 @@ def run_sweep(plan: SweepPlan) -> SweepOutcome:
         while ahead:
             current = ahead[0]
             progress.print(f"run {total - len(ahead) + 1}/{total}: {current}")
-            code, tail = run_one(current, progress)
+            code, tail = run_one(current)
             ahead = ahead[1:]
             if code:
                 failed.append(current)

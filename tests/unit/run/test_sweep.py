@@ -1,4 +1,4 @@
-"""The same job under several regimes, seeds and versions of the code: plans, refusals, runs, interruptions, reports."""
+"""The same job under several regimes and seeds and with several verls: plans, refusals, runs, interruptions, reports."""
 
 import json
 import os
@@ -7,27 +7,28 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.report_runs import finished_run
-from support.trees import git
 
 from verl_precision.commands import compare
 from verl_precision.errors import Refused
+from verl_precision.facts.packages import installed_verl
 from verl_precision.files import write, write_json
 from verl_precision.patch.apply import apply
 from verl_precision.patch.status import status
 from verl_precision.patch.wheels import unpacked_wheel
-from verl_precision.paths import PROGRAM, REPO
-from verl_precision.run import code_versions, sweep
-from verl_precision.run.code_versions import CodeVersion, branch_commit, branch_version, code_record, tree_version
+from verl_precision.paths import PROGRAM
+from verl_precision.run import sweep
+from verl_precision.run.code_versions import CodeVersion, code_record, tree_version
 from verl_precision.run.folder import finished as is_finished
 from verl_precision.run.job import parse_job
-from verl_precision.run.sweep import SweepPlan, SweepProgress, SweepRun, absolute, plan_sweep, run_sweep
+from verl_precision.run.sweep import SweepPlan, SweepProgress, SweepRun, plan_sweep, run_one, run_sweep
 from verl_precision.spelling import as_options
 
-CLI = "scripts/verl_precision/cli.py"
 # Replaces the command run: three quick steps, and in bf16 with seed 1 the second fails.
 RUN = """
 import json, sys
@@ -69,15 +70,6 @@ def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, cap
     assert (run.objective, run.out) == ("flowrl", tmp_path / "flowrl/fp16-seed1")
 
 
-def test_paths_of_files_are_made_absolute(tmp_path, monkeypatch):
-    """Each run is started in the checkout whose code it runs."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    words = ["TRAIN=a.parquet", "VAL=b.parquet", "MODEL=model", "MODEL=Qwen/Qwen3-0.6B", "STEPS=3"]
-    made = [f"TRAIN={tmp_path}/a.parquet", f"VAL={tmp_path}/b.parquet", f"MODEL={tmp_path}/model"]
-    assert absolute(words) == [*made, "MODEL=Qwen/Qwen3-0.6B", "STEPS=3"]
-
-
 def test_time_left_is_estimated_from_runs_of_the_same_objective(tmp_path):
     seconds = {"grpo": 60.0, "ppo": 600.0}
     done = tuple(SweepRun(CodeVersion(), name, "fp16", "1", (), tmp_path / name) for name in seconds)
@@ -95,7 +87,6 @@ def test_time_left_is_estimated_from_runs_of_the_same_objective(tmp_path):
         ({"PRECISION": "fp16 fp61"}, "PRECISION=fp61: must be one of bf16"),
         ({"ALGO": "grpo ppo", "RECIPE": "flowrl"}, "ALGO=ppo: RECIPE=flowrl requires grpo"),
         ({"STEPS": "30"}, "STEPS=30: .* contains a finished run of 40"),
-        ({"TREES": "a=/x", "BRANCHES": "main"}, "TREES, BRANCHES: set only one"),
         ({"TREES": "/x"}, "TREES=/x=: must be NAME=FOLDER"),
         ({"TREES": "a=/no/such"}, "TREES=a=/no/such: /no/such is not a folder"),
     ],
@@ -109,7 +100,7 @@ def test_refusal_of_one_run_or_version_starts_none(words, refusal, tmp_path):
 
 
 def test_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
-    release = code_versions.installed_release()
+    release = status(installed_verl()).release
     root = unpacked_wheel(release, tmp_path / "tree")
     with pytest.raises(Refused, match=rf"TREES=a={root}: unpatched: verl {release}; make apply-patches"):
         tree_version("a", str(root))
@@ -150,58 +141,41 @@ def test_versions_of_earlier_comparisons_stay_recorded(tmp_path):
     assert record == {"old": {"tree": "1"}, "new": {"tree": "2"}}
 
 
-def test_branch_is_its_last_commit_without_uncommitted_changes(tmp_path, tmp_path_factory, monkeypatch):
-    other = tmp_path_factory.mktemp("other")
-    write(tmp_path / CLI, b"import sys")
-    git("init", "--quiet", "-b", "main", cwd=tmp_path)
-    git("add", "-A", cwd=tmp_path)
-    git("commit", "--quiet", "-m", "first", cwd=tmp_path)
-    head = git("rev-parse", "HEAD", cwd=tmp_path).strip()
-    git("branch", "mine", cwd=tmp_path)
-    git("worktree", "add", "--quiet", "-b", "mine-2", str(other), cwd=tmp_path)
-    (other / CLI).write_text("not mine")
-    monkeypatch.setattr(code_versions, "REPO", tmp_path)
-    monkeypatch.setattr(code_versions, "CACHE", tmp_path / ".cache")
-    assert branch_commit("main") == branch_commit("mine") == head
-    with pytest.raises(Refused, match="^BRANCHES=mine: its command run lacks .*--check-each, .*; merge [^\n]*$"):
-        branch_version("mine", head)
-    assert not (tmp_path / ".cache").exists(), "refused before a checkout is created"
-    (tmp_path / CLI).write_text("edited")
-    with pytest.raises(Refused, match=f"BRANCHES=main: {tmp_path} has changes that are not committed: {CLI}"):
-        branch_commit("main")
-    assert branch_commit("mine") == head
-    with pytest.raises(Refused, match="BRANCHES=v1: there is no such branch; there are main, mine, mine-2"):
-        branch_commit("v1")
+@pytest.fixture
+def replaced(tmp_path, monkeypatch) -> Callable[[str], None]:
+    """``replaced(script)``: let a script run instead of the command line."""
+
+    def replaced(script: str) -> None:
+        write(tmp_path / "program/__main__.py", script.encode())
+        monkeypatch.setattr(sweep, "PROGRAM", (sys.executable, str(tmp_path / "program")))
+        monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
+
+    return replaced
 
 
-def test_branch_brings_its_own_verl(tmp_path, monkeypatch):
-    monkeypatch.setattr(code_versions, "CACHE", tmp_path)
-    commit = git("rev-parse", "HEAD", cwd=REPO).strip()
-    code = branch_version("my/branch", commit)
-    assert code.name == "my-branch" and code.identity == {"branch": "my/branch", "commit": commit}
-    assert (code.program / "__main__.py").exists() and code.verl.is_relative_to(code.project)
-    assert status(code.verl, code.project).state == "patched"
-    assert [path.name for path in (tmp_path / "branches").iterdir()] == [commit], "nothing is left beside it"
-    monkeypatch.setattr(code_versions, "unpacked_wheel", None)
-    assert branch_version("my/branch", commit) == code, "created once"
-
-
-def planned(root: Path, script: str) -> SweepPlan:
-    """Return a comparison of four runs below ``root`` with a script instead of the command line."""
-    write(root / "project/scripts/verl_precision/__main__.py", script.encode())
+def planned(root: Path) -> SweepPlan:
+    """Return a comparison of four runs below ``root``."""
 
     def run(regime: str, seed: str) -> SweepRun:
         folder = root / f"grpo/{regime}-seed{seed}"
         words = (f"PRECISION={regime}", f"SEED={seed}", f"OUT={folder}")
-        return SweepRun(CodeVersion(project=root / "project"), "grpo", regime, seed, words, folder)
+        return SweepRun(CodeVersion(), "grpo", regime, seed, words, folder)
 
     every = tuple(run(regime, seed) for seed in ("1", "2") for regime in ("fp16", "bf16"))
     return SweepPlan("sanity_cpu", root, every, tuple(run for run in every if is_finished(run.out)))
 
 
-def test_failed_run_is_named_and_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
-    outcome = run_sweep(planned(tmp_path, RUN))
+def test_run_is_started_in_the_folder_of_the_command(tmp_path, replaced, monkeypatch):
+    """There TRAIN=data.parquet and MODEL=./folder are."""
+    replaced("import os; print(os.getcwd())")
+    monkeypatch.chdir(tmp_path)
+    code, tail = run_one(planned(tmp_path).runs[0])
+    assert (code, [*tail]) == (0, [str(tmp_path)])
+
+
+def test_failed_run_is_named_and_does_not_stop_the_others(tmp_path, capsys, replaced):
+    replaced(RUN)
+    outcome = run_sweep(planned(tmp_path))
     assert [str(run) for run in outcome.failed] == ["grpo bf16 seed 1"] and outcome.code == 1
     labels = [("fp16", 1), ("fp16", 2), ("bf16", 2)]
     assert outcome.finished == {"grpo": [(label, tmp_path / f"grpo/{label}-seed{seed}") for label, seed in labels]}
@@ -220,7 +194,7 @@ def test_failed_run_is_named_and_does_not_stop_the_others(tmp_path, capsys, monk
     assert lines.count("  step 3/3") == 3
     assert lines.count("  the gradient of lm_head overflows") == lines.count("    step 2/3") == 1, "and its end again"
 
-    run_sweep(planned(tmp_path, RUN))
+    run_sweep(planned(tmp_path))
     attempts = {file.parent.name: file.read_text() for file in tmp_path.rglob("attempts")}
     once = dict.fromkeys(("fp16-seed1", "fp16-seed2", "bf16-seed2"), "1")
     assert attempts == once | {"bf16-seed1": "11"}, "finished ones are not repeated"
@@ -228,28 +202,21 @@ def test_failed_run_is_named_and_does_not_stop_the_others(tmp_path, capsys, monk
 
 # Replaces the command run, which ends verl, Ray and vLLM when it is interrupted.
 ENDS_IN_ORDER = """
-import sys, time
+import os, signal, sys, time
 try:
     print("training", flush=True)
+    os.kill(os.getppid(), signal.SIGINT)
     time.sleep(600)
 except KeyboardInterrupt:
     sys.exit("interrupted: ended in order")
 """
 
 
-def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path, replaced, monkeypatch, capsys):
     """tests/e2e/test_resume.py interrupts the command itself."""
     finished(tmp_path)
-    show = SweepProgress.show
-
-    def show_and_interrupt(progress: SweepProgress, line: str) -> None:
-        show(progress, line)
-        if line == "training":
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
-    monkeypatch.setattr(SweepProgress, "show", show_and_interrupt)
-    monkeypatch.setattr(sweep, "plan_sweep", lambda values: planned(tmp_path, ENDS_IN_ORDER))
+    replaced(ENDS_IN_ORDER)
+    monkeypatch.setattr(sweep, "plan_sweep", lambda values: planned(tmp_path))
     words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "SEED=1 2", f"OUT={tmp_path}"]
     settings = dict(word.partition("=")[::2] for word in words)
     assert compare.main(words) == 130

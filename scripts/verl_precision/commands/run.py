@@ -14,6 +14,9 @@ With --check, exit code 0: the run could start or resume, or is finished; stdout
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl_precision.doctor.job_refusal import ask_doctor
 from verl_precision.errors import Refused
@@ -22,37 +25,57 @@ from verl_precision.files import write_json
 from verl_precision.paths import REPO
 from verl_precision.process import interrupt_on_signals
 from verl_precision.run import cluster
-from verl_precision.run.checks import check_data
+from verl_precision.run.checks import check_data, check_start
 from verl_precision.run.curves import plot_curves
-from verl_precision.run.folder import checkpoint_step, choose_folder, lock
+from verl_precision.run.folder import checkpoint_step, choose_folder, finished_as, lock
 from verl_precision.run.job import VARIABLES as VARIABLES  # its options
-from verl_precision.run.job import compose
+from verl_precision.run.job import Job, compose
 from verl_precision.run.job import parse_job as parse
 from verl_precision.run.presets import fit_to_gpus
-from verl_precision.run.start_checks import check_runs, check_start
 from verl_precision.run.summary import summarize, summary_table
 from verl_precision.run.validation import validate
 
-
-def check(requests: list[list[str]]) -> None:
-    """Check the runs, each described by its words, and print the outcome as JSON."""
-    runs = check_runs([fit_to_gpus(parse(request))[0] for request in requests], ask_doctor)
-    print(json.dumps([{"out": str(run.out), "steps": run.steps, "finished": run.finished} for run in runs]))
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
-def read_requests() -> list[dict[str, str]]:
-    """Return the runs that stdin describes, each by its variables.
+def check_run(job: Job, config: "DictConfig", out: Path) -> dict:
+    """Return the content of ``run.json`` with which the run starts or resumes; refuse one that can do neither.
 
-    Raises:
-        Refused: it is no JSON list of objects.
+    Checks the job, this machine and the folder, what the doctor knows, and last verl's own validation, the slowest.
     """
+    record = check_start(job, config, out)
+    ask_doctor(job, out)
+    validate(job, config)
+    return record
+
+
+def check_runs(jobs: Sequence[Job]) -> list[dict]:
+    """Return ``out``, ``steps`` and ``finished`` of each run; refuse if an unfinished one can neither start nor resume.
+
+    Nothing is written.
+    """
+    runs = []
+    for job in jobs:
+        out = choose_folder(job)
+        config = compose(job, out)
+        steps = config.trainer.total_training_steps
+        finished = finished_as(job, out, steps)
+        runs.append({"out": str(out), "steps": steps, "finished": finished})
+        if not finished:
+            check_run(job, config, out)
+    return runs
+
+
+def read_requests() -> list[list[str]]:
+    """Return the words of the runs that stdin describes, each by its variables."""
     try:
         requests = json.load(sys.stdin)
     except ValueError:
         requests = None
     if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
         raise Refused("--check-each: stdin must be a JSON list of objects, one for each run")
-    return requests
+    return [[f"{name}={value}" for name, value in each.items()] for each in requests]
 
 
 def run(words: list[str]) -> int:
@@ -63,14 +86,12 @@ def run(words: list[str]) -> int:
         print(fitted)
     out = choose_folder(job)
     config = compose(job, out)
-    record = check_start(job, config, out)
-    ask_doctor(job, out)
-    validate(job, config)
+    record = check_run(job, config, out)
     if job.cluster:
         record |= cluster.admit(job, config, out)
-    if job.generated and subprocess.run(job.generate_command(), cwd=REPO).returncode:
-        return 1  # it has printed why
     if job.generated:
+        if subprocess.run(job.generate_command(), cwd=REPO).returncode:
+            return 1  # it has printed why
         check_data(job, config)  # which did not exist before
     from verl_precision.run.train import train  # imports psutil, which --help does without
 
@@ -86,8 +107,7 @@ def run(words: list[str]) -> int:
         return code
     summary = summarize(job, record, data, reports, config.data.max_prompt_length)
     write_json(out / "summary.json", summary)
-    title = f"{job.experiment}, {job.objective}, {summary['precision']}"
-    plot_curves([(title, data)], title, out / "curves.png")
+    plot_curves(data, f"{job.experiment}, {job.objective}, {summary['precision']}", out / "curves.png")
     print(f"\n{summary_table(summary)}\n")
     for name in ("curves.png", "summary.json", "metrics.jsonl", "train.log"):
         print(f"  {out / name}")
@@ -95,10 +115,8 @@ def run(words: list[str]) -> int:
 
 
 def main(words: list[str]) -> int:
-    if "--check-each" in words:
-        check([[f"{name}={value}" for name, value in each.items()] for each in read_requests()])
-        return 0
-    if "--check" in words:
-        check([[word for word in words if word != "--check"]])
-        return 0
-    return run(words)
+    if not {"--check", "--check-each"} & set(words):
+        return run(words)
+    requests = read_requests() if "--check-each" in words else [[word for word in words if word != "--check"]]
+    print(json.dumps(check_runs([fit_to_gpus(parse(request))[0] for request in requests])))
+    return 0

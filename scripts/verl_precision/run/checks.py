@@ -1,4 +1,4 @@
-"""Check a job before it starts: its data, a model that vLLM runs in the rollout's dtype, and disk space."""
+"""Check a job before it starts: its data, attention and rollout, the disk, and the folder and machine of the run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +9,9 @@ from verl_precision.facts.models import ATTENTION, lost_softcap
 from verl_precision.facts.vllm_float16 import float16_support, ways_out
 from verl_precision.files import check_room
 from verl_precision.paths import WORK
+from verl_precision.run.folder import start_record
+from verl_precision.run.machine import check_machine
+from verl_precision.run.presets import check_gpus
 from verl_precision.run.prompt_lengths import check_prompts
 
 if TYPE_CHECKING:
@@ -19,15 +22,17 @@ if TYPE_CHECKING:
 SAMPLE = 1000  # rows of a data file whose types are checked
 
 
-def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
-    """Check the job's length, attention, rollout, data and disk.
+def check_start(job: "Job", config: "DictConfig", out: Path) -> dict:
+    """Check the job, its data and folder and, without a cluster, this machine, by all but verl's own validation.
 
     Args:
         config: the job's whole configuration (``job.compose``).
 
+    Returns:
+        The content of ``run.json`` with which the run starts or resumes.
+
     Raises:
-        Refused: STEPS is not set, the trainer's attention changes the model, the rollout refuses a setting or the
-            model, a data file cannot be used, a prompt would be cut, or there is no room for ``out``.
+        Refused: it can do neither.
     """
     if config.trainer.total_training_steps is None:
         raise Refused("STEPS: is not set, neither on the command line nor in the experiment's file")
@@ -35,14 +40,15 @@ def check_job(job: "Job", config: "DictConfig", out: Path) -> None:
     check_rollout(job, config)
     check_data(job, config)
     check_room(out)
+    if not job.cluster:
+        check_machine(config, job.device)
+    if not job.cluster and job.device == "cuda":
+        check_gpus(job, config)
+    return start_record(job, out, config.trainer.total_training_steps)
 
 
 def check_data(job: "Job", config: "DictConfig") -> None:
-    """Check the job's data files, except those that the run generates.
-
-    Raises:
-        Refused: a file cannot be used, or a prompt would be cut.
-    """
+    """Refuse data files that cannot be used or have prompts that verl would cut; skip those that the run generates."""
     columns, prompts = [config.data.prompt_key, config.data.reward_fn_key, "reward_model"], []
     for name, key, least in (("TRAIN", "train_files", config.data.train_batch_size), ("VAL", "val_files", 1)):
         files = [config.data[key]] if isinstance(config.data[key], str) else config.data[key]
@@ -63,11 +69,7 @@ def check_data(job: "Job", config: "DictConfig") -> None:
 
 
 def check_attention(config: "DictConfig") -> None:
-    """Check that the trainer's attention computes what the model's config asks for.
-
-    Raises:
-        Refused: it leaves out the cap of the attention logits.
-    """
+    """Refuse an attention that leaves out the cap of the logits that the model's config asks for."""
     from omegaconf import OmegaConf
 
     attention = OmegaConf.select(config, ATTENTION)
@@ -76,12 +78,7 @@ def check_attention(config: "DictConfig") -> None:
 
 
 def check_rollout(job: "Job", config: "DictConfig") -> None:
-    """Check that vLLM, where it is the rollout, runs the model in the rollout's dtype, caches keys in the same, and can
-    be deterministic where that is requested.
-
-    Raises:
-        Refused: it does not.
-    """
+    """Refuse a vLLM rollout that cannot run the model or cache keys in its dtype, or be deterministic as requested."""
     from omegaconf import OmegaConf
 
     rollout = config.actor_rollout_ref.rollout
@@ -109,14 +106,11 @@ def check_rollout(job: "Job", config: "DictConfig") -> None:
 
 
 def read_sample(name: str, file: Path, columns: list[str]) -> tuple[int, list[dict]]:
-    """Return the number of rows of a parquet file, and its first rows.
+    """Return the number of rows of a parquet file, and its first ``SAMPLE`` rows; refuse what verl cannot read.
 
     Args:
+        name: of the variable with which a refusal begins.
         columns: of the prompt, and optionally of the data source and the reward model.
-
-    Raises:
-        Refused: it cannot be read, lacks a column, or one of its first rows has another type than verl reads; the
-            message begins with the variable ``name``.
     """
     import pyarrow
     import pyarrow.parquet
@@ -140,7 +134,7 @@ def read_sample(name: str, file: Path, columns: list[str]) -> tuple[int, list[di
 
 
 def is_prompt(value: object) -> bool:
-    """Return whether verl can read ``value`` as a prompt; on a text it trains as on an empty one."""
+    """Return whether verl can read ``value`` as a prompt; it would read a plain string as an empty one."""
     if not (isinstance(value, list) and value and all(isinstance(each, dict) for each in value)):
         return False
     return all(each.get("role") and each.get("content") is not None for each in value)

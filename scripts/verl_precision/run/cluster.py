@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_precision.errors import Refused
@@ -22,34 +21,36 @@ from verl_precision.run.cluster_query import CONNECT_S, REACH_S
 from verl_precision.run.job import Job
 from verl_precision.run.log import errors
 from verl_precision.run.machine import cpus_per_node
-from verl_precision.run.node_facts import SAME_VERSIONS
 from verl_precision.run.roles import engine_settings, used_roles
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from omegaconf import DictConfig
 
 
 def admit(
-    job: Job, config: "DictConfig", out: Path, wait_s: float = 10, show: Callable[[str], None] = print
+    job: Job, config: "DictConfig", out: "Path", wait_s: float = 10, show: Callable[[str], None] = print
 ) -> dict[str, list[dict]]:
     """Check that the cluster ``job.cluster`` can train the job.
 
     Args:
         config: the job's whole configuration (``job.compose``).
-        wait_s: how long to wait for nodes and GPUs that are missing or not free.
-        show: takes a line of progress, and the table at the end.
+        wait_s: seconds to wait for nodes and GPUs that are missing or not free.
+        show: takes a line of progress, and a line on each node at the end.
 
     Returns:
         ``{"nodes": [facts of each node that may get a worker]}``, for ``run.json``.
 
     Raises:
-        Refused: the cluster cannot be reached, is too small, or a node runs something else than this process would.
+        Refused: the cluster cannot be reached, is too small, or a node differs from this process.
     """
-    check_address(job.cluster)
+    from omegaconf import OmegaConf
+
     folder = next(folder for folder in out.parents if folder.exists())
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-") as mark:  # a new name: only a shared OUT has it
         request = {
-            "runtime_env": config.ray_kwargs.ray_init.runtime_env,
+            "runtime_env": OmegaConf.to_container(config.ray_kwargs.ray_init.runtime_env),
             "nnodes": config.trainer.nnodes,
             "gpus": config.trainer.n_gpus_per_node,
             "cpus": cpus_per_node(config),
@@ -62,49 +63,40 @@ def admit(
             },
         }
         nodes = query_cluster(job, out, request, show)
-    for row in nodes_table(nodes):
-        show(row)
+    show("{} nodes run verl {verl} with stack {stack}, tree {tree:.12}".format(len(nodes), **nodes[0]))
+    for node in nodes:
+        show("  {node}: {gpus:g} GPUs, {cpus:g} CPUs, {device}".format(**node))
     return {"nodes": nodes}
 
 
-def lost_nodes(job: Job, out: Path, nodes: list[dict]) -> list[str]:
+def lost_nodes(job: Job, out: "Path", nodes: list[dict]) -> list[str]:
     """Return the names of those of ``nodes``, as ``admit`` returned them, that the cluster no longer has.
 
     Ray itself may take up to ``NOTICED_S`` (``cluster_query``) to notice that a node is gone.
-
-    Raises:
-        Refused: the cluster cannot be reached.
     """
-    check_address(job.cluster)
     alive = query_cluster(job, out, {"runtime_env": {}}, print)
     return [node["node"] for node in nodes if node["id"] not in alive]
 
 
 def query_cluster(
-    job: Job, out: Path, request: Mapping[str, Any], show: Callable[[str], None], retry: bool = True
+    job: Job, out: "Path", request: Mapping[str, Any], show: Callable[[str], None], retry: bool = True
 ) -> list:
     """Start a process that joins the cluster, and return its answer to ``request``.
 
     Args:
-        retry: query once more where Ray crashes that process, as a thread of Ray 2.60's once did: a crash is no
-            evidence about the cluster.
+        retry: query once more if Ray crashes that process, as a thread of Ray 2.60's once did: a crash is no evidence
+            about the cluster.
 
     Raises:
-        Refused: it was refused, or ended without an answer.
+        Refused: the cluster does not answer, or the process refused the request or ended without an answer.
     """
+    check_address(job.cluster)
     environment = os.environ | job.environment(out)
     environment["PYTHONPATH"] = os.pathsep.join([*IMPORTS, environment["PYTHONPATH"]])
-    with tempfile.TemporaryFile("w+") as stderr, tempfile.TemporaryFile("w+") as stdin:
-        json.dump(request, stdin, default=to_container)
-        stdin.seek(0)
+    command = [sys.executable, "-m", "verl_precision.run.cluster_query", job.cluster, json.dumps(request)]
+    with tempfile.TemporaryFile("w+") as stderr:
         with subprocess.Popen(
-            [sys.executable, "-m", "verl_precision.run.cluster_query", job.cluster],
-            cwd=WORK,
-            env=environment,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
+            command, cwd=WORK, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
         ) as process:
             try:
                 for line in process.stdout:
@@ -129,11 +121,7 @@ def query_cluster(
 
 
 def check_address(address: str) -> None:
-    """Check that something listens at the address of a cluster's GCS: Ray itself would keep trying for minutes.
-
-    Raises:
-        Refused: not an address that a process on a node can join, or nothing answers.
-    """
+    """Refuse an address where nothing listens, or that no node can join: Ray itself would keep trying for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -143,25 +131,3 @@ def check_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
     except (OSError, OverflowError) as error:
         raise Refused(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
-
-
-def to_container(node: "DictConfig") -> Any:
-    """Convert a part of a configuration for JSON."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(node)
-
-
-def nodes_table(nodes: list[dict]) -> list[str]:
-    """Return lines on what all nodes run, and a line on each node."""
-    first = nodes[0]
-    dtypes = [f"{role} {names['compute']}" for role, names in first["dtypes"].items()]
-    versions = [f"{name} {first[name]}" for name in SAME_VERSIONS]
-    lines = [
-        f"{len(nodes)} nodes run verl {first['verl']} with stack {first['stack']}, tree {first['tree'][:12]}",
-        f"  {', '.join(versions)}",
-        f"  {', '.join(dtypes)}, rollout {first['rollout']}",
-    ]
-    return lines + [
-        f"  {each['node']}: {each['gpus']:g} GPUs, {each['cpus']:g} CPUs, {each['device']}" for each in nodes
-    ]

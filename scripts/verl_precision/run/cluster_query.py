@@ -1,4 +1,4 @@
-"""Query a Ray cluster from within: ``python -m verl_precision.run.cluster_query ADDRESS``, a JSON request on stdin.
+"""Query a Ray cluster: ``python -m verl_precision.run.cluster_query ADDRESS REQUEST``, with the request as JSON.
 
 Joins the cluster, waits for its nodes and lets each report what it runs. Prints JSON objects, a line each:
 ``progress``, and at the end ``answer`` or ``refused``.
@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import verl_precision
@@ -29,9 +29,9 @@ def node_name(node: Mapping[str, Any]) -> str:
 
 
 def missing_resources(
-    free: Iterable[tuple[dict, Mapping[str, float]]], nnodes: int, gpus: int, cpus: int
+    free: Sequence[tuple[dict, Mapping[str, float]]], nnodes: int, gpus: int, cpus: int
 ) -> str | None:
-    """Describe the resources that are missing for ``nnodes`` nodes with so many free GPUs and CPUs; None if none are.
+    """Describe what is missing for ``nnodes`` nodes with so many free GPUs and CPUs; None if nothing is.
 
     Args:
         free: the nodes that are alive, and their free resources.
@@ -39,15 +39,14 @@ def missing_resources(
     able = [node for node, left in free if left.get("GPU", 0) >= gpus and left.get("CPU", 0) >= cpus]
     if len(able) >= nnodes:
         return None
-    nodes = [
-        f"{node_name(node)} has {left.get('GPU', 0):g} of {node['Resources'].get('GPU', 0):g} GPUs and "
-        f"{left.get('CPU', 0):g} of {node['Resources'].get('CPU', 0):g} CPUs free"
-        for node, left in free
-    ]
-    want = (
-        f"trainer.nnodes={nnodes} trainer.n_gpus_per_node={gpus}: {nnodes} nodes with {gpus} GPUs and {cpus} CPUs free"
-    )
-    return f"{want} are needed, but only {len(able)} of {len(nodes)} nodes qualify; {'; '.join(nodes)}"
+    counts = "{} has {:g} of {:g} GPUs and {:g} of {:g} CPUs free"
+    nodes = []
+    for node, left in free:
+        numbers = [of.get(kind, 0) for kind in ("GPU", "CPU") for of in (left, node["Resources"])]
+        nodes.append(counts.format(node_name(node), *numbers))
+    want = f"{nnodes} nodes with {gpus} GPUs and {cpus} CPUs free are needed"
+    setting = f"trainer.nnodes={nnodes} trainer.n_gpus_per_node={gpus}"
+    return f"{setting}: {want}, but only {len(able)} of {len(nodes)} nodes qualify; {'; '.join(nodes)}"
 
 
 def wait_for_nodes(
@@ -68,11 +67,8 @@ def wait_for_nodes(
         free = [(node, left.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]]
         missing = missing_resources(free, nnodes, gpus, cpus)
         if not missing:
-            return [
-                (node, left.get("GPU", 0) >= 1)
-                for node, left in free
-                if node["Resources"].get("CPU") or node["Resources"].get("GPU")
-            ]
+            used = [each for each in free if each[0]["Resources"].get("CPU") or each[0]["Resources"].get("GPU")]
+            return [(node, left.get("GPU", 0) >= 1) for node, left in used]
         if time.monotonic() > until:
             raise Refused(missing)
         if time.monotonic() - shown_at > SHOWN_EVERY_S:
@@ -82,7 +78,7 @@ def wait_for_nodes(
 
 
 def prove_nodes(nodes: list[tuple[dict, bool]], query: Mapping[str, Any], driver: Mapping[str, Any]) -> list[dict]:
-    """Collect the facts of each node, as ``wait_for_nodes`` returned them, and compare them with those of ``driver``.
+    """Collect the facts of each of ``nodes``, as ``wait_for_nodes`` returned them, and compare them with the driver's.
 
     Raises:
         Refused: naming the nodes that differ, cannot set up the job's environment or do not answer.
@@ -97,7 +93,7 @@ def prove_nodes(nodes: list[tuple[dict, bool]], query: Mapping[str, Any], driver
         on_gpu = query["device"] == "cuda" and gpu_free
         task = ray.remote(node_facts).options(
             num_cpus=0,
-            num_gpus=0.001 if on_gpu else 0,  # Ray shows a task no GPU of which it has no part
+            num_gpus=0.001 if on_gpu else 0,  # without a part of a GPU, the task would see none
             max_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )
@@ -114,12 +110,9 @@ def prove_nodes(nodes: list[tuple[dict, bool]], query: Mapping[str, Any], driver
             continue
         if different := difference(facts, driver):
             odd.append(f"node {name}: {different}")
-        resources = {"gpus": node["Resources"].get("GPU", 0), "cpus": node["Resources"].get("CPU", 0)}
-        proven.append(
-            {"node": name, "ip": node["NodeManagerAddress"], "id": node["NodeID"]}
-            | resources
-            | {key: value for key, value in facts.items() if key != "blobs"}
-        )
+        known = {"node": name, "ip": node["NodeManagerAddress"], "id": node["NodeID"]}
+        known |= {"gpus": node["Resources"].get("GPU", 0), "cpus": node["Resources"].get("CPU", 0)}
+        proven.append(known | {key: value for key, value in facts.items() if key != "blobs"})
     if odd:
         raise Refused(first_three(odd))
     return sorted(proven, key=lambda each: each["node"])
@@ -161,10 +154,6 @@ def answer(address: str, request: Mapping[str, Any], show: Callable[[str], None]
     until = time.monotonic() + request["wait_s"]
     while True:
         nodes = wait_for_nodes(request["nnodes"], request["gpus"], request["cpus"], until, show)
-        if request["query"]["device"] == "cpu" and any(
-            "accelerator_type:" in str(node["Resources"]) for node, _ in nodes
-        ):
-            show("DEVICE=cpu: the GPUs of these nodes will not be used")
         show(f"checking the code and dtypes of {len(nodes)} nodes")
         try:
             return prove_nodes(nodes, request["query"], driver)
@@ -172,19 +161,19 @@ def answer(address: str, request: Mapping[str, Any], show: Callable[[str], None]
             if time.monotonic() > until + NOTICED_S:
                 raise
             show(f"a node was lost during the query: {str(error).strip().splitlines()[0]}")
-            time.sleep(REACH_S)  # Ray may show it for a while yet
+            time.sleep(REACH_S)  # Ray may list the node for a while yet
 
 
-def main(address: str) -> None:
+def main(address: str, request: str) -> None:
     def send(**message: Any) -> None:
         print(json.dumps(message), flush=True)
 
     try:
-        send(answer=answer(address, json.load(sys.stdin), lambda text: send(progress=text)))
+        send(answer=answer(address, json.loads(request), lambda text: send(progress=text)))
     except Refused as refusal:
         send(refused=str(refusal))
-    signal.alarm(LEAVE_S)  # Ray takes leave of the head, which may be gone
+    signal.alarm(LEAVE_S)  # Ray disconnects at exit, which may hang where the head is gone
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

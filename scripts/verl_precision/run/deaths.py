@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from verl_precision.run.log import COLOUR, VLLM_PREFIX, WORKER_PREFIX, short
 
-# What Ray reports of a worker whose process has ended, and in the place of what it was to return. An actor that "died
-# because of an error raised in its creation task" is not lost: that is the job's own error.
+# Ray's report of a worker whose process has ended, and the errors that it raises instead of the worker's result. An
+# actor that "died because of an error raised in its creation task" is not lost: that is the job's own error.
 WORKER_DIED = re.compile(r"Worker IP address: (\S+) Worker port: \d+ Worker PID: (\d+)")
 NO_ANSWER = re.compile(
     r"ActorDiedError: The actor died unexpectedly"
@@ -26,7 +26,7 @@ FATAL = {
 # Ray keeps such a request for nodes to come. On a shared cluster it may be another job's: Ray shows it to every driver.
 NO_ROOM = re.compile(r"\(autoscaler [^)]*\) Error: No available node types can fulfill")
 PROCESS = re.compile(r"(\w+) pid=(\d+)(?:, ip=([^)]+))?")  # Ray names it by the actor's class or the task's function
-# Classes of verl whose death nothing survives. Ray may restart an actor of a user's own.
+# Classes of verl that the job cannot lose. Ray may restart a user's own actor.
 VERLS_OWN = re.compile(
     r"WorkerDict|\w*TaskRunner\w*|vLLM\w*|SGLang\w*|AgentLoopWorker\w*|TransferQueue\w*|SimpleStorage\w*"
 )
@@ -43,9 +43,8 @@ class Death:
 
     Attributes:
         cause: the event, with the process where it is known.
-        certain: no step can complete any more. Otherwise a process ended that may have belonged to a task of Ray, which
-            Ray tries again.
-        line: of the log.
+        certain: whether no further step can complete. Otherwise the process may have run a task, which Ray retries.
+        line: the line of the log.
     """
 
     cause: str
@@ -63,8 +62,8 @@ class DeathReader:
     def __init__(self, shared_ray: bool = False) -> None:
         self.shared_ray = shared_ray
         self.names: dict[tuple[str | None, str], str] = {}  # by IP address, None on this node, and process id
-        self.dead: dict[str, str] = {}  # processes whose death Ray reported, in its order: IP address by process id
-        self.unnamed: dict[str, Death] = {}  # those deaths whose process no line has named yet, by process id
+        self.dead: dict[str, str] = {}  # IP address by process id, in the order in which Ray reported the deaths
+        self.unnamed: dict[str, Death] = {}  # by process id, deaths of processes that no line has named yet
         self.unanswered = False  # whether Ray reported that some worker does not answer
 
     def read(self, lines: Iterable[str]) -> Death | None:
@@ -73,7 +72,7 @@ class DeathReader:
         return next((death for death in deaths if death.certain), deaths[0] if deaths else None)
 
     def read_line(self, line: str) -> Death | None:
-        """Return what one line is evidence of."""
+        """Return the death that one line reports."""
         died, unanswered = WORKER_DIED.search(line), NO_ANSWER.search(line)
         if died:
             self.dead.setdefault(died[2], died[1])

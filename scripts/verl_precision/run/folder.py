@@ -1,17 +1,15 @@
 """Choose and lock the folder of a run, and check that the run may start or resume there.
 
-It contains ``run.json``, the settings and what the run took so far; ``metrics.jsonl``, verl's metrics, a step a line;
-``train.log``, all output; ``checkpoints/``; and, of a finished run, ``summary.json`` and ``curves.png``.
+It contains ``run.json``, the settings, time and memory so far; ``metrics.jsonl``, verl's metrics, a line per step;
+``train.log``, all output; ``checkpoints/``; and, for a finished run, ``summary.json`` and ``curves.png``.
 """
 
 import fcntl
 import importlib.util
 import json
 import shlex
-from functools import cache
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 from typing import TextIO
 
 from verl_precision.errors import Refused
@@ -24,36 +22,28 @@ MANIFEST = "utils/checkpoint/manifest.py"  # below verl/, of the series fixes
 TRACKER = "latest_checkpointed_iteration.txt"  # of verl, in the folder of the checkpoints
 
 
-@cache
-def load_manifest(verl: Path) -> ModuleType:
-    """Import the module by which the verl in this folder chooses a checkpoint, without importing all of verl."""
-    spec = importlib.util.spec_from_file_location("manifest", verl / MANIFEST)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def checkpoint_step(out: Path) -> int:
     """Return the step that verl would resume from, 0 without a checkpoint.
 
-    Without the series ``fixes``, verl resumes from the step that its tracker file names.
+    The series ``fixes`` chooses the last whole checkpoint; without it, verl's tracker file names one.
 
     Raises:
-        Refused: there are checkpoints and none is whole; without ``fixes``, the tracker names none of them, so that
-            verl would start over.
+        Refused: none of the checkpoints is whole, or the tracker names none of them, so that verl would start over.
     """
-    verl = installed_verl()
+    verl, checkpoints = installed_verl(), out / "checkpoints"
     if not (verl / MANIFEST).exists():
-        folders = {folder.name for folder in (out / "checkpoints").glob("global_step_*")}
-        tracker = out / "checkpoints" / TRACKER
+        folders = {folder.name for folder in checkpoints.glob("global_step_*")}
+        tracker = checkpoints / TRACKER
         step = tracker.read_text().strip() if tracker.exists() else ""
         if folders and f"global_step_{step}" not in folders:
             remedy = "let it name one of them, or apply the patches with FIXES=yes"
             raise Refused(f"OUT={out}: {tracker} names no checkpoint of {', '.join(sorted(folders))}; {remedy}")
         return int(step) if folders else 0
-    manifest = load_manifest(Path(verl))
+    spec = importlib.util.spec_from_file_location("manifest", verl / MANIFEST)  # without importing all of verl
+    manifest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(manifest)
     try:
-        chosen = manifest.choose(out / "checkpoints").folder
+        chosen = manifest.choose(checkpoints).folder
     except manifest.CheckpointError as error:
         raise Refused(f"OUT={out}: {error}") from error
     return int(chosen.name.removeprefix("global_step_")) if chosen else 0
@@ -91,10 +81,10 @@ def start_record(job: Job, out: Path, steps: int) -> dict:
             raise Refused(f"OUT={out}: is not empty and contains no run; choose another folder")
         return fresh
     record = json.loads(file.read_text())
-    if not read_jsonl(out / "metrics.jsonl"):  # it ended before its first step: nothing to resume, nothing to lose
+    if not read_jsonl(out / "metrics.jsonl"):  # it ended before its first step
         return fresh
     for name, value in job.settings().items():
-        recorded = record["settings"].get(name, "")  # older runs predate some variables: treat those as unset
+        recorded = record["settings"].get(name, "")  # an older run may lack a variable: it was unset
         if value != recorded:
             if name == "ARGS":
                 value, recorded = words_not_in(recorded, value), words_not_in(value, recorded)
@@ -112,7 +102,7 @@ def start_record(job: Job, out: Path, steps: int) -> dict:
 
 
 def ways_to_resume(regime: str, recorded: str, out: Path) -> str:
-    """Return how to go on with a run of the regime ``recorded`` in ``out``, or in ``regime``, by ``make run``."""
+    """Return the commands that continue the run in ``out``, in its ``recorded`` regime or in ``regime``."""
     same = f"`make run PRECISION={recorded} OUT={out}` with its other settings resumes it"
     step = checkpoint_step(out)
     if not step:
@@ -124,16 +114,15 @@ def ways_to_resume(regime: str, recorded: str, out: Path) -> str:
 
 
 def words_not_in(others: str, args: str) -> str:
-    """Return the words of ``args`` that ``others``, another ARGS, lacks; all of them where only the order differs."""
+    """Return the words of ``args`` that ``others``, another ARGS, lacks; all of them if only the order differs."""
     words, lacking = shlex.split(args), shlex.split(others)
     return shlex.join([word for word in words if word not in lacking] if set(words) != set(lacking) else words)
 
 
 def lock(out: Path) -> TextIO:
-    """Open ``train.log`` for appending, locked for as long as this process or a child that inherits it lives.
+    """Open ``train.log`` for appending and lock it while this process or a child that inherits it lives.
 
-    Raises:
-        Refused: another run has locked it.
+    Refuse a folder that another run has locked.
     """
     log = (out / "train.log").open("a")
     try:

@@ -50,7 +50,6 @@ CPU_PLATFORM = {  # what makes verl run without a GPU
 UNCOUNTED = ("ray_kwargs.ray_init.num_cpus=null", "++ray_kwargs.ray_init.num_gpus=null")
 # TransferQueue would pin its storage to every node, also to a head that has no CPU for it.
 STORAGE_ON_GPU_NODES = "++transfer_queue.backend.SimpleStorage.required_node_resource=GPU"
-NODE_VARIABLES = "++ray_kwargs.ray_init.runtime_env.env_vars."  # main_ppo hands these to every process on every node
 
 # The variables of `make run`. The launch scripts pass them on in this order.
 VARIABLES = {
@@ -154,12 +153,9 @@ class Job:
 
     def cluster_overrides(self, out: Path) -> list[str]:
         """Return the overrides by which ``main_ppo`` joins a running cluster; its processes inherit no environment."""
-        variables = self.environment(out).items()
-        return [
-            *UNCOUNTED,
-            STORAGE_ON_GPU_NODES,
-            *(f"{NODE_VARIABLES}{name}={quoted(value, string=True)}" for name, value in variables),
-        ]
+        prefix = "++ray_kwargs.ray_init.runtime_env.env_vars."  # what every process on every node gets
+        variables = [f"{prefix}{name}={quoted(value, string=True)}" for name, value in self.environment(out).items()]
+        return [*UNCOUNTED, STORAGE_ON_GPU_NODES, *variables]
 
     def environment(self, out: Path) -> dict[str, str]:
         """Return the variables that ``main_ppo`` and its workers need besides the caller's environment."""
@@ -167,11 +163,11 @@ class Job:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
             "HYDRA_FULL_ERROR": "1",
-            "RAY_DEDUP_LOGS": "0",  # or the workers' lines, which differ in a rank alone, would be dropped
+            "RAY_DEDUP_LOGS": "0",  # or workers' lines that differ only in a rank would be dropped
             "RAY_USAGE_STATS_ENABLED": "0",
             "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),
         }
-        if not self.cluster:  # Ray's own is 15: beside other programs a run would take several times as long
+        if not self.cluster:  # Ray's own, 15, makes a run several times slower beside other programs
             common["RAY_worker_niceness"] = os.environ.get("RAY_worker_niceness", "0")
         modules = [os.environ.get(MODULES)]
         if self.device == "cpu":
@@ -209,11 +205,7 @@ def quoted(value: str, string: bool = False) -> str:
 
 
 def parse_job(words: list[str]) -> Job:
-    """Return the job that ``NAME=VALUE`` words and RAY_ADDRESS describe.
-
-    Raises:
-        Refused: a name or a value is not allowed.
-    """
+    """Return the job that ``NAME=VALUE`` words and RAY_ADDRESS describe; refuse a name or value that is not allowed."""
     values = parse_words(words, VARIABLES)
     args = tuple(override_words("ARGS", values.get("ARGS", ""), "; give it as one shell word"))
     experiment = "gsm8k_1gpu" if "TRAIN" in values else "arithmetic"
@@ -245,8 +237,7 @@ def parse_job(words: list[str]) -> Job:
 def compose(job: Job, out: Path) -> "DictConfig":
     """Return the job's whole configuration, resolved as by ``main_ppo``.
 
-    Raises:
-        Refused: the verl that this Python imports is not patched, or an override does not fit verl's configuration.
+    Refuse an unpatched verl, and an override that does not fit verl's configuration.
     """
     root = installed_verl().parent
     if not precision_file(root):

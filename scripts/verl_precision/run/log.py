@@ -1,7 +1,7 @@
 """Read the log of ``main_ppo``: the precision that its workers report, and the exceptions that ended it.
 
 Ray writes the output of every process to this log, each line after ``(NAME pid=PID)``, so lines of several processes
-interleave. A traceback is read along the lines of its own process.
+interleave. A traceback is read from the lines of one process.
 """
 
 import json
@@ -20,7 +20,7 @@ EXCEPTION = re.compile(
 )
 FRAME = re.compile(r'^File "(?:.*/site-packages/)?(?P<file>.+)", line (?P<line>\d+), in (?P<function>\S+)')
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-# Exceptions that only pass on another one, which the log has as well.
+# Exceptions that only report another one, which the log contains as well.
 PASSES_ON = re.compile(
     r"ray\.|RayTaskError|hydra\.errors\."
     r"|RuntimeError: (Worker failed with error|Engine core initialization failed)"  # vLLM's
@@ -30,7 +30,7 @@ PASSES_ON = re.compile(
 # pydantic's message: this line, then for each wrong field a line of its name and indented ones.
 INVALID, FIELD = re.compile(r"\d+ validation errors? for \w+"), re.compile(r"[\w.]+$")
 UNSENDABLE = "TypeError: cannot pickle "  # raised by Ray while it sends the exception before it
-LONGEST = 400  # characters that are shown of an exception or a line
+LONGEST = 400  # characters of an exception or a line that are shown
 
 
 def reports(lines: Iterable[str]) -> list[dict]:
@@ -41,7 +41,7 @@ def reports(lines: Iterable[str]) -> list[dict]:
 
 
 def short(text: str) -> str:
-    """Return the text without colours and without what is beyond ``LONGEST`` characters."""
+    """Return the text without colours, cut after ``LONGEST`` characters."""
     text = COLOUR.sub("", text)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
 
@@ -84,7 +84,7 @@ def exceptions(lines: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
 def errors(lines: Iterable[str], most: int = 3) -> list[str]:
     """Return why a run failed: the first different exceptions of its log, and the last one at the end.
 
-    Those that only pass on another one are left out where there is anything else.
+    Those that only report another one are left out if there is any other.
     """
     numbered = sorted(each for process in by_process(lines).values() for each in exceptions(process))
     texts = dict.fromkeys(short(text) for _, text in numbered)

@@ -17,23 +17,21 @@ CPUS_PER_GPU = 3  # of verl's placement groups (single_controller/ray/base.py, R
 
 
 def check_machine(config: "DictConfig", device: str) -> None:
-    """Compare the job's workers with the GPUs here and with the CPUs that Ray counts.
+    """Refuse more workers than the GPUs here, or the CPUs that Ray counts, have room for.
 
     Args:
-        config: the job's whole configuration (``job.compose``).
         device: "cpu" or "cuda"; on a CPU, Ray is given as many "GPUs" as there are workers.
-
-    Raises:
-        Refused: there is no room for so many workers, or their number is none.
     """
+    from ray._private.utils import get_num_cpus  # what Ray would count, in a container its share
+
     workers, nodes, setting = config.trainer.n_gpus_per_node, config.trainer.nnodes, config.ray_kwargs.ray_init.num_cpus
     if not isinstance(workers, int) or workers < 1:
         raise Refused(f"{WORKERS}={workers}: must be a whole number of at least 1")
     if nodes != 1:
         raise Refused(f"trainer.nnodes={nodes}: must be 1 without RAY_ADDRESS, the address of a running Ray cluster")
-    if device == "cuda" and workers > (gpus := gpu_count()):
+    if device == "cuda" and workers > (gpus := len(find_gpus())):
         raise Refused(f"{WORKERS}={workers}: must be at most {gpus}, the GPUs of this machine")
-    available, needed = setting or cpu_count(), cpus_per_node(config)
+    available, needed = setting or int(get_num_cpus()), cpus_per_node(config)
     if needed > available:
         others = needed - CPUS_PER_GPU * workers
         raise Refused(
@@ -44,25 +42,12 @@ def check_machine(config: "DictConfig", device: str) -> None:
 
 
 def cpus_per_node(config: "DictConfig") -> int:
-    """Return how many CPUs each node needs free: verl would wait forever for a missing one.
+    """Return how many CPUs each node needs free: verl would wait indefinitely for a missing one.
 
     TransferQueue, which verl's v1 trainers start, takes one CPU of some node for its controller and one for each
-    storage unit. It spreads these over all of the cluster's nodes that have GPUs, so that each of those needs a free
-    one.
+    storage unit. It spreads the units over the nodes that have GPUs, ``ceil(units / nnodes)`` on each.
     """
     if not config.trainer.get("use_v1", False):
         return CPUS_PER_GPU * config.trainer.n_gpus_per_node
     units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
     return CPUS_PER_GPU * config.trainer.n_gpus_per_node + math.ceil(units / config.trainer.nnodes) + 1
-
-
-def gpu_count() -> int:
-    """Return the number of GPUs that this process may use."""
-    return len(find_gpus())
-
-
-def cpu_count() -> int:
-    """Return the number of CPUs that Ray would count here, which in a container is its share."""
-    from ray._private.utils import get_num_cpus
-
-    return int(get_num_cpus())

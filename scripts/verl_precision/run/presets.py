@@ -15,7 +15,7 @@ from verl_precision.run.roles import engine_settings, used_roles
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# The least compute capability of each preset; Ada (8.9) takes ampere, Blackwell (10.0, 12.0) hopper.
+# The least compute capability of each preset, highest first; Ada (8.9) takes ampere, Blackwell (10.0, 12.0) hopper.
 PRESETS = {"hopper": (9, 0), "ampere": (8, 0), "turing": (7, 5), "volta": (7, 0)}
 FLASH_ATTENTION = PRESETS["ampere"]  # least capability for flash attention 2
 DEFAULT_ATTENTION = "flash_attention_2"  # of verl
@@ -23,11 +23,7 @@ GUIDE = "docs/how-to/gpus.md"
 
 
 def preset_of(gpu: Gpu) -> str:
-    """Return the preset of a GPU.
-
-    Raises:
-        Refused: it is older than what vLLM supports.
-    """
+    """Return the preset of a GPU; refuse one that is older than what vLLM supports."""
     for name, least in PRESETS.items():
         if gpu.capability >= least:
             return name
@@ -54,7 +50,7 @@ def flash_attention_missing(gpu: Gpu) -> str:
 def fit_to_gpus(job: Job) -> tuple[Job, str]:
     """Return the job with the overrides for the GPUs of this machine, and a line that reports them.
 
-    A job on the CPU, on a cluster or without a GPU that torch finds is returned as it is, with an empty line.
+    Without such GPUs, on the CPU or on a cluster, return the job as it is and an empty line.
     """
     gpus = find_gpus() if job.device == "cuda" and not job.cluster else ()
     if not gpus:
@@ -70,15 +66,7 @@ def fit_to_gpus(job: Job) -> tuple[Job, str]:
 
 
 def check_gpus(job: Job, config: "DictConfig") -> None:
-    """Check that the GPUs of this machine can run the job.
-
-    Args:
-        config: the job's whole configuration (``job.compose``).
-
-    Raises:
-        Refused: torch has no kernels for one, a role would compute in bfloat16 where that is emulated, or one would
-            use flash attention where it does not run.
-    """
+    """Refuse GPUs without kernels in this torch, emulated bfloat16, and flash attention that does not run."""
     gpus = find_gpus()
     for each in gpus:
         if not each.kernels:

@@ -1,4 +1,4 @@
-"""Measure and end ``main_ppo`` together with all that it starts, wherever Ray and vLLM put it."""
+"""Measure and end ``main_ppo`` and every process that it starts, whatever session Ray and vLLM put them in."""
 
 import re
 import subprocess
@@ -13,13 +13,15 @@ SHARED_MEMORY = Path("/dev/shm")
 class ProcessTree:
     """``main_ppo`` and its descendants, also those whose parent has ended.
 
+    Args:
+        earlier: the files of shared memory that existed before ``root``.
+
     Attributes:
-        peak_gib: the greatest sum of the proportional set sizes of all processes so far.
+        peak_gib: the greatest sum of the proportional set sizes (PSS) of all processes so far.
         shared: files of shared memory that the run created; vLLM and verl leave them behind.
     """
 
     def __init__(self, root: subprocess.Popen, earlier: set[Path]):
-        """``earlier``: the files of shared memory that existed before ``root``."""
         self.root = psutil.Process(root.pid)
         self.known = {self.root}
         self.peak_gib = 0.0
@@ -36,9 +38,9 @@ class ProcessTree:
         return set(self.known)
 
     def find_shared(self) -> None:
-        """Add to ``shared`` the new files of shared memory that a process of this run maps; another run's differ.
+        """Add to ``shared`` the new files of shared memory that a process of this run maps.
 
-        Those that none maps are not looked up again before the next ``measure``.
+        Those that none maps, as another run's, are looked up again only by the next ``measure``.
         """
         new = set(SHARED_MEMORY.glob("*")) - self.earlier - self.shared - self.foreign
         if not new:

@@ -1,5 +1,6 @@
 """Show the progress of a run on the terminal: its start-up, then a line a step."""
 
+import json
 import time
 from pathlib import Path
 from statistics import median
@@ -13,7 +14,6 @@ from verl_precision.facts.metrics import (
     REWARD,
     SECONDS,
     SKIPPED,
-    merge_metrics,
     metric_total,
     metric_values,
     training_rows,
@@ -27,7 +27,7 @@ START_UP = {  # markers in verl's log, and what starts after each
     "all initialize finished": "the first step",
 }
 HEARTBEAT_S = 20
-# How long main_ppo may continue after a death that may be harmless: at least, and in lengths of the longest step.
+# How long main_ppo may continue after a death that may be harmless: minimum seconds, and multiple of the longest step.
 LINGERS_S, LINGERS = 600, 3
 
 
@@ -35,8 +35,8 @@ class RunProgress:
     """Print the progress of a run: start-up phases, then a line a step.
 
     Attributes:
-        shown: steps shown since ``begin``.
-        patience: seconds without a further step after which a possibly harmless death ends the run.
+        data: the rows of the run's training steps.
+        shown: number of those that this attempt has added.
     """
 
     def __init__(self, out: Path, steps: int):
@@ -45,13 +45,18 @@ class RunProgress:
 
     def begin(self, earlier: list[dict]) -> None:
         """Start showing an attempt that continues after the steps whose metrics are ``earlier``."""
-        self.earlier, self.shown, self.size, self.patience = earlier, 0, 0, LINGERS_S
+        self.data, self.shown, self.bytes_read = list(earlier), 0, 0
         self.start_phase("Python and verl")
 
     @property
     def finished(self) -> bool:
         """Return whether the last step was completed."""
-        return len(self.earlier) + self.shown >= self.steps
+        return len(self.data) >= self.steps
+
+    @property
+    def patience(self) -> float:
+        """Return the seconds without a further step after which a possibly harmless death ends the run."""
+        return max([LINGERS_S, *(LINGERS * seconds for seconds in metric_values(self.data, SECONDS))])
 
     def elapsed(self) -> float:
         """Return the seconds since this object was created."""
@@ -72,16 +77,24 @@ class RunProgress:
         for marker, phase in START_UP.items():
             if any(marker in line for line in lines):
                 self.start_phase(phase)
-        file = self.out / "verl.jsonl"
-        if file.exists() and file.stat().st_size > self.size:
-            self.size = file.stat().st_size
-            data = training_rows(merge_metrics(self.out))
-            for end in range(len(self.earlier) + self.shown, len(data)):
-                self.print(progress_line(data[: end + 1], self.steps))
-            self.shown = len(data) - len(self.earlier)
-            self.patience = max([LINGERS_S, *(LINGERS * seconds for seconds in metric_values(data, SECONDS))])
+        for row in training_rows(self.new_rows()):
+            self.data.append(row)
+            self.shown += 1
+            self.print(progress_line(self.data, self.steps))
         if not self.shown and self.elapsed() - self.printed_at > HEARTBEAT_S:
             self.print(f"still starting {self.phase}")
+
+    def new_rows(self) -> list[dict]:
+        """Return the rows that verl has logged since the last call, and append them to ``metrics.jsonl``."""
+        file = self.out / "verl.jsonl"
+        if not file.exists() or file.stat().st_size == self.bytes_read:
+            return []
+        with file.open("rb") as logged, (self.out / "metrics.jsonl").open("ab") as metrics:
+            logged.seek(self.bytes_read)
+            whole_lines, newline, _ = logged.read().rpartition(b"\n")
+            metrics.write(whole_lines + newline)
+            self.bytes_read += len(whole_lines + newline)
+        return [json.loads(line) for line in whole_lines.splitlines()]
 
 
 def progress_line(data: list[dict], steps: int) -> str:

@@ -15,7 +15,7 @@ NO_TEMPLATE = ("deepseek_v4",)  # verl formats its prompts itself
 
 
 def ways_to_fit(override: str = "", longest: int | None = None) -> str:
-    """Return the settings to choose from where prompts are too long; ``override`` is the prefix of an override."""
+    """Return the settings to choose from if prompts are too long; ``override`` is the prefix of an override."""
     enough = f"{override}data.max_prompt_length={longest}" if longest else "a larger data.max_prompt_length"
     left_out = f"{override}data.filter_overlong_prompts=true (leaves them out)"
     return f"{enough}, {left_out} or {override}{TRUNCATION}=left (cuts them)"
@@ -32,17 +32,13 @@ def no_chat_template(model: str) -> Refused:
 
 
 def check_prompts(config: "DictConfig", prompts: "list[tuple[str, list[list[dict]]]]") -> None:
-    """Tokenize prompts by the model's chat template as verl's agent loop does, and check that none is too long.
+    """Tokenize prompts by the model's chat template as verl's agent loop does, and refuse those that are too long.
 
-    Checks nothing where the model's tokenizer is not on this machine, where verl renders prompts otherwise (by a
-    processor, or without a template), or where the user asks for cut prompts.
+    Checks nothing if the model's tokenizer is not on this machine, if verl renders prompts otherwise (by a processor,
+    or without a template), or if the user asks for cut prompts.
 
     Args:
-        config: the job's whole configuration (``job.compose``).
-        prompts: ``NAME=FILE`` of each data file, and its first ones.
-
-    Raises:
-        Refused: one would be cut, the template refuses one, or the tokenizer has no chat template.
+        prompts: ``NAME=FILE`` of each data file, and its first prompts.
     """
     model, data = config.actor_rollout_ref.model, config.data
     file = config_file(str(model.get("tokenizer_path") or model.path))

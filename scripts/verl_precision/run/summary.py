@@ -48,7 +48,7 @@ def verl_version() -> str:
 
 
 def precision_of(job: Job, effective_dtypes: dict) -> str:
-    """Return the regime of a finished run: by its workers' reports, where they are of actor and rollout."""
+    """Return the regime, or the dtypes, that actor and rollout reported; PRECISION if they reported nothing."""
     if not {"actor", "rollout"} <= effective_dtypes.keys():
         return job.precision
     if regime := effective_regime(effective_dtypes):
@@ -61,7 +61,7 @@ def precision_of(job: Job, effective_dtypes: dict) -> str:
 def cut_share(data: list[dict], max_prompt_length: int) -> float | None:
     """Return the share of prompts with ``max_prompt_length`` tokens: verl cut them, or they have exactly as many.
 
-    verl's own ``clip_ratio`` counts those as long as the longest of the batch.
+    verl's own ``clip_ratio`` is the share of prompts that are as long as the longest of the batch.
     """
     shares = [
         row["data"][CLIP_RATIO] * (row["data"][LONGEST_PROMPT] >= max_prompt_length)
@@ -74,16 +74,12 @@ def cut_share(data: list[dict], max_prompt_length: int) -> float | None:
 def summarize(job: Job, record: dict, data: list[dict], reports: list[dict], max_prompt_length: int) -> dict:
     """Return the content of ``summary.json`` from ``run.json``, the metrics and the workers' reports.
 
-    ``precision`` is the regime in which the workers computed, their dtypes where that is none of PRECISION's, and
-    PRECISION where they reported nothing;
-    ``prompts_cut`` is ``cut_share``;
-    ``reward_first`` is the mean reward of the first step, ``reward_last`` of the last ``LAST`` steps;
-    ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all steps, of which one may outweigh all others: hence
-    ``k3_kl_median``; ``loss_scale`` is the last one and ``skipped_steps`` the total, of the actor and, with ALGO=ppo,
-    of the critic; ``flowrl`` has those metrics of ``FLOWRL`` that exist, of the first step and the mean of the last
-    ``LAST``;
-    ``wall_s`` includes start-up and every interrupted attempt; ``peak_memory_gib`` is the greatest sum of all
-    processes' proportional set sizes (PSS), None on a cluster, whose nodes were not measured.
+    ``precision`` is ``precision_of`` and ``prompts_cut`` is ``cut_share``. ``reward_first`` is the mean reward of the
+    first step, ``reward_last`` of the last ``LAST`` steps. ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all
+    steps, which an outlier may dominate, hence ``k3_kl_median``. ``loss_scale`` is the last, ``skipped_steps`` the
+    total. ``flowrl`` has the metrics of ``FLOWRL`` that exist: the first step and the mean of the last ``LAST``.
+    ``wall_s`` includes start-up and every interrupted attempt. ``peak_memory_gib`` is the greatest sum of the
+    processes' proportional set sizes (PSS), None on a cluster, whose nodes are not measured.
     """
     data = training_rows(data)
     effective_dtypes = {role: agreed(dtypes) for role, dtypes in by_role(reports).items()}

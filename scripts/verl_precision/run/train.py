@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 POLL_S, MEASURE_S = 0.5, 5
-TAIL = 2000  # last lines of the log in which exceptions are looked for
-DEAD_S = 20  # how long main_ppo may continue after a certain death: verl queries a dead rollout server for ever
+TAIL = 2000  # last lines of the log that are searched for exceptions
+DEAD_S = 20  # how long main_ppo may continue after a certain death: verl queries a dead rollout server indefinitely
 REJOIN_S = 1800  # how long to wait for nodes that replace lost ones
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -41,7 +41,7 @@ class Watchdog:
         self.steps, self.since = 0, 0.0  # steps shown at the death, and when it was
 
     def overdue(self, lines: list[str], progress: RunProgress) -> Death | None:
-        """Return the death for which ``main_ppo`` is to be ended now, if any; ``lines`` are new in its log."""
+        """Return the death that makes it necessary to end ``main_ppo`` now, if any; ``lines`` are new in its log."""
         if self.death and progress.shown > self.steps + 1:  # the rollouts of one step may date from before the death
             self.death = None
         death = self.reader.read(lines)
@@ -67,8 +67,8 @@ def train_once(
         note: is called every ``MEASURE_S`` and at the end with the greatest memory so far, in GiB.
 
     Returns:
-        ``code`` the exit code, None if interrupted; ``death``, for which it was ended; the workers' ``reports``; the
-        log's ``tail``; ``watchdog``, which has read the whole log.
+        ``code``, the exit code, None if interrupted; ``death``, which made it necessary to end it; the workers'
+        ``reports``; the log's ``tail``; ``watchdog``, which has read the whole log.
     """
     earlier = set(SHARED_MEMORY.glob("*"))
     process = start_child(command, WORK, os.environ | environment, log)
@@ -80,7 +80,7 @@ def train_once(
             while code is None:
                 time.sleep(POLL_S)
                 code = process.poll()
-                tree.find_shared()  # often: what a process mapped is unknown once it was killed
+                tree.find_shared()  # often, because what a process mapped is unknown once it was killed
                 *complete, rest = (rest + written.read()).split("\n")
                 worker_reports += reports(complete)
                 tail += complete
@@ -118,9 +118,9 @@ def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgres
     progress.begin(earlier)
 
     def note(peak: float) -> None:
-        """Write the time and memory used so far, since this process itself may be killed."""
+        """Write the time and memory used so far, because this process may be killed, too."""
         record["wall_s"] = spent + progress.elapsed()
-        if not job.cluster:  # whose nodes have processes that cannot be measured from here
+        if not job.cluster:  # processes of other nodes cannot be measured from here
             record["peak_memory_gib"] = max(peak_gib or 0.0, peak)
         write_json(out / "run.json", record)
 
@@ -131,9 +131,7 @@ def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgres
 
 
 def causes(result: dict) -> list[str]:
-    """Return the lines that show why a run failed: the death of a process, unless an exception precedes it, then the
-    exceptions at the end of its log.
-    """
+    """Return why a run failed: the death of a process, unless an exception precedes it, then the last exceptions."""
     death, lines = result["death"] or result["watchdog"].death, [short(line) for line in result["tail"]]
     if not death:
         return errors(lines)
@@ -142,7 +140,7 @@ def causes(result: dict) -> list[str]:
 
 
 def find_loss(job: Job, out: Path, record: dict, reader: DeathReader) -> str | None:
-    """Describe the nodes or the worker that a run lost; None if it failed by itself.
+    """Describe the nodes or the worker that a run lost; None if the failure is its own.
 
     Args:
         reader: has read its log.

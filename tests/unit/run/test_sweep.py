@@ -1,4 +1,4 @@
-"""The same job under several regimes and seeds and with several verls: plans, refusals, runs, interruptions, reports."""
+"""The same job under several regimes, seeds and verls: plans, refusals, runs, interruptions, reports."""
 
 import json
 import os

@@ -26,7 +26,7 @@ from verl_precision.run.process_tree import SHARED_MEMORY, ProcessTree
 from verl_precision.run.progress import RunProgress
 from verl_precision.run.temporary_folder import temporary_folder
 
-# What programs in the place of main_ppo have: run.json, which the process that watches them rewrites at each look.
+# Precedes each program that runs instead of main_ppo: run.json is rewritten by the watching process at each look.
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -44,7 +44,7 @@ def interrupt():  # the process of these tests, in which the code of the command
     os.kill(os.getppid(), signal.SIGINT)
     time.sleep(600)
 """
-# Starts a process in a session of its own, as Ray does, that would write a file after a minute.
+# Starts a process in a separate session, as Ray does, that would write a file after a minute.
 PARENT = """
 writes = f"import pathlib, time; time.sleep(60); pathlib.Path({str(metrics)!r}).with_name('outlived').touch()"
 child = subprocess.Popen([sys.executable, "-c", writes], start_new_session=True)
@@ -93,7 +93,7 @@ def program(*parts: str) -> list[str]:
 
 @pytest.fixture
 def run_program(tmp_path) -> Callable[..., dict]:
-    """``run_program(*parts)``: the result of a program in the place of ``main_ppo``.
+    """``run_program(*parts)``: the result of a program that runs instead of ``main_ppo``.
 
     ``gone``: whether it started processes, and they were ended.
     """
@@ -129,12 +129,15 @@ def test_resumed_run_shows_its_own_steps_and_ends_with_the_last(tmp_path, capsys
     shown = RunProgress(tmp_path, steps=4)
     shown.begin(rows[:2])
     shown.update(["ray init kwargs: ..."])
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    metrics, logged = tmp_path / "metrics.jsonl", tmp_path / "verl.jsonl"
+    metrics.write_text("".join(lines[:2]))
+    file = metrics.stat().st_ino
     for end in (3, 4):
-        (tmp_path / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[2:end]))
+        logged.write_text("".join(lines[2:end]) + '{"step": ')  # verl is still writing
         shown.update([])
-        assert shown.finished == (end == 4)
-    assert shown.patience == 3 * 400
+        assert shown.finished == (end == 4) and metrics.read_text() == "".join(lines[:end])
+    assert shown.patience == 3 * 400 and metrics.stat().st_ino == file, "a step is appended, not all are written again"
     lines = [line.partition("] ")[2].split("  ")[0] for line in capsys.readouterr().out.splitlines()]
     assert lines == ["starting Python and verl", "starting Ray and its workers", "step 3/4", "step 4/4"]
 

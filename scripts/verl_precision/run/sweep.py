@@ -1,13 +1,12 @@
-"""Run the same job under several regimes, seeds and objectives, and with several verls.
+"""Run the same job under several regimes, seeds and objectives.
 
 Each run is ``verl-precision run`` in a separate process, one after another, in ``OUT/OBJECTIVE/LABEL-seedN``. Seeds
 are outermost, so that the finished runs are balanced at any time. Finished runs are not repeated, an interrupted one
-resumes from its checkpoint.
-
-The label is the regime, with TREES ``NAME-REGIME``. ``OUT/code.json`` records what each NAME stands for.
+resumes from its checkpoint. The label is the regime.
 """
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -19,11 +18,9 @@ from pathlib import Path
 from statistics import fmean
 
 from verl_precision.errors import Refused
-from verl_precision.files import write_json
 from verl_precision.format import duration, number
 from verl_precision.paths import OUTPUTS, PROGRAM
 from verl_precision.process import ignore_signals, interrupt_on_signals, start_child
-from verl_precision.run.code_versions import CodeVersion, code_record, distinct, find_versions
 from verl_precision.run.job import VARIABLES as RUN_VARIABLES
 from verl_precision.run.job import parse_job
 from verl_precision.run.validation import platform_variables
@@ -35,7 +32,6 @@ VARIABLES = RUN_VARIABLES | {
     "ALGO": "the objectives, default grpo; each gets a report: {algo}",
     "SEED": "the seeds, default 1",
     "OUT": "the folder of all runs and reports, default outputs/compare/EXPERIMENT",
-    "TREES": "patched verls to compare, each a folder that contains verl/: TREES='old=/path/to/verl new=/other/verl'",
 }
 TAIL = 4  # last lines of a failed run that are shown again
 
@@ -44,7 +40,6 @@ TAIL = 4  # last lines of a failed run that are shown again
 class SweepRun:
     """One run of the comparison; ``words`` are the variables of ``make run``."""
 
-    code: CodeVersion
     objective: str
     label: str
     seed: str
@@ -88,6 +83,14 @@ class SweepOutcome:
         return 130 if self.interrupted else 1 if self.failed else 0
 
 
+def distinct(name: str, value: str) -> list[str]:
+    """Return the values of a variable that takes several; refuse one that occurs twice."""
+    values = value.split()
+    if repeated := [item for item in values if values.count(item) > 1]:
+        raise Refused(f"{name}={value}: contains {repeated[0]} more than once")
+    return values
+
+
 def common_words(values: Mapping[str, str]) -> list[str]:
     """Return the words that all runs share."""
     return [f"{name}={values[name]}" for name in values if name in RUN_VARIABLES and name not in (*LISTS, "OUT")]
@@ -101,34 +104,22 @@ def check_words(values: Mapping[str, str]) -> None:
 
 
 def plan_sweep(values: Mapping[str, str]) -> SweepPlan:
-    """Return the runs that these ``VARIABLES`` describe.
-
-    Raises:
-        Refused: a value or a tree cannot be used, or one of the runs can neither start nor resume; none was started.
-    """
+    """Return the runs that these ``VARIABLES`` describe; refuse if one of them can neither start nor resume."""
     lists = {name: distinct(name, values.get(name, default)) for name, default in LISTS.items()}
     experiment = values.get("EXPERIMENT", "gsm8k_1gpu" if "TRAIN" in values else "arithmetic")
     out = Path(values.get("OUT", OUTPUTS / "compare" / experiment)).expanduser().resolve()
-    versions = find_versions(values)
-    shared = common_words(values)
     runs = []
-    for seed, algo, code, precision in product(lists["SEED"], lists["ALGO"], versions, lists["PRECISION"]):
+    for seed, algo, precision in product(lists["SEED"], lists["ALGO"], lists["PRECISION"]):
         objective = values.get("RECIPE", algo)
-        label = "-".join(filter(None, [code.name, precision]))
-        folder = out / objective / f"{label}-seed{seed}"
+        folder = out / objective / f"{precision}-seed{seed}"
         own_words = (f"PRECISION={precision}", f"ALGO={algo}", f"SEED={seed}", f"OUT={folder}")
-        runs.append(SweepRun(code, objective, label, seed, (*shared, *own_words), folder))
-    record = code_record(out, versions)
+        runs.append(SweepRun(objective, precision, seed, (*common_words(values), *own_words), folder))
     print(f"checking {len(runs)} runs", flush=True)
-    finished = {run for code in versions for run in find_finished(code, [run for run in runs if run.code == code])}
-    if record:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "code.json", record)
-    return SweepPlan(experiment, out, tuple(runs), tuple(run for run in runs if run in finished))
+    return SweepPlan(experiment, out, tuple(runs), tuple(find_finished(runs)))
 
 
-def find_finished(code: CodeVersion, runs: Sequence[SweepRun]) -> list[SweepRun]:
-    """Let the command ``run`` check the runs with the verl of ``code``, and return those that are finished.
+def find_finished(runs: Sequence[SweepRun]) -> list[SweepRun]:
+    """Let the command ``run`` check the runs, on the platform of their verl, and return those that are finished.
 
     Raises:
         Refused: one of the others can neither start nor resume.
@@ -137,12 +128,12 @@ def find_finished(code: CodeVersion, runs: Sequence[SweepRun]) -> list[SweepRun]
     done = subprocess.run(
         [*PROGRAM, "run", "--check-each"],
         input=json.dumps([run.values for run in runs]),
-        env=code.environment() | platform,
+        env=os.environ | platform,
         capture_output=True,
         text=True,
     )
     if done.returncode:
-        raise Refused(f"{code.name and f'{code.name}: '}{last_line(done.stderr).removeprefix('verl-precision run: ')}")
+        raise Refused(last_line(done.stderr).removeprefix("verl-precision run: "))
     checked = json.loads(last_line(done.stdout))  # verl may print when it is imported
     return [run for run, facts in zip(runs, checked, strict=True) if facts["finished"]]
 
@@ -185,7 +176,7 @@ def run_one(run: SweepRun) -> tuple[int, deque[str]]:
         KeyboardInterrupt: this process was interrupted; the run has ended in order.
     """
     command = [*PROGRAM, "run", *as_options(run.values)]
-    process = start_child(command, Path.cwd(), run.code.environment(), subprocess.PIPE)
+    process = start_child(command, Path.cwd(), os.environ, subprocess.PIPE)
     tail: deque[str] = deque(maxlen=TAIL)
 
     def show_output() -> int:

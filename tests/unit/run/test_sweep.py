@@ -1,10 +1,8 @@
-"""The same job under several regimes, seeds and verls: plans, refusals, runs, interruptions, reports."""
+"""The same job under several regimes and seeds: plans, refusals, runs, interruptions, reports."""
 
 import json
-import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,14 +14,9 @@ from support.report_runs import finished_run
 
 from verl_precision.commands import compare
 from verl_precision.errors import Refused
-from verl_precision.facts.packages import installed_verl
-from verl_precision.files import write, write_json
-from verl_precision.patch.apply import apply
-from verl_precision.patch.status import status
-from verl_precision.patch.wheels import unpacked_wheel
+from verl_precision.files import write
 from verl_precision.paths import PROGRAM
 from verl_precision.run import sweep
-from verl_precision.run.code_versions import CodeVersion, code_record, tree_version
 from verl_precision.run.folder import finished as is_finished
 from verl_precision.run.job import parse_job
 from verl_precision.run.sweep import SweepPlan, SweepProgress, SweepRun, plan_sweep, run_one, run_sweep
@@ -53,7 +46,7 @@ def finished(root: Path, regime: str = "fp16", algo: str = "grpo", seed: int = 1
 
 
 def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sweep, "find_finished", lambda code, runs: [run for run in runs if is_finished(run.out)])
+    monkeypatch.setattr(sweep, "find_finished", lambda runs: [run for run in runs if is_finished(run.out)])
     finished(tmp_path, "bf16", "pg_is", seed=2)
     before = sorted(tmp_path.rglob("*"))
     words = {"EXPERIMENT": "sanity_cpu", "PRECISION": "fp16 bf16", "ALGO": "grpo pg_is", "SEED": "2 7"}
@@ -72,10 +65,10 @@ def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, cap
 
 def test_time_left_is_estimated_from_runs_of_the_same_objective(tmp_path):
     seconds = {"grpo": 60.0, "ppo": 600.0}
-    done = tuple(SweepRun(CodeVersion(), name, "fp16", "1", (), tmp_path / name) for name in seconds)
+    done = tuple(SweepRun(name, "fp16", "1", (), tmp_path / name) for name in seconds)
     for run in done:
         write(run.out / "summary.json", json.dumps({"wall_s": seconds[run.objective]}).encode())
-    ahead = [SweepRun(CodeVersion(), name, "fp16", "2", (), tmp_path / f"{name}-2") for name in ("grpo", "pg_is")]
+    ahead = [SweepRun(name, "fp16", "2", (), tmp_path / f"{name}-2") for name in ("grpo", "pg_is")]
     progress = SweepProgress(SweepPlan("arithmetic", tmp_path, (*done, *ahead), done))
     assert progress.left(ahead[:1]) == "1 left, about 1:00"
     assert progress.left(ahead[1:]) == "1 left, about 5:30", "of an objective without a finished run: the mean of all"
@@ -87,58 +80,14 @@ def test_time_left_is_estimated_from_runs_of_the_same_objective(tmp_path):
         ({"PRECISION": "fp16 fp61"}, "PRECISION=fp61: must be one of bf16"),
         ({"ALGO": "grpo ppo", "RECIPE": "flowrl"}, "ALGO=ppo: RECIPE=flowrl requires grpo"),
         ({"STEPS": "30"}, "STEPS=30: .* contains a finished run of 40"),
-        ({"TREES": "/x"}, "TREES=/x=: must be NAME=FOLDER"),
-        ({"TREES": "a=/no/such"}, "TREES=a=/no/such: /no/such is not a folder"),
     ],
 )
-def test_refusal_of_one_run_or_version_starts_none(words, refusal, tmp_path):
+def test_refusal_of_one_run_starts_none(words, refusal, tmp_path):
     finished(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(Refused, match=refusal):
         plan_sweep({"DEVICE": "cpu", "EXPERIMENT": "sanity_cpu", "OUT": str(tmp_path), "SEED": "2 1"} | words)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_unpatched_tree_is_refused_and_a_patched_one_has_its_label(tmp_path):
-    release = status(installed_verl()).release
-    root = unpacked_wheel(release, tmp_path / "tree")
-    with pytest.raises(Refused, match=rf"TREES=a={root}: unpatched: verl {release}; make apply-patches"):
-        tree_version("a", str(root))
-    apply(root)
-    code = tree_version("a", str(root / "verl"))
-    assert code.verl == root and code.environment()["PYTHONPATH"].startswith(f"{root}")
-    out = tmp_path / "out"
-    folder = finished_run(out / "grpo/a-bf16-seed1", "EXPERIMENT=sanity_cpu", "PRECISION=bf16", steps=40)
-    words = {"DEVICE": "cpu", "EXPERIMENT": "sanity_cpu", "PRECISION": "bf16"}
-    plan = plan_sweep(words | {"TREES": f"a={root}", "OUT": str(out)})
-    assert [(run.label, run.out) for run in plan.runs] == [("a-bf16", folder)] and plan.finished == plan.runs
-    assert json.loads((out / "code.json").read_text())["a"]["folder"] == str(root)
-
-    hooked = root / "verl/workers/config/rollout.py"
-    wheel = unpacked_wheel(release, tmp_path / "wheel")
-    shutil.copy(wheel / "verl/workers/config/rollout.py", hooked)
-    with pytest.raises(Refused, match=f"^TREES=a={root}: .* but verl/workers/config/rollout.py is not patched; "):
-        tree_version("a", str(root))
-    shutil.copytree(wheel, root, dirs_exist_ok=True)  # as pip does, which leaves the stamp
-    with pytest.raises(Refused, match=f"^TREES=a={root}: interrupted: .* was installed or checked out again over "):
-        tree_version("a", str(root))
-    apply(root)
-
-    (root / "verl/utils/tracking.py").open("a").write("# edited\n")  # an edited tree requires a new comparison
-    with pytest.raises(Refused, match="contains runs of another a, state "):
-        code_record(out, [tree_version("a", str(root))])
-
-
-def test_tree_precedes_the_callers_modules(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/mine")
-    assert CodeVersion(verl=tmp_path).environment()["PYTHONPATH"] == f"{tmp_path}{os.pathsep}/mine"
-    assert CodeVersion().environment()["PYTHONPATH"] == "/mine"
-
-
-def test_versions_of_earlier_comparisons_stay_recorded(tmp_path):
-    write_json(tmp_path / "code.json", {"old": {"tree": "1"}})
-    record = code_record(tmp_path, [CodeVersion("new", identity={"tree": "2"})])
-    assert record == {"old": {"tree": "1"}, "new": {"tree": "2"}}
 
 
 @pytest.fixture
@@ -159,7 +108,7 @@ def planned(root: Path) -> SweepPlan:
     def run(regime: str, seed: str) -> SweepRun:
         folder = root / f"grpo/{regime}-seed{seed}"
         words = (f"PRECISION={regime}", f"SEED={seed}", f"OUT={folder}")
-        return SweepRun(CodeVersion(), "grpo", regime, seed, words, folder)
+        return SweepRun("grpo", regime, seed, words, folder)
 
     every = tuple(run(regime, seed) for seed in ("1", "2") for regime in ("fp16", "bf16"))
     return SweepPlan("sanity_cpu", root, every, tuple(run for run in every if is_finished(run.out)))
